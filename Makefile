@@ -1,0 +1,45 @@
+# PYTHON      the interpreter of the virtual environment, 3.10 to 3.13
+# PIP_FLAGS   further options for pip: on a machine without a GPU,
+#             make train PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+#             avoids several gigabytes of CUDA libraries
+# ARGS        options for `te train` or for pytest: make train ARGS="--recipe mxfp8 --steps 100"
+PYTHON ?= python3
+VENV ?= .venv
+PIP_FLAGS ?=
+ARGS ?=
+
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt $(PIP_FLAGS)
+SUPPORTED := import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))
+
+.PHONY: train test check coverage docs clean
+
+train: $(VENV)/.cli
+	$(BIN)/te train $(ARGS)
+
+test: check
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
+
+check: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+coverage: $(VENV)/.test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --cov --cov-report=term-missing:skip-covered --cov-fail-under=90 $(ARGS)
+
+docs: $(VENV)/.docs
+	$(BIN)/mkdocs build --strict
+
+clean:
+	rm -rf $(VENV) site build dist .pytest_cache .ruff_cache .hypothesis
+
+$(BIN)/python:
+	@$(PYTHON) -c '$(SUPPORTED)' || { \
+		echo "$(PYTHON) is `$(PYTHON) --version 2>&1`; Python 3.10 to 3.13 is needed: make PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# One stamp for each extra: the package is installed in place, so that only its requirements can go stale.
+$(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) -e '.[$*]'
+	@touch $@

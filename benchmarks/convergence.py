@@ -1,0 +1,196 @@
+"""Final loss of the demonstration model under every recipe against high precision, with seeds for the noise.
+
+    python benchmarks/convergence.py [--device auto|cpu|cuda] [--seeds 3] [--steps N] [--out FOLDER]
+
+Every recipe starts from the same weights and sees the same batches as the high-precision run of its seed. It
+passes when its mean final validation loss lies within the larger of 1 % (NVFP4: 2 %) and three standard
+deviations of high precision over the seeds. Writes convergence.json, .md and .png; exits 1 when one fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+import transformer_engine
+from transformer_engine.cli.demo.config import HIGH_PRECISION, RECIPES, Config, resolve
+from transformer_engine.cli.demo.data import Corpus, load_corpus
+from transformer_engine.cli.demo.optimizer import learning_rate
+from transformer_engine.cli.demo.plot import smooth
+from transformer_engine.cli.demo.trainer import EVALUATION_BATCHES, Run
+
+SIZES = {
+    "cpu": {"steps": 60, "batch": 8, "sequence": 64, "layers": 2, "hidden": 128, "heads": 4},
+    "cuda": {"steps": 300, "batch": 16, "sequence": 512, "layers": 4, "hidden": 512, "heads": 8},
+}
+RELATIVE_LIMIT = {"nvfp4": 0.02}
+NAMES = (*(name for name in RECIPES if name != "none"), HIGH_PRECISION)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One training: the loss of every step and the final validation loss."""
+
+    name: str
+    seed: int
+    losses: list[float]
+    final: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """A recipe over all seeds: mean final loss, distance from high precision, and the limit for it."""
+
+    name: str
+    mean: float
+    deviation: float
+    difference: float
+    limit: float
+
+    @property
+    def passes(self) -> bool:
+        return abs(self.difference) <= self.limit
+
+
+def train(name: str, config: Config, corpus: Corpus) -> Curve:
+    """Train one model to the end."""
+    device = torch.device(config.device)
+    run = Run(name, config)
+    start = time.perf_counter()
+    losses = []
+    for step in range(config.steps):
+        inputs, targets = corpus.batch(config.seed, step, config.batch, config.sequence)
+        rate = learning_rate(step, config.steps, config.learning_rate)
+        losses.append(run.step(inputs.to(device), targets.to(device), rate))
+    curve = torch.stack(losses).tolist()
+    seconds = time.perf_counter() - start
+    batches = corpus.validation_batches(EVALUATION_BATCHES, config.batch, config.sequence)
+    final = run.evaluate([(inputs.to(device), targets.to(device)) for inputs, targets in batches])
+    return Curve(name, config.seed, curve, final, seconds)
+
+
+def compare(curves: list[Curve]) -> list[Row]:
+    """One Row a name, high precision last; deviations are those of the sample."""
+    finals = {name: [curve.final for curve in curves if curve.name == name] for name in NAMES}
+    base = statistics.mean(finals[HIGH_PRECISION])
+    noise = _deviation(finals[HIGH_PRECISION])
+    return [
+        Row(
+            name=name,
+            mean=statistics.mean(values),
+            deviation=_deviation(values),
+            difference=statistics.mean(values) - base,
+            limit=max(RELATIVE_LIMIT.get(name, 0.01) * base, 3 * noise),
+        )
+        for name, values in finals.items()
+    ]
+
+
+def _deviation(values: list[float]) -> float:
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def markdown(config: Config, curves: list[Curve], rows: list[Row], machine: str) -> str:
+    """The table as a page of its own."""
+    seeds = len({curve.seed for curve in curves})
+    lines = [
+        "# Convergence of the recipes",
+        "",
+        f"Byte-level GPT, {config.layers} layers, hidden {config.hidden}, {config.steps} steps of "
+        f"{config.batch} x {config.sequence} bytes, {seeds} seeds, {machine}. "
+        "Losses are validation losses in nats a byte after the last step.",
+        "",
+        "| run | mean final loss | deviation over seeds | difference | limit | passes | seconds a run |",
+        "| --- | ---: | ---: | ---: | ---: | --- | ---: |",
+    ]
+    for row in rows:
+        seconds = statistics.mean(curve.seconds for curve in curves if curve.name == row.name)
+        relative = 100 * row.difference / (row.mean - row.difference)
+        lines.append(
+            f"| {config.label(row.name)} | {row.mean:.4f} | {row.deviation:.4f} | {row.difference:+.4f} "
+            f"({relative:+.2f} %) | {row.limit:.4f} | {'yes' if row.passes else 'no'} | {seconds:.1f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def plot(path: Path, config: Config, curves: list[Curve]) -> None:
+    """Mean training loss over the seeds above, relative difference from high precision below."""
+    means = {}
+    for name in NAMES:
+        losses = [curve.losses for curve in curves if curve.name == name]
+        means[name] = smooth([statistics.mean(values) for values in zip(*losses, strict=True)])
+    figure = Figure(figsize=(8, 6), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
+    steps = range(1, config.steps + 1)
+    base = means[HIGH_PRECISION]
+    upper.plot(steps, base, color="#555555", linewidth=2.4, label=config.label(HIGH_PRECISION))
+    lower.axhspan(-1, 1, color="#16a34a", alpha=0.12, label="within 1 %")
+    lower.axhline(0, color="#555555", linewidth=0.8)
+    for index, name in enumerate(NAMES[:-1]):
+        upper.plot(steps, means[name], "--", color=f"C{index}", linewidth=1.2, label=name)
+        difference = [
+            100 * (value / reference - 1) for value, reference in zip(means[name], base, strict=True)
+        ]
+        lower.plot(steps, difference, color=f"C{index}", linewidth=1.2)
+    upper.set_ylabel("training loss (nats a byte)")
+    lower.set_ylabel("difference (%)")
+    lower.set_xlabel("step")
+    for panel in (upper, lower):
+        panel.grid(alpha=0.25)
+        panel.legend(frameon=False)
+    figure.savefig(path)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--data")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    options = parser.parse_args()
+    device = resolve(options.device, {}).device
+    sizes = {**SIZES[device], **({"steps": options.steps} if options.steps else {}), "data": options.data}
+    configs = [resolve(device, {**sizes, "seed": seed}) for seed in range(options.seeds)]
+    corpus = load_corpus(options.data, configs[0].sequence)
+    curves = []
+    for config in configs:
+        for name in NAMES:
+            curves.append(train(name, config, corpus))
+            print(
+                f"seed {config.seed}  {name:15} {curves[-1].final:.4f}  {curves[-1].seconds:.1f} s",
+                flush=True,
+            )
+    rows = compare(curves)
+    machine = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    machine += f", torch {torch.__version__}, transformer-engine {transformer_engine.__version__}"
+    page = markdown(configs[0], curves, rows, machine)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "convergence.md").write_text(page)
+    record = {
+        "machine": machine,
+        "config": configs[0].as_dict(),
+        "rows": [{**asdict(row), "passes": row.passes} for row in rows],
+        "curves": [asdict(curve) for curve in curves],
+    }
+    (options.out / "convergence.json").write_text(json.dumps(record) + "\n")
+    plot(options.out / "convergence.png", configs[0], curves)
+    print(page)
+    return 0 if all(row.passes for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

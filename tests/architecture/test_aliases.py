@@ -1,0 +1,32 @@
+"""A module whose docstring begins with "Alias of" holds a docstring and explicit names, nothing else."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+
+import pytest
+from source import modules, tree
+
+ALIASES = [n for n, p in modules().items() if (ast.get_docstring(tree(p)) or "").startswith("Alias of")]
+
+
+def test_the_historic_paths_exist():
+    for path in ("quantized_tensor", "fp8", "float8_tensor"):
+        assert f"transformer_engine.pytorch.{path}" in ALIASES
+
+
+@pytest.mark.parametrize("name", ALIASES)
+def test_an_alias_holds_names_only(name):
+    body = tree(modules()[name]).body[1:]
+    for node in body:
+        is_all = isinstance(node, ast.Assign) and [t.id for t in node.targets if isinstance(t, ast.Name)] == ["__all__"]
+        assert isinstance(node, ast.ImportFrom) or is_all, f"{name}:{node.lineno}"
+        if isinstance(node, ast.ImportFrom):
+            assert all(alias.name != "*" for alias in node.names), f"{name}:{node.lineno} imports *"
+
+
+@pytest.mark.parametrize("name", ALIASES)
+def test_an_alias_exports_what_it_names(name):
+    module = importlib.import_module(name)
+    assert all(hasattr(module, attribute) for attribute in module.__all__)

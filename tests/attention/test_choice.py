@@ -1,0 +1,316 @@
+"""Which backend an attention gets, the sentences of those it does not get, and the errors of wrong calls."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from attention_oracle import cumulative, padding_mask
+
+from transformer_engine.common.dispatch import Unsupported, use_backend
+from transformer_engine.common.recipe import DelayedScaling
+from transformer_engine.pytorch.attention import DotProductAttention
+from transformer_engine.pytorch.attention.dot_product_attention import get_qkv_layout, utils
+from transformer_engine.pytorch.attention.dot_product_attention.choose import choose, explain
+from transformer_engine.pytorch.attention.dot_product_attention.mask import (
+    canonical_name,
+    check_set_window_size,
+)
+from transformer_engine.pytorch.attention.dot_product_attention.utils import (
+    AttentionLogging,
+    AttentionParams,
+    FlashAttentionUtils,
+    NVTE_Fused_Attn_Backend,
+    get_attention_backend,
+    get_cu_seqlens,
+)
+from transformer_engine.pytorch.quantization import autocast
+
+SWITCHES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
+
+
+@pytest.fixture(autouse=True)
+def _no_switches(monkeypatch):
+    for name in (*SWITCHES, "NVTE_FUSED_ATTN_BACKEND", "NVTE_ALLOW_NONDETERMINISTIC_ALGO"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def qkv(device, size=5):
+    return torch.randn(3, 2, size, 2, 4, device=device)
+
+
+def chosen(**fields):
+    return choose(AttentionParams(**fields).request()).name
+
+
+def refusal(backend, **fields):
+    return {v.backend: v.refusal for v in explain(AttentionParams(**fields).request())}[backend]
+
+
+def test_torch_goes_first_and_the_reference_takes_the_rest():
+    assert chosen() == "torch_sdpa"
+    assert chosen(core_attention_bias_type="alibi") == "reference"
+
+
+@pytest.mark.parametrize(
+    "fields, reason",
+    [
+        ({"core_attention_bias_type": "post_scale_bias"}, "core_attention_bias_type='post_scale_bias'"),
+        ({"softmax_type": "learnable"}, "softmax_type='learnable'; it has no sink"),
+        ({"return_max_logit": True}, "return_max_logit"),
+        ({"max_seqlen_q": 0}, "an empty tensor"),
+    ],
+)
+def test_torch_says_why_it_refuses(fields, reason):
+    assert reason in refusal("torch_sdpa", **fields)
+
+
+def test_torch_refuses_determinism_on_cuda_unless_torch_provides_it():
+    request = AttentionParams(deterministic=True).request()
+    on_cuda = type(request)(**{**vars(request), "device_type": "cuda"})
+    assert "only deterministic under" in {v.backend: v.refusal for v in explain(on_cuda)}["torch_sdpa"]
+
+
+@pytest.mark.parametrize(
+    "off, want",
+    [
+        (("NVTE_FLASH_ATTN",), "torch_sdpa"),
+        (("NVTE_FUSED_ATTN",), "torch_sdpa"),
+        (("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN"), "reference"),
+        (("NVTE_UNFUSED_ATTN",), "torch_sdpa"),
+    ],
+)
+def test_switches_turn_families_off(off, want, monkeypatch):
+    for name in off:
+        monkeypatch.setenv(name, "0")
+    assert chosen() == want
+
+
+def test_all_switches_off_is_no_error_before_the_call_and_names_them_then(monkeypatch, device):
+    for name in SWITCHES:
+        monkeypatch.setenv(name, "0")
+    module = DotProductAttention(2, 4, qkv_format="bshd")
+    with pytest.raises(
+        Unsupported, match="NVTE_FLASH_ATTN=0 and NVTE_FUSED_ATTN=0; reference: NVTE_UNFUSED_ATTN=0"
+    ):
+        module(*qkv(device))
+
+
+def test_a_forced_backend_that_refuses_raises_its_reason(device):
+    module = DotProductAttention(2, 4, qkv_format="bshd", softmax_type="off-by-one")
+    with use_backend(attention="torch_sdpa"), pytest.raises(Unsupported, match="it has no sink"):
+        module(*qkv(device))
+
+
+def test_the_originals_question_has_our_answer(monkeypatch):
+    fused = NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen
+    assert get_attention_backend(AttentionParams()) == (False, None, True, fused, False, [False, True, True])
+    biased = AttentionParams(core_attention_bias_type="post_scale_bias")
+    assert get_attention_backend(biased) == (False, None, False, None, True, [False, False, True])
+    assert get_attention_backend(AttentionParams(fp8=True))[-1] == [False, False, False]
+    assert get_attention_backend(AttentionParams(context_parallel=True))[-1] == [False, False, False]
+    monkeypatch.setenv("NVTE_FUSED_ATTN_BACKEND", "2")
+    assert get_attention_backend(AttentionParams())[-1] == [False, False, True]
+    monkeypatch.delenv("NVTE_FUSED_ATTN_BACKEND")
+    monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
+    assert get_attention_backend(AttentionParams())[-1] == [False, False, True]
+
+
+def test_attention_parameters_compare_by_value_and_know_their_formats():
+    assert AttentionParams(fp8_meta={"a": 1}) == AttentionParams(fp8_meta={"a": 2})
+    assert AttentionParams() != AttentionParams(head_dim_qk=128)
+    request = AttentionParams(qkv_layout="thd_2bshd", attn_mask_type="padding").request()
+    assert (request.q_format, request.kv_format) == ("thd", "bshd")
+    assert AttentionParams(qkv_layout="bs3hd").request().q_format == "bshd"
+
+
+def test_no_flash_attention_is_claimed():
+    assert not (FlashAttentionUtils.is_installed or FlashAttentionUtils.v3_is_installed)
+    assert FlashAttentionUtils.is_version_supported(FlashAttentionUtils.max_version)
+
+
+def test_the_choice_is_logged_on_request(monkeypatch, caplog):
+    monkeypatch.setenv("NVTE_DEBUG", "1")
+    monkeypatch.setenv("NVTE_DEBUG_LEVEL", "2")
+    AttentionLogging.setup_logging()
+    with caplog.at_level(logging.DEBUG, logger="DotProductAttention"):
+        chosen(softmax_type="off-by-one")
+    monkeypatch.setenv("NVTE_DEBUG", "0")
+    AttentionLogging.setup_logging()
+    assert "Selected backend = reference" in caplog.text
+    assert "torch_sdpa: softmax_type='off-by-one'" in caplog.text
+    assert AttentionLogging._log_level == logging.WARNING
+
+
+@pytest.mark.parametrize(
+    "mask, window, want",
+    [
+        ("causal", None, (-1, 0)),
+        ("padding_causal", (-1, -1), (-1, 0)),
+        ("causal_bottom_right", (4, 2), (4, 0)),
+        ("causal", (4, 0), (4, 0)),
+        ("no_mask", None, (-1, -1)),
+        ("padding", (-1, 0), (-1, -1)),
+        ("arbitrary", (3, 5), (3, 5)),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:window_size")
+def test_windows_are_brought_in_line_with_the_mask(mask, window, want):
+    assert check_set_window_size(mask, window) == want
+
+
+@pytest.mark.parametrize("mask, window", [("causal", (-1, -1)), ("causal", (4, 2)), ("no_mask", (-1, 0))])
+def test_a_changed_window_is_announced(mask, window):
+    with pytest.warns(UserWarning, match="window_size=.* becomes"):
+        check_set_window_size(mask, window)
+
+
+@pytest.mark.parametrize("mask, window", [("causal", (-2, 0)), ("no_mask", (-1, 3)), ("padding", (3, -1))])
+def test_impossible_windows_are_refused(mask, window):
+    with pytest.raises(ValueError, match="window_size="):
+        check_set_window_size(mask, window)
+
+
+def test_unknown_names_list_the_known_ones(device):
+    with pytest.raises(ValueError, match="attn_mask_type='casual' does not exist; choose one of no_mask"):
+        canonical_name("casual")
+    for option in ("attention_type", "softmax_type", "qkv_format"):
+        with pytest.raises(ValueError, match=f"{option}='x' does not exist; choose one of"):
+            DotProductAttention(2, 4, **{option: "x"})
+    with pytest.raises(ValueError, match="cp_comm_type='x'"):
+        DotProductAttention(2, 4, cp_comm_type="x")
+    with pytest.raises(ValueError, match="core_attention_bias_type='x'"):
+        DotProductAttention(2, 4, qkv_format="bshd")(*qkv(device), core_attention_bias_type="x")
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"num_attention_heads": 6, "tp_size": 4}, "tp_size=4 does not divide num_attention_heads=6"),
+        (
+            {"num_attention_heads": 8, "num_gqa_groups": 2, "tp_size": 4},
+            "tp_size=4 does not divide num_gqa_groups=2",
+        ),
+        (
+            {"num_attention_heads": 6, "num_gqa_groups": 4},
+            "num_gqa_groups=4 does not divide num_attention_heads=6",
+        ),
+    ],
+)
+def test_heads_that_cannot_be_shared_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        DotProductAttention(kv_channels=4, **options)
+
+
+def test_tensors_that_do_not_fit_are_refused(device):
+    q, k, v = qkv(device)
+    module = DotProductAttention(2, 4, qkv_format="bshd")
+    with pytest.raises(ValueError, match=r"key_layer is \[2, 5, 1, 4\].*\(heads, size\) = \(2, 4\)"):
+        module(q, k[:, :, :1], v)
+    with pytest.raises(ValueError, match=r"query_layer is .* needs 3 axes"):
+        module(q, k, v, qkv_format="thd")
+    with pytest.raises(ValueError, match=r"value_layer is torch\.float16"):
+        module(q, k, v.half())
+    with pytest.raises(ValueError, match="differ in their tokens"):
+        module(q, k, v[:, :3])
+    with pytest.raises(ValueError, match="queries have 2 sequences, keys 1"):
+        module(q, k[:1], v[:1])
+    with pytest.raises(ValueError, match="missing"):
+        module(q)
+
+
+def test_masks_and_biases_that_do_not_fit_are_refused(device):
+    q, k, v = qkv(device)
+    module = DotProductAttention(2, 4, qkv_format="bshd")
+    with pytest.raises(ValueError, match="a padding mask needs cu_seqlens_q"):
+        module(q, k, v, attn_mask_type="padding")
+    with pytest.raises(ValueError, match="'arbitrary' needs attention_mask"):
+        module(q, k, v, attn_mask_type="arbitrary")
+    with pytest.raises(ValueError, match=r"attention_mask of kv is \[2, 1, 1, 5\].*a pair of masks"):
+        module(q, k[:, :4], v[:, :4], padding_mask([5, 3], 5, device), attn_mask_type="padding")
+    with pytest.raises(ValueError, match="has 3 sequences, the tensor 2"):
+        module(q, k, v, attn_mask_type="padding", cu_seqlens_q=cumulative([1, 2, 3], device))
+    with pytest.raises(ValueError, match="'no_bias' takes no core_attention_bias"):
+        module(q, k, v, core_attention_bias=torch.zeros(1, 1, 5, 5, device=device))
+    with pytest.raises(ValueError, match="'post_scale_bias' needs core_attention_bias"):
+        module(q, k, v, core_attention_bias_type="post_scale_bias")
+    with pytest.raises(ValueError, match=r"\[1, 1, 5, 4\] does not broadcast to \[2, 2, 5, 5\]"):
+        bias = torch.zeros(1, 1, 5, 4, device=device)
+        module(q, k, v, core_attention_bias_type="pre_scale_bias", core_attention_bias=bias)
+    with pytest.raises(ValueError, match="alibi_slopes with core_attention_bias_type='no_bias'"):
+        module(q, k, v, alibi_slopes=torch.ones(2, device=device))
+    with pytest.raises(ValueError, match="does not end in 2 heads"):
+        module(q, k, v, core_attention_bias_type="alibi", alibi_slopes=torch.ones(3, device=device))
+
+
+@pytest.mark.parametrize("field", ["fp8_dpa", "fp8_mha"])
+def test_fp8_attention_is_refused_in_one_sentence(field, device, monkeypatch):
+    module = DotProductAttention(2, 4, qkv_format="bshd")
+    monkeypatch.setenv("TE_EMULATE", "1")
+    with (
+        autocast(recipe=DelayedScaling(**{field: True})),
+        pytest.raises(NotImplementedError, match="FP8 attention"),
+    ):
+        module(*qkv(device))
+
+
+@pytest.mark.parametrize("option", ["fp8_output", "score_mod"])
+def test_unavailable_options_are_refused(option, device):
+    with pytest.raises(NotImplementedError, match=f"{option}.* is not available"):
+        DotProductAttention(2, 4, qkv_format="bshd")(*qkv(device), **{option: lambda *_: None})
+
+
+def test_context_parallel_groups_of_one_rank_are_taken_and_larger_ones_refused(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: group)
+    module = DotProductAttention(2, 4, cp_group=1)
+    module.set_context_parallel_group(None, None, None, "all_gather")
+    assert module.cp_comm_type == "all_gather"
+    with pytest.raises(NotImplementedError, match="over 4 ranks is not available"):
+        module.set_context_parallel_group([2, 2], [0, 1, 2, 3], None, "a2a+p2p")
+    assert module.cp_group is None
+
+
+def test_checkpoints_with_the_extra_state_elsewhere_or_nowhere_load(device):
+    module = torch.nn.ModuleDict({"core_attention": DotProductAttention(2, 4)})
+    assert list(module.state_dict()) == ["core_attention._extra_state"]
+    assert not module.load_state_dict({}, strict=True).missing_keys
+    older = {"core_attention.fused_attention._extra_state": torch.empty(0, dtype=torch.uint8)}
+    assert not module.load_state_dict(older, strict=True).unexpected_keys
+
+
+def test_tensor_parallel_ranks_use_their_own_alibi_slopes(device, monkeypatch):
+    q, k, v = (
+        torch.randn(2, 5, 4, 4, generator=torch.Generator().manual_seed(i)).to(device) for i in range(3)
+    )
+    options = {"core_attention_bias_type": "alibi"}
+    whole = DotProductAttention(4, 4, qkv_format="bshd")(q, k, v, **options)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 1)
+    second = DotProductAttention(4, 4, qkv_format="bshd", tp_group=object())
+    torch.testing.assert_close(second(q[:, :, 2:], k[:, :, 2:], v[:, :, 2:], **options), whole[..., 8:])
+
+
+def test_layouts_of_packed_buffers_are_recognised(device):
+    def layout(*tensors, qkv_format):
+        return get_qkv_layout(*tensors, qkv_format)[0]
+
+    packed = torch.randn(5, 2, 3, 4, 8, device=device)
+    assert layout(*packed.unbind(2), qkv_format="sbhd") == "sb3hd"
+    packed = torch.randn(5, 2, 4, 3, 8, device=device)
+    assert layout(*packed.unbind(3), qkv_format="bshd") == "bsh3d"
+    q, kv = torch.randn(10, 4, 8, device=device), torch.randn(10, 2, 4, 8, device=device)
+    assert layout(q, *kv.unbind(1), qkv_format="thd") == "thd_t2hd"
+    kv = torch.randn(10, 4, 2, 8, device=device)
+    assert layout(q, *kv.unbind(2), qkv_format="thd") == "thd_th2d"
+    apart = torch.randn(3, 5, 2, 4, 8, device=device)
+    assert layout(*apart, qkv_format="sbhd") == "sbhd_sbhd_sbhd"
+    name, q, k, v, *formats = get_qkv_layout(*(x.transpose(0, 1) for x in apart), "bshd")
+    assert name == "bshd_bshd_bshd" and all(x.is_contiguous() for x in (q, k, v)) and formats == ["bshd"] * 2
+    assert get_qkv_layout(q, k, v, "sbhd", inference_params=object())[::4] == ("sbhd_2bshd", "sbhd")
+
+
+def test_cumulative_lengths_of_a_padding_mask(device):
+    got = get_cu_seqlens(padding_mask([2, 0, 3], 4, device))
+    assert got.tolist() == [0, 2, 2, 5] and got.dtype == torch.int32
+    assert utils.check_set_window_size is check_set_window_size

@@ -1,0 +1,136 @@
+"""torch.compile(fullgraph=True) of attention gives the outputs and gradients of eager execution."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attention_oracle import cumulative, padding_mask
+
+from transformer_engine.common.dispatch import use_backend
+from transformer_engine.pytorch.attention import DotProductAttention, MultiheadAttention
+from transformer_engine.pytorch.attention.rope import (
+    RotaryPositionEmbedding,
+    apply_fused_qkv_rotary_pos_emb,
+    apply_rotary_pos_emb,
+)
+
+
+def compiled(function):
+    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=True, backend="aot_eager")
+
+
+def assert_same_as_eager(function, leaves, parameters=()):
+    """Outputs and gradients of function(*leaves), eager and compiled."""
+    results = []
+    for run in (function, compiled(function)):
+        inputs = [x.detach().clone().requires_grad_() for x in leaves]
+        out = run(*inputs)
+        out = out if isinstance(out, tuple) else (out,)
+        gradients = torch.autograd.grad(out[0].square().sum(), [*inputs, *parameters])
+        results.append((*out, *gradients))
+    for eager, traced in zip(*results, strict=True):
+        torch.testing.assert_close(traced, eager, atol=1e-6, rtol=1e-6)
+
+
+def sample(device, *shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+CASES = {
+    "causal, grouped": ({"num_gqa_groups": 2}, {}),
+    "window": ({"window_size": (2, 1), "attn_mask_type": "no_mask"}, {}),
+    "bottom right, sink": (
+        {"attn_mask_type": "causal_bottom_right", "softmax_type": "learnable", "return_max_logit": True},
+        {},
+    ),
+    "alibi": ({}, {"core_attention_bias_type": "alibi"}),
+    "recompute": ({"softmax_type": "off-by-one"}, {"checkpoint_core_attention": True}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_attention_compiles(case, device):
+    construction, call = CASES[case]
+    module = DotProductAttention(4, 8, qkv_format="bshd", **construction)
+    groups = construction.get("num_gqa_groups", 4)
+    leaves = [sample(device, 2, 6, heads, 8, seed=heads) for heads in (4, groups, groups)]
+    assert_same_as_eager(lambda q, k, v: module(q, k, v, **call), leaves, list(module.parameters()))
+
+
+@pytest.mark.parametrize("given", ["lengths", "mask"])
+def test_padding_compiles(given, device):
+    module = DotProductAttention(4, 8, qkv_format="sbhd", attn_mask_type="padding_causal")
+    if given == "lengths":
+        call = {"cu_seqlens_q": cumulative([4, 6], device)}
+    else:
+        call = {"attention_mask": padding_mask([4, 6], 6, device)}
+    leaves = [sample(device, 6, 2, 4, 8, seed=i) for i in range(3)]
+    assert_same_as_eager(lambda q, k, v: module(q, k, v, **call), leaves)
+
+
+def test_bias_compiles_with_its_gradient(device):
+    module = DotProductAttention(4, 8, qkv_format="bshd")
+    leaves = [sample(device, 2, 6, 4, 8, seed=i) for i in range(3)] + [sample(device, 1, 4, 6, 6)]
+    call = {"core_attention_bias_type": "post_scale_bias"}
+    assert_same_as_eager(lambda q, k, v, b: module(q, k, v, core_attention_bias=b, **call), leaves)
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch_sdpa"])
+def test_packed_sequences_compile_with_the_longest_length_given(backend, device):
+    module = DotProductAttention(4, 8, qkv_format="thd", attn_mask_type="padding_causal")
+    bounds = cumulative([4, 6], device)
+    leaves = [sample(device, 10, 4, 8, seed=i) for i in range(3)]
+    call = {"cu_seqlens_q": bounds, "max_seqlen_q": 6, "max_seqlen_kv": 6}
+    with use_backend(attention=backend):
+        assert_same_as_eager(lambda q, k, v: module(q, k, v, **call), leaves)
+
+
+def test_packed_sequences_ask_for_the_longest_length_when_compiled(device):
+    module = DotProductAttention(4, 8, qkv_format="thd", attn_mask_type="padding")
+    x = sample(device, 10, 4, 8)
+    with pytest.raises(Exception, match=r"max_seqlen_q is needed under torch\.compile"):
+        compiled(module)(x, x, x, cu_seqlens_q=cumulative([4, 6], device))
+
+
+def test_dropout_compiles(device):
+    module = DotProductAttention(4, 8, qkv_format="bshd", attention_dropout=0.5, softmax_type="off-by-one")
+    q, k, v = (sample(device, 2, 6, 4, 8, seed=i).requires_grad_() for i in range(3))
+    out = compiled(module)(q, k, v)
+    out.sum().backward()
+    assert (out != compiled(module.eval())(q, k, v)).any() and q.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("tensor_format", ["sbhd", "thd"])
+def test_rotary_embedding_compiles(tensor_format, device):
+    angles = RotaryPositionEmbedding(8)(6).to(device)
+    shape = (10, 4, 8) if tensor_format == "thd" else (6, 2, 4, 8)
+    bounds = cumulative([4, 6], device) if tensor_format == "thd" else None
+    rotate = lambda x: apply_rotary_pos_emb(x, angles, tensor_format, cu_seqlens=bounds)  # noqa: E731
+    assert_same_as_eager(rotate, [sample(device, *shape)])
+
+
+def test_packed_rotary_embedding_compiles(device):
+    angles = RotaryPositionEmbedding(8)(6).to(device)
+    rotate = lambda x: apply_fused_qkv_rotary_pos_emb(x, angles, angles, [16, 8, 8])  # noqa: E731
+    assert_same_as_eager(rotate, [sample(device, 6, 2, 2, 32)])
+
+
+def test_multihead_attention_compiles(device):
+    module = MultiheadAttention(
+        32,
+        4,
+        num_gqa_groups=2,
+        attention_dropout=0.0,
+        input_layernorm=True,
+        attention_type="cross",
+        qk_norm_type="RMSNorm",
+        device=device,
+    )
+    angles = RotaryPositionEmbedding(8)(6).to(device)
+    leaves = [sample(device, 6, 2, 32), sample(device, 4, 2, 32, seed=1)]
+
+    def run(x, encoder):
+        return module(x, encoder_output=encoder, rotary_pos_emb=angles)
+
+    assert_same_as_eager(run, leaves, list(module.parameters()))

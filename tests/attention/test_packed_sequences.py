@@ -1,0 +1,110 @@
+"""thd: attention of packed sequences equals attention of each sequence alone, gaps between them included."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attention_oracle import cumulative, padding_mask
+
+from transformer_engine.common.dispatch import use_backend
+from transformer_engine.pytorch.attention import DotProductAttention
+from transformer_engine.pytorch.attention.dot_product_attention.choose import TABLE
+
+MASKS = ("padding", "padding_causal", "padding_causal_bottom_right")
+LENGTHS_Q, LENGTHS_KV = [3, 0, 5, 1], [4, 2, 6, 1]
+SLOTS_Q, SLOTS_KV = [4, 1, 5, 3], [4, 4, 7, 1]
+
+
+@pytest.fixture(params=TABLE.names())
+def backend(request):
+    with use_backend(attention=request.param):
+        yield request.param
+
+
+def packed(slots, heads, width, device, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(sum(slots), heads, width, generator=generator).to(device).requires_grad_()
+
+
+def sequence(x, slots, lengths, index):
+    start = sum(slots[:index])
+    return x[start : start + lengths[index]][None]
+
+
+@pytest.mark.parametrize("gaps", [False, True])
+@pytest.mark.parametrize("mask", MASKS)
+def test_packed_sequences_equal_each_sequence_alone(mask, gaps, backend, device):
+    slots_q, slots_kv = (SLOTS_Q, SLOTS_KV) if gaps else (LENGTHS_Q, LENGTHS_KV)
+    q = packed(slots_q, 4, 8, device, 1)
+    k, v = packed(slots_kv, 2, 8, device, 2), packed(slots_kv, 2, 6, device, 3)
+    options = {"num_gqa_groups": 2, "attention_type": "cross"}
+    module = DotProductAttention(4, (8, 6), qkv_format="thd", attn_mask_type=mask, **options)
+    where = {"cu_seqlens_q": cumulative(LENGTHS_Q, device), "cu_seqlens_kv": cumulative(LENGTHS_KV, device)}
+    if gaps:
+        where["cu_seqlens_q_padded"] = cumulative(slots_q, device)
+        where["cu_seqlens_kv_padded"] = cumulative(slots_kv, device)
+    out = module(q, k, v, max_seqlen_q=5, max_seqlen_kv=6, **where)
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(4)).to(device)
+    gradients = torch.autograd.grad(out, (q, k, v), grad)
+
+    name = "no_mask" if mask == "padding" else mask.removeprefix("padding_")
+    alone = DotProductAttention(4, (8, 6), qkv_format="bshd", attn_mask_type=name, **options)
+    want = torch.zeros_like(out)
+    for index, length in enumerate(LENGTHS_Q):
+        if length:
+            keys = (slots_kv, LENGTHS_KV, index)
+            parts = (sequence(q, slots_q, LENGTHS_Q, index), sequence(k, *keys), sequence(v, *keys))
+            start = sum(slots_q[:index])
+            want[start : start + length] = alone(*parts)[0]
+    torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-5)
+    for ours, theirs in zip(gradients, torch.autograd.grad(want, (q, k, v), grad), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_packed_equals_padded(mask, backend, device):
+    lengths, size = [3, 5], 5
+    x = torch.randn(3, 2, size, 2, 4, generator=torch.Generator().manual_seed(0)).to(device)
+    real = ~padding_mask(lengths, size, device)[:, 0, 0]
+    module = DotProductAttention(2, 4, attn_mask_type=mask)
+    bounds = cumulative(lengths, device)
+    padded = module(*x, qkv_format="bshd", cu_seqlens_q=bounds)
+    flat = module(
+        *(part[real] for part in x), qkv_format="thd", cu_seqlens_q=bounds, max_seqlen_q=5, max_seqlen_kv=5
+    )
+    torch.testing.assert_close(flat, padded[real], atol=1e-6, rtol=1e-6)
+    assert not padded[~real].any()
+
+
+def test_missing_longest_lengths_are_derived(device):
+    lengths = [3, 70]
+    x = torch.randn(3, 73, 2, 4, generator=torch.Generator().manual_seed(0)).to(device)
+    module = DotProductAttention(2, 4, qkv_format="thd", attn_mask_type="padding_causal")
+    bounds = cumulative(lengths, device)
+    given = module(*x, cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=70, max_seqlen_kv=70)
+    torch.testing.assert_close(
+        module(*x, cu_seqlens_q=bounds, cu_seqlens_kv=bounds), given, atol=1e-6, rtol=1e-6
+    )
+
+
+def test_a_padding_mask_may_give_the_packed_lengths(device):
+    lengths = [3, 5]
+    x = torch.randn(3, 8, 2, 4, generator=torch.Generator().manual_seed(0)).to(device)
+    module = DotProductAttention(2, 4, qkv_format="thd", attn_mask_type="padding")
+    by_mask = module(*x, attention_mask=padding_mask(lengths, 5, device), max_seqlen_q=5, max_seqlen_kv=5)
+    by_lengths = module(*x, cu_seqlens_q=cumulative(lengths, device), max_seqlen_q=5, max_seqlen_kv=5)
+    torch.testing.assert_close(by_mask, by_lengths, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("mask", ["causal", "no_mask", "arbitrary"])
+def test_packed_sequences_need_a_padding_mask(mask, device):
+    x = torch.randn(8, 2, 4, device=device)
+    with pytest.raises(ValueError, match="need a padding mask"):
+        DotProductAttention(2, 4, qkv_format="thd", attn_mask_type=mask)(x, x, x)
+
+
+def test_lengths_must_be_int32(device):
+    x = torch.randn(8, 2, 4, device=device)
+    bounds = cumulative([3, 5], device).long()
+    with pytest.raises(ValueError, match=r"torch.int64; it must be torch.int32"):
+        DotProductAttention(2, 4, qkv_format="thd", attn_mask_type="padding")(x, x, x, cu_seqlens_q=bounds)

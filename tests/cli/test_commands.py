@@ -1,0 +1,91 @@
+"""The `te` command as its users see it: files, messages and exit codes."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from transformer_engine import cli
+from transformer_engine.cli.demo.trainer import Trainer, read_metrics
+
+TINY = ["--steps", "4", "--batch", "2", "--seq", "32", "--layers", "1", "--hidden", "32", "--heads", "1"]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"line {i} of a text\n" for i in range(500)))
+    return str(path)
+
+
+def te(*arguments: str):
+    return CliRunner().invoke(cli.application(), [*arguments], env={"COLUMNS": "200"})
+
+
+def test_train_writes_the_three_files_and_prints_a_table_and_a_sample(text: str, tmp_path: Path):
+    out = tmp_path / "runs"
+    result = te("train", *TINY, "--data", text, "--device", "cpu", "--out", str(out), "--recipe", "current")
+    assert result.exit_code == 0, result.output
+    assert {path.name for path in (out / "current").iterdir()} == {"loss.png", "metrics.jsonl", "checkpoint"}
+    for expected in ("validation loss", "ratio", "tokens/s", "sample of the current model", "float32"):
+        assert expected in result.output
+    records = [json.loads(line) for line in (out / "current" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [1, 2, 3, 4]
+    assert set(records[-1]["validation"]) == {"current", "high_precision"}
+
+
+def test_ctrl_c_saves_and_says_how_to_continue(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    arguments = [
+        "train",
+        *TINY,
+        "--data",
+        text,
+        "--device",
+        "cpu",
+        "--out",
+        str(tmp_path),
+        "--recipe",
+        "none",
+    ]
+    advance = Trainer._advance
+
+    def interrupted(trainer: Trainer):
+        if trainer.step == 1:
+            signal.raise_signal(signal.SIGINT)
+        return advance(trainer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_advance", interrupted)
+        stopped = te(*arguments, "--name", "mine")
+    assert stopped.exit_code == 130
+    assert "stopped after step 2 of 4" in stopped.output
+    assert f"te train --resume --name mine --out {tmp_path}" in stopped.output
+    resumed = te("train", "--resume", "--name", "mine", "--out", str(tmp_path))
+    assert resumed.exit_code == 0, resumed.output
+    assert [record.step for record in read_metrics(tmp_path / "mine" / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data", "/nonexistent"], "--data /nonexistent: there is no such file or folder"),
+        (["--hidden", "100"], "hidden=100 is not a positive multiple of 32; try 96"),
+        (["--resume", "--name", "absent"], "there is no checkpoint at"),
+    ],
+)
+def test_a_wrong_option_is_one_sentence_and_exit_code_2(arguments: list[str], message: str, tmp_path: Path):
+    result = te("train", "--device", "cpu", "--out", str(tmp_path), *arguments)
+    assert result.exit_code == 2
+    assert message in result.output
+    assert "Traceback" not in result.output
+
+
+def test_without_the_extra_te_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cli, "find_spec", lambda name: None if name == "typer" else object())
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == "te needs typer; install with: pip install transformer-engine[cli]"

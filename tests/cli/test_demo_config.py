@@ -1,0 +1,106 @@
+"""Sizes and options: what a run is made of, and what is refused before anything is built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from transformer_engine.cli.demo.config import (
+    CPU_SIZES,
+    HIGH_PRECISION,
+    RECIPES,
+    Config,
+    make_recipe,
+    resolve,
+    restore,
+)
+from transformer_engine.cli.demo.optimizer import MasterAdamW, learning_rate
+
+
+def config(**changes: Any) -> Config:
+    return resolve("cpu", {"hidden": 64, "heads": 2, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"recipe": "fp7"}, r"recipe 'fp7' does not exist; choose one of delayed, current"),
+        ({"steps": 0}, r"steps=0 is below 1"),
+        ({"hidden": 100}, r"hidden=100 is not a positive multiple of 32; try 96"),
+        ({"sequence": 8}, r"sequence=8 is not a positive multiple of 32; try 32"),
+        ({"heads": 3}, r"hidden=64 and heads=3 give a head width of 21.3333"),
+        ({"learning_rate": 2.0}, r"lr=2.0 is outside 0 < lr < 1"),
+    ],
+)
+def test_an_impossible_size_is_refused_with_a_remedy(changes: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        config(**changes)
+
+
+def test_cuda_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"no CUDA device; use --device cpu"):
+        resolve("cuda", {})
+    assert resolve("auto", {}).device == "cpu"
+
+
+def test_an_unknown_device_is_refused():
+    with pytest.raises(ValueError, match=r"device 'tpu' does not exist; choose auto, cpu or cuda"):
+        resolve("tpu", {})
+
+
+def test_options_left_out_take_the_sizes_of_the_device():
+    default = resolve("cpu", {"steps": None, "seed": None})
+    assert default.as_dict() == {"recipe": "delayed", "device": "cpu", "seed": 0, "data": None, **CPU_SIZES}
+    assert default.parameter_dtype == torch.float32
+
+
+def test_the_recipe_none_trains_one_model():
+    assert config(recipe="none").runs == (HIGH_PRECISION,)
+    assert config(recipe="block").runs == ("block", HIGH_PRECISION)
+
+
+@pytest.mark.parametrize("hidden", [64, 128, 512, 768])
+def test_the_feed_forward_width_suits_block_scaling(hidden: int):
+    width = config(hidden=hidden, heads=hidden // 32).feed_forward
+    assert width % 128 == 0
+    assert hidden * 8 / 3 <= width < hidden * 8 / 3 + 128
+
+
+def test_every_recipe_name_stands_for_a_recipe():
+    classes = {type(make_recipe(name)) for name in RECIPES if name != "none"}
+    assert len(classes) == 5
+    assert make_recipe("none") is None
+
+
+def test_a_checkpoint_keeps_its_config():
+    saved = config(seed=5, steps=40)
+    assert restore(saved.as_dict(), "auto", {"steps": None, "seed": 5}) == saved
+
+
+def test_an_option_that_contradicts_the_checkpoint_is_refused():
+    with pytest.raises(
+        ValueError, match=r"steps=80 contradicts the checkpoint's steps=40; leave the option out"
+    ):
+        restore(config(steps=40).as_dict(), "auto", {"steps": 80})
+
+
+def test_the_learning_rate_rises_then_falls_to_a_tenth():
+    rates = [learning_rate(step, 100, 1.0) for step in range(101)]
+    assert rates[:10] == pytest.approx([0.1 * (step + 1) for step in range(10)])
+    assert max(rates) == pytest.approx(1.0)
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert rates[100] == pytest.approx(0.1)
+
+
+def test_steps_below_the_resolution_of_bfloat16_add_up():
+    weight = torch.nn.Parameter(torch.full((4, 4), 256.0, dtype=torch.bfloat16))
+    optimizer = MasterAdamW([weight])
+    optimizer.adam.param_groups[0]["weight_decay"] = 0.0
+    for _ in range(20):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step(0.1)
+    # The spacing of bfloat16 at 256 is 2 above and 1 below: each step of 0.1 alone would round to nothing.
+    assert torch.equal(weight, torch.full_like(weight, 254.0))

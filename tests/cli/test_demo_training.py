@@ -1,0 +1,158 @@
+"""Training: exact continuation, stopping, and checkpoints that are whole and harmless."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from transformer_engine.cli.demo import checkpoint
+from transformer_engine.cli.demo.config import HIGH_PRECISION, RECIPES, Config, resolve
+from transformer_engine.cli.demo.data import Corpus, load_corpus
+from transformer_engine.cli.demo.plot import plot_losses, smooth
+from transformer_engine.cli.demo.trainer import Progress, Trainer, read_metrics, summarize
+
+SIZES: dict[str, Any] = {"steps": 6, "batch": 2, "sequence": 32, "layers": 1, "hidden": 32, "heads": 1}
+
+
+def tiny(recipe: str = "delayed", **changes: Any) -> Config:
+    return resolve("cpu", {**SIZES, "recipe": recipe, **changes})
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    text = tmp_path_factory.mktemp("text") / "text.txt"
+    text.write_text("".join(f"def function_{i}(x):\n    return x + {i}\n\n" for i in range(300)))
+    return load_corpus(str(text), 32)
+
+
+def losses(history: list[Progress]) -> list[Any]:
+    return [(record.step, record.loss, record.validation) for record in history]
+
+
+def stop_after(step: int, trainer: Trainer):
+    return lambda: trainer.step >= step
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(recipe: str, corpus: Corpus, tmp_path: Path):
+    whole = Trainer(tiny(recipe), corpus, tmp_path / "whole")
+    assert whole.train()
+    first = Trainer(tiny(recipe), corpus, tmp_path / "parts")
+    assert not first.train(stop=stop_after(3, first))
+    second = Trainer(tiny(recipe), corpus, tmp_path / "parts")
+    second.load(checkpoint.load(second.checkpoint_path))
+    assert second.step == 3
+    assert second.train()
+    assert losses(second.history) == losses(whole.history)
+    assert losses(read_metrics(second.metrics_path)) == losses(whole.history)
+
+
+def test_both_runs_start_from_the_same_weights(corpus: Corpus, tmp_path: Path):
+    trainer = Trainer(tiny(), corpus, tmp_path)
+    quantized, high = (trainer.runs[name].model for name in ("delayed", HIGH_PRECISION))
+    pairs = zip(quantized.parameters(), high.parameters(), strict=True)
+    assert all(torch.equal(left, right) for left, right in pairs)
+
+
+def test_training_lowers_the_loss_and_the_recipe_changes_it(corpus: Corpus, tmp_path: Path):
+    trainer = Trainer(tiny("current", steps=12), corpus, tmp_path)
+    trainer.train()
+    first, last = trainer.history[0].loss, trainer.history[-1].loss
+    assert all(last[name] < first[name] - 0.1 for name in last)
+    assert last["current"] != last[HIGH_PRECISION]
+
+
+def test_metrics_beyond_the_checkpoint_are_dropped(corpus: Corpus, tmp_path: Path):
+    trainer = Trainer(tiny("none"), corpus, tmp_path)
+    trainer.train(stop=stop_after(2, trainer))
+    ahead = Progress(step=3, learning_rate=0.0, loss={HIGH_PRECISION: 0.0}, seconds={HIGH_PRECISION: 0.0})
+    with trainer.metrics_path.open("a") as metrics:
+        metrics.write(ahead.as_json() + '{"step": 4, "lo')
+    resumed = Trainer(tiny("none"), corpus, tmp_path)
+    resumed.load(checkpoint.load(resumed.checkpoint_path))
+    assert [record.step for record in read_metrics(resumed.metrics_path)] == [1, 2]
+
+
+def test_another_text_is_refused(corpus: Corpus, tmp_path: Path):
+    trainer = Trainer(tiny("none"), corpus, tmp_path)
+    trainer.train(stop=stop_after(1, trainer))
+    state = checkpoint.load(trainer.checkpoint_path)
+    other = Corpus(corpus.train, corpus.validation, "other", "elsewhere.txt")
+    with pytest.raises(ValueError, match=r"elsewhere.txt is not the one this checkpoint was trained on"):
+        Trainer(tiny("none"), other, tmp_path).load(state)
+
+
+def test_a_missing_checkpoint_is_named(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"there is no checkpoint at .*checkpoint; leave --resume out"):
+        checkpoint.load(tmp_path / "checkpoint")
+
+
+def test_a_failed_write_keeps_the_old_checkpoint(tmp_path: Path):
+    path = tmp_path / "checkpoint"
+    checkpoint.save(path, {"step": 1})
+    with pytest.raises((pickle.PicklingError, AttributeError, TypeError)):
+        checkpoint.save(path, {"step": lambda: 2})
+    assert checkpoint.load(path) == {"step": 1}
+
+
+class Exploit:
+    """Would touch a file when unpickled by an unrestricted loader."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return (Path.touch, (self.path,))
+
+
+def test_a_hostile_checkpoint_runs_nothing(tmp_path: Path):
+    path, evidence = tmp_path / "checkpoint", tmp_path / "evidence"
+    torch.save({"step": Exploit(evidence)}, path)
+    with pytest.raises(pickle.UnpicklingError):
+        checkpoint.load(path)
+    assert not evidence.exists()
+
+
+def test_the_summary_averages_the_last_steps():
+    config = tiny("current", steps=20)
+    history = [
+        Progress(
+            step, 1e-3, {"current": float(step), HIGH_PRECISION: 1.0}, {"current": 0.5, HIGH_PRECISION: 0.25}
+        )
+        for step in range(1, 20)
+    ]
+    history.append(
+        Progress(20, 1e-3, {"current": 20.0, HIGH_PRECISION: 1.0}, {"current": 0.5, HIGH_PRECISION: 0.25},
+                 {"current": 3.0, HIGH_PRECISION: 2.0})
+    )  # fmt: skip
+    quantized, high = summarize(config, history)
+    assert (quantized.train, high.train) == (15.5, 1.0)
+    assert (quantized.validation, high.validation) == (3.0, 2.0)
+    assert quantized.tokens_a_second == pytest.approx(64 / 0.5)
+    assert high.seconds == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize("recipe", ["current", "none"])
+def test_the_plot_is_a_picture_of_readable_size(recipe: str, tmp_path: Path):
+    config = tiny(recipe)
+    names = config.runs
+    history = [
+        Progress(step, 1e-3, dict.fromkeys(names, 5.0 / step), dict.fromkeys(names, 0.1))
+        for step in range(1, 5)
+    ]
+    history.append(
+        Progress(5, 1e-3, dict.fromkeys(names, 1.0), dict.fromkeys(names, 0.1), dict.fromkeys(names, 1.1))
+    )
+    plot_losses(tmp_path / "loss.png", config, history)
+    header = (tmp_path / "loss.png").read_bytes()[:24]
+    assert header[:8] == b"\x89PNG\r\n\x1a\n"
+    assert int.from_bytes(header[16:20], "big") >= 1000
+
+
+def test_smoothing_keeps_a_straight_line():
+    line = [float(i) for i in range(200)]
+    assert smooth(line) == pytest.approx(line)

@@ -1,0 +1,42 @@
+"""The documentation says what the program does: tables and defaults are those of the code."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from transformer_engine.cli.demo.config import CPU_SIZES, CUDA_SIZES
+
+ROOT = Path(__file__).resolve().parents[2]
+OPTIONS = {"sequence": "--seq", "learning_rate": "--lr"}
+
+
+def test_the_support_table_is_that_of_support_json():
+    script = ROOT / "docs" / "support_table.py"
+    result = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.parametrize("name", CPU_SIZES)
+def test_the_documented_defaults_are_those_of_the_program(name: str):
+    option = OPTIONS.get(name, f"--{name}")
+    rows = (ROOT / "docs" / "cli.md").read_text().splitlines()
+    (row,) = [line for line in rows if line.startswith(f"| `{option}`")]
+    assert [cell.strip() for cell in row.split("|")[3:5]] == [str(CPU_SIZES[name]), str(CUDA_SIZES[name])]
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", *(f"docs/{name}" for name in ("quickstart.md", "cli.md", "index.md"))]
+)
+def test_every_relative_link_leads_to_a_file(page: str):
+    path = ROOT / page
+    targets = [part.split(")")[0] for part in path.read_text().split("](")[1:]]
+    missing = [
+        target
+        for target in targets
+        if "://" not in target and not (path.parent / target.split("#")[0]).exists()
+    ]
+    assert missing == []

@@ -1,0 +1,66 @@
+"""`te info`: what it reports is what the tables would do."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from transformer_engine import cli
+from transformer_engine.cli.demo.config import RECIPES
+from transformer_engine.cli.survey import Survey, survey
+from transformer_engine.common.dispatch import Table, tables
+
+
+@pytest.fixture(scope="module")
+def found() -> Survey:
+    return survey("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def test_json_has_the_documented_keys():
+    result = CliRunner().invoke(cli.application(), ["info", "--json"])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert set(report) == {"machine", "recipes", "operations", "unused_operations"}
+    assert set(report["machine"]) == {"version", "python", "device", "capability", "memory", "libraries"}
+    assert report["machine"]["libraries"]["torch"] == torch.__version__
+    assert [entry["recipe"] for entry in report["recipes"]] == list(RECIPES)
+    for operation in report["operations"]:
+        assert set(operation) == {"operation", "recipes", "chosen", "backends"}
+        for backend in operation["backends"]:
+            assert set(backend) == {"backend", "refusal", "chosen"}
+
+
+def test_the_readable_form_names_every_recipe_and_operation(found: Survey):
+    result = CliRunner().invoke(cli.application(), ["info"], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    for report in found.recipes:
+        assert report.recipe in result.output
+    for finding in found.findings:
+        assert finding.operation in result.output
+    assert "compute capability" in result.output
+
+
+def test_one_backend_is_chosen_and_the_others_say_why_not(found: Survey):
+    for finding in found.findings:
+        assert [verdict.backend for verdict in finding.verdicts] == list(tables[finding.operation].names())
+        assert sum(verdict.chosen for verdict in finding.verdicts) == 1
+        assert all(verdict.chosen or verdict.refusal for verdict in finding.verdicts)
+
+
+def test_every_table_is_either_used_or_listed_as_unused(found: Survey):
+    assert {finding.operation for finding in found.findings} | set(found.unused) == set(tables)
+    assert {"gemm", "quantize", "norm", "activation"} <= {finding.operation for finding in found.findings}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="speaks of a machine without a GPU")
+def test_without_a_gpu_every_quantized_recipe_is_emulated(found: Survey):
+    status = {report.recipe: report.status for report in found.recipes}
+    assert status.pop("none") == "native"
+    assert set(status.values()) == {"emulated"}
+
+
+def test_the_survey_leaves_the_tables_as_they_were(found: Survey):
+    assert Table.select.__qualname__ == "Table.select"

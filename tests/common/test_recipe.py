@@ -1,0 +1,242 @@
+import copy
+import dataclasses
+import inspect
+import os
+import pickle
+import subprocess
+import sys
+import warnings
+
+import pytest
+
+from transformer_engine.common import recipe as recipes
+from transformer_engine.common.recipe import (
+    CustomRecipe,
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    MMParams,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    QParams,
+    Recipe,
+)
+
+FAMILIES = [DelayedScaling, Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling]
+PREDICATES = {
+    "delayed": {DelayedScaling},
+    "float8_current_scaling": {Float8CurrentScaling},
+    "float8_per_tensor_scaling": {DelayedScaling, Float8CurrentScaling},
+    "float8_block_scaling": {Float8BlockScaling},
+    "mxfp8": {MXFP8BlockScaling},
+    "nvfp4": {NVFP4BlockScaling},
+    "custom": {CustomRecipe},
+}
+
+
+class PositionalDelayedScaling(DelayedScaling):
+    """A subclass as training frameworks write them: no dataclass, its own constructor."""
+
+    def __init__(self, length, **extra):
+        super().__init__(amax_history_len=length, override_linear_precision=(False, False, False), **extra)
+
+
+def make(kind) -> Recipe:
+    return CustomRecipe(qfactory=len) if kind is CustomRecipe else kind()
+
+
+@pytest.mark.parametrize("kind", [*FAMILIES, CustomRecipe])
+def test_exactly_the_predicates_of_its_family_hold(kind):
+    derived = type("Derived", (kind,), {})
+    for instance in (make(kind), derived(qfactory=len) if kind is CustomRecipe else derived()):
+        held = {name for name in PREDICATES if getattr(instance, name)()}
+        assert held == {name for name, kinds in PREDICATES.items() if kind in kinds}
+
+
+@pytest.mark.parametrize(
+    "public", [*FAMILIES, CustomRecipe, Recipe, Format, MMParams, QParams, recipes._FormatHelper]
+)
+def test_public_classes_report_the_module_that_checkpoints_name(public):
+    assert public.__module__ == "transformer_engine.common.recipe"
+
+
+@pytest.mark.parametrize("kind", [*FAMILIES, CustomRecipe])
+def test_recipes_pickle_copy_and_compare_by_value(kind):
+    recipe = make(kind)
+    for twin in (pickle.loads(pickle.dumps(recipe)), copy.deepcopy(recipe), make(kind)):
+        assert twin == recipe
+        assert repr(twin) == repr(recipe)
+
+
+@pytest.mark.parametrize("kind", [DelayedScaling, MXFP8BlockScaling])
+def test_a_repr_without_derived_fields_evaluates_to_its_recipe(kind):
+    recipe = kind(fp8_dpa=True, margin=2, fp8_format=Format.E4M3)
+    assert eval(repr(recipe), {**vars(recipes)}) == recipe
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_repr_shows_every_field(kind):
+    recipe = kind()
+    assert repr(recipe).startswith(f"{kind.__name__}(")
+    assert all(f"{f.name}={getattr(recipe, f.name)!r}" in repr(recipe) for f in dataclasses.fields(recipe))
+
+
+def test_the_largest_magnitudes_are_those_of_the_formats():
+    assert {f.name: tuple(f.value) for f in Format} == {
+        "E2M1": (6, 6),
+        "E4M3": (448, 448),
+        "E5M2": (57344, 57344),
+        "HYBRID": (448, 57344),
+    }
+    assert pickle.loads(pickle.dumps(Format.HYBRID)) is Format.HYBRID
+
+
+def test_delayed_scaling_defaults():
+    recipe = DelayedScaling()
+    assert (recipe.margin, recipe.fp8_format, recipe.amax_history_len) == (0, Format.HYBRID, 1024)
+    assert (recipe.amax_compute_algo, recipe.scaling_factor_compute_algo) == ("max", None)
+    assert (recipe.reduce_amax, recipe.fp8_dpa, recipe.fp8_mha) == (True, False, False)
+
+
+def test_current_scaling_defaults():
+    recipe = Float8CurrentScaling()
+    assert recipe.fp8_format is Format.HYBRID
+    assert recipe.fp8_gemm_fprop == MMParams(use_split_accumulator=False)
+    assert recipe.fp8_gemm_dgrad == recipe.fp8_gemm_wgrad == MMParams(use_split_accumulator=True)
+    assert recipe.fp8_quant_fwd_inp == recipe.fp8_quant_fwd_weight == recipe.fp8_quant_bwd_grad == QParams()
+
+
+def test_block_scaling_defaults():
+    recipe = Float8BlockScaling()
+    assert recipe.fp8_format is Format.E4M3
+    assert (recipe.x_block_scaling_dim, recipe.w_block_scaling_dim, recipe.grad_block_scaling_dim) == (
+        1,
+        2,
+        1,
+    )
+    assert recipe.fp8_quant_fwd_inp == QParams(power_2_scale=True)
+    assert Float8BlockScaling(use_f32_scales=True).fp8_quant_bwd_grad == QParams(power_2_scale=False)
+
+
+def test_nvfp4_derives_what_each_tensor_needs():
+    recipe = NVFP4BlockScaling()
+    assert recipe.fp4_quant_fwd_inp == QParams(random_hadamard_transform=True)
+    assert recipe.fp4_quant_fwd_weight == QParams(fp4_2d_quantization=True)
+    assert recipe.fp4_quant_bwd_grad == QParams(random_hadamard_transform=True, stochastic_rounding=True)
+    plain = NVFP4BlockScaling(True, True, True)
+    assert plain.fp4_quant_fwd_inp == plain.fp4_quant_fwd_weight == plain.fp4_quant_bwd_grad == QParams()
+
+
+def test_derived_fields_follow_their_flag_and_stay_assignable():
+    recipe = Float8CurrentScaling(use_power_2_scales=True)
+    assert recipe.fp8_quant_fwd_weight == QParams(power_2_scale=True)
+    recipe.fp8_quant_fwd_weight = QParams(amax_epsilon=1e-3)
+    recipe.fp8_gemm_fprop = MMParams(True)
+    assert recipe != Float8CurrentScaling(use_power_2_scales=True)
+    assert pickle.loads(pickle.dumps(recipe)) == recipe
+
+
+def test_a_subclass_may_fix_a_derived_field_as_a_class_attribute():
+    class Epsilon(Float8CurrentScaling):
+        fp8_quant_fwd_inp = QParams(amax_epsilon=0.5)
+
+    assert Epsilon().fp8_quant_fwd_inp == QParams(amax_epsilon=0.5)
+    assert Epsilon().fp8_quant_fwd_weight == QParams()
+
+
+@pytest.mark.parametrize("kind", [MMParams, QParams])
+def test_parameters_are_frozen(kind):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(kind(), dataclasses.fields(kind)[0].name, True)
+
+
+@pytest.mark.parametrize("kind", [*FAMILIES, CustomRecipe])
+def test_unknown_keywords_are_dropped_with_one_warning_that_names_them(kind):
+    keywords = {"qfactory": len} if kind is CustomRecipe else {}
+    with pytest.warns(UserWarning, match="interval, params_dtype") as caught:
+        recipe = kind(**keywords, interval=16, params_dtype=None)
+    assert len(caught) == 1
+    assert recipe == make(kind)
+
+
+def test_known_keywords_raise_no_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        DelayedScaling(margin=1, amax_history_len=2)
+
+
+def test_the_constructor_still_shows_its_fields():
+    parameters = inspect.signature(DelayedScaling).parameters
+    assert list(parameters)[:3] == ["margin", "fp8_format", "amax_history_len"]
+    assert parameters["amax_history_len"].default == 1024
+
+
+def test_a_subclass_with_its_own_constructor_works():
+    with pytest.warns(UserWarning, match="override_linear_precision, params_dtype, device"):
+        recipe = PositionalDelayedScaling(7, params_dtype=None, device=0)
+    assert recipe.delayed()
+    assert recipe.amax_history_len == 7
+    assert pickle.loads(pickle.dumps(recipe)) == recipe
+    assert recipe != DelayedScaling(amax_history_len=7)
+
+
+@pytest.mark.parametrize(
+    ("make_recipe", "words"),
+    [
+        (lambda: DelayedScaling(fp8_format=Format.E5M2), ["fp8_format", "E5M2", "HYBRID"]),
+        (lambda: Float8CurrentScaling(fp8_format=Format.E2M1), ["fp8_format", "E2M1"]),
+        (lambda: MXFP8BlockScaling(fp8_format=Format.E5M2), ["fp8_format", "E5M2"]),
+        (lambda: DelayedScaling(amax_history_len=0), ["amax_history_len=0", "< 1"]),
+        (lambda: DelayedScaling(amax_compute_algo="mean"), ["mean", "most_recent"]),
+        (
+            lambda: DelayedScaling(scaling_factor_compute_algo="x"),
+            ["scaling_factor_compute_algo", "callable"],
+        ),
+        (
+            lambda: DelayedScaling(backward_override="dequantized"),
+            ["backward_override", "NVTE_BACKWARD_OVERRIDE"],
+        ),
+        (lambda: MXFP8BlockScaling(backward_override="low"), ["backward_override", "high_precision"]),
+        (lambda: Float8BlockScaling(x_block_scaling_dim=3), ["x_block_scaling_dim=3", "1 or 2"]),
+        (lambda: Float8BlockScaling(x_block_scaling_dim=2), ["x_block_scaling_dim and w_block_scaling_dim"]),
+        (lambda: Float8BlockScaling(fp8_gemm_dgrad=MMParams(False)), ["fp8_gemm_dgrad", "split"]),
+        (lambda: Float8BlockScaling(fp8_dpa=True), ["fp8_dpa", "DelayedScaling"]),
+        (lambda: NVFP4BlockScaling(fp4_format=Format.E4M3), ["fp4_format", "E2M1"]),
+        (lambda: NVFP4BlockScaling(fp8_format=Format.HYBRID), ["fp8_format", "block scales"]),
+        (lambda: NVFP4BlockScaling(nvfp4_4over6="some"), ["nvfp4_4over6", "weights"]),
+        (lambda: NVFP4BlockScaling(nvfp4_4over6_err_mode="MAX"), ["MAE", "MSE"]),
+        (lambda: CustomRecipe(), ["qfactory=None", "callable"]),
+        (lambda: CustomRecipe(qfactory=len, quantization_alignment=0), ["quantization_alignment=0"]),
+    ],
+)
+def test_impossible_recipes_are_refused_with_value_and_remedy(make_recipe, words):
+    with pytest.raises(ValueError) as raised:
+        make_recipe()
+    for word in words:
+        assert word in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expression"),
+    [
+        ("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", "1", "Float8CurrentScaling().use_power_2_scales"),
+        ("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "1", "Float8BlockScaling().use_f32_scales"),
+        ("NVTE_NVFP4_DISABLE_RHT", "1", "NVFP4BlockScaling().disable_rht"),
+        ("NVTE_BACKWARD_OVERRIDE", "dequantized", "MXFP8BlockScaling().backward_override == 'dequantized'"),
+    ],
+)
+def test_environment_variables_are_defaults_from_import_on(name, value, expression):
+    program = f"from transformer_engine.common.recipe import *; print(bool({expression}))"
+    source = (
+        "import sys, types, pathlib; root = pathlib.Path(sys.argv[1]); "
+        "package = types.ModuleType('transformer_engine'); package.__path__ = [str(root)]; "
+        "sys.modules['transformer_engine'] = package; " + program
+    )
+    root = os.path.dirname(os.path.dirname(os.path.dirname(recipes.__file__)))
+    for environment, expected in (({name: value}, "True"), ({}, "False")):
+        clean = {k: v for k, v in os.environ.items() if k != name}
+        answer = subprocess.run(
+            [sys.executable, "-c", source, root], env={**clean, **environment}, capture_output=True, text=True
+        )
+        assert answer.stdout.strip() == expected, answer.stderr

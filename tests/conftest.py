@@ -1,0 +1,30 @@
+"""Fixtures of every test: a device, a seed, and no quantization state left over from another test."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_state():
+    torch.manual_seed(0)
+    FP8GlobalStateManager.reset()
+    yield
+    FP8GlobalStateManager.reset()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device; torch.cuda.is_available() is False")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)

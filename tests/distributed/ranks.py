@@ -1,0 +1,35 @@
+"""Real processes for distributed tests: NCCL where there are enough GPUs, else gloo on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+
+def run_on_ranks(function: Callable[[torch.device], Any], size: int, directory: Path) -> list[Any]:
+    """What function(device) returns on each of `size` ranks, on the CPU; raises what a rank raises."""
+    multiprocessing.spawn(_rank, (function, size, str(directory)), nprocs=size)
+    return [torch.load(directory / f"{rank}.pt", weights_only=True) for rank in range(size)]
+
+
+def _rank(rank: int, function: Callable[[torch.device], Any], size: int, directory: str) -> None:
+    torch.set_num_threads(1)
+    cuda = torch.cuda.device_count() >= size
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if cuda else "gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=size
+    )
+    torch.manual_seed(100 + rank)
+    try:
+        result = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, function(device))
+        torch.save(result, f"{directory}/{rank}.pt")
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,169 @@
+"""Collectives on two ranks: order, sums, dtypes that travel as bytes, asynchronous handles, errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_on_ranks
+
+from transformer_engine.pytorch.constants import DType
+from transformer_engine.pytorch.distributed import (
+    allreduce,
+    gather_along_first_dim,
+    rank,
+    reduce_scatter_along_first_dim,
+    symmetric_all_reduce,
+    world_size,
+)
+from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
+from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
+from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
+
+SIZE = 2
+
+
+def _own(device):
+    return torch.arange(12, dtype=torch.float32, device=device).view(4, 3) + 100 * dist.get_rank()
+
+
+def _rows(device):
+    return torch.linspace(-3, 3, 128 * 128, device=device).view(128, 128) * (1 + dist.get_rank())
+
+
+def _quantizers(device):
+    one = torch.ones(1, device=device)
+    return [
+        ("delayed", Float8Quantizer(one * 8, one * 0, torch.float8_e4m3fn)),
+        ("mxfp8", MXFP8Quantizer(DType.kFloat8E4M3)),
+    ]
+
+
+def _gathered(quantizer, device):
+    """Gathered after quantizing, as a tensor and as a storage, beside quantized after gathering."""
+    whole = quantizer(gather_along_first_dim(_rows(device), None)[0])
+    as_tensor = gather_along_first_dim(quantizer(_rows(device)), None)[0]
+    assert type(as_tensor) is type(whole)
+    as_storage = gather_along_first_dim(quantizer.encode(_rows(device), True, False), None)[0]
+    assert not isinstance(as_storage, torch.Tensor)
+    return [tensor.dequantize() for tensor in (whole, as_tensor, as_storage)]
+
+
+def _collect(device):
+    group = dist.group.WORLD
+    x = _own(device)
+    results = {"gather": gather_along_first_dim(x, group)[0]}
+    results["gather_strided"] = gather_along_first_dim(x.t(), group)[0]
+    results["gather_3d"] = gather_along_first_dim(x.view(4, 3, 1), group)[0]
+    results["gather_fp8"] = gather_along_first_dim(x.to(torch.float8_e5m2), group)[0].float()
+    results["gather_quantized"] = gather_along_first_dim(x, group, quantizer=lambda t: t * 2)[0]
+    results |= {f"gather_{name}": _gathered(quantizer, device) for name, quantizer in _quantizers(device)}
+    gathered, handle = gather_along_first_dim(x, group, async_op=True)
+    handle.wait()
+    results["gather_async"] = gathered
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        results[f"scatter_{dtype}"] = reduce_scatter_along_first_dim(x.to(dtype), group)[0]
+        results[f"reduce_{dtype}"] = allreduce(x.to(dtype, copy=True), group)[0]
+    results["symmetric"] = symmetric_all_reduce(x.clone(), group, all_reduce_type="two_shot")[0]
+    scattered, handle = reduce_scatter_along_first_dim(x, group, async_op=True)
+    handle.wait()
+    results["scatter_async"] = scattered
+    in_place = x.clone()
+    summed, handle = allreduce(in_place, group, async_op=True)
+    handle.wait()
+    results["reduce_in_place"] = torch.tensor(summed is in_place)
+    with pytest.raises(ValueError, match="not a multiple of the 2 ranks"):
+        reduce_scatter_along_first_dim(x[:3], group)
+    ragged = Float8BlockQuantizer(DType.kFloat8E4M3, rowwise=True, columnwise=True)(_rows(device)[:3])
+    with pytest.raises(ValueError, match="inside a block of 128 rows"):
+        gather_along_first_dim(ragged, group)
+    results["world"] = torch.tensor([rank(group), world_size(group)])
+    results["compiled"] = torch.compile(_all_three, fullgraph=True, backend="eager")(x)
+    return results
+
+
+def _all_three(x):
+    gathered = gather_along_first_dim(x, None)[0]
+    return reduce_scatter_along_first_dim(gathered, None)[0] + allreduce(x * 1, None)[0]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    return run_on_ranks(_collect, SIZE, tmp_path_factory.mktemp("collectives"))
+
+
+X0 = torch.arange(12, dtype=torch.float32).view(4, 3)
+X1 = X0 + 100
+
+
+def test_a_gather_has_all_ranks_in_rank_order(results):
+    for result in results:
+        assert torch.equal(result["gather"], torch.cat((X0, X1)))
+        assert torch.equal(result["gather_3d"], torch.cat((X0, X1)).view(8, 3, 1))
+        assert torch.equal(result["gather_strided"], torch.cat((X0.t(), X1.t())))
+        assert torch.equal(result["gather_async"], result["gather"])
+
+
+def test_fp8_codes_arrive_unchanged(results):
+    expected = torch.cat((X0, X1)).to(torch.float8_e5m2).float()
+    assert all(torch.equal(result["gather_fp8"], expected) for result in results)
+
+
+@pytest.mark.parametrize("name", ["delayed", "mxfp8"])
+def test_quantized_rows_travel_as_codes(results, name):
+    for result in results:
+        whole, as_tensor, as_storage = result[f"gather_{name}"]
+        assert whole.shape == (256, 128)
+        assert torch.equal(as_tensor, whole) and torch.equal(as_storage, whole)
+
+
+def test_a_quantizer_sees_what_was_gathered(results):
+    assert all(torch.equal(result["gather_quantized"], torch.cat((X0, X1)) * 2) for result in results)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_sums_go_to_the_right_rank_in_every_dtype(results, dtype):
+    total = X0.to(dtype) + X1.to(dtype)
+    for index, result in enumerate(results):
+        assert torch.equal(result[f"reduce_{dtype}"], total)
+        assert torch.equal(result[f"scatter_{dtype}"], total[2 * index : 2 * index + 2])
+
+
+def test_asynchronous_and_symmetric_sums_equal_the_plain_ones(results):
+    for result in results:
+        assert torch.equal(result["scatter_async"], result["scatter_torch.float32"])
+        assert torch.equal(result["symmetric"], X0 + X1)
+        assert bool(result["reduce_in_place"])
+
+
+def test_ranks_and_sizes_are_those_of_the_group(results):
+    assert [result["world"].tolist() for result in results] == [[0, SIZE], [1, SIZE]]
+
+
+def test_compiled_collectives_equal_eager_ones(results):
+    for index, result in enumerate(results):
+        own = (X0, X1)[index]
+        assert torch.equal(result["compiled"], own * SIZE + X0 + X1)
+
+
+def test_without_a_process_group_every_collective_is_the_identity():
+    x = torch.ones(3, 2)
+    assert world_size(None) == 1 and rank(None) == 0
+    for collective in (
+        gather_along_first_dim,
+        reduce_scatter_along_first_dim,
+        allreduce,
+        symmetric_all_reduce,
+    ):
+        result, handle = collective(x, None)
+        assert result is x and handle is None
+
+
+def test_an_asynchronous_gather_cannot_quantize():
+    with pytest.raises(ValueError, match="async_op"):
+        gather_along_first_dim(torch.ones(2, 2), None, async_op=True, quantizer=lambda t: t)
+
+
+def test_an_unknown_symmetric_all_reduce_is_refused():
+    with pytest.raises(ValueError, match="two_shot"):
+        symmetric_all_reduce(torch.ones(2), None, all_reduce_type="three_shot")

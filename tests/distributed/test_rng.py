@@ -1,0 +1,140 @@
+"""Named random states: independence, continuation, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from transformer_engine.pytorch.distributed import (
+    CudaRNGStatesTracker,
+    get_all_rng_states,
+    graph_safe_rng_available,
+    set_all_rng_states,
+)
+from transformer_engine.pytorch.distributed.rng import RngSnapshot
+
+
+@pytest.fixture
+def tracker():
+    torch.manual_seed(5)
+    tracker = CudaRNGStatesTracker()
+    tracker.add("model-parallel-rng", 1)
+    tracker.add("other", 2)
+    return tracker
+
+
+def _draw(device):
+    return torch.rand(8, device=device)
+
+
+def test_a_fork_leaves_the_default_generator_where_it_was(tracker, device):
+    torch.manual_seed(5)
+    expected = _draw(device)
+    torch.manual_seed(5)
+    with tracker.fork():
+        _draw(device)
+    assert torch.equal(_draw(device), expected)
+
+
+def test_a_named_state_continues_from_fork_to_fork(tracker, device):
+    with tracker.fork("other"):
+        expected = torch.cat((_draw(device), _draw(device)))
+    fresh = CudaRNGStatesTracker()
+    fresh.add("other", 2)
+    parts = []
+    for _ in range(2):
+        with fresh.fork("other"):
+            parts.append(_draw(device))
+        _draw(device)
+    assert torch.equal(torch.cat(parts), expected)
+
+
+def test_states_are_their_seeds_and_differ_by_name(tracker, device):
+    with tracker.fork():
+        first = _draw(device)
+    with tracker.fork("other"):
+        second = _draw(device)
+    torch.manual_seed(1)
+    assert torch.equal(first, _draw(device)) and not torch.equal(first, second)
+
+
+def test_a_fork_restores_the_default_generator_when_the_block_raises(tracker, device):
+    torch.manual_seed(5)
+    expected = _draw(device)
+    torch.manual_seed(5)
+    with pytest.raises(ZeroDivisionError), tracker.fork():
+        _draw(device).add_(1 // 0)
+    assert torch.equal(_draw(device), expected)
+
+
+def test_names_and_seeds_are_used_once_and_unknown_names_list_the_known(tracker):
+    with pytest.raises(ValueError, match="seed 1"):
+        tracker.add("third", 1)
+    with pytest.raises(ValueError, match="'other'"):
+        tracker.add("other", 3)
+    with pytest.raises(KeyError, match="model-parallel-rng, other"), tracker.fork("nonesuch"):
+        pass
+
+
+def test_reset_forgets_names_and_seeds(tracker):
+    tracker.reset()
+    assert tracker.get_states() == {}
+    tracker.add("other", 1)
+    assert list(tracker.get_states()) == ["other"]
+
+
+def test_get_states_is_a_new_dict_that_set_states_takes(tracker):
+    states = tracker.get_states()
+    assert set(states) == {"model-parallel-rng", "other"}
+    states.pop("other")
+    assert "other" in tracker.get_states()
+    tracker.set_states(states)
+    assert list(tracker.get_states()) == ["model-parallel-rng"]
+    assert list(get_all_rng_states()) == ["model-parallel-rng"]
+
+
+def test_all_states_are_what_was_set_last():
+    before = get_all_rng_states()
+    states = {"name": torch.get_rng_state()}
+    set_all_rng_states(states)
+    assert get_all_rng_states() is states
+    set_all_rng_states(before)
+
+
+def test_graph_safe_states_need_cuda(device):
+    assert graph_safe_rng_available() == (device.type == "cuda")
+
+
+def test_a_snapshot_replays_all_states_as_often_as_asked_and_then_goes_on(tracker, device):
+    def block():
+        with tracker.fork():
+            tracked = _draw(device)
+        return torch.cat((_draw(device), tracked))
+
+    snapshot = RngSnapshot(lambda: tracker)
+    first = block()
+    for _ in range(2):
+        with snapshot.replay():
+            assert torch.equal(block(), first)
+    after = block()
+    torch.manual_seed(5)
+    fresh = CudaRNGStatesTracker()
+    fresh.add("model-parallel-rng", 1)
+    tracker = fresh
+    assert torch.equal(block(), first) and torch.equal(block(), after)
+
+
+@pytest.mark.gpu
+def test_a_graph_draws_new_numbers_from_a_registered_state_at_every_replay():
+    tracker = CudaRNGStatesTracker()
+    tracker.add("model-parallel-rng", 1)
+    x = torch.zeros(64, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    for state in get_all_rng_states().values():
+        graph.register_generator_state(state)
+    with torch.cuda.graph(graph), tracker.fork():
+        x.copy_(torch.rand_like(x))
+    graph.replay()
+    first = x.clone()
+    graph.replay()
+    assert not torch.equal(first, x)

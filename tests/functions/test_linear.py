@@ -1,0 +1,124 @@
+"""The three products of a linear layer: what each multiplies, by hand-made operands."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
+from transformer_engine.pytorch.functions.linear import IDENTITY, LinearSpec, linear
+from transformer_engine.pytorch.quantization import RecipeState
+
+RECIPES = {
+    "delayed": DelayedScaling(),
+    "delayed_e4m3": DelayedScaling(fp8_format=Format.E4M3),
+    "current": Float8CurrentScaling(),
+    "block": Float8BlockScaling(),
+    "mxfp8": MXFP8BlockScaling(),
+    # Stochastic rounding draws new numbers for every quantization, so the oracle could not follow.
+    "nvfp4": NVFP4BlockScaling(disable_stochastic_rounding=True),
+}
+M, N, K = 64, 96, 32 * 4
+
+
+def quantizers(recipe, device):
+    forward = RecipeState.create(recipe, mode="forward", num_quantizers=3, device=device).make_quantizers()
+    backward = RecipeState.create(recipe, mode="backward", num_quantizers=2, device=device).make_quantizers()
+    return forward[0], forward[1], backward[0]
+
+
+def tensors(device, dtype=torch.bfloat16):
+    x = torch.randn(M, K, device=device, dtype=dtype, requires_grad=True)
+    w = torch.randn(N, K, device=device, dtype=dtype).mul_(0.05).requires_grad_()
+    b = torch.randn(N, device=device, dtype=dtype, requires_grad=True)
+    dy = torch.randn(M, N, device=device, dtype=dtype)
+    return x, w, b, dy
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_each_product_reads_its_operands_as_quantized(name, device):
+    x, w, b, dy = tensors(device)
+    qx, qw, qg = quantizers(RECIPES[name], device)
+    spec = LinearSpec(torch.bfloat16, qx, qw, qg, needs_grad_bias=True)
+    y = linear(x, w, b, spec)
+    y.backward(dy)
+
+    def values(quantizer, tensor, columnwise):
+        operand = quantizer.encode(tensor.detach(), not columnwise, columnwise).contract("rows" if columnwise else "cols")
+        from transformer_engine.pytorch.primitives.quantize import dequantize
+
+        return dequantize(operand._replace(dtype=torch.float32)).double()
+
+    expected_y = values(qx, x, False) @ values(qw, w, False).t() + b.detach().double()
+    expected_dx = values(qg, dy, False) @ values(qw, w, True).t()
+    expected_dw = values(qg, dy, True) @ values(qx, x, True).t()
+    for got, expected in ((y, expected_y), (x.grad, expected_dx), (w.grad, expected_dw)):
+        # Half a unit in the last place of bfloat16, and a little for the order of float32 sums.
+        torch.testing.assert_close(got.double(), expected, rtol=2**-8, atol=2e-3 * float(expected.abs().max()))
+    torch.testing.assert_close(b.grad.double(), dy.double().sum(0), rtol=2**-8, atol=1e-6)
+
+
+def test_without_quantizers_it_is_a_plain_linear_layer(device):
+    x, w, b, dy = tensors(device, torch.float32)
+    y = linear(x, w, b, LinearSpec(torch.float32, needs_grad_bias=True))
+    y.backward(dy)
+    got = [y, x.grad.clone(), w.grad.clone(), b.grad.clone()]
+    for t in (x, w, b):
+        t.grad = None
+    expected = torch.nn.functional.linear(x, w, b)
+    expected.backward(dy)
+    for a, e in zip(got, [expected, x.grad, w.grad, b.grad], strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["high_precision", "dequantized"])
+def test_a_backward_override_leaves_gradients_unquantized(mode, device):
+    x, w, _, dy = tensors(device)
+    qx, qw, qg = quantizers(RECIPES["current"], device)
+    linear(x, w, None, LinearSpec(torch.bfloat16, qx, qw, qg, backward=mode)).backward(dy)
+    x_values, w_values = x.detach(), w.detach()
+    if mode == "dequantized":
+        x_values = qx.encode(x_values, True, False).dequantize(dtype=torch.bfloat16)
+        w_values = qw.encode(w_values, True, False).dequantize(dtype=torch.bfloat16)
+    torch.testing.assert_close(x.grad, dy @ w_values)
+    torch.testing.assert_close(w.grad, dy.t() @ x_values)
+
+
+def test_a_kept_input_gives_the_same_gradients(device):
+    results = []
+    for keep in (False, True):
+        torch.manual_seed(0)
+        x, w, _, dy = tensors(device)
+        qx, qw, qg = quantizers(RECIPES["block"], device)
+        linear(x, w, None, LinearSpec(torch.bfloat16, qx, qw, qg, keep_input=keep)).backward(dy)
+        results.append((x.grad, w.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("needs", [(True, False), (False, True)], ids=["input only", "weight only"])
+def test_only_wanted_gradients_are_computed(needs, device):
+    x, w, _, dy = tensors(device)
+    x.requires_grad_(needs[0])
+    w.requires_grad_(needs[1])
+    qx, qw, qg = quantizers(RECIPES["current"], device)
+    spec = LinearSpec(
+        torch.bfloat16, qx, qw, qg, needs_grad_input=needs[0], needs_grad_weight=needs[1]
+    )
+    linear(x, w, None, spec).backward(dy)
+    assert (x.grad is not None, w.grad is not None) == needs
+
+
+def test_leading_dimensions_are_restored(device):
+    x = torch.randn(3, 5, K, device=device, requires_grad=True)
+    w = torch.randn(N, K, device=device, requires_grad=True)
+    y = linear(x, w, None, LinearSpec(torch.float32, IDENTITY, IDENTITY, IDENTITY))
+    assert y.shape == (3, 5, N)
+    y.sum().backward()
+    assert x.grad.shape == x.shape

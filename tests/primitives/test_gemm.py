@@ -1,0 +1,131 @@
+"""One body for every backend of the product: refuse with a reason, or agree with the float32 reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from transformer_engine.common import formats
+from transformer_engine.common.dispatch import Unsupported, use_backend
+from transformer_engine.pytorch.primitives.gemm import TABLE, Epilogue, gemm, plain
+from transformer_engine.pytorch.primitives.gemm.request import GemmRequest
+from transformer_engine.pytorch.primitives.operand import Operand
+from transformer_engine.pytorch.primitives.quantize import QuantizeSpec, dequantize, quantize
+
+SPECS = {
+    "float8": QuantizeSpec(formats.FLOAT8, formats.E4M3),
+    "float8_e5m2": QuantizeSpec(formats.FLOAT8, formats.E5M2),
+    "block1d": QuantizeSpec(formats.BLOCK_1D, formats.E4M3, power_of_two=True),
+    "block2d": QuantizeSpec(formats.BLOCK_2D, formats.E4M3, power_of_two=True),
+    "mxfp8": QuantizeSpec(formats.MXFP8, formats.E4M3),
+    "nvfp4": QuantizeSpec(formats.NVFP4, formats.E2M1),
+}
+PAIRS = [
+    ("float8", "float8"),
+    ("float8_e5m2", "float8"),
+    ("block1d", "block2d"),
+    ("block1d", "block1d"),
+    ("mxfp8", "mxfp8"),
+    ("nvfp4", "nvfp4"),
+    ("float8", None),
+]
+SIZES = [(16, 32, 64), (128, 256, 128), (17, 48, 80), (1, 16, 256), (130, 144, 384)]
+
+
+def operand(name: str | None, rows: int, depth: int, device: str) -> Operand:
+    values = torch.randn(rows, depth, device=device)
+    values[0] *= 30.0
+    if name is None:
+        return plain(values.bfloat16())
+    spec = SPECS[name]
+    q = quantize(values.bfloat16(), spec)
+    return Operand(
+        q.codes, q.scale, spec.format, q.amax if spec.format == formats.NVFP4 else None, torch.bfloat16
+    )
+
+
+def values_of(x: Operand) -> torch.Tensor:
+    if x.format is None:
+        return x.codes.double()
+    return dequantize(x._replace(dtype=torch.float32)).double()
+
+
+@pytest.mark.parametrize("backend", TABLE.names())
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda p: f"{p[0]}x{p[1]}")
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_a_backend_refuses_or_meets_the_exact_product(backend, pair, size, device):
+    m, n, k = size
+    a, b = operand(pair[0], m, k, device), operand(pair[1], n, k, device)
+    epilogue = Epilogue(torch.float32)
+    request = GemmRequest.of(a, b, epilogue)
+    if reason := TABLE.named(backend).refuses(request):
+        pytest.skip(f"{backend}: {reason}")
+    with use_backend(gemm=backend):
+        out = gemm(a, b, epilogue).double()
+    exact = values_of(a) @ values_of(b).t()
+    # Hopper's exact accumulation keeps float32 partial sums; a plain product of bf16 by bf16 keeps them too.
+    bound = values_of(a).abs() @ values_of(b).abs().t()
+    assert ((out - exact).abs() <= bound * 2e-4 + 1e-30).all()
+
+
+@pytest.mark.parametrize("name", [None, "float8", "mxfp8"])
+def test_bias_is_added_in_the_epilogue(name, device):
+    a, b = operand(name, 32, 64, device), operand(name, 48, 64, device)
+    bias = torch.randn(48, device=device).bfloat16()
+    out = gemm(a, b, Epilogue(torch.bfloat16, bias=bias))
+    expected = (values_of(a) @ values_of(b).t() + bias.double()).bfloat16()
+    torch.testing.assert_close(out, expected, rtol=1.6e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", [None, "float8"])
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_out_receives_or_accumulates(name, out_dtype, device):
+    a, b = operand(name, 32, 64, device), operand(name, 48, 64, device)
+    exact = values_of(a) @ values_of(b).t()
+    out = torch.full((32, 48), 5.0, device=device, dtype=out_dtype)
+    assert gemm(a, b, Epilogue(torch.bfloat16, out=out)) is out
+    tolerance = {"rtol": 2e-2, "atol": 0.5} if out_dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-2}
+    torch.testing.assert_close(out.double(), exact, **tolerance)
+    gemm(a, b, Epilogue(torch.bfloat16, out=out, accumulate=True))
+    torch.testing.assert_close(out.double(), 2 * exact, **tolerance)
+
+
+def test_a_float32_result_of_bf16_operands_is_not_rounded_to_bf16(device):
+    a, b = operand(None, 32, 64, device), operand(None, 48, 64, device)
+    out = gemm(a, b, Epilogue(torch.float32))
+    exact = values_of(a) @ values_of(b).t()
+    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("size", [(0, 16, 16), (16, 0, 16), (16, 16, 0)], ids=str)
+def test_an_empty_product_is_zero(size, device):
+    m, n, k = size
+    out = gemm(
+        plain(torch.ones(m, k, device=device)),
+        plain(torch.ones(n, k, device=device)),
+        Epilogue(torch.float32),
+    )
+    assert out.shape == (m, n)
+    assert not out.any()
+
+
+def test_operands_that_contract_different_extents_are_refused(device):
+    with pytest.raises(ValueError, match="contract 8 and 9"):
+        gemm(
+            plain(torch.ones(2, 8, device=device)),
+            plain(torch.ones(2, 9, device=device)),
+            Epilogue(torch.float32),
+        )
+
+
+def test_a_forced_backend_that_refuses_says_why():
+    a = operand("float8", 16, 16, "cpu")
+    with use_backend(gemm="widen"), pytest.raises(Unsupported, match="for GPUs"):
+        gemm(a, a, Epilogue(torch.float32))
+
+
+def test_every_refusal_is_a_sentence():
+    a = operand("block2d", 16, 16, "cpu")
+    for verdict in TABLE.explain(GemmRequest.of(a, a, Epilogue(torch.float32))):
+        assert verdict.chosen == (verdict.backend == "reference")
+        assert verdict.chosen or len(verdict.refusal) > 10

@@ -1,0 +1,103 @@
+"""Quantization under torch.compile: one graph, and the bits of eager execution."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, FLOAT8, MXFP8, NVFP4
+from transformer_engine.pytorch.primitives.operand import Operand
+from transformer_engine.pytorch.primitives.quantize import Quantized, QuantizeSpec, dequantize, quantize
+
+SPECS = {
+    "float8": QuantizeSpec(FLOAT8, E4M3, columnwise=True),
+    "block1d": QuantizeSpec(BLOCK_1D, E4M3, columnwise=True, power_of_two=True),
+    "block2d": QuantizeSpec(BLOCK_2D, E4M3, columnwise=True),
+    "mxfp8": QuantizeSpec(MXFP8, E4M3, columnwise=True),
+    "mxfp8-2d": QuantizeSpec(MXFP8, E4M3, columnwise=True, two_dimensional=True),
+    "nvfp4": QuantizeSpec(NVFP4, E2M1, columnwise=True),
+    "nvfp4-2d": QuantizeSpec(NVFP4, E2M1, columnwise=True, two_dimensional=True),
+    "nvfp4-stochastic": QuantizeSpec(NVFP4, E2M1, columnwise=True, hadamard=True, stochastic=True),
+}
+
+
+def sample(rows: int, depth: int, device, dtype=torch.bfloat16) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(rows, depth, generator=generator).to(device, dtype)
+
+
+def uniform(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    u = torch.rand(x.shape, generator=generator)
+    return u.to(x.device), torch.rand(x.shape[::-1], generator=generator).to(x.device)
+
+
+def assert_same(actual: Quantized, expected: Quantized) -> None:
+    for field, a, b in zip(Quantized._fields, actual, expected, strict=True):
+        assert (a is None) == (b is None), field
+        if a is not None and b is not None:
+            assert a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)), field
+
+
+def operands(q: Quantized, spec: QuantizeSpec, dtype=torch.float32) -> tuple[Operand, Operand]:
+    assert q.codes is not None and q.codes_t is not None
+    return (
+        Operand(q.codes, q.scale, spec.format, q.amax, dtype),
+        Operand(q.codes_t, q.scale_t, spec.format, q.amax_t, dtype),
+    )
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def check_one_graph(spec: QuantizeSpec, dynamic: bool, device) -> None:
+    x = sample(48, 130, device)
+
+    def there_and_back(x, random):
+        q = quantize(x, spec, random=random)
+        rows, columns = operands(q, spec)
+        return q, dequantize(rows), dequantize(columns)
+
+    compiled = torch.compile(there_and_back, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    expected, actual = there_and_back(x, uniform(x)), compiled(x, uniform(x))
+    assert_same(actual[0], expected[0])
+    assert torch.equal(actual[1], expected[1]) and torch.equal(actual[2], expected[2])
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_traces_as_one_graph_with_the_same_bits(name, device):
+    check_one_graph(SPECS[name], False, device)
+
+
+# Symbolic shapes of NVFP4 take the tracer 10 to 20 s on one core.
+@pytest.mark.parametrize(
+    "name", ["float8", "mxfp8", pytest.param("nvfp4-stochastic", marks=pytest.mark.slow)]
+)
+def test_traces_with_symbolic_shapes(name, device):
+    check_one_graph(SPECS[name], True, device)
+
+
+def test_delayed_scaling_traces_with_a_slice_of_its_state(device):
+    x, scales = sample(16, 32, device), torch.tensor([2.0, 3.0], device=device)
+    spec = SPECS["float8"]
+
+    def delayed(x, scales):
+        return quantize(x, spec, scale=scales[1:2])
+
+    compiled = torch.compile(delayed, backend="aot_eager", fullgraph=True)
+    assert_same(compiled(x, scales), delayed(x, scales))
+
+
+def test_a_spec_made_inside_the_graph_traces(device):
+    x = sample(16, 32, device)
+
+    def narrow(x):
+        return quantize(x, dataclasses.replace(SPECS["float8"], columnwise=False))
+
+    assert_same(torch.compile(narrow, backend="aot_eager", fullgraph=True)(x), narrow(x))

@@ -1,0 +1,155 @@
+import pytest
+
+from transformer_engine.common.recipe import (
+    CustomRecipe,
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
+from transformer_engine.pytorch import quantization as q
+from transformer_engine.pytorch.quantization import support
+
+CHECKS = {
+    "bf16": (q.check_bf16_support, q.is_bf16_available),
+    "fp8": (q.check_fp8_support, q.is_fp8_available),
+    "mxfp8": (q.check_mxfp8_support, q.is_mxfp8_available),
+    "fp8_block_scaling": (q.check_fp8_block_scaling_support, q.is_fp8_block_scaling_available),
+    "nvfp4": (q.check_nvfp4_support, q.is_nvfp4_available),
+}
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Pretend to be a GPU of some capability, with nothing asked of emulation."""
+
+    def pretend(capability, cuda=(12, 9)):
+        monkeypatch.delenv("TE_EMULATE", raising=False)
+        monkeypatch.setattr(support, "has_cuda", lambda: capability is not None)
+        monkeypatch.setattr(support, "get_device_compute_capability", lambda: capability or (0, 0))
+        monkeypatch.setattr(support, "cuda_version", lambda: cuda)
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    ("capability", "native"),
+    [
+        ((7, 5), set()),
+        ((8, 0), {"bf16"}),
+        ((8, 9), {"bf16", "fp8"}),
+        ((9, 0), {"bf16", "fp8", "fp8_block_scaling"}),
+        ((10, 0), set(CHECKS)),
+        ((12, 0), set(CHECKS) - {"mxfp8"}),
+    ],
+)
+def test_a_gpu_claims_what_its_hardware_computes_and_gives_a_reason_for_the_rest(machine, capability, native):
+    machine(capability)
+    for kind, (check, is_available) in CHECKS.items():
+        available, reason = check()
+        assert available == (kind in native)
+        assert is_available() == available
+        assert is_available(return_reason=True) == (available, reason)
+        assert ("TE_EMULATE" in reason) == (not available)
+        assert q.support_of(kind).native == available
+
+
+def test_the_reason_names_the_capability_that_is_needed(machine):
+    machine((9, 0))
+    assert q.check_mxfp8_support()[1].startswith(
+        "Device compute capability 10.0 or higher required for MXFP8 execution."
+    )
+
+
+def test_block_scaling_needs_a_recent_cuda(machine):
+    machine((9, 0), cuda=(12, 8))
+    available, reason = q.check_fp8_block_scaling_support()
+    assert not available
+    assert "12.9" in reason
+
+
+def test_emulation_is_the_default_without_a_gpu_and_says_so(machine):
+    machine(None)
+    for kind, (check, _) in CHECKS.items():
+        assert check() == (True, "")
+        assert q.support_of(kind) == q.Support(
+            kind, False, True, f"There is no CUDA device for {kind} execution."
+        )
+
+
+def test_a_variable_switches_emulation(machine, monkeypatch):
+    machine((9, 0))
+    monkeypatch.setenv("TE_EMULATE", "1")
+    assert q.is_nvfp4_available()
+    assert q.support_of("nvfp4").emulated
+    assert not q.support_of("fp8").emulated
+    machine(None)
+    monkeypatch.setenv("TE_EMULATE", "0")
+    assert not q.is_fp8_available()
+
+
+def test_emulate_switches_at_once_and_a_block_ends_it(machine):
+    machine((9, 0))
+    with q.emulate():
+        assert q.is_mxfp8_available()
+        with q.emulate(False):
+            assert not q.is_mxfp8_available()
+        assert q.is_mxfp8_available()
+    assert not q.is_mxfp8_available()
+    switch = q.emulate()
+    assert q.is_mxfp8_available()
+    switch.__exit__(None, None, None)
+    assert not q.is_emulating()
+
+
+def test_a_recipe_needs_its_format(machine):
+    machine((9, 0))
+    available = {
+        kind: q.check_recipe_support(kind())[0]
+        for kind in (
+            DelayedScaling,
+            Float8CurrentScaling,
+            Float8BlockScaling,
+            MXFP8BlockScaling,
+            NVFP4BlockScaling,
+        )
+    }
+    assert [kind for kind, yes in available.items() if not yes] == [MXFP8BlockScaling, NVFP4BlockScaling]
+    assert q.check_recipe_support(CustomRecipe(qfactory=len)) == (True, "")
+
+
+@pytest.mark.parametrize(
+    ("capability", "kind"),
+    [
+        (None, DelayedScaling),
+        ((9, 0), DelayedScaling),
+        ((10, 0), MXFP8BlockScaling),
+        ((12, 0), Float8CurrentScaling),
+    ],
+)
+def test_the_default_recipe_is_the_best_that_needs_no_emulation(machine, capability, kind):
+    machine(capability)
+    assert type(q.get_default_recipe()) is kind
+    assert q.get_default_recipe() is not q.get_default_recipe()
+    assert type(q.FP8GlobalStateManager.get_fp8_recipe()) is kind
+
+
+def test_an_unknown_kind_is_refused(machine):
+    machine((9, 0))
+    with pytest.raises(ValueError, match=r"'fp6'.*nvfp4"):
+        q.support_of("fp6")
+
+
+def test_the_state_manager_answers_with_reasons(machine):
+    machine((8, 9))
+    manager = q.FP8GlobalStateManager
+    assert manager.is_fp8_available() == (True, "")
+    for check in (
+        manager.is_mxfp8_available,
+        manager.is_fp8_block_scaling_available,
+        manager.is_nvfp4_available,
+    ):
+        available, reason = check()
+        assert not available
+        assert "required for" in reason

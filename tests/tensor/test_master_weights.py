@@ -1,0 +1,121 @@
+"""Weights written from shards of their masters equal weights quantized whole."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from quantizer_cases import payload, quantizer_of, same_payload, values
+
+from transformer_engine.pytorch.tensor import (
+    cast_master_weights_to_fp8,
+    post_all_gather_processing,
+    quantize_master_weights,
+    replace_raw_data,
+)
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
+from ranks import run_on_ranks  # noqa: E402
+
+WEIGHTS = ("delayed", "current", "mxfp8", "mxfp8_2d", "block_2d", "nvfp4_2d")
+SHAPE = (160, 96)
+
+
+def master(device):
+    return values(device, *SHAPE, dtype=torch.float32)
+
+
+def weight_of(name, device):
+    with torch.no_grad():
+        return quantizer_of(name, device)(torch.ones(SHAPE, dtype=torch.bfloat16, device=device))
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_one_process_writes_what_quantize_would(name, device):
+    weight = weight_of(name, device)
+    cast_master_weights_to_fp8([weight], [master(device).view(-1)], [0], None)
+    if weight.transposable:
+        assert weight.get_usages() == {"rowwise": True, "columnwise": False}
+    post_all_gather_processing([weight])
+    quantizer = quantizer_of(name, device)
+    assert same_payload(weight, quantizer(master(device).bfloat16()))
+    if name == "delayed":
+        assert weight._quantizer.amax.item() == quantizer.amax.item()
+
+
+def _sharded(device):
+    """Both ranks' weights after each wrote its part and the codes were exchanged."""
+    rank, results = torch.distributed.get_rank(), {}
+    flat = master(device).view(-1)
+    start, stop = ((0, 5000), (5000, flat.numel()))[rank]
+    for name in WEIGHTS:
+        weight = weight_of(name, device)
+        untouched = weight_of(name, device)
+        arguments = [weight, untouched], [flat[start:stop], None], [start, None]
+        quantize_master_weights(*arguments, torch.distributed.group.WORLD)
+        for field in ("_data", "_rowwise_data", "_columnwise_data"):
+            codes = getattr(weight, field, None)
+            if codes is not None:
+                packing = weight.format.packing
+                run = codes.contiguous().view(-1)
+                run[: start // packing] = 0
+                run[stop // packing :] = 0
+                torch.distributed.all_reduce(run)
+                codes.copy_(run.view(codes.shape))
+        post_all_gather_processing([weight])
+        results[name] = payload(weight)
+    return results
+
+
+def test_ranks_write_the_same_weights_together(tmp_path, device):
+    first, second = run_on_ranks(_sharded, 2, tmp_path)
+    for name in WEIGHTS:
+        expected = payload(quantizer_of(name, torch.device("cpu"))(master("cpu").bfloat16()))
+        for rank in (first, second):
+            assert rank[name].keys() == expected.keys(), name
+            for field, part in expected.items():
+                assert torch.equal(rank[name][field], part), (name, field)
+
+
+def test_codes_can_go_to_a_shard_of_their_own(device):
+    flat = master(device).view(-1)
+    weight, expected = weight_of("mxfp8", device), quantizer_of("mxfp8", device)(master(device).bfloat16())
+    before = weight._rowwise_data.clone()
+    target = tuple(torch.zeros(3072, dtype=torch.uint8, device=device) for _ in range(2))
+    quantize_master_weights([weight], [flat[:3072]], [0], None, [target])
+    assert torch.equal(target[0], expected._rowwise_data.reshape(-1)[:3072])
+    assert torch.equal(target[1], expected._columnwise_data.reshape(-1)[:3072])
+    assert torch.equal(weight._rowwise_data, before)
+    weight, expected = weight_of("delayed", device), quantizer_of("delayed", device)(master(device).bfloat16())
+    quantize_master_weights([weight], [flat[:3072]], [0], None, [target[0]])
+    assert torch.equal(target[0], expected._data.view(-1)[:3072])
+
+
+def test_what_cannot_be_written_is_refused(device):
+    flat = master(device).view(-1)
+    with pytest.raises(ValueError, match="check start_offsets"):
+        quantize_master_weights([weight_of("current", device)], [flat], [1], None)
+    with pytest.raises(ValueError, match="one of each"):
+        quantize_master_weights([weight_of("current", device)], [flat, flat], [0], None)
+    with pytest.raises(ValueError, match="two-dimensional blocks"):
+        quantize_master_weights([weight_of("block_1d", device)], [flat], [0], None)
+    with pytest.raises(ValueError, match="align shards to bytes"):
+        quantize_master_weights([weight_of("nvfp4_2d", device)], [flat[:31]], [0], None)
+    with pytest.raises(TypeError, match="IdentityTensor has no master weights"):
+        quantize_master_weights([weight_of("identity", device)], [flat], [0], None)
+
+
+@pytest.mark.parametrize(("name", "field"), [("current", "_data"), ("nvfp4_2d", "_rowwise_data")])
+def test_codes_move_to_another_buffer(name, field, device):
+    weight = weight_of(name, device)
+    old = getattr(weight, field)
+    buffer = torch.empty_like(old)
+    replace_raw_data(weight, buffer)
+    assert getattr(weight, field) is buffer and torch.equal(buffer, old)
+    with pytest.raises(ValueError, match="codes' dtype and shape"):
+        replace_raw_data(weight, buffer[:1])
+    weight.update_usage(rowwise_usage=False)
+    with pytest.raises(ValueError, match="no row-wise codes"):
+        replace_raw_data(weight, buffer)

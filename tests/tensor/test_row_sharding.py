@@ -1,0 +1,108 @@
+"""Rows of quantized tensors as shards: cut between blocks, written in place, gathered as bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from quantizer_cases import NAMES, QUANTIZED, quantizer_of, same_payload, values
+
+from transformer_engine.pytorch.tensor import COLS, ROWS, QuantizedTensor
+
+# Rows that no block of any direction crosses.
+GRANULARITY = {"mxfp8": 32, "mxfp8_2d": 32, "block_1d": 128, "block_2d": 128, "nvfp4": 16, "nvfp4_2d": 16}
+
+
+def granularity(name):
+    return GRANULARITY.get(name, 16)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pieces_between_blocks_stay_quantized(name, device):
+    step = granularity(name)
+    q = quantizer_of(name, device)(values(device, 4 * step, 64))
+    x = q.dequantize()
+    for pieces in (torch.chunk(q, 4), torch.split(q, step), torch.split(q, [step, step, 2 * step])):
+        assert all(type(piece) is type(q) for piece in pieces)
+        assert all(piece.get_usages() == q.get_usages() for piece in pieces)
+        assert torch.equal(torch.cat([piece.dequantize() for piece in pieces]), x)
+    piece = q[step : 3 * step]
+    assert type(piece) is type(q)
+    for axis in (COLS, ROWS):
+        whole = q.contract(axis).codes
+        part = piece.contract(axis).codes
+        per_byte = q.storage_class().__name__.startswith("NVFP4") + 1
+        cut = whole[step : 3 * step] if axis == COLS else whole[:, step // per_byte : 3 * step // per_byte]
+        assert torch.equal(part.float(), cut.float())
+    assert type(q.as_strided((step, 64), (64, 1), step * 64)) is type(q)
+    assert torch.equal(
+        q.as_strided((step, 64), (64, 1), step * 64).dequantize(), q[step : 2 * step].dequantize()
+    )
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "block_2d", "nvfp4_2d", "block_1d"])
+def test_pieces_that_cut_a_block_are_values(name, device):
+    q = quantizer_of(name, device)(values(device, 128, 64))
+    x = q.dequantize()
+    pieces = torch.split(q, 40)
+    assert not any(isinstance(piece, QuantizedTensor) for piece in pieces)
+    assert torch.equal(torch.cat(pieces), x)
+    assert torch.equal(q[3:7], x[3:7]) and torch.equal(q[::2], x[::2])
+    assert torch.equal(torch.chunk(q, 2, dim=1)[1], x[:, 32:])
+    assert torch.equal(q.as_strided((64, 2), (64, 2)), x.as_strided((64, 2), (64, 2)))
+
+
+def test_rows_of_leading_dimensions_are_cut_together(device):
+    q = quantizer_of("mxfp8", device)(values(device, 4, 16, 64))
+    assert type(q[:2]) is type(q) and torch.equal(q[:2].dequantize(), q.dequantize()[:2])
+    assert not isinstance(q[:1], QuantizedTensor)
+    rows = quantizer_of("mxfp8", device, True, False)(values(device, 4, 16, 64))
+    assert torch.equal(rows[:1].dequantize(), rows.dequantize()[:1]) and isinstance(rows[:1], QuantizedTensor)
+
+
+def test_a_shard_is_written_in_its_padded_buffer(device):
+    q = quantizer_of("current", device)(values(device, 48, 64))
+    padded = q.new_zeros(32, 64)
+    padded[:16].copy_(q[32:])
+    assert torch.equal(padded.dequantize()[:16], q.dequantize()[32:])
+    assert not padded.dequantize()[16:].any()
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_gathered_bytes_are_the_whole_tensor(name, device):
+    q = quantizer_of(name, device)(values(device, 2, 2 * granularity(name), 64))
+    shards = torch.chunk(q, 2)
+    sent = [shard.fsdp_pre_all_gather(None, None, None, None, None) for shard in shards]
+    assert all(part.dtype in (torch.uint8, torch.float32) for tensors, _ in sent for part in tensors)
+    gathered = tuple(torch.cat(parts) for parts in zip(*(tensors for tensors, _ in sent), strict=True))
+    whole, inner = shards[0].fsdp_post_all_gather(gathered, sent[0][1], torch.float32)
+    assert same_payload(whole, q) and whole.shape == q.shape and whole.dtype == torch.float32
+    assert inner and all(type(part) is torch.Tensor for part in inner)
+    again = tuple(part.clone() for part in gathered)
+    with torch.no_grad():
+        whole.zero_()
+    assert shards[0].fsdp_post_all_gather(again, sent[0][1], torch.float32, out=whole) is None
+    assert same_payload(whole, q)
+
+
+def test_a_gather_carries_no_direction_that_follows_from_the_other(device):
+    q = quantizer_of("current", device)(values(device, 32, 64))
+    tensors, _ = q.fsdp_pre_all_gather(None, None, None, None, None)
+    assert [tuple(part.shape) for part in tensors] == [(32, 64)]
+
+
+def test_a_column_wise_shard_is_gathered_too(device):
+    x = values(device, 64, 64)
+    for name in ("nvfp4", "mxfp8", "current"):
+        q = quantizer_of(name, device, False, True)(x)
+        tensors, metadata = q.fsdp_pre_all_gather(None, None, None, None, None)
+        whole, _ = q.fsdp_post_all_gather(tensors, metadata, x.dtype)
+        assert torch.equal(whole.dequantize(), q.dequantize())
+
+
+def test_an_unsharded_tensor_that_changed_its_directions_is_taken_over(device):
+    q = quantizer_of("current", device)(values(device, 32, 64))
+    tensors, metadata = q.fsdp_pre_all_gather(None, None, None, None, None)
+    whole, _ = q.fsdp_post_all_gather(tensors, metadata, q.dtype)
+    whole.update_usage(columnwise_usage=False)
+    q.fsdp_post_all_gather(tensors, metadata, q.dtype, out=whole)
+    assert same_payload(whole, q)

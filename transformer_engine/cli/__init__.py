@@ -1,0 +1,38 @@
+"""The `te` command: train the demonstration model (`te train`) and describe this machine (`te info`)."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typer import Typer
+
+REQUIRED = ("typer", "rich", "matplotlib")
+
+
+def application() -> Typer:
+    """The command-line application with its two commands."""
+    from typer import Typer
+
+    from .info import info
+    from .train import train
+
+    app = Typer(
+        help="Train and run Transformers in FP8, MXFP8 and NVFP4.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+    app.command()(train)
+    app.command()(info)
+    return app
+
+
+def main() -> None:
+    """Entry point of the `te` console script."""
+    missing = [name for name in REQUIRED if find_spec(name) is None]
+    if missing:
+        sys.exit(f"te needs {', '.join(missing)}; install with: pip install transformer-engine[cli]")
+    application()()

@@ -1,0 +1,142 @@
+"""What a demonstration run is: sizes, schedule and recipe, checked before anything is built."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+
+from ...common import recipe as recipes
+
+HIGH_PRECISION = "high_precision"
+RECIPES = ("delayed", "current", "block", "mxfp8", "nvfp4", "none")
+VOCABULARY = 256  # the tokens are bytes
+
+# Two cores train the CPU size in about two minutes, both runs together.
+CPU_SIZES: dict[str, Any] = {
+    "steps": 800,
+    "batch": 8,
+    "sequence": 128,
+    "layers": 3,
+    "hidden": 128,
+    "heads": 4,
+    "learning_rate": 3e-3,
+}
+CUDA_SIZES: dict[str, Any] = {
+    "steps": 1000,
+    "batch": 32,
+    "sequence": 512,
+    "layers": 8,
+    "hidden": 768,
+    "heads": 12,
+    "learning_rate": 1e-3,
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that decides the losses of a run; a checkpoint carries it."""
+
+    recipe: str
+    device: str
+    steps: int
+    batch: int
+    sequence: int
+    layers: int
+    hidden: int
+    heads: int
+    learning_rate: float
+    seed: int = 0
+    data: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.recipe not in RECIPES:
+            raise ValueError(f"recipe {self.recipe!r} does not exist; choose one of {', '.join(RECIPES)}")
+        for name in ("steps", "batch", "layers", "heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} is below 1; give a positive number")
+        for name in ("hidden", "sequence"):
+            size = getattr(self, name)
+            if size < 32 or size % 32:
+                raise ValueError(
+                    f"{name}={size} is not a positive multiple of 32; try {max(32, round(size / 32) * 32)}"
+                )
+        if self.hidden % self.heads or (self.hidden // self.heads) % 16:
+            raise ValueError(
+                f"hidden={self.hidden} and heads={self.heads} give a head width of "
+                f"{self.hidden / self.heads:g}, not a multiple of 16; try heads={max(1, self.hidden // 32)}"
+            )
+        if not 0 < self.learning_rate < 1:
+            raise ValueError(f"lr={self.learning_rate} is outside 0 < lr < 1; 0.001 is a usual value")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("device 'cuda' was asked for but torch finds no CUDA device; use --device cpu")
+
+    @property
+    def feed_forward(self) -> int:
+        """Width of the gated feed-forward layer: 8/3 of hidden, rounded up to the 128 of block scaling."""
+        return -(-self.hidden * 8 // (3 * 128)) * 128
+
+    @property
+    def parameter_dtype(self) -> torch.dtype:
+        """float32 on a CPU, bfloat16 on CUDA."""
+        return torch.bfloat16 if self.device == "cuda" else torch.float32
+
+    @property
+    def runs(self) -> tuple[str, ...]:
+        """The names of the models trained side by side; high precision comes last."""
+        return (HIGH_PRECISION,) if self.recipe == "none" else (self.recipe, HIGH_PRECISION)
+
+    def label(self, run: str) -> str:
+        """How a run is shown: the recipe's name, or the dtype of the parameters for high precision."""
+        return str(self.parameter_dtype).removeprefix("torch.") if run == HIGH_PRECISION else run
+
+    @property
+    def tokens_a_step(self) -> int:
+        return self.batch * self.sequence
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def resolve(device: str, given: dict[str, Any]) -> Config:
+    """A Config for "auto", "cpu" or "cuda": the values given that are not None, else the device's sizes."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device {device!r} does not exist; choose auto, cpu or cuda")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    sizes = CUDA_SIZES if device == "cuda" else CPU_SIZES
+    chosen = {name: value for name, value in given.items() if value is not None}
+    return Config(**{"recipe": "delayed", "device": device, **sizes, **chosen})
+
+
+def restore(saved: dict[str, Any], device: str, given: dict[str, Any]) -> Config:
+    """The Config of a checkpoint; a contradicting option raises: the continuation would not be exact."""
+    known = {field.name for field in fields(Config)}
+    config = Config(**{name: value for name, value in saved.items() if name in known})
+    asked = {**given, "device": None if device == "auto" else device}
+    for name, value in asked.items():
+        if value is not None and value != getattr(config, name):
+            raise ValueError(
+                f"{name}={value} contradicts the checkpoint's {name}={getattr(config, name)}; "
+                f"leave the option out to continue, or start another run with --name"
+            )
+    return config
+
+
+def make_recipe(name: str) -> recipes.Recipe | None:
+    """The recipe that a run's name stands for; None computes in the parameters' own precision."""
+    match name:
+        case "delayed":
+            # A short window: the activations of a new model grow quickly in its first steps.
+            return recipes.DelayedScaling(amax_history_len=16)
+        case "current":
+            return recipes.Float8CurrentScaling()
+        case "block":
+            return recipes.Float8BlockScaling()
+        case "mxfp8":
+            return recipes.MXFP8BlockScaling()
+        case "nvfp4":
+            return recipes.NVFP4BlockScaling()
+        case _:
+            return None

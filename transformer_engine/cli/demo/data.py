@@ -1,0 +1,118 @@
+"""Real text as bytes: a deterministic split, and batches that depend on (seed, step) only."""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+VALIDATION_SHARE = 0.05
+LIMIT = 256 * 2**20
+# Not prose of the standard library itself: other people's packages, test tables and generated code.
+SKIPPED = {
+    "__pycache__",
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "encodings",
+}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """train [T] and validation [V]: the bytes of a text (uint8), and a fingerprint of both."""
+
+    train: Tensor
+    validation: Tensor
+    fingerprint: str
+    source: str
+
+    def batch(self, seed: int, step: int, batch: int, sequence: int) -> tuple[Tensor, Tensor]:
+        """inputs, targets [batch, sequence] int64: the same windows for every run and after every resume."""
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+        last = self.train.numel() - sequence - 1
+        starts = torch.randint(0, last + 1, (batch,), generator=generator)
+        return _windows(self.train, starts, sequence)
+
+    def validation_batches(self, count: int, batch: int, sequence: int) -> list[tuple[Tensor, Tensor]]:
+        """count batches at evenly spaced places of the validation text."""
+        last = self.validation.numel() - sequence - 1
+        starts = torch.linspace(0, last, count * batch).long().view(count, batch)
+        return [_windows(self.validation, row, sequence) for row in starts]
+
+
+def _windows(text: Tensor, starts: Tensor, sequence: int) -> tuple[Tensor, Tensor]:
+    windows = text[starts[:, None] + torch.arange(sequence + 1)].long()
+    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+
+def load_corpus(path: str | None, sequence: int) -> Corpus:
+    """The text of a file or a folder; None reads the source files of this Python's standard library."""
+    if path is None:
+        root = Path(sysconfig.get_path("stdlib"))
+        pieces = _read([file for file in _files(root) if file.suffix == ".py"], root)
+        source = f"Python standard library in {root}"
+    else:
+        root = Path(path).expanduser()
+        if not root.exists():
+            raise ValueError(f"--data {path}: there is no such file or folder; give one that exists")
+        pieces = _read([root] if root.is_file() else _files(root), root)
+        source = str(root)
+    needed = int((sequence + 2) / VALIDATION_SHARE) + 1
+    text = b"".join(pieces)
+    if len(text) < needed:
+        raise ValueError(
+            f"{source} holds {len(text)} bytes of UTF-8 text; a sequence of {sequence} needs at least "
+            f"{needed}: give more text with --data, or a shorter --seq"
+        )
+    tensor = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    split = len(text) - max(int(len(text) * VALIDATION_SHARE), sequence + 2)
+    fingerprint = hashlib.sha256(text).hexdigest()[:16]
+    return Corpus(tensor[:split], tensor[split:], fingerprint, source)
+
+
+def _files(root: Path) -> list[Path]:
+    """Regular files below root in an order that mixes its folders and is the same on every machine."""
+    found = []
+    for file in root.rglob("*"):
+        parts = file.relative_to(root).parts
+        if any(part in SKIPPED or part.startswith(".") for part in parts) or not file.is_file():
+            continue
+        found.append((hashlib.sha256("/".join(parts).encode()).digest(), file))
+    return [file for _, file in sorted(found)]
+
+
+def _read(files: list[Path], root: Path) -> list[bytes]:
+    """The files that are UTF-8 text; ValueError when there is none or when they exceed the limit."""
+    pieces: list[bytes] = []
+    total = 0
+    for file in files:
+        data = file.read_bytes()
+        if b"\0" in data or not _is_utf8(data):
+            continue
+        total += len(data)
+        if total > LIMIT:
+            raise ValueError(
+                f"{root} holds more than {LIMIT >> 20} MiB of text; give a smaller file or folder"
+            )
+        pieces.append(data)
+    if not pieces:
+        raise ValueError(
+            f"{root} holds no UTF-8 text; give a text file or a folder of text files with --data"
+        )
+    return pieces
+
+
+def _is_utf8(data: bytes) -> bool:
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True

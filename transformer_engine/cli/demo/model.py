@@ -1,0 +1,66 @@
+"""logits [batch, sequence, 256] = a GPT over bytes: embedding, TransformerLayer blocks, RMSNorm, head."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ... import pytorch as te
+from .config import VOCABULARY, Config
+
+
+class ByteGPT(nn.Module):
+    """Causal blocks with rotary positions, RMSNorm and SwiGLU.
+
+    The blocks' matrix products follow the recipe in force. The embedding, the last norm and the head stay in
+    the parameters' precision: with 256 outputs they are little work, and the most sensitive to rounding.
+    """
+
+    def __init__(self, config: Config):
+        super().__init__()
+        device, dtype = torch.device(config.device), config.parameter_dtype
+        self.embedding = nn.Embedding(VOCABULARY, config.hidden, device=device, dtype=dtype)
+        self.rotary = te.attention.RotaryPositionEmbedding(config.hidden // config.heads).to(device)
+        self.layers = nn.ModuleList(_block(config, number) for number in range(1, config.layers + 1))
+        self.norm = te.RMSNorm(config.hidden, device=device, dtype=dtype)
+        self.head = nn.Linear(config.hidden, VOCABULARY, bias=False, device=device, dtype=dtype)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        nn.init.normal_(self.head.weight, std=0.02)
+
+    def forward(self, tokens: Tensor, cache: te.InferenceParams | None = None) -> Tensor:
+        """logits for tokens [batch, sequence]; with a cache, tokens are those that follow the cached ones."""
+        length = tokens.shape[1] if cache is None else cache.max_sequence_length
+        positions = self.rotary(length)
+        hidden = self.embedding(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden, rotary_pos_emb=positions, inference_params=cache)
+        return self.head(self.norm(hidden))
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy in nats a byte, in float32."""
+        logits = self(tokens)
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+def _block(config: Config, number: int) -> te.TransformerLayer:
+    # Residual branches shrink with depth, as in GPT-2: the sum of 2 * layers branches keeps its variance.
+    residual = 0.02 / (2 * config.layers) ** 0.5
+    return te.TransformerLayer(
+        config.hidden,
+        config.feed_forward,
+        config.heads,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        init_method=lambda weight: nn.init.normal_(weight, std=0.02),
+        output_layer_init_method=lambda weight: nn.init.normal_(weight, std=residual),
+        layer_number=number,
+        self_attn_mask_type="causal",
+        params_dtype=config.parameter_dtype,
+        fuse_qkv_params=True,
+        bias=False,
+        activation="swiglu",
+        normalization="RMSNorm",
+        device=config.device,
+        attn_input_format="bshd",
+    )

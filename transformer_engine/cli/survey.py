@@ -1,0 +1,131 @@
+"""What runs here: every recipe's training step of one small layer, seen through the tables of backends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .. import pytorch as te
+from ..common.dispatch import Backend, Table, Verdict, tables
+from ..pytorch.quantization import support_of
+from .demo.config import RECIPES, make_recipe
+
+# Backends that compute a quantized product in wider arithmetic than its operands.
+EMULATING = ("reference", "widen")
+
+KINDS = {"delayed": "fp8", "current": "fp8", "block": "fp8_block_scaling", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}
+
+
+@dataclass(frozen=True)
+class RecipeReport:
+    """How a recipe runs, by which product backends, and why not natively.
+
+    status   "native", "emulated", or "on request": emulated once TE_EMULATE=1 or te.emulate() asks for it
+    """
+
+    recipe: str
+    status: str
+    products: tuple[str, ...]
+    reason: str | None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One kind of request to an operation, the recipes that make it, and every backend's answer."""
+
+    operation: str
+    recipes: tuple[str, ...]
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def chosen(self) -> str | None:
+        return next((verdict.backend for verdict in self.verdicts if verdict.chosen), None)
+
+
+@dataclass(frozen=True)
+class Survey:
+    """The recipes, the findings, and the operations that a TransformerLayer did not ask for."""
+
+    recipes: tuple[RecipeReport, ...]
+    findings: tuple[Finding, ...]
+    unused: tuple[str, ...]
+
+
+def survey(device: str) -> Survey:
+    """Run one training step of a small TransformerLayer under every recipe; collect who was asked what."""
+    reports: list[RecipeReport] = []
+    asked: dict[tuple[str, tuple[Verdict, ...]], list[str]] = {}
+    for name in RECIPES:
+        with te.emulate(), _observed() as requests:
+            _training_step(name, device)
+        answers = [(operation, tuple(tables[operation].explain(request))) for operation, request in requests]
+        for answer in dict.fromkeys(answers):
+            asked.setdefault(answer, []).append(name)
+        reports.append(_report(name, requests))
+    findings = [Finding(operation, tuple(names), answers) for (operation, answers), names in asked.items()]
+    findings.sort(key=lambda finding: finding.operation)
+    used = {finding.operation for finding in findings}
+    return Survey(tuple(reports), tuple(findings), tuple(sorted(set(tables) - used)))
+
+
+@contextmanager
+def _observed() -> Iterator[list[tuple[str, Any]]]:
+    """The distinct (operation, request) pairs that tables are asked to select for."""
+    seen: set[tuple[str, Any]] = set()
+    requests: list[tuple[str, Any]] = []
+    select = Table.select
+
+    def observing(self: Table[Any], request: Any) -> Backend[Any]:
+        if (self.operation, request) not in seen:
+            seen.add((self.operation, request))
+            requests.append((self.operation, request))
+        return select(self, request)
+
+    Table.select = observing
+    try:
+        yield requests
+    finally:
+        Table.select = select
+
+
+def _training_step(name: str, device: str) -> None:
+    recipe = make_recipe(name)
+    layer = te.TransformerLayer(
+        128,
+        256,
+        2,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=torch.bfloat16,
+        activation="swiglu",
+        normalization="RMSNorm",
+        device=device,
+        attn_input_format="bshd",
+    )
+    x = torch.randn(1, 128, 128, dtype=torch.bfloat16, device=device, requires_grad=True)
+    with te.autocast(enabled=recipe is not None, recipe=recipe):
+        out = layer(x)
+    out.float().sum().backward()
+
+
+def _report(name: str, requests: list[tuple[str, Any]]) -> RecipeReport:
+    products = [request for operation, request in requests if operation == "gemm"]
+    if name == "none":
+        return RecipeReport(name, "native", _backends(products), None)
+    backends = _backends([request for request in products if request.a_format is not None])
+    support = support_of(KINDS[name])
+    if not support.native:
+        return RecipeReport(name, "emulated" if support.emulated else "on request", backends, support.refusal)
+    emulated = [backend for backend in backends if backend in EMULATING]
+    if emulated:
+        reason = f"the hardware has the format, the backend {emulated[0]} does not use it"
+        return RecipeReport(name, "emulated", backends, reason)
+    return RecipeReport(name, "native", backends, None)
+
+
+def _backends(products: list[Any]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(tables["gemm"].select(request).name for request in products))

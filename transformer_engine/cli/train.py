@@ -1,0 +1,212 @@
+"""`te train`: the demonstration under a recipe and in high precision, then a table, a plot and a sample."""
+
+from __future__ import annotations
+
+import enum
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from .demo import checkpoint
+from .demo.config import HIGH_PRECISION, resolve, restore
+from .demo.data import load_corpus
+from .demo.plot import plot_losses
+from .demo.sample import generate
+from .demo.trainer import Progress as Record
+from .demo.trainer import Trainer, summarize
+
+
+class RecipeName(str, enum.Enum):
+    """The recipes as typer lists them."""
+
+    delayed = "delayed"
+    current = "current"
+    block = "block"
+    mxfp8 = "mxfp8"
+    nvfp4 = "nvfp4"
+    none = "none"
+
+
+class DeviceName(str, enum.Enum):
+    """Where to train."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+def train(
+    recipe: Annotated[
+        RecipeName | None, typer.Option(help="How the products are quantized (default: delayed)")
+    ] = None,
+    device: Annotated[DeviceName, typer.Option(help="auto takes CUDA when there is a GPU")] = DeviceName.auto,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps")] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences a step")] = None,
+    seq: Annotated[int | None, typer.Option(help="Bytes a sequence, a multiple of 32")] = None,
+    layers: Annotated[int | None, typer.Option(help="Transformer layers")] = None,
+    hidden: Annotated[
+        int | None, typer.Option(help="Width, a multiple of 32 (128 suits block scaling)")
+    ] = None,
+    heads: Annotated[int | None, typer.Option(help="Attention heads")] = None,
+    lr: Annotated[float | None, typer.Option(help="Peak learning rate")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the weights and the batches (default: 0)")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Text file or folder (default: this Python's standard library)")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the run (default: the recipe's)")] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the runs")] = Path("runs"),
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue exactly from the run's checkpoint")
+    ] = False,
+) -> None:
+    """Train a byte-level GPT under a recipe and in high precision, side by side, and compare the losses."""
+    console = Console(highlight=False)
+    given: dict[str, Any] = {
+        "recipe": recipe.value if recipe is not None else None,
+        "steps": steps,
+        "batch": batch,
+        "sequence": seq,
+        "layers": layers,
+        "hidden": hidden,
+        "heads": heads,
+        "learning_rate": lr,
+        "seed": seed,
+        "data": data,
+    }
+    folder = out / (name or given["recipe"] or "delayed")
+    try:
+        trainer = _prepare(folder, device.value, given, resume)
+    except ValueError as error:
+        console.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
+        raise typer.Exit(2) from None
+    _describe(console, trainer)
+    with _interrupts(console) as stopping:
+        finished = _train(console, trainer, stopping)
+    if not finished:
+        console.print(
+            f"stopped after step {trainer.step} of {trainer.config.steps}; the checkpoint is saved.\n"
+            f"Continue with: te train --resume --name {escape(folder.name)} --out {escape(str(out))}",
+            soft_wrap=True,
+        )
+        raise typer.Exit(130)
+    _conclude(console, trainer)
+
+
+def _prepare(folder: Path, device: str, given: dict[str, Any], resume: bool) -> Trainer:
+    """A trainer at its first step, or where the folder's checkpoint left off."""
+    if not resume:
+        config = resolve(device, given)
+        trainer = Trainer(config, load_corpus(config.data, config.sequence), folder)
+        trainer.metrics_path.unlink(missing_ok=True)
+        return trainer
+    state = checkpoint.load(folder / "checkpoint")
+    config = restore(state["config"], device, given)
+    trainer = Trainer(config, load_corpus(config.data, config.sequence), folder)
+    trainer.load(state)
+    return trainer
+
+
+def _describe(console: Console, trainer: Trainer) -> None:
+    config, corpus = trainer.config, trainer.corpus
+    model = next(iter(trainer.runs.values())).model
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    console.print(
+        f"text    {escape(corpus.source)}: {corpus.train.numel() + corpus.validation.numel():,} bytes"
+    )
+    console.print(
+        f"model   {parameters:,} parameters in {config.label(HIGH_PRECISION)}, "
+        f"{config.layers} layers, hidden {config.hidden}, {config.heads} heads, on {config.device}"
+    )
+    console.print(
+        f"runs    {' and '.join(config.label(name) for name in config.runs)}, seed {config.seed}, "
+        f"{config.steps} steps of {config.batch} x {config.sequence} bytes"
+    )
+    if trainer.step:
+        console.print(f"resume  after step {trainer.step}")
+
+
+@contextmanager
+def _interrupts(console: Console) -> Iterator[list[bool]]:
+    """The first Ctrl-C asks for a stop after the current step, the second raises at once."""
+    asked: list[bool] = []
+
+    def ask(signum, frame) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(True)
+        console.print("stopping after this step (Ctrl-C again to stop without saving)")
+
+    previous = signal.signal(signal.SIGINT, ask)
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def _train(console: Console, trainer: Trainer, stopping: list[bool]) -> bool:
+    columns = (
+        TextColumn("step {task.completed:>4}/{task.total}"),
+        BarColumn(bar_width=16),
+        TextColumn("{task.fields[losses]}"),
+        TextColumn("{task.fields[speed]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("", total=trainer.config.steps, completed=trainer.step, losses="", speed="")
+
+        def observe(record: Record) -> None:
+            losses = "  ".join(
+                f"{trainer.config.label(name)} {loss:.3f}" for name, loss in record.loss.items()
+            )
+            tokens = len(record.loss) * trainer.config.tokens_a_step / sum(record.seconds.values())
+            bar.update(task, completed=record.step, losses=losses, speed=f"{tokens:,.0f} tokens/s")
+
+        return trainer.train(observe, stop=lambda: bool(stopping))
+
+
+def _conclude(console: Console, trainer: Trainer) -> None:
+    config, folder = trainer.config, trainer.folder
+    plot_losses(folder / "loss.png", config, trainer.history)
+    console.print(_table(trainer))
+    prompt = bytes(trainer.corpus.validation[: min(32, config.sequence // 2)].tolist())
+    run = trainer.runs[config.runs[0]]
+    text = generate(run.model, config, prompt, config.sequence - len(prompt), seed=config.seed)
+    console.print(
+        f"sample of the {config.label(config.runs[0])} model (prompt in bold, drawn with a KV cache):"
+    )
+    console.print(f"[bold]{escape(_printable(prompt))}[/bold]{escape(_printable(text))}", soft_wrap=True)
+    console.print(f"wrote {escape(str(folder))}/{{loss.png,metrics.jsonl,checkpoint}}", soft_wrap=True)
+
+
+def _table(trainer: Trainer) -> Table:
+    config = trainer.config
+    results = summarize(config, trainer.history)
+    base = results[-1]
+    table = Table(title=f"{config.steps} steps on {config.device}, losses in nats a byte")
+    table.add_column("run")
+    for heading in ("train loss", "validation loss", "ratio", "tokens/s", "time"):
+        table.add_column(heading, justify="right")
+    for result in results:
+        table.add_row(
+            config.label(result.name),
+            f"{result.train:.4f}",
+            f"{result.validation:.4f}",
+            f"{result.validation / base.validation:.4f}",
+            f"{result.tokens_a_second:,.0f}",
+            f"{result.seconds:.1f} s",
+        )
+    return table
+
+
+def _printable(text: bytes) -> str:
+    """Bytes as text; control characters other than line breaks and tabs are shown as escapes."""
+    characters = text.decode("utf-8", errors="replace")
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in characters)

@@ -1,0 +1,5 @@
+"""What every framework shares: recipes, formats, environment variables, backend choice."""
+
+from . import recipe
+
+__all__ = ["recipe"]

@@ -1,0 +1,115 @@
+"""Choosing a backend: the first row of a table that gives no reason to refuse a request.
+
+Every operation has one `Table`. A backend's `refuses(request)` reads the request and the hardware description
+only, never a tensor's values, and answers None or a sentence. The same table serves the choice, the error when
+nothing fits, and `explain`, so the reasons shown are the reasons used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+Request = TypeVar("Request")
+
+
+class Unsupported(RuntimeError):
+    """No backend takes a request; the message holds every backend's reason."""
+
+
+@dataclass(frozen=True)
+class Backend(Generic[Request]):
+    """One implementation of an operation: what it runs and which requests it refuses, with the reason."""
+
+    name: str
+    run: Callable[..., Any]
+    refuses: Callable[[Request], str | None]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One line of an explanation: the backend, and why not (None: it would be used)."""
+
+    backend: str
+    refusal: str | None
+    chosen: bool
+
+
+_forced: dict[str, str] = {}
+
+
+class Table(Generic[Request]):
+    """The backends of one operation, in order of preference."""
+
+    def __init__(self, operation: str, backends: Sequence[Backend[Request]]):
+        self.operation = operation
+        self.backends = tuple(backends)
+        tables[operation] = self
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(backend.name for backend in self.backends)
+
+    def named(self, name: str) -> Backend[Request]:
+        """The backend called name; ValueError lists the names there are."""
+        for backend in self.backends:
+            if backend.name == name:
+                return backend
+        raise ValueError(f"{self.operation} has no backend {name!r}; choose one of {', '.join(self.names())}")
+
+    def select(self, request: Request) -> Backend[Request]:
+        """The first backend that takes the request; a forced backend that refuses raises its reason."""
+        forced = _forced.get(self.operation)
+        if forced is not None:
+            backend = self.named(forced)
+            refusal = backend.refuses(request)
+            if refusal is not None:
+                raise Unsupported(
+                    f"{self.operation}: backend {forced!r} was asked for but refuses: {refusal}; "
+                    f"drop use_backend({self.operation}={forced!r}) to let another be chosen"
+                )
+            return backend
+        for backend in self.backends:
+            if backend.refuses(request) is None:
+                return backend
+        reasons = "; ".join(f"{b.name}: {b.refuses(request)}" for b in self.backends)
+        raise Unsupported(f"no backend of {self.operation} takes this request ({reasons})")
+
+    def explain(self, request: Request) -> list[Verdict]:
+        """Every backend with its refusal, and which one select() would return."""
+        forced = _forced.get(self.operation)
+        verdicts: list[Verdict] = []
+        found = False
+        for backend in self.backends:
+            refusal = backend.refuses(request)
+            if refusal is None and forced is not None and backend.name != forced:
+                refusal = f"use_backend({self.operation}={forced!r}) is in force"
+            chosen = refusal is None and not found
+            if refusal is None and found:
+                refusal = "an earlier backend takes the request"
+            found = found or chosen
+            verdicts.append(Verdict(backend.name, refusal, chosen))
+        return verdicts
+
+
+tables: dict[str, Table[Any]] = {}
+
+
+@contextmanager
+def use_backend(**choice: str) -> Iterator[None]:
+    """Force backends by operation, for example `use_backend(gemm="reference")`; the outermost choice wins.
+
+    Raises ValueError for an operation or a backend that does not exist.
+    """
+    for operation, name in choice.items():
+        if operation not in tables:
+            raise ValueError(f"there is no operation {operation!r}; choose from {', '.join(sorted(tables))}")
+        tables[operation].named(name)
+    added = {operation: name for operation, name in choice.items() if operation not in _forced}
+    _forced.update(added)
+    try:
+        yield
+    finally:
+        for operation in added:
+            del _forced[operation]

@@ -1,0 +1,281 @@
+"""value = get(name): every NVTE_* and TE_* environment variable in one table, typed and explained.
+
+Variables are read when asked for, so that a change takes effect at the next question; whoever needs the value
+of import time (the recipes) asks once at import. A variable that is accepted without being acted upon says so
+in its sentence.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+Value = bool | int | str | None
+
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("0", "false", "no", "off", "")
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One environment variable: `kind` is bool, int or str; `choices` limits a str, None means any."""
+
+    name: str
+    kind: type
+    default: Value
+    meaning: str
+    choices: tuple[str, ...] | None = None
+
+    def parse(self, text: str) -> Value:
+        """The typed value of text; ValueError with the variable, the value and what is allowed."""
+        if self.kind is bool:
+            if text.strip().lower() in _TRUE:
+                return True
+            if text.strip().lower() in _FALSE:
+                return False
+            raise self._refusal(text, "0 or 1")
+        if self.kind is int:
+            try:
+                return int(text)
+            except ValueError:
+                raise self._refusal(text, "an integer") from None
+        if self.choices is not None and text not in self.choices:
+            raise self._refusal(text, "one of " + ", ".join(repr(choice) for choice in self.choices))
+        return text
+
+    def _refusal(self, text: str, allowed: str) -> ValueError:
+        return ValueError(f"{self.name}={text!r} is not {allowed}; set it to {allowed} or unset it")
+
+
+def _flag(name: str, default: bool | None, meaning: str) -> Variable:
+    return Variable(name, bool, default, meaning)
+
+
+def _number(name: str, default: int, meaning: str) -> Variable:
+    return Variable(name, int, default, meaning)
+
+
+def _text(name: str, default: str | None, meaning: str, choices: tuple[str, ...] | None = None) -> Variable:
+    return Variable(name, str, default, meaning, choices)
+
+
+_RECIPE = (
+    _flag(
+        "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES",
+        False,
+        "Default of Float8CurrentScaling.use_power_2_scales.",
+    ),
+    _flag("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", False, "Default of Float8BlockScaling.use_f32_scales."),
+    _flag("NVTE_NVFP4_DISABLE_RHT", False, "Default of NVFP4BlockScaling.disable_rht."),
+    _flag(
+        "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING",
+        False,
+        "Default of NVFP4BlockScaling.disable_stochastic_rounding.",
+    ),
+    _flag(
+        "NVTE_NVFP4_DISABLE_2D_QUANTIZATION", False, "Default of NVFP4BlockScaling.disable_2d_quantization."
+    ),
+    _flag("NVTE_NVFP4_ROW_SCALED_ACTIVATION", False, "Default of NVFP4BlockScaling.row_scaled_activation."),
+    _text(
+        "NVTE_NVFP4_4OVER6",
+        "none",
+        "Default of NVFP4BlockScaling.nvfp4_4over6: the tensors whose blocks may map their maximum to 4.",
+        ("none", "weights", "activations", "all"),
+    ),
+    _text(
+        "NVTE_NVFP4_4OVER6_E4M3_USE_256",
+        "all",
+        "Default of NVFP4BlockScaling.nvfp4_4over6_e4m3_use_256: where block scales end at 256, not 448.",
+        ("none", "weights", "activations", "all"),
+    ),
+    _text(
+        "NVTE_NVFP4_4OVER6_ERR_MODE",
+        "MAE",
+        "Default of NVFP4BlockScaling.nvfp4_4over6_err_mode: the error that decides between 4 and 6.",
+        ("MAE", "MSE"),
+    ),
+    _flag("NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH", False, "Accepted; the error is always computed exactly."),
+    _text(
+        "NVTE_BACKWARD_OVERRIDE",
+        None,
+        "Default of every recipe's backward_override.",
+        ("high_precision", "dequantized"),
+    ),
+)
+
+_QUANTIZATION = (
+    _flag(
+        "TE_EMULATE",
+        None,
+        "1: compute formats that the hardware lacks by emulation; unset: only on a machine without a GPU.",
+    ),
+    _flag(
+        "NVTE_UNFUSED_FP8_UPDATE",
+        False,
+        "1: the delayed-scaling update rolls every history, also of tensors that were not quantized.",
+    ),
+    _flag(
+        "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE",
+        False,
+        "Accepted; module extra state is always read through an allow-list, which needs no permission.",
+    ),
+)
+
+_ATTENTION = (
+    _flag("NVTE_FLASH_ATTN", True, "0: never choose a flash-attention backend."),
+    _flag("NVTE_FLASH_ATTN_V2", True, "0: never choose flash-attention 2."),
+    _flag("NVTE_FLASH_ATTN_V3", True, "0: never choose flash-attention 3."),
+    _flag("NVTE_FLASH_ATTN_V4", True, "0: never choose flash-attention 4."),
+    _flag("NVTE_FUSED_ATTN", True, "0: never choose the fused attention backend."),
+    _flag("NVTE_UNFUSED_ATTN", True, "0: never choose the attention written in plain PyTorch operations."),
+    _text(
+        "NVTE_FUSED_ATTN_BACKEND",
+        None,
+        "Forces the kind of fused attention: 1 for 16 bit, 2 for FP8 (0, short sequences, is accepted).",
+        ("0", "1", "2"),
+    ),
+    _flag(
+        "NVTE_FUSED_ATTN_USE_FAv2_BWD", False, "Accepted; the backward pass belongs to the forward's backend."
+    ),
+    _flag(
+        "NVTE_ALLOW_NONDETERMINISTIC_ALGO", True, "0: only backends whose gradients are bitwise repeatable."
+    ),
+    _flag(
+        "NVTE_APPLY_QK_LAYER_SCALING",
+        False,
+        "1: divide float16 attention scores by layer_number and undo it inside the softmax.",
+    ),
+    _flag("NVTE_MASKED_SOFTMAX_FUSION", True, "0: scale, mask and softmax are separate operations."),
+    _flag(
+        "NVTE_UnfusedDPA_Emulate_FP8",
+        False,
+        "1: the plain attention rounds its tensors through FP8 when the recipe asks for FP8 attention.",
+    ),
+    _flag("NVTE_FP8_DPA_BWD", True, "0: FP8 attention forward, high-precision attention backward."),
+    _flag("NVTE_DPA_FP8CS_O_in_F16", True, "1: with current scaling the attention output stays in 16 bit."),
+    _text(
+        "NVTE_DPA_FP8_RECIPE",
+        "",
+        "A recipe for attention alone; empty: the one of the surrounding autocast.",
+        ("", "F16", "DelayedScaling", "Float8CurrentScaling", "MXFP8BlockScaling"),
+    ),
+    _flag("NVTE_DPA_FP8_RECIPE_DPA", False, "fp8_dpa of the recipe that NVTE_DPA_FP8_RECIPE names."),
+    _flag("NVTE_DPA_FP8_RECIPE_MHA", False, "fp8_mha of the recipe that NVTE_DPA_FP8_RECIPE names."),
+    _text(
+        "NVTE_DPA_FP8_FORMAT",
+        "HYBRID",
+        "fp8_format of the recipe that NVTE_DPA_FP8_RECIPE names.",
+        ("HYBRID", "E4M3", "E5M2"),
+    ),
+    _text(
+        "NVTE_DPA_FP8DS_AMAX_ALGO",
+        "most_recent",
+        "amax_compute_algo of the attention recipe when it is DelayedScaling.",
+        ("most_recent", "max"),
+    ),
+    _number(
+        "NVTE_DPA_FP8DS_AMAX_HISTLEN",
+        1,
+        "amax_history_len of the attention recipe when it is DelayedScaling.",
+    ),
+    _flag(
+        "NVTE_DPA_FP8DS_REDUCE_AMAX", True, "reduce_amax of the attention recipe when it is DelayedScaling."
+    ),
+    _flag("NVTE_BATCH_MHA_P2P_COMM", False, "1: ring context parallelism sends and receives in one batch."),
+    _flag("NVTE_DEBUG", False, "1: log how attention backends are chosen."),
+    _number("NVTE_DEBUG_LEVEL", 0, "Detail of that log: 0 warnings, 1 choices, 2 every reason."),
+)
+
+_LAYERS = (
+    _flag(
+        "NVTE_TORCH_COMPILE", True, "0: small fused functions run eagerly instead of through torch.compile."
+    ),
+    _flag("NVTE_BIAS_GELU_NVFUSION", True, "0: bias and GELU are separate operations."),
+    _flag(
+        "NVTE_BIAS_DROPOUT_FUSION", True, "0: bias, dropout and residual addition are separate operations."
+    ),
+    _flag(
+        "NVTE_GEMM_GELU_FUSION",
+        False,
+        "1: compute GELU in the epilogue of the matrix product where possible.",
+    ),
+    _number(
+        "NVTE_FWD_LAYERNORM_SM_MARGIN", 0, "Accepted; SMs left free by norms in training's forward pass."
+    ),
+    _number("NVTE_BWD_LAYERNORM_SM_MARGIN", 0, "Accepted; SMs left free by norms in the backward pass."),
+    _number("NVTE_INF_LAYERNORM_SM_MARGIN", 0, "Accepted; SMs left free by norms in inference."),
+    _number("NVTE_EXT_MARGIN_SM", 0, "Accepted; SMs left free by matrix products."),
+    _flag("NVTE_NORM_FWD_USE_CUDNN", False, "Accepted; there is one implementation of the norms a device."),
+    _flag("NVTE_NORM_BWD_USE_CUDNN", False, "Accepted; there is one implementation of the norms a device."),
+    _flag(
+        "NVTE_ZERO_CENTERED_GAMMA_IN_WTYPE",
+        False,
+        "1: a zero-centred norm weight adds its 1 in the weight's dtype instead of float32.",
+    ),
+    _flag(
+        "NVTE_USE_CUTLASS_GROUPED_GEMM", False, "Accepted; grouped products choose their backend by table."
+    ),
+    _flag("NVTE_CUTLASS_GROUPED_GEMM_WARN_FALLBACK", False, "Accepted, see NVTE_USE_CUTLASS_GROUPED_GEMM."),
+    _flag(
+        "NVTE_GROUPED_LINEAR_SINGLE_PARAM", False, "1: GroupedLinear may keep its weights in one parameter."
+    ),
+    _flag("NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM", False, "Accepted; grouped products choose by table."),
+    _flag("NVTE_CUTEDSL_FUSED_GROUPED_MLP", False, "Accepted; there is no such fusion here."),
+    _flag("NVTE_FUSED_MLA_Q_UPROJ", False, "Accepted; there is no such fusion here."),
+    _flag(
+        "NVTE_CPU_OFFLOAD_V1",
+        False,
+        "1: ask for the first CPU offload implementation, which does not exist here.",
+    ),
+    _flag("NVTE_NVTX_ENABLED", False, "1: mark ranges for the NVIDIA profilers."),
+    _number("NVTE_PRINT_LAYER_NUMBER", 1, "Layer number whose choices are logged."),
+    _number("NVTE_PRINT_RANK", 0, "Rank whose choices are logged."),
+)
+
+_PLATFORM = (
+    _text("NVTE_FRAMEWORK", None, "A framework whose failing import is an error instead of a warning."),
+    _flag("NVTE_PROJECT_BUILDING", False, "Accepted; there are no shared objects whose loading to skip."),
+    _flag(
+        "NVTE_DISABLE_TRITON_AUTOTUNING", False, "1: Triton kernels take their first configuration, untimed."
+    ),
+    _flag("NVTE_USE_PYTORCH_TRITON", False, "1: JAX uses the Triton that PyTorch installs."),
+    _flag("NVTE_USE_FAST_MATH", False, "Accepted; arithmetic is IEEE everywhere."),
+    _flag("NVTE_DISABLE_NVRTC", False, "Accepted; nothing is compiled with NVRTC."),
+    _flag("NVTE_UB_WITH_MPI", False, "Accepted; communication overlap starts without MPI."),
+    _flag("NVTE_UBDEBUG", False, "Accepted; communication overlap has no debug mode."),
+    _flag("NVTE_AG_P2P_MULTI_ATOMIC", False, "Accepted; there is no atomic overlap."),
+    _flag("NVTE_RS_STRIDED_ATOMIC", False, "Accepted; there is no atomic overlap."),
+    _flag("NVTE_ENABLE_NVSHMEM", False, "Accepted; NVSHMEM is not used."),
+    _number("NVTE_EP_HANDLE_CACHE_SIZE", 0, "Accepted; there is no expert-parallel handle cache."),
+)
+
+GROUPS: dict[str, tuple[Variable, ...]] = {
+    "recipes": _RECIPE,
+    "quantization": _QUANTIZATION,
+    "attention": _ATTENTION,
+    "layers": _LAYERS,
+    "platform": _PLATFORM,
+}
+VARIABLES: dict[str, Variable] = {v.name: v for group in GROUPS.values() for v in group}
+
+
+def variable(name: str) -> Variable:
+    """The row of the table; ValueError for a name that is not in it."""
+    try:
+        return VARIABLES[name]
+    except KeyError:
+        raise ValueError(
+            f"{name!r} is not in the table of environment variables; add it to common/env.py"
+        ) from None
+
+
+def get(name: str) -> Value:
+    """The typed value of the variable, or its default where it is unset."""
+    row = variable(name)
+    text = os.environ.get(name)
+    return row.default if text is None else row.parse(text)
+
+
+def flag(name: str) -> bool:
+    """The value of a boolean variable (unset without a default: False)."""
+    return bool(get(name))

@@ -1,0 +1,58 @@
+"""Quantization formats as data: which element, which elements share a scale, how the scale is stored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Element:
+    """A narrow floating-point number: value = (-1)^s * 2^(e - bias) * (1 + m / 2^mantissa_bits)."""
+
+    name: str
+    bits: int
+    mantissa_bits: int
+    bias: int
+    maximum: float
+
+
+# OCP 8-bit Floating Point Specification 1.0 (E4M3 has no infinity) and OCP Microscaling Formats 1.0 (E2M1).
+E4M3 = Element("e4m3", bits=8, mantissa_bits=3, bias=7, maximum=448.0)
+E5M2 = Element("e5m2", bits=8, mantissa_bits=2, bias=15, maximum=57344.0)
+E2M1 = Element("e2m1", bits=4, mantissa_bits=1, bias=1, maximum=6.0)
+FP8_ELEMENTS = (E4M3, E5M2)
+
+
+@dataclass(frozen=True)
+class TensorFormat:
+    """How a matrix [rows, K] is quantized, K being the axis that a product contracts.
+
+    block   (rows, K) extent of the elements that share one scale; None: the whole tensor shares it
+    scale   "float32", "e8m0" (a power of two in one byte) or "e4m3"
+    packing codes in one byte
+    """
+
+    name: str
+    block: tuple[int, int] | None
+    scale: str
+    packing: int = 1
+
+
+FLOAT8 = TensorFormat("float8", None, "float32")
+BLOCK_1D = TensorFormat("block1d", (1, 128), "float32")
+BLOCK_2D = TensorFormat("block2d", (128, 128), "float32")
+MXFP8 = TensorFormat("mxfp8", (1, 32), "e8m0")
+# Two levels: an E4M3 scale for 16 elements, and one float32 scale for the tensor, derived from its amax.
+NVFP4 = TensorFormat("nvfp4", (1, 16), "e4m3", packing=2)
+
+TENSOR_FORMATS = (FLOAT8, BLOCK_1D, BLOCK_2D, MXFP8, NVFP4)
+
+FLOAT32_MAX = 3.4028234663852886e38
+
+
+def ceil_div(n: int, d: int) -> int:
+    return -(-n // d)
+
+
+def round_up(n: int, multiple: int) -> int:
+    return ceil_div(n, multiple) * multiple

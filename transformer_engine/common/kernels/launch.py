@@ -1,0 +1,132 @@
+"""A kernel call as data, and the shortest way to start it: outputs = kernel[grid](inputs, outputs, scalars).
+
+`kernel[grid](...)` costs 8-16 us of host time a call, because Triton binds and specialises every argument anew. A
+`Launch` fixes the kernel, the grid, the scalars and the constants; what is left to vary is which pointers are
+multiples of 16, so one dictionary look-up finds the compiled handle, and starting it costs about 2 us.
+
+This module is the only one that touches Triton's private calling convention, which versions 3.6 to 3.9 share; with
+another version, or under TRITON_INTERPRET=1, `start` takes the public `kernel[grid]`. Launch hooks
+(`triton.knobs.runtime.launch_enter_hook`, as profilers set them) are passed by.
+
+Compiled kernels are kept on disk by Triton itself, keyed by source, options and versions, in the user's own
+TRITON_CACHE_DIR (~/.triton/cache by default).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_FAST_VERSIONS = ("3.6", "3.7", "3.8", "3.9")
+_ALIGNMENT = 16  # bytes; Triton compiles a kernel anew for pointers that are not multiples of it
+
+
+def _missing() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed (pip install triton, on Linux)"
+    return None
+
+
+# A constant, so that a compiler tracing through `refuses` reads it as one.
+MISSING: str | None = _missing()
+
+
+@dataclass(frozen=True)
+class Output:
+    """A tensor that a launch writes: its shape and the name of its dtype; `transposed`: callers see its .t()."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    transposed: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """kernel[grid](*inputs, *outputs, *scalars, *constants); the tensors' dtypes are fixed by whoever builds it.
+
+    outputs     what the caller allocates, in the order of the kernel's arguments; None: not asked for
+    scalars     run-time arguments; Triton specialises on their values, which is why they belong to the record
+    constants   compile-time arguments
+    """
+
+    kernel: Any
+    grid: tuple[int, int, int]
+    outputs: tuple[Output | None, ...]
+    scalars: tuple[int | float, ...]
+    constants: tuple[Any, ...]
+    warps: int
+    stages: int = 1
+    handles: dict[tuple[int, int], Any] = field(default_factory=dict, repr=False)
+
+
+def start(launch: Launch, tensors: Sequence[Tensor | None], device: int) -> None:
+    """Queue the kernel on the device's current stream; tensors are the inputs, then the outputs.
+
+    The device must be the current one. A tensor that the kernel's constants make unnecessary is None.
+    """
+    pointers: list[int | None] = []
+    misaligned = 0
+    for position, tensor in enumerate(tensors):
+        if tensor is None:
+            pointers.append(None)
+            continue
+        pointer = tensor.data_ptr()
+        if pointer % _ALIGNMENT:
+            misaligned |= 1 << position
+        pointers.append(pointer)
+    handle = launch.handles.get((device, misaligned))
+    if handle is None:
+        handle = launch.handles[device, misaligned] = _compile(launch, tensors)
+    handle(device, pointers, tensors)
+
+
+def _compile(launch: Launch, tensors: Sequence[Tensor | None]) -> Any:
+    """A callable (device, pointers, tensors) that starts the kernel compiled for tensors of this alignment."""
+    arguments = (*launch.scalars, *launch.constants)
+    options = {"num_warps": launch.warps, "num_stages": launch.stages}
+    import triton
+
+    # Under TRITON_INTERPRET=1 kernels are of another class.
+    if not (_calling_convention_is_known() and isinstance(launch.kernel, triton.JITFunction)):
+
+        def start_publicly(device: int, pointers: list[int | None], tensors: Sequence[Tensor | None]) -> None:
+            launch.kernel[launch.grid](*tensors, *arguments, **options)
+
+        return start_publicly
+
+    from triton.runtime import driver
+
+    compiled = launch.kernel.warmup(*tensors, *arguments, grid=launch.grid, **options)
+    run = compiled.run  # reading it loads the module; `function` is unset before
+    function, metadata = compiled.function, compiled.packed_metadata
+    columns, rows, planes = launch.grid
+    current_stream = driver.active.get_current_stream
+
+    def start_compiled(device: int, pointers: list[int | None], tensors: Sequence[Tensor | None]) -> None:
+        stream = current_stream(device)
+        run(columns, rows, planes, stream, function, metadata, None, None, None, *pointers, *arguments)
+
+    return start_compiled
+
+
+@functools.lru_cache(maxsize=None)
+def _calling_convention_is_known() -> bool:
+    try:
+        return version("triton").startswith(_FAST_VERSIONS)
+    except PackageNotFoundError:
+        return False  # a triton on the path without metadata: a development build
+
+
+@functools.lru_cache(maxsize=None)
+def processors(device: int) -> int:
+    """The number of multiprocessors of a CUDA device."""
+    from triton.runtime import driver
+
+    return driver.active.utils.get_device_properties(device)["multiprocessor_count"]

@@ -1,0 +1,420 @@
+"""y = (x - mean) * rstdev * gamma + beta, y = x * rstdev * gamma and their gradients, on rows of a matrix.
+
+x, dy, dx and y are [rows, width] with unit column stride; an RMSNorm has mean = None. All arithmetic is float32.
+Gradients of gamma and beta are summed by each program over its own rows into a workspace [1 or 2, programs, width],
+and then over the programs in a fixed order: no atomics, so that two runs give the same bits.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import triton
+import triton.language as tl
+
+from ..formats import ceil_div
+from .launch import Launch, Output
+
+
+@triton.jit
+def _normalize(value, gamma, beta, inside, mean, rstdev, row, valid, width, eps, ZERO_CENTERED: tl.constexpr):
+    """The normalized tile [rows, width] of float32 values that are 0 outside; stores its statistics.
+
+    gamma and beta are pointers: read late, they hold no registers while the sums are made.
+    """
+    if mean is not None:
+        average = tl.sum(value, 1) / width
+        value = tl.where(inside, value - average[:, None], 0.0)
+        tl.store(mean + row, average, mask=valid)
+    inverse = tl.rsqrt(tl.sum(value * value, 1) / width + eps)
+    tl.store(rstdev + row, inverse, mask=valid)
+    scale = tl.load(gamma, mask=inside, other=0.0).to(tl.float32)
+    if ZERO_CENTERED:
+        scale += 1.0
+    result = value * inverse[:, None] * scale
+    if beta is not None:
+        result += tl.load(beta, mask=inside, other=0.0).to(tl.float32)
+    return result
+
+
+@triton.jit
+def forward_rows(
+    x,
+    gamma,
+    beta,
+    y,
+    mean,
+    rstdev,
+    rows,
+    width,
+    x_stride,
+    eps,
+    ZERO_CENTERED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+):
+    """BLOCK_ROWS whole rows a program, in registers."""
+    column = tl.arange(0, BLOCK_WIDTH)[None, :]
+    inside = column < width
+    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    valid = row < rows
+    mask = valid[:, None] & inside
+    offset = row.to(tl.int64)[:, None]
+    value = tl.load(x + offset * x_stride + column, mask=mask, other=0.0).to(tl.float32)
+    result = _normalize(
+        value, gamma + column, beta + column if beta is not None else None, inside, mean, rstdev, row, valid,
+        width, eps, ZERO_CENTERED,
+    )  # fmt: skip
+    tl.store(y + offset * width + column, result.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def forward_streamed(
+    x,
+    gamma,
+    beta,
+    y,
+    mean,
+    rstdev,
+    rows,
+    width,
+    x_stride,
+    eps,
+    ZERO_CENTERED: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """A whole row in registers, the next ones on their way through shared memory; each program takes many rows."""
+    column = tl.arange(0, BLOCK_WIDTH)
+    inside = column < width
+    scale = tl.load(gamma + column, mask=inside, other=0.0).to(tl.float32)
+    if ZERO_CENTERED:
+        scale += 1.0
+    if beta is not None:
+        shift = tl.load(beta + column, mask=inside, other=0.0).to(tl.float32)
+    for row in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=STAGES):
+        offset = row.to(tl.int64)
+        value = tl.load(x + offset * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+        if mean is not None:
+            average = tl.sum(value, 0) / width
+            value = tl.where(inside, value - average, 0.0)
+            tl.store(mean + row, average)
+        inverse = tl.rsqrt(tl.sum(value * value, 0) / width + eps)
+        tl.store(rstdev + row, inverse)
+        result = value * inverse * scale
+        if beta is not None:
+            result += shift
+        tl.store(y + offset * width + column, result.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def forward_wide(
+    x,
+    gamma,
+    beta,
+    y,
+    mean,
+    rstdev,
+    rows,
+    width,
+    x_stride,
+    eps,
+    ZERO_CENTERED: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+):
+    """A row of any length a program, read once for each statistic and once to scale it: later reads hit the cache."""
+    row = tl.program_id(0)
+    source = x + row.to(tl.int64) * x_stride
+    target = y + row.to(tl.int64) * width
+    lane = tl.arange(0, BLOCK_WIDTH)
+    average = 0.0
+    if mean is not None:
+        total = tl.zeros([BLOCK_WIDTH], tl.float32)
+        for first in range(0, width, BLOCK_WIDTH):
+            column = first + lane
+            total += tl.load(
+                source + column, mask=column < width, other=0.0, eviction_policy="evict_last"
+            ).to(tl.float32)
+        average = tl.sum(total, 0) / width
+        tl.store(mean + row, average)
+    squares = tl.zeros([BLOCK_WIDTH], tl.float32)
+    for first in range(0, width, BLOCK_WIDTH):
+        column = first + lane
+        inside = column < width
+        value = tl.load(source + column, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        value = tl.where(inside, value - average, 0.0)
+        squares += value * value
+    inverse = tl.rsqrt(tl.sum(squares, 0) / width + eps)
+    tl.store(rstdev + row, inverse)
+    for first in range(0, width, BLOCK_WIDTH):
+        column = first + lane
+        inside = column < width
+        value = tl.load(source + column, mask=inside, other=0.0).to(tl.float32)
+        scale = tl.load(gamma + column, mask=inside, other=0.0).to(tl.float32)
+        if ZERO_CENTERED:
+            scale += 1.0
+        result = (value - average) * inverse * scale
+        if beta is not None:
+            result += tl.load(beta + column, mask=inside, other=0.0).to(tl.float32)
+        tl.store(target + column, result.to(y.dtype.element_ty), mask=inside, eviction_policy="evict_first")
+
+
+@triton.jit
+def backward_rows(
+    dy,
+    x,
+    add,
+    gamma,
+    mean,
+    rstdev,
+    dx,
+    workspace,
+    rows,
+    width,
+    dy_stride,
+    x_stride,
+    add_stride,
+    ZERO_CENTERED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """dx = rstdev * (g - E[g] - xhat * E[g * xhat]) + add with g = dy * gamma; sums of dy * xhat and of dy."""
+    column = tl.arange(0, BLOCK_WIDTH)[None, :]
+    inside = column < width
+    scale = tl.load(gamma + column, mask=inside, other=0.0).to(tl.float32)
+    if ZERO_CENTERED:
+        scale += 1.0
+    dgamma = tl.zeros([BLOCK_ROWS, BLOCK_WIDTH], tl.float32)
+    dbeta = tl.zeros([BLOCK_ROWS, BLOCK_WIDTH], tl.float32)
+    step = tl.num_programs(0) * BLOCK_ROWS
+    for first in tl.range(tl.program_id(0) * BLOCK_ROWS, rows, step, num_stages=STAGES):
+        row = first + tl.arange(0, BLOCK_ROWS)
+        valid = row < rows
+        mask = valid[:, None] & inside
+        offset = row.to(tl.int64)[:, None]
+        value = tl.load(x + offset * x_stride + column, mask=mask, other=0.0).to(tl.float32)
+        gradient = tl.load(dy + offset * dy_stride + column, mask=mask, other=0.0).to(tl.float32)
+        inverse = tl.load(rstdev + row, mask=valid, other=0.0)
+        normalized = value * inverse[:, None]
+        if mean is not None:
+            average = tl.load(mean + row, mask=valid, other=0.0)
+            normalized = tl.where(mask, (value - average[:, None]) * inverse[:, None], 0.0)
+            dbeta += gradient
+        dgamma += gradient * normalized
+        scaled = gradient * scale
+        result = scaled - normalized * (tl.sum(scaled * normalized, 1) / width)[:, None]
+        if mean is not None:
+            result -= (tl.sum(scaled, 1) / width)[:, None]
+        result *= inverse[:, None]
+        if add is not None:
+            result += tl.load(add + offset * add_stride + column, mask=mask, other=0.0).to(tl.float32)
+        tl.store(dx + offset * width + column, result.to(dx.dtype.element_ty), mask=mask)
+    _store_sums(dgamma, dbeta, mean, workspace, tl.program_id(0), tl.num_programs(0), 0, width, BLOCK_WIDTH)
+
+
+@triton.jit
+def _store_sums(
+    dgamma, dbeta, mean, workspace, program, programs, first_column, width, BLOCK_WIDTH: tl.constexpr
+):
+    """workspace [1 or 2, programs, width] of one program: the sums over the rows of its two tiles."""
+    column = first_column + tl.arange(0, BLOCK_WIDTH)
+    partial = workspace + program.to(tl.int64) * width + column
+    tl.store(partial, tl.sum(dgamma, 0), mask=column < width)
+    if mean is not None:
+        tl.store(partial + programs.to(tl.int64) * width, tl.sum(dbeta, 0), mask=column < width)
+
+
+@triton.jit
+def backward_wide(
+    dy,
+    x,
+    add,
+    gamma,
+    mean,
+    rstdev,
+    dx,
+    rows,
+    width,
+    dy_stride,
+    x_stride,
+    add_stride,
+    ZERO_CENTERED: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+):
+    """dx of a row of any length a program, read twice: for the two means, then for the gradient."""
+    row = tl.program_id(0)
+    offset = row.to(tl.int64)
+    lane = tl.arange(0, BLOCK_WIDTH)
+    inverse = tl.load(rstdev + row)
+    average = 0.0
+    if mean is not None:
+        average = tl.load(mean + row)
+    products = tl.zeros([BLOCK_WIDTH], tl.float32)
+    sums = tl.zeros([BLOCK_WIDTH], tl.float32)
+    for first in range(0, width, BLOCK_WIDTH):
+        column = first + lane
+        inside = column < width
+        gradient = tl.load(dy + offset * dy_stride + column, mask=inside, other=0.0).to(tl.float32)
+        value = tl.load(x + offset * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+        scale = tl.load(gamma + column, mask=inside, other=0.0).to(tl.float32)
+        if ZERO_CENTERED:
+            scale += 1.0
+        scaled = gradient * scale
+        products += scaled * ((value - average) * inverse)
+        sums += scaled
+    projection = tl.sum(products, 0) / width
+    balance = 0.0
+    if mean is not None:
+        balance = tl.sum(sums, 0) / width
+    for first in range(0, width, BLOCK_WIDTH):
+        column = first + lane
+        inside = column < width
+        gradient = tl.load(dy + offset * dy_stride + column, mask=inside, other=0.0).to(tl.float32)
+        value = tl.load(x + offset * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+        scale = tl.load(gamma + column, mask=inside, other=0.0).to(tl.float32)
+        if ZERO_CENTERED:
+            scale += 1.0
+        result = (gradient * scale - balance - (value - average) * inverse * projection) * inverse
+        if add is not None:
+            result += tl.load(add + offset * add_stride + column, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dx + offset * width + column, result.to(dx.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def column_sums(
+    dy,
+    x,
+    mean,
+    rstdev,
+    workspace,
+    rows,
+    width,
+    dy_stride,
+    x_stride,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Sums of dy * xhat and of dy over this program's share of the rows, BLOCK_WIDTH columns."""
+    first_column = tl.program_id(0) * BLOCK_WIDTH
+    column = (first_column + tl.arange(0, BLOCK_WIDTH))[None, :]
+    dgamma = tl.zeros([BLOCK_ROWS, BLOCK_WIDTH], tl.float32)
+    dbeta = tl.zeros([BLOCK_ROWS, BLOCK_WIDTH], tl.float32)
+    step = tl.num_programs(1) * BLOCK_ROWS
+    for first in tl.range(tl.program_id(1) * BLOCK_ROWS, rows, step, num_stages=STAGES):
+        row = first + tl.arange(0, BLOCK_ROWS)
+        valid = row < rows
+        mask = valid[:, None] & (column < width)
+        offset = row.to(tl.int64)[:, None]
+        value = tl.load(x + offset * x_stride + column, mask=mask, other=0.0).to(tl.float32)
+        gradient = tl.load(dy + offset * dy_stride + column, mask=mask, other=0.0).to(tl.float32)
+        if mean is not None:
+            value -= tl.load(mean + row, mask=valid, other=0.0)[:, None]
+            dbeta += gradient
+        dgamma += gradient * (value * tl.load(rstdev + row, mask=valid, other=0.0)[:, None])
+    _store_sums(
+        dgamma, dbeta, mean, workspace, tl.program_id(1), tl.num_programs(1), first_column, width, BLOCK_WIDTH
+    )
+
+
+@triton.jit
+def sum_partials(
+    workspace, dgamma, dbeta, programs, width, BLOCK_PROGRAMS: tl.constexpr, BLOCK_WIDTH: tl.constexpr
+):
+    """dgamma (program_id(1) = 0) or dbeta (1) [width] = the sum of workspace [program_id(1), programs, width]."""
+    column = tl.program_id(0) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
+    inside = column < width
+    source = workspace + tl.program_id(1).to(tl.int64) * programs * width
+    total = tl.zeros([BLOCK_PROGRAMS, BLOCK_WIDTH], tl.float32)
+    for first in range(0, programs, BLOCK_PROGRAMS):
+        program = first + tl.arange(0, BLOCK_PROGRAMS)
+        mask = (program < programs)[:, None] & inside[None, :]
+        total += tl.load(source + program.to(tl.int64)[:, None] * width + column[None, :], mask=mask, other=0.0)
+    result = tl.sum(total, 0)
+    if dbeta is None:
+        tl.store(dgamma + column, result.to(dgamma.dtype.element_ty), mask=inside)
+    else:
+        if tl.program_id(1) == 0:
+            tl.store(dgamma + column, result.to(dgamma.dtype.element_ty), mask=inside)
+        else:
+            tl.store(dbeta + column, result.to(dbeta.dtype.element_ty), mask=inside)
+
+
+def forward(
+    rows: int, width: int, x_stride: int, dtype: str, eps: float, zero_centered: bool, centered: bool, processors: int
+) -> Launch:
+    """(x, gamma, beta | None) -> y [rows, width], mean float32 [rows] when centered (else None), rstdev [rows]."""
+    statistic = Output((rows,), "float32")
+    outputs = (Output((rows, width), dtype), statistic if centered else None, statistic)
+    scalars = (rows, width, x_stride, eps)
+    # H200, 2^26 bf16 elements, of 4.13 TB/s that a copy reaches in the same measurement: see each line.
+    if width > 16384:  # RMSNorm 3.5 at 32768, LayerNorm 2.9; whole rows in registers spill: 1.2
+        return Launch(forward_wide, (rows, 1, 1), outputs, scalars, (zero_centered, 8192), warps=32)
+    block = triton.next_power_of_2(width)
+    if width > 8192:  # 3.5-3.6; one row a program 2.5-2.9, bound by reading gamma again from the L2 cache
+        grid = (min(rows, 2 * processors), 1, 1)
+        return Launch(forward_streamed, grid, outputs, scalars, (zero_centered, block, 3), warps=16, stages=3)
+    block_rows = max(1, 2048 // block)
+    grid = (ceil_div(rows, block_rows), 1, 1)
+    constants = (zero_centered, block_rows, block)
+    return Launch(forward_rows, grid, outputs, scalars, constants, warps=4)
+
+
+def backward(
+    rows: int,
+    width: int,
+    strides: tuple[int, int, int],
+    dtype: str,
+    weight_dtype: str,
+    zero_centered: bool,
+    centered: bool,
+    processors: int,
+) -> tuple[Launch, ...]:
+    """Launches to be started in order; strides are those of dy, x and add (0 without one).
+
+    1. (dy, x, add | None, gamma, mean | None, rstdev) -> dx [rows, width], and, when there are two launches, a
+       workspace; 2., of three: (dy, x, mean | None, rstdev) -> the workspace; last: (workspace) -> dgamma [width],
+       dbeta [width] when centered (else None).
+    """
+    kinds = 2 if centered else 1
+    dx = Output((rows, width), dtype)
+    # A LayerNorm keeps two sums a column; with a row beyond 8192 they do not fit the registers (1.1 TB/s).
+    if width > (8192 if centered else 16384):
+        programs = min(32, ceil_div(rows, 32))
+        workspace = Output((kinds, programs, width), "float32")
+        scalars = (rows, width, *strides[:2])
+        grid = (ceil_div(width, 128), programs, 1)
+        first = Launch(
+            backward_wide, (rows, 1, 1), (dx,), (rows, width, *strides), (zero_centered, 4096), warps=16
+        )
+        second = Launch(column_sums, grid, (workspace,), scalars, (32, 128, 3), warps=4, stages=3)
+        return first, second, _sum_partials(programs, width, weight_dtype, centered)
+    block = triton.next_power_of_2(width)
+    block_rows, warps, resident, stages = _backward_tile(width)
+    programs = min(ceil_div(rows, block_rows), resident * processors)
+    workspace = Output((kinds, programs, width), "float32")
+    constants = (zero_centered, block_rows, block, stages)
+    scalars = (rows, width, *strides)
+    first = Launch(backward_rows, (programs, 1, 1), (dx, workspace), scalars, constants, warps, stages)
+    return first, _sum_partials(programs, width, weight_dtype, centered)
+
+
+def _backward_tile(width: int) -> tuple[int, int, int, int]:
+    """(rows a tile, warps, programs a multiprocessor, stages); TB/s of an H200 whose copy reaches 4.13."""
+    if width > 8192:
+        return 1, 16, 1, 1  # 3.2-3.5; two stages spill: 2.4
+    if width > 6144:
+        return 1, 8, 1, 3  # 3.8-3.9
+    if width > 4096:
+        return 1, 8, 1, 4  # 3.7-3.8; three stages 3.4
+    if width > 2048:
+        return 1, 8, 2, 3  # 3.9
+    return max(1, 2048 // triton.next_power_of_2(width)), 4, 4, 3
+
+
+def _sum_partials(programs: int, width: int, weight_dtype: str, centered: bool) -> Launch:
+    gradient = Output((width,), weight_dtype)
+    grid = (ceil_div(width, 16), 2 if centered else 1, 1)
+    outputs = (gradient, gradient if centered else None)
+    return Launch(sum_partials, grid, outputs, (programs, width), (32, 16), warps=8)

@@ -1,0 +1,66 @@
+"""Float32 steps that every quantization kernel shares, each bit-equal to its counterpart in plain torch.
+
+Saturation is left to the conversion: from compute capability 9.0 on Triton converts float32 to FP8 by
+`cvt.rn.satfinite`, which saturates infinities too and keeps NaN.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def magnitude_bits(x):
+    """int32 bits of |float32(x)|, ordered as the magnitudes are, with NaN above infinity.
+
+    A maximum over them propagates NaN, which Triton's floating-point reductions drop.
+    """
+    return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def as_float(bits):
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def scale_from_amax(
+    amax,
+    MAXIMUM: tl.constexpr,
+    EPSILON: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    VALUE_FOR_INF: tl.constexpr,
+):
+    """scale = MAXIMUM / max(amax, EPSILON) in float32 and 1 / scale.
+
+    scale is 1 where that amax is 0, infinite or NaN, VALUE_FOR_INF where the quotient overflows.
+    """
+    if EPSILON > 0.0:
+        amax = tl.where(amax < EPSILON, EPSILON, amax)  # a NaN stays one
+    usable = (amax > 0.0) & (amax < float("inf"))
+    if POWER_OF_TWO:
+        return _power_of_two_scale(amax, usable, MAXIMUM, VALUE_FOR_INF)
+    scale = tl.div_rn(MAXIMUM, amax)
+    scale = tl.where(scale == float("inf"), VALUE_FOR_INF, scale)
+    scale = tl.where(usable, scale, 1.0)
+    return scale, tl.div_rn(1.0, scale)
+
+
+@triton.jit
+def _power_of_two_scale(amax, usable, MAXIMUM: tl.constexpr, VALUE_FOR_INF: tl.constexpr):
+    """The quotient rounded down to a power of two, from exponents alone: a division costs 10 instructions.
+
+    Both FP8 maxima are 1.75 * 2^n, so the quotient by f * 2^e is 2^(n - e) or more exactly when f <= 1.75, and no
+    rounding of it reaches the next power of two.
+    """
+    tl.static_assert(MAXIMUM == 448.0 or MAXIMUM == 57344.0)
+    tl.static_assert(VALUE_FOR_INF >= 65504.0)
+    top: tl.constexpr = 262 if MAXIMUM == 448.0 else 269  # the exponent field of 2^n, plus that of 1
+    bits = amax.to(tl.int32, bitcast=True)
+    # 0x1FFFFF carries into the exponent when the mantissa exceeds 0x600000, that of 1.75.
+    exponent = tl.minimum(top - ((bits + 0x1FFFFF) >> 23), 254)
+    exponent = tl.where(usable, exponent, 127)
+    # 2^-127 is subnormal, out of reach of an exponent field: twice the inverse, halved.
+    inverse = ((255 - exponent) << 23).to(tl.float32, bitcast=True) * 0.5
+    return (exponent << 23).to(tl.float32, bitcast=True), inverse

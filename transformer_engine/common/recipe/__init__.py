@@ -1,0 +1,364 @@
+"""Recipes: which tensors are quantized to which format, and where their scales come from, as plain data.
+
+Every class is a dataclass that compares by value, pickles as itself and has a repr that tells apart what
+differs (delayed scaling keys its shared amax buffers by it). `MMParams` and `QParams` are frozen. The recipes
+are not, because code written against the original assigns to `fp8_gemm_*`, `fp8_quant_*` and `fp4_quant_*`;
+assign right after construction, never while the recipe is in use.
+
+Environment variables give defaults and are read once, when this module is imported.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple, TypeVar
+
+from .. import env
+
+__all__ = [
+    "CustomRecipe",
+    "DelayedScaling",
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "Format",
+    "MMParams",
+    "MXFP8BlockScaling",
+    "NVFP4BlockScaling",
+    "QParams",
+    "Recipe",
+]
+
+
+class _FormatHelper(NamedTuple):
+    """Largest finite magnitudes in the forward and in the backward pass."""
+
+    max_fwd: float
+    max_bwd: float
+
+
+class Format(enum.Enum):
+    """Element formats; HYBRID is E4M3 in the forward pass and E5M2 in the backward pass."""
+
+    E2M1 = _FormatHelper(max_fwd=6, max_bwd=6)
+    E4M3 = _FormatHelper(max_fwd=448, max_bwd=448)
+    E5M2 = _FormatHelper(max_fwd=57344, max_bwd=57344)
+    HYBRID = _FormatHelper(max_fwd=E4M3.max_fwd, max_bwd=E5M2.max_bwd)
+
+    def __repr__(self) -> str:
+        return f"Format.{self.name}"
+
+
+@dataclass(frozen=True, repr=False)
+class MMParams:
+    """use_split_accumulator: add partial sums of a matrix product in full float32 precision."""
+
+    use_split_accumulator: bool = True
+
+    def __repr__(self) -> str:
+        return _describe(self)
+
+
+@dataclass(frozen=True, repr=False)
+class QParams:
+    """How one kind of tensor is quantized; amax_epsilon is a floor under the absolute maximum."""
+
+    power_2_scale: bool = False
+    amax_epsilon: float = 0.0
+    random_hadamard_transform: bool = False
+    stochastic_rounding: bool = False
+    fp4_2d_quantization: bool = False
+
+    def __repr__(self) -> str:
+        return _describe(self)
+
+
+def _describe(record: Any) -> str:
+    """Name(field=value, ...), written out because torch.compile cannot trace the generated repr."""
+    values = [f"{f.name}={getattr(record, f.name)!r}" for f in fields(record)]
+    return f"{type(record).__name__}({', '.join(values)})"
+
+
+class Recipe:
+    """What all recipes share: one predicate a family, true for subclasses too."""
+
+    fp8_format: Format
+
+    def __repr__(self) -> str:
+        return _describe(self)
+
+    def nvfp4(self) -> bool:
+        return isinstance(self, NVFP4BlockScaling)
+
+    def mxfp8(self) -> bool:
+        return isinstance(self, MXFP8BlockScaling)
+
+    def delayed(self) -> bool:
+        return isinstance(self, DelayedScaling)
+
+    def float8_current_scaling(self) -> bool:
+        return isinstance(self, Float8CurrentScaling)
+
+    def float8_per_tensor_scaling(self) -> bool:
+        return isinstance(self, (DelayedScaling, Float8CurrentScaling))
+
+    def float8_block_scaling(self) -> bool:
+        return isinstance(self, Float8BlockScaling)
+
+    def custom(self) -> bool:
+        return isinstance(self, CustomRecipe)
+
+
+RecipeClass = TypeVar("RecipeClass", bound=type)
+
+
+def _accepts_unknown_keywords(cls: RecipeClass) -> RecipeClass:
+    """Callers pass keywords of other versions to recipes; drop them with one warning."""
+    strict = cls.__init__
+    known = frozenset(f.name for f in fields(cls) if f.init)
+
+    @functools.wraps(strict)
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        unknown = [name for name in keywords if name not in known]
+        if unknown:
+            warnings.warn(
+                f"{cls.__name__} ignores unknown arguments: {', '.join(unknown)}", UserWarning, stacklevel=2
+            )
+            for name in unknown:
+                del keywords[name]
+        strict(self, *args, **keywords)
+
+    cls.__init__ = __init__
+    return cls
+
+
+_POWER_2_SCALES = env.flag("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES")
+_FLOAT32_BLOCK_SCALES = env.flag("NVTE_FP8_BLOCK_SCALING_FP32_SCALES")
+_DISABLE_RHT = env.flag("NVTE_NVFP4_DISABLE_RHT")
+_DISABLE_STOCHASTIC_ROUNDING = env.flag("NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING")
+_DISABLE_2D_QUANTIZATION = env.flag("NVTE_NVFP4_DISABLE_2D_QUANTIZATION")
+_ROW_SCALED_ACTIVATION = env.flag("NVTE_NVFP4_ROW_SCALED_ACTIVATION")
+_FOUR_OVER_SIX = str(env.get("NVTE_NVFP4_4OVER6"))
+_FOUR_OVER_SIX_USE_256 = str(env.get("NVTE_NVFP4_4OVER6_E4M3_USE_256"))
+_FOUR_OVER_SIX_ERROR = str(env.get("NVTE_NVFP4_4OVER6_ERR_MODE"))
+_BACKWARD_OVERRIDE: Any = env.get("NVTE_BACKWARD_OVERRIDE")
+
+_SCOPES = ("none", "weights", "activations", "all")
+
+
+def _require(recipe: Recipe, name: str, allowed: tuple[Any, ...], remedy: str = "") -> None:
+    """ValueError unless the field has one of the allowed values."""
+    value = getattr(recipe, name)
+    if value not in allowed:
+        choices = " or ".join(repr(a) for a in allowed)
+        advice = f"; {remedy}" if remedy else ""
+        raise ValueError(f"{type(recipe).__name__}: {name}={value!r}; it must be {choices}{advice}")
+
+
+def _require_fp8(recipe: Recipe) -> None:
+    _require(recipe, "fp8_format", (Format.E4M3, Format.HYBRID), "gradients alone may use E5M2, by HYBRID")
+    _require(recipe, "backward_override", (None, "high_precision", "dequantized"))
+
+
+def _default(recipe: Recipe, name: str, value: QParams) -> None:
+    """Set a derived field unless a subclass fixed it as a class attribute."""
+    if not hasattr(recipe, name):
+        setattr(recipe, name, value)
+
+
+@_accepts_unknown_keywords
+@dataclass(repr=False)
+class DelayedScaling(Recipe):
+    """scale = (fp8_max / amax) / 2^margin, where amax comes from the history of earlier steps.
+
+    amax_compute_algo           "max", "most_recent" or callable(history [len, n]) -> amax [n]
+    scaling_factor_compute_algo callable(amax, old_scale, fp8_max, recipe) -> scale
+    reduce_amax                 take the maximum over amax_reduction_group of autocast
+    """
+
+    margin: int = 0
+    fp8_format: Format = Format.HYBRID
+    amax_history_len: int = 1024
+    amax_compute_algo: str | Callable[..., Any] = "max"
+    scaling_factor_compute_algo: Callable[..., Any] | None = None
+    reduce_amax: bool = True
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = _BACKWARD_OVERRIDE
+
+    def __post_init__(self) -> None:
+        _require_fp8(self)
+        _require(self, "backward_override", (None,), "use another recipe or unset NVTE_BACKWARD_OVERRIDE")
+        if self.amax_history_len < 1:
+            raise ValueError(
+                f"DelayedScaling: amax_history_len={self.amax_history_len} < 1; keep one step or more"
+            )
+        if not callable(self.amax_compute_algo):
+            _require(self, "amax_compute_algo", ("max", "most_recent"), "or pass a callable(history) -> amax")
+        if self.scaling_factor_compute_algo is not None and not callable(self.scaling_factor_compute_algo):
+            raise ValueError(
+                f"DelayedScaling: scaling_factor_compute_algo={self.scaling_factor_compute_algo!r}; it must "
+                "be None or callable(amax, old_scale, fp8_max, recipe) -> scale"
+            )
+
+
+@_accepts_unknown_keywords
+@dataclass(repr=False)
+class Float8CurrentScaling(Recipe):
+    """scale = fp8_max / max|x|, measured on the tensor itself, floored to a power of two when asked.
+
+    The derived fields fp8_quant_* follow use_power_2_scales; assign to treat one kind of tensor apart.
+    """
+
+    use_power_2_scales: bool = _POWER_2_SCALES
+    fp8_format: Format = Format.HYBRID
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    fp8_gemm_fprop: MMParams = MMParams(use_split_accumulator=False)
+    fp8_gemm_dgrad: MMParams = MMParams(use_split_accumulator=True)
+    fp8_gemm_wgrad: MMParams = MMParams(use_split_accumulator=True)
+    backward_override: str | None = _BACKWARD_OVERRIDE
+    fp8_quant_fwd_inp: QParams = field(init=False)
+    fp8_quant_fwd_weight: QParams = field(init=False)
+    fp8_quant_bwd_grad: QParams = field(init=False)
+
+    def __post_init__(self) -> None:
+        _require_fp8(self)
+        for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
+            _default(self, name, QParams(power_2_scale=self.use_power_2_scales))
+
+
+@_accepts_unknown_keywords
+@dataclass(repr=False)
+class Float8BlockScaling(Recipe):
+    """One scale for 1 x 128 (dimension 1) or 128 x 128 (dimension 2) elements, a power of two by default.
+
+    No matrix product may have two operands of dimension 2, and partial sums are always split.
+    """
+
+    use_f32_scales: bool = _FLOAT32_BLOCK_SCALES
+    fp8_format: Format = Format.E4M3
+    x_block_scaling_dim: int = 1
+    w_block_scaling_dim: int = 2
+    grad_block_scaling_dim: int = 1
+    fp8_gemm_fprop: MMParams = MMParams(use_split_accumulator=True)
+    fp8_gemm_dgrad: MMParams = MMParams(use_split_accumulator=True)
+    fp8_gemm_wgrad: MMParams = MMParams(use_split_accumulator=True)
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = _BACKWARD_OVERRIDE
+    fp8_quant_fwd_inp: QParams = field(init=False)
+    fp8_quant_fwd_weight: QParams = field(init=False)
+    fp8_quant_bwd_grad: QParams = field(init=False)
+
+    def __post_init__(self) -> None:
+        _require_fp8(self)
+        dimensions = ("x_block_scaling_dim", "w_block_scaling_dim", "grad_block_scaling_dim")
+        for name in dimensions:
+            _require(self, name, (1, 2))
+        two_dimensional = [name for name in dimensions if getattr(self, name) == 2]
+        if len(two_dimensional) > 1:
+            raise ValueError(
+                f"Float8BlockScaling: {' and '.join(two_dimensional)} are 2; a matrix product takes at most "
+                "one operand with 128 x 128 blocks; set all but one to 1"
+            )
+        for name in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"):
+            _require(self, name, (MMParams(use_split_accumulator=True),), "block scales need split sums")
+        _require(self, "fp8_dpa", (False,), "attention takes DelayedScaling or Float8CurrentScaling")
+        _require(self, "fp8_mha", (False,), "attention takes DelayedScaling or Float8CurrentScaling")
+        for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
+            _default(self, name, QParams(power_2_scale=not self.use_f32_scales, amax_epsilon=0.0))
+
+
+@_accepts_unknown_keywords
+@dataclass(repr=False)
+class MXFP8BlockScaling(Recipe):
+    """One power-of-two scale (E8M0) for 32 consecutive elements of the contracted axis.
+
+    enable_2d_quantization: weights share a scale over 32 x 32 elements, equal in both directions.
+    """
+
+    margin: int = 0
+    fp8_format: Format = Format.E4M3
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = _BACKWARD_OVERRIDE
+    enable_2d_quantization: bool = False
+
+    def __post_init__(self) -> None:
+        _require_fp8(self)
+
+
+@_accepts_unknown_keywords
+@dataclass(repr=False)
+class NVFP4BlockScaling(Recipe):
+    """E2M1 elements; an E4M3 scale for 16 of them, and one float32 scale for the tensor.
+
+    Activations and gradients pass a random Hadamard transform before weight gradients, gradients are rounded
+    stochastically, weights share scales over 16 x 16 elements; each can be switched off.
+    """
+
+    disable_rht: bool = _DISABLE_RHT
+    disable_stochastic_rounding: bool = _DISABLE_STOCHASTIC_ROUNDING
+    disable_2d_quantization: bool = _DISABLE_2D_QUANTIZATION
+    fp4_format: Format = Format.E2M1
+    fp8_format: Format = Format.E4M3
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    row_scaled_activation: bool = _ROW_SCALED_ACTIVATION
+    nvfp4_4over6: str = _FOUR_OVER_SIX
+    nvfp4_4over6_e4m3_use_256: str = _FOUR_OVER_SIX_USE_256
+    nvfp4_4over6_err_mode: str = _FOUR_OVER_SIX_ERROR
+    backward_override: str | None = _BACKWARD_OVERRIDE
+    fp4_quant_fwd_inp: QParams = field(init=False)
+    fp4_quant_fwd_weight: QParams = field(init=False)
+    fp4_quant_bwd_grad: QParams = field(init=False)
+
+    def __post_init__(self) -> None:
+        _require(self, "fp4_format", (Format.E2M1,))
+        _require(self, "fp8_format", (Format.E4M3,), "it is the format of the block scales")
+        _require(self, "nvfp4_4over6", _SCOPES)
+        _require(self, "nvfp4_4over6_e4m3_use_256", _SCOPES)
+        _require(self, "nvfp4_4over6_err_mode", ("MAE", "MSE"))
+        _require(self, "backward_override", (None, "high_precision", "dequantized"))
+        transform = not self.disable_rht
+        _default(self, "fp4_quant_fwd_inp", QParams(random_hadamard_transform=transform))
+        _default(self, "fp4_quant_fwd_weight", QParams(fp4_2d_quantization=not self.disable_2d_quantization))
+        _default(
+            self,
+            "fp4_quant_bwd_grad",
+            QParams(
+                random_hadamard_transform=transform,
+                stochastic_rounding=not self.disable_stochastic_rounding,
+            ),
+        )
+
+
+@_accepts_unknown_keywords
+@dataclass(repr=False)
+class CustomRecipe(Recipe):
+    """qfactory(role) -> quantizer, asked once for every quantizer slot of a module.
+
+    The role is a str ("linear_input", "linear_weight", "linear_output", "linear_grad_output" or
+    "linear_grad_input") with the fields module_type, tensor_type and name.
+    quantization_alignment: rows that padding of grouped inputs rounds up to.
+    """
+
+    qfactory: Callable[..., Any] | None = None
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    fp8_format: Format = Format.HYBRID
+    quantization_alignment: int = 128
+    backward_override: str | None = _BACKWARD_OVERRIDE
+
+    def __post_init__(self) -> None:
+        if not callable(self.qfactory):
+            raise ValueError(f"CustomRecipe: qfactory={self.qfactory!r}; pass a callable(role) -> quantizer")
+        if self.quantization_alignment < 1:
+            raise ValueError(
+                f"CustomRecipe: quantization_alignment={self.quantization_alignment} < 1; 1 means no padding"
+            )
+        _require_fp8(self)

@@ -1,0 +1,6 @@
+"""Attention layers, rotary position embedding and key-value caches."""
+
+from .dot_product_attention import DotProductAttention
+from .inference import InferenceParams
+from .multi_head_attention import MultiheadAttention
+from .rope import RotaryPositionEmbedding, apply_rotary_pos_emb

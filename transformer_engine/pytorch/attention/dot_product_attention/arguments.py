@@ -1,0 +1,81 @@
+"""Checks on what an attention is called with; every message names the value, the limit and the remedy."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .request import AttentionRequest
+
+
+def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    """ValueError unless value is allowed."""
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} does not exist; choose one of {', '.join(allowed)}")
+
+
+def check_heads(heads: int, groups: int, tp_size: int) -> None:
+    """ValueError unless ranks share heads and groups evenly, and groups share heads."""
+    if heads % tp_size:
+        raise ValueError(f"tp_size={tp_size} does not divide num_attention_heads={heads}; choose a divisor")
+    if groups % tp_size:
+        raise ValueError(f"tp_size={tp_size} does not divide num_gqa_groups={groups}; choose a divisor")
+    if heads % groups:
+        raise ValueError(
+            f"num_gqa_groups={groups} does not divide num_attention_heads={heads}; choose a divisor"
+        )
+
+
+def unpacked(
+    q: Tensor | None,
+    k: Tensor | None,
+    v: Tensor | None,
+    qkv: Tensor | None,
+    kv: Tensor | None,
+    axis: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v, as given one by one or as views of packed buffers."""
+    if qkv is not None:
+        q, k, v = qkv.unbind(axis)
+    elif kv is not None:
+        k, v = kv.unbind(axis)
+    if q is None or k is None or v is None:
+        raise ValueError("queries, keys or values are missing; give query_layer, key_layer and value_layer")
+    return q, k, v
+
+
+def checked_bias(request: AttentionRequest, bias: Tensor | None) -> Tensor | None:
+    """The bias, when its presence and shape are what the request's bias type asks for."""
+    takes_bias = request.bias in ("pre_scale_bias", "post_scale_bias")
+    if takes_bias != (bias is not None):
+        want = "needs" if takes_bias else "takes no"
+        raise ValueError(f"core_attention_bias_type={request.bias!r} {want} core_attention_bias")
+    if bias is None:
+        return None
+    shape = (request.batch, request.heads, request.seqlen_q, request.seqlen_kv)
+    if bias.ndim != 4 or any(size not in (1, limit) for size, limit in zip(bias.shape, shape, strict=True)):
+        raise ValueError(f"core_attention_bias {list(bias.shape)} does not broadcast to {list(shape)}")
+    return bias
+
+
+def check_tensors(
+    q: Tensor, k: Tensor, v: Tensor, qkv_format: str, heads: int, groups: int, size_qk: int, size_v: int
+) -> None:
+    """ValueError unless q, k, v have the heads and sizes of the layer, one dtype and one device."""
+    axes = len(qkv_format)
+    expected = {
+        "query_layer": (q, heads, size_qk),
+        "key_layer": (k, groups, size_qk),
+        "value_layer": (v, groups, size_v),
+    }
+    for name, (tensor, count, size) in expected.items():
+        if tensor.ndim != axes or tensor.shape[-2:] != (count, size):
+            raise ValueError(
+                f"{name} is {list(tensor.shape)}, {qkv_format!r} needs {axes} axes that end in "
+                f"(heads, size) = ({count}, {size})"
+            )
+        if tensor.dtype != q.dtype or tensor.device != q.device:
+            raise ValueError(
+                f"{name} is {tensor.dtype} on {tensor.device}, query_layer {q.dtype} on {q.device}; convert"
+            )
+    if k.shape[:-2] != v.shape[:-2]:
+        raise ValueError(f"key_layer {list(k.shape)} and value_layer {list(v.shape)} differ in their tokens")

@@ -1,0 +1,1 @@
+"""The implementations of attention; `choose.TABLE` orders them."""

@@ -1,0 +1,142 @@
+"""lengths [b] and starts [b + 1] of the sequences of a batch, from padding masks or cu_seqlens."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ....common.formats import round_up
+from .mask import Mask, cumulative, lengths_of, lengths_of_mask
+
+Pair = tuple[Tensor | None, Tensor | None]
+
+
+class Sequences(NamedTuple):
+    """tensors: lengths, starts, padding masks of queries and keys, arbitrary mask (see AttentionInputs)."""
+
+    batch: int
+    max_q: int
+    max_kv: int
+    padded_between: bool
+    tensors: tuple[Tensor | None, ...]
+
+
+def given_sequences(
+    q: Tensor,
+    k: Tensor,
+    q_format: str,
+    kv_format: str,
+    mask: Mask,
+    attention_type: str,
+    attention_mask: Tensor | tuple[Tensor, Tensor] | None,
+    cu_seqlens: Pair,
+    cu_seqlens_padded: Pair,
+    max_seqlens: tuple[int | None, int | None],
+    pad_between_seqs: bool | None,
+) -> Sequences:
+    """The sequences that the arguments of an attention describe; ValueError when they do not agree."""
+    _check_mask_is_used(mask, attention_mask, "thd" in (q_format, kv_format))
+    if mask.padding and cu_seqlens[1] is None and attention_type == "self":
+        cu_seqlens, cu_seqlens_padded = (cu_seqlens[0],) * 2, (cu_seqlens_padded[0],) * 2
+    masked = attention_mask if isinstance(attention_mask, tuple) else (attention_mask, attention_mask)
+    if not mask.padding or cu_seqlens[0] is not None:
+        masked = (None, None)
+    sides = [
+        _side(name, *side, mask.padding)
+        for name, *side in (
+            ("q", q, q_format, masked[0], cu_seqlens[0], cu_seqlens_padded[0], max_seqlens[0]),
+            ("kv", k, kv_format, masked[1], cu_seqlens[1], cu_seqlens_padded[1], max_seqlens[1]),
+        )
+    ]
+    queries, keys = sides
+    if queries.batch != keys.batch:
+        raise ValueError(f"queries have {queries.batch} sequences, keys {keys.batch}; they must agree")
+    arbitrary = attention_mask if mask.arbitrary and isinstance(attention_mask, Tensor) else None
+    if pad_between_seqs is None:
+        pad_between_seqs = q_format == "thd" and cu_seqlens_padded[0] is not None
+    return Sequences(
+        queries.batch,
+        queries.size,
+        keys.size,
+        pad_between_seqs,
+        (
+            queries.lengths,
+            keys.lengths,
+            queries.starts,
+            keys.starts,
+            queries.masked,
+            keys.masked,
+            arbitrary,
+        ),
+    )
+
+
+class _Side(NamedTuple):
+    batch: int
+    size: int
+    lengths: Tensor | None = None
+    starts: Tensor | None = None
+    masked: Tensor | None = None
+
+
+def _side(
+    name: str,
+    x: Tensor,
+    tensor_format: str,
+    masked: Tensor | None,
+    cu_seqlens: Tensor | None,
+    starts: Tensor | None,
+    max_seqlen: int | None,
+    padding: bool,
+) -> _Side:
+    """The sequences of the queries, or those of the keys and values."""
+    for tensor in (cu_seqlens, starts):
+        if tensor is not None and tensor.dtype != torch.int32:
+            raise ValueError(f"cu_seqlens_{name} is {tensor.dtype}; it must be torch.int32")
+    if padding and cu_seqlens is None and masked is None:
+        raise ValueError(
+            f"a padding mask needs cu_seqlens_{name}, or attention_mask [b, 1, 1, s] (a pair for cross)"
+        )
+    if tensor_format != "thd":
+        size, batch = (x.shape[0], x.shape[1]) if tensor_format == "sbhd" else (x.shape[1], x.shape[0])
+        if masked is not None and (masked.numel() != batch * size or masked.shape[-1] != size):
+            raise ValueError(
+                f"attention_mask of {name} is {list(masked.shape)}, a padding mask is {[batch, 1, 1, size]}; "
+                'give a pair of masks for cross attention, or use attn_mask_type="arbitrary"'
+            )
+        if not padding:
+            return _Side(batch, size)
+        lengths = lengths_of(cu_seqlens) if cu_seqlens is not None else lengths_of_mask(_present(masked))
+        if lengths.shape[0] != batch:
+            raise ValueError(f"cu_seqlens_{name} has {lengths.shape[0]} sequences, the tensor {batch}")
+        return _Side(batch, size, lengths, None, masked)
+    lengths = lengths_of(cu_seqlens) if cu_seqlens is not None else lengths_of_mask(_present(masked))
+    if starts is None:
+        starts = cumulative(lengths) if cu_seqlens is None else cu_seqlens
+    if max_seqlen is None:
+        max_seqlen = _longest(name, lengths)
+    return _Side(lengths.shape[0], max_seqlen, lengths, starts)
+
+
+def _present(x: Tensor | None) -> Tensor:
+    assert x is not None
+    return x
+
+
+def _longest(name: str, lengths: Tensor) -> int:
+    """The longest sequence, rounded up so that batches share shapes; this waits for the device."""
+    if torch.compiler.is_compiling():
+        raise ValueError(f"max_seqlen_{name} is needed under torch.compile with qkv_format='thd'; pass it")
+    return round_up(int(lengths.max()), 64) if lengths.numel() else 0
+
+
+def _check_mask_is_used(mask: Mask, attention_mask: object, packed: bool) -> None:
+    if packed and not mask.padding:
+        raise ValueError(
+            f"attn_mask_type={mask.name!r} with qkv_format='thd'; packed sequences need a padding mask, "
+            f"for example 'padding_causal'"
+        )
+    if mask.arbitrary and not isinstance(attention_mask, Tensor):
+        raise ValueError("attn_mask_type='arbitrary' needs attention_mask, one tensor, True = masked out")

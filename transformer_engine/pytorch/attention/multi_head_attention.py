@@ -1,0 +1,381 @@
+"""MultiheadAttention: out = proj(attention(q, k, v)), where q, k, v are the heads of qkv(norm(x))."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..module.layernorm_linear import LayerNormLinear
+from ..module.linear import Linear
+from .dot_product_attention import DotProductAttention
+from .dot_product_attention.mask import canonical_name, check_set_window_size
+from .inference import InferenceParams
+from .qk_norm import query_key_norm
+from .rope import apply_rotary_pos_emb
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Heads of one tensor-parallel rank, and how their projections are ordered in a fused weight.
+
+    interleaved   group by group (the group's queries, its key, its value), else all queries, all keys, all
+                  values
+    """
+
+    queries: int
+    groups: int
+    size: int
+    interleaved: bool
+
+    def split_qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [.., h, d], k [.., g, d], v [.., g, d] of x [.., (h + 2 g) d]."""
+        each = self.queries // self.groups
+        if self.interleaved:
+            x = x.unflatten(-1, (self.groups, each + 2, self.size))
+            q, k, v = x.split((each, 1, 1), dim=-2)
+        else:
+            x = x.unflatten(-1, (each + 2, self.groups, self.size))
+            q, k, v = x.split((each, 1, 1), dim=-3)
+        return self._heads(q, self.queries), self._heads(k, self.groups), self._heads(v, self.groups)
+
+    def split_kv(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """k [.., g, d], v [.., g, d] of x [.., 2 g d]."""
+        if self.interleaved:
+            return x.unflatten(-1, (self.groups, 2 * self.size)).chunk(2, dim=-1)
+        return x.unflatten(-1, (2 * self.groups, self.size)).chunk(2, dim=-2)
+
+    def split_q(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.queries, self.size))
+
+    def _heads(self, x: Tensor, heads: int) -> Tensor:
+        return x.flatten(-3).unflatten(-1, (heads, self.size))
+
+
+class MultiheadAttention(nn.Module):
+    """out [.., hidden] = proj(softmax(q k^T / sqrt(d)) v) for self or cross attention, any mask and bias.
+
+    attention_type     "self" (children layernorm_qkv or qkv, core_attention, proj) or "cross"
+                       (layernorm_query or query_layer, and key_value, in place of qkv)
+    input_layernorm    normalize the input first;  return_layernorm_output also returns the normalized input
+    fuse_qkv_params    one parameter qkv.weight instead of qkv.query_weight, qkv.key_weight, qkv.value_weight
+    qkv_weight_interleaved   order of a fused weight, see Heads
+    qk_norm_type       "L2Normalization", "RMSNorm" or "LayerNorm" on heads; after rotary embedding unless
+                       qk_norm_before_rope
+    set_parallel_mode  shard heads over the tensor-parallel group: qkv by columns, proj by rows
+    The arguments of the attention itself are DotProductAttention's, those of the projections Linear's.
+    seq_length, micro_batch_size and ub_* are accepted; nothing needs them.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_attention_heads: int,
+        kv_channels: int | None = None,
+        attention_dropout: float = 0.1,
+        layernorm_epsilon: float = 1e-5,
+        init_method: Callable | None = None,
+        output_layer_init_method: Callable | None = None,
+        layer_number: int | None = None,
+        attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        num_gqa_groups: int | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        get_rng_state_tracker: Callable | None = None,
+        sequence_parallel: bool = False,
+        params_dtype: torch.dtype | None = None,
+        return_bias: bool = False,
+        return_layernorm_output: bool = False,
+        input_layernorm: bool = False,
+        attention_type: str = "self",
+        set_parallel_mode: bool = False,
+        fuse_qkv_params: bool = False,
+        zero_centered_gamma: bool = False,
+        qkv_weight_interleaved: bool = True,
+        rotary_pos_interleaved: bool = False,
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        device: torch.device | str | int = "cuda",
+        qkv_format: str = "sbhd",
+        name: str | None = None,
+        qk_norm_type: str | None = None,
+        qk_norm_eps: float = 1e-6,
+        qk_norm_before_rope: bool = False,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        softmax_type: str = "vanilla",
+    ) -> None:
+        super().__init__()
+        if attention_type not in ("self", "cross"):
+            raise ValueError(f"attention_type={attention_type!r} does not exist; choose 'self' or 'cross'")
+        if layer_number is not None and layer_number < 1:
+            raise ValueError(f"layer_number={layer_number}; layers count from 1")
+        if fuse_wgrad_accumulation and not fuse_qkv_params:
+            raise ValueError(
+                "fuse_wgrad_accumulation=True needs one weight a projection; set fuse_qkv_params=True"
+            )
+        if return_layernorm_output and not input_layernorm:
+            raise ValueError(
+                "return_layernorm_output=True without input_layernorm=True; there is no norm to return"
+            )
+        if tp_group is not None:
+            tp_size = torch.distributed.get_world_size(tp_group)
+        groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
+        size = _head_size(hidden_size, num_attention_heads, kv_channels)
+        ranks = tp_size if set_parallel_mode else 1
+        self.attention_type = attention_type
+        self.attn_mask_type = canonical_name(attn_mask_type)
+        self.window_size = check_set_window_size(attn_mask_type, window_size)
+        self.layer_number = layer_number
+        self.qkv_format = qkv_format
+        self.input_layernorm = input_layernorm
+        self.return_layernorm_output = return_layernorm_output
+        self.return_bias = return_bias
+        self.rotary_pos_interleaved = rotary_pos_interleaved
+        self.qk_norm_type, self.qk_norm_before_rope = qk_norm_type, qk_norm_before_rope
+        self.num_attention_heads, self.num_gqa_groups = num_attention_heads, groups
+        self.hidden_size, self.hidden_size_per_attention_head = hidden_size, size
+        self.fuse_qkv_params = fuse_qkv_params
+        self.qkv_weight_interleaved = qkv_weight_interleaved and fuse_qkv_params
+        self.tp_size, self.tp_group = tp_size, tp_group
+        self.sequence_parallel = sequence_parallel and tp_size > 1
+        self.heads = Heads(num_attention_heads // ranks, groups // ranks, size, self.qkv_weight_interleaved)
+        projection: dict[str, Any] = {
+            "bias": bias,
+            "device": device,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "get_rng_state_tracker": get_rng_state_tracker,
+            "params_dtype": params_dtype,
+            "sequence_parallel": self.sequence_parallel,
+            "tp_group": tp_group,
+            "tp_size": tp_size,
+        }
+        norm = {
+            "eps": layernorm_epsilon,
+            "normalization": normalization,
+            "return_layernorm_output": return_layernorm_output,
+            "zero_centered_gamma": zero_centered_gamma,
+        }
+        columns = {
+            **projection,
+            "init_method": init_method,
+            "parallel_mode": "column" if set_parallel_mode else None,
+        }
+        q_size, kv_size = num_attention_heads * size, groups * size
+        pieces = {"query": q_size, "key": kv_size, "value": kv_size}
+        self.q_norm = query_key_norm(qk_norm_type, size, qk_norm_eps, params_dtype, device)
+        self.k_norm = query_key_norm(qk_norm_type, size, qk_norm_eps, params_dtype, device)
+        self._create_projections(hidden_size, pieces, columns, norm, name)
+        self.core_attention = DotProductAttention(
+            num_attention_heads,
+            size,
+            num_gqa_groups=groups,
+            attention_dropout=attention_dropout,
+            qkv_format=qkv_format,
+            attn_mask_type=attn_mask_type,
+            window_size=window_size,
+            bottom_right_diagonal=bottom_right_diagonal,
+            sequence_parallel=self.sequence_parallel,
+            tp_size=ranks,
+            get_rng_state_tracker=get_rng_state_tracker,
+            tp_group=tp_group if set_parallel_mode else None,
+            layer_number=layer_number,
+            attention_type=attention_type,
+            softmax_type=softmax_type,
+            name=_name(name, "core_attention"),
+        )
+        self.proj = Linear(
+            q_size,
+            hidden_size,
+            init_method=output_layer_init_method,
+            parallel_mode="row" if set_parallel_mode else None,
+            return_bias=return_bias,
+            name=_name(name, "proj"),
+            **projection,
+        )
+
+    def _create_projections(
+        self,
+        hidden: int,
+        pieces: dict[str, int],
+        columns: dict[str, Any],
+        norm: dict[str, Any],
+        name: str | None,
+    ) -> None:
+        """The children that make q, k and v, under the names that checkpoints know."""
+        self.layernorm_qkv = self.qkv = self.layernorm_query = self.query_layer = self.key_value = None
+        of_input = pieces if self.attention_type == "self" else {"query": pieces["query"]}
+        plain, normed = (
+            ("qkv", "layernorm_qkv") if self.attention_type == "self" else ("query_layer", "layernorm_query")
+        )
+        split = None if self.fuse_qkv_params else of_input
+        width = sum(of_input.values())
+        if self.input_layernorm:
+            child: nn.Module = LayerNormLinear(
+                hidden, width, parameters_split=split, name=_name(name, normed), **columns, **norm
+            )
+        else:
+            child = Linear(hidden, width, parameters_split=split, name=_name(name, plain), **columns)
+        setattr(self, normed if self.input_layernorm else plain, child)
+        if self.attention_type == "cross":
+            of_encoder = {"key": pieces["key"], "value": pieces["value"]}
+            split = None if self.fuse_qkv_params else of_encoder
+            width = sum(of_encoder.values())
+            self.key_value = Linear(
+                hidden, width, parameters_split=split, name=_name(name, "key_value"), **columns
+            )
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Set the tensor-parallel process group of every projection and of the attention."""
+        self.tp_group = tp_group
+        inputs = (self.layernorm_qkv, self.qkv, self.layernorm_query, self.query_layer, self.key_value)
+        for child in (*inputs, self.core_attention, self.proj):
+            if child is not None:
+                child.set_tensor_parallel_group(tp_group)
+
+    def set_context_parallel_group(
+        self, cp_group: Any, cp_global_ranks: list[int] | None, cp_stream: Any, cp_comm_type: str = "p2p"
+    ) -> None:
+        """Set the ranks that share the sequence, see DotProductAttention."""
+        self.core_attention.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | tuple[Tensor, Tensor] | None = None,
+        encoder_output: Tensor | None = None,
+        attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        is_first_microbatch: bool | None = None,
+        checkpoint_core_attention: bool = False,
+        inference_params: InferenceParams | None = None,
+        rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None = None,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_kv: Tensor | None = None,
+        cu_seqlens_q_padded: Tensor | None = None,
+        cu_seqlens_kv_padded: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        fast_zero_fill: bool = True,
+        pad_between_seqs: bool | None = None,
+    ) -> Tensor | tuple[Tensor | None, ...]:
+        """out [.., hidden], or (out[, bias][, norm(hidden_states)]) as the constructor said.
+
+        rotary_pos_emb   angles [s, 1, 1, d] for queries and keys, or a pair of them
+        encoder_output   what cross attention takes its keys and values from
+        The other arguments are DotProductAttention.forward's.
+        """
+        if (self.attention_type == "cross") != (encoder_output is not None):
+            want = "needs" if self.attention_type == "cross" else "takes no"
+            raise ValueError(f"attention_type={self.attention_type!r} {want} encoder_output")
+        q, k, v, norm_output = self._project(hidden_states, encoder_output, is_first_microbatch)
+        q, k = self._normed(q, k, self.qk_norm_before_rope)
+        if rotary_pos_emb is not None:
+            starts_q = cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded
+            starts_kv = cu_seqlens_kv if cu_seqlens_kv_padded is None else cu_seqlens_kv_padded
+            q, k = self._rotated(q, k, rotary_pos_emb, inference_params, starts_q, starts_kv)
+        q, k = self._normed(q, k, not self.qk_norm_before_rope)
+        context = self.core_attention(
+            q,
+            k,
+            v,
+            attention_mask=attention_mask,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_kv=cu_seqlens_kv,
+            cu_seqlens_q_padded=cu_seqlens_q_padded,
+            cu_seqlens_kv_padded=cu_seqlens_kv_padded,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_kv=max_seqlen_kv,
+            attn_mask_type=attn_mask_type,
+            window_size=window_size,
+            bottom_right_diagonal=bottom_right_diagonal,
+            checkpoint_core_attention=checkpoint_core_attention,
+            core_attention_bias_type=core_attention_bias_type,
+            core_attention_bias=core_attention_bias,
+            alibi_slopes=alibi_slopes,
+            fast_zero_fill=fast_zero_fill,
+            inference_params=inference_params,
+            pad_between_seqs=pad_between_seqs,
+        )
+        projected = self.proj(context, is_first_microbatch=is_first_microbatch)
+        outputs = projected if self.return_bias else (projected,)
+        if self.return_layernorm_output:
+            outputs = (*outputs, norm_output)
+        return outputs if len(outputs) > 1 else outputs[0]
+
+    def _project(
+        self, hidden_states: Tensor, encoder_output: Tensor | None, is_first_microbatch: bool | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """q, k, v by heads, and the normalized input when it is to be returned."""
+        first = {"is_first_microbatch": is_first_microbatch}
+        projection = self.layernorm_qkv or self.qkv or self.layernorm_query or self.query_layer
+        assert projection is not None
+        mixed = projection(hidden_states, **first)
+        mixed, norm_output = mixed if self.return_layernorm_output else (mixed, None)
+        if self.key_value is None:
+            return *self.heads.split_qkv(mixed), norm_output
+        keys_values = self.key_value(encoder_output, **first)
+        return self.heads.split_q(mixed), *self.heads.split_kv(keys_values), norm_output
+
+    def _normed(self, q: Tensor, k: Tensor, here: bool) -> tuple[Tensor, Tensor]:
+        if self.q_norm is None or self.k_norm is None or not here:
+            return q, k
+        return self.q_norm(q), self.k_norm(k)
+
+    def _rotated(
+        self,
+        q: Tensor,
+        k: Tensor,
+        rotary_pos_emb: Tensor | tuple[Tensor, Tensor],
+        inference_params: InferenceParams | None,
+        starts_q: Tensor | None,
+        starts_kv: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """q and k turned by their positions, which continue those of the cached tokens."""
+        if inference_params is not None and starts_q is None:
+            starts_q = inference_params.cu_seqlens_q
+        angles = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
+        before = None if inference_params is None else inference_params.get_seqlens_pre_step()
+        if starts_kv is None and self.attention_type == "self":
+            starts_kv = starts_q
+        q, k = (
+            apply_rotary_pos_emb(
+                x,
+                angle,
+                self.qkv_format,
+                start_positions=before,
+                interleaved=self.rotary_pos_interleaved,
+                cu_seqlens=starts,
+            )
+            for x, angle, starts in ((q, angles[0], starts_q), (k, angles[1], starts_kv))
+        )
+        return q, k
+
+
+def _head_size(hidden_size: int, heads: int, kv_channels: int | None) -> int:
+    if kv_channels is not None:
+        return kv_channels
+    if hidden_size % heads:
+        raise ValueError(
+            f"num_attention_heads={heads} does not divide hidden_size={hidden_size}; set kv_channels"
+        )
+    return hidden_size // heads
+
+
+def _name(parent: str | None, child: str) -> str | None:
+    return None if parent is None else f"{parent}.{child}"

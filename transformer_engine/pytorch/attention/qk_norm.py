@@ -1,0 +1,37 @@
+"""q, k <- norm(q), norm(k) over the features of each head, before their product."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..module.layernorm import LayerNorm
+from ..module.rmsnorm import RMSNorm
+
+NORMS = ("L2Normalization", "RMSNorm", "LayerNorm")
+
+
+class L2Normalization(nn.Module):
+    """y [.., d] = x / sqrt(sum(x²) + eps), in float32, returned in x's dtype; it has no parameters."""
+
+    def __init__(self, eps: float = 1e-6):
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.square().sum(dim=-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+def query_key_norm(
+    norm: str | None, size: int, eps: float, dtype: torch.dtype | None, device: torch.device | str | int
+) -> nn.Module | None:
+    """The norm called `norm` over heads of `size` features; None for None."""
+    if norm is None:
+        return None
+    if norm not in NORMS:
+        raise ValueError(f"qk_norm_type={norm!r} does not exist; choose None or one of {', '.join(NORMS)}")
+    if norm == "L2Normalization":
+        return L2Normalization(eps)
+    kind = RMSNorm if norm == "RMSNorm" else LayerNorm
+    return kind(size, eps=eps, params_dtype=dtype, device=device)

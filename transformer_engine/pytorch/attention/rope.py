@@ -1,0 +1,161 @@
+"""Rotary position embedding: angles[s] = s * base^(-2i/d), applied to queries and keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..device import canonical_device
+from ..primitives.rope import Positions, RopeSpec, rope_backward, rope_forward
+
+FORMATS = ("sbhd", "bshd", "thd")
+
+
+class RotaryPositionEmbedding(nn.Module):
+    """angles [s, 1, 1, d] float32 = position * base^(-2i/d), each of the d/2 frequencies twice."""
+
+    inv_freq: Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        rotary_percent: float = 1.0,
+        seq_len_interpolation_factor: int | None = None,
+        pretrained_max_position_embeddings: int | None = None,
+        rotary_base: float = 10000.0,
+        interleaved: bool = False,
+    ):
+        super().__init__()
+        if rotary_percent < 1.0:
+            dim = int(dim * rotary_percent)
+        if dim % 2:
+            raise ValueError(
+                f"dim * rotary_percent = {dim} is odd; features rotate in pairs, choose an even number"
+            )
+        self.seq_len_interpolation_factor = seq_len_interpolation_factor
+        self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
+        self.rotary_base = rotary_base
+        self.interleaved = interleaved
+        exponent = torch.arange(0, dim, 2, dtype=torch.float32, device=canonical_device("cuda")) / dim
+        self.register_buffer("inv_freq", 1.0 / (rotary_base**exponent))
+
+    def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
+        """angles [max_seq_len, 1, 1, d] of the positions offset, offset + 1, ..."""
+        frequency = self.inv_freq.float()
+        position = torch.arange(max_seq_len, dtype=torch.float32, device=frequency.device) + offset
+        angles = (position * self._interpolation(max_seq_len))[:, None] * frequency
+        if self.interleaved:
+            angles = angles.repeat_interleave(2, dim=-1)
+        else:
+            angles = torch.cat((angles, angles), dim=-1)
+        return angles[:, None, None, :]
+
+    def _interpolation(self, max_seq_len: int) -> float:
+        """Positions are squeezed by the given factor, or by what a sequence longer than trained on needs."""
+        factor, trained = self.seq_len_interpolation_factor, self.pretrained_max_position_embeddings
+        if factor is None:
+            return 1.0
+        if trained is not None and max_seq_len > trained * factor:
+            return trained / max_seq_len
+        return 1.0 / factor
+
+
+class ApplyRope(torch.autograd.Function):
+    """Autograd shell of rope_forward and rope_backward; the angles get no gradient."""
+
+    @staticmethod
+    def forward(ctx, x, angles, start, cu_seqlens, spec):
+        ctx.save_for_backward(angles, start, cu_seqlens)
+        ctx.spec = spec
+        return rope_forward(x, angles, Positions(start, cu_seqlens), spec)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        angles, start, cu_seqlens = ctx.saved_tensors
+        grad_input = rope_backward(grad_output, angles, Positions(start, cu_seqlens), ctx.spec)
+        return grad_input, None, None, None, None
+
+
+def apply_rotary_pos_emb(
+    t: Tensor,
+    freqs: Tensor,
+    tensor_format: str = "sbhd",
+    start_positions: Tensor | None = None,
+    interleaved: bool = False,
+    fused: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+) -> Tensor:
+    """t rotated by freqs [s, 1, 1, d] (raw angles) at each token's position; see RopeSpec for the layouts.
+
+    start_positions [b] offsets each sequence; cu_seqlens [b + 1] bounds the sequences of "thd" (of the whole
+    sequences, not of this context-parallel rank's part). `fused` is accepted: the implementation is chosen
+    alone.
+    """
+    spec = RopeSpec(tensor_format, interleaved, cp_size, cp_rank)
+    _check(t, freqs, spec, start_positions, cu_seqlens)
+    return ApplyRope.apply(
+        t, freqs.reshape(freqs.shape[0], freqs.shape[-1]), start_positions, cu_seqlens, spec
+    )
+
+
+def apply_fused_qkv_rotary_pos_emb(
+    qkv: Tensor,
+    q_freqs: Tensor,
+    k_freqs: Tensor,
+    qkv_split_arg_list: Sequence[int],
+    tensor_format: str = "sbhd",
+    start_positions: Tensor | None = None,
+    interleaved: bool = False,
+    fused: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(q, k, v) of qkv [.., groups, q_size + k_size + v_size], q, k rotated; a head has k_size features."""
+    q_size, k_size, v_size = qkv_split_arg_list
+    if q_size + k_size + v_size != qkv.shape[-1]:
+        raise ValueError(f"qkv_split_arg_list={list(qkv_split_arg_list)} does not add up to {qkv.shape[-1]}")
+    if q_size % k_size:
+        raise ValueError(
+            f"the query part {q_size} is not a multiple of the key part {k_size}; split by whole heads"
+        )
+    if tensor_format not in ("sbhd", "bshd"):
+        raise ValueError(
+            f"tensor_format={tensor_format!r} is not 'sbhd' or 'bshd'; rotate q and k by themselves"
+        )
+    q, k, v = torch.split(qkv, [q_size, k_size, v_size], dim=-1)
+    q = q.reshape(*q.shape[:2], -1, k_size)
+    where = (tensor_format, start_positions, interleaved, fused, cu_seqlens, cp_size, cp_rank)
+    return apply_rotary_pos_emb(q, q_freqs, *where), apply_rotary_pos_emb(k, k_freqs, *where), v
+
+
+def _check(t: Tensor, freqs: Tensor, spec: RopeSpec, start: Tensor | None, cu_seqlens: Tensor | None) -> None:
+    if spec.tensor_format not in FORMATS:
+        raise ValueError(f"tensor_format={spec.tensor_format!r}; choose one of {', '.join(FORMATS)}")
+    if t.ndim != len(spec.tensor_format):
+        raise ValueError(
+            f"{spec.tensor_format!r} needs {len(spec.tensor_format)} axes, the tensor has {t.ndim}"
+        )
+    if freqs.shape[-1] > t.shape[-1]:
+        raise ValueError(f"freqs turn {freqs.shape[-1]} features, the head has {t.shape[-1]}; lower dim")
+    if not 0 <= spec.cp_rank < spec.cp_size:
+        raise ValueError(f"cp_rank={spec.cp_rank} is outside 0..{spec.cp_size - 1}")
+    if spec.cp_size > 1 and start is not None:
+        raise ValueError("start_positions with cp_size > 1 has no meaning; give one of them")
+    if spec.tensor_format == "thd":
+        if cu_seqlens is None:
+            raise ValueError("tensor_format='thd' needs cu_seqlens, the bounds of the packed sequences")
+        return
+    length = t.shape[0 if spec.tensor_format == "sbhd" else 1]
+    if spec.cp_size > 1 and length % 2:
+        raise ValueError(
+            f"a context-parallel rank holds two equal chunks, its length {length} is odd; pad it"
+        )
+    if start is None and length * spec.cp_size > freqs.shape[0]:
+        raise ValueError(
+            f"sequence length {length * spec.cp_size} > {freqs.shape[0]} positions of freqs; make it longer"
+        )

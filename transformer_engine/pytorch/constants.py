@@ -1,0 +1,57 @@
+"""Names and numbers that callers of the original import by path."""
+
+from __future__ import annotations
+
+import enum
+
+import torch
+
+
+class DType(enum.IntEnum):
+    """Element types by the numbers that the original's checkpoints and callers use."""
+
+    kByte = 0
+    kInt32 = 2
+    kFloat32 = 4
+    kFloat16 = 5
+    kBFloat16 = 6
+    kFloat8E4M3 = 7
+    kFloat8E5M2 = 8
+    kFloat4E2M1 = 10
+
+    def __reduce_ex__(self, protocol):
+        return (DType, (int(self),))
+
+
+DType.__module__ = "transformer_engine_torch"  # callers and pickles know it by this path
+
+TE_DType = {
+    torch.uint8: DType.kByte,
+    torch.int32: DType.kInt32,
+    torch.float32: DType.kFloat32,
+    torch.float16: DType.kFloat16,
+    torch.bfloat16: DType.kBFloat16,
+    torch.float8_e4m3fn: DType.kFloat8E4M3,
+    torch.float8_e5m2: DType.kFloat8E5M2,
+}
+TE_DType_To_Torch = {number: dtype for dtype, number in TE_DType.items()}
+
+MXFP8_BLOCK_SCALING_SIZE = 32
+NVFP4_BLOCK_SCALING_SIZE = 16
+
+AttnMaskTypes = (
+    "no_mask",
+    "padding",
+    "causal",
+    "padding,causal",
+    "causal,padding",
+    "padding_causal",
+    "causal_bottom_right",
+    "padding_causal_bottom_right",
+    "arbitrary",
+)
+AttnTypes = ("self", "cross")
+LayerTypes = ("encoder", "decoder")
+GemmParallelModes = ("row", "column", None)
+
+dist_group_type = torch.distributed.ProcessGroup if torch.distributed.is_available() else object

@@ -1,0 +1,138 @@
+"""Collectives along the first dimension: all-gather, reduce-scatter, all-reduce; all return (result, handle).
+
+The handle is None unless the operation is asynchronous; then the result is valid after `handle.wait()`.
+Codes of fp8 dtypes travel as uint8 views, which every process-group backend can carry.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor
+
+from ..constants import dist_group_type
+from ..tensor.quantized_tensor import QuantizedTensor
+from ..tensor.quantizer import Quantizer
+from ..tensor.storage.fsdp import gather_payload, join_payload, row_granularity
+from ..tensor.storage.quantized_tensor_storage import QuantizedTensorStorage, matrix_shape
+
+SYMMETRIC_ALL_REDUCES = (None, "multimem_all_reduce", "two_shot", "one_shot")
+
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def world_size(group: dist_group_type | None) -> int:
+    """Ranks in the group (None: the default group); 1 where torch.distributed is not initialised."""
+    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank(group: dist_group_type | None) -> int:
+    """This process's rank in the group; 0 where torch.distributed is not initialised."""
+    return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
+
+
+def gather_along_first_dim(
+    inp: Tensor | QuantizedTensorStorage,
+    process_group: dist_group_type | None,
+    async_op: bool = False,
+    quantizer: Quantizer | None = None,
+) -> tuple[Any, dist.Work | None]:
+    """[n * M, ...] from [M, ...] of each of n ranks, in rank order; then quantized, if a quantizer is given.
+
+    Quantizing after the gather needs no agreement on scales between the ranks. An input that is quantized
+    already travels as codes and scales; a scale of the whole tensor must then be the same on all ranks.
+    Only plain tensors can be gathered asynchronously; ValueError otherwise.
+    """
+    quantized = isinstance(inp, QuantizedTensorStorage)
+    if async_op and (quantized or quantizer is not None):
+        raise ValueError(
+            "async_op=True gathers plain tensors only; quantize after waiting, or gather synchronously"
+        )
+    if quantized:
+        return _gather_quantized(inp, process_group), None
+    gathered, handle = _gather(inp, process_group, async_op)
+    return (gathered if quantizer is None else quantizer(gathered)), handle
+
+
+def _gather_quantized(
+    inp: QuantizedTensorStorage, group: dist_group_type | None
+) -> QuantizedTensorStorage | QuantizedTensor:
+    if world_size(group) == 1:
+        return inp
+    rows, granularity = matrix_shape(inp.shape)[0], row_granularity(inp)
+    if rows % granularity:
+        raise ValueError(
+            f"a {type(inp).__name__} of {rows} rows ends inside a block of {granularity} rows of one scale, "
+            "where another rank's rows cannot follow; gather before quantizing"
+        )
+    parts, payload = gather_payload(inp)
+    joined = join_payload([_gather(part, group, False)[0] for part in parts], payload, inp.dtype)
+    return type(inp).from_storage(joined) if isinstance(inp, QuantizedTensor) else joined
+
+
+def _gather(inp: Tensor, group: dist_group_type | None, async_op: bool) -> tuple[Tensor, dist.Work | None]:
+    size = world_size(group)
+    if size == 1:
+        return inp, None
+    if inp.dtype in _FLOAT8:
+        gathered, handle = _gather(inp.view(torch.uint8), group, async_op)
+        return gathered.view(inp.dtype), handle
+    inp = inp.contiguous()
+    if torch.compiler.is_compiling():
+        return functional.wait_tensor(functional.all_gather_tensor(inp, 0, _group(group))), None
+    gathered = inp.new_empty((size * inp.shape[0], *inp.shape[1:]))
+    return gathered, dist.all_gather_into_tensor(gathered, inp, group=group, async_op=async_op)
+
+
+def reduce_scatter_along_first_dim(
+    inp: Tensor, tp_group: dist_group_type | None, async_op: bool = False
+) -> tuple[Tensor, dist.Work | None]:
+    """[M / n, ...]: this rank's part of the sum over n ranks of inp [M, ...]."""
+    size = world_size(tp_group)
+    if size == 1:
+        return inp, None
+    if inp.shape[0] % size:
+        raise ValueError(
+            f"the first dimension, {inp.shape[0]}, is not a multiple of the {size} ranks it is scattered to; "
+            "pad the sequence"
+        )
+    inp = inp.contiguous()
+    if torch.compiler.is_compiling():
+        scattered = functional.reduce_scatter_tensor(inp, "sum", 0, _group(tp_group))
+        return functional.wait_tensor(scattered), None
+    scattered = inp.new_empty((inp.shape[0] // size, *inp.shape[1:]))
+    return scattered, dist.reduce_scatter_tensor(scattered, inp, group=tp_group, async_op=async_op)
+
+
+def allreduce(
+    inp: Tensor, tp_group: dist_group_type | None, async_op: bool = False
+) -> tuple[Tensor, dist.Work | None]:
+    """The sum over the ranks, written into inp (under torch.compile: into a new tensor)."""
+    if world_size(tp_group) == 1:
+        return inp, None
+    if torch.compiler.is_compiling():
+        return functional.wait_tensor(functional.all_reduce(inp, "sum", _group(tp_group))), None
+    return inp, dist.all_reduce(inp, group=tp_group, async_op=async_op)
+
+
+def symmetric_all_reduce(
+    inp: Tensor,
+    tp_group: dist_group_type | None,
+    async_op: bool = False,
+    all_reduce_type: str | None = "multimem_all_reduce",
+) -> tuple[Tensor, dist.Work | None]:
+    """The sum over the ranks, as `allreduce` gives it.
+
+    The type names a way through symmetric memory to lower latency; the ordinary all-reduce serves them all.
+    """
+    if all_reduce_type not in SYMMETRIC_ALL_REDUCES:
+        names = ", ".join(str(name) for name in SYMMETRIC_ALL_REDUCES)
+        raise ValueError(f"there is no symmetric all-reduce {all_reduce_type!r}; choose one of {names}")
+    return allreduce(inp, tp_group, async_op)
+
+
+def _group(group: dist_group_type | None) -> dist_group_type:
+    return dist.group.WORLD if group is None else group  # pyright: ignore[reportReturnType]

@@ -1,0 +1,146 @@
+"""Named random states: dropout and initialization that differ, or agree, between tensor-parallel ranks.
+
+With CUDA a state is a `torch.Generator` of the current device, so that CUDA graphs can register it; without,
+it is the state of the CPU generator, a uint8 tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from ..device import has_cuda
+
+RngState = torch.Generator | Tensor
+
+_tracked: dict[str, RngState] = {}
+
+
+def graph_safe_rng_available() -> bool:
+    """Can tracked random states be registered with a CUDA graph here?"""
+    return has_cuda() and hasattr(torch.Generator, "graphsafe_set_state")
+
+
+def get_all_rng_states() -> dict[str, RngState]:
+    """The states that the trackers hold by name; a graph is to register each of them before its capture."""
+    return _tracked
+
+
+def set_all_rng_states(states: dict[str, RngState]) -> None:
+    """Replace what `get_all_rng_states` returns."""
+    global _tracked
+    _tracked = states
+
+
+class CudaRNGStatesTracker:
+    """Random states by name; `fork(name)` runs a block under one of them and keeps where it got to."""
+
+    def __init__(self) -> None:
+        self.states_: dict[str, RngState] = {}
+        self.seeds_: set[int] = set()
+
+    def reset(self) -> None:
+        """Forget all states and seeds."""
+        self.states_ = {}
+        self.seeds_ = set()
+
+    def get_states(self) -> dict[str, RngState]:
+        """A new dict of the states, which themselves are not copied."""
+        return dict(self.states_)
+
+    def set_states(self, states: dict[str, RngState]) -> None:
+        """Continue with these states, as `get_states` gave them."""
+        self.states_ = dict(states)
+        set_all_rng_states(self.states_)
+
+    def add(self, name: str, seed: int) -> None:
+        """Make a state from the seed; ValueError if the name or the seed is taken."""
+        if seed in self.seeds_:
+            raise ValueError(f"seed {seed} is in use already; give each state its own seed")
+        if name in self.states_:
+            raise ValueError(f"random state {name!r} exists already; choose another name or reset() first")
+        self.seeds_.add(seed)
+        self.states_[name] = _seeded(seed)
+        set_all_rng_states(self.states_)
+
+    @contextmanager
+    def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
+        """Draw from the named state inside the block, and from the default generator again after it."""
+        if name not in self.states_:
+            known = ", ".join(self.states_) or "none"
+            raise KeyError(
+                f"there is no random state {name!r} (known: {known}); call add({name!r}, seed) first"
+            )
+        before = _current()
+        _make_current(self.states_[name])
+        try:
+            yield
+        finally:
+            self.states_[name] = _current()
+            _make_current(before)
+
+
+def _default_cuda_generator() -> torch.Generator:
+    torch.cuda.init()
+    return torch.cuda.default_generators[torch.cuda.current_device()]
+
+
+def _seeded(seed: int) -> RngState:
+    if has_cuda():
+        return _default_cuda_generator().clone_state().manual_seed(seed)
+    return torch.Generator().manual_seed(seed).get_state()
+
+
+def _current() -> RngState:
+    """The default generator's state: on CUDA shared, so that later draws advance it; on the CPU a copy."""
+    return _default_cuda_generator().graphsafe_get_state() if has_cuda() else torch.get_rng_state()
+
+
+def _make_current(state: RngState) -> None:
+    if isinstance(state, torch.Generator):
+        _default_cuda_generator().graphsafe_set_state(state)
+    elif has_cuda():
+        torch.cuda.set_rng_state(state)
+    else:
+        torch.set_rng_state(state)
+
+
+class RngSnapshot:
+    """All random states of a moment (CPU, current CUDA device, tracker), to run a block from there again."""
+
+    def __init__(self, get_tracker: Callable[[], CudaRNGStatesTracker] | None = None):
+        self.get_tracker = get_tracker
+        self.cpu = torch.get_rng_state()
+        self.cuda = torch.cuda.get_rng_state() if has_cuda() else None
+        self.tracked = None if get_tracker is None else _copied(get_tracker().get_states())
+
+    @contextmanager
+    def replay(self) -> Iterator[None]:
+        """Run the block from the snapshot's states, then go on from the states before the block."""
+        before = RngSnapshot()
+        tracked_before = None if self.get_tracker is None else self.get_tracker().get_states()
+        self._restore()
+        if self.get_tracker is not None and self.tracked is not None:
+            # Copies again: a generator advances in place, and the block may be replayed more than once.
+            self.get_tracker().set_states(_copied(self.tracked))
+        try:
+            yield
+        finally:
+            before._restore()
+            if self.get_tracker is not None and tracked_before is not None:
+                self.get_tracker().set_states(tracked_before)
+
+    def _restore(self) -> None:
+        torch.set_rng_state(self.cpu)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state(self.cuda)
+
+
+def _copied(states: dict[str, RngState]) -> dict[str, RngState]:
+    return {
+        name: state.clone_state() if isinstance(state, torch.Generator) else state.clone()
+        for name, state in states.items()
+    }

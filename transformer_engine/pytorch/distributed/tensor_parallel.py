@@ -1,0 +1,106 @@
+"""Where a linear layer y = x @ w.T meets its tensor-parallel group: what is sent before and after a product.
+
+    mode        w on a rank   enter_forward(x)   leave_forward(y)    enter_backward(dy)   leave_backward(dx)
+    column      [N / n, K]    (all-gather)       -                   -                    sum (reduce-scatter)
+    row         [N, K / n]    -                  sum (reduce-scat.)  (all-gather)         -
+
+With sequence parallelism (arXiv:2205.05198) the activations outside are split along the first dimension, and
+what stands in parentheses is done: gathers appear and each sum over ranks becomes a reduce-scatter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..constants import GemmParallelModes, dist_group_type
+from .collectives import allreduce, gather_along_first_dim, reduce_scatter_along_first_dim
+from .rng import CudaRNGStatesTracker
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """The boundary of one linear layer; every method is the identity when the group has one rank.
+
+    mode        "column", "row" or None (no communication)
+    group       the tensor-parallel process group of `size` ranks
+    sequence    activations outside the pair of layers are split along their first dimension
+    """
+
+    mode: str | None = None
+    group: dist_group_type | None = None
+    size: int = 1
+    sequence: bool = False
+
+    def __post_init__(self) -> None:
+        if self.mode not in GemmParallelModes:
+            raise ValueError(f"parallel_mode={self.mode!r} is none of 'column', 'row', None")
+        if self.size < 1:
+            raise ValueError(f"tp_size={self.size} must be at least 1")
+
+    def enter_forward(self, x: Tensor) -> Tensor:
+        """x as this rank's product reads it: gathered along the sequence for a column-parallel layer."""
+        return self._gathered(x) if self.mode == "column" and self.sequence else x
+
+    def leave_forward(self, y: Tensor) -> Tensor:
+        """y summed over the ranks of a row-parallel layer; y may be overwritten."""
+        return self._summed(y) if self.mode == "row" else y
+
+    def enter_backward(self, dy: Tensor) -> Tensor:
+        """dy as this rank's products read it: gathered along the sequence for a row-parallel layer."""
+        return self._gathered(dy) if self.mode == "row" and self.sequence else dy
+
+    def leave_backward(self, dx: Tensor) -> Tensor:
+        """dx summed over the ranks of a column-parallel layer; dx may be overwritten."""
+        return self._summed(dx) if self.mode == "column" else dx
+
+    def _gathered(self, tensor: Tensor) -> Tensor:
+        if self.size == 1:
+            return tensor
+        return gather_along_first_dim(tensor, self._checked_group())[0]
+
+    def _summed(self, tensor: Tensor) -> Tensor:
+        if self.size == 1:
+            return tensor
+        if self.sequence:
+            return reduce_scatter_along_first_dim(tensor, self._checked_group())[0]
+        return allreduce(tensor, self._checked_group())[0]
+
+    def _checked_group(self) -> dist_group_type:
+        if self.group is None:
+            raise RuntimeError(
+                f"tp_size={self.size} and no tensor-parallel group; "
+                "call set_tensor_parallel_group(group) before the forward pass"
+            )
+        return self.group
+
+
+def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim: int, stride: int) -> None:
+    """Mark a parameter with the axis it is split along, under the attribute names that Megatron-LM reads."""
+    for name, value in (
+        ("tensor_model_parallel", is_parallel),
+        ("partition_dim", dim),
+        ("partition_stride", stride),
+    ):
+        if hasattr(tensor, name):
+            raise ValueError(f"the tensor has {name}={getattr(tensor, name)} already; mark it only once")
+        setattr(tensor, name, value)
+
+
+def initialize_affine_weight_gpu(
+    weight: Tensor,
+    init_method: Callable[[Tensor], object],
+    get_rng_state_tracker: Callable[[], CudaRNGStatesTracker] | None = None,
+    partition_dim: int = 0,
+    stride: int = 1,
+    set_tp_attributes: bool = True,
+) -> None:
+    """weight = init_method(), drawn from the tracker's tensor-parallel random state when there is one."""
+    if set_tp_attributes:
+        set_tensor_model_parallel_attributes(weight, True, partition_dim, stride)
+    with torch.no_grad(), nullcontext() if get_rng_state_tracker is None else get_rng_state_tracker().fork():
+        init_method(weight)

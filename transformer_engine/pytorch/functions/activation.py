@@ -1,0 +1,31 @@
+"""y = f(x), or y [.., F] = f(x[.., :F]) * x[.., F:] for gated units, differentiable in x."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.autograd import Function
+
+from ..primitives.activation import (
+    DEFAULT_PARAMS,
+    ActivationParams,
+    activation_backward,
+    activation_forward,
+)
+
+
+def activation(name: str, x: Tensor, params: ActivationParams = DEFAULT_PARAMS) -> Tensor:
+    """y in x's dtype, by one of the names in `primitives.activation.ACTIVATIONS`; saves x only."""
+    return _Activation.apply(x, name, params)  # pyright: ignore[reportReturnType]
+
+
+class _Activation(Function):
+    @staticmethod
+    def forward(ctx, x, name, params):
+        ctx.save_for_backward(x)
+        ctx.name, ctx.params = name, params
+        return activation_forward(name, x, params)
+
+    @staticmethod
+    def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
+        (x,) = ctx.saved_tensors
+        return activation_backward(ctx.name, dy, x, ctx.params), None, None

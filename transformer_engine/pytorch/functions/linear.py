@@ -1,0 +1,217 @@
+"""y [M, N] = x [M, K] @ w [N, K].T + b, and its three gradients, each product in the formats its quantizers say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..distributed.tensor_parallel import TensorParallel
+from ..primitives.gemm import Epilogue, gemm
+from ..tensor.axis import COLS, ROWS
+from ..tensor.identity_tensor import IdentityQuantizer, IdentityTensorStorage
+from ..tensor.quantized_tensor import QuantizedTensorStorage
+from ..tensor.quantizer import Quantizer
+from .saving import pack, unpack
+from .scale_update import ScaleUpdate
+from .weight_gradient import WeightGradient
+
+IDENTITY = IdentityQuantizer()
+
+
+@dataclass(frozen=True)
+class Accumulation:
+    """Which products promote partial sums to float32 ("split accumulator"): forward, input and weight gradient."""
+
+    forward: bool = False
+    grad_input: bool = True
+    grad_weight: bool = True
+
+
+@dataclass(frozen=True)
+class LinearSpec:
+    """Everything a linear layer's forward and backward need beside the tensors, resolved once per forward.
+
+    output, grad_input   quantizers of the results, None to leave them in `dtype`
+    cached_weight        the weight as quantized for an earlier microbatch, else None
+    backward             "quantized", or the recipe's override: "high_precision" or "dequantized"
+    keep_input           save the unquantized input and quantize it again in the backward
+    scale_update         what delayed scaling updates when this backward has run
+    """
+
+    dtype: torch.dtype
+    input: Quantizer = IDENTITY
+    weight: Quantizer = IDENTITY
+    grad_output: Quantizer = IDENTITY
+    output: Quantizer | None = None
+    grad_input: Quantizer | None = None
+    accumulation: Accumulation = Accumulation()
+    parallel: TensorParallel = TensorParallel()
+    weight_gradient: WeightGradient = WeightGradient()
+    cached_weight: QuantizedTensorStorage | None = None
+    backward: str = "quantized"
+    keep_input: bool = False
+    needs_grad_input: bool = True
+    needs_grad_weight: bool = True
+    needs_grad_bias: bool = False
+    scale_update: ScaleUpdate | None = None
+
+
+class LinearSaved(NamedTuple):
+    """The operands of the two backward products: x for dw, w for dx (None where its product is not needed)."""
+
+    input: QuantizedTensorStorage | None
+    weight: QuantizedTensorStorage | None
+
+
+def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> tuple[Tensor, LinearSaved]:
+    """y [M, N] = x [M, K] @ weight [N, K].T + bias [N], with the operands that the backward needs."""
+    x_operand, w_operand, saved = linear_operands(x, weight, spec)
+    y = gemm(
+        x_operand.contract(COLS),
+        w_operand.contract(COLS),
+        Epilogue(spec.dtype, bias=bias, exact=spec.accumulation.forward),
+    )
+    return spec.parallel.leave_forward(y), saved
+
+
+def linear_operands(
+    x: Tensor, weight: Tensor, spec: LinearSpec
+) -> tuple[QuantizedTensorStorage, QuantizedTensorStorage, LinearSaved]:
+    """x and weight as the forward product reads them, and as the backward will."""
+    quantized_backward = spec.backward == "quantized"
+    x = spec.parallel.enter_forward(x)
+    x_columnwise = spec.needs_grad_weight and quantized_backward and not spec.keep_input
+    x_operand = quantize_input(x, spec.input, x_columnwise)
+    w_operand = quantize_weight(weight, spec, spec.needs_grad_input and quantized_backward)
+    return x_operand, w_operand, _saved(x, x_operand, weight, w_operand, spec)
+
+
+def quantize_input(x: Tensor, quantizer: Quantizer, columnwise: bool) -> QuantizedTensorStorage:
+    """x as the forward product reads it; an input that arrives quantized is taken as it is."""
+    if isinstance(x, QuantizedTensorStorage):
+        x.update_usage(rowwise_usage=True, columnwise_usage=columnwise or None)
+        return x.as_storage()
+    return quantizer.encode(x, True, columnwise)
+
+
+def quantize_weight(weight: Tensor, spec: LinearSpec, columnwise: bool) -> QuantizedTensorStorage:
+    """The weight as the products read it: the cached copy, the quantized parameter itself, or a fresh quantization."""
+    if spec.cached_weight is not None:
+        return spec.cached_weight
+    if isinstance(weight, QuantizedTensorStorage):
+        if isinstance(spec.weight, IdentityQuantizer):
+            return IdentityTensorStorage(weight.dequantize(dtype=spec.dtype))
+        weight.update_usage(rowwise_usage=True, columnwise_usage=columnwise or None)
+        return weight.as_storage()
+    if isinstance(spec.weight, IdentityQuantizer):
+        weight = weight.to(spec.dtype)
+    return spec.weight.encode(weight, True, columnwise)
+
+
+def _saved(
+    x: Tensor, x_operand: QuantizedTensorStorage, weight: Tensor, w_operand: QuantizedTensorStorage, spec: LinearSpec
+) -> LinearSaved:
+    if spec.backward == "high_precision":
+        x_operand, w_operand = IdentityTensorStorage(x), IdentityTensorStorage(_unquantized(weight, spec.dtype))
+    elif spec.keep_input:
+        x_operand = IdentityTensorStorage(x)
+    elif spec.backward == "quantized":
+        x_operand = x_operand.drop(rowwise=True) if spec.needs_grad_weight else x_operand
+    return LinearSaved(
+        x_operand if spec.needs_grad_weight else None,
+        w_operand if spec.needs_grad_input else None,
+    )
+
+
+def _unquantized(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.dequantize(dtype=dtype) if isinstance(tensor, QuantizedTensorStorage) else tensor.to(dtype)
+
+
+class LinearGradients(NamedTuple):
+    input: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+
+def linear_backward(
+    grad_output: Tensor, saved: LinearSaved, spec: LinearSpec, weight_dtype: torch.dtype, bias_dtype: torch.dtype
+) -> LinearGradients:
+    """dx [M, K] = dy [M, N] @ w [N, K];  dw [N, K] = dy.T @ x [M, K];  db [N] = sum over rows of dy, in float32."""
+    dy = spec.parallel.enter_backward(grad_output)
+    grad_bias = dy.sum(0, dtype=torch.float32).to(bias_dtype) if spec.needs_grad_bias else None
+    quantizer = spec.grad_output if spec.backward == "quantized" else IDENTITY
+    dy_operand = quantizer.encode(dy, saved.weight is not None, saved.input is not None)
+    grad_input = grad_weight = None
+    if saved.weight is not None:
+        grad_input = gemm(
+            dy_operand.contract(COLS),
+            _backward_operand(saved.weight, spec).contract(ROWS),
+            Epilogue(spec.dtype, exact=spec.accumulation.grad_input),
+        )
+        grad_input = spec.parallel.leave_backward(grad_input)
+    if saved.input is not None:
+        x_operand = _backward_operand(saved.input, spec)
+        if spec.keep_input and spec.backward == "quantized":
+            x_operand = spec.input.encode(x_operand.dequantize(dtype=spec.dtype), False, True)
+        grad_weight = spec.weight_gradient.compute(
+            dy_operand, x_operand, spec.accumulation.grad_weight, weight_dtype
+        )
+    return LinearGradients(grad_input, grad_weight, grad_bias)
+
+
+def _backward_operand(saved: QuantizedTensorStorage, spec: LinearSpec) -> QuantizedTensorStorage:
+    if spec.backward == "dequantized":
+        return IdentityTensorStorage(saved.dequantize(dtype=spec.dtype))
+    return saved
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Tensor:
+    """y [.., N] = x [.., K] @ weight [N, K].T + bias [N], differentiable in all three."""
+    if spec.needs_grad_input or spec.needs_grad_weight or spec.needs_grad_bias:
+        return _Linear.apply(x, weight, bias, spec)  # pyright: ignore[reportReturnType]
+    return _forward(x, weight, bias, spec)[0]
+
+
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> tuple[Tensor, LinearSaved]:
+    flat = x if isinstance(x, QuantizedTensorStorage) else x.reshape(-1, x.shape[-1])
+    y, saved = linear_forward(flat, weight, bias, spec)
+    y = y.view(*leading_shape(x, y), y.shape[-1])
+    return (y if spec.output is None else spec.output.quantize(y)), saved
+
+
+def leading_shape(x: Tensor, y: Tensor) -> tuple[int, ...]:
+    """x's leading dimensions, the first of them scaled as sequence parallelism scaled the rows of y."""
+    leading = tuple(x.shape[:-1])
+    rows = x.numel() // x.shape[-1] if x.shape[-1] else y.shape[0]
+    if rows == y.shape[0] or not leading:
+        return leading
+    return (leading[0] * y.shape[0] // rows, *leading[1:])
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, spec):
+        y, saved = _forward(x, weight, bias, spec)
+        tensors, ctx.rebuilds = pack(*saved)
+        ctx.save_for_backward(*tensors)
+        ctx.spec, ctx.input_shape = spec, x.shape
+        ctx.weight_dtype, ctx.bias_dtype = weight.dtype, weight.dtype if bias is None else bias.dtype
+        return y
+
+    @staticmethod
+    def backward(ctx, grad_output):  # pyright: ignore[reportIncompatibleMethodOverride]
+        spec = ctx.spec
+        saved = LinearSaved(*unpack(ctx.saved_tensors, ctx.rebuilds))
+        grad_output = grad_output.reshape(-1, grad_output.shape[-1])
+        grads = linear_backward(grad_output, saved, spec, ctx.weight_dtype, ctx.bias_dtype)
+        if spec.scale_update is not None:
+            spec.scale_update.run()
+        grad_input = grads.input
+        if grad_input is not None:
+            grad_input = grad_input.view(ctx.input_shape)
+            if spec.grad_input is not None:
+                grad_input = spec.grad_input.quantize(grad_input)
+        return grad_input, grads.weight, grads.bias, None

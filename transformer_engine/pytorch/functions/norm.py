@@ -1,0 +1,49 @@
+"""y [.., H] = normalize(x [.., H]) * gamma (+ beta), differentiable in x, gamma and beta."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.autograd import Function
+
+from .normalization import Norm, NormStatistics
+
+
+def normalize(x: Tensor, gamma: Tensor, beta: Tensor | None, norm: Norm) -> Tensor:
+    """y, shaped like x, each of its vectors along gamma's dimensions normalized by itself.
+
+    x may have no rows and any strides; beta is None for a norm without one.
+    """
+    return _Normalize.apply(x, gamma, beta, norm)  # pyright: ignore[reportReturnType]
+
+
+def normalize_forward(
+    x: Tensor, gamma: Tensor, beta: Tensor | None, norm: Norm
+) -> tuple[Tensor, NormStatistics]:
+    """(y, shaped like x; float32 statistics, one a row)"""
+    flat_beta = None if beta is None else beta.reshape(-1)
+    y, statistics = norm.forward(x.reshape(-1, gamma.numel()), gamma.reshape(-1), flat_beta)
+    return y.view(x.shape), statistics
+
+
+def normalize_backward(
+    dy: Tensor, x: Tensor, statistics: NormStatistics, gamma: Tensor, norm: Norm
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(dx like x, dgamma like gamma, dbeta like gamma or None)"""
+    rows = (-1, gamma.numel())
+    dx, dgamma, dbeta = norm.backward(dy.reshape(rows), x.reshape(rows), statistics, gamma.reshape(-1))
+    return dx.view(x.shape), dgamma.view(gamma.shape), None if dbeta is None else dbeta.view(gamma.shape)
+
+
+class _Normalize(Function):
+    @staticmethod
+    def forward(ctx, x, gamma, beta, norm):
+        y, statistics = normalize_forward(x, gamma, beta, norm)
+        ctx.save_for_backward(x, gamma, statistics.mean, statistics.rstdev)
+        ctx.norm = norm
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, gamma, mean, rstdev = ctx.saved_tensors
+        dx, dgamma, dbeta = normalize_backward(dy, x, NormStatistics(mean, rstdev), gamma, ctx.norm)
+        return dx, dgamma, dbeta, None

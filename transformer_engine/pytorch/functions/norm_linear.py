@@ -1,0 +1,71 @@
+"""y [M, N] = norm(x [M, K]) @ w [N, K].T + b: the norm's functions followed by the linear layer's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .linear import LinearSaved, LinearSpec, leading_shape, linear_backward, linear_forward
+from .normalization import Norm, NormStatistics
+from .saving import pack, unpack
+
+
+@dataclass(frozen=True)
+class NormLinearSpec:
+    """A norm, a linear layer, and whether the caller also gets the norm's output."""
+
+    norm: Norm
+    linear: LinearSpec
+    returns_norm_output: bool = False
+    needs_grad: bool = True
+
+
+def norm_linear(
+    x: Tensor, gamma: Tensor, beta: Tensor | None, weight: Tensor, bias: Tensor | None, spec: NormLinearSpec
+) -> tuple[Tensor, Tensor | None]:
+    """(y [.., N], norm(x) [.., K] or None), differentiable in every tensor."""
+    if spec.needs_grad:
+        y, norm_output = _NormLinear.apply(x, gamma, beta, weight, bias, spec)  # pyright: ignore
+    else:
+        y, norm_output, _, _ = _forward(x, gamma, beta, weight, bias, spec)
+    return y, norm_output if spec.returns_norm_output else None
+
+
+def _forward(
+    x: Tensor, gamma: Tensor, beta: Tensor | None, weight: Tensor, bias: Tensor | None, spec: NormLinearSpec
+) -> tuple[Tensor, Tensor | None, NormStatistics, LinearSaved]:
+    norm_output, statistics = spec.norm.forward(x.reshape(-1, x.shape[-1]), gamma, beta)
+    y, saved = linear_forward(norm_output, weight, bias, spec.linear)
+    y = y.view(*leading_shape(x, y), y.shape[-1])
+    if spec.linear.output is not None:
+        y = spec.linear.output.quantize(y)
+    return y, norm_output.view(x.shape) if spec.returns_norm_output else None, statistics, saved
+
+
+class _NormLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, gamma, beta, weight, bias, spec):
+        y, norm_output, statistics, saved = _forward(x, gamma, beta, weight, bias, spec)
+        tensors, ctx.rebuilds = pack(*saved)
+        ctx.save_for_backward(x, gamma, statistics.mean, statistics.rstdev, *tensors)
+        ctx.spec = spec
+        ctx.weight_dtype, ctx.bias_dtype = weight.dtype, weight.dtype if bias is None else bias.dtype
+        return y, norm_output
+
+    @staticmethod
+    def backward(ctx, grad_output, grad_norm_output):  # pyright: ignore[reportIncompatibleMethodOverride]
+        spec = ctx.spec
+        x, gamma, mean, rstdev, *tensors = ctx.saved_tensors
+        saved = LinearSaved(*unpack(tensors, ctx.rebuilds))
+        grad_output = grad_output.reshape(-1, grad_output.shape[-1])
+        grads = linear_backward(grad_output, saved, spec.linear, ctx.weight_dtype, ctx.bias_dtype)
+        if spec.linear.scale_update is not None:
+            spec.linear.scale_update.run()
+        flat = x.reshape(-1, x.shape[-1])
+        dy = grads.input
+        if grad_norm_output is not None:
+            dy = dy + grad_norm_output.reshape(flat.shape)
+        dx, dgamma, dbeta = spec.norm.backward(dy, flat, NormStatistics(mean, rstdev), gamma)
+        return dx.view(x.shape), dgamma, dbeta, grads.weight, grads.bias, None

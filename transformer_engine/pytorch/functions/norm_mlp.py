@@ -1,0 +1,154 @@
+"""y = act(norm(x) @ w1.T + b1) @ w2.T + b2: a norm, two linear layers and an activation, from their functions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..primitives.activation import ActivationParams, activation_backward, activation_forward
+from ..tensor.quantizer import Quantizer
+from .linear import (
+    LinearSaved,
+    LinearSpec,
+    leading_shape,
+    linear_backward,
+    linear_forward,
+    linear_operands,
+)
+from .normalization import Norm, NormStatistics
+from .saving import pack, unpack
+
+
+@dataclass(frozen=True)
+class NormMLPSpec:
+    """The four steps, whether the norm's output is returned, and whether the backward recomputes the first three."""
+
+    norm: Norm
+    fc1: LinearSpec
+    fc2: LinearSpec
+    activation: str
+    activation_params: ActivationParams
+    returns_norm_output: bool = False
+    recompute: bool = False
+    needs_grad: bool = True
+
+
+class NormMLPTensors(NamedTuple):
+    """x [.., H], gamma [H], beta [H], fc1 [F or 2F, H] and fc2 [H, F] with their biases."""
+
+    x: Tensor
+    gamma: Tensor
+    beta: Tensor | None
+    fc1_weight: Tensor
+    fc1_bias: Tensor | None
+    fc2_weight: Tensor
+    fc2_bias: Tensor | None
+
+
+class NormMLPSaved(NamedTuple):
+    statistics: NormStatistics
+    fc1: LinearSaved
+    fc1_output: Tensor
+    fc2: LinearSaved
+
+
+def norm_mlp(tensors: NormMLPTensors, spec: NormMLPSpec) -> tuple[Tensor, Tensor | None]:
+    """(y [.., H], norm(x) or None), differentiable in every tensor."""
+    if spec.needs_grad:
+        y, norm_output = _NormMLP.apply(spec, *tensors)  # pyright: ignore
+    else:
+        y, norm_output, _ = _forward(tensors, spec)
+    return y, norm_output if spec.returns_norm_output else None
+
+
+def _first_half(tensors: NormMLPTensors, spec: NormMLPSpec):
+    """(norm output, its statistics, fc1's saved operands, fc1's output, the activation's output)"""
+    norm_output, statistics = spec.norm.forward(tensors.x.reshape(-1, tensors.x.shape[-1]), tensors.gamma, tensors.beta)
+    fc1_output, fc1_saved = linear_forward(norm_output, tensors.fc1_weight, tensors.fc1_bias, spec.fc1)
+    activated = activation_forward(spec.activation, fc1_output, spec.activation_params)
+    return norm_output, statistics, fc1_saved, fc1_output, activated
+
+
+def _forward(tensors: NormMLPTensors, spec: NormMLPSpec) -> tuple[Tensor, Tensor | None, NormMLPSaved]:
+    x = tensors.x
+    norm_output, statistics, fc1_saved, fc1_output, activated = _first_half(tensors, spec)
+    y, fc2_saved = linear_forward(activated, tensors.fc2_weight, tensors.fc2_bias, spec.fc2)
+    y = y.view(*leading_shape(x, y), y.shape[-1])
+    norm_output = norm_output.view(x.shape) if spec.returns_norm_output else None
+    return y, norm_output, NormMLPSaved(statistics, fc1_saved, fc1_output, fc2_saved)
+
+
+def _backward(grad_output: Tensor, grad_norm_output: Tensor | None, tensors, saved: NormMLPSaved, spec: NormMLPSpec):
+    dtypes = (tensors.fc1_weight.dtype, tensors.fc2_weight.dtype)
+    fc2 = linear_backward(grad_output, saved.fc2, spec.fc2, dtypes[1], dtypes[1])
+    assert fc2.input is not None
+    grad_fc1_output = activation_backward(spec.activation, fc2.input, saved.fc1_output, spec.activation_params)
+    fc1 = linear_backward(grad_fc1_output, saved.fc1, spec.fc1, dtypes[0], dtypes[0])
+    flat = tensors.x.reshape(-1, tensors.x.shape[-1])
+    assert fc1.input is not None
+    dy = fc1.input if grad_norm_output is None else fc1.input + grad_norm_output.reshape(flat.shape)
+    dx, dgamma, dbeta = spec.norm.backward(dy, flat, saved.statistics, tensors.gamma)
+    return NormMLPTensors(dx.view(tensors.x.shape), dgamma, dbeta, fc1.weight, fc1.bias, fc2.weight, fc2.bias)  # pyright: ignore
+
+
+def _quantizers(spec: NormMLPSpec) -> tuple[Quantizer, ...]:
+    return (spec.fc1.input, spec.fc1.weight, spec.fc2.input, spec.fc2.weight)
+
+
+def _replaying(spec: NormMLPSpec, states: list[Tensor]) -> NormMLPSpec:
+    """The spec whose quantizers repeat the forward's quantization from what they were then, and record nothing."""
+    replayed, start = [], 0
+    for quantizer in _quantizers(spec):
+        count = len(quantizer.replay_state())
+        replayed.append(quantizer.replaying(tuple(states[start : start + count])))
+        start += count
+    return replace(
+        spec,
+        fc1=replace(spec.fc1, input=replayed[0], weight=replayed[1]),
+        fc2=replace(spec.fc2, input=replayed[2], weight=replayed[3]),
+    )
+
+
+def _recompute(tensors: NormMLPTensors, spec: NormMLPSpec) -> NormMLPSaved:
+    """What the forward would have saved; fc2's product is not needed for it."""
+    _, statistics, fc1_saved, fc1_output, activated = _first_half(tensors, spec)
+    _, _, fc2_saved = linear_operands(activated, tensors.fc2_weight, spec.fc2)
+    return NormMLPSaved(statistics, fc1_saved, fc1_output, fc2_saved)
+
+
+class _NormMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, spec, *tensors):
+        tensors = NormMLPTensors(*tensors)
+        states = [state for quantizer in _quantizers(spec) for state in quantizer.replay_state()] if spec.recompute else []
+        y, norm_output, saved = _forward(tensors, spec)
+        ctx.spec = spec
+        if spec.recompute:
+            ctx.save_for_backward(*tensors, *states)
+        else:
+            parts, ctx.rebuilds = pack(*saved.fc1, *saved.fc2)
+            ctx.save_for_backward(*tensors, saved.statistics.mean, saved.statistics.rstdev, saved.fc1_output, *parts)
+        return y, norm_output
+
+    @staticmethod
+    def backward(ctx, grad_output, grad_norm_output):  # pyright: ignore[reportIncompatibleMethodOverride]
+        spec = ctx.spec
+        count = len(NormMLPTensors._fields)
+        tensors = NormMLPTensors(*ctx.saved_tensors[:count])
+        rest = ctx.saved_tensors[count:]
+        if spec.recompute:
+            saved = _recompute(tensors, _replaying(spec, list(rest)))
+        else:
+            mean, rstdev, fc1_output, *parts = rest
+            operands = unpack(parts, ctx.rebuilds)
+            saved = NormMLPSaved(
+                NormStatistics(mean, rstdev), LinearSaved(*operands[:2]), fc1_output, LinearSaved(*operands[2:])
+            )
+        grad_output = grad_output.reshape(-1, grad_output.shape[-1])
+        grads = _backward(grad_output, grad_norm_output, tensors, saved, spec)
+        if spec.fc1.scale_update is not None:
+            spec.fc1.scale_update.run()
+        return None, *grads

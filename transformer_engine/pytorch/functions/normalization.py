@@ -1,0 +1,44 @@
+"""Norm: which normalization a fused layer starts with, as a pair of plain functions with one signature."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..primitives.norm import layernorm_backward, layernorm_forward, rmsnorm_backward, rmsnorm_forward
+
+NORMALIZATIONS = ("LayerNorm", "RMSNorm")
+
+
+class NormStatistics(NamedTuple):
+    """Float32 [M]; an RMSNorm has no mean."""
+
+    mean: Tensor | None
+    rstdev: Tensor
+
+
+@dataclass(frozen=True)
+class Norm:
+    """y = (x - mean) * rstdev * gamma + beta (LayerNorm) or x * rstdev * gamma (RMSNorm), row by row."""
+
+    kind: str = "LayerNorm"
+    eps: float = 1e-5
+    zero_centered: bool = False
+
+    def forward(self, x: Tensor, gamma: Tensor, beta: Tensor | None) -> tuple[Tensor, NormStatistics]:
+        if self.kind == "LayerNorm":
+            y, mean, rstdev = layernorm_forward(x, gamma, beta, self.eps, self.zero_centered)
+            return y, NormStatistics(mean, rstdev)
+        y, rstdev = rmsnorm_forward(x, gamma, self.eps, self.zero_centered)
+        return y, NormStatistics(None, rstdev)
+
+    def backward(
+        self, dy: Tensor, x: Tensor, statistics: NormStatistics, gamma: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(dx, dgamma, dbeta)"""
+        if self.kind == "LayerNorm":
+            return layernorm_backward(dy, x, statistics.mean, statistics.rstdev, gamma, self.zero_centered)
+        dx, dgamma = rmsnorm_backward(dy, x, statistics.rstdev, gamma, self.zero_centered)
+        return dx, dgamma, None

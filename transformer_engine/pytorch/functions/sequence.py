@@ -1,0 +1,25 @@
+"""y [n * M, ...] = all-gather of x [M, ...] over n ranks; dx = reduce-scatter of dy."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.autograd import Function
+
+from ..constants import dist_group_type
+from ..distributed.collectives import gather_along_first_dim, reduce_scatter_along_first_dim
+
+
+def gather_sequence(x: Tensor, group: dist_group_type | None) -> Tensor:
+    """x [M, ...] of all ranks of the group in rank order; the gradients of all ranks are summed."""
+    return _GatherSequence.apply(x, group)  # pyright: ignore[reportReturnType]
+
+
+class _GatherSequence(Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return gather_along_first_dim(x, group)[0]
+
+    @staticmethod
+    def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return reduce_scatter_along_first_dim(dy, ctx.group)[0], None

@@ -1,0 +1,120 @@
+"""dw [N, K] = dy.T [N, M] @ x [M, K]: returned, accumulated into weight.main_grad, or put off until asked for."""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..primitives.gemm import Epilogue, gemm
+from ..tensor.axis import ROWS
+from ..tensor.quantized_tensor import QuantizedTensorStorage
+
+
+class WeightGradientStore:
+    """Weight gradients put off until `backward_dw()`: a queue of (product, where its result goes)."""
+
+    def __init__(self) -> None:
+        self._queue: deque[Callable[[], None]] = deque()
+
+    def put(self, compute: Callable[[], None]) -> None:
+        self._queue.append(compute)
+
+    def run_next(self) -> None:
+        """Compute the oldest gradient; RuntimeError when none waits."""
+        if not self._queue:
+            raise RuntimeError("no weight gradient waits; call backward_dw() once after each backward pass")
+        self._queue.popleft()()
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+
+@dataclass(frozen=True)
+class WeightGradient:
+    """Where a weight's gradient goes.
+
+    parameter    whose main_grad receives it when fused, or whose grad does when it is delayed
+    fused        accumulate into parameter.main_grad instead of returning a gradient
+    overwrite    the first microbatch: main_grad is written, not added to
+    store        put the product off until `store.run_next()`
+    deliver      what a delayed, unfused gradient is handed to
+    """
+
+    parameter: torch.nn.Parameter | None = None
+    fused: bool = False
+    overwrite: bool = False
+    store: WeightGradientStore | None = None
+    deliver: Callable[[Tensor], None] | None = None
+
+    def compute(
+        self, dy: QuantizedTensorStorage, x: QuantizedTensorStorage, exact: bool, dtype: torch.dtype
+    ) -> Tensor | None:
+        """dw in dtype; a placeholder or None when it goes to main_grad, None when it is put off."""
+        if self.store is not None:
+            self.store.put(functools.partial(self._late, dy, x, exact, dtype))
+            return self._placeholder(dtype) if self.fused else None
+        if self.fused:
+            self._accumulate(dy, x, exact)
+            return self._placeholder(dtype)
+        return _product(dy, x, Epilogue(dtype, exact=exact))
+
+    def _late(self, dy: QuantizedTensorStorage, x: QuantizedTensorStorage, exact: bool, dtype: torch.dtype) -> None:
+        with torch.no_grad():
+            if self.fused:
+                self._accumulate(dy, x, exact)
+                return
+            assert self.deliver is not None
+            self.deliver(_product(dy, x, Epilogue(dtype, exact=exact)))
+
+    def _accumulate(self, dy: QuantizedTensorStorage, x: QuantizedTensorStorage, exact: bool) -> None:
+        main_grad = main_grad_of(self.parameter)
+        overwrite = self.overwrite or getattr(self.parameter, "overwrite_main_grad", False)
+        _product(dy, x, Epilogue(main_grad.dtype, out=main_grad, accumulate=not overwrite, exact=exact))
+
+    def _placeholder(self, dtype: torch.dtype) -> Tensor | None:
+        """What autograd gets in place of a gradient that went to main_grad: hooks of data-parallel wrappers, which
+        announce themselves by the attribute below, fire only on a tensor."""
+        if not hasattr(self.parameter, "grad_added_to_main_grad"):
+            return None
+        assert self.parameter is not None
+        if not torch.compiler.is_compiling():
+            self.parameter.grad_added_to_main_grad = True  # pyright: ignore[reportAttributeAccessIssue]
+        zero = getattr(self.parameter, "zero_out_wgrad", False)
+        return dummy_gradient(tuple(self.parameter.shape), dtype, self.parameter.device, zero)
+
+
+def _product(dy: QuantizedTensorStorage, x: QuantizedTensorStorage, epilogue: Epilogue) -> Tensor:
+    return gemm(dy.contract(ROWS), x.contract(ROWS), epilogue)
+
+
+def main_grad_of(parameter: torch.nn.Parameter | None) -> Tensor:
+    """The buffer a fused weight gradient goes to; AttributeError with the remedy when there is none."""
+    if parameter is not None and hasattr(parameter, "__fsdp_param__"):
+        return parameter.get_main_grad()  # pyright: ignore[reportAttributeAccessIssue]
+    main_grad = getattr(parameter, "main_grad", None)
+    if main_grad is None:
+        raise AttributeError(
+            "fuse_wgrad_accumulation=True, but the weight has no main_grad; set weight.main_grad to a tensor "
+            "of the weight's shape (float32 recommended) before the backward pass"
+        )
+    return main_grad
+
+
+_dummies: dict[tuple[tuple[int, ...], torch.dtype, torch.device], Tensor] = {}
+
+
+def dummy_gradient(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, zero: bool = False) -> Tensor:
+    """One shared tensor per shape, dtype and device, whose values nobody reads (zeros when asked for)."""
+    if torch.compiler.is_compiling():
+        return torch.zeros(shape, dtype=dtype, device=device)
+    key = (shape, dtype, device)
+    if key not in _dummies:
+        _dummies[key] = torch.empty(shape, dtype=dtype, device=device)
+    if zero:
+        _dummies[key].zero_()
+    return _dummies[key].detach()

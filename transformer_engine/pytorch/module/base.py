@@ -1,0 +1,306 @@
+"""TransformerEngineBaseModule: what every layer with quantizers shares: parameters, recipe state, checkpoints."""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..device import canonical_device
+from ..distributed.recompute import in_fp8_activation_recompute_phase, is_fp8_activation_recompute_enabled
+from ..functions.scale_update import ScaleUpdate
+from ..functions.weight_gradient import WeightGradientStore, dummy_gradient
+from ..quantization import FP8GlobalStateManager, decode_extra_state, encode_extra_state, load_extra_state
+from ..quantization.autocast import AutocastState, current
+from ..quantization.model_init import current_model_init
+from ..tensor.quantized_tensor import QuantizedTensor, QuantizedTensorStorage
+from ..tensor.quantizer import Quantizer
+from .parameters import ParameterInit
+from .recipe_state import UNQUANTIZED, ModuleRecipe, ProductQuantizers, ensure, materialize
+
+# The accumulation flags of the original for delayed scaling, under the names that its users read.
+_2X_ACC_FPROP = False
+_2X_ACC_DGRAD = True
+_2X_ACC_WGRAD = True
+
+
+def get_dummy_wgrad(shape: list[int], dtype: torch.dtype, zero: bool = False) -> Tensor:
+    """A tensor that stands for a weight gradient which went to main_grad; shared by shape and dtype."""
+    return dummy_gradient(tuple(shape), dtype, canonical_device("cuda"), zero)
+
+
+class TransformerEngineBaseModule(torch.nn.Module):
+    """A layer with quantizers.
+
+    num_products   how many linear products it has, hence how many quantizer slots
+    fp8_meta       recipe, states and bookkeeping under the original's keys
+    quantizers     {"scaling_fwd": [input, weight, output] * n, "scaling_bwd": [grad_output, grad_input] * n}
+    """
+
+    num_products = 1
+
+    def __init__(self, name: str | None = None) -> None:
+        super().__init__()
+        self.name = name
+        self.fp8_initialized = False
+        self.fp8 = False
+        self.fp8_calibration = False
+        self.fp8_meta: dict[str, Any] = {"fp8_checkpoint": False, "fp8_group": None}
+        self.quantizers: dict[str, list[Quantizer]] = {"scaling_fwd": [], "scaling_bwd": []}
+        self.tp_group = None
+        self.tp_group_initialized = False
+        self.tp_size = 1
+        self.sequence_parallel = False
+        self.param_init_meta: dict[str, ParameterInit] = {}
+        self.wgrad_store: WeightGradientStore | None = None
+        model_init = current_model_init()
+        self.primary_weights_in_fp8 = self.fp8_parameters = model_init.enabled
+        self.preserve_high_precision_init_val = model_init.preserve_high_precision_init_val
+        self._model_init_recipe = model_init.recipe
+        self._fp8_workspaces: dict[str, QuantizedTensorStorage] = {}
+        self._module_recipe: ModuleRecipe | None = None
+        self._replay_states: deque[list[tuple[Tensor, ...]]] = deque()
+        self._wgrad_hooks: list[Any] = []
+        self._warned: set[str] = set()
+
+    def fast_setattr(self, name: str, value: Any) -> None:
+        """Set a plain attribute without nn.Module's search for parameters and modules."""
+        self.__dict__[name] = value
+
+    def module_setattr(self, name: str, value: Any) -> None:
+        """Set an attribute as nn.Module does, registering parameters and modules."""
+        super().__setattr__(name, value)
+
+
+    def register_parameter(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, name: str, param: torch.nn.Parameter | None, init: ParameterInit | None = None
+    ) -> None:
+        """Register a parameter and remember how `reset_parameters` fills it."""
+        super().register_parameter(name, param)
+        if init is not None:
+            self.param_init_meta[name] = init
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Fill every parameter by its init method, allocate those on the meta device, quantize those to be quantized.
+
+        defer_init=True does nothing: the parameters keep their (meta) storage until a later call.
+        """
+        if defer_init:
+            return
+        for name, init in self.param_init_meta.items():
+            param = getattr(self, name)
+            values = _empty_like_parameter(param)
+            init.fill(values)
+            if self.primary_weights_in_fp8 and init.fp8_meta_index is not None:
+                self._replace_parameter(name, self._quantized_parameter(values, init.fp8_meta_index))
+            elif param.is_meta or values is not param:
+                self._replace_parameter(name, torch.nn.Parameter(values, requires_grad=param.requires_grad))
+
+    def _replace_parameter(self, name: str, new: torch.nn.Parameter) -> None:
+        old = self._parameters[name]
+        assert old is not None
+        new.requires_grad_(old.requires_grad)
+        for key, value in vars(old).items():
+            if not hasattr(new, key):
+                setattr(new, key, value)
+        self._parameters[name] = new
+
+    def _quantized_parameter(self, values: Tensor, index: int) -> torch.nn.Parameter:
+        """The parameter as its weight quantizer holds it; both directions while gradients are wanted."""
+        recipe = self._model_init_recipe
+        assert recipe is not None
+        if self._module_recipe is None or self._module_recipe.recipe is not recipe:
+            materialize(self, recipe, self.fp8_meta.get("fp8_group"))
+        quantizer = self.quantizers["scaling_fwd"][index].copy()
+        quantizer.set_usage(rowwise=True, columnwise=torch.is_grad_enabled())
+        quantizer.internal = False
+        with torch.no_grad():
+            param = torch.nn.Parameter(quantizer.quantize(values))
+        if self.preserve_high_precision_init_val:
+            _keep_initial_values(param, values)
+        return param
+
+
+    def _state_device(self) -> torch.device:
+        """Where scales and histories live: with the parameters, once those are allocated."""
+        for param in self.parameters(recurse=False):
+            return canonical_device("cuda") if param.is_meta else param.device
+        return canonical_device("cuda")
+
+    def _customize_quantizers(self, recipe) -> None:
+        """Adapt fresh quantizers to the layer (amax reduction under sequence parallelism, for example)."""
+
+    def init_fp8_metadata(self, num_gemms: int = 1) -> None:
+        """Bring recipe state in line with the active autocast (the original's entry point)."""
+        state = current()
+        self.fp8_parameters = self.primary_weights_in_fp8
+        self.fp8, self.fp8_calibration = state.enabled, state.calibrating
+        if state.enabled or state.calibrating:
+            ensure(self, state)
+
+    def _product_quantizers(self, state: AutocastState) -> tuple[ProductQuantizers, ...]:
+        """The quantizers of this forward, one set a product; all-identity outside of quantized regions."""
+        if not torch.compiler.is_compiling():
+            self.__dict__["fp8"] = state.enabled
+            self.__dict__["fp8_calibration"] = state.calibrating
+        if not (state.enabled or state.calibrating):
+            return (UNQUANTIZED,) * self.num_products
+        ensure(self, state)
+        active = self._module_recipe
+        assert active is not None
+        if self.primary_weights_in_fp8:
+            self._check_parameter_recipe(state)
+        if not state.enabled:
+            return tuple(product.calibrating() for product in active.products)
+        if is_fp8_activation_recompute_enabled():
+            return self._recomputable(active.products)
+        return active.products
+
+    def _check_parameter_recipe(self, state: AutocastState) -> None:
+        made_with = self._model_init_recipe
+        if made_with is not None and type(made_with) is not type(state.recipe):
+            raise RuntimeError(
+                f"Recipe mismatch for {type(self).__name__}: its parameters were quantized with "
+                f"{type(made_with).__name__}, the active recipe is {type(state.recipe).__name__}; "
+                "use the same recipe class in quantized_model_init and autocast"
+            )
+
+    def _recomputable(self, products: tuple[ProductQuantizers, ...]) -> tuple[ProductQuantizers, ...]:
+        """Under checkpointing, the first forward keeps what its quantization depended on and the second repeats it."""
+        if not in_fp8_activation_recompute_phase():
+            self._replay_states.append([q.replay_state() for p in products for q in (p.input, p.weight, p.output)])
+            return products
+        states = iter(self._replay_states.popleft())
+        return tuple(
+            ProductQuantizers(
+                product.input.replaying(next(states)),
+                product.weight.replaying(next(states)),
+                product.output.replaying(next(states)),
+                product.grad_output,
+                product.grad_input,
+            )
+            for product in products
+        )
+
+    def _scale_update(self, state: AutocastState) -> ScaleUpdate | None:
+        """What this module's backward updates under delayed scaling.
+
+        In eager mode the first quantized module of a forward updates all scales, since its backward comes last; in
+        a compiled graph every module updates its own.
+        """
+        active = self._module_recipe
+        if not state.enabled or active is None or not active.has_state or in_fp8_activation_recompute_phase():
+            return None
+        if torch.compiler.is_compiling():
+            return ScaleUpdate(self.fp8_meta["scaling_bwd"].delayed_states, state.group)
+        return ScaleUpdate() if FP8GlobalStateManager.is_first_fp8_module() else None
+
+    def _cached_weight(
+        self, key: str, weight: Tensor, quantizer: Quantizer, columnwise: bool, is_first_microbatch: bool | None
+    ) -> QuantizedTensorStorage | None:
+        """The weight as quantized for the first microbatch of a step; None when nothing is to be cached."""
+        if is_first_microbatch is None or isinstance(weight, QuantizedTensorStorage) or quantizer.is_identity:
+            return None
+        cached = self._fp8_workspaces.get(key)
+        stale = cached is None or (columnwise and not cached.get_usages()["columnwise"])
+        if is_first_microbatch or stale:
+            with torch.no_grad():
+                cached = quantizer.encode(weight, True, columnwise)
+            self._fp8_workspaces[key] = cached
+        return cached
+
+
+    def set_tensor_parallel_group(self, tp_group) -> None:
+        """Set the tensor-parallel process group; must precede the first forward when tp_size > 1."""
+        self.tp_group = tp_group
+        self.tp_group_initialized = True
+
+    def need_backward_dw(self) -> bool:
+        """Does this module put its weight gradients off until `backward_dw`?"""
+        return self.wgrad_store is not None
+
+    def backward_dw(self) -> None:
+        """Compute the weight gradient that the last backward put off (delay_wgrad_compute=True)."""
+        if self.wgrad_store is None:
+            return
+        self.wgrad_store.run_next()
+        for _ in range(min(self.num_products - 1, len(self.wgrad_store))):
+            self.wgrad_store.run_next()
+        for hook in self._wgrad_hooks:
+            hook()
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook) -> None:
+        """Call hook() whenever `backward_dw` has finished a weight gradient."""
+        self._wgrad_hooks.append(hook)
+
+    def _trigger_wgrad_accumulation_and_reduce_hooks(self) -> None:
+        for hook in self._wgrad_hooks:
+            hook()
+
+
+    def get_extra_state(self) -> Tensor:
+        """Recipe and delayed-scaling state as a uint8 CPU tensor; empty when there is none to keep."""
+        keep = self.fp8_meta.get("fp8_checkpoint") or self.fp8 or self.fp8_calibration
+        if not keep or "recipe" not in self.fp8_meta:
+            return torch.empty(0, dtype=torch.uint8)
+        return encode_extra_state(self.fp8_meta)
+
+    def set_extra_state(self, state) -> None:
+        """Restore what `get_extra_state` kept; read through an allow-list, in place where tensors exist."""
+        content = decode_extra_state(state)
+        if content is None:
+            return
+        recipe = content["recipe"]
+        if self._module_recipe is None or self._module_recipe.recipe != recipe:
+            materialize(self, recipe, self.fp8_meta.get("fp8_group"))
+        load_extra_state(content, self.fp8_meta)
+        self.fp8_meta["num_gemms"] = self.num_products
+
+    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs) -> None:
+        # Quantized parameters copy with their quantizer's scale, so the scale has to be there first.
+        extra = prefix + torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
+        if self.primary_weights_in_fp8 and extra in state_dict:
+            self.set_extra_state(state_dict[extra])
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+    def activation_dtype(self, x: Tensor) -> torch.dtype:
+        """The dtype a layer computes in: torch.autocast's when active, else the input's.
+
+        Raises TypeError when the input's dtype is not the parameters'.
+        """
+        device = x.device.type
+        if torch.is_autocast_enabled(device):
+            return torch.get_autocast_dtype(device)
+        for name, param in self._parameters.items():
+            if param is not None and param.dtype != x.dtype:
+                raise TypeError(
+                    f"the input is {x.dtype}, parameter {name} is {param.dtype}; convert one of them, "
+                    "or run under torch.autocast"
+                )
+        return x.dtype
+
+    def _warn_once(self, key: str, message: str) -> None:
+        if torch.compiler.is_compiling() or key in self._warned:
+            return
+        self._warned.add(key)
+        warnings.warn(message, stacklevel=3)
+
+
+def _empty_like_parameter(param: Tensor) -> Tensor:
+    """Where init methods write: the parameter's own storage, or a fresh high-precision tensor."""
+    if isinstance(param, QuantizedTensor):
+        return torch.empty(param.shape, dtype=param.dtype, device=param.device)
+    if param.is_meta:
+        return torch.empty_like(param, device=canonical_device("cuda"), requires_grad=False)
+    return param
+
+
+def _keep_initial_values(param: torch.nn.Parameter, values: Tensor) -> None:
+    """Attach accessors of the high-precision initial values, kept on the CPU for an optimizer's master weights."""
+    kept: dict[str, Tensor] = {"values": values.detach().cpu().clone()}
+    param.get_high_precision_init_val = lambda: kept.get("values")  # pyright: ignore
+    param.clear_high_precision_init_val = lambda: kept.clear()  # pyright: ignore

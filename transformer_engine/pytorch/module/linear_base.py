@@ -1,0 +1,208 @@
+"""What the modules with one named weight share: its parameters, checks on inputs, and spec fragments."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..device import canonical_device
+from ..distributed.tensor_parallel import set_tensor_model_parallel_attributes
+from ..functions.linear import Accumulation
+from ..functions.weight_gradient import WeightGradient
+from ..quantization.autocast import AutocastState
+from ..tensor.quantized_tensor import QuantizedTensorStorage
+from .base import TransformerEngineBaseModule
+from .parameters import InitMethod, ParameterInit, default_init_method, split_names
+from .recipe_state import UNQUANTIZED, ProductQuantizers
+
+
+@dataclass(frozen=True)
+class OverlapOptions:
+    """The original's userbuffers switches; kept for inspection, the collectives run unfused."""
+
+    overlap_all_gather: bool = False
+    overlap_reduce_scatter: bool = False
+    overlap_reduce_scatter_dgrad: bool = False
+    bulk_dgrad: bool = False
+    bulk_wgrad: bool = False
+    name: str | None = None
+
+
+def check_parallel_mode(mode: str | None, tp_size: int, in_features: int, out_features: int) -> None:
+    """ValueError unless mode is known and tp_size divides the sharded dimension."""
+    if mode not in (None, "row", "column"):
+        raise ValueError(f'parallel_mode={mode!r} is unknown; choose None, "row" or "column"')
+    sharded = {"row": ("in_features", in_features), "column": ("out_features", out_features)}.get(mode or "")
+    if sharded and sharded[1] % tp_size:
+        padded = -(-sharded[1] // tp_size) * tp_size
+        raise ValueError(f"tp_size={tp_size} does not divide {sharded[0]}={sharded[1]}; pad it to {padded}")
+
+
+class QuantizedProductsModule(TransformerEngineBaseModule):
+    """A module whose forward is made of linear products: which quantizers they get, and how gradients are formed."""
+
+    fuse_wgrad_accumulation = False
+    save_original_input = False
+
+    def check_input(self, inp: Tensor, features: int) -> None:
+        """ValueError unless inp is [.., features] on the parameters' device."""
+        if inp.dim() == 0 or inp.shape[-1] != features:
+            raise ValueError(
+                f"{type(self).__name__} takes [.., {features}], the input is {list(inp.shape)}; "
+                "its last dimension must be the layer's input features"
+            )
+        for name, param in self._parameters.items():
+            if param is not None and param.is_meta:
+                raise RuntimeError(f"parameter {name} is on the meta device; call reset_parameters() first")
+            if param is not None and param.device != inp.device:
+                raise ValueError(
+                    f"the input is on {inp.device}, parameter {name} on {param.device}; move one of them with .to()"
+                )
+
+    def quantizable_products(
+        self, state: AutocastState, inp: Tensor, shapes: Sequence[tuple[int, int]]
+    ) -> tuple[ProductQuantizers, ...]:
+        """The quantizers of each product, or none of them (with one warning) when a size does not fit the format.
+
+        shapes   (in_features, out_features) of each product's weight
+        """
+        products = self._product_quantizers(state)
+        if not state.enabled:
+            return products
+        rows = inp.numel() // inp.shape[-1] if inp.shape[-1] else 0
+        for product, (k, n) in zip(products, shapes, strict=True):
+            for quantizer, extents in ((product.input, (rows, k)), (product.weight, (n, k)), (product.grad_output, (rows, n))):
+                if reason := quantizer.shape_refusal(extents, True, True):
+                    self._warn_once(
+                        f"shape {extents}",
+                        f"{type(self).__name__} runs in high precision: {reason}; pad that dimension to use "
+                        f"{type(state.recipe).__name__}",
+                    )
+                    return (UNQUANTIZED,) * self.num_products
+        return products
+
+    def check_results(self, product: ProductQuantizers, quantized_output: bool, quantized_grad: bool) -> None:
+        """ValueError when a quantized result is asked for where nothing is quantized."""
+        if (quantized_output and product.output.is_identity) or (quantized_grad and product.grad_input.is_identity):
+            raise ValueError(
+                "fp8_output or fp8_grad is set, but this call does not quantize; "
+                "enter te.autocast with a delayed or current scaling recipe, or leave them False"
+            )
+
+    def accumulation(self, state: AutocastState) -> Accumulation:
+        active = self._module_recipe
+        return active.accumulation if state.enabled and active is not None else Accumulation()
+
+    def backward_mode(self, state: AutocastState) -> str:
+        active = self._module_recipe
+        return active.backward if state.enabled and active is not None else "quantized"
+
+    def keeps_input(self, state: AutocastState) -> bool:
+        """save_original_input, which delayed scaling cannot serve: its scale has moved on by the backward."""
+        if not self.save_original_input or not state.enabled:
+            return False
+        assert state.recipe is not None
+        if state.recipe.delayed():
+            raise ValueError(
+                "save_original_input=True does not work with DelayedScaling, whose scale changes before the backward; "
+                "use Float8CurrentScaling or a block scaling recipe, or leave it False"
+            )
+        return True
+
+    def weight_gradient(self, name: str, is_first_microbatch: bool | None) -> WeightGradient:
+        """Where the gradient of the parameter called name goes."""
+        if not self.fuse_wgrad_accumulation and self.wgrad_store is None:
+            return WeightGradient()
+        parameter = self._parameters.get(name)
+        deliver = None
+        if self.wgrad_store is not None and not self.fuse_wgrad_accumulation:
+            deliver = functools.partial(self._accumulate_grad, name)
+        return WeightGradient(
+            parameter, self.fuse_wgrad_accumulation, bool(is_first_microbatch), self.wgrad_store, deliver
+        )
+
+    def _accumulate_grad(self, name: str, grad: Tensor) -> None:
+        """Add a delayed gradient [N, K] to the .grad of the parameters that make up the weight called name."""
+        parameter = getattr(self, name)
+        parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+
+
+class LinearParameters(QuantizedProductsModule):
+    """One weight [out_features, in_features] and its bias, whole or in named pieces."""
+
+    in_features: int
+    out_features: int
+    parallel_mode: str | None
+    get_rng_state_tracker = None
+    rng_tracker_name: str | None = None
+
+    def create_parameters(
+        self,
+        bias: bool,
+        parameters_split: Sequence[str] | Mapping[str, int] | None,
+        dtype: torch.dtype | None,
+        device: torch.device | str | int,
+        init_method: InitMethod | None,
+    ) -> None:
+        """Register weight and bias (or {name}_weight, {name}_bias for each piece), unfilled."""
+        self.use_bias = bias
+        tp_rows = self.tp_size if self.parallel_mode == "column" else 1
+        pieces = split_names(parameters_split, self.out_features, tp_rows)
+        if len(pieces) > 1 and (self.fuse_wgrad_accumulation or self.primary_weights_in_fp8):
+            what = "fuse_wgrad_accumulation" if self.fuse_wgrad_accumulation else "quantized_model_init"
+            raise ValueError(f"{what} needs one weight parameter, parameters_split makes {len(pieces)}; leave one out")
+        self.weight_names = [f"{prefix}weight" for prefix in pieces]
+        self.bias_names = [f"{prefix}bias" for prefix in pieces]
+        init = ParameterInit(
+            init_method or default_init_method, self.get_rng_state_tracker, self.rng_tracker_name, fp8_meta_index=1
+        )
+        options = {"dtype": dtype or torch.get_default_dtype(), "device": canonical_device(device)}
+        for name, rows in zip(self.weight_names, pieces.values(), strict=True):
+            self.register_parameter(name, torch.nn.Parameter(torch.empty(rows, self.in_features, **options)), init)
+        for name, rows in zip(self.bias_names, pieces.values(), strict=True):
+            if bias:
+                zeros = ParameterInit(torch.nn.init.zeros_)
+                self.register_parameter(name, torch.nn.Parameter(torch.empty(rows, **options)), zeros)
+            else:
+                setattr(self, name, torch.empty(0, **options))
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        super().reset_parameters(defer_init=defer_init)
+        if defer_init:
+            return
+        sharded = self.tp_size > 1 and self.parallel_mode is not None
+        for name in self.weight_names:
+            set_tensor_model_parallel_attributes(
+                getattr(self, name), sharded, 1 if self.parallel_mode == "row" else 0, 1
+            )
+        for name in self.bias_names if self.use_bias else ():
+            if self.parallel_mode == "row":
+                getattr(self, name).sequence_parallel = self.sequence_parallel
+            elif self.parallel_mode == "column":
+                set_tensor_model_parallel_attributes(getattr(self, name), sharded, 0, 1)
+
+    def weight_tensor(self) -> Tensor:
+        """The weight [out_features, in_features], its pieces joined."""
+        if len(self.weight_names) == 1:
+            return getattr(self, self.weight_names[0])
+        return torch.cat([getattr(self, name) for name in self.weight_names])
+
+    def bias_tensor(self) -> Tensor | None:
+        """The bias [out_features], its pieces joined; None without one."""
+        if not self.use_bias:
+            return None
+        if len(self.bias_names) == 1:
+            return getattr(self, self.bias_names[0])
+        return torch.cat([getattr(self, name) for name in self.bias_names])
+
+    def _accumulate_grad(self, name: str, grad: Tensor) -> None:
+        pieces = [getattr(self, name) for name in self.weight_names]
+        for piece, part in zip(pieces, grad.split([p.shape[0] for p in pieces]), strict=True):
+            piece.grad = part if piece.grad is None else piece.grad + part
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"

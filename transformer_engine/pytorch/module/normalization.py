@@ -1,0 +1,154 @@
+"""What LayerNorm and RMSNorm share: parameters, their first values, and the checks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from ..device import canonical_device
+from ..functions.norm import normalize
+from ..functions.normalization import Norm
+
+_STAGES = ("forward", "backward", "inference")
+
+
+class Normalization(torch.nn.Module):
+    """y = normalize(x) * gamma (+ beta) over the last dimensions of x, gamma = weight or 1 + weight.
+
+    Subclasses say which kind and whether there is a bias. `sm_margin` is kept for kernels that can leave
+    streaming multiprocessors to others; it never changes a value.
+    """
+
+    kind: str
+    has_bias: bool
+
+    def __init__(
+        self,
+        normalized_shape: int | Iterable[int] | None = None,
+        eps: float = 1e-5,
+        sequence_parallel: bool | None = None,
+        params_dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        hidden_size: int | None = None,
+        *,
+        device: torch.device | str | None = "cuda",
+        dtype: torch.dtype | None = None,
+        sm_margin: int | Mapping[str, int] = 0,
+    ) -> None:
+        super().__init__()
+        shape = _renamed("hidden_size", hidden_size, "normalized_shape", normalized_shape)
+        dtype = _renamed("params_dtype", params_dtype, "dtype", dtype)
+        if shape is None:
+            raise ValueError(f"{type(self).__name__} needs normalized_shape, an int or several")
+        self.normalized_shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        if not self.normalized_shape or min(self.normalized_shape) < 1:
+            raise ValueError(f"normalized_shape={self.normalized_shape} must hold positive sizes")
+        self.eps = eps
+        self.zero_centered_gamma = zero_centered_gamma
+        self.sequence_parallel = sequence_parallel
+        self._sm_margins = _margins(sm_margin)
+        self._norm = Norm(self.kind, eps, zero_centered_gamma)
+        allocation = {"device": canonical_device(device), "dtype": dtype or torch.get_default_dtype()}
+        self.weight = torch.nn.Parameter(torch.empty(self.normalized_shape, **allocation))
+        if self.has_bias:
+            self.bias = torch.nn.Parameter(torch.empty(self.normalized_shape, **allocation))
+        else:
+            self.register_parameter("bias", None)
+        if sequence_parallel is not None:
+            for parameter in self.parameters():
+                parameter.sequence_parallel = sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
+        if not self.weight.is_meta:
+            self.reset_parameters()
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """gamma = 1, beta = 0; parameters on the meta device are allocated first, keeping their attributes.
+
+        defer_init=True does nothing: the parameters keep their (meta) storage until a later call.
+        """
+        if defer_init:
+            return
+        for name, parameter in list(self.named_parameters(recurse=False)):
+            if parameter.is_meta:
+                values = torch.empty_like(parameter, device=canonical_device("cuda"))
+                allocated = torch.nn.Parameter(values, requires_grad=parameter.requires_grad)
+                vars(allocated).update(vars(parameter))
+                self.register_parameter(name, allocated)
+        with torch.no_grad():
+            self.weight.fill_(0.0 if self.zero_centered_gamma else 1.0)
+            if self.has_bias:
+                self.bias.zero_()
+
+    def forward(self, inp: Tensor) -> Tensor:
+        """The normalized input, in torch.autocast's dtype when that is active, else in the input's."""
+        self._check(inp)
+        device = inp.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else inp.dtype
+        return normalize(inp.to(dtype), self.weight, self.bias, self._norm)
+
+    def _check(self, inp: Tensor) -> None:
+        name, shape = type(self).__name__, self.normalized_shape
+        if tuple(inp.shape[-len(shape) :]) != shape:
+            raise ValueError(
+                f"{name} normalizes the last dimensions {shape}, and the input is {tuple(inp.shape)}; "
+                "reshape the input or set normalized_shape"
+            )
+        if not inp.dtype.is_floating_point:
+            raise TypeError(f"{name} takes floating-point inputs, not {inp.dtype}; convert the input")
+        if self.weight.is_meta and not inp.is_meta:
+            raise RuntimeError(
+                f"the parameters of {name} are on the meta device; call reset_parameters() first"
+            )
+
+    def extra_repr(self) -> str:
+        return f"{self.normalized_shape}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
+
+    @property
+    def fwd_ln_sm_margin(self) -> int:
+        """The `forward` entry of sm_margin, under the name that older callers set."""
+        return self._sm_margins["forward"]
+
+    @fwd_ln_sm_margin.setter
+    def fwd_ln_sm_margin(self, margin: int) -> None:
+        self._sm_margins["forward"] = margin
+
+    @property
+    def bwd_ln_sm_margin(self) -> int:
+        """The `backward` entry of sm_margin, under the name that older callers set."""
+        return self._sm_margins["backward"]
+
+    @bwd_ln_sm_margin.setter
+    def bwd_ln_sm_margin(self, margin: int) -> None:
+        self._sm_margins["backward"] = margin
+
+    @property
+    def inf_ln_sm_margin(self) -> int:
+        """The `inference` entry of sm_margin, under the name that older callers set."""
+        return self._sm_margins["inference"]
+
+    @inf_ln_sm_margin.setter
+    def inf_ln_sm_margin(self, margin: int) -> None:
+        self._sm_margins["inference"] = margin
+
+
+def _renamed(old_name: str, old, new_name: str, new):
+    """The value given under a keyword's old or new name."""
+    if old is None:
+        return new
+    if new is not None:
+        raise ValueError(f"{old_name} is the old name of {new_name}; give {new_name} only")
+    warnings.warn(f"{old_name} is deprecated; use {new_name}", DeprecationWarning, stacklevel=4)
+    return old
+
+
+def _margins(sm_margin: int | Mapping[str, int]) -> dict[str, int]:
+    """One margin a stage; ValueError for stages that do not exist or are missing."""
+    if isinstance(sm_margin, int):
+        return dict.fromkeys(_STAGES, sm_margin)
+    if set(sm_margin) != set(_STAGES):
+        raise ValueError(
+            f"sm_margin has keys {sorted(sm_margin)}; give an int or all of {', '.join(_STAGES)}"
+        )
+    return dict(sm_margin)

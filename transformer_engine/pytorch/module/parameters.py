@@ -1,0 +1,67 @@
+"""Parameters of a layer: one weight, or several named pieces of it, and how each is initialised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+InitMethod = Callable[[Tensor], object]
+
+DEFAULT_STANDARD_DEVIATION = 0.023
+
+
+def default_init_method(weight: Tensor) -> Tensor:
+    """weight ~ N(0, 0.023)"""
+    return torch.nn.init.normal_(weight, mean=0.0, std=DEFAULT_STANDARD_DEVIATION)
+
+
+@dataclass(frozen=True)
+class ParameterInit:
+    """How a parameter gets its first values, and which of the weight quantizers holds it when it is quantized."""
+
+    init: InitMethod
+    rng_tracker: Callable | None = None
+    rng_tracker_name: str | None = None
+    fp8_meta_index: int | None = None
+
+    def fill(self, tensor: Tensor) -> None:
+        """Initialise in place, under the tensor-parallel random state when there is one."""
+        if self.rng_tracker is None:
+            scope = nullcontext()
+        else:
+            name = self.rng_tracker_name
+            scope = self.rng_tracker().fork() if name is None else self.rng_tracker().fork(name)
+        with torch.no_grad(), scope:
+            self.init(tensor)
+
+
+def split_names(
+    parameters_split: Sequence[str] | Mapping[str, int] | None, rows: int, tp_size: int = 1
+) -> dict[str, int]:
+    """{prefix: rows} of the parameters that the weight [rows, K] is cut into along its first axis.
+
+    A sequence of names cuts evenly, a mapping gives each name its (unsharded) rows; "" is the whole weight.
+    Raises ValueError when the pieces do not make up the weight.
+    """
+    if parameters_split is None:
+        return {"": rows}
+    if isinstance(parameters_split, Mapping):
+        sizes = dict(parameters_split)
+        uneven = [f"{name}={size}" for name, size in sizes.items() if size % tp_size]
+        if uneven:
+            raise ValueError(f"tp_size={tp_size} does not divide parameters_split {', '.join(uneven)}; pad them")
+        sizes = {name: size // tp_size for name, size in sizes.items()}
+    else:
+        names = list(parameters_split)
+        if not names or rows % len(names):
+            raise ValueError(
+                f"parameters_split has {len(names)} names, which does not divide {rows} rows; give a dict of sizes"
+            )
+        sizes = {name: rows // len(names) for name in names}
+    if sum(sizes.values()) != rows:
+        raise ValueError(f"parameters_split sizes add up to {sum(sizes.values())}, the weight has {rows} rows")
+    return {name.rstrip("_") + "_": size for name, size in sizes.items()}

@@ -1,0 +1,123 @@
+"""ModuleRecipe: the quantizers that one module uses under one recipe, made once and kept until the recipe changes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...common.recipe import Recipe
+from ..functions.linear import IDENTITY, Accumulation
+from ..quantization import FP8GlobalStateManager, RecipeState
+from ..quantization.autocast import AutocastState
+from ..tensor.quantizer import Calibrating, Quantizer
+from ..tracing import constant_while_tracing
+
+if TYPE_CHECKING:
+    from .base import TransformerEngineBaseModule
+
+# Slots of a product: the original's order, which checkpoints of delayed scaling rely on.
+FORWARD_SLOTS = 3  # input, weight, output
+BACKWARD_SLOTS = 2  # grad_output, grad_input
+
+
+@dataclass(frozen=True)
+class ProductQuantizers:
+    """The five quantizers of one linear product and its two gradients."""
+
+    input: Quantizer = IDENTITY
+    weight: Quantizer = IDENTITY
+    output: Quantizer = IDENTITY
+    grad_output: Quantizer = IDENTITY
+    grad_input: Quantizer = IDENTITY
+
+    def calibrating(self) -> ProductQuantizers:
+        """The same, but only recording statistics: the products stay in high precision."""
+        return ProductQuantizers(Calibrating(self.input), Calibrating(self.weight))
+
+
+UNQUANTIZED = ProductQuantizers()
+
+
+class ModuleRecipe:
+    """Recipe, group and quantizers of one module; `product(i)` gives those of its i-th product."""
+
+    def __init__(self, recipe: Recipe, group: Any, forward: list[Quantizer], backward: list[Quantizer]):
+        self.recipe = recipe
+        self.group = group
+        self.products = tuple(
+            ProductQuantizers(
+                *forward[FORWARD_SLOTS * i : FORWARD_SLOTS * (i + 1)],
+                *backward[BACKWARD_SLOTS * i : BACKWARD_SLOTS * (i + 1)],
+            )
+            for i in range(len(forward) // FORWARD_SLOTS)
+        )
+        self.has_state = recipe.delayed() or recipe.custom()
+        self.accumulation = accumulation_of(recipe)
+        self.backward = getattr(recipe, "backward_override", None) or "quantized"
+
+    def serves(self, state: AutocastState) -> bool:
+        return self.recipe is state.recipe and self.group is state.group
+
+
+def accumulation_of(recipe: Recipe) -> Accumulation:
+    """Split accumulation by product: what the recipe says, else the original's defaults (forward fast)."""
+    products = ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad")
+    if all(hasattr(recipe, name) for name in products):
+        return Accumulation(*(getattr(recipe, name).use_split_accumulator for name in products))
+    return Accumulation()
+
+
+def ensure(module: TransformerEngineBaseModule, state: AutocastState) -> bool:
+    """Make the module's quantizers for the active recipe unless it has them; True, so that a tracer keeps the call."""
+    if torch.compiler.is_compiling():
+        return _ensure_while_tracing(module, state.recipe, state.group)
+    active = module._module_recipe
+    if active is None or not active.serves(state):
+        _renew(module, state.recipe, state.group)
+    if module._module_recipe.has_state:
+        # Again at every forward: FP8GlobalStateManager.reset() forgets who takes part in scale updates.
+        FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(module.fp8_meta)
+    return True
+
+
+@constant_while_tracing
+def _ensure_while_tracing(module: TransformerEngineBaseModule, recipe: Recipe, group: Any) -> bool:
+    """Runs for real while torch.compile traces: state made inside the graph would be lost to the backward's writes."""
+    active = module._module_recipe
+    if active is None or active.recipe is not recipe or active.group is not group:
+        _renew(module, recipe, group)
+    return True
+
+
+def _renew(module: TransformerEngineBaseModule, recipe: Recipe, group: Any) -> None:
+    """An equal recipe in a new object changes nothing; anything else makes new quantizers."""
+    active = module._module_recipe
+    if active is not None and active.recipe == recipe and active.group is group:
+        active.recipe = recipe
+        return
+    materialize(module, recipe, group)
+
+
+def materialize(module: TransformerEngineBaseModule, recipe: Recipe, group: Any) -> None:
+    """Create or adapt the recipe states and quantizers of a module; delayed scaling keeps its histories."""
+    meta = module.fp8_meta
+    products = module.num_products
+    for key, mode, slots in (("scaling_fwd", "forward", FORWARD_SLOTS), ("scaling_bwd", "backward", BACKWARD_SLOTS)):
+        state = RecipeState.renew(
+            meta.get(key), recipe, mode=mode, num_quantizers=slots * products, device=module._state_device()
+        )
+        meta[key] = state
+        module.quantizers[key] = state.make_quantizers()
+    meta.update(recipe=recipe, num_gemms=products, fp8_group=group, fp8_checkpoint=True)
+    fp8_format = getattr(recipe, "fp8_format", None)
+    if fp8_format is not None:
+        meta.update(fp8_max_fwd=fp8_format.value.max_fwd, fp8_max_bwd=fp8_format.value.max_bwd)
+    module._customize_quantizers(recipe)
+    FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(meta)
+    module._fp8_workspaces.clear()
+    module.fp8_initialized = True
+    module._module_recipe = ModuleRecipe(
+        recipe, group, module.quantizers["scaling_fwd"], module.quantizers["scaling_bwd"]
+    )

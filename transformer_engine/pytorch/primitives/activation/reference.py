@@ -1,0 +1,150 @@
+"""y = f(x), or y [..., F] = f(x[..., :F]) * x[..., F:] when gated, and the gradients, in float32.
+
+Sources: GELU with tanh, arXiv:1606.08415; gated units, arXiv:2002.05202; squared ReLU, arXiv:2109.08668;
+clamped SwiGLU, the open-weight GPT-OSS model, arXiv:2508.10925. qgelu is x * sigmoid(1.702 x) of the first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ....common.dispatch import Backend
+from .request import ACTIVATIONS, ActivationParams, ActivationRequest
+
+_SQRT_2_OVER_PI = math.sqrt(2.0 / math.pi)
+_GELU_CUBIC = 0.044715
+_QGELU_ALPHA = 1.702
+
+
+def activation_forward(name: str, x: Tensor, params: ActivationParams) -> Tensor:
+    """y = f(x) for x [...], or y [..., F] = f(a) * b for x = [a, b] [..., 2F]."""
+    x_wide = x.to(torch.float32)
+    if not ACTIVATIONS[name].gated:
+        return _CURVES[name].value(x_wide).to(x.dtype)
+    gate, linear = x_wide.chunk(2, dim=-1)
+    if name == "clamped_swiglu":
+        gate = gate.clamp(max=params.limit)
+        linear = linear.clamp(min=-params.limit, max=params.limit)
+        y = gate * torch.sigmoid(params.alpha * gate) * (linear + params.offset)
+    else:
+        y = _CURVES[name].value(gate) * linear
+    return y.to(x.dtype)
+
+
+def activation_backward(name: str, dy: Tensor, x: Tensor, params: ActivationParams) -> Tensor:
+    """dx = dy * f'(x), or dx [..., 2F] = [dy * f'(a) * b, dy * f(a)] for x = [a, b]."""
+    x_wide = x.to(torch.float32)
+    dy_wide = dy.to(torch.float32)
+    if not ACTIVATIONS[name].gated:
+        return (dy_wide * _CURVES[name].slope(x_wide)).to(x.dtype)
+    gate, linear = x_wide.chunk(2, dim=-1)
+    if name == "clamped_swiglu":
+        dgate, dlinear = _clamped_swiglu_gradients(dy_wide, gate, linear, params)
+    else:
+        curve = _CURVES[name]
+        dgate = dy_wide * curve.slope(gate) * linear
+        dlinear = dy_wide * curve.value(gate)
+    return torch.cat((dgate, dlinear), dim=-1).to(x.dtype)
+
+
+def _clamped_swiglu_gradients(
+    dy: Tensor, gate: Tensor, linear: Tensor, params: ActivationParams
+) -> tuple[Tensor, Tensor]:
+    gate_clamped = gate.clamp(max=params.limit)
+    linear_clamped = linear.clamp(min=-params.limit, max=params.limit)
+    sigmoid = torch.sigmoid(params.alpha * gate_clamped)
+    slope = sigmoid + params.alpha * gate_clamped * sigmoid * (1.0 - sigmoid)
+    dgate = dy * slope * (linear_clamped + params.offset)
+    dlinear = dy * gate_clamped * sigmoid
+    dgate = torch.where(gate > params.limit, 0.0, dgate)
+    dlinear = torch.where(linear.abs() > params.limit, 0.0, dlinear)
+    return dgate, dlinear
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return 0.5 * x * (1.0 + torch.tanh(_SQRT_2_OVER_PI * (x + _GELU_CUBIC * x * x * x)))
+
+
+def _gelu_slope(x: Tensor) -> Tensor:
+    tanh = torch.tanh(_SQRT_2_OVER_PI * (x + _GELU_CUBIC * x * x * x))
+    inner_slope = _SQRT_2_OVER_PI * (1.0 + 3.0 * _GELU_CUBIC * x * x)
+    return 0.5 * (1.0 + tanh) + 0.5 * x * (1.0 - tanh * tanh) * inner_slope
+
+
+def _qgelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(_QGELU_ALPHA * x)
+
+
+def _qgelu_slope(x: Tensor) -> Tensor:
+    sigmoid = torch.sigmoid(_QGELU_ALPHA * x)
+    return sigmoid + _QGELU_ALPHA * x * sigmoid * (1.0 - sigmoid)
+
+
+def _relu_slope(x: Tensor) -> Tensor:
+    return torch.where(x <= 0.0, 0.0, 1.0)  # 0 at 0, as torch has it
+
+
+def _squared_relu(x: Tensor) -> Tensor:
+    return torch.relu(x).square()
+
+
+def _squared_relu_slope(x: Tensor) -> Tensor:
+    return 2.0 * torch.relu(x)
+
+
+def _silu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(x)
+
+
+def _silu_slope(x: Tensor) -> Tensor:
+    sigmoid = torch.sigmoid(x)
+    return sigmoid + x * sigmoid * (1.0 - sigmoid)
+
+
+def _sigmoid_slope(x: Tensor) -> Tensor:
+    sigmoid = torch.sigmoid(x)
+    return sigmoid * (1.0 - sigmoid)
+
+
+class Curve(NamedTuple):
+    """A function of one number and its derivative."""
+
+    value: Callable[[Tensor], Tensor]
+    slope: Callable[[Tensor], Tensor]
+
+
+_GELU = Curve(_gelu, _gelu_slope)
+_QGELU = Curve(_qgelu, _qgelu_slope)
+_RELU = Curve(torch.relu, _relu_slope)
+_SRELU = Curve(_squared_relu, _squared_relu_slope)
+_SILU = Curve(_silu, _silu_slope)
+
+_CURVES: dict[str, Curve] = {
+    "gelu": _GELU,
+    "geglu": _GELU,
+    "glu": Curve(torch.sigmoid, _sigmoid_slope),
+    "qgelu": _QGELU,
+    "qgeglu": _QGELU,
+    "relu": _RELU,
+    "reglu": _RELU,
+    "srelu": _SRELU,
+    "sreglu": _SRELU,
+    "silu": _SILU,
+    "swiglu": _SILU,
+}
+
+
+def run(backward: bool) -> Callable[..., Tensor]:
+    return activation_backward if backward else activation_forward
+
+
+def refuses(request: ActivationRequest) -> str | None:
+    return None
+
+
+BACKEND: Backend[ActivationRequest] = Backend("reference", run, refuses)

@@ -1,0 +1,131 @@
+"""FP8 products by cuBLASLt, reached through torch: one scale a tensor, or 1x128 and 128x128 blocks on Hopper."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ....common.dispatch import Backend
+from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8, ceil_div, round_up
+from ..operand import Operand
+from .request import Epilogue, GemmRequest
+
+# cuBLASLt wants 16-byte rows; zero codes added to K add nothing, zero rows of b are cut off again.
+_ALIGNMENT = 16
+_BLOCK = 128
+
+
+def _refuses_anywhere(request: GemmRequest) -> str | None:
+    if request.a_format is None or request.b_format is None:
+        return "an operand is not quantized"
+    if request.device != "cuda":
+        return f"it needs a CUDA device, the operands are on {request.device}"
+    if request.a_element == request.b_element == torch.float8_e5m2:
+        return "cuBLASLt multiplies no two E5M2 operands"
+    return None
+
+
+def _refuses_tensor_scales(request: GemmRequest) -> str | None:
+    if reason := _refuses_anywhere(request):
+        return reason
+    if request.a_format != FLOAT8 or request.b_format != FLOAT8:
+        return f"block scales ({request.a_format.name} x {request.b_format.name}); it takes one scale a tensor"  # pyright: ignore
+    if request.capability < (8, 9):
+        return f"compute capability {request.capability[0]}.{request.capability[1]} < 8.9 has no FP8 tensor cores"
+    return None
+
+
+def _run_tensor_scales(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
+    a_codes, b_codes = _pad(a.codes, 1, _ALIGNMENT), _pad(b.codes, _ALIGNMENT, _ALIGNMENT)
+    fused = _fuses_bias(b, epilogue)
+    product = torch._scaled_mm(
+        a_codes,
+        b_codes.t(),
+        scale_a=_scalar(a),
+        scale_b=_scalar(b),
+        bias=epilogue.bias if fused else None,
+        out_dtype=_result_dtype(epilogue),
+        use_fast_accum=not epilogue.exact,
+    )
+    product = product[:, : b.rows]
+    return epilogue.store(product) if fused else epilogue.finish(product)
+
+
+def _refuses_block_scales(request: GemmRequest) -> str | None:
+    if reason := _refuses_anywhere(request):
+        return reason
+    formats = (request.a_format, request.b_format)
+    if any(fmt not in (BLOCK_1D, BLOCK_2D) for fmt in formats):
+        return f"{formats[0].name} x {formats[1].name}; it takes 1x128 and 128x128 blocks"  # pyright: ignore
+    if formats == (BLOCK_2D, BLOCK_2D):
+        return "cuBLASLt multiplies no two operands of 128x128 blocks"
+    if request.capability[0] != 9:
+        return f"compute capability {request.capability[0]}.{request.capability[1]}; cuBLASLt has it on 9.0 only"
+    if not hasattr(F, "scaled_mm"):
+        return f"torch {torch.__version__} has no torch.nn.functional.scaled_mm (it came with 2.10)"
+    return None
+
+
+def _run_block_scales(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
+    kinds = {BLOCK_1D: F.ScalingType.BlockWise1x128, BLOCK_2D: F.ScalingType.BlockWise128x128}
+    assert a.format is not None and b.format is not None
+    row_unit = {BLOCK_1D: _ALIGNMENT, BLOCK_2D: _BLOCK}
+    a_codes = _pad(a.codes, row_unit[a.format], _BLOCK)
+    b_codes = _pad(b.codes, row_unit[b.format], _BLOCK)
+    product = F.scaled_mm(
+        a_codes,
+        b_codes.t(),
+        scale_a=_block_scale(a, a_codes),
+        scale_recipe_a=kinds[a.format],
+        scale_b=_block_scale(b, b_codes),
+        scale_recipe_b=kinds[b.format],
+        output_dtype=_result_dtype(epilogue),
+        use_fast_accum=False,
+    )
+    return epilogue.finish(product[: a.rows, : b.rows])
+
+
+def _pad(codes: Tensor, rows: int, columns: int) -> Tensor:
+    """Zero codes up to multiples of rows and columns, contiguous along K."""
+    extra_rows = round_up(codes.shape[0], rows) - codes.shape[0]
+    extra_columns = round_up(codes.shape[1], columns) - codes.shape[1]
+    if extra_rows or extra_columns:
+        return F.pad(codes.view(torch.uint8), (0, extra_columns, 0, extra_rows)).view(codes.dtype)
+    return codes if codes.stride(1) == 1 else codes.contiguous()
+
+
+def _block_scale(operand: Operand, codes: Tensor) -> Tensor:
+    """Scales in cuBLASLt's layout: 1x128 [rows, K/128] rows contiguous; 128x128 K contiguous, padded to 4 blocks."""
+    assert operand.scale is not None
+    rows, blocks = codes.shape[0], codes.shape[1] // _BLOCK
+    if operand.format == BLOCK_1D:
+        padded = F.pad(operand.scale, (0, 0, 0, rows - operand.scale.shape[0]), value=1.0)
+        return padded.t().contiguous().t()
+    row_blocks = ceil_div(rows, _BLOCK)
+    scale = F.pad(operand.scale, (0, round_up(blocks, 4) - blocks), value=1.0)
+    return scale[:row_blocks].contiguous().t()
+
+
+def _scalar(operand: Operand) -> Tensor:
+    assert operand.scale is not None
+    return operand.scale.reshape(())
+
+
+def _result_dtype(epilogue: Epilogue) -> torch.dtype:
+    dtype = epilogue.dtype if epilogue.out is None else epilogue.out.dtype
+    return dtype if dtype in (torch.bfloat16, torch.float16, torch.float32) else torch.float32
+
+
+def _fuses_bias(b: Operand, epilogue: Epilogue) -> bool:
+    bias = epilogue.bias
+    return (
+        bias is not None
+        and bias.dtype == _result_dtype(epilogue)
+        and bias.dtype in (torch.bfloat16, torch.float16)
+        and b.rows % _ALIGNMENT == 0
+    )
+
+
+TENSOR_SCALES = Backend("scaled_mm", _run_tensor_scales, _refuses_tensor_scales)
+BLOCK_SCALES = Backend("scaled_mm_block", _run_block_scales, _refuses_block_scales)

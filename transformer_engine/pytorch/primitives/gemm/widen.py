@@ -1,0 +1,60 @@
+"""Products of narrow codes at bf16 speed: codes times power-of-two or E4M3 block scales are exact in bfloat16.
+
+A bfloat16 holds 8 significant bits. An FP8 code has at most 4, so FP8 codes and MXFP8 values (a code times a power
+of two) are exact; an NVFP4 value is a 2-bit code times a 4-bit E4M3 scale, 6 bits. One scale for a whole tensor is
+applied to the float32 sum. Scales beyond bfloat16's range (2^-126 to 2^127) are the exception.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ....common.dispatch import Backend
+from ....common.formats import FLOAT8, MXFP8, NVFP4
+from ..operand import Operand
+from ..quantize import dequantize
+from .request import Epilogue, GemmRequest
+
+# The second-level scale of NVFP4 is amax / (6 * 448): with this amax it is one, and `dequantize` leaves it out.
+_UNIT_AMAX = 6.0 * 448.0
+
+
+def refuses(request: GemmRequest) -> str | None:
+    if request.device != "cuda":
+        return f"it is for GPUs; on {request.device} bfloat16 products are no faster than float32"
+    if request.capability < (8, 0):
+        return f"compute capability {request.capability[0]}.{request.capability[1]} has no bfloat16 tensor cores"
+    for fmt in (request.a_format, request.b_format):
+        if fmt is None:
+            return "an operand is not quantized"
+        if fmt not in (FLOAT8, MXFP8, NVFP4):
+            return f"{fmt.name} scales may be any float32; their product with a code needs more bits than bfloat16 has"
+    return None
+
+
+def run(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
+    product = torch.mm(_codes_in_bfloat16(a), _codes_in_bfloat16(b).t(), out_dtype=torch.float32)
+    return epilogue.finish(product * _tensor_scale(a) * _tensor_scale(b))
+
+
+def _codes_in_bfloat16(operand: Operand) -> Tensor:
+    if operand.format == FLOAT8:
+        return operand.codes.to(torch.bfloat16)
+    if operand.format == NVFP4:
+        assert operand.amax is not None
+        operand = operand._replace(amax=torch.full_like(operand.amax, _UNIT_AMAX))
+    return dequantize(operand._replace(dtype=torch.bfloat16))
+
+
+def _tensor_scale(operand: Operand) -> Tensor | float:
+    if operand.format == FLOAT8:
+        assert operand.scale is not None
+        return operand.scale
+    if operand.format == NVFP4:
+        assert operand.amax is not None
+        return operand.amax / _UNIT_AMAX
+    return 1.0
+
+
+BACKEND = Backend("widen", run, refuses)

@@ -1,0 +1,49 @@
+"""y [M, H] = normalize(x) * gamma (+ beta), its gradients, and the table of backends that compute them.
+
+A backend's `run` takes the name of one of the four operations and returns the function that computes it, so
+that `use_backend(norm="...")` forces all four together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from ....common.dispatch import Table
+from . import reference
+from .request import NormRequest
+
+TABLE: Table[NormRequest] = Table("norm", (reference.BACKEND,))
+
+
+def layernorm_forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y [M, H] = (x - mean) * rstdev * gamma + bias; mean, rstdev float32 [M]; y in x's dtype."""
+    return _select("layernorm_forward", x, weight)(x, weight, bias, eps, zero_centered)
+
+
+def layernorm_backward(
+    dy: Tensor, x: Tensor, mean: Tensor, rstdev: Tensor, weight: Tensor, zero_centered: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dx [M, H] in x's dtype, dweight [H], dbias [H] in weight's dtype), sums in float32."""
+    return _select("layernorm_backward", x, weight)(dy, x, mean, rstdev, weight, zero_centered)
+
+
+def rmsnorm_forward(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor]:
+    """y [M, H] = x * rstdev * gamma; rstdev float32 [M] = rsqrt(E[x²] + eps); y in x's dtype."""
+    return _select("rmsnorm_forward", x, weight)(x, weight, eps, zero_centered)
+
+
+def rmsnorm_backward(
+    dy: Tensor, x: Tensor, rstdev: Tensor, weight: Tensor, zero_centered: bool, add: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(dx [M, H] + add in x's dtype, dweight [H] in weight's dtype), sums in float32."""
+    return _select("rmsnorm_backward", x, weight)(dy, x, rstdev, weight, zero_centered, add)
+
+
+def _select(operation: str, x: Tensor, weight: Tensor) -> Callable[..., Any]:
+    request = NormRequest(operation, x.shape[0], x.shape[1], x.dtype, weight.dtype, x.device)
+    return TABLE.select(request).run(operation)

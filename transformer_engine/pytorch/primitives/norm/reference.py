@@ -1,0 +1,92 @@
+"""y = (x - E[x]) * rsqrt(Var[x] + eps) * gamma + beta and y = x * rsqrt(E[x²] + eps) * gamma, in float32.
+
+Layer Normalization: Ba, Kiros, Hinton, arXiv:1607.06450. Root Mean Square Layer Normalization: Zhang,
+Sennrich, arXiv:1910.07467. Every function takes matrices [rows, width]; gamma is weight, or 1 + weight when
+zero centered. The variance is that of the centred values (two passes): a large mean does not cancel it away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....common.dispatch import Backend
+from .request import NormRequest
+
+
+def layernorm_forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y [M, H] = (x - mean) * rstdev * gamma + bias; mean, rstdev float32 [M]."""
+    x_wide = x.to(torch.float32)
+    mean = x_wide.mean(dim=-1)
+    centered = x_wide - mean[:, None]
+    rstdev = torch.rsqrt(centered.square().mean(dim=-1) + eps)
+    y = centered * rstdev[:, None] * _gamma(weight, zero_centered)
+    if bias is not None:
+        y = y + bias.to(torch.float32)
+    return y.to(x.dtype), mean, rstdev
+
+
+def layernorm_backward(
+    dy: Tensor, x: Tensor, mean: Tensor, rstdev: Tensor, weight: Tensor, zero_centered: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx [M, H] = rstdev * (g - E[g] - xhat * E[g * xhat]), g = dy * gamma; dweight = Σ dy * xhat."""
+    dy_wide = dy.to(torch.float32)
+    normalized = (x.to(torch.float32) - mean[:, None]) * rstdev[:, None]
+    g = dy_wide * _gamma(weight, zero_centered)
+    projection = (g * normalized).mean(dim=-1, keepdim=True)
+    dx = rstdev[:, None] * (g - g.mean(dim=-1, keepdim=True) - normalized * projection)
+    dweight = (dy_wide * normalized).sum(dim=0)
+    dbias = dy_wide.sum(dim=0)
+    return dx.to(x.dtype), dweight.to(weight.dtype), dbias.to(weight.dtype)
+
+
+def rmsnorm_forward(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor]:
+    """y [M, H] = x * rstdev * gamma; rstdev float32 [M] = rsqrt(E[x²] + eps)."""
+    x_wide = x.to(torch.float32)
+    rstdev = torch.rsqrt(x_wide.square().mean(dim=-1) + eps)
+    y = x_wide * rstdev[:, None] * _gamma(weight, zero_centered)
+    return y.to(x.dtype), rstdev
+
+
+def rmsnorm_backward(
+    dy: Tensor, x: Tensor, rstdev: Tensor, weight: Tensor, zero_centered: bool, add: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """dx [M, H] = rstdev * (g - xhat * E[g * xhat]) + add, g = dy * gamma; dweight = Σ dy * xhat."""
+    dy_wide = dy.to(torch.float32)
+    normalized = x.to(torch.float32) * rstdev[:, None]
+    g = dy_wide * _gamma(weight, zero_centered)
+    projection = (g * normalized).mean(dim=-1, keepdim=True)
+    dx = rstdev[:, None] * (g - normalized * projection)
+    if add is not None:
+        dx = dx + add.to(torch.float32)
+    dweight = (dy_wide * normalized).sum(dim=0)
+    return dx.to(x.dtype), dweight.to(weight.dtype)
+
+
+def _gamma(weight: Tensor, zero_centered: bool) -> Tensor:
+    gamma = weight.to(torch.float32)
+    return gamma + 1.0 if zero_centered else gamma
+
+
+OPERATIONS = {
+    "layernorm_forward": layernorm_forward,
+    "layernorm_backward": layernorm_backward,
+    "rmsnorm_forward": rmsnorm_forward,
+    "rmsnorm_backward": rmsnorm_backward,
+}
+
+
+def run(operation: str) -> Callable[..., Any]:
+    return OPERATIONS[operation]
+
+
+def refuses(request: NormRequest) -> str | None:
+    return None
+
+
+BACKEND: Backend[NormRequest] = Backend("reference", run, refuses)

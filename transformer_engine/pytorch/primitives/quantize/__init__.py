@@ -1,0 +1,96 @@
+"""codes, scale = quantize(x [M, K], spec); values = dequantize(operand)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ....common.dispatch import Table
+from ....common.formats import FLOAT8, NVFP4
+from . import reference
+from .dequantize import dequantize
+from .e2m1 import decode_e2m1, encode_e2m1, pack_fp4, unpack_fp4
+from .float8 import absolute_maximum, cast, scale_from_amax
+from .hadamard import GROUP, hadamard_transform
+from .mxfp8 import e8m0_from_float, e8m0_to_float
+from .nvfp4 import global_decode_scale
+from .spec import Quantized, QuantizeSpec, Request, torch_dtype
+
+__all__ = [
+    "TABLE",
+    "QuantizeSpec",
+    "Quantized",
+    "Request",
+    "absolute_maximum",
+    "cast",
+    "decode_e2m1",
+    "dequantize",
+    "e8m0_from_float",
+    "e8m0_to_float",
+    "encode_e2m1",
+    "global_decode_scale",
+    "hadamard_transform",
+    "pack_fp4",
+    "quantize",
+    "scale_from_amax",
+    "torch_dtype",
+    "unpack_fp4",
+]
+
+TABLE: Table[Request] = Table("quantize", (reference.BACKEND,))
+
+
+def quantize(
+    x: Tensor,
+    spec: QuantizeSpec,
+    *,
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
+    amax_t: Tensor | None = None,
+    random: tuple[Tensor, Tensor] | None = None,
+) -> Quantized:
+    """x [M, K] -> codes and scales of the directions that spec asks for.
+
+    scale     FLOAT8: multiply by this instead of a scale made from the absolute maximum (delayed scaling)
+    amax      FLOAT8, NVFP4: the absolute maximum to use, for example one reduced over a group
+    amax_t    NVFP4: the same for the columnwise direction
+    random    NVFP4, stochastic: uniform float32 in [0, 1), shaped [M, K] for the rowwise codes and [K, M] for
+              the columnwise (two_dimensional: the first alone, the columnwise codes being its transpose)
+    """
+    _check(x, spec, scale, random)
+    request = Request(spec, (x.shape[0], x.shape[1]), x.dtype, x.device, scale is not None)
+    return TABLE.select(request).run(x, spec, scale, amax, amax_t, random)
+
+
+def _check(x: Tensor, spec: QuantizeSpec, scale: Tensor | None, random: tuple[Tensor, Tensor] | None) -> None:
+    if x.dim() != 2:
+        raise ValueError(f"quantize takes a matrix [M, K], not {list(x.shape)}; flatten the leading axes")
+    if not x.is_floating_point():
+        raise TypeError(f"quantize takes floating-point values, not {x.dtype}; convert them first")
+    if scale is not None and spec.format.name != FLOAT8.name:
+        raise ValueError(f"a given scale belongs to format float8, not to {spec.format.name}; leave it out")
+    if spec.format.name != NVFP4.name:
+        return
+    rows, depth = x.shape
+    if spec.rowwise and depth % 2:
+        raise ValueError(f"K={depth} FP4 codes do not fill whole bytes; pad K to a multiple of 2")
+    if spec.columnwise and rows % 2:
+        raise ValueError(f"M={rows} FP4 codes do not fill whole bytes; pad M to a multiple of 2")
+    if spec.columnwise and spec.hadamard and rows % GROUP:
+        raise ValueError(
+            f"M={rows} is not a multiple of {GROUP}, the Hadamard transform's group; "
+            "pad M or set hadamard=False"
+        )
+    if spec.stochastic:
+        _check_random(rows, depth, spec, random)
+
+
+def _check_random(rows: int, depth: int, spec: QuantizeSpec, random: tuple[Tensor, Tensor] | None) -> None:
+    if random is None:
+        raise ValueError(
+            "stochastic rounding needs random=(uniform [M, K], uniform [K, M]), float32 in [0, 1); it is None"
+        )
+    reads_rows = spec.rowwise or spec.transposes
+    if reads_rows and tuple(random[0].shape) != (rows, depth):
+        raise ValueError(f"random[0] is {list(random[0].shape)}; draw one number an element, {[rows, depth]}")
+    if spec.columnwise and not spec.transposes and tuple(random[1].shape) != (depth, rows):
+        raise ValueError(f"random[1] is {list(random[1].shape)}; draw one number an element, {[depth, rows]}")

@@ -1,0 +1,106 @@
+"""What a quantization is asked for, and what it answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ....common.formats import E2M1, E4M3, E5M2, MXFP8, NVFP4, Element, TensorFormat
+
+_TORCH_DTYPES = {E4M3.name: torch.float8_e4m3fn, E5M2.name: torch.float8_e5m2, E2M1.name: torch.uint8}
+
+
+def torch_dtype(element: Element) -> torch.dtype:
+    """The torch dtype that holds an element's codes (E2M1: uint8, two codes a byte)."""
+    return _TORCH_DTYPES[element.name]
+
+
+@dataclass(frozen=True)
+class QuantizeSpec:
+    """One way to quantize a matrix [M, K]; hashable, so that backends and caches can key on it.
+
+    columnwise        also the codes of the transposed matrix [K, M], for products that contract rows
+    power_of_two      FLOAT8 without a given scale, BLOCK: round the scale down to a power of two
+    epsilon           FLOAT8 without a given scale, BLOCK: the least absolute maximum a scale is made from
+    two_dimensional   NVFP4: 16 x 16 elements share a scale; MXFP8: 32 x 32
+    hadamard          NVFP4: transform the columnwise direction along the rows before quantizing
+    random_sign       the fixed sign vector of that transform, else all +1
+    stochastic        NVFP4: round stochastically; the caller gives the random numbers
+    """
+
+    format: TensorFormat
+    element: Element
+    rowwise: bool = True
+    columnwise: bool = False
+    power_of_two: bool = False
+    epsilon: float = 0.0
+    two_dimensional: bool = False
+    hadamard: bool = False
+    random_sign: bool = True
+    stochastic: bool = False
+
+    def __post_init__(self) -> None:
+        if not (self.rowwise or self.columnwise):
+            raise ValueError("rowwise=False and columnwise=False ask for nothing; set at least one of them")
+        if (self.format.name == NVFP4.name) != (self.element.name == E2M1.name):
+            raise ValueError(
+                f"format {self.format.name} cannot hold element {self.element.name}; "
+                "nvfp4 takes e2m1, the others take e4m3 or e5m2"
+            )
+        if self.two_dimensional and self.format.name not in (MXFP8.name, NVFP4.name):
+            raise ValueError(
+                f"two_dimensional is a choice of mxfp8 and nvfp4, not of {self.format.name}; "
+                "block scaling has the format BLOCK_2D"
+            )
+        if (self.hadamard or self.stochastic) and self.format.name != NVFP4.name:
+            raise ValueError(f"hadamard and stochastic belong to nvfp4, not to {self.format.name}; drop them")
+        if self.two_dimensional and self.hadamard:
+            raise ValueError(
+                "two_dimensional needs both directions to hold the same values, hadamard transforms one "
+                "of them; choose one"
+            )
+
+    @property
+    def tile(self) -> tuple[int, int] | None:
+        """(rows, K) extent of the elements that share a scale; None: the whole matrix."""
+        block = self.format.block
+        if block is not None and self.two_dimensional:
+            return (block[1], block[1])
+        return block
+
+    @property
+    def transposes(self) -> bool:
+        """Is the columnwise result the exact transpose of the rowwise one?"""
+        tile = self.tile
+        return tile is None or tile[0] == tile[1]
+
+
+class Quantized(NamedTuple):
+    """The matrix [M, K] in narrow codes; None where a direction was not asked for.
+
+    codes    [M, K] float8, NVFP4 uint8 [M, K / 2];   scale    how `Operand` describes it for [M, K]
+    codes_t  [K, M] float8, NVFP4 uint8 [K, M / 2];   scale_t  the same for the transposed matrix [K, M]
+    amax     float32 [1]: FLOAT8 and NVFP4, the absolute maximum that the row direction was scaled by
+    amax_t   float32 [1]: NVFP4, the same for the column direction, after the Hadamard transform if any
+    """
+
+    codes: Tensor | None = None
+    scale: Tensor | None = None
+    codes_t: Tensor | None = None
+    scale_t: Tensor | None = None
+    amax: Tensor | None = None
+    amax_t: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a backend may decide on: the spec and the matrix's shape, dtype and device; never its values."""
+
+    spec: QuantizeSpec
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    device: torch.device
+    scale_given: bool = False

@@ -1,0 +1,85 @@
+"""Rotary position embedding in float32 torch operations, any device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ....common.dispatch import Backend
+from .request import Positions, RopeRequest, RopeSpec
+
+
+def forward(x: Tensor, angles: Tensor, positions: Positions, spec: RopeSpec) -> Tensor:
+    """y[..., :r] = x * cos(a) + pair(x) * sin(a); y[..., r:] = x[..., r:]"""
+    cosine, sine, rotated, rest = _split(x, angles, positions, spec)
+    y = rotated * cosine + _pair(rotated, spec.interleaved) * sine
+    return torch.cat((y.to(x.dtype), rest), dim=-1)
+
+
+def backward(dy: Tensor, angles: Tensor, positions: Positions, spec: RopeSpec) -> Tensor:
+    """dx[..., :r] = dy * cos(a) - pair(dy * sin(a)); pair is antisymmetric: its transpose is -pair."""
+    cosine, sine, rotated, rest = _split(dy, angles, positions, spec)
+    dx = rotated * cosine - _pair(rotated * sine, spec.interleaved)
+    return torch.cat((dx.to(dy.dtype), rest), dim=-1)
+
+
+def _split(
+    x: Tensor, angles: Tensor, positions: Positions, spec: RopeSpec
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """cos and sin of each token's angles, the features that turn in float32, the features that do not."""
+    width = angles.shape[-1]
+    angle = _token_angles(x, angles.float(), positions, spec).unsqueeze(-2)
+    return torch.cos(angle), torch.sin(angle), x[..., :width].float(), x[..., width:]
+
+
+def _pair(x: Tensor, interleaved: bool) -> Tensor:
+    """(-x2, x1) for every pair (x1, x2) of features."""
+    if interleaved:
+        return torch.stack((-x[..., 1::2], x[..., 0::2]), dim=-1).flatten(-2)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+def _token_angles(x: Tensor, angles: Tensor, positions: Positions, spec: RopeSpec) -> Tensor:
+    """angles [positions, r] read at each token: [s, 1 | b, r], [1 | b, s, r] or [t, r]."""
+    if spec.tensor_format == "thd":
+        return angles[_packed_positions(x.shape[0], angles.shape[0], positions, spec)]
+    sequence_axis = 0 if spec.tensor_format == "sbhd" else 1
+    position = _chunked(torch.arange(x.shape[sequence_axis], device=x.device), x.shape[sequence_axis], spec)
+    if positions.start is None:
+        return angles[position].unsqueeze(1 - sequence_axis)
+    # Past the table only the padding behind a short sequence can get: callers bound the real lengths.
+    position = (positions.start[:, None].long() + position[None, :]).clamp(max=angles.shape[0] - 1)
+    return angles[position.t() if sequence_axis == 0 else position]
+
+
+def _packed_positions(tokens: int, limit: int, positions: Positions, spec: RopeSpec) -> Tensor:
+    """Position of each of t packed tokens inside its own sequence."""
+    assert positions.cu_seqlens is not None
+    bounds = positions.cu_seqlens.long() // spec.cp_size
+    token = torch.arange(tokens, device=bounds.device)
+    sequence = (torch.searchsorted(bounds, token, right=True) - 1).clamp(max=bounds.shape[0] - 2)
+    position = _chunked(token - bounds[sequence], (bounds[1:] - bounds[:-1])[sequence], spec)
+    if positions.start is not None:
+        position = position + positions.start.long()[sequence]
+    return position.clamp(max=limit - 1)  # tokens behind the last sequence are padding
+
+
+def _chunked(position: Tensor, length: int | Tensor, spec: RopeSpec) -> Tensor:
+    """Global position of a local one, when this rank holds chunks cp_rank and 2 * cp_size - 1 - cp_rank."""
+    if spec.cp_size == 1:
+        return position
+    half = length // 2
+    first = position + spec.cp_rank * half
+    second = position - half + (2 * spec.cp_size - 1 - spec.cp_rank) * half
+    return torch.where(position < half, first, second)
+
+
+_OPERATIONS = {"forward": forward, "backward": backward}
+
+
+def _refuses(request: RopeRequest) -> str | None:
+    return None
+
+
+BACKEND = Backend("reference", _OPERATIONS.__getitem__, _refuses)

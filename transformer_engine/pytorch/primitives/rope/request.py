@@ -1,0 +1,40 @@
+"""What a rotation is told: how the tensor is laid out, which positions its tokens have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """tensor_format sbhd [s, b, h, d], bshd [b, s, h, d] or thd [t, h, d].
+
+    interleaved  features are paired (0, 1), (2, 3), ... instead of (i, i + d/2)
+    cp_size, cp_rank  context parallelism: of 2 * cp_size equal chunks of a sequence this rank holds the two
+                 numbered cp_rank and 2 * cp_size - 1 - cp_rank
+    """
+
+    tensor_format: str
+    interleaved: bool = False
+    cp_size: int = 1
+    cp_rank: int = 0
+
+
+class Positions(NamedTuple):
+    """start [b]: position of each sequence's first token (None: 0); cu_seqlens [b + 1]: bounds of thd."""
+
+    start: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+
+
+class RopeRequest(NamedTuple):
+    """One call, as a backend sees it before it says yes or no."""
+
+    spec: RopeSpec
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device

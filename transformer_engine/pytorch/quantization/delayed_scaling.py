@@ -1,0 +1,293 @@
+"""scale = (fp8_max / amax) / 2^margin, from the histories of amaxes that the steps before have seen.
+
+An amax history is float32 [length, n], one column a tensor. Row 0 collects the running step; an update turns
+it into the last row, drops the oldest (row 1) and clears row 0. States that share direction, recipe and group
+share a pool: one reduction over the group and one set of kernels for all. Nothing reads a value on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...common import env
+from ...common.formats import FLOAT32_MAX
+from ...common.recipe import DelayedScaling
+from ..constants import dist_group_type
+from ..tracing import constant_while_tracing
+
+Algorithm = str | Callable[..., Tensor]
+
+
+def _default_sf_compute(amax: Tensor, scale: Tensor, fp8_max: float, margin: int) -> Tensor:
+    """(fp8_max / amax) / 2^margin; the old scale where amax is 0, inf or NaN; at most FLOAT32_MAX."""
+    computed = (torch.full_like(amax, fp8_max) / amax) / 2**margin
+    computed = torch.where(torch.isinf(computed), torch.full_like(computed, FLOAT32_MAX), computed)
+    return torch.where((amax > 0) & torch.isfinite(amax), computed, scale)
+
+
+def _amax_of(history: Tensor, algorithm: Algorithm) -> Tensor:
+    """amax [n] of a history [length, n] whose row 0 is the latest step."""
+    if algorithm == "max":
+        return history.amax(dim=0)
+    if algorithm == "most_recent":
+        return history[0].clone()
+    return algorithm(history)
+
+
+def _rolled(history: Tensor) -> Tensor:
+    """Rows moved up by one, so that row 0 becomes the last; then row 0 is cleared."""
+    cleared = torch.zeros_like(history[:1])
+    if history.shape[0] == 1:
+        return cleared
+    return torch.cat((cleared, history[2:], history[:1]))
+
+
+def _next(
+    history: Tensor, scale: Tensor, algorithm: str, fp8_max: float, margin: int, keep_idle: bool
+) -> tuple[Tensor, Tensor]:
+    """History and scale after one step; keep_idle leaves columns whose latest amax is 0 as they are."""
+    new_scale = _default_sf_compute(_amax_of(history, algorithm), scale, fp8_max, margin)
+    new_history = _rolled(history)
+    if not keep_idle:
+        return new_history, new_scale
+    busy = history[0] != 0
+    return torch.where(busy, new_history, history), torch.where(busy, new_scale, scale)
+
+
+def _update(
+    histories: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    algorithm: str,
+    fp8_max: float,
+    margin: int,
+    keep_idle: bool,
+) -> None:
+    """The update of one pool in place, all columns of histories of equal length at once."""
+    by_length: dict[int, list[int]] = {}
+    for i, history in enumerate(histories):
+        by_length.setdefault(history.shape[0], []).append(i)
+    for members in by_length.values():
+        columns = [scales[i].shape[0] for i in members]
+        history = torch.cat([histories[i] for i in members], dim=1)
+        scale = torch.cat([scales[i] for i in members])
+        history, scale = _next(history, scale, algorithm, fp8_max, margin, keep_idle)
+        torch._foreach_copy_([histories[i] for i in members], list(history.split(columns, dim=1)))
+        torch._foreach_copy_([scales[i] for i in members], list(scale.split(columns)))
+
+
+def _reduce(histories: Sequence[Tensor], group: dist_group_type) -> None:
+    """Row 0 of every history = its maximum over the ranks of group, in one collective."""
+    latest = torch.cat([history[0] for history in histories])
+    torch.distributed.all_reduce(latest, op=torch.distributed.ReduceOp.MAX, group=group)
+    parts = latest.split([history.shape[1] for history in histories])
+    for history, part in zip(histories, parts, strict=True):
+        history[0].copy_(part)
+
+
+# A partitioner that recomputes a cast in the backward pass would keep `scale` itself for it, which the end of
+# the autocast block changes in between. It never recomputes a registered operator, and so keeps this copy.
+@torch.library.custom_op("transformer_engine::scale_snapshot", mutates_args=())
+def scale_snapshot(scale: torch.Tensor) -> torch.Tensor:
+    """A copy of scale as it is now."""
+    return scale.clone()
+
+
+@scale_snapshot.register_fake
+def _snapshot_fake(scale):
+    return torch.empty_like(scale)
+
+
+# Under functionalization a mutation that the schema does not declare may move past reads of the same tensor.
+@torch.library.custom_op(
+    "transformer_engine::update_scales",
+    mutates_args=("histories", "scales"),
+    schema="(Tensor(a!)[] histories, Tensor(b!)[] scales, str algorithm, float fp8_max, int margin, "
+    "bool keep_idle, str group) -> ()",
+)
+def _update_op(
+    histories: list[Tensor],
+    scales: list[Tensor],
+    algorithm: str,
+    fp8_max: float,
+    margin: int,
+    keep_idle: bool,
+    group: str,
+) -> None:
+    if group:
+        _reduce(histories, torch.distributed.distributed_c10d._resolve_process_group(group))
+    _update(histories, scales, algorithm, fp8_max, margin, keep_idle)
+
+
+@_update_op.register_fake
+def _update_fake(histories, scales, algorithm, fp8_max, margin, keep_idle, group) -> None:
+    return None
+
+
+def _amax_and_scale_update(
+    amax_history: Tensor, scale: Tensor, fp8_max: float, recipe: DelayedScaling
+) -> None:
+    """The literal update in place: every column rolls, and both algorithms may be callables."""
+    amax = _amax_of(amax_history, recipe.amax_compute_algo)
+    if recipe.scaling_factor_compute_algo is None:
+        new_scale = _default_sf_compute(amax, scale, fp8_max, recipe.margin)
+    else:
+        new_scale = recipe.scaling_factor_compute_algo(amax, scale, fp8_max, recipe)
+    scale.copy_(new_scale)
+    amax_history.copy_(_rolled(amax_history))
+
+
+@constant_while_tracing
+def _rolls_idle_histories() -> bool:
+    return env.flag("NVTE_UNFUSED_FP8_UPDATE")
+
+
+def update_scales(
+    histories: list[Tensor],
+    scales: list[Tensor],
+    fp8_max: float,
+    recipe: DelayedScaling,
+    group: dist_group_type | None = None,
+    *,
+    keep_idle: bool = True,
+) -> None:
+    """Reduce row 0 over group, then bring all scales and histories one step forward, in place.
+
+    keep_idle: tensors that were not quantized since the last update keep theirs; callables always see all.
+    """
+    algorithm = recipe.amax_compute_algo
+    if callable(algorithm) or recipe.scaling_factor_compute_algo is not None:
+        if group is not None:
+            _reduce(histories, group)
+        for history, scale in zip(histories, scales, strict=True):
+            _amax_and_scale_update(history, scale, fp8_max, recipe)
+        return
+    if torch.compiler.is_compiling():
+        name = "" if group is None else group.group_name
+        _update_op(histories, scales, algorithm, float(fp8_max), recipe.margin, keep_idle, name)
+        return
+    if group is not None:
+        _reduce(histories, group)
+    _update(histories, scales, algorithm, float(fp8_max), recipe.margin, keep_idle)
+
+
+class Pool:
+    """The delayed-scaling states of one direction, recipe and group; ranks must agree on their order."""
+
+    def __init__(self, forward: bool, recipe: DelayedScaling, group: dist_group_type | None):
+        self.forward = forward
+        self.recipe = recipe
+        self.group = group
+        # Strong references: ranks agree on what was registered, not on what was garbage collected.
+        self.states: list[Any] = []
+
+        # Backward states registered while compiling, perhaps too late for the update that was traced already.
+        self.late: list[Any] = []
+
+    def update(self) -> None:
+        self._update(self.states, not _rolls_idle_histories())
+
+    def catch_up(self) -> None:
+        late, self.late = self.late, []
+        self._update(late, keep_idle=True)
+
+    def _update(self, states: list[Any], keep_idle: bool) -> None:
+        if len(states) == 0:
+            return
+        reduces = self.group is not None and self.recipe.reduce_amax
+        largest = self.recipe.fp8_format.value
+        update_scales(
+            [state.amax_history for state in states],
+            [state.scale_in_place for state in states],
+            largest.max_fwd if self.forward else largest.max_bwd,
+            self.recipe,
+            self.group if reduces else None,
+            keep_idle=keep_idle,
+        )
+
+
+class Registration(NamedTuple):
+    """Where a state is registered, kept on the state so that the next forward pass finds it at once."""
+
+    pools: dict[str, Pool]
+    pool: Pool
+    recipe: DelayedScaling
+    group: dist_group_type | None
+
+
+class _Registry:
+    """All pools by key; the only writer is this module."""
+
+    def __init__(self) -> None:
+        self.pools: dict[str, Pool] = {}
+
+
+_registry = _Registry()
+
+
+def autocast_key(recipe: DelayedScaling, group: dist_group_type | None) -> str:
+    """What tells apart two regions whose amaxes must not be mixed."""
+    return f"{recipe!r}:{0 if group is None else id(group)}"
+
+
+def buffer_key(forward: bool, recipe: DelayedScaling, group: dist_group_type | None) -> str:
+    """The key of a pool."""
+    return ("forward_" if forward else "backward_") + autocast_key(recipe, group)
+
+
+def register(state: Any, forward: bool, recipe: DelayedScaling, group: dist_group_type | None) -> None:
+    """Have the updates of (forward, recipe, group) include the state, and those of no other pool."""
+    held = state.registration
+    if held is not None and held.pools is _registry.pools:
+        if held.recipe is recipe and held.group is group:
+            return
+        held.pool.states = [member for member in held.pool.states if member is not state]
+    key = buffer_key(forward, recipe, group)
+    pool = _registry.pools.get(key)
+    if pool is None:
+        pool = Pool(forward, recipe, group)
+        _registry.pools[key] = pool
+    pool.states.append(state)
+    if not forward and torch.compiler.is_compiling():
+        pool.late.append(state)
+    state.registration = Registration(_registry.pools, pool, recipe, group)
+
+
+def unregister(state: Any) -> None:
+    """Leave the state out of all later updates."""
+    held = state.registration
+    if held is not None and held.pools is _registry.pools:
+        held.pool.states = [member for member in held.pool.states if member is not state]
+    state.registration = None
+
+
+def pools() -> dict[str, Pool]:
+    """All pools by key."""
+    return _registry.pools
+
+
+def update_all(forward: bool) -> None:
+    """Update every pool of one direction, in order of registration."""
+    for pool in _registry.pools.values():
+        if pool.forward == forward:
+            pool.update()
+
+
+@constant_while_tracing
+def catch_up() -> int:
+    """Update the backward states that the first traced step left out; its own update ran before they existed.
+
+    A graph that is traced again because of them does this while tracing, not every time it runs.
+    """
+    waiting = [pool for pool in _registry.pools.values() if len(pool.late) > 0]
+    for pool in waiting:
+        pool.catch_up()
+    return len(waiting)
+
+
+def reset() -> None:
+    """Forget every pool."""
+    _registry.pools = {}

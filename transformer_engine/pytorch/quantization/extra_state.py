@@ -1,0 +1,348 @@
+"""bytes in a uint8 tensor = encode_extra_state(fp8_meta): a module's recipe, scales and histories.
+
+The bytes are a pickle, because that is the format of existing checkpoints, but a checkpoint is never trusted:
+reading substitutes an inert record for every class that the pickle names, refuses names that are not on a
+short list, and builds recipes and tensors from the records afterwards. No callable of its choice ever runs.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import sys
+import warnings
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...common import recipe as recipes
+from ...common.recipe import CustomRecipe, DelayedScaling, Format, MMParams, QParams, Recipe
+
+BUFFER_INFO = "buffer_index_and_autocast_key"
+_RECIPE_CLASSES = (
+    recipes.DelayedScaling,
+    recipes.Float8CurrentScaling,
+    recipes.Float8BlockScaling,
+    recipes.MXFP8BlockScaling,
+    recipes.NVFP4BlockScaling,
+)
+_RECIPE_MODULE = recipes.__name__
+_DATA_CLASSES = {"MMParams": MMParams, "QParams": QParams, "_FormatHelper": recipes._FormatHelper}
+_TORCH_FUNCTIONS = (
+    ("torch._utils", "_rebuild_tensor_v2"),
+    ("torch._utils", "_rebuild_parameter"),
+    ("torch.storage", "_load_from_bytes"),
+    ("torch", "Size"),
+    ("collections", "OrderedDict"),
+)
+_UNSAVED = ("fp8_checkpoint_recompute", "global_fp8_buffer_pos_fwd_recompute", BUFFER_INFO)
+# What the pickle module's own documentation and source name as raised on malformed input.
+_MALFORMED = (
+    pickle.UnpicklingError,
+    EOFError,
+    AttributeError,
+    ImportError,
+    IndexError,
+    KeyError,
+    TypeError,
+    ValueError,
+    OverflowError,
+    RecursionError,
+    MemoryError,
+    UnicodeDecodeError,
+)
+
+
+class ExtraStateError(ValueError):
+    """A module's extra state is damaged, or names something that may not be loaded."""
+
+
+def encode_extra_state(fp8_meta: dict[str, Any]) -> Tensor:
+    """uint8 CPU tensor of the module's recipe, and its scales and histories under delayed scaling.
+
+    It is empty without a recipe, and for a custom recipe, whose factory is code: no checkpoint may hold it.
+    """
+    recipe = fp8_meta.get("recipe")
+    if recipe is None or isinstance(recipe, CustomRecipe):
+        return torch.empty(0, dtype=torch.uint8)
+    state: dict[str, Any] = {"recipe": _without_callables(recipe)}
+    if isinstance(recipe, DelayedScaling):
+        for direction in ("fwd", "bwd"):
+            scaling = fp8_meta.get(f"scaling_{direction}")
+            for delayed in () if scaling is None else scaling.delayed_states:
+                state[f"scale_{direction}"] = delayed.scale.detach().cpu()
+                state[f"amax_history_{direction}"] = delayed.amax_history.detach().cpu()
+    state["extra_fp8_variables"] = {
+        key: value
+        for key, value in fp8_meta.items()
+        if key not in _UNSAVED
+        and isinstance(value, (bool, int, float, str, tuple, list))
+        and _is_plain(value)
+    }
+    return torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
+
+
+def decode_extra_state(state: Tensor | io.BytesIO | None) -> dict[str, Any] | None:
+    """The dict that was encoded; None for an empty state. ExtraStateError if it is damaged or not harmless.
+
+    Reads what any version of the original wrote: bytes in a uint8 tensor, or an io.BytesIO of torch.save.
+    """
+    if state is None:
+        return None
+    if isinstance(state, io.BytesIO):
+        decoded = _load_archive(state.getvalue())
+    elif isinstance(state, Tensor):
+        if state.numel() == 0:
+            return None
+        if state.dtype != torch.uint8:
+            raise ExtraStateError(f"extra state has dtype {state.dtype}; it must be torch.uint8")
+        data = bytes(state.detach().cpu().contiguous().numpy())
+        decoded = _load_archive(data) if data[:2] == b"PK" else _load_pickle(data)
+    else:
+        raise ExtraStateError(
+            f"extra state is a {type(state).__name__}; it must be a uint8 tensor, io.BytesIO or None"
+        )
+    if decoded is None:
+        return None
+    if not isinstance(decoded, dict):
+        raise ExtraStateError(f"extra state holds a {type(decoded).__name__}; it must hold a dict")
+    return _modernized(decoded)
+
+
+def load_extra_state(decoded: dict[str, Any], fp8_meta: dict[str, Any]) -> None:
+    """Copy decoded values into fp8_meta and into its states in place; the states must exist already.
+
+    Histories of another length are cut or padded with zeros. Other shapes are refused before a change.
+    """
+    copies: list[tuple[Any, Tensor | None, Tensor | None]] = []
+    for direction in ("fwd", "bwd"):
+        scaling = fp8_meta.get(f"scaling_{direction}")
+        scale = decoded.get(f"scale_{direction}")
+        history = decoded.get(f"amax_history_{direction}")
+        for delayed in () if scaling is None else scaling.delayed_states:
+            for name, tensor in (("scale", scale), ("amax_history", history)):
+                if tensor is not None and tensor.shape[-1:] != delayed.scale.shape:
+                    raise ExtraStateError(
+                        f"{name}_{direction} of the checkpoint has shape {tuple(tensor.shape)}; the module "
+                        f"has {delayed.scale.shape[0]} quantizers; load it into one with as many products"
+                    )
+            copies.append((delayed, scale, history))
+    fp8_meta.update(decoded.get("extra_fp8_variables", {}))
+    fp8_meta["recipe"] = decoded["recipe"]
+    for delayed, scale, history in copies:
+        if scale is not None:
+            delayed.scale.copy_(scale)
+        if history is not None:
+            delayed.load_history(history.to(delayed.amax_history.device))
+
+
+def _modernized(decoded: dict[str, Any]) -> dict[str, Any]:
+    """The rules for states of earlier versions, which knew delayed scaling only."""
+    modern = {key: value for key, value in decoded.items() if not str(key).startswith("scale_inv")}
+    if "recipe" not in modern:
+        modern["recipe"] = DelayedScaling(backward_override=None)
+    if not isinstance(modern["recipe"], Recipe):
+        raise ExtraStateError(
+            f"extra state's recipe is a {type(modern['recipe']).__name__}; it must be a Recipe"
+        )
+    for name in ("scale_fwd", "scale_bwd", "amax_history_fwd", "amax_history_bwd"):
+        if name in modern and not isinstance(modern[name], Tensor):
+            raise ExtraStateError(
+                f"extra state's {name} is a {type(modern[name]).__name__}; it must be a tensor"
+            )
+    variables = modern.get("extra_fp8_variables", {})
+    if not isinstance(variables, dict):
+        raise ExtraStateError("extra state's extra_fp8_variables is not a dict")
+    reserved = ("recipe", "scaling_fwd", "scaling_bwd", "fp8_group", *_UNSAVED)
+    modern["extra_fp8_variables"] = {k: v for k, v in variables.items() if k not in reserved}
+    return modern
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return type(value) in (tuple, list) and all(_is_plain(v) for v in value)
+    return type(value) in (bool, int, float, str)
+
+
+def _without_callables(recipe: Recipe) -> Recipe:
+    """Functions give way to the field's default: autocast's recipe decides what runs after loading."""
+    stored = copy.copy(recipe)
+    for f in fields(recipe):  # pyright: ignore[reportArgumentType] - every recipe is a dataclass
+        if callable(getattr(recipe, f.name)):
+            setattr(stored, f.name, f.default)
+    return stored
+
+
+class _Record:
+    """Stands in for an object of the pickle: what it was made of, and nothing that could act."""
+
+    target: tuple[str, str] = ("", "")
+
+    def __new__(cls, *arguments: Any) -> _Record:
+        record = super().__new__(cls)
+        record.__dict__.update(arguments=arguments, attributes={}, entries={})
+        return record
+
+    def __init__(self, *arguments: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__["attributes"] = state
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.__dict__["entries"][key] = value
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes records; every class it hands out lives for this load only, so that nothing done to it lasts."""
+
+    def __init__(self, file: io.BytesIO):
+        super().__init__(file)
+        self._classes: dict[tuple[str, str], type[_Record]] = {}
+
+    def find_class(self, module: str, name: str) -> type[_Record]:
+        if not _may_load(module, name):
+            raise ExtraStateError(
+                f"extra state names {module}.{name}, which a checkpoint may not load; only recipes, plain "
+                "containers and tensors are read. If you trust the file, load that part yourself"
+            )
+        target = (module, name)
+        if target not in self._classes:
+            self._classes[target] = type("Record", (_Record,), {"target": target})
+        return self._classes[target]
+
+
+def _may_load(module: str, name: str) -> bool:
+    if module == _RECIPE_MODULE:
+        return name in ("Format", "_OverrideLinearPrecision", *_DATA_CLASSES) or any(
+            name == kind.__name__ for kind in _RECIPE_CLASSES
+        )
+    return (module, name) in _TORCH_FUNCTIONS or _derived_recipe(module, name) is not None
+
+
+def _derived_recipe(module: str, name: str) -> type[Recipe] | None:
+    """The public recipe class that an already imported subclass of one derives from."""
+    candidate = vars(sys.modules[module]).get(name) if module in sys.modules else None
+    if not isinstance(candidate, type):
+        return None
+    return next((kind for kind in _RECIPE_CLASSES if kind in candidate.__mro__), None)
+
+
+def _load_pickle(data: bytes) -> Any:
+    try:
+        return _built(_Unpickler(io.BytesIO(data)).load())
+    except ExtraStateError:
+        raise
+    except _MALFORMED as error:
+        raise ExtraStateError(f"extra state is not a readable pickle: {error}") from error
+
+
+def _load_archive(data: bytes) -> Any:
+    """torch.load restricted to the same classes; recipes are rebuilt, so that their validation runs."""
+    allowed = [*_RECIPE_CLASSES, *_DATA_CLASSES.values(), Format]
+    if len(data) == 0:
+        return None
+    try:
+        with torch.serialization.safe_globals(allowed):
+            loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        return _revalidated(loaded)
+    except (*_MALFORMED, RuntimeError) as error:
+        raise ExtraStateError(
+            f"extra state is not a readable, harmless torch.save archive: {error}"
+        ) from error
+
+
+def _revalidated(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _revalidated(item) for key, item in value.items()}
+    if isinstance(value, Recipe):
+        return _recipe(type(value), vars(value))
+    return value
+
+
+def _built(value: Any) -> Any:
+    """The object that a record describes; containers are walked, plain values pass."""
+    if isinstance(value, _Record):
+        return _built_record(value)
+    if isinstance(value, dict):
+        return {_built(key): _built(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set)):
+        return type(value)(_built(item) for item in value)
+    if isinstance(value, type):
+        raise ExtraStateError("extra state holds a class where it must hold a value")
+    return value
+
+
+def _built_record(record: _Record) -> Any:
+    module, name = record.target
+    arguments = record.__dict__["arguments"]
+    if name == "OrderedDict" and module == "collections":
+        return {_built(k): _built(v) for k, v in record.__dict__["entries"].items()}
+    if module == _RECIPE_MODULE:
+        if name == "Format":
+            return Format(_built(arguments[0]))
+        if name in _DATA_CLASSES:
+            return _data(_DATA_CLASSES[name], record)
+        if name == "_OverrideLinearPrecision":
+            return tuple(_built(a) for a in arguments)
+        return _recipe(getattr(recipes, name), _built(record.__dict__["attributes"]))
+    if (module, name) in _TORCH_FUNCTIONS:
+        return _torch_object(name, [_built(a) for a in arguments])
+    return _recipe(_derived_recipe(module, name), _built(record.__dict__["attributes"]))
+
+
+def _data(kind: Any, record: _Record) -> Any:
+    """A frozen value: pickled by positional arguments (named tuple) or by its attributes (dataclass)."""
+    attributes = _built(record.__dict__["attributes"])
+    return kind(*[_built(a) for a in record.__dict__["arguments"]], **attributes)
+
+
+def _recipe(kind: Any, attributes: Any) -> Recipe:
+    """A recipe from the attributes that its class knows; construction validates them."""
+    if not isinstance(attributes, dict):
+        raise ExtraStateError(f"extra state's {kind.__name__} has no attributes")
+    known = {f.name: f for f in fields(kind)}
+    unknown = sorted(str(name) for name in attributes if name not in known)
+    if unknown and not torch.compiler.is_compiling():
+        warnings.warn(
+            f"extra state's {kind.__name__} has fields unknown here: {', '.join(unknown)}", stacklevel=2
+        )
+    recipe = kind(**{name: value for name, value in attributes.items() if name in known and known[name].init})
+    for name, value in attributes.items():
+        if name in known and not known[name].init:
+            if not isinstance(value, QParams):
+                raise ExtraStateError(f"extra state's {kind.__name__}.{name} is not a QParams")
+            setattr(recipe, name, value)
+    return recipe
+
+
+def _torch_object(name: str, arguments: list[Any]) -> Any:
+    if name == "_load_from_bytes":
+        (data,) = arguments
+        if not isinstance(data, bytes):
+            raise ExtraStateError(f"a tensor's storage is a {type(data).__name__}; it must be bytes")
+        storage = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        if not isinstance(storage, torch.storage.TypedStorage):
+            raise ExtraStateError(f"a tensor's storage is a {type(storage).__name__}")
+        return storage
+    if name == "Size":
+        return torch.Size(arguments[0])
+    if name == "_rebuild_parameter":
+        return arguments[0]
+    return _tensor(*arguments[:4])
+
+
+def _tensor(storage: Any, offset: int, size: Any, stride: Any) -> Tensor:
+    """A tensor within its storage; hooks and flags that a pickle may ask for are left out."""
+    if not isinstance(storage, torch.storage.TypedStorage):
+        raise ExtraStateError(f"a tensor is made of a {type(storage).__name__}")
+    whole = torch.tensor([], dtype=storage.dtype).set_(storage._untyped_storage)
+    extent = offset + 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    if min((offset, *size, *stride)) < 0 or (0 not in size and extent > whole.numel()):
+        raise ExtraStateError(
+            f"a tensor of size {tuple(size)} exceeds its storage of {whole.numel()} elements"
+        )
+    return whole.as_strided(tuple(size), tuple(stride), offset).clone()

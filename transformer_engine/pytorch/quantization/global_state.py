@@ -1,0 +1,220 @@
+"""FP8GlobalStateManager: the original's door to autocast state and delayed-scaling buffers."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...common.recipe import DelayedScaling, Recipe
+from ..constants import dist_group_type
+from ..device import canonical_device
+from . import delayed_scaling, model_init, support
+from .autocast import AutocastState, autocast, current, is_first_module, reinstate, snapshot
+from .autocast import reset as close_all_blocks
+from .extra_state import BUFFER_INFO
+
+_RECOMPUTE_POSITION = "global_fp8_buffer_pos_fwd_recompute"
+_UPDATED = "updated_scaling_fwd"
+
+
+class QuantizationState:
+    """The part of the global state that callers write: a device flag to skip weight quantization."""
+
+    def __init__(self) -> None:
+        self.skip_fp8_weight_update_tensor: Tensor | None = None
+        # One queue of (scale, amax_history) copies a module, oldest forward pass first.
+        self.recompute_buffers: list[deque[list[tuple[Tensor, Tensor]]]] = []
+
+
+class FP8GlobalStateManager:
+    """Class methods only; see `autocast`, `delayed_scaling` and `model_init` for what stands behind them."""
+
+    quantization_state = QuantizationState()
+
+    @classmethod
+    def reset(cls) -> None:
+        """Back to the state after import."""
+        close_all_blocks()
+        model_init.reset()
+        delayed_scaling.reset()
+        cls.quantization_state.skip_fp8_weight_update_tensor = None
+        cls.quantization_state.recompute_buffers = []
+
+    # What the innermost autocast block says.
+
+    @classmethod
+    def is_fp8_enabled(cls) -> bool:
+        return current().enabled
+
+    @classmethod
+    def is_fp8_calibration(cls) -> bool:
+        return current().calibrating
+
+    @classmethod
+    def get_fp8_recipe(cls) -> Recipe:
+        recipe = current().recipe
+        return support.default_recipe() if recipe is None else recipe
+
+    @classmethod
+    def get_fp8_group(cls) -> dist_group_type | None:
+        return current().group
+
+    @classmethod
+    def fp8_graph_capturing(cls) -> bool:
+        return current().graph
+
+    @classmethod
+    def is_first_fp8_module(cls) -> bool:
+        """True for the first caller in an outermost enabled block, then False until the next one."""
+        return is_first_module()
+
+    @classmethod
+    def get_autocast_state(cls) -> tuple[AutocastState, bool]:
+        return snapshot()
+
+    @classmethod
+    def set_autocast_state(cls, state: tuple[AutocastState, bool]) -> None:
+        reinstate(state)
+
+    @classmethod
+    def autocast_enter(
+        cls,
+        enabled: bool = False,
+        calibrating: bool = False,
+        fp8_recipe: Recipe | None = None,
+        fp8_group: dist_group_type | None = None,
+        _graph: bool = False,
+    ) -> autocast:
+        """Open a block; close it with the returned object's __exit__."""
+        block = autocast(enabled, calibrating, fp8_recipe, fp8_group, _graph)
+        block.__enter__()
+        return block
+
+    @classmethod
+    def with_fp8_parameters(cls) -> bool:
+        return model_init.current_model_init().enabled
+
+    @classmethod
+    def with_high_precision_init_val(cls) -> bool:
+        return model_init.current_model_init().preserve_high_precision_init_val
+
+    # Delayed-scaling buffers.
+
+    @classmethod
+    def get_meta_tensor_key(cls, forward: bool = True) -> str:
+        return "scaling_fwd" if forward else "scaling_bwd"
+
+    @classmethod
+    def get_fwd_bwd_key(cls, forward: bool = True) -> str:
+        return "forward" if forward else "backward"
+
+    @classmethod
+    def get_buffer_info(cls) -> str:
+        return BUFFER_INFO
+
+    @classmethod
+    def get_unique_autocast_key(cls, recipe: DelayedScaling, group: dist_group_type | None) -> str:
+        return delayed_scaling.autocast_key(recipe, group)
+
+    @classmethod
+    def get_key_in_buffer(cls, forward: bool, recipe: DelayedScaling, group: dist_group_type | None) -> str:
+        return delayed_scaling.buffer_key(forward, recipe, group)
+
+    @classmethod
+    def split_key_in_buffer(cls, key: str) -> tuple[bool, str]:
+        """(is it a forward key, the rest)"""
+        direction, rest = key.split("_", 1)
+        return direction == "forward", rest
+
+    @classmethod
+    def add_fp8_tensors_to_global_buffer(cls, fp8_meta: dict[str, Any]) -> None:
+        """Have scale updates include the module's states; a repeated call costs next to nothing."""
+        group = fp8_meta.get("fp8_group")
+        for forward, key in ((True, "scaling_fwd"), (False, "scaling_bwd")):
+            scaling = fp8_meta.get(key)
+            if scaling is None:
+                continue
+            for delayed in scaling.delayed_states:
+                delayed_scaling.register(delayed, forward, delayed.recipe, group)
+
+    @classmethod
+    def reduce_and_update_fp8_tensors(cls, forward: bool = True) -> None:
+        """Reduce the running amaxes of one direction and bring its scales one step forward."""
+        delayed_scaling.update_all(forward)
+
+    @classmethod
+    def set_skip_fp8_weight_update_tensor(cls, skip: bool | Tensor) -> None:
+        """Set the device flag in place, so that captured graphs see it."""
+        flag = cls.quantization_state.skip_fp8_weight_update_tensor
+        if flag is None:
+            flag = torch.zeros(1, dtype=torch.float32, device=canonical_device())
+            cls.quantization_state.skip_fp8_weight_update_tensor = flag
+        if isinstance(skip, Tensor):
+            flag.copy_(skip)
+        else:
+            flag.fill_(float(skip))
+
+    @classmethod
+    def get_skip_fp8_weight_update_tensor(cls) -> Tensor | None:
+        return cls.quantization_state.skip_fp8_weight_update_tensor
+
+    # Recomputation: the second forward pass of a module quantizes with the scales of its first.
+
+    @classmethod
+    def copy_forward_fp8_meta_tensors_for_recompute(cls, fp8_meta: dict[str, Any]) -> None:
+        """Queue copies of the forward scales and histories, for the recomputation of this forward pass."""
+        copies = [(d.scale.clone(), d.amax_history.clone()) for d in fp8_meta["scaling_fwd"].delayed_states]
+        buffers = cls.quantization_state.recompute_buffers
+        if _RECOMPUTE_POSITION not in fp8_meta:
+            fp8_meta[_RECOMPUTE_POSITION] = len(buffers)
+            buffers.append(deque())
+        buffers[fp8_meta[_RECOMPUTE_POSITION]].append(copies)
+
+    @classmethod
+    def get_old_fp8_meta_tensors_for_recompute(cls, fp8_meta: dict[str, Any]) -> None:
+        """Put aside the present forward values, and copy in those of the oldest queued forward pass."""
+        delayed = fp8_meta["scaling_fwd"].delayed_states
+        fp8_meta[_UPDATED] = [(d.scale.clone(), d.amax_history.clone()) for d in delayed]
+        position = fp8_meta.get(_RECOMPUTE_POSITION)
+        buffers = cls.quantization_state.recompute_buffers
+        if position is None or position >= len(buffers) or len(buffers[position]) == 0:
+            raise RuntimeError(
+                "recomputation found no forward values of this module; "
+                "run its forward pass inside te.checkpoint first"
+            )
+        _copy_in(delayed, buffers[position].popleft())
+
+    @classmethod
+    def restore_fp8_meta_tensors(cls, fp8_meta: dict[str, Any]) -> None:
+        """Undo `get_old_fp8_meta_tensors_for_recompute`."""
+        _copy_in(fp8_meta["scaling_fwd"].delayed_states, fp8_meta.pop(_UPDATED))
+
+    # What this machine can run: (available, reason).
+
+    @classmethod
+    def is_fp8_available(cls) -> tuple[bool, str]:
+        return support.check_fp8_support()
+
+    @classmethod
+    def is_mxfp8_available(cls) -> tuple[bool, str]:
+        return support.check_mxfp8_support()
+
+    @classmethod
+    def is_fp8_block_scaling_available(cls) -> tuple[bool, str]:
+        return support.check_fp8_block_scaling_support()
+
+    @classmethod
+    def is_nvfp4_available(cls) -> tuple[bool, str]:
+        return support.check_nvfp4_support()
+
+
+def _copy_in(states: tuple[Any, ...], values: list[tuple[Tensor, Tensor]]) -> None:
+    for state, (scale, history) in zip(states, values, strict=True):
+        state.scale.copy_(scale)
+        if state.amax_history.shape == history.shape:
+            state.amax_history.copy_(history)
+        else:
+            state.load_history(history)

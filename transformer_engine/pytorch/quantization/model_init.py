@@ -1,0 +1,93 @@
+"""quantized_model_init: modules made inside a block hold their weights quantized from the start."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+import torch
+
+from ...common.recipe import Recipe
+from .support import check_recipe_support, default_recipe
+
+
+@dataclass(frozen=True)
+class ModelInitState:
+    """What the constructor of a module has to know about the innermost block."""
+
+    enabled: bool = False
+    recipe: Recipe | None = None
+    preserve_high_precision_init_val: bool = False
+
+
+_OUTSIDE = ModelInitState()
+
+
+class _Holder:
+    def __init__(self) -> None:
+        self.state = _OUTSIDE
+
+
+_holder = _Holder()
+
+
+def current_model_init() -> ModelInitState:
+    """The record of the innermost block; outside of all blocks one that is not enabled."""
+    return _holder.state
+
+
+def reset() -> None:
+    """Forget all blocks, also open ones."""
+    _holder.state = _OUTSIDE
+
+
+class quantized_model_init:
+    """with quantized_model_init(recipe=...): model = Model()   # its weights are QuantizedTensors
+
+    recipe                           None: `get_default_recipe()`
+    preserve_high_precision_init_val keep the initial values on the CPU until an optimizer has fetched them
+    """
+
+    def __init__(
+        self,
+        enabled: bool = True,
+        recipe: Recipe | None = None,
+        preserve_high_precision_init_val: bool = False,
+    ):
+        if recipe is not None and not isinstance(recipe, Recipe):
+            raise TypeError(
+                f"recipe is a {type(recipe).__name__}; pass a transformer_engine.common.recipe.Recipe"
+            )
+        if recipe is None and enabled:
+            recipe = default_recipe()
+        self._state = ModelInitState(enabled, recipe, preserve_high_precision_init_val)
+        self._outer: ModelInitState | None = None
+
+    def __enter__(self) -> None:
+        if self._outer is not None:
+            raise RuntimeError("this block is active already; create one for every with statement")
+        recipe = self._state.recipe
+        if self._state.enabled and recipe is not None:
+            supported, reason = check_recipe_support(recipe)
+            if not supported:
+                raise RuntimeError(f"{type(recipe).__name__} cannot run here: {reason}")
+        self._outer = _holder.state
+        _holder.state = self._state
+
+    def __exit__(self, *exception: object) -> None:
+        assert self._outer is not None, "left without having been entered"
+        _holder.state = self._outer
+        self._outer = None
+
+
+def fp8_model_init(
+    enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
+) -> quantized_model_init:
+    """quantized_model_init by its earlier name."""
+    if not torch.compiler.is_compiling():
+        warnings.warn(
+            "fp8_model_init is deprecated; use quantized_model_init with the same arguments",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+    return quantized_model_init(enabled, recipe, preserve_high_precision_init_val)

@@ -1,0 +1,271 @@
+"""RecipeState: the tensors that the quantizers of one module and direction share, if there are any."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...common.recipe import (
+    CustomRecipe,
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    Recipe,
+)
+from ..constants import DType
+from ..device import canonical_device
+from ..tensor.float8_tensor import Float8Quantizer
+from ..tensor.quantizer import Quantizer
+from ..tracing import constant_while_tracing
+from . import factory
+from .delayed_scaling import scale_snapshot
+from .element_types import get_fp4_te_dtype, get_fp8_te_dtype
+from .roles import DelayedScalingRequest, QuantizerRequest, QuantizerRole
+
+
+class RecipeState:
+    """Recipe, direction and number of quantizers of a module; subclasses add tensors."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        *,
+        mode: str,
+        num_quantizers: int = 1,
+        device: torch.device | str | int | None = None,
+        roles: Sequence[QuantizerRole | None] | None = None,
+    ):
+        if mode not in factory.MODES:
+            raise ValueError(f"mode={mode!r}; it must be 'forward' or 'backward'")
+        if num_quantizers < 0:
+            raise ValueError(f"num_quantizers={num_quantizers} < 0; give the number of slots")
+        self.recipe = recipe
+        self.mode = mode
+        self.num_quantizers = num_quantizers
+        self.device = canonical_device(device)
+        self.roles = roles
+
+    @staticmethod
+    def create(
+        recipe: Recipe,
+        *,
+        mode: str,
+        num_quantizers: int = 1,
+        device: torch.device | str | int | None = None,
+        roles: Sequence[QuantizerRole | None] | None = None,
+    ) -> RecipeState:
+        """The state class of the recipe's family."""
+        if torch.compiler.is_compiling():
+            return getattr(_nursery, _create_while_tracing(recipe, mode, num_quantizers, device, roles))
+        return _create(recipe, mode, num_quantizers, device, roles)
+
+    @staticmethod
+    def renew(
+        previous: RecipeState | None,
+        recipe: Recipe,
+        *,
+        mode: str,
+        num_quantizers: int = 1,
+        device: torch.device | str | int | None = None,
+        roles: Sequence[QuantizerRole | None] | None = None,
+    ) -> RecipeState:
+        """previous itself while it serves recipe, else a state that continues its scales and histories."""
+        if previous is not None and previous.num_quantizers == num_quantizers and previous.recipe == recipe:
+            return previous
+        state = RecipeState.create(
+            recipe, mode=mode, num_quantizers=num_quantizers, device=device, roles=roles
+        )
+        if previous is not None and previous.num_quantizers == num_quantizers:
+            state.inherit(previous)
+        return state
+
+    @property
+    def delayed_states(self) -> tuple[DelayedScalingRecipeState, ...]:
+        """The delayed-scaling states inside, each of which takes part in scale updates."""
+        return ()
+
+    def inherit(self, previous: RecipeState) -> None:
+        """Copy what carries over from a state of as many quantizers: here nothing."""
+
+    def make_quantizers(self) -> list[Quantizer]:
+        """One quantizer a slot."""
+        return factory.make_quantizers(
+            self.recipe, self.mode, self.num_quantizers, self.device, self, self.roles
+        )
+
+    def fulfil(self, roles: Sequence[QuantizerRole]) -> list[Quantizer]:
+        """Answers of a custom recipe's factory, turned into quantizers."""
+        raise TypeError(f"{type(self).__name__} has no factory to ask; use CustomRecipe")
+
+
+class _Nursery:
+    """Attributes are states made while tracing; a graph finds them here when it runs."""
+
+
+_nursery = _Nursery()
+
+
+# State tensors outlive the graph that first meets their module and are changed in its backward, so they
+# cannot be made in it: this runs while tracing, and the graph takes their tensors as inputs.
+@constant_while_tracing
+def _create_while_tracing(
+    recipe: Recipe,
+    mode: str,
+    num_quantizers: int,
+    device: torch.device | str | int | None,
+    roles: Sequence[QuantizerRole | None] | None,
+) -> str:
+    """The name under which the nursery holds the state."""
+    name = f"state_{len(vars(_nursery))}"
+    setattr(_nursery, name, _create(recipe, mode, num_quantizers, device, roles))
+    return name
+
+
+def _create(
+    recipe: Recipe,
+    mode: str,
+    num_quantizers: int,
+    device: torch.device | str | int | None,
+    roles: Sequence[QuantizerRole | None] | None,
+) -> RecipeState:
+    kind = _STATES[factory.family(recipe)]
+    return kind(recipe, mode=mode, num_quantizers=num_quantizers, device=device, roles=roles)
+
+
+class DelayedScalingRecipeState(RecipeState):
+    """scale float32 [n], 1 at first; amax_history float32 [length, n], 0 at first, row 0 the running step."""
+
+    scale_in_place: Tensor
+    amax_history: Tensor
+    dtype: DType
+
+    def __init__(self, recipe: DelayedScaling, **arguments: Any):
+        super().__init__(recipe, **arguments)
+        self.recipe: DelayedScaling = recipe
+        self.dtype = get_fp8_te_dtype(recipe, self.mode == "forward")
+        self.scale_in_place = torch.ones(self.num_quantizers, dtype=torch.float32, device=self.device)
+        self.amax_history = torch.zeros(
+            recipe.amax_history_len, self.num_quantizers, dtype=torch.float32, device=self.device
+        )
+        self.registration: Any = None
+
+    @property
+    def scale(self) -> Tensor:
+        """The scale tensor; while compiling, a copy that later updates leave alone."""
+        return scale_snapshot(self.scale_in_place) if torch.compiler.is_compiling() else self.scale_in_place
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy is a state of its own: it has to be registered for updates itself."""
+        return {**self.__dict__, "registration": None}
+
+    @property
+    def delayed_states(self) -> tuple[DelayedScalingRecipeState, ...]:
+        return (self,)
+
+    def inherit(self, previous: RecipeState) -> None:
+        for state in previous.delayed_states:
+            if state.num_quantizers == self.num_quantizers:
+                self.scale.copy_(state.scale)
+                self.load_history(state.amax_history)
+
+    def load_history(self, history: Tensor) -> None:
+        """Copy a history of any length: its first rows, and zeros where it is shorter."""
+        rows = min(history.shape[0], self.amax_history.shape[0])
+        self.amax_history.zero_()
+        self.amax_history[:rows].copy_(history[:rows])
+
+    def resize_history(self, length: int) -> None:
+        """Keep `length` rows: the oldest positions beyond it go, missing ones are zero."""
+        rows = self.amax_history.shape[0]
+        if length == rows:
+            return
+        if length < rows:
+            self.amax_history = self.amax_history[:length].clone()
+        else:
+            self.amax_history = torch.nn.functional.pad(self.amax_history, (0, 0, 0, length - rows))
+
+
+class Float8CurrentScalingRecipeState(RecipeState):
+    """Scales come from the tensor at hand."""
+
+    @property
+    def dtype(self) -> DType:
+        return get_fp8_te_dtype(self.recipe, self.mode == "forward")
+
+
+class MXFP8BlockScalingRecipeState(RecipeState):
+    """Scales come from the tensor at hand."""
+
+    @property
+    def dtype(self) -> DType:
+        return get_fp8_te_dtype(self.recipe, self.mode == "forward")
+
+
+class Float8BlockScalingRecipeState(RecipeState):
+    """Scales come from the tensor at hand."""
+
+    @property
+    def dtype(self) -> DType:
+        return get_fp8_te_dtype(self.recipe, self.mode == "forward")
+
+
+class NVFP4BlockScalingRecipeState(RecipeState):
+    """Scales come from the tensor at hand."""
+
+    @property
+    def dtype(self) -> DType:
+        return get_fp4_te_dtype(self.recipe)
+
+
+class CustomRecipeState(RecipeState):
+    """Whatever the factory asked to be kept: one delayed-scaling state for every distinct request."""
+
+    def __init__(self, recipe: CustomRecipe, **arguments: Any):
+        super().__init__(recipe, **arguments)
+        self.recipe: CustomRecipe = recipe
+        self._delayed: dict[DelayedScalingRequest, DelayedScalingRecipeState] = {}
+
+    @property
+    def delayed_states(self) -> tuple[DelayedScalingRecipeState, ...]:
+        return tuple(self._delayed.values())
+
+    def inherit(self, previous: RecipeState) -> None:
+        """Nothing: another factory may mean something else by the same slot."""
+
+    def fulfil(self, roles: Sequence[QuantizerRole]) -> list[Quantizer]:
+        answers = [self.recipe.qfactory(role) for role in roles]
+        slots: dict[DelayedScalingRequest, list[int]] = {}
+        for slot, answer in enumerate(answers):
+            if isinstance(answer, DelayedScalingRequest):
+                slots.setdefault(answer, []).append(slot)
+            elif isinstance(answer, QuantizerRequest):
+                raise TypeError(
+                    f"no state for {type(answer).__name__}; return a DelayedScalingRequest or a quantizer"
+                )
+            elif answer is None:
+                answers[slot] = factory.identity()
+        for request, members in slots.items():
+            state = self._delayed.get(request)
+            if state is None:
+                state = DelayedScalingRecipeState(
+                    request.recipe(), mode=self.mode, num_quantizers=len(members), device=self.device
+                )
+                self._delayed[request] = state
+            for column, slot in enumerate(members):
+                answers[slot] = Float8Quantizer.from_state(state, column, state.dtype)
+        return answers
+
+
+_STATES: dict[type[Recipe], Any] = {
+    DelayedScaling: DelayedScalingRecipeState,
+    Float8CurrentScaling: Float8CurrentScalingRecipeState,
+    MXFP8BlockScaling: MXFP8BlockScalingRecipeState,
+    Float8BlockScaling: Float8BlockScalingRecipeState,
+    NVFP4BlockScaling: NVFP4BlockScalingRecipeState,
+    CustomRecipe: CustomRecipeState,
+}

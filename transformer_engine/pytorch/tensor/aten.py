@@ -1,0 +1,252 @@
+"""What torch operations do with quantized tensors: a table, and for all else dequantize, run, quantize what was written.
+
+Operations that only move bytes keep the codes: detach, clone, copy_ between equal layouts, a change of nominal
+dtype or device, views and row slices that cut no block of one scale. Operations named `*_like` and `new_*` ask for
+plain tensors (an optimizer's state), except `new_zeros`, which sharded data parallelism fills with codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from .storage.fsdp import row_slice
+from .storage.quantized_tensor_storage import QuantizedTensorStorage
+
+aten = torch.ops.aten
+_Handler = Callable[..., Any]
+_TABLE: dict[Any, _Handler] = {}
+
+
+def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run one operation that has a quantized tensor among its arguments."""
+    handler = _TABLE.get(func)
+    if handler is not None:
+        result = handler(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+    return _dequantized(func, args, kwargs)
+
+
+def _dequantized(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Dequantize the arguments, run, and quantize again what the operation wrote into."""
+    plain_args, plain_kwargs = tree_map(_plain, tuple(args)), tree_map(_plain, kwargs)
+    result = func(*plain_args, **plain_kwargs)
+    written = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        if position < len(args):
+            written.append((args[position], plain_args[position]))
+        elif argument.name in kwargs:
+            written.append((kwargs[argument.name], plain_kwargs[argument.name]))
+    return _written_back(result, written)
+
+
+def _written_back(result: Any, written: list[tuple[Any, Any]]) -> Any:
+    originals: dict[int, QuantizedTensorStorage] = {}
+    for target, values in written:
+        targets = zip(target, values, strict=True) if isinstance(target, list | tuple) else [(target, values)]
+        for original, value in targets:
+            if isinstance(original, QuantizedTensorStorage):
+                original.writer().update_quantized(value, original)
+                originals[id(value)] = original
+    return tree_map(lambda leaf: originals.get(id(leaf), leaf), result) if originals else result
+
+
+def _plain(leaf: Any) -> Any:
+    return leaf.decode(leaf.dtype) if isinstance(leaf, QuantizedTensorStorage) else leaf
+
+
+def like(tensor: Any, storage: QuantizedTensorStorage, shape: Sequence[int] | None = None) -> Any:
+    """A tensor of tensor's class around a storage's payload."""
+    return type(tensor).from_storage(storage, shape=tensor.shape if shape is None else shape)
+
+
+def attributes(tensor: Any) -> dict[str, Any]:
+    """What users have set on a tensor, beside its payload (a parameter's partition_dim, main_grad, ...)."""
+    payload = {*tensor.TENSORS, *tensor.CONSTANTS, "_is_param"}
+    return {name: value for name, value in vars(tensor).items() if name not in payload}
+
+
+def take_over(tensor: Any, source: Any) -> None:
+    """Make tensor hold source's payload, shape, dtype and device; user attributes and requires_grad stay."""
+    if (tensor.shape, tensor.dtype, tensor.device) != (source.shape, source.dtype, source.device):
+        replacement = source.detach()
+        requires_grad = tensor.requires_grad
+        torch.Tensor.data.__set__(tensor, replacement)  # pyright: ignore[reportAttributeAccessIssue]
+        tensor.requires_grad_(requires_grad)
+    for name in (*tensor.TENSORS, *tensor.CONSTANTS):
+        setattr(tensor, name, getattr(source, name))
+
+
+def _handles(*operations: Any) -> Callable[[_Handler], _Handler]:
+    def register(handler: _Handler) -> _Handler:
+        _TABLE.update(dict.fromkeys(operations, handler))
+        return handler
+
+    return register
+
+
+@_handles(aten.detach.default, aten.alias.default, aten.lift_fresh.default)
+def _alias(tensor: Any) -> Any:
+    """The same payload. User attributes come along: a module's conversion replaces a parameter by what it detaches."""
+    return _carried(tensor, like(tensor, tensor.as_storage()))
+
+
+def _carried(tensor: Any, result: Any) -> Any:
+    for name, value in attributes(tensor).items():
+        setattr(result, name, value)
+    return result
+
+
+@_handles(aten.clone.default)
+def _clone(tensor: Any, *, memory_format: torch.memory_format | None = None) -> Any:
+    if memory_format not in (None, torch.preserve_format, torch.contiguous_format):
+        return NotImplemented
+    return like(tensor, tensor.mapped(lambda t: t.clone(memory_format=torch.preserve_format)))
+
+
+@_handles(aten._to_copy.default)
+def _to_copy(
+    tensor: Any,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+    non_blocking: bool = False,
+    memory_format: torch.memory_format | None = None,
+) -> Any:
+    """Only the nominal dtype and the device change; the codes, and what users set on the tensor, stay."""
+    if dtype is not None and not dtype.is_floating_point:
+        return NotImplemented
+    if memory_format not in (None, torch.preserve_format, torch.contiguous_format):
+        return NotImplemented
+    storage = tensor.mapped(lambda t: t.to(device=device, non_blocking=non_blocking, copy=True))
+    if pin_memory:
+        storage = storage.mapped(Tensor.pin_memory)
+    if dtype is not None:
+        storage._dtype = dtype
+    return _carried(tensor, like(tensor, storage))
+
+
+@_handles(aten.copy_.default)
+def _copy_(target: Any, source: Any, non_blocking: bool = False) -> Any:
+    if not isinstance(target, QuantizedTensorStorage):
+        return target.copy_(_plain(source), non_blocking)
+    if isinstance(source, QuantizedTensorStorage):
+        if target.payload_is_like(source):
+            target.copy_from_storage(source)
+            return target
+        source = source.decode(target.dtype)
+    source = source.to(target.device, non_blocking=non_blocking).expand(target.shape)
+    target.writer().update_quantized(source, target)
+    return target
+
+
+@_handles(aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default)
+def _view(tensor: Any, shape: Sequence[int], strides: Sequence[int] | None = None) -> Any:
+    known = 1
+    for n in shape:
+        known *= n if n != -1 else 1
+    shape = tuple(tensor.numel() // max(known, 1) if n == -1 else n for n in shape)
+    storage = tensor.as_storage() if shape == tuple(tensor.shape) else tensor.viewed(shape)
+    return NotImplemented if storage is None else like(tensor, storage, shape)
+
+
+@_handles(aten.expand.default)
+def _expand(tensor: Any, shape: Sequence[int], *, implicit: bool = False) -> Any:
+    same = len(shape) == tensor.dim() and all(n in (-1, m) for n, m in zip(shape, tensor.shape, strict=True))
+    return _alias(tensor) if same else NotImplemented
+
+
+@_handles(aten.slice.Tensor)
+def _slice(tensor: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
+    if dim % max(tensor.dim(), 1) or step != 1 or tensor.dim() == 0:
+        return NotImplemented
+    start, end, _ = slice(start, end).indices(tensor.shape[0])
+    return _rows(tensor, start, max(start, end))
+
+
+@_handles(aten.split.Tensor)
+def _split(tensor: Any, size: int, dim: int = 0) -> Any:
+    length = tensor.shape[dim]
+    pieces = -(-length // size) if size else 1
+    return _split_with_sizes(tensor, [min(size, length - i * size) for i in range(pieces)], dim)
+
+
+@_handles(aten.split_with_sizes.default)
+def _split_with_sizes(tensor: Any, sizes: Sequence[int], dim: int = 0) -> Any:
+    """Quantized pieces when every cut falls between blocks, else plain ones: a list never mixes both."""
+    if dim % tensor.dim():
+        return NotImplemented
+    pieces, start = [], 0
+    for size in sizes:
+        pieces.append(_rows(tensor, start, start + size))
+        start += size
+    return NotImplemented if any(piece is NotImplemented for piece in pieces) else pieces
+
+
+def _rows(tensor: Any, start: int, stop: int) -> Any:
+    if (start, stop) == (0, tensor.shape[0]):
+        return _alias(tensor)
+    storage = row_slice(tensor, start, stop)
+    return NotImplemented if storage is None else like(tensor, storage, (stop - start, *tensor.shape[1:]))
+
+
+@_handles(aten.as_strided.default)
+def _as_strided(tensor: Any, shape: Sequence[int], strides: Sequence[int], storage_offset: int = 0) -> Any:
+    """The identity and a run of whole rows are the strides that a quantized tensor has."""
+    if tuple(strides) != tensor.stride() or not shape or tuple(shape[1:]) != tuple(tensor.shape[1:]):
+        return NotImplemented
+    start, rest = divmod(storage_offset or 0, max(tensor.stride(0), 1))
+    return NotImplemented if rest else _rows(tensor, start, start + shape[0])
+
+
+@_handles(aten.new_zeros.default)
+def _new_zeros(
+    tensor: Any,
+    shape: Sequence[int],
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+) -> Any:
+    """A quantized tensor of zero codes in the directions that tensor has, where the format takes the shape."""
+    usages = tensor.get_usages()
+    writer = tensor.writer()
+    dtype = tensor.dtype if dtype is None else dtype
+    if not dtype.is_floating_point or writer.shape_refusal(shape, **usages) is not None:
+        return NotImplemented
+    writer = writer.copy()
+    writer.set_usage(**usages)
+    storage = writer.empty(tuple(shape), dtype, device or tensor.device, bool(pin_memory))
+    return like(tensor, storage.mapped(Tensor.zero_), shape)
+
+
+def _plain_like(func: Any) -> _Handler:
+    def run(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        stand_in = torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+        return func(stand_in, *args, **kwargs)
+
+    return run
+
+
+for _operation in (
+    aten.empty_like.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.rand_like.default,
+    aten.randn_like.default,
+    aten.new_empty.default,
+    aten.new_full.default,
+    aten.new_ones.default,
+):
+    _TABLE[_operation] = _plain_like(_operation)

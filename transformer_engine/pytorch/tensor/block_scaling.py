@@ -1,0 +1,82 @@
+"""What the block-scaled quantizers share: codes, scales = quantize(x [M, K], spec), packed into their storage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ...common.formats import round_up
+from ..constants import DType
+from ..primitives.quantize import Quantized, QuantizeSpec, quantize
+from .allocation import empty_quantized
+from .quantized_tensor import QuantizedTensor
+from .quantizer import Quantizer
+from .storage.quantized_tensor_storage import QuantizedTensorStorage, as_matrix, matrix_shape
+
+
+class BlockScalingQuantizer(Quantizer):
+    """Quantizes from the tensor alone: no state, so equal settings mean equal quantizers.
+
+    TENSOR     the class of its tensors
+    MULTIPLE   what the last dimension must be divisible by and, column-wise, the product of the others
+    """
+
+    TENSOR: ClassVar[type[QuantizedTensor]]
+    MULTIPLE: ClassVar[int]
+
+    dtype: DType
+
+    def spec(self, rowwise: bool, columnwise: bool) -> QuantizeSpec:
+        """The request to the quantize operation."""
+        raise NotImplementedError
+
+    def constants(self) -> dict[str, Any]:
+        """The storage's constructor keywords that this quantizer decides."""
+        raise NotImplementedError
+
+    def _quantized(self, matrix: Tensor, spec: QuantizeSpec) -> Quantized:
+        return quantize(matrix, spec)
+
+    def encode(
+        self, tensor: Tensor, rowwise: bool, columnwise: bool, *, noop_flag: Tensor | None = None
+    ) -> QuantizedTensorStorage:
+        refusal = self.shape_refusal(tensor.shape, rowwise, columnwise)
+        if refusal is not None:
+            raise ValueError(f"{type(self).__name__} cannot quantize shape {tuple(tensor.shape)}: {refusal}")
+        quantized = self._quantized(as_matrix(tensor), self.spec(rowwise, columnwise))
+        return self._packed(quantized, tensor.shape, tensor.dtype)
+
+    def _packed(
+        self, quantized: Quantized, shape: Sequence[int], dtype: torch.dtype
+    ) -> QuantizedTensorStorage:
+        return self.TENSOR.STORAGE.pack(quantized, shape, quantizer=self, dtype=dtype, **self.constants())
+
+    def wrap(self, storage: QuantizedTensorStorage, *, requires_grad: bool = False) -> Any:
+        return self.TENSOR.from_storage(storage, requires_grad=requires_grad)
+
+    def empty(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None, pin_memory: bool
+    ) -> QuantizedTensorStorage:
+        refusal = self.shape_refusal(shape, self.rowwise_usage, self.columnwise_usage)
+        if refusal is not None:
+            raise ValueError(f"{type(self).__name__} cannot hold shape {tuple(shape)}: {refusal}")
+        spec = self.spec(self.rowwise_usage, self.columnwise_usage)
+        storage = self._packed(empty_quantized(spec, *matrix_shape(shape), device), shape, dtype)
+        return storage.mapped(Tensor.pin_memory) if pin_memory else storage
+
+    def shape_refusal(self, shape: Sequence[int], rowwise: bool, columnwise: bool) -> str | None:
+        if len(shape) < 2:
+            return f"it has {len(shape)} dimensions, blocks need at least 2; view it as a matrix"
+        if shape[-1] % self.MULTIPLE:
+            return f"the last dimension {_advice(shape[-1], self.MULTIPLE)}"
+        if columnwise and prod(shape[:-1]) % self.MULTIPLE:
+            return f"the product of the leading dimensions {_advice(prod(shape[:-1]), self.MULTIPLE)}"
+        return None
+
+
+def _advice(value: int, multiple: int) -> str:
+    return f"{value} is not a multiple of {multiple}; pad it to {round_up(value, multiple)}"

@@ -1,0 +1,119 @@
+"""FP8 in blocks: codes [..., K] = saturate(x x scale), one scale for 1 x 128 or 128 x 128 elements."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...common import recipe as recipes
+from ...common.formats import BLOCK_1D, BLOCK_2D
+from ..constants import DType
+from ..primitives.quantize import QuantizeSpec
+from .block_scaling import BlockScalingQuantizer
+from .elements import element_of, float8_number
+from .quantized_tensor import QuantizedTensor
+from .quantizer import Quantizer
+from .storage.float8_blockwise_tensor_storage import Float8BlockwiseQTensorStorage
+
+__all__ = ["Float8BlockQuantizer", "Float8BlockwiseQTensor", "Float8BlockwiseQTensorStorage"]
+
+
+class Float8BlockwiseQTensor(QuantizedTensor, Float8BlockwiseQTensorStorage):
+    """Presents a standard dtype; holds FP8 codes and float32 scales of blocks, in one or both directions."""
+
+    STORAGE = Float8BlockwiseQTensorStorage
+
+    def _default_quantizer(self) -> Quantizer:
+        dimensions = 2 if self._is_2D_scaled else 1
+        return Float8BlockQuantizer(self._fp8_dtype, block_scaling_dim=dimensions, **self.get_usages())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _make_float8_blockwise_tensor_in_reduce_ex, (
+            self._rowwise_data,
+            self._rowwise_scale_inv,
+            self._columnwise_data,
+            self._columnwise_scale_inv,
+            self._fp8_dtype,
+            self.dtype,
+            self.shape,
+            self._quantizer,
+            self._is_2D_scaled,
+        )
+
+
+class Float8BlockQuantizer(BlockScalingQuantizer):
+    """block_scaling_dim 1 quantizes each direction from the values; 2 makes the directions exact transposes.
+
+    Any shape of two or more dimensions fits: blocks at the edges are cut off.
+    """
+
+    TENSOR = Float8BlockwiseQTensor
+    MULTIPLE = 1
+
+    def __init__(
+        self,
+        fp8_dtype: DType | torch.dtype,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        amax_epsilon: float = 0.0,
+        force_pow_2_scales: bool = True,
+        block_scaling_dim: int = 2,
+        all_gather_usage: bool = False,
+    ):
+        if block_scaling_dim not in (1, 2):
+            raise ValueError(f"block_scaling_dim={block_scaling_dim}; choose 1 (1 x 128) or 2 (128 x 128)")
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        self.dtype = float8_number(fp8_dtype)
+        self.amax_epsilon = amax_epsilon
+        self.force_pow_2_scales = force_pow_2_scales
+        self.block_scaling_dim = block_scaling_dim
+        self.block_len = 128
+        self.all_gather_usage = all_gather_usage
+
+    def spec(self, rowwise: bool, columnwise: bool) -> QuantizeSpec:
+        return QuantizeSpec(
+            BLOCK_2D if self.block_scaling_dim == 2 else BLOCK_1D,
+            element_of(self.dtype),
+            rowwise,
+            columnwise,
+            power_of_two=self.force_pow_2_scales,
+            epsilon=self.amax_epsilon,
+        )
+
+    def constants(self) -> dict[str, Any]:
+        return {"fp8_dtype": self.dtype, "is_2D_scaled": self.block_scaling_dim == 2}
+
+    def _get_compatible_recipe(self) -> type[recipes.Recipe]:
+        return recipes.Float8BlockScaling
+
+    def _configuration(self) -> Hashable:
+        return (self.dtype, self.amax_epsilon, self.force_pow_2_scales, self.block_scaling_dim)
+
+
+def _make_float8_blockwise_tensor_in_reduce_ex(
+    rowwise_data: Tensor | None,
+    rowwise_scale_inv: Tensor | None,
+    columnwise_data: Tensor | None,
+    columnwise_scale_inv: Tensor | None,
+    fp8_dtype: DType,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    quantizer: Quantizer | None = None,
+    is_2D_scaled: bool = True,
+) -> Float8BlockwiseQTensor:
+    """A Float8BlockwiseQTensor from its pickle."""
+    return Float8BlockwiseQTensor(  # pyright: ignore[reportReturnType]
+        shape,
+        dtype,
+        rowwise_data=rowwise_data,
+        rowwise_scale_inv=rowwise_scale_inv,
+        columnwise_data=columnwise_data,
+        columnwise_scale_inv=columnwise_scale_inv,
+        fp8_dtype=fp8_dtype,
+        quantizer=quantizer,
+        is_2D_scaled=is_2D_scaled,
+    )

@@ -1,0 +1,280 @@
+"""FP8 with one scale a tensor: codes [..., K] = saturate(x x scale), the scale delayed (from past steps) or current."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Hashable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ...common import recipe as recipes
+from ...common.formats import FLOAT8
+from ..constants import DType, dist_group_type
+from ..primitives.quantize import Quantized, QuantizeSpec, absolute_maximum, quantize
+from .allocation import empty_quantized
+from .elements import element_of, float8_dtype, float8_number
+from .quantized_tensor import QuantizedTensor
+from .quantizer import Quantizer
+from .storage.float8_tensor_storage import Float8TensorStorage
+from .storage.quantized_tensor_storage import QuantizedTensorStorage, as_matrix, matrix_shape
+
+__all__ = ["Float8CurrentScalingQuantizer", "Float8Quantizer", "Float8Tensor", "Float8TensorStorage"]
+
+
+class ScalingState(Protocol):
+    """Delayed scaling of n tensors: scale [n], and amax_history [length, n] whose row 0 is the running step."""
+
+    scale: Tensor
+    amax_history: Tensor
+
+
+class _PerTensorQuantizer(Quantizer):
+    """What delayed and current scaling share: one FP8 element, one scale."""
+
+    dtype: DType
+
+    def wrap(self, storage: QuantizedTensorStorage, *, requires_grad: bool = False) -> Float8Tensor:
+        return Float8Tensor.from_storage(storage, requires_grad=requires_grad)
+
+    def empty(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None, pin_memory: bool
+    ) -> QuantizedTensorStorage:
+        spec = QuantizeSpec(FLOAT8, element_of(self.dtype), self.rowwise_usage, self.columnwise_usage)
+        storage = self._packed(empty_quantized(spec, *matrix_shape(shape), device), shape, dtype)
+        return storage.mapped(Tensor.pin_memory) if pin_memory else storage
+
+    def create_tensor_from_data(
+        self,
+        data: Tensor,
+        fake_dtype: torch.dtype = torch.float32,
+        requires_grad: bool = False,
+        internal: bool = False,
+    ) -> Float8Tensor | Float8TensorStorage:
+        """A tensor around uint8 codes [..., K] that were made elsewhere with this quantizer's scale."""
+        if data.dtype not in (torch.uint8, float8_dtype(self.dtype)):
+            raise TypeError(
+                f"codes are uint8 or {float8_dtype(self.dtype)}, not {data.dtype}; view them as uint8"
+            )
+        storage = Float8TensorStorage(
+            data.view(torch.uint8),
+            self._inverse_scale(data.device),
+            self.dtype,
+            quantizer=self,
+            dtype=fake_dtype,
+        )
+        if self.columnwise_usage:
+            storage.update_usage(columnwise_usage=True)
+        return storage if internal or self.internal else self.wrap(storage, requires_grad=requires_grad)
+
+    def _inverse_scale(self, device: torch.device) -> Tensor:
+        return torch.empty(1, dtype=torch.float32, device=device)  # the caller writes it
+
+    def _packed(self, quantized: Quantized, shape: Sequence[int], dtype: torch.dtype) -> Float8TensorStorage:
+        return Float8TensorStorage.pack(quantized, shape, fp8_dtype=self.dtype, quantizer=self, dtype=dtype)
+
+    def supports_only_rowwise_all_gather(self) -> bool:
+        return True
+
+
+class Float8Quantizer(_PerTensorQuantizer):
+    """Delayed scaling: multiplies by a scale made from earlier steps, and records max|x| for later ones.
+
+    The scale and the recorded maximum are two tensors of its own, or one slot of a recipe's state (`from_state`).
+    Either way the recorded maximum only grows until its owner resets it.
+    """
+
+    def __init__(
+        self,
+        scale: Tensor | None,
+        amax: Tensor | None,
+        fp8_dtype: DType | torch.dtype,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+    ):
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        self.dtype = float8_number(fp8_dtype)
+        self._scale = scale
+        self._amax = amax
+        self._state: ScalingState | None = None
+        self._index = 0
+
+    @classmethod
+    def from_state(
+        cls,
+        state: ScalingState,
+        index: int,
+        fp8_dtype: DType | torch.dtype,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+    ) -> Float8Quantizer:
+        """A quantizer on slot `index` of a state, read through the state's tensors at every use."""
+        self = cls(None, None, fp8_dtype, rowwise=rowwise, columnwise=columnwise)
+        self._state = state
+        self._index = index
+        return self
+
+    @property
+    def scale(self) -> Tensor:
+        """float32 [1]: what a value is multiplied by."""
+        if self._state is not None:
+            return self._state.scale[self._index : self._index + 1]
+        assert self._scale is not None
+        return self._scale
+
+    @property
+    def amax(self) -> Tensor:
+        """float32 [1]: max|x| of everything quantized since the owner reset it."""
+        if self._state is not None:
+            return self._state.amax_history[0, self._index : self._index + 1]
+        assert self._amax is not None
+        return self._amax
+
+    def encode(
+        self, tensor: Tensor, rowwise: bool, columnwise: bool, *, noop_flag: Tensor | None = None
+    ) -> Float8TensorStorage:
+        spec = QuantizeSpec(FLOAT8, element_of(self.dtype), rowwise, columnwise)
+        quantized = quantize(as_matrix(tensor), spec, scale=self.scale.reshape(1))
+        assert quantized.amax is not None
+        self.record(quantized.amax, noop_flag)
+        return self._packed(quantized, tensor.shape, tensor.dtype)
+
+    def calibrate(self, tensor: Tensor) -> None:
+        self.record(absolute_maximum(tensor))
+
+    def replay_state(self) -> tuple[Tensor, ...]:
+        return (self.scale.clone(),)
+
+    def replaying(self, state: tuple[Tensor, ...]) -> Float8Quantizer:
+        (scale,) = state
+        return Float8Quantizer(scale, torch.zeros_like(scale), self.dtype)
+
+    def record(self, amax: Tensor, noop_flag: Tensor | None = None) -> None:
+        """Raise the recorded maximum to amax [1], unless the device flag is set."""
+        recorded = self.amax
+        largest = torch.maximum(recorded, amax.reshape(recorded.shape))
+        # `self.amax` anew: writes must reach the state through its base tensor for a compiler to see their order.
+        self.amax.copy_(largest if noop_flag is None else torch.where(noop_flag != 0, recorded, largest))
+
+    def _inverse_scale(self, device: torch.device) -> Tensor:
+        return self.scale.reshape(1).to(device, torch.float32).reciprocal()
+
+    def _get_compatible_recipe(self) -> type[recipes.Recipe]:
+        return recipes.DelayedScaling
+
+    def _configuration(self) -> Hashable:
+        return id(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+class Float8CurrentScalingQuantizer(_PerTensorQuantizer):
+    """Current scaling: scale = maximum / max|x| of the tensor itself, or of its parts in a whole group."""
+
+    def __init__(
+        self,
+        fp8_dtype: DType | torch.dtype,
+        device: torch.device | str | None = None,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        with_amax_reduction: bool = False,
+        amax_reduction_group: dist_group_type | None = None,
+        force_pow_2_scales: bool = False,
+        amax_epsilon: float = 0.0,
+        use_existing_amax: bool | None = None,
+        scale: Tensor | None = None,
+        amax: Tensor | None = None,
+    ):
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        ignored = {"use_existing_amax": use_existing_amax, "scale": scale, "amax": amax}
+        for name, value in ignored.items():
+            if value is not None:
+                warnings.warn(
+                    f"Float8CurrentScalingQuantizer ignores {name}: it scales each tensor by its own maximum",
+                    DeprecationWarning,
+                    stacklevel=2,
+                )
+        self.dtype = float8_number(fp8_dtype)
+        self.device = device
+        self.with_amax_reduction = with_amax_reduction
+        self.amax_reduction_group = amax_reduction_group
+        self.force_pow_2_scales = force_pow_2_scales
+        self.amax_epsilon = amax_epsilon
+
+    def encode(
+        self, tensor: Tensor, rowwise: bool, columnwise: bool, *, noop_flag: Tensor | None = None
+    ) -> Float8TensorStorage:
+        spec = QuantizeSpec(
+            FLOAT8,
+            element_of(self.dtype),
+            rowwise,
+            columnwise,
+            power_of_two=self.force_pow_2_scales,
+            epsilon=self.amax_epsilon,
+        )
+        matrix = as_matrix(tensor)
+        amax = None
+        if self.with_amax_reduction:
+            amax = absolute_maximum(matrix)
+            torch.distributed.all_reduce(
+                amax, op=torch.distributed.ReduceOp.MAX, group=self.amax_reduction_group
+            )
+        return self._packed(quantize(matrix, spec, amax=amax), tensor.shape, tensor.dtype)
+
+    def _get_compatible_recipe(self) -> type[recipes.Recipe]:
+        return recipes.Float8CurrentScaling
+
+    def _configuration(self) -> Hashable:
+        reduction = (self.with_amax_reduction, self.amax_reduction_group)
+        return (self.dtype, reduction, self.force_pow_2_scales, self.amax_epsilon)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A process group lives as long as its process.
+        return self.__dict__ | {"amax_reduction_group": None, "with_amax_reduction": False}
+
+
+class Float8Tensor(QuantizedTensor, Float8TensorStorage):
+    """Presents a standard dtype; holds FP8 codes and one scale."""
+
+    STORAGE = Float8TensorStorage
+
+    def _default_quantizer(self) -> Quantizer:
+        usages = self.get_usages()
+        return Float8CurrentScalingQuantizer(self._fp8_dtype, self.device, **usages)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _make_float8_tensor_in_reduce_ex, (
+            self._data,
+            self._fp8_dtype,
+            self._scale_inv,
+            self.dtype,
+            self.shape,
+            self._transpose,
+        )
+
+
+def _make_float8_tensor_in_reduce_ex(
+    data: Tensor | None,
+    fp8_dtype: DType,
+    fp8_scale_inv: Tensor,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    data_transpose: Tensor | None = None,
+) -> Float8Tensor:
+    """A Float8Tensor from its pickle; where it goes decides its quantizer."""
+    return Float8Tensor(  # pyright: ignore[reportReturnType]
+        shape,
+        dtype,
+        data=data,
+        fp8_scale_inv=fp8_scale_inv,
+        fp8_dtype=fp8_dtype,
+        data_transpose=data_transpose,
+    )

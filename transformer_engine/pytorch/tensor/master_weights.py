@@ -1,0 +1,172 @@
+"""Quantized weights [M, K] written from flat shards of their high-precision masters, scaled as if from the whole.
+
+Each rank of a group owns a run of a weight's elements. Maxima are reduced over the group in one collective, so that
+every rank holds all scales, and the codes of its own run; gathering the codes is the caller's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...common.formats import FLOAT8
+from ..primitives.quantize import Quantized, QuantizeSpec, absolute_maximum, quantize, tiles
+from .block_scaling import BlockScalingQuantizer
+from .elements import element_of
+from .float8_tensor import Float8Quantizer, Float8Tensor
+from .quantized_tensor import QuantizedTensor
+from .storage.quantized_tensor_storage import matrix_shape
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Elements start .. start + len(values) of a flattened weight; targets receive their codes, None: the weight does."""
+
+    weight: QuantizedTensor
+    values: Tensor
+    start: int
+    targets: tuple[Tensor | None, Tensor | None]
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.values.numel()
+
+
+def write_shards(shards: Sequence[Shard], group: Any) -> None:
+    """Quantize every shard into its weight, with maxima of the whole group (None: of this process)."""
+    writers = [_writer(shard) for shard in shards]
+    maxima = [amax for writer in writers for amax in writer.maxima()]
+    reduced = iter(_reduced(maxima, group))
+    for writer in writers:
+        writer.write([next(reduced) for _ in range(writer.directions)])
+
+
+def _reduced(maxima: list[Tensor], group: Any) -> list[Tensor]:
+    """The group's maximum of each, all in one collective."""
+    if group is None or not maxima:
+        return maxima
+    flat = torch.cat([amax.flatten() for amax in maxima])
+    torch.distributed.all_reduce(flat, op=torch.distributed.ReduceOp.MAX, group=group)
+    parts = flat.split([amax.numel() for amax in maxima])
+    return [part.view(amax.shape) for part, amax in zip(parts, maxima, strict=True)]
+
+
+def _writer(shard: Shard) -> _TensorScaled | _BlockScaled:
+    if isinstance(shard.weight, Float8Tensor):
+        return _TensorScaled(shard)
+    quantizer = shard.weight.writer()
+    if isinstance(quantizer, BlockScalingQuantizer):
+        return _BlockScaled(shard, quantizer)
+    raise TypeError(f"{type(shard.weight).__name__} has no master weights; give FP8, MXFP8 or NVFP4 weights")
+
+
+class _TensorScaled:
+    """One scale a weight: the shard alone is cast."""
+
+    directions = 1
+
+    def __init__(self, shard: Shard):
+        self.shard = shard
+        self.quantizer: Any = shard.weight.writer()
+
+    def maxima(self) -> list[Tensor]:
+        return [absolute_maximum(self.shard.values)]
+
+    def write(self, maxima: list[Tensor]) -> None:
+        weight: Any = self.shard.weight
+        delayed = isinstance(self.quantizer, Float8Quantizer)
+        spec = QuantizeSpec(
+            FLOAT8,
+            element_of(weight._fp8_dtype),
+            power_of_two=not delayed and self.quantizer.force_pow_2_scales,
+            epsilon=0.0 if delayed else self.quantizer.amax_epsilon,
+        )
+        scale = self.quantizer.scale.reshape(1) if delayed else None
+        quantized = quantize(self.shard.values.view(1, -1), spec, scale=scale, amax=maxima[0])
+        assert quantized.codes is not None
+        if delayed:
+            self.quantizer.record(maxima[0])
+        _write_run(quantized.codes, self.shard, 0, weight._data)
+        weight._scale_inv.copy_(quantized.scale)
+
+
+class _BlockScaled:
+    """One scale a block. Elements of other ranks are stood in for by their block's maximum, so that blocks which a
+    shard's end cuts are scaled as the whole weight would be; their codes are not written."""
+
+    def __init__(self, shard: Shard, quantizer: BlockScalingQuantizer):
+        weight = shard.weight
+        self.shard = shard
+        self.axes = (False,) if weight.transposable else (False, True)
+        self.spec = quantizer.spec(True, False)
+        if len(self.axes) == 2 and self.spec.format.name != "mxfp8":
+            raise ValueError(
+                f"{type(weight).__name__} with one-dimensional blocks cannot be written from shards, because its "
+                "column-wise codes are transposed; quantize weights in two-dimensional blocks"
+            )
+        if shard.start % self.spec.format.packing or shard.stop % self.spec.format.packing:
+            raise ValueError(
+                f"a shard of elements {shard.start}:{shard.stop} cuts a byte of {self.spec.format.packing} codes; "
+                "align shards to bytes"
+            )
+        self.rows, self.depth = matrix_shape(weight.shape)
+        positions = torch.arange(self.rows * self.depth, device=shard.values.device)
+        self.owned = ((positions >= shard.start) & (positions < shard.stop)).view(self.rows, self.depth)
+        matrix = shard.values.new_zeros(self.rows * self.depth)
+        matrix[shard.start : shard.stop] = shard.values
+        self.matrix = matrix.view(self.rows, self.depth)
+
+    @property
+    def directions(self) -> int:
+        return len(self.axes)
+
+    @property
+    def _bytes(self) -> slice:
+        packing = self.spec.format.packing
+        return slice(self.shard.start // packing, self.shard.stop // packing)
+
+    def _cut(self, transposed: bool) -> Tensor:
+        assert self.spec.tile is not None
+        return tiles.cut(self.matrix.t() if transposed else self.matrix, self.spec.tile)
+
+    def maxima(self) -> list[Tensor]:
+        return [tiles.tile_amax(self._cut(transposed)) for transposed in self.axes]
+
+    def write(self, maxima: list[Tensor]) -> None:
+        weight: Any = self.shard.weight
+        packing = self.spec.format.packing
+        for transposed, amax in zip(self.axes, maxima, strict=True):
+            part = quantize(self._filled(transposed, amax), self.spec)
+            assert part.codes is not None
+            if transposed:
+                part = Quantized(codes_t=part.codes, scale_t=part.scale)
+            packed: Any = weight.storage_class().pack(part, weight.shape, **weight.constants())
+            prefix = "_columnwise" if transposed else "_rowwise"
+            run = getattr(packed, f"{prefix}_data").reshape(-1)[self._bytes]
+            _write_run(run, self.shard, int(transposed), getattr(weight, f"{prefix}_data"), packing)
+            getattr(weight, f"{prefix}_scale_inv").copy_(getattr(packed, f"{prefix}_scale_inv"))
+            if part.amax is not None:
+                weight._amax_rowwise.copy_(part.amax)
+
+    def _filled(self, transposed: bool, amax: Tensor) -> Tensor:
+        matrix, owned = (self.matrix.t(), self.owned.t()) if transposed else (self.matrix, self.owned)
+        everywhere = tiles.spread(amax).expand(self._cut(transposed).shape)
+        stand_in = tiles.join(everywhere, (matrix.shape[0], matrix.shape[1])).to(matrix.dtype)
+        return torch.where(owned, matrix, stand_in)
+
+
+def _write_run(codes: Tensor, shard: Shard, direction: int, data: Tensor, packing: int = 1) -> None:
+    """Copy the codes of a shard's run into its target, or into their place in the weight's codes."""
+    codes = codes.reshape(-1).view(torch.uint8)
+    target = shard.targets[direction]
+    if target is not None:
+        target.view(-1).copy_(codes)
+        return
+    flat = data.reshape(-1)  # a view, except of column-wise MXFP8 codes, which lie transposed
+    flat[shard.start // packing : shard.stop // packing].copy_(codes)
+    if flat.data_ptr() != data.data_ptr():
+        data.copy_(flat.view(data.shape))

@@ -1,0 +1,120 @@
+"""MXFP8: codes [..., K] = saturate(x x 2^(127 - e)), one exponent e for 32 elements along the contracted dimension."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...common import recipe as recipes
+from ...common.formats import MXFP8
+from ..constants import DType
+from ..primitives.quantize import QuantizeSpec
+from .block_scaling import BlockScalingQuantizer
+from .elements import element_of, float8_number
+from .quantized_tensor import QuantizedTensor
+from .quantizer import Quantizer
+from .storage.mxfp8_tensor_storage import MXFP8TensorStorage
+
+__all__ = ["MXFP8Quantizer", "MXFP8Tensor", "MXFP8TensorStorage"]
+
+
+class MXFP8Tensor(QuantizedTensor, MXFP8TensorStorage):
+    """Presents a standard dtype; holds FP8 codes and exponents, in one or both directions."""
+
+    STORAGE = MXFP8TensorStorage
+
+    def _default_quantizer(self) -> Quantizer:
+        return MXFP8Quantizer(self._fp8_dtype, with_2d_quantization=self._square_tiles, **self.get_usages())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _make_mxfp8_tensor_in_reduce_ex, (
+            self._rowwise_data,
+            self._rowwise_scale_inv,
+            self._columnwise_data,
+            self._columnwise_scale_inv,
+            self._fp8_dtype,
+            self.dtype,
+            self.shape,
+            self._quantizer,
+            self._square_tiles,
+        )
+
+
+class MXFP8Quantizer(BlockScalingQuantizer):
+    """Each direction is quantized from the values themselves; with_2d_quantization shares scales over 32 x 32."""
+
+    TENSOR = MXFP8Tensor
+    MULTIPLE = 32
+
+    def __init__(
+        self,
+        fp8_dtype: DType | torch.dtype,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        with_2d_quantization: bool = False,
+    ):
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        self.dtype = float8_number(fp8_dtype)
+        self.with_2d_quantization = with_2d_quantization
+
+    def spec(self, rowwise: bool, columnwise: bool) -> QuantizeSpec:
+        return QuantizeSpec(
+            MXFP8, element_of(self.dtype), rowwise, columnwise, two_dimensional=self.with_2d_quantization
+        )
+
+    def constants(self) -> dict[str, Any]:
+        return {"fp8_dtype": self.dtype, "square_tiles": self.with_2d_quantization}
+
+    def create_tensor_from_data(
+        self,
+        data: Tensor,
+        scale_inv: Tensor,
+        fake_dtype: torch.dtype = torch.float32,
+        requires_grad: bool = False,
+    ) -> MXFP8Tensor:
+        """A tensor around row-wise uint8 codes [..., K] and padded exponents made elsewhere."""
+        storage = MXFP8TensorStorage(
+            data.view(torch.uint8),
+            scale_inv,
+            None,
+            None,
+            quantizer=self,
+            dtype=fake_dtype,
+            **self.constants(),
+        )
+        return self.wrap(storage, requires_grad=requires_grad)
+
+    def _get_compatible_recipe(self) -> type[recipes.Recipe]:
+        return recipes.MXFP8BlockScaling
+
+    def _configuration(self) -> Hashable:
+        return (self.dtype, self.with_2d_quantization)
+
+
+def _make_mxfp8_tensor_in_reduce_ex(
+    rowwise_data: Tensor | None,
+    rowwise_scale_inv: Tensor | None,
+    columnwise_data: Tensor | None,
+    columnwise_scale_inv: Tensor | None,
+    fp8_dtype: DType,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    quantizer: Quantizer | None = None,
+    square_tiles: bool = False,
+) -> MXFP8Tensor:
+    """An MXFP8Tensor from its pickle."""
+    return MXFP8Tensor(  # pyright: ignore[reportReturnType]
+        shape,
+        dtype,
+        rowwise_data=rowwise_data,
+        rowwise_scale_inv=rowwise_scale_inv,
+        columnwise_data=columnwise_data,
+        columnwise_scale_inv=columnwise_scale_inv,
+        fp8_dtype=fp8_dtype,
+        quantizer=quantizer,
+        square_tiles=square_tiles,
+    )

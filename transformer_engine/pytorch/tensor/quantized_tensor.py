@@ -1,0 +1,298 @@
+"""QuantizedTensor: a torch.Tensor of values [..., K] whose bytes are codes and scales; and tensors through autograd.
+
+The wrapper presents the nominal shape and dtype. What an operation does with it is written in `aten`.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from . import aten
+from .storage.fsdp import GatheredPayload, gather_payload, join_payload
+from .storage.quantized_tensor_storage import QuantizedTensorStorage
+
+__all__ = [
+    "QuantizedTensor",
+    "QuantizedTensorStorage",
+    "prepare_for_saving",
+    "restore_from_func_ctx",
+    "restore_from_saved",
+    "storage_of",
+]
+
+
+def prepare_for_saving(
+    *tensors: Tensor | QuantizedTensorStorage | None,
+) -> tuple[list[Tensor | None], list[QuantizedTensorStorage | None]]:
+    """(flat tensors, objects): what save_for_backward takes, and what `restore_from_saved` needs beside it.
+
+    A storage is emptied into the list. A QuantizedTensor keeps its payload and travels as a copy that shares it.
+    """
+    flat: list[Tensor | None] = []
+    objects: list[QuantizedTensorStorage | None] = []
+    for tensor in tensors:
+        if isinstance(tensor, QuantizedTensor):
+            tensor = tensor.as_storage()
+        if isinstance(tensor, QuantizedTensorStorage):
+            parts, storage = tensor.prepare_for_saving()
+            flat.extend(parts)
+            objects.append(storage)
+        else:
+            flat.append(tensor)
+            objects.append(None)
+    return flat, objects
+
+
+def restore_from_saved(
+    tensors: Sequence[QuantizedTensorStorage | None],
+    saved_tensors: Sequence[Tensor | None],
+    return_saved_tensors: bool = False,
+) -> list[Any] | tuple[list[Any], list[Tensor | None]]:
+    """Put the flat tensors back into the objects, in order; the unused rest is returned on request."""
+    saved = list(saved_tensors)
+    restored: list[Any] = []
+    for storage in tensors:
+        if storage is None:
+            restored.append(saved.pop(0))
+        else:
+            saved = storage.restore_from_saved(saved)
+            restored.append(storage)
+    return (restored, saved) if return_saved_tensors else restored
+
+
+def restore_from_func_ctx(ctx: Any) -> list[Any]:
+    """What `prepare_for_saving` took apart, from ctx.saved_tensors and ctx.tensor_objects."""
+    if getattr(ctx, "tensor_objects", None) is None:
+        raise AttributeError(
+            "ctx.tensor_objects is not set; assign the objects of prepare_for_saving in forward"
+        )
+    restored = restore_from_saved(ctx.tensor_objects, ctx.saved_tensors)
+    ctx.tensor_objects = None  # the objects hold the tensors from here on, and would outlive the backward
+    return restored  # pyright: ignore[reportReturnType]
+
+
+def storage_of(tensor: QuantizedTensor) -> QuantizedTensorStorage:
+    """The payload of a quantized tensor, shared. A function, because torch.compile does not trace a tensor's methods."""
+    cls = type(tensor)
+    tensors = {keyword: getattr(tensor, name) for name, keyword in cls.TENSORS.items()}
+    constants = {keyword: getattr(tensor, name) for name, keyword in cls.CONSTANTS.items()}
+    return cls.STORAGE(**tensors, **constants)
+
+
+class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
+    """A tensor of nominal shape and dtype with a quantized payload.
+
+    Subclasses name the storage class that defines the payload; its constructor keywords are theirs.
+    """
+
+    STORAGE: ClassVar[type[QuantizedTensorStorage]]
+
+    def __new__(
+        cls,
+        shape: Sequence[int] | None = None,
+        dtype: torch.dtype = torch.float32,
+        *,
+        requires_grad: bool = False,
+        device: torch.device | str | None = None,
+        **payload: Any,
+    ) -> QuantizedTensor:
+        storage = cls.STORAGE(**payload, dtype=dtype)
+        return cls.from_storage(storage, shape=shape, requires_grad=requires_grad)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # the storage's constructor must not run again
+        pass
+
+    @classmethod
+    def from_storage(
+        cls,
+        storage: QuantizedTensorStorage,
+        *,
+        shape: Sequence[int] | None = None,
+        requires_grad: bool = False,
+    ) -> Any:
+        """A tensor around a storage's payload, shared."""
+        shape = storage.shape if shape is None else torch.Size(shape)
+        strides = tuple(
+            itertools.accumulate((max(n, 1) for n in reversed(shape[1:])), int.__mul__, initial=1)
+        )
+        self = torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
+            cls,
+            shape,
+            strides=strides[::-1] if len(shape) else (),
+            dtype=storage.dtype,
+            device=storage.device,
+            requires_grad=requires_grad,
+        )
+        for name in (*cls.TENSORS, *cls.CONSTANTS):
+            setattr(self, name, getattr(storage, name))
+        return self
+
+    @classmethod
+    def storage_class(cls) -> type[QuantizedTensorStorage]:
+        return cls.STORAGE
+
+    def as_storage(self) -> QuantizedTensorStorage:
+        """The payload without the tensor, shared; in compiled code call `storage_of`."""
+        return storage_of(self)
+
+    @classmethod
+    def make_like(
+        cls,
+        tensor: QuantizedTensor,
+        *,
+        shape: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+        requires_grad: bool = False,
+        **payload: Any,
+    ) -> QuantizedTensor:
+        """A tensor sharing another's payload, but for the keywords given."""
+        metadata = tensor.get_metadata() | payload
+        nominal = metadata.pop("dtype") if dtype is None else dtype
+        metadata.pop("dtype", None)
+        return cls(tensor.shape if shape is None else shape, nominal, requires_grad=requires_grad, **metadata)
+
+    def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:
+        """The values as a plain tensor; the gradient passes through."""
+        dtype = self.dtype if dtype is None else dtype
+        if torch.is_grad_enabled() and self.requires_grad:
+            return _Dequantize.apply(self, dtype)  # pyright: ignore[reportReturnType]
+        return self.decode(dtype)
+
+    def quantize_(self, tensor: Tensor, *, noop_flag: Tensor | None = None) -> QuantizedTensor:
+        """Quantize a tensor into this one's payload."""
+        QuantizedTensorStorage.quantize_(self, tensor, noop_flag=noop_flag)
+        return self
+
+    def float(self) -> Tensor:
+        return self.dequantize(dtype=torch.float32)
+
+    def half(self) -> Tensor:
+        return self.dequantize(dtype=torch.float16)
+
+    def bfloat16(self) -> Tensor:
+        return self.dequantize(dtype=torch.bfloat16)
+
+    def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:
+        return self.dequantize().cpu(memory_format=memory_format)
+
+    def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
+        """This tensor: its nominal layout is always contiguous."""
+        if memory_format not in (torch.contiguous_format, torch.preserve_format):
+            raise ValueError(f"a {type(self).__name__} has no layout {memory_format}; dequantize it first")
+        return self
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Empty: the bytes belong to the payload's tensors."""
+        return torch.UntypedStorage(0, device=self.device)
+
+    def _get_data(self) -> Tensor:
+        return self.detach()
+
+    def _set_data(self, value: Tensor) -> None:
+        """Take over value's payload (its nominal dtype included), or quantize a plain tensor into one's own."""
+        if isinstance(value, type(self)):
+            aten.take_over(self, value)
+        elif isinstance(value, QuantizedTensor):
+            raise TypeError(
+                f"cannot set the data of a {type(self).__name__} to a {type(value).__name__}; dequantize it first"
+            )
+        else:
+            self.quantize_(value.detach())
+
+    data = property(_get_data, _set_data)  # pyright: ignore[reportAssignmentType]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        usages = ", ".join(name for name, present in self.get_usages().items() if present)
+        values = self.decode(self.dtype) if self.device.type != "meta" else "..."
+        return f"{type(self).__name__}(usages=[{usages}], dtype={self.dtype}, data={values})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
+        if id(self) in memo:
+            return memo[id(self)]
+        payload = {
+            name: copy.deepcopy(getattr(self, name), memo) for name in (*self.TENSORS, *self.CONSTANTS)
+        }
+        twin = aten.like(
+            self, QuantizedTensorStorage.flatten(self)[1]([payload[name] for name in self.TENSORS])
+        )
+        memo[id(self)] = twin
+        for name in self.CONSTANTS:
+            setattr(twin, name, payload[name])
+        for name, value in aten.attributes(self).items():
+            setattr(twin, name, copy.deepcopy(value, memo))
+        if isinstance(self, torch.nn.Parameter):
+            twin._is_param = True  # how torch marks parameters of other tensor classes
+        twin.requires_grad_(self.requires_grad)
+        return twin
+
+    def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
+        names = [name for name in self.TENSORS if getattr(self, name) is not None]
+        return names, {name: getattr(self, name) for name in self.CONSTANTS} | {"class": type(self)}
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor],
+        metadata: dict[str, Any],
+        outer_size: Sequence[int],
+        outer_stride: Sequence[int],
+    ) -> QuantizedTensor:
+        cls = metadata["class"]
+        tensors = {keyword: inner.get(name) for name, keyword in cls.TENSORS.items()}
+        constants = {keyword: metadata[name] for name, keyword in cls.CONSTANTS.items()}
+        return cls.from_storage(cls.STORAGE(**tensors, **constants), shape=outer_size)
+
+    @classmethod
+    def __metadata_guard__(cls, seen: dict[str, Any], found: dict[str, Any]) -> bool:
+        """Does code compiled for one tensor serve another? Quantizers do not count: they are guarded where used."""
+        return all(seen[name] == found[name] for name in seen if name != "_quantizer")
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, orig_size: Any, contiguous_orig_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], GatheredPayload]:
+        """The bytes to gather along dimension 0, and what is needed to read them again."""
+        return gather_payload(self)
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[Tensor, ...],
+        metadata: GatheredPayload,
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> Any:
+        """The whole tensor from the gathered bytes: (tensor, its inner tensors), or None when out is filled."""
+        storage = join_payload(all_gather_outputs, metadata, param_dtype)
+        if out is None:
+            whole = type(self).from_storage(storage)
+            return whole, tuple(t for t in storage._named_tensors().values() if t is not None)
+        assert isinstance(out, QuantizedTensor)
+        if out.payload_is_like(storage):
+            out.copy_from_storage(storage)
+        else:  # a module changed its directions since the last gather
+            aten.take_over(out, type(self).from_storage(storage))
+        return None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return aten.dispatch(func, args, kwargs or {})
+
+
+class _Dequantize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor, dtype):
+        ctx.dtype = tensor.dtype
+        return tensor.decode(dtype)
+
+    @staticmethod
+    def backward(ctx, grad_output):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad_output.to(ctx.dtype), None

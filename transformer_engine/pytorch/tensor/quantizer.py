@@ -1,0 +1,210 @@
+"""Quantizer: codes, scales = quantize(x [..., K]); what to do with a tensor, held apart from the tensors it makes."""
+
+from __future__ import annotations
+
+import abc
+import copy
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ...common import recipe as recipes
+from ..constants import dist_group_type
+from .storage.identity_tensor_storage import IdentityTensorStorage
+from .storage.quantized_tensor_storage import QuantizedTensorStorage
+
+if TYPE_CHECKING:
+    from .quantized_tensor import QuantizedTensor
+
+
+class Quantizer(abc.ABC):
+    """Builds quantized tensors. `encode` is the functional core; everything else is defined by it.
+
+    rowwise_usage, columnwise_usage   the directions that `quantize` makes
+    internal                          return the bare storage: cheaper, invisible to autograd
+    optimize_for_gemm                 a hint that the result only goes to a product
+    """
+
+    is_identity = False  # does `encode` leave values as they are?
+
+    def __init__(self, *, rowwise: bool, columnwise: bool):
+        self.rowwise_usage = rowwise
+        self.columnwise_usage = columnwise
+        self.internal = False
+        self.optimize_for_gemm = False
+
+    @abc.abstractmethod
+    def encode(
+        self, tensor: Tensor, rowwise: bool, columnwise: bool, *, noop_flag: Tensor | None = None
+    ) -> QuantizedTensorStorage:
+        """Quantize [..., K] in the directions asked for; where noop_flag is set, statistics are not recorded."""
+
+    @abc.abstractmethod
+    def wrap(self, storage: QuantizedTensorStorage, *, requires_grad: bool = False) -> Tensor:
+        """The tensor that presents a storage to autograd, sharing its payload."""
+
+    @abc.abstractmethod
+    def empty(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None, pin_memory: bool
+    ) -> QuantizedTensorStorage:
+        """An uninitialised storage for values of this shape, in this quantizer's directions."""
+
+    @abc.abstractmethod
+    def _configuration(self) -> Hashable:
+        """What makes two quantizers of one class equal, beside usages and flags."""
+
+    def quantize(
+        self, tensor: Tensor, *, out: QuantizedTensorStorage | None = None, dtype: torch.dtype | None = None
+    ) -> QuantizedTensor | QuantizedTensorStorage:
+        """Quantize, differentiably (the gradient passes through), or into `out`; dtype is the nominal dtype."""
+        if out is not None:
+            return self.update_quantized(tensor, out)
+        if torch.is_grad_enabled() and tensor.requires_grad and not self.internal:
+            return _Quantize.apply(tensor, self, dtype)  # pyright: ignore[reportReturnType]
+        return self._quantize(tensor, dtype)
+
+    def _quantize(self, tensor: Tensor, dtype: torch.dtype | None) -> Any:
+        with torch.no_grad():
+            storage = self.encode(tensor.detach(), self.rowwise_usage, self.columnwise_usage)
+            if dtype is not None:
+                storage._dtype = dtype
+            return storage if self.internal else self.wrap(storage)
+
+    def __call__(
+        self, tensor: Tensor, *, out: QuantizedTensorStorage | None = None, dtype: torch.dtype | None = None
+    ) -> QuantizedTensor | QuantizedTensorStorage:
+        return self.quantize(tensor, out=out, dtype=dtype)
+
+    def update_quantized(
+        self, src: Tensor, dst: QuantizedTensorStorage, *, noop_flag: Tensor | None = None
+    ) -> Any:
+        """Quantize src into dst's buffers, in the directions dst has; a set device flag leaves dst as it is."""
+        if not isinstance(dst, QuantizedTensorStorage):
+            raise TypeError(
+                f"out is a {type(dst).__name__}; give a tensor made by {type(self).__name__}.make_empty"
+            )
+        if src.shape != dst.shape:
+            raise ValueError(
+                f"cannot quantize a tensor of shape {tuple(src.shape)} into one of shape {tuple(dst.shape)}; "
+                "reshape the source or make another destination"
+            )
+        if not src.is_floating_point():
+            raise TypeError(f"cannot quantize {src.dtype}; convert to a floating-point dtype first")
+        usages = dst.get_usages()
+        with torch.no_grad():
+            fresh = self.encode(src.detach(), usages["rowwise"], usages["columnwise"], noop_flag=noop_flag)
+            dst.copy_from_storage(fresh, noop_flag=noop_flag)
+        return dst
+
+    def make_empty(
+        self,
+        shape: Sequence[int],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        requires_grad: bool = False,
+        pin_memory: bool = False,
+    ) -> Any:
+        """An uninitialised quantized tensor, to be filled by `update_quantized`."""
+        storage = self.empty(tuple(shape), dtype, device, pin_memory)
+        return storage if self.internal else self.wrap(storage, requires_grad=requires_grad)
+
+    def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
+        """Choose the directions of later quantizations; None leaves one as it is."""
+        if rowwise is not None:
+            self.rowwise_usage = rowwise
+        if columnwise is not None:
+            self.columnwise_usage = columnwise
+
+    def copy(self) -> Quantizer:
+        """A quantizer whose usages can change alone; scaling state, where there is any, stays shared."""
+        return copy.copy(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Quantizer:
+        """Scaling state is copied, a process group is not: there is one in the process."""
+        twin = copy.copy(self)
+        memo[id(self)] = twin
+        for name, value in vars(self).items():
+            if not isinstance(value, dist_group_type):
+                setattr(twin, name, copy.deepcopy(value, memo))
+        return twin
+
+    def calibrate(self, tensor: Tensor) -> None:  # noqa: B027 - most formats have nothing to learn
+        """Record statistics of a tensor without quantizing it."""
+
+    def is_quantizable(self, tensor: Tensor) -> bool:
+        """Does the format take a tensor of this shape?"""
+        return self.shape_refusal(tensor.shape, self.rowwise_usage, self.columnwise_usage) is None
+
+    def shape_refusal(self, shape: Sequence[int], rowwise: bool, columnwise: bool) -> str | None:
+        """Why the format cannot take this shape in these directions; None when it can."""
+        return None
+
+    def replay_state(self) -> tuple[Tensor, ...]:
+        """Copies of the tensors that `encode` depends on beside its input, for repeating it during recomputation."""
+        return ()
+
+    def replaying(self, state: tuple[Tensor, ...]) -> Quantizer:
+        """A quantizer that repeats what this one did when `replay_state` returned state, and records nothing."""
+        return self
+
+    def _get_compatible_recipe(self) -> type[recipes.Recipe] | None:
+        """The recipe class whose weights this quantizer makes; None: any."""
+        return None
+
+    def supports_only_rowwise_all_gather(self) -> bool:
+        """Must a gather along rows carry row-wise data, because column-wise data cannot be concatenated?"""
+        return False
+
+    def __eq__(self, other: object) -> bool:
+        if type(self) is not type(other):
+            return NotImplemented
+        return self._identity() == other._identity()  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __hash__(self) -> int:
+        return hash((type(self), self._configuration()))
+
+    def _identity(self) -> Hashable:
+        flags = (self.rowwise_usage, self.columnwise_usage, self.internal, self.optimize_for_gemm)
+        return (flags, self._configuration())
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{name.lstrip('_')}={value!r}" for name, value in vars(self).items())
+        return f"{type(self).__name__}({fields})"
+
+
+class _Quantize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor, quantizer, dtype):
+        return quantizer._quantize(tensor, dtype)
+
+    @staticmethod
+    def backward(ctx, grad_output):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad_output, None, None
+
+
+class Calibrating(Quantizer):
+    """Records what a quantizer would learn from each tensor, and leaves the tensor in high precision."""
+
+    def __init__(self, quantizer: Quantizer):
+        super().__init__(rowwise=quantizer.rowwise_usage, columnwise=quantizer.columnwise_usage)
+        self.quantizer = quantizer
+
+    def encode(
+        self, tensor: Tensor, rowwise: bool, columnwise: bool, *, noop_flag: Tensor | None = None
+    ) -> IdentityTensorStorage:
+        self.quantizer.calibrate(tensor)
+        return IdentityTensorStorage(tensor, dtype=tensor.dtype)
+
+    def wrap(self, storage: QuantizedTensorStorage, *, requires_grad: bool = False) -> Tensor:
+        return storage.decode(storage.dtype)
+
+    def empty(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None, pin_memory: bool
+    ) -> IdentityTensorStorage:
+        return IdentityTensorStorage(torch.empty(shape, dtype=dtype, device=device, pin_memory=pin_memory))
+
+    def _configuration(self) -> Hashable:
+        return self.quantizer

@@ -1,0 +1,17 @@
+"""Payloads of quantized tensors, without a torch.Tensor around them."""
+
+from .float8_blockwise_tensor_storage import Float8BlockwiseQTensorStorage
+from .float8_tensor_storage import Float8TensorStorage
+from .identity_tensor_storage import IdentityTensorStorage
+from .mxfp8_tensor_storage import MXFP8TensorStorage
+from .nvfp4_tensor_storage import NVFP4TensorStorage
+from .quantized_tensor_storage import QuantizedTensorStorage
+
+__all__ = [
+    "Float8BlockwiseQTensorStorage",
+    "Float8TensorStorage",
+    "IdentityTensorStorage",
+    "MXFP8TensorStorage",
+    "NVFP4TensorStorage",
+    "QuantizedTensorStorage",
+]

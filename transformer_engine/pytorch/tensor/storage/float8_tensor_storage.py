@@ -1,0 +1,122 @@
+"""Float8TensorStorage: value [..., K] = code x scale_inv [1], codes [..., K] and their transpose [K, ...] in uint8."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ....common.formats import FLOAT8
+from ...constants import DType
+from ...primitives.operand import Operand
+from ...primitives.quantize import Quantized, dequantize
+from ..axis import COLS, ROWS
+from ..elements import float8_dtype
+from .quantized_tensor_storage import QuantizedTensorStorage, matrix_shape
+
+if TYPE_CHECKING:
+    from ..quantizer import Quantizer
+
+
+class Float8TensorStorage(QuantizedTensorStorage):
+    """One scale for the whole tensor, delayed or current."""
+
+    TENSORS = {"_data": "data", "_transpose": "data_transpose", "_scale_inv": "fp8_scale_inv"}
+    CONSTANTS = {"_fp8_dtype": "fp8_dtype", "_quantizer": "quantizer", "_dtype": "dtype"}
+    format = FLOAT8
+
+    _data: Tensor | None
+    _transpose: Tensor | None
+    _scale_inv: Tensor | None
+
+    def __init__(
+        self,
+        data: Tensor | None,
+        fp8_scale_inv: Tensor | None,
+        fp8_dtype: DType,
+        data_transpose: Tensor | None = None,
+        quantizer: Quantizer | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+    ):
+        self._data = data
+        self._transpose = data_transpose
+        self._scale_inv = fp8_scale_inv
+        self._fp8_dtype = DType(fp8_dtype)
+        self._quantizer = quantizer
+        self._dtype = dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        if self._data is not None:
+            return self._data.shape
+        transpose = self._first_tensor()
+        return torch.Size((*transpose.shape[1:], transpose.shape[0]))
+
+    @property
+    def _transpose_invalid(self) -> bool:
+        """Is there no usable transpose? Setting it drops the transpose, which update_usage makes again."""
+        return self._transpose is None
+
+    @_transpose_invalid.setter
+    def _transpose_invalid(self, invalid: bool) -> None:
+        if invalid:
+            self._transpose = None
+
+    def contract(self, axis: str) -> Operand:
+        codes = self._data if axis == COLS else self._transpose
+        if codes is None:
+            raise self._missing(axis)
+        rows, depth = matrix_shape(self.shape)
+        matrix = codes.reshape((rows, depth) if axis == COLS else (depth, rows))
+        return Operand(matrix.view(float8_dtype(self._fp8_dtype)), self._scale_inv, FLOAT8, dtype=self._dtype)
+
+    @classmethod
+    def pack(cls, quantized: Quantized, shape: Sequence[int], **constants: Any) -> Float8TensorStorage:
+        codes, codes_t = quantized.codes, quantized.codes_t
+        return cls(
+            data=None if codes is None else codes.view(torch.uint8).view(shape),
+            data_transpose=None
+            if codes_t is None
+            else codes_t.view(torch.uint8).view(_transposed_shape(shape)),
+            fp8_scale_inv=quantized.scale_t if quantized.scale is None else quantized.scale,
+            **constants,
+        )
+
+    def get_usages(self) -> dict[str, bool]:
+        return {"rowwise": self._data is not None, "columnwise": self._transpose is not None}
+
+    @classmethod
+    def _dropped(cls, rowwise: bool, columnwise: bool) -> tuple[str, ...]:
+        return ("_data",) * rowwise + ("_transpose",) * columnwise
+
+    @property
+    def transposable(self) -> bool:
+        return True
+
+    def _create_transpose(self) -> None:
+        """`_create_columnwise`, by the name that sharded data parallelism calls."""
+        self._create_columnwise()
+
+    def decode(self, dtype: torch.dtype) -> Tensor:
+        if self._data is not None:
+            return dequantize(self.contract(COLS)._replace(dtype=dtype)).view(self.shape)
+        return dequantize(self.contract(ROWS)._replace(dtype=dtype)).t().contiguous().view(self.shape)
+
+    def viewed(self, shape: Sequence[int]) -> Float8TensorStorage | None:
+        keeps_columns = len(shape) > 0 and len(self.shape) > 0 and shape[-1] == self.shape[-1]
+        if self._data is None and not keeps_columns:
+            return None
+        transpose = self._transpose if keeps_columns else None
+        return Float8TensorStorage(
+            data=None if self._data is None else self._data.view(shape),
+            data_transpose=None if transpose is None else transpose.reshape(_transposed_shape(shape)),
+            fp8_scale_inv=self._scale_inv,
+            **self.constants(),
+        )
+
+
+def _transposed_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    return (*shape[-1:], *shape[:-1])

@@ -1,0 +1,303 @@
+"""QuantizedTensorStorage: the payload of a quantized tensor, value [..., K] = codes x scales, in one or two directions.
+
+Row-wise data serves products that contract the last dimension, column-wise data those that contract the leading
+ones (all leading dimensions count as one, the rows). A storage is not a torch.Tensor: autograd never sees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ....common.formats import TensorFormat
+from ...primitives.operand import Operand
+from ...primitives.quantize import Quantized
+from ..axis import COLS, ROWS
+from .transpose import transposed
+
+if TYPE_CHECKING:
+    from ..quantizer import Quantizer
+
+
+def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """(rows, K) of a tensor [..., K] whose leading dimensions are flattened."""
+    return (prod(shape[:-1]), shape[-1]) if len(shape) else (1, 1)
+
+
+def as_matrix(tensor: Tensor) -> Tensor:
+    """Values [..., K] -> [rows, K], plain."""
+    if isinstance(tensor, QuantizedTensorStorage):
+        tensor = tensor.dequantize()
+    return tensor.reshape(matrix_shape(tensor.shape))
+
+
+@dataclass(frozen=True)
+class Rebuild:
+    """rebuild(tensors) is a new storage of the kind, and with the constants, that `flatten` saw."""
+
+    storage_class: type[QuantizedTensorStorage]
+    constants: tuple[tuple[str, Any], ...]
+
+    def __call__(self, tensors: Sequence[Tensor | None]) -> QuantizedTensorStorage:
+        fields = dict(zip(self.storage_class.TENSORS.values(), tensors, strict=True))
+        return self.storage_class(**fields, **dict(self.constants))
+
+
+class QuantizedTensorStorage:
+    """Codes and scales of one tensor. Subclasses name their fields once, and the bookkeeping follows from that.
+
+    An abstract class without abc's metaclass, which torch.Tensor's would not mix with.
+
+    TENSORS    attribute -> constructor keyword, of everything that is a tensor (or None)
+    CONSTANTS  the same for everything that is not
+    """
+
+    TENSORS: ClassVar[dict[str, str]]
+    CONSTANTS: ClassVar[dict[str, str]]
+
+    format: ClassVar[TensorFormat]
+
+    _quantizer: Quantizer | None
+    _dtype: torch.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the values."""
+        raise NotImplementedError
+
+    def contract(self, axis: str) -> Operand:
+        """COLS: row-wise data as an operand [rows, K]; ROWS: column-wise data as [K, rows]."""
+        raise NotImplementedError
+
+    @classmethod
+    def pack(cls, quantized: Quantized, shape: Sequence[int], **constants: Any) -> QuantizedTensorStorage:
+        """Codes and scales of matrices, K last and unpadded, laid out as the public fields of this class."""
+        raise NotImplementedError
+
+    def get_usages(self) -> dict[str, bool]:
+        """Which directions there are: {"rowwise": bool, "columnwise": bool}."""
+        raise NotImplementedError
+
+    def decode(self, dtype: torch.dtype) -> Tensor:
+        """The values [..., K] in dtype, computed in float32."""
+        raise NotImplementedError
+
+    def viewed(self, shape: Sequence[int]) -> QuantizedTensorStorage | None:
+        """The same codes under another shape; None where scales or directions would not survive it."""
+        raise NotImplementedError
+
+    def unpack(self) -> Quantized:
+        """The inverse of `pack`, as views."""
+        usages = self.get_usages()
+        rowwise = self.contract(COLS) if usages["rowwise"] else Operand(None)  # pyright: ignore[reportArgumentType]
+        columnwise = self.contract(ROWS) if usages["columnwise"] else Operand(None)  # pyright: ignore[reportArgumentType]
+        return Quantized(
+            rowwise.codes, rowwise.scale, columnwise.codes, columnwise.scale, rowwise.amax, columnwise.amax
+        )
+
+    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+        """Create or drop directions in place; None leaves one as it is."""
+        usages = self.get_usages()
+        rowwise = usages["rowwise"] if rowwise_usage is None else rowwise_usage
+        columnwise = usages["columnwise"] if columnwise_usage is None else columnwise_usage
+        if not (rowwise or columnwise):
+            raise RuntimeError(
+                f"{type(self).__name__} would keep neither row-wise nor column-wise data; keep at least one direction"
+            )
+        if rowwise and not usages["rowwise"]:
+            self._create_rowwise()
+        if columnwise and not usages["columnwise"]:
+            self._create_columnwise()
+        self._drop(rowwise=not rowwise, columnwise=not columnwise)
+
+    @property
+    def transposable(self) -> bool:
+        """Is each direction exactly the other one, transposed?"""
+        raise NotImplementedError
+
+    def _create_rowwise(self) -> None:
+        self._mirror("row-wise", "rowwise")
+
+    def _create_columnwise(self) -> None:
+        self._mirror("column-wise", "columnwise")
+
+    def _mirror(self, direction: str, usage: str) -> None:
+        """Make the direction that is missing by transposing the other."""
+        if not self.transposable:
+            raise self._cannot_create(direction, usage)
+        existing = self.contract(ROWS if usage == "rowwise" else COLS)
+        mirrored = transposed(existing)
+        first, second = (mirrored, existing) if usage == "rowwise" else (existing, mirrored)
+        whole = Quantized(first.codes, first.scale, second.codes, second.scale, first.amax, second.amax)
+        full = self.storage_class().pack(whole, self.shape, **self.constants())
+        for name in self._dropped(usage == "rowwise", usage == "columnwise"):
+            setattr(self, name, getattr(full, name))
+
+    def _cannot_create(self, direction: str, usage: str) -> RuntimeError:
+        return RuntimeError(
+            f"{type(self).__name__} cannot make {direction} data from its codes, because each direction has its own "
+            f"scales; quantize the high-precision tensor again after quantizer.set_usage({usage}=True)"
+        )
+
+    def _drop(self, *, rowwise: bool, columnwise: bool) -> None:
+        for name in self._dropped(rowwise, columnwise):
+            setattr(self, name, None)
+
+    @classmethod
+    def _dropped(cls, rowwise: bool, columnwise: bool) -> tuple[str, ...]:
+        """The attributes that hold the named directions."""
+        raise NotImplementedError
+
+    def drop(self, *, rowwise: bool = False, columnwise: bool = False) -> QuantizedTensorStorage:
+        """A new storage without the named directions, sharing the rest."""
+        gone = self._dropped(rowwise, columnwise)
+        tensors, rebuild = QuantizedTensorStorage.flatten(self)
+        return rebuild([None if name in gone else t for name, t in zip(self.TENSORS, tensors, strict=True)])
+
+    def _missing(self, axis: str) -> RuntimeError:
+        direction, usage = ("row-wise", "rowwise") if axis == COLS else ("column-wise", "columnwise")
+        return RuntimeError(
+            f"{type(self).__name__} of shape {tuple(self.shape)} has no {direction} data, which a product along "
+            f"{axis} reads; quantize with {usage}=True, or call update_usage({usage}_usage=True) first"
+        )
+
+    def flatten(self) -> tuple[tuple[Tensor | None, ...], Rebuild]:
+        """(tensors, rebuild) with rebuild(tensors) equal to this storage; nothing is changed."""
+        constants = tuple(self.constants().items())
+        return tuple(getattr(self, name) for name in self.TENSORS), Rebuild(self.storage_class(), constants)
+
+    def constants(self) -> dict[str, Any]:
+        """Everything but the tensors, as constructor keywords."""
+        return {keyword: getattr(self, name) for name, keyword in self.CONSTANTS.items()}
+
+    @classmethod
+    def storage_class(cls) -> type[QuantizedTensorStorage]:
+        """The class that holds this payload outside of autograd."""
+        return cls
+
+    def as_storage(self) -> QuantizedTensorStorage:
+        """This payload without a tensor around it."""
+        return self
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> QuantizedTensorStorage:
+        """A new storage of the same kind with every tensor changed."""
+        tensors, rebuild = QuantizedTensorStorage.flatten(self)
+        return rebuild([None if tensor is None else change(tensor) for tensor in tensors])
+
+    def prepare_for_saving(self) -> tuple[list[Tensor | None], QuantizedTensorStorage]:
+        """Hand over the tensors and become empty, until `restore_from_saved` brings them back."""
+        tensors = [getattr(self, name) for name in self.TENSORS]
+        for name in self.TENSORS:
+            setattr(self, name, None)
+        return tensors, self
+
+    def restore_from_saved(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Take back what `prepare_for_saving` handed over; returns the tensors that belong to others."""
+        count = len(self.TENSORS)
+        for name, tensor in zip(self.TENSORS, tensors[:count], strict=True):
+            setattr(self, name, tensor)
+        return list(tensors[count:])
+
+    def clear(self) -> None:
+        """Free the payload: every tensor is replaced by an empty one."""
+        for name in self.TENSORS:
+            tensor = getattr(self, name)
+            if tensor is not None:
+                setattr(self, name, tensor.new_empty(0))
+
+    def get_metadata(self) -> dict[str, Any]:
+        """The payload as constructor keywords."""
+        return {keyword: getattr(self, name) for name, keyword in (self.TENSORS | self.CONSTANTS).items()}
+
+    def get_data_tensors(
+        self, rowwise_data: bool = True, columnwise_data: bool = True
+    ) -> Tensor | None | tuple[Tensor | None, ...]:
+        """The code tensors: one when one direction is named, else (row-wise, column-wise)."""
+        (rowwise,), (columnwise,) = self._dropped(True, False)[:1], self._dropped(False, True)[:1]
+        chosen = [rowwise] * rowwise_data + [columnwise] * columnwise_data
+        found = tuple(getattr(self, name) for name in chosen)
+        return found[0] if len(found) == 1 else found
+
+    def payload_is_like(self, other: QuantizedTensorStorage) -> bool:
+        """Can other's bytes be copied over this payload: same kind, same directions, same shapes?"""
+        if self.storage_class() is not other.storage_class():
+            return False
+        for name in self.TENSORS:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if (mine is None) != (theirs is None) or (mine is not None and mine.shape != theirs.shape):
+                return False
+        return all(
+            getattr(self, name) == getattr(other, name)
+            for name in self.CONSTANTS
+            if name not in ("_quantizer", "_dtype")
+        )
+
+    def copy_from_storage(self, source: QuantizedTensorStorage, *, noop_flag: Tensor | None = None) -> None:
+        """Overwrite this payload's bytes by source's, unless the flag on the device is set."""
+        if not self.payload_is_like(source):
+            raise ValueError(
+                f"cannot copy {type(source).__name__} of shape {tuple(source.shape)} with {source.get_usages()} over "
+                f"{type(self).__name__} of shape {tuple(self.shape)} with {self.get_usages()}; "
+                "give both the same format, shape and usages"
+            )
+        for name in self.TENSORS:
+            mine, theirs = getattr(self, name), getattr(source, name)
+            if mine is not None:
+                mine.copy_(theirs if noop_flag is None else torch.where(noop_flag != 0, mine, theirs))
+
+    def quantize_(self, tensor: Tensor, *, noop_flag: Tensor | None = None) -> QuantizedTensorStorage:
+        """Quantize a tensor into this payload, in the directions that it has."""
+        if isinstance(tensor, QuantizedTensorStorage):
+            tensor = tensor.decode(self.dtype)
+        self.writer().update_quantized(tensor, self, noop_flag=noop_flag)
+        return self
+
+    def writer(self) -> Quantizer:
+        """The quantizer that writes into this payload: the one that made it, or the format's default."""
+        return self._default_quantizer() if self._quantizer is None else self._quantizer
+
+    def _default_quantizer(self) -> Quantizer:
+        raise RuntimeError(
+            f"this {type(self).__name__} has no quantizer; give it one, or write through quantizer.update_quantized"
+        )
+
+    def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:
+        """The values in dtype (the nominal dtype when None)."""
+        return self.decode(self.dtype if dtype is None else dtype)
+
+    def size(self, dim: int | None = None) -> torch.Size | int:
+        return self.shape if dim is None else self.shape[dim]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The nominal dtype."""
+        return self._dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._first_tensor().device
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def _first_tensor(self) -> Tensor:
+        for name in self.TENSORS:
+            tensor = getattr(self, name)
+            if tensor is not None:
+                return tensor
+        raise RuntimeError(f"{type(self).__name__} holds no data; call restore_from_saved before using it")
+
+    def __repr__(self) -> str:
+        fields = ", ".join(
+            f"{name}={None if t is None else tuple(t.shape)}" for name, t in self._named_tensors().items()
+        )
+        return f"{type(self).__name__}({fields}, dtype={self._dtype})"
+
+    def _named_tensors(self) -> dict[str, Tensor | None]:
+        return {name: getattr(self, name) for name in self.TENSORS}

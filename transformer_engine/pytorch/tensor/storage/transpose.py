@@ -1,0 +1,32 @@
+"""The operand of the transposed matrix, exact where square tiles share a scale: codes and scales only move."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ....common.formats import FLOAT8, NVFP4
+from ...primitives.operand import Operand
+from ...primitives.quantize import pack_fp4, unpack_fp4
+
+
+def transposed(operand: Operand) -> Operand:
+    """[rows, K] -> [K, rows]. Formats with a scale for each row hold a square tile's scale once for each of its rows."""
+    assert operand.format is not None and operand.scale is not None
+    codes = operand.codes
+    if operand.format.name == NVFP4.name:
+        codes = pack_fp4(unpack_fp4(codes).t().contiguous())
+    else:
+        codes = codes.t().contiguous()
+    return operand._replace(codes=codes, scale=_transposed_scale(operand))
+
+
+def _transposed_scale(operand: Operand) -> Tensor:
+    assert operand.format is not None and operand.scale is not None
+    if operand.format.name == FLOAT8.name:
+        return operand.scale
+    rows_of_tile, side = operand.format.block or (1, 1)
+    if rows_of_tile == side:
+        return operand.scale.t().contiguous()
+    tiles = operand.scale[::side].t()
+    repeated = tiles.unsqueeze(1).expand(-1, side, -1).reshape(-1, tiles.shape[1])
+    return repeated[: operand.depth]

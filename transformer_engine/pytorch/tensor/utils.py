@@ -1,0 +1,100 @@
+"""What distributed optimizers do with quantized weights: replace their buffers, and write them from master weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .float8_tensor import Float8Tensor
+from .master_weights import Shard, write_shards
+from .quantized_tensor import QuantizedTensor
+
+__all__ = [
+    "cast_master_weights_to_fp8",
+    "clear_columnwise_cache",
+    "post_all_gather_processing",
+    "quantize_master_weights",
+    "replace_raw_data",
+]
+
+
+def replace_raw_data(tensor: QuantizedTensor, new_raw_data: Tensor) -> None:
+    """Move the row-wise codes into another buffer of the same shape, which tensor uses from then on."""
+    name = "_data" if isinstance(tensor, Float8Tensor) else "_rowwise_data"
+    old = getattr(tensor, name, None)
+    if old is None:
+        raise ValueError(f"{type(tensor).__name__} has no row-wise codes to move; quantize with rowwise=True")
+    if old.dtype != new_raw_data.dtype or old.shape != new_raw_data.shape:
+        raise ValueError(
+            f"the buffer is {new_raw_data.dtype} {tuple(new_raw_data.shape)}, the codes are {old.dtype} "
+            f"{tuple(old.shape)}; give a buffer of the codes' dtype and shape"
+        )
+    with torch.no_grad():
+        new_raw_data.detach().copy_(old)
+    setattr(tensor, name, new_raw_data)
+
+
+def quantize_master_weights(
+    model_weights: Sequence[QuantizedTensor],
+    master_weights: Sequence[Tensor | None],
+    start_offsets: Sequence[int | None],
+    group: Any,
+    fsdp_shard_model_weights: Sequence[Any] | None = None,
+    manual_post_all_gather_processing: bool = False,
+) -> None:
+    """Write codes of master_weights[i], a flat run of model_weights[i] from start_offsets[i], or None when not owned.
+
+    Values are rounded to the weight's nominal dtype first, as unquantized training would do. Scales come from maxima
+    over the group. fsdp_shard_model_weights[i], flat uint8 codes of the run (MXFP8: a pair, row-wise and column-wise),
+    is written in place of the weight's own codes.
+
+    Column-wise codes that follow from the row-wise ones are dropped, and made again by the next forward, or by
+    `post_all_gather_processing`, which manual_post_all_gather_processing announces.
+    """
+    if not len(model_weights) == len(master_weights) == len(start_offsets):
+        raise ValueError(
+            f"{len(model_weights)} weights, {len(master_weights)} masters and {len(start_offsets)} offsets; "
+            "give one of each for every weight"
+        )
+    targets = [None] * len(model_weights) if fsdp_shard_model_weights is None else fsdp_shard_model_weights
+    shards = [
+        _shard(*parts) for parts in zip(model_weights, master_weights, start_offsets, targets, strict=True)
+    ]
+    with torch.no_grad():
+        write_shards(shards, group)
+        clear_columnwise_cache(model_weights)
+
+
+cast_master_weights_to_fp8 = quantize_master_weights
+
+
+def _shard(weight: QuantizedTensor, master: Tensor | None, start: int | None, target: Any) -> Shard:
+    values = torch.empty(0, device=weight.device) if master is None else master.detach().reshape(-1)
+    start = 0 if start is None or master is None else start
+    if start + values.numel() > weight.numel():
+        raise ValueError(
+            f"elements {start}:{start + values.numel()} are outside of a weight of {weight.numel()} elements; "
+            "check start_offsets"
+        )
+    rowwise, columnwise = target if isinstance(target, tuple) else (target, None)
+    return Shard(weight, values.to(weight.dtype), start, (rowwise, columnwise))
+
+
+def clear_columnwise_cache(model_weights: Sequence[QuantizedTensor]) -> None:
+    """Drop column-wise codes that can be made again from row-wise ones."""
+    for weight in model_weights:
+        usages = weight.get_usages()
+        if weight.transposable and usages["rowwise"] and usages["columnwise"]:
+            weight.update_usage(columnwise_usage=False)
+
+
+def post_all_gather_processing(model_weights: Sequence[QuantizedTensor]) -> None:
+    """Make column-wise codes from row-wise ones that were gathered."""
+    clear_columnwise_cache(model_weights)
+    with torch.no_grad():
+        for weight in model_weights:
+            if weight.transposable:
+                weight.update_usage(columnwise_usage=True)
