@@ -20,7 +20,9 @@ def test_the_historic_paths_exist():
 def test_an_alias_holds_names_only(name):
     body = tree(modules()[name]).body[1:]
     for node in body:
-        is_all = isinstance(node, ast.Assign) and [t.id for t in node.targets if isinstance(t, ast.Name)] == ["__all__"]
+        is_all = isinstance(node, ast.Assign) and [t.id for t in node.targets if isinstance(t, ast.Name)] == [
+            "__all__"
+        ]
         assert isinstance(node, ast.ImportFrom) or is_all, f"{name}:{node.lineno}"
         if isinstance(node, ast.ImportFrom):
             assert all(alias.name != "*" for alias in node.names), f"{name}:{node.lineno} imports *"

@@ -10,10 +10,22 @@ import torch
 
 from transformer_engine.pytorch.tracing import constant_while_tracing
 
-HEAVY = ("torch._dynamo", "torch._inductor", "triton", "matplotlib", "typer", "rich", "nvmath", "cudnn", "flash_attn")
+HEAVY = (
+    "torch._dynamo",
+    "torch._inductor",
+    "triton",
+    "matplotlib",
+    "typer",
+    "rich",
+    "nvmath",
+    "cudnn",
+    "flash_attn",
+)
 
 
-@pytest.mark.parametrize("package", ["transformer_engine", "transformer_engine.pytorch", "transformer_engine_torch"])
+@pytest.mark.parametrize(
+    "package", ["transformer_engine", "transformer_engine.pytorch", "transformer_engine_torch"]
+)
 def test_import_brings_in_nothing_heavy_beyond_torch(package):
     program = (
         "import sys, torch; before = set(sys.modules); "

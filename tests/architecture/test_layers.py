@@ -39,7 +39,9 @@ def layer(name: str) -> int:
 @pytest.mark.parametrize("name", modules())
 def test_a_module_imports_nothing_above_its_layer(name):
     for target, line in imports(name):
-        assert layer(target) <= layer(name), f"{name}:{line} (layer {layer(name)}) imports {target} ({layer(target)})"
+        assert layer(target) <= layer(name), (
+            f"{name}:{line} (layer {layer(name)}) imports {target} ({layer(target)})"
+        )
 
 
 @pytest.mark.parametrize("name", [n for n in modules() if n.startswith("transformer_engine.common")])
@@ -53,7 +55,10 @@ def test_the_common_layer_imports_no_framework(name):
 def test_modules_import_each_other_in_no_cycle():
     graph = {name: {target for target, _ in imports(name)} for name in modules()}
     # A package's __init__ is entered before its members, so the edge from a member to its own package is no import.
-    graph = {name: {t for t in targets if not (is_package(t) and name.startswith(t + "."))} for name, targets in graph.items()}
+    graph = {
+        name: {t for t in targets if not (is_package(t) and name.startswith(t + "."))}
+        for name, targets in graph.items()
+    }
     done: set[str] = set()
 
     def visit(name: str, path: tuple[str, ...]) -> None:

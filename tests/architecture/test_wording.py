@@ -32,7 +32,9 @@ def test_pickles_are_read_through_an_allow_list_only(name):
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
             continue
         owner = node.func.value.id if isinstance(node.func.value, ast.Name) else ""
-        assert (owner, node.func.attr) not in {("pickle", "load"), ("pickle", "loads")}, f"{name}:{node.lineno}"
+        assert (owner, node.func.attr) not in {("pickle", "load"), ("pickle", "loads")}, (
+            f"{name}:{node.lineno}"
+        )
         if (owner, node.func.attr) == ("torch", "load"):
             options = {keyword.arg: keyword.value for keyword in node.keywords}
             safe = options.get("weights_only")

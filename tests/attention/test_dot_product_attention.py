@@ -11,6 +11,7 @@ from attention_oracle import attend, cumulative, padding_mask, visibility
 from transformer_engine.common.dispatch import Unsupported, use_backend
 from transformer_engine.pytorch.attention import DotProductAttention
 from transformer_engine.pytorch.attention.dot_product_attention.choose import TABLE
+from transformer_engine.pytorch.distributed import CudaRNGStatesTracker
 
 MASKS = (
     "no_mask",
@@ -350,6 +351,21 @@ def test_dropout_gradients_belong_to_the_same_survivors(device):
             return module(*qkv)
 
     assert torch.autograd.gradcheck(attention, tuple(x[:1].requires_grad_() for x in (q, k, v)))
+
+
+def test_recomputed_dropout_repeats_its_survivors(device):
+    q, k, v, grad = tensors(device)
+    tracker = CudaRNGStatesTracker()
+    tracker.add("model-parallel-rng", 1234)
+    module = DotProductAttention(2, 4, attention_dropout=0.5, get_rng_state_tracker=lambda: tracker)
+    results = []
+    for recompute in (False, True):
+        states = {name: state.clone() for name, state in tracker.get_states().items()}
+        results.append(run(module, q, k, v, grad, checkpoint_core_attention=recompute))
+        tracker.set_states(states)
+    (kept, gradients, _), (recomputed, others, _) = results
+    for one, other in zip((kept, *gradients), (recomputed, *others), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("sequence_parallel, forks", [(False, 1), (True, 0)])

@@ -13,7 +13,10 @@ from transformer_engine.common.recipe import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
-from transformer_engine.pytorch.functions.linear import IDENTITY, LinearSpec, linear
+from transformer_engine.pytorch.distributed.tensor_parallel import TensorParallel
+from transformer_engine.pytorch.functions.linear import IDENTITY, Accumulation, LinearSpec, linear
+from transformer_engine.pytorch.functions.weight_gradient import WeightGradient
+from transformer_engine.pytorch.primitives.quantize import dequantize
 from transformer_engine.pytorch.quantization import RecipeState
 
 RECIPES = {
@@ -26,6 +29,10 @@ RECIPES = {
     "nvfp4": NVFP4BlockScaling(disable_stochastic_rounding=True),
 }
 M, N, K = 64, 96, 32 * 4
+
+
+def spec_of(dtype=torch.bfloat16, qx=IDENTITY, qw=IDENTITY, qg=IDENTITY, **options):
+    return LinearSpec(dtype, qx, qw, qg, Accumulation(), TensorParallel(), WeightGradient(), **options)
 
 
 def quantizers(recipe, device):
@@ -46,14 +53,14 @@ def tensors(device, dtype=torch.bfloat16):
 def test_each_product_reads_its_operands_as_quantized(name, device):
     x, w, b, dy = tensors(device)
     qx, qw, qg = quantizers(RECIPES[name], device)
-    spec = LinearSpec(torch.bfloat16, qx, qw, qg, needs_grad_bias=True)
+    spec = spec_of(torch.bfloat16, qx, qw, qg, needs_grad_bias=True)
     y = linear(x, w, b, spec)
     y.backward(dy)
 
     def values(quantizer, tensor, columnwise):
-        operand = quantizer.encode(tensor.detach(), not columnwise, columnwise).contract("rows" if columnwise else "cols")
-        from transformer_engine.pytorch.primitives.quantize import dequantize
-
+        operand = quantizer.encode(tensor.detach(), not columnwise, columnwise).contract(
+            "rows" if columnwise else "cols"
+        )
         return dequantize(operand._replace(dtype=torch.float32)).double()
 
     expected_y = values(qx, x, False) @ values(qw, w, False).t() + b.detach().double()
@@ -61,13 +68,15 @@ def test_each_product_reads_its_operands_as_quantized(name, device):
     expected_dw = values(qg, dy, True) @ values(qx, x, True).t()
     for got, expected in ((y, expected_y), (x.grad, expected_dx), (w.grad, expected_dw)):
         # Half a unit in the last place of bfloat16, and a little for the order of float32 sums.
-        torch.testing.assert_close(got.double(), expected, rtol=2**-8, atol=2e-3 * float(expected.abs().max()))
+        torch.testing.assert_close(
+            got.double(), expected, rtol=2**-8, atol=2e-3 * float(expected.abs().max())
+        )
     torch.testing.assert_close(b.grad.double(), dy.double().sum(0), rtol=2**-8, atol=1e-6)
 
 
 def test_without_quantizers_it_is_a_plain_linear_layer(device):
     x, w, b, dy = tensors(device, torch.float32)
-    y = linear(x, w, b, LinearSpec(torch.float32, needs_grad_bias=True))
+    y = linear(x, w, b, spec_of(torch.float32, needs_grad_bias=True))
     y.backward(dy)
     got = [y, x.grad.clone(), w.grad.clone(), b.grad.clone()]
     for t in (x, w, b):
@@ -82,7 +91,7 @@ def test_without_quantizers_it_is_a_plain_linear_layer(device):
 def test_a_backward_override_leaves_gradients_unquantized(mode, device):
     x, w, _, dy = tensors(device)
     qx, qw, qg = quantizers(RECIPES["current"], device)
-    linear(x, w, None, LinearSpec(torch.bfloat16, qx, qw, qg, backward=mode)).backward(dy)
+    linear(x, w, None, spec_of(torch.bfloat16, qx, qw, qg, backward=mode)).backward(dy)
     x_values, w_values = x.detach(), w.detach()
     if mode == "dequantized":
         x_values = qx.encode(x_values, True, False).dequantize(dtype=torch.bfloat16)
@@ -97,7 +106,7 @@ def test_a_kept_input_gives_the_same_gradients(device):
         torch.manual_seed(0)
         x, w, _, dy = tensors(device)
         qx, qw, qg = quantizers(RECIPES["block"], device)
-        linear(x, w, None, LinearSpec(torch.bfloat16, qx, qw, qg, keep_input=keep)).backward(dy)
+        linear(x, w, None, spec_of(torch.bfloat16, qx, qw, qg, keep_input=keep)).backward(dy)
         results.append((x.grad, w.grad))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
@@ -108,9 +117,7 @@ def test_only_wanted_gradients_are_computed(needs, device):
     x.requires_grad_(needs[0])
     w.requires_grad_(needs[1])
     qx, qw, qg = quantizers(RECIPES["current"], device)
-    spec = LinearSpec(
-        torch.bfloat16, qx, qw, qg, needs_grad_input=needs[0], needs_grad_weight=needs[1]
-    )
+    spec = spec_of(torch.bfloat16, qx, qw, qg, needs_grad_input=needs[0], needs_grad_weight=needs[1])
     linear(x, w, None, spec).backward(dy)
     assert (x.grad is not None, w.grad is not None) == needs
 
@@ -118,7 +125,7 @@ def test_only_wanted_gradients_are_computed(needs, device):
 def test_leading_dimensions_are_restored(device):
     x = torch.randn(3, 5, K, device=device, requires_grad=True)
     w = torch.randn(N, K, device=device, requires_grad=True)
-    y = linear(x, w, None, LinearSpec(torch.float32, IDENTITY, IDENTITY, IDENTITY))
+    y = linear(x, w, None, spec_of(torch.float32))
     assert y.shape == (3, 5, N)
     y.sum().backward()
     assert x.grad.shape == x.shape

@@ -43,3 +43,18 @@ def _convert_float(values, source, target, rounding):
 def repair() -> None:
     """Replace the interpreter's conversion between floating-point types."""
     interpreter._convert_float = _convert_float
+
+
+def same_bits(actual: torch.Tensor | None, expected: torch.Tensor | None) -> bool:
+    """Equal shapes and bits, NaN codes of either sign being the same."""
+    if actual is None or expected is None:
+        return actual is None and expected is None
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        return False
+    if not actual.is_floating_point():
+        return bool((actual == expected).all())
+    size = actual.element_size()
+    bits = {1: torch.uint8, 4: torch.int32}[size]
+    number = ~torch.isnan(expected.to(torch.float32))
+    same_numbers = actual.contiguous().view(bits)[number] == expected.contiguous().view(bits)[number]
+    return bool(same_numbers.all()) and bool((torch.isnan(actual.to(torch.float32)) == ~number).all())

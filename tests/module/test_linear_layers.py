@@ -44,7 +44,9 @@ def plain(layer, x):
 def test_in_high_precision_it_is_the_plain_layer(kind, normalization, zero_centered, device):
     if kind == "linear" and (normalization == "RMSNorm" or zero_centered):
         pytest.skip("a Linear has no norm")
-    options = {} if kind == "linear" else {"normalization": normalization, "zero_centered_gamma": zero_centered}
+    options = (
+        {} if kind == "linear" else {"normalization": normalization, "zero_centered_gamma": zero_centered}
+    )
     layer = LAYERS[kind](device=device, **options)
     x = sample(device)
     got = step(layer, x)
@@ -163,7 +165,9 @@ def test_weight_gradients_accumulate_into_main_grad(kind, name, device):
         layer(x).sum().backward()
         twin(x).sum().backward()
     for n, p in weights.items():
-        torch.testing.assert_close(p.main_grad, 1.0 + dict(twin.named_parameters())[n].grad, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            p.main_grad, 1.0 + dict(twin.named_parameters())[n].grad, rtol=1e-4, atol=1e-4
+        )
         assert p.grad_added_to_main_grad
         assert p.grad.shape == p.shape
 
@@ -277,7 +281,9 @@ def test_recomputation_saves_memory():
 def test_a_split_weight_is_the_whole_weight(split, device):
     layer = Linear(HIDDEN, 96, parameters_split=split, device=device)
     names = [name.rstrip("_") for name in split]
-    assert [n for n, _ in layer.named_parameters()] == [f"{n}_weight" for n in names] + [f"{n}_bias" for n in names]
+    assert [n for n, _ in layer.named_parameters()] == [f"{n}_weight" for n in names] + [
+        f"{n}_bias" for n in names
+    ]
     whole = Linear(HIDDEN, 96, device=device)
     with torch.no_grad():
         whole.weight.copy_(torch.cat([getattr(layer, f"{n}_weight") for n in names]))
@@ -309,9 +315,8 @@ def test_parameters_have_the_dtype_asked_for(kind, device):
 def test_torch_autocast_decides_the_compute_dtype(kind, name, device):
     layer = LAYERS[kind](device=device)
     x = sample(device)
-    with torch.autocast(device.type, dtype=torch.bfloat16):
-        with autocast(enabled=name != "none", recipe=RECIPES[name]):
-            y = layer(x)
+    with torch.autocast(device.type, dtype=torch.bfloat16), autocast(enabled=name != "none", recipe=RECIPES[name]):
+        y = layer(x)
     assert y.dtype == torch.bfloat16
     y.float().sum().backward()
     assert x.grad.dtype == torch.float32
@@ -530,10 +535,18 @@ def test_a_wrong_dtype_names_the_remedy(device):
     [
         (lambda: Linear(8, 8, parallel_mode="diagonal", device="cpu"), ValueError, "diagonal"),
         (lambda: Linear(8, 9, parallel_mode="column", tp_size=2, device="cpu"), ValueError, "pad it to 10"),
-        (lambda: LayerNormLinear(8, 8, parallel_mode="row", device="cpu"), NotImplementedError, "LayerNorm followed"),
+        (
+            lambda: LayerNormLinear(8, 8, parallel_mode="row", device="cpu"),
+            NotImplementedError,
+            "LayerNorm followed",
+        ),
         (lambda: LayerNormLinear(8, 8, normalization="BatchNorm", device="cpu"), ValueError, "BatchNorm"),
         (lambda: LayerNormMLP(8, 8, activation="tanh", device="cpu"), ValueError, "tanh"),
-        (lambda: LayerNormMLP(8, 9, set_parallel_mode=True, tp_size=2, device="cpu"), ValueError, "tp_size=2"),
+        (
+            lambda: LayerNormMLP(8, 9, set_parallel_mode=True, tp_size=2, device="cpu"),
+            ValueError,
+            "tp_size=2",
+        ),
     ],
 )
 def test_an_impossible_layer_is_refused_at_construction(make, error, message):

@@ -9,6 +9,7 @@ from transformer_engine.pytorch.tensor import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
+    HybridQuantizer,
     IdentityQuantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
@@ -40,13 +41,16 @@ CASES = {
     "nvfp4_rht": lambda device, **usage: NVFP4Quantizer(
         with_rht=True, with_post_rht_amax=True, stochastic_rounding=True, **usage
     ),
+    "hybrid": lambda device, **usage: HybridQuantizer(
+        MXFP8Quantizer(E4M3), Float8CurrentScalingQuantizer(E5M2, device), **usage
+    ),
     "identity": lambda device, **usage: IdentityQuantizer(**usage),
 }
 NAMES = tuple(CASES)
 QUANTIZED = tuple(name for name in NAMES if name != "identity")
 # Column-wise codes that follow from row-wise ones, and those that need the values again.
 TRANSPOSABLE = ("delayed", "state", "current", "mxfp8_2d", "block_2d", "nvfp4_2d")
-INDEPENDENT = ("mxfp8", "block_1d", "nvfp4", "nvfp4_rht")
+INDEPENDENT = ("mxfp8", "block_1d", "nvfp4", "nvfp4_rht", "hybrid")
 # Quantizing what was dequantized gives the same codes; stochastic rounding of other values does not.
 DETERMINISTIC = tuple(name for name in NAMES if name != "nvfp4_rht")
 

@@ -17,7 +17,7 @@ from transformer_engine.pytorch.tensor import (
 )
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
-from ranks import run_on_ranks  # noqa: E402
+from ranks import run_on_ranks
 
 WEIGHTS = ("delayed", "current", "mxfp8", "mxfp8_2d", "block_2d", "nvfp4_2d")
 SHAPE = (160, 96)
@@ -88,7 +88,10 @@ def test_codes_can_go_to_a_shard_of_their_own(device):
     assert torch.equal(target[0], expected._rowwise_data.reshape(-1)[:3072])
     assert torch.equal(target[1], expected._columnwise_data.reshape(-1)[:3072])
     assert torch.equal(weight._rowwise_data, before)
-    weight, expected = weight_of("delayed", device), quantizer_of("delayed", device)(master(device).bfloat16())
+    weight, expected = (
+        weight_of("delayed", device),
+        quantizer_of("delayed", device)(master(device).bfloat16()),
+    )
     quantize_master_weights([weight], [flat[:3072]], [0], None, [target[0]])
     assert torch.equal(target[0], expected._data.view(-1)[:3072])
 

@@ -84,10 +84,10 @@ def test_directions_are_those_asked_for(name, device):
         assert q.get_usages() == {"rowwise": rowwise, "columnwise": columnwise}
         assert q.shape == x.shape
     only_rows = quantizer_of(name, device, True, False)(x)
-    with pytest.raises(RuntimeError, match="has no column-wise data.*columnwise"):
+    with pytest.raises(RuntimeError, match=r"has no column-wise data.*columnwise"):
         only_rows.contract(ROWS)
     only_columns = quantizer_of(name, device, False, True)(x)
-    with pytest.raises(RuntimeError, match="has no row-wise data.*rowwise"):
+    with pytest.raises(RuntimeError, match=r"has no row-wise data.*rowwise"):
         only_columns.contract(COLS)
 
 
@@ -338,7 +338,7 @@ def test_a_wrong_destination_is_refused_before_anything_changes(name, device):
     before = {field: part.clone() for field, part in payload(q).items()}
     with pytest.raises(ValueError, match=r"\(64, 64\).*\(32, 64\)"):
         quantizer.update_quantized(values(device, 64, 64), q)
-    with pytest.raises(TypeError, match="torch.int64"):
+    with pytest.raises(TypeError, match=r"torch\.int64"):
         quantizer.update_quantized(torch.zeros(32, 64, dtype=torch.int64, device=device), q)
     other = MXFP8Quantizer(E5M2) if name != "mxfp8" else Float8BlockQuantizer(E4M3)
     with pytest.raises(ValueError, match="same format, shape and usages"):

@@ -9,7 +9,15 @@ from quantizer_cases import NAMES, QUANTIZED, quantizer_of, same_payload, values
 from transformer_engine.pytorch.tensor import COLS, ROWS, QuantizedTensor
 
 # Rows that no block of any direction crosses.
-GRANULARITY = {"mxfp8": 32, "mxfp8_2d": 32, "block_1d": 128, "block_2d": 128, "nvfp4": 16, "nvfp4_2d": 16}
+GRANULARITY = {
+    "mxfp8": 32,
+    "mxfp8_2d": 32,
+    "hybrid": 32,
+    "block_1d": 128,
+    "block_2d": 128,
+    "nvfp4": 16,
+    "nvfp4_2d": 16,
+}
 
 
 def granularity(name):

@@ -67,5 +67,7 @@ _NOT_YET = (
 
 def __getattr__(name: str):
     if name in _NOT_YET:
-        raise AttributeError(f"transformer_engine.pytorch.{name} is not implemented in this release; see docs/support.md")
+        raise AttributeError(
+            f"transformer_engine.pytorch.{name} is not implemented in this release; see docs/support.md"
+        )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

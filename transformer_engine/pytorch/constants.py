@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -54,4 +55,7 @@ AttnTypes = ("self", "cross")
 LayerTypes = ("encoder", "decoder")
 GemmParallelModes = ("row", "column", None)
 
-dist_group_type = torch.distributed.ProcessGroup if torch.distributed.is_available() else object
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup as dist_group_type
+else:
+    dist_group_type = torch.distributed.ProcessGroup if torch.distributed.is_available() else object

@@ -7,13 +7,13 @@ import functools
 import torch
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def has_cuda() -> bool:
     """Is there a CUDA device that this torch can use?"""
     return torch.cuda.is_available()
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _capability(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
 
@@ -23,7 +23,7 @@ def get_device_compute_capability() -> tuple[int, int]:
     return _capability(torch.cuda.current_device()) if has_cuda() else (0, 0)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def get_cudnn_version() -> tuple[int, int, int]:
     """Version (major, minor, patch) of the cuDNN that torch loads; (0, 0, 0) without one."""
     encoded = torch.backends.cudnn.version() if has_cuda() else None
@@ -33,7 +33,7 @@ def get_cudnn_version() -> tuple[int, int, int]:
     return (encoded // unit, encoded % unit // 100, encoded % 100)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def cuda_version() -> tuple[int, int]:
     """The CUDA toolkit version (major, minor) torch was built with; (0, 0) for a CPU build."""
     if torch.version.cuda is None:

@@ -181,19 +181,27 @@ def backward_kernel(
         tl.store(target, da.to(dx.dtype.element_ty), mask=mask)
         tl.store(target + width, db.to(dx.dtype.element_ty), mask=mask)
     else:
-        value, slope = curve_and_slope(a, CURVE)
+        _, slope = curve_and_slope(a, CURVE)
         target = dx + offset_rows * width + column[None, :]
         tl.store(target, (gradient * slope).to(dx.dtype.element_ty), mask=mask)
 
 
 def forward(
-    name: str, gated: bool, rows: int, width: int, x_stride: int, dtype: str, constants: tuple[float, float, float]
+    name: str,
+    gated: bool,
+    rows: int,
+    width: int,
+    x_stride: int,
+    dtype: str,
+    constants: tuple[float, float, float],
 ) -> Launch:
     """(x [rows, width] or [rows, 2 * width]) -> y [rows, width]; constants are limit, alpha, offset of "clamped"."""
     block_rows, block_width, grid = _tiling(rows, width)
     scalars = (rows, width, x_stride, *constants)
     outputs = (Output((rows, width), dtype),)
-    return Launch(forward_kernel, grid, outputs, scalars, (CURVES[name], gated, block_rows, block_width), warps=4)
+    return Launch(
+        forward_kernel, grid, outputs, scalars, (CURVES[name], gated, block_rows, block_width), warps=4
+    )
 
 
 def backward(
@@ -209,7 +217,9 @@ def backward(
     block_rows, block_width, grid = _tiling(rows, width)
     scalars = (rows, width, *strides, *constants)
     outputs = (Output((rows, 2 * width if gated else width), dtype),)
-    return Launch(backward_kernel, grid, outputs, scalars, (CURVES[name], gated, block_rows, block_width), warps=4)
+    return Launch(
+        backward_kernel, grid, outputs, scalars, (CURVES[name], gated, block_rows, block_width), warps=4
+    )
 
 
 def _tiling(rows: int, width: int) -> tuple[int, int, tuple[int, int, int]]:

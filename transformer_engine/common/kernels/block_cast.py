@@ -2,23 +2,129 @@
 
 from __future__ import annotations
 
+import functools
+
 import triton
 import triton.language as tl
 
-from .launch import Launch, Output
+from ..formats import Element, ceil_div
+from . import tile
+from .launch import Launch, Output, codes_dtype
 from .rounding import as_float, magnitude_bits, scale_from_amax
 
-BLOCK = tl.constexpr(128)
+_WIDTH = 128
+WIDTH = tl.constexpr(_WIDTH)
 
 
 @triton.jit
-def _store(base, first_row, first_column, WIDTH, values, rows, columns, inside, EVEN: tl.constexpr, STORE: tl.constexpr):
-    """values into the tile of a row-major matrix of WIDTH columns at base that starts at (first_row, first_column)."""
-    corner = base + first_row * WIDTH + first_column
-    if EVEN:
-        tl.store(corner + rows[:, None] * WIDTH + columns[None, :], values, eviction_policy=STORE)
+def _pair_of_rows(x, M, K, first_m, first_k, half, k, PAIRS: tl.constexpr, EVEN: tl.constexpr):
+    """Rows 2 r and 2 r + 1 of the tile, [BLOCK_M / 2, 128] each; without PAIRS all rows, twice."""
+    step: tl.constexpr = 2 if PAIRS else 1
+    m = first_m + half * step
+    pointers = x + (first_m * K + first_k) + ((half * step)[:, None] * K + k[None, :])
+    inside_k = (first_k + k < K)[None, :]
+    even = tile.load(pointers, (m < M)[:, None] & inside_k, EVEN)
+    if PAIRS:
+        return even, tile.load(pointers + K, (m + 1 < M)[:, None] & inside_k, EVEN)
+    return even, even
+
+
+@triton.jit
+def _store_rows(codes, M, K, first_m, first_k, rows, k, narrow, EVEN: tl.constexpr):
+    inside = (first_m + rows < M)[:, None] & (first_k + k < K)[None, :]
+    corner = codes + (first_m * K + first_k)
+    tile.store(corner + (rows[:, None] * K + k[None, :]), narrow, inside, EVEN)
+
+
+@triton.jit
+def _store_columns(
+    codes_t, M, K, first_m, first_k, half, k, even, odd, multiplier, PAIRS: tl.constexpr, EVEN: tl.constexpr
+):
+    """codes_t of the tile; PAIRS: the codes of two rows travel as one word of 16 bits, which halves the words that
+    the transposition moves and fits the transposing matrix load (ldmatrix). M is even then."""
+    element = codes_t.dtype.element_ty
+    inside_k = (first_k + k < K)[:, None]
+    if PAIRS:
+        both = tl.join(even, odd).to(tl.float32) * multiplier
+        low, high = tl.split(both.to(element))
+        # Neighbours in one conversion instruction: the shift and the sum cost nothing.
+        word = low.to(tl.uint8, bitcast=True).to(tl.uint16) | (high.to(tl.uint8, bitcast=True).to(tl.uint16) << 8)
+        corner = codes_t.to(tl.pointer_type(tl.uint16)) + (first_k * (M // 2) + first_m // 2)
+        inside = inside_k & (first_m + half * 2 < M)[None, :]
+        tile.store(corner + (k[:, None] * (M // 2) + half[None, :]), tl.trans(word), inside, EVEN)
     else:
-        tl.store(corner + rows[:, None] * WIDTH + columns[None, :], values, mask=inside, eviction_policy=STORE)
+        narrow = (even.to(tl.float32)[:, :, None] * multiplier).reshape(even.shape).to(element)
+        corner = codes_t + (first_k * M + first_m)
+        inside = inside_k & (first_m + half < M)[None, :]
+        tile.store(corner + (k[:, None] * M + half[None, :]), tl.trans(narrow), inside, EVEN)
+
+
+@triton.jit
+def _row_blocks(
+    codes,
+    scale,
+    M,
+    K,
+    first_m,
+    first_k,
+    rows,
+    k,
+    values,
+    MAXIMUM: tl.constexpr,
+    EPSILON: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    VALUE_FOR_INF: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """codes and scales of the tile's given rows, every one its own block."""
+    amax = as_float(tl.max(magnitude_bits(values), 1))
+    multiplier, decode = scale_from_amax(amax, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF)
+    narrow = (values.to(tl.float32) * multiplier[:, None]).to(codes.dtype.element_ty)
+    _store_rows(codes, M, K, first_m, first_k, rows, k, narrow, EVEN)
+    tile.store(scale + (first_k // WIDTH * M + first_m) + rows, decode, first_m + rows < M, EVEN)
+
+
+@triton.jit
+def _row_block_tile(
+    tile_m,
+    tile_k,
+    x,
+    codes,
+    scale,
+    codes_t,
+    scale_t,
+    M,
+    K,
+    MAXIMUM: tl.constexpr,
+    EPSILON: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    VALUE_FOR_INF: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    PAIRS: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    half = tl.arange(0, BLOCK_M // 2 if PAIRS else BLOCK_M)
+    k = tl.arange(0, WIDTH)
+    first_m = (tile_m * BLOCK_M).to(tl.int64)
+    first_k = (tile_k * WIDTH).to(tl.int64)
+    even, odd = _pair_of_rows(x, M, K, first_m, first_k, half, k, PAIRS, EVEN)
+    if codes is not None:
+        rows = half * 2 if PAIRS else half
+        _row_blocks(
+            codes, scale, M, K, first_m, first_k, rows, k, even, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, EVEN
+        )
+        if PAIRS:
+            _row_blocks(
+                codes, scale, M, K, first_m, first_k, rows + 1, k, odd, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, EVEN
+            )
+    if codes_t is not None:
+        bits = tl.maximum(magnitude_bits(even), magnitude_bits(odd)) if PAIRS else magnitude_bits(even)
+        amax = as_float(tl.max(bits, 0))
+        multiplier, decode = scale_from_amax(amax, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF)
+        tile.store(scale_t + (first_m // WIDTH * K + first_k) + k, decode, first_k + k < K, EVEN)
+        _store_columns(
+            codes_t, M, K, first_m, first_k, half, k, even, odd, multiplier[None, :, None], PAIRS, EVEN
+        )
 
 
 @triton.jit
@@ -30,79 +136,32 @@ def row_block_kernel(
     scale_t,
     M,
     K,
-    STRIDE,
     MAXIMUM: tl.constexpr,
     EPSILON: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     VALUE_FOR_INF: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    PACK: tl.constexpr,
-    WIDTH: tl.constexpr,
+    PAIRS: tl.constexpr,
     EVEN: tl.constexpr,
-    DOWN: tl.constexpr,
-    LOAD: tl.constexpr,
-    STORE: tl.constexpr,
+    BAND: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """1 x 128 blocks. scale [ceil(K/128), M] and scale_t [ceil(M/128), K] are stored transposed."""
-    program = tl.program_id(0)
-    if DOWN:
-        tiles_m = tl.cdiv(M, BLOCK_M)
-        tile_m, tile_k = program % tiles_m, program // tiles_m
+    """1 x 128 blocks; scale [ceil(K/128), M] and scale_t [ceil(M/128), K]. BLOCK_M = 128 with codes_t."""
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    tiles_k = tl.cdiv(K, WIDTH)
+    if STAGES == 0:
+        tile_m, tile_k = tile.position(tl.program_id(0), tiles_m, tiles_k, BAND)
+        _row_block_tile(
+            tile_m, tile_k, x, codes, scale, codes_t, scale_t, M, K,
+            MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, BLOCK_M, PAIRS, EVEN,
+        )
     else:
-        tiles_k = tl.cdiv(K, BLOCK)
-        tile_m, tile_k = program // tiles_k, program % tiles_k
-    words = tl.arange(0, BLOCK_M // PACK)
-    k = tl.max_contiguous(tl.arange(0, BLOCK), WIDTH)
-    first_m = (tile_m * BLOCK_M).to(tl.int64)
-    first_k = (tile_k * BLOCK).to(tl.int64)
-    inside_k = first_k + k < K
-    parts = ()
-    greatest = tl.zeros([BLOCK_M // PACK, BLOCK], tl.int32)
-    for part in tl.static_range(PACK):
-        m = words * PACK + part
-        inside = (first_m + m < M)[:, None] & inside_k[None, :]
-        corner = x + first_m * STRIDE + first_k
-        if EVEN:
-            values = tl.load(corner + m[:, None] * STRIDE + k[None, :], eviction_policy=LOAD)
-        else:
-            values = tl.load(
-                corner + m[:, None] * STRIDE + k[None, :], mask=inside, other=0.0, eviction_policy=LOAD
+        for program in tl.range(tl.program_id(0), tiles_m * tiles_k, tl.num_programs(0), num_stages=STAGES):
+            tile_m, tile_k = tile.position(program, tiles_m, tiles_k, BAND)
+            _row_block_tile(
+                tile_m, tile_k, x, codes, scale, codes_t, scale_t, M, K,
+                MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, BLOCK_M, PAIRS, EVEN,
             )
-        parts = parts + (values,)
-    for part in tl.static_range(PACK):
-        m = words * PACK + part
-        values = parts[part]
-        bits = magnitude_bits(values)
-        greatest = tl.maximum(greatest, bits)
-        if codes is not None:
-            amax = as_float(tl.max(bits, 1))
-            multiplier, decode = scale_from_amax(amax, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF)
-            narrow = (values.to(tl.float32) * multiplier[:, None]).to(codes.dtype.element_ty)
-            inside = (first_m + m < M)[:, None] & inside_k[None, :]
-            _store(codes, first_m, first_k, K, narrow, m, k, inside, EVEN, STORE)
-            if EVEN:
-                tl.store(scale + tile_k.to(tl.int64) * M + first_m + m, decode)
-            else:
-                tl.store(scale + tile_k.to(tl.int64) * M + first_m + m, decode, mask=first_m + m < M)
-    if codes_t is not None:
-        amax = as_float(tl.max(greatest, 0))
-        multiplier, decode = scale_from_amax(amax, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF)
-        if EVEN:
-            tl.store(scale_t + tile_m.to(tl.int64) * K + first_k + k, decode)
-        else:
-            tl.store(scale_t + tile_m.to(tl.int64) * K + first_k + k, decode, mask=inside_k)
-        if PACK == 4:
-            word = tl.zeros([BLOCK_M // PACK, BLOCK], tl.uint32)
-        elif PACK == 2:
-            word = tl.zeros([BLOCK_M // PACK, BLOCK], tl.uint16)
-        else:
-            word = tl.zeros([BLOCK_M // PACK, BLOCK], tl.uint8)
-        for part in tl.static_range(PACK):
-            narrow = (parts[part].to(tl.float32) * multiplier[None, :]).to(codes_t.dtype.element_ty)
-            word |= narrow.to(tl.uint8, bitcast=True).to(word.dtype) << (8 * part)
-        inside = (first_m + words * PACK < M)[None, :] & inside_k[:, None]
-        base = codes_t.to(tl.pointer_type(word.dtype))
-        _store(base, first_k, first_m // PACK, M // PACK, tl.trans(word), k, words, inside, EVEN, STORE)
 
 
 @triton.jit
@@ -114,67 +173,155 @@ def square_block_kernel(
     scale_t,
     M,
     K,
-    STRIDE,
     MAXIMUM: tl.constexpr,
     EPSILON: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     VALUE_FOR_INF: tl.constexpr,
-    PACK: tl.constexpr,
-    WIDTH: tl.constexpr,
+    PAIRS: tl.constexpr,
     EVEN: tl.constexpr,
-    DOWN: tl.constexpr,
-    LOAD: tl.constexpr,
-    STORE: tl.constexpr,
+    BAND: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """128 x 128 blocks. scale [ceil(M/128), ceil(K/128)], scale_t its transpose."""
-    program = tl.program_id(0)
-    tiles_m = tl.cdiv(M, BLOCK)
-    tiles_k = tl.cdiv(K, BLOCK)
-    if DOWN:
-        tile_m, tile_k = program % tiles_m, program // tiles_m
+    """128 x 128 blocks; scale [ceil(M/128), ceil(K/128)], scale_t its transpose."""
+    tiles_m = tl.cdiv(M, WIDTH)
+    tiles_k = tl.cdiv(K, WIDTH)
+    if STAGES == 0:
+        tile_m, tile_k = tile.position(tl.program_id(0), tiles_m, tiles_k, BAND)
+        _square_block_tile(
+            tile_m, tile_k, tiles_m, tiles_k, x, codes, scale, codes_t, scale_t, M, K,
+            MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, PAIRS, EVEN,
+        )
     else:
-        tile_m, tile_k = program // tiles_k, program % tiles_k
-    words = tl.arange(0, BLOCK // PACK)
-    k = tl.max_contiguous(tl.arange(0, BLOCK), WIDTH)
-    first_m = (tile_m * BLOCK).to(tl.int64)
-    first_k = (tile_k * BLOCK).to(tl.int64)
-    inside_k = first_k + k < K
-    parts = ()
-    greatest = tl.zeros([BLOCK // PACK, BLOCK], tl.int32)
-    for part in tl.static_range(PACK):
-        m = words * PACK + part
-        corner = x + first_m * STRIDE + first_k
-        if EVEN:
-            values = tl.load(corner + m[:, None] * STRIDE + k[None, :], eviction_policy=LOAD)
-        else:
-            inside = (first_m + m < M)[:, None] & inside_k[None, :]
-            values = tl.load(
-                corner + m[:, None] * STRIDE + k[None, :], mask=inside, other=0.0, eviction_policy=LOAD
+        for program in tl.range(tl.program_id(0), tiles_m * tiles_k, tl.num_programs(0), num_stages=STAGES):
+            tile_m, tile_k = tile.position(program, tiles_m, tiles_k, BAND)
+            _square_block_tile(
+                tile_m, tile_k, tiles_m, tiles_k, x, codes, scale, codes_t, scale_t, M, K,
+                MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, PAIRS, EVEN,
             )
-        greatest = tl.maximum(greatest, magnitude_bits(values))
-        parts = parts + (values,)
-    amax = as_float(tl.max(greatest))
+
+
+@triton.jit
+def _square_block_tile(
+    tile_m,
+    tile_k,
+    tiles_m,
+    tiles_k,
+    x,
+    codes,
+    scale,
+    codes_t,
+    scale_t,
+    M,
+    K,
+    MAXIMUM: tl.constexpr,
+    EPSILON: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    VALUE_FOR_INF: tl.constexpr,
+    PAIRS: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    half = tl.arange(0, WIDTH // 2 if PAIRS else WIDTH)
+    k = tl.arange(0, WIDTH)
+    tile_m, tile_k = tile_m.to(tl.int64), tile_k.to(tl.int64)
+    even, odd = _pair_of_rows(x, M, K, tile_m * WIDTH, tile_k * WIDTH, half, k, PAIRS, EVEN)
+    bits = tl.maximum(magnitude_bits(even), magnitude_bits(odd)) if PAIRS else magnitude_bits(even)
+    amax = as_float(tl.max(bits))
     multiplier, decode = scale_from_amax(amax, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF)
     if codes is not None:
-        tl.store(scale + tile_m.to(tl.int64) * tiles_k + tile_k, decode)
+        tl.store(scale + tile_m * tiles_k + tile_k, decode)
+        element = codes.dtype.element_ty
+        rows = half * 2 if PAIRS else half
+        narrow = (even.to(tl.float32) * multiplier).to(element)
+        _store_rows(codes, M, K, tile_m * WIDTH, tile_k * WIDTH, rows, k, narrow, EVEN)
+        if PAIRS:
+            narrow = (odd.to(tl.float32) * multiplier).to(element)
+            _store_rows(codes, M, K, tile_m * WIDTH, tile_k * WIDTH, rows + 1, k, narrow, EVEN)
     if codes_t is not None:
-        tl.store(scale_t + tile_k.to(tl.int64) * tiles_m + tile_m, decode)
-    if PACK == 4:
-        word = tl.zeros([BLOCK // PACK, BLOCK], tl.uint32)
-    elif PACK == 2:
-        word = tl.zeros([BLOCK // PACK, BLOCK], tl.uint16)
-    else:
-        word = tl.zeros([BLOCK // PACK, BLOCK], tl.uint8)
-    for part in tl.static_range(PACK):
-        m = words * PACK + part
-        wide = parts[part].to(tl.float32) * multiplier
-        if codes is not None:
-            inside = (first_m + m < M)[:, None] & inside_k[None, :]
-            _store(codes, first_m, first_k, K, wide.to(codes.dtype.element_ty), m, k, inside, EVEN, STORE)
-        if codes_t is not None:
-            narrow = wide.to(codes_t.dtype.element_ty)
-            word |= narrow.to(tl.uint8, bitcast=True).to(word.dtype) << (8 * part)
-    if codes_t is not None:
-        inside = (first_m + words * PACK < M)[None, :] & inside_k[:, None]
-        base = codes_t.to(tl.pointer_type(word.dtype))
-        _store(base, first_k, first_m // PACK, M // PACK, tl.trans(word), k, words, inside, EVEN, STORE)
+        tl.store(scale_t + tile_k * tiles_m + tile_m, decode)
+        _store_columns(
+            codes_t, M, K, tile_m * WIDTH, tile_k * WIDTH, half, k, even, odd, multiplier, PAIRS, EVEN
+        )
+
+
+@functools.lru_cache(maxsize=None)
+def row_blocks(
+    shape: tuple[int, int],
+    element: Element,
+    rowwise: bool,
+    columnwise: bool,
+    *,
+    power_of_two: bool,
+    epsilon: float,
+    value_for_inf: float,
+) -> Launch:
+    """Inputs: x [M, K] contiguous; outputs: codes, scale [M, ceil(K/128)], codes_t, scale_t [K, ceil(M/128)].
+
+    The scales are stored with rows contiguous, as the products of 1 x 128 blocks read them.
+    """
+    rows, depth = shape
+    dtype = codes_dtype(element)
+    block_m, warps = (_WIDTH, 8) if columnwise else (32, 8)
+    outputs = (
+        Output((rows, depth), dtype) if rowwise else None,
+        Output((ceil_div(depth, _WIDTH), rows), "float32", transposed=True) if rowwise else None,
+        Output((depth, rows), dtype) if columnwise else None,
+        Output((ceil_div(rows, _WIDTH), depth), "float32", transposed=True) if columnwise else None,
+    )
+    return Launch(
+        row_block_kernel,
+        grid=(ceil_div(rows, block_m) * ceil_div(depth, _WIDTH), 1, 1),
+        outputs=outputs,
+        scalars=(rows, depth),
+        constants=(
+            element.maximum,
+            epsilon,
+            power_of_two,
+            value_for_inf,
+            block_m,
+            columnwise and rows % 2 == 0,
+            rows % block_m == 0 and depth % _WIDTH == 0,
+            1,
+            0,
+        ),
+        warps=warps,
+    )
+
+
+@functools.lru_cache(maxsize=None)
+def square_blocks(
+    shape: tuple[int, int],
+    element: Element,
+    rowwise: bool,
+    columnwise: bool,
+    *,
+    power_of_two: bool,
+    epsilon: float,
+    value_for_inf: float,
+) -> Launch:
+    """Inputs: x [M, K] contiguous; outputs: codes, scale [ceil(M/128), ceil(K/128)], codes_t, scale_t."""
+    rows, depth = shape
+    dtype = codes_dtype(element)
+    tiles_m, tiles_k = ceil_div(rows, _WIDTH), ceil_div(depth, _WIDTH)
+    outputs = (
+        Output((rows, depth), dtype) if rowwise else None,
+        Output((tiles_m, tiles_k), "float32") if rowwise else None,
+        Output((depth, rows), dtype) if columnwise else None,
+        Output((tiles_k, tiles_m), "float32") if columnwise else None,
+    )
+    return Launch(
+        square_block_kernel,
+        grid=(tiles_m * tiles_k, 1, 1),
+        outputs=outputs,
+        scalars=(rows, depth),
+        constants=(
+            element.maximum,
+            epsilon,
+            power_of_two,
+            value_for_inf,
+            columnwise and rows % 2 == 0,
+            rows % _WIDTH == 0 and depth % _WIDTH == 0,
+            1,
+            0,
+        ),
+        warps=4,
+    )

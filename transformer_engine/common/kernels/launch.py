@@ -1,8 +1,8 @@
 """A kernel call as data, and the shortest way to start it: outputs = kernel[grid](inputs, outputs, scalars).
 
 `kernel[grid](...)` costs 8-16 us of host time a call, because Triton binds and specialises every argument anew. A
-`Launch` fixes the kernel, the grid, the scalars and the constants; what is left to vary is which pointers are
-multiples of 16, so one dictionary look-up finds the compiled handle, and starting it costs about 2 us.
+`Launch` fixes the kernel, the grid, the scalars and the constants; what is left to vary is the tensors' dtypes and
+which pointers are multiples of 16, so one dictionary look-up finds the compiled handle, and starting it costs about 2 us.
 
 This module is the only one that touches Triton's private calling convention, which versions 3.6 to 3.9 share; with
 another version, or under TRITON_INTERPRET=1, `start` takes the public `kernel[grid]`. Launch hooks
@@ -21,8 +21,12 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+from ..formats import E2M1, E4M3, E5M2, Element
+
 if TYPE_CHECKING:
     from torch import Tensor
+
+_DTYPES = {E4M3.name: "float8_e4m3fn", E5M2.name: "float8_e5m2", E2M1.name: "uint8"}
 
 _FAST_VERSIONS = ("3.6", "3.7", "3.8", "3.9")
 _ALIGNMENT = 16  # bytes; Triton compiles a kernel anew for pointers that are not multiples of it
@@ -40,7 +44,7 @@ MISSING: str | None = _missing()
 
 @dataclass(frozen=True)
 class Output:
-    """A tensor that a launch writes: its shape and the name of its dtype; `transposed`: callers see its .t()."""
+    """A tensor that a launch writes: its shape, and torch's name of its dtype; transposed: callers see its .t()."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -49,11 +53,12 @@ class Output:
 
 @dataclass(frozen=True, eq=False)
 class Launch:
-    """kernel[grid](*inputs, *outputs, *scalars, *constants); the tensors' dtypes are fixed by whoever builds it.
+    """kernel[grid](*inputs, *outputs, *scalars, *constants), whatever the dtypes of the inputs.
 
     outputs     what the caller allocates, in the order of the kernel's arguments; None: not asked for
     scalars     run-time arguments; Triton specialises on their values, which is why they belong to the record
     constants   compile-time arguments
+    registers   at most this many a thread, for kernels that gain more from occupancy than they lose by spilling
     """
 
     kernel: Any
@@ -62,8 +67,14 @@ class Launch:
     scalars: tuple[int | float, ...]
     constants: tuple[Any, ...]
     warps: int
-    stages: int = 1
-    handles: dict[tuple[int, int], Any] = field(default_factory=dict, repr=False)
+    registers: int | None = None
+    dependent: bool = False
+    handles: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False)
+
+
+def codes_dtype(element: Element) -> str:
+    """torch's name of the dtype that holds an element's codes."""
+    return _DTYPES[element.name]
 
 
 def start(launch: Launch, tensors: Sequence[Tensor | None], device: int) -> None:
@@ -72,25 +83,30 @@ def start(launch: Launch, tensors: Sequence[Tensor | None], device: int) -> None
     The device must be the current one. A tensor that the kernel's constants make unnecessary is None.
     """
     pointers: list[int | None] = []
-    misaligned = 0
-    for position, tensor in enumerate(tensors):
+    key: list[Any] = [device]  # with everything that Triton specialises on and the record leaves open
+    for tensor in tensors:
         if tensor is None:
             pointers.append(None)
+            key.append(None)
             continue
         pointer = tensor.data_ptr()
-        if pointer % _ALIGNMENT:
-            misaligned |= 1 << position
         pointers.append(pointer)
-    handle = launch.handles.get((device, misaligned))
+        key.append(tensor.dtype)
+        key.append(pointer % _ALIGNMENT == 0)
+    handle = launch.handles.get(tuple(key))
     if handle is None:
-        handle = launch.handles[device, misaligned] = _compile(launch, tensors)
+        handle = launch.handles[tuple(key)] = _compile(launch, tensors)
     handle(device, pointers, tensors)
 
 
 def _compile(launch: Launch, tensors: Sequence[Tensor | None]) -> Any:
     """A callable (device, pointers, tensors) that starts the kernel compiled for tensors of this alignment."""
     arguments = (*launch.scalars, *launch.constants)
-    options = {"num_warps": launch.warps, "num_stages": launch.stages}
+    options = {"num_warps": launch.warps, "num_stages": 1}
+    if launch.registers is not None:
+        options["maxnreg"] = launch.registers
+    if launch.dependent:
+        options["launch_pdl"] = True
     import triton
 
     # Under TRITON_INTERPRET=1 kernels are of another class.
@@ -101,13 +117,11 @@ def _compile(launch: Launch, tensors: Sequence[Tensor | None]) -> Any:
 
         return start_publicly
 
-    from triton.runtime import driver
-
     compiled = launch.kernel.warmup(*tensors, *arguments, grid=launch.grid, **options)
+    current_stream = _stream_of()
     run = compiled.run  # reading it loads the module; `function` is unset before
     function, metadata = compiled.function, compiled.packed_metadata
     columns, rows, planes = launch.grid
-    current_stream = driver.active.get_current_stream
 
     def start_compiled(device: int, pointers: list[int | None], tensors: Sequence[Tensor | None]) -> None:
         stream = current_stream(device)
@@ -124,9 +138,13 @@ def _calling_convention_is_known() -> bool:
         return False  # a triton on the path without metadata: a development build
 
 
+def current_stream(device: int) -> int:
+    """The handle of the device's current CUDA stream."""
+    return _stream_of()(device)
+
+
 @functools.lru_cache(maxsize=None)
-def processors(device: int) -> int:
-    """The number of multiprocessors of a CUDA device."""
+def _stream_of() -> Any:
     from triton.runtime import driver
 
-    return driver.active.utils.get_device_properties(device)["multiprocessor_count"]
+    return driver.active.get_current_stream

@@ -7,8 +7,6 @@ and then over the programs in a fixed order: no atomics, so that two runs give t
 
 from __future__ import annotations
 
-import functools
-
 import triton
 import triton.language as tl
 
@@ -330,7 +328,9 @@ def sum_partials(
     for first in range(0, programs, BLOCK_PROGRAMS):
         program = first + tl.arange(0, BLOCK_PROGRAMS)
         mask = (program < programs)[:, None] & inside[None, :]
-        total += tl.load(source + program.to(tl.int64)[:, None] * width + column[None, :], mask=mask, other=0.0)
+        total += tl.load(
+            source + program.to(tl.int64)[:, None] * width + column[None, :], mask=mask, other=0.0
+        )
     result = tl.sum(total, 0)
     if dbeta is None:
         tl.store(dgamma + column, result.to(dgamma.dtype.element_ty), mask=inside)
@@ -342,7 +342,14 @@ def sum_partials(
 
 
 def forward(
-    rows: int, width: int, x_stride: int, dtype: str, eps: float, zero_centered: bool, centered: bool, processors: int
+    rows: int,
+    width: int,
+    x_stride: int,
+    dtype: str,
+    eps: float,
+    zero_centered: bool,
+    centered: bool,
+    processors: int,
 ) -> Launch:
     """(x, gamma, beta | None) -> y [rows, width], mean float32 [rows] when centered (else None), rstdev [rows]."""
     statistic = Output((rows,), "float32")
@@ -354,7 +361,7 @@ def forward(
     block = triton.next_power_of_2(width)
     if width > 8192:  # 3.5-3.6; one row a program 2.5-2.9, bound by reading gamma again from the L2 cache
         grid = (min(rows, 2 * processors), 1, 1)
-        return Launch(forward_streamed, grid, outputs, scalars, (zero_centered, block, 3), warps=16, stages=3)
+        return Launch(forward_streamed, grid, outputs, scalars, (zero_centered, block, 3), warps=16)
     block_rows = max(1, 2048 // block)
     grid = (ceil_div(rows, block_rows), 1, 1)
     constants = (zero_centered, block_rows, block)
@@ -388,7 +395,7 @@ def backward(
         first = Launch(
             backward_wide, (rows, 1, 1), (dx,), (rows, width, *strides), (zero_centered, 4096), warps=16
         )
-        second = Launch(column_sums, grid, (workspace,), scalars, (32, 128, 3), warps=4, stages=3)
+        second = Launch(column_sums, grid, (workspace,), scalars, (32, 128, 3), warps=4)
         return first, second, _sum_partials(programs, width, weight_dtype, centered)
     block = triton.next_power_of_2(width)
     block_rows, warps, resident, stages = _backward_tile(width)
@@ -396,7 +403,7 @@ def backward(
     workspace = Output((kinds, programs, width), "float32")
     constants = (zero_centered, block_rows, block, stages)
     scalars = (rows, width, *strides)
-    first = Launch(backward_rows, (programs, 1, 1), (dx, workspace), scalars, constants, warps, stages)
+    first = Launch(backward_rows, (programs, 1, 1), (dx, workspace), scalars, constants, warps)
     return first, _sum_partials(programs, width, weight_dtype, centered)
 
 

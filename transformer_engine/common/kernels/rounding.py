@@ -38,17 +38,16 @@ def scale_from_amax(
     """
     if EPSILON > 0.0:
         amax = tl.where(amax < EPSILON, EPSILON, amax)  # a NaN stays one
-    usable = (amax > 0.0) & (amax < float("inf"))
     if POWER_OF_TWO:
-        return _power_of_two_scale(amax, usable, MAXIMUM, VALUE_FOR_INF)
+        return _power_of_two_scale(amax, MAXIMUM, VALUE_FOR_INF)
     scale = tl.div_rn(MAXIMUM, amax)
     scale = tl.where(scale == float("inf"), VALUE_FOR_INF, scale)
-    scale = tl.where(usable, scale, 1.0)
+    scale = tl.where((amax > 0.0) & (amax < float("inf")), scale, 1.0)
     return scale, tl.div_rn(1.0, scale)
 
 
 @triton.jit
-def _power_of_two_scale(amax, usable, MAXIMUM: tl.constexpr, VALUE_FOR_INF: tl.constexpr):
+def _power_of_two_scale(amax, MAXIMUM: tl.constexpr, VALUE_FOR_INF: tl.constexpr):
     """The quotient rounded down to a power of two, from exponents alone: a division costs 10 instructions.
 
     Both FP8 maxima are 1.75 * 2^n, so the quotient by f * 2^e is 2^(n - e) or more exactly when f <= 1.75, and no
@@ -56,11 +55,13 @@ def _power_of_two_scale(amax, usable, MAXIMUM: tl.constexpr, VALUE_FOR_INF: tl.c
     """
     tl.static_assert(MAXIMUM == 448.0 or MAXIMUM == 57344.0)
     tl.static_assert(VALUE_FOR_INF >= 65504.0)
-    top: tl.constexpr = 262 if MAXIMUM == 448.0 else 269  # the exponent field of 2^n, plus that of 1
-    bits = amax.to(tl.int32, bitcast=True)
+    # In units of an exponent field: n plus the biases of dividend and quotient.
+    top: tl.constexpr = 0x83000000 if MAXIMUM == 448.0 else 0x86800000
+    bits = amax.to(tl.uint32, bitcast=True)
     # 0x1FFFFF carries into the exponent when the mantissa exceeds 0x600000, that of 1.75.
-    exponent = tl.minimum(top - ((bits + 0x1FFFFF) >> 23), 254)
-    exponent = tl.where(usable, exponent, 127)
-    # 2^-127 is subnormal, out of reach of an exponent field: twice the inverse, halved.
-    inverse = ((255 - exponent) << 23).to(tl.float32, bitcast=True) * 0.5
-    return (exponent << 23).to(tl.float32, bitcast=True), inverse
+    scale = tl.minimum(top - ((bits + 0x1FFFFF) & 0xFF800000), 0x7F000000)
+    usable = bits - 1 < 0x7F7FFFFF  # unsigned: neither 0, nor infinite, nor NaN, nor negative
+    scale = tl.where(usable, scale, 0x3F800000).to(tl.uint32)
+    # The inverse of 2^127 is subnormal, out of reach of an exponent field: twice the inverse, halved.
+    inverse = (0x7F800000 - scale).to(tl.float32, bitcast=True) * 0.5
+    return scale.to(tl.float32, bitcast=True), inverse

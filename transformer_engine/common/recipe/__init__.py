@@ -13,6 +13,7 @@ from __future__ import annotations
 import enum
 import functools
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, TypeVar
@@ -112,6 +113,17 @@ class Recipe:
         return isinstance(self, CustomRecipe)
 
 
+_living: weakref.WeakValueDictionary[int, Recipe] = weakref.WeakValueDictionary()
+
+
+def recipe_described_as(description: str) -> Recipe:
+    """The living recipe whose repr is `description`: a compiler can hand on a string where it cannot an object."""
+    for recipe in list(_living.values()):
+        if repr(recipe) == description:
+            return recipe
+    raise LookupError(f"no recipe is {description}; keep a reference to the recipe while it is in use")
+
+
 RecipeClass = TypeVar("RecipeClass", bound=type)
 
 
@@ -130,6 +142,7 @@ def _accepts_unknown_keywords(cls: RecipeClass) -> RecipeClass:
             for name in unknown:
                 del keywords[name]
         strict(self, *args, **keywords)
+        _living[id(self)] = self
 
     cls.__init__ = __init__
     return cls

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..constants import dist_group_type
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.quantizer import Quantizer
-from ..tensor.storage.fsdp import gather_payload, join_payload, row_granularity
+from ..tensor.storage.fsdp import gather_payload, join_payload
 from ..tensor.storage.quantized_tensor_storage import QuantizedTensorStorage, matrix_shape
 
 SYMMETRIC_ALL_REDUCES = (None, "multimem_all_reduce", "two_shot", "one_shot")
@@ -62,7 +62,7 @@ def _gather_quantized(
 ) -> QuantizedTensorStorage | QuantizedTensor:
     if world_size(group) == 1:
         return inp
-    rows, granularity = matrix_shape(inp.shape)[0], row_granularity(inp)
+    rows, granularity = matrix_shape(inp.shape)[0], inp.row_granularity()
     if rows % granularity:
         raise ValueError(
             f"a {type(inp).__name__} of {rows} rows ends inside a block of {granularity} rows of one scale, "

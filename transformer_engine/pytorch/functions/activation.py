@@ -23,7 +23,10 @@ class _Activation(Function):
     def forward(ctx, x, name, params):
         ctx.save_for_backward(x)
         ctx.name, ctx.params = name, params
-        return activation_forward(name, x, params)
+        y = activation_forward(name, x, params)
+        # torch 2.11 compiles a gradient of zero when the last operation returns its own argument, as a cast to
+        # the same dtype does; a view does not.
+        return y.view(y.shape)
 
     @staticmethod
     def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]

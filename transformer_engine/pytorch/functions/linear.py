@@ -39,17 +39,18 @@ class LinearSpec:
     backward             "quantized", or the recipe's override: "high_precision" or "dequantized"
     keep_input           save the unquantized input and quantize it again in the backward
     scale_update         what delayed scaling updates when this backward has run
+    Defaults are plain constants: torch 2.11 cannot trace a default that is an object.
     """
 
     dtype: torch.dtype
-    input: Quantizer = IDENTITY
-    weight: Quantizer = IDENTITY
-    grad_output: Quantizer = IDENTITY
+    input: Quantizer
+    weight: Quantizer
+    grad_output: Quantizer
+    accumulation: Accumulation
+    parallel: TensorParallel
+    weight_gradient: WeightGradient
     output: Quantizer | None = None
     grad_input: Quantizer | None = None
-    accumulation: Accumulation = Accumulation()
-    parallel: TensorParallel = TensorParallel()
-    weight_gradient: WeightGradient = WeightGradient()
     cached_weight: QuantizedTensorStorage | None = None
     backward: str = "quantized"
     keep_input: bool = False
@@ -66,7 +67,9 @@ class LinearSaved(NamedTuple):
     weight: QuantizedTensorStorage | None
 
 
-def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> tuple[Tensor, LinearSaved]:
+def linear_forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec
+) -> tuple[Tensor, LinearSaved]:
     """y [M, N] = x [M, K] @ weight [N, K].T + bias [N], with the operands that the backward needs."""
     x_operand, w_operand, saved = linear_operands(x, weight, spec)
     y = gemm(
@@ -103,7 +106,7 @@ def quantize_weight(weight: Tensor, spec: LinearSpec, columnwise: bool) -> Quant
         return spec.cached_weight
     if isinstance(weight, QuantizedTensorStorage):
         if isinstance(spec.weight, IdentityQuantizer):
-            return IdentityTensorStorage(weight.dequantize(dtype=spec.dtype))
+            return IdentityTensorStorage(weight.dequantize(dtype=spec.dtype))  # pyright: ignore[reportCallIssue]
         weight.update_usage(rowwise_usage=True, columnwise_usage=columnwise or None)
         return weight.as_storage()
     if isinstance(spec.weight, IdentityQuantizer):
@@ -112,10 +115,17 @@ def quantize_weight(weight: Tensor, spec: LinearSpec, columnwise: bool) -> Quant
 
 
 def _saved(
-    x: Tensor, x_operand: QuantizedTensorStorage, weight: Tensor, w_operand: QuantizedTensorStorage, spec: LinearSpec
+    x: Tensor,
+    x_operand: QuantizedTensorStorage,
+    weight: Tensor,
+    w_operand: QuantizedTensorStorage,
+    spec: LinearSpec,
 ) -> LinearSaved:
     if spec.backward == "high_precision":
-        x_operand, w_operand = IdentityTensorStorage(x), IdentityTensorStorage(_unquantized(weight, spec.dtype))
+        x_operand, w_operand = (
+            IdentityTensorStorage(x),
+            IdentityTensorStorage(_unquantized(weight, spec.dtype)),
+        )
     elif spec.keep_input:
         x_operand = IdentityTensorStorage(x)
     elif spec.backward == "quantized":
@@ -127,7 +137,9 @@ def _saved(
 
 
 def _unquantized(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.dequantize(dtype=dtype) if isinstance(tensor, QuantizedTensorStorage) else tensor.to(dtype)
+    if isinstance(tensor, QuantizedTensorStorage):
+        return tensor.dequantize(dtype=dtype)  # pyright: ignore[reportCallIssue]
+    return tensor.to(dtype)
 
 
 class LinearGradients(NamedTuple):
@@ -137,7 +149,11 @@ class LinearGradients(NamedTuple):
 
 
 def linear_backward(
-    grad_output: Tensor, saved: LinearSaved, spec: LinearSpec, weight_dtype: torch.dtype, bias_dtype: torch.dtype
+    grad_output: Tensor,
+    saved: LinearSaved,
+    spec: LinearSpec,
+    weight_dtype: torch.dtype,
+    bias_dtype: torch.dtype,
 ) -> LinearGradients:
     """dx [M, K] = dy [M, N] @ w [N, K];  dw [N, K] = dy.T @ x [M, K];  db [N] = sum over rows of dy, in float32."""
     dy = spec.parallel.enter_backward(grad_output)
@@ -179,7 +195,9 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -
     flat = x if isinstance(x, QuantizedTensorStorage) else x.reshape(-1, x.shape[-1])
     y, saved = linear_forward(flat, weight, bias, spec)
     y = y.view(*leading_shape(x, y), y.shape[-1])
-    return (y if spec.output is None else spec.output.quantize(y)), saved
+    if spec.output is not None:
+        y = spec.output.quantize(y)
+    return y, saved  # pyright: ignore[reportReturnType]
 
 
 def leading_shape(x: Tensor, y: Tensor) -> tuple[int, ...]:

@@ -41,7 +41,8 @@ def _forward(
     y = y.view(*leading_shape(x, y), y.shape[-1])
     if spec.linear.output is not None:
         y = spec.linear.output.quantize(y)
-    return y, norm_output.view(x.shape) if spec.returns_norm_output else None, statistics, saved
+    norm_output = norm_output.view(x.shape) if spec.returns_norm_output else None
+    return y, norm_output, statistics, saved  # pyright: ignore[reportReturnType]
 
 
 class _NormLinear(torch.autograd.Function):

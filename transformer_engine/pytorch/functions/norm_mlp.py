@@ -66,7 +66,9 @@ def norm_mlp(tensors: NormMLPTensors, spec: NormMLPSpec) -> tuple[Tensor, Tensor
 
 def _first_half(tensors: NormMLPTensors, spec: NormMLPSpec):
     """(norm output, its statistics, fc1's saved operands, fc1's output, the activation's output)"""
-    norm_output, statistics = spec.norm.forward(tensors.x.reshape(-1, tensors.x.shape[-1]), tensors.gamma, tensors.beta)
+    norm_output, statistics = spec.norm.forward(
+        tensors.x.reshape(-1, tensors.x.shape[-1]), tensors.gamma, tensors.beta
+    )
     fc1_output, fc1_saved = linear_forward(norm_output, tensors.fc1_weight, tensors.fc1_bias, spec.fc1)
     activated = activation_forward(spec.activation, fc1_output, spec.activation_params)
     return norm_output, statistics, fc1_saved, fc1_output, activated
@@ -81,17 +83,38 @@ def _forward(tensors: NormMLPTensors, spec: NormMLPSpec) -> tuple[Tensor, Tensor
     return y, norm_output, NormMLPSaved(statistics, fc1_saved, fc1_output, fc2_saved)
 
 
-def _backward(grad_output: Tensor, grad_norm_output: Tensor | None, tensors, saved: NormMLPSaved, spec: NormMLPSpec):
-    dtypes = (tensors.fc1_weight.dtype, tensors.fc2_weight.dtype)
+class NormMLPGradients(NamedTuple):
+    """One for each field of NormMLPTensors."""
+
+    x: Tensor
+    gamma: Tensor
+    beta: Tensor | None
+    fc1_weight: Tensor | None
+    fc1_bias: Tensor | None
+    fc2_weight: Tensor | None
+    fc2_bias: Tensor | None
+
+
+def _backward(
+    grad_output: Tensor,
+    grad_norm_output: Tensor | None,
+    x: Tensor,
+    gamma: Tensor,
+    saved: NormMLPSaved,
+    spec: NormMLPSpec,
+    dtypes: tuple[torch.dtype, torch.dtype],
+) -> NormMLPGradients:
     fc2 = linear_backward(grad_output, saved.fc2, spec.fc2, dtypes[1], dtypes[1])
     assert fc2.input is not None
-    grad_fc1_output = activation_backward(spec.activation, fc2.input, saved.fc1_output, spec.activation_params)
+    grad_fc1_output = activation_backward(
+        spec.activation, fc2.input, saved.fc1_output, spec.activation_params
+    )
     fc1 = linear_backward(grad_fc1_output, saved.fc1, spec.fc1, dtypes[0], dtypes[0])
-    flat = tensors.x.reshape(-1, tensors.x.shape[-1])
     assert fc1.input is not None
+    flat = x.reshape(-1, x.shape[-1])
     dy = fc1.input if grad_norm_output is None else fc1.input + grad_norm_output.reshape(flat.shape)
-    dx, dgamma, dbeta = spec.norm.backward(dy, flat, saved.statistics, tensors.gamma)
-    return NormMLPTensors(dx.view(tensors.x.shape), dgamma, dbeta, fc1.weight, fc1.bias, fc2.weight, fc2.bias)  # pyright: ignore
+    dx, dgamma, dbeta = spec.norm.backward(dy, flat, saved.statistics, gamma)
+    return NormMLPGradients(dx.view(x.shape), dgamma, dbeta, fc1.weight, fc1.bias, fc2.weight, fc2.bias)
 
 
 def _quantizers(spec: NormMLPSpec) -> tuple[Quantizer, ...]:
@@ -123,32 +146,34 @@ class _NormMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, spec, *tensors):
         tensors = NormMLPTensors(*tensors)
-        states = [state for quantizer in _quantizers(spec) for state in quantizer.replay_state()] if spec.recompute else []
+        states = (
+            [s for quantizer in _quantizers(spec) for s in quantizer.replay_state()] if spec.recompute else []
+        )
         y, norm_output, saved = _forward(tensors, spec)
         ctx.spec = spec
+        ctx.dtypes = (tensors.fc1_weight.dtype, tensors.fc2_weight.dtype)
         if spec.recompute:
             ctx.save_for_backward(*tensors, *states)
         else:
             parts, ctx.rebuilds = pack(*saved.fc1, *saved.fc2)
-            ctx.save_for_backward(*tensors, saved.statistics.mean, saved.statistics.rstdev, saved.fc1_output, *parts)
+            ctx.save_for_backward(tensors.x, tensors.gamma, *saved.statistics, saved.fc1_output, *parts)
         return y, norm_output
 
     @staticmethod
     def backward(ctx, grad_output, grad_norm_output):  # pyright: ignore[reportIncompatibleMethodOverride]
         spec = ctx.spec
-        count = len(NormMLPTensors._fields)
-        tensors = NormMLPTensors(*ctx.saved_tensors[:count])
-        rest = ctx.saved_tensors[count:]
         if spec.recompute:
-            saved = _recompute(tensors, _replaying(spec, list(rest)))
+            count = len(NormMLPTensors._fields)
+            tensors = NormMLPTensors(*ctx.saved_tensors[:count])
+            x, gamma = tensors.x, tensors.gamma
+            saved = _recompute(tensors, _replaying(spec, list(ctx.saved_tensors[count:])))
         else:
-            mean, rstdev, fc1_output, *parts = rest
+            x, gamma, mean, rstdev, fc1_output, *parts = ctx.saved_tensors
             operands = unpack(parts, ctx.rebuilds)
-            saved = NormMLPSaved(
-                NormStatistics(mean, rstdev), LinearSaved(*operands[:2]), fc1_output, LinearSaved(*operands[2:])
-            )
+            fc1, fc2 = LinearSaved(*operands[:2]), LinearSaved(*operands[2:])
+            saved = NormMLPSaved(NormStatistics(mean, rstdev), fc1, fc1_output, fc2)
         grad_output = grad_output.reshape(-1, grad_output.shape[-1])
-        grads = _backward(grad_output, grad_norm_output, tensors, saved, spec)
+        grads = _backward(grad_output, grad_norm_output, x, gamma, saved, spec, ctx.dtypes)
         if spec.fc1.scale_update is not None:
             spec.fc1.scale_update.run()
         return None, *grads

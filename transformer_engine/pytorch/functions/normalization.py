@@ -38,7 +38,7 @@ class Norm:
         self, dy: Tensor, x: Tensor, statistics: NormStatistics, gamma: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """(dx, dgamma, dbeta)"""
-        if self.kind == "LayerNorm":
+        if statistics.mean is not None:
             return layernorm_backward(dy, x, statistics.mean, statistics.rstdev, gamma, self.zero_centered)
         dx, dgamma = rmsnorm_backward(dy, x, statistics.rstdev, gamma, self.zero_centered)
         return dx, dgamma, None

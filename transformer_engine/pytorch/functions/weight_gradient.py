@@ -63,7 +63,9 @@ class WeightGradient:
             return self._placeholder(dtype)
         return _product(dy, x, Epilogue(dtype, exact=exact))
 
-    def _late(self, dy: QuantizedTensorStorage, x: QuantizedTensorStorage, exact: bool, dtype: torch.dtype) -> None:
+    def _late(
+        self, dy: QuantizedTensorStorage, x: QuantizedTensorStorage, exact: bool, dtype: torch.dtype
+    ) -> None:
         with torch.no_grad():
             if self.fused:
                 self._accumulate(dy, x, exact)
@@ -108,7 +110,9 @@ def main_grad_of(parameter: torch.nn.Parameter | None) -> Tensor:
 _dummies: dict[tuple[tuple[int, ...], torch.dtype, torch.device], Tensor] = {}
 
 
-def dummy_gradient(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, zero: bool = False) -> Tensor:
+def dummy_gradient(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, zero: bool = False
+) -> Tensor:
     """One shared tensor per shape, dtype and device, whose values nobody reads (zeros when asked for)."""
     if torch.compiler.is_compiling():
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -19,7 +19,7 @@ from ..quantization.model_init import current_model_init
 from ..tensor.quantized_tensor import QuantizedTensor, QuantizedTensorStorage
 from ..tensor.quantizer import Quantizer
 from .parameters import ParameterInit
-from .recipe_state import UNQUANTIZED, ModuleRecipe, ProductQuantizers, ensure, materialize
+from .recipe_state import UNQUANTIZED, ModuleRecipe, ProductQuantizers, ensure, materialize, new_tracing_key
 
 # The accumulation flags of the original for delayed scaling, under the names that its users read.
 _2X_ACC_FPROP = False
@@ -65,6 +65,11 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self._replay_states: deque[list[tuple[Tensor, ...]]] = deque()
         self._wgrad_hooks: list[Any] = []
         self._warned: set[str] = set()
+        self.tracing_key = new_tracing_key(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.tracing_key = new_tracing_key(self)
 
     def fast_setattr(self, name: str, value: Any) -> None:
         """Set a plain attribute without nn.Module's search for parameters and modules."""
@@ -73,7 +78,6 @@ class TransformerEngineBaseModule(torch.nn.Module):
     def module_setattr(self, name: str, value: Any) -> None:
         """Set an attribute as nn.Module does, registering parameters and modules."""
         super().__setattr__(name, value)
-
 
     def register_parameter(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, name: str, param: torch.nn.Parameter | None, init: ParameterInit | None = None
@@ -118,20 +122,16 @@ class TransformerEngineBaseModule(torch.nn.Module):
         quantizer.set_usage(rowwise=True, columnwise=torch.is_grad_enabled())
         quantizer.internal = False
         with torch.no_grad():
-            param = torch.nn.Parameter(quantizer.quantize(values))
+            param = torch.nn.Parameter(quantizer.quantize(values))  # pyright: ignore[reportArgumentType]
         if self.preserve_high_precision_init_val:
             _keep_initial_values(param, values)
         return param
-
 
     def _state_device(self) -> torch.device:
         """Where scales and histories live: with the parameters, once those are allocated."""
         for param in self.parameters(recurse=False):
             return canonical_device("cuda") if param.is_meta else param.device
         return canonical_device("cuda")
-
-    def _customize_quantizers(self, recipe) -> None:
-        """Adapt fresh quantizers to the layer (amax reduction under sequence parallelism, for example)."""
 
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:
         """Bring recipe state in line with the active autocast (the original's entry point)."""
@@ -171,7 +171,9 @@ class TransformerEngineBaseModule(torch.nn.Module):
     def _recomputable(self, products: tuple[ProductQuantizers, ...]) -> tuple[ProductQuantizers, ...]:
         """Under checkpointing, the first forward keeps what its quantization depended on and the second repeats it."""
         if not in_fp8_activation_recompute_phase():
-            self._replay_states.append([q.replay_state() for p in products for q in (p.input, p.weight, p.output)])
+            self._replay_states.append(
+                [q.replay_state() for p in products for q in (p.input, p.weight, p.output)]
+            )
             return products
         states = iter(self._replay_states.popleft())
         return tuple(
@@ -199,7 +201,12 @@ class TransformerEngineBaseModule(torch.nn.Module):
         return ScaleUpdate() if FP8GlobalStateManager.is_first_fp8_module() else None
 
     def _cached_weight(
-        self, key: str, weight: Tensor, quantizer: Quantizer, columnwise: bool, is_first_microbatch: bool | None
+        self,
+        key: str,
+        weight: Tensor,
+        quantizer: Quantizer,
+        columnwise: bool,
+        is_first_microbatch: bool | None,
     ) -> QuantizedTensorStorage | None:
         """The weight as quantized for the first microbatch of a step; None when nothing is to be cached."""
         if is_first_microbatch is None or isinstance(weight, QuantizedTensorStorage) or quantizer.is_identity:
@@ -211,7 +218,6 @@ class TransformerEngineBaseModule(torch.nn.Module):
                 cached = quantizer.encode(weight, True, columnwise)
             self._fp8_workspaces[key] = cached
         return cached
-
 
     def set_tensor_parallel_group(self, tp_group) -> None:
         """Set the tensor-parallel process group; must precede the first forward when tp_size > 1."""
@@ -240,7 +246,6 @@ class TransformerEngineBaseModule(torch.nn.Module):
         for hook in self._wgrad_hooks:
             hook()
 
-
     def get_extra_state(self) -> Tensor:
         """Recipe and delayed-scaling state as a uint8 CPU tensor; empty when there is none to keep."""
         keep = self.fp8_meta.get("fp8_checkpoint") or self.fp8 or self.fp8_calibration
@@ -265,7 +270,6 @@ class TransformerEngineBaseModule(torch.nn.Module):
         if self.primary_weights_in_fp8 and extra in state_dict:
             self.set_extra_state(state_dict[extra])
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
 
     def activation_dtype(self, x: Tensor) -> torch.dtype:
         """The dtype a layer computes in: torch.autocast's when active, else the input's.

@@ -30,6 +30,9 @@ class LayerNormLinear(LinearParameters):
     Other parameters as in Linear; parallel_mode is None or "column".
     """
 
+    layer_norm_weight: Tensor
+    layer_norm_bias: Tensor | None
+
     def __init__(
         self,
         in_features: int,
@@ -89,7 +92,9 @@ class LayerNormLinear(LinearParameters):
         if delay_wgrad_compute:
             self.wgrad_store = WeightGradientStore()
         dtype = params_dtype or torch.get_default_dtype()
-        register_norm_parameters(self, in_features, normalization, zero_centered_gamma, dtype, canonical_device(device))
+        register_norm_parameters(
+            self, in_features, normalization, zero_centered_gamma, dtype, canonical_device(device)
+        )
         self.create_parameters(bias, parameters_split, params_dtype, device, init_method)
         self.reset_parameters(defer_init=is_meta(device))
 
@@ -106,13 +111,20 @@ class LayerNormLinear(LinearParameters):
         """
         self.check_input(inp, self.in_features)
         if fp8_grad:
-            raise ValueError("fp8_grad=True: the input's gradient leaves the norm unquantized; use Linear, or fp8_grad=False")
+            raise ValueError(
+                "fp8_grad=True: the input's gradient leaves the norm unquantized; use Linear, or fp8_grad=False"
+            )
         weight, bias = self.weight_tensor(), self.bias_tensor()
         dtype = self.activation_dtype(inp)
         bias = None if bias is None else bias.to(dtype)
         spec = self._spec(inp, weight, bias, dtype, is_first_microbatch, bool(fp8_output))
         y, norm_output = norm_linear(
-            inp.to(dtype), self.layer_norm_weight, self.layer_norm_bias, weight, None if self.return_bias else bias, spec
+            inp.to(dtype),
+            self.layer_norm_weight,
+            self.layer_norm_bias,
+            weight,
+            None if self.return_bias else bias,
+            spec,
         )
         outputs: tuple[Any, ...] = (y,)
         if self.return_bias:
@@ -124,7 +136,9 @@ class LayerNormLinear(LinearParameters):
     def _gathered(self, norm_output: Tensor | None, spec: NormLinearSpec) -> Tensor | None:
         if norm_output is None or not (self.return_layernorm_output_gathered and self.sequence_parallel):
             return norm_output
-        raise NotImplementedError("return_layernorm_output_gathered=True is not implemented under sequence parallelism")
+        raise NotImplementedError(
+            "return_layernorm_output_gathered=True is not implemented under sequence parallelism"
+        )
 
     def _spec(
         self,

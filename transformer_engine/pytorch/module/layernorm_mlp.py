@@ -39,6 +39,12 @@ class LayerNormMLP(QuantizedProductsModule):
     """
 
     num_products = 2
+    layer_norm_weight: Tensor
+    layer_norm_bias: Tensor | None
+    fc1_weight: Tensor
+    fc1_bias: Tensor
+    fc2_weight: Tensor
+    fc2_bias: Tensor
 
     def __init__(
         self,
@@ -96,15 +102,21 @@ class LayerNormMLP(QuantizedProductsModule):
             self.set_tensor_parallel_group(tp_group)
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.symmetric_ar_type = symmetric_ar_type
-        self.overlap = OverlapOptions(ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad)
+        self.overlap = OverlapOptions(
+            ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
+        )
         if delay_wgrad_compute:
             self.wgrad_store = WeightGradientStore()
         dtype, on = params_dtype or torch.get_default_dtype(), canonical_device(device)
         register_norm_parameters(self, hidden_size, normalization, zero_centered_gamma, dtype, on)
-        self._create_weights(init_method, output_layer_init_method or default_init_method, get_rng_state_tracker, dtype, on)
+        self._create_weights(
+            init_method, output_layer_init_method or default_init_method, get_rng_state_tracker, dtype, on
+        )
         self.reset_parameters(defer_init=is_meta(device))
 
-    def _create_weights(self, fc1_init, fc2_init, rng_tracker, dtype: torch.dtype, device: torch.device) -> None:
+    def _create_weights(
+        self, fc1_init, fc2_init, rng_tracker, dtype: torch.dtype, device: torch.device
+    ) -> None:
         """fc1_weight [F or 2F, H], fc2_weight [H, F] and their biases."""
         fc1_rows = self.ffn_shard * (2 if ACTIVATIONS[self.activation].gated else 1)
         shapes = {"fc1": (fc1_rows, self.hidden_size), "fc2": (self.hidden_size, self.ffn_shard)}
@@ -128,7 +140,7 @@ class LayerNormMLP(QuantizedProductsModule):
         set_tensor_model_parallel_attributes(self.fc2_weight, sharded, 1, 1)
         if self.use_bias:
             set_tensor_model_parallel_attributes(self.fc1_bias, sharded, 0, 1)
-            self.fc2_bias.sequence_parallel = self.sequence_parallel
+            self.fc2_bias.sequence_parallel = self.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor | tuple[Tensor, ...]:
         """y, or (y[, fc2_bias][, norm(x)]) as return_bias and return_layernorm_output say."""
@@ -168,8 +180,12 @@ class LayerNormMLP(QuantizedProductsModule):
         scale_update = self._scale_update(state)
         upstream = inp.requires_grad or any(p.requires_grad for p in self.parameters(recurse=False))
         needs_grad = torch.is_grad_enabled() and upstream
-        fc1 = self._linear_spec("fc1", products[0], state, dtype, needs_grad, is_first_microbatch, scale_update)
-        fc2 = self._linear_spec("fc2", products[1], state, dtype, needs_grad, is_first_microbatch, scale_update)
+        fc1 = self._linear_spec(
+            "fc1", products[0], state, dtype, needs_grad, is_first_microbatch, scale_update
+        )
+        fc2 = self._linear_spec(
+            "fc2", products[1], state, dtype, needs_grad, is_first_microbatch, scale_update
+        )
         return NormMLPSpec(
             Norm(self.normalization, self.eps, self.zero_centered_gamma),
             fc1,
@@ -203,7 +219,9 @@ class LayerNormMLP(QuantizedProductsModule):
             accumulation=self.accumulation(state),
             parallel=TensorParallel(mode, self.tp_group, self.tp_size, self.sequence_parallel),
             weight_gradient=self.weight_gradient(key, is_first_microbatch),
-            cached_weight=self._cached_weight(key, weight, quantizers.weight, needs_grad, is_first_microbatch),
+            cached_weight=self._cached_weight(
+                key, weight, quantizers.weight, needs_grad, is_first_microbatch
+            ),
             backward=self.backward_mode(state),
             needs_grad_input=needs_grad,
             needs_grad_weight=needs_grad and weight.requires_grad,

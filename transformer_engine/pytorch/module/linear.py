@@ -95,7 +95,7 @@ class Linear(LinearParameters):
         is_first_microbatch: bool | None = None,
         fp8_output: bool | None = False,
         fp8_grad: bool | None = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
         """y [.., out_features], or (y, bias) with return_bias.
 
         is_first_microbatch   True quantizes the weight and keeps it, False reuses it, None neither

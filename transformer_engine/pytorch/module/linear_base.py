@@ -14,7 +14,6 @@ from ..distributed.tensor_parallel import set_tensor_model_parallel_attributes
 from ..functions.linear import Accumulation
 from ..functions.weight_gradient import WeightGradient
 from ..quantization.autocast import AutocastState
-from ..tensor.quantized_tensor import QuantizedTensorStorage
 from .base import TransformerEngineBaseModule
 from .parameters import InitMethod, ParameterInit, default_init_method, split_names
 from .recipe_state import UNQUANTIZED, ProductQuantizers
@@ -75,7 +74,11 @@ class QuantizedProductsModule(TransformerEngineBaseModule):
             return products
         rows = inp.numel() // inp.shape[-1] if inp.shape[-1] else 0
         for product, (k, n) in zip(products, shapes, strict=True):
-            for quantizer, extents in ((product.input, (rows, k)), (product.weight, (n, k)), (product.grad_output, (rows, n))):
+            for quantizer, extents in (
+                (product.input, (rows, k)),
+                (product.weight, (n, k)),
+                (product.grad_output, (rows, n)),
+            ):
                 if reason := quantizer.shape_refusal(extents, True, True):
                     self._warn_once(
                         f"shape {extents}",
@@ -87,7 +90,9 @@ class QuantizedProductsModule(TransformerEngineBaseModule):
 
     def check_results(self, product: ProductQuantizers, quantized_output: bool, quantized_grad: bool) -> None:
         """ValueError when a quantized result is asked for where nothing is quantized."""
-        if (quantized_output and product.output.is_identity) or (quantized_grad and product.grad_input.is_identity):
+        if (quantized_output and product.output.is_identity) or (
+            quantized_grad and product.grad_input.is_identity
+        ):
             raise ValueError(
                 "fp8_output or fp8_grad is set, but this call does not quantize; "
                 "enter te.autocast with a delayed or current scaling recipe, or leave them False"
@@ -137,6 +142,8 @@ class LinearParameters(QuantizedProductsModule):
     in_features: int
     out_features: int
     parallel_mode: str | None
+    weight: Tensor
+    bias: Tensor
     get_rng_state_tracker = None
     rng_tracker_name: str | None = None
 
@@ -154,15 +161,22 @@ class LinearParameters(QuantizedProductsModule):
         pieces = split_names(parameters_split, self.out_features, tp_rows)
         if len(pieces) > 1 and (self.fuse_wgrad_accumulation or self.primary_weights_in_fp8):
             what = "fuse_wgrad_accumulation" if self.fuse_wgrad_accumulation else "quantized_model_init"
-            raise ValueError(f"{what} needs one weight parameter, parameters_split makes {len(pieces)}; leave one out")
+            raise ValueError(
+                f"{what} needs one weight parameter, parameters_split makes {len(pieces)}; leave one out"
+            )
         self.weight_names = [f"{prefix}weight" for prefix in pieces]
         self.bias_names = [f"{prefix}bias" for prefix in pieces]
         init = ParameterInit(
-            init_method or default_init_method, self.get_rng_state_tracker, self.rng_tracker_name, fp8_meta_index=1
+            init_method or default_init_method,
+            self.get_rng_state_tracker,
+            self.rng_tracker_name,
+            fp8_meta_index=1,
         )
         options = {"dtype": dtype or torch.get_default_dtype(), "device": canonical_device(device)}
         for name, rows in zip(self.weight_names, pieces.values(), strict=True):
-            self.register_parameter(name, torch.nn.Parameter(torch.empty(rows, self.in_features, **options)), init)
+            self.register_parameter(
+                name, torch.nn.Parameter(torch.empty(rows, self.in_features, **options)), init
+            )
         for name, rows in zip(self.bias_names, pieces.values(), strict=True):
             if bias:
                 zeros = ParameterInit(torch.nn.init.zeros_)

@@ -12,7 +12,9 @@ from .parameters import ParameterInit
 def check_normalization(normalization: str) -> None:
     """ValueError unless the normalization is known."""
     if normalization not in NORMALIZATIONS:
-        raise ValueError(f"normalization={normalization!r} is unknown; choose one of {', '.join(NORMALIZATIONS)}")
+        raise ValueError(
+            f"normalization={normalization!r} is unknown; choose one of {', '.join(NORMALIZATIONS)}"
+        )
 
 
 def register_norm_parameters(
@@ -29,7 +31,7 @@ def register_norm_parameters(
     module.register_parameter("layer_norm_weight", gamma, ParameterInit(fill))
     gamma.sequence_parallel = module.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
     if normalization == "RMSNorm":
-        module.layer_norm_bias = None
+        module.register_parameter("layer_norm_bias", None)
         return
     beta = torch.nn.Parameter(torch.empty(features, dtype=dtype, device=device))
     module.register_parameter("layer_norm_bias", beta, ParameterInit(torch.nn.init.zeros_))

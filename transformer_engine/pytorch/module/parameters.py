@@ -53,7 +53,9 @@ def split_names(
         sizes = dict(parameters_split)
         uneven = [f"{name}={size}" for name, size in sizes.items() if size % tp_size]
         if uneven:
-            raise ValueError(f"tp_size={tp_size} does not divide parameters_split {', '.join(uneven)}; pad them")
+            raise ValueError(
+                f"tp_size={tp_size} does not divide parameters_split {', '.join(uneven)}; pad them"
+            )
         sizes = {name: size // tp_size for name, size in sizes.items()}
     else:
         names = list(parameters_split)
@@ -63,5 +65,7 @@ def split_names(
             )
         sizes = {name: rows // len(names) for name in names}
     if sum(sizes.values()) != rows:
-        raise ValueError(f"parameters_split sizes add up to {sum(sizes.values())}, the weight has {rows} rows")
+        raise ValueError(
+            f"parameters_split sizes add up to {sum(sizes.values())}, the weight has {rows} rows"
+        )
     return {name.rstrip("_") + "_": size for name, size in sizes.items()}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...common.recipe import Recipe
+from ...common.recipe import Recipe, recipe_described_as
 from ..functions.linear import IDENTITY, Accumulation
 from ..quantization import FP8GlobalStateManager, RecipeState
 from ..quantization.autocast import AutocastState
@@ -26,18 +28,20 @@ BACKWARD_SLOTS = 2  # grad_output, grad_input
 class ProductQuantizers:
     """The five quantizers of one linear product and its two gradients."""
 
-    input: Quantizer = IDENTITY
-    weight: Quantizer = IDENTITY
-    output: Quantizer = IDENTITY
-    grad_output: Quantizer = IDENTITY
-    grad_input: Quantizer = IDENTITY
+    input: Quantizer
+    weight: Quantizer
+    output: Quantizer
+    grad_output: Quantizer
+    grad_input: Quantizer
 
     def calibrating(self) -> ProductQuantizers:
         """The same, but only recording statistics: the products stay in high precision."""
-        return ProductQuantizers(Calibrating(self.input), Calibrating(self.weight))
+        return ProductQuantizers(
+            Calibrating(self.input), Calibrating(self.weight), IDENTITY, IDENTITY, IDENTITY
+        )
 
 
-UNQUANTIZED = ProductQuantizers()
+UNQUANTIZED = ProductQuantizers(IDENTITY, IDENTITY, IDENTITY, IDENTITY, IDENTITY)
 
 
 class ModuleRecipe:
@@ -72,39 +76,57 @@ def accumulation_of(recipe: Recipe) -> Accumulation:
 def ensure(module: TransformerEngineBaseModule, state: AutocastState) -> bool:
     """Make the module's quantizers for the active recipe unless it has them; True, so that a tracer keeps the call."""
     if torch.compiler.is_compiling():
-        return _ensure_while_tracing(module, state.recipe, state.group)
+        return _ensure_while_tracing(module.tracing_key, repr(state.recipe), state.group)
+    assert state.recipe is not None
     active = module._module_recipe
     if active is None or not active.serves(state):
-        _renew(module, state.recipe, state.group)
-    if module._module_recipe.has_state:
+        active = _renew(module, state.recipe, state.group)
+    if active.has_state:
         # Again at every forward: FP8GlobalStateManager.reset() forgets who takes part in scale updates.
         FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(module.fp8_meta)
     return True
 
 
+_modules: weakref.WeakValueDictionary[str, TransformerEngineBaseModule] = weakref.WeakValueDictionary()
+_serial = itertools.count()
+
+
+def new_tracing_key(module: TransformerEngineBaseModule) -> str:
+    """A name for the module: a traced function may hand on strings, not objects."""
+    key = f"module {next(_serial)}"
+    _modules[key] = module
+    return key
+
+
 @constant_while_tracing
-def _ensure_while_tracing(module: TransformerEngineBaseModule, recipe: Recipe, group: Any) -> bool:
+def _ensure_while_tracing(module_key: str, recipe: str, group: Any) -> bool:
     """Runs for real while torch.compile traces: state made inside the graph would be lost to the backward's writes."""
+    module = _modules[module_key]
     active = module._module_recipe
-    if active is None or active.recipe is not recipe or active.group is not group:
-        _renew(module, recipe, group)
+    if active is None or repr(active.recipe) != recipe or active.group is not group:
+        active = _renew(module, recipe_described_as(recipe), group)
+    if active.has_state:
+        FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(module.fp8_meta)
     return True
 
 
-def _renew(module: TransformerEngineBaseModule, recipe: Recipe, group: Any) -> None:
+def _renew(module: TransformerEngineBaseModule, recipe: Recipe, group: Any) -> ModuleRecipe:
     """An equal recipe in a new object changes nothing; anything else makes new quantizers."""
     active = module._module_recipe
     if active is not None and active.recipe == recipe and active.group is group:
         active.recipe = recipe
-        return
-    materialize(module, recipe, group)
+        return active
+    return materialize(module, recipe, group)
 
 
-def materialize(module: TransformerEngineBaseModule, recipe: Recipe, group: Any) -> None:
+def materialize(module: TransformerEngineBaseModule, recipe: Recipe, group: Any) -> ModuleRecipe:
     """Create or adapt the recipe states and quantizers of a module; delayed scaling keeps its histories."""
     meta = module.fp8_meta
     products = module.num_products
-    for key, mode, slots in (("scaling_fwd", "forward", FORWARD_SLOTS), ("scaling_bwd", "backward", BACKWARD_SLOTS)):
+    for key, mode, slots in (
+        ("scaling_fwd", "forward", FORWARD_SLOTS),
+        ("scaling_bwd", "backward", BACKWARD_SLOTS),
+    ):
         state = RecipeState.renew(
             meta.get(key), recipe, mode=mode, num_quantizers=slots * products, device=module._state_device()
         )
@@ -114,10 +136,9 @@ def materialize(module: TransformerEngineBaseModule, recipe: Recipe, group: Any)
     fp8_format = getattr(recipe, "fp8_format", None)
     if fp8_format is not None:
         meta.update(fp8_max_fwd=fp8_format.value.max_fwd, fp8_max_bwd=fp8_format.value.max_bwd)
-    module._customize_quantizers(recipe)
     FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(meta)
     module._fp8_workspaces.clear()
     module.fp8_initialized = True
-    module._module_recipe = ModuleRecipe(
-        recipe, group, module.quantizers["scaling_fwd"], module.quantizers["scaling_bwd"]
-    )
+    made = ModuleRecipe(recipe, group, module.quantizers["scaling_fwd"], module.quantizers["scaling_bwd"])
+    module._module_recipe = made
+    return made

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +21,9 @@ def run(launch: Launch, inputs: Sequence[Tensor | None]) -> list[Tensor]:
     first = inputs[0]
     assert first is not None
     outputs = [
-        None if output is None else torch.empty(output.shape, dtype=_DTYPES[output.dtype], device=first.device)
+        None
+        if output is None
+        else torch.empty(output.shape, dtype=_DTYPES[output.dtype], device=first.device)
         for output in launch.outputs
     ]
     device = first.get_device()
@@ -29,6 +33,12 @@ def run(launch: Launch, inputs: Sequence[Tensor | None]) -> list[Tensor]:
     else:
         start(launch, (*inputs, *outputs), device)
     return outputs  # pyright: ignore[reportReturnType]
+
+
+@functools.lru_cache(maxsize=None)
+def processors(device: int) -> int:
+    """The number of multiprocessors of a CUDA device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def refuses_elementwise(device: torch.device, *dtypes: torch.dtype) -> str | None:
@@ -44,3 +54,23 @@ def refuses_elementwise(device: torch.device, *dtypes: torch.dtype) -> str | Non
     if capability < (8, 0):
         return f"compute capability {capability[0]}.{capability[1]} < 8.0"
     return None
+
+
+def traceable(
+    schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]
+) -> Callable[..., Any]:
+    """The implementation, which a tracing compiler sees as the operator transformer_engine::schema.
+
+    Eager code skips the dispatcher: it costs more than starting the kernel. fake computes shapes and dtypes only.
+    """
+    name = schema[: schema.index("(")]
+    qualified = f"transformer_engine::{name}"
+    torch.library.define(qualified, schema[len(name) :], tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.impl(qualified, "cuda", implementation)
+    torch.library.register_fake(qualified, fake)
+    operator = getattr(torch.ops.transformer_engine, name)
+
+    def call(*arguments: Any) -> Any:
+        return operator(*arguments) if torch.compiler.is_compiling() else implementation(*arguments)
+
+    return call

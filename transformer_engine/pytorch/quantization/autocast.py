@@ -138,8 +138,6 @@ class autocast(ContextDecorator):
             supported, reason = check_recipe_support(state.recipe)
             if not supported:
                 raise RuntimeError(f"{type(state.recipe).__name__} cannot run here: {reason}")
-        if state.enabled and _holder.enabled_blocks == 0:
-            delayed_scaling.catch_up()
         self._outer = _holder.enter(state)
 
     def __exit__(self, exception_type: object, exception: object, traceback: object) -> None:

@@ -31,11 +31,9 @@ def _default_sf_compute(amax: Tensor, scale: Tensor, fp8_max: float, margin: int
 
 def _amax_of(history: Tensor, algorithm: Algorithm) -> Tensor:
     """amax [n] of a history [length, n] whose row 0 is the latest step."""
-    if algorithm == "max":
-        return history.amax(dim=0)
-    if algorithm == "most_recent":
-        return history[0].clone()
-    return algorithm(history)
+    if callable(algorithm):
+        return algorithm(history)
+    return history.amax(dim=0) if algorithm == "max" else history[0].clone()
 
 
 def _rolled(history: Tensor) -> Tensor:
@@ -151,12 +149,11 @@ def update_scales(
     fp8_max: float,
     recipe: DelayedScaling,
     group: dist_group_type | None = None,
-    *,
-    keep_idle: bool = True,
 ) -> None:
     """Reduce row 0 over group, then bring all scales and histories one step forward, in place.
 
-    keep_idle: tensors that were not quantized since the last update keep theirs; callables always see all.
+    Tensors that were not quantized since the last update keep theirs, unless NVTE_UNFUSED_FP8_UPDATE=1 or an
+    algorithm is a callable.
     """
     algorithm = recipe.amax_compute_algo
     if callable(algorithm) or recipe.scaling_factor_compute_algo is not None:
@@ -165,6 +162,7 @@ def update_scales(
         for history, scale in zip(histories, scales, strict=True):
             _amax_and_scale_update(history, scale, fp8_max, recipe)
         return
+    keep_idle = not _rolls_idle_histories()
     if torch.compiler.is_compiling():
         name = "" if group is None else group.group_name
         _update_op(histories, scales, algorithm, float(fp8_max), recipe.margin, keep_idle, name)
@@ -184,28 +182,17 @@ class Pool:
         # Strong references: ranks agree on what was registered, not on what was garbage collected.
         self.states: list[Any] = []
 
-        # Backward states registered while compiling, perhaps too late for the update that was traced already.
-        self.late: list[Any] = []
-
     def update(self) -> None:
-        self._update(self.states, not _rolls_idle_histories())
-
-    def catch_up(self) -> None:
-        late, self.late = self.late, []
-        self._update(late, keep_idle=True)
-
-    def _update(self, states: list[Any], keep_idle: bool) -> None:
-        if len(states) == 0:
+        if len(self.states) == 0:
             return
         reduces = self.group is not None and self.recipe.reduce_amax
         largest = self.recipe.fp8_format.value
         update_scales(
-            [state.amax_history for state in states],
-            [state.scale_in_place for state in states],
+            [state.amax_history for state in self.states],
+            [state.scale_in_place for state in self.states],
             largest.max_fwd if self.forward else largest.max_bwd,
             self.recipe,
             self.group if reduces else None,
-            keep_idle=keep_idle,
         )
 
 
@@ -251,8 +238,6 @@ def register(state: Any, forward: bool, recipe: DelayedScaling, group: dist_grou
         pool = Pool(forward, recipe, group)
         _registry.pools[key] = pool
     pool.states.append(state)
-    if not forward and torch.compiler.is_compiling():
-        pool.late.append(state)
     state.registration = Registration(_registry.pools, pool, recipe, group)
 
 
@@ -274,18 +259,6 @@ def update_all(forward: bool) -> None:
     for pool in _registry.pools.values():
         if pool.forward == forward:
             pool.update()
-
-
-@constant_while_tracing
-def catch_up() -> int:
-    """Update the backward states that the first traced step left out; its own update ran before they existed.
-
-    A graph that is traced again because of them does this while tracing, not every time it runs.
-    """
-    waiting = [pool for pool in _registry.pools.values() if len(pool.late) > 0]
-    for pool in waiting:
-        pool.catch_up()
-    return len(waiting)
 
 
 def reset() -> None:

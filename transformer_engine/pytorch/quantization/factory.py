@@ -68,7 +68,8 @@ def make_quantizers(
     match recipe:
         case DelayedScaling():
             dtype = get_fp8_te_dtype(recipe, mode == "forward")
-            return [Float8Quantizer.from_state(state, slot, dtype) for slot in range(count)]
+            (owner,) = state.delayed_states
+            return [Float8Quantizer.from_state(owner, slot, dtype) for slot in range(count)]  # pyright: ignore
         case CustomRecipe():
             return state.fulfil(_filled_roles(mode, count, roles))
         case Float8CurrentScaling():

@@ -21,7 +21,6 @@ from ..constants import DType
 from ..device import canonical_device
 from ..tensor.float8_tensor import Float8Quantizer
 from ..tensor.quantizer import Quantizer
-from ..tracing import constant_while_tracing
 from . import factory
 from .delayed_scaling import scale_snapshot
 from .element_types import get_fp4_te_dtype, get_fp8_te_dtype
@@ -60,9 +59,8 @@ class RecipeState:
         roles: Sequence[QuantizerRole | None] | None = None,
     ) -> RecipeState:
         """The state class of the recipe's family."""
-        if torch.compiler.is_compiling():
-            return getattr(_nursery, _create_while_tracing(recipe, mode, num_quantizers, device, roles))
-        return _create(recipe, mode, num_quantizers, device, roles)
+        kind = _STATES[factory.family(recipe)]
+        return kind(recipe, mode=mode, num_quantizers=num_quantizers, device=device, roles=roles)
 
     @staticmethod
     def renew(
@@ -101,40 +99,6 @@ class RecipeState:
     def fulfil(self, roles: Sequence[QuantizerRole]) -> list[Quantizer]:
         """Answers of a custom recipe's factory, turned into quantizers."""
         raise TypeError(f"{type(self).__name__} has no factory to ask; use CustomRecipe")
-
-
-class _Nursery:
-    """Attributes are states made while tracing; a graph finds them here when it runs."""
-
-
-_nursery = _Nursery()
-
-
-# State tensors outlive the graph that first meets their module and are changed in its backward, so they
-# cannot be made in it: this runs while tracing, and the graph takes their tensors as inputs.
-@constant_while_tracing
-def _create_while_tracing(
-    recipe: Recipe,
-    mode: str,
-    num_quantizers: int,
-    device: torch.device | str | int | None,
-    roles: Sequence[QuantizerRole | None] | None,
-) -> str:
-    """The name under which the nursery holds the state."""
-    name = f"state_{len(vars(_nursery))}"
-    setattr(_nursery, name, _create(recipe, mode, num_quantizers, device, roles))
-    return name
-
-
-def _create(
-    recipe: Recipe,
-    mode: str,
-    num_quantizers: int,
-    device: torch.device | str | int | None,
-    roles: Sequence[QuantizerRole | None] | None,
-) -> RecipeState:
-    kind = _STATES[factory.family(recipe)]
-    return kind(recipe, mode=mode, num_quantizers=num_quantizers, device=device, roles=roles)
 
 
 class DelayedScalingRecipeState(RecipeState):
@@ -238,7 +202,9 @@ class CustomRecipeState(RecipeState):
         """Nothing: another factory may mean something else by the same slot."""
 
     def fulfil(self, roles: Sequence[QuantizerRole]) -> list[Quantizer]:
-        answers = [self.recipe.qfactory(role) for role in roles]
+        factory_of_role = self.recipe.qfactory
+        assert factory_of_role is not None, "CustomRecipe validates it"
+        answers = [factory_of_role(role) for role in roles]
         slots: dict[DelayedScalingRequest, list[int]] = {}
         for slot, answer in enumerate(answers):
             if isinstance(answer, DelayedScalingRequest):

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from ...common import env
 from ...common.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
 from ..device import cuda_version, get_device_compute_capability, has_cuda

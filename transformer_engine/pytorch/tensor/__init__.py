@@ -12,6 +12,8 @@ from .float8_blockwise_tensor import (
 from .float8_blockwise_tensor import _make_float8_blockwise_tensor_in_reduce_ex as _make_blockwise
 from .float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer, Float8Tensor, Float8TensorStorage
 from .float8_tensor import _make_float8_tensor_in_reduce_ex as _make_float8
+from .hybrid_tensor import HybridQuantizedTensor, HybridQuantizedTensorStorage, HybridQuantizer
+from .hybrid_tensor import _make_hybrid_tensor_in_reduce_ex as _make_hybrid
 from .identity_tensor import IdentityQuantizer, IdentityTensor, IdentityTensorStorage
 from .identity_tensor import _make_identity_tensor_in_reduce_ex as _make_identity
 from .module_conversion import keep_quantized_parameters
@@ -28,6 +30,7 @@ from .quantized_tensor import (
     storage_of,
 )
 from .quantizer import Calibrating, Quantizer
+from .storage.quantized_tensor_storage import Rebuild
 from .utils import (
     cast_master_weights_to_fp8,
     post_all_gather_processing,
@@ -48,6 +51,9 @@ torch.serialization.add_safe_globals(
         Float8Quantizer,
         Float8Tensor,
         Float8TensorStorage,
+        HybridQuantizedTensor,
+        HybridQuantizedTensorStorage,
+        HybridQuantizer,
         IdentityQuantizer,
         IdentityTensor,
         IdentityTensorStorage,
@@ -57,8 +63,10 @@ torch.serialization.add_safe_globals(
         NVFP4Quantizer,
         NVFP4Tensor,
         NVFP4TensorStorage,
+        Rebuild,
         _make_blockwise,
         _make_float8,
+        _make_hybrid,
         _make_identity,
         _make_mxfp8,
         _make_nvfp4,

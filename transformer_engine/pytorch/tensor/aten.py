@@ -1,4 +1,4 @@
-"""What torch operations do with quantized tensors: a table, and for all else dequantize, run, quantize what was written.
+"""What torch operations do with quantized tensors: a table, and for all else dequantize, run, quantize again.
 
 Operations that only move bytes keep the codes: detach, clone, copy_ between equal layouts, a change of nominal
 dtype or device, views and row slices that cut no block of one scale. Operations named `*_like` and `new_*` ask for
@@ -221,12 +221,12 @@ def _new_zeros(
     """A quantized tensor of zero codes in the directions that tensor has, where the format takes the shape."""
     usages = tensor.get_usages()
     writer = tensor.writer()
-    dtype = tensor.dtype if dtype is None else dtype
-    if not dtype.is_floating_point or writer.shape_refusal(shape, **usages) is not None:
+    nominal: torch.dtype = dtype or tensor.dtype
+    if not nominal.is_floating_point or writer.shape_refusal(shape, **usages) is not None:
         return NotImplemented
     writer = writer.copy()
     writer.set_usage(**usages)
-    storage = writer.empty(tuple(shape), dtype, device or tensor.device, bool(pin_memory))
+    storage = writer.empty(tuple(shape), nominal, device or tensor.device, bool(pin_memory))
     return like(tensor, storage.mapped(Tensor.zero_), shape)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Hashable, Sequence
 from typing import Any, Protocol
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from ...common import recipe as recipes
 from ...common.formats import FLOAT8
-from ..constants import DType, dist_group_type
+from ..constants import DType
 from ..primitives.quantize import Quantized, QuantizeSpec, absolute_maximum, quantize
 from .allocation import empty_quantized
 from .elements import element_of, float8_dtype, float8_number
@@ -186,7 +187,7 @@ class Float8CurrentScalingQuantizer(_PerTensorQuantizer):
         rowwise: bool = True,
         columnwise: bool = True,
         with_amax_reduction: bool = False,
-        amax_reduction_group: dist_group_type | None = None,
+        amax_reduction_group: torch.distributed.ProcessGroup | None = None,
         force_pow_2_scales: bool = False,
         amax_epsilon: float = 0.0,
         use_existing_amax: bool | None = None,
@@ -229,6 +230,13 @@ class Float8CurrentScalingQuantizer(_PerTensorQuantizer):
             )
         return self._packed(quantize(matrix, spec, amax=amax), tensor.shape, tensor.dtype)
 
+    def reducing_over(self, group: torch.distributed.ProcessGroup) -> Float8CurrentScalingQuantizer:
+        if self.with_amax_reduction and self.amax_reduction_group is group:
+            return self
+        together = copy.copy(self)
+        together.with_amax_reduction, together.amax_reduction_group = True, group
+        return together
+
     def _get_compatible_recipe(self) -> type[recipes.Recipe]:
         return recipes.Float8CurrentScaling
 
@@ -248,7 +256,9 @@ class Float8Tensor(QuantizedTensor, Float8TensorStorage):
 
     def _default_quantizer(self) -> Quantizer:
         usages = self.get_usages()
-        return Float8CurrentScalingQuantizer(self._fp8_dtype, self.device, **usages)
+        return Float8CurrentScalingQuantizer(
+            self._fp8_dtype, self.device, rowwise=usages["rowwise"], columnwise=usages["columnwise"]
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _make_float8_tensor_in_reduce_ex, (

@@ -24,7 +24,7 @@ from .storage.quantized_tensor_storage import matrix_shape
 
 @dataclass(frozen=True)
 class Shard:
-    """Elements start .. start + len(values) of a flattened weight; targets receive their codes, None: the weight does."""
+    """Elements start .. start + len(values) of a flattened weight; targets, if any, receive their codes."""
 
     weight: QuantizedTensor
     values: Tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from ...common import recipe as recipes
 from ...common.formats import E2M1, NVFP4
-from ..constants import DType, dist_group_type
+from ..constants import DType
 from ..primitives.quantize import Quantized, QuantizeSpec, absolute_maximum, hadamard_transform, quantize
 from .block_scaling import BlockScalingQuantizer
 from .elements import element_number
@@ -34,7 +35,8 @@ class NVFP4Tensor(QuantizedTensor, NVFP4TensorStorage):
             with_post_rht_amax=transforms,
             with_2d_quantization=self._square_tiles,
             with_random_sign_mask=self._transform_signs is not False,
-            **self.get_usages(),
+            rowwise=self._rowwise_data is not None,
+            columnwise=self._columnwise_data is not None,
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -71,7 +73,7 @@ class NVFP4Quantizer(BlockScalingQuantizer):
         rowwise: bool = True,
         columnwise: bool = True,
         with_amax_reduction: bool = False,
-        amax_reduction_group: dist_group_type | None = None,
+        amax_reduction_group: torch.distributed.ProcessGroup | None = None,
         with_rht: bool = False,
         with_post_rht_amax: bool = False,
         with_2d_quantization: bool = False,
@@ -136,6 +138,13 @@ class NVFP4Quantizer(BlockScalingQuantizer):
             maxima, op=torch.distributed.ReduceOp.MAX, group=self.amax_reduction_group
         )
         return maxima[:1], maxima[1:]
+
+    def reducing_over(self, group: torch.distributed.ProcessGroup) -> NVFP4Quantizer:
+        if self.with_amax_reduction and self.amax_reduction_group is group:
+            return self
+        together = copy.copy(self)
+        together.with_amax_reduction, together.amax_reduction_group = True, group
+        return together
 
     def _get_compatible_recipe(self) -> type[recipes.Recipe]:
         return recipes.NVFP4BlockScaling

@@ -78,7 +78,7 @@ def restore_from_func_ctx(ctx: Any) -> list[Any]:
 
 
 def storage_of(tensor: QuantizedTensor) -> QuantizedTensorStorage:
-    """The payload of a quantized tensor, shared. A function, because torch.compile does not trace a tensor's methods."""
+    """The payload of a quantized tensor, shared; a function, as torch.compile traces no methods of tensors."""
     cls = type(tensor)
     tensors = {keyword: getattr(tensor, name) for name, keyword in cls.TENSORS.items()}
     constants = {keyword: getattr(tensor, name) for name, keyword in cls.CONSTANTS.items()}
@@ -102,7 +102,7 @@ class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
         device: torch.device | str | None = None,
         **payload: Any,
     ) -> QuantizedTensor:
-        storage = cls.STORAGE(**payload, dtype=dtype)
+        storage = cls.STORAGE(**payload, dtype=dtype)  # pyright: ignore[reportCallIssue]
         return cls.from_storage(storage, shape=shape, requires_grad=requires_grad)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # the storage's constructor must not run again
@@ -255,7 +255,12 @@ class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
     def fsdp_pre_all_gather(
         self, mesh: Any, orig_size: Any, contiguous_orig_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], GatheredPayload]:
-        """The bytes to gather along dimension 0, and what is needed to read them again."""
+        """The bytes to gather along dimension 0, and what is needed to read them again.
+
+        From here on the shard is quantized with the scale of the whole, so that its bytes fit the other shards'.
+        """
+        if mesh is not None and mesh.size() > 1:
+            self._quantizer = self.writer().reducing_over(mesh.get_group(mesh.ndim - 1))
         return gather_payload(self)
 
     def fsdp_post_all_gather(

@@ -154,6 +154,10 @@ class Quantizer(abc.ABC):
         """The recipe class whose weights this quantizer makes; None: any."""
         return None
 
+    def reducing_over(self, group: torch.distributed.ProcessGroup) -> Quantizer:
+        """The quantizer of a shard whose tensor is spread over a group: one tensor has one scale."""
+        return self
+
     def supports_only_rowwise_all_gather(self) -> bool:
         """Must a gather along rows carry row-wise data, because column-wise data cannot be concatenated?"""
         return False

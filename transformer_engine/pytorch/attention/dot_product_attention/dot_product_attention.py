@@ -242,13 +242,29 @@ class DotProductAttention(TransformerEngineBaseModule):
         request = self._request(q, k, v, q_format, kv_format, mask, sequences, core_attention_bias_type)
         slopes = self._slopes(request, alibi_slopes, q.device)
         bias = checked_bias(request, core_attention_bias)
-        inputs = AttentionInputs(q, k, v, *sequences.tensors, bias, slopes, self._sink(q))
+        inputs = AttentionInputs(
+            q,
+            k,
+            v,
+            lengths_q=sequences.lengths_q,
+            lengths_kv=sequences.lengths_kv,
+            starts_q=sequences.starts_q,
+            starts_kv=sequences.starts_kv,
+            masked_q=sequences.masked_q,
+            masked_kv=sequences.masked_kv,
+            masked=sequences.masked,
+            bias=bias,
+            slopes=slopes,
+            sink=self._sink(q),
+        )
         result = self._run(request, inputs, checkpoint_core_attention)
         return result.output if result.max_logit is None else (result.output, result.max_logit)
 
     def _refuse_unavailable(self, fp8_output: bool, score_mod: Callable | None) -> None:
         state = current()
-        if state.enabled and state.recipe is not None and (state.recipe.fp8_dpa or state.recipe.fp8_mha):
+        # A recipe from outside need not have the two fields.
+        asked = (getattr(state.recipe, field, False) for field in ("fp8_dpa", "fp8_mha"))
+        if state.enabled and any(asked):
             raise NotImplementedError(
                 "FP8 attention is not available; set fp8_dpa=False and fp8_mha=False in the recipe"
             )

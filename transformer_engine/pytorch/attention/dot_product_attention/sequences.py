@@ -14,13 +14,19 @@ Pair = tuple[Tensor | None, Tensor | None]
 
 
 class Sequences(NamedTuple):
-    """tensors: lengths, starts, padding masks of queries and keys, arbitrary mask (see AttentionInputs)."""
+    """Lengths, starts and masks of a batch's queries and keys, as AttentionInputs has them."""
 
     batch: int
     max_q: int
     max_kv: int
     padded_between: bool
-    tensors: tuple[Tensor | None, ...]
+    lengths_q: Tensor | None
+    lengths_kv: Tensor | None
+    starts_q: Tensor | None
+    starts_kv: Tensor | None
+    masked_q: Tensor | None
+    masked_kv: Tensor | None
+    masked: Tensor | None
 
 
 def given_sequences(
@@ -38,38 +44,31 @@ def given_sequences(
 ) -> Sequences:
     """The sequences that the arguments of an attention describe; ValueError when they do not agree."""
     _check_mask_is_used(mask, attention_mask, "thd" in (q_format, kv_format))
-    if mask.padding and cu_seqlens[1] is None and attention_type == "self":
-        cu_seqlens, cu_seqlens_padded = (cu_seqlens[0],) * 2, (cu_seqlens_padded[0],) * 2
+    (cu_q, cu_kv), (starts_q, starts_kv), (max_q, max_kv) = cu_seqlens, cu_seqlens_padded, max_seqlens
+    if mask.padding and cu_kv is None and attention_type == "self":
+        cu_kv, starts_kv = cu_q, starts_q
     masked = attention_mask if isinstance(attention_mask, tuple) else (attention_mask, attention_mask)
-    if not mask.padding or cu_seqlens[0] is not None:
+    if not mask.padding or cu_q is not None:
         masked = (None, None)
-    sides = [
-        _side(name, *side, mask.padding)
-        for name, *side in (
-            ("q", q, q_format, masked[0], cu_seqlens[0], cu_seqlens_padded[0], max_seqlens[0]),
-            ("kv", k, kv_format, masked[1], cu_seqlens[1], cu_seqlens_padded[1], max_seqlens[1]),
-        )
-    ]
-    queries, keys = sides
+    queries = _side("q", q, q_format, masked[0], cu_q, starts_q, max_q, mask.padding)
+    keys = _side("kv", k, kv_format, masked[1], cu_kv, starts_kv, max_kv, mask.padding)
     if queries.batch != keys.batch:
         raise ValueError(f"queries have {queries.batch} sequences, keys {keys.batch}; they must agree")
     arbitrary = attention_mask if mask.arbitrary and isinstance(attention_mask, Tensor) else None
     if pad_between_seqs is None:
-        pad_between_seqs = q_format == "thd" and cu_seqlens_padded[0] is not None
+        pad_between_seqs = q_format == "thd" and starts_q is not None
     return Sequences(
-        queries.batch,
-        queries.size,
-        keys.size,
-        pad_between_seqs,
-        (
-            queries.lengths,
-            keys.lengths,
-            queries.starts,
-            keys.starts,
-            queries.masked,
-            keys.masked,
-            arbitrary,
-        ),
+        batch=queries.batch,
+        max_q=queries.size,
+        max_kv=keys.size,
+        padded_between=pad_between_seqs,
+        lengths_q=queries.lengths,
+        lengths_kv=keys.lengths,
+        starts_q=queries.starts,
+        starts_kv=keys.starts,
+        masked_q=queries.masked,
+        masked_kv=keys.masked,
+        masked=arbitrary,
     )
 
 

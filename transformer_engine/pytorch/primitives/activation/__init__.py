@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from ....common.dispatch import Table
-from . import reference
+from . import reference, triton
 from .request import ACTIVATIONS, DEFAULT_PARAMS, Activation, ActivationParams, ActivationRequest
 
-TABLE: Table[ActivationRequest] = Table("activation", (reference.BACKEND,))
+TABLE: Table[ActivationRequest] = Table("activation", (triton.BACKEND, reference.BACKEND))
 
 
 def activation_forward(name: str, x: Tensor, params: ActivationParams = DEFAULT_PARAMS) -> Tensor:

@@ -13,7 +13,8 @@ from .request import Epilogue, GemmRequest
 __all__ = ["TABLE", "Epilogue", "GemmRequest", "Operand", "gemm", "plain"]
 
 TABLE: Table[GemmRequest] = Table(
-    "gemm", (matmul.BACKEND, scaled_mm.TENSOR_SCALES, scaled_mm.BLOCK_SCALES, widen.BACKEND, reference.BACKEND)
+    "gemm",
+    (matmul.BACKEND, scaled_mm.TENSOR_SCALES, scaled_mm.BLOCK_SCALES, widen.BACKEND, reference.BACKEND),
 )
 
 
@@ -24,7 +25,9 @@ def gemm(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
     Raises ValueError when the contracted extents differ and Unsupported when no backend takes the formats.
     """
     if a.depth != b.depth:
-        raise ValueError(f"the operands contract {a.depth} and {b.depth} elements; both must end in the same K")
+        raise ValueError(
+            f"the operands contract {a.depth} and {b.depth} elements; both must end in the same K"
+        )
     if a.rows == 0 or b.rows == 0 or a.depth == 0:
         return _nothing_to_multiply(a, b, epilogue)
     return TABLE.select(GemmRequest.of(a, b, epilogue)).run(a, b, epilogue)

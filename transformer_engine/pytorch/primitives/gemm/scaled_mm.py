@@ -30,7 +30,9 @@ def _refuses_tensor_scales(request: GemmRequest) -> str | None:
     if reason := _refuses_anywhere(request):
         return reason
     if request.a_format != FLOAT8 or request.b_format != FLOAT8:
-        return f"block scales ({request.a_format.name} x {request.b_format.name}); it takes one scale a tensor"  # pyright: ignore
+        return (
+            f"block scales ({request.a_format.name} x {request.b_format.name}); it takes one scale a tensor"  # pyright: ignore
+        )
     if request.capability < (8, 9):
         return f"compute capability {request.capability[0]}.{request.capability[1]} < 8.9 has no FP8 tensor cores"
     return None
@@ -61,7 +63,9 @@ def _refuses_block_scales(request: GemmRequest) -> str | None:
     if formats == (BLOCK_2D, BLOCK_2D):
         return "cuBLASLt multiplies no two operands of 128x128 blocks"
     if request.capability[0] != 9:
-        return f"compute capability {request.capability[0]}.{request.capability[1]}; cuBLASLt has it on 9.0 only"
+        return (
+            f"compute capability {request.capability[0]}.{request.capability[1]}; cuBLASLt has it on 9.0 only"
+        )
     if not hasattr(F, "scaled_mm"):
         return f"torch {torch.__version__} has no torch.nn.functional.scaled_mm (it came with 2.10)"
     return None

@@ -24,7 +24,9 @@ def refuses(request: GemmRequest) -> str | None:
     if request.device != "cuda":
         return f"it is for GPUs; on {request.device} bfloat16 products are no faster than float32"
     if request.capability < (8, 0):
-        return f"compute capability {request.capability[0]}.{request.capability[1]} has no bfloat16 tensor cores"
+        return (
+            f"compute capability {request.capability[0]}.{request.capability[1]} has no bfloat16 tensor cores"
+        )
     for fmt in (request.a_format, request.b_format):
         if fmt is None:
             return "an operand is not quantized"

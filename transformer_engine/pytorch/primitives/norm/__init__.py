@@ -12,10 +12,10 @@ from typing import Any
 from torch import Tensor
 
 from ....common.dispatch import Table
-from . import reference
+from . import reference, triton
 from .request import NormRequest
 
-TABLE: Table[NormRequest] = Table("norm", (reference.BACKEND,))
+TABLE: Table[NormRequest] = Table("norm", (triton.BACKEND, reference.BACKEND))
 
 
 def layernorm_forward(

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ....common.dispatch import Table
 from ....common.formats import FLOAT8, NVFP4
-from . import reference
+from . import reference, triton
 from .dequantize import dequantize
 from .e2m1 import decode_e2m1, encode_e2m1, pack_fp4, unpack_fp4
 from .float8 import absolute_maximum, cast, scale_from_amax
@@ -36,7 +36,7 @@ __all__ = [
     "unpack_fp4",
 ]
 
-TABLE: Table[Request] = Table("quantize", (reference.BACKEND,))
+TABLE: Table[Request] = Table("quantize", (triton.BACKEND, reference.BACKEND))
 
 
 def quantize(

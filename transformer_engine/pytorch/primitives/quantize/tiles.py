@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ....common.formats import ceil_div, round_up
+from ....common.formats import round_up
 
 
 def cut(x: Tensor, tile: tuple[int, int]) -> Tensor:
@@ -20,14 +20,35 @@ def cut(x: Tensor, tile: tuple[int, int]) -> Tensor:
 
 
 def join(tiles: Tensor, shape: tuple[int, int]) -> Tensor:
-    """[ceil(R/r), r, ceil(K/c), c] -> [R, K] contiguous, the padding cut off.
-
-    Join codes, not the values they come from: Inductor's C++ (torch 2.13) narrows the last elements of a ragged
-    row wrongly where their scale is one of a tile.
-    """
+    """[ceil(R/r), r, ceil(K/c), c] -> [R, K] contiguous, the padding cut off."""
     rows, depth = shape
     tile_rows, r, tile_columns, c = tiles.shape
-    return tiles.reshape(tile_rows * r, tile_columns * c)[:rows, :depth].contiguous()
+    if (tile_rows * r, tile_columns * c) == (rows, depth):
+        return tiles.reshape(rows, depth)
+    if torch.compiler.is_compiling() and tiles.device.type == "cpu":
+        return _join_alone(tiles, rows, depth)
+    return _join_ragged(tiles, rows, depth)
+
+
+def _join_ragged(tiles: Tensor, rows: int, depth: int) -> Tensor:
+    tile_rows, r, tile_columns, c = tiles.shape
+    matrix = tiles.reshape(tile_rows * r, tile_columns * c)[:rows, :depth]
+    return matrix.clone(memory_format=torch.contiguous_format)
+
+
+# An operator that Inductor cannot fuse: its C++ loops (torch 2.13) turn an index k // c into two nested loops of
+# K // c and c turns, which leaves the last K % c elements of a row unwritten.
+_join_alone = torch.library.custom_op(
+    "transformer_engine::join_tiles",
+    _join_ragged,
+    mutates_args=(),
+    schema="(Tensor tiles, SymInt rows, SymInt depth) -> Tensor",
+)
+
+
+@_join_alone.register_fake
+def _join_alone_shape(tiles: Tensor, rows: int, depth: int) -> Tensor:
+    return tiles.new_empty((rows, depth))
 
 
 def tile_amax(tiles: Tensor) -> Tensor:
@@ -44,6 +65,5 @@ def spread(values: Tensor) -> Tensor:
 
 def repeat_rows(values: Tensor, rows_a_tile: int, rows: int) -> Tensor:
     """[ceil(R/r), n] -> [R, n]: each row of tiles' values for every row that it covers."""
-    tile_rows, columns = ceil_div(rows, rows_a_tile), values.shape[1]
-    wide = values[:, None, :].expand(tile_rows, rows_a_tile, columns)
-    return wide.reshape(tile_rows * rows_a_tile, columns)[:rows].contiguous()
+    tile_rows, columns = values.shape
+    return join(spread(values).expand(tile_rows, rows_a_tile, columns, 1), (rows, columns))

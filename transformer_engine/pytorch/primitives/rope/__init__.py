@@ -10,10 +10,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from ....common.dispatch import Table
-from . import reference
+from . import reference, triton
 from .request import Positions, RopeRequest, RopeSpec
 
-TABLE: Table[RopeRequest] = Table("rope", (reference.BACKEND,))
+TABLE: Table[RopeRequest] = Table("rope", (triton.BACKEND, reference.BACKEND))
 
 
 def rope_forward(x: Tensor, angles: Tensor, positions: Positions, spec: RopeSpec) -> Tensor:

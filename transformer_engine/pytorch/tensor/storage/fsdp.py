@@ -15,11 +15,8 @@ from .quantized_tensor_storage import QuantizedTensorStorage
 
 
 def row_granularity(storage: QuantizedTensorStorage) -> int:
-    """Rows can be cut at multiples of this without cutting a scale's block in any direction present."""
-    block = storage.format.block
-    if block is None:
-        return 1
-    return block[1] if storage.get_usages()["columnwise"] else block[0]
+    """Rows can be cut and joined at multiples of this; 1 where any row will do."""
+    return storage.row_granularity()
 
 
 def row_slice(storage: QuantizedTensorStorage, start: int, stop: int) -> QuantizedTensorStorage | None:
@@ -29,7 +26,7 @@ def row_slice(storage: QuantizedTensorStorage, start: int, stop: int) -> Quantiz
         return None
     inner = prod(shape[1:-1])
     rows, first, last = shape[0] * inner, start * inner, stop * inner
-    granularity = row_granularity(storage)
+    granularity = storage.row_granularity()
     if first % granularity or (last % granularity and last != rows):
         return None
     whole = storage.unpack()

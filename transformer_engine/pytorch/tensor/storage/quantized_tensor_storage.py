@@ -7,7 +7,6 @@ ones (all leading dimensions count as one, the rows). A storage is not a torch.T
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -36,12 +35,15 @@ def as_matrix(tensor: Tensor) -> Tensor:
     return tensor.reshape(matrix_shape(tensor.shape))
 
 
-@dataclass(frozen=True)
 class Rebuild:
-    """rebuild(tensors) is a new storage of the kind, and with the constants, that `flatten` saw."""
+    """rebuild(tensors) is a new storage of the kind, and with the constants, that `flatten` saw.
 
-    storage_class: type[QuantizedTensorStorage]
-    constants: tuple[tuple[str, Any], ...]
+    Not a dataclass: torch 2.11 cannot trace a call of a frozen one that was made in the same graph.
+    """
+
+    def __init__(self, storage_class: type[QuantizedTensorStorage], constants: tuple[tuple[str, Any], ...]):
+        self.storage_class = storage_class
+        self.constants = constants
 
     def __call__(self, tensors: Sequence[Tensor | None]) -> QuantizedTensorStorage:
         fields = dict(zip(self.storage_class.TENSORS.values(), tensors, strict=True))
@@ -216,7 +218,7 @@ class QuantizedTensorStorage:
 
     def get_data_tensors(
         self, rowwise_data: bool = True, columnwise_data: bool = True
-    ) -> Tensor | None | tuple[Tensor | None, ...]:
+    ) -> Tensor | tuple[Tensor | None, ...] | None:
         """The code tensors: one when one direction is named, else (row-wise, column-wise)."""
         (rowwise,), (columnwise,) = self._dropped(True, False)[:1], self._dropped(False, True)[:1]
         chosen = [rowwise] * rowwise_data + [columnwise] * columnwise_data
@@ -231,11 +233,18 @@ class QuantizedTensorStorage:
             mine, theirs = getattr(self, name), getattr(other, name)
             if (mine is None) != (theirs is None) or (mine is not None and mine.shape != theirs.shape):
                 return False
-        return all(
-            getattr(self, name) == getattr(other, name)
-            for name in self.CONSTANTS
-            if name not in ("_quantizer", "_dtype")
-        )
+        return self.byte_layout() == other.byte_layout()
+
+    def byte_layout(self) -> tuple[Any, ...]:
+        """What the bytes mean: the constants but for who made them and the nominal dtype."""
+        return tuple(getattr(self, name) for name in self.CONSTANTS if name not in ("_quantizer", "_dtype"))
+
+    def row_granularity(self) -> int:
+        """Rows can be cut at multiples of this without cutting a scale's block in any direction there is."""
+        block = self.format.block
+        if block is None:
+            return 1
+        return block[1] if self.get_usages()["columnwise"] else block[0]
 
     def copy_from_storage(self, source: QuantizedTensorStorage, *, noop_flag: Tensor | None = None) -> None:
         """Overwrite this payload's bytes by source's, unless the flag on the device is set."""

@@ -10,7 +10,7 @@ from ...primitives.quantize import pack_fp4, unpack_fp4
 
 
 def transposed(operand: Operand) -> Operand:
-    """[rows, K] -> [K, rows]. Formats with a scale for each row hold a square tile's scale once for each of its rows."""
+    """[rows, K] -> [K, rows]; where scales belong to rows, a square tile's is repeated on each of its rows."""
     assert operand.format is not None and operand.scale is not None
     codes = operand.codes
     if operand.format.name == NVFP4.name:

@@ -165,6 +165,7 @@ def attend(request: AttentionRequest, inputs: AttentionInputs) -> AttentionResul
 def _additive_bias(request: AttentionRequest, inputs: AttentionInputs) -> Tensor | None:
     """What is added to scale * q k^T: (q k^T + bias) * scale is scale * q k^T + bias * scale."""
     if request.bias == "pre_scale_bias":
+        assert inputs.bias is not None
         return inputs.bias * request.scale
     if request.bias == "alibi":
         assert inputs.slopes is not None

@@ -1,0 +1,85 @@
+"""Run every quantization kernel in Triton's interpreter, compare with the reference, print {case: equal} as JSON."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ["TRITON_INTERPRET"] = "1"
+sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parent))
+
+import interpreter
+import torch
+
+from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, E5M2, FLOAT8, MXFP8, NVFP4
+from transformer_engine.pytorch.primitives.quantize import Quantized, QuantizeSpec, reference, triton
+
+SPECS = {
+    "float8": QuantizeSpec(FLOAT8, E4M3),
+    "float8-both": QuantizeSpec(FLOAT8, E5M2, columnwise=True),
+    "float8-power-of-two": QuantizeSpec(FLOAT8, E4M3, columnwise=True, power_of_two=True, epsilon=0.25),
+    "float8-columnwise": QuantizeSpec(FLOAT8, E4M3, rowwise=False, columnwise=True),
+    "block1d": QuantizeSpec(BLOCK_1D, E4M3, power_of_two=True),
+    "block1d-both": QuantizeSpec(BLOCK_1D, E5M2, columnwise=True, power_of_two=True),
+    "block1d-float32-scales": QuantizeSpec(BLOCK_1D, E4M3, columnwise=True, epsilon=0.25),
+    "block2d-both": QuantizeSpec(BLOCK_2D, E4M3, columnwise=True, power_of_two=True),
+    "block2d-float32-scales": QuantizeSpec(BLOCK_2D, E5M2, columnwise=True),
+    "mxfp8-both": QuantizeSpec(MXFP8, E4M3, columnwise=True),
+    "mxfp8-square": QuantizeSpec(MXFP8, E5M2, columnwise=True, two_dimensional=True),
+    "nvfp4-both": QuantizeSpec(NVFP4, E2M1, columnwise=True),
+    "nvfp4-square": QuantizeSpec(NVFP4, E2M1, columnwise=True, two_dimensional=True),
+    "nvfp4-hadamard": QuantizeSpec(NVFP4, E2M1, columnwise=True, hadamard=True, stochastic=True),
+    "nvfp4-square-stochastic": QuantizeSpec(NVFP4, E2M1, columnwise=True, two_dimensional=True, stochastic=True),
+}
+CONTENTS = ("normal", "special", "tiny", "zero")
+SHAPES = ((128, 128), (144, 66), (80, 130), (129, 33))
+
+
+def matrix(rows: int, depth: int, content: str, dtype: torch.dtype) -> torch.Tensor:
+    values = torch.randn(rows, depth, generator=torch.Generator().manual_seed(rows * depth)) * 3.0
+    if content == "special":
+        values[0, 0], values[-1, -1], values[rows // 2, 0] = torch.nan, torch.inf, -torch.inf
+        values[1, :] = 0.0
+    elif content == "tiny":
+        values *= 2.0**-124
+    elif content == "zero":
+        values.zero_()
+    return values.to(dtype)
+
+
+def without_streams(device: torch.device, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(1), torch.empty(1)
+
+
+def is_equal(spec: QuantizeSpec, x: torch.Tensor, scale: torch.Tensor | None) -> bool:
+    random = (torch.rand(x.shape), torch.rand(x.shape[::-1])) if spec.stochastic else None
+    expected = reference.run(x, spec, scale, None, None, random)
+    actual = triton._quantize(x, 0, spec, scale, None, None, random)
+    return all(interpreter.same_bits(getattr(actual, name), getattr(expected, name)) for name in Quantized._fields)
+
+
+def main() -> None:
+    interpreter.repair()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    triton._zero_and_scalar = without_streams
+    triton._scalar = lambda device: torch.empty(1)
+    results = {}
+    dtypes = itertools.cycle((torch.bfloat16, torch.float32, torch.float16))
+    for (name, spec), content in itertools.product(SPECS.items(), CONTENTS):
+        equal = True
+        for (rows, depth), scaled in zip(SHAPES, (False, True, True, False), strict=True):
+            if spec.format == NVFP4 and depth % 2:
+                rows, depth = 16, 34
+            given = torch.tensor([1.7]) if scaled and spec.format == FLOAT8 else None
+            equal = equal and is_equal(spec, matrix(rows, depth, content, next(dtypes)), given)
+        results[f"{name}/{content}"] = equal
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""The activations on GPUs: x and dy read once, y or dx written once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ....common.dispatch import Backend
+from ..launching import DTYPE_NAMES, refuses_elementwise, run, traceable
+from .request import ACTIVATIONS, ActivationParams, ActivationRequest
+
+if TYPE_CHECKING:
+    from ....common.kernels.launch import Launch
+
+
+def activation_forward(name: str, x: Tensor, params: ActivationParams) -> Tensor:
+    """y = f(x) [...], or for gated units y [..., F] = f(x[..., :F]) * x[..., F:]."""
+    return _traceable_forward(name, x, params.limit, params.alpha, params.offset)
+
+
+def activation_backward(name: str, dy: Tensor, x: Tensor, params: ActivationParams) -> Tensor:
+    """dx, shaped and typed like x."""
+    return _traceable_backward(name, dy, x, params.limit, params.alpha, params.offset)
+
+
+def _forward(name: str, x: Tensor, limit: float, alpha: float, offset: float) -> Tensor:
+    if x.numel() == 0:
+        return _empty_output(name, x, limit, alpha, offset)
+    gated = ACTIVATIONS[name].gated
+    matrix = _matrix(x)
+    launch = _forward_launch(name, gated, matrix.shape, matrix.stride(0), x.dtype, (limit, alpha, offset))
+    y = run(launch, (matrix,))[0]
+    return y.view(*x.shape[:-1], y.shape[1]) if x.dim() else y.view(())
+
+
+def _backward(name: str, dy: Tensor, x: Tensor, limit: float, alpha: float, offset: float) -> Tensor:
+    if x.numel() == 0:
+        return x.new_empty(x.shape)
+    gated = ACTIVATIONS[name].gated
+    matrix, gradient = _matrix(x), _matrix(dy)
+    launch = _backward_launch(
+        name,
+        gated,
+        matrix.shape,
+        (gradient.stride(0), matrix.stride(0)),
+        x.dtype,
+        (limit, alpha, offset),
+    )
+    return run(launch, (gradient, matrix))[0].view(x.shape)
+
+
+def _matrix(x: Tensor) -> Tensor:
+    """x as [rows, width], its columns next to each other; a copy only where no view has that form."""
+    matrix = x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1)
+    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
+
+
+@functools.lru_cache(maxsize=1024)
+def _forward_launch(
+    name: str,
+    gated: bool,
+    shape: torch.Size,
+    x_stride: int,
+    dtype: torch.dtype,
+    constants: tuple[float, float, float],
+) -> Launch:
+    from ....common.kernels import activation  # it imports triton
+
+    width = shape[1] // 2 if gated else shape[1]
+    return activation.forward(name, gated, shape[0], width, x_stride, DTYPE_NAMES[dtype], constants)
+
+
+@functools.lru_cache(maxsize=1024)
+def _backward_launch(
+    name: str,
+    gated: bool,
+    shape: torch.Size,
+    strides: tuple[int, int],
+    dtype: torch.dtype,
+    constants: tuple[float, float, float],
+) -> Launch:
+    from ....common.kernels import activation  # it imports triton
+
+    width = shape[1] // 2 if gated else shape[1]
+    return activation.backward(name, gated, shape[0], width, strides, DTYPE_NAMES[dtype], constants)
+
+
+def _empty_output(name: str, x: Tensor, limit: float, alpha: float, offset: float) -> Tensor:
+    if not ACTIVATIONS[name].gated:
+        return x.new_empty(x.shape)
+    return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
+
+
+def _empty_gradient(name: str, dy: Tensor, x: Tensor, limit: float, alpha: float, offset: float) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+_traceable_forward = traceable(
+    "activation_forward(str name, Tensor x, float limit, float alpha, float offset) -> Tensor",
+    _forward,
+    _empty_output,
+)
+_traceable_backward = traceable(
+    "activation_backward(str name, Tensor dy, Tensor x, float limit, float alpha, float offset) -> Tensor",
+    _backward,
+    _empty_gradient,
+)
+
+
+def select(backward: bool) -> Callable[..., Tensor]:
+    return activation_backward if backward else activation_forward
+
+
+def refuses(request: ActivationRequest) -> str | None:
+    return refuses_elementwise(request.device, request.dtype)
+
+
+BACKEND: Backend[ActivationRequest] = Backend("triton", select, refuses)

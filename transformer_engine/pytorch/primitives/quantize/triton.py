@@ -1,0 +1,384 @@
+"""Quantization on NVIDIA GPUs by Triton kernels, bit-equal to the reference (NaN codes may differ in their sign).
+
+Eager calls start the kernels directly; under torch.compile one registered operator keeps them opaque.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from ....common.dispatch import Backend
+from ....common.formats import (
+    BLOCK_1D,
+    E2M1,
+    E4M3,
+    E5M2,
+    FLOAT8,
+    FLOAT32_MAX,
+    MXFP8,
+    NVFP4,
+    TENSOR_FORMATS,
+    ceil_div,
+)
+from ....common.kernels import launch
+from ....common.kernels.launch import Launch, Output
+from ...device import get_device_compute_capability
+from . import reference
+from .float8 import absolute_maximum
+from .hadamard import hadamard_transform
+from .spec import Quantized, QuantizeSpec, Request
+
+ELEMENTS = (E4M3, E5M2, E2M1)
+_VALUES = (torch.bfloat16, torch.float16, torch.float32)
+_LIMIT = 1 << 24  # offsets inside a tile of 128 rows are 32-bit integers
+_DTYPES = {
+    name: getattr(torch, name) for name in ("float8_e4m3fn", "float8_e5m2", "uint8", "float32")
+}
+
+
+def refuses(request: Request) -> str | None:
+    if request.device.type != "cuda":
+        return f"it needs a CUDA device, the matrix is on {request.device.type}"
+    if launch.MISSING is not None:
+        return launch.MISSING
+    if torch.version.hip is not None:
+        return "it relies on NVIDIA's FP8 conversion, this torch is built for ROCm"
+    if request.dtype not in _VALUES:
+        return f"it takes bfloat16, float16 and float32, not {request.dtype}"
+    capability = get_device_compute_capability()
+    if capability < (9, 0):
+        return (
+            f"compute capability {capability[0]}.{capability[1]} < 9.0: "
+            "Triton rounds a cast to FP8 twice there, or has none"
+        )
+    if max(request.shape) >= _LIMIT:
+        return f"an extent of {list(request.shape)} reaches {_LIMIT}"
+    return None
+
+
+def run(
+    x: Tensor,
+    spec: QuantizeSpec,
+    scale: Tensor | None,
+    amax: Tensor | None,
+    amax_t: Tensor | None,
+    random: tuple[Tensor, Tensor] | None,
+) -> Quantized:
+    """x [M, K] -> the directions that spec asks for."""
+    if torch.compiler.is_compiling():
+        return _traced(x, spec, scale, amax, amax_t, random)
+    if x.numel() == 0:
+        return reference.run(x, spec, scale, amax, amax_t, random)
+    device = x.device.index
+    if device != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return _quantize(x.contiguous(), device, spec, scale, amax, amax_t, random)
+    return _quantize(x.contiguous(), device, spec, scale, amax, amax_t, random)
+
+
+BACKEND = Backend[Request]("triton", run, refuses)
+
+
+def _quantize(
+    x: Tensor,
+    device: int,
+    spec: QuantizeSpec,
+    scale: Tensor | None,
+    amax: Tensor | None,
+    amax_t: Tensor | None,
+    random: tuple[Tensor, Tensor] | None,
+) -> Quantized:
+    if spec.format.name == FLOAT8.name:
+        return _float8(x, device, spec, _float32(scale), amax)
+    if spec.format.name == NVFP4.name:
+        return _nvfp4(x, device, spec, amax, amax_t, random)
+    return _tiled(x, device, spec)
+
+
+@functools.lru_cache(maxsize=None)
+def _kernels() -> SimpleNamespace:
+    """The kernel files, which import triton."""
+    from ....common.kernels import block_cast, cast, mxfp8, nvfp4
+
+    return SimpleNamespace(block_cast=block_cast, cast=cast, mxfp8=mxfp8, nvfp4=nvfp4)
+
+
+def _float32(value: Tensor | None) -> Tensor | None:
+    return value if value is None or value.dtype is torch.float32 else value.to(torch.float32)
+
+
+def _empty(output: Output | None, device: torch.device) -> Tensor | None:
+    return None if output is None else torch.empty(output.shape, dtype=_DTYPES[output.dtype], device=device)
+
+
+def _float8(x: Tensor, device: int, spec: QuantizeSpec, scale: Tensor | None, amax: Tensor | None) -> Quantized:
+    kernels = _kernels().cast
+    records = scale is not None and amax is None
+    made_here = amax is None
+    recorded, inverse = _zero_and_scalar(x.device, device) if made_here else (amax, _scalar(x.device))
+    if made_here and not records:
+        launch.start(kernels.absolute_maximum(x.numel()), (x, recorded), device)
+    cast: Launch = kernels.cast(
+        (x.shape[0], x.shape[1]),
+        spec.element,
+        spec.rowwise,
+        spec.columnwise,
+        records=records,
+        power_of_two=spec.power_of_two,
+        epsilon=spec.epsilon,
+    )
+    codes, codes_t = _empty(cast.outputs[0], x.device), _empty(cast.outputs[1], x.device)
+    launch.start(cast, (x, scale, _float32(recorded), codes, codes_t, inverse), device)
+    return Quantized(
+        codes=codes,
+        scale=inverse if spec.rowwise else None,
+        codes_t=codes_t,
+        scale_t=inverse if spec.columnwise else None,
+        amax=recorded,
+    )
+
+
+_SLOTS = 512
+_slots: dict[tuple[int, int], list[Tensor]] = {}
+
+
+def _scalar(device: torch.device) -> Tensor:
+    return torch.empty(1, dtype=torch.float32, device=device)
+
+
+def _zero_and_scalar(device: torch.device, index: int) -> tuple[Tensor, Tensor]:
+    """float32 [1] that holds 0, and one that holds anything; neither is ever handed out again.
+
+    Clearing four bytes takes a launch, 1.5 us of the GPU and 4 us of the host, so that 512 are cleared at a time.
+    A captured graph clears its own, on every replay.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.float32, device=device), _scalar(device)
+    slots = _slots.setdefault((index, launch.current_stream(index)), [])
+    if not slots:
+        with torch.inference_mode(False), torch.no_grad():
+            # 16 bytes apart, as aligned tensors are; .data, so that a write to one leaves the versions of the others.
+            cleared = torch.zeros(_SLOTS, 4, dtype=torch.float32, device=device)
+            slots.extend(slot.data for slot in cleared[:, :1].unbind(0))
+    return slots.pop(), slots.pop()
+
+
+def _tiled(x: Tensor, device: int, spec: QuantizeSpec) -> Quantized:
+    kernels = _kernels()
+    shape = (x.shape[0], x.shape[1])
+    if spec.format.name == MXFP8.name:
+        quantization: Launch = kernels.mxfp8.blocks(
+            shape, spec.element, spec.rowwise, spec.columnwise, square=spec.two_dimensional
+        )
+    else:
+        build = kernels.block_cast.row_blocks if spec.format.name == BLOCK_1D.name else kernels.block_cast.square_blocks
+        quantization = build(
+            shape,
+            spec.element,
+            spec.rowwise,
+            spec.columnwise,
+            power_of_two=spec.power_of_two,
+            epsilon=spec.epsilon,
+            value_for_inf=_value_for_inf(x.dtype),
+        )
+    outputs = [_empty(output, x.device) for output in quantization.outputs]
+    launch.start(quantization, (x, *outputs), device)
+    return Quantized(*_as_asked(quantization.outputs, outputs))
+
+
+def _as_asked(outputs: tuple[Output | None, ...], tensors: list[Tensor | None]) -> list[Tensor | None]:
+    return [
+        tensor.t() if tensor is not None and output is not None and output.transposed else tensor
+        for output, tensor in zip(outputs, tensors, strict=True)
+    ]
+
+
+@functools.lru_cache(maxsize=None)
+def _value_for_inf(dtype: torch.dtype) -> float:
+    return min(torch.finfo(dtype).max, FLOAT32_MAX)
+
+
+def _nvfp4(
+    x: Tensor,
+    device: int,
+    spec: QuantizeSpec,
+    amax: Tensor | None,
+    amax_t: Tensor | None,
+    random: tuple[Tensor, Tensor] | None,
+) -> Quantized:
+    kernels = _kernels()
+    shape = (x.shape[0], x.shape[1])
+    if amax is None and (spec.rowwise or not spec.hadamard):
+        amax = torch.zeros(1, dtype=torch.float32, device=x.device)
+        launch.start(kernels.cast.absolute_maximum(x.numel()), (x, amax), device)
+    if not spec.columnwise or spec.transposes:
+        amax_t = amax
+    elif amax_t is None and spec.hadamard:
+        amax_t = torch.zeros(1, dtype=torch.float32, device=x.device)
+        transform = kernels.nvfp4.transformed_maximum(shape, spec.random_sign)
+        launch.start(transform, (x, amax_t), device)
+    elif amax_t is None:
+        amax_t = amax
+    random_rows, random_columns = random if spec.stochastic and random is not None else (None, None)
+    if spec.transposes and random_rows is not None:
+        random_columns = random_rows.t()
+    quantization: Launch = kernels.nvfp4.blocks(
+        shape,
+        spec.rowwise,
+        spec.columnwise,
+        square=spec.two_dimensional,
+        hadamard=spec.hadamard,
+        random_sign=spec.random_sign,
+    )
+    outputs = [_empty(output, x.device) for output in quantization.outputs]
+    uniform = [None if values is None else values.contiguous() for values in (random_rows, random_columns)]
+    launch.start(quantization, (x, _float32(amax), _float32(amax_t), *uniform, *outputs), device)
+    return Quantized(*outputs, amax if spec.rowwise else None, amax_t if spec.columnwise else None)
+
+
+# What follows is torch.compile's view of `run`: one operator, returning the tensors that `run` makes.
+
+
+def _traced(
+    x: Tensor,
+    spec: QuantizeSpec,
+    scale: Tensor | None,
+    amax: Tensor | None,
+    amax_t: Tensor | None,
+    random: tuple[Tensor, Tensor] | None,
+) -> Quantized:
+    if spec.format.name == NVFP4.name:
+        amax, amax_t = _nvfp4_maxima(x, spec, amax, amax_t)
+    random_rows, random_columns = (None, None) if random is None else random
+    made = iter(
+        torch.ops.transformer_engine.quantize(
+            x,
+            spec.format.name,
+            spec.element.name,
+            spec.rowwise,
+            spec.columnwise,
+            spec.power_of_two,
+            spec.epsilon,
+            spec.two_dimensional,
+            spec.hadamard,
+            spec.random_sign,
+            spec.stochastic,
+            scale,
+            amax,
+            amax_t,
+            random_rows,
+            random_columns,
+        )
+    )
+    codes = next(made) if spec.rowwise else None
+    codes_t = next(made) if spec.columnwise else None
+    if spec.format.name == FLOAT8.name:
+        inverse = next(made)
+        amax = next(made) if amax is None else amax
+        return Quantized(
+            codes, inverse if spec.rowwise else None, codes_t, inverse if spec.columnwise else None, amax
+        )
+    decode = next(made) if spec.rowwise else None
+    decode_t = next(made) if spec.columnwise else None
+    if spec.format.name != NVFP4.name:
+        return Quantized(codes, decode, codes_t, decode_t)
+    return Quantized(
+        codes, decode, codes_t, decode_t, amax if spec.rowwise else None, amax_t if spec.columnwise else None
+    )
+
+
+def _nvfp4_maxima(
+    x: Tensor, spec: QuantizeSpec, amax: Tensor | None, amax_t: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    if amax is None and (spec.rowwise or not spec.hadamard):
+        amax = absolute_maximum(x)
+    if not spec.columnwise or spec.transposes:
+        return amax, amax
+    if amax_t is None:
+        amax_t = absolute_maximum(hadamard_transform(x.t(), spec.random_sign)) if spec.hadamard else amax
+    return amax, amax_t
+
+
+@torch.library.custom_op("transformer_engine::quantize", mutates_args=())
+def _operator(
+    x: Tensor,
+    format: str,
+    element: str,
+    rowwise: bool,
+    columnwise: bool,
+    power_of_two: bool,
+    epsilon: float,
+    two_dimensional: bool,
+    hadamard: bool,
+    random_sign: bool,
+    stochastic: bool,
+    scale: Tensor | None,
+    amax: Tensor | None,
+    amax_t: Tensor | None,
+    random_rows: Tensor | None,
+    random_columns: Tensor | None,
+) -> list[Tensor]:
+    spec = QuantizeSpec(
+        next(known for known in TENSOR_FORMATS if known.name == format),
+        next(known for known in ELEMENTS if known.name == element),
+        rowwise,
+        columnwise,
+        power_of_two,
+        epsilon,
+        two_dimensional,
+        hadamard,
+        random_sign,
+        stochastic,
+    )
+    random = None if random_rows is None or random_columns is None else (random_rows, random_columns)
+    made = run(x, spec, scale, amax, amax_t, random)
+    results = [made.codes, made.codes_t]
+    if format == FLOAT8.name:
+        # An operator's results share no storage, with each other or with what it was given.
+        results += [made.scale if rowwise else made.scale_t]
+        results += [made.amax.clone()] if amax is None and made.amax is not None else []
+    else:
+        results += [made.scale, made.scale_t]
+    return [result for result in results if result is not None]
+
+
+@_operator.register_fake
+def _(
+    x: Tensor,
+    format: str,
+    element: str,
+    rowwise: bool,
+    columnwise: bool,
+    power_of_two: bool,
+    epsilon: float,
+    two_dimensional: bool,
+    hadamard: bool,
+    random_sign: bool,
+    stochastic: bool,
+    scale: Tensor | None,
+    amax: Tensor | None,
+    amax_t: Tensor | None,
+    random_rows: Tensor | None,
+    random_columns: Tensor | None,
+) -> list[Tensor]:
+    rows, depth = x.shape
+    directions = [(rows, depth)] * rowwise + [(depth, rows)] * columnwise
+    narrow = torch.float8_e4m3fn if element == E4M3.name else torch.float8_e5m2
+    if format == FLOAT8.name:
+        scalars = [x.new_empty(1, dtype=torch.float32) for _ in range(2 if amax is None else 1)]
+        return [x.new_empty(shape, dtype=narrow) for shape in directions] + scalars
+    if format == NVFP4.name:
+        codes = [x.new_empty((m, k // 2), dtype=torch.uint8) for m, k in directions]
+        return codes + [x.new_empty((m, ceil_div(k, 16)), dtype=torch.float8_e4m3fn) for m, k in directions]
+    codes = [x.new_empty(shape, dtype=narrow) for shape in directions]
+    if format == MXFP8.name:
+        return codes + [x.new_empty((m, ceil_div(k, 32)), dtype=torch.uint8) for m, k in directions]
+    if format == BLOCK_1D.name:
+        return codes + [x.new_empty((ceil_div(k, 128), m), dtype=torch.float32).t() for m, k in directions]
+    return codes + [
+        x.new_empty((ceil_div(m, 128), ceil_div(k, 128)), dtype=torch.float32) for m, k in directions
+    ]

@@ -1,0 +1,99 @@
+"""Row-wise codes by one quantizer, column-wise codes by another: forward and backward products in other formats."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .quantized_tensor import QuantizedTensor
+from .quantizer import Quantizer
+from .storage.hybrid_tensor_storage import HybridQuantizedTensorStorage
+from .storage.quantized_tensor_storage import QuantizedTensorStorage, Rebuild
+
+__all__ = ["HybridQuantizedTensor", "HybridQuantizedTensorStorage", "HybridQuantizer"]
+
+
+class HybridQuantizer(Quantizer):
+    """Each direction has its quantizer, whose own usages do not count."""
+
+    def __init__(
+        self,
+        rowwise_quantizer: Quantizer,
+        columnwise_quantizer: Quantizer,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+    ):
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        self.rowwise_quantizer = rowwise_quantizer
+        self.columnwise_quantizer = columnwise_quantizer
+
+    def encode(
+        self, tensor: Tensor, rowwise: bool, columnwise: bool, *, noop_flag: Tensor | None = None
+    ) -> HybridQuantizedTensorStorage:
+        rows = columns = None
+        if rowwise:
+            rows = self.rowwise_quantizer.encode(tensor, True, False, noop_flag=noop_flag)
+        if columnwise:
+            columns = self.columnwise_quantizer.encode(tensor, False, True, noop_flag=noop_flag)
+        return HybridQuantizedTensorStorage.of(rows, columns, self, tensor.dtype)
+
+    def wrap(self, storage: QuantizedTensorStorage, *, requires_grad: bool = False) -> HybridQuantizedTensor:
+        return HybridQuantizedTensor.from_storage(storage, requires_grad=requires_grad)
+
+    def empty(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None, pin_memory: bool
+    ) -> HybridQuantizedTensorStorage:
+        def part(quantizer: Quantizer, rowwise: bool) -> QuantizedTensorStorage:
+            quantizer = quantizer.copy()
+            quantizer.set_usage(rowwise=rowwise, columnwise=not rowwise)
+            return quantizer.empty(shape, dtype, device, pin_memory)
+
+        rows = part(self.rowwise_quantizer, True) if self.rowwise_usage else None
+        columns = part(self.columnwise_quantizer, False) if self.columnwise_usage else None
+        return HybridQuantizedTensorStorage.of(rows, columns, self, dtype)
+
+    def calibrate(self, tensor: Tensor) -> None:
+        self.rowwise_quantizer.calibrate(tensor)
+        self.columnwise_quantizer.calibrate(tensor)
+
+    def shape_refusal(self, shape: Sequence[int], rowwise: bool, columnwise: bool) -> str | None:
+        refusal = self.rowwise_quantizer.shape_refusal(shape, True, False) if rowwise else None
+        if refusal is None and columnwise:
+            refusal = self.columnwise_quantizer.shape_refusal(shape, False, True)
+        return refusal
+
+    def _configuration(self) -> Hashable:
+        return (self.rowwise_quantizer, self.columnwise_quantizer)
+
+
+class HybridQuantizedTensor(QuantizedTensor, HybridQuantizedTensorStorage):
+    """Presents a standard dtype; its values are those of the row-wise part."""
+
+    STORAGE = HybridQuantizedTensorStorage
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _make_hybrid_tensor_in_reduce_ex, (
+            [getattr(self, name) for name in self.TENSORS],
+            (self._rowwise_rebuild, self._columnwise_rebuild),
+            self.dtype,
+            self.shape,
+            self._quantizer,
+        )
+
+
+def _make_hybrid_tensor_in_reduce_ex(
+    slots: Sequence[Tensor | None],
+    rebuilds: tuple[Rebuild | None, Rebuild | None],
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    quantizer: Quantizer | None = None,
+) -> HybridQuantizedTensor:
+    """A HybridQuantizedTensor from its pickle."""
+    constants = {"rowwise_rebuild": rebuilds[0], "columnwise_rebuild": rebuilds[1], "quantizer": quantizer}
+    tensors = dict(zip(HybridQuantizedTensorStorage.TENSORS.values(), slots, strict=True))
+    storage = HybridQuantizedTensorStorage(**tensors, **constants, dtype=dtype)  # pyright: ignore[reportArgumentType]
+    return HybridQuantizedTensor.from_storage(storage, shape=shape)
