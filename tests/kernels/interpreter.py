@@ -40,9 +40,19 @@ def _convert_float(values, source, target, rounding):
     return narrow.view(_SIGNED[size]).numpy().view(_UNSIGNED[size]).reshape(values.shape)
 
 
+_original_patch = interpreter._patch_lang_tensor
+
+
+def _patch_lang_tensor(tensor, scope):
+    """As the original, but with a loop bound of shape [1], which NumPy 2.4 refuses to take for an integer."""
+    _original_patch(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
 def repair() -> None:
-    """Replace the interpreter's conversion between floating-point types."""
+    """Replace the interpreter's conversion between floating-point types, and of tensors to integers."""
     interpreter._convert_float = _convert_float
+    interpreter._patch_lang_tensor = _patch_lang_tensor
 
 
 def same_bits(actual: torch.Tensor | None, expected: torch.Tensor | None) -> bool:

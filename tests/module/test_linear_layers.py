@@ -433,6 +433,21 @@ def test_quantized_parameters_train(kind, name, device):
     assert not torch.equal(weights[0].dequantize().cpu(), initial)
 
 
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("name", ["current", "block", "mxfp8"])
+def test_quantized_parameters_compile_in_one_graph(kind, name, device):
+    with quantized_model_init(recipe=RECIPES[name]):
+        layer = LAYERS[kind](device=device)
+    torch._dynamo.reset()
+    x = sample(device)
+    eager = step(layer, x, RECIPES[name])
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with autocast(recipe=RECIPES[name]):
+        y = compiled(x)
+    (y.sin().sum() * 3).backward()
+    assert same(eager, [y.detach(), x.grad, *(p.grad for p in layer.parameters())])
+
+
 def test_quantized_parameters_need_the_recipe_they_were_made_with(device):
     with quantized_model_init(recipe=Float8CurrentScaling()):
         layer = Linear(HIDDEN, 32, device=device)

@@ -17,49 +17,6 @@ WIDTH = tl.constexpr(_WIDTH)
 
 
 @triton.jit
-def _pair_of_rows(x, M, K, first_m, first_k, half, k, PAIRS: tl.constexpr, EVEN: tl.constexpr):
-    """Rows 2 r and 2 r + 1 of the tile, [BLOCK_M / 2, 128] each; without PAIRS all rows, twice."""
-    step: tl.constexpr = 2 if PAIRS else 1
-    m = first_m + half * step
-    pointers = x + (first_m * K + first_k) + ((half * step)[:, None] * K + k[None, :])
-    inside_k = (first_k + k < K)[None, :]
-    even = tile.load(pointers, (m < M)[:, None] & inside_k, EVEN)
-    if PAIRS:
-        return even, tile.load(pointers + K, (m + 1 < M)[:, None] & inside_k, EVEN)
-    return even, even
-
-
-@triton.jit
-def _store_rows(codes, M, K, first_m, first_k, rows, k, narrow, EVEN: tl.constexpr):
-    inside = (first_m + rows < M)[:, None] & (first_k + k < K)[None, :]
-    corner = codes + (first_m * K + first_k)
-    tile.store(corner + (rows[:, None] * K + k[None, :]), narrow, inside, EVEN)
-
-
-@triton.jit
-def _store_columns(
-    codes_t, M, K, first_m, first_k, half, k, even, odd, multiplier, PAIRS: tl.constexpr, EVEN: tl.constexpr
-):
-    """codes_t of the tile; PAIRS: the codes of two rows travel as one word of 16 bits, which halves the words that
-    the transposition moves and fits the transposing matrix load (ldmatrix). M is even then."""
-    element = codes_t.dtype.element_ty
-    inside_k = (first_k + k < K)[:, None]
-    if PAIRS:
-        both = tl.join(even, odd).to(tl.float32) * multiplier
-        low, high = tl.split(both.to(element))
-        # Neighbours in one conversion instruction: the shift and the sum cost nothing.
-        word = low.to(tl.uint8, bitcast=True).to(tl.uint16) | (high.to(tl.uint8, bitcast=True).to(tl.uint16) << 8)
-        corner = codes_t.to(tl.pointer_type(tl.uint16)) + (first_k * (M // 2) + first_m // 2)
-        inside = inside_k & (first_m + half * 2 < M)[None, :]
-        tile.store(corner + (k[:, None] * (M // 2) + half[None, :]), tl.trans(word), inside, EVEN)
-    else:
-        narrow = (even.to(tl.float32)[:, :, None] * multiplier).reshape(even.shape).to(element)
-        corner = codes_t + (first_k * M + first_m)
-        inside = inside_k & (first_m + half < M)[None, :]
-        tile.store(corner + (k[:, None] * M + half[None, :]), tl.trans(narrow), inside, EVEN)
-
-
-@triton.jit
 def _row_blocks(
     codes,
     scale,
@@ -80,51 +37,8 @@ def _row_blocks(
     amax = as_float(tl.max(magnitude_bits(values), 1))
     multiplier, decode = scale_from_amax(amax, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF)
     narrow = (values.to(tl.float32) * multiplier[:, None]).to(codes.dtype.element_ty)
-    _store_rows(codes, M, K, first_m, first_k, rows, k, narrow, EVEN)
+    tile.store_rows(codes, M, K, first_m, first_k, rows, k, narrow, EVEN)
     tile.store(scale + (first_k // WIDTH * M + first_m) + rows, decode, first_m + rows < M, EVEN)
-
-
-@triton.jit
-def _row_block_tile(
-    tile_m,
-    tile_k,
-    x,
-    codes,
-    scale,
-    codes_t,
-    scale_t,
-    M,
-    K,
-    MAXIMUM: tl.constexpr,
-    EPSILON: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    VALUE_FOR_INF: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    PAIRS: tl.constexpr,
-    EVEN: tl.constexpr,
-):
-    half = tl.arange(0, BLOCK_M // 2 if PAIRS else BLOCK_M)
-    k = tl.arange(0, WIDTH)
-    first_m = (tile_m * BLOCK_M).to(tl.int64)
-    first_k = (tile_k * WIDTH).to(tl.int64)
-    even, odd = _pair_of_rows(x, M, K, first_m, first_k, half, k, PAIRS, EVEN)
-    if codes is not None:
-        rows = half * 2 if PAIRS else half
-        _row_blocks(
-            codes, scale, M, K, first_m, first_k, rows, k, even, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, EVEN
-        )
-        if PAIRS:
-            _row_blocks(
-                codes, scale, M, K, first_m, first_k, rows + 1, k, odd, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, EVEN
-            )
-    if codes_t is not None:
-        bits = tl.maximum(magnitude_bits(even), magnitude_bits(odd)) if PAIRS else magnitude_bits(even)
-        amax = as_float(tl.max(bits, 0))
-        multiplier, decode = scale_from_amax(amax, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF)
-        tile.store(scale_t + (first_m // WIDTH * K + first_k) + k, decode, first_k + k < K, EVEN)
-        _store_columns(
-            codes_t, M, K, first_m, first_k, half, k, even, odd, multiplier[None, :, None], PAIRS, EVEN
-        )
 
 
 @triton.jit
@@ -132,6 +46,46 @@ def row_block_kernel(
     x,
     codes,
     scale,
+    M,
+    K,
+    MAXIMUM: tl.constexpr,
+    EPSILON: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    VALUE_FOR_INF: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """1 x 128 blocks of the rows alone; scale [ceil(K/128), M]."""
+    program = tl.program_id(0)
+    tiles_k = tl.cdiv(K, WIDTH)
+    m = tl.arange(0, BLOCK_M)
+    k = tl.arange(0, WIDTH)
+    first_m = (program // tiles_k * BLOCK_M).to(tl.int64)
+    first_k = (program % tiles_k * WIDTH).to(tl.int64)
+    values = tile.load_rows(x, M, K, first_m, first_k, m, k, EVEN)
+    _row_blocks(
+        codes,
+        scale,
+        M,
+        K,
+        first_m,
+        first_k,
+        m,
+        k,
+        values,
+        MAXIMUM,
+        EPSILON,
+        POWER_OF_TWO,
+        VALUE_FOR_INF,
+        EVEN,
+    )
+
+
+@triton.jit
+def both_blocks_kernel(
+    x,
+    codes,
+    scale,
     codes_t,
     scale_t,
     M,
@@ -140,28 +94,61 @@ def row_block_kernel(
     EPSILON: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     VALUE_FOR_INF: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    PAIRS: tl.constexpr,
-    EVEN: tl.constexpr,
     BAND: tl.constexpr,
     STAGES: tl.constexpr,
+    PAIRS: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
-    """1 x 128 blocks; scale [ceil(K/128), M] and scale_t [ceil(M/128), K]. BLOCK_M = 128 with codes_t."""
-    tiles_m = tl.cdiv(M, BLOCK_M)
+    """1 x 128 blocks of the columns, and of the rows unless codes is None; scale [ceil(K/128), M] and
+    scale_t [ceil(M/128), K]. The programs share the 128 x 128 tiles out and load STAGES ahead."""
+    tiles_m = tl.cdiv(M, WIDTH)
     tiles_k = tl.cdiv(K, WIDTH)
-    if STAGES == 0:
-        tile_m, tile_k = tile.position(tl.program_id(0), tiles_m, tiles_k, BAND)
-        _row_block_tile(
-            tile_m, tile_k, x, codes, scale, codes_t, scale_t, M, K,
-            MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, BLOCK_M, PAIRS, EVEN,
-        )
-    else:
-        for program in tl.range(tl.program_id(0), tiles_m * tiles_k, tl.num_programs(0), num_stages=STAGES):
-            tile_m, tile_k = tile.position(program, tiles_m, tiles_k, BAND)
-            _row_block_tile(
-                tile_m, tile_k, x, codes, scale, codes_t, scale_t, M, K,
-                MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, BLOCK_M, PAIRS, EVEN,
+    half = tl.arange(0, WIDTH // 2)
+    k = tl.arange(0, WIDTH)
+    for program in tl.range(tl.program_id(0), tiles_m * tiles_k, tl.num_programs(0), num_stages=STAGES):
+        tile_m, tile_k = tile.position(program, tiles_m, tiles_k, BAND)
+        first_m = (tile_m * WIDTH).to(tl.int64)
+        first_k = (tile_k * WIDTH).to(tl.int64)
+        even = tile.load_rows(x, M, K, first_m, first_k, half * 2, k, EVEN)
+        odd = tile.load_rows(x, M, K, first_m, first_k, half * 2 + 1, k, EVEN)
+        if codes is not None:
+            _row_blocks(
+                codes,
+                scale,
+                M,
+                K,
+                first_m,
+                first_k,
+                half * 2,
+                k,
+                even,
+                MAXIMUM,
+                EPSILON,
+                POWER_OF_TWO,
+                VALUE_FOR_INF,
+                EVEN,
             )
+            _row_blocks(
+                codes,
+                scale,
+                M,
+                K,
+                first_m,
+                first_k,
+                half * 2 + 1,
+                k,
+                odd,
+                MAXIMUM,
+                EPSILON,
+                POWER_OF_TWO,
+                VALUE_FOR_INF,
+                EVEN,
+            )
+        amax = as_float(tl.max(tl.maximum(magnitude_bits(even), magnitude_bits(odd)), 0))
+        multiplier, decode = scale_from_amax(amax, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF)
+        tile.store(scale_t + (first_m // WIDTH * K + first_k) + k, decode, first_k + k < K, EVEN)
+        pairs = (tl.join(even, odd).to(tl.float32) * multiplier[None, :, None]).to(codes_t.dtype.element_ty)
+        tile.store_pairs_transposed(codes_t, M, K, first_m, first_k, half, k, pairs, PAIRS, EVEN)
 
 
 @triton.jit
@@ -177,73 +164,36 @@ def square_block_kernel(
     EPSILON: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     VALUE_FOR_INF: tl.constexpr,
+    BAND: tl.constexpr,
     PAIRS: tl.constexpr,
     EVEN: tl.constexpr,
-    BAND: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """128 x 128 blocks; scale [ceil(M/128), ceil(K/128)], scale_t its transpose."""
     tiles_m = tl.cdiv(M, WIDTH)
     tiles_k = tl.cdiv(K, WIDTH)
-    if STAGES == 0:
-        tile_m, tile_k = tile.position(tl.program_id(0), tiles_m, tiles_k, BAND)
-        _square_block_tile(
-            tile_m, tile_k, tiles_m, tiles_k, x, codes, scale, codes_t, scale_t, M, K,
-            MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, PAIRS, EVEN,
-        )
-    else:
-        for program in tl.range(tl.program_id(0), tiles_m * tiles_k, tl.num_programs(0), num_stages=STAGES):
-            tile_m, tile_k = tile.position(program, tiles_m, tiles_k, BAND)
-            _square_block_tile(
-                tile_m, tile_k, tiles_m, tiles_k, x, codes, scale, codes_t, scale_t, M, K,
-                MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, PAIRS, EVEN,
-            )
-
-
-@triton.jit
-def _square_block_tile(
-    tile_m,
-    tile_k,
-    tiles_m,
-    tiles_k,
-    x,
-    codes,
-    scale,
-    codes_t,
-    scale_t,
-    M,
-    K,
-    MAXIMUM: tl.constexpr,
-    EPSILON: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    VALUE_FOR_INF: tl.constexpr,
-    PAIRS: tl.constexpr,
-    EVEN: tl.constexpr,
-):
-    half = tl.arange(0, WIDTH // 2 if PAIRS else WIDTH)
+    tile_m, tile_k = tile.position(tl.program_id(0), tiles_m, tiles_k, BAND)
+    half = tl.arange(0, WIDTH // 2)
     k = tl.arange(0, WIDTH)
     tile_m, tile_k = tile_m.to(tl.int64), tile_k.to(tl.int64)
-    even, odd = _pair_of_rows(x, M, K, tile_m * WIDTH, tile_k * WIDTH, half, k, PAIRS, EVEN)
-    bits = tl.maximum(magnitude_bits(even), magnitude_bits(odd)) if PAIRS else magnitude_bits(even)
-    amax = as_float(tl.max(bits))
+    first_m, first_k = tile_m * WIDTH, tile_k * WIDTH
+    even = tile.load_rows(x, M, K, first_m, first_k, half * 2, k, EVEN)
+    odd = tile.load_rows(x, M, K, first_m, first_k, half * 2 + 1, k, EVEN)
+    amax = as_float(tl.max(tl.maximum(magnitude_bits(even), magnitude_bits(odd))))
     multiplier, decode = scale_from_amax(amax, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF)
     if codes is not None:
         tl.store(scale + tile_m * tiles_k + tile_k, decode)
         element = codes.dtype.element_ty
-        rows = half * 2 if PAIRS else half
         narrow = (even.to(tl.float32) * multiplier).to(element)
-        _store_rows(codes, M, K, tile_m * WIDTH, tile_k * WIDTH, rows, k, narrow, EVEN)
-        if PAIRS:
-            narrow = (odd.to(tl.float32) * multiplier).to(element)
-            _store_rows(codes, M, K, tile_m * WIDTH, tile_k * WIDTH, rows + 1, k, narrow, EVEN)
+        tile.store_rows(codes, M, K, first_m, first_k, half * 2, k, narrow, EVEN)
+        narrow = (odd.to(tl.float32) * multiplier).to(element)
+        tile.store_rows(codes, M, K, first_m, first_k, half * 2 + 1, k, narrow, EVEN)
     if codes_t is not None:
         tl.store(scale_t + tile_k * tiles_m + tile_m, decode)
-        _store_columns(
-            codes_t, M, K, tile_m * WIDTH, tile_k * WIDTH, half, k, even, odd, multiplier, PAIRS, EVEN
-        )
+        pairs = (tl.join(even, odd).to(tl.float32) * multiplier).to(codes_t.dtype.element_ty)
+        tile.store_pairs_transposed(codes_t, M, K, first_m, first_k, half, k, pairs, PAIRS, EVEN)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.lru_cache(maxsize=4096)
 def row_blocks(
     shape: tuple[int, int],
     element: Element,
@@ -253,41 +203,40 @@ def row_blocks(
     power_of_two: bool,
     epsilon: float,
     value_for_inf: float,
+    processors: int,
 ) -> Launch:
-    """Inputs: x [M, K] contiguous; outputs: codes, scale [M, ceil(K/128)], codes_t, scale_t [K, ceil(M/128)].
-
-    The scales are stored with rows contiguous, as the products of 1 x 128 blocks read them.
+    """Inputs: x [M, K] contiguous; outputs: codes, scale [M, ceil(K/128)], and with columnwise codes_t,
+    scale_t [K, ceil(M/128)]. The scales' rows are contiguous, as the products of 1 x 128 blocks read them.
     """
     rows, depth = shape
     dtype = codes_dtype(element)
-    block_m, warps = (_WIDTH, 8) if columnwise else (32, 8)
-    outputs = (
+    tiles_m, tiles_k = ceil_div(rows, _WIDTH), ceil_div(depth, _WIDTH)
+    by_rows = (
         Output((rows, depth), dtype) if rowwise else None,
-        Output((ceil_div(depth, _WIDTH), rows), "float32", transposed=True) if rowwise else None,
-        Output((depth, rows), dtype) if columnwise else None,
-        Output((ceil_div(rows, _WIDTH), depth), "float32", transposed=True) if columnwise else None,
+        Output((tiles_k, rows), "float32", transposed=True) if rowwise else None,
     )
+    steps = (element.maximum, epsilon, power_of_two, value_for_inf)
+    if not columnwise:
+        # H200, 8192 x 14336 bfloat16 to e4m3: 32 rows and 8 warps 0.0873 ms, 64 0.0875, 128 0.0886.
+        block_m = 32
+        tiles = (block_m, rows % block_m == 0 and depth % _WIDTH == 0)
+        grid = (ceil_div(rows, block_m) * tiles_k, 1, 1)
+        return Launch(row_block_kernel, grid, by_rows, shape, (*steps, *tiles), warps=8)
+    by_columns = (
+        Output((depth, rows), dtype),
+        Output((tiles_m, depth), "float32", transposed=True),
+    )
+    # H200, the same: two programs of 4 warps a processor, three tiles under way, bands of 4: 0.1371 ms; in order
+    # 0.1383; a program a tile: 0.1518 with 8 warps and 128 registers, 0.154 with 4.
+    even = rows % _WIDTH == 0 and depth % _WIDTH == 0
+    programs = min(2 * processors, tiles_m * tiles_k)
+    tiles = (4, 3 if even else 1, rows % 2 == 0, even)
     return Launch(
-        row_block_kernel,
-        grid=(ceil_div(rows, block_m) * ceil_div(depth, _WIDTH), 1, 1),
-        outputs=outputs,
-        scalars=(rows, depth),
-        constants=(
-            element.maximum,
-            epsilon,
-            power_of_two,
-            value_for_inf,
-            block_m,
-            columnwise and rows % 2 == 0,
-            rows % block_m == 0 and depth % _WIDTH == 0,
-            1,
-            0,
-        ),
-        warps=warps,
+        both_blocks_kernel, (programs, 1, 1), by_rows + by_columns, shape, (*steps, *tiles), warps=4
     )
 
 
-@functools.lru_cache(maxsize=None)
+@functools.lru_cache(maxsize=4096)
 def square_blocks(
     shape: tuple[int, int],
     element: Element,
@@ -308,20 +257,9 @@ def square_blocks(
         Output((depth, rows), dtype) if columnwise else None,
         Output((tiles_k, tiles_m), "float32") if columnwise else None,
     )
-    return Launch(
-        square_block_kernel,
-        grid=(tiles_m * tiles_k, 1, 1),
-        outputs=outputs,
-        scalars=(rows, depth),
-        constants=(
-            element.maximum,
-            epsilon,
-            power_of_two,
-            value_for_inf,
-            columnwise and rows % 2 == 0,
-            rows % _WIDTH == 0 and depth % _WIDTH == 0,
-            1,
-            0,
-        ),
-        warps=4,
-    )
+    # H200, 8192 x 14336 bfloat16 to e4m3, both directions: 8 warps in bands of 4 0.1231 ms, of 1 0.1238; 4 warps
+    # 0.1239. Rows alone: 4 warps 0.0873, 8 warps 0.0892.
+    band, warps = (4, 8) if columnwise else (1, 4)
+    even = rows % _WIDTH == 0 and depth % _WIDTH == 0
+    constants = (element.maximum, epsilon, power_of_two, value_for_inf, band, rows % 2 == 0, even)
+    return Launch(square_block_kernel, (tiles_m * tiles_k, 1, 1), outputs, shape, constants, warps)

@@ -17,13 +17,32 @@ VALUE_FOR_INF = tl.constexpr(FLOAT32_MAX)
 
 
 @triton.jit
-def absolute_maximum_kernel(x, amax, SIZE, BLOCK: tl.constexpr, EVEN: tl.constexpr, TRIGGER: tl.constexpr):
-    """amax = max(amax, max|x|) for x [SIZE], NaN if there is one; every program takes BLOCK elements."""
-    if TRIGGER:
+def absolute_maximum_kernel(
+    x,
+    amax,
+    SIZE,
+    KEPT_FROM,
+    BLOCK: tl.constexpr,
+    EVEN: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """amax = max(amax, max|x|) for x [SIZE], NaN if there is one; every program takes BLOCK elements.
+
+    OVERLAPS: a cast of the same x follows, which may start early and reads the end of x first.
+    """
+    if OVERLAPS:
         gdc_launch_dependents()
-    start = tl.program_id(0).to(tl.int64) * BLOCK
+    program = tl.program_id(0)
+    start = program.to(tl.int64) * BLOCK
     offsets = tl.arange(0, BLOCK)
-    values = tile.load(x + start + offsets, start + offsets < SIZE, EVEN)
+    if OVERLAPS and EVEN:
+        if program >= KEPT_FROM:
+            values = tl.load(x + start + offsets, eviction_policy="evict_last")
+        else:
+            values = tl.load(x + start + offsets, eviction_policy=EARLY)
+    else:
+        values = tile.load(x + start + offsets, start + offsets < SIZE, EVEN)
     _record(amax, tl.max(magnitude_bits(values), 0))
 
 
@@ -60,26 +79,29 @@ def cast_kernel(
     MAXIMUM: tl.constexpr,
     EPSILON: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
-    RECORD: tl.constexpr,
-    REVERSE: tl.constexpr,
+    RECORDS: tl.constexpr,
+    FOLLOWS: tl.constexpr,
     BLOCK: tl.constexpr,
     EVEN: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    STORE: tl.constexpr,
 ):
     """codes [SIZE] of x [SIZE]: without codes_t the matrix's shape does not matter."""
     program = tl.program_id(0)
-    if REVERSE:
+    if FOLLOWS:
         program = tl.num_programs(0) - 1 - program
     start = program.to(tl.int64) * BLOCK
     offsets = tl.arange(0, BLOCK)
     inside = start + offsets < SIZE
     values = tile.load(x + start + offsets, inside, EVEN)
-    if DEPENDENT:
+    if FOLLOWS:
         gdc_wait()
     multiplier = _scale_of(program, scale, amax, scale_inv, MAXIMUM, EPSILON, POWER_OF_TWO)
     narrow = (values.to(tl.float32) * multiplier).to(codes.dtype.element_ty)
-    tile.store(codes + start + offsets, narrow, inside, EVEN)
-    if RECORD:
+    if FOLLOWS and EVEN:
+        tl.store(codes + start + offsets, narrow, eviction_policy=STORE)
+    else:
+        tile.store(codes + start + offsets, narrow, inside, EVEN)
+    if RECORDS:
         _record(amax, tl.max(magnitude_bits(values), 0))
 
 
@@ -96,54 +118,59 @@ def cast_transpose_kernel(
     MAXIMUM: tl.constexpr,
     EPSILON: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
-    RECORD: tl.constexpr,
-    REVERSE: tl.constexpr,
+    RECORDS: tl.constexpr,
+    FOLLOWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BAND: tl.constexpr,
+    PAIRS: tl.constexpr,
     EVEN: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
     """codes [M, K] (unless None) and codes_t [K, M] of x [M, K], a tile a program."""
     program = tl.program_id(0)
-    if REVERSE:
+    if FOLLOWS:
         program = tl.num_programs(0) - 1 - program
     tile_m, tile_k = tile.position(program, tl.cdiv(M, BLOCK_M), tl.cdiv(K, BLOCK_K), BAND)
-    m = tl.arange(0, BLOCK_M)
+    half = tl.arange(0, BLOCK_M // 2)
     k = tl.arange(0, BLOCK_K)
     first_m = (tile_m * BLOCK_M).to(tl.int64)
     first_k = (tile_k * BLOCK_K).to(tl.int64)
-    inside = (first_m + m < M)[:, None] & (first_k + k < K)[None, :]
-    corner = first_m * K + first_k
-    offsets = m[:, None] * K + k[None, :]
-    values = tile.load(x + corner + offsets, inside, EVEN)
-    if DEPENDENT:
+    even = tile.load_rows(x, M, K, first_m, first_k, half * 2, k, EVEN)
+    odd = tile.load_rows(x, M, K, first_m, first_k, half * 2 + 1, k, EVEN)
+    if FOLLOWS:
         gdc_wait()
     multiplier = _scale_of(program, scale, amax, scale_inv, MAXIMUM, EPSILON, POWER_OF_TWO)
-    narrow = (values.to(tl.float32) * multiplier).to(codes_t.dtype.element_ty)
     if codes is not None:
-        tile.store(codes + corner + offsets, narrow, inside, EVEN)
-    corner = first_k * M + first_m
-    tile.store(codes_t + corner + (k[:, None] * M + m[None, :]), tl.trans(narrow), tl.trans(inside), EVEN)
-    if RECORD:
-        _record(amax, tl.max(magnitude_bits(values)))
+        element = codes.dtype.element_ty
+        narrow = (even.to(tl.float32) * multiplier).to(element)
+        tile.store_rows(codes, M, K, first_m, first_k, half * 2, k, narrow, EVEN)
+        narrow = (odd.to(tl.float32) * multiplier).to(element)
+        tile.store_rows(codes, M, K, first_m, first_k, half * 2 + 1, k, narrow, EVEN)
+    pairs = (tl.join(even, odd).to(tl.float32) * multiplier).to(codes_t.dtype.element_ty)
+    tile.store_pairs_transposed(codes_t, M, K, first_m, first_k, half, k, pairs, PAIRS, EVEN)
+    if RECORDS:
+        _record(amax, tl.max(tl.maximum(magnitude_bits(even), magnitude_bits(odd))))
 
 
-@functools.lru_cache(maxsize=None)
-def absolute_maximum(size: int) -> Launch:
-    """Inputs: x, any shape of size elements, contiguous; outputs: amax float32 [1], which must hold 0 or more."""
+@functools.lru_cache(maxsize=4096)
+def absolute_maximum(size: int, *, overlaps: bool = False) -> Launch:
+    """Inputs: x, any shape of size elements, contiguous; outputs: amax float32 [1], which must hold 0 or more.
+
+    overlaps: what is queued next is `cast(follows=True)` of the same x.
+    """
     block, warps = _block(size)
+    programs = ceil_div(size, block)
     return Launch(
         absolute_maximum_kernel,
-        grid=(ceil_div(size, block), 1, 1),
+        grid=(programs, 1, 1),
         outputs=(),
-        scalars=(size,),
-        constants=(block, size % block == 0, False),
+        scalars=(size, max(programs - _KEPT // block, 0)),
+        constants=(block, size % block == 0, overlaps, ""),
         warps=warps,
     )
 
 
-@functools.lru_cache(maxsize=None)
+@functools.lru_cache(maxsize=4096)
 def cast(
     shape: tuple[int, int],
     element: Element,
@@ -151,12 +178,14 @@ def cast(
     columnwise: bool,
     *,
     records: bool = False,
+    follows: bool = False,
     power_of_two: bool = False,
     epsilon: float = 0.0,
 ) -> Launch:
     """Inputs: x [M, K] contiguous, scale [1] or None, amax float32 [1]; outputs: codes, codes_t, scale_inv [1].
 
-    Without scale it is made from amax. records: amax = max(amax, max|x|) instead.
+    Without scale it is made from amax. records: amax = max(amax, max|x|) instead. follows: the launch before is
+    `absolute_maximum(overlaps=True)` of x; this one reads x while that one ends, then waits for amax.
     """
     rows, depth = shape
     dtype = codes_dtype(element)
@@ -165,29 +194,32 @@ def cast(
         Output((depth, rows), dtype) if columnwise else None,
         Output((1,), "float32"),
     )
-    # A pass that follows the amax pass starts where that one ended: the end of x is still in the L2.
-    steps = (element.maximum, epsilon, power_of_two, records, not records)
+    steps = (element.maximum, epsilon, power_of_two, records, follows)
     if not columnwise:
         size = rows * depth
         block, warps = _block(size)
-        grid, scalars, tiles = ceil_div(size, block), (size,), (block, size % block == 0)
+        grid, scalars, tiles = ceil_div(size, block), (size,), (block, size % block == 0, "")
         kernel = cast_kernel
     else:
-        block_m, block_k, warps = _tile(rows, depth)
+        block_m, block_k, band, warps = _tile(rows, depth)
         grid, scalars = ceil_div(rows, block_m) * ceil_div(depth, block_k), (rows, depth)
-        tiles = (block_m, block_k, 1, rows % block_m == 0 and depth % block_k == 0)
+        tiles = (block_m, block_k, band, rows % 2 == 0, rows % block_m == 0 and depth % block_k == 0)
         kernel = cast_transpose_kernel
-    return Launch(kernel, (grid, 1, 1), outputs, scalars, (*steps, *tiles, False), warps)
+    return Launch(kernel, (grid, 1, 1), outputs, scalars, (*steps, *tiles), warps, dependent=follows)
+
+
+_KEPT = 1 << 24  # elements of the end of x that the amax pass leaves in the L2 for the cast
 
 
 def _block(size: int) -> tuple[int, int]:
     """(elements, warps) of a program over a flat tensor."""
-    # H200, 8192 x 14336 bfloat16 to e4m3: 8192 elements and 8 warps 0.0866 ms, 4096 0.094, 2048 0.124, 32768 0.0906.
-    # The amax pass over the same: 0.0645, 0.0717, 0.0946.
-    return (8192, 8) if size > 1 << 20 else (2048, 4)
+    # H200, 8192 x 14336 bfloat16 to e4m3: 16384 elements and 16 warps 0.0860 ms, 8192 and 8 0.0867, 4096 0.094,
+    # 2048 0.124, 32768 0.0906. The amax pass over the same: 0.0630, 0.0641, 0.0717, 0.0946.
+    return (16384, 16) if size > 1 << 22 else (2048, 4)
 
 
-def _tile(rows: int, depth: int) -> tuple[int, int, int]:
-    """(rows, columns, warps) of a program that also writes the transpose."""
-    # H200, 8192 x 14336 bfloat16 to e4m3: 256 x 64 with 8 warps 0.1237 ms, 128 x 64 with 4 0.1246, 64 x 64 0.1275.
-    return (256, 64, 8) if rows * depth > 1 << 22 else (64, 64, 4)
+def _tile(rows: int, depth: int) -> tuple[int, int, int, int]:
+    """(rows, columns, tiles a band, warps) of a program that also writes the transpose."""
+    # H200, 8192 x 14336 bfloat16 to e4m3: 64 x 128 with 8 warps in bands of 4 0.1225 ms, not in bands 0.1238;
+    # 128 x 64 with 4 warps 0.1232, 256 x 64 with 8 0.1262.
+    return (64, 128, 4, 8) if rows * depth > 1 << 22 else (64, 64, 4, 4)

@@ -1,8 +1,8 @@
 """A kernel call as data, and the shortest way to start it: outputs = kernel[grid](inputs, outputs, scalars).
 
 `kernel[grid](...)` costs 8-16 us of host time a call, because Triton binds and specialises every argument anew. A
-`Launch` fixes the kernel, the grid, the scalars and the constants; what is left to vary is the tensors' dtypes and
-which pointers are multiples of 16, so one dictionary look-up finds the compiled handle, and starting it costs about 2 us.
+`Launch` fixes the kernel, the grid, the scalars and the constants; what is left to vary is the tensors' dtypes
+and which pointers are multiples of 16, so one dictionary look-up finds the compiled handle.
 
 This module is the only one that touches Triton's private calling convention, which versions 3.6 to 3.9 share; with
 another version, or under TRITON_INTERPRET=1, `start` takes the public `kernel[grid]`. Launch hooks
@@ -58,7 +58,8 @@ class Launch:
     outputs     what the caller allocates, in the order of the kernel's arguments; None: not asked for
     scalars     run-time arguments; Triton specialises on their values, which is why they belong to the record
     constants   compile-time arguments
-    registers   at most this many a thread, for kernels that gain more from occupancy than they lose by spilling
+    dependent   may start before the launch in front of it has ended (programmatic dependent launch); the kernel
+                waits before it reads what that one wrote
     """
 
     kernel: Any
@@ -67,7 +68,6 @@ class Launch:
     scalars: tuple[int | float, ...]
     constants: tuple[Any, ...]
     warps: int
-    registers: int | None = None
     dependent: bool = False
     handles: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False)
 
@@ -103,8 +103,6 @@ def _compile(launch: Launch, tensors: Sequence[Tensor | None]) -> Any:
     """A callable (device, pointers, tensors) that starts the kernel compiled for tensors of this alignment."""
     arguments = (*launch.scalars, *launch.constants)
     options = {"num_warps": launch.warps, "num_stages": 1}
-    if launch.registers is not None:
-        options["maxnreg"] = launch.registers
     if launch.dependent:
         options["launch_pdl"] = True
     import triton
@@ -130,7 +128,7 @@ def _compile(launch: Launch, tensors: Sequence[Tensor | None]) -> Any:
     return start_compiled
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _calling_convention_is_known() -> bool:
     try:
         return version("triton").startswith(_FAST_VERSIONS)
@@ -143,8 +141,16 @@ def current_stream(device: int) -> int:
     return _stream_of()(device)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _stream_of() -> Any:
     from triton.runtime import driver
 
     return driver.active.get_current_stream
+
+
+@functools.cache
+def processors(device: int) -> int:
+    """The number of multiprocessors of a CUDA device."""
+    from triton.runtime import driver
+
+    return driver.active.utils.get_device_properties(device)["multiprocessor_count"]

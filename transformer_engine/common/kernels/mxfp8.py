@@ -37,6 +37,34 @@ def _multiplier(exponent):
 
 
 @triton.jit
+def _store_row_blocks(
+    codes,
+    scale,
+    M,
+    K,
+    first_m,
+    first_k,
+    rows,
+    k,
+    values,
+    bits,
+    INVERSE_MAXIMUM: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """Codes and exponents of the tile's given rows; bits [ROWS, GROUPS]: the amax of their blocks."""
+    exponent = _exponent(bits, INVERSE_MAXIMUM)
+    scaled = values.to(tl.float32).reshape(ROWS, GROUPS, GROUP) * _multiplier(exponent)[:, :, None]
+    narrow = scaled.reshape(ROWS, GROUPS * GROUP).to(codes.dtype.element_ty)
+    tile.store_rows(codes, M, K, first_m, first_k, rows, k, narrow, EVEN)
+    group = tl.arange(0, GROUPS)
+    tile.store_rows(
+        scale, M, tl.cdiv(K, GROUP), first_m, first_k // GROUP, rows, group, exponent.to(tl.uint8), EVEN
+    )
+
+
+@triton.jit
 def block_kernel(
     x,
     codes,
@@ -49,56 +77,85 @@ def block_kernel(
     SQUARE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PAIRS: tl.constexpr,
     EVEN: tl.constexpr,
 ):
     """scale [M, ceil(K/32)] and scale_t [K, ceil(M/32)], bytes; SQUARE: one exponent for 32 x 32 elements."""
+    HALF: tl.constexpr = BLOCK_M // 2
     GROUPS_M: tl.constexpr = BLOCK_M // GROUP
     GROUPS_K: tl.constexpr = BLOCK_K // GROUP
+    SPAN: tl.constexpr = GROUP // 2  # pairs of rows in a block of a column
     program = tl.program_id(0)
     tiles_k = tl.cdiv(K, BLOCK_K)
-    m = tl.arange(0, BLOCK_M)
+    half = tl.arange(0, HALF)
     k = tl.arange(0, BLOCK_K)
     first_m = (program // tiles_k * BLOCK_M).to(tl.int64)
     first_k = (program % tiles_k * BLOCK_K).to(tl.int64)
-    inside_m, inside_k = first_m + m < M, first_k + k < K
-    inside = inside_m[:, None] & inside_k[None, :]
-    offsets = m[:, None] * K + k[None, :]
-    values = tile.load(x + (first_m * K + first_k) + offsets, inside, EVEN)
-    bits = magnitude_bits(values)
-    wide = values.to(tl.float32)
-    along_k = tl.max(bits.reshape(BLOCK_M, GROUPS_K, GROUP), 2)
+    even = tile.load_rows(x, M, K, first_m, first_k, half * 2, k, EVEN)
+    odd = tile.load_rows(x, M, K, first_m, first_k, half * 2 + 1, k, EVEN)
+    even_bits, odd_bits = magnitude_bits(even), magnitude_bits(odd)
+    pair_bits = tl.maximum(even_bits, odd_bits)
     if SQUARE:
-        of_square = tl.max(along_k.reshape(GROUPS_M, GROUP, GROUPS_K), 1)
-        along_k = of_square[:, None, :].broadcast_to(GROUPS_M, GROUP, GROUPS_K).reshape(BLOCK_M, GROUPS_K)
+        of_pair = tl.max(pair_bits.reshape(HALF, GROUPS_K, GROUP), 2)
+        of_square = tl.max(of_pair.reshape(GROUPS_M, SPAN, GROUPS_K), 1)
+        of_even = of_square[:, None, :].broadcast_to(GROUPS_M, SPAN, GROUPS_K).reshape(HALF, GROUPS_K)
+        of_odd = of_even
+        of_column = of_square[:, :, None].broadcast_to(GROUPS_M, GROUPS_K, GROUP).reshape(GROUPS_M, BLOCK_K)
+    else:
+        of_even = tl.max(even_bits.reshape(HALF, GROUPS_K, GROUP), 2)
+        of_odd = tl.max(odd_bits.reshape(HALF, GROUPS_K, GROUP), 2)
+        of_column = tl.max(pair_bits.reshape(GROUPS_M, SPAN, BLOCK_K), 1)
     if codes is not None:
-        exponent = _exponent(along_k, INVERSE_MAXIMUM)
-        scaled = wide.reshape(BLOCK_M, GROUPS_K, GROUP) * _multiplier(exponent)[:, :, None]
-        narrow = scaled.reshape(BLOCK_M, BLOCK_K).to(codes.dtype.element_ty)
-        tile.store(codes + (first_m * K + first_k) + offsets, narrow, inside, EVEN)
-        width = tl.cdiv(K, GROUP)
-        group = tl.arange(0, GROUPS_K)
-        kept = inside_m[:, None] & (first_k // GROUP + group < width)[None, :]
-        corner = scale + (first_m * width + first_k // GROUP)
-        tile.store(corner + (m[:, None] * width + group[None, :]), exponent.to(tl.uint8), kept, EVEN)
+        rows = half * 2
+        _store_row_blocks(
+            codes,
+            scale,
+            M,
+            K,
+            first_m,
+            first_k,
+            rows,
+            k,
+            even,
+            of_even,
+            INVERSE_MAXIMUM,
+            HALF,
+            GROUPS_K,
+            EVEN,
+        )
+        _store_row_blocks(
+            codes,
+            scale,
+            M,
+            K,
+            first_m,
+            first_k,
+            rows + 1,
+            k,
+            odd,
+            of_odd,
+            INVERSE_MAXIMUM,
+            HALF,
+            GROUPS_K,
+            EVEN,
+        )
     if codes_t is not None:
-        if SQUARE:
-            along_m = of_square[:, :, None].broadcast_to(GROUPS_M, GROUPS_K, GROUP).reshape(GROUPS_M, BLOCK_K)
-        else:
-            along_m = tl.max(bits.reshape(GROUPS_M, GROUP, BLOCK_K), 1)
-        exponent = _exponent(along_m, INVERSE_MAXIMUM)
-        scaled = wide.reshape(GROUPS_M, GROUP, BLOCK_K) * _multiplier(exponent)[:, None, :]
-        narrow = scaled.reshape(BLOCK_M, BLOCK_K).to(codes_t.dtype.element_ty)
-        corner = codes_t + (first_k * M + first_m)
-        tile.store(corner + (k[:, None] * M + m[None, :]), tl.trans(narrow), tl.trans(inside), EVEN)
-        width = tl.cdiv(M, GROUP)
+        exponent = _exponent(of_column, INVERSE_MAXIMUM)
+        pairs = tl.join(even, odd).to(tl.float32).reshape(GROUPS_M, SPAN, BLOCK_K, 2)
+        pairs = (pairs * _multiplier(exponent)[:, None, :, None]).reshape(HALF, BLOCK_K, 2)
+        tile.store_pairs_transposed(
+            codes_t, M, K, first_m, first_k, half, k, pairs.to(codes_t.dtype.element_ty), PAIRS, EVEN
+        )
         group = tl.arange(0, GROUPS_M)
-        kept = inside_k[:, None] & (first_m // GROUP + group < width)[None, :]
-        corner = scale_t + (first_k * width + first_m // GROUP)
-        tile.store(corner + (k[:, None] * width + group[None, :]), tl.trans(exponent).to(tl.uint8), kept, EVEN)
+        width = tl.cdiv(M, GROUP)
+        exponent_t = tl.trans(exponent).to(tl.uint8)
+        tile.store_rows(scale_t, K, width, first_k, first_m // GROUP, k, group, exponent_t, EVEN)
 
 
-@functools.lru_cache(maxsize=None)
-def blocks(shape: tuple[int, int], element: Element, rowwise: bool, columnwise: bool, *, square: bool) -> Launch:
+@functools.lru_cache(maxsize=4096)
+def blocks(
+    shape: tuple[int, int], element: Element, rowwise: bool, columnwise: bool, *, square: bool
+) -> Launch:
     """Inputs: x [M, K] contiguous; outputs: codes, scale [M, ceil(K/32)], codes_t, scale_t [K, ceil(M/32)]."""
     rows, depth = shape
     dtype = codes_dtype(element)
@@ -114,6 +171,13 @@ def blocks(shape: tuple[int, int], element: Element, rowwise: bool, columnwise: 
         grid=(ceil_div(rows, block_m) * ceil_div(depth, block_k), 1, 1),
         outputs=outputs,
         scalars=(rows, depth),
-        constants=(1.0 / element.maximum, square, block_m, block_k, rows % block_m == 0 and depth % block_k == 0),
+        constants=(
+            1.0 / element.maximum,
+            square,
+            block_m,
+            block_k,
+            rows % 2 == 0,
+            rows % block_m == 0 and depth % block_k == 0,
+        ),
         warps=warps,
     )

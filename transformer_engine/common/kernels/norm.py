@@ -91,7 +91,7 @@ def forward_streamed(
     if beta is not None:
         shift = tl.load(beta + column, mask=inside, other=0.0).to(tl.float32)
     for row in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=STAGES):
-        offset = row.to(tl.int64)
+        offset = tl.cast(row, tl.int64)
         value = tl.load(x + offset * x_stride + column, mask=inside, other=0.0).to(tl.float32)
         if mean is not None:
             average = tl.sum(value, 0) / width

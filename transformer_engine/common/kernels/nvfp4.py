@@ -112,7 +112,9 @@ def _store_direction(
     byte = tl.arange(0, COLUMNS // 2)
     inside = inside_r[:, None] & (first_c + byte * 2 < C)[None, :]
     corner = codes + (first_r * (C // 2) + first_c // 2)
-    tile.store(corner + (r[:, None] * (C // 2) + byte[None, :]), (low | (high << 4)).to(tl.uint8), inside, EVEN)
+    tile.store(
+        corner + (r[:, None] * (C // 2) + byte[None, :]), (low | (high << 4)).to(tl.uint8), inside, EVEN
+    )
     width = tl.cdiv(C, GROUP)
     group = tl.arange(0, GROUPS)
     inside = inside_r[:, None] & (first_c // GROUP + group < width)[None, :]
@@ -163,7 +165,9 @@ def block_kernel(
             bits = tl.trans(square)[:, None, :].broadcast_to(GROUPS, GROUP, GROUPS).reshape(TILE, GROUPS)
         else:
             bits = tl.max(magnitude_bits(turned).reshape(TILE, GROUPS, GROUP), 2)
-        _store_direction(turned, bits, amax_t, random_t, codes_t, scale_t, K, M, first_k, first_m, TILE, TILE, EVEN)
+        _store_direction(
+            turned, bits, amax_t, random_t, codes_t, scale_t, K, M, first_k, first_m, TILE, TILE, EVEN
+        )
 
 
 @triton.jit
@@ -191,16 +195,22 @@ def _even(shape: tuple[int, int]) -> bool:
     return shape[0] % _TILE == 0 and shape[1] % _TILE == 0
 
 
-@functools.lru_cache(maxsize=None)
+@functools.lru_cache(maxsize=4096)
 def transformed_maximum(shape: tuple[int, int], random_sign: bool) -> Launch:
     """Inputs: x [M, K] contiguous, M a multiple of 16; outputs: amax float32 [1], which must hold 0 or more."""
     constants = (random_sign, _TILE, _even(shape))
     return Launch(transformed_maximum_kernel, _grid(shape), (), shape, constants, warps=4)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.lru_cache(maxsize=4096)
 def blocks(
-    shape: tuple[int, int], rowwise: bool, columnwise: bool, *, square: bool, hadamard: bool, random_sign: bool
+    shape: tuple[int, int],
+    rowwise: bool,
+    columnwise: bool,
+    *,
+    square: bool,
+    hadamard: bool,
+    random_sign: bool,
 ) -> Launch:
     """Inputs: x [M, K] contiguous, amax, amax_t float32 [1], random [M, K], random_t [K, M] float32 or None;
     outputs: codes [M, K / 2], scale [M, ceil(K/16)], codes_t [K, M / 2], scale_t [K, ceil(M/16)]."""

@@ -1,9 +1,24 @@
-"""Loads and stores of a tile, without masks where the tiles divide the matrix."""
+"""Tiles of a row-major matrix: where they lie, how they are read, and how their transpose is written.
+
+Codes of a tile are transposed in pairs: the codes of rows 2 r and 2 r + 1 travel as one 16-bit word. That halves the
+words that cross shared memory, fits the transposing matrix load (ldmatrix) and, the pair coming out of one
+conversion instruction, costs nothing to put together. Taking single bytes out of such a result instead is not an
+option: ptxas 12.8 then mixes up codes as soon as they are stored row by row as well.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def position(program, TILES_M, TILES_K, BAND: tl.constexpr):
+    """(tile row, tile column) of a program: BAND rows of tiles at a time, each band column by column."""
+    band = program // (BAND * TILES_K)
+    height = tl.minimum(TILES_M - band * BAND, BAND)
+    within = program % (BAND * TILES_K)
+    return band * BAND + within % height, within // height
 
 
 @triton.jit
@@ -23,11 +38,43 @@ def store(pointers, values, inside, EVEN: tl.constexpr):
 
 
 @triton.jit
-def position(program, TILES_M, TILES_K, BAND: tl.constexpr):
-    """(tile row, tile column) of a program: BAND rows of tiles at a time, each band column by column."""
-    if BAND == 1:
-        return program // TILES_K, program % TILES_K
-    band = program // (BAND * TILES_K)
-    height = tl.minimum(TILES_M - band * BAND, BAND)
-    within = program % (BAND * TILES_K)
-    return band * BAND + within % height, within // height
+def load_rows(matrix, M, K, first_m, first_k, rows, k, EVEN: tl.constexpr):
+    """Elements (first_m + rows, first_k + k) of a matrix [M, K], 0 outside."""
+    inside = (first_m + rows < M)[:, None] & (first_k + k < K)[None, :]
+    return load(matrix + (first_m * K + first_k) + (rows[:, None] * K + k[None, :]), inside, EVEN)
+
+
+@triton.jit
+def store_rows(matrix, M, K, first_m, first_k, rows, k, values, EVEN: tl.constexpr):
+    """values into elements (first_m + rows, first_k + k) of a matrix [M, K]."""
+    inside = (first_m + rows < M)[:, None] & (first_k + k < K)[None, :]
+    store(matrix + (first_m * K + first_k) + (rows[:, None] * K + k[None, :]), values, inside, EVEN)
+
+
+@triton.jit
+def store_pairs_transposed(
+    codes_t, M, K, first_m, first_k, half, k, codes, PAIRS: tl.constexpr, EVEN: tl.constexpr
+):
+    """FP8 codes [rows / 2, columns, 2] (the last axis: rows 2 half and 2 half + 1) into codes_t [K, M].
+
+    PAIRS: M is even, so that a word lies on two bytes; an odd M takes two stores of single bytes.
+    """
+    low, high = tl.split(codes)
+    words = tl.trans(
+        low.to(tl.uint8, bitcast=True).to(tl.uint16) | (high.to(tl.uint8, bitcast=True).to(tl.uint16) << 8)
+    )
+    inside_k = (first_k + k < K)[:, None]
+    if PAIRS:
+        corner = codes_t.to(tl.pointer_type(tl.uint16)) + (first_k * (M // 2) + first_m // 2)
+        inside = inside_k & (first_m + half * 2 < M)[None, :]
+        store(corner + (k[:, None] * (M // 2) + half[None, :]), words, inside, EVEN)
+    else:
+        pointers = (
+            codes_t.to(tl.pointer_type(tl.uint8))
+            + (first_k * M + first_m)
+            + (k[:, None] * M + half[None, :] * 2)
+        )
+        tl.store(pointers, (words & 0xFF).to(tl.uint8), mask=inside_k & (first_m + half * 2 < M)[None, :])
+        tl.store(
+            pointers + 1, (words >> 8).to(tl.uint8), mask=inside_k & (first_m + half * 2 + 1 < M)[None, :]
+        )

@@ -12,7 +12,7 @@ from ..distributed.tensor_parallel import TensorParallel
 from ..primitives.gemm import Epilogue, gemm
 from ..tensor.axis import COLS, ROWS
 from ..tensor.identity_tensor import IdentityQuantizer, IdentityTensorStorage
-from ..tensor.quantized_tensor import QuantizedTensorStorage
+from ..tensor.quantized_tensor import QuantizedTensorStorage, storage_of
 from ..tensor.quantizer import Quantizer
 from .saving import pack, unpack
 from .scale_update import ScaleUpdate
@@ -95,8 +95,7 @@ def linear_operands(
 def quantize_input(x: Tensor, quantizer: Quantizer, columnwise: bool) -> QuantizedTensorStorage:
     """x as the forward product reads it; an input that arrives quantized is taken as it is."""
     if isinstance(x, QuantizedTensorStorage):
-        x.update_usage(rowwise_usage=True, columnwise_usage=columnwise or None)
-        return x.as_storage()
+        return _with_directions(x, columnwise)
     return quantizer.encode(x, True, columnwise)
 
 
@@ -107,11 +106,20 @@ def quantize_weight(weight: Tensor, spec: LinearSpec, columnwise: bool) -> Quant
     if isinstance(weight, QuantizedTensorStorage):
         if isinstance(spec.weight, IdentityQuantizer):
             return IdentityTensorStorage(weight.dequantize(dtype=spec.dtype))  # pyright: ignore[reportCallIssue]
-        weight.update_usage(rowwise_usage=True, columnwise_usage=columnwise or None)
-        return weight.as_storage()
+        return _with_directions(weight, columnwise)
     if isinstance(spec.weight, IdentityQuantizer):
         weight = weight.to(spec.dtype)
     return spec.weight.encode(weight, True, columnwise)
+
+
+def _with_directions(tensor: QuantizedTensorStorage, columnwise: bool) -> QuantizedTensorStorage:
+    """The payload of a quantized tensor with row-wise and, if wanted, column-wise data."""
+    if not torch.compiler.is_compiling():
+        # On the tensor itself, so that it keeps what had to be made; a compiler traces no methods of tensors.
+        tensor.update_usage(rowwise_usage=True, columnwise_usage=columnwise or None)
+    storage = storage_of(tensor)
+    storage.update_usage(rowwise_usage=True, columnwise_usage=columnwise or None)
+    return storage
 
 
 def _saved(

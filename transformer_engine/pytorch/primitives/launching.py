@@ -35,7 +35,7 @@ def run(launch: Launch, inputs: Sequence[Tensor | None]) -> list[Tensor]:
     return outputs  # pyright: ignore[reportReturnType]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def processors(device: int) -> int:
     """The number of multiprocessors of a CUDA device."""
     return torch.cuda.get_device_properties(device).multi_processor_count

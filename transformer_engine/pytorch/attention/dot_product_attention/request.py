@@ -60,6 +60,7 @@ class AttentionRequest:
     kv_format: str
     mask: Mask
     scale: float
+    switches: Switches
     bias: str = "no_bias"
     softmax: str = "vanilla"
     dropout: float = 0.0
@@ -67,7 +68,6 @@ class AttentionRequest:
     max_logit: bool = False
     needs_gradient: bool = True
     deterministic: bool = False
-    switches: Switches = Switches()
 
 
 class AttentionInputs(NamedTuple):

@@ -105,10 +105,15 @@ def _block_scale(operand: Operand, codes: Tensor) -> Tensor:
     rows, blocks = codes.shape[0], codes.shape[1] // _BLOCK
     if operand.format == BLOCK_1D:
         padded = F.pad(operand.scale, (0, 0, 0, rows - operand.scale.shape[0]), value=1.0)
-        return padded.t().contiguous().t()
+        return _column_major(padded)
     row_blocks = ceil_div(rows, _BLOCK)
     scale = F.pad(operand.scale, (0, round_up(blocks, 4) - blocks), value=1.0)
-    return scale[:row_blocks].contiguous().t()
+    return _column_major(scale[:row_blocks].t())
+
+
+def _column_major(scale: Tensor) -> Tensor:
+    """The same matrix with strides (1, rows); contiguous() would keep other strides where a size is 1."""
+    return scale.t().clone(memory_format=torch.contiguous_format).t()
 
 
 def _scalar(operand: Operand) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 from ....common.dispatch import Backend
 from ....common.formats import (
     BLOCK_1D,
+    BLOCK_2D,
     E2M1,
     E4M3,
     E5M2,
@@ -35,9 +36,7 @@ from .spec import Quantized, QuantizeSpec, Request
 ELEMENTS = (E4M3, E5M2, E2M1)
 _VALUES = (torch.bfloat16, torch.float16, torch.float32)
 _LIMIT = 1 << 24  # offsets inside a tile of 128 rows are 32-bit integers
-_DTYPES = {
-    name: getattr(torch, name) for name in ("float8_e4m3fn", "float8_e5m2", "uint8", "float32")
-}
+_DTYPES = {name: getattr(torch, name) for name in ("float8_e4m3fn", "float8_e5m2", "uint8", "float32")}
 
 
 def refuses(request: Request) -> str | None:
@@ -99,7 +98,7 @@ def _quantize(
     return _tiled(x, device, spec)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _kernels() -> SimpleNamespace:
     """The kernel files, which import triton."""
     from ....common.kernels import block_cast, cast, mxfp8, nvfp4
@@ -115,39 +114,51 @@ def _empty(output: Output | None, device: torch.device) -> Tensor | None:
     return None if output is None else torch.empty(output.shape, dtype=_DTYPES[output.dtype], device=device)
 
 
-def _float8(x: Tensor, device: int, spec: QuantizeSpec, scale: Tensor | None, amax: Tensor | None) -> Quantized:
-    kernels = _kernels().cast
-    records = scale is not None and amax is None
-    made_here = amax is None
-    recorded, inverse = _zero_and_scalar(x.device, device) if made_here else (amax, _scalar(x.device))
-    if made_here and not records:
-        launch.start(kernels.absolute_maximum(x.numel()), (x, recorded), device)
-    cast: Launch = kernels.cast(
-        (x.shape[0], x.shape[1]),
-        spec.element,
-        spec.rowwise,
-        spec.columnwise,
-        records=records,
-        power_of_two=spec.power_of_two,
-        epsilon=spec.epsilon,
+def _float8(
+    x: Tensor, device: int, spec: QuantizeSpec, scale: Tensor | None, amax: Tensor | None
+) -> Quantized:
+    measure, cast = _float8_launches(
+        spec, x.shape[0], x.shape[1], scale is not None, amax is not None, x.is_cuda
     )
+    if amax is None:
+        amax, inverse = _zero_and_scalar(x.device, device)
+        if measure is not None:
+            launch.start(measure, (x, amax), device)
+    else:
+        inverse = torch.empty(1, dtype=torch.float32, device=x.device)
     codes, codes_t = _empty(cast.outputs[0], x.device), _empty(cast.outputs[1], x.device)
-    launch.start(cast, (x, scale, _float32(recorded), codes, codes_t, inverse), device)
+    launch.start(cast, (x, scale, _float32(amax), codes, codes_t, inverse), device)
     return Quantized(
         codes=codes,
         scale=inverse if spec.rowwise else None,
         codes_t=codes_t,
         scale_t=inverse if spec.columnwise else None,
-        amax=recorded,
+        amax=amax,
     )
+
+
+@functools.lru_cache(maxsize=4096)
+def _float8_launches(
+    spec: QuantizeSpec, rows: int, depth: int, scale_given: bool, amax_given: bool, overlaps: bool
+) -> tuple[Launch | None, Launch]:
+    """The pass that finds amax, where one is needed, and the cast."""
+    kernels = _kernels().cast
+    follows = not scale_given and not amax_given
+    cast = kernels.cast(
+        (rows, depth),
+        spec.element,
+        spec.rowwise,
+        spec.columnwise,
+        records=scale_given and not amax_given,
+        follows=follows and overlaps,
+        power_of_two=spec.power_of_two,
+        epsilon=spec.epsilon,
+    )
+    return kernels.absolute_maximum(rows * depth, overlaps=overlaps) if follows else None, cast
 
 
 _SLOTS = 512
 _slots: dict[tuple[int, int], list[Tensor]] = {}
-
-
-def _scalar(device: torch.device) -> Tensor:
-    return torch.empty(1, dtype=torch.float32, device=device)
 
 
 def _zero_and_scalar(device: torch.device, index: int) -> tuple[Tensor, Tensor]:
@@ -157,7 +168,8 @@ def _zero_and_scalar(device: torch.device, index: int) -> tuple[Tensor, Tensor]:
     A captured graph clears its own, on every replay.
     """
     if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(1, dtype=torch.float32, device=device), _scalar(device)
+        zero = torch.zeros(1, dtype=torch.float32, device=device)
+        return zero, torch.empty_like(zero)
     slots = _slots.setdefault((index, launch.current_stream(index)), [])
     if not slots:
         with torch.inference_mode(False), torch.no_grad():
@@ -168,38 +180,34 @@ def _zero_and_scalar(device: torch.device, index: int) -> tuple[Tensor, Tensor]:
 
 
 def _tiled(x: Tensor, device: int, spec: QuantizeSpec) -> Quantized:
-    kernels = _kernels()
-    shape = (x.shape[0], x.shape[1])
-    if spec.format.name == MXFP8.name:
-        quantization: Launch = kernels.mxfp8.blocks(
-            shape, spec.element, spec.rowwise, spec.columnwise, square=spec.two_dimensional
-        )
-    else:
-        build = kernels.block_cast.row_blocks if spec.format.name == BLOCK_1D.name else kernels.block_cast.square_blocks
-        quantization = build(
-            shape,
-            spec.element,
-            spec.rowwise,
-            spec.columnwise,
-            power_of_two=spec.power_of_two,
-            epsilon=spec.epsilon,
-            value_for_inf=_value_for_inf(x.dtype),
-        )
+    quantization = _tiled_launch(spec, x.shape[0], x.shape[1], x.dtype, device)
     outputs = [_empty(output, x.device) for output in quantization.outputs]
     launch.start(quantization, (x, *outputs), device)
-    return Quantized(*_as_asked(quantization.outputs, outputs))
-
-
-def _as_asked(outputs: tuple[Output | None, ...], tensors: list[Tensor | None]) -> list[Tensor | None]:
-    return [
+    seen = [
         tensor.t() if tensor is not None and output is not None and output.transposed else tensor
-        for output, tensor in zip(outputs, tensors, strict=True)
+        for output, tensor in zip(quantization.outputs, outputs, strict=True)
     ]
+    return Quantized(*seen)
 
 
-@functools.lru_cache(maxsize=None)
-def _value_for_inf(dtype: torch.dtype) -> float:
-    return min(torch.finfo(dtype).max, FLOAT32_MAX)
+@functools.lru_cache(maxsize=4096)
+def _tiled_launch(spec: QuantizeSpec, rows: int, depth: int, dtype: torch.dtype, device: int) -> Launch:
+    kernels = _kernels()
+    shape = (rows, depth)
+    if spec.format.name == MXFP8.name:
+        return kernels.mxfp8.blocks(
+            shape, spec.element, spec.rowwise, spec.columnwise, square=spec.two_dimensional
+        )
+    scales = {
+        "power_of_two": spec.power_of_two,
+        "epsilon": spec.epsilon,
+        "value_for_inf": min(torch.finfo(dtype).max, FLOAT32_MAX),
+    }
+    if spec.format.name == BLOCK_2D.name:
+        return kernels.block_cast.square_blocks(shape, spec.element, spec.rowwise, spec.columnwise, **scales)
+    return kernels.block_cast.row_blocks(
+        shape, spec.element, spec.rowwise, spec.columnwise, processors=launch.processors(device), **scales
+    )
 
 
 def _nvfp4(
@@ -237,7 +245,10 @@ def _nvfp4(
     outputs = [_empty(output, x.device) for output in quantization.outputs]
     uniform = [None if values is None else values.contiguous() for values in (random_rows, random_columns)]
     launch.start(quantization, (x, _float32(amax), _float32(amax_t), *uniform, *outputs), device)
-    return Quantized(*outputs, amax if spec.rowwise else None, amax_t if spec.columnwise else None)
+    codes, decode, codes_t, decode_t = outputs
+    return Quantized(
+        codes, decode, codes_t, decode_t, amax if spec.rowwise else None, amax_t if spec.columnwise else None
+    )
 
 
 # What follows is torch.compile's view of `run`: one operator, returning the tensors that `run` makes.

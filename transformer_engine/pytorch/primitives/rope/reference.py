@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
 from .request import Positions, RopeRequest, RopeSpec
+
+Rotation = Callable[[Tensor, Tensor, Positions, RopeSpec], Tensor]
 
 
 def forward(x: Tensor, angles: Tensor, positions: Positions, spec: RopeSpec) -> Tensor:
@@ -78,8 +82,13 @@ def _chunked(position: Tensor, length: int | Tensor, spec: RopeSpec) -> Tensor:
 _OPERATIONS = {"forward": forward, "backward": backward}
 
 
+def _run(operation: str) -> Rotation:
+    """The function of that name; torch.compile traces no bound method of a dict before torch 2.13."""
+    return _OPERATIONS[operation]
+
+
 def _refuses(request: RopeRequest) -> str | None:
     return None
 
 
-BACKEND = Backend("reference", _OPERATIONS.__getitem__, _refuses)
+BACKEND = Backend("reference", _run, _refuses)

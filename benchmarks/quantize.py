@@ -1,0 +1,126 @@
+"""Time quantization on one GPU: milliseconds, GB/s of the bytes that must move, and percent of a copy's bandwidth.
+
+usage: python benchmarks/quantize.py [--shape 8192x14336] [--backend triton] [--json FILE]
+
+gpu_ms    GPU time of one call with its launches already queued and the L2 holding other data, median of 40
+host_us   host time to queue one call, median of 40
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from transformer_engine.common.dispatch import use_backend
+from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, FLOAT8, MXFP8, NVFP4
+from transformer_engine.pytorch.primitives.quantize import QuantizeSpec, quantize
+
+# name: (spec, is the scale given, bytes an element moves: 2 read each pass, and what is written)
+CASES: dict[str, tuple[QuantizeSpec, bool, float]] = {
+    "delayed row": (QuantizeSpec(FLOAT8, E4M3), True, 3),
+    "delayed both": (QuantizeSpec(FLOAT8, E4M3, columnwise=True), True, 4),
+    "current row": (QuantizeSpec(FLOAT8, E4M3), False, 5),
+    "current both": (QuantizeSpec(FLOAT8, E4M3, columnwise=True), False, 6),
+    "block1d row": (QuantizeSpec(BLOCK_1D, E4M3, power_of_two=True), False, 3 + 4 / 128),
+    "block1d both": (QuantizeSpec(BLOCK_1D, E4M3, columnwise=True, power_of_two=True), False, 4 + 8 / 128),
+    "block2d row": (QuantizeSpec(BLOCK_2D, E4M3, power_of_two=True), False, 3),
+    "block2d both": (QuantizeSpec(BLOCK_2D, E4M3, columnwise=True, power_of_two=True), False, 4),
+    "mxfp8 row": (QuantizeSpec(MXFP8, E4M3), False, 3 + 1 / 32),
+    "mxfp8 both": (QuantizeSpec(MXFP8, E4M3, columnwise=True), False, 4 + 2 / 32),
+    "nvfp4 row": (QuantizeSpec(NVFP4, E2M1), False, 4.5 + 1 / 16),
+    "nvfp4 both, hadamard": (QuantizeSpec(NVFP4, E2M1, columnwise=True, hadamard=True), False, 7 + 2 / 16),
+}
+RUNS = 40
+
+
+def measure(call: Callable[[], object], other: torch.Tensor) -> tuple[float, float]:
+    """(gpu_ms, host_us) of a call; writing `other` evicts the L2."""
+    for _ in range(5):
+        call()
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    call()
+    host = time.perf_counter() - started
+    gpu_ms, host_us = [], []
+    for _ in range(RUNS):
+        other.zero_()
+        torch.cuda._sleep(int(min(2.5 * host + 2e-4, 0.04) * 1.9e9))  # the host runs ahead meanwhile
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        started = time.perf_counter()
+        call()
+        host_us.append((time.perf_counter() - started) * 1e6)
+        end.record()
+        torch.cuda.synchronize()
+        gpu_ms.append(start.elapsed_time(end))
+    return statistics.median(gpu_ms), statistics.median(host_us)
+
+
+def copy_bandwidth(other: torch.Tensor) -> float:
+    """GB/s read and written by a copy of 2 GiB."""
+    source = torch.empty(1 << 31, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    return 2 * source.numel() / measure(lambda: target.copy_(source), other)[0] / 1e6
+
+
+def benchmark(rows: int, depth: int, backend: str) -> dict[str, object]:
+    other = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    roof = copy_bandwidth(other)
+    x = torch.randn(rows, depth, device="cuda", dtype=torch.bfloat16)
+    one = torch.ones(1, device="cuda")
+    print(f"{rows} x {depth} bfloat16, backend {backend}; a copy moves {roof:.0f} GB/s")
+    print(f"{'case':22} {'gpu_ms':>8} {'host_us':>8} {'GB/s':>6} {'% of copy':>9}")
+    results = []
+    for name, (spec, scaled, size) in CASES.items():
+        scale = one if scaled else None
+        with use_backend(quantize=backend):
+            gpu_ms, host_us = measure(lambda spec=spec, scale=scale: quantize(x, spec, scale=scale), other)
+        rate = size * x.numel() / gpu_ms / 1e6
+        print(f"{name:22} {gpu_ms:8.4f} {host_us:8.1f} {rate:6.0f} {100 * rate / roof:9.1f}")
+        results.append(
+            {"case": name, "gpu_ms": gpu_ms, "host_us": host_us, "gb_per_s": rate, "of_copy": rate / roof}
+        )
+    return {
+        "command": " ".join(["python", *sys.argv]),
+        "machine": torch.cuda.get_device_name(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": _triton_version(),
+        "cuda": torch.version.cuda,
+        "shape": [rows, depth],
+        "backend": backend,
+        "copy_gb_per_s": roof,
+        "results": results,
+    }
+
+
+def _triton_version() -> str:
+    import triton
+
+    return triton.__version__
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Time quantization on one GPU.")
+    parser.add_argument("--shape", default="8192x14336", help="rows x depth of the matrix")
+    parser.add_argument("--backend", default="triton", help="a backend of primitives.quantize")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs a CUDA device; torch.cuda.is_available() is False")
+    rows, depth = (int(extent) for extent in arguments.shape.split("x"))
+    report = benchmark(rows, depth, arguments.backend)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Compile every quantization kernel for sm90 and sm100, without a GPU, and print counts of its PTX as JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from transformer_engine.common.formats import E4M3
+from transformer_engine.common.kernels import block_cast, cast, mxfp8, nvfp4
+from transformer_engine.common.kernels.launch import Launch
+
+SHAPE = (512, 1024)
+SCALES = {"power_of_two": False, "epsilon": 0.0, "value_for_inf": 3.3895313892515355e38}
+VALUES, SCALAR, BYTES, CODES = "*bf16", "*fp32", "*u8", "*fp8e4nv"
+
+
+def launches() -> Iterator[tuple[str, Launch, dict[str, str | None]]]:
+    """(name, record, type of each pointer; None: that argument is not given)."""
+    float8 = {"x": VALUES, "scale": SCALAR, "amax": SCALAR, "codes": CODES, "codes_t": None, "scale_inv": SCALAR}
+    block = {"x": VALUES, "codes": CODES, "scale": SCALAR, "codes_t": CODES, "scale_t": SCALAR}
+    yield "amax", cast.absolute_maximum(512 * 1024, overlaps=True), {"x": VALUES, "amax": SCALAR}
+    yield "cast", cast.cast(SHAPE, E4M3, True, False, records=True), float8
+    following = {**float8, "scale": None, "codes_t": CODES}
+    yield "cast_transpose", cast.cast(SHAPE, E4M3, True, True, follows=True), following
+    rows = {"x": VALUES, "codes": CODES, "scale": SCALAR}
+    yield "block1d_rows", block_cast.row_blocks(SHAPE, E4M3, True, False, processors=132, **SCALES), rows
+    yield "block1d_both", block_cast.row_blocks(SHAPE, E4M3, True, True, processors=132, **SCALES), block
+    yield "block2d", block_cast.square_blocks(SHAPE, E4M3, True, True, **SCALES), block
+    exponents = {**block, "scale": BYTES, "scale_t": BYTES}
+    yield "mxfp8", mxfp8.blocks(SHAPE, E4M3, True, True, square=False), exponents
+    fourbit = {"x": VALUES, "amax": SCALAR, "amax_t": SCALAR, "random": SCALAR, "random_t": None}
+    fourbit |= {"codes": BYTES, "scale": CODES, "codes_t": BYTES, "scale_t": CODES}
+    yield "nvfp4", nvfp4.blocks(SHAPE, True, True, square=False, hadamard=True, random_sign=True), fourbit
+
+
+def ptx_of(launch: Launch, pointers: dict[str, str | None], capability: int) -> tuple[str, int]:
+    """(PTX, bytes of shared memory) of a launch's kernel."""
+    names = launch.kernel.arg_names
+    constants = dict(zip(names[len(names) - len(launch.constants) :], launch.constants, strict=True))
+    constants |= {name: None for name, kind in pointers.items() if kind is None}
+    kinds = {name: "i32" for name in names} | {name: kind for name, kind in pointers.items() if kind is not None}
+    signature = {name: "constexpr" if name in constants else kinds[name] for name in names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name not in constants}
+    compiled = triton.compile(
+        ASTSource(launch.kernel, signature, constants, aligned),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": launch.warps, "num_stages": 1, "launch_pdl": launch.dependent},
+    )
+    return compiled.asm["ptx"], compiled.metadata.shared
+
+
+def count(pattern: str, ptx: str) -> int:
+    return len(re.findall(pattern, ptx))
+
+
+def main() -> None:
+    facts = {}
+    for capability in (90, 100):
+        for name, launch, pointers in launches():
+            ptx, shared = ptx_of(launch, pointers, capability)
+            facts[f"sm{capability}-{name}"] = {
+                "shared": shared,
+                "casts": count(r"\bcvt\.\S*e4m3x2\.f", ptx),
+                "saturating": count(r"\bcvt\.rn\.satfinite\.e4m3x2\.f32", ptx),
+                "double": count(r"\.f64", ptx),
+                "approximate": count(r"\bdiv\.(full|approx)|\brcp\.approx", ptx),
+            }
+    print(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    main()

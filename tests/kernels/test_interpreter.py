@@ -1,0 +1,67 @@
+"""The kernels' arithmetic and indexing without a GPU: in Triton's interpreter, and through its compiler for Hopper."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed (pip install triton==3.6.0)"
+)
+
+
+def lines_of(script: str, *arguments: str) -> dict:
+    """The JSON object that a script of this folder prints, run in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(HERE / script), *arguments], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, bool]:
+    return lines_of("quantize_cases.py")
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, dict[str, int]]:
+    return lines_of("compile_cases.py")
+
+
+FORMATS = ("float8", "block1d", "block2d", "mxfp8", "nvfp4")
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_interpreted_kernels_give_the_reference_bits(form, interpreted):
+    cases = {name: equal for name, equal in interpreted.items() if name.startswith(form)}
+    assert len(cases) >= 8
+    assert [name for name, equal in cases.items() if not equal] == []
+
+
+@pytest.mark.parametrize("architecture", ["sm90", "sm100"])
+def test_every_kernel_compiles_and_fits_the_shared_memory(architecture, compiled):
+    cases = {name: facts for name, facts in compiled.items() if name.startswith(architecture)}
+    assert len(cases) == 8
+    assert [name for name, facts in cases.items() if facts["shared"] > 227 * 1024] == []
+
+
+def test_casts_to_fp8_saturate_and_round_once_on_hopper(compiled):
+    casting = {name: facts for name, facts in compiled.items() if name.startswith("sm90") and facts["casts"]}
+    assert len(casting) == 7  # all but the amax pass
+    assert [name for name, facts in casting.items() if facts["casts"] != facts["saturating"]] == []
+
+
+def test_no_kernel_computes_in_double_precision(compiled):
+    assert [name for name, facts in compiled.items() if facts["double"]] == []
+
+
+def test_divisions_are_correctly_rounded(compiled):
+    assert [name for name, facts in compiled.items() if facts["approximate"]] == []
