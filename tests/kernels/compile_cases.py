@@ -25,7 +25,14 @@ VALUES, SCALAR, BYTES, CODES = "*bf16", "*fp32", "*u8", "*fp8e4nv"
 
 def launches() -> Iterator[tuple[str, Launch, dict[str, str | None]]]:
     """(name, record, type of each pointer; None: that argument is not given)."""
-    float8 = {"x": VALUES, "scale": SCALAR, "amax": SCALAR, "codes": CODES, "codes_t": None, "scale_inv": SCALAR}
+    float8 = {
+        "x": VALUES,
+        "scale": SCALAR,
+        "amax": SCALAR,
+        "codes": CODES,
+        "codes_t": None,
+        "scale_inv": SCALAR,
+    }
     block = {"x": VALUES, "codes": CODES, "scale": SCALAR, "codes_t": CODES, "scale_t": SCALAR}
     yield "amax", cast.absolute_maximum(512 * 1024, overlaps=True), {"x": VALUES, "amax": SCALAR}
     yield "cast", cast.cast(SHAPE, E4M3, True, False, records=True), float8
@@ -47,7 +54,7 @@ def ptx_of(launch: Launch, pointers: dict[str, str | None], capability: int) -> 
     names = launch.kernel.arg_names
     constants = dict(zip(names[len(names) - len(launch.constants) :], launch.constants, strict=True))
     constants |= {name: None for name, kind in pointers.items() if kind is None}
-    kinds = {name: "i32" for name in names} | {name: kind for name, kind in pointers.items() if kind is not None}
+    kinds = dict.fromkeys(names, "i32") | {name: kind for name, kind in pointers.items() if kind is not None}
     signature = {name: "constexpr" if name in constants else kinds[name] for name in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name not in constants}
     compiled = triton.compile(

@@ -12,7 +12,9 @@ from transformer_engine.pytorch.primitives import launching
 def pytest_configure() -> None:
     repair()
     _let_loops_start_at_a_program_id()
-    launching.processors = lambda device: 2  # several programs share the rows, each has several
+    launching.processors = lambda device: launching.Processors(
+        2, 1 << 16
+    )  # several programs share the rows, each has several
 
 
 def _let_loops_start_at_a_program_id() -> None:

@@ -20,7 +20,10 @@ pytestmark = pytest.mark.skipif(
 def lines_of(script: str, *arguments: str) -> dict:
     """The JSON object that a script of this folder prints, run in a process of its own."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(HERE / script), *arguments], capture_output=True, text=True, timeout=300
+        [sys.executable, "-W", "ignore", str(HERE / script), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

@@ -21,7 +21,7 @@ EPS = 1e-5
 # One unit in the last place of the output's format; float32 sums of many terms lose a few more bits.
 TOLERANCE = {torch.float32: 4e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["fp32", "fp16", "bf16"])
-SMALL = [(1, 1), (1, 31), (7, 32), (5, 33), (9, 257), (3, 2049)]
+SMALL = [(1, 1), (7, 32), (5, 33), (3, 2049)]
 LARGE = [
     (1000, 128),
     (64, 2048),
@@ -99,7 +99,7 @@ def test_rmsnorm_and_its_gradients_equal_float64(rows, width, dtype, zero_center
 
 
 @runs_kernels
-@pytest.mark.parametrize("rows, width", [(3, 8200), (2, 16400)])
+@pytest.mark.parametrize("rows, width", [(2, 8200), (2, 16400)])
 def test_rows_too_wide_for_one_tile_equal_float64(rows, width):
     x, weight, bias, dy = _inputs(rows, width, torch.float32)
     y64, dx64, dweight64, dbias64 = _expected(x, weight, bias, dy, True)

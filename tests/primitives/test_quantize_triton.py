@@ -129,6 +129,16 @@ def test_every_shape_and_content_gives_the_reference_bits(name, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name in SPECS if "e4m3" in name])
+@pytest.mark.parametrize("shape", [(2050, 2070), (2049, 2063), (2048, 4096)], ids=str)
+def test_large_matrices_with_their_larger_tiles_give_the_reference_bits(name, shape):
+    x = matrix(shape, torch.bfloat16, "special")
+    actual = quantize(x, SPECS[name])
+    with use_backend(quantize="reference"):
+        assert_same(actual, quantize(x, SPECS[name]))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", [name for name in SPECS if name.endswith(("-both", "-both-plain"))])
 def test_results_equal_those_of_the_cpu(name):
     spec = SPECS[name]

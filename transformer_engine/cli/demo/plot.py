@@ -15,14 +15,10 @@ RECIPE_COLOUR = "#c2410c"
 
 
 def smooth(values: list[float]) -> list[float]:
-    """Centred mean over a window of about a thirtieth of the curve, narrower at its ends."""
-    widest = len(values) // 60
-    out = []
-    for index in range(len(values)):
-        reach = min(widest, index, len(values) - 1 - index)
-        window = values[index - reach : index + reach + 1]
-        out.append(sum(window) / len(window))
-    return out
+    """Mean over a window of about a thirtieth of the curve round each value, cut off at the curve's ends."""
+    reach = len(values) // 60
+    windows = [values[max(0, index - reach) : index + reach + 1] for index in range(len(values))]
+    return [sum(window) / len(window) for window in windows]
 
 
 def plot_losses(path: Path, config: Config, history: list[Progress]) -> None:

@@ -20,7 +20,7 @@ from .data import Corpus
 from .model import ByteGPT
 from .optimizer import MasterAdamW, learning_rate
 
-EVALUATION_BATCHES = 8
+EVALUATION_BATCHES = 32
 
 
 @dataclass(frozen=True)

@@ -159,7 +159,9 @@ def blocks(
     """Inputs: x [M, K] contiguous; outputs: codes, scale [M, ceil(K/32)], codes_t, scale_t [K, ceil(M/32)]."""
     rows, depth = shape
     dtype = codes_dtype(element)
-    block_m, block_k, warps = 64, 128, 8
+    # H200, 8192 x 14336 bfloat16 to e4m3: both directions 64 x 64 with 4 warps 0.182 ms, 128 x 64 0.193, 64 x 128
+    # 0.234; rows alone 32 x 128 with 4 warps 0.0918, 64 x 64 0.0983.
+    block_m, block_k, warps = (64, 64, 4) if columnwise else (32, 128, 4)
     outputs = (
         Output((rows, depth), dtype) if rowwise else None,
         Output((rows, ceil_div(depth, _GROUP)), "uint8") if rowwise else None,

@@ -2,7 +2,8 @@
 
 x, dy, dx and y are [rows, width] with unit column stride; an RMSNorm has mean = None. All arithmetic is float32.
 Gradients of gamma and beta are summed by each program over its own rows into a workspace [1 or 2, programs, width],
-and then over the programs in a fixed order: no atomics, so that two runs give the same bits.
+and then over the programs in a fixed order: no atomics, so that two runs give the same bits. The file is long
+because the kernels share the tables that size them.
 """
 
 from __future__ import annotations
@@ -355,17 +356,27 @@ def forward(
     statistic = Output((rows,), "float32")
     outputs = (Output((rows, width), dtype), statistic if centered else None, statistic)
     scalars = (rows, width, x_stride, eps)
-    # H200, 2^26 bf16 elements, of 4.13 TB/s that a copy reaches in the same measurement: see each line.
+    block = triton.next_power_of_2(width)
+    # Rates are those of an H200 in bf16, TB/s; a copy of the same size reaches 4.1 in the same measurement.
     if width > 16384:  # RMSNorm 3.5 at 32768, LayerNorm 2.9; whole rows in registers spill: 1.2
         return Launch(forward_wide, (rows, 1, 1), outputs, scalars, (zero_centered, 8192), warps=32)
-    block = triton.next_power_of_2(width)
-    if width > 8192:  # 3.5-3.6; one row a program 2.5-2.9, bound by reading gamma again from the L2 cache
+    if width > 8192:  # 3.4-3.6; one row a program 2.5-2.9: it reads gamma again from the L2 cache
         grid = (min(rows, 2 * processors), 1, 1)
         return Launch(forward_streamed, grid, outputs, scalars, (zero_centered, block, 3), warps=16)
-    block_rows = max(1, 2048 // block)
+    if centered and 4096 < width < block:  # 3.6 at 5120; one row a program 3.1-3.2
+        grid = (min(rows, 2 * processors), 1, 1)
+        return Launch(forward_streamed, grid, outputs, scalars, (zero_centered, block, 4), warps=8)
+    block_rows, warps = _forward_tile(block, centered)
     grid = (ceil_div(rows, block_rows), 1, 1)
     constants = (zero_centered, block_rows, block)
-    return Launch(forward_rows, grid, outputs, scalars, constants, warps=4)
+    return Launch(forward_rows, grid, outputs, scalars, constants, warps)
+
+
+def _forward_tile(block: int, centered: bool) -> tuple[int, int]:
+    """(rows a program, warps) for rows padded to block columns: 3.8-4.0 TB/s."""
+    if block == 4096:
+        return (2, 8) if centered else (1, 8)
+    return max(1, 2048 // block), 4
 
 
 def backward(
@@ -376,48 +387,59 @@ def backward(
     weight_dtype: str,
     zero_centered: bool,
     centered: bool,
+    column_bytes: int,
     processors: int,
+    shared_memory: int,
 ) -> tuple[Launch, ...]:
     """Launches to be started in order; strides are those of dy, x and add (0 without one).
 
     1. (dy, x, add | None, gamma, mean | None, rstdev) -> dx [rows, width], and, when there are two launches, a
        workspace; 2., of three: (dy, x, mean | None, rstdev) -> the workspace; last: (workspace) -> dgamma [width],
        dbeta [width] when centered (else None).
+
+    column_bytes   bytes of one element each of dy, x and add, what a stage of the pipeline holds a column
+    shared_memory  bytes that one program may have
     """
     kinds = 2 if centered else 1
     dx = Output((rows, width), dtype)
+    scalars = (rows, width, *strides)
+
+    def fitting(stages: int, tile: int) -> int:
+        return max(1, min(stages, (shared_memory - _REDUCTION_BYTES) // (tile * column_bytes)))
+
     # A LayerNorm keeps two sums a column; with a row beyond 8192 they do not fit the registers (1.1 TB/s).
     if width > (8192 if centered else 16384):
         programs = min(32, ceil_div(rows, 32))
         workspace = Output((kinds, programs, width), "float32")
-        scalars = (rows, width, *strides[:2])
         grid = (ceil_div(width, 128), programs, 1)
-        first = Launch(
-            backward_wide, (rows, 1, 1), (dx,), (rows, width, *strides), (zero_centered, 4096), warps=16
-        )
-        second = Launch(column_sums, grid, (workspace,), scalars, (32, 128, 3), warps=4)
+        first = Launch(backward_wide, (rows, 1, 1), (dx,), scalars, (zero_centered, 4096), warps=16)
+        constants = (32, 128, fitting(3, 32 * 128))
+        second = Launch(column_sums, grid, (workspace,), scalars[:4], constants, warps=4)
         return first, second, _sum_partials(programs, width, weight_dtype, centered)
     block = triton.next_power_of_2(width)
     block_rows, warps, resident, stages = _backward_tile(width)
     programs = min(ceil_div(rows, block_rows), resident * processors)
     workspace = Output((kinds, programs, width), "float32")
-    constants = (zero_centered, block_rows, block, stages)
-    scalars = (rows, width, *strides)
+    constants = (zero_centered, block_rows, block, fitting(stages, block_rows * block))
     first = Launch(backward_rows, (programs, 1, 1), (dx, workspace), scalars, constants, warps)
     return first, _sum_partials(programs, width, weight_dtype, centered)
 
 
+# Shared memory that a program's reductions need beside its pipeline; 4.1 KB were seen.
+_REDUCTION_BYTES = 8192
+
+
 def _backward_tile(width: int) -> tuple[int, int, int, int]:
-    """(rows a tile, warps, programs a multiprocessor, stages); TB/s of an H200 whose copy reaches 4.13."""
+    """(rows a tile, warps, programs a multiprocessor, stages), with TB/s of an H200 in bf16."""
     if width > 8192:
         return 1, 16, 1, 1  # 3.2-3.5; two stages spill: 2.4
     if width > 6144:
-        return 1, 8, 1, 3  # 3.8-3.9
+        return 1, 8, 1, 3  # 4.0
     if width > 4096:
-        return 1, 8, 1, 4  # 3.7-3.8; three stages 3.4
+        return 1, 8, 1, 4  # RMSNorm 3.8, LayerNorm 3.2; three stages 3.3, 3.1
     if width > 2048:
         return 1, 8, 2, 3  # 3.9
-    return max(1, 2048 // triton.next_power_of_2(width)), 4, 4, 3
+    return max(1, 2048 // triton.next_power_of_2(width)), 4, 4, 3  # 3.9-4.0
 
 
 def _sum_partials(programs: int, width: int, weight_dtype: str, centered: bool) -> Launch:

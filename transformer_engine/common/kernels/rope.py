@@ -124,10 +124,10 @@ def rotate_kernel(
         tl.store(target + pair[None, :], first.to(y.dtype.element_ty), mask=mask)
         tl.store(target + far[None, :], second.to(y.dtype.element_ty), mask=mask)
     if HAS_REST:
-        for begin_rest in range(0, features - rotated, BLOCK_REST):
-            column = rotated + begin_rest + tl.arange(0, BLOCK_REST)
-            mask = (head < heads)[:, None] & (column < features)[None, :]
-            tl.store(target + column[None, :], tl.load(source + column[None, :], mask=mask), mask=mask)
+        for first_rest in range(0, features - rotated, BLOCK_REST):
+            rest = rotated + first_rest + tl.arange(0, BLOCK_REST)[None, :]
+            copied = (head < heads)[:, None] & (rest < features)
+            tl.store(target + rest, tl.load(source + rest, mask=copied), mask=copied)
 
 
 def rotate(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,13 @@ from ..device import get_device_compute_capability
 
 DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+class Processors(NamedTuple):
+    """How many multiprocessors there are, and the bytes of shared memory that one program may have."""
+
+    count: int
+    shared_memory: int
 
 
 def run(launch: Launch, inputs: Sequence[Tensor | None]) -> list[Tensor]:
@@ -36,9 +43,10 @@ def run(launch: Launch, inputs: Sequence[Tensor | None]) -> list[Tensor]:
 
 
 @functools.cache
-def processors(device: int) -> int:
-    """The number of multiprocessors of a CUDA device."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def processors(device: int) -> Processors:
+    """The multiprocessors of a CUDA device."""
+    properties = torch.cuda.get_device_properties(device)
+    return Processors(properties.multi_processor_count, properties.shared_memory_per_block_optin)
 
 
 def refuses_elementwise(device: torch.device, *dtypes: torch.dtype) -> str | None:

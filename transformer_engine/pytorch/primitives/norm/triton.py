@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -73,6 +74,7 @@ def _backward(
         (x.dtype, weight.dtype),
         zero_centered,
         mean is not None,
+        dy.element_size() + x.element_size() + (0 if add is None else add.element_size()),
         x.device.index,
     )
     outputs = run(launches[0], (dy, x, add, weight.contiguous(), mean, rstdev))
@@ -100,7 +102,14 @@ def _forward_launch(
 
     rows, width = shape
     return norm.forward(
-        rows, width, x_stride, DTYPE_NAMES[dtype], eps, zero_centered, centered, launching.processors(device)
+        rows,
+        width,
+        x_stride,
+        DTYPE_NAMES[dtype],
+        eps,
+        zero_centered,
+        centered,
+        launching.processors(device).count,
     )
 
 
@@ -111,14 +120,24 @@ def _backward_launches(
     dtypes: tuple[torch.dtype, torch.dtype],
     zero_centered: bool,
     centered: bool,
+    column_bytes: int,
     device: int,
 ) -> tuple[Launch, ...]:
     from ....common.kernels import norm  # it imports triton
 
     rows, width = shape
     dtype, weight_dtype = DTYPE_NAMES[dtypes[0]], DTYPE_NAMES[dtypes[1]]
-    processors = launching.processors(device)
-    return norm.backward(rows, width, strides, dtype, weight_dtype, zero_centered, centered, processors)
+    return norm.backward(
+        rows,
+        width,
+        strides,
+        dtype,
+        weight_dtype,
+        zero_centered,
+        centered,
+        column_bytes,
+        *launching.processors(device),
+    )
 
 
 def _empty_layernorm(
@@ -171,8 +190,16 @@ OPERATIONS = {
 }
 
 
+def operation(name: str) -> Callable[..., Any]:
+    return OPERATIONS[name]
+
+
+def _operation(name: str) -> Callable[..., Any]:
+    return OPERATIONS[name]  # torch 2.11's tracer does not know a bound dict.__getitem__
+
+
 def refuses(request: NormRequest) -> str | None:
     return refuses_elementwise(request.device, request.dtype, request.weight_dtype)
 
 
-BACKEND: Backend[NormRequest] = Backend("triton", OPERATIONS.__getitem__, refuses)
+BACKEND: Backend[NormRequest] = Backend("triton", operation, refuses)

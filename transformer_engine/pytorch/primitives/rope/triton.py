@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -112,8 +113,12 @@ _traceable_rotate = traceable(
 OPERATIONS = {"forward": forward, "backward": backward}
 
 
+def operation(name: str) -> Callable[..., Tensor]:
+    return OPERATIONS[name]
+
+
 def refuses(request: RopeRequest) -> str | None:
     return refuses_elementwise(request.device, request.dtype)
 
 
-BACKEND: Backend[RopeRequest] = Backend("triton", OPERATIONS.__getitem__, refuses)
+BACKEND: Backend[RopeRequest] = Backend("triton", operation, refuses)

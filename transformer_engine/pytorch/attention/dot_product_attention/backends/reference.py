@@ -134,11 +134,13 @@ class Attention(torch.autograd.Function):
         attended = forward(q, k, v, bias, sink, visible, scale, dropout)
         ctx.save_for_backward(q, k, v, bias, sink, visible, *attended)
         ctx.scale, ctx.dropout = scale, dropout
-        ctx.mark_non_differentiable(attended.max_logit)
-        return attended.out, attended.max_logit
+        # Everything that is saved is an input or an output: torch.compile keeps no other tensors reliably.
+        others = [tensor for tensor in attended[1:] if tensor is not None]
+        ctx.mark_non_differentiable(*others)
+        return attended.out, *others
 
     @staticmethod
-    def backward(ctx, grad_out, _):
+    def backward(ctx, grad_out, *_):
         q, k, v, bias, sink, visible, *attended = ctx.saved_tensors
         gradients = backward(
             grad_out, Attended(*attended), q, k, v, bias, sink, visible, ctx.scale, ctx.dropout
@@ -149,7 +151,7 @@ class Attention(torch.autograd.Function):
 def attend(request: AttentionRequest, inputs: AttentionInputs) -> AttentionResult:
     """The attention of a request, differentiable in q, k, v, bias and sink."""
     q, k, v = layout.dense_qkv(request, inputs)
-    out, max_logit = Attention.apply(
+    out, _, max_logit, *_ = Attention.apply(
         q,
         k,
         v,
