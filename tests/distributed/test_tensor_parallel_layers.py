@@ -81,7 +81,9 @@ def sharded(device, kind: str, recipe: str, sequence: bool):
 @pytest.mark.parametrize("recipe", ["none", "current"])
 @pytest.mark.parametrize("sequence", [False, True])
 def test_two_ranks_equal_one(kind, recipe, sequence, tmp_path):
-    ranks = run_on_ranks(functools.partial(sharded, kind=kind, recipe=recipe, sequence=sequence), SIZE, tmp_path)
+    ranks = run_on_ranks(
+        functools.partial(sharded, kind=kind, recipe=recipe, sequence=sequence), SIZE, tmp_path
+    )
     y, dx, grads = run(whole(kind), *problem(), RECIPES[recipe])
     # Shards are scaled by their own maxima, so quantized results differ within E5M2's two bits; a wrong shard by 1.
     tolerance = {"rtol": 1e-4, "atol": 1e-4} if recipe == "none" else {"rtol": 0.2, "atol": 0.3}

@@ -315,7 +315,10 @@ def test_parameters_have_the_dtype_asked_for(kind, device):
 def test_torch_autocast_decides_the_compute_dtype(kind, name, device):
     layer = LAYERS[kind](device=device)
     x = sample(device)
-    with torch.autocast(device.type, dtype=torch.bfloat16), autocast(enabled=name != "none", recipe=RECIPES[name]):
+    with (
+        torch.autocast(device.type, dtype=torch.bfloat16),
+        autocast(enabled=name != "none", recipe=RECIPES[name]),
+    ):
         y = layer(x)
     assert y.dtype == torch.bfloat16
     y.float().sum().backward()

@@ -71,13 +71,23 @@ def test_a_backend_refuses_or_meets_the_exact_product(backend, pair, size, devic
     assert ((out - exact).abs() <= bound_of(a, b, backend.startswith("scaled_mm"))).all()
 
 
-@pytest.mark.parametrize("name", [None, "float8", "mxfp8"])
+@pytest.mark.parametrize("name", [None, "float8", "block1d", "mxfp8"])
 def test_bias_is_added_in_the_epilogue(name, device):
-    a, b = operand(name, 32, 64, device), operand(name, 48, 64, device)
+    a = operand(name, 32, 64, device)
+    b = operand("block2d" if name == "block1d" else name, 48, 64, device)
     bias = torch.randn(48, device=device).bfloat16()
     out = gemm(a, b, Epilogue(torch.bfloat16, bias=bias))
-    expected = (values_of(a) @ values_of(b).t() + bias.double()).bfloat16()
-    torch.testing.assert_close(out, expected, rtol=1.6e-2, atol=1e-2)
+    exact = values_of(a) @ values_of(b).t() + bias.double()
+    bound = bound_of(a, b, name is not None and out.is_cuda) + 2.0**-7 * exact.abs() + 1e-3
+    assert ((out.double() - exact).abs() <= bound).all()
+
+
+def test_a_whole_number_of_blocks_takes_its_bias_too(device):
+    a, b = operand("block1d", 32, 128, device), operand("block2d", 128, 128, device)
+    bias = torch.randn(128, device=device).bfloat16()
+    out = gemm(a, b, Epilogue(torch.bfloat16, bias=bias))
+    exact = values_of(a) @ values_of(b).t() + bias.double()
+    assert ((out.double() - exact).abs() <= bound_of(a, b, out.is_cuda) + 2.0**-7 * exact.abs() + 1e-3).all()
 
 
 @pytest.mark.parametrize("name", [None, "float8"])

@@ -38,7 +38,9 @@ def assert_same(actual: Quantized, expected: Quantized) -> None:
     for field, a, b in zip(Quantized._fields, actual, expected, strict=True):
         assert (a is None) == (b is None), field
         if a is not None and b is not None:
-            assert a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)), field
+            assert a.dtype == b.dtype and torch.equal(
+                a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)
+            ), field
 
 
 def operands(q: Quantized, spec: QuantizeSpec, dtype=torch.float32) -> tuple[Operand, Operand]:

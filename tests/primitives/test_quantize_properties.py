@@ -80,7 +80,9 @@ def by_columns(q, spec: QuantizeSpec) -> Operand:
 
 def same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     assert a is not None and b is not None
-    return a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    return a.shape == b.shape and torch.equal(
+        a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)
+    )
 
 
 @every_spec

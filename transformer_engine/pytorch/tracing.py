@@ -1,4 +1,4 @@
-"""constant_while_tracing(function): torch.compile calls it for real while tracing and keeps the answer as a constant."""
+"""constant_while_tracing(function): torch.compile calls it for real while tracing, and keeps the answer."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ F = TypeVar("F", bound=Callable)
 
 
 def constant_while_tracing(function: F) -> F:
-    """What torch.compiler.assume_constant_result does, without importing the compiler, which takes over a second."""
+    """What torch.compiler.assume_constant_result does, without importing the compiler, which takes a second."""
     function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
     return function

@@ -2,8 +2,9 @@
 
 x, dy, dx and y are [rows, width] with unit column stride; an RMSNorm has mean = None. All arithmetic is float32.
 Gradients of gamma and beta are summed by each program over its own rows into a workspace [1 or 2, programs, width],
-and then over the programs in a fixed order: no atomics, so that two runs give the same bits. The file is long
-because the kernels share the tables that size them.
+and then over the programs in a fixed order: no atomics, so that two runs give the same bits.
+
+Longer than 400 lines because the kernels share the tables that size them.
 """
 
 from __future__ import annotations

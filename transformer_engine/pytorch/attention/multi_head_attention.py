@@ -274,7 +274,7 @@ class MultiheadAttention(nn.Module):
         fast_zero_fill: bool = True,
         pad_between_seqs: bool | None = None,
     ) -> Tensor | tuple[Tensor | None, ...]:
-        """out [.., hidden], or (out[, bias][, norm(hidden_states)]) as the constructor said.
+        """out [.., hidden], or `(out[, bias][, norm(hidden_states)])` as the constructor said.
 
         rotary_pos_emb   angles [s, 1, 1, d] for queries and keys, or a pair of them
         encoder_output   what cross attention takes its keys and values from

@@ -26,11 +26,11 @@ def norm_linear(
     x: Tensor, gamma: Tensor, beta: Tensor | None, weight: Tensor, bias: Tensor | None, spec: NormLinearSpec
 ) -> tuple[Tensor, Tensor | None]:
     """(y [.., N], norm(x) [.., K] or None), differentiable in every tensor."""
-    if spec.needs_grad:
-        y, norm_output = _NormLinear.apply(x, gamma, beta, weight, bias, spec)  # pyright: ignore
-    else:
+    if not spec.needs_grad:
         y, norm_output, _, _ = _forward(x, gamma, beta, weight, bias, spec)
-    return y, norm_output if spec.returns_norm_output else None
+        return y, norm_output
+    outputs = _NormLinear.apply(x, gamma, beta, weight, bias, spec)
+    return outputs if spec.returns_norm_output else (outputs, None)  # pyright: ignore[reportReturnType]
 
 
 def _forward(
@@ -53,10 +53,11 @@ class _NormLinear(torch.autograd.Function):
         ctx.save_for_backward(x, gamma, statistics.mean, statistics.rstdev, *tensors)
         ctx.spec = spec
         ctx.weight_dtype, ctx.bias_dtype = weight.dtype, weight.dtype if bias is None else bias.dtype
-        return y, norm_output
+        # torch 2.11 cannot trace the backward of an output that is None.
+        return y if norm_output is None else (y, norm_output)
 
     @staticmethod
-    def backward(ctx, grad_output, grad_norm_output):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, grad_output, grad_norm_output=None):  # pyright: ignore[reportIncompatibleMethodOverride]
         spec = ctx.spec
         x, gamma, mean, rstdev, *tensors = ctx.saved_tensors
         saved = LinearSaved(*unpack(tensors, ctx.rebuilds))

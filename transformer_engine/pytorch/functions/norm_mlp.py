@@ -57,11 +57,11 @@ class NormMLPSaved(NamedTuple):
 
 def norm_mlp(tensors: NormMLPTensors, spec: NormMLPSpec) -> tuple[Tensor, Tensor | None]:
     """(y [.., H], norm(x) or None), differentiable in every tensor."""
-    if spec.needs_grad:
-        y, norm_output = _NormMLP.apply(spec, *tensors)  # pyright: ignore
-    else:
+    if not spec.needs_grad:
         y, norm_output, _ = _forward(tensors, spec)
-    return y, norm_output if spec.returns_norm_output else None
+        return y, norm_output
+    outputs = _NormMLP.apply(spec, *tensors)
+    return outputs if spec.returns_norm_output else (outputs, None)  # pyright: ignore[reportReturnType]
 
 
 def _first_half(tensors: NormMLPTensors, spec: NormMLPSpec):
@@ -157,10 +157,11 @@ class _NormMLP(torch.autograd.Function):
         else:
             parts, ctx.rebuilds = pack(*saved.fc1, *saved.fc2)
             ctx.save_for_backward(tensors.x, tensors.gamma, *saved.statistics, saved.fc1_output, *parts)
-        return y, norm_output
+        # torch 2.11 cannot trace the backward of an output that is None.
+        return y if norm_output is None else (y, norm_output)
 
     @staticmethod
-    def backward(ctx, grad_output, grad_norm_output):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, grad_output, grad_norm_output=None):  # pyright: ignore[reportIncompatibleMethodOverride]
         spec = ctx.spec
         if spec.recompute:
             count = len(NormMLPTensors._fields)

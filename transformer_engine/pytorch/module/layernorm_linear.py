@@ -105,7 +105,7 @@ class LayerNormLinear(LinearParameters):
         fp8_output: bool | None = False,
         fp8_grad: bool | None = False,
     ) -> Tensor | tuple[Tensor, ...]:
-        """y, or (y[, bias][, norm(x)]) as return_bias and return_layernorm_output say.
+        """y, or `(y[, bias][, norm(x)])` as return_bias and return_layernorm_output say.
 
         Arguments and errors as in Linear.forward.
         """

@@ -143,7 +143,7 @@ class LayerNormMLP(QuantizedProductsModule):
             self.fc2_bias.sequence_parallel = self.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor | tuple[Tensor, ...]:
-        """y, or (y[, fc2_bias][, norm(x)]) as return_bias and return_layernorm_output say."""
+        """y, or `(y[, fc2_bias][, norm(x)])` as return_bias and return_layernorm_output say."""
         self.check_input(inp, self.hidden_size)
         dtype = self.activation_dtype(inp)
         spec = self._spec(inp, dtype, is_first_microbatch)

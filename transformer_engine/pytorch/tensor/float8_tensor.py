@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from collections.abc import Hashable, Sequence
 from typing import Any, Protocol
@@ -29,6 +30,11 @@ class ScalingState(Protocol):
 
     scale: Tensor
     amax_history: Tensor
+
+
+@functools.cache
+def _spec(dtype: DType, rowwise: bool, columnwise: bool) -> QuantizeSpec:
+    return QuantizeSpec(FLOAT8, element_of(dtype), rowwise, columnwise)
 
 
 class _PerTensorQuantizer(Quantizer):
@@ -137,8 +143,12 @@ class Float8Quantizer(_PerTensorQuantizer):
     def encode(
         self, tensor: Tensor, rowwise: bool, columnwise: bool, *, noop_flag: Tensor | None = None
     ) -> Float8TensorStorage:
-        spec = QuantizeSpec(FLOAT8, element_of(self.dtype), rowwise, columnwise)
-        quantized = quantize(as_matrix(tensor), spec, scale=self.scale.reshape(1))
+        spec = _spec(self.dtype, rowwise, columnwise)
+        scale = self.scale.reshape(1)
+        if noop_flag is None and not torch.compiler.is_compiling():
+            quantized = quantize(as_matrix(tensor), spec, scale=scale, record=self.amax.view(1))
+            return self._packed(quantized, tensor.shape, tensor.dtype)
+        quantized = quantize(as_matrix(tensor), spec, scale=scale)
         assert quantized.amax is not None
         self.record(quantized.amax, noop_flag)
         return self._packed(quantized, tensor.shape, tensor.dtype)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ....common.dispatch import Backend
-from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8, ceil_div, round_up
+from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8, round_up
 from ..operand import Operand
 from .request import Epilogue, GemmRequest
 
@@ -72,22 +72,60 @@ def _refuses_block_scales(request: GemmRequest) -> str | None:
 
 
 def _run_block_scales(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
-    kinds = {BLOCK_1D: F.ScalingType.BlockWise1x128, BLOCK_2D: F.ScalingType.BlockWise128x128}
     assert a.format is not None and b.format is not None
     row_unit = {BLOCK_1D: _ALIGNMENT, BLOCK_2D: _BLOCK}
     a_codes = _pad(a.codes, row_unit[a.format], _BLOCK)
     b_codes = _pad(b.codes, row_unit[b.format], _BLOCK)
-    product = F.scaled_mm(
+    fused = _fuses_bias(b, epilogue) and b_codes.shape[0] == b.rows
+    multiply = _block_product_op if torch.compiler.is_compiling() else _block_product
+    product = multiply(
+        a_codes,
+        b_codes,
+        _block_scale(a, a_codes),
+        _block_scale(b, b_codes),
+        a.format == BLOCK_2D,
+        b.format == BLOCK_2D,
+        _result_dtype(epilogue),
+        epilogue.bias if fused else None,
+    )
+    product = product[: a.rows, : b.rows]
+    return epilogue.store(product) if fused else epilogue.finish(product)
+
+
+def _block_product(
+    a_codes: Tensor,
+    b_codes: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    a_square: bool,
+    b_square: bool,
+    dtype: torch.dtype,
+    bias: Tensor | None,
+) -> Tensor:
+    """a [M, K] @ b [N, K].T + bias [N] in dtype; 128x128 scales where square, else 1x128."""
+    kinds = {False: F.ScalingType.BlockWise1x128, True: F.ScalingType.BlockWise128x128}
+    return F.scaled_mm(
         a_codes,
         b_codes.t(),
-        scale_a=_block_scale(a, a_codes),
-        scale_recipe_a=kinds[a.format],
-        scale_b=_block_scale(b, b_codes),
-        scale_recipe_b=kinds[b.format],
-        output_dtype=_result_dtype(epilogue),
+        scale_a=a_scale,
+        scale_recipe_a=kinds[a_square],
+        scale_b=b_scale,
+        scale_recipe_b=kinds[b_square],
+        bias=bias,
+        output_dtype=dtype,
         use_fast_accum=False,
     )
-    return epilogue.finish(product[: a.rows, : b.rows])
+
+
+# torch 2.11 cannot trace F.scaled_mm.
+_block_product_op = torch.library.custom_op(
+    "transformer_engine::scaled_mm_block", _block_product, mutates_args=()
+)
+
+
+@_block_product_op.register_fake
+def _block_product_fake(a_codes, b_codes, a_scale, b_scale, a_square, b_square, dtype, bias) -> Tensor:
+    return a_codes.new_empty(a_codes.shape[0], b_codes.shape[0], dtype=dtype)
 
 
 def _pad(codes: Tensor, rows: int, columns: int) -> Tensor:
@@ -104,11 +142,15 @@ def _block_scale(operand: Operand, codes: Tensor) -> Tensor:
     assert operand.scale is not None
     rows, blocks = codes.shape[0], codes.shape[1] // _BLOCK
     if operand.format == BLOCK_1D:
-        padded = F.pad(operand.scale, (0, 0, 0, rows - operand.scale.shape[0]), value=1.0)
-        return _column_major(padded)
-    row_blocks = ceil_div(rows, _BLOCK)
-    scale = F.pad(operand.scale, (0, round_up(blocks, 4) - blocks), value=1.0)
-    return _column_major(scale[:row_blocks].t())
+        scale = _padded(operand.scale, rows - operand.scale.shape[0], 0)
+        return scale if scale.stride() == (1, rows) else _column_major(scale)
+    scale = _padded(operand.scale, 0, round_up(blocks, 4) - blocks)
+    return (scale if scale.is_contiguous() else scale.clone(memory_format=torch.contiguous_format)).t()
+
+
+def _padded(scale: Tensor, rows: int, columns: int) -> Tensor:
+    """More blocks, of zero codes, whose scale does not matter as long as it is finite."""
+    return F.pad(scale, (0, columns, 0, rows), value=1.0) if rows or columns else scale
 
 
 def _column_major(scale: Tensor) -> Tensor:

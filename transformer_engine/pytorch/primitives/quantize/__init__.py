@@ -47,18 +47,21 @@ def quantize(
     amax: Tensor | None = None,
     amax_t: Tensor | None = None,
     random: tuple[Tensor, Tensor] | None = None,
+    record: Tensor | None = None,
 ) -> Quantized:
     """x [M, K] -> codes and scales of the directions that spec asks for.
 
     scale     FLOAT8: multiply by this instead of a scale made from the absolute maximum (delayed scaling)
     amax      FLOAT8, NVFP4: the absolute maximum to use, for example one reduced over a group
     amax_t    NVFP4: the same for the columnwise direction
+    record    FLOAT8 with a given scale: float32 [1] that keeps the larger of itself and max|x|; the result's
+              amax is then this tensor. Not while compiling, where a write has to go through its base tensor
     random    NVFP4, stochastic: uniform float32 in [0, 1), shaped [M, K] for the rowwise codes and [K, M] for
               the columnwise (two_dimensional: the first alone, the columnwise codes being its transpose)
     """
     _check(x, spec, scale, random)
     request = Request(spec, (x.shape[0], x.shape[1]), x.dtype, x.device, scale is not None)
-    return TABLE.select(request).run(x, spec, scale, amax, amax_t, random)
+    return TABLE.select(request).run(x, spec, scale, amax, amax_t, random, record)
 
 
 def _check(x: Tensor, spec: QuantizeSpec, scale: Tensor | None, random: tuple[Tensor, Tensor] | None) -> None:

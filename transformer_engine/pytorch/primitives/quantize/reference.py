@@ -26,10 +26,15 @@ def run(
     amax: Tensor | None,
     amax_t: Tensor | None,
     random: tuple[Tensor, Tensor] | None,
+    record: Tensor | None = None,
 ) -> Quantized:
     """x [M, K] -> the directions that spec asks for."""
     if spec.format.name == FLOAT8.name:
-        return _float8(x, spec, scale, amax)
+        quantized = _float8(x, spec, scale, amax)
+        if record is None or quantized.amax is None:
+            return quantized
+        record.copy_(torch.maximum(record, quantized.amax.reshape(record.shape)))
+        return quantized._replace(amax=record)
     if spec.format.name == NVFP4.name:
         return _nvfp4(x, spec, amax, amax_t, random)
     return _tiled(x, spec)

@@ -1,6 +1,7 @@
 """Quantization on NVIDIA GPUs by Triton kernels, bit-equal to the reference (NaN codes may differ in their sign).
 
 Eager calls start the kernels directly; under torch.compile one registered operator keeps them opaque.
+Longer than 400 lines because that operator stands beside the calls it stands for.
 """
 
 from __future__ import annotations
@@ -66,17 +67,18 @@ def run(
     amax: Tensor | None,
     amax_t: Tensor | None,
     random: tuple[Tensor, Tensor] | None,
+    record: Tensor | None = None,
 ) -> Quantized:
     """x [M, K] -> the directions that spec asks for."""
     if torch.compiler.is_compiling():
         return _traced(x, spec, scale, amax, amax_t, random)
     if x.numel() == 0:
-        return reference.run(x, spec, scale, amax, amax_t, random)
+        return reference.run(x, spec, scale, amax, amax_t, random, record)
     device = x.device.index
     if device != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return _quantize(x.contiguous(), device, spec, scale, amax, amax_t, random)
-    return _quantize(x.contiguous(), device, spec, scale, amax, amax_t, random)
+            return _quantize(x.contiguous(), device, spec, scale, amax, amax_t, random, record)
+    return _quantize(x.contiguous(), device, spec, scale, amax, amax_t, random, record)
 
 
 BACKEND = Backend[Request]("triton", run, refuses)
@@ -90,9 +92,10 @@ def _quantize(
     amax: Tensor | None,
     amax_t: Tensor | None,
     random: tuple[Tensor, Tensor] | None,
+    record: Tensor | None,
 ) -> Quantized:
     if spec.format.name == FLOAT8.name:
-        return _float8(x, device, spec, _float32(scale), amax)
+        return _float8(x, device, spec, _float32(scale), amax, record)
     if spec.format.name == NVFP4.name:
         return _nvfp4(x, device, spec, amax, amax_t, random)
     return _tiled(x, device, spec)
@@ -115,12 +118,19 @@ def _empty(output: Output | None, device: torch.device) -> Tensor | None:
 
 
 def _float8(
-    x: Tensor, device: int, spec: QuantizeSpec, scale: Tensor | None, amax: Tensor | None
+    x: Tensor,
+    device: int,
+    spec: QuantizeSpec,
+    scale: Tensor | None,
+    amax: Tensor | None,
+    record: Tensor | None,
 ) -> Quantized:
     measure, cast = _float8_launches(
         spec, x.shape[0], x.shape[1], scale is not None, amax is not None, x.is_cuda
     )
-    if amax is None:
+    if record is not None:
+        amax, inverse = record, torch.empty(1, dtype=torch.float32, device=x.device)
+    elif amax is None:
         amax, inverse = _zero_and_scalar(x.device, device)
         if measure is not None:
             launch.start(measure, (x, amax), device)

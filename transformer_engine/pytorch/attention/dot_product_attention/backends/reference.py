@@ -58,7 +58,8 @@ def forward(
         max_logit = (
             logits.amax(dim=(0, 2, 3)) if logits.numel() else logits.new_full((q.shape[1],), -torch.inf)
         )
-        return Attended(out.to(q.dtype), lse, max_logit, kept)
+        # A copy: for an output that is a view, torch.compile of torch 2.11 gives zero gradients.
+        return Attended(out.to(q.dtype, copy=True), lse, max_logit, kept)
 
 
 def backward(
@@ -134,7 +135,7 @@ class Attention(torch.autograd.Function):
         attended = forward(q, k, v, bias, sink, visible, scale, dropout)
         ctx.save_for_backward(q, k, v, bias, sink, visible, *attended)
         ctx.scale, ctx.dropout = scale, dropout
-        # Everything that is saved is an input or an output: torch.compile keeps no other tensors reliably.
+        # Saved tensors are inputs or outputs, as torch.autograd.Function asks for.
         others = [tensor for tensor in attended[1:] if tensor is not None]
         ctx.mark_non_differentiable(*others)
         return attended.out, *others
