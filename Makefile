@@ -32,7 +32,7 @@ coverage: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --cov --cov-report=term-missing:skip-covered --cov-fail-under=90 $(ARGS)
 
 docs: $(VENV)/.docs
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) site build dist .pytest_cache .ruff_cache .hypothesis

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import transformer_engine.pytorch as te
 from transformer_engine.cli.demo import checkpoint
 from transformer_engine.cli.demo.config import HIGH_PRECISION, RECIPES, Config, resolve
 from transformer_engine.cli.demo.data import Corpus, load_corpus
@@ -64,6 +65,16 @@ def test_training_lowers_the_loss_and_the_recipe_changes_it(corpus: Corpus, tmp_
     first, last = trainer.history[0].loss, trainer.history[-1].loss
     assert all(last[name] < first[name] - 0.1 for name in last)
     assert last["current"] != last[HIGH_PRECISION]
+
+
+def test_a_recipe_that_does_not_run_here_is_refused_before_training(corpus: Corpus, tmp_path: Path):
+    if torch.cuda.is_available():
+        pytest.skip("a GPU may have the format")
+    with (
+        te.emulate(False),
+        pytest.raises(ValueError, match=r"recipe mxfp8 does not run here: .* TE_EMULATE=1"),
+    ):
+        Trainer(tiny("mxfp8"), corpus, tmp_path)
 
 
 def test_metrics_beyond_the_checkpoint_are_dropped(corpus: Corpus, tmp_path: Path):

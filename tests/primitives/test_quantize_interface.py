@@ -59,9 +59,7 @@ def assert_same(actual: Quantized, expected: Quantized) -> None:
     for field, a, b in zip(Quantized._fields, actual, expected, strict=True):
         assert (a is None) == (b is None), field
         if a is not None and b is not None:
-            assert a.dtype == b.dtype and torch.equal(
-                a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)
-            ), field
+            assert a.dtype == b.dtype and torch.equal(raw(a), raw(b)), field
 
 
 def operands(q: Quantized, spec: QuantizeSpec, dtype=torch.float32) -> tuple[Operand, Operand]:
@@ -329,3 +327,8 @@ def test_cuda_and_cpu_give_the_same_bits(name, dtype):
     assert_same(Quantized(*(None if t is None else t.cpu() for t in on_cuda)), on_cpu)
     for a, b in zip(operands(on_cpu, spec), operands(on_cuda, spec), strict=True):
         assert torch.equal(dequantize(a), dequantize(b).cpu())
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes; a copy, because contiguous() keeps the strides of an axis of size 1."""
+    return tensor.clone(memory_format=torch.contiguous_format).view(torch.uint8)

@@ -145,7 +145,7 @@ def extreme(name: str, rows: int, depth: int, dtype: torch.dtype) -> torch.Tenso
 
 def bits(t: torch.Tensor | None) -> np.ndarray:
     assert t is not None
-    return t.contiguous().view(torch.uint8).cpu().numpy()
+    return t.clone(memory_format=torch.contiguous_format).view(torch.uint8).cpu().numpy()
 
 
 def assert_same_codes(actual: torch.Tensor | None, expected: np.ndarray, element) -> None:

@@ -80,9 +80,7 @@ def by_columns(q, spec: QuantizeSpec) -> Operand:
 
 def same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     assert a is not None and b is not None
-    return a.shape == b.shape and torch.equal(
-        a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)
-    )
+    return a.shape == b.shape and torch.equal(raw(a), raw(b))
 
 
 @every_spec
@@ -235,3 +233,8 @@ def test_scale_that_overflows_becomes_the_given_value(device):
     assert scale_from_amax(amax, 448.0).item() == FLOAT32_MAX
     assert scale_from_amax(amax, 448.0, value_for_inf=65504.0).item() == 65504.0
     assert scale_from_amax(amax, 448.0, value_for_inf=65504.0, power_of_two=True).item() == 32768.0
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes; a copy, because contiguous() keeps the strides of an axis of size 1."""
+    return tensor.clone(memory_format=torch.contiguous_format).view(torch.uint8)

@@ -107,8 +107,9 @@ def _training_step(name: str, device: str) -> None:
         attn_input_format="bshd",
     )
     x = torch.randn(1, 128, 128, dtype=torch.bfloat16, device=device, requires_grad=True)
+    positions = te.attention.RotaryPositionEmbedding(64)(128).to(device)
     with te.autocast(enabled=recipe is not None, recipe=recipe):
-        out = layer(x)
+        out = layer(x, rotary_pos_emb=positions)
     out.float().sum().backward()
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ... import pytorch as te
+from ...pytorch.quantization import check_recipe_support
 from . import checkpoint
 from .config import Config, make_recipe
 from .data import Corpus
@@ -42,8 +43,11 @@ class Run:
     """One model with its optimizer and the recipe it computes under."""
 
     def __init__(self, name: str, config: Config):
-        torch.manual_seed(config.seed)
         self.recipe = make_recipe(name)
+        supported, reason = (True, "") if self.recipe is None else check_recipe_support(self.recipe)
+        if not supported:
+            raise ValueError(f"the recipe {name} does not run here: {reason}")
+        torch.manual_seed(config.seed)
         self.model = ByteGPT(config)
         self.optimizer = MasterAdamW(self.model.parameters())
 

@@ -45,8 +45,10 @@ class Heads:
     def split_kv(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """k [.., g, d], v [.., g, d] of x [.., 2 g d]."""
         if self.interleaved:
-            return x.unflatten(-1, (self.groups, 2 * self.size)).chunk(2, dim=-1)
-        return x.unflatten(-1, (2 * self.groups, self.size)).chunk(2, dim=-2)
+            k, v = x.unflatten(-1, (self.groups, 2 * self.size)).chunk(2, dim=-1)
+        else:
+            k, v = x.unflatten(-1, (2 * self.groups, self.size)).chunk(2, dim=-2)
+        return k, v
 
     def split_q(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.queries, self.size))
@@ -313,10 +315,10 @@ class MultiheadAttention(nn.Module):
             pad_between_seqs=pad_between_seqs,
         )
         projected = self.proj(context, is_first_microbatch=is_first_microbatch)
-        outputs = projected if self.return_bias else (projected,)
+        outputs: list[Any] = list(projected) if self.return_bias else [projected]
         if self.return_layernorm_output:
-            outputs = (*outputs, norm_output)
-        return outputs if len(outputs) > 1 else outputs[0]
+            outputs.append(norm_output)
+        return tuple(outputs) if len(outputs) > 1 else outputs[0]
 
     def _project(
         self, hidden_states: Tensor, encoder_output: Tensor | None, is_first_microbatch: bool | None

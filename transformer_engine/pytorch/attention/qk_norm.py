@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ..device import canonical_device
 from ..module.layernorm import LayerNorm
 from ..module.rmsnorm import RMSNorm
 
@@ -34,4 +35,4 @@ def query_key_norm(
     if norm == "L2Normalization":
         return L2Normalization(eps)
     kind = RMSNorm if norm == "RMSNorm" else LayerNorm
-    return kind(size, eps=eps, params_dtype=dtype, device=device)
+    return kind(size, eps=eps, params_dtype=dtype, device=canonical_device(device))

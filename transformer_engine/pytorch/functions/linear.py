@@ -117,7 +117,7 @@ def _with_directions(tensor: QuantizedTensorStorage, columnwise: bool) -> Quanti
     if not torch.compiler.is_compiling():
         # On the tensor itself, so that it keeps what had to be made; a compiler traces no methods of tensors.
         tensor.update_usage(rowwise_usage=True, columnwise_usage=columnwise or None)
-    storage = storage_of(tensor)
+    storage = storage_of(tensor)  # pyright: ignore[reportArgumentType]
     storage.update_usage(rowwise_usage=True, columnwise_usage=columnwise or None)
     return storage
 

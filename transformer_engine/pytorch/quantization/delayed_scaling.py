@@ -116,7 +116,8 @@ def _update_op(
     group: str,
 ) -> None:
     if group:
-        _reduce(histories, torch.distributed.distributed_c10d._resolve_process_group(group))
+        resolve: Any = torch.distributed.distributed_c10d._resolve_process_group
+        _reduce(histories, resolve(group))
     _update(histories, scales, algorithm, fp8_max, margin, keep_idle)
 
 

@@ -153,7 +153,7 @@ def _nvfp4(recipe: NVFP4BlockScaling, mode: str, tensor: str) -> Quantizer:
         with_post_rht_amax=params.random_hadamard_transform,
         with_2d_quantization=params.fp4_2d_quantization,
         stochastic_rounding=params.stochastic_rounding,
-        **_nvfp4_variants(recipe, mode, tensor),
+        **_nvfp4_variants(recipe, mode, tensor),  # pyright: ignore[reportArgumentType]
     )
 
 

@@ -28,7 +28,9 @@ __all__ = ["Float8CurrentScalingQuantizer", "Float8Quantizer", "Float8Tensor", "
 class ScalingState(Protocol):
     """Delayed scaling of n tensors: scale [n], and amax_history [length, n] whose row 0 is the running step."""
 
-    scale: Tensor
+    @property
+    def scale(self) -> Tensor: ...
+
     amax_history: Tensor
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ....common import env
 from ...device import canonical_device
@@ -340,7 +341,7 @@ class DotProductAttention(TransformerEngineBaseModule):
 
         def attend(*tensors: Tensor | None) -> AttentionResult:
             with tracker().fork() if forks else nullcontext():  # pyright: ignore[reportOptionalCall]
-                return backend.run(request, AttentionInputs(*tensors))
+                return backend.run(request, AttentionInputs(*tensors))  # pyright: ignore[reportArgumentType]
 
         if not recompute:
             return attend(*inputs)
@@ -348,7 +349,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             return recompute_checkpoint(
                 attend, *inputs, get_rng_state_tracker=tracker, tp_group=self.tp_group, use_reentrant=False
             )
-        return torch.utils.checkpoint.checkpoint(attend, *inputs, use_reentrant=False)
+        return torch_checkpoint(attend, *inputs, use_reentrant=False)  # pyright: ignore[reportReturnType]
 
 
 def is_deterministic() -> bool:
