@@ -1,6 +1,5 @@
 # PYTHON      the interpreter of the virtual environment, 3.10 to 3.13
-# PIP_FLAGS   further options for pip: on a machine without a GPU,
-#             make train PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+# PIP_FLAGS   further options for pip: on a machine without a GPU, the index of PyTorch's CPU builds
 #             avoids several gigabytes of CUDA libraries
 # ARGS        options for `te train` or for pytest: make train ARGS="--recipe mxfp8 --steps 100"
 PYTHON ?= python3
