@@ -60,7 +60,7 @@ def without_streams(device: torch.device, index: int) -> tuple[torch.Tensor, tor
 def is_equal(spec: QuantizeSpec, x: torch.Tensor, scale: torch.Tensor | None) -> bool:
     random = (torch.rand(x.shape), torch.rand(x.shape[::-1])) if spec.stochastic else None
     expected = reference.run(x, spec, scale, None, None, random)
-    actual = triton._quantize(x, 0, spec, scale, None, None, random)
+    actual = triton._quantize(x, 0, spec, scale, None, None, random, None)
     return all(
         interpreter.same_bits(getattr(actual, name), getattr(expected, name)) for name in Quantized._fields
     )
