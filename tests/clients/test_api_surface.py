@@ -16,6 +16,11 @@ import transformer_engine.pytorch as te
 from transformer_engine.common import recipe
 
 CONSTRUCTORS = {
+    "GroupedLinear": """
+        num_gemms in_features out_features bias init_method get_rng_state_tracker rng_tracker_name device
+        fuse_wgrad_accumulation return_bias params_dtype delay_wgrad_compute save_original_input parallel_mode
+        tp_group tp_size sequence_parallel single_grouped_weight single_grouped_bias
+    """,
     "Linear": """
         bias delay_wgrad_compute device fuse_wgrad_accumulation get_rng_state_tracker in_features
         init_method name out_features parallel_mode parameters_split params_dtype return_bias
@@ -66,6 +71,9 @@ CONSTRUCTORS = {
     """,
 }
 FORWARDS = {
+    "GroupedLinear": """
+        inp m_splits is_first_microbatch
+    """,
     "Linear": """
         inp is_first_microbatch fp8_output fp8_grad
     """,

@@ -10,7 +10,7 @@ from .attention import (
 from .constants import DType
 from .device import get_cudnn_version, get_device_compute_capability
 from .distributed import CudaRNGStatesTracker, checkpoint
-from .module import LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm
+from .module import GroupedLinear, LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm
 from .quantization import (
     autocast,
     emulate,
@@ -47,7 +47,6 @@ from .transformer import TransformerLayer
 
 # Names of the original's API that later releases bring; named here so that asking for one says so.
 _NOT_YET = (
-    "GroupedLinear",
     "Fp8Padding",
     "Fp8Unpadding",
     "make_graphed_callables",

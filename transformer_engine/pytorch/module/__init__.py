@@ -1,10 +1,19 @@
 """The layers: nn.Modules that hold parameters and turn their state into the specs that functions take."""
 
 from .base import TransformerEngineBaseModule
+from .grouped_linear import GroupedLinear
 from .layernorm import LayerNorm
 from .layernorm_linear import LayerNormLinear
 from .layernorm_mlp import LayerNormMLP
 from .linear import Linear
 from .rmsnorm import RMSNorm
 
-__all__ = ["LayerNorm", "LayerNormLinear", "LayerNormMLP", "Linear", "RMSNorm", "TransformerEngineBaseModule"]
+__all__ = [
+    "GroupedLinear",
+    "LayerNorm",
+    "LayerNormLinear",
+    "LayerNormMLP",
+    "Linear",
+    "RMSNorm",
+    "TransformerEngineBaseModule",
+]

@@ -41,6 +41,19 @@ def check_parallel_mode(mode: str | None, tp_size: int, in_features: int, out_fe
         raise ValueError(f"tp_size={tp_size} does not divide {sharded[0]}={sharded[1]}; pad it to {padded}")
 
 
+def product_refusal(product: ProductQuantizers, m: int, k: int, n: int) -> str | None:
+    """Why a format cannot take x [m, k], w [n, k] or dy [m, n]; None when it can take all three."""
+    for quantizer, extents in (
+        (product.input, (m, k)),
+        (product.weight, (n, k)),
+        (product.grad_output, (m, n)),
+    ):
+        reason = quantizer.shape_refusal(extents, True, True)
+        if reason is not None:
+            return reason
+    return None
+
+
 class QuantizedProductsModule(TransformerEngineBaseModule):
     """A module whose forward is made of linear products: which quantizers they get, and how gradients are formed."""
 
@@ -74,18 +87,14 @@ class QuantizedProductsModule(TransformerEngineBaseModule):
             return products
         rows = inp.numel() // inp.shape[-1] if inp.shape[-1] else 0
         for product, (k, n) in zip(products, shapes, strict=True):
-            for quantizer, extents in (
-                (product.input, (rows, k)),
-                (product.weight, (n, k)),
-                (product.grad_output, (rows, n)),
-            ):
-                if reason := quantizer.shape_refusal(extents, True, True):
-                    self._warn_once(
-                        f"shape {extents}",
-                        f"{type(self).__name__} runs in high precision: {reason}; pad that dimension to use "
-                        f"{type(state.recipe).__name__}",
-                    )
-                    return (UNQUANTIZED,) * self.num_products
+            reason = product_refusal(product, rows, k, n)
+            if reason is not None:
+                self._warn_once(
+                    f"shape {rows} {k} {n}",
+                    f"{type(self).__name__} runs in high precision: {reason}; pad that dimension to use "
+                    f"{type(state.recipe).__name__}",
+                )
+                return (UNQUANTIZED,) * self.num_products
         return products
 
     def check_results(self, product: ProductQuantizers, quantized_output: bool, quantized_grad: bool) -> None:

@@ -1,0 +1,74 @@
+"""y_i [M_i, N] = x_i [M_i, K] @ w_i [N, K].T + b_i for consecutive groups of rows: linear's functions, group by group.
+
+Every group has its own quantizers and its own products, so that the result equals a loop of linear layers bit for
+bit; the groups share one node of the autograd graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .linear import LinearSaved, LinearSpec, linear_backward, linear_forward
+from .saving import pack, unpack
+
+
+@dataclass(frozen=True)
+class GroupedLinearSpec:
+    """rows of each group, and the spec of each group's linear layer."""
+
+    rows: tuple[int, ...]
+    groups: tuple[LinearSpec, ...]
+    needs_grad: bool = True
+
+
+def grouped_linear(
+    x: Tensor, weights: list[Tensor], biases: list[Tensor | None], spec: GroupedLinearSpec
+) -> Tensor:
+    """y [sum M_i, N], differentiable in x, every weight and every bias."""
+    if spec.needs_grad:
+        return _GroupedLinear.apply(x, spec, *weights, *biases)  # pyright: ignore[reportReturnType]
+    return _forward(x, weights, biases, spec)[0]
+
+
+def _forward(
+    x: Tensor, weights: list[Tensor], biases: list[Tensor | None], spec: GroupedLinearSpec
+) -> tuple[Tensor, list[LinearSaved]]:
+    outputs: list[Tensor] = []
+    saved: list[LinearSaved] = []
+    for part, weight, bias, group in zip(x.split(spec.rows), weights, biases, spec.groups, strict=True):
+        y, operands = linear_forward(part, weight, bias, group)
+        outputs.append(y)
+        saved.append(operands)
+    return torch.cat(outputs), saved
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, spec, *parameters):
+        count = len(spec.rows)
+        weights, biases = parameters[:count], parameters[count:]
+        y, saved = _forward(x, list(weights), list(biases), spec)
+        tensors, ctx.rebuilds = pack(*(operand for operands in saved for operand in operands))
+        ctx.save_for_backward(*tensors)
+        ctx.spec, ctx.weight_dtype = spec, weights[0].dtype
+        ctx.bias_dtype = weights[0].dtype if biases[0] is None else biases[0].dtype
+        return y
+
+    @staticmethod
+    def backward(ctx, grad_output):  # pyright: ignore[reportIncompatibleMethodOverride]
+        spec = ctx.spec
+        operands = unpack(ctx.saved_tensors, ctx.rebuilds)
+        grads = [
+            linear_backward(
+                part, LinearSaved(*operands[2 * i : 2 * i + 2]), group, ctx.weight_dtype, ctx.bias_dtype
+            )
+            for i, (part, group) in enumerate(zip(grad_output.split(spec.rows), spec.groups, strict=True))
+        ]
+        if spec.groups[0].scale_update is not None:
+            spec.groups[0].scale_update.run()
+        inputs = [grad.input for grad in grads if grad.input is not None]
+        grad_input = torch.cat(inputs) if inputs else None
+        return grad_input, None, *(grad.weight for grad in grads), *(grad.bias for grad in grads)
