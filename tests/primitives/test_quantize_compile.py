@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from raw_bytes import raw
 
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, FLOAT8, MXFP8, NVFP4
 from transformer_engine.pytorch.primitives.operand import Operand
@@ -118,8 +119,3 @@ def test_inductor_gives_the_same_bits_for_ragged_rows(name, device):
     expected, actual = there_and_back(x), torch.compile(there_and_back, fullgraph=True)(x)
     assert_same(actual[0], expected[0])
     assert torch.equal(actual[1], expected[1]) and torch.equal(actual[2], expected[2])
-
-
-def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes; a copy, because contiguous() keeps the strides of an axis of size 1."""
-    return tensor.clone(memory_format=torch.contiguous_format).view(torch.uint8)

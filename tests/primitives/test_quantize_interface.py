@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from raw_bytes import raw
 
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.common.formats import (
@@ -327,8 +328,3 @@ def test_cuda_and_cpu_give_the_same_bits(name, dtype):
     assert_same(Quantized(*(None if t is None else t.cpu() for t in on_cuda)), on_cpu)
     for a, b in zip(operands(on_cpu, spec), operands(on_cuda, spec), strict=True):
         assert torch.equal(dequantize(a), dequantize(b).cpu())
-
-
-def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes; a copy, because contiguous() keeps the strides of an axis of size 1."""
-    return tensor.clone(memory_format=torch.contiguous_format).view(torch.uint8)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from raw_bytes import raw
 
 from transformer_engine.common.formats import (
     BLOCK_1D,
@@ -233,8 +234,3 @@ def test_scale_that_overflows_becomes_the_given_value(device):
     assert scale_from_amax(amax, 448.0).item() == FLOAT32_MAX
     assert scale_from_amax(amax, 448.0, value_for_inf=65504.0).item() == 65504.0
     assert scale_from_amax(amax, 448.0, value_for_inf=65504.0, power_of_two=True).item() == 32768.0
-
-
-def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes; a copy, because contiguous() keeps the strides of an axis of size 1."""
-    return tensor.clone(memory_format=torch.contiguous_format).view(torch.uint8)

@@ -177,6 +177,7 @@ def linear_backward(
         )
         grad_input = spec.parallel.leave_backward(grad_input)
     if saved.input is not None:
+        dy_operand = dy_operand.drop(rowwise=True)  # its memory is free for the weight gradient
         x_operand = _backward_operand(saved.input, spec)
         if spec.keep_input and spec.backward == "quantized":
             x_operand = spec.input.encode(x_operand.dequantize(dtype=spec.dtype), False, True)

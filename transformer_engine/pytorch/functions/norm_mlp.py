@@ -104,17 +104,20 @@ def _backward(
     spec: NormMLPSpec,
     dtypes: tuple[torch.dtype, torch.dtype],
 ) -> NormMLPGradients:
-    fc2 = linear_backward(grad_output, saved.fc2, spec.fc2, dtypes[1], dtypes[1])
-    assert fc2.input is not None
-    grad_fc1_output = activation_backward(
-        spec.activation, fc2.input, saved.fc1_output, spec.activation_params
+    grad_activated, fc2_weight, fc2_bias = linear_backward(
+        grad_output, saved.fc2, spec.fc2, dtypes[1], dtypes[1]
     )
+    assert grad_activated is not None
+    grad_fc1_output = activation_backward(
+        spec.activation, grad_activated, saved.fc1_output, spec.activation_params
+    )
+    del grad_activated  # [M, F], the size of everything that the next products need
     fc1 = linear_backward(grad_fc1_output, saved.fc1, spec.fc1, dtypes[0], dtypes[0])
     assert fc1.input is not None
     flat = x.reshape(-1, x.shape[-1])
     dy = fc1.input if grad_norm_output is None else fc1.input + grad_norm_output.reshape(flat.shape)
     dx, dgamma, dbeta = spec.norm.backward(dy, flat, saved.statistics, gamma)
-    return NormMLPGradients(dx.view(x.shape), dgamma, dbeta, fc1.weight, fc1.bias, fc2.weight, fc2.bias)
+    return NormMLPGradients(dx.view(x.shape), dgamma, dbeta, fc1.weight, fc1.bias, fc2_weight, fc2_bias)
 
 
 def _quantizers(spec: NormMLPSpec) -> tuple[Quantizer, ...]:
