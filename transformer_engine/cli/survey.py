@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from .. import pytorch as te
-from ..common.dispatch import Backend, Table, Verdict, tables
+from ..common.dispatch import Verdict, observing, tables
 from ..pytorch.quantization import support_of
 from .demo.config import RECIPES, make_recipe
 
@@ -60,8 +58,7 @@ def survey(device: str) -> Survey:
     reports: list[RecipeReport] = []
     asked: dict[tuple[str, tuple[Verdict, ...]], list[str]] = {}
     for name in RECIPES:
-        with te.emulate(), _observed() as requests:
-            _training_step(name, device)
+        requests = _requests_of(name, device)
         answers = [(operation, tuple(tables[operation].explain(request))) for operation, request in requests]
         for answer in dict.fromkeys(answers):
             asked.setdefault(answer, []).append(name)
@@ -72,24 +69,12 @@ def survey(device: str) -> Survey:
     return Survey(tuple(reports), tuple(findings), tuple(sorted(set(tables) - used)))
 
 
-@contextmanager
-def _observed() -> Iterator[list[tuple[str, Any]]]:
-    """The distinct (operation, request) pairs that tables are asked to select for."""
-    seen: set[tuple[str, Any]] = set()
-    requests: list[tuple[str, Any]] = []
-    select = Table.select
-
-    def observing(self: Table[Any], request: Any) -> Backend[Any]:
-        if (self.operation, request) not in seen:
-            seen.add((self.operation, request))
-            requests.append((self.operation, request))
-        return select(self, request)
-
-    Table.select = observing
-    try:
-        yield requests
-    finally:
-        Table.select = select
+def _requests_of(name: str, device: str) -> list[tuple[str, Any]]:
+    """The distinct (operation, request) pairs of one training step under a recipe."""
+    seen: dict[tuple[str, Any], None] = {}
+    with te.emulate(), observing(lambda operation, request: seen.setdefault((operation, request))):
+        _training_step(name, device)
+    return list(seen)
 
 
 def _training_step(name: str, device: str) -> None:

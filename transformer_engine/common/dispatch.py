@@ -38,6 +38,7 @@ class Verdict:
 
 
 _forced: dict[str, str] = {}
+_observers: list[Callable[[str, Any], None]] = []
 
 
 class Table(Generic[Request]):
@@ -60,6 +61,8 @@ class Table(Generic[Request]):
 
     def select(self, request: Request) -> Backend[Request]:
         """The first backend that takes the request; a forced backend that refuses raises its reason."""
+        for see in _observers:
+            see(self.operation, request)
         forced = _forced.get(self.operation)
         if forced is not None:
             backend = self.named(forced)
@@ -94,6 +97,16 @@ class Table(Generic[Request]):
 
 
 tables: dict[str, Table[Any]] = {}
+
+
+@contextmanager
+def observing(see: Callable[[str, Any], None]) -> Iterator[None]:
+    """Call see(operation, request) for every request that a table is asked to select for."""
+    _observers.append(see)
+    try:
+        yield
+    finally:
+        _observers.remove(see)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from .attention import (
 from .constants import DType
 from .device import get_cudnn_version, get_device_compute_capability
 from .distributed import CudaRNGStatesTracker, checkpoint
+from .explain import explain
 from .module import GroupedLinear, LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm
 from .quantization import (
     autocast,
