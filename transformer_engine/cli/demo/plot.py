@@ -15,9 +15,14 @@ RECIPE_COLOUR = "#c2410c"
 
 
 def smooth(values: list[float]) -> list[float]:
-    """Mean over a window of about a thirtieth of the curve round each value, cut off at the curve's ends."""
+    """Mean over a window of about a thirtieth of the curve round each value.
+
+    At the steep start the window is cut off; at the end it stays whole, since a few steps' noise is no trend.
+    """
     reach = len(values) // 60
-    windows = [values[max(0, index - reach) : index + reach + 1] for index in range(len(values))]
+    last = len(values) - 2 * reach - 1
+    starts = [min(index - reach, last) for index in range(len(values))]
+    windows = [values[max(0, start) : start + 2 * reach + 1] for start in starts]
     return [sum(window) / len(window) for window in windows]
 
 
