@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from raw_bytes import raw
 
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, E5M2, FLOAT8, MXFP8, NVFP4
 from transformer_engine.pytorch.primitives.operand import Operand
@@ -145,7 +146,7 @@ def extreme(name: str, rows: int, depth: int, dtype: torch.dtype) -> torch.Tenso
 
 def bits(t: torch.Tensor | None) -> np.ndarray:
     assert t is not None
-    return t.clone(memory_format=torch.contiguous_format).view(torch.uint8).cpu().numpy()
+    return raw(t).cpu().numpy()
 
 
 def assert_same_codes(actual: torch.Tensor | None, expected: np.ndarray, element) -> None:

@@ -20,7 +20,6 @@ class Element:
 E4M3 = Element("e4m3", bits=8, mantissa_bits=3, bias=7, maximum=448.0)
 E5M2 = Element("e5m2", bits=8, mantissa_bits=2, bias=15, maximum=57344.0)
 E2M1 = Element("e2m1", bits=4, mantissa_bits=1, bias=1, maximum=6.0)
-FP8_ELEMENTS = (E4M3, E5M2)
 
 
 @dataclass(frozen=True)

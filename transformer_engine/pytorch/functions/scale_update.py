@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..quantization import FP8GlobalStateManager
-from ..quantization.delayed_scaling import update_scales
+from ..quantization.delayed_scaling import update_states
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,4 @@ class ScaleUpdate:
         if not self.states:
             FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
         for state in self.states:
-            group = self.group if state.recipe.reduce_amax else None
-            largest = state.recipe.fp8_format.value.max_bwd
-            update_scales([state.amax_history], [state.scale_in_place], largest, state.recipe, group)
+            update_states((state,), False, state.recipe, self.group)

@@ -19,7 +19,7 @@ from ..quantization.model_init import current_model_init
 from ..tensor.quantized_tensor import QuantizedTensor, QuantizedTensorStorage
 from ..tensor.quantizer import Quantizer
 from .parameters import ParameterInit
-from .recipe_state import UNQUANTIZED, ModuleRecipe, ProductQuantizers, ensure, materialize, new_tracing_key
+from .recipe_state import UNQUANTIZED, ModuleRecipe, ProductQuantizers, ensure, new_tracing_key, renew
 
 # The accumulation flags of the original for delayed scaling, under the names that its users read.
 _2X_ACC_FPROP = False
@@ -116,8 +116,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         """The parameter as its weight quantizer holds it; both directions while gradients are wanted."""
         recipe = self._model_init_recipe
         assert recipe is not None
-        if self._module_recipe is None or self._module_recipe.recipe is not recipe:
-            materialize(self, recipe, self.fp8_meta.get("fp8_group"))
+        renew(self, recipe, self.fp8_meta["fp8_group"])
         quantizer = self.quantizers["scaling_fwd"][index].copy()
         quantizer.set_usage(rowwise=True, columnwise=torch.is_grad_enabled())
         quantizer.internal = False
@@ -235,8 +234,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self.wgrad_store.run_next()
         for _ in range(min(self.num_products - 1, len(self.wgrad_store))):
             self.wgrad_store.run_next()
-        for hook in self._wgrad_hooks:
-            hook()
+        self._trigger_wgrad_accumulation_and_reduce_hooks()
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook) -> None:
         """Call hook() whenever `backward_dw` has finished a weight gradient."""
@@ -258,9 +256,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         content = decode_extra_state(state)
         if content is None:
             return
-        recipe = content["recipe"]
-        if self._module_recipe is None or self._module_recipe.recipe != recipe:
-            materialize(self, recipe, self.fp8_meta.get("fp8_group"))
+        renew(self, content["recipe"], self.fp8_meta["fp8_group"])
         load_extra_state(content, self.fp8_meta)
         self.fp8_meta["num_gemms"] = self.num_products
 

@@ -132,7 +132,7 @@ class GroupedLinear(QuantizedProductsModule):
                 f"m_splits={list(rows)} must be {self.num_gemms} numbers >= 0 that add up to the {flat.shape[0]} rows"
             )
         weights = [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
-        spec = self._spec(inp, flat, rows, weights, is_first_microbatch)
+        spec = self._spec(inp, rows, is_first_microbatch)
         biases = self._biases(spec.groups[0].dtype)
         y = grouped_linear(flat, weights, [None] * len(rows) if self.return_bias else biases, spec)
         y = y.view(*inp.shape[:-1], self.out_features)
@@ -144,12 +144,7 @@ class GroupedLinear(QuantizedProductsModule):
         return [getattr(self, f"bias{i}").to(dtype) for i in range(self.num_gemms)]
 
     def _spec(
-        self,
-        inp: Tensor,
-        flat: Tensor,
-        rows: tuple[int, ...],
-        weights: list[Tensor],
-        is_first_microbatch: bool | None,
+        self, inp: Tensor, rows: tuple[int, ...], is_first_microbatch: bool | None
     ) -> GroupedLinearSpec:
         state = current()
         products = self._quantizable_groups(state, rows)

@@ -80,7 +80,7 @@ def ensure(module: TransformerEngineBaseModule, state: AutocastState) -> bool:
     assert state.recipe is not None
     active = module._module_recipe
     if active is None or not active.serves(state):
-        active = _renew(module, state.recipe, state.group)
+        active = renew(module, state.recipe, state.group)
     if active.has_state:
         # Again at every forward: FP8GlobalStateManager.reset() forgets who takes part in scale updates.
         FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(module.fp8_meta)
@@ -104,13 +104,13 @@ def _ensure_while_tracing(module_key: str, recipe: str, group: Any) -> bool:
     module = _modules[module_key]
     active = module._module_recipe
     if active is None or repr(active.recipe) != recipe or active.group is not group:
-        active = _renew(module, recipe_described_as(recipe), group)
+        active = renew(module, recipe_described_as(recipe), group)
     if active.has_state:
         FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(module.fp8_meta)
     return True
 
 
-def _renew(module: TransformerEngineBaseModule, recipe: Recipe, group: Any) -> ModuleRecipe:
+def renew(module: TransformerEngineBaseModule, recipe: Recipe, group: Any) -> ModuleRecipe:
     """An equal recipe in a new object changes nothing; anything else makes new quantizers."""
     active = module._module_recipe
     if active is not None and active.recipe == recipe and active.group is group:
@@ -136,7 +136,6 @@ def materialize(module: TransformerEngineBaseModule, recipe: Recipe, group: Any)
     fp8_format = getattr(recipe, "fp8_format", None)
     if fp8_format is not None:
         meta.update(fp8_max_fwd=fp8_format.value.max_fwd, fp8_max_bwd=fp8_format.value.max_bwd)
-    FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(meta)
     module._fp8_workspaces.clear()
     module.fp8_initialized = True
     made = ModuleRecipe(recipe, group, module.quantizers["scaling_fwd"], module.quantizers["scaling_bwd"])

@@ -173,6 +173,20 @@ def update_scales(
     _update(histories, scales, algorithm, float(fp8_max), recipe.margin, keep_idle)
 
 
+def update_states(
+    states: Sequence[Any], forward: bool, recipe: DelayedScaling, group: dist_group_type | None
+) -> None:
+    """Bring states of one direction and recipe one step forward, reduced over group where the recipe asks for it."""
+    largest = recipe.fp8_format.value
+    update_scales(
+        [state.amax_history for state in states],
+        [state.scale_in_place for state in states],
+        largest.max_fwd if forward else largest.max_bwd,
+        recipe,
+        group if recipe.reduce_amax else None,
+    )
+
+
 class Pool:
     """The delayed-scaling states of one direction, recipe and group; ranks must agree on their order."""
 
@@ -184,17 +198,8 @@ class Pool:
         self.states: list[Any] = []
 
     def update(self) -> None:
-        if len(self.states) == 0:
-            return
-        reduces = self.group is not None and self.recipe.reduce_amax
-        largest = self.recipe.fp8_format.value
-        update_scales(
-            [state.amax_history for state in self.states],
-            [state.scale_in_place for state in self.states],
-            largest.max_fwd if self.forward else largest.max_bwd,
-            self.recipe,
-            self.group if reduces else None,
-        )
+        if len(self.states) > 0:
+            update_states(self.states, self.forward, self.recipe, self.group)
 
 
 class Registration(NamedTuple):
