@@ -42,12 +42,27 @@ _observers: list[Callable[[str, Any], None]] = []
 
 
 class Table(Generic[Request]):
-    """The backends of one operation, in order of preference."""
+    """The backends of one operation, in order of preference.
 
-    def __init__(self, operation: str, backends: Sequence[Backend[Request]]):
+    order   the names of the backends in the order in which one request prefers them; default: as listed
+    """
+
+    def __init__(
+        self,
+        operation: str,
+        backends: Sequence[Backend[Request]],
+        order: Callable[[Request], Sequence[str]] | None = None,
+    ):
         self.operation = operation
         self.backends = tuple(backends)
+        self.order = order
         tables[operation] = self
+
+    def candidates(self, request: Request) -> tuple[Backend[Request], ...]:
+        """The backends in the order in which the request prefers them."""
+        if self.order is None:
+            return self.backends
+        return tuple(self.named(name) for name in self.order(request))
 
     def names(self) -> tuple[str, ...]:
         return tuple(backend.name for backend in self.backends)
@@ -73,10 +88,10 @@ class Table(Generic[Request]):
                     f"drop use_backend({self.operation}={forced!r}) to let another be chosen"
                 )
             return backend
-        for backend in self.backends:
+        for backend in self.candidates(request):
             if backend.refuses(request) is None:
                 return backend
-        reasons = "; ".join(f"{b.name}: {b.refuses(request)}" for b in self.backends)
+        reasons = "; ".join(f"{b.name}: {b.refuses(request)}" for b in self.candidates(request))
         raise Unsupported(f"no backend of {self.operation} takes this request ({reasons})")
 
     def explain(self, request: Request) -> list[Verdict]:
@@ -84,7 +99,7 @@ class Table(Generic[Request]):
         forced = _forced.get(self.operation)
         verdicts: list[Verdict] = []
         found = False
-        for backend in self.backends:
+        for backend in self.candidates(request):
             refusal = backend.refuses(request)
             if refusal is None and forced is not None and backend.name != forced:
                 refusal = f"use_backend({self.operation}={forced!r}) is in force"
@@ -97,6 +112,11 @@ class Table(Generic[Request]):
 
 
 tables: dict[str, Table[Any]] = {}
+
+
+def undisturbed() -> bool:
+    """Is nobody forcing backends or observing requests, so that an earlier choice may be used again?"""
+    return not (_forced or _observers)
 
 
 @contextmanager
