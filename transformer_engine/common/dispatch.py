@@ -7,7 +7,7 @@ nothing fits, and `explain`, so the reasons shown are the reasons used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -39,6 +39,7 @@ class Verdict:
 
 _forced: dict[str, str] = {}
 _observers: list[Callable[[str, Any], None]] = []
+_REMEMBERED = 1 << 14  # choices a table keeps; sequences of ever new lengths must not fill the memory
 
 
 class Table(Generic[Request]):
@@ -56,6 +57,7 @@ class Table(Generic[Request]):
         self.operation = operation
         self.backends = tuple(backends)
         self.order = order
+        self._chosen: dict[Hashable, Backend[Request]] = {}
         tables[operation] = self
 
     def candidates(self, request: Request) -> tuple[Backend[Request], ...]:
@@ -93,6 +95,28 @@ class Table(Generic[Request]):
                 return backend
         reasons = "; ".join(f"{b.name}: {b.refuses(request)}" for b in self.candidates(request))
         raise Unsupported(f"no backend of {self.operation} takes this request ({reasons})")
+
+    def choice(self, key: Hashable, describe: Callable[[], Request]) -> Backend[Request]:
+        """select(describe()), remembered: equal keys must describe requests that every backend answers alike.
+
+        A warm call costs one look-up. While a backend is forced or somebody observes, each call is judged anew.
+        """
+        if _forced or _observers:
+            return self.select(describe())
+        backend = self._chosen.get(key)
+        if backend is None:
+            if len(self._chosen) >= _REMEMBERED:
+                self._chosen.clear()
+            backend = self._chosen[key] = self.select(describe())
+        return backend
+
+    def remembers(self, key: Hashable) -> bool:
+        """Has choice() answered this key before?"""
+        return key in self._chosen
+
+    def forget(self) -> None:
+        """Judge every request anew, after something changed that refusals depend on."""
+        self._chosen.clear()
 
     def explain(self, request: Request) -> list[Verdict]:
         """Every backend with its refusal, and which one select() would return."""

@@ -24,6 +24,16 @@ def get_device_compute_capability() -> tuple[int, int]:
 
 
 @functools.cache
+def _only_device() -> bool:
+    return torch.cuda.device_count() == 1
+
+
+def is_current_device(index: int | None) -> bool:
+    """Is this the CUDA device that launches go to?"""
+    return _only_device() or torch.cuda.current_device() == index
+
+
+@functools.cache
 def get_cudnn_version() -> tuple[int, int, int]:
     """Version (major, minor, patch) of the cuDNN that torch loads; (0, 0, 0) without one."""
     encoded = torch.backends.cudnn.version() if has_cuda() else None

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _DTYPES = {E4M3.name: "float8_e4m3fn", E5M2.name: "float8_e5m2", E2M1.name: "uint8"}
 
 _FAST_VERSIONS = ("3.6", "3.7", "3.8", "3.9")
+_DIRECT_VERSIONS = ("3.6",)
 _ALIGNMENT = 16  # bytes; Triton compiles a kernel anew for pointers that are not multiples of it
 
 
@@ -84,15 +85,18 @@ def start(launch: Launch, tensors: Sequence[Tensor | None], device: int) -> None
     """
     pointers: list[int | None] = []
     key: list[Any] = [device]  # with everything that Triton specialises on and the record leaves open
+    together = 0
     for tensor in tensors:
         if tensor is None:
             pointers.append(None)
             key.append(None)
-            continue
-        pointer = tensor.data_ptr()
-        pointers.append(pointer)
-        key.append(tensor.dtype)
-        key.append(pointer % _ALIGNMENT == 0)
+        else:
+            pointer = tensor.data_ptr()
+            together |= pointer
+            pointers.append(pointer)
+            key.append(tensor.dtype)
+    if together % _ALIGNMENT:
+        key.extend([pointer is None or pointer % _ALIGNMENT == 0 for pointer in pointers])
     handle = launch.handles.get(tuple(key))
     if handle is None:
         handle = launch.handles[tuple(key)] = _compile(launch, tensors)
@@ -118,14 +122,29 @@ def _compile(launch: Launch, tensors: Sequence[Tensor | None]) -> Any:
     compiled = launch.kernel.warmup(*tensors, *arguments, grid=launch.grid, **options)
     current_stream = _stream_of()
     run = compiled.run  # reading it loads the module; `function` is unset before
-    function, metadata = compiled.function, compiled.packed_metadata
+    before = (compiled.function,)
+    after = (compiled.packed_metadata, None, None, None)
+    if direct := _without_wrapper(run):
+        run, *flags = direct
+        before = (*before, *flags)
     columns, rows, planes = launch.grid
 
     def start_compiled(device: int, pointers: list[int | None], tensors: Sequence[Tensor | None]) -> None:
-        stream = current_stream(device)
-        run(columns, rows, planes, stream, function, metadata, None, None, None, *pointers, *arguments)
+        run(columns, rows, planes, current_stream(device), *before, *after, *pointers, *arguments)
 
     return start_compiled
+
+
+def _without_wrapper(launcher: Any) -> tuple[Any, ...] | None:
+    """Triton 3.6's compiled launcher and what its Python wrapper would pass to it; None where that is not known.
+
+    The wrapper allocates scratch memory, which our kernels do not use.
+    """
+    if not version("triton").startswith(_DIRECT_VERSIONS) or not hasattr(launcher, "launch"):
+        return None
+    if launcher.global_scratch_size or launcher.profile_scratch_size:
+        return None
+    return (launcher.launch, launcher.launch_cooperative_grid, launcher.launch_pdl, None, None)
 
 
 @functools.cache

@@ -51,7 +51,7 @@ class _GroupedLinear(torch.autograd.Function):
         count = len(spec.rows)
         weights, biases = parameters[:count], parameters[count:]
         y, saved = _forward(x, list(weights), list(biases), spec)
-        tensors, ctx.rebuilds = pack(*(operand for operands in saved for operand in operands))
+        tensors, ctx.forms = pack(*(operand for operands in saved for operand in operands))
         ctx.save_for_backward(*tensors)
         ctx.spec, ctx.weight_dtype = spec, weights[0].dtype
         ctx.bias_dtype = weights[0].dtype if biases[0] is None else biases[0].dtype
@@ -60,7 +60,7 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_output):  # pyright: ignore[reportIncompatibleMethodOverride]
         spec = ctx.spec
-        operands = unpack(ctx.saved_tensors, ctx.rebuilds)
+        operands = unpack(ctx.saved_tensors, ctx.forms)
         grads = [
             linear_backward(
                 part, LinearSaved(*operands[2 * i : 2 * i + 2]), group, ctx.weight_dtype, ctx.bias_dtype

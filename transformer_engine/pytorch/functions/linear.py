@@ -10,10 +10,12 @@ from torch import Tensor
 
 from ..distributed.tensor_parallel import TensorParallel
 from ..primitives.gemm import Epilogue, gemm
+from ..primitives.operand import Operand, plain
+from ..primitives.quantize import dequantize
 from ..tensor.axis import COLS, ROWS
-from ..tensor.identity_tensor import IdentityQuantizer, IdentityTensorStorage
+from ..tensor.identity_tensor import IdentityQuantizer
 from ..tensor.quantized_tensor import QuantizedTensorStorage, storage_of
-from ..tensor.quantizer import Quantizer
+from ..tensor.quantizer import Matrix, Operands, Quantizer, turned
 from .saving import pack, unpack
 from .scale_update import ScaleUpdate
 from .weight_gradient import WeightGradient
@@ -63,8 +65,8 @@ class LinearSpec:
 class LinearSaved(NamedTuple):
     """The operands of the two backward products: x for dw, w for dx (None where its product is not needed)."""
 
-    input: QuantizedTensorStorage | None
-    weight: QuantizedTensorStorage | None
+    input: Operand | Matrix | None
+    weight: Operand | Matrix | None
 
 
 def linear_forward(
@@ -72,76 +74,82 @@ def linear_forward(
 ) -> tuple[Tensor, LinearSaved]:
     """y [M, N] = x [M, K] @ weight [N, K].T + bias [N], with the operands that the backward needs."""
     x_operand, w_operand, saved = linear_operands(x, weight, spec)
-    y = gemm(
-        x_operand.contract(COLS),
-        w_operand.contract(COLS),
-        Epilogue(spec.dtype, bias=bias, exact=spec.accumulation.forward),
-    )
+    y = gemm(x_operand, w_operand, Epilogue(spec.dtype, bias=bias, exact=spec.accumulation.forward))
     return spec.parallel.leave_forward(y), saved
 
 
-def linear_operands(
-    x: Tensor, weight: Tensor, spec: LinearSpec
-) -> tuple[QuantizedTensorStorage, QuantizedTensorStorage, LinearSaved]:
+def linear_operands(x: Tensor, weight: Tensor, spec: LinearSpec) -> tuple[Operand, Operand, LinearSaved]:
     """x and weight as the forward product reads them, and as the backward will."""
     quantized_backward = spec.backward == "quantized"
     x = spec.parallel.enter_forward(x)
     x_columnwise = spec.needs_grad_weight and quantized_backward and not spec.keep_input
-    x_operand = quantize_input(x, spec.input, x_columnwise)
-    w_operand = quantize_weight(weight, spec, spec.needs_grad_input and quantized_backward)
-    return x_operand, w_operand, _saved(x, x_operand, weight, w_operand, spec)
+    x_operands = input_operands(x, spec.input, x_columnwise)
+    w_operands = weight_operands(weight, spec, spec.needs_grad_input and quantized_backward)
+    assert x_operands.rowwise is not None and w_operands.rowwise is not None
+    if quantized_backward and not spec.keep_input:
+        saved = LinearSaved(
+            x_operands.columnwise if spec.needs_grad_weight else None,
+            w_operands.columnwise if spec.needs_grad_input else None,
+        )
+    else:
+        saved = _saved_otherwise(x, x_operands, weight, w_operands, spec)
+    return x_operands.rowwise, w_operands.rowwise, saved
 
 
-def quantize_input(x: Tensor, quantizer: Quantizer, columnwise: bool) -> QuantizedTensorStorage:
-    """x as the forward product reads it; an input that arrives quantized is taken as it is."""
+def input_operands(x: Tensor, quantizer: Quantizer, columnwise: bool) -> Operands:
+    """x as the products read it; an input that arrives quantized is taken as it is."""
     if isinstance(x, QuantizedTensorStorage):
-        return _with_directions(x, columnwise)
-    return quantizer.encode(x, True, columnwise)
+        return _operands_of(x, columnwise)
+    return quantizer.operands(x, True, columnwise)
 
 
-def quantize_weight(weight: Tensor, spec: LinearSpec, columnwise: bool) -> QuantizedTensorStorage:
+def weight_operands(weight: Tensor, spec: LinearSpec, columnwise: bool) -> Operands:
     """The weight as the products read it: the cached copy, the quantized parameter itself, or a fresh quantization."""
     if spec.cached_weight is not None:
-        return spec.cached_weight
+        return _directions(spec.cached_weight, columnwise)
     if isinstance(weight, QuantizedTensorStorage):
-        if isinstance(spec.weight, IdentityQuantizer):
-            return IdentityTensorStorage(weight.dequantize(dtype=spec.dtype))  # pyright: ignore[reportCallIssue]
-        return _with_directions(weight, columnwise)
-    if isinstance(spec.weight, IdentityQuantizer):
+        if spec.weight.is_identity:
+            values = weight.dequantize(dtype=spec.dtype)  # pyright: ignore[reportCallIssue]
+            return Operands(plain(values), Matrix(values))
+        return _operands_of(weight, columnwise)
+    if spec.weight.is_identity and weight.dtype != spec.dtype:
         weight = weight.to(spec.dtype)
-    return spec.weight.encode(weight, True, columnwise)
+    return spec.weight.operands(weight, True, columnwise)
 
 
-def _with_directions(tensor: QuantizedTensorStorage, columnwise: bool) -> QuantizedTensorStorage:
-    """The payload of a quantized tensor with row-wise and, if wanted, column-wise data."""
+def _operands_of(tensor: QuantizedTensorStorage, columnwise: bool) -> Operands:
+    """The directions of a quantized tensor, which makes the column-wise one if it has to."""
     if not torch.compiler.is_compiling():
         # On the tensor itself, so that it keeps what had to be made; a compiler traces no methods of tensors.
         tensor.update_usage(rowwise_usage=True, columnwise_usage=columnwise or None)
     storage = storage_of(tensor)  # pyright: ignore[reportArgumentType]
     storage.update_usage(rowwise_usage=True, columnwise_usage=columnwise or None)
-    return storage
+    return _directions(storage, columnwise)
 
 
-def _saved(
-    x: Tensor,
-    x_operand: QuantizedTensorStorage,
-    weight: Tensor,
-    w_operand: QuantizedTensorStorage,
-    spec: LinearSpec,
+def _directions(storage: QuantizedTensorStorage, columnwise: bool) -> Operands:
+    return Operands(storage.contract(COLS), storage.contract(ROWS) if columnwise else None)
+
+
+def _saved_otherwise(
+    x: Tensor, x_operands: Operands, weight: Tensor, w_operands: Operands, spec: LinearSpec
 ) -> LinearSaved:
+    """What the backward reads when it computes from unquantized or dequantized operands, or quantizes x again."""
+    kept_x: Operand | Matrix | None = Matrix(x)
     if spec.backward == "high_precision":
-        x_operand, w_operand = (
-            IdentityTensorStorage(x),
-            IdentityTensorStorage(_unquantized(weight, spec.dtype)),
-        )
-    elif spec.keep_input:
-        x_operand = IdentityTensorStorage(x)
-    elif spec.backward == "quantized":
-        x_operand = x_operand.drop(rowwise=True) if spec.needs_grad_weight else x_operand
-    return LinearSaved(
-        x_operand if spec.needs_grad_weight else None,
-        w_operand if spec.needs_grad_input else None,
-    )
+        kept_w: Operand | Matrix | None = Matrix(_unquantized(weight, spec.dtype))
+    elif spec.backward == "dequantized":
+        kept_w = _row_direction(w_operands)
+        kept_x = kept_x if spec.keep_input else _row_direction(x_operands)
+    else:
+        kept_w = w_operands.columnwise
+    return LinearSaved(kept_x if spec.needs_grad_weight else None, kept_w if spec.needs_grad_input else None)
+
+
+def _row_direction(operands: Operands) -> Operand | Matrix:
+    row = operands.rowwise
+    assert row is not None
+    return Matrix(row.codes) if row.format is None else row
 
 
 def _unquantized(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -165,32 +173,44 @@ def linear_backward(
 ) -> LinearGradients:
     """dx [M, K] = dy [M, N] @ w [N, K];  dw [N, K] = dy.T @ x [M, K];  db [N] = sum over rows of dy, in float32."""
     dy = spec.parallel.enter_backward(grad_output)
+    if isinstance(dy, QuantizedTensorStorage):
+        dy = dy.dequantize()
     grad_bias = dy.sum(0, dtype=torch.float32).to(bias_dtype) if spec.needs_grad_bias else None
+    if saved.weight is None and saved.input is None:
+        return LinearGradients(None, None, grad_bias)
     quantizer = spec.grad_output if spec.backward == "quantized" else IDENTITY
-    dy_operand = quantizer.encode(dy, saved.weight is not None, saved.input is not None)
+    dy_row, dy_column = quantizer.operands(dy, saved.weight is not None, saved.input is not None)
     grad_input = grad_weight = None
     if saved.weight is not None:
+        assert dy_row is not None
         grad_input = gemm(
-            dy_operand.contract(COLS),
-            _backward_operand(saved.weight, spec).contract(ROWS),
+            dy_row,
+            _backward_operand(saved.weight, spec),
             Epilogue(spec.dtype, exact=spec.accumulation.grad_input),
         )
         grad_input = spec.parallel.leave_backward(grad_input)
+    del dy_row  # its memory is free for the weight gradient
     if saved.input is not None:
-        dy_operand = dy_operand.drop(rowwise=True)  # its memory is free for the weight gradient
-        x_operand = _backward_operand(saved.input, spec)
-        if spec.keep_input and spec.backward == "quantized":
-            x_operand = spec.input.encode(x_operand.dequantize(dtype=spec.dtype), False, True)
+        assert dy_column is not None
         grad_weight = spec.weight_gradient.compute(
-            dy_operand, x_operand, spec.accumulation.grad_weight, weight_dtype
+            turned(dy_column), _input_operand(saved.input, spec), spec.accumulation.grad_weight, weight_dtype
         )
     return LinearGradients(grad_input, grad_weight, grad_bias)
 
 
-def _backward_operand(saved: QuantizedTensorStorage, spec: LinearSpec) -> QuantizedTensorStorage:
-    if spec.backward == "dequantized":
-        return IdentityTensorStorage(saved.dequantize(dtype=spec.dtype))
-    return saved
+def _backward_operand(saved: Operand | Matrix, spec: LinearSpec) -> Operand:
+    if spec.backward == "dequantized" and not isinstance(saved, Matrix):
+        saved = Matrix(dequantize(saved._replace(dtype=spec.dtype)))
+    return turned(saved)
+
+
+def _input_operand(saved: Operand | Matrix, spec: LinearSpec) -> Operand:
+    if spec.keep_input and spec.backward == "quantized":
+        assert isinstance(saved, Matrix)
+        again = spec.input.operands(saved.values, False, True).columnwise
+        assert again is not None
+        return turned(again)
+    return _backward_operand(saved, spec)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Tensor:
@@ -222,7 +242,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, spec):
         y, saved = _forward(x, weight, bias, spec)
-        tensors, ctx.rebuilds = pack(*saved)
+        tensors, ctx.forms = pack(*saved)
         ctx.save_for_backward(*tensors)
         ctx.spec, ctx.input_shape = spec, x.shape
         ctx.weight_dtype, ctx.bias_dtype = weight.dtype, weight.dtype if bias is None else bias.dtype
@@ -231,7 +251,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_output):  # pyright: ignore[reportIncompatibleMethodOverride]
         spec = ctx.spec
-        saved = LinearSaved(*unpack(ctx.saved_tensors, ctx.rebuilds))
+        saved = LinearSaved(*unpack(ctx.saved_tensors, ctx.forms))
         grad_output = grad_output.reshape(-1, grad_output.shape[-1])
         grads = linear_backward(grad_output, saved, spec, ctx.weight_dtype, ctx.bias_dtype)
         if spec.scale_update is not None:

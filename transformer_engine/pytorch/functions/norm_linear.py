@@ -49,7 +49,7 @@ class _NormLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, gamma, beta, weight, bias, spec):
         y, norm_output, statistics, saved = _forward(x, gamma, beta, weight, bias, spec)
-        tensors, ctx.rebuilds = pack(*saved)
+        tensors, ctx.forms = pack(*saved)
         ctx.save_for_backward(x, gamma, statistics.mean, statistics.rstdev, *tensors)
         ctx.spec = spec
         ctx.weight_dtype, ctx.bias_dtype = weight.dtype, weight.dtype if bias is None else bias.dtype
@@ -60,7 +60,7 @@ class _NormLinear(torch.autograd.Function):
     def backward(ctx, grad_output, grad_norm_output=None):  # pyright: ignore[reportIncompatibleMethodOverride]
         spec = ctx.spec
         x, gamma, mean, rstdev, *tensors = ctx.saved_tensors
-        saved = LinearSaved(*unpack(tensors, ctx.rebuilds))
+        saved = LinearSaved(*unpack(tensors, ctx.forms))
         grad_output = grad_output.reshape(-1, grad_output.shape[-1])
         grads = linear_backward(grad_output, saved, spec.linear, ctx.weight_dtype, ctx.bias_dtype)
         if spec.linear.scale_update is not None:

@@ -158,7 +158,7 @@ class _NormMLP(torch.autograd.Function):
         if spec.recompute:
             ctx.save_for_backward(*tensors, *states)
         else:
-            parts, ctx.rebuilds = pack(*saved.fc1, *saved.fc2)
+            parts, ctx.forms = pack(*saved.fc1, *saved.fc2)
             ctx.save_for_backward(tensors.x, tensors.gamma, *saved.statistics, saved.fc1_output, *parts)
         # torch 2.11 cannot trace the backward of an output that is None.
         return y if norm_output is None else (y, norm_output)
@@ -173,7 +173,7 @@ class _NormMLP(torch.autograd.Function):
             saved = _recompute(tensors, _replaying(spec, list(ctx.saved_tensors[count:])))
         else:
             x, gamma, mean, rstdev, fc1_output, *parts = ctx.saved_tensors
-            operands = unpack(parts, ctx.rebuilds)
+            operands = unpack(parts, ctx.forms)
             fc1, fc2 = LinearSaved(*operands[:2]), LinearSaved(*operands[2:])
             saved = NormMLPSaved(NormStatistics(mean, rstdev), fc1, fc1_output, fc2)
         grad_output = grad_output.reshape(-1, grad_output.shape[-1])

@@ -1,37 +1,47 @@
-"""Storages through save_for_backward: tensors in one flat tuple, recipes for putting them together beside it."""
+"""Operands through save_for_backward: tensors in one flat list, and what puts them together again beside it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
-from ..tensor.quantized_tensor import QuantizedTensorStorage
+from ..primitives.operand import Operand
+from ..tensor.quantizer import Matrix
+
+Saved = Operand | Matrix | None
 
 
-def pack(*storages: QuantizedTensorStorage | None) -> tuple[list[Tensor | None], list]:
-    """All tensors of the storages in order, and for each storage (its rebuild, how many tensors are its)."""
+def pack(*operands: Saved) -> tuple[list[Tensor | None], list[Any]]:
+    """All tensors of the operands in order, and for each operand what is no tensor: its form."""
     tensors: list[Tensor | None] = []
-    rebuilds: list = []
-    for storage in storages:
-        if storage is None:
-            rebuilds.append(None)
-            continue
-        parts, rebuild = storage.flatten()
-        tensors.extend(parts)
-        rebuilds.append((rebuild, len(parts)))
-    return tensors, rebuilds
+    forms: list[Any] = []
+    for operand in operands:
+        if operand is None:
+            forms.append(None)
+        elif isinstance(operand, Matrix):
+            tensors.append(operand.values)
+            forms.append(())
+        else:
+            codes, scale, tensor_format, amax, dtype = operand
+            tensors += (codes, scale, amax)
+            forms.append((tensor_format, dtype))
+    return tensors, forms
 
 
-def unpack(tensors: Sequence[Tensor | None], rebuilds: list) -> list[QuantizedTensorStorage | None]:
-    """The storages that `pack` took apart, made anew."""
-    storages: list[QuantizedTensorStorage | None] = []
+def unpack(tensors: Sequence[Tensor | None], forms: list[Any]) -> list[Any]:
+    """The operands that `pack` took apart."""
+    operands: list[Any] = []
     start = 0
-    for entry in rebuilds:
-        if entry is None:
-            storages.append(None)
-            continue
-        rebuild, count = entry
-        storages.append(rebuild(tuple(tensors[start : start + count])))
-        start += count
-    return storages
+    for form in forms:
+        if form is None:
+            operands.append(None)
+        elif not form:
+            operands.append(Matrix(tensors[start]))  # pyright: ignore[reportArgumentType]
+            start += 1
+        else:
+            codes, scale, amax = tensors[start : start + 3]
+            operands.append(Operand(codes, scale, form[0], amax, form[1]))  # pyright: ignore[reportArgumentType]
+            start += 3
+    return operands

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from ..primitives.gemm import Epilogue, gemm
-from ..tensor.axis import ROWS
-from ..tensor.quantized_tensor import QuantizedTensorStorage
+from ..primitives.operand import Operand
 
 
 class WeightGradientStore:
@@ -51,10 +50,11 @@ class WeightGradient:
     store: WeightGradientStore | None = None
     deliver: Callable[[Tensor], None] | None = None
 
-    def compute(
-        self, dy: QuantizedTensorStorage, x: QuantizedTensorStorage, exact: bool, dtype: torch.dtype
-    ) -> Tensor | None:
-        """dw in dtype; a placeholder or None when it goes to main_grad, None when it is put off."""
+    def compute(self, dy: Operand, x: Operand, exact: bool, dtype: torch.dtype) -> Tensor | None:
+        """dw [N, K] in dtype, of dy.T [N, M] and x.T [K, M].
+
+        A placeholder or None when it goes to main_grad, None when it is put off.
+        """
         if self.store is not None:
             self.store.put(functools.partial(self._late, dy, x, exact, dtype))
             return self._placeholder(dtype) if self.fused else None
@@ -63,9 +63,7 @@ class WeightGradient:
             return self._placeholder(dtype)
         return _product(dy, x, Epilogue(dtype, exact=exact))
 
-    def _late(
-        self, dy: QuantizedTensorStorage, x: QuantizedTensorStorage, exact: bool, dtype: torch.dtype
-    ) -> None:
+    def _late(self, dy: Operand, x: Operand, exact: bool, dtype: torch.dtype) -> None:
         with torch.no_grad():
             if self.fused:
                 self._accumulate(dy, x, exact)
@@ -73,7 +71,7 @@ class WeightGradient:
             assert self.deliver is not None
             self.deliver(_product(dy, x, Epilogue(dtype, exact=exact)))
 
-    def _accumulate(self, dy: QuantizedTensorStorage, x: QuantizedTensorStorage, exact: bool) -> None:
+    def _accumulate(self, dy: Operand, x: Operand, exact: bool) -> None:
         main_grad = main_grad_of(self.parameter)
         overwrite = self.overwrite or getattr(self.parameter, "overwrite_main_grad", False)
         _product(dy, x, Epilogue(main_grad.dtype, out=main_grad, accumulate=not overwrite, exact=exact))
@@ -90,8 +88,8 @@ class WeightGradient:
         return dummy_gradient(tuple(self.parameter.shape), dtype, self.parameter.device, zero)
 
 
-def _product(dy: QuantizedTensorStorage, x: QuantizedTensorStorage, epilogue: Epilogue) -> Tensor:
-    return gemm(dy.contract(ROWS), x.contract(ROWS), epilogue)
+def _product(dy: Operand, x: Operand, epilogue: Epilogue) -> Tensor:
+    return gemm(dy, x, epilogue)
 
 
 def main_grad_of(parameter: torch.nn.Parameter | None) -> Tensor:

@@ -62,6 +62,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self._model_init_recipe = model_init.recipe
         self._fp8_workspaces: dict[str, QuantizedTensorStorage] = {}
         self._module_recipe: ModuleRecipe | None = None
+        self._remembered: dict[Any, Any] = {}
         self._replay_states: deque[list[tuple[Tensor, ...]]] = deque()
         self._wgrad_hooks: list[Any] = []
         self._warned: set[str] = set()
@@ -69,7 +70,11 @@ class TransformerEngineBaseModule(torch.nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._remembered = {}
         self.tracing_key = new_tracing_key(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_remembered": {}}
 
     def fast_setattr(self, name: str, value: Any) -> None:
         """Set a plain attribute without nn.Module's search for parameters and modules."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -109,19 +110,27 @@ class LayerNormLinear(LinearParameters):
 
         Arguments and errors as in Linear.forward.
         """
-        self.check_input(inp, self.in_features)
         if fp8_grad:
             raise ValueError(
                 "fp8_grad=True: the input's gradient leaves the norm unquantized; use Linear, or fp8_grad=False"
             )
         weight, bias = self.weight_tensor(), self.bias_tensor()
-        dtype = self.activation_dtype(inp)
+        gamma, beta = self.layer_norm_weight, self.layer_norm_bias
+        spec = self.remembered(
+            inp,
+            tuple(self._parameters.values()),
+            (is_first_microbatch, bool(fp8_output), self.return_bias, self.return_layernorm_output),
+            lambda: self._spec(inp, weight, bias, is_first_microbatch, bool(fp8_output)),
+        )
+        if is_first_microbatch is not None:
+            linear = self.with_cached_weight("weight", weight, spec.linear, is_first_microbatch)
+            spec = replace(spec, linear=linear)
+        dtype = spec.linear.dtype
         bias = None if bias is None else bias.to(dtype)
-        spec = self._spec(inp, weight, bias, dtype, is_first_microbatch, bool(fp8_output))
         y, norm_output = norm_linear(
             inp.to(dtype),
-            self.layer_norm_weight,
-            self.layer_norm_bias,
+            gamma,
+            beta,
             weight,
             None if self.return_bias else bias,
             spec,
@@ -145,10 +154,10 @@ class LayerNormLinear(LinearParameters):
         inp: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        dtype: torch.dtype,
         is_first_microbatch: bool | None,
         fp8_output: bool,
     ) -> NormLinearSpec:
+        self.check_input(inp, self.in_features)
         state = current()
         quantizers = self.quantizable_products(state, inp, ((self.in_features, self.out_features),))[0]
         self.check_results(quantizers, fp8_output, False)
@@ -157,7 +166,7 @@ class LayerNormLinear(LinearParameters):
         needs_grad_weight = grad and weight.requires_grad
         needs_grad_bias = grad and bias is not None and bias.requires_grad and not self.return_bias
         linear = LinearSpec(
-            dtype=dtype,
+            dtype=self.activation_dtype(inp),
             input=quantizers.input,
             weight=quantizers.weight,
             grad_output=quantizers.grad_output,
@@ -165,9 +174,6 @@ class LayerNormLinear(LinearParameters):
             accumulation=self.accumulation(state),
             parallel=TensorParallel(self.parallel_mode, self.tp_group, self.tp_size, self.sequence_parallel),
             weight_gradient=self.weight_gradient("weight", is_first_microbatch),
-            cached_weight=self._cached_weight(
-                "weight", weight, quantizers.weight, needs_grad_input, is_first_microbatch
-            ),
             backward=self.backward_mode(state),
             needs_grad_input=needs_grad_input,
             needs_grad_weight=needs_grad_weight,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -144,9 +145,15 @@ class LayerNormMLP(QuantizedProductsModule):
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor | tuple[Tensor, ...]:
         """y, or `(y[, fc2_bias][, norm(x)])` as return_bias and return_layernorm_output say."""
-        self.check_input(inp, self.hidden_size)
-        dtype = self.activation_dtype(inp)
-        spec = self._spec(inp, dtype, is_first_microbatch)
+        spec = self.remembered(
+            inp,
+            tuple(self._parameters.values()),
+            (is_first_microbatch, self.return_bias, self.return_layernorm_output),
+            lambda: self._spec(inp, is_first_microbatch),
+        )
+        if is_first_microbatch is not None:
+            spec = self._with_cached_weights(spec, is_first_microbatch)
+        dtype = spec.fc1.dtype
         fc2_bias = self.fc2_bias.to(dtype) if self.use_bias else None
         late_bias = self.return_bias or (self.set_parallel_mode and self.tp_size > 1)
         tensors = NormMLPTensors(
@@ -172,7 +179,19 @@ class LayerNormMLP(QuantizedProductsModule):
             outputs += (norm_output,)
         return outputs if len(outputs) > 1 else y
 
-    def _spec(self, inp: Tensor, dtype: torch.dtype, is_first_microbatch: bool | None) -> NormMLPSpec:
+    def _with_cached_weights(self, spec: NormMLPSpec, is_first_microbatch: bool) -> NormMLPSpec:
+        fc1, fc2 = (
+            self.with_cached_weight(f"{name}_weight", weight, linear, is_first_microbatch)
+            for name, weight, linear in (
+                ("fc1", self.fc1_weight, spec.fc1),
+                ("fc2", self.fc2_weight, spec.fc2),
+            )
+        )
+        return replace(spec, fc1=fc1, fc2=fc2)
+
+    def _spec(self, inp: Tensor, is_first_microbatch: bool | None) -> NormMLPSpec:
+        self.check_input(inp, self.hidden_size)
+        dtype = self.activation_dtype(inp)
         state = current()
         fc1_rows = self.fc1_weight.shape[0]
         shapes = ((self.hidden_size, fc1_rows), (self.ffn_shard, self.hidden_size))
@@ -219,9 +238,6 @@ class LayerNormMLP(QuantizedProductsModule):
             accumulation=self.accumulation(state),
             parallel=TensorParallel(mode, self.tp_group, self.tp_size, self.sequence_parallel),
             weight_gradient=self.weight_gradient(key, is_first_microbatch),
-            cached_weight=self._cached_weight(
-                key, weight, quantizers.weight, needs_grad, is_first_microbatch
-            ),
             backward=self.backward_mode(state),
             needs_grad_input=needs_grad,
             needs_grad_weight=needs_grad and weight.requires_grad,

@@ -102,9 +102,16 @@ class Linear(LinearParameters):
         fp8_output, fp8_grad  return y, or the input's gradient, as a quantized tensor
         Raises ValueError or TypeError for an input whose last dimension, dtype or device does not fit.
         """
-        self.check_input(inp, self.in_features)
         weight, bias = self.weight_tensor(), self.bias_tensor()
-        spec = self._spec(inp, weight, bias, is_first_microbatch, bool(fp8_output), bool(fp8_grad))
+        results = (bool(fp8_output), bool(fp8_grad))
+        spec = self.remembered(
+            inp,
+            tuple(self._parameters.values()),
+            (is_first_microbatch, *results, self.return_bias),
+            lambda: self._spec(inp, weight, bias, is_first_microbatch, *results),
+        )
+        if is_first_microbatch is not None:
+            spec = self.with_cached_weight("weight", weight, spec, is_first_microbatch)
         bias = None if bias is None else bias.to(spec.dtype)
         y = linear(inp, weight, self._fused_bias(bias), spec)
         if self.return_bias:
@@ -129,6 +136,7 @@ class Linear(LinearParameters):
         fp8_output: bool,
         fp8_grad: bool,
     ) -> LinearSpec:
+        self.check_input(inp, self.in_features)
         state = current()
         dtype = inp.dtype if isinstance(inp, QuantizedTensorStorage) else self.activation_dtype(inp)
         quantizers = self.quantizable_products(state, inp, ((self.in_features, self.out_features),))[0]
@@ -146,9 +154,6 @@ class Linear(LinearParameters):
             accumulation=self.accumulation(state),
             parallel=TensorParallel(self.parallel_mode, self.tp_group, self.tp_size, self.sequence_parallel),
             weight_gradient=self.weight_gradient("weight", is_first_microbatch),
-            cached_weight=self._cached_weight(
-                "weight", weight, quantizers.weight, needs_grad_input, is_first_microbatch
-            ),
             backward=self.backward_mode(state),
             keep_input=self.keeps_input(state),
             needs_grad_input=needs_grad_input,

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..device import canonical_device
+from ..distributed.recompute import is_fp8_activation_recompute_enabled
 from ..distributed.tensor_parallel import set_tensor_model_parallel_attributes
-from ..functions.linear import Accumulation
+from ..functions.linear import Accumulation, LinearSpec
 from ..functions.weight_gradient import WeightGradient
-from ..quantization.autocast import AutocastState
+from ..quantization.autocast import AutocastState, is_first_module, snapshot
 from .base import TransformerEngineBaseModule
 from .parameters import InitMethod, ParameterInit, default_init_method, split_names
-from .recipe_state import UNQUANTIZED, ProductQuantizers
+from .recipe_state import UNQUANTIZED, ProductQuantizers, ensure
+
+T = TypeVar("T")
+_REMEMBERED = 64  # results a module keeps; sequences of ever new lengths must not fill the memory
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,47 @@ class QuantizedProductsModule(TransformerEngineBaseModule):
 
     fuse_wgrad_accumulation = False
     save_original_input = False
+
+    def remembered(
+        self,
+        inp: Tensor,
+        parameters: Sequence[Tensor | None],
+        options: tuple[Any, ...],
+        build: Callable[[], T],
+    ) -> T:
+        """build(), or what it gave an earlier call that agrees in everything the result may depend on.
+
+        That is the recipe, the input's and the parameters' shape, dtype, device and need of a gradient, torch's
+        modes, this module's switches, and options. What else a result depends on must be added to it afterwards.
+        """
+        state, first = snapshot()
+        if torch.compiler.is_compiling() or state.calibrating or is_fp8_activation_recompute_enabled():
+            return build()
+        if state.enabled:
+            ensure(self, state)
+        device = inp.device
+        key = (
+            options,
+            state.enabled,
+            self._module_recipe,
+            first,
+            torch.is_grad_enabled(),
+            torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None,
+            (type(inp), inp.shape, inp.dtype, device, inp.requires_grad),
+            (self.tp_group, self.tp_size, self.sequence_parallel),
+            (self.fuse_wgrad_accumulation, self.save_original_input, self.wgrad_store),
+            *[None if p is None else (id(p), p.dtype, p.device, p.requires_grad) for p in parameters],
+        )
+        known = self._remembered.get(key)
+        if known is None:
+            if len(self._remembered) >= _REMEMBERED:
+                self._remembered.clear()
+            result = build()
+            # The parameters are held so that no other tensor gets the id of one.
+            known = self._remembered[key] = (result, first and not snapshot()[1], tuple(parameters))
+        elif known[1]:
+            is_first_module()  # building the result took this role, so using it does
+        return known[0]
 
     def check_input(self, inp: Tensor, features: int) -> None:
         """ValueError unless inp is [.., features] on the parameters' device."""
@@ -138,6 +184,13 @@ class QuantizedProductsModule(TransformerEngineBaseModule):
         return WeightGradient(
             parameter, self.fuse_wgrad_accumulation, bool(is_first_microbatch), self.wgrad_store, deliver
         )
+
+    def with_cached_weight(
+        self, key: str, weight: Tensor, spec: LinearSpec, is_first_microbatch: bool
+    ) -> LinearSpec:
+        """The spec with the weight as quantized for the first microbatch of the step."""
+        cached = self._cached_weight(key, weight, spec.weight, spec.needs_grad_input, is_first_microbatch)
+        return spec if cached is None else replace(spec, cached_weight=cached)
 
     def _accumulate_grad(self, name: str, grad: Tensor) -> None:
         """Add a delayed gradient [N, K] to the .grad of the parameters that make up the weight called name."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...common.kernels.launch import MISSING, Launch, start
-from ..device import get_device_compute_capability
+from ..device import get_device_compute_capability, is_current_device
 
 DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
@@ -27,18 +27,16 @@ def run(launch: Launch, inputs: Sequence[Tensor | None]) -> list[Tensor]:
     """The launch's outputs, allocated on the device of the first input; None where the launch has none."""
     first = inputs[0]
     assert first is not None
+    device = first.device
     outputs = [
-        None
-        if output is None
-        else torch.empty(output.shape, dtype=_DTYPES[output.dtype], device=first.device)
+        None if output is None else torch.empty(output.shape, dtype=_DTYPES[output.dtype], device=device)
         for output in launch.outputs
     ]
-    device = first.get_device()
-    if first.is_cuda and torch.cuda.current_device() != device:
+    if device.type == "cuda" and not is_current_device(device.index):
         with torch.cuda.device(device):
-            start(launch, (*inputs, *outputs), device)
+            start(launch, (*inputs, *outputs), device.index)
     else:
-        start(launch, (*inputs, *outputs), device)
+        start(launch, (*inputs, *outputs), device.index)
     return outputs  # pyright: ignore[reportReturnType]
 
 

@@ -14,67 +14,20 @@ import torch
 from torch import Tensor
 
 from ...common import env
-from ...common.formats import FLOAT32_MAX
 from ...common.recipe import DelayedScaling
 from ..constants import dist_group_type
+from ..primitives.scale_update import advance_scales, amax_of, rolled, scale_of
 from ..tracing import constant_while_tracing
 
 Algorithm = str | Callable[..., Tensor]
 
 
-def _default_sf_compute(amax: Tensor, scale: Tensor, fp8_max: float, margin: int) -> Tensor:
-    """(fp8_max / amax) / 2^margin; the old scale where amax is 0, inf or NaN; at most FLOAT32_MAX."""
-    computed = (torch.full_like(amax, fp8_max) / amax) / 2**margin
-    computed = torch.where(torch.isinf(computed), torch.full_like(computed, FLOAT32_MAX), computed)
-    return torch.where((amax > 0) & torch.isfinite(amax), computed, scale)
+_default_sf_compute = scale_of  # the original's name
 
 
 def _amax_of(history: Tensor, algorithm: Algorithm) -> Tensor:
     """amax [n] of a history [length, n] whose row 0 is the latest step."""
-    if callable(algorithm):
-        return algorithm(history)
-    return history.amax(dim=0) if algorithm == "max" else history[0].clone()
-
-
-def _rolled(history: Tensor) -> Tensor:
-    """Rows moved up by one, so that row 0 becomes the last; then row 0 is cleared."""
-    cleared = torch.zeros_like(history[:1])
-    if history.shape[0] == 1:
-        return cleared
-    return torch.cat((cleared, history[2:], history[:1]))
-
-
-def _next(
-    history: Tensor, scale: Tensor, algorithm: str, fp8_max: float, margin: int, keep_idle: bool
-) -> tuple[Tensor, Tensor]:
-    """History and scale after one step; keep_idle leaves columns whose latest amax is 0 as they are."""
-    new_scale = _default_sf_compute(_amax_of(history, algorithm), scale, fp8_max, margin)
-    new_history = _rolled(history)
-    if not keep_idle:
-        return new_history, new_scale
-    busy = history[0] != 0
-    return torch.where(busy, new_history, history), torch.where(busy, new_scale, scale)
-
-
-def _update(
-    histories: Sequence[Tensor],
-    scales: Sequence[Tensor],
-    algorithm: str,
-    fp8_max: float,
-    margin: int,
-    keep_idle: bool,
-) -> None:
-    """The update of one pool in place, all columns of histories of equal length at once."""
-    by_length: dict[int, list[int]] = {}
-    for i, history in enumerate(histories):
-        by_length.setdefault(history.shape[0], []).append(i)
-    for members in by_length.values():
-        columns = [scales[i].shape[0] for i in members]
-        history = torch.cat([histories[i] for i in members], dim=1)
-        scale = torch.cat([scales[i] for i in members])
-        history, scale = _next(history, scale, algorithm, fp8_max, margin, keep_idle)
-        torch._foreach_copy_([histories[i] for i in members], list(history.split(columns, dim=1)))
-        torch._foreach_copy_([scales[i] for i in members], list(scale.split(columns)))
+    return algorithm(history) if callable(algorithm) else amax_of(history, algorithm)
 
 
 def _reduce(histories: Sequence[Tensor], group: dist_group_type) -> None:
@@ -118,7 +71,7 @@ def _update_op(
     if group:
         resolve: Any = torch.distributed.distributed_c10d._resolve_process_group
         _reduce(histories, resolve(group))
-    _update(histories, scales, algorithm, fp8_max, margin, keep_idle)
+    advance_scales(histories, scales, algorithm, fp8_max, margin, keep_idle)
 
 
 @_update_op.register_fake
@@ -136,7 +89,7 @@ def _amax_and_scale_update(
     else:
         new_scale = recipe.scaling_factor_compute_algo(amax, scale, fp8_max, recipe)
     scale.copy_(new_scale)
-    amax_history.copy_(_rolled(amax_history))
+    amax_history.copy_(rolled(amax_history))
 
 
 @constant_while_tracing
@@ -170,7 +123,7 @@ def update_scales(
         return
     if group is not None:
         _reduce(histories, group)
-    _update(histories, scales, algorithm, float(fp8_max), recipe.margin, keep_idle)
+    advance_scales(histories, scales, algorithm, float(fp8_max), recipe.margin, keep_idle)
 
 
 def update_states(

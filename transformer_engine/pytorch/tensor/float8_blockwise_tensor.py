@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -11,14 +12,25 @@ from torch import Tensor
 from ...common import recipe as recipes
 from ...common.formats import BLOCK_1D, BLOCK_2D
 from ..constants import DType
-from ..primitives.quantize import QuantizeSpec
+from ..primitives.operand import Operand
+from ..primitives.quantize import QuantizeSpec, quantize
 from .block_scaling import BlockScalingQuantizer
 from .elements import element_of, float8_number
 from .quantized_tensor import QuantizedTensor
-from .quantizer import Quantizer
+from .quantizer import Operands, Quantizer
 from .storage.float8_blockwise_tensor_storage import Float8BlockwiseQTensorStorage
 
 __all__ = ["Float8BlockQuantizer", "Float8BlockwiseQTensor", "Float8BlockwiseQTensorStorage"]
+
+
+@functools.cache
+def _spec(
+    dimensions: int, dtype: DType, rowwise: bool, columnwise: bool, power_of_two: bool, epsilon: float
+) -> QuantizeSpec:
+    tiles = BLOCK_2D if dimensions == 2 else BLOCK_1D
+    return QuantizeSpec(
+        tiles, element_of(dtype), rowwise, columnwise, power_of_two=power_of_two, epsilon=epsilon
+    )
 
 
 class Float8BlockwiseQTensor(QuantizedTensor, Float8BlockwiseQTensorStorage):
@@ -75,13 +87,21 @@ class Float8BlockQuantizer(BlockScalingQuantizer):
         self.all_gather_usage = all_gather_usage
 
     def spec(self, rowwise: bool, columnwise: bool) -> QuantizeSpec:
-        return QuantizeSpec(
-            BLOCK_2D if self.block_scaling_dim == 2 else BLOCK_1D,
-            element_of(self.dtype),
+        return _spec(
+            self.block_scaling_dim,
+            self.dtype,
             rowwise,
             columnwise,
-            power_of_two=self.force_pow_2_scales,
-            epsilon=self.amax_epsilon,
+            self.force_pow_2_scales,
+            self.amax_epsilon,
+        )
+
+    def operands(self, matrix: Tensor, rowwise: bool, columnwise: bool) -> Operands:
+        codes, scale, codes_t, scale_t, _, _ = quantize(matrix, self.spec(rowwise, columnwise))
+        tiles = BLOCK_2D if self.block_scaling_dim == 2 else BLOCK_1D
+        return Operands(
+            Operand(codes, scale, tiles, None, matrix.dtype) if codes is not None else None,
+            Operand(codes_t, scale_t, tiles, None, matrix.dtype) if codes_t is not None else None,
         )
 
     def constants(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import copy
 import functools
 import warnings
 from collections.abc import Hashable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,11 +14,12 @@ from torch import Tensor
 from ...common import recipe as recipes
 from ...common.formats import FLOAT8
 from ..constants import DType
+from ..primitives.operand import Operand
 from ..primitives.quantize import Quantized, QuantizeSpec, absolute_maximum, quantize
 from .allocation import empty_quantized
 from .elements import element_of, float8_dtype, float8_number
 from .quantized_tensor import QuantizedTensor
-from .quantizer import Quantizer
+from .quantizer import Operands, Quantizer
 from .storage.float8_tensor_storage import Float8TensorStorage
 from .storage.quantized_tensor_storage import QuantizedTensorStorage, as_matrix, matrix_shape
 
@@ -35,8 +36,20 @@ class ScalingState(Protocol):
 
 
 @functools.cache
-def _spec(dtype: DType, rowwise: bool, columnwise: bool) -> QuantizeSpec:
-    return QuantizeSpec(FLOAT8, element_of(dtype), rowwise, columnwise)
+def _spec(
+    dtype: DType, rowwise: bool, columnwise: bool, power_of_two: bool = False, epsilon: float = 0.0
+) -> QuantizeSpec:
+    return QuantizeSpec(
+        FLOAT8, element_of(dtype), rowwise, columnwise, power_of_two=power_of_two, epsilon=epsilon
+    )
+
+
+def _operands(quantized: Quantized, dtype: torch.dtype) -> Operands:
+    codes, scale, codes_t, scale_t, _, _ = quantized
+    return Operands(
+        Operand(codes, scale, FLOAT8, None, dtype) if codes is not None else None,
+        Operand(codes_t, scale_t, FLOAT8, None, dtype) if codes_t is not None else None,
+    )
 
 
 class _PerTensorQuantizer(Quantizer):
@@ -87,6 +100,15 @@ class _PerTensorQuantizer(Quantizer):
         return True
 
 
+class _Slot(NamedTuple):
+    """A state's tensors, and the views of one of its columns."""
+
+    all_scales: Tensor
+    history: Tensor
+    scale: Tensor
+    amax: Tensor
+
+
 class Float8Quantizer(_PerTensorQuantizer):
     """Delayed scaling: multiplies by a scale made from earlier steps, and records max|x| for later ones.
 
@@ -109,6 +131,7 @@ class Float8Quantizer(_PerTensorQuantizer):
         self._amax = amax
         self._state: ScalingState | None = None
         self._index = 0
+        self._slot: _Slot | None = None
 
     @classmethod
     def from_state(
@@ -154,6 +177,26 @@ class Float8Quantizer(_PerTensorQuantizer):
         assert quantized.amax is not None
         self.record(quantized.amax, noop_flag)
         return self._packed(quantized, tensor.shape, tensor.dtype)
+
+    def operands(self, matrix: Tensor, rowwise: bool, columnwise: bool) -> Operands:
+        if torch.compiler.is_compiling():
+            return super().operands(matrix, rowwise, columnwise)
+        scale, amax = self._views()
+        spec = _spec(self.dtype, rowwise, columnwise)
+        return _operands(quantize(matrix, spec, scale=scale, record=amax), matrix.dtype)
+
+    def _views(self) -> tuple[Tensor, Tensor]:
+        """scale and amax, float32 [1]; views of a state are kept as long as the state has the same tensors."""
+        state = self._state
+        if state is None:
+            return self.scale.view(1), self.amax.view(1)
+        slot = self._slot
+        if slot is None or slot.all_scales is not state.scale or slot.history is not state.amax_history:
+            slot = self._slot = _Slot(state.scale, state.amax_history, self.scale, self.amax)
+        return slot.scale, slot.amax
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_slot": None}
 
     def calibrate(self, tensor: Tensor) -> None:
         self.record(absolute_maximum(tensor))
@@ -225,22 +268,21 @@ class Float8CurrentScalingQuantizer(_PerTensorQuantizer):
     def encode(
         self, tensor: Tensor, rowwise: bool, columnwise: bool, *, noop_flag: Tensor | None = None
     ) -> Float8TensorStorage:
-        spec = QuantizeSpec(
-            FLOAT8,
-            element_of(self.dtype),
-            rowwise,
-            columnwise,
-            power_of_two=self.force_pow_2_scales,
-            epsilon=self.amax_epsilon,
-        )
-        matrix = as_matrix(tensor)
+        quantized = self._quantized(as_matrix(tensor), rowwise, columnwise)
+        return self._packed(quantized, tensor.shape, tensor.dtype)
+
+    def operands(self, matrix: Tensor, rowwise: bool, columnwise: bool) -> Operands:
+        return _operands(self._quantized(matrix, rowwise, columnwise), matrix.dtype)
+
+    def _quantized(self, matrix: Tensor, rowwise: bool, columnwise: bool) -> Quantized:
+        spec = _spec(self.dtype, rowwise, columnwise, self.force_pow_2_scales, self.amax_epsilon)
         amax = None
         if self.with_amax_reduction:
             amax = absolute_maximum(matrix)
             torch.distributed.all_reduce(
                 amax, op=torch.distributed.ReduceOp.MAX, group=self.amax_reduction_group
             )
-        return self._packed(quantize(matrix, spec, amax=amax), tensor.shape, tensor.dtype)
+        return quantize(matrix, spec, amax=amax)
 
     def reducing_over(self, group: torch.distributed.ProcessGroup) -> Float8CurrentScalingQuantizer:
         if self.with_amax_reduction and self.amax_reduction_group is group:

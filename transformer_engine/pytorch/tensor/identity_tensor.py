@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..primitives.operand import plain
 from .quantized_tensor import QuantizedTensor
-from .quantizer import Quantizer
+from .quantizer import Matrix, Operands, Quantizer
 from .storage.identity_tensor_storage import IdentityTensorStorage
 from .storage.quantized_tensor_storage import QuantizedTensorStorage
 
@@ -30,6 +31,9 @@ class IdentityQuantizer(Quantizer):
         if isinstance(tensor, QuantizedTensorStorage):
             tensor = tensor.decode(tensor.dtype)
         return IdentityTensorStorage(tensor, quantizer=self, dtype=tensor.dtype)
+
+    def operands(self, matrix: Tensor, rowwise: bool, columnwise: bool) -> Operands:
+        return Operands(plain(matrix), Matrix(matrix))
 
     def wrap(self, storage: QuantizedTensorStorage, *, requires_grad: bool = False) -> IdentityTensor:
         return IdentityTensor.from_storage(storage, requires_grad=requires_grad)

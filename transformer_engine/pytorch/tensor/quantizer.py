@@ -5,18 +5,38 @@ from __future__ import annotations
 import abc
 import copy
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...common import recipe as recipes
 from ..constants import dist_group_type
+from ..primitives.operand import Operand, plain
+from .axis import COLS, ROWS
 from .storage.identity_tensor_storage import IdentityTensorStorage
 from .storage.quantized_tensor_storage import QuantizedTensorStorage
 
 if TYPE_CHECKING:
     from .quantized_tensor import QuantizedTensor
+
+
+class Matrix(NamedTuple):
+    """Values [M, K] that stand for the operand of their transpose, which is a view of them."""
+
+    values: Tensor
+
+
+class Operands(NamedTuple):
+    """Both directions of a matrix [M, K]; None where one was not asked for."""
+
+    rowwise: Operand | None
+    columnwise: Operand | Matrix | None
+
+
+def turned(columnwise: Operand | Matrix) -> Operand:
+    """The operand [K, M] of a column direction."""
+    return plain(columnwise.values.t()) if isinstance(columnwise, Matrix) else columnwise
 
 
 class Quantizer(abc.ABC):
@@ -40,6 +60,16 @@ class Quantizer(abc.ABC):
         self, tensor: Tensor, rowwise: bool, columnwise: bool, *, noop_flag: Tensor | None = None
     ) -> QuantizedTensorStorage:
         """Quantize [..., K] in the directions asked for; where noop_flag is set, statistics are not recorded."""
+
+    def operands(self, matrix: Tensor, rowwise: bool, columnwise: bool) -> Operands:
+        """What products read of matrix [M, K]: [M, K] row-wise and [K, M] column-wise, where asked for.
+
+        The same codes and scales as `encode`, without a storage round them.
+        """
+        storage = self.encode(matrix, rowwise, columnwise)
+        return Operands(
+            storage.contract(COLS) if rowwise else None, storage.contract(ROWS) if columnwise else None
+        )
 
     @abc.abstractmethod
     def wrap(self, storage: QuantizedTensorStorage, *, requires_grad: bool = False) -> Tensor:
@@ -201,6 +231,10 @@ class Calibrating(Quantizer):
     ) -> IdentityTensorStorage:
         self.quantizer.calibrate(tensor)
         return IdentityTensorStorage(tensor, dtype=tensor.dtype)
+
+    def operands(self, matrix: Tensor, rowwise: bool, columnwise: bool) -> Operands:
+        self.quantizer.calibrate(matrix)
+        return Operands(plain(matrix), Matrix(matrix))
 
     def wrap(self, storage: QuantizedTensorStorage, *, requires_grad: bool = False) -> Tensor:
         return storage.decode(storage.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ....common.dispatch import Table
@@ -59,9 +60,19 @@ def quantize(
     random    NVFP4, stochastic: uniform float32 in [0, 1), shaped [M, K] for the rowwise codes and [K, M] for
               the columnwise (two_dimensional: the first alone, the columnwise codes being its transpose)
     """
-    _check(x, spec, scale, random)
-    request = Request(spec, (x.shape[0], x.shape[1]), x.dtype, x.device, scale is not None)
-    return TABLE.select(request).run(x, spec, scale, amax, amax_t, random, record)
+    if torch.compiler.is_compiling():
+        _check(x, spec, scale, random)
+        backend = TABLE.select(_request(x, spec, scale))
+    else:
+        key = (spec, x.shape, x.dtype, x.device, scale is None)
+        if spec.stochastic or not TABLE.remembers(key):
+            _check(x, spec, scale, random)
+        backend = TABLE.choice(key, lambda: _request(x, spec, scale))
+    return backend.run(x, spec, scale, amax, amax_t, random, record)
+
+
+def _request(x: Tensor, spec: QuantizeSpec, scale: Tensor | None) -> Request:
+    return Request(spec, (x.shape[0], x.shape[1]), x.dtype, x.device, scale is not None)
 
 
 def _check(x: Tensor, spec: QuantizeSpec, scale: Tensor | None, random: tuple[Tensor, Tensor] | None) -> None:

@@ -63,6 +63,15 @@ class QuantizeSpec:
                 "of them; choose one"
             )
 
+    def __hash__(self) -> int:
+        """Computed once: a spec is a key at every quantization."""
+        known = self.__dict__.get("_hash")
+        if known is None:
+            directions = (self.rowwise, self.columnwise, self.two_dimensional, self.hadamard, self.stochastic)
+            known = hash((self.format.name, self.element.name, self.power_of_two, self.epsilon, directions))
+            self.__dict__["_hash"] = known
+        return known
+
     @property
     def tile(self) -> tuple[int, int] | None:
         """(rows, K) extent of the elements that share a scale; None: the whole matrix."""

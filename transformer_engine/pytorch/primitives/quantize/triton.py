@@ -28,7 +28,7 @@ from ....common.formats import (
 )
 from ....common.kernels import launch
 from ....common.kernels.launch import Launch, Output
-from ...device import get_device_compute_capability
+from ...device import get_device_compute_capability, is_current_device
 from . import reference
 from .float8 import absolute_maximum
 from .hadamard import hadamard_transform
@@ -75,7 +75,7 @@ def run(
     if x.numel() == 0:
         return reference.run(x, spec, scale, amax, amax_t, random, record)
     device = x.device.index
-    if device != torch.cuda.current_device():
+    if not is_current_device(device):
         with torch.cuda.device(device):
             return _quantize(x.contiguous(), device, spec, scale, amax, amax_t, random, record)
     return _quantize(x.contiguous(), device, spec, scale, amax, amax_t, random, record)
@@ -129,13 +129,13 @@ def _float8(
         spec, x.shape[0], x.shape[1], scale is not None, amax is not None, x.is_cuda
     )
     if record is not None:
-        amax, inverse = record, torch.empty(1, dtype=torch.float32, device=x.device)
+        amax, inverse = record, _scalar(x.device, device)
     elif amax is None:
-        amax, inverse = _zero_and_scalar(x.device, device)
+        amax, inverse = _zero(x.device, device), _scalar(x.device, device)
         if measure is not None:
             launch.start(measure, (x, amax), device)
     else:
-        inverse = torch.empty(1, dtype=torch.float32, device=x.device)
+        inverse = _scalar(x.device, device)
     codes, codes_t = _empty(cast.outputs[0], x.device), _empty(cast.outputs[1], x.device)
     launch.start(cast, (x, scale, _float32(amax), codes, codes_t, inverse), device)
     return Quantized(
@@ -171,22 +171,32 @@ _SLOTS = 512
 _slots: dict[tuple[int, int], list[Tensor]] = {}
 
 
-def _zero_and_scalar(device: torch.device, index: int) -> tuple[Tensor, Tensor]:
-    """float32 [1] that holds 0, and one that holds anything; neither is ever handed out again.
+def _zero(device: torch.device, index: int) -> Tensor:
+    """float32 [1] that holds 0, and is never handed out again.
 
     Clearing four bytes takes a launch, 1.5 us of the GPU and 4 us of the host, so that 512 are cleared at a time.
     A captured graph clears its own, on every replay.
     """
     if torch.cuda.is_current_stream_capturing():
-        zero = torch.zeros(1, dtype=torch.float32, device=device)
-        return zero, torch.empty_like(zero)
+        return torch.zeros(1, dtype=torch.float32, device=device)
+    return _slot(device, index)
+
+
+def _scalar(device: torch.device, index: int) -> Tensor:
+    """float32 [1] that holds anything: a slot costs less than an allocation."""
+    if torch.cuda.is_current_stream_capturing():
+        return torch.empty(1, dtype=torch.float32, device=device)
+    return _slot(device, index)
+
+
+def _slot(device: torch.device, index: int) -> Tensor:
     slots = _slots.setdefault((index, launch.current_stream(index)), [])
     if not slots:
         with torch.inference_mode(False), torch.no_grad():
             # 16 bytes apart, as aligned tensors are; .data, so that a write to one leaves the versions of the others.
             cleared = torch.zeros(_SLOTS, 4, dtype=torch.float32, device=device)
             slots.extend(slot.data for slot in cleared[:, :1].unbind(0))
-    return slots.pop(), slots.pop()
+    return slots.pop()
 
 
 def _tiled(x: Tensor, device: int, spec: QuantizeSpec) -> Quantized:

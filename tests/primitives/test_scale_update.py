@@ -1,0 +1,85 @@
+"""The update of delayed scaling: every backend against the reference, bit for bit."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from transformer_engine.common import dispatch
+from transformer_engine.pytorch.primitives import scale_update
+from transformer_engine.pytorch.primitives.scale_update import ScaleUpdateRequest, advance_scales
+
+AMAXES = torch.tensor([0.0, 3.0, math.inf, math.nan, 1e-38, 448.0, 7.3e4, 1e-45, 2.0**-130, 5.0])
+
+
+def states(lengths: list[int], device: str, seed: int = 0) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Histories of several widths that hold zeros, infinities, NaNs and subnormal numbers among others."""
+    generator = torch.Generator().manual_seed(seed)
+    histories, scales = [], []
+    for i, length in enumerate(lengths):
+        width = 1 + (3 * i + 2) % 7
+        drawn = torch.randint(0, len(AMAXES), (length, width), generator=generator)
+        histories.append(AMAXES[drawn].to(device))
+        scales.append((torch.rand(width, generator=generator) + 0.5).to(device))
+    return histories, scales
+
+
+def bits(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.view(torch.int32) for tensor in tensors]
+
+
+@pytest.mark.parametrize("backend", scale_update.TABLE.names())
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+@pytest.mark.parametrize("keep_idle", [False, True])
+@pytest.mark.parametrize("margin", [0, 3, -2])
+@pytest.mark.parametrize("length", [1, 2, 3, 16, 1024])
+def test_backends_step_as_the_reference_does(device, backend, algorithm, keep_idle, margin, length):
+    request = ScaleUpdateRequest(device, length, 8)
+    if refusal := scale_update.TABLE.named(backend).refuses(request):
+        pytest.skip(refusal)
+    results = []
+    for name in ("reference", backend):
+        histories, scales = states([length] * 5, device)
+        with dispatch.use_backend(scale_update=name):
+            for fp8_max in (448.0, 57344.0, 448.0):
+                advance_scales(histories, scales, algorithm, fp8_max, margin, keep_idle)
+                for history in histories:
+                    history[0, 0] = 2.5
+        results.append((bits(histories), bits(scales)))
+    for expected, actual in zip(results[0], results[1], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(expected, actual, strict=True))
+
+
+def test_states_of_different_lengths_are_stepped_together(device):
+    together = states([2, 5, 2], device)
+    advance_scales(*together, "max", 448.0, 0, True)
+    alone = states([2, 5, 2], device)
+    for history, scale in zip(*alone, strict=True):
+        advance_scales([history], [scale], "max", 448.0, 0, True)
+    for expected, actual in zip(alone, together, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(bits(expected), bits(actual), strict=True))
+
+
+def test_the_kernel_says_which_states_it_does_not_take():
+    refuses = scale_update.triton.refuses
+    assert "on cpu" in str(refuses(ScaleUpdateRequest("cpu", 16, 4)))
+    if scale_update.triton.launch.MISSING is None:
+        assert "differ in length" in str(refuses(ScaleUpdateRequest("cuda", None, 4)))
+        assert "exceeds" in str(refuses(ScaleUpdateRequest("cuda", 1 << 14, 4)))
+        assert refuses(ScaleUpdateRequest("cuda", 1024, 8)) is None
+
+
+@pytest.mark.gpu
+def test_a_captured_update_runs_at_every_replay():
+    histories, scales = states([4], "cuda")
+    graph = torch.cuda.CUDAGraph()
+    warm = [h.clone() for h in histories], [s.clone() for s in scales]
+    advance_scales(*warm, "max", 448.0, 0, False)  # another pair: the table of the captured one is unknown
+    with torch.cuda.graph(graph):
+        advance_scales(histories, scales, "max", 448.0, 0, False)
+    for amax in (1.0, 7.0):
+        histories[0].fill_(amax)
+        graph.replay()
+        assert scales[0].tolist() == [448.0 / amax] * scales[0].shape[0]

@@ -1,0 +1,42 @@
+"""scale = (fp8_max / amax) / 2^margin for many delayed-scaling states, and their histories moved on by one step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ....common.dispatch import Table
+from . import reference, triton
+from .reference import amax_of, rolled, scale_of
+from .request import ScaleUpdateRequest
+
+__all__ = ["TABLE", "ScaleUpdateRequest", "advance_scales", "amax_of", "rolled", "scale_of"]
+
+TABLE: Table[ScaleUpdateRequest] = Table("scale_update", (triton.BACKEND, reference.BACKEND))
+
+
+def advance_scales(
+    histories: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    algorithm: str,
+    fp8_max: float,
+    margin: int,
+    keep_idle: bool,
+) -> None:
+    """histories float32 [length, n] and scales float32 [n], in place: one step of delayed scaling for each pair.
+
+    algorithm   "max" over the history, or "most_recent"
+    keep_idle   columns whose latest amax is 0 keep scale and history
+    Row 0 is the running step; it becomes the last row, row 1 is dropped, and row 0 is cleared.
+    """
+    length: int | None = histories[0].shape[0]
+    columns = 0
+    for history in histories:
+        rows, width = history.shape
+        if rows != length:
+            length = None
+        if width > columns:
+            columns = width
+    request = ScaleUpdateRequest(histories[0].device.type, length, columns)
+    TABLE.select(request).run(histories, scales, algorithm, fp8_max, margin, keep_idle)

@@ -1,0 +1,72 @@
+"""The step in torch operations, on any device: all columns of histories of equal length at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ....common.dispatch import Backend
+from ....common.formats import FLOAT32_MAX
+from .request import ScaleUpdateRequest
+
+
+def scale_of(amax: Tensor, scale: Tensor, fp8_max: float, margin: int) -> Tensor:
+    """(fp8_max / amax) / 2^margin; the old scale where amax is 0, inf or NaN; at most FLOAT32_MAX."""
+    computed = (torch.full_like(amax, fp8_max) / amax) / 2**margin
+    computed = torch.where(torch.isinf(computed), torch.full_like(computed, FLOAT32_MAX), computed)
+    return torch.where((amax > 0) & torch.isfinite(amax), computed, scale)
+
+
+def amax_of(history: Tensor, algorithm: str) -> Tensor:
+    """amax [n] of a history [length, n] whose row 0 is the latest step."""
+    return history.amax(dim=0) if algorithm == "max" else history[0].clone()
+
+
+def rolled(history: Tensor) -> Tensor:
+    """Rows moved up by one, so that row 0 becomes the last; then row 0 is cleared."""
+    cleared = torch.zeros_like(history[:1])
+    if history.shape[0] == 1:
+        return cleared
+    return torch.cat((cleared, history[2:], history[:1]))
+
+
+def run(
+    histories: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    algorithm: str,
+    fp8_max: float,
+    margin: int,
+    keep_idle: bool,
+) -> None:
+    """One step for every state, in place."""
+    by_length: dict[int, list[int]] = {}
+    for i, history in enumerate(histories):
+        by_length.setdefault(history.shape[0], []).append(i)
+    for members in by_length.values():
+        columns = [scales[i].shape[0] for i in members]
+        history = torch.cat([histories[i] for i in members], dim=1)
+        scale = torch.cat([scales[i] for i in members])
+        history, scale = _next(history, scale, algorithm, fp8_max, margin, keep_idle)
+        torch._foreach_copy_([histories[i] for i in members], list(history.split(columns, dim=1)))
+        torch._foreach_copy_([scales[i] for i in members], list(scale.split(columns)))
+
+
+def _next(
+    history: Tensor, scale: Tensor, algorithm: str, fp8_max: float, margin: int, keep_idle: bool
+) -> tuple[Tensor, Tensor]:
+    """History and scale after one step; keep_idle leaves columns whose latest amax is 0 as they are."""
+    new_scale = scale_of(amax_of(history, algorithm), scale, fp8_max, margin)
+    new_history = rolled(history)
+    if not keep_idle:
+        return new_history, new_scale
+    busy = history[0] != 0
+    return torch.where(busy, new_history, history), torch.where(busy, new_scale, scale)
+
+
+def refuses(request: ScaleUpdateRequest) -> None:
+    return None
+
+
+BACKEND = Backend[ScaleUpdateRequest]("reference", run, refuses)
