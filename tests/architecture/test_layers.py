@@ -25,6 +25,7 @@ LAYERS = {
     "transformer_engine.pytorch.attention": 6,
     "transformer_engine.pytorch.transformer": 6,
     "transformer_engine.pytorch.explain": 7,
+    "transformer_engine.pytorch.autotune": 7,
     "transformer_engine.cli": 8,
     "transformer_engine_torch": 8,
 }
