@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..backward_thread import keep_backward_here
 from ..device import canonical_device
 from ..distributed.recompute import is_fp8_activation_recompute_enabled
 from ..distributed.tensor_parallel import set_tensor_model_parallel_attributes
@@ -100,6 +101,8 @@ class QuantizedProductsModule(TransformerEngineBaseModule):
             if len(self._remembered) >= _REMEMBERED:
                 self._remembered.clear()
             result = build()
+            if device.type == "cuda":
+                keep_backward_here()
             # The parameters are held so that no other tensor gets the id of one.
             known = self._remembered[key] = (result, first and not snapshot()[1], tuple(parameters))
         elif known[1]:
