@@ -111,3 +111,43 @@ def test_parameters_carry_the_axis_they_are_split_along():
     assert (column.weight.tensor_model_parallel, column.weight.partition_dim) == (True, 0)
     assert (row.weight.tensor_model_parallel, row.weight.partition_dim) == (True, 1)
     assert column.bias.tensor_model_parallel and not hasattr(row.bias, "tensor_model_parallel")
+
+
+NORM_OUTPUT = {"pair": LayerNormLinear, "mlp": LayerNormMLP}
+
+
+def with_norm_output(kind: str, x, weights, **options):
+    """(norm(x), dx) of a fused layer, from a loss on both of its results that weighs every token differently."""
+    torch.manual_seed(3)
+    parallel = {"parallel_mode": "column"} if kind == "pair" else {"set_parallel_mode": True}
+    layer = NORM_OUTPUT[kind](
+        HIDDEN,
+        INNER,
+        return_layernorm_output=True,
+        **(options | parallel if options.get("tp_group") else options),
+    )
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.fill_(0.5)
+    x = x.detach().requires_grad_()
+    _, normed = layer(x)
+    (normed * weights).sum().backward()
+    return normed.detach(), x.grad
+
+
+def gathered_norm_output(device, kind: str):
+    rank = dist.get_rank()
+    x, weights = (t.to(device) for t in problem())
+    options = {"tp_group": dist.group.WORLD, "tp_size": SIZE, "sequence_parallel": True, "device": device}
+    own = x.chunk(SIZE)[rank].contiguous()
+    return with_norm_output(kind, own, weights, return_layernorm_output_gathered=True, **options)
+
+
+@pytest.mark.parametrize("kind", NORM_OUTPUT)
+def test_a_gathered_norm_output_covers_the_sequence_and_sums_the_gradients(kind, tmp_path):
+    ranks = run_on_ranks(functools.partial(gathered_norm_output, kind=kind), SIZE, tmp_path)
+    normed, dx = with_norm_output(kind, *problem(), device="cpu")
+    for rank, (got, gradient) in enumerate(ranks):
+        torch.testing.assert_close(got, normed)
+        # Every rank's loss weighs the whole sequence, so the gradients of SIZE equal losses add up.
+        torch.testing.assert_close(gradient, SIZE * dx.chunk(SIZE)[rank])

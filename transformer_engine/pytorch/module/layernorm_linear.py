@@ -139,15 +139,8 @@ class LayerNormLinear(LinearParameters):
         if self.return_bias:
             outputs += (bias,)
         if self.return_layernorm_output:
-            outputs += (self._gathered(norm_output, spec),)
+            outputs += (self.returned_norm_output(norm_output),)
         return outputs if len(outputs) > 1 else y
-
-    def _gathered(self, norm_output: Tensor | None, spec: NormLinearSpec) -> Tensor | None:
-        if norm_output is None or not (self.return_layernorm_output_gathered and self.sequence_parallel):
-            return norm_output
-        raise NotImplementedError(
-            "return_layernorm_output_gathered=True is not implemented under sequence parallelism"
-        )
 
     def _spec(
         self,

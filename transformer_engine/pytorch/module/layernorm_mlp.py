@@ -172,11 +172,7 @@ class LayerNormMLP(QuantizedProductsModule):
         if self.return_bias:
             outputs += (fc2_bias,)
         if self.return_layernorm_output:
-            if self.return_layernorm_output_gathered and self.sequence_parallel:
-                raise NotImplementedError(
-                    "return_layernorm_output_gathered=True is not implemented under sequence parallelism"
-                )
-            outputs += (norm_output,)
+            outputs += (self.returned_norm_output(norm_output),)
         return outputs if len(outputs) > 1 else y
 
     def _with_cached_weights(self, spec: NormMLPSpec, is_first_microbatch: bool) -> NormMLPSpec:

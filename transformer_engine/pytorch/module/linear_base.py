@@ -15,6 +15,7 @@ from ..device import canonical_device
 from ..distributed.recompute import is_fp8_activation_recompute_enabled
 from ..distributed.tensor_parallel import set_tensor_model_parallel_attributes
 from ..functions.linear import Accumulation, LinearSpec
+from ..functions.sequence import gather_sequence
 from ..functions.weight_gradient import WeightGradient
 from ..quantization.autocast import AutocastState, is_first_module, snapshot
 from .base import TransformerEngineBaseModule
@@ -65,6 +66,7 @@ class QuantizedProductsModule(TransformerEngineBaseModule):
 
     fuse_wgrad_accumulation = False
     save_original_input = False
+    return_layernorm_output_gathered = False
 
     def remembered(
         self,
@@ -187,6 +189,12 @@ class QuantizedProductsModule(TransformerEngineBaseModule):
         return WeightGradient(
             parameter, self.fuse_wgrad_accumulation, bool(is_first_microbatch), self.wgrad_store, deliver
         )
+
+    def returned_norm_output(self, norm_output: Tensor | None) -> Tensor | None:
+        """norm(x) as a fused layer returns it: of the whole sequence where asked for, else of this rank's part."""
+        if norm_output is None or not (self.return_layernorm_output_gathered and self.sequence_parallel):
+            return norm_output
+        return gather_sequence(norm_output, self.tp_group)
 
     def with_cached_weight(
         self, key: str, weight: Tensor, spec: LinearSpec, is_first_microbatch: bool
