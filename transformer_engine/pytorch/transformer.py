@@ -329,8 +329,11 @@ class TransformerLayer(nn.Module):
             residual = normed[0]
         if bias is not None:
             x = x + bias
-        x = nn.functional.dropout(x, p=self.hidden_dropout, training=self.training)
-        return residual + self.drop_path(x)
+        if self.training and self.hidden_dropout > 0.0:
+            x = nn.functional.dropout(x, p=self.hidden_dropout)
+        if self.training and self.drop_path.drop_prob > 0.0:
+            x = self.drop_path(x)
+        return residual + x
 
     def _output(self, hidden_states: Tensor) -> Tensor:
         return hidden_states if self.layernorm is None else self.layernorm(hidden_states)

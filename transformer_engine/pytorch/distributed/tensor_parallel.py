@@ -42,6 +42,16 @@ class TensorParallel:
         if self.size < 1:
             raise ValueError(f"tp_size={self.size} must be at least 1")
 
+    @property
+    def gathers_input(self) -> bool:
+        """Does enter_forward communicate?"""
+        return self.mode == "column" and self.sequence and self.size > 1
+
+    @property
+    def gathers_gradient(self) -> bool:
+        """Does enter_backward communicate?"""
+        return self.mode == "row" and self.sequence and self.size > 1
+
     def enter_forward(self, x: Tensor) -> Tensor:
         """x as this rank's product reads it: gathered along the sequence for a column-parallel layer."""
         return self._gathered(x) if self.mode == "column" and self.sequence else x

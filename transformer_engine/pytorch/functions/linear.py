@@ -12,10 +12,11 @@ from ..distributed.tensor_parallel import TensorParallel
 from ..primitives.gemm import Epilogue, gemm
 from ..primitives.operand import Operand, plain
 from ..primitives.quantize import dequantize
+from ..primitives.quantize_dbias import quantize_with_dbias
 from ..tensor.axis import COLS, ROWS
 from ..tensor.identity_tensor import IdentityQuantizer
 from ..tensor.quantized_tensor import QuantizedTensorStorage, storage_of
-from ..tensor.quantizer import Matrix, Operands, Quantizer, turned
+from ..tensor.quantizer import CodesRequest, Matrix, Operands, Quantizer, turned
 from .saving import pack, unpack
 from .scale_update import ScaleUpdate
 from .weight_gradient import WeightGradient
@@ -69,8 +70,33 @@ class LinearSaved(NamedTuple):
     weight: Operand | Matrix | None
 
 
+def input_codes(spec: LinearSpec) -> CodesRequest | None:
+    """How the kernel that makes a layer's input may quantize it on the way; None where the layer has to."""
+    if spec.keep_input or spec.backward != "quantized" or spec.parallel.gathers_input:
+        return None
+    if torch.compiler.is_compiling():
+        return None  # writes to the scaling state have to be seen by the compiler
+    return spec.input.codes_request(True, spec.needs_grad_weight)
+
+
+def gradient_codes(spec: LinearSpec) -> CodesRequest | None:
+    """The same for the kernel that makes the gradient of a layer's output."""
+    if not spec.needs_grad_input or spec.backward != "quantized" or spec.parallel.gathers_gradient:
+        return None
+    if torch.compiler.is_compiling():
+        return None
+    return spec.grad_output.codes_request(True, spec.needs_grad_weight)
+
+
+class QuantizedGradient(NamedTuple):
+    """The gradient of a layer's output as its products read it, and its sum over rows where there is a bias."""
+
+    operands: Operands
+    bias: Tensor | None = None
+
+
 def linear_forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec
+    x: Tensor | Operands, weight: Tensor, bias: Tensor | None, spec: LinearSpec
 ) -> tuple[Tensor, LinearSaved]:
     """y [M, N] = x [M, K] @ weight [N, K].T + bias [N], with the operands that the backward needs."""
     x_operand, w_operand, saved = linear_operands(x, weight, spec)
@@ -78,12 +104,17 @@ def linear_forward(
     return spec.parallel.leave_forward(y), saved
 
 
-def linear_operands(x: Tensor, weight: Tensor, spec: LinearSpec) -> tuple[Operand, Operand, LinearSaved]:
+def linear_operands(
+    x: Tensor | Operands, weight: Tensor, spec: LinearSpec
+) -> tuple[Operand, Operand, LinearSaved]:
     """x and weight as the forward product reads them, and as the backward will."""
     quantized_backward = spec.backward == "quantized"
-    x = spec.parallel.enter_forward(x)
-    x_columnwise = spec.needs_grad_weight and quantized_backward and not spec.keep_input
-    x_operands = input_operands(x, spec.input, x_columnwise)
+    if isinstance(x, Operands):
+        x_operands = x
+    else:
+        x = spec.parallel.enter_forward(x)
+        x_columnwise = spec.needs_grad_weight and quantized_backward and not spec.keep_input
+        x_operands = input_operands(x, spec.input, x_columnwise)
     w_operands = weight_operands(weight, spec, spec.needs_grad_input and quantized_backward)
     assert x_operands.rowwise is not None and w_operands.rowwise is not None
     if quantized_backward and not spec.keep_input:
@@ -92,6 +123,7 @@ def linear_operands(x: Tensor, weight: Tensor, spec: LinearSpec) -> tuple[Operan
             w_operands.columnwise if spec.needs_grad_input else None,
         )
     else:
+        assert not isinstance(x, Operands), "input_codes asks for none then"
         saved = _saved_otherwise(x, x_operands, weight, w_operands, spec)
     return x_operands.rowwise, w_operands.rowwise, saved
 
@@ -165,21 +197,15 @@ class LinearGradients(NamedTuple):
 
 
 def linear_backward(
-    grad_output: Tensor,
+    grad_output: Tensor | QuantizedGradient,
     saved: LinearSaved,
     spec: LinearSpec,
     weight_dtype: torch.dtype,
     bias_dtype: torch.dtype,
 ) -> LinearGradients:
     """dx [M, K] = dy [M, N] @ w [N, K];  dw [N, K] = dy.T @ x [M, K];  db [N] = sum over rows of dy, in float32."""
-    dy = spec.parallel.enter_backward(grad_output)
-    if isinstance(dy, QuantizedTensorStorage):
-        dy = dy.dequantize()
-    grad_bias = dy.sum(0, dtype=torch.float32).to(bias_dtype) if spec.needs_grad_bias else None
-    if saved.weight is None and saved.input is None:
-        return LinearGradients(None, None, grad_bias)
-    quantizer = spec.grad_output if spec.backward == "quantized" else IDENTITY
-    dy_row, dy_column = quantizer.operands(dy, saved.weight is not None, saved.input is not None)
+    (dy_row, dy_column), grad_bias = _read_by_products(grad_output, saved, spec, bias_dtype)
+    del grad_output  # what is not read any more makes room for the results
     grad_input = grad_weight = None
     if saved.weight is not None:
         assert dy_row is not None
@@ -189,13 +215,43 @@ def linear_backward(
             Epilogue(spec.dtype, exact=spec.accumulation.grad_input),
         )
         grad_input = spec.parallel.leave_backward(grad_input)
-    del dy_row  # its memory is free for the weight gradient
+    del dy_row
     if saved.input is not None:
         assert dy_column is not None
         grad_weight = spec.weight_gradient.compute(
             turned(dy_column), _input_operand(saved.input, spec), spec.accumulation.grad_weight, weight_dtype
         )
     return LinearGradients(grad_input, grad_weight, grad_bias)
+
+
+def _read_by_products(
+    grad_output: Tensor | QuantizedGradient, saved: LinearSaved, spec: LinearSpec, bias_dtype: torch.dtype
+) -> QuantizedGradient:
+    """dy as the two products read it, and its row sum where there is a bias."""
+    if isinstance(grad_output, QuantizedGradient):
+        return grad_output
+    dy = spec.parallel.enter_backward(grad_output)
+    if isinstance(dy, QuantizedTensorStorage):
+        dy = dy.dequantize()
+    if saved.weight is None and saved.input is None:
+        return QuantizedGradient(
+            Operands(None, None), _row_sum(dy, bias_dtype) if spec.needs_grad_bias else None
+        )
+    codes = gradient_codes(spec) if spec.needs_grad_bias else None
+    if codes is not None:
+        quantized, grad_bias = quantize_with_dbias(
+            dy, codes.spec, bias_dtype, scale=codes.scale, record=codes.record
+        )
+        return QuantizedGradient(spec.grad_output.adopt(quantized, dy.dtype), grad_bias)
+    grad_bias = _row_sum(dy, bias_dtype) if spec.needs_grad_bias else None
+    quantizer = spec.grad_output if spec.backward == "quantized" else IDENTITY
+    return QuantizedGradient(
+        quantizer.operands(dy, saved.weight is not None, saved.input is not None), grad_bias
+    )
+
+
+def _row_sum(dy: Tensor, dtype: torch.dtype) -> Tensor:
+    return dy.sum(0, dtype=torch.float32).to(dtype)
 
 
 def _backward_operand(saved: Operand | Matrix, spec: LinearSpec) -> Operand:

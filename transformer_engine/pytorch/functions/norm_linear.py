@@ -7,7 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .linear import LinearSaved, LinearSpec, leading_shape, linear_backward, linear_forward
+from ..tensor.quantizer import Operands
+from .linear import (
+    LinearSaved,
+    LinearSpec,
+    input_codes,
+    leading_shape,
+    linear_backward,
+    linear_forward,
+)
 from .normalization import Norm, NormStatistics
 from .saving import pack, unpack
 
@@ -36,13 +44,29 @@ def norm_linear(
 def _forward(
     x: Tensor, gamma: Tensor, beta: Tensor | None, weight: Tensor, bias: Tensor | None, spec: NormLinearSpec
 ) -> tuple[Tensor, Tensor | None, NormStatistics, LinearSaved]:
-    norm_output, statistics = spec.norm.forward(x.reshape(-1, x.shape[-1]), gamma, beta)
-    y, saved = linear_forward(norm_output, weight, bias, spec.linear)
+    flat = x.reshape(-1, x.shape[-1])
+    norm_output, linear_input, statistics = normalized_input(
+        flat, gamma, beta, spec.norm, spec.linear, spec.returns_norm_output
+    )
+    y, saved = linear_forward(linear_input, weight, bias, spec.linear)
     y = y.view(*leading_shape(x, y), y.shape[-1])
     if spec.linear.output is not None:
         y = spec.linear.output.quantize(y)
-    norm_output = norm_output.view(x.shape) if spec.returns_norm_output else None
+    norm_output = norm_output.view(x.shape) if norm_output is not None and spec.returns_norm_output else None
     return y, norm_output, statistics, saved  # pyright: ignore[reportReturnType]
+
+
+def normalized_input(
+    x: Tensor, gamma: Tensor, beta: Tensor | None, norm: Norm, linear: LinearSpec, wanted: bool
+) -> tuple[Tensor | None, Tensor | Operands, NormStatistics]:
+    """(norm(x), what the linear layer reads of it, statistics); where the norm's kernel makes the codes itself and
+    norm(x) is not wanted, there is no norm(x)."""
+    codes = None if wanted else input_codes(linear)
+    if codes is None:
+        norm_output, statistics = norm.forward(x, gamma, beta)
+        return norm_output, norm_output, statistics
+    quantized, statistics = norm.forward_quantized(x, gamma, beta, codes)
+    return None, linear.input.adopt(quantized, x.dtype), statistics
 
 
 class _NormLinear(torch.autograd.Function):

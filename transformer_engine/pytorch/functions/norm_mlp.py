@@ -8,16 +8,26 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..primitives.activation import ActivationParams, activation_backward, activation_forward
-from ..tensor.quantizer import Quantizer
+from ..primitives.activation import (
+    ActivationParams,
+    activation_backward,
+    activation_backward_quantized,
+    activation_forward,
+    activation_forward_quantized,
+)
+from ..tensor.quantizer import Operands, Quantizer
 from .linear import (
     LinearSaved,
     LinearSpec,
+    QuantizedGradient,
+    gradient_codes,
+    input_codes,
     leading_shape,
     linear_backward,
     linear_forward,
     linear_operands,
 )
+from .norm_linear import normalized_input
 from .normalization import Norm, NormStatistics
 from .saving import pack, unpack
 
@@ -66,12 +76,53 @@ def norm_mlp(tensors: NormMLPTensors, spec: NormMLPSpec) -> tuple[Tensor, Tensor
 
 def _first_half(tensors: NormMLPTensors, spec: NormMLPSpec):
     """(norm output, its statistics, fc1's saved operands, fc1's output, the activation's output)"""
-    norm_output, statistics = spec.norm.forward(
-        tensors.x.reshape(-1, tensors.x.shape[-1]), tensors.gamma, tensors.beta
+    norm_output, fc1_input, statistics = normalized_input(
+        tensors.x.reshape(-1, tensors.x.shape[-1]),
+        tensors.gamma,
+        tensors.beta,
+        spec.norm,
+        spec.fc1,
+        spec.returns_norm_output,
     )
-    fc1_output, fc1_saved = linear_forward(norm_output, tensors.fc1_weight, tensors.fc1_bias, spec.fc1)
-    activated = activation_forward(spec.activation, fc1_output, spec.activation_params)
+    fc1_output, fc1_saved = linear_forward(fc1_input, tensors.fc1_weight, tensors.fc1_bias, spec.fc1)
+    activated = _activated(fc1_output, spec)
     return norm_output, statistics, fc1_saved, fc1_output, activated
+
+
+def _activated(fc1_output: Tensor, spec: NormMLPSpec) -> Tensor | Operands:
+    """The activation's output as fc2 reads it: its codes, where the activation's kernel makes them."""
+    codes = input_codes(spec.fc2)
+    if codes is None:
+        return activation_forward(spec.activation, fc1_output, spec.activation_params)
+    quantized = activation_forward_quantized(
+        spec.activation,
+        fc1_output,
+        spec.activation_params,
+        codes.spec,
+        scale=codes.scale,
+        record=codes.record,
+    )
+    return spec.fc2.input.adopt(quantized, fc1_output.dtype)
+
+
+def _fc1_gradient(
+    grad_activated: Tensor, fc1_output: Tensor, spec: NormMLPSpec, bias_dtype: torch.dtype
+) -> Tensor | QuantizedGradient:
+    """The gradient of fc1's output, as codes where the activation's kernel makes them, its row sum included."""
+    codes = gradient_codes(spec.fc1)
+    if codes is None:
+        return activation_backward(spec.activation, grad_activated, fc1_output, spec.activation_params)
+    quantized, grad_bias = activation_backward_quantized(
+        spec.activation,
+        grad_activated,
+        fc1_output,
+        spec.activation_params,
+        codes.spec,
+        scale=codes.scale,
+        record=codes.record,
+        dbias=bias_dtype if spec.fc1.needs_grad_bias else None,
+    )
+    return QuantizedGradient(spec.fc1.grad_output.adopt(quantized, fc1_output.dtype), grad_bias)
 
 
 def _forward(tensors: NormMLPTensors, spec: NormMLPSpec) -> tuple[Tensor, Tensor | None, NormMLPSaved]:
@@ -79,7 +130,7 @@ def _forward(tensors: NormMLPTensors, spec: NormMLPSpec) -> tuple[Tensor, Tensor
     norm_output, statistics, fc1_saved, fc1_output, activated = _first_half(tensors, spec)
     y, fc2_saved = linear_forward(activated, tensors.fc2_weight, tensors.fc2_bias, spec.fc2)
     y = y.view(*leading_shape(x, y), y.shape[-1])
-    norm_output = norm_output.view(x.shape) if spec.returns_norm_output else None
+    norm_output = norm_output.view(x.shape) if norm_output is not None and spec.returns_norm_output else None
     return y, norm_output, NormMLPSaved(statistics, fc1_saved, fc1_output, fc2_saved)
 
 
@@ -108,11 +159,10 @@ def _backward(
         grad_output, saved.fc2, spec.fc2, dtypes[1], dtypes[1]
     )
     assert grad_activated is not None
-    grad_fc1_output = activation_backward(
-        spec.activation, grad_activated, saved.fc1_output, spec.activation_params
-    )
+    grad_fc1_output = [_fc1_gradient(grad_activated, saved.fc1_output, spec, dtypes[0])]
     del grad_activated  # [M, F], the size of everything that the next products need
-    fc1 = linear_backward(grad_fc1_output, saved.fc1, spec.fc1, dtypes[0], dtypes[0])
+    # Handed over, not lent: whoever holds the gradient holds memory that the products need.
+    fc1 = linear_backward(grad_fc1_output.pop(), saved.fc1, spec.fc1, dtypes[0], dtypes[0])
     assert fc1.input is not None
     flat = x.reshape(-1, x.shape[-1])
     dy = fc1.input if grad_norm_output is None else fc1.input + grad_norm_output.reshape(flat.shape)

@@ -7,7 +7,16 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..primitives.norm import layernorm_backward, layernorm_forward, rmsnorm_backward, rmsnorm_forward
+from ..primitives.norm import (
+    layernorm_backward,
+    layernorm_forward,
+    layernorm_forward_quantized,
+    rmsnorm_backward,
+    rmsnorm_forward,
+    rmsnorm_forward_quantized,
+)
+from ..primitives.quantize import Quantized
+from ..tensor.quantizer import CodesRequest
 
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 
@@ -33,6 +42,19 @@ class Norm:
             return y, NormStatistics(mean, rstdev)
         y, rstdev = rmsnorm_forward(x, gamma, self.eps, self.zero_centered)
         return y, NormStatistics(None, rstdev)
+
+    def forward_quantized(
+        self, x: Tensor, gamma: Tensor, beta: Tensor | None, codes: CodesRequest
+    ) -> tuple[Quantized, NormStatistics]:
+        """The codes of y instead of y, bit for bit those that quantizing y gives."""
+        how = {"scale": codes.scale, "record": codes.record}
+        if self.kind == "LayerNorm":
+            made, mean, rstdev = layernorm_forward_quantized(
+                x, gamma, beta, self.eps, self.zero_centered, codes.spec, **how
+            )
+            return made, NormStatistics(mean, rstdev)
+        made, rstdev = rmsnorm_forward_quantized(x, gamma, self.eps, self.zero_centered, codes.spec, **how)
+        return made, NormStatistics(None, rstdev)
 
     def backward(
         self, dy: Tensor, x: Tensor, statistics: NormStatistics, gamma: Tensor

@@ -19,7 +19,7 @@ from ..primitives.quantize import Quantized, QuantizeSpec, absolute_maximum, qua
 from .allocation import empty_quantized
 from .elements import element_of, float8_dtype, float8_number
 from .quantized_tensor import QuantizedTensor
-from .quantizer import Operands, Quantizer
+from .quantizer import CodesRequest, Operands, Quantizer
 from .storage.float8_tensor_storage import Float8TensorStorage
 from .storage.quantized_tensor_storage import QuantizedTensorStorage, as_matrix, matrix_shape
 
@@ -95,6 +95,9 @@ class _PerTensorQuantizer(Quantizer):
 
     def _packed(self, quantized: Quantized, shape: Sequence[int], dtype: torch.dtype) -> Float8TensorStorage:
         return Float8TensorStorage.pack(quantized, shape, fp8_dtype=self.dtype, quantizer=self, dtype=dtype)
+
+    def adopt(self, quantized: Quantized, dtype: torch.dtype) -> Operands:
+        return _operands(quantized, dtype)
 
     def supports_only_rowwise_all_gather(self) -> bool:
         return True
@@ -184,6 +187,9 @@ class Float8Quantizer(_PerTensorQuantizer):
         scale, amax = self._views()
         spec = _spec(self.dtype, rowwise, columnwise)
         return _operands(quantize(matrix, spec, scale=scale, record=amax), matrix.dtype)
+
+    def codes_request(self, rowwise: bool, columnwise: bool) -> CodesRequest | None:
+        return CodesRequest(_spec(self.dtype, rowwise, columnwise), *self._views())
 
     def _views(self) -> tuple[Tensor, Tensor]:
         """scale and amax, float32 [1]; views of a state are kept as long as the state has the same tensors."""
@@ -283,6 +289,13 @@ class Float8CurrentScalingQuantizer(_PerTensorQuantizer):
                 amax, op=torch.distributed.ReduceOp.MAX, group=self.amax_reduction_group
             )
         return quantize(matrix, spec, amax=amax)
+
+    def codes_request(self, rowwise: bool, columnwise: bool) -> CodesRequest | None:
+        if self.with_amax_reduction:
+            return None
+        return CodesRequest(
+            _spec(self.dtype, rowwise, columnwise, self.force_pow_2_scales, self.amax_epsilon)
+        )
 
     def reducing_over(self, group: torch.distributed.ProcessGroup) -> Float8CurrentScalingQuantizer:
         if self.with_amax_reduction and self.amax_reduction_group is group:
