@@ -93,6 +93,68 @@ def test_a_slice_of_a_joint_tensor_gives_the_bits_of_its_copy(interleaved):
         assert torch.equal(triton.forward(x, angles, Positions(), spec), expected)
 
 
+# groups, query heads a group, features of a head, of a value head, rotated features of q and of k
+PACKED_SMALL = [(1, 1, 4, 4, 4, 4), (3, 2, 12, 8, 8, 12), (2, 3, 6, 10, 6, 4)]
+PACKED_LARGE = [(8, 4, 128, 128, 128, 128), (2, 5, 192, 128, 64, 64), (40, 1, 64, 64, 64, 64)]
+
+
+@runs_kernels
+@FORMATS
+@INTERLEAVED
+@pytest.mark.parametrize("sizes", PACKED_SMALL if INTERPRETED else PACKED_SMALL + PACKED_LARGE, ids=str)
+@pytest.mark.parametrize("started", [False, True])
+def test_a_packed_qkv_gives_the_bits_of_its_parts(tensor_format, interleaved, sizes, started):
+    groups, heads, width, v_width, q_rotated, k_rotated = sizes
+    split = (heads * width, width, v_width)
+    spec, positions = RopeSpec(tensor_format, interleaved), _positions(tensor_format, started=started)
+    qkv = _x(tensor_format, groups, sum(split), torch.bfloat16)
+    q_angles, k_angles = _angles(LENGTH * 2, q_rotated), _angles(LENGTH * 2, k_rotated)
+    q, k, v = triton.qkv_forward(qkv, q_angles, k_angles, positions, split, spec)
+    parts = torch.split(qkv, list(split), dim=-1)
+    apart = parts[0].reshape(*qkv.shape[:-2], -1, width)
+    assert torch.equal(q, triton.forward(apart, q_angles, positions, spec))
+    assert torch.equal(k, triton.forward(parts[1], k_angles, positions, spec))
+    assert torch.equal(v, parts[2])
+    back = triton.qkv_backward(q, k, v, q_angles, k_angles, positions, split, spec)
+    dq = triton.backward(q, q_angles, positions, spec).reshape(*qkv.shape[:-1], split[0])
+    dk = triton.backward(k, k_angles, positions, spec)
+    assert torch.equal(back, torch.cat((dq, dk, v), -1))
+
+
+@runs_kernels
+def test_a_strided_packed_qkv_gives_the_bits_of_its_copy():
+    joint = torch.randn(6, 2, 3, 2, 20, device=DEVICE).bfloat16()[:, :, :, 1]
+    angles, spec = _angles(6, 4), RopeSpec("sbhd")
+    actual = triton.qkv_forward(joint, angles, angles, Positions(), (8, 4, 8), spec)
+    expected = triton.qkv_forward(joint.contiguous(), angles, angles, Positions(), (8, 4, 8), spec)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+@FORMATS
+def test_a_packed_qkv_splits_and_joins_by_heads(tensor_format, device):
+    shape = (6,) if tensor_format == "thd" else (6, 2) if tensor_format == "sbhd" else (2, 6)
+    spec = RopeSpec(tensor_format)
+    bounds = torch.tensor([0, 6], dtype=torch.int32, device=device) if tensor_format == "thd" else None
+    qkv = torch.randn(*shape, 3, 20, device=device)
+    angles = torch.randn(6, 2, device=device).repeat(1, 2)
+    how = (angles, angles, Positions(None, bounds), (8, 4, 8), spec)
+    q, k, v = rope.rope_qkv_forward(qkv, *how)
+    assert q.shape == (*shape, 6, 4) and k.shape == (*shape, 3, 4) and torch.equal(v, qkv[..., 12:])
+    torch.testing.assert_close(rope.rope_qkv_backward(q, k, v, *how), qkv)
+
+
+def test_a_packed_qkv_that_does_not_split_by_heads_raises(device):
+    qkv, angles = torch.randn(4, 1, 2, 20, device=device), torch.randn(4, 4, device=device)
+    spec = RopeSpec("sbhd")
+    with pytest.raises(ValueError, match="does not add up"):
+        rope.rope_qkv_forward(qkv, angles, angles, Positions(), (8, 4, 4), spec)
+    with pytest.raises(ValueError, match="not a multiple"):
+        rope.rope_qkv_forward(qkv, angles, angles, Positions(), (6, 4, 10), spec)
+    _, k, v = rope.rope_qkv_forward(qkv, angles, angles, Positions(), (8, 4, 8), spec)
+    with pytest.raises(ValueError, match="do not fit"):
+        rope.rope_qkv_backward(k, k, v, angles, angles, Positions(), (8, 4, 8), spec)
+
+
 @runs_kernels
 def test_no_tokens_give_no_tokens():
     x = torch.empty(0, 2, 3, 8, device=DEVICE)

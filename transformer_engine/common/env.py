@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 Value = bool | int | str | None
 
@@ -110,6 +111,11 @@ _QUANTIZATION = (
         "1: compute formats that the hardware lacks by emulation; unset: only on a machine without a GPU.",
     ),
     _flag(
+        "NVTE_FP8_AUTO",
+        False,
+        "1: a product whose operands cost more to quantize than FP8 saves is computed without quantization.",
+    ),
+    _flag(
         "NVTE_UNFUSED_FP8_UPDATE",
         False,
         "1: the delayed-scaling update rolls every history, also of tensors that were not quantized.",
@@ -151,7 +157,11 @@ _ATTENTION = (
         False,
         "1: the plain attention rounds its tensors through FP8 when the recipe asks for FP8 attention.",
     ),
-    _flag("NVTE_FP8_DPA_BWD", True, "0: FP8 attention forward, high-precision attention backward."),
+    _flag(
+        "NVTE_FP8_DPA_BWD",
+        None,
+        "1: the backward pass of FP8 attention is FP8 too; 0: in high precision; unset: the faster of the two.",
+    ),
     _flag("NVTE_DPA_FP8CS_O_in_F16", True, "1: with current scaling the attention output stays in 16 bit."),
     _text(
         "NVTE_DPA_FP8_RECIPE",
@@ -204,6 +214,11 @@ _LAYERS = (
     ),
     _number("NVTE_BWD_LAYERNORM_SM_MARGIN", 0, "Accepted; SMs left free by norms in the backward pass."),
     _number("NVTE_INF_LAYERNORM_SM_MARGIN", 0, "Accepted; SMs left free by norms in inference."),
+    _flag(
+        "NVTE_AUTOTUNE",
+        False,
+        "1: time cuBLASLt's candidate algorithms once a shape and keep the choice in a file, as te.autotune().",
+    ),
     _number("NVTE_EXT_MARGIN_SM", 0, "Accepted; SMs left free by matrix products."),
     _flag("NVTE_NORM_FWD_USE_CUDNN", False, "Accepted; there is one implementation of the norms a device."),
     _flag("NVTE_NORM_BWD_USE_CUDNN", False, "Accepted; there is one implementation of the norms a device."),
@@ -213,7 +228,10 @@ _LAYERS = (
         "1: a zero-centred norm weight adds its 1 in the weight's dtype instead of float32.",
     ),
     _flag(
-        "NVTE_USE_CUTLASS_GROUPED_GEMM", False, "Accepted; grouped products choose their backend by table."
+        "NVTE_USE_CUTLASS_GROUPED_GEMM",
+        None,
+        "0: GroupedLinear works group by group, with the bits of Linear; 1: all groups together, also on a CPU; "
+        "unset: together on a GPU.",
     ),
     _flag("NVTE_CUTLASS_GROUPED_GEMM_WARN_FALLBACK", False, "Accepted, see NVTE_USE_CUTLASS_GROUPED_GEMM."),
     _flag(
@@ -233,6 +251,16 @@ _LAYERS = (
 )
 
 _PLATFORM = (
+    _flag(
+        "TE_BACKWARD_THREADS",
+        False,
+        "1: leave backward passes to torch's threads; unset: a process that uses one GPU runs them where it calls them.",
+    ),
+    _text(
+        "TE_CACHE_DIR",
+        None,
+        "Folder for what is measured once and kept; unset: transformer_engine in XDG_CACHE_HOME or ~/.cache.",
+    ),
     _text("NVTE_FRAMEWORK", None, "A framework whose failing import is an error instead of a warning."),
     _flag("NVTE_PROJECT_BUILDING", False, "Accepted; there are no shared objects whose loading to skip."),
     _flag(
@@ -276,6 +304,19 @@ def get(name: str) -> Value:
     return row.default if text is None else row.parse(text)
 
 
+def texts(names: tuple[str, ...]) -> tuple[str | None, ...]:
+    """The texts of variables as they are, None where unset: what a cached decision has to be keyed by."""
+    return tuple(map(os.environ.get, names))
+
+
 def flag(name: str) -> bool:
     """The value of a boolean variable (unset without a default: False)."""
     return bool(get(name))
+
+
+def cache_directory() -> Path:
+    """The user's folder for what is measured once and kept: TE_CACHE_DIR, or the desktop's convention for caches."""
+    chosen = get("TE_CACHE_DIR")
+    if chosen:
+        return Path(str(chosen)).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "transformer_engine"

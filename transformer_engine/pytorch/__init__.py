@@ -7,10 +7,12 @@ from .attention import (
     MultiheadAttention,
     RotaryPositionEmbedding,
 )
+from .autotune import autotune
 from .constants import DType
 from .device import get_cudnn_version, get_device_compute_capability
 from .distributed import CudaRNGStatesTracker, checkpoint
 from .explain import explain
+from .memory_plan import memory_plan
 from .module import GroupedLinear, LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm
 from .quantization import (
     autocast,

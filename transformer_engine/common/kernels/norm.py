@@ -1,6 +1,8 @@
 """y = (x - mean) * rstdev * gamma + beta, y = x * rstdev * gamma and their gradients, on rows of a matrix.
 
 x, dy, dx and y are [rows, width] with unit column stride; an RMSNorm has mean = None. All arithmetic is float32.
+The forward kernels round y to x's dtype and store it, or FP8 codes [rows, width] = saturate(y * scale), or both;
+amax, where given, keeps the larger of itself and max|y|.
 Gradients of gamma and beta are summed by each program over its own rows into a workspace [1 or 2, programs, width],
 and then over the programs in a fixed order: no atomics, so that two runs give the same bits.
 
@@ -14,6 +16,44 @@ import triton.language as tl
 
 from ..formats import ceil_div
 from .launch import Launch, Output
+from .rounding import magnitude_bits
+
+
+@triton.jit
+def multiplier_of(scale, scale_inv, program):
+    """The factor of the codes, 1 where there are none; program 0 stores its inverse."""
+    multiplier = 1.0
+    if scale is not None:
+        multiplier = tl.load(scale)
+        if program == 0:
+            tl.store(scale_inv, tl.div_rn(1.0, multiplier))
+    return multiplier
+
+
+@triton.jit
+def known_maximum(amax):
+    """int32 bits of what amax held when the program began: most programs have nothing to add to it."""
+    known = 0
+    if amax is not None:
+        known = tl.load(amax.to(tl.pointer_type(tl.int32)))
+    return known
+
+
+@triton.jit
+def record_maximum(amax, bits, known):
+    """amax = max(amax, the number of these bits); as integers floats are ordered with NaN on top."""
+    tl.atomic_max(amax.to(tl.pointer_type(tl.int32)), bits, mask=bits > known, sem="relaxed")
+
+
+@triton.jit
+def _emit(result, y, codes, offset, mask, multiplier, element: tl.constexpr, POLICY: tl.constexpr):
+    """Stores the tile as asked, rounded to element first; returns int32 bits of its magnitudes, 0 outside."""
+    rounded = result.to(element)
+    if y is not None:
+        tl.store(y + offset, rounded, mask=mask, eviction_policy=POLICY)
+    if codes is not None:
+        tl.store(codes + offset, (rounded.to(tl.float32) * multiplier).to(codes.dtype.element_ty), mask=mask)
+    return tl.where(mask, magnitude_bits(rounded), 0)
 
 
 @triton.jit
@@ -42,6 +82,10 @@ def forward_rows(
     x,
     gamma,
     beta,
+    scale_of_codes,
+    amax,
+    codes,
+    scale_inv,
     y,
     mean,
     rstdev,
@@ -54,6 +98,8 @@ def forward_rows(
     BLOCK_WIDTH: tl.constexpr,
 ):
     """BLOCK_ROWS whole rows a program, in registers."""
+    multiplier = multiplier_of(scale_of_codes, scale_inv, tl.program_id(0))
+    known = known_maximum(amax)
     column = tl.arange(0, BLOCK_WIDTH)[None, :]
     inside = column < width
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -65,7 +111,9 @@ def forward_rows(
         value, gamma + column, beta + column if beta is not None else None, inside, mean, rstdev, row, valid,
         width, eps, ZERO_CENTERED,
     )  # fmt: skip
-    tl.store(y + offset * width + column, result.to(y.dtype.element_ty), mask=mask)
+    bits = _emit(result, y, codes, offset * width + column, mask, multiplier, x.dtype.element_ty, "")
+    if amax is not None:
+        record_maximum(amax, tl.max(bits), known)
 
 
 @triton.jit
@@ -73,6 +121,10 @@ def forward_streamed(
     x,
     gamma,
     beta,
+    scale_of_codes,
+    amax,
+    codes,
+    scale_inv,
     y,
     mean,
     rstdev,
@@ -85,6 +137,9 @@ def forward_streamed(
     STAGES: tl.constexpr,
 ):
     """A whole row in registers, the next ones on their way through shared memory; each program takes many rows."""
+    multiplier = multiplier_of(scale_of_codes, scale_inv, tl.program_id(0))
+    known = known_maximum(amax)
+    greatest = 0
     column = tl.arange(0, BLOCK_WIDTH)
     inside = column < width
     scale = tl.load(gamma + column, mask=inside, other=0.0).to(tl.float32)
@@ -104,7 +159,11 @@ def forward_streamed(
         result = value * inverse * scale
         if beta is not None:
             result += shift
-        tl.store(y + offset * width + column, result.to(y.dtype.element_ty), mask=inside)
+        bits = _emit(result, y, codes, offset * width + column, inside, multiplier, x.dtype.element_ty, "")
+        if amax is not None:
+            greatest = tl.maximum(greatest, tl.max(bits, 0))  # a maximum for every column spills
+    if amax is not None:
+        record_maximum(amax, greatest, known)
 
 
 @triton.jit
@@ -112,6 +171,10 @@ def forward_wide(
     x,
     gamma,
     beta,
+    scale_of_codes,
+    amax,
+    codes,
+    scale_inv,
     y,
     mean,
     rstdev,
@@ -124,8 +187,11 @@ def forward_wide(
 ):
     """A row of any length a program, read once for each statistic and once to scale it: later reads hit the cache."""
     row = tl.program_id(0)
+    multiplier = multiplier_of(scale_of_codes, scale_inv, row)
+    known = known_maximum(amax)
+    greatest = tl.zeros([BLOCK_WIDTH], tl.int32)
     source = x + row.to(tl.int64) * x_stride
-    target = y + row.to(tl.int64) * width
+    target = row.to(tl.int64) * width
     lane = tl.arange(0, BLOCK_WIDTH)
     average = 0.0
     if mean is not None:
@@ -156,7 +222,11 @@ def forward_wide(
         result = (value - average) * inverse * scale
         if beta is not None:
             result += tl.load(beta + column, mask=inside, other=0.0).to(tl.float32)
-        tl.store(target + column, result.to(y.dtype.element_ty), mask=inside, eviction_policy="evict_first")
+        bits = _emit(result, y, codes, target + column, inside, multiplier, x.dtype.element_ty, "evict_first")
+        if amax is not None:
+            greatest = tl.maximum(greatest, bits)
+    if amax is not None:
+        record_maximum(amax, tl.max(greatest), known)
 
 
 @triton.jit
@@ -178,13 +248,16 @@ def backward_rows(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
     STAGES: tl.constexpr,
+    SUMS_BETA: tl.constexpr,
+    KEEPS_GAMMA: tl.constexpr,
 ):
-    """dx = rstdev * (g - E[g] - xhat * E[g * xhat]) + add with g = dy * gamma; sums of dy * xhat and of dy."""
+    """dx = rstdev * (g - E[g] - xhat * E[g * xhat]) + add with g = dy * gamma; sums of dy * xhat and, if asked, of dy."""
     column = tl.arange(0, BLOCK_WIDTH)[None, :]
     inside = column < width
-    scale = tl.load(gamma + column, mask=inside, other=0.0).to(tl.float32)
-    if ZERO_CENTERED:
-        scale += 1.0
+    if KEEPS_GAMMA:
+        scale = tl.load(gamma + column, mask=inside, other=0.0).to(tl.float32)
+        if ZERO_CENTERED:
+            scale += 1.0
     dgamma = tl.zeros([BLOCK_ROWS, BLOCK_WIDTH], tl.float32)
     dbeta = tl.zeros([BLOCK_ROWS, BLOCK_WIDTH], tl.float32)
     step = tl.num_programs(0) * BLOCK_ROWS
@@ -199,9 +272,14 @@ def backward_rows(
         normalized = value * inverse[:, None]
         if mean is not None:
             average = tl.load(mean + row, mask=valid, other=0.0)
-            normalized = tl.where(mask, (value - average[:, None]) * inverse[:, None], 0.0)
+            normalized = (value - average[:, None]) * inverse[:, None]  # times a gradient of 0 outside
+        if SUMS_BETA:
             dbeta += gradient
         dgamma += gradient * normalized
+        if not KEEPS_GAMMA:
+            scale = tl.load(gamma + column, mask=inside, other=0.0).to(tl.float32)
+            if ZERO_CENTERED:
+                scale += 1.0
         scaled = gradient * scale
         result = scaled - normalized * (tl.sum(scaled * normalized, 1) / width)[:, None]
         if mean is not None:
@@ -210,18 +288,28 @@ def backward_rows(
         if add is not None:
             result += tl.load(add + offset * add_stride + column, mask=mask, other=0.0).to(tl.float32)
         tl.store(dx + offset * width + column, result.to(dx.dtype.element_ty), mask=mask)
-    _store_sums(dgamma, dbeta, mean, workspace, tl.program_id(0), tl.num_programs(0), 0, width, BLOCK_WIDTH)
+    _store_sums(
+        dgamma, dbeta, workspace, tl.program_id(0), tl.num_programs(0), 0, width, SUMS_BETA, BLOCK_WIDTH
+    )
 
 
 @triton.jit
 def _store_sums(
-    dgamma, dbeta, mean, workspace, program, programs, first_column, width, BLOCK_WIDTH: tl.constexpr
+    dgamma,
+    dbeta,
+    workspace,
+    program,
+    programs,
+    first_column,
+    width,
+    SUMS_BETA: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
 ):
     """workspace [1 or 2, programs, width] of one program: the sums over the rows of its two tiles."""
     column = first_column + tl.arange(0, BLOCK_WIDTH)
     partial = workspace + program.to(tl.int64) * width + column
     tl.store(partial, tl.sum(dgamma, 0), mask=column < width)
-    if mean is not None:
+    if SUMS_BETA:
         tl.store(partial + programs.to(tl.int64) * width, tl.sum(dbeta, 0), mask=column < width)
 
 
@@ -296,7 +384,7 @@ def column_sums(
     BLOCK_WIDTH: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Sums of dy * xhat and of dy over this program's share of the rows, BLOCK_WIDTH columns."""
+    """Sums of dy * xhat and of dy over this program's share of the rows, BLOCK_WIDTH columns; x is None: of dy alone."""
     first_column = tl.program_id(0) * BLOCK_WIDTH
     column = (first_column + tl.arange(0, BLOCK_WIDTH))[None, :]
     dgamma = tl.zeros([BLOCK_ROWS, BLOCK_WIDTH], tl.float32)
@@ -307,15 +395,19 @@ def column_sums(
         valid = row < rows
         mask = valid[:, None] & (column < width)
         offset = row.to(tl.int64)[:, None]
-        value = tl.load(x + offset * x_stride + column, mask=mask, other=0.0).to(tl.float32)
         gradient = tl.load(dy + offset * dy_stride + column, mask=mask, other=0.0).to(tl.float32)
-        if mean is not None:
-            value -= tl.load(mean + row, mask=valid, other=0.0)[:, None]
-            dbeta += gradient
-        dgamma += gradient * (value * tl.load(rstdev + row, mask=valid, other=0.0)[:, None])
+        if x is None:
+            dgamma += gradient
+        else:
+            value = tl.load(x + offset * x_stride + column, mask=mask, other=0.0).to(tl.float32)
+            if mean is not None:
+                value -= tl.load(mean + row, mask=valid, other=0.0)[:, None]
+                dbeta += gradient
+            dgamma += gradient * (value * tl.load(rstdev + row, mask=valid, other=0.0)[:, None])
     _store_sums(
-        dgamma, dbeta, mean, workspace, tl.program_id(1), tl.num_programs(1), first_column, width, BLOCK_WIDTH
-    )
+        dgamma, dbeta, workspace, tl.program_id(1), tl.num_programs(1), first_column, width,
+        mean is not None, BLOCK_WIDTH,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -352,10 +444,16 @@ def forward(
     zero_centered: bool,
     centered: bool,
     processors: int,
+    returns_output: bool = True,
 ) -> Launch:
-    """(x, gamma, beta | None) -> y [rows, width], mean float32 [rows] when centered (else None), rstdev [rows]."""
+    """Outputs: y [rows, width] unless not to be returned, mean float32 [rows] when centered, rstdev [rows].
+
+    Inputs: x, gamma, beta | None, then what FP8 codes take, each None without: their scale float32 [1], amax
+    float32 [1] (it may come without the others), codes [rows, width] and scale_inv float32 [1], both written.
+    """
     statistic = Output((rows,), "float32")
-    outputs = (Output((rows, width), dtype), statistic if centered else None, statistic)
+    y = Output((rows, width), dtype) if returns_output else None
+    outputs = (y, statistic if centered else None, statistic)
     scalars = (rows, width, x_stride, eps)
     block = triton.next_power_of_2(width)
     # Rates are those of an H200 in bf16, TB/s; a copy of the same size reaches 4.1 in the same measurement.
@@ -394,9 +492,10 @@ def backward(
 ) -> tuple[Launch, ...]:
     """Launches to be started in order; strides are those of dy, x and add (0 without one).
 
-    1. (dy, x, add | None, gamma, mean | None, rstdev) -> dx [rows, width], and, when there are two launches, a
-       workspace; 2., of three: (dy, x, mean | None, rstdev) -> the workspace; last: (workspace) -> dgamma [width],
-       dbeta [width] when centered (else None).
+    1. (dy, x, add | None, gamma, mean | None, rstdev) -> dx [rows, width], and, unless there are three launches, a
+       workspace; 2., of three: (dy, x, mean | None, rstdev) -> the workspace; last of two or three: (workspace) ->
+       dgamma [width], dbeta [width] when centered (else None). Of four: the second, (dy, None, None, None) -> a
+       workspace of dbeta's, the third, (the first workspace) -> dgamma, the fourth, (the second workspace) -> dbeta.
 
     column_bytes   bytes of one element each of dy, x and add, what a stage of the pipeline holds a column
     shared_memory  bytes that one program may have
@@ -408,8 +507,7 @@ def backward(
     def fitting(stages: int, tile: int) -> int:
         return max(1, min(stages, (shared_memory - _REDUCTION_BYTES) // (tile * column_bytes)))
 
-    # A LayerNorm keeps two sums a column; with a row beyond 8192 they do not fit the registers (1.1 TB/s).
-    if width > (8192 if centered else 16384):
+    if width > 16384:
         programs = min(32, ceil_div(rows, 32))
         workspace = Output((kinds, programs, width), "float32")
         grid = (ceil_div(width, 128), programs, 1)
@@ -420,10 +518,27 @@ def backward(
     block = triton.next_power_of_2(width)
     block_rows, warps, resident, stages = _backward_tile(width)
     programs = min(ceil_div(rows, block_rows), resident * processors)
-    workspace = Output((kinds, programs, width), "float32")
-    constants = (zero_centered, block_rows, block, fitting(stages, block_rows * block))
+    # A LayerNorm keeps two sums a column; with a row beyond 8192 they do not fit the registers (1.1 TB/s).
+    apart = centered and width > 8192
+    workspace = Output((1 if apart else kinds, programs, width), "float32")
+    constants = (
+        zero_centered, block_rows, block, fitting(stages, block_rows * block), centered and not apart,
+        width <= 8192,
+    )  # fmt: skip
     first = Launch(backward_rows, (programs, 1, 1), (dx, workspace), scalars, constants, warps)
-    return first, _sum_partials(programs, width, weight_dtype, centered)
+    if not apart:
+        return first, _sum_partials(programs, width, weight_dtype, centered)
+    shares = min(32, ceil_div(rows, 32))
+    second = Launch(
+        column_sums,
+        (ceil_div(width, 128), shares, 1),
+        (Output((1, shares, width), "float32"),),
+        scalars[:4],
+        (32, 128, fitting(3, 32 * 128)),
+        warps=4,
+    )
+    sums = (_sum_partials(count, width, weight_dtype, False) for count in (programs, shares))
+    return first, second, *sums
 
 
 # Shared memory that a program's reductions need beside its pipeline; 4.1 KB were seen.

@@ -29,6 +29,44 @@ def _packed_sequence(cu_seqlens, sequences, token, context_size, bisections):
 
 
 @triton.jit
+def _position(
+    start,
+    cu_seqlens,
+    token,
+    outer_index,
+    inner_index,
+    positions,
+    length,
+    sequences,
+    bisections,
+    context_size,
+    context_rank,
+    LAYOUT: tl.constexpr,
+    CONTEXT_PARALLEL: tl.constexpr,
+):
+    """The token's position in its sequence, at most the last that there are angles for."""
+    if LAYOUT == "thd":
+        sequence = _packed_sequence(cu_seqlens, sequences, token, context_size, bisections)
+        begin = tl.load(cu_seqlens + sequence).to(tl.int32) // context_size
+        position = token - begin
+        if CONTEXT_PARALLEL:
+            length = tl.load(cu_seqlens + sequence + 1).to(tl.int32) // context_size - begin
+    elif LAYOUT == "sbhd":
+        position = outer_index
+        sequence = inner_index
+    else:
+        position = inner_index
+        sequence = outer_index
+    if CONTEXT_PARALLEL:
+        half = length // 2
+        chunk = tl.where(position < half, context_rank, 2 * context_size - 2 - context_rank)
+        position += chunk * half
+    if start is not None:
+        position += tl.load(start + sequence).to(tl.int32)
+    return tl.minimum(position, positions - 1)
+
+
+@triton.jit
 def _turn(first, second, angle, first_column, second_column, inside, TRANSPOSED: tl.constexpr):
     """Both members of every pair, turned; the two columns may have different angles."""
     first_angle = tl.load(angle + first_column, mask=inside, other=0.0)
@@ -80,53 +118,154 @@ def rotate_kernel(
     token = tl.program_id(0)
     outer_index = token // inner
     inner_index = token % inner
-    if LAYOUT == "thd":
-        sequence = _packed_sequence(cu_seqlens, sequences, token, context_size, bisections)
-        begin = tl.load(cu_seqlens + sequence).to(tl.int32) // context_size
-        position = token - begin
-        if CONTEXT_PARALLEL:
-            length = tl.load(cu_seqlens + sequence + 1).to(tl.int32) // context_size - begin
-    elif LAYOUT == "sbhd":
-        position = outer_index
-        sequence = inner_index
-    else:
-        position = inner_index
-        sequence = outer_index
-    if CONTEXT_PARALLEL:
-        half = length // 2
-        chunk = tl.where(position < half, context_rank, 2 * context_size - 2 - context_rank)
-        position += chunk * half
-    if start is not None:
-        position += tl.load(start + sequence).to(tl.int32)
-    position = tl.minimum(position, positions - 1)
+    position = _position(
+        start, cu_seqlens, token, outer_index, inner_index, positions, length, sequences, bisections,
+        context_size, context_rank, LAYOUT, CONTEXT_PARALLEL,
+    )  # fmt: skip
 
     angle = angles + position.to(tl.int64) * rotated
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     source = x + outer_index.to(tl.int64) * outer_stride + inner_index.to(tl.int64) * inner_stride
     source += head.to(tl.int64)[:, None] * head_stride
     target = y + token.to(tl.int64) * heads * features + head.to(tl.int64)[:, None] * features
+    _rotate_heads(
+        source, target, angle, head < heads, features, rotated, INTERLEAVED, TRANSPOSED, HAS_REST,
+        BLOCK_HEADS, BLOCK_PAIRS, BLOCK_REST,
+    )  # fmt: skip
+
+
+@triton.jit
+def rotate_packed_kernel(
+    packed,
+    q_angles,
+    k_angles,
+    start,
+    cu_seqlens,
+    q,
+    k,
+    v,
+    inner,
+    groups,
+    q_heads,
+    width,
+    v_width,
+    q_rotated,
+    k_rotated,
+    positions,
+    length,
+    sequences,
+    bisections,
+    outer_stride,
+    inner_stride,
+    group_stride,
+    context_size,
+    context_rank,
+    LAYOUT: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    CONTEXT_PARALLEL: tl.constexpr,
+    HAS_REST: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    BLOCK_VALUES: tl.constexpr,
+):
+    """One token of packed [.., groups, q_heads * width + width + v_width]: BLOCK_HEADS of q's heads, or k and v.
+
+    TRANSPOSED: q, k and v are gradients, and packed is written. The programs of the grid's second axis that come
+    after q's take BLOCK_GROUPS groups of k and v each.
+    """
+    token = tl.program_id(0)
+    outer_index = token // inner
+    inner_index = token % inner
+    position = _position(
+        start, cu_seqlens, token, outer_index, inner_index, positions, length, sequences, bisections,
+        context_size, context_rank, LAYOUT, CONTEXT_PARALLEL,
+    ).to(tl.int64)  # fmt: skip
+    base = packed + outer_index.to(tl.int64) * outer_stride + inner_index.to(tl.int64) * inner_stride
+    heads = groups * q_heads
+    blocks = tl.cdiv(heads, BLOCK_HEADS)
+    if tl.program_id(1) < blocks:
+        head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+        joint = base + ((head // q_heads).to(tl.int64) * group_stride + (head % q_heads) * width)[:, None]
+        apart = q + (token.to(tl.int64) * heads + head)[:, None] * width
+        angle = q_angles + position * q_rotated
+        if TRANSPOSED:
+            source = apart
+            target = joint
+        else:
+            source = joint
+            target = apart
+        _rotate_heads(
+            source, target, angle, head < heads, width, q_rotated, INTERLEAVED, TRANSPOSED, HAS_REST,
+            BLOCK_HEADS, BLOCK_PAIRS, BLOCK_REST,
+        )  # fmt: skip
+    else:
+        # Other names than above: a variable of both branches must have one type.
+        group = (tl.program_id(1) - blocks) * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
+        joint_k = base + (group.to(tl.int64) * group_stride + q_heads * width)[:, None]
+        apart_k = k + (token.to(tl.int64) * groups + group)[:, None] * width
+        angle = k_angles + position * k_rotated
+        if TRANSPOSED:
+            source_k = apart_k
+            target_k = joint_k
+        else:
+            source_k = joint_k
+            target_k = apart_k
+        _rotate_heads(
+            source_k, target_k, angle, group < groups, width, k_rotated, INTERLEAVED, TRANSPOSED, HAS_REST,
+            BLOCK_GROUPS, BLOCK_PAIRS, BLOCK_REST,
+        )  # fmt: skip
+        column = tl.arange(0, BLOCK_VALUES)[None, :]
+        joint_v = joint_k + width + column
+        apart_v = v + (token.to(tl.int64) * groups + group)[:, None] * v_width + column
+        inside = (group < groups)[:, None] & (column < v_width)
+        if TRANSPOSED:
+            tl.store(joint_v, tl.load(apart_v, mask=inside), mask=inside)
+        else:
+            tl.store(apart_v, tl.load(joint_v, mask=inside), mask=inside)
+
+
+@triton.jit
+def _rotate_heads(
+    source,
+    target,
+    angle,
+    valid,
+    features,
+    rotated,
+    INTERLEAVED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    HAS_REST: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):
+    """The heads at source [BLOCK_HEADS, 1] into those at target, turned by one token's angles."""
+    element = target.dtype.element_ty
     pair = tl.arange(0, BLOCK_PAIRS)
     inside = pair < rotated // 2
     if INTERLEAVED:
         column = tl.arange(0, 2 * BLOCK_PAIRS)
-        mask = (head < heads)[:, None] & (column < rotated)[None, :]
+        mask = valid[:, None] & (column < rotated)[None, :]
         value = tl.load(source + column[None, :], mask=mask, other=0.0).to(tl.float32)
         first, second = tl.split(tl.reshape(value, [BLOCK_HEADS, BLOCK_PAIRS, 2]))
         first, second = _turn(first, second, angle, 2 * pair, 2 * pair + 1, inside, TRANSPOSED)
         result = tl.reshape(tl.join(first, second), [BLOCK_HEADS, 2 * BLOCK_PAIRS])
-        tl.store(target + column[None, :], result.to(y.dtype.element_ty), mask=mask)
+        tl.store(target + column[None, :], result.to(element), mask=mask)
     else:
-        mask = (head < heads)[:, None] & inside[None, :]
+        mask = valid[:, None] & inside[None, :]
         far = rotated // 2 + pair
         first = tl.load(source + pair[None, :], mask=mask, other=0.0).to(tl.float32)
         second = tl.load(source + far[None, :], mask=mask, other=0.0).to(tl.float32)
         first, second = _turn(first, second, angle, pair, far, inside, TRANSPOSED)
-        tl.store(target + pair[None, :], first.to(y.dtype.element_ty), mask=mask)
-        tl.store(target + far[None, :], second.to(y.dtype.element_ty), mask=mask)
+        tl.store(target + pair[None, :], first.to(element), mask=mask)
+        tl.store(target + far[None, :], second.to(element), mask=mask)
     if HAS_REST:
         for first_rest in range(0, features - rotated, BLOCK_REST):
             rest = rotated + first_rest + tl.arange(0, BLOCK_REST)[None, :]
-            copied = (head < heads)[:, None] & (rest < features)
+            copied = valid[:, None] & (rest < features)
             tl.store(target + rest, tl.load(source + rest, mask=copied), mask=copied)
 
 
@@ -171,3 +310,50 @@ def rotate(
     )
     grid = (outer * inner, ceil_div(heads, block_heads), 1)
     return Launch(rotate_kernel, grid, (Output(shape, dtype),), scalars, constants, warps=2)
+
+
+def rotate_packed(
+    tokens: tuple[int, int],
+    heads: tuple[int, int],
+    widths: tuple[int, int],
+    strides: tuple[int, int, int],
+    angles: tuple[int, int, int],
+    sequences: int,
+    dtype: str,
+    *,
+    layout: str,
+    interleaved: bool,
+    transposed: bool,
+    context: tuple[int, int],
+) -> Launch:
+    """(packed, q_angles, k_angles, start | None, cu_seqlens | None) -> q, k, v; transposed: also takes dq, dk, dv.
+
+    tokens      outer and inner extent
+    heads       groups, and query heads in each
+    widths      of a head of q or k, and of v
+    strides     of packed's outer, inner and group axes
+    angles      positions, rotated features of q and of k
+    """
+    (outer, inner), (groups, q_heads), (width, v_width) = tokens, heads, widths
+    positions, q_rotated, k_rotated = angles
+    pairs = triton.next_power_of_2(max(q_rotated // 2, k_rotated // 2, 1))
+    block_heads = min(triton.next_power_of_2(groups * q_heads), max(1, 2048 // pairs))
+    block_values = triton.next_power_of_2(max(v_width, 1))
+    block_groups = min(triton.next_power_of_2(groups), max(1, 1024 // pairs), max(1, 2048 // block_values))
+    rest = width - min(q_rotated, k_rotated)
+    block_rest = min(triton.next_power_of_2(max(rest, 1)), max(1, 4096 // block_heads))
+    length = outer if layout == "sbhd" else inner
+    scalars = (
+        inner, groups, q_heads, width, v_width, q_rotated, k_rotated, positions, length, sequences,
+        sequences.bit_length(), *strides, *context,
+    )  # fmt: skip
+    constants = (
+        layout, interleaved, transposed, context[0] > 1, rest > 0,
+        block_heads, block_groups, pairs, block_rest, block_values,
+    )  # fmt: skip
+    grid = (outer * inner, ceil_div(groups * q_heads, block_heads) + ceil_div(groups, block_groups), 1)
+    outputs = tuple(
+        Output((outer, inner, count, size), dtype)
+        for count, size in ((groups * q_heads, width), (groups, width), (groups, v_width))
+    )
+    return Launch(rotate_packed_kernel, grid, () if transposed else outputs, scalars, constants, warps=2)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ....common.dispatch import Table
+from ..quantize import Quantized, QuantizeSpec
 from . import reference, triton
 from .request import ACTIVATIONS, DEFAULT_PARAMS, Activation, ActivationParams, ActivationRequest
 
@@ -15,7 +17,7 @@ def activation_forward(name: str, x: Tensor, params: ActivationParams = DEFAULT_
     """y = f(x) [...], or for gated units y [..., F] = f(x[..., :F]) * x[..., F:]; y in x's dtype."""
     _check(name, x)
     request = ActivationRequest(name, False, x.shape, x.dtype, x.device)
-    return TABLE.select(request).run(False)(name, x, params)
+    return TABLE.select(request).run("forward")(name, x, params)
 
 
 def activation_backward(
@@ -24,7 +26,46 @@ def activation_backward(
     """dx, shaped and typed like x; dy is shaped like the output of activation_forward."""
     _check(name, x)
     request = ActivationRequest(name, True, x.shape, x.dtype, x.device)
-    return TABLE.select(request).run(True)(name, dy, x, params)
+    return TABLE.select(request).run("backward")(name, dy, x, params)
+
+
+def activation_forward_quantized(
+    name: str,
+    x: Tensor,
+    params: ActivationParams,
+    spec: QuantizeSpec,
+    *,
+    scale: Tensor | None = None,
+    record: Tensor | None = None,
+) -> Quantized:
+    """quantize(y [M, F]) of x [M, F] or [M, 2F]: the bits of activation_forward and quantize.
+
+    `quantize` explains spec, scale and record. On a GPU, FP8 codes with one scale a tensor are made where y is:
+    with a given scale y itself is never stored, without one its maximum is found on the way.
+    """
+    _check(name, x)
+    request = ActivationRequest(name, False, x.shape, x.dtype, x.device)
+    return TABLE.select(request).run("forward_quantized")(name, x, params, spec, scale, record)
+
+
+def activation_backward_quantized(
+    name: str,
+    dy: Tensor,
+    x: Tensor,
+    params: ActivationParams,
+    spec: QuantizeSpec,
+    *,
+    scale: Tensor | None = None,
+    record: Tensor | None = None,
+    dbias: torch.dtype | None = None,
+) -> tuple[Quantized, Tensor | None]:
+    """(quantize(dx [M, N]), sum over rows of dx [N]): the bits of activation_backward and quantize.
+
+    dbias: dtype of the sum, which is made in float32 from the rounded dx, in an order of the backend's; None: no sum.
+    """
+    _check(name, x)
+    request = ActivationRequest(name, True, x.shape, x.dtype, x.device)
+    return TABLE.select(request).run("backward_quantized")(name, dy, x, params, spec, scale, record, dbias)
 
 
 def _check(name: str, x: Tensor) -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
+from ..quantize import Quantized, QuantizeSpec, quantize
 from .request import ACTIVATIONS, ActivationParams, ActivationRequest
 
 _SQRT_2_OVER_PI = math.sqrt(2.0 / math.pi)
@@ -139,8 +140,44 @@ _CURVES: dict[str, Curve] = {
 }
 
 
-def run(backward: bool) -> Callable[..., Tensor]:
-    return activation_backward if backward else activation_forward
+def forward_quantized(
+    name: str,
+    x: Tensor,
+    params: ActivationParams,
+    spec: QuantizeSpec,
+    scale: Tensor | None,
+    record: Tensor | None,
+) -> Quantized:
+    """quantize(y)"""
+    return quantize(activation_forward(name, x, params), spec, scale=scale, record=record)
+
+
+def backward_quantized(
+    name: str,
+    dy: Tensor,
+    x: Tensor,
+    params: ActivationParams,
+    spec: QuantizeSpec,
+    scale: Tensor | None,
+    record: Tensor | None,
+    dbias: torch.dtype | None,
+) -> tuple[Quantized, Tensor | None]:
+    """(quantize(dx), sum over rows of dx)"""
+    dx = activation_backward(name, dy, x, params)
+    sums = None if dbias is None else dx.sum(0, dtype=torch.float32).to(dbias)
+    return quantize(dx, spec, scale=scale, record=record), sums
+
+
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "forward": activation_forward,
+    "backward": activation_backward,
+    "forward_quantized": forward_quantized,
+    "backward_quantized": backward_quantized,
+}
+
+
+def run(operation: str) -> Callable[..., Any]:
+    return _OPERATIONS[operation]  # torch 2.11's tracer does not know a bound dict.__getitem__
 
 
 def refuses(request: ActivationRequest) -> str | None:

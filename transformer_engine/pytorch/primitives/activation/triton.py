@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
 from ..launching import DTYPE_NAMES, refuses_elementwise, run, traceable
+from ..quantize import Quantized, QuantizeSpec, quantize
+from . import quantized
 from .request import ACTIVATIONS, ActivationParams, ActivationRequest
 
 if TYPE_CHECKING:
@@ -25,6 +27,38 @@ def activation_forward(name: str, x: Tensor, params: ActivationParams) -> Tensor
 def activation_backward(name: str, dy: Tensor, x: Tensor, params: ActivationParams) -> Tensor:
     """dx, shaped and typed like x."""
     return _traceable_backward(name, dy, x, params.limit, params.alpha, params.offset)
+
+
+def forward_quantized(
+    name: str,
+    x: Tensor,
+    params: ActivationParams,
+    spec: QuantizeSpec,
+    scale: Tensor | None,
+    record: Tensor | None,
+) -> Quantized:
+    """quantize(y)"""
+    if not quantized.fuses(x, ACTIVATIONS[name].gated, spec, scale):
+        return quantize(activation_forward(name, x, params), spec, scale=scale, record=record)
+    return quantized.forward(name, x, params, spec, scale, record)
+
+
+def backward_quantized(
+    name: str,
+    dy: Tensor,
+    x: Tensor,
+    params: ActivationParams,
+    spec: QuantizeSpec,
+    scale: Tensor | None,
+    record: Tensor | None,
+    dbias: torch.dtype | None,
+) -> tuple[Quantized, Tensor | None]:
+    """(quantize(dx), sum over rows of dx)"""
+    if not quantized.fuses(x, False, spec, scale):
+        dx = activation_backward(name, dy, x, params)
+        sums = None if dbias is None else dx.sum(0, dtype=torch.float32).to(dbias)
+        return quantize(dx, spec, scale=scale, record=record), sums
+    return quantized.backward(name, dy, x, params, spec, scale, record, dbias)
 
 
 def _forward(name: str, x: Tensor, limit: float, alpha: float, offset: float) -> Tensor:
@@ -111,12 +145,20 @@ _traceable_backward = traceable(
 )
 
 
-def select(backward: bool) -> Callable[..., Tensor]:
-    return activation_backward if backward else activation_forward
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    "forward": activation_forward,
+    "backward": activation_backward,
+    "forward_quantized": forward_quantized,
+    "backward_quantized": backward_quantized,
+}
+
+
+def operation(name: str) -> Callable[..., Any]:
+    return OPERATIONS[name]  # torch 2.11's tracer does not know a bound dict.__getitem__
 
 
 def refuses(request: ActivationRequest) -> str | None:
     return refuses_elementwise(request.device, request.dtype)
 
 
-BACKEND: Backend[ActivationRequest] = Backend("triton", select, refuses)
+BACKEND: Backend[ActivationRequest] = Backend("triton", operation, refuses)

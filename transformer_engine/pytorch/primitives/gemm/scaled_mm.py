@@ -9,11 +9,11 @@ from torch import Tensor
 from ....common.dispatch import Backend
 from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8, round_up
 from ..operand import Operand
+from .block_scales import BLOCK, block_scale
 from .request import Epilogue, GemmRequest
 
 # cuBLASLt wants 16-byte rows; zero codes added to K add nothing, zero rows of b are cut off again.
 _ALIGNMENT = 16
-_BLOCK = 128
 
 
 def _refuses_anywhere(request: GemmRequest) -> str | None:
@@ -41,16 +41,18 @@ def _refuses_tensor_scales(request: GemmRequest) -> str | None:
 def _run_tensor_scales(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
     a_codes, b_codes = _pad(a.codes, 1, _ALIGNMENT), _pad(b.codes, _ALIGNMENT, _ALIGNMENT)
     fused = _fuses_bias(b, epilogue)
+    assert a.scale is not None and b.scale is not None
     product = torch._scaled_mm(
         a_codes,
         b_codes.t(),
-        scale_a=_scalar(a),
-        scale_b=_scalar(b),
+        scale_a=a.scale,
+        scale_b=b.scale,
         bias=epilogue.bias if fused else None,
         out_dtype=_result_dtype(epilogue),
         use_fast_accum=not epilogue.exact,
     )
-    product = product[:, : b.rows]
+    if b_codes.shape[0] != b.rows:
+        product = product[:, : b.rows]
     return epilogue.store(product) if fused else epilogue.finish(product)
 
 
@@ -73,22 +75,23 @@ def _refuses_block_scales(request: GemmRequest) -> str | None:
 
 def _run_block_scales(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
     assert a.format is not None and b.format is not None
-    row_unit = {BLOCK_1D: _ALIGNMENT, BLOCK_2D: _BLOCK}
-    a_codes = _pad(a.codes, row_unit[a.format], _BLOCK)
-    b_codes = _pad(b.codes, row_unit[b.format], _BLOCK)
+    row_unit = {BLOCK_1D: _ALIGNMENT, BLOCK_2D: BLOCK}
+    a_codes = _pad(a.codes, row_unit[a.format], BLOCK)
+    b_codes = _pad(b.codes, row_unit[b.format], BLOCK)
     fused = _fuses_bias(b, epilogue) and b_codes.shape[0] == b.rows
     multiply = _block_product_op if torch.compiler.is_compiling() else _block_product
     product = multiply(
         a_codes,
         b_codes,
-        _block_scale(a, a_codes),
-        _block_scale(b, b_codes),
+        block_scale(a, a_codes),
+        block_scale(b, b_codes),
         a.format == BLOCK_2D,
         b.format == BLOCK_2D,
         _result_dtype(epilogue),
         epilogue.bias if fused else None,
     )
-    product = product[: a.rows, : b.rows]
+    if a_codes.shape[0] != a.rows or b_codes.shape[0] != b.rows:
+        product = product[: a.rows, : b.rows]
     return epilogue.store(product) if fused else epilogue.finish(product)
 
 
@@ -129,38 +132,12 @@ def _block_product_fake(a_codes, b_codes, a_scale, b_scale, a_square, b_square, 
 
 
 def _pad(codes: Tensor, rows: int, columns: int) -> Tensor:
-    """Zero codes up to multiples of rows and columns, contiguous along K."""
-    extra_rows = round_up(codes.shape[0], rows) - codes.shape[0]
-    extra_columns = round_up(codes.shape[1], columns) - codes.shape[1]
-    if extra_rows or extra_columns:
+    """Zero codes up to multiples of rows and columns, contiguous along K; the codes themselves where they fit."""
+    height, width = codes.shape
+    if height % rows or width % columns:
+        extra_rows, extra_columns = round_up(height, rows) - height, round_up(width, columns) - width
         return F.pad(codes.view(torch.uint8), (0, extra_columns, 0, extra_rows)).view(codes.dtype)
     return codes if codes.stride(1) == 1 else codes.contiguous()
-
-
-def _block_scale(operand: Operand, codes: Tensor) -> Tensor:
-    """Scales in cuBLASLt's layout: 1x128 [rows, K/128] rows contiguous; 128x128 K contiguous, padded to 4 blocks."""
-    assert operand.scale is not None
-    rows, blocks = codes.shape[0], codes.shape[1] // _BLOCK
-    if operand.format == BLOCK_1D:
-        scale = _padded(operand.scale, rows - operand.scale.shape[0], 0)
-        return scale if scale.stride() == (1, rows) else _column_major(scale)
-    scale = _padded(operand.scale, 0, round_up(blocks, 4) - blocks)
-    return (scale if scale.is_contiguous() else scale.clone(memory_format=torch.contiguous_format)).t()
-
-
-def _padded(scale: Tensor, rows: int, columns: int) -> Tensor:
-    """More blocks, of zero codes, whose scale does not matter as long as it is finite."""
-    return F.pad(scale, (0, columns, 0, rows), value=1.0) if rows or columns else scale
-
-
-def _column_major(scale: Tensor) -> Tensor:
-    """The same matrix with strides (1, rows); contiguous() would keep other strides where a size is 1."""
-    return scale.t().clone(memory_format=torch.contiguous_format).t()
-
-
-def _scalar(operand: Operand) -> Tensor:
-    assert operand.scale is not None
-    return operand.scale.reshape(())
 
 
 def _result_dtype(epilogue: Epilogue) -> torch.dtype:

@@ -1,7 +1,7 @@
 """y [M, H] = normalize(x) * gamma (+ beta), its gradients, and the table of backends that compute them.
 
-A backend's `run` takes the name of one of the four operations and returns the function that computes it, so
-that `use_backend(norm="...")` forces all four together.
+A backend's `run` takes the name of one of the operations and returns the function that computes it, so
+that `use_backend(norm="...")` forces all of them together.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from ....common.dispatch import Table
+from ..quantize import Quantized, QuantizeSpec
 from . import reference, triton
 from .request import NormRequest
 
@@ -42,6 +43,41 @@ def rmsnorm_backward(
 ) -> tuple[Tensor, Tensor]:
     """(dx [M, H] + add in x's dtype, dweight [H] in weight's dtype), sums in float32."""
     return _select("rmsnorm_backward", x, weight)(dy, x, rstdev, weight, zero_centered, add)
+
+
+def layernorm_forward_quantized(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    zero_centered: bool,
+    spec: QuantizeSpec,
+    *,
+    scale: Tensor | None = None,
+    record: Tensor | None = None,
+) -> tuple[Quantized, Tensor, Tensor]:
+    """(quantize(y), mean, rstdev) with the bits of layernorm_forward and quantize, which explains scale and record.
+
+    On a GPU, FP8 codes with one scale a tensor are made where y is: with a given scale y itself is never stored,
+    without one its maximum is found on the way.
+    """
+    operation = _select("layernorm_forward_quantized", x, weight)
+    return operation(x, weight, bias, eps, zero_centered, spec, scale, record)
+
+
+def rmsnorm_forward_quantized(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    zero_centered: bool,
+    spec: QuantizeSpec,
+    *,
+    scale: Tensor | None = None,
+    record: Tensor | None = None,
+) -> tuple[Quantized, Tensor]:
+    """(quantize(y), rstdev): as layernorm_forward_quantized, of rmsnorm_forward."""
+    operation = _select("rmsnorm_forward_quantized", x, weight)
+    return operation(x, weight, eps, zero_centered, spec, scale, record)
 
 
 def _select(operation: str, x: Tensor, weight: Tensor) -> Callable[..., Any]:

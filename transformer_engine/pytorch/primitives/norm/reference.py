@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
+from ..quantize import Quantized, QuantizeSpec, quantize
 from .request import NormRequest
 
 
@@ -68,16 +69,47 @@ def rmsnorm_backward(
     return dx.to(x.dtype), dweight.to(weight.dtype)
 
 
+def layernorm_forward_quantized(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    zero_centered: bool,
+    spec: QuantizeSpec,
+    scale: Tensor | None,
+    record: Tensor | None,
+) -> tuple[Quantized, Tensor, Tensor]:
+    """(quantize(y), mean, rstdev)"""
+    y, mean, rstdev = layernorm_forward(x, weight, bias, eps, zero_centered)
+    return quantize(y, spec, scale=scale, record=record), mean, rstdev
+
+
+def rmsnorm_forward_quantized(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    zero_centered: bool,
+    spec: QuantizeSpec,
+    scale: Tensor | None,
+    record: Tensor | None,
+) -> tuple[Quantized, Tensor]:
+    """(quantize(y), rstdev)"""
+    y, rstdev = rmsnorm_forward(x, weight, eps, zero_centered)
+    return quantize(y, spec, scale=scale, record=record), rstdev
+
+
 def _gamma(weight: Tensor, zero_centered: bool) -> Tensor:
     gamma = weight.to(torch.float32)
     return gamma + 1.0 if zero_centered else gamma
 
 
-OPERATIONS = {
+OPERATIONS: dict[str, Callable[..., Any]] = {
     "layernorm_forward": layernorm_forward,
     "layernorm_backward": layernorm_backward,
     "rmsnorm_forward": rmsnorm_forward,
     "rmsnorm_backward": rmsnorm_backward,
+    "layernorm_forward_quantized": layernorm_forward_quantized,
+    "rmsnorm_forward_quantized": rmsnorm_forward_quantized,
 }
 
 

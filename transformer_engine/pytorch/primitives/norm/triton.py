@@ -10,12 +10,15 @@ import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
-from .. import launching
+from .. import fused_codes, launching
 from ..launching import DTYPE_NAMES, refuses_elementwise, run, traceable
+from ..quantize import Quantized, QuantizeSpec, quantize
 from .request import NormRequest
 
 if TYPE_CHECKING:
     from ....common.kernels.launch import Launch
+
+_NO_CODES = (None, None, None, None)
 
 
 def layernorm_forward(
@@ -26,7 +29,8 @@ def layernorm_forward(
         return _empty_layernorm(x, weight, bias, eps, zero_centered)
     x = _rows(x)
     launch = _forward_launch(x.shape, x.stride(0), x.dtype, eps, zero_centered, True, x.device.index)
-    y, mean, rstdev = run(launch, (x, weight.contiguous(), None if bias is None else bias.contiguous()))
+    bias = None if bias is None else bias.contiguous()
+    y, mean, rstdev = run(launch, (x, weight.contiguous(), bias, *_NO_CODES))
     return y, mean, rstdev
 
 
@@ -45,8 +49,73 @@ def rmsnorm_forward(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) 
         return _empty_rmsnorm(x, weight, eps, zero_centered)
     x = _rows(x)
     launch = _forward_launch(x.shape, x.stride(0), x.dtype, eps, zero_centered, False, x.device.index)
-    y, _, rstdev = run(launch, (x, weight.contiguous(), None))
+    y, _, rstdev = run(launch, (x, weight.contiguous(), None, *_NO_CODES))
     return y, rstdev
+
+
+def layernorm_forward_quantized(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    zero_centered: bool,
+    spec: QuantizeSpec,
+    scale: Tensor | None,
+    record: Tensor | None,
+) -> tuple[Quantized, Tensor, Tensor]:
+    """(quantize(y), mean, rstdev)"""
+    if not _fuses(x, spec, scale):
+        y, mean, rstdev = OPERATIONS["layernorm_forward"](x, weight, bias, eps, zero_centered)
+        return quantize(y, spec, scale=scale, record=record), mean, rstdev
+    bias = None if bias is None else bias.contiguous()
+    quantized, mean, rstdev = _quantized(x, weight, bias, eps, zero_centered, True, spec, scale, record)
+    assert mean is not None
+    return quantized, mean, rstdev
+
+
+def rmsnorm_forward_quantized(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    zero_centered: bool,
+    spec: QuantizeSpec,
+    scale: Tensor | None,
+    record: Tensor | None,
+) -> tuple[Quantized, Tensor]:
+    """(quantize(y), rstdev)"""
+    if not _fuses(x, spec, scale):
+        y, rstdev = OPERATIONS["rmsnorm_forward"](x, weight, eps, zero_centered)
+        return quantize(y, spec, scale=scale, record=record), rstdev
+    quantized, _, rstdev = _quantized(x, weight, None, eps, zero_centered, False, spec, scale, record)
+    return quantized, rstdev
+
+
+def _fuses(x: Tensor, spec: QuantizeSpec, scale: Tensor | None) -> bool:
+    return fused_codes.fuses((x.shape[0], x.shape[1]), x.dtype, x.device, spec, scale is not None)
+
+
+def _quantized(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    zero_centered: bool,
+    centered: bool,
+    spec: QuantizeSpec,
+    scale: Tensor | None,
+    record: Tensor | None,
+) -> tuple[Quantized, Tensor | None, Tensor]:
+    """Codes of y from the kernel that makes y; their transpose from the codes, a quarter of the bytes of y's."""
+    x = _rows(x)
+    made = fused_codes.target((x.shape[0], x.shape[1]), spec, scale, record, x.device)
+    launch = _forward_launch(
+        x.shape, x.stride(0), x.dtype, eps, zero_centered, centered, x.device.index, made.codes is None
+    )
+    given = (made.scale, made.amax, made.codes, made.inverse)
+    y, mean, rstdev = run(launch, (x, weight.contiguous(), bias, *given))
+    if made.codes is not None and made.codes_t is not None:
+        fused_codes.transpose(made.codes, made.codes_t)
+    return fused_codes.finished(made, y, spec), mean, rstdev
 
 
 def rmsnorm_backward(
@@ -78,6 +147,9 @@ def _backward(
         x.device.index,
     )
     outputs = run(launches[0], (dy, x, add, weight.contiguous(), mean, rstdev))
+    if len(launches) == 4:
+        dbias = run(launches[3], run(launches[1], (dy, None, None, None)))[0]
+        return outputs[0], run(launches[2], outputs[1:])[0], dbias
     workspace = outputs[1] if len(launches) == 2 else run(launches[1], (dy, x, mean, rstdev))[0]
     dweight, dbias = run(launches[-1], (workspace,))
     return outputs[0], dweight, dbias
@@ -97,6 +169,7 @@ def _forward_launch(
     zero_centered: bool,
     centered: bool,
     device: int,
+    returns_output: bool = True,
 ) -> Launch:
     from ....common.kernels import norm  # it imports triton
 
@@ -110,6 +183,7 @@ def _forward_launch(
         zero_centered,
         centered,
         launching.processors(device).count,
+        returns_output,
     )
 
 
@@ -163,7 +237,7 @@ def _empty_rmsnorm_gradients(
     return x.new_empty(x.shape), weight.new_empty(weight.shape)
 
 
-OPERATIONS = {
+OPERATIONS: dict[str, Callable[..., Any]] = {
     "layernorm_forward": traceable(
         "layernorm_forward(Tensor x, Tensor weight, Tensor? bias, float eps, bool zero_centered)"
         " -> (Tensor, Tensor, Tensor)",
@@ -187,6 +261,8 @@ OPERATIONS = {
         rmsnorm_backward,
         _empty_rmsnorm_gradients,
     ),
+    "layernorm_forward_quantized": layernorm_forward_quantized,
+    "rmsnorm_forward_quantized": rmsnorm_forward_quantized,
 }
 
 

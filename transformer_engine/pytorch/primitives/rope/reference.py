@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
 from .request import Positions, RopeRequest, RopeSpec
-
-Rotation = Callable[[Tensor, Tensor, Positions, RopeSpec], Tensor]
 
 
 def forward(x: Tensor, angles: Tensor, positions: Positions, spec: RopeSpec) -> Tensor:
@@ -25,6 +24,39 @@ def backward(dy: Tensor, angles: Tensor, positions: Positions, spec: RopeSpec) -
     cosine, sine, rotated, rest = _split(dy, angles, positions, spec)
     dx = rotated * cosine - _pair(rotated * sine, spec.interleaved)
     return torch.cat((dx.to(dy.dtype), rest), dim=-1)
+
+
+def qkv_forward(
+    qkv: Tensor,
+    q_angles: Tensor,
+    k_angles: Tensor,
+    positions: Positions,
+    sizes: tuple[int, int, int],
+    spec: RopeSpec,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q and k of the joint tensor by themselves, rotated; v copied."""
+    q, k, v = torch.split(qkv, list(sizes), dim=-1)
+    q = q.reshape(*qkv.shape[:-2], -1, sizes[1])
+    return (
+        forward(q, q_angles, positions, spec),
+        forward(k, k_angles, positions, spec),
+        v.clone(memory_format=torch.contiguous_format),
+    )
+
+
+def qkv_backward(
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    q_angles: Tensor,
+    k_angles: Tensor,
+    positions: Positions,
+    sizes: tuple[int, int, int],
+    spec: RopeSpec,
+) -> Tensor:
+    """The gradients of the parts, turned back and put side by side."""
+    q = backward(dq, q_angles, positions, spec).reshape(*dk.shape[:-1], sizes[0])
+    return torch.cat((q, backward(dk, k_angles, positions, spec), dv), dim=-1)
 
 
 def _split(
@@ -79,10 +111,15 @@ def _chunked(position: Tensor, length: int | Tensor, spec: RopeSpec) -> Tensor:
     return torch.where(position < half, first, second)
 
 
-_OPERATIONS = {"forward": forward, "backward": backward}
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "forward": forward,
+    "backward": backward,
+    "qkv_forward": qkv_forward,
+    "qkv_backward": qkv_backward,
+}
 
 
-def _run(operation: str) -> Rotation:
+def _run(operation: str) -> Callable[..., Any]:
     """The function of that name; torch.compile traces no bound method of a dict before torch 2.13."""
     return _OPERATIONS[operation]
 

@@ -1,0 +1,472 @@
+"""Plans for cuBLASLt: what they describe, on a stand-in for the library; and the library itself on a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+
+import pytest
+import torch
+from cublaslt_on_cpu import ALGORITHMS, REFUSED, CublasLt
+
+from transformer_engine.common import formats
+from transformer_engine.common.dispatch import use_backend
+from transformer_engine.pytorch import autotune
+from transformer_engine.pytorch.primitives.gemm import (
+    Epilogue,
+    cublaslt,
+    cublaslt_library,
+    cublaslt_plan,
+    gemm,
+    plain,
+    tuning,
+)
+from transformer_engine.pytorch.primitives.gemm.request import GemmRequest, Layout
+from transformer_engine.pytorch.primitives.operand import Operand
+from transformer_engine.pytorch.primitives.quantize import QuantizeSpec, dequantize, quantize
+
+FLOAT8 = QuantizeSpec(formats.FLOAT8, formats.E4M3)
+GRADIENT = QuantizeSpec(formats.FLOAT8, formats.E5M2)
+BLOCK_1D = QuantizeSpec(formats.BLOCK_1D, formats.E4M3)
+BLOCK_2D = QuantizeSpec(formats.BLOCK_2D, formats.E4M3)
+
+
+@pytest.fixture
+def library(monkeypatch):
+    """The stand-in in place of the library, on a machine that otherwise looks like one with an H200."""
+    stand_in = CublasLt()
+    monkeypatch.setattr(cublaslt_library, "missing", lambda: None)
+    monkeypatch.setattr(cublaslt_library, "bindings", lambda: stand_in)
+    monkeypatch.setattr(cublaslt_library, "handle", lambda device: 7)
+    monkeypatch.setattr(cublaslt_library, "workspace", lambda device, stream: 0)
+    monkeypatch.setattr(cublaslt_library, "device_of", lambda device: torch.device("cpu"))
+    monkeypatch.setattr(cublaslt_library, "current_stream", lambda device: 0)
+    monkeypatch.setattr(cublaslt_library, "current_device", lambda: 0)
+    monkeypatch.setattr(cublaslt_plan, "_plans", {})
+    return stand_in
+
+
+def request_of(a: Operand, b: Operand, epilogue: Epilogue) -> GemmRequest:
+    """The request as it would be for the same tensors on an H200."""
+    return dataclasses.replace(GemmRequest.of(a, b, epilogue), device="cuda", capability=(9, 0), index=0)
+
+
+def run(a: Operand, b: Operand, epilogue: Epilogue) -> torch.Tensor:
+    request = request_of(a, b, epilogue)
+    assert cublaslt.refuses(request) is None
+    return cublaslt.plan_of(request).run(a, b, epilogue)
+
+
+def quantized(spec: QuantizeSpec, rows: int, depth: int, device="cpu") -> Operand:
+    values = torch.randn(rows, depth, device=device)
+    values[0] *= 30.0
+    q = quantize(values.bfloat16(), spec)
+    return Operand(q.codes, q.scale, spec.format, None, torch.bfloat16)
+
+
+def values_of(x: Operand) -> torch.Tensor:
+    return x.codes.float() if x.format is None else dequantize(x._replace(dtype=torch.float32))
+
+
+def expected(a: Operand, b: Operand, bias=None) -> torch.Tensor:
+    out = values_of(a) @ values_of(b).t()
+    return out if bias is None else out + bias.float()
+
+
+PAIRS = {
+    "bf16": lambda: (plain(torch.randn(48, 64).bfloat16()), plain(torch.randn(32, 64).bfloat16())),
+    "fp16": lambda: (plain(torch.randn(48, 64).half()), plain(torch.randn(32, 64).half())),
+    "fp32": lambda: (plain(torch.randn(48, 64)), plain(torch.randn(32, 64))),
+    "a.t": lambda: (plain(torch.randn(64, 48).bfloat16().t()), plain(torch.randn(32, 64).bfloat16())),
+    "b.t": lambda: (plain(torch.randn(48, 64).bfloat16()), plain(torch.randn(64, 32).bfloat16().t())),
+    "both.t": lambda: (plain(torch.randn(64, 48).bfloat16().t()), plain(torch.randn(64, 32).bfloat16().t())),
+    "slices": lambda: (
+        plain(torch.randn(48, 96).bfloat16()[:, :64]),
+        plain(torch.randn(64, 80).bfloat16()[:, 16:48].t()),
+    ),
+    "odd": lambda: (plain(torch.randn(7, 5).bfloat16()), plain(torch.randn(3, 5).bfloat16())),
+    "vector": lambda: (plain(torch.randn(1, 5).bfloat16()), plain(torch.randn(1, 5).bfloat16())),
+    "float8": lambda: (quantized(FLOAT8, 48, 64), quantized(FLOAT8, 32, 64)),
+    "e5m2 x e4m3": lambda: (quantized(GRADIENT, 48, 64), quantized(FLOAT8, 32, 64)),
+    "1d x 2d": lambda: (quantized(BLOCK_1D, 48, 384), quantized(BLOCK_2D, 256, 384)),
+    "2d x 1d": lambda: (quantized(BLOCK_2D, 256, 512), quantized(BLOCK_1D, 48, 512)),
+    "1d x 1d": lambda: (quantized(BLOCK_1D, 48, 256), quantized(BLOCK_1D, 32, 256)),
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("biased", [False, True], ids=["", "bias"])
+def test_a_plan_describes_the_product(library, pair, biased):
+    a, b = PAIRS[pair]()
+    dtype = a.dtype
+    bias = torch.randn(b.rows).to(dtype) if biased else None
+    out = run(a, b, Epilogue(dtype, bias))
+    torch.testing.assert_close(out, expected(a, b, bias).to(dtype), rtol=1e-2, atol=1e-2)
+    assert out.is_contiguous()
+
+
+@pytest.mark.parametrize("pair", ["bf16", "both.t", "float8", "1d x 1d"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_out_is_written_or_added_to_by_the_product_itself(library, pair, dtype):
+    a, b = PAIRS[pair]()
+    wide = torch.full((a.rows, b.rows + 16), 3.0, dtype=dtype)
+    out = wide[:, : b.rows]
+    exact = expected(a, b)
+    assert run(a, b, Epilogue(torch.bfloat16, out=out)) is out
+    torch.testing.assert_close(out, exact.to(dtype), rtol=1e-2, atol=1e-2)
+    run(a, b, Epilogue(torch.bfloat16, out=out, accumulate=True))
+    torch.testing.assert_close(out, (2 * exact).to(dtype), rtol=2e-2, atol=2e-2)
+    assert (wide[:, b.rows :] == 3.0).all()
+
+
+def test_a_bias_of_another_dtype_is_cast_to_the_one_that_the_library_reads(library):
+    a, b = PAIRS["bf16"]()
+    bias = torch.randn(b.rows)
+    out = run(a, b, Epilogue(torch.bfloat16, bias))
+    torch.testing.assert_close(out, expected(a, b, bias.bfloat16()).bfloat16(), rtol=1e-2, atol=1e-2)
+
+
+def test_equal_problems_share_one_plan_and_scales_may_move(library):
+    a, b = PAIRS["float8"]()
+    c, d = PAIRS["float8"]()
+    first, second = (
+        cublaslt.plan_of(request_of(x, y, Epilogue(torch.bfloat16))) for x, y in ((a, b), (c, d))
+    )
+    assert first is second
+    out = torch.empty(a.rows, b.rows, dtype=torch.bfloat16)
+    alive = []
+    for x, y in ((a, b), (c, d), (a, b), (c, d)):
+        first.run(x, y, Epilogue(torch.bfloat16, out=out))
+        torch.testing.assert_close(out, expected(x, y).bfloat16(), rtol=1e-2, atol=1e-2)
+        alive.append(len(library.alive))
+    assert alive[3] == alive[1]  # descriptors are used again
+
+
+def test_threads_that_run_one_plan_use_descriptors_of_their_own(library, monkeypatch):
+    a, b = PAIRS["float8"]()
+    plan = cublaslt.plan_of(request_of(a, b, Epilogue(torch.float32)))
+    together = threading.Barrier(2, timeout=10)
+    used = []
+
+    def matmul(handle, descriptor, *rest):
+        used.append(descriptor)
+        together.wait()
+
+    monkeypatch.setattr(library, "matmul", matmul)
+    plan._use(plan._algorithm)
+    threads = [threading.Thread(target=plan.run, args=(a, b, Epilogue(torch.float32))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(used)) == 2
+
+
+def test_a_plan_that_goes_takes_its_descriptors_along(library):
+    a, b = PAIRS["bf16"]()
+    run(a, b, Epilogue(torch.bfloat16))
+    assert library.alive
+    cublaslt_plan._plans.clear()
+    assert not library.alive
+
+
+def test_fast_accumulation_is_asked_for_only_where_fp8_allows_it(library):
+    for pair, fast in (("float8", True), ("bf16", False), ("1d x 1d", False)):
+        a, b = PAIRS[pair]()
+        assert cublaslt.problem_of(request_of(a, b, Epilogue(torch.bfloat16, exact=False))).fast is fast
+        assert not cublaslt.problem_of(request_of(a, b, Epilogue(torch.bfloat16, exact=True))).fast
+
+
+@pytest.mark.parametrize("spec", [None, FLOAT8], ids=["bf16", "float8"])
+@pytest.mark.parametrize("accumulate", [False, True], ids=["", "accumulate"])
+def test_pointers_of_little_alignment_give_the_same_result(library, spec, accumulate):
+    if spec is None:
+        a, b = (plain(torch.randn(32 * 64 + 1).bfloat16()[1:].view(32, 64)) for _ in range(2))
+    else:
+        a = quantized(spec, 32, 64)
+        b = quantized(spec, 32, 64)
+        shifted = torch.empty(32 * 64 + 4, dtype=torch.uint8)[4:].view(32, 64)
+        shifted.copy_(a.codes.view(torch.uint8))
+        a = a._replace(codes=shifted.view(torch.float8_e4m3fn))
+    out = torch.full((32 * 32 + 1,), 1.0)[1:].view(32, 32)
+    run(a, b, Epilogue(torch.float32, out=out, accumulate=accumulate))
+    torch.testing.assert_close(out, expected(a, b) + accumulate, rtol=1e-4, atol=1e-3)
+
+
+REFUSALS = {
+    "a CUDA device": {"device": "cpu"},
+    "subclass": {"native": False},
+    "< 8.0": {"capability": (7, 5)},
+    "neither axis": {"a_layout": Layout(True, 0)},
+    "dtypes differ": {"b_element": torch.float16},
+    "operands are torch.float64": {"a_element": torch.float64, "b_element": torch.float64},
+    "writes their dtype or float32": {"dtype": torch.float16},
+    "one operand is quantized": {"a_format": formats.FLOAT8},
+    "rows of `out`": {"out_layout": Layout(False, 32)},
+    "bias is torch.float64": {"bias": torch.float64},
+}
+FP8_REFUSALS = {
+    "multiple of 16 bytes": {"b_layout": Layout(True, 72)},
+    "K-contiguous": {"a_layout": Layout(False, 48)},
+    "K=72": {"k": 72},
+    "N=40": {"n": 40},
+    "no two E5M2": {"a_element": torch.float8_e5m2, "b_element": torch.float8_e5m2},
+    "do not mix": {"b_format": formats.BLOCK_1D},
+    "mxfp8 x float8": {"a_format": formats.MXFP8},
+    "two operands of 128x128": {"a_format": formats.BLOCK_2D, "b_format": formats.BLOCK_2D},
+    "no such FP8 products": {"capability": (8, 0)},
+    "10.0 has no such": {"a_format": formats.BLOCK_1D, "b_format": formats.BLOCK_1D, "capability": (10, 0)},
+    "K=64 is not a multiple of 128": {"a_format": formats.BLOCK_1D, "b_format": formats.BLOCK_1D},
+    "N=32 is not a multiple of 128": {"a_format": formats.BLOCK_1D, "b_format": formats.BLOCK_2D, "k": 128},
+    "M=47": {"a_format": formats.BLOCK_1D, "b_format": formats.BLOCK_1D, "k": 128, "m": 47},
+    "it writes float32": {"dtype": torch.float64},
+    "bfloat16 bias": {"dtype": torch.float32, "bias": torch.float16},
+}
+
+
+@pytest.mark.parametrize(
+    ("pair", "reason", "change"),
+    [("bf16", reason, change) for reason, change in REFUSALS.items()]
+    + [("float8", reason, change) for reason, change in FP8_REFUSALS.items()],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_what_it_does_not_cover_is_refused_with_the_reason(library, pair, reason, change):
+    request = request_of(*PAIRS[pair](), Epilogue(torch.bfloat16))
+    assert cublaslt.refuses(request) is None
+    assert reason in (cublaslt.refuses(dataclasses.replace(request, **change)) or "")
+
+
+def test_a_problem_without_an_algorithm_is_refused(library):
+    library.algorithms = []
+    assert "no algorithm" in (cublaslt.refuses(request_of(*PAIRS["bf16"](), Epilogue(torch.bfloat16))) or "")
+
+
+def test_a_missing_library_is_a_reason_with_a_remedy(monkeypatch):
+    monkeypatch.setattr(cublaslt_library.importlib.util, "find_spec", lambda name: None)
+    cublaslt_library._missing.cache_clear()
+    try:
+        assert "pip install 'transformer-engine[cuda]'" in (cublaslt_library.missing() or "")
+    finally:
+        cublaslt_library._missing.cache_clear()
+
+
+@pytest.fixture
+def timed(library, monkeypatch, tmp_path):
+    """The second candidate is the fastest; returns the folder of choices."""
+    monkeypatch.setenv("TE_CACHE_DIR", str(tmp_path))
+    seconds = dict(zip(ALGORITHMS, (2.0, 1.0, 3.0, 4.0), strict=True))
+    monkeypatch.setattr(tuning, "_seconds", lambda plan, a, b, epilogue: seconds[plan.algorithm])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200 / test")
+    tuning.choices_of.cache_clear()
+    yield tmp_path
+    tuning.choices_of.cache_clear()
+
+
+def tuned(a, b, epilogue):
+    plan = cublaslt.plan_of(request_of(a, b, epilogue))
+    tuning.tune(plan, a, b, epilogue)
+    return plan
+
+
+def test_the_fastest_candidate_is_taken_and_kept_for_the_next_process(timed, monkeypatch):
+    a, b = PAIRS["bf16"]()
+    plan = tuned(a, b, Epilogue(torch.bfloat16))
+    assert plan.algorithm == ALGORITHMS[1]
+    (path,) = (timed / "autotune").iterdir()
+    assert path.name == "NVIDIA_H200_test_cublaslt_130100.json"
+    assert json.loads(path.read_text()) == {plan.problem.key: ALGORITHMS[1].hex()}
+    cublaslt_plan._plans.clear()
+    tuning.choices_of.cache_clear()
+    monkeypatch.setattr(tuning, "_seconds", None)  # a second timing would fail
+    assert tuned(a, b, Epilogue(torch.bfloat16)).algorithm == ALGORITHMS[1]
+
+
+def test_a_small_gain_does_not_change_the_algorithm(timed, monkeypatch):
+    seconds = dict(zip(ALGORITHMS, (1.0, 0.99, 3.0, 4.0), strict=True))
+    monkeypatch.setattr(tuning, "_seconds", lambda plan, a, b, epilogue: seconds[plan.algorithm])
+    assert tuned(*PAIRS["bf16"](), Epilogue(torch.bfloat16)).algorithm == ALGORITHMS[0]
+
+
+@pytest.mark.parametrize("code", [REFUSED.hex(), "00"], ids=["refused", "short"])
+def test_a_stored_algorithm_that_the_library_refuses_is_timed_anew(timed, code):
+    a, b = PAIRS["bf16"]()
+    plan = cublaslt.plan_of(request_of(a, b, Epilogue(torch.bfloat16)))
+    path = tuning.choices_of(0).path
+    path.parent.mkdir()
+    path.write_text(json.dumps({plan.problem.key: code}))
+    tuning.choices_of.cache_clear()
+    assert tuned(a, b, Epilogue(torch.bfloat16)).algorithm == ALGORITHMS[1]
+
+
+@pytest.mark.parametrize("text", ["not json", "[1]", '{"a": "zz"}', '{"a": 5}'])
+def test_a_damaged_file_of_choices_is_reported_and_replaced(timed, text):
+    path = tuning.choices_of(0).path
+    path.parent.mkdir()
+    path.write_text(text)
+    tuning.choices_of.cache_clear()
+    with pytest.warns(UserWarning, match="not a file of tuned algorithms"):
+        tuned(*PAIRS["bf16"](), Epilogue(torch.bfloat16))
+    assert len(json.loads(path.read_text())) == 1
+
+
+def test_tuning_writes_nothing_of_the_callers(timed, monkeypatch):
+    monkeypatch.setattr(
+        tuning, "_seconds", lambda plan, a, b, epilogue: plan.run(a, b, epilogue).sum() * 0 + 1
+    )
+    a, b = PAIRS["bf16"]()
+    out = torch.full((a.rows, b.rows), 5.0)
+    tuned(a, b, Epilogue(torch.float32, out=out, accumulate=True))
+    assert (out == 5.0).all()
+
+
+def test_choices_of_two_processes_are_merged(tmp_path):
+    first, second = (tuning.Choices(tmp_path / "x.json") for _ in range(2))
+    first.put("p", ALGORITHMS[0])
+    second.put("q", ALGORITHMS[1])
+    assert set(json.loads((tmp_path / "x.json").read_text())) == {"p", "q"}
+
+
+def test_autotune_is_wanted_inside_the_block_or_by_the_environment(monkeypatch):
+    monkeypatch.delenv("NVTE_AUTOTUNE", raising=False)
+    assert not tuning.wanted()
+    with autotune(), autotune():
+        assert tuning.wanted()
+    assert not tuning.wanted()
+    monkeypatch.setenv("NVTE_AUTOTUNE", "1")
+    assert tuning.wanted()
+
+
+def on_gpu(spec: QuantizeSpec | None, rows: int, depth: int) -> Operand:
+    if spec is None:
+        return plain(torch.randn(rows, depth, device="cuda", dtype=torch.bfloat16))
+    return quantized(spec, rows, depth, "cuda")
+
+
+GPU_PAIRS = {
+    "bf16": (None, None, "matmul"),
+    "float8": (FLOAT8, FLOAT8, "scaled_mm"),
+    "gradient": (GRADIENT, FLOAT8, "scaled_mm"),
+    "1d x 2d": (BLOCK_1D, BLOCK_2D, "scaled_mm_block"),
+    "1d x 1d": (BLOCK_1D, BLOCK_1D, "scaled_mm_block"),
+}
+
+
+def skip_unless_taken(a: Operand, b: Operand, epilogue: Epilogue) -> None:
+    if reason := cublaslt.refuses(GemmRequest.of(a, b, epilogue)):
+        pytest.skip(f"cublaslt: {reason}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pair", GPU_PAIRS)
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "fast"])
+@pytest.mark.parametrize("biased", [False, True], ids=["", "bias"])
+def test_the_result_is_that_of_the_same_library_through_torch(pair, exact, biased):
+    a_spec, b_spec, other = GPU_PAIRS[pair]
+    a, b = on_gpu(a_spec, 512, 1024), on_gpu(b_spec, 768, 1024)
+    bias = torch.randn(768, device="cuda", dtype=torch.bfloat16) if biased else None
+    epilogue = Epilogue(torch.bfloat16, bias, exact=exact)
+    skip_unless_taken(a, b, epilogue)
+    with use_backend(gemm="cublaslt"):
+        ours = gemm(a, b, epilogue)
+    with use_backend(gemm=other):
+        theirs = gemm(a, b, epilogue)
+    # Another algorithm may add in another order; then a sum may round to the neighbouring bfloat16.
+    torch.testing.assert_close(ours, theirs, rtol=2.0**-7, atol=2.0**-7 * theirs.float().std().item())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pair", GPU_PAIRS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_accumulation_adds_to_what_was_there(pair, dtype):
+    a_spec, b_spec, _ = GPU_PAIRS[pair]
+    a, b = on_gpu(a_spec, 256, 512), on_gpu(b_spec, 384, 512)
+    before = torch.randn(256, 384, device="cuda").to(dtype)
+    out = before.clone()
+    epilogue = Epilogue(torch.bfloat16, out=out, accumulate=True)
+    skip_unless_taken(a, b, epilogue)
+    with use_backend(gemm="cublaslt"):
+        assert gemm(a, b, epilogue) is out
+    exact = values_of(a).double() @ values_of(b).double().t()
+    magnitudes = values_of(a).double().abs() @ values_of(b).double().abs().t()
+    # Into 16 bits the library rounds the product before it adds.
+    rounding = 2.0**-20 if dtype == torch.float32 else 2.0**-7
+    bound = magnitudes * 2.0**-11 + exact.abs().maximum((exact + before.double()).abs()) * rounding + 1e-6
+    assert ((out.double() - (exact + before.double())).abs() <= bound).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pair", ["bf16", "float8", "1d x 2d"])
+def test_a_captured_product_reads_its_operands_anew_at_every_replay(pair):
+    a_spec, b_spec, _ = GPU_PAIRS[pair]
+    a, b = on_gpu(a_spec, 256, 512), on_gpu(b_spec, 384, 512)
+    epilogue = Epilogue(torch.bfloat16)
+    skip_unless_taken(a, b, epilogue)
+    gemm(a, b, epilogue)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = gemm(a, b, epilogue)
+    other = on_gpu(a_spec, 256, 512)
+    a.codes.copy_(other.codes)
+    if a.scale is not None:
+        a.scale.copy_(other.scale)
+    graph.replay()
+    assert torch.equal(out, gemm(other, b, epilogue))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pair", ["bf16", "float8", "1d x 2d"])
+def test_a_compiled_product_has_the_bits_of_the_eager_one(pair):
+    a_spec, b_spec, _ = GPU_PAIRS[pair]
+    a, b = on_gpu(a_spec, 256, 512), on_gpu(b_spec, 384, 512)
+    bias = torch.randn(384, device="cuda", dtype=torch.bfloat16)
+    skip_unless_taken(a, b, Epilogue(torch.bfloat16))
+
+    def step(a_codes, b_codes, a_scale, b_scale, out):
+        left, right = Operand(a_codes, a_scale, a.format), Operand(b_codes, b_scale, b.format)
+        y = gemm(left, right, Epilogue(torch.bfloat16, bias, exact=False))
+        gemm(left, right, Epilogue(torch.float32, out=out, accumulate=True))
+        return y * 2
+
+    first, second = (torch.ones(256, 384, device="cuda") for _ in range(2))
+    eager = step(a.codes, b.codes, a.scale, b.scale, first)
+    compiled = torch.compile(step, fullgraph=True)(a.codes, b.codes, a.scale, b.scale, second)
+    assert torch.equal(eager, compiled)
+    assert torch.equal(first, second)
+
+
+@pytest.mark.gpu
+def test_a_dispatch_mode_sees_an_operator_of_torch():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    a, b = on_gpu(None, 256, 512), on_gpu(None, 384, 512)
+    gemm(a, b, Epilogue(torch.bfloat16))
+    with FlopCounterMode(display=False) as counter:
+        gemm(a, b, Epilogue(torch.bfloat16))
+    assert counter.get_total_flops() == 2 * 256 * 384 * 512
+
+
+@pytest.mark.gpu
+def test_a_fake_tensor_is_left_to_other_backends():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        a, b = (plain(torch.empty(32, 64, device="cuda", dtype=torch.bfloat16)) for _ in range(2))
+        assert gemm(a, b, Epilogue(torch.bfloat16)).shape == (32, 32)
+
+
+@pytest.mark.gpu
+def test_tuning_leaves_a_choice_behind(tmp_path, monkeypatch):
+    a, b = on_gpu(None, 256, 512), on_gpu(None, 384, 512)
+    skip_unless_taken(a, b, Epilogue(torch.bfloat16))
+    monkeypatch.setenv("TE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(cublaslt_plan, "_plans", {})
+    tuning.choices_of.cache_clear()
+    out = torch.ones(256, 384, device="cuda")
+    with autotune():
+        gemm(a, b, Epilogue(torch.float32, out=out, accumulate=True))
+    tuning.choices_of.cache_clear()
+    torch.testing.assert_close(out, expected(a, b) + 1, rtol=1e-3, atol=1e-2)
+    (path,) = (tmp_path / "autotune").iterdir()
+    assert len(json.loads(path.read_text())) == 1

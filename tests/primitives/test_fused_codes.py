@@ -1,0 +1,217 @@
+"""Kernels that quantize their own result give the bits of the separate steps."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from transformer_engine.common.dispatch import use_backend
+from transformer_engine.common.formats import BLOCK_1D, E4M3, E5M2, FLOAT8
+from transformer_engine.pytorch.primitives import fused_codes, norm
+from transformer_engine.pytorch.primitives import quantize_dbias as dbias_module
+from transformer_engine.pytorch.primitives.activation import (
+    ACTIVATIONS,
+    ActivationParams,
+    activation_backward,
+    activation_backward_quantized,
+    activation_forward,
+    activation_forward_quantized,
+)
+from transformer_engine.pytorch.primitives.activation import quantized as activation_quantized
+from transformer_engine.pytorch.primitives.activation import triton as activation_triton
+from transformer_engine.pytorch.primitives.norm import triton as norm_triton
+from transformer_engine.pytorch.primitives.quantize import QuantizeSpec, quantize
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+runs_kernels = pytest.mark.filterwarnings("ignore::RuntimeWarning") if INTERPRETED else pytest.mark.gpu
+
+PARAMS = ActivationParams(limit=2.0, alpha=1.5, offset=0.5)
+DELAYED = pytest.mark.parametrize("delayed", [True, False], ids=["delayed", "current"])
+COLUMNWISE = pytest.mark.parametrize("columnwise", [False, True], ids=["row", "both"])
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+SMALL_NORMS = [(1, 1), (5, 33), (9, 64), (3, 2048), (4, 5000), (2, 9000), (2, 17000)]
+LARGE_NORMS = [(513, 4096), (64, 8192), (300, 1024), (40, 5120), (33, 12288), (16, 32768)]
+NORMS = pytest.mark.parametrize("shape", SMALL_NORMS if INTERPRETED else SMALL_NORMS + LARGE_NORMS, ids=str)
+SMALL = [(1, 1), (5, 33), (64, 64), (7, 200), (130, 6)]
+LARGE = [(4096, 2048), (513, 14336), (2049, 4097)]
+FEW = ("gelu", "swiglu", "clamped_swiglu")
+SHAPES = pytest.mark.parametrize("shape", SMALL if INTERPRETED else SMALL + LARGE, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def _interpreted_kernels_count_as_the_quantization_s(monkeypatch):
+    """In the interpreter `quantize` is the reference, whose bits the fused kernels must have too."""
+    if INTERPRETED:
+        monkeypatch.setattr(fused_codes, "fuses", lambda shape, dtype, device, spec, delayed: 0 not in shape)
+
+
+def _spec(columnwise, element=E4M3):
+    return QuantizeSpec(FLOAT8, element, True, columnwise)
+
+
+class Scaling(NamedTuple):
+    scale: torch.Tensor | None
+    record: torch.Tensor | None
+
+
+def _scaling(delayed):
+    if not delayed:
+        return Scaling(None, None)
+    return Scaling(torch.tensor([37.3], device=DEVICE), torch.tensor([0.5], device=DEVICE))
+
+
+def _same(actual, expected):
+    for a, b in zip(actual, expected, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert a.dtype == b.dtype and a.shape == b.shape
+            view = torch.uint8 if a.element_size() == 1 else a.dtype
+            assert torch.equal(a.view(view), b.view(view))
+
+
+@runs_kernels
+@NORMS
+@DELAYED
+@COLUMNWISE
+@pytest.mark.parametrize("kind", ["layernorm", "layernorm_without_beta", "rmsnorm"])
+def test_a_norm_gives_the_codes_of_its_quantized_output(shape, delayed, columnwise, kind):
+    x = (torch.randn(shape, device=DEVICE) * 2.0 + 0.3).bfloat16()
+    weight, bias = (torch.randn(shape[1], device=DEVICE).bfloat16() for _ in range(2))
+    bias = None if kind == "layernorm_without_beta" else bias
+    how, spec = (1e-5, True), _spec(columnwise)
+    first, second = _scaling(delayed), _scaling(delayed)
+    if kind == "rmsnorm":
+        y, *statistics = norm_triton.rmsnorm_forward(x, weight, *how)
+        made = norm_triton.rmsnorm_forward_quantized(x, weight, *how, spec, *second)
+    else:
+        y, *statistics = norm_triton.layernorm_forward(x, weight, bias, *how)
+        made = norm_triton.layernorm_forward_quantized(x, weight, bias, *how, spec, *second)
+    _same(made[0], quantize(y, spec, scale=first.scale, record=first.record))
+    _same(made[1:], statistics)
+    assert made[0].amax is not None and (not delayed or made[0].amax is second.record)
+
+
+@runs_kernels
+@SHAPES
+@DELAYED
+@COLUMNWISE
+@pytest.mark.parametrize("name", list(ACTIVATIONS))
+def test_an_activation_and_its_gradient_give_the_codes_of_their_quantized_output(
+    shape, delayed, columnwise, name
+):
+    if name not in FEW and not (delayed and shape == (64, 64)):
+        pytest.skip("a few activations are enough for this shape")
+    x = torch.randn(shape[0], shape[1] * (2 if ACTIVATIONS[name].gated else 1), device=DEVICE).bfloat16() * 2
+    dy = torch.randn(shape, device=DEVICE).bfloat16()
+    spec, first, second = _spec(columnwise), _scaling(delayed), _scaling(delayed)
+    y = activation_triton.activation_forward(name, x, PARAMS)
+    made = activation_triton.forward_quantized(name, x, PARAMS, spec, *second)
+    _same(made, quantize(y, spec, scale=first.scale, record=first.record))
+    spec = _spec(columnwise, E5M2)
+    dx = activation_triton.activation_backward(name, dy, x, PARAMS)
+    expected = quantize(dx, spec, scale=first.scale, record=first.record)
+    made, sums = activation_triton.backward_quantized(name, dy, x, PARAMS, spec, *second, dbias=torch.float32)
+    _same(made, expected)
+    torch.testing.assert_close(sums, dx.double().sum(0).float(), rtol=1e-5, atol=1e-4)
+    if shape == (64, 64):
+        without, none = activation_triton.backward_quantized(name, dy, x, PARAMS, spec, *second, dbias=None)
+        assert none is None
+        _same(without, expected)
+
+
+@runs_kernels
+@DTYPES
+@SHAPES
+def test_a_cast_with_column_sums_gives_the_codes_of_the_cast(dtype, shape):
+    x = torch.randn(shape, device=DEVICE).to(dtype)
+    spec, first, second = _spec(True), _scaling(True), _scaling(True)
+    made, sums = dbias_module.quantize_with_dbias(x, spec, dtype, scale=second.scale, record=second.record)
+    _same(made, quantize(x, spec, scale=first.scale, record=first.record))
+    assert sums.dtype == dtype
+    tolerance = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}[dtype]
+    torch.testing.assert_close(sums.float(), x.double().sum(0).float(), rtol=tolerance, atol=1e-4)
+
+
+@runs_kernels
+def test_strided_inputs_give_the_codes_of_their_copies():
+    wide = torch.randn(70, 300, device=DEVICE).bfloat16()
+    for x in (wide[:, :128], wide[:, 1:129], wide.t()[:128].t(), wide[::2, :64]):
+        for name in ("gelu", "swiglu"):
+            scaling = _scaling(True)
+            actual = activation_triton.forward_quantized(name, x, PARAMS, _spec(True), *scaling)
+            scaling = _scaling(True)
+            copy = x.clone(memory_format=torch.contiguous_format)
+            _same(actual, activation_triton.forward_quantized(name, copy, PARAMS, _spec(True), *scaling))
+        weight = torch.ones(x.shape[1], device=DEVICE)
+        actual, _ = norm_triton.rmsnorm_forward_quantized(
+            x, weight, 1e-5, False, _spec(True), *_scaling(True)
+        )
+        expected, _ = norm_triton.rmsnorm_forward_quantized(
+            x.contiguous(), weight, 1e-5, False, _spec(True), *_scaling(True)
+        )
+        _same(actual, expected)
+
+
+@runs_kernels
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 0.0])
+def test_the_recorded_maximum_is_that_of_the_separate_steps_for_strange_numbers(bad):
+    x = torch.zeros(6, 48, device=DEVICE, dtype=torch.bfloat16)
+    x[3, 7] = bad
+    first, second = _scaling(True), _scaling(True)
+    activation_triton.forward_quantized("relu", x, PARAMS, _spec(True), *second)
+    quantize(torch.relu(x), _spec(True), scale=first.scale, record=first.record)
+    assert first.record is not None and second.record is not None
+    torch.testing.assert_close(second.record, first.record, rtol=0, atol=0, equal_nan=True)
+
+
+FUNCTIONS = pytest.mark.parametrize(
+    "spec", [_spec(True), QuantizeSpec(BLOCK_1D, E4M3)], ids=["float8", "block"]
+)
+
+
+@FUNCTIONS
+@DELAYED
+def test_the_public_functions_are_the_two_steps_everywhere(spec, delayed, device):
+    x = torch.randn(160, 256, device=device).bfloat16()
+    weight = torch.ones(256, device=device).bfloat16()
+    scale = torch.tensor([8.0], device=device) if delayed and spec.format is FLOAT8 else None
+    y, mean, rstdev = norm.layernorm_forward(x, weight, weight, 1e-5, False)
+    made = norm.layernorm_forward_quantized(x, weight, weight, 1e-5, False, spec, scale=scale)
+    _same(made[0], quantize(y, spec, scale=scale))
+    _same(made[1:], (mean, rstdev))
+    y, rstdev = norm.rmsnorm_forward(x, weight, 1e-5, False)
+    made = norm.rmsnorm_forward_quantized(x, weight, 1e-5, False, spec, scale=scale)
+    _same((*made[0], made[1]), (*quantize(y, spec, scale=scale), rstdev))
+    y = activation_forward("swiglu", x, PARAMS)
+    _same(
+        activation_forward_quantized("swiglu", x, PARAMS, spec, scale=scale), quantize(y, spec, scale=scale)
+    )
+    dx = activation_backward("swiglu", y, x, PARAMS)
+    made, sums = activation_backward_quantized("swiglu", y, x, PARAMS, spec, scale=scale, dbias=torch.float32)
+    _same(made, quantize(dx, spec, scale=scale))
+    torch.testing.assert_close(sums, dx.float().sum(0), rtol=1e-4, atol=1e-4)
+    made, sums = dbias_module.quantize_with_dbias(x, spec, torch.float32, scale=scale)
+    _same(made, quantize(x, spec, scale=scale))
+    torch.testing.assert_close(sums, x.float().sum(0), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_a_forced_reference_quantization_is_not_fused_away():
+    x = torch.randn(64, 64, device="cuda").bfloat16()
+    spec = _spec(False)
+    assert activation_quantized.fuses(x, False, spec, None)
+    with use_backend(quantize="reference"):
+        assert not activation_quantized.fuses(x, False, spec, None)
+
+
+def test_other_formats_and_empty_matrices_are_left_to_the_separate_steps(device):
+    if INTERPRETED:
+        pytest.skip("the interpreter takes every matrix")
+    x = torch.randn(64, 64, device=device)
+    assert not activation_quantized.fuses(x, False, QuantizeSpec(BLOCK_1D, E4M3), None)
+    assert not activation_quantized.fuses(x[:0], False, _spec(True), None)
+    assert not activation_quantized.fuses(x, False, QuantizeSpec(FLOAT8, E4M3, False, True), None)

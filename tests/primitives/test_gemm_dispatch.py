@@ -1,0 +1,126 @@
+"""A warm product is one look-up; forced backends, observers and mistakes are noticed all the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from transformer_engine.common.dispatch import observing, use_backend
+from transformer_engine.pytorch.primitives.gemm import TABLE, Epilogue, gemm, plain, product
+
+
+@pytest.fixture
+def selections(monkeypatch):
+    """The names of the backends that were selected, with an empty memory of earlier calls."""
+    seen = []
+    select = TABLE.select
+
+    def noted(request):
+        backend = select(request)
+        seen.append(backend.name)
+        return backend
+
+    monkeypatch.setattr(TABLE, "select", noted)
+    monkeypatch.setattr(product, "_calls", {})
+    return seen
+
+
+def operands(device, m=16, n=32, k=48, dtype=torch.bfloat16):
+    return plain(torch.randn(m, k, device=device).to(dtype)), plain(
+        torch.randn(n, k, device=device).to(dtype)
+    )
+
+
+def test_a_backend_is_selected_once_for_calls_that_look_the_same(selections, device):
+    a, b = operands(device)
+    c, d = operands(device)
+    first = gemm(a, b, Epilogue(torch.bfloat16))
+    assert torch.equal(gemm(a, b, Epilogue(torch.bfloat16)), first)
+    gemm(c, d, Epilogue(torch.bfloat16))
+    assert len(selections) == 1
+
+
+def test_whatever_a_backend_may_judge_makes_another_call(selections, device):
+    a, b = operands(device)
+    bias, out = torch.zeros(32, device=device), torch.zeros(16, 32, device=device)
+    calls = [
+        (a, b, Epilogue(torch.bfloat16)),
+        (a, b, Epilogue(torch.float32)),
+        (a, b, Epilogue(torch.bfloat16, exact=False)),
+        (a, b, Epilogue(torch.bfloat16, bias=bias)),
+        (a, b, Epilogue(torch.bfloat16, bias=bias.bfloat16())),
+        (a, b, Epilogue(torch.bfloat16, out=out)),
+        (a, b, Epilogue(torch.bfloat16, out=out, accumulate=True)),
+        (a, b, Epilogue(torch.bfloat16, out=out.bfloat16())),
+        (a, plain(b.codes.t().contiguous().t()), Epilogue(torch.bfloat16)),
+        (*operands(device, m=17), Epilogue(torch.bfloat16)),
+        (*operands(device, dtype=torch.float32), Epilogue(torch.float32)),
+        (plain(torch.nn.Parameter(a.codes)), b, Epilogue(torch.bfloat16)),
+    ]
+    with torch.no_grad():
+        for _ in range(2):
+            for call in calls:
+                gemm(*call)
+    assert len(selections) == len(calls)
+
+
+def test_a_forced_backend_is_used_though_the_call_is_warm(selections, device):
+    a, b = operands(device)
+    gemm(a, b, Epilogue(torch.bfloat16))
+    with use_backend(gemm="reference"):
+        gemm(a, b, Epilogue(torch.bfloat16))
+        gemm(a, b, Epilogue(torch.bfloat16))
+    assert selections[1:] == ["reference", "reference"]
+    gemm(a, b, Epilogue(torch.bfloat16))
+    assert len(selections) == 3  # what was forced is not remembered
+
+
+def test_an_observer_sees_every_warm_call(selections, device):
+    a, b = operands(device)
+    gemm(a, b, Epilogue(torch.bfloat16))
+    seen = []
+    with observing(lambda operation, request: seen.append((operation, request.m))):
+        for _ in range(3):
+            gemm(a, b, Epilogue(torch.bfloat16))
+    assert seen == [("gemm", 16)] * 3
+
+
+def test_the_memory_of_calls_is_bounded(selections, device, monkeypatch):
+    monkeypatch.setattr(product, "_MOST_CALLS", 3)
+    for m in range(1, 9):
+        gemm(*operands(device, m=m), Epilogue(torch.bfloat16))
+        assert len(product._calls) <= 3
+
+
+@pytest.mark.parametrize(
+    ("epilogue", "what"),
+    [
+        (lambda d: Epilogue(torch.bfloat16, bias=torch.zeros(31, device=d)), r"bias has shape \(31,\)"),
+        (lambda d: Epilogue(torch.bfloat16, out=torch.zeros(32, 16, device=d)), r"out has shape \(32, 16\)"),
+        (lambda d: Epilogue(torch.bfloat16, out=torch.zeros(16, 32, device="meta")), "out is on meta"),
+    ],
+    ids=["bias", "out", "device"],
+)
+def test_an_epilogue_that_does_not_fit_is_an_error(device, epilogue, what):
+    with pytest.raises(ValueError, match=what):
+        gemm(*operands(device), epilogue(device))
+
+
+def test_operands_on_two_devices_are_an_error(device):
+    a, b = operands(device)
+    with pytest.raises(ValueError, match="b is on meta"):
+        gemm(a, plain(b.codes.to("meta")), Epilogue(torch.bfloat16))
+
+
+def test_the_operators_of_a_graph_compute_what_gemm_does(device):
+    a, b = operands(device)
+    bias = torch.randn(32, device=device).bfloat16()
+    tensors = (a.codes, None, None, b.codes, None, None, bias)
+    expected = gemm(a, b, Epilogue(torch.bfloat16, bias))
+    assert torch.equal(product._product_now(*tensors, torch.bfloat16, True), expected)
+    fake = product._product_fake(*tensors, torch.bfloat16, True)
+    assert (fake.shape, fake.dtype, fake.device) == (expected.shape, expected.dtype, expected.device)
+    first, second = (torch.ones(16, 32, device=device) for _ in range(2))
+    gemm(a, b, Epilogue(torch.float32, bias, out=first, accumulate=True))
+    product._product_into_now(second, *tensors, True, True)
+    assert torch.equal(first, second)

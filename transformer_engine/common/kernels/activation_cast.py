@@ -1,0 +1,352 @@
+"""y = f(x) or dx, as FP8 codes [M, N], as their transpose [N, M], as numbers [M, N], with max|y| and column sums.
+
+Every value is rounded to x's dtype first, so that codes are those of the separate operations. A tile's even and odd
+rows are computed apart: pairs of codes cross the shared memory as one word (see `tile`).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..formats import ceil_div
+from . import tile
+from .activation import CURVES, curve, curve_and_slope, gated, gated_gradients
+from .launch import Launch, Output
+from .norm import known_maximum, multiplier_of, record_maximum, sum_partials
+from .rounding import magnitude_bits
+
+
+@triton.jit
+def _emit(
+    even,
+    odd,
+    y,
+    codes,
+    codes_t,
+    M,
+    width,
+    stride,
+    shift,
+    first_m,
+    first_n,
+    half,
+    column,
+    multiplier,
+    PAIRS: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """Stores the tile whose rows 2 half and 2 half + 1 are even and odd; returns int32 bits of its magnitudes.
+
+    It belongs to the columns shift .. shift + width of matrices [M, stride].
+    """
+    if y is not None:
+        _store(y + shift, M, width, stride, first_m, first_n, half * 2, column, even, EVEN)
+        _store(y + shift, M, width, stride, first_m, first_n, half * 2 + 1, column, odd, EVEN)
+    if codes is not None:
+        element = codes.dtype.element_ty
+        narrow = (even.to(tl.float32) * multiplier).to(element)
+        _store(codes + shift, M, width, stride, first_m, first_n, half * 2, column, narrow, EVEN)
+        narrow = (odd.to(tl.float32) * multiplier).to(element)
+        _store(codes + shift, M, width, stride, first_m, first_n, half * 2 + 1, column, narrow, EVEN)
+    if codes_t is not None:
+        pairs = (tl.join(even, odd).to(tl.float32) * multiplier).to(codes_t.dtype.element_ty)
+        rows_of_half = codes_t + tl.cast(shift, tl.int64) * M
+        tile.store_pairs_transposed(
+            rows_of_half, M, width, first_m, first_n, half, column, pairs, PAIRS, EVEN
+        )
+    return tl.maximum(magnitude_bits(even), magnitude_bits(odd))
+
+
+@triton.jit
+def _store(matrix, M, width, stride, first_m, first_n, rows, column, values, EVEN: tl.constexpr):
+    inside = (first_m + rows < M)[:, None] & (first_n + column < width)[None, :]
+    pointers = matrix + (first_m * stride + first_n) + (rows[:, None] * stride + column[None, :])
+    tile.store(pointers, values, inside, EVEN)
+
+
+@triton.jit
+def _load(matrix, M, width, stride, first_m, first_n, rows, column, EVEN: tl.constexpr):
+    """float32 of elements (first_m + rows, first_n + column) of [M, width], 0 outside; rows lie stride apart."""
+    pointers = matrix + (first_m * stride + first_n) + (rows[:, None] * stride + column[None, :])
+    inside = (first_m + rows < M)[:, None] & (first_n + column < width)[None, :]
+    return tile.load(pointers, inside, EVEN).to(tl.float32)
+
+
+@triton.jit
+def _value(
+    x, M, width, stride, first_m, first_n, rows, column, limit, alpha, offset,
+    CURVE: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    a = _load(x, M, width, stride, first_m, first_n, rows, column, EVEN)
+    if GATED:
+        b = _load(x + width, M, width, stride, first_m, first_n, rows, column, EVEN)
+        result = gated(a, b, limit, alpha, offset, CURVE)
+    else:
+        result = curve(a, CURVE)
+    return result.to(x.dtype.element_ty)
+
+
+@triton.jit
+def forward_kernel(
+    x,
+    scale,
+    amax,
+    codes,
+    codes_t,
+    scale_inv,
+    y,
+    M,
+    width,
+    x_stride,
+    limit,
+    alpha,
+    offset,
+    CURVE: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BAND: tl.constexpr,
+    PAIRS: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """A tile of y [M, width]."""
+    program = tl.program_id(0)
+    multiplier = multiplier_of(scale, scale_inv, program)
+    known = known_maximum(amax)
+    tile_m, tile_n = tile.position(program, tl.cdiv(M, BLOCK_M), tl.cdiv(width, BLOCK_N), BAND)
+    half = tl.arange(0, BLOCK_M // 2)
+    column = tl.arange(0, BLOCK_N)
+    first_m = (tile_m * BLOCK_M).to(tl.int64)
+    first_n = (tile_n * BLOCK_N).to(tl.int64)
+    even = _value(
+        x, M, width, x_stride, first_m, first_n, half * 2, column, limit, alpha, offset, CURVE, GATED, EVEN
+    )
+    odd = _value(
+        x,
+        M,
+        width,
+        x_stride,
+        first_m,
+        first_n,
+        half * 2 + 1,
+        column,
+        limit,
+        alpha,
+        offset,
+        CURVE,
+        GATED,
+        EVEN,
+    )
+    bits = _emit(
+        even, odd, y, codes, codes_t, M, width, width, 0, first_m, first_n, half, column, multiplier,
+        PAIRS, EVEN,
+    )  # fmt: skip
+    if amax is not None:  # every curve is 0 at 0, which is what lies outside
+        record_maximum(amax, tl.max(bits), known)
+
+
+@triton.jit
+def _gradients(
+    dy, x, M, width, dy_stride, x_stride, first_m, first_n, rows, column, limit, alpha, offset,
+    CURVE: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """(da, db), rounded; the same twice when there is but one."""
+    gradient = _load(dy, M, width, dy_stride, first_m, first_n, rows, column, EVEN)
+    if CURVE == "identity":
+        da = gradient.to(dy.dtype.element_ty)
+        db = da
+    else:
+        element = x.dtype.element_ty
+        a = _load(x, M, width, x_stride, first_m, first_n, rows, column, EVEN)
+        if GATED:
+            b = _load(x + width, M, width, x_stride, first_m, first_n, rows, column, EVEN)
+            wide_da, wide_db = gated_gradients(gradient, a, b, limit, alpha, offset, CURVE)
+            da = wide_da.to(element)
+            db = wide_db.to(element)
+        else:
+            _, slope = curve_and_slope(a, CURVE)
+            da = (gradient * slope).to(element)
+            db = da
+    return da, db
+
+
+@triton.jit
+def _store_column_sums(workspace, sums, strip, N, first_n, column, width):
+    """workspace [strips, N]: the sums over a strip's rows."""
+    inside = first_n + column < width
+    tl.store(workspace + strip.to(tl.int64) * N + first_n + column, tl.sum(sums, 0), mask=inside)
+
+
+@triton.jit
+def backward_kernel(
+    dy,
+    x,
+    scale,
+    amax,
+    codes,
+    codes_t,
+    scale_inv,
+    dx,
+    workspace,
+    M,
+    width,
+    dy_stride,
+    x_stride,
+    limit,
+    alpha,
+    offset,
+    CURVE: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BAND: tl.constexpr,
+    PAIRS: tl.constexpr,
+    EVEN: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """A strip of TILES tiles of dx [M, width], and when gated the one beside it of [M, 2 * width].
+
+    "identity": dx = dy. Sums of columns are kept for a whole strip: a reduction at every tile costs as much as it.
+    """
+    program = tl.program_id(0)
+    multiplier = multiplier_of(scale, scale_inv, program)
+    known = known_maximum(amax)
+    strip, tile_n = tile.position(program, tl.cdiv(M, BLOCK_M * TILES), tl.cdiv(width, BLOCK_N), BAND)
+    half = tl.arange(0, BLOCK_M // 2)
+    column = tl.arange(0, BLOCK_N)
+    first_n = (tile_n * BLOCK_N).to(tl.int64)
+    columns = 2 * width if GATED else width
+    greatest = 0
+    if workspace is not None:
+        sums = tl.zeros([BLOCK_M // 2, BLOCK_N], tl.float32)
+        sums_b = tl.zeros([BLOCK_M // 2, BLOCK_N], tl.float32)
+    for index in range(TILES):
+        first_m = (strip * TILES + index).to(tl.int64) * BLOCK_M
+        even, even_b = _gradients(
+            dy, x, M, width, dy_stride, x_stride, first_m, first_n, half * 2, column,
+            limit, alpha, offset, CURVE, GATED, EVEN,
+        )  # fmt: skip
+        odd, odd_b = _gradients(
+            dy, x, M, width, dy_stride, x_stride, first_m, first_n, half * 2 + 1, column,
+            limit, alpha, offset, CURVE, GATED, EVEN,
+        )  # fmt: skip
+        bits = _emit(
+            even, odd, dx, codes, codes_t, M, width, columns, 0, first_m, first_n, half, column, multiplier,
+            PAIRS, EVEN,
+        )  # fmt: skip
+        if workspace is not None:
+            sums += even.to(tl.float32) + odd.to(tl.float32)
+        if GATED:
+            beside = _emit(
+                even_b, odd_b, dx, codes, codes_t, M, width, columns, width, first_m, first_n, half, column,
+                multiplier, PAIRS, EVEN,
+            )  # fmt: skip
+            bits = tl.maximum(bits, beside)
+            if workspace is not None:
+                sums_b += even_b.to(tl.float32) + odd_b.to(tl.float32)
+        if amax is not None:
+            greatest = tl.maximum(greatest, tl.max(bits))
+    if workspace is not None:
+        _store_column_sums(workspace, sums, strip, columns, first_n, column, width)
+        if GATED:
+            _store_column_sums(workspace + width, sums_b, strip, columns, first_n, column, width)
+    if amax is not None:
+        record_maximum(amax, greatest, known)
+
+
+def forward(
+    name: str,
+    gated: bool,
+    shape: tuple[int, int],
+    x_stride: int,
+    dtype: str,
+    constants: tuple[float, float, float],
+    columnwise: bool,
+    returns_output: bool,
+) -> Launch:
+    """Output: y [M, width], if it is to be returned.
+
+    Inputs: x, then as None where there are no codes: their scale float32 [1], amax float32 [1] (may come without
+    the others), codes [M, width], codes_t [width, M] if columnwise, scale_inv float32 [1]; the last three are written.
+    """
+    tile, warps = _forward_tile(shape[0] * shape[1], gated, columnwise)
+    tiling, grid = _tiling(shape, tile)
+    outputs = (Output(shape, dtype) if returns_output else None,)
+    scalars = (*shape, x_stride, *constants)
+    return Launch(forward_kernel, grid, outputs, scalars, (CURVES[name], gated, *tiling), warps)
+
+
+def backward(
+    name: str,
+    gated: bool,
+    shape: tuple[int, int],
+    strides: tuple[int, int],
+    dtype: str,
+    constants: tuple[float, float, float],
+    columnwise: bool,
+    returns_output: bool,
+    sums_columns: bool,
+) -> Launch:
+    """Outputs: dx [M, N], if it is to be returned, and float32 sums [strips, N] of its columns, if asked for.
+
+    Inputs: dy [M, width] and x (their strides are given), then as None where there are no codes: their scale
+    float32 [1], amax float32 [1] (may come without the others), codes [M, N], codes_t [N, M] if columnwise,
+    scale_inv float32 [1]; the last three are written. N is 2 * width when gated. "identity": x is None, dx is dy.
+    """
+    rows, width = shape
+    tile, warps = _backward_tile(rows * width, gated, columnwise, sums_columns)
+    tiling, grid = _tiling(shape, tile)
+    columns = 2 * width if gated else width
+    outputs = (
+        Output((rows, columns), dtype) if returns_output else None,
+        Output((ceil_div(rows, tile[0] * tile[3]), columns), "float32") if sums_columns else None,
+    )
+    curve = "identity" if name == "identity" else CURVES[name]
+    scalars = (*shape, *strides, *constants)
+    return Launch(backward_kernel, grid, outputs, scalars, (curve, gated, *tiling, tile[3]), warps)
+
+
+def sum_columns(partials: tuple[int, int], dtype: str) -> Launch:
+    """(sums [strips, N]) -> their sum over the strips [N], None"""
+    outputs = (Output(partials[1:], dtype), None)
+    return Launch(sum_partials, (ceil_div(partials[1], 16), 1, 1), outputs, partials, (32, 16), warps=8)
+
+
+def _tiling(
+    shape: tuple[int, int], tile: tuple[int, int, int, int]
+) -> tuple[tuple[int, int, int, bool, bool], tuple[int, int, int]]:
+    """(rows, columns, tiles a band, even number of rows?, whole tiles?) and the grid."""
+    rows, width = shape
+    block_m, block_n, band, tiles = tile
+    even = rows % (block_m * tiles) == 0 and width % block_n == 0
+    grid = (ceil_div(rows, block_m * tiles) * ceil_div(width, block_n), 1, 1)
+    return (block_m, block_n, band, rows % 2 == 0, even), grid
+
+
+# Tiles are (rows, columns, tiles a band, tiles a strip); the times are of [8192, 14336] outputs on an H200, in ms.
+_SMALL = (64, 64, 4, 1), 4
+
+
+def _forward_tile(size: int, gated: bool, columnwise: bool) -> tuple[tuple[int, int, int, int], int]:
+    """The tile and the warps of a program that makes size elements."""
+    if size <= 1 << 22:
+        return _SMALL
+    if not columnwise:
+        return (16, 512, 1, 1), 8  # swiglu 0.144, gelu 0.124; 4 to 64 rows alike
+    if gated:
+        return (64, 128, 4, 1), 8  # swiglu 0.188; 64 x 64 0.198, 64 x 256 0.216, 128 x 64 0.198
+    return (64, 64, 4, 1), 4  # gelu 0.147; 64 x 128 0.152, 64 x 256 0.169, 128 x 64 0.156
+
+
+def _backward_tile(
+    size: int, gated: bool, columnwise: bool, sums_columns: bool
+) -> tuple[tuple[int, int, int, int], int]:
+    """The tile and the warps of a program that reads size elements of dy."""
+    if size <= 1 << 22:
+        return _SMALL
+    if sums_columns:
+        return (64, 64, 4, 4), 4
+    if not columnwise:
+        return (16, 512, 1, 1), 8  # swiglu 0.221; 64 x 128 0.224, 32 x 512 0.337
+    return (64, 64, 4, 1), 4  # swiglu 0.350; 64 x 128 0.368, 128 x 64 0.382, 64 x 256 0.433

@@ -1,0 +1,37 @@
+"""x [t, width] is 0 from token starts[-1] on: the tokens behind the last sequence of a packed tensor."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..formats import ceil_div
+from .launch import Launch
+
+
+@triton.jit
+def clear_tail_kernel(x, starts, tokens, width, sequences, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """x [tokens, width] in place; starts int32 [sequences + 1]."""
+    first = tl.load(starts + sequences)
+    begin = tl.program_id(0) * ROWS
+    if begin + ROWS > first:
+        row = begin + tl.arange(0, ROWS)
+        column = tl.arange(0, COLUMNS)
+        clears = (row >= first) & (row < tokens)
+        for offset in range(0, width, COLUMNS):
+            inside = clears[:, None] & (offset + column < width)[None, :]
+            place = row.to(tl.int64)[:, None] * width + (offset + column)[None, :]
+            tl.store(x + place, tl.zeros([ROWS, COLUMNS], tl.float32).to(x.dtype.element_ty), mask=inside)
+
+
+def clear_tail_launch(tokens: int, width: int, sequences: int) -> Launch:
+    """Inputs x [tokens, width], which is written, and starts int32 [sequences + 1]."""
+    rows, columns = 64, 128
+    return Launch(
+        clear_tail_kernel,
+        (ceil_div(tokens, rows), 1, 1),
+        (),
+        (tokens, width, sequences),
+        (rows, columns),
+        warps=4,
+    )

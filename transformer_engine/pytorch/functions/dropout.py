@@ -1,0 +1,55 @@
+"""y = keep ? x / (1 - p) : 0, and y = residual + dropout(x + bias), differentiable; they save one bit an element."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from ..primitives.dropout import bias_dropout_add_forward, draw_seed, dropout_backward, dropout_forward
+
+
+def dropout(x: Tensor, p: float, generator: torch.Generator | None = None) -> Tensor:
+    """y like x; the mask comes from one draw of the generator (None: the device's default one)."""
+    return _Dropout.apply(x, draw_seed(x.device, generator), p)  # pyright: ignore[reportReturnType]
+
+
+def bias_dropout_add(
+    x: Tensor, bias: Tensor | None, residual: Tensor, p: float, generator: torch.Generator | None = None
+) -> Tensor:
+    """y [.., H] = residual + dropout(x + bias [H]), in one pass over x and residual."""
+    seed = draw_seed(x.device, generator)
+    return _BiasDropoutAdd.apply(x, bias, residual, seed, p)  # pyright: ignore[reportReturnType]
+
+
+class _Dropout(Function):
+    @staticmethod
+    def forward(ctx, x, seed, p):
+        y, mask = dropout_forward(x, p, seed=seed)
+        ctx.save_for_backward(mask)
+        ctx.p = p
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
+        (mask,) = ctx.saved_tensors
+        return dropout_backward(dy, mask, ctx.p), None, None
+
+
+class _BiasDropoutAdd(Function):
+    @staticmethod
+    def forward(ctx, x, bias, residual, seed, p):
+        y, mask = bias_dropout_add_forward(x, bias, residual, p, seed=seed)
+        ctx.save_for_backward(mask)
+        ctx.p = p
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
+        (mask,) = ctx.saved_tensors
+        dx = dropout_backward(dy, mask, ctx.p)
+        dbias = None
+        if ctx.bias_dtype is not None and ctx.needs_input_grad[1]:
+            dbias = dx.reshape(-1, dx.shape[-1]).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        return dx, dbias, dy, None, None

@@ -1,0 +1,27 @@
+"""y [.., q, k] = softmax(scale * x) over the keys that are seen, differentiable in x."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.autograd import Function
+
+from ..primitives.softmax import scaled_softmax_backward, scaled_softmax_forward
+
+
+def scaled_softmax(x: Tensor, scale: float, mask: Tensor | None = None, causal: str | None = None) -> Tensor:
+    """y in x's dtype; mask and causal as `primitives.softmax.scaled_softmax_forward` takes them; saves y only."""
+    return _ScaledSoftmax.apply(x, scale, mask, causal)  # pyright: ignore[reportReturnType]
+
+
+class _ScaledSoftmax(Function):
+    @staticmethod
+    def forward(ctx, x, scale, mask, causal):
+        y = scaled_softmax_forward(x, scale, mask=mask, causal=causal)
+        ctx.save_for_backward(y)
+        ctx.scale, ctx.causal = scale, causal
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
+        (y,) = ctx.saved_tensors
+        return scaled_softmax_backward(dy, y, ctx.scale, causal=ctx.causal), None, None, None

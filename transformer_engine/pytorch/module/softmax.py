@@ -1,0 +1,35 @@
+"""Probabilities of attention scores: softmax(scale * scores) under a mask, for attention that is not fused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from ..functions.softmax import scaled_softmax
+
+
+class FusedScaleMaskSoftmax(nn.Module):
+    """y [b, h, q, k] = softmax(softmax_scale * scores), in one kernel wherever the mask can be read as it is.
+
+    mask_func         (scores, mask) -> masked scores, used where the mask is neither bool nor uint8
+    softmax_in_fp32   kept for its callers: every path computes in float32
+    """
+
+    def __init__(self, mask_func: Callable[[Tensor, Tensor], Tensor], softmax_in_fp32: bool = True):
+        super().__init__()
+        self.mask_func = mask_func
+        self.softmax_in_fp32 = softmax_in_fp32
+
+    def forward(
+        self, inp: Tensor, mask: Tensor | None, attn_mask_type: str, softmax_scale: float | None = None
+    ) -> Tensor:
+        """inp [b, h, q, k]; mask bool or uint8, True where a key is hidden; the type names the causal ones."""
+        causal = None
+        if "causal" in attn_mask_type:
+            causal = "bottom_right" if "bottom_right" in attn_mask_type else "top_left"
+        scale = 1.0 if softmax_scale is None else softmax_scale
+        if mask is None or mask.dtype in (torch.bool, torch.uint8):
+            return scaled_softmax(inp, scale, mask, causal)
+        return scaled_softmax(self.mask_func(inp * scale, mask), 1.0, None, causal)

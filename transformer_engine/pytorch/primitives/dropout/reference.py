@@ -1,0 +1,88 @@
+"""Dropout in torch operations, any device: Philox-4x32-10 in 64-bit integers, arithmetic in float32.
+
+Salmon, Moraes, Dror, Shaw, Parallel Random Numbers: As Easy as 1, 2, 3 (2011).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....common.dispatch import Backend
+from .request import DropoutRequest, factor_of, threshold_of
+
+_WORD = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+
+
+def forward(
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Tensor, p: float
+) -> tuple[Tensor, Tensor]:
+    """(y like x, mask uint8 [ceil(numel / 8)])"""
+    kept = _kept(x.numel(), seed, p)
+    value = x if bias is None else (x.to(torch.float32) + bias.to(torch.float32)).to(x.dtype)
+    y = _scaled(value, kept, p)
+    if residual is not None:
+        y = (y.to(torch.float32) + residual.to(torch.float32)).to(x.dtype)
+    return y, _packed(kept)
+
+
+def backward(dy: Tensor, mask: Tensor, p: float) -> Tensor:
+    """dx, like dy"""
+    places = torch.arange(8, device=mask.device)
+    kept = (mask.reshape(-1)[:, None].to(torch.int64) >> places) & 1
+    return _scaled(dy, kept.reshape(-1)[: dy.numel()] != 0, p)
+
+
+def _scaled(x: Tensor, kept: Tensor, p: float) -> Tensor:
+    return torch.where(kept.view(x.shape), x.to(torch.float32) * factor_of(p), 0.0).to(x.dtype)
+
+
+def _kept(size: int, seed: Tensor, p: float) -> Tensor:
+    """bool [size]: are the upper 24 bits of the element's random word at least p * 2^24?"""
+    words = _philox(seed, torch.arange(-(-size // 4), device=seed.device))
+    return torch.stack(words, dim=1).reshape(-1)[:size] >> 8 >= threshold_of(p)
+
+
+def _philox(seed: Tensor, counter: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Four words of 32 bits for each counter (below 2^32), as int64."""
+    key = [seed & _WORD, (seed >> 32) & _WORD]
+    zero = torch.zeros_like(counter)
+    c0, c1, c2, c3 = counter, zero, zero, zero
+    for _ in range(10):
+        high0, low0 = _product(_MULTIPLIERS[0], c0)
+        high1, low1 = _product(_MULTIPLIERS[1], c2)
+        c0, c1, c2, c3 = high1 ^ c1 ^ key[0], low1, high0 ^ c3 ^ key[1], low0
+        key = [(word + step) & _WORD for word, step in zip(key, _WEYL, strict=True)]
+    return c0, c1, c2, c3
+
+
+def _product(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
+    """(upper, lower) 32 bits of a * b: in halves of b, so that no sum passes 2^63."""
+    low = a * (b & 0xFFFF)
+    high = a * (b >> 16) + (low >> 16)
+    return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
+
+
+def _packed(kept: Tensor) -> Tensor:
+    """uint8 [ceil(size / 8)], element i in bit i % 8 of byte i // 8."""
+    bits = torch.nn.functional.pad(kept.to(torch.int32), (0, -kept.numel() % 8)).reshape(-1, 8)
+    return (bits << torch.arange(8, device=kept.device, dtype=torch.int32)).sum(1).to(torch.uint8)
+
+
+_OPERATIONS: dict[str, Callable[..., Any]] = {"forward": forward, "backward": backward}
+
+
+def _run(operation: str) -> Callable[..., Any]:
+    return _OPERATIONS[operation]  # torch 2.11's tracer does not know a bound dict.__getitem__
+
+
+def _refuses(request: DropoutRequest) -> str | None:
+    return None
+
+
+BACKEND = Backend("reference", _run, _refuses)

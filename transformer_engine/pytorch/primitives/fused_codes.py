@@ -1,0 +1,84 @@
+"""FP8 codes that a kernel makes of its own result: what it is given to write, and the `Quantized` that becomes of it.
+
+Codes, scales and maxima are those of the separate steps: the result is rounded to its dtype before it is scaled.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...common.formats import FLOAT8
+from . import quantize
+from .launching import run
+from .quantize import Quantized, QuantizeSpec, Request, torch_dtype
+from .zeros import zero
+
+if TYPE_CHECKING:
+    from ...common.kernels.launch import Launch
+
+
+class Float8Target(NamedTuple):
+    """What a kernel with FP8 results takes beside its own tensors; all None but amax where there is no scale."""
+
+    scale: Tensor | None
+    amax: Tensor | None
+    codes: Tensor | None
+    codes_t: Tensor | None
+    inverse: Tensor | None
+
+
+def fuses(
+    shape: tuple[int, int], dtype: torch.dtype, device: torch.device, spec: QuantizeSpec, delayed: bool
+) -> bool:
+    """Would a kernel's own codes be those of `quantize`? One scale a tensor, row-wise codes, by Triton."""
+    if spec.format.name != FLOAT8.name or not spec.rowwise or 0 in shape or torch.compiler.is_compiling():
+        return False
+    return quantize.TABLE.select(Request(spec, shape, dtype, device, delayed)).name == "triton"
+
+
+def target(
+    shape: tuple[int, int],
+    spec: QuantizeSpec,
+    scale: Tensor | None,
+    record: Tensor | None,
+    device: torch.device,
+) -> Float8Target:
+    """For [M, K] results; without a scale (current scaling) only the maximum is kept, and the caller casts."""
+    amax = zero(device) if record is None else record
+    if scale is None:
+        return Float8Target(None, amax, None, None, None)
+    dtype = torch_dtype(spec.element)
+    return Float8Target(
+        scale if scale.dtype is torch.float32 else scale.to(torch.float32),
+        amax,
+        torch.empty(shape, dtype=dtype, device=device),
+        torch.empty((shape[1], shape[0]), dtype=dtype, device=device) if spec.columnwise else None,
+        torch.empty(1, dtype=torch.float32, device=device),
+    )
+
+
+def finished(made: Float8Target, y: Tensor | None, spec: QuantizeSpec) -> Quantized:
+    """The result of a kernel that was given this target: its codes, or the cast of y by the maximum it found."""
+    if made.codes is None:
+        assert y is not None
+        return quantize.quantize(y, spec, amax=made.amax)
+    return Quantized(
+        made.codes, made.inverse, made.codes_t, made.inverse if spec.columnwise else None, made.amax
+    )
+
+
+def transpose(codes: Tensor, codes_t: Tensor) -> None:
+    """codes_t [K, M] = codes [M, K].T, one byte each, on a GPU."""
+    launch = _transpose_launch((codes.shape[0], codes.shape[1]))
+    run(launch, (codes.view(torch.uint8), codes_t.view(torch.uint8)))
+
+
+@functools.lru_cache(maxsize=1024)
+def _transpose_launch(shape: tuple[int, int]) -> Launch:
+    from ...common.kernels import transpose  # it imports triton
+
+    return transpose.transpose(shape)

@@ -1,0 +1,35 @@
+"""Scales of 1x128 and 128x128 blocks in the layout that cuBLASLt reads."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ....common.formats import BLOCK_1D, round_up
+from ..operand import Operand
+
+BLOCK = 128
+
+
+def block_scale(operand: Operand, codes: Tensor) -> Tensor:
+    """Scales in cuBLASLt's layout: 1x128 [rows, K/128] rows contiguous; 128x128 [K/128, rows/128] K contiguous,
+    padded to a multiple of 4 blocks of K. codes are the operand's, padded by rows or columns of zeros perhaps."""
+    scale = operand.scale
+    assert scale is not None
+    rows, blocks = codes.shape[0], codes.shape[1] // BLOCK
+    if operand.format is BLOCK_1D or operand.format == BLOCK_1D:
+        scale = _padded(scale, rows - scale.shape[0], 0)
+        return scale if scale.stride() == (1, rows) else _column_major(scale)
+    scale = _padded(scale, 0, round_up(blocks, 4) - blocks)
+    return (scale if scale.is_contiguous() else scale.clone(memory_format=torch.contiguous_format)).t()
+
+
+def _padded(scale: Tensor, rows: int, columns: int) -> Tensor:
+    """More blocks, of zero codes, whose scale does not matter as long as it is finite."""
+    return F.pad(scale, (0, columns, 0, rows), value=1.0) if rows or columns else scale
+
+
+def _column_major(scale: Tensor) -> Tensor:
+    """The same matrix with strides (1, rows); contiguous() would keep other strides where a size is 1."""
+    return scale.t().clone(memory_format=torch.contiguous_format).t()

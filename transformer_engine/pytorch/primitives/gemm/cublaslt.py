@@ -1,0 +1,150 @@
+"""Products by cuBLASLt itself: planned once a shape, bias and accumulation in the same call, no copies.
+
+The library is the one that torch calls. What a direct call adds: a gradient is summed into `main_grad` by the
+product (also of FP8 operands), and a call costs the host a few microseconds. The rows of FP8 operands and results must
+be multiples of 16 bytes; other shapes are padded by the backends after this one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ....common.dispatch import Backend
+from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8, TensorFormat
+from ..operand import Operand
+from . import cublaslt_library as library
+from .cublaslt_plan import NO_BIAS, NO_SCALE, NoAlgorithm, Plan, Problem, plan_for
+from .request import Epilogue, GemmRequest
+
+_ROWS = 16  # what an extent of an FP8 operand must be a multiple of
+_BLOCK = 128
+_WIDE = (torch.float32, torch.bfloat16, torch.float16)
+# cublasLtMatmulMatrixScale_t: SCALAR_32F, VEC128_32F, BLK128x128_32F
+_SCALE_MODES = {FLOAT8.name: 0, BLOCK_1D.name: 4, BLOCK_2D.name: 5}
+
+
+def refuses(request: GemmRequest) -> str | None:
+    if request.device != "cuda":
+        return f"it needs a CUDA device, the operands are on {request.device}"
+    if (reason := library.missing()) is not None:
+        return reason
+    if not request.native:
+        return "an operand is of a subclass of Tensor, or a TorchDispatchMode is to see torch's operators"
+    quantized = request.a_format is not None or request.b_format is not None
+    reason = _refuses_quantized(request) if quantized else _refuses_plain(request)
+    if reason is None:
+        reason = _refuses_epilogue(request)
+    if reason is not None or torch.compiler.is_compiling():
+        return reason  # extents may be symbols while a compiler traces: no algorithm can be asked for
+    try:
+        plan_of(request)
+    except NoAlgorithm as error:
+        return str(error)
+    return None
+
+
+def _refuses_plain(request: GemmRequest) -> str | None:
+    if request.a_element != request.b_element:
+        return f"the operands' dtypes differ ({request.a_element} and {request.b_element})"
+    if request.a_element not in _WIDE:
+        return f"it multiplies float32, bfloat16 and float16, the operands are {request.a_element}"
+    if request.capability < (8, 0):
+        return f"compute capability {request.capability[0]}.{request.capability[1]} < 8.0"
+    if request.a_layout.stride == 0 or request.b_layout.stride == 0:
+        return "neither axis of an operand is contiguous"
+    if request.dtype not in (request.a_element, torch.float32):
+        return (
+            f"the result of {request.a_element} operands is {request.dtype}; it writes their dtype or float32"
+        )
+    return None
+
+
+def _refuses_quantized(request: GemmRequest) -> str | None:
+    formats = (request.a_format, request.b_format)
+    if formats[0] is None or formats[1] is None:
+        return "one operand is quantized and the other is not"
+    if formats[0] not in (FLOAT8, BLOCK_1D, BLOCK_2D) or formats[1] not in (FLOAT8, BLOCK_1D, BLOCK_2D):
+        return f"{formats[0].name} x {formats[1].name}; it takes tensor scales and 1x128 and 128x128 blocks"
+    if (formats[0] == FLOAT8) != (formats[1] == FLOAT8):
+        return f"{formats[0].name} x {formats[1].name}; a tensor scale and block scales do not mix"
+    if request.a_element == request.b_element == torch.float8_e5m2:
+        return "cuBLASLt multiplies no two E5M2 operands"
+    if formats[0] == formats[1] == BLOCK_2D:
+        return "cuBLASLt multiplies no two operands of 128x128 blocks"
+    if request.capability < (8, 9) or (formats[0] != FLOAT8 and request.capability[0] != 9):
+        return f"compute capability {request.capability[0]}.{request.capability[1]} has no such FP8 products"
+    if request.dtype not in _WIDE:
+        return f"the result is {request.dtype}; it writes float32, bfloat16 and float16"
+    return _refuses_extents(request, formats[0], formats[1])
+
+
+def _refuses_extents(request: GemmRequest, a_format: TensorFormat, b_format: TensorFormat) -> str | None:
+    for name, layout in (("a", request.a_layout), ("b", request.b_layout)):
+        if not layout.row_major or layout.stride == 0 or layout.stride % _ROWS:
+            return f"the FP8 operand {name} is not K-contiguous with rows of a multiple of {_ROWS} bytes"
+    depth = _ROWS if a_format == FLOAT8 else _BLOCK
+    if request.k % depth:
+        return f"K={request.k} is not a multiple of {depth}"
+    if request.n % (_BLOCK if b_format == BLOCK_2D else _ROWS):
+        return f"N={request.n} is not a multiple of {_BLOCK if b_format == BLOCK_2D else _ROWS}"
+    if a_format != FLOAT8 and request.m % (_BLOCK if a_format == BLOCK_2D else _ROWS):
+        return f"M={request.m} is not a multiple of {_BLOCK if a_format == BLOCK_2D else _ROWS}"
+    return None
+
+
+def _refuses_epilogue(request: GemmRequest) -> str | None:
+    if not request.out_layout.row_major or request.out_layout.stride == 0:
+        return "the rows of `out` are not contiguous"
+    if request.bias is None:
+        return None
+    if request.bias not in _WIDE:
+        return f"the bias is {request.bias}; it takes float32, bfloat16 and float16"
+    if request.a_format is not None and request.dtype == torch.float32 and request.bias != torch.bfloat16:
+        return f"an FP8 product with a float32 result takes a bfloat16 bias, not {request.bias}"
+    return None
+
+
+def _bias_type(request: GemmRequest) -> int:
+    """The dtype that the epilogue reads the bias in; another one is cast to it."""
+    if request.bias is None:
+        return NO_BIAS
+    narrow = request.a_format is not None and request.dtype == torch.float32
+    return library.DATA_TYPES[torch.bfloat16 if narrow else request.dtype]
+
+
+def problem_of(request: GemmRequest) -> Problem:
+    """The request in cuBLASLt's column-major terms, where b is the left matrix and a the right one."""
+    a, b, out = request.a_layout, request.b_layout, request.out_layout
+    return Problem(
+        device=request.index,
+        m=request.n,
+        n=request.m,
+        k=request.k,
+        left=request.b_element,
+        right=request.a_element,
+        result=request.dtype,
+        left_transposed=b.row_major,
+        right_transposed=not a.row_major,
+        left_leading=b.stride,
+        right_leading=a.stride,
+        result_leading=out.stride,
+        left_scale=NO_SCALE if request.b_format is None else _SCALE_MODES[request.b_format.name],
+        right_scale=NO_SCALE if request.a_format is None else _SCALE_MODES[request.a_format.name],
+        bias=_bias_type(request),
+        accumulate=request.accumulate,
+        fast=request.a_format == FLOAT8 and not request.exact,
+        tf32=request.tf32,
+    )
+
+
+def plan_of(request: GemmRequest) -> Plan:
+    """The plan of a request that `refuses` found no static reason against; NoAlgorithm where the library has none."""
+    return plan_for(problem_of(request))
+
+
+def run(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
+    return plan_of(GemmRequest.of(a, b, epilogue)).run(a, b, epilogue)
+
+
+BACKEND = Backend("cublaslt", run, refuses)

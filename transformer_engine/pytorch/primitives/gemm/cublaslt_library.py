@@ -1,0 +1,88 @@
+"""cuBLASLt through nvmath-python's bindings: whether it can be loaded, its constants, its handles and workspaces."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from ...tracing import constant_while_tracing
+
+WORKSPACE_BYTES = 32 << 20  # what NVIDIA recommends for compute capability 9.0; smaller GPUs need less
+ALGORITHM_BYTES = 64  # sizeof(cublasLtMatmulAlgo_t)
+HEURISTIC_BYTES = 96  # sizeof(cublasLtMatmulHeuristicResult_t): the algorithm, then the workspace it needs
+
+# cudaDataType_t
+DATA_TYPES = {
+    torch.float32: 0,
+    torch.float16: 2,
+    torch.bfloat16: 14,
+    torch.float8_e4m3fn: 28,
+    torch.float8_e5m2: 29,
+}
+# cublasComputeType_t
+COMPUTE_FLOAT32 = 68
+COMPUTE_TF32 = 77
+
+
+@constant_while_tracing
+def missing() -> str | None:
+    """Why cuBLASLt cannot be called, or None."""
+    return _missing()
+
+
+@functools.cache
+def _missing() -> str | None:
+    if importlib.util.find_spec("nvmath") is None:
+        return "nvmath-python is not installed (pip install 'transformer-engine[cuda]')"
+    try:
+        version = bindings().get_version()
+    except (ImportError, AttributeError, RuntimeError) as error:
+        return f"nvmath-python cannot load cuBLASLt: {' '.join(str(error).split())}"
+    if version < 120_000:
+        return f"cuBLASLt {version // 10_000}.{version // 100 % 100} < 12.0"
+    return None
+
+
+def bindings() -> ModuleType:
+    """nvmath.bindings.cublasLt; importing it takes about 0.2 s, so it is not done before the first product."""
+    from nvmath.bindings import cublasLt
+
+    return cublasLt
+
+
+@functools.cache
+def handle(device: int) -> int:
+    """The cuBLASLt handle of a CUDA device; any number of threads may use it."""
+    with torch.cuda.device(device):
+        return bindings().create()
+
+
+_workspaces: dict[tuple[int, int], tuple[int, Tensor]] = {}
+
+
+def workspace(device: int, stream: int) -> int:
+    """Address of the scratch memory of a stream: products of one stream follow each other, so they may share it."""
+    found = _workspaces.get((device, stream))
+    if found is None:
+        memory = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device_of(device))
+        found = _workspaces[device, stream] = (memory.data_ptr(), memory)
+    return found[0]
+
+
+def device_of(device: int) -> torch.device:
+    """The device of a number, as tensors are allocated on it."""
+    return torch.device("cuda", device)
+
+
+def current_stream(device: int) -> int:
+    """The handle of the device's current CUDA stream."""
+    return torch._C._cuda_getCurrentRawStream(device)
+
+
+def current_device() -> int:
+    """The number of the calling thread's current CUDA device."""
+    return torch._C._cuda_getDevice()

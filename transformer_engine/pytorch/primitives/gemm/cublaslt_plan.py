@@ -1,0 +1,356 @@
+"""D [N, M] = left [N, K] @ right [K, M] in cuBLASLt's column-major terms, planned once and then only started.
+
+A row-major result [M, N] = a [M, K] @ b [N, K].T is, read column by column, b @ a.T: b is cuBLASLt's left matrix,
+a its right one. A plan holds the descriptors, the algorithm and the host scalars of one `Problem`. Starting it sets
+the pointers that differ from call to call (scales, bias) and makes one library call. Asking the library for an
+algorithm and building descriptors at every call, as one-call interfaces do, costs 15-35 us of host time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import weakref
+from array import array
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..operand import Operand
+from . import cublaslt_library as library
+from .block_scales import block_scale
+from .request import Epilogue
+
+ALIGNMENT = 256  # bytes; the most that an algorithm asks of a pointer
+_SIXTEEN_BIT_REDUCTIONS = (
+    2  # cublasLtReductionScheme_t COMPUTE_TYPE: split sums meet in float32, not in the result
+)
+_ALL_REDUCTIONS = 7
+_SCALAR = 0  # cublasLtMatmulMatrixScale_t SCALAR_32F
+NO_SCALE = -1
+NO_BIAS = -1
+_BIAS_DTYPES = {NO_BIAS: None, **{number: dtype for dtype, number in library.DATA_TYPES.items()}}
+_FP8_ALIGNMENT = 16  # bytes; cuBLASLt has no FP8 product of pointers aligned to less
+
+
+class NoAlgorithm(RuntimeError):
+    """cuBLASLt has no algorithm for a problem."""
+
+
+class Problem(NamedTuple):
+    """One product as cuBLASLt sees it; equal problems share a plan.
+
+    *_transposed    the matrix is the transpose of what lies in memory column by column
+    *_leading       elements between its columns in memory
+    *_scale         cublasLtMatmulMatrixScale_t, NO_SCALE for an unquantized matrix
+    bias            cudaDataType_t, or NO_BIAS
+    alignment       bytes, a power of two up to 256: every pointer is a multiple of it
+    """
+
+    device: int
+    m: int
+    n: int
+    k: int
+    left: torch.dtype
+    right: torch.dtype
+    result: torch.dtype
+    left_transposed: bool
+    right_transposed: bool
+    left_leading: int
+    right_leading: int
+    result_leading: int
+    left_scale: int
+    right_scale: int
+    bias: int
+    accumulate: bool
+    fast: bool
+    tf32: bool
+    alignment: int = ALIGNMENT
+
+    @property
+    def key(self) -> str:
+        """The problem without the device, as text: what a choice of algorithm is stored under."""
+        return ",".join(
+            str(x).removeprefix("torch.") if isinstance(x, torch.dtype) else f"{x:d}" for x in self[1:]
+        )
+
+
+class _Descriptor(NamedTuple):
+    """A cublasLtMatmulDesc_t, and host memory for the three pointers it is given: left scale, right scale, bias."""
+
+    handle: int
+    pointers: array[int]
+    address: int
+
+
+class Plan:
+    """A problem's descriptors and algorithm; NoAlgorithm when the library has none."""
+
+    def __init__(self, problem: Problem):
+        self.problem = problem
+        self.tuned = False
+        lib = self._lib = library.bindings()
+        self._handle = library.handle(problem.device)
+        self._alpha = ctypes.c_float(1.0)
+        self._beta = ctypes.c_float(1.0 if problem.accumulate else 0.0)
+        self._attributes = tuple(
+            int(lib.MatmulDescAttribute[name])
+            for name in ("A_SCALE_POINTER", "B_SCALE_POINTER", "BIAS_POINTER")
+        )
+        self._idle: list[_Descriptor] = []  # a thread that runs the plan takes one out meanwhile
+        self._variants: dict[Problem, Plan] = {}
+        try:
+            self._layouts = self._make_layouts()
+            # The library may be gone when the interpreter exits: then nothing is destroyed.
+            weakref.finalize(self, _destroy, lib, self._idle, self._layouts).atexit = False
+            algorithms = self.candidates(1)
+        except lib.cuBLASLtError as error:
+            raise NoAlgorithm(f"cuBLASLt refuses the problem: {error}") from None
+        if not algorithms:
+            raise NoAlgorithm("cuBLASLt has no algorithm for the problem")
+        self._use(ctypes.create_string_buffer(algorithms[0], library.ALGORITHM_BYTES))
+
+    def _use(self, algorithm: ctypes.Array[ctypes.c_char]) -> None:
+        """What a run reads, in one tuple: a look-up of each would cost the host as much as the library call."""
+        p = self.problem
+        self._algorithm = algorithm
+        self._constants = (
+            (p.n, p.m),
+            (p.m, 1),
+            p.result,
+            library.device_of(p.device),
+            p.device,
+            p.alignment - 1,
+            _BIAS_DTYPES[p.bias],
+            p.left_scale != NO_SCALE,
+            p.left_scale == p.right_scale == _SCALAR,
+            self._attributes,
+            self._lib.matmul_desc_set_attribute,
+            self._lib.matmul,
+            (self._handle, ctypes.addressof(self._alpha), ctypes.addressof(self._beta)),
+            (*self._layouts, ctypes.addressof(algorithm)),
+        )
+
+    def run(self, a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
+        """a [M, K] @ b [N, K].T with its epilogue; allocates the result unless epilogue.out is given."""
+        (
+            shape,
+            strides,
+            dtype,
+            device,
+            index,
+            alignment_mask,
+            bias_dtype,
+            quantized,
+            tensor_scales,
+            (left_scale_pointer, right_scale_pointer, bias_pointer),
+            set_attribute,
+            matmul,
+            (handle, alpha, beta),
+            (left_layout, right_layout, layout, algorithm),
+        ) = self._constants
+        if library.current_device() != index:
+            with torch.cuda.device(index):
+                return self.run(a, b, epilogue)
+        _, bias, out, _, _ = epilogue
+        if out is None:
+            out = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        left, right, result = b[0].data_ptr(), a[0].data_ptr(), out.data_ptr()
+        joined = left | right | result
+        if bias is not None:
+            if bias.dtype is not bias_dtype:
+                bias = bias.to(bias_dtype)
+            joined |= bias.data_ptr()
+        if joined & alignment_mask:
+            return self._run_unaligned(a, b, Epilogue(dtype, bias, out), joined & -joined)
+        try:
+            descriptor = self._idle.pop()
+        except IndexError:
+            descriptor = self._make_descriptor()
+        operation, pointers, address = descriptor
+        if quantized:
+            # Converted block scales must live until the product is queued; the stream keeps the order after it.
+            left_scale, right_scale = (b[1], a[1]) if tensor_scales else _block_scales(b, a)
+            pointers[0] = left_scale.data_ptr()  # pyright: ignore[reportOptionalMemberAccess]
+            pointers[1] = right_scale.data_ptr()  # pyright: ignore[reportOptionalMemberAccess]
+            set_attribute(operation, left_scale_pointer, address, 8)
+            set_attribute(operation, right_scale_pointer, address + 8, 8)
+        if bias is not None:
+            pointers[2] = bias.data_ptr()
+            set_attribute(operation, bias_pointer, address + 16, 8)
+        stream = library.current_stream(index)
+        # fmt: off
+        matmul(
+            handle, operation, alpha, left, left_layout, right, right_layout, beta, result, layout, result, layout,
+            algorithm, library.workspace(index, stream), library.WORKSPACE_BYTES, stream,
+        )
+        # fmt: on
+        self._idle.append(descriptor)
+        return out
+
+    def _run_unaligned(self, a: Operand, b: Operand, epilogue: Epilogue, alignment: int) -> Tensor:
+        """The same where a pointer is a multiple of fewer bytes than planned for; epilogue.out is never None."""
+        problem = self.problem
+        assert epilogue.out is not None
+        if problem.left_scale == NO_SCALE or alignment >= _FP8_ALIGNMENT:
+            return self._variant(problem._replace(alignment=alignment)).run(a, b, epilogue)
+        bias = None if epilogue.bias is None else epilogue.bias.clone()
+        a, b = a._replace(codes=a.codes.clone()), b._replace(codes=b.codes.clone())
+        compact = problem._replace(accumulate=False, result_leading=problem.m)
+        product = self._variant(compact).run(a, b, Epilogue(problem.result, bias))
+        return epilogue._replace(bias=None, accumulate=problem.accumulate).store(product)
+
+    def _variant(self, problem: Problem) -> Plan:
+        plan = self._variants.get(problem)
+        if plan is None:
+            plan = self._variants[problem] = Plan(problem)
+        return plan
+
+    def candidates(self, count: int) -> list[bytes]:
+        """The heuristic's first algorithms, best guess first."""
+        lib, problem = self._lib, self.problem
+        results = ctypes.create_string_buffer(library.HEURISTIC_BYTES * count)
+        found = ctypes.c_int(0)
+        descriptor = self._make_descriptor()
+        preference = lib.matmul_preference_create()
+        try:
+            names = lib.MatmulPreferenceAttribute
+            self._prefer(preference, names.MAX_WORKSPACE_BYTES, ctypes.c_uint64(library.WORKSPACE_BYTES))
+            wide = problem.result == torch.float32
+            reductions = _ALL_REDUCTIONS if wide else _SIXTEEN_BIT_REDUCTIONS
+            self._prefer(preference, names.REDUCTION_SCHEME_MASK, ctypes.c_uint32(reductions))
+            for matrix in "ABCD":
+                alignment = ctypes.c_uint32(problem.alignment)
+                self._prefer(preference, names[f"MIN_ALIGNMENT_{matrix}_BYTES"], alignment)
+            left, right, result = self._layouts
+            lib.matmul_algo_get_heuristic(
+                self._handle,
+                descriptor.handle,
+                left,
+                right,
+                result,
+                result,
+                preference,
+                count,
+                ctypes.addressof(results),
+                ctypes.addressof(found),
+            )
+        finally:
+            lib.matmul_preference_destroy(preference)
+            lib.matmul_desc_destroy(descriptor.handle)
+        starts = range(0, found.value * library.HEURISTIC_BYTES, library.HEURISTIC_BYTES)
+        return [
+            results.raw[start : start + library.ALGORITHM_BYTES]
+            for start in starts
+            if struct.unpack_from("i", results, start + library.ALGORITHM_BYTES + 8)[0] == 0  # its own status
+        ]
+
+    def _prefer(self, preference: int, attribute: int, value: ctypes._SimpleCData) -> None:
+        set_attribute = self._lib.matmul_preference_set_attribute
+        set_attribute(preference, int(attribute), ctypes.addressof(value), ctypes.sizeof(value))
+
+    @property
+    def algorithm(self) -> bytes:
+        return self._algorithm.raw
+
+    def adopt(self, algorithm: bytes) -> bool:
+        """Use this algorithm from now on, if the library accepts it for the problem."""
+        if len(algorithm) != library.ALGORITHM_BYTES:
+            return False
+        buffer = ctypes.create_string_buffer(algorithm, library.ALGORITHM_BYTES)
+        verdict = ctypes.create_string_buffer(library.HEURISTIC_BYTES)
+        left, right, result = self._layouts
+        descriptor = self._make_descriptor()
+        try:
+            self._lib.matmul_algo_check(
+                self._handle,
+                descriptor.handle,
+                left,
+                right,
+                result,
+                result,
+                ctypes.addressof(buffer),
+                ctypes.addressof(verdict),
+            )
+        except self._lib.cuBLASLtError:
+            return False
+        finally:
+            self._lib.matmul_desc_destroy(descriptor.handle)
+        needed, status = struct.unpack_from("Ni", verdict, library.ALGORITHM_BYTES)
+        if status != 0 or needed > library.WORKSPACE_BYTES:
+            return False
+        self._use(buffer)
+        return True
+
+    def _make_layouts(self) -> tuple[int, int, int]:
+        p, create, types = self.problem, self._lib.matrix_layout_create, library.DATA_TYPES
+        left = (p.k, p.m) if p.left_transposed else (p.m, p.k)
+        right = (p.n, p.k) if p.right_transposed else (p.k, p.n)
+        return (
+            create(types[p.left], *left, p.left_leading),
+            create(types[p.right], *right, p.right_leading),
+            create(types[p.result], p.m, p.n, p.result_leading),
+        )
+
+    def _make_descriptor(self) -> _Descriptor:
+        p, lib = self.problem, self._lib
+        names = lib.MatmulDescAttribute
+        compute = library.COMPUTE_TF32 if p.tf32 else library.COMPUTE_FLOAT32
+        operation = lib.matmul_desc_create(compute, library.DATA_TYPES[torch.float32])
+        settings: dict[int, ctypes._SimpleCData] = {
+            names.TRANSA: ctypes.c_int32(p.left_transposed),
+            names.TRANSB: ctypes.c_int32(p.right_transposed),
+        }
+        if p.fast:
+            settings[names.FAST_ACCUM] = ctypes.c_int8(1)
+        if p.bias != NO_BIAS:
+            settings[names.EPILOGUE] = ctypes.c_uint32(int(lib.Epilogue.BIAS))
+            settings[names.BIAS_DATA_TYPE] = ctypes.c_int32(p.bias)
+        if p.left_scale > _SCALAR or p.right_scale > _SCALAR:
+            settings[names.A_SCALE_MODE] = ctypes.c_int32(p.left_scale)
+            settings[names.B_SCALE_MODE] = ctypes.c_int32(p.right_scale)
+        for attribute, value in settings.items():
+            lib.matmul_desc_set_attribute(
+                operation, int(attribute), ctypes.addressof(value), ctypes.sizeof(value)
+            )
+        pointers = array("Q", [ALIGNMENT] * 3)  # any address: the heuristic asks whether there is one
+        address = pointers.buffer_info()[0]
+        used = (p.left_scale != NO_SCALE, p.right_scale != NO_SCALE, p.bias != NO_BIAS)
+        for i in range(3):
+            if used[i]:
+                lib.matmul_desc_set_attribute(operation, self._attributes[i], address + 8 * i, 8)
+        return _Descriptor(operation, pointers, address)
+
+
+def _destroy(lib: ModuleType, idle: list[_Descriptor], layouts: tuple[int, ...]) -> None:
+    for descriptor in idle:
+        lib.matmul_desc_destroy(descriptor.handle)
+    for layout in layouts:
+        lib.matrix_layout_destroy(layout)
+
+
+def _block_scales(left: Operand, right: Operand) -> tuple[Tensor, Tensor]:
+    return block_scale(left, left.codes), block_scale(right, right.codes)
+
+
+# A model with many different shapes would otherwise collect plans without end.
+_MOST_PLANS = 4096
+_plans: dict[Problem, Plan | NoAlgorithm] = {}
+
+
+def plan_for(problem: Problem) -> Plan:
+    """The plan of a problem, made at the first question; NoAlgorithm where the library has none."""
+    plan = _plans.get(problem)
+    if plan is None:
+        if len(_plans) >= _MOST_PLANS:
+            _plans.clear()
+        try:
+            plan = Plan(problem)
+        except NoAlgorithm as error:
+            plan = error
+        _plans[problem] = plan
+    if isinstance(plan, NoAlgorithm):
+        raise plan
+    return plan
