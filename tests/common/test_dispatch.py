@@ -78,3 +78,48 @@ def test_unknown_operations_and_backends_are_refused_with_the_names_there_are(ta
     with pytest.raises(ValueError, match=r"no backend 'odd'.*small, even"), use_backend(double="odd"):
         pass
     assert table.select(2).name == "small"
+
+
+def test_a_choice_is_described_once_for_equal_keys(table):
+    described = []
+
+    def describe(n):
+        described.append(n)
+        return n
+
+    assert not table.remembers("two")
+    assert [table.choice("two", lambda: describe(2)).name for _ in range(3)] == ["small"] * 3
+    assert table.choice("twelve", lambda: describe(12)).name == "even"
+    assert described == [2, 12] and table.remembers("two")
+    table.forget()
+    table.choice("two", lambda: describe(2))
+    assert described == [2, 12, 2]
+
+
+def test_a_remembered_choice_gives_way_to_a_forced_one_and_comes_back(table):
+    assert table.choice("two", lambda: 2).name == "small"
+    with use_backend(double="even"):
+        assert table.choice("two", lambda: 2).name == "even"
+    assert table.choice("two", lambda: 2).name == "small"
+
+
+def test_observers_see_choices_that_were_remembered(table):
+    table.choice("two", lambda: 2)
+    seen = []
+    with dispatch.observing(lambda operation, request: seen.append((operation, request))):
+        table.choice("two", lambda: 2)
+    assert seen == [("double", 2)]
+
+
+def test_refusals_are_not_remembered(table):
+    for _ in range(2):
+        with pytest.raises(Unsupported):
+            table.choice("thirteen", lambda: 13)
+    assert not table.remembers("thirteen")
+
+
+def test_keys_without_end_do_not_fill_the_memory(table, monkeypatch):
+    monkeypatch.setattr(dispatch, "_REMEMBERED", 4)
+    for n in range(9):
+        table.choice(n, lambda: 2)
+    assert len(table._chosen) <= 4

@@ -254,7 +254,7 @@ _PLATFORM = (
     _flag(
         "TE_BACKWARD_THREADS",
         False,
-        "1: leave backward passes to torch's threads; unset: a process that uses one GPU runs them where it calls them.",
+        "1: leave backward passes to torch's threads; unset: a process that uses one GPU runs them on its own.",
     ),
     _text(
         "TE_CACHE_DIR",

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ...common.dispatch import undisturbed
 from ..backward_thread import keep_backward_here
 from ..device import canonical_device
 from ..distributed.recompute import is_fp8_activation_recompute_enabled
@@ -20,6 +21,7 @@ from ..functions.weight_gradient import WeightGradient
 from ..quantization.autocast import AutocastState, is_first_module, snapshot
 from .base import TransformerEngineBaseModule
 from .parameters import InitMethod, ParameterInit, default_init_method, split_names
+from .precision import quantizes
 from .recipe_state import UNQUANTIZED, ProductQuantizers, ensure
 
 T = TypeVar("T")
@@ -83,6 +85,8 @@ class QuantizedProductsModule(TransformerEngineBaseModule):
         state, first = snapshot()
         if torch.compiler.is_compiling() or state.calibrating or is_fp8_activation_recompute_enabled():
             return build()
+        if not undisturbed():
+            return build()  # somebody wants to see the choices that are made on the way
         if state.enabled:
             ensure(self, state)
         device = inp.device
@@ -146,7 +150,16 @@ class QuantizedProductsModule(TransformerEngineBaseModule):
                     f"{type(state.recipe).__name__}",
                 )
                 return (UNQUANTIZED,) * self.num_products
-        return products
+        if self._pays(state, inp, rows, shapes):
+            return products
+        return (UNQUANTIZED,) * self.num_products
+
+    def _pays(self, state: AutocastState, inp: Tensor, rows: int, shapes: Sequence[tuple[int, int]]) -> bool:
+        """Is there no product whose quantization costs too much? A compiled graph has no fixed extents to judge."""
+        if not inp.is_cuda or self.primary_weights_in_fp8 or torch.compiler.is_compiling():
+            return True
+        assert state.recipe is not None
+        return all(quantizes(state.recipe, rows, n, k) for k, n in shapes)
 
     def check_results(self, product: ProductQuantizers, quantized_output: bool, quantized_grad: bool) -> None:
         """ValueError when a quantized result is asked for where nothing is quantized."""

@@ -1,0 +1,54 @@
+"""NVTE_FP8_AUTO: layers too small for FP8 to pay run unquantized, and the table says so either way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+)
+from transformer_engine.pytorch.module import precision
+
+RECIPES = {"delayed": DelayedScaling(), "current": Float8CurrentScaling(), "block": Float8BlockScaling()}
+SMALL, LARGE = (128, 1024, 1024), (8192, 4096, 14336)
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+def test_only_small_layers_run_unquantized_and_only_when_asked(monkeypatch, kind):
+    for variable, expected in (("0", True), ("1", False)):
+        monkeypatch.setenv("NVTE_FP8_AUTO", variable)
+        assert precision.quantizes(RECIPES[kind], *SMALL) is expected
+        assert precision.quantizes(RECIPES[kind], *LARGE)
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+def test_the_explanation_says_what_quantizing_costs(monkeypatch, kind):
+    request = precision.PrecisionRequest(*SMALL, kind)
+    monkeypatch.setenv("NVTE_FP8_AUTO", "0")
+    quantized, unquantized = precision.TABLE.explain(request)
+    assert quantized.chosen and "NVTE_FP8_AUTO=1" in str(unquantized.refusal)
+    monkeypatch.setenv("NVTE_FP8_AUTO", "1")
+    quantized, unquantized = precision.TABLE.explain(request)
+    assert unquantized.chosen and "costs about" in str(quantized.refusal)
+
+
+def test_recipes_without_measurements_are_left_alone(monkeypatch):
+    monkeypatch.setenv("NVTE_FP8_AUTO", "1")
+    assert precision.quantizes(MXFP8BlockScaling(), *SMALL)
+
+
+@pytest.mark.gpu
+def test_a_small_layer_under_auto_computes_what_it_computes_without_a_recipe(monkeypatch):
+    monkeypatch.setenv("NVTE_FP8_AUTO", "1")
+    layer = te.Linear(1024, 1024, params_dtype=torch.bfloat16, device="cuda")
+    x = torch.randn(128, 1024, dtype=torch.bfloat16, device="cuda")
+    with te.autocast(recipe=RECIPES["current"]):
+        quantized = layer(x)
+        explanation = te.explain(layer, x, backward=False)
+    assert torch.equal(quantized, layer(x))
+    assert "precision: high_precision" in str(explanation)

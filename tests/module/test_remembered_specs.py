@@ -1,0 +1,146 @@
+"""What a module remembers of earlier calls: used again only while nothing that it depends on has changed."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from cases import RECIPES
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling
+from transformer_engine.pytorch.distributed import checkpoint
+from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
+from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP
+from transformer_engine.pytorch.module.linear import Linear
+
+LAYERS = {
+    "linear": lambda **o: Linear(32, 64, **o),
+    "layernorm_linear": lambda **o: LayerNormLinear(32, 64, **o),
+    "layernorm_mlp": lambda **o: LayerNormMLP(32, 64, **o),
+}
+
+
+@pytest.fixture(params=LAYERS)
+def layer(request, device):
+    torch.manual_seed(0)
+    return LAYERS[request.param](device=device)
+
+
+@pytest.fixture
+def builds(layer, monkeypatch):
+    """The specs that the layer had to build."""
+    built = []
+    original = layer._spec
+
+    def spec(*arguments):
+        built.append(original(*arguments))
+        return built[-1]
+
+    monkeypatch.setitem(vars(layer), "_spec", spec)
+    return built
+
+
+def tokens(device, rows=16, **options):
+    return torch.randn(rows, 32, device=device, **options)
+
+
+def test_equal_calls_share_a_spec(layer, builds, device):
+    for _ in range(3):
+        layer(tokens(device))
+    assert len(builds) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer, x: layer(torch.cat((x, x))),
+        lambda layer, x: layer(x.requires_grad_()),
+        lambda layer, x: layer(x, is_first_microbatch=False),
+        lambda layer, x: layer.bfloat16()(x.bfloat16()),
+    ],
+    ids=["rows", "gradient", "microbatch", "dtype"],
+)
+def test_another_kind_of_call_gets_another_spec(layer, builds, device, change):
+    layer(tokens(device))
+    change(layer, tokens(device))
+    assert len(builds) == 2
+
+
+def test_the_recipe_the_gradient_mode_and_torchs_autocast_count(layer, builds, device):
+    x = tokens(device)
+    layer(x)
+    with torch.no_grad():
+        layer(x)
+    with torch.autocast(x.device.type, torch.bfloat16):
+        layer(x)
+    for name in ("current", "block"):
+        with te.autocast(recipe=RECIPES[name]):
+            layer(x)
+    assert len(builds) == 5
+
+
+def test_a_frozen_parameter_and_a_new_one_count(layer, builds, device):
+    x = tokens(device)
+    layer(x)
+    name, parameter = next(iter(layer.named_parameters()))
+    parameter.requires_grad_(False)
+    layer(x)
+    setattr(layer, name, torch.nn.Parameter(parameter.detach().clone()))
+    layer(x)
+    assert len(builds) == 3
+
+
+def test_a_remembered_call_still_checks_dtypes(layer, device):
+    layer(tokens(device))
+    with pytest.raises(TypeError, match=r"torch\.autocast"):
+        layer(tokens(device, dtype=torch.bfloat16))
+
+
+def test_every_step_updates_the_scales_of_delayed_scaling(layer, device):
+    recipe = DelayedScaling(amax_history_len=4, amax_compute_algo="most_recent")
+    for step in range(1, 5):
+        x = step * tokens(device).requires_grad_()
+        with te.autocast(recipe=recipe):
+            y = layer(x)
+        y.sum().backward()
+        backward = layer.fp8_meta["scaling_bwd"]
+        assert float(backward.amax_history[0].abs().sum()) == 0.0, (
+            "the backward's update cleared the running row"
+        )
+        assert float(backward.amax_history[-1].abs().sum()) > 0.0
+
+
+def test_a_copy_and_a_pickle_remember_nothing_of_the_original(layer, device):
+    layer(tokens(device))
+    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert not twin._remembered
+        x = tokens(device)
+        assert torch.equal(twin(x), layer(x))
+
+
+def test_recomputation_repeats_the_forward(layer, device):
+    recipe = DelayedScaling()
+    x = tokens(device).requires_grad_()
+    grads = []
+    for run in (layer, lambda x: checkpoint(layer, x, use_reentrant=False)):
+        torch.manual_seed(1)
+        twin = x.detach().clone().requires_grad_()
+        layer.fp8_meta.pop("scaling_fwd", None), layer.fp8_meta.pop("scaling_bwd", None)
+        layer._module_recipe = None
+        with te.autocast(recipe=recipe):
+            y = run(twin)
+        y.sum().backward()
+        grads.append(twin.grad)
+    assert torch.equal(*grads)
+
+
+def test_the_memory_is_bounded(layer, monkeypatch, device):
+    from transformer_engine.pytorch.module import linear_base
+
+    monkeypatch.setattr(linear_base, "_REMEMBERED", 3)
+    for rows in range(1, 9):
+        layer(tokens(device, rows))
+    assert len(layer._remembered) <= 3

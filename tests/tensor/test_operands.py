@@ -1,0 +1,100 @@
+"""Quantizer.operands: what products read, with the codes and scales of `encode`; codes that kernels make themselves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from quantizer_cases import DETERMINISTIC, State, quantizer_of
+
+from transformer_engine.pytorch.constants import DType
+from transformer_engine.pytorch.primitives.operand import Operand
+from transformer_engine.pytorch.primitives.quantize import quantize
+from transformer_engine.pytorch.tensor import Float8Quantizer
+from transformer_engine.pytorch.tensor.axis import COLS, ROWS
+from transformer_engine.pytorch.tensor.quantizer import Calibrating, Matrix, turned
+
+
+def matrix(device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(4)
+    return torch.randn(256, 128, generator=generator).to(device, torch.bfloat16)
+
+
+def assert_equal(actual: Operand, expected: Operand) -> None:
+    assert actual.format == expected.format and actual.dtype == expected.dtype
+    for a, b in (
+        (actual.codes, expected.codes),
+        (actual.scale, expected.scale),
+        (actual.amax, expected.amax),
+    ):
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            assert a.dtype == b.dtype and a.shape == b.shape
+            assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", DETERMINISTIC)
+@pytest.mark.parametrize("directions", [(True, True), (True, False), (False, True)])
+def test_operands_are_what_a_storage_gives_to_products(device, name, directions):
+    device = torch.device(device)
+    x = matrix(device)
+    rowwise, columnwise = quantizer_of(name, device).operands(x, *directions)
+    storage = quantizer_of(name, device).encode(x, *directions)
+    if directions[0]:
+        assert rowwise is not None
+        assert_equal(rowwise, storage.contract(COLS))
+    if directions[1]:
+        assert columnwise is not None
+        assert_equal(turned(columnwise), storage.contract(ROWS))
+
+
+def test_delayed_scaling_records_the_maximum_in_its_slot(device):
+    state = State(torch.device(device))
+    quantizer = Float8Quantizer.from_state(state, 1, DType.kFloat8E4M3)
+    x = matrix(device)
+    quantizer.operands(x, True, True)
+    expected = x.abs().max().float()
+    assert state.amax_history[0].tolist() == [0.0, float(expected), 0.0]
+
+
+def test_a_state_whose_tensors_are_replaced_is_read_anew(device):
+    state = State(torch.device(device))
+    quantizer = Float8Quantizer.from_state(state, 1, DType.kFloat8E4M3)
+    x = matrix(device)
+    before = quantizer.operands(x, True, False).rowwise
+    state.scale = torch.full((3,), 16.0, device=device)
+    state.amax_history = torch.zeros(4, 3, device=device)
+    after = quantizer.operands(x, True, False).rowwise
+    assert before is not None and after is not None and before.scale is not None and after.scale is not None
+    assert float(before.scale) == 0.5 and float(after.scale) == 0.0625
+    assert float(state.amax_history[0, 1]) > 0
+
+
+def test_unquantized_columns_are_the_values_themselves(device):
+    x = matrix(device)
+    for quantizer in (
+        quantizer_of("identity", torch.device(device)),
+        Calibrating(quantizer_of("state", x.device)),
+    ):
+        columnwise = quantizer.operands(x, True, True).columnwise
+        assert isinstance(columnwise, Matrix) and columnwise.values is x
+
+
+@pytest.mark.parametrize("name", ["delayed", "state", "current"])
+def test_a_kernel_that_follows_the_request_makes_the_same_operands(device, name):
+    x = matrix(device)
+    asked = quantizer_of(name, x.device)
+    request = asked.codes_request(True, True)
+    assert request is not None
+    made = quantize(x, request.spec, scale=request.scale, record=request.record)
+    expected = quantizer_of(name, x.device).operands(x, True, True)
+    for actual, other in zip(asked.adopt(made, x.dtype), expected, strict=True):
+        assert isinstance(actual, Operand) and isinstance(other, Operand)
+        assert_equal(actual, other)
+
+
+@pytest.mark.parametrize("name", ["block_1d", "mxfp8", "nvfp4", "identity"])
+def test_other_quantizers_ask_no_kernel(device, name):
+    quantizer = quantizer_of(name, torch.device(device))
+    assert quantizer.codes_request(True, True) is None
+    with pytest.raises(TypeError, match="asks no kernel"):
+        quantizer.adopt(None, torch.bfloat16)  # pyright: ignore[reportArgumentType]
