@@ -11,10 +11,12 @@ from torch import Tensor
 from ..device import canonical_device, is_meta
 from ..distributed.tensor_parallel import TensorParallel, set_tensor_model_parallel_attributes
 from ..functions.grouped_linear import GroupedLinearSpec, grouped_linear
+from ..functions.grouped_together import grouped_linear_together
 from ..functions.linear import LinearSpec
 from ..functions.scale_update import ScaleUpdate
 from ..functions.weight_gradient import WeightGradientStore
 from ..quantization.autocast import AutocastState, current
+from .grouped_path import TogetherPath
 from .linear_base import QuantizedProductsModule, check_parallel_mode, product_refusal
 from .parameters import InitMethod, ParameterInit, default_init_method
 from .recipe_state import UNQUANTIZED, ProductQuantizers
@@ -27,7 +29,9 @@ class GroupedLinear(QuantizedProductsModule):
     parallel_mode, tp_size, tp_group   decide the shapes of the parameters; communication is the caller's
     save_original_input   keep the unquantized input for the backward; not with delayed scaling
     single_grouped_weight, single_grouped_bias, use_grouped_tensor   one parameter for all groups: not implemented
-    Other parameters as in Linear. Every group is quantized and multiplied as a Linear would, bit for bit.
+    Other parameters as in Linear. Every group is quantized as a Linear would, bit for bit. On a GPU all groups are
+    quantized and multiplied together where `grouped_path` allows it; NVTE_USE_CUTLASS_GROUPED_GEMM=0 multiplies
+    group by group, which gives the bits of a loop of Linear layers.
     """
 
     def __init__(
@@ -90,6 +94,7 @@ class GroupedLinear(QuantizedProductsModule):
         self._create_parameters(
             init_method or default_init_method, get_rng_state_tracker, rng_tracker_name, options
         )
+        self._together = TogetherPath(self)
         self.reset_parameters(defer_init=is_meta(device))
 
     def _create_parameters(self, init_method, rng_tracker, rng_tracker_name, options: dict[str, Any]) -> None:
@@ -122,8 +127,22 @@ class GroupedLinear(QuantizedProductsModule):
         """y [.., out_features], or (y, [bias of each group]) with return_bias.
 
         m_splits   rows of each group, in order; zeros are allowed, the sum is the number of rows. A tensor on a
-                   GPU is read by the host, which waits for it
+                   GPU stays there where the groups go together: nobody checks its sum, and rows past it get
+                   undefined results. Where the groups go one by one the host reads it, and waits
         """
+        flat = inp.reshape(-1, self.in_features) if inp.shape[-1:] == (self.in_features,) else inp
+        if not torch.compiler.is_compiling():
+            planned = self._together.plan(flat, m_splits, is_first_microbatch)
+            if planned is not None:
+                weights, biases, groups, spec = planned
+                y = grouped_linear_together(flat, weights, None if self.return_bias else biases, groups, spec)
+                y = y.view(*inp.shape[:-1], self.out_features)
+                return (y, biases or []) if self.return_bias else y
+        return self._one_by_one(inp, m_splits, is_first_microbatch)
+
+    def _one_by_one(
+        self, inp: Tensor, m_splits: Sequence[int] | Tensor, is_first_microbatch: bool | None
+    ) -> Tensor | tuple[Tensor, list[Tensor]]:
         self.check_input(inp, self.in_features)
         rows = tuple(m_splits.tolist()) if isinstance(m_splits, Tensor) else tuple(m_splits)
         flat = inp.reshape(-1, self.in_features)
@@ -147,6 +166,7 @@ class GroupedLinear(QuantizedProductsModule):
         self, inp: Tensor, rows: tuple[int, ...], is_first_microbatch: bool | None
     ) -> GroupedLinearSpec:
         state = current()
+        self._together.forget_weights(is_first_microbatch)
         products = self._quantizable_groups(state, rows)
         scale_update = self._scale_update(state)
         dtype = self.activation_dtype(inp)

@@ -1,0 +1,76 @@
+"""Which quantizers of many groups can work as one, and that they then do what each would do alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, FLOAT8
+from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from transformer_engine.pytorch.functions.grouped_quantizer import grouped
+from transformer_engine.pytorch.primitives.grouped_gemm import groups_of
+from transformer_engine.pytorch.quantization import RecipeState
+from transformer_engine.pytorch.tensor import Float8BlockQuantizer, Float8CurrentScalingQuantizer
+
+SPLITS = (48, 0, 80)
+
+
+def quantizers_of(recipe, device) -> list:
+    state = RecipeState.create(recipe, mode="forward", num_quantizers=9, device=device)
+    return state.make_quantizers()
+
+
+@pytest.mark.parametrize(
+    "recipe, rows, matrices",
+    [
+        (DelayedScaling(), FLOAT8, FLOAT8),
+        (Float8CurrentScaling(), FLOAT8, FLOAT8),
+        (Float8BlockScaling(), BLOCK_1D, BLOCK_2D),
+    ],
+)
+def test_the_quantizers_of_a_recipe_work_as_one(recipe, rows, matrices, device):
+    quantizers = quantizers_of(recipe, device)
+    inputs, weights = grouped(quantizers[0::3], False), grouped(quantizers[1::3], True)
+    assert inputs is not None and weights is not None
+    assert (inputs.format, weights.format) == (rows, matrices)
+
+
+@pytest.mark.parametrize("recipe", [DelayedScaling(), Float8CurrentScaling(), Float8BlockScaling()])
+def test_as_one_they_make_what_each_makes_alone(recipe, device):
+    x = torch.randn(sum(SPLITS), 128, device=device, dtype=torch.bfloat16)
+    together, alone = quantizers_of(recipe, device), quantizers_of(recipe, device)
+    one = grouped(together[0::3], False)
+    assert one is not None
+    made = one.rows(x, groups_of(SPLITS, x.shape[0], x.device), True, True)
+    codes = [
+        quantizer.encode(part, True, True)
+        for quantizer, part in zip(alone[0::3], x.split(SPLITS), strict=True)
+    ]
+    expected = torch.cat([getattr(c, "_data" if hasattr(c, "_data") else "_rowwise_data") for c in codes])
+    assert torch.equal(made.codes.view(torch.uint8), expected)
+    if isinstance(recipe, DelayedScaling):
+        for mine, other in zip(together, alone, strict=True):
+            assert torch.equal(mine.amax, other.amax)
+
+
+def test_delayed_slots_that_are_not_equally_far_apart_stay_alone(device):
+    quantizers = quantizers_of(DelayedScaling(), device)
+    assert grouped([quantizers[0], quantizers[3], quantizers[4]], False) is None
+    other = quantizers_of(DelayedScaling(), device)
+    assert grouped([quantizers[0], other[3], quantizers[6]], False) is None
+    standalone = [quantizers[0].replaying(quantizers[0].replay_state())] * 2
+    assert grouped(standalone, False) is None
+
+
+def test_different_settings_stay_alone(device):
+    first = Float8CurrentScalingQuantizer(torch.float8_e4m3fn, device)
+    second = Float8CurrentScalingQuantizer(torch.float8_e4m3fn, device, amax_epsilon=1.0)
+    assert grouped([first, first], False) is not None
+    assert grouped([first, second], False) is None
+
+
+def test_blocks_of_another_shape_stay_alone():
+    flat = Float8BlockQuantizer(torch.float8_e4m3fn, block_scaling_dim=1)
+    square = Float8BlockQuantizer(torch.float8_e4m3fn, block_scaling_dim=2)
+    assert grouped([flat] * 2, True) is None and grouped([square] * 2, False) is None
+    assert grouped([flat] * 2, False) is not None and grouped([square] * 2, True) is not None

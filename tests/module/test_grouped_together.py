@@ -1,0 +1,301 @@
+"""GroupedLinear with all groups together: the results of a loop of Linear layers, whatever the recipe and the sizes."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+
+import pytest
+import torch
+from cases import RECIPES
+
+from transformer_engine.pytorch import explain
+from transformer_engine.pytorch.module.grouped_linear import GroupedLinear
+from transformer_engine.pytorch.module.linear import Linear
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager, autocast
+
+IN, OUT = 256, 128
+TOGETHER = ("none", "delayed", "current", "block")
+# Few groups, many small groups, groups without rows, groups that fill no tile; block scales and all.
+SPLITS = {
+    "few": [128, 256, 0, 128],
+    "many": [48, 0, 16, 208, 128, 32, 64, 0, 80, 128, 16, 48],
+    "ragged": [3, 131, 0, 0, 70, 1, 258, 17, 9, 40, 128, 5],
+}
+
+
+def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    """Products summed in another order differ in the last bit of a bfloat16 result, 2^-9 of it."""
+    ours, theirs = ours.float(), theirs.float()
+    assert (ours - theirs).norm() <= 4e-3 * theirs.norm()
+    assert torch.equal(ours == 0, theirs == 0) or (ours - theirs).abs().max() < 1e-2 * theirs.abs().max()
+
+
+@pytest.fixture(autouse=True)
+def _everywhere(monkeypatch):
+    monkeypatch.setenv("NVTE_USE_CUTLASS_GROUPED_GEMM", "1")
+
+
+def layer_of(splits, device, **options) -> GroupedLinear:
+    options = {"bias": True, "params_dtype": torch.bfloat16, "device": device, **options}
+    layer = GroupedLinear(len(splits), IN, OUT, **options)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn_like(parameter) / 8)
+    return layer
+
+
+def sample(splits, device) -> torch.Tensor:
+    x = torch.randn(sum(splits), IN, device=device, dtype=torch.bfloat16)
+    return x.requires_grad_()
+
+
+def outcome(layer, x, splits, recipe, **options) -> list[torch.Tensor]:
+    with autocast(enabled=recipe is not None, recipe=recipe):
+        y = layer(x, splits, **options)
+    y.backward(gradient_of(y))
+    results = [y.detach(), x.grad, *(p.grad for p in layer.parameters())]
+    x.grad = None
+    for parameter in layer.parameters():
+        parameter.grad = None
+    return results
+
+
+def gradient_of(y: torch.Tensor) -> torch.Tensor:
+    """The same values for every output of a shape."""
+    generator = torch.Generator().manual_seed(7)
+    return torch.randn(y.shape, generator=generator).to(y)
+
+
+def one_by_one(monkeypatch, layer, *arguments, **options) -> list[torch.Tensor]:
+    with monkeypatch.context() as patch:
+        patch.setenv("NVTE_USE_CUTLASS_GROUPED_GEMM", "0")
+        return outcome(layer, *arguments, **options)
+
+
+def operations(layer, x, splits, recipe) -> set[str]:
+    with autocast(enabled=recipe is not None, recipe=recipe):
+        return {decision.operation for decision in explain(layer, x, splits).decisions}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
+@pytest.mark.parametrize("name", TOGETHER)
+def test_together_they_give_what_they_give_one_by_one(name, splits, bias, device, monkeypatch):
+    together = layer_of(splits, device, bias=bias)
+    alone = copy.deepcopy(together)
+    for _ in range(3):
+        x = sample(splits, device)
+        ours = outcome(together, x, splits, RECIPES[name])
+        theirs = one_by_one(monkeypatch, alone, x, splits, RECIPES[name])
+        for mine, other in zip(ours, theirs, strict=True):
+            assert_close(mine, other)
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_they_go_together_when_asked_to_and_one_by_one_when_not(name, device, monkeypatch):
+    splits = SPLITS["many"]
+    layer, x = layer_of(splits, device), sample(splits, device)
+    assert "grouped_gemm" in operations(layer, x, splits, RECIPES[name])
+    monkeypatch.setenv("NVTE_USE_CUTLASS_GROUPED_GEMM", "0")
+    assert "grouped_gemm" not in operations(layer, x, splits, RECIPES[name])
+
+
+def test_delayed_scaling_keeps_the_same_state_together_and_one_by_one(device, monkeypatch):
+    splits = SPLITS["many"]
+    together = layer_of(splits, device)
+    alone = copy.deepcopy(together)
+    for _ in range(3):
+        x = sample(splits, device)
+        outcome(together, x, splits, RECIPES["delayed"])
+        one_by_one(monkeypatch, alone, x, splits, RECIPES["delayed"])
+    for key in ("scaling_fwd", "scaling_bwd"):
+        ours, theirs = together.fp8_meta[key], alone.fp8_meta[key]
+        assert torch.equal(ours.scale, theirs.scale)
+        assert torch.equal(ours.amax_history, theirs.amax_history)
+        assert ours.amax_history.any()
+
+
+def test_a_state_restored_from_a_checkpoint_serves_all_groups(device):
+    splits = SPLITS["few"]
+    layer, fresh = layer_of(splits, device), layer_of(splits, device)
+    x = sample(splits, device)
+    for _ in range(2):
+        outcome(layer, x, splits, RECIPES["delayed"])
+        outcome(fresh, x, splits, RECIPES["delayed"])
+    fresh.load_state_dict(copy.deepcopy(layer.state_dict()))
+    FP8GlobalStateManager.reset()
+    for mine, other in zip(
+        outcome(fresh, x, splits, RECIPES["delayed"]),
+        outcome(layer, x, splits, RECIPES["delayed"]),
+        strict=True,
+    ):
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_splits_on_the_device_give_the_bits_of_splits_on_the_host(name, device):
+    splits = SPLITS["ragged"]
+    layer, x = layer_of(splits, device), sample(splits, device)
+    listed = outcome(copy.deepcopy(layer), x, splits, RECIPES[name])
+    tensor = outcome(layer, x, torch.tensor(splits, device=device), RECIPES[name])
+    for mine, other in zip(tensor, listed, strict=True):
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_weight_gradients_accumulate_into_main_grad(name, dtype, device):
+    splits = SPLITS["many"]
+    fused = layer_of(splits, device, bias=False, fuse_wgrad_accumulation=True)
+    plain = layer_of(splits, device, bias=False)
+    plain.load_state_dict(fused.state_dict())
+    for parameter in fused.parameters():
+        parameter.main_grad = torch.ones_like(parameter, dtype=dtype)
+    x = sample(splits, device)
+
+    def gradients(layer, **options):
+        with autocast(enabled=name != "none", recipe=RECIPES[name]):
+            y = layer(x, splits, **options)
+        y.backward(gradient_of(y))
+        return list(layer.parameters())
+
+    for ours, theirs in zip(gradients(fused), gradients(plain), strict=True):
+        assert ours.grad is None
+        assert_close(ours.main_grad, theirs.grad + 1)
+        theirs.grad = None
+    # The first microbatch of a step overwrites what the step before has left.
+    for ours, theirs in zip(gradients(fused, is_first_microbatch=True), gradients(plain), strict=True):
+        assert_close(ours.main_grad, theirs.grad)
+
+
+@pytest.mark.parametrize("name", ["delayed", "current", "block"])
+def test_weights_of_the_first_microbatch_serve_the_later_ones(name, device, monkeypatch):
+    splits = SPLITS["many"]
+    layer, x = layer_of(splits, device), sample(splits, device)
+    with autocast(recipe=RECIPES[name]):
+        first = layer(x, splits, is_first_microbatch=True)
+        with torch.no_grad():
+            layer.weight3.zero_()
+        later = layer(x, splits, is_first_microbatch=False)
+        uncached = layer(x, splits)
+    assert torch.equal(first, later)
+    assert not torch.equal(first, uncached)
+    if name == "delayed":  # whose scales have changed
+        return
+    # A first microbatch that goes one by one leaves nothing stale behind.
+    monkeypatch.setenv("NVTE_USE_CUTLASS_GROUPED_GEMM", "0")
+    with autocast(recipe=RECIPES[name]):
+        layer(x, splits, is_first_microbatch=True)
+    monkeypatch.setenv("NVTE_USE_CUTLASS_GROUPED_GEMM", "1")
+    with autocast(recipe=RECIPES[name]):
+        assert_close(layer(x, splits, is_first_microbatch=False), uncached)
+
+
+def test_frozen_weights_and_inputs_get_no_gradient(device):
+    splits = SPLITS["few"]
+    layer, x = layer_of(splits, device, bias=False), sample(splits, device)
+    layer.requires_grad_(False)
+    with autocast(recipe=RECIPES["current"]):
+        layer(x, splits).float().sum().backward()
+    assert x.grad is not None and layer.weight0.grad is None
+    layer.requires_grad_(True)
+    with autocast(recipe=RECIPES["current"]):
+        layer(x.detach(), splits).float().sum().backward()
+    assert all(weight.grad is not None for weight in layer.parameters())
+    assert not layer.weight2.grad.any()  # a group without rows
+
+
+def test_partly_frozen_weights_go_one_by_one(device):
+    splits = SPLITS["few"]
+    layer, x = layer_of(splits, device), sample(splits, device)
+    layer.weight1.requires_grad_(False)
+    assert "grouped_gemm" not in operations(layer, x, splits, None)
+    layer(x, splits).sum().backward()
+    assert layer.weight1.grad is None and layer.weight0.grad is not None
+
+
+def test_weights_moved_between_forward_and_backward_are_found(device):
+    splits = SPLITS["few"]
+    layer, x = layer_of(splits, device, bias=False), sample(splits, device)
+    expected = outcome(layer, x, splits, None)
+    y = layer(x, splits)
+    for parameter in layer.parameters():
+        parameter.data = parameter.data.clone()
+    y.backward(gradient_of(y))
+    assert torch.equal(x.grad, expected[1])
+
+
+def test_return_bias_leaves_the_biases_to_the_caller(device):
+    splits = SPLITS["many"]
+    layer, x = layer_of(splits, device, return_bias=True), sample(splits, device)
+    y, biases = layer(x, splits)
+    assert [torch.equal(b, getattr(layer, f"bias{i}")) for i, b in enumerate(biases)] == [True] * len(splits)
+    added = torch.cat([part + b for part, b in zip(y.split(splits), biases, strict=True)])
+    layer.return_bias = False
+    assert_close(layer(x, splits), added)
+
+
+@pytest.mark.parametrize("splits", [[64, 64], [32, 32, 32, 31], [64, 96, -32, 0]])
+def test_splits_that_do_not_cover_the_rows_are_refused(splits, device):
+    layer = layer_of([32] * 4, device)
+    with pytest.raises(ValueError, match="splits"):
+        layer(sample([128], device), splits)
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_other_recipes_go_one_by_one(name, device):
+    splits = [128, 0, 256]
+    layer, x = layer_of(splits, device), sample(splits, device)
+    assert "grouped_gemm" not in operations(layer, x, splits, RECIPES[name])
+
+
+def test_a_float32_layer_goes_one_by_one_with_the_bits_of_linear(device):
+    splits = SPLITS["few"]
+    layer = layer_of(splits, device, params_dtype=torch.float32)
+    x = torch.randn(sum(splits), IN, device=device)
+    linears = [Linear(IN, OUT, device=device) for _ in splits]
+    with torch.no_grad():
+        for i, linear in enumerate(linears):
+            linear.weight.copy_(getattr(layer, f"weight{i}"))
+            linear.bias.copy_(getattr(layer, f"bias{i}"))
+    parts = [linear(part) for linear, part in zip(linears, x.split(splits), strict=True)]
+    assert torch.equal(layer(x, splits), torch.cat(parts))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    importlib.util.find_spec("nvmath") is not None, reason="nvmath's products have bits of their own"
+)
+@pytest.mark.parametrize("name", TOGETHER)
+def test_few_groups_together_keep_the_bits_of_one_by_one(name, monkeypatch):
+    splits = SPLITS["few"]
+    together = layer_of(splits, "cuda", bias=False)
+    alone = copy.deepcopy(together)
+    for _ in range(3):
+        x = sample(splits, "cuda")
+        ours = outcome(together, x, splits, RECIPES[name])
+        theirs = one_by_one(monkeypatch, alone, x, splits, RECIPES[name])
+        for mine, other in zip(ours, theirs, strict=True):
+            assert torch.equal(mine, other)
+
+
+@pytest.mark.gpu
+def test_a_step_of_many_groups_is_captured_in_a_graph():
+    splits = SPLITS["many"]
+    layer, x = layer_of(splits, "cuda", bias=False), sample(splits, "cuda")
+    expected = outcome(layer, x, splits, RECIPES["current"])
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        outcome(layer, x, splits, RECIPES["current"])
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    gradient = gradient_of(expected[0])
+    with torch.cuda.graph(graph), autocast(recipe=RECIPES["current"]):
+        y = layer(x, splits)
+        grads = torch.autograd.grad(y, [x, *layer.parameters()], gradient)
+    graph.replay()
+    torch.cuda.synchronize()
+    for mine, other in zip((y, *grads), expected, strict=True):
+        assert torch.equal(mine, other)

@@ -1,0 +1,73 @@
+"""Compile the grouped kernels for sm80 to sm100, without a GPU, and print facts about their PTX as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
+
+from compile_cases import count, ptx_of
+
+from transformer_engine.common.formats import E4M3
+from transformer_engine.common.kernels import grouped_cast, grouped_gemm
+from transformer_engine.common.kernels.launch import Launch
+
+TOTAL, N, K, GROUPS = 4096, 512, 1024, 16
+SHARED = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes that one program may have
+HALF, CODES, GRADIENTS, SCALES = "*bf16", "*fp8e4nv", "*fp8e5", "*fp32"
+INDICES, ADDRESSES = "*i32", "*i64"
+
+
+def products(shared: int, quantized: bool) -> Iterator[tuple[str, Launch, dict[str, str | None]]]:
+    """(name, record, type of each pointer; None: that argument is not given)."""
+    for name, scaling in (("plain", 0), ("tensor", 1), ("block", 2))[: 3 if quantized else 1]:
+        exact = name == "tensor"
+        a, b = (GRADIENTS, CODES) if exact else (CODES, CODES) if scaling else (HALF, HALF)
+        scale = SCALES if scaling else None
+        rows = {"a": a, "b": b, "table": None if scaling else ADDRESSES, "scale_a": scale, "scale_b": scale}
+        rows |= {"bias": None, "layout": INDICES, "out": HALF}
+        options = {"scaling": scaling, "exact": exact, "shared_memory": shared}
+        yield f"rows-{name}", grouped_gemm.product_of_rows(TOTAL, N, K, GROUPS, **options), rows
+        columns = {"a": a, "b": b, "scale_a": scale, "scale_b": scale, "layout": INDICES}
+        columns |= {"table": ADDRESSES, "out": SCALES}
+        record = grouped_gemm.product_of_columns(N, K, GROUPS, accumulates=True, **options)
+        yield f"columns-{name}", record, columns
+
+
+def casts() -> Iterator[tuple[str, Launch, dict[str, str | None]]]:
+    pointers = {"x": HALF, "table": None, "layout": INDICES, "scale": SCALES, "amax": SCALES}
+    pointers |= {"codes": CODES, "codes_t": CODES, "scale_inv": SCALES}
+    yield "cast-rows", grouped_cast.cast((TOTAL, K), GROUPS, True, E4M3, True, 3, 0, False, 0.0), pointers
+    matrices = pointers | {"table": ADDRESSES, "layout": None, "scale": None}
+    yield "cast-matrices", grouped_cast.cast((N, K), GROUPS, False, E4M3, True, 0, 0, False, 0.0), matrices
+    blocks = {"x": HALF, "table": None, "layout": INDICES, "codes": CODES, "scale": SCALES}
+    blocks |= {"codes_t": CODES, "scale_t": SCALES}
+    yield "cast-row-blocks", grouped_cast.row_blocks((TOTAL, K), GROUPS, E4M3, True, 0.0, 3e38), blocks
+    squares = blocks | {"table": ADDRESSES, "layout": None}
+    yield "cast-squares", grouped_cast.square_blocks((N, K), GROUPS, E4M3, True, 0.0, 3e38), squares
+    measured = {"x": HALF, "table": None, "layout": INDICES, "amax": SCALES}
+    yield "cast-maximum", grouped_cast.maximum((TOTAL, K), GROUPS, True), measured
+
+
+def main() -> None:
+    facts = {}
+    for capability, shared in SHARED.items():
+        cases = list(products(shared, capability >= 89)) + (list(casts()) if capability >= 90 else [])
+        for name, record, pointers in cases:
+            ptx, used = ptx_of(record, pointers, capability)
+            facts[f"sm{capability} {name}"] = {
+                "fits": used <= shared,
+                "wgmma": count(r"wgmma\.mma_async", ptx),
+                "mma": count(r"\bmma\.sync", ptx),
+                "narrow": count(r"\b[ls][dt]\.global\S*\.b(8|16)\b", ptx),
+                "double": count(r"\.f64", ptx),
+            }
+    print(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    main()

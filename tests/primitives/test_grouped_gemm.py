@@ -1,0 +1,180 @@
+"""Grouped products: every backend against float64 products of each group, in every format, whatever the sizes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from transformer_engine.common.dispatch import Unsupported, use_backend
+from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E4M3, E5M2, FLOAT8
+from transformer_engine.pytorch import explain
+from transformer_engine.pytorch.primitives.grouped_gemm import (
+    GroupedColumns,
+    GroupedMatrices,
+    GroupedRows,
+    Matrices,
+    groups_of,
+    product_of_columns,
+    product_of_rows,
+)
+from transformer_engine.pytorch.primitives.grouped_quantize import quantize_matrices, quantize_rows
+from transformer_engine.pytorch.primitives.operand import Operand
+from transformer_engine.pytorch.primitives.quantize import QuantizeSpec, dequantize, quantize
+
+N, K = 272, 144
+SPLITS = {
+    "one": (77,),
+    "even": (128, 256, 128),
+    "sixteens": (48, 0, 16, 208, 160),
+    "ragged": (3, 131, 0, 0, 70, 1, 258, 17),
+    "many": tuple(8 * (i % 5) for i in range(20)),
+}
+BACKENDS = ["reference", "triton", "library"]
+FORMATS = ("plain", "float8", "block")
+# In units of the largest result: float32 sums of products of 16-bit or 8-bit values, rounded once to bfloat16;
+# fast FP8 sums keep 14 bits.
+TOLERANCE = {"plain": 1e-2, "float8": 1e-2, "block": 1e-2}
+
+
+def spec_of(kind: str, element, square: bool = False) -> QuantizeSpec:
+    if kind == "float8":
+        return QuantizeSpec(FLOAT8, element, True, True)
+    return QuantizeSpec(BLOCK_2D if square else BLOCK_1D, element, True, True, power_of_two=True)
+
+
+def values_of(x: torch.Tensor, spec: QuantizeSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the row codes and the column codes of x stand for, in float64."""
+    with use_backend(quantize="reference"):
+        made = quantize(x, spec)
+    rows = dequantize(Operand(made.codes, made.scale, spec.format))
+    columns = dequantize(Operand(made.codes_t, made.scale_t, spec.format)).t()
+    return rows.double(), columns.double()
+
+
+def assert_close(result, expected, kind, backend, empty=False) -> None:
+    largest = expected.abs().max()
+    assert (result.double() - expected).abs().max() <= TOLERANCE[kind] * largest + (0 if not empty else 1e-9)
+
+
+def run_with(backend: str, function):
+    """The result with a backend forced; a refusal skips the case."""
+    try:
+        with use_backend(grouped_gemm=backend):
+            return function()
+    except Unsupported as refusal:
+        pytest.skip(str(refusal))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
+@pytest.mark.parametrize("kind", FORMATS)
+def test_products_of_rows_are_those_of_each_group(kind, splits, transposed, exact, backend, device):
+    count, total = len(splits), sum(splits)
+    x = torch.randn(total, K, device=device, dtype=torch.bfloat16)
+    shape = (K, N) if transposed else (N, K)
+    weights = [torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(count)]
+    bias = torch.randn(count, N, device=device, dtype=torch.bfloat16) if exact else None
+    groups = groups_of(splits, total, x.device)
+    if kind == "plain":
+        a, b = GroupedRows(x), GroupedMatrices(Matrices.of(weights), transposed)
+        parts = [part.double() for part in x.split(splits)]
+        factors = [w.double() if transposed else w.double().t() for w in weights]
+    else:
+        # cuBLASLt takes block scales for E4M3 alone.
+        first = spec_of(kind, E5M2 if kind == "float8" or backend == "triton" else E4M3)
+        second = spec_of(kind, E4M3, square=True)
+        made = quantize_rows(x, groups, first)
+        held = quantize_matrices(Matrices.of(weights), second)
+        codes, scale = (held.codes_t, held.scale_t) if transposed else (held.codes, held.scale)
+        a = GroupedRows(made.codes, made.scale, first.format)
+        b = GroupedMatrices(codes=codes, scale=scale, format=second.format)
+        parts = [values_of(part, first)[0] for part in x.split(splits)]
+        factors = [values_of(w, second)[0] for w in weights]
+        factors = factors if transposed else [f.t() for f in factors]
+    y = run_with(backend, lambda: product_of_rows(a, b, groups, torch.bfloat16, bias=bias, exact=exact))
+    expected = torch.cat([part @ factor for part, factor in zip(parts, factors, strict=True)])
+    if bias is not None:
+        repeats = torch.tensor(splits, device=device)
+        expected += bias.double().repeat_interleave(repeats, 0)
+    assert_close(y, expected, kind, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("target", ["stack", "apart", "added", "narrow"])
+@pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
+@pytest.mark.parametrize("kind", FORMATS)
+def test_products_of_columns_are_those_of_each_group(kind, splits, target, backend, device):
+    count, total = len(splits), sum(splits)
+    dy = torch.randn(total, N, device=device, dtype=torch.bfloat16)
+    x = torch.randn(total, K, device=device, dtype=torch.bfloat16)
+    groups = groups_of(splits, total, x.device)
+    if kind == "plain":
+        a, b = GroupedColumns(dy), GroupedColumns(x)
+        first = [part.double() for part in dy.split(splits)]
+        second = [part.double() for part in x.split(splits)]
+    else:
+        specs = spec_of(kind, E5M2 if kind == "float8" or backend == "triton" else E4M3), spec_of(kind, E4M3)
+        made, held = quantize_rows(dy, groups, specs[0]), quantize_rows(x, groups, specs[1])
+        a = GroupedColumns(made.codes_t, made.scale_t, specs[0].format)
+        b = GroupedColumns(held.codes_t, held.scale_t, specs[1].format)
+        first = [values_of(part, specs[0])[1] for part in dy.split(splits)]
+        second = [values_of(part, specs[1])[1] for part in x.split(splits)]
+    dtype = torch.bfloat16 if target == "narrow" else torch.float32
+    out = torch.full((count, N, K), 3.0, device=device, dtype=dtype)
+    place = [torch.full((N, K), 3.0, device=device) for _ in splits] if target == "apart" else out
+
+    def run():
+        product_of_columns(a, b, groups, (N, K), place, accumulate=target == "added")
+        return torch.stack(place) if target == "apart" else out
+
+    result = run_with(backend, run)
+    expected = torch.stack([p.t() @ q for p, q in zip(first, second, strict=True)])
+    assert_close(result, expected + (3.0 if target == "added" else 0.0), kind, backend)
+    if target != "added":
+        assert not result[[i for i, rows in enumerate(splits) if rows == 0]].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_gpu_takes_one_launch_for_many_groups_and_the_library_for_few(kind):
+    for count, chosen in ((4, "library"), (64, "triton")):
+        splits = (128,) * count
+        x = torch.randn(128 * count, 256, device="cuda", dtype=torch.bfloat16)
+        weights = Matrices.of([torch.randn(128, 256, device="cuda", dtype=torch.bfloat16)] * count)
+        groups = groups_of(splits, x.shape[0], x.device)
+        a, b = GroupedRows(x), GroupedMatrices(weights)
+        if kind != "plain":
+            made, held = (
+                quantize_rows(x, groups, spec_of(kind, E4M3)),
+                quantize_matrices(weights, spec_of(kind, E4M3, square=True)),
+            )
+            form = spec_of(kind, E4M3).format
+            a = GroupedRows(made.codes, made.scale, form)
+            b = GroupedMatrices(
+                codes=held.codes, scale=held.scale, format=spec_of(kind, E4M3, square=True).format
+            )
+        (decision,) = explain(product_of_rows, a, b, groups, torch.bfloat16).decisions
+        verdicts = decision.verdicts
+        assert [v.backend for v in verdicts if v.chosen] == [chosen]
+
+
+def test_rows_and_matrices_of_different_depth_are_refused(device):
+    x = torch.randn(32, 48, device=device, dtype=torch.bfloat16)
+    b = GroupedMatrices(Matrices.of([torch.randn(16, 32, device=device, dtype=torch.bfloat16)]))
+    with pytest.raises(ValueError, match="contract 48 elements, the matrices 32"):
+        product_of_rows(GroupedRows(x), b, groups_of((32,), 32, x.device), torch.bfloat16)
+
+
+def test_no_rows_at_all_give_an_empty_result_and_zero_gradients(device):
+    x = torch.randn(0, 32, device=device, dtype=torch.bfloat16)
+    groups = groups_of((0, 0), 0, x.device)
+    weights = [torch.randn(16, 32, device=device, dtype=torch.bfloat16) for _ in range(2)]
+    y = product_of_rows(GroupedRows(x), GroupedMatrices(Matrices.of(weights)), groups, torch.bfloat16)
+    assert y.shape == (0, 16)
+    out = torch.ones(2, 16, 32, device=device)
+    product_of_columns(GroupedColumns(y), GroupedColumns(x), groups, (16, 32), out, accumulate=True)
+    assert (out == 1).all()
+    product_of_columns(GroupedColumns(y), GroupedColumns(x), groups, (16, 32), out)
+    assert not out.any()

@@ -1,0 +1,57 @@
+"""The grouped kernels without a GPU: in Triton's interpreter, and through its compiler."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed (pip install triton==3.6.0)"
+)
+
+
+def printed_by(script: str) -> str:
+    """The last line that a script of this folder prints, run in a process of its own."""
+    path = Path(__file__).parent / script
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(path)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, bool]:
+    return json.loads(printed_by("grouped_interpreter.py"))
+
+
+@pytest.mark.parametrize("what, cases", [("rows", 9), ("matrices", 9), ("layout", 3), ("product", 3)])
+def test_interpreted_kernels_agree_with_the_reference(what, cases, interpreted):
+    results = {name: equal for name, equal in interpreted.items() if name.startswith(what)}
+    assert len(results) == cases
+    assert [name for name, equal in results.items() if not equal] == []
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, dict[str, int]]:
+    return json.loads(printed_by("grouped_compile.py"))
+
+
+def test_every_kernel_fits_the_shared_memory_of_its_architecture(compiled):
+    assert len(compiled) == 2 + 6 + 2 * 11
+    assert [name for name, facts in compiled.items() if not facts["fits"]] == []
+
+
+def test_products_run_on_the_tensor_cores_of_whole_warp_groups_on_hopper(compiled):
+    products = {name: f for name, f in compiled.items() if name.startswith("sm90") and "cast" not in name}
+    assert len(products) == 6
+    assert [name for name, facts in products.items() if facts["mma"] or not facts["wgmma"]] == []
+
+
+def test_no_kernel_reads_or_writes_a_byte_at_a_time_or_computes_in_double_precision(compiled):
+    assert [name for name, facts in compiled.items() if facts["narrow"] or facts["double"]] == []

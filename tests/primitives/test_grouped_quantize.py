@@ -1,0 +1,159 @@
+"""Grouped quantization gives every group the codes, scales and recorded maximum of quantizing it alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from transformer_engine.common.dispatch import use_backend
+from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E4M3, E5M2, FLOAT8, MXFP8
+from transformer_engine.pytorch.primitives.grouped_gemm import Matrices, groups_of
+from transformer_engine.pytorch.primitives.grouped_quantize import (
+    ScaleSlots,
+    quantize_matrices,
+    quantize_rows,
+    row_sums,
+)
+from transformer_engine.pytorch.primitives.quantize import QuantizeSpec, quantize
+
+DEPTH = 272
+SPLITS = {
+    "one": (77,),
+    "even": (128, 256, 128),
+    "ragged": (3, 131, 0, 0, 70, 1, 258, 17),
+    "empty first and last": (0, 16, 300, 0),
+}
+DIRECTIONS = {"rows": (True, False), "columns": (False, True), "both": (True, True)}
+SCALINGS = {
+    "given": {"format": FLOAT8, "element": E4M3},
+    "current": {"format": FLOAT8, "element": E5M2},
+    "power of two": {"format": FLOAT8, "element": E4M3, "power_of_two": True, "epsilon": 0.5},
+    "block": {"format": BLOCK_1D, "element": E4M3, "power_of_two": True},
+    "block float32": {"format": BLOCK_1D, "element": E5M2},
+}
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8) if tensor.element_size() == 1 else tensor
+
+
+def slots_for(count: int, device) -> ScaleSlots:
+    """Slots 1, 4, 7 .. of a state of 3 slots a group."""
+    scale = torch.rand(3 * count, device=device) * 8 + 1
+    history = torch.zeros(4, 3 * count, device=device)
+    history[0, 1] = 100.0
+    return ScaleSlots(scale, history, 3, 1)
+
+
+def values(rows: int, device, dtype=torch.bfloat16) -> torch.Tensor:
+    x = torch.randn(rows, DEPTH, device=device) * torch.logspace(-3, 3, rows, device=device)[:, None]
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("directions", DIRECTIONS.values(), ids=DIRECTIONS)
+@pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
+@pytest.mark.parametrize("name", SCALINGS)
+def test_each_group_of_rows_is_quantized_as_if_alone(name, splits, directions, dtype, device):
+    x = values(sum(splits), device, dtype)
+    spec = QuantizeSpec(rowwise=directions[0], columnwise=directions[1], **SCALINGS[name])
+    slots = slots_for(len(splits), device) if name == "given" else None
+    made = quantize_rows(x, groups_of(splits, x.shape[0], x.device), spec, slots)
+    first, first_t = 0, 0
+    tiles = -(-DEPTH // 128)
+    for group, part in enumerate(x.split(splits)):
+        rows, padded = len(part), -(-len(part) // 128) * 128
+        scale = None if slots is None else slots.of_group(group)[0]
+        with use_backend(quantize="reference"):
+            alone = quantize(part, spec, scale=scale)
+        if slots is not None:
+            recorded = slots.of_group(group)[1]
+            start = 100.0 if group == 0 else 0.0
+            assert recorded == torch.clamp(alone.amax, min=start)
+        if spec.rowwise:
+            assert torch.equal(bits(made.codes[first : first + rows]), bits(alone.codes))
+            if spec.format == FLOAT8:
+                assert rows == 0 or torch.equal(made.scale[group, :1], alone.scale)
+            else:
+                scales = made.scale[first * tiles : (first + rows) * tiles]
+                assert torch.equal(scales.view(tiles, rows).t(), alone.scale)
+        if spec.columnwise:
+            codes_t = made.codes_t[first_t * DEPTH : (first_t + padded) * DEPTH].view(DEPTH, padded)
+            assert torch.equal(bits(codes_t[:, :rows]), bits(alone.codes_t))
+            assert not bits(codes_t[:, rows:]).any()
+            if spec.format == FLOAT8:
+                assert rows == 0 or torch.equal(made.scale_t[group, :1], alone.scale_t)
+            else:
+                scales = made.scale_t[first_t // 128 * DEPTH : (first_t + padded) // 128 * DEPTH]
+                assert torch.equal(scales.view(-1, DEPTH).t(), alone.scale_t)
+        first, first_t = first + rows, first_t + padded
+
+
+@pytest.mark.parametrize("directions", DIRECTIONS.values(), ids=DIRECTIONS)
+@pytest.mark.parametrize("shape", [(256, 128), (144, 272)])
+@pytest.mark.parametrize("name", ["given", "current", "power of two", "square", "square float32"])
+def test_each_matrix_is_quantized_as_if_alone(name, shape, directions, device):
+    matrices = [torch.randn(shape, device=device, dtype=torch.bfloat16) * 2.0**i for i in range(5)]
+    squares = {
+        "square": {"format": BLOCK_2D, "element": E4M3, "power_of_two": True},
+        "square float32": {"format": BLOCK_2D, "element": E5M2, "epsilon": 0.5},
+    }
+    spec = QuantizeSpec(rowwise=directions[0], columnwise=directions[1], **(SCALINGS | squares)[name])
+    slots = slots_for(5, device) if name == "given" else None
+    made = quantize_matrices(Matrices.of(matrices), spec, slots)
+    for group, matrix in enumerate(matrices):
+        with use_backend(quantize="reference"):
+            alone = quantize(matrix, spec, scale=None if slots is None else slots.of_group(group)[0])
+        for ours, theirs in zip(made, alone[:4], strict=True):
+            assert (ours is None) == (theirs is None)
+            if ours is not None:
+                mine = bits(ours[group]).reshape(-1)
+                assert torch.equal(mine[: theirs.numel()], bits(theirs).reshape(-1))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
+def test_what_one_group_holds_leaves_the_scales_of_the_others(value, device):
+    x = values(256, device)
+    x[:128] = value
+    spec = QuantizeSpec(FLOAT8, E4M3, True, True)
+    made = quantize_rows(x, groups_of((128, 128), 256, x.device), spec)
+    alone = quantize(x[128:], spec)
+    assert made.scale[0, 0] == 1.0
+    assert torch.equal(made.scale[1, :1], alone.scale)
+    assert torch.equal(bits(made.codes[128:]), bits(alone.codes))
+
+
+@pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
+def test_a_layout_made_on_the_device_is_the_one_made_on_the_host(splits, device):
+    listed = groups_of(splits, sum(splits), device)
+    for dtype in (torch.int32, torch.int64):
+        made = groups_of(torch.tensor(splits, dtype=dtype, device=device), sum(splits), device)
+        assert torch.equal(made.layout, listed.layout)
+        assert made.known_rows == splits
+        assert made.padded >= listed.padded
+
+
+def test_sums_of_rows_are_float32_sums_of_each_group(device):
+    splits = SPLITS["ragged"]
+    x = values(sum(splits), device)
+    sums = row_sums(x, groups_of(splits, x.shape[0], x.device))
+    expected = torch.stack([part.double().sum(0) for part in x.split(splits)])
+    torch.testing.assert_close(sums.double(), expected, rtol=1e-5, atol=1e-3)
+
+
+def test_formats_without_a_grouped_form_are_refused(device):
+    x = values(64, device)
+    with pytest.raises(ValueError, match="not to mxfp8"):
+        quantize_rows(x, groups_of((64,), 64, x.device), QuantizeSpec(MXFP8, E4M3))
+    with pytest.raises(ValueError, match="not to block1d"):
+        quantize_matrices(Matrices.of([x]), QuantizeSpec(BLOCK_1D, E4M3))
+
+
+@pytest.mark.parametrize(
+    "splits",
+    [(3, 4), (8, -1), torch.tensor([[7]]), torch.tensor([3.5, 3.5])],
+    ids=["sum", "sign", "2d", "float"],
+)
+def test_splits_that_are_no_rows_are_refused(splits, device):
+    with pytest.raises(ValueError, match="splits"):
+        groups_of(splits, 8, device)

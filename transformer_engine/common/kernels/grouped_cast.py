@@ -1,0 +1,400 @@
+"""FP8 codes of many matrices in one launch: the consecutive groups of rows of one matrix, or matrices by address.
+
+Every group is quantized as it would be alone, bit for bit: with its own scale and recorded maximum, or in its own
+blocks. Row codes keep the matrix's layout; codes of the transpose lie group by group, [K, rows rounded up to 128]
+each, zero past the last row, so that a product along the rows needs no masks. Scales of 1 x 128 blocks lie group by
+group too, [ceil(K / 128), rows] for the row codes and [tiles, K] for the transposed ones. See `grouped_gemm` for the
+layout tensor that says where the groups are.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import triton
+import triton.language as tl
+
+from ..formats import FLOAT32_MAX, Element, ceil_div
+from . import tile
+from .block_cast import _row_blocks
+from .cast import _record
+from .grouped_gemm import SLOT, TILE_ROWS, base_of, group_of_tile, rows_of_group, tiles_at_most
+from .launch import Launch
+from .rounding import as_float, magnitude_bits, scale_from_amax
+
+WIDTH = tl.constexpr(TILE_ROWS)
+VALUE_FOR_INF = tl.constexpr(FLOAT32_MAX)
+
+
+@triton.jit
+def _place_of(
+    program,
+    x,
+    table,
+    layout,
+    M,
+    K,
+    TILES_K,
+    GROUPS: tl.constexpr,
+    BY_ROWS: tl.constexpr,
+    HEIGHT: tl.constexpr,
+):
+    """(group, its matrix, its rows, first row of the tile, tile column, first row of all, first tile of all, tiles).
+
+    HEIGHT   rows of the program's tile, a part of the 128 that count as a tile of the layout
+    """
+    if BY_ROWS:
+        part = program // TILES_K
+        tile_k = program % TILES_K
+        tile_m = part // (WIDTH // HEIGHT)
+        group = group_of_tile(layout, tile_m, GROUPS)
+        start, rows, first_tile, tiles = rows_of_group(layout, tl.minimum(group, GROUPS - 1), GROUPS)
+        matrix = x + start.to(tl.int64) * K
+        first_m = (tile_m - first_tile) * WIDTH + part % (WIDTH // HEIGHT) * HEIGHT
+    else:
+        parts = tl.cdiv(M, HEIGHT)
+        group = program // (parts * TILES_K)
+        within = program % (parts * TILES_K)
+        tile_k = within // parts
+        matrix = base_of(x, table, group, M.to(tl.int64) * K)
+        first_m = within % parts * HEIGHT
+        rows = M
+        start = group * M
+        tiles = tl.cdiv(M, WIDTH)
+        first_tile = group * tiles
+    return (
+        group,
+        matrix,
+        rows,
+        first_m.to(tl.int64),
+        tile_k,
+        start.to(tl.int64),
+        first_tile.to(tl.int64),
+        tiles,
+    )
+
+
+@triton.jit
+def maximum_kernel(
+    x,
+    table,
+    layout,
+    amax,
+    M,
+    K,
+    TILES_K,
+    GROUPS: tl.constexpr,
+    BY_ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """amax[group] = max(amax[group], max|x|) over the group's elements, a tile a program."""
+    group, matrix, rows, first_m, tile_k, _, _, _ = _place_of(
+        tl.program_id(0), x, table, layout, M, K, TILES_K, GROUPS, BY_ROWS, BLOCK_M
+    )
+    if group < GROUPS:
+        first_k = (tile_k * BLOCK_K).to(tl.int64)
+        m = tl.arange(0, BLOCK_M)
+        values = tile.load_rows(
+            matrix, rows, K, first_m, first_k, m, tl.arange(0, BLOCK_K), EVEN and not BY_ROWS
+        )
+        _record(amax + group, tl.max(magnitude_bits(values)))
+
+
+@triton.jit
+def cast_kernel(
+    x,
+    table,
+    layout,
+    scale,
+    amax,
+    codes,
+    codes_t,
+    scale_inv,
+    M,
+    K,
+    TILES_K,
+    STRIDE,
+    OFFSET,
+    GROUPS: tl.constexpr,
+    BY_ROWS: tl.constexpr,
+    MAXIMUM: tl.constexpr,
+    EPSILON: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """One scale a group: scale[OFFSET + group * STRIDE] while amax there records max|x|, or, without scale, made from
+    amax[group]; scale_inv [GROUPS, SLOT], the first of a row being written."""
+    program = tl.program_id(0)
+    if program < GROUPS:
+        _scale_of(program, scale, amax, scale_inv, STRIDE, OFFSET, MAXIMUM, EPSILON, POWER_OF_TWO, True)
+    group, matrix, rows, first_m, tile_k, start, first_tile, tiles = _place_of(
+        program, x, table, layout, M, K, TILES_K, GROUPS, BY_ROWS, BLOCK_M
+    )
+    if group < GROUPS:
+        multiplier = _scale_of(
+            group, scale, amax, scale_inv, STRIDE, OFFSET, MAXIMUM, EPSILON, POWER_OF_TWO, False
+        )
+        first_k = (tile_k * BLOCK_K).to(tl.int64)
+        half = tl.arange(0, BLOCK_M // 2)
+        k = tl.arange(0, BLOCK_K)
+        even = tile.load_rows(matrix, rows, K, first_m, first_k, half * 2, k, EVEN and not BY_ROWS)
+        odd = tile.load_rows(matrix, rows, K, first_m, first_k, half * 2 + 1, k, EVEN and not BY_ROWS)
+        if codes is not None:
+            place = codes + start * K
+            narrow = (even.to(tl.float32) * multiplier).to(codes.dtype.element_ty)
+            tile.store_rows(place, rows, K, first_m, first_k, half * 2, k, narrow, EVEN and not BY_ROWS)
+            narrow = (odd.to(tl.float32) * multiplier).to(codes.dtype.element_ty)
+            tile.store_rows(place, rows, K, first_m, first_k, half * 2 + 1, k, narrow, EVEN and not BY_ROWS)
+        if codes_t is not None:
+            pairs = (tl.join(even, odd).to(tl.float32) * multiplier).to(codes_t.dtype.element_ty)
+            _store_transposed(
+                codes_t, pairs, rows, K, first_m, first_k, half, k, start, first_tile, tiles, BY_ROWS, EVEN
+            )
+        if scale is not None:
+            bits = tl.max(tl.maximum(magnitude_bits(even), magnitude_bits(odd)))
+            _record(amax + OFFSET + group * STRIDE, bits)
+
+
+@triton.jit
+def _scale_of(
+    group,
+    scale,
+    amax,
+    scale_inv,
+    STRIDE,
+    OFFSET,
+    MAXIMUM: tl.constexpr,
+    EPSILON: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    STORES: tl.constexpr,
+):
+    """The scale of a group, given or made from its amax; STORES writes its inverse."""
+    if scale is not None:
+        multiplier = tl.load(scale + OFFSET + group * STRIDE)
+        decode = tl.div_rn(1.0, multiplier)
+    else:
+        multiplier, decode = scale_from_amax(
+            tl.load(amax + group), MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF
+        )
+    if STORES:
+        tl.store(scale_inv + group * SLOT, decode)
+    return multiplier
+
+
+@triton.jit
+def _store_transposed(
+    codes_t,
+    pairs,
+    rows,
+    K,
+    first_m,
+    first_k,
+    half,
+    k,
+    start,
+    first_tile,
+    tiles,
+    BY_ROWS: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """A tile's codes into the group's [K, rows rounded up to 128], or into its [K, M] where matrices have one size.
+
+    EVEN   no column of the tile is past K, and, of matrices, no row past M. Groups of rows need no mask along the
+           rows, which would cut the stores into single words: theirs are rounded up.
+    """
+    if BY_ROWS:
+        depth = tiles * WIDTH
+        low, high = tl.split(pairs)
+        words = tl.trans(
+            low.to(tl.uint8, bitcast=True).to(tl.uint16)
+            | (high.to(tl.uint8, bitcast=True).to(tl.uint16) << 8)
+        )
+        place = (codes_t + first_tile * WIDTH * K).to(tl.pointer_type(tl.uint16))
+        places = place + (first_k * (depth // 2) + first_m // 2) + (k[:, None] * (depth // 2) + half[None, :])
+        inside = tl.broadcast_to((first_k + k < K)[:, None], words.shape)
+        tile.store(places, words, inside, EVEN)
+    else:
+        place = codes_t + start * K
+        tile.store_pairs_transposed(place, rows, K, first_m, first_k, half, k, pairs, True, EVEN)
+
+
+@triton.jit
+def row_block_kernel(
+    x,
+    table,
+    layout,
+    codes,
+    scale,
+    codes_t,
+    scale_t,
+    M,
+    K,
+    TILES_K,
+    GROUPS: tl.constexpr,
+    MAXIMUM: tl.constexpr,
+    EPSILON: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    INFINITE: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """1 x 128 blocks of groups of rows, along the rows unless codes is None, along the columns unless codes_t is."""
+    group, matrix, rows, first_m, tile_k, start, first_tile, tiles = _place_of(
+        tl.program_id(0), x, table, layout, M, K, TILES_K, GROUPS, True, WIDTH
+    )
+    if group < GROUPS:
+        first_k = (tile_k * WIDTH).to(tl.int64)
+        half = tl.arange(0, WIDTH // 2)
+        k = tl.arange(0, WIDTH)
+        even = tile.load_rows(matrix, rows, K, first_m, first_k, half * 2, k, False)
+        odd = tile.load_rows(matrix, rows, K, first_m, first_k, half * 2 + 1, k, False)
+        if codes is not None:
+            place = codes + start * K
+            decode = scale + start * TILES_K
+            _row_blocks(
+                place, decode, rows, K, first_m, first_k, half * 2, k, even,
+                MAXIMUM, EPSILON, POWER_OF_TWO, INFINITE, False,
+            )  # fmt: skip
+            _row_blocks(
+                place, decode, rows, K, first_m, first_k, half * 2 + 1, k, odd,
+                MAXIMUM, EPSILON, POWER_OF_TWO, INFINITE, False,
+            )  # fmt: skip
+        if codes_t is not None:
+            amax = as_float(tl.max(tl.maximum(magnitude_bits(even), magnitude_bits(odd)), 0))
+            multiplier, decode = scale_from_amax(amax, MAXIMUM, EPSILON, POWER_OF_TWO, INFINITE)
+            row = scale_t + (first_tile + first_m // WIDTH) * K + first_k
+            tile.store(row + k, decode, first_k + k < K, EVEN)
+            pairs = tl.join(even, odd).to(tl.float32) * multiplier[None, :, None]
+            _store_transposed(
+                codes_t, pairs.to(codes_t.dtype.element_ty), rows, K, first_m, first_k, half, k,
+                start, first_tile, tiles, True, EVEN,
+            )  # fmt: skip
+
+
+@triton.jit
+def square_block_kernel(
+    x,
+    table,
+    layout,
+    codes,
+    scale,
+    codes_t,
+    scale_t,
+    M,
+    K,
+    TILES_K,
+    GROUPS: tl.constexpr,
+    MAXIMUM: tl.constexpr,
+    EPSILON: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    INFINITE: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """128 x 128 blocks of matrices [M, K] by address: scale [GROUPS, tiles of M, of K], scale_t its transposes."""
+    _, matrix, rows, first_m, tile_k, start, first_tile, tiles = _place_of(
+        tl.program_id(0), x, table, layout, M, K, TILES_K, GROUPS, False, WIDTH
+    )
+    first_k = (tile_k * WIDTH).to(tl.int64)
+    tile_m = first_m // WIDTH
+    half = tl.arange(0, WIDTH // 2)
+    k = tl.arange(0, WIDTH)
+    even = tile.load_rows(matrix, rows, K, first_m, first_k, half * 2, k, EVEN)
+    odd = tile.load_rows(matrix, rows, K, first_m, first_k, half * 2 + 1, k, EVEN)
+    amax = as_float(tl.max(tl.maximum(magnitude_bits(even), magnitude_bits(odd))))
+    multiplier, decode = scale_from_amax(amax, MAXIMUM, EPSILON, POWER_OF_TWO, INFINITE)
+    if codes is not None:
+        tl.store(scale + (first_tile + tile_m) * TILES_K + tile_k, decode)
+        place = codes + start * K
+        narrow = (even.to(tl.float32) * multiplier).to(codes.dtype.element_ty)
+        tile.store_rows(place, rows, K, first_m, first_k, half * 2, k, narrow, EVEN)
+        narrow = (odd.to(tl.float32) * multiplier).to(codes.dtype.element_ty)
+        tile.store_rows(place, rows, K, first_m, first_k, half * 2 + 1, k, narrow, EVEN)
+    if codes_t is not None:
+        tl.store(scale_t + first_tile * TILES_K + tile_k * tiles + tile_m, decode)
+        pairs = (tl.join(even, odd).to(tl.float32) * multiplier).to(codes_t.dtype.element_ty)
+        _store_transposed(
+            codes_t, pairs, rows, K, first_m, first_k, half, k, start, first_tile, tiles, False, EVEN
+        )
+
+
+@functools.lru_cache(maxsize=1024)
+def maximum(shape: tuple[int, int], groups: int, by_rows: bool) -> Launch:
+    """Inputs: x [total, K] or one of the matrices [M, K], the table or None, layout or None; output: amax float32
+    [groups], which must hold 0 or more."""
+    block_m, block_k, warps = _MAXIMUM_TILE
+    grid, scalars, even = _grid(shape, groups, by_rows, block_m, block_k)
+    return Launch(maximum_kernel, grid, (), scalars, (groups, by_rows, block_m, block_k, even), warps)
+
+
+@functools.lru_cache(maxsize=1024)
+def cast(
+    shape: tuple[int, int],
+    groups: int,
+    by_rows: bool,
+    element: Element,
+    columnwise: bool,
+    stride: int,
+    offset: int,
+    power_of_two: bool,
+    epsilon: float,
+) -> Launch:
+    """Inputs: x [total, K] or one of the matrices [M, K] (M even), the table or None, layout or None, scale or None,
+    amax; outputs: codes or None, codes_t or None, scale_inv [groups, 4].
+
+    columnwise   is there to be codes_t
+    """
+    block_m, block_k, warps = _CAST_TILE
+    grid, scalars, even = _grid(shape, groups, by_rows, block_m, block_k)
+    steps = (groups, by_rows, element.maximum, epsilon, power_of_two, block_m, block_k, even)
+    return Launch(cast_kernel, grid, (), (*scalars, stride, offset), steps, warps)
+
+
+_MAXIMUM_TILE = (128, 128, 8)  # rows, columns, warps
+_CAST_TILE = (128, 64, 8)
+
+
+def _grid(
+    shape: tuple[int, int], groups: int, by_rows: bool, block_m: int, block_k: int
+) -> tuple[tuple[int, int, int], tuple[int, int, int], bool]:
+    """(grid, the kernels' scalars, does every tile end with its matrix's columns and, of matrices, rows?)"""
+    rows, depth = shape
+    tiles_k = ceil_div(depth, block_k)
+    if by_rows:
+        programs = tiles_at_most(rows, groups) * (TILE_ROWS // block_m) * tiles_k
+        return (programs, 1, 1), (0, depth, tiles_k), depth % block_k == 0
+    programs = groups * ceil_div(rows, block_m) * tiles_k
+    even = rows % block_m == 0 and depth % block_k == 0
+    return (programs, 1, 1), (rows, depth, tiles_k), even
+
+
+@functools.lru_cache(maxsize=1024)
+def row_blocks(
+    shape: tuple[int, int],
+    groups: int,
+    element: Element,
+    power_of_two: bool,
+    epsilon: float,
+    value_for_inf: float,
+) -> Launch:
+    """Inputs: x [total, K], None, layout; outputs: codes and scale or None, codes_t and scale_t or None."""
+    grid, scalars, even = _grid(shape, groups, True, TILE_ROWS, TILE_ROWS)
+    steps = (groups, element.maximum, epsilon, power_of_two, value_for_inf, even)
+    return Launch(row_block_kernel, grid, (), scalars, steps, warps=8)
+
+
+@functools.lru_cache(maxsize=1024)
+def square_blocks(
+    shape: tuple[int, int],
+    groups: int,
+    element: Element,
+    power_of_two: bool,
+    epsilon: float,
+    value_for_inf: float,
+) -> Launch:
+    """Inputs: a matrix [M, K] (M even), the table, None; outputs: codes, scale, codes_t, scale_t."""
+    grid, scalars, even = _grid(shape, groups, False, TILE_ROWS, TILE_ROWS)
+    steps = (groups, element.maximum, epsilon, power_of_two, value_for_inf, even)
+    return Launch(square_block_kernel, grid, (), scalars, steps, warps=8)

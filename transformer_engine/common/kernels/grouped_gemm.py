@@ -1,0 +1,372 @@
+"""y_e [M_e, N] = a_e [M_e, K] @ b_e [N, K].T and dw_e [N, K] = dy_e.T @ x_e for consecutive groups of rows.
+
+Where the groups lie is an int32 tensor on the device, the layout, so that no size travels to the host: the first row
+of every group, its first tile of 128 rows, and the group of every tile (`layout_kernel` writes it). Codes that are
+contracted along the rows lie group by group, each [columns, rows rounded up to 128] with zeros at the end.
+
+Partial sums are kept in float32. FP8 products with one scale a tensor either leave the sum to the tensor cores,
+which keep about 14 bits of it, or promote it every BLOCK_K elements; those with block scales promote it every block.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import triton
+import triton.language as tl
+
+from ..formats import ceil_div
+from . import tile
+from .launch import Launch
+
+TILE_ROWS = 128
+ROWS = tl.constexpr(TILE_ROWS)
+SCALE_SLOT = 4  # floats from one group's scale to the next: cuBLASLt takes scales at multiples of 16 bytes
+SLOT = tl.constexpr(SCALE_SLOT)
+
+UNSCALED, TENSOR_SCALES, BLOCK_SCALES = 0, 1, 2
+_BY_TENSOR = tl.constexpr(TENSOR_SCALES)
+_BY_BLOCK = tl.constexpr(BLOCK_SCALES)
+
+
+def layout_size(total: int, groups: int) -> int:
+    """Integers in the layout of groups that have total rows: two tables of groups + 1, and the tiles at most."""
+    return 2 * (groups + 1) + tiles_at_most(total, groups)
+
+
+def tiles_at_most(total: int, groups: int) -> int:
+    """Every group leaves at most one tile partly filled; also at least one a group."""
+    return total // TILE_ROWS + groups
+
+
+@triton.jit
+def layout_kernel(
+    splits, layout, TOTAL, TILES, GROUPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
+    """layout of splits [GROUPS], rows a group; WIDTH is a power of two above GROUPS. Rows past TOTAL are cut off."""
+    e = tl.arange(0, WIDTH)
+    rows = tl.load(splits + e, mask=e < GROUPS, other=0).to(tl.int32)
+    ends = tl.minimum(tl.cumsum(tl.maximum(rows, 0), 0), TOTAL)
+    rows = ends - tl.minimum(tl.cumsum(tl.maximum(rows, 0), 0) - tl.maximum(rows, 0), TOTAL)
+    tile_ends = tl.cumsum((rows + ROWS - 1) // ROWS, 0)
+    if tl.program_id(0) == 0:
+        tl.store(layout, 0)
+        tl.store(layout + GROUPS + 1, 0)
+        tl.store(layout + 1 + e, ends, mask=e < GROUPS)
+        tl.store(layout + GROUPS + 2 + e, tile_ends, mask=e < GROUPS)
+    t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    finished = (tile_ends[None, :] <= t[:, None]) & (e < GROUPS)[None, :]
+    tl.store(layout + 2 * (GROUPS + 1) + t, tl.sum(finished.to(tl.int32), 1), mask=t < TILES)
+
+
+@triton.jit
+def group_of_tile(layout, tile_m, GROUPS: tl.constexpr):
+    """The group of a tile; GROUPS for a tile that does not exist."""
+    return tl.load(layout + 2 * (GROUPS + 1) + tile_m)
+
+
+@triton.jit
+def rows_of_group(layout, group, GROUPS: tl.constexpr):
+    """(first row, rows, first tile, tiles) of a group."""
+    start = tl.load(layout + group)
+    rows = tl.load(layout + group + 1) - start
+    first_tile = tl.load(layout + GROUPS + 1 + group)
+    return start, rows, first_tile, tl.load(layout + GROUPS + 2 + group) - first_tile
+
+
+@triton.jit
+def base_of(matrices, table, group, size):
+    """Where matrix `group` of a stack begins, or of a table of addresses when there is one."""
+    if table is None:
+        base = matrices + group.to(tl.int64) * size
+    else:
+        base = tl.multiple_of(tl.load(table + group).to(tl.pointer_type(matrices.dtype.element_ty)), 16)
+    return base
+
+
+@triton.jit
+def rows_kernel(
+    a,
+    b,
+    table,
+    scale_a,
+    scale_b,
+    bias,
+    layout,
+    out,
+    N,
+    K,
+    TILES_M,
+    GROUPS: tl.constexpr,
+    SCALING: tl.constexpr,
+    IMPRECISE: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BAND: tl.constexpr,
+    STAGES: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """out [total, N]: rows of group e are a's rows [.., K] @ b_e [N, K].T (TRANSPOSED: @ b_e [K, N]).
+
+    scale_a   by tensor [GROUPS, SLOT]; by block, group after group, [ceil(K / 128), rows]
+    scale_b   by tensor [GROUPS, SLOT]; by block [GROUPS, ceil(N / 128), ceil(K / 128)]
+    """
+    tile_m, tile_n = tile.position(tl.program_id(0), TILES_M, tl.cdiv(N, BLOCK_N), BAND)
+    group = group_of_tile(layout, tile_m, GROUPS)
+    if group >= GROUPS:
+        return
+    start, rows, first_tile, _ = rows_of_group(layout, group, GROUPS)
+    first_m = (tile_m - first_tile) * ROWS
+    corner = (start + first_m).to(tl.int64)
+    m = tl.arange(0, ROWS)
+    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    # Rows past the end are read twice rather than masked: nobody stores them.
+    read_m = tl.minimum(m, rows - first_m - 1)
+    read_n = tl.minimum(n, N - 1)
+    a_tile = a + corner * K + (read_m[:, None] * K + k[None, :])
+    b_base = base_of(b, table, group, N.to(tl.int64) * K)
+    if TRANSPOSED:
+        b_tile = b_base + (k[:, None] * N + n[None, :])
+    else:
+        b_tile = b_base + (read_n[None, :] * K + k[:, None])
+    blocks_k = tl.cdiv(K, BLOCK_K)
+    if SCALING == _BY_BLOCK:
+        sa = scale_a + start.to(tl.int64) * blocks_k + first_m + read_m
+        sb = scale_b + (group * tl.cdiv(N, ROWS) + tile_n * BLOCK_N // ROWS) * blocks_k
+    total = tl.zeros((ROWS, BLOCK_N), dtype=tl.float32)
+    for block in tl.range(0, blocks_k, num_stages=STAGES):
+        if EVEN:
+            a_values = tl.load(a_tile)
+            b_values = tl.load(b_tile)
+        else:
+            inside = k < K - block * BLOCK_K
+            a_values = tl.load(a_tile, mask=inside[None, :], other=0.0)
+            b_values = tl.load(b_tile, mask=inside[:, None] & (n < N)[None, :], other=0.0)
+        if SCALING == _BY_BLOCK:
+            rescale = tl.load(sa + block * rows) * tl.load(sb + block)
+            total += tl.dot(a_values, b_values) * rescale[:, None]
+        else:
+            total = tl.dot(a_values, b_values, total, max_num_imprecise_acc=IMPRECISE)
+        a_tile += BLOCK_K
+        b_tile += BLOCK_K * N if TRANSPOSED else BLOCK_K
+    if SCALING == _BY_TENSOR:
+        total = total * tl.load(scale_a + group * SLOT) * tl.load(scale_b + group * SLOT)
+    if bias is not None:
+        total += tl.load(bias + group * N + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    places = out + corner * N + (m[:, None] * N + n[None, :])
+    tl.store(places, total.to(out.dtype.element_ty), mask=(m < rows - first_m)[:, None] & (n < N)[None, :])
+
+
+@triton.jit
+def columns_kernel(
+    a,
+    b,
+    scale_a,
+    scale_b,
+    layout,
+    table,
+    out,
+    N,
+    K,
+    GROUPS: tl.constexpr,
+    SCALING: tl.constexpr,
+    IMPRECISE: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BAND: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """out_e [N, K] = sum over the rows of group e of a [.., N] and b [.., K], or of codes [N, rows], [K, rows].
+
+    scale_a, scale_b   by tensor [GROUPS, SLOT]; by block, group after group, [tiles, N] and [tiles, K]
+    """
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    tiles_k = tl.cdiv(K, BLOCK_K)
+    group = tl.program_id(0) // (tiles_n * tiles_k)
+    tile_n, tile_k = tile.position(tl.program_id(0) % (tiles_n * tiles_k), tiles_n, tiles_k, BAND)
+    start, rows, first_tile, tiles = rows_of_group(layout, group, GROUPS)
+    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
+    m = tl.arange(0, BLOCK_M)
+    total = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    if SCALING == 0:
+        a_tile = a + start.to(tl.int64) * N + (m[:, None] * N + n[None, :])
+        b_tile = b + start.to(tl.int64) * K + (m[:, None] * K + k[None, :])
+        inside_n = (n < N)[None, :]
+        inside_k = (k < K)[None, :]
+        for block in tl.range(0, tl.cdiv(rows, BLOCK_M), num_stages=STAGES):
+            inside = (m < rows - block * BLOCK_M)[:, None]
+            a_values = tl.load(a_tile, mask=inside & inside_n, other=0.0)
+            b_values = tl.load(b_tile, mask=inside & inside_k, other=0.0)
+            total = tl.dot(tl.trans(a_values), b_values, total)
+            a_tile += BLOCK_M * N
+            b_tile += BLOCK_M * K
+    else:
+        depth = tiles * ROWS
+        corner = first_tile.to(tl.int64) * ROWS
+        # Columns past the end are other columns read again: nobody stores them.
+        read_n = tl.minimum(tl.arange(0, BLOCK_N), N - tile_n * BLOCK_N - 1)
+        read_k = tl.minimum(tl.arange(0, BLOCK_K), K - tile_k * BLOCK_K - 1)
+        a_tile = (
+            a + corner * N + (tile_n * BLOCK_N).to(tl.int64) * depth + (read_n[:, None] * depth + m[None, :])
+        )
+        b_tile = (
+            b + corner * K + (tile_k * BLOCK_K).to(tl.int64) * depth + (read_k[None, :] * depth + m[:, None])
+        )
+        if SCALING == _BY_BLOCK:
+            sa = scale_a + first_tile.to(tl.int64) * N + tile_n * BLOCK_N + read_n
+            sb = scale_b + first_tile.to(tl.int64) * K + tile_k * BLOCK_K + read_k
+        for block in tl.range(0, tiles * (ROWS // BLOCK_M), num_stages=STAGES):
+            a_values = tl.load(a_tile)
+            b_values = tl.load(b_tile)
+            if SCALING == _BY_BLOCK:
+                by_row = tl.load(sa + block * N)
+                by_column = tl.load(sb + block * K)
+                total += tl.dot(a_values, b_values) * by_row[:, None] * by_column[None, :]
+            else:
+                total = tl.dot(a_values, b_values, total, max_num_imprecise_acc=IMPRECISE)
+            a_tile += BLOCK_M
+            b_tile += BLOCK_M
+        if SCALING == _BY_TENSOR:
+            total = total * tl.load(scale_a + group * SLOT) * tl.load(scale_b + group * SLOT)
+    places = base_of(out, table, group, N.to(tl.int64) * K) + (n[:, None].to(tl.int64) * K + k[None, :])
+    inside = (n < N)[:, None] & (k < K)[None, :]
+    if ACCUMULATE:
+        total += tl.load(places, mask=inside, other=0.0).to(tl.float32)
+    tl.store(places, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def row_sums_kernel(x, layout, sums, N, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """sums [GROUPS, N] = the sum of every group's rows of x [total, N], in float32 and in one order."""
+    group = tl.program_id(0)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.arange(0, BLOCK_M)
+    start, rows, _, _ = rows_of_group(layout, group, GROUPS)
+    matrix = x + start.to(tl.int64) * N
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for first in range(0, rows, BLOCK_M):
+        inside = (first + m < rows)[:, None] & (n < N)[None, :]
+        places = matrix + ((first + m).to(tl.int64)[:, None] * N + n[None, :])
+        total += tl.load(places, mask=inside, other=0.0).to(tl.float32)
+    tl.store(sums + group * N + n, tl.sum(total, 0), mask=n < N)
+
+
+@functools.lru_cache(maxsize=256)
+def layout_of(total: int, groups: int) -> Launch:
+    """Inputs: splits [groups] of any integer type; output: layout int32 [layout_size]."""
+    tiles = tiles_at_most(total, groups)
+    width = triton.next_power_of_2(groups)
+    block = max(1, min(128, 8192 // width))
+    return Launch(
+        layout_kernel, (ceil_div(tiles, block), 1, 1), (), (total, tiles), (groups, width, block), warps=4
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def product_of_rows(
+    total: int,
+    width: int,
+    depth: int,
+    groups: int,
+    *,
+    scaling: int,
+    exact: bool = False,
+    transposed: bool = False,
+    shared_memory: int = 1 << 30,
+) -> Launch:
+    """Inputs: a [total, depth], b or one of its matrices, the table or None, scale_a, scale_b, bias [groups, width] or
+    None, layout; output: out [total, width]."""
+    block_n, block_k, band, stages, warps = _tile_of_rows(width, scaling, shared_memory)
+    even = depth % block_k == 0 and (not transposed or width % block_n == 0)
+    tiles_m = tiles_at_most(total, groups)
+    return Launch(
+        rows_kernel,
+        (tiles_m * ceil_div(width, block_n), 1, 1),
+        (),
+        (width, depth, tiles_m),
+        (
+            groups,
+            scaling,
+            block_k if exact else None,
+            transposed,
+            block_n,
+            block_k,
+            band,
+            stages,
+            even,
+        ),
+        warps,
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def product_of_columns(
+    width: int,
+    depth: int,
+    groups: int,
+    *,
+    scaling: int,
+    exact: bool = False,
+    accumulates: bool = False,
+    shared_memory: int = 1 << 30,
+) -> Launch:
+    """Inputs: a, b, scale_a, scale_b, layout, the table of results or None; output: out [groups, width, depth], or one
+    of the table's matrices."""
+    block_n, block_k, block_m, band, stages, warps = _tile_of_columns(scaling, shared_memory)
+    programs = groups * ceil_div(width, block_n) * ceil_div(depth, block_k)
+    return Launch(
+        columns_kernel,
+        (programs, 1, 1),
+        (),
+        (width, depth),
+        (
+            groups,
+            scaling,
+            block_m if exact else None,
+            accumulates,
+            block_n,
+            block_k,
+            block_m,
+            band,
+            stages,
+        ),
+        warps,
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def row_sums(width: int, groups: int) -> Launch:
+    """Inputs: x [total, width], layout; output: sums float32 [groups, width]."""
+    grid = (groups, ceil_div(width, 128), 1)
+    return Launch(row_sums_kernel, grid, (), (width,), (groups, 32, 128), warps=4)
+
+
+_LARGE = 200 << 10  # bytes of shared memory that four stages of the wide tiles need
+
+
+def _tile_of_rows(width: int, scaling: int, shared_memory: int) -> tuple[int, int, int, int, int]:
+    """(columns, depth, tiles a band, stages, warps) of a program's tile of 128 rows."""
+    # H200, TFLOP/s, 64 groups of 512 x 1408 x 2048 and 8 of 2048 x 4096 x 2048: bfloat16 128 columns, 3 stages, 4 warps
+    # 641 and 687, 256 columns, 4 stages, 8 warps 597 and 713; e4m3 fast 128 columns 1065 and 1174, 256 1000 and 1182;
+    # promoted 884 and 949, 387 and 508; block scales 64 columns, 4 warps 725 and 766, 128 columns, 8 warps 691 and 727.
+    if scaling == UNSCALED:
+        return (256, 64, 8, 4, 8) if width % 256 == 0 and shared_memory > _LARGE else (128, 64, 4, 3, 4)
+    if scaling == BLOCK_SCALES:
+        return (64, 128, 8, 4 if shared_memory > _LARGE else 3, 4)
+    return (128, 128, 8, 3, 4)
+
+
+def _tile_of_columns(scaling: int, shared_memory: int) -> tuple[int, int, int, int, int, int]:
+    """(rows of the result, its columns, contracted rows a step, tiles a band, stages, warps)."""
+    # H200, TFLOP/s, the same shapes: bfloat16 256 columns 502 and 712, 128 columns 473 and 620; e4m3 promoted 601
+    # and 949, 256 columns 353 and 472; block scales 64 x 128 with 4 warps 472 and 676, 128 x 128 with 8 316 and 449.
+    if scaling == UNSCALED:
+        return (128, 256, 64, 4, 4, 8) if shared_memory > _LARGE else (128, 128, 64, 4, 3, 4)
+    if scaling == BLOCK_SCALES:
+        return (64, 128, 128, 8, 3, 4)
+    return (128, 128, 128, 4, 3, 4)

@@ -1,0 +1,173 @@
+"""Groups: where consecutive groups of rows lie, and Matrices: one matrix a group, all without a word to the host.
+
+Kernels read both from small tensors on the device: the layout that `common/kernels/grouped_gemm` describes, and a
+table of addresses. Tables made from numbers that the host knows are kept, so that a repeated call copies nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ....common.formats import ceil_div
+from ....common.kernels import launch
+
+TILE_ROWS = 128  # as in common/kernels/grouped_gemm, which only imports where Triton is installed
+
+_KEPT_TABLES = 1024
+_Numbers = tuple[torch.device, torch.dtype, tuple[int, ...]]
+_tables: dict[
+    _Numbers, dict[int, Tensor]
+] = {}  # and by stream: one must not read what another is still filling
+
+
+def on_device(numbers: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """numbers as a tensor on the device, kept for the next call with the same ones; the host does not wait.
+
+    Raises RuntimeError while a graph is captured, unless an earlier call has put the numbers there.
+    """
+    key = (device, dtype, numbers)
+    tables = _tables.get(key)
+    if tables is None:
+        if len(_tables) >= _KEPT_TABLES:
+            _tables.clear()
+        tables = _tables[key] = {}
+    on_gpu = device.type == "cuda" and device.index is not None and launch.MISSING is None
+    stream = launch.current_stream(device.index) if on_gpu else 0
+    table = tables.get(stream)
+    if table is None:
+        table = _copied(numbers, dtype, device, tables)
+        tables[stream] = table
+    return table
+
+
+def _copied(
+    numbers: tuple[int, ...], dtype: torch.dtype, device: torch.device, others: dict[int, Tensor]
+) -> Tensor:
+    table = torch.tensor(numbers, dtype=dtype)
+    if device.type != "cuda":
+        return table
+    if not torch.cuda.is_current_stream_capturing():
+        return table.pin_memory().to(device, non_blocking=True)
+    # Capturing begins with a synchronization, after which every stream may read every table.
+    for known in others.values():
+        return known
+    raise RuntimeError(
+        "a graph is being captured, and sizes or addresses of the groups that it needs are not on the GPU yet; "
+        "call the layer once with the same sizes before capturing"
+    )
+
+
+class Groups(NamedTuple):
+    """count groups of rows, one after another, of a matrix with total rows.
+
+    rows     of each group where the host knows them, else None
+    layout   int32, on the matrix's device: first row and first tile of 128 rows of every group and of the end
+             [2 x (count + 1)], then the group of every tile (count: no such tile)
+    padded   rows of all groups, each rounded up to 128; where the host does not know, the most it can be
+    """
+
+    count: int
+    total: int
+    rows: tuple[int, ...] | None
+    layout: Tensor
+    padded: int
+
+    @property
+    def known_rows(self) -> tuple[int, ...]:
+        """The rows of each group; the host waits for the device where it does not know them."""
+        if self.rows is not None:
+            return self.rows
+        starts = self.layout[: self.count + 1].tolist()
+        return tuple(end - start for start, end in itertools.pairwise(starts))
+
+
+def tiles_at_most(total: int, count: int) -> int:
+    """Tiles of 128 rows that count groups can need: each leaves at most one partly filled."""
+    return total // TILE_ROWS + count
+
+
+def groups_of(splits: Sequence[int] | Tensor, total: int, device: torch.device) -> Groups:
+    """The groups of a matrix with total rows on device, splits rows each.
+
+    A tensor on the device stays there: nothing checks that it adds up to total, rows past it are cut off.
+    Raises ValueError for numbers that are negative or do not add up.
+    """
+    if isinstance(splits, Tensor):
+        if splits.dim() != 1 or splits.is_floating_point():
+            raise ValueError(
+                f"splits is {splits.dtype} {list(splits.shape)}; give one integer a group, in one dimension"
+            )
+        if splits.is_cuda and device.type == "cuda" and launch.MISSING is None:
+            return _laid_out_on_device(splits, total)
+        splits = splits.tolist()
+    rows = tuple(splits)
+    if sum(rows) != total or min(rows, default=-1) < 0:
+        raise ValueError(f"splits={list(rows)} must be numbers >= 0 that add up to the {total} rows")
+    numbers, padded = _layout(rows)
+    return Groups(len(rows), total, rows, on_device(numbers, torch.int32, device), padded)
+
+
+@functools.lru_cache(maxsize=_KEPT_TABLES)
+def _layout(rows: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
+    """(the layout's numbers, rows of all groups rounded up)."""
+    starts, tiles, group_of_tile = [0], [0], []
+    for group, extent in enumerate(rows):
+        count = ceil_div(extent, TILE_ROWS)
+        starts.append(starts[-1] + extent)
+        tiles.append(tiles[-1] + count)
+        group_of_tile += [group] * count
+    absent = tiles_at_most(starts[-1], len(rows)) - len(group_of_tile)
+    numbers = (*starts, *tiles, *group_of_tile, *[len(rows)] * absent)
+    return numbers, tiles[-1] * TILE_ROWS
+
+
+def _laid_out_on_device(splits: Tensor, total: int) -> Groups:
+    from ....common.kernels import grouped_gemm as kernels
+
+    count = splits.shape[0]
+    layout = torch.empty(kernels.layout_size(total, count), dtype=torch.int32, device=splits.device)
+    launch.start(kernels.layout_of(total, count), (splits.contiguous(), layout), splits.get_device())
+    return Groups(count, total, None, layout, tiles_at_most(total, count) * TILE_ROWS)
+
+
+class Matrices(NamedTuple):
+    """One contiguous matrix [rows, columns] a group, of one dtype, where they are: a table of addresses on a GPU."""
+
+    tensors: tuple[Tensor, ...]
+    table: Tensor | None
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> Matrices:
+        """The addresses are read anew at every call: whoever owns a tensor may have moved its storage."""
+        first = tensors[0]
+        if not first.is_cuda:
+            return cls(tuple(tensors), None)
+        addresses = tuple([tensor.data_ptr() for tensor in tensors])
+        return cls(tuple(tensors), on_device(addresses, torch.int64, first.device))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.tensors[0].shape
+        return rows, columns
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensors[0].dtype
+
+
+def irregular(tensors: Sequence[Tensor]) -> str | None:
+    """Why tensors cannot be Matrices; None if they can."""
+    first = tensors[0]
+    shape, dtype, device = first.shape, first.dtype, first.device
+    for tensor in tensors:
+        if tensor.shape != shape or tensor.dtype != dtype or tensor.device != device:
+            return "the matrices differ in shape, dtype or device"
+        if not tensor.is_contiguous() or tensor.data_ptr() % 16:
+            return "a matrix is not contiguous, or does not begin at a multiple of 16 bytes"
+    return None

@@ -1,0 +1,83 @@
+"""One group's part of the operands of a grouped product, as the operands of a product of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from ....common.formats import FLOAT8, ceil_div
+from ..operand import Operand
+from .groups import TILE_ROWS
+from .request import GroupedColumns, GroupedMatrices, GroupedProduct, GroupedRows
+
+
+def rows_of(a: GroupedRows, rows: tuple[int, ...]) -> Iterator[Operand]:
+    """a_e [M_e, K] of every group."""
+    if a.format is None or a.scale is None:
+        for codes in a.codes.split(rows):
+            yield Operand(codes, dtype=codes.dtype)
+        return
+    if a.format == FLOAT8:
+        for codes, scale in zip(a.codes.split(rows), _first_column(a.scale), strict=True):
+            yield Operand(codes, scale, FLOAT8)
+        return
+    blocks = ceil_div(a.codes.shape[1], TILE_ROWS)
+    scales = a.scale.split([m * blocks for m in rows])
+    for codes, scale in zip(a.codes.split(rows), scales, strict=True):
+        yield Operand(codes, scale.view(blocks, len(codes)).t(), a.format)
+
+
+def columns_of(a: GroupedColumns, rows: tuple[int, ...], width: int) -> Iterator[Operand]:
+    """a_e.T [width, M_e] of every group; quantized, M_e rounded up to 128, the codes past it being zero."""
+    if a.format is None or a.scale is None:
+        for codes in a.codes.split(rows):
+            yield Operand(codes.t(), dtype=codes.dtype)
+        return
+    tiles = [ceil_div(m, TILE_ROWS) for m in rows]
+    codes = a.codes.split([count * TILE_ROWS * width for count in tiles])
+    scales = (
+        _first_column(a.scale) if a.format == FLOAT8 else a.scale.split([count * width for count in tiles])
+    )
+    for part, scale, count in zip(codes, scales, tiles, strict=True):
+        matrix = part.view(width, count * TILE_ROWS)
+        yield Operand(matrix, scale if a.format == FLOAT8 else scale.view(count, width).t(), a.format)
+
+
+def matrices_of(b: GroupedMatrices) -> Iterator[Operand]:
+    """b_e [N, K] of every group."""
+    if b.codes is None or b.scale is None:
+        assert b.matrices is not None
+        for matrix in b.matrices.tensors:
+            yield Operand(matrix.t() if b.transposed else matrix, dtype=matrix.dtype)
+        return
+    scales = _first_column(b.scale) if b.format == FLOAT8 else b.scale.unbind(0)
+    for codes, scale in zip(b.codes.unbind(0), scales, strict=True):
+        yield Operand(codes, scale, b.format)
+
+
+def _first_column(scale: Tensor) -> tuple[Tensor, ...]:
+    """[1] of every group, of [groups, 4]."""
+    return scale[:, :1].unbind(0)
+
+
+def results_of(product: GroupedProduct) -> tuple[Tensor, ...]:
+    """Where each group's result goes."""
+    out = product.out
+    if isinstance(product.b, GroupedMatrices):
+        assert isinstance(out, Tensor)
+        return out.split(product.groups.known_rows)
+    return tuple(out.unbind(0)) if isinstance(out, Tensor) else tuple(out)
+
+
+def operands_of(product: GroupedProduct) -> Iterator[tuple[int, Operand, Operand, Tensor]]:
+    """(rows, a, b, result) of every group."""
+    rows = product.groups.known_rows
+    if isinstance(product.b, GroupedMatrices):
+        assert isinstance(product.a, GroupedRows)
+        first, second = rows_of(product.a, rows), matrices_of(product.b)
+    else:
+        assert isinstance(product.a, GroupedColumns)
+        width, depth = product.extents
+        first, second = columns_of(product.a, rows, width), columns_of(product.b, rows, depth)
+    return zip(rows, first, second, results_of(product), strict=True)

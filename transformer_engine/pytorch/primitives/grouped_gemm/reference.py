@@ -1,0 +1,25 @@
+"""A grouped product as a loop over the groups, each of them one call of `gemm`: any format, any device.
+
+It needs every group's number of rows on the host, and waits for the device where it has to ask.
+"""
+
+from __future__ import annotations
+
+from ....common.dispatch import Backend
+from ..gemm import Epilogue, gemm
+from .pieces import operands_of
+from .request import GroupedGemmRequest, GroupedProduct
+
+
+def refuses(request: GroupedGemmRequest) -> str | None:
+    return None
+
+
+def run(product: GroupedProduct) -> None:
+    biases = [None] * product.groups.count if product.bias is None else product.bias.unbind(0)
+    for bias, (_, a, b, out) in zip(biases, operands_of(product), strict=True):
+        epilogue = Epilogue(out.dtype, bias=bias, out=out, accumulate=product.accumulate, exact=product.exact)
+        gemm(a, b, epilogue)
+
+
+BACKEND = Backend[GroupedGemmRequest]("reference", run, refuses)

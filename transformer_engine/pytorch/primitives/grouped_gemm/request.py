@@ -1,0 +1,142 @@
+"""What a grouped product is asked for: operands of all groups at once, and the request that backends judge."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ....common.formats import TensorFormat
+from ...device import get_device_compute_capability
+from .groups import Groups, Matrices
+
+
+class GroupedRows(NamedTuple):
+    """The rows of all groups [total, K], contracted along K.
+
+    codes   [total, K] contiguous: FP8, or high precision when format is None
+    scale   FLOAT8 float32 [groups, 4], of which the first column counts: scales lie 16 bytes apart;
+            BLOCK_1D float32, group after group [ceil(K / 128), rows], as one dimension
+    """
+
+    codes: Tensor
+    scale: Tensor | None = None
+    format: TensorFormat | None = None
+
+
+class GroupedColumns(NamedTuple):
+    """The same, contracted along the rows of each group.
+
+    codes   high precision [total, K] when format is None; else the transpose of every group, group after group
+            [K, rows rounded up to 128] with zeros at the end, as one dimension
+    scale   FLOAT8 float32 [groups, 4]; BLOCK_1D float32, group after group [ceil(rows / 128), K], as one dimension
+    """
+
+    codes: Tensor
+    scale: Tensor | None = None
+    format: TensorFormat | None = None
+
+
+class GroupedMatrices(NamedTuple):
+    """One matrix a group, b_e [N, K], contracted along K.
+
+    matrices     high precision, where they are; transposed: [K, N] each
+    codes        FP8 [groups, N, K] instead
+    scale        FLOAT8 float32 [groups, 4]; BLOCK_2D float32 [groups, ceil(N / 128), ceil(K / 128)]
+    """
+
+    matrices: Matrices | None = None
+    transposed: bool = False
+    codes: Tensor | None = None
+    scale: Tensor | None = None
+    format: TensorFormat | None = None
+
+    @property
+    def extents(self) -> tuple[int, int]:
+        """(N, K)"""
+        if self.codes is not None:
+            return self.codes.shape[1], self.codes.shape[2]
+        assert self.matrices is not None
+        rows, columns = self.matrices.shape
+        return (columns, rows) if self.transposed else (rows, columns)
+
+    @property
+    def element(self) -> torch.dtype:
+        if self.codes is not None:
+            return self.codes.dtype
+        assert self.matrices is not None
+        return self.matrices.dtype
+
+
+class GroupedProduct(NamedTuple):
+    """One call: along the columns when b holds matrices, along the rows when it holds columns too.
+
+    extents   (N, K) of b_e or of the result
+    out       [total, N]; along the rows a stack [groups, N, K] or one tensor a group, added to with accumulate
+    bias      [groups, N], along the columns only
+    """
+
+    a: GroupedRows | GroupedColumns
+    b: GroupedMatrices | GroupedColumns
+    groups: Groups
+    extents: tuple[int, int]
+    out: Tensor | Sequence[Tensor]
+    bias: Tensor | None = None
+    accumulate: bool = False
+    exact: bool = True
+
+
+class GroupedGemmRequest(NamedTuple):
+    """The facts a backend may judge; never values.
+
+    along     "columns": y_e = a_e @ b_e.T; "rows": dw_e = a_e.T @ b_e
+    fits      FP8 only: is every group's number of rows a multiple of 16?
+    n, k      extents of a group's result and contraction, but for its rows
+    """
+
+    along: str
+    a_format: TensorFormat | None
+    b_format: TensorFormat | None
+    a_element: torch.dtype
+    b_element: torch.dtype
+    result: torch.dtype
+    groups: int
+    rows: int
+    rows_known: bool
+    fits: bool
+    n: int
+    k: int
+    device: str
+    capability: tuple[int, int]
+
+
+def request_of(
+    along: str,
+    a: GroupedRows | GroupedColumns,
+    b: GroupedMatrices | GroupedColumns,
+    b_element: torch.dtype,
+    groups: Groups,
+    n: int,
+    k: int,
+    result: torch.dtype,
+) -> GroupedGemmRequest:
+    device = a.codes.device.type
+    rows = groups.rows
+    return GroupedGemmRequest(
+        along,
+        a.format,
+        b.format,
+        a.codes.dtype,
+        b_element,
+        result,
+        groups.count,
+        groups.total,
+        rows is not None,
+        rows is not None and (a.format is None or not any(extent % 16 for extent in rows)),
+        n,
+        k,
+        device,
+        get_device_compute_capability() if device == "cuda" else (0, 0),
+    )

@@ -1,0 +1,55 @@
+"""codes, scales of every group = quantize(its rows, spec), bit for bit, for all groups at once."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ....common.dispatch import Table
+from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8
+from ..grouped_gemm import Groups, Matrices
+from ..quantize import QuantizeSpec
+from . import reference, triton
+from .spec import GroupedQuantized, GroupedQuantizeRequest, ScaleSlots
+from .sums import row_sums
+
+__all__ = [
+    "TABLE",
+    "GroupedQuantizeRequest",
+    "GroupedQuantized",
+    "ScaleSlots",
+    "quantize_matrices",
+    "quantize_rows",
+    "row_sums",
+]
+
+TABLE: Table[GroupedQuantizeRequest] = Table("grouped_quantize", (triton.BACKEND, reference.BACKEND))
+
+
+def quantize_rows(
+    x: Tensor, groups: Groups, spec: QuantizeSpec, slots: ScaleSlots | None = None
+) -> GroupedQuantized:
+    """Each group of rows of x [total, K] by itself: FLOAT8 by the scales of slots or its own amax, or in 1x128 blocks.
+
+    Raises ValueError for another format.
+    """
+    if spec.format not in (FLOAT8, BLOCK_1D):
+        raise ValueError(f"groups of rows are quantized to float8 or block1d, not to {spec.format.name}")
+    shape = (x.shape[0], x.shape[1])
+    request = GroupedQuantizeRequest(spec, False, groups.count, shape, x.dtype, x.device, slots is not None)
+    return TABLE.select(request).run(x, groups, spec, slots)
+
+
+def quantize_matrices(
+    matrices: Matrices, spec: QuantizeSpec, slots: ScaleSlots | None = None
+) -> GroupedQuantized:
+    """Each matrix [M, K] by itself: FLOAT8 by the scales of slots or its own amax, or in 128x128 blocks.
+
+    Raises ValueError for another format.
+    """
+    if spec.format not in (FLOAT8, BLOCK_2D):
+        raise ValueError(f"matrices are quantized to float8 or block2d, not to {spec.format.name}")
+    first = matrices.tensors[0]
+    request = GroupedQuantizeRequest(
+        spec, True, len(matrices.tensors), matrices.shape, first.dtype, first.device, slots is not None
+    )
+    return TABLE.select(request).run(matrices, None, spec, slots)

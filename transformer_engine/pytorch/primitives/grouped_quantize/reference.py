@@ -1,0 +1,97 @@
+"""Grouped quantization as a loop of `quantize`, one call a group, its results put where the kernels put theirs.
+
+It needs every group's number of rows on the host, and waits for the device where it has to ask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ....common.dispatch import Backend
+from ....common.formats import round_up
+from ..grouped_gemm import Groups, Matrices
+from ..quantize import Quantized, QuantizeSpec, quantize
+from .spec import GroupedQuantized, GroupedQuantizeRequest, ScaleSlots
+
+
+def refuses(request: GroupedQuantizeRequest) -> str | None:
+    return None
+
+
+def run(
+    values: Tensor | Matrices, groups: Groups | None, spec: QuantizeSpec, slots: ScaleSlots | None
+) -> GroupedQuantized:
+    if isinstance(values, Matrices):
+        parts = _each(values.tensors, spec, slots)
+        stacks = [_stacked([part[i] for part in parts]) for i in range(4)]
+        codes, scale, codes_t, scale_t = stacks
+        if spec.tile is None:
+            scale, scale_t = (None if s is None else _apart(s) for s in (scale, scale_t))
+        return GroupedQuantized(codes, scale, codes_t, scale_t)
+    assert groups is not None
+    parts = _each(values.split(groups.known_rows), spec, slots)
+    scale, scale_t = _flat([part.scale for part in parts]), _flat([part.scale_t for part in parts])
+    if spec.tile is None:
+        scale, scale_t = (None if s is None else _apart(s) for s in (scale, scale_t))
+    return GroupedQuantized(
+        _joined([part.codes for part in parts]),
+        scale,
+        _flat([_padded(part.codes_t) for part in parts]),
+        scale_t,
+    )
+
+
+def _each(parts: Sequence[Tensor], spec: QuantizeSpec, slots: ScaleSlots | None) -> list[Quantized]:
+    if slots is None:
+        return [quantize(part, spec) for part in parts]
+    made = []
+    for group, part in enumerate(parts):
+        scale, amax = slots.of_group(group)
+        made.append(quantize(part, spec, scale=scale, record=amax))
+    return made
+
+
+def _stacked(tensors: list[Tensor | None]) -> Tensor | None:
+    found = [tensor for tensor in tensors if tensor is not None]
+    return _bytewise(torch.stack, found) if found else None
+
+
+def _joined(tensors: list[Tensor | None]) -> Tensor | None:
+    found = [tensor for tensor in tensors if tensor is not None]
+    return _bytewise(torch.cat, found) if found else None
+
+
+def _flat(tensors: list[Tensor | None]) -> Tensor | None:
+    """One after another as they lie: scales of 1x128 blocks keep their rows contiguous, hence the transpose."""
+    found = [tensor for tensor in tensors if tensor is not None]
+    if not found:
+        return None
+    return _bytewise(
+        torch.cat, [(t.t() if t.dtype == torch.float32 and t.dim() == 2 else t).reshape(-1) for t in found]
+    )
+
+
+def _apart(scale: Tensor) -> Tensor:
+    """[groups] -> [groups, 4], four times the same."""
+    return scale.reshape(-1, 1).repeat(1, 4)
+
+
+def _padded(codes_t: Tensor | None) -> Tensor | None:
+    """[K, rows] with zero codes up to a multiple of 128 rows."""
+    if codes_t is None:
+        return None
+    more = round_up(codes_t.shape[1], 128) - codes_t.shape[1]
+    return torch.nn.functional.pad(codes_t.view(torch.uint8), (0, more)).view(codes_t.dtype)
+
+
+def _bytewise(function, tensors: list[Tensor]) -> Tensor:
+    """torch joins no FP8 tensors on every device."""
+    if tensors[0].element_size() != 1:
+        return function(tensors)
+    return function([tensor.view(torch.uint8) for tensor in tensors]).view(tensors[0].dtype)
+
+
+BACKEND = Backend[GroupedQuantizeRequest]("reference", run, refuses)

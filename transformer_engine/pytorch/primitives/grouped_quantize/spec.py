@@ -1,0 +1,53 @@
+"""What a grouped quantization is asked for, and what it answers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..quantize import QuantizeSpec
+
+
+class ScaleSlots(NamedTuple):
+    """Given scales, one a group: scale[offset + e * stride], and amax there that keeps the larger of itself and max|x|.
+
+    scale   float32, one dimension
+    amax    float32 of as many elements, or with more rows, the first of which counts
+    """
+
+    scale: Tensor
+    amax: Tensor
+    stride: int
+    offset: int
+
+    def of_group(self, group: int) -> tuple[Tensor, Tensor]:
+        """(scale [1], amax [1]) of a group, as views."""
+        slot = self.offset + group * self.stride
+        return self.scale[slot : slot + 1], self.amax.view(-1)[slot : slot + 1]
+
+
+class GroupedQuantized(NamedTuple):
+    """Codes of all groups; None where a direction was not asked for.
+
+    Of groups of rows [total, K], how `GroupedRows` and `GroupedColumns` of `grouped_gemm` hold them; of matrices
+    [M, K] codes [groups, M, K] and codes_t [groups, K, M], scales [groups, 4] or [groups, blocks, blocks].
+    """
+
+    codes: Tensor | None
+    scale: Tensor | None
+    codes_t: Tensor | None
+    scale_t: Tensor | None
+
+
+class GroupedQuantizeRequest(NamedTuple):
+    """The facts a backend may judge; shape is that of all rows, or of one matrix where there are matrices."""
+
+    spec: QuantizeSpec
+    matrices: bool
+    groups: int
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    device: torch.device
+    scale_given: bool
