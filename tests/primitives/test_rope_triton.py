@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from transformer_engine.common.dispatch import use_backend
+from transformer_engine.pytorch.functions.rope import rope_qkv
 from transformer_engine.pytorch.primitives import rope
 from transformer_engine.pytorch.primitives.rope import Positions, RopeRequest, RopeSpec, reference, triton
 
@@ -141,6 +142,20 @@ def test_a_packed_qkv_splits_and_joins_by_heads(tensor_format, device):
     q, k, v = rope.rope_qkv_forward(qkv, *how)
     assert q.shape == (*shape, 6, 4) and k.shape == (*shape, 3, 4) and torch.equal(v, qkv[..., 12:])
     torch.testing.assert_close(rope.rope_qkv_backward(q, k, v, *how), qkv)
+
+
+def test_gradients_of_a_packed_qkv_are_those_of_its_parts(device):
+    qkv = torch.randn(4, 2, 3, 20, device=device, requires_grad=True)
+    angles, sizes, spec = torch.randn(4, 4, device=device), (8, 4, 8), RopeSpec("sbhd")
+    parts = rope_qkv(qkv, angles, angles, Positions(), sizes, spec)
+    gradients = [torch.randn_like(part) for part in parts]
+    (dqkv,) = torch.autograd.grad(parts, qkv, gradients)
+    q, k, _ = torch.split(qkv.detach(), list(sizes), dim=-1)
+    q = q.reshape(4, 2, 6, 4)
+    for part, x in ((parts[0], q), (parts[1], k)):
+        torch.testing.assert_close(part, rope.rope_forward(x, angles, Positions(), spec))
+    dq, dk = (rope.rope_backward(g, angles, Positions(), spec) for g in gradients[:2])
+    torch.testing.assert_close(dqkv, torch.cat((dq.reshape(4, 2, 3, 8), dk, gradients[2]), -1))
 
 
 def test_a_packed_qkv_that_does_not_split_by_heads_raises(device):

@@ -1,7 +1,8 @@
 """y = keep ? x / (1 - p) : 0, y = keep ? (x + bias) / (1 - p) + residual : residual, and dx from the mask.
 
-Element i of the flattened tensor is kept when the upper 24 bits of word i % 4 of Philox-4x32-10, counter i // 4, are
-not below p * 2^24 (Salmon et al., 2011). The mask holds one bit an element, element 8 j + b in bit b of byte j.
+Element i of the flattened tensor is kept when 16 random bits are not below p * 2^16: half i % 2, the lower first, of
+word i // 2 % 4 of Philox-4x32-7 with counter i // 8 (Salmon et al., 2011). The mask holds one bit an element, element
+8 j + b in bit b of byte j: one counter makes one byte, and a thread that holds eight elements needs no other's bits.
 """
 
 from __future__ import annotations
@@ -10,19 +11,40 @@ import triton
 import triton.language as tl
 
 from ..formats import ceil_div
+from . import tile
 from .launch import Launch, Output
 
-_BLOCK = 4096
+# Elements a program. H200, 8192 x 4096: forward 0.037 ms, 2048 and 4096 0.041, 8192 0.052; backward 0.037 alike.
+_BLOCK = 1024
+ROUNDS = tl.constexpr(7)
 
 
 @triton.jit
-def _kept(seed, first, THRESHOLD, BLOCK: tl.constexpr):
-    """1 or 0, int32 [BLOCK], for the elements from first (a multiple of 4) on."""
-    counter = (first // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
+def _kept(seed, byte, THRESHOLD):
+    """int32 [bytes]: the mask's bytes of these numbers."""
+    counter = byte.to(tl.uint32)
     zero = counter * 0
-    w0, w1, w2, w3 = tl.philox(tl.load(seed), counter, zero, zero, zero)
-    words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [BLOCK])
-    return ((words >> 8).to(tl.int32) >= THRESHOLD).to(tl.int32)
+    w0, w1, w2, w3 = tl.philox(tl.load(seed), counter, zero, zero, zero, ROUNDS)
+    return (
+        _pair(w0, THRESHOLD)
+        | (_pair(w1, THRESHOLD) << 2)
+        | (_pair(w2, THRESHOLD) << 4)
+        | (_pair(w3, THRESHOLD) << 6)
+    )
+
+
+@triton.jit
+def _pair(word, THRESHOLD):
+    """Two bits, the lower one of the lower half."""
+    low = ((word & 0xFFFF).to(tl.int32) >= THRESHOLD).to(tl.int32)
+    high = ((word >> 16).to(tl.int32) >= THRESHOLD).to(tl.int32)
+    return low | (high << 1)
+
+
+@triton.jit
+def _spread(bits):
+    """bool [bytes, 8] of int32 [bytes]"""
+    return ((bits[:, None] >> tl.arange(0, 8)[None, :]) & 1) != 0
 
 
 @triton.jit
@@ -42,56 +64,45 @@ def forward_kernel(
 ):
     """One block of the flattened tensors; every intermediate is rounded as the separate operations round it."""
     first = tl.program_id(0).to(tl.int64) * BLOCK
-    offset = first + tl.arange(0, BLOCK)
-    inside = offset < SIZE
-    kept = _kept(seed, first, THRESHOLD, BLOCK)
-    if EVEN:
-        value = tl.load(x + offset)
-    else:
-        value = tl.load(x + offset, mask=inside, other=0.0)
+    number = tl.arange(0, BLOCK // 8)
+    offset = number[:, None] * 8 + tl.arange(0, 8)[None, :]
+    inside = first + offset < SIZE
     element = y.dtype.element_ty
+    value = tile.load(x + first + offset, inside, EVEN)
     if bias is not None:
-        shift = tl.load(bias + offset % WIDTH, mask=inside, other=0.0)
+        shift = tl.load(bias + (first + offset) % WIDTH, mask=inside, other=0.0)
         value = (value.to(tl.float32) + shift.to(tl.float32)).to(element)
-    result = tl.where(kept != 0, value.to(tl.float32) * factor, 0.0).to(element)
-    if residual is not None:
-        beside = tl.load(residual + offset, mask=inside, other=0.0)
-        result = (result.to(tl.float32) + beside.to(tl.float32)).to(element)
-    if EVEN:
-        tl.store(y + offset, result)
-    else:
-        tl.store(y + offset, result, mask=inside)
-    bits = tl.reshape(kept, [BLOCK // 8, 8]) << tl.arange(0, 8)[None, :]
+    byte = first // 8 + number
+    bits = _kept(seed, byte, THRESHOLD)
     if not EVEN:
-        bits = tl.where(tl.reshape(inside, [BLOCK // 8, 8]), bits, 0)
-    byte = first // 8 + tl.arange(0, BLOCK // 8)
-    tl.store(mask + byte, tl.sum(bits, 1).to(tl.uint8), mask=byte * 8 < SIZE)
+        rest = tl.minimum(tl.maximum(SIZE - byte * 8, 0), 8).to(tl.int32)
+        bits = bits & ((1 << rest) - 1)
+    result = tl.where(_spread(bits), value.to(tl.float32) * factor, 0.0).to(element)
+    if residual is not None:
+        beside = tile.load(residual + first + offset, inside, EVEN)
+        result = (result.to(tl.float32) + beside.to(tl.float32)).to(element)
+    tile.store(y + first + offset, result, inside, EVEN)
+    tl.store(mask + byte, bits.to(tl.uint8), mask=byte * 8 < SIZE)
 
 
 @triton.jit
 def backward_kernel(dy, mask, dx, SIZE, factor, BLOCK: tl.constexpr, EVEN: tl.constexpr):
     first = tl.program_id(0).to(tl.int64) * BLOCK
-    offset = first + tl.arange(0, BLOCK)
-    inside = offset < SIZE
-    byte = first // 8 + tl.arange(0, BLOCK // 8)
-    bytes_of = tl.load(mask + byte, mask=byte * 8 < SIZE, other=0).to(tl.int32)
-    kept = tl.reshape((bytes_of[:, None] >> tl.arange(0, 8)[None, :]) & 1, [BLOCK])
-    if EVEN:
-        gradient = tl.load(dy + offset)
-    else:
-        gradient = tl.load(dy + offset, mask=inside, other=0.0)
-    result = tl.where(kept != 0, gradient.to(tl.float32) * factor, 0.0).to(dx.dtype.element_ty)
-    if EVEN:
-        tl.store(dx + offset, result)
-    else:
-        tl.store(dx + offset, result, mask=inside)
+    number = tl.arange(0, BLOCK // 8)
+    offset = number[:, None] * 8 + tl.arange(0, 8)[None, :]
+    inside = first + offset < SIZE
+    byte = first // 8 + number
+    bits = tl.load(mask + byte, mask=byte * 8 < SIZE, other=0).to(tl.int32)
+    gradient = tile.load(dy + first + offset, inside, EVEN).to(tl.float32)
+    result = tl.where(_spread(bits), gradient * factor, 0.0).to(dx.dtype.element_ty)
+    tile.store(dx + first + offset, result, inside, EVEN)
 
 
 def forward(size: int, width: int, dtype: str, threshold: int, factor: float) -> Launch:
     """(x, bias [width] | None, residual | None, seed int64 [1], mask) -> y [size].
 
     mask        uint8 [ceil(size / 8)], written
-    threshold   p * 2^24, rounded
+    threshold   p * 2^16, rounded
     factor      what a kept element is multiplied by
     """
     outputs = (Output((size,), dtype),)

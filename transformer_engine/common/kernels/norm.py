@@ -47,12 +47,19 @@ def record_maximum(amax, bits, known):
 
 @triton.jit
 def _emit(result, y, codes, offset, mask, multiplier, element: tl.constexpr, POLICY: tl.constexpr):
-    """Stores the tile as asked, rounded to element first; returns int32 bits of its magnitudes, 0 outside."""
+    """Stores the tile as asked, rounded to element first; returns int32 bits of its magnitudes, 0 outside.
+
+    Codes are stored in runs as long as those that x is read in. Longer ones, of 16 bytes, would make the compiler
+    deal the row to threads in another way, and statistics would differ in their last bits.
+    """
     rounded = result.to(element)
     if y is not None:
         tl.store(y + offset, rounded, mask=mask, eviction_policy=POLICY)
     if codes is not None:
-        tl.store(codes + offset, (rounded.to(tl.float32) * multiplier).to(codes.dtype.element_ty), mask=mask)
+        run: tl.constexpr = 128 // element.primitive_bitwidth
+        nothing = tl.program_id(1) * run  # the grid has one axis; to the compiler this is a multiple of run
+        narrow = (rounded.to(tl.float32) * multiplier).to(codes.dtype.element_ty)
+        tl.store(codes + nothing + offset, narrow, mask=mask)
     return tl.where(mask, magnitude_bits(rounded), 0)
 
 
@@ -248,10 +255,9 @@ def backward_rows(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
     STAGES: tl.constexpr,
-    SUMS_BETA: tl.constexpr,
     KEEPS_GAMMA: tl.constexpr,
 ):
-    """dx = rstdev * (g - E[g] - xhat * E[g * xhat]) + add with g = dy * gamma; sums of dy * xhat and, if asked, of dy."""
+    """dx = rstdev * (g - E[g] - xhat * E[g * xhat]) + add with g = dy * gamma; sums of dy * xhat and of dy."""
     column = tl.arange(0, BLOCK_WIDTH)[None, :]
     inside = column < width
     if KEEPS_GAMMA:
@@ -273,7 +279,6 @@ def backward_rows(
         if mean is not None:
             average = tl.load(mean + row, mask=valid, other=0.0)
             normalized = (value - average[:, None]) * inverse[:, None]  # times a gradient of 0 outside
-        if SUMS_BETA:
             dbeta += gradient
         dgamma += gradient * normalized
         if not KEEPS_GAMMA:
@@ -288,28 +293,18 @@ def backward_rows(
         if add is not None:
             result += tl.load(add + offset * add_stride + column, mask=mask, other=0.0).to(tl.float32)
         tl.store(dx + offset * width + column, result.to(dx.dtype.element_ty), mask=mask)
-    _store_sums(
-        dgamma, dbeta, workspace, tl.program_id(0), tl.num_programs(0), 0, width, SUMS_BETA, BLOCK_WIDTH
-    )
+    _store_sums(dgamma, dbeta, mean, workspace, tl.program_id(0), tl.num_programs(0), 0, width, BLOCK_WIDTH)
 
 
 @triton.jit
 def _store_sums(
-    dgamma,
-    dbeta,
-    workspace,
-    program,
-    programs,
-    first_column,
-    width,
-    SUMS_BETA: tl.constexpr,
-    BLOCK_WIDTH: tl.constexpr,
+    dgamma, dbeta, mean, workspace, program, programs, first_column, width, BLOCK_WIDTH: tl.constexpr
 ):
     """workspace [1 or 2, programs, width] of one program: the sums over the rows of its two tiles."""
     column = first_column + tl.arange(0, BLOCK_WIDTH)
     partial = workspace + program.to(tl.int64) * width + column
     tl.store(partial, tl.sum(dgamma, 0), mask=column < width)
-    if SUMS_BETA:
+    if mean is not None:
         tl.store(partial + programs.to(tl.int64) * width, tl.sum(dbeta, 0), mask=column < width)
 
 
@@ -384,7 +379,7 @@ def column_sums(
     BLOCK_WIDTH: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Sums of dy * xhat and of dy over this program's share of the rows, BLOCK_WIDTH columns; x is None: of dy alone."""
+    """Sums of dy * xhat and of dy over this program's share of the rows, BLOCK_WIDTH columns."""
     first_column = tl.program_id(0) * BLOCK_WIDTH
     column = (first_column + tl.arange(0, BLOCK_WIDTH))[None, :]
     dgamma = tl.zeros([BLOCK_ROWS, BLOCK_WIDTH], tl.float32)
@@ -395,19 +390,15 @@ def column_sums(
         valid = row < rows
         mask = valid[:, None] & (column < width)
         offset = row.to(tl.int64)[:, None]
+        value = tl.load(x + offset * x_stride + column, mask=mask, other=0.0).to(tl.float32)
         gradient = tl.load(dy + offset * dy_stride + column, mask=mask, other=0.0).to(tl.float32)
-        if x is None:
-            dgamma += gradient
-        else:
-            value = tl.load(x + offset * x_stride + column, mask=mask, other=0.0).to(tl.float32)
-            if mean is not None:
-                value -= tl.load(mean + row, mask=valid, other=0.0)[:, None]
-                dbeta += gradient
-            dgamma += gradient * (value * tl.load(rstdev + row, mask=valid, other=0.0)[:, None])
+        if mean is not None:
+            value -= tl.load(mean + row, mask=valid, other=0.0)[:, None]
+            dbeta += gradient
+        dgamma += gradient * (value * tl.load(rstdev + row, mask=valid, other=0.0)[:, None])
     _store_sums(
-        dgamma, dbeta, workspace, tl.program_id(1), tl.num_programs(1), first_column, width,
-        mean is not None, BLOCK_WIDTH,
-    )  # fmt: skip
+        dgamma, dbeta, mean, workspace, tl.program_id(1), tl.num_programs(1), first_column, width, BLOCK_WIDTH
+    )
 
 
 @triton.jit
@@ -492,10 +483,9 @@ def backward(
 ) -> tuple[Launch, ...]:
     """Launches to be started in order; strides are those of dy, x and add (0 without one).
 
-    1. (dy, x, add | None, gamma, mean | None, rstdev) -> dx [rows, width], and, unless there are three launches, a
-       workspace; 2., of three: (dy, x, mean | None, rstdev) -> the workspace; last of two or three: (workspace) ->
-       dgamma [width], dbeta [width] when centered (else None). Of four: the second, (dy, None, None, None) -> a
-       workspace of dbeta's, the third, (the first workspace) -> dgamma, the fourth, (the second workspace) -> dbeta.
+    1. (dy, x, add | None, gamma, mean | None, rstdev) -> dx [rows, width], and, when there are two launches, a
+       workspace; 2., of three: (dy, x, mean | None, rstdev) -> the workspace; last: (workspace) -> dgamma [width],
+       dbeta [width] when centered (else None).
 
     column_bytes   bytes of one element each of dy, x and add, what a stage of the pipeline holds a column
     shared_memory  bytes that one program may have
@@ -507,7 +497,8 @@ def backward(
     def fitting(stages: int, tile: int) -> int:
         return max(1, min(stages, (shared_memory - _REDUCTION_BYTES) // (tile * column_bytes)))
 
-    if width > 16384:
+    # A LayerNorm keeps two sums a column; with a row beyond 8192 they do not fit the registers (1.1 TB/s).
+    if width > (8192 if centered else 16384):
         programs = min(32, ceil_div(rows, 32))
         workspace = Output((kinds, programs, width), "float32")
         grid = (ceil_div(width, 128), programs, 1)
@@ -518,27 +509,10 @@ def backward(
     block = triton.next_power_of_2(width)
     block_rows, warps, resident, stages = _backward_tile(width)
     programs = min(ceil_div(rows, block_rows), resident * processors)
-    # A LayerNorm keeps two sums a column; with a row beyond 8192 they do not fit the registers (1.1 TB/s).
-    apart = centered and width > 8192
-    workspace = Output((1 if apart else kinds, programs, width), "float32")
-    constants = (
-        zero_centered, block_rows, block, fitting(stages, block_rows * block), centered and not apart,
-        width <= 8192,
-    )  # fmt: skip
+    workspace = Output((kinds, programs, width), "float32")
+    constants = (zero_centered, block_rows, block, fitting(stages, block_rows * block), width <= 8192)
     first = Launch(backward_rows, (programs, 1, 1), (dx, workspace), scalars, constants, warps)
-    if not apart:
-        return first, _sum_partials(programs, width, weight_dtype, centered)
-    shares = min(32, ceil_div(rows, 32))
-    second = Launch(
-        column_sums,
-        (ceil_div(width, 128), shares, 1),
-        (Output((1, shares, width), "float32"),),
-        scalars[:4],
-        (32, 128, fitting(3, 32 * 128)),
-        warps=4,
-    )
-    sums = (_sum_partials(count, width, weight_dtype, False) for count in (programs, shares))
-    return first, second, *sums
+    return first, _sum_partials(programs, width, weight_dtype, centered)
 
 
 # Shared memory that a program's reductions need beside its pipeline; 4.1 KB were seen.
@@ -548,7 +522,7 @@ _REDUCTION_BYTES = 8192
 def _backward_tile(width: int) -> tuple[int, int, int, int]:
     """(rows a tile, warps, programs a multiprocessor, stages), with TB/s of an H200 in bf16."""
     if width > 8192:
-        return 1, 16, 1, 1  # 3.2-3.5; two stages spill: 2.4
+        return 1, 16, 1, 1  # 3.4-3.6, gamma read anew for each row; kept it spills: 3.2-3.5
     if width > 6144:
         return 1, 8, 1, 3  # 4.0
     if width > 4096:

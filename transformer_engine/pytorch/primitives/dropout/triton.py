@@ -16,7 +16,7 @@ from .request import DropoutRequest, factor_of, threshold_of
 if TYPE_CHECKING:
     from ....common.kernels.launch import Launch
 
-_LIMIT = 1 << 34  # four elements share a 32-bit counter
+_LIMIT = 1 << 35  # eight elements share a 32-bit counter
 
 
 def _forward(

@@ -147,9 +147,6 @@ def _backward(
         x.device.index,
     )
     outputs = run(launches[0], (dy, x, add, weight.contiguous(), mean, rstdev))
-    if len(launches) == 4:
-        dbias = run(launches[3], run(launches[1], (dy, None, None, None)))[0]
-        return outputs[0], run(launches[2], outputs[1:])[0], dbias
     workspace = outputs[1] if len(launches) == 2 else run(launches[1], (dy, x, mean, rstdev))[0]
     dweight, dbias = run(launches[-1], (workspace,))
     return outputs[0], dweight, dbias

@@ -1,0 +1,274 @@
+"""GPU ms of kernels that quantize what they make, beside the separate steps, on one GPU; softmax, dropout, packed RoPE.
+
+    python benchmarks/fused.py [--json FILE] [--only TEXT]
+
+GPU ms is the median of calls whose launches are all queued before the first runs, the L2 cache overwritten before
+each. `bytes` is what the fused call has to read and write once; TB/s is that over its time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from norms import machine, measure
+
+from transformer_engine.common.formats import E4M3, E5M2, FLOAT8
+from transformer_engine.pytorch.attention.rope import apply_fused_qkv_rotary_pos_emb
+from transformer_engine.pytorch.primitives import activation, norm
+from transformer_engine.pytorch.primitives.dropout import (
+    bias_dropout_add_forward,
+    dropout_backward,
+    dropout_forward,
+)
+from transformer_engine.pytorch.primitives.quantize import QuantizeSpec, quantize
+from transformer_engine.pytorch.primitives.quantize_dbias import quantize_with_dbias
+from transformer_engine.pytorch.primitives.rope import (
+    Positions,
+    RopeSpec,
+    rope_backward,
+    rope_qkv_backward,
+    rope_qkv_forward,
+)
+from transformer_engine.pytorch.primitives.softmax import scaled_softmax_backward, scaled_softmax_forward
+
+DTYPE = torch.bfloat16
+PARAMS = activation.DEFAULT_PARAMS
+SCORES = (
+    ((4, 16, 2048, 2048), None),
+    ((4, 16, 2048, 2048), "top_left"),
+    ((1, 4, 8192, 8192), None),
+    ((1, 2, 8192, 16384), None),
+    ((1, 2, 4096, 32768), None),
+)
+
+
+class Case(NamedTuple):
+    """One line: the fused call, what it replaces, and the bytes that it must move."""
+
+    name: str
+    fused: Callable[[], object]
+    separate: Callable[[], object]
+    size: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", help="write the figures to this file")
+    parser.add_argument("--only", default="", help="run the cases whose name contains this")
+    chosen = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("these figures need a CUDA device; torch.cuda.is_available() is False")
+    torch.manual_seed(0)
+    rows = []
+    print(
+        f"{'case':52} {'fused ms':>9} {'separate':>9} {'ratio':>6} {'TB/s':>6} {'host us':>8} {'separate':>8}"
+    )
+    for case in cases():
+        if chosen.only not in case.name:
+            continue
+        (gpu, cpu), (separate, separate_cpu) = measure(case.fused), measure(case.separate)
+        rate = case.size / gpu / 1e9
+        rows.append(
+            {
+                "case": case.name,
+                "gpu_ms": gpu,
+                "separate_gpu_ms": separate,
+                "ratio": gpu / separate,
+                "tb_s": rate,
+                "cpu_ms": cpu,
+                "separate_cpu_ms": separate_cpu,
+            }
+        )
+        print(
+            f"{case.name:52} {gpu:9.4f} {separate:9.4f} {gpu / separate:6.2f} {rate:6.2f}"
+            f" {cpu * 1e3:8.1f} {separate_cpu * 1e3:8.1f}",
+            flush=True,
+        )
+        if chosen.json:
+            with open(chosen.json, "w") as file:
+                json.dump({"machine": machine(), "cases": rows}, file, indent=1)
+
+
+def cases() -> Iterator[Case]:
+    yield from norm_cases()
+    yield from activation_cases()
+    yield from bias_cases()
+    yield from softmax_cases()
+    yield from dropout_cases()
+    yield from rope_cases()
+
+
+def _random(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda", dtype=DTYPE)
+
+
+def _scalings() -> Iterator[tuple[str, QuantizeSpec, dict[str, torch.Tensor], int]]:
+    """(name, spec, what quantize is given, bytes of the codes of one element)"""
+    delayed = {"scale": torch.tensor([8.0], device="cuda"), "record": torch.zeros(1, device="cuda")}
+    for columnwise in (False, True):
+        spec = QuantizeSpec(FLOAT8, E4M3, True, columnwise)
+        yield f"delayed {'both' if columnwise else 'row'}", spec, delayed, 1 + columnwise
+    for columnwise in (False, True):
+        spec = QuantizeSpec(FLOAT8, E4M3, True, columnwise)
+        yield f"current {'both' if columnwise else 'row'}", spec, {}, 1 + columnwise
+
+
+def norm_cases() -> Iterator[Case]:
+    for rows, width in ((8192, 4096), (8192, 8192), (8192, 12288), (2048, 4096)):
+        x, gamma = _random(rows, width), _random(width)
+        for name, spec, given, codes in _scalings():
+
+            def fused(x=x, gamma=gamma, spec=spec, given=given) -> object:
+                return norm.rmsnorm_forward_quantized(x, gamma, 1e-5, False, spec, **given)
+
+            def separate(x=x, gamma=gamma, spec=spec, given=given) -> object:
+                y, rstdev = norm.rmsnorm_forward(x, gamma, 1e-5, False)
+                return quantize(y, spec, **given), rstdev
+
+            size = x.numel() * (2 + codes if given else 6 + codes)
+            yield Case(f"rmsnorm {rows}x{width} {name}", fused, separate, size)
+
+            def fused_layer(x=x, gamma=gamma, spec=spec, given=given) -> object:
+                return norm.layernorm_forward_quantized(x, gamma, gamma, 1e-5, False, spec, **given)
+
+            def separate_layer(x=x, gamma=gamma, spec=spec, given=given) -> object:
+                y, *statistics = norm.layernorm_forward(x, gamma, gamma, 1e-5, False)
+                return quantize(y, spec, **given), statistics
+
+            yield Case(f"layernorm {rows}x{width} {name}", fused_layer, separate_layer, size)
+
+
+def activation_cases() -> Iterator[Case]:
+    for kind, rows, width in (("gelu", 8192, 14336), ("swiglu", 8192, 14336), ("swiglu", 2048, 11008)):
+        gated = activation.ACTIVATIONS[kind].gated
+        x, dy = _random(rows, 2 * width if gated else width), _random(rows, width)
+        for name, spec, given, codes in _scalings():
+
+            def fused(kind=kind, x=x, spec=spec, given=given) -> object:
+                return activation.activation_forward_quantized(kind, x, PARAMS, spec, **given)
+
+            def separate(kind=kind, x=x, spec=spec, given=given) -> object:
+                return quantize(activation.activation_forward(kind, x, PARAMS), spec, **given)
+
+            size = 2 * x.numel() + dy.numel() * (codes if given else 4 + codes)
+            yield Case(f"{kind} f {rows}x{x.shape[1]} {name}", fused, separate, size)
+
+            back = QuantizeSpec(FLOAT8, E5M2, True, spec.columnwise)
+            for bias in (None, DTYPE):
+
+                def fused_back(kind=kind, x=x, dy=dy, spec=back, given=given, bias=bias) -> object:
+                    return activation.activation_backward_quantized(
+                        kind, dy, x, PARAMS, spec, dbias=bias, **given
+                    )
+
+                def separate_back(kind=kind, x=x, dy=dy, spec=back, given=given, bias=bias) -> object:
+                    dx = activation.activation_backward(kind, dy, x, PARAMS)
+                    sums = None if bias is None else dx.sum(0, dtype=torch.float32).to(bias)
+                    return quantize(dx, spec, **given), sums
+
+                size = 2 * dy.numel() + x.numel() * (2 + codes if given else 6 + codes)
+                label = f"{kind} b{'' if bias is None else ' dbias'} {rows}x{x.shape[1]} {name}"
+                yield Case(label, fused_back, separate_back, size)
+
+
+def bias_cases() -> Iterator[Case]:
+    for rows, width in ((8192, 4096), (8192, 14336), (2048, 4096)):
+        x = _random(rows, width)
+        for name, spec, given, codes in _scalings():
+            if not given:
+                continue
+
+            def fused(x=x, spec=spec, given=given) -> object:
+                return quantize_with_dbias(x, spec, DTYPE, **given)
+
+            def separate(x=x, spec=spec, given=given) -> object:
+                return quantize(x, spec, **given), x.sum(0, dtype=torch.float32).to(DTYPE)
+
+            yield Case(f"cast dbias {rows}x{width} {name}", fused, separate, x.numel() * (2 + codes))
+
+
+def softmax_cases() -> Iterator[Case]:
+    for shape, causal in SCORES:
+        x = _random(*shape)
+        y, dy = scaled_softmax_forward(x, 0.1, causal=causal), _random(*shape)
+        seen = None if causal is None else torch.ones(shape[-2:], dtype=torch.bool, device="cuda").tril()
+
+        def plain(x=x, seen=seen) -> object:
+            score = x * 0.1
+            return torch.softmax(score if seen is None else score.masked_fill(~seen, float("-inf")), -1)
+
+        def plain_backward(dy=dy, y=y) -> object:
+            return torch.ops.aten._softmax_backward_data(dy, y, -1, DTYPE) * 0.1
+
+        def forward(x=x, causal=causal) -> object:
+            return scaled_softmax_forward(x, 0.1, causal=causal)
+
+        def backward(dy=dy, y=y, causal=causal) -> object:
+            return scaled_softmax_backward(dy, y, 0.1, causal=causal)
+
+        share = 1.0 if causal is None else 0.5
+        label = f"{'x'.join(map(str, shape))}{'' if causal is None else ' causal'}, torch beside it"
+        yield Case(f"softmax f {label}", forward, plain, x.numel() * 2 * (share + 1))
+        yield Case(f"softmax b {label}", backward, plain_backward, x.numel() * 2 * (2 * share + 1))
+
+
+def dropout_cases() -> Iterator[Case]:
+    x, residual, bias = _random(8192, 4096), _random(8192, 4096), _random(4096)
+    _, mask = dropout_forward(x, 0.1)
+    _, torch_mask = torch.native_dropout(x, 0.1, True)
+
+    def plain() -> object:
+        return torch.native_dropout(x, 0.1, True)
+
+    yield Case(
+        "dropout f 8192x4096, torch beside it", lambda: dropout_forward(x, 0.1), plain, 4.125 * x.numel()
+    )
+    yield Case(
+        "dropout b 8192x4096, torch beside it",
+        lambda: dropout_backward(x, mask, 0.1),
+        lambda: torch.ops.aten.native_dropout_backward(x, torch_mask, 1 / 0.9),
+        4.125 * x.numel(),
+    )
+    yield Case(
+        "bias dropout add 8192x4096, torch beside it",
+        lambda: bias_dropout_add_forward(x, bias, residual, 0.1),
+        lambda: residual + torch.nn.functional.dropout(x + bias, 0.1),
+        6.125 * x.numel(),
+    )
+
+
+def rope_cases() -> Iterator[Case]:
+    sizes, spec, positions = (512, 128, 128), RopeSpec("sbhd"), Positions()
+    qkv = _random(8192, 2, 8, sum(sizes))
+    angles = torch.randn(8192, 128, device="cuda")
+    freqs = angles[:, None, None]
+    q, k, v = rope_qkv_forward(qkv, angles, angles, positions, sizes, spec)
+
+    def separate() -> object:
+        q, k, v = apply_fused_qkv_rotary_pos_emb(qkv, freqs, freqs, sizes)
+        return q, k, v.contiguous()
+
+    def separate_backward() -> object:
+        dq = rope_backward(q, angles, positions, spec).view(*k.shape[:-1], sizes[0])
+        return torch.cat((dq, rope_backward(k, angles, positions, spec), v), -1)
+
+    yield Case(
+        "rope qkv f 8192x2x(32+8+8)x128",
+        lambda: rope_qkv_forward(qkv, angles, angles, positions, sizes, spec),
+        separate,
+        4 * qkv.numel(),
+    )
+    yield Case(
+        "rope qkv b 8192x2x(32+8+8)x128",
+        lambda: rope_qkv_backward(q, k, v, angles, angles, positions, sizes, spec),
+        separate_backward,
+        4 * qkv.numel(),
+    )
+
+
+if __name__ == "__main__":
+    main()

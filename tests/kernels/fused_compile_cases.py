@@ -1,0 +1,87 @@
+"""Compile the softmax, dropout, packed-RoPE and fused-cast kernels without a GPU and print counts of their PTX."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+from compile_cases import count, ptx_of
+
+from transformer_engine.common.kernels import activation_cast, dropout, rope, softmax, transpose
+from transformer_engine.common.kernels.launch import Launch
+
+Pointers = dict[str, "str | None"]
+
+VALUES, SCALAR, BYTES, CODES = "*bf16", "*fp32", "*u8", "*fp8e4nv"
+CONSTANTS = {"limit": "fp32", "alpha": "fp32", "offset": "fp32"}
+TARGET = {"scale": SCALAR, "amax": SCALAR, "codes": CODES, "codes_t": CODES, "scale_inv": SCALAR}
+SHAPE = (8192, 4096)
+
+
+def plain_launches() -> Iterator[tuple[str, Launch, Pointers]]:
+    """Kernels that read and write 16-bit numbers."""
+    scores: Pointers = {"x": VALUES, "mask": BYTES, "y": VALUES, "scale": "fp32"}
+    gradient: Pointers = {"dy": VALUES, "y": VALUES, "dx": VALUES, "scale": "fp32"}
+    for keys in (2048, 16384, 20000):
+        shape = (1, 2, 64, keys)
+        yield f"softmax_{keys}", softmax.forward(shape, (0, 0, keys, 1), "bfloat16", 0.1, 0), scores
+        yield f"softmax_backward_{keys}", softmax.backward(shape, "bfloat16", 0.1, 0), gradient
+    forward: Pointers = {
+        "x": VALUES,
+        "bias": VALUES,
+        "residual": VALUES,
+        "seed": "*i64",
+        "mask": BYTES,
+        "y": VALUES,
+    }
+    yield "dropout", dropout.forward(1 << 20, 1024, "bfloat16", 6554, 1.1), {**forward, "factor": "fp32"}
+    backward: Pointers = {"dy": VALUES, "mask": BYTES, "dx": VALUES, "factor": "fp32"}
+    yield "dropout_backward", dropout.backward(1 << 20, "bfloat16", 1.1), backward
+    packed: Pointers = {
+        "packed": VALUES,
+        "q_angles": SCALAR,
+        "k_angles": SCALAR,
+        "start": None,
+        "cu_seqlens": None,
+    }
+    for transposed in (False, True):
+        launch = rope.rotate_packed(
+            (64, 2), (8, 4), (128, 128), (8192, 4096, 768), (64, 128, 128), 0, "bfloat16",
+            layout="sbhd", interleaved=False, transposed=transposed, context=(1, 0),
+        )  # fmt: skip
+        yield f"rope_packed_{transposed}", launch, {**packed, "q": VALUES, "k": VALUES, "v": VALUES}
+    yield "transpose", transpose.transpose(SHAPE), {"codes": BYTES, "codes_t": BYTES}
+
+
+def casting_launches() -> Iterator[tuple[str, Launch, Pointers]]:
+    """Kernels that make FP8 codes."""
+    for name, gated in (("gelu", False), ("swiglu", True)):
+        launch = activation_cast.forward(
+            name, gated, SHAPE, 8192, "bfloat16", (7.0, 1.7, 1.0), columnwise=True, returns_output=False
+        )
+        yield f"{name}", launch, {"x": VALUES, **TARGET, "y": None, **CONSTANTS}
+    for name, gated in (("identity", False), ("gelu", False), ("swiglu", True)):
+        launch = activation_cast.backward(
+            name, gated, SHAPE, (4096, 8192), "bfloat16", (7.0, 1.7, 1.0), True, False, True
+        )
+        pointers = {"dy": VALUES, "x": None if name == "identity" else VALUES, **TARGET}
+        yield f"{name}_backward", launch, {**pointers, "dx": None, "workspace": SCALAR, **CONSTANTS}
+
+
+def main() -> None:
+    facts = {}
+    plain, casting = list(plain_launches()), list(casting_launches())
+    for capability, launches in ((80, plain), (90, plain + casting), (100, casting)):
+        for name, launch, pointers in launches:
+            ptx, shared = ptx_of(launch, pointers, capability)
+            facts[f"sm{capability}-{name}"] = {
+                "shared": shared,
+                "casts": count(r"\bcvt\.\S*e4m3x2\.f", ptx),
+                "saturating": count(r"\bcvt\.rn\.satfinite\.e4m3x2\.f32", ptx),
+                "double": count(r"\.f64", ptx),
+            }
+    print(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Compile the norms' forward kernels without a GPU and print, as JSON, how each deals a row to threads and sums it."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from transformer_engine.common.kernels import norm
+
+VALUES, SCALAR, CODES = "*bf16", "*fp32", "*fp8e4nv"
+WIDTHS = (1024, 4096, 5120, 8192, 12288, 32768)
+
+
+def sums(width: int, centered: bool, returns_output: bool, records: bool) -> list[str]:
+    """The layouts, written out, of the tensors of float32 that are summed."""
+    launch = norm.forward(8192, width, width, "bfloat16", 1e-5, False, centered, 132, returns_output)
+    codes = None if returns_output else SCALAR
+    pointers = {
+        "x": VALUES,
+        "gamma": VALUES,
+        "beta": VALUES if centered else None,
+        "scale_of_codes": codes,
+        "amax": SCALAR if records else None,
+        "codes": codes and CODES,
+        "scale_inv": codes,
+        "y": VALUES if returns_output else None,
+        "mean": SCALAR if centered else None,
+        "rstdev": SCALAR,
+    }
+    names = launch.kernel.arg_names
+    constants = dict(zip(names[len(names) - len(launch.constants) :], launch.constants, strict=True))
+    constants |= {name: None for name, kind in pointers.items() if kind is None}
+    kinds = dict.fromkeys(names, "i32") | {"eps": "fp32"} | {n: k for n, k in pointers.items() if k}
+    signature = {name: "constexpr" if name in constants else kinds[name] for name in names}
+    even = {*pointers, "width", "x_stride"} - set(constants)
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in even}
+    compiled = triton.compile(
+        ASTSource(launch.kernel, signature, constants, aligned),
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": launch.warps, "num_stages": 1},
+    )
+    text = compiled.asm["ttgir"]
+    layouts = dict(re.findall(r"(#blocked\d*) = (#ttg.blocked<.*)", text))
+    summed = re.findall(r"\}\) : \(tensor<\d[\dx]*xf32, (#\w+)>\)", text)
+    return [layouts[name] for name in summed]
+
+
+def main() -> None:
+    print(
+        json.dumps(
+            {
+                f"{'layernorm' if centered else 'rmsnorm'} {width}": [
+                    sums(width, centered, True, False),
+                    sums(width, centered, False, True),
+                    sums(width, centered, True, True),
+                ]
+                for width in WIDTHS
+                for centered in (False, True)
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

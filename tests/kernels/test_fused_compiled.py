@@ -1,0 +1,45 @@
+"""The softmax, dropout, packed-RoPE and fused-cast kernels through Triton's compiler, without a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+LIMITS = {"sm80": 163 * 1024, "sm90": 227 * 1024, "sm100": 227 * 1024}
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, dict[str, int]]:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(HERE / "fused_compile_cases.py")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_every_kernel_compiles_and_fits_the_shared_memory(compiled):
+    assert len(compiled) == 11 + 16 + 5
+    assert [name for name, facts in compiled.items() if facts["shared"] > LIMITS[name.split("-")[0]]] == []
+
+
+def test_no_kernel_but_those_of_large_angles_computes_in_double_precision(compiled):
+    doubled = [name for name, facts in compiled.items() if facts["double"]]
+    assert [name for name in doubled if "rope" not in name] == []
+
+
+def test_every_cast_saturates_and_rounds_once_on_hopper(compiled):
+    casting = {name: facts for name, facts in compiled.items() if name.startswith("sm90") and facts["casts"]}
+    assert len(casting) == 5
+    assert [name for name, facts in casting.items() if facts["casts"] != facts["saturating"]] == []
