@@ -40,14 +40,15 @@ def stop_after(step: int, trainer: Trainer):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(recipe: str, corpus: Corpus, tmp_path: Path):
-    whole = Trainer(tiny(recipe), corpus, tmp_path / "whole")
-    assert whole.train()
-    first = Trainer(tiny(recipe), corpus, tmp_path / "parts")
-    assert not first.train(stop=stop_after(3, first))
-    second = Trainer(tiny(recipe), corpus, tmp_path / "parts")
-    second.load(checkpoint.load(second.checkpoint_path))
-    assert second.step == 3
-    assert second.train()
+    with te.emulate():  # a GPU without the format computes it on request only
+        whole = Trainer(tiny(recipe), corpus, tmp_path / "whole")
+        assert whole.train()
+        first = Trainer(tiny(recipe), corpus, tmp_path / "parts")
+        assert not first.train(stop=stop_after(3, first))
+        second = Trainer(tiny(recipe), corpus, tmp_path / "parts")
+        second.load(checkpoint.load(second.checkpoint_path))
+        assert second.step == 3
+        assert second.train()
     assert losses(second.history) == losses(whole.history)
     assert losses(read_metrics(second.metrics_path)) == losses(whole.history)
 

@@ -64,6 +64,9 @@ def machine() -> Machine:
         device, memory = f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)", "the host's"
         capability = "none: torch finds no CUDA device"
     versions = {name: _version(name, sentence) for name, sentence in LIBRARIES.items()}
+    versions["torch"] = str(
+        torch.__version__
+    )  # with its build, which the distribution's metadata may leave out
     versions["CUDA"] = _dotted(cuda_version(), "none: this torch is built without CUDA")
     versions["cuDNN"] = _dotted(get_cudnn_version(), "none: torch loads it with a CUDA device only")
     return Machine(__version__, platform.python_version(), device, capability, memory, versions)

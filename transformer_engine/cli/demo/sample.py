@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -22,14 +23,20 @@ def generate(
     temperature: float = 0.7,
     seed: int = 0,
     cached: bool = True,
+    page_size: int | None = None,
+    observe: Callable[[int], None] = lambda byte: None,
 ) -> bytes:
     """The count bytes that follow prompt; computed in the parameters' precision, outside any recipe.
 
-    cached keeps the keys and values of earlier bytes; without it the whole text is computed again for every
-    byte, to the same end.
+    cached keeps the keys and values of earlier bytes, in pages of page_size bytes if that is given; without it
+    the whole text is computed again for every byte, to the same end. observe is called with every byte drawn.
     """
     if not prompt:
         raise ValueError("the prompt is empty; give at least one byte")
+    if temperature < 0:
+        raise ValueError(
+            f"temperature={temperature} is below 0; 0 takes the likeliest byte, 1 follows the model"
+        )
     if len(prompt) + count > config.sequence:
         raise ValueError(
             f"{len(prompt)} + {count} bytes exceed the {config.sequence} positions that the model knows; "
@@ -39,27 +46,59 @@ def generate(
     generator = torch.Generator().manual_seed(seed)
     device = torch.device(config.device)
     text = torch.tensor([list(prompt)], device=device)
-    cache = _cache(config) if cached else None
+    step = _CachedStep(model, _cache(config, page_size)) if cached else None
     fresh = text
     for _ in range(count):
-        if cache is not None:
-            cache.pre_step(OrderedDict({0: fresh.shape[1]}))
-        logits = model(text if cache is None else fresh, cache)[:, -1]
-        fresh = _draw(logits[0], temperature, generator).view(1, 1).to(device)
+        logits = model(text)[:, -1] if step is None else step(fresh)
+        drawn = _draw(logits[0], temperature, generator)
+        observe(int(drawn))
+        fresh = drawn.view(1, 1).to(device)
         text = torch.cat([text, fresh], dim=1)
     model.train()
     return bytes(text[0, len(prompt) :].tolist())
 
 
-def _cache(config: Config) -> te.InferenceParams:
+class _CachedStep:
+    """logits [1, 256] of the byte that follows those given so far; a single byte on CUDA is one graph replay.
+
+    A small model's step is many short kernels: started one by one they take longer on the host than on the GPU.
+    """
+
+    def __init__(self, model: ByteGPT, cache: te.InferenceParams):
+        self.model, self.cache = model, cache
+        self.warm = False
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, fresh: Tensor) -> Tensor:
+        self.cache.pre_step(OrderedDict({0: fresh.shape[1]}))
+        if fresh.shape[1] > 1 or not fresh.is_cuda:
+            return self._forward(fresh)
+        if not self.warm:  # compiles what the capture must find compiled
+            self.warm = True
+            return self._forward(fresh)
+        if self.graph is None:
+            self.graph, self.fresh = torch.cuda.CUDAGraph(), fresh.clone()
+            with torch.cuda.graph(self.graph):
+                self.logits = self._forward(self.fresh)
+        self.fresh.copy_(fresh)
+        self.graph.replay()
+        return self.logits
+
+    def _forward(self, fresh: Tensor) -> Tensor:
+        return self.model(fresh, self.cache)[:, -1]
+
+
+def _cache(config: Config, page_size: int | None) -> te.InferenceParams:
     return te.InferenceParams(
         max_batch_size=1,
         max_sequence_length=config.sequence,
         num_heads_kv=config.heads,
         head_dim_k=config.hidden // config.heads,
         dtype=config.parameter_dtype,
-        is_paged=False,
+        is_paged=page_size is not None,
+        page_size=page_size,
         qkv_format="bshd",
+        device=config.device,
     )
 
 

@@ -1,0 +1,369 @@
+"""memory_plan: what it says is kept is what is kept, and on a GPU the peak is the peak."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+import transformer_engine.pytorch as te
+from transformer_engine.common import recipe as recipes
+from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, FLOAT8, MXFP8, NVFP4
+from transformer_engine.pytorch.memory_ledger import GRANULE, Ledger
+from transformer_engine.pytorch.memory_plan import MIB, memory_plan
+from transformer_engine.pytorch.planned_backends import planning
+from transformer_engine.pytorch.primitives import activation, norm, quantize
+from transformer_engine.pytorch.primitives.activation import ActivationParams
+from transformer_engine.pytorch.primitives.dropout import dropout_backward, dropout_forward
+from transformer_engine.pytorch.primitives.gemm import Epilogue, gemm, plain
+from transformer_engine.pytorch.primitives.quantize import QuantizeSpec
+from transformer_engine.pytorch.primitives.rope import (
+    rope_backward,
+    rope_forward,
+    rope_qkv_backward,
+    rope_qkv_forward,
+)
+from transformer_engine.pytorch.primitives.rope.request import Positions, RopeSpec
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager, delayed_scaling
+from transformer_engine.pytorch.reduction_scratch import scratch_of, sum_over_rows
+
+BF16 = torch.bfloat16
+RECIPES = {
+    "bf16": None,
+    "delayed": recipes.DelayedScaling(),
+    "current": recipes.Float8CurrentScaling(),
+    "block": recipes.Float8BlockScaling(),
+    "mxfp8": recipes.MXFP8BlockScaling(),
+    "nvfp4": recipes.NVFP4BlockScaling(),
+}
+Make = Callable[..., nn.Module]
+
+
+def linear(width: int, **options) -> nn.Module:
+    return te.Linear(width, 2 * width, params_dtype=BF16, **options)
+
+
+def layernorm_linear(width: int, **options) -> nn.Module:
+    return te.LayerNormLinear(width, 2 * width, params_dtype=BF16, **options)
+
+
+def layernorm_mlp(width: int, **options) -> te.LayerNormMLP:
+    return te.LayerNormMLP(width, 3 * width, params_dtype=BF16, **options)
+
+
+def gated_mlp(width: int, **options) -> nn.Module:
+    gated = {"activation": "swiglu", "normalization": "RMSNorm", "bias": False}
+    return te.LayerNormMLP(width, 3 * width, params_dtype=BF16, **gated, **options)
+
+
+def layer(width: int, **options) -> nn.Module:
+    return te.TransformerLayer(
+        width,
+        3 * width,
+        width // 64,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=BF16,
+        fuse_qkv_params=True,
+        **options,
+    )
+
+
+MODULES: dict[str, Make] = {
+    "linear": linear,
+    "layernorm_linear": layernorm_linear,
+    "layernorm_mlp": layernorm_mlp,
+    "gated_mlp": gated_mlp,
+}
+
+
+def saved_bytes(model: nn.Module, recipe: recipes.Recipe | None, x: torch.Tensor) -> int:
+    """Bytes of the storages that a forward pass saves, but for parameters, its input and its output."""
+    storages: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = -(-storage.nbytes() // GRANULE) * GRANULE
+        return tensor
+
+    precision = te.autocast(enabled=recipe is not None, recipe=recipe)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), precision:
+        y = model(x)
+    known = [*model.parameters(), x, y]
+    kept = set(storages) - {tensor.untyped_storage().data_ptr() for tensor in known} - {0}
+    return sum(storages[pointer] for pointer in kept)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", MODULES)
+def test_what_is_planned_to_be_saved_is_what_is_saved(name: str, recipe: str):
+    with te.emulate():
+        model = MODULES[name](256, device="cpu")
+        x = torch.randn(512, 256, dtype=BF16, requires_grad=True)
+        plan = memory_plan(model, RECIPES[recipe], 512)
+        saved_bytes(model, RECIPES[recipe], x)  # makes the states of the recipe
+        actual = saved_bytes(model, RECIPES[recipe], x)
+    copies = sum(module.weight_copies for module in plan.modules)
+    assert plan.saved + copies == actual
+
+
+def test_the_parts_at_the_peak_add_up_to_it():
+    plan = memory_plan(gated_mlp(256, device="cpu"), RECIPES["current"], 512)
+    parts = ("parameters", "gradients", "weight_copies", "activations", "boundary", "transient", "workspace")
+    assert sum(getattr(plan, part) for part in parts) == plan.peak
+    assert plan.parameters == sum(module.parameters for module in plan.modules)
+
+
+def test_a_linear_layer_in_bfloat16_holds_what_can_be_counted_by_hand():
+    tokens, width = 512, 256
+    plan = memory_plan(linear(width, device="cpu", bias=False), None, tokens)
+    matrix = BF16.itemsize * width * 2 * width
+    x, y = BF16.itemsize * tokens * width, BF16.itemsize * tokens * 2 * width
+    # At the end of the backward: weight and gradient; x, y and their gradients. Nothing else is needed.
+    assert plan.peak == 2 * matrix + 2 * (x + y)
+    assert (plan.saved, plan.weight_copies, plan.transient) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "delayed"])
+def test_saved_activations_grow_with_the_tokens_and_weights_do_not(recipe: str):
+    model = layer(128, device="cpu")
+    small, large = (memory_plan(model, RECIPES[recipe], tokens) for tokens in (128, 256))
+    assert large.saved == pytest.approx(2 * small.saved, rel=0.01)
+    assert [m.weight_copies for m in large.modules] == [m.weight_copies for m in small.modules]
+
+
+def test_a_stack_of_layers_adds_up():
+    one, three = (nn.Sequential(*(layer(128, device="cpu") for _ in range(n))) for n in (1, 3))
+    first, all_of_them = memory_plan(one, None, 128), memory_plan(three, None, 128)
+    hidden = BF16.itemsize * 128 * 128  # what one layer hands to the next
+    assert all_of_them.saved == 3 * first.saved + 2 * hidden
+
+
+def test_planning_leaves_the_model_and_the_shared_state_as_they_were():
+    model = layernorm_mlp(128, device="cpu")
+    recipe = RECIPES["delayed"]
+    x = torch.randn(128, 128, dtype=BF16)
+    with te.autocast(recipe=recipe):
+        model(x).sum().backward()
+    pools = dict(delayed_scaling.pools())
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    history = model.fp8_meta["scaling_fwd"].amax_history.clone()
+    memory_plan(model, recipe, 4096)
+    assert delayed_scaling.pools() == pools
+    assert torch.equal(model.fp8_meta["scaling_fwd"].amax_history, history)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert not FP8GlobalStateManager.is_fp8_enabled()
+    with te.autocast(recipe=recipe):
+        assert model(x).isfinite().all()
+
+
+def test_a_model_on_the_meta_device_is_planned_without_memory():
+    model = nn.Sequential(*(layer(4096, device="meta") for _ in range(4)))
+    plan = memory_plan(model, RECIPES["current"], 65536)
+    assert plan.parameters > 4 * 2 * 4096 * 4096
+    assert plan.peak > plan.parameters + plan.saved / 2
+
+
+def test_a_model_that_begins_with_something_else_takes_inputs():
+    model = nn.Sequential(nn.Embedding(100, 128, dtype=BF16), linear(128, device="cpu"))
+    with pytest.raises(ValueError, match=r"does not follow from its modules; give inputs=\(tensor, \.\.\)"):
+        memory_plan(model, None, 64)
+    plan = memory_plan(model, None, 0, inputs=(torch.empty(64, dtype=torch.int64, device="meta"),))
+    assert plan.parameters == BF16.itemsize * (100 * 128 + 128 * 256 + 256)
+
+
+@pytest.mark.parametrize(
+    ("model", "tokens", "error", "message"),
+    [
+        (lambda: linear(128, device="cpu"), 0, ValueError, "tokens=0 is below 1"),
+        (
+            lambda: linear(128, device="cpu", tp_size=2, parallel_mode="column"),
+            64,
+            NotImplementedError,
+            "tp_size=2",
+        ),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(model: Make, tokens: int, error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        memory_plan(model(), None, tokens)
+
+
+def test_quantized_parameters_are_refused():
+    with te.quantized_model_init(recipe=RECIPES["current"]):
+        model = linear(128, device="cpu")
+    with pytest.raises(NotImplementedError, match="parameter weight is quantized already"):
+        memory_plan(model, RECIPES["current"], 64)
+
+
+def test_the_table_names_modules_and_parts():
+    text = str(memory_plan(layer(128, device="cpu"), None, 128))
+    for expected in ("self_attention.layernorm_qkv", "layernorm_mlp", "weight copies", "peak", "MiB"):
+        assert expected in text
+
+
+def operations() -> dict[str, Callable[[], object]]:
+    """Calls of every operation that has a planned backend."""
+    torch.manual_seed(0)
+    x, wide, weight = torch.randn(64, 32), torch.randn(64, 64), torch.ones(32)
+    spec = QuantizeSpec(FLOAT8, E4M3, columnwise=True)
+    scale, ones = torch.ones(1), torch.ones(64)
+    specs = {
+        "float8": spec,
+        "block1d": QuantizeSpec(BLOCK_1D, E4M3, columnwise=True),
+        "block2d": QuantizeSpec(BLOCK_2D, E4M3, columnwise=True),
+        "mxfp8": QuantizeSpec(MXFP8, E4M3, columnwise=True),
+        "nvfp4": QuantizeSpec(NVFP4, E2M1, columnwise=True, hadamard=True),
+        "nvfp4 squares": QuantizeSpec(NVFP4, E2M1, columnwise=True, two_dimensional=True),
+        "row-wise": QuantizeSpec(MXFP8, E4M3),
+    }
+    heads, angles = torch.randn(16, 2, 4, 8), torch.randn(16, 8)
+    rope = (angles, Positions(None, None), RopeSpec("sbhd", False, 1, 0))
+    calls: dict[str, Callable[[], object]] = {
+        f"quantize {name}": partial(quantize.quantize, x, request) for name, request in specs.items()
+    }
+    return calls | {
+        "gemm": partial(gemm, plain(x), plain(torch.randn(48, 32)), Epilogue(torch.bfloat16)),
+        "layernorm": partial(norm.layernorm_forward, x, weight, weight, 1e-5, False),
+        "layernorm backward": partial(norm.layernorm_backward, x, x, ones, ones, weight, False),
+        "rmsnorm": partial(norm.rmsnorm_forward, x, weight, 1e-5, False),
+        "rmsnorm backward": partial(norm.rmsnorm_backward, x, x, ones, weight, False),
+        "layernorm codes": partial(norm.layernorm_forward_quantized, x, weight, None, 1e-5, False, spec),
+        "rmsnorm codes": partial(norm.rmsnorm_forward_quantized, x, weight, 1e-5, False, spec, scale=scale),
+        "gelu": partial(activation.activation_forward, "gelu", x),
+        "swiglu": partial(activation.activation_forward, "swiglu", wide),
+        "swiglu backward": partial(activation.activation_backward, "swiglu", x, wide),
+        "swiglu codes": partial(
+            activation.activation_forward_quantized, "swiglu", wide, ActivationParams(), spec
+        ),
+        "swiglu backward codes": partial(
+            activation.activation_backward_quantized,
+            *("swiglu", x, wide, ActivationParams(), spec),
+            dbias=torch.bfloat16,
+        ),
+        "dropout": partial(dropout_forward, x, 0.5),
+        "dropout backward": partial(dropout_backward, x, torch.zeros(256, dtype=torch.uint8), 0.5),
+        "rope": partial(rope_forward, heads, *rope),
+        "rope backward": partial(rope_backward, heads, *rope),
+        "rope of qkv": partial(
+            rope_qkv_forward, torch.randn(16, 2, 2, 32), angles, *rope[:2], (16, 8, 8), rope[2]
+        ),
+        "rope of qkv backward": partial(
+            *(
+                rope_qkv_backward,
+                heads,
+                heads[:, :, :2],
+                heads[:, :, :2],
+                angles,
+                *rope[:2],
+                (16, 8, 8),
+                rope[2],
+            )
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", operations())
+def test_a_planned_operation_returns_what_the_operation_returns(name: str):
+    call = operations()[name]
+    expected = call()
+    with planning(lambda x, result: None):
+        planned = call()
+    pairs = list(zip(tree_leaves(planned), tree_leaves(expected), strict=True))
+    assert pairs
+    for ours, theirs in pairs:
+        assert (ours is None) == (theirs is None)
+        if theirs is not None:
+            assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+
+
+def test_the_ledger_counts_a_storage_once_and_forgets_it():
+    ledger = Ledger(lambda: "here")
+    with ledger:
+        x = torch.empty(1000, dtype=torch.uint8)
+        view = x.view(10, 100)
+        assert ledger.bytes(ledger.live()) == 1024
+        del x, view
+        gc.collect()
+        y = torch.empty(512, dtype=torch.uint8)
+    assert ledger.bytes(ledger.live()) == 512
+    assert ledger.bytes(ledger.live(ledger.peak(0))) == 1024
+    del y
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "expected"),
+    [(8192, 14336, 139_460_608), (4096, 4096, 128 * MIB), (64, 4096, 0), (0, 16, 0)],
+)
+def test_a_sum_over_rows_takes_what_was_measured_on_132_multiprocessors(
+    rows: int, columns: int, expected: int
+):
+    assert sum_over_rows(rows, columns, 132) == expected
+
+
+def test_scratch_is_counted_at_the_peak_and_given_back():
+    ledger = Ledger(lambda: "", lambda operation, arguments: scratch_of(operation, arguments, 132))
+    with ledger:
+        x = torch.empty(4096, 4096, dtype=BF16)
+        other = x.sum(1, dtype=torch.float32)
+        sums = x.sum(0, dtype=torch.float32)
+    kept = x.nbytes + other.nbytes + sums.nbytes
+    assert ledger.bytes(ledger.live(ledger.peak(0))) == kept + 128 * MIB
+    assert ledger.bytes(ledger.live()) == kept
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(8192, 14336), (4096, 4096), (4096, 1, 2048), (256, 1024)])
+def test_a_sum_over_rows_takes_what_is_measured(shape: tuple[int, ...]):
+    x = torch.zeros(shape, dtype=BF16, device="cuda")
+    axes = tuple(range(x.dim() - 1))
+    x.sum(axes, dtype=torch.float32)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    sums = x.sum(axes, dtype=torch.float32)
+    measured = torch.cuda.max_memory_allocated() - before - sums.nbytes
+    processors = torch.cuda.get_device_properties(x.device).multi_processor_count
+    assert measured == pytest.approx(sum_over_rows(x.numel() // shape[-1], shape[-1], processors), abs=MIB)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["bf16", "delayed", "current", "block"])
+@pytest.mark.parametrize("name", [*MODULES, "layer"])
+def test_the_planned_peak_is_the_measured_one(name: str, recipe: str):
+    width, tokens = 2048, 4096
+    model = {**MODULES, "layer": layer}[name](width, device="cuda")
+    x = torch.randn(tokens, 1, width, dtype=BF16, device="cuda", requires_grad=True)
+    plan = memory_plan(model, RECIPES[recipe], tokens)
+    measured = plan.parameters + x.nbytes + measured_step(model, RECIPES[recipe], x)
+    # What libraries keep was allocated with an earlier test's first product.
+    planned = plan.peak - plan.workspace
+    assert abs(planned - measured) <= 0.05 * measured, f"{measured / MIB:.1f} MiB measured\n{plan}"
+
+
+def measured_step(model: nn.Module, recipe: recipes.Recipe | None, x: torch.Tensor) -> int:
+    """The most bytes that a warm step allocates beyond the parameters, the recipe's state and its input."""
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        x.grad = None
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
+            y = model(x)
+        y.backward(torch.empty_like(y))
+
+    for _ in range(2):
+        step()
+    model.zero_grad(set_to_none=True)
+    x.grad = None
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    return torch.cuda.max_memory_allocated() - before

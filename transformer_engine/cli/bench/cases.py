@@ -1,0 +1,227 @@
+"""The cases as data: name, sizes and recipe of a piece of work, and the operations and bytes that it must cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+# Recipes of modules; the first is no recipe, parameters and arithmetic in bfloat16.
+RECIPES = ("bf16", "delayed", "current", "block", "mxfp8", "nvfp4")
+QUANTIZATIONS = ("delayed", "current", "block1d", "block2d", "mxfp8", "nvfp4")
+BYTES = 2  # of a bfloat16
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the report.
+
+    name        family and passes ("f": forward, "fb": forward and backward), recipe, sizes: the key of a comparison
+    recipe      one of RECIPES, or of QUANTIZATIONS in the family quantize
+    arguments   what a provider's builder of the family takes
+    backward    run the backward pass too
+    operations  floating-point operations of the matrix products; 0 where bytes count
+    moved       bytes that have to be read and written once; 0 where operations count
+    """
+
+    name: str
+    family: str
+    recipe: str
+    arguments: dict[str, Any]
+    backward: bool = True
+    operations: float = 0.0
+    moved: float = 0.0
+
+
+def cases(recipes: Iterable[str], quick: bool, families: Iterable[str] = ()) -> list[Case]:
+    """Every case of the families (all when none is named) under the recipes; quick: small sizes, fit for a CPU."""
+    chosen = tuple(families) or tuple(FAMILIES)
+    unknown = [name for name in chosen if name not in FAMILIES]
+    if unknown:
+        raise ValueError(f"family {unknown[0]!r} does not exist; choose from {', '.join(FAMILIES)}")
+    wanted = tuple(recipes)
+    return [case for name in chosen for case in FAMILIES[name](wanted, quick)]
+
+
+def _quantize(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
+    rows, depth = (256, 512) if quick else (8192, 14336)
+    for kind in QUANTIZATIONS:
+        if ("block" if kind.startswith("block") else kind) not in recipes:
+            continue
+        width = 0.5 if kind == "nvfp4" else 1.0  # bytes of a code
+        for both in (False, True):
+            yield Case(
+                f"quantize/{kind}_{'both' if both else 'row'}/{rows}x{depth}",
+                "quantize",
+                kind,
+                {"rows": rows, "depth": depth, "both": both},
+                backward=False,
+                moved=rows * depth * (BYTES + width * (1 + both)),
+            )
+
+
+def _norm(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
+    rows, widths = (256, (512,)) if quick else (16384, (4096, 8192))
+    for kind in ("LayerNorm", "RMSNorm") if "bf16" in recipes else ():
+        for width in widths:
+            for backward in (False, True):
+                yield Case(
+                    f"norm_{'fb' if backward else 'f'}/{kind}/{rows}x{width}",
+                    "norm",
+                    "bf16",
+                    {"kind": kind, "rows": rows, "width": width},
+                    backward,
+                    moved=rows * width * BYTES * (5 if backward else 2),
+                )
+
+
+def _linear(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
+    large = ((8192, 4096, 4096, False), (8192, 4096, 28672, False), (8192, 14336, 4096, False))
+    small = ((256, 256, 512, False),)
+    with_bias = (256, 256, 512, True) if quick else (8192, 4096, 14336, True)
+    for recipe in recipes:
+        for rows, depth, width, bias in (*(small if quick else large), with_bias):
+            kind = "linear_bias_f" if bias else "linear_fb"
+            yield Case(
+                f"{kind}/{recipe}/{rows}x{depth}x{width}",
+                "linear",
+                recipe,
+                {"rows": rows, "depth": depth, "width": width, "bias": bias},
+                not bias,
+                operations=_product(rows, depth, width, not bias),
+            )
+
+
+def _layernorm_linear(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
+    rows, depth, width = (256, 256, 384) if quick else (8192, 4096, 6144)
+    for recipe in recipes:
+        yield Case(
+            f"layernorm_linear_fb/{recipe}/rms_{depth}x{width}",
+            "layernorm_linear",
+            recipe,
+            {"rows": rows, "depth": depth, "width": width},
+            operations=_product(rows, depth, width, True),
+        )
+
+
+def _layernorm_mlp(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
+    rows, hidden, inner = (256, 256, 512) if quick else (8192, 4096, 14336)
+    for recipe in recipes:
+        for activation in ("swiglu", "gelu"):
+            products = 3 if activation == "swiglu" else 2
+            yield Case(
+                f"layernorm_mlp_fb/{recipe}/{activation}_{hidden}x{inner}",
+                "layernorm_mlp",
+                recipe,
+                {"rows": rows, "hidden": hidden, "inner": inner, "activation": activation},
+                operations=products * _product(rows, hidden, inner, True),
+            )
+
+
+def _grouped_linear(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
+    large = ((8, 16384, 2048, 4096), (64, 32768, 2048, 1408))
+    for recipe in recipes:
+        for groups, rows, depth, width in ((4, 512, 256, 128),) if quick else large:
+            yield Case(
+                f"grouped_linear_fb/{recipe}/e{groups}_t{rows}_{depth}x{width}",
+                "grouped_linear",
+                recipe,
+                {"groups": groups, "rows": rows, "depth": depth, "width": width},
+                operations=_product(rows, depth, width, True),
+            )
+
+
+# (kind, batch, sequence, heads, key-value heads, head size, with a forward-only case too)
+ATTENTIONS = (
+    ("causal", 2, 8192, 32, 8, 128, True),
+    ("causal", 4, 4096, 32, 32, 128, False),
+    ("causal", 8, 2048, 16, 16, 64, False),
+    ("window4096", 1, 32768, 32, 8, 128, False),
+    ("thd", 8, 2048, 32, 8, 128, False),
+)
+
+
+def _attention(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
+    table = (("causal", 2, 128, 4, 2, 64, True),) if quick else ATTENTIONS
+    for kind, batch, sequence, heads, groups, size, forward_too in table if "bf16" in recipes else ():
+        for backward in (False, True) if forward_too else (True,):
+            passes = "fb" if backward else "f"
+            window = int(kind.removeprefix("window")) if kind.startswith("window") else None
+            pairs = sequence * sequence / 2 if window is None else sequence * window - window * window / 2
+            yield Case(
+                f"dpa_{passes}/bf16/{kind}_b{batch}_s{sequence}_h{heads}_{groups}_d{size}",
+                "attention",
+                "bf16",
+                {
+                    "batch": batch,
+                    "sequence": sequence,
+                    "heads": heads,
+                    "groups": groups,
+                    "size": size,
+                    "window": window,
+                    "packed": kind == "thd",
+                },
+                backward,
+                operations=4 * batch * heads * pairs * size * (3.5 if backward else 1),
+            )
+
+
+def _layer(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
+    sizes = {"hidden": 4096, "inner": 14336, "heads": 32, "groups": 8, "sequence": 8192}
+    label = "llama8b_s8192"
+    if quick:
+        sizes, label = {"hidden": 256, "inner": 512, "heads": 4, "groups": 2, "sequence": 128}, "h256_s128"
+    kept = sizes["groups"] * sizes["hidden"] // sizes["heads"]
+    weights = sizes["hidden"] * (2 * sizes["hidden"] + 2 * kept + 3 * sizes["inner"])
+    attention = 2 * sizes["sequence"] ** 2 * sizes["hidden"]
+    for recipe in recipes:
+        for backward in (True, False):
+            products = (6 if backward else 2) * sizes["sequence"] * weights
+            yield Case(
+                f"layer_{'fb' if backward else 'f'}/{recipe}/{label}",
+                "layer",
+                recipe,
+                {**sizes, "rotary": True},
+                backward,
+                operations=products + (3.5 if backward else 1) * attention,
+            )
+
+
+def _layer_small(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
+    """A layer that is all host time: its wall time is the figure."""
+    sizes = {"hidden": 1024, "inner": 4096, "heads": 16, "groups": 16, "sequence": 128}
+    if quick:
+        sizes = {"hidden": 128, "inner": 256, "heads": 2, "groups": 2, "sequence": 32}
+    for recipe in recipes:
+        name = f"layer_small_fb/{recipe}/h{sizes['hidden']}_s{sizes['sequence']}"
+        yield Case(name, "layer_small", recipe, {**sizes, "rotary": False})
+
+
+def _rope(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
+    sequence, batch, heads, size = (128, 1, 4, 64) if quick else (8192, 2, 32, 128)
+    if "bf16" in recipes:
+        yield Case(
+            f"rope_fb/bf16/s{sequence}_b{batch}_h{heads}_d{size}",
+            "rope",
+            "bf16",
+            {"sequence": sequence, "batch": batch, "heads": heads, "size": size},
+            moved=4 * sequence * batch * heads * size * BYTES,
+        )
+
+
+def _product(rows: int, depth: int, width: int, backward: bool) -> float:
+    return (6.0 if backward else 2.0) * rows * depth * width
+
+
+FAMILIES: dict[str, Callable[[tuple[str, ...], bool], Iterator[Case]]] = {
+    "quantize": _quantize,
+    "norm": _norm,
+    "linear": _linear,
+    "layernorm_linear": _layernorm_linear,
+    "layernorm_mlp": _layernorm_mlp,
+    "grouped_linear": _grouped_linear,
+    "attention": _attention,
+    "layer": _layer,
+    "layer_small": _layer_small,
+    "rope": _rope,
+}

@@ -1,0 +1,125 @@
+"""`te bench`: measure the engine beside plain PyTorch and other libraries, or compare two files of figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from ...pytorch.quantization import support_of
+from ..survey import KINDS
+from .cases import FAMILIES, RECIPES, Case, cases
+from .compare import print_comparison
+from .measure import FULL, QUICK
+from .plot import plot_families
+from .providers import PROVIDERS, Provider
+from .report import as_dict, print_roofs, print_rows, write
+from .roofs import measure_roofs
+from .run import Row, run
+
+
+def bench(
+    family: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(FAMILIES)}; repeatable")] = None,
+    recipe: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(RECIPES)}; repeatable")] = None,
+    only: Annotated[str, typer.Option(help="Cases whose name contains one of these, comma-separated")] = "",
+    json: Annotated[Path | None, typer.Option(help="Write machine, command and figures to this file")] = None,
+    plot_dir: Annotated[Path | None, typer.Option(help="Write one picture a family to this folder")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Small sizes and few repetitions")] = False,
+    provider: Annotated[
+        list[str] | None, typer.Option(help=f"Of {', '.join(p.name for p in PROVIDERS)}; repeatable")
+    ] = None,
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(help="Measure nothing: print the ratios of the second file to the first"),
+    ] = None,
+) -> None:
+    """Time the engine, plain PyTorch and other libraries on this machine; or compare two files of figures."""
+    console = Console(highlight=False)
+    try:
+        if compare is not None:
+            print_comparison(console, *compare)
+            return
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        quick = quick or device.type == "cpu"
+        chosen = _chosen(_recipes(recipe, device), quick, family, only)
+        providers = _providers(provider)
+    except ValueError as error:
+        console.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
+        raise typer.Exit(2) from None
+    _measure(console, device, chosen, providers, quick, json, plot_dir)
+
+
+def _recipes(given: list[str] | None, device: torch.device) -> tuple[str, ...]:
+    """The recipes asked for, else those that the hardware computes; FP8 stands for all of them on a CPU."""
+    for name in given or ():
+        if name not in RECIPES:
+            raise ValueError(f"recipe {name!r} does not exist; choose from {', '.join(RECIPES)}")
+        support = support_of(KINDS[name]) if name in KINDS else None
+        if support is not None and not support.available:
+            raise ValueError(f"recipe {name}: {support.refusal}")
+    if given:
+        return tuple(given)
+    if device.type == "cpu":
+        return ("bf16", "delayed", "current", "block")
+    return ("bf16", *(name for name in RECIPES if name in KINDS and support_of(KINDS[name]).native))
+
+
+def _providers(given: list[str] | None) -> list[Provider]:
+    known = {provider.name: provider for provider in PROVIDERS}
+    for name in given or ():
+        if name not in known:
+            raise ValueError(f"provider {name!r} does not exist; choose from {', '.join(known)}")
+    return [provider for name, provider in known.items() if not given or name in given]
+
+
+def _chosen(recipes: tuple[str, ...], quick: bool, family: list[str] | None, only: str) -> list[Case]:
+    wanted = [part for part in only.split(",") if part]
+    found = [
+        case
+        for case in cases(recipes, quick, family or ())
+        if not wanted or any(part in case.name for part in wanted)
+    ]
+    if not found:
+        raise ValueError("no case is left by --family, --recipe and --only; leave one of them out")
+    return found
+
+
+def _measure(
+    console: Console,
+    device: torch.device,
+    chosen: list[Case],
+    providers: list[Provider],
+    quick: bool,
+    json: Path | None,
+    plot_dir: Path | None,
+) -> None:
+    effort = QUICK if quick else FULL
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    if device.type == "cpu":
+        console.print("torch finds no CUDA device: the figures are a CPU's, at small sizes")
+    roofs = measure_roofs(device, effort)
+    print_roofs(console, roofs)
+    refusals = {provider.name: provider.refusal(device) for provider in providers}
+    missing = {provider: refusal for provider, refusal in refusals.items() if refusal is not None}
+    for provider, refusal in missing.items():
+        console.print(f"without {provider}: {escape(refusal)}", soft_wrap=True)
+    rows: list[Row] = []
+    try:
+        with console.status("measuring") as status:
+            doing = run(chosen, providers, device, roofs, effort, lambda name: status.update(escape(name)))
+            for row in doing:
+                rows.append(row)
+                if json is not None:
+                    write(json, as_dict(rows, roofs, missing))
+    except KeyboardInterrupt:
+        console.print("stopped; what was measured until then:")
+    print_rows(console, rows)
+    if json is not None:
+        console.print(f"wrote {escape(str(json))}", soft_wrap=True)
+    if plot_dir is not None:
+        for path in plot_families(plot_dir, rows, name):
+            console.print(f"wrote {escape(str(path))}", soft_wrap=True)

@@ -1,0 +1,109 @@
+"""Two files of figures side by side: for each case in both, the times and the ratio second / first."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+# Time of the GPU, of the host, of the wall; memory. Files of other programs use the same keys.
+MEASURES = {"gpu_ms": "GPU ms", "cpu_ms": "host ms", "eager_ms": "wall ms", "peak_mib": "peak MiB"}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One case in two files, the figures by measure."""
+
+    case: str
+    first: dict[str, float]
+    second: dict[str, float]
+
+    @property
+    def family(self) -> str:
+        return self.case.split("/")[0]
+
+    def ratio(self, measure: str) -> float | None:
+        """second / first: below 1 the second file has the smaller figure; None when one of them has none."""
+        a, b = self.first.get(measure), self.second.get(measure)
+        return b / a if a and b else None
+
+
+def read(path: Path) -> dict[str, dict[str, float]]:
+    """{case: figures} of a file: a list of objects with "case", or an object that has such a list as "results".
+
+    Rows of another provider than "te", and rows without figures, are left out. ValueError for another file.
+    """
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is no readable JSON file: {error}") from None
+    rows = content.get("results") if isinstance(content, dict) else content
+    if not isinstance(rows, list) or not all(isinstance(row, dict) and "case" in row for row in rows):
+        raise ValueError(f"{path} holds no list of cases; give a file that te bench --json wrote")
+    return {row["case"]: _figures(row) for row in rows if row.get("provider", "te") == "te" and _figures(row)}
+
+
+def _figures(row: dict[str, Any]) -> dict[str, float]:
+    return {name: float(row[name]) for name in MEASURES if isinstance(row.get(name), (int, float))}
+
+
+def pairs(first: dict[str, dict[str, float]], second: dict[str, dict[str, float]]) -> list[Pair]:
+    """The cases that both have, in the order of the first."""
+    return [Pair(case, figures, second[case]) for case, figures in first.items() if case in second]
+
+
+def geometric_mean(ratios: Iterable[float | None]) -> float | None:
+    """The n-th root of the product of the n ratios that are there."""
+    logarithms = [math.log(ratio) for ratio in ratios if ratio is not None]
+    return math.exp(sum(logarithms) / len(logarithms)) if logarithms else None
+
+
+def print_comparison(console: Console, first: Path, second: Path) -> None:
+    """A table of the ratios, then their geometric mean by family; ValueError when no case is in both."""
+    shared = pairs(read(first), read(second))
+    if not shared:
+        raise ValueError(f"{first} and {second} have no case in common; run the same families for both")
+    console.print(f"A = {first}\nB = {second}\nratios are B / A: below 1, B is faster or smaller")
+    table = Table("case", title="B / A", title_justify="left")
+    for heading in MEASURES.values():
+        table.add_column(f"{heading} A", justify="right")
+        table.add_column("B", justify="right")
+        table.add_column("ratio", justify="right")
+    for pair in shared:
+        cells: list[str] = []
+        for measure in MEASURES:
+            cells += [_plain(pair.first.get(measure)), _plain(pair.second.get(measure))]
+            cells.append(_ratio(pair.ratio(measure)))
+        table.add_row(pair.case, *cells)
+    console.print(table)
+    console.print(_means(shared))
+
+
+def _means(shared: list[Pair]) -> Table:
+    table = Table("family", "cases", title="geometric mean of B / A", title_justify="left")
+    for heading in MEASURES.values():
+        table.add_column(heading, justify="right")
+    names = dict.fromkeys(pair.family for pair in shared)
+    groups = {name: [pair for pair in shared if pair.family == name] for name in names}
+    if len(groups) > 1:
+        groups["all"] = shared
+    for name, members in groups.items():
+        means = (geometric_mean(pair.ratio(measure) for pair in members) for measure in MEASURES)
+        table.add_row(name, str(len(members)), *map(_ratio, means))
+    return table
+
+
+def _plain(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def _ratio(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"[{'green' if value <= 1 else 'red'}]{value:.3f}[/]"

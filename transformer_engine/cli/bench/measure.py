@@ -1,0 +1,113 @@
+"""Measured: GPU, host and wall milliseconds of one call, and the memory that it takes beyond what was there.
+
+gpu_ms    between two events around the call on the stream; the stream sleeps first, so that every launch is queued
+          by the time that the first one runs, and the L2 cache holds other data
+cpu_ms    until the call returns to the host, its work queued
+eager_ms  of a call in a plain loop of calls: what a training step pays. The larger of the other two, roughly
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+# Cycles of torch.cuda._sleep in a second. A GPU with a slower clock sleeps longer, which harms nothing.
+CYCLES = 1.9e9
+EVICTING = 256 << 20  # bytes, several times the largest L2 cache
+
+
+class Effort(NamedTuple):
+    """How often a call is repeated: until budget_ms are spent, within the limits."""
+
+    warmup: int = 5
+    budget_ms: float = 120.0
+    fewest: int = 8
+    most: int = 40
+
+
+FULL = Effort()
+QUICK = Effort(warmup=2, budget_ms=30.0, fewest=3, most=10)
+
+
+class Timing(NamedTuple):
+    """Milliseconds; medians. None: the device has no queue, as a CPU."""
+
+    gpu_ms: float | None
+    cpu_ms: float | None
+    eager_ms: float
+
+    @property
+    def busiest(self) -> float:
+        """The time that a rate is counted over: the GPU's, or the wall's where there is no GPU."""
+        return self.eager_ms if self.gpu_ms is None else self.gpu_ms
+
+
+def measure(call: Callable[[], object], device: torch.device, effort: Effort = FULL) -> Timing:
+    """The timing of a call whose work runs on the device."""
+    for _ in range(effort.warmup):
+        call()
+    if device.type != "cuda":
+        return Timing(None, None, _wall(call, effort))
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    host = time.perf_counter() - start
+    torch.cuda.synchronize()
+    runs = _runs(1e3 * (time.perf_counter() - start), effort)
+    gpu, cpu = _queued(call, host, runs)
+    start = time.perf_counter()
+    for _ in range(runs):
+        call()
+    torch.cuda.synchronize()
+    return Timing(gpu, cpu, 1e3 * (time.perf_counter() - start) / runs)
+
+
+def _queued(call: Callable[[], object], host: float, runs: int) -> tuple[float, float]:
+    """(GPU ms, host ms) of calls that are wholly queued before they run; host: seconds that queueing takes."""
+    other = torch.empty(EVICTING, dtype=torch.uint8, device="cuda")
+    head_start = int(min(2.5 * host + 2e-4, 0.04) * CYCLES)
+    gpu, cpu = [], []
+    for _ in range(runs):
+        other.zero_()
+        torch.cuda._sleep(head_start)
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        start = time.perf_counter()
+        call()
+        cpu.append(1e3 * (time.perf_counter() - start))
+        last.record()
+        torch.cuda.synchronize()
+        gpu.append(first.elapsed_time(last))
+    return statistics.median(gpu), statistics.median(cpu)
+
+
+def _wall(call: Callable[[], object], effort: Effort) -> float:
+    start = time.perf_counter()
+    call()
+    times = [1e3 * (time.perf_counter() - start)]
+    for _ in range(_runs(times[0], effort) - 1):
+        start = time.perf_counter()
+        call()
+        times.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(times)
+
+
+def _runs(one_ms: float, effort: Effort) -> int:
+    return max(effort.fewest, min(effort.most, int(effort.budget_ms / max(one_ms, 1e-3))))
+
+
+def peak_mib(call: Callable[[], object], device: torch.device) -> float | None:
+    """The most MiB allocated during a call beyond those allocated before it; None on a CPU, which does not count."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20

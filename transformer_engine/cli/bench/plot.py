@@ -1,0 +1,73 @@
+"""One picture a family: the time of every case as a bar, a colour a provider, and the part of the roof reached."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
+
+from .report import families
+from .run import Row
+
+COLOURS = {
+    "te": "#c2410c",
+    "torch": "#555555",
+    "torch.compile": "#9ca3af",
+    "torchao": "#1d4ed8",
+    "liger": "#15803d",
+    "quack": "#7e22ce",
+}
+OTHER = "#000000"
+LOGARITHMIC_FROM = 20  # times the smallest bar, above which it would vanish on a linear axis
+
+
+def plot_families(folder: Path, rows: Sequence[Row], device: str) -> list[Path]:
+    """Write folder/FAMILY.png for every family that has figures; the paths written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for family, members in families(row for row in rows if row.time_ms is not None).items():
+        path = folder / f"{family}.png"
+        _plot(path, family, members, device)
+        written.append(path)
+    return written
+
+
+def _plot(path: Path, family: str, rows: Sequence[Row], device: str) -> None:
+    panels = ["time", "wall"] if rows[0].gpu_ms is not None else ["time"]
+    if any(row.roof is not None for row in rows):
+        panels.append("roof")
+    figure = Figure(figsize=(4.2 + 3.4 * len(panels), 1.6 + 0.3 * len(rows)), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for panel, axis in zip(panels, axes, strict=True):
+        _draw(axis, panel, rows)
+    axes[0].set_yticks(range(len(rows)), [row.case for row in rows], fontsize=8)
+    axes[0].invert_yaxis()
+    seen = dict.fromkeys(row.provider for row in rows)
+    handles = [axes[0].barh([0], [0], color=COLOURS.get(name, OTHER)) for name in seen]
+    figure.legend(handles, list(seen), loc="outside lower center", ncols=len(seen), frameon=False)
+    figure.suptitle(f"{family}, {device}")
+    figure.savefig(path)
+
+
+def _draw(axis, panel: str, rows: Sequence[Row]) -> None:
+    clock = "GPU" if rows[0].gpu_ms is not None else "wall"
+    label, values, text = {
+        "time": (f"{clock} time (ms)", [row.time_ms for row in rows], "{:.3g}"),
+        "wall": ("wall time in a loop (ms)", [row.eager_ms for row in rows], "{:.3g}"),
+        "roof": ("part of the roof (%)", [100 * (row.roof or 0.0) for row in rows], "{:.0f}"),
+    }[panel]
+    bars = [value or 0.0 for value in values]
+    shown = axis.barh(range(len(rows)), bars, color=[COLOURS.get(row.provider, OTHER) for row in rows])
+    axis.bar_label(shown, labels=[text.format(value) for value in bars], padding=2, fontsize=7)
+    axis.set_xlabel(label)
+    axis.grid(axis="x", alpha=0.25)
+    axis.set_axisbelow(True)
+    axis.margins(x=0.15)
+    positive = [value for value in bars if value > 0]
+    if panel != "roof" and positive and max(positive) > LOGARITHMIC_FROM * min(positive):
+        axis.set_xscale("log")
+        axis.xaxis.set_minor_formatter(NullFormatter())

@@ -1,0 +1,13 @@
+"""Who runs a case: this engine, plain PyTorch, and other libraries where they are installed."""
+
+from .engine import ENGINE
+from .liger import LIGER
+from .plain import COMPILED, PLAIN
+from .provider import Provider
+from .quack import QUACK
+from .torchao import TORCHAO
+
+# The engine comes first: the others are shown in relation to it.
+PROVIDERS: tuple[Provider, ...] = (ENGINE, PLAIN, COMPILED, TORCHAO, LIGER, QUACK)
+
+__all__ = ["ENGINE", "PROVIDERS", "Provider"]

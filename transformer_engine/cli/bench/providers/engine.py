@@ -1,0 +1,187 @@
+"""This engine: modules and quantizers under `te.autocast`."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .... import pytorch as te
+from ....common import recipe as recipes
+from ....pytorch.attention.rope import RotaryPositionEmbedding, apply_rotary_pos_emb
+from ....pytorch.constants import DType
+from ..cases import QUANTIZATIONS, RECIPES, Case
+from ..workload import Workload
+from .provider import Provider
+
+BF16 = torch.bfloat16
+
+
+def recipe_named(name: str) -> recipes.Recipe | None:
+    """The recipe with its defaults; None for bf16."""
+    kinds = {
+        "delayed": recipes.DelayedScaling,
+        "current": recipes.Float8CurrentScaling,
+        "block": recipes.Float8BlockScaling,
+        "mxfp8": recipes.MXFP8BlockScaling,
+        "nvfp4": recipes.NVFP4BlockScaling,
+    }
+    return kinds[name]() if name in kinds else None
+
+
+def _module(module: torch.nn.Module, x: Tensor, case: Case, **keywords: Any) -> Workload:
+    recipe = recipe_named(case.recipe)
+    context = functools.partial(_precision, recipe)
+    return Workload(module, (x,), keywords, context)
+
+
+def _precision(recipe: recipes.Recipe | None) -> AbstractContextManager[Any]:
+    return te.autocast(enabled=recipe is not None, recipe=recipe)
+
+
+def _random(device: torch.device, *shape: int) -> Tensor:
+    return torch.randn(*shape, device=device, dtype=BF16)
+
+
+def _quantize(case: Case, device: torch.device) -> Workload:
+    a = case.arguments
+    return Workload(
+        quantizer_named(case.recipe, device, a["both"]), (_random(device, a["rows"], a["depth"]),)
+    )
+
+
+def quantizer_named(kind: str, device: torch.device, columnwise: bool) -> te.Quantizer:
+    """A quantizer of activations: E4M3 codes (E2M1 for nvfp4), row-wise and, if asked for, column-wise."""
+    usage: dict[str, Any] = {"rowwise": True, "columnwise": columnwise}
+    match kind:
+        case "delayed":
+            state = {"scale": torch.ones(1, device=device), "amax": torch.zeros(1, device=device)}
+            return te.Float8Quantizer(fp8_dtype=DType.kFloat8E4M3, **state, **usage)
+        case "current":
+            return te.Float8CurrentScalingQuantizer(DType.kFloat8E4M3, device, **usage)
+        case "block1d" | "block2d":
+            dimensions = int(kind[5])
+            return te.Float8BlockQuantizer(DType.kFloat8E4M3, block_scaling_dim=dimensions, **usage)
+        case "mxfp8":
+            return te.MXFP8Quantizer(DType.kFloat8E4M3, **usage)
+        case _:
+            return te.NVFP4Quantizer(**usage)
+
+
+def _norm(case: Case, device: torch.device) -> Workload:
+    a = case.arguments
+    norm = {"LayerNorm": te.LayerNorm, "RMSNorm": te.RMSNorm}[a["kind"]]
+    return _module(norm(a["width"], dtype=BF16, device=device), _random(device, a["rows"], a["width"]), case)
+
+
+def _linear(case: Case, device: torch.device) -> Workload:
+    a = case.arguments
+    module = te.Linear(a["depth"], a["width"], bias=a["bias"], params_dtype=BF16, device=device)
+    return _module(module, _random(device, a["rows"], a["depth"]), case)
+
+
+def _layernorm_linear(case: Case, device: torch.device) -> Workload:
+    a = case.arguments
+    module = te.LayerNormLinear(
+        a["depth"], a["width"], bias=False, normalization="RMSNorm", params_dtype=BF16, device=device
+    )
+    return _module(module, _random(device, a["rows"], a["depth"]), case)
+
+
+def _layernorm_mlp(case: Case, device: torch.device) -> Workload:
+    a = case.arguments
+    gated = a["activation"] == "swiglu"
+    module = te.LayerNormMLP(
+        a["hidden"],
+        a["inner"],
+        bias=not gated,
+        activation=a["activation"],
+        normalization="RMSNorm" if gated else "LayerNorm",
+        params_dtype=BF16,
+        device=device,
+    )
+    return _module(module, _random(device, a["rows"], 1, a["hidden"]), case)
+
+
+def _grouped_linear(case: Case, device: torch.device) -> Workload:
+    a = case.arguments
+    module = te.GroupedLinear(
+        a["groups"], a["depth"], a["width"], bias=False, params_dtype=BF16, device=device
+    )
+    splits = [a["rows"] // a["groups"]] * a["groups"]
+    return _module(module, _random(device, a["rows"], a["depth"]), case, m_splits=splits)
+
+
+def _attention(case: Case, device: torch.device) -> Workload:
+    a = case.arguments
+    batch, sequence, packed = a["batch"], a["sequence"], a["packed"]
+    module = te.DotProductAttention(
+        a["heads"],
+        a["size"],
+        num_gqa_groups=a["groups"],
+        attention_dropout=0.0,
+        qkv_format="thd" if packed else "bshd",
+        attn_mask_type="padding_causal" if packed else "causal",
+    )
+    tokens = (batch * sequence,) if packed else (batch, sequence)
+    q, k, v = (_random(device, *tokens, heads, a["size"]) for heads in (a["heads"], a["groups"], a["groups"]))
+    keywords: dict[str, Any] = {}
+    if a["window"] is not None:
+        keywords["window_size"] = (a["window"], 0)
+    if packed:
+        starts = torch.arange(batch + 1, device=device, dtype=torch.int32) * sequence
+        keywords |= {"cu_seqlens_q": starts, "cu_seqlens_kv": starts}
+        keywords |= {"max_seqlen_q": sequence, "max_seqlen_kv": sequence}
+    return Workload(module, (q, k, v), keywords)
+
+
+def _layer(case: Case, device: torch.device) -> Workload:
+    a = case.arguments
+    module = te.TransformerLayer(
+        a["hidden"],
+        a["inner"],
+        a["heads"],
+        num_gqa_groups=a["groups"],
+        bias=False,
+        activation="swiglu",
+        normalization="RMSNorm",
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        fuse_qkv_params=True,
+        params_dtype=BF16,
+        device=device,
+    )
+    keywords = {}
+    if a["rotary"]:
+        positions = RotaryPositionEmbedding(a["hidden"] // a["heads"])
+        keywords["rotary_pos_emb"] = positions(max_seq_len=a["sequence"]).to(device)
+    return _module(module, _random(device, a["sequence"], 1, a["hidden"]), case, **keywords)
+
+
+def _rope(case: Case, device: torch.device) -> Workload:
+    a = case.arguments
+    angles = RotaryPositionEmbedding(a["size"])(max_seq_len=a["sequence"]).to(device)
+    x = _random(device, a["sequence"], a["batch"], a["heads"], a["size"])
+    return Workload(functools.partial(apply_rotary_pos_emb, freqs=angles, tensor_format="sbhd"), (x,))
+
+
+ENGINE = Provider(
+    "te",
+    RECIPES,
+    {
+        "quantize": _quantize,
+        "norm": _norm,
+        "linear": _linear,
+        "layernorm_linear": _layernorm_linear,
+        "layernorm_mlp": _layernorm_mlp,
+        "grouped_linear": _grouped_linear,
+        "attention": _attention,
+        "layer": _layer,
+        "layer_small": _layer,
+        "rope": _rope,
+    },
+    quantizations=QUANTIZATIONS,
+)

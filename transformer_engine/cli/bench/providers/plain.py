@@ -1,0 +1,203 @@
+"""Plain PyTorch in bfloat16, as it comes and under torch.compile: the same modules for both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..cases import Case
+from ..workload import Workload
+from .provider import Builder, Provider
+
+BF16 = torch.bfloat16
+E4M3_MAXIMUM = 448.0
+
+
+class Rope(nn.Module):
+    """y [s, b, h, d] = x cos + rotate(x) sin, the two halves of a head being the pairs."""
+
+    def __init__(self, sequence: int, size: int, device: torch.device):
+        super().__init__()
+        frequency = 10000.0 ** -(torch.arange(0, size, 2, device=device) / size)
+        angles = torch.arange(sequence, device=device)[:, None] * frequency
+        angles = torch.cat((angles, angles), dim=-1)[:, None, None]
+        self.cos, self.sin = angles.cos().to(BF16), angles.sin().to(BF16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = x.chunk(2, dim=-1)
+        return x * self.cos + torch.cat((-second, first), dim=-1) * self.sin
+
+
+class GatedMLP(nn.Module):
+    """y = fc2(silu(a) * b), (a, b) = fc1(norm(x))"""
+
+    def __init__(self, hidden: int, inner: int, options: dict[str, Any]):
+        super().__init__()
+        self.norm = nn.RMSNorm(hidden, **options)
+        self.fc1 = nn.Linear(hidden, 2 * inner, bias=False, **options)
+        self.fc2 = nn.Linear(inner, hidden, bias=False, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.fc1(self.norm(x)).chunk(2, dim=-1)
+        return self.fc2(F.silu(a) * b)
+
+
+class Layer(nn.Module):
+    """A causal pre-norm layer on x [s, b, hidden] with grouped heads, and rotary positions if asked for."""
+
+    def __init__(self, sizes: dict[str, Any], device: torch.device):
+        super().__init__()
+        options: dict[str, Any] = {"device": device, "dtype": BF16}
+        hidden, self.heads, self.groups = sizes["hidden"], sizes["heads"], sizes["groups"]
+        self.size = hidden // self.heads
+        self.widths = [hidden, self.groups * self.size, self.groups * self.size]
+        self.norm = nn.RMSNorm(hidden, **options)
+        self.qkv = nn.Linear(hidden, sum(self.widths), bias=False, **options)
+        self.proj = nn.Linear(hidden, hidden, bias=False, **options)
+        self.mlp = GatedMLP(hidden, sizes["inner"], options)
+        self.rope = Rope(sizes["sequence"], self.size, device) if sizes["rotary"] else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            t.unflatten(-1, (-1, self.size)) for t in self.qkv(self.norm(x)).split(self.widths, dim=-1)
+        )
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (self.rope(q), self.rope(k), v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.groups != self.heads)
+        x = x + self.proj(out.permute(2, 0, 1, 3).flatten(2))
+        return x + self.mlp(x)
+
+
+class GroupedLinear(nn.Module):
+    """y [rows, out] = x @ weight[group of the row].T, groups of equal size."""
+
+    def __init__(self, groups: int, rows: int, depth: int, width: int, device: torch.device):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(groups, width, depth, device=device, dtype=BF16) * 0.02)
+        self.ends = torch.arange(1, groups + 1, device=device, dtype=torch.int32) * (rows // groups)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.grouped_mm(x, self.weight.transpose(-2, -1), offs=self.ends)
+
+
+def _random(device: torch.device, *shape: int) -> Tensor:
+    return torch.randn(*shape, device=device, dtype=BF16)
+
+
+def _quantize(case: Case, device: torch.device) -> Workload:
+    """codes = saturate(x scale), by the operations of torch."""
+    a = case.arguments
+    scale = torch.ones(1, device=device)
+
+    def cast(x: Tensor) -> tuple[Tensor, ...]:
+        scaled = (x.float() * scale).clamp(-E4M3_MAXIMUM, E4M3_MAXIMUM)
+        codes = scaled.to(torch.float8_e4m3fn)
+        return (codes, codes.t().contiguous()) if a["both"] else (codes,)
+
+    return Workload(cast, (_random(device, a["rows"], a["depth"]),))
+
+
+def _norm(case: Case, device: torch.device) -> Workload:
+    a = case.arguments
+    kind = {"LayerNorm": nn.LayerNorm, "RMSNorm": nn.RMSNorm}[a["kind"]]
+    norm = kind(a["width"], device=device, dtype=BF16)
+    return Workload(norm, (_random(device, a["rows"], a["width"]),))
+
+
+def _linear(case: Case, device: torch.device) -> Workload:
+    a = case.arguments
+    module = nn.Linear(a["depth"], a["width"], bias=a["bias"], device=device, dtype=BF16)
+    return Workload(module, (_random(device, a["rows"], a["depth"]),))
+
+
+def _layernorm_linear(case: Case, device: torch.device) -> Workload:
+    a = case.arguments
+    norm = nn.RMSNorm(a["depth"], device=device, dtype=BF16)
+    linear = nn.Linear(a["depth"], a["width"], bias=False, device=device, dtype=BF16)
+    return Workload(nn.Sequential(norm, linear), (_random(device, a["rows"], a["depth"]),))
+
+
+def _layernorm_mlp(case: Case, device: torch.device) -> Workload:
+    a = case.arguments
+    options: dict[str, Any] = {"device": device, "dtype": BF16}
+    if a["activation"] == "swiglu":
+        module: nn.Module = GatedMLP(a["hidden"], a["inner"], options)
+    else:
+        module = nn.Sequential(
+            nn.LayerNorm(a["hidden"], **options),
+            nn.Linear(a["hidden"], a["inner"], **options),
+            nn.GELU(approximate="tanh"),
+            nn.Linear(a["inner"], a["hidden"], **options),
+        )
+    return Workload(module, (_random(device, a["rows"], 1, a["hidden"]),))
+
+
+def _grouped_linear(case: Case, device: torch.device) -> Workload:
+    a = case.arguments
+    module = GroupedLinear(a["groups"], a["rows"], a["depth"], a["width"], device)
+    return Workload(module, (_random(device, a["rows"], a["depth"]),))
+
+
+def _attention(case: Case, device: torch.device) -> Workload | None:
+    """Causal attention; windows and packed sequences have no plain counterpart that is not quadratic in memory."""
+    a = case.arguments
+    if a["window"] is not None or a["packed"]:
+        return None
+    grouped = a["groups"] != a["heads"]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        return out.transpose(1, 2).flatten(2)
+
+    tokens = (a["batch"], a["sequence"])
+    q, k, v = (_random(device, *tokens, heads, a["size"]) for heads in (a["heads"], a["groups"], a["groups"]))
+    return Workload(attend, (q, k, v))
+
+
+def _layer(case: Case, device: torch.device) -> Workload:
+    a = case.arguments
+    return Workload(Layer(a, device), (_random(device, a["sequence"], 1, a["hidden"]),))
+
+
+def _rope(case: Case, device: torch.device) -> Workload:
+    a = case.arguments
+    x = _random(device, a["sequence"], a["batch"], a["heads"], a["size"])
+    return Workload(Rope(a["sequence"], a["size"], device), (x,))
+
+
+BUILDERS: dict[str, Builder] = {
+    "quantize": _quantize,
+    "norm": _norm,
+    "linear": _linear,
+    "layernorm_linear": _layernorm_linear,
+    "layernorm_mlp": _layernorm_mlp,
+    "grouped_linear": _grouped_linear,
+    "attention": _attention,
+    "layer": _layer,
+    "layer_small": _layer,
+    "rope": _rope,
+}
+
+
+def _compiled(build: Builder) -> Builder:
+    def build_compiled(case: Case, device: torch.device) -> Workload | None:
+        workload = build(case, device)
+        return None if workload is None else workload.compiled()
+
+    return build_compiled
+
+
+# The library calls of these are opaque to the compiler: the figures would be those of the plain rows.
+LEFT_AS_THEY_ARE = ("attention", "grouped_linear")
+
+PLAIN = Provider("torch", ("bf16",), BUILDERS, quantizations=("delayed",))
+COMPILED = Provider(
+    "torch.compile",
+    ("bf16",),
+    {family: _compiled(build) for family, build in BUILDERS.items() if family not in LEFT_AS_THEY_ARE},
+    gpu_only="compiling for a CPU takes longer than its figures are worth",
+    quantizations=("delayed",),
+)

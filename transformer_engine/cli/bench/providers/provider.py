@@ -1,0 +1,51 @@
+"""Provider: a library as data, with a builder for each family of cases that it can run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import torch
+
+from ..cases import Case
+from ..workload import Workload
+
+# None: the builder's library has no such case, though it has the family.
+Builder = Callable[[Case, torch.device], Workload | None]
+
+
+@dataclass(frozen=True)
+class Provider:
+    """Builds workloads.
+
+    name      of the column in reports and of the key "provider" in files
+    recipes   of the modules that it runs; a library without quantization has "bf16"
+    quantizations   of the family quantize that it has
+    builders  by family
+    module    what has to be importable
+    remedy    the command that installs it
+    gpu_only  why it does not run on a CPU
+    """
+
+    name: str
+    recipes: tuple[str, ...]
+    builders: Mapping[str, Builder]
+    module: str | None = None
+    remedy: str = ""
+    gpu_only: str | None = None
+    quantizations: tuple[str, ...] = ()
+
+    def refusal(self, device: torch.device) -> str | None:
+        """Why nothing of this provider is measured here; None when it is."""
+        if self.module is not None and find_spec(self.module) is None:
+            return f"not installed; {self.remedy}"
+        return self.gpu_only if device.type != "cuda" else None
+
+    def workload(self, case: Case, device: torch.device) -> Workload | None:
+        """The case as this provider runs it; None when it has no such thing."""
+        build = self.builders.get(case.family)
+        takes = self.quantizations if case.family == "quantize" else self.recipes
+        if build is None or case.recipe not in takes:
+            return None
+        return build(case, device)

@@ -1,0 +1,116 @@
+"""Reports: a table a family on the terminal, and one JSON file with the machine, the command and every row."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ..info import machine
+from .roofs import Roofs
+from .run import Row
+
+MEANING = (
+    "gpu_ms: GPU time, launches queued ahead and L2 evicted; cpu_ms: host time to queue one call; eager_ms: wall "
+    "time of a call in a loop; rate: over gpu_ms (eager_ms on a CPU); roof: part of the measured roof; "
+    "peak_mib: memory of one call beyond what was there"
+)
+
+
+def families(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """The rows by family, in the order of their first appearance."""
+    grouped: dict[str, list[Row]] = {}
+    for row in rows:
+        grouped.setdefault(row.family, []).append(row)
+    return grouped
+
+
+def print_rows(console: Console, rows: Sequence[Row]) -> None:
+    """One table a family: `of roof` is the rate as a part of what the machine reached on plain work.
+
+    `x torch` is the wall time of plain PyTorch on the same sizes over the row's: above 1 the row is faster.
+    """
+    plain = {_sizes(row): row.eager_ms for row in rows if row.provider == "torch" and row.eager_ms}
+    for family, members in families(rows).items():
+        console.print(_table(family, members, plain))
+
+
+def _sizes(row: Row) -> str:
+    """The name without the recipe: what rows of different recipes and providers have in common."""
+    return row.case.replace(f"/{row.recipe}/", "/")
+
+
+def _table(family: str, rows: Sequence[Row], plain: dict[str, float]) -> Table:
+    table = Table(title=family, title_justify="left")
+    table.add_column("case", overflow="fold")
+    table.add_column("by")
+    for heading in ("GPU ms", "host ms", "wall ms", "x torch", "rate", "of roof", "peak MiB"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        name = row.case.partition("/")[2] if row.case.startswith(f"{family}/") else row.case
+        if row.error is not None:
+            table.add_row(name, row.provider, escape(row.error))
+            continue
+        table.add_row(
+            name,
+            row.provider,
+            _figure(row.gpu_ms, 3),
+            _figure(row.cpu_ms, 3),
+            _figure(row.eager_ms, 3),
+            _figure(plain[_sizes(row)] / row.eager_ms if _sizes(row) in plain and row.eager_ms else None, 2),
+            "" if row.rate is None else f"{_significant(row.rate)} {row.unit}",
+            "" if row.roof is None else f"{100 * row.roof:.0f} %",
+            _figure(row.peak_mib, 0),
+        )
+    return table
+
+
+def _significant(value: float) -> str:
+    """Three digits, or all those before the point."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _figure(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def print_roofs(console: Console, roofs: Roofs) -> None:
+    fp8 = "not measured" if roofs.fp8 is None else f"{_significant(roofs.fp8 / 1e12)} TFLOP/s"
+    console.print(
+        f"roofs   copy {roofs.copy / 1e9:.0f} GB/s, bfloat16 product {_significant(roofs.bf16 / 1e12)} TFLOP/s, "
+        f"FP8 product {fp8}",
+        soft_wrap=True,
+    )
+
+
+def as_dict(rows: Iterable[Row], roofs: Roofs, missing: dict[str, str]) -> dict[str, Any]:
+    """What the JSON file holds: keys machine, torch, command, meaning, roofs, missing and results."""
+    described = machine()
+    return {
+        "machine": described.device,
+        "package": described.version,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "libraries": described.libraries,
+        "command": " ".join(["te", *sys.argv[1:]]),
+        "meaning": MEANING,
+        "roofs": {
+            "copy_gb_s": round(roofs.copy / 1e9, 2),
+            "bf16_tflop_s": round(roofs.bf16 / 1e12, 4),
+            "fp8_tflop_s": None if roofs.fp8 is None else round(roofs.fp8 / 1e12, 2),
+        },
+        "missing": missing,
+        "results": [row.as_dict() for row in rows],
+    }
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=1) + "\n")

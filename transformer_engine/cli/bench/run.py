@@ -1,0 +1,112 @@
+"""Rows of figures: every case by every provider that has it, the failures as sentences among them."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from .cases import Case
+from .measure import FULL, Effort, measure, peak_mib
+from .providers import Provider
+from .roofs import Roofs
+
+
+@dataclass(frozen=True)
+class Row:
+    """The figures of a case by a provider; those that do not apply are None.
+
+    gpu_ms, cpu_ms, eager_ms   see `measure`
+    rate, unit   "TFLOP/s" of the products or "GB/s" of the bytes, over gpu_ms (eager_ms on a CPU)
+    roof         rate as a part of this machine's measured roof
+    peak_mib     memory that a call takes beyond what was there
+    error        why there are no figures
+    """
+
+    case: str
+    family: str
+    recipe: str
+    provider: str
+    gpu_ms: float | None = None
+    cpu_ms: float | None = None
+    eager_ms: float | None = None
+    rate: float | None = None
+    unit: str | None = None
+    roof: float | None = None
+    peak_mib: float | None = None
+    error: str | None = None
+
+    @property
+    def time_ms(self) -> float | None:
+        """GPU time, or wall time where there is no GPU."""
+        return self.eager_ms if self.gpu_ms is None else self.gpu_ms
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields that have a value, figures rounded to what a measurement is worth."""
+        values = {name: value for name, value in asdict(self).items() if value is not None}
+        return {
+            name: round(value, 4) if isinstance(value, float) else value for name, value in values.items()
+        }
+
+
+def run(
+    cases: Iterable[Case],
+    providers: Iterable[Provider],
+    device: torch.device,
+    roofs: Roofs,
+    effort: Effort = FULL,
+    observe: Callable[[str], None] = lambda name: None,
+) -> Iterator[Row]:
+    """Measure the cases one by one; observe hears of each before it begins."""
+    available = [provider for provider in providers if provider.refusal(device) is None]
+    for case in cases:
+        for provider in available:
+            observe(f"{case.name} {provider.name}")
+            row = _row(case, provider, device, roofs, effort)
+            if row is not None:
+                yield row
+
+
+def _row(case: Case, provider: Provider, device: torch.device, roofs: Roofs, effort: Effort) -> Row | None:
+    torch.manual_seed(0)
+    try:
+        workload = provider.workload(case, device)
+        if workload is None:
+            return None
+        step = workload.step(case.backward)
+        timing = measure(step, device, effort)
+        peak = peak_mib(step, device)
+    except Exception as error:  # whatever a library or a compiler raises about a case is the case's result
+        sentence = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        return Row(case.name, case.family, case.recipe, provider.name, error=sentence)
+    finally:
+        _release(device)
+    work = case.moved or case.operations
+    return Row(
+        case.name,
+        case.family,
+        case.recipe,
+        provider.name,
+        *timing,
+        rate=work / timing.busiest / (1e6 if case.moved else 1e9) if work else None,
+        unit=("GB/s" if case.moved else "TFLOP/s") if work else None,
+        roof=roofs.share(case, timing.busiest),
+        peak_mib=peak,
+    )
+
+
+def _release(device: torch.device) -> None:
+    """Give back what a case held: the next one is to find an empty device, and a compiler without a history.
+
+    After eight modules in one process torch.compile would run the ninth uncompiled.
+    """
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()

@@ -1,0 +1,59 @@
+"""Workload: y = function(*inputs, **keywords) under a context, as the two steps that are measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a provider built for a case.
+
+    function   a module or a plain function
+    inputs     its arguments; the floating-point ones get gradients in a backward step
+    keywords   arguments without gradients
+    context    entered around each forward pass
+    """
+
+    function: Callable[..., Any]
+    inputs: tuple[Tensor, ...]
+    keywords: dict[str, Any] = field(default_factory=dict)
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def compiled(self) -> Workload:
+        """The same with torch.compile around the function."""
+        return replace(self, function=torch.compile(self.function))
+
+    def step(self, backward: bool) -> Callable[[], None]:
+        """One forward pass without gradients, or one forward and backward pass that fills every .grad anew."""
+        return self._training_step() if backward else self._forward_step()
+
+    def _forward_step(self) -> Callable[[], None]:
+        def step() -> None:
+            with torch.no_grad(), self.context():
+                self.function(*self.inputs, **self.keywords)
+
+        return step
+
+    def _training_step(self) -> Callable[[], None]:
+        inputs = tuple(x.detach().requires_grad_(x.is_floating_point()) for x in self.inputs)
+        leaves = [x for x in inputs if x.requires_grad]
+        if isinstance(self.function, nn.Module):
+            leaves += list(self.function.parameters())
+        with torch.no_grad(), self.context():
+            gradient = torch.randn_like(self.function(*inputs, **self.keywords))
+
+        def step() -> None:
+            for leaf in leaves:
+                leaf.grad = None
+            with self.context():
+                y = self.function(*inputs, **self.keywords)
+            y.backward(gradient)
+
+        return step
