@@ -14,12 +14,12 @@ from transformer_engine.pytorch.primitives.scale_update import ScaleUpdateReques
 AMAXES = torch.tensor([0.0, 3.0, math.inf, math.nan, 1e-38, 448.0, 7.3e4, 1e-45, 2.0**-130, 5.0])
 
 
-def states(lengths: list[int], device: str, seed: int = 0) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def states(lengths: list[int], device: str, seed: int = 0, widest: int = 7) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Histories of several widths that hold zeros, infinities, NaNs and subnormal numbers among others."""
     generator = torch.Generator().manual_seed(seed)
     histories, scales = [], []
     for i, length in enumerate(lengths):
-        width = 1 + (3 * i + 2) % 7
+        width = 1 + (3 * i + 2) % widest if widest < 100 else widest - i
         drawn = torch.randint(0, len(AMAXES), (length, width), generator=generator)
         histories.append(AMAXES[drawn].to(device))
         scales.append((torch.rand(width, generator=generator) + 0.5).to(device))
@@ -52,6 +52,20 @@ def test_backends_step_as_the_reference_does(device, backend, algorithm, keep_id
         assert all(torch.equal(a, b) for a, b in zip(expected, actual, strict=True))
 
 
+@pytest.mark.parametrize("backend", scale_update.TABLE.names())
+def test_wide_states_are_stepped_in_blocks_of_columns(device, backend):
+    if refusal := scale_update.TABLE.named(backend).refuses(ScaleUpdateRequest(device, 1024, 192)):
+        pytest.skip(refusal)
+    results = []
+    for name in ("reference", backend):
+        histories, scales = states([1024] * 3, device, widest=192)
+        with dispatch.use_backend(scale_update=name):
+            advance_scales(histories, scales, "max", 448.0, 0, True)
+        results.append((bits(histories), bits(scales)))
+    for expected, actual in zip(results[0], results[1], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(expected, actual, strict=True))
+
+
 def test_states_of_different_lengths_are_stepped_together(device):
     together = states([2, 5, 2], device)
     advance_scales(*together, "max", 448.0, 0, True)
@@ -67,8 +81,8 @@ def test_the_kernel_says_which_states_it_does_not_take():
     assert "on cpu" in str(refuses(ScaleUpdateRequest("cpu", 16, 4)))
     if scale_update.triton.launch.MISSING is None:
         assert "differ in length" in str(refuses(ScaleUpdateRequest("cuda", None, 4)))
-        assert "exceeds" in str(refuses(ScaleUpdateRequest("cuda", 1 << 14, 4)))
-        assert refuses(ScaleUpdateRequest("cuda", 1024, 8)) is None
+        assert "exceeds" in str(refuses(ScaleUpdateRequest("cuda", 1 << 16, 1)))
+        assert refuses(ScaleUpdateRequest("cuda", 1024, 400)) is None
 
 
 @pytest.mark.gpu

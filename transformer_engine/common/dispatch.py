@@ -110,10 +110,6 @@ class Table(Generic[Request]):
             backend = self._chosen[key] = self.select(describe())
         return backend
 
-    def remembers(self, key: Hashable) -> bool:
-        """Has choice() answered this key before?"""
-        return key in self._chosen
-
     def forget(self) -> None:
         """Judge every request anew, after something changed that refusals depend on."""
         self._chosen.clear()

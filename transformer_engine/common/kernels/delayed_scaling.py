@@ -5,11 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..formats import FLOAT32_MAX
+from ..formats import FLOAT32_MAX, ceil_div
 from .launch import Launch
 
 _LARGEST = tl.constexpr(FLOAT32_MAX)
-LIMIT = 1 << 15  # elements of a history that one program holds in registers
+LIMIT = 1 << 15  # elements of a history that one program holds in registers: whole columns
 
 
 @triton.jit
@@ -28,7 +28,7 @@ def _advance(
     history_ptr = tl.load(entry).to(tl.pointer_type(tl.float32))
     scale_ptr = tl.load(entry + 1).to(tl.pointer_type(tl.float32))
     columns = tl.load(entry + 2).to(tl.int32)
-    column = tl.arange(0, COLUMNS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.arange(0, ROWS)[:, None]
     present = column < columns
     inside = (row < LENGTH) & present[None, :]
@@ -68,9 +68,11 @@ def advance(
 
     columns   the largest n of the states
     """
+    rows = triton.next_power_of_2(length)
+    block = min(triton.next_power_of_2(columns), max(LIMIT // rows, 1))
     return Launch(
         _advance,
-        grid=(states, 1, 1),
+        grid=(states, ceil_div(columns, block), 1),
         outputs=(),
         scalars=(),
         constants=(
@@ -79,8 +81,8 @@ def advance(
             keeps_idle,
             float(fp8_max),
             float(2**margin),
-            triton.next_power_of_2(length),
-            triton.next_power_of_2(columns),
+            rows,
+            block,
         ),
-        warps=8 if length * columns > 1024 else 1,
+        warps=8 if length * block > 1024 else 1,
     )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+
 import torch
 from torch import Tensor
 
-from ....common.dispatch import Table
+from ....common.dispatch import Table, undisturbed
 from ....common.formats import FLOAT8, NVFP4
 from . import reference, triton
 from .dequantize import dequantize
@@ -15,6 +17,7 @@ from .hadamard import GROUP, hadamard_transform
 from .mxfp8 import e8m0_from_float, e8m0_to_float
 from .nvfp4 import global_decode_scale
 from .spec import Quantized, QuantizeSpec, Request, torch_dtype
+from .triton_float8 import call_of
 
 __all__ = [
     "TABLE",
@@ -60,15 +63,34 @@ def quantize(
     random    NVFP4, stochastic: uniform float32 in [0, 1), shaped [M, K] for the rowwise codes and [K, M] for
               the columnwise (two_dimensional: the first alone, the columnwise codes being its transpose)
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or spec.stochastic or not undisturbed():
         _check(x, spec, scale, random)
-        backend = TABLE.select(_request(x, spec, scale))
-    else:
-        key = (spec, x.shape, x.dtype, x.device, scale is None)
-        if spec.stochastic or not TABLE.remembers(key):
-            _check(x, spec, scale, random)
-        backend = TABLE.choice(key, lambda: _request(x, spec, scale))
-    return backend.run(x, spec, scale, amax, amax_t, random, record)
+        return TABLE.select(_request(x, spec, scale)).run(x, spec, scale, amax, amax_t, random, record)
+    key = (spec, x.shape, x.dtype, x.device, scale is None, amax is None)
+    call = _calls.get(key)
+    if call is None:
+        _check(x, spec, scale, random)
+        if len(_calls) >= _MOST_CALLS:
+            _calls.clear()
+        call = _calls[key] = _chosen(x, spec, scale, amax)
+    return call(x, scale, amax, amax_t, record)
+
+
+# Matrices of ever new shapes must not fill the memory.
+_MOST_CALLS = 8192
+_calls: dict[Hashable, Callable[..., Quantized]] = {}
+
+
+def _chosen(
+    x: Tensor, spec: QuantizeSpec, scale: Tensor | None, amax: Tensor | None
+) -> Callable[..., Quantized]:
+    """What quantizes this matrix and every other of its shape, dtype and device."""
+    backend = TABLE.select(_request(x, spec, scale))
+    if backend is triton.BACKEND and spec.format.name == FLOAT8.name and x.numel():
+        planned = call_of(spec, (x.shape[0], x.shape[1]), x.device, scale is not None, amax is not None)
+        return lambda x, scale, amax, amax_t, record: planned(x, scale, amax, record)
+    run = backend.run
+    return lambda x, scale, amax, amax_t, record: run(x, spec, scale, amax, amax_t, None, record)
 
 
 def _request(x: Tensor, spec: QuantizeSpec, scale: Tensor | None) -> Request:

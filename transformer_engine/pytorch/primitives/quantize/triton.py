@@ -1,7 +1,6 @@
 """Quantization on NVIDIA GPUs by Triton kernels, bit-equal to the reference (NaN codes may differ in their sign).
 
 Eager calls start the kernels directly; under torch.compile one registered operator keeps them opaque.
-Longer than 400 lines because that operator stands beside the calls it stands for.
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ from . import reference
 from .float8 import absolute_maximum
 from .hadamard import hadamard_transform
 from .spec import Quantized, QuantizeSpec, Request
+from .triton_float8 import call_of
 
 ELEMENTS = (E4M3, E5M2, E2M1)
 _VALUES = (torch.bfloat16, torch.float16, torch.float32)
@@ -74,11 +74,14 @@ def run(
         return _traced(x, spec, scale, amax, amax_t, random)
     if x.numel() == 0:
         return reference.run(x, spec, scale, amax, amax_t, random, record)
+    if spec.format.name == FLOAT8.name:
+        call = call_of(spec, (x.shape[0], x.shape[1]), x.device, scale is not None, amax is not None)
+        return call(x, scale, amax, record)
     device = x.device.index
     if not is_current_device(device):
         with torch.cuda.device(device):
-            return _quantize(x.contiguous(), device, spec, scale, amax, amax_t, random, record)
-    return _quantize(x.contiguous(), device, spec, scale, amax, amax_t, random, record)
+            return _quantize(x.contiguous(), device, spec, amax, amax_t, random)
+    return _quantize(x.contiguous(), device, spec, amax, amax_t, random)
 
 
 BACKEND = Backend[Request]("triton", run, refuses)
@@ -88,14 +91,10 @@ def _quantize(
     x: Tensor,
     device: int,
     spec: QuantizeSpec,
-    scale: Tensor | None,
     amax: Tensor | None,
     amax_t: Tensor | None,
     random: tuple[Tensor, Tensor] | None,
-    record: Tensor | None,
 ) -> Quantized:
-    if spec.format.name == FLOAT8.name:
-        return _float8(x, device, spec, _float32(scale), amax, record)
     if spec.format.name == NVFP4.name:
         return _nvfp4(x, device, spec, amax, amax_t, random)
     return _tiled(x, device, spec)
@@ -115,88 +114,6 @@ def _float32(value: Tensor | None) -> Tensor | None:
 
 def _empty(output: Output | None, device: torch.device) -> Tensor | None:
     return None if output is None else torch.empty(output.shape, dtype=_DTYPES[output.dtype], device=device)
-
-
-def _float8(
-    x: Tensor,
-    device: int,
-    spec: QuantizeSpec,
-    scale: Tensor | None,
-    amax: Tensor | None,
-    record: Tensor | None,
-) -> Quantized:
-    measure, cast = _float8_launches(
-        spec, x.shape[0], x.shape[1], scale is not None, amax is not None, x.is_cuda
-    )
-    if record is not None:
-        amax, inverse = record, _scalar(x.device, device)
-    elif amax is None:
-        amax, inverse = _zero(x.device, device), _scalar(x.device, device)
-        if measure is not None:
-            launch.start(measure, (x, amax), device)
-    else:
-        inverse = _scalar(x.device, device)
-    codes, codes_t = _empty(cast.outputs[0], x.device), _empty(cast.outputs[1], x.device)
-    launch.start(cast, (x, scale, _float32(amax), codes, codes_t, inverse), device)
-    return Quantized(
-        codes=codes,
-        scale=inverse if spec.rowwise else None,
-        codes_t=codes_t,
-        scale_t=inverse if spec.columnwise else None,
-        amax=amax,
-    )
-
-
-@functools.lru_cache(maxsize=4096)
-def _float8_launches(
-    spec: QuantizeSpec, rows: int, depth: int, scale_given: bool, amax_given: bool, overlaps: bool
-) -> tuple[Launch | None, Launch]:
-    """The pass that finds amax, where one is needed, and the cast."""
-    kernels = _kernels().cast
-    follows = not scale_given and not amax_given
-    cast = kernels.cast(
-        (rows, depth),
-        spec.element,
-        spec.rowwise,
-        spec.columnwise,
-        records=scale_given and not amax_given,
-        follows=follows and overlaps,
-        power_of_two=spec.power_of_two,
-        epsilon=spec.epsilon,
-    )
-    return kernels.absolute_maximum(rows * depth, overlaps=overlaps) if follows else None, cast
-
-
-_SLOTS = 512
-_slots: dict[tuple[int, int], list[Tensor]] = {}
-
-
-def _zero(device: torch.device, index: int) -> Tensor:
-    """float32 [1] that holds 0, and is never handed out again.
-
-    Clearing four bytes takes a launch, 1.5 us of the GPU and 4 us of the host, so that 512 are cleared at a time.
-    A captured graph clears its own, on every replay.
-    """
-    if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(1, dtype=torch.float32, device=device)
-    return _slot(device, index)
-
-
-def _scalar(device: torch.device, index: int) -> Tensor:
-    """float32 [1] that holds anything: a slot costs less than an allocation."""
-    if torch.cuda.is_current_stream_capturing():
-        return torch.empty(1, dtype=torch.float32, device=device)
-    return _slot(device, index)
-
-
-def _slot(device: torch.device, index: int) -> Tensor:
-    slots = _slots.setdefault((index, launch.current_stream(index)), [])
-    if not slots:
-        with torch.inference_mode(False), torch.no_grad():
-            # 16 bytes apart, as aligned tensors are; .data, so that a write to one leaves the versions of the others.
-            cleared = torch.zeros(_SLOTS, 4, dtype=torch.float32, device=device)
-            slots.extend(slot.data for slot in cleared[:, :1].unbind(0))
-    return slots.pop()
 
 
 def _tiled(x: Tensor, device: int, spec: QuantizeSpec) -> Quantized:

@@ -15,7 +15,7 @@ from ....common.kernels.launch import Launch
 from . import reference
 from .request import ScaleUpdateRequest
 
-_LIMIT = 1 << 15  # elements of a history; delayed_scaling.LIMIT, whose module imports triton
+_LIMIT = 1 << 15  # delayed_scaling.LIMIT, whose module imports triton
 
 
 def refuses(request: ScaleUpdateRequest) -> str | None:
@@ -25,8 +25,8 @@ def refuses(request: ScaleUpdateRequest) -> str | None:
         return launch.MISSING
     if request.length is None:
         return "the histories differ in length"
-    if request.length * request.columns > _LIMIT:
-        return f"a history of {request.length} x {request.columns} exceeds {_LIMIT} elements"
+    if request.length > _LIMIT:
+        return f"a history of {request.length} steps exceeds {_LIMIT}"
     return None
 
 
