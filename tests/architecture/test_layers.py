@@ -29,6 +29,7 @@ LAYERS = {
     "transformer_engine.pytorch.memory_ledger": 7,
     "transformer_engine.pytorch.memory_plan": 7,
     "transformer_engine.pytorch.planned_backends": 7,
+    "transformer_engine.pytorch.reduction_scratch": 7,
     "transformer_engine.pytorch.autotune": 7,
     "transformer_engine.cli": 8,
     "transformer_engine_torch": 8,

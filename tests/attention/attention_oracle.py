@@ -82,14 +82,14 @@ def attend(
     return out, torch.tensor(best, dtype=torch.float64)
 
 
-def cumulative(lengths: list[int], device: str) -> Tensor:
+def cumulative(lengths: list[int], device: torch.device | str) -> Tensor:
     total = [0]
     for length in lengths:
         total.append(total[-1] + length)
     return torch.tensor(total, dtype=torch.int32, device=device)
 
 
-def padding_mask(lengths: list[int], size: int, device: str) -> Tensor:
+def padding_mask(lengths: list[int], size: int, device: torch.device | str) -> Tensor:
     """[b, 1, 1, size], True = padding."""
     mask = torch.ones(len(lengths), 1, 1, size, dtype=torch.bool, device=device)
     for b, length in enumerate(lengths):

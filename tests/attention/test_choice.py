@@ -9,10 +9,12 @@ import torch
 from attention_oracle import cumulative, padding_mask
 
 from transformer_engine.common.dispatch import Unsupported, use_backend
-from transformer_engine.common.recipe import DelayedScaling
+from transformer_engine.common.recipe import Float8CurrentScaling
 from transformer_engine.pytorch.attention import DotProductAttention
+from transformer_engine.pytorch.attention.dot_product_attention import dot_product_attention as layer_file
 from transformer_engine.pytorch.attention.dot_product_attention import get_qkv_layout, utils
-from transformer_engine.pytorch.attention.dot_product_attention.choose import choose, explain
+from transformer_engine.pytorch.attention.dot_product_attention.backends import cudnn_fp8, flash4
+from transformer_engine.pytorch.attention.dot_product_attention.choose import choose, explain, kernels
 from transformer_engine.pytorch.attention.dot_product_attention.mask import (
     canonical_name,
     check_set_window_size,
@@ -25,15 +27,18 @@ from transformer_engine.pytorch.attention.dot_product_attention.utils import (
     get_attention_backend,
     get_cu_seqlens,
 )
-from transformer_engine.pytorch.quantization import autocast
+from transformer_engine.pytorch.explain import explain as explain_call
 
 SWITCHES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
 
 @pytest.fixture(autouse=True)
 def _no_switches(monkeypatch):
-    for name in (*SWITCHES, "NVTE_FUSED_ATTN_BACKEND", "NVTE_ALLOW_NONDETERMINISTIC_ALGO"):
+    versions = ("NVTE_FLASH_ATTN_V2", "NVTE_FLASH_ATTN_V3", "NVTE_FLASH_ATTN_V4")
+    for name in (*SWITCHES, *versions, "NVTE_FUSED_ATTN_BACKEND", "NVTE_ALLOW_NONDETERMINISTIC_ALGO"):
         monkeypatch.delenv(name, raising=False)
+    # Questions without tensors are asked for a CPU.
+    monkeypatch.setattr(utils, "canonical_device", lambda name: torch.device("cpu"))
 
 
 def qkv(device, size=5):
@@ -91,9 +96,7 @@ def test_all_switches_off_is_no_error_before_the_call_and_names_them_then(monkey
     for name in SWITCHES:
         monkeypatch.setenv(name, "0")
     module = DotProductAttention(2, 4, qkv_format="bshd")
-    with pytest.raises(
-        Unsupported, match="NVTE_FLASH_ATTN=0 and NVTE_FUSED_ATTN=0; reference: NVTE_UNFUSED_ATTN=0"
-    ):
+    with pytest.raises(Unsupported, match=r"NVTE_FLASH_ATTN=0 and NVTE_FUSED_ATTN=0.*: NVTE_UNFUSED_ATTN=0"):
         module(*qkv(device))
 
 
@@ -108,7 +111,8 @@ def test_the_originals_question_has_our_answer(monkeypatch):
     assert get_attention_backend(AttentionParams()) == (False, None, True, fused, False, [False, True, True])
     biased = AttentionParams(core_attention_bias_type="post_scale_bias")
     assert get_attention_backend(biased) == (False, None, False, None, True, [False, False, True])
-    assert get_attention_backend(AttentionParams(fp8=True))[-1] == [False, False, False]
+    on_fp8 = AttentionParams(fp8=True, fp8_meta={"recipe": Float8CurrentScaling(fp8_dpa=True)})
+    assert get_attention_backend(on_fp8) == (False, None, False, None, True, [False, False, True])
     assert get_attention_backend(AttentionParams(context_parallel=True))[-1] == [False, False, False]
     monkeypatch.setenv("NVTE_FUSED_ATTN_BACKEND", "2")
     assert get_attention_backend(AttentionParams())[-1] == [False, False, True]
@@ -123,6 +127,71 @@ def test_attention_parameters_compare_by_value_and_know_their_formats():
     request = AttentionParams(qkv_layout="thd_2bshd", attn_mask_type="padding").request()
     assert (request.q_format, request.kv_format) == ("thd", "bshd")
     assert AttentionParams(qkv_layout="bs3hd").request().q_format == "bshd"
+
+
+def test_a_layer_remembers_what_it_chose_until_the_call_or_the_switches_change(monkeypatch, device):
+    asked = []
+
+    def counting(request):
+        asked.append(request)
+        return choose(request)
+
+    monkeypatch.setattr(layer_file, "choose", counting)
+    module = DotProductAttention(2, 4, qkv_format="bshd", attention_dropout=0.1)
+    for _ in range(3):
+        module(*qkv(device))
+    assert len(asked) == 1
+    module(*qkv(device, size=6))
+    module.eval()
+    module(*qkv(device))
+    module(*qkv(device), window_size=(2, 0))
+    assert len(asked) == 4
+    monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
+    module(*qkv(device))
+    assert len(asked) == 5 and not asked[-1].switches.fused
+    q, k, v = qkv(device)
+    module(q.requires_grad_(), k, v)
+    assert len(asked) == 6 and asked[-1].needs_gradient and not asked[-2].needs_gradient
+
+
+def test_a_forced_or_observed_call_is_chosen_afresh(device):
+    module = DotProductAttention(2, 4, qkv_format="bshd")
+    module(*qkv(device))
+    with use_backend(attention="reference"):
+        (decision,) = explain_call(module, *qkv(device)).decisions
+    assert decision.chosen == "reference"
+
+
+def test_a_layer_forgets_rather_than_remember_ever_more_calls(monkeypatch, device):
+    monkeypatch.setattr(layer_file, "MAX_PLANS", 2)
+    module = DotProductAttention(2, 4, qkv_format="bshd")
+    for size in range(2, 7):
+        module(*qkv(device, size=size))
+    assert len(module._plans) <= 2
+
+
+def test_kernels_that_can_be_called_apart_are_found_without_a_gpu():
+    assert kernels(AttentionParams().request()).name == "reference"
+
+
+def test_installed_flash_packages_are_reported_when_they_are_chosen(monkeypatch):
+    monkeypatch.setattr(flash4, "VERSION", "4.0.0b36")
+    monkeypatch.setattr(utils, "canonical_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(utils, "get_device_compute_capability", lambda: (9, 0))
+    use_flash, version, use_fused, _, use_unfused, takes = get_attention_backend(AttentionParams())
+    assert (use_flash, str(version), use_fused, use_unfused) == (True, "4.0.0b36", False, False)
+    assert takes == [True, True, True]
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
+    assert get_attention_backend(AttentionParams())[:3] == (False, None, True)
+
+
+def test_fp8_kernels_are_reported_as_the_original_numbers_them(monkeypatch):
+    monkeypatch.setattr(cudnn_fp8, "missing", lambda: None)
+    monkeypatch.setattr(utils, "canonical_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(utils, "get_device_compute_capability", lambda: (9, 0))
+    on_fp8 = AttentionParams(fp8=True, attn_mask_type="causal", head_dim_qk=128, head_dim_v=128)
+    kind = NVTE_Fused_Attn_Backend.NVTE_FP8
+    assert get_attention_backend(on_fp8) == (False, None, True, kind, False, [False, True, True])
 
 
 def test_no_flash_attention_is_claimed():
@@ -244,18 +313,7 @@ def test_masks_and_biases_that_do_not_fit_are_refused(device):
         module(q, k, v, core_attention_bias_type="alibi", alibi_slopes=torch.ones(3, device=device))
 
 
-@pytest.mark.parametrize("field", ["fp8_dpa", "fp8_mha"])
-def test_fp8_attention_is_refused_in_one_sentence(field, device, monkeypatch):
-    module = DotProductAttention(2, 4, qkv_format="bshd")
-    monkeypatch.setenv("TE_EMULATE", "1")
-    with (
-        autocast(recipe=DelayedScaling(**{field: True})),
-        pytest.raises(NotImplementedError, match="FP8 attention"),
-    ):
-        module(*qkv(device))
-
-
-@pytest.mark.parametrize("option", ["fp8_output", "score_mod"])
+@pytest.mark.parametrize("option", ["score_mod_bprop"])
 def test_unavailable_options_are_refused(option, device):
     with pytest.raises(NotImplementedError, match=f"{option}.* is not available"):
         DotProductAttention(2, 4, qkv_format="bshd")(*qkv(device), **{option: lambda *_: None})

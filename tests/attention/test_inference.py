@@ -7,9 +7,8 @@ from collections import OrderedDict
 import pytest
 import torch
 
-from transformer_engine.common.dispatch import use_backend
 from transformer_engine.pytorch.attention import DotProductAttention, InferenceParams, MultiheadAttention
-from transformer_engine.pytorch.attention.dot_product_attention.choose import TABLE
+from transformer_engine.pytorch.attention.kv_cache import CacheShape, NonPagedKVCacheManager
 from transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding
 
 HEADS, GROUPS, WIDTH = 4, 2, 8
@@ -24,10 +23,11 @@ SCHEDULE = (
 )
 
 
-@pytest.fixture(params=TABLE.names())
-def backend(request):
-    with use_backend(attention=request.param):
-        yield request.param
+PAGED = pytest.mark.parametrize(
+    "pages",
+    [{}, {"is_paged": True, "page_size": 4, "total_num_pages": 12}, {"is_paged": True, "page_size": 1}],
+    ids=["contiguous", "paged", "page-of-one"],
+)
 
 
 def params(**options):
@@ -72,9 +72,10 @@ def play(step, cache, data, tensor_format):
     return {name: torch.cat(rows) for name, rows in outputs.items()}
 
 
+@PAGED
 @pytest.mark.parametrize("tensor_format", ["bshd", "sbhd", "thd"])
 @torch.no_grad()
-def test_cached_attention_equals_attention_over_everything(tensor_format, backend, device):
+def test_cached_attention_equals_attention_over_everything(tensor_format, pages, device):
     mask = "padding_causal" if tensor_format == "thd" else "causal"
     module = DotProductAttention(
         HEADS, WIDTH, num_gqa_groups=GROUPS, layer_number=1, qkv_format=tensor_format, attn_mask_type=mask
@@ -85,19 +86,21 @@ def test_cached_attention_equals_attention_over_everything(tensor_format, backen
     def qkv(x):
         return [part.unflatten(-1, (-1, WIDTH)) for part in x.split(split, dim=-1)]
 
-    cache = params(qkv_format=tensor_format)
-    limits = {"max_seqlen_q": 5} if tensor_format == "thd" else {}
-    outputs = play(lambda x: module(*qkv(x), inference_params=cache, **limits), cache, data, tensor_format)
+    cache = params(qkv_format=tensor_format, **pages)
+    outputs = play(lambda x: module(*qkv(x), inference_params=cache), cache, data, tensor_format)
     whole = DotProductAttention(HEADS, WIDTH, num_gqa_groups=GROUPS, qkv_format="bshd")
     for name, got in outputs.items():
         want = whole(*qkv(data[name][None, : len(got)]))[0]
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
+@PAGED
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("tensor_format", ["bshd", "sbhd"])
 @torch.no_grad()
-def test_a_cached_layer_with_rotary_positions_equals_the_whole_forward(tensor_format, interleaved, device):
+def test_a_cached_layer_with_rotary_positions_equals_the_whole_forward(
+    tensor_format, interleaved, pages, device
+):
     module = MultiheadAttention(
         32,
         HEADS,
@@ -110,7 +113,7 @@ def test_a_cached_layer_with_rotary_positions_equals_the_whole_forward(tensor_fo
     ).eval()
     angles = RotaryPositionEmbedding(WIDTH, interleaved=interleaved)(16).to(device)
     data = tokens(device, 32)
-    cache = params()
+    cache = params(**pages)
     options = {"rotary_pos_emb": angles, "inference_params": cache}
     outputs = play(lambda x: module(x.contiguous(), **options), cache, data, tensor_format)
     for name, got in outputs.items():
@@ -119,8 +122,33 @@ def test_a_cached_layer_with_rotary_positions_equals_the_whole_forward(tensor_fo
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("norm", ["L2Normalization", "RMSNorm", "LayerNorm"])
 @torch.no_grad()
-def test_a_packed_layer_rotates_by_the_cached_lengths(device):
+def test_a_cached_layer_with_norms_and_one_projection_equals_the_whole_forward(norm, before, device):
+    module = MultiheadAttention(
+        32,
+        HEADS,
+        num_gqa_groups=GROUPS,
+        layer_number=1,
+        qkv_format="bshd",
+        fuse_qkv_params=True,
+        qk_norm_type=norm,
+        qk_norm_before_rope=before,
+        device=device,
+    ).eval()
+    angles = RotaryPositionEmbedding(WIDTH)(16).to(device)
+    data = tokens(device, 32)
+    cache = params(is_paged=True, page_size=4)
+    outputs = play(lambda x: module(x, rotary_pos_emb=angles, inference_params=cache), cache, data, "bshd")
+    for name, got in outputs.items():
+        want = module(data[name][None, : len(got)], rotary_pos_emb=angles)[0]
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+@PAGED
+@torch.no_grad()
+def test_a_packed_layer_rotates_by_the_cached_lengths(pages, device):
     module = MultiheadAttention(
         32,
         HEADS,
@@ -132,9 +160,9 @@ def test_a_packed_layer_rotates_by_the_cached_lengths(device):
     ).eval()
     angles = RotaryPositionEmbedding(WIDTH)(16).to(device)
     data = tokens(device, 32)
-    cache = params(qkv_format="thd")
-    options = {"rotary_pos_emb": angles, "max_seqlen_q": 5}
-    outputs = play(lambda x: module(x, inference_params=cache, **options), cache, data, "thd")
+    cache = params(qkv_format="thd", **pages)
+    options = {"rotary_pos_emb": angles, "inference_params": cache}
+    outputs = play(lambda x: module(x, **options), cache, data, "thd")
     for name, got in outputs.items():
         bounds = torch.tensor([0, len(got)], dtype=torch.int32, device=device)
         want = module(
@@ -147,17 +175,20 @@ def test_a_packed_layer_rotates_by_the_cached_lengths(device):
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
-def test_lengths_before_the_step_follow_the_batch_order(device):
-    cache = params()
+@PAGED
+def test_lengths_before_the_step_follow_the_batch_order(pages, device):
+    cache = params(**pages)
     for entry in SCHEDULE[:4]:
         cache.pre_step(OrderedDict(entry))
     assert cache.get_seqlens_pre_step().tolist() == [4, 5, 0]
     assert cache.cu_seqlens_kv.tolist() == [0, 5, 11, 13]
     assert cache.sequences == {"c": 5, "a": 6, "d": 2}
+    assert list(cache.cache_manager.sequences) == ["c", "a", "d"]
 
 
-def test_reset_forgets_the_sequences(device):
-    cache = params()
+@PAGED
+def test_reset_forgets_the_sequences(pages, device):
+    cache = params(**pages)
     cache.pre_step({"a": 3})
     cache.reset()
     assert not cache.sequences and cache.get_seqlens_pre_step().numel() == 0
@@ -165,14 +196,98 @@ def test_reset_forgets_the_sequences(device):
     assert cache.get_seqlens_pre_step().tolist() == [0]
 
 
-def test_padding_tokens_are_not_cached(device):
-    cache = params()
+@PAGED
+def test_padding_tokens_are_not_cached(pages, device):
+    cache = params(**pages)
     cache.allocate_memory(1)
     cache.pre_step({"a": 2, "b": 1})
     new = torch.ones(2, 3, GROUPS, WIDTH, device=cache.device)
-    keys, *_ = cache.step(1, new, new, "bshd")
-    assert keys[:, :, 0, 0].sum(dim=1).tolist() == [2.0, 1.0]
-    assert cache.convert_paged_to_nonpaged(1)[0].shape == (2, 16, GROUPS, WIDTH)
+    step = cache.step(1, new, new, "bshd")
+    assert step.max_seqlen_kv == 16 and step.max_seqlen_q == 2
+    assert step.lengths_q.tolist() == [2, 1] and step.lengths_kv.tolist() == [2, 1]
+    keys, values = cache.convert_paged_to_nonpaged(1)
+    assert keys.shape == values.shape == (2, 16, GROUPS, WIDTH)
+    assert keys[0, :2, 0, 0].tolist() == [1.0, 1.0] and keys[1, 0, 0, 0] == 1
+    written = cache.cache_manager.cache[1][0][..., 0, 0]
+    assert written.sum() == 3
+
+
+@PAGED
+def test_rows_that_move_keep_their_keys(pages, device):
+    cache = params(**pages)
+    kept = {}
+    for turn, entry in enumerate(SCHEDULE):
+        cache.pre_step(entry)
+        kept = {name: kept.get(name, []) for name in entry}
+        new = torch.zeros(len(entry), max(entry.values()), GROUPS, WIDTH, device=device)
+        for row, (name, count) in enumerate(entry.items()):
+            for index in range(count):
+                new[row, index] = 100 * turn + 10 * row + index
+                kept[name].append(100.0 * turn + 10 * row + index)
+        for layer in (1, 2):
+            cache.step(layer, new * layer, -new, "bshd")
+        for layer in (1, 2):
+            keys, values = cache.convert_paged_to_nonpaged(layer)
+            for row, name in enumerate(entry):
+                numbers = torch.tensor(kept[name], device=device)
+                torch.testing.assert_close(keys[row, : len(numbers), 1, 3], layer * numbers)
+                torch.testing.assert_close(values[row, : len(numbers), 0, 0], -numbers)
+
+
+def test_pages_return_when_a_sequence_ends(device):
+    cache = params(is_paged=True, page_size=4, total_num_pages=5)
+    manager = cache.cache_manager
+    cache.pre_step({"a": 5, "b": 9})
+    assert manager.free_pages() == 0
+    assert sorted(manager.page_table[:2].flatten().tolist()) == [0, 0, 0, 0, 1, 2, 3, 4]
+    cache.pre_step({"b": 1})
+    assert manager.free_pages() == 2
+    assert cache.sequences == {"b": 10}
+    cache.pre_step({"b": 1, "c": 8})
+    pages = manager.page_table[:2].tolist()
+    assert len({*pages[0][:3], *pages[1][:2]}) == 5
+    cache.reset()
+    assert manager.free_pages() == 5
+
+
+def test_running_out_of_pages_is_refused_before_anything_changes(device):
+    cache = params(is_paged=True, page_size=4, total_num_pages=3)
+    cache.allocate_memory(1)
+    cache.pre_step({"a": 4, "b": 5})
+    table, lengths = cache.cache_manager.page_table.clone(), cache.get_seqlens_pre_step().clone()
+    with pytest.raises(ValueError, match=r"2 sequences need 4 pages of 4 tokens > total_num_pages=3; end a"):
+        cache.pre_step({"a": 1, "b": 1})
+    assert cache.sequences == cache.cache_manager.sequences == {"a": 4, "b": 5}
+    assert torch.equal(cache.cache_manager.page_table, table)
+    assert torch.equal(cache.get_seqlens_pre_step(), lengths)
+    cache.pre_step({"a": 1})  # b leaves: there is room
+    assert cache.sequences == {"a": 5}
+
+
+def test_what_a_step_reads_stays_at_its_address(device):
+    """A graph captured in one step is replayed in later ones."""
+    cache = params(is_paged=True, page_size=2)
+    addresses = set()
+    for _ in range(5):
+        cache.pre_step({"a": 1, "b": 1})
+        new = torch.ones(2, 1, GROUPS, WIDTH, device=device)
+        step = cache.step(1, new, new, "bshd")
+        addresses.add(tuple(x.data_ptr() for x in step if isinstance(x, torch.Tensor)))
+    assert len(addresses) == 1
+    assert step.lengths_kv.tolist() == [5, 5]
+
+
+def test_a_custom_manager_takes_the_place_of_ours(device):
+    class Doubling(NonPagedKVCacheManager):
+        def step(self, layer_number, new_k, new_v, *others):
+            return super().step(layer_number, 2 * new_k, new_v, *others)
+
+    shape = CacheShape(4, 16, GROUPS, WIDTH, WIDTH, torch.float32, torch.device(device))
+    cache = params(custom_cache_manager=Doubling(shape))
+    cache.pre_step({"a": 1})
+    new = torch.ones(1, 1, GROUPS, WIDTH, device=device)
+    key, value, *_ = cache.step(1, new, new, "bshd")
+    assert key[0, 0, 0, 0] == 2 and value[0, 0, 0, 0] == 1
 
 
 def test_limits_are_checked_before_anything_changes(device):
@@ -205,8 +320,14 @@ def test_tensors_that_do_not_fit_the_step_are_refused_before_writing(device):
 
 
 def test_wrong_construction_is_refused(device):
-    with pytest.raises(NotImplementedError, match="is_paged=True is not available"):
-        params(is_paged=True)
+    with pytest.raises(ValueError, match=r"page_size=0 is below 1"):
+        params(is_paged=True, page_size=0)
+    with pytest.raises(ValueError, match=r"total_num_pages=0 is below 1; 16 pages hold every sequence"):
+        params(is_paged=True, page_size=4, total_num_pages=0)
+    with pytest.raises(ValueError, match=r"page_size=4, total_num_pages=None without is_paged=True"):
+        params(page_size=4)
+    with pytest.raises(ValueError, match=r"max_batch_size=0 is below 1"):
+        InferenceParams(0, 16)
     with pytest.raises(ValueError, match="qkv_format='hsbd'"):
         params(qkv_format="hsbd")
     cache = params()
@@ -216,13 +337,14 @@ def test_wrong_construction_is_refused(device):
         DotProductAttention(HEADS, WIDTH, qkv_format="bshd")(x, x, x, inference_params=cache)
 
 
+@pytest.mark.parametrize("pages", [{}, {"is_paged": True, "page_size": 4}], ids=["contiguous", "paged"])
 @torch.no_grad()
-def test_decoding_with_a_cache_compiles(device):
+def test_decoding_with_a_cache_compiles(pages, device):
     module = DotProductAttention(4, 8, qkv_format="bshd", layer_number=1)
     outputs = []
     torch._dynamo.reset()
     for run in (module, torch.compile(module, fullgraph=True, backend="aot_eager")):
-        cache = InferenceParams(2, 8, 4, 8, dtype=torch.float32)
+        cache = InferenceParams(2, 8, 4, 8, dtype=torch.float32, **pages)
         cache.allocate_memory(1)
         got = []
         for step, size in enumerate((3, 1, 1)):
@@ -232,3 +354,44 @@ def test_decoding_with_a_cache_compiles(device):
         outputs.append(got)
     for eager, traced in zip(*outputs, strict=True):
         torch.testing.assert_close(traced, eager, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pages", [{}, {"is_paged": True, "page_size": 16}], ids=["contiguous", "paged"])
+@torch.no_grad()
+def test_a_captured_decoding_step_replays_as_sequences_grow(pages):
+    module = MultiheadAttention(
+        256,
+        4,
+        num_gqa_groups=2,
+        layer_number=1,
+        qkv_format="bshd",
+        params_dtype=torch.bfloat16,
+        device="cuda",
+    ).eval()
+    angles = RotaryPositionEmbedding(64)(64).cuda()
+    prompt = torch.randn(2, 9, 256, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(2, 1, 256, device="cuda", dtype=torch.bfloat16)
+    outputs = []
+    for captured in (False, True):
+        cache = InferenceParams(2, 64, 2, 64, **pages)
+        cache.pre_step({"a": 9, "b": 4})
+        module(prompt, inference_params=cache, rotary_pos_emb=angles)
+
+        def decode(cache=cache):
+            return module(x, inference_params=cache, rotary_pos_emb=angles)
+
+        graph, got = None, []
+        for turn in range(40):
+            cache.pre_step({"a": 1, "b": 1})
+            if captured and turn == 1:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    out = decode()
+            if graph is None:
+                got.append(decode().clone())
+            else:
+                graph.replay()
+                got.append(out.clone())
+        outputs.append(torch.stack(got))
+    torch.testing.assert_close(*outputs, rtol=0, atol=0)

@@ -35,8 +35,8 @@ def loop(x_bshd, positions, **options):
     return out
 
 
-def sample(device, *shape):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(device)
+def sample(device, *shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device)
 
 
 def angles(device, dim, length=32, **options):
@@ -137,14 +137,32 @@ def test_low_precision_is_rounded_once(dtype, device):
     torch.testing.assert_close(got, apply_rotary_pos_emb(x.float(), freqs).to(dtype), rtol=0, atol=0)
 
 
-def test_the_packed_form_rotates_queries_and_keys_of_each_group(device):
-    qkv = sample(device, 5, 2, 3, 2 * 4 + 4 + 4)
-    freqs = angles(device, 4)
-    q, k, v = apply_fused_qkv_rotary_pos_emb(qkv, freqs, freqs, [8, 4, 4])
-    assert q.shape == (5, 2, 6, 4)
-    torch.testing.assert_close(q, apply_rotary_pos_emb(qkv[..., :8].reshape(5, 2, 6, 4), freqs))
-    torch.testing.assert_close(k, apply_rotary_pos_emb(qkv[..., 8:12], freqs))
-    torch.testing.assert_close(v, qkv[..., 12:])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("tensor_format", ["sbhd", "bshd", "thd"])
+def test_the_packed_form_rotates_queries_and_keys_of_each_group(tensor_format, interleaved, device):
+    shape = (7, 3, 16) if tensor_format == "thd" else (5, 2, 3, 16)
+    qkv = sample(device, *shape).requires_grad_()
+    freqs = angles(device, 4), 0.5 * angles(device, 4)
+    batch = 5 if tensor_format == "bshd" else 2
+    options = {
+        "start_positions": torch.arange(batch, dtype=torch.int32, device=device) * 3,
+        "interleaved": interleaved,
+        "cu_seqlens": cumulative([3, 4], device) if tensor_format == "thd" else None,
+    }
+    got = apply_fused_qkv_rotary_pos_emb(qkv, *freqs, [8, 4, 4], tensor_format, **options)
+    q, k, v = qkv.split([8, 4, 4], dim=-1)
+    q = q.reshape(*q.shape[:-2], 6, 4)
+    want = [
+        apply_rotary_pos_emb(x, angle, tensor_format, **options)
+        for x, angle in zip((q, k), freqs, strict=True)
+    ]
+    grads = []
+    for results in (got, (*want, v)):
+        weights = [sample(device, *x.shape, seed=i) for i, x in enumerate(results)]
+        grads.append(torch.autograd.grad(results, qkv, weights, retain_graph=True)[0])
+    for ours, theirs in zip(got, (*want, v), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(*grads)
 
 
 def test_angles_are_float32_positions_times_frequencies():
@@ -190,5 +208,3 @@ def test_wrong_arguments_are_refused_with_the_limit(device):
         apply_fused_qkv_rotary_pos_emb(x, freqs, freqs, [4, 2, 4])
     with pytest.raises(ValueError, match="not a multiple of the key part 3"):
         apply_fused_qkv_rotary_pos_emb(x, freqs, freqs, [4, 3, 1])
-    with pytest.raises(ValueError, match="is not 'sbhd' or 'bshd'"):
-        apply_fused_qkv_rotary_pos_emb(x[0], freqs, freqs, [4, 2, 2], "thd")

@@ -1,4 +1,5 @@
-"""The `te` command: train the demonstration model (`te train`) and describe this machine (`te info`)."""
+"""The `te` command: train the demonstration (`te train`), sample from it (`te generate`), describe this machine
+(`te info`), time it (`te bench`)."""
 
 from __future__ import annotations
 
@@ -13,9 +14,11 @@ REQUIRED = ("typer", "rich", "matplotlib")
 
 
 def application() -> Typer:
-    """The command-line application with its two commands."""
+    """The command-line application with its commands."""
     from typer import Typer
 
+    from .bench.command import bench
+    from .generate import generate
     from .info import info
     from .train import train
 
@@ -26,7 +29,9 @@ def application() -> Typer:
         pretty_exceptions_enable=False,
     )
     app.command()(train)
+    app.command()(generate)
     app.command()(info)
+    app.command()(bench)
     return app
 
 

@@ -1,44 +1,38 @@
-"""Keys and values of earlier steps: cache[row, length .. length + new] = new tokens, one row a sequence.
+"""InferenceParams: the keys and values of earlier tokens, and how long every sequence of the batch is.
 
-A step: `pre_step({sequence id: new tokens})` says who is in the batch, in the order of the batch; every
-attention layer then calls `step` with its new keys and values and attends to what comes back. Lengths are
-known on the host from the dictionary, so nothing is read from the device; `step` depends on device tensors of
-fixed address only.
+A step: `pre_step({sequence id: new tokens})` says who is in the batch, in the order of the batch; every attention
+layer then calls `step` with its new keys and values and attends to what comes back. Lengths are known on the host
+from the dictionary, so nothing is read from the device. What `step` reads (lengths, page tables) lies in device
+tensors of fixed address that `pre_step` fills: a CUDA graph of a decoding step is captured once and replayed
+after every `pre_step` of as many sequences with as many new tokens.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...common.formats import ceil_div, round_up
 from ..device import canonical_device
-from .dot_product_attention.layout import thd_to_bshd
-from .dot_product_attention.mask import cumulative
+from ..primitives.kv_cache import gather_pages
+from .kv_cache import CacheShape, KVCacheManager, NonPagedKVCacheManager
+from .kv_cache_paged import PagedKVCacheManager
 
 FORMATS = ("sbhd", "bshd", "thd")
 
 
-@dataclass(frozen=True)
-class CacheShape:
-    """One layer's cache: keys [max_batch, max_length, heads, head_dim_k], values with head_dim_v."""
-
-    max_batch: int
-    max_length: int
-    heads: int
-    head_dim_k: int
-    head_dim_v: int
-    dtype: torch.dtype
-    device: torch.device
-
-
 class CachedKeysValues(NamedTuple):
-    """What an attention attends to: bshd keys and values of all sequences, and their cumulative lengths."""
+    """What an attention attends to: all keys and values of the step's sequences.
+
+    key, value       bshd [b, s, h, d]; with a page_table int32 [b, pages] they are [pages, page_size, h, d]
+    cu_seqlens_*     int32 [b + 1], of the new tokens (q) and of all of them (kv);  lengths_* int32 [b] the same
+    max_seqlen_*     bounds of the lengths: of this step (q), and of the cache (kv)
+    """
 
     key: Tensor
     value: Tensor
@@ -46,66 +40,11 @@ class CachedKeysValues(NamedTuple):
     cu_seqlens_kv: Tensor
     max_seqlen_kv: int
     qkv_format: str
-
-
-class KVCacheManager(ABC):
-    """Where the keys and values of a layer are kept."""
-
-    @abstractmethod
-    def allocate_memory(self, layer_number: int) -> None:
-        """Make room for a layer; a second call for the same layer does nothing."""
-
-    @abstractmethod
-    def reorder(self, rows: list[int | None]) -> None:
-        """Row i becomes what row rows[i] was; None: a sequence that starts empty."""
-
-    @abstractmethod
-    def step(
-        self, layer_number: int, k: Tensor, v: Tensor, start: Tensor, new: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Write new[i] tokens of k, v [b, s, h, d] behind start[i] tokens of row i; return all."""
-
-
-class NonPagedKVCacheManager(KVCacheManager):
-    """One contiguous stretch of max_length tokens a sequence."""
-
-    def __init__(self, shape: CacheShape):
-        self.shape = shape
-        self.cache: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def allocate_memory(self, layer_number: int) -> None:
-        if layer_number in self.cache:
-            return
-        s = self.shape
-        # Zeros: a masked key has probability 0, and 0 * NaN of unset memory would spoil the output.
-        k, v = (
-            torch.zeros(s.max_batch, s.max_length, s.heads, d, dtype=s.dtype, device=s.device)
-            for d in (s.head_dim_k, s.head_dim_v)
-        )
-        self.cache[layer_number] = (k, v)
-
-    def reorder(self, rows: list[int | None]) -> None:
-        if all(row is None or row == index for index, row in enumerate(rows)):
-            return
-        source = torch.tensor([index if row is None else row for index, row in enumerate(rows)])
-        for pair in self.cache.values():
-            for tensor in pair:
-                tensor[: len(rows)] = tensor[source.to(tensor.device)]
-
-    def step(
-        self, layer_number: int, k: Tensor, v: Tensor, start: Tensor, new: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        batch, size = k.shape[:2]
-        place = torch.arange(size, device=start.device)
-        real = place < new[:, None]
-        # Padding tokens rewrite what is there. Modulo the length, they never hit the place of a real token.
-        slot = (start[:, None].long() + place) % self.shape.max_length
-        row = torch.arange(batch, device=start.device)[:, None]
-        for cache, tokens in zip(self.cache[layer_number], (k, v), strict=True):
-            kept = torch.where(real[..., None, None], tokens.detach().to(cache.dtype), cache[row, slot])
-            cache.index_put_((row, slot), kept)
-        keys, values = self.cache[layer_number]
-        return keys[:batch], values[:batch]
+    page_table: Tensor | None = None
+    page_size: int = 0
+    lengths_q: Tensor | None = None
+    lengths_kv: Tensor | None = None
+    max_seqlen_q: int = 0
 
 
 class InferenceParams:
@@ -113,9 +52,11 @@ class InferenceParams:
 
     max_batch_size, max_sequence_length   limits of a step's batch, and of a sequence including its new tokens
     num_heads_kv, head_dim_k, head_dim_v  of the keys and values that are cached (per tensor-parallel rank)
+    is_paged         keep them in total_num_pages pages of page_size tokens; by default 64 tokens, and pages
+                     for max_batch_size sequences of full length. With fewer, pre_step raises when they run out
     max_ctx_len      the most new tokens of a sequence in one step; default max_sequence_length
     qkv_format       layout of the new tokens: sbhd, bshd (real tokens first, padding behind) or thd
-    custom_cache_manager   a KVCacheManager to use instead of the contiguous one
+    custom_cache_manager   a KVCacheManager to use instead
     """
 
     def __init__(
@@ -134,12 +75,14 @@ class InferenceParams:
         custom_cache_manager: KVCacheManager | None = None,
         device: torch.device | str | int | None = "cuda",
     ):
-        if is_paged:
-            raise NotImplementedError(
-                "is_paged=True is not available; use is_paged=False, the contiguous cache"
-            )
         if qkv_format not in FORMATS:
             raise ValueError(f"qkv_format={qkv_format!r}; choose one of {', '.join(FORMATS)}")
+        for name, number in (
+            ("max_batch_size", max_batch_size),
+            ("max_sequence_length", max_sequence_length),
+        ):
+            if number < 1:
+                raise ValueError(f"{name}={number} is below 1; give a positive number")
         self.max_batch_size = max_batch_size
         self.max_sequence_length = max_sequence_length
         self.num_heads_kv = num_heads_kv
@@ -147,98 +90,147 @@ class InferenceParams:
         self.head_dim_v = head_dim_k if head_dim_v is None else head_dim_v
         self.dtype = dtype
         self.is_paged = is_paged
-        self.total_num_pages = total_num_pages
-        self.page_size = page_size
         self.max_ctx_len = max_sequence_length if max_ctx_len is None else max_ctx_len
         self.qkv_format = qkv_format
         self.device = canonical_device(device)
-        self.cache_manager = custom_cache_manager or NonPagedKVCacheManager(
-            CacheShape(
-                max_batch_size,
-                max_sequence_length,
-                num_heads_kv,
-                head_dim_k,
-                self.head_dim_v,
-                dtype,
-                self.device,
-            )
+        self.page_size, self.total_num_pages = self._pages(page_size, total_num_pages)
+        self.cache_manager = custom_cache_manager or self._manager()
+        self.sequences: OrderedDict[Any, int] = OrderedDict()
+        self.batch_size = -1
+        self.longest_step = 0  # new tokens of the sequence that brings most
+        # One copy from the host fills all lengths; sections begin at multiples of 16 bytes.
+        self._section = round_up(max_batch_size + 1, 4)
+        self._lengths = torch.zeros(5 * self._section, dtype=torch.int32, device=self.device)
+        self._set_batch_size(0)
+
+    def _pages(self, page_size: int | None, total_num_pages: int | None) -> tuple[int | None, int | None]:
+        """Tokens a page and number of pages, checked; None without pages."""
+        if not self.is_paged:
+            if page_size is not None or total_num_pages is not None:
+                raise ValueError(
+                    f"page_size={page_size}, total_num_pages={total_num_pages} without is_paged=True; "
+                    "set it, or leave them out"
+                )
+            return None, None
+        size = 64 if page_size is None else page_size
+        if size < 1:
+            raise ValueError(f"page_size={size} is below 1; give a positive number, 16 to 256 run fastest")
+        most = self.max_batch_size * ceil_div(self.max_sequence_length, size)
+        total = most if total_num_pages is None else total_num_pages
+        if total < 1:
+            raise ValueError(f"total_num_pages={total} is below 1; {most} pages hold every sequence in full")
+        return size, total
+
+    def _manager(self) -> KVCacheManager:
+        shape = CacheShape(
+            self.max_batch_size,
+            self.max_sequence_length,
+            self.num_heads_kv,
+            self.head_dim_k,
+            self.head_dim_v,
+            self.dtype,
+            self.device,
         )
-        self.sequences: OrderedDict[object, int] = OrderedDict()
-        self.batch_size = 0
-        self._longest_step = 0
-        self._start = torch.zeros(max_batch_size, dtype=torch.int32, device=self.device)
-        self._new = torch.zeros_like(self._start)
+        if self.page_size is None or self.total_num_pages is None:
+            return NonPagedKVCacheManager(shape)
+        return PagedKVCacheManager(shape, self.total_num_pages, self.page_size)
 
     def allocate_memory(self, layer_number: int) -> None:
-        """Make the cache of a layer."""
+        """Make the cache of a layer; `step` does it where it was not done."""
         self.cache_manager.allocate_memory(layer_number)
 
-    def pre_step(self, step_dict: Mapping[object, int]) -> None:
+    def pre_step(self, step_dict: Mapping[Any, int]) -> None:
         """Begin a step of the sequences {id: new tokens}, in batch order.
 
         Known ids continue, unknown ones join, those left out are forgotten. Raises ValueError, before
-        anything changes, when a limit would be exceeded.
+        anything changes, when a limit would be exceeded or pages run out.
         """
         self._check_step(step_dict)
-        before = list(self.sequences)
         starts = [self.sequences.get(sequence, 0) for sequence in step_dict]
-        self.cache_manager.reorder([before.index(s) if s in self.sequences else None for s in step_dict])
-        self.sequences = OrderedDict((s, self.sequences.get(s, 0) + new) for s, new in step_dict.items())
-        self.batch_size = len(starts)
-        self._longest_step = max(step_dict.values(), default=0)
-        padding = [0] * (self.max_batch_size - len(starts))
-        self._start.copy_(torch.tensor(starts + padding, dtype=torch.int32))
-        self._new.copy_(torch.tensor(list(step_dict.values()) + padding, dtype=torch.int32))
+        news = list(step_dict.values())
+        self.cache_manager.pre_step(step_dict)
+        totals = [start + new for start, new in zip(starts, news, strict=True)]
+        self.sequences = OrderedDict(zip(step_dict, totals, strict=True))
+        self._set_batch_size(len(starts))
+        self.longest_step = max(news, default=0)
+        rows = (starts, news, totals, accumulate(news, initial=0), accumulate(totals, initial=0))
+        filled: list[int] = []
+        for row in rows:
+            filled.extend(row)
+            filled.extend([0] * (-len(filled) % self._section))
+        # From memory that is not pinned: the copy is staged before the call returns, and waits for nothing.
+        self._lengths.copy_(torch.tensor(filled, dtype=torch.int32), non_blocking=True)
 
-    def _check_step(self, step_dict: Mapping[object, int]) -> None:
+    def _check_step(self, step_dict: Mapping[Any, int]) -> None:
         if len(step_dict) > self.max_batch_size:
             raise ValueError(
                 f"{len(step_dict)} sequences in a step > max_batch_size={self.max_batch_size}; "
                 "leave some for a later step or raise the limit"
             )
+        known, most, longest = self.sequences, self.max_ctx_len, self.max_sequence_length
         for sequence, new in step_dict.items():
-            total = self.sequences.get(sequence, 0) + new
-            if not 0 <= new <= self.max_ctx_len:
+            total = known.get(sequence, 0) + new
+            if not 0 <= new <= most:
                 raise ValueError(
                     f"sequence {sequence!r} brings {new} tokens, allowed: 0..max_ctx_len={self.max_ctx_len}; "
                     "split the step or raise the limit"
                 )
-            if total > self.max_sequence_length:
+            if total > longest:
                 raise ValueError(
                     f"sequence {sequence!r} would have {total} tokens > "
                     f"max_sequence_length={self.max_sequence_length}; end it or raise the limit"
                 )
 
+    def _set_batch_size(self, size: int) -> None:
+        """Cut the lengths to the batch: once for a size, not in every layer of every step."""
+        if size == self.batch_size:
+            return
+        self.batch_size = size
+        start, new, total, cu_new, cu_total = self._lengths.split(self._section)
+        self._start, self._new, self._total = start[:size], new[:size], total[:size]
+        self._cu_new, self._cu_total = cu_new[: size + 1], cu_total[: size + 1]
+
     def get_seqlens_pre_step(self) -> Tensor:
         """Tokens [b] int32 that each sequence of this step had before it."""
-        return self._start[: self.batch_size]
+        return self._start
 
     @property
     def cu_seqlens_q(self) -> Tensor:
         """Cumulative new tokens [b + 1] int32 of this step."""
-        return cumulative(self._new[: self.batch_size])
+        return self._cu_new
 
     @property
     def cu_seqlens_kv(self) -> Tensor:
         """Cumulative tokens [b + 1] int32 of the sequences, those of this step included."""
-        return cumulative((self._start + self._new)[: self.batch_size])
+        return self._cu_total
 
     def step(self, layer_number: int, new_k: Tensor, new_v: Tensor, qkv_format: str) -> CachedKeysValues:
         """Append a layer's new keys and values; all of them, masked by the lengths that come with them.
 
         The cache holds no gradient. Raises ValueError, before writing, when the tensors do not fit the step.
         """
-        start, new = self._start[: self.batch_size], self._new[: self.batch_size]
         self._check_tokens(new_k, new_v, qkv_format)
-        self.allocate_memory(layer_number)
-        k, v = (self._to_bshd(x, qkv_format, new) for x in (new_k, new_v))
-        k, v = self.cache_manager.step(layer_number, k, v, start, new)
-        return CachedKeysValues(k, v, self.cu_seqlens_q, self.cu_seqlens_kv, self.max_sequence_length, "bshd")
+        manager = self.cache_manager
+        manager.allocate_memory(layer_number)
+        cu_q, cu_kv = self._cu_new, self._cu_total
+        k, v, table = manager.step(layer_number, new_k, new_v, cu_q, cu_kv, qkv_format)
+        page_size = 0 if table is None else k.shape[1]
+        extent = k.shape[1] if table is None else table.shape[1] * page_size
+        return CachedKeysValues(
+            k,
+            v,
+            cu_q,
+            cu_kv,
+            extent,
+            "bshd",
+            table,
+            page_size,
+            self._new,
+            self._total,
+            self.longest_step,
+        )
 
-    def _to_bshd(self, x: Tensor, qkv_format: str, lengths: Tensor) -> Tensor:
-        if qkv_format == "thd":
-            return thd_to_bshd(x, self.cu_seqlens_q, lengths, self._longest_step)
-        return x.transpose(0, 1) if qkv_format == "sbhd" else x
+    step_kv_cache = step
 
     def _check_tokens(self, new_k: Tensor, new_v: Tensor, qkv_format: str) -> None:
         if qkv_format not in FORMATS:
@@ -254,21 +246,27 @@ class InferenceParams:
             raise ValueError(
                 f"keys of {batch} sequences, pre_step announced {self.batch_size}; call pre_step first"
             )
-        if not self._longest_step <= size <= self.max_sequence_length:
+        if not self.longest_step <= size <= self.max_sequence_length:
             raise ValueError(
-                f"keys have {size} tokens a sequence, this step needs {self._longest_step}.."
+                f"keys have {size} tokens a sequence, this step needs {self.longest_step}.."
                 f"{self.max_sequence_length}; pad or cut them"
             )
 
     def convert_paged_to_nonpaged(self, layer_number: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [b, max_length, h, d] of a layer; this cache is not paged to begin with."""
-        assert isinstance(self.cache_manager, NonPagedKVCacheManager)
-        keys, values = self.cache_manager.cache[layer_number]
-        return keys[: self.batch_size], values[: self.batch_size]
+        """Keys and values [b, s, h, d] of a layer for the step's sequences, each in one stretch.
+
+        Copies of pages, with whatever lies behind a sequence's last token; of a cache without pages, itself.
+        """
+        k, v = self.cache_manager.cache[layer_number]
+        if not isinstance(self.cache_manager, PagedKVCacheManager):
+            return k[: self.batch_size], v[: self.batch_size]
+        table = self.cache_manager.page_table[: self.batch_size]
+        return gather_pages(k, table), gather_pages(v, table)
 
     def reset(self) -> None:
         """Forget every sequence; the memory stays."""
+        self.cache_manager.reset()
         self.sequences.clear()
-        self.batch_size = self._longest_step = 0
-        self._start.zero_()
-        self._new.zero_()
+        self.longest_step = 0
+        self._set_batch_size(0)
+        self._lengths.zero_()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,50 +10,13 @@ from torch import Tensor, nn
 
 from ..module.layernorm_linear import LayerNormLinear
 from ..module.linear import Linear
+from ..quantization.autocast import current
 from .dot_product_attention import DotProductAttention
+from .dot_product_attention.fp8 import outputs_codes
 from .dot_product_attention.mask import canonical_name, check_set_window_size
+from .heads import Heads, Rotation
 from .inference import InferenceParams
 from .qk_norm import query_key_norm
-from .rope import apply_rotary_pos_emb
-
-
-@dataclass(frozen=True)
-class Heads:
-    """Heads of one tensor-parallel rank, and how their projections are ordered in a fused weight.
-
-    interleaved   group by group (the group's queries, its key, its value), else all queries, all keys, all
-                  values
-    """
-
-    queries: int
-    groups: int
-    size: int
-    interleaved: bool
-
-    def split_qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q [.., h, d], k [.., g, d], v [.., g, d] of x [.., (h + 2 g) d]."""
-        each = self.queries // self.groups
-        if self.interleaved:
-            x = x.unflatten(-1, (self.groups, each + 2, self.size))
-            q, k, v = x.split((each, 1, 1), dim=-2)
-        else:
-            x = x.unflatten(-1, (each + 2, self.groups, self.size))
-            q, k, v = x.split((each, 1, 1), dim=-3)
-        return self._heads(q, self.queries), self._heads(k, self.groups), self._heads(v, self.groups)
-
-    def split_kv(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """k [.., g, d], v [.., g, d] of x [.., 2 g d]."""
-        if self.interleaved:
-            k, v = x.unflatten(-1, (self.groups, 2 * self.size)).chunk(2, dim=-1)
-        else:
-            k, v = x.unflatten(-1, (2 * self.groups, self.size)).chunk(2, dim=-2)
-        return k, v
-
-    def split_q(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.queries, self.size))
-
-    def _heads(self, x: Tensor, heads: int) -> Tensor:
-        return x.flatten(-3).unflatten(-1, (heads, self.size))
 
 
 class MultiheadAttention(nn.Module):
@@ -285,13 +247,13 @@ class MultiheadAttention(nn.Module):
         if (self.attention_type == "cross") != (encoder_output is not None):
             want = "needs" if self.attention_type == "cross" else "takes no"
             raise ValueError(f"attention_type={self.attention_type!r} {want} encoder_output")
-        q, k, v, norm_output = self._project(hidden_states, encoder_output, is_first_microbatch)
-        q, k = self._normed(q, k, self.qk_norm_before_rope)
-        if rotary_pos_emb is not None:
-            starts_q = cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded
-            starts_kv = cu_seqlens_kv if cu_seqlens_kv_padded is None else cu_seqlens_kv_padded
-            q, k = self._rotated(q, k, rotary_pos_emb, inference_params, starts_q, starts_kv)
-        q, k = self._normed(q, k, not self.qk_norm_before_rope)
+        rotation = self._rotation(
+            rotary_pos_emb,
+            inference_params,
+            cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded,
+            cu_seqlens_kv if cu_seqlens_kv_padded is None else cu_seqlens_kv_padded,
+        )
+        q, k, v, norm_output = self._project(hidden_states, encoder_output, is_first_microbatch, rotation)
         context = self.core_attention(
             q,
             k,
@@ -313,6 +275,7 @@ class MultiheadAttention(nn.Module):
             fast_zero_fill=fast_zero_fill,
             inference_params=inference_params,
             pad_between_seqs=pad_between_seqs,
+            fp8_output=inference_params is None and outputs_codes(current()),
         )
         projected = self.proj(context, is_first_microbatch=is_first_microbatch)
         outputs: list[Any] = list(projected) if self.return_bias else [projected]
@@ -321,52 +284,59 @@ class MultiheadAttention(nn.Module):
         return tuple(outputs) if len(outputs) > 1 else outputs[0]
 
     def _project(
-        self, hidden_states: Tensor, encoder_output: Tensor | None, is_first_microbatch: bool | None
+        self,
+        hidden_states: Tensor,
+        encoder_output: Tensor | None,
+        is_first_microbatch: bool | None,
+        rotation: Rotation | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """q, k, v by heads, and the normalized input when it is to be returned."""
+        """q, k, v by heads, normed and rotated, and the normalized input when it is to be returned."""
         first = {"is_first_microbatch": is_first_microbatch}
         projection = self.layernorm_qkv or self.qkv or self.layernorm_query or self.query_layer
         assert projection is not None
         mixed = projection(hidden_states, **first)
         mixed, norm_output = mixed if self.return_layernorm_output else (mixed, None)
-        if self.key_value is None:
-            return *self.heads.split_qkv(mixed), norm_output
-        keys_values = self.key_value(encoder_output, **first)
-        return self.heads.split_q(mixed), *self.heads.split_kv(keys_values), norm_output
+        norms_first = self.q_norm is not None and self.qk_norm_before_rope
+        if self.key_value is not None:
+            keys_values = self.key_value(encoder_output, **first)
+            q, k, v = self.heads.split_q(mixed), *self.heads.split_kv(keys_values)
+        elif rotation is not None and not norms_first and (grouped := self.heads.grouped(mixed)) is not None:
+            q, k, v = rotation.of_projection(grouped, self.heads)
+            return *self._normed(q, k), v, norm_output
+        else:
+            q, k, v = self.heads.split_qkv(mixed)
+        if norms_first:
+            q, k = self._normed(q, k)
+        if rotation is not None:
+            q, k = rotation(q, k)
+        if not norms_first:
+            q, k = self._normed(q, k)
+        return q, k, v, norm_output
 
-    def _normed(self, q: Tensor, k: Tensor, here: bool) -> tuple[Tensor, Tensor]:
-        if self.q_norm is None or self.k_norm is None or not here:
+    def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        if self.q_norm is None or self.k_norm is None:
             return q, k
         return self.q_norm(q), self.k_norm(k)
 
-    def _rotated(
+    def _rotation(
         self,
-        q: Tensor,
-        k: Tensor,
-        rotary_pos_emb: Tensor | tuple[Tensor, Tensor],
+        rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None,
         inference_params: InferenceParams | None,
         starts_q: Tensor | None,
         starts_kv: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """q and k turned by their positions, which continue those of the cached tokens."""
-        if inference_params is not None and starts_q is None:
-            starts_q = inference_params.cu_seqlens_q
+    ) -> Rotation | None:
+        """How q and k turn by their positions, which continue those of the cached tokens; None: not at all."""
+        if rotary_pos_emb is None:
+            return None
         angles = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
-        before = None if inference_params is None else inference_params.get_seqlens_pre_step()
+        before = None
+        if inference_params is not None:
+            before = inference_params.get_seqlens_pre_step()
+            if starts_q is None:
+                starts_q = inference_params.cu_seqlens_q
         if starts_kv is None and self.attention_type == "self":
             starts_kv = starts_q
-        q, k = (
-            apply_rotary_pos_emb(
-                x,
-                angle,
-                self.qkv_format,
-                start_positions=before,
-                interleaved=self.rotary_pos_interleaved,
-                cu_seqlens=starts,
-            )
-            for x, angle, starts in ((q, angles[0], starts_q), (k, angles[1], starts_kv))
-        )
-        return q, k
+        return Rotation(angles, self.qkv_format, self.rotary_pos_interleaved, before, (starts_q, starts_kv))
 
 
 def _head_size(hidden_size: int, heads: int, kv_channels: int | None) -> int:

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from ..device import canonical_device
-from ..primitives.rope import Positions, RopeSpec, rope_backward, rope_forward
+from ..primitives.rope import (
+    Positions,
+    RopeSpec,
+    rope_backward,
+    rope_forward,
+    rope_qkv_backward,
+    rope_qkv_forward,
+)
 
 FORMATS = ("sbhd", "bshd", "thd")
 
@@ -78,6 +85,25 @@ class ApplyRope(torch.autograd.Function):
         return grad_input, None, None, None, None
 
 
+class ApplyPackedRope(torch.autograd.Function):
+    """Autograd shell of rope_qkv_forward and rope_qkv_backward; the angles get no gradient."""
+
+    @staticmethod
+    def forward(ctx, qkv, q_angles, k_angles, start, cu_seqlens, sizes, spec):
+        ctx.save_for_backward(q_angles, k_angles, start, cu_seqlens)
+        ctx.sizes, ctx.spec = sizes, spec
+        return rope_qkv_forward(qkv, q_angles, k_angles, Positions(start, cu_seqlens), sizes, spec)
+
+    @staticmethod
+    def backward(ctx, grad_q, grad_k, grad_v):
+        q_angles, k_angles, start, cu_seqlens = ctx.saved_tensors
+        positions = Positions(start, cu_seqlens)
+        grad_qkv = rope_qkv_backward(
+            grad_q, grad_k, grad_v, q_angles, k_angles, positions, ctx.sizes, ctx.spec
+        )
+        return grad_qkv, None, None, None, None, None, None
+
+
 def apply_rotary_pos_emb(
     t: Tensor,
     freqs: Tensor,
@@ -97,9 +123,7 @@ def apply_rotary_pos_emb(
     """
     spec = RopeSpec(tensor_format, interleaved, cp_size, cp_rank)
     _check(t, freqs, spec, start_positions, cu_seqlens)
-    return ApplyRope.apply(
-        t, freqs.reshape(freqs.shape[0], freqs.shape[-1]), start_positions, cu_seqlens, spec
-    )
+    return ApplyRope.apply(t, _angles(freqs), start_positions, cu_seqlens, spec)
 
 
 def apply_fused_qkv_rotary_pos_emb(
@@ -115,33 +139,49 @@ def apply_fused_qkv_rotary_pos_emb(
     cp_size: int = 1,
     cp_rank: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(q, k, v) of qkv [.., groups, q_size + k_size + v_size], q, k rotated; a head has k_size features."""
+    """(q, k, v) of qkv [.., groups, q_size + k_size + v_size], q, k rotated; a head has k_size features.
+
+    The three are contiguous, q [.., groups * q_size / k_size, k_size]; the other arguments are those of
+    apply_rotary_pos_emb.
+    """
     q_size, k_size, v_size = qkv_split_arg_list
     if q_size + k_size + v_size != qkv.shape[-1]:
         raise ValueError(f"qkv_split_arg_list={list(qkv_split_arg_list)} does not add up to {qkv.shape[-1]}")
-    if q_size % k_size:
+    if k_size < 1 or q_size % k_size:
         raise ValueError(
             f"the query part {q_size} is not a multiple of the key part {k_size}; split by whole heads"
         )
-    if tensor_format not in ("sbhd", "bshd"):
-        raise ValueError(
-            f"tensor_format={tensor_format!r} is not 'sbhd' or 'bshd'; rotate q and k by themselves"
-        )
-    q, k, v = torch.split(qkv, [q_size, k_size, v_size], dim=-1)
-    q = q.reshape(*q.shape[:2], -1, k_size)
-    where = (tensor_format, start_positions, interleaved, fused, cu_seqlens, cp_size, cp_rank)
-    return apply_rotary_pos_emb(q, q_freqs, *where), apply_rotary_pos_emb(k, k_freqs, *where), v
+    spec = RopeSpec(tensor_format, interleaved, cp_size, cp_rank)
+    for freqs in (q_freqs, k_freqs):
+        _check(qkv, freqs, spec, start_positions, cu_seqlens, size=k_size)
+    return ApplyPackedRope.apply(
+        qkv, _angles(q_freqs), _angles(k_freqs), start_positions, cu_seqlens, (q_size, k_size, v_size), spec
+    )
 
 
-def _check(t: Tensor, freqs: Tensor, spec: RopeSpec, start: Tensor | None, cu_seqlens: Tensor | None) -> None:
+def _angles(freqs: Tensor) -> Tensor:
+    """[positions, d] of [positions, 1, 1, d]."""
+    return freqs.reshape(freqs.shape[0], freqs.shape[-1])
+
+
+def _check(
+    t: Tensor,
+    freqs: Tensor,
+    spec: RopeSpec,
+    start: Tensor | None,
+    cu_seqlens: Tensor | None,
+    size: int | None = None,
+) -> None:
+    """ValueError unless freqs fit t, whose heads have `size` features (default: its last axis)."""
     if spec.tensor_format not in FORMATS:
         raise ValueError(f"tensor_format={spec.tensor_format!r}; choose one of {', '.join(FORMATS)}")
     if t.ndim != len(spec.tensor_format):
         raise ValueError(
             f"{spec.tensor_format!r} needs {len(spec.tensor_format)} axes, the tensor has {t.ndim}"
         )
-    if freqs.shape[-1] > t.shape[-1]:
-        raise ValueError(f"freqs turn {freqs.shape[-1]} features, the head has {t.shape[-1]}; lower dim")
+    size = t.shape[-1] if size is None else size
+    if freqs.shape[-1] > size:
+        raise ValueError(f"freqs turn {freqs.shape[-1]} features, the head has {size}; lower dim")
     if not 0 <= spec.cp_rank < spec.cp_size:
         raise ValueError(f"cp_rank={spec.cp_rank} is outside 0..{spec.cp_size - 1}")
     if spec.cp_size > 1 and start is not None:

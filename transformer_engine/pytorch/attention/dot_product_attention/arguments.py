@@ -43,18 +43,17 @@ def unpacked(
     return q, k, v
 
 
-def checked_bias(request: AttentionRequest, bias: Tensor | None) -> Tensor | None:
-    """The bias, when its presence and shape are what the request's bias type asks for."""
+def check_bias(request: AttentionRequest, bias: Tensor | None) -> None:
+    """ValueError unless the bias's presence and shape are what the bias type asks for."""
     takes_bias = request.bias in ("pre_scale_bias", "post_scale_bias")
     if takes_bias != (bias is not None):
         want = "needs" if takes_bias else "takes no"
         raise ValueError(f"core_attention_bias_type={request.bias!r} {want} core_attention_bias")
     if bias is None:
-        return None
+        return
     shape = (request.batch, request.heads, request.seqlen_q, request.seqlen_kv)
     if bias.ndim != 4 or any(size not in (1, limit) for size, limit in zip(bias.shape, shape, strict=True)):
         raise ValueError(f"core_attention_bias {list(bias.shape)} does not broadcast to {list(shape)}")
-    return bias
 
 
 def check_tensors(

@@ -1,19 +1,94 @@
-"""Which backend computes an attention: the first row of TABLE that does not refuse the request.
+"""Which backend computes an attention: the first that does not refuse the request, in the order of its class.
 
-A new backend is a file in backends/ and a row here.
+A new backend is a file in backends/, a row in TABLE and a place in `preference`.
 """
 
 from __future__ import annotations
 
 import logging
 
-import torch
-
 from ....common.dispatch import Backend, Table, Verdict
-from .backends import reference, torch_sdpa
+from ...tracing import constant_while_tracing
+from .autograd import Kernels
+from .backends import (
+    cudnn,
+    flash2,
+    flash3,
+    flash4,
+    flex,
+    reference,
+    torch_cudnn,
+    torch_flash,
+    torch_sdpa,
+    triton,
+)
 from .request import AttentionRequest
+from .text import as_text, from_text
 
-TABLE: Table[AttentionRequest] = Table("attention", (torch_sdpa.BACKEND, reference.BACKEND))
+# Tokens of a query up to which an attention to a cache is bound by the reading of keys and values.
+DECODE_QUERIES = 16
+
+# Inference over short sequences with small heads: H200, 32 sequences of 512, heads of 64: cudnn 0.072 ms, flash4 0.102;
+# from 2048 tokens on they are equal.
+SHORT, SMALL_HEAD = 1024, 64
+
+# The kernels of one backend, for those that compute a sequence in parts and put the parts together themselves.
+_KERNELS: dict[str, Kernels] = {
+    module.KERNELS.name: module.KERNELS
+    for module in (flash4, cudnn, torch_cudnn, triton, torch_flash, reference)
+}
+
+
+def preference(request: AttentionRequest) -> tuple[str, ...]:
+    """The names of the backends, fastest first for the class of requests that this one belongs to.
+
+    docs/attention.md has the measurements.
+    """
+    if request.device_type != "cuda":
+        return _ON_A_CPU
+    if request.cached and request.seqlen_q <= DECODE_QUERIES:
+        return _DECODE
+    if not request.needs_gradient and request.seqlen_q <= SHORT and request.head_dim_qk <= SMALL_HEAD:
+        return _SHORT
+    return _DEFAULT
+
+
+_DEFAULT = (
+    "flash4",
+    "cudnn",
+    "flash3",
+    "torch_cudnn",
+    "triton",
+    "flash2",
+    "torch_flash",
+    "torch_sdpa",
+    "flex",
+    "reference",
+)
+_DECODE = ("triton", *(name for name in _DEFAULT if name != "triton"))
+_SHORT = ("cudnn", "torch_cudnn", *(name for name in _DEFAULT if name not in ("cudnn", "torch_cudnn")))
+_ON_A_CPU = (
+    "torch_sdpa",
+    "reference",
+    *(name for name in _DEFAULT if name not in ("torch_sdpa", "reference")),
+)
+
+TABLE: Table[AttentionRequest] = Table(
+    "attention",
+    (
+        flash4.BACKEND,
+        cudnn.BACKEND,
+        flash3.BACKEND,
+        torch_cudnn.BACKEND,
+        triton.BACKEND,
+        flash2.BACKEND,
+        torch_flash.BACKEND,
+        torch_sdpa.BACKEND,
+        flex.BACKEND,
+        reference.BACKEND,
+    ),
+    preference,
+)
 
 logger = logging.getLogger("DotProductAttention")
 
@@ -21,12 +96,45 @@ logger = logging.getLogger("DotProductAttention")
 def choose(request: AttentionRequest) -> Backend[AttentionRequest]:
     """The backend that takes the request; NVTE_DEBUG=1 logs it, NVTE_DEBUG_LEVEL=2 the refusals too."""
     backend = TABLE.select(request)
-    if not torch.compiler.is_compiling() and logger.isEnabledFor(logging.INFO):
+    if logger.isEnabledFor(logging.INFO):
         logger.info("Selected backend = %s", backend.name)
         for verdict in explain(request):
             logger.debug("%s: %s", verdict.backend, verdict.refusal or "selected")
         logger.debug("%s", request)
     return backend
+
+
+def choose_when_traced(request: AttentionRequest) -> Backend[AttentionRequest]:
+    """choose(request) for a tracing compiler, which sees a constant: refusals may ask libraries."""
+    if request.score_mod is not None:
+        return TABLE.select(request)
+    return TABLE.named(_chosen_name(as_text(request)))
+
+
+@constant_while_tracing
+def _chosen_name(text: str) -> str:
+    return choose(from_text(text)).name
+
+
+def kernels(request: AttentionRequest) -> Kernels:
+    """The forward and backward functions of the first backend that takes the request and has them apart."""
+    chosen = TABLE.select(request)
+    if chosen.name in _KERNELS:
+        return _KERNELS[chosen.name]
+    for backend in TABLE.candidates(request):
+        if backend.name in _KERNELS and backend.refuses(request) is None:
+            return _KERNELS[backend.name]
+    return reference.KERNELS
+
+
+def kernels_when_traced(request: AttentionRequest) -> Kernels:
+    """kernels(request) for a tracing compiler."""
+    return _KERNELS[_name_of_kernels(as_text(request))]
+
+
+@constant_while_tracing
+def _name_of_kernels(text: str) -> str:
+    return kernels(from_text(text)).name
 
 
 def explain(request: AttentionRequest) -> list[Verdict]:

@@ -11,35 +11,33 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from ....common import env
+from ....common.dispatch import Backend, undisturbed
+from ...backward_thread import keep_backward_here
 from ...device import canonical_device
 from ...distributed.recompute import checkpoint as recompute_checkpoint
 from ...distributed.tensor_parallel import set_tensor_model_parallel_attributes
 from ...module.base import TransformerEngineBaseModule
 from ...module.parameters import ParameterInit
 from ...quantization.autocast import current
+from . import fp8
 from . import mask as masks
 from .alibi import default_slopes
-from .arguments import check_heads, check_tensors, checked_bias, one_of, unpacked
-from .choose import choose
+from .arguments import check_heads, check_tensors, one_of, unpacked
+from .call import Options, Plan, call_key, request_of
+from .choose import choose, choose_when_traced
 from .context_parallel_group import check_context_parallel_group
-from .request import (
-    BIAS_TYPES,
-    QKV_FORMATS,
-    SOFTMAX_TYPES,
-    AttentionInputs,
-    AttentionRequest,
-    AttentionResult,
-    Switches,
-)
-from .sequences import Sequences, given_sequences
+from .request import QKV_FORMATS, SOFTMAX_TYPES, AttentionInputs, AttentionRequest, AttentionResult
+from .sequences import Sequences, cached_sequences, given_sequences
 from .utils import AttentionLogging
 
 if TYPE_CHECKING:
     from ..inference import InferenceParams
 
+# Calls that a layer remembers the backend of, before it forgets them all.
+MAX_PLANS = 64
+
 # The original keeps its last choice here, and its callers set backend_selection_requires_update after
-# changing NVTE_* variables. The choice is made afresh for every call, so nothing reads this.
+# changing NVTE_* variables. A remembered choice is keyed by those variables, so nothing reads this.
 _attention_backends: dict[str, Any] = {
     "attention_params": None,
     "use_flash_attention": None,
@@ -67,6 +65,8 @@ class DotProductAttention(TransformerEngineBaseModule):
     return_max_logit    return (out, the largest logit of each head [h])
     get_rng_state_tracker   dropout runs inside its fork(), unless sequence_parallel: then the caller forked
     cp_group            context-parallel group; more than one rank is not supported
+    score_mod           score_mod(score, b, h, i, j) -> score, element by element, after scale and bias; forward()
+                        can override it. Autograd differentiates it, and the tensors that it holds
     """
 
     num_products = 3
@@ -95,6 +95,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         softmax_type: str = "vanilla",
         return_max_logit: bool | None = False,
         name: str | None = None,
+        score_mod: Callable[..., Tensor] | None = None,
     ) -> None:
         super().__init__(name)
         if not AttentionLogging._is_logging_setup:
@@ -129,6 +130,9 @@ class DotProductAttention(TransformerEngineBaseModule):
         self.softmax_scale = 1.0 / math.sqrt(self.head_dim_qk) if softmax_scale is None else softmax_scale
         self.softmax_type = softmax_type
         self.return_max_logit = bool(return_max_logit)
+        self.score_mod = score_mod
+        self._masks: dict[tuple[Any, ...], masks.Mask] = {}
+        self._plans: dict[tuple[Any, ...], Plan] = {}
         self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
         self.softmax_offset: torch.nn.Parameter | None
         if softmax_type != "learnable":
@@ -205,139 +209,171 @@ class DotProductAttention(TransformerEngineBaseModule):
         inference_params  keys and values are appended to its cache, and attention is to all cached ones
         qkv_layer, kv_layer   packed [.., 3, h, d] (qkv_interleave_dim=-3) or [.., h, 3, d] (-2) instead of q,
                               k, v
-        fast_zero_fill, num_splits, bf16_backward are accepted and change nothing.
+        num_splits        parts in which a long row of keys is computed, None: as many as the backend likes
+        fp8_output        return the output as a Float8Tensor; bf16_backward   compute gradients in high precision;
+                          both for attention in FP8, which autocast's recipe asks for (fp8_dpa or fp8_mha)
+        fast_zero_fill is accepted and changes nothing.
         """
-        self._refuse_unavailable(bool(fp8_output), score_mod or score_mod_bprop)
+        score_mod = self.score_mod if score_mod is None else score_mod
+        if score_mod_bprop is not None:
+            raise NotImplementedError(
+                "score_mod_bprop is not available; leave it None: autograd differentiates score_mod"
+            )
         q, k, v = unpacked(query_layer, key_layer, value_layer, qkv_layer, kv_layer, qkv_interleave_dim)
         q_format = kv_format = self.qkv_format if qkv_format is None else qkv_format
         one_of("qkv_format", q_format, QKV_FORMATS)
-        groups = self.num_gqa_groups_per_partition
-        check_tensors(q, k, v, q_format, self.heads, groups, self.head_dim_qk, self.head_dim_v)
+        check_tensors(
+            q,
+            k,
+            v,
+            q_format,
+            self.heads,
+            self.num_gqa_groups_per_partition,
+            self.head_dim_qk,
+            self.head_dim_v,
+        )
         mask_type = self.attn_mask_type if attn_mask_type is None else masks.canonical_name(attn_mask_type)
-        window = self._given_window if window_size is None else window_size
-        if bottom_right_diagonal is None:
-            bottom_right_diagonal = self.bottom_right_diagonal
+        page_size, page_table = 0, None
         if inference_params is not None:
             if self.layer_number is None:
                 raise ValueError(
                     "inference_params needs layer_number, which names the cache; set it at construction"
                 )
             cached = inference_params.step(self.layer_number, k, v, q_format)
-            k, v, cu_seqlens_q, cu_seqlens_kv, max_seqlen_kv, kv_format = cached
-            cu_seqlens_q_padded = cu_seqlens_kv_padded = attention_mask = None
+            k, v, kv_format = cached.key, cached.value, cached.qkv_format
+            page_size, page_table = cached.page_size, cached.page_table
             mask_type = "padding_causal_bottom_right" if "causal" in mask_type else "padding"
-        mask = masks.resolve(mask_type, window, bottom_right_diagonal)
-        sequences = given_sequences(
-            q,
-            k,
+        mask = self._resolved_mask(
+            mask_type,
+            self._given_window if window_size is None else window_size,
+            self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal,
+        )
+        if inference_params is not None:
+            sequences = cached_sequences(q, q_format, max_seqlen_q, cached)
+        else:
+            sequences = given_sequences(
+                q,
+                k,
+                q_format,
+                kv_format,
+                mask,
+                self.attention_type,
+                attention_mask,
+                (cu_seqlens_q, cu_seqlens_kv),
+                (cu_seqlens_q_padded, cu_seqlens_kv_padded),
+                (max_seqlen_q, max_seqlen_kv),
+                pad_between_seqs,
+            )
+        options = Options(
+            mask,
             q_format,
             kv_format,
-            mask,
-            self.attention_type,
-            attention_mask,
-            (cu_seqlens_q, cu_seqlens_kv),
-            (cu_seqlens_q_padded, cu_seqlens_kv_padded),
-            (max_seqlen_q, max_seqlen_kv),
-            pad_between_seqs,
+            core_attention_bias_type,
+            self.softmax_type,
+            self.softmax_scale,
+            self.attention_dropout if self.training else 0.0,
+            self.return_max_logit,
+            page_size,
+            0 if num_splits is None else num_splits,
+            inference_params is not None,
+            score_mod,
         )
-        request = self._request(q, k, v, q_format, kv_format, mask, sequences, core_attention_bias_type)
-        slopes = self._slopes(request, alibi_slopes, q.device)
-        bias = checked_bias(request, core_attention_bias)
+        sink = self._sink(q)
         inputs = AttentionInputs(
-            q,
-            k,
-            v,
-            lengths_q=sequences.lengths_q,
-            lengths_kv=sequences.lengths_kv,
-            starts_q=sequences.starts_q,
-            starts_kv=sequences.starts_kv,
-            masked_q=sequences.masked_q,
-            masked_kv=sequences.masked_kv,
-            masked=sequences.masked,
-            bias=bias,
-            slopes=slopes,
-            sink=self._sink(q),
+            q if q.stride(-1) == 1 else q.contiguous(),
+            k if k.stride(-1) == 1 else k.contiguous(),
+            v if v.stride(-1) == 1 else v.contiguous(),
+            sequences.lengths_q,
+            sequences.lengths_kv,
+            sequences.starts_q,
+            sequences.starts_kv,
+            sequences.masked_q,
+            sequences.masked_kv,
+            sequences.masked,
+            core_attention_bias,
+            self._slopes(core_attention_bias_type, q, alibi_slopes),
+            sink,
+            page_table,
         )
-        result = self._run(request, inputs, checkpoint_core_attention)
+        request, backend = self._plan(options, sequences, inputs, alibi_slopes is not None)
+        state = current()
+        if state.enabled and inference_params is None and fp8.attention_recipe(state.recipe) is not None:
+            backend = fp8.chosen(
+                self, state, request, bool(fp8_output), bf16_backward, checkpoint_core_attention
+            )
+        elif fp8_output:
+            raise ValueError(
+                "fp8_output=True needs an FP8 attention; run under autocast with fp8_dpa or fp8_mha in the recipe"
+            )
+        result = self._run(backend, request, inputs, checkpoint_core_attention)
         return result.output if result.max_logit is None else (result.output, result.max_logit)
 
-    def _refuse_unavailable(self, fp8_output: bool, score_mod: Callable | None) -> None:
-        state = current()
-        # A recipe from outside need not have the two fields.
-        asked = (getattr(state.recipe, field, False) for field in ("fp8_dpa", "fp8_mha"))
-        if state.enabled and any(asked):
-            raise NotImplementedError(
-                "FP8 attention is not available; set fp8_dpa=False and fp8_mha=False in the recipe"
-            )
-        if fp8_output:
-            raise NotImplementedError("fp8_output=True is not available; leave it False")
-        if score_mod is not None:
-            raise NotImplementedError("score_mod is not available; use core_attention_bias")
+    def _resolved_mask(
+        self, mask_type: str, window: tuple[int, int] | None, bottom_right_diagonal: bool | None
+    ) -> masks.Mask:
+        """What a name, a window and an alignment mean together, looked up where they were met before."""
+        if torch.compiler.is_compiling():
+            return masks.resolve(mask_type, window, bottom_right_diagonal)
+        key = (mask_type, None if window is None else (window[0], window[1]), bottom_right_diagonal)
+        mask = self._masks.get(key)
+        if mask is None:
+            mask = self._masks[key] = masks.resolve(*key)
+        return mask
 
-    def _request(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        q_format: str,
-        kv_format: str,
-        mask: masks.Mask,
-        sequences: Sequences,
-        bias_type: str,
-    ) -> AttentionRequest:
-        one_of("core_attention_bias_type", bias_type, BIAS_TYPES)
-        return AttentionRequest(
-            dtype=q.dtype,
-            device_type=q.device.type,
-            batch=sequences.batch,
-            heads=q.shape[-2],
-            groups=k.shape[-2],
-            seqlen_q=sequences.max_q,
-            seqlen_kv=sequences.max_kv,
-            head_dim_qk=q.shape[-1],
-            head_dim_v=v.shape[-1],
-            q_format=q_format,
-            kv_format=kv_format,
-            mask=mask,
-            scale=self.softmax_scale,
-            bias=bias_type,
-            softmax=self.softmax_type,
-            dropout=self.attention_dropout if self.training else 0.0,
-            padded_between=sequences.padded_between,
-            max_logit=self.return_max_logit,
-            needs_gradient=torch.is_grad_enabled()
-            and (q.requires_grad or k.requires_grad or v.requires_grad),
-            deterministic=is_deterministic(),
-            switches=Switches.from_environment(),
-        )
+    def _plan(
+        self, options: Options, sequences: Sequences, inputs: AttentionInputs, slopes_given: bool
+    ) -> Plan:
+        """The request of a call and the backend that takes it, looked up where the call was met before."""
+        if torch.compiler.is_compiling():
+            request = request_of(options, sequences, inputs, slopes_given)
+            return Plan(request, choose_when_traced(request))
+        if not undisturbed():
+            request = request_of(options, sequences, inputs, slopes_given)
+            return Plan(request, choose(request))
+        key = call_key(options, sequences, inputs, slopes_given)
+        plan = self._plans.get(key)
+        if plan is None:
+            request = request_of(options, sequences, inputs, slopes_given)
+            plan = Plan(request, choose(request))
+            if request.device_type == "cuda":
+                keep_backward_here()
+            if len(self._plans) >= MAX_PLANS:
+                self._plans.clear()
+            self._plans[key] = plan
+        return plan
 
-    def _slopes(self, request: AttentionRequest, given: Tensor | None, device: torch.device) -> Tensor | None:
+    def _slopes(self, bias_type: str, q: Tensor, given: Tensor | None) -> Tensor | None:
         """ALiBi's slopes of this rank's heads, as given or the usual ones."""
-        if request.bias != "alibi":
+        if bias_type != "alibi":
             if given is not None:
                 raise ValueError(
-                    f'alibi_slopes with core_attention_bias_type={request.bias!r}; it must be "alibi"'
+                    f'alibi_slopes with core_attention_bias_type={bias_type!r}; it must be "alibi"'
                 )
             return None
         if given is not None:
-            if given.shape[-1] != request.heads:
-                raise ValueError(f"alibi_slopes {list(given.shape)} does not end in {request.heads} heads")
+            if given.shape[-1] != self.heads:
+                raise ValueError(f"alibi_slopes {list(given.shape)} does not end in {self.heads} heads")
             return given
         rank = torch.distributed.get_rank(self.tp_group) if self.tp_group is not None else 0
-        return default_slopes(self.num_attention_heads, device)[
-            rank * request.heads : (rank + 1) * request.heads
-        ]
+        return default_slopes(self.num_attention_heads, q.device)[rank * self.heads : (rank + 1) * self.heads]
 
     def _sink(self, q: Tensor) -> Tensor | None:
         if self.softmax_type == "off-by-one":
             return torch.zeros(self.heads, dtype=torch.float32, device=q.device)
         return self.softmax_offset
 
-    def _run(self, request: AttentionRequest, inputs: AttentionInputs, recompute: bool) -> AttentionResult:
+    def _run(
+        self,
+        backend: Backend[AttentionRequest] | fp8.Attention | fp8.Recomputed,
+        request: AttentionRequest,
+        inputs: AttentionInputs,
+        recompute: bool,
+    ) -> AttentionResult:
         """Run the chosen backend, in the fork of the random state, recomputed in the backward if asked."""
-        backend = choose(request)
         tracker = self.get_rng_state_tracker
         forks = tracker is not None and request.dropout > 0.0 and not self.sequence_parallel
+        if not (forks or recompute):
+            return backend.run(request, inputs)
 
         def attend(*tensors: Tensor | None) -> AttentionResult:
             with tracker().fork() if forks else nullcontext():  # pyright: ignore[reportOptionalCall]
@@ -350,11 +386,6 @@ class DotProductAttention(TransformerEngineBaseModule):
                 attend, *inputs, get_rng_state_tracker=tracker, tp_group=self.tp_group, use_reentrant=False
             )
         return torch_checkpoint(attend, *inputs, use_reentrant=False)  # pyright: ignore[reportReturnType]
-
-
-def is_deterministic() -> bool:
-    """Must gradients be bitwise repeatable?"""
-    return not env.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") or torch.are_deterministic_algorithms_enabled()
 
 
 def _accept_older_extra_state(state_dict: dict[str, Any], prefix: str, *_: object) -> None:

@@ -9,21 +9,52 @@ from .request import AttentionInputs, AttentionRequest
 
 
 def dense_qkv(request: AttentionRequest, inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """q_bhsd, k_bgsd, v_bgsd: views of sbhd and bshd tensors, padded copies of thd tensors."""
-    q = _to_bhsd(inputs.q, request.q_format, request.seqlen_q, inputs.starts_q, inputs.lengths_q)
+    """q_bhsd, k_bgsd, v_bgsd: views of sbhd and bshd tensors, padded copies of thd tensors and of pages."""
+    k, v = inputs.k, inputs.v
+    if request.page_size:
+        assert inputs.page_table is not None
+        k, v = (gathered_pages(x, inputs.page_table, request.seqlen_kv) for x in (k, v))
     keys = (request.kv_format, request.seqlen_kv, inputs.starts_kv, inputs.lengths_kv)
-    return q, _to_bhsd(inputs.k, *keys), _to_bhsd(inputs.v, *keys)
+    return queries_to_bhsd(request, inputs, inputs.q), _to_bhsd(k, *keys), _to_bhsd(v, *keys)
 
 
-def flat_output(request: AttentionRequest, inputs: AttentionInputs, out_bhsd: Tensor) -> Tensor:
-    """[.., h * d_v] in request.q_format; thd tokens of no sequence are zero."""
-    if request.q_format == "sbhd":
-        return out_bhsd.permute(2, 0, 1, 3).flatten(2)
-    out_bshd = out_bhsd.transpose(1, 2)
-    if request.q_format == "thd":
-        assert inputs.starts_q is not None and inputs.lengths_q is not None
-        out_bshd = bshd_to_thd(out_bshd, inputs.starts_q, inputs.lengths_q, inputs.q.shape[0])
-    return out_bshd.flatten(-2)
+def gathered_pages(pages: Tensor, page_table: Tensor, size: int) -> Tensor:
+    """[b, size, g, d] of pages [n, page size, g, d]: token j of sequence i lies in page page_table[i, j // size]."""
+    return pages[page_table.long()].flatten(1, 2)[:, :size]
+
+
+def queries_to_bhsd(request: AttentionRequest, inputs: AttentionInputs, x: Tensor) -> Tensor:
+    """x [.., h, d] in request.q_format as [b, h, s_q, d]."""
+    return _to_bhsd(x, request.q_format, request.seqlen_q, inputs.starts_q, inputs.lengths_q)
+
+
+def from_bhsd(request: AttentionRequest, inputs: AttentionInputs, x_bhsd: Tensor) -> Tensor:
+    """[.., h, d] in request.q_format, contiguous; thd tokens of no sequence are zero."""
+    tokens = inputs.q.shape[0]
+    return _from_bhsd(x_bhsd, request.q_format, inputs.starts_q, inputs.lengths_q, tokens)
+
+
+def keys_from_bhsd(request: AttentionRequest, inputs: AttentionInputs, x_bgsd: Tensor) -> Tensor:
+    """[.., g, d] in request.kv_format, contiguous; thd tokens of no sequence are zero."""
+    tokens = inputs.k.shape[0]
+    return _from_bhsd(x_bgsd, request.kv_format, inputs.starts_kv, inputs.lengths_kv, tokens)
+
+
+def rows_of(request: AttentionRequest, inputs: AttentionInputs, rows_bhs: Tensor) -> Tensor:
+    """[b, h, s_q] as it is, or as [h, t] of packed queries."""
+    if not request.packed:
+        return rows_bhs
+    return from_bhsd(request, inputs, rows_bhs[..., None])[..., 0].t()
+
+
+def dense_rows(request: AttentionRequest, inputs: AttentionInputs, rows: Tensor) -> Tensor:
+    """The inverse of rows_of; -inf in rows that are no tokens, which for probabilities means no key is seen."""
+    if not request.packed:
+        return rows
+    dense = queries_to_bhsd(request, inputs, rows.t()[..., None])[..., 0]
+    assert inputs.lengths_q is not None
+    place = torch.arange(request.seqlen_q, device=rows.device)
+    return torch.where((place < inputs.lengths_q[:, None])[:, None], dense, -torch.inf)
 
 
 def _to_bhsd(
@@ -35,6 +66,20 @@ def _to_bhsd(
         assert starts is not None and lengths is not None
         x = thd_to_bshd(x, starts, lengths, size)
     return x.transpose(1, 2)
+
+
+def _from_bhsd(
+    x: Tensor, tensor_format: str, starts: Tensor | None, lengths: Tensor | None, tokens: int
+) -> Tensor:
+    # Copies even where the view is contiguous: for an output that is a view, torch.compile of torch 2.11 gives
+    # zero gradients.
+    if tensor_format == "sbhd":
+        return x.permute(2, 0, 1, 3).clone(memory_format=torch.contiguous_format)
+    x = x.transpose(1, 2)
+    if tensor_format == "thd":
+        assert starts is not None and lengths is not None
+        return bshd_to_thd(x, starts, lengths, tokens)
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def thd_to_bshd(x: Tensor, starts: Tensor, lengths: Tensor, size: int) -> Tensor:

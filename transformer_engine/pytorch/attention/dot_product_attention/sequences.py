@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ....common.formats import round_up
 from .mask import Mask, cumulative, lengths_of, lengths_of_mask
+
+if TYPE_CHECKING:
+    from ..inference import CachedKeysValues
 
 Pair = tuple[Tensor | None, Tensor | None]
 
@@ -51,12 +54,14 @@ def given_sequences(
     if not mask.padding or cu_q is not None:
         masked = (None, None)
     queries = _side("q", q, q_format, masked[0], cu_q, starts_q, max_q, mask.padding)
-    keys = _side("kv", k, kv_format, masked[1], cu_kv, starts_kv, max_kv, mask.padding)
+    same = _same(cu_q, cu_kv) and _same(masked[0], masked[1])
+    known = queries.lengths if same else None
+    keys = _side("kv", k, kv_format, masked[1], cu_kv, starts_kv, max_kv, mask.padding, known)
     if queries.batch != keys.batch:
         raise ValueError(f"queries have {queries.batch} sequences, keys {keys.batch}; they must agree")
     arbitrary = attention_mask if mask.arbitrary and isinstance(attention_mask, Tensor) else None
     if pad_between_seqs is None:
-        pad_between_seqs = q_format == "thd" and starts_q is not None
+        pad_between_seqs = q_format == "thd" and not (starts_q is None and starts_kv is None)
     return Sequences(
         batch=queries.batch,
         max_q=queries.size,
@@ -69,6 +74,27 @@ def given_sequences(
         masked_q=queries.masked,
         masked_kv=keys.masked,
         masked=arbitrary,
+    )
+
+
+def cached_sequences(
+    q: Tensor, q_format: str, max_seqlen_q: int | None, cached: CachedKeysValues
+) -> Sequences:
+    """The sequences of a step's queries and of all cached keys."""
+    lengths_q = lengths_of(cached.cu_seqlens_q) if cached.lengths_q is None else cached.lengths_q
+    lengths_kv = lengths_of(cached.cu_seqlens_kv) if cached.lengths_kv is None else cached.lengths_kv
+    if q_format == "thd":
+        longest = max_seqlen_q or cached.max_seqlen_q or _longest("q", lengths_q)
+    else:
+        longest = q.shape[0] if q_format == "sbhd" else q.shape[1]
+    starts = cached.cu_seqlens_q if q_format == "thd" else None
+    batch = lengths_q.shape[0]
+    if q_format != "thd" and batch != q.shape[q_format.index("b")]:
+        raise ValueError(
+            f"queries have {q.shape[q_format.index('b')]} sequences, the step {batch}; they must agree"
+        )
+    return Sequences(
+        batch, longest, cached.max_seqlen_kv, False, lengths_q, lengths_kv, starts, None, None, None, None
     )
 
 
@@ -89,8 +115,9 @@ def _side(
     starts: Tensor | None,
     max_seqlen: int | None,
     padding: bool,
+    lengths: Tensor | None = None,
 ) -> _Side:
-    """The sequences of the queries, or those of the keys and values."""
+    """The sequences of the queries, or those of the keys and values; lengths: what they are, where known."""
     for tensor in (cu_seqlens, starts):
         if tensor is not None and tensor.dtype != torch.int32:
             raise ValueError(f"cu_seqlens_{name} is {tensor.dtype}; it must be torch.int32")
@@ -107,11 +134,13 @@ def _side(
             )
         if not padding:
             return _Side(batch, size)
-        lengths = lengths_of(cu_seqlens) if cu_seqlens is not None else lengths_of_mask(_present(masked))
+        if lengths is None:
+            lengths = _lengths(cu_seqlens, masked)
         if lengths.shape[0] != batch:
             raise ValueError(f"cu_seqlens_{name} has {lengths.shape[0]} sequences, the tensor {batch}")
         return _Side(batch, size, lengths, None, masked)
-    lengths = lengths_of(cu_seqlens) if cu_seqlens is not None else lengths_of_mask(_present(masked))
+    if lengths is None:
+        lengths = _lengths(cu_seqlens, masked)
     if starts is None:
         starts = cumulative(lengths) if cu_seqlens is None else cu_seqlens
     if max_seqlen is None:
@@ -119,9 +148,20 @@ def _side(
     return _Side(lengths.shape[0], max_seqlen, lengths, starts)
 
 
-def _present(x: Tensor | None) -> Tensor:
-    assert x is not None
-    return x
+def _lengths(cu_seqlens: Tensor | None, masked: Tensor | None) -> Tensor:
+    if cu_seqlens is not None:
+        return lengths_of(cu_seqlens)
+    assert masked is not None
+    return lengths_of_mask(masked)
+
+
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    """Are they the same numbers in memory? Two tensors that hold equal numbers are not compared."""
+    if a is b:
+        return True
+    if a is None or b is None or torch.compiler.is_compiling():
+        return False
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
 
 
 def _longest(name: str, lengths: Tensor) -> int:

@@ -1,23 +1,24 @@
 """use_flash, use_fused, use_unfused = get_attention_backend(parameters): the original's view of the choice.
 
-Its families map onto our table as the NVTE_* switches do: "unfused" is the reference, "fused" is torch_sdpa
-(16-bit, "F16_arbitrary_seqlen"). "flash" is never reported: it means an installed flash-attn, which no
-backend here calls.
+Its families map onto our table as the NVTE_* switches do: "flash" is an installed flash-attn package, "unfused" the
+reference, and "fused" (16-bit, "F16_arbitrary_seqlen") everything else that runs in one kernel.
 """
 
 from __future__ import annotations
 
 import enum
 import logging
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from packaging.version import Version
 
 from ....common import env
-from ...device import canonical_device
-from .backends import reference, torch_sdpa
+from ...device import canonical_device, get_device_compute_capability
+from . import fp8
+from .backends import flash2, flash3, flash4
 from .choose import TABLE, logger
 from .mask import check_set_window_size, cumulative, lengths_of_mask, resolve
 from .request import AttentionRequest, Switches
@@ -78,9 +79,16 @@ class AttentionParams:
     def request(self) -> AttentionRequest:
         """The same attention as our backends are asked for it."""
         q_format, kv_format = _formats(self.qkv_layout)
+        device = canonical_device("cuda")
+        cache = self.inference_params
+        bias_shape = None
+        if self.core_attention_bias_type in ("pre_scale_bias", "post_scale_bias"):
+            kind = self.core_attention_bias_shape or "1hss"
+            sizes = {"b": self.batch_size, "h": self.num_heads, "1": 1}
+            bias_shape = (sizes[kind[0]], sizes[kind[1]], self.max_seqlen_q, self.max_seqlen_kv)
         return AttentionRequest(
             dtype=self.qkv_dtype,
-            device_type=canonical_device("cuda").type,
+            device_type=device.type,
             batch=self.batch_size,
             heads=self.num_heads,
             groups=self.num_gqa_groups,
@@ -97,10 +105,24 @@ class AttentionParams:
             dropout=self.attention_dropout,
             padded_between=self.pad_between_seqs,
             max_logit=self.return_max_logit,
-            needs_gradient=self.is_training,
+            needs_gradient=self.is_training and cache is None,
             deterministic=self.deterministic,
             switches=Switches.from_environment(),
+            capability=get_device_compute_capability() if device.type == "cuda" else (0, 0),
+            bias_shape=bias_shape,
+            bias_gradient=self.core_attention_bias_requires_grad,
+            slopes_shape=None if self.alibi_slopes_shape is None else tuple(self.alibi_slopes_shape),
+            slopes_given=self.alibi_slopes_shape is not None,
+            page_size=cache.page_size if cache is not None and cache.is_paged else 0,
+            num_splits=self.num_splits,
+            cached=cache is not None,
+            score_mod=_unchanged if self.has_score_mod else None,
         )
+
+
+def _unchanged(score: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+    """Stands for a score_mod that is not there to be called."""
+    return score
 
 
 def _formats(qkv_layout: str) -> tuple[str, str]:
@@ -116,20 +138,58 @@ def get_attention_backend(
 ) -> tuple[bool, Version | None, bool, NVTE_Fused_Attn_Backend | None, bool, list[bool]]:
     """(use_flash, its version, use_fused, its kind, use_unfused, [flash, fused, unfused] that could be used).
 
-    At most one "use" is true. None of them is when the attention needs what no backend has: FP8, context
-    parallelism over several ranks, a score_mod or a paged cache.
+    At most one "use" is true. None of them is when the attention needs what no backend has: context parallelism
+    over several ranks, or a score_mod with a gradient of its own.
     """
     params = attention_params
-    missing = params.fp8 or params.context_parallel or params.has_score_mod
-    missing = missing or (params.inference_params is not None and params.inference_params.is_paged)
+    if params.context_parallel or params.has_score_mod_bprop:
+        return False, None, False, None, False, [False, False, False]
     request = params.request()
-    fused = not missing and request.switches.fused and torch_sdpa.refuses(request) is None
-    fused = fused and env.get("NVTE_FUSED_ATTN_BACKEND") in (None, "1")
-    unfused = not missing and reference.refuses(request) is None
-    for verdict in TABLE.explain(request):
+    if params.fp8:
+        return _fp8_attention_backend(params, request)
+    verdicts = TABLE.explain(request)
+    for verdict in verdicts:
         logger.debug("%s: %s", verdict.backend, verdict.refusal or "selected")
-    kind = NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen if fused else None
-    return False, None, fused, kind, unfused and not fused, [False, fused, unfused]
+    takes = [b.name for b in TABLE.candidates(request) if b.refuses(request) is None]
+    versions = {name: find() for name, find in _FLASH.items()}
+    flash = [name for name in takes if name in versions]
+    fused = [name for name in takes if name not in versions and name != "reference"]
+    if env.get("NVTE_FUSED_ATTN_BACKEND") not in (None, "1") or not request.switches.fused:
+        fused = []
+    unfused = "reference" in takes
+    chosen = next((name for name in takes if name in (*flash, *fused, "reference")), None)
+    return (
+        chosen in flash,
+        versions[flash[0]] if chosen in flash else None,
+        chosen in fused,
+        NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen if chosen in fused else None,
+        chosen == "reference",
+        [bool(flash), bool(fused), unfused],
+    )
+
+
+def _fp8_attention_backend(
+    params: AttentionParams, request: AttentionRequest
+) -> tuple[bool, Version | None, bool, NVTE_Fused_Attn_Backend | None, bool, list[bool]]:
+    """The answer for an attention in FP8: cuDNN's kernels are "fused", rounding round another backend "unfused"."""
+    recipe = (params.fp8_meta or {}).get("recipe")
+    request = replace(request, fp8="delayed" if recipe is None else fp8.scaling_of(recipe))
+    fused = fp8.FORWARD.select(request).name == "cudnn"
+    emulated = request.switches.unfused
+    kind = NVTE_Fused_Attn_Backend.NVTE_FP8 if fused else None
+    return False, None, fused, kind, emulated and not fused, [False, fused, emulated]
+
+
+# How the version of each installed package of the flash family is found.
+_FLASH: dict[str, Callable[[], Version | None]] = {
+    "flash4": lambda: _version(flash4.VERSION),
+    "flash3": lambda: Version("3.0.0b1") if flash3.INSTALLED else None,
+    "flash2": lambda: _version(flash2.VERSION),
+}
+
+
+def _version(text: str | None) -> Version | None:
+    return None if text is None else Version(text)
 
 
 def get_cu_seqlens(mask: torch.Tensor) -> torch.Tensor:
@@ -160,26 +220,26 @@ class AttentionLogging:
 
 
 class FlashAttentionUtils:
-    """What callers ask about flash-attn: no backend here calls it, so no version counts as installed."""
+    """What callers ask about installed flash-attn packages of versions 2, 3 and 4."""
 
-    is_installed = False
-    version: Version | None = None
-    version_required = Version("2.1.1")
+    version_required = Version("2.4.0")
     version_required_blackwell = Version("2.7.3")
     max_version = Version("2.8.3")
-    v2_plus = False
-    v2_1_plus = False
-    v2_3_plus = False
-    v2_4_plus = False
-    v2_4_1_plus = False
-    v2_5_7_plus = False
-    v2_6_0_plus = False
-    v2_7_0_plus = False
-    v3_is_installed = False
-    fa3_version: Version | None = None
-    use_v3 = False
-    v4_is_installed = False
-    fa4_version: Version | None = None
+    version = _version(flash2.VERSION)
+    is_installed = version is not None and version >= version_required
+    v2_plus = is_installed
+    v2_1_plus = is_installed
+    v2_3_plus = is_installed
+    v2_4_plus = is_installed
+    v2_4_1_plus = version is not None and version >= Version("2.4.1")
+    v2_5_7_plus = version is not None and version >= Version("2.5.7")
+    v2_6_0_plus = version is not None and version >= Version("2.6.0")
+    v2_7_0_plus = version is not None and version >= Version("2.7.0")
+    v3_is_installed = flash3.INSTALLED
+    fa3_version = _FLASH["flash3"]()
+    use_v3 = flash3.INSTALLED
+    v4_is_installed = flash4.VERSION is not None
+    fa4_version = _version(flash4.VERSION)
 
     @staticmethod
     def is_version_supported(version: Version) -> bool:

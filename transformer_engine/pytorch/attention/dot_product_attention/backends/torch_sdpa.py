@@ -20,9 +20,13 @@ def refuses(r: AttentionRequest) -> str | None:
         return f"softmax_type={r.softmax!r}; it has no sink"
     if r.max_logit:
         return "return_max_logit; it keeps its logits to itself"
+    if r.fp8 is not None:
+        return "FP8 attention; it takes float16, bfloat16 and float32"
+    if r.score_mod is not None:
+        return "score_mod; it has no hook for it"
     if r.deterministic and r.needs_gradient and r.device_type == "cuda" and not _torch_is_deterministic():
         return "its backward on CUDA is only deterministic under torch.use_deterministic_algorithms(True)"
-    if 0 in (r.batch, r.seqlen_q, r.seqlen_kv):
+    if r.empty:
         return "an empty tensor"
     return None
 
@@ -58,7 +62,7 @@ def attend(request: AttentionRequest, inputs: AttentionInputs) -> AttentionResul
     )
     if seeing is not None:
         out = torch.where(seeing, out, 0)
-    return AttentionResult(layout.flat_output(request, inputs, out))
+    return AttentionResult(layout.from_bhsd(request, inputs, out).flatten(-2))
 
 
 def _is_plain_causal(request: AttentionRequest) -> bool:

@@ -1,0 +1,177 @@
+"""Microseconds and TB/s of one decoding step, contiguous and paged, beside torch's SDPA and compiled FlexAttention.
+
+    python benchmarks/decode.py [--json FILE] [--only TEXT] [--flex]
+
+32 query heads on 8 key heads of 128 in bfloat16, one new token a sequence, all sequences as long as the context. TB/s
+counts the keys and values once, which is what a step cannot avoid to read; the copy's rate is measured in the same
+way and counts what it reads and writes. GPU times are medians with the L2 cache overwritten before each call; host
+times are of calls that nobody waits for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from transformer_engine import __version__
+from transformer_engine.pytorch.attention.dot_product_attention import mask
+from transformer_engine.pytorch.attention.dot_product_attention.backends import triton
+from transformer_engine.pytorch.attention.dot_product_attention.request import (
+    AttentionInputs,
+    AttentionRequest,
+    Switches,
+)
+
+HEADS, GROUPS, SIZE = 32, 8, 128
+BATCHES = (1, 4, 16, 64, 128)
+CONTEXTS = (1024, 4096, 8192, 16384, 65536)
+PAGE = 64
+FLEX = ((1, 8192), (16, 4096), (64, 1024), (64, 8192), (1, 65536))  # it compiles for seconds a shape
+DTYPE = torch.bfloat16
+LARGEST_CACHE = 20 << 30
+RUNS = 15
+CYCLES_A_SECOND = 1.9e9
+
+
+class Step(NamedTuple):
+    """Who computes the step, and how."""
+
+    name: str
+    call: Callable[[], object]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", help="write the figures to this file")
+    parser.add_argument("--only", default="", help="run the cases whose name contains this, as in b64_s8192")
+    parser.add_argument("--flex", action="store_true", help="FlexAttention too, for some of the shapes")
+    chosen = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("these figures need a CUDA device; torch.cuda.is_available() is False")
+    torch.manual_seed(0)
+    roof = copy_rate()
+    print(f"a copy of 1 GiB: {roof:.2f} TB/s")
+    rows = []
+    for batch in BATCHES:
+        for context in CONTEXTS:
+            size = 2 * batch * context * GROUPS * SIZE * DTYPE.itemsize
+            if f"b{batch}_s{context}".find(chosen.only) < 0 or size > LARGEST_CACHE:
+                continue
+            for step in steps(batch, context, chosen.flex and (batch, context) in FLEX):
+                row = {"case": f"b{batch}_s{context}", "by": step.name, **measured(step, size, roof)}
+                rows.append(row)
+                print(
+                    " ".join(
+                        f"{value:9.2f}" if isinstance(value, float) else f"{value:16}"
+                        for value in row.values()
+                    ),
+                    flush=True,
+                )
+    if chosen.json:
+        with open(chosen.json, "w") as file:
+            json.dump({"machine": machine(), "copy_tb_s": roof, "cases": rows}, file, indent=1)
+
+
+def measured(step: Step, size: int, roof: float) -> dict[str, float | str]:
+    """A step's figures; where a library cannot compute it, its reason."""
+    try:
+        gpu, host = measure(step.call)
+    except (RuntimeError, torch.OutOfMemoryError) as error:
+        return {"refused": str(error).splitlines()[0]}
+    rate = size / gpu / 1e6
+    return {"gpu_us": gpu, "host_us": host, "tb_s": rate, "percent_of_copy": 100.0 * rate / roof}
+
+
+def steps(batch: int, context: int, flex: bool) -> Iterator[Step]:
+    q = torch.randn(batch, 1, HEADS, SIZE, device="cuda", dtype=DTYPE)
+    k, v = (torch.randn(batch, context, GROUPS, SIZE, device="cuda", dtype=DTYPE) for _ in range(2))
+    yield Step("triton", own(q, k, v, None))
+    pages = torch.randperm(batch * context // PAGE, device="cuda").to(torch.int32).view(batch, -1)
+    paged = (x.view(-1, PAGE, GROUPS, SIZE) for x in (k, v))
+    yield Step("triton, pages", own(q, *paged, pages))
+    dense = [x.transpose(1, 2) for x in (q, k, v)]
+    yield Step("torch SDPA", lambda: scaled_dot_product_attention(*dense, enable_gqa=True))
+    if flex:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        compiled = torch.compile(flex_attention, dynamic=False)
+        yield Step("FlexAttention", lambda: compiled(*dense, enable_gqa=True))
+
+
+def own(q: Tensor, k: Tensor, v: Tensor, pages: Tensor | None) -> Callable[[], object]:
+    batch = q.shape[0]
+    context = k.shape[1] if pages is None else pages.shape[1] * PAGE
+    request = AttentionRequest(
+        dtype=DTYPE,
+        device_type="cuda",
+        batch=batch,
+        heads=HEADS,
+        groups=GROUPS,
+        seqlen_q=1,
+        seqlen_kv=context,
+        head_dim_qk=SIZE,
+        head_dim_v=SIZE,
+        q_format="bshd",
+        kv_format="bshd",
+        mask=mask.resolve("padding_causal_bottom_right", None, None),
+        scale=SIZE**-0.5,
+        switches=Switches(),
+        needs_gradient=False,
+        capability=torch.cuda.get_device_capability(),
+        page_size=0 if pages is None else PAGE,
+        cached=True,
+    )
+    ones = torch.ones(batch, dtype=torch.int32, device="cuda")
+    inputs = AttentionInputs(q, k, v, lengths_q=ones, lengths_kv=ones * context, page_table=pages)
+    return lambda: triton.forward(request, inputs)
+
+
+def measure(call: Callable[[], object]) -> tuple[float, float]:
+    """(GPU, host) microseconds of one call, medians."""
+    flushed = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    for _ in range(3):
+        call()
+    gpu, host = [], []
+    for _ in range(RUNS):
+        torch.cuda.synchronize()
+        flushed.zero_()
+        torch.cuda._sleep(int(4e-4 * CYCLES_A_SECOND))
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        begin = time.perf_counter()
+        call()
+        host.append(1e6 * (time.perf_counter() - begin))
+        end.record()
+        end.synchronize()
+        gpu.append(1e3 * start.elapsed_time(end))
+    return statistics.median(gpu), statistics.median(host)
+
+
+def copy_rate() -> float:
+    """TB/s of a copy, its reads and its writes."""
+    source = torch.empty(1 << 29, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    gpu, _ = measure(lambda: target.copy_(source))
+    return 2 * source.numel() / gpu / 1e6
+
+
+def machine() -> dict[str, str]:
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "transformer_engine": __version__,
+    }
+
+
+if __name__ == "__main__":
+    main()

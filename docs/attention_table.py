@@ -1,0 +1,165 @@
+"""Writes the tables of docs/attention.md: the backends' own refusals, and what was measured; --check only compares.
+
+python docs/attention_table.py [--check]
+
+The requests are those of an H200 with every optional package installed; no GPU and no package is needed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from transformer_engine.pytorch.attention.dot_product_attention.backends import (
+    cudnn,
+    flash2,
+    flash3,
+    flash4,
+    triton,
+)
+from transformer_engine.pytorch.attention.dot_product_attention.choose import TABLE, preference
+from transformer_engine.pytorch.attention.dot_product_attention.mask import resolve
+from transformer_engine.pytorch.attention.dot_product_attention.request import AttentionRequest, Switches
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "attention.md"
+MEASURED = ROOT / "benchmarks" / "results" / "attention_backends_h200.json"
+
+
+def plain(**changes: Any) -> AttentionRequest:
+    """Causal attention with a gradient over 2 sequences of 4096, 16 heads of 128, bfloat16, and what changes."""
+    request = AttentionRequest(
+        dtype=torch.bfloat16,
+        device_type="cuda",
+        batch=2,
+        heads=16,
+        groups=16,
+        seqlen_q=4096,
+        seqlen_kv=4096,
+        head_dim_qk=128,
+        head_dim_v=128,
+        q_format="bshd",
+        kv_format="bshd",
+        mask=resolve("causal", None, None),
+        scale=0.1,
+        switches=Switches(),
+        capability=(9, 0),
+    )
+    return replace(request, **changes)
+
+
+def masked(name: str, window: tuple[int, int] | None = None, **changes: Any) -> AttentionRequest:
+    return plain(mask=resolve(name, window, None), **changes)
+
+
+def packed(**changes: Any) -> AttentionRequest:
+    mask = resolve("padding_causal", None, None)
+    return plain(**{"q_format": "thd", "kv_format": "thd", "mask": mask, "same_lengths": True, **changes})
+
+
+def decoding(**changes: Any) -> AttentionRequest:
+    mask = resolve("padding_causal_bottom_right", None, None)
+    return plain(seqlen_q=1, groups=4, mask=mask, needs_gradient=False, cached=True, **changes)
+
+
+def identity(score: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+    return score
+
+
+SQUARE = (1, 16, 4096, 4096)
+ROWS: dict[str, AttentionRequest] = {
+    "bshd, sbhd, packed `qkv_layer`, causal": plain(),
+    "no mask": masked("no_mask"),
+    "bottom-right causal, more keys than queries": masked("causal_bottom_right", seqlen_q=1024),
+    "top-left causal, more keys than queries": masked("causal", seqlen_q=1024),
+    "sliding window": masked("causal", (512, 0)),
+    "padding by `cu_seqlens`": masked("padding", same_lengths=True),
+    "padding by mask tensors": masked("padding", padding_tensors=True),
+    "causal padding, lengths of queries and keys differ": masked("padding_causal"),
+    "arbitrary mask tensor": masked("arbitrary", masked_shape=(2, 1, 4096, 4096)),
+    "thd": packed(),
+    "thd with tokens between the sequences": packed(padded_between=True),
+    "grouped heads": plain(groups=4),
+    "heads of 256": plain(head_dim_qk=256, head_dim_v=256),
+    "heads of 192 and 128": plain(head_dim_qk=192),
+    "heads of 40": plain(head_dim_qk=40, head_dim_v=40),
+    "heads of 576 and 512, no gradient": plain(head_dim_qk=576, head_dim_v=512, needs_gradient=False),
+    "bias and its gradient": plain(bias="post_scale_bias", bias_shape=SQUARE, bias_gradient=True),
+    "bias with lengths": masked("padding", bias="pre_scale_bias", bias_shape=SQUARE, same_lengths=True),
+    "ALiBi": plain(bias="alibi", slopes_shape=(16,)),
+    "ALiBi with slopes for every sequence": plain(bias="alibi", slopes_shape=(2, 16), slopes_given=True),
+    "off-by-one softmax": plain(softmax="off-by-one"),
+    "learnable softmax and its gradient": plain(softmax="learnable"),
+    "learnable softmax, thd": packed(softmax="learnable"),
+    "dropout": plain(dropout=0.1),
+    "`return_max_logit`": plain(max_logit=True),
+    "deterministic gradients": plain(deterministic=True),
+    "`score_mod`": plain(score_mod=identity),
+    "float32": plain(dtype=torch.float32),
+    "one new token, contiguous cache": decoding(),
+    "one new token, pages of 64": decoding(page_size=64),
+}
+
+
+def table() -> str:
+    """One row an option, one column a backend in the order in which the plain request prefers them."""
+    flash4.VERSION, flash2.VERSION, flash3.INSTALLED = "4.0.0", "2.8.3", True
+    triton.MISSING = None
+    cudnn.missing = lambda: None
+    names = preference(plain())
+    lines = [f"| | {' | '.join(names)} |", f"| --- |{' --- |' * len(names)}"]
+    for title, request in ROWS.items():
+        order = preference(request)
+        takes = {name: TABLE.named(name).refuses(request) is None for name in names}
+        first = next(name for name in order if takes[name])
+        cells = ("**yes**" if name == first else "yes" if takes[name] else "" for name in names)
+        lines.append(f"| {title} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def measurements() -> str:
+    """Milliseconds of the forward pass, and of both passes, one row a shape and one column a backend."""
+    measured = json.loads(MEASURED.read_text())
+    cells = {(row["case"], row["backend"]): row for row in measured["results"]}
+    cases = list(dict.fromkeys(case for case, _ in cells))
+    names = [name for name in preference(plain()) if any(backend == name for _, backend in cells)]
+    lines = [f"| | {' | '.join(names)} |", f"| --- |{' --- |' * len(names)}"]
+    for case in cases:
+        found = [cells.get((case, name)) for name in names]
+        times = (f"{x['forward_ms']:.3g} / {x['forward_backward_ms']:.3g}" if x else "" for x in found)
+        lines.append(f"| {case.replace('_', ' ')} | {' | '.join(times)} |")
+    versions = (
+        f"torch {measured['torch']}, cuDNN {measured['cudnn']}, flash-attn-4 {measured['flash_attn_4']}"
+    )
+    caption = (
+        f"\nMilliseconds of the forward pass / of forward and backward on an {measured['device']} ({versions}); "
+        "b sequences of s tokens, h query heads and groups of heads, size d.\n"
+    )
+    return "\n".join(lines) + "\n" + caption
+
+
+def updated(page: str, section: str, text: str) -> str:
+    """The page with the text between a section's two markers replaced."""
+    start, end = f"<!-- {section} -->\n", f"<!-- end of {section} -->"
+    before, rest = page.split(start)
+    return before + start + text + end + rest.split(end)[1]
+
+
+def main() -> int:
+    page = PAGE.read_text()
+    new = updated(updated(page, "attention table", table()), "measurements", measurements())
+    if "--check" in sys.argv[1:]:
+        if new != page:
+            print("docs/attention.md is older than the backends; run python docs/attention_table.py")
+        return int(new != page)
+    PAGE.write_text(new)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""A literal stand-in for the flash-attn packages: sequences one by one, the diagonal ends bottom right."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    window: tuple[int, int],
+    sink: Tensor | None = None,
+    slopes: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(out [i, h, d], lse [h, i]) of one sequence q [i, h, d], k, v [j, g, d]."""
+    repeat = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+    score = torch.einsum("ihd,jhd->hij", q, k) * scale
+    behind = torch.arange(k.shape[0])[None] - torch.arange(q.shape[0])[:, None] - (k.shape[0] - q.shape[0])
+    if slopes is not None:
+        score = score - slopes[:, None, None] * behind.abs()
+    hidden = torch.zeros_like(behind, dtype=torch.bool)
+    if window[0] >= 0:
+        hidden |= behind < -window[0]
+    if window[1] >= 0:
+        hidden |= behind > window[1]
+    score = score.masked_fill(hidden, -math.inf)
+    lse = score.logsumexp(-1)
+    if sink is not None:
+        lse = torch.logaddexp(lse, sink[:, None])
+    weights = torch.where(lse[..., None] == -math.inf, 0.0, (score - lse[..., None]).exp())
+    return torch.einsum("hij,jhd->ihd", weights, v), lse
+
+
+def spans(x: Tensor, starts: Tensor | None, used: Tensor | None, table: Tensor | None = None) -> list[Tensor]:
+    """The tokens [s, .., d] of every sequence."""
+    if table is not None:
+        x = x[table.long()].flatten(1, 2)
+    if starts is None:
+        return [x[b] if used is None else x[b, : int(used[b])] for b in range(x.shape[0])]
+    ends = starts[1:] if used is None else starts[:-1] + used
+    return [x[int(a) : int(b)] for a, b in zip(starts[:-1], ends, strict=True)]
+
+
+def flash_attn_fwd(q, k, v, **given):
+    """As flash_attn.cute.interface._flash_attn_fwd; rows of no sequence stay as they are."""
+    window = window_of(given)
+    out = given["out"]
+    queries = spans(q, given["cu_seqlens_q"], given["seqused_q"])
+    targets = spans(out, given["cu_seqlens_q"], given["seqused_q"])
+    keys, values = (spans(x, given["cu_seqlens_k"], given["seqused_k"], given["page_table"]) for x in (k, v))
+    shape = (q.shape[1], q.shape[0]) if q.ndim == 3 else (q.shape[0], q.shape[2], q.shape[1])
+    lse = torch.full(shape, -math.inf)
+    place = 0
+    for b, (one, target, key, value) in enumerate(zip(queries, targets, keys, values, strict=True)):
+        result, rows = attend(one, key, value, given["softmax_scale"], window, given["learnable_sink"])
+        target.copy_(result)
+        if q.ndim == 3:
+            place = int(given["cu_seqlens_q"][b])
+            lse[:, place : place + one.shape[0]] = rows
+        else:
+            lse[b, :, : one.shape[0]] = rows
+    return out, lse if given["return_lse"] else None, None, None, None
+
+
+def flash_attn_bwd(q, k, v, out, dout, lse, **given):
+    """As flash_attn.cute.interface._flash_attn_bwd, by autograd."""
+    sink = given["learnable_sink"]
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    if sink is not None:
+        leaves.append(sink.detach().clone().requires_grad_())
+    window = window_of(given)
+    queries = spans(leaves[0], given["cu_seqlens_q"], given["seqused_q"])
+    grads = spans(dout, given["cu_seqlens_q"], given["seqused_q"])
+    keys, values = (spans(x, given["cu_seqlens_k"], given["seqused_k"]) for x in leaves[1:3])
+    total = torch.zeros(())
+    for one, key, value, grad in zip(queries, keys, values, grads, strict=True):
+        result, _ = attend(one, key, value, given["softmax_scale"], window, *leaves[3:])
+        total = total + (result * grad).sum()
+    found = torch.autograd.grad(total, leaves)
+    for name, first, starts, used in (
+        ("dq", found[0], given["cu_seqlens_q"], given["seqused_q"]),
+        ("dk", found[1], given["cu_seqlens_k"], given["seqused_k"]),
+        ("dv", found[2], given["cu_seqlens_k"], given["seqused_k"]),
+    ):
+        for target, value in zip(spans(given[name], starts, used), spans(first, starts, used), strict=True):
+            target.copy_(value)
+    return (given["dq"], given["dk"], given["dv"], *found[3:])
+
+
+def window_of(given) -> tuple[int, int]:
+    left, right = given["window_size_left"], given["window_size_right"]
+    return (-1 if left is None else left, 0 if given["causal"] else -1 if right is None else right)
+
+
+def flash_attn_func(
+    q, k, v, *, softmax_scale, causal, window_size, deterministic, dropout_p=0.0, alibi_slopes=None
+):
+    """As flash_attn.flash_attn_func, without dropout."""
+    del deterministic, dropout_p
+    window = (-1, 0) if causal else window_size
+    return torch.stack(
+        [attend(q[b], k[b], v[b], softmax_scale, window, None, alibi_slopes)[0] for b in range(q.shape[0])]
+    )
+
+
+def flash_attn_varlen_func(
+    q, k, v, starts_q, starts_kv, max_q, max_kv, *, softmax_scale, causal, window_size, **other
+):
+    """As flash_attn.flash_attn_varlen_func, without dropout; tokens of no sequence get NaN."""
+    window = (-1, 0) if causal else window_size
+    parts = [spans(x, s, None) for x, s in ((q, starts_q), (k, starts_kv), (v, starts_kv))]
+    found = [attend(*each, softmax_scale, window)[0] for each in zip(*parts, strict=True)]
+    rest = q.shape[0] - sum(part.shape[0] for part in found)
+    return torch.cat([*found, q.new_full((rest, q.shape[1], v.shape[2]), math.nan)])

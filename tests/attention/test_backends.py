@@ -1,0 +1,473 @@
+"""Every backend of attention, on every combination of two options, refuses or is about as exact as plain PyTorch.
+
+The measure is the float32 reference: a backend's root-mean-square error, of the output and of every gradient, is at
+most twice that of a literal bfloat16 computation.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from attention_oracle import cumulative, padding_mask
+from torch import Tensor
+
+from transformer_engine.common.dispatch import Unsupported, use_backend
+from transformer_engine.pytorch.attention import DotProductAttention
+from transformer_engine.pytorch.attention.dot_product_attention.choose import TABLE
+from transformer_engine.pytorch.attention.dot_product_attention.request import AttentionInputs
+
+# A CPU has two backends to check, which have no tiles.
+LENGTHS_Q, LENGTHS_KV = (
+    ([150, 77, 1], [200, 130, 64]) if torch.cuda.is_available() else ([60, 37, 1], [90, 70, 30])
+)
+GAPS_Q, GAPS_KV = [10, 0, 3], [0, 8, 24]  # tokens of no sequence behind each
+HEADS = 4
+
+AXES: dict[str, tuple[Any, ...]] = {
+    "layout": ("bshd", "sbhd", "thd", "thd with gaps", "thd with a tail", "packed", "interleaved"),
+    "mask": (
+        "no_mask",
+        "padding",
+        "causal",
+        "padding_causal",
+        "causal_bottom_right",
+        "padding_causal_bottom_right",
+        "arbitrary",
+        "padding tensors",
+    ),
+    "window": (None, (40, 0), (30, 20)),
+    "keys": ("as queries", "more"),
+    "groups": (4, 2, 1),
+    "sizes": ((64, 64), (128, 128), (192, 128), (256, 256), (40, 40)),
+    "bias": (
+        "none",
+        "pre_scale [1, h, i, j]",
+        "post_scale [b, 1, i, j]",
+        "post_scale [1, 1, 1, j]",
+        "alibi",
+        "slopes",
+    ),
+    "softmax": ("vanilla", "off-by-one", "learnable"),
+    "dtype": (torch.bfloat16, torch.float16),
+    "extra": ("nothing", "max_logit", "deterministic", "no gradient", "scale"),
+}
+# The options that the libraries of the FlashAttention kind have in common, in combinations of their own.
+BANDS: dict[str, tuple[Any, ...]] = {
+    **AXES,
+    "mask": AXES["mask"][:6],
+    "sizes": ((64, 64), (128, 128), (96, 96), (192, 128), (256, 256)),
+    "bias": ("none",),
+    "softmax": ("vanilla", "learnable"),
+    "extra": ("nothing", "deterministic", "no gradient", "scale"),
+}
+# What the operators inside PyTorch take.
+DENSE: dict[str, tuple[Any, ...]] = {
+    **BANDS,
+    "layout": ("bshd", "sbhd", "packed", "interleaved"),
+    "mask": ("no_mask", "causal"),
+    "window": (None,),
+    "sizes": ((64, 64), (128, 128)),
+    "softmax": ("vanilla",),
+    "extra": ("nothing", "no gradient", "scale"),
+}
+
+
+class Case(NamedTuple):
+    layout: str
+    mask: str
+    window: tuple[int, int] | None
+    keys: str
+    groups: int
+    sizes: tuple[int, int]
+    bias: str
+    softmax: str
+    dtype: torch.dtype
+    extra: str
+
+
+def exists(case: dict[str, Any]) -> bool:
+    """Can the options be asked for together?"""
+    layout, mask = case.get("layout", "bshd"), case.get("mask", "padding")
+    if layout.startswith("thd") and mask not in ("padding", "padding_causal", "padding_causal_bottom_right"):
+        return False
+    if layout in ("packed", "interleaved"):
+        sizes = case.get("sizes", (64, 64))
+        if case.get("keys") == "more" or case.get("groups", HEADS) != HEADS or sizes[0] != sizes[1]:
+            return False
+    window = case.get("window")
+    return not (window is not None and "causal" in mask and window[1] != 0)
+
+
+def pairwise(axes: dict[str, tuple[Any, ...]]) -> list[Case]:
+    """Cases such that any two values of two axes that exist together meet in one of them (greedy, seeded)."""
+    names = list(axes)
+    wanted = {
+        ((a, x), (b, y))
+        for a, b in itertools.combinations(names, 2)
+        for x in axes[a]
+        for y in axes[b]
+        if exists({a: x, b: y})
+    }
+    draw = random.Random(0)
+    cases: list[Case] = []
+    while wanted:
+        best: dict[str, Any] = {}
+        first = min(wanted, key=repr)
+        for _ in range(40):
+            case = dict(first)
+            for name in draw.sample(names, len(names)):
+                if name in case:
+                    continue
+                options = [v for v in axes[name] if exists({**case, name: v})]
+                scores = [sum(_pair(names, case, o, name, v) in wanted for o in case) for v in options]
+                top = max(scores, default=-1)
+                if top < 0:
+                    break
+                case[name] = draw.choice([v for v, s in zip(options, scores, strict=True) if s == top])
+            if len(case) == len(names) and (
+                not best or _covers(names, case, wanted) > _covers(names, best, wanted)
+            ):
+                best = case
+        if not best:
+            wanted.discard(first)
+            continue
+        wanted -= {((a, best[a]), (b, best[b])) for a, b in itertools.combinations(names, 2)}
+        cases.append(Case(**best))
+    return cases
+
+
+def _pair(names: list[str], case: dict[str, Any], other: str, name: str, value: Any) -> tuple[Any, Any]:
+    old, new = (other, case[other]), (name, value)
+    return (old, new) if names.index(other) < names.index(name) else (new, old)
+
+
+def _covers(names: list[str], case: dict[str, Any], wanted: set[Any]) -> int:
+    return sum(((a, case[a]), (b, case[b])) in wanted for a, b in itertools.combinations(names, 2))
+
+
+CASES = list(dict.fromkeys([*pairwise(AXES), *pairwise(BANDS), *pairwise(DENSE)]))
+
+
+def identity(case: Case) -> str:
+    return f"c{CASES.index(case):03d} " + ", ".join(str(value).removeprefix("torch.") for value in case)
+
+
+class Call(NamedTuple):
+    """A module, what it is called with, and the tensors that get gradients."""
+
+    module: DotProductAttention
+    arguments: dict[str, Any]
+    leaves: dict[str, Tensor]
+    grad: Tensor
+
+
+def random_tensor(device: torch.device, *shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def build(case: Case, device: torch.device, dtype: torch.dtype) -> Call:
+    """The call of a case; its tensors hold values of case.dtype, in `dtype`."""
+    size_qk, size_v = case.sizes
+    lengths_q = LENGTHS_Q
+    lengths_kv = LENGTHS_Q if case.keys == "as queries" else LENGTHS_KV
+    packed = case.layout.startswith("thd")
+    gaps = case.layout == "thd with gaps"
+    batch, longest_q, longest_kv = len(lengths_q), max(lengths_q), max(lengths_kv)
+    tail = 37 if case.layout == "thd with a tail" else 0
+
+    def leaf(seed: int, *shape: int) -> Tensor:
+        return random_tensor(device, *shape, seed=seed).to(case.dtype).to(dtype).requires_grad_()
+
+    def leading(lengths: list[int], between: list[int]) -> tuple[int, ...]:
+        longest = max(lengths)
+        if packed:
+            return (sum(lengths) + (sum(between) if gaps else 0) + tail,)
+        return (longest, batch) if case.layout == "sbhd" else (batch, longest)
+
+    rows_q, rows_kv = (
+        leading(lengths_q, GAPS_Q),
+        leading(lengths_kv, GAPS_KV if case.keys == "more" else GAPS_Q),
+    )
+    arguments: dict[str, Any] = {}
+    if case.layout in ("packed", "interleaved"):
+        axis = -3 if case.layout == "packed" else -2
+        shape = (3, HEADS, size_qk) if axis == -3 else (HEADS, 3, size_qk)
+        leaves = {"qkv": leaf(0, *rows_q, *shape)}
+        arguments.update(qkv_layer=leaves["qkv"], qkv_interleave_dim=axis)
+    else:
+        leaves = {
+            "q": leaf(1, *rows_q, HEADS, size_qk),
+            "k": leaf(2, *rows_kv, case.groups, size_qk),
+            "v": leaf(3, *rows_kv, case.groups, size_v),
+        }
+        arguments.update(query_layer=leaves["q"], key_layer=leaves["k"], value_layer=leaves["v"])
+    mask = case.mask
+    if mask == "padding tensors":
+        mask = "padding"
+        masks = [padding_mask(n, max(n), device) for n in (lengths_q, lengths_kv)]
+        for shifted in masks:  # left padding in the second sequence
+            shifted[1] = shifted[1].flip(-1)
+        arguments["attention_mask"] = tuple(masks)
+    elif mask.startswith("padding"):
+        bounds = cumulative(lengths_q, device)
+        arguments["cu_seqlens_q"] = bounds
+        arguments["cu_seqlens_kv"] = bounds if case.keys == "as queries" else cumulative(lengths_kv, device)
+    elif mask == "arbitrary":
+        hidden = random_tensor(device, batch, 1, longest_q, longest_kv, seed=4) > 0.4
+        hidden[1, 0, 3] = True
+        arguments["attention_mask"] = hidden
+    if packed:
+        arguments.update(max_seqlen_q=longest_q, max_seqlen_kv=longest_kv)
+    if gaps:
+        for name, lengths, between in (
+            ("q", lengths_q, GAPS_Q),
+            ("kv", lengths_kv, GAPS_KV if case.keys == "more" else GAPS_Q),
+        ):
+            padded = cumulative([n + gap for n, gap in zip(lengths, between, strict=True)], device)
+            arguments[f"cu_seqlens_{name}_padded"] = padded
+    if case.bias.startswith(("pre", "post")):
+        kind = case.bias.split()[0]
+        shape = {
+            "[1, h, i, j]": (1, HEADS, longest_q, longest_kv),
+            "[b, 1, i, j]": (batch, 1, longest_q, longest_kv),
+            "[1, 1, 1, j]": (1, 1, 1, longest_kv),
+        }[case.bias.split(" ", 1)[1]]
+        leaves["bias"] = leaf(5, *shape)
+        arguments.update(core_attention_bias_type=f"{kind}_bias", core_attention_bias=leaves["bias"])
+    elif case.bias in ("alibi", "slopes"):
+        arguments["core_attention_bias_type"] = "alibi"
+        if case.bias == "slopes":
+            arguments["alibi_slopes"] = random_tensor(device, batch, HEADS, seed=6).abs() * 0.1
+    module = DotProductAttention(
+        HEADS,
+        (size_qk, size_v),
+        num_gqa_groups=case.groups,
+        qkv_format={"packed": "bshd", "interleaved": "bshd"}.get(case.layout, case.layout.split()[0]),
+        attn_mask_type=mask,
+        window_size=case.window,
+        attention_type="cross" if case.keys == "more" else "self",
+        softmax_type=case.softmax,
+        softmax_scale=0.2 if case.extra == "scale" else None,
+        return_max_logit=case.extra == "max_logit",
+    )
+    if module.softmax_offset is not None:
+        with torch.no_grad():
+            module.softmax_offset.copy_(torch.linspace(-1, 1, HEADS))
+        leaves["sink"] = module.softmax_offset
+    grad = random_tensor(device, *rows_q, HEADS * size_v, seed=7).to(case.dtype).to(dtype)
+    return Call(module, arguments, leaves, grad)
+
+
+def results(case: Case, call: Call) -> dict[str, Tensor]:
+    """Output and gradients by name, in float32."""
+    if case.extra == "no gradient":
+        with torch.no_grad():
+            return {"output": call.module(**call.arguments).float()}
+    out = call.module(**call.arguments)
+    found = {}
+    if case.extra == "max_logit":
+        out, found["max_logit"] = out
+    gradients = torch.autograd.grad(out, list(call.leaves.values()), call.grad)
+    found |= {"output": out} | dict(zip(call.leaves, gradients, strict=True))
+    return {name: x.detach().float() for name, x in found.items()}
+
+
+def plain(case: Case, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
+    """The literal computation with every tensor in bfloat16 or float16, as a model without a library has it."""
+    from transformer_engine.pytorch.attention.dot_product_attention.backends import dense
+
+    with monkeypatch.context() as patch, use_backend(attention="reference"):
+        patch.setattr(dense, "_wide", lambda x: x.to(case.dtype))
+        return results(case, build(case, device, case.dtype))
+
+
+_exact: dict[Case, tuple[dict[str, Tensor], dict[str, Tensor]]] = {}
+
+
+def measures(case: Case, device: torch.device, monkeypatch: pytest.MonkeyPatch):
+    """(float32 results, those of the literal computation in 16 bits), once a case."""
+    if case not in _exact:
+        with use_backend(attention="reference"):
+            exact = results(case, build(case, device, torch.float32))
+        _exact[case] = exact, plain(case, device, monkeypatch)
+    return _exact[case]
+
+
+def error(x: Tensor, exact: Tensor) -> float:
+    return float((x - exact).square().mean().sqrt())
+
+
+@pytest.mark.parametrize("case", CASES, ids=identity)
+@pytest.mark.parametrize("backend", TABLE.names())
+def test_a_backend_refuses_or_is_as_exact_as_plain_pytorch(backend, case, device, monkeypatch):
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0" if case.extra == "deterministic" else "1")
+    with use_backend(attention=backend):
+        try:
+            got = results(case, build(case, device, case.dtype))
+        except Unsupported as refusal:
+            pytest.skip(str(refusal))
+        if case.extra == "deterministic":
+            again = results(case, build(case, device, case.dtype))
+            assert all(torch.equal(got[name], again[name]) for name in got)
+    exact, literal = measures(case, device, monkeypatch)
+    for name, value in exact.items():
+        assert got[name].isfinite().all(), name
+        floor = 1e-3 * float(value.square().mean().sqrt())
+        allowed = 2 * error(literal[name], value) + floor
+        assert error(got[name], value) <= allowed, f"{name}: {error(got[name], value):.2e} > {allowed:.2e}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=identity)
+def test_the_reference_is_not_needed_on_a_gpu(case, device, monkeypatch):
+    monkeypatch.setenv("NVTE_UNFUSED_ATTN", "0")
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0" if case.extra == "deterministic" else "1")
+    results(case, build(case, device, case.dtype))
+
+
+@pytest.mark.parametrize("axes", [AXES, BANDS, DENSE], ids=["all", "bands", "dense"])
+def test_every_pair_of_options_that_exist_together_meets_in_a_case(axes):
+    among = [case for case in CASES if all(getattr(case, name) in axes[name] for name in axes)]
+    for a, b in itertools.combinations(axes, 2):
+        for x, y in itertools.product(axes[a], axes[b]):
+            if exists({a: x, b: y}):
+                assert any(getattr(c, a) == x and getattr(c, b) == y for c in among), (a, x, b, y)
+
+
+@pytest.mark.parametrize("backend", TABLE.names())
+def test_dropout_replays_from_the_seed_and_keeps_the_mean(backend, device):
+    q, k, v = (random_tensor(device, 2, 128, HEADS, 64, seed=i).bfloat16().requires_grad_() for i in range(3))
+    ones = torch.ones_like(v)
+    module = DotProductAttention(HEADS, 64, qkv_format="bshd", attention_dropout=0.25)
+
+    def run(value: Tensor) -> list[Tensor]:
+        torch.manual_seed(5)
+        out = module(q, k, value)
+        return [out, *torch.autograd.grad(out.float().square().sum(), [q, k])]
+
+    with use_backend(attention=backend):
+        try:
+            first, second = run(v), run(v)
+        except Unsupported as refusal:
+            pytest.skip(str(refusal))
+        torch.testing.assert_close(first[0], second[0], rtol=0, atol=0)
+        for a, b in zip(first[1:], second[1:], strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+        weights = run(ones)[0].detach().float()
+        assert not torch.equal(run(ones)[0], module(q, k, ones))
+    # Over 2 x 128 x 4 rows of up to 128 kept or scaled weights: three standard deviations.
+    assert abs(float(weights.mean()) - 1.0) < 0.06
+    assert (weights.std() > 0.01) and weights.isfinite().all()
+
+
+@pytest.mark.parametrize("backend", TABLE.names())
+def test_the_gradient_of_dropout_uses_the_mask_of_the_forward(backend, device):
+    """With v = identity the output is the dropped probabilities, so dv = (output)^T grad."""
+    size = 64
+    q, k = (random_tensor(device, 1, size, 1, size, seed=i).bfloat16().requires_grad_() for i in range(2))
+    v = torch.eye(size, device=device, dtype=torch.bfloat16)[None, :, None].clone().requires_grad_()
+    grad = random_tensor(device, 1, size, size, seed=3).bfloat16()
+    module = DotProductAttention(1, size, qkv_format="bshd", attn_mask_type="no_mask", attention_dropout=0.5)
+    with use_backend(attention=backend):
+        try:
+            out = module(q, k, v)
+        except Unsupported as refusal:
+            pytest.skip(str(refusal))
+    (grad_v,) = torch.autograd.grad(out, [v], grad)
+    want = out.float()[0].t() @ grad.float()[0]
+    torch.testing.assert_close(grad_v[0, :, 0].float(), want, rtol=2e-2, atol=2e-2)
+    assert 0.3 < float((out == 0).float().mean()) < 0.7
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("trainable", [False, True])
+def test_score_mod_and_the_tensors_it_holds_are_differentiated(trainable, recompute, device):
+    q, k, v = (random_tensor(device, 2, 128, 2, 64, seed=i).requires_grad_() for i in range(3))
+    table = random_tensor(device, 2, 256, seed=4).requires_grad_(trainable)
+
+    def modify(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return 4.0 * torch.tanh(score / 4.0) + table[h, i - j + 127]
+
+    module = DotProductAttention(2, 64, qkv_format="bshd", score_mod=modify)
+    out = module(q, k, v, checkpoint_core_attention=recompute)
+    leaves = [q, k, v, table] if trainable else [q, k, v]
+    gradients = torch.autograd.grad(out.square().sum(), leaves)
+
+    a, b, c = (x.transpose(1, 2) for x in (q, k, v))
+    place = torch.arange(128, device=device)
+    score = 4.0 * torch.tanh(a @ b.transpose(-1, -2) / math.sqrt(64) / 4.0)
+    score = score + table[:, place[:, None] - place[None, :] + 127]
+    hidden = place[None, :] > place[:, None]
+    want = (score.masked_fill(hidden, -math.inf).softmax(-1) @ c).transpose(1, 2).flatten(2)
+    expected = torch.autograd.grad(want.square().sum(), leaves)
+    for ours, theirs in zip((out, *gradients), (want, *expected), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("q_format", ["bshd", "sbhd", "thd"])
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("backend", TABLE.names())
+def test_attention_to_a_cache_equals_attention_to_its_tokens(backend, paged, q_format, device):
+    """Straight to the backend: 3 sequences with 1 to 20 new queries and pages in any order."""
+    from transformer_engine.pytorch.attention.dot_product_attention.mask import Mask
+    from transformer_engine.pytorch.attention.dot_product_attention.request import AttentionRequest, Switches
+
+    batch, groups, size, page, dtype = 3, 2, 64, 16, torch.bfloat16
+    lengths_q, lengths_kv, longest_q, longest_kv = [1, 7, 20], [33, 100, 128], 20, 128
+    starts = cumulative(lengths_q, device)
+    q = random_tensor(device, batch, longest_q, HEADS, size, seed=1).to(dtype)
+    k, v = (random_tensor(device, batch, longest_kv, groups, size, seed=s).to(dtype) for s in (2, 3))
+    real = torch.arange(longest_q, device=device)[None] < torch.tensor(lengths_q, device=device)[:, None]
+    given = {"bshd": q, "sbhd": q.transpose(0, 1).contiguous(), "thd": q[real]}[q_format]
+    request = AttentionRequest(
+        dtype=dtype,
+        device_type=device.type,
+        batch=batch,
+        heads=HEADS,
+        groups=groups,
+        seqlen_q=longest_q,
+        seqlen_kv=longest_kv,
+        head_dim_qk=size,
+        head_dim_v=size,
+        q_format=q_format,
+        kv_format="bshd",
+        mask=Mask("padding_causal_bottom_right", (-1, 0), True),
+        scale=0.125,
+        switches=Switches(),
+        needs_gradient=False,
+        capability=torch.cuda.get_device_capability() if device.type == "cuda" else (0, 0),
+        page_size=page if paged else 0,
+        cached=True,
+    )
+    table = None
+    if paged:
+        pages = batch * longest_kv // page
+        order = torch.randperm(pages, generator=torch.Generator().manual_seed(9)).to(device)
+        table = order.reshape(batch, -1).int()
+        scattered = []
+        for x in (k, v):
+            store = torch.empty(pages, page, groups, size, dtype=dtype, device=device)
+            store[order] = x.reshape(pages, page, groups, size)
+            scattered.append(store)
+        k, v = scattered
+    chosen = TABLE.named(backend)
+    refusal = chosen.refuses(request)
+    if refusal is not None:
+        pytest.skip(refusal)
+    inputs = AttentionInputs(
+        given,
+        k,
+        v,
+        lengths_q=torch.tensor(lengths_q, dtype=torch.int32, device=device),
+        lengths_kv=torch.tensor(lengths_kv, dtype=torch.int32, device=device),
+        starts_q=starts if q_format == "thd" else None,
+        page_table=table,
+    )
+    got = chosen.run(request, inputs).output
+    want = TABLE.named("reference").run(request, inputs).output
+    torch.testing.assert_close(got.float(), want.float(), rtol=2e-2, atol=2e-2)

@@ -1,0 +1,221 @@
+"""What the flash backends tell their libraries: with a literal library in place, they equal the reference."""
+
+from __future__ import annotations
+
+import sys
+import types
+from dataclasses import replace
+
+import flash_library
+import pytest
+import torch
+from attention_oracle import cumulative
+
+from transformer_engine.pytorch.attention.dot_product_attention.backends import (
+    flash2,
+    flash3,
+    flash4,
+    reference,
+)
+from transformer_engine.pytorch.attention.dot_product_attention.mask import resolve
+from transformer_engine.pytorch.attention.dot_product_attention.request import (
+    AttentionInputs,
+    AttentionRequest,
+    Switches,
+)
+
+LENGTHS_Q, LENGTHS_KV = [5, 3], [6, 7]
+
+
+@pytest.fixture(autouse=True)
+def _library(monkeypatch):
+    interface = types.ModuleType("flash_attn.cute.interface")
+    interface.__dict__["_flash_attn_fwd"] = flash_library.flash_attn_fwd
+    interface.__dict__["_flash_attn_bwd"] = flash_library.flash_attn_bwd
+    package = types.ModuleType("flash_attn")
+    third = types.ModuleType("flash_attn_interface")
+    for module in (package, third):
+        module.__dict__["flash_attn_func"] = flash_library.flash_attn_func
+        module.__dict__["flash_attn_varlen_func"] = flash_library.flash_attn_varlen_func
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", types.ModuleType("flash_attn.cute"))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", interface)
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", third)
+    monkeypatch.setattr(flash4, "VERSION", "4.0.0")
+    monkeypatch.setattr(flash2, "VERSION", "2.8.3")
+    monkeypatch.setattr(flash3, "INSTALLED", True)
+
+
+def sample(*shape, seed):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def problem(layout="bshd", mask="causal", window=None, groups=2, sink=False, **changes):
+    """(request, inputs) of 2 sequences, 4 heads of size 8, float32."""
+    request = AttentionRequest(
+        dtype=torch.float32,
+        device_type="cpu",
+        batch=2,
+        heads=4,
+        groups=groups,
+        seqlen_q=5,
+        seqlen_kv=7,
+        head_dim_qk=8,
+        head_dim_v=8,
+        q_format=layout[:4].replace("thd ", "thd"),
+        kv_format=layout[:4].replace("thd ", "thd"),
+        mask=resolve(mask, window, None),
+        scale=0.3,
+        switches=Switches(),
+        softmax="learnable" if sink else "vanilla",
+        padded_between=layout == "thd with gaps",
+    )
+    packed = request.packed
+    gaps = 2 if request.padded_between else 0
+    lead_q, lead_kv = ((2, 5), (2, 7)) if layout == "bshd" else ((5, 2), (7, 2))
+    if packed:
+        lead_q, lead_kv = (sum(LENGTHS_Q) + 2 * gaps + 3,), (sum(LENGTHS_KV) + 2 * gaps + 3,)
+    padding = request.mask.padding
+    inputs = AttentionInputs(
+        sample(*lead_q, 4, 8, seed=1),
+        sample(*lead_kv, groups, 8, seed=2),
+        sample(*lead_kv, groups, 8, seed=3),
+        lengths_q=torch.tensor(LENGTHS_Q, dtype=torch.int32) if padding else None,
+        lengths_kv=torch.tensor(LENGTHS_KV, dtype=torch.int32) if padding else None,
+        starts_q=cumulative([n + gaps for n in LENGTHS_Q], "cpu") if packed else None,
+        starts_kv=cumulative([n + gaps for n in LENGTHS_KV], "cpu") if packed else None,
+        sink=sample(4, seed=4) if sink else None,
+    )
+    return replace(request, **changes), inputs
+
+
+PROBLEMS = {
+    "bottom right": {"mask": "causal_bottom_right"},
+    "sbhd": {"layout": "sbhd", "mask": "no_mask"},
+    "window": {"mask": "no_mask", "window": (2, 1)},
+    "causal window": {"mask": "causal_bottom_right", "window": (2, 0), "groups": 1},
+    "padding": {"mask": "padding", "sink": True},
+    "padding, sbhd": {"layout": "sbhd", "mask": "padding_causal_bottom_right"},
+    "thd with a tail": {"layout": "thd", "mask": "padding_causal_bottom_right", "sink": True},
+    "thd with gaps": {"layout": "thd with gaps", "mask": "padding"},
+}
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_flash4_is_called_for_what_the_request_says(name):
+    request, inputs = problem(**PROBLEMS[name])
+    got, want = (backend.forward(request, inputs) for backend in (flash4, reference))
+    torch.testing.assert_close(got.output, want.output)
+    grad = sample(*got.output.shape, seed=5)
+    if request.padded_between or request.mask.padding:
+        grad = torch.where(want.output == 0, 0, grad)
+    ours = flash4.backward(request, inputs, got, grad)
+    theirs = reference.backward(request, inputs, want, grad)
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("layout", ["bshd", "sbhd", "thd"])
+@pytest.mark.parametrize("paged", [False, True])
+def test_flash4_reads_caches(layout, paged):
+    request, inputs = problem(mask="padding_causal_bottom_right", needs_gradient=False, cached=True)
+    k, v = inputs.k, inputs.v
+    if paged:
+        order = torch.tensor([[3, 0, 5, 1], [2, 7, 4, 6]], dtype=torch.int32)
+        padded = [torch.nn.functional.pad(x, (0, 0, 0, 0, 0, 1)).unflatten(1, (4, 2)) for x in (k, v)]
+        pages = [torch.empty(8, 2, 2, 8) for _ in padded]
+        for store, x in zip(pages, padded, strict=True):
+            store[order.flatten().long()] = x.flatten(0, 1)
+        k, v = pages
+        request = replace(request, page_size=2)
+        inputs = inputs._replace(page_table=order)
+    q = inputs.q
+    if layout == "sbhd":
+        q = q.transpose(0, 1).contiguous()
+    if layout == "thd":
+        q = torch.cat([q[b, :n] for b, n in enumerate(LENGTHS_Q)])
+        inputs = inputs._replace(starts_q=cumulative(LENGTHS_Q, "cpu"))
+    request, inputs = replace(request, q_format=layout), inputs._replace(q=q, k=k, v=v)
+    want = reference.forward(request, inputs).output
+    got = flash4.forward(request, inputs)
+    torch.testing.assert_close(got.output, want)
+    assert got.lse is None
+
+
+@pytest.mark.parametrize("backend", [flash2, flash3], ids=["flash2", "flash3"])
+@pytest.mark.parametrize("name", ["bottom right", "sbhd", "window", "causal window", "thd with a tail"])
+def test_installed_flash_packages_are_called_for_what_the_request_says(name, backend):
+    request, inputs = problem(**{**PROBLEMS[name], "sink": False})
+    got = backend.run(request, inputs).output
+    torch.testing.assert_close(got, reference.run(request, inputs).output)
+
+
+def on_hopper(**changes):
+    request = problem(groups=4)[0]
+    fields = {"device_type": "cuda", "dtype": torch.bfloat16, "capability": (9, 0), "seqlen_q": 7}
+    sizes = {"head_dim_qk": 64, "head_dim_v": 64}
+    return replace(request, **{**fields, **sizes, **changes})
+
+
+@pytest.mark.parametrize(
+    "backend, changes, reason",
+    [
+        (flash4, {}, None),
+        (flash3, {}, None),
+        (flash2, {}, None),
+        (flash4, {"switches": Switches(flash=False)}, "NVTE_FLASH_ATTN=0"),
+        (flash4, {"switches": Switches(flash4=False)}, "NVTE_FLASH_ATTN_V4=0"),
+        (flash3, {"switches": Switches(flash3=False)}, "NVTE_FLASH_ATTN_V3=0"),
+        (flash2, {"switches": Switches(flash2=False)}, "NVTE_FLASH_ATTN_V2=0"),
+        (flash4, {"capability": (8, 0)}, "compute capability 8.0; it takes 9.x and 10.x"),
+        (flash3, {"capability": (10, 0)}, "compute capability 10.0; it takes 9.0"),
+        (
+            flash4,
+            {"capability": (10, 0), "head_dim_qk": 256, "head_dim_v": 256},
+            "heads of size (256, 256) > 128",
+        ),
+        (flash4, {"head_dim_qk": 40}, "heads of queries and keys have size 40; it takes multiples of 32"),
+        (flash4, {"head_dim_qk": 96, "head_dim_v": 96, "deterministic": True}, "a deterministic gradient"),
+        (
+            flash4,
+            {"head_dim_qk": 192, "head_dim_v": 128, "groups": 2},
+            "grouped heads of two sizes, 192 and 128",
+        ),
+        (flash4, {"page_size": 16}, "a gradient through a paged cache"),
+        (flash4, {"seqlen_q": 5}, "the diagonal begins top left"),
+        (flash4, {"dropout": 0.1}, "attention_dropout=0.1; it has no dropout"),
+        (flash2, {"softmax": "off-by-one"}, "softmax_type='off-by-one'; it has no sink"),
+        (flash3, {"bias": "alibi"}, "core_attention_bias_type='alibi'; it takes no bias"),
+        (flash4, {"mask": resolve("arbitrary", None, None)}, "attn_mask_type='arbitrary'"),
+        (flash4, {"padding_tensors": True}, "give cu_seqlens_q and cu_seqlens_kv"),
+        (flash4, {"fp8": "delayed"}, "FP8 attention"),
+        (flash4, {"dtype": torch.float32}, "the tensors are torch.float32"),
+        (flash4, {"device_type": "cpu"}, "the tensors are on cpu"),
+        (flash4, {"max_logit": True}, "return_max_logit"),
+        (flash4, {"seqlen_q": 0}, "an empty tensor"),
+        (flash4, {"score_mod": lambda score, *_: score}, "score_mod; it has no hook for it"),
+        (flash3, {"head_dim_v": 128}, "heads of two sizes, 64 and 128"),
+        (flash2, {"page_size": 16}, "a cache of keys and values"),
+        (flash2, {"mask": resolve("padding", None, None)}, "padding with qkv_format='bshd'"),
+        (
+            flash2,
+            {"q_format": "thd", "kv_format": "thd", "padded_between": True},
+            "padding between packed sequences",
+        ),
+    ],
+)
+def test_refusals_name_the_value_and_the_limit(backend, changes, reason):
+    refusal = backend.refuses(on_hopper(**changes))
+    assert (refusal is None) if reason is None else reason in (refusal or "")
+
+
+def test_missing_packages_are_named(monkeypatch):
+    monkeypatch.setattr(flash4, "VERSION", None)
+    monkeypatch.setattr(flash2, "VERSION", None)
+    monkeypatch.setattr(flash3, "INSTALLED", False)
+    for backend in (flash4, flash3, flash2):
+        assert "is not installed" in (backend.refuses(on_hopper()) or "")
+    monkeypatch.setattr(flash2, "VERSION", "1.0.9")
+    assert flash2.refuses(on_hopper()) == "flash-attn 1.0.9 is not a version from 2.4 on"

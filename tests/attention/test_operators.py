@@ -1,0 +1,92 @@
+"""A backend that a compiler cannot trace computes behind two operators, bit for bit what eager code computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attention_oracle import cumulative
+
+from transformer_engine.common.dispatch import Backend
+from transformer_engine.pytorch.attention import DotProductAttention
+from transformer_engine.pytorch.attention.dot_product_attention import dot_product_attention as module_file
+from transformer_engine.pytorch.attention.dot_product_attention.autograd import Kernels, attend
+from transformer_engine.pytorch.attention.dot_product_attention.backends import reference
+from transformer_engine.pytorch.attention.dot_product_attention.text import as_text, from_text
+from transformer_engine.pytorch.attention.dot_product_attention.utils import AttentionParams
+
+
+@pytest.fixture
+def opaque(monkeypatch):
+    """The reference as if it could not be traced: it counts its calls."""
+    calls = []
+
+    def forward(request, inputs):
+        assert not torch.compiler.is_compiling()
+        calls.append("forward")
+        return reference.forward(request, inputs)
+
+    def backward(request, inputs, attended, grad_output):
+        calls.append("backward")
+        return reference.backward(request, inputs, attended, grad_output)
+
+    kernels = Kernels("opaque", forward, backward)
+    backend = Backend(
+        "opaque", lambda request, inputs: attend(kernels, request, inputs), lambda request: None
+    )
+    for name in ("choose", "choose_when_traced"):
+        monkeypatch.setattr(module_file, name, lambda request: backend)
+    return calls
+
+
+def sample(device, *shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+CASES = {
+    "causal": ({"qkv_format": "bshd"}, {}),
+    "sink, largest logit": (
+        {"qkv_format": "sbhd", "softmax_type": "learnable", "return_max_logit": True},
+        {},
+    ),
+    "packed": (
+        {"qkv_format": "thd", "attn_mask_type": "padding_causal"},
+        {"max_seqlen_q": 6, "max_seqlen_kv": 6},
+    ),
+    "bias": ({"qkv_format": "bshd"}, {"core_attention_bias_type": "post_scale_bias"}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_untraceable_backend_compiles(case, opaque, device):
+    construction, call = CASES[case]
+    module = DotProductAttention(4, 8, num_gqa_groups=2, **construction)
+    shape = (10,) if construction["qkv_format"] == "thd" else (2, 6)
+    leaves = [sample(device, *shape, heads, 8, seed=heads) for heads in (4, 2, 2)]
+    if construction["qkv_format"] == "thd":
+        call = {**call, "cu_seqlens_q": cumulative([4, 6], device)}
+    if "core_attention_bias_type" in call:
+        leaves.append(sample(device, 1, 4, 6, 6))
+
+    def run(q, k, v, bias=None):
+        return module(q, k, v, core_attention_bias=bias, **call)
+
+    torch._dynamo.reset()
+    found = []
+    for function in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
+        inputs = [x.clone().requires_grad_() for x in leaves]
+        out = function(*inputs)
+        out = out if isinstance(out, tuple) else (out,)
+        extra = list(module.parameters())
+        found.append((*out, *torch.autograd.grad(out[0].square().sum(), [*inputs, *extra])))
+    for eager, compiled in zip(*found, strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=0, atol=0)
+    assert opaque.count("forward") == opaque.count("backward") == 2
+
+
+def test_a_request_survives_as_text():
+    for options in (
+        {},
+        {"core_attention_bias_type": "alibi", "window_size": (3, 0), "attn_mask_type": "causal"},
+    ):
+        request = AttentionParams(**options).request()
+        assert from_text(as_text(request)) == request

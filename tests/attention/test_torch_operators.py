@@ -1,0 +1,176 @@
+"""PyTorch's own attention operators: what they are refused, asked and given, as far as a CPU can tell."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from attention_oracle import cumulative, padding_mask
+from torch.nn.attention.flex_attention import flex_attention
+
+from transformer_engine.pytorch.attention.dot_product_attention.backends import (
+    flex,
+    reference,
+    torch_cudnn,
+    torch_flash,
+)
+from transformer_engine.pytorch.attention.dot_product_attention.mask import resolve
+from transformer_engine.pytorch.attention.dot_product_attention.request import (
+    AttentionInputs,
+    AttentionRequest,
+    Switches,
+)
+
+
+def request_of(mask="causal", window=None, **changes):
+    """2 sequences of 16 queries and keys, 4 heads of 16 in 2 groups."""
+    fields = {
+        "dtype": torch.float32,
+        "device_type": "cpu",
+        "batch": 2,
+        "heads": 4,
+        "groups": 2,
+        "seqlen_q": 16,
+        "seqlen_kv": 16,
+        "head_dim_qk": 16,
+        "head_dim_v": 16,
+        "q_format": "bshd",
+        "kv_format": "bshd",
+        "mask": resolve(mask, window, None),
+        "scale": 0.25,
+        "switches": Switches(),
+    }
+    return AttentionRequest(**{**fields, **changes})
+
+
+def on_hopper(**changes):
+    return request_of(**{"device_type": "cuda", "capability": (9, 0), "dtype": torch.bfloat16, **changes})
+
+
+def inputs_of(request, device="cpu", **changes):
+    lead = {"bshd": (2, 16), "sbhd": (16, 2), "thd": (32,)}[request.q_format]
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(*lead, heads, 16, generator=generator).to(device, request.dtype)
+        for heads in (request.heads, request.groups, request.groups)
+    )
+    return AttentionInputs(q, k, v, **changes)
+
+
+LENGTHS = torch.tensor([16, 9], dtype=torch.int32)
+FLEX = {
+    "causal": (request_of(), {}),
+    "window, sbhd": (request_of("no_mask", (3, 2), q_format="sbhd", kv_format="sbhd"), {}),
+    "left window": (request_of("causal_bottom_right", (3, 0)), {}),
+    "arbitrary": (request_of("arbitrary"), {"masked": torch.rand(2, 1, 16, 16) > 0.8}),
+    "padding tensors": (
+        request_of("padding", padding_tensors=True),
+        {
+            "masked_q": padding_mask([16, 9], 16, "cpu"),
+            "masked_kv": padding_mask([16, 9], 16, "cpu").flip(-1),
+            "lengths_q": LENGTHS,
+            "lengths_kv": LENGTHS,
+        },
+    ),
+    "packed": (
+        request_of("padding_causal", q_format="thd", kv_format="thd"),
+        {
+            "lengths_q": LENGTHS,
+            "lengths_kv": LENGTHS,
+            "starts_q": cumulative([16, 9], "cpu"),
+            "starts_kv": cumulative([16, 9], "cpu"),
+        },
+    ),
+    "bias": (request_of(bias="pre_scale_bias"), {"bias": torch.randn(1, 4, 16, 16)}),
+    "alibi": (request_of(bias="alibi"), {"slopes": torch.rand(2, 4)}),
+    "alibi with lengths": (
+        request_of("padding_causal_bottom_right", bias="alibi"),
+        {"slopes": torch.rand(4), "lengths_q": LENGTHS, "lengths_kv": LENGTHS},
+    ),
+    "score_mod": (request_of(score_mod=lambda score, b, h, i, j: score * (i + 1) / (j + 1)), {}),
+}
+
+
+@pytest.mark.parametrize("name", FLEX)
+def test_flex_describes_a_request_as_the_reference_does(name, monkeypatch):
+    monkeypatch.setattr(flex, "_compiled", lambda: flex_attention)
+    request, extra = FLEX[name]
+    inputs = inputs_of(request, **extra)
+    got, want = (backend.run(request, inputs).output for backend in (flex, reference))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("q_format", ["bshd", "sbhd", "thd"])
+@pytest.mark.parametrize("window", [None, (4, 0)])
+def test_torchs_flash_operator_takes_what_it_is_given(q_format, window):
+    """On the meta device: names, order and shapes of arguments and results."""
+    mask = "padding_causal" if q_format == "thd" else "causal"
+    request = on_hopper(mask=mask, window=window, q_format=q_format, kv_format=q_format, same_lengths=True)
+    assert torch_flash.refuses(request) is None
+    starts = cumulative([16, 16], "meta") if q_format == "thd" else None
+    inputs = inputs_of(request, "meta", starts_q=starts, starts_kv=starts)
+    found = torch_flash.forward(request, inputs)
+    assert found.output.shape == inputs.q.shape and found.output.is_contiguous()
+    gradients = torch_flash.backward(request, inputs, found, torch.empty_like(inputs.q))
+    assert [x.shape for x in gradients[:3]] == [x.shape for x in inputs[:3]]
+
+
+@pytest.mark.parametrize("q_format", ["bshd", "sbhd"])
+def test_torchs_cudnn_operator_takes_what_it_is_given(q_format):
+    request = on_hopper(q_format=q_format, kv_format=q_format)
+    assert torch_cudnn.refuses(request) is None
+    inputs = inputs_of(request, "meta")
+    found = torch_cudnn.forward(request, inputs)
+    assert found.output.shape == inputs.q.shape and found.output.is_contiguous()
+    assert found.lse is not None and found.lse.shape == (2, 4, 16)
+    gradients = torch_cudnn.backward(request, inputs, found, torch.empty_like(inputs.q))
+    assert [x.shape for x in gradients[:3]] == [x.shape for x in inputs[:3]]
+
+
+@pytest.mark.parametrize(
+    "backend, changes, reason",
+    [
+        (flex, {}, None),
+        (flex, {"switches": Switches(flash=False, fused=False)}, "NVTE_FLASH_ATTN=0 and NVTE_FUSED_ATTN=0"),
+        (flex, {"device_type": "cpu"}, "the tensors are on cpu"),
+        (flex, {"capability": (7, 5)}, "compute capability 7.5 < 8.0"),
+        (flex, {"fp8": "current"}, "FP8 attention"),
+        (flex, {"dtype": torch.float64}, "float64"),
+        (flex, {"batch": 0}, "an empty tensor"),
+        (flex, {"dropout": 0.5}, "attention_dropout=0.5"),
+        (flex, {"softmax": "learnable"}, "it has no sink"),
+        (flex, {"max_logit": True}, "return_max_logit"),
+        (flex, {"head_dim_v": 40}, "heads of size 40"),
+        (flex, {"page_size": 16}, "a paged cache"),
+        (flex, {"deterministic": True}, "in no fixed order"),
+        (torch_flash, {"switches": Switches(flash=False)}, "NVTE_FLASH_ATTN=0"),
+        (torch_flash, {"switches": Switches(flash2=False)}, "NVTE_FLASH_ATTN_V2=0"),
+        (torch_flash, {"capability": (7, 5)}, "compute capability 7.5 < 8.0"),
+        (torch_flash, {"head_dim_v": 32}, "heads of two sizes, 16 and 32"),
+        (torch_flash, {"page_size": 16}, "a cache of keys and values"),
+        (torch_flash, {"mask": resolve("padding", None, None)}, "padding with qkv_format='bshd'"),
+        (
+            torch_flash,
+            {"q_format": "thd", "kv_format": "thd", "padded_between": True},
+            "padding between packed sequences",
+        ),
+        (torch_flash, {"deterministic": True}, "torch.use_deterministic_algorithms(True)"),
+        (torch_cudnn, {"switches": Switches(fused=False)}, "NVTE_FUSED_ATTN=0"),
+        (torch_cudnn, {"switches": Switches(fused_kind="2")}, "NVTE_FUSED_ATTN_BACKEND=2 asks for FP8"),
+        (torch_cudnn, {"capability": (8, 0)}, "compute capability 8.0 < 9.0"),
+        (torch_cudnn, {"mask": resolve("padding", None, None)}, "sequences of one length"),
+        (torch_cudnn, {"mask": resolve("causal", (3, 0), None)}, "window_size=(3, 0)"),
+        (
+            torch_cudnn,
+            {"mask": resolve("causal_bottom_right", None, None), "seqlen_q": 8},
+            "ends bottom right",
+        ),
+        (torch_cudnn, {"head_dim_v": 32}, "heads of two sizes, 16 and 32"),
+        (torch_cudnn, {"deterministic": True}, "a deterministic backward"),
+        (torch_cudnn, {"head_dim_qk": 256}, "multiples of 8 up to 128"),
+    ],
+)
+def test_refusals_name_the_value_and_the_limit(backend, changes, reason):
+    refusal = backend.refuses(replace(on_hopper(), **changes))
+    assert (refusal is None) if reason is None else reason in (refusal or "")

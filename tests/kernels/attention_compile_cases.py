@@ -1,0 +1,119 @@
+"""Compile the attention kernels for three GPUs, without one, and print counts of their PTX as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from transformer_engine.common.kernels import attention, attention_backward, attention_bias, attention_decode
+from transformer_engine.common.kernels.attention_problem import Problem
+from transformer_engine.common.kernels.launch import Launch
+
+# Compute capability -> bytes of shared memory that a program may have.
+SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+VALUES, FLOATS, INTEGERS = "*bf16", "*fp32", "*i32"
+POINTERS = {
+    **dict.fromkeys(("q", "k", "v", "out", "grad_out", "dk", "dv", "dq", "bias"), VALUES),
+    **dict.fromkeys(("lse", "delta", "tops", "dbias", "partial", "level"), FLOATS),
+    **dict.fromkeys(("lengths_q", "lengths_kv", "pages"), INTEGERS),
+}
+
+
+def problem(shared_memory: int, *, queries: int = 4096, page: int = 0, biased: bool = False) -> Problem:
+    """Sequences of 4096 keys, heads of 128."""
+    heads, groups, size = 32, 8, 128
+    strides = (queries * heads * size, heads * size, size)
+    keys = (4096 * groups * size, groups * size, size)
+    return Problem(
+        dtype="bfloat16",
+        batch=2,
+        heads=heads,
+        groups=groups,
+        seqlen_q=queries,
+        seqlen_kv=4096,
+        size_qk=size,
+        size_v=size,
+        scales=(size**-0.5, 1.0),
+        window=(-1, 0),
+        bottom_right=True,
+        dropout=0.0,
+        page_size=page,
+        q=strides,
+        k=keys,
+        v=keys,
+        out=strides,
+        lse=(heads * queries, 1, queries),
+        masked=(0, 0, 0, 0),
+        bias=(0, queries * 4096, 4096, 1) if biased else (0, 0, 0, 0),
+        outer=(0, 4096 // page if page else 0),
+        varied=biased,
+        shared_memory=shared_memory,
+    )
+
+
+def launches(capability: int) -> Iterator[tuple[str, Launch, tuple[str, ...]]]:
+    """(name, record, the tensors that are not given)."""
+    shared = SHARED_MEMORY[capability]
+    plain, biased = problem(shared), problem(shared, biased=True)
+    yield "forward", attention.forward(plain, True), ("bias", "pages")
+    keys = attention_backward.keys(plain, (0, *plain.k), (0, *plain.v), 1)
+    yield "keys", keys, ("bias",)
+    yield "pages", attention_decode.stretches(problem(shared, queries=1, page=64), 132)[0], ()
+    if capability != 90:
+        return
+    yield "queries", attention_backward.queries(plain, plain.q), ("bias",)
+    yield "delta", attention_backward.delta(plain, plain.q), ()
+    yield "bias", attention_bias.added(biased, (1, 32, 4096, 4096))[0], ()
+    yield "decode", attention_decode.stretches(problem(shared, queries=1), 132)[0], ("pages",)
+
+
+def compiled(launch: Launch, absent: tuple[str, ...], capability: int) -> tuple[str, int]:
+    """(PTX, bytes of shared memory) of a launch's kernel."""
+    names = launch.kernel.arg_names
+    first = len(names) - len(launch.constants)
+    constants = dict(zip(names[first:], launch.constants, strict=True))
+    scalars = dict(zip(names[first - len(launch.scalars) : first], launch.scalars, strict=True))
+    constants |= {name: 1 for name, value in scalars.items() if value == 1}
+    signature, aligned = {}, {}
+    for place, name in enumerate(names):
+        if name in scalars and name not in constants:
+            signature[name] = "fp32" if isinstance(scalars[name], float) else "i32"
+        elif name not in constants and name in POINTERS and name not in absent:
+            signature[name] = POINTERS[name]
+        else:
+            constants.setdefault(name, None)
+            signature[name] = "constexpr"
+            continue
+        if name not in scalars or scalars[name] % 16 == 0:
+            aligned[(place,)] = [["tt.divisibility", 16]]
+    result = triton.compile(
+        ASTSource(launch.kernel, signature, constants, aligned),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": launch.warps, "num_stages": 1},
+    )
+    return result.asm["ptx"], result.metadata.shared
+
+
+def main() -> None:
+    facts = {}
+    for capability in SHARED_MEMORY:
+        for name, launch, absent in launches(capability):
+            ptx, shared = compiled(launch, absent, capability)
+            facts[f"sm{capability}-{name}"] = {
+                "fits": shared <= SHARED_MEMORY[capability],
+                "double": ptx.count(".f64"),
+                "tensor_cores": sum(ptx.count(op) for op in ("wgmma.mma_async", "mma.sync", "tcgen05.mma")),
+            }
+    print(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    main()

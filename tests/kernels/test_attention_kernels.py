@@ -1,0 +1,67 @@
+"""The attention kernels without a GPU: their tests in Triton's interpreter, and what its compiler makes of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
+]
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, dict[str, int]]:
+    """What each kernel compiles to, by capability and name."""
+    script = ROOT / "tests" / "kernels" / "attention_compile_cases.py"
+    command = [sys.executable, "-W", "ignore", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_the_kernels_pass_their_tests_in_the_interpreter():
+    paths = os.pathsep.join((str(ROOT), str(ROOT / "tests" / "kernels")))
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "attention_interpreter",
+        "-p",
+        "no:cacheprovider",
+    ]
+    finished = subprocess.run(
+        [*command, "-m", "not gpu", "tests/attention/test_triton_attention.py"],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert " passed" in finished.stdout and "skipped" not in finished.stdout
+
+
+@pytest.mark.parametrize("architecture", ["sm80", "sm90", "sm100"])
+def test_the_kernels_fit_the_shared_memory_and_use_tensor_cores(architecture, compiled):
+    cases = {name: facts for name, facts in compiled.items() if name.startswith(architecture)}
+    assert len(cases) >= 3
+    assert [name for name, facts in cases.items() if not facts["fits"]] == []
+    products = {name: facts for name, facts in cases.items() if not name.endswith("delta")}
+    assert [name for name, facts in products.items() if not facts["tensor_cores"]] == []
+
+
+def test_no_attention_kernel_computes_in_double_precision(compiled):
+    assert [name for name, facts in compiled.items() if facts["double"]] == []

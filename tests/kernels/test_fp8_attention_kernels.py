@@ -1,0 +1,66 @@
+"""The kernels round FP8 attention without a GPU: in Triton's interpreter, and through its compiler for Hopper."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed (pip install triton==3.6.0)"
+)
+
+
+def lines_of(*arguments: str) -> dict:
+    """The JSON object that a script prints, run in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", *arguments], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_interpreted_kernels_do_what_plain_torch_does():
+    facts = lines_of(str(HERE / "fp8_attention_cases.py"))
+    assert len(facts) == 16
+    assert [name for name, equal in facts.items() if not equal] == []
+
+
+COMPILE = """
+import json, sys
+sys.path[:0] = [{root!r}, {here!r}]
+from compile_cases import CODES, SCALAR, VALUES, count, ptx_of
+from transformer_engine.common.kernels import fp8_attention
+three = dict(q=VALUES, k=VALUES, v=VALUES, scale=SCALAR, history=SCALAR)
+three |= dict(codes_q=CODES, codes_k=CODES, codes_v=CODES, descales=SCALAR)
+back = dict(codes=CODES, descale=SCALAR, amaxes=SCALAR, history=SCALAR, values=VALUES)
+launches = dict(
+    three=(fp8_attention.codes_of_three((1 << 23, 1 << 21, 1 << 21), (2, 3), "float8_e4m3fn"), three),
+    back=(fp8_attention.values_of(1 << 23, (8, 3), "bfloat16"), back),
+    tail=(fp8_attention.zero_tail(4096, 4096, 8), dict(x=VALUES, starts="*i32")),
+)
+facts = {{}}
+for name, (launch, pointers) in launches.items():
+    ptx, shared = ptx_of(launch, pointers, 90)
+    facts[name] = [
+        shared,
+        count(r"\\bcvt\\.\\S*e4m3x2\\.f", ptx) - count(r"\\bcvt\\.rn\\.satfinite\\.e4m3x2\\.f32", ptx),
+        count(r"\\.f64", ptx),
+    ]
+print(json.dumps(facts))
+"""
+
+
+def test_kernels_compile_for_hopper_and_casts_saturate():
+    code = COMPILE.format(root=str(HERE.parents[1]), here=str(HERE))
+    facts = lines_of("-c", code)
+    assert sorted(facts) == ["back", "tail", "three"]
+    for shared, unsaturated, double in facts.values():
+        assert shared < 48 * 1024
+        assert unsaturated == double == 0

@@ -1,0 +1,108 @@
+"""`te generate`: text drawn from a model that `te train` has trained, byte by byte, with a paged KV cache."""
+
+from __future__ import annotations
+
+import codecs
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from .demo import checkpoint
+from .demo.config import HIGH_PRECISION, Config
+from .demo.model import ByteGPT
+from .demo.sample import generate as draw
+from .train import DeviceName, _printable
+
+# Bytes drawn before the clock starts: the prompt's step and the first single-byte step compile and warm up.
+WARM_UP = 2
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="Text to continue")] = "def ",
+    count: Annotated[
+        int | None, typer.Option(help="Bytes to draw (default: as many as the model has positions for)")
+    ] = None,
+    name: Annotated[str, typer.Option(help="Name of the run, as te train saved it")] = "delayed",
+    out: Annotated[Path, typer.Option(help="Folder of the runs")] = Path("runs"),
+    high_precision: Annotated[
+        bool, typer.Option("--high-precision", help="Take the run's high-precision model")
+    ] = False,
+    temperature: Annotated[
+        float, typer.Option(help="0 takes the likeliest byte, 1 follows the model's probabilities")
+    ] = 0.7,
+    seed: Annotated[int, typer.Option(help="Seed of the draws")] = 0,
+    cache: Annotated[
+        bool, typer.Option("--cache/--no-cache", help="Keep keys and values, or compute all of them anew")
+    ] = True,
+    page_size: Annotated[int, typer.Option(help="Bytes a page of the cache; 0: one contiguous stretch")] = 16,
+    device: Annotated[DeviceName, typer.Option(help="auto takes CUDA when there is a GPU")] = DeviceName.auto,
+) -> None:
+    """Draw text from a model that te train has trained, and say how many tokens (bytes) a second came."""
+    console = Console(highlight=False)
+    try:
+        if page_size < 0:
+            raise ValueError(f"page_size={page_size} is below 0; give a positive number, or 0 for no pages")
+        model, config = load(out / name / "checkpoint", device.value, high_precision)
+        start = prompt.encode()
+        shown = _Shown(console)
+        console.print(f"[bold]{escape(_printable(start))}[/bold]", end="", soft_wrap=True)
+        drawn = draw(
+            model,
+            config,
+            start,
+            max(1, config.sequence - len(start)) if count is None else count,
+            temperature=temperature,
+            seed=seed,
+            cached=cache,
+            page_size=page_size or None,
+            observe=shown,
+        )
+    except ValueError as error:
+        console.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
+        raise typer.Exit(2) from None
+    kind = "no cache" if not cache else f"KV cache in pages of {page_size}" if page_size else "KV cache"
+    console.print(f"\n{len(drawn)} bytes on {config.device}, {kind}{shown.speed()}", soft_wrap=True)
+
+
+class _Shown:
+    """Prints bytes as text while they come, and takes the time of each."""
+
+    def __init__(self, console: Console):
+        self.console = console
+        self.times: list[float] = []
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def __call__(self, byte: int) -> None:
+        self.times.append(time.perf_counter())
+        text = self.decoder.decode(bytes([byte]))
+        if text:
+            self.console.print(escape(_printable(text.encode())), end="", soft_wrap=True)
+
+    def speed(self) -> str:
+        """Tokens a second behind the first ones, or nothing when too few were drawn."""
+        timed = self.times[WARM_UP - 1 :]
+        if len(timed) < 2:
+            return ""
+        return f", {(len(timed) - 1) / (timed[-1] - timed[0]):,.0f} tokens/s"
+
+
+def load(path: Path, device: str, high_precision: bool) -> tuple[ByteGPT, Config]:
+    """The model of a checkpoint that te train wrote, on a device; ValueError where there is none."""
+    if not path.is_file():
+        raise ValueError(
+            f"there is no checkpoint at {path}; write one with te train, or fix --name and --out"
+        )
+    state: dict[str, Any] = checkpoint.load(path)
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    config = replace(Config(**{**state["config"], "device": "cpu"}), device=device)
+    run = HIGH_PRECISION if high_precision else config.runs[0]
+    model = ByteGPT(config)
+    model.load_state_dict(state["runs"][run]["model"])
+    return model, config

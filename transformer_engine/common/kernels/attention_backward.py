@@ -1,0 +1,388 @@
+"""dq = scale ds k, dk = scale ds^T q, dv = p^T do; ds = p (dp - D), dp = do v^T, D = sum(do o).
+
+Probabilities are made again from the logits and lse. dk and dv are summed by programs that own keys, dq by programs
+that own queries: no atomics, so that two runs give the same bits. Rows that see no key, and rows that are padding,
+have lse = inf here, which makes their probabilities 0.
+
+Arguments, extents and tiles are those of the forward. The kernels of keys work on transposed tiles [keys, rows], so
+that probabilities go from the registers into the next product.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..formats import ceil_div
+from .attention import LN_2, LOG2_E, at, extent, load_rows, logits, store_rows, survives, visible_keys
+from .attention_problem import Problem, keys_tile, queries_tile
+from .launch import Launch
+
+
+@triton.jit
+def row_products(
+    out, grad_out, lse, sink, lengths_q, starts_q, masked_q, delta, grad_sink,
+    seqlen_q, lse_batch, lse_token, lse_head, out_batch, out_token, out_head, grad_batch, grad_token, grad_head,
+    V: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """delta [.., i] = sum_d do o; grad_sink [b, h, blocks] = -sum_i p_sink delta."""
+    block, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    limit, start, _ = extent(lengths_q, starts_q, masked_q, seqlen_q, sequence)
+    first = block * ROWS
+    stored = seqlen_q
+    if starts_q is not None:
+        stored = limit
+    values = at(out, sequence, start, head, out_batch, out_token, out_head)
+    gradients = at(grad_out, sequence, start, head, grad_batch, grad_token, grad_head)
+    value = load_rows(values, first, out_token, limit, ROWS, 0, BLOCK_V, V, True).to(tl.float32)
+    gradient = load_rows(gradients, first, grad_token, limit, ROWS, 0, BLOCK_V, V, True).to(tl.float32)
+    product = tl.sum(value * gradient, 1)
+    row = first + tl.arange(0, ROWS)
+    place = row * lse_token
+    tl.store(
+        at(delta, sequence, start, head, lse_batch, lse_token, lse_head) + place, product, mask=row < stored
+    )
+    if sink is not None:
+        levels = at(lse, sequence, start, head, lse_batch, lse_token, lse_head)
+        level = tl.load(levels + place, mask=row < limit, other=float("inf"))
+        level = tl.where(level == -float("inf"), float("inf"), level)
+        share = tl.exp2((tl.load(sink + head).to(tl.float32) - level) * LOG2_E)
+        partial = (sequence * tl.num_programs(1) + head) * tl.num_programs(0) + block
+        tl.store(grad_sink + partial, -tl.sum(share * product, 0))
+
+
+@triton.jit
+def statistics(lse, delta, lse_token, masked_q, row, limit):
+    """(lse in units of log 2, inf for a row without a key; D) of rows."""
+    real = row < limit
+    if masked_q is not None:
+        real = real & (tl.load(masked_q + row, mask=real, other=1) == 0)
+    level = tl.load(lse + row * lse_token, mask=real, other=float("inf")) * LOG2_E
+    inner = tl.load(delta + row * lse_token, mask=real, other=0.0)
+    return tl.where(level == -float("inf"), float("inf"), level), inner
+
+
+@triton.jit
+def _take_rows(
+    first, k_main, k_rest, v_main, v_rest, dk_main, dk_rest, dv_main, dv_rest, query, gradient, lse, delta,
+    lse_token, column, stream, rng,
+    dropout, shift, limit_q, limit_kv, left, right, scale, bias_scale, q_token, grad_token,
+    masked_q, masked_kv, masked, masked_row, masked_column, bias, bias_row, bias_column, slope,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, EDGE: tl.constexpr, ROWS: tl.constexpr,
+    QK: tl.constexpr, QK_MAIN: tl.constexpr, QK_REST: tl.constexpr, V: tl.constexpr, V_MAIN: tl.constexpr,
+    V_REST: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of queries into the running dk and dv of a tile of keys; tiles are [keys, rows]."""
+    q_main = load_rows(query, first, q_token, limit_q, ROWS, 0, QK_MAIN, QK, True)
+    product = tl.dot(k_main, tl.trans(q_main), input_precision=PRECISION)
+    if QK_REST:
+        q_rest = load_rows(query, first, q_token, limit_q, ROWS, QK_MAIN, QK_REST, QK, True)
+        product = tl.dot(k_rest, tl.trans(q_rest), product, input_precision=PRECISION)
+    row = first + tl.arange(0, ROWS)
+    score = logits(
+        product, row[None, :], column, shift, limit_q, limit_kv, left, right, scale, bias_scale,
+        masked_kv, masked, masked_row, masked_column, bias, bias_row, bias_column, slope, LEFT, RIGHT, EDGE,
+    )  # fmt: skip
+    level, inner = statistics(lse, delta, lse_token, masked_q, row, limit_q)
+    probability = tl.exp2(score - level[None, :])
+    g_main = load_rows(gradient, first, grad_token, limit_q, ROWS, 0, V_MAIN, V, True)
+    grad_p = tl.dot(v_main, tl.trans(g_main), input_precision=PRECISION)
+    if V_REST:
+        g_rest = load_rows(gradient, first, grad_token, limit_q, ROWS, V_MAIN, V_REST, V, True)
+        grad_p = tl.dot(v_rest, tl.trans(g_rest), grad_p, input_precision=PRECISION)
+    weight = probability
+    if rng is not None:
+        kept = survives(rng, row[None, :], column, stream, dropout)
+        weight = tl.where(kept, probability / (1.0 - dropout), 0.0)
+        grad_p = tl.where(kept, grad_p / (1.0 - dropout), 0.0)
+    weight = weight.to(query.dtype.element_ty)
+    dv_main = tl.dot(weight, g_main, dv_main, input_precision=PRECISION)
+    if V_REST:
+        dv_rest = tl.dot(weight, g_rest, dv_rest, input_precision=PRECISION)
+    grad_s = (probability * (grad_p - inner[None, :])).to(query.dtype.element_ty)
+    dk_main = tl.dot(grad_s, q_main, dk_main, input_precision=PRECISION)
+    if QK_REST:
+        dk_rest = tl.dot(grad_s, q_rest, dk_rest, input_precision=PRECISION)
+    return dk_main, dk_rest, dv_main, dv_rest
+
+
+@triton.jit
+def grad_keys(
+    q, k, v, lengths_q, lengths_kv, starts_q, starts_kv, masked_q, masked_kv, masked, bias, slopes, rng, grad_out,
+    lse, delta,
+    dk, dv,
+    seqlen_q, seqlen_kv, heads, group, left, right, scale, bias_scale, dropout,
+    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
+    masked_batch, masked_head, masked_row, masked_column, bias_batch, bias_head, bias_row, bias_column,
+    slopes_batch, pages_batch, lse_batch, lse_token, lse_head, grad_batch, grad_token, grad_head,
+    members, parts, dk_part, dk_batch, dk_token, dk_head, dv_part, dv_batch, dv_token, dv_head,
+    BOTTOM_RIGHT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    QK: tl.constexpr, QK_MAIN: tl.constexpr, QK_REST: tl.constexpr, V: tl.constexpr, V_MAIN: tl.constexpr,
+    V_REST: tl.constexpr,
+    PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of KEYS keys of one head, summed over `members` query heads; the group's others are other parts."""
+    block, sequence = tl.program_id(0), tl.program_id(2)
+    kv_head, part = tl.program_id(1) // parts, tl.program_id(1) % parts
+    limit_q, start_q, length_q = extent(lengths_q, starts_q, masked_q, seqlen_q, sequence)
+    limit_kv, start_kv, length_kv = extent(lengths_kv, starts_kv, masked_kv, seqlen_kv, sequence)
+    first_key = block * KEYS
+    stored = seqlen_kv
+    if starts_kv is not None:
+        stored = limit_kv
+    shift = 0
+    if BOTTOM_RIGHT:
+        shift = length_kv - length_q
+    key = at(k, sequence, start_kv, kv_head, k_batch, k_token, k_head)
+    value = at(v, sequence, start_kv, kv_head, v_batch, v_token, v_head)
+    k_main = load_rows(key, first_key, k_token, limit_kv, KEYS, 0, QK_MAIN, QK, True)
+    v_main = load_rows(value, first_key, v_token, limit_kv, KEYS, 0, V_MAIN, V, True)
+    k_rest, v_rest = k_main, v_main
+    if QK_REST:
+        k_rest = load_rows(key, first_key, k_token, limit_kv, KEYS, QK_MAIN, QK_REST, QK, True)
+    if V_REST:
+        v_rest = load_rows(value, first_key, v_token, limit_kv, KEYS, V_MAIN, V_REST, V, True)
+    dk_main = tl.zeros([KEYS, QK_MAIN], tl.float32)
+    dk_rest = tl.zeros([KEYS, QK_REST if QK_REST else 1], tl.float32)
+    dv_main = tl.zeros([KEYS, V_MAIN], tl.float32)
+    dv_rest = tl.zeros([KEYS, V_REST if V_REST else 1], tl.float32)
+    if masked_q is not None:
+        masked_q += tl.cast(sequence, tl.int64) * seqlen_q
+    if masked_kv is not None:
+        masked_kv += tl.cast(sequence, tl.int64) * seqlen_kv
+    column = first_key + tl.arange(0, KEYS)[:, None]
+
+    last_key = tl.minimum(first_key + KEYS, limit_kv) - 1
+    low, full_low, full_high, high = 0, 0, limit_q, limit_q
+    if RIGHT:
+        low = tl.maximum(first_key - shift - right, 0) // ROWS * ROWS
+        full_low = (tl.maximum(last_key - shift - right, 0) + (ROWS - 1)) // ROWS * ROWS
+    if LEFT:
+        high = tl.maximum(tl.minimum(high, last_key - shift + left + 1), 0)
+        full_high = tl.maximum(tl.minimum(full_high, first_key - shift + left + 1), 0) // ROWS * ROWS
+    high = tl.where(first_key < limit_kv, tl.maximum(high, low), low)
+    full_low = tl.where(first_key + KEYS <= limit_kv, tl.minimum(full_low, high), high)
+    full_high = tl.maximum(tl.minimum(full_high, high), full_low)
+    for member in range(members):
+        head = kv_head * group + part * members + member
+        stream = sequence * heads + head
+        query = at(q, sequence, start_q, head, q_batch, q_token, q_head)
+        gradient = at(grad_out, sequence, start_q, head, grad_batch, grad_token, grad_head)
+        levels = at(lse, sequence, start_q, head, lse_batch, lse_token, lse_head)
+        inner = at(delta, sequence, start_q, head, lse_batch, lse_token, lse_head)
+        hidden, added, slope = masked, bias, None
+        if masked is not None:
+            hidden = at(masked, sequence, 0, head, masked_batch, 0, masked_head)
+        if bias is not None:
+            added = at(bias, sequence, 0, head, bias_batch, 0, bias_head)
+        if slopes is not None:
+            slope = tl.load(slopes + sequence * slopes_batch + head).to(tl.float32) * LOG2_E
+        for first in tl.range(low, full_low, ROWS, num_stages=STAGES):
+            dk_main, dk_rest, dv_main, dv_rest = _take_rows(
+                first, k_main, k_rest, v_main, v_rest, dk_main, dk_rest, dv_main, dv_rest, query, gradient, levels,
+                inner, lse_token,
+                column, stream, rng, dropout, shift, limit_q, limit_kv, left, right, scale, bias_scale, q_token,
+                grad_token,
+                masked_q, masked_kv, hidden, masked_row, masked_column, added, bias_row, bias_column, slope,
+                LEFT, RIGHT, True, ROWS, QK, QK_MAIN, QK_REST, V, V_MAIN, V_REST, PRECISION,
+            )  # fmt: skip
+        for first in tl.range(full_low, full_high, ROWS, num_stages=STAGES):
+            dk_main, dk_rest, dv_main, dv_rest = _take_rows(
+                first, k_main, k_rest, v_main, v_rest, dk_main, dk_rest, dv_main, dv_rest, query, gradient, levels,
+                inner, lse_token,
+                column, stream, rng, dropout, shift, limit_q, limit_kv, left, right, scale, bias_scale, q_token,
+                grad_token,
+                masked_q, masked_kv, hidden, masked_row, masked_column, added, bias_row, bias_column, slope,
+                LEFT, RIGHT, False, ROWS, QK, QK_MAIN, QK_REST, V, V_MAIN, V_REST, PRECISION,
+            )  # fmt: skip
+        if LEFT:
+            for first in tl.range(full_high, high, ROWS, num_stages=STAGES):
+                dk_main, dk_rest, dv_main, dv_rest = _take_rows(
+                    first, k_main, k_rest, v_main, v_rest, dk_main, dk_rest, dv_main, dv_rest, query, gradient,
+                    levels, inner, lse_token,
+                    column, stream, rng, dropout, shift, limit_q, limit_kv, left, right, scale, bias_scale, q_token,
+                    grad_token,
+                    masked_q, masked_kv, hidden, masked_row, masked_column, added, bias_row, bias_column, slope,
+                    LEFT, RIGHT, True, ROWS, QK, QK_MAIN, QK_REST, V, V_MAIN, V_REST, PRECISION,
+                )  # fmt: skip
+    grad_k = (
+        at(dk, sequence, start_kv, kv_head, dk_batch, dk_token, dk_head) + tl.cast(part, tl.int64) * dk_part
+    )
+    grad_v = (
+        at(dv, sequence, start_kv, kv_head, dv_batch, dv_token, dv_head) + tl.cast(part, tl.int64) * dv_part
+    )
+    factor = scale * LN_2
+    store_rows(grad_k, first_key, dk_token, stored, dk_main * factor, KEYS, 0, QK_MAIN, QK)
+    store_rows(grad_v, first_key, dv_token, stored, dv_main, KEYS, 0, V_MAIN, V)
+    if QK_REST:
+        store_rows(grad_k, first_key, dk_token, stored, dk_rest * factor, KEYS, QK_MAIN, QK_REST, QK)
+    if V_REST:
+        store_rows(grad_v, first_key, dv_token, stored, dv_rest, KEYS, V_MAIN, V_REST, V)
+
+
+@triton.jit
+def grad_logits(
+    first, q_main, q_rest, g_main, g_rest, level, inner, key, value, row, stream, rng,
+    dropout, shift, limit_q, limit_kv, left, right, scale, bias_scale, k_token, v_token,
+    masked_kv, masked, masked_row, masked_column, bias, bias_row, bias_column, slope,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, EDGE: tl.constexpr, KEYS: tl.constexpr,
+    QK: tl.constexpr, QK_MAIN: tl.constexpr, QK_REST: tl.constexpr, V: tl.constexpr, V_MAIN: tl.constexpr,
+    V_REST: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """(ds float32 [rows, KEYS], the two parts of the keys)"""
+    k_main = load_rows(key, first, k_token, limit_kv, KEYS, 0, QK_MAIN, QK, EDGE)
+    k_rest = k_main
+    product = tl.dot(q_main, tl.trans(k_main), input_precision=PRECISION)
+    if QK_REST:
+        k_rest = load_rows(key, first, k_token, limit_kv, KEYS, QK_MAIN, QK_REST, QK, EDGE)
+        product = tl.dot(q_rest, tl.trans(k_rest), product, input_precision=PRECISION)
+    column = first + tl.arange(0, KEYS)[None, :]
+    score = logits(
+        product, row, column, shift, limit_q, limit_kv, left, right, scale, bias_scale,
+        masked_kv, masked, masked_row, masked_column, bias, bias_row, bias_column, slope, LEFT, RIGHT, EDGE,
+    )  # fmt: skip
+    probability = tl.exp2(score - level[:, None])
+    tile = load_rows(value, first, v_token, limit_kv, KEYS, 0, V_MAIN, V, EDGE)
+    grad_p = tl.dot(g_main, tl.trans(tile), input_precision=PRECISION)
+    if V_REST:
+        tile = load_rows(value, first, v_token, limit_kv, KEYS, V_MAIN, V_REST, V, EDGE)
+        grad_p = tl.dot(g_rest, tl.trans(tile), grad_p, input_precision=PRECISION)
+    if rng is not None:
+        grad_p = tl.where(survives(rng, row, column, stream, dropout), grad_p / (1.0 - dropout), 0.0)
+    return probability * (grad_p - inner[:, None]), k_main, k_rest
+
+
+@triton.jit
+def grad_queries(
+    q, k, v, lengths_q, lengths_kv, starts_q, starts_kv, masked_q, masked_kv, masked, bias, slopes, rng, grad_out,
+    lse, delta,
+    dq,
+    seqlen_q, seqlen_kv, heads, group, left, right, scale, bias_scale, dropout,
+    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
+    masked_batch, masked_head, masked_row, masked_column, bias_batch, bias_head, bias_row, bias_column,
+    slopes_batch, pages_batch, lse_batch, lse_token, lse_head, grad_batch, grad_token, grad_head, dq_batch,
+    dq_token, dq_head,
+    BOTTOM_RIGHT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    QK: tl.constexpr, QK_MAIN: tl.constexpr, QK_REST: tl.constexpr, V: tl.constexpr, V_MAIN: tl.constexpr,
+    V_REST: tl.constexpr,
+    PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """dq of ROWS queries of one head."""
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    head, sequence = tl.program_id(1), tl.program_id(2)
+    limit_q, start_q, length_q = extent(lengths_q, starts_q, masked_q, seqlen_q, sequence)
+    limit_kv, start_kv, length_kv = extent(lengths_kv, starts_kv, masked_kv, seqlen_kv, sequence)
+    first_row = block * ROWS
+    stored = seqlen_q
+    if starts_q is not None:
+        stored = limit_q
+    shift = 0
+    if BOTTOM_RIGHT:
+        shift = length_kv - length_q
+    row = first_row + tl.arange(0, ROWS)
+    query = at(q, sequence, start_q, head, q_batch, q_token, q_head)
+    gradient = at(grad_out, sequence, start_q, head, grad_batch, grad_token, grad_head)
+    key = at(k, sequence, start_kv, head // group, k_batch, k_token, k_head)
+    value = at(v, sequence, start_kv, head // group, v_batch, v_token, v_head)
+    if masked_q is not None:
+        masked_q += tl.cast(sequence, tl.int64) * seqlen_q
+    if masked_kv is not None:
+        masked_kv += tl.cast(sequence, tl.int64) * seqlen_kv
+    if masked is not None:
+        masked = at(masked, sequence, 0, head, masked_batch, 0, masked_head)
+    if bias is not None:
+        bias = at(bias, sequence, 0, head, bias_batch, 0, bias_head)
+    slope = None
+    if slopes is not None:
+        slope = tl.load(slopes + sequence * slopes_batch + head).to(tl.float32) * LOG2_E
+    level, inner = statistics(
+        at(lse, sequence, start_q, head, lse_batch, lse_token, lse_head),
+        at(delta, sequence, start_q, head, lse_batch, lse_token, lse_head),
+        lse_token,
+        masked_q,
+        row,
+        limit_q,
+    )
+    q_main = load_rows(query, first_row, q_token, limit_q, ROWS, 0, QK_MAIN, QK, True)
+    g_main = load_rows(gradient, first_row, grad_token, limit_q, ROWS, 0, V_MAIN, V, True)
+    q_rest, g_rest = q_main, g_main
+    if QK_REST:
+        q_rest = load_rows(query, first_row, q_token, limit_q, ROWS, QK_MAIN, QK_REST, QK, True)
+    if V_REST:
+        g_rest = load_rows(gradient, first_row, grad_token, limit_q, ROWS, V_MAIN, V_REST, V, True)
+    dq_main = tl.zeros([ROWS, QK_MAIN], tl.float32)
+    dq_rest = tl.zeros([ROWS, QK_REST if QK_REST else 1], tl.float32)
+    stream = sequence * heads + head
+    low, full_low, full_high, high = visible_keys(
+        first_row, limit_q, limit_kv, shift, left, right, LEFT, RIGHT, ROWS, KEYS
+    )
+    if first_row >= limit_q:
+        full_low, full_high, high = low, low, low
+    if LEFT:
+        for first in tl.range(low, full_low, KEYS, num_stages=STAGES):
+            grad_s, k_main, k_rest = grad_logits(
+                first, q_main, q_rest, g_main, g_rest, level, inner, key, value, row[:, None], stream, rng,
+                dropout, shift, limit_q, limit_kv, left, right, scale, bias_scale, k_token, v_token,
+                masked_kv, masked, masked_row, masked_column, bias, bias_row, bias_column, slope,
+                LEFT, RIGHT, True, KEYS, QK, QK_MAIN, QK_REST, V, V_MAIN, V_REST, PRECISION,
+            )  # fmt: skip
+            dq_main = tl.dot(grad_s.to(q.dtype.element_ty), k_main, dq_main, input_precision=PRECISION)
+            if QK_REST:
+                dq_rest = tl.dot(grad_s.to(q.dtype.element_ty), k_rest, dq_rest, input_precision=PRECISION)
+    for first in tl.range(full_low, full_high, KEYS, num_stages=STAGES):
+        grad_s, k_main, k_rest = grad_logits(
+            first, q_main, q_rest, g_main, g_rest, level, inner, key, value, row[:, None], stream, rng,
+            dropout, shift, limit_q, limit_kv, left, right, scale, bias_scale, k_token, v_token,
+            masked_kv, masked, masked_row, masked_column, bias, bias_row, bias_column, slope,
+            LEFT, RIGHT, False, KEYS, QK, QK_MAIN, QK_REST, V, V_MAIN, V_REST, PRECISION,
+        )  # fmt: skip
+        dq_main = tl.dot(grad_s.to(q.dtype.element_ty), k_main, dq_main, input_precision=PRECISION)
+        if QK_REST:
+            dq_rest = tl.dot(grad_s.to(q.dtype.element_ty), k_rest, dq_rest, input_precision=PRECISION)
+    for first in tl.range(full_high, high, KEYS, num_stages=STAGES):
+        grad_s, k_main, k_rest = grad_logits(
+            first, q_main, q_rest, g_main, g_rest, level, inner, key, value, row[:, None], stream, rng,
+            dropout, shift, limit_q, limit_kv, left, right, scale, bias_scale, k_token, v_token,
+            masked_kv, masked, masked_row, masked_column, bias, bias_row, bias_column, slope,
+            LEFT, RIGHT, True, KEYS, QK, QK_MAIN, QK_REST, V, V_MAIN, V_REST, PRECISION,
+        )  # fmt: skip
+        dq_main = tl.dot(grad_s.to(q.dtype.element_ty), k_main, dq_main, input_precision=PRECISION)
+        if QK_REST:
+            dq_rest = tl.dot(grad_s.to(q.dtype.element_ty), k_rest, dq_rest, input_precision=PRECISION)
+    target = at(dq, sequence, start_q, head, dq_batch, dq_token, dq_head)
+    store_rows(target, first_row, dq_token, stored, dq_main * (scale * LN_2), ROWS, 0, QK_MAIN, QK)
+    if QK_REST:
+        store_rows(target, first_row, dq_token, stored, dq_rest * (scale * LN_2), ROWS, QK_MAIN, QK_REST, QK)
+
+
+def delta(problem: Problem, out: tuple[int, int, int]) -> Launch:
+    """(out, grad_out, lse, sink | None, lengths_q, starts_q, masked_q, delta, grad_sink [b, h, grid[0]] | None);
+    problem.out has grad_out's strides, out those of the output."""
+    block = max(16, triton.next_power_of_2(problem.size_v))
+    rows = max(16, 4096 // block)
+    scalars = (problem.seqlen_q, *problem.lse, *out, *problem.out)
+    grid = (ceil_div(problem.seqlen_q, rows), problem.heads, problem.batch)
+    return Launch(row_products, grid, (), scalars, (problem.size_v, block, rows), warps=4)
+
+
+def keys(
+    problem: Problem, dk: tuple[int, int, int, int], dv: tuple[int, int, int, int], parts: int
+) -> Launch:
+    """(q, .., delta, dk, dv), strides (part, batch, token, head): each part takes an even share of a group's heads."""
+    block_rows, block_keys, warps, stages = keys_tile(problem)
+    members = problem.heads // problem.groups // parts
+    scalars = (*problem.scalars, *problem.out, members, parts, *dk, *dv)
+    constants = (*problem.band, *problem.sizes, problem.precision, block_rows, block_keys, stages)
+    grid = (ceil_div(problem.seqlen_kv, block_keys), problem.groups * parts, problem.batch)
+    return Launch(grad_keys, grid, (), scalars, constants, warps)
+
+
+def queries(problem: Problem, dq: tuple[int, int, int]) -> Launch:
+    """(q, .., delta, dq), dq's strides (batch, token, head)"""
+    block_rows, block_keys, warps, stages = queries_tile(problem)
+    scalars = (*problem.scalars, *problem.out, *dq)
+    constants = (*problem.band, *problem.sizes, problem.precision, block_rows, block_keys, stages)
+    grid = (ceil_div(problem.seqlen_q, block_rows), problem.heads, problem.batch)
+    return Launch(grad_queries, grid, (), scalars, constants, warps)

@@ -1,0 +1,182 @@
+"""An attention as plain numbers, and the sizes of the tiles in which its kernels compute it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One attention as numbers; strides are (batch, token, head), or those of a broadcast [b, h, i, j].
+
+    window       (left, right), -1: unlimited
+    scales       of q k^T, of the bias
+    page_size    0: keys of a sequence lie in one stretch; else k's batch stride leads from page to page
+    outer        strides of the slopes' batch and of the page table's batch
+    varied       a bias, slopes, a mask tensor or dropout: more is live in a tile
+    """
+
+    dtype: str
+    batch: int
+    heads: int
+    groups: int
+    seqlen_q: int
+    seqlen_kv: int
+    size_qk: int
+    size_v: int
+    scales: tuple[float, float]
+    window: tuple[int, int]
+    bottom_right: bool
+    dropout: float
+    page_size: int
+    q: tuple[int, int, int]
+    k: tuple[int, int, int]
+    v: tuple[int, int, int]
+    out: tuple[int, int, int]
+    lse: tuple[int, int, int]
+    masked: tuple[int, int, int, int]
+    bias: tuple[int, int, int, int]
+    outer: tuple[int, int]
+    varied: bool
+    shared_memory: int
+
+    @property
+    def scalars(self) -> tuple[int | float, ...]:
+        """What every kernel takes between its tensors and the strides of its outputs."""
+        logarithm = math.log2(math.e)  # logits are kept in units of log 2
+        left, right = self.window
+        return (
+            self.seqlen_q, self.seqlen_kv, self.heads, self.heads // self.groups, left, right,
+            self.scales[0] * logarithm, self.scales[1] * logarithm, self.dropout,
+            *self.q, *self.k, *self.v, *self.masked, *self.bias, *self.outer, *self.lse,
+        )  # fmt: skip
+
+    @property
+    def band(self) -> tuple[bool, bool, bool]:
+        left, right = self.window
+        return self.bottom_right, left >= 0, right >= 0
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.size_qk, *halves(self.size_qk), self.size_v, *halves(self.size_v)
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """The head sizes as they are padded."""
+        return sum(halves(self.size_qk)), sum(halves(self.size_v))
+
+    @property
+    def bytes(self) -> int:
+        return 4 if self.dtype == "float32" else 2
+
+    @property
+    def precision(self) -> str:
+        # Three products of tf32 halves are faster, and leave gradients with four times the error of float32.
+        return "ieee" if self.dtype == "float32" else "tf32"
+
+
+def halves(size: int) -> tuple[int, int]:
+    """size, at least 16, as a power of two and a smaller one (0: none), as little above it as possible."""
+    main = 1 << (size.bit_length() - 1)
+    if main < 16 or size == main:
+        return max(16, main), 0
+    # Parts of 32 and 16 columns fault, or give wrong sums, in 16-bit types on sm90 (Triton 3.6, head size 40).
+    rest = max(32, 1 << (size - main - 1).bit_length())
+    return (2 * main, 0) if rest >= main else (main, rest)
+
+
+def forward_tile(problem: Problem) -> tuple[int, int, int, int]:
+    """(rows, keys, warps, stages) of the forward. TFLOP/s are an H200's, causal, bfloat16."""
+    qk, v = problem.widths
+    if problem.bytes == 4:
+        return (32, 32, 8, 1) if max(qk, v) <= 256 else (16, 16, 4, 1)
+    if max(qk, v) > 256:
+        candidates = ((64, 32, 8, 2), (64, 32, 8, 1), (16, 32, 4, 1), (16, 16, 4, 1))
+    elif max(qk, v) > 128:
+        candidates = ((128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1))
+    elif max(qk, v) <= 64:
+        candidates = ((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 1))  # 324 at 64; 128 keys 212
+    elif problem.varied:
+        # with a bias 1.2 times as fast as 128 rows, with dropout 1.1 times
+        candidates = ((64, 64, 4, 2), (64, 32, 4, 1))
+    else:
+        candidates = ((128, 128, 8, 2), (64, 64, 4, 2), (64, 32, 4, 1))  # 455 at 128; 64 rows 430
+    for rows, keys, warps, stages in candidates:
+        # A tile of the bias and of the mask may be staged too.
+        extra = stages * rows * keys * 5 if problem.varied else 0
+        matrices = rows * qk + stages * keys * (qk + v)
+        if matrices * problem.bytes + extra <= problem.shared_memory - 4096:
+            return rows, keys, warps, stages
+    return candidates[-1]
+
+
+def keys_tile(problem: Problem) -> tuple[int, int, int, int]:
+    """(rows, keys, warps, stages) of the gradients of keys and values."""
+    width = sum(problem.widths)
+    if problem.bytes == 4:
+        return (32, 32, 8, 1) if width <= 256 else (16, 16, 4, 1)
+    if width <= 128:
+        candidates = ((64, 64, 4, 2), (32, 64, 4, 1))
+    elif width <= 256:
+        candidates = ((64, 128, 8, 2), (64, 64, 4, 2), (32, 64, 4, 1))
+    else:
+        candidates = ((64, 64, 8, 2), (32, 64, 8, 2), (32, 32, 4, 1))
+    return _fitting(problem, candidates)
+
+
+def queries_tile(problem: Problem) -> tuple[int, int, int, int]:
+    """(rows, keys, warps, stages) of the gradients of queries."""
+    width = sum(problem.widths)
+    if problem.bytes == 4:
+        return (32, 32, 8, 1) if width <= 256 else (16, 16, 4, 1)
+    if width <= 256:
+        candidates = ((64, 64, 4, 2), (64, 32, 4, 1))
+    else:
+        candidates = ((64, 64, 8, 2), (64, 32, 8, 2), (32, 32, 4, 1))
+    return _fitting(problem, candidates)
+
+
+def bias_tile(problem: Problem) -> tuple[int, int, int]:
+    """(rows, keys, warps) of the gradient of the bias."""
+    width = sum(problem.widths)
+    if problem.bytes == 4:
+        return (32, 32, 8) if width <= 256 else (16, 16, 4)
+    return (64, 64, 4) if width <= 256 else (32, 32, 4)
+
+
+def decode_tile(problem: Problem, rows: int) -> tuple[int, int, int, int]:
+    """(rows, keys, warps, stages): what is in flight matters, not the size of a product."""
+    width = sum(problem.widths)
+    block_rows = min(64, max(16, 1 << (rows - 1).bit_length()))
+    if width > 512 or problem.bytes == 4:
+        block_rows = min(block_rows, 16 if problem.bytes == 4 else 32)
+    # TB/s of an H200, 64 sequences of 8192 keys: 128 keys 4.35, 64 keys 4.2. Behind a page table, whose entries
+    # take stages of their own, 4.2 with five stages, 4.0 with three; a tile within a page of 256, 4.3.
+    if problem.page_size and problem.page_size % 128 == 0 and block_rows == 16:
+        candidates = ((128, 3), (64, 3), (32, 3), (16, 3))
+    elif problem.page_size:
+        candidates = ((64, 5), (32, 5), (32, 3), (16, 3))
+    elif block_rows == 16:
+        candidates = ((128, 2), (64, 2), (32, 2), (16, 2))
+    else:
+        candidates = ((64, 3), (64, 2), (32, 2), (16, 2))
+    for keys, stages in candidates:
+        held = (stages + 1) // 2 if problem.page_size else stages
+        if (held * keys + block_rows) * width * problem.bytes <= min(
+            problem.shared_memory - 4096, 200 * 1024
+        ):
+            return block_rows, keys, 4, stages
+    return 16, 16, 4, 1
+
+
+def _fitting(
+    problem: Problem, candidates: tuple[tuple[int, int, int, int], ...]
+) -> tuple[int, int, int, int]:
+    """The first tile whose fixed operands, stages and tiles of logits fit the shared memory."""
+    for rows, keys, warps, stages in candidates:
+        staged = stages * min(rows, keys) + max(rows, keys)
+        extra = (stages * 5 if problem.varied else 2) * rows * keys
+        if staged * sum(problem.widths) * problem.bytes + extra <= problem.shared_memory - 4096:
+            return rows, keys, warps, stages
+    return candidates[-1]

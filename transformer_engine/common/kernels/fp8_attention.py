@@ -1,0 +1,149 @@
+"""Around an FP8 attention with delayed scaling: codes of q, k, v in one launch; o of its codes; zeros behind thd.
+
+The state of delayed scaling is read and written in place: scale [n] and amax_history [rows, n], whose row 0 belongs
+to the running step. Slots are columns of both.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import triton
+import triton.language as tl
+
+from ..formats import ceil_div
+from . import tile
+from .launch import Launch, Output
+from .rounding import magnitude_bits
+
+# H200, 2 x 8192 tokens of 32 + 8 + 8 heads of 128: as for the plain cast, see cast.py.
+_BLOCK, _WARPS = 16384, 16
+_SMALL_BLOCK, _SMALL_WARPS = 2048, 4
+
+
+@triton.jit
+def _codes_of_block(x, codes, block, SIZE, multiplier, amax, BLOCK: tl.constexpr):
+    start = block.to(tl.int64) * BLOCK
+    offsets = tl.arange(0, BLOCK)
+    inside = start + offsets < SIZE
+    values = tl.load(x + start + offsets, mask=inside, other=0.0)
+    tl.store(
+        codes + start + offsets, (values.to(tl.float32) * multiplier).to(codes.dtype.element_ty), mask=inside
+    )
+    # As integers: the order of non-negative floats, with NaN on top.
+    tl.atomic_max(amax.to(tl.pointer_type(tl.int32)), tl.max(magnitude_bits(values), 0), sem="relaxed")
+
+
+@triton.jit
+def codes_of_three_kernel(
+    q,
+    k,
+    v,
+    scale,
+    history,
+    codes_q,
+    codes_k,
+    codes_v,
+    descales,
+    SIZE_Q,
+    SIZE_K,
+    SIZE_V,
+    SLOT: tl.constexpr,
+    SLOT_OUTPUT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """codes = x * scale[SLOT] for three flat tensors; descales [8]: 1 / scale of SLOT, and 4 on of the output."""
+    program = tl.program_id(0)
+    multiplier = tl.load(scale + SLOT)
+    blocks_q, blocks_k = tl.cdiv(SIZE_Q, BLOCK), tl.cdiv(SIZE_K, BLOCK)
+    if program == 0:
+        tl.store(descales, tl.div_rn(1.0, multiplier))
+        tl.store(descales + 4, tl.div_rn(1.0, tl.load(scale + SLOT_OUTPUT)))
+    if program < blocks_q:
+        _codes_of_block(q, codes_q, program, SIZE_Q, multiplier, history + SLOT, BLOCK)
+    elif program < blocks_q + blocks_k:
+        _codes_of_block(k, codes_k, program - blocks_q, SIZE_K, multiplier, history + SLOT, BLOCK)
+    else:
+        _codes_of_block(v, codes_v, program - blocks_q - blocks_k, SIZE_V, multiplier, history + SLOT, BLOCK)
+
+
+@triton.jit
+def values_kernel(
+    codes,
+    descale,
+    amaxes,
+    history,
+    values,
+    SIZE,
+    SLOT_SOFTMAX: tl.constexpr,
+    SLOT_OUTPUT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """values [SIZE] = codes * descale; history keeps the larger of itself and amaxes [2] (output, softmax)."""
+    program = tl.program_id(0)
+    if history is not None and program == 0:
+        output, softmax = tl.load(amaxes), tl.load(amaxes + 1)
+        row = history.to(tl.pointer_type(tl.int32))
+        tl.atomic_max(row + SLOT_OUTPUT, output.to(tl.int32, bitcast=True), sem="relaxed")
+        tl.atomic_max(row + SLOT_SOFTMAX, softmax.to(tl.int32, bitcast=True), sem="relaxed")
+    start = program.to(tl.int64) * BLOCK
+    offsets = tl.arange(0, BLOCK)
+    inside = start + offsets < SIZE
+    if EVEN:
+        found = tl.load(codes + start + offsets)
+    else:
+        found = tl.load(codes + start + offsets, mask=inside)
+    found = found.to(tl.float32) * tl.load(descale)
+    tile.store(values + start + offsets, found.to(values.dtype.element_ty), inside, EVEN)
+
+
+@triton.jit
+def zero_tail_kernel(
+    x, starts, TOKENS, WIDTH, SEQUENCES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """x [TOKENS, WIDTH] = 0 from token starts[SEQUENCES] on."""
+    tokens = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    used = tl.load(starts + SEQUENCES)
+    if (tl.program_id(0) + 1) * ROWS > used:
+        behind = (tokens >= used) & (tokens < TOKENS)
+        rows = x + tokens.to(tl.int64)[:, None] * WIDTH
+        zeros = tl.zeros((ROWS, BLOCK), x.dtype.element_ty)
+        for column in range(0, WIDTH, BLOCK):
+            columns = column + tl.arange(0, BLOCK)
+            tl.store(rows + columns[None, :], zeros, mask=behind[:, None] & (columns < WIDTH)[None, :])
+
+
+@functools.lru_cache(maxsize=256)
+def codes_of_three(sizes: tuple[int, int, int], slots: tuple[int, int], dtype: str) -> Launch:
+    """Inputs: q, k, v contiguous, scale [n], history [rows, n]; outputs: three flat codes, descales [8].
+
+    slots   of q, k and v together, of the output
+
+    The inverse scales stand at 0 and 4: products want theirs at a multiple of 16 bytes.
+    """
+    block, warps = (_BLOCK, _WARPS) if sum(sizes) > 1 << 22 else (_SMALL_BLOCK, _SMALL_WARPS)
+    grid = sum(ceil_div(size, block) for size in sizes)
+    outputs = (*(Output((size,), dtype) for size in sizes), Output((8,), "float32"))
+    return Launch(codes_of_three_kernel, (grid, 1, 1), outputs, sizes, (*slots, block), warps)
+
+
+@functools.lru_cache(maxsize=256)
+def values_of(size: int, slots: tuple[int, int], dtype: str) -> Launch:
+    """Inputs: codes [size], descale [1], amaxes [2] and history [rows, n] or None; output: values [size].
+
+    slots   of the softmax, of the output
+    """
+    block, warps = (8192, 8) if size > 1 << 22 else (_SMALL_BLOCK, _SMALL_WARPS)
+    constants = (*slots, block, size % block == 0)
+    return Launch(
+        values_kernel, (ceil_div(size, block), 1, 1), (Output((size,), dtype),), (size,), constants, warps
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def zero_tail(tokens: int, width: int, sequences: int) -> Launch:
+    """Inputs: x [tokens, width] contiguous, of which tokens behind starts[sequences] become zero, starts int32."""
+    rows = 16
+    constants = (sequences, rows, min(256, triton.next_power_of_2(width)))
+    return Launch(zero_tail_kernel, (ceil_div(tokens, rows), 1, 1), (), (tokens, width), constants, 4)

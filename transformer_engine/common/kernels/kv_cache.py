@@ -1,0 +1,112 @@
+"""cache[slot(sequence, start + i)] = new token i of each sequence, keys and values in one launch.
+
+Legend: a slot is a token's row of a cache [pages or sequences, tokens, heads, size]; without a page table a
+sequence's slots follow each other, with one they follow each other inside a page.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..formats import ceil_div
+from .launch import Launch
+
+_ELEMENTS = 4096  # of a program's tile: 8 KiB of bfloat16 in flight for 4 warps
+
+
+@triton.jit
+def _copy_tokens(
+    new,
+    cache,
+    source,
+    slot,
+    real,
+    head_stride,
+    size,
+    features,
+    BLOCK: tl.constexpr,
+):
+    """cache[slot, :] = new[source, :], the features of all heads, where real."""
+    for first in range(0, features, BLOCK):
+        feature = first + tl.arange(0, BLOCK)
+        place = (feature // size) * head_stride + feature % size
+        mask = real[:, None] & (feature < features)[None, :]
+        values = tl.load(new + source[:, None] + place[None, :], mask=mask, other=0.0)
+        target = cache + slot[:, None] * features + feature[None, :]
+        tl.store(target, values.to(cache.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def append_kernel(
+    new_k,
+    new_v,
+    k_cache,
+    v_cache,
+    page_table,
+    cu_new,
+    cu_cached,
+    capacity,
+    page_size,
+    table_stride,
+    heads,
+    size_k,
+    size_v,
+    k_batch_stride,
+    k_token_stride,
+    k_head_stride,
+    v_batch_stride,
+    v_token_stride,
+    v_head_stride,
+    PACKED: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """BLOCK_TOKENS new tokens of one sequence; cu_cached counts them, so the first lies at cached - new."""
+    sequence = tl.program_id(0)
+    token = tl.program_id(1) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    begin = tl.load(cu_new + sequence)
+    count = tl.load(cu_new + sequence + 1) - begin
+    cached = tl.load(cu_cached + sequence + 1) - tl.load(cu_cached + sequence)
+    place = cached - count + token
+    real = (token < count) & (place >= 0) & (place < capacity)
+    if page_table is None:
+        slot = sequence.to(tl.int64) * capacity + place
+    else:
+        page = tl.load(page_table + sequence * table_stride + place // page_size, mask=real, other=0)
+        slot = page.to(tl.int64) * page_size + place % page_size
+    if PACKED:
+        token += begin
+    token = token.to(tl.int64)
+    k_source = sequence.to(tl.int64) * k_batch_stride + token * k_token_stride
+    v_source = sequence.to(tl.int64) * v_batch_stride + token * v_token_stride
+    _copy_tokens(new_k, k_cache, k_source, slot, real, k_head_stride, size_k, heads * size_k, BLOCK_K)
+    _copy_tokens(new_v, v_cache, v_source, slot, real, v_head_stride, size_v, heads * size_v, BLOCK_V)
+
+
+def append(
+    batch: int,
+    longest: int,
+    heads: int,
+    sizes: tuple[int, int],
+    strides: tuple[int, int, int, int, int, int],
+    *,
+    packed: bool,
+    capacity: int,
+    page_size: int,
+    table_stride: int,
+) -> Launch:
+    """(new_k, new_v, k_cache, v_cache, page_table | None, cu_new, cu_cached) -> nothing; the caches are written.
+
+    longest     no sequence brings more new tokens
+    sizes       features of a key's and a value's head
+    strides     of new_k's, then new_v's sequence, token and head axes, in elements; a packed tensor's first is 0
+    capacity    tokens that a sequence may have; behind it nothing is written
+    page_size   tokens a page, table_stride elements between two rows of the page table; unused without pages
+    """
+    blocks = [min(triton.next_power_of_2(heads * size), 2048) for size in sizes]
+    tokens = max(1, min(triton.next_power_of_2(longest), _ELEMENTS // max(blocks)))
+    scalars = (capacity, page_size, table_stride, heads, *sizes, *strides)
+    grid = (batch, ceil_div(longest, tokens), 1)
+    return Launch(append_kernel, grid, (), scalars, (packed, tokens, *blocks), warps=4)

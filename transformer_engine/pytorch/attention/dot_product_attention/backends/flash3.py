@@ -1,0 +1,63 @@
+"""o = flash-attention 3, the compiled module flash_attn_interface for Hopper, where a user has it."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from torch import Tensor
+
+from .....common.dispatch import Backend
+from ..request import AttentionInputs, AttentionRequest, AttentionResult
+from ..tail import clear_tail
+from .flash2 import batch_first, refuses_loose_sequences
+from .limits import refuses_beyond_flash, refuses_top_left
+
+# A constant, so that a compiler tracing through `refuses` reads it as one.
+INSTALLED: bool = importlib.util.find_spec("flash_attn_interface") is not None
+_LARGEST_HEAD = 256
+
+
+def refuses(r: AttentionRequest) -> str | None:
+    if not (r.switches.flash and r.switches.flash3):
+        return "NVTE_FLASH_ATTN=0" if not r.switches.flash else "NVTE_FLASH_ATTN_V3=0"
+    if not INSTALLED:
+        return "flash-attention 3 is not installed (build its hopper folder)"
+    refusal = refuses_beyond_flash(r, _LARGEST_HEAD) or refuses_top_left(r) or refuses_loose_sequences(r)
+    if refusal is not None:
+        return refusal
+    if r.capability != (9, 0):
+        return f"compute capability {r.capability[0]}.{r.capability[1]}; it takes 9.0"
+    return None
+
+
+def run(request: AttentionRequest, inputs: AttentionInputs) -> AttentionResult:
+    """The attention of a request, differentiable by the package's own autograd."""
+    from flash_attn_interface import (  # pyright: ignore[reportMissingImports]
+        flash_attn_func,
+        flash_attn_varlen_func,
+    )
+
+    causal = request.mask.window == (-1, 0)
+    options = {
+        "softmax_scale": request.scale,
+        "causal": causal,
+        "window_size": (-1, -1) if causal else request.mask.window,
+        "deterministic": request.deterministic,
+    }
+    if not request.packed:
+        q, k, v = (batch_first(request, x) for x in inputs[:3])
+        out = _first(flash_attn_func(q, k, v, **options))
+        return AttentionResult(batch_first(request, out).flatten(-2))
+    bounds = (inputs.starts_q, inputs.starts_kv, request.seqlen_q, request.seqlen_kv)
+    out = _first(flash_attn_varlen_func(*inputs[:3], *bounds, **options))
+    assert inputs.starts_q is not None
+    clear_tail(out.detach(), inputs.starts_q)
+    return AttentionResult(out.flatten(-2))
+
+
+def _first(found: Tensor | tuple[Tensor, ...]) -> Tensor:
+    """Earlier versions return (output, lse), later ones the output."""
+    return found[0] if isinstance(found, tuple) else found
+
+
+BACKEND = Backend("flash3", run, refuses)

@@ -1,0 +1,157 @@
+"""o = flash-attn-4's kernels in CuTe DSL (package flash-attn-4): Hopper and Blackwell.
+
+A kernel is compiled when its kind of request first comes, in 3 to 10 seconds. Diagonals end in the last query and
+key. With lengths shorter than the tensors, the library leaves the other rows as they are, hence the zeros.
+"""
+
+from __future__ import annotations
+
+import functools
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .....common.dispatch import Backend
+from ..autograd import Kernels, attend
+from ..request import Attended, AttentionInputs, AttentionRequest, Gradients
+from ..tail import clear_tail
+from .limits import refuses_beyond_flash, refuses_top_left
+
+
+def _installed() -> str | None:
+    try:
+        return version("flash-attn-4")
+    except PackageNotFoundError:
+        return None
+
+
+# A constant, so that a compiler tracing through `refuses` reads it as one.
+VERSION: str | None = _installed()
+_LARGEST_HEAD = 256
+# Version 4.0.0b36 gives wrong gradients for heads of size 40 on Hopper.
+_MULTIPLE = 32
+
+
+def refuses(r: AttentionRequest) -> str | None:
+    if not (r.switches.flash and r.switches.flash4):
+        return "NVTE_FLASH_ATTN=0" if not r.switches.flash else "NVTE_FLASH_ATTN_V4=0"
+    if VERSION is None:
+        return "flash-attn-4 is not installed (pip install flash-attn-4)"
+    refusal = refuses_beyond_flash(r, _LARGEST_HEAD, multiple=_MULTIPLE, sink=True) or refuses_top_left(r)
+    if refusal is not None:
+        return refusal
+    if r.capability[0] not in (9, 10):
+        return f"compute capability {r.capability[0]}.{r.capability[1]}; it takes 9.x and 10.x"
+    if r.capability[0] == 10 and (r.head_dim_qk, r.head_dim_v) != (192, 128) and r.head_dim_qk > 128:
+        return f"heads of size ({r.head_dim_qk}, {r.head_dim_v}) > 128 on compute capability 10.x"
+    if r.deterministic and r.needs_gradient and 64 < r.head_dim_qk <= 96:
+        return f"a deterministic gradient with heads of size {r.head_dim_qk} in 65..96"
+    if r.needs_gradient and r.head_dim_qk != r.head_dim_v and r.groups != r.heads:
+        return f"a gradient of grouped heads of two sizes, {r.head_dim_qk} and {r.head_dim_v}"
+    if r.page_size and r.needs_gradient:
+        return "a gradient through a paged cache"
+    return None
+
+
+def forward(request: AttentionRequest, inputs: AttentionInputs) -> Attended:
+    """Attention by _flash_attn_fwd, in the layout of the request."""
+    # The package's names for its two passes apart are private; its public function ties them to its own autograd.
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    rewrites = _leaves_rows(request)
+    out = _rows(request, inputs.q, request.heads, request.head_dim_v, rewrites)
+    found = _flash_attn_fwd(
+        _batch_first(request.q_format, inputs.q),
+        _batch_first(request.kv_format, inputs.k),
+        _batch_first(request.kv_format, inputs.v),
+        out=_batch_first(request.q_format, out),
+        max_seqlen_q=request.seqlen_q,
+        max_seqlen_k=request.seqlen_kv,
+        page_table=inputs.page_table,
+        learnable_sink=inputs.sink,
+        return_lse=request.needs_gradient,
+        **_arguments(request, inputs),
+    )
+    if request.packed and not rewrites:
+        assert inputs.starts_q is not None
+        clear_tail(out, inputs.starts_q)
+    return Attended(out, found[1])
+
+
+def backward(
+    request: AttentionRequest, inputs: AttentionInputs, attended: Attended, grad_output: Tensor
+) -> Gradients:
+    """Gradients by _flash_attn_bwd."""
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    assert attended.lse is not None
+    rewrites = _leaves_rows(request)
+    q, k, v = inputs.q, inputs.k, inputs.v
+    grad_q = _rows(request, q, request.heads, request.head_dim_qk, rewrites)
+    grad_k = _rows(request, k, request.groups, request.head_dim_qk, rewrites)
+    grad_v = _rows(request, v, request.groups, request.head_dim_v, rewrites)
+    view = functools.partial(_batch_first, request.q_format)
+    found = _flash_attn_bwd(
+        view(q),
+        view(k),
+        view(v),
+        view(attended.output),
+        view(grad_output),
+        attended.lse,
+        dq=view(grad_q),
+        dk=view(grad_k),
+        dv=view(grad_v),
+        max_seqlen_q=request.seqlen_q,
+        max_seqlen_k=request.seqlen_kv,
+        deterministic=request.deterministic,
+        learnable_sink=inputs.sink,
+        **_arguments(request, inputs),
+    )
+    if request.packed and not rewrites:
+        assert inputs.starts_q is not None and inputs.starts_kv is not None
+        clear_tail(grad_q, inputs.starts_q)
+        clear_tail(grad_k, inputs.starts_kv)
+        clear_tail(grad_v, inputs.starts_kv)
+    return Gradients(grad_q, grad_k, grad_v, None, None if inputs.sink is None else found[3])
+
+
+def _arguments(request: AttentionRequest, inputs: AttentionInputs) -> dict[str, Any]:
+    """What both passes are told about mask and lengths."""
+    left, right = request.mask.window
+    shortened = _leaves_rows(request)
+    cached = request.mask.padding and request.kv_format != "thd"
+    return {
+        "softmax_scale": request.scale,
+        "causal": (left, right) == (-1, 0),
+        "window_size_left": None if left < 0 else left,
+        "window_size_right": None if right < 0 or (left, right) == (-1, 0) else right,
+        "cu_seqlens_q": inputs.starts_q if request.packed else None,
+        "cu_seqlens_k": inputs.starts_kv if request.kv_format == "thd" else None,
+        "seqused_q": inputs.lengths_q if shortened else None,
+        "seqused_k": inputs.lengths_kv if shortened or cached else None,
+    }
+
+
+def _leaves_rows(request: AttentionRequest) -> bool:
+    """Are there rows, other than behind the last packed sequence, that belong to no sequence?"""
+    if request.packed:
+        return request.padded_between
+    return request.mask.padding
+
+
+def _batch_first(tensor_format: str, x: Tensor) -> Tensor:
+    return x.transpose(0, 1) if tensor_format == "sbhd" else x
+
+
+def _rows(request: AttentionRequest, like: Tensor, heads: int, size: int, zero: bool) -> Tensor:
+    """[.., heads, size] with the leading axes of `like`, in one piece."""
+    shape = (*like.shape[:-2], heads, size)
+    if zero:
+        return torch.zeros(shape, dtype=request.dtype, device=like.device)
+    return torch.empty(shape, dtype=request.dtype, device=like.device)
+
+
+KERNELS = Kernels("flash4", forward, backward)
+BACKEND = Backend("flash4", functools.partial(attend, KERNELS), refuses)

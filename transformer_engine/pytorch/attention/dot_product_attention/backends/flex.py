@@ -1,0 +1,162 @@
+"""o = torch.nn.attention.flex_attention: kernels that torch.compile writes for any bias, mask and score_mod.
+
+The first call of a kind compiles for many seconds. Bands without lengths become block masks, so that hidden blocks
+cost nothing; everything else is part of the function that changes the scores.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from .....common.dispatch import Backend
+from .. import layout, mask
+from ..request import AttentionInputs, AttentionRequest, AttentionResult
+
+Change = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+_SIZES = range(16, 257, 16)
+
+
+def refuses(r: AttentionRequest) -> str | None:
+    if not (r.switches.flash or r.switches.fused):
+        return "NVTE_FLASH_ATTN=0 and NVTE_FUSED_ATTN=0"
+    if r.device_type != "cuda":
+        return f"it needs a CUDA device, the tensors are on {r.device_type}"
+    if r.capability < (8, 0):
+        return f"compute capability {r.capability[0]}.{r.capability[1]} < 8.0"
+    if r.fp8 is not None:
+        return "FP8 attention; it takes float16, bfloat16 and float32"
+    if r.dtype == torch.float64:
+        return "float64"
+    if r.empty:
+        return "an empty tensor"
+    if r.dropout > 0.0:
+        return f"attention_dropout={r.dropout}; it has no dropout"
+    if r.softmax != "vanilla":
+        return f"softmax_type={r.softmax!r}; it has no sink"
+    if r.max_logit:
+        return "return_max_logit; it keeps its logits to itself"
+    for size in (r.head_dim_qk, r.head_dim_v):
+        if size not in _SIZES:
+            return f"heads of size {size}; it takes multiples of 16 up to 256"
+    if r.page_size:
+        return "a paged cache"
+    if r.deterministic and r.needs_gradient:
+        return "its backward adds in no fixed order"
+    return None
+
+
+def run(request: AttentionRequest, inputs: AttentionInputs) -> AttentionResult:
+    """The attention of a request, differentiable in q, k, v, bias and what score_mod holds."""
+    q, k, v = layout.dense_qkv(request, inputs)
+    blocks = _band(request, q.device) if request.mask.banded and not request.mask.padding else None
+    out = _compiled()(
+        q,
+        k,
+        v,
+        score_mod=_change(request, inputs),
+        block_mask=blocks,
+        scale=request.scale,
+        enable_gqa=request.groups != request.heads,
+    )
+    return AttentionResult(layout.from_bhsd(request, inputs, out).flatten(-2))
+
+
+def _compiled() -> Callable[..., Any]:
+    return flex_attention if torch.compiler.is_compiling() else _compiled_once()
+
+
+@functools.cache
+def _compiled_once() -> Callable[..., Any]:
+    return torch.compile(flex_attention, dynamic=False)
+
+
+@functools.lru_cache(maxsize=64)
+def _band(request: AttentionRequest, device: torch.device) -> BlockMask:
+    """The blocks that a band leaves, for sequences of one length."""
+    left, right = request.mask.window
+    shift = request.seqlen_kv - request.seqlen_q if request.mask.bottom_right else 0
+
+    def inside(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return _in_band(j - i - shift, left, right)
+
+    return create_block_mask(inside, None, None, request.seqlen_q, request.seqlen_kv, device=device)
+
+
+def _in_band(behind: Tensor, left: int, right: int) -> Tensor:
+    if left < 0:
+        return behind <= right
+    if right < 0:
+        return behind >= -left
+    return (behind >= -left) & (behind <= right)
+
+
+def _change(request: AttentionRequest, inputs: AttentionInputs) -> Change | None:
+    """What is done to one score: bias, score_mod, and -inf where lengths or masks hide it."""
+    steps: list[Change] = []
+    if inputs.bias is not None:
+        steps.append(_biased(request, inputs.bias))
+    if request.bias == "alibi":
+        steps.append(_alibi(request, inputs))
+    if request.score_mod is not None:
+        steps.append(request.score_mod)
+    if request.mask.padding or request.mask.arbitrary:
+        steps.append(_hidden(request, inputs))
+    if not steps:
+        return None
+
+    def change(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        for step in steps:
+            score = step(score, b, h, i, j)
+        return score
+
+    return change
+
+
+def _biased(request: AttentionRequest, bias: Tensor) -> Change:
+    factor = request.scale if request.bias == "pre_scale_bias" else 1.0
+    whole = bias.expand(request.batch, request.heads, request.seqlen_q, request.seqlen_kv)
+
+    def biased(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score + whole[b, h, i, j] * factor
+
+    return biased
+
+
+def _alibi(request: AttentionRequest, inputs: AttentionInputs) -> Change:
+    assert inputs.slopes is not None
+    slopes = inputs.slopes.float().expand(request.batch, request.heads)
+    shifts = _shifts(request, inputs)
+
+    def alibi(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score - slopes[b, h] * (j - i - shifts[b]).abs()
+
+    return alibi
+
+
+def _shifts(request: AttentionRequest, inputs: AttentionInputs) -> Tensor:
+    """j - i on the diagonal, [b] int32."""
+    shift = mask.diagonal_shift(request, inputs)
+    if isinstance(shift, Tensor):
+        return shift.flatten()
+    return torch.full((request.batch,), shift, dtype=torch.int32, device=inputs.q.device)
+
+
+def _hidden(request: AttentionRequest, inputs: AttentionInputs) -> Change:
+    """-inf where a mask tensor or a length hides a key; a band is looked at too where there are lengths."""
+    visible = mask.visible(request, inputs)
+    assert visible is not None
+    whole = visible.expand(request.batch, request.heads, request.seqlen_q, request.seqlen_kv)
+
+    def hidden(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return torch.where(whole[b, h, i, j], score, -float("inf"))
+
+    return hidden
+
+
+BACKEND = Backend("flex", run, refuses)

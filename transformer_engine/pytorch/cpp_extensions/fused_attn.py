@@ -1,0 +1,217 @@
+"""fused_attn_fwd and fused_attn_bwd with layouts, masks, biases and softmaxes by name, and default arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import transformer_engine_torch as tex
+from transformer_engine_torch import (
+    FP8BwdTensors,
+    FP8FwdTensors,
+    NVTE_Bias_Type,
+    NVTE_Fused_Attn_Backend,
+    NVTE_Mask_Type,
+    NVTE_QKV_Format,
+    NVTE_QKV_Layout,
+    NVTE_Softmax_Type,
+)
+
+from ..constants import TE_DType
+
+
+def _by_name(kind: Any, prefix: str = "NVTE_", suffix: str = "") -> dict[str, Any]:
+    return {member.name.removeprefix(prefix).removesuffix(suffix).lower(): member for member in kind}
+
+
+QKVFormat = {name: member for name, member in _by_name(NVTE_QKV_Format).items() if "not_set" not in name}
+QKVLayout = _by_name(NVTE_QKV_Layout)
+AttnBiasType = {
+    "no_bias": NVTE_Bias_Type.NVTE_NO_BIAS,
+    "pre_scale_bias": NVTE_Bias_Type.NVTE_PRE_SCALE_BIAS,
+    "post_scale_bias": NVTE_Bias_Type.NVTE_POST_SCALE_BIAS,
+    "alibi": NVTE_Bias_Type.NVTE_ALIBI,
+}
+AttnMaskType = {
+    "no_mask": NVTE_Mask_Type.NVTE_NO_MASK,
+    "padding": NVTE_Mask_Type.NVTE_PADDING_MASK,
+    "causal": NVTE_Mask_Type.NVTE_CAUSAL_MASK,
+    "padding_causal": NVTE_Mask_Type.NVTE_PADDING_CAUSAL_MASK,
+    "causal_bottom_right": NVTE_Mask_Type.NVTE_CAUSAL_BOTTOM_RIGHT_MASK,
+    "padding_causal_bottom_right": NVTE_Mask_Type.NVTE_PADDING_CAUSAL_BOTTOM_RIGHT_MASK,
+}
+SoftmaxType = {
+    "vanilla": NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX,
+    "off-by-one": NVTE_Softmax_Type.NVTE_OFF_BY_ONE_SOFTMAX,
+    "learnable": NVTE_Softmax_Type.NVTE_LEARNABLE_SOFTMAX,
+}
+FusedAttnBackend = {
+    "F16_max512_seqlen": NVTE_Fused_Attn_Backend.NVTE_F16_max512_seqlen,
+    "F16_arbitrary_seqlen": NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen,
+    "FP8": NVTE_Fused_Attn_Backend.NVTE_FP8,
+    "No_Backend": NVTE_Fused_Attn_Backend.NVTE_No_Backend,
+}
+
+# Slots of an attention's tensors in its module's scaling state.
+META_QKV = FP8FwdTensors.GEMM1_OUTPUT
+META_O = FP8FwdTensors.GEMM2_INPUT
+META_S = FP8FwdTensors.GEMM3_OUTPUT
+META_DQKV = FP8BwdTensors.GRAD_OUTPUT1
+META_DO = FP8BwdTensors.GRAD_INPUT2
+META_DP = FP8BwdTensors.GRAD_INPUT3
+
+
+def fused_attn_fwd(
+    is_training: bool,
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor,
+    q: Any,
+    k: Any,
+    v: Any,
+    fake_dtype: torch.dtype,
+    fused_attention_backend: NVTE_Fused_Attn_Backend,
+    attn_bias: Tensor | None = None,
+    cu_seqlens_q_padded: Tensor | None = None,
+    cu_seqlens_kv_padded: Tensor | None = None,
+    page_table_k: Tensor | None = None,
+    page_table_v: Tensor | None = None,
+    s_quantizer: Any = None,
+    o_quantizer: Any = None,
+    attn_scale: float | None = None,
+    dropout: float = 0.0,
+    fast_zero_fill: bool = True,
+    qkv_layout: str = "sbh3d",
+    attn_bias_type: str = "no_bias",
+    attn_mask_type: str = "padding",
+    softmax_type: str = "vanilla",
+    window_size: tuple[int, int] = (-1, -1),
+    rng_gen: torch.Generator | None = None,
+    softmax_offset: Tensor | None = None,
+    return_max_logit: bool = False,
+    cuda_graph: bool = False,
+    bottom_right_diagonal: bool | None = None,
+) -> tuple[Any, ...]:
+    """(out, aux tensors for fused_attn_bwd[, max_logit [h]]); see transformer_engine_torch.fused_attn_fwd.
+
+    attn_scale   default 1 / sqrt(head size);  dropout is 0 unless is_training
+    """
+    _check(fused_attention_backend)
+    output, *rest = tex.fused_attn_fwd(
+        max_seqlen_q,
+        max_seqlen_kv,
+        is_training,
+        q.shape[-1] ** -0.5 if attn_scale is None else attn_scale,
+        dropout if is_training else 0.0,
+        fast_zero_fill,
+        _one(QKVLayout, "qkv_layout", qkv_layout.lower()),
+        _one(AttnBiasType, "attn_bias_type", attn_bias_type),
+        _one(AttnMaskType, "attn_mask_type", attn_mask_type),
+        _one(SoftmaxType, "softmax_type", softmax_type),
+        window_size,
+        cu_seqlens_q,
+        cu_seqlens_kv,
+        q,
+        k,
+        v,
+        fake_dtype,
+        cu_seqlens_q_padded,
+        cu_seqlens_kv_padded,
+        page_table_k,
+        page_table_v,
+        s_quantizer,
+        o_quantizer,
+        attn_bias,
+        softmax_offset,
+        rng_gen,
+        0,
+        return_max_logit,
+        cuda_graph,
+        bottom_right_diagonal=bottom_right_diagonal,
+    )
+    if not return_max_logit:
+        return output, rest
+    max_logit = rest.pop(1)
+    return output, rest, max_logit
+
+
+def fused_attn_bwd(
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor,
+    q: Any,
+    k: Any,
+    v: Any,
+    o: Any,
+    d_o: Any,
+    fake_dtype: torch.dtype,
+    dqkv_dtype: Any,
+    aux_ctx_tensors: Sequence[Tensor],
+    fused_attention_backend: NVTE_Fused_Attn_Backend,
+    cu_seqlens_q_padded: Tensor | None = None,
+    cu_seqlens_kv_padded: Tensor | None = None,
+    s_quantizer: Any = None,
+    dp_quantizer: Any = None,
+    dqkv_quantizer: Any = None,
+    attn_scale: float | None = None,
+    dropout: float = 0.0,
+    fast_zero_fill: bool = True,
+    qkv_layout: str = "sbh3d",
+    attn_bias_type: str = "no_bias",
+    attn_mask_type: str = "padding",
+    softmax_type: str = "vanilla",
+    window_size: tuple[int, int] = (-1, -1),
+    deterministic: bool = False,
+    cuda_graph: bool = False,
+    bottom_right_diagonal: bool | None = None,
+) -> list[Any]:
+    """[dq, dk, dv, dbias | None, dsoftmax_offset | None]; dqkv_dtype is a torch dtype or a DType."""
+    _check(fused_attention_backend)
+    return tex.fused_attn_bwd(
+        max_seqlen_q,
+        max_seqlen_kv,
+        q.shape[-1] ** -0.5 if attn_scale is None else attn_scale,
+        dropout,
+        fast_zero_fill,
+        _one(QKVLayout, "qkv_layout", qkv_layout.lower()),
+        _one(AttnBiasType, "attn_bias_type", attn_bias_type),
+        _one(AttnMaskType, "attn_mask_type", attn_mask_type),
+        _one(SoftmaxType, "softmax_type", softmax_type),
+        window_size,
+        deterministic,
+        cu_seqlens_q,
+        cu_seqlens_kv,
+        q,
+        k,
+        v,
+        o,
+        d_o,
+        fake_dtype,
+        TE_DType[dqkv_dtype] if isinstance(dqkv_dtype, torch.dtype) else dqkv_dtype,
+        aux_ctx_tensors,
+        cu_seqlens_q_padded,
+        cu_seqlens_kv_padded,
+        s_quantizer,
+        dp_quantizer,
+        dqkv_quantizer,
+        cuda_graph,
+        bottom_right_diagonal=bottom_right_diagonal,
+    )
+
+
+def _check(backend: NVTE_Fused_Attn_Backend) -> None:
+    if backend == NVTE_Fused_Attn_Backend.NVTE_No_Backend:
+        raise ValueError(
+            "fused_attention_backend is No_Backend; ask get_fused_attn_backend for one that takes the call"
+        )
+
+
+def _one(names: dict[str, Any], argument: str, name: str) -> Any:
+    if name not in names:
+        raise ValueError(f"{argument}={name!r} does not exist; choose one of {', '.join(names)}")
+    return names[name]

@@ -1,0 +1,396 @@
+"""Attention under the names of the extension: fused_attn_fwd and fused_attn_bwd as plain calls, without autograd.
+
+The backend is chosen as for DotProductAttention, from those that have their two passes apart. The forward pass of
+FP8 codes is one of FP8 attention's; the backward pass widens them, as DotProductAttention does by default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transformer_engine.pytorch.attention.dot_product_attention.alibi import default_slopes
+from transformer_engine.pytorch.attention.dot_product_attention.call import Options, request_of
+from transformer_engine.pytorch.attention.dot_product_attention.choose import kernels
+from transformer_engine.pytorch.attention.dot_product_attention.mask import lengths_of
+from transformer_engine.pytorch.attention.dot_product_attention.mask import resolve as resolve_mask
+from transformer_engine.pytorch.attention.dot_product_attention.request import (
+    Attended,
+    AttentionInputs,
+    AttentionRequest,
+)
+from transformer_engine.pytorch.attention.dot_product_attention.sequences import Sequences
+from transformer_engine.pytorch.attention.dot_product_attention.utils import (
+    AttentionParams,
+    NVTE_Fused_Attn_Backend,
+    get_attention_backend,
+)
+from transformer_engine.pytorch.constants import DType, TE_DType_To_Torch
+
+from . import fp8_attention
+from .enums import NVTE_Bias_Type, NVTE_Mask_Type, NVTE_QKV_Layout, NVTE_Softmax_Type
+from .layout import Layout
+
+_BIASES = dict(zip(NVTE_Bias_Type, ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi"), strict=True))
+_MASKS = dict(
+    zip(
+        NVTE_Mask_Type,
+        (
+            "no_mask",
+            "padding",
+            "causal",
+            "padding_causal",
+            "causal_bottom_right",
+            "padding_causal_bottom_right",
+        ),
+        strict=True,
+    )
+)
+_SOFTMAXES = dict(zip(NVTE_Softmax_Type, ("vanilla", "off-by-one", "learnable"), strict=True))
+
+
+def fused_attn_fwd(
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    is_training: bool,
+    attn_scale: float,
+    p_dropout: float,
+    set_zero: bool,
+    qkv_layout: NVTE_QKV_Layout | int,
+    bias_type: NVTE_Bias_Type | int,
+    attn_mask_type: NVTE_Mask_Type | int,
+    softmax_type: NVTE_Softmax_Type | int,
+    window_size: Sequence[int],
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor,
+    Q: Any,
+    K: Any,
+    V: Any,
+    fake_dtype: torch.dtype,
+    cu_seqlens_q_padded: Tensor | None = None,
+    cu_seqlens_kv_padded: Tensor | None = None,
+    page_table_k: Tensor | None = None,
+    page_table_v: Tensor | None = None,
+    s_quantizer: Any = None,
+    o_quantizer: Any = None,
+    Bias: Tensor | None = None,
+    SoftmaxOffset: Tensor | None = None,
+    rng_gen: torch.Generator | None = None,
+    rng_elts_per_thread: int = 0,
+    return_max_logit: bool = False,
+    cuda_graph: bool = False,
+    *,
+    bottom_right_diagonal: bool | None = None,
+) -> list[Any]:
+    """[O, lse, (max_logit,) rng_state, (Bias,) (SoftmaxOffset)]; all behind O are what fused_attn_bwd needs.
+
+    O           [.., h, d_v] in Q's format and fake_dtype, quantized if o_quantizer is given
+    lse         float32 [b, h, s_q, 1], of packed tokens [t, h, 1]: log of the softmax's denominator
+    max_logit   float32 [h] with return_max_logit;  rng_state int64 [2], (seed, offset) of dropout
+    window_size (left, right), -1 = unlimited;  cu_seqlens_* int32 [b + 1]
+    page_table_*  int32 [b, pages a sequence] with a paged layout; keys and values lie in the same pages
+
+    Dropout draws from torch's generator of the device (rng_gen is accepted, and is that one). Tokens outside all
+    sequences are zero with set_zero and without. s_quantizer learns the softmax's largest
+    value in an FP8 attention; cuda_graph is accepted and changes nothing.
+    """
+    layout = Layout.of(qkv_layout)
+    request, inputs = _call(
+        layout,
+        (max_seqlen_q, max_seqlen_kv),
+        is_training,
+        attn_scale,
+        p_dropout,
+        (bias_type, attn_mask_type, softmax_type),
+        window_size,
+        (cu_seqlens_q, cu_seqlens_kv),
+        (Q, K, V),
+        fake_dtype,
+        (cu_seqlens_q_padded, cu_seqlens_kv_padded),
+        page_table_k if page_table_k is not None else page_table_v,
+        Bias,
+        SoftmaxOffset,
+        return_max_logit,
+        bottom_right_diagonal,
+    )
+    output: Any
+    if fp8_attention.takes_codes(layout, Q, K, V):
+        codes = inputs._replace(q=Q, k=K, v=V)
+        output, attended = fp8_attention.forward(request, codes, s_quantizer, o_quantizer)
+    else:
+        attended = kernels(request).forward(request, inputs)
+        output = layout.as_queries(attended.output)
+        if o_quantizer is not None:
+            output = o_quantizer(output.contiguous())
+    device = inputs.q.device
+    lse = torch.empty(0, dtype=torch.float32, device=device) if attended.lse is None else attended.lse
+    state = attended.rng_state
+    results = [output, lse.t().unsqueeze(-1) if request.packed and lse.dim() == 2 else lse.unsqueeze(-1)]
+    if return_max_logit:
+        results.append(attended.max_logit)
+    results.append(torch.zeros(2, dtype=torch.int64, device=device) if state is None else state)
+    return results + [extra for extra in (inputs.bias, SoftmaxOffset) if extra is not None]
+
+
+def fused_attn_bwd(
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    attn_scale: float,
+    p_dropout: float,
+    set_zero: bool,
+    qkv_layout: NVTE_QKV_Layout | int,
+    bias_type: NVTE_Bias_Type | int,
+    attn_mask_type: NVTE_Mask_Type | int,
+    softmax_type: NVTE_Softmax_Type | int,
+    window_size: Sequence[int],
+    deterministic: bool,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor,
+    Q: Any,
+    K: Any,
+    V: Any,
+    O: Any,  # noqa: E741  the name callers know
+    dO: Any,
+    fake_dtype: torch.dtype,
+    dqkv_type: DType | int | None,
+    Aux_CTX_Tensors: Sequence[Tensor],
+    cu_seqlens_q_padded: Tensor | None = None,
+    cu_seqlens_kv_padded: Tensor | None = None,
+    s_quantizer: Any = None,
+    dp_quantizer: Any = None,
+    dqkv_quantizer: Any = None,
+    cuda_graph: bool = False,
+    *,
+    bottom_right_diagonal: bool | None = None,
+) -> list[Any]:
+    """[dQ, dK, dV, dBias | None, dSoftmaxOffset | None] of fused_attn_fwd's O for the gradient dO.
+
+    Aux_CTX_Tensors   what fused_attn_fwd returned behind O, without max_logit
+    dqkv_type         dtype of the gradients; an FP8 type or None: Q's, quantized if dqkv_quantizer is given
+    Of a packed layout, the gradients are views of one buffer of that layout.
+    """
+    layout = Layout.of(qkv_layout)
+    lse, state, *extras = Aux_CTX_Tensors
+    has_bias = NVTE_Bias_Type(bias_type) in (
+        NVTE_Bias_Type.NVTE_PRE_SCALE_BIAS,
+        NVTE_Bias_Type.NVTE_POST_SCALE_BIAS,
+    )
+    bias = extras.pop(0) if has_bias else None
+    offset = extras.pop(0) if extras else None
+    request, inputs = _call(
+        layout,
+        (max_seqlen_q, max_seqlen_kv),
+        True,
+        attn_scale,
+        p_dropout,
+        (bias_type, attn_mask_type, softmax_type),
+        window_size,
+        (cu_seqlens_q, cu_seqlens_kv),
+        (Q, K, V),
+        fake_dtype,
+        (cu_seqlens_q_padded, cu_seqlens_kv_padded),
+        None,
+        bias,
+        offset,
+        False,
+        bottom_right_diagonal,
+    )
+    request = replace(
+        request, deterministic=request.deterministic or deterministic, bias_gradient=bias is not None
+    )
+    attended = Attended(
+        layout.queries(_wide(O, fake_dtype)).contiguous(),
+        lse.squeeze(-1).t() if request.packed and lse.dim() == 3 else lse.squeeze(-1),
+        state if p_dropout > 0.0 else None,
+    )
+    grad_output = layout.queries(_wide(dO, fake_dtype))
+    found = kernels(request).backward(request, inputs, attended, grad_output)
+    dtype = fake_dtype if dqkv_type is None else TE_DType_To_Torch.get(DType(dqkv_type), fake_dtype)
+    wanted = dtype if dtype in (torch.float32, torch.float16, torch.bfloat16) else fake_dtype
+    gradients: list[Any] = list(layout.packed(*(x.to(wanted) for x in found[:3])))
+    if dqkv_quantizer is not None:
+        gradients = [dqkv_quantizer(x.contiguous()) for x in gradients]
+    offset_gradient = None
+    if offset is not None and request.softmax == "learnable":
+        assert found.sink is not None
+        offset_gradient = found.sink.reshape(offset.shape)
+    return [*gradients, found.bias, offset_gradient]
+
+
+def get_fused_attn_backend(
+    is_training: bool,
+    q_dtype: DType | int,
+    kv_dtype: DType | int,
+    qkv_layout: NVTE_QKV_Layout | int,
+    bias_type: NVTE_Bias_Type | int,
+    attn_mask_type: NVTE_Mask_Type | int,
+    softmax_type: NVTE_Softmax_Type | int,
+    p_dropout: float,
+    num_attn_heads: int,
+    num_gqa_groups: int,
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    head_dim_qk: int,
+    head_dim_v: int,
+    window_size_left: int,
+    window_size_right: int,
+    return_max_logit: bool = False,
+    cuda_graph: bool = False,
+    deterministic: bool = False,
+) -> NVTE_Fused_Attn_Backend:
+    """The kind of fused attention that takes a call; NVTE_No_Backend when none does."""
+    dtype = TE_DType_To_Torch[DType(q_dtype)]
+    fp8 = dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+    if DType(kv_dtype) != DType(q_dtype):
+        return NVTE_Fused_Attn_Backend.NVTE_No_Backend
+    params = AttentionParams(
+        qkv_dtype=torch.bfloat16 if fp8 else dtype,
+        qkv_layout=Layout.of(qkv_layout).name,
+        num_heads=num_attn_heads,
+        num_gqa_groups=num_gqa_groups,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_kv=max_seqlen_kv,
+        head_dim_qk=head_dim_qk,
+        head_dim_v=head_dim_v,
+        attn_mask_type=_MASKS[NVTE_Mask_Type(attn_mask_type)],
+        window_size=(window_size_left, window_size_right),
+        core_attention_bias_type=_BIASES[NVTE_Bias_Type(bias_type)],
+        attention_dropout=p_dropout,
+        deterministic=deterministic,
+        is_training=is_training,
+        fp8=fp8,
+        softmax_type=_SOFTMAXES[NVTE_Softmax_Type(softmax_type)],
+        return_max_logit=return_max_logit,
+        cuda_graph=cuda_graph,
+    )
+    *_, (_, fused, _) = get_attention_backend(params)
+    if not fused:
+        return NVTE_Fused_Attn_Backend.NVTE_No_Backend
+    return NVTE_Fused_Attn_Backend.NVTE_FP8 if fp8 else NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen
+
+
+def fa_prepare_fwd(qkvi: Tensor) -> Tensor:
+    """[3, b, s, h, d]: queries, keys and values apart, from one buffer [s, b, h, 3 d] that interleaves them.
+
+    qkvi is that buffer, or its queries [s, b, h, d] as a view of it.
+    """
+    size = qkvi.shape[-1]
+    if qkvi.stride(2) == 3 * size:
+        qkvi = qkvi.as_strided((*qkvi.shape[:3], 3 * size), qkvi.stride())
+    elif size % 3:
+        raise ValueError(
+            f"qkvi {list(qkvi.shape)} neither ends in 3 * d features nor is a view of a buffer that does"
+        )
+    return qkvi.unflatten(-1, (3, -1)).permute(3, 1, 0, 2, 4).contiguous()
+
+
+def fa_prepare_bwd(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """[s, b, h, 3 d]: the inverse of fa_prepare_fwd, for gradients q, k, v [b, s, h, d]."""
+    return torch.stack((q, k, v), dim=-2).flatten(-2).transpose(0, 1).contiguous()
+
+
+def _call(
+    layout: Layout,
+    max_seqlens: tuple[int, int],
+    is_training: bool,
+    scale: float,
+    dropout: float,
+    kinds: tuple[NVTE_Bias_Type | int, NVTE_Mask_Type | int, NVTE_Softmax_Type | int],
+    window: Sequence[int],
+    cu_seqlens: tuple[Tensor, Tensor],
+    qkv: tuple[Any, Any, Any],
+    dtype: torch.dtype,
+    starts: tuple[Tensor | None, Tensor | None],
+    page_table: Tensor | None,
+    bias: Tensor | None,
+    offset: Tensor | None,
+    max_logit: bool,
+    bottom_right: bool | None,
+) -> tuple[AttentionRequest, AttentionInputs]:
+    """The call as the backends are asked for it."""
+    if layout.paged != (page_table is not None):
+        raise ValueError(f"qkv_layout={layout.name!r} {'needs' if layout.paged else 'takes no'} page_table_k")
+    q = layout.queries(_wide(qkv[0], dtype))
+    k, v = (layout.keys(_wide(x, dtype)) for x in qkv[1:])
+    bias_name = _BIASES[NVTE_Bias_Type(kinds[0])]
+    softmax = _SOFTMAXES[NVTE_Softmax_Type(kinds[2])]
+    mask_name = _MASKS[NVTE_Mask_Type(kinds[1])]
+    left, right = window
+    # Callers leave the right side of a causal window open; the mask closes it.
+    mask = resolve_mask(mask_name, (left, 0 if "causal" in mask_name else right), bottom_right)
+    sequences = _sequences(layout, mask.padding, q, k, cu_seqlens, starts, max_seqlens, page_table)
+    sink = None if offset is None else offset.reshape(-1)
+    if sink is None and softmax != "vanilla":
+        sink = torch.zeros(q.shape[-2], dtype=torch.float32, device=q.device)
+    inputs = AttentionInputs(
+        q,
+        k,
+        v,
+        lengths_q=sequences.lengths_q,
+        lengths_kv=sequences.lengths_kv,
+        starts_q=sequences.starts_q,
+        starts_kv=sequences.starts_kv,
+        bias=bias if bias_name in ("pre_scale_bias", "post_scale_bias") else None,
+        slopes=default_slopes(q.shape[-2], q.device) if bias_name == "alibi" else None,
+        sink=sink,
+        page_table=page_table,
+    )
+    options = Options(
+        mask=mask,
+        q_format=layout.q_format,
+        kv_format=layout.kv_format,
+        bias=bias_name,
+        softmax=softmax,
+        scale=scale,
+        dropout=dropout if is_training else 0.0,
+        max_logit=max_logit,
+        page_size=k.shape[1] if layout.paged else 0,
+        num_splits=1,
+        cached=layout.paged,
+        score_mod=None,
+    )
+    return replace(request_of(options, sequences, inputs, False), needs_gradient=is_training), inputs
+
+
+def _sequences(
+    layout: Layout,
+    padding: bool,
+    q: Tensor,
+    k: Tensor,
+    cu_seqlens: tuple[Tensor, Tensor],
+    starts: tuple[Tensor | None, Tensor | None],
+    max_seqlens: tuple[int, int],
+    page_table: Tensor | None,
+) -> Sequences:
+    """Lengths where they matter, extents of dense tensors from their shapes."""
+    packed_q, packed_kv = layout.q_format == "thd", layout.kv_format == "thd"
+    needed = padding or packed_q or packed_kv or layout.paged
+    lengths_q = lengths_of(cu_seqlens[0]) if needed else None
+    same = cu_seqlens[0] is cu_seqlens[1]
+    lengths_kv = lengths_q if same or not needed else lengths_of(cu_seqlens[1])
+    extent_q = max_seqlens[0] if packed_q else q.shape[layout.q_format.index("s")]
+    extent_kv = max_seqlens[1] if packed_kv else k.shape[layout.kv_format.index("s")]
+    if page_table is not None:
+        extent_kv = page_table.shape[1] * k.shape[1]
+    return Sequences(
+        batch=cu_seqlens[0].shape[0] - 1,
+        max_q=extent_q,
+        max_kv=extent_kv,
+        padded_between=(packed_q and starts[0] is not None) or (packed_kv and starts[1] is not None),
+        lengths_q=lengths_q,
+        lengths_kv=lengths_kv,
+        starts_q=(cu_seqlens[0] if starts[0] is None else starts[0]) if packed_q else None,
+        starts_kv=(cu_seqlens[1] if starts[1] is None else starts[1]) if packed_kv else None,
+        masked_q=None,
+        masked_kv=None,
+        masked=None,
+    )
+
+
+def _wide(x: Any, dtype: torch.dtype) -> Tensor:
+    """A tensor that is not quantized; one that is, dequantized to dtype."""
+    return x.dequantize(dtype=dtype) if hasattr(x, "get_usages") else x

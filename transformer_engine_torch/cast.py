@@ -1,0 +1,88 @@
+"""Quantized tensors under the names of the extension: what a quantizer makes of tensors, and bytes turned over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transformer_engine.pytorch.constants import DType, TE_DType_To_Torch
+from transformer_engine.pytorch.primitives.quantize import absolute_maximum
+
+
+def torch_dtype(dtype: DType | int | torch.dtype) -> torch.dtype:
+    """torch's dtype of the enumeration or of its number."""
+    return dtype if isinstance(dtype, torch.dtype) else TE_DType_To_Torch[DType(dtype)]
+
+
+def given_or_quantized(tensor: Tensor, quantizer: Any, output: Any = None) -> Any:
+    """The tensor as quantizer makes it; itself, copied into output if that is given, for None."""
+    if quantizer is not None:
+        return quantizer.quantize(tensor, out=output)
+    return tensor if output is None else output.copy_(tensor)
+
+
+def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | None = None) -> Any:
+    """The quantized tensor, written into output if that is given; noop float32 [1] != 0 leaves output as it is."""
+    if output is None:
+        return quantizer.quantize(tensor)
+    return quantizer.update_quantized(tensor, output, noop_flag=noop)
+
+
+def dequantize(input: Any, otype: DType | int | torch.dtype) -> Tensor:
+    """The values of a quantized tensor."""
+    return input.dequantize(dtype=torch_dtype(otype))
+
+
+def bgrad_quantize(input: Tensor, quantizer: Any) -> list[Any]:
+    """[sum of input [.., K] over its rows, in its dtype and summed in float32; the quantized input]."""
+    bias_gradient = input.reshape(-1, input.shape[-1]).sum(dim=0, dtype=torch.float32).to(input.dtype)
+    return [bias_gradient, given_or_quantized(input, quantizer)]
+
+
+def multi_tensor_quantize(tensor_list: Sequence[Tensor], quantizer_list: Sequence[Any]) -> list[Any]:
+    """Every tensor as the quantizer of its place makes it."""
+    return [
+        given_or_quantized(tensor, quantizer)
+        for tensor, quantizer in zip(tensor_list, quantizer_list, strict=True)
+    ]
+
+
+def split_quantize(
+    tensor: Tensor,
+    split_sections: Sequence[int],
+    quantizer_list: Sequence[Any],
+    disable_bulk_allocation: bool = False,
+) -> list[Any]:
+    """The parts of tensor [M, K], split along its rows, quantized; disable_bulk_allocation changes nothing."""
+    return multi_tensor_quantize(tensor.split(list(split_sections), dim=0), quantizer_list)
+
+
+def create_empty_quantized_tensor(
+    quantizer: Any,
+    shape: Sequence[int],
+    dtype: DType | int | torch.dtype,
+    device: torch.device | str | None = None,
+    pin_memory: bool = False,
+) -> Any:
+    """A quantized tensor of this shape and nominal dtype with unset payload."""
+    return quantizer.make_empty(shape, dtype=torch_dtype(dtype), device=device, pin_memory=pin_memory)
+
+
+def compute_amax(input: Tensor, amax: Tensor) -> None:
+    """amax float32 [1] = max |input|, in place."""
+    amax.copy_(absolute_maximum(input).reshape(amax.shape))
+
+
+def fp8_transpose(input: Tensor, dtype: DType | int, output: Tensor | None = None) -> Tensor:
+    """uint8 [K, M] of FP8 codes uint8 [.., K], whose leading axes make M; into output if that is given."""
+    turned = input.reshape(-1, input.shape[-1]).t()
+    return turned.contiguous() if output is None else output.copy_(turned)
+
+
+def swap_first_dims(tensor: Tensor, out: Tensor | None = None) -> Tensor:
+    """[b, a, ..] of [a, b, ..], contiguous; into out if that is given."""
+    turned = tensor.transpose(0, 1)
+    return turned.contiguous() if out is None else out.copy_(turned)

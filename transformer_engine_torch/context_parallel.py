@@ -1,0 +1,156 @@
+"""Packed sequences shared by context-parallel ranks: halves of sequences, and the corrections of partial results.
+
+Legend: t packed tokens of this rank, h heads, b sequences; cu_seqlens int32 [b + 1] bounds the sequences of this
+rank, every length is even, and the "first half" of a tensor is the first half of each of its sequences. A softmax
+over keys in two parts is put together from each part's output o_i and lse_i = log sum exp:
+lse = log(exp(lse_1) + exp(lse_2)), o = sum_i o_i exp(lse_i - lse). Nothing is read on the host.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def thd_read_half_tensor(tensor: Tensor, cu_seqlens: Tensor, half_idx: int) -> Tensor:
+    """[.., t / 2, h, d]: the half 0 or 1 of every sequence of [t, h, d], or of keys and values [2, t, h, d]."""
+    axis = tensor.dim() - 3
+    return tensor.index_select(axis, _half(cu_seqlens, tensor.shape[axis] // 2, half_idx))
+
+
+def thd_second_half_lse_correction(
+    lse: Tensor, lse_per_step: Tensor, cu_seqlens: Tensor, lse_packed: bool
+) -> None:
+    """lse[second half] = log(exp(lse[second half]) + exp(lse_per_step)), in place.
+
+    lse_packed  lse float32 [h, t], lse_per_step [h, t / 2]; else [b, h, s] and [b, h, s / 2]
+    """
+    if lse_packed:
+        second = _half(cu_seqlens, lse_per_step.shape[-1], 1)
+        lse.index_copy_(1, second, torch.logaddexp(lse.index_select(1, second), lse_per_step))
+        return
+    # Short sequences leave columns unused: the second half of each begins at its own column.
+    column, inside = _padded_second_half(cu_seqlens, lse_per_step.shape[-1], lse.shape[-1])
+    column = column[:, None].expand(-1, lse.shape[1], -1)
+    old = lse.gather(2, column)
+    # What lies behind a sequence is written with what it holds: a column outside is never one inside.
+    merged = torch.where(inside[:, None], torch.logaddexp(old, lse_per_step), old)
+    lse.scatter_(2, column, merged)
+
+
+def thd_read_second_half_lse(
+    lse: Tensor, cu_seqlens: Tensor, lse_packed: bool, second_half_lse_seqlen: int
+) -> Tensor:
+    """lse of every sequence's second half: [h, second_half_lse_seqlen], or [b, h, second_half_lse_seqlen].
+
+    lse_packed  lse is float32 [h, t], else [b, h, s]; entries that belong to no token are 0
+    """
+    if lse_packed:
+        half = lse.index_select(1, _half(cu_seqlens, lse.shape[-1] // 2, 1))
+        return torch.nn.functional.pad(half, (0, second_half_lse_seqlen - half.shape[-1]))
+    column, inside = _padded_second_half(cu_seqlens, second_half_lse_seqlen, lse.shape[-1])
+    read = lse.gather(2, column[:, None].expand(-1, lse.shape[1], -1))
+    return torch.where(inside[:, None], read, 0.0)
+
+
+def thd_out_correction(
+    out: Tensor,
+    out_per_step: Tensor,
+    lse: Tensor,
+    lse_per_step: Tensor,
+    cu_seqlens: Tensor,
+    only_second_half: bool,
+    lse_packed: bool,
+) -> None:
+    """out += out_per_step * exp(lse_per_step - lse), in place; computed in float32.
+
+    out, out_per_step  [t, h, d]; only_second_half: the step has the second halves only, [t / 2, h, d]
+    lse, lse_per_step  float32 [h, t], or [b, h, s] unless lse_packed; the step's as long as out_per_step
+    """
+    rows = out_per_step.shape[0]
+    bounds = cu_seqlens // 2 if only_second_half else cu_seqlens
+    where = _half(cu_seqlens, rows, 1) if only_second_half else torch.arange(rows, device=out.device)
+    if lse_packed:
+        weight = torch.exp(lse_per_step[:, :rows] - lse.index_select(1, where)).t()
+    else:
+        sequence, place = _places(bounds, rows)
+        start = (cu_seqlens[1:] - cu_seqlens[:-1]).long()[sequence] // 2 if only_second_half else 0
+        whole = lse[sequence, :, (place + start).clamp(max=lse.shape[-1] - 1)]
+        weight = torch.exp(lse_per_step[sequence, :, place.clamp(max=lse_per_step.shape[-1] - 1)] - whole)
+    real = (torch.arange(rows, device=out.device) < bounds[-1])[:, None, None]
+    added = torch.where(real, out_per_step.float() * weight[:, :, None], 0.0)
+    out.index_copy_(0, where, (out.index_select(0, where).float() + added).to(out.dtype))
+
+
+def thd_grad_correction(
+    grad: Tensor, grad_per_step: Tensor, cu_seqlens: Tensor, first_half: str, second_half: str
+) -> None:
+    """grad's halves take those of grad_per_step, in place: "add", "copy" or "none" for each half.
+
+    grad [t, h, d] or [2, t, h, d]; grad_per_step alike, or with the one half that is not "none" alone.
+    """
+    for name, how in (("first_half", first_half), ("second_half", second_half)):
+        if how not in ("add", "copy", "none"):
+            raise ValueError(f'{name}={how!r} does not exist; choose "add", "copy" or "none"')
+    axis = grad.dim() - 3
+    rows = grad.shape[axis] // 2
+    alone = grad_per_step.shape[axis] != grad.shape[axis]
+    for index, how in enumerate((first_half, second_half)):
+        if how == "none":
+            continue
+        where = _half(cu_seqlens, rows, index)
+        part = grad_per_step if alone else grad_per_step.index_select(axis, where)
+        if how == "add":
+            grad.index_add_(axis, where, part.to(grad.dtype))
+        else:
+            grad.index_copy_(axis, where, part.to(grad.dtype))
+
+
+def thd_get_partitioned_indices(cu_seqlens: Tensor, total_tokens: int, world_size: int, rank: int) -> Tensor:
+    """int32 [total_tokens / world_size]: which tokens of whole packed sequences a context-parallel rank holds.
+
+    Of the 2 * world_size equal chunks of a sequence it holds the two numbered rank and 2 * world_size - 1 - rank,
+    which gives every rank as much of a causal mask.
+    """
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank={rank} is outside 0..{world_size - 1}")
+    if total_tokens % (2 * world_size):
+        raise ValueError(
+            f"total_tokens={total_tokens} is not a multiple of 2 * world_size = {2 * world_size}; "
+            "pad every sequence to one"
+        )
+    bounds = cu_seqlens.long()
+    sequence, place = _places(cu_seqlens // world_size, total_tokens // world_size)
+    length = (bounds[1:] - bounds[:-1])[sequence]
+    chunk = length // (2 * world_size)
+    second = place >= chunk
+    number = torch.where(
+        second, 2 * world_size - 2 - rank, rank
+    )  # a second chunk's place counts from 1 chunk on
+    return (bounds[sequence] + number * chunk + place).to(torch.int32)
+
+
+def _places(bounds: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """The sequence of each of the tokens [tokens], and its place in it; sequences lie between bounds [b + 1]."""
+    bounds = bounds.long()
+    token = torch.arange(tokens, device=bounds.device)
+    sequence = (torch.searchsorted(bounds, token, right=True) - 1).clamp(0, bounds.shape[0] - 2)
+    return sequence, token - bounds[sequence]
+
+
+def _half(cu_seqlens: Tensor, tokens: int, half_idx: int) -> Tensor:
+    """int64 [tokens]: where the tokens of a half of every sequence lie in the whole."""
+    if half_idx not in (0, 1):
+        raise ValueError(f"half_idx={half_idx} is neither 0 (the first half) nor 1 (the second)")
+    bounds = cu_seqlens.long()
+    sequence, place = _places(bounds // 2, tokens)
+    half = (bounds[1:] - bounds[:-1])[sequence] // 2
+    return bounds[sequence] + place + half_idx * half
+
+
+def _padded_second_half(cu_seqlens: Tensor, columns: int, limit: int) -> tuple[Tensor, Tensor]:
+    """[b, columns]: the column of each token of the second halves in a tensor [b, h, limit], and whether it is one."""
+    half = (cu_seqlens[1:] - cu_seqlens[:-1]).long() // 2
+    place = torch.arange(columns, device=cu_seqlens.device)
+    # Columns are taken modulo the limit, so that those outside are all different from those inside.
+    return (half[:, None] + place) % limit, place < half[:, None]

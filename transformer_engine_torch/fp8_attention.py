@@ -1,0 +1,52 @@
+"""The forward pass of an attention to q, k, v that come as FP8 codes, by the backends of FP8 attention."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from transformer_engine.pytorch import Float8Quantizer
+from transformer_engine.pytorch.attention.dot_product_attention import fp8
+from transformer_engine.pytorch.attention.dot_product_attention.choose import kernels
+from transformer_engine.pytorch.attention.dot_product_attention.fp8_call import Call, Slots
+from transformer_engine.pytorch.attention.dot_product_attention.request import (
+    Attended,
+    AttentionInputs,
+    AttentionRequest,
+)
+from transformer_engine.pytorch.tensor import Float8Tensor
+from transformer_engine.pytorch.tensor.identity_tensor import IdentityQuantizer
+
+from .layout import Layout
+
+
+def takes_codes(layout: Layout, *qkv: Any) -> bool:
+    """Are all three Float8Tensors, laid out as the backends of FP8 attention read them?"""
+    return not (layout.transposed or layout.turned or layout.paged) and all(
+        isinstance(x, Float8Tensor) for x in qkv
+    )
+
+
+def forward(
+    request: AttentionRequest, inputs: AttentionInputs, s_quantizer: Any, o_quantizer: Any
+) -> tuple[Any, Attended]:
+    """(o [.., h, d_v], as o_quantizer makes it or in the request's dtype for None; the pass's statistics).
+
+    s_quantizer   learns the softmax's largest value, if it keeps one
+    """
+    scaling = "delayed" if isinstance(o_quantizer, Float8Quantizer) else "current"
+    unused = IdentityQuantizer()
+    output = unused if o_quantizer is None else o_quantizer
+    softmax = unused if s_quantizer is None else s_quantizer
+    slots = Slots(unused, output, softmax, unused, unused, unused)
+    call = Call(request, scaling, slots, None, kernels(request), o_quantizer is None)
+    described = replace(request, fp8=scaling)
+    # Kernels write codes; without a quantizer for them the attention is emulated.
+    table = fp8.FORWARD
+    backend = table.named("emulated") if o_quantizer is None else table.select(described)
+    rounded = backend.run(call, inputs)
+    attended = Attended(rounded.output, rounded.lse, rounded.rng_state, rounded.max_logit)  # pyright: ignore[reportArgumentType]
+    if o_quantizer is None:
+        return rounded.output, attended
+    codes = o_quantizer.wrap(rounded.codes)
+    return codes.view(*codes.shape[:-1], request.heads, request.head_dim_v), attended

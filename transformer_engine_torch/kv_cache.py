@@ -1,0 +1,91 @@
+"""Key-value caches and the two layouts of sequences: copy_to_kv_cache, convert_thd_to_bshd, convert_bshd_to_thd."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from transformer_engine.pytorch.attention.dot_product_attention.layout import bshd_to_thd, thd_to_bshd
+from transformer_engine.pytorch.primitives.kv_cache import append
+
+from .enums import NVTE_QKV_Format
+
+_FORMATS = {
+    NVTE_QKV_Format.NVTE_SBHD: "sbhd",
+    NVTE_QKV_Format.NVTE_BSHD: "bshd",
+    NVTE_QKV_Format.NVTE_THD: "thd",
+}
+
+
+def format_name(qkv_format: NVTE_QKV_Format | int | str) -> str:
+    """ "sbhd", "bshd" or "thd" of the enumeration, its number or the name itself; ValueError for others."""
+    name = qkv_format if isinstance(qkv_format, str) else _FORMATS.get(NVTE_QKV_Format(qkv_format))
+    if name is None or name not in _FORMATS.values():
+        raise ValueError(f"qkv_format={qkv_format!r} is none of {', '.join(_FORMATS.values())}; convert it")
+    return name
+
+
+def copy_to_kv_cache(
+    new_k: Tensor,
+    new_v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor | None,
+    cu_new_lens: Tensor,
+    cu_cached_lens: Tensor,
+    qkv_format: NVTE_QKV_Format | int | str,
+    b: int,
+    max_ctx_len: int,
+    max_seq_len: int,
+    max_pages_per_seq: int,
+    is_non_paged: bool,
+) -> None:
+    """Write new keys and values [sbhd, bshd or thd] behind the cached ones of b sequences, in place.
+
+    k_cache, v_cache   [sequences, max_seq_len, h, d], or [pages, page size, h, d] unless is_non_paged
+    page_table         int32 [b, max_pages_per_seq]; is_non_paged: int32 [b], the row that each sequence's keys
+                       and values have been in until now (None: the row they belong in)
+    cu_new_lens, cu_cached_lens   int32 [b + 1], cumulative; the cached lengths count the new tokens
+    max_ctx_len        no sequence brings more new tokens
+    """
+    for name, new, cache in (("k", new_k, k_cache), ("v", new_v, v_cache)):
+        if new.shape[-2:] != cache.shape[-2:] or not cache.is_contiguous():
+            raise ValueError(
+                f"new_{name} {list(new.shape)} does not fit {name}_cache {list(cache.shape)}, strides "
+                f"{list(cache.stride())}; both end in (heads, size), and the cache is contiguous"
+            )
+    cu_new, cu_cached = cu_new_lens[: b + 1], cu_cached_lens[: b + 1]
+    if not is_non_paged:
+        if page_table is None:
+            raise ValueError(
+                "a paged cache needs page_table [b, max_pages_per_seq]; or set is_non_paged=True"
+            )
+        page_table = page_table[:b, :max_pages_per_seq]
+    elif page_table is not None:
+        rows = page_table[:b].long()
+        for cache in (k_cache, v_cache):
+            cache[:b] = cache[rows]
+        page_table = None
+    append(
+        new_k, new_v, k_cache, v_cache, page_table, cu_new, cu_cached, format_name(qkv_format), max_ctx_len
+    )
+
+
+def convert_thd_to_bshd(tensor: Tensor, cu_seqlens: Tensor, b: int, max_seq_len: int) -> Tensor:
+    """[b, max_seq_len, h, d] of packed tokens [t, h, d]; zeros behind each sequence."""
+    bounds = cu_seqlens[: b + 1]
+    return thd_to_bshd(tensor, bounds, bounds[1:] - bounds[:-1], max_seq_len)
+
+
+def convert_bshd_to_thd(tensor: Tensor, cu_seqlens: Tensor, t: int) -> Tensor:
+    """Packed tokens [t, h, d] of [b, s, h, d]; tokens behind the last sequence are zero."""
+    return bshd_to_thd(tensor, cu_seqlens, cu_seqlens[1:] - cu_seqlens[:-1], t)
+
+
+def mha_fill(tensor: Tensor, value: float | Tensor) -> None:
+    """tensor[:] = value; for a tensor value int [1], the rows of tensor from that one on become 0. In place."""
+    if not isinstance(value, Tensor):
+        tensor.fill_(value)
+        return
+    row = torch.arange(tensor.shape[0], device=tensor.device)
+    tensor.masked_fill_((row >= value).view(-1, *[1] * (tensor.dim() - 1)), 0)

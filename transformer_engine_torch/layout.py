@@ -1,0 +1,79 @@
+"""What the name of a qkv layout says: "sbhd_sb2hd" has queries [s, b, h, d] and keys, values in one [s, b, 2, g, d]."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .enums import NVTE_QKV_Layout
+
+
+@dataclass(frozen=True)
+class Layout:
+    """q_format, kv_format: sbhd, bshd or thd, as backends are given them.
+
+    A bhsd tensor is seen as bshd; keys and values in the queries' order of axes, pages and those of packed
+    queries as bshd: a view each (turned).
+    interleaved   how many of the three share a buffer (3, 2 keys and values, 0), and on which axis from the end
+    """
+
+    name: str
+    q_format: str
+    kv_format: str
+    interleaved: int = 0
+    axis: int = -3
+    paged: bool = False
+    transposed: bool = False
+    turned: bool = False
+
+    @staticmethod
+    @functools.cache
+    def of(qkv_layout: NVTE_QKV_Layout | int) -> Layout:
+        """The layout of the enumeration or of its number."""
+        name = NVTE_QKV_Layout(qkv_layout).name.removeprefix("NVTE_").lower()
+        parts = name.removeprefix("paged_kv_").split("_")
+        q_format, kv_format = ("".join(c for c in part if c.isalpha()) for part in (parts[0], parts[-1]))
+        packed = next((digit for digit in "32" if digit in parts[-1]), "0")
+        paged, transposed = name.startswith("paged"), q_format == "bhsd"
+        if transposed:
+            q_format = kv_format = "bshd"
+        seen = kv_format if kv_format == "thd" else "bshd" if paged or q_format == "thd" else q_format
+        return Layout(
+            name,
+            q_format,
+            seen,
+            interleaved=int(packed),
+            axis=-2 if "h" + packed in parts[-1] else -3,
+            paged=paged,
+            transposed=transposed,
+            turned=seen != kv_format,
+        )
+
+    def queries(self, x: Tensor) -> Tensor:
+        """x in q_format."""
+        return x.transpose(1, 2) if self.transposed else x
+
+    def as_queries(self, x: Tensor) -> Tensor:
+        """x of q_format as the layout has queries."""
+        return x.transpose(1, 2) if self.transposed else x
+
+    def keys(self, x: Tensor) -> Tensor:
+        """x in kv_format; pages [page, token, g, d]."""
+        if self.turned:
+            return x.transpose(0, 1)
+        return x.transpose(1, 2) if self.transposed else x
+
+    def packed(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v of q_format and kv_format as the layout has them: views of one buffer where they share one."""
+        if self.interleaved == 3:
+            q, k, v = torch.stack((q, k, v), dim=self.axis).unbind(self.axis)
+        elif self.interleaved == 2:
+            k, v = torch.stack((k, v), dim=self.axis).unbind(self.axis)
+        if self.turned:
+            return q, k.transpose(0, 1), v.transpose(0, 1)
+        if not self.transposed:
+            return q, k, v
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)

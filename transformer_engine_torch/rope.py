@@ -1,0 +1,108 @@
+"""Rotary position embedding under the names of the extension: forward, backward, and of packed q, k, v."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from transformer_engine.pytorch.primitives.rope import (
+    Positions,
+    RopeSpec,
+    rope_backward,
+    rope_forward,
+    rope_qkv_backward,
+    rope_qkv_forward,
+)
+
+from .enums import NVTE_QKV_Format
+from .kv_cache import format_name
+
+Format = NVTE_QKV_Format | int | str
+
+
+def fused_rope_forward(
+    input: Tensor,
+    freqs: Tensor,
+    start_positions: Tensor | None,
+    qkv_format: Format,
+    interleaved: bool,
+    cu_seqlens: Tensor | None,
+    cp_size: int,
+    cp_rank: int,
+) -> Tensor:
+    """input [.., h, d] turned by the angles freqs float32 [s, 1, 1, d] of its tokens' positions."""
+    spec = RopeSpec(format_name(qkv_format), interleaved, cp_size, cp_rank)
+    return rope_forward(input, _angles(freqs), Positions(start_positions, cu_seqlens), spec)
+
+
+def fused_rope_backward(
+    output_grads: Tensor,
+    freqs: Tensor,
+    start_positions: Tensor | None,
+    qkv_format: Format,
+    interleaved: bool,
+    cu_seqlens: Tensor | None,
+    cp_size: int,
+    cp_rank: int,
+) -> Tensor:
+    """The gradient of fused_rope_forward's input."""
+    spec = RopeSpec(format_name(qkv_format), interleaved, cp_size, cp_rank)
+    return rope_backward(output_grads, _angles(freqs), Positions(start_positions, cu_seqlens), spec)
+
+
+def fused_qkv_rope_forward(
+    qkv_input: Tensor,
+    q_freqs: Tensor,
+    k_freqs: Tensor,
+    start_positions: Tensor | None,
+    qkv_split_arg_list: Sequence[int],
+    qkv_format: Format,
+    interleaved: bool,
+    cp_size: int,
+    cp_rank: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(q, k, v) of qkv [.., groups, q_size + k_size + v_size], q and k turned; a head has k_size features."""
+    spec = RopeSpec(format_name(qkv_format), interleaved, cp_size, cp_rank)
+    q_size, k_size, v_size = qkv_split_arg_list
+    return rope_qkv_forward(
+        qkv_input,
+        _angles(q_freqs),
+        _angles(k_freqs),
+        Positions(start_positions),
+        (q_size, k_size, v_size),
+        spec,
+    )
+
+
+def fused_qkv_rope_backward(
+    q_grad_out: Tensor,
+    k_grad_out: Tensor,
+    v_grad_out: Tensor,
+    q_freqs: Tensor,
+    k_freqs: Tensor,
+    start_positions: Tensor | None,
+    qkv_split_arg_list: Sequence[int],
+    qkv_format: Format,
+    interleaved: bool,
+    cp_size: int,
+    cp_rank: int,
+) -> Tensor:
+    """The gradient of fused_qkv_rope_forward's input."""
+    spec = RopeSpec(format_name(qkv_format), interleaved, cp_size, cp_rank)
+    q_size, k_size, v_size = qkv_split_arg_list
+    return rope_qkv_backward(
+        q_grad_out,
+        k_grad_out,
+        v_grad_out,
+        _angles(q_freqs),
+        _angles(k_freqs),
+        Positions(start_positions),
+        (q_size, k_size, v_size),
+        spec,
+    )
+
+
+def _angles(freqs: Tensor) -> Tensor:
+    """[positions, d] of [positions, 1, 1, d]."""
+    return freqs.reshape(freqs.shape[0], freqs.shape[-1])
