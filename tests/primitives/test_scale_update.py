@@ -14,7 +14,9 @@ from transformer_engine.pytorch.primitives.scale_update import ScaleUpdateReques
 AMAXES = torch.tensor([0.0, 3.0, math.inf, math.nan, 1e-38, 448.0, 7.3e4, 1e-45, 2.0**-130, 5.0])
 
 
-def states(lengths: list[int], device: str, seed: int = 0, widest: int = 7) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def states(
+    lengths: list[int], device: str, seed: int = 0, widest: int = 7
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Histories of several widths that hold zeros, infinities, NaNs and subnormal numbers among others."""
     generator = torch.Generator().manual_seed(seed)
     histories, scales = [], []

@@ -1,4 +1,4 @@
-"""q [.., h, d], k [.., g, d], v [.., g, d] = split(x [.., (h + 2 g) d]): one node of the graph, one copy of gradients."""
+"""q [.., h, d], k [.., g, d], v [.., g, d] = split(x [.., (h + 2 g) d]): one node of the graph, one copy back."""
 
 from __future__ import annotations
 
