@@ -16,7 +16,13 @@ import interpreter
 import torch
 
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, E5M2, FLOAT8, MXFP8, NVFP4
-from transformer_engine.pytorch.primitives.quantize import Quantized, QuantizeSpec, reference, triton
+from transformer_engine.pytorch.primitives.quantize import (
+    Quantized,
+    QuantizeSpec,
+    reference,
+    triton,
+    triton_float8,
+)
 
 SPECS = {
     "float8": QuantizeSpec(FLOAT8, E4M3),
@@ -53,14 +59,15 @@ def matrix(rows: int, depth: int, content: str, dtype: torch.dtype) -> torch.Ten
     return values.to(dtype)
 
 
-def without_streams(device: torch.device, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.zeros(1), torch.empty(1)
-
-
 def is_equal(spec: QuantizeSpec, x: torch.Tensor, scale: torch.Tensor | None) -> bool:
     random = (torch.rand(x.shape), torch.rand(x.shape[::-1])) if spec.stochastic else None
     expected = reference.run(x, spec, scale, None, None, random)
-    actual = triton._quantize(x, 0, spec, scale, None, None, random, None)
+    if spec.format.name == FLOAT8.name:
+        actual = triton_float8.call_of(spec, x.shape, x.device, scale is not None, False)(
+            x, scale, None, None
+        )
+    else:
+        actual = triton._quantize(x, 0, spec, None, None, random)
     return all(
         interpreter.same_bits(getattr(actual, name), getattr(expected, name)) for name in Quantized._fields
     )
@@ -70,7 +77,6 @@ def main() -> None:
     interpreter.repair()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    triton._zero_and_scalar = without_streams
     triton.launch.processors = lambda device: 3
     results = {}
     dtypes = itertools.cycle((torch.bfloat16, torch.float32, torch.float16))

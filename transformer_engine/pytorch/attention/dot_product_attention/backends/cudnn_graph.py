@@ -243,8 +243,8 @@ def ragged_offsets(
     """Addresses of starts x step for each of the plan's offsets, and what must live until the start."""
     if not plan.offsets:
         return [], []
-    if starts_q is starts_kv:
-        table = starts_q * _steps(starts_q.device, plan.steps)  # pyright: ignore[reportOptionalMemberAccess,reportOperatorIssue]
+    if starts_q is not None and starts_q is starts_kv:
+        table = starts_q * _steps(starts_q.device, plan.steps)
         row = table.stride(0) * table.element_size()
         return list(range(table.data_ptr(), table.data_ptr() + row * len(plan.steps), row)), [table]
     addresses: list[int] = []
