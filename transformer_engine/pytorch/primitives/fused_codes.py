@@ -37,7 +37,8 @@ def fuses(
     """Would a kernel's own codes be those of `quantize`? One scale a tensor, row-wise codes, by Triton."""
     if spec.format.name != FLOAT8.name or not spec.rowwise or 0 in shape or torch.compiler.is_compiling():
         return False
-    return quantize.TABLE.select(Request(spec, shape, dtype, device, delayed)).name == "triton"
+    key = (spec, shape, dtype, device, delayed)
+    return quantize.TABLE.choice(key, lambda: Request(spec, shape, dtype, device, delayed)).name == "triton"
 
 
 def target(

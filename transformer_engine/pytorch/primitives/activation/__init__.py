@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ....common.dispatch import Table
+from ....common.dispatch import Backend, Table
 from ..quantize import Quantized, QuantizeSpec
 from . import reference, triton
 from .request import ACTIVATIONS, DEFAULT_PARAMS, Activation, ActivationParams, ActivationRequest
@@ -15,18 +15,14 @@ TABLE: Table[ActivationRequest] = Table("activation", (triton.BACKEND, reference
 
 def activation_forward(name: str, x: Tensor, params: ActivationParams = DEFAULT_PARAMS) -> Tensor:
     """y = f(x) [...], or for gated units y [..., F] = f(x[..., :F]) * x[..., F:]; y in x's dtype."""
-    _check(name, x)
-    request = ActivationRequest(name, False, x.shape, x.dtype, x.device)
-    return TABLE.select(request).run("forward")(name, x, params)
+    return _select(name, False, x).run("forward")(name, x, params)
 
 
 def activation_backward(
     name: str, dy: Tensor, x: Tensor, params: ActivationParams = DEFAULT_PARAMS
 ) -> Tensor:
     """dx, shaped and typed like x; dy is shaped like the output of activation_forward."""
-    _check(name, x)
-    request = ActivationRequest(name, True, x.shape, x.dtype, x.device)
-    return TABLE.select(request).run("backward")(name, dy, x, params)
+    return _select(name, True, x).run("backward")(name, dy, x, params)
 
 
 def activation_forward_quantized(
@@ -43,9 +39,7 @@ def activation_forward_quantized(
     `quantize` explains spec, scale and record. On a GPU, FP8 codes with one scale a tensor are made where y is:
     with a given scale y itself is never stored, without one its maximum is found on the way.
     """
-    _check(name, x)
-    request = ActivationRequest(name, False, x.shape, x.dtype, x.device)
-    return TABLE.select(request).run("forward_quantized")(name, x, params, spec, scale, record)
+    return _select(name, False, x).run("forward_quantized")(name, x, params, spec, scale, record)
 
 
 def activation_backward_quantized(
@@ -63,9 +57,17 @@ def activation_backward_quantized(
 
     dbias: dtype of the sum, which is made in float32 from the rounded dx, in an order of the backend's; None: no sum.
     """
-    _check(name, x)
-    request = ActivationRequest(name, True, x.shape, x.dtype, x.device)
-    return TABLE.select(request).run("backward_quantized")(name, dy, x, params, spec, scale, record, dbias)
+    return _select(name, True, x).run("backward_quantized")(name, dy, x, params, spec, scale, record, dbias)
+
+
+def _select(name: str, backward: bool, x: Tensor) -> Backend[ActivationRequest]:
+    def describe() -> ActivationRequest:
+        _check(name, x)
+        return ActivationRequest(name, backward, x.shape, x.dtype, x.device)
+
+    if torch.compiler.is_compiling():
+        return TABLE.select(describe())
+    return TABLE.choice((name, backward, x.shape, x.dtype, x.device), describe)
 
 
 def _check(name: str, x: Tensor) -> None:

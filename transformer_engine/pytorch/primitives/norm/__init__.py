@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ....common.dispatch import Table
@@ -81,5 +82,10 @@ def rmsnorm_forward_quantized(
 
 
 def _select(operation: str, x: Tensor, weight: Tensor) -> Callable[..., Any]:
-    request = NormRequest(operation, x.shape[0], x.shape[1], x.dtype, weight.dtype, x.device)
-    return TABLE.select(request).run(operation)
+    def describe() -> NormRequest:
+        return NormRequest(operation, x.shape[0], x.shape[1], x.dtype, weight.dtype, x.device)
+
+    if torch.compiler.is_compiling():
+        return TABLE.select(describe()).run(operation)
+    key = (operation, x.shape, x.dtype, weight.dtype, x.device)
+    return TABLE.choice(key, describe).run(operation)
