@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import logging
 
+import torch
+
 from ....common.dispatch import Backend, Table, Verdict
 from ...tracing import constant_while_tracing
 from .autograd import Kernels
@@ -48,6 +50,8 @@ def preference(request: AttentionRequest) -> tuple[str, ...]:
         return _ON_A_CPU
     if request.cached and request.seqlen_q <= DECODE_QUERIES:
         return _DECODE
+    if request.dtype == torch.float32:
+        return _FLOAT32
     if not request.needs_gradient and request.seqlen_q <= SHORT and request.head_dim_qk <= SMALL_HEAD:
         return _SHORT
     return _DEFAULT
@@ -67,6 +71,8 @@ _DEFAULT = (
 )
 _DECODE = ("triton", *(name for name in _DEFAULT if name != "triton"))
 _SHORT = ("cudnn", "torch_cudnn", *(name for name in _DEFAULT if name not in ("cudnn", "torch_cudnn")))
+# Exact float32 products have no tensor cores: what torch computes with cuBLAS is faster than kernels of plain FMAs.
+_FLOAT32 = ("torch_sdpa", *(name for name in _DEFAULT if name != "torch_sdpa"))
 _ON_A_CPU = (
     "torch_sdpa",
     "reference",
