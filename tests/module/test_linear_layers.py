@@ -448,7 +448,7 @@ def test_quantized_parameters_compile_in_one_graph(kind, name, device):
     with autocast(recipe=RECIPES[name]):
         y = compiled(x)
     (y.sin().sum() * 3).backward()
-    assert same(eager, [y.detach(), x.grad, *(p.grad for p in layer.parameters())])
+    assert same_as_eager(eager, [y.detach(), x.grad, *(p.grad for p in layer.parameters())])
 
 
 def test_quantized_parameters_need_the_recipe_they_were_made_with(device):

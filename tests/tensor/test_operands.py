@@ -29,7 +29,9 @@ def assert_equal(actual: Operand, expected: Operand) -> None:
         assert (a is None) == (b is None)
         if a is not None and b is not None:
             assert a.dtype == b.dtype and a.shape == b.shape
-            assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+            # A copy with the usual strides: contiguous() keeps those of a transposed column.
+            first, second = (x.clone(memory_format=torch.contiguous_format) for x in (a, b))
+            assert torch.equal(first.flatten().view(torch.uint8), second.flatten().view(torch.uint8))
 
 
 @pytest.mark.parametrize("name", DETERMINISTIC)

@@ -42,6 +42,8 @@ def planning(quantized: Callable[[Tensor, Quantized], None]) -> Iterator[None]:
     dummies = dict(weight_gradient._dummies)
     runs = {"quantize": quantize, **_RUNS}
     for name, table in tables.items():
+        if name == "precision":
+            continue  # it decides and computes nothing
         planned = Backend("planned", runs[name], _takes_all) if name in runs else table.backends[-1]
         vars(table).update(backends=(planned,), order=None)
     delayed_scaling._registry.pools = {}
