@@ -14,11 +14,19 @@ from transformer_engine.pytorch.attention import DotProductAttention
 from transformer_engine.pytorch.attention.dot_product_attention import dot_product_attention as layer_file
 from transformer_engine.pytorch.attention.dot_product_attention import get_qkv_layout, utils
 from transformer_engine.pytorch.attention.dot_product_attention.backends import cudnn_fp8, flash4
-from transformer_engine.pytorch.attention.dot_product_attention.choose import choose, explain, kernels
+from transformer_engine.pytorch.attention.dot_product_attention.choose import (
+    TABLE,
+    choose,
+    explain,
+    kernels,
+    preference,
+)
 from transformer_engine.pytorch.attention.dot_product_attention.mask import (
     canonical_name,
     check_set_window_size,
+    resolve,
 )
+from transformer_engine.pytorch.attention.dot_product_attention.request import AttentionRequest, Switches
 from transformer_engine.pytorch.attention.dot_product_attention.utils import (
     AttentionLogging,
     AttentionParams,
@@ -75,6 +83,43 @@ def test_torch_refuses_determinism_on_cuda_unless_torch_provides_it():
     request = AttentionParams(deterministic=True).request()
     on_cuda = type(request)(**{**vars(request), "device_type": "cuda"})
     assert "only deterministic under" in {v.backend: v.refusal for v in explain(on_cuda)}["torch_sdpa"]
+
+
+def question(seqlen: int, mask: str = "causal", dtype: torch.dtype = torch.bfloat16) -> AttentionRequest:
+    """A request of a GPU, with 16 heads of 64."""
+    return AttentionRequest(
+        dtype,
+        "cuda",
+        1,
+        16,
+        16,
+        seqlen,
+        seqlen,
+        64,
+        64,
+        "sbhd",
+        "sbhd",
+        resolve(mask, None, None),
+        0.125,
+        Switches(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("request_", "first"),
+    [
+        (question(128), "torch_sdpa"),
+        (question(128, "no_mask"), "torch_sdpa"),
+        (question(128, "padding"), "flash4"),
+        (question(4096), "flash4"),
+        (question(4096, dtype=torch.float32), "torch_sdpa"),
+    ],
+    ids=["small causal", "small", "small with padding", "large", "float32"],
+)
+def test_small_calls_and_float32_prefer_torchs_own_attention(request_, first):
+    order = preference(request_)
+    assert order[0] == first
+    assert sorted(order) == sorted(TABLE.names()), "every backend has a place"
 
 
 @pytest.mark.parametrize(
@@ -178,11 +223,12 @@ def test_installed_flash_packages_are_reported_when_they_are_chosen(monkeypatch)
     monkeypatch.setattr(flash4, "VERSION", "4.0.0b36")
     monkeypatch.setattr(utils, "canonical_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(utils, "get_device_compute_capability", lambda: (9, 0))
-    use_flash, version, use_fused, _, use_unfused, takes = get_attention_backend(AttentionParams())
+    long = AttentionParams(max_seqlen_q=4096, max_seqlen_kv=4096)
+    use_flash, version, use_fused, _, use_unfused, takes = get_attention_backend(long)
     assert (use_flash, str(version), use_fused, use_unfused) == (True, "4.0.0b36", False, False)
     assert takes == [True, True, True]
     monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
-    assert get_attention_backend(AttentionParams())[:3] == (False, None, True)
+    assert get_attention_backend(long)[:3] == (False, None, True)
 
 
 def test_fp8_kernels_are_reported_as_the_original_numbers_them(monkeypatch):

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from ..common.dispatch import Backend, observing, tables
 from .attention import DotProductAttention
-from .functions import weight_gradient
+from .functions import linear, weight_gradient
 from .primitives.activation import ACTIVATIONS
 from .primitives.gemm import Epilogue
 from .primitives.operand import Operand
-from .primitives.quantize import Quantized, QuantizeSpec
+from .primitives.quantize import Quantized, QuantizeSpec, quantize
 from .quantization import delayed_scaling
 from .quantization.autocast import reinstate, snapshot
 from .tensor.allocation import empty_quantized
@@ -32,7 +32,7 @@ def planning(quantized: Callable[[Tensor, Quantized], None]) -> Iterator[None]:
     State that modules share outside of themselves is set aside, so that nothing of the run stays in it.
     """
 
-    def quantize(x: Tensor, spec: QuantizeSpec, *rest: Any) -> Quantized:
+    def planned_quantize(x: Tensor, spec: QuantizeSpec, *rest: Any) -> Quantized:
         result = _codes(x.shape[0], x.shape[1], spec, x.device)
         quantized(x, result)
         return result
@@ -40,7 +40,7 @@ def planning(quantized: Callable[[Tensor, Quantized], None]) -> Iterator[None]:
     before = {name: dict(vars(table)) for name, table in tables.items()}
     pools, moment = delayed_scaling._registry.pools, snapshot()
     dummies = dict(weight_gradient._dummies)
-    runs = {"quantize": quantize, **_RUNS}
+    runs = {"quantize": planned_quantize, **_RUNS}
     for name, table in tables.items():
         if name == "precision":
             continue  # it decides and computes nothing
@@ -48,6 +48,8 @@ def planning(quantized: Callable[[Tensor, Quantized], None]) -> Iterator[None]:
         vars(table).update(backends=(planned,), order=None)
     delayed_scaling._registry.pools = {}
     weight_gradient._dummies.clear()
+    separate = linear.quantize_with_dbias
+    linear.quantize_with_dbias = _quantize_with_dbias
     try:
         # An observer keeps operations from the choices that they remember.
         with observing(_ignored):
@@ -55,6 +57,7 @@ def planning(quantized: Callable[[Tensor, Quantized], None]) -> Iterator[None]:
     finally:
         for name, attributes in before.items():
             vars(tables[name]).update(attributes)
+        linear.quantize_with_dbias = separate
         delayed_scaling._registry.pools = pools
         weight_gradient._dummies.clear()
         weight_gradient._dummies.update(dummies)
@@ -75,6 +78,21 @@ def _codes(rows: int, depth: int, spec: QuantizeSpec, device: torch.device) -> Q
         return result._replace(amax=torch.empty(1, dtype=torch.float32, device=device))
     both_alike = spec.transposes or not spec.hadamard
     return result._replace(amax_t=result.amax) if spec.rowwise and spec.columnwise and both_alike else result
+
+
+def _quantize_with_dbias(
+    x: Tensor,
+    spec: QuantizeSpec,
+    dbias: torch.dtype,
+    *,
+    scale: Tensor | None = None,
+    record: Tensor | None = None,
+) -> tuple[Quantized, Tensor]:
+    """With a scale one kernel makes codes and sums; without one the sum is torch's, which takes scratch memory."""
+    codes = quantize(x, spec, scale=scale, record=record)
+    if scale is None:
+        return codes, x.sum(0, dtype=torch.float32).to(dbias)
+    return codes, x.new_empty(x.shape[1], dtype=dbias)
 
 
 def _gemm(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:

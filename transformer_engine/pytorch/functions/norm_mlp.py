@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..primitives.activation import (
+    ACTIVATIONS,
     ActivationParams,
     activation_backward,
     activation_backward_quantized,
@@ -110,7 +111,9 @@ def _fc1_gradient(
 ) -> Tensor | QuantizedGradient:
     """The gradient of fc1's output, as codes where the activation's kernel makes them, its row sum included."""
     codes = gradient_codes(spec.fc1)
-    if codes is None:
+    # Without a scale a kernel finds the maximum and another casts, with dy [M, F] in memory until both are done: for a
+    # gated unit that is the peak of the whole layer, and separate steps let go of dy in between.
+    if codes is None or (codes.scale is None and ACTIVATIONS[spec.activation].gated):
         return activation_backward(spec.activation, grad_activated, fc1_output, spec.activation_params)
     quantized, grad_bias = activation_backward_quantized(
         spec.activation,
