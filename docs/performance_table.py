@@ -32,16 +32,41 @@ def kernels(rows: list[dict[str, Any]]) -> list[str]:
     return lines + [f"| {row['case']} | {row['gpu_ms']:.4f} | {row['rate']} |" for row in rows]
 
 
-TABLES = {"layers": layers, "kernels": kernels}
+def decode(rows: list[dict[str, Any]]) -> list[str]:
+    """Microseconds of one decoding step and its share of the copy's rate, a column for each implementation."""
+    names = list(dict.fromkeys(row["by"] for row in rows))
+    lines = ["| batch, context | " + " | ".join(names) + " |", "|" + " --- |" * (len(names) + 1)]
+    for case in dict.fromkeys(row["case"] for row in rows):
+        cells = {row["by"]: row for row in rows if row["case"] == case}
+        texts = [
+            f"{cells[name]['gpu_us']:.0f} us, {cells[name]['percent_of_copy']:.0f} %"
+            if "gpu_us" in cells.get(name, {})
+            else ""
+            for name in names
+        ]
+        batch, context = case.removeprefix("b").split("_s")
+        lines.append(f"| {batch} x {context} | " + " | ".join(texts) + " |")
+    return lines
+
+
+TABLES = {"layers": layers, "kernels": kernels, "attention": layers, "decode": decode}
+FILES = {"attention": "attention_te_bench_h200.json"}
 
 
 def updated(page: str) -> str:
     """The page with the text between each table's markers replaced."""
     for name, table in TABLES.items():
-        record = json.loads((RESULTS / f"{name}_h200.json").read_text())
+        record = json.loads((RESULTS / FILES.get(name, f"{name}_h200.json")).read_text())
         start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
         before, rest = page.split(start)
-        page = before + start + "\n".join(table(record["results"])) + "\n" + end + rest.split(end)[1]
+        page = (
+            before
+            + start
+            + "\n".join(table(record.get("results") or record["cases"]))
+            + "\n"
+            + end
+            + rest.split(end)[1]
+        )
     return page
 
 

@@ -40,3 +40,9 @@ def test_every_relative_link_leads_to_a_file(page: str):
         if "://" not in target and not (path.parent / target.split("#")[0]).exists()
     ]
     assert missing == []
+
+
+def test_the_performance_tables_are_those_of_the_records():
+    script = ROOT / "docs" / "performance_table.py"
+    result = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
