@@ -90,6 +90,7 @@ class QuantizedProductsModule(TransformerEngineBaseModule):
         if state.enabled:
             ensure(self, state)
         device = inp.device
+        accumulates = self.fuse_wgrad_accumulation or self.wgrad_store is not None
         key = (
             options,
             state.enabled,
@@ -100,7 +101,9 @@ class QuantizedProductsModule(TransformerEngineBaseModule):
             (type(inp), inp.shape, inp.dtype, device, inp.requires_grad),
             (self.tp_group, self.tp_size, self.sequence_parallel),
             (self.fuse_wgrad_accumulation, self.save_original_input, self.wgrad_store),
-            *[None if p is None else (id(p), p.dtype, p.device, p.requires_grad) for p in parameters],
+            *[None if p is None else (p.dtype, p.device, p.requires_grad) for p in parameters],
+            # A gradient that is accumulated goes to one parameter, which is held so that its id stays its own.
+            tuple([id(p) for p in parameters]) if accumulates else None,
         )
         known = self._remembered.get(key)
         if known is None:
@@ -109,8 +112,8 @@ class QuantizedProductsModule(TransformerEngineBaseModule):
             result = build()
             if device.type == "cuda":
                 keep_backward_here()
-            # The parameters are held so that no other tensor gets the id of one.
-            known = self._remembered[key] = (result, first and not snapshot()[1], tuple(parameters))
+            held = tuple(parameters) if accumulates else None
+            known = self._remembered[key] = (result, first and not snapshot()[1], held)
         elif known[1]:
             is_first_module()  # building the result took this role, so using it does
         return known[0]

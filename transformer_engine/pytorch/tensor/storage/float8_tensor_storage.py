@@ -75,12 +75,14 @@ class Float8TensorStorage(QuantizedTensorStorage):
 
     @classmethod
     def pack(cls, quantized: Quantized, shape: Sequence[int], **constants: Any) -> Float8TensorStorage:
-        codes, codes_t = quantized.codes, quantized.codes_t
+        data = None if quantized.codes is None else quantized.codes.view(torch.uint8)
+        transpose = None if quantized.codes_t is None else quantized.codes_t.view(torch.uint8)
+        if len(shape) != 2:
+            data = None if data is None else data.view(shape)
+            transpose = None if transpose is None else transpose.view(_transposed_shape(shape))
         return cls(
-            data=None if codes is None else codes.view(torch.uint8).view(shape),
-            data_transpose=None
-            if codes_t is None
-            else codes_t.view(torch.uint8).view(_transposed_shape(shape)),
+            data=data,
+            data_transpose=transpose,
             fp8_scale_inv=quantized.scale_t if quantized.scale is None else quantized.scale,
             **constants,
         )

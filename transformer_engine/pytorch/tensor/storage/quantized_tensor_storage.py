@@ -32,7 +32,7 @@ def as_matrix(tensor: Tensor) -> Tensor:
     """Values [..., K] -> [rows, K], plain."""
     if isinstance(tensor, QuantizedTensorStorage):
         tensor = tensor.dequantize()
-    return tensor.reshape(matrix_shape(tensor.shape))
+    return tensor if tensor.dim() == 2 else tensor.reshape(matrix_shape(tensor.shape))
 
 
 class Rebuild:
