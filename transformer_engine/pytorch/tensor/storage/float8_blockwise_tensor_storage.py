@@ -104,12 +104,15 @@ class Float8BlockwiseQTensorStorage(BlockScaledStorage):
                 return None
             return padded(scale, 1, 4) if square else padded(scale, 4, 1).t()
 
+        data = None if codes is None else codes.view(torch.uint8)
+        transpose = None if codes_t is None else codes_t.view(torch.uint8)
+        if len(shape) != 2:
+            data = None if data is None else data.view(shape)
+            transpose = None if transpose is None else transpose.view(*shape[-1:], *shape[:-1])
         return cls(
-            rowwise_data=None if codes is None else codes.view(torch.uint8).view(shape),
+            rowwise_data=data,
             rowwise_scale_inv=stored(scale),
-            columnwise_data=None
-            if codes_t is None
-            else codes_t.view(torch.uint8).view(*shape[-1:], *shape[:-1]),
+            columnwise_data=transpose,
             columnwise_scale_inv=stored(scale_t),
             **constants,
         )
