@@ -94,9 +94,9 @@ def fused_attn_fwd(
     window_size (left, right), -1 = unlimited;  cu_seqlens_* int32 [b + 1]
     page_table_*  int32 [b, pages a sequence] with a paged layout; keys and values lie in the same pages
 
-    Dropout draws from torch's generator of the device (rng_gen is accepted, and is that one). Tokens outside all
-    sequences are zero with set_zero and without. s_quantizer learns the softmax's largest
-    value in an FP8 attention; cuda_graph is accepted and changes nothing.
+    Dropout draws from torch's generator of the device. Tokens outside all sequences are zero with set_zero and
+    without. s_quantizer learns the softmax's largest value in an FP8 attention. rng_gen, rng_elts_per_thread and
+    cuda_graph are accepted and change nothing.
     """
     layout = Layout.of(qkv_layout)
     request, inputs = _call(
@@ -170,7 +170,7 @@ def fused_attn_bwd(
     """[dQ, dK, dV, dBias | None, dSoftmaxOffset | None] of fused_attn_fwd's O for the gradient dO.
 
     Aux_CTX_Tensors   what fused_attn_fwd returned behind O, without max_logit
-    dqkv_type         dtype of the gradients; an FP8 type or None: Q's, quantized if dqkv_quantizer is given
+    dqkv_type         dtype of the gradients; an FP8 type or None: fake_dtype. dqkv_quantizer quantizes them
     Of a packed layout, the gradients are views of one buffer of that layout.
     """
     layout = Layout.of(qkv_layout)

@@ -124,9 +124,8 @@ def thd_get_partitioned_indices(cu_seqlens: Tensor, total_tokens: int, world_siz
     length = (bounds[1:] - bounds[:-1])[sequence]
     chunk = length // (2 * world_size)
     second = place >= chunk
-    number = torch.where(
-        second, 2 * world_size - 2 - rank, rank
-    )  # a second chunk's place counts from 1 chunk on
+    # A second chunk's place counts from one chunk on, hence 2 less in place of 1.
+    number = torch.where(second, 2 * world_size - 2 - rank, rank)
     return (bounds[sequence] + number * chunk + place).to(torch.int32)
 
 

@@ -43,8 +43,8 @@ def copy_to_kv_cache(
     """Write new keys and values [sbhd, bshd or thd] behind the cached ones of b sequences, in place.
 
     k_cache, v_cache   [sequences, max_seq_len, h, d], or [pages, page size, h, d] unless is_non_paged
-    page_table         int32 [b, max_pages_per_seq]; is_non_paged: int32 [b], the row that each sequence's keys
-                       and values have been in until now (None: the row they belong in)
+    page_table         int32 [b, max_pages_per_seq]; is_non_paged: int32 [b], the row from which the cached keys
+                       and values of each sequence are moved to its own (None: they are there)
     cu_new_lens, cu_cached_lens   int32 [b + 1], cumulative; the cached lengths count the new tokens
     max_ctx_len        no sequence brings more new tokens
     """

@@ -143,6 +143,32 @@ def test_all_switches_off_is_no_error_before_the_call_and_names_them_then(monkey
     module = DotProductAttention(2, 4, qkv_format="bshd")
     with pytest.raises(Unsupported, match=r"NVTE_FLASH_ATTN=0 and NVTE_FUSED_ATTN=0.*: NVTE_UNFUSED_ATTN=0"):
         module(*qkv(device))
+    with pytest.raises(ValueError, match="No dot product attention backend is available"):
+        module(*qkv(device))
+
+
+def test_a_switch_set_after_a_call_changes_the_next_one(monkeypatch, device):
+    module = DotProductAttention(2, 4, qkv_format="bshd")
+    module(*qkv(device))
+    for name in SWITCHES:
+        monkeypatch.setenv(name, "0")
+    with pytest.raises(ValueError, match="No dot product attention backend"):
+        module(*qkv(device))
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"), [("1hss", (1, 16, 128, 64)), ("b1ss", (3, 1, 128, 64)), ("111s", (1, 1, 1, 64))]
+)
+def test_a_bias_shape_is_spelled_by_its_axes(kind, shape):
+    options = {"core_attention_bias_type": "post_scale_bias", "batch_size": 3, "max_seqlen_kv": 64}
+    assert AttentionParams(core_attention_bias_shape=kind, **options).request().bias_shape == shape
+
+
+@pytest.mark.parametrize("kind", ["hbss", "1hs", "1hsx"])
+def test_an_unknown_bias_shape_is_an_error(kind):
+    params = AttentionParams(core_attention_bias_type="post_scale_bias", core_attention_bias_shape=kind)
+    with pytest.raises(ValueError, match=f"core_attention_bias_shape='{kind}'.*write b, h, s, s"):
+        params.request()
 
 
 def test_a_forced_backend_that_refuses_raises_its_reason(device):

@@ -209,6 +209,7 @@ def test_a_compiled_attention_equals_the_eager_one(device, monkeypatch):
     monkeypatch.setenv("NVTE_FP8_DPA_BWD", "1")
     qkv, recipe = tensors(device), DelayedScaling(fp8_dpa=True)
     eager, traced = attention(), attention()
+    torch._dynamo.reset()
     compiled = torch.compile(traced, fullgraph=True, backend="aot_eager")
     for _ in range(2):
         out, grads = steps(eager, recipe, qkv, count=1)

@@ -356,6 +356,38 @@ def test_decoding_with_a_cache_compiles(pages, device):
         torch.testing.assert_close(traced, eager, atol=1e-6, rtol=1e-6)
 
 
+def test_packed_keys_must_be_all_that_the_step_announced():
+    cache = params(qkv_format="thd", device="cpu")
+    cache.pre_step({"a": 3, "b": 2})
+    short = torch.ones(4, GROUPS, WIDTH)
+    with pytest.raises(ValueError, match="keys of 4 tokens, pre_step announced 5"):
+        cache.step(1, short, short, "thd")
+    assert not cache.cache_manager.cache
+    cache.reset()
+    cache.step(1, short[:0], short[:0], "thd")
+
+
+def test_a_mask_tensor_over_a_cache_is_refused_before_the_cache_is_written(device):
+    module = DotProductAttention(HEADS, WIDTH, num_gqa_groups=GROUPS, layer_number=1, qkv_format="bshd")
+    cache = params(device=device)
+    cache.pre_step({"a": 2})
+    q, k = torch.ones(1, 2, HEADS, WIDTH, device=device), torch.ones(1, 2, GROUPS, WIDTH, device=device)
+    options = {"attn_mask_type": "arbitrary", "attention_mask": torch.zeros(1, 1, 2, 2, dtype=torch.bool)}
+    with pytest.raises(ValueError, match="'arbitrary' with inference_params"):
+        module(q, k, k, inference_params=cache, **options)
+    assert not cache.cache_manager.cache
+
+
+def test_a_cache_of_another_dtype_is_refused_before_it_is_written(device):
+    module = DotProductAttention(HEADS, WIDTH, num_gqa_groups=HEADS, layer_number=1, qkv_format="bshd")
+    cache = params(num_heads_kv=HEADS, dtype=torch.bfloat16, device=device)
+    cache.pre_step({"a": 2})
+    x = torch.ones(1, 2, HEADS, WIDTH, device=device)
+    with pytest.raises(ValueError, match=r"dtype=torch\.bfloat16, query_layer is torch\.float32"):
+        module(x, x, x, inference_params=cache)
+    assert not cache.cache_manager.cache
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("pages", [{}, {"is_paged": True, "page_size": 16}], ids=["contiguous", "paged"])
 @torch.no_grad()

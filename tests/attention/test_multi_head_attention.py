@@ -8,6 +8,7 @@ from attention_oracle import attend, cumulative, visibility
 from torch.nn.functional import layer_norm, linear
 
 from transformer_engine.pytorch.attention import (
+    FusedMLAQUpProjRopeQuant,
     MultiheadAttention,
     RotaryPositionEmbedding,
     apply_rotary_pos_emb,
@@ -259,3 +260,9 @@ def test_the_encoder_output_belongs_to_cross_attention(device):
         make(device)(x, encoder_output=x)
     with pytest.raises(ValueError, match="'cross' needs encoder_output"):
         make(device, attention_type="cross")(x)
+
+
+def test_the_fused_latent_projection_says_that_it_is_not_there():
+    assert FusedMLAQUpProjRopeQuant.is_supported() is False
+    with pytest.raises(NotImplementedError, match="use Linear, apply_rotary_pos_emb and a quantizer"):
+        FusedMLAQUpProjRopeQuant(128, 8)

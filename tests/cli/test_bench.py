@@ -207,7 +207,21 @@ def test_rows_are_held_against_plain_torch_on_the_same_sizes():
     plain = replace(row, case="linear_fb/bf16/1x1x1", recipe="bf16", provider="torch", eager_ms=5.0)
     console = Console(width=200, record=True, file=io.StringIO())
     print_rows(console, [row, plain])
-    assert "2.50" in console.export_text()
+    text = console.export_text()
+    assert "2.50" in text
+    assert "wall ms" in text
+
+
+def test_a_table_has_the_columns_that_a_row_fills():
+    row = Row("rope_f/bf16/1", "rope", "bf16", "te", eager_ms=2.0)
+    failed = replace(row, provider="torch", eager_ms=None, error="RuntimeError: out of luck")
+    console = Console(width=200, record=True, file=io.StringIO())
+    print_rows(console, [row])
+    text = console.export_text()
+    assert "wall ms" in text
+    assert "GPU ms" not in text and "peak MiB" not in text and "error" not in text
+    print_rows(console, [row, failed])
+    assert "RuntimeError: out of luck" in console.export_text()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="speaks of a machine without a GPU")
@@ -224,6 +238,7 @@ def test_on_a_cpu_the_command_says_so():
         (["--recipe", "fp7"], "recipe 'fp7' does not exist; choose from bf16, delayed"),
         (["--only", "absent"], "no case is left"),
         (["--provider", "other"], "provider 'other' does not exist; choose from te, torch"),
+        (["--json", "/absent/a.json"], "--json /absent/a.json: there is no folder /absent"),
         (["--compare", "/absent/a.json", "/absent/b.json"], "/absent/a.json is no readable JSON file"),
     ],
 )

@@ -85,6 +85,7 @@ def test_speed_and_cache_are_shown(runs: Path):
     [
         (["--name", "absent"], "write one with te train, or fix --name and --out"),
         (["--count", "60"], "6 + 60 bytes exceed the 64 positions"),
+        (["--count", "0"], "count=0 is below 1"),
         (["--temperature", "-1"], "temperature=-1.0 is below 0"),
         (["--page-size", "-1"], "page_size=-1 is below 0"),
     ],
@@ -92,7 +93,7 @@ def test_speed_and_cache_are_shown(runs: Path):
 def test_a_wrong_option_is_one_sentence_and_exit_code_2(arguments: list[str], message: str, runs: Path):
     result = te(PROMPT, "--name", "tiny", "--out", str(runs), "--device", "cpu", *arguments)
     assert result.exit_code == 2
-    assert message in result.output
+    assert result.output.startswith("error: ") and message in result.output
     assert "Traceback" not in result.output
 
 

@@ -90,9 +90,6 @@ def test_a_choice_is_described_once_for_equal_keys(table):
     assert [table.choice("two", lambda: describe(2)).name for _ in range(3)] == ["small"] * 3
     assert table.choice("twelve", lambda: describe(12)).name == "even"
     assert described == [2, 12]
-    table.forget()
-    table.choice("two", lambda: describe(2))
-    assert described == [2, 12, 2]
 
 
 def test_a_remembered_choice_gives_way_to_a_forced_one_and_comes_back(table):

@@ -1,6 +1,10 @@
+from pathlib import Path
+
 import pytest
 
 from transformer_engine.common import env
+
+PACKAGE = Path(env.__file__).parents[1]
 
 
 def test_unset_variables_have_their_defaults(monkeypatch):
@@ -20,6 +24,15 @@ def test_a_default_has_the_type_and_the_value_that_its_row_allows(name):
     assert row.name.startswith(("NVTE_", "TE_"))
 
 
+def test_every_variable_is_either_read_somewhere_or_marked_as_accepted():
+    source = "".join(path.read_text() for path in PACKAGE.rglob("*.py") if path != Path(env.__file__))
+    source += Path(env.__file__).read_text().partition("VARIABLES:")[2]
+    read = {name for name in env.VARIABLES if f'"{name}"' in source}
+    accepted = {name for name, row in env.VARIABLES.items() if row.meaning.startswith("Accepted; ")}
+    assert read | accepted == set(env.VARIABLES)
+    assert not read & accepted
+
+
 @pytest.mark.parametrize(
     ("text", "value"),
     [("1", True), ("0", False), ("true", True), ("Off", False), ("", False), (" yes ", True)],
@@ -37,6 +50,20 @@ def test_numbers_and_texts_are_typed(monkeypatch):
     assert env.get("NVTE_DEBUG_LEVEL") == 2
     assert env.get("NVTE_NVFP4_4OVER6") == "weights"
     assert env.get("NVTE_FRAMEWORK") == "pytorch"
+
+
+def test_a_key_of_variables_changes_with_each_of_them(monkeypatch):
+    names = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    keys = [env.stored(names)]
+    for name, text in (("NVTE_FLASH_ATTN", "1"), ("NVTE_FLASH_ATTN", "0"), ("NVTE_FUSED_ATTN", "0")):
+        monkeypatch.setenv(name, text)
+        keys.append(env.stored(names))
+    assert len(set(keys)) == 4
+    for name in names:
+        monkeypatch.delenv(name)
+    assert env.stored(names) == keys[0]
 
 
 @pytest.mark.parametrize(

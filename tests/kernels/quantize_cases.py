@@ -16,6 +16,7 @@ import interpreter
 import torch
 
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, E5M2, FLOAT8, MXFP8, NVFP4
+from transformer_engine.pytorch.primitives import launching
 from transformer_engine.pytorch.primitives.quantize import (
     Quantized,
     QuantizeSpec,
@@ -77,7 +78,7 @@ def main() -> None:
     interpreter.repair()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    triton.launch.processors = lambda device: 3
+    launching.processors = lambda device: launching.Processors(3, 1 << 16)
     results = {}
     dtypes = itertools.cycle((torch.bfloat16, torch.float32, torch.float16))
     for (name, spec), content in itertools.product(SPECS.items(), CONTENTS):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -181,6 +182,7 @@ def test_a_model_that_begins_with_something_else_takes_inputs():
     ("model", "tokens", "error", "message"),
     [
         (lambda: linear(128, device="cpu"), 0, ValueError, "tokens=0 is below 1"),
+        (lambda: linear(128, device="cpu"), 2.5, TypeError, "tokens is a float"),
         (
             lambda: linear(128, device="cpu", tp_size=2, parallel_mode="column"),
             64,
@@ -189,7 +191,7 @@ def test_a_model_that_begins_with_something_else_takes_inputs():
         ),
     ],
 )
-def test_what_cannot_be_planned_is_refused(model: Make, tokens: int, error: type[Exception], message: str):
+def test_what_cannot_be_planned_is_refused(model: Make, tokens: Any, error: type[Exception], message: str):
     with pytest.raises(error, match=message):
         memory_plan(model(), None, tokens)
 

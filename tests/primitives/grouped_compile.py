@@ -41,9 +41,9 @@ def products(shared: int, quantized: bool) -> Iterator[tuple[str, Launch, dict[s
 def casts() -> Iterator[tuple[str, Launch, dict[str, str | None]]]:
     pointers = {"x": HALF, "table": None, "layout": INDICES, "scale": SCALES, "amax": SCALES}
     pointers |= {"codes": CODES, "codes_t": CODES, "scale_inv": SCALES}
-    yield "cast-rows", grouped_cast.cast((TOTAL, K), GROUPS, True, E4M3, True, 3, 0, False, 0.0), pointers
+    yield "cast-rows", grouped_cast.cast((TOTAL, K), GROUPS, True, E4M3, 3, 0, False, 0.0), pointers
     matrices = pointers | {"table": ADDRESSES, "layout": None, "scale": None}
-    yield "cast-matrices", grouped_cast.cast((N, K), GROUPS, False, E4M3, True, 0, 0, False, 0.0), matrices
+    yield "cast-matrices", grouped_cast.cast((N, K), GROUPS, False, E4M3, 0, 0, False, 0.0), matrices
     blocks = {"x": HALF, "table": None, "layout": INDICES, "codes": CODES, "scale": SCALES}
     blocks |= {"codes_t": CODES, "scale_t": SCALES}
     yield "cast-row-blocks", grouped_cast.row_blocks((TOTAL, K), GROUPS, E4M3, True, 0.0, 3e38), blocks

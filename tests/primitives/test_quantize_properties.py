@@ -75,10 +75,6 @@ def by_rows(q, spec: QuantizeSpec) -> Operand:
     return Operand(q.codes, q.scale, spec.format, q.amax)
 
 
-def by_columns(q, spec: QuantizeSpec) -> Operand:
-    return Operand(q.codes_t, q.scale_t, spec.format, q.amax_t)
-
-
 def same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     assert a is not None and b is not None
     return a.shape == b.shape and torch.equal(raw(a), raw(b))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from transformer_engine.common.dispatch import use_backend
-from transformer_engine.pytorch.functions.rope import rope_qkv
+from transformer_engine.pytorch.attention.rope import ApplyPackedRope
 from transformer_engine.pytorch.primitives import rope
 from transformer_engine.pytorch.primitives.rope import Positions, RopeRequest, RopeSpec, reference, triton
 
@@ -147,7 +147,7 @@ def test_a_packed_qkv_splits_and_joins_by_heads(tensor_format, device):
 def test_gradients_of_a_packed_qkv_are_those_of_its_parts(device):
     qkv = torch.randn(4, 2, 3, 20, device=device, requires_grad=True)
     angles, sizes, spec = torch.randn(4, 4, device=device), (8, 4, 8), RopeSpec("sbhd")
-    parts = rope_qkv(qkv, angles, angles, Positions(), sizes, spec)
+    parts = ApplyPackedRope.apply(qkv, angles, angles, None, None, sizes, spec)
     gradients = [torch.randn_like(part) for part in parts]
     (dqkv,) = torch.autograd.grad(parts, qkv, gradients)
     q, k, _ = torch.split(qkv.detach(), list(sizes), dim=-1)

@@ -9,7 +9,7 @@ from quantizer_cases import DETERMINISTIC, State, quantizer_of
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.primitives.operand import Operand
 from transformer_engine.pytorch.primitives.quantize import quantize
-from transformer_engine.pytorch.tensor import Float8Quantizer
+from transformer_engine.pytorch.tensor import Float8Quantizer, HybridQuantizer, MXFP8Quantizer, NVFP4Quantizer
 from transformer_engine.pytorch.tensor.axis import COLS, ROWS
 from transformer_engine.pytorch.tensor.quantizer import Calibrating, Matrix, turned
 
@@ -100,3 +100,17 @@ def test_other_quantizers_ask_no_kernel(device, name):
     assert quantizer.codes_request(True, True) is None
     with pytest.raises(TypeError, match="asks no kernel"):
         quantizer.adopt(None, torch.bfloat16)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("signs", [None, False, True])
+def test_a_storage_knows_the_transform_of_its_columns(device, signs):
+    transforms = signs is not None
+    quantizer = NVFP4Quantizer(
+        with_rht=transforms, with_post_rht_amax=transforms, with_random_sign_mask=signs is not False
+    )
+    plain_rows = MXFP8Quantizer(torch.float8_e4m3fn)
+    x = torch.randn(32, 64, device=device)
+    for either in (quantizer, HybridQuantizer(plain_rows, quantizer)):
+        assert either.column_signs is signs
+        assert either.encode(x, True, True).column_signs is signs
+    assert plain_rows.column_signs is None and plain_rows.encode(x, True, True).column_signs is None

@@ -50,8 +50,7 @@ def generate(
             raise ValueError(f"page_size={page_size} is below 0; give a positive number, or 0 for no pages")
         model, config = load(out / name / "checkpoint", device.value, high_precision)
         start = prompt.encode()
-        shown = _Shown(console)
-        console.print(f"[bold]{escape(_printable(start))}[/bold]", end="", soft_wrap=True)
+        shown = _Shown(console, start)
         drawn = draw(
             model,
             config,
@@ -71,15 +70,20 @@ def generate(
 
 
 class _Shown:
-    """Prints bytes as text while they come, and takes the time of each."""
+    """Prints the prompt and then bytes as text while they come, and takes the time of each.
 
-    def __init__(self, console: Console):
-        self.console = console
+    The prompt waits for the first byte: options that are refused before it leave no half line.
+    """
+
+    def __init__(self, console: Console, prompt: bytes):
+        self.console, self.prompt = console, prompt
         self.times: list[float] = []
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def __call__(self, byte: int) -> None:
         self.times.append(time.perf_counter())
+        if len(self.times) == 1:
+            self.console.print(f"[bold]{escape(_printable(self.prompt))}[/bold]", end="", soft_wrap=True)
         text = self.decoder.decode(bytes([byte]))
         if text:
             self.console.print(escape(_printable(text.encode())), end="", soft_wrap=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Annotated, Any
@@ -15,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from .._version import __version__
+from ..common.dispatch import LATER
 from ..pytorch.device import cuda_version, get_cudnn_version, get_device_compute_capability, has_cuda
 from .survey import Survey, survey
 
@@ -124,18 +126,34 @@ def _print_recipes(console: Console, found: Survey) -> None:
         console.print("on request: emulated once TE_EMULATE=1 is set or te.emulate() is called")
 
 
+def _names(recipes: Sequence[str], known: Sequence[str]) -> str:
+    """Recipes in a few words: any, with or without none, or their names."""
+    missing = [name for name in known if name not in recipes]
+    if missing in ([], ["none"]):
+        return "any or none" if not missing else "any"
+    return ", ".join(recipes)
+
+
 def _print_backends(console: Console, found: Survey) -> None:
     table = Table(
         "operation", "recipes", "backend", "why not the others", title="backends", title_justify="left"
     )
     for finding in found.findings:
-        refusals = [f"{v.backend}: {v.refusal}" for v in finding.verdicts if not v.chosen]
+        refused = [v for v in finding.verdicts if not v.chosen and v.refusal != LATER]
+        refusals = [f"{v.backend}: {v.refusal}" for v in refused]
+        later = [v.backend for v in finding.verdicts if v.refusal == LATER]
+        if later:
+            refusals.append(f"later in order: {', '.join(later)}")
         table.add_row(
             finding.operation,
-            ", ".join(finding.recipes),
+            _names(finding.recipes, [report.recipe for report in found.recipes]),
             finding.chosen or "none",
             escape("\n".join(refusals)),
         )
     console.print(table)
+    console.print(
+        "The layer that was asked is small (hidden 128, 128 tokens); te.explain(module, x) answers for your own calls.",
+        soft_wrap=True,
+    )
     if found.unused:
         console.print(f"not used by a TransformerLayer: {', '.join(found.unused)}")

@@ -116,14 +116,16 @@ def _prepare(folder: Path, device: str, given: dict[str, Any], resume: bool) -> 
 
 def _describe(console: Console, trainer: Trainer) -> None:
     config, corpus = trainer.config, trainer.corpus
+    layers = "1 layer" if config.layers == 1 else f"{config.layers} layers"
     model = next(iter(trainer.runs.values())).model
     parameters = sum(parameter.numel() for parameter in model.parameters())
     console.print(
-        f"text    {escape(corpus.source)}: {corpus.train.numel() + corpus.validation.numel():,} bytes"
+        f"text    {escape(corpus.source)}: {corpus.train.numel() + corpus.validation.numel():,} bytes",
+        soft_wrap=True,
     )
     console.print(
         f"model   {parameters:,} parameters in {config.label(HIGH_PRECISION)}, "
-        f"{config.layers} layers, hidden {config.hidden}, {config.heads} heads, on {config.device}"
+        f"{layers}, hidden {config.hidden}, {config.heads} heads, on {config.device}"
     )
     console.print(
         f"runs    {' and '.join(config.label(name) for name in config.runs)}, seed {config.seed}, "

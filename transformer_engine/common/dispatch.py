@@ -39,6 +39,7 @@ class Verdict:
 
 _forced: dict[str, str] = {}
 _observers: list[Callable[[str, Any], None]] = []
+LATER = "an earlier backend takes the request"  # the refusal of a backend that could have taken it
 _REMEMBERED = 1 << 14  # choices a table keeps; sequences of ever new lengths must not fill the memory
 
 
@@ -110,10 +111,6 @@ class Table(Generic[Request]):
             backend = self._chosen[key] = self.select(describe())
         return backend
 
-    def forget(self) -> None:
-        """Judge every request anew, after something changed that refusals depend on."""
-        self._chosen.clear()
-
     def explain(self, request: Request) -> list[Verdict]:
         """Every backend with its refusal, and which one select() would return."""
         forced = _forced.get(self.operation)
@@ -125,7 +122,7 @@ class Table(Generic[Request]):
                 refusal = f"use_backend({self.operation}={forced!r}) is in force"
             chosen = refusal is None and not found
             if refusal is None and found:
-                refusal = "an earlier backend takes the request"
+                refusal = LATER
             found = found or chosen
             verdicts.append(Verdict(backend.name, refusal, chosen))
         return verdicts

@@ -1,12 +1,13 @@
 """value = get(name): every NVTE_* and TE_* environment variable in one table, typed and explained.
 
 Variables are read when asked for, so that a change takes effect at the next question; whoever needs the value
-of import time (the recipes) asks once at import. A variable that is accepted without being acted upon says so
-in its sentence.
+of import time (the recipes) asks once at import. The sentence of a variable that nothing reads begins with
+"Accepted" and says what happens instead.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,20 +150,28 @@ _ATTENTION = (
     _flag(
         "NVTE_APPLY_QK_LAYER_SCALING",
         False,
-        "1: divide float16 attention scores by layer_number and undo it inside the softmax.",
+        "Accepted; attention scores are float32, which need no division by the layer's number.",
     ),
-    _flag("NVTE_MASKED_SOFTMAX_FUSION", True, "0: scale, mask and softmax are separate operations."),
+    _flag(
+        "NVTE_MASKED_SOFTMAX_FUSION",
+        True,
+        "Accepted; scale, mask of bool or uint8 and softmax are one operation.",
+    ),
     _flag(
         "NVTE_UnfusedDPA_Emulate_FP8",
         False,
-        "1: the plain attention rounds its tensors through FP8 when the recipe asks for FP8 attention.",
+        "Accepted; FP8 attention that no kernel takes is emulated without being asked.",
     ),
     _flag(
         "NVTE_FP8_DPA_BWD",
         None,
         "1: the backward pass of FP8 attention is FP8 too; 0: in high precision; unset: the faster of the two.",
     ),
-    _flag("NVTE_DPA_FP8CS_O_in_F16", True, "1: with current scaling the attention output stays in 16 bit."),
+    _flag(
+        "NVTE_DPA_FP8CS_O_in_F16",
+        True,
+        "Accepted; the output of FP8 attention passes through FP8 codes, with current scaling too.",
+    ),
     _text(
         "NVTE_DPA_FP8_RECIPE",
         "",
@@ -191,41 +200,42 @@ _ATTENTION = (
     _flag(
         "NVTE_DPA_FP8DS_REDUCE_AMAX", True, "reduce_amax of the attention recipe when it is DelayedScaling."
     ),
-    _flag("NVTE_BATCH_MHA_P2P_COMM", False, "1: ring context parallelism sends and receives in one batch."),
+    _flag(
+        "TE_CUDNN_PLAN_CACHE",
+        False,
+        "1: keep cuDNN's attention plans in files under TE_CACHE_DIR, which later processes read instead of building.",
+    ),
+    _flag("NVTE_BATCH_MHA_P2P_COMM", False, "Accepted; there is no ring of ranks to send along."),
     _flag("NVTE_DEBUG", False, "1: log how attention backends are chosen."),
     _number("NVTE_DEBUG_LEVEL", 0, "Detail of that log: 0 warnings, 1 choices, 2 every reason."),
 )
 
 _LAYERS = (
+    _flag("NVTE_TORCH_COMPILE", True, "Accepted; layers are compiled only in a caller's torch.compile."),
+    _flag("NVTE_BIAS_GELU_NVFUSION", True, "Accepted; the matrix product in front of GELU adds the bias."),
     _flag(
-        "NVTE_TORCH_COMPILE", True, "0: small fused functions run eagerly instead of through torch.compile."
+        "NVTE_BIAS_DROPOUT_FUSION",
+        True,
+        "Accepted; bias, dropout and residual addition of TransformerLayer are separate operations.",
     ),
-    _flag("NVTE_BIAS_GELU_NVFUSION", True, "0: bias and GELU are separate operations."),
-    _flag(
-        "NVTE_BIAS_DROPOUT_FUSION", True, "0: bias, dropout and residual addition are separate operations."
-    ),
-    _flag(
-        "NVTE_GEMM_GELU_FUSION",
-        False,
-        "1: compute GELU in the epilogue of the matrix product where possible.",
-    ),
+    _flag("NVTE_GEMM_GELU_FUSION", False, "Accepted; no matrix product computes GELU in its epilogue."),
     _number(
-        "NVTE_FWD_LAYERNORM_SM_MARGIN", 0, "Accepted; SMs left free by norms in training's forward pass."
+        "NVTE_FWD_LAYERNORM_SM_MARGIN", 0, "Accepted; norms leave no SMs free in training's forward pass."
     ),
-    _number("NVTE_BWD_LAYERNORM_SM_MARGIN", 0, "Accepted; SMs left free by norms in the backward pass."),
-    _number("NVTE_INF_LAYERNORM_SM_MARGIN", 0, "Accepted; SMs left free by norms in inference."),
+    _number("NVTE_BWD_LAYERNORM_SM_MARGIN", 0, "Accepted; norms leave no SMs free in the backward pass."),
+    _number("NVTE_INF_LAYERNORM_SM_MARGIN", 0, "Accepted; norms leave no SMs free in inference."),
     _flag(
         "NVTE_AUTOTUNE",
         False,
         "1: time cuBLASLt's candidate algorithms once a shape and keep the choice in a file, as te.autotune().",
     ),
-    _number("NVTE_EXT_MARGIN_SM", 0, "Accepted; SMs left free by matrix products."),
+    _number("NVTE_EXT_MARGIN_SM", 0, "Accepted; matrix products leave no SMs free."),
     _flag("NVTE_NORM_FWD_USE_CUDNN", False, "Accepted; there is one implementation of the norms a device."),
     _flag("NVTE_NORM_BWD_USE_CUDNN", False, "Accepted; there is one implementation of the norms a device."),
     _flag(
         "NVTE_ZERO_CENTERED_GAMMA_IN_WTYPE",
         False,
-        "1: a zero-centred norm weight adds its 1 in the weight's dtype instead of float32.",
+        "Accepted; a zero-centred norm weight gets its 1 added in float32.",
     ),
     _flag(
         "NVTE_USE_CUTLASS_GROUPED_GEMM",
@@ -233,21 +243,21 @@ _LAYERS = (
         "0: GroupedLinear works group by group, with the bits of Linear; 1: all groups together, also on a CPU; "
         "unset: together on a GPU.",
     ),
-    _flag("NVTE_CUTLASS_GROUPED_GEMM_WARN_FALLBACK", False, "Accepted, see NVTE_USE_CUTLASS_GROUPED_GEMM."),
     _flag(
-        "NVTE_GROUPED_LINEAR_SINGLE_PARAM", False, "1: GroupedLinear may keep its weights in one parameter."
+        "NVTE_CUTLASS_GROUPED_GEMM_WARN_FALLBACK", False, "Accepted; no grouped product warns of a fallback."
     ),
+    _flag("NVTE_GROUPED_LINEAR_SINGLE_PARAM", False, "Accepted; GroupedLinear keeps one weight a group."),
     _flag("NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM", False, "Accepted; grouped products choose by table."),
     _flag("NVTE_CUTEDSL_FUSED_GROUPED_MLP", False, "Accepted; there is no such fusion here."),
     _flag("NVTE_FUSED_MLA_Q_UPROJ", False, "Accepted; there is no such fusion here."),
     _flag(
         "NVTE_CPU_OFFLOAD_V1",
         False,
-        "1: ask for the first CPU offload implementation, which does not exist here.",
+        "Accepted; offloading to the CPU is not implemented.",
     ),
-    _flag("NVTE_NVTX_ENABLED", False, "1: mark ranges for the NVIDIA profilers."),
-    _number("NVTE_PRINT_LAYER_NUMBER", 1, "Layer number whose choices are logged."),
-    _number("NVTE_PRINT_RANK", 0, "Rank whose choices are logged."),
+    _flag("NVTE_NVTX_ENABLED", False, "Accepted; no ranges are marked for profilers."),
+    _number("NVTE_PRINT_LAYER_NUMBER", 1, "Accepted; nothing is logged by layer."),
+    _number("NVTE_PRINT_RANK", 0, "Accepted; nothing is logged by rank."),
 )
 
 _PLATFORM = (
@@ -259,14 +269,12 @@ _PLATFORM = (
     _text(
         "TE_CACHE_DIR",
         None,
-        "Folder for what is measured once and kept; unset: transformer_engine in XDG_CACHE_HOME or ~/.cache.",
+        "Folder for what is measured or planned once; unset: transformer_engine in XDG_CACHE_HOME or ~/.cache.",
     ),
-    _text("NVTE_FRAMEWORK", None, "A framework whose failing import is an error instead of a warning."),
+    _text("NVTE_FRAMEWORK", None, "Accepted; PyTorch is imported where it is installed."),
     _flag("NVTE_PROJECT_BUILDING", False, "Accepted; there are no shared objects whose loading to skip."),
-    _flag(
-        "NVTE_DISABLE_TRITON_AUTOTUNING", False, "1: Triton kernels take their first configuration, untimed."
-    ),
-    _flag("NVTE_USE_PYTORCH_TRITON", False, "1: JAX uses the Triton that PyTorch installs."),
+    _flag("NVTE_DISABLE_TRITON_AUTOTUNING", False, "Accepted; Triton kernels are sized by tables, untimed."),
+    _flag("NVTE_USE_PYTORCH_TRITON", False, "Accepted; nothing here is for JAX."),
     _flag("NVTE_USE_FAST_MATH", False, "Accepted; arithmetic is IEEE everywhere."),
     _flag("NVTE_DISABLE_NVRTC", False, "Accepted; nothing is compiled with NVRTC."),
     _flag("NVTE_UB_WITH_MPI", False, "Accepted; communication overlap starts without MPI."),
@@ -309,13 +317,25 @@ def texts(names: tuple[str, ...]) -> tuple[str | None, ...]:
     return tuple(map(os.environ.get, names))
 
 
+def stored(names: tuple[str, ...]) -> tuple[str | bytes | None, ...]:
+    """texts(names) as os.environ stores them, for keys of decisions that every call looks up."""
+    # os.environ.get raises and catches a KeyError for an unset variable: eight take 10 us, eight look-ups 0.5.
+    return tuple(map(os.environ._data.get, _stored_names(names)))  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@functools.cache
+def _stored_names(names: tuple[str, ...]) -> tuple[str | bytes, ...]:
+    """Names as os.environ stores them: bytes, on Windows capitals."""
+    return tuple(map(os.environ.encodekey, names))
+
+
 def flag(name: str) -> bool:
     """The value of a boolean variable (unset without a default: False)."""
     return bool(get(name))
 
 
 def cache_directory() -> Path:
-    """The user's folder for what is measured once and kept: TE_CACHE_DIR, or the desktop's convention for caches."""
+    """The user's folder for what is measured or planned once: TE_CACHE_DIR, or the desktop's convention for caches."""
     chosen = get("TE_CACHE_DIR")
     if chosen:
         return Path(str(chosen)).expanduser()

@@ -50,8 +50,10 @@ FLOAT32_MAX = 3.4028234663852886e38
 
 
 def ceil_div(n: int, d: int) -> int:
+    """n / d, rounded up."""
     return -(-n // d)
 
 
 def round_up(n: int, multiple: int) -> int:
+    """The least number from n on that is divisible by multiple."""
     return ceil_div(n, multiple) * multiple

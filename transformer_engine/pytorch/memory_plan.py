@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -118,6 +119,8 @@ def memory_plan(
     Raises ValueError when the input's shape does not follow from the model, NotImplementedError for parameters
     that are quantized already and for tensor-parallel modules.
     """
+    if inputs is None and not isinstance(tokens, Integral):
+        raise TypeError(f"tokens is a {type(tokens).__name__}; give the number of rows of a step's input")
     if inputs is None and tokens < 1:
         raise ValueError(f"tokens={tokens} is below 1; give the number of rows of a step's input")
     _check(model)

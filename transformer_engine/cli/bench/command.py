@@ -47,6 +47,8 @@ def bench(
         quick = quick or device.type == "cpu"
         chosen = _chosen(_recipes(recipe, device), quick, family, only)
         providers = _providers(provider)
+        if json is not None and not json.parent.is_dir():
+            raise ValueError(f"--json {json}: there is no folder {json.parent}; make it first")
     except ValueError as error:
         console.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
         raise typer.Exit(2) from None

@@ -24,6 +24,8 @@ MEANING = (
     "peak_mib: memory of one call beyond what was there"
 )
 
+HEADINGS = ("GPU ms", "host ms", "wall ms", "x torch", "rate", "of roof", "peak MiB")
+
 
 def families(rows: Iterable[Row]) -> dict[str, list[Row]]:
     """The rows by family, in the order of their first appearance."""
@@ -35,6 +37,8 @@ def families(rows: Iterable[Row]) -> dict[str, list[Row]]:
 
 def print_rows(console: Console, rows: Sequence[Row]) -> None:
     """One table a family: `of roof` is the rate as a part of what the machine reached on plain work.
+
+    Columns that no row of a family fills, such as GPU time on a CPU, are left out.
 
     `x torch` is the wall time of plain PyTorch on the same sizes over the row's: above 1 the row is faster.
     """
@@ -49,28 +53,36 @@ def _sizes(row: Row) -> str:
 
 
 def _table(family: str, rows: Sequence[Row], plain: dict[str, float]) -> Table:
+    figures = [_figures(row, plain) for row in rows]
+    filled = [heading for heading in HEADINGS if any(cells[heading] for cells in figures)]
     table = Table(title=family, title_justify="left")
     table.add_column("case", overflow="fold")
     table.add_column("by")
-    for heading in ("GPU ms", "host ms", "wall ms", "x torch", "rate", "of roof", "peak MiB"):
+    for heading in filled:
         table.add_column(heading, justify="right")
-    for row in rows:
+    failed = any(row.error for row in rows)
+    if failed:
+        table.add_column("error", overflow="fold")
+    for row, cells in zip(rows, figures, strict=True):
         name = row.case.partition("/")[2] if row.case.startswith(f"{family}/") else row.case
-        if row.error is not None:
-            table.add_row(name, row.provider, escape(row.error))
-            continue
-        table.add_row(
-            name,
-            row.provider,
-            _figure(row.gpu_ms, 3),
-            _figure(row.cpu_ms, 3),
-            _figure(row.eager_ms, 3),
-            _figure(plain[_sizes(row)] / row.eager_ms if _sizes(row) in plain and row.eager_ms else None, 2),
-            "" if row.rate is None else f"{_significant(row.rate)} {row.unit}",
-            "" if row.roof is None else f"{100 * row.roof:.0f} %",
-            _figure(row.peak_mib, 0),
-        )
+        error = [escape(row.error or "")] if failed else []
+        table.add_row(name, row.provider, *(cells[heading] for heading in filled), *error)
     return table
+
+
+def _figures(row: Row, plain: dict[str, float]) -> dict[str, str]:
+    """The cells of a row by heading, empty where it has no figure."""
+    beside = plain[_sizes(row)] / row.eager_ms if _sizes(row) in plain and row.eager_ms else None
+    cells = (
+        _figure(row.gpu_ms, 3),
+        _figure(row.cpu_ms, 3),
+        _figure(row.eager_ms, 3),
+        _figure(beside, 2),
+        "" if row.rate is None else f"{_significant(row.rate)} {row.unit}",
+        "" if row.roof is None else f"{100 * row.roof:.0f} %",
+        _figure(row.peak_mib, 0),
+    )
+    return dict(zip(HEADINGS, cells, strict=True))
 
 
 def _significant(value: float) -> str:

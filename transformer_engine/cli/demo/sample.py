@@ -33,6 +33,8 @@ def generate(
     """
     if not prompt:
         raise ValueError("the prompt is empty; give at least one byte")
+    if count < 1:
+        raise ValueError(f"count={count} is below 1; ask for at least one byte")
     if temperature < 0:
         raise ValueError(
             f"temperature={temperature} is below 0; 0 takes the likeliest byte, 1 follows the model"
@@ -40,7 +42,7 @@ def generate(
     if len(prompt) + count > config.sequence:
         raise ValueError(
             f"{len(prompt)} + {count} bytes exceed the {config.sequence} positions that the model knows; "
-            f"ask for at most {config.sequence - len(prompt)} bytes"
+            f"{_remedy(config.sequence - len(prompt))}"
         )
     model.eval()
     generator = torch.Generator().manual_seed(seed)
@@ -56,6 +58,10 @@ def generate(
         text = torch.cat([text, fresh], dim=1)
     model.train()
     return bytes(text[0, len(prompt) :].tolist())
+
+
+def _remedy(left: int) -> str:
+    return f"ask for at most {left} bytes" if left > 0 else "give a shorter prompt"
 
 
 class _CachedStep:

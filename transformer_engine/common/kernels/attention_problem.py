@@ -54,11 +54,13 @@ class Problem:
 
     @property
     def band(self) -> tuple[bool, bool, bool]:
+        """(does the diagonal end bottom right, is the window limited to the left, to the right)"""
         left, right = self.window
         return self.bottom_right, left >= 0, right >= 0
 
     @property
     def sizes(self) -> tuple[int, ...]:
+        """The head sizes, each with the two parts that it is cut in."""
         return self.size_qk, *halves(self.size_qk), self.size_v, *halves(self.size_v)
 
     @property
@@ -68,10 +70,12 @@ class Problem:
 
     @property
     def bytes(self) -> int:
+        """Bytes of an element of q, k and v."""
         return 4 if self.dtype == "float32" else 2
 
     @property
     def precision(self) -> str:
+        """What products of float32 are computed in; 16-bit types ignore it."""
         # Three products of tf32 halves are faster, and leave gradients with four times the error of float32.
         return "ieee" if self.dtype == "float32" else "tf32"
 

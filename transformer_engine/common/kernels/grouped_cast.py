@@ -335,7 +335,6 @@ def cast(
     groups: int,
     by_rows: bool,
     element: Element,
-    columnwise: bool,
     stride: int,
     offset: int,
     power_of_two: bool,
@@ -344,7 +343,7 @@ def cast(
     """Inputs: x [total, K] or one of the matrices [M, K] (M even), the table or None, layout or None, scale or None,
     amax; outputs: codes or None, codes_t or None, scale_inv [groups, 4].
 
-    columnwise   is there to be codes_t
+    stride, offset   of a given scale and its amax: those of group e are at offset + e * stride
     """
     block_m, block_k, warps = _CAST_TILE
     grid, scalars, even = _grid(shape, groups, by_rows, block_m, block_k)

@@ -35,7 +35,7 @@ def layout_size(total: int, groups: int) -> int:
 
 
 def tiles_at_most(total: int, groups: int) -> int:
-    """Every group leaves at most one tile partly filled; also at least one a group."""
+    """Tiles of 128 rows that groups with total rows can need: each group leaves at most one partly filled."""
     return total // TILE_ROWS + groups
 
 

@@ -6,7 +6,7 @@ and which pointers are multiples of 16, so one dictionary look-up finds the comp
 
 This module is the only one that touches Triton's private calling convention, which versions 3.6 to 3.9 share; with
 another version, or under TRITON_INTERPRET=1, `start` takes the public `kernel[grid]`. Launch hooks
-(`triton.knobs.runtime.launch_enter_hook`, as profilers set them) are passed by.
+(`triton.knobs.runtime.launch_enter_hook`, as profilers set them) are called by the public form alone.
 
 Compiled kernels are kept on disk by Triton itself, keyed by source, options and versions, in the user's own
 TRITON_CACHE_DIR (~/.triton/cache by default).
@@ -165,11 +165,3 @@ def _stream_of() -> Any:
     from triton.runtime import driver
 
     return driver.active.get_current_stream
-
-
-@functools.cache
-def processors(device: int) -> int:
-    """The number of multiprocessors of a CUDA device."""
-    from triton.runtime import driver
-
-    return driver.active.utils.get_device_properties(device)["multiprocessor_count"]

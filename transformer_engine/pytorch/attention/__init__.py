@@ -2,5 +2,6 @@
 
 from .dot_product_attention import DotProductAttention
 from .inference import InferenceParams
+from .mla_projection import FusedMLAQUpProjRopeQuant
 from .multi_head_attention import MultiheadAttention
 from .rope import RotaryPositionEmbedding, apply_rotary_pos_emb

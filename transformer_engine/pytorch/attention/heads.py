@@ -43,6 +43,7 @@ class Heads:
         return k, v
 
     def split_q(self, x: Tensor) -> Tensor:
+        """q [.., h, d] of x [.., h d]."""
         return x.unflatten(-1, (self.queries, self.size))
 
 

@@ -74,7 +74,7 @@ class InferenceParams:
         qkv_format: str = "bshd",
         custom_cache_manager: KVCacheManager | None = None,
         device: torch.device | str | int | None = "cuda",
-    ):
+    ) -> None:
         if qkv_format not in FORMATS:
             raise ValueError(f"qkv_format={qkv_format!r}; choose one of {', '.join(FORMATS)}")
         for name, number in (
@@ -98,6 +98,7 @@ class InferenceParams:
         self.sequences: OrderedDict[Any, int] = OrderedDict()
         self.batch_size = -1
         self.longest_step = 0  # new tokens of the sequence that brings most
+        self.step_tokens = 0  # new tokens of all sequences
         # One copy from the host fills all lengths; sections begin at multiples of 16 bytes.
         self._section = round_up(max_batch_size + 1, 4)
         self._lengths = torch.zeros(5 * self._section, dtype=torch.int32, device=self.device)
@@ -153,6 +154,7 @@ class InferenceParams:
         self.sequences = OrderedDict(zip(step_dict, totals, strict=True))
         self._set_batch_size(len(starts))
         self.longest_step = max(news, default=0)
+        self.step_tokens = sum(news)
         rows = (starts, news, totals, accumulate(news, initial=0), accumulate(totals, initial=0))
         filled: list[int] = []
         for row in rows:
@@ -238,8 +240,15 @@ class InferenceParams:
         expected = (self.num_heads_kv, self.head_dim_k), (self.num_heads_kv, self.head_dim_v)
         given = tuple(new_k.shape[-2:]), tuple(new_v.shape[-2:])
         if given != expected:
-            raise ValueError(f"keys and values have (heads, size) {given}, the cache holds {expected}")
+            raise ValueError(
+                f"keys and values have (heads, size) {given}, the cache holds {expected}; "
+                "make it with num_heads_kv, head_dim_k and head_dim_v of the layer"
+            )
         if qkv_format == "thd":
+            if new_k.shape[0] < self.step_tokens:
+                raise ValueError(
+                    f"keys of {new_k.shape[0]} tokens, pre_step announced {self.step_tokens}; give all of them"
+                )
             return
         size, batch = new_k.shape[:2] if qkv_format == "sbhd" else (new_k.shape[1], new_k.shape[0])
         if batch != self.batch_size:
@@ -267,6 +276,6 @@ class InferenceParams:
         """Forget every sequence; the memory stays."""
         self.cache_manager.reset()
         self.sequences.clear()
-        self.longest_step = 0
+        self.longest_step = self.step_tokens = 0
         self._set_batch_size(0)
         self._lengths.zero_()

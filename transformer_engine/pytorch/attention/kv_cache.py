@@ -91,7 +91,7 @@ class NonPagedKVCacheManager(KVCacheManager):
     A sequence whose place in the batch changes is moved: keep the order where it can be kept.
     """
 
-    def __init__(self, shape: CacheShape):
+    def __init__(self, shape: CacheShape) -> None:
         super().__init__()
         self.shape = shape
         self.longest_step = shape.max_length

@@ -25,7 +25,7 @@ class PagedKVCacheManager(KVCacheManager):
     Entries behind a sequence's pages are 0, a page that exists, so that reading them does no harm.
     """
 
-    def __init__(self, shape: CacheShape, total_pages: int, page_size: int):
+    def __init__(self, shape: CacheShape, total_pages: int, page_size: int) -> None:
         super().__init__()
         self.shape = shape
         self.total_pages = total_pages

@@ -15,11 +15,12 @@ NORMS = ("L2Normalization", "RMSNorm", "LayerNorm")
 class L2Normalization(nn.Module):
     """y [.., d] = x / sqrt(sum(x²) + eps), in float32, returned in x's dtype; it has no parameters."""
 
-    def __init__(self, eps: float = 1e-6):
+    def __init__(self, eps: float = 1e-6) -> None:
         super().__init__()
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        """y of x [.., d]."""
         wide = x.float()
         return (wide * torch.rsqrt(wide.square().sum(dim=-1, keepdim=True) + self.eps)).to(x.dtype)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,7 @@ class RotaryPositionEmbedding(nn.Module):
         pretrained_max_position_embeddings: int | None = None,
         rotary_base: float = 10000.0,
         interleaved: bool = False,
-    ):
+    ) -> None:
         super().__init__()
         if rotary_percent < 1.0:
             dim = int(dim * rotary_percent)
@@ -73,13 +74,20 @@ class ApplyRope(torch.autograd.Function):
     """Autograd shell of rope_forward and rope_backward; the angles get no gradient."""
 
     @staticmethod
-    def forward(ctx, x, angles, start, cu_seqlens, spec):
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        angles: Tensor,
+        start: Tensor | None,
+        cu_seqlens: Tensor | None,
+        spec: RopeSpec,
+    ) -> Tensor:
         ctx.save_for_backward(angles, start, cu_seqlens)
         ctx.spec = spec
         return rope_forward(x, angles, Positions(start, cu_seqlens), spec)
 
     @staticmethod
-    def backward(ctx, grad_output):
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         angles, start, cu_seqlens = ctx.saved_tensors
         grad_input = rope_backward(grad_output, angles, Positions(start, cu_seqlens), ctx.spec)
         return grad_input, None, None, None, None
@@ -89,13 +97,22 @@ class ApplyPackedRope(torch.autograd.Function):
     """Autograd shell of rope_qkv_forward and rope_qkv_backward; the angles get no gradient."""
 
     @staticmethod
-    def forward(ctx, qkv, q_angles, k_angles, start, cu_seqlens, sizes, spec):
+    def forward(
+        ctx: Any,
+        qkv: Tensor,
+        q_angles: Tensor,
+        k_angles: Tensor,
+        start: Tensor | None,
+        cu_seqlens: Tensor | None,
+        sizes: tuple[int, int, int],
+        spec: RopeSpec,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(q_angles, k_angles, start, cu_seqlens)
         ctx.sizes, ctx.spec = sizes, spec
         return rope_qkv_forward(qkv, q_angles, k_angles, Positions(start, cu_seqlens), sizes, spec)
 
     @staticmethod
-    def backward(ctx, grad_q, grad_k, grad_v):
+    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor | None, ...]:
         q_angles, k_angles, start, cu_seqlens = ctx.saved_tensors
         positions = Positions(start, cu_seqlens)
         grad_qkv = rope_qkv_backward(
@@ -118,8 +135,7 @@ def apply_rotary_pos_emb(
     """t rotated by freqs [s, 1, 1, d] (raw angles) at each token's position; see RopeSpec for the layouts.
 
     start_positions [b] offsets each sequence; cu_seqlens [b + 1] bounds the sequences of "thd" (of the whole
-    sequences, not of this context-parallel rank's part). `fused` is accepted: the implementation is chosen
-    alone.
+    sequences, not of this context-parallel rank's part). `fused` is accepted and changes nothing.
     """
     spec = RopeSpec(tensor_format, interleaved, cp_size, cp_rank)
     _check(t, freqs, spec, start_positions, cu_seqlens)
@@ -146,7 +162,10 @@ def apply_fused_qkv_rotary_pos_emb(
     """
     q_size, k_size, v_size = qkv_split_arg_list
     if q_size + k_size + v_size != qkv.shape[-1]:
-        raise ValueError(f"qkv_split_arg_list={list(qkv_split_arg_list)} does not add up to {qkv.shape[-1]}")
+        raise ValueError(
+            f"qkv_split_arg_list={list(qkv_split_arg_list)} does not add up to {qkv.shape[-1]}, the last axis; "
+            "give the sizes of one group's queries, key and value"
+        )
     if k_size < 1 or q_size % k_size:
         raise ValueError(
             f"the query part {q_size} is not a multiple of the key part {k_size}; split by whole heads"
@@ -183,7 +202,7 @@ def _check(
     if freqs.shape[-1] > size:
         raise ValueError(f"freqs turn {freqs.shape[-1]} features, the head has {size}; lower dim")
     if not 0 <= spec.cp_rank < spec.cp_size:
-        raise ValueError(f"cp_rank={spec.cp_rank} is outside 0..{spec.cp_size - 1}")
+        raise ValueError(f"cp_rank={spec.cp_rank} is outside 0..{spec.cp_size - 1}; give a rank of the group")
     if spec.cp_size > 1 and start is not None:
         raise ValueError("start_positions with cp_size > 1 has no meaning; give one of them")
     if spec.tensor_format == "thd":

@@ -23,8 +23,9 @@ from transformer_engine_torch import (
 from ..constants import TE_DType
 
 
-def _by_name(kind: Any, prefix: str = "NVTE_", suffix: str = "") -> dict[str, Any]:
-    return {member.name.removeprefix(prefix).removesuffix(suffix).lower(): member for member in kind}
+def _by_name(kind: Any) -> dict[str, Any]:
+    """{"bshd": NVTE_BSHD, ..}: the members of an enumeration by what their names end in."""
+    return {member.name.removeprefix("NVTE_").lower(): member for member in kind}
 
 
 QKVFormat = {name: member for name, member in _by_name(NVTE_QKV_Format).items() if "not_set" not in name}

@@ -1,7 +1,7 @@
 """y = function(x) without keeping what lies between: the backward runs the function a second time.
 
 `activation_recompute_forward` marks the two runs, so that the second repeats the first bit for bit although
-delayed scaling moves on between them. When `is_fp8_activation_recompute_enabled()`, a quantized module
+delayed scaling moves on between them. When `is_fp8_activation_recompute_enabled()`, a module whose recipe has state
 
     in the first run    appends copies of the scales it quantizes with to a queue of its own, and records
                         amaxes as ever

@@ -17,6 +17,7 @@ from ..tensor.axis import COLS, ROWS
 from ..tensor.identity_tensor import IdentityQuantizer
 from ..tensor.quantized_tensor import QuantizedTensorStorage, storage_of
 from ..tensor.quantizer import CodesRequest, Matrix, Operands, Quantizer, turned
+from ..tensor.storage.quantized_tensor_storage import as_matrix
 from .saving import pack, unpack
 from .scale_update import ScaleUpdate
 from .weight_gradient import WeightGradient
@@ -129,9 +130,15 @@ def linear_operands(
 
 
 def input_operands(x: Tensor, quantizer: Quantizer, columnwise: bool) -> Operands:
-    """x as the products read it; an input that arrives quantized is taken as it is."""
+    """x as the products read it; an input that arrives quantized is taken as it is.
+
+    Where its columns are Hadamard transformed and the gradient's, which they are multiplied with, are not, or the
+    other way round, it is quantized again.
+    """
     if isinstance(x, QuantizedTensorStorage):
-        return _operands_of(x, columnwise)
+        if not columnwise or storage_of(x).column_signs == quantizer.column_signs:  # pyright: ignore[reportArgumentType]
+            return _operands_of(x, columnwise)
+        x = as_matrix(x)
     return quantizer.operands(x, True, columnwise)
 
 
@@ -167,7 +174,9 @@ def _saved_otherwise(
     x: Tensor, x_operands: Operands, weight: Tensor, w_operands: Operands, spec: LinearSpec
 ) -> LinearSaved:
     """What the backward reads when it computes from unquantized or dequantized operands, or quantizes x again."""
-    kept_x: Operand | Matrix | None = Matrix(x)
+    kept_x: Operand | Matrix | None = None
+    if spec.needs_grad_weight and (spec.keep_input or spec.backward == "high_precision"):
+        kept_x = Matrix(as_matrix(x))
     if spec.backward == "high_precision":
         kept_w: Operand | Matrix | None = Matrix(_unquantized(weight, spec.dtype))
     elif spec.backward == "dequantized":

@@ -92,6 +92,9 @@ class _NormLinear(torch.autograd.Function):
         flat = x.reshape(-1, x.shape[-1])
         dy = grads.input
         if grad_norm_output is not None:
-            dy = dy + grad_norm_output.reshape(flat.shape)
+            of_norm_output = grad_norm_output.reshape(flat.shape)
+            dy = of_norm_output if dy is None else dy + of_norm_output
+        if dy is None:  # nothing before the linear layer is trained
+            return None, None, None, grads.weight, grads.bias, None
         dx, dgamma, dbeta = spec.norm.backward(dy, flat, NormStatistics(mean, rstdev), gamma)
         return dx.view(x.shape), dgamma, dbeta, grads.weight, grads.bias, None

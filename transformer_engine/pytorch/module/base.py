@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ from ..tensor.quantizer import Quantizer
 from .parameters import ParameterInit
 from .recipe_state import UNQUANTIZED, ModuleRecipe, ProductQuantizers, ensure, new_tracing_key, renew
 
+T = TypeVar("T")
+
 # The accumulation flags of the original for delayed scaling, under the names that its users read.
 _2X_ACC_FPROP = False
 _2X_ACC_DGRAD = True
@@ -30,6 +33,15 @@ _2X_ACC_WGRAD = True
 def get_dummy_wgrad(shape: list[int], dtype: torch.dtype, zero: bool = False) -> Tensor:
     """A tensor that stands for a weight gradient which went to main_grad; shared by shape and dtype."""
     return dummy_gradient(tuple(shape), dtype, canonical_device("cuda"), zero)
+
+
+def made_to_keep(make: Callable[[], T]) -> T:
+    """make() without gradients, as tensors that a later call can train with although this one is in inference mode."""
+    if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+        with torch.inference_mode(False), torch.no_grad():
+            return make()
+    with torch.no_grad():
+        return make()
 
 
 class TransformerEngineBaseModule(torch.nn.Module):
@@ -159,7 +171,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
             self._check_parameter_recipe(state)
         if not state.enabled:
             return tuple(product.calibrating() for product in active.products)
-        if is_fp8_activation_recompute_enabled():
+        if active.has_state and is_fp8_activation_recompute_enabled():
             return self._recomputable(active.products)
         return active.products
 
@@ -179,6 +191,11 @@ class TransformerEngineBaseModule(torch.nn.Module):
                 [q.replay_state() for p in products for q in (p.input, p.weight, p.output)]
             )
             return products
+        if not self._replay_states:
+            raise RuntimeError(
+                f"{type(self).__name__} keeps the scales of a checkpointed forward for one backward, this is another; "
+                "use a recipe without delayed scaling, or one backward for each forward"
+            )
         states = iter(self._replay_states.popleft())
         return tuple(
             ProductQuantizers(
@@ -218,8 +235,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         cached = self._fp8_workspaces.get(key)
         stale = cached is None or (columnwise and not cached.get_usages()["columnwise"])
         if is_first_microbatch or stale:
-            with torch.no_grad():
-                cached = quantizer.encode(weight, True, columnwise)
+            cached = made_to_keep(lambda: quantizer.encode(weight, True, columnwise))
             self._fp8_workspaces[key] = cached
         return cached
 
@@ -233,13 +249,25 @@ class TransformerEngineBaseModule(torch.nn.Module):
         return self.wgrad_store is not None
 
     def backward_dw(self) -> None:
-        """Compute the weight gradient that the last backward put off (delay_wgrad_compute=True)."""
+        """Compute the weight gradients that one backward put off (delay_wgrad_compute=True), the oldest first."""
         if self.wgrad_store is None:
             return
+        trained = self._trained_products()
+        if not trained:
+            return
         self.wgrad_store.run_next()
-        for _ in range(min(self.num_products - 1, len(self.wgrad_store))):
+        for _ in range(min(trained - 1, len(self.wgrad_store))):
             self.wgrad_store.run_next()
         self._trigger_wgrad_accumulation_and_reduce_hooks()
+
+    def _trained_products(self) -> int:
+        """How many products have a weight that gets a gradient; the pieces of a split weight share a product."""
+        slots = {
+            init.fp8_meta_index
+            for name, init in self.param_init_meta.items()
+            if init.fp8_meta_index is not None and getattr(self, name).requires_grad
+        }
+        return len(slots)
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook) -> None:
         """Call hook() whenever `backward_dw` has finished a weight gradient."""

@@ -20,6 +20,7 @@ from ..functions.grouped_together import TogetherSpec
 from ..primitives.grouped_gemm import Groups, Matrices, groups_of, irregular
 from ..primitives.grouped_quantize import GroupedQuantized
 from ..quantization.autocast import AutocastState, current
+from .base import made_to_keep
 from .recipe_state import ModuleRecipe
 
 if TYPE_CHECKING:
@@ -179,8 +180,7 @@ class TogetherPath:
         workspaces: dict[str, Any] = self._module._fp8_workspaces
         cached = workspaces.get(_WEIGHTS)
         if is_first_microbatch or cached is None or (columnwise and cached.codes_t is None):
-            with torch.no_grad():
-                cached = quantizer.matrices(Matrices.of(weights), True, columnwise)
+            cached = made_to_keep(lambda: quantizer.matrices(Matrices.of(weights), True, columnwise))
             workspaces.clear()
             workspaces[_WEIGHTS] = cached
         return cached

@@ -155,7 +155,8 @@ class LayerNormLinear(LinearParameters):
         quantizers = self.quantizable_products(state, inp, ((self.in_features, self.out_features),))[0]
         self.check_results(quantizers, fp8_output, False)
         grad = torch.is_grad_enabled()
-        needs_grad_input = grad and (inp.requires_grad or self.layer_norm_weight.requires_grad)
+        before = (inp, self.layer_norm_weight, self.layer_norm_bias)
+        needs_grad_input = grad and any(tensor is not None and tensor.requires_grad for tensor in before)
         needs_grad_weight = grad and weight.requires_grad
         needs_grad_bias = grad and bias is not None and bias.requires_grad and not self.return_bias
         linear = LinearSpec(

@@ -29,7 +29,7 @@ class LayerNormMLP(QuantizedProductsModule):
 
     hidden_size, ffn_hidden_size   of x and of the activation's output; gated activations double fc1
     activation            gelu, geglu, glu, qgelu, qgeglu, relu, reglu, srelu, sreglu, silu, swiglu, clamped_swiglu
-    activation_params     for clamped_swiglu: {"limit": 7.0, "alpha": 1.702}
+    activation_params     for clamped_swiglu: {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}
     init_method, output_layer_init_method   fill fc1_weight and fc2_weight; default N(0, 0.023)
     return_bias           do not add fc2's bias, return it
     return_layernorm_output(_gathered)      also return norm(x)
@@ -92,7 +92,7 @@ class LayerNormMLP(QuantizedProductsModule):
         self.hidden_size, self.ffn_shard = hidden_size, ffn_hidden_size // shards
         self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
         self.activation = activation
-        self.activation_params = ActivationParams(**(activation_params or {}))
+        self.activation_params = ActivationParams.from_mapping(activation_params)
         self.use_bias, self.return_bias = bias, return_bias
         self.return_layernorm_output = return_layernorm_output
         self.return_layernorm_output_gathered = return_layernorm_output_gathered
@@ -148,7 +148,7 @@ class LayerNormMLP(QuantizedProductsModule):
         spec = self.remembered(
             inp,
             tuple(self._parameters.values()),
-            (is_first_microbatch, self.return_bias, self.return_layernorm_output),
+            (is_first_microbatch, self.return_bias, self.return_layernorm_output, self.checkpoint),
             lambda: self._spec(inp, is_first_microbatch),
         )
         if is_first_microbatch is not None:

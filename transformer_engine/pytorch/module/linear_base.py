@@ -114,8 +114,10 @@ class QuantizedProductsModule(TransformerEngineBaseModule):
                 keep_backward_here()
             held = tuple(parameters) if accumulates else None
             known = self._remembered[key] = (result, first and not snapshot()[1], held)
-        elif known[1]:
-            is_first_module()  # building the result took this role, so using it does
+        else:
+            self.__dict__.update(fp8=state.enabled, fp8_calibration=False)
+            if known[1]:
+                is_first_module()  # building the result took this role, so using it does
         return known[0]
 
     def check_input(self, inp: Tensor, features: int) -> None:
@@ -149,8 +151,8 @@ class QuantizedProductsModule(TransformerEngineBaseModule):
             if reason is not None:
                 self._warn_once(
                     f"shape {rows} {k} {n}",
-                    f"{type(self).__name__} runs in high precision: {reason}; pad that dimension to use "
-                    f"{type(state.recipe).__name__}",
+                    f"{type(self).__name__} runs in high precision, not under {type(state.recipe).__name__}: "
+                    f"{reason}",
                 )
                 return (UNQUANTIZED,) * self.num_products
         if self._pays(state, inp, rows, shapes):
@@ -305,7 +307,8 @@ class LinearParameters(QuantizedProductsModule):
     def _accumulate_grad(self, name: str, grad: Tensor) -> None:
         pieces = [getattr(self, name) for name in self.weight_names]
         for piece, part in zip(pieces, grad.split([p.shape[0] for p in pieces]), strict=True):
-            piece.grad = part if piece.grad is None else piece.grad + part
+            if piece.requires_grad:
+                piece.grad = part if piece.grad is None else piece.grad + part
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"

@@ -127,9 +127,14 @@ def materialize(module: TransformerEngineBaseModule, recipe: Recipe, group: Any)
         ("scaling_fwd", "forward", FORWARD_SLOTS),
         ("scaling_bwd", "backward", BACKWARD_SLOTS),
     ):
-        state = RecipeState.renew(
-            meta.get(key), recipe, mode=mode, num_quantizers=slots * products, device=module._state_device()
-        )
+        with torch.inference_mode(False):  # later steps write to it, which a tensor of inference mode forbids
+            state = RecipeState.renew(
+                meta.get(key),
+                recipe,
+                mode=mode,
+                num_quantizers=slots * products,
+                device=module._state_device(),
+            )
         meta[key] = state
         module.quantizers[key] = state.make_quantizers()
     meta.update(recipe=recipe, num_gemms=products, fp8_group=group, fp8_checkpoint=True)

@@ -13,7 +13,9 @@ from ...common.kernels.launch import MISSING, Launch, start
 from ..device import get_device_compute_capability, is_current_device
 
 DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
-_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+_DTYPES = {
+    name: getattr(torch, name) for name in (*DTYPE_NAMES.values(), "float8_e4m3fn", "float8_e5m2", "uint8")
+}
 
 
 class Processors(NamedTuple):
@@ -38,6 +40,11 @@ def run(launch: Launch, inputs: Sequence[Tensor | None]) -> list[Tensor]:
     else:
         start(launch, (*inputs, *outputs), device.index)
     return outputs  # pyright: ignore[reportReturnType]
+
+
+def rows_dense(tensor: Tensor) -> Tensor:
+    """The tensor, or a contiguous copy where neighbours along its last axis lie apart; its rows may lie anywhere."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 @functools.cache

@@ -31,6 +31,10 @@ class HybridQuantizer(Quantizer):
         self.rowwise_quantizer = rowwise_quantizer
         self.columnwise_quantizer = columnwise_quantizer
 
+    @property
+    def column_signs(self) -> bool | None:
+        return self.columnwise_quantizer.column_signs
+
     def encode(
         self, tensor: Tensor, rowwise: bool, columnwise: bool, *, noop_flag: Tensor | None = None
     ) -> HybridQuantizedTensorStorage:

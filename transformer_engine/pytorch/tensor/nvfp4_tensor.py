@@ -118,8 +118,15 @@ class NVFP4Quantizer(BlockScalingQuantizer):
         )
 
     def constants(self) -> dict[str, Any]:
-        signs = self.with_random_sign_mask if self.with_rht else None
-        return {"fp4_dtype": self.dtype, "square_tiles": self.with_2d_quantization, "transform_signs": signs}
+        return {
+            "fp4_dtype": self.dtype,
+            "square_tiles": self.with_2d_quantization,
+            "transform_signs": self.column_signs,
+        }
+
+    @property
+    def column_signs(self) -> bool | None:
+        return self.with_random_sign_mask if self.with_rht else None
 
     def _quantized(self, matrix: Tensor, spec: QuantizeSpec) -> Quantized:
         amax = amax_t = None

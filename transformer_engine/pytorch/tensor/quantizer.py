@@ -64,6 +64,11 @@ class Quantizer(abc.ABC):
         self.internal = False
         self.optimize_for_gemm = False
 
+    @property
+    def column_signs(self) -> bool | None:
+        """Of a Hadamard transform of the column direction: with (True) or without random signs; None: no transform."""
+        return None
+
     @abc.abstractmethod
     def encode(
         self, tensor: Tensor, rowwise: bool, columnwise: bool, *, noop_flag: Tensor | None = None

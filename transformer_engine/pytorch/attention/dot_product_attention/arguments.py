@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from .request import AttentionRequest
@@ -41,6 +42,17 @@ def unpacked(
     if q is None or k is None or v is None:
         raise ValueError("queries, keys or values are missing; give query_layer, key_layer and value_layer")
     return q, k, v
+
+
+def check_cache(layer_number: int | None, cached: torch.dtype, given: torch.dtype) -> int:
+    """layer_number; ValueError unless there is one, and the cache has the dtype of the layer's queries."""
+    if layer_number is None:
+        raise ValueError("inference_params needs layer_number, which names the cache; set it at construction")
+    if cached != given:
+        raise ValueError(
+            f"inference_params has dtype={cached}, query_layer is {given}; make the cache with the layer's dtype"
+        )
+    return layer_number
 
 
 def check_bias(request: AttentionRequest, bias: Tensor | None) -> None:

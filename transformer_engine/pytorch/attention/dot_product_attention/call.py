@@ -129,7 +129,7 @@ def call_key(
         None if slopes is None else (slopes.shape, slopes_given),
         None if masked is None else masked.shape,
         torch.are_deterministic_algorithms_enabled(),
-        env.texts(_VARIABLES),
+        env.stored(_VARIABLES),
     )
 
 

@@ -9,7 +9,7 @@ import logging
 
 import torch
 
-from ....common.dispatch import Backend, Table, Verdict
+from ....common.dispatch import Backend, Table, Unsupported, Verdict
 from ...tracing import constant_while_tracing
 from .autograd import Kernels
 from .backends import (
@@ -115,9 +115,16 @@ TABLE: Table[AttentionRequest] = Table(
 logger = logging.getLogger("DotProductAttention")
 
 
+class NoBackend(Unsupported, ValueError):
+    """No backend takes an attention; a ValueError too, which callers of the original catch."""
+
+
 def choose(request: AttentionRequest) -> Backend[AttentionRequest]:
-    """The backend that takes the request; NVTE_DEBUG=1 logs it, NVTE_DEBUG_LEVEL=2 the refusals too."""
-    backend = TABLE.select(request)
+    """The backend that takes the request, else NoBackend; NVTE_DEBUG=1 logs it, NVTE_DEBUG_LEVEL=2 the refusals."""
+    try:
+        backend = TABLE.select(request)
+    except Unsupported as refusals:
+        raise NoBackend(f"No dot product attention backend is available: {refusals}") from None
     if logger.isEnabledFor(logging.INFO):
         logger.info("Selected backend = %s", backend.name)
         for verdict in explain(request):

@@ -22,7 +22,7 @@ from ...quantization.autocast import current
 from . import fp8
 from . import mask as masks
 from .alibi import default_slopes
-from .arguments import check_heads, check_tensors, one_of, unpacked
+from .arguments import check_cache, check_heads, check_tensors, one_of, unpacked
 from .call import Options, Plan, call_key, request_of
 from .choose import choose, choose_when_traced
 from .context_parallel_group import check_context_parallel_group
@@ -61,9 +61,11 @@ class DotProductAttention(TransformerEngineBaseModule):
                         and qkv_format
     window_size         (left, right) keys that a query sees besides its own; -1: no limit
     bottom_right_diagonal   windows of masks that are not causal end in the last query and key; default True
+    softmax_scale       default 1 / sqrt(head size of queries and keys)
     softmax_type        "off-by-one" adds 1 to the softmax's denominator, "learnable" exp(softmax_offset [h])
     return_max_logit    return (out, the largest logit of each head [h])
     get_rng_state_tracker   dropout runs inside its fork(), unless sequence_parallel: then the caller forked
+    layer_number        names the layer's part of a cache; attention_type  "self": keys have the queries' lengths
     cp_group            context-parallel group; more than one rank is not supported
     score_mod           score_mod(score, b, h, i, j) -> score, element by element, after scale and bias; forward()
                         can override it. Autograd differentiates it, and the tensors that it holds
@@ -110,10 +112,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         self.head_dim_qk, self.head_dim_v = (
             (kv_channels,) * 2 if isinstance(kv_channels, int) else kv_channels
         )
-        self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v = (
-            self.head_dim_qk,
-            self.head_dim_v,
-        )
+        self.hidden_size_per_attention_head_k = self.head_dim_qk
+        self.hidden_size_per_attention_head_v = self.head_dim_v
         self.attention_dropout = attention_dropout
         self.qkv_format = qkv_format
         self.attn_mask_type = masks.canonical_name(attn_mask_type)
@@ -205,8 +205,12 @@ class DotProductAttention(TransformerEngineBaseModule):
         cu_seqlens_*      int32 [b + 1] cumulative lengths, instead of padding masks; *_padded: where the
                           sequences of a thd tensor begin, when tokens that belong to none lie between them
         max_seqlen_*      thd: the longest sequence; read from the device when missing
-        core_attention_bias   broadcastable to [b, h, s_q, s_kv]; alibi_slopes float32 [h] or [b, h]
-        inference_params  keys and values are appended to its cache, and attention is to all cached ones
+        core_attention_bias   broadcastable to [b, h, s_q, s_kv], added after softmax_scale ("post_scale_bias" as
+                          core_attention_bias_type) or before ("pre_scale_bias")
+        alibi_slopes      float32 [h] or [b, h] for "alibi": -slope * |distance from the diagonal| is added
+        inference_params  keys and values are appended to its cache, and attention is to all cached ones; lengths
+                          are the cache's, cu_seqlens_* and attention_mask are not read
+        checkpoint_core_attention   compute the attention again in the backward pass, and keep its inputs alone
         qkv_layer, kv_layer   packed [.., 3, h, d] (qkv_interleave_dim=-3) or [.., h, 3, d] (-2) instead of q,
                               k, v
         num_splits        parts in which a long row of keys is computed, None: as many as the backend likes
@@ -233,22 +237,19 @@ class DotProductAttention(TransformerEngineBaseModule):
             self.head_dim_v,
         )
         mask_type = self.attn_mask_type if attn_mask_type is None else masks.canonical_name(attn_mask_type)
-        page_size, page_table = 0, None
         if inference_params is not None:
-            if self.layer_number is None:
-                raise ValueError(
-                    "inference_params needs layer_number, which names the cache; set it at construction"
-                )
-            cached = inference_params.step(self.layer_number, k, v, q_format)
-            k, v, kv_format = cached.key, cached.value, cached.qkv_format
-            page_size, page_table = cached.page_size, cached.page_table
-            mask_type = "padding_causal_bottom_right" if "causal" in mask_type else "padding"
+            layer_number = check_cache(self.layer_number, inference_params.dtype, q.dtype)
+            mask_type = masks.over_cached_keys(mask_type)
         mask = self._resolved_mask(
             mask_type,
             self._given_window if window_size is None else window_size,
             self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal,
         )
+        page_size, page_table = 0, None
         if inference_params is not None:
+            cached = inference_params.step(layer_number, k, v, q_format)
+            k, v, kv_format = cached.key, cached.value, cached.qkv_format
+            page_size, page_table = cached.page_size, cached.page_table
             sequences = cached_sequences(q, q_format, max_seqlen_q, cached)
         else:
             sequences = given_sequences(
@@ -389,7 +390,7 @@ class DotProductAttention(TransformerEngineBaseModule):
 
 
 def _accept_older_extra_state(state_dict: dict[str, Any], prefix: str, *_: object) -> None:
-    """Checkpoints have this module's extra state one level deeper, or (very old) not at all."""
+    """Take checkpoints that have this module's extra state one level deeper, or not at all."""
     older = state_dict.pop(prefix + "fused_attention._extra_state", None)
     if prefix + "_extra_state" not in state_dict:
         state_dict[prefix + "_extra_state"] = torch.empty(0, dtype=torch.uint8) if older is None else older

@@ -97,7 +97,7 @@ BACKWARD: Table[BackwardRequest] = Table(
 
 @functools.lru_cache(maxsize=64)
 def _from_environment(texts: tuple[str | None, ...]) -> Recipe | None:
-    """The recipe that NVTE_DPA_FP8_RECIPE names for attention; None for F16."""
+    """The recipe that NVTE_DPA_FP8_RECIPE names for attention; None for F16. texts: those of _VARIABLES, the key."""
     kind = env.get("NVTE_DPA_FP8_RECIPE")
     common: dict[str, Any] = {
         "fp8_format": Format[str(env.get("NVTE_DPA_FP8_FORMAT"))],

@@ -18,6 +18,11 @@ def dense_qkv(request: AttentionRequest, inputs: AttentionInputs) -> tuple[Tenso
     return queries_to_bhsd(request, inputs, inputs.q), _to_bhsd(k, *keys), _to_bhsd(v, *keys)
 
 
+def batch_first(tensor_format: str, x: Tensor) -> Tensor:
+    """A view [b, s, ..] of an sbhd tensor, or an sbhd view of one [b, s, ..]; tensors of other formats as they are."""
+    return x.transpose(0, 1) if tensor_format == "sbhd" else x
+
+
 def gathered_pages(pages: Tensor, page_table: Tensor, size: int) -> Tensor:
     """[b, size, g, d] of pages [n, page size, g, d]: token j of sequence i lies in page page_table[i, j // size]."""
     return pages[page_table.long()].flatten(1, 2)[:, :size]

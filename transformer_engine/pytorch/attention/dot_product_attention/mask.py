@@ -39,14 +39,17 @@ class Mask:
 
     @property
     def padding(self) -> bool:
+        """Do sequences have lengths of their own?"""
         return self.name.startswith("padding")
 
     @property
     def arbitrary(self) -> bool:
+        """Does a mask tensor say what is hidden?"""
         return self.name == "arbitrary"
 
     @property
     def banded(self) -> bool:
+        """Does the distance between query and key matter?"""
         return self.window != UNLIMITED
 
 
@@ -77,6 +80,16 @@ def resolve(
     else:
         bottom_right = bottom_right_diagonal is not False
     return Mask(name, check_set_window_size(name, window_size), bottom_right)
+
+
+def over_cached_keys(name: str) -> str:
+    """The mask type of a step with cached keys: sequences have their own lengths, and diagonals end in their last."""
+    if name == "arbitrary":
+        raise ValueError(
+            "attn_mask_type='arbitrary' with inference_params; keys are masked by the cache's lengths, "
+            "use a padding or a causal mask"
+        )
+    return "padding_causal_bottom_right" if "causal" in name else "padding"
 
 
 def check_set_window_size(attn_mask_type: str, window_size: tuple[int, int] | None = None) -> tuple[int, int]:

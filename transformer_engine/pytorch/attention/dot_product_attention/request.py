@@ -35,6 +35,7 @@ class Switches:
 
     @classmethod
     def from_environment(cls) -> Switches:
+        """The switches as the NVTE_* variables are."""
         return cls(
             flash=bool(env.get("NVTE_FLASH_ATTN")),
             fused=bool(env.get("NVTE_FUSED_ATTN")),

@@ -120,7 +120,7 @@ def _side(
     """The sequences of the queries, or those of the keys and values; lengths: what they are, where known."""
     for tensor in (cu_seqlens, starts):
         if tensor is not None and tensor.dtype != torch.int32:
-            raise ValueError(f"cu_seqlens_{name} is {tensor.dtype}; it must be torch.int32")
+            raise ValueError(f"cu_seqlens_{name} is {tensor.dtype}; it must be torch.int32, convert it")
     if padding and cu_seqlens is None and masked is None:
         raise ValueError(
             f"a padding mask needs cu_seqlens_{name}, or attention_mask [b, 1, 1, s] (a pair for cross)"

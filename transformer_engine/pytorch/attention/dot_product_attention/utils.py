@@ -1,7 +1,7 @@
 """use_flash, use_fused, use_unfused = get_attention_backend(parameters): the original's view of the choice.
 
-Its families map onto our table as the NVTE_* switches do: "flash" is an installed flash-attn package, "unfused" the
-reference, and "fused" (16-bit, "F16_arbitrary_seqlen") everything else that runs in one kernel.
+Of our table, "flash" is an installed flash-attn package, "unfused" the reference, and "fused" (16-bit,
+"F16_arbitrary_seqlen") everything else, the FlashAttention inside PyTorch too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class NVTE_Fused_Attn_Backend(enum.IntEnum):
     NVTE_FP8 = 2
 
 
-@dataclass(eq=True)
+@dataclass
 class AttentionParams:
     """What the original's selection looks at; see AttentionRequest for ours."""
 
@@ -83,9 +83,7 @@ class AttentionParams:
         cache = self.inference_params
         bias_shape = None
         if self.core_attention_bias_type in ("pre_scale_bias", "post_scale_bias"):
-            kind = self.core_attention_bias_shape or "1hss"
-            sizes = {"b": self.batch_size, "h": self.num_heads, "1": 1}
-            bias_shape = (sizes[kind[0]], sizes[kind[1]], self.max_seqlen_q, self.max_seqlen_kv)
+            bias_shape = self._bias_shape(self.core_attention_bias_shape or "1hss")
         return AttentionRequest(
             dtype=self.qkv_dtype,
             device_type=device.type,
@@ -119,6 +117,21 @@ class AttentionParams:
             score_mod=_unchanged if self.has_score_mod else None,
         )
 
+    def _bias_shape(self, kind: str) -> tuple[int, int, int, int]:
+        """The shape that "1hss", "b1ss", "111s" and the like stand for."""
+        sizes = (
+            {"1": 1, "b": self.batch_size},
+            {"1": 1, "h": self.num_heads},
+            {"1": 1, "s": self.max_seqlen_q},
+            {"1": 1, "s": self.max_seqlen_kv},
+        )
+        if len(kind) != 4 or any(axis not in known for axis, known in zip(kind, sizes, strict=True)):
+            raise ValueError(
+                f"core_attention_bias_shape={kind!r}; write b, h, s, s for the axes, and 1 for those that broadcast"
+            )
+        b, h, i, j = (known[axis] for axis, known in zip(kind, sizes, strict=True))
+        return b, h, i, j
+
 
 def _unchanged(score: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
     """Stands for a score_mod that is not there to be called."""
@@ -138,8 +151,8 @@ def get_attention_backend(
 ) -> tuple[bool, Version | None, bool, NVTE_Fused_Attn_Backend | None, bool, list[bool]]:
     """(use_flash, its version, use_fused, its kind, use_unfused, [flash, fused, unfused] that could be used).
 
-    At most one "use" is true. None of them is when the attention needs what no backend has: context parallelism
-    over several ranks, or a score_mod with a gradient of its own.
+    At most one "use" is true. None of them is when the attention needs what no backend has (context parallelism
+    over several ranks, or a score_mod with a gradient of its own), or the NVTE_* switches leave no backend.
     """
     params = attention_params
     if params.context_parallel or params.has_score_mod_bprop:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import fused_codes
-from ..launching import DTYPE_NAMES, run
+from ..launching import DTYPE_NAMES, rows_dense, run
 from ..quantize import Quantized, QuantizeSpec
 from .request import ACTIVATIONS, ActivationParams
 
@@ -37,7 +37,7 @@ def forward(
     record: Tensor | None,
 ) -> Quantized:
     """quantize(y [M, F]) of x [M, F] or [M, 2F]"""
-    x = _rows(x)
+    x = rows_dense(x)
     gated = ACTIVATIONS[name].gated
     shape = (x.shape[0], x.shape[1] // 2 if gated else x.shape[1])
     made = fused_codes.target(shape, spec, scale, record, x.device)
@@ -66,8 +66,8 @@ def backward(
     dbias: torch.dtype | None,
 ) -> tuple[Quantized, Tensor | None]:
     """(quantize(dx [M, N]), its column sums [N]); "identity" has no x, its dx is dy."""
-    dy = _rows(dy)
-    x = None if x is None else _rows(x)
+    dy = rows_dense(dy)
+    x = None if x is None else rows_dense(x)
     gated = name != "identity" and ACTIVATIONS[name].gated
     shape = (dy.shape[0], dy.shape[1])
     made = fused_codes.target((shape[0], 2 * shape[1] if gated else shape[1]), spec, scale, record, dy.device)
@@ -87,10 +87,6 @@ def backward(
     if dbias is not None:
         sums = run(_sum_launch(partials.shape, dbias), (partials,))[0]
     return fused_codes.finished(made, dx, spec), sums
-
-
-def _rows(matrix: Tensor) -> Tensor:
-    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
 
 
 @functools.lru_cache(maxsize=1024)

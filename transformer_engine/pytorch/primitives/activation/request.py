@@ -46,7 +46,7 @@ class ActivationParams:
 
     @classmethod
     def from_mapping(cls, params: Mapping[str, float] | None) -> ActivationParams:
-        """From the dict users write: keys `limit`, `alpha`, `glu_linear_offset`; ValueError for any other."""
+        """From the dict users write: keys `limit`, `alpha`, `glu_linear_offset` or `offset`; else ValueError."""
         given = dict(params or {})
         known = {"limit": "limit", "alpha": "alpha", "glu_linear_offset": "offset", "offset": "offset"}
         unknown = sorted(set(given) - set(known))

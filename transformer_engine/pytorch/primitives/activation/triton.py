@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
-from ..launching import DTYPE_NAMES, refuses_elementwise, run, traceable
+from ..launching import DTYPE_NAMES, refuses_elementwise, rows_dense, run, traceable
 from ..quantize import Quantized, QuantizeSpec, quantize
 from . import quantized
 from .request import ACTIVATIONS, ActivationParams, ActivationRequest
@@ -89,8 +89,7 @@ def _backward(name: str, dy: Tensor, x: Tensor, limit: float, alpha: float, offs
 
 def _matrix(x: Tensor) -> Tensor:
     """x as [rows, width], its columns next to each other; a copy only where no view has that form."""
-    matrix = x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1)
-    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
+    return rows_dense(x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1))
 
 
 @functools.lru_cache(maxsize=1024)

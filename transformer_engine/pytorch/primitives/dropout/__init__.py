@@ -98,4 +98,4 @@ def _into(out: Tensor | None, result: Tensor) -> Tensor:
 
 def _check(p: float) -> None:
     if not 0.0 <= p <= 1.0:
-        raise ValueError(f"a dropout probability of {p} is outside 0 .. 1")
+        raise ValueError(f"p={p} is outside 0 .. 1; give the share of elements to drop")

@@ -24,9 +24,8 @@ from .block_scales import block_scale
 from .request import Epilogue
 
 ALIGNMENT = 256  # bytes; the most that an algorithm asks of a pointer
-_SIXTEEN_BIT_REDUCTIONS = (
-    2  # cublasLtReductionScheme_t COMPUTE_TYPE: split sums meet in float32, not in the result
-)
+# cublasLtReductionScheme_t; COMPUTE_TYPE alone: split sums meet in float32, not in the narrower result.
+_SIXTEEN_BIT_REDUCTIONS = 2
 _ALL_REDUCTIONS = 7
 _SCALAR = 0  # cublasLtMatmulMatrixScale_t SCALAR_32F
 NO_SCALE = -1

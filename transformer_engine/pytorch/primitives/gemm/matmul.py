@@ -27,7 +27,7 @@ def run(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
         return torch.mm(a_mk, b_kn)
     if a_mk.is_cuda and epilogue.bias is None and _wants_float32(a_mk, epilogue):
         return _float32_result(a_mk, b_kn, epilogue)
-    return epilogue.finish(_widened(a_mk, b_kn, epilogue))
+    return epilogue.finish(_widened(a_mk, b_kn))
 
 
 def _wants_float32(a_mk: Tensor, epilogue: Epilogue) -> bool:
@@ -44,8 +44,8 @@ def _float32_result(a_mk: Tensor, b_kn: Tensor, epilogue: Epilogue) -> Tensor:
     return torch.mm(a_mk, b_kn, out_dtype=torch.float32, out=epilogue.out)
 
 
-def _widened(a_mk: Tensor, b_kn: Tensor, epilogue: Epilogue) -> Tensor:
-    """A float32 result of 16-bit operands on a CPU, where matmul has no output dtype."""
+def _widened(a_mk: Tensor, b_kn: Tensor) -> Tensor:
+    """The product in the operands' dtype on a GPU; float32 or wider on a CPU, where matmul has no output dtype."""
     if a_mk.is_cuda:
         return torch.mm(a_mk, b_kn)
     return torch.mm(a_mk.float(), b_kn.float()) if a_mk.dtype != torch.float64 else torch.mm(a_mk, b_kn)

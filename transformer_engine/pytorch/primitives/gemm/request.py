@@ -56,6 +56,7 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, matrix: Tensor) -> Layout:
+        """The layout of a matrix; a single line lies as if more followed it without a gap."""
         rows, columns = matrix.shape
         down, along = matrix.stride()
         if along == 1 and (down >= columns or rows == 1):
@@ -99,6 +100,7 @@ class GemmRequest:
 
     @classmethod
     def of(cls, a: Operand, b: Operand, epilogue: Epilogue) -> GemmRequest:
+        """What backends judge of this product."""
         out = epilogue.out
         on_gpu = a.codes.device.type == "cuda"
         return cls(

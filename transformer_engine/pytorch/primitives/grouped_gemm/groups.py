@@ -21,9 +21,8 @@ TILE_ROWS = 128  # as in common/kernels/grouped_gemm, which only imports where T
 
 _KEPT_TABLES = 1024
 _Numbers = tuple[torch.device, torch.dtype, tuple[int, ...]]
-_tables: dict[
-    _Numbers, dict[int, Tensor]
-] = {}  # and by stream: one must not read what another is still filling
+# By numbers, then by stream: one must not read what another is still filling.
+_tables: dict[_Numbers, dict[int, Tensor]] = {}
 
 
 def on_device(numbers: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ....common.dispatch import Backend
-from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8, round_up
+from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8
+from ..gemm.block_scales import block_scale
 from ..operand import Operand
 from .pieces import operands_of
 from .request import GroupedGemmRequest, GroupedMatrices, GroupedProduct
@@ -114,10 +115,10 @@ def _block_scales(
     torch.ops.aten._scaled_mm_v2.out(
         a.codes,
         b.codes.t(),
-        [_block_scale(a)],
+        [block_scale(a, a.codes)],
         [_kind(a)],
         [0],
-        [_block_scale(b)],
+        [block_scale(b, b.codes)],
         [_kind(b)],
         [0],
         None if bias is None else bias.to(out.dtype),
@@ -133,16 +134,6 @@ def _block_scales(
 def _kind(operand: Operand) -> int:
     kinds = F.ScalingType
     return (kinds.BlockWise1x128 if operand.format == BLOCK_1D else kinds.BlockWise128x128).value
-
-
-def _block_scale(operand: Operand) -> Tensor:
-    """1x128: [rows, K / 128], rows contiguous; 128x128: [K / 128, rows / 128], K contiguous, padded to 4 blocks."""
-    scale = operand.scale
-    assert scale is not None
-    if operand.format == BLOCK_1D:
-        return scale
-    blocks = scale.shape[1]
-    return (F.pad(scale, (0, round_up(blocks, 4) - blocks), value=1.0) if blocks % 4 else scale).t()
 
 
 BACKEND = Backend[GroupedGemmRequest]("library", run, refuses)

@@ -122,6 +122,7 @@ def request_of(
     k: int,
     result: torch.dtype,
 ) -> GroupedGemmRequest:
+    """The request of one call; b_element and result are dtypes of what b holds and of the result."""
     device = a.codes.device.type
     rows = groups.rows
     return GroupedGemmRequest(

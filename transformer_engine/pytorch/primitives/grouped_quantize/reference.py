@@ -5,7 +5,7 @@ It needs every group's number of rows on the host, and waits for the device wher
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -87,7 +87,7 @@ def _padded(codes_t: Tensor | None) -> Tensor | None:
     return torch.nn.functional.pad(codes_t.view(torch.uint8), (0, more)).view(codes_t.dtype)
 
 
-def _bytewise(function, tensors: list[Tensor]) -> Tensor:
+def _bytewise(function: Callable[[list[Tensor]], Tensor], tensors: list[Tensor]) -> Tensor:
     """torch joins no FP8 tensors on every device."""
     if tensors[0].element_size() != 1:
         return function(tensors)

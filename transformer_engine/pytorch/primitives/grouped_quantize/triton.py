@@ -96,7 +96,7 @@ def _by_tensor(
         launch.start(measure, (*inputs, amax), device)
     else:
         scale, amax, stride, offset = slots
-    steps = (spec.element, spec.columnwise, stride, offset, spec.power_of_two, spec.epsilon)
+    steps = (spec.element, stride, offset, spec.power_of_two, spec.epsilon)
     cast = kernels.cast(shape, count, by_rows, *steps)
     inverse = made.scale if made.scale is not None else made.scale_t
     launch.start(cast, (*inputs, scale, amax, made.codes, made.codes_t, inverse), device)

@@ -30,9 +30,8 @@ def append(
     real = real & (position >= 0) & (position < extent)
     slot = _slots(sequence, position.clamp(0, extent - 1), k_cache.shape[1], page_table)
     # What is not to be written repeats the write of one real token; without any, it rewrites what is there.
-    first = real.to(torch.int8).argmax(
-        dim=0, keepdim=True
-    )  # [1]: an index without axes would be read on the host
+    # Shaped [1]: an index without axes would be read on the host.
+    first = real.to(torch.int8).argmax(dim=0, keepdim=True)
     slot = torch.where(real, slot, slot[first])
     for cache, tokens in ((k_cache, new_k), (v_cache, new_v)):
         flat = cache.view(-1, *cache.shape[2:])

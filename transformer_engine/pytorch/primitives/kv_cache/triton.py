@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
-from ..launching import refuses_elementwise, run, traceable
+from ..launching import refuses_elementwise, rows_dense, run, traceable
 from .request import CacheRequest
 
 if TYPE_CHECKING:
@@ -29,8 +29,7 @@ def _append(
 ) -> None:
     if longest == 0 or new_k.numel() + new_v.numel() == 0 or cu_new.shape[0] < 2:
         return
-    new_k = new_k if new_k.stride(-1) == 1 else new_k.contiguous()
-    new_v = new_v if new_v.stride(-1) == 1 else new_v.contiguous()
+    new_k, new_v = rows_dense(new_k), rows_dense(new_v)
     launch = _launch(
         cu_new.shape[0] - 1,
         # A power of two: prompts of any length share a few launch records.

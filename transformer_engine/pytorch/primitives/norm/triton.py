@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ....common.dispatch import Backend
 from .. import fused_codes, launching
-from ..launching import DTYPE_NAMES, refuses_elementwise, run, traceable
+from ..launching import DTYPE_NAMES, refuses_elementwise, rows_dense, run, traceable
 from ..quantize import Quantized, QuantizeSpec, quantize
 from .request import NormRequest
 
@@ -27,7 +27,7 @@ def layernorm_forward(
     """y [M, H] = (x - mean) * rstdev * gamma + bias; mean, rstdev float32 [M]."""
     if x.shape[0] == 0:
         return _empty_layernorm(x, weight, bias, eps, zero_centered)
-    x = _rows(x)
+    x = rows_dense(x)
     launch = _forward_launch(x.shape, x.stride(0), x.dtype, eps, zero_centered, True, x.device.index)
     bias = None if bias is None else bias.contiguous()
     y, mean, rstdev = run(launch, (x, weight.contiguous(), bias, *_NO_CODES))
@@ -47,7 +47,7 @@ def rmsnorm_forward(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) 
     """y [M, H] = x * rstdev * gamma; rstdev float32 [M]."""
     if x.shape[0] == 0:
         return _empty_rmsnorm(x, weight, eps, zero_centered)
-    x = _rows(x)
+    x = rows_dense(x)
     launch = _forward_launch(x.shape, x.stride(0), x.dtype, eps, zero_centered, False, x.device.index)
     y, _, rstdev = run(launch, (x, weight.contiguous(), None, *_NO_CODES))
     return y, rstdev
@@ -106,7 +106,7 @@ def _quantized(
     record: Tensor | None,
 ) -> tuple[Quantized, Tensor | None, Tensor]:
     """Codes of y from the kernel that makes y; their transpose from the codes, a quarter of the bytes of y's."""
-    x = _rows(x)
+    x = rows_dense(x)
     made = fused_codes.target((x.shape[0], x.shape[1]), spec, scale, record, x.device)
     launch = _forward_launch(
         x.shape, x.stride(0), x.dtype, eps, zero_centered, centered, x.device.index, made.codes is None
@@ -136,7 +136,7 @@ def _backward(
     weight: Tensor,
     zero_centered: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dy, x, add = _rows(dy), _rows(x), None if add is None else _rows(add)
+    dy, x, add = rows_dense(dy), rows_dense(x), None if add is None else rows_dense(add)
     launches = _backward_launches(
         x.shape,
         (dy.stride(0), x.stride(0), 0 if add is None else add.stride(0)),
@@ -150,11 +150,6 @@ def _backward(
     workspace = outputs[1] if len(launches) == 2 else run(launches[1], (dy, x, mean, rstdev))[0]
     dweight, dbias = run(launches[-1], (workspace,))
     return outputs[0], dweight, dbias
-
-
-def _rows(matrix: Tensor) -> Tensor:
-    """The matrix with its columns next to each other; its rows may lie apart."""
-    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
 
 
 @functools.lru_cache(maxsize=1024)
@@ -264,10 +259,6 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 
 
 def operation(name: str) -> Callable[..., Any]:
-    return OPERATIONS[name]
-
-
-def _operation(name: str) -> Callable[..., Any]:
     return OPERATIONS[name]  # torch 2.11's tracer does not know a bound dict.__getitem__
 
 

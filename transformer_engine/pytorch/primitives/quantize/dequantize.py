@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8, MXFP8, NVFP4
+from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8, MXFP8, NVFP4, TENSOR_FORMATS
 from ..operand import Operand
 from . import tiles
 from .e2m1 import decode_e2m1, unpack_fp4
@@ -29,11 +29,14 @@ def dequantize(operand: Operand) -> Tensor:
     if form is None:
         return codes.to(operand.dtype)
     if scale is None:
-        raise ValueError(f"an operand of format {form.name} needs its scale; it is None")
+        raise ValueError(
+            f"an operand of format {form.name} needs its scale, which is None; pass the one that `quantize` returned"
+        )
     if form.name == FLOAT8.name:
         return (widen(codes) * scale).to(operand.dtype)
     if form.name not in (BLOCK_1D.name, BLOCK_2D.name, MXFP8.name, NVFP4.name) or form.block is None:
-        raise ValueError(f"no rule to dequantize format {form.name!r}")
+        names = ", ".join(known.name for known in TENSOR_FORMATS)
+        raise ValueError(f"no rule to dequantize format {form.name!r}; choose one of {names}")
     if form.name == NVFP4.name:
         values = _two_level(operand, scale, form.block)
     else:
@@ -45,7 +48,10 @@ def dequantize(operand: Operand) -> Tensor:
 def _two_level(operand: Operand, scale: Tensor, block: tuple[int, int]) -> Tensor:
     """Tiles of code * block scale * global scale."""
     if operand.amax is None:
-        raise ValueError("an nvfp4 operand needs the tensor's amax for its second scale; it is None")
+        raise ValueError(
+            "an nvfp4 operand needs the tensor's amax for its second scale, which is None; "
+            "pass the one that `quantize` returned"
+        )
     codes = tiles.cut(decode_e2m1(unpack_fp4(operand.codes)), block)
     # The first product has at most 6 significant bits and is exact, so only the second rounds.
     return codes * tiles.spread(widen(scale)) * global_decode_scale(operand.amax)

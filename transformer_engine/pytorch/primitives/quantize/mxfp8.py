@@ -37,7 +37,7 @@ def e8m0_to_float(codes: Tensor) -> Tensor:
 
 
 def encode(x: Tensor, spec: QuantizeSpec) -> tuple[Tensor, Tensor]:
-    """x [R, K] -> codes [R, K], exponents uint8 [R, ceil(K/32)] (a 32 x 32 tile's repeated on its rows)."""
+    """x [R, K] -> codes [R, K], exponents uint8 [ceil(R/r), ceil(K/32)], one a tile of r x 32."""
     assert spec.tile is not None
     cut = tiles.cut(x, spec.tile)
     exponents = e8m0_from_float(tiles.tile_amax(cut) * (1.0 / spec.element.maximum))

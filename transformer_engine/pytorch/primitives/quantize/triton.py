@@ -26,18 +26,18 @@ from ....common.formats import (
     ceil_div,
 )
 from ....common.kernels import launch
-from ....common.kernels.launch import Launch, Output
+from ....common.kernels.launch import Launch
 from ...device import get_device_compute_capability, is_current_device
+from .. import launching
 from . import reference
 from .float8 import absolute_maximum
 from .hadamard import hadamard_transform
 from .spec import Quantized, QuantizeSpec, Request
-from .triton_float8 import call_of
+from .triton_float8 import as_float32, call_of
 
 ELEMENTS = (E4M3, E5M2, E2M1)
 _VALUES = (torch.bfloat16, torch.float16, torch.float32)
 _LIMIT = 1 << 24  # offsets inside a tile of 128 rows are 32-bit integers
-_DTYPES = {name: getattr(torch, name) for name in ("float8_e4m3fn", "float8_e5m2", "uint8", "float32")}
 
 
 def refuses(request: Request) -> str | None:
@@ -108,21 +108,11 @@ def _kernels() -> SimpleNamespace:
     return SimpleNamespace(block_cast=block_cast, cast=cast, mxfp8=mxfp8, nvfp4=nvfp4)
 
 
-def _float32(value: Tensor | None) -> Tensor | None:
-    return value if value is None or value.dtype is torch.float32 else value.to(torch.float32)
-
-
-def _empty(output: Output | None, device: torch.device) -> Tensor | None:
-    return None if output is None else torch.empty(output.shape, dtype=_DTYPES[output.dtype], device=device)
-
-
 def _tiled(x: Tensor, device: int, spec: QuantizeSpec) -> Quantized:
     quantization = _tiled_launch(spec, x.shape[0], x.shape[1], x.dtype, device)
-    outputs = [_empty(output, x.device) for output in quantization.outputs]
-    launch.start(quantization, (x, *outputs), device)
     seen = [
-        tensor.t() if tensor is not None and output is not None and output.transposed else tensor
-        for output, tensor in zip(quantization.outputs, outputs, strict=True)
+        tensor.t() if output is not None and output.transposed else tensor
+        for output, tensor in zip(quantization.outputs, launching.run(quantization, (x,)), strict=True)
     ]
     return Quantized(*seen)
 
@@ -143,7 +133,12 @@ def _tiled_launch(spec: QuantizeSpec, rows: int, depth: int, dtype: torch.dtype,
     if spec.format.name == BLOCK_2D.name:
         return kernels.block_cast.square_blocks(shape, spec.element, spec.rowwise, spec.columnwise, **scales)
     return kernels.block_cast.row_blocks(
-        shape, spec.element, spec.rowwise, spec.columnwise, processors=launch.processors(device), **scales
+        shape,
+        spec.element,
+        spec.rowwise,
+        spec.columnwise,
+        processors=launching.processors(device).count,
+        **scales,
     )
 
 
@@ -179,10 +174,9 @@ def _nvfp4(
         hadamard=spec.hadamard,
         random_sign=spec.random_sign,
     )
-    outputs = [_empty(output, x.device) for output in quantization.outputs]
     uniform = [None if values is None else values.contiguous() for values in (random_rows, random_columns)]
-    launch.start(quantization, (x, _float32(amax), _float32(amax_t), *uniform, *outputs), device)
-    codes, decode, codes_t, decode_t = outputs
+    inputs = (x, as_float32(amax), as_float32(amax_t), *uniform)
+    codes, decode, codes_t, decode_t = launching.run(quantization, inputs)
     return Quantized(
         codes, decode, codes_t, decode_t, amax if spec.rowwise else None, amax_t if spec.columnwise else None
     )
@@ -295,7 +289,7 @@ def _operator(
 
 
 @_operator.register_fake
-def _(
+def _operator_shapes(
     x: Tensor,
     format: str,
     element: str,

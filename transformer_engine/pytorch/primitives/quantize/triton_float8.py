@@ -62,7 +62,7 @@ class Float8Call:
         inverse = scalar(device)
         codes = torch.empty(self.shape, dtype=self.dtype, device=device) if self.rowwise else None
         codes_t = torch.empty(self.transposed, dtype=self.dtype, device=device) if self.columnwise else None
-        launch.start(self.cast, (x, _float32(scale), _float32(amax), codes, codes_t, inverse), index)
+        launch.start(self.cast, (x, as_float32(scale), as_float32(amax), codes, codes_t, inverse), index)
         return Quantized(
             codes,
             inverse if codes is not None else None,
@@ -72,7 +72,8 @@ class Float8Call:
         )
 
 
-def _float32(value: Tensor | None) -> Tensor | None:
+def as_float32(value: Tensor | None) -> Tensor | None:
+    """A scale or maximum as kernels read it; `to` alone costs the host more than the comparison."""
     return value if value is None or value.dtype is torch.float32 else value.to(torch.float32)
 
 

@@ -56,7 +56,8 @@ def rope_qkv_backward(
     """dqkv [.., g, n * d + d + dv] from the gradients of what rope_qkv_forward returned; contiguous."""
     if (dq.shape[-2] * dq.shape[-1], dk.shape[-1], dv.shape[-1]) != (dk.shape[-2] * sizes[0], *sizes[1:]):
         raise ValueError(
-            f"gradients {list(dq.shape)}, {list(dk.shape)}, {list(dv.shape)} do not fit the split {list(sizes)}"
+            f"gradients {list(dq.shape)}, {list(dk.shape)}, {list(dv.shape)} do not fit the split {list(sizes)}; "
+            "give those of what rope_qkv_forward returned"
         )
     run = TABLE.select(_request(dk, spec)).run("qkv_backward")
     return run(dq, dk, dv, q_angles, k_angles, positions, sizes, spec)
@@ -64,7 +65,9 @@ def rope_qkv_backward(
 
 def _check_sizes(width: int, sizes: tuple[int, int, int]) -> None:
     if sum(sizes) != width:
-        raise ValueError(f"the split {list(sizes)} does not add up to the {width} features of a group")
+        raise ValueError(
+            f"the split {list(sizes)} does not add up to the {width} features of a group; give n * d, d, dv"
+        )
     if sizes[1] < 1 or sizes[0] % sizes[1]:
         raise ValueError(
             f"the query part {sizes[0]} is not a multiple of the key part {sizes[1]}; split by heads"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
-from ..launching import DTYPE_NAMES, refuses_elementwise, run, traceable
+from ..launching import DTYPE_NAMES, refuses_elementwise, rows_dense, run, traceable
 from .request import Positions, RopeRequest, RopeSpec
 
 if TYPE_CHECKING:
@@ -74,13 +74,12 @@ def _rotate(
 ) -> Tensor:
     if x.numel() == 0:
         return x.new_empty(x.shape)
-    if x.stride(-1) != 1:
-        x = x.contiguous()
+    x = rows_dense(x)
     launch = _launch(
         x.shape,
         x.stride(),
         angles.shape,
-        0 if cu_seqlens is None else cu_seqlens.shape[0] - 1,
+        _sequences(cu_seqlens),
         x.dtype,
         (tensor_format, interleaved, transposed),
         (cp_size, cp_rank),
@@ -134,8 +133,7 @@ def _unpack(
     how = (tensor_format, interleaved, cp_size, cp_rank)
     if qkv.numel() == 0:
         return _empty_parts(qkv, q_angles, k_angles, start, cu_seqlens, sizes, *how)
-    if qkv.stride(-1) != 1:
-        qkv = qkv.contiguous()
+    qkv = rows_dense(qkv)
     widths = _angles(q_angles, k_angles)
     launch = _packed_launch(
         qkv.shape, qkv.stride(), widths, _sequences(cu_seqlens), tuple(sizes), qkv.dtype, how, False

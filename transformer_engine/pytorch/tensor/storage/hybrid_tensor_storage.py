@@ -112,6 +112,11 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
     def shape(self) -> torch.Size:
         return self._any_part().shape
 
+    @property
+    def column_signs(self) -> bool | None:
+        part = self.columnwise_storage
+        return None if part is None else part.column_signs
+
     def contract(self, axis: str) -> Operand:
         part = self.rowwise_storage if axis == COLS else self.columnwise_storage
         if part is None:

@@ -87,6 +87,10 @@ class NVFP4TensorStorage(BlockScaledStorage):
         transpose = self._first_tensor()
         return torch.Size((*transpose.shape[1:-1], 2 * transpose.shape[-1], transpose.shape[0]))
 
+    @property
+    def column_signs(self) -> bool | None:
+        return self._transform_signs
+
     def contract(self, axis: str) -> Operand:
         codes, scale = self._of(axis)
         rows, depth = matrix_shape(self.shape)

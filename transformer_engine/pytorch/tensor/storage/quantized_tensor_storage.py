@@ -72,6 +72,11 @@ class QuantizedTensorStorage:
         """The shape of the values."""
         raise NotImplementedError
 
+    @property
+    def column_signs(self) -> bool | None:
+        """Of a Hadamard transform of the column-wise codes: with (True) or without random signs; None: no transform."""
+        return None
+
     def contract(self, axis: str) -> Operand:
         """COLS: row-wise data as an operand [rows, K]; ROWS: column-wise data as [K, rows]."""
         raise NotImplementedError

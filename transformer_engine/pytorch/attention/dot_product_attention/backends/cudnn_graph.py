@@ -12,14 +12,17 @@ import importlib.metadata
 import importlib.util
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .....common import env
 from .....common.kernels import launch
 from .....common.kernels.launch import Launch
 from ....device import get_cudnn_version, is_current_device
+from . import cudnn_store
 
 ROLES = (
     *("q", "k", "v", "output", "stats", "score_max", "score_sum", "bias", "sink", "seed", "offset"),
@@ -96,6 +99,10 @@ class _Handles(threading.local):
         library().set_stream(handle, stream)
         self.of_device[device] = handle, stream
         return handle
+
+    def give_stream_back(self, device: int) -> None:
+        """Set the stream of a device's handle again, after a call that may have left it on another one."""
+        library().set_stream(*self.of_device[device])
 
 
 handles = _Handles()
@@ -178,7 +185,7 @@ class Description:
 
 
 class Plan:
-    """A graph with its kernels.
+    """A graph with its kernels, built as it was described or read from disk.
 
     roles     what `run` needs the address of, in the library's order
     offsets   (side, step) of the ragged tensors, whose addresses follow
@@ -186,20 +193,19 @@ class Plan:
 
     __slots__ = ("graph", "offsets", "roles", "steps", "workspace")
 
-    def __init__(self, described: Description):
-        described.graph.build_plans()
-        described.graph._prepare_variant_pack_template()
-        needed = set(described.graph._get_variant_pack_uids_sorted())
+    def __init__(self, described: Description, graph: Any):
+        graph._prepare_variant_pack_template()
+        needed = set(graph._get_variant_pack_uids_sorted())
         unused = [role for role in described.roles if _UID[role] not in needed]
         if unused:
             raise RuntimeError(
                 f"cuDNN leaves out {', '.join(unused)}; set NVTE_FUSED_ATTN=0 for another backend"
             )
-        self.graph = described.graph
+        self.graph = graph
         self.roles = tuple(sorted(described.roles, key=_UID.__getitem__))
         self.offsets = tuple(described.offsets)
         self.steps = tuple(step for _, step in self.offsets)
-        self.workspace = described.graph.get_workspace_size()
+        self.workspace = graph.get_workspace_size()
 
     def run(self, pointers: Mapping[str, int], device: torch.device, offsets: Sequence[int] = ()) -> None:
         """Start the graph on the current stream; pointers by role, offsets in the order of `self.offsets`."""
@@ -217,19 +223,94 @@ class Plan:
 
 
 def planned(describe: Callable[..., Description], device: int, *arguments: Any) -> Plan:
-    """The plan of describe(*arguments) on a device.
+    """The plan of describe(*arguments) on a device; with TE_CUDNN_PLAN_CACHE=1 from disk where it is there.
 
     Raises RuntimeError with the library's reason where there is no engine.
     """
     with torch.cuda.device(device):
         description = describe(*arguments, handle=handles.current(device))
-        try:
-            description.supported()
-            return Plan(description)
-        except library().cudnnGraphNotSupportedError as error:
-            raise RuntimeError(
-                f"cuDNN has no engine for this attention ({error}); set NVTE_FUSED_ATTN=0 for another backend"
-            ) from error
+        if not env.flag("TE_CUDNN_PLAN_CACHE"):
+            return _built(description)
+        described_by = f"{describe.__module__}.{describe.__qualname__}"
+        path = cudnn_store.locate(*_machine(device), described_by, arguments)
+        plan = None if path is None else _restored(path, description, device)
+        if plan is None:
+            plan = _built(description)
+            if path is not None:
+                _keep(path, plan)
+        return plan
+
+
+def _built(description: Description) -> Plan:
+    try:
+        description.supported()
+        description.graph.build_plans()
+        return Plan(description, description.graph)
+    except library().cudnnGraphNotSupportedError as error:
+        raise RuntimeError(
+            f"cuDNN has no engine for this attention ({error}); set NVTE_FUSED_ATTN=0 for another backend"
+        ) from error
+
+
+def _machine(device: int) -> tuple[object, ...]:
+    """What a plan depends on besides its description."""
+    return (
+        library().backend_version(),
+        importlib.metadata.version("nvidia-cudnn-frontend"),
+        torch.version.cuda,
+        torch.cuda.get_device_name(device),
+        torch.cuda.get_device_capability(device),
+    )
+
+
+def _library_errors() -> tuple[type[Exception], ...]:
+    """What the library raises: its own error, and what its bindings make of C++ exceptions."""
+    return library().cudnnGraphNotSupportedError, RuntimeError, ValueError, IndexError
+
+
+def _restored(path: Path, description: Description, device: int) -> Plan | None:
+    """The plan in a file, whose tensors are those of the description; None where there is none that fits."""
+    kept = cudnn_store.read(path)
+    if kept is None:
+        return None
+    handle = handles.current(device)
+    try:
+        graph = library().pygraph(handle=handle)
+        graph.deserialize(handle, list(kept.serialized))  # the bindings refuse bytes
+        graph._prepare_variant_pack_template()
+        reason = _misfit(graph, description, kept)
+        if reason is None:
+            return Plan(description, graph)
+    except _library_errors() as error:
+        reason = f"the library refuses it ({error})"
+    finally:
+        # The library warms a plan up on a stream of its own, where it stays when that fails.
+        handles.give_stream_back(device)
+    cudnn_store.discard(path, reason)
+    return None
+
+
+def _misfit(graph: Any, description: Description, kept: cudnn_store.Kept) -> str | None:
+    """Why a graph that was read is not the one described; None when it is."""
+    described = sorted(_UID[role] for role in description.roles)
+    described += range(_FIRST_OFFSET, _FIRST_OFFSET + len(description.offsets))
+    found = list(graph._get_variant_pack_uids_sorted())
+    if found != described:
+        return f"its tensors are {found}, where {described} are described"
+    workspace = graph.get_workspace_size()
+    if workspace != kept.workspace:
+        return f"it asks for {workspace} bytes of workspace, and for {kept.workspace} when it was built"
+    return None
+
+
+def _keep(path: Path, plan: Plan) -> None:
+    """Write a plan to a file; the library's refusal to serialise it is logged."""
+    try:
+        serialized = bytes(plan.graph.serialize())
+    except _library_errors() as error:
+        cudnn_store.warn(f"cuDNN does not serialise a plan, which is therefore not kept on disk: {error}")
+        return
+    cudnn_store.write(path, cudnn_store.Kept(plan.workspace, serialized))
 
 
 @functools.lru_cache(maxsize=256)

@@ -45,6 +45,8 @@ class Output(NamedTuple):
 
 
 class DenseGradients(NamedTuple):
+    """Gradients in the shapes and dtypes of q, k, v, bias and sink; None for what is not there."""
+
     q: Tensor
     k: Tensor
     v: Tensor

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-from torch import Tensor
-
 from .....common.dispatch import Backend
+from ..layout import batch_first
 from ..request import AttentionInputs, AttentionRequest, AttentionResult
 from ..tail import clear_tail
-from .limits import refuses_beyond_flash, refuses_top_left
+from .limits import refuses_beyond_flash, refuses_loose_sequences, refuses_top_left
 
 
 def _installed() -> str | None:
@@ -25,6 +24,7 @@ _LARGEST_HEAD = 256
 
 
 def refuses(r: AttentionRequest) -> str | None:
+    """Why this backend cannot take the request; None if it can."""
     if not (r.switches.flash and r.switches.flash2):
         return "NVTE_FLASH_ATTN=0" if not r.switches.flash else "NVTE_FLASH_ATTN_V2=0"
     if VERSION is None:
@@ -33,19 +33,6 @@ def refuses(r: AttentionRequest) -> str | None:
         return f"flash-attn {VERSION} is not a version from 2.4 on"
     refusal = refuses_beyond_flash(r, _LARGEST_HEAD, alibi=True, dropout=True) or refuses_top_left(r)
     return refusal or refuses_loose_sequences(r)
-
-
-def refuses_loose_sequences(r: AttentionRequest) -> str | None:
-    """Why a function for dense or closely packed sequences cannot take the request; None if it can."""
-    if r.head_dim_qk != r.head_dim_v:
-        return f"heads of two sizes, {r.head_dim_qk} and {r.head_dim_v}"
-    if r.q_format != r.kv_format or r.page_size:
-        return "a cache of keys and values; it is not called for one"
-    if r.mask.padding and not r.packed:
-        return f"padding with qkv_format={r.q_format!r}; it takes lengths with 'thd' only"
-    if r.padded_between:
-        return "padding between packed sequences; pack them closely"
-    return None
 
 
 def run(request: AttentionRequest, inputs: AttentionInputs) -> AttentionResult:
@@ -64,19 +51,14 @@ def run(request: AttentionRequest, inputs: AttentionInputs) -> AttentionResult:
         "deterministic": request.deterministic,
     }
     if not request.packed:
-        q, k, v = (batch_first(request, x) for x in inputs[:3])
+        q, k, v = (batch_first(request.q_format, x) for x in inputs[:3])
         out = flash_attn_func(q, k, v, **options)
-        return AttentionResult(batch_first(request, out).flatten(-2))
+        return AttentionResult(batch_first(request.q_format, out).flatten(-2))
     bounds = (inputs.starts_q, inputs.starts_kv, request.seqlen_q, request.seqlen_kv)
     out = flash_attn_varlen_func(*inputs[:3], *bounds, **options)
     assert inputs.starts_q is not None
     clear_tail(out.detach(), inputs.starts_q)
     return AttentionResult(out.flatten(-2))
-
-
-def batch_first(request: AttentionRequest, x: Tensor) -> Tensor:
-    """[b, s, ..] of x in the request's dense format, and the other way round."""
-    return x.transpose(0, 1) if request.q_format == "sbhd" else x
 
 
 BACKEND = Backend("flash2", run, refuses)

@@ -7,10 +7,10 @@ import importlib.util
 from torch import Tensor
 
 from .....common.dispatch import Backend
+from ..layout import batch_first
 from ..request import AttentionInputs, AttentionRequest, AttentionResult
 from ..tail import clear_tail
-from .flash2 import batch_first, refuses_loose_sequences
-from .limits import refuses_beyond_flash, refuses_top_left
+from .limits import refuses_beyond_flash, refuses_loose_sequences, refuses_top_left
 
 # A constant, so that a compiler tracing through `refuses` reads it as one.
 INSTALLED: bool = importlib.util.find_spec("flash_attn_interface") is not None
@@ -18,6 +18,7 @@ _LARGEST_HEAD = 256
 
 
 def refuses(r: AttentionRequest) -> str | None:
+    """Why this backend cannot take the request; None if it can."""
     if not (r.switches.flash and r.switches.flash3):
         return "NVTE_FLASH_ATTN=0" if not r.switches.flash else "NVTE_FLASH_ATTN_V3=0"
     if not INSTALLED:
@@ -45,9 +46,9 @@ def run(request: AttentionRequest, inputs: AttentionInputs) -> AttentionResult:
         "deterministic": request.deterministic,
     }
     if not request.packed:
-        q, k, v = (batch_first(request, x) for x in inputs[:3])
+        q, k, v = (batch_first(request.q_format, x) for x in inputs[:3])
         out = _first(flash_attn_func(q, k, v, **options))
-        return AttentionResult(batch_first(request, out).flatten(-2))
+        return AttentionResult(batch_first(request.q_format, out).flatten(-2))
     bounds = (inputs.starts_q, inputs.starts_kv, request.seqlen_q, request.seqlen_kv)
     out = _first(flash_attn_varlen_func(*inputs[:3], *bounds, **options))
     assert inputs.starts_q is not None

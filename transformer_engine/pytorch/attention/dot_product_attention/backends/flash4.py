@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .....common.dispatch import Backend
 from ..autograd import Kernels, attend
+from ..layout import batch_first
 from ..request import Attended, AttentionInputs, AttentionRequest, Gradients
 from ..tail import clear_tail
 from .limits import refuses_beyond_flash, refuses_top_left
@@ -35,6 +36,7 @@ _MULTIPLE = 32
 
 
 def refuses(r: AttentionRequest) -> str | None:
+    """Why this backend cannot take the request; None if it can."""
     if not (r.switches.flash and r.switches.flash4):
         return "NVTE_FLASH_ATTN=0" if not r.switches.flash else "NVTE_FLASH_ATTN_V4=0"
     if VERSION is None:
@@ -63,10 +65,10 @@ def forward(request: AttentionRequest, inputs: AttentionInputs) -> Attended:
     rewrites = _leaves_rows(request)
     out = _rows(request, inputs.q, request.heads, request.head_dim_v, rewrites)
     found = _flash_attn_fwd(
-        _batch_first(request.q_format, inputs.q),
-        _batch_first(request.kv_format, inputs.k),
-        _batch_first(request.kv_format, inputs.v),
-        out=_batch_first(request.q_format, out),
+        batch_first(request.q_format, inputs.q),
+        batch_first(request.kv_format, inputs.k),
+        batch_first(request.kv_format, inputs.v),
+        out=batch_first(request.q_format, out),
         max_seqlen_q=request.seqlen_q,
         max_seqlen_k=request.seqlen_kv,
         page_table=inputs.page_table,
@@ -92,7 +94,7 @@ def backward(
     grad_q = _rows(request, q, request.heads, request.head_dim_qk, rewrites)
     grad_k = _rows(request, k, request.groups, request.head_dim_qk, rewrites)
     grad_v = _rows(request, v, request.groups, request.head_dim_v, rewrites)
-    view = functools.partial(_batch_first, request.q_format)
+    view = functools.partial(batch_first, request.q_format)
     found = _flash_attn_bwd(
         view(q),
         view(k),
@@ -139,10 +141,6 @@ def _leaves_rows(request: AttentionRequest) -> bool:
     if request.packed:
         return request.padded_between
     return request.mask.padding
-
-
-def _batch_first(tensor_format: str, x: Tensor) -> Tensor:
-    return x.transpose(0, 1) if tensor_format == "sbhd" else x
 
 
 def _rows(request: AttentionRequest, like: Tensor, heads: int, size: int, zero: bool) -> Tensor:

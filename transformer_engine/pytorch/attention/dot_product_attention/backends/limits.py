@@ -43,6 +43,19 @@ def refuses_beyond_flash(
     return None
 
 
+def refuses_loose_sequences(r: AttentionRequest) -> str | None:
+    """Why a function for dense or closely packed sequences cannot take the request; None if it can."""
+    if r.head_dim_qk != r.head_dim_v:
+        return f"heads of two sizes, {r.head_dim_qk} and {r.head_dim_v}"
+    if r.q_format != r.kv_format or r.page_size:
+        return "a cache of keys and values; it is not called for one"
+    if r.mask.padding and not r.packed:
+        return f"padding with qkv_format={r.q_format!r}; it takes lengths with 'thd' only"
+    if r.padded_between:
+        return "padding between packed sequences; pack them closely"
+    return None
+
+
 def refuses_top_left(r: AttentionRequest) -> str | None:
     """Why a kernel whose diagonal ends in the last query and key cannot take the request; None if it can."""
     if r.ends_aligned:

@@ -98,6 +98,7 @@ def additive_bias(request: AttentionRequest, inputs: AttentionInputs) -> Tensor 
 
 
 def refuses(request: AttentionRequest) -> str | None:
+    """Why this backend cannot take the request; None if it can."""
     if not request.switches.unfused:
         return "NVTE_UNFUSED_ATTN=0"
     if request.fp8 is not None:

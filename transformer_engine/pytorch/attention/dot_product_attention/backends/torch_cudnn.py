@@ -16,6 +16,7 @@ _LARGEST_HEAD = 128
 
 
 def refuses(r: AttentionRequest) -> str | None:
+    """Why this backend cannot take the request; None if it can."""
     if not r.switches.fused:
         return "NVTE_FUSED_ATTN=0"
     if r.switches.fused_kind == "2":

@@ -10,14 +10,16 @@ from torch import Tensor
 
 from .....common.dispatch import Backend
 from ..autograd import Kernels, attend
+from ..layout import batch_first
 from ..request import Attended, AttentionInputs, AttentionRequest, Gradients
 from ..tail import clear_tail
-from .limits import refuses_beyond_flash, refuses_top_left
+from .limits import refuses_beyond_flash, refuses_loose_sequences, refuses_top_left
 
 _LARGEST_HEAD = 256
 
 
 def refuses(r: AttentionRequest) -> str | None:
+    """Why this backend cannot take the request; None if it can."""
     if not (r.switches.flash and r.switches.flash2):
         return "NVTE_FLASH_ATTN=0" if not r.switches.flash else "NVTE_FLASH_ATTN_V2=0"
     refusal = refuses_beyond_flash(r, _LARGEST_HEAD, dropout=True) or refuses_top_left(r)
@@ -25,14 +27,9 @@ def refuses(r: AttentionRequest) -> str | None:
         return refusal
     if r.capability < (8, 0):
         return f"compute capability {r.capability[0]}.{r.capability[1]} < 8.0"
-    if r.head_dim_qk != r.head_dim_v:
-        return f"heads of two sizes, {r.head_dim_qk} and {r.head_dim_v}"
-    if r.q_format != r.kv_format or r.page_size:
-        return "a cache of keys and values; PyTorch's operator takes none"
-    if r.mask.padding and not r.packed:
-        return f"padding with qkv_format={r.q_format!r}; it takes lengths with 'thd' only"
-    if r.padded_between:
-        return "padding between packed sequences; pack them closely"
+    refusal = refuses_loose_sequences(r)
+    if refusal is not None:
+        return refusal
     if r.deterministic and r.needs_gradient and not torch.are_deterministic_algorithms_enabled():
         return "its backward is only deterministic under torch.use_deterministic_algorithms(True)"
     return None
@@ -40,7 +37,7 @@ def refuses(r: AttentionRequest) -> str | None:
 
 def forward(request: AttentionRequest, inputs: AttentionInputs) -> Attended:
     """Attention by PyTorch's operator, in the layout of the request."""
-    q, k, v = (_batch_first(request, x) for x in inputs[:3])
+    q, k, v = (batch_first(request.q_format, x) for x in inputs[:3])
     out, lse, rng_state, *_ = torch.ops.aten._flash_attention_forward(
         q,
         k,
@@ -54,7 +51,7 @@ def forward(request: AttentionRequest, inputs: AttentionInputs) -> Attended:
         False,
         **_options(request),
     )
-    out = _batch_first(request, out).contiguous()
+    out = batch_first(request.q_format, out).contiguous()
     if request.packed:
         assert inputs.starts_q is not None
         clear_tail(out, inputs.starts_q)
@@ -65,17 +62,17 @@ def backward(
     request: AttentionRequest, inputs: AttentionInputs, attended: Attended, grad_output: Tensor
 ) -> Gradients:
     """Gradients by PyTorch's operator."""
-    q, k, v = (_batch_first(request, x) for x in inputs[:3])
+    q, k, v = (batch_first(request.q_format, x) for x in inputs[:3])
     if attended.rng_state is None:
         state = torch.empty(2, dtype=torch.uint64, device=q.device)
     else:
         state = attended.rng_state.view(torch.uint64)
     found = torch.ops.aten._flash_attention_backward(
-        _batch_first(request, grad_output),
+        batch_first(request.q_format, grad_output),
         q,
         k,
         v,
-        _batch_first(request, attended.output),
+        batch_first(request.q_format, attended.output),
         attended.lse,
         inputs.starts_q,
         inputs.starts_kv,
@@ -87,7 +84,7 @@ def backward(
         torch.empty(0, dtype=torch.uint64, device=q.device),
         **_options(request),
     )
-    gradients = Gradients(*(_batch_first(request, x) for x in found))
+    gradients = Gradients(*(batch_first(request.q_format, x) for x in found))
     if request.packed:
         assert inputs.starts_q is not None and inputs.starts_kv is not None
         clear_tail(gradients.q, inputs.starts_q)
@@ -105,10 +102,6 @@ def _options(request: AttentionRequest) -> dict[str, Any]:
     if _causal(request) or not request.mask.banded:
         return {"scale": request.scale}
     return {"scale": request.scale, "window_size_left": left, "window_size_right": right}
-
-
-def _batch_first(request: AttentionRequest, x: Tensor) -> Tensor:
-    return x.transpose(0, 1) if request.q_format == "sbhd" else x
 
 
 KERNELS = Kernels("torch_flash", forward, backward)

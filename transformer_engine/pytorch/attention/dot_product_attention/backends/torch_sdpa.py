@@ -12,6 +12,7 @@ from ..request import AttentionInputs, AttentionRequest, AttentionResult
 
 
 def refuses(r: AttentionRequest) -> str | None:
+    """Why this backend cannot take the request; None if it can."""
     if not (r.switches.flash or r.switches.fused):
         return "NVTE_FLASH_ATTN=0 and NVTE_FUSED_ATTN=0"
     if r.bias != "no_bias":

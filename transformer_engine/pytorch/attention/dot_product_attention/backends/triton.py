@@ -31,6 +31,7 @@ LARGEST_HEAD_WITHOUT_GRADIENT = 576
 
 
 def refuses(r: AttentionRequest) -> str | None:
+    """Why this backend cannot take the request; None if it can."""
     if not (r.switches.flash or r.switches.fused):
         return "NVTE_FLASH_ATTN=0 and NVTE_FUSED_ATTN=0"
     if r.fp8 is not None:
