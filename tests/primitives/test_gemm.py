@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -144,3 +146,19 @@ def test_every_refusal_is_a_sentence():
     for verdict in TABLE.explain(GemmRequest.of(a, a, Epilogue(torch.float32))):
         assert verdict.chosen == (verdict.backend == "reference")
         assert verdict.chosen or len(verdict.refusal) > 10
+
+
+@pytest.mark.parametrize(
+    ("b_format", "reason"), [(formats.BLOCK_2D, "no E5M2 operand"), (formats.BLOCK_1D, None)]
+)
+def test_the_library_is_asked_for_no_gradient_beside_square_blocks(b_format, reason):
+    operands = operand("block1d", 256, 256, "cpu"), operand("block1d", 256, 256, "cpu")
+    request = dataclasses.replace(
+        GemmRequest.of(*operands, Epilogue(torch.bfloat16)),
+        device="cuda",
+        capability=(9, 0),
+        a_element=torch.float8_e5m2,
+        b_format=b_format,
+    )
+    refusal = TABLE.named("scaled_mm_block").refuses(request)
+    assert (refusal is None) if reason is None else reason in str(refusal)
