@@ -14,6 +14,7 @@ import torch
 from cublaslt_on_cpu import ALGORITHMS, REFUSED, CublasLt
 
 from transformer_engine.common import formats
+from transformer_engine.common.bounded import Bounded
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.pytorch import autotune
 from transformer_engine.pytorch.primitives.gemm import (
@@ -46,7 +47,7 @@ def library(monkeypatch):
     monkeypatch.setattr(cublaslt_library, "device_of", lambda device: torch.device("cpu"))
     monkeypatch.setattr(cublaslt_library, "current_stream", lambda device: 0)
     monkeypatch.setattr(cublaslt_library, "current_device", lambda: 0)
-    monkeypatch.setattr(cublaslt_plan, "_plans", {})
+    monkeypatch.setattr(cublaslt_plan, "_plans", Bounded(4096))
     return stand_in
 
 
@@ -464,7 +465,7 @@ def test_tuning_leaves_a_choice_behind(tmp_path, monkeypatch):
     a, b = on_gpu(None, 256, 512), on_gpu(None, 384, 512)
     skip_unless_taken(a, b, Epilogue(torch.bfloat16))
     monkeypatch.setenv("TE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(cublaslt_plan, "_plans", {})
+    monkeypatch.setattr(cublaslt_plan, "_plans", Bounded(4096))
     tuning.choices_of.cache_clear()
     out = torch.ones(256, 384, device="cuda")
     with autotune():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from transformer_engine.common.bounded import Bounded
 from transformer_engine.common.dispatch import observing, use_backend
 from transformer_engine.pytorch.primitives.gemm import TABLE, Epilogue, gemm, plain, product
 
@@ -21,7 +22,7 @@ def selections(monkeypatch):
         return backend
 
     monkeypatch.setattr(TABLE, "select", noted)
-    monkeypatch.setattr(product, "_calls", {})
+    monkeypatch.setattr(product, "_calls", Bounded(8192))
     return seen
 
 
@@ -86,7 +87,7 @@ def test_an_observer_sees_every_warm_call(selections, device):
 
 
 def test_the_memory_of_calls_is_bounded(selections, device, monkeypatch):
-    monkeypatch.setattr(product, "_MOST_CALLS", 3)
+    monkeypatch.setattr(product._calls, "most", 3)
     for m in range(1, 9):
         gemm(*operands(device, m=m), Epilogue(torch.bfloat16))
         assert len(product._calls) <= 3

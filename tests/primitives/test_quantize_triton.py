@@ -7,6 +7,7 @@ import torch
 
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, E5M2, FLOAT8, MXFP8, NVFP4
+from transformer_engine.pytorch.primitives import launching
 from transformer_engine.pytorch.primitives.quantize import (
     TABLE,
     Quantized,
@@ -247,14 +248,14 @@ def test_a_compiled_full_graph_keeps_the_kernels(name):
     [("cpu", torch.bfloat16, "needs a CUDA device"), ("cuda", torch.float64, "float64")],
 )
 def test_what_the_kernels_cannot_do_is_refused_with_the_reason(device, dtype, reason, monkeypatch):
-    monkeypatch.setattr(triton.launch, "MISSING", None)
+    monkeypatch.setattr(launching, "MISSING", None)
     request = Request(QuantizeSpec(FLOAT8, E4M3), (16, 16), dtype, torch.device(device))
     refusal = triton.refuses(request)
     assert refusal is not None and reason in refusal
 
 
 def test_a_missing_triton_is_a_refusal(monkeypatch):
-    monkeypatch.setattr(triton.launch, "MISSING", "triton is not installed")
+    monkeypatch.setattr(launching, "MISSING", "triton is not installed")
     request = Request(QuantizeSpec(FLOAT8, E4M3), (16, 16), torch.bfloat16, torch.device("cuda"))
     assert triton.refuses(request) == "triton is not installed"
     assert TABLE.backends[0] is triton.BACKEND
@@ -264,8 +265,8 @@ def test_a_missing_triton_is_a_refusal(monkeypatch):
     ("capability", "refused"), [((8, 0), True), ((8, 9), True), ((9, 0), False), ((10, 0), False)]
 )
 def test_architectures_without_a_correctly_rounded_cast_are_refused(capability, refused, monkeypatch):
-    monkeypatch.setattr(triton.launch, "MISSING", None)
-    monkeypatch.setattr(triton, "get_device_compute_capability", lambda: capability)
+    monkeypatch.setattr(launching, "MISSING", None)
+    monkeypatch.setattr(launching, "get_device_compute_capability", lambda: capability)
     request = Request(QuantizeSpec(FLOAT8, E4M3), (16, 16), torch.bfloat16, torch.device("cuda"))
     refusal = triton.refuses(request)
     assert (refusal is not None) == refused

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from .bounded import Bounded
+
 Request = TypeVar("Request")
 
 
@@ -40,7 +42,7 @@ class Verdict:
 _forced: dict[str, str] = {}
 _observers: list[Callable[[str, Any], None]] = []
 LATER = "an earlier backend takes the request"  # the refusal of a backend that could have taken it
-_REMEMBERED = 1 << 14  # choices a table keeps; sequences of ever new lengths must not fill the memory
+_REMEMBERED = 1 << 14  # choices a table keeps
 
 
 class Table(Generic[Request]):
@@ -58,7 +60,7 @@ class Table(Generic[Request]):
         self.operation = operation
         self.backends = tuple(backends)
         self.order = order
-        self._chosen: dict[Hashable, Backend[Request]] = {}
+        self._chosen: Bounded[Hashable, Backend[Request]] = Bounded(_REMEMBERED)
         tables[operation] = self
 
     def candidates(self, request: Request) -> tuple[Backend[Request], ...]:
@@ -106,9 +108,7 @@ class Table(Generic[Request]):
             return self.select(describe())
         backend = self._chosen.get(key)
         if backend is None:
-            if len(self._chosen) >= _REMEMBERED:
-                self._chosen.clear()
-            backend = self._chosen[key] = self.select(describe())
+            backend = self._chosen.keep(key, self.select(describe()))
         return backend
 
     def explain(self, request: Request) -> list[Verdict]:

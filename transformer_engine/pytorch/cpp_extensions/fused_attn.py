@@ -109,10 +109,7 @@ def fused_attn_fwd(
         q.shape[-1] ** -0.5 if attn_scale is None else attn_scale,
         dropout if is_training else 0.0,
         fast_zero_fill,
-        _one(QKVLayout, "qkv_layout", qkv_layout.lower()),
-        _one(AttnBiasType, "attn_bias_type", attn_bias_type),
-        _one(AttnMaskType, "attn_mask_type", attn_mask_type),
-        _one(SoftmaxType, "softmax_type", softmax_type),
+        *_enums(qkv_layout, attn_bias_type, attn_mask_type, softmax_type),
         window_size,
         cu_seqlens_q,
         cu_seqlens_kv,
@@ -179,10 +176,7 @@ def fused_attn_bwd(
         q.shape[-1] ** -0.5 if attn_scale is None else attn_scale,
         dropout,
         fast_zero_fill,
-        _one(QKVLayout, "qkv_layout", qkv_layout.lower()),
-        _one(AttnBiasType, "attn_bias_type", attn_bias_type),
-        _one(AttnMaskType, "attn_mask_type", attn_mask_type),
-        _one(SoftmaxType, "softmax_type", softmax_type),
+        *_enums(qkv_layout, attn_bias_type, attn_mask_type, softmax_type),
         window_size,
         deterministic,
         cu_seqlens_q,
@@ -210,6 +204,18 @@ def _check(backend: NVTE_Fused_Attn_Backend) -> None:
         raise ValueError(
             "fused_attention_backend is No_Backend; ask get_fused_attn_backend for one that takes the call"
         )
+
+
+def _enums(
+    qkv_layout: str, attn_bias_type: str, attn_mask_type: str, softmax_type: str
+) -> tuple[Any, Any, Any, Any]:
+    """The names of a call as the extension's enumerations, in the order of its arguments."""
+    return (
+        _one(QKVLayout, "qkv_layout", qkv_layout.lower()),
+        _one(AttnBiasType, "attn_bias_type", attn_bias_type),
+        _one(AttnMaskType, "attn_mask_type", attn_mask_type),
+        _one(SoftmaxType, "softmax_type", softmax_type),
+    )
 
 
 def _one(names: dict[str, Any], argument: str, name: str) -> Any:

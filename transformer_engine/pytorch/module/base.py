@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ...common.bounded import Bounded
 from ..device import canonical_device
 from ..distributed.recompute import in_fp8_activation_recompute_phase, is_fp8_activation_recompute_enabled
 from ..functions.scale_update import ScaleUpdate
@@ -28,6 +29,9 @@ T = TypeVar("T")
 _2X_ACC_FPROP = False
 _2X_ACC_DGRAD = True
 _2X_ACC_WGRAD = True
+
+
+_REMEMBERED = 64  # what a module keeps of calls that it may meet again
 
 
 def get_dummy_wgrad(shape: list[int], dtype: torch.dtype, zero: bool = False) -> Tensor:
@@ -74,7 +78,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self._model_init_recipe = model_init.recipe
         self._fp8_workspaces: dict[str, QuantizedTensorStorage] = {}
         self._module_recipe: ModuleRecipe | None = None
-        self._remembered: dict[Any, Any] = {}
+        self._remembered: Bounded[Any, Any] = Bounded(_REMEMBERED)
         self._replay_states: deque[list[tuple[Tensor, ...]]] = deque()
         self._wgrad_hooks: list[Any] = []
         self._warned: set[str] = set()
@@ -82,7 +86,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._remembered = {}
+        self._remembered = Bounded(_REMEMBERED)
         self.tracing_key = new_tracing_key(self)
 
     def __getstate__(self) -> dict[str, Any]:

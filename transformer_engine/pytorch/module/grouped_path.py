@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...common import env
+from ...common.bounded import Bounded
 from ..distributed.recompute import is_fp8_activation_recompute_enabled
 from ..functions.grouped_quantizer import GroupedQuantizer, grouped
 from ..functions.grouped_together import TogetherSpec
@@ -43,7 +44,7 @@ class TogetherPath:
         count = range(module.num_gemms)
         self._weight_names = [f"weight{i}" for i in count]
         self._bias_names = [f"bias{i}" for i in count] if module.use_bias else []
-        self._regular: dict[Any, bool] = {}
+        self._regular: Bounded[Any, bool] = Bounded(_KEPT)
         self._quantizers: tuple[ModuleRecipe, Quantizers | None] | None = None
 
     def plan(
@@ -112,10 +113,8 @@ class TogetherPath:
         )
         known = self._regular.get(key)
         if known is None:
-            if len(self._regular) >= _KEPT:
-                self._regular.clear()
-            known = irregular(weights) is None and len({(b.dtype, b.device, b.shape) for b in biases}) < 2
-            self._regular[key] = known
+            alike = len({(b.dtype, b.device, b.shape) for b in biases}) < 2
+            known = self._regular.keep(key, irregular(weights) is None and alike)
         needs = {weight.requires_grad for weight in weights}
         return known and len(needs) == 1 and len({bias.requires_grad for bias in biases}) < 2
 

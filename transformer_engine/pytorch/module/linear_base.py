@@ -25,7 +25,6 @@ from .precision import quantizes
 from .recipe_state import UNQUANTIZED, ProductQuantizers, ensure
 
 T = TypeVar("T")
-_REMEMBERED = 64  # results a module keeps; sequences of ever new lengths must not fill the memory
 
 
 @dataclass(frozen=True)
@@ -107,13 +106,11 @@ class QuantizedProductsModule(TransformerEngineBaseModule):
         )
         known = self._remembered.get(key)
         if known is None:
-            if len(self._remembered) >= _REMEMBERED:
-                self._remembered.clear()
             result = build()
             if device.type == "cuda":
                 keep_backward_here()
             held = tuple(parameters) if accumulates else None
-            known = self._remembered[key] = (result, first and not snapshot()[1], held)
+            known = self._remembered.keep(key, (result, first and not snapshot()[1], held))
         else:
             self.__dict__.update(fp8=state.enabled, fp8_calibration=False)
             if known[1]:

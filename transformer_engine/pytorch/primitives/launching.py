@@ -69,6 +69,25 @@ def refuses_elementwise(device: torch.device, *dtypes: torch.dtype) -> str | Non
     return None
 
 
+def refuses_casts(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why Triton cannot cast values of a dtype to narrow codes here, to the bit as the reference; None if it can."""
+    if device.type != "cuda":
+        return f"it needs a CUDA device, the values are on {device.type}"
+    if MISSING is not None:
+        return MISSING
+    if torch.version.hip is not None:
+        return "it relies on NVIDIA's FP8 conversion, this torch is built for ROCm"
+    if dtype not in DTYPE_NAMES:
+        return f"it takes bfloat16, float16 and float32, not {dtype}"
+    capability = get_device_compute_capability()
+    if capability < (9, 0):
+        return (
+            f"compute capability {capability[0]}.{capability[1]} < 9.0: "
+            "Triton rounds a cast to FP8 twice there, or has none"
+        )
+    return None
+
+
 def traceable(
     schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]
 ) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from ....common.bounded import Bounded
 from ....common.dispatch import Backend, undisturbed
 from ...backward_thread import keep_backward_here
 from ...device import canonical_device
@@ -132,7 +133,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         self.return_max_logit = bool(return_max_logit)
         self.score_mod = score_mod
         self._masks: dict[tuple[Any, ...], masks.Mask] = {}
-        self._plans: dict[tuple[Any, ...], Plan] = {}
+        self._plans: Bounded[tuple[Any, ...], Plan] = Bounded(MAX_PLANS)
         self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
         self.softmax_offset: torch.nn.Parameter | None
         if softmax_type != "learnable":
@@ -335,12 +336,9 @@ class DotProductAttention(TransformerEngineBaseModule):
         plan = self._plans.get(key)
         if plan is None:
             request = request_of(options, sequences, inputs, slopes_given)
-            plan = Plan(request, choose(request))
+            plan = self._plans.keep(key, Plan(request, choose(request)))
             if request.device_type == "cuda":
                 keep_backward_here()
-            if len(self._plans) >= MAX_PLANS:
-                self._plans.clear()
-            self._plans[key] = plan
         return plan
 
     def _slopes(self, bias_type: str, q: Tensor, given: Tensor | None) -> Tensor | None:

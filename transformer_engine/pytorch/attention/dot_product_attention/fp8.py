@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ....common import env
+from ....common.bounded import Bounded
 from ....common.dispatch import Backend, Table, undisturbed
 from ....common.recipe import DelayedScaling, Float8CurrentScaling, Format, MXFP8BlockScaling, Recipe
 from ...functions.scale_update import ScaleUpdate
@@ -239,7 +240,7 @@ class Passes:
     high_precision: bool
 
 
-_remembered: dict[tuple[Any, ...], Passes] = {}
+_remembered: Bounded[tuple[Any, ...], Passes] = Bounded(1024)
 
 
 def _passes(request: AttentionRequest, scaling: str, asked: bool | None) -> Passes:
@@ -251,9 +252,7 @@ def _passes(request: AttentionRequest, scaling: str, asked: bool | None) -> Pass
     key = (request, scaling, asked)
     found = _remembered.get(key)
     if found is None:
-        if len(_remembered) >= 1024:
-            _remembered.clear()
-        found = _remembered[key] = _choose(request, scaling, asked)
+        found = _remembered.keep(key, _choose(request, scaling, asked))
     return found
 
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ....common.bounded import Bounded
 from ..operand import Operand
 from . import cublaslt_library as library
 from .block_scales import block_scale
@@ -334,22 +335,18 @@ def _block_scales(left: Operand, right: Operand) -> tuple[Tensor, Tensor]:
     return block_scale(left, left.codes), block_scale(right, right.codes)
 
 
-# A model with many different shapes would otherwise collect plans without end.
-_MOST_PLANS = 4096
-_plans: dict[Problem, Plan | NoAlgorithm] = {}
+_plans: Bounded[Problem, Plan | NoAlgorithm] = Bounded(4096)
 
 
 def plan_for(problem: Problem) -> Plan:
     """The plan of a problem, made at the first question; NoAlgorithm where the library has none."""
     plan = _plans.get(problem)
     if plan is None:
-        if len(_plans) >= _MOST_PLANS:
-            _plans.clear()
         try:
             plan = Plan(problem)
         except NoAlgorithm as error:
             plan = error
-        _plans[problem] = plan
+        _plans.keep(problem, plan)
     if isinstance(plan, NoAlgorithm):
         raise plan
     return plan

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ....common import dispatch
+from ....common.bounded import Bounded
 from ....common.dispatch import Table
 from ....common.formats import TENSOR_FORMATS
 from .. import launching
@@ -29,9 +30,7 @@ TABLE: Table[GemmRequest] = Table(
 
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 
-# A model with many different shapes would otherwise collect calls without end.
-_MOST_CALLS = 8192
-_calls: dict[Hashable, Callable[[Operand, Operand, Epilogue], Tensor]] = {}
+_calls: Bounded[Hashable, Callable[[Operand, Operand, Epilogue], Tensor]] = Bounded(8192)
 
 
 def gemm(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
@@ -53,9 +52,7 @@ def _warm(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
     call = _calls.get(key)
     if call is None:
         call = _choose(a, b, epilogue)
-        if len(_calls) >= _MOST_CALLS:
-            _calls.clear()
-        _calls[key] = call
+        _calls.keep(key, call)
     return call(a, b, epilogue)
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ....common.bounded import Bounded
 from ....common.formats import ceil_div
 from ....common.kernels import launch
 
@@ -22,7 +23,7 @@ TILE_ROWS = 128  # as in common/kernels/grouped_gemm, which only imports where T
 _KEPT_TABLES = 1024
 _Numbers = tuple[torch.device, torch.dtype, tuple[int, ...]]
 # By numbers, then by stream: one must not read what another is still filling.
-_tables: dict[_Numbers, dict[int, Tensor]] = {}
+_tables: Bounded[_Numbers, dict[int, Tensor]] = Bounded(_KEPT_TABLES)
 
 
 def on_device(numbers: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -33,9 +34,7 @@ def on_device(numbers: tuple[int, ...], dtype: torch.dtype, device: torch.device
     key = (device, dtype, numbers)
     tables = _tables.get(key)
     if tables is None:
-        if len(_tables) >= _KEPT_TABLES:
-            _tables.clear()
-        tables = _tables[key] = {}
+        tables = _tables.keep(key, {})
     on_gpu = device.type == "cuda" and device.index is not None and launch.MISSING is None
     stream = launch.current_stream(device.index) if on_gpu else 0
     table = tables.get(stream)

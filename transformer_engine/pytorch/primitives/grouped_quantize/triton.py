@@ -14,27 +14,17 @@ from torch import Tensor
 from ....common.dispatch import Backend
 from ....common.formats import FLOAT8, FLOAT32_MAX, ceil_div
 from ....common.kernels import launch
-from ...device import get_device_compute_capability
 from ..grouped_gemm import Groups, Matrices
+from ..launching import refuses_casts
 from ..quantize import QuantizeSpec, torch_dtype
 from .spec import GroupedQuantized, GroupedQuantizeRequest, ScaleSlots
 
-_VALUES = (torch.bfloat16, torch.float16, torch.float32)
 _WIDTH = 128
 
 
 def refuses(request: GroupedQuantizeRequest) -> str | None:
-    if request.device.type != "cuda":
-        return f"it needs a CUDA device, the values are on {request.device.type}"
-    if launch.MISSING is not None:
-        return launch.MISSING
-    if torch.version.hip is not None:
-        return "it relies on NVIDIA's FP8 conversion, this torch is built for ROCm"
-    if request.dtype not in _VALUES:
-        return f"it takes bfloat16, float16 and float32, not {request.dtype}"
-    capability = get_device_compute_capability()
-    if capability < (9, 0):
-        return f"compute capability {capability[0]}.{capability[1]} < 9.0: Triton rounds a cast to FP8 twice there"
+    if (reason := refuses_casts(request.device, request.dtype)) is not None:
+        return reason
     if request.shape[0] == 0 or request.shape[1] == 0:
         return "there is nothing to quantize"
     if request.matrices and request.shape[0] % 2:

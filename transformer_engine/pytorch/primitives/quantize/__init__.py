@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable
 import torch
 from torch import Tensor
 
+from ....common.bounded import Bounded
 from ....common.dispatch import Table, undisturbed
 from ....common.formats import FLOAT8, NVFP4
 from . import reference, triton
@@ -70,15 +71,11 @@ def quantize(
     call = _calls.get(key)
     if call is None:
         _check(x, spec, scale, random)
-        if len(_calls) >= _MOST_CALLS:
-            _calls.clear()
-        call = _calls[key] = _chosen(x, spec, scale, amax)
+        call = _calls.keep(key, _chosen(x, spec, scale, amax))
     return call(x, scale, amax, amax_t, record)
 
 
-# Matrices of ever new shapes must not fill the memory.
-_MOST_CALLS = 8192
-_calls: dict[Hashable, Callable[..., Quantized]] = {}
+_calls: Bounded[Hashable, Callable[..., Quantized]] = Bounded(8192)
 
 
 def _chosen(

@@ -27,8 +27,9 @@ from ....common.formats import (
 )
 from ....common.kernels import launch
 from ....common.kernels.launch import Launch
-from ...device import get_device_compute_capability, is_current_device
+from ...device import is_current_device
 from .. import launching
+from ..launching import refuses_casts
 from . import reference
 from .float8 import absolute_maximum
 from .hadamard import hadamard_transform
@@ -36,25 +37,12 @@ from .spec import Quantized, QuantizeSpec, Request
 from .triton_float8 import as_float32, call_of
 
 ELEMENTS = (E4M3, E5M2, E2M1)
-_VALUES = (torch.bfloat16, torch.float16, torch.float32)
 _LIMIT = 1 << 24  # offsets inside a tile of 128 rows are 32-bit integers
 
 
 def refuses(request: Request) -> str | None:
-    if request.device.type != "cuda":
-        return f"it needs a CUDA device, the matrix is on {request.device.type}"
-    if launch.MISSING is not None:
-        return launch.MISSING
-    if torch.version.hip is not None:
-        return "it relies on NVIDIA's FP8 conversion, this torch is built for ROCm"
-    if request.dtype not in _VALUES:
-        return f"it takes bfloat16, float16 and float32, not {request.dtype}"
-    capability = get_device_compute_capability()
-    if capability < (9, 0):
-        return (
-            f"compute capability {capability[0]}.{capability[1]} < 9.0: "
-            "Triton rounds a cast to FP8 twice there, or has none"
-        )
+    if (reason := refuses_casts(request.device, request.dtype)) is not None:
+        return reason
     if max(request.shape) >= _LIMIT:
         return f"an extent of {list(request.shape)} reaches {_LIMIT}"
     return None
