@@ -13,8 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -23,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from transformer_engine import __version__
+from transformer_engine.cli.bench.measure import measure
 from transformer_engine.pytorch.attention.dot_product_attention import mask
 from transformer_engine.pytorch.attention.dot_product_attention.backends import triton
 from transformer_engine.pytorch.attention.dot_product_attention.request import (
@@ -38,8 +37,7 @@ PAGE = 64
 FLEX = ((1, 8192), (16, 4096), (64, 1024), (64, 8192), (1, 65536))  # it compiles for seconds a shape
 DTYPE = torch.bfloat16
 LARGEST_CACHE = 20 << 30
-RUNS = 15
-CYCLES_A_SECOND = 1.9e9
+GPU = torch.device("cuda")
 
 
 class Step(NamedTuple):
@@ -84,11 +82,17 @@ def main() -> None:
 def measured(step: Step, size: int, roof: float) -> dict[str, float | str]:
     """A step's figures; where a library cannot compute it, its reason."""
     try:
-        gpu, host = measure(step.call)
+        gpu_ms, host_ms, _ = measure(step.call, GPU)
     except (RuntimeError, torch.OutOfMemoryError) as error:
         return {"refused": str(error).splitlines()[0]}
-    rate = size / gpu / 1e6
-    return {"gpu_us": gpu, "host_us": host, "tb_s": rate, "percent_of_copy": 100.0 * rate / roof}
+    assert gpu_ms is not None and host_ms is not None
+    rate = size / gpu_ms / 1e9
+    return {
+        "gpu_us": 1e3 * gpu_ms,
+        "host_us": 1e3 * host_ms,
+        "tb_s": rate,
+        "percent_of_copy": 100.0 * rate / roof,
+    }
 
 
 def steps(batch: int, context: int, flex: bool) -> Iterator[Step]:
@@ -135,33 +139,11 @@ def own(q: Tensor, k: Tensor, v: Tensor, pages: Tensor | None) -> Callable[[], o
     return lambda: triton.forward(request, inputs)
 
 
-def measure(call: Callable[[], object]) -> tuple[float, float]:
-    """(GPU, host) microseconds of one call, medians."""
-    flushed = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-    for _ in range(3):
-        call()
-    gpu, host = [], []
-    for _ in range(RUNS):
-        torch.cuda.synchronize()
-        flushed.zero_()
-        torch.cuda._sleep(int(4e-4 * CYCLES_A_SECOND))
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        begin = time.perf_counter()
-        call()
-        host.append(1e6 * (time.perf_counter() - begin))
-        end.record()
-        end.synchronize()
-        gpu.append(1e3 * start.elapsed_time(end))
-    return statistics.median(gpu), statistics.median(host)
-
-
 def copy_rate() -> float:
     """TB/s of a copy, its reads and its writes."""
     source = torch.empty(1 << 29, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    gpu, _ = measure(lambda: target.copy_(source))
-    return 2 * source.numel() / gpu / 1e6
+    return 2 * source.numel() / measure(lambda: target.copy_(source), GPU).busiest / 1e9
 
 
 def machine() -> dict[str, str]:

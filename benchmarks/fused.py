@@ -11,12 +11,14 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from norms import machine, measure
+from norms import GPU, machine
 
-from transformer_engine.common.formats import E4M3, E5M2, FLOAT8
+from transformer_engine.cli.bench.measure import measure
+from transformer_engine.common.formats import BLOCK_1D, E4M3, E5M2, FLOAT8
 from transformer_engine.pytorch.attention.rope import apply_fused_qkv_rotary_pos_emb
 from transformer_engine.pytorch.primitives import activation, norm
 from transformer_engine.pytorch.primitives.dropout import (
@@ -70,7 +72,8 @@ def main() -> None:
     for case in cases():
         if chosen.only not in case.name:
             continue
-        (gpu, cpu), (separate, separate_cpu) = measure(case.fused), measure(case.separate)
+        (gpu, cpu, _), (separate, separate_cpu, _) = (measure(x, GPU) for x in (case.fused, case.separate))
+        assert gpu is not None and cpu is not None and separate is not None and separate_cpu is not None
         rate = case.size / gpu / 1e9
         rows.append(
             {
@@ -106,21 +109,26 @@ def _random(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, device="cuda", dtype=DTYPE)
 
 
-def _scalings() -> Iterator[tuple[str, QuantizeSpec, dict[str, torch.Tensor], int]]:
-    """(name, spec, what quantize is given, bytes of the codes of one element)"""
+def _scalings() -> Iterator[tuple[str, QuantizeSpec, dict[str, torch.Tensor], int, int]]:
+    """(name, spec, what quantize is given, bytes of one element's codes, and of a result stored and read before)"""
     delayed = {"scale": torch.tensor([8.0], device="cuda"), "record": torch.zeros(1, device="cuda")}
     for columnwise in (False, True):
         spec = QuantizeSpec(FLOAT8, E4M3, True, columnwise)
-        yield f"delayed {'both' if columnwise else 'row'}", spec, delayed, 1 + columnwise
+        yield f"delayed {'both' if columnwise else 'row'}", spec, delayed, 1 + columnwise, 0
     for columnwise in (False, True):
         spec = QuantizeSpec(FLOAT8, E4M3, True, columnwise)
-        yield f"current {'both' if columnwise else 'row'}", spec, {}, 1 + columnwise
+        yield f"current {'both' if columnwise else 'row'}", spec, {}, 1 + columnwise, 2 * 2
+    for columnwise in (False, True):
+        spec = QuantizeSpec(BLOCK_1D, E4M3, True, columnwise, power_of_two=True)
+        yield f"block {'both' if columnwise else 'row'}", spec, {}, 1 + columnwise, 0
 
 
 def norm_cases() -> Iterator[Case]:
     for rows, width in ((8192, 4096), (8192, 8192), (8192, 12288), (2048, 4096)):
         x, gamma = _random(rows, width), _random(width)
-        for name, spec, given, codes in _scalings():
+        for name, spec, given, codes, stored in _scalings():
+            if name == "block both":  # separate steps
+                continue
 
             def fused(x=x, gamma=gamma, spec=spec, given=given) -> object:
                 return norm.rmsnorm_forward_quantized(x, gamma, 1e-5, False, spec, **given)
@@ -129,7 +137,7 @@ def norm_cases() -> Iterator[Case]:
                 y, rstdev = norm.rmsnorm_forward(x, gamma, 1e-5, False)
                 return quantize(y, spec, **given), rstdev
 
-            size = x.numel() * (2 + codes if given else 6 + codes)
+            size = x.numel() * (2 + codes + stored)
             yield Case(f"rmsnorm {rows}x{width} {name}", fused, separate, size)
 
             def fused_layer(x=x, gamma=gamma, spec=spec, given=given) -> object:
@@ -146,7 +154,7 @@ def activation_cases() -> Iterator[Case]:
     for kind, rows, width in (("gelu", 8192, 14336), ("swiglu", 8192, 14336), ("swiglu", 2048, 11008)):
         gated = activation.ACTIVATIONS[kind].gated
         x, dy = _random(rows, 2 * width if gated else width), _random(rows, width)
-        for name, spec, given, codes in _scalings():
+        for name, spec, given, codes, stored in _scalings():
 
             def fused(kind=kind, x=x, spec=spec, given=given) -> object:
                 return activation.activation_forward_quantized(kind, x, PARAMS, spec, **given)
@@ -154,11 +162,13 @@ def activation_cases() -> Iterator[Case]:
             def separate(kind=kind, x=x, spec=spec, given=given) -> object:
                 return quantize(activation.activation_forward(kind, x, PARAMS), spec, **given)
 
-            size = 2 * x.numel() + dy.numel() * (codes if given else 4 + codes)
+            size = 2 * x.numel() + dy.numel() * (codes + stored)
             yield Case(f"{kind} f {rows}x{x.shape[1]} {name}", fused, separate, size)
 
-            back = QuantizeSpec(FLOAT8, E5M2, True, spec.columnwise)
+            back = replace(spec, element=E5M2)
             for bias in (None, DTYPE):
+                if not activation.gradient_fuses(back, bias is not None):
+                    continue
 
                 def fused_back(kind=kind, x=x, dy=dy, spec=back, given=given, bias=bias) -> object:
                     return activation.activation_backward_quantized(
@@ -170,7 +180,7 @@ def activation_cases() -> Iterator[Case]:
                     sums = None if bias is None else dx.sum(0, dtype=torch.float32).to(bias)
                     return quantize(dx, spec, **given), sums
 
-                size = 2 * dy.numel() + x.numel() * (2 + codes if given else 6 + codes)
+                size = 2 * dy.numel() + x.numel() * (2 + codes + stored)
                 label = f"{kind} b{'' if bias is None else ' dbias'} {rows}x{x.shape[1]} {name}"
                 yield Case(label, fused_back, separate_back, size)
 
@@ -178,9 +188,7 @@ def activation_cases() -> Iterator[Case]:
 def bias_cases() -> Iterator[Case]:
     for rows, width in ((8192, 4096), (8192, 14336), (2048, 4096)):
         x = _random(rows, width)
-        for name, spec, given, codes in _scalings():
-            if not given:
-                continue
+        for name, spec, given, codes, stored in _scalings():
 
             def fused(x=x, spec=spec, given=given) -> object:
                 return quantize_with_dbias(x, spec, DTYPE, **given)
@@ -188,7 +196,8 @@ def bias_cases() -> Iterator[Case]:
             def separate(x=x, spec=spec, given=given) -> object:
                 return quantize(x, spec, **given), x.sum(0, dtype=torch.float32).to(DTYPE)
 
-            yield Case(f"cast dbias {rows}x{width} {name}", fused, separate, x.numel() * (2 + codes))
+            size = x.numel() * (2 + codes + stored // 2)  # what is read twice is there already
+            yield Case(f"cast dbias {rows}x{width} {name}", fused, separate, size)
 
 
 def softmax_cases() -> Iterator[Case]:

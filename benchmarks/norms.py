@@ -11,23 +11,21 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 
 from transformer_engine import __version__
+from transformer_engine.cli.bench.measure import measure
 from transformer_engine.pytorch import LayerNorm, RMSNorm
 from transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding, apply_rotary_pos_emb
 from transformer_engine.pytorch.functions.activation import activation
 from transformer_engine.pytorch.primitives.activation import ACTIVATIONS
 
 DTYPE = torch.bfloat16
-RUNS = 40
-CYCLES_A_SECOND = 1.9e9
+GPU = torch.device("cuda")
 
 
 class Case(NamedTuple):
@@ -51,7 +49,8 @@ def main() -> None:
     for case in cases():
         if chosen.only not in case.name:
             continue
-        gpu, cpu = measure(case.call)
+        gpu, cpu, _ = measure(case.call, GPU)
+        assert gpu is not None and cpu is not None
         size = case.elements * DTYPE.itemsize
         rate = size / gpu / 1e9
         roof = roofs.setdefault(size, copy_rate(size))
@@ -62,36 +61,11 @@ def main() -> None:
             json.dump({"machine": machine(), "cases": rows}, file, indent=1)
 
 
-def measure(call: Callable[[], object]) -> tuple[float, float]:
-    """(GPU ms, host ms) of one call, medians."""
-    flushed = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-    for _ in range(5):
-        call()
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    call()
-    ahead = time.perf_counter() - begin
-    gpu, cpu = [], []
-    for _ in range(RUNS):
-        torch.cuda.synchronize()
-        flushed.zero_()
-        torch.cuda._sleep(int(min(2.5 * ahead + 2e-4, 0.04) * CYCLES_A_SECOND))
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        begin = time.perf_counter()
-        call()
-        cpu.append((time.perf_counter() - begin) * 1e3)
-        end.record()
-        torch.cuda.synchronize()
-        gpu.append(start.elapsed_time(end))
-    return statistics.median(gpu), statistics.median(cpu)
-
-
 def copy_rate(size: int) -> float:
     """TB/s of a device-to-device copy that reads and writes size bytes together."""
     source = torch.empty(size // 2, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
-    return size / measure(lambda: target.copy_(source))[0] / 1e9
+    return size / measure(lambda: target.copy_(source), GPU).busiest / 1e9
 
 
 def cases() -> Iterator[Case]:

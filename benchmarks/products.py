@@ -26,6 +26,7 @@ from typing import NamedTuple
 import torch
 
 from transformer_engine import __version__
+from transformer_engine.cli.bench.measure import measure_in_turns
 from transformer_engine.common import formats
 from transformer_engine.pytorch.primitives.gemm import (
     TABLE,
@@ -46,7 +47,6 @@ KINDS = ("bf16", "fp8 fast", "fp8 split", "block")
 PRODUCTS = ("forward", "forward+bias", "dgrad", "wgrad", "wgrad+")
 STEPS = tuple((tokens, width) for tokens in (128, 512, 2048, 8192) for width in (1024, 2048, 4096, 8192))
 RUNS = 15
-CYCLES_A_SECOND = 1.9e9
 
 
 class Case(NamedTuple):
@@ -100,7 +100,7 @@ def compared(case: Case) -> dict[str, object]:
         if reason := backend.refuses(request):
             raise SystemExit(f"{case.name}: {backend.name} refuses: {reason}")
     a, b, epilogue = case[1:4]
-    ours, theirs = in_turns([lambda run=x.run: run(a, b, epilogue) for x in backends])
+    ours, theirs = measure_in_turns([lambda run=x.run: run(a, b, epilogue) for x in backends], RUNS)
     rate = 2 * a.rows * b.rows * a.depth / ours / 1e9
     return {
         "case": case.name,
@@ -110,27 +110,6 @@ def compared(case: Case) -> dict[str, object]:
         "ratio": round(ours / theirs, 4),
         "tflop_s": round(rate, 1),
     }
-
-
-def in_turns(calls: list[Callable[[], object]]) -> list[float]:
-    """Median GPU ms of each call."""
-    flushed = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-    for call in calls:
-        for _ in range(3):
-            call()
-    times: list[list[float]] = [[] for _ in calls]
-    for i in range(RUNS):
-        for call, seen in list(zip(calls, times, strict=True))[:: 1 if i % 2 else -1]:
-            torch.cuda.synchronize()
-            flushed.zero_()
-            torch.cuda._sleep(int(3e-4 * CYCLES_A_SECOND))
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            call()
-            end.record()
-            torch.cuda.synchronize()
-            seen.append(start.elapsed_time(end))
-    return [statistics.median(seen) for seen in times]
 
 
 def cases() -> Iterator[Case]:
@@ -181,7 +160,9 @@ def tuned_row(case: Case) -> dict[str, object]:
     best.adopt(tuning._fastest(best, a, b, epilogue))
     torch.cuda.synchronize()
     took = time.perf_counter() - begin
-    before, after = in_turns([functools.partial(plan.run, a, b, epilogue) for plan in (first, best)])
+    before, after = measure_in_turns(
+        [functools.partial(plan.run, a, b, epilogue) for plan in (first, best)], RUNS
+    )
     changed = first.algorithm != best.algorithm
     return {
         "case": case.name,
@@ -203,7 +184,7 @@ def step_row(tokens: int, width: int) -> dict[str, object]:
         "block": (formats.BLOCK_1D, formats.BLOCK_2D, None),
     }.items():
         calls[kind] = functools.partial(_step_fp8, x, w, dy, form, weight_form, given)
-    found = in_turns(list(calls.values()))
+    found = measure_in_turns(list(calls.values()), RUNS)
     return {
         "tokens": tokens,
         "width": width,

@@ -2,8 +2,8 @@
 
 usage: python benchmarks/quantize.py [--shape 8192x14336] [--backend triton] [--json FILE]
 
-gpu_ms    GPU time of one call with its launches already queued and the L2 holding other data, median of 40
-host_us   host time to queue one call, median of 40
+gpu_ms    GPU time of one call with its launches already queued and the L2 holding other data, median of 8 to 40
+host_us   host time to queue one call, median of as many
 """
 
 from __future__ import annotations
@@ -11,14 +11,12 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import statistics
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from transformer_engine.cli.bench.measure import measure
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, FLOAT8, MXFP8, NVFP4
 from transformer_engine.pytorch.primitives.quantize import QuantizeSpec, quantize
@@ -38,42 +36,18 @@ CASES: dict[str, tuple[QuantizeSpec, bool, float]] = {
     "nvfp4 row": (QuantizeSpec(NVFP4, E2M1), False, 4.5 + 1 / 16),
     "nvfp4 both, hadamard": (QuantizeSpec(NVFP4, E2M1, columnwise=True, hadamard=True), False, 7 + 2 / 16),
 }
-RUNS = 40
+GPU = torch.device("cuda")
 
 
-def measure(call: Callable[[], object], other: torch.Tensor) -> tuple[float, float]:
-    """(gpu_ms, host_us) of a call; writing `other` evicts the L2."""
-    for _ in range(5):
-        call()
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    call()
-    host = time.perf_counter() - started
-    gpu_ms, host_us = [], []
-    for _ in range(RUNS):
-        other.zero_()
-        torch.cuda._sleep(int(min(2.5 * host + 2e-4, 0.04) * 1.9e9))  # the host runs ahead meanwhile
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        started = time.perf_counter()
-        call()
-        host_us.append((time.perf_counter() - started) * 1e6)
-        end.record()
-        torch.cuda.synchronize()
-        gpu_ms.append(start.elapsed_time(end))
-    return statistics.median(gpu_ms), statistics.median(host_us)
-
-
-def copy_bandwidth(other: torch.Tensor) -> float:
+def copy_bandwidth() -> float:
     """GB/s read and written by a copy of 2 GiB."""
     source = torch.empty(1 << 31, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
-    return 2 * source.numel() / measure(lambda: target.copy_(source), other)[0] / 1e6
+    return 2 * source.numel() / measure(lambda: target.copy_(source), GPU).busiest / 1e6
 
 
 def benchmark(rows: int, depth: int, backend: str) -> dict[str, object]:
-    other = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-    roof = copy_bandwidth(other)
+    roof = copy_bandwidth()
     x = torch.randn(rows, depth, device="cuda", dtype=torch.bfloat16)
     one = torch.ones(1, device="cuda")
     print(f"{rows} x {depth} bfloat16, backend {backend}; a copy moves {roof:.0f} GB/s")
@@ -82,7 +56,9 @@ def benchmark(rows: int, depth: int, backend: str) -> dict[str, object]:
     for name, (spec, scaled, size) in CASES.items():
         scale = one if scaled else None
         with use_backend(quantize=backend):
-            gpu_ms, host_us = measure(lambda spec=spec, scale=scale: quantize(x, spec, scale=scale), other)
+            timing = measure(lambda spec=spec, scale=scale: quantize(x, spec, scale=scale), GPU)
+        assert timing.cpu_ms is not None
+        gpu_ms, host_us = timing.busiest, 1e3 * timing.cpu_ms
         rate = size * x.numel() / gpu_ms / 1e6
         print(f"{name:22} {gpu_ms:8.4f} {host_us:8.1f} {rate:6.0f} {100 * rate / roof:9.1f}")
         results.append(

@@ -127,7 +127,9 @@ def measurements() -> str:
     measured = json.loads(MEASURED.read_text())
     cells = {(row["case"], row["backend"]): row for row in measured["results"]}
     cases = list(dict.fromkeys(case for case, _ in cells))
-    names = [name for name in preference(plain()) if any(backend == name for _, backend in cells)]
+    known = preference(plain())
+    names = [name for name in known if any(backend == name for _, backend in cells)]
+    names += dict.fromkeys(backend for _, backend in cells if backend not in known)  # FP8, say
     lines = [f"| | {' | '.join(names)} |", f"| --- |{' --- |' * len(names)}"]
     for case in cases:
         found = [cells.get((case, name)) for name in names]

@@ -53,12 +53,14 @@ from .cast import (
     swap_first_dims,
 )
 from .context_parallel import (
+    thd_cp_rank_order_to_sequence_order,
     thd_get_partitioned_indices,
     thd_grad_correction,
     thd_out_correction,
     thd_read_half_tensor,
     thd_read_second_half_lse,
     thd_second_half_lse_correction,
+    thd_sequence_order_to_cp_rank_order,
 )
 from .dropout import (
     dropout_bwd,
@@ -75,7 +77,9 @@ from .enums import (
     NVTE_QKV_Layout,
     NVTE_Softmax_Type,
 )
+from .gemm import generic_gemm, te_general_grouped_gemm
 from .kv_cache import convert_bshd_to_thd, convert_thd_to_bshd, copy_to_kv_cache, mha_fill
+from .machine import device_supports_multicast, get_cudnn_version, ubuf_built_with_mpi
 from .norm import (
     layernorm_bwd,
     layernorm_fwd,
@@ -89,6 +93,7 @@ from .rope import (
     fused_rope_backward,
     fused_rope_forward,
 )
+from .scaling import FP8TensorMeta, fused_amax_and_scale_update_after_reduction
 from .softmax import (
     scaled_aligned_causal_masked_softmax_backward,
     scaled_aligned_causal_masked_softmax_forward,
@@ -104,6 +109,7 @@ __all__ = [
     "DType",
     "FP8BwdTensors",
     "FP8FwdTensors",
+    "FP8TensorMeta",
     "NVTE_Bias_Type",
     "NVTE_Fused_Attn_Backend",
     "NVTE_Mask_Type",
@@ -124,6 +130,7 @@ __all__ = [
     "dbias_dsilu",
     "dbias_dsrelu",
     "dequantize",
+    "device_supports_multicast",
     "dgeglu",
     "dgelu",
     "dglu",
@@ -140,6 +147,7 @@ __all__ = [
     "fa_prepare_bwd",
     "fa_prepare_fwd",
     "fp8_transpose",
+    "fused_amax_and_scale_update_after_reduction",
     "fused_attn_bwd",
     "fused_attn_fwd",
     "fused_qkv_rope_backward",
@@ -148,6 +156,8 @@ __all__ = [
     "fused_rope_forward",
     "geglu",
     "gelu",
+    "generic_gemm",
+    "get_cudnn_version",
     "get_fused_attn_backend",
     "glu",
     "layernorm_bwd",
@@ -176,10 +186,14 @@ __all__ = [
     "srelu",
     "swap_first_dims",
     "swiglu",
+    "te_general_grouped_gemm",
+    "thd_cp_rank_order_to_sequence_order",
     "thd_get_partitioned_indices",
     "thd_grad_correction",
     "thd_out_correction",
     "thd_read_half_tensor",
     "thd_read_second_half_lse",
     "thd_second_half_lse_correction",
+    "thd_sequence_order_to_cp_rank_order",
+    "ubuf_built_with_mpi",
 ]

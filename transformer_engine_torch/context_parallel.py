@@ -11,6 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from transformer_engine.pytorch.attention.dot_product_attention.context_parallel.partition import (
+    order_of_ranks,
+    partitioned_indices,
+    places,
+)
+
 
 def thd_read_half_tensor(tensor: Tensor, cu_seqlens: Tensor, half_idx: int) -> Tensor:
     """[.., t / 2, h, d]: the half 0 or 1 of every sequence of [t, h, d], or of keys and values [2, t, h, d]."""
@@ -73,7 +79,7 @@ def thd_out_correction(
     if lse_packed:
         weight = torch.exp(lse_per_step[:, :rows] - lse.index_select(1, where)).t()
     else:
-        sequence, place = _places(bounds, rows)
+        sequence, place = places(bounds, rows)
         start = (cu_seqlens[1:] - cu_seqlens[:-1]).long()[sequence] // 2 if only_second_half else 0
         whole = lse[sequence, :, (place + start).clamp(max=lse.shape[-1] - 1)]
         weight = torch.exp(lse_per_step[sequence, :, place.clamp(max=lse_per_step.shape[-1] - 1)] - whole)
@@ -109,32 +115,23 @@ def thd_grad_correction(
 def thd_get_partitioned_indices(cu_seqlens: Tensor, total_tokens: int, world_size: int, rank: int) -> Tensor:
     """int32 [total_tokens / world_size]: which tokens of whole packed sequences a context-parallel rank holds.
 
-    Of the 2 * world_size equal chunks of a sequence it holds the two numbered rank and 2 * world_size - 1 - rank,
-    which gives every rank as much of a causal mask.
+    Of the 2 * world_size equal chunks of a sequence it holds the two numbered rank and 2 * world_size - 1 - rank.
     """
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank={rank} is outside 0..{world_size - 1}")
-    if total_tokens % (2 * world_size):
-        raise ValueError(
-            f"total_tokens={total_tokens} is not a multiple of 2 * world_size = {2 * world_size}; "
-            "pad every sequence to one"
-        )
-    bounds = cu_seqlens.long()
-    sequence, place = _places(cu_seqlens // world_size, total_tokens // world_size)
-    length = (bounds[1:] - bounds[:-1])[sequence]
-    chunk = length // (2 * world_size)
-    second = place >= chunk
-    # A second chunk's place counts from one chunk on, hence 2 less in place of 1.
-    number = torch.where(second, 2 * world_size - 2 - rank, rank)
-    return (bounds[sequence] + number * chunk + place).to(torch.int32)
+    return partitioned_indices(cu_seqlens, total_tokens, world_size, rank).to(torch.int32)
 
 
-def _places(bounds: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """The sequence of each of the tokens [tokens], and its place in it; sequences lie between bounds [b + 1]."""
-    bounds = bounds.long()
-    token = torch.arange(tokens, device=bounds.device)
-    sequence = (torch.searchsorted(bounds, token, right=True) - 1).clamp(0, bounds.shape[0] - 2)
-    return sequence, token - bounds[sequence]
+def thd_sequence_order_to_cp_rank_order(tensor: Tensor, cu_seqlens: Tensor, world_size: int) -> Tensor:
+    """[t, ..]: whole packed sequences [t, ..] in the order in which ranks hold them, rank 0's tokens first.
+
+    cu_seqlens bounds the whole sequences.
+    """
+    return tensor.index_select(0, order_of_ranks(cu_seqlens, tensor.shape[0], world_size))
+
+
+def thd_cp_rank_order_to_sequence_order(tensor: Tensor, cu_seqlens: Tensor, world_size: int) -> Tensor:
+    """[t, ..]: the inverse, for the parts of all ranks one behind the other, as a gathering leaves them."""
+    order = order_of_ranks(cu_seqlens, tensor.shape[0], world_size)
+    return torch.empty_like(tensor).index_copy_(0, order, tensor)
 
 
 def _half(cu_seqlens: Tensor, tokens: int, half_idx: int) -> Tensor:
@@ -142,7 +139,7 @@ def _half(cu_seqlens: Tensor, tokens: int, half_idx: int) -> Tensor:
     if half_idx not in (0, 1):
         raise ValueError(f"half_idx={half_idx} is neither 0 (the first half) nor 1 (the second)")
     bounds = cu_seqlens.long()
-    sequence, place = _places(bounds // 2, tokens)
+    sequence, place = places(bounds // 2, tokens)
     half = (bounds[1:] - bounds[:-1])[sequence] // 2
     return bounds[sequence] + place + half_idx * half
 

@@ -128,6 +128,12 @@ class Library:
         return self.version
 
 
+def gpu(**changes: Any) -> SimpleNamespace:
+    """The properties of an H200, and what differs from them."""
+    given = {"name": "NVIDIA H200", "major": 9, "minor": 0, "multi_processor_count": 132, **changes}
+    return SimpleNamespace(**given)
+
+
 @pytest.fixture
 def library(monkeypatch, tmp_path) -> Library:
     """The stand-in in place of the library, on a machine that looks like one with an H200, and the switch on."""
@@ -138,8 +144,7 @@ def library(monkeypatch, tmp_path) -> Library:
     monkeypatch.setattr(cudnn_graph, "handles", cudnn_graph._Handles())
     monkeypatch.setattr(cudnn_graph.importlib.metadata, "version", lambda name: "1.23.0")
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu())
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 5, raising=False)
     monkeypatch.setenv("TE_CUDNN_PLAN_CACHE", "1")
     monkeypatch.setenv("TE_CACHE_DIR", str(tmp_path / "cache"))
@@ -199,12 +204,16 @@ def test_backward_and_fp8_plans_are_kept_beside_the_forward_ones(library, tmp_pa
 
 
 def test_without_the_switch_nothing_is_read_or_written(library, tmp_path, monkeypatch):
-    monkeypatch.delenv("TE_CUDNN_PLAN_CACHE")
+    monkeypatch.setenv("TE_CUDNN_PLAN_CACHE", "0")
     library.cannot_serialize = AssertionError("not asked for")
     plan()
     plan()
     assert (library.built, library.read) == (2, 0)
     assert not (tmp_path / "cache").exists()
+
+
+def _another_gpu(patch: pytest.MonkeyPatch, **changes: Any) -> None:
+    patch.setattr(torch.cuda, "get_device_properties", lambda index: gpu(**changes))
 
 
 CHANGES = {
@@ -213,10 +222,9 @@ CHANGES = {
         cudnn_graph.importlib.metadata, "version", lambda name: "1.23.1"
     ),
     "CUDA": lambda patch, library: patch.setattr(torch.version, "cuda", "14.0"),
-    "GPU": lambda patch, library: patch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H100"),
-    "capability": lambda patch, library: patch.setattr(
-        torch.cuda, "get_device_capability", lambda index: (10, 0)
-    ),
+    "GPU": lambda patch, library: _another_gpu(patch, name="NVIDIA H100"),
+    "capability": lambda patch, library: _another_gpu(patch, major=10),
+    "part of a GPU": lambda patch, library: _another_gpu(patch, multi_processor_count=60),
     "source": lambda patch, library: patch.setattr(cudnn_store, "source_digest", lambda: "another"),
 }
 
@@ -326,6 +334,43 @@ def test_files_and_their_folder_are_the_users_alone(library, tmp_path):
     (path,) = files(tmp_path)
     assert path.stat().st_mode & 0o777 == 0o600
     assert path.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_plan_under_another_plans_name_is_not_used(library, tmp_path, caplog):
+    plan()
+    (first,) = files(tmp_path)
+    plan(request("no_mask"))
+    (second,) = set(files(tmp_path)) - {first}
+    second.write_bytes(first.read_bytes())
+    plan(request("no_mask"))
+    assert (library.built, library.read) == (3, 0)
+    assert "its checksum does not fit its name" in caplog.text
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707])
+def test_a_folder_that_others_may_write_is_neither_read_nor_written(mode, library, tmp_path, caplog):
+    plan()
+    (path,) = files(tmp_path)
+    before = path.stat()
+    path.parent.chmod(mode)
+    for _ in range(2):
+        plan()
+        plan(request("no_mask"))
+    assert (library.built, library.read) == (5, 0)
+    assert files(tmp_path) == [path] and path.stat().st_mtime_ns == before.st_mtime_ns
+    assert len(caplog.records) == 1 and "make it yours alone" in caplog.text
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes in this file system")
+def test_a_pipe_in_a_files_place_does_not_block(library, tmp_path, caplog):
+    plan()
+    (path,) = files(tmp_path)
+    path.unlink()
+    os.mkfifo(path)
+    plan()
+    assert library.built == 2 and "it is no plain file" in caplog.text
+    plan()
+    assert library.read == 1
 
 
 @pytest.mark.parametrize("mode", [0o620, 0o602])
@@ -446,7 +491,7 @@ def test_a_plan_from_disk_computes_the_same_bits(options, monkeypatch, tmp_path,
     grad = torch.randn_like(inputs.q)
     results = []
     for _ in range(2):
-        monkeypatch.setattr(cudnn, "_plans", {})
+        cudnn._plans.clear()
         found = cudnn.forward(r, inputs)
         results.append((found.output, *cudnn.backward(r, inputs, found, grad)[:3]))
         monkeypatch.setattr(cudnn_graph, "_built", None)  # the second time there is nothing to build

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from transformer_engine import cli
 from transformer_engine.cli.bench import command
 from transformer_engine.cli.bench.cases import FAMILIES, QUANTIZATIONS, RECIPES, Case, cases
 from transformer_engine.cli.bench.compare import geometric_mean, pairs, read
-from transformer_engine.cli.bench.measure import Effort, measure, peak_mib
+from transformer_engine.cli.bench.measure import Effort, measure, measure_in_turns, peak_mib
 from transformer_engine.cli.bench.plot import plot_families
 from transformer_engine.cli.bench.providers import ENGINE, PROVIDERS, Provider
 from transformer_engine.cli.bench.report import print_rows
@@ -58,8 +59,8 @@ def test_a_case_counts_the_work_of_its_products():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_engine_runs_every_family(family: str, device: torch.device):
-    recipes = ("bf16",) if family in ("norm", "attention", "rope") else ("bf16", "current")
-    rows = engine_rows(recipes, family, device)
+    recipes = {"norm": ("bf16",), "rope": ("bf16",), "attention": ("bf16", "current", "delayed")}
+    rows = engine_rows(recipes.get(family, ("bf16", "current")), family, device)
     assert rows
     for row in rows:
         assert row.error is None, row
@@ -301,3 +302,37 @@ def test_a_family_is_one_picture_of_readable_size(tmp_path: Path):
     header = path.read_bytes()[:24]
     assert header[:8] == b"\x89PNG\r\n\x1a\n"
     assert int.from_bytes(header[16:20], "big") >= 1000
+
+
+def test_attention_has_packed_wide_and_fp8_cases():
+    found = {case.name: case for case in cases(RECIPES, False, ["attention"])}
+    for name in (
+        "dpa_f/bf16/thd_b8_s2048_h32_8_d128",
+        "dpa_fb/bf16/causal_b2_s4096_h16_16_d256",
+        "dpa_f/current/causal_b2_s8192_h32_8_d128",
+        "dpa_fb/delayed/causal_b2_s8192_h32_8_d128",
+        "dpa_fb/delayed/causal_b2_s8192_h32_8_d128_fp8backward",
+    ):
+        assert name in found
+    assert {case.recipe for case in found.values()} == {"bf16", "delayed", "current"}
+
+
+def test_the_backward_of_an_fp8_attention_is_as_its_case_says(device: torch.device, monkeypatch):
+    """In FP8 it quantizes dO, whose slot of the scaling state then has a largest value."""
+    monkeypatch.setenv("TE_EMULATE", "1")
+    monkeypatch.setenv("NVTE_FP8_DPA_BWD", "0")
+    for case in cases(["delayed"], True, ["attention"]):
+        workload = ENGINE.workload(case, device)
+        assert workload is not None
+        workload.step(case.backward)()
+        histories = workload.function.fp8_meta.get("scaling_bwd")  # pyright: ignore[reportFunctionMemberAccess]
+        counted = histories is not None and bool(histories.amax_history.count_nonzero())
+        assert counted == case.arguments["fp8_backward"]
+    assert os.environ["NVTE_FP8_DPA_BWD"] == "0"
+
+
+@pytest.mark.gpu
+def test_calls_in_turns_are_each_timed_by_itself():
+    small, large = (torch.randn(side, side, device="cuda") for side in (64, 4096))
+    quick, slow = measure_in_turns([lambda: small @ small, lambda: large @ large], 5)
+    assert 0.0 < quick < slow

@@ -107,6 +107,18 @@ def test_observers_see_choices_that_were_remembered(table):
     assert seen == [("double", 2)]
 
 
+def test_a_prospect_is_the_choice_and_observers_do_not_hear_of_it(table):
+    seen = []
+    with dispatch.observing(lambda operation, request: seen.append((operation, request))):
+        assert table.prospect("two", lambda: 2).name == "small"
+        assert seen == []
+        table.report(lambda: 3)
+    assert seen == [("double", 3)]
+    assert table.prospect("two", lambda: 2) is table.choice("two", lambda: 12)
+    with use_backend(double="even"):
+        assert table.prospect("two", lambda: 2).name == "even"
+
+
 def test_refusals_are_not_remembered(table):
     for _ in range(2):
         with pytest.raises(Unsupported):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
+from transformer_engine.common.dispatch import observing
 from transformer_engine.common.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -129,3 +132,46 @@ def test_leading_dimensions_are_restored(device):
     assert y.shape == (3, 5, N)
     y.sum().backward()
     assert x.grad.shape == x.shape
+
+
+@pytest.mark.parametrize("rows", [(M,), (4, M // 4)], ids=str)
+def test_a_product_writes_the_codes_of_its_result_where_the_scale_is_known(rows, device):
+    x, w, b, _ = tensors(device)
+    quantized = {}
+    for name in ("delayed", "current"):
+        forward = RecipeState.create(RECIPES[name], mode="forward", num_quantizers=3, device=device)
+        backward = RecipeState.create(RECIPES[name], mode="backward", num_quantizers=2, device=device)
+        qx, qw, qy = forward.make_quantizers()
+        qg, qdx = backward.make_quantizers()
+        spec = spec_of(torch.bfloat16, qx, qw, qg, output=qy, grad_input=qdx, needs_grad_bias=True)
+        seen = []
+        with observing(lambda operation, request, seen=seen: seen.append((operation, request))):
+            y = linear(x.view(*rows, K), w, b, spec)
+            (dx,) = torch.autograd.grad(y, x, torch.ones(y.shape, device=device, dtype=y.dtype))
+        kinds = [request.kind for operation, request in seen if operation == "gemm_epilogue"]
+        assert kinds == (["codes", "codes"] if name == "delayed" else [])
+        assert y.shape == (*rows, N) and y.dtype == torch.bfloat16 and dx.shape == x.shape
+        assert y.get_usages() == {"rowwise": True, "columnwise": True}
+        quantized[name] = (y, dx, forward)
+    y, dx, state = quantized["delayed"]
+    exact = x.detach().double() @ w.detach().double().t() + b.detach().double()
+    for got, other in ((y, quantized["current"][0]), (dx, quantized["current"][1])):
+        got, other = (t.detach().to(torch.float64) for t in (got, other))
+        assert float((got.view_as(other) - other).norm()) < 0.1 * float(other.norm())
+    recorded = float(state.amax_history[0, 2])
+    assert recorded == pytest.approx(float(exact.abs().max()), rel=0.1)
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("row", []), ("column", ["codes"])])
+def test_a_partial_sum_is_not_quantized_before_it_is_whole(mode, expected, device, monkeypatch):
+    x, w, _, _ = tensors(device)
+    state = RecipeState.create(RECIPES["delayed"], mode="forward", num_quantizers=3, device=device)
+    qx, qw, qy = state.make_quantizers()
+    monkeypatch.setattr(TensorParallel, "_summed", lambda self, tensor: tensor * 2)
+    spec = dataclasses.replace(
+        spec_of(torch.bfloat16, qx, qw, IDENTITY, output=qy), parallel=TensorParallel(mode, None, 2)
+    )
+    seen = []
+    with observing(lambda operation, request: seen.append((operation, request))), torch.no_grad():
+        linear(x, w, None, spec)
+    assert [request.kind for operation, request in seen if operation == "gemm_epilogue"] == expected

@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 
 from compile_cases import count, ptx_of
 
-from transformer_engine.common.kernels import activation_cast, dropout, rope, softmax, transpose
+from transformer_engine.common.formats import E4M3, FLOAT32_MAX
+from transformer_engine.common.kernels import (
+    activation_cast,
+    block_fused,
+    column_sums,
+    dropout,
+    norm,
+    rope,
+    softmax,
+    transpose,
+)
 from transformer_engine.common.kernels.launch import Launch
 
 Pointers = dict[str, "str | None"]
@@ -35,6 +46,8 @@ def plain_launches() -> Iterator[tuple[str, Launch, Pointers]]:
         "y": VALUES,
     }
     yield "dropout", dropout.forward(1 << 20, 1024, "bfloat16", 6554, 1.1), {**forward, "factor": "fp32"}
+    added: Pointers = {**forward, "seed": None, "mask": None, "factor": "fp32"}
+    yield "bias_add", dropout.forward(1 << 20, 1024, "bfloat16", 0, 1.0), added
     backward: Pointers = {"dy": VALUES, "mask": BYTES, "dx": VALUES, "factor": "fp32"}
     yield "dropout_backward", dropout.backward(1 << 20, "bfloat16", 1.1), backward
     packed: Pointers = {
@@ -50,6 +63,8 @@ def plain_launches() -> Iterator[tuple[str, Launch, Pointers]]:
             layout="sbhd", interleaved=False, transposed=transposed, context=(1, 0),
         )  # fmt: skip
         yield f"rope_packed_{transposed}", launch, {**packed, "q": VALUES, "k": VALUES, "v": VALUES}
+    sums: Pointers = {"x": VALUES, "amax": SCALAR, "workspace": SCALAR}
+    yield "column_sums", column_sums.column_sums(SHAPE, 4096), sums
     yield "transpose", transpose.transpose(SHAPE), {"codes": BYTES, "codes_t": BYTES}
 
 
@@ -68,9 +83,37 @@ def casting_launches() -> Iterator[tuple[str, Launch, Pointers]]:
         yield f"{name}_backward", launch, {**pointers, "dx": None, "workspace": SCALAR, **CONSTANTS}
 
 
+def block_launches() -> Iterator[tuple[str, Launch, Pointers]]:
+    """Kernels that make FP8 codes in blocks; a launch of each plan."""
+    target: Pointers = {"codes": CODES, "scale": SCALAR, "codes_t": CODES, "scale_t": SCALAR}
+    both = block_fused.Blocks(E4M3, True, False, True, 0.0, FLOAT32_MAX)
+    constants = (7.0, 1.7, 1.0)
+    machine = partial(block_fused.Machine, 132, 232448)
+    launch = block_fused.forward("gelu", False, SHAPE, 8192, constants, both, machine(2))
+    yield "gelu_blocks", launch, {"x": VALUES, **target, **CONSTANTS}
+    squares = both._replace(square=True)
+    launch = block_fused.forward("swiglu", True, SHAPE, 8192, constants, squares, machine(4))
+    yield "swiglu_squares", launch, {"x": VALUES, **target, **CONSTANTS}
+    rows: Pointers = {**target, "codes_t": None, "scale_t": None}
+    for name, gated in (("identity", False), ("gelu", False), ("swiglu", True)):
+        for blocks, made in ((both, target), (both._replace(columnwise=False), rows)):
+            launch = block_fused.backward(
+                name, gated, SHAPE, (4096, 8192), constants, blocks, True, machine(6)
+            )
+            pointers = {"dy": VALUES, "x": None if name == "identity" else VALUES, **made}
+            key = f"{name}_backward_blocks_{blocks.columnwise}"
+            yield key, launch, {**pointers, "workspace": SCALAR, **CONSTANTS}
+    given: Pointers = {"x": VALUES, "gamma": VALUES, "beta": VALUES, "scale_of_codes": None, "amax": None}
+    made = {"codes": CODES, "scale_inv": SCALAR, "y": None, "mean": SCALAR, "rstdev": SCALAR, "eps": "fp32"}
+    for width in (4096, 5120, 20480):
+        alone = both._replace(columnwise=False)
+        launch = norm.forward(8192, width, width, "bfloat16", 1e-5, False, True, 132, False, alone)
+        yield f"norm_blocks_{width}", launch, {**given, **made}
+
+
 def main() -> None:
     facts = {}
-    plain, casting = list(plain_launches()), list(casting_launches())
+    plain, casting = list(plain_launches()), [*casting_launches(), *block_launches()]
     for capability, launches in ((80, plain), (90, plain + casting), (100, casting)):
         for name, launch, pointers in launches:
             ptx, shared = ptx_of(launch, pointers, capability)

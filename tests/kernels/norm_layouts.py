@@ -13,24 +13,27 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from transformer_engine.common.formats import E4M3, FLOAT32_MAX
 from transformer_engine.common.kernels import norm
+from transformer_engine.common.kernels.block_cast import Blocks
 
 VALUES, SCALAR, CODES = "*bf16", "*fp32", "*fp8e4nv"
-WIDTHS = (1024, 4096, 5120, 8192, 12288, 32768)
+WIDTHS = (130, 1000, 1024, 4096, 4097, 5000, 5120, 8192, 9000, 12288, 17000, 32768)
+BLOCKS = Blocks(E4M3, False, False, True, 0.0, FLOAT32_MAX)
 
 
-def sums(width: int, centered: bool, returns_output: bool, records: bool) -> list[str]:
-    """The layouts, written out, of the tensors of float32 that are summed."""
-    launch = norm.forward(8192, width, width, "bfloat16", 1e-5, False, centered, 132, returns_output)
-    codes = None if returns_output else SCALAR
+def sums(width: int, centered: bool, returns_output: bool, codes: str | None, records: bool) -> list[str]:
+    """The layouts, written out, of the tensors of float32 that are summed; codes: one scale for all, or "blocks"."""
+    blocks = BLOCKS if codes == "blocks" else None
+    launch = norm.forward(8192, width, width, "bfloat16", 1e-5, False, centered, 132, returns_output, blocks)
     pointers = {
         "x": VALUES,
         "gamma": VALUES,
         "beta": VALUES if centered else None,
-        "scale_of_codes": codes,
+        "scale_of_codes": SCALAR if codes == "one scale" else None,
         "amax": SCALAR if records else None,
         "codes": codes and CODES,
-        "scale_inv": codes,
+        "scale_inv": codes and SCALAR,
         "y": VALUES if returns_output else None,
         "mean": SCALAR if centered else None,
         "rstdev": SCALAR,
@@ -40,7 +43,7 @@ def sums(width: int, centered: bool, returns_output: bool, records: bool) -> lis
     constants |= {name: None for name, kind in pointers.items() if kind is None}
     kinds = dict.fromkeys(names, "i32") | {"eps": "fp32"} | {n: k for n, k in pointers.items() if k}
     signature = {name: "constexpr" if name in constants else kinds[name] for name in names}
-    even = {*pointers, "width", "x_stride"} - set(constants)
+    even = {*pointers, *(("width", "x_stride") if width % 16 == 0 else ())} - set(constants)
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in even}
     compiled = triton.compile(
         ASTSource(launch.kernel, signature, constants, aligned),
@@ -58,9 +61,10 @@ def main() -> None:
         json.dumps(
             {
                 f"{'layernorm' if centered else 'rmsnorm'} {width}": [
-                    sums(width, centered, True, False),
-                    sums(width, centered, False, True),
-                    sums(width, centered, True, True),
+                    sums(width, centered, True, None, False),
+                    sums(width, centered, False, "one scale", True),
+                    sums(width, centered, True, None, True),
+                    sums(width, centered, False, "blocks", False),
                 ]
                 for width in WIDTHS
                 for centered in (False, True)

@@ -23,6 +23,7 @@ from transformer_engine.pytorch.primitives.quantize import (
     reference,
     triton,
     triton_float8,
+    triton_tiles,
 )
 
 SPECS = {
@@ -67,8 +68,10 @@ def is_equal(spec: QuantizeSpec, x: torch.Tensor, scale: torch.Tensor | None) ->
         actual = triton_float8.call_of(spec, x.shape, x.device, scale is not None, False)(
             x, scale, None, None
         )
+    elif spec.format.name == NVFP4.name:
+        actual = triton._nvfp4(x, 0, spec, None, None, random)
     else:
-        actual = triton._quantize(x, 0, spec, None, None, random)
+        actual = triton_tiles.tiled_call(spec, x.shape, x.dtype, x.device)(x)
     return all(
         interpreter.same_bits(getattr(actual, name), getattr(expected, name)) for name in Quantized._fields
     )

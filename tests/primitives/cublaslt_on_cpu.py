@@ -1,7 +1,8 @@
 """A stand-in for nvmath.bindings.cublasLt that reads the same descriptors and computes in float32 on the CPU.
 
-It takes column-major matrices, operations, scales by mode, bias, beta and pointers as the library documents them, so
-what a plan describes can be checked without a GPU. Its algorithms are numbered bytes: any of them is accepted but one.
+It takes column-major matrices, operations, scales by mode, bias, beta, GELU and its gradient, FP8 results and pointers
+as the library documents them, so what a plan describes can be checked without a GPU. Its algorithms are numbered
+bytes: any of them is accepted but one.
 """
 
 from __future__ import annotations
@@ -10,7 +11,11 @@ import ctypes
 import enum
 import itertools
 
+import pytest
 import torch
+
+from transformer_engine.common.bounded import Bounded
+from transformer_engine.pytorch.primitives.gemm import cublaslt_library, cublaslt_plan
 
 ALGORITHMS = [bytes([i]) * 64 for i in range(1, 5)]
 REFUSED = bytes([99]) * 64
@@ -31,14 +36,25 @@ class cuBLASLtError(Exception):
 MatmulDescAttribute = enum.IntEnum(
     "MatmulDescAttribute",
     "TRANSA TRANSB EPILOGUE BIAS_POINTER BIAS_DATA_TYPE FAST_ACCUM A_SCALE_POINTER B_SCALE_POINTER "
-    "A_SCALE_MODE B_SCALE_MODE",
+    "A_SCALE_MODE B_SCALE_MODE EPILOGUE_AUX_POINTER EPILOGUE_AUX_LD D_SCALE_POINTER AMAX_D_POINTER",
 )
 MatmulPreferenceAttribute = enum.IntEnum(
     "MatmulPreferenceAttribute",
     "MAX_WORKSPACE_BYTES REDUCTION_SCHEME_MASK MIN_ALIGNMENT_A_BYTES MIN_ALIGNMENT_B_BYTES "
     "MIN_ALIGNMENT_C_BYTES MIN_ALIGNMENT_D_BYTES",
 )
-Epilogue = enum.IntEnum("Epilogue", {"DEFAULT": 1, "BIAS": 4})
+Epilogue = enum.IntEnum(
+    "Epilogue",
+    {
+        "DEFAULT": 1,
+        "BIAS": 4,
+        "GELU": 32,
+        "GELU_BIAS": 36,
+        "GELU_AUX": 160,
+        "GELU_AUX_BIAS": 164,
+        "DGELU": 192,
+    },
+)
 
 
 class CublasLt:
@@ -114,8 +130,10 @@ class CublasLt:
         self, handle, descriptor, alpha, a, a_layout, b, b_layout, beta, c, c_layout, d, d_layout, algorithm,
         workspace, workspace_bytes, stream,
     ) -> None:  # fmt: skip
-        assert handle == 7 and c == d and c_layout == d_layout
         what, left, right, result = (self.alive[x] for x in (descriptor, a_layout, b_layout, d_layout))
+        narrow = result["dtype"].itemsize == 1
+        assert handle == 7 and (c == 0 if narrow else (c == d and c_layout == d_layout))
+        assert not narrow or self.alive[c_layout]["dtype"] in (torch.bfloat16, torch.float16)
         self.started.append(ctypes.string_at(algorithm, 64))
         a_mk = _scaled(_matrix(a, left), what, "A")
         b_kn = _scaled(_matrix(b, right), what, "B")
@@ -125,11 +143,49 @@ class CublasLt:
         product = a_mk @ b_kn * ctypes.c_float.from_address(alpha).value
         if scale := ctypes.c_float.from_address(beta).value:
             product += scale * out.float()
-        if what.get("EPILOGUE", 1) == Epilogue.BIAS:
-            product += _memory(what["BIAS_POINTER"], product.shape[0], _DTYPES[what["BIAS_DATA_TYPE"]])[
-                :, None
-            ]
+        product = _epilogue(product, what, result["dtype"])
+        if "AMAX_D_POINTER" in what:
+            _memory(what["AMAX_D_POINTER"], 1, torch.float32).copy_(product.abs().max())
+        if narrow:
+            limit = torch.finfo(result["dtype"]).max
+            scale = _memory(what["D_SCALE_POINTER"], 1, torch.float32)
+            product = (product * scale).clamp(-limit, limit)
         out.copy_(product)
+
+
+def installed(monkeypatch: pytest.MonkeyPatch) -> CublasLt:
+    """The stand-in in place of the library, on a machine that otherwise looks like one with an H200."""
+    stand_in = CublasLt()
+    monkeypatch.setattr(cublaslt_library, "missing", lambda: None)
+    monkeypatch.setattr(cublaslt_library, "bindings", lambda: stand_in)
+    monkeypatch.setattr(cublaslt_library, "handle", lambda device: 7)
+    monkeypatch.setattr(cublaslt_library, "workspace", lambda device, stream: 0)
+    monkeypatch.setattr(cublaslt_library, "device_of", lambda device: torch.device("cpu"))
+    monkeypatch.setattr(cublaslt_library, "current_stream", lambda device: 0)
+    monkeypatch.setattr(cublaslt_library, "current_device", lambda: 0)
+    monkeypatch.setattr(cublaslt_plan, "_plans", Bounded(4096))
+    return stand_in
+
+
+def _epilogue(product: torch.Tensor, what: dict, dtype: torch.dtype) -> torch.Tensor:
+    """The product [N, M] after its bias and its activation; aux is written on the way."""
+    name = Epilogue(what.get("EPILOGUE", 1)).name
+    rows, columns = product.shape
+    if "BIAS" in name:
+        bias = _memory(what["BIAS_POINTER"], rows, _DTYPES[what["BIAS_DATA_TYPE"]])
+        product = product + bias[:, None]
+    aux = None
+    if "AUX" in name or name.startswith("DGELU"):
+        layout = {"rows": rows, "columns": columns, "leading": what["EPILOGUE_AUX_LD"], "dtype": dtype}
+        assert layout["leading"] % 8 == 0 and layout["leading"] >= rows
+        aux = _matrix(what["EPILOGUE_AUX_POINTER"], layout)
+    if name.startswith("GELU"):
+        if aux is not None:
+            aux.copy_(product)
+        return torch.nn.functional.gelu(product, approximate="tanh")
+    if name.startswith("DGELU"):
+        return torch.ops.aten.gelu_backward(product, aux.float(), approximate="tanh")
+    return product
 
 
 def _memory(address: int, count: int, dtype: torch.dtype) -> torch.Tensor:

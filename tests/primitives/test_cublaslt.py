@@ -11,7 +11,7 @@ import threading
 
 import pytest
 import torch
-from cublaslt_on_cpu import ALGORITHMS, REFUSED, CublasLt
+from cublaslt_on_cpu import ALGORITHMS, REFUSED, installed
 
 from transformer_engine.common import formats
 from transformer_engine.common.bounded import Bounded
@@ -38,17 +38,7 @@ BLOCK_2D = QuantizeSpec(formats.BLOCK_2D, formats.E4M3)
 
 @pytest.fixture
 def library(monkeypatch):
-    """The stand-in in place of the library, on a machine that otherwise looks like one with an H200."""
-    stand_in = CublasLt()
-    monkeypatch.setattr(cublaslt_library, "missing", lambda: None)
-    monkeypatch.setattr(cublaslt_library, "bindings", lambda: stand_in)
-    monkeypatch.setattr(cublaslt_library, "handle", lambda device: 7)
-    monkeypatch.setattr(cublaslt_library, "workspace", lambda device, stream: 0)
-    monkeypatch.setattr(cublaslt_library, "device_of", lambda device: torch.device("cpu"))
-    monkeypatch.setattr(cublaslt_library, "current_stream", lambda device: 0)
-    monkeypatch.setattr(cublaslt_library, "current_device", lambda: 0)
-    monkeypatch.setattr(cublaslt_plan, "_plans", Bounded(4096))
-    return stand_in
+    return installed(monkeypatch)
 
 
 def request_of(a: Operand, b: Operand, epilogue: Epilogue) -> GemmRequest:

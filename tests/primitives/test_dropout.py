@@ -107,6 +107,21 @@ def test_bias_dropout_add_is_its_three_steps(device):
     assert torch.equal(dresidual, torch.ones_like(out))
 
 
+def test_without_a_probability_the_terms_are_added_and_nothing_is_drawn(device):
+    x, residual = (torch.randn(6, 10, device=device).bfloat16().requires_grad_() for _ in range(2))
+    bias = torch.randn(10, device=device).bfloat16().requires_grad_()
+    before = torch.randint(2**40, (1,), device=device, generator=torch.Generator(device).manual_seed(1))
+    torch.manual_seed(1)
+    y = bias_dropout_add(x, bias, residual, 0.0)
+    assert torch.equal(torch.randint(2**40, (1,), device=device), before)
+    assert torch.equal(y, residual + (x + bias))
+    grad = torch.randn_like(y)
+    dx, dbias, dresidual = torch.autograd.grad(y, (x, bias, residual), grad)
+    assert torch.equal(dx, grad) and torch.equal(dresidual, grad)
+    torch.testing.assert_close(dbias, grad.float().sum(0).bfloat16())
+    assert torch.equal(bias_dropout_add(x, None, residual, 0.0), residual + x)
+
+
 def test_out_receives_the_result(device):
     x, out = torch.randn(16, device=device), torch.empty(16, device=device)
     y, mask = dropout_forward(x, 0.5, out=out)
@@ -147,6 +162,8 @@ def test_the_fused_kernel_gives_the_bits_of_its_steps(dtype):
     actual = triton.OPERATIONS["forward"](x, bias, residual, _seed(), 0.2)
     expected = reference.forward(x, bias, residual, _seed(), 0.2)
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+    added = triton.OPERATIONS["bias_add"](x, bias, residual)
+    assert torch.equal(added, reference.bias_add(x, bias, residual))
 
 
 @runs_kernels

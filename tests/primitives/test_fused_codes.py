@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from transformer_engine.common.dispatch import use_backend
-from transformer_engine.common.formats import BLOCK_1D, E4M3, E5M2, FLOAT8
+from transformer_engine.common.formats import BLOCK_1D, E4M3, E5M2, FLOAT8, MXFP8
 from transformer_engine.pytorch.primitives import fused_codes, norm
 from transformer_engine.pytorch.primitives import quantize_dbias as dbias_module
 from transformer_engine.pytorch.primitives.activation import (
@@ -212,6 +212,6 @@ def test_other_formats_and_empty_matrices_are_left_to_the_separate_steps(device)
     if INTERPRETED:
         pytest.skip("the interpreter takes every matrix")
     x = torch.randn(64, 64, device=device)
-    assert not activation_quantized.fuses(x, False, QuantizeSpec(BLOCK_1D, E4M3), None)
+    assert not activation_quantized.fuses(x, False, QuantizeSpec(MXFP8, E4M3), None)
     assert not activation_quantized.fuses(x[:0], False, _spec(True), None)
     assert not activation_quantized.fuses(x, False, QuantizeSpec(FLOAT8, E4M3, False, True), None)

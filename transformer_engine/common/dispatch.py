@@ -81,8 +81,15 @@ class Table(Generic[Request]):
 
     def select(self, request: Request) -> Backend[Request]:
         """The first backend that takes the request; a forced backend that refuses raises its reason."""
+        self.report(lambda: request)
+        return self._judged(request)
+
+    def report(self, describe: Callable[[], Request]) -> None:
+        """Tell observers of describe(): select does, and whoever does the work of a backend's within another kernel."""
         for see in _observers:
-            see(self.operation, request)
+            see(self.operation, describe())
+
+    def _judged(self, request: Request) -> Backend[Request]:
         forced = _forced.get(self.operation)
         if forced is not None:
             backend = self.named(forced)
@@ -106,9 +113,15 @@ class Table(Generic[Request]):
         """
         if _forced or _observers:
             return self.select(describe())
+        return self.prospect(key, describe)
+
+    def prospect(self, key: Hashable, describe: Callable[[], Request]) -> Backend[Request]:
+        """choice(key, describe) that observers do not hear of: for deciding whether the request will be made at all."""
+        if _forced or _observers:
+            return self._judged(describe())
         backend = self._chosen.get(key)
         if backend is None:
-            backend = self._chosen.keep(key, self.select(describe()))
+            backend = self._chosen.keep(key, self._judged(describe()))
         return backend
 
     def explain(self, request: Request) -> list[Verdict]:

@@ -202,8 +202,8 @@ _ATTENTION = (
     ),
     _flag(
         "TE_CUDNN_PLAN_CACHE",
-        False,
-        "1: keep cuDNN's attention plans in files under TE_CACHE_DIR, which later processes read instead of building.",
+        True,
+        "Keep cuDNN's attention plans in files under TE_CACHE_DIR, which later processes read instead of building.",
     ),
     _flag("NVTE_BATCH_MHA_P2P_COMM", False, "Accepted; there is no ring of ranks to send along."),
     _flag("NVTE_DEBUG", False, "1: log how attention backends are chosen."),

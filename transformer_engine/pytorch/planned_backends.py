@@ -15,11 +15,13 @@ from torch import Tensor, nn
 
 from ..common.dispatch import Backend, observing, tables
 from .attention import DotProductAttention
-from .functions import linear, weight_gradient
-from .primitives.activation import ACTIVATIONS
-from .primitives.gemm import Epilogue
+from .functions import weight_gradient
+from .primitives.activation import ACTIVATIONS, gradient_fuses
+from .primitives.fused_codes import in_row_blocks
+from .primitives.gemm import Epilogue, composed, cublaslt_library
+from .primitives.gemm.fused_request import CODES, GELU, GELU_GRADIENT, FusedRequest
 from .primitives.operand import Operand
-from .primitives.quantize import Quantized, QuantizeSpec, quantize
+from .primitives.quantize import Quantized, QuantizeSpec
 from .quantization import delayed_scaling
 from .quantization.autocast import reinstate, snapshot
 from .tensor.allocation import empty_quantized
@@ -48,8 +50,6 @@ def planning(quantized: Callable[[Tensor, Quantized], None]) -> Iterator[None]:
         vars(table).update(backends=(planned,), order=None)
     delayed_scaling._registry.pools = {}
     weight_gradient._dummies.clear()
-    separate = linear.quantize_with_dbias
-    linear.quantize_with_dbias = _quantize_with_dbias
     try:
         # An observer keeps operations from the choices that they remember.
         with observing(_ignored):
@@ -57,7 +57,6 @@ def planning(quantized: Callable[[Tensor, Quantized], None]) -> Iterator[None]:
     finally:
         for name, attributes in before.items():
             vars(tables[name]).update(attributes)
-        linear.quantize_with_dbias = separate
         delayed_scaling._registry.pools = pools
         weight_gradient._dummies.clear()
         weight_gradient._dummies.update(dummies)
@@ -80,25 +79,35 @@ def _codes(rows: int, depth: int, spec: QuantizeSpec, device: torch.device) -> Q
     return result._replace(amax_t=result.amax) if spec.rowwise and spec.columnwise and both_alike else result
 
 
-def _quantize_with_dbias(
-    x: Tensor,
-    spec: QuantizeSpec,
-    dbias: torch.dtype,
-    *,
-    scale: Tensor | None = None,
-    record: Tensor | None = None,
-) -> tuple[Quantized, Tensor]:
-    """With a scale one kernel makes codes and sums; without one the sum is torch's, which takes scratch memory."""
-    codes = quantize(x, spec, scale=scale, record=record)
-    if scale is None:
-        return codes, x.sum(0, dtype=torch.float32).to(dbias)
-    return codes, x.new_empty(x.shape[1], dtype=dbias)
+def _column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.new_empty(x.shape[1], dtype=dtype)
 
 
 def _gemm(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
     if epilogue.out is not None:
         return epilogue.out
     return a.codes.new_empty((a.rows, b.rows), dtype=epilogue.dtype)
+
+
+def _gemm_epilogue(request: FusedRequest) -> Callable[..., Any]:
+    """One call where cuBLASLt would be asked, else the product and what follows it."""
+    product = request.product
+    asked = product.device == "cuda" and product.capability >= (8, 0) and cublaslt_library.missing() is None
+    widths = {GELU: (1, 2), GELU_GRADIENT: (2,), CODES: (1,)}[request.kind]  # bytes of an operand's element
+    fuses = asked and product.a_element.itemsize in widths and product.dtype.itemsize == 2
+    if not fuses:
+        return composed.run(request)
+
+    def planned(a: Operand, b: Operand, epilogue: Epilogue, *rest: Any) -> Any:
+        if request.kind == CODES:
+            assert request.dtype is not None
+            return _gemm(a, b, epilogue._replace(dtype=request.dtype))
+        out = _gemm(a, b, epilogue)
+        if request.kind == GELU:
+            return out, torch.empty_like(out) if request.second else None
+        return out
+
+    return planned
 
 
 def _norm(operation: str) -> Callable[..., Any]:
@@ -120,18 +129,24 @@ def _statistics(x: Tensor) -> Tensor:
 def _layernorm_forward_quantized(
     x: Tensor, weight: Tensor, bias: Any, eps: float, zero_centered: bool, *how: Any
 ) -> tuple[Quantized, Tensor, Tensor]:
-    return _quantized_result(x, x.shape[1], *how), _statistics(x), _statistics(x)
+    return _quantized_norm(x, *how), _statistics(x), _statistics(x)
 
 
 def _rmsnorm_forward_quantized(
     x: Tensor, weight: Tensor, eps: float, zero_centered: bool, *how: Any
 ) -> tuple[Quantized, Tensor]:
-    return _quantized_result(x, x.shape[1], *how), _statistics(x)
+    return _quantized_norm(x, *how), _statistics(x)
 
 
-def _quantized_result(x: Tensor, width: int, spec: QuantizeSpec, scale: Tensor | None, *_: Any) -> Quantized:
-    """Codes of a result [M, width], which is stored first unless its one scale is known before."""
-    stored = scale is None or spec.format.block is not None
+def _quantized_norm(x: Tensor, spec: QuantizeSpec, scale: Tensor | None, record: Any) -> Quantized:
+    return _quantized_result(x, x.shape[1], spec, scale, record, in_row_blocks(spec))
+
+
+def _quantized_result(
+    x: Tensor, width: int, spec: QuantizeSpec, scale: Tensor | None, record: Any = None, fuses: bool = True
+) -> Quantized:
+    """Codes of a result [M, width], stored first where one scale is to be made of it, or a cast in blocks follows."""
+    stored = not fuses if spec.format.block is not None else scale is None
     result = x.new_empty(x.shape[0], width) if stored else None
     codes = _codes(x.shape[0], width, spec, x.device)
     del result  # there until the codes are, for the kernel that reads it
@@ -191,7 +206,9 @@ def _activation_backward_quantized(
     dbias: torch.dtype | None,
 ) -> tuple[Quantized, Tensor | None]:
     sums = None if dbias is None else x.new_empty(x.shape[1], dtype=dbias)
-    return _quantized_result(x, x.shape[1], spec, scale), sums
+    whole = not ACTIVATIONS[name].gated or x.shape[1] % 256 == 0
+    fuses = whole and gradient_fuses(spec, dbias is not None)
+    return _quantized_result(x, x.shape[1], spec, scale, record, fuses), sums
 
 
 _ACTIVATIONS: dict[str, Callable[..., Any]] = {
@@ -248,11 +265,21 @@ def _dropout_backward(dy: Tensor, *_: Any) -> Tensor:
     return dy.new_empty(dy.shape)
 
 
-_DROPOUTS: dict[str, Callable[..., Any]] = {"forward": _dropout_forward, "backward": _dropout_backward}
+def _bias_add(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+_DROPOUTS: dict[str, Callable[..., Any]] = {
+    "forward": _dropout_forward,
+    "bias_add": _bias_add,
+    "backward": _dropout_backward,
+}
 
 _RUNS: dict[str, Callable[..., Any]] = {
+    "column_sums": _column_sums,
     "dropout": _dropout,
     "gemm": _gemm,
+    "gemm_epilogue": _gemm_epilogue,
     "norm": _norm,
     "activation": _activation,
     "rope": _rope,

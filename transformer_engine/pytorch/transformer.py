@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from .attention.inference import InferenceParams
 from .attention.multi_head_attention import MultiheadAttention
 from .constants import LayerTypes
+from .functions.dropout import bias_dropout_add, dropout
 from .module.layernorm import LayerNorm
 from .module.layernorm_mlp import LayerNormMLP
 from .module.rmsnorm import RMSNorm
@@ -301,7 +302,7 @@ class TransformerLayer(nn.Module):
         )
         if self.parallel_attention_mlp:
             transformed = self.layernorm_mlp(hidden_states, is_first_microbatch=is_first_microbatch)
-            return self._output(self._add((attended, transformed), hidden_states))
+            return self._output(self._add((attended + transformed, None), hidden_states))
         hidden_states = self._add(attended, hidden_states)
         if self.inter_attention is not None:
             attended = self.inter_attention(
@@ -327,13 +328,15 @@ class TransformerLayer(nn.Module):
         if normed:
             assert normed[0] is not None
             residual = normed[0]
+        p = self.hidden_dropout if self.training else 0.0
+        drops_path = self.training and self.drop_path.drop_prob > 0.0
+        if not drops_path and x.dtype == residual.dtype:
+            return bias_dropout_add(x, bias, residual, p)
         if bias is not None:
             x = x + bias
-        if self.training and self.hidden_dropout > 0.0:
-            x = nn.functional.dropout(x, p=self.hidden_dropout)
-        if self.training and self.drop_path.drop_prob > 0.0:
-            x = self.drop_path(x)
-        return residual + x
+        if p > 0.0:
+            x = dropout(x, p)
+        return residual + (self.drop_path(x) if drops_path else x)
 
     def _output(self, hidden_states: Tensor) -> Tensor:
         return hidden_states if self.layernorm is None else self.layernorm(hidden_states)

@@ -136,34 +136,44 @@ ATTENTIONS = (
     ("causal", 2, 8192, 32, 8, 128, True),
     ("causal", 4, 4096, 32, 32, 128, False),
     ("causal", 8, 2048, 16, 16, 64, False),
+    ("causal", 2, 4096, 16, 16, 256, True),
     ("window4096", 1, 32768, 32, 8, 128, False),
-    ("thd", 8, 2048, 32, 8, 128, False),
+    ("thd", 8, 2048, 32, 8, 128, True),
 )
+# Under a recipe q, k and v are rounded to FP8; the backward pass is in 16 bits, or in FP8 where its name says so.
+FP8_ATTENTIONS = (ATTENTIONS[0], ("causal", 4, 4096, 32, 32, 128, True))
 
 
 def _attention(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
-    table = (("causal", 2, 128, 4, 2, 64, True),) if quick else ATTENTIONS
-    for kind, batch, sequence, heads, groups, size, forward_too in table if "bf16" in recipes else ():
-        for backward in (False, True) if forward_too else (True,):
-            passes = "fb" if backward else "f"
+    small = (("causal", 2, 128, 4, 2, 64, True),)
+    for recipe in recipes:
+        if recipe not in ("bf16", "delayed", "current"):
+            continue  # no scale of a block fits an attention's kernels
+        table = ATTENTIONS if recipe == "bf16" else FP8_ATTENTIONS
+        for kind, batch, sequence, heads, groups, size, forward_too in small if quick else table:
+            passes = [("f", False)] if forward_too else []
+            passes += [("fb", False), ("fb", True)] if recipe == "delayed" else [("fb", False)]
             window = int(kind.removeprefix("window")) if kind.startswith("window") else None
             pairs = sequence * sequence / 2 if window is None else sequence * window - window * window / 2
-            yield Case(
-                f"dpa_{passes}/bf16/{kind}_b{batch}_s{sequence}_h{heads}_{groups}_d{size}",
-                "attention",
-                "bf16",
-                {
-                    "batch": batch,
-                    "sequence": sequence,
-                    "heads": heads,
-                    "groups": groups,
-                    "size": size,
-                    "window": window,
-                    "packed": kind == "thd",
-                },
-                backward,
-                operations=4 * batch * heads * pairs * size * (3.5 if backward else 1),
-            )
+            for name, in_fp8 in passes:
+                yield Case(
+                    f"dpa_{name}/{recipe}/{kind}_b{batch}_s{sequence}_h{heads}_{groups}_d{size}"
+                    + "_fp8backward" * in_fp8,
+                    "attention",
+                    recipe,
+                    {
+                        "batch": batch,
+                        "sequence": sequence,
+                        "heads": heads,
+                        "groups": groups,
+                        "size": size,
+                        "window": window,
+                        "packed": kind == "thd",
+                        "fp8_backward": in_fp8,
+                    },
+                    name == "fb",
+                    operations=4 * batch * heads * pairs * size * (3.5 if name == "fb" else 1),
+                )
 
 
 def _layer(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:

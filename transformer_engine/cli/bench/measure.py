@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -66,23 +66,50 @@ def measure(call: Callable[[], object], device: torch.device, effort: Effort = F
     return Timing(gpu, cpu, 1e3 * (time.perf_counter() - start) / runs)
 
 
+def measure_in_turns(calls: Sequence[Callable[[], object]], runs: int) -> list[float]:
+    """GPU milliseconds of each call on a CUDA device, medians; in turns, so that a GPU that warms up favours none."""
+    for call in calls:
+        for _ in range(FULL.warmup):
+            call()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for call in calls:
+        call()
+    host = time.perf_counter() - start
+    torch.cuda.synchronize()
+    other = torch.empty(EVICTING, dtype=torch.uint8, device="cuda")
+    times: list[list[float]] = [[] for _ in calls]
+    for turn in range(runs):
+        for call, seen in list(zip(calls, times, strict=True))[:: 1 if turn % 2 else -1]:
+            seen.append(_queued_once(call, other, _head_start(host))[0])
+    return [statistics.median(seen) for seen in times]
+
+
 def _queued(call: Callable[[], object], host: float, runs: int) -> tuple[float, float]:
     """(GPU ms, host ms) of calls that are wholly queued before they run; host: seconds that queueing takes."""
     other = torch.empty(EVICTING, dtype=torch.uint8, device="cuda")
-    head_start = int(min(2.5 * host + 2e-4, 0.04) * CYCLES)
-    gpu, cpu = [], []
-    for _ in range(runs):
-        other.zero_()
-        torch.cuda._sleep(head_start)
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
-        start = time.perf_counter()
-        call()
-        cpu.append(1e3 * (time.perf_counter() - start))
-        last.record()
-        torch.cuda.synchronize()
-        gpu.append(first.elapsed_time(last))
+    times = [_queued_once(call, other, _head_start(host)) for _ in range(runs)]
+    gpu, cpu = zip(*times, strict=True)
     return statistics.median(gpu), statistics.median(cpu)
+
+
+def _head_start(host: float) -> int:
+    """Cycles that the GPU sleeps while the host queues for so many seconds."""
+    return int(min(2.5 * host + 2e-4, 0.04) * CYCLES)
+
+
+def _queued_once(call: Callable[[], object], other: torch.Tensor, head_start: int) -> tuple[float, float]:
+    """(GPU ms, host ms) of one call; writing `other` evicts the L2 cache."""
+    other.zero_()
+    torch.cuda._sleep(head_start)
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    first.record()
+    start = time.perf_counter()
+    call()
+    cpu = 1e3 * (time.perf_counter() - start)
+    last.record()
+    torch.cuda.synchronize()
+    return first.elapsed_time(last), cpu
 
 
 def _wall(call: Callable[[], object], effort: Effort) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -209,19 +210,22 @@ class Result:
 
 
 def summarize(config: Config, history: list[Progress]) -> list[Result]:
-    """One Result a run: the training loss is the mean of the last twentieth of the steps (at least ten)."""
+    """One Result a run: the training loss is the mean of the last twentieth of the steps (at least ten).
+
+    The tokens a second are those of the median step: the first ones compile kernels.
+    """
     last = history[-max(10, len(history) // 20) :]
     final = history[-1].validation or {}
     results = []
     for name in config.runs:
-        seconds = sum(record.seconds[name] for record in history)
+        seconds = [record.seconds[name] for record in history]
         results.append(
             Result(
                 name=name,
                 train=sum(record.loss[name] for record in last) / len(last),
                 validation=final.get(name, float("nan")),
-                tokens_a_second=len(history) * config.tokens_a_step / seconds,
-                seconds=seconds,
+                tokens_a_second=config.tokens_a_step / statistics.median(seconds),
+                seconds=sum(seconds),
             )
         )
     return results

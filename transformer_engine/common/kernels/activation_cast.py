@@ -66,7 +66,7 @@ def _store(matrix, M, width, stride, first_m, first_n, rows, column, values, EVE
 
 
 @triton.jit
-def _load(matrix, M, width, stride, first_m, first_n, rows, column, EVEN: tl.constexpr):
+def load_tile(matrix, M, width, stride, first_m, first_n, rows, column, EVEN: tl.constexpr):
     """float32 of elements (first_m + rows, first_n + column) of [M, width], 0 outside; rows lie stride apart."""
     pointers = matrix + (first_m * stride + first_n) + (rows[:, None] * stride + column[None, :])
     inside = (first_m + rows < M)[:, None] & (first_n + column < width)[None, :]
@@ -74,13 +74,13 @@ def _load(matrix, M, width, stride, first_m, first_n, rows, column, EVEN: tl.con
 
 
 @triton.jit
-def _value(
+def activated(
     x, M, width, stride, first_m, first_n, rows, column, limit, alpha, offset,
     CURVE: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    a = _load(x, M, width, stride, first_m, first_n, rows, column, EVEN)
+    a = load_tile(x, M, width, stride, first_m, first_n, rows, column, EVEN)
     if GATED:
-        b = _load(x + width, M, width, stride, first_m, first_n, rows, column, EVEN)
+        b = load_tile(x + width, M, width, stride, first_m, first_n, rows, column, EVEN)
         result = gated(a, b, limit, alpha, offset, CURVE)
     else:
         result = curve(a, CURVE)
@@ -119,10 +119,10 @@ def forward_kernel(
     column = tl.arange(0, BLOCK_N)
     first_m = (tile_m * BLOCK_M).to(tl.int64)
     first_n = (tile_n * BLOCK_N).to(tl.int64)
-    even = _value(
+    even = activated(
         x, M, width, x_stride, first_m, first_n, half * 2, column, limit, alpha, offset, CURVE, GATED, EVEN
     )
-    odd = _value(
+    odd = activated(
         x,
         M,
         width,
@@ -147,20 +147,20 @@ def forward_kernel(
 
 
 @triton.jit
-def _gradients(
+def gradients(
     dy, x, M, width, dy_stride, x_stride, first_m, first_n, rows, column, limit, alpha, offset,
     CURVE: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """(da, db), rounded; the same twice when there is but one."""
-    gradient = _load(dy, M, width, dy_stride, first_m, first_n, rows, column, EVEN)
+    gradient = load_tile(dy, M, width, dy_stride, first_m, first_n, rows, column, EVEN)
     if CURVE == "identity":
         da = gradient.to(dy.dtype.element_ty)
         db = da
     else:
         element = x.dtype.element_ty
-        a = _load(x, M, width, x_stride, first_m, first_n, rows, column, EVEN)
+        a = load_tile(x, M, width, x_stride, first_m, first_n, rows, column, EVEN)
         if GATED:
-            b = _load(x + width, M, width, x_stride, first_m, first_n, rows, column, EVEN)
+            b = load_tile(x + width, M, width, x_stride, first_m, first_n, rows, column, EVEN)
             wide_da, wide_db = gated_gradients(gradient, a, b, limit, alpha, offset, CURVE)
             da = wide_da.to(element)
             db = wide_db.to(element)
@@ -172,7 +172,7 @@ def _gradients(
 
 
 @triton.jit
-def _store_column_sums(workspace, sums, strip, N, first_n, column, width):
+def store_column_sums(workspace, sums, strip, N, first_n, column, width):
     """workspace [strips, N]: the sums over a strip's rows."""
     inside = first_n + column < width
     tl.store(workspace + strip.to(tl.int64) * N + first_n + column, tl.sum(sums, 0), mask=inside)
@@ -223,11 +223,11 @@ def backward_kernel(
         sums_b = tl.zeros([BLOCK_M // 2, BLOCK_N], tl.float32)
     for index in range(TILES):
         first_m = (strip * TILES + index).to(tl.int64) * BLOCK_M
-        even, even_b = _gradients(
+        even, even_b = gradients(
             dy, x, M, width, dy_stride, x_stride, first_m, first_n, half * 2, column,
             limit, alpha, offset, CURVE, GATED, EVEN,
         )  # fmt: skip
-        odd, odd_b = _gradients(
+        odd, odd_b = gradients(
             dy, x, M, width, dy_stride, x_stride, first_m, first_n, half * 2 + 1, column,
             limit, alpha, offset, CURVE, GATED, EVEN,
         )  # fmt: skip
@@ -248,9 +248,9 @@ def backward_kernel(
         if amax is not None:
             greatest = tl.maximum(greatest, tl.max(bits))
     if workspace is not None:
-        _store_column_sums(workspace, sums, strip, columns, first_n, column, width)
+        store_column_sums(workspace, sums, strip, columns, first_n, column, width)
         if GATED:
-            _store_column_sums(workspace + width, sums_b, strip, columns, first_n, column, width)
+            store_column_sums(workspace + width, sums_b, strip, columns, first_n, column, width)
     if amax is not None:
         record_maximum(amax, greatest, known)
 

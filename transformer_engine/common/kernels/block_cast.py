@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -39,6 +40,111 @@ def _row_blocks(
     narrow = (values.to(tl.float32) * multiplier[:, None]).to(codes.dtype.element_ty)
     tile.store_rows(codes, M, K, first_m, first_k, rows, k, narrow, EVEN)
     tile.store(scale + (first_k // WIDTH * M + first_m) + rows, decode, first_m + rows < M, EVEN)
+
+
+@triton.jit
+def tile_blocks(
+    even,
+    odd,
+    codes,
+    scale,
+    codes_t,
+    scale_t,
+    M,
+    K,
+    first_m,
+    first_k,
+    half,
+    k,
+    MAXIMUM: tl.constexpr,
+    EPSILON: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    VALUE_FOR_INF: tl.constexpr,
+    PAIRS: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """1 x 128 blocks of a tile whose rows 2 half and 2 half + 1 are even and odd, 0 outside of [M, K].
+
+    codes or codes_t may be None. Scales are [ceil(K/128), M] and, column-wise, [ceil(M/128), K]; the latter need a
+    tile of 128 rows.
+    """
+    if codes is not None:
+        _row_blocks(
+            codes,
+            scale,
+            M,
+            K,
+            first_m,
+            first_k,
+            half * 2,
+            k,
+            even,
+            MAXIMUM,
+            EPSILON,
+            POWER_OF_TWO,
+            VALUE_FOR_INF,
+            EVEN,
+        )
+        _row_blocks(
+            codes,
+            scale,
+            M,
+            K,
+            first_m,
+            first_k,
+            half * 2 + 1,
+            k,
+            odd,
+            MAXIMUM,
+            EPSILON,
+            POWER_OF_TWO,
+            VALUE_FOR_INF,
+            EVEN,
+        )
+    if codes_t is not None:
+        amax = as_float(tl.max(tl.maximum(magnitude_bits(even), magnitude_bits(odd)), 0))
+        multiplier, decode = scale_from_amax(amax, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF)
+        tile.store(scale_t + (first_m // WIDTH * K + first_k) + k, decode, first_k + k < K, EVEN)
+        pairs = (tl.join(even, odd).to(tl.float32) * multiplier[None, :, None]).to(codes_t.dtype.element_ty)
+        tile.store_pairs_transposed(codes_t, M, K, first_m, first_k, half, k, pairs, PAIRS, EVEN)
+
+
+@triton.jit
+def tile_square(
+    even,
+    odd,
+    codes,
+    scale,
+    codes_t,
+    scale_t,
+    M,
+    K,
+    first_m,
+    first_k,
+    half,
+    k,
+    MAXIMUM: tl.constexpr,
+    EPSILON: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    VALUE_FOR_INF: tl.constexpr,
+    PAIRS: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """The tile as one block of 128 x 128: scale [ceil(M/128), ceil(K/128)], scale_t its transpose."""
+    tile_m, tile_k = first_m // WIDTH, first_k // WIDTH
+    amax = as_float(tl.max(tl.maximum(magnitude_bits(even), magnitude_bits(odd))))
+    multiplier, decode = scale_from_amax(amax, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF)
+    if codes is not None:
+        tl.store(scale + tile_m * tl.cdiv(K, WIDTH) + tile_k, decode)
+        element = codes.dtype.element_ty
+        narrow = (even.to(tl.float32) * multiplier).to(element)
+        tile.store_rows(codes, M, K, first_m, first_k, half * 2, k, narrow, EVEN)
+        narrow = (odd.to(tl.float32) * multiplier).to(element)
+        tile.store_rows(codes, M, K, first_m, first_k, half * 2 + 1, k, narrow, EVEN)
+    if codes_t is not None:
+        tl.store(scale_t + tile_k * tl.cdiv(M, WIDTH) + tile_m, decode)
+        pairs = (tl.join(even, odd).to(tl.float32) * multiplier).to(codes_t.dtype.element_ty)
+        tile.store_pairs_transposed(codes_t, M, K, first_m, first_k, half, k, pairs, PAIRS, EVEN)
 
 
 @triton.jit
@@ -111,44 +217,26 @@ def both_blocks_kernel(
         first_k = (tile_k * WIDTH).to(tl.int64)
         even = tile.load_rows(x, M, K, first_m, first_k, half * 2, k, EVEN)
         odd = tile.load_rows(x, M, K, first_m, first_k, half * 2 + 1, k, EVEN)
-        if codes is not None:
-            _row_blocks(
-                codes,
-                scale,
-                M,
-                K,
-                first_m,
-                first_k,
-                half * 2,
-                k,
-                even,
-                MAXIMUM,
-                EPSILON,
-                POWER_OF_TWO,
-                VALUE_FOR_INF,
-                EVEN,
-            )
-            _row_blocks(
-                codes,
-                scale,
-                M,
-                K,
-                first_m,
-                first_k,
-                half * 2 + 1,
-                k,
-                odd,
-                MAXIMUM,
-                EPSILON,
-                POWER_OF_TWO,
-                VALUE_FOR_INF,
-                EVEN,
-            )
-        amax = as_float(tl.max(tl.maximum(magnitude_bits(even), magnitude_bits(odd)), 0))
-        multiplier, decode = scale_from_amax(amax, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF)
-        tile.store(scale_t + (first_m // WIDTH * K + first_k) + k, decode, first_k + k < K, EVEN)
-        pairs = (tl.join(even, odd).to(tl.float32) * multiplier[None, :, None]).to(codes_t.dtype.element_ty)
-        tile.store_pairs_transposed(codes_t, M, K, first_m, first_k, half, k, pairs, PAIRS, EVEN)
+        tile_blocks(
+            even,
+            odd,
+            codes,
+            scale,
+            codes_t,
+            scale_t,
+            M,
+            K,
+            first_m,
+            first_k,
+            half,
+            k,
+            MAXIMUM,
+            EPSILON,
+            POWER_OF_TWO,
+            VALUE_FOR_INF,
+            PAIRS,
+            EVEN,
+        )
 
 
 @triton.jit
@@ -174,23 +262,46 @@ def square_block_kernel(
     tile_m, tile_k = tile.position(tl.program_id(0), tiles_m, tiles_k, BAND)
     half = tl.arange(0, WIDTH // 2)
     k = tl.arange(0, WIDTH)
-    tile_m, tile_k = tile_m.to(tl.int64), tile_k.to(tl.int64)
-    first_m, first_k = tile_m * WIDTH, tile_k * WIDTH
+    first_m = (tile_m * WIDTH).to(tl.int64)
+    first_k = (tile_k * WIDTH).to(tl.int64)
     even = tile.load_rows(x, M, K, first_m, first_k, half * 2, k, EVEN)
     odd = tile.load_rows(x, M, K, first_m, first_k, half * 2 + 1, k, EVEN)
-    amax = as_float(tl.max(tl.maximum(magnitude_bits(even), magnitude_bits(odd))))
-    multiplier, decode = scale_from_amax(amax, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF)
-    if codes is not None:
-        tl.store(scale + tile_m * tiles_k + tile_k, decode)
-        element = codes.dtype.element_ty
-        narrow = (even.to(tl.float32) * multiplier).to(element)
-        tile.store_rows(codes, M, K, first_m, first_k, half * 2, k, narrow, EVEN)
-        narrow = (odd.to(tl.float32) * multiplier).to(element)
-        tile.store_rows(codes, M, K, first_m, first_k, half * 2 + 1, k, narrow, EVEN)
-    if codes_t is not None:
-        tl.store(scale_t + tile_k * tiles_m + tile_m, decode)
-        pairs = (tl.join(even, odd).to(tl.float32) * multiplier).to(codes_t.dtype.element_ty)
-        tile.store_pairs_transposed(codes_t, M, K, first_m, first_k, half, k, pairs, PAIRS, EVEN)
+    tile_square(
+        even,
+        odd,
+        codes,
+        scale,
+        codes_t,
+        scale_t,
+        M,
+        K,
+        first_m,
+        first_k,
+        half,
+        k,
+        MAXIMUM,
+        EPSILON,
+        POWER_OF_TWO,
+        VALUE_FOR_INF,
+        PAIRS,
+        EVEN,
+    )
+
+
+class Blocks(NamedTuple):
+    """How a kernel quantizes its own result: as `row_blocks` (1 x 128), or as `square_blocks` if square."""
+
+    element: Element
+    columnwise: bool
+    square: bool
+    power_of_two: bool
+    epsilon: float
+    value_for_inf: float
+
+    @property
+    def steps(self) -> tuple[float, float, bool, float]:
+        """The kernels' MAXIMUM, EPSILON, POWER_OF_TWO and VALUE_FOR_INF."""
+        return self.element.maximum, self.epsilon, self.power_of_two, self.value_for_inf
 
 
 @functools.lru_cache(maxsize=4096)

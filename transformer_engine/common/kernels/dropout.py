@@ -62,7 +62,10 @@ def forward_kernel(
     BLOCK: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """One block of the flattened tensors; every intermediate is rounded as the separate operations round it."""
+    """One block of the flattened tensors; every intermediate is rounded as the separate operations round it.
+
+    Without a mask every element is kept, and there is no seed.
+    """
     first = tl.program_id(0).to(tl.int64) * BLOCK
     number = tl.arange(0, BLOCK // 8)
     offset = number[:, None] * 8 + tl.arange(0, 8)[None, :]
@@ -72,17 +75,19 @@ def forward_kernel(
     if bias is not None:
         shift = tl.load(bias + (first + offset) % WIDTH, mask=inside, other=0.0)
         value = (value.to(tl.float32) + shift.to(tl.float32)).to(element)
-    byte = first // 8 + number
-    bits = _kept(seed, byte, THRESHOLD)
-    if not EVEN:
-        rest = tl.minimum(tl.maximum(SIZE - byte * 8, 0), 8).to(tl.int32)
-        bits = bits & ((1 << rest) - 1)
-    result = tl.where(_spread(bits), value.to(tl.float32) * factor, 0.0).to(element)
+    result = value
+    if mask is not None:
+        byte = first // 8 + number
+        bits = _kept(seed, byte, THRESHOLD)
+        if not EVEN:
+            rest = tl.minimum(tl.maximum(SIZE - byte * 8, 0), 8).to(tl.int32)
+            bits = bits & ((1 << rest) - 1)
+        tl.store(mask + byte, bits.to(tl.uint8), mask=byte * 8 < SIZE)
+        result = tl.where(_spread(bits), value.to(tl.float32) * factor, 0.0).to(element)
     if residual is not None:
         beside = tile.load(residual + first + offset, inside, EVEN)
         result = (result.to(tl.float32) + beside.to(tl.float32)).to(element)
     tile.store(y + first + offset, result, inside, EVEN)
-    tl.store(mask + byte, bits.to(tl.uint8), mask=byte * 8 < SIZE)
 
 
 @triton.jit
@@ -99,9 +104,9 @@ def backward_kernel(dy, mask, dx, SIZE, factor, BLOCK: tl.constexpr, EVEN: tl.co
 
 
 def forward(size: int, width: int, dtype: str, threshold: int, factor: float) -> Launch:
-    """(x, bias [width] | None, residual | None, seed int64 [1], mask) -> y [size].
+    """(x, bias [width] | None, residual | None, seed int64 [1] | None, mask | None) -> y [size].
 
-    mask        uint8 [ceil(size / 8)], written
+    mask        uint8 [ceil(size / 8)], written; without it nothing is dropped
     threshold   p * 2^16, rounded
     factor      what a kept element is multiplied by
     """

@@ -1,4 +1,4 @@
-"""Around an FP8 attention with delayed scaling: codes of q, k, v in one launch; o of its codes; zeros behind thd.
+"""Around an FP8 attention with delayed scaling: codes of q, k, v in one launch; o of its codes.
 
 The state of delayed scaling is read and written in place: scale [n] and amax_history [rows, n], whose row 0 belongs
 to the running step. Slots are columns of both.
@@ -98,22 +98,6 @@ def values_kernel(
     tile.store(values + start + offsets, found.to(values.dtype.element_ty), inside, EVEN)
 
 
-@triton.jit
-def zero_tail_kernel(
-    x, starts, TOKENS, WIDTH, SEQUENCES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """x [TOKENS, WIDTH] = 0 from token starts[SEQUENCES] on."""
-    tokens = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    used = tl.load(starts + SEQUENCES)
-    if (tl.program_id(0) + 1) * ROWS > used:
-        behind = (tokens >= used) & (tokens < TOKENS)
-        rows = x + tokens.to(tl.int64)[:, None] * WIDTH
-        zeros = tl.zeros((ROWS, BLOCK), x.dtype.element_ty)
-        for column in range(0, WIDTH, BLOCK):
-            columns = column + tl.arange(0, BLOCK)
-            tl.store(rows + columns[None, :], zeros, mask=behind[:, None] & (columns < WIDTH)[None, :])
-
-
 @functools.lru_cache(maxsize=256)
 def codes_of_three(sizes: tuple[int, int, int], slots: tuple[int, int], dtype: str) -> Launch:
     """Inputs: q, k, v contiguous, scale [n], history [rows, n]; outputs: three flat codes, descales [8].
@@ -139,11 +123,3 @@ def values_of(size: int, slots: tuple[int, int], dtype: str) -> Launch:
     return Launch(
         values_kernel, (ceil_div(size, block), 1, 1), (Output((size,), dtype),), (size,), constants, warps
     )
-
-
-@functools.lru_cache(maxsize=256)
-def zero_tail(tokens: int, width: int, sequences: int) -> Launch:
-    """Inputs: x [tokens, width] contiguous, of which tokens behind starts[sequences] become zero, starts int32."""
-    rows = 16
-    constants = (sequences, rows, min(256, triton.next_power_of_2(width)))
-    return Launch(zero_tail_kernel, (ceil_div(tokens, rows), 1, 1), (), (tokens, width), constants, 4)

@@ -2,7 +2,8 @@
 
 x, dy, dx and y are [rows, width] with unit column stride; an RMSNorm has mean = None. All arithmetic is float32.
 The forward kernels round y to x's dtype and store it, or FP8 codes [rows, width] = saturate(y * scale), or both;
-amax, where given, keeps the larger of itself and max|y|.
+amax, where given, keeps the larger of itself and max|y|. The scale is one of all, or, with MAXIMUM above 0, one of each
+1 x 128 block, whose inverses are stored [blocks of a row, rows].
 Gradients of gamma and beta are summed by each program over its own rows into a workspace [1 or 2, programs, width],
 and then over the programs in a fixed order: no atomics, so that two runs give the same bits.
 
@@ -15,8 +16,11 @@ import triton
 import triton.language as tl
 
 from ..formats import ceil_div
+from .block_cast import Blocks
 from .launch import Launch, Output
-from .rounding import magnitude_bits
+from .rounding import as_float, magnitude_bits, scale_from_amax
+
+WIDTH = tl.constexpr(128)  # of a block
 
 
 @triton.jit
@@ -46,7 +50,29 @@ def record_maximum(amax, bits, known):
 
 
 @triton.jit
-def _emit(result, y, codes, offset, mask, multiplier, element: tl.constexpr, POLICY: tl.constexpr):
+def _multipliers_of_blocks(
+    rounded, mask, scale_inv, row, rows, first_column, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    MAXIMUM: tl.constexpr, EPSILON: tl.constexpr, POWER_OF_TWO: tl.constexpr, VALUE_FOR_INF: tl.constexpr,
+):  # fmt: skip
+    """The factor of every element of a tile of ROWS x COLUMNS, its block's; the blocks' inverses are stored."""
+    BLOCK: tl.constexpr = min(WIDTH, COLUMNS)
+    COUNT: tl.constexpr = COLUMNS // BLOCK
+    bits = tl.where(mask, magnitude_bits(rounded), 0)
+    amax = as_float(tl.max(tl.reshape(bits, [ROWS, COUNT, BLOCK]), 2))
+    multiplier, decode = scale_from_amax(amax, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF)
+    m = row + tl.arange(0, ROWS)[:, None]
+    block = first_column // WIDTH + tl.arange(0, COUNT)[None, :]
+    there = (m < rows) & (block * WIDTH < width)
+    tl.store(scale_inv + block.to(tl.int64) * rows + m, decode, mask=there)
+    return tl.reshape(tl.broadcast_to(multiplier[:, :, None], [ROWS, COUNT, BLOCK]), rounded.shape)
+
+
+@triton.jit
+def _emit(
+    result, y, codes, scale_inv, row, rows, first_column, width, offset, mask, multiplier,
+    element: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, MAXIMUM: tl.constexpr,
+    EPSILON: tl.constexpr, POWER_OF_TWO: tl.constexpr, VALUE_FOR_INF: tl.constexpr, POLICY: tl.constexpr,
+):  # fmt: skip
     """Stores the tile as asked, rounded to element first; returns int32 bits of its magnitudes, 0 outside.
 
     Codes are stored in runs as long as those that x is read in. Longer ones, of 16 bytes, would make the compiler
@@ -58,6 +84,11 @@ def _emit(result, y, codes, offset, mask, multiplier, element: tl.constexpr, POL
     if codes is not None:
         run: tl.constexpr = 128 // element.primitive_bitwidth
         nothing = tl.program_id(1) * run  # the grid has one axis; to the compiler this is a multiple of run
+        if MAXIMUM > 0.0:
+            multiplier = _multipliers_of_blocks(
+                rounded, mask, scale_inv, row, rows, first_column, width, ROWS, COLUMNS,
+                MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF,
+            )  # fmt: skip
         narrow = (rounded.to(tl.float32) * multiplier).to(codes.dtype.element_ty)
         tl.store(codes + nothing + offset, narrow, mask=mask)
     return tl.where(mask, magnitude_bits(rounded), 0)
@@ -101,6 +132,10 @@ def forward_rows(
     x_stride,
     eps,
     ZERO_CENTERED: tl.constexpr,
+    MAXIMUM: tl.constexpr,
+    EPSILON: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    VALUE_FOR_INF: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
 ):
@@ -118,7 +153,10 @@ def forward_rows(
         value, gamma + column, beta + column if beta is not None else None, inside, mean, rstdev, row, valid,
         width, eps, ZERO_CENTERED,
     )  # fmt: skip
-    bits = _emit(result, y, codes, offset * width + column, mask, multiplier, x.dtype.element_ty, "")
+    bits = _emit(
+        result, y, codes, scale_inv, tl.program_id(0) * BLOCK_ROWS, rows, 0, width, offset * width + column, mask,
+        multiplier, x.dtype.element_ty, BLOCK_ROWS, BLOCK_WIDTH, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, "",
+    )  # fmt: skip
     if amax is not None:
         record_maximum(amax, tl.max(bits), known)
 
@@ -140,6 +178,10 @@ def forward_streamed(
     x_stride,
     eps,
     ZERO_CENTERED: tl.constexpr,
+    MAXIMUM: tl.constexpr,
+    EPSILON: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    VALUE_FOR_INF: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -166,7 +208,10 @@ def forward_streamed(
         result = value * inverse * scale
         if beta is not None:
             result += shift
-        bits = _emit(result, y, codes, offset * width + column, inside, multiplier, x.dtype.element_ty, "")
+        bits = _emit(
+            result, y, codes, scale_inv, row, rows, 0, width, offset * width + column, inside, multiplier,
+            x.dtype.element_ty, 1, BLOCK_WIDTH, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, "",
+        )  # fmt: skip
         if amax is not None:
             greatest = tl.maximum(greatest, tl.max(bits, 0))  # a maximum for every column spills
     if amax is not None:
@@ -190,6 +235,10 @@ def forward_wide(
     x_stride,
     eps,
     ZERO_CENTERED: tl.constexpr,
+    MAXIMUM: tl.constexpr,
+    EPSILON: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    VALUE_FOR_INF: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
 ):
     """A row of any length a program, read once for each statistic and once to scale it: later reads hit the cache."""
@@ -229,7 +278,10 @@ def forward_wide(
         result = (value - average) * inverse * scale
         if beta is not None:
             result += tl.load(beta + column, mask=inside, other=0.0).to(tl.float32)
-        bits = _emit(result, y, codes, target + column, inside, multiplier, x.dtype.element_ty, "evict_first")
+        bits = _emit(
+            result, y, codes, scale_inv, row, rows, first, width, target + column, inside, multiplier,
+            x.dtype.element_ty, 1, BLOCK_WIDTH, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, "evict_first",
+        )  # fmt: skip
         if amax is not None:
             greatest = tl.maximum(greatest, bits)
     if amax is not None:
@@ -436,12 +488,15 @@ def forward(
     centered: bool,
     processors: int,
     returns_output: bool = True,
+    blocks: Blocks | None = None,
 ) -> Launch:
     """Outputs: y [rows, width] unless not to be returned, mean float32 [rows] when centered, rstdev [rows].
 
     Inputs: x, gamma, beta | None, then what FP8 codes take, each None without: their scale float32 [1], amax
     float32 [1] (it may come without the others), codes [rows, width] and scale_inv float32 [1], both written.
+    With blocks, of 1 x 128 in rows alone, the scale is None and scale_inv [ceil(width / 128), rows].
     """
+    fixed = (zero_centered, *((0.0, 0.0, False, 0.0) if blocks is None else blocks.steps))
     statistic = Output((rows,), "float32")
     y = Output((rows, width), dtype) if returns_output else None
     outputs = (y, statistic if centered else None, statistic)
@@ -449,16 +504,16 @@ def forward(
     block = triton.next_power_of_2(width)
     # Rates are those of an H200 in bf16, TB/s; a copy of the same size reaches 4.1 in the same measurement.
     if width > 16384:  # RMSNorm 3.5 at 32768, LayerNorm 2.9; whole rows in registers spill: 1.2
-        return Launch(forward_wide, (rows, 1, 1), outputs, scalars, (zero_centered, 8192), warps=32)
+        return Launch(forward_wide, (rows, 1, 1), outputs, scalars, (*fixed, 8192), warps=32)
     if width > 8192:  # 3.4-3.6; one row a program 2.5-2.9: it reads gamma again from the L2 cache
         grid = (min(rows, 2 * processors), 1, 1)
-        return Launch(forward_streamed, grid, outputs, scalars, (zero_centered, block, 3), warps=16)
+        return Launch(forward_streamed, grid, outputs, scalars, (*fixed, block, 3), warps=16)
     if centered and 4096 < width < block:  # 3.6 at 5120; one row a program 3.1-3.2
         grid = (min(rows, 2 * processors), 1, 1)
-        return Launch(forward_streamed, grid, outputs, scalars, (zero_centered, block, 4), warps=8)
+        return Launch(forward_streamed, grid, outputs, scalars, (*fixed, block, 4), warps=8)
     block_rows, warps = _forward_tile(block, centered)
     grid = (ceil_div(rows, block_rows), 1, 1)
-    constants = (zero_centered, block_rows, block)
+    constants = (*fixed, block_rows, block)
     return Launch(forward_rows, grid, outputs, scalars, constants, warps)
 
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from ..module.layernorm_linear import LayerNormLinear
 from ..module.linear import Linear
-from ..quantization.autocast import current
+from ..quantization.autocast import AutocastState, current
 from .dot_product_attention import DotProductAttention
-from .dot_product_attention.fp8 import outputs_codes
+from .dot_product_attention.fp8 import outputs_codes, projects_codes
 from .dot_product_attention.mask import canonical_name, check_set_window_size
 from .heads import Heads, Rotation
 from .inference import InferenceParams
@@ -253,7 +253,11 @@ class MultiheadAttention(nn.Module):
             cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded,
             cu_seqlens_kv if cu_seqlens_kv_padded is None else cu_seqlens_kv_padded,
         )
-        q, k, v, norm_output = self._project(hidden_states, encoder_output, is_first_microbatch, rotation)
+        state = current()
+        codes = inference_params is None and outputs_codes(state)
+        q, k, v, norm_output = self._project(
+            hidden_states, encoder_output, is_first_microbatch, rotation, state if codes else None
+        )
         context = self.core_attention(
             q,
             k,
@@ -275,7 +279,7 @@ class MultiheadAttention(nn.Module):
             fast_zero_fill=fast_zero_fill,
             inference_params=inference_params,
             pad_between_seqs=pad_between_seqs,
-            fp8_output=inference_params is None and outputs_codes(current()),
+            fp8_output=codes,
         )
         projected = self.proj(context, is_first_microbatch=is_first_microbatch)
         outputs: list[Any] = list(projected) if self.return_bias else [projected]
@@ -289,11 +293,18 @@ class MultiheadAttention(nn.Module):
         encoder_output: Tensor | None,
         is_first_microbatch: bool | None,
         rotation: Rotation | None,
+        codes: AutocastState | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """q, k, v by heads, normed and rotated, and the normalized input when it is to be returned."""
-        first = {"is_first_microbatch": is_first_microbatch}
+        """q, k, v by heads, normed and rotated, and the normalized input when it is to be returned.
+
+        codes   the autocast state where an FP8 attention follows that takes codes; they are made by the projection
+                of a self attention unless norms or a rotation, which work on values, come between
+        """
+        first: dict[str, bool | None] = {"is_first_microbatch": is_first_microbatch}
         projection = self.layernorm_qkv or self.qkv or self.layernorm_query or self.query_layer
         assert projection is not None
+        if codes is not None and self.key_value is None and rotation is None and self.q_norm is None:
+            first["fp8_output"] = projects_codes(projection, codes, hidden_states)
         mixed = projection(hidden_states, **first)
         mixed, norm_output = mixed if self.return_layernorm_output else (mixed, None)
         norms_first = self.q_norm is not None and self.qk_norm_before_rope

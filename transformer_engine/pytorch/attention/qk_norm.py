@@ -36,4 +36,4 @@ def query_key_norm(
     if norm == "L2Normalization":
         return L2Normalization(eps)
     kind = RMSNorm if norm == "RMSNorm" else LayerNorm
-    return kind(size, eps=eps, params_dtype=dtype, device=canonical_device(device))
+    return kind(size, eps=eps, dtype=dtype, device=canonical_device(device))

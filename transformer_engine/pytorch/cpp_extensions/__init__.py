@@ -1,9 +1,10 @@
-"""Every name of transformer_engine_torch, with the wrappers that take names instead of numbers in place of two."""
+"""Every name of transformer_engine_torch, with the wrappers that take names instead of numbers."""
 
 import transformer_engine_torch as _extension
 from transformer_engine_torch import *  # noqa: F403
 
 from .fused_attn import fused_attn_bwd, fused_attn_fwd
+from .gemm import general_gemm, general_grouped_gemm
 
-__all__ = []
+__all__ = ["general_gemm", "general_grouped_gemm"]
 __all__ += _extension.__all__

@@ -6,7 +6,14 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..primitives.dropout import bias_dropout_add_forward, draw_seed, dropout_backward, dropout_forward
+from ..primitives.column_sums import column_sums
+from ..primitives.dropout import (
+    bias_add,
+    bias_dropout_add_forward,
+    draw_seed,
+    dropout_backward,
+    dropout_forward,
+)
 
 
 def dropout(x: Tensor, p: float, generator: torch.Generator | None = None) -> Tensor:
@@ -17,7 +24,9 @@ def dropout(x: Tensor, p: float, generator: torch.Generator | None = None) -> Te
 def bias_dropout_add(
     x: Tensor, bias: Tensor | None, residual: Tensor, p: float, generator: torch.Generator | None = None
 ) -> Tensor:
-    """y [.., H] = residual + dropout(x + bias [H]), in one pass over x and residual."""
+    """y [.., H] = residual + dropout(x + bias [H]), in one pass over x and residual; p = 0 draws nothing."""
+    if p == 0.0:
+        return residual + x if bias is None else _BiasAdd.apply(x, bias, residual)  # pyright: ignore[reportReturnType]
     seed = draw_seed(x.device, generator)
     return _BiasDropoutAdd.apply(x, bias, residual, seed, p)  # pyright: ignore[reportReturnType]
 
@@ -49,7 +58,21 @@ class _BiasDropoutAdd(Function):
     def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
         (mask,) = ctx.saved_tensors
         dx = dropout_backward(dy, mask, ctx.p)
-        dbias = None
-        if ctx.bias_dtype is not None and ctx.needs_input_grad[1]:
-            dbias = dx.reshape(-1, dx.shape[-1]).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        return dx, dbias, dy, None, None
+        return dx, _bias_gradient(ctx, dx), dy, None, None
+
+
+class _BiasAdd(Function):
+    @staticmethod
+    def forward(ctx, x, bias, residual):
+        ctx.bias_dtype = bias.dtype
+        return bias_add(x, bias, residual)
+
+    @staticmethod
+    def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return dy, _bias_gradient(ctx, dy), dy
+
+
+def _bias_gradient(ctx, dx: Tensor) -> Tensor | None:
+    if ctx.bias_dtype is None or not ctx.needs_input_grad[1]:
+        return None
+    return column_sums(dx.reshape(-1, dx.shape[-1]), ctx.bias_dtype)

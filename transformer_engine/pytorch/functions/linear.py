@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..distributed.tensor_parallel import TensorParallel
-from ..primitives.gemm import Epilogue, gemm
+from ..primitives.column_sums import column_sums
+from ..primitives.gemm import Epilogue, gemm, gemm_codes
+from ..primitives.gemm.request import Layout
 from ..primitives.operand import Operand, plain
 from ..primitives.quantize import dequantize
 from ..primitives.quantize_dbias import quantize_with_dbias
@@ -211,14 +215,18 @@ def linear_backward(
     spec: LinearSpec,
     weight_dtype: torch.dtype,
     bias_dtype: torch.dtype,
+    input_product: Callable[[Operand, Operand, Epilogue], Tensor] = gemm,
 ) -> LinearGradients:
-    """dx [M, K] = dy [M, N] @ w [N, K];  dw [N, K] = dy.T @ x [M, K];  db [N] = sum over rows of dy, in float32."""
+    """dx [M, K] = dy [M, N] @ w [N, K];  dw [N, K] = dy.T @ x [M, K];  db [N] = sum over rows of dy, in float32.
+
+    input_product makes dx where something follows it in the same pass: the gradient of an activation, a cast.
+    """
     (dy_row, dy_column), grad_bias = _read_by_products(grad_output, saved, spec, bias_dtype)
     del grad_output  # what is not read any more makes room for the results
     grad_input = grad_weight = None
     if saved.weight is not None:
         assert dy_row is not None
-        grad_input = gemm(
+        grad_input = input_product(
             dy_row,
             _backward_operand(saved.weight, spec),
             Epilogue(spec.dtype, exact=spec.accumulation.grad_input),
@@ -242,9 +250,10 @@ def _read_by_products(
     dy = spec.parallel.enter_backward(grad_output)
     if isinstance(dy, QuantizedTensorStorage):
         dy = dy.dequantize()
+    dy = _dense(dy)
     if saved.weight is None and saved.input is None:
         return QuantizedGradient(
-            Operands(None, None), _row_sum(dy, bias_dtype) if spec.needs_grad_bias else None
+            Operands(None, None), column_sums(dy, bias_dtype) if spec.needs_grad_bias else None
         )
     codes = gradient_codes(spec) if spec.needs_grad_bias else None
     if codes is not None:
@@ -252,15 +261,16 @@ def _read_by_products(
             dy, codes.spec, bias_dtype, scale=codes.scale, record=codes.record
         )
         return QuantizedGradient(spec.grad_output.adopt(quantized, dy.dtype), grad_bias)
-    grad_bias = _row_sum(dy, bias_dtype) if spec.needs_grad_bias else None
+    grad_bias = column_sums(dy, bias_dtype) if spec.needs_grad_bias else None
     quantizer = spec.grad_output if spec.backward == "quantized" else IDENTITY
     return QuantizedGradient(
         quantizer.operands(dy, saved.weight is not None, saved.input is not None), grad_bias
     )
 
 
-def _row_sum(dy: Tensor, dtype: torch.dtype) -> Tensor:
-    return dy.sum(0, dtype=torch.float32).to(dtype)
+def _dense(dy: Tensor) -> Tensor:
+    """dy, copied where no axis is contiguous (a sum's gradient is one value everywhere), or each reader would."""
+    return dy if dy.is_contiguous() or Layout.of(dy).stride else dy.contiguous()
 
 
 def _backward_operand(saved: Operand | Matrix, spec: LinearSpec) -> Operand:
@@ -287,11 +297,40 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> 
 
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> tuple[Tensor, LinearSaved]:
     flat = x if isinstance(x, QuantizedTensorStorage) else x.reshape(-1, x.shape[-1])
-    y, saved = linear_forward(flat, weight, bias, spec)
+    codes = None if spec.output is None else _codes_of_product(spec.output, spec.parallel, "row")
+    if codes is None:
+        y, saved = linear_forward(flat, weight, bias, spec)
+    else:
+        x_operand, w_operand, saved = linear_operands(flat, weight, spec)
+        epilogue = Epilogue(spec.dtype, bias=bias, exact=spec.accumulation.forward)
+        y = _product_codes(codes, x_operand, w_operand, epilogue)
     y = y.view(*leading_shape(x, y), y.shape[-1])
-    if spec.output is not None:
-        y = spec.output.quantize(y)
-    return y, saved  # pyright: ignore[reportReturnType]
+    return y if spec.output is None else _quantized(y, spec.output, spec.dtype), saved
+
+
+def sums_over_ranks(parallel: TensorParallel, mode: str) -> bool:
+    """Is a product only this rank's part of a sum: the forward's of "row", the input gradient's of "column"?"""
+    return parallel.mode == mode and parallel.size > 1
+
+
+def _codes_of_product(quantizer: Quantizer, parallel: TensorParallel, mode: str) -> CodesRequest | None:
+    """How a product writes the codes of its own result: FP8, with a scale that is known before it."""
+    if torch.compiler.is_compiling() or sums_over_ranks(parallel, mode):
+        return None
+    codes = quantizer.codes_request(True, False)
+    return codes if codes is not None and codes.scale is not None else None
+
+
+def _product_codes(codes: CodesRequest, a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
+    assert codes.scale is not None
+    return gemm_codes(a, b, epilogue, codes.spec.element, codes.scale, codes.record)
+
+
+def _quantized(made: Tensor, quantizer: Any, dtype: torch.dtype) -> Any:
+    """A product's result as the quantizer's tensor; where its dtype is not the product's, it is the codes already."""
+    if made.dtype == dtype:
+        return quantizer.quantize(made)
+    return quantizer.create_tensor_from_data(made.view(torch.uint8), fake_dtype=dtype)
 
 
 def leading_shape(x: Tensor, y: Tensor) -> tuple[int, ...]:
@@ -318,12 +357,16 @@ class _Linear(torch.autograd.Function):
         spec = ctx.spec
         saved = LinearSaved(*unpack(ctx.saved_tensors, ctx.forms))
         grad_output = grad_output.reshape(-1, grad_output.shape[-1])
-        grads = linear_backward(grad_output, saved, spec, ctx.weight_dtype, ctx.bias_dtype)
+        quantizer, product = spec.grad_input, gemm
+        codes = None if quantizer is None else _codes_of_product(quantizer, spec.parallel, "column")
+        if codes is not None:
+            product = partial(_product_codes, codes)
+        grads = linear_backward(grad_output, saved, spec, ctx.weight_dtype, ctx.bias_dtype, product)
         if spec.scale_update is not None:
             spec.scale_update.run()
         grad_input = grads.input
         if grad_input is not None:
             grad_input = grad_input.view(ctx.input_shape)
-            if spec.grad_input is not None:
-                grad_input = spec.grad_input.quantize(grad_input)
+            if quantizer is not None:
+                grad_input = _quantized(grad_input, quantizer, spec.dtype)
         return grad_input, grads.weight, grads.bias, None

@@ -1,8 +1,13 @@
-"""y = act(norm(x) @ w1.T + b1) @ w2.T + b2: a norm, two linear layers and an activation, from their functions."""
+"""y = act(norm(x) @ w1.T + b1) @ w2.T + b2: a norm, two linear layers and an activation, from their functions.
+
+GELU between unquantized products is part of them: fc1's writes gelu(x) beside x, and fc2's input gradient is made as
+dx = dy @ w2 * gelu'(x), so that the gradient of gelu(x) [M, F] is never in memory.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -15,7 +20,10 @@ from ..primitives.activation import (
     activation_backward_quantized,
     activation_forward,
     activation_forward_quantized,
+    gradient_fuses,
 )
+from ..primitives.gemm import Epilogue, gemm, gemm_gelu, gemm_gelu_gradient
+from ..primitives.operand import Operand
 from ..tensor.quantizer import Operands, Quantizer
 from .linear import (
     LinearSaved,
@@ -27,6 +35,7 @@ from .linear import (
     linear_backward,
     linear_forward,
     linear_operands,
+    sums_over_ranks,
 )
 from .norm_linear import normalized_input
 from .normalization import Norm, NormStatistics
@@ -48,7 +57,7 @@ class NormMLPSpec:
 
 
 class NormMLPTensors(NamedTuple):
-    """x [.., H], gamma [H], beta [H], fc1 [F or 2F, H] and fc2 [H, F] with their biases."""
+    """x [.., H], gamma [H], beta [H], fc1 [F or 2F, H] and fc2 [H, F] with their biases, which have x's dtype."""
 
     x: Tensor
     gamma: Tensor
@@ -60,9 +69,11 @@ class NormMLPTensors(NamedTuple):
 
 
 class NormMLPSaved(NamedTuple):
+    """fc1_output is None where no backward will read it."""
+
     statistics: NormStatistics
     fc1: LinearSaved
-    fc1_output: Tensor
+    fc1_output: Tensor | None
     fc2: LinearSaved
 
 
@@ -75,8 +86,11 @@ def norm_mlp(tensors: NormMLPTensors, spec: NormMLPSpec) -> tuple[Tensor, Tensor
     return outputs if spec.returns_norm_output else (outputs, None)  # pyright: ignore[reportReturnType]
 
 
-def _first_half(tensors: NormMLPTensors, spec: NormMLPSpec):
-    """(norm output, its statistics, fc1's saved operands, fc1's output, the activation's output)"""
+def _first_half(tensors: NormMLPTensors, spec: NormMLPSpec, keeps: bool):
+    """(norm output, its statistics, fc1's saved operands, fc1's output, the activation's output)
+
+    keeps: fc1's output will be read by a backward; where it will not, it may be None.
+    """
     norm_output, fc1_input, statistics = normalized_input(
         tensors.x.reshape(-1, tensors.x.shape[-1]),
         tensors.gamma,
@@ -85,9 +99,25 @@ def _first_half(tensors: NormMLPTensors, spec: NormMLPSpec):
         spec.fc1,
         spec.returns_norm_output,
     )
-    fc1_output, fc1_saved = linear_forward(fc1_input, tensors.fc1_weight, tensors.fc1_bias, spec.fc1)
-    activated = _activated(fc1_output, spec)
+    if _gelu_in_product(spec):
+        x, w, fc1_saved = linear_operands(fc1_input, tensors.fc1_weight, spec.fc1)
+        epilogue = Epilogue(spec.fc1.dtype, bias=tensors.fc1_bias, exact=spec.fc1.accumulation.forward)
+        activated, fc1_output = gemm_gelu(x, w, epilogue, keeps)
+    else:
+        fc1_output, fc1_saved = linear_forward(fc1_input, tensors.fc1_weight, tensors.fc1_bias, spec.fc1)
+        activated = _activated(fc1_output, spec)
     return norm_output, statistics, fc1_saved, fc1_output, activated
+
+
+def _gelu_in_product(spec: NormMLPSpec) -> bool:
+    """Is fc1's product, GELU included, what fc2 reads? Not if the activation's kernel makes codes of it.
+
+    Nor where fc1 is quantized: a graph, in which no kernel makes codes, has the bits of eager mode, whose kernel reads
+    x as it is rounded.
+    """
+    if spec.activation != "gelu" or sums_over_ranks(spec.fc1.parallel, "row"):
+        return False
+    return spec.fc1.input.is_identity and spec.fc1.weight.is_identity and input_codes(spec.fc2) is None
 
 
 def _activated(fc1_output: Tensor, spec: NormMLPSpec) -> Tensor | Operands:
@@ -111,9 +141,14 @@ def _fc1_gradient(
 ) -> Tensor | QuantizedGradient:
     """The gradient of fc1's output, as codes where the activation's kernel makes them, its row sum included."""
     codes = gradient_codes(spec.fc1)
-    # Without a scale a kernel finds the maximum and another casts, with dy [M, F] in memory until both are done: for a
-    # gated unit that is the peak of the whole layer, and separate steps let go of dy in between.
-    if codes is None or (codes.scale is None and ACTIVATIONS[spec.activation].gated):
+    # Where one scale is to be made, a kernel finds the maximum and another casts, with dy [M, F] in memory until both
+    # are done: for a gated unit that is the peak of the whole layer, and separate steps let go of dy in between.
+    scaled_after = codes is not None and codes.scale is None and codes.spec.format.block is None
+    if (
+        codes is None
+        or (scaled_after and ACTIVATIONS[spec.activation].gated)
+        or not gradient_fuses(codes.spec, spec.fc1.needs_grad_bias)
+    ):
         return activation_backward(spec.activation, grad_activated, fc1_output, spec.activation_params)
     quantized, grad_bias = activation_backward_quantized(
         spec.activation,
@@ -128,9 +163,22 @@ def _fc1_gradient(
     return QuantizedGradient(spec.fc1.grad_output.adopt(quantized, fc1_output.dtype), grad_bias)
 
 
+def _gelu_gradient_in_product(spec: NormMLPSpec) -> bool:
+    """Is fc2's input gradient times gelu' what fc1 reads? Not if the activation's kernel makes codes of it."""
+    if spec.activation != "gelu" or sums_over_ranks(spec.fc2.parallel, "column"):
+        return False
+    return gradient_codes(spec.fc1) is None
+
+
+def _times_gelu_gradient(x: Tensor, dy: Operand, w: Operand, epilogue: Epilogue) -> Tensor:
+    """(dy [M, H] @ w [F, H].T) * gelu'(x [M, F])"""
+    return gemm_gelu_gradient(dy, w, x, epilogue)
+
+
 def _forward(tensors: NormMLPTensors, spec: NormMLPSpec) -> tuple[Tensor, Tensor | None, NormMLPSaved]:
     x = tensors.x
-    norm_output, statistics, fc1_saved, fc1_output, activated = _first_half(tensors, spec)
+    keeps = spec.needs_grad and not spec.recompute
+    norm_output, statistics, fc1_saved, fc1_output, activated = _first_half(tensors, spec, keeps)
     y, fc2_saved = linear_forward(activated, tensors.fc2_weight, tensors.fc2_bias, spec.fc2)
     y = y.view(*leading_shape(x, y), y.shape[-1])
     norm_output = norm_output.view(x.shape) if norm_output is not None and spec.returns_norm_output else None
@@ -158,12 +206,15 @@ def _backward(
     spec: NormMLPSpec,
     dtypes: tuple[torch.dtype, torch.dtype],
 ) -> NormMLPGradients:
-    grad_activated, fc2_weight, fc2_bias = linear_backward(
-        grad_output, saved.fc2, spec.fc2, dtypes[1], dtypes[1]
+    assert saved.fc1_output is not None
+    in_product = _gelu_gradient_in_product(spec)
+    product = partial(_times_gelu_gradient, saved.fc1_output) if in_product else gemm
+    made, fc2_weight, fc2_bias = linear_backward(
+        grad_output, saved.fc2, spec.fc2, dtypes[1], dtypes[1], product
     )
-    assert grad_activated is not None
-    grad_fc1_output = [_fc1_gradient(grad_activated, saved.fc1_output, spec, dtypes[0])]
-    del grad_activated  # [M, F], the size of everything that the next products need
+    assert made is not None
+    grad_fc1_output = [made if in_product else _fc1_gradient(made, saved.fc1_output, spec, dtypes[0])]
+    del made  # [M, F], the size of everything that the next products need
     # Handed over, not lent: whoever holds the gradient holds memory that the products need.
     fc1 = linear_backward(grad_fc1_output.pop(), saved.fc1, spec.fc1, dtypes[0], dtypes[0])
     assert fc1.input is not None
@@ -193,7 +244,7 @@ def _replaying(spec: NormMLPSpec, states: list[Tensor]) -> NormMLPSpec:
 
 def _recompute(tensors: NormMLPTensors, spec: NormMLPSpec) -> NormMLPSaved:
     """What the forward would have saved; fc2's product is not needed for it."""
-    _, statistics, fc1_saved, fc1_output, activated = _first_half(tensors, spec)
+    _, statistics, fc1_saved, fc1_output, activated = _first_half(tensors, spec, True)
     _, _, fc2_saved = linear_operands(activated, tensors.fc2_weight, spec.fc2)
     return NormMLPSaved(statistics, fc1_saved, fc1_output, fc2_saved)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..tensor.float8_tensor import Float8Tensor, Float8TensorStorage
+
 
 def split_heads(
     x: Tensor, queries: int, groups: int, size: int, interleaved: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v of a projection, as views of it where the order allows.
+    """q, k and v of a projection, as views of it where the order allows; of a Float8Tensor, its codes in three tensors.
 
     interleaved   group by group (the group's queries, its key, its value), else all queries, all keys, all values
     """
@@ -19,12 +21,13 @@ def split_heads(
 class _SplitHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, queries, groups, size, interleaved):
-        each = queries // groups
-        leading = x.shape[:-1]
-        ctx.each, ctx.groups, ctx.size, ctx.axis = each, groups, size, -2 if interleaved else -3
-        parts = x.reshape(*leading, *((groups, each + 2) if interleaved else (each + 2, groups)), size)
-        q = parts.narrow(ctx.axis, 0, each).reshape(*leading, queries, size)
-        return q, parts.select(ctx.axis, each), parts.select(ctx.axis, each + 1)
+        ctx.each, ctx.groups, ctx.size, ctx.axis = queries // groups, groups, size, -2 if interleaved else -3
+        if isinstance(x, Float8Tensor):
+            assert x._data is not None
+            # Dense, as kernels of FP8 attention read them; a copy moves one byte a value.
+            codes = (part.contiguous() for part in _parts(x._data, queries, groups, size, ctx.axis))
+            return tuple(_with_codes(x, part) for part in codes)
+        return _parts(x, queries, groups, size, ctx.axis)
 
     @staticmethod
     def backward(ctx, dq, dk, dv):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -33,3 +36,16 @@ class _SplitHeads(torch.autograd.Function):
         dq = dq.reshape(*leading, *inner, ctx.size)
         dx = torch.cat((dq, dk.unsqueeze(ctx.axis), dv.unsqueeze(ctx.axis)), dim=ctx.axis)
         return dx.view(*leading, -1), None, None, None, None
+
+
+def _parts(x: Tensor, queries: int, groups: int, size: int, axis: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The three, axis (-2 or -3) being the one of a group's heads."""
+    each, leading = queries // groups, x.shape[:-1]
+    parts = x.reshape(*leading, *((groups, each + 2) if axis == -2 else (each + 2, groups)), size)
+    q = parts.narrow(axis, 0, each).reshape(*leading, queries, size)
+    return q, parts.select(axis, each), parts.select(axis, each + 1)
+
+
+def _with_codes(x: Float8Tensor, codes: Tensor) -> Float8Tensor:
+    """A tensor of some of x's codes, with x's scale."""
+    return Float8Tensor.from_storage(Float8TensorStorage(codes, x._scale_inv, **x.constants()))

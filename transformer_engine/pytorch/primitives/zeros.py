@@ -29,11 +29,24 @@ def scalar(device: torch.device) -> Tensor:
     return _slot(device)
 
 
+def zero_and_scalar(device: torch.device) -> tuple[Tensor, Tensor]:
+    """(zero(device), scalar(device)), asking once which stream they are for."""
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return zero(device), scalar(device)
+    slots = _slots_of(device)
+    return slots.pop(), slots.pop()
+
+
 def _slot(device: torch.device) -> Tensor:
+    return _slots_of(device).pop()
+
+
+def _slots_of(device: torch.device) -> list[Tensor]:
+    """Of the current stream, at least two."""
     slots = _slots.setdefault((device.index, current_stream(device.index)), [])
-    if not slots:
+    if len(slots) < 2:
         with torch.inference_mode(False), torch.no_grad():
             # 16 bytes apart, as aligned tensors are; .data, so that a write to one leaves the versions of the others.
             cleared = torch.zeros(_SLOTS, 4, dtype=torch.float32, device=device)
             slots.extend(slot.data for slot in cleared[:, :1].unbind(0))
-    return slots.pop()
+    return slots

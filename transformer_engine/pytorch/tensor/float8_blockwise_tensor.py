@@ -13,11 +13,11 @@ from ...common import recipe as recipes
 from ...common.formats import BLOCK_1D, BLOCK_2D
 from ..constants import DType
 from ..primitives.operand import Operand
-from ..primitives.quantize import QuantizeSpec, quantize
+from ..primitives.quantize import Quantized, QuantizeSpec, quantize
 from .block_scaling import BlockScalingQuantizer
 from .elements import element_of, float8_number
 from .quantized_tensor import QuantizedTensor
-from .quantizer import Operands, Quantizer
+from .quantizer import CodesRequest, Operands, Quantizer
 from .storage.float8_blockwise_tensor_storage import Float8BlockwiseQTensorStorage
 
 __all__ = ["Float8BlockQuantizer", "Float8BlockwiseQTensor", "Float8BlockwiseQTensorStorage"]
@@ -97,11 +97,17 @@ class Float8BlockQuantizer(BlockScalingQuantizer):
         )
 
     def operands(self, matrix: Tensor, rowwise: bool, columnwise: bool) -> Operands:
-        codes, scale, codes_t, scale_t, _, _ = quantize(matrix, self.spec(rowwise, columnwise))
+        return self.adopt(quantize(matrix, self.spec(rowwise, columnwise)), matrix.dtype)
+
+    def codes_request(self, rowwise: bool, columnwise: bool) -> CodesRequest | None:
+        return CodesRequest(self.spec(rowwise, columnwise))
+
+    def adopt(self, quantized: Quantized, dtype: torch.dtype) -> Operands:
+        codes, scale, codes_t, scale_t, _, _ = quantized
         tiles = BLOCK_2D if self.block_scaling_dim == 2 else BLOCK_1D
         return Operands(
-            Operand(codes, scale, tiles, None, matrix.dtype) if codes is not None else None,
-            Operand(codes_t, scale_t, tiles, None, matrix.dtype) if codes_t is not None else None,
+            Operand(codes, scale, tiles, None, dtype) if codes is not None else None,
+            Operand(codes_t, scale_t, tiles, None, dtype) if codes_t is not None else None,
         )
 
     def constants(self) -> dict[str, Any]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from contextlib import AbstractContextManager
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -20,8 +22,8 @@ from .provider import Provider
 BF16 = torch.bfloat16
 
 
-def recipe_named(name: str) -> recipes.Recipe | None:
-    """The recipe with its defaults; None for bf16."""
+def recipe_named(name: str, **options: Any) -> recipes.Recipe | None:
+    """The recipe with its defaults but for the options; None for bf16."""
     kinds = {
         "delayed": recipes.DelayedScaling,
         "current": recipes.Float8CurrentScaling,
@@ -29,7 +31,7 @@ def recipe_named(name: str) -> recipes.Recipe | None:
         "mxfp8": recipes.MXFP8BlockScaling,
         "nvfp4": recipes.NVFP4BlockScaling,
     }
-    return kinds[name]() if name in kinds else None
+    return kinds[name](**options) if name in kinds else None
 
 
 def _module(module: torch.nn.Module, x: Tensor, case: Case, **keywords: Any) -> Workload:
@@ -135,7 +137,26 @@ def _attention(case: Case, device: torch.device) -> Workload:
         starts = torch.arange(batch + 1, device=device, dtype=torch.int32) * sequence
         keywords |= {"cu_seqlens_q": starts, "cu_seqlens_kv": starts}
         keywords |= {"max_seqlen_q": sequence, "max_seqlen_kv": sequence}
-    return Workload(module, (q, k, v), keywords)
+    context = functools.partial(
+        _attention_precision, recipe_named(case.recipe, fp8_dpa=True), a["fp8_backward"]
+    )
+    return Workload(module, (q, k, v), keywords, context)
+
+
+@contextmanager
+def _attention_precision(recipe: recipes.Recipe | None, fp8_backward: bool) -> Iterator[None]:
+    """An attention's forward pass decides, by a variable of the environment, whether its backward is in FP8 too."""
+    before = os.environ.get("NVTE_FP8_DPA_BWD")
+    if recipe is not None:
+        os.environ["NVTE_FP8_DPA_BWD"] = str(int(fp8_backward))
+    try:
+        with _precision(recipe):
+            yield
+    finally:
+        if before is not None:
+            os.environ["NVTE_FP8_DPA_BWD"] = before
+        else:
+            os.environ.pop("NVTE_FP8_DPA_BWD", None)
 
 
 def _layer(case: Case, device: torch.device) -> Workload:

@@ -63,13 +63,13 @@ def request_of(
     request = AttentionRequest(
         dtype=q.dtype,
         device_type=q.device.type,
-        batch=sequences.batch,
-        heads=q.shape[-2],
-        groups=k.shape[-2],
-        seqlen_q=sequences.max_q,
-        seqlen_kv=sequences.max_kv,
-        head_dim_qk=q.shape[-1],
-        head_dim_v=v.shape[-1],
+        batch=known(sequences.batch),
+        heads=known(q.shape[-2]),
+        groups=known(k.shape[-2]),
+        seqlen_q=known(sequences.max_q),
+        seqlen_kv=known(sequences.max_kv),
+        head_dim_qk=known(q.shape[-1]),
+        head_dim_v=known(v.shape[-1]),
         q_format=options.q_format,
         kv_format=options.kv_format,
         mask=options.mask,
@@ -83,11 +83,11 @@ def request_of(
         needs_gradient=_needs_gradient(inputs),
         deterministic=is_deterministic(),
         capability=get_device_compute_capability() if cuda else (0, 0),
-        bias_shape=None if bias is None else tuple(bias.shape),
+        bias_shape=_shape(bias),
         bias_gradient=bias is not None and bias.requires_grad and torch.is_grad_enabled(),
-        slopes_shape=None if inputs.slopes is None else tuple(inputs.slopes.shape),
+        slopes_shape=_shape(inputs.slopes),
         slopes_given=slopes_given,
-        masked_shape=None if inputs.masked is None else tuple(inputs.masked.shape),
+        masked_shape=_shape(inputs.masked),
         padding_tensors=inputs.masked_q is not None or inputs.masked_kv is not None,
         same_lengths=inputs.lengths_q is not None and inputs.lengths_q is inputs.lengths_kv,
         page_size=options.page_size,
@@ -97,6 +97,20 @@ def request_of(
     )
     check_bias(request, bias)
     return request
+
+
+def known(size: int) -> int:
+    """The size; where a tracing compiler has a symbol for it, the number, which its graph is then guarded by.
+
+    A choice is made for numbers: each longest sequence has a graph of its own. The tokens of packed sequences, which
+    no choice depends on, stay a symbol.
+    """
+    # The bounds of a range are what every version of the tracer wants a number for.
+    return len(range(size)) if torch.compiler.is_compiling() else size
+
+
+def _shape(x: Tensor | None) -> tuple[int, ...] | None:
+    return None if x is None else tuple(known(size) for size in x.shape)
 
 
 def call_key(

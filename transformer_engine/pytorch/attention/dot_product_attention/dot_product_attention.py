@@ -27,6 +27,7 @@ from .arguments import check_cache, check_heads, check_tensors, one_of, unpacked
 from .call import Options, Plan, call_key, request_of
 from .choose import choose, choose_when_traced
 from .context_parallel_group import check_context_parallel_group
+from .last_choice import last_choice as _attention_backends
 from .request import QKV_FORMATS, SOFTMAX_TYPES, AttentionInputs, AttentionRequest, AttentionResult
 from .sequences import Sequences, cached_sequences, given_sequences
 from .utils import AttentionLogging
@@ -36,18 +37,6 @@ if TYPE_CHECKING:
 
 # Calls that a layer remembers the backend of, before it forgets them all.
 MAX_PLANS = 64
-
-# The original keeps its last choice here, and its callers set backend_selection_requires_update after
-# changing NVTE_* variables. A remembered choice is keyed by those variables, so nothing reads this.
-_attention_backends: dict[str, Any] = {
-    "attention_params": None,
-    "use_flash_attention": None,
-    "flash_attention_backend": None,
-    "use_fused_attention": None,
-    "fused_attention_backend": None,
-    "use_unfused_attention": None,
-    "backend_selection_requires_update": False,
-}
 
 
 class DotProductAttention(TransformerEngineBaseModule):
@@ -222,7 +211,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         score_mod = self.score_mod if score_mod is None else score_mod
         if score_mod_bprop is not None:
             raise NotImplementedError(
-                "score_mod_bprop is not available; leave it None: autograd differentiates score_mod"
+                "score_mod_bprop is not available: autograd differentiates score_mod, and a gradient given beside it "
+                "could differ from that; leave it None"
             )
         q, k, v = unpacked(query_layer, key_layer, value_layer, qkv_layer, kv_layer, qkv_interleave_dim)
         q_format = kv_format = self.qkv_format if qkv_format is None else qkv_format
@@ -303,6 +293,8 @@ class DotProductAttention(TransformerEngineBaseModule):
             backend = fp8.chosen(
                 self, state, request, bool(fp8_output), bf16_backward, checkpoint_core_attention
             )
+            if not torch.compiler.is_compiling():
+                _attention_backends.seen = (request, backend)
         elif fp8_output:
             raise ValueError(
                 "fp8_output=True needs an FP8 attention; run under autocast with fp8_dpa or fp8_mha in the recipe"
@@ -331,7 +323,11 @@ class DotProductAttention(TransformerEngineBaseModule):
             return Plan(request, choose_when_traced(request))
         if not undisturbed():
             request = request_of(options, sequences, inputs, slopes_given)
-            return Plan(request, choose(request))
+            _attention_backends.seen = plan = Plan(request, choose(request))
+            return plan
+        if _attention_backends.requires_update:
+            self._plans.clear()
+            _attention_backends.requires_update = False
         key = call_key(options, sequences, inputs, slopes_given)
         plan = self._plans.get(key)
         if plan is None:
@@ -339,6 +335,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             plan = self._plans.keep(key, Plan(request, choose(request)))
             if request.device_type == "cuda":
                 keep_backward_here()
+        _attention_backends.seen = plan
         return plan
 
     def _slopes(self, bias_type: str, q: Tensor, given: Tensor | None) -> Tensor | None:

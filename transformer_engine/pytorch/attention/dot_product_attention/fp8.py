@@ -30,6 +30,8 @@ from .fp8_call import Call, Rounded, Slots, values_of
 from .request import Attended, AttentionInputs, AttentionRequest, AttentionResult, Gradients
 
 if TYPE_CHECKING:
+    from ...module.layernorm_linear import LayerNormLinear
+    from ...module.linear import Linear
     from .dot_product_attention import DotProductAttention
 
 
@@ -141,11 +143,32 @@ def attention_recipe(recipe: Recipe | None) -> Recipe | None:
 
 
 def outputs_codes(state: AutocastState) -> bool:
-    """Does the projection behind an attention take its output as FP8 codes, without a cast between (fp8_mha)?"""
-    if not state.enabled or not getattr(state.recipe, "fp8_mha", False):
+    """Do the projections round an attention hand it codes, and take its output as codes (fp8_mha)?
+
+    A compiled graph has no quantized tensors at the borders of its modules.
+    """
+    if not state.enabled or not getattr(state.recipe, "fp8_mha", False) or torch.compiler.is_compiling():
         return False
     recipe = attention_recipe(state.recipe)
     return recipe is not None and recipe is state.recipe and recipe.float8_per_tensor_scaling()
+
+
+def projects_codes(projection: Linear | LayerNormLinear, state: AutocastState, x: Tensor) -> bool:
+    """Does a projection of x compute in FP8, so that its output slot can make codes? Then of rows alone.
+
+    Not in training with a backward in 16 bits, which has to turn the codes into values again: on an H200 (2 sequences
+    of 2048, 32 query and 8 key heads of 128) both passes of the layer then take 1.94 ms instead of 1.76, while a
+    forward alone takes 0.50 instead of 0.55.
+    """
+    if projection.training and not env.flag("NVTE_FP8_DPA_BWD"):
+        return False
+    extents = (projection.in_features, projection.out_features)
+    (product,) = projection.quantizable_products(state, x, (extents,))
+    if product.output.is_identity:
+        return False
+    # Attention contracts the sizes of heads: no product reads these codes by columns.
+    product.output.set_usage(columnwise=False)
+    return True
 
 
 def scaling_of(recipe: Recipe) -> str:

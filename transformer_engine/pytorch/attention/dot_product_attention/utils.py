@@ -20,6 +20,8 @@ from ...device import canonical_device, get_device_compute_capability
 from . import fp8
 from .backends import flash2, flash3, flash4
 from .choose import TABLE, logger
+from .combined import combine_and_quantize as combine_and_quantize
+from .layout import get_qkv_layout as get_qkv_layout
 from .mask import check_set_window_size, cumulative, lengths_of_mask, resolve
 from .request import AttentionRequest, Switches
 
@@ -75,6 +77,41 @@ class AttentionParams:
 
     def __post_init__(self) -> None:
         self.window_size = check_set_window_size(self.attn_mask_type, self.window_size)
+
+    @classmethod
+    def of(cls, request: AttentionRequest, fp8: bool = False) -> AttentionParams:
+        """A request in the original's terms."""
+        bias = request.bias_shape
+        kv_format = request.kv_format
+        return cls(
+            qkv_dtype=request.dtype,
+            qkv_layout=f"{'paged_kv_' * bool(request.page_size)}{request.q_format}_{kv_format}_{kv_format}",
+            batch_size=request.batch,
+            num_heads=request.heads,
+            num_gqa_groups=request.groups,
+            max_seqlen_q=request.seqlen_q,
+            max_seqlen_kv=request.seqlen_kv,
+            head_dim_qk=request.head_dim_qk,
+            head_dim_v=request.head_dim_v,
+            attn_mask_type=request.mask.name,
+            window_size=request.mask.window,
+            bottom_right_diagonal=request.mask.bottom_right,
+            alibi_slopes_shape=None if request.slopes_shape is None else list(request.slopes_shape),
+            core_attention_bias_type=request.bias,
+            core_attention_bias_shape=None
+            if bias is None
+            else "".join("1" if size == 1 else axis for size, axis in zip(bias, "bhss", strict=True)),
+            core_attention_bias_requires_grad=request.bias_gradient,
+            pad_between_seqs=request.padded_between,
+            attention_dropout=request.dropout,
+            deterministic=request.deterministic,
+            is_training=request.needs_gradient,
+            fp8=fp8,
+            softmax_type=request.softmax,
+            return_max_logit=request.max_logit,
+            num_splits=request.num_splits,
+            has_score_mod=request.score_mod is not None,
+        )
 
     def request(self) -> AttentionRequest:
         """The same attention as our backends are asked for it."""
@@ -164,7 +201,7 @@ def get_attention_backend(
     for verdict in verdicts:
         logger.debug("%s: %s", verdict.backend, verdict.refusal or "selected")
     takes = [b.name for b in TABLE.candidates(request) if b.refuses(request) is None]
-    versions = {name: find() for name, find in _FLASH.items()}
+    versions = {name: find() for name, find in FLASH.items()}
     flash = [name for name in takes if name in versions]
     fused = [name for name in takes if name not in versions and name != "reference"]
     if env.get("NVTE_FUSED_ATTN_BACKEND") not in (None, "1") or not request.switches.fused:
@@ -194,7 +231,7 @@ def _fp8_attention_backend(
 
 
 # How the version of each installed package of the flash family is found.
-_FLASH: dict[str, Callable[[], Version | None]] = {
+FLASH: dict[str, Callable[[], Version | None]] = {
     "flash4": lambda: _version(flash4.VERSION),
     "flash3": lambda: Version("3.0.0b1") if flash3.INSTALLED else None,
     "flash2": lambda: _version(flash2.VERSION),
@@ -203,6 +240,11 @@ _FLASH: dict[str, Callable[[], Version | None]] = {
 
 def _version(text: str | None) -> Version | None:
     return None if text is None else Version(text)
+
+
+def _get_supported_versions(version_min: Any, version_max: Any) -> str:
+    """ ">= 2.4.0, <= 2.8.3": a range of versions in words."""
+    return f">= {version_min}, <= {version_max}"
 
 
 def get_cu_seqlens(mask: torch.Tensor) -> torch.Tensor:
@@ -249,7 +291,7 @@ class FlashAttentionUtils:
     v2_6_0_plus = version is not None and version >= Version("2.6.0")
     v2_7_0_plus = version is not None and version >= Version("2.7.0")
     v3_is_installed = flash3.INSTALLED
-    fa3_version = _FLASH["flash3"]()
+    fa3_version = FLASH["flash3"]()
     use_v3 = flash3.INSTALLED
     v4_is_installed = flash4.VERSION is not None
     fa4_version = _version(flash4.VERSION)

@@ -8,6 +8,7 @@ from torch import Tensor
 from ....common.dispatch import Backend, Table
 from ..quantize import Quantized, QuantizeSpec
 from . import reference, triton
+from .quantized import gradient_fuses as gradient_fuses
 from .request import ACTIVATIONS, DEFAULT_PARAMS, Activation, ActivationParams, ActivationRequest
 
 TABLE: Table[ActivationRequest] = Table("activation", (triton.BACKEND, reference.BACKEND))
@@ -36,8 +37,8 @@ def activation_forward_quantized(
 ) -> Quantized:
     """quantize(y [M, F]) of x [M, F] or [M, 2F]: the bits of activation_forward and quantize.
 
-    `quantize` explains spec, scale and record. On a GPU, FP8 codes with one scale a tensor are made where y is:
-    with a given scale y itself is never stored, without one its maximum is found on the way.
+    `quantize` explains spec, scale and record. On a GPU, FP8 codes with one scale a tensor or a block are made where
+    y is: y itself is never stored, unless one scale is to be made from its maximum, which is found on the way.
     """
     return _select(name, False, x).run("forward_quantized")(name, x, params, spec, scale, record)
 
@@ -56,6 +57,7 @@ def activation_backward_quantized(
     """(quantize(dx [M, N]), sum over rows of dx [N]): the bits of activation_backward and quantize.
 
     dbias: dtype of the sum, which is made in float32 from the rounded dx, in an order of the backend's; None: no sum.
+    Without one, blocks in both directions are cast after dx is stored; for these, `gradient_fuses` is False.
     """
     return _select(name, True, x).run("backward_quantized")(name, dy, x, params, spec, scale, record, dbias)
 

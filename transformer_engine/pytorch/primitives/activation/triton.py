@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
+from ..column_sums import column_sums
 from ..launching import DTYPE_NAMES, refuses_elementwise, rows_dense, run, traceable
 from ..quantize import Quantized, QuantizeSpec, quantize
 from . import quantized
@@ -54,9 +55,9 @@ def backward_quantized(
     dbias: torch.dtype | None,
 ) -> tuple[Quantized, Tensor | None]:
     """(quantize(dx), sum over rows of dx)"""
-    if not quantized.fuses(x, False, spec, scale):
+    if not quantized.fuses_backward(name, x, spec, scale, dbias is not None):
         dx = activation_backward(name, dy, x, params)
-        sums = None if dbias is None else dx.sum(0, dtype=torch.float32).to(dbias)
+        sums = None if dbias is None else column_sums(dx, dbias)
         return quantize(dx, spec, scale=scale, record=record), sums
     return quantized.backward(name, dy, x, params, spec, scale, record, dbias)
 

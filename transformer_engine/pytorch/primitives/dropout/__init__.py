@@ -16,6 +16,7 @@ from .request import DropoutRequest
 __all__ = [
     "TABLE",
     "DropoutRequest",
+    "bias_add",
     "bias_dropout_add_forward",
     "draw_seed",
     "dropout_backward",
@@ -55,13 +56,24 @@ def bias_dropout_add_forward(
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(y, mask): y [.., H] = residual + dropout(x + bias [H]), rounded to x's dtype after each step."""
+    _check_terms(x, bias, residual)
+    return _forward(x, bias, residual, p, seed, generator, None)
+
+
+def bias_add(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+    """y [.., H] = residual + (x + bias [H]), rounded to x's dtype after each step: nothing dropped, no mask."""
+    _check_terms(x, bias, residual)
+    request = DropoutRequest("bias_add", x.numel(), x.dtype, x.device)
+    return TABLE.select(request).run("bias_add")(x, bias, residual)
+
+
+def _check_terms(x: Tensor, bias: Tensor | None, residual: Tensor) -> None:
     if residual.shape != x.shape or residual.dtype != x.dtype:
         raise ValueError(
             f"residual is {residual.dtype} {list(residual.shape)}, x {x.dtype} {list(x.shape)}; make them alike"
         )
     if bias is not None and tuple(bias.shape) != tuple(x.shape[-1:]):
         raise ValueError(f"bias is {list(bias.shape)}, it needs one number a feature: {list(x.shape[-1:])}")
-    return _forward(x, bias, residual, p, seed, generator, None)
 
 
 def dropout_backward(dy: Tensor, mask: Tensor, p: float, *, out: Tensor | None = None) -> Tensor:

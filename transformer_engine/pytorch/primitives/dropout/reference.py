@@ -24,11 +24,18 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """(y like x, mask uint8 [ceil(numel / 8)])"""
     kept = _kept(x.numel(), seed, p)
-    value = x if bias is None else (x.to(torch.float32) + bias.to(torch.float32)).to(x.dtype)
-    y = _scaled(value, kept, p)
-    if residual is not None:
-        y = (y.to(torch.float32) + residual.to(torch.float32)).to(x.dtype)
-    return y, _packed(kept)
+    y = _scaled(x if bias is None else _sum(x, bias), kept, p)
+    return y if residual is None else _sum(y, residual), _packed(kept)
+
+
+def bias_add(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+    """y like x"""
+    return _sum(_sum(x, bias), residual)
+
+
+def _sum(x: Tensor, y: Tensor) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return (x.to(wide) + y.to(wide)).to(x.dtype)
 
 
 def backward(dy: Tensor, mask: Tensor, p: float) -> Tensor:
@@ -39,7 +46,8 @@ def backward(dy: Tensor, mask: Tensor, p: float) -> Tensor:
 
 
 def _scaled(x: Tensor, kept: Tensor, p: float) -> Tensor:
-    return torch.where(kept.view(x.shape), x.to(torch.float32) * factor_of(p), 0.0).to(x.dtype)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return torch.where(kept.view(x.shape), x.to(wide) * factor_of(p), 0.0).to(x.dtype)
 
 
 def _kept(size: int, seed: Tensor, p: float) -> Tensor:
@@ -75,7 +83,11 @@ def _packed(kept: Tensor) -> Tensor:
     return (bits << torch.arange(8, device=kept.device, dtype=torch.int32)).sum(1).to(torch.uint8)
 
 
-_OPERATIONS: dict[str, Callable[..., Any]] = {"forward": forward, "backward": backward}
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "forward": forward,
+    "bias_add": bias_add,
+    "backward": backward,
+}
 
 
 def _run(operation: str) -> Callable[..., Any]:

@@ -33,6 +33,16 @@ def _forward(
     return y.view(x.shape), mask
 
 
+def _bias_add(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+    """y like x"""
+    if x.numel() == 0:
+        return x.new_empty(x.shape)
+    launch = _forward_launch(x.numel(), x.shape[-1], x.dtype, 0.0)
+    return run(launch, (x.contiguous(), bias.contiguous(), residual.contiguous(), None, None))[0].view(
+        x.shape
+    )
+
+
 def _backward(dy: Tensor, mask: Tensor, p: float) -> Tensor:
     """dx, like dy"""
     if dy.numel() == 0:
@@ -61,6 +71,10 @@ def _empty(
     return x.new_empty(x.shape), x.new_empty((x.numel() + 7) // 8, dtype=torch.uint8)
 
 
+def _empty_sum(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
 def _empty_gradient(dy: Tensor, mask: Tensor, p: float) -> Tensor:
     return dy.new_empty(dy.shape)
 
@@ -70,6 +84,9 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
         "dropout_forward(Tensor x, Tensor? bias, Tensor? residual, Tensor seed, float p) -> (Tensor, Tensor)",
         _forward,
         _empty,
+    ),
+    "bias_add": traceable(
+        "bias_add(Tensor x, Tensor bias, Tensor residual) -> Tensor", _bias_add, _empty_sum
     ),
     "backward": traceable(
         "dropout_backward(Tensor dy, Tensor mask, float p) -> Tensor", _backward, _empty_gradient

@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from ..operand import Operand, plain
+from .fused import gemm_codes, gemm_gelu, gemm_gelu_gradient
 from .product import TABLE, gemm
 from .request import Epilogue, GemmRequest
 
-__all__ = ["TABLE", "Epilogue", "GemmRequest", "Operand", "gemm", "plain"]
+__all__ = [
+    "TABLE",
+    "Epilogue",
+    "GemmRequest",
+    "Operand",
+    "gemm",
+    "gemm_codes",
+    "gemm_gelu",
+    "gemm_gelu_gradient",
+    "plain",
+]

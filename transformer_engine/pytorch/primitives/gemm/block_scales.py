@@ -10,6 +10,7 @@ from ....common.formats import BLOCK_1D, round_up
 from ..operand import Operand
 
 BLOCK = 128
+_LINE = 4  # blocks of K that a line of 128x128 scales is a multiple of
 
 
 def block_scale(operand: Operand, codes: Tensor) -> Tensor:
@@ -19,15 +20,17 @@ def block_scale(operand: Operand, codes: Tensor) -> Tensor:
     assert scale is not None
     rows, blocks = codes.shape[0], codes.shape[1] // BLOCK
     if operand.format is BLOCK_1D or operand.format == BLOCK_1D:
-        scale = _padded(scale, rows - scale.shape[0], 0)
+        if scale.shape[0] != rows:
+            scale = _padded(scale, rows - scale.shape[0], 0)
         return scale if scale.stride() == (1, rows) else _column_major(scale)
-    scale = _padded(scale, 0, round_up(blocks, 4) - blocks)
+    if blocks % _LINE:
+        scale = _padded(scale, 0, round_up(blocks, _LINE) - blocks)
     return (scale if scale.is_contiguous() else scale.clone(memory_format=torch.contiguous_format)).t()
 
 
 def _padded(scale: Tensor, rows: int, columns: int) -> Tensor:
     """More blocks, of zero codes, whose scale does not matter as long as it is finite."""
-    return F.pad(scale, (0, columns, 0, rows), value=1.0) if rows or columns else scale
+    return F.pad(scale, (0, columns, 0, rows), value=1.0)
 
 
 def _column_major(scale: Tensor) -> Tensor:

@@ -14,7 +14,8 @@ from ....common.dispatch import Backend
 from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8, TensorFormat
 from ..operand import Operand
 from . import cublaslt_library as library
-from .cublaslt_plan import NO_BIAS, NO_SCALE, NoAlgorithm, Plan, Problem, plan_for
+from .cublaslt_plan import NoAlgorithm, Plan, plan_for
+from .cublaslt_problem import NO_BIAS, NO_SCALE, Problem
 from .request import Epilogue, GemmRequest
 
 _ROWS = 16  # what an extent of an FP8 operand must be a multiple of
@@ -25,6 +26,18 @@ _SCALE_MODES = {FLOAT8.name: 0, BLOCK_1D.name: 4, BLOCK_2D.name: 5}
 
 
 def refuses(request: GemmRequest) -> str | None:
+    reason = static_refusal(request)
+    if reason is not None or torch.compiler.is_compiling():
+        return reason  # extents may be symbols while a compiler traces: no algorithm can be asked for
+    try:
+        plan_of(request)
+    except NoAlgorithm as error:
+        return str(error)
+    return None
+
+
+def static_refusal(request: GemmRequest) -> str | None:
+    """Why the library is not asked for an algorithm at all."""
     if request.device != "cuda":
         return f"it needs a CUDA device, the operands are on {request.device}"
     if (reason := library.missing()) is not None:
@@ -33,15 +46,7 @@ def refuses(request: GemmRequest) -> str | None:
         return "an operand is of a subclass of Tensor, or a TorchDispatchMode is to see torch's operators"
     quantized = request.a_format is not None or request.b_format is not None
     reason = _refuses_quantized(request) if quantized else _refuses_plain(request)
-    if reason is None:
-        reason = _refuses_epilogue(request)
-    if reason is not None or torch.compiler.is_compiling():
-        return reason  # extents may be symbols while a compiler traces: no algorithm can be asked for
-    try:
-        plan_of(request)
-    except NoAlgorithm as error:
-        return str(error)
-    return None
+    return _refuses_epilogue(request) if reason is None else reason
 
 
 def _refuses_plain(request: GemmRequest) -> str | None:

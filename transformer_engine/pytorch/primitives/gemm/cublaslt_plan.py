@@ -1,9 +1,8 @@
 """D [N, M] = left [N, K] @ right [K, M] in cuBLASLt's column-major terms, planned once and then only started.
 
-A row-major result [M, N] = a [M, K] @ b [N, K].T is, read column by column, b @ a.T: b is cuBLASLt's left matrix,
-a its right one. A plan holds the descriptors, the algorithm and the host scalars of one `Problem`. Starting it sets
-the pointers that differ from call to call (scales, bias) and makes one library call. Asking the library for an
-algorithm and building descriptors at every call, as one-call interfaces do, costs 15-35 us of host time.
+A plan holds the descriptors, the algorithm and the host scalars of one `Problem`. Starting it sets the pointers that
+differ from call to call (scales, bias) and makes one library call. Asking the library for an algorithm and building
+descriptors at every call, as one-call interfaces do, costs 15-35 us of host time.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import struct
 import weakref
-from array import array
 from types import ModuleType
 from typing import NamedTuple
 
@@ -22,15 +20,12 @@ from ....common.bounded import Bounded
 from ..operand import Operand
 from . import cublaslt_library as library
 from .block_scales import block_scale
+from .cublaslt_problem import NO_BIAS, NO_SCALE, POINTERS, SCALAR, Descriptor, Problem, make_descriptor
 from .request import Epilogue
 
-ALIGNMENT = 256  # bytes; the most that an algorithm asks of a pointer
 # cublasLtReductionScheme_t; COMPUTE_TYPE alone: split sums meet in float32, not in the narrower result.
 _SIXTEEN_BIT_REDUCTIONS = 2
 _ALL_REDUCTIONS = 7
-_SCALAR = 0  # cublasLtMatmulMatrixScale_t SCALAR_32F
-NO_SCALE = -1
-NO_BIAS = -1
 _BIAS_DTYPES = {NO_BIAS: None, **{number: dtype for dtype, number in library.DATA_TYPES.items()}}
 _FP8_ALIGNMENT = 16  # bytes; cuBLASLt has no FP8 product of pointers aligned to less
 
@@ -39,50 +34,19 @@ class NoAlgorithm(RuntimeError):
     """cuBLASLt has no algorithm for a problem."""
 
 
-class Problem(NamedTuple):
-    """One product as cuBLASLt sees it; equal problems share a plan.
+class Attached(NamedTuple):
+    """What an epilogue reads or writes beside the result [M, N].
 
-    *_transposed    the matrix is the transpose of what lies in memory column by column
-    *_leading       elements between its columns in memory
-    *_scale         cublasLtMatmulMatrixScale_t, NO_SCALE for an unquantized matrix
-    bias            cudaDataType_t, or NO_BIAS
-    alignment       bytes, a power of two up to 256: every pointer is a multiple of it
+    bias    [N], added
+    aux     [M, N]: the activation's input, written by GELU_AUX and read by DGELU
+    scale   float32 [1], what the result is multiplied by before it is cast to FP8
+    amax    float32 [1], written: the maximum of the absolute values that are multiplied by it
     """
 
-    device: int
-    m: int
-    n: int
-    k: int
-    left: torch.dtype
-    right: torch.dtype
-    result: torch.dtype
-    left_transposed: bool
-    right_transposed: bool
-    left_leading: int
-    right_leading: int
-    result_leading: int
-    left_scale: int
-    right_scale: int
-    bias: int
-    accumulate: bool
-    fast: bool
-    tf32: bool
-    alignment: int = ALIGNMENT
-
-    @property
-    def key(self) -> str:
-        """The problem without the device, as text: what a choice of algorithm is stored under."""
-        return ",".join(
-            str(x).removeprefix("torch.") if isinstance(x, torch.dtype) else f"{x:d}" for x in self[1:]
-        )
-
-
-class _Descriptor(NamedTuple):
-    """A cublasLtMatmulDesc_t, and host memory for the three pointers it is given: left scale, right scale, bias."""
-
-    handle: int
-    pointers: array[int]
-    address: int
+    bias: Tensor | None = None
+    aux: Tensor | None = None
+    scale: Tensor | None = None
+    amax: Tensor | None = None
 
 
 class Plan:
@@ -95,11 +59,8 @@ class Plan:
         self._handle = library.handle(problem.device)
         self._alpha = ctypes.c_float(1.0)
         self._beta = ctypes.c_float(1.0 if problem.accumulate else 0.0)
-        self._attributes = tuple(
-            int(lib.MatmulDescAttribute[name])
-            for name in ("A_SCALE_POINTER", "B_SCALE_POINTER", "BIAS_POINTER")
-        )
-        self._idle: list[_Descriptor] = []  # a thread that runs the plan takes one out meanwhile
+        self._attributes = tuple(int(lib.MatmulDescAttribute[name]) for name in POINTERS)
+        self._idle: list[Descriptor] = []  # a thread that runs the plan takes one out meanwhile
         self._variants: dict[Problem, Plan] = {}
         try:
             self._layouts = self._make_layouts()
@@ -125,12 +86,12 @@ class Plan:
             p.alignment - 1,
             _BIAS_DTYPES[p.bias],
             p.left_scale != NO_SCALE,
-            p.left_scale == p.right_scale == _SCALAR,
-            self._attributes,
+            p.left_scale == p.right_scale == SCALAR,
+            self._attributes[:3],
             self._lib.matmul_desc_set_attribute,
             self._lib.matmul,
             (self._handle, ctypes.addressof(self._alpha), ctypes.addressof(self._beta)),
-            (*self._layouts, ctypes.addressof(algorithm)),
+            (*self._layouts[:3], ctypes.addressof(algorithm)),
         )
 
     def run(self, a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
@@ -190,6 +151,37 @@ class Plan:
         self._idle.append(descriptor)
         return out
 
+    def run_attached(self, a: Operand, b: Operand, out: Tensor, attached: Attached) -> None:
+        """epilogue(a [M, K] @ b [N, K].T) into out [M, N], for problems with an activation or an FP8 result.
+
+        Scales are tensor scales; the matrices, aux included, are aligned as the problem says.
+        """
+        index = self.problem.device
+        if library.current_device() != index:
+            with torch.cuda.device(index):
+                return self.run_attached(a, b, out, attached)
+        try:
+            descriptor = self._idle.pop()
+        except IndexError:
+            descriptor = self._make_descriptor()
+        operation, pointers, address = descriptor
+        set_attribute, attributes = self._lib.matmul_desc_set_attribute, self._attributes
+        for i, tensor in enumerate((b.scale, a.scale, *attached)):
+            if tensor is not None:
+                pointers[i] = tensor.data_ptr()
+                set_attribute(operation, attributes[i], address + 8 * i, 8)
+        handle, alpha, beta = self._constants[-2]
+        left, right, layout, addend = self._layouts
+        result, stream = out.data_ptr(), library.current_stream(index)
+        # fmt: off
+        self._lib.matmul(
+            handle, operation, alpha, b.codes.data_ptr(), left, a.codes.data_ptr(), right,
+            beta, result if addend == layout else 0, addend, result, layout,
+            ctypes.addressof(self._algorithm), library.workspace(index, stream), library.WORKSPACE_BYTES, stream,
+        )
+        # fmt: on
+        self._idle.append(descriptor)
+
     def _run_unaligned(self, a: Operand, b: Operand, epilogue: Epilogue, alignment: int) -> Tensor:
         """The same where a pointer is a multiple of fewer bytes than planned for; epilogue.out is never None."""
         problem = self.problem
@@ -224,13 +216,13 @@ class Plan:
             for matrix in "ABCD":
                 alignment = ctypes.c_uint32(problem.alignment)
                 self._prefer(preference, names[f"MIN_ALIGNMENT_{matrix}_BYTES"], alignment)
-            left, right, result = self._layouts
+            left, right, result, addend = self._layouts
             lib.matmul_algo_get_heuristic(
                 self._handle,
                 descriptor.handle,
                 left,
                 right,
-                result,
+                addend,
                 result,
                 preference,
                 count,
@@ -261,7 +253,7 @@ class Plan:
             return False
         buffer = ctypes.create_string_buffer(algorithm, library.ALGORITHM_BYTES)
         verdict = ctypes.create_string_buffer(library.HEURISTIC_BYTES)
-        left, right, result = self._layouts
+        left, right, result, addend = self._layouts
         descriptor = self._make_descriptor()
         try:
             self._lib.matmul_algo_check(
@@ -269,7 +261,7 @@ class Plan:
                 descriptor.handle,
                 left,
                 right,
-                result,
+                addend,
                 result,
                 ctypes.addressof(buffer),
                 ctypes.addressof(verdict),
@@ -284,50 +276,27 @@ class Plan:
         self._use(buffer)
         return True
 
-    def _make_layouts(self) -> tuple[int, int, int]:
+    def _make_layouts(self) -> tuple[int, int, int, int]:
+        """left, right, D, and C, which is D's own but for an FP8 result."""
         p, create, types = self.problem, self._lib.matrix_layout_create, library.DATA_TYPES
         left = (p.k, p.m) if p.left_transposed else (p.m, p.k)
         right = (p.n, p.k) if p.right_transposed else (p.k, p.n)
+        result = create(types[p.result], p.m, p.n, p.result_leading)
         return (
             create(types[p.left], *left, p.left_leading),
             create(types[p.right], *right, p.right_leading),
-            create(types[p.result], p.m, p.n, p.result_leading),
+            result,
+            result if p.addend is None else create(types[p.addend], p.m, p.n, p.result_leading),
         )
 
-    def _make_descriptor(self) -> _Descriptor:
-        p, lib = self.problem, self._lib
-        names = lib.MatmulDescAttribute
-        compute = library.COMPUTE_TF32 if p.tf32 else library.COMPUTE_FLOAT32
-        operation = lib.matmul_desc_create(compute, library.DATA_TYPES[torch.float32])
-        settings: dict[int, ctypes._SimpleCData] = {
-            names.TRANSA: ctypes.c_int32(p.left_transposed),
-            names.TRANSB: ctypes.c_int32(p.right_transposed),
-        }
-        if p.fast:
-            settings[names.FAST_ACCUM] = ctypes.c_int8(1)
-        if p.bias != NO_BIAS:
-            settings[names.EPILOGUE] = ctypes.c_uint32(int(lib.Epilogue.BIAS))
-            settings[names.BIAS_DATA_TYPE] = ctypes.c_int32(p.bias)
-        if p.left_scale > _SCALAR or p.right_scale > _SCALAR:
-            settings[names.A_SCALE_MODE] = ctypes.c_int32(p.left_scale)
-            settings[names.B_SCALE_MODE] = ctypes.c_int32(p.right_scale)
-        for attribute, value in settings.items():
-            lib.matmul_desc_set_attribute(
-                operation, int(attribute), ctypes.addressof(value), ctypes.sizeof(value)
-            )
-        pointers = array("Q", [ALIGNMENT] * 3)  # any address: the heuristic asks whether there is one
-        address = pointers.buffer_info()[0]
-        used = (p.left_scale != NO_SCALE, p.right_scale != NO_SCALE, p.bias != NO_BIAS)
-        for i in range(3):
-            if used[i]:
-                lib.matmul_desc_set_attribute(operation, self._attributes[i], address + 8 * i, 8)
-        return _Descriptor(operation, pointers, address)
+    def _make_descriptor(self) -> Descriptor:
+        return make_descriptor(self._lib, self.problem, self._attributes)
 
 
-def _destroy(lib: ModuleType, idle: list[_Descriptor], layouts: tuple[int, ...]) -> None:
+def _destroy(lib: ModuleType, idle: list[Descriptor], layouts: tuple[int, ...]) -> None:
     for descriptor in idle:
         lib.matmul_desc_destroy(descriptor.handle)
-    for layout in layouts:
+    for layout in set(layouts):
         lib.matrix_layout_destroy(layout)
 
 

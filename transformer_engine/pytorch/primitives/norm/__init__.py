@@ -59,8 +59,8 @@ def layernorm_forward_quantized(
 ) -> tuple[Quantized, Tensor, Tensor]:
     """(quantize(y), mean, rstdev) with the bits of layernorm_forward and quantize, which explains scale and record.
 
-    On a GPU, FP8 codes with one scale a tensor are made where y is: with a given scale y itself is never stored,
-    without one its maximum is found on the way.
+    On a GPU, FP8 codes with one scale a tensor are made where y is, as are those of 1 x 128 blocks of rows alone: y
+    itself is never stored, unless one scale is to be made from its maximum, which is found on the way.
     """
     operation = _select("layernorm_forward_quantized", x, weight)
     return operation(x, weight, bias, eps, zero_centered, spec, scale, record)

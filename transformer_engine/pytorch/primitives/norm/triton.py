@@ -10,15 +10,17 @@ import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
+from ....common.formats import ceil_div
 from .. import fused_codes, launching
 from ..launching import DTYPE_NAMES, refuses_elementwise, rows_dense, run, traceable
-from ..quantize import Quantized, QuantizeSpec, quantize
+from ..quantize import Quantized, QuantizeSpec, quantize, torch_dtype
 from .request import NormRequest
 
 if TYPE_CHECKING:
     from ....common.kernels.launch import Launch
 
 _NO_CODES = (None, None, None, None)
+_BLOCK = 128  # elements of a row that share a scale
 
 
 def layernorm_forward(
@@ -91,6 +93,12 @@ def rmsnorm_forward_quantized(
 
 
 def _fuses(x: Tensor, spec: QuantizeSpec, scale: Tensor | None) -> bool:
+    """Blocks in both directions take tiles of 128 rows, hence a second read of x beside the one that made statistics.
+
+    H200, 8192 x 4096 bfloat16: 0.0245 ms for RMSNorm's statistics and 0.058 for tiles against 0.082 for separate steps.
+    """
+    if fused_codes.in_blocks(spec) and not fused_codes.in_row_blocks(spec):
+        return False
     return fused_codes.fuses((x.shape[0], x.shape[1]), x.dtype, x.device, spec, scale is not None)
 
 
@@ -107,6 +115,8 @@ def _quantized(
 ) -> tuple[Quantized, Tensor | None, Tensor]:
     """Codes of y from the kernel that makes y; their transpose from the codes, a quarter of the bytes of y's."""
     x = rows_dense(x)
+    if fused_codes.in_blocks(spec):
+        return _quantized_rows(x, weight, bias, eps, zero_centered, centered, spec)
     made = fused_codes.target((x.shape[0], x.shape[1]), spec, scale, record, x.device)
     launch = _forward_launch(
         x.shape, x.stride(0), x.dtype, eps, zero_centered, centered, x.device.index, made.codes is None
@@ -116,6 +126,26 @@ def _quantized(
     if made.codes is not None and made.codes_t is not None:
         fused_codes.transpose(made.codes, made.codes_t)
     return fused_codes.finished(made, y, spec), mean, rstdev
+
+
+def _quantized_rows(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    zero_centered: bool,
+    centered: bool,
+    spec: QuantizeSpec,
+) -> tuple[Quantized, Tensor | None, Tensor]:
+    """The kernel that makes y holds whole rows, and so every 1 x 128 block of them."""
+    rows, width = x.shape
+    codes = torch.empty((rows, width), dtype=torch_dtype(spec.element), device=x.device)
+    scale = torch.empty((ceil_div(width, _BLOCK), rows), dtype=torch.float32, device=x.device)
+    launch = _forward_launch(
+        x.shape, x.stride(0), x.dtype, eps, zero_centered, centered, x.device.index, False, spec
+    )
+    _, mean, rstdev = run(launch, (x, weight.contiguous(), bias, None, None, codes, scale))
+    return Quantized(codes, scale.t(), None, None, None, None), mean, rstdev
 
 
 def rmsnorm_backward(
@@ -162,6 +192,7 @@ def _forward_launch(
     centered: bool,
     device: int,
     returns_output: bool = True,
+    in_blocks: QuantizeSpec | None = None,
 ) -> Launch:
     from ....common.kernels import norm  # it imports triton
 
@@ -176,6 +207,7 @@ def _forward_launch(
         centered,
         launching.processors(device).count,
         returns_output,
+        None if in_blocks is None else fused_codes.blocks(in_blocks, dtype),
     )
 
 

@@ -19,6 +19,7 @@ from .mxfp8 import e8m0_from_float, e8m0_to_float
 from .nvfp4 import global_decode_scale
 from .spec import Quantized, QuantizeSpec, Request, torch_dtype
 from .triton_float8 import call_of
+from .triton_tiles import tiled_call
 
 __all__ = [
     "TABLE",
@@ -83,8 +84,12 @@ def _chosen(
 ) -> Callable[..., Quantized]:
     """What quantizes this matrix and every other of its shape, dtype and device."""
     backend = TABLE.select(_request(x, spec, scale))
-    if backend is triton.BACKEND and spec.format.name == FLOAT8.name and x.numel():
-        planned = call_of(spec, (x.shape[0], x.shape[1]), x.device, scale is not None, amax is not None)
+    if backend is triton.BACKEND and spec.format.name != NVFP4.name and x.numel():
+        shape = (x.shape[0], x.shape[1])
+        if spec.format.name != FLOAT8.name:
+            tiled = tiled_call(spec, shape, x.dtype, x.device)
+            return lambda x, scale, amax, amax_t, record: tiled(x)
+        planned = call_of(spec, shape, x.device, scale is not None, amax is not None)
         return lambda x, scale, amax, amax_t, record: planned(x, scale, amax, record)
     run = backend.run
     return lambda x, scale, amax, amax_t, record: run(x, spec, scale, amax, amax_t, None, record)

@@ -14,12 +14,10 @@ from torch import Tensor
 from ....common.dispatch import Backend
 from ....common.formats import (
     BLOCK_1D,
-    BLOCK_2D,
     E2M1,
     E4M3,
     E5M2,
     FLOAT8,
-    FLOAT32_MAX,
     MXFP8,
     NVFP4,
     TENSOR_FORMATS,
@@ -35,6 +33,7 @@ from .float8 import absolute_maximum
 from .hadamard import hadamard_transform
 from .spec import Quantized, QuantizeSpec, Request
 from .triton_float8 import as_float32, call_of
+from .triton_tiles import tiled_call
 
 ELEMENTS = (E4M3, E5M2, E2M1)
 _LIMIT = 1 << 24  # offsets inside a tile of 128 rows are 32-bit integers
@@ -65,69 +64,24 @@ def run(
     if spec.format.name == FLOAT8.name:
         call = call_of(spec, (x.shape[0], x.shape[1]), x.device, scale is not None, amax is not None)
         return call(x, scale, amax, record)
+    if spec.format.name != NVFP4.name:
+        return tiled_call(spec, (x.shape[0], x.shape[1]), x.dtype, x.device)(x)
     device = x.device.index
     if not is_current_device(device):
         with torch.cuda.device(device):
-            return _quantize(x.contiguous(), device, spec, amax, amax_t, random)
-    return _quantize(x.contiguous(), device, spec, amax, amax_t, random)
+            return _nvfp4(x.contiguous(), device, spec, amax, amax_t, random)
+    return _nvfp4(x.contiguous(), device, spec, amax, amax_t, random)
 
 
 BACKEND = Backend[Request]("triton", run, refuses)
 
 
-def _quantize(
-    x: Tensor,
-    device: int,
-    spec: QuantizeSpec,
-    amax: Tensor | None,
-    amax_t: Tensor | None,
-    random: tuple[Tensor, Tensor] | None,
-) -> Quantized:
-    if spec.format.name == NVFP4.name:
-        return _nvfp4(x, device, spec, amax, amax_t, random)
-    return _tiled(x, device, spec)
-
-
 @functools.cache
 def _kernels() -> SimpleNamespace:
     """The kernel files, which import triton."""
-    from ....common.kernels import block_cast, cast, mxfp8, nvfp4
+    from ....common.kernels import cast, nvfp4
 
-    return SimpleNamespace(block_cast=block_cast, cast=cast, mxfp8=mxfp8, nvfp4=nvfp4)
-
-
-def _tiled(x: Tensor, device: int, spec: QuantizeSpec) -> Quantized:
-    quantization = _tiled_launch(spec, x.shape[0], x.shape[1], x.dtype, device)
-    seen = [
-        tensor.t() if output is not None and output.transposed else tensor
-        for output, tensor in zip(quantization.outputs, launching.run(quantization, (x,)), strict=True)
-    ]
-    return Quantized(*seen)
-
-
-@functools.lru_cache(maxsize=4096)
-def _tiled_launch(spec: QuantizeSpec, rows: int, depth: int, dtype: torch.dtype, device: int) -> Launch:
-    kernels = _kernels()
-    shape = (rows, depth)
-    if spec.format.name == MXFP8.name:
-        return kernels.mxfp8.blocks(
-            shape, spec.element, spec.rowwise, spec.columnwise, square=spec.two_dimensional
-        )
-    scales = {
-        "power_of_two": spec.power_of_two,
-        "epsilon": spec.epsilon,
-        "value_for_inf": min(torch.finfo(dtype).max, FLOAT32_MAX),
-    }
-    if spec.format.name == BLOCK_2D.name:
-        return kernels.block_cast.square_blocks(shape, spec.element, spec.rowwise, spec.columnwise, **scales)
-    return kernels.block_cast.row_blocks(
-        shape,
-        spec.element,
-        spec.rowwise,
-        spec.columnwise,
-        processors=launching.processors(device).count,
-        **scales,
-    )
+    return SimpleNamespace(cast=cast, nvfp4=nvfp4)
 
 
 def _nvfp4(

@@ -10,7 +10,7 @@ from torch import Tensor
 from ....common.kernels import launch
 from ....common.kernels.launch import Launch
 from ...device import is_current_device
-from ..zeros import scalar, zero
+from ..zeros import scalar, zero_and_scalar
 from .spec import Quantized, QuantizeSpec, torch_dtype
 
 
@@ -54,12 +54,13 @@ class Float8Call:
         if not x.is_contiguous():
             x = x.contiguous()
         if record is not None:
-            amax = record
+            amax, inverse = record, scalar(device)
         elif amax is None:
-            amax = zero(device)
+            amax, inverse = zero_and_scalar(device)
             if self.measure is not None:
                 launch.start(self.measure, (x, amax), index)
-        inverse = scalar(device)
+        else:
+            inverse = scalar(device)
         codes = torch.empty(self.shape, dtype=self.dtype, device=device) if self.rowwise else None
         codes_t = torch.empty(self.transposed, dtype=self.dtype, device=device) if self.columnwise else None
         launch.start(self.cast, (x, as_float32(scale), as_float32(amax), codes, codes_t, inverse), index)

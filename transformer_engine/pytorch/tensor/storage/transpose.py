@@ -7,6 +7,7 @@ from torch import Tensor
 from ....common.formats import FLOAT8, NVFP4
 from ...primitives.operand import Operand
 from ...primitives.quantize import pack_fp4, unpack_fp4
+from ...primitives.transpose import transposed_codes
 
 
 def transposed(operand: Operand) -> Operand:
@@ -16,7 +17,7 @@ def transposed(operand: Operand) -> Operand:
     if operand.format.name == NVFP4.name:
         codes = pack_fp4(unpack_fp4(codes).t().contiguous())
     else:
-        codes = codes.t().contiguous()
+        codes = transposed_codes(codes)
     return operand._replace(codes=codes, scale=_transposed_scale(operand))
 
 

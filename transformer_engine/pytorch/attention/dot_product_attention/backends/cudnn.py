@@ -11,13 +11,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .....common.bounded import Bounded
 from .....common.dispatch import Backend
-from .....common.kernels import launch
 from ....device import get_cudnn_version, has_cuda
 from ..autograd import Kernels, attend
 from ..dropout import random_state
 from ..request import Attended, AttentionInputs, AttentionRequest, Gradients
-from .cudnn_graph import Plan, Strides, contiguous_strides, missing, planned, ragged_offsets, start
+from ..tail import clear_tail
+from .cudnn_graph import (
+    MOST_PLANS,
+    Plan,
+    Strides,
+    contiguous_strides,
+    missing,
+    planned,
+    ragged_offsets,
+)
 from .cudnn_plan import (
     Strided,
     bottom_right,
@@ -175,14 +184,14 @@ def _format_strides(r: AttentionRequest, of_queries: bool, heads: int, depth: in
     return contiguous_strides(format_shape(tensor_format, r.batch, size, heads, depth, 1))
 
 
-_plans: dict[tuple[Any, ...], Plan] = {}
+_plans: Bounded[tuple[Any, ...], Plan] = Bounded(MOST_PLANS)
 
 
 def _plan(describe: Any, request: AttentionRequest, strided: Strided, device: int) -> Plan:
     key = (describe, request, strided, device)
     plan = _plans.get(key)
     if plan is None:
-        plan = _plans[key] = planned(describe, device, request, strided)
+        plan = _plans.keep(key, planned(describe, device, request, strided))
     return plan
 
 
@@ -259,21 +268,9 @@ def _fresh(r: AttentionRequest, like: Tensor, depth: int, starts: Tensor | None)
     if starts is None or not r.padded_between:
         x = torch.empty(shape, dtype=r.dtype, device=like.device)
         if starts is not None:
-            _zero_tail(x, starts)
+            clear_tail(x, starts)
         return x
     return torch.zeros(shape, dtype=r.dtype, device=like.device)
-
-
-def _zero_tail(x: Tensor, starts: Tensor) -> None:
-    """Zeros behind the last of packed sequences that follow each other."""
-    if launch.MISSING is not None:
-        x.zero_()
-        return
-    from .....common.kernels import fp8_attention
-
-    tokens, heads, depth = x.shape
-    record = fp8_attention.zero_tail(tokens, heads * depth, starts.shape[0] - 1)
-    start(record, (x, starts), x.device)
 
 
 def _without_keys(r: AttentionRequest, output: Tensor, lse: Tensor | None, inputs: AttentionInputs) -> None:

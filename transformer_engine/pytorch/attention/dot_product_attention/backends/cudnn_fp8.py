@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .....common.bounded import Bounded
 from ..request import AttentionInputs, AttentionRequest
-from .cudnn_graph import Description, Plan, missing, planned
+from .cudnn_graph import MOST_PLANS, Description, Plan, missing, planned
 from .cudnn_plan import Strided, Tensors, bottom_right
 
 FORWARD_HEAD_SIZES = range(16, 257, 16)
@@ -156,14 +157,14 @@ def describe_backward(
     return description
 
 
-_plans: dict[tuple[Any, ...], Plan] = {}
+_plans: Bounded[tuple[Any, ...], Plan] = Bounded(MOST_PLANS)
 
 
 def _plan(describe: Any, device: int, *arguments: Any) -> Plan:
     key = (describe, device, *arguments)
     plan = _plans.get(key)
     if plan is None:
-        plan = _plans[key] = planned(describe, device, *arguments)
+        plan = _plans.keep(key, planned(describe, device, *arguments))
     return plan
 
 

@@ -40,6 +40,10 @@ _FIRST_OFFSET = 1000
 FRONTEND = (1, 23)
 MINIMUM_CUDNN = (9, 13, 1)
 
+# Plans that a process holds before it drops them all. One that is dropped takes its kernels along, so that a captured
+# CUDA graph would lose them: the limit is meant for lengths that never come twice, not for the shapes of a model.
+MOST_PLANS = 4096
+
 Strides = tuple[int, ...]
 Offset = tuple[str, int]
 
@@ -223,7 +227,7 @@ class Plan:
 
 
 def planned(describe: Callable[..., Description], device: int, *arguments: Any) -> Plan:
-    """The plan of describe(*arguments) on a device; with TE_CUDNN_PLAN_CACHE=1 from disk where it is there.
+    """The plan of describe(*arguments) on a device; from disk where it is there, unless TE_CUDNN_PLAN_CACHE=0.
 
     Raises RuntimeError with the library's reason where there is no engine.
     """
@@ -253,13 +257,14 @@ def _built(description: Description) -> Plan:
 
 
 def _machine(device: int) -> tuple[object, ...]:
-    """What a plan depends on besides its description."""
+    """What a plan depends on besides its description: versions, and the GPU with the multiprocessors it shows."""
+    properties = torch.cuda.get_device_properties(device)
     return (
         library().backend_version(),
         importlib.metadata.version("nvidia-cudnn-frontend"),
         torch.version.cuda,
-        torch.cuda.get_device_name(device),
-        torch.cuda.get_device_capability(device),
+        properties.name,
+        (properties.major, properties.minor, properties.multi_processor_count),
     )
 
 

@@ -1,8 +1,9 @@
 """kept = read(locate(...)): cuDNN's plans as files, which later processes of the same user read instead of building.
 
-A file is MAGIC, the SHA-256 of what follows, the size of the workspace (8 bytes), and the library's own bytes. Its
-name is a hash of everything that the plan depends on: where any of it differs, another file is looked for. Nothing
-here raises: what hinders a file is logged once, and the plan is built.
+A file is MAGIC, the SHA-256 of its name and of what follows, the size of the workspace (8 bytes), and the library's
+own bytes. Its name is a hash of everything that the plan depends on: where any of it differs, another file is looked
+for. The library runs the kernels that it finds in a file, so that a folder or a file that somebody else may write is
+not read. Nothing here raises: what hinders a file is logged once, and the plan is built.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import functools
 import hashlib
 import logging
 import os
+import stat
 import struct
 import tempfile
 from pathlib import Path
@@ -20,7 +22,7 @@ from typing import NamedTuple
 from .....common import env
 
 FOLDER = "cudnn_plans"
-MAGIC = b"TECUDNN1"
+MAGIC = b"TECUDNN2"
 LIMIT = 512
 
 _SIZE = struct.Struct("<Q")
@@ -77,7 +79,10 @@ def locate(*parts: object) -> Path | None:
 def read(path: Path) -> Kept | None:
     """What `write` left in a file; None where there is none. A file that is not sound is deleted."""
     try:
-        with path.open("rb") as file:
+        if not _is_private(path.parent):
+            return None
+        # Not blocking: what lies there may be a pipe that nobody writes.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             flaw = _untrusted(os.fstat(file.fileno()))
             content = b"" if flaw else file.read()
     except FileNotFoundError:
@@ -85,7 +90,7 @@ def read(path: Path) -> Kept | None:
     except OSError as error:
         discard(path, str(error))
         return None
-    flaw = flaw or _torn(content)
+    flaw = flaw or _torn(content, path.name)
     if flaw:
         discard(path, flaw)
         return None
@@ -95,8 +100,18 @@ def read(path: Path) -> Kept | None:
     return Kept(workspace, content[_BODY + _SIZE.size :])
 
 
+def _is_private(folder: Path) -> bool:
+    """May nobody else put files into a folder? Otherwise that is logged; FileNotFoundError where there is no folder."""
+    flaw = _untrusted(folder.stat())
+    if flaw:
+        warn(f"cuDNN's plans are not kept in {folder}: {flaw}; make it yours alone, or set TE_CACHE_DIR")
+    return flaw is None
+
+
 def _untrusted(status: os.stat_result) -> str | None:
-    """Why a file may hold kernels of another user; None when it may not."""
+    """Why a file or a folder may hold kernels of another user; None when it may not."""
+    if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
+        return "it is no plain file"
     if status.st_uid not in (0, os.geteuid()):
         return f"it belongs to user {status.st_uid}"
     if status.st_mode & _WRITABLE_BY_OTHERS:
@@ -104,13 +119,18 @@ def _untrusted(status: os.stat_result) -> str | None:
     return None
 
 
-def _torn(content: bytes) -> str | None:
-    """Why bytes are not those of a whole file; None when they are."""
+def _torn(content: bytes, name: str) -> str | None:
+    """Why bytes are not those of the whole file of a name; None when they are."""
     if not content.startswith(MAGIC) or len(content) < _BODY + _SIZE.size:
         return f"its {len(content)} bytes do not begin as a plan's do"
-    if hashlib.sha256(content[_BODY:]).digest() != content[_DIGEST:_BODY]:
-        return "its checksum does not fit its content"
+    if _checksum(name, content[_BODY:]) != content[_DIGEST:_BODY]:
+        return "its checksum does not fit its name and its content"
     return None
+
+
+def _checksum(name: str, body: bytes) -> bytes:
+    """With the name: nobody can put one plan in another's place."""
+    return hashlib.sha256(name.encode() + b"\n" + body).digest()
 
 
 def write(path: Path, kept: Kept) -> None:
@@ -118,10 +138,12 @@ def write(path: Path, kept: Kept) -> None:
     body = _SIZE.pack(kept.workspace) + kept.serialized
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not _is_private(path.parent):
+            return
         descriptor, name = tempfile.mkstemp(dir=path.parent)  # mode 0600
         try:
             with os.fdopen(descriptor, "wb") as file:
-                file.write(MAGIC + hashlib.sha256(body).digest() + body)
+                file.write(MAGIC + _checksum(path.name, body) + body)
             os.replace(name, path)
         except OSError:
             Path(name).unlink(missing_ok=True)

@@ -1,0 +1,114 @@
+"""Batches for context parallelism: sequences padded, cut into the chunks of ranks, and put together again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import transformer_engine_torch as tex
+from transformer_engine.pytorch.attention.dot_product_attention.context_parallel import (
+    generate_positional_ids_for_cp,
+    get_batch_on_this_cp_rank,
+    get_cu_seqlens_on_cp_rank,
+    pad_thd_sequences_for_cp,
+)
+
+LENGTHS = [5, 8, 1, 0, 13]
+
+
+def bounds(lengths, device) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+
+
+def rounded(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple
+
+
+@pytest.mark.parametrize("leading", [(), (1,)])
+@pytest.mark.parametrize("multiple", [1, 4, 6])
+def test_every_sequence_is_padded_behind_to_a_multiple(multiple, leading, device):
+    ids = torch.arange(100, 100 + sum(LENGTHS), device=device).reshape(*leading, -1)
+    padded, labels, cu = pad_thd_sequences_for_cp(ids, -ids, bounds(LENGTHS, device), multiple, 7, -100)
+    want_ids, want_labels, at = [], [], 100
+    for length in LENGTHS:
+        filler = rounded(length, multiple) - length
+        want_ids += [*range(at, at + length), *[7] * filler]
+        want_labels += [*(-i for i in range(at, at + length)), *[-100] * filler]
+        at += length
+    assert padded.shape == (*leading, len(want_ids))
+    assert padded.flatten().tolist() == want_ids and labels.flatten().tolist() == want_labels
+    assert cu.dtype == torch.int32 and cu.device == ids.device
+    assert cu.tolist() == bounds([rounded(n, multiple) for n in LENGTHS], "cpu").tolist()
+
+
+def test_positions_begin_anew_in_every_padded_sequence(device):
+    found = generate_positional_ids_for_cp(bounds(LENGTHS, device), 4)
+    assert found.tolist() == [i for n in LENGTHS for i in range(rounded(n, 4))]
+    assert found.dtype == torch.long and found.device.type == device.type
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_ranks_parts_are_the_two_chunks_of_each_sequence(size, device, monkeypatch):
+    group = object()
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: size)
+    multiple = 2 * size
+    ids = torch.arange(sum(LENGTHS), device=device)[None]
+    padded, labels, cu = pad_thd_sequences_for_cp(ids, ids + 1000, bounds(LENGTHS, device), multiple)
+    positions = generate_positional_ids_for_cp(bounds(LENGTHS, device), multiple)[None]
+    for rank in range(size):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda group, rank=rank: rank)
+        parts = get_batch_on_this_cp_rank(cu, padded, labels, positions, cp_group=group)
+        named = get_batch_on_this_cp_rank(cu, padded, labels, positions, cp_group=group, cp_rank=rank)
+        assert all(torch.equal(a, b) for a, b in zip(parts, named, strict=True))
+        for whole, part in zip((padded, labels, positions), parts, strict=True):
+            want = []
+            for sequence in whole[0].split([rounded(n, multiple) for n in LENGTHS]):
+                chunks = sequence.chunk(multiple) if len(sequence) else [sequence] * multiple
+                want += [chunks[rank], chunks[multiple - 1 - rank]]
+            assert torch.equal(part[0], torch.cat(want))
+
+
+def test_without_a_group_one_rank_has_the_whole_batch(device):
+    ids = torch.arange(8, device=device)
+    assert get_batch_on_this_cp_rank(bounds([8], device), ids, ids, ids)[0] is ids
+
+
+def test_other_formats_and_wrong_sizes_are_refused(device):
+    ids, cu = torch.arange(8, device=device), bounds([8], device)
+    with pytest.raises(ValueError, match="qvk_format='bshd'"):
+        get_batch_on_this_cp_rank(cu, ids, ids, ids, qvk_format="bshd")
+    with pytest.raises(ValueError, match=r"labels is \[7\], cu_seqlens bounds 8 tokens"):
+        pad_thd_sequences_for_cp(ids, ids[1:], cu, 4)
+    with pytest.raises(ValueError, match="divisibility_factor=0"):
+        generate_positional_ids_for_cp(cu, 0)
+
+
+@pytest.mark.parametrize("halves", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_bounds_on_a_rank_count_its_real_tokens(size, halves, device):
+    padded = [rounded(n, 2 * size) for n in LENGTHS]
+    real = bounds(LENGTHS, device)
+    for rank in range(size):
+        found = get_cu_seqlens_on_cp_rank(
+            real, bounds([n // size for n in padded], device), size, rank, *halves
+        )
+        counts = []
+        for length, extent in zip(LENGTHS, padded, strict=True):
+            tokens = torch.arange(extent) < length
+            chunks = tokens.chunk(2 * size) if extent else [tokens] * (2 * size)
+            held = [chunks[rank], chunks[2 * size - 1 - rank]]
+            counts.append(sum(int(c.sum()) for c, counted in zip(held, halves, strict=True) if counted))
+        assert found.tolist() == bounds(counts, "cpu").tolist() and found.dtype == torch.int32
+    with pytest.raises(ValueError, match=f"rank={size} is outside"):
+        get_cu_seqlens_on_cp_rank(real, real, size, size, *halves)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_order_of_ranks_is_that_of_their_parts_and_can_be_undone(size, device):
+    lengths = [12, 24, 0, 36]
+    x = torch.randn(sum(lengths), 3, device=device)
+    cu = bounds(lengths, device)
+    ordered = tex.thd_sequence_order_to_cp_rank_order(x, cu, size)
+    parts = [x[tex.thd_get_partitioned_indices(cu, len(x), size, rank).long()] for rank in range(size)]
+    assert torch.equal(ordered, torch.cat(parts))
+    assert torch.equal(tex.thd_cp_rank_order_to_sequence_order(ordered, cu, size), x)

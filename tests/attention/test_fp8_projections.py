@@ -1,0 +1,174 @@
+"""fp8_mha: the projection before an FP8 attention makes the codes of q, k and v, where nothing comes between."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+from transformer_engine.pytorch import MultiheadAttention
+from transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding
+from transformer_engine.pytorch.functions.split_heads import split_heads
+from transformer_engine.pytorch.module.recipe_state import UNQUANTIZED
+from transformer_engine.pytorch.tensor import Float8Tensor
+
+HIDDEN, HEADS, GROUPS, TOKENS, BATCH = 128, 4, 2, 32, 2
+SIZE = HIDDEN // HEADS
+# Slots of a projection's output, and of q, k and v in an attention.
+OUTPUT, QKV = 2, 2
+RECIPES = {"delayed": DelayedScaling, "current": Float8CurrentScaling}
+
+
+@pytest.fixture(autouse=True)
+def _emulating(monkeypatch):
+    monkeypatch.setenv("TE_EMULATE", "1")
+    for name in ("NVTE_DPA_FP8_RECIPE", "NVTE_FP8_AUTO"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NVTE_FP8_DPA_BWD", "1")
+
+
+def made(device, **options) -> MultiheadAttention:
+    given = {"num_gqa_groups": GROUPS, "fuse_qkv_params": True, "attention_dropout": 0.0, **options}
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    torch.manual_seed(3)
+    return MultiheadAttention(HIDDEN, HEADS, params_dtype=dtype, device=device, **given)
+
+
+def inputs(device) -> torch.Tensor:
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    x = torch.randn(TOKENS, BATCH, HIDDEN, generator=torch.Generator().manual_seed(4))
+    return x.to(device, dtype).requires_grad_()
+
+
+def seen_by_attention(module: MultiheadAttention) -> list[tuple[torch.Tensor, ...]]:
+    seen: list[tuple[torch.Tensor, ...]] = []
+    module.core_attention.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[:3]))
+    return seen
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("input_layernorm", [True, False])
+@pytest.mark.parametrize("kind", RECIPES)
+def test_attention_gets_the_codes_of_the_projections_output(kind, input_layernorm, interleaved, device):
+    module, x = (
+        made(device, qkv_weight_interleaved=interleaved, input_layernorm=input_layernorm),
+        inputs(device),
+    )
+    projection = module.layernorm_qkv if input_layernorm else module.qkv
+    recipe = RECIPES[kind](fp8_mha=True)
+    with te.autocast(recipe=recipe), torch.no_grad():
+        module(x)  # delayed scales settle
+    seen = seen_by_attention(module)
+    with te.autocast(recipe=recipe), torch.no_grad():
+        scale = projection.fp8_meta["scaling_fwd"].scale[OUTPUT].clone() if kind == "delayed" else None
+        module(x)
+        mixed = projection(x)
+        if scale is None:
+            scale = 448.0 / mixed.float().abs().max()
+    codes = (mixed.float() * scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8)
+    wanted = split_heads(codes, HEADS, GROUPS, SIZE, interleaved)
+    for found, part in zip(seen[0], wanted, strict=True):
+        assert isinstance(found, Float8Tensor) and found._transpose is None
+        torch.testing.assert_close(found._scale_inv, 1.0 / scale.reshape(1))
+        if device.type == "cpu":
+            assert torch.equal(found._data, part)
+        else:  # a product that writes codes rounds once, one that writes bfloat16 before them twice
+            near = (
+                found._data.view(torch.float8_e4m3fn).float() - part.view(torch.float8_e4m3fn).float()
+            ).abs()
+            assert float((near > 0.126 * part.view(torch.float8_e4m3fn).float().abs()).float().mean()) < 1e-3
+
+
+def test_the_slot_of_the_attention_stays_unused(device):
+    module, x = made(device), inputs(device)
+    for _ in range(2):
+        with te.autocast(recipe=DelayedScaling(fp8_mha=True, amax_history_len=4)):
+            out = module(x)
+        out.float().sum().backward()
+    assert module.core_attention.fp8_meta["scaling_fwd"].amax_history[:, QKV].count_nonzero() == 0
+    assert module.qkv.fp8_meta["scaling_fwd"].amax_history[:, OUTPUT].count_nonzero() > 0
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+def test_gradients_are_those_of_an_attention_that_casts_itself(kind, device):
+    found = {}
+    for field in ("fp8_dpa", "fp8_mha"):
+        module, x = made(device), inputs(device)
+        for _ in range(3):
+            module.zero_grad()
+            with te.autocast(recipe=RECIPES[kind](**{field: True})):
+                out = module(x)
+            grad = torch.autograd.grad(out.float().square().sum(), [x, module.qkv.weight, module.proj.weight])
+        found[field] = (out, *grad)
+    for ours, theirs in zip(found["fp8_mha"], found["fp8_dpa"], strict=True):
+        difference = (
+            ours.detach().float() - theirs.detach().float()
+        ).square().mean() / theirs.detach().float().square().mean()
+        assert 0.0 < float(difference) < 0.1**2
+
+
+@pytest.mark.parametrize("between", ["rope", "norm", "cross", "fp8_dpa"])
+def test_what_works_on_values_gets_values(between, device):
+    options, call = {}, {}
+    if between == "rope":
+        call["rotary_pos_emb"] = RotaryPositionEmbedding(SIZE)(max_seq_len=TOKENS).to(device)
+    elif between == "norm":
+        options["qk_norm_type"] = "RMSNorm"
+    elif between == "cross":
+        options["attention_type"] = "cross"
+        call["encoder_output"] = inputs(device).detach()
+        options["attn_mask_type"] = "no_mask"
+    module, recipe = made(device, **options), DelayedScaling(fp8_mha=True)
+    if between == "fp8_dpa":
+        recipe = DelayedScaling(fp8_dpa=True)
+    seen = seen_by_attention(module)
+    with te.autocast(recipe=recipe):
+        module(inputs(device), **call)
+    assert not any(isinstance(x, Float8Tensor) for x in seen[0])
+
+
+def test_a_backward_in_16_bits_gets_values_and_an_evaluation_codes(device, monkeypatch):
+    monkeypatch.delenv("NVTE_FP8_DPA_BWD")
+    module = made(device)
+    seen = seen_by_attention(module)
+    for training in (True, False):
+        with te.autocast(recipe=DelayedScaling(fp8_mha=True)):
+            module.train(training)(inputs(device))
+    assert [isinstance(q, Float8Tensor) for q, _, _ in seen] == [False, True]
+
+
+def test_a_projection_in_high_precision_hands_over_values(device, monkeypatch):
+    module = made(device)
+    seen = seen_by_attention(module)
+    monkeypatch.setattr(
+        type(module.qkv), "quantizable_products", lambda self, *_: (UNQUANTIZED,) * self.num_products
+    )
+    with te.autocast(recipe=DelayedScaling(fp8_mha=True)):
+        module(inputs(device))
+    assert not any(isinstance(x, Float8Tensor) for x in seen[0])
+
+
+def test_recomputation_repeats_the_codes(device):
+    recipe, x = DelayedScaling(fp8_mha=True), inputs(device)
+    plain, again = made(device), made(device)
+    for _ in range(2):
+        with te.autocast(recipe=recipe):
+            out = plain(x)
+            recomputed = te.checkpoint(again, x, use_reentrant=False)
+        assert torch.equal(out, recomputed)
+        (grad,), (same,) = (torch.autograd.grad(y.float().sum(), x) for y in (out, recomputed))
+        assert torch.equal(grad, same)
+
+
+def test_a_compiled_module_hands_over_values(device):
+    """Compiled, it emulates; on a GPU, eager code computes in FP8."""
+    module, x = made(device), inputs(device)
+    torch._dynamo.reset()
+    function = torch.compile(module, fullgraph=True, backend="aot_eager")
+    with te.autocast(recipe=DelayedScaling(fp8_mha=True)):
+        out = function(x).detach().float()
+    with te.autocast(recipe=DelayedScaling(fp8_dpa=True)):
+        plain = made(device)(x).detach().float()
+    difference = float((out - plain).square().mean() / plain.square().mean())
+    assert difference < (1e-6 if device.type == "cpu" else 0.1**2)

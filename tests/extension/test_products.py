@@ -1,0 +1,177 @@
+"""general_gemm and its relatives of the extension, against plain products."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import gelu
+
+import transformer_engine.pytorch as te
+import transformer_engine.pytorch.cpp_extensions as cpp
+import transformer_engine_torch as tex
+from transformer_engine.pytorch.cpp_extensions.gemm import get_cublas_workspace_size_bytes
+
+M, N, K = 32, 48, 64
+
+
+@pytest.fixture
+def dtype(device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def sample(device, *shape, dtype=torch.float32, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def layer(device, dtype):
+    """x [M, K], w [N, K], dy [M, N]"""
+    return [sample(device, *shape, dtype=dtype, seed=i) for i, shape in enumerate(((M, K), (N, K), (M, N)))]
+
+
+def close(found, wanted):
+    tolerance = 2e-2 if found.dtype == torch.bfloat16 else 1e-4
+    torch.testing.assert_close(found.float(), wanted.float(), rtol=tolerance, atol=tolerance * 8)
+
+
+def test_the_three_layouts_are_the_three_products_of_a_layer(device, dtype):
+    x, w, dy = layer(device, dtype)
+    close(cpp.general_gemm(w, x)[0], x.float() @ w.float().t())
+    close(cpp.general_gemm(w, dy, layout="NN")[0], dy.float() @ w.float())
+    close(cpp.general_gemm(x, dy, layout="NT")[0], dy.float().t() @ x.float())
+    with pytest.raises(ValueError, match="layout='TT' does not exist"):
+        cpp.general_gemm(w, x, layout="TT")
+
+
+def test_leading_axes_come_back(device, dtype):
+    x, w, _ = layer(device, dtype)
+    out = cpp.general_gemm(w, x.view(4, 8, K))[0]
+    assert out.shape == (4, 8, N)
+    close(out.view(M, N), x.float() @ w.float().t())
+
+
+def test_products_of_quantized_matrices_are_those_of_their_values(device, dtype):
+    if device.type == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs FP8 products")
+    x, w, dy = layer(device, dtype)
+    quantizer = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, device)
+    qx, qw, qdy = (quantizer(t) for t in (x, w, dy))
+    x, w, dy = (q.dequantize().float() for q in (qx, qw, qdy))
+    found = [
+        cpp.general_gemm(qw, qx, out_dtype=dtype, use_split_accumulator=True)[0],
+        cpp.general_gemm(qw, qdy, out_dtype=dtype, layout="NN", use_split_accumulator=True)[0],
+        cpp.general_gemm(qx, qdy, out_dtype=dtype, layout="NT", use_split_accumulator=True)[0],
+    ]
+    for product, wanted in zip(found, (x @ w.t(), dy @ w, dy.t() @ x), strict=True):
+        close(product, wanted)
+
+
+def test_a_quantizer_makes_the_result(device, dtype):
+    x, w, _ = layer(device, dtype)
+    quantizer = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, device, columnwise=False)
+    made = cpp.general_gemm(w, x, quantization_params=quantizer)[0]
+    assert isinstance(made, te.Float8Tensor)
+    assert torch.equal(made._data, quantizer(cpp.general_gemm(w, x)[0])._data)
+
+
+def test_bias_is_added_forward_and_summed_up_backward(device, dtype):
+    x, w, dy = layer(device, dtype)
+    bias = sample(device, N, dtype=dtype, seed=5)
+    close(cpp.general_gemm(w, x, bias=bias)[0], x.float() @ w.float().t() + bias.float())
+    _, grad_bias, _, _ = cpp.general_gemm(x, dy, layout="NT", bias=bias, grad=True)
+    assert grad_bias.dtype == dtype
+    close(grad_bias, dy.float().sum(0))
+
+
+def test_gelu_and_its_derivative(device, dtype):
+    x, w, _ = layer(device, dtype)
+    bias = sample(device, N, dtype=dtype, seed=5)
+    out, _, before, _ = cpp.general_gemm(w, x, bias=bias, gelu=True)
+    exact = (x.float() @ w.float().t() + bias.float()).requires_grad_()
+    close(before, exact.detach())
+    close(out, gelu(exact, approximate="tanh").detach())
+    weight = sample(device, K, N, dtype=dtype, seed=6)  # of a second layer, whose input gelu made
+    grad = sample(device, M, K, dtype=dtype, seed=7)
+    (want,) = torch.autograd.grad(gelu(exact, approximate="tanh"), exact, grad.float() @ weight.float())
+    close(cpp.general_gemm(weight, grad, layout="NN", gelu=True, gelu_in=before, grad=True)[0], want)
+    with pytest.raises(ValueError, match="needs gelu_in"):
+        cpp.general_gemm(weight, grad, layout="NN", gelu=True, grad=True)
+
+
+@pytest.mark.parametrize(("alpha", "beta"), [(1.0, None), (0.5, None), (1.0, 0.25), (2.0, 0.5)])
+def test_results_accumulate_into_what_is_there(alpha, beta, device, dtype):
+    x, _, dy = layer(device, dtype)
+    held = sample(device, N, K, seed=8)
+    want = alpha * (dy.float().t() @ x.float()) + (1.0 if beta is None else beta) * held
+    made = cpp.general_gemm(x, dy, layout="NT", out=held, accumulate=True, alpha=alpha, beta=beta)[0]
+    assert made is held
+    torch.testing.assert_close(held, want, rtol=2e-2, atol=0.2)
+
+
+def test_matrices_of_two_dtypes_meet_in_the_wider(device):
+    x, w = sample(device, M, K, dtype=torch.float32), sample(device, N, K, dtype=torch.bfloat16, seed=1)
+    out = cpp.general_gemm(w, x, out_dtype=torch.float32)[0]
+    torch.testing.assert_close(out, x @ w.float().t(), rtol=2e-3, atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"ub": object()}, NotImplementedError, "comm_overlap: products do not overlap"),
+        ({"bulk_overlap": True}, NotImplementedError, "bulk_overlap"),
+        ({"beta": 2.0}, ValueError, "beta=2.0 without accumulate"),
+    ],
+)
+def test_what_is_not_there_is_refused(options, error, match, device, dtype):
+    x, w, _ = layer(device, dtype)
+    with pytest.raises(error, match=match):
+        cpp.general_gemm(w, x, **options)
+
+
+def test_the_extensions_argument_list(device, dtype):
+    x, w, _ = layer(device, dtype)
+    number = te.DType.kBFloat16 if dtype == torch.bfloat16 else te.DType.kFloat32
+    done = tex.generic_gemm(
+        w, True, x, False, None, None, number, None, None, False, None, False, None, 0, False, False
+    )
+    assert len(done) == 4 and done[1:] == [None, None, None]
+    assert torch.equal(done[0], cpp.general_gemm(w, x)[0])
+    with pytest.raises(ValueError, match="transA and transB"):
+        tex.generic_gemm(
+            w, True, x, True, None, None, number, None, None, False, None, False, None, 0, False, False
+        )
+    assert get_cublas_workspace_size_bytes() >= 1 << 22
+
+
+@pytest.mark.parametrize("single", [True, False])
+@pytest.mark.parametrize("options", [{}, {"use_bias": True}, {"use_bias": True, "gelu": True}])
+def test_grouped_products_are_single_ones(options, single, device, dtype):
+    splits = [16, 0, 32]
+    x = sample(device, sum(splits), K, dtype=dtype).split(splits)
+    weights = [sample(device, N, K, dtype=dtype, seed=i) for i in range(3)]
+    biases = [sample(device, N, dtype=dtype, seed=9 + i) for i in range(3)]
+    whole = torch.empty(sum(splits), N, device=device, dtype=dtype)
+    out = [whole] if single else list(whole.split(splits))
+    _, _, before = cpp.general_grouped_gemm(
+        weights, x, out, m_splits=splits, bias=biases, single_output=single, **options
+    )
+    gelu_asked = options.get("gelu", False)
+    for i, part in enumerate(whole.split(splits)):
+        bias = biases[i] if options else None
+        alone = cpp.general_gemm(weights[i], x[i], bias=bias, gelu=gelu_asked)
+        assert torch.equal(part, alone[0])
+        assert not gelu_asked or torch.equal(before[i], alone[2])
+
+
+def test_grouped_weight_gradients_accumulate_and_sum_the_biases(device, dtype):
+    splits = [16, 32]
+    x = sample(device, sum(splits), K, dtype=dtype).split(splits)
+    dy = sample(device, sum(splits), N, dtype=dtype, seed=1).split(splits)
+    held = [torch.ones(N, K, device=device) for _ in splits]
+    _, gradients, _ = cpp.general_grouped_gemm(
+        x, dy, held, layout="NT", m_splits=splits, grad=True, accumulate=True, use_bias=True
+    )
+    for i, found in enumerate(held):
+        torch.testing.assert_close(found, 1 + dy[i].float().t() @ x[i].float(), rtol=2e-2, atol=0.2)
+        torch.testing.assert_close(gradients[i].float(), dy[i].float().sum(0), rtol=2e-2, atol=0.2)
+    with pytest.raises(ValueError, match="2 A, 1 B and 2 results"):
+        cpp.general_grouped_gemm(x, dy[:1], held, layout="NT")

@@ -1,0 +1,227 @@
+"""GELU inside the products of an MLP: the results and gradients of separate steps, in less memory."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.dispatch import observing
+from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from transformer_engine.pytorch.functions import norm_mlp
+
+RECIPES = {"delayed": DelayedScaling(), "current": Float8CurrentScaling(), "block": Float8BlockScaling()}
+HIDDEN, INNER, TOKENS = 64, 128, 32
+
+
+@pytest.fixture
+def apart(monkeypatch):
+    """Call to have GELU computed in steps of its own from then on."""
+
+    def separate() -> None:
+        monkeypatch.setattr(norm_mlp, "_gelu_in_product", lambda spec: False)
+        monkeypatch.setattr(norm_mlp, "_gelu_gradient_in_product", lambda spec: False)
+
+    return separate
+
+
+def mlp(device, dtype=torch.bfloat16, **options) -> te.LayerNormMLP:
+    torch.manual_seed(3)
+    layer = te.LayerNormMLP(HIDDEN, INNER, params_dtype=dtype, device=device, **options)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return layer
+
+
+def sample(device, dtype=torch.bfloat16) -> torch.Tensor:
+    torch.manual_seed(4)
+    return torch.randn(TOKENS, HIDDEN, dtype=dtype, device=device, requires_grad=True)
+
+
+def step(layer, device, dtype=torch.bfloat16, recipe=None, steps: int = 1) -> list[torch.Tensor]:
+    """Output and gradients of the last of so many steps."""
+    made: list[torch.Tensor] = []
+    for _ in range(steps):
+        layer.zero_grad()
+        x = sample(device, dtype)
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
+            outputs = layer(x)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        sum(y.float().sin().sum() for y in outputs).backward()
+        parameters = [p.grad for p in layer.parameters() if p.requires_grad]
+        made = [*(y.detach() for y in outputs), x.grad, *parameters]
+    return made
+
+
+def agree(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
+    """To the bit on a CPU, where both ways are the same steps; on a GPU as bfloat16 results of two orders agree."""
+    assert len(ours) == len(theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        if not a.is_cuda:
+            assert torch.equal(a, b)
+        assert a.dtype == b.dtype and a.shape == b.shape
+        assert float((a.double() - b.double()).norm()) <= 1.5e-2 * float(b.double().norm())
+
+
+OPTIONS = {
+    "plain": {},
+    "no bias": {"bias": False},
+    "checkpoint": {"checkpoint": True},
+    "norm output": {"return_layernorm_output": True},
+    "rms": {"normalization": "RMSNorm"},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_gelu_in_the_products_gives_what_separate_steps_give(options, dtype, device, apart):
+    layer = mlp(device, dtype, **OPTIONS[options])
+    together = step(layer, device, dtype)
+    apart()
+    agree(together, step(layer, device, dtype))
+
+
+@pytest.mark.parametrize("frozen", ["fc1_bias", "fc1_weight", "fc2_weight", "fc2_bias"])
+def test_parameters_without_gradients_change_no_other_gradient(frozen, device, apart):
+    layer = mlp(device)
+    getattr(layer, frozen).requires_grad_(False)
+    together = step(layer, device)
+    assert getattr(layer, frozen).grad is None
+    apart()
+    agree(together, step(layer, device))
+
+
+def test_parameters_in_float32_under_autocast_get_the_same_gradients(device, apart):
+    layer = mlp(device, torch.float32)
+
+    def gradients() -> list[torch.Tensor]:
+        layer.zero_grad()
+        with torch.autocast(device.type, torch.bfloat16):
+            y = layer(sample(device, torch.float32))
+        assert y.dtype == torch.bfloat16
+        y.float().sin().sum().backward()
+        return [p.grad for p in layer.parameters()]
+
+    together = gradients()
+    assert all(grad.dtype == torch.float32 for grad in together)
+    apart()
+    agree(together, gradients())
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("checkpoint", [False, True], ids=["", "checkpoint"])
+def test_quantized_products_keep_their_own_steps(name, checkpoint, device, apart):
+    layer = mlp(device, checkpoint=checkpoint)
+    twin = copy.deepcopy(layer)
+    together = step(layer, device, recipe=RECIPES[name], steps=3)
+    apart()
+    separate = step(twin, device, recipe=RECIPES[name], steps=3)
+    assert all(torch.equal(a, b) for a, b in zip(together, separate, strict=True))
+
+
+def test_calibration_sees_what_it_sees_without_gelu_in_the_products(device, apart):
+    layer = mlp(device)
+    twin = copy.deepcopy(layer)
+    seen = []
+    for model in (layer, twin):
+        with te.autocast(enabled=False, calibrating=True, recipe=RECIPES["delayed"]):
+            model(sample(device))
+        seen.append(model.fp8_meta["scaling_fwd"].amax_history[0].clone())
+        apart()
+    assert seen[0].any()
+    torch.testing.assert_close(seen[0], seen[1], rtol=2.0**-6, atol=0.0)
+
+
+def test_a_retained_graph_gives_its_gradients_again(device):
+    layer, x = mlp(device), sample(device)
+    loss = layer(x).float().sin().sum()
+    leaves = [x, *layer.parameters()]
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    second = torch.autograd.grad(loss, leaves)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("options", ["plain", "checkpoint"])
+def test_a_compiled_graph_holds_the_products_too(options, device):
+    results = []
+    torch._dynamo.reset()
+    for compiles in (False, True):
+        layer = mlp(device, **OPTIONS[options])
+        model = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiles else layer
+        x = sample(device)
+        y = model(x)
+        y.float().sin().sum().backward()
+        results.append([y.detach(), x.grad, *(p.grad for p in layer.parameters())])
+    agree(*results)
+
+
+def requests_of(model, x, grad: bool) -> list:
+    seen = []
+    with (
+        observing(lambda operation, request: seen.append((operation, request))),
+        torch.set_grad_enabled(grad),
+    ):
+        y = model(x)
+        if grad:
+            y.float().sum().backward()
+    return [request for operation, request in seen if operation == "gemm_epilogue"]
+
+
+def test_the_input_of_gelu_is_asked_for_only_where_a_backward_reads_it(device):
+    x = sample(device)
+    training = requests_of(mlp(device), x, True)
+    assert [(r.kind, r.second) for r in training] == [("gelu", True), ("gelu_gradient", False)]
+    assert [(r.kind, r.second) for r in requests_of(mlp(device), x, False)] == [("gelu", False)]
+    again = requests_of(mlp(device, checkpoint=True), x, True)
+    assert [(r.kind, r.second) for r in again] == [("gelu", False), ("gelu", True), ("gelu_gradient", False)]
+
+
+def test_other_activations_ask_for_no_such_product(device):
+    assert requests_of(mlp(device, activation="silu"), sample(device), True) == []
+
+
+REDUCTIONS = {
+    "sum": torch.sum,
+    "rows": lambda y: y.sum(0)[0],
+    "columns": lambda y: y.sum(-1)[0],
+}
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_a_gradient_that_repeats_values_is_dense_before_any_product_reads_it(reduction, device):
+    layer, x, seen = mlp(device), sample(device), []
+    y = layer(x)
+    with observing(lambda operation, request: seen.append((operation, request))):
+        (got,) = torch.autograd.grad(REDUCTIONS[reduction](y), x, retain_graph=True)
+    layouts = [r.product.a_layout for operation, r in seen if operation == "gemm_epilogue"]
+    layouts += [layout for operation, r in seen if operation == "gemm" for layout in (r.a_layout, r.b_layout)]
+    assert layouts and all(layout.stride > 0 for layout in layouts)
+    dense = torch.autograd.grad(REDUCTIONS[reduction](y), y, retain_graph=True)[0].contiguous()
+    assert torch.equal(got, torch.autograd.grad(y, x, dense)[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gradient", ["contiguous", "of a sum"])
+def test_the_gradient_of_the_activation_is_never_in_memory(gradient):
+    tokens, hidden, inner = 4096, 256, 4096
+    layer = te.LayerNormMLP(hidden, inner, params_dtype=torch.bfloat16, device="cuda")
+    x = torch.randn(tokens, hidden, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    if "cublaslt" not in str(te.explain(layer, x)).split("gemm_epilogue: ")[-1].split(" ")[0]:
+        pytest.skip("cuBLASLt does not take the products")
+
+    def backward(y: torch.Tensor) -> None:
+        y.sum().backward() if gradient == "of a sum" else y.backward(torch.ones_like(y))
+
+    for _ in range(2):
+        backward(layer(x))
+    layer.zero_grad(set_to_none=True)
+    x.grad = None
+    y = layer(x)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    backward(y)
+    wide = tokens * inner * 2
+    assert torch.cuda.max_memory_allocated() - before < 1.7 * wide

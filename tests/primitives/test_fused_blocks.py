@@ -1,0 +1,256 @@
+"""Kernels that quantize their own result in blocks of 128 give the bits of the separate steps; sums of columns."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from transformer_engine.common.dispatch import observing, use_backend
+from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E4M3, E5M2, FLOAT8, MXFP8
+from transformer_engine.pytorch.primitives import column_sums as sums_module
+from transformer_engine.pytorch.primitives import fused_codes
+from transformer_engine.pytorch.primitives import quantize_dbias as dbias_module
+from transformer_engine.pytorch.primitives.activation import ACTIVATIONS, ActivationParams
+from transformer_engine.pytorch.primitives.activation import quantized as activation_quantized
+from transformer_engine.pytorch.primitives.activation import triton as activation_triton
+from transformer_engine.pytorch.primitives.column_sums import column_sums
+from transformer_engine.pytorch.primitives.norm import triton as norm_triton
+from transformer_engine.pytorch.primitives.quantize import QuantizeSpec, quantize
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+runs_kernels = pytest.mark.filterwarnings("ignore::RuntimeWarning") if INTERPRETED else pytest.mark.gpu
+
+PARAMS = ActivationParams(limit=2.0, alpha=1.5, offset=0.5)
+SMALL = [(1, 1), (5, 33), (128, 128), (257, 130), (130, 384)]
+LARGE = [(4096, 2048), (2049, 4097)]
+SHAPES = pytest.mark.parametrize("shape", SMALL if INTERPRETED else SMALL + LARGE, ids=str)
+FORMATS = pytest.mark.parametrize("tiles", [BLOCK_1D, BLOCK_2D], ids=["1d", "2d"])
+DIRECTIONS = pytest.mark.parametrize(
+    ("tiles", "columnwise"), [(BLOCK_1D, True), (BLOCK_1D, False), (BLOCK_2D, True)], ids=["1d", "rows", "2d"]
+)
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+ALL_SHAPES = ("gelu", "swiglu")
+ROWS = QuantizeSpec(BLOCK_1D, E4M3, True, False)
+
+
+@pytest.fixture(autouse=True)
+def _interpreted_kernels_count_as_the_quantization_s(monkeypatch):
+    """In the interpreter `quantize` is the reference, whose bits the fused kernels must have too."""
+    if INTERPRETED:
+        monkeypatch.setattr(fused_codes, "fuses", lambda shape, dtype, device, spec, delayed: 0 not in shape)
+        monkeypatch.setattr(dbias_module, "column_sums", sums_module._in_strips)
+        monkeypatch.setattr(activation_triton, "column_sums", sums_module._in_strips)
+
+
+def _same(actual, expected):
+    for a, b in zip(actual, expected, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert a.dtype == b.dtype and a.shape == b.shape
+            assert INTERPRETED or a.stride() == b.stride()  # the reference lays its scales out otherwise
+            view = torch.uint8 if a.element_size() == 1 else a.dtype
+            assert torch.equal(a.view(view), b.view(view))
+
+
+def _close_sums(sums, x):
+    tolerance = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}[sums.dtype]
+    torch.testing.assert_close(sums.float(), x.double().sum(0).float(), rtol=tolerance, atol=1e-3)
+
+
+@runs_kernels
+@SHAPES
+@DIRECTIONS
+@pytest.mark.parametrize("name", list(ACTIVATIONS))
+def test_an_activation_and_its_gradient_give_the_codes_of_their_quantized_output(
+    shape, tiles, columnwise, name
+):
+    if (name not in ALL_SHAPES and (shape != (128, 128) or tiles is BLOCK_2D or not columnwise)) or (
+        tiles is BLOCK_2D and name != "swiglu"
+    ):
+        pytest.skip("what a tile is made of does not depend on what is done with it")
+    x = torch.randn(shape[0], shape[1] * (2 if ACTIVATIONS[name].gated else 1), device=DEVICE).bfloat16() * 2
+    dy = torch.randn(shape, device=DEVICE).bfloat16()
+    spec = QuantizeSpec(tiles, E4M3, True, columnwise, power_of_two=True)
+    made = activation_triton.forward_quantized(name, x, PARAMS, spec, None, None)
+    _same(made, quantize(activation_triton.activation_forward(name, x, PARAMS), spec))
+    spec = QuantizeSpec(tiles, E5M2, True, columnwise, epsilon=1e-3)
+    dx = activation_triton.activation_backward(name, dy, x, PARAMS)
+    expected = quantize(dx, spec)
+    made, sums = activation_triton.backward_quantized(name, dy, x, PARAMS, spec, None, None, torch.bfloat16)
+    _same(made, expected)
+    _close_sums(sums, dx)
+    if shape == (128, 128):
+        without, none = activation_triton.backward_quantized(name, dy, x, PARAMS, spec, None, None, None)
+        assert none is None
+        _same(without, expected)
+
+
+@runs_kernels
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *SMALL,
+        (3, 5000),
+        (2, 17000),
+        *([] if INTERPRETED else [*LARGE, (512, 5120), (300, 9000), (40, 32768)]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["layernorm", "layernorm_without_beta", "rmsnorm"])
+def test_a_norm_gives_the_codes_of_its_quantized_output_and_its_statistics(shape, kind):
+    x = (torch.randn(shape, device=DEVICE) * 2.0 + 0.3).bfloat16()
+    weight, bias = (torch.randn(shape[1], device=DEVICE).bfloat16() for _ in range(2))
+    bias = None if kind == "layernorm_without_beta" else bias
+    spec = QuantizeSpec(BLOCK_1D, E4M3, True, False, power_of_two=shape[0] % 2 == 0, epsilon=1e-3)
+    assert norm_triton._fuses(x, spec, None)
+    if kind == "rmsnorm":
+        y, *statistics = norm_triton.rmsnorm_forward(x, weight, 1e-5, True)
+        made = norm_triton.rmsnorm_forward_quantized(x, weight, 1e-5, True, spec, None, None)
+    else:
+        y, *statistics = norm_triton.layernorm_forward(x, weight, bias, 1e-5, False)
+        made = norm_triton.layernorm_forward_quantized(x, weight, bias, 1e-5, False, spec, None, None)
+    _same(made[0], quantize(y, spec))
+    _same(made[1:], statistics)
+
+
+@runs_kernels
+@DTYPES
+@SHAPES
+@pytest.mark.parametrize("tiles", [BLOCK_1D, BLOCK_2D, FLOAT8, MXFP8], ids=["1d", "2d", "current", "mxfp8"])
+def test_a_cast_with_column_sums_gives_the_codes_of_the_cast(dtype, shape, tiles):
+    if tiles is MXFP8 and (INTERPRETED or shape[0] % 32 or shape[1] % 32):
+        pytest.skip("a format of whole blocks, with a kernel of its own")
+    if dtype is torch.float16 and shape != (257, 130):
+        pytest.skip("one shape shows that it is read as what it is")
+    x = torch.randn(shape, device=DEVICE).to(dtype)
+    spec = QuantizeSpec(tiles, E5M2, True, True, power_of_two=shape[0] % 2 == 0, epsilon=1e-4)
+    made, sums = dbias_module.quantize_with_dbias(x, spec, dtype)
+    _same(made, quantize(x, spec))
+    assert sums.dtype == dtype
+    _close_sums(sums, x)
+
+
+@runs_kernels
+@DTYPES
+@pytest.mark.parametrize("shape", [(1, 1), (3, 700), (256, 256), (100, 513), (700, 512)], ids=str)
+def test_sums_of_columns_are_those_of_double_precision(dtype, shape):
+    wide = torch.randn(shape[0], shape[1] + 8, device=DEVICE).to(dtype)
+    for x in (wide[:, :-8].contiguous(), wide[:, 8:], wide.t().contiguous().t()[:, 1:-7]):
+        assert x.shape == shape
+        _close_sums(sums_module._in_strips(x, torch.float32), x)
+
+
+def test_the_public_sum_takes_any_matrix(device):
+    for shape in ((0, 3), (4, 0), (5, 6), (300, 520)):
+        x = torch.randn(shape, device=device)
+        sums = column_sums(x, torch.float32)
+        torch.testing.assert_close(sums, x.double().sum(0).float(), rtol=1e-5, atol=1e-4)
+    integral = torch.ones(7, 3, device=device, dtype=torch.float64)
+    assert column_sums(integral, torch.float64).tolist() == [7.0] * 3
+
+
+def test_a_compiled_sum_is_the_eager_one(device):
+    x = torch.randn(70, 40, device=device).bfloat16()
+    compiled = torch.compile(column_sums, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x, torch.bfloat16), column_sums(x, torch.bfloat16))
+
+
+@runs_kernels
+@FORMATS
+def test_strided_inputs_give_the_codes_of_their_copies(tiles):
+    wide = torch.randn(140, 600, device=DEVICE).bfloat16()
+    spec = QuantizeSpec(tiles, E4M3, True, True, power_of_two=True)
+    for x in (wide[:, :512], wide[:, 1:257], wide.t()[:256].t(), wide[::2, :256]):
+        copy = x.clone(memory_format=torch.contiguous_format)
+        for name in ("gelu", "swiglu"):
+            actual = activation_triton.forward_quantized(name, x, PARAMS, spec, None, None)
+            _same(actual, activation_triton.forward_quantized(name, copy, PARAMS, spec, None, None))
+            dy = x[:, : x.shape[1] // 2] if name == "swiglu" else x
+            how = (PARAMS, spec, None, None, torch.float32)
+            actual, _ = activation_triton.backward_quantized(name, dy, x, *how)
+            expected, _ = activation_triton.backward_quantized(name, dy.clone(), copy, *how)
+            _same(actual, expected)
+        how = (torch.ones(x.shape[1], device=DEVICE), 1e-5, False, ROWS, None, None)
+        actual, _ = norm_triton.rmsnorm_forward_quantized(x, *how)
+        expected, _ = norm_triton.rmsnorm_forward_quantized(copy, *how)
+        _same(actual, expected)
+
+
+def _same_numbers(made, expected):
+    """NaN codes may differ in their sign."""
+    for a, b in zip(made[:4], expected[:4], strict=True):
+        if b is None:
+            assert a is None
+            continue
+        torch.testing.assert_close(a.float(), b.float(), rtol=0, atol=0, equal_nan=True)
+
+
+@runs_kernels
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 0.0])
+@FORMATS
+def test_strange_numbers_give_the_codes_of_the_separate_steps(bad, tiles):
+    x = torch.zeros(150, 200, device=DEVICE, dtype=torch.bfloat16)
+    x[3, 7] = bad
+    x[:, 150] = 3.0
+    spec = QuantizeSpec(tiles, E4M3, True, True)
+    made = activation_triton.forward_quantized("relu", x, PARAMS, spec, None, None)
+    expected = quantize(activation_triton.activation_forward("relu", x, PARAMS), spec)
+    _same_numbers(made, expected)
+    gamma = torch.full((200,), 2.0, device=DEVICE)
+    gamma[9] = float("inf")
+    beta = torch.full((200,), 100.0, device=DEVICE)
+    y = norm_triton.layernorm_forward(x, gamma, beta, 1e-5, False)[0]
+    made = norm_triton.layernorm_forward_quantized(x, gamma, beta, 1e-5, False, ROWS, None, None)[0]
+    _same_numbers(made, quantize(y, ROWS))
+
+
+@runs_kernels
+def test_a_gated_gradient_whose_halves_do_not_end_a_block_takes_two_steps():
+    spec = QuantizeSpec(BLOCK_1D, E4M3, True, True)
+    for width, fused in ((256, True), (128, False), (300, False)):
+        x = torch.randn(40, width, device=DEVICE).bfloat16()
+        assert activation_quantized.fuses_backward("swiglu", x, spec, None, True) == fused
+        assert activation_quantized.fuses_backward("gelu", x, spec, None, True)
+
+
+@runs_kernels
+@FORMATS
+def test_both_directions_take_two_steps_where_one_gains_nothing(tiles):
+    x = torch.randn(40, 256, device=DEVICE).bfloat16()
+    spec = QuantizeSpec(tiles, E4M3, True, True)
+    assert not activation_quantized.fuses_backward("swiglu", x, spec, None, False)
+    assert not norm_triton._fuses(x, spec, None)
+    made, statistic = norm_triton.rmsnorm_forward_quantized(
+        x, torch.ones(256, device=DEVICE), 1e-5, False, spec, None, None
+    )
+    y, expected = norm_triton.rmsnorm_forward(x, torch.ones(256, device=DEVICE), 1e-5, False)
+    _same(made, quantize(y, spec))
+    assert torch.equal(statistic, expected)
+    assert activation_quantized.fuses_backward("swiglu", x, ROWS, None, False)
+
+
+@pytest.mark.gpu
+def test_a_forced_reference_quantization_is_not_fused_away():
+    x = torch.randn(64, 64, device="cuda").bfloat16()
+    spec = QuantizeSpec(BLOCK_1D, E4M3)
+    assert activation_quantized.fuses(x, False, spec, None)
+    with use_backend(quantize="reference"):
+        assert not activation_quantized.fuses(x, False, spec, None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("columnwise", [False, True], ids=["rows", "both"])
+@pytest.mark.parametrize("tiles", [BLOCK_1D, FLOAT8], ids=["1d", "current"])
+def test_observers_hear_of_each_quantization_once(tiles, columnwise):
+    x = torch.randn(64, 256, device="cuda").bfloat16()
+    spec, seen = QuantizeSpec(tiles, E4M3, True, columnwise), []
+    with observing(lambda operation, request: seen.append(operation)):
+        norm_triton.rmsnorm_forward_quantized(x, x[0], 1e-5, False, spec, None, None)
+        activation_triton.forward_quantized("gelu", x, PARAMS, spec, None, None)
+        activation_triton.backward_quantized("gelu", x, x, PARAMS, spec, None, None, None)
+        activation_triton.backward_quantized("gelu", x, x, PARAMS, spec, None, None, torch.float32)
+        dbias_module.quantize_with_dbias(x, spec, torch.float32)
+    assert seen.count("quantize") == 5

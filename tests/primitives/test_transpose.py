@@ -1,0 +1,42 @@
+"""Transposed codes are the same bytes, whatever computes them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from transformer_engine.pytorch.primitives import transpose
+from transformer_engine.pytorch.primitives.transpose import transposed_codes
+
+DTYPES = (torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (16, 48), (63, 65), (130, 257), (0, 8), (2048, 4096)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_codes_only_move(shape, dtype, device):
+    codes = torch.randint(0, 256, shape, dtype=torch.uint8, device=device).view(dtype)
+    turned = transposed_codes(codes)
+    assert turned.dtype == dtype and turned.is_contiguous()
+    assert torch.equal(turned.view(torch.uint8), codes.view(torch.uint8).t())
+
+
+def test_a_view_is_transposed_like_its_copy(device):
+    codes = torch.randint(0, 256, (64, 96), dtype=torch.uint8, device=device)[:, 16:80]
+    assert torch.equal(transposed_codes(codes), codes.t())
+
+
+def test_a_graph_has_the_same_bytes(device):
+    codes = torch.randint(0, 256, (64, 96), dtype=torch.uint8, device=device)
+    torch._dynamo.reset()
+    compiled = torch.compile(transposed_codes, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(codes), codes.t())
+    fake = transpose._empty(codes)
+    assert (fake.shape, fake.dtype) == (codes.t().shape, codes.dtype)
+
+
+@pytest.mark.gpu
+def test_the_kernel_is_used_on_a_gpu(monkeypatch):
+    seen = []
+    monkeypatch.setattr(transpose, "_traceable", lambda codes: seen.append(codes) or codes)
+    transposed_codes(torch.zeros(32, 32, dtype=torch.uint8, device="cuda"))
+    assert len(seen) == 1

@@ -1,0 +1,272 @@
+"""FP8 codes in blocks of 128 of a result that a kernel makes itself: f(x), dx, dy with its column sums.
+
+The result [M, N] is rounded to its dtype in registers, a tile of 128 x 128 at a time, and goes through the steps of
+`block_cast`: codes and scales have the bits of separate steps, and the result itself is never stored. A tile's even
+and odd rows are computed apart: pairs of codes cross the shared memory as one word (see `tile`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from ..formats import ceil_div
+from . import tile
+from .activation import CURVES
+from .activation_cast import activated, gradients, store_column_sums
+from .block_cast import Blocks, tile_blocks, tile_square
+from .launch import Launch, Output, codes_dtype
+
+_WIDTH = 128
+_EXCHANGE_BYTES = 20 << 10  # 16 KiB of codes, and what reductions need
+WIDTH = tl.constexpr(_WIDTH)
+
+
+@triton.jit
+def _emit(
+    even, odd, codes, scale, codes_t, scale_t, M, K, first_m, first_k, half, k,
+    SQUARE: tl.constexpr, MAXIMUM: tl.constexpr, EPSILON: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    VALUE_FOR_INF: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    if SQUARE:
+        tile_square(
+            even, odd, codes, scale, codes_t, scale_t, M, K, first_m, first_k, half, k,
+            MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, PAIRS, EVEN,
+        )  # fmt: skip
+    else:
+        tile_blocks(
+            even, odd, codes, scale, codes_t, scale_t, M, K, first_m, first_k, half, k,
+            MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, PAIRS, EVEN,
+        )  # fmt: skip
+
+
+@triton.jit
+def forward_kernel(
+    x,
+    codes,
+    scale,
+    codes_t,
+    scale_t,
+    M,
+    width,
+    x_stride,
+    limit,
+    alpha,
+    offset,
+    CURVE: tl.constexpr,
+    GATED: tl.constexpr,
+    SQUARE: tl.constexpr,
+    MAXIMUM: tl.constexpr,
+    EPSILON: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    VALUE_FOR_INF: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BAND: tl.constexpr,
+    STAGES: tl.constexpr,
+    PAIRS: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """The tiles of y [M, width], shared out among the programs, which load STAGES of them ahead."""
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    tiles_n = tl.cdiv(width, WIDTH)
+    half = tl.arange(0, BLOCK_M // 2)
+    column = tl.arange(0, WIDTH)
+    for program in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), num_stages=STAGES):
+        tile_m, tile_n = tile.position(program, tiles_m, tiles_n, BAND)
+        first_m = (tile_m * BLOCK_M).to(tl.int64)
+        first_n = (tile_n * WIDTH).to(tl.int64)
+        even = activated(
+            x, M, width, x_stride, first_m, first_n, half * 2, column, limit, alpha, offset,
+            CURVE, GATED, EVEN,
+        )  # fmt: skip
+        odd = activated(
+            x, M, width, x_stride, first_m, first_n, half * 2 + 1, column, limit, alpha, offset,
+            CURVE, GATED, EVEN,
+        )  # fmt: skip
+        _emit(
+            even, odd, codes, scale, codes_t, scale_t, M, width, first_m, first_n, half, column,
+            SQUARE, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, PAIRS, EVEN,
+        )  # fmt: skip
+
+
+@triton.jit
+def backward_kernel(
+    dy,
+    x,
+    codes,
+    scale,
+    codes_t,
+    scale_t,
+    workspace,
+    M,
+    width,
+    dy_stride,
+    x_stride,
+    limit,
+    alpha,
+    offset,
+    CURVE: tl.constexpr,
+    GATED: tl.constexpr,
+    SQUARE: tl.constexpr,
+    MAXIMUM: tl.constexpr,
+    EPSILON: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    VALUE_FOR_INF: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BAND: tl.constexpr,
+    STAGES: tl.constexpr,
+    PAIRS: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """The tiles of dx [M, width], and when gated the one of [M, 2 * width] beside each; "identity": dx = dy.
+
+    workspace [tiles of rows, columns]: the sums over a tile's rows.
+    """
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    tiles_n = tl.cdiv(width, WIDTH)
+    half = tl.arange(0, BLOCK_M // 2)
+    column = tl.arange(0, WIDTH)
+    columns = 2 * width if GATED else width
+    for program in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), num_stages=STAGES):
+        tile_m, tile_n = tile.position(program, tiles_m, tiles_n, BAND)
+        first_m = (tile_m * BLOCK_M).to(tl.int64)
+        first_n = (tile_n * WIDTH).to(tl.int64)
+        even, even_b = gradients(
+            dy, x, M, width, dy_stride, x_stride, first_m, first_n, half * 2, column,
+            limit, alpha, offset, CURVE, GATED, EVEN,
+        )  # fmt: skip
+        odd, odd_b = gradients(
+            dy, x, M, width, dy_stride, x_stride, first_m, first_n, half * 2 + 1, column,
+            limit, alpha, offset, CURVE, GATED, EVEN,
+        )  # fmt: skip
+        _emit(
+            even, odd, codes, scale, codes_t, scale_t, M, columns, first_m, first_n, half, column,
+            SQUARE, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, PAIRS, EVEN,
+        )  # fmt: skip
+        if workspace is not None:
+            sums = even.to(tl.float32) + odd.to(tl.float32)
+            store_column_sums(workspace, sums, tile_m, columns, first_n, column, width)
+        if GATED:
+            _emit(
+                even_b, odd_b, codes, scale, codes_t, scale_t, M, columns, first_m, first_n + width, half,
+                column, SQUARE, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, PAIRS, EVEN,
+            )  # fmt: skip
+            if workspace is not None:
+                sums = even_b.to(tl.float32) + odd_b.to(tl.float32)
+                store_column_sums(workspace + width, sums, tile_m, columns, first_n, column, width)
+
+
+class Machine(NamedTuple):
+    """Multiprocessors, bytes of shared memory a program may have, and bytes read for one element of a tile."""
+
+    processors: int
+    shared_memory: int
+    bytes_read: int
+
+
+class Plan(NamedTuple):
+    """How a kernel is started.
+
+    resident   programs a multiprocessor that share the tiles out; 0: a program for every tile
+    stages     tiles whose loads are under way at once; only whole tiles can be loaded ahead
+    band       rows of tiles that are gone through together
+    """
+
+    warps: int
+    resident: int
+    stages: int
+    band: int = 4
+
+
+def forward(
+    name: str,
+    gated: bool,
+    shape: tuple[int, int],
+    x_stride: int,
+    constants: tuple[float, float, float],
+    blocks: Blocks,
+    machine: Machine,
+    plan: Plan | None = None,
+) -> Launch:
+    """Inputs: x [M, width] or [M, 2 * width]; outputs: codes, scale, codes_t, scale_t of f(x) [M, width]."""
+    plan = plan or _plan(name, blocks)
+    tiling, grid = _tiling(shape, blocks, machine, plan)
+    scalars = (*shape, x_stride, *constants)
+    fixed = (CURVES[name], gated, blocks.square, *blocks.steps, *tiling)
+    return Launch(forward_kernel, grid, _outputs(shape, blocks), scalars, fixed, plan.warps)
+
+
+def backward(
+    name: str,
+    gated: bool,
+    shape: tuple[int, int],
+    strides: tuple[int, int],
+    constants: tuple[float, float, float],
+    blocks: Blocks,
+    sums_columns: bool,
+    machine: Machine,
+    plan: Plan | None = None,
+) -> Launch:
+    """Inputs: dy [M, width] and x, of these strides; outputs: codes, scale, codes_t, scale_t of dx [M, N], and
+    float32 sums [tiles of rows, N] of its columns, if asked for.
+
+    N is 2 * width when gated, and width then a multiple of 128. "identity": x is None, dx is dy.
+    """
+    rows, width = shape
+    assert not gated or width % _WIDTH == 0, "a block would reach from the gate's gradient into the other"
+    plan = plan or _plan(name, blocks)
+    tiling, grid = _tiling(shape, blocks, machine, plan)
+    columns = 2 * width if gated else width
+    sums = Output((ceil_div(rows, tiling[0]), columns), "float32") if sums_columns else None
+    outputs = (*_outputs((rows, columns), blocks), sums)
+    curve = "identity" if name == "identity" else CURVES[name]
+    fixed = (curve, gated, blocks.square, *blocks.steps, *tiling)
+    return Launch(backward_kernel, grid, outputs, (*shape, *strides, *constants), fixed, plan.warps)
+
+
+def _outputs(shape: tuple[int, int], blocks: Blocks) -> tuple[Output | None, ...]:
+    rows, depth = shape
+    dtype = codes_dtype(blocks.element)
+    tiles_m, tiles_k = ceil_div(rows, _WIDTH), ceil_div(depth, _WIDTH)
+    by_rows = Output((rows, depth), dtype)
+    by_columns = Output((depth, rows), dtype) if blocks.columnwise else None
+    if blocks.square:
+        scale_t = Output((tiles_k, tiles_m), "float32") if blocks.columnwise else None
+        return by_rows, Output((tiles_m, tiles_k), "float32"), by_columns, scale_t
+    scale_t = Output((tiles_m, depth), "float32", transposed=True) if blocks.columnwise else None
+    return by_rows, Output((tiles_k, rows), "float32", transposed=True), by_columns, scale_t
+
+
+def _tiling(
+    shape: tuple[int, int], blocks: Blocks, machine: Machine, plan: Plan
+) -> tuple[tuple[int, int, int, bool, bool], tuple[int, int, int]]:
+    """(rows of a tile, band, stages, even number of rows?, whole tiles?) and the grid."""
+    rows, width = shape
+    block_m = _WIDTH if blocks.columnwise or blocks.square else 32
+    even = rows % block_m == 0 and width % _WIDTH == 0
+    tiles = ceil_div(rows, block_m) * ceil_div(width, _WIDTH)
+    programs = min(plan.resident * machine.processors, tiles) if plan.resident else tiles
+    # A stage but the one that is computed lies in the shared memory, which also takes the codes to be transposed.
+    room = (machine.shared_memory - _EXCHANGE_BYTES) // (block_m * _WIDTH * machine.bytes_read)
+    stages = max(1, min(plan.stages, room + 1)) if even else 1
+    return (block_m, plan.band, stages, rows % 2 == 0, even), (programs, 1, 1)
+
+
+# H200, 8192 x 14336 bfloat16, both directions, ms; tiles are shared out among few programs that load the next ones
+# ahead. f(x), SwiGLU and GELU: this plan 0.266 and 0.250, with two stages 0.331 and 0.333, with 16 warps 0.342 and
+# 0.330 (of 128 registers, fewer than a tile needs), a program a tile 0.395 and 0.340, two programs of 4 warps 0.428 and
+# 0.263; separate steps 0.301 and 0.255. dx with its column sums: 0.676 and 0.367, with 16 warps 0.960 and 0.510, with
+# 4 warps 1.253 and 0.620; separate steps 0.696 and 0.392.
+_BOTH = Plan(8, 1, 3)
+# dy itself with its column sums: 0.160, with 8 warps 0.237, with two stages 0.190; separate steps 0.225.
+_IDENTITY = Plan(4, 2, 3)
+# Tiles of 32 rows, several programs a processor. f(x) of SwiGLU and GELU: 0.190 and 0.168; separate steps 0.252, 0.204.
+_ROWS = Plan(8, 0, 1)
+
+
+def _plan(name: str, blocks: Blocks) -> Plan:
+    if not (blocks.columnwise or blocks.square):
+        return _ROWS
+    return _IDENTITY if name == "identity" else _BOTH

@@ -1,0 +1,84 @@
+"""sums [N] of the columns of x [M, N], and max|x| from the same read: gradients of biases beside a scale."""
+
+from __future__ import annotations
+
+import functools
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from ..formats import ceil_div
+from .activation_cast import store_column_sums
+from .launch import Launch, Output
+from .norm import known_maximum, record_maximum
+from .rounding import magnitude_bits
+
+
+@triton.jit
+def column_sums_kernel(
+    x,
+    amax,
+    workspace,
+    M,
+    N,
+    stride,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    TILES: tl.constexpr,
+    STAGES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """workspace [strips, N] of strips of BLOCK_M * TILES rows; amax, if given, keeps the larger of itself and max|x|.
+
+    OVERLAPS: a cast of the same x follows, which may start early and reads the end of x first.
+    """
+    if OVERLAPS:
+        gdc_launch_dependents()
+    known = known_maximum(amax)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    strip = tl.program_id(0) // tiles_n
+    row = tl.arange(0, BLOCK_M)
+    column = tl.arange(0, BLOCK_N)
+    first_n = (tl.program_id(0) % tiles_n * BLOCK_N).to(tl.int64)
+    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    greatest = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
+    for index in tl.range(TILES, num_stages=STAGES):
+        first_m = (strip * TILES + index).to(tl.int64) * BLOCK_M
+        pointers = x + (first_m * stride + first_n) + (row[:, None] * stride + column[None, :])
+        if EVEN:
+            values = tl.load(pointers)
+        else:
+            inside = (first_m + row < M)[:, None] & (first_n + column < N)[None, :]
+            values = tl.load(pointers, mask=inside, other=0.0)
+        sums += values.to(tl.float32)
+        if amax is not None:
+            greatest = tl.maximum(greatest, magnitude_bits(values))
+    store_column_sums(workspace, sums, strip, N, first_n, column, N)
+    if amax is not None:
+        record_maximum(amax, tl.max(greatest), known)
+
+
+@functools.lru_cache(maxsize=1024)
+def column_sums(shape: tuple[int, int], stride: int, *, overlaps: bool = False) -> Launch:
+    """Inputs: x [M, N] whose rows lie stride apart, amax float32 [1] | None; output: float32 sums [strips, N].
+
+    overlaps: what is queued next is `cast.cast(follows=True)` of the same x.
+    """
+    rows, columns = shape
+    block_m, block_n = _TILE
+    tiles_n = ceil_div(columns, block_n)
+    # As many tiles a program as leave four programs or more to each of 132 processors.
+    tiles = max(1, min(8, ceil_div(rows, block_m) * tiles_n // 528))
+    strips = ceil_div(rows, block_m * tiles)
+    even = rows % (block_m * tiles) == 0 and columns % block_n == 0
+    constants = (block_m, block_n, tiles, 3 if even and tiles > 1 else 1, overlaps, even)
+    outputs = (Output((strips, columns), "float32"),)
+    grid = (strips * tiles_n, 1, 1)
+    return Launch(column_sums_kernel, grid, outputs, (rows, columns, stride), constants, warps=8)
+
+
+# H200, 8192 x 14336 bfloat16, ms, without and with the maximum: 0.073 and 0.085; 32 x 512 0.073 and 0.085, 32 x 256
+# 0.084 and 0.093, 32 x 128 0.083 and 0.085, 16 x 256 0.110 and 0.121. torch's sum: 0.078.
+_TILE = (64, 256)

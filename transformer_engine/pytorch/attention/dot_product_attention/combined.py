@@ -1,0 +1,68 @@
+"""q, k, v as FP8 codes of one scale, whatever the layout in which they share memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...tensor.float8_tensor import (
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    Float8Tensor,
+    Float8TensorStorage,
+)
+
+_FORMATS = ("sbhd", "bshd", "thd")
+
+
+def combine_and_quantize(
+    qkv_layout: str, q: Tensor, k: Tensor, v: Tensor, qkv_quantizer: Any
+) -> tuple[Float8Tensor, Float8Tensor, Float8Tensor]:
+    """(q, k, v) as Float8Tensors with the scale that their values have together.
+
+    qkv_layout      "sbhd_sbhd_sbhd", "bs3hd", "thd_t2hd", ..: tensors that share a buffer share one of codes too
+    qkv_quantizer   delayed scaling: its scale, and it records the largest of the three; current scaling: one amax
+    Raises TypeError for a quantizer of another format, whose scales belong to blocks: quantize the three one by one.
+    """
+    if not isinstance(qkv_quantizer, Float8Quantizer | Float8CurrentScalingQuantizer):
+        raise TypeError(
+            f"{type(qkv_quantizer).__name__} has no one scale for three tensors; call it on q, k and v one by one"
+        )
+    shared, axis = _sharing(qkv_layout)
+    tensors = (q, k, v)
+    alone = tensors[: 3 - shared]
+    buffers = [*alone, torch.stack(tensors[3 - shared :], dim=axis)] if shared else list(alone)
+    flat = torch.cat([x.reshape(-1) for x in buffers])[None]
+    storage = qkv_quantizer.encode(flat, True, False)
+    assert isinstance(storage, Float8TensorStorage) and storage._data is not None
+    codes = [
+        part.view(x.shape)
+        for part, x in zip(storage._data[0].split([x.numel() for x in buffers]), buffers, strict=True)
+    ]
+    if shared:
+        codes[-1:] = codes[-1].unbind(axis)
+    made = [_tensor(part, storage, x.dtype) for part, x in zip(codes, tensors, strict=True)]
+    return made[0], made[1], made[2]
+
+
+def _tensor(codes: Tensor, storage: Float8TensorStorage, dtype: torch.dtype) -> Float8Tensor:
+    constants = {**storage.constants(), "dtype": dtype}
+    return Float8Tensor.from_storage(Float8TensorStorage(codes, storage._scale_inv, **constants))
+
+
+def _sharing(qkv_layout: str) -> tuple[int, int]:
+    """(how many of the three share a buffer: 3, 2 or 0; the axis of that number, counted from the end)."""
+    for tensor_format in _FORMATS:
+        for packed, axis in ((tensor_format[:-2] + "{n}hd", -3), (tensor_format[:-2] + "h{n}d", -2)):
+            if qkv_layout == packed.format(n=3):
+                return 3, axis
+            if qkv_layout == f"{tensor_format}_{packed.format(n=2)}":
+                return 2, axis
+    parts = qkv_layout.split("_")
+    if len(parts) == 3 and all(part in _FORMATS for part in parts):
+        return 0, -3
+    raise ValueError(
+        f"qkv_layout={qkv_layout!r} is no layout of three tensors; give for example 'bshd_bshd_bshd'"
+    )

@@ -1,0 +1,103 @@
+"""Token ids, labels and positions of packed sequences, padded so that ranks can share them, and a rank's part.
+
+This is work of a data loader: lengths are read on the host.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .partition import partitioned_indices
+
+
+def pad_thd_sequences_for_cp(
+    input_ids: Tensor,
+    labels: Tensor,
+    cu_seqlens: Tensor,
+    divisibility_factor: int,
+    padding_token_id: int = 0,
+    padding_label_id: int = -100,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(input_ids, labels, cu_seqlens), every sequence padded behind to a multiple of divisibility_factor.
+
+    input_ids, labels     [t] or [1, t], packed
+    cu_seqlens            [b + 1], bounds of the sequences
+    divisibility_factor   2 * (ranks), so that each rank gets two equal chunks of every sequence
+    """
+    lengths, padded = _padded_lengths(cu_seqlens, divisibility_factor)
+    tokens = int(lengths.sum())
+    for name, ids in (("input_ids", input_ids), ("labels", labels)):
+        if ids.shape[-1] != tokens or ids.numel() != tokens:
+            raise ValueError(
+                f"{name} is {list(ids.shape)}, cu_seqlens bounds {tokens} tokens; give [t] or [1, t]"
+            )
+    where = _front_of_each(lengths, padded)
+    total = int(padded.sum())
+    made = []
+    for ids, filler in ((input_ids, padding_token_id), (labels, padding_label_id)):
+        wide = ids.new_full((*ids.shape[:-1], total), filler)
+        wide[..., where.to(ids.device)] = ids
+        made.append(wide)
+    return made[0], made[1], _bounds(padded, cu_seqlens)
+
+
+def generate_positional_ids_for_cp(
+    cu_seqlens: Tensor, divisibility_factor: int, dtype: torch.dtype = torch.long
+) -> Tensor:
+    """[t] positions 0, 1, .. in each sequence, padded to a multiple of divisibility_factor, the padding counted on."""
+    _, padded = _padded_lengths(cu_seqlens, divisibility_factor)
+    starts = torch.repeat_interleave(padded.cumsum(0) - padded, padded)
+    return (torch.arange(int(padded.sum())) - starts).to(cu_seqlens.device, dtype)
+
+
+def get_batch_on_this_cp_rank(
+    cu_seqlens_padded: Tensor,
+    input_ids_padded: Tensor,
+    labels_padded: Tensor,
+    position_ids_padded: Tensor,
+    cp_group: Any = None,
+    qvk_format: str = "thd",
+    cp_rank: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(input_ids, labels, position_ids), each [.., t / ranks]: the tokens that a rank holds.
+
+    The three are [t] or [1, t], padded as `pad_thd_sequences_for_cp` pads them. Without a group and without
+    torch.distributed there is one rank, which holds all. cp_rank: the rank, when it is not this process's in cp_group.
+    Packed sequences only: ValueError for another qvk_format.
+    """
+    if qvk_format != "thd":
+        raise ValueError(f"qvk_format={qvk_format!r}: only packed sequences are cut here; give 'thd'")
+    size = 1
+    if cp_group is not None or torch.distributed.is_initialized():
+        size = torch.distributed.get_world_size(group=cp_group)
+    if size <= 1:
+        return input_ids_padded, labels_padded, position_ids_padded
+    rank = torch.distributed.get_rank(group=cp_group) if cp_rank is None else cp_rank
+    tokens = input_ids_padded.shape[-1]
+    held = partitioned_indices(cu_seqlens_padded, tokens, size, rank)
+    ids, labels, positions = (
+        x.index_select(-1, held.to(x.device)) for x in (input_ids_padded, labels_padded, position_ids_padded)
+    )
+    return ids, labels, positions
+
+
+def _padded_lengths(cu_seqlens: Tensor, multiple: int) -> tuple[Tensor, Tensor]:
+    """Lengths on the host, and lengths rounded up."""
+    if multiple < 1:
+        raise ValueError(f"divisibility_factor={multiple} is no divisor; give 2 * (ranks)")
+    bounds = cu_seqlens.cpu().long()
+    lengths = bounds[1:] - bounds[:-1]
+    return lengths, (lengths + multiple - 1) // multiple * multiple
+
+
+def _front_of_each(lengths: Tensor, padded: Tensor) -> Tensor:
+    """Where the tokens of packed sequences lie when each has its padding behind it."""
+    gaps = torch.repeat_interleave((padded - lengths).cumsum(0) - (padded - lengths), lengths)
+    return torch.arange(int(lengths.sum())) + gaps
+
+
+def _bounds(lengths: Tensor, like: Tensor) -> Tensor:
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(like.device, like.dtype)

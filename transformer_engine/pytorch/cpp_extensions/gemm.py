@@ -1,0 +1,142 @@
+"""general_gemm and general_grouped_gemm: products of a layer by the name of their layout, and default arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import transformer_engine_torch as tex
+
+from ..primitives.gemm.cublaslt_library import WORKSPACE_BYTES
+
+# (transpose of A, transpose of B); see transformer_engine_torch.generic_gemm.
+LAYOUTS = {"TN": (True, False), "NN": (False, False), "NT": (False, True)}
+
+
+def get_cublas_workspace_size_bytes() -> int:
+    """Bytes of scratch memory that a product of cuBLASLt may use."""
+    return WORKSPACE_BYTES
+
+
+def general_gemm(
+    A: Any,
+    B: Any,
+    out_dtype: torch.dtype | None = None,
+    quantization_params: Any = None,
+    gelu: bool = False,
+    gelu_in: Tensor | None = None,
+    alpha: float = 1.0,
+    beta: float | None = None,
+    accumulate: bool = False,
+    layout: str = "TN",
+    out: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_split_accumulator: bool = False,
+    grad: bool = False,
+    ub: Any = None,
+    ub_type: Any = None,
+    extra_output: Tensor | None = None,
+    bulk_overlap: bool = False,
+    workspace: Tensor | None = None,
+) -> tuple[Any, Tensor | None, Tensor | None, None]:
+    """(out, bias gradient, GELU's input, None) of plain or quantized matrices.
+
+    layout   "TN": out [M, N] = B [M, K] A[N, K].T;  "NN": out [M, K] = B [M, N] A [N, K];
+             "NT": out [N, K] = B[M, N].T A [M, K]
+    quantization_params   a quantizer of the result
+    The others are those of transformer_engine_torch.generic_gemm; ub and what belongs to it are refused.
+    """
+    trans_a, trans_b = _transposes(layout)
+    done = tex.generic_gemm(
+        A,
+        trans_a,
+        B,
+        trans_b,
+        out,
+        quantization_params,
+        out_dtype,
+        bias,
+        None,
+        bool(gelu),
+        gelu_in,
+        grad,
+        workspace,
+        0,
+        accumulate,
+        use_split_accumulator,
+        comm_overlap=ub,
+        comm_type=ub_type,
+        extra_output=extra_output,
+        bulk_overlap=bulk_overlap,
+        alpha=alpha,
+        beta=beta,
+    )
+    return done[0], done[1], done[2], done[3]
+
+
+def general_grouped_gemm(
+    A: Sequence[Any],
+    B: Sequence[Any],
+    out: Sequence[Tensor],
+    quantization_params: Sequence[Any] | None = None,
+    out_dtype: torch.dtype | None = None,
+    layout: str = "TN",
+    m_splits: Sequence[int] | None = None,
+    gelu: bool = False,
+    grad: bool = False,
+    accumulate: bool = False,
+    bias: Sequence[Tensor] | None = None,
+    use_bias: bool = False,
+    use_split_accumulator: bool = False,
+    D_dtype: torch.dtype | None = None,
+    single_output: bool = False,
+) -> tuple[Sequence[Tensor], Sequence[Tensor | None] | None, list[Tensor] | None]:
+    """(out, bias gradients or the biases, GELU's inputs): the products of A[i] and B[i] in the layout of general_gemm.
+
+    out             written: a tensor for each product, or with single_output one [sum of m_splits, ..]
+    bias, use_bias  forward: [N] of each product. With grad=True the gradients of the biases are computed, in their
+                    dtype or that of out
+    out_dtype and D_dtype are accepted: results have the dtype of out. quantization_params must be None.
+    """
+    trans_a, trans_b = _transposes(layout)
+    if quantization_params is not None and any(q is not None for q in quantization_params):
+        raise NotImplementedError("quantization_params: results are written plain; quantize them afterwards")
+    if gelu and grad:
+        raise NotImplementedError("gelu=True with grad=True; multiply by GELU's derivative afterwards")
+    if use_bias and bias is None:
+        if not grad:
+            raise ValueError("use_bias=True needs bias, one [N] for each product")
+        bias = [out[0].new_empty(B[0].shape[-1]) for _ in B]
+    before = None
+    if gelu:
+        parts = out[0].split(list(m_splits or ())) if single_output else out
+        before = [torch.empty_like(part) for part in parts]
+    gradients = tex.te_general_grouped_gemm(
+        A,
+        trans_a,
+        B,
+        trans_b,
+        out,
+        D_dtype or out_dtype,
+        m_splits,
+        bias if use_bias else None,
+        None,
+        single_output,
+        before,
+        grad,
+        None,
+        0,
+        accumulate,
+        use_split_accumulator,
+        0,
+    )
+    return out, gradients if grad and use_bias else bias, before
+
+
+def _transposes(layout: str) -> tuple[bool, bool]:
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout={layout!r} does not exist; choose one of {', '.join(LAYOUTS)}")
+    return LAYOUTS[layout]

@@ -1,0 +1,186 @@
+"""GELU, its gradient and FP8 results inside cuBLASLt's product, for what the library's documentation lists.
+
+Sources: cuBLAS documentation, cublasLtMatmul, cublasLtMatmulDescAttributes_t and cublasLtEpilogue_t. An activation's
+input lies in memory in the result's dtype, its rows a multiple of 8 elements apart. An FP8 result is that of FP8
+operands with tensor scales, E5M2 only where an operand is; with p the float32 product, its bias added, the codes are
+p times the scale, saturated, and the maximum is that of |p|.
+
+Matrices at addresses that are no multiples of 256 bytes (parts of larger tensors) have a plan for their own alignment,
+down to 16 bytes; below that, or where the library has no algorithm for it, the parts are computed apart.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....common.dispatch import Backend
+from ....common.formats import FLOAT8, Element
+from ..operand import Operand
+from ..quantize import torch_dtype
+from . import composed, cublaslt
+from .cublaslt_plan import Attached, NoAlgorithm, Plan, plan_for
+from .cublaslt_problem import ALIGNMENT, Problem
+from .fused_request import CODES, GELU, GELU_GRADIENT, FusedRequest
+from .request import Epilogue
+
+_SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+_AUX_ROWS = 8  # elements that the leading extent of an activation's input is a multiple of
+_LEAST_ALIGNMENT = 16  # bytes; rows of 8 elements of 16 bits keep it, and FP8 products ask for it
+
+
+def refuses(request: FusedRequest) -> str | None:
+    if request.forced is not None:
+        return request.forced
+    reason = cublaslt.static_refusal(request.product)
+    if reason is None:
+        reason = _refuses_codes(request) if request.kind == CODES else _refuses_activation(request)
+    if reason is not None or torch.compiler.is_compiling():
+        return reason
+    try:
+        plan_of(request)
+    except NoAlgorithm as error:
+        return str(error)
+    return None
+
+
+def _refuses_activation(request: FusedRequest) -> str | None:
+    product = request.product
+    if product.dtype not in _SIXTEEN_BITS:
+        return f"the result is {product.dtype}; the activation's input is kept in bfloat16 or float16"
+    if product.a_format not in (None, FLOAT8):
+        return f"{product.a_format.name} operands; cuBLASLt adds no activation to products of block scales"  # pyright: ignore
+    if product.n % _AUX_ROWS:
+        return (
+            f"N={product.n} is not a multiple of {_AUX_ROWS}, which rows of an activation's input have to be"
+        )
+    if request.x is None:
+        return None
+    if product.a_format is not None:
+        # [8192, 4096] x [4096, 14336] on an H200: 1.57 ms with fast accumulation and 1.65 without it, where the
+        # product takes 0.64 or 0.73 and the kernel after it 0.17.
+        return "cuBLASLt's FP8 product with the gradient of GELU takes twice as long as a product and a kernel after it"
+    if request.dtype != product.dtype:
+        return f"the activation's input is {request.dtype} and the result {product.dtype}; it takes one dtype"
+    if not request.x.row_major or request.x.stride == 0 or request.x.stride % _AUX_ROWS:
+        return f"the rows of the activation's input are not contiguous or not a multiple of {_AUX_ROWS} apart"
+    return None
+
+
+def _refuses_codes(request: FusedRequest) -> str | None:
+    product = request.product
+    if product.a_format != FLOAT8:
+        return "FP8 results are those of FP8 operands with one scale a tensor"
+    if request.dtype == torch.float8_e5m2 not in (product.a_element, product.b_element):
+        return "it writes E5M2 only where one of the operands is E5M2"
+    return None
+
+
+def plan_of(request: FusedRequest) -> Plan:
+    """The plan of a request without a static refusal; NoAlgorithm where the library has none."""
+    return plan_for(problem_of(request))
+
+
+def problem_of(request: FusedRequest) -> Problem:
+    """The product's problem with its activation, or with an FP8 result."""
+    problem, product = cublaslt.problem_of(request.product), request.product
+    if request.kind == GELU:
+        kept = {"activation": "GELU_AUX", "aux_leading": product.n} if request.second else {}
+        return problem._replace(**{"activation": "GELU", **kept})
+    if request.kind == GELU_GRADIENT:
+        assert request.x is not None
+        # Without the row sum that DGELU_BGRAD adds: with it the same product takes 2.11 ms instead of 1.34, and the
+        # kernel that sums the rows afterwards 0.09.
+        return problem._replace(activation="DGELU", aux_leading=request.x.stride)
+    assert request.dtype is not None
+    addend = product.dtype if product.dtype in _SIXTEEN_BITS else torch.bfloat16
+    return problem._replace(result=request.dtype, addend=addend, amax=request.second)
+
+
+def run(request: FusedRequest) -> Callable[..., Any]:
+    """What computes the request: called with the arguments of `composed`'s function of the same kind."""
+    return functools.partial(_KINDS[request.kind], plan_of(request), request.second)
+
+
+def _gelu(
+    plan: Plan, keeps: bool, a: Operand, b: Operand, epilogue: Epilogue
+) -> tuple[Tensor, Tensor | None]:
+    bias = _bias(epilogue)
+    aligned = _aligned(plan, a, b, bias)
+    if aligned is None:
+        return composed.gelu(keeps, a, b, epilogue)
+    out = _result(plan, epilogue.dtype, a)
+    x = torch.empty_like(out) if keeps else None
+    aligned.run_attached(a, b, out, Attached(bias, x))
+    return out, x
+
+
+def _gelu_gradient(plan: Plan, second: bool, a: Operand, b: Operand, epilogue: Epilogue, x: Tensor) -> Tensor:
+    aligned = _aligned(plan, a, b, x)
+    if aligned is None:
+        return composed.gelu_gradient(second, a, b, epilogue, x)
+    out = _result(plan, epilogue.dtype, a)
+    aligned.run_attached(a, b, out, Attached(aux=x))
+    return out
+
+
+def _codes(
+    plan: Plan,
+    records: bool,
+    a: Operand,
+    b: Operand,
+    epilogue: Epilogue,
+    element: Element,
+    scale: Tensor,
+    record: Tensor | None,
+) -> Tensor:
+    bias = _bias(epilogue)
+    aligned = _aligned(plan, a, b, bias)
+    if aligned is None:
+        return composed.codes(records, a, b, epilogue, element, scale, record)
+    out = _result(plan, torch_dtype(element), a)
+    # "Set to the maximum on completion": zero before, it is the maximum whether the library writes or raises it.
+    amax = None if record is None else torch.zeros(1, dtype=torch.float32, device=out.device)
+    aligned.run_attached(a, b, out, Attached(bias, None, scale, amax))
+    if record is not None:
+        torch.maximum(record, amax, out=record)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    return out
+
+
+_KINDS: dict[str, Callable[..., Any]] = {GELU: _gelu, GELU_GRADIENT: _gelu_gradient, CODES: _codes}
+
+
+def _result(plan: Plan, dtype: torch.dtype, a: Operand) -> Tensor:
+    return torch.empty((plan.problem.n, plan.problem.m), dtype=dtype, device=a.codes.device)
+
+
+def _bias(epilogue: Epilogue) -> Tensor | None:
+    """The bias as the library reads it: in the result's 16 bits, bfloat16 for a float32 one."""
+    bias = epilogue.bias
+    if bias is None:
+        return None
+    dtype = epilogue.dtype if epilogue.dtype in _SIXTEEN_BITS else torch.bfloat16
+    return bias if bias.dtype == dtype else bias.to(dtype)
+
+
+def _aligned(plan: Plan, a: Operand, b: Operand, other: Tensor | None) -> Plan | None:
+    """The plan for where the matrices lie: this one, another one where they are aligned to less, or None."""
+    joined = a.codes.data_ptr() | b.codes.data_ptr()
+    if other is not None:
+        joined |= other.data_ptr()
+    if not joined & (ALIGNMENT - 1):
+        return plan
+    alignment = joined & -joined
+    if alignment < _LEAST_ALIGNMENT:
+        return None
+    try:
+        return plan_for(plan.problem._replace(alignment=alignment))
+    except NoAlgorithm:
+        return None
+
+
+BACKEND: Backend[FusedRequest] = Backend("cublaslt", run, refuses)

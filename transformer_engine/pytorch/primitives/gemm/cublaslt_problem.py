@@ -1,0 +1,138 @@
+"""D [N, M] = epilogue(left [N, K] @ right [K, M]) as data, and the descriptor that tells cuBLASLt of its operation.
+
+A row-major result [M, N] = a [M, K] @ b [N, K].T is, read column by column, b @ a.T: b is cuBLASLt's left matrix,
+a its right one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+
+from . import cublaslt_library as library
+
+ALIGNMENT = 256  # bytes; the most that an algorithm asks of a pointer
+SCALAR = 0  # cublasLtMatmulMatrixScale_t SCALAR_32F
+NO_SCALE = -1
+NO_BIAS = -1
+
+# What an operation is told an address of, in the order of `Descriptor.pointers`.
+POINTERS = (
+    "A_SCALE_POINTER",
+    "B_SCALE_POINTER",
+    "BIAS_POINTER",
+    "EPILOGUE_AUX_POINTER",
+    "D_SCALE_POINTER",
+    "AMAX_D_POINTER",
+)
+
+
+class Problem(NamedTuple):
+    """One product as cuBLASLt sees it; equal problems share a plan.
+
+    *_transposed    the matrix is the transpose of what lies in memory column by column
+    *_leading       elements between its columns in memory
+    *_scale         cublasLtMatmulMatrixScale_t, NO_SCALE for an unquantized matrix
+    bias            cudaDataType_t of the bias, or NO_BIAS
+    alignment       bytes, a power of two up to 256: every pointer to a matrix is a multiple of it
+    activation      "GELU", "GELU_AUX" or "DGELU" of cublasLtEpilogue_t, "" without one
+    aux_leading     elements between the columns of the activation's input, 0 where it is not in memory
+    addend          dtype of C, which has no values, where the result is FP8
+    amax            the maximum of the unscaled result's absolute values is written too
+    """
+
+    device: int
+    m: int
+    n: int
+    k: int
+    left: torch.dtype
+    right: torch.dtype
+    result: torch.dtype
+    left_transposed: bool
+    right_transposed: bool
+    left_leading: int
+    right_leading: int
+    result_leading: int
+    left_scale: int
+    right_scale: int
+    bias: int
+    accumulate: bool
+    fast: bool
+    tf32: bool
+    alignment: int = ALIGNMENT
+    activation: str = ""
+    aux_leading: int = 0
+    addend: torch.dtype | None = None
+    amax: bool = False
+
+    @property
+    def key(self) -> str:
+        """The problem without the device, as text: what a choice of algorithm is stored under."""
+        return ",".join(_text(x) for x in self[1:])
+
+    @property
+    def reads(self) -> tuple[bool, ...]:
+        """Which of POINTERS the operation has."""
+        return (
+            self.left_scale != NO_SCALE,
+            self.right_scale != NO_SCALE,
+            self.bias != NO_BIAS,
+            self.aux_leading != 0,
+            self.addend is not None,
+            self.amax,
+        )
+
+    @property
+    def epilogue(self) -> str:
+        """The name in cublasLtEpilogue_t."""
+        if self.bias == NO_BIAS:
+            return self.activation or "DEFAULT"
+        return f"{self.activation}_BIAS" if self.activation else "BIAS"
+
+
+def _text(field: torch.dtype | int | str | None) -> str:
+    return f"{field:d}" if isinstance(field, int) else str(field).removeprefix("torch.")
+
+
+class Descriptor(NamedTuple):
+    """A cublasLtMatmulDesc_t, and host memory for the addresses it is given, in the order of POINTERS."""
+
+    handle: int
+    pointers: array[int]
+    address: int
+
+
+def make_descriptor(lib: ModuleType, problem: Problem, attributes: tuple[int, ...]) -> Descriptor:
+    """The operation of a problem; attributes are the numbers of POINTERS."""
+    p, names = problem, lib.MatmulDescAttribute
+    compute = library.COMPUTE_TF32 if p.tf32 else library.COMPUTE_FLOAT32
+    operation = lib.matmul_desc_create(compute, library.DATA_TYPES[torch.float32])
+    settings: dict[int, ctypes._SimpleCData] = {
+        names.TRANSA: ctypes.c_int32(p.left_transposed),
+        names.TRANSB: ctypes.c_int32(p.right_transposed),
+    }
+    if p.fast:
+        settings[names.FAST_ACCUM] = ctypes.c_int8(1)
+    if p.epilogue != "DEFAULT":
+        settings[names.EPILOGUE] = ctypes.c_uint32(int(lib.Epilogue[p.epilogue]))
+    if p.bias != NO_BIAS:
+        settings[names.BIAS_DATA_TYPE] = ctypes.c_int32(p.bias)
+    if p.aux_leading:
+        settings[names.EPILOGUE_AUX_LD] = ctypes.c_int64(p.aux_leading)
+    if p.left_scale > SCALAR or p.right_scale > SCALAR:
+        settings[names.A_SCALE_MODE] = ctypes.c_int32(p.left_scale)
+        settings[names.B_SCALE_MODE] = ctypes.c_int32(p.right_scale)
+    for attribute, value in settings.items():
+        lib.matmul_desc_set_attribute(
+            operation, int(attribute), ctypes.addressof(value), ctypes.sizeof(value)
+        )
+    pointers = array("Q", [ALIGNMENT] * len(POINTERS))  # any address: the heuristic asks whether there is one
+    address = pointers.buffer_info()[0]
+    for i, used in enumerate(p.reads):
+        if used:
+            lib.matmul_desc_set_attribute(operation, attributes[i], address + 8 * i, 8)
+    return Descriptor(operation, pointers, address)

@@ -1,0 +1,204 @@
+"""Products under the names of the extension: plain or quantized matrices in, the original's column-major letters read.
+
+A product is named by what is transposed of A and B where rows are contiguous: D = op(B) op(A).
+transA, not transB  ("TN")  D [M, N] = B [M, K] A[N, K].T   the forward pass: A the weight, B the input
+neither             ("NN")  D [M, K] = B [M, N] A[N, K]     the input's gradient: B the gradient of the output
+transB              ("NT")  D [N, K] = B[M, N].T A[M, K]    the weight's gradient: A the input, B the gradient
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transformer_engine.pytorch.constants import DType
+from transformer_engine.pytorch.primitives.activation import activation_backward, activation_forward
+from transformer_engine.pytorch.primitives.gemm import Epilogue, gemm
+from transformer_engine.pytorch.primitives.operand import Operand, plain
+from transformer_engine.pytorch.tensor.axis import COLS, ROWS
+from transformer_engine.pytorch.tensor.storage.quantized_tensor_storage import (
+    QuantizedTensorStorage,
+    as_matrix,
+)
+
+from .cast import torch_dtype
+
+
+def generic_gemm(
+    A: Any,
+    transA: bool,
+    B: Any,
+    transB: bool,
+    D: Tensor | None,
+    quantizer: Any,
+    output_dtype: DType | int | torch.dtype | None,
+    bias: Tensor | None,
+    bias_type: DType | int | None,
+    gelu: bool,
+    gelu_in: Tensor | None,
+    grad: bool,
+    workspace: Tensor | None,
+    workspace_size: int,
+    accumulate: bool,
+    use_split_accumulator: bool,
+    comm_overlap: Any = None,
+    comm_type: Any = None,
+    extra_output: Tensor | None = None,
+    bulk_overlap: bool = False,
+    alpha: float = 1.0,
+    beta: float | None = None,
+) -> list[Any]:
+    """[D, bias gradient | None, GELU's input | None, None]: D = alpha op(B) op(A) (+ beta D), see above.
+
+    output_dtype   of a fresh D; None: that of D, else of A
+    bias           forward (grad=False): [N], added. Else its dtype is that of the bias gradient, B summed over rows
+    gelu           forward: D = gelu(product), tanh approximation, and the third result is the product. Backward: the
+                   product times gelu's derivative at gelu_in
+    beta           what D is multiplied by before the product is added, with accumulate; None: 1
+    quantizer      makes D a quantized tensor
+    bias_type, workspace and workspace_size are accepted, nothing needs them; userbuffers are refused.
+    """
+    _refuse_userbuffers(comm_overlap, comm_type, extra_output, bulk_overlap)
+    if transA and transB:
+        raise ValueError("transA and transB together are no product of a layer; transpose one operand before")
+    if beta not in (None, 0.0) and not accumulate:
+        raise ValueError(f"beta={beta} without accumulate; set accumulate=True, or leave beta None")
+    if quantizer is not None and (D is not None or accumulate):
+        raise NotImplementedError(
+            "a quantizer with D or accumulate; give D to quantizer.quantize(out=) yourself"
+        )
+    if gelu and grad and gelu_in is None:
+        raise ValueError("gelu=True with grad=True needs gelu_in, the product of the forward pass")
+    dtype = _output_dtype(A, D, output_dtype)
+    b, a = _operands(A, transA, B, transB)
+    if accumulate and beta not in (None, 1.0):
+        assert D is not None and beta is not None
+        D.mul_(beta)
+    added = bias if bias is not None and not grad else None
+    fused = not gelu and alpha == 1.0
+    epilogue = Epilogue(
+        dtype if fused else torch.promote_types(dtype, torch.float32),
+        added if alpha == 1.0 else None,
+        None if D is None or not fused else D.view(b.rows, a.rows),
+        accumulate and fused,
+        use_split_accumulator,
+    )
+    made = gemm(b, a, epilogue)
+    before = None
+    if not fused:
+        made, before = _finished(made, alpha, added, gelu, grad, gelu_in, dtype)
+        if D is not None:
+            made = D.add_(made.view(D.shape)) if accumulate else D.copy_(made.view(D.shape))
+    result: Any = made.view(_shape(B, transB, made)) if D is None else D
+    if quantizer is not None:
+        result = quantizer.quantize(result)
+    grad_bias = as_matrix(B).sum(0, dtype=torch.float32).to(bias.dtype) if grad and bias is not None else None
+    return [result, grad_bias, gelu_in if grad else before, None]
+
+
+def te_general_grouped_gemm(
+    A: Sequence[Any],
+    transa: bool,
+    B: Sequence[Any],
+    transb: bool,
+    D: Sequence[Tensor] | None,
+    D_type: DType | int | torch.dtype | None,
+    m_splits: Sequence[int] | None,
+    bias: Sequence[Tensor] | None,
+    bias_type: DType | int | None,
+    single_output: bool,
+    pre_gelu_out: Sequence[Tensor] | None,
+    grad: bool,
+    workspaces: Any,
+    workspace_size: int,
+    accumulate: bool,
+    use_split_accumulator: bool,
+    math_sm_count: int,
+) -> list[Tensor | None]:
+    """The bias gradients (grad=True) of products D[i] of A[i] and B[i], each as generic_gemm makes it.
+
+    D              results to be written, or with single_output one tensor [sum of m_splits, ..] of all of them
+    pre_gelu_out   D[i] = gelu(product), and the product is written here
+    bias           an entry without elements is none
+    Plain loops: every product has the bits of a product alone. workspaces and math_sm_count are accepted.
+    """
+    if D is None:
+        raise ValueError("D=None: the results are written; give a list of tensors, or one with single_output")
+    outputs = list(D[0].split(list(m_splits or ()))) if single_output else list(D)
+    if not len(A) == len(B) == len(outputs):
+        raise ValueError(f"{len(A)} A, {len(B)} B and {len(outputs)} results; there must be as many of each")
+    gradients: list[Tensor | None] = []
+    for i, (left, right, out) in enumerate(zip(A, B, outputs, strict=True)):
+        before = None if not pre_gelu_out or pre_gelu_out[i].numel() == 0 else pre_gelu_out[i]
+        given = None if not bias or bias[i] is None or bias[i].numel() == 0 else bias[i]
+        options = (None, out.dtype, given, bias_type, before is not None, before, grad, None, 0)
+        done = generic_gemm(left, transa, right, transb, out, *options, accumulate, use_split_accumulator)
+        if before is not None and not grad:
+            before.copy_(done[2].view(before.shape))
+        gradients.append(done[1])
+    return gradients
+
+
+def _refuse_userbuffers(
+    comm_overlap: Any, comm_type: Any, extra_output: Tensor | None, bulk_overlap: bool
+) -> None:
+    given = {"comm_overlap": comm_overlap, "comm_type": comm_type, "extra_output": extra_output}
+    named = [name for name, value in given.items() if value is not None] + ["bulk_overlap"] * bool(
+        bulk_overlap
+    )
+    if named:
+        raise NotImplementedError(
+            f"{', '.join(named)}: products do not overlap communication here; leave it out and communicate before "
+            "or after the product"
+        )
+
+
+def _output_dtype(A: Any, D: Tensor | None, asked: DType | int | torch.dtype | None) -> torch.dtype:
+    if D is not None:
+        return D.dtype
+    return A.dtype if asked is None else torch_dtype(asked)
+
+
+def _operands(A: Any, transA: bool, B: Any, transB: bool) -> tuple[Operand, Operand]:
+    """(b, a) with D = b @ a.T; plain matrices of two dtypes meet in the wider one."""
+    b, a = _operand(B, ROWS if transB else COLS), _operand(A, COLS if transA else ROWS)
+    if a.format is None and b.format is None and a.codes.dtype != b.codes.dtype:
+        wide = torch.promote_types(a.codes.dtype, b.codes.dtype)
+        a, b = plain(a.codes.to(wide)), plain(b.codes.to(wide))
+    return b, a
+
+
+def _operand(x: Any, axis: str) -> Operand:
+    if isinstance(x, QuantizedTensorStorage):
+        return x.contract(axis)
+    matrix = as_matrix(x)
+    return plain(matrix if axis == COLS else matrix.t())
+
+
+def _finished(
+    product: Tensor,
+    alpha: float,
+    bias: Tensor | None,
+    gelu: bool,
+    grad: bool,
+    gelu_in: Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor | None]:
+    """What a product that is scaled, or goes through GELU, becomes, and GELU's input in the forward pass."""
+    if alpha != 1.0:
+        product = product * alpha
+        product = product if bias is None else product + bias
+    if not gelu:
+        return product.to(dtype), None
+    if not grad:
+        return activation_forward("gelu", product).to(dtype), product.to(dtype)
+    assert gelu_in is not None
+    return activation_backward("gelu", product, gelu_in.view(product.shape).to(product.dtype)).to(dtype), None
+
+
+def _shape(B: Any, transB: bool, made: Tensor) -> tuple[int, ...]:
+    """The leading axes of B come back in D, unless they were summed over."""
+    return tuple(made.shape) if transB else (*B.shape[:-1], made.shape[-1])

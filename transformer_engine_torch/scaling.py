@@ -1,0 +1,61 @@
+"""Delayed scaling under the names of the extension: the state of many tensors, and one step of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from transformer_engine.common.formats import E4M3, E5M2
+from transformer_engine.pytorch.constants import DType
+from transformer_engine.pytorch.primitives.scale_update import advance_scales
+
+_MAXIMUM = {DType.kFloat8E4M3: E4M3.maximum, DType.kFloat8E5M2: E5M2.maximum}
+_ALGORITHMS = ("max", "most_recent")
+
+
+class FP8TensorMeta:
+    """scale [n], scale_inv [n] and amax_history [length, n] of n tensors, float32; whoever makes it fills them in."""
+
+    def __init__(self) -> None:
+        self.scale = torch.empty(0)
+        self.scale_inv = torch.empty(0)
+        self.amax_history = torch.empty(0, 0)
+
+
+def fused_amax_and_scale_update_after_reduction(
+    amax_reduction_buffer: Tensor,
+    amax_histories: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    amax_compute_algo: str,
+    fp8_dtype: DType | int,
+    margin: float,
+) -> None:
+    """scale = (largest code / amax) / 2^margin for every column, and the histories moved on by one step, in place.
+
+    amax_reduction_buffer   float32, the latest amaxes of all histories one behind the other, reduced over a group; one
+                            that is 0 leaves row 0 of its history as the latest
+    amax_histories, scales  float32 [length, n] and [n]; a column whose latest amax is 0 stays as it is
+    amax_compute_algo       "max" over the history, or "most_recent"
+    """
+    if amax_compute_algo not in _ALGORITHMS:
+        raise ValueError(
+            f"amax_compute_algo={amax_compute_algo!r} does not exist; choose one of {', '.join(_ALGORITHMS)}"
+        )
+    dtype = DType(fp8_dtype)
+    if dtype not in _MAXIMUM:
+        raise ValueError(f"fp8_dtype={dtype!r} is not FP8; give kFloat8E4M3 or kFloat8E5M2")
+    if margin != int(margin):
+        raise ValueError(f"margin={margin} is not a whole number of powers of two")
+    columns = [history.shape[1] for history in amax_histories]
+    if sum(columns) != amax_reduction_buffer.numel():
+        raise ValueError(
+            f"amax_reduction_buffer has {amax_reduction_buffer.numel()} amaxes, the histories {sum(columns)} columns"
+        )
+    parts = amax_reduction_buffer.reshape(-1).split(columns)
+    for history, reduced in zip(amax_histories, parts, strict=True):
+        history[0].copy_(torch.where(reduced != 0, reduced, history[0]))
+    advance_scales(
+        list(amax_histories), list(scales), amax_compute_algo, _MAXIMUM[dtype], int(margin), keep_idle=True
+    )
