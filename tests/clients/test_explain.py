@@ -28,8 +28,10 @@ def test_every_product_of_a_training_step_is_explained(device):
 
 def test_the_text_names_the_choice_and_each_refusal(device):
     layer, x = layer_and_input(device)
-    text = str(te.explain(layer, x, backward=False))
-    assert text.splitlines()[0].startswith("gemm: matmul (1x)")
+    explanation = te.explain(layer, x, backward=False)
+    (decision,) = (d for d in explanation.decisions if d.operation == "gemm")
+    text = str(explanation)
+    assert text.splitlines()[0].startswith(f"gemm: {decision.chosen} (1x)")
     assert "    not scaled_mm: an operand is not quantized" in text.splitlines()
 
 

@@ -170,7 +170,7 @@ def test_what_is_frozen_gets_no_gradient_and_the_others_theirs(kind, name, froze
         if n.endswith(frozen) and "layer_norm" not in n:
             assert grad is None
         else:
-            assert torch.equal(grad, expected)
+            assert_same_gradient(n, grad, expected)
 
 
 @pytest.mark.parametrize("kind", ["layernorm_linear", "layernorm_mlp"])
@@ -189,7 +189,15 @@ def test_one_parameter_alone_can_be_trained(kind, name, trained, device):
     got = {n: grad for n, grad in gradients(layer).items() if grad is not None}
     assert len(got) == 1
     for n, grad in got.items():
-        assert torch.equal(grad, gradients(twin)[n])
+        assert_same_gradient(n, grad, gradients(twin)[n])
+
+
+def assert_same_gradient(name, grad, expected):
+    """Bit for bit; on a GPU, which kernel sums the rows for a bias depends on the products beside it."""
+    if grad.is_cuda and name.endswith("bias") and "layer_norm" not in name:
+        torch.testing.assert_close(grad, expected, rtol=1e-5, atol=1e-5)
+    else:
+        assert torch.equal(grad, expected)
 
 
 def test_the_output_of_a_norm_has_gradients_where_only_the_linear_part_is_trained(device):

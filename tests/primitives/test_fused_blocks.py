@@ -105,7 +105,8 @@ def test_a_norm_gives_the_codes_of_its_quantized_output_and_its_statistics(shape
     weight, bias = (torch.randn(shape[1], device=DEVICE).bfloat16() for _ in range(2))
     bias = None if kind == "layernorm_without_beta" else bias
     spec = QuantizeSpec(BLOCK_1D, E4M3, True, False, power_of_two=shape[0] % 2 == 0, epsilon=1e-3)
-    assert norm_triton._fuses(x, spec, None)
+    wide = kind != "rmsnorm" and shape[1] > 4096  # two steps
+    assert norm_triton._fuses(x, spec, None, centered=kind != "rmsnorm") is not wide
     if kind == "rmsnorm":
         y, *statistics = norm_triton.rmsnorm_forward(x, weight, 1e-5, True)
         made = norm_triton.rmsnorm_forward_quantized(x, weight, 1e-5, True, spec, None, None)
@@ -218,18 +219,24 @@ def test_a_gated_gradient_whose_halves_do_not_end_a_block_takes_two_steps():
 
 @runs_kernels
 @FORMATS
-def test_both_directions_take_two_steps_where_one_gains_nothing(tiles):
+def test_a_norm_in_both_directions_takes_two_steps(tiles):
     x = torch.randn(40, 256, device=DEVICE).bfloat16()
     spec = QuantizeSpec(tiles, E4M3, True, True)
-    assert not activation_quantized.fuses_backward("swiglu", x, spec, None, False)
-    assert not norm_triton._fuses(x, spec, None)
+    assert not norm_triton._fuses(x, spec, None, centered=False)
     made, statistic = norm_triton.rmsnorm_forward_quantized(
         x, torch.ones(256, device=DEVICE), 1e-5, False, spec, None, None
     )
     y, expected = norm_triton.rmsnorm_forward(x, torch.ones(256, device=DEVICE), 1e-5, False)
     _same(made, quantize(y, spec))
     assert torch.equal(statistic, expected)
-    assert activation_quantized.fuses_backward("swiglu", x, ROWS, None, False)
+
+
+@runs_kernels
+def test_rows_alone_with_column_sums_take_two_steps():
+    x = torch.randn(40, 256, device=DEVICE).bfloat16()
+    for spec in (ROWS, QuantizeSpec(BLOCK_1D, E4M3, True, True)):
+        assert activation_quantized.fuses_backward("swiglu", x, spec, None, False)
+        assert activation_quantized.fuses_backward("swiglu", x, spec, None, True) == spec.columnwise
 
 
 @pytest.mark.gpu

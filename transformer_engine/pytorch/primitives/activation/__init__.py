@@ -57,7 +57,7 @@ def activation_backward_quantized(
     """(quantize(dx [M, N]), sum over rows of dx [N]): the bits of activation_backward and quantize.
 
     dbias: dtype of the sum, which is made in float32 from the rounded dx, in an order of the backend's; None: no sum.
-    Without one, blocks in both directions are cast after dx is stored; for these, `gradient_fuses` is False.
+    With one, blocks of rows alone are cast after dx is stored; for these, `gradient_fuses` is False.
     """
     return _select(name, True, x).run("backward_quantized")(name, dy, x, params, spec, scale, record, dbias)
 

@@ -34,12 +34,13 @@ def fuses(x: Tensor, halves: bool, spec: QuantizeSpec, scale: Tensor | None) -> 
 
 
 def gradient_fuses(spec: QuantizeSpec, sums_columns: bool) -> bool:
-    """Is dx quantized faster where it is made than after it? In blocks of both directions only beside its column sums.
+    """Is dx quantized faster where it is made than after it? Not in blocks of rows alone beside its column sums.
 
-    H200, 8192 x 14336 bfloat16, SwiGLU and GELU: 0.676 and 0.367 ms with sums, 0.696 and 0.392 in separate steps, which
-    without sums take 0.549 and 0.307. The sums cost the cast of dy itself, whose loads bound it, 0.021 ms.
+    H200, 8192 x 14336 bfloat16, SwiGLU and GELU, both directions: 0.507 and 0.298 ms (0.548 and 0.304 in two steps),
+    with sums 0.679 and 0.373 (0.677 and 0.380, but dx is stored then); rows alone 0.285 and 0.219 (0.444 and 0.254),
+    with sums 0.772 and 0.434 (0.573 and 0.328).
     """
-    return sums_columns or not (fused_codes.in_blocks(spec) and spec.columnwise)
+    return not (sums_columns and fused_codes.in_row_blocks(spec))
 
 
 def fuses_backward(
