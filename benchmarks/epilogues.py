@@ -1,0 +1,115 @@
+"""GPU ms of a product that ends in GELU, its gradient or a cast to FP8, beside the product and a kernel after it.
+
+    python benchmarks/epilogues.py [--json FILE] [--only TEXT]
+
+The products are those of an MLP of 8192 tokens, 4096 -> 14336 -> 4096. GPU ms is the median of calls whose launches are
+all queued before the first runs, the L2 cache overwritten before each, the two ways in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from norms import machine
+
+from transformer_engine.cli.bench.measure import measure_in_turns
+from transformer_engine.common.formats import E4M3, E5M2, FLOAT8, Element
+from transformer_engine.pytorch.primitives.gemm import (
+    Epilogue,
+    composed,
+    gemm_codes,
+    gemm_gelu,
+    gemm_gelu_gradient,
+    plain,
+)
+from transformer_engine.pytorch.primitives.operand import Operand
+from transformer_engine.pytorch.primitives.quantize import QuantizeSpec, quantize
+
+TOKENS, HIDDEN, INNER = 8192, 4096, 14336
+DTYPE = torch.bfloat16
+RUNS = 20
+
+
+class Case(NamedTuple):
+    """One line: the call of the library, and the steps that it replaces."""
+
+    name: str
+    together: Callable[[], object]
+    apart: Callable[[], object]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", help="write the figures to this file")
+    parser.add_argument("--only", default="", help="run the cases whose name contains this")
+    chosen = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("these figures need a CUDA device; torch.cuda.is_available() is False")
+    torch.manual_seed(0)
+    rows = []
+    print(f"{'case':44} {'together ms':>11} {'apart ms':>9} {'ratio':>6}")
+    for case in (*unquantized(), *quantized(False), *quantized(True)):
+        if chosen.only not in case.name:
+            continue
+        together, apart = measure_in_turns((case.together, case.apart), RUNS)
+        rows.append(
+            {"case": case.name, "together_ms": together, "apart_ms": apart, "ratio": together / apart}
+        )
+        print(f"{case.name:44} {together:11.4f} {apart:9.4f} {together / apart:6.3f}", flush=True)
+    if chosen.json:
+        with open(chosen.json, "w") as file:
+            json.dump({"machine": machine(), "cases": rows}, file, indent=1)
+
+
+def unquantized() -> Iterator[Case]:
+    x, w, bias = plain(_random(TOKENS, HIDDEN)), plain(_random(INNER, HIDDEN)), _random(INNER)
+    for kept, epilogue in (
+        (True, Epilogue(DTYPE, bias)),
+        (False, Epilogue(DTYPE, bias)),
+        (True, Epilogue(DTYPE)),
+    ):
+        yield Case(
+            f"bf16 fc1{'' if epilogue.bias is None else ' + bias'} + gelu, its input {'kept' if kept else 'dropped'}",
+            functools.partial(gemm_gelu, x, w, epilogue, kept),
+            functools.partial(composed.gelu, kept, x, w, epilogue),
+        )
+    dy, wide = plain(_random(TOKENS, HIDDEN)), _random(TOKENS, INNER)
+    back, epilogue = plain(_random(HIDDEN, INNER).t()), Epilogue(DTYPE)
+    yield Case(
+        "bf16 fc2 input gradient * gelu'",
+        functools.partial(gemm_gelu_gradient, dy, back, wide, epilogue),
+        functools.partial(composed.gelu_gradient, False, dy, back, epilogue, wide),
+    )
+
+
+def quantized(exact: bool) -> Iterator[Case]:
+    scale, record = torch.full((1,), 4.0, device="cuda"), torch.zeros(1, device="cuda")
+    epilogue = Epilogue(DTYPE, exact=exact)
+    tag = "exact" if exact else "fast"
+    for name, element in (("fc1 -> E4M3", E4M3), ("fc2 input gradient -> E5M2", E5M2)):
+        a, b = _codes(_random(TOKENS, HIDDEN), element), _codes(_random(INNER, HIDDEN), E4M3)
+        arguments = (a, b, epilogue, element, scale, record)
+        yield Case(
+            f"fp8 {tag} {name} + amax",
+            functools.partial(gemm_codes, *arguments),
+            functools.partial(composed.codes, True, *arguments),
+        )
+
+
+def _codes(x: torch.Tensor, element: Element) -> Operand:
+    made = quantize(x, QuantizeSpec(FLOAT8, element))
+    assert made.codes is not None
+    return Operand(made.codes, made.scale, FLOAT8)
+
+
+def _random(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda", dtype=DTYPE)
+
+
+if __name__ == "__main__":
+    main()
