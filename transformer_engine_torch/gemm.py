@@ -16,6 +16,7 @@ from torch import Tensor
 
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.primitives.activation import activation_backward, activation_forward
+from transformer_engine.pytorch.primitives.column_sums import column_sums
 from transformer_engine.pytorch.primitives.gemm import Epilogue, gemm
 from transformer_engine.pytorch.primitives.operand import Operand, plain
 from transformer_engine.pytorch.tensor.axis import COLS, ROWS
@@ -72,12 +73,15 @@ def generic_gemm(
         )
     if gelu and grad and gelu_in is None:
         raise ValueError("gelu=True with grad=True needs gelu_in, the product of the forward pass")
+    if accumulate and D is None:
+        raise ValueError("accumulate=True without D; give the tensor that is added to")
+    accumulate = accumulate and beta != 0.0  # what D holds does not matter then, be it NaN
     dtype = _output_dtype(A, D, output_dtype)
     b, a = _operands(A, transA, B, transB)
-    if accumulate and beta not in (None, 1.0):
-        assert D is not None and beta is not None
-        D.mul_(beta)
     added = bias if bias is not None and not grad else None
+    _check_extents(a, b, D, added)
+    if accumulate and D is not None and beta not in (None, 1.0):
+        D.mul_(beta)
     fused = not gelu and alpha == 1.0
     epilogue = Epilogue(
         dtype if fused else torch.promote_types(dtype, torch.float32),
@@ -95,8 +99,20 @@ def generic_gemm(
     result: Any = made.view(_shape(B, transB, made)) if D is None else D
     if quantizer is not None:
         result = quantizer.quantize(result)
-    grad_bias = as_matrix(B).sum(0, dtype=torch.float32).to(bias.dtype) if grad and bias is not None else None
+    grad_bias = column_sums(as_matrix(B), bias.dtype) if grad and bias is not None else None
     return [result, grad_bias, gelu_in if grad else before, None]
+
+
+def _check_extents(a: Operand, b: Operand, D: Tensor | None, bias: Tensor | None) -> None:
+    """Before D is scaled: ValueError where the product, D and the bias do not fit."""
+    if a.depth != b.depth:
+        raise ValueError(
+            f"the operands contract {b.depth} and {a.depth} elements; check transA={a.rows} x K and transB"
+        )
+    if D is not None and D.numel() != b.rows * a.rows:
+        raise ValueError(f"D is {list(D.shape)}; the product is {[b.rows, a.rows]}")
+    if bias is not None and bias.shape != (a.rows,):
+        raise ValueError(f"the bias has shape {tuple(bias.shape)}; it must be ({a.rows},)")
 
 
 def te_general_grouped_gemm(

@@ -46,12 +46,16 @@ def fused_amax_and_scale_update_after_reduction(
     dtype = DType(fp8_dtype)
     if dtype not in _MAXIMUM:
         raise ValueError(f"fp8_dtype={dtype!r} is not FP8; give kFloat8E4M3 or kFloat8E5M2")
-    if margin != int(margin):
+    if not float(margin).is_integer():
         raise ValueError(f"margin={margin} is not a whole number of powers of two")
     columns = [history.shape[1] for history in amax_histories]
     if sum(columns) != amax_reduction_buffer.numel():
         raise ValueError(
             f"amax_reduction_buffer has {amax_reduction_buffer.numel()} amaxes, the histories {sum(columns)} columns"
+        )
+    if [scale.numel() for scale in scales] != columns:
+        raise ValueError(
+            f"scales have {[scale.numel() for scale in scales]} elements, the histories {columns} columns"
         )
     parts = amax_reduction_buffer.reshape(-1).split(columns)
     for history, reduced in zip(amax_histories, parts, strict=True):

@@ -373,6 +373,19 @@ def test_a_pipe_in_a_files_place_does_not_block(library, tmp_path, caplog):
     assert library.read == 1
 
 
+def test_a_folder_in_a_files_place_is_named_once_and_stays_closed(library, tmp_path, caplog):
+    plan()
+    (path,) = files(tmp_path)
+    path.unlink()
+    path.mkdir()
+    open_before = len(os.listdir("/dev/fd")) if os.path.isdir("/dev/fd") else 0
+    for _ in range(3):
+        plan()
+    assert library.built == 4
+    assert open_before == (len(os.listdir("/dev/fd")) if os.path.isdir("/dev/fd") else 0)
+    assert len({record.getMessage() for record in caplog.records}) == len(caplog.records)
+
+
 @pytest.mark.parametrize("mode", [0o620, 0o602])
 def test_a_file_that_others_may_write_is_not_read(mode, library, tmp_path, caplog):
     plan()

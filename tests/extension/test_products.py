@@ -107,6 +107,31 @@ def test_results_accumulate_into_what_is_there(alpha, beta, device, dtype):
     torch.testing.assert_close(held, want, rtol=2e-2, atol=0.2)
 
 
+def test_a_beta_of_zero_ignores_what_is_there(device, dtype):
+    x, w, _ = layer(device, dtype)
+    held = torch.full((M, N), torch.nan, device=device, dtype=dtype)
+    made = cpp.general_gemm(w, x, out=held, accumulate=True, beta=0.0)[0]
+    assert made is held
+    close(held, x.float() @ w.float().t())
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"accumulate": True, "out": None}, "accumulate=True without D"),
+        ({"accumulate": True, "beta": 2.0, "bias": torch.zeros(7)}, "the bias has shape"),
+    ],
+)
+def test_a_refused_accumulation_changes_nothing(options, match, device, dtype):
+    x, w, _ = layer(device, dtype)
+    held = torch.ones(M, N, device=device, dtype=dtype)
+    with pytest.raises(ValueError, match=match):
+        cpp.general_gemm(w, x, **{"out": held, **options})
+    with pytest.raises(ValueError, match="the product is"):
+        cpp.general_gemm(w, x, out=held[:, 1:], accumulate=True, beta=2.0)
+    assert torch.equal(held, torch.ones_like(held))
+
+
 def test_matrices_of_two_dtypes_meet_in_the_wider(device):
     x, w = sample(device, M, K, dtype=torch.float32), sample(device, N, K, dtype=torch.bfloat16, seed=1)
     out = cpp.general_gemm(w, x, out_dtype=torch.float32)[0]

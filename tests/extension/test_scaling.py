@@ -47,12 +47,15 @@ def test_a_step_takes_the_reduced_amaxes(algorithm, dtype, maximum, device):
         ({"amax_compute_algo": "mean"}, "amax_compute_algo='mean' does not exist"),
         ({"fp8_dtype": tex.DType.kBFloat16}, "is not FP8"),
         ({"margin": 0.5}, "margin=0.5 is not a whole number"),
+        ({"margin": float("inf")}, "margin=inf is not a whole number"),
         ({"amax_reduction_buffer": torch.zeros(3)}, "has 3 amaxes, the histories 2 columns"),
+        ({"scales": []}, r"scales have \[\] elements"),
+        ({"scales": [torch.ones(5)]}, r"scales have \[5\] elements"),
     ],
 )
 def test_what_has_no_meaning_is_refused(changes, match):
     arguments = {
-        "amax_reduction_buffer": torch.zeros(2),
+        "amax_reduction_buffer": torch.tensor([3.0, 4.0]),
         "amax_histories": [torch.zeros(4, 2)],
         "scales": [torch.ones(2)],
         "amax_compute_algo": "max",
@@ -61,6 +64,7 @@ def test_what_has_no_meaning_is_refused(changes, match):
     }
     with pytest.raises(ValueError, match=match):
         tex.fused_amax_and_scale_update_after_reduction(**{**arguments, **changes})
+    assert arguments["amax_histories"][0].count_nonzero() == 0
 
 
 def test_a_state_has_three_tensors_to_be_filled():

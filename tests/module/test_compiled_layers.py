@@ -50,6 +50,20 @@ def train(kind: str, name: str, device, compiles: bool) -> list[torch.Tensor]:
     return seen
 
 
+@pytest.mark.parametrize("drop_path", [0.0, 0.5])
+def test_dropout_compiled_drops_what_eager_drops(drop_path, device):
+    options = {"hidden_dropout": 0.3, "attention_dropout": 0.0, "drop_path_rate": drop_path}
+    torch.manual_seed(5)
+    layer = TransformerLayer(HIDDEN, 96, HEADS, device=device, **options)
+    x = torch.randn(TOKENS, BATCH, HIDDEN, device=device)
+    torch._dynamo.reset()
+    results = []
+    for model in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        torch.manual_seed(6)
+        results.append(model(x).detach())
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("name", RECIPES)
 def test_training_compiled_equals_training_eagerly(kind, name, device):

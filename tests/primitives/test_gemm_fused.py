@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 from functools import partial
 
 import pytest
@@ -357,6 +359,20 @@ def test_matrices_that_no_plan_is_for_are_computed_apart(library, monkeypatch, r
     close(kept, product, slack=1e-4)
     close(y, gelu(product), product.abs(), slack=1e-4)
     close(dx, product * slope(x.double()), product.abs(), slack=1e-4)
+
+
+def test_matrices_that_no_plan_is_for_are_let_go(library):
+    a, b = plain(shifted(M, K, 16)), operand(N, K, "cpu")
+    gelu_call = cublaslt_fused.run(on_h200(GELU, a, b, Epilogue(BF16), True))
+    library.algorithms = []
+    alive = []
+    for _ in range(2):
+        a = plain(shifted(M, K, 16))
+        alive.append(weakref.ref(a.codes))
+        gelu_call(a, b, Epilogue(BF16))
+        del a
+    gc.collect()
+    assert [ref() for ref in alive] == [None, None]
 
 
 def test_descriptors_are_used_again_and_go_with_their_plan(library):

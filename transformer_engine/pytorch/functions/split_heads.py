@@ -23,7 +23,8 @@ class _SplitHeads(torch.autograd.Function):
     def forward(ctx, x, queries, groups, size, interleaved):
         ctx.each, ctx.groups, ctx.size, ctx.axis = queries // groups, groups, size, -2 if interleaved else -3
         if isinstance(x, Float8Tensor):
-            assert x._data is not None
+            if x._data is None:
+                raise ValueError("the projection's codes are column-wise alone; keep rowwise_usage=True")
             # Dense, as kernels of FP8 attention read them; a copy moves one byte a value.
             codes = (part.contiguous() for part in _parts(x._data, queries, groups, size, ctx.axis))
             return tuple(_with_codes(x, part) for part in codes)

@@ -1,4 +1,4 @@
-"""sums [N] of the columns of a matrix [M, N], made in float32: the gradient of a bias."""
+"""sums [N] of the columns of a matrix [M, N], made in float32 (float64 of float64): the gradient of a bias."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def sum_partials(partials: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _reference(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.sum(0, dtype=torch.float32).to(dtype)
+    return x.sum(0, dtype=torch.promote_types(x.dtype, torch.float32)).to(dtype)
 
 
 def _in_strips(x: Tensor, dtype: torch.dtype) -> Tensor:

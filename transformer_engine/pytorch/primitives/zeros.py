@@ -34,19 +34,25 @@ def zero_and_scalar(device: torch.device) -> tuple[Tensor, Tensor]:
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return zero(device), scalar(device)
     slots = _slots_of(device)
-    return slots.pop(), slots.pop()
+    return _popped(slots, device), _popped(slots, device)
 
 
 def _slot(device: torch.device) -> Tensor:
-    return _slots_of(device).pop()
+    return _popped(_slots_of(device), device)
 
 
 def _slots_of(device: torch.device) -> list[Tensor]:
-    """Of the current stream, at least two."""
-    slots = _slots.setdefault((device.index, current_stream(device.index)), [])
-    if len(slots) < 2:
+    """Of the current stream."""
+    return _slots.setdefault((device.index, current_stream(device.index)), [])
+
+
+def _popped(slots: list[Tensor], device: torch.device) -> Tensor:
+    try:
+        return slots.pop()
+    except IndexError:  # asked afterwards: two threads may share a stream
         with torch.inference_mode(False), torch.no_grad():
             # 16 bytes apart, as aligned tensors are; .data, so that a write to one leaves the versions of the others.
             cleared = torch.zeros(_SLOTS, 4, dtype=torch.float32, device=device)
-            slots.extend(slot.data for slot in cleared[:, :1].unbind(0))
-    return slots
+            first, *rest = (slot.data for slot in cleared[:, :1].unbind(0))
+            slots.extend(rest)
+            return first

@@ -156,11 +156,13 @@ def outputs_codes(state: AutocastState) -> bool:
 def projects_codes(projection: Linear | LayerNormLinear, state: AutocastState, x: Tensor) -> bool:
     """Does a projection of x compute in FP8, so that its output slot can make codes? Then of rows alone.
 
-    Not in training with a backward in 16 bits, which has to turn the codes into values again: on an H200 (2 sequences
-    of 2048, 32 query and 8 key heads of 128) both passes of the layer then take 1.94 ms instead of 1.76, while a
-    forward alone takes 0.50 instead of 0.55.
+    Not under delayed scaling, whose scales follow what a slot has seen: compiled calls and those with a cache use the
+    attention's own slot, so all have to. Not in training with a backward in 16 bits, which has to turn the codes into
+    values again: on an H200 (2 sequences of 2048, 32 query and 8 key heads of 128) both passes of the layer then take
+    1.94 ms instead of 1.76, while a forward alone takes 0.50 instead of 0.55.
     """
-    if projection.training and not env.flag("NVTE_FP8_DPA_BWD"):
+    assert state.recipe is not None
+    if state.recipe.delayed() or (projection.training and not env.flag("NVTE_FP8_DPA_BWD")):
         return False
     extents = (projection.in_features, projection.out_features)
     (product,) = projection.quantizable_products(state, x, (extents,))

@@ -6,6 +6,9 @@ one draw from a torch generator: whoever restores the generator's state gets the
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -28,7 +31,8 @@ TABLE: Table[DropoutRequest] = Table("dropout", (triton.BACKEND, reference.BACKE
 
 def draw_seed(device: torch.device, generator: torch.Generator | None = None) -> Tensor:
     """int64 [1] on the device, drawn from the generator, or from the device's default one."""
-    return torch.empty(1, dtype=torch.int64, device=device).random_(generator=generator)
+    # Not Tensor.random_, which a compiler does not trace.
+    return torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=device, generator=generator)
 
 
 def dropout_forward(
@@ -63,8 +67,7 @@ def bias_dropout_add_forward(
 def bias_add(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
     """y [.., H] = residual + (x + bias [H]), rounded to x's dtype after each step: nothing dropped, no mask."""
     _check_terms(x, bias, residual)
-    request = DropoutRequest("bias_add", x.numel(), x.dtype, x.device)
-    return TABLE.select(request).run("bias_add")(x, bias, residual)
+    return _operation("bias_add", x)(x, bias, residual)
 
 
 def _check_terms(x: Tensor, bias: Tensor | None, residual: Tensor) -> None:
@@ -83,8 +86,7 @@ def dropout_backward(dy: Tensor, mask: Tensor, p: float, *, out: Tensor | None =
         raise ValueError(
             f"mask is {mask.dtype} of {mask.numel()}; it holds one bit an element, uint8 of {-(-dy.numel() // 8)}"
         )
-    request = DropoutRequest("backward", dy.numel(), dy.dtype, dy.device)
-    return _into(out, TABLE.select(request).run("backward")(dy, mask, p))
+    return _into(out, _operation("backward", dy)(dy, mask, p))
 
 
 def _forward(
@@ -99,9 +101,17 @@ def _forward(
     _check(p)
     if seed is None:
         seed = draw_seed(x.device, generator)
-    request = DropoutRequest("forward", x.numel(), x.dtype, x.device)
-    y, mask = TABLE.select(request).run("forward")(x, bias, residual, seed, p)
+    y, mask = _operation("forward", x)(x, bias, residual, seed, p)
     return _into(out, y), mask
+
+
+def _operation(name: str, x: Tensor) -> Callable[..., Any]:
+    def describe() -> DropoutRequest:
+        return DropoutRequest(name, x.numel(), x.dtype, x.device)
+
+    if torch.compiler.is_compiling():
+        return TABLE.select(describe()).run(name)
+    return TABLE.choice((name, x.numel(), x.dtype, x.device), describe).run(name)
 
 
 def _into(out: Tensor | None, result: Tensor) -> Tensor:

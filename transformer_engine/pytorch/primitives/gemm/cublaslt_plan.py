@@ -314,8 +314,9 @@ def plan_for(problem: Problem) -> Plan:
         try:
             plan = Plan(problem)
         except NoAlgorithm as error:
-            plan = error
+            plan = NoAlgorithm(*error.args)
         _plans.keep(problem, plan)
     if isinstance(plan, NoAlgorithm):
-        raise plan
+        # A new one each time: a raised exception keeps the frames that it went through, and their tensors.
+        raise NoAlgorithm(*plan.args)
     return plan

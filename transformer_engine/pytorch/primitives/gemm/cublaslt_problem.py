@@ -72,7 +72,8 @@ class Problem(NamedTuple):
     @property
     def key(self) -> str:
         """The problem without the device, as text: what a choice of algorithm is stored under."""
-        return ",".join(_text(x) for x in self[1:])
+        plain = self[-4:] == ("", 0, None, False)
+        return ",".join(_text(x) for x in (self[1:-4] if plain else self[1:]))
 
     @property
     def reads(self) -> tuple[bool, ...]:

@@ -82,7 +82,7 @@ def read(path: Path) -> Kept | None:
         if not _is_private(path.parent):
             return None
         # Not blocking: what lies there may be a pipe that nobody writes.
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        with open(path, "rb", opener=_opened) as file:
             flaw = _untrusted(os.fstat(file.fileno()))
             content = b"" if flaw else file.read()
     except FileNotFoundError:
@@ -100,9 +100,16 @@ def read(path: Path) -> Kept | None:
     return Kept(workspace, content[_BODY + _SIZE.size :])
 
 
+def _opened(name: str, flags: int) -> int:
+    return os.open(name, flags | os.O_NONBLOCK)
+
+
 def _is_private(folder: Path) -> bool:
     """May nobody else put files into a folder? Otherwise that is logged; FileNotFoundError where there is no folder."""
-    flaw = _untrusted(folder.stat())
+    try:
+        flaw = _untrusted(folder.stat())
+    except PermissionError as error:
+        flaw = str(error)
     if flaw:
         warn(f"cuDNN's plans are not kept in {folder}: {flaw}; make it yours alone, or set TE_CACHE_DIR")
     return flaw is None

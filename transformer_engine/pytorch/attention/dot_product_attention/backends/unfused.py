@@ -17,7 +17,8 @@ class UnfusedDotProductAttention(torch.nn.Module):
     """out [.., h * d_v] = softmax(softmax_scale * q k^T + bias) v by plain float32 operations.
 
     The arguments are those of DotProductAttention of the same names. softmax_type "learnable" has its parameter there
-    and is refused here.
+    and is refused here. A `use_backend(attention=...)` round the call forces another backend; compiled code calls
+    DotProductAttention instead.
     """
 
     def __init__(
