@@ -8,7 +8,6 @@ Codes, scales and maxima are those of the separate steps: the result is rounded 
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -16,7 +15,6 @@ from torch import Tensor
 
 from ...common.formats import BLOCK_1D, BLOCK_2D, FLOAT8, FLOAT32_MAX
 from . import quantize
-from .launching import run
 from .quantize import Quantized, QuantizeSpec, Request, torch_dtype
 from .zeros import zero
 
@@ -121,16 +119,3 @@ def finished(made: Float8Target, y: Tensor | None, spec: QuantizeSpec) -> Quanti
     return Quantized(
         made.codes, made.inverse, made.codes_t, made.inverse if spec.columnwise else None, made.amax
     )
-
-
-def transpose(codes: Tensor, codes_t: Tensor) -> None:
-    """codes_t [K, M] = codes [M, K].T, one byte each, on a GPU."""
-    launch = _transpose_launch((codes.shape[0], codes.shape[1]))
-    run(launch, (codes.view(torch.uint8), codes_t.view(torch.uint8)))
-
-
-@functools.lru_cache(maxsize=1024)
-def _transpose_launch(shape: tuple[int, int]) -> Launch:
-    from ...common.kernels import transpose  # it imports triton
-
-    return transpose.transpose(shape)

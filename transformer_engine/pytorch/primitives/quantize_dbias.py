@@ -13,6 +13,7 @@ from .activation import quantized
 from .column_sums import column_sums, sum_partials
 from .launching import run
 from .quantize import TABLE, Quantized, QuantizeSpec, Request, quantize
+from .quantize.triton_float8 import launches
 from .zeros import zero
 
 if TYPE_CHECKING:
@@ -54,15 +55,7 @@ def _with_maximum(x: Tensor, spec: QuantizeSpec, dbias: torch.dtype) -> tuple[Qu
 
 @functools.lru_cache(maxsize=1024)
 def _launches(spec: QuantizeSpec, shape: tuple[int, int], overlaps: bool) -> tuple[Launch, Launch]:
-    from ...common.kernels import cast, column_sums  # they import triton
+    from ...common.kernels import column_sums  # it imports triton
 
-    second = cast.cast(
-        shape,
-        spec.element,
-        True,
-        spec.columnwise,
-        follows=overlaps,
-        power_of_two=spec.power_of_two,
-        epsilon=spec.epsilon,
-    )
-    return column_sums.column_sums(shape, shape[1], overlaps=overlaps), second
+    _, cast = launches(spec, *shape, scale_given=False, amax_given=False, overlaps=overlaps)
+    return column_sums.column_sums(shape, shape[1], overlaps=overlaps), cast

@@ -28,9 +28,14 @@ def transposed_codes(codes: Tensor) -> Tensor:
 
 def _by_kernel(codes: Tensor) -> Tensor:
     codes_t = _empty(codes)
+    transpose_into(codes, codes_t)
+    return codes_t
+
+
+def transpose_into(codes: Tensor, codes_t: Tensor) -> None:
+    """codes_t [K, M] = codes [M, K].T, both contiguous, by the kernel."""
     launch = _launch((codes.shape[0], codes.shape[1]))
     run(launch, (codes.view(torch.uint8), codes_t.view(torch.uint8)))
-    return codes_t
 
 
 def _empty(codes: Tensor) -> Tensor:

@@ -61,7 +61,6 @@ class Plan:
         self._beta = ctypes.c_float(1.0 if problem.accumulate else 0.0)
         self._attributes = tuple(int(lib.MatmulDescAttribute[name]) for name in POINTERS)
         self._idle: list[Descriptor] = []  # a thread that runs the plan takes one out meanwhile
-        self._variants: dict[Problem, Plan] = {}
         try:
             self._layouts = self._make_layouts()
             # The library may be gone when the interpreter exits: then nothing is destroyed.
@@ -187,18 +186,12 @@ class Plan:
         problem = self.problem
         assert epilogue.out is not None
         if problem.left_scale == NO_SCALE or alignment >= _FP8_ALIGNMENT:
-            return self._variant(problem._replace(alignment=alignment)).run(a, b, epilogue)
+            return plan_for(problem._replace(alignment=alignment)).run(a, b, epilogue)
         bias = None if epilogue.bias is None else epilogue.bias.clone()
         a, b = a._replace(codes=a.codes.clone()), b._replace(codes=b.codes.clone())
         compact = problem._replace(accumulate=False, result_leading=problem.m)
-        product = self._variant(compact).run(a, b, Epilogue(problem.result, bias))
+        product = plan_for(compact).run(a, b, Epilogue(problem.result, bias))
         return epilogue._replace(bias=None, accumulate=problem.accumulate).store(product)
-
-    def _variant(self, problem: Problem) -> Plan:
-        plan = self._variants.get(problem)
-        if plan is None:
-            plan = self._variants[problem] = Plan(problem)
-        return plan
 
     def candidates(self, count: int) -> list[bytes]:
         """The heuristic's first algorithms, best guess first."""

@@ -14,6 +14,7 @@ from ....common.formats import ceil_div
 from .. import fused_codes, launching
 from ..launching import DTYPE_NAMES, refuses_elementwise, rows_dense, run, traceable
 from ..quantize import Quantized, QuantizeSpec, quantize, torch_dtype
+from ..transpose import transpose_into
 from .request import NormRequest
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ def _quantized(
     given = (made.scale, made.amax, made.codes, made.inverse)
     y, mean, rstdev = run(launch, (x, weight.contiguous(), bias, *given))
     if made.codes is not None and made.codes_t is not None:
-        fused_codes.transpose(made.codes, made.codes_t)
+        transpose_into(made.codes, made.codes_t)
     return fused_codes.finished(made, y, spec), mean, rstdev
 
 

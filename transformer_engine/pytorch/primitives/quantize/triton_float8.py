@@ -33,7 +33,7 @@ class Float8Call:
         self.shape, self.transposed = shape, (shape[1], shape[0])
         self.dtype = torch_dtype(spec.element)
         self.rowwise, self.columnwise = spec.rowwise, spec.columnwise
-        self.measure, self.cast = _launches(spec, *shape, scale_given, amax_given, device.type == "cuda")
+        self.measure, self.cast = launches(spec, *shape, scale_given, amax_given, device.type == "cuda")
 
     def __call__(
         self,
@@ -87,7 +87,7 @@ def call_of(
 
 
 @functools.lru_cache(maxsize=4096)
-def _launches(
+def launches(
     spec: QuantizeSpec, rows: int, depth: int, scale_given: bool, amax_given: bool, overlaps: bool
 ) -> tuple[Launch | None, Launch]:
     """The pass that finds amax, where one is needed, and the cast."""
