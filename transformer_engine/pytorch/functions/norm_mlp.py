@@ -22,7 +22,7 @@ from ..primitives.activation import (
     activation_forward_quantized,
     gradient_fuses,
 )
-from ..primitives.gemm import Epilogue, gemm, gemm_gelu, gemm_gelu_gradient
+from ..primitives.gemm import Epilogue, gemm_gelu, gemm_gelu_gradient
 from ..primitives.operand import Operand
 from ..tensor.quantizer import Operands, Quantizer
 from .linear import (
@@ -178,9 +178,7 @@ def _times_gelu_gradient(x: Tensor, dy: Operand, w: Operand, epilogue: Epilogue)
     return gemm_gelu_gradient(dy, w, x, epilogue)
 
 
-def _forward(
-    tensors: NormMLPTensors, spec: NormMLPSpec
-) -> tuple[Tensor, Tensor | None, NormMLPSaved | None]:
+def _forward(tensors: NormMLPTensors, spec: NormMLPSpec) -> tuple[Tensor, Tensor | None, NormMLPSaved | None]:
     """(y [.., H], norm(x) where it is returned, what the backward reads: None where it computes that again)"""
     x = tensors.x
     keeps = spec.needs_grad and not spec.recompute
@@ -188,8 +186,9 @@ def _forward(
     y, fc2_saved = linear_forward(activated, tensors.fc2_weight, tensors.fc2_bias, spec.fc2)
     y = y.view(*leading_shape(x, y), y.shape[-1])
     norm_output = None if norm_output is None else norm_output.view(x.shape)
-    saved = None if fc1_saved is None else NormMLPSaved(statistics, fc1_saved, fc1_output, fc2_saved)
-    return y, norm_output, saved
+    if fc1_saved is None or fc1_output is None:
+        return y, norm_output, None
+    return y, norm_output, NormMLPSaved(statistics, fc1_saved, fc1_output, fc2_saved)
 
 
 class NormMLPGradients(NamedTuple):
@@ -304,9 +303,9 @@ class _NormMLP(torch.autograd.Function):
         if spec.recompute:
             count = len(NormMLPTensors._fields)
             kept = take_saved(ctx)
-            tensors = NormMLPTensors(*kept[:count])  # pyright: ignore[reportArgumentType]
+            tensors = NormMLPTensors(*kept[:count])
             x, gamma = tensors.x, tensors.gamma
-            handed = [_recompute(tensors, _replaying(spec, list(kept[count:])))]  # pyright: ignore[reportArgumentType]
+            handed = [_recompute(tensors, _replaying(spec, list(kept[count:])))]
         else:
             x, gamma, *kept = take_saved(ctx)
             handed = [_restored(kept, ctx.forms)]

@@ -34,7 +34,7 @@ def pack(*operands: Saved) -> tuple[list[Tensor | None], list[Any]]:
     return tensors, forms
 
 
-def take_saved(ctx: Any) -> Sequence[Tensor | None]:
+def take_saved(ctx: Any) -> tuple[Any, ...]:
     """ctx.saved_tensors, which the node itself lets go of unless its graph is kept for another backward.
 
     torch drops them when the node's backward has returned, with all that it allocated still there; a backward that
