@@ -82,44 +82,18 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "gelu": mlp("gelu"),
     "layer": layer,
 }
-# MiB that Transformer Engine 2.20 was measured to take on an H200: the peak of forward and backward above parameters,
-# input, output's gradient, and the gradients of the step before, which are there until the step begins.
-ORIGINAL = {
-    "bf16": {
-        "linear 4096x28672": 448.0,
-        "linear 14336x4096": 64.0,
-        "layernorm_linear": 166.2,
-        "swiglu": 960.0,
-        "gelu": 624.0,
-        "layer": 1169.0,
-    },
-    "delayed": {
-        "linear 4096x28672": 1152.0,
-        "linear 14336x4096": 352.0,
-        "layernorm_linear": 310.2,
-        "swiglu": 1811.6,
-        "gelu": 915.5,
-        "layer": 2100.6,
-    },
-    "current": {
-        "linear 4096x28672": 1152.0,
-        "linear 14336x4096": 352.0,
-        "layernorm_linear": 310.2,
-        "swiglu": 1948.1,
-        "gelu": 1270.1,
-        "layer": 2237.1,
-    },
-    "block": {
-        "linear 4096x28672": 1167.1,
-        "linear 14336x4096": 357.5,
-        "layernorm_linear": 314.2,
-        "swiglu": 1826.2,
-        "gelu": 1147.1,
-        "layer": 2117.2,
-    },
+# MiB measured on an H200: the peak of forward and backward above parameters, input, output's gradient, and the
+# gradients of the step before, which are there until the step begins. bf16: Transformer Engine 2.20; the others, where
+# it takes far more: this package while a node kept all that it had saved until its backward returned.
+MOST = {
+    "bf16": (448.0, 64.0, 166.2, 960.0, 624.0, 1169.0),
+    "delayed": (816.0, 264.0, 220.2, 1208.0, 823.0, 1457.0),
+    "current": (816.0, 264.0, 220.2, 1432.0, 1041.8, 1681.0),
+    "block": (831.0, 268.5, 221.2, 1226.6, 831.1, 1478.6),
 }
 PRINTED = 0.05  # the figures above are rounded to a tenth
-FORWARD_LAYER = 864.0  # the same release's forward pass of the layer without gradients
+UNPLANNED = 4.2  # partial sums of a norm's backward, at most, which a plan leaves out
+FORWARD_LAYER = 864.0  # Transformer Engine 2.20's forward pass of the layer without gradients
 
 
 @pytest.fixture
@@ -149,10 +123,13 @@ def planned(model: nn.Module, recipe: recipes.Recipe | None) -> float:
     return (plan.peak - plan.workspace - plan.parameters - given - gradients) / MIB
 
 
-@pytest.mark.parametrize("recipe", ORIGINAL)
+@pytest.mark.parametrize("recipe", MOST)
 @pytest.mark.parametrize("name", MODELS)
-def test_a_step_takes_no_more_than_the_original(name: str, recipe: str, as_on_a_gpu: None):
-    assert planned(MODELS[name](), RECIPES[recipe]) < ORIGINAL[recipe][name] + PRINTED
+def test_a_step_takes_no_more_than_was_measured(name: str, recipe: str, as_on_a_gpu: None):
+    # Where the norm's backward is the step's peak, as it may be where no activation makes wider matrices.
+    beside = UNPLANNED if name == "layernorm_linear" else 0.0
+    most = dict(zip(MODELS, MOST[recipe], strict=True))[name]
+    assert planned(MODELS[name](), RECIPES[recipe]) + beside < most + PRINTED
 
 
 def test_the_gated_mlp_holds_what_can_be_counted_by_hand(as_on_a_gpu: None):
