@@ -18,8 +18,8 @@ from ..formats import FLOAT32_MAX, Element, ceil_div
 from . import tile
 from .block_cast import _row_blocks
 from .cast import _record
-from .grouped_gemm import SLOT, TILE_ROWS, base_of, group_of_tile, rows_of_group, tiles_at_most
-from .launch import Launch
+from .grouped_gemm import SCALE_SLOT, SLOT, TILE_ROWS, base_of, group_of_tile, rows_of_group, tiles_at_most
+from .launch import READ, Launch, Output, Table, codes_dtype
 from .rounding import as_float, magnitude_bits, scale_from_amax
 
 WIDTH = tl.constexpr(TILE_ROWS)
@@ -323,10 +323,12 @@ def square_block_kernel(
 @functools.lru_cache(maxsize=1024)
 def maximum(shape: tuple[int, int], groups: int, by_rows: bool) -> Launch:
     """Inputs: x [total, K] or one of the matrices [M, K], the table or None, layout or None; output: amax float32
-    [groups], which must hold 0 or more."""
+    [groups]."""
     block_m, block_k, warps = _MAXIMUM_TILE
     grid, scalars, even = _grid(shape, groups, by_rows, block_m, block_k)
-    return Launch(maximum_kernel, grid, (), scalars, (groups, by_rows, block_m, block_k, even), warps)
+    outputs = (Output((groups,), "float32", begins=0.0),)
+    steps = (groups, by_rows, block_m, block_k, even)
+    return Launch(maximum_kernel, grid, outputs, scalars, steps, warps, tables=_tables(by_rows))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -339,16 +341,47 @@ def cast(
     offset: int,
     power_of_two: bool,
     epsilon: float,
+    rowwise: bool,
+    columnwise: bool,
+    records: bool,
 ) -> Launch:
     """Inputs: x [total, K] or one of the matrices [M, K] (M even), the table or None, layout or None, scale or None,
-    amax; outputs: codes or None, codes_t or None, scale_inv [groups, 4].
+    amax; outputs: codes if rowwise, codes_t if columnwise, scale_inv [groups, 4].
 
+    records          the scale is given, and amax keeps the larger of itself and max|x|; else amax gives the scale
     stride, offset   of a given scale and its amax: those of group e are at offset + e * stride
     """
     block_m, block_k, warps = _CAST_TILE
     grid, scalars, even = _grid(shape, groups, by_rows, block_m, block_k)
     steps = (groups, by_rows, element.maximum, epsilon, power_of_two, block_m, block_k, even)
-    return Launch(cast_kernel, grid, (), (*scalars, stride, offset), steps, warps)
+    codes, codes_t = _codes(shape, groups, by_rows, element, rowwise, columnwise)
+    return Launch(
+        cast_kernel,
+        grid,
+        (codes, codes_t, Output((groups, SCALE_SLOT), "float32")),
+        (*scalars, stride, offset),
+        steps,
+        warps,
+        in_place=(4,) if records else (),
+        tables=_tables(by_rows),
+    )
+
+
+def _tables(by_rows: bool) -> tuple[Table, ...]:
+    """Matrices are found by their addresses."""
+    return () if by_rows else (Table(1, (READ,)),)
+
+
+def _codes(
+    shape: tuple[int, int], groups: int, by_rows: bool, element: Element, rowwise: bool, columnwise: bool
+) -> tuple[Output | None, Output | None]:
+    """Codes and their transposes; how many rows the groups have, each rounded up, depends on the groups."""
+    dtype = codes_dtype(element)
+    stack = () if by_rows else (groups,)
+    return (
+        Output((*stack, *shape), dtype) if rowwise else None,
+        Output(None if by_rows else (*stack, *shape[::-1]), dtype) if columnwise else None,
+    )
 
 
 _MAXIMUM_TILE = (128, 128, 8)  # rows, columns, warps
@@ -377,11 +410,16 @@ def row_blocks(
     power_of_two: bool,
     epsilon: float,
     value_for_inf: float,
+    rowwise: bool,
+    columnwise: bool,
 ) -> Launch:
-    """Inputs: x [total, K], None, layout; outputs: codes and scale or None, codes_t and scale_t or None."""
+    """Inputs: x [total, K], None, layout; outputs: codes and scale if rowwise, codes_t and scale_t if columnwise."""
     grid, scalars, even = _grid(shape, groups, True, TILE_ROWS, TILE_ROWS)
     steps = (groups, element.maximum, epsilon, power_of_two, value_for_inf, even)
-    return Launch(row_block_kernel, grid, (), scalars, steps, warps=8)
+    codes, codes_t = _codes(shape, groups, True, element, rowwise, columnwise)
+    scale = Output((shape[0] * ceil_div(shape[1], TILE_ROWS),), "float32") if rowwise else None
+    scale_t = Output(None, "float32") if columnwise else None
+    return Launch(row_block_kernel, grid, (codes, scale, codes_t, scale_t), scalars, steps, warps=8)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -392,8 +430,19 @@ def square_blocks(
     power_of_two: bool,
     epsilon: float,
     value_for_inf: float,
+    rowwise: bool,
+    columnwise: bool,
 ) -> Launch:
-    """Inputs: a matrix [M, K] (M even), the table, None; outputs: codes, scale, codes_t, scale_t."""
+    """Inputs: a matrix [M, K] (M even), the table, None; outputs: codes, scale if rowwise, codes_t, scale_t if
+    columnwise."""
     grid, scalars, even = _grid(shape, groups, False, TILE_ROWS, TILE_ROWS)
     steps = (groups, element.maximum, epsilon, power_of_two, value_for_inf, even)
-    return Launch(square_block_kernel, grid, (), scalars, steps, warps=8)
+    codes, codes_t = _codes(shape, groups, False, element, rowwise, columnwise)
+    tiles = (ceil_div(shape[0], TILE_ROWS), ceil_div(shape[1], TILE_ROWS))
+    outputs = (
+        codes,
+        Output((groups, *tiles), "float32") if rowwise else None,
+        codes_t,
+        Output((groups, *tiles[::-1]), "float32") if columnwise else None,
+    )
+    return Launch(square_block_kernel, grid, outputs, scalars, steps, warps=8, tables=_tables(False))

@@ -109,4 +109,4 @@ def append(
     tokens = max(1, min(triton.next_power_of_2(longest), _ELEMENTS // max(blocks)))
     scalars = (capacity, page_size, table_stride, heads, *sizes, *strides)
     grid = (batch, ceil_div(longest, tokens), 1)
-    return Launch(append_kernel, grid, (), scalars, (packed, tokens, *blocks), warps=4)
+    return Launch(append_kernel, grid, (), scalars, (packed, tokens, *blocks), warps=4, in_place=(2, 3))

@@ -326,7 +326,8 @@ def rotate_packed(
     transposed: bool,
     context: tuple[int, int],
 ) -> Launch:
-    """(packed, q_angles, k_angles, start | None, cu_seqlens | None) -> q, k, v; transposed: also takes dq, dk, dv.
+    """(packed, q_angles, k_angles, start | None, cu_seqlens | None) -> q, k, v; transposed: takes dq, dk, dv
+    too, and writes packed.
 
     tokens      outer and inner extent
     heads       groups, and query heads in each
@@ -356,4 +357,6 @@ def rotate_packed(
         Output((outer, inner, count, size), dtype)
         for count, size in ((groups * q_heads, width), (groups, width), (groups, v_width))
     )
-    return Launch(rotate_packed_kernel, grid, () if transposed else outputs, scalars, constants, warps=2)
+    if transposed:
+        return Launch(rotate_packed_kernel, grid, (), scalars, constants, warps=2, in_place=(0,))
+    return Launch(rotate_packed_kernel, grid, outputs, scalars, constants, warps=2)

@@ -10,14 +10,13 @@ from torch import Tensor
 
 from ...common.formats import FLOAT8
 from .activation import quantized
-from .column_sums import column_sums, sum_partials
-from .launching import run
+from .column_sums import column_sums
+from .launching import DTYPE_NAMES, perform
 from .quantize import TABLE, Quantized, QuantizeSpec, Request, quantize
 from .quantize.triton_float8 import launches
-from .zeros import zero
 
 if TYPE_CHECKING:
-    from ...common.kernels.launch import Launch
+    from ...common.kernels.program import Program
 
 
 def quantize_with_dbias(
@@ -45,17 +44,13 @@ def _with_maximum(x: Tensor, spec: QuantizeSpec, dbias: torch.dtype) -> tuple[Qu
     """Current scaling: a pass for sums and maximum, then the cast, which begins while the first one ends."""
     shape = (x.shape[0], x.shape[1])
     TABLE.report(lambda: Request(spec, shape, x.dtype, x.device, False))
-    measure, cast = _launches(spec, shape, x.is_cuda)
-    amax = zero(x.device)
-    (partials,) = run(measure, (x, amax))
-    codes, codes_t, inverse = run(cast, (x, None, amax))
-    made = Quantized(codes, inverse, codes_t, inverse if spec.columnwise else None, amax)
-    return made, sum_partials(partials, dbias)
+    sums, codes, codes_t, inverse, amax = perform(_program(spec, shape, dbias, x.is_cuda), (x,))
+    return Quantized(codes, inverse, codes_t, inverse if spec.columnwise else None, amax), sums
 
 
 @functools.lru_cache(maxsize=1024)
-def _launches(spec: QuantizeSpec, shape: tuple[int, int], overlaps: bool) -> tuple[Launch, Launch]:
+def _program(spec: QuantizeSpec, shape: tuple[int, int], dbias: torch.dtype, overlaps: bool) -> Program:
     from ...common.kernels import column_sums  # it imports triton
 
     _, cast = launches(spec, *shape, scale_given=False, amax_given=False, overlaps=overlaps)
-    return column_sums.column_sums(shape, shape[1], overlaps=overlaps), cast
+    return column_sums.sums_and_cast(shape, DTYPE_NAMES[dbias], cast)

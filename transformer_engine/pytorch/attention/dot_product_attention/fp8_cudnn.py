@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from ....common.kernels import launch
+from ...primitives.launching import run_into
 from ...tensor.elements import float8_dtype
 from ...tensor.float8_tensor import Float8TensorStorage
 from ...tensor.quantized_tensor import QuantizedTensorStorage
 from .backends import cudnn_fp8
-from .backends.cudnn_graph import start
 from .fp8_call import OUTPUT, QKV, SOFTMAX_SCALE, Call, Rounded, codes_of, started_values, values_of
 from .request import AttentionInputs, Gradients
 
@@ -109,7 +109,7 @@ def _forward_of_state(call: Call, inputs: AttentionInputs) -> Rounded:
     record = fp8_attention.codes_of_three((q.numel(), k.numel(), v.numel()), (QKV, OUTPUT), "float8_e4m3fn")
     codes = [torch.empty(x.shape, dtype=code, device=device) for x in (q, k, v)]
     descales = torch.empty(8, dtype=torch.float32, device=device)
-    start(record, (q, k, v, scale, history, *codes, descales), device)
+    run_into(record, (q, k, v, scale, history, *codes, descales), device)
     of_input = descales.data_ptr()
     scalars = {
         "descale_q": of_input,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ....common.formats import Element
 from .. import fused_codes, launching
 from ..column_sums import sum_partials
 from ..launching import DTYPE_NAMES, rows_dense, run
@@ -70,8 +71,8 @@ def forward(
         launch = _forward_blocks_launch(
             name, gated, shape, x.stride(0), x.dtype, constants, spec, x.device.index
         )
-        return fused_codes.of_blocks(launch, run(launch, (x,)))
-    made = fused_codes.target(shape, spec, scale, record, x.device)
+        return Quantized(*run(launch, (x,)))
+    scale, amax = fused_codes.given(scale, record, x.device)
     launch = _forward_launch(
         name,
         gated,
@@ -79,11 +80,9 @@ def forward(
         x.stride(0),
         x.dtype,
         (params.limit, params.alpha, params.offset),
-        made.codes_t is not None,
-        made.codes is None,
+        *_codes_of(spec, scale),
     )
-    (y,) = run(launch, (x, *made))
-    return fused_codes.finished(made, y, spec)
+    return fused_codes.finished(run(launch, (x, scale, amax)), scale, amax, spec)
 
 
 def backward(
@@ -119,9 +118,8 @@ def backward(
             dy.device.index,
         )
         *codes, partials = run(launch, (dy, x))
-        quantized = fused_codes.of_blocks(launch, codes)
-        return quantized, None if dbias is None else sum_partials(partials, dbias)
-    made = fused_codes.target((shape[0], 2 * shape[1] if gated else shape[1]), spec, scale, record, dy.device)
+        return Quantized(*codes), None if dbias is None else sum_partials(partials, dbias)
+    scale, amax = fused_codes.given(scale, record, dy.device)
     launch = _backward_launch(
         name,
         gated,
@@ -129,13 +127,17 @@ def backward(
         strides,
         dtype,
         constants,
-        made.codes_t is not None,
-        made.codes is None,
+        *_codes_of(spec, scale),
         dbias is not None,
     )
-    dx, partials = run(launch, (dy, x, *made))
+    *made, partials = run(launch, (dy, x, scale, amax))
     sums = None if dbias is None else sum_partials(partials, dbias)
-    return fused_codes.finished(made, dx, spec), sums
+    return fused_codes.finished(made, scale, amax, spec), sums
+
+
+def _codes_of(spec: QuantizeSpec, scale: Tensor | None) -> tuple[Element | None, bool]:
+    """(their element, are they transposed too): without a scale, the kernel makes none."""
+    return (None, False) if scale is None else (spec.element, spec.columnwise)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -146,13 +148,13 @@ def _forward_launch(
     x_stride: int,
     dtype: torch.dtype,
     constants: tuple[float, float, float],
+    element: Element | None,
     columnwise: bool,
-    returns_output: bool,
 ) -> Launch:
     from ....common.kernels import activation_cast  # it imports triton
 
     return activation_cast.forward(
-        name, gated, shape, x_stride, DTYPE_NAMES[dtype], constants, columnwise, returns_output
+        name, gated, shape, x_stride, DTYPE_NAMES[dtype], constants, element, columnwise
     )
 
 
@@ -164,14 +166,14 @@ def _backward_launch(
     strides: tuple[int, int],
     dtype: torch.dtype,
     constants: tuple[float, float, float],
+    element: Element | None,
     columnwise: bool,
-    returns_output: bool,
     sums_columns: bool,
 ) -> Launch:
     from ....common.kernels import activation_cast  # it imports triton
 
     return activation_cast.backward(
-        name, gated, shape, strides, DTYPE_NAMES[dtype], constants, columnwise, returns_output, sums_columns
+        name, gated, shape, strides, DTYPE_NAMES[dtype], constants, element, columnwise, sums_columns
     )
 
 

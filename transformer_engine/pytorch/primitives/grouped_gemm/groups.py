@@ -17,6 +17,7 @@ from torch import Tensor
 from ....common.bounded import Bounded
 from ....common.formats import ceil_div
 from ....common.kernels import launch
+from ..launching import run
 
 TILE_ROWS = 128  # as in common/kernels/grouped_gemm, which only imports where Triton is installed
 
@@ -129,8 +130,7 @@ def _laid_out_on_device(splits: Tensor, total: int) -> Groups:
     from ....common.kernels import grouped_gemm as kernels
 
     count = splits.shape[0]
-    layout = torch.empty(kernels.layout_size(total, count), dtype=torch.int32, device=splits.device)
-    launch.start(kernels.layout_of(total, count), (splits.contiguous(), layout), splits.get_device())
+    (layout,) = run(kernels.layout_of(total, count), (splits.contiguous(),))
     return Groups(count, total, None, layout, tiles_at_most(total, count) * TILE_ROWS)
 
 

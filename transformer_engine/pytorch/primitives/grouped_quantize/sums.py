@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ....common.kernels import launch
 from ..grouped_gemm import Groups
+from ..launching import run
 
 
 def row_sums(x: Tensor, groups: Groups) -> Tensor:
@@ -16,9 +17,4 @@ def row_sums(x: Tensor, groups: Groups) -> Tensor:
         return torch.stack([part.sum(0, dtype=torch.float32) for part in parts])
     from ....common.kernels import grouped_gemm
 
-    sums = torch.empty(groups.count, x.shape[1], dtype=torch.float32, device=x.device)
-    with torch.cuda.device(x.device):
-        launch.start(
-            grouped_gemm.row_sums(x.shape[1], groups.count), (x, groups.layout, sums), x.get_device()
-        )
-    return sums
+    return run(grouped_gemm.row_sums(x.shape[1], groups.count), (x, groups.layout))[0]

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
-from ....common.formats import ceil_div
+from ....common.formats import Element
 from .. import fused_codes, launching
-from ..launching import DTYPE_NAMES, refuses_elementwise, rows_dense, run, traceable
-from ..quantize import Quantized, QuantizeSpec, quantize, torch_dtype
-from ..transpose import transpose_into
+from ..launching import DTYPE_NAMES, perform, refuses_elementwise, rows_dense, run, traceable
+from ..quantize import Quantized, QuantizeSpec, quantize
+from ..transpose import transposed_by_kernel
 from .request import NormRequest
 
 if TYPE_CHECKING:
     from ....common.kernels.launch import Launch
+    from ....common.kernels.program import Program
 
-_NO_CODES = (None, None, None, None)
-_BLOCK = 128  # elements of a row that share a scale
+_NO_CODES = (None, None)  # neither a scale nor a maximum
 _WIDEST_CENTERED = 4096  # columns of a LayerNorm that makes the codes of blocks
 
 
@@ -34,7 +34,7 @@ def layernorm_forward(
     x = rows_dense(x)
     launch = _forward_launch(x.shape, x.stride(0), x.dtype, eps, zero_centered, True, x.device.index)
     bias = None if bias is None else bias.contiguous()
-    y, mean, rstdev = run(launch, (x, weight.contiguous(), bias, *_NO_CODES))
+    _, _, y, mean, rstdev = run(launch, (x, weight.contiguous(), bias, *_NO_CODES))
     return y, mean, rstdev
 
 
@@ -53,7 +53,7 @@ def rmsnorm_forward(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) 
         return _empty_rmsnorm(x, weight, eps, zero_centered)
     x = rows_dense(x)
     launch = _forward_launch(x.shape, x.stride(0), x.dtype, eps, zero_centered, False, x.device.index)
-    y, _, rstdev = run(launch, (x, weight.contiguous(), None, *_NO_CODES))
+    _, _, y, _, rstdev = run(launch, (x, weight.contiguous(), None, *_NO_CODES))
     return y, rstdev
 
 
@@ -123,15 +123,16 @@ def _quantized(
     x = rows_dense(x)
     if fused_codes.in_blocks(spec):
         return _quantized_rows(x, weight, bias, eps, zero_centered, centered, spec)
-    made = fused_codes.target((x.shape[0], x.shape[1]), spec, scale, record, x.device)
+    scale, amax = fused_codes.given(scale, record, x.device)
+    element = None if scale is None else spec.element
     launch = _forward_launch(
-        x.shape, x.stride(0), x.dtype, eps, zero_centered, centered, x.device.index, made.codes is None
+        x.shape, x.stride(0), x.dtype, eps, zero_centered, centered, x.device.index, element
     )
-    given = (made.scale, made.amax, made.codes, made.inverse)
-    y, mean, rstdev = run(launch, (x, weight.contiguous(), bias, *given))
-    if made.codes is not None and made.codes_t is not None:
-        transpose_into(made.codes, made.codes_t)
-    return fused_codes.finished(made, y, spec), mean, rstdev
+    codes, inverse, y, mean, rstdev = run(launch, (x, weight.contiguous(), bias, scale, amax))
+    if element is None:
+        return quantize(y, spec, amax=amax), mean, rstdev
+    codes_t = transposed_by_kernel(codes) if spec.columnwise else None
+    return Quantized(codes, inverse, codes_t, inverse if spec.columnwise else None, amax), mean, rstdev
 
 
 def _quantized_rows(
@@ -144,14 +145,11 @@ def _quantized_rows(
     spec: QuantizeSpec,
 ) -> tuple[Quantized, Tensor | None, Tensor]:
     """The kernel that makes y holds whole rows, and so every 1 x 128 block of them."""
-    rows, width = x.shape
-    codes = torch.empty((rows, width), dtype=torch_dtype(spec.element), device=x.device)
-    scale = torch.empty((ceil_div(width, _BLOCK), rows), dtype=torch.float32, device=x.device)
     launch = _forward_launch(
-        x.shape, x.stride(0), x.dtype, eps, zero_centered, centered, x.device.index, False, spec
+        x.shape, x.stride(0), x.dtype, eps, zero_centered, centered, x.device.index, None, spec
     )
-    _, mean, rstdev = run(launch, (x, weight.contiguous(), bias, None, None, codes, scale))
-    return Quantized(codes, scale.t(), None, None, None, None), mean, rstdev
+    codes, scale, _, mean, rstdev = run(launch, (x, weight.contiguous(), bias, *_NO_CODES))
+    return Quantized(codes, scale, None, None, None, None), mean, rstdev
 
 
 def rmsnorm_backward(
@@ -173,7 +171,7 @@ def _backward(
     zero_centered: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dy, x, add = rows_dense(dy), rows_dense(x), None if add is None else rows_dense(add)
-    launches = _backward_launches(
+    program = _backward_program(
         x.shape,
         (dy.stride(0), x.stride(0), 0 if add is None else add.stride(0)),
         (x.dtype, weight.dtype),
@@ -182,10 +180,8 @@ def _backward(
         dy.element_size() + x.element_size() + (0 if add is None else add.element_size()),
         x.device.index,
     )
-    outputs = run(launches[0], (dy, x, add, weight.contiguous(), mean, rstdev))
-    workspace = outputs[1] if len(launches) == 2 else run(launches[1], (dy, x, mean, rstdev))[0]
-    dweight, dbias = run(launches[-1], (workspace,))
-    return outputs[0], dweight, dbias
+    dx, dweight, dbias = perform(program, (dy, x, add, weight.contiguous(), mean, rstdev))
+    return dx, dweight, dbias
 
 
 @functools.lru_cache(maxsize=1024)
@@ -197,7 +193,7 @@ def _forward_launch(
     zero_centered: bool,
     centered: bool,
     device: int,
-    returns_output: bool = True,
+    element: Element | None = None,
     in_blocks: QuantizeSpec | None = None,
 ) -> Launch:
     from ....common.kernels import norm  # it imports triton
@@ -212,13 +208,13 @@ def _forward_launch(
         zero_centered,
         centered,
         launching.processors(device).count,
-        returns_output,
+        element,
         None if in_blocks is None else fused_codes.blocks(in_blocks, dtype),
     )
 
 
 @functools.lru_cache(maxsize=1024)
-def _backward_launches(
+def _backward_program(
     shape: torch.Size,
     strides: tuple[int, int, int],
     dtypes: tuple[torch.dtype, torch.dtype],
@@ -226,7 +222,7 @@ def _backward_launches(
     centered: bool,
     column_bytes: int,
     device: int,
-) -> tuple[Launch, ...]:
+) -> Program:
     from ....common.kernels import norm  # it imports triton
 
     rows, width = shape

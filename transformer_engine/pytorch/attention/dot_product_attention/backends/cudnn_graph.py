@@ -19,8 +19,6 @@ import torch
 from torch import Tensor
 
 from .....common import env
-from .....common.kernels import launch
-from .....common.kernels.launch import Launch
 from ....device import get_cudnn_version, is_current_device
 from . import cudnn_store
 
@@ -341,15 +339,6 @@ def ragged_offsets(
         tables.append(starts * _steps(starts.device, (step,)))
         addresses.append(tables[-1].data_ptr())
     return addresses, tables
-
-
-def start(record: Launch, tensors: Sequence[Tensor | None], device: torch.device) -> None:
-    """Start a kernel on its tensors' device."""
-    if is_current_device(device.index):
-        launch.start(record, tensors, device.index)
-        return
-    with torch.cuda.device(device):
-        launch.start(record, tensors, device.index)
 
 
 def contiguous_strides(shape: Sequence[int]) -> Strides:
