@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from ...common.recipe import Recipe, recipe_described_as
 from ..functions.linear import IDENTITY, Accumulation
-from ..quantization import FP8GlobalStateManager, RecipeState
+from ..quantization import FP8GlobalStateManager, RecipeState, delayed_scaling
 from ..quantization.autocast import AutocastState
+from ..quantization.factory import family
+from ..quantization.replay import runs
 from ..tensor.quantizer import Calibrating, Quantizer
 from ..tracing import constant_while_tracing
 
@@ -41,6 +44,22 @@ class ProductQuantizers:
         )
 
 
+    def replay_states(self) -> tuple[tuple[Tensor, ...], ...]:
+        """What the three forward quantizers depend on beside their input."""
+        return self.input.replay_state(), self.weight.replay_state(), self.output.replay_state()
+
+    def replaying(self, states: tuple[tuple[Tensor, ...], ...]) -> ProductQuantizers:
+        """The same as they were when `replay_states` returned states, recording nothing in the forward."""
+        of_input, of_weight, of_output = states
+        return ProductQuantizers(
+            self.input.replaying(of_input),
+            self.weight.replaying(of_weight),
+            self.output.replaying(of_output),
+            self.grad_output,
+            self.grad_input,
+        )
+
+
 UNQUANTIZED = ProductQuantizers(IDENTITY, IDENTITY, IDENTITY, IDENTITY, IDENTITY)
 
 
@@ -63,6 +82,24 @@ class ModuleRecipe:
 
     def serves(self, state: AutocastState) -> bool:
         return self.recipe is state.recipe and self.group is state.group
+
+
+def repeatable(
+    module: TransformerEngineBaseModule, products: tuple[ProductQuantizers, ...]
+) -> tuple[ProductQuantizers, ...]:
+    """The quantizers of a call in a recomputed function: first runs are handed their states, second runs repeat them."""
+    for run in runs():
+        if not run.again:
+            run.states.keep(module.tracing_key, [product.replay_states() for product in products])
+            continue
+        states = run.next(module.tracing_key)
+        if states is None:
+            raise RuntimeError(
+                f"{type(module).__name__} is called in the second run of a checkpointed function, but was not called "
+                "under this recipe so often in its first; let the function do the same both times"
+            )
+        products = tuple([p.replaying(s) for p, s in zip(products, states, strict=True)])
+    return products
 
 
 def accumulation_of(recipe: Recipe) -> Accumulation:
@@ -123,6 +160,7 @@ def materialize(module: TransformerEngineBaseModule, recipe: Recipe, group: Any)
     """Create or adapt the recipe states and quantizers of a module; delayed scaling keeps its histories."""
     meta = module.fp8_meta
     products = module.num_products
+    _announce_change(module, meta.get("recipe"), recipe)
     for key, mode, slots in (
         ("scaling_fwd", "forward", FORWARD_SLOTS),
         ("scaling_bwd", "backward", BACKWARD_SLOTS),
@@ -135,6 +173,9 @@ def materialize(module: TransformerEngineBaseModule, recipe: Recipe, group: Any)
                 num_quantizers=slots * products,
                 device=module._state_device(),
             )
+        previous = meta.get(key)
+        for replaced in () if previous is None or previous is state else previous.delayed_states:
+            delayed_scaling.unregister(replaced)
         meta[key] = state
         module.quantizers[key] = state.make_quantizers()
     meta.update(recipe=recipe, num_gemms=products, fp8_group=group, fp8_checkpoint=True)
@@ -146,3 +187,14 @@ def materialize(module: TransformerEngineBaseModule, recipe: Recipe, group: Any)
     made = ModuleRecipe(recipe, group, module.quantizers["scaling_fwd"], module.quantizers["scaling_bwd"])
     module._module_recipe = made
     return made
+
+
+def _announce_change(module: TransformerEngineBaseModule, before: Recipe | None, recipe: Recipe) -> None:
+    """A warning where the kind of quantizer changes: scales, histories and cached weights start anew."""
+    if before is None or family(before) is family(recipe):
+        return
+    names = type(before).__name__, type(recipe).__name__
+    module._warn_once(
+        f"recipe {names}",
+        f"{type(module).__name__} goes from {names[0]} to {names[1]}: its quantizers and cached weights are made anew",
+    )
