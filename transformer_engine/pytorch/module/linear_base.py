@@ -83,7 +83,10 @@ class QuantizedProductsModule(TransformerEngineBaseModule):
         modes, this module's switches, and options. What else a result depends on must be added to it afterwards.
         """
         state = current()
-        if torch.compiler.is_compiling() or state.calibrating or is_fp8_activation_recompute_enabled():
+        if torch.compiler.is_compiling():
+            return build()
+        self.check_repetition(state)
+        if state.calibrating or is_fp8_activation_recompute_enabled():
             return build()
         if not undisturbed():
             return build()  # somebody wants to see the choices that are made on the way

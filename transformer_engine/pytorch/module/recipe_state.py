@@ -15,7 +15,6 @@ from ..functions.linear import IDENTITY, Accumulation
 from ..quantization import FP8GlobalStateManager, RecipeState, delayed_scaling
 from ..quantization.autocast import AutocastState
 from ..quantization.factory import family
-from ..quantization.replay import runs
 from ..tensor.quantizer import Calibrating, Quantizer
 from ..tracing import constant_while_tracing
 
@@ -25,6 +24,11 @@ if TYPE_CHECKING:
 # Slots of a product: the original's order, which checkpoints of delayed scaling rely on.
 FORWARD_SLOTS = 3  # input, weight, output
 BACKWARD_SLOTS = 2  # grad_output, grad_input
+
+
+def slots(products: int) -> dict[str, int]:
+    """How many quantizers a module with so many products has in each direction, by the suffix of its states' keys."""
+    return {"fwd": FORWARD_SLOTS * products, "bwd": BACKWARD_SLOTS * products}
 
 
 @dataclass(frozen=True)
@@ -84,24 +88,6 @@ class ModuleRecipe:
         return self.recipe is state.recipe and self.group is state.group
 
 
-def repeatable(
-    module: TransformerEngineBaseModule, products: tuple[ProductQuantizers, ...]
-) -> tuple[ProductQuantizers, ...]:
-    """The quantizers of a call in a recomputed function: first runs are handed their states, second runs repeat them."""
-    for run in runs():
-        if not run.again:
-            run.states.keep(module.tracing_key, [product.replay_states() for product in products])
-            continue
-        states = run.next(module.tracing_key)
-        if states is None:
-            raise RuntimeError(
-                f"{type(module).__name__} is called in the second run of a checkpointed function, but was not called "
-                "under this recipe so often in its first; let the function do the same both times"
-            )
-        products = tuple([p.replaying(s) for p, s in zip(products, states, strict=True)])
-    return products
-
-
 def accumulation_of(recipe: Recipe) -> Accumulation:
     """Split accumulation by product: what the recipe says, else the original's defaults (forward fast)."""
     products = ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad")
@@ -144,6 +130,21 @@ def _ensure_while_tracing(module_key: str, recipe: str, group: Any) -> bool:
         active = renew(module, recipe_described_as(recipe), group)
     if active.has_state:
         FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(module.fp8_meta)
+    return True
+
+
+# The trace in which a module was last called with a backward to come.
+_traced: weakref.WeakKeyDictionary[TransformerEngineBaseModule, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+
+
+@constant_while_tracing
+def first_call_while_tracing(module_key: str) -> bool:
+    """Is this the module's first call, of those that will have a backward, in the graph that is being traced?"""
+    module, trace = _modules[module_key], torch._guards.TracingContext.try_get()
+    before = _traced.get(module)
+    if trace is None or (before is not None and before() is trace):
+        return trace is None
+    _traced[module] = weakref.ref(trace)
     return True
 
 

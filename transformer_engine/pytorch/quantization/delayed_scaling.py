@@ -72,7 +72,7 @@ def _snapshot_fake(scale):
     "transformer_engine::update_scales",
     mutates_args=("histories", "scales"),
     schema="(Tensor(a!)[] histories, Tensor(b!)[] scales, str algorithm, float fp8_max, int margin, "
-    "bool keep_idle, str group, int[] gaps) -> ()",
+    "bool keep_idle, str group, int[] gaps=[]) -> ()",
 )
 def _update_op(
     histories: list[Tensor],
@@ -82,7 +82,7 @@ def _update_op(
     margin: int,
     keep_idle: bool,
     group: str,
-    gaps: list[int],
+    gaps: Sequence[int] = (),
 ) -> None:
     if group:
         resolve: Any = torch.distributed.distributed_c10d._resolve_process_group
@@ -91,7 +91,7 @@ def _update_op(
 
 
 @_update_op.register_fake
-def _update_fake(histories, scales, algorithm, fp8_max, margin, keep_idle, group, gaps) -> None:
+def _update_fake(histories, scales, algorithm, fp8_max, margin, keep_idle, group, gaps=()) -> None:
     return None
 
 
