@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -12,16 +11,26 @@ from torch import Tensor
 
 from ...common.bounded import Bounded
 from ..device import canonical_device
-from ..distributed.recompute import in_fp8_activation_recompute_phase, is_fp8_activation_recompute_enabled
-from ..functions.scale_update import ScaleUpdate
+from ..distributed.recompute import is_fp8_activation_recompute_enabled
+from ..functions.scale_update import ScaleUpdate, in_a_backward, of_the_pass
 from ..functions.weight_gradient import WeightGradientStore, dummy_gradient
-from ..quantization import FP8GlobalStateManager, decode_extra_state, encode_extra_state, load_extra_state
+from ..quantization import check_extra_state, decode_extra_state, encode_extra_state, load_extra_state
 from ..quantization.autocast import AutocastState, current
 from ..quantization.model_init import current_model_init
 from ..tensor.quantized_tensor import QuantizedTensor, QuantizedTensorStorage
 from ..tensor.quantizer import Quantizer
 from .parameters import ParameterInit
-from .recipe_state import UNQUANTIZED, ModuleRecipe, ProductQuantizers, ensure, new_tracing_key, renew
+from .recipe_state import (
+    UNQUANTIZED,
+    ModuleRecipe,
+    ProductQuantizers,
+    ensure,
+    first_call_while_tracing,
+    new_tracing_key,
+    renew,
+    slots,
+)
+from .repetition import refuse_other_repetition, repeatable
 
 T = TypeVar("T")
 
@@ -79,7 +88,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self._fp8_workspaces: dict[str, QuantizedTensorStorage] = {}
         self._module_recipe: ModuleRecipe | None = None
         self._remembered: Bounded[Any, Any] = Bounded(_REMEMBERED)
-        self._replay_states: deque[list[tuple[Tensor, ...]]] = deque()
+        self._state_without_gradients: AutocastState | None = None
         self._wgrad_hooks: list[Any] = []
         self._warned: set[str] = set()
         self.tracing_key = new_tracing_key(self)
@@ -90,7 +99,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self.tracing_key = new_tracing_key(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_remembered": {}}
+        return self.__dict__ | {"_remembered": {}, "_state_without_gradients": None}
 
     def fast_setattr(self, name: str, value: Any) -> None:
         """Set a plain attribute without nn.Module's search for parameters and modules."""
@@ -172,58 +181,51 @@ class TransformerEngineBaseModule(torch.nn.Module):
         active = self._module_recipe
         assert active is not None
         if self.primary_weights_in_fp8:
-            self._check_parameter_recipe(state)
+            self._check_parameter_recipe(state.recipe)
         if not state.enabled:
             return tuple(product.calibrating() for product in active.products)
         if active.has_state and is_fp8_activation_recompute_enabled():
-            return self._recomputable(active.products)
+            return repeatable(self, active.products)
         return active.products
 
-    def _check_parameter_recipe(self, state: AutocastState) -> None:
+    def check_repetition(self, state: AutocastState) -> None:
+        """RuntimeError where another library's checkpoint runs the module again outside of its first run's autocast.
+
+        Such a checkpoint runs its function without gradients first, and again in its backward, under whatever autocast
+        is there; torch.utils.checkpoint does with use_reentrant=True.
+        """
+        before = self._state_without_gradients
+        if not torch.is_grad_enabled() and not in_a_backward():
+            self.__dict__["_state_without_gradients"] = state
+        elif before is not None and before is not state and in_a_backward():
+            refuse_other_repetition(self, before, state)
+
+    def _check_parameter_recipe(self, recipe: Recipe | None) -> None:
+        """RuntimeError under another kind of recipe than quantized parameters were made with, if there are any."""
         made_with = self._model_init_recipe
-        if made_with is not None and type(made_with) is not type(state.recipe):
+        if made_with is None or type(made_with) is type(recipe):
+            return
+        if any(isinstance(param, QuantizedTensorStorage) for param in self._parameters.values()):
             raise RuntimeError(
                 f"Recipe mismatch for {type(self).__name__}: its parameters were quantized with "
-                f"{type(made_with).__name__}, the active recipe is {type(state.recipe).__name__}; "
+                f"{type(made_with).__name__}, the active recipe is {type(recipe).__name__}; "
                 "use the same recipe class in quantized_model_init and autocast"
             )
 
-    def _recomputable(self, products: tuple[ProductQuantizers, ...]) -> tuple[ProductQuantizers, ...]:
-        """Under checkpointing, the first forward keeps what its quantization depended on and the second repeats it."""
-        if not in_fp8_activation_recompute_phase():
-            self._replay_states.append(
-                [q.replay_state() for p in products for q in (p.input, p.weight, p.output)]
-            )
-            return products
-        if not self._replay_states:
-            raise RuntimeError(
-                f"{type(self).__name__} keeps the scales of a checkpointed forward for one backward, this is another; "
-                "use a recipe without delayed scaling, or one backward for each forward"
-            )
-        states = iter(self._replay_states.popleft())
-        return tuple(
-            ProductQuantizers(
-                product.input.replaying(next(states)),
-                product.weight.replaying(next(states)),
-                product.output.replaying(next(states)),
-                product.grad_output,
-                product.grad_input,
-            )
-            for product in products
-        )
+    def _scale_update(self, state: AutocastState, needs_grad: bool) -> ScaleUpdate | None:
+        """What this call's backward, if it will have one, updates under delayed scaling.
 
-    def _scale_update(self, state: AutocastState) -> ScaleUpdate | None:
-        """What this module's backward updates under delayed scaling.
-
-        In eager mode the first quantized module of a forward updates all scales, since its backward comes last; in
-        a compiled graph every module updates its own.
+        That is all scales, at the end of the pass. In a compiled graph it is the module's own: the backward of its
+        first call there comes last and does it.
         """
         active = self._module_recipe
-        if not state.enabled or active is None or not active.has_state or in_fp8_activation_recompute_phase():
+        if not needs_grad or not state.enabled or active is None or not active.has_state:
             return None
-        if torch.compiler.is_compiling():
-            return ScaleUpdate(self.fp8_meta["scaling_bwd"].delayed_states, state.group)
-        return ScaleUpdate() if FP8GlobalStateManager.is_first_fp8_module() else None
+        if not torch.compiler.is_compiling():
+            return of_the_pass()
+        if not first_call_while_tracing(self.tracing_key):
+            return None
+        return ScaleUpdate(self.fp8_meta["scaling_bwd"].delayed_states, state.group)
 
     def _cached_weight(
         self,
@@ -293,6 +295,8 @@ class TransformerEngineBaseModule(torch.nn.Module):
         content = decode_extra_state(state)
         if content is None:
             return
+        check_extra_state(content, slots(self.num_products))
+        self._check_parameter_recipe(content["recipe"])
         renew(self, content["recipe"], self.fp8_meta["fp8_group"])
         load_extra_state(content, self.fp8_meta)
         self.fp8_meta["num_gemms"] = self.num_products
@@ -303,6 +307,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         if self.primary_weights_in_fp8 and extra in state_dict:
             self.set_extra_state(state_dict[extra])
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        self._fp8_workspaces.clear()  # made of the weights that were here before
 
     def activation_dtype(self, x: Tensor) -> torch.dtype:
         """The dtype a layer computes in: torch.autocast's when active, else the input's.

@@ -132,6 +132,7 @@ class GroupedLinear(QuantizedProductsModule):
         """
         flat = inp.reshape(-1, self.in_features) if inp.shape[-1:] == (self.in_features,) else inp
         if not torch.compiler.is_compiling():
+            self.check_repetition(current())
             planned = self._together.plan(flat, m_splits, is_first_microbatch)
             if planned is not None:
                 weights, biases, groups, spec = planned
@@ -168,14 +169,14 @@ class GroupedLinear(QuantizedProductsModule):
         state = current()
         self._together.forget_weights(is_first_microbatch)
         products = self._quantizable_groups(state, rows)
-        scale_update = self._scale_update(state)
+        trained = any(p.requires_grad for p in self.parameters(recurse=False))
+        needs_grad = torch.is_grad_enabled() and (inp.requires_grad or trained)
+        scale_update = self._scale_update(state, needs_grad)
         dtype = self.activation_dtype(inp)
         groups = tuple(
             self._group_spec(i, product, state, dtype, inp.requires_grad, is_first_microbatch, scale_update)
             for i, product in enumerate(products)
         )
-        trained = any(p.requires_grad for p in self.parameters(recurse=False))
-        needs_grad = torch.is_grad_enabled() and (inp.requires_grad or trained)
         return GroupedLinearSpec(rows, groups, needs_grad)
 
     def _quantizable_groups(

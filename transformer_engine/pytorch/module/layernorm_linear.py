@@ -159,6 +159,7 @@ class LayerNormLinear(LinearParameters):
         needs_grad_input = grad and any(tensor is not None and tensor.requires_grad for tensor in before)
         needs_grad_weight = grad and weight.requires_grad
         needs_grad_bias = grad and bias is not None and bias.requires_grad and not self.return_bias
+        needs_grad = needs_grad_input or needs_grad_weight or needs_grad_bias
         linear = LinearSpec(
             dtype=self.activation_dtype(inp),
             input=quantizers.input,
@@ -172,11 +173,11 @@ class LayerNormLinear(LinearParameters):
             needs_grad_input=needs_grad_input,
             needs_grad_weight=needs_grad_weight,
             needs_grad_bias=needs_grad_bias,
-            scale_update=self._scale_update(state),
+            scale_update=self._scale_update(state, needs_grad),
         )
         return NormLinearSpec(
             Norm(self.normalization, self.eps, self.zero_centered_gamma),
             linear,
             self.return_layernorm_output,
-            needs_grad_input or needs_grad_weight or needs_grad_bias,
+            needs_grad,
         )

@@ -192,9 +192,9 @@ class LayerNormMLP(QuantizedProductsModule):
         fc1_rows = self.fc1_weight.shape[0]
         shapes = ((self.hidden_size, fc1_rows), (self.ffn_shard, self.hidden_size))
         products = self.quantizable_products(state, inp, shapes)
-        scale_update = self._scale_update(state)
         upstream = inp.requires_grad or any(p.requires_grad for p in self.parameters(recurse=False))
         needs_grad = torch.is_grad_enabled() and upstream
+        scale_update = self._scale_update(state, needs_grad)
         fc1 = self._linear_spec(
             "fc1", products[0], state, dtype, needs_grad, is_first_microbatch, scale_update
         )

@@ -144,6 +144,7 @@ class Linear(LinearParameters):
         grad = torch.is_grad_enabled()
         needs_grad_input, needs_grad_weight = grad and inp.requires_grad, grad and weight.requires_grad
         fused_bias = self._fused_bias(bias)
+        needs_grad_bias = grad and fused_bias is not None and fused_bias.requires_grad
         return LinearSpec(
             dtype=dtype,
             input=quantizers.input,
@@ -158,6 +159,6 @@ class Linear(LinearParameters):
             keep_input=self.keeps_input(state),
             needs_grad_input=needs_grad_input,
             needs_grad_weight=needs_grad_weight,
-            needs_grad_bias=grad and fused_bias is not None and fused_bias.requires_grad,
-            scale_update=self._scale_update(state),
+            needs_grad_bias=needs_grad_bias,
+            scale_update=self._scale_update(state, needs_grad_input or needs_grad_weight or needs_grad_bias),
         )

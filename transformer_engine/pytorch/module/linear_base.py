@@ -16,9 +16,10 @@ from ..device import canonical_device
 from ..distributed.recompute import is_fp8_activation_recompute_enabled
 from ..distributed.tensor_parallel import set_tensor_model_parallel_attributes
 from ..functions.linear import Accumulation, LinearSpec
+from ..functions.scale_update import in_a_backward
 from ..functions.sequence import gather_sequence
 from ..functions.weight_gradient import WeightGradient
-from ..quantization.autocast import AutocastState, is_first_module, snapshot
+from ..quantization.autocast import AutocastState, current
 from .base import TransformerEngineBaseModule
 from .parameters import InitMethod, ParameterInit, default_init_method, split_names
 from .precision import quantizes
@@ -81,20 +82,24 @@ class QuantizedProductsModule(TransformerEngineBaseModule):
         That is the recipe, the input's and the parameters' shape, dtype, device and need of a gradient, torch's
         modes, this module's switches, and options. What else a result depends on must be added to it afterwards.
         """
-        state, first = snapshot()
-        if torch.compiler.is_compiling() or state.calibrating or is_fp8_activation_recompute_enabled():
+        state = current()
+        if torch.compiler.is_compiling():
+            return build()
+        self.check_repetition(state)
+        if state.calibrating or is_fp8_activation_recompute_enabled():
             return build()
         if not undisturbed():
             return build()  # somebody wants to see the choices that are made on the way
         if state.enabled:
             ensure(self, state)
+            if self._module_recipe.has_state and in_a_backward():  # pyright: ignore[reportOptionalMemberAccess]
+                return build()  # whose backward belongs to the pass that is running
         device = inp.device
         accumulates = self.fuse_wgrad_accumulation or self.wgrad_store is not None
         key = (
             options,
             state.enabled,
             self._module_recipe,
-            first,
             torch.is_grad_enabled(),
             torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None,
             (type(inp), inp.shape, inp.dtype, device, inp.requires_grad),
@@ -110,11 +115,9 @@ class QuantizedProductsModule(TransformerEngineBaseModule):
             if device.type == "cuda":
                 keep_backward_here()
             held = tuple(parameters) if accumulates else None
-            known = self._remembered.keep(key, (result, first and not snapshot()[1], held))
+            known = self._remembered.keep(key, (result, held))
         else:
             self.__dict__.update(fp8=state.enabled, fp8_calibration=False)
-            if known[1]:
-                is_first_module()  # building the result took this role, so using it does
         return known[0]
 
     def check_input(self, inp: Tensor, features: int) -> None:

@@ -289,6 +289,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         )
         request, backend = self._plan(options, sequences, inputs, alibi_slopes is not None)
         state = current()
+        if not torch.compiler.is_compiling():
+            self.check_repetition(state)
         if state.enabled and inference_params is None and fp8.attention_recipe(state.recipe) is not None:
             backend = fp8.chosen(
                 self, state, request, bool(fp8_output), bf16_backward, checkpoint_core_attention

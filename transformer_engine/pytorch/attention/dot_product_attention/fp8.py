@@ -250,7 +250,7 @@ def chosen(
         passes.kernels,
         wants_values=not fp8_output,
     )
-    update = module._scale_update(state) if request.needs_gradient else None
+    update = module._scale_update(state, request.needs_gradient)
     attention = Attention(call, passes, fp8_output, update)
     return Recomputed(attention) if recompute else attention
 
