@@ -98,12 +98,11 @@ class GroupedLinear(QuantizedProductsModule):
         self.reset_parameters(defer_init=is_meta(device))
 
     def _create_parameters(self, init_method, rng_tracker, rng_tracker_name, options: dict[str, Any]) -> None:
-        """weight{i} [N, K] of every group, then bias{i} [N] (an empty tensor without biases)."""
+        """weight0 [N, K], bias0 [N], weight1, bias1, ..: optimizers go by position (without biases: empty tensors)."""
         for i in range(self.num_gemms):
             weight = torch.nn.Parameter(torch.empty(self.out_features, self.in_features, **options))
             init = ParameterInit(init_method, rng_tracker, rng_tracker_name, fp8_meta_index=3 * i + 1)
             self.register_parameter(f"weight{i}", weight, init)
-        for i in range(self.num_gemms):
             if self.use_bias:
                 bias = torch.nn.Parameter(torch.empty(self.out_features, **options))
                 self.register_parameter(f"bias{i}", bias, ParameterInit(torch.nn.init.zeros_))

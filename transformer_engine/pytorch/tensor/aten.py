@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from .storage.fsdp import row_slice
+from .storage.fsdp import DerivedTensors, row_slice
 from .storage.quantized_tensor_storage import QuantizedTensorStorage
 
 aten = torch.ops.aten
@@ -132,7 +132,9 @@ def _to_copy(
         storage = storage.mapped(Tensor.pin_memory)
     if dtype is not None:
         storage._dtype = dtype
-    return _carried(tensor, like(tensor, storage))
+    copy = _carried(tensor, like(tensor, storage))
+    vars(copy).pop(DerivedTensors.NAME, None)  # its memory is its own
+    return copy
 
 
 @_handles(aten.copy_.default)

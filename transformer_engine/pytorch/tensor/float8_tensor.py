@@ -116,8 +116,11 @@ class Float8Quantizer(_PerTensorQuantizer):
     """Delayed scaling: multiplies by a scale made from earlier steps, and records max|x| for later ones.
 
     The scale and the recorded maximum are two tensors of its own, or one slot of a recipe's state (`from_state`).
-    Either way the recorded maximum only grows until its owner resets it.
+    Either way the recorded maximum only grows until its owner resets it. That of a shard is the whole tensor's: with
+    amax_reduction_group every recorded maximum is that of all ranks, so that all shards get the same next scale.
     """
+
+    amax_reduction_group: torch.distributed.ProcessGroup | None = None
 
     def __init__(
         self,
@@ -175,6 +178,8 @@ class Float8Quantizer(_PerTensorQuantizer):
         scale = self.scale.reshape(1)
         if noop_flag is None and not torch.compiler.is_compiling():
             quantized = quantize(as_matrix(tensor), spec, scale=scale, record=self.amax.view(1))
+            if self.amax_reduction_group is not None:
+                self._agree_on_amax()
             return self._packed(quantized, tensor.shape, tensor.dtype)
         quantized = quantize(as_matrix(tensor), spec, scale=scale)
         assert quantized.amax is not None
@@ -202,7 +207,20 @@ class Float8Quantizer(_PerTensorQuantizer):
         return slot.scale, slot.amax
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_slot": None}
+        # A process group lives as long as its process.
+        return self.__dict__ | {"_slot": None, "amax_reduction_group": None}
+
+    def reducing_over(self, group: torch.distributed.ProcessGroup) -> Float8Quantizer:
+        if self.amax_reduction_group is group:
+            return self
+        together = copy.copy(self)
+        together.amax_reduction_group = group
+        return together
+
+    def _agree_on_amax(self) -> None:
+        torch.distributed.all_reduce(
+            self.amax, op=torch.distributed.ReduceOp.MAX, group=self.amax_reduction_group
+        )
 
     def calibrate(self, tensor: Tensor) -> None:
         self.record(absolute_maximum(tensor))
@@ -220,6 +238,8 @@ class Float8Quantizer(_PerTensorQuantizer):
         largest = torch.maximum(recorded, amax.reshape(recorded.shape))
         # `self.amax` anew: writes must reach the state through its base tensor for a compiler to see their order.
         self.amax.copy_(largest if noop_flag is None else torch.where(noop_flag != 0, recorded, largest))
+        if self.amax_reduction_group is not None:
+            self._agree_on_amax()
 
     def _inverse_scale(self, device: torch.device) -> Tensor:
         return self.scale.reshape(1).to(device, torch.float32).reciprocal()

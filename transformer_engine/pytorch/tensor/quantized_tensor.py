@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 
 from . import aten
-from .storage.fsdp import GatheredPayload, gather_payload, join_payload
+from .storage.fsdp import (
+    DerivedTensors,
+    GatheredPayload,
+    derived_tensors,
+    gather_payload,
+    join_payload,
+    write_gathered,
+)
 from .storage.quantized_tensor_storage import QuantizedTensorStorage
 
 __all__ = [
@@ -261,7 +268,10 @@ class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
         """
         if mesh is not None and mesh.size() > 1:
             self._quantizer = self.writer().reducing_over(mesh.get_group(mesh.ndim - 1))
-        return gather_payload(self)
+        tensors, payload = gather_payload(self)
+        if mesh is not None and mesh.size() == 1:  # torch copies the first tensor alone then
+            tensors, payload = tensors[:1], payload.holding(tensors[1:])
+        return tensors, payload
 
     def fsdp_post_all_gather(
         self,
@@ -271,17 +281,36 @@ class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
         *,
         out: Tensor | None = None,
     ) -> Any:
-        """The whole tensor from the gathered bytes: (tensor, its inner tensors), or None when out is filled."""
-        storage = join_payload(all_gather_outputs, metadata, param_dtype)
+        """The whole tensor from the gathered bytes: (tensor, its inner tensors), or None when out is filled.
+
+        out keeps its tensors, and the directions that follow from what was gathered: operands that a forward saved
+        are views of them.
+        """
         if out is None:
+            storage = join_payload(all_gather_outputs, metadata, param_dtype)
+            derived = derived_tensors(storage, all_gather_outputs)
             whole = type(self).from_storage(storage)
-            return whole, tuple(t for t in storage._named_tensors().values() if t is not None)
+            setattr(whole, DerivedTensors.NAME, derived)
+            return whole, derived
         assert isinstance(out, QuantizedTensor)
-        if out.payload_is_like(storage):
-            out.copy_from_storage(storage)
-        else:  # a module changed its directions since the last gather
-            aten.take_over(out, type(self).from_storage(storage))
+        columnwise = metadata.columnwise or (self.transposable and out.get_usages()["columnwise"])
+        storage = join_payload(all_gather_outputs, metadata, param_dtype, columnwise)
+        write_gathered(out, storage, derived_tensors(storage, all_gather_outputs))
         return None
+
+    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+        """Create or drop directions in place; None leaves one as it is."""
+        derived = vars(self).get(DerivedTensors.NAME)
+        before = None if derived is None else QuantizedTensorStorage._named_tensors(self)
+        QuantizedTensorStorage.update_usage(self, rowwise_usage, columnwise_usage)
+        if derived is None or before is None:
+            return
+        for name, old in before.items():
+            new = getattr(self, name)
+            if new is None and old is not None:
+                derived.forget(old)
+            elif new is not None and old is None:
+                derived.add(new)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
