@@ -8,6 +8,7 @@ plain tensors (an optimizer's state), except `new_zeros`, which sharded data par
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -100,6 +101,8 @@ def _alias(tensor: Any) -> Any:
 
 def _carried(tensor: Any, result: Any) -> Any:
     for name, value in attributes(tensor).items():
+        if isinstance(value, MethodType) and value.__self__ is tensor:
+            value = MethodType(value.__func__, result)
         setattr(result, name, value)
     return result
 
