@@ -97,6 +97,20 @@ def test_a_view_keeps_both_directions_when_it_keeps_the_last_dimension(name, dev
     assert torch.equal(q.view(-1, 4, 64).dequantize(), q.dequantize().view(16, 4, 64))
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("made_inside", [False, True])
+def test_views_may_be_taken_in_inference_mode(name, made_inside, device):
+    with torch.inference_mode(made_inside):
+        q = quantized(name, device, 64, 64)
+    with torch.inference_mode():
+        views = (q.detach(), q.view(-1), q.view(2, 32, 64), q[:32], q[3:5], q.t(), *torch.split(q, 32))
+        found = [view.dequantize() if isinstance(view, QuantizedTensor) else view for view in views]
+        x = q.dequantize()
+        wanted = (x, x.view(-1), x.view(2, 32, 64), x[:32], x[3:5], x.t(), x[:32], x[32:])
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert all(view.is_inference() == made_inside for view in views)
+
+
 def test_one_scale_survives_any_view(device):
     q = quantized("current", device, 32, 64)
     flat = q.view(-1)
