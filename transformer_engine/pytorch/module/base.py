@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from types import MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -343,6 +344,14 @@ def _empty_like_parameter(param: Tensor) -> Tensor:
 
 def _keep_initial_values(param: torch.nn.Parameter, values: Tensor) -> None:
     """Attach accessors of the high-precision initial values, kept on the CPU for an optimizer's master weights."""
-    kept: dict[str, Tensor] = {"values": values.detach().cpu().clone()}
-    param.get_high_precision_init_val = lambda: kept.get("values")  # pyright: ignore
-    param.clear_high_precision_init_val = lambda: kept.clear()  # pyright: ignore
+    param._high_precision_init_val = values.detach().cpu().clone()  # pyright: ignore[reportAttributeAccessIssue]
+    param.get_high_precision_init_val = MethodType(_initial_values, param)  # pyright: ignore
+    param.clear_high_precision_init_val = MethodType(_forget_initial_values, param)  # pyright: ignore
+
+
+def _initial_values(param: Tensor) -> Tensor | None:
+    return getattr(param, "_high_precision_init_val", None)
+
+
+def _forget_initial_values(param: Tensor) -> None:
+    vars(param).pop("_high_precision_init_val", None)

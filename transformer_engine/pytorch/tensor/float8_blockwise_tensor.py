@@ -59,11 +59,12 @@ class Float8BlockwiseQTensor(QuantizedTensor, Float8BlockwiseQTensorStorage):
 class Float8BlockQuantizer(BlockScalingQuantizer):
     """block_scaling_dim 1 quantizes each direction from the values; 2 makes the directions exact transposes.
 
-    Any shape of two or more dimensions fits: blocks at the edges are cut off.
+    Any shape fits: blocks at the edges are cut off, and one dimension or none counts as one row.
     """
 
     TENSOR = Float8BlockwiseQTensor
     MULTIPLE = 1
+    VECTORS = True
 
     def __init__(
         self,
@@ -95,6 +96,10 @@ class Float8BlockQuantizer(BlockScalingQuantizer):
             self.force_pow_2_scales,
             self.amax_epsilon,
         )
+
+    def get_columnwise_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the column-wise codes of a tensor [..., K], those of its transpose: [K, ...]."""
+        return (*shape[-1:], *shape[:-1])
 
     def operands(self, matrix: Tensor, rowwise: bool, columnwise: bool) -> Operands:
         return self.adopt(quantize(matrix, self.spec(rowwise, columnwise)), matrix.dtype)

@@ -170,6 +170,10 @@ class Quantizer(abc.ABC):
         if columnwise is not None:
             self.columnwise_usage = columnwise
 
+    def get_usages(self) -> dict[str, bool]:
+        """The directions of later quantizations: {"rowwise": bool, "columnwise": bool}."""
+        return {"rowwise": self.rowwise_usage, "columnwise": self.columnwise_usage}
+
     def copy(self) -> Quantizer:
         """A quantizer whose usages can change alone; scaling state, where there is any, stays shared."""
         return copy.copy(self)
@@ -186,9 +190,9 @@ class Quantizer(abc.ABC):
     def calibrate(self, tensor: Tensor) -> None:  # noqa: B027 - most formats have nothing to learn
         """Record statistics of a tensor without quantizing it."""
 
-    def is_quantizable(self, tensor: Tensor) -> bool:
+    def is_quantizable(self, inp: Tensor) -> bool:
         """Does the format take a tensor of this shape?"""
-        return self.shape_refusal(tensor.shape, self.rowwise_usage, self.columnwise_usage) is None
+        return self.shape_refusal(inp.shape, self.rowwise_usage, self.columnwise_usage) is None
 
     def shape_refusal(self, shape: Sequence[int], rowwise: bool, columnwise: bool) -> str | None:
         """Why the format cannot take this shape in these directions; None when it can."""

@@ -251,16 +251,20 @@ class QuantizedTensorStorage:
             return 1
         return block[1] if self.get_usages()["columnwise"] else block[0]
 
-    def copy_from_storage(self, source: QuantizedTensorStorage, *, noop_flag: Tensor | None = None) -> None:
-        """Overwrite this payload's bytes by source's, unless the flag on the device is set."""
-        if not self.payload_is_like(source):
+    def copy_from_storage(self, src: QuantizedTensorStorage, *, noop_flag: Tensor | None = None) -> None:
+        """Overwrite this payload's bytes by src's, unless the flag on the device is set."""
+        if not isinstance(src, QuantizedTensorStorage):
+            raise TypeError(
+                f"src is a {type(src).__name__}; give a {self.storage_class().__name__}, or call quantize_"
+            )
+        if not self.payload_is_like(src):
             raise ValueError(
-                f"cannot copy {type(source).__name__} of shape {tuple(source.shape)} with {source.get_usages()} over "
+                f"cannot copy {type(src).__name__} of shape {tuple(src.shape)} with {src.get_usages()} over "
                 f"{type(self).__name__} of shape {tuple(self.shape)} with {self.get_usages()}; "
                 "give both the same format, shape and usages"
             )
         for name in self.TENSORS:
-            mine, theirs = getattr(self, name), getattr(source, name)
+            mine, theirs = getattr(self, name), getattr(src, name)
             if mine is not None:
                 mine.copy_(theirs if noop_flag is None else torch.where(noop_flag != 0, mine, theirs))
 
