@@ -70,17 +70,13 @@ def blocks(spec: QuantizeSpec, dtype: torch.dtype) -> Blocks:
     )
 
 
-def given(
-    scale: Tensor | None, record: Tensor | None, device: torch.device
-) -> tuple[Tensor | None, Tensor]:
+def given(scale: Tensor | None, record: Tensor | None, device: torch.device) -> tuple[Tensor | None, Tensor]:
     """(the scale, where the maximum goes) as kernels take them; without a record a fresh 0."""
     amax = zero(device) if record is None else record
     return scale if scale is None or scale.dtype is torch.float32 else scale.to(torch.float32), amax
 
 
-def finished(
-    made: Sequence[Tensor], scale: Tensor | None, amax: Tensor, spec: QuantizeSpec
-) -> Quantized:
+def finished(made: Sequence[Tensor], scale: Tensor | None, amax: Tensor, spec: QuantizeSpec) -> Quantized:
     """From the outputs (codes, codes_t, scale_inv, values): the codes, or, without a scale, the cast of the values by
     the maximum that the kernel found."""
     codes, codes_t, inverse, values = made
