@@ -11,7 +11,7 @@ from ..tensor.quantizer import Operands
 from .linear import (
     LinearSaved,
     LinearSpec,
-    input_codes,
+    input_cast,
     leading_shape,
     linear_backward,
     linear_forward,
@@ -61,11 +61,11 @@ def normalized_input(
 ) -> tuple[Tensor | None, Tensor | Operands, NormStatistics]:
     """(norm(x), what the linear layer reads of it, statistics); where the norm's kernel makes the codes itself and
     norm(x) is not wanted, there is no norm(x)."""
-    codes = None if wanted else input_codes(linear)
-    if codes is None:
+    cast = None if wanted else input_cast(linear)
+    if cast is None:
         norm_output, statistics = norm.forward(x, gamma, beta)
         return norm_output, norm_output, statistics
-    quantized, statistics = norm.forward_quantized(x, gamma, beta, codes)
+    quantized, statistics = norm.forward(x, gamma, beta, cast)
     return None, linear.input.adopt(quantized, x.dtype), statistics
 
 
