@@ -43,7 +43,7 @@ def run(launch: Launch, inputs: Sequence[Tensor | None]) -> list[Tensor]:
             start(launch, inputs, device.index, outputs)
     else:
         start(launch, inputs, device.index, outputs)
-    return outputs
+    return outputs  # pyright: ignore[reportReturnType]
 
 
 def perform(program: Program, inputs: Sequence[Tensor | None]) -> list[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -76,6 +77,14 @@ def quantize(
         _check(x, spec, scale, random)
         call = _calls.keep(key, _chosen(x, spec, scale, amax))
     return call(x, scale, amax, amax_t, record)
+
+
+@overload
+def quantize_as(x: Tensor, cast: Cast) -> Quantized: ...
+
+
+@overload
+def quantize_as(x: Tensor, cast: Cast | None) -> Tensor | Quantized: ...
 
 
 def quantize_as(x: Tensor, cast: Cast | None) -> Tensor | Quantized:
