@@ -17,7 +17,6 @@ from .backends import cudnn_fp8
 from .fp8_call import OUTPUT, QKV, SOFTMAX_SCALE, Call, Rounded, codes_of, started_values, values_of
 from .request import AttentionInputs, Gradients
 
-
 _CODE_NAMES = {torch.float8_e4m3fn: "float8_e4m3fn", torch.float8_e5m2: "float8_e5m2"}
 
 
