@@ -178,7 +178,10 @@ def _compile(launch: Launch, tensors: Sequence[Tensor | None]) -> Any:
     columns, rows, planes = launch.grid
 
     def start_compiled(
-        device: int, pointers: list[int | None], tensors: Sequence[Tensor | None], made: Sequence[Tensor | None]
+        device: int,
+        pointers: list[int | None],
+        tensors: Sequence[Tensor | None],
+        made: Sequence[Tensor | None],
     ) -> None:
         run(columns, rows, planes, current_stream(device), *before, *after, *pointers, *arguments)
 
@@ -194,10 +197,14 @@ def _check(launch: Launch, tensors: Sequence[Tensor | None]) -> None:
     for place, output in enumerate(launch.outputs, inputs):
         tensor = tensors[place]
         if output is None or tensor is None:
-            assert output is tensor, f"{name}: argument {place} is {output} in the record, {tensor} in the call"
+            assert output is tensor, (
+                f"{name}: argument {place} is {output} in the record, {tensor} in the call"
+            )
         elif output.dtype is not None:
             dtype = str(tensor.dtype).removeprefix("torch.")
-            assert dtype == output.dtype, f"{name} writes {output.dtype} to argument {place}, which is {dtype}"
+            assert dtype == output.dtype, (
+                f"{name} writes {output.dtype} to argument {place}, which is {dtype}"
+            )
 
 
 def _without_wrapper(launcher: Any) -> tuple[Any, ...] | None:

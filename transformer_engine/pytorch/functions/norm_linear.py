@@ -11,7 +11,7 @@ from ..tensor.quantizer import Operands
 from .linear import (
     LinearSaved,
     LinearSpec,
-    input_codes,
+    input_cast,
     leading_shape,
     linear_backward,
     linear_forward,
@@ -63,11 +63,11 @@ def normalized_input(
 
     Where norm(x) is not wanted, the norm's kernel may make its codes alone.
     """
-    codes = None if wanted else input_codes(linear)
-    if codes is None:
+    cast = None if wanted else input_cast(linear)
+    if cast is None:
         norm_output, statistics = norm.forward(x, gamma, beta)
         return norm_output if wanted else None, norm_output, statistics
-    quantized, statistics = norm.forward_quantized(x, gamma, beta, codes)
+    quantized, statistics = norm.forward(x, gamma, beta, cast)
     return None, linear.input.adopt(quantized, x.dtype), statistics
 
 

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 from torch import Tensor
 
 from ..primitives.norm import (
     layernorm_backward,
     layernorm_forward,
-    layernorm_forward_quantized,
     rmsnorm_backward,
     rmsnorm_forward,
-    rmsnorm_forward_quantized,
 )
-from ..primitives.quantize import Quantized
-from ..tensor.quantizer import CodesRequest
+from ..primitives.quantize import Cast, Quantized
 
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 
@@ -36,25 +33,25 @@ class Norm:
     eps: float = 1e-5
     zero_centered: bool = False
 
-    def forward(self, x: Tensor, gamma: Tensor, beta: Tensor | None) -> tuple[Tensor, NormStatistics]:
-        if self.kind == "LayerNorm":
-            y, mean, rstdev = layernorm_forward(x, gamma, beta, self.eps, self.zero_centered)
-            return y, NormStatistics(mean, rstdev)
-        y, rstdev = rmsnorm_forward(x, gamma, self.eps, self.zero_centered)
-        return y, NormStatistics(None, rstdev)
+    @overload
+    def forward(
+        self, x: Tensor, gamma: Tensor, beta: Tensor | None, cast: None = None
+    ) -> tuple[Tensor, NormStatistics]: ...
 
-    def forward_quantized(
-        self, x: Tensor, gamma: Tensor, beta: Tensor | None, codes: CodesRequest
-    ) -> tuple[Quantized, NormStatistics]:
-        """The codes of y instead of y, bit for bit those that quantizing y gives."""
-        how = {"scale": codes.scale, "record": codes.record}
+    @overload
+    def forward(
+        self, x: Tensor, gamma: Tensor, beta: Tensor | None, cast: Cast
+    ) -> tuple[Quantized, NormStatistics]: ...
+
+    def forward(
+        self, x: Tensor, gamma: Tensor, beta: Tensor | None, cast: Cast | None = None
+    ) -> tuple[Tensor | Quantized, NormStatistics]:
+        """(y, its statistics); with a cast the codes that quantizing y gives, bit for bit."""
         if self.kind == "LayerNorm":
-            made, mean, rstdev = layernorm_forward_quantized(
-                x, gamma, beta, self.eps, self.zero_centered, codes.spec, **how
-            )
-            return made, NormStatistics(mean, rstdev)
-        made, rstdev = rmsnorm_forward_quantized(x, gamma, self.eps, self.zero_centered, codes.spec, **how)
-        return made, NormStatistics(None, rstdev)
+            y, mean, rstdev = layernorm_forward(x, gamma, beta, self.eps, self.zero_centered, cast)
+            return y, NormStatistics(mean, rstdev)
+        y, rstdev = rmsnorm_forward(x, gamma, self.eps, self.zero_centered, cast)
+        return y, NormStatistics(None, rstdev)
 
     def backward(
         self, dy: Tensor, x: Tensor, statistics: NormStatistics, gamma: Tensor

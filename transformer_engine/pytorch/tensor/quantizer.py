@@ -13,7 +13,7 @@ from torch import Tensor
 from ...common import recipe as recipes
 from ..constants import dist_group_type
 from ..primitives.operand import Operand, plain
-from ..primitives.quantize import Quantized, QuantizeSpec
+from ..primitives.quantize import Cast, Quantized
 from .axis import COLS, ROWS
 from .storage.identity_tensor_storage import IdentityTensorStorage
 from .storage.quantized_tensor_storage import QuantizedTensorStorage
@@ -33,14 +33,6 @@ class Operands(NamedTuple):
 
     rowwise: Operand | None
     columnwise: Operand | Matrix | None
-
-
-class CodesRequest(NamedTuple):
-    """What a kernel needs to quantize its own result as a quantizer would: see primitives.quantize.quantize."""
-
-    spec: QuantizeSpec
-    scale: Tensor | None = None
-    record: Tensor | None = None
 
 
 def turned(columnwise: Operand | Matrix) -> Operand:
@@ -85,12 +77,12 @@ class Quantizer(abc.ABC):
             storage.contract(COLS) if rowwise else None, storage.contract(ROWS) if columnwise else None
         )
 
-    def codes_request(self, rowwise: bool, columnwise: bool) -> CodesRequest | None:
+    def cast(self, rowwise: bool, columnwise: bool) -> Cast | None:
         """How the kernel that makes a matrix may quantize it on the way; None: only this quantizer can."""
         return None
 
     def adopt(self, quantized: Quantized, dtype: torch.dtype) -> Operands:
-        """The operands of codes that were made as `codes_request` asked, of values in dtype."""
+        """The operands of codes that were made as `cast` asked, of values in dtype."""
         raise TypeError(f"{type(self).__name__} asks no kernel for codes")
 
     @abc.abstractmethod
