@@ -13,8 +13,7 @@ from torch import Tensor, nn
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import CustomRecipe, DelayedScaling, Float8CurrentScaling
 from transformer_engine.pytorch.distributed import activation_recompute_forward, checkpoint
-from transformer_engine.pytorch.quantization import DelayedScalingRequest
-from transformer_engine.pytorch.quantization import replay
+from transformer_engine.pytorch.quantization import DelayedScalingRequest, replay
 from transformer_engine.pytorch.quantization.autocast import current
 
 WIDTH = 32
@@ -270,7 +269,7 @@ def test_a_second_run_that_differs_from_the_first_is_refused(device):
 
     with te.autocast(recipe=RECIPES["delayed"]()):
         y = checkpoint(function, tokens(device))
-    with pytest.raises(RuntimeError, match="second run.*let the function do the same both times"):
+    with pytest.raises(RuntimeError, match=r"second run.*let the function do the same both times"):
         y.sum().backward()
 
 
@@ -303,7 +302,9 @@ def test_torchs_reentrant_checkpoint_is_refused_where_it_loses_the_autocast(devi
         lambda device: te.LayerNormLinear(WIDTH, WIDTH, device=device),
         lambda device: te.LayerNormMLP(WIDTH, 48, device=device),
         lambda device: _OneGroup(device),
-        lambda device: nn.Sequential(nn.Linear(WIDTH, WIDTH, device=device), te.Linear(WIDTH, WIDTH, device=device)),
+        lambda device: nn.Sequential(
+            nn.Linear(WIDTH, WIDTH, device=device), te.Linear(WIDTH, WIDTH, device=device)
+        ),
         lambda device: _Checkpointed(te.Linear(WIDTH, WIDTH, device=device)),
     ],
     ids=["layernorm_linear", "layernorm_mlp", "grouped", "after another layer", "checkpointed inside"],

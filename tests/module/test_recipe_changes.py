@@ -169,7 +169,9 @@ def _attend(module, device, recipe):
 
 @pytest.mark.parametrize("quantized_model", [False, True])
 @pytest.mark.parametrize("linear", [Float8CurrentScaling, DelayedScaling])
-def test_attention_takes_its_recipe_and_that_of_the_layers_in_turn(linear, quantized_model, device, monkeypatch):
+def test_attention_takes_its_recipe_and_that_of_the_layers_in_turn(
+    linear, quantized_model, device, monkeypatch
+):
     monkeypatch.setenv("TE_EMULATE", "1")
     with te.quantized_model_init(enabled=quantized_model, recipe=linear()):
         module = te.DotProductAttention(2, WIDTH, qkv_format="bshd", attn_mask_type="no_mask")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...common.bounded import Bounded
+from ...common.recipe import Recipe
 from ..device import canonical_device
 from ..distributed.recompute import is_fp8_activation_recompute_enabled
 from ..functions.scale_update import ScaleUpdate, in_a_backward, of_the_pass
