@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from ...common.bounded import Bounded
+from ...common.recipe import Recipe
 from ..device import canonical_device
 from ..distributed.recompute import is_fp8_activation_recompute_enabled
 from ..functions.scale_update import ScaleUpdate, in_a_backward, of_the_pass
 from ..functions.weight_gradient import WeightGradientStore, dummy_gradient
 from ..quantization import check_extra_state, decode_extra_state, encode_extra_state, load_extra_state
 from ..quantization.autocast import AutocastState, current
+from ..quantization.factory import family
 from ..quantization.model_init import current_model_init
 from ..tensor.quantized_tensor import QuantizedTensor, QuantizedTensorStorage
 from ..tensor.quantizer import Quantizer
@@ -204,7 +206,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
     def _check_parameter_recipe(self, recipe: Recipe | None) -> None:
         """RuntimeError under another kind of recipe than quantized parameters were made with, if there are any."""
         made_with = self._model_init_recipe
-        if made_with is None or type(made_with) is type(recipe):
+        if made_with is None or recipe is None or family(made_with) is family(recipe):
             return
         if any(isinstance(param, QuantizedTensorStorage) for param in self._parameters.values()):
             raise RuntimeError(

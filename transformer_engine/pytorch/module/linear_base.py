@@ -13,13 +13,12 @@ from torch import Tensor
 from ...common.dispatch import undisturbed
 from ..backward_thread import keep_backward_here
 from ..device import canonical_device
-from ..distributed.recompute import is_fp8_activation_recompute_enabled
 from ..distributed.tensor_parallel import set_tensor_model_parallel_attributes
 from ..functions.linear import Accumulation, LinearSpec
 from ..functions.scale_update import in_a_backward
 from ..functions.sequence import gather_sequence
 from ..functions.weight_gradient import WeightGradient
-from ..quantization.autocast import AutocastState, current
+from ..quantization.autocast import AutocastState, here
 from .base import TransformerEngineBaseModule
 from .parameters import InitMethod, ParameterInit, default_init_method, split_names
 from .precision import quantizes
@@ -82,11 +81,13 @@ class QuantizedProductsModule(TransformerEngineBaseModule):
         That is the recipe, the input's and the parameters' shape, dtype, device and need of a gradient, torch's
         modes, this module's switches, and options. What else a result depends on must be added to it afterwards.
         """
-        state = current()
         if torch.compiler.is_compiling():
             return build()
-        self.check_repetition(state)
-        if state.calibrating or is_fp8_activation_recompute_enabled():
+        thread = here()
+        state, grad, before = thread.state, torch.is_grad_enabled(), self._state_without_gradients
+        if not grad or (before is not None and before is not state):
+            self.check_repetition(state)
+        if state.calibrating or (thread.recomputes and state.enabled):
             return build()
         if not undisturbed():
             return build()  # somebody wants to see the choices that are made on the way
@@ -100,7 +101,7 @@ class QuantizedProductsModule(TransformerEngineBaseModule):
             options,
             state.enabled,
             self._module_recipe,
-            torch.is_grad_enabled(),
+            grad,
             torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None,
             (type(inp), inp.shape, inp.dtype, device, inp.requires_grad),
             (self.tp_group, self.tp_size, self.sequence_parallel),

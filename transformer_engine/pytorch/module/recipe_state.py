@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
 
 from ...common.recipe import Recipe, recipe_described_as
 from ..functions.linear import IDENTITY, Accumulation
@@ -46,7 +47,6 @@ class ProductQuantizers:
         return ProductQuantizers(
             Calibrating(self.input), Calibrating(self.weight), IDENTITY, IDENTITY, IDENTITY
         )
-
 
     def replay_states(self) -> tuple[tuple[Tensor, ...], ...]:
         """What the three forward quantizers depend on beside their input."""
@@ -134,13 +134,15 @@ def _ensure_while_tracing(module_key: str, recipe: str, group: Any) -> bool:
 
 
 # The trace in which a module was last called with a backward to come.
-_traced: weakref.WeakKeyDictionary[TransformerEngineBaseModule, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+_traced: weakref.WeakKeyDictionary[TransformerEngineBaseModule, weakref.ref[Any]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 @constant_while_tracing
 def first_call_while_tracing(module_key: str) -> bool:
     """Is this the module's first call, of those that will have a backward, in the graph that is being traced?"""
-    module, trace = _modules[module_key], torch._guards.TracingContext.try_get()
+    module, trace = _modules[module_key], TracingContext.try_get()
     before = _traced.get(module)
     if trace is None or (before is not None and before() is trace):
         return trace is None

@@ -100,12 +100,13 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
+_is_compiling = torch.compiler.is_compiling
 
 
 def here() -> _Holder:
     """This thread's holder, in line with the context that is running."""
     holder = _thread.holder
-    if not torch.compiler.is_compiling():
+    if not _is_compiling():
         entered = _entered.get()
         if holder.entered is not entered:
             holder.entered = entered

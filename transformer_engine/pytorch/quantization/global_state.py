@@ -11,7 +11,7 @@ from torch import Tensor
 from ...common.recipe import DelayedScaling, Recipe
 from ..constants import dist_group_type
 from ..device import canonical_device
-from . import delayed_scaling, model_init, support
+from . import delayed_scaling, model_init, replay, support
 from .autocast import AutocastState, autocast, current, is_first_module, reinstate, snapshot
 from .autocast import reset as close_all_blocks
 from .extra_state import BUFFER_INFO
@@ -40,6 +40,7 @@ class FP8GlobalStateManager:
         close_all_blocks()
         model_init.reset()
         delayed_scaling.reset()
+        replay.marked_by_hand.clear()
         cls.quantization_state.skip_fp8_weight_update_tensor = None
         cls.quantization_state.recompute_buffers = []
 
