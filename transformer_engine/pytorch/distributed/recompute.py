@@ -24,6 +24,7 @@ from torch.utils.checkpoint import noop_context_fn
 
 from ..constants import dist_group_type
 from ..device import has_cuda
+from ..double_backward import once_differentiable
 from ..quantization import delayed_scaling
 from ..quantization.autocast import current, reinstate, snapshot
 from .collectives import gather_along_first_dim, rank, world_size
@@ -301,6 +302,7 @@ class _Checkpoint(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
+    @once_differentiable("a reentrant checkpoint")
     def backward(ctx, *grads):
         if not torch.autograd._is_checkpoint_valid():
             raise RuntimeError(

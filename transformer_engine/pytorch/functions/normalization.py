@@ -11,6 +11,7 @@ from ..primitives.norm import (
     layernorm_backward,
     layernorm_forward,
     layernorm_forward_quantized,
+    reference,
     rmsnorm_backward,
     rmsnorm_forward,
     rmsnorm_forward_quantized,
@@ -55,6 +56,12 @@ class Norm:
             return made, NormStatistics(mean, rstdev)
         made, rstdev = rmsnorm_forward_quantized(x, gamma, self.eps, self.zero_centered, codes.spec, **how)
         return made, NormStatistics(None, rstdev)
+
+    def by_torch(self, x: Tensor, gamma: Tensor) -> Tensor:
+        """y without beta, in torch operations that autograd differentiates as often as wanted."""
+        if self.kind == "LayerNorm":
+            return reference.layernorm_forward(x, gamma, None, self.eps, self.zero_centered)[0]
+        return reference.rmsnorm_forward(x, gamma, self.eps, self.zero_centered)[0]
 
     def backward(
         self, dy: Tensor, x: Tensor, statistics: NormStatistics, gamma: Tensor
