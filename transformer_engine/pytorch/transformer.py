@@ -15,9 +15,28 @@ from .functions.dropout import bias_dropout_add, dropout
 from .module.layernorm import LayerNorm
 from .module.layernorm_mlp import LayerNormMLP
 from .module.rmsnorm import RMSNorm
+from .module.settings import hand_down, refuse_if_fixed
 
 FORMATS = ("sbhd", "bshd", "thd")
 NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+
+
+# Attributes that children work by, and those that decided which children there are.
+_WORKED_BY = {
+    "attn_input_format": ("self_attention.qkv_format", "inter_attention.qkv_format"),
+    "enc_dec_attn_mask_type": ("inter_attention.attn_mask_type",),
+    "layer_number": ("self_attention.layer_number", "inter_attention.layer_number"),
+    "self_attn_mask_type": ("self_attention.attn_mask_type",),
+    "sequence_parallel": (
+        "self_attention.sequence_parallel",
+        "inter_attention.sequence_parallel",
+        "layernorm_mlp.sequence_parallel",
+        "layernorm.sequence_parallel",
+    ),
+}
+_FIXED = frozenset(
+    {"apply_residual_connection_post_layernorm", "layer_type", "output_layernorm", "parallel_attention_mlp"}
+)
 
 
 class DropPath(nn.Module):
@@ -220,7 +239,14 @@ class TransformerLayer(nn.Module):
                 zero_centered_gamma=zero_centered_gamma,
                 device=device,
             )
-        self.drop_path = DropPath(drop_path_rate, batch_dim=1 if attn_input_format == "sbhd" else 0)
+        self.drop_path = DropPath(drop_path_rate, batch_dim=_batch_dim(attn_input_format))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        refuse_if_fixed(self, name, value, _FIXED)
+        super().__setattr__(name, value)
+        hand_down(self, name, value, _WORKED_BY)
+        if name == "attn_input_format" and "drop_path" in self.__dict__.get("_modules", ()):
+            self.drop_path.batch_dim = _batch_dim(value)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Set the tensor-parallel process group of every child."""
@@ -340,6 +366,10 @@ class TransformerLayer(nn.Module):
 
     def _output(self, hidden_states: Tensor) -> Tensor:
         return hidden_states if self.layernorm is None else self.layernorm(hidden_states)
+
+
+def _batch_dim(tensor_format: str) -> int:
+    return 1 if tensor_format == "sbhd" else 0
 
 
 def _check_variant(

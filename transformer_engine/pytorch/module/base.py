@@ -22,6 +22,7 @@ from ..tensor.quantized_tensor import QuantizedTensor, QuantizedTensorStorage
 from ..tensor.quantizer import Quantizer
 from .parameters import ParameterInit
 from .recipe_state import UNQUANTIZED, ModuleRecipe, ProductQuantizers, ensure, new_tracing_key, renew
+from .settings import names_read
 
 T = TypeVar("T")
 
@@ -57,6 +58,21 @@ class TransformerEngineBaseModule(torch.nn.Module):
     """
 
     num_products = 1
+    # What a call may depend on: attributes that the classes of this package read. Callers have others of their own,
+    # some of them written in every step.
+    _settings: frozenset[str] = frozenset()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        ours = cls.__module__.partition(".")[0] == __name__.partition(".")[0]
+        cls._settings |= names_read(cls) if ours else frozenset()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._settings and self.__dict__.get(name, self) is not value:
+            remembered = self.__dict__.get("_remembered")
+            if remembered:
+                remembered.clear()
+        super().__setattr__(name, value)
 
     def __init__(self, name: str | None = None) -> None:
         super().__init__()
@@ -94,11 +110,13 @@ class TransformerEngineBaseModule(torch.nn.Module):
 
     def fast_setattr(self, name: str, value: Any) -> None:
         """Set a plain attribute without nn.Module's search for parameters and modules."""
+        if name in self._settings:
+            self._remembered.clear()
         self.__dict__[name] = value
 
     def module_setattr(self, name: str, value: Any) -> None:
         """Set an attribute as nn.Module does, registering parameters and modules."""
-        super().__setattr__(name, value)
+        setattr(self, name, value)
 
     def register_parameter(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, name: str, param: torch.nn.Parameter | None, init: ParameterInit | None = None
@@ -325,6 +343,9 @@ class TransformerEngineBaseModule(torch.nn.Module):
             return
         self._warned.add(key)
         warnings.warn(message, stacklevel=3)
+
+
+TransformerEngineBaseModule._settings = names_read(TransformerEngineBaseModule)
 
 
 def _empty_like_parameter(param: Tensor) -> Tensor:

@@ -206,7 +206,7 @@ class LayerNormMLP(QuantizedProductsModule):
             fc1,
             fc2,
             self.activation,
-            self.activation_params,
+            ActivationParams.of(self.activation_params),
             self.return_layernorm_output,
             self.checkpoint and needs_grad,
             needs_grad,

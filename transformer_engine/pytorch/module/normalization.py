@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,6 +63,15 @@ class Normalization(torch.nn.Module):
                 parameter.sequence_parallel = sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
         if not self.weight.is_meta:
             self.reset_parameters()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in ("eps", "zero_centered_gamma") and "_norm" in self.__dict__:
+            self.__dict__["_norm"] = Norm(self.kind, self.eps, self.zero_centered_gamma)
+        if name == "sequence_parallel" and value is not None:
+            for parameter in self.__dict__.get("_parameters", {}).values():
+                if parameter is not None:
+                    parameter.sequence_parallel = value
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         """gamma = 1, beta = 0; parameters on the meta device are allocated first, keeping their attributes.

@@ -137,6 +137,13 @@ class DotProductAttention(TransformerEngineBaseModule):
             self.reset_parameters()
         self._register_load_state_dict_pre_hook(_accept_older_extra_state)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "attn_mask_type":
+            value = masks.canonical_name(value)
+        elif name == "window_size":
+            self.__dict__["_given_window"] = value  # what a name of a mask makes of it is found in each call
+        super().__setattr__(name, value)
+
     @property
     def heads(self) -> int:
         """Query heads of this tensor-parallel rank."""
@@ -356,6 +363,13 @@ class DotProductAttention(TransformerEngineBaseModule):
     def _sink(self, q: Tensor) -> Tensor | None:
         if self.softmax_type == "off-by-one":
             return torch.zeros(self.heads, dtype=torch.float32, device=q.device)
+        if self.softmax_type != "learnable":
+            return None
+        if self.softmax_offset is None:
+            raise ValueError(
+                "softmax_type='learnable' was set on an attention without the parameter softmax_offset; make one with "
+                "DotProductAttention(softmax_type='learnable')"
+            )
         return self.softmax_offset
 
     def _run(
