@@ -137,10 +137,19 @@ class TransformerEngineBaseModule(torch.nn.Module):
             param = getattr(self, name)
             values = _empty_like_parameter(param)
             init.fill(values)
-            if self.primary_weights_in_fp8 and init.fp8_meta_index is not None:
+            if isinstance(param, QuantizedTensor) and not param.is_meta:
+                self._fill_again(param, values)
+            elif self.primary_weights_in_fp8 and init.fp8_meta_index is not None:
                 self._replace_parameter(name, self._quantized_parameter(values, init.fp8_meta_index))
             elif param.is_meta or values is not param:
                 self._replace_parameter(name, torch.nn.Parameter(values, requires_grad=param.requires_grad))
+
+    def _fill_again(self, param: torch.nn.Parameter, values: Tensor) -> None:
+        """New values for a quantized parameter that optimizers and wrappers hold, in its own codes."""
+        with torch.no_grad():
+            param.copy_(values)
+        if self.preserve_high_precision_init_val:
+            _keep_initial_values(param, values)
 
     def _replace_parameter(self, name: str, new: torch.nn.Parameter) -> None:
         old = self._parameters[name]
