@@ -291,7 +291,7 @@ class TransformerLayer(nn.Module):
         fast_zero_fill: bool = True,
         pad_between_seqs: bool | None = None,
     ) -> Tensor:
-        """y, shaped like hidden_states.
+        """y, shaped like hidden_states, in their dtype or torch.autocast's.
 
         attention_mask, self_attn_mask_type, window_size, rotary_pos_emb and inference_params speak of the
         self attention, enc_dec_* and encoder_output of the decoder's cross attention; cu_seqlens_q,
@@ -300,7 +300,7 @@ class TransformerLayer(nn.Module):
         """
         if self.layer_type == "decoder" and encoder_output is None:
             raise ValueError("layer_type='decoder' needs encoder_output")
-        hidden_states = hidden_states.contiguous()
+        hidden_states = _in_autocast(hidden_states).contiguous()
         queries = {
             "is_first_microbatch": is_first_microbatch,
             "checkpoint_core_attention": checkpoint_core_attention,
@@ -366,6 +366,14 @@ class TransformerLayer(nn.Module):
 
     def _output(self, hidden_states: Tensor) -> Tensor:
         return hidden_states if self.layernorm is None else self.layernorm(hidden_states)
+
+
+def _in_autocast(hidden_states: Tensor) -> Tensor:
+    """In torch.autocast's dtype while that is on: the residual sums then are in it, from the first to the last."""
+    device = hidden_states.device.type
+    if not torch.is_autocast_enabled(device):
+        return hidden_states
+    return hidden_states.to(torch.get_autocast_dtype(device))
 
 
 def _batch_dim(tensor_format: str) -> int:
