@@ -17,6 +17,7 @@ LAYERS = {
     "transformer_engine.pytorch.constants": 1,
     "transformer_engine.pytorch.backward_thread": 1,
     "transformer_engine.pytorch.tracing": 1,
+    "transformer_engine.pytorch.double_backward": 1,
     "transformer_engine.pytorch.primitives": 1,
     "transformer_engine.pytorch.tensor": 2,
     "transformer_engine.pytorch.quantization": 3,

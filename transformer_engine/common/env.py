@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -321,6 +322,12 @@ def stored(names: tuple[str, ...]) -> tuple[str | bytes | None, ...]:
     """texts(names) as os.environ stores them, for keys of decisions that every call looks up."""
     # os.environ.get raises and catches a KeyError for an unset variable: eight take 10 us, eight look-ups 0.5.
     return tuple(map(os.environ._data.get, _stored_names(names)))  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def watch(name: str) -> Callable[[], str | bytes | None]:
+    """stored((name,))[0] as a function, for a key that every call makes: 20 ns."""
+    variable(name)
+    return functools.partial(os.environ._data.get, os.environ.encodekey(name))  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..common.dispatch import Backend, observing, tables
 from .attention import DotProductAttention
+from .double_backward import once_differentiable
 from .functions import weight_gradient
 from .primitives.activation import ACTIVATIONS, gradient_fuses
 from .primitives.fused_codes import in_row_blocks
@@ -285,5 +286,6 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable("planned attention")
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return tuple(x.new_empty(x.shape) for x in ctx.saved_tensors[:3])

@@ -88,6 +88,11 @@ class Recipe:
 
     fp8_format: Format
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if "_description" in self.__dict__:
+            self.__dict__["_description"] = repr(self)
+
     def __repr__(self) -> str:
         return _describe(self)
 
@@ -116,6 +121,12 @@ class Recipe:
 _living: weakref.WeakValueDictionary[int, Recipe] = weakref.WeakValueDictionary()
 
 
+def description_of(recipe: Recipe | None) -> str:
+    """repr(recipe), which its constructor left on it: in a graph of dynamic shapes floats are symbols without text."""
+    known = getattr(recipe, "_description", None)
+    return repr(recipe) if known is None else known
+
+
 def recipe_described_as(description: str) -> Recipe:
     """The living recipe whose repr is `description`: a compiler can hand on a string where it cannot an object."""
     for recipe in list(_living.values()):
@@ -141,7 +152,9 @@ def _accepts_unknown_keywords(cls: RecipeClass) -> RecipeClass:
             )
             for name in unknown:
                 del keywords[name]
+        self.__dict__.pop("_description", None)
         strict(self, *args, **keywords)
+        self.__dict__["_description"] = repr(self)
         _living[id(self)] = self
 
     cls.__init__ = __init__

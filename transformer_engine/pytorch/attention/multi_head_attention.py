@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..module.layernorm_linear import LayerNormLinear
 from ..module.linear import Linear
+from ..module.settings import hand_down, refuse_if_fixed
 from ..quantization.autocast import AutocastState, current
 from .dot_product_attention import DotProductAttention
 from .dot_product_attention.fp8 import outputs_codes, projects_codes
@@ -17,6 +18,26 @@ from .dot_product_attention.mask import canonical_name, check_set_window_size
 from .heads import Heads, Rotation
 from .inference import InferenceParams
 from .qk_norm import query_key_norm
+
+# Attributes that children work by, and those that decided which children there are.
+_PROJECTIONS = ("layernorm_qkv", "qkv", "layernorm_query", "query_layer", "key_value")
+_WORKED_BY = {
+    "attn_mask_type": ("core_attention.attn_mask_type",),
+    "layer_number": ("core_attention.layer_number",),
+    "qkv_format": ("core_attention.qkv_format",),
+    "return_bias": ("proj.return_bias",),
+    "return_layernorm_output": (
+        "layernorm_qkv.return_layernorm_output",
+        "layernorm_query.return_layernorm_output",
+    ),
+    "sequence_parallel": tuple(
+        f"{child}.sequence_parallel" for child in (*_PROJECTIONS, "core_attention", "proj")
+    ),
+    "window_size": ("core_attention.window_size",),
+}
+_FIXED = frozenset(
+    {"attention_type", "fuse_qkv_params", "input_layernorm", "num_attention_heads", "num_gqa_groups"}
+)
 
 
 class MultiheadAttention(nn.Module):
@@ -168,6 +189,11 @@ class MultiheadAttention(nn.Module):
             name=_name(name, "proj"),
             **projection,
         )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        refuse_if_fixed(self, name, value, _FIXED)
+        super().__setattr__(name, value)
+        hand_down(self, name, value, _WORKED_BY)
 
     def _create_projections(
         self,

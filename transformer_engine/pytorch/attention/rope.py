@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..device import canonical_device
+from ..double_backward import is_recorded, transposed
 from ..primitives.rope import (
     Positions,
     RopeSpec,
@@ -89,7 +90,15 @@ class ApplyRope(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         angles, start, cu_seqlens = ctx.saved_tensors
-        grad_input = rope_backward(grad_output, angles, Positions(start, cu_seqlens), ctx.spec)
+        positions, spec = Positions(start, cu_seqlens), ctx.spec
+        if is_recorded():
+            grad_input = transposed(
+                lambda dy: rope_backward(dy, angles, positions, spec),
+                lambda dx: rope_forward(dx, angles, positions, spec),
+                grad_output,
+            )
+        else:
+            grad_input = rope_backward(grad_output, angles, positions, spec)
         return grad_input, None, None, None, None
 
 
@@ -115,9 +124,17 @@ class ApplyPackedRope(torch.autograd.Function):
     def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor | None, ...]:
         q_angles, k_angles, start, cu_seqlens = ctx.saved_tensors
         positions = Positions(start, cu_seqlens)
-        grad_qkv = rope_qkv_backward(
-            grad_q, grad_k, grad_v, q_angles, k_angles, positions, ctx.sizes, ctx.spec
-        )
+        rest = (q_angles, k_angles, positions, ctx.sizes, ctx.spec)
+        if is_recorded():
+            grad_qkv = transposed(
+                lambda *grads: rope_qkv_backward(*grads, *rest),
+                lambda grad_qkv: rope_qkv_forward(grad_qkv, *rest),
+                grad_q,
+                grad_k,
+                grad_v,
+            )
+        else:
+            grad_qkv = rope_qkv_backward(grad_q, grad_k, grad_v, *rest)
         return grad_qkv, None, None, None, None, None, None
 
 

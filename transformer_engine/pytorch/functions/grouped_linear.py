@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..double_backward import once_differentiable
 from .linear import LinearSaved, LinearSpec, linear_backward, linear_forward
 from .saving import pack, unpack
 
@@ -58,6 +59,7 @@ class _GroupedLinear(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable("GroupedLinear")
     def backward(ctx, grad_output):  # pyright: ignore[reportIncompatibleMethodOverride]
         spec = ctx.spec
         operands = unpack(ctx.saved_tensors, ctx.forms)

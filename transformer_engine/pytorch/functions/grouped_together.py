@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..double_backward import once_differentiable
 from ..primitives.grouped_gemm import (
     GroupedColumns,
     GroupedMatrices,
@@ -172,6 +173,7 @@ class _Together(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable("GroupedLinear")
     def backward(ctx, grad_output):  # pyright: ignore[reportIncompatibleMethodOverride]
         layout, *saved = ctx.saved_tensors
         spec = ctx.spec

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..distributed.tensor_parallel import TensorParallel
+from ..double_backward import once_differentiable
 from ..primitives.column_sums import column_sums
 from ..primitives.gemm import Epilogue, gemm, gemm_codes
 from ..primitives.gemm.request import Layout
@@ -348,6 +349,7 @@ class _Linear(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable("Linear")
     def backward(ctx, grad_output):  # pyright: ignore[reportIncompatibleMethodOverride]
         spec = ctx.spec
         saved = [LinearSaved(*unpack(take_saved(ctx), ctx.forms))]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..double_backward import once_differentiable
 from ..tensor.quantizer import Operands
 from .linear import (
     LinearSaved,
@@ -83,6 +84,7 @@ class _NormLinear(torch.autograd.Function):
         return y if norm_output is None else (y, norm_output)
 
     @staticmethod
+    @once_differentiable("LayerNormLinear")
     def backward(ctx, grad_output, grad_norm_output=None):  # pyright: ignore[reportIncompatibleMethodOverride]
         spec = ctx.spec
         x, gamma, mean, rstdev, *tensors = take_saved(ctx)

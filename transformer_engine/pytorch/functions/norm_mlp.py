@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..double_backward import once_differentiable
 from ..primitives.activation import (
     ACTIVATIONS,
     ActivationParams,
@@ -287,6 +288,7 @@ class _NormMLP(torch.autograd.Function):
         return y if norm_output is None else (y, norm_output)
 
     @staticmethod
+    @once_differentiable("LayerNormMLP")
     def backward(ctx, grad_output, grad_norm_output=None):  # pyright: ignore[reportIncompatibleMethodOverride]
         spec = ctx.spec
         if spec.recompute:

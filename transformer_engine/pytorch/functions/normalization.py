@@ -10,6 +10,7 @@ from torch import Tensor
 from ..primitives.norm import (
     layernorm_backward,
     layernorm_forward,
+    reference,
     rmsnorm_backward,
     rmsnorm_forward,
 )
@@ -52,6 +53,12 @@ class Norm:
             return y, NormStatistics(mean, rstdev)
         y, rstdev = rmsnorm_forward(x, gamma, self.eps, self.zero_centered, cast)
         return y, NormStatistics(None, rstdev)
+
+    def by_torch(self, x: Tensor, gamma: Tensor) -> Tensor:
+        """y without beta, in torch operations that autograd differentiates as often as wanted."""
+        if self.kind == "LayerNorm":
+            return reference.layernorm_forward(x, gamma, None, self.eps, self.zero_centered)[0]
+        return reference.rmsnorm_forward(x, gamma, self.eps, self.zero_centered)[0]
 
     def backward(
         self, dy: Tensor, x: Tensor, statistics: NormStatistics, gamma: Tensor

@@ -34,6 +34,7 @@ from .recipe_state import (
     slots,
 )
 from .repetition import refuse_other_repetition, repeatable
+from .settings import names_read
 
 T = TypeVar("T")
 
@@ -69,6 +70,21 @@ class TransformerEngineBaseModule(torch.nn.Module):
     """
 
     num_products = 1
+    # What a call may depend on: attributes that the classes of this package read. Callers have others of their own,
+    # some of them written in every step.
+    _settings: frozenset[str] = frozenset()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        ours = cls.__module__.partition(".")[0] == __name__.partition(".")[0]
+        cls._settings |= names_read(cls) if ours else frozenset()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._settings and self.__dict__.get(name, self) is not value:
+            remembered = self.__dict__.get("_remembered")
+            if remembered:
+                remembered.clear()
+        super().__setattr__(name, value)
 
     def __init__(self, name: str | None = None) -> None:
         super().__init__()
@@ -106,11 +122,13 @@ class TransformerEngineBaseModule(torch.nn.Module):
 
     def fast_setattr(self, name: str, value: Any) -> None:
         """Set a plain attribute without nn.Module's search for parameters and modules."""
+        if name in self._settings:
+            self._remembered.clear()
         self.__dict__[name] = value
 
     def module_setattr(self, name: str, value: Any) -> None:
         """Set an attribute as nn.Module does, registering parameters and modules."""
-        super().__setattr__(name, value)
+        setattr(self, name, value)
 
     def register_parameter(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, name: str, param: torch.nn.Parameter | None, init: ParameterInit | None = None
@@ -131,10 +149,19 @@ class TransformerEngineBaseModule(torch.nn.Module):
             param = getattr(self, name)
             values = _empty_like_parameter(param)
             init.fill(values)
-            if self.primary_weights_in_fp8 and init.fp8_meta_index is not None:
+            if isinstance(param, QuantizedTensor) and not param.is_meta:
+                self._fill_again(param, values)
+            elif self.primary_weights_in_fp8 and init.fp8_meta_index is not None:
                 self._replace_parameter(name, self._quantized_parameter(values, init.fp8_meta_index))
             elif param.is_meta or values is not param:
                 self._replace_parameter(name, torch.nn.Parameter(values, requires_grad=param.requires_grad))
+
+    def _fill_again(self, param: torch.nn.Parameter, values: Tensor) -> None:
+        """New values for a quantized parameter that optimizers and wrappers hold, in its own codes."""
+        with torch.no_grad():
+            param.copy_(values)
+        if self.preserve_high_precision_init_val:
+            _keep_initial_values(param, values)
 
     def _replace_parameter(self, name: str, new: torch.nn.Parameter) -> None:
         old = self._parameters[name]
@@ -333,6 +360,9 @@ class TransformerEngineBaseModule(torch.nn.Module):
             return
         self._warned.add(key)
         warnings.warn(message, stacklevel=3)
+
+
+TransformerEngineBaseModule._settings = names_read(TransformerEngineBaseModule)
 
 
 def _empty_like_parameter(param: Tensor) -> Tensor:

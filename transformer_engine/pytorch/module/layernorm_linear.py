@@ -17,7 +17,7 @@ from ..functions.normalization import Norm
 from ..functions.weight_gradient import WeightGradientStore
 from ..quantization.autocast import current
 from .linear_base import LinearParameters, OverlapOptions, check_parallel_mode
-from .norm_parameters import check_normalization, register_norm_parameters
+from .norm_parameters import check_normalization, mark_norm_parameters, register_norm_parameters
 from .parameters import InitMethod
 
 
@@ -98,6 +98,10 @@ class LayerNormLinear(LinearParameters):
         )
         self.create_parameters(bias, parameters_split, params_dtype, device, init_method)
         self.reset_parameters(defer_init=is_meta(device))
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        super().reset_parameters(defer_init=defer_init)
+        mark_norm_parameters(self)
 
     def forward(
         self,

@@ -19,7 +19,7 @@ from ..functions.weight_gradient import WeightGradientStore
 from ..primitives.activation import ACTIVATIONS, ActivationParams
 from ..quantization.autocast import AutocastState, current
 from .linear_base import OverlapOptions, QuantizedProductsModule
-from .norm_parameters import check_normalization, register_norm_parameters
+from .norm_parameters import check_normalization, mark_norm_parameters, register_norm_parameters
 from .parameters import InitMethod, ParameterInit, default_init_method
 from .recipe_state import ProductQuantizers
 
@@ -136,6 +136,7 @@ class LayerNormMLP(QuantizedProductsModule):
         super().reset_parameters(defer_init=defer_init)
         if defer_init:
             return
+        mark_norm_parameters(self)
         sharded = self.set_parallel_mode and self.tp_size > 1
         set_tensor_model_parallel_attributes(self.fc1_weight, sharded, 0, 1)
         set_tensor_model_parallel_attributes(self.fc2_weight, sharded, 1, 1)
@@ -206,7 +207,7 @@ class LayerNormMLP(QuantizedProductsModule):
             fc1,
             fc2,
             self.activation,
-            self.activation_params,
+            ActivationParams.of(self.activation_params),
             self.return_layernorm_output,
             self.checkpoint and needs_grad,
             needs_grad,

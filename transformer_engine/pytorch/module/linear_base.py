@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ...common import env
 from ...common.dispatch import undisturbed
 from ..backward_thread import keep_backward_here
 from ..device import canonical_device
@@ -25,6 +26,8 @@ from .precision import quantizes
 from .recipe_state import UNQUANTIZED, ProductQuantizers, ensure
 
 T = TypeVar("T")
+
+_fp8_auto = env.watch("NVTE_FP8_AUTO")  # the one variable that decides what a spec is
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,7 @@ class QuantizedProductsModule(TransformerEngineBaseModule):
         key = (
             options,
             state.enabled,
+            _fp8_auto() if state.enabled else None,
             self._module_recipe,
             grad,
             torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None,

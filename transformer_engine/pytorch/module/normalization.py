@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,11 +58,22 @@ class Normalization(torch.nn.Module):
             self.bias = torch.nn.Parameter(torch.empty(self.normalized_shape, **allocation))
         else:
             self.register_parameter("bias", None)
-        if sequence_parallel is not None:
-            for parameter in self.parameters():
-                parameter.sequence_parallel = sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
+        self._mark_parameters()
         if not self.weight.is_meta:
             self.reset_parameters()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in ("eps", "zero_centered_gamma") and "_norm" in self.__dict__:
+            self.__dict__["_norm"] = Norm(self.kind, self.eps, self.zero_centered_gamma)
+        if name == "sequence_parallel" and "_norm" in self.__dict__:
+            self._mark_parameters()
+
+    def _mark_parameters(self) -> None:
+        """Say whether their gradients are to be summed over ranks; again on reset, for a copy has no attributes."""
+        if self.sequence_parallel is not None:
+            for parameter in self.parameters():
+                parameter.sequence_parallel = self.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         """gamma = 1, beta = 0; parameters on the meta device are allocated first, keeping their attributes.
@@ -76,6 +88,7 @@ class Normalization(torch.nn.Module):
                 allocated = torch.nn.Parameter(values, requires_grad=parameter.requires_grad)
                 vars(allocated).update(vars(parameter))
                 self.register_parameter(name, allocated)
+        self._mark_parameters()
         with torch.no_grad():
             self.weight.fill_(0.0 if self.zero_centered_gamma else 1.0)
             if self.has_bias:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._guards import TracingContext
 
-from ...common.recipe import Recipe, recipe_described_as
+from ...common.recipe import Recipe, description_of, recipe_described_as
 from ..functions.linear import IDENTITY, Accumulation
 from ..quantization import FP8GlobalStateManager, RecipeState, delayed_scaling
 from ..quantization.autocast import AutocastState
@@ -99,7 +99,7 @@ def accumulation_of(recipe: Recipe) -> Accumulation:
 def ensure(module: TransformerEngineBaseModule, state: AutocastState) -> bool:
     """Make the module's quantizers for the active recipe unless it has them; True, so that a tracer keeps the call."""
     if torch.compiler.is_compiling():
-        return _ensure_while_tracing(module.tracing_key, repr(state.recipe), state.group)
+        return _ensure_while_tracing(module.tracing_key, description_of(state.recipe), state.group)
     assert state.recipe is not None
     active = module._module_recipe
     if active is None or not active.serves(state):

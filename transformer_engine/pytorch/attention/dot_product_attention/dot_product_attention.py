@@ -20,6 +20,7 @@ from ...distributed.tensor_parallel import set_tensor_model_parallel_attributes
 from ...module.base import TransformerEngineBaseModule
 from ...module.parameters import ParameterInit
 from ...quantization.autocast import current
+from ...tracing import number_while_tracing, text_of_number
 from . import fp8
 from . import mask as masks
 from .alibi import default_slopes
@@ -62,6 +63,8 @@ class DotProductAttention(TransformerEngineBaseModule):
     """
 
     num_products = 3
+    _softmax_scale_text: str
+    _attention_dropout_text: str
 
     def __init__(
         self,
@@ -136,6 +139,15 @@ class DotProductAttention(TransformerEngineBaseModule):
             self.register_parameter("softmax_offset", offset, ParameterInit(torch.nn.init.zeros_))
             self.reset_parameters()
         self._register_load_state_dict_pre_hook(_accept_older_extra_state)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "attn_mask_type":
+            value = masks.canonical_name(value)
+        elif name == "window_size":
+            self.__dict__["_given_window"] = value  # what a name of a mask makes of it is found in each call
+        elif name in ("softmax_scale", "attention_dropout"):
+            self.__dict__[f"_{name}_text"] = text_of_number(value)
+        super().__setattr__(name, value)
 
     @property
     def heads(self) -> int:
@@ -256,14 +268,18 @@ class DotProductAttention(TransformerEngineBaseModule):
                 (max_seqlen_q, max_seqlen_kv),
                 pad_between_seqs,
             )
+        scale, dropout = self.softmax_scale, self.attention_dropout
+        if torch.compiler.is_compiling():
+            scale = number_while_tracing(self._softmax_scale_text)
+            dropout = number_while_tracing(self._attention_dropout_text)
         options = Options(
             mask,
             q_format,
             kv_format,
             core_attention_bias_type,
             self.softmax_type,
-            self.softmax_scale,
-            self.attention_dropout if self.training else 0.0,
+            scale,
+            dropout if self.training else 0.0,
             self.return_max_logit,
             page_size,
             0 if num_splits is None else num_splits,
@@ -358,6 +374,13 @@ class DotProductAttention(TransformerEngineBaseModule):
     def _sink(self, q: Tensor) -> Tensor | None:
         if self.softmax_type == "off-by-one":
             return torch.zeros(self.heads, dtype=torch.float32, device=q.device)
+        if self.softmax_type != "learnable":
+            return None
+        if self.softmax_offset is None:
+            raise ValueError(
+                "softmax_type='learnable' was set on an attention without the parameter softmax_offset; make one with "
+                "DotProductAttention(softmax_type='learnable')"
+            )
         return self.softmax_offset
 
     def _run(

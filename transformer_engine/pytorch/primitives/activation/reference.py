@@ -6,7 +6,6 @@ clamped SwiGLU, the open-weight GPT-OSS model, arXiv:2508.10925. qgelu is x * si
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,10 +15,6 @@ from torch import Tensor
 from ....common.dispatch import Backend
 from ..quantize import Cast, Quantized, quantize_as
 from .request import ACTIVATIONS, ActivationParams, ActivationRequest
-
-_SQRT_2_OVER_PI = math.sqrt(2.0 / math.pi)
-_GELU_CUBIC = 0.044715
-_QGELU_ALPHA = 1.702
 
 
 def activation_forward(
@@ -90,23 +85,25 @@ def _clamped_swiglu_gradients(
     return dgate, dlinear
 
 
+# Constants stand where they are used: of a global float a compiler makes a symbol while shapes are dynamic, which it
+# cannot use in two layers of one graph. 0.797.. is sqrt(2 / pi).
 def _gelu(x: Tensor) -> Tensor:
-    return 0.5 * x * (1.0 + torch.tanh(_SQRT_2_OVER_PI * (x + _GELU_CUBIC * x * x * x)))
+    return 0.5 * x * (1.0 + torch.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
 
 
 def _gelu_slope(x: Tensor) -> Tensor:
-    tanh = torch.tanh(_SQRT_2_OVER_PI * (x + _GELU_CUBIC * x * x * x))
-    inner_slope = _SQRT_2_OVER_PI * (1.0 + 3.0 * _GELU_CUBIC * x * x)
+    tanh = torch.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))
+    inner_slope = 0.7978845608028654 * (1.0 + 3.0 * 0.044715 * x * x)
     return 0.5 * (1.0 + tanh) + 0.5 * x * (1.0 - tanh * tanh) * inner_slope
 
 
 def _qgelu(x: Tensor) -> Tensor:
-    return x * torch.sigmoid(_QGELU_ALPHA * x)
+    return x * torch.sigmoid(1.702 * x)
 
 
 def _qgelu_slope(x: Tensor) -> Tensor:
-    sigmoid = torch.sigmoid(_QGELU_ALPHA * x)
-    return sigmoid + _QGELU_ALPHA * x * sigmoid * (1.0 - sigmoid)
+    sigmoid = torch.sigmoid(1.702 * x)
+    return sigmoid + 1.702 * x * sigmoid * (1.0 - sigmoid)
 
 
 def _relu_slope(x: Tensor) -> Tensor:
