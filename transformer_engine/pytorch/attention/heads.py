@@ -8,7 +8,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..functions.split_heads import split_heads
-from .rope import apply_fused_qkv_rotary_pos_emb, apply_rotary_pos_emb
+from ..primitives.rope import Positions, RopeSpec
+from .rope import rotated, rotated_qkv
 
 
 @dataclass(frozen=True)
@@ -48,38 +49,23 @@ class Heads:
 
 
 class Rotation(NamedTuple):
-    """The rotary embedding of one call: angles of queries and keys, positions before, bounds of thd sequences."""
+    """The rotary embedding of one call: angles of queries and keys, positions before, bounds of thd sequences.
+
+    spec   with clamps where the caller has seen that the tables reach as far as all real tokens
+    """
 
     angles: tuple[Tensor, Tensor]
-    tensor_format: str
-    interleaved: bool
+    spec: RopeSpec
     before: Tensor | None
     bounds: tuple[Tensor | None, Tensor | None]
 
     def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q [.., h, d] and k [.., g, d], rotated."""
-        rotated = [
-            apply_rotary_pos_emb(
-                x,
-                angles,
-                self.tensor_format,
-                start_positions=self.before,
-                interleaved=self.interleaved,
-                cu_seqlens=bounds,
-            )
-            for x, angles, bounds in zip((q, k), self.angles, self.bounds, strict=True)
-        ]
-        return rotated[0], rotated[1]
+        q = rotated(q, self.angles[0], self.spec, Positions(self.before, self.bounds[0]))
+        return q, rotated(k, self.angles[1], self.spec, Positions(self.before, self.bounds[1]))
 
     def of_projection(self, grouped: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v of a projection [.., g, (h / g + 2) d], q and k rotated, in one pass."""
         each = heads.queries // heads.groups
-        return apply_fused_qkv_rotary_pos_emb(
-            grouped,
-            *self.angles,
-            (each * heads.size, heads.size, heads.size),
-            self.tensor_format,
-            start_positions=self.before,
-            interleaved=self.interleaved,
-            cu_seqlens=self.bounds[0],
-        )
+        sizes = (each * heads.size, heads.size, heads.size)
+        return rotated_qkv(grouped, self.angles, sizes, self.spec, Positions(self.before, self.bounds[0]))

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..device_checks import demand
 from ..module.layernorm_linear import LayerNormLinear
 from ..module.linear import Linear
+from ..primitives.rope import RopeSpec, reaches_lengths
 from ..quantization.autocast import AutocastState, current
 from .dot_product_attention import DotProductAttention
 from .dot_product_attention.fp8 import outputs_codes, projects_codes
@@ -250,8 +252,8 @@ class MultiheadAttention(nn.Module):
         rotation = self._rotation(
             rotary_pos_emb,
             inference_params,
-            cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded,
-            cu_seqlens_kv if cu_seqlens_kv_padded is None else cu_seqlens_kv_padded,
+            (cu_seqlens_q, cu_seqlens_kv),
+            (cu_seqlens_q_padded, cu_seqlens_kv_padded),
         )
         state = current()
         codes = inference_params is None and outputs_codes(state)
@@ -333,21 +335,46 @@ class MultiheadAttention(nn.Module):
         self,
         rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None,
         inference_params: InferenceParams | None,
-        starts_q: Tensor | None,
-        starts_kv: Tensor | None,
+        bounds: tuple[Tensor | None, Tensor | None],
+        padded: tuple[Tensor | None, Tensor | None],
     ) -> Rotation | None:
-        """How q and k turn by their positions, which continue those of the cached tokens; None: not at all."""
+        """How q and k turn by their positions, which continue those of the cached tokens; None: not at all.
+
+        bounds   cu_seqlens of queries, of keys;  padded  where sequences begin, when tokens of none lie between them
+        """
         if rotary_pos_emb is None:
             return None
         angles = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
         before = None
         if inference_params is not None:
+            _check_reaches(angles, inference_params)
             before = inference_params.get_seqlens_pre_step()
-            if starts_q is None:
-                starts_q = inference_params.cu_seqlens_q
-        if starts_kv is None and self.attention_type == "self":
+            if bounds[0] is None:
+                bounds = (inference_params.cu_seqlens_q, bounds[1])
+        own = self.attention_type == "self"
+        real_kv = bounds[0] if bounds[1] is None and own else bounds[1]
+        starts_q = bounds[0] if padded[0] is None else padded[0]
+        starts_kv = bounds[1] if padded[1] is None else padded[1]
+        if starts_kv is None and own:
             starts_kv = starts_q
-        return Rotation(angles, self.qkv_format, self.rotary_pos_interleaved, before, (starts_q, starts_kv))
+        gaps = self.qkv_format == "thd" and not (padded[0] is None and padded[1] is None)
+        if gaps and before is None:
+            # Padding behind a sequence may lie past the table; the sequences themselves may not.
+            for table, real in zip(angles, (bounds[0], real_kv), strict=True):
+                demand(reaches_lengths, (real,), table.shape[0])
+        clamps = gaps or before is not None
+        spec = RopeSpec(self.qkv_format, self.rotary_pos_interleaved, clamps=clamps)
+        return Rotation(angles, spec, before, (starts_q, starts_kv))
+
+
+def _check_reaches(angles: tuple[Tensor, Tensor], cache: InferenceParams) -> None:
+    """ValueError unless the tables have angles for every token of a step, whose lengths the host knows."""
+    longest, table = max(cache.sequences.values(), default=0), min(x.shape[0] for x in angles)
+    if longest > table:
+        raise ValueError(
+            f"a sequence of the step has {longest} tokens, cached ones included, > {table} positions of rotary_pos_emb; "
+            "make it longer"
+        )
 
 
 def _head_size(hidden_size: int, heads: int, kv_channels: int | None) -> int:

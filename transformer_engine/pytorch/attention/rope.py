@@ -12,14 +12,12 @@ from ..device import canonical_device
 from ..primitives.rope import (
     Positions,
     RopeSpec,
+    check_rotation,
     rope_backward,
     rope_forward,
     rope_qkv_backward,
     rope_qkv_forward,
 )
-
-FORMATS = ("sbhd", "bshd", "thd")
-
 
 class RotaryPositionEmbedding(nn.Module):
     """angles [s, 1, 1, d] float32 = position * base^(-2i/d), each of the d/2 frequencies twice."""
@@ -136,10 +134,18 @@ def apply_rotary_pos_emb(
 
     start_positions [b] offsets each sequence; cu_seqlens [b + 1] bounds the sequences of "thd" (of the whole
     sequences, not of this context-parallel rank's part). `fused` is accepted and changes nothing.
+
+    Raises ValueError when freqs is too short. Of start_positions and cu_seqlens on a GPU this is known with TE_CHECK=1
+    alone; without it they are trusted, and a token whose position has no angle becomes NaN.
     """
     spec = RopeSpec(tensor_format, interleaved, cp_size, cp_rank)
-    _check(t, freqs, spec, start_positions, cu_seqlens)
-    return ApplyRope.apply(t, _angles(freqs), start_positions, cu_seqlens, spec)
+    return rotated(t, freqs, spec, Positions(start_positions, cu_seqlens))
+
+
+def rotated(t: Tensor, freqs: Tensor, spec: RopeSpec, positions: Positions) -> Tensor:
+    """apply_rotary_pos_emb of a spec; with spec.clamps the caller knows that no real token lies past the table."""
+    check_rotation(t, freqs, positions, spec, t.shape[-1])
+    return ApplyRope.apply(t, _angles(freqs), positions.start, positions.cu_seqlens, spec)
 
 
 def apply_fused_qkv_rotary_pos_emb(
@@ -160,61 +166,36 @@ def apply_fused_qkv_rotary_pos_emb(
     The three are contiguous, q [.., groups * q_size / k_size, k_size]; the other arguments are those of
     apply_rotary_pos_emb.
     """
-    q_size, k_size, v_size = qkv_split_arg_list
+    spec = RopeSpec(tensor_format, interleaved, cp_size, cp_rank)
+    positions = Positions(start_positions, cu_seqlens)
+    return rotated_qkv(qkv, (q_freqs, k_freqs), qkv_split_arg_list, spec, positions)
+
+
+def rotated_qkv(
+    qkv: Tensor,
+    freqs: tuple[Tensor, Tensor],
+    sizes: Sequence[int],
+    spec: RopeSpec,
+    positions: Positions,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """apply_fused_qkv_rotary_pos_emb of a spec; freqs: of queries, of keys."""
+    q_size, k_size, v_size = sizes
     if q_size + k_size + v_size != qkv.shape[-1]:
         raise ValueError(
-            f"qkv_split_arg_list={list(qkv_split_arg_list)} does not add up to {qkv.shape[-1]}, the last axis; "
+            f"qkv_split_arg_list={list(sizes)} does not add up to {qkv.shape[-1]}, the last axis; "
             "give the sizes of one group's queries, key and value"
         )
     if k_size < 1 or q_size % k_size:
         raise ValueError(
             f"the query part {q_size} is not a multiple of the key part {k_size}; split by whole heads"
         )
-    spec = RopeSpec(tensor_format, interleaved, cp_size, cp_rank)
-    for freqs in (q_freqs, k_freqs):
-        _check(qkv, freqs, spec, start_positions, cu_seqlens, size=k_size)
-    return ApplyPackedRope.apply(
-        qkv, _angles(q_freqs), _angles(k_freqs), start_positions, cu_seqlens, (q_size, k_size, v_size), spec
-    )
+    for angles in freqs:
+        check_rotation(qkv, angles, positions, spec, k_size)
+    q_angles, k_angles = (_angles(angles) for angles in freqs)
+    start, bounds = positions
+    return ApplyPackedRope.apply(qkv, q_angles, k_angles, start, bounds, (q_size, k_size, v_size), spec)
 
 
 def _angles(freqs: Tensor) -> Tensor:
     """[positions, d] of [positions, 1, 1, d]."""
     return freqs.reshape(freqs.shape[0], freqs.shape[-1])
-
-
-def _check(
-    t: Tensor,
-    freqs: Tensor,
-    spec: RopeSpec,
-    start: Tensor | None,
-    cu_seqlens: Tensor | None,
-    size: int | None = None,
-) -> None:
-    """ValueError unless freqs fit t, whose heads have `size` features (default: its last axis)."""
-    if spec.tensor_format not in FORMATS:
-        raise ValueError(f"tensor_format={spec.tensor_format!r}; choose one of {', '.join(FORMATS)}")
-    if t.ndim != len(spec.tensor_format):
-        raise ValueError(
-            f"{spec.tensor_format!r} needs {len(spec.tensor_format)} axes, the tensor has {t.ndim}"
-        )
-    size = t.shape[-1] if size is None else size
-    if freqs.shape[-1] > size:
-        raise ValueError(f"freqs turn {freqs.shape[-1]} features, the head has {size}; lower dim")
-    if not 0 <= spec.cp_rank < spec.cp_size:
-        raise ValueError(f"cp_rank={spec.cp_rank} is outside 0..{spec.cp_size - 1}; give a rank of the group")
-    if spec.cp_size > 1 and start is not None:
-        raise ValueError("start_positions with cp_size > 1 has no meaning; give one of them")
-    if spec.tensor_format == "thd":
-        if cu_seqlens is None:
-            raise ValueError("tensor_format='thd' needs cu_seqlens, the bounds of the packed sequences")
-        return
-    length = t.shape[0 if spec.tensor_format == "sbhd" else 1]
-    if spec.cp_size > 1 and length % 2:
-        raise ValueError(
-            f"a context-parallel rank holds two equal chunks, its length {length} is odd; pad it"
-        )
-    if start is None and length * spec.cp_size > freqs.shape[0]:
-        raise ValueError(
-            f"sequence length {length * spec.cp_size} > {freqs.shape[0]} positions of freqs; make it longer"
-        )
