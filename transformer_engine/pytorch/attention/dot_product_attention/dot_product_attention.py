@@ -121,7 +121,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         self.softmax_type = softmax_type
         self.return_max_logit = bool(return_max_logit)
         self.score_mod = score_mod
-        self._masks: dict[tuple[Any, ...], masks.Mask] = {}
+        self._masks: Bounded[tuple[Any, ...], masks.Mask] = Bounded(MAX_PLANS)
         self._plans: Bounded[tuple[Any, ...], Plan] = Bounded(MAX_PLANS)
         self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
         self.softmax_offset: torch.nn.Parameter | None
@@ -308,11 +308,10 @@ class DotProductAttention(TransformerEngineBaseModule):
         """What a name, a window and an alignment mean together, looked up where they were met before."""
         if torch.compiler.is_compiling():
             return masks.resolve(mask_type, window, bottom_right_diagonal)
-        key = (mask_type, None if window is None else (window[0], window[1]), bottom_right_diagonal)
+        pair = window if window is None or type(window) is tuple else masks.window_pair(window)
+        key = (mask_type, pair, bottom_right_diagonal)
         mask = self._masks.get(key)
-        if mask is None:
-            mask = self._masks[key] = masks.resolve(*key)
-        return mask
+        return self._masks.keep(key, masks.resolve(*key)) if mask is None else mask
 
     def _plan(
         self, options: Options, sequences: Sequences, inputs: AttentionInputs, slopes_given: bool
