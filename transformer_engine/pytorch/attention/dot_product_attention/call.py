@@ -46,6 +46,34 @@ class Options(NamedTuple):
     score_mod: Callable[..., Tensor] | None
 
 
+class Prepared(NamedTuple):
+    """The arguments of a call, checked and in order."""
+
+    options: Options
+    sequences: Sequences
+    inputs: AttentionInputs
+    slopes_given: bool
+
+
+class Described(NamedTuple):
+    """A tensor that is not there yet: what checks read of it."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @property
+    def ndim(self) -> int:
+        """How many axes it has."""
+        return len(self.shape)
+
+    @property
+    def is_cuda(self) -> bool:
+        """Is it on a GPU?"""
+        return self.device.type == "cuda"
+
+
 class Plan(NamedTuple):
     """A request and the backend that takes it."""
 

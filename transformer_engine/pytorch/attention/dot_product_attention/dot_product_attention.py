@@ -24,12 +24,12 @@ from . import fp8
 from . import mask as masks
 from .alibi import default_slopes
 from .arguments import check_cache, check_heads, check_tensors, one_of, unpacked
-from .call import Options, Plan, call_key, request_of
-from .choose import choose, choose_when_traced
+from .call import Described, Options, Plan, Prepared, call_key, request_of
+from .choose import check, choose, choose_when_traced
 from .context_parallel_group import check_context_parallel_group
 from .last_choice import last_choice as _attention_backends
-from .request import QKV_FORMATS, SOFTMAX_TYPES, AttentionInputs, AttentionRequest, AttentionResult
-from .sequences import Sequences, cached_sequences, given_sequences
+from .request import BIAS_TYPES, QKV_FORMATS, SOFTMAX_TYPES, AttentionInputs, AttentionRequest, AttentionResult
+from .sequences import Sequences, cached_sequences, given_sequences, unknown_sequences
 from .utils import AttentionLogging
 
 if TYPE_CHECKING:
@@ -215,6 +215,72 @@ class DotProductAttention(TransformerEngineBaseModule):
                 "could differ from that; leave it None"
             )
         q, k, v = unpacked(query_layer, key_layer, value_layer, qkv_layer, kv_layer, qkv_interleave_dim)
+        call, written = self._prepared(
+            q,
+            k,
+            v,
+            attention_mask,
+            qkv_format,
+            (cu_seqlens_q, cu_seqlens_kv),
+            (cu_seqlens_q_padded, cu_seqlens_kv_padded),
+            (max_seqlen_q, max_seqlen_kv),
+            attn_mask_type,
+            window_size,
+            bottom_right_diagonal,
+            core_attention_bias_type,
+            core_attention_bias,
+            alibi_slopes,
+            inference_params,
+            pad_between_seqs,
+            num_splits,
+            score_mod,
+        )
+        request, backend = self._plan(*call)
+        state = current()
+        if state.enabled and inference_params is None and fp8.attention_recipe(state.recipe) is not None:
+            backend = fp8.chosen(
+                self, state, request, bool(fp8_output), bf16_backward, checkpoint_core_attention
+            )
+            if not torch.compiler.is_compiling():
+                _attention_backends.seen = (request, backend)
+        elif fp8_output:
+            raise ValueError(
+                "fp8_output=True needs an FP8 attention; run under autocast with fp8_dpa or fp8_mha in the recipe"
+            )
+        if inference_params is not None and not written:
+            assert self.layer_number is not None
+            inference_params.write(self.layer_number, k, v, self.qkv_format if qkv_format is None else qkv_format)
+        result = self._run(backend, request, call.inputs, checkpoint_core_attention)
+        return result.output if result.max_logit is None else (result.output, result.max_logit)
+
+    def _prepared(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attention_mask: Tensor | tuple[Tensor, Tensor] | None,
+        qkv_format: str | None,
+        cu_seqlens: tuple[Tensor | None, Tensor | None],
+        cu_seqlens_padded: tuple[Tensor | None, Tensor | None],
+        max_seqlens: tuple[int | None, int | None],
+        attn_mask_type: str | None,
+        window_size: tuple[int, int] | None,
+        bottom_right_diagonal: bool | None,
+        bias_type: str,
+        bias: Tensor | None,
+        alibi_slopes: Tensor | None,
+        inference_params: InferenceParams | None,
+        pad_between_seqs: bool | None,
+        num_splits: int | None,
+        score_mod: Callable[..., Tensor] | None,
+        only_shapes: bool = False,
+    ) -> tuple[Prepared, bool]:
+        """The arguments of a call, checked and put in order, and whether a cache has taken the keys already.
+
+        Raises before anything is changed; a cache of a custom manager alone has to be written to be seen.
+
+        only_shapes   q, k and v are Described: nothing is written to a cache
+        """
         q_format = kv_format = self.qkv_format if qkv_format is None else qkv_format
         one_of("qkv_format", q_format, QKV_FORMATS)
         check_tensors(
@@ -236,12 +302,21 @@ class DotProductAttention(TransformerEngineBaseModule):
             self._given_window if window_size is None else window_size,
             self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal,
         )
-        page_size, page_table = 0, None
+        one_of("core_attention_bias_type", bias_type, BIAS_TYPES)
+        slopes = self._slopes(bias_type, q, alibi_slopes)
+        page_size, page_table, written = 0, None, False
         if inference_params is not None:
-            cached = inference_params.step(layer_number, k, v, q_format)
+            cached = inference_params.upcoming(layer_number, k, v, q_format)
+            if cached is None and not only_shapes:
+                cached, written = inference_params.step(layer_number, k, v, q_format), True
+        else:
+            cached = None
+        if cached is not None:
             k, v, kv_format = cached.key, cached.value, cached.qkv_format
             page_size, page_table = cached.page_size, cached.page_table
-            sequences = cached_sequences(q, q_format, max_seqlen_q, cached)
+            sequences = cached_sequences(q, q_format, max_seqlens[0], cached)
+        elif inference_params is not None:
+            sequences = unknown_sequences(q, q_format)
         else:
             sequences = given_sequences(
                 q,
@@ -251,16 +326,16 @@ class DotProductAttention(TransformerEngineBaseModule):
                 mask,
                 self.attention_type,
                 attention_mask,
-                (cu_seqlens_q, cu_seqlens_kv),
-                (cu_seqlens_q_padded, cu_seqlens_kv_padded),
-                (max_seqlen_q, max_seqlen_kv),
+                cu_seqlens,
+                cu_seqlens_padded,
+                max_seqlens,
                 pad_between_seqs,
             )
         options = Options(
             mask,
             q_format,
             kv_format,
-            core_attention_bias_type,
+            bias_type,
             self.softmax_type,
             self.softmax_scale,
             self.attention_dropout if self.training else 0.0,
@@ -270,11 +345,12 @@ class DotProductAttention(TransformerEngineBaseModule):
             inference_params is not None,
             score_mod,
         )
-        sink = self._sink(q)
+        if not only_shapes:
+            q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         inputs = AttentionInputs(
-            q if q.stride(-1) == 1 else q.contiguous(),
-            k if k.stride(-1) == 1 else k.contiguous(),
-            v if v.stride(-1) == 1 else v.contiguous(),
+            q,
+            k,
+            v,
             sequences.lengths_q,
             sequences.lengths_kv,
             sequences.starts_q,
@@ -282,25 +358,19 @@ class DotProductAttention(TransformerEngineBaseModule):
             sequences.masked_q,
             sequences.masked_kv,
             sequences.masked,
-            core_attention_bias,
-            self._slopes(core_attention_bias_type, q, alibi_slopes),
-            sink,
+            bias,
+            slopes,
+            self._sink(q),
             page_table,
         )
-        request, backend = self._plan(options, sequences, inputs, alibi_slopes is not None)
-        state = current()
-        if state.enabled and inference_params is None and fp8.attention_recipe(state.recipe) is not None:
-            backend = fp8.chosen(
-                self, state, request, bool(fp8_output), bf16_backward, checkpoint_core_attention
-            )
-            if not torch.compiler.is_compiling():
-                _attention_backends.seen = (request, backend)
-        elif fp8_output:
-            raise ValueError(
-                "fp8_output=True needs an FP8 attention; run under autocast with fp8_dpa or fp8_mha in the recipe"
-            )
-        result = self._run(backend, request, inputs, checkpoint_core_attention)
-        return result.output if result.max_logit is None else (result.output, result.max_logit)
+        return Prepared(options, sequences, inputs, alibi_slopes is not None), written
+
+    def check_call(
+        self, q: Described, k: Described, v: Described, *arguments: Any
+    ) -> None:
+        """Raise what forward would for tensors of these shapes, and change nothing; arguments: those of _prepared."""
+        call, _ = self._prepared(q, k, v, *arguments, only_shapes=True)  # pyright: ignore[reportArgumentType]
+        check(request_of(*call))
 
     def _resolved_mask(
         self, mask_type: str, window: tuple[int, int] | None, bottom_right_diagonal: bool | None

@@ -129,6 +129,13 @@ def cached_sequences(
     )
 
 
+def unknown_sequences(q: Any, q_format: str) -> Sequences:
+    """Those of a step that only a custom cache manager can describe: as long as the queries, as far as a check needs."""
+    batch, size = (1, q.shape[0]) if q_format == "thd" else (q.shape[q_format.index("b")], q.shape[q_format.index("s")])
+    nothing = (None,) * 7
+    return Sequences(batch, size, size, False, *nothing)
+
+
 class _Side(NamedTuple):
     batch: int
     size: int
