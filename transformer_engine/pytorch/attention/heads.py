@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..functions.split_heads import split_heads
-from ..primitives.rope import Positions, RopeSpec
+from ..primitives.rope import Positions, RopeSpec, check_rotation
 from .rope import rotated, rotated_qkv
 
 
@@ -59,8 +60,15 @@ class Rotation(NamedTuple):
     before: Tensor | None
     bounds: tuple[Tensor | None, Tensor | None]
 
+    def check(self, q: Any, k: Any) -> None:
+        """ValueError unless the tables fit q [.., h, d] and k [.., g, d], of which shapes are read."""
+        for x, angles, bounds in zip((q, k), self.angles, self.bounds, strict=True):
+            check_rotation(x, angles, Positions(self.before, bounds), self.spec, x.shape[-1])
+
     def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q [.., h, d] and k [.., g, d], rotated."""
+        """q [.., h, d] and k [.., g, d], rotated; the layer has checked them, unless a compiler traces it."""
+        if torch.compiler.is_compiling():
+            self.check(q, k)
         q = rotated(q, self.angles[0], self.spec, Positions(self.before, self.bounds[0]))
         return q, rotated(k, self.angles[1], self.spec, Positions(self.before, self.bounds[1]))
 

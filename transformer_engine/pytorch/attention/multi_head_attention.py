@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...common.bounded import Bounded
 from ..device_checks import demand
 from ..module.layernorm_linear import LayerNormLinear
 from ..module.linear import Linear
 from ..primitives.rope import RopeSpec, reaches_lengths
 from ..quantization.autocast import AutocastState, current
+from .call_check import REMEMBERED, Checked, CoreArguments, check_layer_call
 from .dot_product_attention import DotProductAttention
 from .dot_product_attention.fp8 import outputs_codes, projects_codes
 from .dot_product_attention.mask import canonical_name, check_set_window_size
@@ -116,6 +118,7 @@ class MultiheadAttention(nn.Module):
         self.qkv_weight_interleaved = qkv_weight_interleaved and fuse_qkv_params
         self.tp_size, self.tp_group = tp_size, tp_group
         self.sequence_parallel = sequence_parallel and tp_size > 1
+        self._checked: Checked = Bounded(REMEMBERED)
         self.heads = Heads(num_attention_heads // ranks, groups // ranks, size, self.qkv_weight_interleaved)
         projection: dict[str, Any] = {
             "bias": bias,
@@ -246,14 +249,25 @@ class MultiheadAttention(nn.Module):
         encoder_output   what cross attention takes its keys and values from
         The other arguments are DotProductAttention.forward's.
         """
-        if (self.attention_type == "cross") != (encoder_output is not None):
-            want = "needs" if self.attention_type == "cross" else "takes no"
-            raise ValueError(f"attention_type={self.attention_type!r} {want} encoder_output")
-        rotation = self._rotation(
+        rotation = self.check_call(
+            hidden_states,
+            encoder_output,
             rotary_pos_emb,
-            inference_params,
-            (cu_seqlens_q, cu_seqlens_kv),
-            (cu_seqlens_q_padded, cu_seqlens_kv_padded),
+            CoreArguments(
+                attention_mask,
+                None,
+                (cu_seqlens_q, cu_seqlens_kv),
+                (cu_seqlens_q_padded, cu_seqlens_kv_padded),
+                (max_seqlen_q, max_seqlen_kv),
+                attn_mask_type,
+                window_size,
+                bottom_right_diagonal,
+                core_attention_bias_type,
+                core_attention_bias,
+                alibi_slopes,
+                inference_params,
+                pad_between_seqs,
+            ),
         )
         state = current()
         codes = inference_params is None and outputs_codes(state)
@@ -288,6 +302,25 @@ class MultiheadAttention(nn.Module):
         if self.return_layernorm_output:
             outputs.append(norm_output)
         return tuple(outputs) if len(outputs) > 1 else outputs[0]
+
+    def check_call(
+        self,
+        hidden_states: Tensor,
+        encoder_output: Tensor | None,
+        rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None,
+        arguments: CoreArguments,
+    ) -> Rotation | None:
+        """Raise what forward would, and change nothing; how q and k turn."""
+        if (self.attention_type == "cross") != (encoder_output is not None):
+            want = "needs" if self.attention_type == "cross" else "takes no"
+            raise ValueError(f"attention_type={self.attention_type!r} {want} encoder_output")
+        rotation = self._rotation(
+            rotary_pos_emb, arguments.inference_params, arguments.cu_seqlens, arguments.cu_seqlens_padded
+        )
+        check_layer_call(
+            self, self._checked, hidden_states, encoder_output, arguments, rotation, current()
+        )
+        return rotation
 
     def _project(
         self,

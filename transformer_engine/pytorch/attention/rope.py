@@ -139,12 +139,13 @@ def apply_rotary_pos_emb(
     alone; without it they are trusted, and a token whose position has no angle becomes NaN.
     """
     spec = RopeSpec(tensor_format, interleaved, cp_size, cp_rank)
-    return rotated(t, freqs, spec, Positions(start_positions, cu_seqlens))
+    positions = Positions(start_positions, cu_seqlens)
+    check_rotation(t, freqs, positions, spec, t.shape[-1])
+    return rotated(t, freqs, spec, positions)
 
 
 def rotated(t: Tensor, freqs: Tensor, spec: RopeSpec, positions: Positions) -> Tensor:
-    """apply_rotary_pos_emb of a spec; with spec.clamps the caller knows that no real token lies past the table."""
-    check_rotation(t, freqs, positions, spec, t.shape[-1])
+    """apply_rotary_pos_emb of what `check_rotation` has seen."""
     return ApplyRope.apply(t, _angles(freqs), positions.start, positions.cu_seqlens, spec)
 
 
@@ -166,34 +167,34 @@ def apply_fused_qkv_rotary_pos_emb(
     The three are contiguous, q [.., groups * q_size / k_size, k_size]; the other arguments are those of
     apply_rotary_pos_emb.
     """
-    spec = RopeSpec(tensor_format, interleaved, cp_size, cp_rank)
-    positions = Positions(start_positions, cu_seqlens)
-    return rotated_qkv(qkv, (q_freqs, k_freqs), qkv_split_arg_list, spec, positions)
-
-
-def rotated_qkv(
-    qkv: Tensor,
-    freqs: tuple[Tensor, Tensor],
-    sizes: Sequence[int],
-    spec: RopeSpec,
-    positions: Positions,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """apply_fused_qkv_rotary_pos_emb of a spec; freqs: of queries, of keys."""
-    q_size, k_size, v_size = sizes
+    q_size, k_size, v_size = qkv_split_arg_list
     if q_size + k_size + v_size != qkv.shape[-1]:
         raise ValueError(
-            f"qkv_split_arg_list={list(sizes)} does not add up to {qkv.shape[-1]}, the last axis; "
+            f"qkv_split_arg_list={list(qkv_split_arg_list)} does not add up to {qkv.shape[-1]}, the last axis; "
             "give the sizes of one group's queries, key and value"
         )
     if k_size < 1 or q_size % k_size:
         raise ValueError(
             f"the query part {q_size} is not a multiple of the key part {k_size}; split by whole heads"
         )
-    for angles in freqs:
-        check_rotation(qkv, angles, positions, spec, k_size)
-    q_angles, k_angles = (_angles(angles) for angles in freqs)
+    spec = RopeSpec(tensor_format, interleaved, cp_size, cp_rank)
+    positions = Positions(start_positions, cu_seqlens)
+    for freqs in (q_freqs, k_freqs):
+        check_rotation(qkv, freqs, positions, spec, k_size)
+    return rotated_qkv(qkv, (q_freqs, k_freqs), (q_size, k_size, v_size), spec, positions)
+
+
+def rotated_qkv(
+    qkv: Tensor,
+    freqs: tuple[Tensor, Tensor],
+    sizes: tuple[int, int, int],
+    spec: RopeSpec,
+    positions: Positions,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """apply_fused_qkv_rotary_pos_emb of what has been checked; freqs: of queries, of keys."""
+    q_angles, k_angles = _angles(freqs[0]), _angles(freqs[1])
     start, bounds = positions
-    return ApplyPackedRope.apply(qkv, q_angles, k_angles, start, bounds, (q_size, k_size, v_size), spec)
+    return ApplyPackedRope.apply(qkv, q_angles, k_angles, start, bounds, sizes, spec)
 
 
 def _angles(freqs: Tensor) -> Tensor:

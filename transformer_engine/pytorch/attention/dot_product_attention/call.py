@@ -17,7 +17,7 @@ from .request import BIAS_TYPES, AttentionInputs, AttentionRequest, Switches
 from .sequences import Sequences
 
 # What else than its arguments a choice depends on.
-_VARIABLES = (
+CHOICE_VARIABLES = (
     "NVTE_FLASH_ATTN",
     "NVTE_FUSED_ATTN",
     "NVTE_UNFUSED_ATTN",
@@ -171,7 +171,7 @@ def call_key(
         None if slopes is None else (slopes.shape, slopes_given),
         None if masked is None else masked.shape,
         torch.are_deterministic_algorithms_enabled(),
-        env.stored(_VARIABLES),
+        env.stored(CHOICE_VARIABLES),
     )
 
 

@@ -69,9 +69,9 @@ def given_sequences(
     arbitrary = attention_mask if mask.arbitrary and isinstance(attention_mask, Tensor) else None
     if arbitrary is not None:
         _check_broadcasts(arbitrary, (queries.batch, q.shape[-2], queries.size, keys.size))
-    demanded = _demand_bounds("cu_seqlens_q", cu_q, starts_q, q, q_format, queries)
-    if not (same and starts_kv is starts_q and demanded == (keys.size, _tokens(k, kv_format))):
-        _demand_bounds("cu_seqlens_kv", cu_kv, starts_kv, k, kv_format, keys)
+    if mask.padding or "thd" in (q_format, kv_format):
+        sides = (cu_q, cu_kv), (starts_q, starts_kv), (queries.size, keys.size)
+        _demand_bounds((q, k), (q_format, kv_format), *sides)
     if pad_between_seqs is None:
         pad_between_seqs = q_format == "thd" and not (starts_q is None and starts_kv is None)
     return Sequences(
@@ -89,18 +89,34 @@ def given_sequences(
     )
 
 
+def demand_lengths(
+    qk: tuple[Any, Any], tensor_format: str, cu_seqlens: Pair, cu_seqlens_padded: Pair, max_seqlens: tuple[Any, Any]
+) -> None:
+    """The numbers in the lengths of a call whose shapes are known to be right; qk need shapes only."""
+    (cu_q, cu_kv), (starts_q, starts_kv) = cu_seqlens, cu_seqlens_padded
+    if cu_kv is None:
+        cu_kv, starts_kv = cu_q, starts_q
+    packed = tensor_format == "thd"
+    sizes = [x.shape[0 if packed else tensor_format.index("s")] for x in qk]
+    if packed:
+        sizes = [size if most is None else most for size, most in zip(sizes, max_seqlens, strict=True)]
+    starts = starts_q, starts_kv
+    _demand_bounds(qk, (tensor_format,) * 2, (cu_q, cu_kv), starts, (sizes[0], sizes[1]))
+
+
 def _demand_bounds(
-    name: str, bounds: Tensor | None, starts: Tensor | None, x: Tensor, tensor_format: str, side: _Side
-) -> tuple[int, int | None]:
-    """(longest, tokens) that the bounds have been held against, where lengths are used at all."""
-    limits = side.size, _tokens(x, tensor_format)
-    if bounds is not None and side.lengths is not None:
-        demand(are_bounds, (bounds, starts), name, limits[1], limits[0])
-    return limits
-
-
-def _tokens(x: Tensor, tensor_format: str) -> int | None:
-    return x.shape[0] if tensor_format == "thd" else None
+    qk: tuple[Any, Any], formats: tuple[str, str], cu_seqlens: Pair, starts: Pair, sizes: tuple[int, int]
+) -> None:
+    """are_bounds of queries and keys, once where they are the same."""
+    known = None
+    for name, x, tensor_format, bounds, begins, size in zip(
+        ("cu_seqlens_q", "cu_seqlens_kv"), qk, formats, cu_seqlens, starts, sizes, strict=True
+    ):
+        tokens = x.shape[0] if tensor_format == "thd" else None
+        facts = (id(bounds), id(begins), tokens, size)
+        if bounds is not None and facts != known:
+            demand(are_bounds, (bounds, begins), name, tokens, size)
+        known = facts
 
 
 def cached_sequences(
