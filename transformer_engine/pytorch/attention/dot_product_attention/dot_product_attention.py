@@ -90,6 +90,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         score_mod: Callable[..., Tensor] | None = None,
     ) -> None:
         super().__init__(name)
+        # It has no weights: made under quantized_model_init, too, each call's recipe gives it states of its own.
+        self.primary_weights_in_fp8 = self.fp8_parameters = False
         if not AttentionLogging._is_logging_setup:
             AttentionLogging.setup_logging()
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
