@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .attention.call_check import CoreArguments
+from .attention.dot_product_attention.prepare import CallArguments
 from .attention.inference import InferenceParams
 from .attention.multi_head_attention import MultiheadAttention
 from .constants import LayerTypes
@@ -281,7 +281,7 @@ class TransformerLayer(nn.Module):
                 hidden_states,
                 encoder_output,
                 None,
-                CoreArguments(
+                CallArguments(
                     enc_dec_attn_mask,
                     None,
                     (cu_seqlens_q, cu_seqlens_kv),

@@ -7,8 +7,7 @@ give. A call whose shapes and options were met before is not looked at again, ex
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,34 +18,14 @@ from ..quantization.autocast import AutocastState
 from .dot_product_attention import DotProductAttention
 from .dot_product_attention.call import CHOICE_VARIABLES, Described
 from .dot_product_attention.fp8 import attention_recipe, scaling_of
+from .dot_product_attention.prepare import CallArguments
 from .dot_product_attention.sequences import demand_lengths
-from .heads import Rotation
+from .rotation import Rotation
 
 if TYPE_CHECKING:
-    from .inference import InferenceParams
     from .multi_head_attention import MultiheadAttention
 
 REMEMBERED = 64
-
-
-class CoreArguments(NamedTuple):
-    """What a layer hands on to its core attention, in the order of DotProductAttention.check_call."""
-
-    attention_mask: Any
-    qkv_format: str | None
-    cu_seqlens: tuple[Tensor | None, Tensor | None]
-    cu_seqlens_padded: tuple[Tensor | None, Tensor | None]
-    max_seqlens: tuple[int | None, int | None]
-    attn_mask_type: str | None
-    window_size: tuple[int, int] | None
-    bottom_right_diagonal: bool | None
-    bias_type: str
-    bias: Tensor | None
-    alibi_slopes: Tensor | None
-    inference_params: InferenceParams | None
-    pad_between_seqs: bool | None
-    num_splits: int | None = 1
-    score_mod: Callable[..., Tensor] | None = None
 
 
 Checked = Bounded[Any, bool]
@@ -57,7 +36,7 @@ def check_layer_call(
     checked: Checked,
     hidden_states: Any,
     encoder_output: Any,
-    arguments: CoreArguments,
+    arguments: CallArguments,
     rotation: Rotation | None,
     state: AutocastState,
 ) -> None:
@@ -77,7 +56,7 @@ def check_layer_call(
     q, k, v = _projections(layer, hidden_states, encoder_output)
     if not passed:
         if isinstance(core, DotProductAttention):  # a caller may have put another in its place
-            core.check_call(q, k, v, *arguments)
+            core.check_call(q, k, v, arguments)
         if key is not None:
             checked.keep(key, True)
     elif arguments.cu_seqlens[0] is not None and arguments.inference_params is None:
@@ -88,7 +67,7 @@ def check_layer_call(
         rotation.check(q, k)
 
 
-def _key(layer: MultiheadAttention, x: Any, encoder_output: Any, a: CoreArguments) -> tuple[Any, ...]:
+def _key(layer: MultiheadAttention, x: Any, encoder_output: Any, a: CallArguments) -> tuple[Any, ...]:
     """What the checks depend on, apart from numbers in tensors."""
     masks = a.attention_mask if isinstance(a.attention_mask, tuple) else (a.attention_mask,)
     cache = a.inference_params

@@ -1,16 +1,12 @@
-"""q, k, v of one projection: how heads are ordered in it, and how they turn with their tokens' positions."""
+"""q, k, v of one projection: how heads are ordered in it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..functions.split_heads import split_heads
-from ..primitives.rope import Positions, RopeSpec, check_rotation
-from .rope import rotated, rotated_qkv
 
 
 @dataclass(frozen=True)
@@ -47,33 +43,3 @@ class Heads:
     def split_q(self, x: Tensor) -> Tensor:
         """q [.., h, d] of x [.., h d]."""
         return x.unflatten(-1, (self.queries, self.size))
-
-
-class Rotation(NamedTuple):
-    """The rotary embedding of one call: angles of queries and keys, positions before, bounds of thd sequences.
-
-    spec   with clamps where the caller has seen that the tables reach as far as all real tokens
-    """
-
-    angles: tuple[Tensor, Tensor]
-    spec: RopeSpec
-    before: Tensor | None
-    bounds: tuple[Tensor | None, Tensor | None]
-
-    def check(self, q: Any, k: Any) -> None:
-        """ValueError unless the tables fit q [.., h, d] and k [.., g, d], of which shapes are read."""
-        for x, angles, bounds in zip((q, k), self.angles, self.bounds, strict=True):
-            check_rotation(x, angles, Positions(self.before, bounds), self.spec, x.shape[-1])
-
-    def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q [.., h, d] and k [.., g, d], rotated; the layer has checked them, unless a compiler traces it."""
-        if torch.compiler.is_compiling():
-            self.check(q, k)
-        q = rotated(q, self.angles[0], self.spec, Positions(self.before, self.bounds[0]))
-        return q, rotated(k, self.angles[1], self.spec, Positions(self.before, self.bounds[1]))
-
-    def of_projection(self, grouped: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v of a projection [.., g, (h / g + 2) d], q and k rotated, in one pass."""
-        each = heads.queries // heads.groups
-        sizes = (each * heads.size, heads.size, heads.size)
-        return rotated_qkv(grouped, self.angles, sizes, self.spec, Positions(self.before, self.bounds[0]))

@@ -9,18 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from ...common.bounded import Bounded
-from ..device_checks import demand
 from ..module.layernorm_linear import LayerNormLinear
 from ..module.linear import Linear
-from ..primitives.rope import RopeSpec, reaches_lengths
+from ..primitives.rope import RopeSpec
 from ..quantization.autocast import AutocastState, current
-from .call_check import REMEMBERED, Checked, CoreArguments, check_layer_call
+from .call_check import REMEMBERED, Checked, check_layer_call
 from .dot_product_attention import DotProductAttention
 from .dot_product_attention.fp8 import outputs_codes, projects_codes
 from .dot_product_attention.mask import canonical_name, check_set_window_size
-from .heads import Heads, Rotation
+from .dot_product_attention.prepare import CallArguments
+from .heads import Heads
 from .inference import InferenceParams
 from .qk_norm import query_key_norm
+from .rotation import Rotation, rotation_of
 
 
 class MultiheadAttention(nn.Module):
@@ -253,7 +254,7 @@ class MultiheadAttention(nn.Module):
             hidden_states,
             encoder_output,
             rotary_pos_emb,
-            CoreArguments(
+            CallArguments(
                 attention_mask,
                 None,
                 (cu_seqlens_q, cu_seqlens_kv),
@@ -308,18 +309,23 @@ class MultiheadAttention(nn.Module):
         hidden_states: Tensor,
         encoder_output: Tensor | None,
         rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None,
-        arguments: CoreArguments,
+        arguments: CallArguments,
     ) -> Rotation | None:
         """Raise what forward would, and change nothing; how q and k turn."""
         if (self.attention_type == "cross") != (encoder_output is not None):
             want = "needs" if self.attention_type == "cross" else "takes no"
             raise ValueError(f"attention_type={self.attention_type!r} {want} encoder_output")
-        rotation = self._rotation(
-            rotary_pos_emb, arguments.inference_params, arguments.cu_seqlens, arguments.cu_seqlens_padded
-        )
-        check_layer_call(
-            self, self._checked, hidden_states, encoder_output, arguments, rotation, current()
-        )
+        rotation = None
+        if rotary_pos_emb is not None:
+            rotation = rotation_of(
+                rotary_pos_emb,
+                RopeSpec(self.qkv_format, self.rotary_pos_interleaved),
+                self.attention_type == "self",
+                arguments.inference_params,
+                arguments.cu_seqlens,
+                arguments.cu_seqlens_padded,
+            )
+        check_layer_call(self, self._checked, hidden_states, encoder_output, arguments, rotation, current())
         return rotation
 
     def _project(
@@ -363,51 +369,6 @@ class MultiheadAttention(nn.Module):
         if self.q_norm is None or self.k_norm is None:
             return q, k
         return self.q_norm(q), self.k_norm(k)
-
-    def _rotation(
-        self,
-        rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None,
-        inference_params: InferenceParams | None,
-        bounds: tuple[Tensor | None, Tensor | None],
-        padded: tuple[Tensor | None, Tensor | None],
-    ) -> Rotation | None:
-        """How q and k turn by their positions, which continue those of the cached tokens; None: not at all.
-
-        bounds   cu_seqlens of queries, of keys;  padded  where sequences begin, when tokens of none lie between them
-        """
-        if rotary_pos_emb is None:
-            return None
-        angles = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
-        before = None
-        if inference_params is not None:
-            _check_reaches(angles, inference_params)
-            before = inference_params.get_seqlens_pre_step()
-            if bounds[0] is None:
-                bounds = (inference_params.cu_seqlens_q, bounds[1])
-        own = self.attention_type == "self"
-        real_kv = bounds[0] if bounds[1] is None and own else bounds[1]
-        starts_q = bounds[0] if padded[0] is None else padded[0]
-        starts_kv = bounds[1] if padded[1] is None else padded[1]
-        if starts_kv is None and own:
-            starts_kv = starts_q
-        gaps = self.qkv_format == "thd" and not (padded[0] is None and padded[1] is None)
-        if gaps and before is None:
-            # Padding behind a sequence may lie past the table; the sequences themselves may not.
-            for table, real in zip(angles, (bounds[0], real_kv), strict=True):
-                demand(reaches_lengths, (real,), table.shape[0])
-        clamps = gaps or before is not None
-        spec = RopeSpec(self.qkv_format, self.rotary_pos_interleaved, clamps=clamps)
-        return Rotation(angles, spec, before, (starts_q, starts_kv))
-
-
-def _check_reaches(angles: tuple[Tensor, Tensor], cache: InferenceParams) -> None:
-    """ValueError unless the tables have angles for every token of a step, whose lengths the host knows."""
-    longest, table = max(cache.sequences.values(), default=0), min(x.shape[0] for x in angles)
-    if longest > table:
-        raise ValueError(
-            f"a sequence of the step has {longest} tokens, cached ones included, > {table} positions of rotary_pos_emb; "
-            "make it longer"
-        )
 
 
 def _head_size(hidden_size: int, heads: int, kv_channels: int | None) -> int:

@@ -22,14 +22,14 @@ from ...module.parameters import ParameterInit
 from ...quantization.autocast import current
 from . import fp8
 from . import mask as masks
-from .alibi import default_slopes
-from .arguments import check_cache, check_heads, check_tensors, one_of, unpacked
-from .call import Described, Options, Plan, Prepared, call_key, request_of
+from .arguments import check_heads, one_of, unpacked
+from .call import Described, Options, Plan, call_key, request_of
 from .choose import check, choose, choose_when_traced
 from .context_parallel_group import check_context_parallel_group
 from .last_choice import last_choice as _attention_backends
-from .request import BIAS_TYPES, QKV_FORMATS, SOFTMAX_TYPES, AttentionInputs, AttentionRequest, AttentionResult
-from .sequences import Sequences, cached_sequences, given_sequences, unknown_sequences
+from .prepare import CallArguments, prepared
+from .request import QKV_FORMATS, SOFTMAX_TYPES, AttentionInputs, AttentionRequest, AttentionResult
+from .sequences import Sequences
 from .utils import AttentionLogging
 
 if TYPE_CHECKING:
@@ -217,10 +217,7 @@ class DotProductAttention(TransformerEngineBaseModule):
                 "could differ from that; leave it None"
             )
         q, k, v = unpacked(query_layer, key_layer, value_layer, qkv_layer, kv_layer, qkv_interleave_dim)
-        call, written = self._prepared(
-            q,
-            k,
-            v,
+        arguments = CallArguments(
             attention_mask,
             qkv_format,
             (cu_seqlens_q, cu_seqlens_kv),
@@ -237,6 +234,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             num_splits,
             score_mod,
         )
+        call, written = prepared(self, q, k, v, arguments)
         request, backend = self._plan(*call)
         state = current()
         if state.enabled and inference_params is None and fp8.attention_recipe(state.recipe) is not None:
@@ -251,127 +249,13 @@ class DotProductAttention(TransformerEngineBaseModule):
             )
         if inference_params is not None and not written:
             assert self.layer_number is not None
-            inference_params.write(self.layer_number, k, v, self.qkv_format if qkv_format is None else qkv_format)
+            inference_params.write(self.layer_number, k, v, call.options.q_format)
         result = self._run(backend, request, call.inputs, checkpoint_core_attention)
         return result.output if result.max_logit is None else (result.output, result.max_logit)
 
-    def _prepared(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attention_mask: Tensor | tuple[Tensor, Tensor] | None,
-        qkv_format: str | None,
-        cu_seqlens: tuple[Tensor | None, Tensor | None],
-        cu_seqlens_padded: tuple[Tensor | None, Tensor | None],
-        max_seqlens: tuple[int | None, int | None],
-        attn_mask_type: str | None,
-        window_size: tuple[int, int] | None,
-        bottom_right_diagonal: bool | None,
-        bias_type: str,
-        bias: Tensor | None,
-        alibi_slopes: Tensor | None,
-        inference_params: InferenceParams | None,
-        pad_between_seqs: bool | None,
-        num_splits: int | None,
-        score_mod: Callable[..., Tensor] | None,
-        only_shapes: bool = False,
-    ) -> tuple[Prepared, bool]:
-        """The arguments of a call, checked and put in order, and whether a cache has taken the keys already.
-
-        Raises before anything is changed; a cache of a custom manager alone has to be written to be seen.
-
-        only_shapes   q, k and v are Described: nothing is written to a cache
-        """
-        q_format = kv_format = self.qkv_format if qkv_format is None else qkv_format
-        one_of("qkv_format", q_format, QKV_FORMATS)
-        check_tensors(
-            q,
-            k,
-            v,
-            q_format,
-            self.heads,
-            self.num_gqa_groups_per_partition,
-            self.head_dim_qk,
-            self.head_dim_v,
-        )
-        mask_type = self.attn_mask_type if attn_mask_type is None else masks.canonical_name(attn_mask_type)
-        if inference_params is not None:
-            layer_number = check_cache(self.layer_number, inference_params.dtype, q.dtype)
-            mask_type = masks.over_cached_keys(mask_type)
-        mask = self._resolved_mask(
-            mask_type,
-            self._given_window if window_size is None else window_size,
-            self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal,
-        )
-        one_of("core_attention_bias_type", bias_type, BIAS_TYPES)
-        slopes = self._slopes(bias_type, q, alibi_slopes)
-        page_size, page_table, written = 0, None, False
-        if inference_params is not None:
-            cached = inference_params.upcoming(layer_number, k, v, q_format)
-            if cached is None and not only_shapes:
-                cached, written = inference_params.step(layer_number, k, v, q_format), True
-        else:
-            cached = None
-        if cached is not None:
-            k, v, kv_format = cached.key, cached.value, cached.qkv_format
-            page_size, page_table = cached.page_size, cached.page_table
-            sequences = cached_sequences(q, q_format, max_seqlens[0], cached)
-        elif inference_params is not None:
-            sequences = unknown_sequences(q, q_format)
-        else:
-            sequences = given_sequences(
-                q,
-                k,
-                q_format,
-                kv_format,
-                mask,
-                self.attention_type,
-                attention_mask,
-                cu_seqlens,
-                cu_seqlens_padded,
-                max_seqlens,
-                pad_between_seqs,
-            )
-        options = Options(
-            mask,
-            q_format,
-            kv_format,
-            bias_type,
-            self.softmax_type,
-            self.softmax_scale,
-            self.attention_dropout if self.training else 0.0,
-            self.return_max_logit,
-            page_size,
-            0 if num_splits is None else num_splits,
-            inference_params is not None,
-            score_mod,
-        )
-        if not only_shapes:
-            q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        inputs = AttentionInputs(
-            q,
-            k,
-            v,
-            sequences.lengths_q,
-            sequences.lengths_kv,
-            sequences.starts_q,
-            sequences.starts_kv,
-            sequences.masked_q,
-            sequences.masked_kv,
-            sequences.masked,
-            bias,
-            slopes,
-            self._sink(q),
-            page_table,
-        )
-        return Prepared(options, sequences, inputs, alibi_slopes is not None), written
-
-    def check_call(
-        self, q: Described, k: Described, v: Described, *arguments: Any
-    ) -> None:
-        """Raise what forward would for tensors of these shapes, and change nothing; arguments: those of _prepared."""
-        call, _ = self._prepared(q, k, v, *arguments, only_shapes=True)  # pyright: ignore[reportArgumentType]
+    def check_call(self, q: Described, k: Described, v: Described, arguments: CallArguments) -> None:
+        """Raise what forward would for tensors of these shapes, and change nothing."""
+        call, _ = prepared(self, q, k, v, arguments, only_shapes=True)
         check(request_of(*call))
 
     def _resolved_mask(
@@ -408,26 +292,6 @@ class DotProductAttention(TransformerEngineBaseModule):
                 keep_backward_here()
         _attention_backends.seen = plan
         return plan
-
-    def _slopes(self, bias_type: str, q: Tensor, given: Tensor | None) -> Tensor | None:
-        """ALiBi's slopes of this rank's heads, as given or the usual ones."""
-        if bias_type != "alibi":
-            if given is not None:
-                raise ValueError(
-                    f'alibi_slopes with core_attention_bias_type={bias_type!r}; it must be "alibi"'
-                )
-            return None
-        if given is not None:
-            if given.shape[-1] != self.heads:
-                raise ValueError(f"alibi_slopes {list(given.shape)} does not end in {self.heads} heads")
-            return given
-        rank = torch.distributed.get_rank(self.tp_group) if self.tp_group is not None else 0
-        return default_slopes(self.num_attention_heads, q.device)[rank * self.heads : (rank + 1) * self.heads]
-
-    def _sink(self, q: Tensor) -> Tensor | None:
-        if self.softmax_type == "off-by-one":
-            return torch.zeros(self.heads, dtype=torch.float32, device=q.device)
-        return self.softmax_offset
 
     def _run(
         self,
