@@ -50,8 +50,8 @@ def copy_to_kv_cache(
     cu_new_lens, cu_cached_lens   int32 [b + 1], cumulative; the cached lengths count the new tokens
     max_ctx_len        no sequence brings more new tokens
 
-    Raises ValueError, before anything is written, for lengths and pages that do not fit; of those on a GPU this is known
-    with TE_CHECK=1 alone. Unchecked, tokens without a place and tokens of pages that do not exist are left out.
+    Raises ValueError, before anything is written, for lengths and pages that do not fit; of those on a GPU this is
+    known with TE_CHECK=1 alone. Unchecked, tokens without a place and tokens of pages that do not exist are left out.
     """
     for name, new, cache in (("k", new_k, k_cache), ("v", new_v, v_cache)):
         if new.shape[-2:] != cache.shape[-2:] or not cache.is_contiguous():
@@ -79,7 +79,9 @@ def copy_to_kv_cache(
 def _are_rows(rows: list[int], limit: int) -> None:
     for row in rows:
         if not 0 <= row < limit:
-            raise ValueError(f"page_table moves row {row} of the cache, outside of 0..{limit - 1}; correct it")
+            raise ValueError(
+                f"page_table moves row {row} of the cache, outside of 0..{limit - 1}; correct it"
+            )
 
 
 def convert_thd_to_bshd(tensor: Tensor, cu_seqlens: Tensor, b: int, max_seq_len: int) -> Tensor:

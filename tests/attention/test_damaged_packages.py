@@ -22,9 +22,9 @@ PACKAGES = {
     "triton": ("triton", "3.6.0", "triton/__init__.py"),
 }
 ERRORS = {
-    "ModuleNotFoundError": 'raise ModuleNotFoundError("No module named \'its_part\'")',
+    "ModuleNotFoundError": "raise ModuleNotFoundError(\"No module named 'its_part'\")",
     "OSError": 'raise OSError("libpart.so: cannot open shared object file")',
-    "AttributeError": 'raise AttributeError("module \'torch\' has no attribute \'its_part\'")',
+    "AttributeError": "raise AttributeError(\"module 'torch' has no attribute 'its_part'\")",
 }
 
 # Every refusal as a GPU of capability 9.0 would have it; no GPU is touched.
@@ -98,7 +98,12 @@ def run(folder: Path, program: str) -> str:
 @pytest.mark.parametrize(
     ("module", "error"),
     [(module, "ModuleNotFoundError") for module in PACKAGES]
-    + [("flash_attn", "OSError"), ("flash_attn", "AttributeError"), ("triton", "OSError"), ("cudnn", "OSError")],
+    + [
+        ("flash_attn", "OSError"),
+        ("flash_attn", "AttributeError"),
+        ("triton", "OSError"),
+        ("cudnn", "OSError"),
+    ],
 )
 def test_a_damaged_package_is_a_refusal_and_every_call_works(module, error, tmp_path):
     counter = install(tmp_path, module, ERRORS[error])

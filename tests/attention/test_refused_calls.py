@@ -204,13 +204,18 @@ def test_a_decoder_checks_its_cross_attention_before_its_self_attention_records(
         ({"enc_dec_attn_mask_type": "padding"}, "a padding mask needs cu_seqlens_q"),
     ):
         refused(layer, (x,), {"encoder_output": encoder, **options}, match)
-    refused(layer, (x,), {"encoder_output": hidden(device, TOKENS, 3, HIDDEN)}, "queries have 2 sequences, keys 3")
+    refused(
+        layer, (x,), {"encoder_output": hidden(device, TOKENS, 3, HIDDEN)}, "queries have 2 sequences, keys 3"
+    )
 
 
 def test_rotary_angles_that_do_not_fit_are_refused_before_projections_record(device):
     layer, x = MultiheadAttention(HIDDEN, HEADS, input_layernorm=True, device=device), hidden(device)
     settled(layer, x, rotary_pos_emb=RotaryPositionEmbedding(SIZE)(TOKENS).to(device))
-    for dim, length, match in ((SIZE, TOKENS - 1, "sequence length 16 > 15"), (2 * SIZE, TOKENS, "turn 16 features")):
+    for dim, length, match in (
+        (SIZE, TOKENS - 1, "sequence length 16 > 15"),
+        (2 * SIZE, TOKENS, "turn 16 features"),
+    ):
         angles = RotaryPositionEmbedding(dim)(length).to(device)
         refused(layer, (x,), {"rotary_pos_emb": angles}, match)
 
@@ -220,7 +225,10 @@ def test_no_backend_and_no_fp8_attention_are_known_before_projections_record(dev
     settled(layer, x)
     before = state(layer)
     recipe = NVFP4BlockScaling(fp8_dpa=True)
-    with te.autocast(recipe=recipe), pytest.raises(ValueError, match="NVFP4BlockScaling has no FP8 attention"):
+    with (
+        te.autocast(recipe=recipe),
+        pytest.raises(ValueError, match="NVFP4BlockScaling has no FP8 attention"),
+    ):
         layer(x)
     assert same(before, state(layer))
     for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):

@@ -92,9 +92,7 @@ def test_the_fused_and_the_extensions_functions_refuse_the_same(device):
     refuses(want, lambda: apply_fused_qkv_rotary_pos_emb(qkv, freqs, freqs, [8, 8, 8], start_positions=start))
     refuses(want, lambda: tex.fused_rope_forward(x, freqs, start, sbhd, False, None, 1, 0))
     refuses(want, lambda: tex.fused_rope_backward(x, freqs, start, sbhd, False, None, 1, 0))
-    refuses(
-        want, lambda: tex.fused_qkv_rope_forward(qkv, freqs, freqs, start, [8, 8, 8], sbhd, False, 1, 0)
-    )
+    refuses(want, lambda: tex.fused_qkv_rope_forward(qkv, freqs, freqs, start, [8, 8, 8], sbhd, False, 1, 0))
     short = angles(device, 4)
     refuses(
         "sequence length 5 > 4 positions",
@@ -128,7 +126,11 @@ def test_a_cache_that_outgrows_the_table_is_refused_and_padding_is_not(tensor_fo
     def step(lengths):
         cache.pre_step(dict(enumerate(lengths)))
         size = (
-            (sum(lengths),) if tensor_format == "thd" else (max(lengths), 2) if tensor_format == "sbhd" else (2, 5)
+            (sum(lengths),)
+            if tensor_format == "thd"
+            else (max(lengths), 2)
+            if tensor_format == "sbhd"
+            else (2, 5)
         )
         if tensor_format == "bshd":
             size = (2, max(lengths))
@@ -139,7 +141,9 @@ def test_a_cache_that_outgrows_the_table_is_refused_and_padding_is_not(tensor_fo
         step([7, 3])
         # Sequence 0 brings 1 token, padded to the 5 of sequence 1: rows 8 to 11 of its padding have no angles.
         assert step([1, 5]).isfinite().all()
-        with pytest.raises(ValueError, match=r"has 9 tokens, cached ones included, > 8 positions of rotary_pos_emb"):
+        with pytest.raises(
+            ValueError, match=r"has 9 tokens, cached ones included, > 8 positions of rotary_pos_emb"
+        ):
             step([1, 0] if tensor_format == "thd" else [1, 1])
 
 

@@ -2,8 +2,9 @@
 
 A rule is a function of numbers on the host, lists as `Tensor.tolist` gives them, that raises ValueError. For tensors on
 the CPU it runs at once, before anything is changed. A GPU would have to be waited for, so that its numbers are trusted,
-unless TE_CHECK=1: then they are copied to pinned memory on the stream, and the rule runs when a later call finds the
-copy done, in `check()`, or when the process ends. Nothing is checked while a compiler traces or a CUDA graph is captured.
+unless TE_CHECK=1: then they are copied to pinned memory on the stream, and the rule runs when a later call finds
+the copy done, in `check()`, or when the process ends. Nothing is checked while a compiler traces or a CUDA graph is
+captured.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ _registered = False
 def demand(rule: Rule, tensors: tuple[Tensor | None, ...], *facts: Any) -> None:
     """rule(*numbers of tensors, *facts) now, or later for tensors on a GPU under TE_CHECK=1, or not at all.
 
-    A tensor that is None stays None. Raises the ValueError of the rule, or that of an earlier check whose numbers have arrived.
+    A tensor that is None stays None. Raises the ValueError of the rule, or that of an earlier check whose numbers
+    have arrived.
     """
     if torch.compiler.is_compiling():
         return

@@ -200,9 +200,7 @@ class InferenceParams:
         self.cache_manager.allocate_memory(layer_number)
         return self._with_lengths(*self.write(layer_number, new_k, new_v, qkv_format))
 
-    def upcoming(
-        self, layer_number: int, new_k: Any, new_v: Any, qkv_format: str
-    ) -> CachedKeysValues | None:
+    def upcoming(self, layer_number: int, new_k: Any, new_v: Any, qkv_format: str) -> CachedKeysValues | None:
         """What `step` will return, nothing written yet: whoever may still refuse the call asks for it first.
 
         None: a custom manager alone knows. new_k and new_v need shapes only. Raises what `step` raises.
@@ -257,7 +255,9 @@ class InferenceParams:
             )
         if qkv_format == "thd":
             if self.batch_size == 0 and new_k.shape[0]:
-                raise ValueError(f"keys of {new_k.shape[0]} tokens, no step is announced; call pre_step first")
+                raise ValueError(
+                    f"keys of {new_k.shape[0]} tokens, no step is announced; call pre_step first"
+                )
             if new_k.shape[0] < self.step_tokens:
                 raise ValueError(
                     f"keys of {new_k.shape[0]} tokens, pre_step announced {self.step_tokens}; give all of them"

@@ -88,7 +88,9 @@ def whole_step(
     most, longest   new tokens that a sequence may bring (max_ctx_len), tokens that it may have then
     """
     if not isinstance(step_dict, Mapping):
-        raise ValueError(f"a step is a {type(step_dict).__name__}; give a dictionary {{sequence: new tokens}}")
+        raise ValueError(
+            f"a step is a {type(step_dict).__name__}; give a dictionary {{sequence: new tokens}}"
+        )
     if len(step_dict) > max_batch:
         raise ValueError(
             f"{len(step_dict)} sequences in a step > max_batch_size={max_batch}; "
@@ -129,7 +131,9 @@ def check_batch(known: Mapping[Any, int], cu_new_seqlens: Tensor) -> None:
     """ValueError unless the lengths are of as many sequences as pre_step announced."""
     batch = cu_new_seqlens.shape[0] - 1
     if batch != len(known):
-        raise ValueError(f"lengths of {batch} sequences, pre_step announced {len(known)}; give those of the step")
+        raise ValueError(
+            f"lengths of {batch} sequences, pre_step announced {len(known)}; give those of the step"
+        )
 
 
 class NonPagedKVCacheManager(KVCacheManager):
@@ -160,7 +164,9 @@ class NonPagedKVCacheManager(KVCacheManager):
         if layer_number not in self.cache:
             options = {"dtype": self.dtype, "device": self.device}
             rows = (self.max_batch_size, self.max_seqlen, self.num_heads)
-            keys, values = (torch.zeros(*rows, size, **options) for size in (self.head_dim_k, self.head_dim_v))
+            keys, values = (
+                torch.zeros(*rows, size, **options) for size in (self.head_dim_k, self.head_dim_v)
+            )
             self.cache[layer_number] = (keys, values)
 
     def pre_step(self, step_dict: Mapping[Any, int]) -> OrderedDict[Any, int]:

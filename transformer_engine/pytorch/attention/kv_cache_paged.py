@@ -56,7 +56,9 @@ class PagedKVCacheManager(KVCacheManager):
         if layer_number not in self.cache:
             options = {"dtype": self.dtype, "device": self.device}
             rows = (self.total_num_pages, self.page_size, self.num_heads)
-            keys, values = (torch.zeros(*rows, size, **options) for size in (self.head_dim_k, self.head_dim_v))
+            keys, values = (
+                torch.zeros(*rows, size, **options) for size in (self.head_dim_k, self.head_dim_v)
+            )
             self.cache[layer_number] = (keys, values)
 
     def pre_step(self, step_dict: Mapping[Any, int]) -> OrderedDict[Any, int]:
@@ -105,7 +107,9 @@ class PagedKVCacheManager(KVCacheManager):
     def get_page_list(self, seq: Any) -> list[int]:
         """The pages of a sequence in the order of its tokens; ValueError for one that is not in the batch."""
         if seq not in self._pages:
-            raise ValueError(f"sequence {seq!r} is not in the batch, which has {list(self._pages)}; call pre_step")
+            raise ValueError(
+                f"sequence {seq!r} is not in the batch, which has {list(self._pages)}; call pre_step"
+            )
         return list(self._pages[seq])
 
     def get_page_table(self, sequences: Sequence[Any]) -> Tensor:

@@ -19,6 +19,7 @@ from ..primitives.rope import (
     rope_qkv_forward,
 )
 
+
 class RotaryPositionEmbedding(nn.Module):
     """angles [s, 1, 1, d] float32 = position * base^(-2i/d), each of the d/2 frequencies twice."""
 

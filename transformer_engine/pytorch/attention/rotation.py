@@ -85,6 +85,6 @@ def _check_reaches(angles: tuple[Tensor, Tensor], cache: InferenceParams) -> Non
     longest, table = max(cache.sequences.values(), default=0), min(x.shape[0] for x in angles)
     if longest > table:
         raise ValueError(
-            f"a sequence of the step has {longest} tokens, cached ones included, > {table} positions of rotary_pos_emb; "
-            "make it longer"
+            f"a sequence of the step has {longest} tokens, cached ones included, > {table} positions of "
+            "rotary_pos_emb; make it longer"
         )

@@ -1,6 +1,6 @@
 """call = prepared(layer, q, k, v, arguments): what an attention is called with, checked and in order.
 
-Everything that a call can be refused for, its backend apart, is found here, before anything is changed. It works on
+All that a call can be refused for, its backend apart, is found here, before anything is changed. It works on
 descriptions of q, k and v too, so that a layer can have its core attention's arguments checked ahead of its projections.
 """
 

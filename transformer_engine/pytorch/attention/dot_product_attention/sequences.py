@@ -90,7 +90,11 @@ def given_sequences(
 
 
 def demand_lengths(
-    qk: tuple[Any, Any], tensor_format: str, cu_seqlens: Pair, cu_seqlens_padded: Pair, max_seqlens: tuple[Any, Any]
+    qk: tuple[Any, Any],
+    tensor_format: str,
+    cu_seqlens: Pair,
+    cu_seqlens_padded: Pair,
+    max_seqlens: tuple[Any, Any],
 ) -> None:
     """The numbers in the lengths of a call whose shapes are known to be right; qk need shapes only."""
     (cu_q, cu_kv), (starts_q, starts_kv) = cu_seqlens, cu_seqlens_padded
@@ -146,8 +150,10 @@ def cached_sequences(
 
 
 def unknown_sequences(q: Any, q_format: str) -> Sequences:
-    """Those of a step that only a custom cache manager can describe: as long as the queries, as far as a check needs."""
-    batch, size = (1, q.shape[0]) if q_format == "thd" else (q.shape[q_format.index("b")], q.shape[q_format.index("s")])
+    """Those of a step that only a custom cache manager can describe: as long as the queries, for a check."""
+    batch, size = (
+        (1, q.shape[0]) if q_format == "thd" else (q.shape[q_format.index("b")], q.shape[q_format.index("s")])
+    )
     nothing = (None,) * 7
     return Sequences(batch, size, size, False, *nothing)
 
@@ -214,7 +220,9 @@ def _check_cumulative(name: str, bounds: Any, x: Tensor) -> None:
     if bounds.dtype != torch.int32:
         raise ValueError(f"cu_seqlens_{name} is {bounds.dtype}; it must be torch.int32, convert it")
     if bounds.ndim != 1 or bounds.shape[0] < 1:
-        raise ValueError(f"cu_seqlens_{name} is {list(bounds.shape)}; give [b + 1], 0 and where each sequence ends")
+        raise ValueError(
+            f"cu_seqlens_{name} is {list(bounds.shape)}; give [b + 1], 0 and where each sequence ends"
+        )
     if bounds.device != x.device:
         raise ValueError(f"cu_seqlens_{name} is on {bounds.device}, the tensor on {x.device}; move it there")
 
@@ -226,7 +234,9 @@ def _whole(name: str, size: Any) -> int | None:
     try:
         whole = operator.index(size)
     except TypeError:
-        raise ValueError(f"{name}={size!r} is no whole number; give the tokens of the longest sequence") from None
+        raise ValueError(
+            f"{name}={size!r} is no whole number; give the tokens of the longest sequence"
+        ) from None
     if whole < 0:
         raise ValueError(f"{name}={whole} is below 0; give the tokens of the longest sequence")
     return whole
@@ -261,7 +271,9 @@ def _check_masks(attention_mask: Any) -> None:
         return
     masks = attention_mask if isinstance(attention_mask, tuple) else (attention_mask,)
     if isinstance(attention_mask, tuple) and len(masks) != 2:
-        raise ValueError(f"attention_mask has {len(masks)} parts; give one tensor, or a pair for queries and keys")
+        raise ValueError(
+            f"attention_mask has {len(masks)} parts; give one tensor, or a pair for queries and keys"
+        )
     for masked in masks:
         if masked is not None and not (isinstance(masked, Tensor) and masked.dtype == torch.bool):
             kind = masked.dtype if isinstance(masked, Tensor) else type(masked).__name__

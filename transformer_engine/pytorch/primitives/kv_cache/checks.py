@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 from torch import Tensor
@@ -41,11 +42,15 @@ def check_append(
     batch = cu_new.shape[0] - 1
     for name, x in (("new", cu_new), ("cached", cu_cached)):
         if x.ndim != 1 or x.shape[0] != cu_new.shape[0] or x.shape[0] < 1:
-            raise ValueError(f"the {name} lengths are {list(x.shape)}; give cumulative ones, [b + 1] of b sequences")
+            raise ValueError(
+                f"the {name} lengths are {list(x.shape)}; give cumulative ones, [b + 1] of b sequences"
+            )
     if not packed:
         sequences = new_k.shape[0 if tensor_format == "bshd" else 1]
         if sequences != batch:
-            raise ValueError(f"new keys of {sequences} sequences, lengths of {batch}; give one length a sequence")
+            raise ValueError(
+                f"new keys of {sequences} sequences, lengths of {batch}; give one length a sequence"
+            )
     rows = k_cache.shape[0] if page_table is None else page_table.shape[0]
     if batch > rows:
         what = "the cache" if page_table is None else "page_table"
@@ -62,26 +67,36 @@ def check_append(
 def fits(cu_new: list[int], cu_cached: list[int], table: list[list[int]] | None, room: Room) -> None:
     """ValueError unless every new token has a place; see check_append."""
     for name, bounds in (("new", cu_new), ("cached", cu_cached)):
-        if bounds[0] != 0 or any(end < begin for begin, end in zip(bounds, bounds[1:], strict=False)):
+        if bounds[0] != 0 or any(end < begin for begin, end in pairwise(bounds)):
             raise ValueError(f"cumulative {name} lengths {bounds} do not begin at 0 and grow; add lengths up")
     if room.packed and cu_new[-1] > room.tokens:
-        raise ValueError(f"{cu_new[-1]} new tokens are announced, the tensor has {room.tokens}; give all of them")
+        raise ValueError(
+            f"{cu_new[-1]} new tokens are announced, the tensor has {room.tokens}; give all of them"
+        )
     most = room.longest if room.packed else min(room.longest, room.tokens)
     for row in range(len(cu_new) - 1):
         new, total = cu_new[row + 1] - cu_new[row], cu_cached[row + 1] - cu_cached[row]
         if new > most:
-            raise ValueError(f"sequence {row} brings {new} new tokens > {most}; split the step or raise the limit")
+            raise ValueError(
+                f"sequence {row} brings {new} new tokens > {most}; split the step or raise the limit"
+            )
         if total < new:
             raise ValueError(
                 f"sequence {row} has {total} cached tokens, fewer than its {new} new ones; cached lengths count the new"
             )
         if total > room.capacity:
-            raise ValueError(f"sequence {row} has {total} tokens > {room.capacity}, its place in the cache; make it larger")
+            raise ValueError(
+                f"sequence {row} has {total} tokens > {room.capacity}, its place in the cache; make it larger"
+            )
         if table is not None and new:
-            _check_pages(row, table[row][(total - new) // room.page_size : -(-total // room.page_size)], room.pages)
+            _check_pages(
+                row, table[row][(total - new) // room.page_size : -(-total // room.page_size)], room.pages
+            )
 
 
 def _check_pages(row: int, used: list[int], pages: int) -> None:
     for page in used:
         if not 0 <= page < pages:
-            raise ValueError(f"page_table sends sequence {row} to page {page}, outside of 0..{pages - 1}; correct it")
+            raise ValueError(
+                f"page_table sends sequence {row} to page {page}, outside of 0..{pages - 1}; correct it"
+            )

@@ -2,8 +2,8 @@
 
 Su et al., RoFormer (2021). `angles` is float32 [positions, rotated features]; features beyond the rotated
 ones pass through. `check_rotation` is for whoever calls from outside: what is called here is trusted, but a token
-whose position has no angle becomes NaN (RopeSpec.clamps). A backend's `run` takes the name of one of the two operations and returns the function that
-computes it.
+whose position has no angle becomes NaN (RopeSpec.clamps). A backend's `run` takes the name of one of the two
+operations and returns the function that computes it.
 """
 
 from __future__ import annotations

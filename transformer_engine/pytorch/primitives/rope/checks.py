@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from torch import Tensor
 
 from ...device_checks import demand
@@ -88,7 +90,7 @@ def reaches_packed(
         raise ValueError(f"cu_seqlens begins with {bounds[0]}; its first entry is 0")
     if starts is not None and starts and min(starts) < 0:
         raise ValueError(f"start_positions has {min(starts)}; positions count from 0")
-    for index, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for index, (begin, end) in enumerate(pairwise(bounds)):
         if end < begin:
             raise ValueError(f"cu_seqlens falls from {begin} to {end} at sequence {index}; it may only grow")
         if cp_size > 1 and (end - begin) % (2 * cp_size):
@@ -97,9 +99,7 @@ def reaches_packed(
             )
         needed = end - begin + (0 if starts is None else starts[index])
         if needed > table:
-            raise ValueError(
-                f"sequence {index} needs {needed} positions, freqs has {table}; make it longer"
-            )
+            raise ValueError(f"sequence {index} needs {needed} positions, freqs has {table}; make it longer")
     if bounds[-1] > tokens * cp_size:
         raise ValueError(
             f"cu_seqlens ends with {bounds[-1]}, the tensor has {tokens * cp_size} tokens; give its own bounds"
@@ -108,7 +108,9 @@ def reaches_packed(
 
 def reaches_lengths(bounds: list[int] | None, table: int) -> None:
     """ValueError unless a table has as many positions as the longest sequence between bounds has tokens."""
-    lengths = [] if bounds is None else [end - begin for begin, end in zip(bounds, bounds[1:], strict=False)]
+    lengths = [] if bounds is None else [end - begin for begin, end in pairwise(bounds)]
     longest = max(lengths, default=0)
     if longest > table:
-        raise ValueError(f"sequence {lengths.index(longest)} has {longest} tokens > {table} positions of freqs; make it longer")
+        raise ValueError(
+            f"sequence {lengths.index(longest)} has {longest} tokens > {table} positions of freqs; make it longer"
+        )

@@ -79,7 +79,8 @@ def get_batch_on_this_cp_rank(
     held = partitioned_indices(cu_seqlens_padded, tokens, size, rank)
     named = ("input_ids", input_ids_padded), ("labels", labels_padded), ("position_ids", position_ids_padded)
     ids, labels, positions = (
-        None if x is None else x.index_select(_token_axis(name, x, tokens), held.to(x.device)) for name, x in named
+        None if x is None else x.index_select(_token_axis(name, x, tokens), held.to(x.device))
+        for name, x in named
     )
     return ids, labels, positions
 
