@@ -42,8 +42,18 @@ def qkv(device, *shape):
 
 # cu_seqlens, padded offsets, max_seqlen -> what is said of 12 packed tokens.
 PACKED = {
-    "longest too short": ([0, 5, 12], None, 6, r"sequence 1 7 tokens, more than max_seqlen=6; give the length of"),
-    "falls": ([0, 8, 5], None, 8, r"cu_seqlens_q falls from 8 to 5 at sequence 1; cumulative lengths only grow"),
+    "longest too short": (
+        [0, 5, 12],
+        None,
+        6,
+        r"sequence 1 7 tokens, more than max_seqlen=6; give the length of",
+    ),
+    "falls": (
+        [0, 8, 5],
+        None,
+        8,
+        r"cu_seqlens_q falls from 8 to 5 at sequence 1; cumulative lengths only grow",
+    ),
     "not from 0": ([2, 8, 12], None, 8, r"cu_seqlens_q begins with 2; its first entry is 0"),
     "beyond the tensor": ([0, 8, 13], None, 8, r"cu_seqlens_q ends with 13, the packed tensor has 12 tokens"),
     "offsets overlap": (
@@ -122,7 +132,10 @@ def test_padded_sequences_longer_than_the_tensor_are_refused(tensor_format, devi
         ({"max_seqlen_q": 7.5}, "max_seqlen_q=7.5 is no whole number"),
         ({"max_seqlen_q": -1}, "max_seqlen_q=-1 is below 0"),
         ({"cu_seqlens_q": [0, 5, 12]}, "cu_seqlens_q is a list; give an int32 tensor"),
-        ({"cu_seqlens_q": torch.zeros(2, 2, dtype=torch.int32)}, r"cu_seqlens_q is \[2, 2\]; give \[b \+ 1\]"),
+        (
+            {"cu_seqlens_q": torch.zeros(2, 2, dtype=torch.int32)},
+            r"cu_seqlens_q is \[2, 2\]; give \[b \+ 1\]",
+        ),
         (
             {"cu_seqlens_q_padded": torch.zeros(4, dtype=torch.int32)},
             r"cu_seqlens_q_padded is \[4\], cu_seqlens_q \[3\]; give both, equally long",
@@ -196,7 +209,9 @@ def test_managers_refuse_layers_and_sequences_that_they_do_not_know(index, devic
     new = torch.ones(2, 3, HEADS, SIZE, device=device)
     manager.pre_step({"a": 3, "b": 2})
     lengths = cumulative([3, 2], device)
-    with pytest.raises(ValueError, match=r"layer_number=1 has no cache, there are \[\]; call allocate_memory"):
+    with pytest.raises(
+        ValueError, match=r"layer_number=1 has no cache, there are \[\]; call allocate_memory"
+    ):
         manager.step(1, new, new, lengths, lengths, "bshd")
     manager.allocate_memory(1)
     three = torch.ones(3, 3, HEADS, SIZE, device=device)
@@ -225,15 +240,30 @@ def test_what_a_manager_keeps_can_be_printed_and_asked_for(capsys, device):
     assert paged.get_page_table(["b", "a"]).tolist() == [[2, 0, 0, 0], [0, 1, 0, 0]]
     with pytest.raises(ValueError, match=r"sequence 'c' is not in the batch, which has \['a', 'b'\]"):
         paged.get_page_list("c")
-    assert paged.cache[2][0].shape == (16, 4, HEADS, SIZE) and contiguous.cache[2][1].shape == (4, 16, HEADS, SIZE)
+    assert paged.cache[2][0].shape == (16, 4, HEADS, SIZE) and contiguous.cache[2][1].shape == (
+        4,
+        16,
+        HEADS,
+        SIZE,
+    )
 
 
 # new lengths, cached lengths, page table of 2 sequences -> what is said.
 APPENDS = {
-    "page below zero": ([2, 1], [6, 1], [[0, -1], [2, 3]], r"page_table sends sequence 0 to page -1, outside of 0\.\.4"),
+    "page below zero": ([2, 1], [6, 1], [[0, -1], [2, 3]], r"sends sequence 0 to page -1, outside of 0\.\.4"),
     "page past the end": ([2, 1], [6, 1], [[0, 5], [2, 3]], r"sequence 0 to page 5, outside of 0\.\.4"),
-    "beyond the pages": ([2, 1], [9, 1], [[0, 1], [2, 3]], r"sequence 0 has 9 tokens > 8, its place in the cache"),
-    "fewer than new": ([3, 1], [2, 1], [[0, 1], [2, 3]], r"sequence 0 has 2 cached tokens, fewer than its 3 new"),
+    "beyond the pages": (
+        [2, 1],
+        [9, 1],
+        [[0, 1], [2, 3]],
+        r"sequence 0 has 9 tokens > 8, its place in the cache",
+    ),
+    "fewer than new": (
+        [3, 1],
+        [2, 1],
+        [[0, 1], [2, 3]],
+        r"sequence 0 has 2 cached tokens, fewer than its 3 new",
+    ),
     "longer than announced": ([4, 1], [4, 1], [[0, 1], [2, 3]], r"sequence 0 brings 4 new tokens > 3"),
 }
 

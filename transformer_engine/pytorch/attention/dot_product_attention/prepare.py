@@ -1,7 +1,7 @@
 """call = prepared(layer, q, k, v, arguments): what an attention is called with, checked and in order.
 
 All that a call can be refused for, its backend apart, is found here, before anything is changed. It works on
-descriptions of q, k and v too, so that a layer can have its core attention's arguments checked ahead of its projections.
+descriptions of q, k and v too, so that a layer has its core attention's arguments checked ahead of its projections.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def demand_lengths(
     if packed:
         sizes = [size if most is None else most for size, most in zip(sizes, max_seqlens, strict=True)]
     starts = starts_q, starts_kv
-    _demand_bounds(qk, (tensor_format,) * 2, (cu_q, cu_kv), starts, (sizes[0], sizes[1]))
+    _demand_bounds(qk, (tensor_format, tensor_format), (cu_q, cu_kv), starts, (sizes[0], sizes[1]))
 
 
 def _demand_bounds(
