@@ -246,7 +246,9 @@ class MultiheadAttention(nn.Module):
     ) -> Tensor | tuple[Tensor | None, ...]:
         """out [.., hidden], or `(out[, bias][, norm(hidden_states)])` as the constructor said.
 
-        rotary_pos_emb   angles [s, 1, 1, d] for queries and keys, or a pair of them
+        rotary_pos_emb   angles [s, 1, 1, d] for queries and keys, or a pair of them, of all positions that occur. On a
+                         GPU, unless TE_CHECK=1, packed sequences longer than that become NaN; with offsets
+                         (cu_seqlens_*_padded) they turn by the last angles
         encoder_output   what cross attention takes its keys and values from
         The other arguments are DotProductAttention.forward's.
         """

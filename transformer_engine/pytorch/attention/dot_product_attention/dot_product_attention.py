@@ -209,6 +209,9 @@ class DotProductAttention(TransformerEngineBaseModule):
         fp8_output        return the output as a Float8Tensor; bf16_backward   compute gradients in high precision;
                           both for attention in FP8, which autocast's recipe asks for (fp8_dpa or fp8_mha)
         fast_zero_fill is accepted and changes nothing.
+
+        Raises ValueError before anything is written or drawn. Lengths and offsets on a GPU are trusted; TE_CHECK=1 has
+        them checked too, see `device_checks`. What they point to outside of the tensors would be read.
         """
         score_mod = self.score_mod if score_mod is None else score_mod
         if score_mod_bprop is not None:
