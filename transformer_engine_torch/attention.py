@@ -23,6 +23,7 @@ from transformer_engine.pytorch.attention.dot_product_attention.request import (
     AttentionInputs,
     AttentionRequest,
 )
+from transformer_engine.pytorch.attention.dot_product_attention.sequence_rules import are_bounds, has_pages
 from transformer_engine.pytorch.attention.dot_product_attention.sequences import Sequences
 from transformer_engine.pytorch.attention.dot_product_attention.utils import (
     AttentionParams,
@@ -30,6 +31,7 @@ from transformer_engine.pytorch.attention.dot_product_attention.utils import (
     get_attention_backend,
 )
 from transformer_engine.pytorch.constants import DType, TE_DType_To_Torch
+from transformer_engine.pytorch.device_checks import demand
 
 from . import fp8_attention
 from .enums import NVTE_Bias_Type, NVTE_Mask_Type, NVTE_QKV_Layout, NVTE_Softmax_Type
@@ -94,7 +96,8 @@ def fused_attn_fwd(
     window_size (left, right), -1 = unlimited;  cu_seqlens_* int32 [b + 1]
     page_table_*  int32 [b, pages a sequence] with a paged layout; keys and values lie in the same pages
 
-    Dropout draws from torch's generator of the device. Tokens outside all sequences are zero with set_zero and
+    Raises ValueError for lengths and pages that do not fit the tensors; of those on a GPU this is known with TE_CHECK=1
+    alone. Dropout draws from torch's generator of the device. Tokens outside all sequences are zero with set_zero and
     without. s_quantizer learns the softmax's largest value in an FP8 attention. rng_gen, rng_elts_per_thread and
     cuda_graph are accepted and change nothing.
     """
@@ -376,6 +379,12 @@ def _sequences(
     extent_kv = max_seqlens[1] if packed_kv else k.shape[layout.kv_format.index("s")]
     if page_table is not None:
         extent_kv = page_table.shape[1] * k.shape[1]
+        demand(has_pages, (page_table, cu_seqlens[1]), *k.shape[:2])
+    if needed:
+        tokens_q, tokens_kv = (x.shape[0] if p else None for x, p in ((q, packed_q), (k, packed_kv)))
+        demand(are_bounds, (cu_seqlens[0], starts[0]), "cu_seqlens_q", tokens_q, extent_q)
+        if not (same and starts[1] is starts[0] and (tokens_kv, extent_kv) == (tokens_q, extent_q)):
+            demand(are_bounds, (cu_seqlens[1], starts[1]), "cu_seqlens_kv", tokens_kv, extent_kv)
     return Sequences(
         batch=cu_seqlens[0].shape[0] - 1,
         max_q=extent_q,

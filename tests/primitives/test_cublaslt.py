@@ -241,7 +241,7 @@ def test_a_problem_without_an_algorithm_is_refused(library):
 
 
 def test_a_missing_library_is_a_reason_with_a_remedy(monkeypatch):
-    monkeypatch.setattr(cublaslt_library.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(cublaslt_library.optional, "installed", lambda name: False)
     cublaslt_library._missing.cache_clear()
     try:
         assert "pip install 'transformer-engine[cuda]'" in (cublaslt_library.missing() or "")

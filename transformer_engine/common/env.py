@@ -263,6 +263,12 @@ _LAYERS = (
 
 _PLATFORM = (
     _flag(
+        "TE_CHECK",
+        False,
+        "1: sequence lengths, positions and pages that lie on a GPU are checked too, without waiting for it; a later "
+        "call raises, or te.check(). On a CPU they are always checked.",
+    ),
+    _flag(
         "TE_BACKWARD_THREADS",
         False,
         "1: leave backward passes to torch's threads; unset: a process that uses one GPU runs them on its own.",

@@ -10,6 +10,7 @@ from .attention import (
 from .autotune import autotune
 from .constants import DType
 from .device import get_cudnn_version, get_device_compute_capability
+from .device_checks import check
 from .distributed import CudaRNGStatesTracker, checkpoint
 from .explain import explain
 from .memory_plan import memory_plan

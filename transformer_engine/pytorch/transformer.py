@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .attention.dot_product_attention.prepare import CallArguments
 from .attention.inference import InferenceParams
 from .attention.multi_head_attention import MultiheadAttention
 from .constants import LayerTypes
@@ -300,6 +301,28 @@ class TransformerLayer(nn.Module):
         """
         if self.layer_type == "decoder" and encoder_output is None:
             raise ValueError("layer_type='decoder' needs encoder_output")
+        if self.inter_attention is not None:
+            # Ahead of the self attention, which records; that one's own arguments it checks itself.
+            self.inter_attention.check_call(
+                hidden_states,
+                encoder_output,
+                None,
+                CallArguments(
+                    enc_dec_attn_mask,
+                    None,
+                    (cu_seqlens_q, cu_seqlens_kv),
+                    (cu_seqlens_q_padded, cu_seqlens_kv_padded),
+                    (max_seqlen_q, max_seqlen_kv),
+                    enc_dec_attn_mask_type,
+                    enc_dec_window_size,
+                    enc_dec_bottom_right_diagonal,
+                    "no_bias",
+                    None,
+                    None,
+                    None,
+                    pad_between_seqs,
+                ),
+            )
         hidden_states = _in_autocast(hidden_states).contiguous()
         queries = {
             "is_first_microbatch": is_first_microbatch,

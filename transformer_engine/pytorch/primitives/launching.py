@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...common.kernels.launch import MISSING, Launch, Output, start
+from ...common.kernels.launch import Launch, Output, missing, start
 from ...common.kernels.program import Program
 from ..device import get_device_compute_capability, is_current_device
 from .zeros import zero
@@ -120,8 +120,8 @@ def refuses_elementwise(device: torch.device, *dtypes: torch.dtype) -> str | Non
     """Why a Triton kernel that reads and writes 16- and 32-bit floats cannot run here; None if it can."""
     if device.type != "cuda":
         return f"it needs a CUDA device, the tensors are on {device.type}"
-    if MISSING is not None:
-        return MISSING
+    if (reason := missing()) is not None:
+        return reason
     for dtype in dtypes:
         if dtype not in DTYPE_NAMES:
             return f"a tensor is {dtype}; it takes float32, float16 and bfloat16"
@@ -135,8 +135,8 @@ def refuses_casts(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why Triton cannot cast values of a dtype to narrow codes here, to the bit as the reference; None if it can."""
     if device.type != "cuda":
         return f"it needs a CUDA device, the values are on {device.type}"
-    if MISSING is not None:
-        return MISSING
+    if (reason := missing()) is not None:
+        return reason
     if torch.version.hip is not None:
         return "it relies on NVIDIA's FP8 conversion, this torch is built for ROCm"
     if dtype not in DTYPE_NAMES:

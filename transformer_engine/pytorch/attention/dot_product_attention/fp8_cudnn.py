@@ -60,7 +60,7 @@ def _plain(inputs: AttentionInputs) -> bool:
     for x in inputs[:3]:
         if isinstance(x, QuantizedTensorStorage) or not x.is_contiguous():
             return False
-    return launch.MISSING is None
+    return launch.missing() is None
 
 
 def _aligned(storage: Any) -> Any:

@@ -21,8 +21,8 @@ _LIMIT = 1 << 15  # delayed_scaling.LIMIT, whose module imports triton
 def refuses(request: ScaleUpdateRequest) -> str | None:
     if request.device != "cuda":
         return f"it needs a CUDA device, the states are on {request.device}"
-    if launch.MISSING is not None:
-        return launch.MISSING
+    if (reason := launch.missing()) is not None:
+        return reason
     if request.length is None:
         return "the histories differ in length"
     if request.length > _LIMIT:

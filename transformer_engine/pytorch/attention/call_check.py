@@ -1,0 +1,141 @@
+"""What an attention layer is called with is checked before its first projection: a refused call records nothing.
+
+Projections record amaxes, caches take keys, dropout draws from generators; the core attention, which knows most of what
+can be wrong, comes behind the first of them. So its checks run once more ahead, on the shapes that the projections will
+give. A call whose shapes and options were met before is not looked at again, except for numbers in tensors.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ...common import env
+from ...common.bounded import Bounded
+from ..quantization.autocast import AutocastState
+from .dot_product_attention import DotProductAttention
+from .dot_product_attention.call import CHOICE_VARIABLES, Described
+from .dot_product_attention.fp8 import attention_recipe, scaling_of
+from .dot_product_attention.prepare import CallArguments
+from .dot_product_attention.sequences import demand_lengths
+from .rotation import Rotation
+
+if TYPE_CHECKING:
+    from .multi_head_attention import MultiheadAttention
+
+REMEMBERED = 64
+
+
+Checked = Bounded[Any, bool]
+
+
+def check_layer_call(
+    layer: MultiheadAttention,
+    checked: Checked,
+    hidden_states: Any,
+    encoder_output: Any,
+    arguments: CallArguments,
+    rotation: Rotation | None,
+    state: AutocastState,
+) -> None:
+    """Raise what the call would be refused with, before anything is recorded; checked: calls that passed."""
+    if torch.compiler.is_compiling():
+        return
+    core = layer.core_attention
+    if state.enabled and (recipe := attention_recipe(state.recipe)) is not None:
+        scaling_of(recipe)
+    try:
+        key = _key(layer, hidden_states, encoder_output, arguments)
+        passed = key in checked
+    except TypeError:  # an argument that cannot be hashed, so of a wrong type
+        key, passed = None, False
+    if not passed:
+        _check_inputs(layer, hidden_states, encoder_output)
+    q, k, v = _projections(layer, hidden_states, encoder_output)
+    if not passed:
+        if isinstance(core, DotProductAttention):  # a caller may have put another in its place
+            core.check_call(q, k, v, arguments)
+        if key is not None:
+            checked.keep(key, True)
+    elif arguments.cu_seqlens[0] is not None and arguments.inference_params is None:
+        demand_lengths(
+            (q, k), layer.qkv_format, arguments.cu_seqlens, arguments.cu_seqlens_padded, arguments.max_seqlens
+        )
+    if rotation is not None:
+        rotation.check(q, k)
+
+
+def _key(layer: MultiheadAttention, x: Any, encoder_output: Any, a: CallArguments) -> tuple[Any, ...]:
+    """What the checks depend on, apart from numbers in tensors."""
+    masks = a.attention_mask if isinstance(a.attention_mask, tuple) else (a.attention_mask,)
+    cache = a.inference_params
+    device = x.device.type
+    return (
+        _facts(x),
+        _facts(encoder_output),
+        *map(_facts, masks),
+        *map(_facts, a.cu_seqlens),
+        *map(_facts, a.cu_seqlens_padded),
+        a.max_seqlens,
+        a.attn_mask_type,
+        a.window_size,
+        a.bottom_right_diagonal,
+        a.bias_type,
+        _facts(a.bias),
+        _facts(a.alibi_slopes),
+        None if cache is None else cache.step_facts(),
+        a.pad_between_seqs,
+        layer.qkv_format,
+        layer.training,
+        torch.is_grad_enabled(),
+        torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
+        torch.are_deterministic_algorithms_enabled(),
+        env.stored(CHOICE_VARIABLES),
+    )
+
+
+def _facts(x: Any) -> Any:
+    return (x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x
+
+
+def _check_inputs(layer: MultiheadAttention, hidden_states: Any, encoder_output: Any) -> None:
+    """ValueError unless both are tensors [.., hidden] as qkv_format says."""
+    given = {"hidden_states": hidden_states}
+    if layer.attention_type == "cross":
+        given["encoder_output"] = encoder_output
+    axes = len(layer.qkv_format) - 1
+    for name, x in given.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}; give a tensor [.., {layer.hidden_size}]")
+        if x.ndim != axes or x.shape[-1] != layer.hidden_size:
+            raise ValueError(
+                f"{name} is {list(x.shape)}, qkv_format={layer.qkv_format!r} needs {axes} axes that end in "
+                f"hidden_size={layer.hidden_size}"
+            )
+        mixed = x.dtype != hidden_states.dtype and not torch.is_autocast_enabled(x.device.type)
+        if mixed or x.device != hidden_states.device:
+            raise ValueError(
+                f"{name} is {x.dtype} on {x.device}, hidden_states {hidden_states.dtype} on {hidden_states.device}; "
+                "convert"
+            )
+
+
+def _projections(
+    layer: MultiheadAttention, hidden_states: Tensor, encoder_output: Tensor | None
+) -> tuple[Described, Described, Described]:
+    """q, k, v as the projections will give them; those of a sequence-parallel layer gather the ranks' tokens."""
+    keys_from = hidden_states if encoder_output is None else encoder_output
+    ranks = layer.tp_size if layer.sequence_parallel else 1
+    device = hidden_states.device
+    lowered = torch.is_autocast_enabled(device.type)
+    dtype = torch.get_autocast_dtype(device.type) if lowered else hidden_states.dtype
+    gradient = torch.is_grad_enabled()
+
+    def projected(x: Tensor, heads: int) -> Described:
+        leading = (x.shape[0] * ranks, *x.shape[1:-1])
+        return Described(torch.Size((*leading, heads, layer.heads.size)), dtype, device, gradient)
+
+    keys = projected(keys_from, layer.heads.groups)
+    return projected(hidden_states, layer.heads.queries), keys, keys
