@@ -228,11 +228,11 @@ class Float8CurrentScaling(Recipe):
 
     use_power_2_scales: bool = _POWER_2_SCALES
     fp8_format: Format = Format.HYBRID
-    fp8_dpa: bool = False
-    fp8_mha: bool = False
     fp8_gemm_fprop: MMParams = MMParams(use_split_accumulator=False)
     fp8_gemm_dgrad: MMParams = MMParams(use_split_accumulator=True)
     fp8_gemm_wgrad: MMParams = MMParams(use_split_accumulator=True)
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
     backward_override: str | None = _BACKWARD_OVERRIDE
     fp8_quant_fwd_inp: QParams = field(init=False)
     fp8_quant_fwd_weight: QParams = field(init=False)

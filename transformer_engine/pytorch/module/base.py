@@ -273,9 +273,11 @@ class TransformerEngineBaseModule(torch.nn.Module):
         }
         return len(slots)
 
-    def register_wgrad_accumulation_and_reduce_hooks(self, hook) -> None:
-        """Call hook() whenever `backward_dw` has finished a weight gradient."""
-        self._wgrad_hooks.append(hook)
+    def register_wgrad_accumulation_and_reduce_hooks(
+        self, wgrad_accumulation_and_reduce_hook: Callable[[], object]
+    ) -> None:
+        """Call the hook, without arguments, whenever `backward_dw` has finished a weight gradient."""
+        self._wgrad_hooks.append(wgrad_accumulation_and_reduce_hook)
 
     def _trigger_wgrad_accumulation_and_reduce_hooks(self) -> None:
         for hook in self._wgrad_hooks:

@@ -72,6 +72,7 @@ class LayerNormMLP(QuantizedProductsModule):
         set_parallel_mode: bool = False,
         zero_centered_gamma: bool = False,
         device: torch.device | str | int = "cuda",
+        name: str | None = None,
         ub_overlap_ag: bool = False,
         ub_overlap_rs: bool = False,
         ub_overlap_rs_dgrad: bool = False,
@@ -80,7 +81,6 @@ class LayerNormMLP(QuantizedProductsModule):
         delay_wgrad_compute: bool = False,
         symmetric_ar_type: str | None = None,
         checkpoint: bool = False,
-        name: str | None = None,
     ) -> None:
         super().__init__(name)
         check_normalization(normalization)

@@ -81,23 +81,23 @@ class Normalization(torch.nn.Module):
             if self.has_bias:
                 self.bias.zero_()
 
-    def forward(self, inp: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """The normalized input, in torch.autocast's dtype when that is active, else in the input's."""
-        self._check(inp)
-        device = inp.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else inp.dtype
-        return normalize(inp.to(dtype), self.weight, self.bias, self._norm)
+        self._check(input)
+        device = input.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
+        return normalize(input.to(dtype), self.weight, self.bias, self._norm)
 
-    def _check(self, inp: Tensor) -> None:
+    def _check(self, input: Tensor) -> None:
         name, shape = type(self).__name__, self.normalized_shape
-        if tuple(inp.shape[-len(shape) :]) != shape:
+        if tuple(input.shape[-len(shape) :]) != shape:
             raise ValueError(
-                f"{name} normalizes the last dimensions {shape}, and the input is {tuple(inp.shape)}; "
+                f"{name} normalizes the last dimensions {shape}, and the input is {tuple(input.shape)}; "
                 "reshape the input or set normalized_shape"
             )
-        if not inp.dtype.is_floating_point:
-            raise TypeError(f"{name} takes floating-point inputs, not {inp.dtype}; convert the input")
-        if self.weight.is_meta and not inp.is_meta:
+        if not input.dtype.is_floating_point:
+            raise TypeError(f"{name} takes floating-point inputs, not {input.dtype}; convert the input")
+        if self.weight.is_meta and not input.is_meta:
             raise RuntimeError(
                 f"the parameters of {name} are on the meta device; call reset_parameters() first"
             )
