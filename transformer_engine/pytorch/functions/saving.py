@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ..primitives.operand import Operand
+from ..tensor.custom_operand import CustomOperand
 from ..tensor.quantizer import Matrix
 
 Saved = Operand | Matrix | None
@@ -23,6 +24,10 @@ def pack(*operands: Saved) -> tuple[list[Tensor | None], list[Any]]:
         elif isinstance(operand, Matrix):
             tensors.append(operand.values)
             forms.append(())
+        elif isinstance(operand, CustomOperand):
+            parts, together = operand.take_apart()
+            tensors += parts
+            forms.append(together)
         else:
             codes, scale, tensor_format, amax, dtype = operand
             tensors += (codes, scale, amax)
@@ -40,6 +45,10 @@ def unpack(tensors: Sequence[Tensor | None], forms: list[Any]) -> list[Any]:
         elif not form:
             operands.append(Matrix(tensors[start]))  # pyright: ignore[reportArgumentType]
             start += 1
+        elif callable(form):
+            operand, taken = form(list(tensors[start:]))
+            operands.append(operand)
+            start += taken
         else:
             codes, scale, amax = tensors[start : start + 3]
             operands.append(Operand(codes, scale, form[0], amax, form[1]))  # pyright: ignore[reportArgumentType]

@@ -34,6 +34,8 @@ class GroupedLinear(QuantizedProductsModule):
     group by group, which gives the bits of a loop of Linear layers.
     """
 
+    quantized_as = "grouped_linear"
+
     def __init__(
         self,
         num_gemms: int,
@@ -169,7 +171,7 @@ class GroupedLinear(QuantizedProductsModule):
         self._together.forget_weights(is_first_microbatch)
         products = self._quantizable_groups(state, rows)
         scale_update = self._scale_update(state)
-        dtype = self.activation_dtype(inp)
+        dtype = self.computing_dtype(inp)
         groups = tuple(
             self._group_spec(i, product, state, dtype, inp.requires_grad, is_first_microbatch, scale_update)
             for i, product in enumerate(products)

@@ -161,7 +161,7 @@ class LayerNormLinear(LinearParameters):
         needs_grad_weight = grad and weight.requires_grad
         needs_grad_bias = grad and bias is not None and bias.requires_grad and not self.return_bias
         linear = LinearSpec(
-            dtype=self.activation_dtype(inp),
+            dtype=self.computing_dtype(inp),
             input=quantizers.input,
             weight=quantizers.weight,
             grad_output=quantizers.grad_output,

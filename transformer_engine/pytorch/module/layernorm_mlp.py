@@ -132,6 +132,12 @@ class LayerNormMLP(QuantizedProductsModule):
             else:
                 setattr(self, f"{layer}_bias", torch.empty(0, dtype=dtype, device=device))
 
+    def _product_name(self, product: int) -> str:
+        return ".".join(part for part in (self.name, ("fc1", "fc2")[product]) if part)
+
+    def _is_at_border(self, product: int, fwd: bool) -> bool:
+        return product == (1 if fwd else 0)
+
     def reset_parameters(self, defer_init: bool = False) -> None:
         super().reset_parameters(defer_init=defer_init)
         if defer_init:
@@ -187,7 +193,7 @@ class LayerNormMLP(QuantizedProductsModule):
 
     def _spec(self, inp: Tensor, is_first_microbatch: bool | None) -> NormMLPSpec:
         self.check_input(inp, self.hidden_size)
-        dtype = self.activation_dtype(inp)
+        dtype = self.computing_dtype(inp)
         state = current()
         fc1_rows = self.fc1_weight.shape[0]
         shapes = ((self.hidden_size, fc1_rows), (self.ffn_shard, self.hidden_size))

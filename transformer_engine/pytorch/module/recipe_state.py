@@ -123,20 +123,8 @@ def materialize(module: TransformerEngineBaseModule, recipe: Recipe, group: Any)
     """Create or adapt the recipe states and quantizers of a module; delayed scaling keeps its histories."""
     meta = module.fp8_meta
     products = module.num_products
-    for key, mode, slots in (
-        ("scaling_fwd", "forward", FORWARD_SLOTS),
-        ("scaling_bwd", "backward", BACKWARD_SLOTS),
-    ):
-        with torch.inference_mode(False):  # later steps write to it, which a tensor of inference mode forbids
-            state = RecipeState.renew(
-                meta.get(key),
-                recipe,
-                mode=mode,
-                num_quantizers=slots * products,
-                device=module._state_device(),
-            )
-        meta[key] = state
-        module.quantizers[key] = state.make_quantizers()
+    for forward in (True, False):
+        renew_direction(module, forward, recipe)
     meta.update(recipe=recipe, num_gemms=products, fp8_group=group, fp8_checkpoint=True)
     fp8_format = getattr(recipe, "fp8_format", None)
     if fp8_format is not None:
@@ -146,3 +134,22 @@ def materialize(module: TransformerEngineBaseModule, recipe: Recipe, group: Any)
     made = ModuleRecipe(recipe, group, module.quantizers["scaling_fwd"], module.quantizers["scaling_bwd"])
     module._module_recipe = made
     return made
+
+
+def renew_direction(module: TransformerEngineBaseModule, forward: bool, recipe: Recipe) -> None:
+    """State and quantizers of one direction, for the products that the module has now."""
+    key, mode, slots = (
+        ("scaling_fwd", "forward", FORWARD_SLOTS) if forward else ("scaling_bwd", "backward", BACKWARD_SLOTS)
+    )
+    count = slots * module.num_products
+    with torch.inference_mode(False):  # later steps write to it, which a tensor of inference mode forbids
+        state = RecipeState.renew(
+            module.fp8_meta.get(key),
+            recipe,
+            mode=mode,
+            num_quantizers=count,
+            device=module._state_device(),
+            roles=module.get_quantizer_roles(fwd=forward, num_quantizers=count),
+        )
+    module.fp8_meta[key] = state
+    module.quantizers[key] = state.make_quantizers()

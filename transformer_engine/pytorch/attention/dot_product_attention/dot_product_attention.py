@@ -19,6 +19,7 @@ from ...distributed.recompute import checkpoint as recompute_checkpoint
 from ...distributed.tensor_parallel import set_tensor_model_parallel_attributes
 from ...module.base import TransformerEngineBaseModule
 from ...module.parameters import ParameterInit
+from ...quantization import QuantizerRole
 from ...quantization.autocast import current
 from . import fp8
 from . import mask as masks
@@ -29,6 +30,7 @@ from .choose import choose, choose_when_traced
 from .context_parallel_group import check_context_parallel_group
 from .last_choice import last_choice as _attention_backends
 from .request import QKV_FORMATS, SOFTMAX_TYPES, AttentionInputs, AttentionRequest, AttentionResult
+from .roles import attention_roles
 from .sequences import Sequences, cached_sequences, given_sequences
 from .utils import AttentionLogging
 
@@ -141,6 +143,9 @@ class DotProductAttention(TransformerEngineBaseModule):
     def heads(self) -> int:
         """Query heads of this tensor-parallel rank."""
         return self.num_attention_heads // self.tp_size
+
+    def get_quantizer_roles(self, *, fwd: bool, num_quantizers: int) -> list[QuantizerRole | None]:
+        return attention_roles(self.name or "", fwd, num_quantizers)
 
     def set_context_parallel_group(
         self,

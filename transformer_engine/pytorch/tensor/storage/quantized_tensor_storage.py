@@ -17,6 +17,7 @@ from ....common.formats import TensorFormat
 from ...primitives.operand import Operand
 from ...primitives.quantize import Quantized
 from ..axis import COLS, ROWS
+from ..custom_operand import contracted
 from .transpose import transposed
 
 if TYPE_CHECKING:
@@ -78,8 +79,11 @@ class QuantizedTensorStorage:
         return None
 
     def contract(self, axis: str) -> Operand:
-        """COLS: row-wise data as an operand [rows, K]; ROWS: column-wise data as [K, rows]."""
-        raise NotImplementedError
+        """COLS: row-wise data as an operand [rows, K]; ROWS: column-wise data as [K, rows].
+
+        Of a class that does not say: by its quantizer's `qgemm`, or by its values.
+        """
+        return contracted(self, axis, getattr(self, "_quantizer", None))
 
     @classmethod
     def pack(cls, quantized: Quantized, shape: Sequence[int], **constants: Any) -> QuantizedTensorStorage:
