@@ -102,6 +102,21 @@ class QuantizedTensorStorage:
         """The same codes under another shape; None where scales or directions would not survive it."""
         raise NotImplementedError
 
+    def view(self, *shape: int | Sequence[int]) -> QuantizedTensorStorage:
+        """The same codes under another shape, one extent of which may be -1.
+
+        RuntimeError where scales or directions would not survive it.
+        """
+        extents = tuple(shape[0]) if isinstance(shape[0], Sequence) else shape
+        whole = torch.empty(self.shape, device="meta").view(extents).shape  # pyright: ignore
+        seen = self.viewed(whole)
+        if seen is None:
+            raise RuntimeError(
+                f"{type(self).__name__} of shape {tuple(self.shape)} has no view of shape {tuple(whole)}, whose blocks "
+                "would be others; dequantize() it first"
+            )
+        return seen
+
     def unpack(self) -> Quantized:
         """The inverse of `pack`, as views."""
         usages = self.get_usages()
