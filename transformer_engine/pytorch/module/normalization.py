@@ -8,11 +8,18 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from ...common import env
 from ..device import canonical_device
 from ..functions.norm import normalize
 from ..functions.normalization import Norm
 
 _STAGES = ("forward", "backward", "inference")
+_VARIABLES = ("NVTE_FWD_LAYERNORM_SM_MARGIN", "NVTE_BWD_LAYERNORM_SM_MARGIN", "NVTE_INF_LAYERNORM_SM_MARGIN")
+
+
+def environment_margins() -> dict[str, int]:
+    """The margin that the environment names for each stage, 0 where it names none."""
+    return {stage: int(env.get(name) or 0) for stage, name in zip(_STAGES, _VARIABLES, strict=True)}
 
 
 class Normalization(torch.nn.Module):
@@ -144,11 +151,13 @@ def _renamed(old_name: str, old, new_name: str, new):
 
 
 def _margins(sm_margin: int | Mapping[str, int]) -> dict[str, int]:
-    """One margin a stage; ValueError for stages that do not exist or are missing."""
+    """One margin a stage; the environment's where it names one. ValueError for stages that do not exist or are missing."""
     if isinstance(sm_margin, int):
-        return dict.fromkeys(_STAGES, sm_margin)
-    if set(sm_margin) != set(_STAGES):
+        margins = dict.fromkeys(_STAGES, sm_margin)
+    elif set(sm_margin) != set(_STAGES):
         raise ValueError(
             f"sm_margin has keys {sorted(sm_margin)}; give an int or all of {', '.join(_STAGES)}"
         )
-    return dict(sm_margin)
+    else:
+        margins = dict(sm_margin)
+    return margins | {stage: margin for stage, margin in environment_margins().items() if margin}

@@ -75,6 +75,11 @@ def current() -> AutocastState:
     return _holder.state
 
 
+def enabled_blocks() -> int:
+    """How many enabled blocks are open round the caller."""
+    return _holder.enabled_blocks
+
+
 def is_first_module() -> bool:
     """True once in an outermost enabled block: its backward comes last and updates the backward scales."""
     return _holder.take_first()
