@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ from .context_parallel_group import check_context_parallel_group
 from .last_choice import last_choice as _attention_backends
 from .request import QKV_FORMATS, SOFTMAX_TYPES, AttentionInputs, AttentionRequest, AttentionResult
 from .roles import attention_roles
+from .score_mod import resolved
 from .sequences import Sequences, cached_sequences, given_sequences
 from .utils import AttentionLogging
 
@@ -189,6 +190,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         bf16_backward: bool | None = None,
         score_mod: Callable | None = None,
         score_mod_bprop: Callable | None = None,
+        score_mod_tensors: Mapping[str, Tensor] | None = None,
+        score_mod_bprop_tensors: Mapping[str, Tensor] | None = None,
         qkv_layer: Tensor | None = None,
         kv_layer: Tensor | None = None,
         qkv_interleave_dim: int = -3,
@@ -211,14 +214,12 @@ class DotProductAttention(TransformerEngineBaseModule):
         num_splits        parts in which a long row of keys is computed, None: as many as the backend likes
         fp8_output        return the output as a Float8Tensor; bf16_backward   compute gradients in high precision;
                           both for attention in FP8, which autocast's recipe asks for (fp8_dpa or fp8_mha)
+        score_mod_tensors   tensors by name, which score_mod gets as keywords behind its indices
         fast_zero_fill is accepted and changes nothing.
         """
         score_mod = self.score_mod if score_mod is None else score_mod
-        if score_mod_bprop is not None:
-            raise NotImplementedError(
-                "score_mod_bprop is not available: autograd differentiates score_mod, and a gradient given beside it "
-                "could differ from that; leave it None"
-            )
+        if not (score_mod_tensors is score_mod_bprop is score_mod_bprop_tensors is None):
+            score_mod = resolved(score_mod, score_mod_tensors, score_mod_bprop, score_mod_bprop_tensors)
         q, k, v = unpacked(query_layer, key_layer, value_layer, qkv_layer, kv_layer, qkv_interleave_dim)
         q_format = kv_format = self.qkv_format if qkv_format is None else qkv_format
         one_of("qkv_format", q_format, QKV_FORMATS)
