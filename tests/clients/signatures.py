@@ -8,8 +8,8 @@ from __future__ import annotations
 
 UNKNOWN = object()
 
-_LINEAR = """in_features, out_features, sequence_parallel=False, fuse_wgrad_accumulation=False, tp_group=None, tp_size=1,
-    get_rng_state_tracker=None, rng_tracker_name=None, init_method=None, bias=True, return_bias=False,
+_LINEAR = """in_features, out_features, sequence_parallel=False, fuse_wgrad_accumulation=False, tp_group=None,
+    tp_size=1, get_rng_state_tracker=None, rng_tracker_name=None, init_method=None, bias=True, return_bias=False,
     params_dtype=None, parallel_mode=None, """
 _NORM = """normalized_shape=UNKNOWN, eps=1e-5, sequence_parallel=None, params_dtype=None, zero_centered_gamma=False,
     hidden_size=None, *, device=UNKNOWN, dtype=None, sm_margin=UNKNOWN"""

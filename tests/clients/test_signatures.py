@@ -15,7 +15,10 @@ import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
 from transformer_engine.common import recipe
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
-from transformer_engine.pytorch.attention.dot_product_attention.utils import AttentionParams, FlashAttentionUtils
+from transformer_engine.pytorch.attention.dot_product_attention.utils import (
+    AttentionParams,
+    FlashAttentionUtils,
+)
 from transformer_engine.pytorch.constants import FP8BwdTensorIdx, FP8FwdTensorIdx
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
@@ -47,7 +50,11 @@ def differences(callable_, text: str, bound: bool = False) -> list[str]:
             found.append(f"{want.name} is missing")
         elif (mine.default is WITHOUT_DEFAULT) != (want.default is WITHOUT_DEFAULT):
             found.append(f"{want.name} differs in having a default")
-        elif want.default is not UNKNOWN and want.default is not WITHOUT_DEFAULT and mine.default != want.default:
+        elif (
+            want.default is not UNKNOWN
+            and want.default is not WITHOUT_DEFAULT
+            and mine.default != want.default
+        ):
             found.append(f"{want.name}={mine.default!r}, not {want.default!r}")
     listed = {p.name for p in wanted}
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -125,7 +132,9 @@ def test_state_is_readable_as_class_attributes(device):
         assert FP8GlobalStateManager.AUTOCAST_DEPTH == 1
         layer(torch.ones(16, 16, device=device))
         (amaxes,) = [
-            found for key, found in FP8GlobalStateManager.global_amax_buffer.items() if key.startswith("forward")
+            found
+            for key, found in FP8GlobalStateManager.global_amax_buffer.items()
+            if key.startswith("forward")
         ]
         assert amaxes[0][0].item() == 1.0
     assert not FP8GlobalStateManager.FP8_ENABLED and FP8GlobalStateManager.AUTOCAST_DEPTH == 0
@@ -172,7 +181,9 @@ def test_overlap_of_the_reduce_scatter_is_kept_for_inspection(device):
 def test_hooks_are_called_by_keyword(device):
     layer = te.Linear(16, 16, delay_wgrad_compute=True, device=device)
     called = []
-    layer.register_wgrad_accumulation_and_reduce_hooks(wgrad_accumulation_and_reduce_hook=lambda: called.append(1))
+    layer.register_wgrad_accumulation_and_reduce_hooks(
+        wgrad_accumulation_and_reduce_hook=lambda: called.append(1)
+    )
     layer(torch.ones(16, 16, device=device)).sum().backward()
     layer.backward_dw()
     assert called == [1]
@@ -184,7 +195,9 @@ def test_packed_sequences_go_to_the_order_of_ranks_and_back(module, device):
 
     x = torch.arange(12.0, device=device)[:, None]
     cu_seqlens = torch.tensor([0, 4, 12], dtype=torch.int32, device=device)
-    last = 12 if module is tex else 0  # the extension is told how many tokens there are, the package which axis
+    last = (
+        12 if module is tex else 0
+    )  # the extension is told how many tokens there are, the package which axis
     to, back = (
         getattr(module or context_parallel, name)
         for name in ("thd_sequence_order_to_cp_rank_order", "thd_cp_rank_order_to_sequence_order")

@@ -18,7 +18,11 @@ from transformer_engine.common.recipe import (
 )
 from transformer_engine.pytorch.constants import FP8BwdTensorIdx, FP8FwdTensorIdx
 from transformer_engine.pytorch.cpp_extensions import general_gemm
-from transformer_engine.pytorch.cpp_extensions.fused_attn import FusedAttnBackend, fused_attn_bwd, fused_attn_fwd
+from transformer_engine.pytorch.cpp_extensions.fused_attn import (
+    FusedAttnBackend,
+    fused_attn_bwd,
+    fused_attn_fwd,
+)
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
@@ -73,7 +77,9 @@ class _Attend(torch.autograd.Function):
             LENGTH, LENGTH, bounds, bounds, q8, k8, v8, out8.view(BATCH, LENGTH, HEADS, SIZE), d_out, DTYPE, DTYPE,
             aux, **ctx.options,
         )[:3]  # fmt: skip
-        d_qkv8 = ctx.quantizers[FP8BwdTensorIdx.GRAD_OUTPUT1](torch.cat([g.flatten(2) for g in d_qkv], -1).flatten(0, 1))
+        d_qkv8 = ctx.quantizers[FP8BwdTensorIdx.GRAD_OUTPUT1](
+            torch.cat([g.flatten(2) for g in d_qkv], -1).flatten(0, 1)
+        )
         d_x, *_ = general_gemm(codes[0], d_qkv8, layout="NN", **exact)
         d_weight, *_ = general_gemm(x8, d_qkv8, layout="NT", **exact)
         if ctx.first:
@@ -137,7 +143,9 @@ def trained(module, recipe, device, steps=4):
     return torch.tensor(losses), [p.detach() for p in module.parameters()]
 
 
-@pytest.mark.parametrize("recipe", [DelayedScaling(amax_history_len=4), Float8CurrentScaling()], ids=lambda r: type(r).__name__)
+@pytest.mark.parametrize(
+    "recipe", [DelayedScaling(amax_history_len=4), Float8CurrentScaling()], ids=lambda r: type(r).__name__
+)
 def test_an_attention_written_on_the_base_class_trains_in_fp8_as_in_float32(recipe, device):
     module = OwnAttention(device)
     twin = copy.deepcopy(module)
@@ -161,7 +169,9 @@ def test_state_of_a_hand_written_module_survives_a_checkpoint(device):
     fresh = OwnAttention(device)
     fresh.load_state_dict(module.state_dict())
     assert torch.equal(fresh.fp8_meta["scaling_fwd"].scale, module.fp8_meta["scaling_fwd"].scale)
-    assert torch.equal(fresh.fp8_meta["scaling_bwd"].amax_history, module.fp8_meta["scaling_bwd"].amax_history)
+    assert torch.equal(
+        fresh.fp8_meta["scaling_bwd"].amax_history, module.fp8_meta["scaling_bwd"].amax_history
+    )
 
 
 def test_prepare_forward_says_what_the_module_computes_in(device):
@@ -179,14 +189,16 @@ def test_prepare_forward_says_what_the_module_computes_in(device):
     with te.autocast(enabled=False, calibrating=True, recipe=DelayedScaling()):
         module.prepare_forward(x)
     assert (module.fp8, module.fp8_calibration) == (False, True)
-    with pytest.raises(TypeError, match=r"the input is torch.bfloat16, parameter qkv_weight is torch.float32"):
+    with pytest.raises(
+        TypeError, match=r"the input is torch.bfloat16, parameter qkv_weight is torch.float32"
+    ):
         module.prepare_forward(x.bfloat16())
     module.prepare_forward(x.bfloat16(), allow_different_data_and_param_types=True)
     assert module.activation_dtype is torch.bfloat16
     with pytest.raises(TypeError, match="inp is a list"):
         module.prepare_forward([x])
     module.tp_size = 2
-    with pytest.raises(RuntimeError, match="tp_size=2.*set_tensor_parallel_group"):
+    with pytest.raises(RuntimeError, match=r"tp_size=2.*set_tensor_parallel_group"):
         module.prepare_forward(x)
 
 
@@ -224,7 +236,10 @@ def test_states_of_one_direction_are_made_kept_and_reset(device):
     module.reset_fp8_meta_tensors(kept)
     assert forward.scale.tolist() == [4.0] * 3
     module.adjust_amax_history_length(5, fwd=True)
-    assert forward.amax_history.shape == (5, 3) and module.fp8_meta["scaling_bwd"].amax_history.shape == (3, 2)
+    assert forward.amax_history.shape == (5, 3) and module.fp8_meta["scaling_bwd"].amax_history.shape == (
+        3,
+        2,
+    )
     with pytest.raises(ValueError, match="length=0 < 1"):
         module.adjust_amax_history_length(0)
     module.fp8_meta_tensors_initialized = False
@@ -259,7 +274,9 @@ def test_a_workspace_is_kept_until_it_is_updated_or_lacks_a_direction(device):
 def test_parameters_without_an_init_function_get_the_default(device):
     module = TransformerEngineBaseModule()
     module.weight = torch.nn.Parameter(torch.full((64, 64), 7.0, device=device))
-    module.register_parameter("scale", torch.nn.Parameter(torch.empty(8, device=device)), init_fn=torch.nn.init.ones_)
+    module.register_parameter(
+        "scale", torch.nn.Parameter(torch.empty(8, device=device)), init_fn=torch.nn.init.ones_
+    )
     module.reset_parameters()
     assert 0.02 < module.weight.std().item() < 0.026
     assert module.scale.tolist() == [1.0] * 8
@@ -289,7 +306,9 @@ class Adapted(te.Linear):
         self.loaded = state
 
 
-@pytest.mark.parametrize("recipe", [None, DelayedScaling(), MXFP8BlockScaling()], ids=lambda r: type(r).__name__)
+@pytest.mark.parametrize(
+    "recipe", [None, DelayedScaling(), MXFP8BlockScaling()], ids=lambda r: type(r).__name__
+)
 def test_a_subclass_of_linear_adds_parameters_and_overrides_methods(recipe, device):
     layer = Adapted(64, 32, rank=4, return_bias=True, device=device, name="adapted")
     x = torch.randn(32, 64, device=device, requires_grad=True)
@@ -333,7 +352,9 @@ def test_a_factory_is_asked_once_a_slot_in_the_order_of_roles(device):
     asked = roles_of(te.GroupedLinear(2, 64, 32, device=device), x, m_splits=[16, 16])
     assert len(asked) == 10 and {role.module_type for role in asked} == {"grouped_linear"}
     asked = roles_of(te.LayerNormMLP(64, 64, device=device, name="mlp"), x)
-    assert [role.name for role in asked] == ["mlp.fc1"] * 3 + ["mlp.fc2"] * 3 + ["mlp.fc1"] * 2 + ["mlp.fc2"] * 2
+    assert [role.name for role in asked] == ["mlp.fc1"] * 3 + ["mlp.fc2"] * 3 + ["mlp.fc1"] * 2 + [
+        "mlp.fc2"
+    ] * 2
 
 
 def test_roles_at_the_border_of_a_layer_can_be_set(device):
@@ -352,7 +373,13 @@ def test_a_module_that_gives_no_roles_has_a_warning_and_empty_roles(device):
     with te.autocast(recipe=recipe), pytest.warns(UserWarning, match="override get_quantizer_roles"):
         module.prepare_forward(torch.randn(4, HIDDEN, device=device))
     assert [str(role) for role in asked] == ["QuantizerRole()"] * 5
-    assert asked == ["linear_input", "linear_weight", "linear_output", "linear_grad_output", "linear_grad_input"]
+    assert asked == [
+        "linear_input",
+        "linear_weight",
+        "linear_output",
+        "linear_grad_output",
+        "linear_grad_input",
+    ]
 
 
 def test_one_factory_mixes_delayed_and_stateless_quantizers(device):

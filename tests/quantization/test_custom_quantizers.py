@@ -105,7 +105,9 @@ class ByProduct(ByValues):
 
 
 def recipe_of(kind, device):
-    return CustomRecipe(qfactory=lambda role: kind(device) if kind in (ByImplementation, ByUpdate) else kind())
+    return CustomRecipe(
+        qfactory=lambda role: kind(device) if kind in (ByImplementation, ByUpdate) else kind()
+    )
 
 
 def step(module, x, recipe, **call):

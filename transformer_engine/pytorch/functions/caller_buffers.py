@@ -29,7 +29,9 @@ def checked(name: str, buffer: Tensor | None, shape: torch.Size, like: Tensor) -
         raise TypeError(f"{name} is a {type(buffer).__name__}; give a plain tensor")
     matrix = (shape[:-1].numel(), shape[-1])
     if tuple(buffer.shape) not in (tuple(shape), matrix):
-        raise ValueError(f"{name} is {list(buffer.shape)}, the result {list(shape)}; give a buffer of its shape")
+        raise ValueError(
+            f"{name} is {list(buffer.shape)}, the result {list(shape)}; give a buffer of its shape"
+        )
     if buffer.dtype != like.dtype or buffer.device != like.device:
         raise ValueError(
             f"{name} is {buffer.dtype} on {buffer.device}, the result {like.dtype} on {like.device}; convert the buffer"

@@ -45,12 +45,12 @@ def unpack(tensors: Sequence[Tensor | None], forms: list[Any]) -> list[Any]:
         elif not form:
             operands.append(Matrix(tensors[start]))  # pyright: ignore[reportArgumentType]
             start += 1
-        elif callable(form):
-            operand, taken = form(list(tensors[start:]))
-            operands.append(operand)
-            start += taken
-        else:
+        elif isinstance(form, tuple):
             codes, scale, amax = tensors[start : start + 3]
             operands.append(Operand(codes, scale, form[0], amax, form[1]))  # pyright: ignore[reportArgumentType]
             start += 3
+        else:
+            operand, taken = form(list(tensors[start:]))
+            operands.append(operand)
+            start += taken
     return operands

@@ -49,7 +49,7 @@ def made_to_keep(make: Callable[[], T]) -> T:
         return make()
 
 
-class TransformerEngineBaseModule(ForwardProtocol, torch.nn.Module):
+class TransformerEngineBaseModule(ForwardProtocol):
     """A layer with quantizers.
 
     num_products   how many linear products it has, hence how many quantizer slots
@@ -116,10 +116,11 @@ class TransformerEngineBaseModule(ForwardProtocol, torch.nn.Module):
         super().register_parameter(name, param)
         if isinstance(init_fn, ParameterInit):  # how the layers of this package say it
             self.param_init_meta[name] = init_fn
-        elif init_fn is not None or fp8_meta_index is not None or name not in self.param_init_meta:
-            if param is not None:
-                fill = default_init_method if init_fn is None else init_fn
-                self.param_init_meta[name] = ParameterInit(fill, get_rng_state_tracker, None, fp8_meta_index)
+            return
+        given = init_fn is not None or fp8_meta_index is not None
+        if param is not None and (given or name not in self.param_init_meta):
+            fill = default_init_method if init_fn is None else init_fn
+            self.param_init_meta[name] = ParameterInit(fill, get_rng_state_tracker, None, fp8_meta_index)
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Fill every parameter by its init method, allocate those on the meta device, quantize those to be quantized.

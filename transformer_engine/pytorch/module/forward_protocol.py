@@ -12,9 +12,9 @@ The layers of this package do not go this way: they resolve a spec once and reme
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -24,28 +24,39 @@ from ..distributed.collectives import gather_along_first_dim
 from ..distributed.recompute import in_fp8_activation_recompute_phase, is_fp8_activation_recompute_enabled
 from ..primitives.column_sums import column_sums
 from ..quantization import FP8GlobalStateManager, QuantizerRole
-from ..quantization.autocast import current
+from ..quantization.autocast import AutocastState, current
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from ..tensor.quantizer import Quantizer
-from .recipe_state import ensure, renew, renew_direction
+from .recipe_state import ModuleRecipe, ensure, renew, renew_direction
 
 if TYPE_CHECKING:
     from .base import TransformerEngineBaseModule
 
 
-class ForwardProtocol:
+class ForwardProtocol(torch.nn.Module):
     """The part of TransformerEngineBaseModule that its own layers do not need."""
 
     activation_dtype: torch.dtype | None = None  # what `set_activation_dtype` found
 
-    def get_quantizer_roles(
-        self, *, fwd: bool, num_quantizers: int
-    ) -> Sequence[QuantizerRole | None] | None:
+    # Of TransformerEngineBaseModule.
+    num_products: int
+    fp8: bool
+    fp8_meta: dict[str, Any]
+    primary_weights_in_fp8: bool
+    tp_size: int
+    tp_group_initialized: bool
+    _module_recipe: ModuleRecipe | None
+    _fp8_workspaces: dict[str, QuantizedTensorStorage]
+    computing_dtype: Callable[[Tensor], torch.dtype]
+    fast_setattr: Callable[[str, Any], None]
+    _check_parameter_recipe: Callable[[AutocastState], None]
+
+    def get_quantizer_roles(self, *, fwd: bool, num_quantizers: int) -> Sequence[QuantizerRole | None] | None:
         """What each slot of one direction is for, as a custom recipe's factory is told; None: unknown."""
         return None
 
     def prepare_forward(
-        self: TransformerEngineBaseModule,
+        self,
         inp: Tensor,
         num_gemms: int = 1,
         allow_non_contiguous: bool = False,
@@ -74,14 +85,14 @@ class ForwardProtocol:
                 FP8GlobalStateManager.copy_forward_fp8_meta_tensors_for_recompute(self.fp8_meta)
         return inp if allow_non_contiguous else inp.contiguous()
 
-    def end_forward(self: TransformerEngineBaseModule) -> None:
+    def end_forward(self) -> None:
         """Undo what `prepare_forward` did for a recomputation: the scales are those of the present step again."""
         if self.fp8 and self._has_scaling_state() and in_fp8_activation_recompute_phase():
             FP8GlobalStateManager.restore_fp8_meta_tensors(self.fp8_meta)
 
     @contextmanager
     def prepare_forward_ctx(
-        self: TransformerEngineBaseModule,
+        self,
         inp: Tensor,
         num_gemms: int = 1,
         allow_non_contiguous: bool = False,
@@ -96,9 +107,7 @@ class ForwardProtocol:
         finally:
             self.end_forward()
 
-    def set_activation_dtype(
-        self: TransformerEngineBaseModule, inp: Tensor, allow_different_data_and_param_types: bool = False
-    ) -> None:
+    def set_activation_dtype(self, inp: Tensor, allow_different_data_and_param_types: bool = False) -> None:
         """activation_dtype = torch.autocast's dtype where that is active, else inp's.
 
         TypeError when a parameter has another dtype than inp, unless that is allowed.
@@ -109,7 +118,7 @@ class ForwardProtocol:
             dtype = self.computing_dtype(inp)
         self.fast_setattr("activation_dtype", dtype)
 
-    def init_fp8_metadata(self: TransformerEngineBaseModule, num_gemms: int = 1) -> None:
+    def init_fp8_metadata(self, num_gemms: int = 1) -> None:
         """Quantizers for num_gemms products by the active autocast; a count once taken only grows."""
         self._grow_to(num_gemms)
         state = current()
@@ -117,26 +126,26 @@ class ForwardProtocol:
         self.fast_setattr("fp8", state.enabled)
         self.fast_setattr("fp8_calibration", state.calibrating)
         if state.enabled or state.calibrating:
-            ensure(self, state)
+            ensure(self._whole(), state)
             if self.primary_weights_in_fp8:
                 self._check_parameter_recipe(state)
 
-    def init_fp8_meta_tensors(self: TransformerEngineBaseModule, recipe: Recipe) -> None:
+    def init_fp8_meta_tensors(self, recipe: Recipe) -> None:
         """States and quantizers of both directions for a recipe; those that serve it already are kept."""
-        renew(self, recipe, self.fp8_meta["fp8_group"])
+        renew(self._whole(), recipe, self.fp8_meta["fp8_group"])
 
-    def set_meta_tensor(self: TransformerEngineBaseModule, fwd: bool, recipe: Recipe) -> None:
+    def set_meta_tensor(self, fwd: bool, recipe: Recipe) -> None:
         """State and quantizers of one direction for a recipe: fp8_meta["scaling_fwd"] or ["scaling_bwd"]."""
-        renew_direction(self, fwd, recipe)
+        renew_direction(self._whole(), fwd, recipe)
         self._module_recipe = None  # the next forward puts both directions together
 
     @property
-    def fp8_meta_tensors_initialized(self: TransformerEngineBaseModule) -> bool:
+    def fp8_meta_tensors_initialized(self) -> bool:
         """Are there quantizers? Set to False, it has the next forward or set_extra_state make them anew."""
         return self._module_recipe is not None
 
     @fp8_meta_tensors_initialized.setter
-    def fp8_meta_tensors_initialized(self: TransformerEngineBaseModule, initialized: bool) -> None:
+    def fp8_meta_tensors_initialized(self, initialized: bool) -> None:
         if not initialized:
             self._module_recipe = None
         elif self._module_recipe is None:
@@ -145,7 +154,7 @@ class ForwardProtocol:
                 "setting fp8_meta_tensors_initialized=True"
             )
 
-    def get_fp8_meta_tensors(self: TransformerEngineBaseModule) -> dict[str, list[tuple[Tensor, Tensor]]]:
+    def get_fp8_meta_tensors(self) -> dict[str, list[tuple[Tensor, Tensor]]]:
         """Copies of (scale, amax_history) of each delayed-scaling state, by direction."""
         return {
             key: [(state.scale.clone(), state.amax_history.clone()) for state in self._delayed_states(key)]
@@ -153,7 +162,7 @@ class ForwardProtocol:
         }
 
     def reset_fp8_meta_tensors(
-        self: TransformerEngineBaseModule,
+        self,
         fp8_meta_tensors: dict[str, list[tuple[Tensor, Tensor]]] | None = None,
     ) -> None:
         """In place: scales and histories as `get_fp8_meta_tensors` gave them, or as at first."""
@@ -167,9 +176,7 @@ class ForwardProtocol:
                     state.scale.copy_(scale)
                     state.load_history(history)
 
-    def adjust_amax_history_length(
-        self: TransformerEngineBaseModule, length: int, fwd: bool | None = None
-    ) -> None:
+    def adjust_amax_history_length(self, length: int, fwd: bool | None = None) -> None:
         """Histories of `length` steps, cut or padded with zeros: of one direction, or of both."""
         if length < 1:
             raise ValueError(f"length={length} < 1; a history keeps one step or more")
@@ -179,7 +186,7 @@ class ForwardProtocol:
                     state.resize_history(length)
 
     def get_weight_workspace(
-        self: TransformerEngineBaseModule,
+        self,
         *,
         tensor: Tensor | None = None,
         quantizer: Quantizer | None = None,
@@ -238,15 +245,18 @@ class ForwardProtocol:
             return matrix, grad_bias
         return quantizer.quantize(matrix), grad_bias
 
-    def _grow_to(self: TransformerEngineBaseModule, products: int | None) -> None:
+    def _whole(self) -> TransformerEngineBaseModule:
+        return cast("TransformerEngineBaseModule", self)
+
+    def _grow_to(self, products: int | None) -> None:
         if products is not None and products > self.num_products:
             self.num_products = products
             self._module_recipe = None
 
-    def _has_scaling_state(self: TransformerEngineBaseModule) -> bool:
+    def _has_scaling_state(self) -> bool:
         return len(self._delayed_states("scaling_fwd")) > 0
 
-    def _delayed_states(self: TransformerEngineBaseModule, key: str) -> tuple[Any, ...]:
+    def _delayed_states(self, key: str) -> tuple[Any, ...]:
         scaling = self.fp8_meta.get(key)
         return () if scaling is None else scaling.delayed_states
 

@@ -9,7 +9,6 @@ from .base import TransformerEngineBaseModule
 from .normalization import environment_margins
 from .parameters import ParameterInit
 
-
 _SHORT = {"forward": "fwd", "backward": "bwd", "inference": "inf"}
 
 

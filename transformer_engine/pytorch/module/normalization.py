@@ -151,7 +151,7 @@ def _renamed(old_name: str, old, new_name: str, new):
 
 
 def _margins(sm_margin: int | Mapping[str, int]) -> dict[str, int]:
-    """One margin a stage; the environment's where it names one. ValueError for stages that do not exist or are missing."""
+    """One margin a stage, the environment's where it names one; ValueError for unknown or missing stages."""
     if isinstance(sm_margin, int):
         margins = dict.fromkeys(_STAGES, sm_margin)
     elif set(sm_margin) != set(_STAGES):

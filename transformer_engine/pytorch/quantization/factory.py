@@ -64,7 +64,9 @@ def make_quantizers(
 ) -> list[Quantizer]:
     """One quantizer a slot; state owns the tensors of delayed scaling."""
     if roles is not None and len(roles) != count:
-        raise ValueError(f"{len(roles)} roles for {count} quantizers; give one a slot, None for those unknown")
+        raise ValueError(
+            f"{len(roles)} roles for {count} quantizers; give one a slot, None for those unknown"
+        )
     make: Callable[[str], Quantizer]
     match recipe:
         case DelayedScaling():

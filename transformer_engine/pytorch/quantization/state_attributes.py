@@ -56,7 +56,9 @@ class StateAttributes(type):
     @property
     def global_amax_buffer(cls) -> dict[str, list[Any]]:
         """{key of a pool: [running amax [n] of each of its states]}"""
-        return {key: [s.amax_history[0] for s in pool.states] for key, pool in delayed_scaling.pools().items()}
+        return {
+            key: [s.amax_history[0] for s in pool.states] for key, pool in delayed_scaling.pools().items()
+        }
 
     @property
     def global_amax_history_buffer(cls) -> dict[str, list[Any]]:

@@ -215,8 +215,8 @@ class Quantizer:
                 setattr(twin, name, copy.deepcopy(value, memo))
         return twin
 
-    def calibrate(self, tensor: Tensor) -> None:  # noqa: B027 - most formats have nothing to learn
-        """Record statistics of a tensor without quantizing it."""
+    def calibrate(self, tensor: Tensor) -> None:
+        """Record statistics of a tensor without quantizing it; most formats have none."""
 
     def is_quantizable(self, tensor: Tensor) -> bool:
         """Does the format take a tensor of this shape?"""

@@ -39,12 +39,16 @@ def resolved(
             "could differ from that; leave it None"
         )
     if bprop_tensors is not None:
-        raise ValueError("score_mod_bprop_tensors without score_mod_bprop, which would read them; leave it None")
+        raise ValueError(
+            "score_mod_bprop_tensors without score_mod_bprop, which would read them; leave it None"
+        )
     if tensors is None:
         return score_mod
     if score_mod is None:
         raise ValueError("score_mod_tensors without score_mod, which would read them; give both")
     wrong = [name for name, tensor in tensors.items() if not isinstance(tensor, Tensor)]
     if wrong:
-        raise TypeError(f"score_mod_tensors holds no tensor under {', '.join(map(repr, wrong))}; give tensors by name")
+        raise TypeError(
+            f"score_mod_tensors holds no tensor under {', '.join(map(repr, wrong))}; give tensors by name"
+        )
     return BoundScoreMod(score_mod, tensors)

@@ -306,7 +306,7 @@ class FlashAttentionUtils:
 
     @staticmethod
     def is_version_supported(version: Version | str | None, minimum: Version | str | None = None) -> bool:
-        """Is version at least minimum? Without one: would a flash-attn 2 of this version be used? None is no version."""
+        """Is version at least minimum? Without one: would a flash-attn 2 of it be used? None is no version."""
         if version is None:
             return False
         found = Version(str(version))
