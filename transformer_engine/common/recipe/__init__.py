@@ -356,7 +356,8 @@ class CustomRecipe(Recipe):
     """qfactory(role) -> quantizer, asked once for every quantizer slot of a module.
 
     The role is a str ("linear_input", "linear_weight", "linear_output", "linear_grad_output" or
-    "linear_grad_input") with the fields module_type, tensor_type and name.
+    "linear_grad_input") with the fields module_type, tensor_type and name; None where a module says so.
+    It answers with a quantizer or a DelayedScalingRequest; None leaves the tensor in high precision.
     quantization_alignment: rows that padding of grouped inputs rounds up to.
     """
 
