@@ -242,4 +242,4 @@ def _finished(
 
 def _shape(B: Any, transB: bool, made: Tensor) -> tuple[int, ...]:
     """The leading axes of B come back in D, unless they were summed over."""
-    return tuple(made.shape) if transB else (*B.shape[:-1], made.shape[-1])
+    return tuple(made.shape) if transB else (*B.size()[:-1], made.shape[-1])

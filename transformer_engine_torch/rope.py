@@ -89,14 +89,15 @@ def fused_qkv_rope_backward(
     v_grad_out: Tensor,
     q_freqs: Tensor,
     k_freqs: Tensor,
-    start_positions: Tensor | None,
     qkv_split_arg_list: Sequence[int],
     qkv_format: Format,
     interleaved: bool,
     cp_size: int,
     cp_rank: int,
+    *,
+    start_positions: Tensor | None = None,
 ) -> Tensor:
-    """The gradient of fused_qkv_rope_forward's input."""
+    """The gradient of fused_qkv_rope_forward's input; start_positions where the forward pass had them."""
     spec = RopeSpec(format_name(qkv_format), interleaved, cp_size, cp_rank)
     q_size, k_size, v_size = qkv_split_arg_list
     positions = Positions(start_positions)

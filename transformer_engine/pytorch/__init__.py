@@ -1,6 +1,11 @@
 """transformer_engine.pytorch: layers, recipes and quantized tensors for PyTorch, on a GPU or a CPU."""
 
+import importlib
+from typing import Any
+
 from ..common.dispatch import use_backend
+from . import float8_tensor as float8_tensor
+from . import fp8 as fp8
 from .attention import (
     DotProductAttention,
     InferenceParams,
@@ -16,6 +21,9 @@ from .explain import explain
 from .memory_plan import memory_plan
 from .module import GroupedLinear, LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm
 from .quantization import (
+    DelayedScalingRequest,
+    QuantizerRequest,
+    QuantizerRole,
     autocast,
     emulate,
     fp8_autocast,
@@ -28,7 +36,7 @@ from .quantization import (
     is_nvfp4_available,
     quantized_model_init,
 )
-from .quantized_tensor import prepare_for_saving, restore_from_saved
+from .quantized_tensor import prepare_for_saving, restore_from_func_ctx, restore_from_saved
 from .tensor import (
     Float8BlockQuantizer,
     Float8BlockwiseQTensor,
@@ -37,6 +45,12 @@ from .tensor import (
     Float8Quantizer,
     Float8Tensor,
     Float8TensorStorage,
+    HybridQuantizedTensor,
+    HybridQuantizedTensorStorage,
+    HybridQuantizer,
+    IdentityQuantizer,
+    IdentityTensor,
+    IdentityTensorStorage,
     MXFP8Quantizer,
     MXFP8Tensor,
     MXFP8TensorStorage,
@@ -68,7 +82,10 @@ _NOT_YET = (
 )
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
+    if name == "cpp_extensions":
+        # At its first use: it is made of transformer_engine_torch, which is made of what this package imports.
+        return importlib.import_module(f"{__name__}.cpp_extensions")
     if name in _NOT_YET:
         raise AttributeError(
             f"transformer_engine.pytorch.{name} is not implemented in this release; see docs/support.md"

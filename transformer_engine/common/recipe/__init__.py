@@ -241,11 +241,11 @@ class Float8CurrentScaling(Recipe):
 
     use_power_2_scales: bool = _POWER_2_SCALES
     fp8_format: Format = Format.HYBRID
-    fp8_dpa: bool = False
-    fp8_mha: bool = False
     fp8_gemm_fprop: MMParams = MMParams(use_split_accumulator=False)
     fp8_gemm_dgrad: MMParams = MMParams(use_split_accumulator=True)
     fp8_gemm_wgrad: MMParams = MMParams(use_split_accumulator=True)
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
     backward_override: str | None = _BACKWARD_OVERRIDE
     fp8_quant_fwd_inp: QParams = field(init=False)
     fp8_quant_fwd_weight: QParams = field(init=False)
@@ -369,7 +369,8 @@ class CustomRecipe(Recipe):
     """qfactory(role) -> quantizer, asked once for every quantizer slot of a module.
 
     The role is a str ("linear_input", "linear_weight", "linear_output", "linear_grad_output" or
-    "linear_grad_input") with the fields module_type, tensor_type and name.
+    "linear_grad_input") with the fields module_type, tensor_type and name; None where a module says so.
+    It answers with a quantizer or a DelayedScalingRequest; None leaves the tensor in high precision.
     quantization_alignment: rows that padding of grouped inputs rounds up to.
     """
 

@@ -17,12 +17,13 @@ from ..distributed.recompute import is_fp8_activation_recompute_enabled
 from ..functions.scale_update import ScaleUpdate, in_a_backward, of_the_pass
 from ..functions.weight_gradient import WeightGradientStore, dummy_gradient
 from ..quantization import check_extra_state, decode_extra_state, encode_extra_state, load_extra_state
-from ..quantization.autocast import AutocastState, current
+from ..quantization.autocast import AutocastState
 from ..quantization.factory import family
 from ..quantization.model_init import current_model_init
 from ..tensor.quantized_tensor import QuantizedTensor, QuantizedTensorStorage
 from ..tensor.quantizer import Quantizer
-from .parameters import ParameterInit
+from .forward_protocol import ForwardProtocol
+from .parameters import InitMethod, ParameterInit, default_init_method
 from .recipe_state import (
     UNQUANTIZED,
     ModuleRecipe,
@@ -61,7 +62,7 @@ def made_to_keep(make: Callable[[], T]) -> T:
         return make()
 
 
-class TransformerEngineBaseModule(torch.nn.Module):
+class TransformerEngineBaseModule(ForwardProtocol):
     """A layer with quantizers.
 
     num_products   how many linear products it has, hence how many quantizer slots
@@ -131,12 +132,25 @@ class TransformerEngineBaseModule(torch.nn.Module):
         setattr(self, name, value)
 
     def register_parameter(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, name: str, param: torch.nn.Parameter | None, init: ParameterInit | None = None
+        self,
+        name: str,
+        param: torch.nn.Parameter | None,
+        init_fn: InitMethod | ParameterInit | None = None,
+        get_rng_state_tracker: Callable | None = None,
+        fp8_meta_index: int | None = None,
     ) -> None:
-        """Register a parameter and remember how `reset_parameters` fills it."""
+        """Register a parameter and remember how `reset_parameters` fills it: default N(0, 0.023).
+
+        fp8_meta_index   which of the forward quantizers holds it under quantized_model_init; None: it stays plain
+        """
         super().register_parameter(name, param)
-        if init is not None:
-            self.param_init_meta[name] = init
+        if isinstance(init_fn, ParameterInit):  # how the layers of this package say it
+            self.param_init_meta[name] = init_fn
+            return
+        given = init_fn is not None or fp8_meta_index is not None
+        if param is not None and (given or name not in self.param_init_meta):
+            fill = default_init_method if init_fn is None else init_fn
+            self.param_init_meta[name] = ParameterInit(fill, get_rng_state_tracker, None, fp8_meta_index)
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Fill every parameter by its init method, allocate those on the meta device, quantize those to be quantized.
@@ -191,14 +205,6 @@ class TransformerEngineBaseModule(torch.nn.Module):
         for param in self.parameters(recurse=False):
             return canonical_device("cuda") if param.is_meta else param.device
         return canonical_device("cuda")
-
-    def init_fp8_metadata(self, num_gemms: int = 1) -> None:
-        """Bring recipe state in line with the active autocast (the original's entry point)."""
-        state = current()
-        self.fp8_parameters = self.primary_weights_in_fp8
-        self.fp8, self.fp8_calibration = state.enabled, state.calibrating
-        if state.enabled or state.calibrating:
-            ensure(self, state)
 
     def _product_quantizers(self, state: AutocastState) -> tuple[ProductQuantizers, ...]:
         """The quantizers of this forward, one set a product; all-identity outside of quantized regions."""
@@ -305,9 +311,11 @@ class TransformerEngineBaseModule(torch.nn.Module):
         }
         return len(slots)
 
-    def register_wgrad_accumulation_and_reduce_hooks(self, hook) -> None:
-        """Call hook() whenever `backward_dw` has finished a weight gradient."""
-        self._wgrad_hooks.append(hook)
+    def register_wgrad_accumulation_and_reduce_hooks(
+        self, wgrad_accumulation_and_reduce_hook: Callable[[], object]
+    ) -> None:
+        """Call the hook, without arguments, whenever `backward_dw` has finished a weight gradient."""
+        self._wgrad_hooks.append(wgrad_accumulation_and_reduce_hook)
 
     def _trigger_wgrad_accumulation_and_reduce_hooks(self) -> None:
         for hook in self._wgrad_hooks:
@@ -325,8 +333,10 @@ class TransformerEngineBaseModule(torch.nn.Module):
         content = decode_extra_state(state)
         if content is None:
             return
-        check_extra_state(content, slots(self.num_products))
+        products = self._products_of(content)
+        check_extra_state(content, slots(products))
         self._check_parameter_recipe(content["recipe"])
+        self._grow_to(products)
         renew(self, content["recipe"], self.fp8_meta["fp8_group"])
         load_extra_state(content, self.fp8_meta)
         self.fp8_meta["num_gemms"] = self.num_products
@@ -339,7 +349,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         self._fp8_workspaces.clear()  # made of the weights that were here before
 
-    def activation_dtype(self, x: Tensor) -> torch.dtype:
+    def computing_dtype(self, x: Tensor) -> torch.dtype:
         """The dtype a layer computes in: torch.autocast's when active, else the input's.
 
         Raises TypeError when the input's dtype is not the parameters'.

@@ -6,7 +6,10 @@ import torch
 
 from ..functions.normalization import NORMALIZATIONS
 from .base import TransformerEngineBaseModule
+from .normalization import environment_margins
 from .parameters import ParameterInit
+
+_SHORT = {"forward": "fwd", "backward": "bwd", "inference": "inf"}
 
 
 def check_normalization(normalization: str) -> None:
@@ -26,6 +29,8 @@ def register_norm_parameters(
     device: torch.device,
 ) -> None:
     """gamma [features] starts so that it multiplies by one; beta [features], zeros, for LayerNorm only."""
+    for stage, margin in environment_margins().items():  # fwd_ln_sm_margin and so on, which callers look for
+        setattr(module, f"{_SHORT[stage]}_ln_sm_margin", margin)
     gamma = torch.nn.Parameter(torch.empty(features, dtype=dtype, device=device))
     fill = torch.nn.init.zeros_ if zero_centered else torch.nn.init.ones_
     module.register_parameter("layer_norm_weight", gamma, ParameterInit(fill))

@@ -164,23 +164,8 @@ def materialize(module: TransformerEngineBaseModule, recipe: Recipe, group: Any)
     meta = module.fp8_meta
     products = module.num_products
     _announce_change(module, meta.get("recipe"), recipe)
-    for key, mode, slots in (
-        ("scaling_fwd", "forward", FORWARD_SLOTS),
-        ("scaling_bwd", "backward", BACKWARD_SLOTS),
-    ):
-        with torch.inference_mode(False):  # later steps write to it, which a tensor of inference mode forbids
-            state = RecipeState.renew(
-                meta.get(key),
-                recipe,
-                mode=mode,
-                num_quantizers=slots * products,
-                device=module._state_device(),
-            )
-        previous = meta.get(key)
-        for replaced in () if previous is None or previous is state else previous.delayed_states:
-            delayed_scaling.unregister(replaced)
-        meta[key] = state
-        module.quantizers[key] = state.make_quantizers()
+    for forward in (True, False):
+        renew_direction(module, forward, recipe)
     meta.update(recipe=recipe, num_gemms=products, fp8_group=group, fp8_checkpoint=True)
     fp8_format = getattr(recipe, "fp8_format", None)
     if fp8_format is not None:
@@ -201,3 +186,25 @@ def _announce_change(module: TransformerEngineBaseModule, before: Recipe | None,
         f"recipe {names}",
         f"{type(module).__name__} goes from {names[0]} to {names[1]}: its quantizers and cached weights are made anew",
     )
+
+
+def renew_direction(module: TransformerEngineBaseModule, forward: bool, recipe: Recipe) -> None:
+    """State and quantizers of one direction, for the products that the module has now."""
+    key, mode, slots = (
+        ("scaling_fwd", "forward", FORWARD_SLOTS) if forward else ("scaling_bwd", "backward", BACKWARD_SLOTS)
+    )
+    count = slots * module.num_products
+    previous = module.fp8_meta.get(key)
+    with torch.inference_mode(False):  # later steps write to it, which a tensor of inference mode forbids
+        state = RecipeState.renew(
+            previous,
+            recipe,
+            mode=mode,
+            num_quantizers=count,
+            device=module._state_device(),
+            roles=module.get_quantizer_roles(fwd=forward, num_quantizers=count),
+        )
+    for replaced in () if previous is None or previous is state else previous.delayed_states:
+        delayed_scaling.unregister(replaced)
+    module.fp8_meta[key] = state
+    module.quantizers[key] = state.make_quantizers()

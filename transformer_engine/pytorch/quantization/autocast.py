@@ -120,6 +120,11 @@ def current() -> AutocastState:
     return here().state
 
 
+def enabled_blocks() -> int:
+    """How many enabled blocks are open round the caller."""
+    return here().enabled_blocks
+
+
 def is_first_module() -> bool:
     """True once in an outermost enabled block. Nothing here asks; it is for callers of the original's manager."""
     return here().take_first()

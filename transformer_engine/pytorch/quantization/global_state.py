@@ -15,6 +15,7 @@ from . import delayed_scaling, model_init, replay, support
 from .autocast import AutocastState, autocast, current, is_first_module, reinstate, snapshot
 from .autocast import reset as close_all_blocks
 from .extra_state import BUFFER_INFO
+from .state_attributes import StateAttributes
 
 _RECOMPUTE_POSITION = "global_fp8_buffer_pos_fwd_recompute"
 _UPDATED = "updated_scaling_fwd"
@@ -29,7 +30,7 @@ class QuantizationState:
         self.recompute_buffers: list[deque[list[tuple[Tensor, Tensor]]]] = []
 
 
-class FP8GlobalStateManager:
+class FP8GlobalStateManager(metaclass=StateAttributes):
     """Class methods only; see `autocast`, `delayed_scaling` and `model_init` for what stands behind them."""
 
     quantization_state = QuantizationState()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from ...distributed.recompute import checkpoint as recompute_checkpoint
 from ...distributed.tensor_parallel import set_tensor_model_parallel_attributes
 from ...module.base import TransformerEngineBaseModule
 from ...module.parameters import ParameterInit
+from ...quantization import QuantizerRole
 from ...quantization.autocast import current
 from ...tracing import text_of_number
 from . import fp8
@@ -30,6 +31,8 @@ from .context_parallel_group import check_context_parallel_group
 from .last_choice import last_choice as _attention_backends
 from .prepare import CallArguments, prepared
 from .request import QKV_FORMATS, SOFTMAX_TYPES, AttentionInputs, AttentionRequest, AttentionResult
+from .roles import attention_roles
+from .score_mod import resolved
 from .sequences import Sequences
 from .utils import AttentionLogging
 
@@ -156,6 +159,9 @@ class DotProductAttention(TransformerEngineBaseModule):
         """Query heads of this tensor-parallel rank."""
         return self.num_attention_heads // self.tp_size
 
+    def get_quantizer_roles(self, *, fwd: bool, num_quantizers: int) -> list[QuantizerRole | None]:
+        return attention_roles(self.name or "", fwd, num_quantizers)
+
     def set_context_parallel_group(
         self,
         cp_group: Any,
@@ -198,6 +204,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         bf16_backward: bool | None = None,
         score_mod: Callable | None = None,
         score_mod_bprop: Callable | None = None,
+        score_mod_tensors: Mapping[str, Tensor] | None = None,
+        score_mod_bprop_tensors: Mapping[str, Tensor] | None = None,
         qkv_layer: Tensor | None = None,
         kv_layer: Tensor | None = None,
         qkv_interleave_dim: int = -3,
@@ -220,17 +228,15 @@ class DotProductAttention(TransformerEngineBaseModule):
         num_splits        parts in which a long row of keys is computed, None: as many as the backend likes
         fp8_output        return the output as a Float8Tensor; bf16_backward   compute gradients in high precision;
                           both for attention in FP8, which autocast's recipe asks for (fp8_dpa or fp8_mha)
+        score_mod_tensors   tensors by name, which score_mod gets as keywords behind its indices
         fast_zero_fill is accepted and changes nothing.
 
         Raises ValueError before anything is written or drawn. Lengths and offsets on a GPU are trusted; TE_CHECK=1 has
         them checked too, see `device_checks`. What they point to outside of the tensors would be read.
         """
         score_mod = self.score_mod if score_mod is None else score_mod
-        if score_mod_bprop is not None:
-            raise NotImplementedError(
-                "score_mod_bprop is not available: autograd differentiates score_mod, and a gradient given beside it "
-                "could differ from that; leave it None"
-            )
+        if not (score_mod_tensors is score_mod_bprop is score_mod_bprop_tensors is None):
+            score_mod = resolved(score_mod, score_mod_tensors, score_mod_bprop, score_mod_bprop_tensors)
         q, k, v = unpacked(query_layer, key_layer, value_layer, qkv_layer, kv_layer, qkv_interleave_dim)
         arguments = CallArguments(
             attention_mask,

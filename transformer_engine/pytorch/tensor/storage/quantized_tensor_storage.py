@@ -17,6 +17,7 @@ from ....common.formats import TensorFormat
 from ...primitives.operand import Operand
 from ...primitives.quantize import Quantized
 from ..axis import COLS, ROWS
+from ..custom_operand import contracted
 from .transpose import transposed
 
 if TYPE_CHECKING:
@@ -78,8 +79,11 @@ class QuantizedTensorStorage:
         return None
 
     def contract(self, axis: str) -> Operand:
-        """COLS: row-wise data as an operand [rows, K]; ROWS: column-wise data as [K, rows]."""
-        raise NotImplementedError
+        """COLS: row-wise data as an operand [rows, K]; ROWS: column-wise data as [K, rows].
+
+        Of a class that does not say: by its quantizer's `qgemm`, or by its values.
+        """
+        return contracted(self, axis, getattr(self, "_quantizer", None))
 
     @classmethod
     def pack(cls, quantized: Quantized, shape: Sequence[int], **constants: Any) -> QuantizedTensorStorage:
@@ -97,6 +101,21 @@ class QuantizedTensorStorage:
     def viewed(self, shape: Sequence[int]) -> QuantizedTensorStorage | None:
         """The same codes under another shape; None where scales or directions would not survive it."""
         raise NotImplementedError
+
+    def view(self, *shape: int | Sequence[int]) -> QuantizedTensorStorage:
+        """The same codes under another shape, one extent of which may be -1.
+
+        RuntimeError where scales or directions would not survive it.
+        """
+        extents = tuple(shape[0]) if isinstance(shape[0], Sequence) else shape
+        whole = torch.empty(self.shape, device="meta").view(extents).shape  # pyright: ignore
+        seen = self.viewed(whole)
+        if seen is None:
+            raise RuntimeError(
+                f"{type(self).__name__} of shape {tuple(self.shape)} has no view of shape {tuple(whole)}, whose blocks "
+                "would be others; dequantize() it first"
+            )
+        return seen
 
     def unpack(self) -> Quantized:
         """The inverse of `pack`, as views."""
