@@ -270,3 +270,11 @@ def test_ever_new_windows_are_not_kept_for_ever(device):
     for left in range(300):
         core(q, q, q, window_size=(left, 0))
     assert len(core._masks) <= 64 and len(core._plans) <= 64
+
+
+def test_lengths_that_the_mask_does_not_read_are_not_judged(device):
+    layer, x = MultiheadAttention(HIDDEN, HEADS, attention_dropout=0.0, device=device), hidden(device)
+    want = layer(x)
+    for _ in range(2):
+        given = torch.tensor([0, 40, 20], dtype=torch.int32, device=device)
+        torch.testing.assert_close(layer(x, cu_seqlens_q=given), want)

@@ -46,11 +46,16 @@ def check_layer_call(
     core = layer.core_attention
     if state.enabled and (recipe := attention_recipe(state.recipe)) is not None:
         scaling_of(recipe)
+    if not isinstance(hidden_states, Tensor):
+        _check_inputs(layer, hidden_states, encoder_output)
     try:
         key = _key(layer, hidden_states, encoder_output, arguments)
         passed = key in checked
     except TypeError:  # an argument that cannot be hashed, so of a wrong type
         key, passed = None, False
+    lengths = _uses_lengths(layer, arguments)
+    if passed and rotation is None and not lengths:
+        return
     if not passed:
         _check_inputs(layer, hidden_states, encoder_output)
     q, k, v = _projections(layer, hidden_states, encoder_output)
@@ -59,38 +64,44 @@ def check_layer_call(
             core.check_call(q, k, v, arguments)
         if key is not None:
             checked.keep(key, True)
-    elif arguments.cu_seqlens[0] is not None and arguments.inference_params is None:
+    elif lengths:
         demand_lengths(
-            (q, k), layer.qkv_format, arguments.cu_seqlens, arguments.cu_seqlens_padded, arguments.max_seqlens
+            (q, k),
+            layer.qkv_format,
+            arguments.cu_seqlens,
+            arguments.cu_seqlens_padded,
+            arguments.max_seqlens,
         )
     if rotation is not None:
         rotation.check(q, k)
 
 
+def _uses_lengths(layer: MultiheadAttention, a: CallArguments) -> bool:
+    """Are there cumulative lengths that the attention reads?"""
+    if a.cu_seqlens[0] is None or a.inference_params is not None:
+        return False
+    name = layer.attn_mask_type if a.attn_mask_type is None else a.attn_mask_type
+    return layer.qkv_format == "thd" or "padding" in str(name)
+
+
 def _key(layer: MultiheadAttention, x: Any, encoder_output: Any, a: CallArguments) -> tuple[Any, ...]:
     """What the checks depend on, apart from numbers in tensors."""
-    masks = a.attention_mask if isinstance(a.attention_mask, tuple) else (a.attention_mask,)
-    cache = a.inference_params
-    device = x.device.type
+    cache, mask = a.inference_params, a.attention_mask
+    tensors = (encoder_output, *a.cu_seqlens, *a.cu_seqlens_padded, a.bias, a.alibi_slopes)
+    device = x.device
     return (
-        _facts(x),
-        _facts(encoder_output),
-        *map(_facts, masks),
-        *map(_facts, a.cu_seqlens),
-        *map(_facts, a.cu_seqlens_padded),
-        a.max_seqlens,
-        a.attn_mask_type,
-        a.window_size,
-        a.bottom_right_diagonal,
-        a.bias_type,
-        _facts(a.bias),
-        _facts(a.alibi_slopes),
+        x.shape,
+        x.dtype,
+        device,
+        tuple([t if t is None else _facts(t) for t in tensors]),
+        tuple(map(_facts, mask)) if isinstance(mask, tuple) else _facts(mask),
+        a[4:9],
         None if cache is None else cache.step_facts(),
         a.pad_between_seqs,
         layer.qkv_format,
         layer.training,
         torch.is_grad_enabled(),
-        torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
+        torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type),
         torch.are_deterministic_algorithms_enabled(),
         env.stored(CHOICE_VARIABLES),
     )
