@@ -220,11 +220,9 @@ _LAYERS = (
         "Accepted; bias, dropout and residual addition of TransformerLayer are separate operations.",
     ),
     _flag("NVTE_GEMM_GELU_FUSION", False, "Accepted; no matrix product computes GELU in its epilogue."),
-    _number(
-        "NVTE_FWD_LAYERNORM_SM_MARGIN", 0, "Accepted; norms leave no SMs free in training's forward pass."
-    ),
-    _number("NVTE_BWD_LAYERNORM_SM_MARGIN", 0, "Accepted; norms leave no SMs free in the backward pass."),
-    _number("NVTE_INF_LAYERNORM_SM_MARGIN", 0, "Accepted; norms leave no SMs free in inference."),
+    _number("NVTE_FWD_LAYERNORM_SM_MARGIN", 0, "fwd_ln_sm_margin of later norms, which no kernel needs."),
+    _number("NVTE_BWD_LAYERNORM_SM_MARGIN", 0, "bwd_ln_sm_margin of later norms, which no kernel needs."),
+    _number("NVTE_INF_LAYERNORM_SM_MARGIN", 0, "inf_ln_sm_margin of later norms, which no kernel needs."),
     _flag(
         "NVTE_AUTOTUNE",
         False,
