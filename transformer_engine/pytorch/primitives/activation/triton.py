@@ -24,9 +24,10 @@ def activation_forward(
     name: str, x: Tensor, params: ActivationParams, cast: Cast | None = None
 ) -> Tensor | Quantized:
     """y = f(x) [...], or for gated units y [..., F] = f(x[..., :F]) * x[..., F:]; or its codes."""
-    if cast is None or not quantized.fuses(x, ACTIVATIONS[name].gated, cast):
-        return quantize_as(_traceable_forward(name, x, params.limit, params.alpha, params.offset), cast)
-    return quantized.forward(name, x, params, cast)
+    if cast is not None and quantized.fuses(x, ACTIVATIONS[name].gated, cast):
+        return quantized.forward(name, x, params, cast)
+    y = _traceable_forward(name, x, params.limit, params.alpha, params.offset)
+    return y if cast is None else quantize_as(y, cast)
 
 
 def activation_backward(

@@ -34,7 +34,9 @@ def layernorm_forward(
     cast: Cast | None = None,
 ) -> tuple[Tensor | Quantized, Tensor, Tensor]:
     """y [M, H] = (x - mean) * rstdev * gamma + bias, or its codes; mean, rstdev float32 [M]."""
-    if cast is None or not _fuses(x, cast, centered=True):
+    if cast is None:
+        return _traceable_layernorm(x, weight, bias, eps, zero_centered)
+    if not _fuses(x, cast, centered=True):
         y, mean, rstdev = _traceable_layernorm(x, weight, bias, eps, zero_centered)
         return quantize_as(y, cast), mean, rstdev
     bias = None if bias is None else bias.contiguous()
@@ -69,7 +71,9 @@ def rmsnorm_forward(
     x: Tensor, weight: Tensor, eps: float, zero_centered: bool, cast: Cast | None = None
 ) -> tuple[Tensor | Quantized, Tensor]:
     """y [M, H] = x * rstdev * gamma, or its codes; rstdev float32 [M]."""
-    if cast is None or not _fuses(x, cast, centered=False):
+    if cast is None:
+        return _traceable_rmsnorm(x, weight, eps, zero_centered)
+    if not _fuses(x, cast, centered=False):
         y, rstdev = _traceable_rmsnorm(x, weight, eps, zero_centered)
         return quantize_as(y, cast), rstdev
     made, _, rstdev = _with_codes(x, weight, None, eps, zero_centered, False, cast)
