@@ -1,4 +1,4 @@
-"""torch.compile(fullgraph=True, dynamic=True): one graph for several batches and sequences, with the bits of eager mode.
+"""torch.compile(fullgraph=True, dynamic=True): a graph for several batches and sequences, the bits of eager mode.
 
 What fails while shapes are dynamic fails while the tracer reads numbers: two layers are traced that share them.
 """

@@ -38,7 +38,8 @@ def scale_from_amax(
 ) -> Tensor:
     """scale = maximum / max(amax, epsilon) in float32; 1 where that amax is 0, infinite or NaN.
 
-    An infinite quotient becomes value_for_inf, by default the greatest float32; power_of_two rounds down by clearing the mantissa.
+    An infinite quotient becomes value_for_inf, by default the greatest float32; power_of_two rounds down by
+    clearing the mantissa.
     """
     amax = amax.to(torch.float32)
     if epsilon > 0.0:
