@@ -24,7 +24,7 @@ from ...tracing import number_while_tracing, text_of_number
 from . import fp8
 from . import mask as masks
 from .alibi import default_slopes
-from .arguments import check_cache, check_heads, check_tensors, one_of, unpacked
+from .arguments import accept_older_state, check_cache, check_heads, check_tensors, one_of, sink_of, unpacked
 from .call import Options, Plan, call_key, request_of
 from .choose import choose, choose_when_traced
 from .context_parallel_group import check_context_parallel_group
@@ -138,7 +138,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             # 0: a learnable sink begins as "off-by-one"
             self.register_parameter("softmax_offset", offset, ParameterInit(torch.nn.init.zeros_))
             self.reset_parameters()
-        self._register_load_state_dict_pre_hook(_accept_older_extra_state)
+        self._register_load_state_dict_pre_hook(accept_older_state)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "attn_mask_type":
@@ -286,7 +286,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             inference_params is not None,
             score_mod,
         )
-        sink = self._sink(q)
+        sink = sink_of(self.softmax_type, self.softmax_offset, self.heads, q.device)
         inputs = AttentionInputs(
             q if q.stride(-1) == 1 else q.contiguous(),
             k if k.stride(-1) == 1 else k.contiguous(),
@@ -369,18 +369,6 @@ class DotProductAttention(TransformerEngineBaseModule):
         rank = torch.distributed.get_rank(self.tp_group) if self.tp_group is not None else 0
         return default_slopes(self.num_attention_heads, q.device)[rank * self.heads : (rank + 1) * self.heads]
 
-    def _sink(self, q: Tensor) -> Tensor | None:
-        if self.softmax_type == "off-by-one":
-            return torch.zeros(self.heads, dtype=torch.float32, device=q.device)
-        if self.softmax_type != "learnable":
-            return None
-        if self.softmax_offset is None:
-            raise ValueError(
-                "softmax_type='learnable' was set on an attention without the parameter softmax_offset; make one with "
-                "DotProductAttention(softmax_type='learnable')"
-            )
-        return self.softmax_offset
-
     def _run(
         self,
         backend: Backend[AttentionRequest] | fp8.Attention | fp8.Recomputed,
@@ -405,10 +393,3 @@ class DotProductAttention(TransformerEngineBaseModule):
                 attend, *inputs, get_rng_state_tracker=tracker, tp_group=self.tp_group, use_reentrant=False
             )
         return torch_checkpoint(attend, *inputs, use_reentrant=False)  # pyright: ignore[reportReturnType]
-
-
-def _accept_older_extra_state(state_dict: dict[str, Any], prefix: str, *_: object) -> None:
-    """Take checkpoints that have this module's extra state one level deeper, or not at all."""
-    older = state_dict.pop(prefix + "fused_attention._extra_state", None)
-    if prefix + "_extra_state" not in state_dict:
-        state_dict[prefix + "_extra_state"] = torch.empty(0, dtype=torch.uint8) if older is None else older
