@@ -13,6 +13,7 @@ from .attention.inference import InferenceParams
 from .attention.multi_head_attention import MultiheadAttention
 from .constants import LayerTypes
 from .functions.dropout import bias_dropout_add, dropout
+from .module.drop_path import DropPath, batch_dimension
 from .module.layernorm import LayerNorm
 from .module.layernorm_mlp import LayerNormMLP
 from .module.rmsnorm import RMSNorm
@@ -38,30 +39,6 @@ _WORKED_BY = {
 _FIXED = frozenset(
     {"apply_residual_connection_post_layernorm", "layer_type", "output_layernorm", "parallel_attention_mlp"}
 )
-
-
-class DropPath(nn.Module):
-    """y = x * keep / (1 - p), keep drawn once a sample: stochastic depth (arXiv:1603.09382).
-
-    batch_dim   the axis of the samples: 1 for [s, b, h], 0 for [b, s, h]
-    """
-
-    def __init__(self, drop_prob: float = 0.0, batch_dim: int = 1):
-        super().__init__()
-        self.drop_prob = drop_prob
-        self.batch_dim = batch_dim
-
-    def forward(self, hidden_state: Tensor) -> Tensor:
-        if self.drop_prob == 0.0 or not self.training:
-            return hidden_state
-        shape = [1] * hidden_state.ndim
-        shape[self.batch_dim] = hidden_state.shape[self.batch_dim]
-        uniform = torch.rand(shape, dtype=torch.float32, device=hidden_state.device)
-        keep = (uniform >= self.drop_prob).to(hidden_state.dtype)
-        return hidden_state * keep / (1.0 - self.drop_prob)
-
-    def extra_repr(self) -> str:
-        return f"drop_prob={self.drop_prob}"
 
 
 class TransformerLayer(nn.Module):
@@ -240,14 +217,14 @@ class TransformerLayer(nn.Module):
                 zero_centered_gamma=zero_centered_gamma,
                 device=device,
             )
-        self.drop_path = DropPath(drop_path_rate, batch_dim=_batch_dim(attn_input_format))
+        self.drop_path = DropPath(drop_path_rate, batch_dim=batch_dimension(attn_input_format))
 
     def __setattr__(self, name: str, value: Any) -> None:
         refuse_if_fixed(self, name, value, _FIXED)
         super().__setattr__(name, value)
         hand_down(self, name, value, _WORKED_BY)
         if name == "attn_input_format" and "drop_path" in self.__dict__.get("_modules", ()):
-            self.drop_path.batch_dim = _batch_dim(value)
+            self.drop_path.batch_dim = batch_dimension(value)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Set the tensor-parallel process group of every child."""
@@ -399,10 +376,6 @@ def _in_autocast(hidden_states: Tensor) -> Tensor:
     if not torch.is_autocast_enabled(device):
         return hidden_states
     return hidden_states.to(torch.get_autocast_dtype(device))
-
-
-def _batch_dim(tensor_format: str) -> int:
-    return 1 if tensor_format == "sbhd" else 0
 
 
 def _check_variant(

@@ -126,7 +126,7 @@ class ApplyPackedRope(torch.autograd.Function):
         rest = (q_angles, k_angles, positions, ctx.sizes, ctx.spec)
         if is_recorded():
             grad_qkv = transposed(
-                lambda *grads: rope_qkv_backward(*grads, *rest),
+                lambda dq, dk, dv: rope_qkv_backward(dq, dk, dv, *rest),
                 lambda grad_qkv: rope_qkv_forward(grad_qkv, *rest),
                 grad_q,
                 grad_k,

@@ -170,12 +170,12 @@ class TransformerEngineBaseModule(ForwardProtocol):
             elif param.is_meta or values is not param:
                 self._replace_parameter(name, torch.nn.Parameter(values, requires_grad=param.requires_grad))
 
-    def _fill_again(self, param: torch.nn.Parameter, values: Tensor) -> None:
+    def _fill_again(self, param: QuantizedTensor, values: Tensor) -> None:
         """New values for a quantized parameter that optimizers and wrappers hold, in its own codes."""
         with torch.no_grad():
             param.copy_(values)
         if self.preserve_high_precision_init_val:
-            _keep_initial_values(param, values)
+            _keep_initial_values(param, values)  # pyright: ignore[reportArgumentType]
 
     def _replace_parameter(self, name: str, new: torch.nn.Parameter) -> None:
         old = self._parameters[name]

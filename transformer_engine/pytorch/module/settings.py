@@ -35,8 +35,8 @@ def hand_down(
     module: torch.nn.Module, name: str, value: Any, children: Mapping[str, tuple[str, ...]]
 ) -> None:
     """Set what children[name] lists, as "child.attribute", as well, once the children are there."""
-    owned = module.__dict__.get("_modules")
-    for path in children.get(name, ()) if owned else ():
+    owned = module.__dict__.get("_modules") or {}
+    for path in children.get(name, ()):
         child, attribute = path.split(".")
         found = owned.get(child)
         if found is not None:

@@ -24,7 +24,7 @@ from ...quantization.autocast import current
 from ...tracing import text_of_number
 from . import fp8
 from . import mask as masks
-from .arguments import check_heads, one_of, unpacked
+from .arguments import accept_older_state, check_heads, one_of, unpacked
 from .call import Described, Options, Plan, call_key, request_of
 from .choose import check, choose, choose_when_traced
 from .context_parallel_group import check_context_parallel_group
@@ -143,7 +143,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             # 0: a learnable sink begins as "off-by-one"
             self.register_parameter("softmax_offset", offset, ParameterInit(torch.nn.init.zeros_))
             self.reset_parameters()
-        self._register_load_state_dict_pre_hook(_accept_older_extra_state)
+        self._register_load_state_dict_pre_hook(accept_older_state)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "attn_mask_type":
@@ -340,10 +340,3 @@ class DotProductAttention(TransformerEngineBaseModule):
                 attend, *inputs, get_rng_state_tracker=tracker, tp_group=self.tp_group, use_reentrant=False
             )
         return torch_checkpoint(attend, *inputs, use_reentrant=False)  # pyright: ignore[reportReturnType]
-
-
-def _accept_older_extra_state(state_dict: dict[str, Any], prefix: str, *_: object) -> None:
-    """Take checkpoints that have this module's extra state one level deeper, or not at all."""
-    older = state_dict.pop(prefix + "fused_attention._extra_state", None)
-    if prefix + "_extra_state" not in state_dict:
-        state_dict[prefix + "_extra_state"] = torch.empty(0, dtype=torch.uint8) if older is None else older

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...tracing import number_while_tracing
 from . import mask as masks
 from .alibi import default_slopes
-from .arguments import check_cache, check_tensors, one_of
+from .arguments import check_cache, check_tensors, one_of, sink_of
 from .call import Described, Options, Prepared
 from .request import BIAS_TYPES, QKV_FORMATS, AttentionInputs
 from .sequences import Sequences, cached_sequences, given_sequences, unknown_sequences
@@ -96,7 +96,7 @@ def prepared(
         *sequences[4:],
         bias=a.bias,
         slopes=slopes,
-        sink=_sink(layer, q),
+        sink=sink_of(layer.softmax_type, layer.softmax_offset, layer.heads, q.device),
         page_table=page_table,
     )
     return Prepared(options, sequences, inputs, a.alibi_slopes is not None), written
@@ -166,16 +166,3 @@ def _slopes(
     rank = torch.distributed.get_rank(layer.tp_group) if layer.tp_group is not None else 0
     slopes = default_slopes(layer.num_attention_heads, q.device)
     return slopes[rank * layer.heads : (rank + 1) * layer.heads]
-
-
-def _sink(layer: DotProductAttention, q: Tensor | Described) -> Tensor | None:
-    if layer.softmax_type == "off-by-one":
-        return torch.zeros(layer.heads, dtype=torch.float32, device=q.device)
-    if layer.softmax_type != "learnable":
-        return None
-    if layer.softmax_offset is None:
-        raise ValueError(
-            "softmax_type='learnable' was set on an attention without the parameter softmax_offset; make one with "
-            "DotProductAttention(softmax_type='learnable')"
-        )
-    return layer.softmax_offset
