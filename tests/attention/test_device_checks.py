@@ -129,6 +129,14 @@ def test_numbers_on_a_gpu_are_checked_without_waiting_for_it(monkeypatch):
 
 
 @pytest.mark.gpu
+def test_a_call_waits_for_its_numbers_where_it_is_asked_to(monkeypatch):
+    monkeypatch.setenv("TE_CHECK", "2")
+    with pytest.raises(ValueError, match=r"^7 is not below 3; lower it$"):
+        demand(below, (torch.tensor([1, 7], device="cuda"),), 3)
+    assert not device_checks._waiting
+
+
+@pytest.mark.gpu
 def test_a_captured_graph_holds_no_check(monkeypatch):
     monkeypatch.setenv("TE_CHECK", "1")
     x, graph = torch.tensor([1, 7], device="cuda"), torch.cuda.CUDAGraph()

@@ -24,7 +24,7 @@ HIDDEN, HEADS, SIZE, TOKENS, BATCH = 32, 4, 8, 16, 2
 @pytest.fixture(autouse=True)
 def _checked_on_every_device(monkeypatch):
     monkeypatch.setenv("TE_EMULATE", "1")
-    monkeypatch.setenv("TE_CHECK", "1")
+    monkeypatch.setenv("TE_CHECK", "2")
 
 
 def bounds(device, *lengths):
@@ -95,8 +95,8 @@ NUMBERS = {
 
 
 def state(module, *more):
-    """Everything that a call may change."""
-    tensors = [x.clone() for x in module.state_dict().values() if isinstance(x, torch.Tensor)]
+    """Everything that a call may change; extra states are what fp8_meta holds, in bytes that pickling varies."""
+    tensors = [x.clone() for name, x in module.state_dict().items() if not name.endswith("_extra_state")]
     for child in module.modules():
         meta = getattr(child, "fp8_meta", {})
         for key in ("scaling_fwd", "scaling_bwd"):
@@ -150,12 +150,7 @@ def test_an_attention_layer_refuses_wrong_lengths_before_its_projections_record(
     settled(layer, x, **good)
     lengths, match = NUMBERS[name]
     given = torch.tensor(lengths, dtype=torch.int32, device=device)
-    if device.type == "cpu":
-        refused(layer, (x,), {**good, "cu_seqlens_q": given}, match)
-    else:
-        layer(x, **{**good, "cu_seqlens_q": given})
-        with pytest.raises(ValueError, match=match):
-            te.check()
+    refused(layer, (x,), {**good, "cu_seqlens_q": given}, match)
 
 
 def test_a_first_call_that_is_refused_leaves_the_next_as_if_it_had_not_been(device):

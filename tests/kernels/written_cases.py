@@ -141,7 +141,7 @@ def others() -> Iterator[Case]:
         yield f"rotate packed transposed={transposed}", packed, inputs
     for paged in (False, True):
         strides = (0, 1024, 128) * 2
-        sizes = {"capacity": 4096, "page_size": 64, "table_stride": 64}
+        sizes = {"capacity": 4096, "page_size": 64, "pages": 64, "table_stride": 64}
         launch = kv_cache.append(4, 16, 8, (128, 96), strides, packed=paged, **sizes)
         inputs = (HALF, HALF, HALF, HALF, INDEX if paged else None, INDEX, INDEX)
         yield f"kv cache paged={paged}", launch, inputs

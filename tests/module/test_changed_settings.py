@@ -37,12 +37,14 @@ def layer_of(kind, **options):
             return te.TransformerLayer(HIDDEN, FFN, HEADS, **(plain | options))
 
 
-def results(layer, recipe):
-    """Outputs, input gradient and parameter gradients of one call."""
+def results(layer, recipe, device=None):
+    """Outputs, input gradient and parameter gradients of one call; device: of the input, where nothing has another."""
     torch.manual_seed(1)
     packed = isinstance(layer, DotProductAttention)
     shape = (TOKENS, BATCH, 3, HEADS, HIDDEN // HEADS) if packed else (TOKENS, BATCH, HIDDEN)
-    x = torch.randn(shape, device=next(layer.parameters(), torch.empty(0)).device, requires_grad=True)
+    x = torch.randn(
+        shape, device=next(layer.parameters(), torch.empty(0, device=device)).device, requires_grad=True
+    )
     layer.zero_grad(set_to_none=True)
     with autocast(enabled=recipe is not None, recipe=recipe):
         if packed:
@@ -275,7 +277,7 @@ def test_an_attention_without_a_sink_cannot_learn_one_later(device):
     learnt = layer_of("DotProductAttention", softmax_type="learnable").to(device)
     torch.nn.init.constant_(learnt.softmax_offset, 2.0)
     learnt.softmax_type = "vanilla"
-    assert same(results(learnt, None)[:1], results(layer_of("DotProductAttention").to(device), None)[:1])
+    assert same(results(learnt, None)[:1], results(layer_of("DotProductAttention"), None, device)[:1])
 
 
 def test_copies_have_settings_of_their_own(device):

@@ -260,11 +260,12 @@ _LAYERS = (
 )
 
 _PLATFORM = (
-    _flag(
+    _text(
         "TE_CHECK",
-        False,
+        "0",
         "1: sequence lengths, positions and pages that lie on a GPU are checked too, without waiting for it; a later "
-        "call raises, or te.check(). On a CPU they are always checked.",
+        "call raises, or te.check(). 2: each call waits and raises itself. On a CPU they are always checked.",
+        ("0", "1", "2"),
     ),
     _flag(
         "TE_BACKWARD_THREADS",

@@ -3,7 +3,8 @@
 A rule is a function of numbers on the host, lists as `Tensor.tolist` gives them, that raises ValueError. For tensors on
 the CPU it runs at once, before anything is changed. A GPU would have to be waited for, so that its numbers are trusted,
 unless TE_CHECK=1: then they are copied to pinned memory on the stream, and the rule runs when a later call finds
-the copy done, in `check()`, or when the process ends. Nothing is checked while a compiler traces or a CUDA graph is
+the copy done, in `check()`, or when the process ends. The call itself goes on, and a kernel that reads outside of its
+tensors may end the process first: TE_CHECK=2 waits and runs the rule before anything else. Nothing is checked while a compiler traces or a CUDA graph is
 captured.
 """
 
@@ -43,7 +44,7 @@ _registered = False
 
 
 def demand(rule: Rule, tensors: tuple[Tensor | None, ...], *facts: Any) -> None:
-    """rule(*numbers of tensors, *facts) now, or later for tensors on a GPU under TE_CHECK=1, or not at all.
+    """rule(*numbers of tensors, *facts) now; for tensors on a GPU as TE_CHECK says: not at all, later or now.
 
     A tensor that is None stays None. Raises the ValueError of the rule, or that of an earlier check whose numbers
     have arrived.
@@ -57,32 +58,27 @@ def demand(rule: Rule, tensors: tuple[Tensor | None, ...], *facts: Any) -> None:
         if not tensor.is_cuda:
             return
         on_device = True
-    if on_device and not is_on():
+    level = env.get("TE_CHECK") if on_device and env.stored(_SWITCH)[0] is not None else "0"
+    if on_device and (level == "0" or torch.cuda.is_current_stream_capturing()):
         return
     if any(tensor is not None and type(tensor) not in _PLAIN for tensor in tensors):
         return
-    if on_device:
+    if level == "1":
         _demand_later(rule, tensors, facts)
     else:
         rule(*(None if tensor is None else tensor.tolist() for tensor in tensors), *facts)
 
 
-def is_on() -> bool:
-    """Does TE_CHECK ask for the numbers on GPUs to be checked too?"""
-    return env.stored(_SWITCH)[0] is not None and env.flag("TE_CHECK")
-
-
 def check() -> None:
     """Wait for all checks under way; raises the ValueError of the first that fails, and drops the others.
 
-    With TE_CHECK=1 sequence lengths, positions and pages on a GPU are checked after the call that was given them.
+    With TE_CHECK=1 sequence lengths, positions and pages on a GPU are checked after the call that was given them,
+    with TE_CHECK=2 by the call itself.
     """
     _settle(wait=True)
 
 
 def _demand_later(rule: Rule, tensors: tuple[Tensor | None, ...], facts: tuple[Any, ...]) -> None:
-    if torch.cuda.is_current_stream_capturing():
-        return
     _settle(wait=False)
     numbers = [None if x is None else _copied(x) for x in tensors]
     event = torch.cuda.Event()

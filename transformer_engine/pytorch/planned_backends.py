@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..common.dispatch import Backend, observing, tables
+from ..common.kernels import launch
 from .attention import DotProductAttention
 from .double_backward import once_differentiable
 from .functions import weight_gradient
@@ -21,6 +22,7 @@ from .primitives.activation import ACTIVATIONS, gradient_fuses
 from .primitives.fused_codes import in_row_blocks
 from .primitives.gemm import Epilogue, composed, cublaslt_library
 from .primitives.gemm.fused_request import CODES, GELU, GELU_GRADIENT, FusedRequest
+from .primitives.norm import triton as norm
 from .primitives.operand import Operand
 from .primitives.quantize import Cast, Quantized, QuantizeSpec
 from .quantization import delayed_scaling
@@ -147,13 +149,30 @@ def _cast(x: Tensor, width: int, cast: Cast, fuses: bool = True) -> Quantized:
 def _layernorm_backward(
     dy: Tensor, x: Tensor, mean: Tensor, rstdev: Tensor, weight: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight)
+    partial_sums = _partial_sums(dy, x, weight, True)
+    results = torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight)
+    del partial_sums  # there until the results are
+    return results
 
 
 def _rmsnorm_backward(
     dy: Tensor, x: Tensor, rstdev: Tensor, weight: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(weight)
+    partial_sums = _partial_sums(dy, x, weight, False)
+    results = torch.empty_like(x), torch.empty_like(weight)
+    del partial_sums
+    return results
+
+
+def _partial_sums(dy: Tensor, x: Tensor, weight: Tensor, centered: bool) -> Tensor | None:
+    """What a GPU's kernels sum columns in, as their program says."""
+    if x.device.type != "cuda" or launch.missing() is not None or not x.shape[0]:
+        return None
+    bytes_a_column = dy.element_size() + x.element_size()
+    strides, dtypes = (dy.stride(0), x.stride(0), 0), (x.dtype, weight.dtype)
+    program = norm.backward_program(x.shape, strides, dtypes, False, centered, bytes_a_column, x.device.index)
+    made = {name: output for step in program.steps for name, output in zip(step.outputs, step.launch.outputs, strict=True)}
+    return x.new_empty(made["workspace"].shape, dtype=torch.float32)  # pyright: ignore[reportOptionalMemberAccess]
 
 
 _NORMS: dict[str, Callable[..., Any]] = {

@@ -165,7 +165,7 @@ def _backward(
     zero_centered: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dy, x, add = rows_dense(dy), rows_dense(x), None if add is None else rows_dense(add)
-    program = _backward_program(
+    program = backward_program(
         x.shape,
         (dy.stride(0), x.stride(0), 0 if add is None else add.stride(0)),
         (x.dtype, weight.dtype),
@@ -208,7 +208,7 @@ def _forward_launch(
 
 
 @functools.lru_cache(maxsize=1024)
-def _backward_program(
+def backward_program(
     shape: torch.Size,
     strides: tuple[int, int, int],
     dtypes: tuple[torch.dtype, torch.dtype],
@@ -217,6 +217,7 @@ def _backward_program(
     column_bytes: int,
     device: int,
 ) -> Program:
+    """The launches of a backward, and the buffer that they sum columns in."""
     from ....common.kernels import norm  # it imports triton
 
     rows, width = shape
