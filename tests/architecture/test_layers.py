@@ -14,6 +14,7 @@ LAYERS = {
     "transformer_engine.common": 0,
     "transformer_engine.pytorch": 8,  # the package's __init__ gathers the public names of all layers
     "transformer_engine.pytorch.device": 1,
+    "transformer_engine.pytorch.checks": 1,
     "transformer_engine.pytorch.constants": 1,
     "transformer_engine.pytorch.backward_thread": 1,
     "transformer_engine.pytorch.tracing": 1,

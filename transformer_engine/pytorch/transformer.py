@@ -8,15 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..common.checks import drop_rate, one_of, whole
+from .attention.dot_product_attention.arguments import RULES
 from .attention.inference import InferenceParams
 from .attention.multi_head_attention import MultiheadAttention
 from .constants import LayerTypes
 from .functions.dropout import bias_dropout_add, dropout
+from .module.arguments import check_arguments
 from .module.layernorm import LayerNorm
 from .module.layernorm_mlp import LayerNormMLP
 from .module.rmsnorm import RMSNorm
 
-FORMATS = ("sbhd", "bshd", "thd")
 NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 
 
@@ -27,6 +29,8 @@ class DropPath(nn.Module):
     """
 
     def __init__(self, drop_prob: float = 0.0, batch_dim: int = 1):
+        drop_rate("drop_prob", drop_prob)
+        whole("batch_dim", batch_dim, 0)
         super().__init__()
         self.drop_prob = drop_prob
         self.batch_dim = batch_dim
@@ -115,6 +119,7 @@ class TransformerLayer(nn.Module):
         qk_norm_before_rope: bool = False,
         softmax_type: str = "vanilla",
     ) -> None:
+        check_arguments(locals(), **RULES)
         super().__init__()
         _check_variant(
             layer_type,
@@ -123,7 +128,6 @@ class TransformerLayer(nn.Module):
             output_layernorm,
             attn_input_format,
             drop_path_rate,
-            normalization,
         )
         self.layer_type = layer_type
         self.layer_number = layer_number
@@ -349,14 +353,8 @@ def _check_variant(
     output_layernorm: bool,
     attn_input_format: str,
     drop_path_rate: float,
-    normalization: str,
 ) -> None:
-    if layer_type not in LayerTypes:
-        raise ValueError(f"layer_type={layer_type!r} does not exist; choose one of {', '.join(LayerTypes)}")
-    if normalization not in NORMS:
-        raise ValueError(f"normalization={normalization!r} does not exist; choose one of {', '.join(NORMS)}")
-    if attn_input_format not in FORMATS:
-        raise ValueError(f"attn_input_format={attn_input_format!r}; choose one of {', '.join(FORMATS)}")
+    one_of("layer_type", layer_type, LayerTypes)
     if parallel and (layer_type != "encoder" or post_norm_residual or output_layernorm):
         raise ValueError(
             "parallel_attention_mlp=True is for layer_type='encoder' without "

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, TypeVar
 
 from .. import env
+from ..checks import described, epsilon, integer, switch, whole
 
 __all__ = [
     "CustomRecipe",
@@ -59,6 +60,9 @@ class MMParams:
 
     use_split_accumulator: bool = True
 
+    def __post_init__(self) -> None:
+        switch("MMParams: use_split_accumulator", self.use_split_accumulator)
+
     def __repr__(self) -> str:
         return _describe(self)
 
@@ -72,6 +76,16 @@ class QParams:
     random_hadamard_transform: bool = False
     stochastic_rounding: bool = False
     fp4_2d_quantization: bool = False
+
+    def __post_init__(self) -> None:
+        epsilon("QParams: amax_epsilon", self.amax_epsilon)
+        for name in (
+            "power_2_scale",
+            "random_hadamard_transform",
+            "stochastic_rounding",
+            "fp4_2d_quantization",
+        ):
+            switch(f"QParams: {name}", getattr(self, name))
 
     def __repr__(self) -> str:
         return _describe(self)
@@ -165,10 +179,24 @@ _SCOPES = ("none", "weights", "activations", "all")
 def _require(recipe: Recipe, name: str, allowed: tuple[Any, ...], remedy: str = "") -> None:
     """ValueError unless the field has one of the allowed values."""
     value = getattr(recipe, name)
-    if value not in allowed:
+    if not any(type(value) is type(choice) and value == choice for choice in allowed):
         choices = " or ".join(repr(a) for a in allowed)
         advice = f"; {remedy}" if remedy else ""
         raise ValueError(f"{type(recipe).__name__}: {name}={value!r}; it must be {choices}{advice}")
+
+
+def _require_switches(recipe: Recipe, *names: str) -> None:
+    for name in ("fp8_dpa", "fp8_mha", *names):
+        switch(f"{type(recipe).__name__}: {name}", getattr(recipe, name))
+
+
+def _require_products(recipe: Recipe) -> None:
+    for name in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"):
+        value = getattr(recipe, name)
+        if not isinstance(value, MMParams):
+            raise TypeError(
+                f"{type(recipe).__name__}: {name}={described(value)} is a {type(value).__name__}; give MMParams(..)"
+            )
 
 
 def _require_fp8(recipe: Recipe) -> None:
@@ -205,10 +233,9 @@ class DelayedScaling(Recipe):
     def __post_init__(self) -> None:
         _require_fp8(self)
         _require(self, "backward_override", (None,), "use another recipe or unset NVTE_BACKWARD_OVERRIDE")
-        if self.amax_history_len < 1:
-            raise ValueError(
-                f"DelayedScaling: amax_history_len={self.amax_history_len} < 1; keep one step or more"
-            )
+        integer("DelayedScaling: margin", self.margin)
+        whole("DelayedScaling: amax_history_len", self.amax_history_len)
+        _require_switches(self, "reduce_amax")
         if not callable(self.amax_compute_algo):
             _require(self, "amax_compute_algo", ("max", "most_recent"), "or pass a callable(history) -> amax")
         if self.scaling_factor_compute_algo is not None and not callable(self.scaling_factor_compute_algo):
@@ -240,6 +267,8 @@ class Float8CurrentScaling(Recipe):
 
     def __post_init__(self) -> None:
         _require_fp8(self)
+        _require_switches(self, "use_power_2_scales")
+        _require_products(self)
         for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
             _default(self, name, QParams(power_2_scale=self.use_power_2_scales))
 
@@ -269,6 +298,7 @@ class Float8BlockScaling(Recipe):
 
     def __post_init__(self) -> None:
         _require_fp8(self)
+        _require_switches(self, "use_f32_scales")
         dimensions = ("x_block_scaling_dim", "w_block_scaling_dim", "grad_block_scaling_dim")
         for name in dimensions:
             _require(self, name, (1, 2))
@@ -303,6 +333,8 @@ class MXFP8BlockScaling(Recipe):
 
     def __post_init__(self) -> None:
         _require_fp8(self)
+        integer("MXFP8BlockScaling: margin", self.margin)
+        _require_switches(self, "enable_2d_quantization")
 
 
 @_accepts_unknown_keywords
@@ -337,6 +369,13 @@ class NVFP4BlockScaling(Recipe):
         _require(self, "nvfp4_4over6_e4m3_use_256", _SCOPES)
         _require(self, "nvfp4_4over6_err_mode", ("MAE", "MSE"))
         _require(self, "backward_override", (None, "high_precision", "dequantized"))
+        _require_switches(
+            self,
+            "disable_rht",
+            "disable_stochastic_rounding",
+            "disable_2d_quantization",
+            "row_scaled_activation",
+        )
         transform = not self.disable_rht
         _default(self, "fp4_quant_fwd_inp", QParams(random_hadamard_transform=transform))
         _default(self, "fp4_quant_fwd_weight", QParams(fp4_2d_quantization=not self.disable_2d_quantization))
@@ -370,8 +409,6 @@ class CustomRecipe(Recipe):
     def __post_init__(self) -> None:
         if not callable(self.qfactory):
             raise ValueError(f"CustomRecipe: qfactory={self.qfactory!r}; pass a callable(role) -> quantizer")
-        if self.quantization_alignment < 1:
-            raise ValueError(
-                f"CustomRecipe: quantization_alignment={self.quantization_alignment} < 1; 1 means no padding"
-            )
+        whole("CustomRecipe: quantization_alignment", self.quantization_alignment)
         _require_fp8(self)
+        _require_switches(self)

@@ -17,7 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...common.checks import described, one_of, switch, whole, whole_or_none
 from ...common.formats import ceil_div, round_up
+from ..checks import tensor_dtype
 from ..device import canonical_device
 from ..primitives.kv_cache import gather_pages
 from .kv_cache import CacheShape, KVCacheManager, NonPagedKVCacheManager
@@ -75,14 +77,28 @@ class InferenceParams:
         custom_cache_manager: KVCacheManager | None = None,
         device: torch.device | str | int | None = "cuda",
     ) -> None:
-        if qkv_format not in FORMATS:
-            raise ValueError(f"qkv_format={qkv_format!r}; choose one of {', '.join(FORMATS)}")
-        for name, number in (
+        one_of("qkv_format", qkv_format, FORMATS)
+        for name, size in (
             ("max_batch_size", max_batch_size),
             ("max_sequence_length", max_sequence_length),
+            ("num_heads_kv", num_heads_kv),
+            ("head_dim_k", head_dim_k),
         ):
-            if number < 1:
-                raise ValueError(f"{name}={number} is below 1; give a positive number")
+            whole(name, size)
+        for name, size in (
+            ("head_dim_v", head_dim_v),
+            ("max_ctx_len", max_ctx_len),
+            ("page_size", page_size),
+            ("total_num_pages", total_num_pages),
+        ):
+            whole_or_none(name, size)
+        tensor_dtype("dtype", dtype)
+        switch("is_paged", is_paged)
+        if custom_cache_manager is not None and not isinstance(custom_cache_manager, KVCacheManager):
+            raise TypeError(
+                f"custom_cache_manager={described(custom_cache_manager)} is no KVCacheManager; give an instance of a "
+                "subclass, or None"
+            )
         self.max_batch_size = max_batch_size
         self.max_sequence_length = max_sequence_length
         self.num_heads_kv = num_heads_kv
@@ -114,13 +130,8 @@ class InferenceParams:
                 )
             return None, None
         size = 64 if page_size is None else page_size
-        if size < 1:
-            raise ValueError(f"page_size={size} is below 1; give a positive number, 16 to 256 run fastest")
         most = self.max_batch_size * ceil_div(self.max_sequence_length, size)
-        total = most if total_num_pages is None else total_num_pages
-        if total < 1:
-            raise ValueError(f"total_num_pages={total} is below 1; {most} pages hold every sequence in full")
-        return size, total
+        return size, most if total_num_pages is None else total_num_pages
 
     def _manager(self) -> KVCacheManager:
         shape = CacheShape(

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..module.arguments import check_arguments
 from ..module.layernorm_linear import LayerNormLinear
 from ..module.linear import Linear
 from ..quantization.autocast import AutocastState, current
 from .dot_product_attention import DotProductAttention
+from .dot_product_attention.arguments import RULES, check_heads
 from .dot_product_attention.fp8 import outputs_codes, projects_codes
 from .dot_product_attention.mask import canonical_name, check_set_window_size
 from .heads import Heads, Rotation
@@ -80,11 +82,8 @@ class MultiheadAttention(nn.Module):
         micro_batch_size: int | None = None,
         softmax_type: str = "vanilla",
     ) -> None:
+        check_arguments(locals(), **RULES)
         super().__init__()
-        if attention_type not in ("self", "cross"):
-            raise ValueError(f"attention_type={attention_type!r} does not exist; choose 'self' or 'cross'")
-        if layer_number is not None and layer_number < 1:
-            raise ValueError(f"layer_number={layer_number}; layers count from 1")
         if fuse_wgrad_accumulation and not fuse_qkv_params:
             raise ValueError(
                 "fuse_wgrad_accumulation=True needs one weight a projection; set fuse_qkv_params=True"
@@ -98,6 +97,7 @@ class MultiheadAttention(nn.Module):
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         size = _head_size(hidden_size, num_attention_heads, kv_channels)
         ranks = tp_size if set_parallel_mode else 1
+        check_heads(num_attention_heads, groups, ranks)
         self.attention_type = attention_type
         self.attn_mask_type = canonical_name(attn_mask_type)
         self.window_size = check_set_window_size(attn_mask_type, window_size)

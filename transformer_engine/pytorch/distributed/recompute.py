@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
+from ...common.checks import switch
 from ..constants import dist_group_type
 from ..device import has_cuda
 from ..quantization import delayed_scaling
@@ -57,6 +58,8 @@ class activation_recompute_forward(AbstractContextManager):
     """Marks the block as one of the two runs of a recomputed function, and takes the mark back after it."""
 
     def __init__(self, activation_recompute: bool = False, recompute_phase: bool = False):
+        switch("activation_recompute", activation_recompute)
+        switch("recompute_phase", recompute_phase)
         self.activation_recompute = activation_recompute
         self.recompute_phase = recompute_phase
         self._before = (False, False)

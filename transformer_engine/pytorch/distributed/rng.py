@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from ...common.checks import described, whole
 from ..device import has_cuda
 
 RngState = torch.Generator | Tensor
@@ -58,6 +59,11 @@ class CudaRNGStatesTracker:
 
     def add(self, name: str, seed: int) -> None:
         """Make a state from the seed; ValueError if the name or the seed is taken."""
+        if not isinstance(name, str):
+            raise TypeError(
+                f"name={described(name)} is a {type(name).__name__}; give the state's name, a str"
+            )
+        whole("seed", seed, 0)
         if seed in self.seeds_:
             raise ValueError(f"seed {seed} is in use already; give each state its own seed")
         if name in self.states_:

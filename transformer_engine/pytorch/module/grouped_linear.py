@@ -16,6 +16,7 @@ from ..functions.linear import LinearSpec
 from ..functions.scale_update import ScaleUpdate
 from ..functions.weight_gradient import WeightGradientStore
 from ..quantization.autocast import AutocastState, current
+from .arguments import check_arguments
 from .grouped_path import TogetherPath
 from .linear_base import QuantizedProductsModule, check_parallel_mode, product_refusal
 from .parameters import InitMethod, ParameterInit, default_init_method
@@ -61,6 +62,7 @@ class GroupedLinear(QuantizedProductsModule):
         name: str | None = None,
         use_grouped_tensor: bool | None = None,
     ) -> None:
+        check_arguments(locals())
         super().__init__(name)
         check_parallel_mode(parallel_mode, tp_size, in_features, out_features)
         if num_gemms < 1:

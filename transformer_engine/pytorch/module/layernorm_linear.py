@@ -16,8 +16,9 @@ from ..functions.norm_linear import NormLinearSpec, norm_linear
 from ..functions.normalization import Norm
 from ..functions.weight_gradient import WeightGradientStore
 from ..quantization.autocast import current
+from .arguments import check_arguments
 from .linear_base import LinearParameters, OverlapOptions, check_parallel_mode
-from .norm_parameters import check_normalization, register_norm_parameters
+from .norm_parameters import register_norm_parameters
 from .parameters import InitMethod
 
 
@@ -64,6 +65,7 @@ class LayerNormLinear(LinearParameters):
         symmetric_ar_type: str | None = None,
         name: str | None = None,
     ) -> None:
+        check_arguments(locals())
         # Subclasses of other libraries choose the tracker's name by setting it before they call this.
         rng_tracker_name = self.__dict__.get("rng_tracker_name")
         super().__init__(name)
@@ -72,7 +74,6 @@ class LayerNormLinear(LinearParameters):
                 'parallel_mode="row" would normalize a shard of the features; use LayerNorm followed by Linear'
             )
         check_parallel_mode(parallel_mode, tp_size, in_features, out_features)
-        check_normalization(normalization)
         self.in_features = in_features
         self.out_features = out_features // tp_size if parallel_mode == "column" else out_features
         self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma

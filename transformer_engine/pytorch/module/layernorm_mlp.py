@@ -18,8 +18,9 @@ from ..functions.scale_update import ScaleUpdate
 from ..functions.weight_gradient import WeightGradientStore
 from ..primitives.activation import ACTIVATIONS, ActivationParams
 from ..quantization.autocast import AutocastState, current
+from .arguments import check_arguments
 from .linear_base import OverlapOptions, QuantizedProductsModule
-from .norm_parameters import check_normalization, register_norm_parameters
+from .norm_parameters import register_norm_parameters
 from .parameters import InitMethod, ParameterInit, default_init_method
 from .recipe_state import ProductQuantizers
 
@@ -82,10 +83,8 @@ class LayerNormMLP(QuantizedProductsModule):
         checkpoint: bool = False,
         name: str | None = None,
     ) -> None:
+        check_arguments(locals())
         super().__init__(name)
-        check_normalization(normalization)
-        if activation not in ACTIVATIONS:
-            raise ValueError(f"activation={activation!r} is unknown; choose one of {', '.join(ACTIVATIONS)}")
         shards = tp_size if set_parallel_mode else 1
         if ffn_hidden_size % shards:
             raise ValueError(f"tp_size={tp_size} does not divide ffn_hidden_size={ffn_hidden_size}; pad it")

@@ -14,6 +14,7 @@ from ..functions.linear import LinearSpec, linear
 from ..functions.weight_gradient import WeightGradientStore
 from ..quantization.autocast import current
 from ..tensor.quantized_tensor import QuantizedTensorStorage
+from .arguments import check_arguments
 from .linear_base import LinearParameters, OverlapOptions, check_parallel_mode
 from .parameters import InitMethod
 
@@ -66,6 +67,7 @@ class Linear(LinearParameters):
         save_original_input: bool = False,
         name: str | None = None,
     ) -> None:
+        check_arguments(locals())
         super().__init__(name)
         check_parallel_mode(parallel_mode, tp_size, in_features, out_features)
         self.in_features = in_features // tp_size if parallel_mode == "row" else in_features

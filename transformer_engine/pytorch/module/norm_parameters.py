@@ -4,17 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ..functions.normalization import NORMALIZATIONS
 from .base import TransformerEngineBaseModule
 from .parameters import ParameterInit
-
-
-def check_normalization(normalization: str) -> None:
-    """ValueError unless the normalization is known."""
-    if normalization not in NORMALIZATIONS:
-        raise ValueError(
-            f"normalization={normalization!r} is unknown; choose one of {', '.join(NORMALIZATIONS)}"
-        )
 
 
 def register_norm_parameters(

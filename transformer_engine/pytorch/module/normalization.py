@@ -8,9 +8,11 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from ...common.checks import whole
 from ..device import canonical_device
 from ..functions.norm import normalize
 from ..functions.normalization import Norm
+from .arguments import check_arguments, shape_or_none
 
 _STAGES = ("forward", "backward", "inference")
 
@@ -38,14 +40,15 @@ class Normalization(torch.nn.Module):
         dtype: torch.dtype | None = None,
         sm_margin: int | Mapping[str, int] = 0,
     ) -> None:
+        check_arguments(
+            locals(), hidden_size=shape_or_none, normalized_shape=shape_or_none, sm_margin=_check_margin
+        )
         super().__init__()
         shape = _renamed("hidden_size", hidden_size, "normalized_shape", normalized_shape)
         dtype = _renamed("params_dtype", params_dtype, "dtype", dtype)
         if shape is None:
-            raise ValueError(f"{type(self).__name__} needs normalized_shape, an int or several")
-        self.normalized_shape = (shape,) if isinstance(shape, int) else tuple(shape)
-        if not self.normalized_shape or min(self.normalized_shape) < 1:
-            raise ValueError(f"normalized_shape={self.normalized_shape} must hold positive sizes")
+            raise ValueError(f"{type(self).__name__} has normalized_shape=None; give an int, or several")
+        self.normalized_shape = tuple(shape) if isinstance(shape, Iterable) else (shape,)
         self.eps = eps
         self.zero_centered_gamma = zero_centered_gamma
         self.sequence_parallel = sequence_parallel
@@ -143,12 +146,17 @@ def _renamed(old_name: str, old, new_name: str, new):
     return old
 
 
-def _margins(sm_margin: int | Mapping[str, int]) -> dict[str, int]:
-    """One margin a stage; ValueError for stages that do not exist or are missing."""
-    if isinstance(sm_margin, int):
-        return dict.fromkeys(_STAGES, sm_margin)
+def _check_margin(name: str, sm_margin: int | Mapping[str, int]) -> None:
+    """A number of multiprocessors, or one for each stage."""
+    if not isinstance(sm_margin, Mapping):
+        whole(name, sm_margin, 0)
+        return
     if set(sm_margin) != set(_STAGES):
-        raise ValueError(
-            f"sm_margin has keys {sorted(sm_margin)}; give an int or all of {', '.join(_STAGES)}"
-        )
-    return dict(sm_margin)
+        raise ValueError(f"{name}={dict(sm_margin)}; give an int or all of {', '.join(_STAGES)}")
+    for stage, margin in sm_margin.items():
+        whole(f"{name}[{stage!r}]", margin, 0)
+
+
+def _margins(sm_margin: int | Mapping[str, int]) -> dict[str, int]:
+    """One margin a stage."""
+    return dict(sm_margin) if isinstance(sm_margin, Mapping) else dict.fromkeys(_STAGES, sm_margin)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from ...common.checks import function, switch
 from ..functions.softmax import scaled_softmax
 
 
@@ -18,6 +19,8 @@ class FusedScaleMaskSoftmax(nn.Module):
     """
 
     def __init__(self, mask_func: Callable[[Tensor, Tensor], Tensor], softmax_in_fp32: bool = True):
+        function("mask_func", mask_func)
+        switch("softmax_in_fp32", softmax_in_fp32)
         super().__init__()
         self.mask_func = mask_func
         self.softmax_in_fp32 = softmax_in_fp32

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...common import env
+from ...common.checks import described, switch
 from ...common.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
 from ..device import cuda_version, get_device_compute_capability, has_cuda
 from ..tracing import constant_while_tracing
@@ -44,6 +45,7 @@ class emulate:
     """Switch emulation on (or off) at once; as a context manager it goes back at the end."""
 
     def __init__(self, enabled: bool = True):
+        switch("enabled", enabled)
         self._before = _switch.forced
         _switch.forced = enabled
 
@@ -146,6 +148,16 @@ def check_recipe_support(recipe: Recipe) -> tuple[bool, str]:
     if recipe.float8_per_tensor_scaling():
         return check_fp8_support()
     return True, ""
+
+
+def check_block(enabled: bool, recipe: Recipe | None) -> None:
+    """What the context managers take: a switch, and a recipe's instance or None."""
+    switch("enabled", enabled)
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise TypeError(
+            f"recipe={described(recipe)} is a {type(recipe).__name__}; pass an instance of a class of "
+            "transformer_engine.common.recipe, or None"
+        )
 
 
 def _answer(checked: tuple[bool, str], return_reason: bool) -> bool | tuple[bool, str]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...common import recipe as recipes
+from ...common.checks import switch
 from ..constants import dist_group_type
 from ..primitives.operand import Operand, plain
 from ..primitives.quantize import Quantized, QuantizeSpec
@@ -59,6 +60,8 @@ class Quantizer(abc.ABC):
     is_identity = False  # does `encode` leave values as they are?
 
     def __init__(self, *, rowwise: bool, columnwise: bool):
+        switch("rowwise", rowwise)
+        switch("columnwise", columnwise)
         self.rowwise_usage = rowwise
         self.columnwise_usage = columnwise
         self.internal = False

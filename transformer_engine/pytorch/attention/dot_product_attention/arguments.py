@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from .request import AttentionRequest
+from ....common.checks import one_of
+from ...constants import AttnTypes
+from ...module.arguments import Rule
+from .mask import canonical_name
+from .request import QKV_FORMATS, SOFTMAX_TYPES, AttentionRequest
 
-
-def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    """ValueError unless value is allowed."""
-    if value not in allowed:
-        raise ValueError(f"{name}={value!r} does not exist; choose one of {', '.join(allowed)}")
+# What the constructors of attention layers have beside the arguments of all layers.
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(("attn_input_format", "qkv_format"), partial(one_of, allowed=QKV_FORMATS)),
+    "attention_type": partial(one_of, allowed=AttnTypes),
+    "softmax_type": partial(one_of, allowed=SOFTMAX_TYPES),
+    **dict.fromkeys(
+        ("attn_mask_type", "self_attn_mask_type", "enc_dec_attn_mask_type"),
+        lambda name, value: canonical_name(value, name),
+    ),
+}
 
 
 def check_heads(heads: int, groups: int, tp_size: int) -> None:

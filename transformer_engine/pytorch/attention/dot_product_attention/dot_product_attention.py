@@ -17,18 +17,19 @@ from ...backward_thread import keep_backward_here
 from ...device import canonical_device
 from ...distributed.recompute import checkpoint as recompute_checkpoint
 from ...distributed.tensor_parallel import set_tensor_model_parallel_attributes
+from ...module.arguments import check_arguments, head_sizes
 from ...module.base import TransformerEngineBaseModule
 from ...module.parameters import ParameterInit
 from ...quantization.autocast import current
 from . import fp8
 from . import mask as masks
 from .alibi import default_slopes
-from .arguments import check_cache, check_heads, check_tensors, one_of, unpacked
+from .arguments import RULES, check_cache, check_heads, check_tensors, one_of, unpacked
 from .call import Options, Plan, call_key, request_of
 from .choose import choose, choose_when_traced
 from .context_parallel_group import check_context_parallel_group
 from .last_choice import last_choice as _attention_backends
-from .request import QKV_FORMATS, SOFTMAX_TYPES, AttentionInputs, AttentionRequest, AttentionResult
+from .request import QKV_FORMATS, AttentionInputs, AttentionRequest, AttentionResult
 from .sequences import Sequences, cached_sequences, given_sequences
 from .utils import AttentionLogging
 
@@ -89,14 +90,12 @@ class DotProductAttention(TransformerEngineBaseModule):
         name: str | None = None,
         score_mod: Callable[..., Tensor] | None = None,
     ) -> None:
+        check_arguments(locals(), kv_channels=head_sizes, **RULES)
         super().__init__(name)
         if not AttentionLogging._is_logging_setup:
             AttentionLogging.setup_logging()
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         check_heads(num_attention_heads, groups, tp_size)
-        one_of("attention_type", attention_type, ("self", "cross"))
-        one_of("softmax_type", softmax_type, SOFTMAX_TYPES)
-        one_of("qkv_format", qkv_format, QKV_FORMATS)
         self.num_attention_heads = num_attention_heads
         self.num_gqa_groups = groups
         self.head_dim_qk, self.head_dim_v = (

@@ -1,0 +1,2 @@
+def function_calls():
+    return []
