@@ -81,7 +81,7 @@ ACTIVATION = {
 FORMATS = {"fp8_format": ("E4M3", 3, recipe.Format.E2M1, None)}
 FP8_ATTENTION = {"fp8_dpa": FLAG, "fp8_mha": FLAG}
 OVERRIDE = {"backward_override": (WORD, 3, True)}
-PRODUCTS = {name: (True, None, "split") for name in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad")}
+PRODUCTS = dict.fromkeys(("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"), (True, None, "split"))
 
 
 def _of(
@@ -193,7 +193,7 @@ def _recipes() -> list[Call]:
             {"use_power_2_scales": FLAG}),
         _of("Float8BlockScaling", recipe.Float8BlockScaling, {}, FORMATS, OVERRIDE, PRODUCTS,
             {"fp8_dpa": (*FLAG, True), "fp8_mha": (*FLAG, True), "use_f32_scales": FLAG},
-            {name: (0, 3, 1.5, "1", None, True) for name in dimensions}),
+            dict.fromkeys(dimensions, (0, 3, 1.5, "1", None, True))),
         _of("MXFP8BlockScaling", recipe.MXFP8BlockScaling, {}, FORMATS, FP8_ATTENTION, OVERRIDE,
             {"margin": (2.5, "1", None, NAN), "enable_2d_quantization": FLAG}),
         _of("NVFP4BlockScaling", recipe.NVFP4BlockScaling, {}, FP8_ATTENTION, OVERRIDE, {

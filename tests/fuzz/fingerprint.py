@@ -27,6 +27,8 @@ from transformer_engine.pytorch.quantization import (
 from transformer_engine.pytorch.quantization.autocast import snapshot
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum, torch.Size)
+# What follows from shapes and names, remembered: no result depends on who asked first.
+MEMORIES = ("_masks", "_plans", "_remembered")
 OURS = ("transformer_engine", "transformer_engine_torch")
 
 
@@ -131,7 +133,9 @@ class _Visit:
         else:
             attributes = vars(value) if hasattr(value, "__dict__") else {}
         for name, attribute in list(attributes.items()):
-            if not isinstance(attribute, (types.FunctionType, types.MethodType, type)):
+            if name not in MEMORIES and not isinstance(
+                attribute, (types.FunctionType, types.MethodType, type)
+            ):
                 self(f"{place}.{name}", attribute)
 
 

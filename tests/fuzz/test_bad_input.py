@@ -6,9 +6,9 @@ import linecache
 import re
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 from bad_values import Made, names_it, shown
 from constructor_calls import constructor_calls
 from fingerprint import differences, fingerprint
@@ -34,19 +34,28 @@ def _quiet():
         yield
 
 
-def outcome(made: Made, argument: str, value: object) -> str | None:
-    """What is wrong with the way in which a bad call was refused; None: nothing."""
-    before = fingerprint(made.arguments, *made.watched)
-    try:
-        made.function(**{**made.arguments, argument: value})
-    except Exception as error:
-        fault = _fault(error, value)
-    else:
-        fault = "was accepted"
-    changed = differences(before, fingerprint(made.arguments, *made.watched))
-    if changed:
-        fault = f"{fault or 'refused'}, and changed {', '.join(changed[:3])}"
-    return fault
+class Trial:
+    """Bad calls of one callable, one after the other, each beside the state that it found."""
+
+    def __init__(self, made: Made):
+        self.made = made
+        self.before = self._state()
+
+    def _state(self) -> dict[str, Any]:
+        return fingerprint(self.made.arguments, *self.made.watched)
+
+    def outcome(self, argument: str, value: object) -> str | None:
+        """What is wrong with the way in which a bad call was refused; None: nothing."""
+        try:
+            self.made.function(**{**self.made.arguments, argument: value})
+        except Exception as error:
+            fault = _fault(error, value)
+        else:
+            fault = "was accepted"
+        after = self._state()
+        changed = differences(self.before, after)
+        self.before = after
+        return f"{fault or 'refused'}, and changed {', '.join(changed[:3])}" if changed else fault
 
 
 def _fault(error: Exception, value: object) -> str | None:
@@ -81,8 +90,9 @@ def test_every_bad_call_is_refused_by_name_and_changes_nothing(name: str):
         for when in ("before", "after") if call.stateful else ("after",):
             if when == "after":
                 made.function(**made.arguments)
+            trial = Trial(made)
             for argument, value in call.cases():
-                fault = outcome(made, argument, value)
+                fault = trial.outcome(argument, value)
                 if fault is not None:
                     faults.append(f"{name}({argument}={shown(value)}) {when} the first good call {fault}")
     assert not faults, "\n".join([f"{len(faults)} faults", *faults])

@@ -7,7 +7,7 @@ libraries (numpy's) count as what they are; a bool is no number, and a number ot
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -113,3 +113,14 @@ def one_of(name: str, value: Any, allowed: Collection[Any]) -> None:
         raise ValueError(
             f"{name}={described(value)} does not exist; choose one of {', '.join(str(a) for a in allowed)}"
         )
+
+
+def whole_numbers(name: str, value: Any) -> None:
+    """A sequence of whole numbers."""
+    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+        raise TypeError(f"{name}={described(value)} is no sequence; give a list of whole numbers")
+    for item in value:
+        if isinstance(item, bool) or not isinstance(item, Integral):
+            raise TypeError(
+                f"{name}={described(value)} holds {described(item)}; give a list of whole numbers"
+            )

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..common.checks import drop_rate, one_of, whole
+from ..common.checks import described, drop_rate, one_of, whole, whole_or_none
 from .attention.dot_product_attention.arguments import RULES
 from .attention.inference import InferenceParams
 from .attention.multi_head_attention import MultiheadAttention
+from .checks import floating, tensor
 from .constants import LayerTypes
 from .functions.dropout import bias_dropout_add, dropout
-from .module.arguments import check_arguments
+from .module.arguments import check_arguments, window
 from .module.layernorm import LayerNorm
 from .module.layernorm_mlp import LayerNormMLP
 from .module.rmsnorm import RMSNorm
@@ -36,6 +37,12 @@ class DropPath(nn.Module):
         self.batch_dim = batch_dim
 
     def forward(self, hidden_state: Tensor) -> Tensor:
+        floating("hidden_state", hidden_state)
+        if hidden_state.ndim <= self.batch_dim:
+            raise ValueError(
+                f"hidden_state is {list(hidden_state.shape)}, its samples lie along axis {self.batch_dim}; "
+                "give it that axis, or set batch_dim"
+            )
         if self.drop_prob == 0.0 or not self.training:
             return hidden_state
         shape = [1] * hidden_state.ndim
@@ -276,8 +283,19 @@ class TransformerLayer(nn.Module):
         max_seqlen_q of both, cu_seqlens_kv, max_seqlen_kv of the cross attention. A core attention bias goes
         to the self attention.
         """
-        if self.layer_type == "decoder" and encoder_output is None:
-            raise ValueError("layer_type='decoder' needs encoder_output")
+        if (self.layer_type == "decoder") != (encoder_output is not None):
+            want = "needs" if self.layer_type == "decoder" else "takes no"
+            given = "None" if encoder_output is None else described(encoder_output)
+            raise ValueError(
+                f"layer_type={self.layer_type!r} {want} encoder_output, which is {given}; match the two"
+            )
+        tensor("hidden_states", hidden_states)
+        if encoder_output is not None and self.inter_attention is not None:
+            self.inter_attention.check_encoder_output(encoder_output)
+        if enc_dec_attn_mask_type is not None or enc_dec_window_size is not None:
+            RULES["enc_dec_attn_mask_type"]("enc_dec_attn_mask_type", enc_dec_attn_mask_type or "no_mask")
+            window("enc_dec_window_size", enc_dec_window_size)
+        whole_or_none("max_seqlen_kv", max_seqlen_kv, 0)
         hidden_states = hidden_states.contiguous()
         queries = {
             "is_first_microbatch": is_first_microbatch,

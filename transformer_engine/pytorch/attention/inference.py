@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...common.checks import described, one_of, switch, whole, whole_or_none
 from ...common.formats import ceil_div, round_up
-from ..checks import tensor_dtype
+from ..checks import tensor, tensor_dtype
 from ..device import canonical_device
 from ..primitives.kv_cache import gather_pages
 from .kv_cache import CacheShape, KVCacheManager, NonPagedKVCacheManager
@@ -149,6 +149,7 @@ class InferenceParams:
 
     def allocate_memory(self, layer_number: int) -> None:
         """Make the cache of a layer; `step` does it where it was not done."""
+        whole("layer_number", layer_number)
         self.cache_manager.allocate_memory(layer_number)
 
     def pre_step(self, step_dict: Mapping[Any, int]) -> None:
@@ -224,7 +225,8 @@ class InferenceParams:
         """
         self._check_tokens(new_k, new_v, qkv_format)
         manager = self.cache_manager
-        manager.allocate_memory(layer_number)
+        if layer_number not in manager.cache:
+            self.allocate_memory(layer_number)
         cu_q, cu_kv = self._cu_new, self._cu_total
         k, v, table = manager.step(layer_number, new_k, new_v, cu_q, cu_kv, qkv_format)
         page_size = 0 if table is None else k.shape[1]
@@ -248,6 +250,13 @@ class InferenceParams:
     def _check_tokens(self, new_k: Tensor, new_v: Tensor, qkv_format: str) -> None:
         if qkv_format not in FORMATS:
             raise ValueError(f"qkv_format={qkv_format!r}; choose one of {', '.join(FORMATS)}")
+        if not (isinstance(new_k, Tensor) and isinstance(new_v, Tensor)):
+            tensor("new_k", new_k)
+            tensor("new_v", new_v)
+        if new_k.shape[:-2] != new_v.shape[:-2]:
+            raise ValueError(
+                f"new_k is {list(new_k.shape)} and new_v {list(new_v.shape)}; give keys and values of the same tokens"
+            )
         expected = (self.num_heads_kv, self.head_dim_k), (self.num_heads_kv, self.head_dim_v)
         given = tuple(new_k.shape[-2:]), tuple(new_v.shape[-2:])
         if given != expected:
@@ -264,7 +273,7 @@ class InferenceParams:
         size, batch = new_k.shape[:2] if qkv_format == "sbhd" else (new_k.shape[1], new_k.shape[0])
         if batch != self.batch_size:
             raise ValueError(
-                f"keys of {batch} sequences, pre_step announced {self.batch_size}; call pre_step first"
+                f"keys {list(new_k.shape)} of {batch} sequences, pre_step announced {self.batch_size}; call pre_step first"
             )
         if not self.longest_step <= size <= self.max_sequence_length:
             raise ValueError(

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...common.checks import described
 from ..module.arguments import check_arguments
 from ..module.layernorm_linear import LayerNormLinear
 from ..module.linear import Linear
 from ..quantization.autocast import AutocastState, current
 from .dot_product_attention import DotProductAttention
-from .dot_product_attention.arguments import RULES, check_heads
+from .dot_product_attention.arguments import RULES, check_angles, check_heads, check_settings
 from .dot_product_attention.fp8 import outputs_codes, projects_codes
 from .dot_product_attention.mask import canonical_name, check_set_window_size
 from .heads import Heads, Rotation
@@ -246,7 +247,25 @@ class MultiheadAttention(nn.Module):
         """
         if (self.attention_type == "cross") != (encoder_output is not None):
             want = "needs" if self.attention_type == "cross" else "takes no"
-            raise ValueError(f"attention_type={self.attention_type!r} {want} encoder_output")
+            given = "None" if encoder_output is None else described(encoder_output)
+            raise ValueError(
+                f"attention_type={self.attention_type!r} {want} encoder_output, which is {given}; match the two"
+            )
+        check_settings(
+            self.core_attention,
+            attn_mask_type,
+            window_size,
+            (bottom_right_diagonal, checkpoint_core_attention, pad_between_seqs, None, None),
+            (max_seqlen_q, max_seqlen_kv),
+            core_attention_bias_type,
+            core_attention_bias,
+            alibi_slopes,
+            inference_params,
+        )
+        if rotary_pos_emb is not None:
+            check_angles(rotary_pos_emb)
+        if encoder_output is not None:
+            self.check_encoder_output(encoder_output, is_first_microbatch)
         rotation = self._rotation(
             rotary_pos_emb,
             inference_params,
@@ -286,6 +305,12 @@ class MultiheadAttention(nn.Module):
         if self.return_layernorm_output:
             outputs.append(norm_output)
         return tuple(outputs) if len(outputs) > 1 else outputs[0]
+
+    def check_encoder_output(self, encoder_output: Tensor, is_first_microbatch: bool | None = None) -> None:
+        """TypeError or ValueError, before the queries are projected, for what keys and values cannot be made of."""
+        assert self.key_value is not None
+        options = (is_first_microbatch, False, False, self.key_value.return_bias)
+        self.key_value.check_call(encoder_output, options)
 
     def _project(
         self,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ...common.checks import epsilon, one_of
+from ..checks import floating
 from ..device import canonical_device
 from ..module.layernorm import LayerNorm
 from ..module.rmsnorm import RMSNorm
@@ -23,6 +24,7 @@ class L2Normalization(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """y of x [.., d]."""
+        floating("x", x)
         wide = x.float()
         return (wide * torch.rsqrt(wide.square().sum(dim=-1, keepdim=True) + self.eps)).to(x.dtype)
 

@@ -63,6 +63,9 @@ class RotaryPositionEmbedding(nn.Module):
 
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
         """angles [max_seq_len, 1, 1, d] of the positions offset, offset + 1, ..."""
+        if not torch.compiler.is_compiling():
+            whole("max_seq_len", max_seq_len, 0)
+            whole("offset", offset, 0)
         frequency = self.inv_freq.float()
         position = torch.arange(max_seq_len, dtype=torch.float32, device=frequency.device) + offset
         angles = (position * self._interpolation(max_seq_len))[:, None] * frequency

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...common.checks import whole_numbers
 from ..device import canonical_device, is_meta
 from ..distributed.tensor_parallel import TensorParallel, set_tensor_model_parallel_attributes
 from ..functions.grouped_linear import GroupedLinearSpec, grouped_linear
@@ -132,6 +133,7 @@ class GroupedLinear(QuantizedProductsModule):
                    GPU stays there where the groups go together: nobody checks its sum, and rows past it get
                    undefined results. Where the groups go one by one the host reads it, and waits
         """
+        self._check_splits(inp, m_splits, is_first_microbatch)
         flat = inp.reshape(-1, self.in_features) if inp.shape[-1:] == (self.in_features,) else inp
         if not torch.compiler.is_compiling():
             planned = self._together.plan(flat, m_splits, is_first_microbatch)
@@ -145,7 +147,7 @@ class GroupedLinear(QuantizedProductsModule):
     def _one_by_one(
         self, inp: Tensor, m_splits: Sequence[int] | Tensor, is_first_microbatch: bool | None
     ) -> Tensor | tuple[Tensor, list[Tensor]]:
-        self.check_input(inp, self.in_features)
+        self.check_call(inp, (is_first_microbatch,))
         rows = tuple(m_splits.tolist()) if isinstance(m_splits, Tensor) else tuple(m_splits)
         flat = inp.reshape(-1, self.in_features)
         if len(rows) != self.num_gemms or sum(rows) != flat.shape[0] or min(rows) < 0:
@@ -158,6 +160,23 @@ class GroupedLinear(QuantizedProductsModule):
         y = grouped_linear(flat, weights, [None] * len(rows) if self.return_bias else biases, spec)
         y = y.view(*inp.shape[:-1], self.out_features)
         return (y, [bias for bias in biases if bias is not None]) if self.return_bias else y
+
+    def input_features(self) -> int:
+        return self.in_features
+
+    def _check_splits(
+        self, inp: Tensor, m_splits: Sequence[int] | Tensor, is_first_microbatch: bool | None
+    ) -> None:
+        """TypeError unless the input is a tensor and the splits are whole numbers, by their types alone."""
+        if not isinstance(inp, Tensor):
+            self.check_call(inp, (is_first_microbatch,))
+        if isinstance(m_splits, Tensor):
+            if m_splits.is_floating_point() or m_splits.dim() != 1:
+                raise TypeError(
+                    f"m_splits is {m_splits.dtype} {list(m_splits.shape)}; give whole numbers, one for each group"
+                )
+        elif not isinstance(m_splits, (list, tuple)) or not all([type(rows) is int for rows in m_splits]):
+            whole_numbers("m_splits", m_splits)
 
     def _biases(self, dtype: torch.dtype) -> list[Tensor | None]:
         if not self.use_bias:

@@ -32,6 +32,7 @@ class LayerNormLinear(LinearParameters):
     Other parameters as in Linear; parallel_mode is None or "column".
     """
 
+    option_names = ("is_first_microbatch", "fp8_output", "fp8_grad", "return_bias", "return_layernorm_output")
     layer_norm_weight: Tensor
     layer_norm_bias: Tensor | None
 
@@ -113,15 +114,15 @@ class LayerNormLinear(LinearParameters):
         """
         if fp8_grad:
             raise ValueError(
-                "fp8_grad=True: the input's gradient leaves the norm unquantized; use Linear, or fp8_grad=False"
+                f"fp8_grad={fp8_grad!r}: the input's gradient leaves the norm unquantized; use Linear, or fp8_grad=False"
             )
         weight, bias = self.weight_tensor(), self.bias_tensor()
         gamma, beta = self.layer_norm_weight, self.layer_norm_bias
         spec = self.remembered(
             inp,
             tuple(self._parameters.values()),
-            (is_first_microbatch, bool(fp8_output), self.return_bias, self.return_layernorm_output),
-            lambda: self._spec(inp, weight, bias, is_first_microbatch, bool(fp8_output)),
+            (is_first_microbatch, fp8_output, fp8_grad, self.return_bias, self.return_layernorm_output),
+            lambda: self._spec(inp, weight, bias, is_first_microbatch, fp8_output),
         )
         if is_first_microbatch is not None:
             linear = self.with_cached_weight("weight", weight, spec.linear, is_first_microbatch)
@@ -149,9 +150,8 @@ class LayerNormLinear(LinearParameters):
         weight: Tensor,
         bias: Tensor | None,
         is_first_microbatch: bool | None,
-        fp8_output: bool,
+        fp8_output: bool | None,
     ) -> NormLinearSpec:
-        self.check_input(inp, self.in_features)
         state = current()
         quantizers = self.quantizable_products(state, inp, ((self.in_features, self.out_features),))[0]
         self.check_results(quantizers, fp8_output, False)

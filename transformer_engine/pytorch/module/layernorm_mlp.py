@@ -41,6 +41,7 @@ class LayerNormMLP(QuantizedProductsModule):
     """
 
     num_products = 2
+    option_names = ("is_first_microbatch", "return_bias", "return_layernorm_output", "checkpoint")
     layer_norm_weight: Tensor
     layer_norm_bias: Tensor | None
     fc1_weight: Tensor
@@ -174,6 +175,9 @@ class LayerNormMLP(QuantizedProductsModule):
             outputs += (self.returned_norm_output(norm_output),)
         return outputs if len(outputs) > 1 else y
 
+    def input_features(self) -> int:
+        return self.hidden_size
+
     def _with_cached_weights(self, spec: NormMLPSpec, is_first_microbatch: bool) -> NormMLPSpec:
         fc1, fc2 = (
             self.with_cached_weight(f"{name}_weight", weight, linear, is_first_microbatch)
@@ -185,7 +189,6 @@ class LayerNormMLP(QuantizedProductsModule):
         return replace(spec, fc1=fc1, fc2=fc2)
 
     def _spec(self, inp: Tensor, is_first_microbatch: bool | None) -> NormMLPSpec:
-        self.check_input(inp, self.hidden_size)
         dtype = self.activation_dtype(inp)
         state = current()
         fc1_rows = self.fc1_weight.shape[0]

@@ -39,6 +39,8 @@ class Linear(LinearParameters):
     ub_*, symmetric_ar_type   communication overlap: accepted; the collectives run unfused, with the same result
     """
 
+    option_names = ("is_first_microbatch", "fp8_output", "fp8_grad", "return_bias")
+
     def __init__(
         self,
         in_features: int,
@@ -105,7 +107,7 @@ class Linear(LinearParameters):
         Raises ValueError or TypeError for an input whose last dimension, dtype or device does not fit.
         """
         weight, bias = self.weight_tensor(), self.bias_tensor()
-        results = (bool(fp8_output), bool(fp8_grad))
+        results = (fp8_output, fp8_grad)
         spec = self.remembered(
             inp,
             tuple(self._parameters.values()),
@@ -135,10 +137,9 @@ class Linear(LinearParameters):
         weight: Tensor,
         bias: Tensor | None,
         is_first_microbatch: bool | None,
-        fp8_output: bool,
-        fp8_grad: bool,
+        fp8_output: bool | None,
+        fp8_grad: bool | None,
     ) -> LinearSpec:
-        self.check_input(inp, self.in_features)
         state = current()
         dtype = inp.dtype if isinstance(inp, QuantizedTensorStorage) else self.activation_dtype(inp)
         quantizers = self.quantizable_products(state, inp, ((self.in_features, self.out_features),))[0]

@@ -10,8 +10,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ...common.checks import switch
 from ...common.dispatch import undisturbed
 from ..backward_thread import keep_backward_here
+from ..checks import floating
 from ..device import canonical_device
 from ..distributed.recompute import is_fp8_activation_recompute_enabled
 from ..distributed.tensor_parallel import set_tensor_model_parallel_attributes
@@ -19,6 +21,7 @@ from ..functions.linear import Accumulation, LinearSpec
 from ..functions.sequence import gather_sequence
 from ..functions.weight_gradient import WeightGradient
 from ..quantization.autocast import AutocastState, is_first_module, snapshot
+from ..tensor.storage.quantized_tensor_storage import QuantizedTensorStorage
 from .base import TransformerEngineBaseModule
 from .parameters import InitMethod, ParameterInit, default_init_method, split_names
 from .precision import quantizes
@@ -68,6 +71,8 @@ class QuantizedProductsModule(TransformerEngineBaseModule):
     fuse_wgrad_accumulation = False
     save_original_input = False
     return_layernorm_output_gathered = False
+    # What the options of `remembered` are called, in their order: all of them are switches.
+    option_names: tuple[str, ...] = ("is_first_microbatch",)
 
     def remembered(
         self,
@@ -83,10 +88,15 @@ class QuantizedProductsModule(TransformerEngineBaseModule):
         """
         state, first = snapshot()
         if torch.compiler.is_compiling() or state.calibrating or is_fp8_activation_recompute_enabled():
+            self.check_call(inp, options)
             return build()
-        if not undisturbed():
+        if not isinstance(inp, Tensor) or inp.is_meta or not undisturbed():
+            self.check_call(inp, options)
             return build()  # somebody wants to see the choices that are made on the way
         if state.enabled:
+            active = self._module_recipe
+            if active is None or not active.serves(state):
+                self.check_call(inp, options)
             ensure(self, state)
         device = inp.device
         accumulates = self.fuse_wgrad_accumulation or self.wgrad_store is not None
@@ -104,8 +114,12 @@ class QuantizedProductsModule(TransformerEngineBaseModule):
             # A gradient that is accumulated goes to one parameter, which is held so that its id stays its own.
             tuple([id(p) for p in parameters]) if accumulates else None,
         )
-        known = self._remembered.get(key)
+        try:
+            known = self._remembered.get(key)
+        except TypeError:  # an option that is no key is no switch either
+            known = None
         if known is None:
+            self.check_call(inp, options)
             result = build()
             if device.type == "cuda":
                 keep_backward_here()
@@ -117,8 +131,21 @@ class QuantizedProductsModule(TransformerEngineBaseModule):
                 is_first_module()  # building the result took this role, so using it does
         return known[0]
 
+    def input_features(self) -> int:
+        """The last dimension of the input."""
+        raise NotImplementedError
+
+    def check_call(self, inp: Tensor, options: tuple[Any, ...]) -> None:
+        """What a forward refuses, before it changes anything: TypeError or ValueError."""
+        self.check_input(inp, self.input_features())
+        for name, value in zip(self.option_names, options, strict=True):
+            switch(name, value)
+        if not isinstance(inp, QuantizedTensorStorage):
+            self.activation_dtype(inp)
+
     def check_input(self, inp: Tensor, features: int) -> None:
-        """ValueError unless inp is [.., features] on the parameters' device."""
+        """ValueError unless inp is [.., features] on the parameters' device, TypeError unless it is floating point."""
+        floating("the input", inp)
         if inp.dim() == 0 or inp.shape[-1] != features:
             raise ValueError(
                 f"{type(self).__name__} takes [.., {features}], the input is {list(inp.shape)}; "
@@ -163,13 +190,15 @@ class QuantizedProductsModule(TransformerEngineBaseModule):
         assert state.recipe is not None
         return all(quantizes(state.recipe, rows, n, k) for k, n in shapes)
 
-    def check_results(self, product: ProductQuantizers, quantized_output: bool, quantized_grad: bool) -> None:
+    def check_results(
+        self, product: ProductQuantizers, quantized_output: bool | None, quantized_grad: bool | None
+    ) -> None:
         """ValueError when a quantized result is asked for where nothing is quantized."""
         if (quantized_output and product.output.is_identity) or (
             quantized_grad and product.grad_input.is_identity
         ):
             raise ValueError(
-                "fp8_output or fp8_grad is set, but this call does not quantize; "
+                f"fp8_output={quantized_output}, fp8_grad={quantized_grad}, but this call does not quantize; "
                 "enter te.autocast with a delayed or current scaling recipe, or leave them False"
             )
 
@@ -286,6 +315,9 @@ class LinearParameters(QuantizedProductsModule):
                 getattr(self, name).sequence_parallel = self.sequence_parallel
             elif self.parallel_mode == "column":
                 set_tensor_model_parallel_attributes(getattr(self, name), sharded, 0, 1)
+
+    def input_features(self) -> int:
+        return self.in_features
 
     def weight_tensor(self) -> Tensor:
         """The weight [out_features, in_features], its pieces joined."""

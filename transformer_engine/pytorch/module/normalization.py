@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...common.checks import whole
+from ..checks import same_device, tensor
 from ..device import canonical_device
 from ..functions.norm import normalize
 from ..functions.normalization import Norm
@@ -93,6 +94,8 @@ class Normalization(torch.nn.Module):
 
     def _check(self, inp: Tensor) -> None:
         name, shape = type(self).__name__, self.normalized_shape
+        if not isinstance(inp, Tensor):
+            tensor("the input", inp)
         if tuple(inp.shape[-len(shape) :]) != shape:
             raise ValueError(
                 f"{name} normalizes the last dimensions {shape}, and the input is {tuple(inp.shape)}; "
@@ -100,10 +103,12 @@ class Normalization(torch.nn.Module):
             )
         if not inp.dtype.is_floating_point:
             raise TypeError(f"{name} takes floating-point inputs, not {inp.dtype}; convert the input")
-        if self.weight.is_meta and not inp.is_meta:
-            raise RuntimeError(
-                f"the parameters of {name} are on the meta device; call reset_parameters() first"
-            )
+        if self.weight.device != inp.device:
+            if self.weight.is_meta:
+                raise RuntimeError(
+                    f"the parameters of {name} are on the meta device; call reset_parameters() first"
+                )
+            same_device("the input", inp, f"{name}.weight", self.weight)
 
     def extra_repr(self) -> str:
         return f"{self.normalized_shape}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"

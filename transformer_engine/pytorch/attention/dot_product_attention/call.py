@@ -139,7 +139,7 @@ def call_key(
         _needs_gradient(inputs),
         inputs.lengths_q is inputs.lengths_kv,
         inputs.masked_q is None and inputs.masked_kv is None,
-        None if bias is None else (bias.shape, bias.requires_grad),
+        None if bias is None else (bias.shape, bias.requires_grad, bias.dtype, bias.device),
         None if slopes is None else (slopes.shape, slopes_given),
         None if masked is None else masked.shape,
         torch.are_deterministic_algorithms_enabled(),

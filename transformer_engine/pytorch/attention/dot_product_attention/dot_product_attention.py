@@ -24,7 +24,16 @@ from ...quantization.autocast import current
 from . import fp8
 from . import mask as masks
 from .alibi import default_slopes
-from .arguments import RULES, check_cache, check_heads, check_tensors, one_of, unpacked
+from .arguments import (
+    RULES,
+    check_cache,
+    check_call,
+    check_heads,
+    check_slopes,
+    check_tensors,
+    one_of,
+    unpacked,
+)
 from .call import Options, Plan, call_key, request_of
 from .choose import choose, choose_when_traced
 from .context_parallel_group import check_context_parallel_group
@@ -107,7 +116,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         self.qkv_format = qkv_format
         self.attn_mask_type = masks.canonical_name(attn_mask_type)
         self.window_size = masks.check_set_window_size(attn_mask_type, window_size)
-        self._given_window = window_size
+        self.given_window = window_size
         self.bottom_right_diagonal = bottom_right_diagonal
         self.sequence_parallel = sequence_parallel
         self.tp_size = tp_size if tp_group is None else torch.distributed.get_world_size(tp_group)
@@ -207,10 +216,20 @@ class DotProductAttention(TransformerEngineBaseModule):
                           both for attention in FP8, which autocast's recipe asks for (fp8_dpa or fp8_mha)
         fast_zero_fill is accepted and changes nothing.
         """
+        lengths = (max_seqlen_q, max_seqlen_kv)
+        switches = (
+            bottom_right_diagonal,
+            checkpoint_core_attention,
+            pad_between_seqs,
+            fp8_output,
+            bf16_backward,
+        )
+        bias = (core_attention_bias_type, core_attention_bias)
+        check_call(window_size, switches, lengths, num_splits, score_mod, *bias, inference_params)
         score_mod = self.score_mod if score_mod is None else score_mod
         if score_mod_bprop is not None:
             raise NotImplementedError(
-                "score_mod_bprop is not available: autograd differentiates score_mod, and a gradient given beside it "
+                f"score_mod_bprop={score_mod_bprop} is not available: autograd differentiates score_mod, and a gradient given beside it "
                 "could differ from that; leave it None"
             )
         q, k, v = unpacked(query_layer, key_layer, value_layer, qkv_layer, kv_layer, qkv_interleave_dim)
@@ -230,9 +249,9 @@ class DotProductAttention(TransformerEngineBaseModule):
         if inference_params is not None:
             layer_number = check_cache(self.layer_number, inference_params.dtype, q.dtype)
             mask_type = masks.over_cached_keys(mask_type)
-        mask = self._resolved_mask(
+        mask = self.resolved_mask(
             mask_type,
-            self._given_window if window_size is None else window_size,
+            self.given_window if window_size is None else window_size,
             self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal,
         )
         page_size, page_table = 0, None
@@ -252,7 +271,7 @@ class DotProductAttention(TransformerEngineBaseModule):
                 attention_mask,
                 (cu_seqlens_q, cu_seqlens_kv),
                 (cu_seqlens_q_padded, cu_seqlens_kv_padded),
-                (max_seqlen_q, max_seqlen_kv),
+                lengths,
                 pad_between_seqs,
             )
         options = Options(
@@ -301,7 +320,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         result = self._run(backend, request, inputs, checkpoint_core_attention)
         return result.output if result.max_logit is None else (result.output, result.max_logit)
 
-    def _resolved_mask(
+    def resolved_mask(
         self, mask_type: str, window: tuple[int, int] | None, bottom_right_diagonal: bool | None
     ) -> masks.Mask:
         """What a name, a window and an alignment mean together, looked up where they were met before."""
@@ -340,15 +359,9 @@ class DotProductAttention(TransformerEngineBaseModule):
     def _slopes(self, bias_type: str, q: Tensor, given: Tensor | None) -> Tensor | None:
         """ALiBi's slopes of this rank's heads, as given or the usual ones."""
         if bias_type != "alibi":
-            if given is not None:
-                raise ValueError(
-                    f'alibi_slopes with core_attention_bias_type={bias_type!r}; it must be "alibi"'
-                )
-            return None
+            return None if given is None else check_slopes(given, bias_type, q, self.heads)
         if given is not None:
-            if given.shape[-1] != self.heads:
-                raise ValueError(f"alibi_slopes {list(given.shape)} does not end in {self.heads} heads")
-            return given
+            return check_slopes(given, bias_type, q, self.heads)
         rank = torch.distributed.get_rank(self.tp_group) if self.tp_group is not None else 0
         return default_slopes(self.num_attention_heads, q.device)[rank * self.heads : (rank + 1) * self.heads]
 
