@@ -7,7 +7,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from ..common.checks import described
+from ..common.checks import described, whole_numbers
 from .device import canonical_device
 
 _NO_GROUP = (bool, int, float, str, bytes, list, tuple, dict, set, Tensor, torch.dtype)
@@ -94,3 +94,27 @@ def groups_or_none(name: str, value: Any) -> None:
     """The same, or a list of groups."""
     for member in value if isinstance(value, list) and value else [value]:
         group_or_none(name, member)
+
+
+def values_dtype(name: str, value: Any) -> None:
+    """TypeError unless value is a floating-point dtype, one that quantized values can be presented in."""
+    if not isinstance(value, torch.dtype) or not value.is_floating_point:
+        raise TypeError(
+            f"{name}={described(value)} is no floating-point dtype; give torch.float32, torch.bfloat16 or torch.float16"
+        )
+
+
+def extents(name: str, value: Any) -> None:
+    """TypeError or ValueError unless value is a shape."""
+    whole_numbers(name, value)
+    if any(size < 0 for size in value):
+        raise ValueError(f"{name}={tuple(value)} holds a size below 0; give sizes of at least 0")
+
+
+def flag_tensor(name: str, value: Any) -> None:
+    """TypeError or ValueError unless value is None or a tensor of one element."""
+    if value is None:
+        return
+    tensor(name, value)
+    if value.numel() != 1:
+        raise ValueError(f"{name} is {list(value.shape)}; give a tensor of one element")
