@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from .. import env
 from ..checks import described, epsilon, integer, switch, whole
+from .field_checks import require, require_switches
 
 __all__ = [
     "CustomRecipe",
@@ -79,12 +80,7 @@ class QParams:
 
     def __post_init__(self) -> None:
         epsilon("QParams: amax_epsilon", self.amax_epsilon)
-        for name in (
-            "power_2_scale",
-            "random_hadamard_transform",
-            "stochastic_rounding",
-            "fp4_2d_quantization",
-        ):
+        for name in (f.name for f in fields(self) if f.name != "amax_epsilon"):
             switch(f"QParams: {name}", getattr(self, name))
 
     def __repr__(self) -> str:
@@ -176,20 +172,6 @@ _BACKWARD_OVERRIDE: Any = env.get("NVTE_BACKWARD_OVERRIDE")
 _SCOPES = ("none", "weights", "activations", "all")
 
 
-def _require(recipe: Recipe, name: str, allowed: tuple[Any, ...], remedy: str = "") -> None:
-    """ValueError unless the field has one of the allowed values."""
-    value = getattr(recipe, name)
-    if not any(type(value) is type(choice) and value == choice for choice in allowed):
-        choices = " or ".join(repr(a) for a in allowed)
-        advice = f"; {remedy}" if remedy else ""
-        raise ValueError(f"{type(recipe).__name__}: {name}={value!r}; it must be {choices}{advice}")
-
-
-def _require_switches(recipe: Recipe, *names: str) -> None:
-    for name in ("fp8_dpa", "fp8_mha", *names):
-        switch(f"{type(recipe).__name__}: {name}", getattr(recipe, name))
-
-
 def _require_products(recipe: Recipe) -> None:
     for name in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"):
         value = getattr(recipe, name)
@@ -200,8 +182,8 @@ def _require_products(recipe: Recipe) -> None:
 
 
 def _require_fp8(recipe: Recipe) -> None:
-    _require(recipe, "fp8_format", (Format.E4M3, Format.HYBRID), "gradients alone may use E5M2, by HYBRID")
-    _require(recipe, "backward_override", (None, "high_precision", "dequantized"))
+    require(recipe, "fp8_format", (Format.E4M3, Format.HYBRID), "gradients alone may use E5M2, by HYBRID")
+    require(recipe, "backward_override", (None, "high_precision", "dequantized"))
 
 
 def _default(recipe: Recipe, name: str, value: QParams) -> None:
@@ -232,12 +214,12 @@ class DelayedScaling(Recipe):
 
     def __post_init__(self) -> None:
         _require_fp8(self)
-        _require(self, "backward_override", (None,), "use another recipe or unset NVTE_BACKWARD_OVERRIDE")
+        require(self, "backward_override", (None,), "use another recipe or unset NVTE_BACKWARD_OVERRIDE")
         integer("DelayedScaling: margin", self.margin)
         whole("DelayedScaling: amax_history_len", self.amax_history_len)
-        _require_switches(self, "reduce_amax")
+        require_switches(self, "reduce_amax")
         if not callable(self.amax_compute_algo):
-            _require(self, "amax_compute_algo", ("max", "most_recent"), "or pass a callable(history) -> amax")
+            require(self, "amax_compute_algo", ("max", "most_recent"), "or pass a callable(history) -> amax")
         if self.scaling_factor_compute_algo is not None and not callable(self.scaling_factor_compute_algo):
             raise ValueError(
                 f"DelayedScaling: scaling_factor_compute_algo={self.scaling_factor_compute_algo!r}; it must "
@@ -267,7 +249,7 @@ class Float8CurrentScaling(Recipe):
 
     def __post_init__(self) -> None:
         _require_fp8(self)
-        _require_switches(self, "use_power_2_scales")
+        require_switches(self, "use_power_2_scales")
         _require_products(self)
         for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
             _default(self, name, QParams(power_2_scale=self.use_power_2_scales))
@@ -298,10 +280,10 @@ class Float8BlockScaling(Recipe):
 
     def __post_init__(self) -> None:
         _require_fp8(self)
-        _require_switches(self, "use_f32_scales")
+        require_switches(self, "use_f32_scales")
         dimensions = ("x_block_scaling_dim", "w_block_scaling_dim", "grad_block_scaling_dim")
         for name in dimensions:
-            _require(self, name, (1, 2))
+            require(self, name, (1, 2))
         two_dimensional = [name for name in dimensions if getattr(self, name) == 2]
         if len(two_dimensional) > 1:
             raise ValueError(
@@ -309,9 +291,9 @@ class Float8BlockScaling(Recipe):
                 "one operand with 128 x 128 blocks; set all but one to 1"
             )
         for name in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"):
-            _require(self, name, (MMParams(use_split_accumulator=True),), "block scales need split sums")
-        _require(self, "fp8_dpa", (False,), "attention takes DelayedScaling or Float8CurrentScaling")
-        _require(self, "fp8_mha", (False,), "attention takes DelayedScaling or Float8CurrentScaling")
+            require(self, name, (MMParams(use_split_accumulator=True),), "block scales need split sums")
+        require(self, "fp8_dpa", (False,), "attention takes DelayedScaling or Float8CurrentScaling")
+        require(self, "fp8_mha", (False,), "attention takes DelayedScaling or Float8CurrentScaling")
         for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
             _default(self, name, QParams(power_2_scale=not self.use_f32_scales, amax_epsilon=0.0))
 
@@ -334,7 +316,7 @@ class MXFP8BlockScaling(Recipe):
     def __post_init__(self) -> None:
         _require_fp8(self)
         integer("MXFP8BlockScaling: margin", self.margin)
-        _require_switches(self, "enable_2d_quantization")
+        require_switches(self, "enable_2d_quantization")
 
 
 @_accepts_unknown_keywords
@@ -363,13 +345,13 @@ class NVFP4BlockScaling(Recipe):
     fp4_quant_bwd_grad: QParams = field(init=False)
 
     def __post_init__(self) -> None:
-        _require(self, "fp4_format", (Format.E2M1,))
-        _require(self, "fp8_format", (Format.E4M3,), "it is the format of the block scales")
-        _require(self, "nvfp4_4over6", _SCOPES)
-        _require(self, "nvfp4_4over6_e4m3_use_256", _SCOPES)
-        _require(self, "nvfp4_4over6_err_mode", ("MAE", "MSE"))
-        _require(self, "backward_override", (None, "high_precision", "dequantized"))
-        _require_switches(
+        require(self, "fp4_format", (Format.E2M1,))
+        require(self, "fp8_format", (Format.E4M3,), "it is the format of the block scales")
+        require(self, "nvfp4_4over6", _SCOPES)
+        require(self, "nvfp4_4over6_e4m3_use_256", _SCOPES)
+        require(self, "nvfp4_4over6_err_mode", ("MAE", "MSE"))
+        require(self, "backward_override", (None, "high_precision", "dequantized"))
+        require_switches(
             self,
             "disable_rht",
             "disable_stochastic_rounding",
@@ -411,4 +393,4 @@ class CustomRecipe(Recipe):
             raise ValueError(f"CustomRecipe: qfactory={self.qfactory!r}; pass a callable(role) -> quantizer")
         whole("CustomRecipe: quantization_alignment", self.quantization_alignment)
         _require_fp8(self)
-        _require_switches(self)
+        require_switches(self)

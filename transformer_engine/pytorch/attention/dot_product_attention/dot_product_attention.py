@@ -217,20 +217,14 @@ class DotProductAttention(TransformerEngineBaseModule):
         fast_zero_fill is accepted and changes nothing.
         """
         lengths = (max_seqlen_q, max_seqlen_kv)
-        switches = (
-            bottom_right_diagonal,
-            checkpoint_core_attention,
-            pad_between_seqs,
-            fp8_output,
-            bf16_backward,
-        )
+        on = (bottom_right_diagonal, checkpoint_core_attention, pad_between_seqs, fp8_output, bf16_backward)
         bias = (core_attention_bias_type, core_attention_bias)
-        check_call(window_size, switches, lengths, num_splits, score_mod, *bias, inference_params)
+        check_call(window_size, on, lengths, num_splits, score_mod, *bias, inference_params)
         score_mod = self.score_mod if score_mod is None else score_mod
         if score_mod_bprop is not None:
             raise NotImplementedError(
-                f"score_mod_bprop={score_mod_bprop} is not available: autograd differentiates score_mod, and a gradient given beside it "
-                "could differ from that; leave it None"
+                f"score_mod_bprop={score_mod_bprop} is not available: autograd differentiates score_mod, and another "
+                "gradient could differ from that; leave it None"
             )
         q, k, v = unpacked(query_layer, key_layer, value_layer, qkv_layer, kv_layer, qkv_interleave_dim)
         q_format = kv_format = self.qkv_format if qkv_format is None else qkv_format
@@ -358,10 +352,10 @@ class DotProductAttention(TransformerEngineBaseModule):
 
     def _slopes(self, bias_type: str, q: Tensor, given: Tensor | None) -> Tensor | None:
         """ALiBi's slopes of this rank's heads, as given or the usual ones."""
-        if bias_type != "alibi":
-            return None if given is None else check_slopes(given, bias_type, q, self.heads)
         if given is not None:
             return check_slopes(given, bias_type, q, self.heads)
+        if bias_type != "alibi":
+            return None
         rank = torch.distributed.get_rank(self.tp_group) if self.tp_group is not None else 0
         return default_slopes(self.num_attention_heads, q.device)[rank * self.heads : (rank + 1) * self.heads]
 
