@@ -18,8 +18,8 @@ from transformer_engine.pytorch.primitives.activation import (
     activation_forward,
 )
 
-from .checks import quantizer_or_none
 from .cast import bgrad_quantize, given_or_quantized
+from .checks import quantizer_or_none
 
 Forward = Callable[[Tensor, Any], Any]
 Backward = Callable[[Tensor, Tensor, Any], Any]
@@ -63,7 +63,9 @@ def _check(name: str, x: Any, grad: Any, quantizer: Any) -> None:
         return
     expected = (*x.shape[:-1], x.shape[-1] // 2) if gated else tuple(x.shape)
     if tuple(grad.shape) != expected:
-        raise ValueError(f"grad is {list(grad.shape)}, fwd_input {list(x.shape)}; give a gradient {list(expected)}")
+        raise ValueError(
+            f"grad is {list(grad.shape)}, fwd_input {list(x.shape)}; give a gradient {list(expected)}"
+        )
 
 
 def _params(limit: float, alpha: float, offset: float) -> ActivationParams:

@@ -64,7 +64,9 @@ def multi_tensor_quantize(tensor_list: Sequence[Tensor], quantizer_list: Sequenc
     for name, given in (("tensor_list", tensor_list), ("quantizer_list", quantizer_list)):
         sequence(name, given)
     if len(tensor_list) != len(quantizer_list):
-        raise ValueError(f"{len(tensor_list)} tensors and {len(quantizer_list)} quantizers; give as many of each")
+        raise ValueError(
+            f"{len(tensor_list)} tensors and {len(quantizer_list)} quantizers; give as many of each"
+        )
     for quantizer in quantizer_list:
         quantizer_or_none(quantizer, "quantizer_list holds a quantizer that")
     for tensor in tensor_list:

@@ -52,7 +52,9 @@ def output_or_none(name: str, value: Any, like: Tensor | None) -> None:
     if value is None:
         return
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
-        raise TypeError(f"{name}={described(value)} is a {type(value).__name__}; give a tensor to write to, or None")
+        raise TypeError(
+            f"{name}={described(value)} is a {type(value).__name__}; give a tensor to write to, or None"
+        )
     if like is not None:
         same_shape(name, value, "the result", like)
 
@@ -66,5 +68,7 @@ def sequence(name: str, value: Any) -> None:
 def member(name: str, kind: type[E], value: Any) -> E:
     """The member of an enumeration that a member of another, or a number, stands for."""
     if isinstance(value, (str, float)) or not hasattr(value, "__int__") or int(value) not in list(kind):
-        raise ValueError(f"{name}={described(value)} is no {kind.__name__}; give one of {', '.join(kind.__members__)}")
+        raise ValueError(
+            f"{name}={described(value)} is no {kind.__name__}; give one of {', '.join(kind.__members__)}"
+        )
     return kind(int(value))

@@ -233,7 +233,8 @@ def _quantizers() -> list[Call]:
 
 def _others() -> list[Call]:
     return [
-        _of("autocast", te.autocast, {}, {"enabled": FLAG, "calibrating": FLAG, "recipe": RECIPE, "amax_reduction_group": GROUP}),
+        _of("autocast", te.autocast, {},
+            {"enabled": FLAG, "calibrating": FLAG, "recipe": RECIPE, "amax_reduction_group": GROUP}),
         _of("quantized_model_init", te.quantized_model_init, {},
             {"enabled": FLAG, "recipe": RECIPE, "preserve_high_precision_init_val": FLAG}),
         _of("FusedScaleMaskSoftmax", FusedScaleMaskSoftmax, {"mask_func": torch.add},

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import transformer_engine_torch as tex
 from bad_values import EPS, FLAG, NAME, NUMBER, RATE, WORD, Call, Made
 from forward_calls import WRONG_KIND, tensor
 
 import transformer_engine.pytorch as te
+import transformer_engine_torch as tex
 from transformer_engine.pytorch import cpp_extensions
 
 PLAIN = ("gelu", "qgelu", "relu", "srelu", "silu")
@@ -46,7 +46,9 @@ def _activations() -> list[Call]:
         for function in (back, f"dbias_{back}"):
             if hasattr(tex, function):
                 calls.append(
-                    _of(function, getattr(tex, function), {"grad": dy, "fwd_input": x, "quantizer": None}, bad)
+                    _of(
+                        function, getattr(tex, function), {"grad": dy, "fwd_input": x, "quantizer": None}, bad
+                    )
                 )
     return calls
 
@@ -57,7 +59,15 @@ def _norms() -> list[Call]:
     vector = (*WRONG_KIND, tensor(31), tensor(32, dtype=torch.int64), tensor(8, 32))
     rows = (*WRONG_KIND, tensor(7), tensor(8, dtype=torch.int64))
     shared = {"sm_margin": 0, "zero_centered_gamma": False}
-    forward = {"input": x, "weight": gamma, "eps": 1e-5, "ln_out": None, "quantizer": None, "otype": FLOAT32, **shared}
+    forward = {
+        "input": x,
+        "weight": gamma,
+        "eps": 1e-5,
+        "ln_out": None,
+        "quantizer": None,
+        "otype": FLOAT32,
+        **shared,
+    }
     backward = {"dz": x, "x": x.clone(), "rsigma": statistic, "gamma": gamma, **shared}
     bad = {"input": matrix, "weight": vector, "eps": EPS, "quantizer": QUANTIZER, "otype": NUMBERED,
            "ln_out": (3, "out", tensor(3)), "zero_centered_gamma": FLAG}  # fmt: skip
@@ -80,9 +90,19 @@ def _softmaxes() -> list[Call]:
                     ("scaled_aligned_causal_masked_softmax", scores), ("scaled_masked_softmax", scores)):  # fmt: skip
         masked = name == "scaled_masked_softmax"
         masks = (*WRONG_KIND, tensor(3, 3).bool(), tensor(2, 1, 8, 8)) if masked else ()
-        arguments = {"input": x, "scale_factor": 1.0, **({"mask": tensor(2, 1, 8, 8).bool()} if masked else {})}
-        calls.append(_of(f"{name}_forward", getattr(tex, f"{name}_forward"), arguments,
-                         {"input": wrong, "scale_factor": (*NUMBER, None), **({"mask": masks} if masked else {})}))
+        arguments = {
+            "input": x,
+            "scale_factor": 1.0,
+            **({"mask": tensor(2, 1, 8, 8).bool()} if masked else {}),
+        }
+        calls.append(
+            _of(
+                f"{name}_forward",
+                getattr(tex, f"{name}_forward"),
+                arguments,
+                {"input": wrong, "scale_factor": (*NUMBER, None), **({"mask": masks} if masked else {})},
+            )
+        )
         grad = "output_grads" if "upper" in name else "output_grad"
         calls.append(_of(f"{name}_backward", getattr(tex, f"{name}_backward"),
                          {grad: x, "softmax_results": x.clone(), "scale_factor": 1.0},
@@ -107,7 +127,8 @@ def _casts() -> list[Call]:
             {"tensor_list": (3, None, [3], [x, x]), "quantizer_list": (3, None, [3], [quantizer] * 2)}),
         _of("split_quantize", tex.split_quantize,
             {"tensor": x, "split_sections": [16, 16], "quantizer_list": [None, None]},
-            {"tensor": (*WRONG_KIND, tensor()), "split_sections": (3, None, [16, 15], [-1, 33], [16.0, 16.0], ["16", "16"]),
+            {"tensor": (*WRONG_KIND, tensor()),
+             "split_sections": (3, None, [16, 15], [-1, 33], [16.0, 16.0], ["16", "16"]),
              "quantizer_list": (3, None, [None], [3, 3])}),
         _of("create_empty_quantized_tensor", tex.create_empty_quantized_tensor,
             {"quantizer": quantizer, "shape": (32, 32), "dtype": FLOAT32},
@@ -115,7 +136,8 @@ def _casts() -> list[Call]:
         _of("compute_amax", tex.compute_amax, {"input": x, "amax": tensor(1)},
             {"input": (*WRONG_KIND, tensor(4, dtype=torch.int64)), "amax": (*WRONG_KIND, tensor(2))}),
         _of("fp8_transpose", tex.fp8_transpose, {"input": tensor(8, 32, dtype=torch.uint8), "dtype": 7},
-            {"input": (*WRONG_KIND, tensor(8, 32), tensor(dtype=torch.uint8)), "output": (3, tensor(8, 32, dtype=torch.uint8))}),
+            {"input": (*WRONG_KIND, tensor(8, 32), tensor(dtype=torch.uint8)),
+             "output": (3, tensor(8, 32, dtype=torch.uint8))}),
         _of("swap_first_dims", tex.swap_first_dims, {"tensor": tensor(4, 8, 2)},
             {"tensor": (*WRONG_KIND, tensor(4), tensor()), "out": (3, tensor(4, 8, 2))}),
     ]  # fmt: skip
@@ -155,7 +177,8 @@ def _attention() -> list[Call]:
     numbers = (99, "x", None, 2.5)
     return [
         _of("fused_attn_fwd by name", cpp_extensions.fused_attn_fwd, arguments,
-            {"q": heads, "k": heads, "v": heads, "fake_dtype": ("float32", None, torch.int32, 3),
+            {"q": heads, "k": heads, "v": (*WRONG_KIND, tensor(2, 3, 2, 16), tensor(4, 16), tensor()),
+             "fake_dtype": ("float32", None, torch.int32, 3),
              "fused_attention_backend": (kinds.NVTE_No_Backend, "F16", None), "qkv_layout": (WORD, 3, None),
              "attn_bias_type": NAME, "attn_mask_type": (*NAME, None), "softmax_type": (*NAME, None),
              "attn_scale": NUMBER, "dropout": RATE, "attn_bias": (3, "bias", tensor(1, 2, 4, 4)),
@@ -186,9 +209,8 @@ def _others() -> list[Call]:
             {"grad_output": (*WRONG_KIND, *INTEGERS), "mask": (*WRONG_KIND, tensor(31, dtype=torch.uint8), tensor(32)),
              "dropout_probability": rates, "grad_input": (3, tensor(3))}),
         _of("fused_amax_and_scale_update_after_reduction", tex.fused_amax_and_scale_update_after_reduction, state,
-            {"amax_reduction_buffer": (*WRONG_KIND, tensor(3)), "amax_histories": (3, None, [3], [tensor(4, 3)], [tensor(2)]),
+            {"amax_reduction_buffer": (*WRONG_KIND, tensor(3)),
+             "amax_histories": (3, None, [3], [tensor(4, 3)], [tensor(2)]),
              "scales": (3, None, [3], [tensor(3)], [tensor(2, dtype=torch.int64)]), "amax_compute_algo": (*NAME, None),
              "fp8_dtype": (99, "e4m3", None, te.DType.kFloat32), "margin": (1.5, "1", None, float("nan"))}),
     ]  # fmt: skip
-
-

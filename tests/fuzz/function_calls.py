@@ -22,7 +22,12 @@ QUANTIZERS: dict[str, Callable[[], te.Quantizer]] = {
     "MXFP8Quantizer": lambda: te.MXFP8Quantizer(E4M3),
     "NVFP4Quantizer": te.NVFP4Quantizer,
 }
-VALUES = (*WRONG_KIND, tensor(32, 32, dtype=torch.int64), tensor(32, 32).bool(), tensor(32, 32, dtype=torch.complex64))
+VALUES = (
+    *WRONG_KIND,
+    tensor(32, 32, dtype=torch.int64),
+    tensor(32, 32).bool(),
+    tensor(32, 32, dtype=torch.complex64),
+)
 RESULT_DTYPE = ("float32", torch.int32, 32, float)
 SHAPES = ("ab", 3, (-32, 32), (2.5, 32), None, (32, "32"))
 
@@ -154,4 +159,3 @@ def _reports() -> list[Call]:
 
 def _explained(function: Any = torch.relu, **options: Any) -> Any:
     return te.explain(function, tensor(4), **options)
-

@@ -123,7 +123,9 @@ def memory_plan(
     if inputs is None:
         whole("tokens", tokens)
     elif not isinstance(inputs, tuple):
-        raise TypeError(f"inputs={described(inputs)} is a {type(inputs).__name__}; give a tuple of arguments, or None")
+        raise TypeError(
+            f"inputs={described(inputs)} is a {type(inputs).__name__}; give a tuple of arguments, or None"
+        )
     switch("input_gradient", input_gradient)
     check_block(True, recipe)
     _check(model)

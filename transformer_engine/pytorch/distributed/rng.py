@@ -58,7 +58,9 @@ class CudaRNGStatesTracker:
             raise TypeError(f"states={described(states)} is no dict; give what get_states() returned")
         for name, state in states.items():
             if not isinstance(state, (torch.Generator, Tensor)):
-                raise TypeError(f"states[{name!r}]={described(state)} is no random state; give what get_states() returned")
+                raise TypeError(
+                    f"states[{name!r}]={described(state)} is no random state; give what get_states() returned"
+                )
         self.states_ = dict(states)
         set_all_rng_states(self.states_)
 

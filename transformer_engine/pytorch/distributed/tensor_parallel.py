@@ -119,7 +119,9 @@ def initialize_affine_weight_gpu(
     function_or_none("get_rng_state_tracker", get_rng_state_tracker)
     integer("partition_dim", partition_dim)
     if not -weight.dim() <= partition_dim < weight.dim():
-        raise ValueError(f"partition_dim={partition_dim} is no axis of a weight {list(weight.shape)}; choose one of it")
+        raise ValueError(
+            f"partition_dim={partition_dim} is no axis of a weight {list(weight.shape)}; choose one of it"
+        )
     whole("stride", stride)
     if set_tp_attributes:
         set_tensor_model_parallel_attributes(weight, True, partition_dim, stride)
