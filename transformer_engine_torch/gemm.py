@@ -133,7 +133,7 @@ def _check_extents(a: Operand, b: Operand, D: Tensor | None, bias: Tensor | None
     """Before D is scaled: ValueError where the product, D and the bias do not fit."""
     if a.depth != b.depth:
         raise ValueError(
-            f"the operands contract {b.depth} and {a.depth} elements; give operands that agree, or another transA, transB"
+            f"the operands contract {b.depth} and {a.depth} elements; give operands that agree, or another layout"
         )
     if D is not None and D.numel() != b.rows * a.rows:
         raise ValueError(f"D is {list(D.shape)}; give a result of the product's shape, {[b.rows, a.rows]}")

@@ -23,7 +23,7 @@ def fa_prepare_fwd(qkvi: Tensor) -> Tensor:
         qkvi = qkvi.as_strided((*qkvi.shape[:3], 3 * size), qkvi.stride())
     elif size % 3:
         raise ValueError(
-            f"qkvi {list(qkvi.shape)} neither ends in 3 * d features nor is a view of one that does; give one of the two"
+            f"qkvi {list(qkvi.shape)} neither ends in 3 * d features nor is a view of one that does; give either"
         )
     return qkvi.unflatten(-1, (3, -1)).permute(3, 1, 0, 2, 4).contiguous()
 

@@ -273,7 +273,8 @@ class InferenceParams:
         size, batch = new_k.shape[:2] if qkv_format == "sbhd" else (new_k.shape[1], new_k.shape[0])
         if batch != self.batch_size:
             raise ValueError(
-                f"keys {list(new_k.shape)} of {batch} sequences, the step has {self.batch_size}; call pre_step first"
+                f"keys of {batch} sequences, pre_step announced {self.batch_size}; call pre_step first, or reshape "
+                f"new_k {list(new_k.shape)}"
             )
         if not self.longest_step <= size <= self.max_sequence_length:
             raise ValueError(

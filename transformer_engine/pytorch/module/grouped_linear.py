@@ -175,7 +175,7 @@ class GroupedLinear(QuantizedProductsModule):
                 raise TypeError(
                     f"m_splits is {m_splits.dtype} {list(m_splits.shape)}; give whole numbers, one for each group"
                 )
-        elif not isinstance(m_splits, (list, tuple)) or not all([type(rows) is int for rows in m_splits]):
+        elif not isinstance(m_splits, (list, tuple)) or set(map(type, m_splits)) != {int}:
             whole_numbers("m_splits", m_splits)
 
     def _biases(self, dtype: torch.dtype) -> list[Tensor | None]:

@@ -114,7 +114,7 @@ class LayerNormLinear(LinearParameters):
         """
         if fp8_grad:
             raise ValueError(
-                f"fp8_grad={fp8_grad!r}: the input's gradient leaves the norm unquantized; use Linear, or fp8_grad=False"
+                f"fp8_grad={fp8_grad!r}: a norm's gradient is not quantized; use Linear, or leave it False"
             )
         weight, bias = self.weight_tensor(), self.bias_tensor()
         gamma, beta = self.layer_norm_weight, self.layer_norm_bias

@@ -227,7 +227,7 @@ def check_bias(request: AttentionRequest, bias: Tensor | None) -> None:
     shape = (request.batch, request.heads, request.seqlen_q, request.seqlen_kv)
     if bias.ndim != 4 or any(size not in (1, limit) for size, limit in zip(bias.shape, shape, strict=True)):
         raise ValueError(
-            f"core_attention_bias {list(bias.shape)} does not broadcast to {list(shape)}; give axes of these sizes, or 1"
+            f"core_attention_bias {list(bias.shape)} does not broadcast to {list(shape)}; give these sizes, or 1"
         )
 
 
