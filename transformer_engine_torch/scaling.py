@@ -64,7 +64,7 @@ def fused_amax_and_scale_update_after_reduction(
         )
     if [scale.numel() for scale in scales] != columns:
         raise ValueError(
-            f"scales have {[scale.numel() for scale in scales]} elements, the histories {columns} columns; make them equal"
+            f"scales have {[scale.numel() for scale in scales]} elements, the histories {columns} columns; match them"
         )
     parts = amax_reduction_buffer.reshape(-1).split(columns)
     for history, reduced in zip(amax_histories, parts, strict=True):
