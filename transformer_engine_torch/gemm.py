@@ -81,7 +81,7 @@ def generic_gemm(
     if gelu and grad and gelu_in is None:
         raise ValueError("gelu=True with grad=True needs gelu_in, the product of the forward pass")
     if accumulate and D is None:
-        raise ValueError(f"accumulate={accumulate} with D=None; give the tensor that is added to")
+        raise ValueError(f"accumulate={accumulate} without D; give the tensor that is added to")
     accumulate = accumulate and beta != 0.0  # what D holds does not matter then, be it NaN
     dtype = _output_dtype(A, D, output_dtype)
     b, a = _operands(A, transA, B, transB)
@@ -136,7 +136,7 @@ def _check_extents(a: Operand, b: Operand, D: Tensor | None, bias: Tensor | None
             f"the operands contract {b.depth} and {a.depth} elements; give operands that agree, or another layout"
         )
     if D is not None and D.numel() != b.rows * a.rows:
-        raise ValueError(f"D is {list(D.shape)}; give a result of the product's shape, {[b.rows, a.rows]}")
+        raise ValueError(f"D is {list(D.shape)}; the product is {[b.rows, a.rows]}, give its shape")
     if bias is not None and bias.shape != (a.rows,):
         raise ValueError(f"the bias has shape {tuple(bias.shape)}; it must be ({a.rows},)")
 
@@ -203,11 +203,13 @@ def _refuse_userbuffers(
     comm_overlap: Any, comm_type: Any, extra_output: Tensor | None, bulk_overlap: bool
 ) -> None:
     given = {"comm_overlap": comm_overlap, "comm_type": comm_type, "extra_output": extra_output}
-    named = [f"{name}={described(value)}" for name, value in given.items() if value is not None]
-    named += [f"bulk_overlap={bulk_overlap}"] * bool(bulk_overlap)
+    named = {name: value for name, value in given.items() if value is not None}
+    if bulk_overlap:
+        named["bulk_overlap"] = bulk_overlap
     if named:
+        values = ", ".join(described(value) for value in named.values())
         raise NotImplementedError(
-            f"{', '.join(named)}: products do not overlap communication here; leave it out and communicate before "
+            f"{', '.join(named)}: products do not overlap communication here; leave out {values}, and communicate before "
             "or after the product"
         )
 

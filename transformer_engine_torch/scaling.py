@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Real
 
 import torch
 from torch import Tensor
 
-from transformer_engine.common.checks import number, one_of
+from transformer_engine.common.checks import described, one_of
 from transformer_engine.common.formats import E4M3, E5M2
 from transformer_engine.pytorch.checks import floating
 from transformer_engine.pytorch.constants import DType
@@ -47,7 +48,8 @@ def fused_amax_and_scale_update_after_reduction(
     dtype = member("fp8_dtype", DType, fp8_dtype)
     if dtype not in _MAXIMUM:
         raise ValueError(f"fp8_dtype={dtype!r} is not FP8; give kFloat8E4M3 or kFloat8E5M2")
-    number("margin", margin)
+    if isinstance(margin, bool) or not isinstance(margin, Real):
+        raise TypeError(f"margin={described(margin)} is no number; give a whole number of powers of two")
     if not float(margin).is_integer():
         raise ValueError(f"margin={margin} is not a whole number of powers of two; give one")
     values(amax_reduction_buffer=amax_reduction_buffer)

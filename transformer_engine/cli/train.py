@@ -182,7 +182,7 @@ def _conclude(console: Console, trainer: Trainer) -> None:
     config, folder = trainer.config, trainer.folder
     if not trainer.history:
         raise Failure(
-            f"{trainer.metrics_path} holds no step of this run, so there is nothing to draw; train anew without --resume"
+            f"{trainer.metrics_path} holds no step of this run, nothing can be drawn; train anew without --resume"
         )
     with writing(folder / "loss.png", "free some space there; te train --resume draws it again"):
         plot_losses(folder / "loss.png", config, trainer.history)

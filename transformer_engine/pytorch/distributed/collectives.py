@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
-from ...common.checks import described, one_of, switch
+from ...common.checks import function_or_none, one_of, switch
 from ..checks import group_or_none, tensor
 from ..constants import dist_group_type
 from ..tensor.quantized_tensor import QuantizedTensor
@@ -51,8 +51,7 @@ def gather_along_first_dim(
     quantized = isinstance(inp, QuantizedTensorStorage)
     if not quantized:
         _check(inp, process_group, async_op, "process_group")
-    if quantizer is not None and not isinstance(quantizer, Quantizer):
-        raise TypeError(f"quantizer={described(quantizer)} is no Quantizer; give one, or None")
+    function_or_none("quantizer", quantizer)
     if async_op and (quantized or quantizer is not None):
         raise ValueError(
             "async_op=True gathers plain tensors only; quantize after waiting, or gather synchronously"

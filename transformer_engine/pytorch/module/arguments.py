@@ -17,7 +17,7 @@ from ..distributed.collectives import SYMMETRIC_ALL_REDUCES
 from ..functions.normalization import NORMALIZATIONS
 from ..primitives.activation import ACTIVATIONS, ActivationParams
 
-Rule = Callable[[str, Any], None]
+Rule = Callable[[str, Any], object]
 
 
 def window(name: str, value: Any) -> None:

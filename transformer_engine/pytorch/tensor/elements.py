@@ -16,7 +16,7 @@ _NUMBERS = {torch.float8_e4m3fn: DType.kFloat8E4M3, torch.float8_e5m2: DType.kFl
 def element_number(dtype: DType | torch.dtype | int) -> DType:
     """The number of an element given as a number, as another enumeration's member, or as a torch dtype."""
     number = _NUMBERS.get(dtype) if isinstance(dtype, torch.dtype) else _known(dtype)
-    if number not in _ELEMENTS:
+    if number is None or number not in _ELEMENTS:
         raise ValueError(
             f"{dtype!r} is not a quantized element; choose from {', '.join(n.name for n in _ELEMENTS)}"
         )
