@@ -209,8 +209,8 @@ def _refuse_userbuffers(
     if named:
         values = ", ".join(described(value) for value in named.values())
         raise NotImplementedError(
-            f"{', '.join(named)}: products do not overlap communication here; leave out {values}, and communicate before "
-            "or after the product"
+            f"{', '.join(named)}: products do not overlap communication here; leave out {values}, and communicate "
+            "before or after the product"
         )
 
 

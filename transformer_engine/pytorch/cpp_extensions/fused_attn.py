@@ -213,7 +213,7 @@ def _check(backend: NVTE_Fused_Attn_Backend) -> None:
     known = member("fused_attention_backend", NVTE_Fused_Attn_Backend, backend)
     if known == NVTE_Fused_Attn_Backend.NVTE_No_Backend:
         raise ValueError(
-            f"fused_attention_backend is No_Backend ({known.name}); ask get_fused_attn_backend for one that takes the call"
+            f"fused_attention_backend is No_Backend ({known.name}); ask get_fused_attn_backend for one that does"
         )
 
 

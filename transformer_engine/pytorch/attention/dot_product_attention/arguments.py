@@ -61,7 +61,9 @@ def unpacked(
         missing = [
             name for name, x in (("query_layer", q), ("key_layer", k), ("value_layer", v)) if x is None
         ]
-        raise ValueError(f"{' and '.join(f'{name}=None' for name in missing)}; give queries, keys and values")
+        raise ValueError(
+            f"{' and '.join(f'{name}=None' for name in missing)} missing; give queries, keys and values"
+        )
     return q, k, v
 
 
@@ -172,7 +174,7 @@ def check_slopes(slopes: Tensor, bias_type: str, q: Tensor, heads: int) -> Tenso
     checks.same_device("alibi_slopes", slopes, "query_layer", q)
     if slopes.ndim not in (1, 2) or slopes.shape[-1] != heads:
         raise ValueError(
-            f"alibi_slopes is {list(slopes.shape)}; give [{heads}], or that for each sequence of the batch"
+            f"alibi_slopes {list(slopes.shape)} does not end in {heads} heads; give [h], or [b, h]"
         )
     return slopes
 
@@ -200,7 +202,7 @@ def check_bias_kind(bias_type: str, bias: Tensor | None, slopes: Tensor | None) 
         )
     if slopes is not None and bias_type != "alibi":
         raise ValueError(
-            f'alibi_slopes={described(slopes)} with core_attention_bias_type={bias_type!r}; it must be "alibi"'
+            f"alibi_slopes with core_attention_bias_type={bias_type!r}, which ignores {described(slopes)}; use 'alibi'"
         )
 
 
