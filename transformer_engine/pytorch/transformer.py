@@ -326,6 +326,7 @@ class TransformerLayer(nn.Module):
             transformed = self.layernorm_mlp(hidden_states, is_first_microbatch=is_first_microbatch)
             return self._output(self._add((attended + transformed, None), hidden_states))
         hidden_states = self._add(attended, hidden_states)
+        del attended  # with no backward to come, nothing else holds it
         if self.inter_attention is not None:
             attended = self.inter_attention(
                 hidden_states,
@@ -340,6 +341,7 @@ class TransformerLayer(nn.Module):
                 **queries,
             )
             hidden_states = self._add(attended, hidden_states)
+            del attended
         transformed = self.layernorm_mlp(hidden_states, is_first_microbatch=is_first_microbatch)
         return self._output(self._add(transformed, hidden_states))
 

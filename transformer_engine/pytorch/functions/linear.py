@@ -22,7 +22,7 @@ from ..tensor.identity_tensor import IdentityQuantizer
 from ..tensor.quantized_tensor import QuantizedTensorStorage, storage_of
 from ..tensor.quantizer import CodesRequest, Matrix, Operands, Quantizer, turned
 from ..tensor.storage.quantized_tensor_storage import as_matrix
-from .saving import pack, unpack
+from .saving import pack, take_saved, unpack
 from .scale_update import ScaleUpdate
 from .weight_gradient import WeightGradient
 
@@ -220,23 +220,25 @@ def linear_backward(
     """dx [M, K] = dy [M, N] @ w [N, K];  dw [N, K] = dy.T @ x [M, K];  db [N] = sum over rows of dy, in float32.
 
     input_product makes dx where something follows it in the same pass: the gradient of an activation, a cast.
+    Operands go as soon as they have been read: give saved, and what input_product holds, without holding it.
     """
     (dy_row, dy_column), grad_bias = _read_by_products(grad_output, saved, spec, bias_dtype)
-    del grad_output  # what is not read any more makes room for the results
+    x, w = saved
+    del grad_output, saved  # what is not read any more makes room for the results
     grad_input = grad_weight = None
-    if saved.weight is not None:
+    if w is not None:
         assert dy_row is not None
         grad_input = input_product(
             dy_row,
-            _backward_operand(saved.weight, spec),
+            _backward_operand(w, spec),
             Epilogue(spec.dtype, exact=spec.accumulation.grad_input),
         )
         grad_input = spec.parallel.leave_backward(grad_input)
-    del dy_row
-    if saved.input is not None:
+    del dy_row, w, input_product
+    if x is not None:
         assert dy_column is not None
         grad_weight = spec.weight_gradient.compute(
-            turned(dy_column), _input_operand(saved.input, spec), spec.accumulation.grad_weight, weight_dtype
+            turned(dy_column), _input_operand(x, spec), spec.accumulation.grad_weight, weight_dtype
         )
     return LinearGradients(grad_input, grad_weight, grad_bias)
 
@@ -355,13 +357,13 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_output):  # pyright: ignore[reportIncompatibleMethodOverride]
         spec = ctx.spec
-        saved = LinearSaved(*unpack(ctx.saved_tensors, ctx.forms))
+        saved = [LinearSaved(*unpack(take_saved(ctx), ctx.forms))]
         grad_output = grad_output.reshape(-1, grad_output.shape[-1])
         quantizer, product = spec.grad_input, gemm
         codes = None if quantizer is None else _codes_of_product(quantizer, spec.parallel, "column")
         if codes is not None:
             product = partial(_product_codes, codes)
-        grads = linear_backward(grad_output, saved, spec, ctx.weight_dtype, ctx.bias_dtype, product)
+        grads = linear_backward(grad_output, saved.pop(), spec, ctx.weight_dtype, ctx.bias_dtype, product)
         if spec.scale_update is not None:
             spec.scale_update.run()
         grad_input = grads.input

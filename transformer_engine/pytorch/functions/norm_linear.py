@@ -17,7 +17,7 @@ from .linear import (
     linear_forward,
 )
 from .normalization import Norm, NormStatistics
-from .saving import pack, unpack
+from .saving import pack, take_saved, unpack
 
 
 @dataclass(frozen=True)
@@ -52,19 +52,21 @@ def _forward(
     y = y.view(*leading_shape(x, y), y.shape[-1])
     if spec.linear.output is not None:
         y = spec.linear.output.quantize(y)
-    norm_output = norm_output.view(x.shape) if norm_output is not None and spec.returns_norm_output else None
+    norm_output = None if norm_output is None else norm_output.view(x.shape)
     return y, norm_output, statistics, saved  # pyright: ignore[reportReturnType]
 
 
 def normalized_input(
     x: Tensor, gamma: Tensor, beta: Tensor | None, norm: Norm, linear: LinearSpec, wanted: bool
 ) -> tuple[Tensor | None, Tensor | Operands, NormStatistics]:
-    """(norm(x), what the linear layer reads of it, statistics); where the norm's kernel makes the codes itself and
-    norm(x) is not wanted, there is no norm(x)."""
+    """(norm(x) where it is wanted, what the linear layer reads of it, statistics)
+
+    Where norm(x) is not wanted, the norm's kernel may make its codes alone.
+    """
     codes = None if wanted else input_codes(linear)
     if codes is None:
         norm_output, statistics = norm.forward(x, gamma, beta)
-        return norm_output, norm_output, statistics
+        return norm_output if wanted else None, norm_output, statistics
     quantized, statistics = norm.forward_quantized(x, gamma, beta, codes)
     return None, linear.input.adopt(quantized, x.dtype), statistics
 
@@ -83,10 +85,12 @@ class _NormLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_output, grad_norm_output=None):  # pyright: ignore[reportIncompatibleMethodOverride]
         spec = ctx.spec
-        x, gamma, mean, rstdev, *tensors = ctx.saved_tensors
-        saved = LinearSaved(*unpack(tensors, ctx.forms))
+        x, gamma, mean, rstdev, *tensors = take_saved(ctx)
+        saved = [LinearSaved(*unpack(tensors, ctx.forms))]
+        del tensors
         grad_output = grad_output.reshape(-1, grad_output.shape[-1])
-        grads = linear_backward(grad_output, saved, spec.linear, ctx.weight_dtype, ctx.bias_dtype)
+        # Handed over, not lent: norm(x) is gone when the norm's backward allocates.
+        grads = linear_backward(grad_output, saved.pop(), spec.linear, ctx.weight_dtype, ctx.bias_dtype)
         if spec.linear.scale_update is not None:
             spec.linear.scale_update.run()
         flat = x.reshape(-1, x.shape[-1])

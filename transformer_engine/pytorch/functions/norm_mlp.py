@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from ..primitives.activation import (
     activation_forward_quantized,
     gradient_fuses,
 )
-from ..primitives.gemm import Epilogue, gemm, gemm_gelu, gemm_gelu_gradient
+from ..primitives.gemm import Epilogue, gemm_gelu, gemm_gelu_gradient
 from ..primitives.operand import Operand
 from ..tensor.quantizer import Operands, Quantizer
 from .linear import (
@@ -39,7 +39,7 @@ from .linear import (
 )
 from .norm_linear import normalized_input
 from .normalization import Norm, NormStatistics
-from .saving import pack, unpack
+from .saving import pack, take_saved, unpack
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,11 @@ class NormMLPTensors(NamedTuple):
 
 
 class NormMLPSaved(NamedTuple):
-    """fc1_output is None where no backward will read it."""
+    """What the backward reads of its forward."""
 
     statistics: NormStatistics
     fc1: LinearSaved
-    fc1_output: Tensor | None
+    fc1_output: Tensor
     fc2: LinearSaved
 
 
@@ -87,9 +87,9 @@ def norm_mlp(tensors: NormMLPTensors, spec: NormMLPSpec) -> tuple[Tensor, Tensor
 
 
 def _first_half(tensors: NormMLPTensors, spec: NormMLPSpec, keeps: bool):
-    """(norm output, its statistics, fc1's saved operands, fc1's output, the activation's output)
+    """(norm output where it is returned, its statistics, fc1's saved operands, fc1's output, the activation's output)
 
-    keeps: fc1's output will be read by a backward; where it will not, it may be None.
+    keeps: a backward will read fc1's operands and output; where none will, they are None, and gone as early as can be.
     """
     norm_output, fc1_input, statistics = normalized_input(
         tensors.x.reshape(-1, tensors.x.shape[-1]),
@@ -103,10 +103,13 @@ def _first_half(tensors: NormMLPTensors, spec: NormMLPSpec, keeps: bool):
         x, w, fc1_saved = linear_operands(fc1_input, tensors.fc1_weight, spec.fc1)
         epilogue = Epilogue(spec.fc1.dtype, bias=tensors.fc1_bias, exact=spec.fc1.accumulation.forward)
         activated, fc1_output = gemm_gelu(x, w, epilogue, keeps)
-    else:
-        fc1_output, fc1_saved = linear_forward(fc1_input, tensors.fc1_weight, tensors.fc1_bias, spec.fc1)
-        activated = _activated(fc1_output, spec)
-    return norm_output, statistics, fc1_saved, fc1_output, activated
+        return norm_output, statistics, fc1_saved if keeps else None, fc1_output, activated
+    fc1_output, fc1_saved = linear_forward(fc1_input, tensors.fc1_weight, tensors.fc1_bias, spec.fc1)
+    del fc1_input
+    if not keeps:
+        fc1_saved = None
+    activated = _activated(fc1_output, spec)
+    return norm_output, statistics, fc1_saved, fc1_output if keeps else None, activated
 
 
 def _gelu_in_product(spec: NormMLPSpec) -> bool:
@@ -175,13 +178,16 @@ def _times_gelu_gradient(x: Tensor, dy: Operand, w: Operand, epilogue: Epilogue)
     return gemm_gelu_gradient(dy, w, x, epilogue)
 
 
-def _forward(tensors: NormMLPTensors, spec: NormMLPSpec) -> tuple[Tensor, Tensor | None, NormMLPSaved]:
+def _forward(tensors: NormMLPTensors, spec: NormMLPSpec) -> tuple[Tensor, Tensor | None, NormMLPSaved | None]:
+    """(y [.., H], norm(x) where it is returned, what the backward reads: None where it computes that again)"""
     x = tensors.x
     keeps = spec.needs_grad and not spec.recompute
     norm_output, statistics, fc1_saved, fc1_output, activated = _first_half(tensors, spec, keeps)
     y, fc2_saved = linear_forward(activated, tensors.fc2_weight, tensors.fc2_bias, spec.fc2)
     y = y.view(*leading_shape(x, y), y.shape[-1])
-    norm_output = norm_output.view(x.shape) if norm_output is not None and spec.returns_norm_output else None
+    norm_output = None if norm_output is None else norm_output.view(x.shape)
+    if fc1_saved is None or fc1_output is None:
+        return y, norm_output, None
     return y, norm_output, NormMLPSaved(statistics, fc1_saved, fc1_output, fc2_saved)
 
 
@@ -202,25 +208,39 @@ def _backward(
     grad_norm_output: Tensor | None,
     x: Tensor,
     gamma: Tensor,
-    saved: NormMLPSaved,
+    handed: list[NormMLPSaved],
     spec: NormMLPSpec,
     dtypes: tuple[torch.dtype, torch.dtype],
 ) -> NormMLPGradients:
-    assert saved.fc1_output is not None
-    in_product = _gelu_gradient_in_product(spec)
-    product = partial(_times_gelu_gradient, saved.fc1_output) if in_product else gemm
-    made, fc2_weight, fc2_bias = linear_backward(
-        grad_output, saved.fc2, spec.fc2, dtypes[1], dtypes[1], product
-    )
-    assert made is not None
-    grad_fc1_output = [made if in_product else _fc1_gradient(made, saved.fc1_output, spec, dtypes[0])]
-    del made  # [M, F], the size of everything that the next products need
-    # Handed over, not lent: whoever holds the gradient holds memory that the products need.
-    fc1 = linear_backward(grad_fc1_output.pop(), saved.fc1, spec.fc1, dtypes[0], dtypes[0])
+    """handed: what the forward left, in a list that nothing else reads.
+
+    It is taken out, as are the operands from lists below, because whoever holds one of these matrices [M, F] holds
+    memory that the next step needs: each is gone when the step that reads it last has ended.
+    """
+    statistics, fc1_saved, fc1_output, fc2_saved = handed.pop()
+    of_fc1, of_fc2 = [fc1_saved], [fc2_saved]
+    del fc1_saved, fc2_saved
+    if _gelu_gradient_in_product(spec):
+        product = [partial(_times_gelu_gradient, fc1_output)]
+        del fc1_output
+        made, fc2_weight, fc2_bias = linear_backward(
+            grad_output, of_fc2.pop(), spec.fc2, dtypes[1], dtypes[1], product.pop()
+        )
+        assert made is not None
+        grad_fc1_output: list[Tensor | QuantizedGradient] = [made]
+    else:
+        made, fc2_weight, fc2_bias = linear_backward(
+            grad_output, of_fc2.pop(), spec.fc2, dtypes[1], dtypes[1]
+        )
+        assert made is not None
+        grad_fc1_output = [_fc1_gradient(made, fc1_output, spec, dtypes[0])]
+        del fc1_output
+    del made
+    fc1 = linear_backward(grad_fc1_output.pop(), of_fc1.pop(), spec.fc1, dtypes[0], dtypes[0])
     assert fc1.input is not None
     flat = x.reshape(-1, x.shape[-1])
     dy = fc1.input if grad_norm_output is None else fc1.input + grad_norm_output.reshape(flat.shape)
-    dx, dgamma, dbeta = spec.norm.backward(dy, flat, saved.statistics, gamma)
+    dx, dgamma, dbeta = spec.norm.backward(dy, flat, statistics, gamma)
     return NormMLPGradients(dx.view(x.shape), dgamma, dbeta, fc1.weight, fc1.bias, fc2_weight, fc2_bias)
 
 
@@ -245,8 +265,17 @@ def _replaying(spec: NormMLPSpec, states: list[Tensor]) -> NormMLPSpec:
 def _recompute(tensors: NormMLPTensors, spec: NormMLPSpec) -> NormMLPSaved:
     """What the forward would have saved; fc2's product is not needed for it."""
     _, statistics, fc1_saved, fc1_output, activated = _first_half(tensors, spec, True)
+    assert fc1_saved is not None and fc1_output is not None
     _, _, fc2_saved = linear_operands(activated, tensors.fc2_weight, spec.fc2)
     return NormMLPSaved(statistics, fc1_saved, fc1_output, fc2_saved)
+
+
+def _restored(tensors: list[Any], forms: list[Any]) -> NormMLPSaved:
+    """What `_NormMLP.forward` saved beside x and gamma."""
+    mean, rstdev, fc1_output, *parts = tensors
+    operands = unpack(parts, forms)
+    fc1, fc2 = LinearSaved(*operands[:2]), LinearSaved(*operands[2:])
+    return NormMLPSaved(NormStatistics(mean, rstdev), fc1, fc1_output, fc2)
 
 
 class _NormMLP(torch.autograd.Function):
@@ -262,6 +291,7 @@ class _NormMLP(torch.autograd.Function):
         if spec.recompute:
             ctx.save_for_backward(*tensors, *states)
         else:
+            assert saved is not None
             parts, ctx.forms = pack(*saved.fc1, *saved.fc2)
             ctx.save_for_backward(tensors.x, tensors.gamma, *saved.statistics, saved.fc1_output, *parts)
         # torch 2.11 cannot trace the backward of an output that is None.
@@ -272,16 +302,16 @@ class _NormMLP(torch.autograd.Function):
         spec = ctx.spec
         if spec.recompute:
             count = len(NormMLPTensors._fields)
-            tensors = NormMLPTensors(*ctx.saved_tensors[:count])
+            kept = take_saved(ctx)
+            tensors = NormMLPTensors(*kept[:count])
             x, gamma = tensors.x, tensors.gamma
-            saved = _recompute(tensors, _replaying(spec, list(ctx.saved_tensors[count:])))
+            handed = [_recompute(tensors, _replaying(spec, list(kept[count:])))]
         else:
-            x, gamma, mean, rstdev, fc1_output, *parts = ctx.saved_tensors
-            operands = unpack(parts, ctx.forms)
-            fc1, fc2 = LinearSaved(*operands[:2]), LinearSaved(*operands[2:])
-            saved = NormMLPSaved(NormStatistics(mean, rstdev), fc1, fc1_output, fc2)
+            x, gamma, *kept = take_saved(ctx)
+            handed = [_restored(kept, ctx.forms)]
+            del kept
         grad_output = grad_output.reshape(-1, grad_output.shape[-1])
-        grads = _backward(grad_output, grad_norm_output, x, gamma, saved, spec, ctx.dtypes)
+        grads = _backward(grad_output, grad_norm_output, x, gamma, handed, spec, ctx.dtypes)
         if spec.fc1.scale_update is not None:
             spec.fc1.scale_update.run()
         return None, *grads

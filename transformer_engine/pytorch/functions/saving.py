@@ -1,10 +1,14 @@
-"""Operands through save_for_backward: tensors in one flat list, and what puts them together again beside it."""
+"""Operands through save_for_backward: tensors in one flat list, and what puts them together again beside it.
+
+A backward that has read what its node saved may be the last to hold it, and makes room by letting go piece by piece.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..primitives.operand import Operand
@@ -28,6 +32,18 @@ def pack(*operands: Saved) -> tuple[list[Tensor | None], list[Any]]:
             tensors += (codes, scale, amax)
             forms.append((tensor_format, dtype))
     return tensors, forms
+
+
+def take_saved(ctx: Any) -> tuple[Any, ...]:
+    """ctx.saved_tensors, which the node itself lets go of unless its graph is kept for another backward.
+
+    torch drops them when the node's backward has returned, with all that it allocated still there; a backward that
+    calls this decides itself when each of them goes. With retain_graph=True, or called by hand, the node keeps them.
+    """
+    tensors = ctx.saved_tensors
+    if not torch.compiler.is_compiling():  # a compiler plans memory itself, and traces no such call
+        ctx.maybe_clear_saved_tensors()
+    return tensors
 
 
 def unpack(tensors: Sequence[Tensor | None], forms: list[Any]) -> list[Any]:
