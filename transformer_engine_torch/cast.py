@@ -115,14 +115,14 @@ def compute_amax(input: Tensor, amax: Tensor) -> None:
     amax.copy_(absolute_maximum(input).reshape(amax.shape))
 
 
-def fp8_transpose(input: Tensor, dtype: DType | int, output: Tensor | None = None) -> Tensor:
-    """uint8 [K, M] of FP8 codes uint8 [.., K], whose leading axes make M; into output if that is given."""
+def fp8_transpose(input: Tensor, dtype: DType | int, out: Tensor | None = None) -> Tensor:
+    """uint8 [K, M] of FP8 codes uint8 [.., K], whose leading axes make M; into out if that is given."""
     with_axes("input", input, 1)
     if input.element_size() != 1:
         raise TypeError(f"input is {input.dtype}; give codes of one byte, uint8")
     turned = input.reshape(-1, input.shape[-1]).t()
-    output_or_none("output", output, turned)
-    return turned.contiguous() if output is None else output.copy_(turned)
+    output_or_none("out", out, turned)
+    return turned.contiguous() if out is None else out.copy_(turned)
 
 
 def swap_first_dims(tensor: Tensor, out: Tensor | None = None) -> Tensor:

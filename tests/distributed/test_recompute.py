@@ -24,7 +24,7 @@ from transformer_engine.pytorch.distributed import (
 from transformer_engine.pytorch.module.layernorm import LayerNorm
 from transformer_engine.pytorch.module.linear import Linear
 from transformer_engine.pytorch.quantization import autocast as quantized
-from transformer_engine.pytorch.quantization.autocast import current, is_first_module
+from transformer_engine.pytorch.quantization.autocast import current
 
 BOTH = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "hooks"])
 FLAGS = (is_fp8_activation_recompute_enabled, in_fp8_activation_recompute_phase)
@@ -201,23 +201,6 @@ def test_an_exception_leaves_no_marks(reentrant, device):
     with quantized(recipe=DelayedScaling()), pytest.raises(ZeroDivisionError):
         checkpoint(function, torch.ones(2, device=device, requires_grad=True), use_reentrant=reentrant)
     assert not any(flag() for flag in FLAGS)
-
-
-@pytest.mark.parametrize("takes_first", [True, False])
-def test_a_reentrant_backward_updates_scales_for_a_first_module_inside(takes_first, device, monkeypatch):
-    updates = []
-    monkeypatch.setattr(recompute.delayed_scaling, "update_all", lambda forward: updates.append(forward))
-
-    def function(x):
-        if takes_first and not in_fp8_activation_recompute_phase():
-            assert is_first_module()
-        return x * 2
-
-    with quantized(recipe=DelayedScaling()):
-        y = checkpoint(function, torch.ones(2, device=device, requires_grad=True))
-    updates.clear()
-    y.sum().backward()
-    assert updates == ([False] if takes_first else [])
 
 
 @BOTH

@@ -47,7 +47,7 @@ def plain_launches() -> Iterator[tuple[str, Launch, Pointers]]:
     }
     yield "dropout", dropout.forward(1 << 20, 1024, "bfloat16", 6554, 1.1), {**forward, "factor": "fp32"}
     added: Pointers = {**forward, "seed": None, "mask": None, "factor": "fp32"}
-    yield "bias_add", dropout.forward(1 << 20, 1024, "bfloat16", 0, 1.0), added
+    yield "bias_add", dropout.forward(1 << 20, 1024, "bfloat16", 0, 1.0, drops=False), added
     backward: Pointers = {"dy": VALUES, "mask": BYTES, "dx": VALUES, "factor": "fp32"}
     yield "dropout_backward", dropout.backward(1 << 20, "bfloat16", 1.1), backward
     packed: Pointers = {
@@ -64,7 +64,7 @@ def plain_launches() -> Iterator[tuple[str, Launch, Pointers]]:
         )  # fmt: skip
         yield f"rope_packed_{transposed}", launch, {**packed, "q": VALUES, "k": VALUES, "v": VALUES}
     sums: Pointers = {"x": VALUES, "amax": SCALAR, "workspace": SCALAR}
-    yield "column_sums", column_sums.column_sums(SHAPE, 4096), sums
+    yield "column_sums", column_sums.column_sums(SHAPE, 4096, measures=True), sums
     yield "transpose", transpose.transpose(SHAPE), {"codes": BYTES, "codes_t": BYTES}
 
 
@@ -72,12 +72,12 @@ def casting_launches() -> Iterator[tuple[str, Launch, Pointers]]:
     """Kernels that make FP8 codes."""
     for name, gated in (("gelu", False), ("swiglu", True)):
         launch = activation_cast.forward(
-            name, gated, SHAPE, 8192, "bfloat16", (7.0, 1.7, 1.0), columnwise=True, returns_output=False
+            name, gated, SHAPE, 8192, "bfloat16", (7.0, 1.7, 1.0), E4M3, columnwise=True
         )
         yield f"{name}", launch, {"x": VALUES, **TARGET, "y": None, **CONSTANTS}
     for name, gated in (("identity", False), ("gelu", False), ("swiglu", True)):
         launch = activation_cast.backward(
-            name, gated, SHAPE, (4096, 8192), "bfloat16", (7.0, 1.7, 1.0), True, False, True
+            name, gated, SHAPE, (4096, 8192), "bfloat16", (7.0, 1.7, 1.0), E4M3, True, True
         )
         pointers = {"dy": VALUES, "x": None if name == "identity" else VALUES, **TARGET}
         yield f"{name}_backward", launch, {**pointers, "dx": None, "workspace": SCALAR, **CONSTANTS}
@@ -107,7 +107,7 @@ def block_launches() -> Iterator[tuple[str, Launch, Pointers]]:
     made = {"codes": CODES, "scale_inv": SCALAR, "y": None, "mean": SCALAR, "rstdev": SCALAR, "eps": "fp32"}
     for width in (4096, 5120, 20480):
         alone = both._replace(columnwise=False)
-        launch = norm.forward(8192, width, width, "bfloat16", 1e-5, False, True, 132, False, alone)
+        launch = norm.forward(8192, width, width, "bfloat16", 1e-5, False, True, 132, None, alone)
         yield f"norm_blocks_{width}", launch, {**given, **made}
 
 

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from triton.runtime import interpreter
 
+from transformer_engine.common.kernels import launch
+
 _TORCH = {
     "fp32": torch.float32,
     "fp16": torch.float16,
@@ -50,9 +52,56 @@ def _patch_lang_tensor(tensor, scope):
 
 
 def repair() -> None:
-    """Replace the interpreter's conversion between floating-point types, and of tensors to integers."""
+    """Replace the interpreter's conversion between floating-point types, and of tensors to integers; watch launches."""
     interpreter._convert_float = _convert_float
     interpreter._patch_lang_tensor = _patch_lang_tensor
+    launch._compile = _watched
+
+
+_original_compile = launch._compile
+_POISON = 0xA5
+
+
+def _watched(record, tensors):
+    """A starter that raises AssertionError where a launch changes a tensor that its record does not name.
+
+    What the record makes holds other bytes before every start: no kernel counts on what lay there.
+    """
+    start = _original_compile(record, tensors)
+    name = record.kernel.fn.__name__
+    reaches_more = any(launch.WRITTEN in table.columns for table in record.tables)
+
+    def start_watched(device, pointers, given, made):
+        every = (*given, *made)
+        for output, tensor in zip(record.outputs, every[record.inputs :], strict=True):
+            if output is None or not tensor.numel():
+                continue
+            if output.begins is None:
+                _bytes(tensor).fill_(_POISON)
+            else:
+                assert bool((tensor == output.begins).all()), f"{name}: an output does not begin as it must"
+        before = {
+            place: tensor.clone()
+            for place, tensor in enumerate(every[: record.inputs])
+            if tensor is not None and place not in record.in_place and not reaches_more
+        }
+        start(device, pointers, given, made)
+        for place, old in before.items():
+            assert _same_memory(every[place], old), f"{name} writes its input {place}"
+
+    return start_watched
+
+
+def _bytes(tensor):
+    """The tensor's own memory, byte by byte; it is dense."""
+    axes = [axis for axis in range(tensor.dim()) if tensor.shape[axis] > 1]
+    ordered = tensor.squeeze().permute([axes.index(a) for a in sorted(axes, key=tensor.stride, reverse=True)])
+    return (ordered if axes else ordered.reshape(1)).view(torch.uint8)
+
+
+def _same_memory(actual, expected):
+    """Equal bits, NaN or not."""
+    return torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in (actual, expected)))
 
 
 def same_bits(actual: torch.Tensor | None, expected: torch.Tensor | None) -> bool:

@@ -22,10 +22,11 @@ WIDTHS = (130, 1000, 1024, 4096, 4097, 5000, 5120, 8192, 9000, 12288, 17000, 327
 BLOCKS = Blocks(E4M3, False, False, True, 0.0, FLOAT32_MAX)
 
 
-def sums(width: int, centered: bool, returns_output: bool, codes: str | None, records: bool) -> list[str]:
+def sums(width: int, centered: bool, codes: str | None, records: bool) -> list[str]:
     """The layouts, written out, of the tensors of float32 that are summed; codes: one scale for all, or "blocks"."""
     blocks = BLOCKS if codes == "blocks" else None
-    launch = norm.forward(8192, width, width, "bfloat16", 1e-5, False, centered, 132, returns_output, blocks)
+    element = E4M3 if codes == "one scale" else None
+    launch = norm.forward(8192, width, width, "bfloat16", 1e-5, False, centered, 132, element, blocks)
     pointers = {
         "x": VALUES,
         "gamma": VALUES,
@@ -34,7 +35,7 @@ def sums(width: int, centered: bool, returns_output: bool, codes: str | None, re
         "amax": SCALAR if records else None,
         "codes": codes and CODES,
         "scale_inv": codes and SCALAR,
-        "y": VALUES if returns_output else None,
+        "y": None if codes else VALUES,
         "mean": SCALAR if centered else None,
         "rstdev": SCALAR,
     }
@@ -61,10 +62,10 @@ def main() -> None:
         json.dumps(
             {
                 f"{'layernorm' if centered else 'rmsnorm'} {width}": [
-                    sums(width, centered, True, None, False),
-                    sums(width, centered, False, "one scale", True),
-                    sums(width, centered, True, None, True),
-                    sums(width, centered, False, "blocks", False),
+                    sums(width, centered, None, False),
+                    sums(width, centered, "one scale", True),
+                    sums(width, centered, None, True),
+                    sums(width, centered, "blocks", False),
                 ]
                 for width in WIDTHS
                 for centered in (False, True)

@@ -69,7 +69,7 @@ def is_equal(spec: QuantizeSpec, x: torch.Tensor, scale: torch.Tensor | None) ->
             x, scale, None, None
         )
     elif spec.format.name == NVFP4.name:
-        actual = triton._nvfp4(x, 0, spec, None, None, random)
+        actual = triton._nvfp4(x, spec, None, None, random)
     else:
         actual = triton_tiles.tiled_call(spec, x.shape, x.dtype, x.device)(x)
     return all(

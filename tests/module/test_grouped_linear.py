@@ -182,5 +182,27 @@ def test_an_impossible_layer_is_refused_at_construction(options, error, message)
 
 def test_parameter_names_and_shard_shapes():
     layer = GroupedLinear(2, IN, OUT, parallel_mode="column", tp_size=2, device="cpu")
-    assert [n for n, _ in layer.named_parameters()] == ["weight0", "weight1", "bias0", "bias1"]
+    assert [n for n, _ in layer.named_parameters()] == ["weight0", "bias0", "weight1", "bias1"]
     assert layer.weight0.shape == (OUT // 2, IN) and layer.weight0.partition_dim == 0
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_each_group_registers_its_weight_and_then_its_bias(quantized, device):
+    with quantized_model_init(enabled=quantized, recipe=RECIPES["current"]):
+        layer = GroupedLinear(GROUPS, IN, OUT, device="meta")
+    names = [name for i in range(GROUPS) for name in (f"weight{i}", f"bias{i}")]
+    assert [name for name, _ in layer.named_parameters()] == names
+    layer.reset_parameters()
+    assert [name for name, _ in layer.named_parameters()] == names
+    assert [name for name in layer.state_dict() if not name.endswith("_extra_state")] == names
+    without = GroupedLinear(GROUPS, IN, OUT, bias=False, device=device)
+    assert [name for name, _ in without.named_parameters()] == names[::2]
+
+
+def test_a_state_in_another_order_is_loaded_by_name(device):
+    layer, twin = (GroupedLinear(GROUPS, IN, OUT, device=device) for _ in range(2))
+    state = layer.state_dict()
+    weights_first = {name: state[name] for name in sorted(state, key=lambda name: name.startswith("bias"))}
+    assert list(weights_first) != list(state)
+    twin.load_state_dict(weights_first)
+    assert all(torch.equal(a, b) for a, b in zip(layer.parameters(), twin.parameters(), strict=True))

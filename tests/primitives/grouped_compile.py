@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 from compile_cases import count, ptx_of
 
 from transformer_engine.common.formats import E4M3
-from transformer_engine.common.kernels import grouped_cast, grouped_gemm
+from transformer_engine.common.kernels import grouped_block_cast, grouped_cast, grouped_gemm
 from transformer_engine.common.kernels.launch import Launch
 
 TOTAL, N, K, GROUPS = 4096, 512, 1024, 16
@@ -31,24 +31,29 @@ def products(shared: int, quantized: bool) -> Iterator[tuple[str, Launch, dict[s
         rows = {"a": a, "b": b, "table": None if scaling else ADDRESSES, "scale_a": scale, "scale_b": scale}
         rows |= {"bias": None, "layout": INDICES, "out": HALF}
         options = {"scaling": scaling, "exact": exact, "shared_memory": shared}
-        yield f"rows-{name}", grouped_gemm.product_of_rows(TOTAL, N, K, GROUPS, **options), rows
+        product = grouped_gemm.product_of_rows(TOTAL, N, K, GROUPS, by_address=not scaling, **options)
+        yield f"rows-{name}", product, rows
         columns = {"a": a, "b": b, "scale_a": scale, "scale_b": scale, "layout": INDICES}
         columns |= {"table": ADDRESSES, "out": SCALES}
-        record = grouped_gemm.product_of_columns(N, K, GROUPS, accumulates=True, **options)
+        record = grouped_gemm.product_of_columns(N, K, GROUPS, accumulates=True, by_address=True, **options)
         yield f"columns-{name}", record, columns
 
 
 def casts() -> Iterator[tuple[str, Launch, dict[str, str | None]]]:
     pointers = {"x": HALF, "table": None, "layout": INDICES, "scale": SCALES, "amax": SCALES}
     pointers |= {"codes": CODES, "codes_t": CODES, "scale_inv": SCALES}
-    yield "cast-rows", grouped_cast.cast((TOTAL, K), GROUPS, True, E4M3, 3, 0, False, 0.0), pointers
+    steps = (False, 0.0, True, True)
+    rows = grouped_cast.cast((TOTAL, K), GROUPS, True, E4M3, 3, 0, *steps, records=True)
+    yield "cast-rows", rows, pointers
     matrices = pointers | {"table": ADDRESSES, "layout": None, "scale": None}
-    yield "cast-matrices", grouped_cast.cast((N, K), GROUPS, False, E4M3, 0, 0, False, 0.0), matrices
+    stack = grouped_cast.cast((N, K), GROUPS, False, E4M3, 0, 0, *steps, records=False)
+    yield "cast-matrices", stack, matrices
+    scales = (GROUPS, E4M3, True, 0.0, 3e38, True, True)
     blocks = {"x": HALF, "table": None, "layout": INDICES, "codes": CODES, "scale": SCALES}
     blocks |= {"codes_t": CODES, "scale_t": SCALES}
-    yield "cast-row-blocks", grouped_cast.row_blocks((TOTAL, K), GROUPS, E4M3, True, 0.0, 3e38), blocks
+    yield "cast-row-blocks", grouped_block_cast.row_blocks((TOTAL, K), *scales), blocks
     squares = blocks | {"table": ADDRESSES, "layout": None}
-    yield "cast-squares", grouped_cast.square_blocks((N, K), GROUPS, E4M3, True, 0.0, 3e38), squares
+    yield "cast-squares", grouped_block_cast.square_blocks((N, K), *scales), squares
     measured = {"x": HALF, "table": None, "layout": INDICES, "amax": SCALES}
     yield "cast-maximum", grouped_cast.maximum((TOTAL, K), GROUPS, True), measured
 

@@ -90,10 +90,12 @@ def products() -> dict[str, bool]:
     count = len(SPLITS)
     bias = torch.randn(count, width)
     y, dx = torch.empty(total, width), torch.empty(total, depth)
-    forward = kernels.product_of_rows(total, width, depth, count, scaling=0)
+    forward = kernels.product_of_rows(total, width, depth, count, scaling=0, by_address=True)
     inputs = (weights[0], table_of(weights).table, None, None)
     launch.start(forward, (x, *inputs, bias, groups.layout, y), -1)
-    backward = kernels.product_of_rows(total, depth, width, count, scaling=0, transposed=True)
+    backward = kernels.product_of_rows(
+        total, depth, width, count, scaling=0, transposed=True, by_address=True
+    )
     launch.start(backward, (dy, *inputs, None, groups.layout, dx), -1)
     dw = torch.ones(count, width, depth)
     gradient = kernels.product_of_columns(width, depth, count, scaling=0, accumulates=True)

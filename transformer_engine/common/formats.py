@@ -7,19 +7,27 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Element:
-    """A narrow floating-point number: value = (-1)^s * 2^(e - bias) * (1 + m / 2^mantissa_bits)."""
+    """A narrow floating-point number: value = (-1)^s * 2^(e - bias) * (1 + m / 2^mantissa_bits).
+
+    greatest   the largest finite number, as text: a compiler makes a symbol of a float that it finds in an object
+               while shapes are dynamic, and cannot use it in two layers of one graph
+    """
 
     name: str
     bits: int
     mantissa_bits: int
     bias: int
-    maximum: float
+    greatest: str
+
+    @property
+    def maximum(self) -> float:
+        return float.fromhex(self.greatest)
 
 
 # OCP 8-bit Floating Point Specification 1.0 (E4M3 has no infinity) and OCP Microscaling Formats 1.0 (E2M1).
-E4M3 = Element("e4m3", bits=8, mantissa_bits=3, bias=7, maximum=448.0)
-E5M2 = Element("e5m2", bits=8, mantissa_bits=2, bias=15, maximum=57344.0)
-E2M1 = Element("e2m1", bits=4, mantissa_bits=1, bias=1, maximum=6.0)
+E4M3 = Element("e4m3", bits=8, mantissa_bits=3, bias=7, greatest="0x1.cp+8")  # 448
+E5M2 = Element("e5m2", bits=8, mantissa_bits=2, bias=15, greatest="0x1.cp+15")  # 57344
+E2M1 = Element("e2m1", bits=4, mantissa_bits=1, bias=1, greatest="0x1.8p+2")  # 6
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,11 @@ NVFP4 = TensorFormat("nvfp4", (1, 16), "e4m3", packing=2)
 TENSOR_FORMATS = (FLOAT8, BLOCK_1D, BLOCK_2D, MXFP8, NVFP4)
 
 FLOAT32_MAX = 3.4028234663852886e38
+
+
+def float32_max() -> float:
+    """FLOAT32_MAX where a compiler traces: it makes a symbol of a global float too, see Element.greatest."""
+    return 3.4028234663852886e38
 
 
 def ceil_div(n: int, d: int) -> int:

@@ -1,6 +1,11 @@
 """transformer_engine.pytorch: layers, recipes and quantized tensors for PyTorch, on a GPU or a CPU."""
 
+import importlib
+from typing import Any
+
 from ..common.dispatch import use_backend
+from . import float8_tensor as float8_tensor
+from . import fp8 as fp8
 from .attention import (
     DotProductAttention,
     InferenceParams,
@@ -10,11 +15,15 @@ from .attention import (
 from .autotune import autotune
 from .constants import DType
 from .device import get_cudnn_version, get_device_compute_capability
+from .device_checks import check
 from .distributed import CudaRNGStatesTracker, checkpoint
 from .explain import explain
 from .memory_plan import memory_plan
 from .module import GroupedLinear, LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm
 from .quantization import (
+    DelayedScalingRequest,
+    QuantizerRequest,
+    QuantizerRole,
     autocast,
     emulate,
     fp8_autocast,
@@ -27,7 +36,7 @@ from .quantization import (
     is_nvfp4_available,
     quantized_model_init,
 )
-from .quantized_tensor import prepare_for_saving, restore_from_saved
+from .quantized_tensor import prepare_for_saving, restore_from_func_ctx, restore_from_saved
 from .tensor import (
     Float8BlockQuantizer,
     Float8BlockwiseQTensor,
@@ -36,6 +45,12 @@ from .tensor import (
     Float8Quantizer,
     Float8Tensor,
     Float8TensorStorage,
+    HybridQuantizedTensor,
+    HybridQuantizedTensorStorage,
+    HybridQuantizer,
+    IdentityQuantizer,
+    IdentityTensor,
+    IdentityTensorStorage,
     MXFP8Quantizer,
     MXFP8Tensor,
     MXFP8TensorStorage,
@@ -67,7 +82,10 @@ _NOT_YET = (
 )
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
+    if name == "cpp_extensions":
+        # At its first use: it is made of transformer_engine_torch, which is made of what this package imports.
+        return importlib.import_module(f"{__name__}.cpp_extensions")
     if name in _NOT_YET:
         raise AttributeError(
             f"transformer_engine.pytorch.{name} is not implemented in this release; see docs/support.md"

@@ -8,51 +8,40 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..common.checks import described, drop_rate, one_of, whole, whole_or_none
+from ..common.checks import described
 from .attention.dot_product_attention.arguments import RULES
+from .attention.dot_product_attention.prepare import CallArguments
 from .attention.inference import InferenceParams
 from .attention.multi_head_attention import MultiheadAttention
-from .checks import floating, tensor
-from .constants import LayerTypes
+from .checks import tensor
 from .functions.dropout import bias_dropout_add, dropout
-from .module.arguments import check_arguments, window
+from .module.arguments import check_arguments
+from .module.drop_path import DropPath, batch_dimension
 from .module.layernorm import LayerNorm
 from .module.layernorm_mlp import LayerNormMLP
 from .module.rmsnorm import RMSNorm
+from .module.settings import hand_down, refuse_if_fixed
+from .transformer_checks import check_unused, check_variant
 
 NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 
 
-class DropPath(nn.Module):
-    """y = x * keep / (1 - p), keep drawn once a sample: stochastic depth (arXiv:1603.09382).
-
-    batch_dim   the axis of the samples: 1 for [s, b, h], 0 for [b, s, h]
-    """
-
-    def __init__(self, drop_prob: float = 0.0, batch_dim: int = 1):
-        drop_rate("drop_prob", drop_prob)
-        whole("batch_dim", batch_dim, 0)
-        super().__init__()
-        self.drop_prob = drop_prob
-        self.batch_dim = batch_dim
-
-    def forward(self, hidden_state: Tensor) -> Tensor:
-        floating("hidden_state", hidden_state)
-        if hidden_state.ndim <= self.batch_dim:
-            raise ValueError(
-                f"hidden_state is {list(hidden_state.shape)}, its samples lie along axis {self.batch_dim}; "
-                "give it that axis, or set batch_dim"
-            )
-        if self.drop_prob == 0.0 or not self.training:
-            return hidden_state
-        shape = [1] * hidden_state.ndim
-        shape[self.batch_dim] = hidden_state.shape[self.batch_dim]
-        uniform = torch.rand(shape, dtype=torch.float32, device=hidden_state.device)
-        keep = (uniform >= self.drop_prob).to(hidden_state.dtype)
-        return hidden_state * keep / (1.0 - self.drop_prob)
-
-    def extra_repr(self) -> str:
-        return f"drop_prob={self.drop_prob}"
+# Attributes that children work by, and those that decided which children there are.
+_WORKED_BY = {
+    "attn_input_format": ("self_attention.qkv_format", "inter_attention.qkv_format"),
+    "enc_dec_attn_mask_type": ("inter_attention.attn_mask_type",),
+    "layer_number": ("self_attention.layer_number", "inter_attention.layer_number"),
+    "self_attn_mask_type": ("self_attention.attn_mask_type",),
+    "sequence_parallel": (
+        "self_attention.sequence_parallel",
+        "inter_attention.sequence_parallel",
+        "layernorm_mlp.sequence_parallel",
+        "layernorm.sequence_parallel",
+    ),
+}
+_FIXED = frozenset(
+    {"apply_residual_connection_post_layernorm", "layer_type", "output_layernorm", "parallel_attention_mlp"}
+)
 
 
 class TransformerLayer(nn.Module):
@@ -128,7 +117,7 @@ class TransformerLayer(nn.Module):
     ) -> None:
         check_arguments(locals(), **RULES)
         super().__init__()
-        _check_variant(
+        check_variant(
             layer_type,
             parallel_attention_mlp,
             apply_residual_connection_post_layernorm,
@@ -231,7 +220,14 @@ class TransformerLayer(nn.Module):
                 zero_centered_gamma=zero_centered_gamma,
                 device=device,
             )
-        self.drop_path = DropPath(drop_path_rate, batch_dim=1 if attn_input_format == "sbhd" else 0)
+        self.drop_path = DropPath(drop_path_rate, batch_dim=batch_dimension(attn_input_format))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        refuse_if_fixed(self, name, value, _FIXED)
+        super().__setattr__(name, value)
+        hand_down(self, name, value, _WORKED_BY)
+        if name == "attn_input_format" and "drop_path" in self.__dict__.get("_modules", ()):
+            self.drop_path.batch_dim = batch_dimension(value)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Set the tensor-parallel process group of every child."""
@@ -276,7 +272,7 @@ class TransformerLayer(nn.Module):
         fast_zero_fill: bool = True,
         pad_between_seqs: bool | None = None,
     ) -> Tensor:
-        """y, shaped like hidden_states.
+        """y, shaped like hidden_states, in their dtype or torch.autocast's.
 
         attention_mask, self_attn_mask_type, window_size, rotary_pos_emb and inference_params speak of the
         self attention, enc_dec_* and encoder_output of the decoder's cross attention; cu_seqlens_q,
@@ -289,14 +285,33 @@ class TransformerLayer(nn.Module):
             raise ValueError(
                 f"layer_type={self.layer_type!r} {want} encoder_output, which is {given}; match the two"
             )
-        tensor("hidden_states", hidden_states)
-        if encoder_output is not None and self.inter_attention is not None:
-            self.inter_attention.check_encoder_output(encoder_output)
-        if enc_dec_attn_mask_type is not None or enc_dec_window_size is not None:
-            RULES["enc_dec_attn_mask_type"]("enc_dec_attn_mask_type", enc_dec_attn_mask_type or "no_mask")
-            window("enc_dec_window_size", enc_dec_window_size)
-        whole_or_none("max_seqlen_kv", max_seqlen_kv, 0)
-        hidden_states = hidden_states.contiguous()
+        if not isinstance(hidden_states, Tensor):
+            tensor("hidden_states", hidden_states)
+        if self.inter_attention is not None:
+            # Ahead of the self attention, which records; that one's own arguments it checks itself.
+            self.inter_attention.check_call(
+                hidden_states,
+                encoder_output,
+                None,
+                CallArguments(
+                    enc_dec_attn_mask,
+                    None,
+                    (cu_seqlens_q, cu_seqlens_kv),
+                    (cu_seqlens_q_padded, cu_seqlens_kv_padded),
+                    (max_seqlen_q, max_seqlen_kv),
+                    enc_dec_attn_mask_type,
+                    enc_dec_window_size,
+                    enc_dec_bottom_right_diagonal,
+                    "no_bias",
+                    None,
+                    None,
+                    None,
+                    pad_between_seqs,
+                ),
+            )
+        elif not (enc_dec_attn_mask_type is enc_dec_window_size is max_seqlen_kv is None):
+            check_unused(enc_dec_attn_mask_type, enc_dec_window_size, max_seqlen_kv)
+        hidden_states = _in_autocast(hidden_states).contiguous()
         queries = {
             "is_first_microbatch": is_first_microbatch,
             "checkpoint_core_attention": checkpoint_core_attention,
@@ -366,25 +381,12 @@ class TransformerLayer(nn.Module):
         return hidden_states if self.layernorm is None else self.layernorm(hidden_states)
 
 
-def _check_variant(
-    layer_type: str,
-    parallel: bool,
-    post_norm_residual: bool,
-    output_layernorm: bool,
-    attn_input_format: str,
-    drop_path_rate: float,
-) -> None:
-    one_of("layer_type", layer_type, LayerTypes)
-    if parallel and (layer_type != "encoder" or post_norm_residual or output_layernorm):
-        raise ValueError(
-            "parallel_attention_mlp=True is for layer_type='encoder' without "
-            "apply_residual_connection_post_layernorm and output_layernorm; leave those out"
-        )
-    if drop_path_rate > 0.0 and attn_input_format == "thd":
-        raise ValueError(
-            f"drop_path_rate={drop_path_rate} with attn_input_format='thd', which has no axis of samples; "
-            "use sbhd or bshd"
-        )
+def _in_autocast(hidden_states: Tensor) -> Tensor:
+    """In torch.autocast's dtype while that is on: the residual sums then are in it, from the first to the last."""
+    device = hidden_states.device.type
+    if not torch.is_autocast_enabled(device):
+        return hidden_states
+    return hidden_states.to(torch.get_autocast_dtype(device))
 
 
 def _name(parent: str | None, child: str) -> str | None:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..formats import ceil_div
+from ..formats import Element, ceil_div
 from . import tile
 from .activation import CURVES, curve, curve_and_slope, gated, gated_gradients
-from .launch import Launch, Output
+from .launch import Launch, Output, codes_dtype
 from .norm import known_maximum, multiplier_of, record_maximum, sum_partials
 from .rounding import magnitude_bits
 
@@ -262,19 +262,19 @@ def forward(
     x_stride: int,
     dtype: str,
     constants: tuple[float, float, float],
+    element: Element | None,
     columnwise: bool,
-    returns_output: bool,
 ) -> Launch:
-    """Output: y [M, width], if it is to be returned.
-
-    Inputs: x, then as None where there are no codes: their scale float32 [1], amax float32 [1] (may come without
-    the others), codes [M, width], codes_t [width, M] if columnwise, scale_inv float32 [1]; the last three are written.
+    """Inputs: x, scale float32 [1] of the codes or None, amax float32 [1] or None, which keeps the larger of itself
+    and max|y|. Outputs: codes [M, width], codes_t [width, M] if columnwise, scale_inv float32 [1], None, or, without
+    an element for codes, only the last: y [M, width].
     """
     tile, warps = _forward_tile(shape[0] * shape[1], gated, columnwise)
     tiling, grid = _tiling(shape, tile)
-    outputs = (Output(shape, dtype) if returns_output else None,)
+    outputs = made(shape, dtype, element, columnwise)
     scalars = (*shape, x_stride, *constants)
-    return Launch(forward_kernel, grid, outputs, scalars, (CURVES[name], gated, *tiling), warps)
+    fixed = (CURVES[name], gated, *tiling)
+    return Launch(forward_kernel, grid, outputs, scalars, fixed, warps, in_place=(2,))
 
 
 def backward(
@@ -284,27 +284,38 @@ def backward(
     strides: tuple[int, int],
     dtype: str,
     constants: tuple[float, float, float],
+    element: Element | None,
     columnwise: bool,
-    returns_output: bool,
     sums_columns: bool,
 ) -> Launch:
-    """Outputs: dx [M, N], if it is to be returned, and float32 sums [strips, N] of its columns, if asked for.
+    """Inputs: dy [M, width] and x (their strides are given), then scale and amax as of `forward`. Outputs: its four,
+    of dx [M, N], and float32 sums [strips, N] of the columns, if asked for.
 
-    Inputs: dy [M, width] and x (their strides are given), then as None where there are no codes: their scale
-    float32 [1], amax float32 [1] (may come without the others), codes [M, N], codes_t [N, M] if columnwise,
-    scale_inv float32 [1]; the last three are written. N is 2 * width when gated. "identity": x is None, dx is dy.
+    N is 2 * width when gated. "identity": x is None, dx is dy.
     """
     rows, width = shape
     tile, warps = _backward_tile(rows * width, name, gated, columnwise, sums_columns)
     tiling, grid = _tiling(shape, tile)
     columns = 2 * width if gated else width
     outputs = (
-        Output((rows, columns), dtype) if returns_output else None,
+        *made((rows, columns), dtype, element, columnwise),
         Output((ceil_div(rows, tile[0] * tile[3]), columns), "float32") if sums_columns else None,
     )
     curve = "identity" if name == "identity" else CURVES[name]
     scalars = (*shape, *strides, *constants)
-    return Launch(backward_kernel, grid, outputs, scalars, (curve, gated, *tiling, tile[3]), warps)
+    fixed = (curve, gated, *tiling, tile[3])
+    return Launch(backward_kernel, grid, outputs, scalars, fixed, warps, in_place=(3,))
+
+
+def made(
+    shape: tuple[int, int], dtype: str, element: Element | None, columnwise: bool
+) -> tuple[Output | None, ...]:
+    """(codes, codes_t, scale_inv, None) of a result, or (None, None, None, the result) without an element."""
+    if element is None:
+        return None, None, None, Output(shape, dtype)
+    codes = Output(shape, codes_dtype(element))
+    codes_t = Output(shape[::-1], codes.dtype) if columnwise else None
+    return codes, codes_t, Output((1,), "float32"), None
 
 
 def sum_columns(partials: tuple[int, int], dtype: str) -> Launch:

@@ -11,12 +11,14 @@ QK_REST, instead of being padded to the next one: 192 costs 128 + 64, not 256.
 
 from __future__ import annotations
 
+import math
+
 import triton
 import triton.language as tl
 
 from ..formats import ceil_div
 from .attention_problem import Problem, forward_tile
-from .launch import Launch
+from .launch import Launch, Output
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -317,11 +319,19 @@ def attend(
         store_rows(target, first_row, out_token, stored, rest * inverse[:, None], ROWS, V_MAIN, V_REST, V)
 
 
-def forward(problem: Problem, max_logit: bool) -> Launch:
+def forward(problem: Problem, max_logit: bool, keeps_lse: bool = True, packed: bool = False) -> Launch:
     """(q, k, v, lengths_q, lengths_kv, starts_q, starts_kv, masked_q, masked_kv, masked, bias, slopes, sink, rng,
-    pages, out, lse | None, tops | None): tops is float32 [b, h, grid[0]], given when max_logit."""
+    pages) -> out, lse if it is to be kept, tops float32 [b, h, grid[0]] when max_logit.
+
+    packed   q is: tokens of no sequence are not visited
+    """
     rows, keys, warps, stages = forward_tile(problem)
     scalars = (*problem.scalars, *problem.out)
     constants = (*problem.band, problem.page_size, *problem.sizes, problem.precision, rows, keys, stages)
     grid = (max(1, ceil_div(problem.seqlen_q, rows)), problem.heads, problem.batch)
-    return Launch(attend, grid, (), scalars, constants, warps)
+    outputs = (
+        Output(None, problem.dtype, begins=0.0 if packed else None),
+        Output(None, "float32", begins=-math.inf if packed else None) if keeps_lse else None,
+        Output((problem.batch, problem.heads, grid[0]), "float32") if max_logit else None,
+    )
+    return Launch(attend, grid, outputs, scalars, constants, warps)

@@ -16,7 +16,7 @@ import triton.language as tl
 from ..formats import ceil_div
 from .attention import LN_2, LOG2_E, at, extent, load_rows, logits, store_rows, survives, visible_keys
 from .attention_problem import Problem, keys_tile, queries_tile
-from .launch import Launch
+from .launch import Launch, Output
 
 
 @triton.jit
@@ -357,32 +357,43 @@ def grad_queries(
         store_rows(target, first_row, dq_token, stored, dq_rest * (scale * LN_2), ROWS, QK_MAIN, QK_REST, QK)
 
 
-def delta(problem: Problem, out: tuple[int, int, int]) -> Launch:
-    """(out, grad_out, lse, sink | None, lengths_q, starts_q, masked_q, delta, grad_sink [b, h, grid[0]] | None);
+def delta(problem: Problem, out: tuple[int, int, int], has_sink: bool = False) -> Launch:
+    """(out, grad_out, lse, sink | None, lengths_q, starts_q, masked_q) -> delta, grad_sink [b, h, grid[0]] | None;
     problem.out has grad_out's strides, out those of the output."""
     block = max(16, triton.next_power_of_2(problem.size_v))
     rows = max(16, 4096 // block)
     scalars = (problem.seqlen_q, *problem.lse, *out, *problem.out)
     grid = (ceil_div(problem.seqlen_q, rows), problem.heads, problem.batch)
-    return Launch(row_products, grid, (), scalars, (problem.size_v, block, rows), warps=4)
+    grad_sink = Output((problem.batch, problem.heads, grid[0]), "float32") if has_sink else None
+    outputs = (Output(None, "float32"), grad_sink)
+    return Launch(row_products, grid, outputs, scalars, (problem.size_v, block, rows), warps=4)
 
 
 def keys(
-    problem: Problem, dk: tuple[int, int, int, int], dv: tuple[int, int, int, int], parts: int
+    problem: Problem,
+    dk: tuple[int, int, int, int],
+    dv: tuple[int, int, int, int],
+    parts: int,
+    packed: bool = False,
 ) -> Launch:
-    """(q, .., delta, dk, dv), strides (part, batch, token, head): each part takes an even share of a group's heads."""
+    """(q, .., delta) -> dk, dv, strides (part, batch, token, head): each part takes an even share of a group's heads.
+
+    Several parts are float32, to be summed. packed: tokens of no sequence are not visited.
+    """
     block_rows, block_keys, warps, stages = keys_tile(problem)
     members = problem.heads // problem.groups // parts
     scalars = (*problem.scalars, *problem.out, members, parts, *dk, *dv)
     constants = (*problem.band, *problem.sizes, problem.precision, block_rows, block_keys, stages)
     grid = (ceil_div(problem.seqlen_kv, block_keys), problem.groups * parts, problem.batch)
-    return Launch(grad_keys, grid, (), scalars, constants, warps)
+    gradient = Output(None, problem.dtype if parts == 1 else "float32", begins=0.0 if packed else None)
+    return Launch(grad_keys, grid, (gradient, gradient), scalars, constants, warps)
 
 
-def queries(problem: Problem, dq: tuple[int, int, int]) -> Launch:
-    """(q, .., delta, dq), dq's strides (batch, token, head)"""
+def queries(problem: Problem, dq: tuple[int, int, int], packed: bool = False) -> Launch:
+    """(q, .., delta) -> dq, strides (batch, token, head); packed: tokens of no sequence are not visited."""
     block_rows, block_keys, warps, stages = queries_tile(problem)
     scalars = (*problem.scalars, *problem.out, *dq)
     constants = (*problem.band, *problem.sizes, problem.precision, block_rows, block_keys, stages)
     grid = (ceil_div(problem.seqlen_q, block_rows), problem.heads, problem.batch)
-    return Launch(grad_queries, grid, (), scalars, constants, warps)
+    outputs = (Output(None, problem.dtype, begins=0.0 if packed else None),)
+    return Launch(grad_queries, grid, outputs, scalars, constants, warps)

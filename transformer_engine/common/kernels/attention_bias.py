@@ -13,7 +13,7 @@ from ..formats import ceil_div
 from .attention import LN_2, LOG2_E, at, extent, load_rows
 from .attention_backward import grad_logits, statistics
 from .attention_problem import Problem, bias_tile
-from .launch import Launch
+from .launch import Launch, Output
 
 
 @triton.jit
@@ -102,7 +102,7 @@ def grad_added(
 
 
 def added(problem: Problem, shape: tuple[int, ...]) -> tuple[Launch, tuple[int, ...]]:
-    """((q, .., delta, dbias), dbias's shape); to be summed where that is larger than the bias's shape."""
+    """((q, .., delta) -> dbias, dbias's shape); float32, to be summed, where that is larger than the bias's shape."""
     block_rows, block_keys, warps = bias_tile(problem)
     down, across = ceil_div(problem.seqlen_q, block_rows), ceil_div(problem.seqlen_kv, block_keys)
     batch, heads, size_q, size_kv = shape
@@ -112,4 +112,5 @@ def added(problem: Problem, shape: tuple[int, ...]) -> tuple[Launch, tuple[int, 
     members = 1 if heads > 1 else problem.heads
     scalars = (*problem.scalars, *problem.out, sequences, members, *result[1:])
     constants = (*problem.band, *problem.sizes, problem.precision, block_rows, block_keys, *sums)
-    return Launch(grad_added, (across, down, batch * heads), (), scalars, constants, warps), result
+    outputs = (Output(result, None if result == tuple(shape) else "float32"),)
+    return Launch(grad_added, (across, down, batch * heads), outputs, scalars, constants, warps), result

@@ -14,7 +14,7 @@ from triton.language.extra.cuda import gdc_wait
 from ..formats import ceil_div
 from .attention import LOG2_E, at, extent, take_keys
 from .attention_problem import Problem, decode_tile
-from .launch import Launch
+from .launch import Launch, Output
 
 
 @triton.jit
@@ -168,8 +168,8 @@ def merge(
     tl.store(target + column, output.to(out.dtype.element_ty), mask=stored)
 
 
-def stretches(problem: Problem, processors: int, splits: int = 0) -> tuple[Launch, int, int]:
-    """((q, k, v, lengths_q, lengths_kv, starts_q, starts_kv, slopes, pages, partial, level), splits, rows).
+def stretches(problem: Problem, processors: int, splits: int = 0) -> tuple[Launch, int]:
+    """((q, k, v, lengths_q, lengths_kv, starts_q, starts_kv, slopes, pages) -> partial, level, splits).
 
     splits   0: enough to fill the processors; partial is float32 [b, g, splits, rows, size_v]
     """
@@ -189,17 +189,20 @@ def stretches(problem: Problem, processors: int, splits: int = 0) -> tuple[Launc
         stages,
     )
     grid = (splits, problem.groups * blocks, problem.batch)
-    return Launch(attend_stretch, grid, (), scalars, constants, warps), splits, rows
+    level = (problem.batch, problem.groups, splits, rows)
+    outputs = (Output((*level, problem.size_v), "float32"), Output(level, "float32"))
+    return Launch(attend_stretch, grid, outputs, scalars, constants, warps), splits
 
 
-def merging(problem: Problem, splits: int, follows: bool) -> Launch:
-    """(partial, level, sink | None, lengths_q, starts_q, out)"""
+def merging(problem: Problem, splits: int, follows: bool, packed: bool = False) -> Launch:
+    """(partial, level, sink | None, lengths_q, starts_q) -> out; packed: tokens of no sequence are not visited."""
     block = triton.next_power_of_2(problem.size_v)
     group = problem.heads // problem.groups
     scalars = (problem.seqlen_q, problem.heads, group, splits, *problem.out)
     constants = (problem.size_v, block, min(triton.next_power_of_2(splits), max(1, 4096 // block)), follows)
     grid = (problem.seqlen_q, problem.heads, problem.batch)
-    return Launch(merge, grid, (), scalars, constants, warps=4, dependent=follows)
+    outputs = (Output(None, problem.dtype, begins=0.0 if packed else None),)
+    return Launch(merge, grid, outputs, scalars, constants, warps=4, dependent=follows)
 
 
 def split_count(problem: Problem, blocks: int, keys: int, processors: int) -> int:

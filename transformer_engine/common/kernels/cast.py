@@ -152,7 +152,7 @@ def cast_transpose_kernel(
 
 @functools.lru_cache(maxsize=4096)
 def absolute_maximum(size: int, *, overlaps: bool = False) -> Launch:
-    """Inputs: x, any shape of size elements, contiguous; outputs: amax float32 [1], which must hold 0 or more.
+    """Inputs: x, any shape of size elements, contiguous; outputs: amax float32 [1].
 
     overlaps: what is queued next is `cast(follows=True)` of the same x.
     """
@@ -161,7 +161,7 @@ def absolute_maximum(size: int, *, overlaps: bool = False) -> Launch:
     return Launch(
         absolute_maximum_kernel,
         grid=(programs, 1, 1),
-        outputs=(),
+        outputs=(Output((1,), "float32", begins=0.0),),
         scalars=(size, max(programs - _KEPT // block, 0)),
         constants=(block, size % block == 0, overlaps),
         warps=warps,
@@ -203,7 +203,16 @@ def cast(
         grid, scalars = ceil_div(rows, block_m) * ceil_div(depth, block_k), (rows, depth)
         tiles = (block_m, block_k, band, rows % 2 == 0, rows % block_m == 0 and depth % block_k == 0)
         kernel = cast_transpose_kernel
-    return Launch(kernel, (grid, 1, 1), outputs, scalars, (*steps, *tiles), warps, dependent=follows)
+    return Launch(
+        kernel,
+        (grid, 1, 1),
+        outputs,
+        scalars,
+        (*steps, *tiles),
+        warps,
+        dependent=follows,
+        in_place=(2,) if records else (),
+    )
 
 
 # Elements of the end of x that the amax pass leaves in the L2 for the cast: 24 MiB of bfloat16. H200, 8192 x 14336:

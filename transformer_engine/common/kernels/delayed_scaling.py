@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ..formats import FLOAT32_MAX, ceil_div
-from .launch import Launch
+from .launch import NUMBER, WRITTEN, Launch, Table
 
 _LARGEST = tl.constexpr(FLOAT32_MAX)
 LIMIT = 1 << 15  # elements of a history that one program holds in registers: whole columns
@@ -85,4 +85,5 @@ def advance(
             block,
         ),
         warps=8 if length * block > 1024 else 1,
+        tables=(Table(0, (WRITTEN, WRITTEN, NUMBER)),),
     )

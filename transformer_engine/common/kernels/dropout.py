@@ -103,14 +103,16 @@ def backward_kernel(dy, mask, dx, SIZE, factor, BLOCK: tl.constexpr, EVEN: tl.co
     tile.store(dx + first + offset, result, inside, EVEN)
 
 
-def forward(size: int, width: int, dtype: str, threshold: int, factor: float) -> Launch:
-    """(x, bias [width] | None, residual | None, seed int64 [1] | None, mask | None) -> y [size].
+def forward(
+    size: int, width: int, dtype: str, threshold: int, factor: float, *, drops: bool = True
+) -> Launch:
+    """(x, bias [width] | None, residual | None, seed int64 [1]) -> mask uint8 [ceil(size / 8)], y [size].
 
-    mask        uint8 [ceil(size / 8)], written; without it nothing is dropped
+    drops       whether elements are dropped; without, there is neither seed nor mask
     threshold   p * 2^16, rounded
     factor      what a kept element is multiplied by
     """
-    outputs = (Output((size,), dtype),)
+    outputs = (Output((ceil_div(size, 8),), "uint8") if drops else None, Output((size,), dtype))
     grid = (ceil_div(size, _BLOCK), 1, 1)
     constants = (_BLOCK, size % _BLOCK == 0)
     return Launch(forward_kernel, grid, outputs, (size, width, threshold, float(factor)), constants, warps=4)

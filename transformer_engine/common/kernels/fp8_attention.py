@@ -100,7 +100,7 @@ def values_kernel(
 
 @functools.lru_cache(maxsize=256)
 def codes_of_three(sizes: tuple[int, int, int], slots: tuple[int, int], dtype: str) -> Launch:
-    """Inputs: q, k, v contiguous, scale [n], history [rows, n]; outputs: three flat codes, descales [8].
+    """Inputs: q, k, v contiguous, scale [n], history [rows, n], in place; outputs: three flat codes, descales [8].
 
     slots   of q, k and v together, of the output
 
@@ -109,17 +109,16 @@ def codes_of_three(sizes: tuple[int, int, int], slots: tuple[int, int], dtype: s
     block, warps = (_BLOCK, _WARPS) if sum(sizes) > 1 << 22 else (_SMALL_BLOCK, _SMALL_WARPS)
     grid = sum(ceil_div(size, block) for size in sizes)
     outputs = (*(Output((size,), dtype) for size in sizes), Output((8,), "float32"))
-    return Launch(codes_of_three_kernel, (grid, 1, 1), outputs, sizes, (*slots, block), warps)
+    return Launch(codes_of_three_kernel, (grid, 1, 1), outputs, sizes, (*slots, block), warps, in_place=(4,))
 
 
 @functools.lru_cache(maxsize=256)
 def values_of(size: int, slots: tuple[int, int], dtype: str) -> Launch:
-    """Inputs: codes [size], descale [1], amaxes [2] and history [rows, n] or None; output: values [size].
+    """Inputs: codes [size], descale [1], amaxes [2] and history [rows, n], in place, or None; output: values [size].
 
     slots   of the softmax, of the output
     """
     block, warps = (8192, 8) if size > 1 << 22 else (_SMALL_BLOCK, _SMALL_WARPS)
     constants = (*slots, block, size % block == 0)
-    return Launch(
-        values_kernel, (ceil_div(size, block), 1, 1), (Output((size,), dtype),), (size,), constants, warps
-    )
+    grid, outputs = (ceil_div(size, block), 1, 1), (Output((size,), dtype),)
+    return Launch(values_kernel, grid, outputs, (size,), constants, warps, in_place=(3,))

@@ -1,10 +1,9 @@
 """FP8 codes of many matrices in one launch: the consecutive groups of rows of one matrix, or matrices by address.
 
 Every group is quantized as it would be alone, bit for bit: with its own scale and recorded maximum, or in its own
-blocks. Row codes keep the matrix's layout; codes of the transpose lie group by group, [K, rows rounded up to 128]
-each, zero past the last row, so that a product along the rows needs no masks. Scales of 1 x 128 blocks lie group by
-group too, [ceil(K / 128), rows] for the row codes and [tiles, K] for the transposed ones. See `grouped_gemm` for the
-layout tensor that says where the groups are.
+blocks (`grouped_block_cast`). Row codes keep the matrix's layout; codes of the transpose lie group by group, [K, rows
+rounded up to 128] each, zero past the last row, so that a product along the rows needs no masks. See `grouped_gemm`
+for the layout tensor that says where the groups are.
 """
 
 from __future__ import annotations
@@ -16,18 +15,17 @@ import triton.language as tl
 
 from ..formats import FLOAT32_MAX, Element, ceil_div
 from . import tile
-from .block_cast import _row_blocks
 from .cast import _record
-from .grouped_gemm import SLOT, TILE_ROWS, base_of, group_of_tile, rows_of_group, tiles_at_most
-from .launch import Launch
-from .rounding import as_float, magnitude_bits, scale_from_amax
+from .grouped_gemm import SCALE_SLOT, SLOT, TILE_ROWS, base_of, group_of_tile, rows_of_group, tiles_at_most
+from .launch import READ, Launch, Output, Table, codes_dtype
+from .rounding import magnitude_bits, scale_from_amax
 
 WIDTH = tl.constexpr(TILE_ROWS)
 VALUE_FOR_INF = tl.constexpr(FLOAT32_MAX)
 
 
 @triton.jit
-def _place_of(
+def place_of(
     program,
     x,
     table,
@@ -90,7 +88,7 @@ def maximum_kernel(
     EVEN: tl.constexpr,
 ):
     """amax[group] = max(amax[group], max|x|) over the group's elements, a tile a program."""
-    group, matrix, rows, first_m, tile_k, _, _, _ = _place_of(
+    group, matrix, rows, first_m, tile_k, _, _, _ = place_of(
         tl.program_id(0), x, table, layout, M, K, TILES_K, GROUPS, BY_ROWS, BLOCK_M
     )
     if group < GROUPS:
@@ -131,7 +129,7 @@ def cast_kernel(
     program = tl.program_id(0)
     if program < GROUPS:
         _scale_of(program, scale, amax, scale_inv, STRIDE, OFFSET, MAXIMUM, EPSILON, POWER_OF_TWO, True)
-    group, matrix, rows, first_m, tile_k, start, first_tile, tiles = _place_of(
+    group, matrix, rows, first_m, tile_k, start, first_tile, tiles = place_of(
         program, x, table, layout, M, K, TILES_K, GROUPS, BY_ROWS, BLOCK_M
     )
     if group < GROUPS:
@@ -151,7 +149,7 @@ def cast_kernel(
             tile.store_rows(place, rows, K, first_m, first_k, half * 2 + 1, k, narrow, EVEN and not BY_ROWS)
         if codes_t is not None:
             pairs = (tl.join(even, odd).to(tl.float32) * multiplier).to(codes_t.dtype.element_ty)
-            _store_transposed(
+            store_transposed(
                 codes_t, pairs, rows, K, first_m, first_k, half, k, start, first_tile, tiles, BY_ROWS, EVEN
             )
         if scale is not None:
@@ -186,7 +184,7 @@ def _scale_of(
 
 
 @triton.jit
-def _store_transposed(
+def store_transposed(
     codes_t,
     pairs,
     rows,
@@ -222,111 +220,15 @@ def _store_transposed(
         tile.store_pairs_transposed(place, rows, K, first_m, first_k, half, k, pairs, True, EVEN)
 
 
-@triton.jit
-def row_block_kernel(
-    x,
-    table,
-    layout,
-    codes,
-    scale,
-    codes_t,
-    scale_t,
-    M,
-    K,
-    TILES_K,
-    GROUPS: tl.constexpr,
-    MAXIMUM: tl.constexpr,
-    EPSILON: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    INFINITE: tl.constexpr,
-    EVEN: tl.constexpr,
-):
-    """1 x 128 blocks of groups of rows, along the rows unless codes is None, along the columns unless codes_t is."""
-    group, matrix, rows, first_m, tile_k, start, first_tile, tiles = _place_of(
-        tl.program_id(0), x, table, layout, M, K, TILES_K, GROUPS, True, WIDTH
-    )
-    if group < GROUPS:
-        first_k = (tile_k * WIDTH).to(tl.int64)
-        half = tl.arange(0, WIDTH // 2)
-        k = tl.arange(0, WIDTH)
-        even = tile.load_rows(matrix, rows, K, first_m, first_k, half * 2, k, False)
-        odd = tile.load_rows(matrix, rows, K, first_m, first_k, half * 2 + 1, k, False)
-        if codes is not None:
-            place = codes + start * K
-            decode = scale + start * TILES_K
-            _row_blocks(
-                place, decode, rows, K, first_m, first_k, half * 2, k, even,
-                MAXIMUM, EPSILON, POWER_OF_TWO, INFINITE, False,
-            )  # fmt: skip
-            _row_blocks(
-                place, decode, rows, K, first_m, first_k, half * 2 + 1, k, odd,
-                MAXIMUM, EPSILON, POWER_OF_TWO, INFINITE, False,
-            )  # fmt: skip
-        if codes_t is not None:
-            amax = as_float(tl.max(tl.maximum(magnitude_bits(even), magnitude_bits(odd)), 0))
-            multiplier, decode = scale_from_amax(amax, MAXIMUM, EPSILON, POWER_OF_TWO, INFINITE)
-            row = scale_t + (first_tile + first_m // WIDTH) * K + first_k
-            tile.store(row + k, decode, first_k + k < K, EVEN)
-            pairs = tl.join(even, odd).to(tl.float32) * multiplier[None, :, None]
-            _store_transposed(
-                codes_t, pairs.to(codes_t.dtype.element_ty), rows, K, first_m, first_k, half, k,
-                start, first_tile, tiles, True, EVEN,
-            )  # fmt: skip
-
-
-@triton.jit
-def square_block_kernel(
-    x,
-    table,
-    layout,
-    codes,
-    scale,
-    codes_t,
-    scale_t,
-    M,
-    K,
-    TILES_K,
-    GROUPS: tl.constexpr,
-    MAXIMUM: tl.constexpr,
-    EPSILON: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    INFINITE: tl.constexpr,
-    EVEN: tl.constexpr,
-):
-    """128 x 128 blocks of matrices [M, K] by address: scale [GROUPS, tiles of M, of K], scale_t its transposes."""
-    _, matrix, rows, first_m, tile_k, start, first_tile, tiles = _place_of(
-        tl.program_id(0), x, table, layout, M, K, TILES_K, GROUPS, False, WIDTH
-    )
-    first_k = (tile_k * WIDTH).to(tl.int64)
-    tile_m = first_m // WIDTH
-    half = tl.arange(0, WIDTH // 2)
-    k = tl.arange(0, WIDTH)
-    even = tile.load_rows(matrix, rows, K, first_m, first_k, half * 2, k, EVEN)
-    odd = tile.load_rows(matrix, rows, K, first_m, first_k, half * 2 + 1, k, EVEN)
-    amax = as_float(tl.max(tl.maximum(magnitude_bits(even), magnitude_bits(odd))))
-    multiplier, decode = scale_from_amax(amax, MAXIMUM, EPSILON, POWER_OF_TWO, INFINITE)
-    if codes is not None:
-        tl.store(scale + (first_tile + tile_m) * TILES_K + tile_k, decode)
-        place = codes + start * K
-        narrow = (even.to(tl.float32) * multiplier).to(codes.dtype.element_ty)
-        tile.store_rows(place, rows, K, first_m, first_k, half * 2, k, narrow, EVEN)
-        narrow = (odd.to(tl.float32) * multiplier).to(codes.dtype.element_ty)
-        tile.store_rows(place, rows, K, first_m, first_k, half * 2 + 1, k, narrow, EVEN)
-    if codes_t is not None:
-        tl.store(scale_t + first_tile * TILES_K + tile_k * tiles + tile_m, decode)
-        pairs = (tl.join(even, odd).to(tl.float32) * multiplier).to(codes_t.dtype.element_ty)
-        _store_transposed(
-            codes_t, pairs, rows, K, first_m, first_k, half, k, start, first_tile, tiles, False, EVEN
-        )
-
-
 @functools.lru_cache(maxsize=1024)
 def maximum(shape: tuple[int, int], groups: int, by_rows: bool) -> Launch:
     """Inputs: x [total, K] or one of the matrices [M, K], the table or None, layout or None; output: amax float32
-    [groups], which must hold 0 or more."""
+    [groups]."""
     block_m, block_k, warps = _MAXIMUM_TILE
-    grid, scalars, even = _grid(shape, groups, by_rows, block_m, block_k)
-    return Launch(maximum_kernel, grid, (), scalars, (groups, by_rows, block_m, block_k, even), warps)
+    grid, scalars, even = grid_of(shape, groups, by_rows, block_m, block_k)
+    outputs = (Output((groups,), "float32", begins=0.0),)
+    steps = (groups, by_rows, block_m, block_k, even)
+    return Launch(maximum_kernel, grid, outputs, scalars, steps, warps, tables=tables_of(by_rows))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -339,23 +241,54 @@ def cast(
     offset: int,
     power_of_two: bool,
     epsilon: float,
+    rowwise: bool,
+    columnwise: bool,
+    records: bool,
 ) -> Launch:
     """Inputs: x [total, K] or one of the matrices [M, K] (M even), the table or None, layout or None, scale or None,
-    amax; outputs: codes or None, codes_t or None, scale_inv [groups, 4].
+    amax; outputs: codes if rowwise, codes_t if columnwise, scale_inv [groups, 4].
 
+    records          the scale is given, and amax keeps the larger of itself and max|x|; else amax gives the scale
     stride, offset   of a given scale and its amax: those of group e are at offset + e * stride
     """
     block_m, block_k, warps = _CAST_TILE
-    grid, scalars, even = _grid(shape, groups, by_rows, block_m, block_k)
+    grid, scalars, even = grid_of(shape, groups, by_rows, block_m, block_k)
     steps = (groups, by_rows, element.maximum, epsilon, power_of_two, block_m, block_k, even)
-    return Launch(cast_kernel, grid, (), (*scalars, stride, offset), steps, warps)
+    codes, codes_t = codes_of(shape, groups, by_rows, element, rowwise, columnwise)
+    return Launch(
+        cast_kernel,
+        grid,
+        (codes, codes_t, Output((groups, SCALE_SLOT), "float32")),
+        (*scalars, stride, offset),
+        steps,
+        warps,
+        in_place=(4,) if records else (),
+        tables=tables_of(by_rows),
+    )
+
+
+def tables_of(by_rows: bool) -> tuple[Table, ...]:
+    """Matrices are found by their addresses."""
+    return () if by_rows else (Table(1, (READ,)),)
+
+
+def codes_of(
+    shape: tuple[int, int], groups: int, by_rows: bool, element: Element, rowwise: bool, columnwise: bool
+) -> tuple[Output | None, Output | None]:
+    """Codes and their transposes; how many rows the groups have, each rounded up, depends on the groups."""
+    dtype = codes_dtype(element)
+    stack = () if by_rows else (groups,)
+    return (
+        Output((*stack, *shape), dtype) if rowwise else None,
+        Output(None if by_rows else (*stack, *shape[::-1]), dtype) if columnwise else None,
+    )
 
 
 _MAXIMUM_TILE = (128, 128, 8)  # rows, columns, warps
 _CAST_TILE = (128, 64, 8)
 
 
-def _grid(
+def grid_of(
     shape: tuple[int, int], groups: int, by_rows: bool, block_m: int, block_k: int
 ) -> tuple[tuple[int, int, int], tuple[int, int, int], bool]:
     """(grid, the kernels' scalars, does every tile end with its matrix's columns and, of matrices, rows?)"""
@@ -367,33 +300,3 @@ def _grid(
     programs = groups * ceil_div(rows, block_m) * tiles_k
     even = rows % block_m == 0 and depth % block_k == 0
     return (programs, 1, 1), (rows, depth, tiles_k), even
-
-
-@functools.lru_cache(maxsize=1024)
-def row_blocks(
-    shape: tuple[int, int],
-    groups: int,
-    element: Element,
-    power_of_two: bool,
-    epsilon: float,
-    value_for_inf: float,
-) -> Launch:
-    """Inputs: x [total, K], None, layout; outputs: codes and scale or None, codes_t and scale_t or None."""
-    grid, scalars, even = _grid(shape, groups, True, TILE_ROWS, TILE_ROWS)
-    steps = (groups, element.maximum, epsilon, power_of_two, value_for_inf, even)
-    return Launch(row_block_kernel, grid, (), scalars, steps, warps=8)
-
-
-@functools.lru_cache(maxsize=1024)
-def square_blocks(
-    shape: tuple[int, int],
-    groups: int,
-    element: Element,
-    power_of_two: bool,
-    epsilon: float,
-    value_for_inf: float,
-) -> Launch:
-    """Inputs: a matrix [M, K] (M even), the table, None; outputs: codes, scale, codes_t, scale_t."""
-    grid, scalars, even = _grid(shape, groups, False, TILE_ROWS, TILE_ROWS)
-    steps = (groups, element.maximum, epsilon, power_of_two, value_for_inf, even)
-    return Launch(square_block_kernel, grid, (), scalars, steps, warps=8)

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from ..formats import ceil_div
 from . import tile
-from .launch import Launch
+from .launch import READ, WRITTEN, Launch, Output, Table
 
 TILE_ROWS = 128
 ROWS = tl.constexpr(TILE_ROWS)
@@ -258,13 +258,13 @@ def row_sums_kernel(x, layout, sums, N, GROUPS: tl.constexpr, BLOCK_M: tl.conste
 
 @functools.lru_cache(maxsize=256)
 def layout_of(total: int, groups: int) -> Launch:
-    """Inputs: splits [groups] of any integer type; output: layout int32 [layout_size]."""
+    """Input: splits [groups] of any integer type; output: layout int32 [layout_size]."""
     tiles = tiles_at_most(total, groups)
     width = triton.next_power_of_2(groups)
     block = max(1, min(128, 8192 // width))
-    return Launch(
-        layout_kernel, (ceil_div(tiles, block), 1, 1), (), (total, tiles), (groups, width, block), warps=4
-    )
+    outputs = (Output((layout_size(total, groups),), "int32"),)
+    grid = (ceil_div(tiles, block), 1, 1)
+    return Launch(layout_kernel, grid, outputs, (total, tiles), (groups, width, block), warps=4)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -277,17 +277,18 @@ def product_of_rows(
     scaling: int,
     exact: bool = False,
     transposed: bool = False,
+    by_address: bool = False,
     shared_memory: int = 1 << 30,
 ) -> Launch:
-    """Inputs: a [total, depth], b or one of its matrices, the table or None, scale_a, scale_b, bias [groups, width] or
-    None, layout; output: out [total, width]."""
+    """Inputs: a [total, depth], b or, by_address, one of its matrices, the table or None, scale_a, scale_b,
+    bias [groups, width] or None, layout; output: out [total, width], whose rows behind the last group stay."""
     block_n, block_k, band, stages, warps = _tile_of_rows(width, scaling, shared_memory)
     even = depth % block_k == 0 and (not transposed or width % block_n == 0)
     tiles_m = tiles_at_most(total, groups)
     return Launch(
         rows_kernel,
         (tiles_m * ceil_div(width, block_n), 1, 1),
-        (),
+        (Output((total, width), None),),
         (width, depth, tiles_m),
         (
             groups,
@@ -301,6 +302,7 @@ def product_of_rows(
             even,
         ),
         warps,
+        tables=(Table(2, (READ,)),) if by_address else (),
     )
 
 
@@ -313,16 +315,20 @@ def product_of_columns(
     scaling: int,
     exact: bool = False,
     accumulates: bool = False,
+    by_address: bool = False,
     shared_memory: int = 1 << 30,
 ) -> Launch:
-    """Inputs: a, b, scale_a, scale_b, layout, the table of results or None; output: out [groups, width, depth], or one
-    of the table's matrices."""
+    """Inputs: a, b, scale_a, scale_b, layout, the table of results or None; output: out [groups, width, depth].
+
+    by_address   the table's matrices are written; out is one of them, for its dtype
+    accumulates  what out holds is added to
+    """
     block_n, block_k, block_m, band, stages, warps = _tile_of_columns(scaling, shared_memory)
     programs = groups * ceil_div(width, block_n) * ceil_div(depth, block_k)
     return Launch(
         columns_kernel,
         (programs, 1, 1),
-        (),
+        () if by_address or accumulates else (Output((groups, width, depth), None),),
         (width, depth),
         (
             groups,
@@ -336,6 +342,8 @@ def product_of_columns(
             stages,
         ),
         warps,
+        in_place=(6,) if accumulates and not by_address else (),
+        tables=(Table(5, (WRITTEN,)),) if by_address else (),
     )
 
 
@@ -343,7 +351,8 @@ def product_of_columns(
 def row_sums(width: int, groups: int) -> Launch:
     """Inputs: x [total, width], layout; output: sums float32 [groups, width]."""
     grid = (groups, ceil_div(width, 128), 1)
-    return Launch(row_sums_kernel, grid, (), (width,), (groups, 32, 128), warps=4)
+    outputs = (Output((groups, width), "float32"),)
+    return Launch(row_sums_kernel, grid, outputs, (width,), (groups, 32, 128), warps=4)
 
 
 _LARGE = 200 << 10  # bytes of shared memory that four stages of the wide tiles need

@@ -15,12 +15,12 @@ TRITON_CACHE_DIR (~/.triton/cache by default).
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .. import optional
 from ..formats import E2M1, E4M3, E5M2, Element
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ _ALIGNMENT = 16  # bytes; Triton compiles a kernel anew for pointers that are no
 
 
 def _missing() -> str | None:
-    if importlib.util.find_spec("triton") is None:
+    if not optional.installed("triton"):
         return "triton is not installed (pip install triton, on Linux)"
     return None
 
@@ -43,24 +43,57 @@ def _missing() -> str | None:
 MISSING: str | None = _missing()
 
 
+def missing() -> str | None:
+    """Why Triton cannot be used, None if it can; imports it, so that whoever asks has seen a GPU."""
+    return optional.failure("triton", "jit") if MISSING is None else MISSING
+
+
 @dataclass(frozen=True)
 class Output:
-    """A tensor that a launch writes: its shape, and torch's name of its dtype; transposed: callers see its .t()."""
+    """A tensor that a launch makes: a pointer behind those of the inputs, which the kernel writes.
 
-    shape: tuple[int, ...]
-    dtype: str
+    shape        None: the record does not know it, and the caller makes the tensor
+    dtype        torch's name of it; None: what the caller makes it
+    transposed   callers see its .t()
+    begins       what its elements must be when the kernel starts; None: anything
+    """
+
+    shape: tuple[int, ...] | None
+    dtype: str | None
     transposed: bool = False
+    begins: float | None = None
+
+
+class Table(NamedTuple):
+    """An input of addresses, int64 [entries] or [entries, columns], whose tensors the caller keeps alive.
+
+    place     which of the inputs it is
+    columns   READ or WRITTEN, what the kernel does with the tensor at an address; NUMBER: no address
+    """
+
+    place: int
+    columns: tuple[str, ...]
+
+
+READ, WRITTEN, NUMBER = "read", "written", "number"
 
 
 @dataclass(frozen=True, eq=False)
 class Launch:
     """kernel[grid](*inputs, *outputs, *scalars, *constants), whatever the dtypes of the inputs.
 
-    outputs     what the caller allocates, in the order of the kernel's arguments; None: not asked for
+    It names every tensor that the kernel writes, so that any framework can start it: what torch writes in place is to
+    JAX an operand that a result aliases.
+
+    outputs     what is made for the call, in the order of the kernel's arguments; None: not asked for
     scalars     run-time arguments; Triton specialises on their values, which is why they belong to the record
     constants   compile-time arguments
     dependent   may start before the launch in front of it has ended (programmatic dependent launch); the kernel
                 waits before it reads what that one wrote
+    in_place    which of the inputs are written too, where they are given; a kernel gets them once
+    tables      the inputs through which it reaches further tensors
+    handles     the compiled kernel's starters, by what the record leaves open
+    makers      what a framework keeps to make the outputs, by device
     """
 
     kernel: Any
@@ -70,7 +103,16 @@ class Launch:
     constants: tuple[Any, ...]
     warps: int
     dependent: bool = False
+    in_place: tuple[int, ...] = ()
+    tables: tuple[Table, ...] = ()
     handles: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False)
+    makers: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def inputs(self) -> int:
+        """How many inputs the kernel takes."""
+        rest = len(self.outputs) + len(self.scalars) + len(self.constants)
+        return len(self.kernel.arg_names) - rest
 
 
 def codes_dtype(element: Element) -> str:
@@ -78,10 +120,13 @@ def codes_dtype(element: Element) -> str:
     return _DTYPES[element.name]
 
 
-def start(launch: Launch, tensors: Sequence[Tensor | None], device: int) -> None:
+def start(
+    launch: Launch, tensors: Sequence[Tensor | None], device: int, made: Sequence[Tensor | None] = ()
+) -> None:
     """Queue the kernel on the device's current stream; tensors are the inputs, then the outputs.
 
-    The device must be the current one. A tensor that the kernel's constants make unnecessary is None.
+    The device must be the current one. A tensor that the kernel's constants make unnecessary is None. Outputs that
+    were allocated as the record says may come as `made` instead: their dtypes and alignment are known.
     """
     pointers: list[int | None] = []
     key: list[Any] = [device]  # with everything that Triton specialises on and the record leaves open
@@ -97,14 +142,17 @@ def start(launch: Launch, tensors: Sequence[Tensor | None], device: int) -> None
             key.append(tensor.dtype)
     if together % _ALIGNMENT:
         key.extend([pointer is None or pointer % _ALIGNMENT == 0 for pointer in pointers])
+    for tensor in made:
+        pointers.append(None if tensor is None else tensor.data_ptr())
     handle = launch.handles.get(tuple(key))
     if handle is None:
-        handle = launch.handles[tuple(key)] = _compile(launch, tensors)
-    handle(device, pointers, tensors)
+        handle = launch.handles[tuple(key)] = _compile(launch, (*tensors, *made))
+    handle(device, pointers, tensors, made)
 
 
 def _compile(launch: Launch, tensors: Sequence[Tensor | None]) -> Any:
-    """A callable (device, pointers, tensors) that starts the kernel compiled for tensors of this alignment."""
+    """A callable (device, pointers, tensors, made) that starts the kernel compiled for tensors of this alignment."""
+    _check(launch, tensors)
     arguments = (*launch.scalars, *launch.constants)
     options = {"num_warps": launch.warps, "num_stages": 1}
     if launch.dependent:
@@ -114,8 +162,13 @@ def _compile(launch: Launch, tensors: Sequence[Tensor | None]) -> Any:
     # Under TRITON_INTERPRET=1 kernels are of another class.
     if not (_calling_convention_is_known() and isinstance(launch.kernel, triton.JITFunction)):
 
-        def start_publicly(device: int, pointers: list[int | None], tensors: Sequence[Tensor | None]) -> None:
-            launch.kernel[launch.grid](*tensors, *arguments, **options)
+        def start_publicly(
+            device: int,
+            pointers: list[int | None],
+            tensors: Sequence[Tensor | None],
+            made: Sequence[Tensor | None],
+        ) -> None:
+            launch.kernel[launch.grid](*tensors, *made, *arguments, **options)
 
         return start_publicly
 
@@ -129,10 +182,34 @@ def _compile(launch: Launch, tensors: Sequence[Tensor | None]) -> Any:
         before = (*before, *flags)
     columns, rows, planes = launch.grid
 
-    def start_compiled(device: int, pointers: list[int | None], tensors: Sequence[Tensor | None]) -> None:
+    def start_compiled(
+        device: int,
+        pointers: list[int | None],
+        tensors: Sequence[Tensor | None],
+        made: Sequence[Tensor | None],
+    ) -> None:
         run(columns, rows, planes, current_stream(device), *before, *after, *pointers, *arguments)
 
     return start_compiled
+
+
+def _check(launch: Launch, tensors: Sequence[Tensor | None]) -> None:
+    """Raise AssertionError unless tensors are what the record declares: as many, and outputs of its dtypes."""
+    name = launch.kernel.fn.__name__
+    inputs = launch.inputs
+    expected = inputs + len(launch.outputs)
+    assert len(tensors) == expected, f"{name} takes {expected} tensors, it was given {len(tensors)}"
+    for place, output in enumerate(launch.outputs, inputs):
+        tensor = tensors[place]
+        if output is None or tensor is None:
+            assert output is tensor, (
+                f"{name}: argument {place} is {output} in the record, {tensor} in the call"
+            )
+        elif output.dtype is not None:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            assert dtype == output.dtype, (
+                f"{name} writes {output.dtype} to argument {place}, which is {dtype}"
+            )
 
 
 def _without_wrapper(launcher: Any) -> tuple[Any, ...] | None:

@@ -15,9 +15,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..formats import ceil_div
+from ..formats import Element, ceil_div
 from .block_cast import Blocks
-from .launch import Launch, Output
+from .launch import Launch, Output, codes_dtype
+from .program import Program, Step
 from .rounding import as_float, magnitude_bits, scale_from_amax
 
 WIDTH = tl.constexpr(128)  # of a block
@@ -487,34 +488,41 @@ def forward(
     zero_centered: bool,
     centered: bool,
     processors: int,
-    returns_output: bool = True,
+    element: Element | None = None,
     blocks: Blocks | None = None,
 ) -> Launch:
-    """Outputs: y [rows, width] unless not to be returned, mean float32 [rows] when centered, rstdev [rows].
+    """Inputs: x, gamma, beta | None, scale float32 [1] of the codes or None, amax float32 [1] or None, which keeps
+    the larger of itself and max|y|. Outputs: codes [rows, width], scale_inv, y [rows, width], mean float32 [rows]
+    when centered, rstdev [rows].
 
-    Inputs: x, gamma, beta | None, then what FP8 codes take, each None without: their scale float32 [1], amax
-    float32 [1] (it may come without the others), codes [rows, width] and scale_inv float32 [1], both written.
-    With blocks, of 1 x 128 in rows alone, the scale is None and scale_inv [ceil(width / 128), rows].
+    element   of codes with one scale, given; scale_inv is float32 [1], and there is no y
+    blocks    how codes are made in blocks of 1 x 128 in rows alone; no scale is given, scale_inv is [blocks, rows]
     """
     fixed = (zero_centered, *((0.0, 0.0, False, 0.0) if blocks is None else blocks.steps))
     statistic = Output((rows,), "float32")
-    y = Output((rows, width), dtype) if returns_output else None
-    outputs = (y, statistic if centered else None, statistic)
+    statistics = (statistic if centered else None, statistic)
+    if blocks is not None:
+        scales = Output((ceil_div(width, 128), rows), "float32", transposed=True)
+        outputs = (Output((rows, width), codes_dtype(blocks.element)), scales, None, *statistics)
+    elif element is not None:
+        outputs = (Output((rows, width), codes_dtype(element)), Output((1,), "float32"), None, *statistics)
+    else:
+        outputs = (None, None, Output((rows, width), dtype), *statistics)
     scalars = (rows, width, x_stride, eps)
     block = triton.next_power_of_2(width)
     # Rates are those of an H200 in bf16, TB/s; a copy of the same size reaches 4.1 in the same measurement.
     if width > 16384:  # RMSNorm 3.5 at 32768, LayerNorm 2.9; whole rows in registers spill: 1.2
-        return Launch(forward_wide, (rows, 1, 1), outputs, scalars, (*fixed, 8192), warps=32)
+        return Launch(forward_wide, (rows, 1, 1), outputs, scalars, (*fixed, 8192), warps=32, in_place=(4,))
     if width > 8192:  # 3.4-3.6; one row a program 2.5-2.9: it reads gamma again from the L2 cache
         grid = (min(rows, 2 * processors), 1, 1)
-        return Launch(forward_streamed, grid, outputs, scalars, (*fixed, block, 3), warps=16)
+        return Launch(forward_streamed, grid, outputs, scalars, (*fixed, block, 3), 16, in_place=(4,))
     if centered and 4096 < width < block:  # 3.6 at 5120; one row a program 3.1-3.2
         grid = (min(rows, 2 * processors), 1, 1)
-        return Launch(forward_streamed, grid, outputs, scalars, (*fixed, block, 4), warps=8)
+        return Launch(forward_streamed, grid, outputs, scalars, (*fixed, block, 4), 8, in_place=(4,))
     block_rows, warps = _forward_tile(block, centered)
     grid = (ceil_div(rows, block_rows), 1, 1)
     constants = (*fixed, block_rows, block)
-    return Launch(forward_rows, grid, outputs, scalars, constants, warps)
+    return Launch(forward_rows, grid, outputs, scalars, constants, warps, in_place=(4,))
 
 
 def _forward_tile(block: int, centered: bool) -> tuple[int, int]:
@@ -535,12 +543,9 @@ def backward(
     column_bytes: int,
     processors: int,
     shared_memory: int,
-) -> tuple[Launch, ...]:
-    """Launches to be started in order; strides are those of dy, x and add (0 without one).
-
-    1. (dy, x, add | None, gamma, mean | None, rstdev) -> dx [rows, width], and, when there are two launches, a
-       workspace; 2., of three: (dy, x, mean | None, rstdev) -> the workspace; last: (workspace) -> dgamma [width],
-       dbeta [width] when centered (else None).
+) -> Program:
+    """(dy, x, add | None, gamma, mean | None, rstdev) -> dx [rows, width], dgamma [width], dbeta [width] when centered
+    (else None); strides are those of dy, x and add (0 without one).
 
     column_bytes   bytes of one element each of dy, x and add, what a stage of the pipeline holds a column
     shared_memory  bytes that one program may have
@@ -560,14 +565,30 @@ def backward(
         first = Launch(backward_wide, (rows, 1, 1), (dx,), scalars, (zero_centered, 4096), warps=16)
         constants = (32, 128, fitting(3, 32 * 128))
         second = Launch(column_sums, grid, (workspace,), scalars[:4], constants, warps=4)
-        return first, second, _sum_partials(programs, width, weight_dtype, centered)
+        return _summed(
+            Step(first, _GIVEN, ("dx",)),
+            Step(second, ("dy", "x", "mean", "rstdev"), ("workspace",)),
+            sums=_sum_partials(programs, width, weight_dtype, centered),
+        )
     block = triton.next_power_of_2(width)
     block_rows, warps, resident, stages = _backward_tile(width)
     programs = min(ceil_div(rows, block_rows), resident * processors)
     workspace = Output((kinds, programs, width), "float32")
     constants = (zero_centered, block_rows, block, fitting(stages, block_rows * block), width <= 8192)
     first = Launch(backward_rows, (programs, 1, 1), (dx, workspace), scalars, constants, warps)
-    return first, _sum_partials(programs, width, weight_dtype, centered)
+    return _summed(
+        Step(first, _GIVEN, ("dx", "workspace")),
+        sums=_sum_partials(programs, width, weight_dtype, centered),
+    )
+
+
+_GIVEN = ("dy", "x", "add", "gamma", "mean", "rstdev")
+
+
+def _summed(*steps: Step, sums: Launch) -> Program:
+    """The steps, which make dx and a workspace, and the sums of the workspace."""
+    gradients = ("dgamma", None if sums.outputs[1] is None else "dbeta")
+    return Program(_GIVEN, (*steps, Step(sums, ("workspace",), gradients)), ("dx", *gradients))
 
 
 # Shared memory that a program's reductions need beside its pipeline; 4.1 KB were seen.

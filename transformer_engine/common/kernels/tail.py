@@ -34,4 +34,5 @@ def clear_tail_launch(tokens: int, width: int, sequences: int) -> Launch:
         (tokens, width, sequences),
         (rows, columns),
         warps=4,
+        in_place=(0,),
     )

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from ..formats import ceil_div
 from . import tile
-from .launch import Launch
+from .launch import Launch, Output
 
 
 @triton.jit
@@ -53,13 +53,13 @@ def _load(codes, M, K, first_m, first_k, rows, k, EVEN: tl.constexpr):
 
 
 def transpose(shape: tuple[int, int]) -> Launch:
-    """Inputs: codes [M, K] and codes_t [K, M], both uint8 and contiguous; codes_t is written."""
+    """Inputs: codes uint8 [M, K], contiguous; outputs: codes_t [K, M]."""
     rows, depth = shape
     block_m, block_k, band, warps = _tile(rows, depth)
     grid = (ceil_div(rows, block_m) * ceil_div(depth, block_k), 1, 1)
     even = rows % block_m == 0 and depth % block_k == 0
     constants = (block_m, block_k, band, rows % 2 == 0, even)
-    return Launch(transpose_kernel, grid, (), (rows, depth), constants, warps)
+    return Launch(transpose_kernel, grid, (Output((depth, rows), "uint8"),), (rows, depth), constants, warps)
 
 
 def _tile(rows: int, depth: int) -> tuple[int, int, int, int]:

@@ -3,11 +3,10 @@
 `activation_recompute_forward` marks the two runs, so that the second repeats the first bit for bit although
 delayed scaling moves on between them. When `is_fp8_activation_recompute_enabled()`, a module whose recipe has state
 
-    in the first run    appends copies of the scales it quantizes with to a queue of its own, and records
+    in the first run    hands copies of the scales it quantizes with to the node that will run it again, and records
                         amaxes as ever
-    in the second run   (`in_fp8_activation_recompute_phase()`) takes the oldest entry of its queue, quantizes
-                        with those scales and records nothing. Nor does it ask whether it is the pass's first
-                        module: the checkpoint, which runs its backward, updates the backward scales for it
+    in the second run   (`in_fp8_activation_recompute_phase()`) is given them back, quantizes with those scales and
+                        records nothing
 """
 
 from __future__ import annotations
@@ -27,52 +26,37 @@ from ...common.checks import function_or_none, one_of, switch
 from ..checks import group_or_none
 from ..constants import dist_group_type
 from ..device import has_cuda
-from ..quantization import delayed_scaling
-from ..quantization.autocast import current, reinstate, snapshot
+from ..double_backward import once_differentiable
+from ..quantization.autocast import here, reinstate, snapshot
+from ..quantization.replay import ReplayStates, marked_by_hand, running
 from .collectives import gather_along_first_dim, rank, world_size
 from .rng import CudaRNGStatesTracker, RngSnapshot
 
 _PACKAGE = __name__.split(".", 1)[0] + "."
 
 
-class _Phase:
-    """Is a quantized function being run for recomputation, and is this the second run?"""
-
-    def __init__(self) -> None:
-        self.enabled = False
-        self.recomputing = False
-
-
-_phase = _Phase()
-
-
 def is_fp8_activation_recompute_enabled() -> bool:
-    """Is a function under quantizing autocast being run that will be, or has been, run a second time?"""
-    return _phase.enabled
+    """Is a function that will be, or has been, run a second time being run, here under quantizing autocast?"""
+    holder = here()
+    return holder.recomputes and holder.state.enabled
 
 
 def in_fp8_activation_recompute_phase() -> bool:
     """Is this the second run, made by the backward pass?"""
-    return _phase.recomputing
+    return here().recomputing
 
 
-class activation_recompute_forward(AbstractContextManager):
-    """Marks the block as one of the two runs of a recomputed function, and takes the mark back after it."""
+class activation_recompute_forward(running):
+    """Marks the block as one of the two runs of a recomputed function, and takes the mark back after it.
+
+    Whoever marks both runs by hand pairs them: each second run of a module gets the scales of its oldest first run
+    that has not had one.
+    """
 
     def __init__(self, activation_recompute: bool = False, recompute_phase: bool = False):
         switch("activation_recompute", activation_recompute)
         switch("recompute_phase", recompute_phase)
-        self.activation_recompute = activation_recompute
-        self.recompute_phase = recompute_phase
-        self._before = (False, False)
-
-    def __enter__(self) -> None:
-        self._before = (_phase.enabled, _phase.recomputing)
-        _phase.enabled = self.activation_recompute and current().enabled
-        _phase.recomputing = self.recompute_phase
-
-    def __exit__(self, *exception: object) -> None:
-        _phase.enabled, _phase.recomputing = self._before
+        super().__init__(marked_by_hand, recompute_phase, activation_recompute)
 
 
 def has_te_modules(network: Callable[..., Any]) -> bool:
@@ -118,7 +102,7 @@ def checkpoint(
         raise ValueError(
             f"context_fn={context_fn}, debug={debug} need use_reentrant=False; set it, or leave them out"
         )
-    if not torch.is_grad_enabled() or _phase.enabled:
+    if not torch.is_grad_enabled() or is_fp8_activation_recompute_enabled():
         # No backward will come, or an enclosing checkpoint will run all of this a second time anyway.
         return function(*args, **kwargs)
     if not use_reentrant:
@@ -129,7 +113,6 @@ def checkpoint(
             context_fn=lambda: _both_runs(function, context_fn, get_rng_state_tracker),
             determinism_check=determinism_check,
             debug=debug,
-            early_stop=False,  # a module that stashed in the first run must be reached again in the second
             **kwargs,
         )
     needs_ours = distribute_saved_activations or get_rng_state_tracker is not None or kwargs
@@ -161,10 +144,8 @@ def _both_runs(
     first, second = context_fn()
     if get_tracker is None and not has_te_modules(function):
         return first, second
-    return (
-        _Together(first, activation_recompute_forward(True, False)),
-        _Together(second, _Replay(get_tracker)),
-    )
+    replay = _Replay(get_tracker)
+    return _Together(first, running(replay.states, False)), _Together(second, replay)
 
 
 class _Together(AbstractContextManager):
@@ -185,9 +166,13 @@ class _Together(AbstractContextManager):
 
 
 class _Replay(AbstractContextManager):
-    """The second run's surroundings, as they were when this was made: random states, autocast, the phase."""
+    """The second run's surroundings, as they were when this was made: random states, autocast, the phase.
+
+    states   what modules quantized with in the first run; the graph node that holds this owns them
+    """
 
     def __init__(self, get_tracker: Callable[[], CudaRNGStatesTracker] | None):
+        self.states = ReplayStates()
         self._rng = RngSnapshot(get_tracker)
         self._moment = snapshot()
         self._stacks: list[ExitStack] = []
@@ -197,7 +182,7 @@ class _Replay(AbstractContextManager):
             stack.enter_context(self._rng.replay())
             stack.callback(reinstate, snapshot())
             reinstate(self._moment)
-            stack.enter_context(activation_recompute_forward(True, True))
+            stack.enter_context(running(self.states, True))
             self._stacks.append(stack.pop_all())
 
     def __exit__(self, *exception: object) -> None:
@@ -257,7 +242,6 @@ class _Region:
         self.positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self.others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.output_structure: pytree.TreeSpec | None = None
-        self.ends_backward = False
         self.replay = _Replay(get_tracker)
         self.torch_autocast = _TorchAutocast()
 
@@ -271,12 +255,8 @@ class _Region:
         return outputs
 
     def run_first(self, tensors: tuple[Tensor, ...]) -> list[Any]:
-        _, first_module_before = snapshot()
-        with torch.no_grad(), activation_recompute_forward(True, False):
-            outputs = self.run(tensors)
-        _, first_module_after = snapshot()
-        self.ends_backward = first_module_before and not first_module_after
-        return outputs
+        with torch.no_grad(), running(self.replay.states, False):
+            return self.run(tensors)
 
     def run_again(self, tensors: tuple[Tensor, ...]) -> list[Any]:
         with torch.enable_grad(), self.replay, self.torch_autocast.again():
@@ -324,6 +304,7 @@ class _Checkpoint(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
+    @once_differentiable("a reentrant checkpoint")
     def backward(ctx, *grads):
         if not torch.autograd._is_checkpoint_valid():
             raise RuntimeError(
@@ -338,8 +319,6 @@ class _Checkpoint(torch.autograd.Function):
         )
         outputs = region.run_again(tensors)
         _backpropagate(outputs, grads)
-        if region.ends_backward:
-            delayed_scaling.update_all(forward=False)
         return None, None, *(tensor.grad for tensor in tensors)
 
 

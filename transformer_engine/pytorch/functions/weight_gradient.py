@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...common.bounded import Bounded
 from ..primitives.gemm import Epilogue, gemm
 from ..primitives.operand import Operand
 
@@ -105,7 +106,9 @@ def main_grad_of(parameter: torch.nn.Parameter | None) -> Tensor:
     return main_grad
 
 
-_dummies: dict[tuple[tuple[int, ...], torch.dtype, torch.device], Tensor] = {}
+# As large as the weights they stand for, so only those of the shapes that a model uses again and again are kept.
+_KEPT = 32
+_dummies: Bounded[tuple[tuple[int, ...], torch.dtype, torch.device], Tensor] = Bounded(_KEPT)
 
 
 def dummy_gradient(
@@ -115,8 +118,9 @@ def dummy_gradient(
     if torch.compiler.is_compiling():
         return torch.zeros(shape, dtype=dtype, device=device)
     key = (shape, dtype, device)
-    if key not in _dummies:
-        _dummies[key] = torch.empty(shape, dtype=dtype, device=device)
+    dummy = _dummies.get(key)
+    if dummy is None:
+        dummy = _dummies.keep(key, torch.empty(shape, dtype=dtype, device=device))
     if zero:
-        _dummies[key].zero_()
-    return _dummies[key].detach()
+        dummy.zero_()
+    return dummy.detach()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from ...common.checks import whole_numbers
 from ..device import canonical_device, is_meta
 from ..distributed.tensor_parallel import TensorParallel, set_tensor_model_parallel_attributes
+from ..functions.caller_buffers import CallerBuffers, checked
 from ..functions.grouped_linear import GroupedLinearSpec, grouped_linear
 from ..functions.grouped_together import grouped_linear_together
 from ..functions.linear import LinearSpec
@@ -35,6 +37,8 @@ class GroupedLinear(QuantizedProductsModule):
     quantized and multiplied together where `grouped_path` allows it; NVTE_USE_CUTLASS_GROUPED_GEMM=0 multiplies
     group by group, which gives the bits of a loop of Linear layers.
     """
+
+    quantized_as = "grouped_linear"
 
     def __init__(
         self,
@@ -101,12 +105,11 @@ class GroupedLinear(QuantizedProductsModule):
         self.reset_parameters(defer_init=is_meta(device))
 
     def _create_parameters(self, init_method, rng_tracker, rng_tracker_name, options: dict[str, Any]) -> None:
-        """weight{i} [N, K] of every group, then bias{i} [N] (an empty tensor without biases)."""
+        """weight0 [N, K], bias0 [N], weight1, bias1, ..: optimizers go by position (without biases: empty tensors)."""
         for i in range(self.num_gemms):
             weight = torch.nn.Parameter(torch.empty(self.out_features, self.in_features, **options))
             init = ParameterInit(init_method, rng_tracker, rng_tracker_name, fp8_meta_index=3 * i + 1)
             self.register_parameter(f"weight{i}", weight, init)
-        for i in range(self.num_gemms):
             if self.use_bias:
                 bias = torch.nn.Parameter(torch.empty(self.out_features, **options))
                 self.register_parameter(f"bias{i}", bias, ParameterInit(torch.nn.init.zeros_))
@@ -125,27 +128,52 @@ class GroupedLinear(QuantizedProductsModule):
                 set_tensor_model_parallel_attributes(getattr(self, f"bias{i}"), sharded, 0, 1)
 
     def forward(
-        self, inp: Tensor, m_splits: Sequence[int] | Tensor, is_first_microbatch: bool | None = None
+        self,
+        inp: Tensor,
+        m_splits: Sequence[int] | Tensor,
+        is_first_microbatch: bool | None = None,
+        out: Tensor | None = None,
+        dgrad_out: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, list[Tensor]]:
         """y [.., out_features], or (y, [bias of each group]) with return_bias.
 
         m_splits   rows of each group, in order; zeros are allowed, the sum is the number of rows. A tensor on a
                    GPU stays there where the groups go together: nobody checks its sum, and rows past it get
                    undefined results. Where the groups go one by one the host reads it, and waits
+        out        buffer of the output's shape and dtype: the output is written there, and what is returned shares it
+        dgrad_out  the same for the input's gradient, which the backward pass writes there
         """
         self._check_splits(inp, m_splits, is_first_microbatch)
+        buffers = None if out is None and dgrad_out is None else self._caller_buffers(inp, out, dgrad_out)
         flat = inp.reshape(-1, self.in_features) if inp.shape[-1:] == (self.in_features,) else inp
         if not torch.compiler.is_compiling():
+            self.check_repetition(current())
             planned = self._together.plan(flat, m_splits, is_first_microbatch)
             if planned is not None:
                 weights, biases, groups, spec = planned
+                spec = spec if buffers is None else spec._replace(buffers=buffers)
                 y = grouped_linear_together(flat, weights, None if self.return_bias else biases, groups, spec)
                 y = y.view(*inp.shape[:-1], self.out_features)
                 return (y, biases or []) if self.return_bias else y
-        return self._one_by_one(inp, m_splits, is_first_microbatch)
+        return self._one_by_one(inp, m_splits, is_first_microbatch, buffers)
+
+    def _caller_buffers(self, inp: Tensor, out: Tensor | None, dgrad_out: Tensor | None) -> CallerBuffers:
+        """The caller's buffers as matrices; ValueError where one does not fit its result."""
+        if torch.compiler.is_compiling():
+            raise NotImplementedError("out and dgrad_out need eager mode; leave them None in compiled code")
+        self.check_input(inp, self.in_features)
+        made = torch.empty(0, dtype=self.computing_dtype(inp), device=inp.device)
+        shape = torch.Size((*inp.shape[:-1], self.out_features))
+        return CallerBuffers(
+            checked("out", out, shape, made), checked("dgrad_out", dgrad_out, inp.shape, inp)
+        )
 
     def _one_by_one(
-        self, inp: Tensor, m_splits: Sequence[int] | Tensor, is_first_microbatch: bool | None
+        self,
+        inp: Tensor,
+        m_splits: Sequence[int] | Tensor,
+        is_first_microbatch: bool | None,
+        buffers: CallerBuffers | None,
     ) -> Tensor | tuple[Tensor, list[Tensor]]:
         self.check_call(inp, (is_first_microbatch,))
         rows = tuple(m_splits.tolist()) if isinstance(m_splits, Tensor) else tuple(m_splits)
@@ -156,6 +184,8 @@ class GroupedLinear(QuantizedProductsModule):
             )
         weights = [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
         spec = self._spec(inp, rows, is_first_microbatch)
+        if buffers is not None:
+            spec = replace(spec, buffers=buffers)
         biases = self._biases(spec.groups[0].dtype)
         y = grouped_linear(flat, weights, [None] * len(rows) if self.return_bias else biases, spec)
         y = y.view(*inp.shape[:-1], self.out_features)
@@ -189,14 +219,14 @@ class GroupedLinear(QuantizedProductsModule):
         state = current()
         self._together.forget_weights(is_first_microbatch)
         products = self._quantizable_groups(state, rows)
-        scale_update = self._scale_update(state)
-        dtype = self.activation_dtype(inp)
+        trained = any(p.requires_grad for p in self.parameters(recurse=False))
+        needs_grad = torch.is_grad_enabled() and (inp.requires_grad or trained)
+        scale_update = self._scale_update(state, needs_grad)
+        dtype = self.computing_dtype(inp)
         groups = tuple(
             self._group_spec(i, product, state, dtype, inp.requires_grad, is_first_microbatch, scale_update)
             for i, product in enumerate(products)
         )
-        trained = any(p.requires_grad for p in self.parameters(recurse=False))
-        needs_grad = torch.is_grad_enabled() and (inp.requires_grad or trained)
         return GroupedLinearSpec(rows, groups, needs_grad)
 
     def _quantizable_groups(

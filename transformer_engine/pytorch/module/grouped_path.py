@@ -169,7 +169,7 @@ class TogetherPath:
             grad and bool(biases) and biases[0].requires_grad and not module.return_bias,
             fused,
             cached,
-            module._scale_update(state),
+            module._scale_update(state, grad),
         )
 
     def _cached_weights(

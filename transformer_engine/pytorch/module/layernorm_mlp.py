@@ -20,7 +20,7 @@ from ..primitives.activation import ACTIVATIONS, ActivationParams
 from ..quantization.autocast import AutocastState, current
 from .arguments import check_arguments
 from .linear_base import OverlapOptions, QuantizedProductsModule
-from .norm_parameters import register_norm_parameters
+from .norm_parameters import mark_norm_parameters, register_norm_parameters
 from .parameters import InitMethod, ParameterInit, default_init_method
 from .recipe_state import ProductQuantizers
 
@@ -74,6 +74,7 @@ class LayerNormMLP(QuantizedProductsModule):
         set_parallel_mode: bool = False,
         zero_centered_gamma: bool = False,
         device: torch.device | str | int = "cuda",
+        name: str | None = None,
         ub_overlap_ag: bool = False,
         ub_overlap_rs: bool = False,
         ub_overlap_rs_dgrad: bool = False,
@@ -82,7 +83,6 @@ class LayerNormMLP(QuantizedProductsModule):
         delay_wgrad_compute: bool = False,
         symmetric_ar_type: str | None = None,
         checkpoint: bool = False,
-        name: str | None = None,
     ) -> None:
         check_arguments(locals())
         super().__init__(name)
@@ -132,10 +132,17 @@ class LayerNormMLP(QuantizedProductsModule):
             else:
                 setattr(self, f"{layer}_bias", torch.empty(0, dtype=dtype, device=device))
 
+    def _product_name(self, product: int) -> str:
+        return ".".join(part for part in (self.name, ("fc1", "fc2")[product]) if part)
+
+    def _is_at_border(self, product: int, fwd: bool) -> bool:
+        return product == (1 if fwd else 0)
+
     def reset_parameters(self, defer_init: bool = False) -> None:
         super().reset_parameters(defer_init=defer_init)
         if defer_init:
             return
+        mark_norm_parameters(self)
         sharded = self.set_parallel_mode and self.tp_size > 1
         set_tensor_model_parallel_attributes(self.fc1_weight, sharded, 0, 1)
         set_tensor_model_parallel_attributes(self.fc2_weight, sharded, 1, 1)
@@ -189,14 +196,14 @@ class LayerNormMLP(QuantizedProductsModule):
         return replace(spec, fc1=fc1, fc2=fc2)
 
     def _spec(self, inp: Tensor, is_first_microbatch: bool | None) -> NormMLPSpec:
-        dtype = self.activation_dtype(inp)
+        dtype = self.computing_dtype(inp)
         state = current()
         fc1_rows = self.fc1_weight.shape[0]
         shapes = ((self.hidden_size, fc1_rows), (self.ffn_shard, self.hidden_size))
         products = self.quantizable_products(state, inp, shapes)
-        scale_update = self._scale_update(state)
         upstream = inp.requires_grad or any(p.requires_grad for p in self.parameters(recurse=False))
         needs_grad = torch.is_grad_enabled() and upstream
+        scale_update = self._scale_update(state, needs_grad)
         fc1 = self._linear_spec(
             "fc1", products[0], state, dtype, needs_grad, is_first_microbatch, scale_update
         )
@@ -208,7 +215,7 @@ class LayerNormMLP(QuantizedProductsModule):
             fc1,
             fc2,
             self.activation,
-            self.activation_params,
+            ActivationParams.of(self.activation_params),
             self.return_layernorm_output,
             self.checkpoint and needs_grad,
             needs_grad,

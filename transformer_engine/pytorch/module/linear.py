@@ -141,12 +141,13 @@ class Linear(LinearParameters):
         fp8_grad: bool | None,
     ) -> LinearSpec:
         state = current()
-        dtype = inp.dtype if isinstance(inp, QuantizedTensorStorage) else self.activation_dtype(inp)
+        dtype = inp.dtype if isinstance(inp, QuantizedTensorStorage) else self.computing_dtype(inp)
         quantizers = self.quantizable_products(state, inp, ((self.in_features, self.out_features),))[0]
         self.check_results(quantizers, fp8_output, fp8_grad)
         grad = torch.is_grad_enabled()
         needs_grad_input, needs_grad_weight = grad and inp.requires_grad, grad and weight.requires_grad
         fused_bias = self._fused_bias(bias)
+        needs_grad_bias = grad and fused_bias is not None and fused_bias.requires_grad
         return LinearSpec(
             dtype=dtype,
             input=quantizers.input,
@@ -161,6 +162,6 @@ class Linear(LinearParameters):
             keep_input=self.keeps_input(state),
             needs_grad_input=needs_grad_input,
             needs_grad_weight=needs_grad_weight,
-            needs_grad_bias=grad and fused_bias is not None and fused_bias.requires_grad,
-            scale_update=self._scale_update(state),
+            needs_grad_bias=needs_grad_bias,
+            scale_update=self._scale_update(state, needs_grad_input or needs_grad_weight or needs_grad_bias),
         )

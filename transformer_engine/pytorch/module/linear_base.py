@@ -10,17 +10,20 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ...common import env
 from ...common.checks import switch
 from ...common.dispatch import undisturbed
 from ..backward_thread import keep_backward_here
 from ..checks import floating
 from ..device import canonical_device
-from ..distributed.recompute import is_fp8_activation_recompute_enabled
 from ..distributed.tensor_parallel import set_tensor_model_parallel_attributes
 from ..functions.linear import Accumulation, LinearSpec
+from ..functions.scale_update import in_a_backward
 from ..functions.sequence import gather_sequence
 from ..functions.weight_gradient import WeightGradient
-from ..quantization.autocast import AutocastState, is_first_module, snapshot
+from ..quantization import QuantizerRole
+from ..quantization.autocast import AutocastState, here
+from ..quantization.roles import BACKWARD_TENSORS, FORWARD_TENSORS
 from ..tensor.storage.quantized_tensor_storage import QuantizedTensorStorage
 from .base import TransformerEngineBaseModule
 from .parameters import InitMethod, ParameterInit, default_init_method, split_names
@@ -28,6 +31,8 @@ from .precision import quantizes
 from .recipe_state import UNQUANTIZED, ProductQuantizers, ensure
 
 T = TypeVar("T")
+
+_fp8_auto = env.watch("NVTE_FP8_AUTO")  # the one variable that decides what a spec is
 
 
 @dataclass(frozen=True)
@@ -68,11 +73,55 @@ def product_refusal(product: ProductQuantizers, m: int, k: int, n: int) -> str |
 class QuantizedProductsModule(TransformerEngineBaseModule):
     """A module whose forward is made of linear products: which quantizers they get, and how gradients are formed."""
 
+    quantized_as = "linear"  # module_type of its quantizers' roles
+    products_grow = False
     fuse_wgrad_accumulation = False
     save_original_input = False
     return_layernorm_output_gathered = False
     # What the options of `remembered` are called, in their order: all of them are switches.
     option_names: tuple[str, ...] = ("is_first_microbatch",)
+    _output_role: QuantizerRole | None = None
+    _grad_input_role: QuantizerRole | None = None
+
+    def get_quantizer_roles(self, *, fwd: bool, num_quantizers: int) -> list[QuantizerRole | None]:
+        """Roles by slot of each product; those at the module's borders may be set, see `output_quantizer_role`."""
+        tensors = FORWARD_TENSORS if fwd else BACKWARD_TENSORS
+        products = num_quantizers // len(tensors)
+        border = self._output_role if fwd else self._grad_input_role
+        roles: list[QuantizerRole | None] = []
+        for product in range(products):
+            name = self._product_name(product)
+            roles += [QuantizerRole(self.quantized_as, tensor, name) for tensor in tensors]
+            if border is not None and self._is_at_border(product, fwd):
+                roles[-1] = border
+        return roles
+
+    def _product_name(self, product: int) -> str:
+        return self.name or ""
+
+    def _is_at_border(self, product: int, fwd: bool) -> bool:
+        """Does a product make the module's output, or the gradient of its input?"""
+        return True
+
+    @property
+    def output_quantizer_role(self) -> QuantizerRole | None:
+        """What a custom recipe's factory is told the output is for, such as an attention's "qkv"."""
+        return self._output_role
+
+    @output_quantizer_role.setter
+    def output_quantizer_role(self, role: QuantizerRole | None) -> None:
+        self._output_role = role
+        self._module_recipe = None  # quantizers are asked for anew
+
+    @property
+    def grad_input_quantizer_role(self) -> QuantizerRole | None:
+        """The same of the input's gradient."""
+        return self._grad_input_role
+
+    @grad_input_quantizer_role.setter
+    def grad_input_quantizer_role(self, role: QuantizerRole | None) -> None:
+        self._grad_input_role = role
+        self._module_recipe = None
 
     def remembered(
         self,
@@ -86,8 +135,14 @@ class QuantizedProductsModule(TransformerEngineBaseModule):
         That is the recipe, the input's and the parameters' shape, dtype, device and need of a gradient, torch's
         modes, this module's switches, and options. What else a result depends on must be added to it afterwards.
         """
-        state, first = snapshot()
-        if torch.compiler.is_compiling() or state.calibrating or is_fp8_activation_recompute_enabled():
+        if torch.compiler.is_compiling():
+            self.check_call(inp, options)
+            return build()
+        thread = here()
+        state, grad, before = thread.state, torch.is_grad_enabled(), self._state_without_gradients
+        if not grad or (before is not None and before is not state):
+            self.check_repetition(state)
+        if state.calibrating or (thread.recomputes and state.enabled):
             self.check_call(inp, options)
             return build()
         if not isinstance(inp, Tensor) or inp.is_meta or not undisturbed():
@@ -98,14 +153,16 @@ class QuantizedProductsModule(TransformerEngineBaseModule):
             if active is None or not active.serves(state):
                 self.check_call(inp, options)
             ensure(self, state)
+            if self._module_recipe.has_state and in_a_backward():  # pyright: ignore[reportOptionalMemberAccess]
+                return build()  # whose backward belongs to the pass that is running
         device = inp.device
         accumulates = self.fuse_wgrad_accumulation or self.wgrad_store is not None
         key = (
             options,
             state.enabled,
+            _fp8_auto() if state.enabled else None,
             self._module_recipe,
-            first,
-            torch.is_grad_enabled(),
+            grad,
             torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None,
             (type(inp), inp.shape, inp.dtype, device, inp.requires_grad),
             (self.tp_group, self.tp_size, self.sequence_parallel),
@@ -124,11 +181,9 @@ class QuantizedProductsModule(TransformerEngineBaseModule):
             if device.type == "cuda":
                 keep_backward_here()
             held = tuple(parameters) if accumulates else None
-            known = self._remembered.keep(key, (result, first and not snapshot()[1], held))
+            known = self._remembered.keep(key, (result, held))
         else:
             self.__dict__.update(fp8=state.enabled, fp8_calibration=False)
-            if known[1]:
-                is_first_module()  # building the result took this role, so using it does
         return known[0]
 
     def input_features(self) -> int:
@@ -141,7 +196,7 @@ class QuantizedProductsModule(TransformerEngineBaseModule):
         for name, value in zip(self.option_names, options, strict=True):
             switch(name, value)
         if not isinstance(inp, QuantizedTensorStorage):
-            self.activation_dtype(inp)
+            self.computing_dtype(inp)
 
     def check_input(self, inp: Tensor, features: int) -> None:
         """ValueError unless inp is [.., features] on the parameters' device, TypeError unless it is floating point."""

@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+from torch._guards import TracingContext
 
-from ...common.recipe import Recipe, recipe_described_as
+from ...common.recipe import Recipe, description_of, recipe_described_as
 from ..functions.linear import IDENTITY, Accumulation
-from ..quantization import FP8GlobalStateManager, RecipeState
+from ..quantization import FP8GlobalStateManager, RecipeState, delayed_scaling
 from ..quantization.autocast import AutocastState
+from ..quantization.factory import family
 from ..tensor.quantizer import Calibrating, Quantizer
 from ..tracing import constant_while_tracing
 
@@ -22,6 +25,11 @@ if TYPE_CHECKING:
 # Slots of a product: the original's order, which checkpoints of delayed scaling rely on.
 FORWARD_SLOTS = 3  # input, weight, output
 BACKWARD_SLOTS = 2  # grad_output, grad_input
+
+
+def slots(products: int) -> dict[str, int]:
+    """How many quantizers a module with so many products has in each direction, by the suffix of its states' keys."""
+    return {"fwd": FORWARD_SLOTS * products, "bwd": BACKWARD_SLOTS * products}
 
 
 @dataclass(frozen=True)
@@ -38,6 +46,21 @@ class ProductQuantizers:
         """The same, but only recording statistics: the products stay in high precision."""
         return ProductQuantizers(
             Calibrating(self.input), Calibrating(self.weight), IDENTITY, IDENTITY, IDENTITY
+        )
+
+    def replay_states(self) -> tuple[tuple[Tensor, ...], ...]:
+        """What the three forward quantizers depend on beside their input."""
+        return self.input.replay_state(), self.weight.replay_state(), self.output.replay_state()
+
+    def replaying(self, states: tuple[tuple[Tensor, ...], ...]) -> ProductQuantizers:
+        """The same as they were when `replay_states` returned states, recording nothing in the forward."""
+        of_input, of_weight, of_output = states
+        return ProductQuantizers(
+            self.input.replaying(of_input),
+            self.weight.replaying(of_weight),
+            self.output.replaying(of_output),
+            self.grad_output,
+            self.grad_input,
         )
 
 
@@ -76,7 +99,7 @@ def accumulation_of(recipe: Recipe) -> Accumulation:
 def ensure(module: TransformerEngineBaseModule, state: AutocastState) -> bool:
     """Make the module's quantizers for the active recipe unless it has them; True, so that a tracer keeps the call."""
     if torch.compiler.is_compiling():
-        return _ensure_while_tracing(module.tracing_key, repr(state.recipe), state.group)
+        return _ensure_while_tracing(module.tracing_key, description_of(state.recipe), state.group)
     assert state.recipe is not None
     active = module._module_recipe
     if active is None or not active.serves(state):
@@ -110,6 +133,23 @@ def _ensure_while_tracing(module_key: str, recipe: str, group: Any) -> bool:
     return True
 
 
+# The trace in which a module was last called with a backward to come.
+_traced: weakref.WeakKeyDictionary[TransformerEngineBaseModule, weakref.ref[Any]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+@constant_while_tracing
+def first_call_while_tracing(module_key: str) -> bool:
+    """Is this the module's first call, of those that will have a backward, in the graph that is being traced?"""
+    module, trace = _modules[module_key], TracingContext.try_get()
+    before = _traced.get(module)
+    if trace is None or (before is not None and before() is trace):
+        return trace is None
+    _traced[module] = weakref.ref(trace)
+    return True
+
+
 def renew(module: TransformerEngineBaseModule, recipe: Recipe, group: Any) -> ModuleRecipe:
     """An equal recipe in a new object changes nothing; anything else makes new quantizers."""
     active = module._module_recipe
@@ -123,20 +163,9 @@ def materialize(module: TransformerEngineBaseModule, recipe: Recipe, group: Any)
     """Create or adapt the recipe states and quantizers of a module; delayed scaling keeps its histories."""
     meta = module.fp8_meta
     products = module.num_products
-    for key, mode, slots in (
-        ("scaling_fwd", "forward", FORWARD_SLOTS),
-        ("scaling_bwd", "backward", BACKWARD_SLOTS),
-    ):
-        with torch.inference_mode(False):  # later steps write to it, which a tensor of inference mode forbids
-            state = RecipeState.renew(
-                meta.get(key),
-                recipe,
-                mode=mode,
-                num_quantizers=slots * products,
-                device=module._state_device(),
-            )
-        meta[key] = state
-        module.quantizers[key] = state.make_quantizers()
+    _announce_change(module, meta.get("recipe"), recipe)
+    for forward in (True, False):
+        renew_direction(module, forward, recipe)
     meta.update(recipe=recipe, num_gemms=products, fp8_group=group, fp8_checkpoint=True)
     fp8_format = getattr(recipe, "fp8_format", None)
     if fp8_format is not None:
@@ -146,3 +175,36 @@ def materialize(module: TransformerEngineBaseModule, recipe: Recipe, group: Any)
     made = ModuleRecipe(recipe, group, module.quantizers["scaling_fwd"], module.quantizers["scaling_bwd"])
     module._module_recipe = made
     return made
+
+
+def _announce_change(module: TransformerEngineBaseModule, before: Recipe | None, recipe: Recipe) -> None:
+    """A warning where the kind of quantizer changes: scales, histories and cached weights start anew."""
+    if before is None or family(before) is family(recipe):
+        return
+    names = type(before).__name__, type(recipe).__name__
+    module._warn_once(
+        f"recipe {names}",
+        f"{type(module).__name__} goes from {names[0]} to {names[1]}: its quantizers and cached weights are made anew",
+    )
+
+
+def renew_direction(module: TransformerEngineBaseModule, forward: bool, recipe: Recipe) -> None:
+    """State and quantizers of one direction, for the products that the module has now."""
+    key, mode, slots = (
+        ("scaling_fwd", "forward", FORWARD_SLOTS) if forward else ("scaling_bwd", "backward", BACKWARD_SLOTS)
+    )
+    count = slots * module.num_products
+    previous = module.fp8_meta.get(key)
+    with torch.inference_mode(False):  # later steps write to it, which a tensor of inference mode forbids
+        state = RecipeState.renew(
+            previous,
+            recipe,
+            mode=mode,
+            num_quantizers=count,
+            device=module._state_device(),
+            roles=module.get_quantizer_roles(fwd=forward, num_quantizers=count),
+        )
+    for replaced in () if previous is None or previous is state else previous.delayed_states:
+        delayed_scaling.unregister(replaced)
+    module.fp8_meta[key] = state
+    module.quantizers[key] = state.make_quantizers()

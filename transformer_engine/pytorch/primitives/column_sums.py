@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from ...common.dispatch import Backend, Table
-from .launching import DTYPE_NAMES, refuses_elementwise, rows_dense, run, traceable
+from .launching import DTYPE_NAMES, perform, refuses_elementwise, rows_dense, run, traceable
 
 if TYPE_CHECKING:
     from ...common.kernels.launch import Launch
+    from ...common.kernels.program import Program
 
 _LIMIT = 1 << 24  # offsets inside a tile are 32-bit integers
 
@@ -49,7 +50,7 @@ def _reference(x: Tensor, dtype: torch.dtype) -> Tensor:
 def _in_strips(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Sums of strips of rows, then their sum: torch's takes 128 MiB of scratch memory at 4096 x 4096."""
     x = rows_dense(x) if x.stride(0) < _LIMIT else x.contiguous()
-    return sum_partials(run(_launch((x.shape[0], x.shape[1]), x.stride(0)), (x, None))[0], dtype)
+    return perform(_program((x.shape[0], x.shape[1]), x.stride(0), dtype), (x,))[0]
 
 
 def _refuses(request: ColumnSumsRequest) -> str | None:
@@ -71,10 +72,10 @@ def _empty(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @functools.lru_cache(maxsize=1024)
-def _launch(shape: tuple[int, int], stride: int) -> Launch:
+def _program(shape: tuple[int, int], stride: int, dtype: torch.dtype) -> Program:
     from ...common.kernels import column_sums as kernels  # it imports triton
 
-    return kernels.column_sums(shape, stride)
+    return kernels.sums(shape, stride, DTYPE_NAMES[dtype])
 
 
 @functools.lru_cache(maxsize=1024)

@@ -1,48 +1,37 @@
-"""FP8 codes that a kernel makes of its own result: what it is given to write, and the `Quantized` that becomes of it.
+"""FP8 codes that a kernel makes of its own result: what it is given, and the `Quantized` that becomes of it.
 
-With one scale a tensor (`target`, `finished`), or with one a block, which needs no scale beforehand (`blocks`,
-`in_blocks`, `in_row_blocks`, `of_blocks`).
+With one scale a tensor (`given`, `finished`), or with one a block, which needs no scale beforehand (`blocks`,
+`in_blocks`, `in_row_blocks`).
 
 Codes, scales and maxima are those of the separate steps: the result is rounded to its dtype before it is scaled.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ...common.formats import BLOCK_1D, BLOCK_2D, FLOAT8, FLOAT32_MAX
 from . import quantize
-from .quantize import Quantized, QuantizeSpec, Request, torch_dtype
+from .quantize import Cast, Quantized, QuantizeSpec, Request
 from .zeros import zero
 
 if TYPE_CHECKING:
     from ...common.kernels.block_cast import Blocks
-    from ...common.kernels.launch import Launch
 
 _FORMATS = (FLOAT8.name, BLOCK_1D.name, BLOCK_2D.name)
 
 
-class Float8Target(NamedTuple):
-    """What a kernel with FP8 results takes beside its own tensors; all None but amax where there is no scale."""
-
-    scale: Tensor | None
-    amax: Tensor | None
-    codes: Tensor | None
-    codes_t: Tensor | None
-    inverse: Tensor | None
-
-
-def fuses(
-    shape: tuple[int, int], dtype: torch.dtype, device: torch.device, spec: QuantizeSpec, delayed: bool
-) -> bool:
+def fuses(shape: tuple[int, int], dtype: torch.dtype, device: torch.device, cast: Cast) -> bool:
     """Would a kernel's own codes be those of `quantize`? One scale a tensor or a block, row-wise codes, by Triton.
 
     Observers hear of a quantization once: of a fused one from here, of another from `quantize`, which current scaling
     asks for its cast.
     """
+    spec, delayed = cast.spec, cast.multiplier is not None
     if spec.format.name not in _FORMATS or not spec.rowwise or 0 in shape or torch.compiler.is_compiling():
         return False
 
@@ -80,42 +69,17 @@ def blocks(spec: QuantizeSpec, dtype: torch.dtype) -> Blocks:
     )
 
 
-def of_blocks(launch: Launch, made: list[Tensor]) -> Quantized:
-    """From the first four outputs of a kernel of `block_fused`."""
-    return Quantized(
-        *[
-            tensor.t() if output is not None and output.transposed else tensor
-            for output, tensor in zip(launch.outputs[:4], made, strict=False)
-        ]
-    )
-
-
-def target(
-    shape: tuple[int, int],
-    spec: QuantizeSpec,
-    scale: Tensor | None,
-    record: Tensor | None,
-    device: torch.device,
-) -> Float8Target:
-    """For [M, K] results; without a scale (current scaling) only the maximum is kept, and the caller casts."""
+def given(cast: Cast, device: torch.device) -> tuple[Tensor | None, Tensor]:
+    """(the multiplier, where the maximum goes) as kernels take them; without a record a fresh 0."""
+    _, scale, record = cast
     amax = zero(device) if record is None else record
+    return scale if scale is None or scale.dtype is torch.float32 else scale.to(torch.float32), amax
+
+
+def finished(made: Sequence[Tensor], scale: Tensor | None, amax: Tensor, spec: QuantizeSpec) -> Quantized:
+    """From the outputs (codes, codes_t, scale_inv, values): the codes, or, without a scale, the cast of the values by
+    the maximum that the kernel found."""
+    codes, codes_t, inverse, values = made
     if scale is None:
-        return Float8Target(None, amax, None, None, None)
-    dtype = torch_dtype(spec.element)
-    return Float8Target(
-        scale if scale.dtype is torch.float32 else scale.to(torch.float32),
-        amax,
-        torch.empty(shape, dtype=dtype, device=device),
-        torch.empty((shape[1], shape[0]), dtype=dtype, device=device) if spec.columnwise else None,
-        torch.empty(1, dtype=torch.float32, device=device),
-    )
-
-
-def finished(made: Float8Target, y: Tensor | None, spec: QuantizeSpec) -> Quantized:
-    """The result of a kernel that was given this target: its codes, or the cast of y by the maximum it found."""
-    if made.codes is None:
-        assert y is not None
-        return quantize.quantize(y, spec, amax=made.amax)
-    return Quantized(
-        made.codes, made.inverse, made.codes_t, made.inverse if spec.columnwise else None, made.amax
-    )
+        return quantize.quantize(values, spec, amax=amax)
+    return Quantized(codes, inverse, codes_t, inverse if spec.columnwise else None, amax)

@@ -26,16 +26,10 @@ def transposed_codes(codes: Tensor) -> Tensor:
     return _traceable(codes)
 
 
-def _by_kernel(codes: Tensor) -> Tensor:
-    codes_t = _empty(codes)
-    transpose_into(codes, codes_t)
-    return codes_t
-
-
-def transpose_into(codes: Tensor, codes_t: Tensor) -> None:
-    """codes_t [K, M] = codes [M, K].T, both contiguous, by the kernel."""
-    launch = _launch((codes.shape[0], codes.shape[1]))
-    run(launch, (codes.view(torch.uint8), codes_t.view(torch.uint8)))
+def transposed_by_kernel(codes: Tensor) -> Tensor:
+    """codes_t [K, M] = codes [M, K].T of contiguous codes on a GPU."""
+    (codes_t,) = run(_launch((codes.shape[0], codes.shape[1])), (codes.view(torch.uint8),))
+    return codes_t.view(codes.dtype)
 
 
 def _empty(codes: Tensor) -> Tensor:
@@ -49,4 +43,4 @@ def _launch(shape: tuple[int, int]) -> Launch:
     return transpose.transpose(shape)
 
 
-_traceable = traceable("transposed_codes(Tensor codes) -> Tensor", _by_kernel, _empty)
+_traceable = traceable("transposed_codes(Tensor codes) -> Tensor", transposed_by_kernel, _empty)

@@ -3,7 +3,13 @@
 from .autocast import AutocastState, autocast, current, fp8_autocast
 from .delayed_scaling import _amax_and_scale_update, _default_sf_compute, update_scales
 from .element_types import get_fp4_te_dtype, get_fp8_max, get_fp8_te_dtype, get_fp8_torch_dtype
-from .extra_state import ExtraStateError, decode_extra_state, encode_extra_state, load_extra_state
+from .extra_state import (
+    ExtraStateError,
+    check_extra_state,
+    decode_extra_state,
+    encode_extra_state,
+    load_extra_state,
+)
 from .factory import get_align_size_for_quantization, make_quantizers
 from .global_state import FP8GlobalStateManager
 from .model_init import ModelInitState, current_model_init, fp8_model_init, quantized_model_init

@@ -1,12 +1,15 @@
 """autocast: the modules called inside a block compute in the low precision of a recipe.
 
 The block pushes one immutable record, `current()`, that a module reads once at the start of its forward pass.
+A block belongs to the thread that entered it, and to the tasks and threads that run in a copy of its context.
 """
 
 from __future__ import annotations
 
+import threading
 import warnings
 from contextlib import ContextDecorator
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -38,13 +41,28 @@ class AutocastState:
 OUTSIDE = AutocastState()
 
 
-class _Holder:
-    """The innermost record, how many enabled blocks are open, and whether a module was met in them."""
+_Entered = tuple[AutocastState, int]
 
-    def __init__(self) -> None:
-        self.state = OUTSIDE
-        self.enabled_blocks = 0
+# The innermost record and the number of enabled blocks, as the context that is running has them.
+_entered: ContextVar[_Entered] = ContextVar("transformer_engine_autocast", default=(OUTSIDE, 0))
+
+
+class _Holder:
+    """What a thread is in: the innermost record, open enabled blocks, the first module, a recomputed function.
+
+    A tracing compiler cannot read a context variable, so it reads and writes this. Eager calls bring it in line with
+    the context first (`_here`), which changes when a thread goes from one task to another.
+
+    recomputes    a function is being run that will be, or has been, run a second time
+    recomputing   this is the second run
+    """
+
+    def __init__(self, entered: _Entered) -> None:
+        self.entered = entered
+        self.state, self.enabled_blocks = entered
         self.first_module = False
+        self.recomputes = False
+        self.recomputing = False
 
     def enter(self, state: AutocastState) -> AutocastState:
         outer = self.state
@@ -53,15 +71,22 @@ class _Holder:
                 self.first_module = True
             self.enabled_blocks += 1
         self.state = state
+        self.tell_context()
         return outer
 
     def leave(self, state: AutocastState, outer: AutocastState) -> bool:
         """Back to outer; was state the outermost enabled block?"""
         self.state = outer
-        if not state.enabled:
-            return False
-        self.enabled_blocks -= 1
-        return self.enabled_blocks == 0
+        if state.enabled:
+            self.enabled_blocks -= 1
+        self.tell_context()
+        return state.enabled and self.enabled_blocks == 0
+
+    def tell_context(self) -> None:
+        """Let tasks that copy this context from here on start with what it is in."""
+        if not torch.compiler.is_compiling():
+            self.entered = (self.state, self.enabled_blocks)
+            _entered.set(self.entered)
 
     def take_first(self) -> bool:
         first = self.first_module
@@ -69,34 +94,62 @@ class _Holder:
         return first
 
 
-_holder = _Holder()
+class _Thread(threading.local):
+    """One holder a thread; a thread that is started in a copied context begins with what that context is in."""
+
+    def __init__(self) -> None:
+        self.holder = _Holder(_entered.get())
+
+
+_thread = _Thread()
+_is_compiling = torch.compiler.is_compiling
+
+
+def here() -> _Holder:
+    """This thread's holder, in line with the context that is running."""
+    holder = _thread.holder
+    if not _is_compiling():
+        entered = _entered.get()
+        if holder.entered is not entered:
+            holder.entered = entered
+            holder.state, holder.enabled_blocks = entered
+            holder.first_module = False
+    return holder
 
 
 def current() -> AutocastState:
     """The record of the innermost autocast block; outside of all blocks one that is not enabled."""
-    return _holder.state
+    return here().state
+
+
+def enabled_blocks() -> int:
+    """How many enabled blocks are open round the caller."""
+    return here().enabled_blocks
 
 
 def is_first_module() -> bool:
-    """True once in an outermost enabled block: its backward comes last and updates the backward scales."""
-    return _holder.take_first()
+    """True once in an outermost enabled block. Nothing here asks; it is for callers of the original's manager."""
+    return here().take_first()
 
 
 def snapshot() -> tuple[AutocastState, bool]:
     """What `reinstate` needs to bring this moment back, for recomputation."""
-    return _holder.state, _holder.first_module
+    holder = here()
+    return holder.state, holder.first_module
 
 
 def reinstate(moment: tuple[AutocastState, bool]) -> None:
-    """Bring back a snapshot, without opening or closing a block."""
-    _holder.state, _holder.first_module = moment
+    """Bring back a snapshot in this thread, without opening or closing a block."""
+    holder = here()
+    holder.state, holder.first_module = moment
 
 
 def reset() -> None:
-    """Forget all blocks, also open ones."""
-    _holder.state = OUTSIDE
-    _holder.enabled_blocks = 0
-    _holder.first_module = False
+    """Forget all blocks of this thread, also open ones."""
+    holder = here()
+    holder.state, holder.enabled_blocks = OUTSIDE, 0
+    holder.first_module = False
+    holder.tell_context()
 
 
 class autocast(ContextDecorator):
@@ -106,8 +159,9 @@ class autocast(ContextDecorator):
     recipe               None: `get_default_recipe()`
     amax_reduction_group ranks over which delayed scaling takes the maximum of amaxes
 
-    Blocks nest; a disabled one inside an enabled one computes in high precision. Leaving the outermost
-    enabled block updates the forward scales of delayed scaling, unless gradients are off or the block raised.
+    Blocks nest; a disabled one inside an enabled one computes in high precision. Leaving a thread's outermost
+    enabled block updates the forward scales of delayed scaling, unless gradients are off, the block raised, or this
+    is the second run of a checkpointed function.
     """
 
     def __init__(
@@ -139,14 +193,18 @@ class autocast(ContextDecorator):
             supported, reason = check_recipe_support(state.recipe)
             if not supported:
                 raise RuntimeError(f"{type(state.recipe).__name__} cannot run here: {reason}")
-        self._outer = _holder.enter(state)
+        self._outer = here().enter(state)
 
     def __exit__(self, exception_type: object, exception: object, traceback: object) -> None:
         outer = self._outer
         assert outer is not None, "left without having been entered"
         self._outer = None
-        outermost = _holder.leave(self._state, outer)
-        if outermost and exception_type is None and not self._state.graph and torch.is_grad_enabled():
+        holder = here()
+        outermost = holder.leave(self._state, outer)
+        if not outermost or exception_type is not None or self._state.graph or holder.recomputing:
+            return
+        # The first run of a reentrant checkpoint has gradients off although its second run will train.
+        if torch.is_grad_enabled() or holder.recomputes:
             delayed_scaling.update_all(forward=True)
 
 

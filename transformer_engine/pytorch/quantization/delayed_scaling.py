@@ -3,10 +3,16 @@
 An amax history is float32 [length, n], one column a tensor. Row 0 collects the running step; an update turns
 it into the last row, drops the oldest (row 1) and clears row 0. States that share direction, recipe and group
 share a pool: one reduction over the group and one set of kernels for all. Nothing reads a value on the host.
+
+A pool holds its states weakly, so a deleted module costs nothing. Ranks that reduce together must agree on the layout
+of what they reduce, and garbage is not collected everywhere at the same time: there the columns of a state that has
+died stay as a gap of zeros, in its place in the order of registration. A state that a module replaces leaves no gap.
 """
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -30,12 +36,21 @@ def _amax_of(history: Tensor, algorithm: Algorithm) -> Tensor:
     return algorithm(history) if callable(algorithm) else amax_of(history, algorithm)
 
 
-def _reduce(histories: Sequence[Tensor], group: dist_group_type) -> None:
-    """Row 0 of every history = its maximum over the ranks of group, in one collective."""
-    latest = torch.cat([history[0] for history in histories])
-    torch.distributed.all_reduce(latest, op=torch.distributed.ReduceOp.MAX, group=group)
-    parts = latest.split([history.shape[1] for history in histories])
-    for history, part in zip(histories, parts, strict=True):
+def _reduce(histories: Sequence[Tensor], group: dist_group_type, gaps: Sequence[int] = ()) -> None:
+    """Row 0 of every history = its maximum over the ranks of group, in one collective.
+
+    gaps   columns of states that have died, before each history and after the last; nothing: there are none
+    """
+    latest = [history[0] for history in histories]
+    widths = [history.shape[1] for history in histories]
+    if gaps:
+        latest = [x for gap, row in zip(gaps, latest, strict=False) for x in (row.new_zeros(gap), row)]
+        latest.append(latest[0].new_zeros(gaps[-1]))
+        widths = [n for gap, width in zip(gaps, widths, strict=False) for n in (gap, width)] + [gaps[-1]]
+    reduced = torch.cat(latest)
+    torch.distributed.all_reduce(reduced, op=torch.distributed.ReduceOp.MAX, group=group)
+    parts = reduced.split(widths)
+    for history, part in zip(histories, parts[1::2] if gaps else parts, strict=True):
         history[0].copy_(part)
 
 
@@ -57,7 +72,7 @@ def _snapshot_fake(scale):
     "transformer_engine::update_scales",
     mutates_args=("histories", "scales"),
     schema="(Tensor(a!)[] histories, Tensor(b!)[] scales, str algorithm, float fp8_max, int margin, "
-    "bool keep_idle, str group) -> ()",
+    "bool keep_idle, str group, int[] gaps=[]) -> ()",
 )
 def _update_op(
     histories: list[Tensor],
@@ -67,15 +82,16 @@ def _update_op(
     margin: int,
     keep_idle: bool,
     group: str,
+    gaps: Sequence[int] = (),
 ) -> None:
     if group:
         resolve: Any = torch.distributed.distributed_c10d._resolve_process_group
-        _reduce(histories, resolve(group))
+        _reduce(histories, resolve(group), gaps)
     advance_scales(histories, scales, algorithm, fp8_max, margin, keep_idle)
 
 
 @_update_op.register_fake
-def _update_fake(histories, scales, algorithm, fp8_max, margin, keep_idle, group) -> None:
+def _update_fake(histories, scales, algorithm, fp8_max, margin, keep_idle, group, gaps=()) -> None:
     return None
 
 
@@ -103,6 +119,7 @@ def update_scales(
     fp8_max: float,
     recipe: DelayedScaling,
     group: dist_group_type | None = None,
+    gaps: Sequence[int] = (),
 ) -> None:
     """Reduce row 0 over group, then bring all scales and histories one step forward, in place.
 
@@ -112,22 +129,26 @@ def update_scales(
     algorithm = recipe.amax_compute_algo
     if callable(algorithm) or recipe.scaling_factor_compute_algo is not None:
         if group is not None:
-            _reduce(histories, group)
+            _reduce(histories, group, gaps)
         for history, scale in zip(histories, scales, strict=True):
             _amax_and_scale_update(history, scale, fp8_max, recipe)
         return
     keep_idle = not _rolls_idle_histories()
     if torch.compiler.is_compiling():
         name = "" if group is None else group.group_name
-        _update_op(histories, scales, algorithm, float(fp8_max), recipe.margin, keep_idle, name)
+        _update_op(histories, scales, algorithm, float(fp8_max), recipe.margin, keep_idle, name, list(gaps))
         return
     if group is not None:
-        _reduce(histories, group)
+        _reduce(histories, group, gaps)
     advance_scales(histories, scales, algorithm, float(fp8_max), recipe.margin, keep_idle)
 
 
 def update_states(
-    states: Sequence[Any], forward: bool, recipe: DelayedScaling, group: dist_group_type | None
+    states: Sequence[Any],
+    forward: bool,
+    recipe: DelayedScaling,
+    group: dist_group_type | None,
+    gaps: Sequence[int] = (),
 ) -> None:
     """Bring states of one direction and recipe one step forward, reduced over group where the recipe asks for it."""
     largest = recipe.fp8_format.value
@@ -137,22 +158,70 @@ def update_states(
         largest.max_fwd if forward else largest.max_bwd,
         recipe,
         group if recipe.reduce_amax else None,
+        gaps,
     )
 
 
+class _Member(NamedTuple):
+    """A state, or what is left of one that has died: its columns."""
+
+    state: weakref.ref[Any]
+    columns: int
+
+
 class Pool:
-    """The delayed-scaling states of one direction, recipe and group; ranks must agree on their order."""
+    """The delayed-scaling states of one direction, recipe and group, in the order of their registration."""
 
     def __init__(self, forward: bool, recipe: DelayedScaling, group: dist_group_type | None):
         self.forward = forward
         self.recipe = recipe
         self.group = group
-        # Strong references: ranks agree on what was registered, not on what was garbage collected.
-        self.states: list[Any] = []
+        self.reduces = group is not None and recipe.reduce_amax
+        self.members: list[_Member] = []  # replaced as a whole, so that who goes through it needs no lock
+        self.device: torch.device | None = None
+
+    @property
+    def states(self) -> list[Any]:
+        """The states that are alive."""
+        alive = [member.state() for member in self.members]
+        return [state for state in alive if state is not None]
 
     def update(self) -> None:
-        if len(self.states) > 0:
-            update_states(self.states, self.forward, self.recipe, self.group)
+        """One step for all states; a rank without any takes part in the reduction all the same."""
+        states: list[Any] = []
+        gaps = [0]
+        for member in self.members:
+            state = member.state()
+            if state is None:
+                gaps[-1] += member.columns
+            else:
+                states.append(state)
+                gaps.append(0)
+        has_gaps = sum(gaps) > 0
+        if len(states) > 0:
+            update_states(
+                states, self.forward, self.recipe, self.group, gaps if has_gaps and self.reduces else ()
+            )
+        elif has_gaps and self.reduces and not torch.compiler.is_compiling():
+            _reduce([torch.zeros(1, gaps[0], device=self.device)], self.group)  # pyright: ignore[reportArgumentType]
+        if has_gaps and not torch.compiler.is_compiling():
+            _tidy(self)
+
+    def without(self, state: Any) -> None:
+        self.members = [member for member in self.members if member.state() is not state]
+
+    def tidy(self) -> None:
+        """Drop the dead; where they are gaps in a reduction, merge neighbours."""
+        kept: list[_Member] = []
+        for member in self.members:
+            if member.state() is not None:
+                kept.append(member)
+            elif self.reduces:
+                if kept and kept[-1].state() is None:
+                    kept[-1] = member._replace(columns=member.columns + kept[-1].columns)
+                else:
+                    kept.append(member)
+        self.members = kept
 
 
 class Registration(NamedTuple):
@@ -165,13 +234,15 @@ class Registration(NamedTuple):
 
 
 class _Registry:
-    """All pools by key; the only writer is this module."""
+    """All pools by key; the only writer is this module, under the lock."""
 
     def __init__(self) -> None:
         self.pools: dict[str, Pool] = {}
 
 
 _registry = _Registry()
+_lock = threading.Lock()
+_updating = threading.Lock()
 
 
 def autocast_key(recipe: DelayedScaling, group: dist_group_type | None) -> str:
@@ -185,27 +256,47 @@ def buffer_key(forward: bool, recipe: DelayedScaling, group: dist_group_type | N
 
 
 def register(state: Any, forward: bool, recipe: DelayedScaling, group: dist_group_type | None) -> None:
-    """Have the updates of (forward, recipe, group) include the state, and those of no other pool."""
+    """Have the updates of (forward, recipe, group) include the state while it lives, and those of no other pool."""
     held = state.registration
-    if held is not None and held.pools is _registry.pools:
-        if held.recipe is recipe and held.group is group:
-            return
-        held.pool.states = [member for member in held.pool.states if member is not state]
+    if held is not None and held.pools is _registry.pools and held.recipe is recipe and held.group is group:
+        return
     key = buffer_key(forward, recipe, group)
-    pool = _registry.pools.get(key)
-    if pool is None:
-        pool = Pool(forward, recipe, group)
-        _registry.pools[key] = pool
-    pool.states.append(state)
-    state.registration = Registration(_registry.pools, pool, recipe, group)
+    with _lock:
+        _leave(state)
+        pools = _registry.pools
+        pool = pools.get(key)
+        if pool is None:
+            pool = Pool(forward, recipe, group)
+            pools[key] = pool
+        pool.tidy()
+        pool.members = [*pool.members, _Member(weakref.ref(state), state.num_quantizers)]
+        pool.device = state.scale_in_place.device
+        state.registration = Registration(pools, pool, recipe, group)
 
 
 def unregister(state: Any) -> None:
     """Leave the state out of all later updates."""
+    with _lock:
+        _leave(state)
+
+
+def _leave(state: Any) -> None:
     held = state.registration
-    if held is not None and held.pools is _registry.pools:
-        held.pool.states = [member for member in held.pool.states if member is not state]
     state.registration = None
+    if held is not None and held.pools is _registry.pools:
+        held.pool.without(state)
+        _drop_empty(held.pools)
+
+
+def _drop_empty(pools: dict[str, Pool]) -> None:
+    for key in [key for key, pool in pools.items() if not pool.members]:
+        del pools[key]
+
+
+def _tidy(pool: Pool) -> None:
+    with _lock:
+        pool.tidy()
+        _drop_empty(_registry.pools)
 
 
 def pools() -> dict[str, Pool]:
@@ -214,8 +305,16 @@ def pools() -> dict[str, Pool]:
 
 
 def update_all(forward: bool) -> None:
-    """Update every pool of one direction, in order of registration."""
-    for pool in _registry.pools.values():
+    """Update every pool of one direction, in order of registration; one thread at a time."""
+    if torch.compiler.is_compiling():
+        _update_all(forward)
+        return
+    with _updating:
+        _update_all(forward)
+
+
+def _update_all(forward: bool) -> None:
+    for pool in list(_registry.pools.values()):
         if pool.forward == forward:
             pool.update()
 

@@ -112,31 +112,54 @@ def decode_extra_state(state: Tensor | io.BytesIO | None) -> dict[str, Any] | No
     return _modernized(decoded)
 
 
+def check_extra_state(decoded: dict[str, Any], slots: dict[str, int]) -> None:
+    """ExtraStateError unless the scales and histories fit a module with that many slots; nothing is changed.
+
+    slots   the number of quantizers of each direction, "fwd" and "bwd"
+    """
+    for direction, count in slots.items():
+        for name, dimensions in (("scale", 1), ("amax_history", 2)):
+            tensor = decoded.get(f"{name}_{direction}")
+            if tensor is None:
+                continue
+            found = f"{name}_{direction} of the checkpoint is {tensor.dtype} of shape {tuple(tensor.shape)}"
+            if not tensor.is_floating_point():
+                raise ExtraStateError(
+                    f"{found}; it must be floating-point numbers: save it again from the module it is of"
+                )
+            if tensor.dim() != dimensions:
+                shape = "[quantizers]" if dimensions == 1 else "[history length, quantizers]"
+                raise ExtraStateError(f"{found}; it must be {shape}: save it again from the module it is of")
+            if tensor.shape[-1] != count:
+                raise ExtraStateError(
+                    f"{found}; the module has {count} quantizers; load it into one with as many products"
+                )
+            if tensor.shape[0] == 0:
+                raise ExtraStateError(f"{found}, without a row; it must have one at least")
+
+
 def load_extra_state(decoded: dict[str, Any], fp8_meta: dict[str, Any]) -> None:
     """Copy decoded values into fp8_meta and into its states in place; the states must exist already.
 
     Histories of another length are cut or padded with zeros. Other shapes are refused before a change.
     """
-    copies: list[tuple[Any, Tensor | None, Tensor | None]] = []
-    for direction in ("fwd", "bwd"):
-        scaling = fp8_meta.get(f"scaling_{direction}")
-        scale = decoded.get(f"scale_{direction}")
-        history = decoded.get(f"amax_history_{direction}")
-        for delayed in () if scaling is None else scaling.delayed_states:
-            for name, tensor in (("scale", scale), ("amax_history", history)):
-                if tensor is not None and tensor.shape[-1:] != delayed.scale.shape:
-                    raise ExtraStateError(
-                        f"{name}_{direction} of the checkpoint has shape {tuple(tensor.shape)}; the module "
-                        f"has {delayed.scale.shape[0]} quantizers; load it into one with as many products"
-                    )
-            copies.append((delayed, scale, history))
+    states = {
+        direction: fp8_meta[f"scaling_{direction}"].delayed_states
+        for direction in ("fwd", "bwd")
+        if fp8_meta.get(f"scaling_{direction}") is not None
+    }
+    check_extra_state(
+        decoded, {direction: held[0].scale.shape[0] for direction, held in states.items() if held}
+    )
     fp8_meta.update(decoded.get("extra_fp8_variables", {}))
     fp8_meta["recipe"] = decoded["recipe"]
-    for delayed, scale, history in copies:
-        if scale is not None:
-            delayed.scale.copy_(scale)
-        if history is not None:
-            delayed.load_history(history.to(delayed.amax_history.device))
+    for direction, held in states.items():
+        scale, history = decoded.get(f"scale_{direction}"), decoded.get(f"amax_history_{direction}")
+        for delayed in held:
+            if scale is not None:
+                delayed.scale.copy_(scale)
+            if history is not None:
+                delayed.load_history(history.to(delayed.amax_history.device))
 
 
 def _modernized(decoded: dict[str, Any]) -> dict[str, Any]:

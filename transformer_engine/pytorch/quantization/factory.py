@@ -28,7 +28,7 @@ from ..tensor.mxfp8_tensor import MXFP8Quantizer
 from ..tensor.nvfp4_tensor import NVFP4Quantizer
 from ..tensor.quantizer import Quantizer
 from .element_types import get_fp4_te_dtype, get_fp8_te_dtype
-from .roles import BACKWARD_TENSORS, FORWARD_TENSORS, QuantizerRole, default_roles
+from .roles import QuantizerRole, asked_roles, tensor_types
 
 if TYPE_CHECKING:
     from .recipe_state import RecipeState
@@ -63,7 +63,10 @@ def make_quantizers(
     roles: Sequence[QuantizerRole | None] | None = None,
 ) -> list[Quantizer]:
     """One quantizer a slot; state owns the tensors of delayed scaling."""
-    tensors = FORWARD_TENSORS if mode == "forward" else BACKWARD_TENSORS
+    if roles is not None and len(roles) != count:
+        raise ValueError(
+            f"{len(roles)} roles for {count} quantizers; give one a slot, None for those unknown"
+        )
     make: Callable[[str], Quantizer]
     match recipe:
         case DelayedScaling():
@@ -71,7 +74,7 @@ def make_quantizers(
             (owner,) = state.delayed_states
             return [Float8Quantizer.from_state(owner, slot, dtype) for slot in range(count)]  # pyright: ignore
         case CustomRecipe():
-            return state.fulfil(_filled_roles(mode, count, roles))
+            return state.fulfil(asked_roles(mode, count, roles))
         case Float8CurrentScaling():
             make = lambda tensor: _current_scaling(recipe, mode, tensor, device)  # noqa: E731
         case Float8BlockScaling():
@@ -82,7 +85,7 @@ def make_quantizers(
             make = lambda tensor: _nvfp4(recipe, mode, tensor)  # noqa: E731
         case _:
             raise ValueError(f"no quantizers for {type(recipe).__name__}; see family()")
-    return [make(tensors[slot % len(tensors)]) for slot in range(count)]
+    return [make(tensor) for tensor in tensor_types(mode, count, roles)]
 
 
 def get_align_size_for_quantization(recipe: Recipe) -> int:
@@ -168,15 +171,6 @@ def _nvfp4_variants(recipe: NVFP4BlockScaling, mode: str, tensor: str) -> dict[s
     if recipe.nvfp4_4over6 in (scope, "all"):
         variants["nvfp4_use_4over6"] = True
     return variants
-
-
-def _filled_roles(mode: str, count: int, roles: Sequence[QuantizerRole | None] | None) -> list[QuantizerRole]:
-    standard = default_roles(mode, count)
-    if roles is None:
-        return standard
-    if len(roles) != count:
-        raise ValueError(f"{len(roles)} roles for {count} quantizers; give one a slot, None for the default")
-    return [default if role is None else role for role, default in zip(roles, standard, strict=True)]
 
 
 def identity() -> Quantizer:

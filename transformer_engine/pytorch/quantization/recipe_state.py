@@ -74,6 +74,7 @@ class RecipeState:
     ) -> RecipeState:
         """previous itself while it serves recipe, else a state that continues its scales and histories."""
         if previous is not None and previous.num_quantizers == num_quantizers and previous.recipe == recipe:
+            previous.roles = roles
             return previous
         state = RecipeState.create(
             recipe, mode=mode, num_quantizers=num_quantizers, device=device, roles=roles
@@ -96,7 +97,7 @@ class RecipeState:
             self.recipe, self.mode, self.num_quantizers, self.device, self, self.roles
         )
 
-    def fulfil(self, roles: Sequence[QuantizerRole]) -> list[Quantizer]:
+    def fulfil(self, roles: Sequence[QuantizerRole | None]) -> list[Quantizer]:
         """Answers of a custom recipe's factory, turned into quantizers."""
         raise TypeError(f"{type(self).__name__} has no factory to ask; use CustomRecipe")
 
@@ -198,10 +199,27 @@ class CustomRecipeState(RecipeState):
     def delayed_states(self) -> tuple[DelayedScalingRecipeState, ...]:
         return tuple(self._delayed.values())
 
+    @property
+    def scale(self) -> Tensor:
+        """The scales of the slots with a delayed-scaling request, where all of these are equal."""
+        return self._one_delayed("scale").scale
+
+    @property
+    def amax_history(self) -> Tensor:
+        """The histories of the same slots."""
+        return self._one_delayed("amax_history").amax_history
+
+    def _one_delayed(self, wanted: str) -> DelayedScalingRecipeState:
+        if len(self._delayed) != 1:
+            raise AttributeError(
+                f"{wanted} of {len(self._delayed)} delayed-scaling states; read delayed_states instead"
+            )
+        return next(iter(self._delayed.values()))
+
     def inherit(self, previous: RecipeState) -> None:
         """Nothing: another factory may mean something else by the same slot."""
 
-    def fulfil(self, roles: Sequence[QuantizerRole]) -> list[Quantizer]:
+    def fulfil(self, roles: Sequence[QuantizerRole | None]) -> list[Quantizer]:
         factory_of_role = self.recipe.qfactory
         assert factory_of_role is not None, "CustomRecipe validates it"
         answers = [factory_of_role(role) for role in roles]

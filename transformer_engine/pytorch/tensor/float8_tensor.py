@@ -17,11 +17,11 @@ from ...common.formats import FLOAT8
 from ..checks import group_or_none, tensor
 from ..constants import DType
 from ..primitives.operand import Operand
-from ..primitives.quantize import Quantized, QuantizeSpec, absolute_maximum, quantize
+from ..primitives.quantize import Cast, Quantized, QuantizeSpec, absolute_maximum, quantize
 from .allocation import empty_quantized
 from .elements import element_of, float8_dtype, float8_number
 from .quantized_tensor import QuantizedTensor
-from .quantizer import CodesRequest, Operands, Quantizer
+from .quantizer import Operands, Quantizer
 from .storage.float8_tensor_storage import Float8TensorStorage
 from .storage.quantized_tensor_storage import QuantizedTensorStorage, as_matrix, matrix_shape
 
@@ -127,8 +127,11 @@ class Float8Quantizer(_PerTensorQuantizer):
     """Delayed scaling: multiplies by a scale made from earlier steps, and records max|x| for later ones.
 
     The scale and the recorded maximum are two tensors of its own, or one slot of a recipe's state (`from_state`).
-    Either way the recorded maximum only grows until its owner resets it.
+    Either way the recorded maximum only grows until its owner resets it. That of a shard is the whole tensor's: with
+    amax_reduction_group every recorded maximum is that of all ranks, so that all shards get the same next scale.
     """
+
+    amax_reduction_group: torch.distributed.ProcessGroup | None = None
 
     def __init__(
         self,
@@ -188,6 +191,8 @@ class Float8Quantizer(_PerTensorQuantizer):
         scale = self.scale.reshape(1)
         if noop_flag is None and not torch.compiler.is_compiling():
             quantized = quantize(as_matrix(tensor), spec, scale=scale, record=self.amax.view(1))
+            if self.amax_reduction_group is not None:
+                self._agree_on_amax()
             return self._packed(quantized, tensor.shape, tensor.dtype)
         quantized = quantize(as_matrix(tensor), spec, scale=scale)
         assert quantized.amax is not None
@@ -201,8 +206,8 @@ class Float8Quantizer(_PerTensorQuantizer):
         spec = _spec(self.dtype, rowwise, columnwise)
         return _operands(quantize(matrix, spec, scale=scale, record=amax), matrix.dtype)
 
-    def codes_request(self, rowwise: bool, columnwise: bool) -> CodesRequest | None:
-        return CodesRequest(_spec(self.dtype, rowwise, columnwise), *self._views())
+    def cast(self, rowwise: bool, columnwise: bool) -> Cast | None:
+        return Cast(_spec(self.dtype, rowwise, columnwise), *self._views())
 
     def _views(self) -> tuple[Tensor, Tensor]:
         """scale and amax, float32 [1]; views of a state are kept as long as the state has the same tensors."""
@@ -215,7 +220,20 @@ class Float8Quantizer(_PerTensorQuantizer):
         return slot.scale, slot.amax
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_slot": None}
+        # A process group lives as long as its process.
+        return self.__dict__ | {"_slot": None, "amax_reduction_group": None}
+
+    def reducing_over(self, group: torch.distributed.ProcessGroup) -> Float8Quantizer:
+        if self.amax_reduction_group is group:
+            return self
+        together = copy.copy(self)
+        together.amax_reduction_group = group
+        return together
+
+    def _agree_on_amax(self) -> None:
+        torch.distributed.all_reduce(
+            self.amax, op=torch.distributed.ReduceOp.MAX, group=self.amax_reduction_group
+        )
 
     def calibrate(self, tensor: Tensor) -> None:
         self.record(absolute_maximum(tensor))
@@ -233,6 +251,8 @@ class Float8Quantizer(_PerTensorQuantizer):
         largest = torch.maximum(recorded, amax.reshape(recorded.shape))
         # `self.amax` anew: writes must reach the state through its base tensor for a compiler to see their order.
         self.amax.copy_(largest if noop_flag is None else torch.where(noop_flag != 0, recorded, largest))
+        if self.amax_reduction_group is not None:
+            self._agree_on_amax()
 
     def _inverse_scale(self, device: torch.device) -> Tensor:
         return self.scale.reshape(1).to(device, torch.float32).reciprocal()
@@ -307,12 +327,10 @@ class Float8CurrentScalingQuantizer(_PerTensorQuantizer):
             )
         return quantize(matrix, spec, amax=amax)
 
-    def codes_request(self, rowwise: bool, columnwise: bool) -> CodesRequest | None:
+    def cast(self, rowwise: bool, columnwise: bool) -> Cast | None:
         if self.with_amax_reduction:
             return None
-        return CodesRequest(
-            _spec(self.dtype, rowwise, columnwise, self.force_pow_2_scales, self.amax_epsilon)
-        )
+        return Cast(_spec(self.dtype, rowwise, columnwise, self.force_pow_2_scales, self.amax_epsilon))
 
     def reducing_over(self, group: torch.distributed.ProcessGroup) -> Float8CurrentScalingQuantizer:
         if self.with_amax_reduction and self.amax_reduction_group is group:

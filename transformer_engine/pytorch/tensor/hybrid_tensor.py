@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -69,6 +70,15 @@ class HybridQuantizer(Quantizer):
         if refusal is None and columnwise:
             refusal = self.columnwise_quantizer.shape_refusal(shape, False, True)
         return refusal
+
+    def reducing_over(self, group: torch.distributed.ProcessGroup) -> HybridQuantizer:
+        rowwise = self.rowwise_quantizer.reducing_over(group)
+        columnwise = self.columnwise_quantizer.reducing_over(group)
+        if rowwise is self.rowwise_quantizer and columnwise is self.columnwise_quantizer:
+            return self
+        together = copy.copy(self)
+        together.rowwise_quantizer, together.columnwise_quantizer = rowwise, columnwise
+        return together
 
     def _configuration(self) -> Hashable:
         return (self.rowwise_quantizer, self.columnwise_quantizer)

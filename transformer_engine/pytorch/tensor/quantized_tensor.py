@@ -15,7 +15,14 @@ from torch import Tensor
 
 from ..checks import values_dtype
 from . import aten
-from .storage.fsdp import GatheredPayload, gather_payload, join_payload
+from .storage.fsdp import (
+    DerivedTensors,
+    GatheredPayload,
+    derived_tensors,
+    gather_payload,
+    join_payload,
+    write_gathered,
+)
 from .storage.quantized_tensor_storage import QuantizedTensorStorage
 
 __all__ = [
@@ -183,7 +190,8 @@ class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
         return self.dequantize(dtype=torch.bfloat16)
 
     def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:
-        return self.dequantize().cpu(memory_format=memory_format)
+        """The quantized tensor on the CPU, as `to` and `cuda` move it."""
+        return self.to("cpu", memory_format=memory_format)
 
     def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
         """This tensor: its nominal layout is always contiguous."""
@@ -199,15 +207,23 @@ class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
         return self.detach()
 
     def _set_data(self, value: Tensor) -> None:
-        """Take over value's payload (its nominal dtype included), or quantize a plain tensor into one's own."""
+        """Take over value's payload (shape and nominal dtype included), or quantize a plain tensor into one's own.
+
+        A plain tensor of another shape gets a payload of its own.
+        """
         if isinstance(value, type(self)):
             aten.take_over(self, value)
         elif isinstance(value, QuantizedTensor):
             raise TypeError(
                 f"cannot set the data of a {type(self).__name__} to a {type(value).__name__}; dequantize it first"
             )
-        else:
+        elif value.shape == self.shape:
             self.quantize_(value.detach())
+        else:
+            writer = self.writer().copy()
+            writer.set_usage(**self.get_usages())
+            writer.internal = False
+            aten.take_over(self, writer.quantize(value.detach()))
 
     data = property(_get_data, _set_data)  # pyright: ignore[reportAssignmentType]
 
@@ -265,7 +281,10 @@ class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
         """
         if mesh is not None and mesh.size() > 1:
             self._quantizer = self.writer().reducing_over(mesh.get_group(mesh.ndim - 1))
-        return gather_payload(self)
+        tensors, payload = gather_payload(self)
+        if mesh is not None and mesh.size() == 1:  # torch copies the first tensor alone then
+            tensors, payload = tensors[:1], payload.holding(tensors[1:])
+        return tensors, payload
 
     def fsdp_post_all_gather(
         self,
@@ -275,17 +294,36 @@ class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
         *,
         out: Tensor | None = None,
     ) -> Any:
-        """The whole tensor from the gathered bytes: (tensor, its inner tensors), or None when out is filled."""
-        storage = join_payload(all_gather_outputs, metadata, param_dtype)
+        """The whole tensor from the gathered bytes: (tensor, its inner tensors), or None when out is filled.
+
+        out keeps its tensors, and the directions that follow from what was gathered: operands that a forward saved
+        are views of them.
+        """
         if out is None:
+            storage = join_payload(all_gather_outputs, metadata, param_dtype)
+            derived = derived_tensors(storage, all_gather_outputs)
             whole = type(self).from_storage(storage)
-            return whole, tuple(t for t in storage._named_tensors().values() if t is not None)
+            setattr(whole, DerivedTensors.NAME, derived)
+            return whole, derived
         assert isinstance(out, QuantizedTensor)
-        if out.payload_is_like(storage):
-            out.copy_from_storage(storage)
-        else:  # a module changed its directions since the last gather
-            aten.take_over(out, type(self).from_storage(storage))
+        columnwise = metadata.columnwise or (self.transposable and out.get_usages()["columnwise"])
+        storage = join_payload(all_gather_outputs, metadata, param_dtype, columnwise)
+        write_gathered(out, storage, derived_tensors(storage, all_gather_outputs))
         return None
+
+    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+        """Create or drop directions in place; None leaves one as it is."""
+        derived = vars(self).get(DerivedTensors.NAME)
+        before = None if derived is None else QuantizedTensorStorage._named_tensors(self)
+        QuantizedTensorStorage.update_usage(self, rowwise_usage, columnwise_usage)
+        if derived is None or before is None:
+            return
+        for name, old in before.items():
+            new = getattr(self, name)
+            if new is None and old is not None:
+                derived.forget(old)
+            elif new is not None and old is None:
+                derived.add(new)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -11,12 +11,13 @@ from torch import Tensor
 from ....common.checks import described, function, one_of, switch, whole_or_none
 from ... import checks
 from ...constants import AttnTypes
-from ...module.arguments import Rule, window
+from ...module.arguments import Rule
 from .mask import canonical_name
 from .request import BIAS_TYPES, QKV_FORMATS, SOFTMAX_TYPES, AttentionRequest
 
 if TYPE_CHECKING:
-    from .dot_product_attention import DotProductAttention
+    from .call import Described
+    from .prepare import CallArguments
 
 # What the constructors of attention layers have beside the arguments of all layers.
 RULES: dict[str, Rule] = {
@@ -64,6 +65,9 @@ def unpacked(
         raise ValueError(
             f"{' and '.join(f'{name}=None' for name in missing)} missing; give queries, keys and values"
         )
+    for name, x in (("query_layer", q), ("key_layer", k), ("value_layer", v)):
+        if not isinstance(x, Tensor):
+            checks.tensor(name, x)
     return q, k, v
 
 
@@ -86,90 +90,61 @@ def _parts(name: str, packed: Tensor, count: int, axis: int) -> tuple[Tensor, ..
     return packed.unbind(axis)
 
 
-def check_call(
-    window_size: Any,
-    switches: tuple[Any, ...],
-    max_seqlens: tuple[Any, Any],
-    num_splits: Any,
-    score_mod: Any,
-    bias_type: Any,
-    bias: Any,
-    inference_params: Any,
-) -> None:
-    """TypeError or ValueError for settings of a call that are of the wrong kind; the usual ones cost a comparison.
+def check_kinds(a: CallArguments) -> None:
+    """TypeError or ValueError for settings of a call that are of the wrong kind; those left out cost an identity test.
 
-    switches   bottom_right_diagonal, checkpoint_core_attention, pad_between_seqs, fp8_output, bf16_backward
+    Masks, windows and lengths are checked where they are read.
     """
-    if window_size is not None:
-        window("window_size", window_size)
-    for index, value in enumerate(switches):
-        if value is not None and value is not False and value is not True:
-            switch(_SWITCHES[index], value)
-    if type(num_splits) is not int or num_splits < 0:
-        whole_or_none("num_splits", num_splits, 0)
-    if score_mod is not None:
-        function("score_mod", score_mod)
-    if type(bias_type) is not str:
-        one_of("core_attention_bias_type", bias_type, BIAS_TYPES)
-    if bias is not None:
-        checks.tensor("core_attention_bias", bias)
-    for name, value in zip(("max_seqlen_q", "max_seqlen_kv"), max_seqlens, strict=True):
-        if value is not None and type(value) is not int:
-            whole_or_none(name, value, 0)
-    if inference_params is not None and not hasattr(inference_params, "step"):
+    one_of("core_attention_bias_type", a.bias_type, BIAS_TYPES)
+    if a.bottom_right_diagonal is not None:
+        switch("bottom_right_diagonal", a.bottom_right_diagonal)
+    if a.pad_between_seqs is not None:
+        switch("pad_between_seqs", a.pad_between_seqs)
+    if a.num_splits is not None and (type(a.num_splits) is not int or a.num_splits < 0):
+        whole_or_none("num_splits", a.num_splits, 0)
+    if a.score_mod is not None:
+        function("score_mod", a.score_mod)
+    if a.bias is not None and not isinstance(a.bias, Tensor):
+        checks.tensor("core_attention_bias", a.bias)
+    if a.inference_params is not None:
+        check_cache_kind(a.inference_params)
+
+
+def check_cache_kind(inference_params: Any) -> None:
+    """TypeError for what keys and values cannot be appended to."""
+    if not hasattr(inference_params, "step"):
         raise TypeError(
             f"inference_params={described(inference_params)} is a {type(inference_params).__name__}; give an "
             "InferenceParams, or None"
         )
 
 
-_SWITCHES = (
-    "bottom_right_diagonal",
-    "checkpoint_core_attention",
-    "pad_between_seqs",
-    "fp8_output",
-    "bf16_backward",
-)
-
-
-def check_settings(
-    attention: DotProductAttention,
-    attn_mask_type: str | None,
-    window_size: tuple[int, int] | None,
-    switches: tuple[bool | None, ...],
-    max_seqlens: tuple[int | None, int | None],
-    bias_type: str,
-    bias: Tensor | None,
-    slopes: Tensor | None,
-    inference_params: Any,
-) -> None:
-    """What an attention's forward refuses of a call's settings, for layers that do other work before they call it."""
-    check_call(window_size, switches, max_seqlens, 1, None, bias_type, bias, inference_params)
-    check_bias_kind(bias_type, bias, slopes)
-    bottom_right = switches[0]
-    if attn_mask_type is None and window_size is None and bottom_right is None:
-        return
-    attention.resolved_mask(
-        attention.attn_mask_type if attn_mask_type is None else canonical_name(attn_mask_type),
-        attention.given_window if window_size is None else window_size,
-        attention.bottom_right_diagonal if bottom_right is None else bottom_right,
-    )
+def check_switches(checkpoint_core_attention: Any, fp8_output: Any, bf16_backward: Any) -> None:
+    """TypeError for what is neither True nor False of the switches that say how an attention is computed."""
+    switch("checkpoint_core_attention", checkpoint_core_attention)
+    switch("fp8_output", fp8_output)
+    switch("bf16_backward", bf16_backward)
 
 
 def check_angles(rotary_pos_emb: Any) -> None:
     """TypeError unless these are the angles of a rotary embedding, one table or a pair."""
-    tables = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb,) * 2
-    if len(tables) != 2:
+    if not isinstance(rotary_pos_emb, tuple):
+        checks.floating("rotary_pos_emb", rotary_pos_emb)
+        return
+    if len(rotary_pos_emb) != 2:
         raise ValueError(
-            f"rotary_pos_emb holds {len(tables)} tables; give one, or a pair for queries and keys"
+            f"rotary_pos_emb holds {len(rotary_pos_emb)} tables; give one, or a pair for queries and keys"
         )
-    for table in tables:
+    for table in rotary_pos_emb:
         checks.floating("rotary_pos_emb", table)
 
 
-def check_slopes(slopes: Tensor, bias_type: str, q: Tensor, heads: int) -> Tensor:
+def check_slopes(slopes: Tensor, bias_type: str, q: Tensor | Described, heads: int) -> Tensor:
     """The slopes; TypeError or ValueError unless they are [h] or [b, h] for "alibi", floating point on q's device."""
-    check_bias_kind(bias_type, None, slopes)
+    if bias_type != "alibi":
+        raise ValueError(
+            f"alibi_slopes with core_attention_bias_type={bias_type!r}, which ignores {described(slopes)}; use 'alibi'"
+        )
     checks.floating("alibi_slopes", slopes)
     checks.same_device("alibi_slopes", slopes, "query_layer", q)
     if slopes.ndim not in (1, 2) or slopes.shape[-1] != heads:
@@ -190,25 +165,15 @@ def check_cache(layer_number: int | None, cached: torch.dtype, given: torch.dtyp
     return layer_number
 
 
-def check_bias_kind(bias_type: str, bias: Tensor | None, slopes: Tensor | None) -> None:
-    """ValueError unless the type of the bias is known, and a bias or slopes are given where it asks for them."""
-    one_of("core_attention_bias_type", bias_type, BIAS_TYPES)
-    takes_bias = bias_type in ("pre_scale_bias", "post_scale_bias")
+def check_bias(request: AttentionRequest, bias: Tensor | None) -> None:
+    """ValueError or TypeError unless bias and slopes are what the bias type asks for."""
+    takes_bias = request.bias in ("pre_scale_bias", "post_scale_bias")
     if takes_bias != (bias is not None):
         want = "needs" if takes_bias else "takes no"
         given = "None" if bias is None else described(bias)
         raise ValueError(
-            f"core_attention_bias_type={bias_type!r} {want} core_attention_bias, which is {given}; match the two"
+            f"core_attention_bias_type={request.bias!r} {want} core_attention_bias, which is {given}; match the two"
         )
-    if slopes is not None and bias_type != "alibi":
-        raise ValueError(
-            f"alibi_slopes with core_attention_bias_type={bias_type!r}, which ignores {described(slopes)}; use 'alibi'"
-        )
-
-
-def check_bias(request: AttentionRequest, bias: Tensor | None) -> None:
-    """ValueError or TypeError unless bias and slopes are what the bias type asks for."""
-    check_bias_kind(request.bias, bias, None)
     slopes = request.slopes_shape
     if (
         request.slopes_given
@@ -244,8 +209,6 @@ def check_tensors(
         "value_layer": (v, groups, size_v),
     }
     for name, (tensor, count, size) in expected.items():
-        if not isinstance(tensor, Tensor):
-            checks.tensor(name, tensor)
         if tensor.ndim != axes or tensor.shape[-2:] != (count, size):
             raise ValueError(
                 f"{name} is {list(tensor.shape)}, {qkv_format!r} needs {axes} axes that end in "
@@ -255,7 +218,28 @@ def check_tensors(
             raise ValueError(
                 f"{name} is {tensor.dtype} on {tensor.device}, query_layer {q.dtype} on {q.device}; convert"
             )
-    if not q.is_floating_point():
+    if not q.dtype.is_floating_point:
         raise TypeError(f"query_layer is {q.dtype}; give floating-point values")
     if k.shape[:-2] != v.shape[:-2]:
         raise ValueError(f"key_layer {list(k.shape)} and value_layer {list(v.shape)} differ in their tokens")
+
+
+def sink_of(softmax_type: str, offset: Tensor | None, heads: int, device: torch.device) -> Tensor | None:
+    """The logit [h] of a key without a value, as the softmax's type has it; None for the usual softmax."""
+    if softmax_type == "off-by-one":
+        return torch.zeros(heads, dtype=torch.float32, device=device)
+    if softmax_type != "learnable":
+        return None
+    if offset is None:
+        raise ValueError(
+            "softmax_type='learnable' was set on an attention without the parameter softmax_offset; make one with "
+            "DotProductAttention(softmax_type='learnable')"
+        )
+    return offset
+
+
+def accept_older_state(state_dict: dict[str, Any], prefix: str, *_: object) -> None:
+    """Take checkpoints that have this module's extra state one level deeper, or not at all."""
+    older = state_dict.pop(prefix + "fused_attention._extra_state", None)
+    if prefix + "_extra_state" not in state_dict:
+        state_dict[prefix + "_extra_state"] = torch.empty(0, dtype=torch.uint8) if older is None else older

@@ -11,13 +11,13 @@ from torch import Tensor
 from ....common import env
 from ....common.dispatch import Backend
 from ...device import get_device_compute_capability
-from .arguments import check_bias, one_of
+from .arguments import check_bias
 from .mask import Mask
-from .request import BIAS_TYPES, AttentionInputs, AttentionRequest, Switches
+from .request import AttentionInputs, AttentionRequest, Switches
 from .sequences import Sequences
 
 # What else than its arguments a choice depends on.
-_VARIABLES = (
+CHOICE_VARIABLES = (
     "NVTE_FLASH_ATTN",
     "NVTE_FUSED_ATTN",
     "NVTE_UNFUSED_ATTN",
@@ -46,6 +46,34 @@ class Options(NamedTuple):
     score_mod: Callable[..., Tensor] | None
 
 
+class Prepared(NamedTuple):
+    """The arguments of a call, checked and in order."""
+
+    options: Options
+    sequences: Sequences
+    inputs: AttentionInputs
+    slopes_given: bool
+
+
+class Described(NamedTuple):
+    """A tensor that is not there yet: what checks read of it."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @property
+    def ndim(self) -> int:
+        """How many axes it has."""
+        return len(self.shape)
+
+    @property
+    def is_cuda(self) -> bool:
+        """Is it on a GPU?"""
+        return self.device.type == "cuda"
+
+
 class Plan(NamedTuple):
     """A request and the backend that takes it."""
 
@@ -57,7 +85,6 @@ def request_of(
     options: Options, sequences: Sequences, inputs: AttentionInputs, slopes_given: bool
 ) -> AttentionRequest:
     """The request of a call; ValueError when its bias does not fit."""
-    one_of("core_attention_bias_type", options.bias, BIAS_TYPES)
     q, k, v, bias = inputs.q, inputs.k, inputs.v, inputs.bias
     cuda = q.is_cuda
     request = AttentionRequest(
@@ -143,7 +170,7 @@ def call_key(
         None if slopes is None else (slopes.shape, slopes_given),
         None if masked is None else masked.shape,
         torch.are_deterministic_algorithms_enabled(),
-        env.stored(_VARIABLES),
+        env.stored(CHOICE_VARIABLES),
     )
 
 

@@ -20,6 +20,7 @@ from ....common import env
 from ....common.bounded import Bounded
 from ....common.dispatch import Backend, Table, undisturbed
 from ....common.recipe import DelayedScaling, Float8CurrentScaling, Format, MXFP8BlockScaling, Recipe
+from ...double_backward import once_differentiable
 from ...functions.scale_update import ScaleUpdate
 from ...quantization.autocast import AutocastState
 from ...tensor.quantized_tensor import QuantizedTensor, QuantizedTensorStorage, storage_of
@@ -250,7 +251,7 @@ def chosen(
         passes.kernels,
         wants_values=not fp8_output,
     )
-    update = module._scale_update(state) if request.needs_gradient else None
+    update = module._scale_update(state, request.needs_gradient)
     attention = Attention(call, passes, fp8_output, update)
     return Recomputed(attention) if recompute else attention
 
@@ -349,6 +350,7 @@ class _Attention(torch.autograd.Function):
         return result, rounded.max_logit
 
     @staticmethod
+    @once_differentiable("FP8 attention")
     def backward(ctx: Any, grad_output: Tensor, *_: Any) -> Any:
         attention: Attention = ctx.attention
         call = attention.call

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from ....common.kernels import launch
+from ...primitives.launching import run_into
 from ...tensor.elements import float8_dtype
 from ...tensor.float8_tensor import Float8TensorStorage
 from ...tensor.quantized_tensor import QuantizedTensor, QuantizedTensorStorage, storage_of
 from ...tensor.quantizer import Quantizer
 from .autograd import Kernels
-from .backends.cudnn_graph import start
 from .request import AttentionRequest
 
 # Columns of the forward state's tensors that checkpoints keep for (q, k, v), o and the softmax. Those of dqkv, do and
@@ -90,7 +90,7 @@ def can_start_on(codes: Tensor | None) -> bool:
     """Can a Triton kernel read these codes?"""
     if codes is None or not codes.is_cuda or torch.compiler.is_compiling():
         return False
-    return launch.MISSING is None and codes.is_contiguous() and codes.numel() > 0
+    return launch.missing() is None and codes.is_contiguous() and codes.numel() > 0
 
 
 def started_values(
@@ -104,5 +104,5 @@ def started_values(
     record = fp8_attention.values_of(data.numel(), (SOFTMAX, OUTPUT), _NAMES[dtype])
     values = torch.empty(data.shape, dtype=dtype, device=data.device)
     codes = data.view(float8_dtype(storage._fp8_dtype))
-    start(record, (codes, storage._scale_inv, amax, history, values), data.device)
+    run_into(record, (codes, storage._scale_inv, amax, history, values), data.device)
     return values

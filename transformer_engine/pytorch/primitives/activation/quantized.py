@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ....common.formats import Element
 from .. import fused_codes, launching
 from ..column_sums import sum_partials
 from ..launching import DTYPE_NAMES, rows_dense, run
-from ..quantize import Quantized, QuantizeSpec
+from ..quantize import Cast, Quantized, QuantizeSpec
 from .request import ACTIVATIONS, ActivationParams
 
 if TYPE_CHECKING:
@@ -25,12 +26,12 @@ _HALVES = 256  # two halves of whole blocks
 _NO_CONSTANTS = (0.0, 0.0, 0.0)
 
 
-def fuses(x: Tensor, halves: bool, spec: QuantizeSpec, scale: Tensor | None) -> bool:
+def fuses(x: Tensor, halves: bool, cast: Cast) -> bool:
     """Can the result, [M, F] of x [M, 2F] if it halves the columns, be quantized where it is made?"""
     if x.dim() != 2 or max(x.shape[1], x.stride(0)) >= _LIMIT:
         return False
     shape = (x.shape[0], x.shape[1] // 2 if halves else x.shape[1])
-    return fused_codes.fuses(shape, x.dtype, x.device, spec, scale is not None)
+    return fused_codes.fuses(shape, x.dtype, x.device, cast)
 
 
 def gradient_fuses(spec: QuantizeSpec, sums_columns: bool) -> bool:
@@ -43,26 +44,17 @@ def gradient_fuses(spec: QuantizeSpec, sums_columns: bool) -> bool:
     return not (sums_columns and fused_codes.in_row_blocks(spec))
 
 
-def fuses_backward(
-    name: str, x: Tensor, spec: QuantizeSpec, scale: Tensor | None, sums_columns: bool
-) -> bool:
+def fuses_backward(name: str, x: Tensor, cast: Cast, sums_columns: bool) -> bool:
     """Is dx, shaped as x, quantized where it is made? The blocks of a gate's gradient must end where the other half's
     begin."""
-    if ACTIVATIONS[name].gated and fused_codes.in_blocks(spec) and x.shape[-1] % _HALVES:
+    if ACTIVATIONS[name].gated and fused_codes.in_blocks(cast.spec) and x.shape[-1] % _HALVES:
         return False
-    return gradient_fuses(spec, sums_columns) and fuses(x, False, spec, scale)
+    return gradient_fuses(cast.spec, sums_columns) and fuses(x, False, cast)
 
 
-def forward(
-    name: str,
-    x: Tensor,
-    params: ActivationParams,
-    spec: QuantizeSpec,
-    scale: Tensor | None,
-    record: Tensor | None,
-) -> Quantized:
+def forward(name: str, x: Tensor, params: ActivationParams, cast: Cast) -> Quantized:
     """quantize(y [M, F]) of x [M, F] or [M, 2F]"""
-    x = rows_dense(x)
+    x, spec = rows_dense(x), cast.spec
     gated = ACTIVATIONS[name].gated
     shape = (x.shape[0], x.shape[1] // 2 if gated else x.shape[1])
     if fused_codes.in_blocks(spec):
@@ -70,8 +62,8 @@ def forward(
         launch = _forward_blocks_launch(
             name, gated, shape, x.stride(0), x.dtype, constants, spec, x.device.index
         )
-        return fused_codes.of_blocks(launch, run(launch, (x,)))
-    made = fused_codes.target(shape, spec, scale, record, x.device)
+        return Quantized(*run(launch, (x,)))
+    scale, amax = fused_codes.given(cast, x.device)
     launch = _forward_launch(
         name,
         gated,
@@ -79,11 +71,9 @@ def forward(
         x.stride(0),
         x.dtype,
         (params.limit, params.alpha, params.offset),
-        made.codes_t is not None,
-        made.codes is None,
+        *_codes_of(spec, scale),
     )
-    (y,) = run(launch, (x, *made))
-    return fused_codes.finished(made, y, spec)
+    return fused_codes.finished(run(launch, (x, scale, amax)), scale, amax, spec)
 
 
 def backward(
@@ -91,13 +81,11 @@ def backward(
     dy: Tensor,
     x: Tensor | None,
     params: ActivationParams | None,
-    spec: QuantizeSpec,
-    scale: Tensor | None,
-    record: Tensor | None,
+    cast: Cast,
     dbias: torch.dtype | None,
 ) -> tuple[Quantized, Tensor | None]:
     """(quantize(dx [M, N]), its column sums [N]); "identity" has no x, its dx is dy."""
-    dy = rows_dense(dy)
+    dy, spec = rows_dense(dy), cast.spec
     x = None if x is None else rows_dense(x)
     gated = name != "identity" and ACTIVATIONS[name].gated
     shape = (dy.shape[0], dy.shape[1])
@@ -119,9 +107,8 @@ def backward(
             dy.device.index,
         )
         *codes, partials = run(launch, (dy, x))
-        quantized = fused_codes.of_blocks(launch, codes)
-        return quantized, None if dbias is None else sum_partials(partials, dbias)
-    made = fused_codes.target((shape[0], 2 * shape[1] if gated else shape[1]), spec, scale, record, dy.device)
+        return Quantized(*codes), None if dbias is None else sum_partials(partials, dbias)
+    scale, amax = fused_codes.given(cast, dy.device)
     launch = _backward_launch(
         name,
         gated,
@@ -129,13 +116,17 @@ def backward(
         strides,
         dtype,
         constants,
-        made.codes_t is not None,
-        made.codes is None,
+        *_codes_of(spec, scale),
         dbias is not None,
     )
-    dx, partials = run(launch, (dy, x, *made))
+    *made, partials = run(launch, (dy, x, scale, amax))
     sums = None if dbias is None else sum_partials(partials, dbias)
-    return fused_codes.finished(made, dx, spec), sums
+    return fused_codes.finished(made, scale, amax, spec), sums
+
+
+def _codes_of(spec: QuantizeSpec, scale: Tensor | None) -> tuple[Element | None, bool]:
+    """(their element, are they transposed too): without a scale, the kernel makes none."""
+    return (None, False) if scale is None else (spec.element, spec.columnwise)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -146,13 +137,13 @@ def _forward_launch(
     x_stride: int,
     dtype: torch.dtype,
     constants: tuple[float, float, float],
+    element: Element | None,
     columnwise: bool,
-    returns_output: bool,
 ) -> Launch:
     from ....common.kernels import activation_cast  # it imports triton
 
     return activation_cast.forward(
-        name, gated, shape, x_stride, DTYPE_NAMES[dtype], constants, columnwise, returns_output
+        name, gated, shape, x_stride, DTYPE_NAMES[dtype], constants, element, columnwise
     )
 
 
@@ -164,14 +155,14 @@ def _backward_launch(
     strides: tuple[int, int],
     dtype: torch.dtype,
     constants: tuple[float, float, float],
+    element: Element | None,
     columnwise: bool,
-    returns_output: bool,
     sums_columns: bool,
 ) -> Launch:
     from ....common.kernels import activation_cast  # it imports triton
 
     return activation_cast.backward(
-        name, gated, shape, strides, DTYPE_NAMES[dtype], constants, columnwise, returns_output, sums_columns
+        name, gated, shape, strides, DTYPE_NAMES[dtype], constants, element, columnwise, sums_columns
     )
 
 

@@ -25,11 +25,10 @@ def _forward(
     """(y like x, mask uint8 [ceil(numel / 8)])"""
     if x.numel() == 0:
         return _empty(x, bias, residual, seed, p)
-    launch = _forward_launch(x.numel(), x.shape[-1] if x.dim() else 1, x.dtype, p)
+    launch = _forward_launch(x.numel(), x.shape[-1] if x.dim() else 1, x.dtype, p, True)
     bias = None if bias is None else bias.contiguous()
     residual = None if residual is None else residual.contiguous()
-    mask = torch.empty((x.numel() + 7) // 8, dtype=torch.uint8, device=x.device)
-    y = run(launch, (x.contiguous(), bias, residual, seed, mask))[0]
+    mask, y = run(launch, (x.contiguous(), bias, residual, seed))
     return y.view(x.shape), mask
 
 
@@ -37,10 +36,8 @@ def _bias_add(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
     """y like x"""
     if x.numel() == 0:
         return x.new_empty(x.shape)
-    launch = _forward_launch(x.numel(), x.shape[-1], x.dtype, 0.0)
-    return run(launch, (x.contiguous(), bias.contiguous(), residual.contiguous(), None, None))[0].view(
-        x.shape
-    )
+    launch = _forward_launch(x.numel(), x.shape[-1], x.dtype, 0.0, False)
+    return run(launch, (x.contiguous(), bias.contiguous(), residual.contiguous(), None))[1].view(x.shape)
 
 
 def _backward(dy: Tensor, mask: Tensor, p: float) -> Tensor:
@@ -52,10 +49,10 @@ def _backward(dy: Tensor, mask: Tensor, p: float) -> Tensor:
 
 
 @functools.lru_cache(maxsize=1024)
-def _forward_launch(size: int, width: int, dtype: torch.dtype, p: float) -> Launch:
+def _forward_launch(size: int, width: int, dtype: torch.dtype, p: float, drops: bool) -> Launch:
     from ....common.kernels import dropout  # it imports triton
 
-    return dropout.forward(size, width, DTYPE_NAMES[dtype], threshold_of(p), factor_of(p))
+    return dropout.forward(size, width, DTYPE_NAMES[dtype], threshold_of(p), factor_of(p), drops=drops)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -17,6 +17,7 @@ from torch import Tensor
 from ....common.bounded import Bounded
 from ....common.formats import ceil_div
 from ....common.kernels import launch
+from ..launching import run
 
 TILE_ROWS = 128  # as in common/kernels/grouped_gemm, which only imports where Triton is installed
 
@@ -35,7 +36,7 @@ def on_device(numbers: tuple[int, ...], dtype: torch.dtype, device: torch.device
     tables = _tables.get(key)
     if tables is None:
         tables = _tables.keep(key, {})
-    on_gpu = device.type == "cuda" and device.index is not None and launch.MISSING is None
+    on_gpu = device.type == "cuda" and device.index is not None and launch.missing() is None
     stream = launch.current_stream(device.index) if on_gpu else 0
     table = tables.get(stream)
     if table is None:
@@ -101,7 +102,7 @@ def groups_of(splits: Sequence[int] | Tensor, total: int, device: torch.device) 
             raise ValueError(
                 f"splits is {splits.dtype} {list(splits.shape)}; give one integer a group, in one dimension"
             )
-        if splits.is_cuda and device.type == "cuda" and launch.MISSING is None:
+        if splits.is_cuda and device.type == "cuda" and launch.missing() is None:
             return _laid_out_on_device(splits, total)
         splits = splits.tolist()
     rows = tuple(splits)
@@ -129,8 +130,7 @@ def _laid_out_on_device(splits: Tensor, total: int) -> Groups:
     from ....common.kernels import grouped_gemm as kernels
 
     count = splits.shape[0]
-    layout = torch.empty(kernels.layout_size(total, count), dtype=torch.int32, device=splits.device)
-    launch.start(kernels.layout_of(total, count), (splits.contiguous(), layout), splits.get_device())
+    (layout,) = run(kernels.layout_of(total, count), (splits.contiguous(),))
     return Groups(count, total, None, layout, tiles_at_most(total, count) * TILE_ROWS)
 
 

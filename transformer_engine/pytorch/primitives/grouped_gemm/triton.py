@@ -22,8 +22,8 @@ _RESULTS = (*_HALVES, torch.float32)
 def refuses(request: GroupedGemmRequest) -> str | None:
     if request.device != "cuda":
         return f"it needs a CUDA device, the operands are on {request.device}"
-    if launch.MISSING is not None:
-        return launch.MISSING
+    if (reason := launch.missing()) is not None:
+        return reason
     if torch.version.hip is not None:
         return "its tiles are for NVIDIA's tensor cores, this torch is built for ROCm"
     formats = (request.a_format, request.b_format)
@@ -68,6 +68,7 @@ def _of_rows(product: GroupedProduct, b: GroupedMatrices, device: int) -> None:
     a, groups = product.a, product.groups
     assert isinstance(a, GroupedRows) and isinstance(product.out, Tensor)
     n, k = product.extents
+    matrix, table = (b.codes, None) if b.matrices is None else (b.matrices.tensors[0], b.matrices.table)
     record = _kernels().product_of_rows(
         groups.total,
         n,
@@ -76,9 +77,9 @@ def _of_rows(product: GroupedProduct, b: GroupedMatrices, device: int) -> None:
         scaling=_scaling(a),
         exact=product.exact and a.format == FLOAT8,
         transposed=b.transposed,
+        by_address=table is not None,
         shared_memory=processors(device).shared_memory,
     )
-    matrix, table = (b.codes, None) if b.matrices is None else (b.matrices.tensors[0], b.matrices.table)
     inputs = (a.codes, matrix, table, a.scale, b.scale, product.bias, groups.layout)
     launch.start(record, (*inputs, product.out), device)
 
@@ -93,6 +94,7 @@ def _of_columns(product: GroupedProduct, b: GroupedColumns, device: int) -> None
         scaling=_scaling(a),
         exact=product.exact and a.format == FLOAT8,
         accumulates=product.accumulate,
+        by_address=not isinstance(out, Tensor),
         shared_memory=processors(device).shared_memory,
     )
     table = None if isinstance(out, Tensor) else Matrices.of(out).table

@@ -7,18 +7,14 @@ from torch import Tensor
 
 from ....common.kernels import launch
 from ..grouped_gemm import Groups
+from ..launching import run
 
 
 def row_sums(x: Tensor, groups: Groups) -> Tensor:
     """float32 [groups, N]; the host waits for nothing on a GPU with Triton."""
-    if not x.is_cuda or launch.MISSING is not None:
+    if not x.is_cuda or launch.missing() is not None:
         parts = x.split(groups.known_rows)
         return torch.stack([part.sum(0, dtype=torch.float32) for part in parts])
     from ....common.kernels import grouped_gemm
 
-    sums = torch.empty(groups.count, x.shape[1], dtype=torch.float32, device=x.device)
-    with torch.cuda.device(x.device):
-        launch.start(
-            grouped_gemm.row_sums(x.shape[1], groups.count), (x, groups.layout, sums), x.get_device()
-        )
-    return sums
+    return run(grouped_gemm.row_sums(x.shape[1], groups.count), (x, groups.layout))[0]

@@ -86,8 +86,8 @@ def _by_tensor(
         launch.start(measure, (*inputs, amax), device)
     else:
         scale, amax, stride, offset = slots
-    steps = (spec.element, stride, offset, spec.power_of_two, spec.epsilon)
-    cast = kernels.cast(shape, count, by_rows, *steps)
+    steps = (spec.element, stride, offset, spec.power_of_two, spec.epsilon, spec.rowwise, spec.columnwise)
+    cast = kernels.cast(shape, count, by_rows, *steps, records=scale is not None)
     inverse = made.scale if made.scale is not None else made.scale_t
     launch.start(cast, (*inputs, scale, amax, made.codes, made.codes_t, inverse), device)
 
@@ -96,9 +96,11 @@ def _by_tensor(
 def _block_launch(
     spec: QuantizeSpec, by_rows: bool, shape: tuple[int, int], count: int, dtype: torch.dtype
 ) -> launch.Launch:
-    steps = (count, spec.element, spec.power_of_two, spec.epsilon, min(torch.finfo(dtype).max, FLOAT32_MAX))
-    kernels = _kernels()
-    return (kernels.row_blocks if by_rows else kernels.square_blocks)(shape, *steps)
+    infinite = min(torch.finfo(dtype).max, FLOAT32_MAX)
+    steps = (spec.element, spec.power_of_two, spec.epsilon, infinite, spec.rowwise, spec.columnwise)
+    from ....common.kernels import grouped_block_cast as kernels  # it imports triton
+
+    return (kernels.row_blocks if by_rows else kernels.square_blocks)(shape, count, *steps)
 
 
 def _space_for_rows(spec: QuantizeSpec, groups: Groups, depth: int, device: torch.device) -> GroupedQuantized:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -17,12 +18,13 @@ from .float8 import absolute_maximum, cast, scale_from_amax
 from .hadamard import GROUP, hadamard_transform
 from .mxfp8 import e8m0_from_float, e8m0_to_float
 from .nvfp4 import global_decode_scale
-from .spec import Quantized, QuantizeSpec, Request, torch_dtype
+from .spec import Cast, Quantized, QuantizeSpec, Request, torch_dtype
 from .triton_float8 import call_of
 from .triton_tiles import tiled_call
 
 __all__ = [
     "TABLE",
+    "Cast",
     "QuantizeSpec",
     "Quantized",
     "Request",
@@ -37,6 +39,7 @@ __all__ = [
     "hadamard_transform",
     "pack_fp4",
     "quantize",
+    "quantize_as",
     "scale_from_amax",
     "torch_dtype",
     "unpack_fp4",
@@ -74,6 +77,19 @@ def quantize(
         _check(x, spec, scale, random)
         call = _calls.keep(key, _chosen(x, spec, scale, amax))
     return call(x, scale, amax, amax_t, record)
+
+
+@overload
+def quantize_as(x: Tensor, cast: Cast) -> Quantized: ...
+
+
+@overload
+def quantize_as(x: Tensor, cast: Cast | None) -> Tensor | Quantized: ...
+
+
+def quantize_as(x: Tensor, cast: Cast | None) -> Tensor | Quantized:
+    """x [M, K] in the codes that a cast asks for; x where none is asked for."""
+    return x if cast is None else quantize(x, cast.spec, scale=cast.multiplier, record=cast.record)
 
 
 _calls: Bounded[Hashable, Callable[..., Quantized]] = Bounded(8192)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ....common.formats import FLOAT32_MAX
+from ....common.formats import float32_max
 from . import tiles
 from .float8 import cast, scale_from_amax
 from .spec import QuantizeSpec
@@ -23,7 +23,7 @@ def encode(x: Tensor, spec: QuantizeSpec) -> tuple[Tensor, Tensor]:
         spec.element.maximum,
         power_of_two=spec.power_of_two,
         epsilon=spec.epsilon,
-        value_for_inf=min(torch.finfo(x.dtype).max, FLOAT32_MAX),
+        value_for_inf=min(torch.finfo(x.dtype).max, float32_max()),
     )
     codes = cast(cut * tiles.spread(scale), spec.element)
     return tiles.join(codes, (x.shape[0], x.shape[1])), scale.reciprocal()

@@ -23,7 +23,6 @@ from ....common.formats import (
     TENSOR_FORMATS,
     ceil_div,
 )
-from ....common.kernels import launch
 from ....common.kernels.launch import Launch
 from ...device import is_current_device
 from .. import launching
@@ -69,8 +68,8 @@ def run(
     device = x.device.index
     if not is_current_device(device):
         with torch.cuda.device(device):
-            return _nvfp4(x.contiguous(), device, spec, amax, amax_t, random)
-    return _nvfp4(x.contiguous(), device, spec, amax, amax_t, random)
+            return _nvfp4(x.contiguous(), spec, amax, amax_t, random)
+    return _nvfp4(x.contiguous(), spec, amax, amax_t, random)
 
 
 BACKEND = Backend[Request]("triton", run, refuses)
@@ -86,7 +85,6 @@ def _kernels() -> SimpleNamespace:
 
 def _nvfp4(
     x: Tensor,
-    device: int,
     spec: QuantizeSpec,
     amax: Tensor | None,
     amax_t: Tensor | None,
@@ -95,14 +93,11 @@ def _nvfp4(
     kernels = _kernels()
     shape = (x.shape[0], x.shape[1])
     if amax is None and (spec.rowwise or not spec.hadamard):
-        amax = torch.zeros(1, dtype=torch.float32, device=x.device)
-        launch.start(kernels.cast.absolute_maximum(x.numel()), (x, amax), device)
+        (amax,) = launching.run(kernels.cast.absolute_maximum(x.numel()), (x,))
     if not spec.columnwise or spec.transposes:
         amax_t = amax
     elif amax_t is None and spec.hadamard:
-        amax_t = torch.zeros(1, dtype=torch.float32, device=x.device)
-        transform = kernels.nvfp4.transformed_maximum(shape, spec.random_sign)
-        launch.start(transform, (x, amax_t), device)
+        (amax_t,) = launching.run(kernels.nvfp4.transformed_maximum(shape, spec.random_sign), (x,))
     elif amax_t is None:
         amax_t = amax
     random_rows, random_columns = random if spec.stochastic and random is not None else (None, None)

@@ -10,8 +10,9 @@ from torch import Tensor
 from ....common.kernels import launch
 from ....common.kernels.launch import Launch
 from ...device import is_current_device
+from ..launching import makers_of
 from ..zeros import scalar, zero_and_scalar
-from .spec import Quantized, QuantizeSpec, torch_dtype
+from .spec import Quantized, QuantizeSpec
 
 
 class Float8Call:
@@ -30,10 +31,8 @@ class Float8Call:
         amax_given: bool,
     ):
         self.device = device
-        self.shape, self.transposed = shape, (shape[1], shape[0])
-        self.dtype = torch_dtype(spec.element)
-        self.rowwise, self.columnwise = spec.rowwise, spec.columnwise
         self.measure, self.cast = launches(spec, *shape, scale_given, amax_given, device.type == "cuda")
+        self.make_codes, self.make_codes_t, _ = makers_of(self.cast, device)
 
     def __call__(
         self,
@@ -58,12 +57,13 @@ class Float8Call:
         elif amax is None:
             amax, inverse = zero_and_scalar(device)
             if self.measure is not None:
-                launch.start(self.measure, (x, amax), index)
+                launch.start(self.measure, (x,), index, (amax,))
         else:
             inverse = scalar(device)
-        codes = torch.empty(self.shape, dtype=self.dtype, device=device) if self.rowwise else None
-        codes_t = torch.empty(self.transposed, dtype=self.dtype, device=device) if self.columnwise else None
-        launch.start(self.cast, (x, as_float32(scale), as_float32(amax), codes, codes_t, inverse), index)
+        codes = None if self.make_codes is None else self.make_codes()
+        codes_t = None if self.make_codes_t is None else self.make_codes_t()
+        inputs = (x, as_float32(scale), as_float32(amax))
+        launch.start(self.cast, inputs, index, (codes, codes_t, inverse))
         return Quantized(
             codes,
             inverse if codes is not None else None,

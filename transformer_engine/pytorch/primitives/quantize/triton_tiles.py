@@ -3,35 +3,16 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ....common.formats import BLOCK_2D, FLOAT32_MAX, MXFP8
 from ....common.kernels import launch
-from ....common.kernels.launch import Launch, Output
+from ....common.kernels.launch import Launch
 from ...device import is_current_device
 from .. import launching
 from .spec import Quantized, QuantizeSpec
-
-
-class _Allocation(NamedTuple):
-    """An output as callers see it; its memory is what the kernel writes."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, output: Output | None) -> _Allocation | None:
-        if output is None:
-            return None
-        dtype = getattr(torch, output.dtype)
-        rows, columns = output.shape
-        if output.transposed:
-            return cls((columns, rows), (1, columns), dtype)
-        return cls((rows, columns), (columns, 1), dtype)
 
 
 class TiledCall:
@@ -40,7 +21,7 @@ class TiledCall:
     def __init__(self, spec: QuantizeSpec, shape: tuple[int, int], dtype: torch.dtype, device: torch.device):
         self.device = device
         self.launch = _launch(spec, shape, dtype, device)
-        self.allocations = tuple(_Allocation.of(output) for output in self.launch.outputs)
+        self.makers = launching.makers_of(self.launch, device)
 
     def __call__(self, x: Tensor) -> Quantized:
         if self.device.type == "cuda" and not is_current_device(self.device.index):
@@ -49,14 +30,10 @@ class TiledCall:
         return self._quantize(x)
 
     def _quantize(self, x: Tensor) -> Quantized:
-        device = self.device
         if not x.is_contiguous():
             x = x.contiguous()
-        outputs = [
-            None if a is None else torch.empty_strided(a[0], a[1], dtype=a[2], device=device)
-            for a in self.allocations
-        ]
-        launch.start(self.launch, (x, *outputs), device.index)
+        outputs = [None if make is None else make() for make in self.makers]
+        launch.start(self.launch, (x,), self.device.index, outputs)
         return Quantized(*outputs)
 
 

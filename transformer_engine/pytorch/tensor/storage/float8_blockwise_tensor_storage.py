@@ -81,7 +81,7 @@ class Float8BlockwiseQTensorStorage(BlockScaledStorage):
         if self._rowwise_data is not None:
             return self._rowwise_data.shape
         transpose = self._first_tensor()
-        return torch.Size((*transpose.shape[1:], transpose.shape[0]))
+        return torch.Size((*transpose.shape[1:], *transpose.shape[:1]))
 
     def contract(self, axis: str) -> Operand:
         codes, scale = self._of(axis)
@@ -108,7 +108,7 @@ class Float8BlockwiseQTensorStorage(BlockScaledStorage):
         transpose = None if codes_t is None else codes_t.view(torch.uint8)
         if len(shape) != 2:
             data = None if data is None else data.view(shape)
-            transpose = None if transpose is None else transpose.view(*shape[-1:], *shape[:-1])
+            transpose = None if transpose is None else transpose.view((*shape[-1:], *shape[:-1]))
         return cls(
             rowwise_data=data,
             rowwise_scale_inv=stored(scale),
@@ -118,13 +118,13 @@ class Float8BlockwiseQTensorStorage(BlockScaledStorage):
         )
 
     def viewed(self, shape: Sequence[int]) -> Float8BlockwiseQTensorStorage | None:
-        if not len(shape) or shape[-1] != self.shape[-1]:
+        if tuple(shape[-1:]) != tuple(self.shape[-1:]):
             return None
         rowwise, columnwise = self._rowwise_data, self._columnwise_data
         return Float8BlockwiseQTensorStorage(
             rowwise_data=None if rowwise is None else rowwise.view(shape),
             rowwise_scale_inv=self._rowwise_scale_inv,
-            columnwise_data=None if columnwise is None else columnwise.reshape(*shape[-1:], *shape[:-1]),
+            columnwise_data=None if columnwise is None else columnwise.reshape((*shape[-1:], *shape[:-1])),
             columnwise_scale_inv=self._columnwise_scale_inv,
             **self.constants(),
         )

@@ -1,9 +1,15 @@
-"""Rows of a quantized tensor [M, ...] cut and joined as bytes: slices for shards, and the gather of a parameter."""
+"""Rows of a quantized tensor [M, ...] cut and joined as bytes: slices for shards, and the gather of a parameter.
+
+torch's fully_shard frees a gathered parameter by resizing the storages of its tensors to zero, and writes the same
+storages again before the backward, with their version counters kept: what a forward saved as a view of them is what
+the backward reads. So whatever is derived from gathered bytes (a transpose, padded scales, the scale of the whole)
+lives in storages that fully_shard knows too, and a later gather writes into them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -72,6 +78,36 @@ class GatheredPayload:
     packing: int
     columnwise: bool
 
+    def holding(self, tensors: Sequence[Tensor]) -> GatheredPayload:
+        """The same payload where these tensors, after the first field's, are held beside the gathered bytes."""
+        held = {
+            name: tensor.view(kind).t() if name.endswith("_t") else tensor.view(kind)
+            for name, kind, tensor in zip(self.fields[1:], self.dtypes[1:], tensors, strict=True)
+        }
+        return replace(self, fields=self.fields[:1], dtypes=self.dtypes[:1], whole=self.whole | held)
+
+
+class DerivedTensors(list[Tensor]):
+    """The tensors of a gathered parameter whose storages are not the gathered bytes themselves.
+
+    fully_shard holds this very list: what is added to it is freed with the parameter and allocated with it. A
+    parameter and its aliases share one; a copy of any of them has none.
+    """
+
+    NAME = "_derived_tensors"  # the attribute of a gathered parameter
+
+    def __init__(self, tensors: Iterable[Tensor] = ()):
+        super().__init__()
+        for tensor in tensors:
+            self.add(tensor)
+
+    def add(self, tensor: Tensor) -> None:
+        if not any(known is tensor for known in self):
+            self.append(tensor)
+
+    def forget(self, tensor: Tensor) -> None:
+        self[:] = [known for known in self if known is not tensor]
+
 
 def gather_payload(storage: QuantizedTensorStorage) -> tuple[tuple[Tensor, ...], GatheredPayload]:
     """uint8 and float32 matrices whose dimension 0 runs over rows; scales of the whole tensor go beside them."""
@@ -105,9 +141,9 @@ def gather_payload(storage: QuantizedTensorStorage) -> tuple[tuple[Tensor, ...],
 
 
 def join_payload(
-    tensors: Sequence[Tensor], payload: GatheredPayload, dtype: torch.dtype
+    tensors: Sequence[Tensor], payload: GatheredPayload, dtype: torch.dtype, columnwise: bool | None = None
 ) -> QuantizedTensorStorage:
-    """The storage whose rows are the gathered ones."""
+    """The storage whose rows are the gathered ones; columnwise: derive column-wise data (None: as the shards have)."""
     parts: dict[str, Tensor] = {name: part.clone() for name, part in payload.whole.items()}
     for name, kind, tensor in zip(payload.fields, payload.dtypes, tensors, strict=True):
         tensor = tensor.view(kind)
@@ -118,6 +154,44 @@ def join_payload(
     shape = (rows // max(inner, 1), *payload.inner_shape)
     constants = payload.constants | {"dtype": dtype}
     storage = payload.storage_class.pack(Quantized(**parts), shape, **constants)
-    if payload.columnwise:
+    if payload.columnwise if columnwise is None else columnwise:
         storage.update_usage(columnwise_usage=True)
     return storage
+
+
+def derived_tensors(storage: QuantizedTensorStorage, gathered: Sequence[Tensor]) -> DerivedTensors:
+    """The tensors of a storage that are no views of the gathered bytes, each alone in its memory."""
+    bytes_of = {tensor.untyped_storage().data_ptr() for tensor in gathered}
+    derived = DerivedTensors()
+    for name, tensor in storage._named_tensors().items():
+        if tensor is None or tensor.untyped_storage().data_ptr() in bytes_of:
+            continue
+        if tensor.untyped_storage().size() != tensor.numel() * tensor.itemsize:
+            tensor = tensor.clone()
+            setattr(storage, name, tensor)
+        derived.add(tensor)
+    return derived
+
+
+def write_gathered(out: Any, storage: QuantizedTensorStorage, derived: DerivedTensors) -> None:
+    """Make out's tensors hold storage's bytes again, unseen by autograd, which has saved views of them.
+
+    A direction that out has not is taken from storage, of whose tensors `derived` are no views of gathered bytes.
+    """
+    known: DerivedTensors = vars(out)[DerivedTensors.NAME]
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for name, theirs in storage._named_tensors().items():
+        mine = getattr(out, name)
+        if mine is None and theirs is not None:
+            setattr(out, name, theirs)
+            if any(tensor is theirs for tensor in derived):
+                known.add(theirs)
+        elif mine is not None and theirs is None:
+            known.forget(mine)
+            setattr(out, name, None)
+        elif mine is not None and theirs is not None and mine.data_ptr() != theirs.data_ptr():
+            pairs.append((mine, theirs))
+    counted = tuple(mine for mine, _ in pairs if not mine.is_inference())
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(counted):
+        for mine, theirs in pairs:
+            mine.copy_(theirs)

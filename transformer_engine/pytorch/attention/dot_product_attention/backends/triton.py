@@ -15,8 +15,8 @@ from torch import Tensor
 
 from .....common.dispatch import Backend
 from .....common.formats import ceil_div
-from .....common.kernels.launch import MISSING
-from ....primitives.launching import DTYPE_NAMES, processors, run
+from .....common.kernels.launch import missing
+from ....primitives.launching import DTYPE_NAMES, processors, run_into
 from ..autograd import Kernels, attend
 from ..dropout import random_state
 from ..request import Attended, AttentionInputs, AttentionRequest, Gradients
@@ -40,8 +40,8 @@ def refuses(r: AttentionRequest) -> str | None:
         return "score_mod is a function of Python; its kernels are fixed"
     if r.device_type != "cuda":
         return f"it needs a CUDA device, the tensors are on {r.device_type}"
-    if MISSING is not None:
-        return MISSING
+    if (reason := missing()) is not None:
+        return reason
     if r.capability < (8, 0):
         return f"compute capability {r.capability[0]}.{r.capability[1]} < 8.0"
     if r.dtype not in DTYPE_NAMES:
@@ -87,7 +87,8 @@ def forward(request: AttentionRequest, inputs: AttentionInputs) -> Attended:
     tops = None
     if request.max_logit:
         tops = q.new_empty((request.batch, request.heads, launch.grid[0]), dtype=torch.float32)
-    run(launch, (*sources, inputs.sink, rng_state, inputs.page_table, out, lse, tops))
+    tensors = (*sources, inputs.sink, rng_state, inputs.page_table, out, lse, tops)
+    run_into(launch, tensors, q.device)
     return Attended(out, lse, rng_state, None if tops is None else tops.amax(dim=(0, 2)))
 
 
@@ -105,6 +106,7 @@ def backward(
         grad_output.stride(),
         attended.output.stride(),
         lse.stride(),
+        inputs.sink is not None,
         q.get_device(),
     )
     delta = torch.empty_like(lse)
@@ -112,11 +114,12 @@ def backward(
     if inputs.sink is not None:
         grad_sink = q.new_empty((request.batch, request.heads, plan.delta.grid[0]), dtype=torch.float32)
     few = (sources.lengths_q, sources.starts_q, sources.masked_q)
-    run(plan.delta, (attended.output, grad_output, lse, inputs.sink, *few, delta, grad_sink))
+    tensors = (attended.output, grad_output, lse, inputs.sink, *few, delta, grad_sink)
+    run_into(plan.delta, tensors, q.device)
     context = (*sources, attended.rng_state, grad_output, lse, delta)
     make = torch.zeros if request.packed else torch.empty
     dq = make(q.shape, dtype=q.dtype, device=q.device)
-    run(plan.queries, (*context, dq))
+    run_into(plan.queries, (*context, dq), q.device)
     dk, dv = _grad_keys(request, inputs, plan, context)
     grad_bias = None
     if plan.bias is not None:
@@ -124,7 +127,7 @@ def backward(
         bias = inputs.bias
         summed = plan.bias_shape != bias.shape
         grad_bias = bias.new_empty(plan.bias_shape, dtype=torch.float32 if summed else bias.dtype)
-        run(plan.bias, (*context, grad_bias))
+        run_into(plan.bias, (*context, grad_bias), q.device)
         grad_bias = grad_bias.sum_to_size(bias.shape).to(bias.dtype) if summed else grad_bias
     if grad_sink is not None:
         assert inputs.sink is not None
@@ -155,11 +158,11 @@ def _grad_keys(
     if plan.parts == 1:
         dk = make(k.shape, dtype=k.dtype, device=k.device)
         dv = make(v.shape, dtype=v.dtype, device=v.device)
-        run(plan.keys, (*context, dk, dv))
+        run_into(plan.keys, (*context, dk, dv), k.device)
         return dk, dv
     dk = make((*k.shape[:-1], plan.parts, k.shape[-1]), dtype=torch.float32, device=k.device)
     dv = make((*v.shape[:-1], plan.parts, v.shape[-1]), dtype=torch.float32, device=v.device)
-    run(plan.keys, (*context, dk, dv))
+    run_into(plan.keys, (*context, dk, dv), k.device)
     return dk.sum(dim=-2, dtype=torch.float32).to(k.dtype), dv.sum(dim=-2, dtype=torch.float32).to(v.dtype)
 
 
@@ -190,7 +193,10 @@ def _forward_launch(request: AttentionRequest, given: Strides, device: int) -> L
     )
     lse = lse_triple(request, None)
     return attention.forward(
-        problem(request, given, out, lse, processors(device).shared_memory), request.max_logit
+        problem(request, given, out, lse, processors(device).shared_memory),
+        request.max_logit,
+        request.needs_gradient,
+        request.packed,
     )
 
 
@@ -201,6 +207,7 @@ def _backward_plan(
     grad_output: tuple[int, ...],
     output: tuple[int, ...],
     lse: tuple[int, ...],
+    has_sink: bool,
     device: int,
 ) -> _BackwardPlan:
     from .....common.kernels import attention_backward as kernels
@@ -218,12 +225,15 @@ def _backward_plan(
         batch, token, head = contiguous_triple(r.kv_format, r.batch, r.seqlen_kv, r.groups, parts * size)
         return size, batch, token, head
 
-    keys = kernels.keys(p, grad_strides(r.head_dim_qk), grad_strides(r.head_dim_v), parts)
+    packed = r.kv_format == "thd"
+    keys = kernels.keys(p, grad_strides(r.head_dim_qk), grad_strides(r.head_dim_v), parts, packed)
     bias, bias_shape = None, ()
     if r.bias_gradient and r.bias in ("pre_scale_bias", "post_scale_bias"):
         assert r.bias_shape is not None
         bias, bias_shape = attention_bias.added(p, r.bias_shape)
-    return _BackwardPlan(kernels.delta(p, given_out), kernels.queries(p, dq), keys, parts, bias, bias_shape)
+    delta = kernels.delta(p, given_out, has_sink)
+    queries = kernels.queries(p, dq, r.packed)
+    return _BackwardPlan(delta, queries, keys, parts, bias, bias_shape)
 
 
 KERNELS = Kernels("triton", forward, backward)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ....primitives.launching import processors, run
+from ....primitives.launching import processors, run, run_into
 from ..request import Attended, AttentionInputs, AttentionRequest
 from .triton_layout import Strides, contiguous_triple, lse_triple, problem, strides
 
@@ -20,7 +20,6 @@ LONGEST_QUERY = 16
 class _Plan(NamedTuple):
     stretches: Launch
     merging: Launch
-    partial: tuple[int, ...]
 
 
 def takes(r: AttentionRequest) -> bool:
@@ -36,10 +35,8 @@ def forward(request: AttentionRequest, inputs: AttentionInputs) -> Attended:
     plan = _plan(request, strides(request, inputs), q.get_device())
     make = torch.zeros if request.packed else torch.empty  # packed: tokens of no sequence are not visited
     out = make((*q.shape[:-1], request.head_dim_v), dtype=q.dtype, device=q.device)
-    partial = torch.empty(plan.partial, dtype=torch.float32, device=q.device)
-    level = torch.empty(plan.partial[:-1], dtype=torch.float32, device=q.device)
-    run(plan.stretches, (*inputs[:7], inputs.slopes, inputs.page_table, partial, level))
-    run(plan.merging, (partial, level, inputs.sink, inputs.lengths_q, inputs.starts_q, out))
+    partial, level = run(plan.stretches, (*inputs[:7], inputs.slopes, inputs.page_table))
+    run_into(plan.merging, (partial, level, inputs.sink, inputs.lengths_q, inputs.starts_q, out), q.device)
     return Attended(out)
 
 
@@ -50,6 +47,5 @@ def _plan(request: AttentionRequest, given: Strides, device: int) -> _Plan:
     r, (count, shared_memory) = request, processors(device)
     out = contiguous_triple(r.q_format, r.batch, r.seqlen_q, r.heads, r.head_dim_v)
     p = problem(r, given, out, lse_triple(r, None), shared_memory)
-    launch, splits, rows = kernels.stretches(p, count, r.num_splits if r.num_splits > 1 else 0)
-    partial = (r.batch, r.groups, splits, rows, r.head_dim_v)
-    return _Plan(launch, kernels.merging(p, splits, follows=r.capability >= (9, 0)), partial)
+    launch, splits = kernels.stretches(p, count, r.num_splits if r.num_splits > 1 else 0)
+    return _Plan(launch, kernels.merging(p, splits, follows=r.capability >= (9, 0), packed=r.packed))

@@ -1,0 +1,121 @@
+"""Every launch names what its kernel writes, and nothing else: so any framework can start it."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+KERNELS = Path(__file__).parents[2] / "transformer_engine" / "common" / "kernels"
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+
+@pytest.fixture(scope="module")
+def facts() -> dict[str, dict]:
+    command = [sys.executable, "-W", "ignore", str(HERE / "written_cases.py")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def started_kernels() -> set[str]:
+    """module.kernel of every kernel that a launch of the package is made of."""
+    found = set()
+    for path in KERNELS.glob("*.py"):
+        functions = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
+        kernels = {f.name for f in functions if any("jit" in ast.unparse(d) for d in f.decorator_list)}
+        for function in functions:
+            if function.name not in kernels:
+                names = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
+                names -= {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)}
+                found |= {f"{path.stem}.{name}" for name in names & kernels}
+    return found
+
+
+def test_every_kernel_that_is_started_is_looked_at(facts):
+    assert started_kernels() == {case["kernel"] for case in facts.values()}
+
+
+def test_a_launch_declares_what_its_kernel_writes_and_nothing_else(facts):
+    different = {name: case for name, case in facts.items() if case["declared"] != case["written"]}
+    assert different == {}
+
+
+def test_a_launch_declares_the_tables_that_its_kernel_takes_addresses_from(facts):
+    assert {n: case for n, case in facts.items() if case["declared tables"] != case["tables"]} == {}
+    assert {n: case for n, case in facts.items() if case["declared through"] != case["through"]} == {}
+    assert sum(bool(case["tables"]) for case in facts.values()) >= 7
+
+
+def test_what_a_record_leaves_out_or_adds_is_seen():
+    from written_cases import FLOAT, HALF, SHAPE, facts_of
+
+    from transformer_engine.common.formats import E4M3
+    from transformer_engine.common.kernels import cast
+
+    record = cast.cast(SHAPE, E4M3, True, False, records=True)
+    less = facts_of(dataclasses.replace(record, in_place=()), (HALF, FLOAT, FLOAT))
+    assert set(less["written"]) - set(less["declared"]) == {"amax"}
+    more = facts_of(dataclasses.replace(record, in_place=(1, 2)), (HALF, FLOAT, FLOAT))
+    assert set(more["declared"]) - set(more["written"]) == {"scale"}
+
+
+@pytest.mark.parametrize("fault", ["too few", "another dtype", "an output that is not asked for"])
+def test_a_start_that_differs_from_its_record_is_refused(fault):
+    from transformer_engine.common.formats import E4M3
+    from transformer_engine.common.kernels import cast
+    from transformer_engine.common.kernels.launch import start
+
+    x, one = torch.ones(16, 16), torch.ones(1)
+    codes = torch.empty(16, 16, dtype=torch.float8_e4m3fn)
+    tensors = [x, one, one.clone(), codes, None, one.clone()]
+    if fault == "too few":
+        tensors.pop()
+    elif fault == "another dtype":
+        tensors[3] = codes.view(torch.uint8)
+    else:
+        tensors[4] = codes.clone()
+    with pytest.raises(AssertionError, match=r"cast_kernel"):
+        start(cast.cast((16, 16), E4M3, True, False, records=True), tensors, 0)
+
+
+class TestProgram:
+    def steps(self):
+        from transformer_engine.common.kernels import column_sums
+        from transformer_engine.common.kernels.activation_cast import sum_columns
+        from transformer_engine.common.kernels.program import Program, Step
+
+        strips, total = column_sums.column_sums((128, 64), 64), sum_columns((2, 64), "float32")
+        return Program, Step, strips, total
+
+    def test_a_step_reads_only_what_is_given_or_made_before(self):
+        Program, Step, strips, total = self.steps()
+        late = (Step(total, ("partials",), ("sums", None)), Step(strips, ("x",), (None, "partials")))
+        with pytest.raises(ValueError, match=r"sum_partials reads 'partials'"):
+            Program(("x",), late, ("sums",))
+
+    def test_a_step_names_exactly_what_its_launch_makes(self):
+        Program, Step, strips, _ = self.steps()
+        with pytest.raises(ValueError, match=r"column_sums_kernel makes None, and it is called 'amax'"):
+            Program(("x",), (Step(strips, ("x",), ("amax", "partials")),), ("partials",))
+
+    def test_a_result_is_made_by_a_step(self):
+        Program, Step, strips, _ = self.steps()
+        with pytest.raises(ValueError, match=r"no step makes the result 'sums'"):
+            Program(("x",), (Step(strips, ("x",), (None, "partials")),), ("sums",))
+
+    def test_buffers_are_counted_in_the_order_in_which_they_come_to_be(self):
+        Program, Step, strips, total = self.steps()
+        ordered = (Step(strips, ("x",), (None, "partials")), Step(total, ("partials",), ("sums", None)))
+        program = Program(("x",), ordered, ("sums", None))
+        # 0 is None, 1 is x; then two outputs a step.
+        assert program.places == (((strips, (1,)), (total, (3,))), (4, 0))

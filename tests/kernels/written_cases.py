@@ -1,0 +1,242 @@
+"""Every launch's declared and actual writes, from the code that Triton makes of its kernel without a GPU, as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parent))
+
+from attention_compile_cases import problem
+from written_pointers import code_of, pointers_of
+
+from transformer_engine.common.formats import E4M3, FLOAT32_MAX
+from transformer_engine.common.kernels import (
+    activation,
+    activation_cast,
+    attention,
+    attention_backward,
+    attention_bias,
+    attention_decode,
+    block_cast,
+    block_fused,
+    cast,
+    column_sums,
+    delayed_scaling,
+    dropout,
+    fp8_attention,
+    grouped_block_cast,
+    grouped_cast,
+    grouped_gemm,
+    kv_cache,
+    mxfp8,
+    norm,
+    nvfp4,
+    rope,
+    softmax,
+    tail,
+    transpose,
+)
+from transformer_engine.common.kernels.launch import NUMBER, WRITTEN, Launch
+
+Case = tuple[str, Launch, tuple["str | None", ...]]
+
+HALF, FLOAT, CODES, BYTES, INDEX, ADDRESS = "*bf16", "*fp32", "*fp8e4nv", "*u8", "*i32", "*i64"
+SHAPE = (512, 1024)
+CONSTANTS = (7.0, 1.7, 1.0)
+BLOCKS = block_cast.Blocks(E4M3, True, False, True, 0.0, FLOAT32_MAX)
+SCALES = {"power_of_two": False, "epsilon": 0.0, "value_for_inf": FLOAT32_MAX}
+
+
+def casts() -> Iterator[Case]:
+    yield "maximum", cast.absolute_maximum(512 * 1024), (HALF,)
+    yield "cast", cast.cast(SHAPE, E4M3, True, False, records=True), (HALF, FLOAT, FLOAT)
+    yield "cast, measured before", cast.cast(SHAPE, E4M3, True, False, follows=True), (HALF, None, FLOAT)
+    yield "cast both", cast.cast(SHAPE, E4M3, True, True, records=True), (HALF, FLOAT, FLOAT)
+    yield "cast columns", cast.cast(SHAPE, E4M3, False, True), (HALF, None, FLOAT)
+    yield "rows", block_cast.row_blocks(SHAPE, E4M3, True, False, processors=3, **SCALES), (HALF,)
+    yield "rows and columns", block_cast.row_blocks(SHAPE, E4M3, True, True, processors=3, **SCALES), (HALF,)
+    yield "columns", block_cast.row_blocks(SHAPE, E4M3, False, True, processors=3, **SCALES), (HALF,)
+    yield "squares", block_cast.square_blocks(SHAPE, E4M3, True, True, **SCALES), (HALF,)
+    yield "squares of rows", block_cast.square_blocks(SHAPE, E4M3, True, False, **SCALES), (HALF,)
+    yield "mxfp8", mxfp8.blocks(SHAPE, E4M3, True, True, square=False), (HALF,)
+    fourbit = {"square": False, "hadamard": True, "random_sign": True}
+    yield "nvfp4", nvfp4.blocks(SHAPE, True, True, **fourbit), (HALF, FLOAT, FLOAT, FLOAT, None)
+    yield "nvfp4 rows", nvfp4.blocks(SHAPE, True, False, **fourbit), (HALF, FLOAT, FLOAT, None, None)
+    yield "transformed maximum", nvfp4.transformed_maximum(SHAPE, True), (HALF,)
+    yield "transpose", transpose.transpose(SHAPE), (BYTES,)
+    yield "scale update", delayed_scaling.advance(4, 16, 3, True, True, 448.0, 0), (ADDRESS,)
+
+
+def activations() -> Iterator[Case]:
+    for name, gated in (("gelu", False), ("swiglu", True)):
+        yield name, activation.forward(name, gated, *SHAPE, 2048, "bfloat16", CONSTANTS), (HALF,)
+        backward = activation.backward(name, gated, *SHAPE, (1024, 2048), "bfloat16", CONSTANTS)
+        yield f"{name} backward", backward, (HALF, HALF)
+        plain = (SHAPE, 2048, "bfloat16", CONSTANTS)
+        for element, scale in ((E4M3, FLOAT), (None, None)):
+            codes = element is not None
+            launch = activation_cast.forward(name, gated, *plain, element, codes)
+            yield f"{name} codes={codes}", launch, (HALF, scale, FLOAT)
+            strided = (SHAPE, (1024, 2048), "bfloat16", CONSTANTS)
+            launch = activation_cast.backward(name, gated, *strided, element, codes, True)
+            yield f"{name} backward codes={codes}", launch, (HALF, HALF, scale, FLOAT)
+        machine = block_fused.Machine(3, 1 << 17, 6)
+        launch = block_fused.forward(name, gated, SHAPE, 2048, CONSTANTS, BLOCKS, machine)
+        yield f"{name} blocks", launch, (HALF,)
+        squares = BLOCKS._replace(square=True)
+        strided = (SHAPE, (1024, 2048), CONSTANTS)
+        launch = block_fused.backward(name, gated, *strided, squares, True, machine)
+        yield f"{name} backward squares", launch, (HALF, HALF)
+        launch = block_fused.backward(name, gated, *strided, BLOCKS, False, machine)
+        yield f"{name} backward blocks", launch, (HALF, HALF)
+    yield "sum of strips", activation_cast.sum_columns((8, 1024), "bfloat16"), (FLOAT,)
+    yield "column sums", column_sums.column_sums(SHAPE, 1024), (HALF,)
+    yield "column sums and maximum", column_sums.column_sums(SHAPE, 1024, measures=True), (HALF,)
+
+
+def norms() -> Iterator[Case]:
+    rows = BLOCKS._replace(columnwise=False)
+    for centered in (False, True):
+        beta = HALF if centered else None
+        for width in (1024, 5120, 9000, 20480):
+            plain = (64, width, width, "bfloat16", 1e-5, False, centered, 3)
+            name = f"norm {width} centered={centered}"
+            yield name, norm.forward(*plain), (HALF, HALF, beta, None, None)
+            yield f"{name} measured", norm.forward(*plain), (HALF, HALF, beta, None, FLOAT)
+            yield f"{name} codes", norm.forward(*plain, E4M3), (HALF, HALF, beta, FLOAT, FLOAT)
+            yield f"{name} blocks", norm.forward(*plain, None, rows), (HALF, HALF, beta, None, None)
+            given = ("bfloat16", "float32", False, centered, 6, 3, 1 << 17)
+            program = norm.backward(64, width, (width, width, width), *given)
+            types = {"dy": HALF, "x": HALF, "add": HALF, "gamma": HALF, "rstdev": FLOAT, "workspace": FLOAT}
+            types |= {"mean": FLOAT} if centered else {}
+            for number, step in enumerate(program.steps):
+                inputs = tuple(None if part is None else types.get(part) for part in step.inputs)
+                yield f"{name} backward {number}", step.launch, inputs
+
+
+def others() -> Iterator[Case]:
+    for keys in (2048, 20000):
+        shape = (1, 2, 64, keys)
+        yield f"softmax {keys}", softmax.forward(shape, (0, 0, keys, 1), "bfloat16", 0.1, 0), (HALF, BYTES)
+        yield f"softmax backward {keys}", softmax.backward(shape, "bfloat16", 0.1, None), (HALF, HALF)
+    yield "dropout", dropout.forward(1000, 10, "bfloat16", 6554, 1.1), (HALF, HALF, HALF, ADDRESS)
+    added = dropout.forward(1000, 10, "bfloat16", 0, 1.0, drops=False)
+    yield "bias and residual", added, (HALF, HALF, HALF, None)
+    yield "dropout backward", dropout.backward(1000, "bfloat16", 1.1), (HALF, BYTES)
+    options = {"layout": "thd", "interleaved": False, "context": (2, 0)}
+    for transposed in (False, True):
+        options |= {"transposed": transposed}
+        rotated = rope.rotate((64, 1, 8, 96), (768, 0, 96), (64, 64), 3, "bfloat16", **options)
+        yield f"rotate transposed={transposed}", rotated, (HALF, FLOAT, INDEX, INDEX)
+        strides = (8192, 0, 768)
+        packed = rope.rotate_packed(
+            (64, 1), (8, 4), (128, 64), strides, (64, 64, 64), 3, "bfloat16", **options
+        )
+        gradients = (HALF, HALF, HALF) if transposed else ()
+        inputs = (HALF, FLOAT, FLOAT, INDEX, INDEX, *gradients)
+        yield f"rotate packed transposed={transposed}", packed, inputs
+    for paged in (False, True):
+        strides = (0, 1024, 128) * 2
+        sizes = {"capacity": 4096, "page_size": 64, "table_stride": 64}
+        launch = kv_cache.append(4, 16, 8, (128, 96), strides, packed=paged, **sizes)
+        inputs = (HALF, HALF, HALF, HALF, INDEX if paged else None, INDEX, INDEX)
+        yield f"kv cache paged={paged}", launch, inputs
+    yield "clear tail", tail.clear_tail_launch(300, 48, 2), (HALF, INDEX)
+
+
+def grouped() -> Iterator[Case]:
+    measured = grouped_cast.maximum(SHAPE, 4, False)
+    yield "grouped maximum", measured, (HALF, ADDRESS, None)
+    yield "grouped maximum of rows", grouped_cast.maximum(SHAPE, 4, True), (HALF, None, INDEX)
+    steps = (E4M3, 3, 1, False, 0.0)
+    rows = grouped_cast.cast(SHAPE, 4, True, *steps, True, True, records=True)
+    yield "grouped cast of rows", rows, (HALF, None, INDEX, FLOAT, FLOAT)
+    matrices = grouped_cast.cast(SHAPE, 4, False, *steps, False, True, records=False)
+    yield "grouped cast", matrices, (HALF, ADDRESS, None, None, FLOAT)
+    blocks = (SHAPE, 4, E4M3, True, 0.0, FLOAT32_MAX)
+    yield "grouped blocks", grouped_block_cast.row_blocks(*blocks, True, True), (HALF, None, INDEX)
+    yield (
+        "grouped blocks of columns",
+        grouped_block_cast.row_blocks(*blocks, False, True),
+        (HALF, None, INDEX),
+    )
+    yield "grouped squares", grouped_block_cast.square_blocks(*blocks, True, True), (HALF, ADDRESS, None)
+    yield (
+        "grouped squares of rows",
+        grouped_block_cast.square_blocks(*blocks, True, False),
+        (HALF, ADDRESS, None),
+    )
+    yield "layout", grouped_gemm.layout_of(512, 4), (ADDRESS,)
+    yield "row sums", grouped_gemm.row_sums(1024, 4), (HALF, INDEX)
+    for by_address in (False, True):
+        table = ADDRESS if by_address else None
+        launch = grouped_gemm.product_of_rows(512, 1024, 512, 4, scaling=0, by_address=by_address)
+        inputs = (HALF, HALF, table, None, None, HALF, INDEX)
+        yield f"grouped product by_address={by_address}", launch, inputs
+        for accumulates in (False, True):
+            launch = grouped_gemm.product_of_columns(
+                1024, 512, 4, scaling=0, accumulates=accumulates, by_address=by_address
+            )
+            given = [FLOAT] if by_address or accumulates else []  # a result that is made is no input
+            inputs = (HALF, HALF, None, None, INDEX, table, *given)
+            yield f"grouped gradient by_address={by_address} accumulates={accumulates}", launch, inputs
+
+
+def attentions() -> Iterator[Case]:
+    plain, biased = problem(227 << 10), problem(227 << 10, biased=True)
+    lengths, masks = (INDEX, INDEX, None, None), (None, None, None)
+    sources = (HALF, HALF, HALF, *lengths, *masks, None, None)
+    for keeps in (False, True):
+        launch = attention.forward(plain, keeps, keeps, keeps)
+        yield f"attention lse={keeps}", launch, (*sources, FLOAT, None, None)
+        launch = attention_backward.delta(plain, plain.q, keeps)
+        yield f"delta sink={keeps}", launch, (HALF, HALF, FLOAT, FLOAT if keeps else None, INDEX, None, None)
+    context = (*sources, None, HALF, FLOAT, FLOAT)
+    yield "keys", attention_backward.keys(plain, (0, *plain.k), (0, *plain.v), 1), context
+    yield "queries", attention_backward.queries(plain, plain.q), context
+    added = (HALF, HALF, HALF, *lengths, *masks, HALF, None, None, HALF, FLOAT, FLOAT)
+    yield "bias", attention_bias.added(biased, (1, 32, 4096, 4096))[0], added
+    paged = attention_decode.stretches(problem(227 << 10, queries=1, page=64), 132)[0]
+    yield "decode", paged, (HALF, HALF, HALF, *lengths, None, INDEX)
+    merging = attention_decode.merging(problem(227 << 10, queries=1), 4, True, True)
+    yield "decode merging", merging, (FLOAT, FLOAT, FLOAT, INDEX, None)
+    three = fp8_attention.codes_of_three((500, 300, 200), (2, 3), "float8_e4m3fn")
+    yield "codes of three", three, (HALF, HALF, HALF, FLOAT, FLOAT)
+    values = fp8_attention.values_of(300, (8, 3), "bfloat16")
+    yield "values", values, (CODES, FLOAT, FLOAT, FLOAT)
+    yield "values without a history", values, (CODES, FLOAT, None, None)
+
+
+def facts_of(launch: Launch, inputs: tuple[str | None, ...]) -> dict[str, list[str] | str]:
+    """What the record declares, and what the code does."""
+    names = launch.kernel.arg_names
+    found = pointers_of(code_of(launch, inputs))
+    outputs = zip(names[launch.inputs :], launch.outputs, strict=False)
+    written = {name for name, output in outputs if output is not None}
+    written |= {names[place] for place in launch.in_place if inputs[place] is not None}
+    tables = {names[table.place]: table.columns for table in launch.tables}
+    return {
+        "kernel": f"{launch.kernel.fn.__module__.rsplit('.', 1)[1]}.{launch.kernel.fn.__name__}",
+        "declared": sorted(written),
+        "written": sorted(found.written),
+        "declared tables": sorted(tables),
+        "tables": sorted(found.tables),
+        "declared through": sorted(name for name, columns in tables.items() if WRITTEN in columns),
+        "through": sorted(found.written_through),
+        "numbers": sorted(name for name, columns in tables.items() if set(columns) == {NUMBER}),
+    }
+
+
+def main() -> None:
+    groups = (casts, activations, norms, others, grouped, attentions)
+    print(
+        json.dumps({name: facts_of(launch, inputs) for group in groups for name, launch, inputs in group()})
+    )
+
+
+if __name__ == "__main__":
+    main()

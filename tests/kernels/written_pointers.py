@@ -1,0 +1,144 @@
+"""Which pointers a launch's kernel writes: read from the code that Triton makes of it, before any optimisation."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import triton
+from triton._C.libtriton import ir
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from transformer_engine.common.kernels.launch import Launch
+
+_TYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "uint8": "u8", "int32": "i32"}
+_TYPES |= {"float8_e4m3fn": "fp8e4nv", "float8_e5m2": "fp8e5", None: "fp32"}
+_VALUE = re.compile(r"%[\w$.-]+(?:#\d+)?")
+# An argument's address, or one that was loaded from the tensor there.
+_Reach = tuple[str, bool]
+
+
+class Pointers(NamedTuple):
+    """Arguments that a kernel writes, those that it takes addresses from, and those it writes through addresses of."""
+
+    written: set[str]
+    tables: set[str]
+    written_through: set[str]
+
+
+def code_of(launch: Launch, inputs: Sequence[str | None]) -> str:
+    """Triton's own code for a launch; inputs are their types, None where one is not given."""
+    names = launch.kernel.arg_names
+    outputs = [None if output is None else f"*{_TYPES[output.dtype]}" for output in launch.outputs]
+    given = (*inputs, *outputs)
+    assert len(inputs) == launch.inputs, (launch.kernel.fn.__name__, launch.inputs, inputs)
+    numbers = ["fp32" if isinstance(number, float) else "i32" for number in launch.scalars]
+    signature = dict(zip(names, [*given, *numbers, *["constexpr"] * len(launch.constants)], strict=True))
+    constants = dict(zip(names[len(names) - len(launch.constants) :], launch.constants, strict=True))
+    constants |= {name: None for name, kind in signature.items() if kind is None}
+    signature |= dict.fromkeys(constants, "constexpr")
+    target = GPUTarget("cuda", 90, 32)
+    backend = triton.compiler.make_backend(target)
+    options = backend.parse_options({"num_warps": launch.warps})
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    source = ASTSource(launch.kernel, signature, constants, {})
+    functions = backend.get_codegen_implementation(options)
+    module = source.make_ir(target, options, functions, backend.get_module_map(), context)
+    return str(backend.make_ttir(module, {}, options, 90))
+
+
+def pointers_of(code: str) -> Pointers:
+    """Follow every pointer that the code stores to back to the arguments that it can come from."""
+    flow = _Flow(code)
+    reach: dict[str, set[_Reach]] = {name: {(name[1:], False)} for name in flow.arguments}
+    changed = True
+    while changed:
+        changed = False
+        for result, operand, loads in flow.edges:
+            found = {(name, loaded or loads) for name, loaded in reach.get(operand, ())}
+            known = reach.setdefault(result, set())
+            if not found <= known:
+                known |= found
+                changed = True
+    written: set[str] = set()
+    through: set[str] = set()
+    for pointer in flow.stored:
+        assert reach.get(pointer), f"{pointer} comes from no argument"
+        for name, loaded in reach[pointer]:
+            (through if loaded else written).add(name)
+    return Pointers(written, {name for value in flow.addresses for name, _ in reach[value]}, through)
+
+
+class _Flow:
+    """What pointers come from.
+
+    edges       (value, value that it comes from, is it loaded from there?)
+    stored      pointers that are stored to
+    addresses   numbers that are made pointers
+    """
+
+    def __init__(self, code: str):
+        self.arguments = re.findall(r"(%\w+): !tt\.ptr", code)
+        self.edges: list[tuple[str, str, bool]] = []
+        self.stored: list[str] = []
+        self.addresses: list[str] = []
+        # Of every region round a line: its values' unique names, and what its yields become.
+        self._scopes: list[tuple[dict[str, str], tuple[list[str], ...]]] = [({}, ())]
+        self._count = 0
+        for line in code.splitlines():
+            self._take(re.sub(r" loc\((?:[^()]|\([^()]*\))*\)$", "", line.strip()))
+        assert self.stored, "nothing is stored"
+
+    def _take(self, line: str) -> None:
+        assert not re.search(r"scf\.while|tt\.call|descriptor|^\^.*!tt\.ptr", line), f"unknown: {line}"
+        head, _, body = line.partition(" = ") if re.match(r"%[\w:$.-]+ = ", line) else ("", "", line)
+        operation = re.split(r"[\s(]", body)[0].strip('"')
+        operands = [self._known(name) for name in _VALUE.findall(body)]
+        results = self._defined(head)
+        if operation == "scf.for":
+            pairs = re.findall(r"(%[\w$.-]+) = (%[\w$.#-]+)", body)[1:]  # the first is the loop's own number
+            firsts = [self._known(first) for _, first in pairs]
+            self._scopes.append(({}, ()))
+            inner = [name for carried, _ in pairs for name in self._defined(carried)]
+            self._scopes[-1] = (self._scopes[-1][0], (results, inner))
+            for values in (results, inner):
+                self.edges += [(value, first, False) for value, first in zip(values, firsts, strict=False)]
+        elif line.startswith("}"):
+            _, yields = self._scopes.pop()
+            if line.endswith("{"):
+                self._scopes.append(({}, yields))
+        elif line.endswith("{"):
+            self._scopes.append(({}, (results,) if operation == "scf.if" else ()))
+        elif operation == "scf.yield":
+            for targets in self._scopes[-1][1]:
+                self.edges += [
+                    (target, value, False) for target, value in zip(targets, operands, strict=True)
+                ]
+        elif operation in ("tt.store", "tt.atomic_rmw", "tt.atomic_cas"):
+            self.stored.append(operands[0])
+        elif operation == "arith.select":
+            self.edges += [(results[0], operand, False) for operand in operands[1:3]]
+        elif results and operands:
+            if operation == "tt.int_to_ptr":
+                self.addresses.append(operands[0])
+            # Of the others a pointer comes from the first operand: what is added to it is a number.
+            self.edges += [(result, operands[0], operation == "tt.load") for result in results]
+
+    def _defined(self, head: str) -> list[str]:
+        """Unique names of the values that a line defines: regions beside each other use the same ones."""
+        name, _, count = head.partition(":")
+        names = [f"{name}#{i}" for i in range(int(count))] if count else [name] if name else []
+        for name in names:
+            self._count += 1
+            self._scopes[-1][0][name] = f"{name} {self._count}"
+        return [self._scopes[-1][0][name] for name in names]
+
+    def _known(self, name: str) -> str:
+        for scope, _ in reversed(self._scopes):
+            if name in scope:
+                return scope[name]
+        return name
