@@ -313,3 +313,14 @@ def test_the_package_without_the_extra_names_it(tmp_path: Path):
     assert result.returncode == 1
     assert "transformer-engine[cli]" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("NVTE_BACKWARD_OVERRIDE", "low"), ("NVTE_FLASH_ATTN", "maybe"), ("TE_CHECK", "2")]
+)
+def test_a_bad_value_of_the_environment_is_a_sentence(name: str, value: str):
+    result = module("info", **{name: value})
+    assert result.returncode == 1
+    assert f"error: {name}={value!r} is not" in result.stderr
+    assert "unset it" in result.stderr
+    assert "Traceback" not in result.stderr

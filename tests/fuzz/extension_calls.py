@@ -137,7 +137,7 @@ def _casts() -> list[Call]:
             {"input": (*WRONG_KIND, tensor(4, dtype=torch.int64)), "amax": (*WRONG_KIND, tensor(2))}),
         _of("fp8_transpose", tex.fp8_transpose, {"input": tensor(8, 32, dtype=torch.uint8), "dtype": 7},
             {"input": (*WRONG_KIND, tensor(8, 32), tensor(dtype=torch.uint8)),
-             "output": (3, tensor(8, 32, dtype=torch.uint8))}),
+             "out": (3, tensor(8, 32, dtype=torch.uint8))}),
         _of("swap_first_dims", tex.swap_first_dims, {"tensor": tensor(4, 8, 2)},
             {"tensor": (*WRONG_KIND, tensor(4), tensor()), "out": (3, tensor(4, 8, 2))}),
     ]  # fmt: skip

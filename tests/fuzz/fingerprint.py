@@ -16,19 +16,21 @@ from typing import Any
 import torch
 
 from transformer_engine.common import dispatch
-from transformer_engine.pytorch.distributed import recompute, rng
+from transformer_engine.pytorch import device_checks
+from transformer_engine.pytorch.distributed import rng
 from transformer_engine.pytorch.primitives.gemm import tuning
 from transformer_engine.pytorch.quantization import (
     FP8GlobalStateManager,
     delayed_scaling,
     model_init,
+    replay,
     support,
 )
-from transformer_engine.pytorch.quantization.autocast import snapshot
+from transformer_engine.pytorch.quantization.autocast import here, snapshot
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum, torch.Size)
 # What follows from shapes and names, remembered: no result depends on who asked first.
-MEMORIES = ("_masks", "_plans", "_remembered")
+MEMORIES = ("_checked", "_masks", "_plans", "_remembered")
 OURS = ("transformer_engine", "transformer_engine_torch")
 
 
@@ -60,7 +62,8 @@ def _process() -> dict[str, Any]:
         "model init": model_init.current_model_init(),
         "pools": delayed_scaling.pools(),
         "emulation": support._switch,
-        "recomputation": recompute._phase,
+        "recomputation": (here().recomputes, here().recomputing, replay.runs(), replay.marked_by_hand),
+        "checks of numbers on a device": list(device_checks._waiting),
         "callers' flags": FP8GlobalStateManager.quantization_state,
         "forced backends": dict(dispatch._forced),
         "observers": list(dispatch._observers),

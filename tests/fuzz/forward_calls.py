@@ -95,8 +95,8 @@ def _norms() -> list[Call]:
     scores = (*WRONG_KIND, tensor(4), tensor(1, 2, 4, 4, dtype=torch.int64))
     masks = (*NOT_A_TENSOR, tensor(3, 3).bool(), tensor(1, 1, 5, 4).bool())
     return [
-        *(_forward(f"{name}.forward", lambda kind=kind: kind(32, device="cpu"), {"inp": tensor(4, 32)},
-                   {"inp": inputs}) for name, kind in names.items()),
+        *(_forward(f"{name}.forward", lambda kind=kind: kind(32, device="cpu"), {"input": tensor(4, 32)},
+                   {"input": inputs}) for name, kind in names.items()),
         _forward("L2Normalization.forward", L2Normalization, {"x": tensor(4, 32)},
                  {"x": (*WRONG_KIND, tensor(4, 32, dtype=torch.int64))}),
         _forward("DropPath.forward", lambda: DropPath(0.5), {"hidden_state": tensor(4, 4, 32)},

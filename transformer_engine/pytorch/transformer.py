@@ -384,7 +384,7 @@ class TransformerLayer(nn.Module):
 def _in_autocast(hidden_states: Tensor) -> Tensor:
     """In torch.autocast's dtype while that is on: the residual sums then are in it, from the first to the last."""
     device = hidden_states.device.type
-    if not torch.is_autocast_enabled(device):
+    if device == "meta" or not torch.is_autocast_enabled(device):
         return hidden_states
     return hidden_states.to(torch.get_autocast_dtype(device))
 

@@ -18,9 +18,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, TypeVar
 
-from .. import env
 from ..checks import described, epsilon, integer, switch, whole
-from .field_checks import require, require_switches
+from . import defaults
+from .field_checks import require, require_fp8, require_kind, require_switches
 
 __all__ = [
     "CustomRecipe",
@@ -155,6 +155,7 @@ def _accepts_unknown_keywords(cls: RecipeClass) -> RecipeClass:
 
     @functools.wraps(strict)
     def __init__(self, *args: Any, **keywords: Any) -> None:
+        defaults.demand_readable()
         unknown = [name for name in keywords if name not in known]
         if unknown:
             warnings.warn(
@@ -171,32 +172,7 @@ def _accepts_unknown_keywords(cls: RecipeClass) -> RecipeClass:
     return cls
 
 
-_POWER_2_SCALES = env.flag("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES")
-_FLOAT32_BLOCK_SCALES = env.flag("NVTE_FP8_BLOCK_SCALING_FP32_SCALES")
-_DISABLE_RHT = env.flag("NVTE_NVFP4_DISABLE_RHT")
-_DISABLE_STOCHASTIC_ROUNDING = env.flag("NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING")
-_DISABLE_2D_QUANTIZATION = env.flag("NVTE_NVFP4_DISABLE_2D_QUANTIZATION")
-_ROW_SCALED_ACTIVATION = env.flag("NVTE_NVFP4_ROW_SCALED_ACTIVATION")
-_FOUR_OVER_SIX = str(env.get("NVTE_NVFP4_4OVER6"))
-_FOUR_OVER_SIX_USE_256 = str(env.get("NVTE_NVFP4_4OVER6_E4M3_USE_256"))
-_FOUR_OVER_SIX_ERROR = str(env.get("NVTE_NVFP4_4OVER6_ERR_MODE"))
-_BACKWARD_OVERRIDE: Any = env.get("NVTE_BACKWARD_OVERRIDE")
-
 _SCOPES = ("none", "weights", "activations", "all")
-
-
-def _require_products(recipe: Recipe) -> None:
-    for name in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"):
-        value = getattr(recipe, name)
-        if not isinstance(value, MMParams):
-            raise TypeError(
-                f"{type(recipe).__name__}: {name}={described(value)} is a {type(value).__name__}; give MMParams(..)"
-            )
-
-
-def _require_fp8(recipe: Recipe) -> None:
-    require(recipe, "fp8_format", (Format.E4M3, Format.HYBRID), "gradients alone may use E5M2, by HYBRID")
-    require(recipe, "backward_override", (None, "high_precision", "dequantized"))
 
 
 def _default(recipe: Recipe, name: str, value: QParams) -> None:
@@ -223,10 +199,10 @@ class DelayedScaling(Recipe):
     reduce_amax: bool = True
     fp8_dpa: bool = False
     fp8_mha: bool = False
-    backward_override: str | None = _BACKWARD_OVERRIDE
+    backward_override: str | None = defaults.BACKWARD_OVERRIDE
 
     def __post_init__(self) -> None:
-        _require_fp8(self)
+        require_fp8(self, (Format.E4M3, Format.HYBRID))
         require(self, "backward_override", (None,), "use another recipe or unset NVTE_BACKWARD_OVERRIDE")
         integer("DelayedScaling: margin", self.margin)
         whole("DelayedScaling: amax_history_len", self.amax_history_len)
@@ -248,22 +224,22 @@ class Float8CurrentScaling(Recipe):
     The derived fields fp8_quant_* follow use_power_2_scales; assign to treat one kind of tensor apart.
     """
 
-    use_power_2_scales: bool = _POWER_2_SCALES
+    use_power_2_scales: bool = defaults.POWER_2_SCALES
     fp8_format: Format = Format.HYBRID
     fp8_gemm_fprop: MMParams = MMParams(use_split_accumulator=False)
     fp8_gemm_dgrad: MMParams = MMParams(use_split_accumulator=True)
     fp8_gemm_wgrad: MMParams = MMParams(use_split_accumulator=True)
     fp8_dpa: bool = False
     fp8_mha: bool = False
-    backward_override: str | None = _BACKWARD_OVERRIDE
+    backward_override: str | None = defaults.BACKWARD_OVERRIDE
     fp8_quant_fwd_inp: QParams = field(init=False)
     fp8_quant_fwd_weight: QParams = field(init=False)
     fp8_quant_bwd_grad: QParams = field(init=False)
 
     def __post_init__(self) -> None:
-        _require_fp8(self)
+        require_fp8(self, (Format.E4M3, Format.HYBRID))
         require_switches(self, "use_power_2_scales")
-        _require_products(self)
+        require_kind(self, MMParams, "fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad")
         for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
             _default(self, name, QParams(power_2_scale=self.use_power_2_scales))
 
@@ -276,7 +252,7 @@ class Float8BlockScaling(Recipe):
     No matrix product may have two operands of dimension 2, and partial sums are always split.
     """
 
-    use_f32_scales: bool = _FLOAT32_BLOCK_SCALES
+    use_f32_scales: bool = defaults.FLOAT32_BLOCK_SCALES
     fp8_format: Format = Format.E4M3
     x_block_scaling_dim: int = 1
     w_block_scaling_dim: int = 2
@@ -286,13 +262,13 @@ class Float8BlockScaling(Recipe):
     fp8_gemm_wgrad: MMParams = MMParams(use_split_accumulator=True)
     fp8_dpa: bool = False
     fp8_mha: bool = False
-    backward_override: str | None = _BACKWARD_OVERRIDE
+    backward_override: str | None = defaults.BACKWARD_OVERRIDE
     fp8_quant_fwd_inp: QParams = field(init=False)
     fp8_quant_fwd_weight: QParams = field(init=False)
     fp8_quant_bwd_grad: QParams = field(init=False)
 
     def __post_init__(self) -> None:
-        _require_fp8(self)
+        require_fp8(self, (Format.E4M3, Format.HYBRID))
         require_switches(self, "use_f32_scales")
         dimensions = ("x_block_scaling_dim", "w_block_scaling_dim", "grad_block_scaling_dim")
         for name in dimensions:
@@ -323,11 +299,11 @@ class MXFP8BlockScaling(Recipe):
     fp8_format: Format = Format.E4M3
     fp8_dpa: bool = False
     fp8_mha: bool = False
-    backward_override: str | None = _BACKWARD_OVERRIDE
+    backward_override: str | None = defaults.BACKWARD_OVERRIDE
     enable_2d_quantization: bool = False
 
     def __post_init__(self) -> None:
-        _require_fp8(self)
+        require_fp8(self, (Format.E4M3, Format.HYBRID))
         integer("MXFP8BlockScaling: margin", self.margin)
         require_switches(self, "enable_2d_quantization")
 
@@ -341,18 +317,18 @@ class NVFP4BlockScaling(Recipe):
     stochastically, weights share scales over 16 x 16 elements; each can be switched off.
     """
 
-    disable_rht: bool = _DISABLE_RHT
-    disable_stochastic_rounding: bool = _DISABLE_STOCHASTIC_ROUNDING
-    disable_2d_quantization: bool = _DISABLE_2D_QUANTIZATION
+    disable_rht: bool = defaults.DISABLE_RHT
+    disable_stochastic_rounding: bool = defaults.DISABLE_STOCHASTIC_ROUNDING
+    disable_2d_quantization: bool = defaults.DISABLE_2D_QUANTIZATION
     fp4_format: Format = Format.E2M1
     fp8_format: Format = Format.E4M3
     fp8_dpa: bool = False
     fp8_mha: bool = False
-    row_scaled_activation: bool = _ROW_SCALED_ACTIVATION
-    nvfp4_4over6: str = _FOUR_OVER_SIX
-    nvfp4_4over6_e4m3_use_256: str = _FOUR_OVER_SIX_USE_256
-    nvfp4_4over6_err_mode: str = _FOUR_OVER_SIX_ERROR
-    backward_override: str | None = _BACKWARD_OVERRIDE
+    row_scaled_activation: bool = defaults.ROW_SCALED_ACTIVATION
+    nvfp4_4over6: str = defaults.FOUR_OVER_SIX
+    nvfp4_4over6_e4m3_use_256: str = defaults.FOUR_OVER_SIX_USE_256
+    nvfp4_4over6_err_mode: str = defaults.FOUR_OVER_SIX_ERROR
+    backward_override: str | None = defaults.BACKWARD_OVERRIDE
     fp4_quant_fwd_inp: QParams = field(init=False)
     fp4_quant_fwd_weight: QParams = field(init=False)
     fp4_quant_bwd_grad: QParams = field(init=False)
@@ -400,11 +376,11 @@ class CustomRecipe(Recipe):
     fp8_mha: bool = False
     fp8_format: Format = Format.HYBRID
     quantization_alignment: int = 128
-    backward_override: str | None = _BACKWARD_OVERRIDE
+    backward_override: str | None = defaults.BACKWARD_OVERRIDE
 
     def __post_init__(self) -> None:
         if not callable(self.qfactory):
             raise ValueError(f"CustomRecipe: qfactory={self.qfactory!r}; pass a callable(role) -> quantizer")
         whole("CustomRecipe: quantization_alignment", self.quantization_alignment)
-        _require_fp8(self)
+        require_fp8(self, (Format.E4M3, Format.HYBRID))
         require_switches(self)

@@ -58,7 +58,7 @@ def check_layer_call(
         check_cache_kind(arguments.inference_params)
     if state.enabled and (recipe := attention_recipe(state.recipe)) is not None:
         scaling_of(recipe)
-    if not isinstance(hidden_states, Tensor):
+    if not isinstance(hidden_states, Tensor) or hidden_states.is_meta:
         _check_inputs(layer, hidden_states, encoder_output)
     try:
         key = _key(layer, hidden_states, encoder_output, arguments)
@@ -153,6 +153,8 @@ def _check_inputs(layer: MultiheadAttention, hidden_states: Any, encoder_output:
                 f"{name} is {list(x.shape)}, qkv_format={layer.qkv_format!r} needs {axes} axes that end in "
                 f"hidden_size={layer.hidden_size}"
             )
+        if x.is_meta:
+            raise ValueError(f"{name} is on {x.device} and has no values; make it on the layer's device")
         mixed = x.dtype != hidden_states.dtype and not torch.is_autocast_enabled(x.device.type)
         if mixed or x.device != hidden_states.device:
             raise ValueError(
