@@ -44,7 +44,7 @@ SWITCHES = {"is_first_microbatch": FLAG}
 RESULTS = {"fp8_output": FLAG, "fp8_grad": FLAG}
 
 
-def _forward(
+def of_forward(
     name: str,
     layer: Callable[[], torch.nn.Module],
     arguments: dict[str, Any],
@@ -76,14 +76,14 @@ def _products(name: str, under: recipe.Recipe | None) -> list[Call]:
     splits = (None, 3, [32], [16, 15], [-1, 33], [16.0, 16.0], "22", torch.tensor([16.0, 16.0]), [16, 16, 0],
               torch.tensor([[16, 16]]), [True, 31], {"a": 32})  # fmt: skip
     return [
-        _forward(f"Linear, {name}", lambda: te.Linear(32, 32, device="cpu"), x,
+        of_forward(f"Linear, {name}", lambda: te.Linear(32, 32, device="cpu"), x,
                  {"inp": ROWS}, SWITCHES, results, under=under),
-        _forward(f"LayerNormLinear, {name}", lambda: te.LayerNormLinear(32, 32, device="cpu"), x,
+        of_forward(f"LayerNormLinear, {name}", lambda: te.LayerNormLinear(32, 32, device="cpu"), x,
                  {"inp": ROWS}, SWITCHES, {"fp8_grad": (*FLAG, True), "fp8_output": results["fp8_output"]},
                  under=under),
-        _forward(f"LayerNormMLP, {name}", lambda: te.LayerNormMLP(32, 32, device="cpu"), x,
+        of_forward(f"LayerNormMLP, {name}", lambda: te.LayerNormMLP(32, 32, device="cpu"), x,
                  {"inp": ROWS}, SWITCHES, under=under),
-        _forward(f"GroupedLinear, {name}", lambda: te.GroupedLinear(2, 32, 32, device="cpu"),
+        of_forward(f"GroupedLinear, {name}", lambda: te.GroupedLinear(2, 32, 32, device="cpu"),
                  {**x, "m_splits": [16, 16]}, {"inp": ROWS, "m_splits": splits}, SWITCHES, under=under),
     ]  # fmt: skip
 
@@ -95,17 +95,17 @@ def _norms() -> list[Call]:
     scores = (*WRONG_KIND, tensor(4), tensor(1, 2, 4, 4, dtype=torch.int64))
     masks = (*NOT_A_TENSOR, tensor(3, 3).bool(), tensor(1, 1, 5, 4).bool())
     return [
-        *(_forward(f"{name}.forward", lambda kind=kind: kind(32, device="cpu"), {"input": tensor(4, 32)},
+        *(of_forward(f"{name}.forward", lambda kind=kind: kind(32, device="cpu"), {"input": tensor(4, 32)},
                    {"input": inputs}) for name, kind in names.items()),
-        _forward("L2Normalization.forward", L2Normalization, {"x": tensor(4, 32)},
+        of_forward("L2Normalization.forward", L2Normalization, {"x": tensor(4, 32)},
                  {"x": (*WRONG_KIND, tensor(4, 32, dtype=torch.int64))}),
-        _forward("DropPath.forward", lambda: DropPath(0.5), {"hidden_state": tensor(4, 4, 32)},
+        of_forward("DropPath.forward", lambda: DropPath(0.5), {"hidden_state": tensor(4, 4, 32)},
                  {"hidden_state": (*WRONG_KIND, tensor(4), tensor(4, 4, 32, dtype=torch.int64))}),
-        _forward("FusedScaleMaskSoftmax.forward", lambda: FusedScaleMaskSoftmax(torch.add),
+        of_forward("FusedScaleMaskSoftmax.forward", lambda: FusedScaleMaskSoftmax(torch.add),
                  {"inp": tensor(1, 2, 4, 4), "mask": None, "attn_mask_type": "causal"},
                  {"inp": scores, "mask": masks, "attn_mask_type": (*NAME, None),
                   "softmax_scale": ("1", NAN, [1.0])}),
-        _forward("RotaryPositionEmbedding.forward", lambda: te.RotaryPositionEmbedding(16), {"max_seq_len": 8},
+        of_forward("RotaryPositionEmbedding.forward", lambda: te.RotaryPositionEmbedding(16), {"max_seq_len": 8},
                  {"max_seq_len": (-1, 2.5, "8", None, True), "offset": (-1, 2.5, "8", None)}),
     ]  # fmt: skip
 
@@ -150,22 +150,22 @@ def _dot_product_attention() -> list[Call]:
         "kv_layer": (tensor(4, 2, 2, 4, 16),),
     }
     calls = [
-        _forward("DotProductAttention.forward", layer, qkv, own, CALL),
-        _forward("DotProductAttention.forward, fp8", layer, qkv,
+        of_forward("DotProductAttention.forward", layer, qkv, own, CALL),
+        of_forward("DotProductAttention.forward, fp8", layer, qkv,
                  {name: values for name, values in {**own, **CALL}.items() if name != "fp8_output"},
                  under=ATTENTION_RECIPE),
-        _forward("DotProductAttention.forward, bias", layer, biased,
+        of_forward("DotProductAttention.forward, bias", layer, biased,
                  {"core_attention_bias": (*NOT_A_TENSOR, None, tensor(4, 4), tensor(1, 4, 4, 5), tensor(1, 3, 4, 4),
                                           tensor(1, 4, 4, 4, dtype=torch.int64),
                                           tensor(1, 4, 4, 4, dtype=torch.bool), tensor(1, 4, 4, 4, device="meta"))}),
-        _forward("DotProductAttention.forward, slopes", layer, sloped,
+        of_forward("DotProductAttention.forward, slopes", layer, sloped,
                  {"alibi_slopes": (*NOT_A_TENSOR, tensor(3), tensor(4, dtype=torch.int64), tensor(3, 4), tensor(),
                                    tensor(4, dtype=torch.bool), tensor(4, device="meta"))}),
-        _forward("DotProductAttention.forward, packed", layer, {"qkv_layer": packed},
+        of_forward("DotProductAttention.forward, packed", layer, {"qkv_layer": packed},
                  {"qkv_layer": (*NOT_A_TENSOR, tensor(4, 2, 2, 4, 16), tensor(4, 16), tensor()),
                   "query_layer": (HEADS,), "key_layer": (HEADS,), "value_layer": (HEADS,),
                   "kv_layer": (tensor(4, 2, 2, 4, 16),), "qkv_interleave_dim": (0, 5, "3", -1, None, 2.5)}),
-        _forward("DotProductAttention.forward, kv packed", layer,
+        of_forward("DotProductAttention.forward, kv packed", layer,
                  {"query_layer": HEADS, "kv_layer": tensor(4, 2, 2, 4, 16)},
                  {"kv_layer": (*NOT_A_TENSOR, tensor(4, 2, 3, 4, 16), tensor()), "key_layer": (HEADS,),
                   "query_layer": (*NOT_A_TENSOR, None), "value_layer": (HEADS,)}),
@@ -213,18 +213,18 @@ def _composites() -> list[Call]:
     calls = []
     for name, under in (("high precision", None), ("delayed", RECIPES["delayed"])):
         calls += [
-            _forward(f"MultiheadAttention.forward, {name}", lambda: te.MultiheadAttention(32, 4, **off),
+            of_forward(f"MultiheadAttention.forward, {name}", lambda: te.MultiheadAttention(32, 4, **off),
                      {"hidden_states": x}, shared, {"hidden_states": inputs, "encoder_output": (x, *NOT_A_TENSOR)},
                      under=under),
-            _forward(f"MultiheadAttention.forward, cross, {name}",
+            of_forward(f"MultiheadAttention.forward, cross, {name}",
                      lambda: te.MultiheadAttention(32, 4, attention_type="cross", **off),
                      {"hidden_states": x, "encoder_output": x.clone()},
                      {"encoder_output": inputs, "hidden_states": inputs}, under=under),
-            _forward(f"TransformerLayer.forward, {name}",
+            of_forward(f"TransformerLayer.forward, {name}",
                      lambda: te.TransformerLayer(32, 32, 4, hidden_dropout=0.0, **off),
                      {"hidden_states": x}, layer, {"hidden_states": inputs, "encoder_output": (x, *NOT_A_TENSOR)},
                      under=under),
-            _forward(f"TransformerLayer.forward, decoder, {name}",
+            of_forward(f"TransformerLayer.forward, decoder, {name}",
                      lambda: te.TransformerLayer(32, 32, 4, layer_type="decoder", hidden_dropout=0.0, **off),
                      {"hidden_states": x, "encoder_output": x.clone()},
                      {"encoder_output": inputs, "hidden_states": inputs}, under=under),

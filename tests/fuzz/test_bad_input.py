@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from attention_calls import attention_calls
 from bad_values import Made, names_it, shown
 from constructor_calls import constructor_calls
 from fingerprint import differences, fingerprint
@@ -18,7 +19,7 @@ from function_calls import function_calls
 import transformer_engine
 
 SOURCES = Path(transformer_engine.__file__).resolve().parents[1]
-TABLES = (constructor_calls, forward_calls, function_calls)
+TABLES = (constructor_calls, forward_calls, attention_calls, function_calls)
 NAMED = (ValueError, TypeError, NotImplementedError, RuntimeError)
 REMEDY = re.compile(
     r"\b(give|choose|pass|use|set|leave|move|convert|call|make|must|pad|needs?|run|unset|ask|drop|raise|takes?|"

@@ -34,7 +34,12 @@ FOUR_OVER_SIX_ERROR = str(_read("NVTE_NVFP4_4OVER6_ERR_MODE"))
 BACKWARD_OVERRIDE: Any = _read("NVTE_BACKWARD_OVERRIDE")
 
 
+def are_readable() -> bool:
+    """Had every variable a value that it can have when this module was imported?"""
+    return not _refusals
+
+
 def demand_readable() -> None:
-    """ValueError if a variable had a value that it cannot have when this module was imported."""
+    """ValueError for the first variable that had another."""
     if _refusals:
         raise ValueError(_refusals[0])

@@ -99,7 +99,7 @@ def whole_step(
     step: dict[Any, int] = {}
     for sequence, given in step_dict.items():
         try:
-            new = operator.index(given)
+            new = operator.index(None if isinstance(given, bool) else given)
         except TypeError:
             raise ValueError(
                 f"sequence {sequence!r} brings {given!r} tokens, which is no whole number; give an int"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ...common import env
 from ...common.checks import described, switch
-from ...common.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
+from ...common.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe, defaults
 from ..device import cuda_version, get_device_compute_capability, has_cuda
 from ..tracing import constant_while_tracing
 
@@ -189,10 +189,12 @@ def is_nvfp4_available(return_reason: bool = False) -> bool | tuple[bool, str]:
     return _answer(check_nvfp4_support(), return_reason)
 
 
-# torch.compile cannot trace the construction of a recipe, so the default ones exist beforehand.
-_DEFAULT_MXFP8 = MXFP8BlockScaling(backward_override=None)
-_DEFAULT_CURRENT = Float8CurrentScaling(backward_override=None)
-_DEFAULT_DELAYED = DelayedScaling(backward_override=None)
+# torch.compile cannot trace the construction of a recipe, so the default ones exist beforehand; not where the
+# environment's defaults are refused, which is said when one is asked for.
+_KINDS = (MXFP8BlockScaling, Float8CurrentScaling, DelayedScaling)
+_SHARED: dict[type[Recipe], Recipe] = (
+    {kind: kind(backward_override=None) for kind in _KINDS} if defaults.are_readable() else {}
+)
 
 
 @constant_while_tracing
@@ -202,9 +204,11 @@ def _is_consumer_blackwell() -> bool:
 
 def default_recipe() -> Recipe:
     """The shared instance of the default recipe, by what the hardware computes without emulation."""
+    if not _SHARED:
+        defaults.demand_readable()
     if _hardware_refusal("mxfp8") == "":
-        return _DEFAULT_MXFP8
-    return _DEFAULT_CURRENT if _is_consumer_blackwell() else _DEFAULT_DELAYED
+        return _SHARED[MXFP8BlockScaling]
+    return _SHARED[Float8CurrentScaling if _is_consumer_blackwell() else DelayedScaling]
 
 
 def get_default_recipe() -> Recipe:
