@@ -137,7 +137,8 @@ def _cached() -> list[Call]:
             return Made(layer, {**new, "inference_params": cache}, [layer, cache])
 
         shapes = (tensor(3, 2, 4, 16), tensor(2, 1, 4, 16), tensor(2, 2, 3, 16), tensor(2, 2, 4, 8),
-                  tensor(2, 2, 4, 16, dtype=torch.float64), tensor(2, 2, 4, 16, device="meta"), *NOT_A_TENSOR)  # fmt: skip
+                  tensor(2, 2, 4, 16, dtype=torch.float64), tensor(2, 2, 4, 16, device="meta"),
+                  *NOT_A_TENSOR)  # fmt: skip
         no_room = te.InferenceParams(2, 16, 2, 16, torch.float32, device="cpu")
         other = te.InferenceParams(2, 16, 4, 16, torch.bfloat16, device="cpu")
         bad = {"query_layer": (shapes[0], *shapes[2:]), "key_layer": shapes, "value_layer": shapes,
@@ -178,7 +179,8 @@ def _layers(name: str) -> list[Call]:
             of_forward(f"{kind}.forward, bias, {name}", layer, biased, {"core_attention_bias": BIASES}, under=under),
             of_forward(f"{kind}.forward, slopes, {name}", layer, sloped, {"alibi_slopes": SLOPES}, under=under),
             of_forward(f"{kind}.forward, rotation, {name}", layer, turned, {"rotary_pos_emb": ANGLES}, under=under),
-            of_forward(f"{kind}.forward, padding mask, {name}", layer, {**padding, "attention_mask": masked(2, 1, 1, 4)},
+            of_forward(f"{kind}.forward, padding mask, {name}", layer,
+                       {**padding, "attention_mask": masked(2, 1, 1, 4)},
                        {"attention_mask": (*PADDING, None)}, under=under),
             of_forward(f"{kind}.forward, lengths, {name}", layer, {**padding, "cu_seqlens_q": bounds(0, 3, 5)},
                        {"cu_seqlens_q": (*DENSE_BOUNDS, None)}, under=under),

@@ -79,9 +79,12 @@ def names_it(message: str, value: Any) -> bool:
     told = {repr(value), type(value).__name__}
     if isinstance(value, torch.Tensor):
         told = {str(list(value.shape)), str(tuple(value.shape)), str(value.dtype), str(value.device)}
-        told |= {str(value.numel()), type(value).__name__} | {str(size) for size in value.shape[-1:]}
+        told |= {str(value.numel()), type(value).__name__} | {str(size) for size in value.shape}
         if value.numel() <= 8 and not value.is_meta:
-            told |= {str(value.tolist())} | {str(item) for item in value.reshape(-1).tolist()}
+            # The bounds of sequences are one more than there are sequences.
+            told |= {str(value.numel() - 1), str(value.tolist())} | {
+                str(item) for item in value.reshape(-1).tolist()
+            }
     elif isinstance(value, (list, tuple)):
         told |= {str(list(value)), str(tuple(value)), str(len(value))}
         return any(text in message for text in told) or any(names_it(message, item) for item in value)
@@ -91,6 +94,8 @@ def names_it(message: str, value: Any) -> bool:
         told |= {repr(item) for pair in value.items() for item in pair}
     elif isinstance(value, enum.Enum):
         told |= {value.name}
+    elif type(value).__module__.startswith("transformer_engine"):
+        told |= {str(part) for part in vars(value).values() if isinstance(part, (int, torch.dtype))}
     else:
         told |= {str(value)} if str(value) else set()
     return any(text in message for text in told)

@@ -51,11 +51,11 @@ def same_shape(name: str, value: Tensor, other_name: str, other: Tensor) -> None
         )
 
 
-def same_device(name: str, value: Tensor, other_name: str, other: Tensor) -> None:
-    """ValueError unless two tensors lie on one device."""
-    if value.device != other.device:
+def same_device(name: str, value: Tensor, other_name: str, device: torch.device) -> None:
+    """ValueError unless a tensor lies on the device of another."""
+    if value.device != device:
         raise ValueError(
-            f"{name} is on {value.device}, {other_name} on {other.device}; move one of them with .to()"
+            f"{name} is on {value.device}, {other_name} on {device}; move one of them with .to()"
         )
 
 

@@ -99,7 +99,9 @@ def whole_step(
     step: dict[Any, int] = {}
     for sequence, given in step_dict.items():
         try:
-            new = operator.index(None if isinstance(given, bool) else given)
+            if isinstance(given, bool):
+                raise TypeError
+            new = operator.index(given)
         except TypeError:
             raise ValueError(
                 f"sequence {sequence!r} brings {given!r} tokens, which is no whole number; give an int"

@@ -128,7 +128,7 @@ class Normalization(torch.nn.Module):
                 raise RuntimeError(
                     f"the parameters of {name} are on the meta device; call reset_parameters() first"
                 )
-            same_device("the input", input, f"{name}.weight", self.weight)
+            same_device("the input", input, f"{name}.weight", self.weight.device)
 
     def extra_repr(self) -> str:
         return f"{self.normalized_shape}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"

@@ -146,7 +146,7 @@ def check_slopes(slopes: Tensor, bias_type: str, q: Tensor | Described, heads: i
             f"alibi_slopes with core_attention_bias_type={bias_type!r}, which ignores {described(slopes)}; use 'alibi'"
         )
     checks.floating("alibi_slopes", slopes)
-    checks.same_device("alibi_slopes", slopes, "query_layer", q)
+    checks.same_device("alibi_slopes", slopes, "query_layer", q.device)
     if slopes.ndim not in (1, 2) or slopes.shape[-1] != heads:
         raise ValueError(
             f"alibi_slopes {list(slopes.shape)} does not end in {heads} heads; give [h], or [b, h]"
@@ -221,7 +221,10 @@ def check_tensors(
     if not q.dtype.is_floating_point:
         raise TypeError(f"query_layer is {q.dtype}; give floating-point values")
     if k.shape[:-2] != v.shape[:-2]:
-        raise ValueError(f"key_layer {list(k.shape)} and value_layer {list(v.shape)} differ in their tokens")
+        raise ValueError(
+            f"key_layer {list(k.shape)} and value_layer {list(v.shape)} differ in their tokens; "
+            "give both the same"
+        )
 
 
 def sink_of(softmax_type: str, offset: Tensor | None, heads: int, device: torch.device) -> Tensor | None:

@@ -70,6 +70,8 @@ class DotProductAttention(TransformerEngineBaseModule):
     _softmax_scale_text: str
     _attention_dropout_text: str
 
+    given_window: tuple[int, int] | None
+
     def __init__(
         self,
         num_attention_heads: int,
