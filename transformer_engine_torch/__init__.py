@@ -35,8 +35,6 @@ from .activation import (
     swiglu,
 )
 from .attention import (
-    fa_prepare_bwd,
-    fa_prepare_fwd,
     fused_attn_bwd,
     fused_attn_fwd,
     get_fused_attn_backend,
@@ -87,6 +85,7 @@ from .norm import (
     rmsnorm_bwd_add,
     rmsnorm_fwd,
 )
+from .packing import fa_prepare_bwd, fa_prepare_fwd
 from .rope import (
     fused_qkv_rope_backward,
     fused_qkv_rope_forward,

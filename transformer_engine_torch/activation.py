@@ -10,13 +10,16 @@ from typing import Any
 
 from torch import Tensor
 
+from transformer_engine.pytorch.checks import floating
 from transformer_engine.pytorch.primitives.activation import (
+    ACTIVATIONS,
     ActivationParams,
     activation_backward,
     activation_forward,
 )
 
 from .cast import bgrad_quantize, given_or_quantized
+from .checks import quantizer_or_none
 
 Forward = Callable[[Tensor, Any], Any]
 Backward = Callable[[Tensor, Tensor, Any], Any]
@@ -24,6 +27,7 @@ Backward = Callable[[Tensor, Tensor, Any], Any]
 
 def _forward(name: str) -> Forward:
     def forward(input: Tensor, quantizer: Any) -> Any:
+        _check(name, input, None, quantizer)
         return given_or_quantized(activation_forward(name, input), quantizer)
 
     return _named(forward, name, f"{name}(input), as quantizer makes it.")
@@ -31,6 +35,8 @@ def _forward(name: str) -> Forward:
 
 def _backward(name: str) -> Backward:
     def backward(grad: Tensor, fwd_input: Tensor, quantizer: Any) -> Any:
+        floating("grad", grad)
+        _check(name, fwd_input, grad, quantizer)
         return given_or_quantized(activation_backward(name, grad, fwd_input), quantizer)
 
     return _named(backward, f"d{name}", f"The gradient of {name}'s input, as quantizer makes it.")
@@ -38,9 +44,32 @@ def _backward(name: str) -> Backward:
 
 def _backward_with_bias(name: str) -> Backward:
     def backward(grad: Tensor, fwd_input: Tensor, quantizer: Any) -> list[Any]:
+        floating("grad", grad)
+        _check(name, fwd_input, grad, quantizer)
         return bgrad_quantize(activation_backward(name, grad, fwd_input), quantizer)
 
     return _named(backward, f"dbias_d{name}", f"[sum over rows, the gradient of {name}'s input].")
+
+
+def _check(name: str, x: Any, grad: Any, quantizer: Any) -> None:
+    """TypeError or ValueError unless x [.., F or 2 F], the gradient [.., F] and the quantizer are what they must be."""
+    quantizer_or_none(quantizer)
+    argument = "input" if grad is None else "fwd_input"
+    floating(argument, x)
+    gated = ACTIVATIONS[name].gated
+    if gated and (x.dim() == 0 or x.shape[-1] % 2):
+        raise ValueError(f"{argument} is {list(x.shape)}; {name} halves the last axis, give it an even size")
+    if grad is None:
+        return
+    expected = (*x.shape[:-1], x.shape[-1] // 2) if gated else tuple(x.shape)
+    if tuple(grad.shape) != expected:
+        raise ValueError(
+            f"grad is {list(grad.shape)}, fwd_input {list(x.shape)}; give a gradient {list(expected)}"
+        )
+
+
+def _params(limit: float, alpha: float, offset: float) -> ActivationParams:
+    return ActivationParams.from_mapping({"limit": limit, "alpha": alpha, "glu_linear_offset": offset})
 
 
 def _named(function: Callable[..., Any], name: str, docstring: str) -> Callable[..., Any]:
@@ -71,7 +100,8 @@ def clamped_swiglu(
     input: Tensor, quantizer: Any, limit: float = 7.0, alpha: float = 1.702, glu_linear_offset: float = 1.0
 ) -> Any:
     """clamped_swiglu(input [.., 2 F]): both halves limited, the gate shifted by glu_linear_offset."""
-    params = ActivationParams(limit, alpha, glu_linear_offset)
+    _check("clamped_swiglu", input, None, quantizer)
+    params = _params(limit, alpha, glu_linear_offset)
     return given_or_quantized(activation_forward("clamped_swiglu", input, params), quantizer)
 
 
@@ -84,5 +114,7 @@ def clamped_dswiglu(
     glu_linear_offset: float = 1.0,
 ) -> Any:
     """The gradient of clamped_swiglu's input."""
-    params = ActivationParams(limit, alpha, glu_linear_offset)
+    floating("grad", grad)
+    _check("clamped_swiglu", fwd_input, grad, quantizer)
+    params = _params(limit, alpha, glu_linear_offset)
     return given_or_quantized(activation_backward("clamped_swiglu", grad, fwd_input, params), quantizer)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from transformer_engine.common.checks import described
 from transformer_engine.pytorch.attention.dot_product_attention.alibi import default_slopes
 from transformer_engine.pytorch.attention.dot_product_attention.call import Options, request_of
 from transformer_engine.pytorch.attention.dot_product_attention.choose import kernels
@@ -30,7 +31,10 @@ from transformer_engine.pytorch.attention.dot_product_attention.utils import (
 from transformer_engine.pytorch.constants import DType, TE_DType_To_Torch
 
 from . import fp8_attention
+from .attention_checks import check_call, check_question
 from .attention_sequences import sequences_of
+from .cast import torch_dtype
+from .checks import member, quantizer_or_none
 from .enums import NVTE_Bias_Type, NVTE_Mask_Type, NVTE_QKV_Layout, NVTE_Softmax_Type
 from .layout import Layout
 
@@ -98,7 +102,8 @@ def fused_attn_fwd(
     without. s_quantizer learns the softmax's largest value in an FP8 attention. rng_gen, rng_elts_per_thread and
     cuda_graph are accepted and change nothing.
     """
-    layout = Layout.of(qkv_layout)
+    layout = Layout.of(member("qkv_layout", NVTE_QKV_Layout, qkv_layout))
+    quantizer_or_none(o_quantizer, "o_quantizer")
     request, inputs = _call(
         layout,
         (max_seqlen_q, max_seqlen_kv),
@@ -173,7 +178,7 @@ def fused_attn_bwd(
     dqkv_type         dtype of the gradients; an FP8 type or None: fake_dtype. dqkv_quantizer quantizes them
     Of a packed layout, the gradients are views of one buffer of that layout.
     """
-    layout = Layout.of(qkv_layout)
+    layout = Layout.of(member("qkv_layout", NVTE_QKV_Layout, qkv_layout))
     lse, state, *extras = Aux_CTX_Tensors
     has_bias = NVTE_Bias_Type(bias_type) in (
         NVTE_Bias_Type.NVTE_PRE_SCALE_BIAS,
@@ -243,27 +248,38 @@ def get_fused_attn_backend(
     deterministic: bool = False,
 ) -> NVTE_Fused_Attn_Backend:
     """The kind of fused attention that takes a call; NVTE_No_Backend when none does."""
-    dtype = TE_DType_To_Torch[DType(q_dtype)]
+    dtype = torch_dtype(member("q_dtype", DType, q_dtype))
+    check_question(
+        {
+            "num_attn_heads": num_attn_heads,
+            "num_gqa_groups": num_gqa_groups,
+            "head_dim_qk": head_dim_qk,
+            "head_dim_v": head_dim_v,
+        },
+        {"max_seqlen_q": max_seqlen_q, "max_seqlen_kv": max_seqlen_kv},
+        p_dropout,
+        (window_size_left, window_size_right),
+    )
     fp8 = dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
-    if DType(kv_dtype) != DType(q_dtype):
+    if member("kv_dtype", DType, kv_dtype) != DType(q_dtype):
         return NVTE_Fused_Attn_Backend.NVTE_No_Backend
     params = AttentionParams(
         qkv_dtype=torch.bfloat16 if fp8 else dtype,
-        qkv_layout=Layout.of(qkv_layout).name,
+        qkv_layout=Layout.of(member("qkv_layout", NVTE_QKV_Layout, qkv_layout)).name,
         num_heads=num_attn_heads,
         num_gqa_groups=num_gqa_groups,
         max_seqlen_q=max_seqlen_q,
         max_seqlen_kv=max_seqlen_kv,
         head_dim_qk=head_dim_qk,
         head_dim_v=head_dim_v,
-        attn_mask_type=_MASKS[NVTE_Mask_Type(attn_mask_type)],
+        attn_mask_type=_MASKS[member("attn_mask_type", NVTE_Mask_Type, attn_mask_type)],
         window_size=(window_size_left, window_size_right),
-        core_attention_bias_type=_BIASES[NVTE_Bias_Type(bias_type)],
+        core_attention_bias_type=_BIASES[member("bias_type", NVTE_Bias_Type, bias_type)],
         attention_dropout=p_dropout,
         deterministic=deterministic,
         is_training=is_training,
         fp8=fp8,
-        softmax_type=_SOFTMAXES[NVTE_Softmax_Type(softmax_type)],
+        softmax_type=_SOFTMAXES[member("softmax_type", NVTE_Softmax_Type, softmax_type)],
         return_max_logit=return_max_logit,
         cuda_graph=cuda_graph,
     )
@@ -271,26 +287,6 @@ def get_fused_attn_backend(
     if not fused:
         return NVTE_Fused_Attn_Backend.NVTE_No_Backend
     return NVTE_Fused_Attn_Backend.NVTE_FP8 if fp8 else NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen
-
-
-def fa_prepare_fwd(qkvi: Tensor) -> Tensor:
-    """[3, b, s, h, d]: queries, keys and values apart, from one buffer [s, b, h, 3 d] that interleaves them.
-
-    qkvi is that buffer, or its queries [s, b, h, d] as a view of it.
-    """
-    size = qkvi.shape[-1]
-    if qkvi.stride(2) == 3 * size:
-        qkvi = qkvi.as_strided((*qkvi.shape[:3], 3 * size), qkvi.stride())
-    elif size % 3:
-        raise ValueError(
-            f"qkvi {list(qkvi.shape)} neither ends in 3 * d features nor is a view of a buffer that does"
-        )
-    return qkvi.unflatten(-1, (3, -1)).permute(3, 1, 0, 2, 4).contiguous()
-
-
-def fa_prepare_bwd(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """[s, b, h, 3 d]: the inverse of fa_prepare_fwd, for gradients q, k, v [b, s, h, d]."""
-    return torch.stack((q, k, v), dim=-2).flatten(-2).transpose(0, 1).contiguous()
 
 
 def _call(
@@ -312,13 +308,18 @@ def _call(
     bottom_right: bool | None,
 ) -> tuple[AttentionRequest, AttentionInputs]:
     """The call as the backends are asked for it."""
+    check_call(layout, qkv, cu_seqlens, scale, dropout, dtype, window, bias, offset)
     if layout.paged != (page_table is not None):
         raise ValueError(f"qkv_layout={layout.name!r} {'needs' if layout.paged else 'takes no'} page_table_k")
     q = layout.queries(_wide(qkv[0], dtype))
     k, v = (layout.keys(_wide(x, dtype)) for x in qkv[1:])
-    bias_name = _BIASES[NVTE_Bias_Type(kinds[0])]
-    softmax = _SOFTMAXES[NVTE_Softmax_Type(kinds[2])]
-    mask_name = _MASKS[NVTE_Mask_Type(kinds[1])]
+    bias_name = _BIASES[member("bias_type", NVTE_Bias_Type, kinds[0])]
+    if bias is not None and bias.numel() and bias_name not in ("pre_scale_bias", "post_scale_bias"):
+        raise ValueError(
+            f"attn_bias={described(bias)} with bias type {bias_name!r}; leave it out, or set the type"
+        )
+    softmax = _SOFTMAXES[member("softmax_type", NVTE_Softmax_Type, kinds[2])]
+    mask_name = _MASKS[member("attn_mask_type", NVTE_Mask_Type, kinds[1])]
     left, right = window
     # Callers leave the right side of a causal window open; the mask closes it.
     mask = resolve_mask(mask_name, (left, 0 if "causal" in mask_name else right), bottom_right)

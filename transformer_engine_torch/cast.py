@@ -8,13 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from transformer_engine.common.checks import described, whole_numbers
+from transformer_engine.pytorch.checks import floating
 from transformer_engine.pytorch.constants import DType, TE_DType_To_Torch
 from transformer_engine.pytorch.primitives.quantize import absolute_maximum
+
+from .checks import member, output_or_none, quantizer_or_none, sequence, values, with_axes
 
 
 def torch_dtype(dtype: DType | int | torch.dtype) -> torch.dtype:
     """torch's dtype of the enumeration or of its number."""
-    return dtype if isinstance(dtype, torch.dtype) else TE_DType_To_Torch[DType(dtype)]
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    found = TE_DType_To_Torch.get(member("dtype", DType, dtype))
+    if found is None:
+        raise ValueError(f"dtype={dtype!r} has no dtype of torch; give another DType")
+    return found
 
 
 def given_or_quantized(tensor: Tensor, quantizer: Any, output: Any = None) -> Any:
@@ -26,6 +35,9 @@ def given_or_quantized(tensor: Tensor, quantizer: Any, output: Any = None) -> An
 
 def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | None = None) -> Any:
     """The quantized tensor, written into output if that is given; noop float32 [1] != 0 leaves output as it is."""
+    if quantizer is None:
+        raise TypeError("quantizer=None quantizes nothing; give an instance of a Quantizer")
+    quantizer_or_none(quantizer)
     if output is None:
         return quantizer.quantize(tensor)
     return quantizer.update_quantized(tensor, output, noop_flag=noop)
@@ -33,17 +45,32 @@ def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | 
 
 def dequantize(input: Any, otype: DType | int | torch.dtype) -> Tensor:
     """The values of a quantized tensor."""
+    if not hasattr(input, "get_usages"):
+        raise TypeError(f"input={described(input)} is a {type(input).__name__}; give a quantized tensor")
     return input.dequantize(dtype=torch_dtype(otype))
 
 
 def bgrad_quantize(input: Tensor, quantizer: Any) -> list[Any]:
     """[sum of input [.., K] over its rows, in its dtype and summed in float32; the quantized input]."""
+    quantizer_or_none(quantizer)
+    values(input=input)
+    with_axes("input", input, 1)
     bias_gradient = input.reshape(-1, input.shape[-1]).sum(dim=0, dtype=torch.float32).to(input.dtype)
     return [bias_gradient, given_or_quantized(input, quantizer)]
 
 
 def multi_tensor_quantize(tensor_list: Sequence[Tensor], quantizer_list: Sequence[Any]) -> list[Any]:
     """Every tensor as the quantizer of its place makes it."""
+    for name, given in (("tensor_list", tensor_list), ("quantizer_list", quantizer_list)):
+        sequence(name, given)
+    if len(tensor_list) != len(quantizer_list):
+        raise ValueError(
+            f"{len(tensor_list)} tensors and {len(quantizer_list)} quantizers; give as many of each"
+        )
+    for quantizer in quantizer_list:
+        quantizer_or_none(quantizer, "quantizer_list holds a quantizer that")
+    for tensor in tensor_list:
+        floating("tensor_list holds a value that", tensor)
     return [
         given_or_quantized(tensor, quantizer)
         for tensor, quantizer in zip(tensor_list, quantizer_list, strict=True)
@@ -57,6 +84,12 @@ def split_quantize(
     disable_bulk_allocation: bool = False,
 ) -> list[Any]:
     """The parts of tensor [M, K], split along its rows, quantized; disable_bulk_allocation changes nothing."""
+    with_axes("tensor", tensor, 1)
+    whole_numbers("split_sections", split_sections)
+    if sum(split_sections) != tensor.shape[0] or min(split_sections) < 0:
+        raise ValueError(
+            f"split_sections={list(split_sections)} must be sizes of at least 0 that add up to {tensor.shape[0]} rows"
+        )
     return multi_tensor_quantize(tensor.split(list(split_sections), dim=0), quantizer_list)
 
 
@@ -68,21 +101,33 @@ def create_empty_quantized_tensor(
     pin_memory: bool = False,
 ) -> Any:
     """A quantized tensor of this shape and nominal dtype with unset payload."""
+    if quantizer is None:
+        raise TypeError("quantizer=None makes no tensor; give an instance of a Quantizer")
+    quantizer_or_none(quantizer)
     return quantizer.make_empty(shape, dtype=torch_dtype(dtype), device=device, pin_memory=pin_memory)
 
 
 def compute_amax(input: Tensor, amax: Tensor) -> None:
     """amax float32 [1] = max |input|, in place."""
+    values(input=input, amax=amax)
+    if amax.numel() != 1:
+        raise ValueError(f"amax is {list(amax.shape)}; give one element")
     amax.copy_(absolute_maximum(input).reshape(amax.shape))
 
 
 def fp8_transpose(input: Tensor, dtype: DType | int, out: Tensor | None = None) -> Tensor:
     """uint8 [K, M] of FP8 codes uint8 [.., K], whose leading axes make M; into out if that is given."""
+    with_axes("input", input, 1)
+    if input.element_size() != 1:
+        raise TypeError(f"input is {input.dtype}; give codes of one byte, uint8")
     turned = input.reshape(-1, input.shape[-1]).t()
+    output_or_none("out", out, turned)
     return turned.contiguous() if out is None else out.copy_(turned)
 
 
 def swap_first_dims(tensor: Tensor, out: Tensor | None = None) -> Tensor:
     """[b, a, ..] of [a, b, ..], contiguous; into out if that is given."""
+    with_axes("tensor", tensor, 2)
     turned = tensor.transpose(0, 1)
+    output_or_none("out", out, turned)
     return turned.contiguous() if out is None else out.copy_(turned)

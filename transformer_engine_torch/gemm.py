@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from transformer_engine.common.checks import described, number, number_or_none, switch, whole_numbers
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D
+from transformer_engine.pytorch.checks import floating, tensor_or_none
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.primitives.activation import activation_backward, activation_forward
 from transformer_engine.pytorch.primitives.column_sums import column_sums
@@ -28,6 +30,7 @@ from transformer_engine.pytorch.tensor.storage.quantized_tensor_storage import (
 )
 
 from .cast import torch_dtype
+from .checks import output_or_none, quantizer_or_none, sequence, with_axes
 
 
 def generic_gemm(
@@ -67,6 +70,10 @@ def generic_gemm(
     use_split_accumulator, two of 128 x 128, extents that are no multiples of 16, and some epilogues.
     """
     _refuse_userbuffers(comm_overlap, comm_type, extra_output, bulk_overlap)
+    _check_kinds(A, B, D, bias, quantizer, output_dtype)
+    _check_settings(gelu=gelu, grad=grad, accumulate=accumulate, use_split_accumulator=use_split_accumulator)
+    number("alpha", alpha)
+    number_or_none("beta", beta)
     if beta not in (None, 0.0) and not accumulate:
         raise ValueError(f"beta={beta} without accumulate; set accumulate=True, or leave beta None")
     if quantizer is not None and (D is not None or accumulate):
@@ -76,7 +83,7 @@ def generic_gemm(
     if gelu and grad and gelu_in is None:
         raise ValueError("gelu=True with grad=True needs gelu_in, the product of the forward pass")
     if accumulate and D is None:
-        raise ValueError("accumulate=True without D; give the tensor that is added to")
+        raise ValueError(f"accumulate={accumulate} without D; give the tensor that is added to")
     accumulate = accumulate and beta != 0.0  # what D holds does not matter then, be it NaN
     dtype = _output_dtype(A, D, output_dtype)
     b, a = _operands(A, transA, B, transB)
@@ -108,14 +115,33 @@ def generic_gemm(
     return [result, grad_bias, gelu_in if grad else before, None]
 
 
+def _check_kinds(A: Any, B: Any, D: Any, bias: Any, quantizer: Any, output_dtype: Any) -> None:
+    """TypeError unless the operands are matrices of floating-point values, quantized or not."""
+    for name, operand in (("A", A), ("B", B)):
+        if not isinstance(operand, QuantizedTensorStorage):
+            floating(name, operand)
+            with_axes(name, operand, 1)
+    output_or_none("D", D, None)
+    if bias is not None:
+        floating("bias", bias)
+    quantizer_or_none(quantizer)
+    if output_dtype is not None:
+        torch_dtype(output_dtype)
+
+
+def _check_settings(**switches: Any) -> None:
+    for name, value in switches.items():
+        switch(name, value)
+
+
 def _check_extents(a: Operand, b: Operand, D: Tensor | None, bias: Tensor | None) -> None:
     """Before D is scaled: ValueError where the product, D and the bias do not fit."""
     if a.depth != b.depth:
         raise ValueError(
-            f"the operands contract {b.depth} and {a.depth} elements; check transA={a.rows} x K and transB"
+            f"the operands contract {b.depth} and {a.depth} elements; give operands that agree, or another layout"
         )
     if D is not None and D.numel() != b.rows * a.rows:
-        raise ValueError(f"D is {list(D.shape)}; the product is {[b.rows, a.rows]}")
+        raise ValueError(f"D is {list(D.shape)}; the product is {[b.rows, a.rows]}, give its shape")
     if bias is not None and bias.shape != (a.rows,):
         raise ValueError(f"the bias has shape {tuple(bias.shape)}; it must be ({a.rows},)")
 
@@ -168,9 +194,24 @@ def te_general_grouped_gemm(
     """
     if D is None:
         raise ValueError("D=None: the results are written; give a list of tensors, or one with single_output")
+    for name, given in (("A", A), ("B", B), ("D", D)):
+        sequence(name, given)
+    if m_splits is not None:
+        whole_numbers("m_splits", m_splits)
+    if bias is not None:
+        sequence("bias", bias)
+    for out in D:
+        output_or_none("D holds a result that", out, None)
+    for added in bias or ():
+        tensor_or_none("bias holds a value that", added)
     outputs = list(D[0].split(list(m_splits or ()))) if single_output else list(D)
     if not len(A) == len(B) == len(outputs):
-        raise ValueError(f"{len(A)} A, {len(B)} B and {len(outputs)} results; there must be as many of each")
+        raise ValueError(f"{len(A)} A, {len(B)} B and {len(outputs)} results; give as many of each")
+    for i, (left, right, out) in enumerate(zip(A, B, outputs, strict=True)):
+        given = None if not bias or bias[i] is None or bias[i].numel() == 0 else bias[i]
+        _check_kinds(left, right, out, given, None, None)
+        b, a = _operands(left, transa, right, transb)
+        _check_extents(a, b, out, None if grad else given)
     gradients: list[Tensor | None] = []
     for i, (left, right, out) in enumerate(zip(A, B, outputs, strict=True)):
         before = None if not pre_gelu_out or pre_gelu_out[i].numel() == 0 else pre_gelu_out[i]
@@ -187,13 +228,14 @@ def _refuse_userbuffers(
     comm_overlap: Any, comm_type: Any, extra_output: Tensor | None, bulk_overlap: bool
 ) -> None:
     given = {"comm_overlap": comm_overlap, "comm_type": comm_type, "extra_output": extra_output}
-    named = [name for name, value in given.items() if value is not None] + ["bulk_overlap"] * bool(
-        bulk_overlap
-    )
+    named = {name: value for name, value in given.items() if value is not None}
+    if bulk_overlap:
+        named["bulk_overlap"] = bulk_overlap
     if named:
+        values = ", ".join(described(value) for value in named.values())
         raise NotImplementedError(
-            f"{', '.join(named)}: products do not overlap communication here; leave it out and communicate before "
-            "or after the product"
+            f"{', '.join(named)}: products do not overlap communication here; leave out {values}, and communicate "
+            "before or after the product"
         )
 
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Real
 
 import torch
 from torch import Tensor
 
+from transformer_engine.common.checks import described, one_of
 from transformer_engine.common.formats import E4M3, E5M2
+from transformer_engine.pytorch.checks import floating
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.primitives.scale_update import advance_scales
+
+from .checks import member, sequence, values, with_axes
 
 _MAXIMUM = {DType.kFloat8E4M3: E4M3.maximum, DType.kFloat8E5M2: E5M2.maximum}
 _ALGORITHMS = ("max", "most_recent")
@@ -39,23 +44,29 @@ def fused_amax_and_scale_update_after_reduction(
     amax_histories, scales  float32 [length, n] and [n]; a column whose latest amax is 0 stays as it is
     amax_compute_algo       "max" over the history, or "most_recent"
     """
-    if amax_compute_algo not in _ALGORITHMS:
-        raise ValueError(
-            f"amax_compute_algo={amax_compute_algo!r} does not exist; choose one of {', '.join(_ALGORITHMS)}"
-        )
-    dtype = DType(fp8_dtype)
+    one_of("amax_compute_algo", amax_compute_algo, _ALGORITHMS)
+    dtype = member("fp8_dtype", DType, fp8_dtype)
     if dtype not in _MAXIMUM:
         raise ValueError(f"fp8_dtype={dtype!r} is not FP8; give kFloat8E4M3 or kFloat8E5M2")
+    if isinstance(margin, bool) or not isinstance(margin, Real):
+        raise TypeError(f"margin={described(margin)} is no number; give a whole number of powers of two")
     if not float(margin).is_integer():
-        raise ValueError(f"margin={margin} is not a whole number of powers of two")
+        raise ValueError(f"margin={margin} is not a whole number of powers of two; give one")
+    values(amax_reduction_buffer=amax_reduction_buffer)
+    for name, given, axes in (("amax_histories", amax_histories, 2), ("scales", scales, 1)):
+        sequence(name, given)
+        for tensor in given:
+            floating(f"{name} holds a value that", tensor)
+            with_axes(f"{name} holds a tensor that", tensor, axes)
     columns = [history.shape[1] for history in amax_histories]
     if sum(columns) != amax_reduction_buffer.numel():
         raise ValueError(
-            f"amax_reduction_buffer has {amax_reduction_buffer.numel()} amaxes, the histories {sum(columns)} columns"
+            f"amax_reduction_buffer has {amax_reduction_buffer.numel()} amaxes, the histories {sum(columns)} columns; "
+            "give one amax a column"
         )
     if [scale.numel() for scale in scales] != columns:
         raise ValueError(
-            f"scales have {[scale.numel() for scale in scales]} elements, the histories {columns} columns"
+            f"scales have {[scale.numel() for scale in scales]} elements, the histories {columns} columns; match them"
         )
     parts = amax_reduction_buffer.reshape(-1).split(columns)
     for history, reduced in zip(amax_histories, parts, strict=True):

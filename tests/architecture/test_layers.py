@@ -14,6 +14,7 @@ LAYERS = {
     "transformer_engine.common": 0,
     "transformer_engine.pytorch": 8,  # the package's __init__ gathers the public names of all layers
     "transformer_engine.pytorch.device": 1,
+    "transformer_engine.pytorch.checks": 1,
     "transformer_engine.pytorch.device_checks": 1,
     "transformer_engine.pytorch.constants": 1,
     "transformer_engine.pytorch.backward_thread": 1,
@@ -27,6 +28,7 @@ LAYERS = {
     "transformer_engine.pytorch.module": 6,
     "transformer_engine.pytorch.attention": 6,
     "transformer_engine.pytorch.transformer": 6,
+    "transformer_engine.pytorch.transformer_checks": 6,
     "transformer_engine.pytorch.explain": 7,
     "transformer_engine.pytorch.memory_ledger": 7,
     "transformer_engine.pytorch.memory_plan": 7,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -394,12 +395,13 @@ def test_unavailable_options_are_refused(option, device):
 
 
 def test_context_parallel_groups_of_one_rank_are_taken_and_larger_ones_refused(monkeypatch):
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: group)
-    module = DotProductAttention(2, 4, cp_group=1)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: group.ranks)
+    alone, two = SimpleNamespace(ranks=1), SimpleNamespace(ranks=2)
+    module = DotProductAttention(2, 4, cp_group=alone)
     module.set_context_parallel_group(None, None, None, "all_gather")
     assert module.cp_comm_type == "all_gather"
     with pytest.raises(NotImplementedError, match="over 4 ranks is not available"):
-        module.set_context_parallel_group([2, 2], [0, 1, 2, 3], None, "a2a+p2p")
+        module.set_context_parallel_group([two, two], [0, 1, 2, 3], None, "a2a+p2p")
     assert module.cp_group is None
 
 

@@ -241,7 +241,7 @@ def test_sharded_heads_have_sharded_projections(device):
     "options, message",
     [
         ({"attention_type": "both"}, "attention_type='both' does not exist"),
-        ({"layer_number": 0}, "layer_number=0; layers count from 1"),
+        ({"layer_number": 0}, "layer_number=0 is below 1"),
         ({"fuse_wgrad_accumulation": True}, "set fuse_qkv_params=True"),
         ({"return_layernorm_output": True}, "there is no norm to return"),
         ({"qk_norm_type": "BatchNorm"}, "qk_norm_type='BatchNorm' does not exist"),

@@ -72,7 +72,7 @@ def test_names_and_seeds_are_used_once_and_unknown_names_list_the_known(tracker)
         tracker.add("third", 1)
     with pytest.raises(ValueError, match="'other'"):
         tracker.add("other", 3)
-    with pytest.raises(KeyError, match="model-parallel-rng, other"), tracker.fork("nonesuch"):
+    with pytest.raises(ValueError, match="model-parallel-rng, other"), tracker.fork("nonesuch"):
         pass
 
 

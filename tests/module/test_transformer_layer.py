@@ -298,7 +298,7 @@ def test_groups_reach_every_child(device, monkeypatch):
     [
         ({"layer_type": "both"}, "layer_type='both' does not exist"),
         ({"normalization": "BatchNorm"}, "normalization='BatchNorm' does not exist"),
-        ({"attn_input_format": "hsbd"}, "attn_input_format='hsbd'; choose one of"),
+        ({"attn_input_format": "hsbd"}, "attn_input_format='hsbd' does not exist; choose one of"),
         ({"parallel_attention_mlp": True, "layer_type": "decoder"}, "is for layer_type='encoder' without"),
         ({"parallel_attention_mlp": True, "output_layernorm": True}, "is for layer_type='encoder' without"),
         ({"drop_path_rate": 0.1, "attn_input_format": "thd"}, "has no axis of samples"),

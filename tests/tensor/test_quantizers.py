@@ -420,13 +420,14 @@ def test_current_scaling_can_floor_to_powers_of_two_and_to_an_epsilon(device):
 @pytest.fixture
 def doubling_group(monkeypatch):
     """A group in which another rank always has twice the maximum."""
+    group_of_two = object()
 
     def all_reduce(tensor, op=None, group=None):
-        assert group == "group" and op == torch.distributed.ReduceOp.MAX
+        assert group is group_of_two and op == torch.distributed.ReduceOp.MAX
         tensor.mul_(2)
 
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
-    return {"with_amax_reduction": True, "amax_reduction_group": "group"}
+    return {"with_amax_reduction": True, "amax_reduction_group": group_of_two}
 
 
 def test_the_maximum_is_reduced_over_the_group(doubling_group, device):

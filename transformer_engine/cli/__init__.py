@@ -7,6 +7,8 @@ import sys
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from ..common import env
+
 if TYPE_CHECKING:
     from typer import Typer
 
@@ -40,4 +42,8 @@ def main() -> None:
     missing = [name for name in REQUIRED if find_spec(name) is None]
     if missing:
         sys.exit(f"te needs {', '.join(missing)}; install with: pip install transformer-engine[cli]")
+    try:
+        env.check_all()
+    except ValueError as error:
+        sys.exit(f"error: {error}")
     application()()

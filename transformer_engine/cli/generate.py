@@ -14,9 +14,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from .demo import checkpoint
-from .demo.config import HIGH_PRECISION, Config
+from .demo.config import HIGH_PRECISION, Config, saved_config
 from .demo.model import ByteGPT
 from .demo.sample import generate as draw
+from .failure import fitting, reporting
 from .train import DeviceName, _printable
 
 # Bytes drawn before the clock starts: the prompt's step and the first single-byte step compile and warm up.
@@ -45,11 +46,11 @@ def generate(
 ) -> None:
     """Draw text from a model that te train has trained, and say how many tokens (bytes) a second came."""
     console = Console(highlight=False)
-    try:
+    with reporting(console), fitting("use --device cpu, or free the GPU"):
         if page_size < 0:
             raise ValueError(f"page_size={page_size} is below 0; give a positive number, or 0 for no pages")
         model, config = load(out / name / "checkpoint", device.value, high_precision)
-        start = prompt.encode()
+        start = prompt.encode(errors="surrogateescape")
         shown = _Shown(console, start)
         drawn = draw(
             model,
@@ -62,9 +63,6 @@ def generate(
             page_size=page_size or None,
             observe=shown,
         )
-    except ValueError as error:
-        console.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
-        raise typer.Exit(2) from None
     kind = "no cache" if not cache else f"KV cache in pages of {page_size}" if page_size else "KV cache"
     console.print(f"\n{len(drawn)} bytes on {config.device}, {kind}{shown.speed()}", soft_wrap=True)
 
@@ -105,8 +103,14 @@ def load(path: Path, device: str, high_precision: bool) -> tuple[ByteGPT, Config
     state: dict[str, Any] = checkpoint.load(path)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    config = replace(Config(**{**state["config"], "device": "cpu"}), device=device)
+    config = replace(saved_config({**state["config"], "device": "cpu"}, str(path)), device=device)
     run = HIGH_PRECISION if high_precision else config.runs[0]
     model = ByteGPT(config)
+    saved = state["runs"].get(run)
+    refusal = "it has no such run" if saved is None else checkpoint.misfit(saved["model"], model.state_dict())
+    if refusal is not None:
+        raise ValueError(
+            f"{path} does not fit the model of the run {run}: {refusal}; train it again with te train"
+        )
     model.load_state_dict(state["runs"][run]["model"])
     return model, config

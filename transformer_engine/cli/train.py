@@ -22,6 +22,10 @@ from .demo.plot import plot_losses
 from .demo.sample import generate
 from .demo.trainer import Progress as Record
 from .demo.trainer import Trainer, summarize
+from .failure import Failure, fitting, reporting, reporting_failures, writing
+
+SMALLER = "give a smaller --batch, --seq, --hidden or --layers"
+ELSEWHERE = "choose another folder with --out, or make this one writable"
 
 
 class RecipeName(str, enum.Enum):
@@ -82,13 +86,10 @@ def train(
         "data": data,
     }
     folder = out / (name or given["recipe"] or "delayed")
-    try:
+    with reporting(console), fitting(SMALLER):
         trainer = _prepare(folder, device.value, given, resume)
-    except ValueError as error:
-        console.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
-        raise typer.Exit(2) from None
     _describe(console, trainer)
-    with _interrupts(console) as stopping:
+    with _interrupts(console) as stopping, reporting_failures(console), fitting(SMALLER):
         finished = _train(console, trainer, stopping)
     if not finished:
         console.print(
@@ -97,7 +98,8 @@ def train(
             soft_wrap=True,
         )
         raise typer.Exit(130)
-    _conclude(console, trainer)
+    with reporting_failures(console):
+        _conclude(console, trainer)
 
 
 def _prepare(folder: Path, device: str, given: dict[str, Any], resume: bool) -> Trainer:
@@ -105,10 +107,12 @@ def _prepare(folder: Path, device: str, given: dict[str, Any], resume: bool) -> 
     if not resume:
         config = resolve(device, given)
         trainer = Trainer(config, load_corpus(config.data, config.sequence), folder)
-        trainer.metrics_path.unlink(missing_ok=True)
+        with writing(folder, ELSEWHERE):
+            folder.mkdir(parents=True, exist_ok=True)
+            trainer.metrics_path.unlink(missing_ok=True)
         return trainer
     state = checkpoint.load(folder / "checkpoint")
-    config = restore(state["config"], device, given)
+    config = restore(state["config"], device, given, str(folder / "checkpoint"))
     trainer = Trainer(config, load_corpus(config.data, config.sequence), folder)
     trainer.load(state)
     return trainer
@@ -176,7 +180,12 @@ def _train(console: Console, trainer: Trainer, stopping: list[bool]) -> bool:
 
 def _conclude(console: Console, trainer: Trainer) -> None:
     config, folder = trainer.config, trainer.folder
-    plot_losses(folder / "loss.png", config, trainer.history)
+    if not trainer.history:
+        raise Failure(
+            f"{trainer.metrics_path} holds no step of this run, nothing can be drawn; train anew without --resume"
+        )
+    with writing(folder / "loss.png", "free some space there; te train --resume draws it again"):
+        plot_losses(folder / "loss.png", config, trainer.history)
     console.print(_table(trainer))
     prompt = bytes(trainer.corpus.validation[: min(32, config.sequence // 2)].tolist())
     run = trainer.runs[config.runs[0]]

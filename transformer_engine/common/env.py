@@ -318,6 +318,12 @@ def get(name: str) -> Value:
     return row.default if text is None else row.parse(text)
 
 
+def check_all() -> None:
+    """ValueError for the first variable of the table whose value it cannot have."""
+    for name in VARIABLES:
+        get(name)
+
+
 def texts(names: tuple[str, ...]) -> tuple[str | None, ...]:
     """The texts of variables as they are, None where unset: what a cached decision has to be keyed by."""
     return tuple(map(os.environ.get, names))

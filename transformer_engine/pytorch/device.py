@@ -52,13 +52,24 @@ def cuda_version() -> tuple[int, int]:
     return (int(major), int(minor))
 
 
-def canonical_device(device: torch.device | str | int | None = "cuda") -> torch.device:
-    """The device a module allocates on: "cuda", the default everywhere, means the CPU where there is no GPU."""
+def canonical_device(device: torch.device | str | int | None = "cuda", name: str = "device") -> torch.device:
+    """The device a module allocates on: "cuda", the default everywhere, means the CPU where there is no GPU.
+
+    Raises ValueError or TypeError, with the argument's name, for what is no device.
+    """
     if device is None:
         device = "cuda"
-    if isinstance(device, int):
-        device = torch.device("cuda", device)
-    device = torch.device(device)
+    if isinstance(device, bool) or not isinstance(device, (str, int, torch.device)):
+        raise TypeError(
+            f"{name}={device!r} is a {type(device).__name__}; give 'cuda', 'cpu', 'meta', a GPU's number or a "
+            "torch.device"
+        )
+    try:
+        device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    except RuntimeError:
+        raise ValueError(
+            f"{name}={device!r} is no device of torch; give 'cuda', 'cuda:0', 'cpu' or 'meta'"
+        ) from None
     if device.type != "cuda":
         return device
     if not has_cuda():

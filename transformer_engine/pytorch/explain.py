@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..common.checks import function as checked_function
+from ..common.checks import switch
 from ..common.dispatch import Verdict, observing, tables
 
 
@@ -48,6 +50,8 @@ def explain(function: Callable[..., Any], *args: Any, backward: bool = True, **k
 
     The call is made for real: what it changes, the amax histories of delayed scaling included, is changed.
     """
+    checked_function("function", function)
+    switch("backward", backward)
     counts: dict[tuple[str, Any], int] = {}
 
     def see(operation: str, request: Any) -> None:

@@ -6,13 +6,13 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ..common.checks import described, switch, whole
 from ..common.recipe import Recipe
 from .attention import DotProductAttention, MultiheadAttention
 from .device import has_cuda
@@ -22,6 +22,7 @@ from .planned_backends import PlannedAttention, planning
 from .primitives import launching
 from .primitives.quantize import Quantized
 from .quantization import autocast, emulate
+from .quantization.support import check_block
 from .reduction_scratch import scratch_of
 from .tensor.quantized_tensor import QuantizedTensorStorage
 
@@ -119,10 +120,14 @@ def memory_plan(
     Raises ValueError when the input's shape does not follow from the model, NotImplementedError for parameters
     that are quantized already and for tensor-parallel modules.
     """
-    if inputs is None and not isinstance(tokens, Integral):
-        raise TypeError(f"tokens is a {type(tokens).__name__}; give the number of rows of a step's input")
-    if inputs is None and tokens < 1:
-        raise ValueError(f"tokens={tokens} is below 1; give the number of rows of a step's input")
+    if inputs is None:
+        whole("tokens", tokens)
+    elif not isinstance(inputs, tuple):
+        raise TypeError(
+            f"inputs={described(inputs)} is a {type(inputs).__name__}; give a tuple of arguments, or None"
+        )
+    switch("input_gradient", input_gradient)
+    check_block(True, recipe)
     _check(model)
     device = _device(model)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -256,6 +261,8 @@ class _Step:
 
 
 def _check(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model={described(model)} is a {type(model).__name__}; give a torch.nn.Module")
     for name, parameter in model.named_parameters():
         if isinstance(parameter, QuantizedTensorStorage):
             raise NotImplementedError(

@@ -8,18 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..common.checks import described
+from .attention.dot_product_attention.arguments import RULES
 from .attention.dot_product_attention.prepare import CallArguments
 from .attention.inference import InferenceParams
 from .attention.multi_head_attention import MultiheadAttention
-from .constants import LayerTypes
+from .checks import tensor
 from .functions.dropout import bias_dropout_add, dropout
+from .module.arguments import check_arguments
 from .module.drop_path import DropPath, batch_dimension
 from .module.layernorm import LayerNorm
 from .module.layernorm_mlp import LayerNormMLP
 from .module.rmsnorm import RMSNorm
 from .module.settings import hand_down, refuse_if_fixed
+from .transformer_checks import check_unused, check_variant
 
-FORMATS = ("sbhd", "bshd", "thd")
 NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 
 
@@ -112,15 +115,15 @@ class TransformerLayer(nn.Module):
         qk_norm_before_rope: bool = False,
         softmax_type: str = "vanilla",
     ) -> None:
+        check_arguments(locals(), **RULES)
         super().__init__()
-        _check_variant(
+        check_variant(
             layer_type,
             parallel_attention_mlp,
             apply_residual_connection_post_layernorm,
             output_layernorm,
             attn_input_format,
             drop_path_rate,
-            normalization,
         )
         self.layer_type = layer_type
         self.layer_number = layer_number
@@ -276,8 +279,14 @@ class TransformerLayer(nn.Module):
         max_seqlen_q of both, cu_seqlens_kv, max_seqlen_kv of the cross attention. A core attention bias goes
         to the self attention.
         """
-        if self.layer_type == "decoder" and encoder_output is None:
-            raise ValueError("layer_type='decoder' needs encoder_output")
+        if (self.layer_type == "decoder") != (encoder_output is not None):
+            want = "needs" if self.layer_type == "decoder" else "takes no"
+            given = "None" if encoder_output is None else described(encoder_output)
+            raise ValueError(
+                f"layer_type={self.layer_type!r} {want} encoder_output, which is {given}; match the two"
+            )
+        if not isinstance(hidden_states, Tensor):
+            tensor("hidden_states", hidden_states)
         if self.inter_attention is not None:
             # Ahead of the self attention, which records; that one's own arguments it checks itself.
             self.inter_attention.check_call(
@@ -300,6 +309,8 @@ class TransformerLayer(nn.Module):
                     pad_between_seqs,
                 ),
             )
+        elif not (enc_dec_attn_mask_type is enc_dec_window_size is max_seqlen_kv is None):
+            check_unused(enc_dec_attn_mask_type, enc_dec_window_size, max_seqlen_kv)
         hidden_states = _in_autocast(hidden_states).contiguous()
         queries = {
             "is_first_microbatch": is_first_microbatch,
@@ -373,36 +384,9 @@ class TransformerLayer(nn.Module):
 def _in_autocast(hidden_states: Tensor) -> Tensor:
     """In torch.autocast's dtype while that is on: the residual sums then are in it, from the first to the last."""
     device = hidden_states.device.type
-    if not torch.is_autocast_enabled(device):
+    if device == "meta" or not torch.is_autocast_enabled(device):
         return hidden_states
     return hidden_states.to(torch.get_autocast_dtype(device))
-
-
-def _check_variant(
-    layer_type: str,
-    parallel: bool,
-    post_norm_residual: bool,
-    output_layernorm: bool,
-    attn_input_format: str,
-    drop_path_rate: float,
-    normalization: str,
-) -> None:
-    if layer_type not in LayerTypes:
-        raise ValueError(f"layer_type={layer_type!r} does not exist; choose one of {', '.join(LayerTypes)}")
-    if normalization not in NORMS:
-        raise ValueError(f"normalization={normalization!r} does not exist; choose one of {', '.join(NORMS)}")
-    if attn_input_format not in FORMATS:
-        raise ValueError(f"attn_input_format={attn_input_format!r}; choose one of {', '.join(FORMATS)}")
-    if parallel and (layer_type != "encoder" or post_norm_residual or output_layernorm):
-        raise ValueError(
-            "parallel_attention_mlp=True is for layer_type='encoder' without "
-            "apply_residual_connection_post_layernorm and output_layernorm; leave those out"
-        )
-    if drop_path_rate > 0.0 and attn_input_format == "thd":
-        raise ValueError(
-            f"drop_path_rate={drop_path_rate} with attn_input_format='thd', which has no axis of samples; "
-            "use sbhd or bshd"
-        )
 
 
 def _name(parent: str | None, child: str) -> str | None:

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from ...pytorch.quantization import support_of
+from ..failure import reporting, reporting_failures, writing
 from ..survey import KINDS
 from .cases import FAMILIES, RECIPES, Case, cases
 from .compare import print_comparison
@@ -39,7 +40,7 @@ def bench(
 ) -> None:
     """Time the engine, plain PyTorch and other libraries on this machine; or compare two files of figures."""
     console = Console(highlight=False)
-    try:
+    with reporting(console):
         if compare is not None:
             print_comparison(console, *compare)
             return
@@ -49,10 +50,12 @@ def bench(
         providers = _providers(provider)
         if json is not None and not json.parent.is_dir():
             raise ValueError(f"--json {json}: there is no folder {json.parent}; make it first")
-    except ValueError as error:
-        console.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
-        raise typer.Exit(2) from None
-    _measure(console, device, chosen, providers, quick, json, plot_dir)
+        if json is not None and json.is_dir():
+            raise ValueError(f"--json {json} is a folder; give a file in it")
+        if plot_dir is not None and plot_dir.exists() and not plot_dir.is_dir():
+            raise ValueError(f"--plot-dir {plot_dir} is a file; give a folder")
+    with reporting_failures(console):
+        _measure(console, device, chosen, providers, quick, json, plot_dir)
 
 
 def _recipes(given: list[str] | None, device: torch.device) -> tuple[str, ...]:
@@ -116,12 +119,14 @@ def _measure(
             for row in doing:
                 rows.append(row)
                 if json is not None:
-                    write(json, as_dict(rows, roofs, missing))
+                    with writing(json, "free some space there, or choose another file with --json"):
+                        write(json, as_dict(rows, roofs, missing))
     except KeyboardInterrupt:
         console.print("stopped; what was measured until then:")
     print_rows(console, rows)
     if json is not None:
         console.print(f"wrote {escape(str(json))}", soft_wrap=True)
     if plot_dir is not None:
-        for path in plot_families(plot_dir, rows, name):
-            console.print(f"wrote {escape(str(path))}", soft_wrap=True)
+        with writing(plot_dir, "free some space there, or choose another folder with --plot-dir"):
+            for path in plot_families(plot_dir, rows, name):
+                console.print(f"wrote {escape(str(path))}", soft_wrap=True)

@@ -41,16 +41,25 @@ def read(path: Path) -> dict[str, dict[str, float]]:
     """
     try:
         content = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is no readable JSON file: {error}") from None
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{path} is no readable JSON file: {error}; give a file that te bench --json wrote"
+        ) from None
     rows = content.get("results") if isinstance(content, dict) else content
-    if not isinstance(rows, list) or not all(isinstance(row, dict) and "case" in row for row in rows):
+    if not isinstance(rows, list) or not all(
+        isinstance(row, dict) and isinstance(row.get("case"), str) for row in rows
+    ):
         raise ValueError(f"{path} holds no list of cases; give a file that te bench --json wrote")
     return {row["case"]: _figures(row) for row in rows if row.get("provider", "te") == "te" and _figures(row)}
 
 
 def _figures(row: dict[str, Any]) -> dict[str, float]:
-    return {name: float(row[name]) for name in MEASURES if isinstance(row.get(name), (int, float))}
+    return {name: float(row[name]) for name in MEASURES if _is_figure(row.get(name))}
+
+
+def _is_figure(value: Any) -> bool:
+    """A time or an amount of memory: a number that a ratio can be made of."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
 def pairs(first: dict[str, dict[str, float]], second: dict[str, dict[str, float]]) -> list[Pair]:

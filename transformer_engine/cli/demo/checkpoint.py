@@ -3,29 +3,102 @@
 from __future__ import annotations
 
 import os
+import pickle
+import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from ..failure import writing
+
+CONTENT: dict[str, type] = {"config": dict, "fingerprint": str, "step": int, "random": dict, "runs": dict}
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
-    """Write state to path: the old file stays whole until the new one is complete."""
+    """Write state to path: the old file stays whole until the new one is complete, and where writing fails."""
     partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    remedy = "free some space there and continue with --resume, or choose another folder with --out"
+    with writing(path, remedy):
+        try:
+            with partial.open("wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+        except (OSError, RuntimeError) as error:
+            partial.unlink(missing_ok=True)
+            # torch's writer hides the system's error behind one of its own.
+            if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The state in path, tensors on the CPU; ValueError when there is no checkpoint."""
+    """The state in path, tensors on the CPU; ValueError, naming the path, for what is no checkpoint of te train."""
     if not path.is_file():
         raise ValueError(
             f"there is no checkpoint at {path}; leave --resume out to start this run, or fix --name"
         )
-    return torch.load(path, map_location="cpu", weights_only=True)
+    remedy = "leave --resume out to start this run again, or fix --name"
+    damage = _damage(path)
+    if damage is not None:
+        raise ValueError(f"{path} cannot be read as a checkpoint: {damage}; {remedy}")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, KeyError, EOFError) as error:
+        line = str(error).strip().partition("\n")[0][:120]
+        raise ValueError(f"{path} is no checkpoint that te train wrote ({line}); {remedy}") from None
+    refusal = _refusal(state)
+    if refusal is not None:
+        raise ValueError(f"{path} is no checkpoint that te train wrote: {refusal}; {remedy}")
+    return state
+
+
+def _damage(path: Path) -> str | None:
+    """Why the file is no whole archive of torch.save; None when its checksums hold."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            broken = archive.testzip()
+    except OSError as error:
+        return error.strerror or str(error)
+    except zipfile.BadZipFile:
+        return "it is cut short, or another kind of file"
+    return None if broken is None else f"its part {broken} is damaged"
+
+
+def _refusal(state: Any) -> str | None:
+    """What a state lacks that te train would have written; None when it has all of it."""
+    if not isinstance(state, dict):
+        return f"it holds a {type(state).__name__}, not a dict"
+    for name, kind in CONTENT.items():
+        if not isinstance(state.get(name), kind) or isinstance(state.get(name), bool):
+            return f"its {name!r} is a {type(state.get(name)).__name__}, not a {kind.__name__}"
+    if state["step"] < 0:
+        return f"its step is {state['step']}"
+    own = torch.get_rng_state()
+    cpu = state["random"].get("cpu")
+    if not isinstance(cpu, Tensor) or cpu.dtype != own.dtype or cpu.shape != own.shape:
+        return "its random state is not one of torch's"
+    for name, run in state["runs"].items():
+        parts = run if isinstance(run, dict) else {}
+        if not isinstance(parts.get("model"), Mapping) or not isinstance(parts.get("optimizer"), dict):
+            return f"its run {name!r} has no model and optimizer"
+    return None
+
+
+def misfit(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str | None:
+    """Why saved tensors are not those of a model; None when they are. Extra states may differ in size."""
+    if set(saved) != set(own):
+        return f"its tensors are not the model's ({', '.join(sorted(set(saved) ^ set(own))[:3])})"
+    for name, tensor in own.items():
+        if not isinstance(saved[name], Tensor):
+            return f"{name} is a {type(saved[name]).__name__}, not a tensor"
+        if not name.endswith("_extra_state") and saved[name].shape != tensor.shape:
+            return f"{name} is {list(saved[name].shape)}, the model's is {list(tensor.shape)}"
+    return None
 
 
 def random_state() -> dict[str, Any]:

@@ -11,6 +11,14 @@ from ...common import recipe as recipes
 
 HIGH_PRECISION = "high_precision"
 RECIPES = ("delayed", "current", "block", "mxfp8", "nvfp4", "none")
+# Types of the fields of Config as they are written there.
+KINDS: dict[str, tuple[type, ...]] = {
+    "str": (str,),
+    "int": (int,),
+    "float": (float, int),
+    "str | None": (str, type(None)),
+}
+SEEDS = 2**40  # seeds are below it: batches draw from a multiple of theirs
 VOCABULARY = 256  # the tokens are bytes
 
 # Two cores train the CPU size in about two minutes, both runs together.
@@ -53,9 +61,13 @@ class Config:
     def __post_init__(self) -> None:
         if self.recipe not in RECIPES:
             raise ValueError(f"recipe {self.recipe!r} does not exist; choose one of {', '.join(RECIPES)}")
+        for field in fields(self):
+            self._check_type(field.name, field.type)
         for name in ("steps", "batch", "layers", "heads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} is below 1; give a positive number")
+        if not -SEEDS < self.seed < SEEDS:
+            raise ValueError(f"seed={self.seed} is too large; give a number below {SEEDS}")
         for name in ("hidden", "sequence"):
             size = getattr(self, name)
             if size < 32 or size % 32:
@@ -71,6 +83,12 @@ class Config:
             raise ValueError(f"lr={self.learning_rate} is outside 0 < lr < 1; 0.001 is a usual value")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("device 'cuda' was asked for but torch finds no CUDA device; use --device cpu")
+
+    def _check_type(self, name: str, annotation: Any) -> None:
+        """ValueError unless the field is of its type: a checkpoint may have been written by anyone."""
+        value, kind = getattr(self, name), KINDS[annotation]
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise ValueError(f"{name}={value!r} is a {type(value).__name__}; it must be {annotation}")
 
     @property
     def feed_forward(self) -> int:
@@ -110,10 +128,11 @@ def resolve(device: str, given: dict[str, Any]) -> Config:
     return Config(**{"recipe": "delayed", "device": device, **sizes, **chosen})
 
 
-def restore(saved: dict[str, Any], device: str, given: dict[str, Any]) -> Config:
+def restore(
+    saved: dict[str, Any], device: str, given: dict[str, Any], source: str = "the checkpoint"
+) -> Config:
     """The Config of a checkpoint; a contradicting option raises: the continuation would not be exact."""
-    known = {field.name for field in fields(Config)}
-    config = Config(**{name: value for name, value in saved.items() if name in known})
+    config = saved_config(saved, source)
     asked = {**given, "device": None if device == "auto" else device}
     for name, value in asked.items():
         if value is not None and value != getattr(config, name):
@@ -122,6 +141,18 @@ def restore(saved: dict[str, Any], device: str, given: dict[str, Any]) -> Config
                 f"leave the option out to continue, or start another run with --name"
             )
     return config
+
+
+def saved_config(saved: dict[str, Any], source: str) -> Config:
+    """The Config in source, fields of other versions left out; ValueError, naming source, where it is none."""
+    known = {field.name for field in fields(Config)}
+    missing = sorted(known - set(saved) - {"seed", "data"})
+    if missing:
+        raise ValueError(f"the config in {source} has no {missing[0]!r}; train again without --resume")
+    try:
+        return Config(**{name: value for name, value in saved.items() if name in known})
+    except ValueError as error:
+        raise ValueError(f"the config in {source} does not work: {error}") from None
 
 
 def make_recipe(name: str) -> recipes.Recipe | None:

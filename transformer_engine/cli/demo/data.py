@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..failure import reason
+
 VALIDATION_SHARE = 0.05
 LIMIT = 256 * 2**20
 # Not prose of the standard library itself: other people's packages, test tables and generated code.
@@ -61,7 +63,11 @@ def load_corpus(path: str | None, sequence: int) -> Corpus:
         source = f"Python standard library in {root}"
     else:
         root = Path(path).expanduser()
-        if not root.exists():
+        try:
+            exists = root.exists()
+        except OSError as error:
+            raise ValueError(f"--data {path}: {reason(error)}; give a file or folder that exists") from None
+        if not exists:
             raise ValueError(f"--data {path}: there is no such file or folder; give one that exists")
         pieces = _read([root] if root.is_file() else _files(root), root)
         source = str(root)
@@ -94,7 +100,12 @@ def _read(files: list[Path], root: Path) -> list[bytes]:
     pieces: list[bytes] = []
     total = 0
     for file in files:
-        data = file.read_bytes()
+        try:
+            data = file.read_bytes()
+        except OSError as error:
+            raise ValueError(
+                f"{file} cannot be read: {reason(error)}; make it readable, or give another text with --data"
+            ) from None
         if b"\0" in data or not _is_utf8(data):
             continue
         total += len(data)

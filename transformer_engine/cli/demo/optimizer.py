@@ -54,6 +54,28 @@ class MasterAdamW:
     def state_dict(self) -> dict[str, Any]:
         return {"adam": self.adam.state_dict(), "masters": [master.detach() for master in self.masters]}
 
+    def refusal(self, state: dict[str, Any]) -> str | None:
+        """Why a state is not one of this optimizer; None when it is."""
+        adam, masters = state.get("adam"), state.get("masters")
+        if not isinstance(adam, dict) or not isinstance(masters, list):
+            return "its optimizer has no adam and masters"
+        if [getattr(saved, "shape", None) for saved in masters] != [own.shape for own in self.masters]:
+            return "the optimizer's master weights have other shapes"
+        own = self.adam.state_dict()["param_groups"]
+        groups, moments = adam.get("param_groups"), adam.get("state")
+        if not isinstance(groups, list) or not isinstance(moments, dict):
+            return "its optimizer has no param_groups and state"
+        if [set(group) if isinstance(group, dict) else None for group in groups] != [set(g) for g in own]:
+            return "the optimizer's groups have other settings"
+        if [group["params"] for group in groups] != [group["params"] for group in own]:
+            return "the optimizer's groups have other parameters"
+        ordered = [parameter for group in self.adam.param_groups for parameter in group["params"]]
+        for index, moment in moments.items():
+            shapes = [getattr(moment.get(name), "shape", None) for name in ("exp_avg", "exp_avg_sq")]
+            if index not in range(len(ordered)) or shapes != [ordered[index].shape] * 2:
+                return f"the optimizer's moments of parameter {index} have other shapes"
+        return None
+
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.adam.load_state_dict(state["adam"])

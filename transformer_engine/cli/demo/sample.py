@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ... import pytorch as te
-from .config import Config
+from .config import SEEDS, Config
 from .model import ByteGPT
 
 
@@ -35,10 +36,12 @@ def generate(
         raise ValueError("the prompt is empty; give at least one byte")
     if count < 1:
         raise ValueError(f"count={count} is below 1; ask for at least one byte")
-    if temperature < 0:
+    if not 0 <= temperature < math.inf:
         raise ValueError(
-            f"temperature={temperature} is below 0; 0 takes the likeliest byte, 1 follows the model"
+            f"temperature={temperature} is below 0 or not finite; 0 takes the likeliest byte, 1 follows the model"
         )
+    if not -SEEDS < seed < SEEDS:
+        raise ValueError(f"seed={seed} is too large; give a number below {SEEDS}")
     if len(prompt) + count > config.sequence:
         raise ValueError(
             f"{len(prompt)} + {count} bytes exceed the {config.sequence} positions that the model knows; "

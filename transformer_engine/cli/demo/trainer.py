@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ... import pytorch as te
 from ...pytorch.quantization import check_recipe_support
+from ..failure import writing
 from . import checkpoint
 from .config import Config, make_recipe
 from .data import Corpus
@@ -75,6 +76,14 @@ class Run:
     def state_dict(self) -> dict[str, Any]:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
+    def refusal(self, state: dict[str, Any] | None) -> str | None:
+        """Why a state is not one of this model and optimizer; None when it is."""
+        if state is None:
+            return "it has no such run"
+        return checkpoint.misfit(state["model"], self.model.state_dict()) or self.optimizer.refusal(
+            state["optimizer"]
+        )
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -110,18 +119,24 @@ class Trainer:
         stop: Callable[[], bool] = lambda: False,
     ) -> bool:
         """Train to the last step or until stop() is true; save a checkpoint either way. True: finished."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with self.metrics_path.open("a") as metrics:
-            while not self.finished and not stop():
-                records = self._advance()
-                metrics.writelines(record.as_json() for record in records)
-                metrics.flush()
-                self.history.extend(records)
-                observe(records[-1])
-                if self.step % max(1, self.config.steps // 4) == 0 and not self.finished:
-                    self.save()
+        while not self.finished and not stop():
+            records = self._advance()
+            self._note(records)
+            self.history.extend(records)
+            observe(records[-1])
+            if self.step % max(1, self.config.steps // 4) == 0 and not self.finished:
+                self.save()
         self.save()
         return self.finished
+
+    def _note(self, records: list[Progress]) -> None:
+        """Append records to the metrics; Failure where that cannot be written."""
+        with writing(
+            self.metrics_path, "free some space there and continue with --resume, or choose another --out"
+        ):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with self.metrics_path.open("a") as metrics:
+                metrics.writelines(record.as_json() for record in records)
 
     def _advance(self) -> list[Progress]:
         """Every run takes the next few steps, up to the next evaluation at most."""
@@ -179,23 +194,75 @@ class Trainer:
                 f"the text of {self.corpus.source} is not the one this checkpoint was trained on; "
                 f"give the same text with --data, or start another run with --name"
             )
+        for name, run in self.runs.items():
+            refusal = run.refusal(state["runs"].get(name))
+            if refusal is not None:
+                raise ValueError(
+                    f"{self.checkpoint_path} does not fit the run {name}: {refusal}; leave --resume out to start "
+                    "this run again, or start another with --name"
+                )
+        history = read_metrics(self.metrics_path, last_step=state["step"])
+        if any(
+            set(record.loss) != set(self.runs) or set(record.seconds) != set(self.runs) for record in history
+        ):
+            raise ValueError(
+                f"{self.metrics_path} has records of other runs than {', '.join(self.runs)}; {_WITHOUT_METRICS}"
+            )
         self.step = state["step"]
         for name, run in self.runs.items():
             run.load_state_dict(state["runs"][name])
-        self.history = read_metrics(self.metrics_path, last_step=self.step)
+        self.history = history
         partial = self.metrics_path.with_name("metrics.jsonl.partial")
-        partial.write_text("".join(record.as_json() for record in self.history))
-        os.replace(partial, self.metrics_path)
+        with writing(self.metrics_path, "free some space there, or make the folder writable"):
+            partial.write_text("".join(record.as_json() for record in self.history))
+            os.replace(partial, self.metrics_path)
         checkpoint.set_random_state(state["random"])
 
 
 def read_metrics(path: Path, last_step: int | None = None) -> list[Progress]:
-    """The records of a metrics.jsonl up to last_step; a line cut short by a crash is left out."""
+    """The records of a metrics.jsonl up to last_step; a line cut short by a crash is left out.
+
+    ValueError, with the file and the line, for one that is damaged otherwise.
+    """
     if not path.is_file():
         return []
-    lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-    records = [Progress(**json.loads(line)) for line in lines]
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}; {_WITHOUT_METRICS}") from None
+    records = []
+    for number, line in enumerate(text.splitlines(keepends=True), start=1):
+        if line.endswith("\n"):
+            records.append(_record(path, number, line))
     return [record for record in records if last_step is None or record.step <= last_step]
+
+
+_WITHOUT_METRICS = (
+    "remove the file or what is damaged in it: the curve loses those steps, the training goes on exactly"
+)
+
+
+def _is(kind: type, value: Any) -> bool:
+    """Is value of a kind, a dict one of numbers?"""
+    if kind is dict:
+        return isinstance(value, dict) and all(isinstance(number, (int, float)) for number in value.values())
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _record(path: Path, number: int, line: str) -> Progress:
+    """The record in a line of a metrics file."""
+    try:
+        content = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"line {number} of {path} is no JSON ({error.msg}); {_WITHOUT_METRICS}") from None
+    kinds = {"step": int, "learning_rate": float, "loss": dict, "seconds": dict, "validation": dict}
+    known = content if isinstance(content, dict) else {}
+    optional = {"validation": {}}
+    wrong = [name for name, kind in kinds.items() if not _is(kind, {**optional, **known}.get(name))]
+    wrong += [name for name in known if name not in kinds]
+    if wrong:
+        raise ValueError(f"line {number} of {path} has no good {wrong[0]!r}; {_WITHOUT_METRICS}")
+    return Progress(**known)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, TypeVar
 
-from .. import env
+from ..checks import described, epsilon, integer, switch, whole
+from . import defaults
+from .field_checks import require, require_fp8, require_kind, require_switches
 
 __all__ = [
     "CustomRecipe",
@@ -59,6 +61,9 @@ class MMParams:
 
     use_split_accumulator: bool = True
 
+    def __post_init__(self) -> None:
+        switch("MMParams: use_split_accumulator", self.use_split_accumulator)
+
     def __repr__(self) -> str:
         return _describe(self)
 
@@ -72,6 +77,11 @@ class QParams:
     random_hadamard_transform: bool = False
     stochastic_rounding: bool = False
     fp4_2d_quantization: bool = False
+
+    def __post_init__(self) -> None:
+        epsilon("QParams: amax_epsilon", self.amax_epsilon)
+        for name in (f.name for f in fields(self) if f.name != "amax_epsilon"):
+            switch(f"QParams: {name}", getattr(self, name))
 
     def __repr__(self) -> str:
         return _describe(self)
@@ -145,6 +155,7 @@ def _accepts_unknown_keywords(cls: RecipeClass) -> RecipeClass:
 
     @functools.wraps(strict)
     def __init__(self, *args: Any, **keywords: Any) -> None:
+        defaults.demand_readable()
         unknown = [name for name in keywords if name not in known]
         if unknown:
             warnings.warn(
@@ -161,32 +172,7 @@ def _accepts_unknown_keywords(cls: RecipeClass) -> RecipeClass:
     return cls
 
 
-_POWER_2_SCALES = env.flag("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES")
-_FLOAT32_BLOCK_SCALES = env.flag("NVTE_FP8_BLOCK_SCALING_FP32_SCALES")
-_DISABLE_RHT = env.flag("NVTE_NVFP4_DISABLE_RHT")
-_DISABLE_STOCHASTIC_ROUNDING = env.flag("NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING")
-_DISABLE_2D_QUANTIZATION = env.flag("NVTE_NVFP4_DISABLE_2D_QUANTIZATION")
-_ROW_SCALED_ACTIVATION = env.flag("NVTE_NVFP4_ROW_SCALED_ACTIVATION")
-_FOUR_OVER_SIX = str(env.get("NVTE_NVFP4_4OVER6"))
-_FOUR_OVER_SIX_USE_256 = str(env.get("NVTE_NVFP4_4OVER6_E4M3_USE_256"))
-_FOUR_OVER_SIX_ERROR = str(env.get("NVTE_NVFP4_4OVER6_ERR_MODE"))
-_BACKWARD_OVERRIDE: Any = env.get("NVTE_BACKWARD_OVERRIDE")
-
 _SCOPES = ("none", "weights", "activations", "all")
-
-
-def _require(recipe: Recipe, name: str, allowed: tuple[Any, ...], remedy: str = "") -> None:
-    """ValueError unless the field has one of the allowed values."""
-    value = getattr(recipe, name)
-    if value not in allowed:
-        choices = " or ".join(repr(a) for a in allowed)
-        advice = f"; {remedy}" if remedy else ""
-        raise ValueError(f"{type(recipe).__name__}: {name}={value!r}; it must be {choices}{advice}")
-
-
-def _require_fp8(recipe: Recipe) -> None:
-    _require(recipe, "fp8_format", (Format.E4M3, Format.HYBRID), "gradients alone may use E5M2, by HYBRID")
-    _require(recipe, "backward_override", (None, "high_precision", "dequantized"))
 
 
 def _default(recipe: Recipe, name: str, value: QParams) -> None:
@@ -213,17 +199,16 @@ class DelayedScaling(Recipe):
     reduce_amax: bool = True
     fp8_dpa: bool = False
     fp8_mha: bool = False
-    backward_override: str | None = _BACKWARD_OVERRIDE
+    backward_override: str | None = defaults.BACKWARD_OVERRIDE
 
     def __post_init__(self) -> None:
-        _require_fp8(self)
-        _require(self, "backward_override", (None,), "use another recipe or unset NVTE_BACKWARD_OVERRIDE")
-        if self.amax_history_len < 1:
-            raise ValueError(
-                f"DelayedScaling: amax_history_len={self.amax_history_len} < 1; keep one step or more"
-            )
+        require_fp8(self, (Format.E4M3, Format.HYBRID))
+        require(self, "backward_override", (None,), "use another recipe or unset NVTE_BACKWARD_OVERRIDE")
+        integer("DelayedScaling: margin", self.margin)
+        whole("DelayedScaling: amax_history_len", self.amax_history_len)
+        require_switches(self, "reduce_amax")
         if not callable(self.amax_compute_algo):
-            _require(self, "amax_compute_algo", ("max", "most_recent"), "or pass a callable(history) -> amax")
+            require(self, "amax_compute_algo", ("max", "most_recent"), "or pass a callable(history) -> amax")
         if self.scaling_factor_compute_algo is not None and not callable(self.scaling_factor_compute_algo):
             raise ValueError(
                 f"DelayedScaling: scaling_factor_compute_algo={self.scaling_factor_compute_algo!r}; it must "
@@ -239,20 +224,22 @@ class Float8CurrentScaling(Recipe):
     The derived fields fp8_quant_* follow use_power_2_scales; assign to treat one kind of tensor apart.
     """
 
-    use_power_2_scales: bool = _POWER_2_SCALES
+    use_power_2_scales: bool = defaults.POWER_2_SCALES
     fp8_format: Format = Format.HYBRID
     fp8_gemm_fprop: MMParams = MMParams(use_split_accumulator=False)
     fp8_gemm_dgrad: MMParams = MMParams(use_split_accumulator=True)
     fp8_gemm_wgrad: MMParams = MMParams(use_split_accumulator=True)
     fp8_dpa: bool = False
     fp8_mha: bool = False
-    backward_override: str | None = _BACKWARD_OVERRIDE
+    backward_override: str | None = defaults.BACKWARD_OVERRIDE
     fp8_quant_fwd_inp: QParams = field(init=False)
     fp8_quant_fwd_weight: QParams = field(init=False)
     fp8_quant_bwd_grad: QParams = field(init=False)
 
     def __post_init__(self) -> None:
-        _require_fp8(self)
+        require_fp8(self, (Format.E4M3, Format.HYBRID))
+        require_switches(self, "use_power_2_scales")
+        require_kind(self, MMParams, "fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad")
         for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
             _default(self, name, QParams(power_2_scale=self.use_power_2_scales))
 
@@ -265,7 +252,7 @@ class Float8BlockScaling(Recipe):
     No matrix product may have two operands of dimension 2, and partial sums are always split.
     """
 
-    use_f32_scales: bool = _FLOAT32_BLOCK_SCALES
+    use_f32_scales: bool = defaults.FLOAT32_BLOCK_SCALES
     fp8_format: Format = Format.E4M3
     x_block_scaling_dim: int = 1
     w_block_scaling_dim: int = 2
@@ -275,16 +262,17 @@ class Float8BlockScaling(Recipe):
     fp8_gemm_wgrad: MMParams = MMParams(use_split_accumulator=True)
     fp8_dpa: bool = False
     fp8_mha: bool = False
-    backward_override: str | None = _BACKWARD_OVERRIDE
+    backward_override: str | None = defaults.BACKWARD_OVERRIDE
     fp8_quant_fwd_inp: QParams = field(init=False)
     fp8_quant_fwd_weight: QParams = field(init=False)
     fp8_quant_bwd_grad: QParams = field(init=False)
 
     def __post_init__(self) -> None:
-        _require_fp8(self)
+        require_fp8(self, (Format.E4M3, Format.HYBRID))
+        require_switches(self, "use_f32_scales")
         dimensions = ("x_block_scaling_dim", "w_block_scaling_dim", "grad_block_scaling_dim")
         for name in dimensions:
-            _require(self, name, (1, 2))
+            require(self, name, (1, 2))
         two_dimensional = [name for name in dimensions if getattr(self, name) == 2]
         if len(two_dimensional) > 1:
             raise ValueError(
@@ -292,9 +280,9 @@ class Float8BlockScaling(Recipe):
                 "one operand with 128 x 128 blocks; set all but one to 1"
             )
         for name in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"):
-            _require(self, name, (MMParams(use_split_accumulator=True),), "block scales need split sums")
-        _require(self, "fp8_dpa", (False,), "attention takes DelayedScaling or Float8CurrentScaling")
-        _require(self, "fp8_mha", (False,), "attention takes DelayedScaling or Float8CurrentScaling")
+            require(self, name, (MMParams(use_split_accumulator=True),), "block scales need split sums")
+        require(self, "fp8_dpa", (False,), "attention takes DelayedScaling or Float8CurrentScaling")
+        require(self, "fp8_mha", (False,), "attention takes DelayedScaling or Float8CurrentScaling")
         for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
             _default(self, name, QParams(power_2_scale=not self.use_f32_scales, amax_epsilon=0.0))
 
@@ -311,11 +299,13 @@ class MXFP8BlockScaling(Recipe):
     fp8_format: Format = Format.E4M3
     fp8_dpa: bool = False
     fp8_mha: bool = False
-    backward_override: str | None = _BACKWARD_OVERRIDE
+    backward_override: str | None = defaults.BACKWARD_OVERRIDE
     enable_2d_quantization: bool = False
 
     def __post_init__(self) -> None:
-        _require_fp8(self)
+        require_fp8(self, (Format.E4M3, Format.HYBRID))
+        integer("MXFP8BlockScaling: margin", self.margin)
+        require_switches(self, "enable_2d_quantization")
 
 
 @_accepts_unknown_keywords
@@ -327,29 +317,36 @@ class NVFP4BlockScaling(Recipe):
     stochastically, weights share scales over 16 x 16 elements; each can be switched off.
     """
 
-    disable_rht: bool = _DISABLE_RHT
-    disable_stochastic_rounding: bool = _DISABLE_STOCHASTIC_ROUNDING
-    disable_2d_quantization: bool = _DISABLE_2D_QUANTIZATION
+    disable_rht: bool = defaults.DISABLE_RHT
+    disable_stochastic_rounding: bool = defaults.DISABLE_STOCHASTIC_ROUNDING
+    disable_2d_quantization: bool = defaults.DISABLE_2D_QUANTIZATION
     fp4_format: Format = Format.E2M1
     fp8_format: Format = Format.E4M3
     fp8_dpa: bool = False
     fp8_mha: bool = False
-    row_scaled_activation: bool = _ROW_SCALED_ACTIVATION
-    nvfp4_4over6: str = _FOUR_OVER_SIX
-    nvfp4_4over6_e4m3_use_256: str = _FOUR_OVER_SIX_USE_256
-    nvfp4_4over6_err_mode: str = _FOUR_OVER_SIX_ERROR
-    backward_override: str | None = _BACKWARD_OVERRIDE
+    row_scaled_activation: bool = defaults.ROW_SCALED_ACTIVATION
+    nvfp4_4over6: str = defaults.FOUR_OVER_SIX
+    nvfp4_4over6_e4m3_use_256: str = defaults.FOUR_OVER_SIX_USE_256
+    nvfp4_4over6_err_mode: str = defaults.FOUR_OVER_SIX_ERROR
+    backward_override: str | None = defaults.BACKWARD_OVERRIDE
     fp4_quant_fwd_inp: QParams = field(init=False)
     fp4_quant_fwd_weight: QParams = field(init=False)
     fp4_quant_bwd_grad: QParams = field(init=False)
 
     def __post_init__(self) -> None:
-        _require(self, "fp4_format", (Format.E2M1,))
-        _require(self, "fp8_format", (Format.E4M3,), "it is the format of the block scales")
-        _require(self, "nvfp4_4over6", _SCOPES)
-        _require(self, "nvfp4_4over6_e4m3_use_256", _SCOPES)
-        _require(self, "nvfp4_4over6_err_mode", ("MAE", "MSE"))
-        _require(self, "backward_override", (None, "high_precision", "dequantized"))
+        require(self, "fp4_format", (Format.E2M1,))
+        require(self, "fp8_format", (Format.E4M3,), "it is the format of the block scales")
+        require(self, "nvfp4_4over6", _SCOPES)
+        require(self, "nvfp4_4over6_e4m3_use_256", _SCOPES)
+        require(self, "nvfp4_4over6_err_mode", ("MAE", "MSE"))
+        require(self, "backward_override", (None, "high_precision", "dequantized"))
+        require_switches(
+            self,
+            "disable_rht",
+            "disable_stochastic_rounding",
+            "disable_2d_quantization",
+            "row_scaled_activation",
+        )
         transform = not self.disable_rht
         _default(self, "fp4_quant_fwd_inp", QParams(random_hadamard_transform=transform))
         _default(self, "fp4_quant_fwd_weight", QParams(fp4_2d_quantization=not self.disable_2d_quantization))
@@ -379,13 +376,11 @@ class CustomRecipe(Recipe):
     fp8_mha: bool = False
     fp8_format: Format = Format.HYBRID
     quantization_alignment: int = 128
-    backward_override: str | None = _BACKWARD_OVERRIDE
+    backward_override: str | None = defaults.BACKWARD_OVERRIDE
 
     def __post_init__(self) -> None:
         if not callable(self.qfactory):
             raise ValueError(f"CustomRecipe: qfactory={self.qfactory!r}; pass a callable(role) -> quantizer")
-        if self.quantization_alignment < 1:
-            raise ValueError(
-                f"CustomRecipe: quantization_alignment={self.quantization_alignment} < 1; 1 means no padding"
-            )
-        _require_fp8(self)
+        whole("CustomRecipe: quantization_alignment", self.quantization_alignment)
+        require_fp8(self, (Format.E4M3, Format.HYBRID))
+        require_switches(self)

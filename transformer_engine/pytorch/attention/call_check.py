@@ -14,13 +14,17 @@ from torch import Tensor
 
 from ...common import env
 from ...common.bounded import Bounded
+from ...common.checks import described
+from ..checks import floating
+from ..primitives.rope import RopeSpec
 from ..quantization.autocast import AutocastState
 from .dot_product_attention import DotProductAttention
+from .dot_product_attention.arguments import check_angles, check_cache_kind
 from .dot_product_attention.call import CHOICE_VARIABLES, Described
 from .dot_product_attention.fp8 import attention_recipe, scaling_of
 from .dot_product_attention.prepare import CallArguments
 from .dot_product_attention.sequences import demand_lengths
-from .rotation import Rotation
+from .rotation import Rotation, rotation_of
 
 if TYPE_CHECKING:
     from .multi_head_attention import MultiheadAttention
@@ -41,12 +45,20 @@ def check_layer_call(
     state: AutocastState,
 ) -> None:
     """Raise what the call would be refused with, before anything is recorded; checked: calls that passed."""
+    if (layer.attention_type == "cross") != (encoder_output is not None):
+        want = "needs" if layer.attention_type == "cross" else "takes no"
+        given = "None" if encoder_output is None else described(encoder_output)
+        raise ValueError(
+            f"attention_type={layer.attention_type!r} {want} encoder_output, which is {given}; match the two"
+        )
     if torch.compiler.is_compiling():
         return
     core = layer.core_attention
+    if arguments.inference_params is not None:
+        check_cache_kind(arguments.inference_params)
     if state.enabled and (recipe := attention_recipe(state.recipe)) is not None:
         scaling_of(recipe)
-    if not isinstance(hidden_states, Tensor):
+    if not isinstance(hidden_states, Tensor) or hidden_states.is_meta:
         _check_inputs(layer, hidden_states, encoder_output)
     try:
         key = _key(layer, hidden_states, encoder_output, arguments)
@@ -74,6 +86,23 @@ def check_layer_call(
         )
     if rotation is not None:
         rotation.check(q, k)
+
+
+def rotation_of_call(
+    layer: MultiheadAttention, rotary_pos_emb: Tensor | tuple[Tensor, Tensor], arguments: CallArguments
+) -> Rotation:
+    """How queries and keys turn; TypeError or ValueError where the angles are none, or do not reach."""
+    check_angles(rotary_pos_emb)
+    if arguments.inference_params is not None:
+        check_cache_kind(arguments.inference_params)
+    return rotation_of(
+        rotary_pos_emb,
+        RopeSpec(layer.qkv_format, layer.rotary_pos_interleaved),
+        layer.attention_type == "self",
+        arguments.inference_params,
+        arguments.cu_seqlens,
+        arguments.cu_seqlens_padded,
+    )
 
 
 def _uses_lengths(layer: MultiheadAttention, a: CallArguments) -> bool:
@@ -118,13 +147,14 @@ def _check_inputs(layer: MultiheadAttention, hidden_states: Any, encoder_output:
         given["encoder_output"] = encoder_output
     axes = len(layer.qkv_format) - 1
     for name, x in given.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} is a {type(x).__name__}; give a tensor [.., {layer.hidden_size}]")
+        floating(name, x)
         if x.ndim != axes or x.shape[-1] != layer.hidden_size:
             raise ValueError(
                 f"{name} is {list(x.shape)}, qkv_format={layer.qkv_format!r} needs {axes} axes that end in "
                 f"hidden_size={layer.hidden_size}"
             )
+        if x.is_meta:
+            raise ValueError(f"{name} is on {x.device} and has no values; make it on the layer's device")
         mixed = x.dtype != hidden_states.dtype and not torch.is_autocast_enabled(x.device.type)
         if mixed or x.device != hidden_states.device:
             raise ValueError(

@@ -43,3 +43,14 @@ class Heads:
     def split_q(self, x: Tensor) -> Tensor:
         """q [.., h, d] of x [.., h d]."""
         return x.unflatten(-1, (self.queries, self.size))
+
+
+def head_size(hidden_size: int, heads: int, kv_channels: int | None) -> int:
+    """Features of a head; ValueError unless they are given, or the heads share hidden_size evenly."""
+    if kv_channels is not None:
+        return kv_channels
+    if hidden_size % heads:
+        raise ValueError(
+            f"num_attention_heads={heads} does not divide hidden_size={hidden_size}; set kv_channels"
+        )
+    return hidden_size // heads

@@ -17,7 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...common.checks import described, one_of, switch, whole, whole_or_none
 from ...common.formats import ceil_div, round_up
+from ..checks import tensor, tensor_dtype
 from ..device import canonical_device
 from ..primitives.kv_cache import gather_pages
 from .kv_cache import KVCacheManager, NonPagedKVCacheManager, whole_step
@@ -75,22 +77,28 @@ class InferenceParams:
         custom_cache_manager: KVCacheManager | None = None,
         device: torch.device | str | int | None = "cuda",
     ) -> None:
-        if qkv_format not in FORMATS:
-            raise ValueError(f"qkv_format={qkv_format!r}; choose one of {', '.join(FORMATS)}")
-        for name, number in (
+        one_of("qkv_format", qkv_format, FORMATS)
+        for name, size in (
             ("max_batch_size", max_batch_size),
             ("max_sequence_length", max_sequence_length),
             ("num_heads_kv", num_heads_kv),
             ("head_dim_k", head_dim_k),
+        ):
+            whole(name, size)
+        for name, size in (
             ("head_dim_v", head_dim_v),
             ("max_ctx_len", max_ctx_len),
             ("page_size", page_size),
             ("total_num_pages", total_num_pages),
         ):
-            if number is not None and not isinstance(number, int):
-                raise ValueError(f"{name}={number!r} is no whole number; give a positive one")
-            if number is not None and number < 1 and name not in ("page_size", "total_num_pages"):
-                raise ValueError(f"{name}={number} is below 1; give a positive number")
+            whole_or_none(name, size)
+        tensor_dtype("dtype", dtype)
+        switch("is_paged", is_paged)
+        if custom_cache_manager is not None and not isinstance(custom_cache_manager, KVCacheManager):
+            raise TypeError(
+                f"custom_cache_manager={described(custom_cache_manager)} is no KVCacheManager; give an instance of a "
+                "subclass, or None"
+            )
         self.max_batch_size = max_batch_size
         self.max_sequence_length = max_sequence_length
         self.num_heads_kv = num_heads_kv
@@ -123,13 +131,8 @@ class InferenceParams:
                 )
             return None, None
         size = 64 if page_size is None else page_size
-        if size < 1:
-            raise ValueError(f"page_size={size} is below 1; give a positive number, 16 to 256 run fastest")
         most = self.max_batch_size * ceil_div(self.max_sequence_length, size)
-        total = most if total_num_pages is None else total_num_pages
-        if total < 1:
-            raise ValueError(f"total_num_pages={total} is below 1; {most} pages hold every sequence in full")
-        return size, total
+        return size, most if total_num_pages is None else total_num_pages
 
     def _manager(self) -> KVCacheManager:
         heads = (self.num_heads_kv, self.head_dim_k, self.dtype)
@@ -141,6 +144,8 @@ class InferenceParams:
 
     def allocate_memory(self, layer_number: int) -> None:
         """Make the cache of a layer; `step` does it where it was not done."""
+        if type(layer_number) is not int or layer_number < 1:
+            whole("layer_number", layer_number)
         self.cache_manager.allocate_memory(layer_number)
 
     def pre_step(self, step_dict: Mapping[Any, int]) -> None:
@@ -196,8 +201,10 @@ class InferenceParams:
 
         The cache holds no gradient. Raises ValueError, before writing, when the tensors do not fit the step.
         """
+        tensor("new_k", new_k)
+        tensor("new_v", new_v)
         self._check_tokens(new_k, new_v, qkv_format)
-        self.cache_manager.allocate_memory(layer_number)
+        self.allocate_memory(layer_number)
         return self._with_lengths(*self.write(layer_number, new_k, new_v, qkv_format))
 
     def upcoming(self, layer_number: int, new_k: Any, new_v: Any, qkv_format: str) -> CachedKeysValues | None:
@@ -246,6 +253,10 @@ class InferenceParams:
     def _check_tokens(self, new_k: Tensor, new_v: Tensor, qkv_format: str) -> None:
         if qkv_format not in FORMATS:
             raise ValueError(f"qkv_format={qkv_format!r}; choose one of {', '.join(FORMATS)}")
+        if new_k.shape[:-2] != new_v.shape[:-2]:
+            raise ValueError(
+                f"new_k is {list(new_k.shape)} and new_v {list(new_v.shape)}; give keys and values of the same tokens"
+            )
         expected = (self.num_heads_kv, self.head_dim_k), (self.num_heads_kv, self.head_dim_v)
         given = tuple(new_k.shape[-2:]), tuple(new_v.shape[-2:])
         if given != expected:
@@ -266,7 +277,8 @@ class InferenceParams:
         size, batch = new_k.shape[:2] if qkv_format == "sbhd" else (new_k.shape[1], new_k.shape[0])
         if batch != self.batch_size:
             raise ValueError(
-                f"keys of {batch} sequences, pre_step announced {self.batch_size}; call pre_step first"
+                f"keys of {batch} sequences, pre_step announced {self.batch_size}; call pre_step first, or reshape "
+                f"new_k {list(new_k.shape)}"
             )
         if not self.longest_step <= size <= self.max_sequence_length:
             raise ValueError(

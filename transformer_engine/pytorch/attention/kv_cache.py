@@ -99,6 +99,8 @@ def whole_step(
     step: dict[Any, int] = {}
     for sequence, given in step_dict.items():
         try:
+            if isinstance(given, bool):
+                raise TypeError
             new = operator.index(given)
         except TypeError:
             raise ValueError(

@@ -9,20 +9,22 @@ import torch
 from torch import Tensor, nn
 
 from ...common.bounded import Bounded
+from ...common.checks import switch
+from ..module.arguments import check_arguments
 from ..module.layernorm_linear import LayerNormLinear
 from ..module.linear import Linear
 from ..module.settings import hand_down, refuse_if_fixed
-from ..primitives.rope import RopeSpec
 from ..quantization.autocast import AutocastState, current
-from .call_check import REMEMBERED, Checked, check_layer_call
+from .call_check import REMEMBERED, Checked, check_layer_call, rotation_of_call
 from .dot_product_attention import DotProductAttention
+from .dot_product_attention.arguments import RULES, check_heads
 from .dot_product_attention.fp8 import outputs_codes, projects_codes
 from .dot_product_attention.mask import canonical_name, check_set_window_size
 from .dot_product_attention.prepare import CallArguments
-from .heads import Heads
+from .heads import Heads, head_size
 from .inference import InferenceParams
 from .qk_norm import query_key_norm
-from .rotation import Rotation, rotation_of
+from .rotation import Rotation
 
 # Attributes that children work by, and those that decided which children there are.
 _PROJECTIONS = ("layernorm_qkv", "qkv", "layernorm_query", "query_layer", "key_value")
@@ -106,11 +108,8 @@ class MultiheadAttention(nn.Module):
         micro_batch_size: int | None = None,
         softmax_type: str = "vanilla",
     ) -> None:
+        check_arguments(locals(), **RULES)
         super().__init__()
-        if attention_type not in ("self", "cross"):
-            raise ValueError(f"attention_type={attention_type!r} does not exist; choose 'self' or 'cross'")
-        if layer_number is not None and layer_number < 1:
-            raise ValueError(f"layer_number={layer_number}; layers count from 1")
         if fuse_wgrad_accumulation and not fuse_qkv_params:
             raise ValueError(
                 "fuse_wgrad_accumulation=True needs one weight a projection; set fuse_qkv_params=True"
@@ -122,8 +121,9 @@ class MultiheadAttention(nn.Module):
         if tp_group is not None:
             tp_size = torch.distributed.get_world_size(tp_group)
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
-        size = _head_size(hidden_size, num_attention_heads, kv_channels)
+        size = head_size(hidden_size, num_attention_heads, kv_channels)
         ranks = tp_size if set_parallel_mode else 1
+        check_heads(num_attention_heads, groups, ranks)
         self.attention_type = attention_type
         self.attn_mask_type = canonical_name(attn_mask_type)
         self.window_size = check_set_window_size(attn_mask_type, window_size)
@@ -278,6 +278,8 @@ class MultiheadAttention(nn.Module):
         encoder_output   what cross attention takes its keys and values from
         The other arguments are DotProductAttention.forward's.
         """
+        if checkpoint_core_attention is not False:
+            switch("checkpoint_core_attention", checkpoint_core_attention)
         rotation = self.check_call(
             hidden_states,
             encoder_output,
@@ -340,19 +342,7 @@ class MultiheadAttention(nn.Module):
         arguments: CallArguments,
     ) -> Rotation | None:
         """Raise what forward would, and change nothing; how q and k turn."""
-        if (self.attention_type == "cross") != (encoder_output is not None):
-            want = "needs" if self.attention_type == "cross" else "takes no"
-            raise ValueError(f"attention_type={self.attention_type!r} {want} encoder_output")
-        rotation = None
-        if rotary_pos_emb is not None:
-            rotation = rotation_of(
-                rotary_pos_emb,
-                RopeSpec(self.qkv_format, self.rotary_pos_interleaved),
-                self.attention_type == "self",
-                arguments.inference_params,
-                arguments.cu_seqlens,
-                arguments.cu_seqlens_padded,
-            )
+        rotation = None if rotary_pos_emb is None else rotation_of_call(self, rotary_pos_emb, arguments)
         check_layer_call(self, self._checked, hidden_states, encoder_output, arguments, rotation, current())
         return rotation
 
@@ -397,16 +387,6 @@ class MultiheadAttention(nn.Module):
         if self.q_norm is None or self.k_norm is None:
             return q, k
         return self.q_norm(q), self.k_norm(k)
-
-
-def _head_size(hidden_size: int, heads: int, kv_channels: int | None) -> int:
-    if kv_channels is not None:
-        return kv_channels
-    if hidden_size % heads:
-        raise ValueError(
-            f"num_attention_heads={heads} does not divide hidden_size={hidden_size}; set kv_channels"
-        )
-    return hidden_size // heads
 
 
 def _name(parent: str | None, child: str) -> str | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ...common.checks import epsilon, one_of
+from ..checks import floating
 from ..device import canonical_device
 from ..module.layernorm import LayerNorm
 from ..module.rmsnorm import RMSNorm
@@ -16,11 +18,13 @@ class L2Normalization(nn.Module):
     """y [.., d] = x / sqrt(sum(x²) + eps), in float32, returned in x's dtype; it has no parameters."""
 
     def __init__(self, eps: float = 1e-6) -> None:
+        epsilon("eps", eps)
         super().__init__()
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         """y of x [.., d]."""
+        floating("x", x)
         wide = x.float()
         return (wide * torch.rsqrt(wide.square().sum(dim=-1, keepdim=True) + self.eps)).to(x.dtype)
 
@@ -31,8 +35,7 @@ def query_key_norm(
     """The norm called `norm` over heads of `size` features; None for None."""
     if norm is None:
         return None
-    if norm not in NORMS:
-        raise ValueError(f"qk_norm_type={norm!r} does not exist; choose None or one of {', '.join(NORMS)}")
+    one_of("qk_norm_type", norm, (None, *NORMS))
     if norm == "L2Normalization":
         return L2Normalization(eps)
     kind = RMSNorm if norm == "RMSNorm" else LayerNorm

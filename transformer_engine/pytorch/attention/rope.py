@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...common.checks import positive, switch, whole, whole_or_none
 from ..device import canonical_device
 from ..double_backward import is_recorded, transposed
 from ..primitives.rope import (
@@ -35,6 +36,17 @@ class RotaryPositionEmbedding(nn.Module):
         rotary_base: float = 10000.0,
         interleaved: bool = False,
     ) -> None:
+        whole("dim", dim)
+        positive("rotary_percent", rotary_percent)
+        if rotary_percent > 1.0:
+            raise ValueError(
+                f"rotary_percent={rotary_percent} is above 1; give the share of dim that rotates"
+            )
+        if seq_len_interpolation_factor is not None:
+            positive("seq_len_interpolation_factor", seq_len_interpolation_factor)
+        whole_or_none("pretrained_max_position_embeddings", pretrained_max_position_embeddings)
+        positive("rotary_base", rotary_base)
+        switch("interleaved", interleaved)
         super().__init__()
         if rotary_percent < 1.0:
             dim = int(dim * rotary_percent)
@@ -51,6 +63,9 @@ class RotaryPositionEmbedding(nn.Module):
 
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
         """angles [max_seq_len, 1, 1, d] of the positions offset, offset + 1, ..."""
+        if not torch.compiler.is_compiling():
+            whole("max_seq_len", max_seq_len, 0)
+            whole("offset", offset, 0)
         frequency = self.inv_freq.float()
         position = torch.arange(max_seq_len, dtype=torch.float32, device=frequency.device) + offset
         angles = (position * self._interpolation(max_seq_len))[:, None] * frequency

@@ -19,7 +19,10 @@ from transformer_engine_torch import (
     NVTE_QKV_Layout,
     NVTE_Softmax_Type,
 )
+from transformer_engine_torch.checks import member, with_axes
 
+from ...common.checks import drop_rate, number_or_none, one_of, switch
+from ..checks import floating
 from ..constants import TE_DType
 
 
@@ -102,6 +105,10 @@ def fused_attn_fwd(
     attn_scale   default 1 / sqrt(head size);  dropout is 0 unless is_training
     """
     _check(fused_attention_backend)
+    switch("is_training", is_training)
+    drop_rate("dropout", dropout)
+    _check_heads(q, k, v)
+    number_or_none("attn_scale", attn_scale)
     output, *rest = tex.fused_attn_fwd(
         max_seqlen_q,
         max_seqlen_kv,
@@ -170,6 +177,9 @@ def fused_attn_bwd(
 ) -> list[Any]:
     """[dq, dk, dv, dbias | None, dsoftmax_offset | None]; dqkv_dtype is a torch dtype or a DType."""
     _check(fused_attention_backend)
+    drop_rate("dropout", dropout)
+    _check_heads(q, k, v)
+    number_or_none("attn_scale", attn_scale)
     return tex.fused_attn_bwd(
         max_seqlen_q,
         max_seqlen_kv,
@@ -200,10 +210,19 @@ def fused_attn_bwd(
 
 
 def _check(backend: NVTE_Fused_Attn_Backend) -> None:
-    if backend == NVTE_Fused_Attn_Backend.NVTE_No_Backend:
+    known = member("fused_attention_backend", NVTE_Fused_Attn_Backend, backend)
+    if known == NVTE_Fused_Attn_Backend.NVTE_No_Backend:
         raise ValueError(
-            "fused_attention_backend is No_Backend; ask get_fused_attn_backend for one that takes the call"
+            f"fused_attention_backend is No_Backend ({known.name}); ask get_fused_attn_backend for one that does"
         )
+
+
+def _check_heads(q: Any, k: Any, v: Any) -> None:
+    """Before the head size is read of them: these are tensors, plain or quantized."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not hasattr(x, "get_usages"):
+            floating(name, x)
+            with_axes(name, x, 3)
 
 
 def _enums(
@@ -211,7 +230,7 @@ def _enums(
 ) -> tuple[Any, Any, Any, Any]:
     """The names of a call as the extension's enumerations, in the order of its arguments."""
     return (
-        _one(QKVLayout, "qkv_layout", qkv_layout.lower()),
+        _one(QKVLayout, "qkv_layout", qkv_layout.lower() if isinstance(qkv_layout, str) else qkv_layout),
         _one(AttnBiasType, "attn_bias_type", attn_bias_type),
         _one(AttnMaskType, "attn_mask_type", attn_mask_type),
         _one(SoftmaxType, "softmax_type", softmax_type),
@@ -219,6 +238,5 @@ def _enums(
 
 
 def _one(names: dict[str, Any], argument: str, name: str) -> Any:
-    if name not in names:
-        raise ValueError(f"{argument}={name!r} does not exist; choose one of {', '.join(names)}")
+    one_of(argument, name, names)
     return names[name]

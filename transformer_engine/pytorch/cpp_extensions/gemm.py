@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 import transformer_engine_torch as tex
+from transformer_engine_torch.checks import sequence
 
+from ...common.checks import one_of, switch
+from ..checks import tensor_or_none
 from ..primitives.gemm.cublaslt_library import WORKSPACE_BYTES
 from ..tensor.storage.float8_blockwise_tensor_storage import Float8BlockwiseQTensorStorage
 
@@ -62,7 +65,7 @@ def general_gemm(
         out_dtype,
         bias,
         None,
-        bool(gelu),
+        gelu,
         gelu_in,
         grad,
         workspace,
@@ -104,13 +107,23 @@ def general_grouped_gemm(
     out_dtype and D_dtype are accepted: results have the dtype of out. quantization_params must be None.
     """
     trans_a, trans_b = _transposes(layout)
+    for name, value in (("gelu", gelu), ("grad", grad), ("use_bias", use_bias), ("accumulate", accumulate)):
+        switch(name, value)
+    for name, value in (("A", A), ("B", B), ("out", out)):
+        sequence(name, value)
+    if bias is not None:
+        sequence("bias", bias)
+        for value in bias:
+            tensor_or_none("bias holds a value that", value)
     if quantization_params is not None and any(q is not None for q in quantization_params):
-        raise NotImplementedError("quantization_params: results are written plain; quantize them afterwards")
+        raise NotImplementedError(
+            f"quantization_params={quantization_params}: results are written plain; quantize them afterwards"
+        )
     if gelu and grad:
         raise NotImplementedError("gelu=True with grad=True; multiply by GELU's derivative afterwards")
     if use_bias and bias is None:
         if not grad:
-            raise ValueError("use_bias=True needs bias, one [N] for each product")
+            raise ValueError(f"use_bias={use_bias} with bias=None; give one [N] for each product")
         bias = [out[0].new_empty(B[0].shape[-1]) for _ in B]
     before = None
     if gelu:
@@ -143,6 +156,5 @@ def _in_blocks(matrix: Any) -> bool:
 
 
 def _transposes(layout: str) -> tuple[bool, bool]:
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout={layout!r} does not exist; choose one of {', '.join(LAYOUTS)}")
+    one_of("layout", layout, LAYOUTS)
     return LAYOUTS[layout]

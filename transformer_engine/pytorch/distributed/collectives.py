@@ -13,6 +13,8 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
+from ...common.checks import function_or_none, one_of, switch
+from ..checks import group_or_none, tensor
 from ..constants import dist_group_type
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.quantizer import Quantizer
@@ -52,6 +54,9 @@ def gather_along_first_dim(
     external_coalescing   the caller coalesces collectives: the result is valid when its block ends. Plain tensors only
     """
     quantized = isinstance(inp, QuantizedTensorStorage)
+    if not quantized:
+        _check(inp, process_group, async_op, "process_group")
+    function_or_none("quantizer", quantizer)
     if (async_op or external_coalescing) and (quantized or quantizer is not None):
         named = "async_op" if async_op else "external_coalescing"
         raise ValueError(
@@ -130,6 +135,7 @@ def reduce_scatter_along_first_dim(
     inp: Tensor, tp_group: dist_group_type | None, async_op: bool = False
 ) -> tuple[Tensor, dist.Work | None]:
     """[M / n, ...]: this rank's part of the sum over n ranks of inp [M, ...]."""
+    _check(inp, tp_group, async_op)
     size = world_size(tp_group)
     if size == 1:
         return inp, None
@@ -150,6 +156,7 @@ def allreduce(
     inp: Tensor, tp_group: dist_group_type | None = None, async_op: bool = False
 ) -> tuple[Tensor, dist.Work | None]:
     """The sum over the ranks, written into inp (under torch.compile: into a new tensor)."""
+    _check(inp, tp_group, async_op)
     if world_size(tp_group) == 1:
         return inp, None
     if torch.compiler.is_compiling():
@@ -167,10 +174,15 @@ def symmetric_all_reduce(
 
     The type names a way through symmetric memory to lower latency; the ordinary all-reduce serves them all.
     """
-    if all_reduce_type not in SYMMETRIC_ALL_REDUCES:
-        names = ", ".join(str(name) for name in SYMMETRIC_ALL_REDUCES)
-        raise ValueError(f"there is no symmetric all-reduce {all_reduce_type!r}; choose one of {names}")
+    one_of("all_reduce_type", all_reduce_type, SYMMETRIC_ALL_REDUCES)
     return allreduce(inp, tp_group, async_op)
+
+
+def _check(inp: Tensor, group: dist_group_type | None, async_op: bool, group_name: str = "tp_group") -> None:
+    """TypeError unless a collective can be asked for with these."""
+    tensor("inp", inp)
+    group_or_none(group_name, group)
+    switch("async_op", async_op)
 
 
 def _group(group: dist_group_type | None) -> dist_group_type:

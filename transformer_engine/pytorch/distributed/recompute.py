@@ -21,6 +21,9 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
+from ...common.checks import function as checked_function
+from ...common.checks import function_or_none, one_of, switch
+from ..checks import group_or_none
 from ..constants import dist_group_type
 from ..device import has_cuda
 from ..double_backward import once_differentiable
@@ -51,6 +54,8 @@ class activation_recompute_forward(running):
     """
 
     def __init__(self, activation_recompute: bool = False, recompute_phase: bool = False):
+        switch("activation_recompute", activation_recompute)
+        switch("recompute_phase", recompute_phase)
         super().__init__(marked_by_hand, recompute_phase, activation_recompute)
 
 
@@ -81,12 +86,22 @@ def checkpoint(
     distribute_saved_activations   reentrant only: a rank of tp_group keeps 1/n of the first tensor argument
     context_fn, determinism_check, debug   not reentrant only: as torch.utils.checkpoint has them
     """
+    _check_checkpoint(function, get_rng_state_tracker, tp_group, context_fn)
+    for name, value in (
+        ("distribute_saved_activations", distribute_saved_activations),
+        ("use_reentrant", use_reentrant),
+        ("debug", debug),
+    ):
+        switch(name, value)
+    one_of("determinism_check", determinism_check, ("default", "none"))
     if distribute_saved_activations and not use_reentrant:
         raise ValueError(
             "distribute_saved_activations needs use_reentrant=True; set it or turn the former off"
         )
     if use_reentrant and (context_fn is not noop_context_fn or debug):
-        raise ValueError("context_fn and debug need use_reentrant=False")
+        raise ValueError(
+            f"context_fn={context_fn}, debug={debug} need use_reentrant=False; set it, or leave them out"
+        )
     if not torch.is_grad_enabled() or is_fp8_activation_recompute_enabled():
         # No backward will come, or an enclosing checkpoint will run all of this a second time anyway.
         return function(*args, **kwargs)
@@ -110,6 +125,14 @@ def checkpoint(
         _Shard(tp_group) if distribute_saved_activations else None,
         get_rng_state_tracker,
     )
+
+
+def _check_checkpoint(function: Any, tracker: Any, group: Any, context_fn: Any) -> None:
+    """TypeError, before anything runs, for what is no function and no group."""
+    checked_function("function", function)
+    function_or_none("get_rng_state_tracker", tracker)
+    checked_function("context_fn", context_fn)
+    group_or_none("tp_group", group)
 
 
 def _both_runs(

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from ...common.checks import described, whole
 from ..device import has_cuda
 
 RngState = torch.Generator | Tensor
@@ -53,11 +54,23 @@ class CudaRNGStatesTracker:
 
     def set_states(self, states: dict[str, RngState]) -> None:
         """Continue with these states, as `get_states` gave them."""
+        if not isinstance(states, dict):
+            raise TypeError(f"states={described(states)} is no dict; give what get_states() returned")
+        for name, state in states.items():
+            if not isinstance(state, (torch.Generator, Tensor)):
+                raise TypeError(
+                    f"states[{name!r}]={described(state)} is no random state; give what get_states() returned"
+                )
         self.states_ = dict(states)
         set_all_rng_states(self.states_)
 
     def add(self, name: str, seed: int) -> None:
         """Make a state from the seed; ValueError if the name or the seed is taken."""
+        if not isinstance(name, str):
+            raise TypeError(
+                f"name={described(name)} is a {type(name).__name__}; give the state's name, a str"
+            )
+        whole("seed", seed, 0)
         if seed in self.seeds_:
             raise ValueError(f"seed {seed} is in use already; give each state its own seed")
         if name in self.states_:
@@ -69,9 +82,9 @@ class CudaRNGStatesTracker:
     @contextmanager
     def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
         """Draw from the named state inside the block, and from the default generator again after it."""
-        if name not in self.states_:
+        if not isinstance(name, str) or name not in self.states_:
             known = ", ".join(self.states_) or "none"
-            raise KeyError(
+            raise ValueError(
                 f"there is no random state {name!r} (known: {known}); call add({name!r}, seed) first"
             )
         before = _current()

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...common.checks import function, function_or_none, integer, one_of, switch, whole
+from .. import checks
 from ..constants import GemmParallelModes, dist_group_type
 from .collectives import allreduce, gather_along_first_dim, reduce_scatter_along_first_dim
 from .rng import CudaRNGStatesTracker
@@ -37,10 +39,8 @@ class TensorParallel:
     sequence: bool = False
 
     def __post_init__(self) -> None:
-        if self.mode not in GemmParallelModes:
-            raise ValueError(f"parallel_mode={self.mode!r} is none of 'column', 'row', None")
-        if self.size < 1:
-            raise ValueError(f"tp_size={self.size} must be at least 1")
+        one_of("parallel_mode", self.mode, GemmParallelModes)
+        whole("tp_size", self.size)
 
     @property
     def gathers_input(self) -> bool:
@@ -94,6 +94,10 @@ def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim:
 
     The same mark again, of parameters that are reset or of a copy of them, changes nothing; ValueError for another.
     """
+    checks.tensor("tensor", tensor)
+    switch("is_parallel", is_parallel)
+    integer("dim", dim)
+    whole("stride", stride)
     marks = {"tensor_model_parallel": is_parallel, "partition_dim": dim, "partition_stride": stride}
     for name, value in marks.items():
         known = getattr(tensor, name, value)
@@ -115,6 +119,15 @@ def initialize_affine_weight_gpu(
     set_tp_attributes: bool = True,
 ) -> None:
     """weight = init_method(), drawn from the tracker's tensor-parallel random state when there is one."""
+    checks.tensor("weight", weight)
+    function("init_method", init_method)
+    function_or_none("get_rng_state_tracker", get_rng_state_tracker)
+    integer("partition_dim", partition_dim)
+    if not -weight.dim() <= partition_dim < weight.dim():
+        raise ValueError(
+            f"partition_dim={partition_dim} is no axis of a weight {list(weight.shape)}; choose one of it"
+        )
+    whole("stride", stride)
     if set_tp_attributes:
         set_tensor_model_parallel_attributes(weight, True, partition_dim, stride)
     with torch.no_grad(), nullcontext() if get_rng_state_tracker is None else get_rng_state_tracker().fork():

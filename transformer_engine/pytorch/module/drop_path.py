@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ...common.checks import drop_rate, whole
+from ..checks import floating
+
 
 class DropPath(nn.Module):
     """y = x * keep / (1 - p), keep drawn once a sample: stochastic depth (arXiv:1603.09382).
@@ -13,11 +16,19 @@ class DropPath(nn.Module):
     """
 
     def __init__(self, drop_prob: float = 0.0, batch_dim: int = 1):
+        drop_rate("drop_prob", drop_prob)
+        whole("batch_dim", batch_dim, 0)
         super().__init__()
         self.drop_prob = drop_prob
         self.batch_dim = batch_dim
 
     def forward(self, hidden_state: Tensor) -> Tensor:
+        floating("hidden_state", hidden_state)
+        if hidden_state.ndim <= self.batch_dim:
+            raise ValueError(
+                f"hidden_state is {list(hidden_state.shape)}, its samples lie along axis {self.batch_dim}; "
+                "give it that axis, or set batch_dim"
+            )
         if self.drop_prob == 0.0 or not self.training:
             return hidden_state
         shape = [1] * hidden_state.ndim

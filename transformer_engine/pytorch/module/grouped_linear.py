@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...common.checks import whole_numbers
 from ..device import canonical_device, is_meta
 from ..distributed.tensor_parallel import TensorParallel, set_tensor_model_parallel_attributes
 from ..functions.caller_buffers import CallerBuffers, checked
@@ -18,6 +19,7 @@ from ..functions.linear import LinearSpec
 from ..functions.scale_update import ScaleUpdate
 from ..functions.weight_gradient import WeightGradientStore
 from ..quantization.autocast import AutocastState, current
+from .arguments import check_arguments
 from .grouped_path import TogetherPath
 from .linear_base import QuantizedProductsModule, check_parallel_mode, product_refusal
 from .parameters import InitMethod, ParameterInit, default_init_method
@@ -65,6 +67,7 @@ class GroupedLinear(QuantizedProductsModule):
         name: str | None = None,
         use_grouped_tensor: bool | None = None,
     ) -> None:
+        check_arguments(locals())
         super().__init__(name)
         check_parallel_mode(parallel_mode, tp_size, in_features, out_features)
         if num_gemms < 1:
@@ -140,6 +143,7 @@ class GroupedLinear(QuantizedProductsModule):
         out        buffer of the output's shape and dtype: the output is written there, and what is returned shares it
         dgrad_out  the same for the input's gradient, which the backward pass writes there
         """
+        self._check_splits(inp, m_splits, is_first_microbatch)
         buffers = None if out is None and dgrad_out is None else self._caller_buffers(inp, out, dgrad_out)
         flat = inp.reshape(-1, self.in_features) if inp.shape[-1:] == (self.in_features,) else inp
         if not torch.compiler.is_compiling():
@@ -171,7 +175,7 @@ class GroupedLinear(QuantizedProductsModule):
         is_first_microbatch: bool | None,
         buffers: CallerBuffers | None,
     ) -> Tensor | tuple[Tensor, list[Tensor]]:
-        self.check_input(inp, self.in_features)
+        self.check_call(inp, (is_first_microbatch,))
         rows = tuple(m_splits.tolist()) if isinstance(m_splits, Tensor) else tuple(m_splits)
         flat = inp.reshape(-1, self.in_features)
         if len(rows) != self.num_gemms or sum(rows) != flat.shape[0] or min(rows) < 0:
@@ -186,6 +190,23 @@ class GroupedLinear(QuantizedProductsModule):
         y = grouped_linear(flat, weights, [None] * len(rows) if self.return_bias else biases, spec)
         y = y.view(*inp.shape[:-1], self.out_features)
         return (y, [bias for bias in biases if bias is not None]) if self.return_bias else y
+
+    def input_features(self) -> int:
+        return self.in_features
+
+    def _check_splits(
+        self, inp: Tensor, m_splits: Sequence[int] | Tensor, is_first_microbatch: bool | None
+    ) -> None:
+        """TypeError unless the input is a tensor and the splits are whole numbers, by their types alone."""
+        if not isinstance(inp, Tensor):
+            self.check_call(inp, (is_first_microbatch,))
+        if isinstance(m_splits, Tensor):
+            if m_splits.is_floating_point() or m_splits.dim() != 1:
+                raise TypeError(
+                    f"m_splits is {m_splits.dtype} {list(m_splits.shape)}; give whole numbers, one for each group"
+                )
+        elif not isinstance(m_splits, (list, tuple)) or set(map(type, m_splits)) != {int}:
+            whole_numbers("m_splits", m_splits)
 
     def _biases(self, dtype: torch.dtype) -> list[Tensor | None]:
         if not self.use_bias:

@@ -16,8 +16,9 @@ from ..functions.norm_linear import NormLinearSpec, norm_linear
 from ..functions.normalization import Norm
 from ..functions.weight_gradient import WeightGradientStore
 from ..quantization.autocast import current
+from .arguments import check_arguments
 from .linear_base import LinearParameters, OverlapOptions, check_parallel_mode
-from .norm_parameters import check_normalization, mark_norm_parameters, register_norm_parameters
+from .norm_parameters import mark_norm_parameters, register_norm_parameters
 from .parameters import InitMethod
 
 
@@ -31,6 +32,7 @@ class LayerNormLinear(LinearParameters):
     Other parameters as in Linear; parallel_mode is None or "column".
     """
 
+    option_names = ("is_first_microbatch", "fp8_output", "fp8_grad", "return_bias", "return_layernorm_output")
     layer_norm_weight: Tensor
     layer_norm_bias: Tensor | None
 
@@ -65,6 +67,7 @@ class LayerNormLinear(LinearParameters):
         symmetric_ar_type: str | None = None,
         name: str | None = None,
     ) -> None:
+        check_arguments(locals())
         # Subclasses of other libraries choose the tracker's name by setting it before they call this.
         rng_tracker_name = self.__dict__.get("rng_tracker_name")
         super().__init__(name)
@@ -73,7 +76,6 @@ class LayerNormLinear(LinearParameters):
                 'parallel_mode="row" would normalize a shard of the features; use LayerNorm followed by Linear'
             )
         check_parallel_mode(parallel_mode, tp_size, in_features, out_features)
-        check_normalization(normalization)
         self.in_features = in_features
         self.out_features = out_features // tp_size if parallel_mode == "column" else out_features
         self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
@@ -117,15 +119,15 @@ class LayerNormLinear(LinearParameters):
         """
         if fp8_grad:
             raise ValueError(
-                "fp8_grad=True: the input's gradient leaves the norm unquantized; use Linear, or fp8_grad=False"
+                f"fp8_grad={fp8_grad!r}: a norm's gradient is not quantized; use Linear, or leave it False"
             )
         weight, bias = self.weight_tensor(), self.bias_tensor()
         gamma, beta = self.layer_norm_weight, self.layer_norm_bias
         spec = self.remembered(
             inp,
             tuple(self._parameters.values()),
-            (is_first_microbatch, bool(fp8_output), self.return_bias, self.return_layernorm_output),
-            lambda: self._spec(inp, weight, bias, is_first_microbatch, bool(fp8_output)),
+            (is_first_microbatch, fp8_output, fp8_grad, self.return_bias, self.return_layernorm_output),
+            lambda: self._spec(inp, weight, bias, is_first_microbatch, fp8_output),
         )
         if is_first_microbatch is not None:
             linear = self.with_cached_weight("weight", weight, spec.linear, is_first_microbatch)
@@ -153,9 +155,8 @@ class LayerNormLinear(LinearParameters):
         weight: Tensor,
         bias: Tensor | None,
         is_first_microbatch: bool | None,
-        fp8_output: bool,
+        fp8_output: bool | None,
     ) -> NormLinearSpec:
-        self.check_input(inp, self.in_features)
         state = current()
         quantizers = self.quantizable_products(state, inp, ((self.in_features, self.out_features),))[0]
         self.check_results(quantizers, fp8_output, False)

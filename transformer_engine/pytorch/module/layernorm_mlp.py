@@ -18,8 +18,9 @@ from ..functions.scale_update import ScaleUpdate
 from ..functions.weight_gradient import WeightGradientStore
 from ..primitives.activation import ACTIVATIONS, ActivationParams
 from ..quantization.autocast import AutocastState, current
+from .arguments import check_arguments
 from .linear_base import OverlapOptions, QuantizedProductsModule
-from .norm_parameters import check_normalization, mark_norm_parameters, register_norm_parameters
+from .norm_parameters import mark_norm_parameters, register_norm_parameters
 from .parameters import InitMethod, ParameterInit, default_init_method
 from .recipe_state import ProductQuantizers
 
@@ -40,6 +41,7 @@ class LayerNormMLP(QuantizedProductsModule):
     """
 
     num_products = 2
+    option_names = ("is_first_microbatch", "return_bias", "return_layernorm_output", "checkpoint")
     layer_norm_weight: Tensor
     layer_norm_bias: Tensor | None
     fc1_weight: Tensor
@@ -82,10 +84,8 @@ class LayerNormMLP(QuantizedProductsModule):
         symmetric_ar_type: str | None = None,
         checkpoint: bool = False,
     ) -> None:
+        check_arguments(locals())
         super().__init__(name)
-        check_normalization(normalization)
-        if activation not in ACTIVATIONS:
-            raise ValueError(f"activation={activation!r} is unknown; choose one of {', '.join(ACTIVATIONS)}")
         shards = tp_size if set_parallel_mode else 1
         if ffn_hidden_size % shards:
             raise ValueError(f"tp_size={tp_size} does not divide ffn_hidden_size={ffn_hidden_size}; pad it")
@@ -182,6 +182,9 @@ class LayerNormMLP(QuantizedProductsModule):
             outputs += (self.returned_norm_output(norm_output),)
         return outputs if len(outputs) > 1 else y
 
+    def input_features(self) -> int:
+        return self.hidden_size
+
     def _with_cached_weights(self, spec: NormMLPSpec, is_first_microbatch: bool) -> NormMLPSpec:
         fc1, fc2 = (
             self.with_cached_weight(f"{name}_weight", weight, linear, is_first_microbatch)
@@ -193,7 +196,6 @@ class LayerNormMLP(QuantizedProductsModule):
         return replace(spec, fc1=fc1, fc2=fc2)
 
     def _spec(self, inp: Tensor, is_first_microbatch: bool | None) -> NormMLPSpec:
-        self.check_input(inp, self.hidden_size)
         dtype = self.computing_dtype(inp)
         state = current()
         fc1_rows = self.fc1_weight.shape[0]

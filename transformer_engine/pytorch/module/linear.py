@@ -14,6 +14,7 @@ from ..functions.linear import LinearSpec, linear
 from ..functions.weight_gradient import WeightGradientStore
 from ..quantization.autocast import current
 from ..tensor.quantized_tensor import QuantizedTensorStorage
+from .arguments import check_arguments
 from .linear_base import LinearParameters, OverlapOptions, check_parallel_mode
 from .parameters import InitMethod
 
@@ -37,6 +38,8 @@ class Linear(LinearParameters):
     device                "cuda" means the GPU where there is one, else the CPU; "meta" defers initialisation
     ub_*, symmetric_ar_type   communication overlap: accepted; the collectives run unfused, with the same result
     """
+
+    option_names = ("is_first_microbatch", "fp8_output", "fp8_grad", "return_bias")
 
     def __init__(
         self,
@@ -66,6 +69,7 @@ class Linear(LinearParameters):
         save_original_input: bool = False,
         name: str | None = None,
     ) -> None:
+        check_arguments(locals())
         super().__init__(name)
         check_parallel_mode(parallel_mode, tp_size, in_features, out_features)
         self.in_features = in_features // tp_size if parallel_mode == "row" else in_features
@@ -103,7 +107,7 @@ class Linear(LinearParameters):
         Raises ValueError or TypeError for an input whose last dimension, dtype or device does not fit.
         """
         weight, bias = self.weight_tensor(), self.bias_tensor()
-        results = (bool(fp8_output), bool(fp8_grad))
+        results = (fp8_output, fp8_grad)
         spec = self.remembered(
             inp,
             tuple(self._parameters.values()),
@@ -133,10 +137,9 @@ class Linear(LinearParameters):
         weight: Tensor,
         bias: Tensor | None,
         is_first_microbatch: bool | None,
-        fp8_output: bool,
-        fp8_grad: bool,
+        fp8_output: bool | None,
+        fp8_grad: bool | None,
     ) -> LinearSpec:
-        self.check_input(inp, self.in_features)
         state = current()
         dtype = inp.dtype if isinstance(inp, QuantizedTensorStorage) else self.computing_dtype(inp)
         quantizers = self.quantizable_products(state, inp, ((self.in_features, self.out_features),))[0]

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from ...common import env
+from ...common.checks import switch
 from ...common.dispatch import undisturbed
 from ..backward_thread import keep_backward_here
+from ..checks import floating
 from ..device import canonical_device
 from ..distributed.tensor_parallel import set_tensor_model_parallel_attributes
 from ..functions.linear import Accumulation, LinearSpec
@@ -22,6 +24,7 @@ from ..functions.weight_gradient import WeightGradient
 from ..quantization import QuantizerRole
 from ..quantization.autocast import AutocastState, here
 from ..quantization.roles import BACKWARD_TENSORS, FORWARD_TENSORS
+from ..tensor.storage.quantized_tensor_storage import QuantizedTensorStorage
 from .base import TransformerEngineBaseModule
 from .parameters import InitMethod, ParameterInit, default_init_method, split_names
 from .precision import quantizes
@@ -75,6 +78,8 @@ class QuantizedProductsModule(TransformerEngineBaseModule):
     fuse_wgrad_accumulation = False
     save_original_input = False
     return_layernorm_output_gathered = False
+    # What the options of `remembered` are called, in their order: all of them are switches.
+    option_names: tuple[str, ...] = ("is_first_microbatch",)
     _output_role: QuantizerRole | None = None
     _grad_input_role: QuantizerRole | None = None
 
@@ -131,16 +136,22 @@ class QuantizedProductsModule(TransformerEngineBaseModule):
         modes, this module's switches, and options. What else a result depends on must be added to it afterwards.
         """
         if torch.compiler.is_compiling():
+            self.check_call(inp, options)
             return build()
         thread = here()
         state, grad, before = thread.state, torch.is_grad_enabled(), self._state_without_gradients
         if not grad or (before is not None and before is not state):
             self.check_repetition(state)
         if state.calibrating or (thread.recomputes and state.enabled):
+            self.check_call(inp, options)
             return build()
-        if not undisturbed():
+        if not isinstance(inp, Tensor) or inp.is_meta or not undisturbed():
+            self.check_call(inp, options)
             return build()  # somebody wants to see the choices that are made on the way
         if state.enabled:
+            active = self._module_recipe
+            if active is None or not active.serves(state):
+                self.check_call(inp, options)
             ensure(self, state)
             if self._module_recipe.has_state and in_a_backward():  # pyright: ignore[reportOptionalMemberAccess]
                 return build()  # whose backward belongs to the pass that is running
@@ -160,8 +171,12 @@ class QuantizedProductsModule(TransformerEngineBaseModule):
             # A gradient that is accumulated goes to one parameter, which is held so that its id stays its own.
             tuple([id(p) for p in parameters]) if accumulates else None,
         )
-        known = self._remembered.get(key)
+        try:
+            known = self._remembered.get(key)
+        except TypeError:  # an option that is no key is no switch either
+            known = None
         if known is None:
+            self.check_call(inp, options)
             result = build()
             if device.type == "cuda":
                 keep_backward_here()
@@ -171,8 +186,21 @@ class QuantizedProductsModule(TransformerEngineBaseModule):
             self.__dict__.update(fp8=state.enabled, fp8_calibration=False)
         return known[0]
 
+    def input_features(self) -> int:
+        """The last dimension of the input."""
+        raise NotImplementedError
+
+    def check_call(self, inp: Tensor, options: tuple[Any, ...]) -> None:
+        """What a forward refuses, before it changes anything: TypeError or ValueError."""
+        self.check_input(inp, self.input_features())
+        for name, value in zip(self.option_names, options, strict=True):
+            switch(name, value)
+        if not isinstance(inp, QuantizedTensorStorage):
+            self.computing_dtype(inp)
+
     def check_input(self, inp: Tensor, features: int) -> None:
-        """ValueError unless inp is [.., features] on the parameters' device."""
+        """ValueError unless inp is [.., features] on the parameters' device, TypeError unless it is floating point."""
+        floating("the input", inp)
         if inp.dim() == 0 or inp.shape[-1] != features:
             raise ValueError(
                 f"{type(self).__name__} takes [.., {features}], the input is {list(inp.shape)}; "
@@ -217,13 +245,15 @@ class QuantizedProductsModule(TransformerEngineBaseModule):
         assert state.recipe is not None
         return all(quantizes(state.recipe, rows, n, k) for k, n in shapes)
 
-    def check_results(self, product: ProductQuantizers, quantized_output: bool, quantized_grad: bool) -> None:
+    def check_results(
+        self, product: ProductQuantizers, quantized_output: bool | None, quantized_grad: bool | None
+    ) -> None:
         """ValueError when a quantized result is asked for where nothing is quantized."""
         if (quantized_output and product.output.is_identity) or (
             quantized_grad and product.grad_input.is_identity
         ):
             raise ValueError(
-                "fp8_output or fp8_grad is set, but this call does not quantize; "
+                f"fp8_output={quantized_output}, fp8_grad={quantized_grad}, but this call does not quantize; "
                 "enter te.autocast with a delayed or current scaling recipe, or leave them False"
             )
 
@@ -340,6 +370,9 @@ class LinearParameters(QuantizedProductsModule):
                 getattr(self, name).sequence_parallel = self.sequence_parallel
             elif self.parallel_mode == "column":
                 set_tensor_model_parallel_attributes(getattr(self, name), sharded, 0, 1)
+
+    def input_features(self) -> int:
+        return self.in_features
 
     def weight_tensor(self) -> Tensor:
         """The weight [out_features, in_features], its pieces joined."""

@@ -4,20 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from ..functions.normalization import NORMALIZATIONS
 from .base import TransformerEngineBaseModule
 from .normalization import environment_margins
 from .parameters import ParameterInit
 
 _SHORT = {"forward": "fwd", "backward": "bwd", "inference": "inf"}
-
-
-def check_normalization(normalization: str) -> None:
-    """ValueError unless the normalization is known."""
-    if normalization not in NORMALIZATIONS:
-        raise ValueError(
-            f"normalization={normalization!r} is unknown; choose one of {', '.join(NORMALIZATIONS)}"
-        )
 
 
 def register_norm_parameters(

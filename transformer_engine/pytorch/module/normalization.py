@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 
 from ...common import env
+from ...common.checks import whole
+from ..checks import same_device, tensor
 from ..device import canonical_device
 from ..functions.norm import normalize
 from ..functions.normalization import Norm
+from .arguments import check_arguments, shape_or_none
 
 _STAGES = ("forward", "backward", "inference")
 _VARIABLES = ("NVTE_FWD_LAYERNORM_SM_MARGIN", "NVTE_BWD_LAYERNORM_SM_MARGIN", "NVTE_INF_LAYERNORM_SM_MARGIN")
@@ -46,14 +49,15 @@ class Normalization(torch.nn.Module):
         dtype: torch.dtype | None = None,
         sm_margin: int | Mapping[str, int] = 0,
     ) -> None:
+        check_arguments(
+            locals(), hidden_size=shape_or_none, normalized_shape=shape_or_none, sm_margin=_check_margin
+        )
         super().__init__()
         shape = _renamed("hidden_size", hidden_size, "normalized_shape", normalized_shape)
         dtype = _renamed("params_dtype", params_dtype, "dtype", dtype)
         if shape is None:
-            raise ValueError(f"{type(self).__name__} needs normalized_shape, an int or several")
-        self.normalized_shape = (shape,) if isinstance(shape, int) else tuple(shape)
-        if not self.normalized_shape or min(self.normalized_shape) < 1:
-            raise ValueError(f"normalized_shape={self.normalized_shape} must hold positive sizes")
+            raise ValueError(f"{type(self).__name__} has normalized_shape=None; give an int, or several")
+        self.normalized_shape = tuple(shape) if isinstance(shape, Iterable) else (shape,)
         self.eps = eps
         self.zero_centered_gamma = zero_centered_gamma
         self.sequence_parallel = sequence_parallel
@@ -110,6 +114,8 @@ class Normalization(torch.nn.Module):
 
     def _check(self, input: Tensor) -> None:
         name, shape = type(self).__name__, self.normalized_shape
+        if not isinstance(input, Tensor):
+            tensor("the input", input)
         if tuple(input.shape[-len(shape) :]) != shape:
             raise ValueError(
                 f"{name} normalizes the last dimensions {shape}, and the input is {tuple(input.shape)}; "
@@ -117,10 +123,12 @@ class Normalization(torch.nn.Module):
             )
         if not input.dtype.is_floating_point:
             raise TypeError(f"{name} takes floating-point inputs, not {input.dtype}; convert the input")
-        if self.weight.is_meta and not input.is_meta:
-            raise RuntimeError(
-                f"the parameters of {name} are on the meta device; call reset_parameters() first"
-            )
+        if self.weight.device != input.device:
+            if self.weight.is_meta:
+                raise RuntimeError(
+                    f"the parameters of {name} are on the meta device; call reset_parameters() first"
+                )
+            same_device("the input", input, f"{name}.weight", self.weight.device)
 
     def extra_repr(self) -> str:
         return f"{self.normalized_shape}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
@@ -163,14 +171,18 @@ def _renamed(old_name: str, old, new_name: str, new):
     return old
 
 
+def _check_margin(name: str, sm_margin: int | Mapping[str, int]) -> None:
+    """A number of multiprocessors, or one for each stage."""
+    if not isinstance(sm_margin, Mapping):
+        whole(name, sm_margin, 0)
+        return
+    if set(sm_margin) != set(_STAGES):
+        raise ValueError(f"{name}={dict(sm_margin)}; give an int or all of {', '.join(_STAGES)}")
+    for stage, margin in sm_margin.items():
+        whole(f"{name}[{stage!r}]", margin, 0)
+
+
 def _margins(sm_margin: int | Mapping[str, int]) -> dict[str, int]:
-    """One margin a stage, the environment's where it names one; ValueError for unknown or missing stages."""
-    if isinstance(sm_margin, int):
-        margins = dict.fromkeys(_STAGES, sm_margin)
-    elif set(sm_margin) != set(_STAGES):
-        raise ValueError(
-            f"sm_margin has keys {sorted(sm_margin)}; give an int or all of {', '.join(_STAGES)}"
-        )
-    else:
-        margins = dict(sm_margin)
+    """One margin a stage, the environment's where it names one."""
+    margins = dict(sm_margin) if isinstance(sm_margin, Mapping) else dict.fromkeys(_STAGES, sm_margin)
     return margins | {stage: margin for stage, margin in environment_margins().items() if margin}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from ...common.checks import described, whole
 
 InitMethod = Callable[[Tensor], object]
 
@@ -49,8 +51,20 @@ def split_names(
     """
     if parameters_split is None:
         return {"": rows}
+    if isinstance(parameters_split, str) or not isinstance(parameters_split, (Mapping, Iterable)):
+        raise TypeError(
+            f"parameters_split={described(parameters_split)} is a {type(parameters_split).__name__}; give names, or a "
+            "dict of names and sizes"
+        )
+    for name in parameters_split:
+        if not isinstance(name, str):
+            raise TypeError(
+                f"parameters_split holds {described(name)}, which is no name; give every piece a str"
+            )
     if isinstance(parameters_split, Mapping):
         sizes = dict(parameters_split)
+        for name, size in sizes.items():
+            whole(f"parameters_split[{name!r}]", size)
         uneven = [f"{name}={size}" for name, size in sizes.items() if size % tp_size]
         if uneven:
             raise ValueError(

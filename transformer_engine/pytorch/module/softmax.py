@@ -7,6 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from ...common.checks import function, number_or_none, one_of, switch
+from ..checks import floating, tensor_or_none
+from ..constants import AttnMaskTypes
 from ..functions.softmax import scaled_softmax
 
 
@@ -18,6 +21,8 @@ class FusedScaleMaskSoftmax(nn.Module):
     """
 
     def __init__(self, mask_func: Callable[[Tensor, Tensor], Tensor], softmax_in_fp32: bool = True):
+        function("mask_func", mask_func)
+        switch("softmax_in_fp32", softmax_in_fp32)
         super().__init__()
         self.mask_func = mask_func
         self.softmax_in_fp32 = softmax_in_fp32
@@ -26,6 +31,10 @@ class FusedScaleMaskSoftmax(nn.Module):
         self, inp: Tensor, mask: Tensor | None, attn_mask_type: str, softmax_scale: float | None = None
     ) -> Tensor:
         """inp [b, h, q, k]; mask bool or uint8, True where a key is hidden; the type names the causal ones."""
+        floating("inp", inp)
+        tensor_or_none("mask", mask)
+        one_of("attn_mask_type", attn_mask_type, AttnMaskTypes)
+        number_or_none("softmax_scale", softmax_scale)
         causal = None
         if "causal" in attn_mask_type:
             causal = "bottom_right" if "bottom_right" in attn_mask_type else "top_left"

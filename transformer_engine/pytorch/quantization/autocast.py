@@ -14,10 +14,12 @@ from dataclasses import dataclass
 
 import torch
 
+from ...common.checks import switch
 from ...common.recipe import Recipe
+from ..checks import group_or_none
 from ..constants import dist_group_type
 from . import delayed_scaling
-from .support import check_recipe_support, default_recipe
+from .support import check_block, check_recipe_support, default_recipe
 
 
 @dataclass(frozen=True)
@@ -170,10 +172,9 @@ class autocast(ContextDecorator):
         amax_reduction_group: dist_group_type | None = None,
         _graph: bool = False,
     ):
-        if recipe is not None and not isinstance(recipe, Recipe):
-            raise TypeError(
-                f"recipe is a {type(recipe).__name__}; pass a transformer_engine.common.recipe.Recipe"
-            )
+        check_block(enabled, recipe)
+        switch("calibrating", calibrating)
+        group_or_none("amax_reduction_group", amax_reduction_group)
         if recipe is None and (enabled or calibrating):
             recipe = default_recipe()
         self._state = AutocastState(enabled, calibrating, recipe, amax_reduction_group, _graph)

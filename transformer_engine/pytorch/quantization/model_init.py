@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from ...common.checks import switch
 from ...common.recipe import Recipe
-from .support import check_recipe_support, default_recipe
+from .support import check_block, check_recipe_support, default_recipe
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,8 @@ class quantized_model_init:
         recipe: Recipe | None = None,
         preserve_high_precision_init_val: bool = False,
     ):
-        if recipe is not None and not isinstance(recipe, Recipe):
-            raise TypeError(
-                f"recipe is a {type(recipe).__name__}; pass a transformer_engine.common.recipe.Recipe"
-            )
+        check_block(enabled, recipe)
+        switch("preserve_high_precision_init_val", preserve_high_precision_init_val)
         if recipe is None and enabled:
             recipe = default_recipe()
         self._state = ModelInitState(enabled, recipe, preserve_high_precision_init_val)

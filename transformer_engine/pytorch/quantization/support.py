@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...common import env
-from ...common.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
+from ...common.checks import described, switch
+from ...common.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe, defaults
 from ..device import cuda_version, get_device_compute_capability, has_cuda
 from ..tracing import constant_while_tracing
 
@@ -44,6 +45,7 @@ class emulate:
     """Switch emulation on (or off) at once; as a context manager it goes back at the end."""
 
     def __init__(self, enabled: bool = True):
+        switch("enabled", enabled)
         self._before = _switch.forced
         _switch.forced = enabled
 
@@ -148,6 +150,16 @@ def check_recipe_support(recipe: Recipe) -> tuple[bool, str]:
     return True, ""
 
 
+def check_block(enabled: bool, recipe: Recipe | None) -> None:
+    """What the context managers take: a switch, and a recipe's instance or None."""
+    switch("enabled", enabled)
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise TypeError(
+            f"recipe={described(recipe)} is a {type(recipe).__name__}; pass an instance of a class of "
+            "transformer_engine.common.recipe, or None"
+        )
+
+
 def _answer(checked: tuple[bool, str], return_reason: bool) -> bool | tuple[bool, str]:
     return checked if return_reason else checked[0]
 
@@ -177,10 +189,12 @@ def is_nvfp4_available(return_reason: bool = False) -> bool | tuple[bool, str]:
     return _answer(check_nvfp4_support(), return_reason)
 
 
-# torch.compile cannot trace the construction of a recipe, so the default ones exist beforehand.
-_DEFAULT_MXFP8 = MXFP8BlockScaling(backward_override=None)
-_DEFAULT_CURRENT = Float8CurrentScaling(backward_override=None)
-_DEFAULT_DELAYED = DelayedScaling(backward_override=None)
+# torch.compile cannot trace the construction of a recipe, so the default ones exist beforehand; not where the
+# environment's defaults are refused, which is said when one is asked for.
+_KINDS = (MXFP8BlockScaling, Float8CurrentScaling, DelayedScaling)
+_SHARED: dict[type[Recipe], Recipe] = (
+    {kind: kind(backward_override=None) for kind in _KINDS} if defaults.are_readable() else {}
+)
 
 
 @constant_while_tracing
@@ -190,9 +204,11 @@ def _is_consumer_blackwell() -> bool:
 
 def default_recipe() -> Recipe:
     """The shared instance of the default recipe, by what the hardware computes without emulation."""
+    if not _SHARED:
+        defaults.demand_readable()
     if _hardware_refusal("mxfp8") == "":
-        return _DEFAULT_MXFP8
-    return _DEFAULT_CURRENT if _is_consumer_blackwell() else _DEFAULT_DELAYED
+        return _SHARED[MXFP8BlockScaling]
+    return _SHARED[Float8CurrentScaling if _is_consumer_blackwell() else DelayedScaling]
 
 
 def get_default_recipe() -> Recipe:

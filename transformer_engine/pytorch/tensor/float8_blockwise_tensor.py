@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...common import recipe as recipes
+from ...common.checks import epsilon, switch
 from ...common.formats import BLOCK_1D, BLOCK_2D
 from ..constants import DType
 from ..primitives.operand import Operand
@@ -25,11 +26,11 @@ __all__ = ["Float8BlockQuantizer", "Float8BlockwiseQTensor", "Float8BlockwiseQTe
 
 @functools.cache
 def _spec(
-    dimensions: int, dtype: DType, rowwise: bool, columnwise: bool, power_of_two: bool, epsilon: float
+    dimensions: int, dtype: DType, rowwise: bool, columnwise: bool, power_of_two: bool, amax_epsilon: float
 ) -> QuantizeSpec:
     tiles = BLOCK_2D if dimensions == 2 else BLOCK_1D
     return QuantizeSpec(
-        tiles, element_of(dtype), rowwise, columnwise, power_of_two=power_of_two, epsilon=epsilon
+        tiles, element_of(dtype), rowwise, columnwise, power_of_two=power_of_two, epsilon=amax_epsilon
     )
 
 
@@ -77,8 +78,11 @@ class Float8BlockQuantizer(BlockScalingQuantizer):
         block_scaling_dim: int = 2,
         all_gather_usage: bool = False,
     ):
-        if block_scaling_dim not in (1, 2):
-            raise ValueError(f"block_scaling_dim={block_scaling_dim}; choose 1 (1 x 128) or 2 (128 x 128)")
+        if isinstance(block_scaling_dim, bool) or block_scaling_dim not in (1, 2):
+            raise ValueError(f"block_scaling_dim={block_scaling_dim!r}; choose 1 (1 x 128) or 2 (128 x 128)")
+        epsilon("amax_epsilon", amax_epsilon)
+        switch("force_pow_2_scales", force_pow_2_scales)
+        switch("all_gather_usage", all_gather_usage)
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         self.dtype = float8_number(fp8_dtype)
         self.amax_epsilon = amax_epsilon

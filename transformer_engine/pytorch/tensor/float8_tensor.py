@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from ...common import recipe as recipes
+from ...common.checks import epsilon, switch
 from ...common.formats import FLOAT8
+from ..checks import group_or_none, tensor
 from ..constants import DType
 from ..primitives.operand import Operand
 from ..primitives.quantize import Cast, Quantized, QuantizeSpec, absolute_maximum, quantize
@@ -112,6 +114,15 @@ class _Slot(NamedTuple):
     amax: Tensor
 
 
+def _check_scalar(name: str, value: Tensor | None) -> None:
+    """TypeError or ValueError unless value is a float32 tensor of one element, or None."""
+    if value is None:
+        return
+    tensor(name, value)
+    if value.dtype != torch.float32 or value.numel() != 1:
+        raise ValueError(f"{name} is {value.dtype} {list(value.shape)}; give a float32 tensor of one element")
+
+
 class Float8Quantizer(_PerTensorQuantizer):
     """Delayed scaling: multiplies by a scale made from earlier steps, and records max|x| for later ones.
 
@@ -131,6 +142,8 @@ class Float8Quantizer(_PerTensorQuantizer):
         rowwise: bool = True,
         columnwise: bool = True,
     ):
+        _check_scalar("scale", scale)
+        _check_scalar("amax", amax)
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         self.dtype = float8_number(fp8_dtype)
         self._scale = scale
@@ -276,6 +289,10 @@ class Float8CurrentScalingQuantizer(_PerTensorQuantizer):
         amax: Tensor | None = None,
     ):
         super().__init__(rowwise=rowwise, columnwise=columnwise)
+        switch("with_amax_reduction", with_amax_reduction)
+        switch("force_pow_2_scales", force_pow_2_scales)
+        epsilon("amax_epsilon", amax_epsilon)
+        group_or_none("amax_reduction_group", amax_reduction_group)
         ignored = {"use_existing_amax": use_existing_amax, "scale": scale, "amax": amax}
         for name, value in ignored.items():
             if value is not None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...common import recipe as recipes
+from ...common.checks import switch
 from ...common.formats import MXFP8
 from ..constants import DType
 from ..primitives.quantize import QuantizeSpec
@@ -58,6 +59,7 @@ class MXFP8Quantizer(BlockScalingQuantizer):
         with_2d_quantization: bool = False,
     ):
         super().__init__(rowwise=rowwise, columnwise=columnwise)
+        switch("with_2d_quantization", with_2d_quantization)
         self.dtype = float8_number(fp8_dtype)
         self.with_2d_quantization = with_2d_quantization
 

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from ...common import recipe as recipes
+from ...common.checks import switch
 from ...common.formats import E2M1, NVFP4
+from ..checks import group_or_none
 from ..constants import DType
 from ..primitives.quantize import Quantized, QuantizeSpec, absolute_maximum, hadamard_transform, quantize
 from .block_scaling import BlockScalingQuantizer
@@ -82,6 +84,18 @@ class NVFP4Quantizer(BlockScalingQuantizer):
         nvfp4_use_4over6: bool = False,
         with_random_sign_mask: bool = True,
     ):
+        for name, value in (
+            ("with_amax_reduction", with_amax_reduction),
+            ("with_rht", with_rht),
+            ("with_post_rht_amax", with_post_rht_amax),
+            ("with_2d_quantization", with_2d_quantization),
+            ("stochastic_rounding", stochastic_rounding),
+            ("row_scaled_nvfp4", row_scaled_nvfp4),
+            ("nvfp4_use_4over6", nvfp4_use_4over6),
+            ("with_random_sign_mask", with_random_sign_mask),
+        ):
+            switch(name, value)
+        group_or_none("amax_reduction_group", amax_reduction_group)
         if row_scaled_nvfp4 or nvfp4_use_4over6:
             raise ValueError(
                 f"row_scaled_nvfp4={row_scaled_nvfp4}, nvfp4_use_4over6={nvfp4_use_4over6}: neither variant is "
@@ -97,6 +111,8 @@ class NVFP4Quantizer(BlockScalingQuantizer):
             )
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         self.dtype = element_number(fp4_dtype)
+        if self.dtype is not DType.kFloat4E2M1:
+            raise ValueError(f"fp4_dtype={fp4_dtype!r} is not FP4; give DType.kFloat4E2M1")
         self.with_amax_reduction = with_amax_reduction
         self.amax_reduction_group = amax_reduction_group
         self.with_rht = with_rht

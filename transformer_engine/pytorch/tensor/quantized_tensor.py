@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..checks import values_dtype
 from . import aten
 from .storage.fsdp import (
     DerivedTensors,
@@ -166,7 +167,10 @@ class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
 
     def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:
         """The values as a plain tensor; the gradient passes through."""
-        dtype = self.dtype if dtype is None else dtype
+        if dtype is None:
+            dtype = self.dtype
+        else:
+            values_dtype("dtype", dtype)
         if torch.is_grad_enabled() and self.requires_grad:
             return _Dequantize.apply(self, dtype)  # pyright: ignore[reportReturnType]
         return self.decode(dtype)

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from ...common import recipe as recipes
+from ...common.checks import described, switch
+from ..checks import extents, flag_tensor, tensor, values_dtype
 from ..constants import dist_group_type
+from ..device import canonical_device
 from ..primitives.operand import Operand, plain
 from ..primitives.quantize import Cast, Quantized
 from .axis import COLS, ROWS
@@ -55,6 +58,8 @@ class Quantizer:
     is_identity = False  # does `encode` leave values as they are?
 
     def __init__(self, *, rowwise: bool, columnwise: bool):
+        switch("rowwise", rowwise)
+        switch("columnwise", columnwise)
         self.rowwise_usage = rowwise
         self.columnwise_usage = columnwise
         self.internal = False
@@ -137,6 +142,9 @@ class Quantizer:
         """Quantize, differentiably (the gradient passes through), or into `out`; dtype is the nominal dtype."""
         if out is not None:
             return self.update_quantized(tensor, out)
+        _check_source("tensor", tensor)
+        if dtype is not None:
+            values_dtype("dtype", dtype)
         if torch.is_grad_enabled() and tensor.requires_grad and not self.internal:
             return _Quantize.apply(tensor, self, dtype)  # pyright: ignore[reportReturnType]
         return self._quantize(tensor, dtype)
@@ -159,15 +167,16 @@ class Quantizer:
         """Quantize src into dst's buffers, in the directions dst has; a set device flag leaves dst as it is."""
         if not isinstance(dst, QuantizedTensorStorage):
             raise TypeError(
-                f"out is a {type(dst).__name__}; give a tensor made by {type(self).__name__}.make_empty"
+                f"out={described(dst)} is a {type(dst).__name__}; give a tensor made by "
+                f"{type(self).__name__}.make_empty"
             )
+        _check_source("src", src)
+        flag_tensor("noop_flag", noop_flag)
         if src.shape != dst.shape:
             raise ValueError(
                 f"cannot quantize a tensor of shape {tuple(src.shape)} into one of shape {tuple(dst.shape)}; "
                 "reshape the source or make another destination"
             )
-        if not src.is_floating_point():
-            raise TypeError(f"cannot quantize {src.dtype}; convert to a floating-point dtype first")
         usages = dst.get_usages()
         with torch.no_grad():
             fresh = self.encode(src.detach(), usages["rowwise"], usages["columnwise"], noop_flag=noop_flag)
@@ -184,11 +193,19 @@ class Quantizer:
         pin_memory: bool = False,
     ) -> Any:
         """An uninitialised quantized tensor, to be filled by `update_quantized`."""
+        extents("shape", shape)
+        values_dtype("dtype", dtype)
+        if device is not None:
+            canonical_device(device)
+        switch("requires_grad", requires_grad)
+        switch("pin_memory", pin_memory)
         storage = self.empty(tuple(shape), dtype, device, pin_memory)
         return storage if self.internal else self.wrap(storage, requires_grad=requires_grad)
 
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
         """Choose the directions of later quantizations; None leaves one as it is."""
+        switch("rowwise", rowwise)
+        switch("columnwise", columnwise)
         if rowwise is not None:
             self.rowwise_usage = rowwise
         if columnwise is not None:
@@ -257,6 +274,15 @@ class Quantizer:
     def __repr__(self) -> str:
         fields = ", ".join(f"{name.lstrip('_')}={value!r}" for name, value in vars(self).items())
         return f"{type(self).__name__}({fields})"
+
+
+def _check_source(name: str, values: Any) -> None:
+    """TypeError unless these are values that can be quantized, or are quantized already."""
+    if isinstance(values, QuantizedTensorStorage):
+        return
+    tensor(name, values)
+    if not values.is_floating_point():
+        raise TypeError(f"{name}: cannot quantize {values.dtype}; convert to a floating-point dtype first")
 
 
 class _Quantize(torch.autograd.Function):

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .request import AttentionRequest
+from ....common.checks import described, function, one_of, switch, whole_or_none
+from ... import checks
+from ...constants import AttnTypes
+from ...module.arguments import Rule
+from .mask import canonical_name
+from .request import BIAS_TYPES, QKV_FORMATS, SOFTMAX_TYPES, AttentionRequest
 
+if TYPE_CHECKING:
+    from .call import Described
+    from .prepare import CallArguments
 
-def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    """ValueError unless value is allowed."""
-    if value not in allowed:
-        raise ValueError(f"{name}={value!r} does not exist; choose one of {', '.join(allowed)}")
+# What the constructors of attention layers have beside the arguments of all layers.
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(("attn_input_format", "qkv_format"), partial(one_of, allowed=QKV_FORMATS)),
+    "attention_type": partial(one_of, allowed=AttnTypes),
+    "softmax_type": partial(one_of, allowed=SOFTMAX_TYPES),
+    **dict.fromkeys(
+        ("attn_mask_type", "self_attn_mask_type", "enc_dec_attn_mask_type"),
+        lambda name, value: canonical_name(value, name),
+    ),
+}
 
 
 def check_heads(heads: int, groups: int, tp_size: int) -> None:
@@ -36,14 +51,107 @@ def unpacked(
     kv: Tensor | None,
     axis: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v, as given one by one or as views of packed buffers."""
+    """q, k, v, as given one by one or as views of packed buffers; ValueError for a tensor given twice."""
     if qkv is not None:
-        q, k, v = qkv.unbind(axis)
+        _given_once("qkv_layer", query_layer=q, key_layer=k, value_layer=v, kv_layer=kv)
+        q, k, v = _parts("qkv_layer", qkv, 3, axis)
     elif kv is not None:
-        k, v = kv.unbind(axis)
+        _given_once("kv_layer", key_layer=k, value_layer=v)
+        k, v = _parts("kv_layer", kv, 2, axis)
     if q is None or k is None or v is None:
-        raise ValueError("queries, keys or values are missing; give query_layer, key_layer and value_layer")
+        missing = [
+            name for name, x in (("query_layer", q), ("key_layer", k), ("value_layer", v)) if x is None
+        ]
+        raise ValueError(
+            f"{' and '.join(f'{name}=None' for name in missing)} missing; give queries, keys and values"
+        )
+    for name, x in (("query_layer", q), ("key_layer", k), ("value_layer", v)):
+        if not isinstance(x, Tensor):
+            checks.tensor(name, x)
     return q, k, v
+
+
+def _given_once(packed: str, **others: Tensor | None) -> None:
+    for name, tensor in others.items():
+        if tensor is not None:
+            raise ValueError(
+                f"{name}={described(tensor)} beside {packed}, which holds it; leave one of them out"
+            )
+
+
+def _parts(name: str, packed: Tensor, count: int, axis: int) -> tuple[Tensor, ...]:
+    """The views of a packed buffer along its axis -3 or -2."""
+    checks.tensor(name, packed)
+    one_of("qkv_interleave_dim", axis, (-3, -2))
+    if packed.ndim < 3 or packed.shape[axis] != count:
+        raise ValueError(
+            f"{name} is {list(packed.shape)}; its axis {axis} must have the size {count}, or set qkv_interleave_dim"
+        )
+    return packed.unbind(axis)
+
+
+def check_kinds(a: CallArguments) -> None:
+    """TypeError or ValueError for settings of a call that are of the wrong kind; those left out cost an identity test.
+
+    Masks, windows and lengths are checked where they are read.
+    """
+    one_of("core_attention_bias_type", a.bias_type, BIAS_TYPES)
+    if a.bottom_right_diagonal is not None:
+        switch("bottom_right_diagonal", a.bottom_right_diagonal)
+    if a.pad_between_seqs is not None:
+        switch("pad_between_seqs", a.pad_between_seqs)
+    if a.num_splits is not None and (type(a.num_splits) is not int or a.num_splits < 0):
+        whole_or_none("num_splits", a.num_splits, 0)
+    if a.score_mod is not None:
+        function("score_mod", a.score_mod)
+    if a.bias is not None and not isinstance(a.bias, Tensor):
+        checks.tensor("core_attention_bias", a.bias)
+    if a.inference_params is not None:
+        check_cache_kind(a.inference_params)
+
+
+def check_cache_kind(inference_params: Any) -> None:
+    """TypeError for what keys and values cannot be appended to."""
+    if not hasattr(inference_params, "step"):
+        raise TypeError(
+            f"inference_params={described(inference_params)} is a {type(inference_params).__name__}; give an "
+            "InferenceParams, or None"
+        )
+
+
+def check_switches(checkpoint_core_attention: Any, fp8_output: Any, bf16_backward: Any) -> None:
+    """TypeError for what is neither True nor False of the switches that say how an attention is computed."""
+    switch("checkpoint_core_attention", checkpoint_core_attention)
+    switch("fp8_output", fp8_output)
+    switch("bf16_backward", bf16_backward)
+
+
+def check_angles(rotary_pos_emb: Any) -> None:
+    """TypeError unless these are the angles of a rotary embedding, one table or a pair."""
+    if not isinstance(rotary_pos_emb, tuple):
+        checks.floating("rotary_pos_emb", rotary_pos_emb)
+        return
+    if len(rotary_pos_emb) != 2:
+        raise ValueError(
+            f"rotary_pos_emb holds {len(rotary_pos_emb)} tables; give one, or a pair for queries and keys"
+        )
+    for table in rotary_pos_emb:
+        checks.floating("rotary_pos_emb", table)
+
+
+def check_slopes(slopes: Tensor, bias_type: str, q: Tensor | Described, heads: int) -> Tensor:
+    """The slopes; TypeError or ValueError unless they are [h] or [b, h] for "alibi", floating point on q's device."""
+    if bias_type != "alibi":
+        raise ValueError(
+            f"alibi_slopes with core_attention_bias_type={bias_type!r}, which ignores {described(slopes)}; use 'alibi'"
+        )
+    checks.floating("alibi_slopes", slopes)
+    checks.same_device("alibi_slopes", slopes, "query_layer", q.device)
+    if slopes.ndim not in (1, 2) or slopes.shape[-1] != heads:
+        raise ValueError(
+            f"alibi_slopes {list(slopes.shape)} does not end in {heads} heads; give [h], or [b, h]"
+        )
+    return slopes
 
 
 def check_cache(layer_number: int | None, cached: torch.dtype, given: torch.dtype) -> int:
@@ -58,16 +166,36 @@ def check_cache(layer_number: int | None, cached: torch.dtype, given: torch.dtyp
 
 
 def check_bias(request: AttentionRequest, bias: Tensor | None) -> None:
-    """ValueError unless the bias's presence and shape are what the bias type asks for."""
+    """ValueError or TypeError unless bias and slopes are what the bias type asks for."""
     takes_bias = request.bias in ("pre_scale_bias", "post_scale_bias")
     if takes_bias != (bias is not None):
         want = "needs" if takes_bias else "takes no"
-        raise ValueError(f"core_attention_bias_type={request.bias!r} {want} core_attention_bias")
+        given = "None" if bias is None else described(bias)
+        raise ValueError(
+            f"core_attention_bias_type={request.bias!r} {want} core_attention_bias, which is {given}; match the two"
+        )
+    slopes = request.slopes_shape
+    if (
+        request.slopes_given
+        and slopes is not None
+        and len(slopes) == 2
+        and slopes[0] not in (1, request.batch)
+    ):
+        raise ValueError(
+            f"alibi_slopes is {list(slopes)}, the batch has {request.batch} sequences; give [h], or [b, h]"
+        )
     if bias is None:
         return
+    if not bias.is_floating_point() or bias.device.type != request.device_type:
+        raise TypeError(
+            f"core_attention_bias is {bias.dtype} on {bias.device}; give floating-point values on the queries' device, "
+            f"{request.device_type}"
+        )
     shape = (request.batch, request.heads, request.seqlen_q, request.seqlen_kv)
     if bias.ndim != 4 or any(size not in (1, limit) for size, limit in zip(bias.shape, shape, strict=True)):
-        raise ValueError(f"core_attention_bias {list(bias.shape)} does not broadcast to {list(shape)}")
+        raise ValueError(
+            f"core_attention_bias {list(bias.shape)} does not broadcast to {list(shape)}; give these sizes, or 1"
+        )
 
 
 def check_tensors(
@@ -84,14 +212,19 @@ def check_tensors(
         if tensor.ndim != axes or tensor.shape[-2:] != (count, size):
             raise ValueError(
                 f"{name} is {list(tensor.shape)}, {qkv_format!r} needs {axes} axes that end in "
-                f"(heads, size) = ({count}, {size})"
+                f"(heads, size) = ({count}, {size}); reshape it"
             )
         if tensor.dtype != q.dtype or tensor.device != q.device:
             raise ValueError(
                 f"{name} is {tensor.dtype} on {tensor.device}, query_layer {q.dtype} on {q.device}; convert"
             )
+    if not q.dtype.is_floating_point:
+        raise TypeError(f"query_layer is {q.dtype}; give floating-point values")
     if k.shape[:-2] != v.shape[:-2]:
-        raise ValueError(f"key_layer {list(k.shape)} and value_layer {list(v.shape)} differ in their tokens")
+        raise ValueError(
+            f"key_layer {list(k.shape)} and value_layer {list(v.shape)} differ in their tokens; "
+            "give both the same"
+        )
 
 
 def sink_of(softmax_type: str, offset: Tensor | None, heads: int, device: torch.device) -> Tensor | None:

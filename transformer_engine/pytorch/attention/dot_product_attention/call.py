@@ -11,9 +11,9 @@ from torch import Tensor
 from ....common import env
 from ....common.dispatch import Backend
 from ...device import get_device_compute_capability
-from .arguments import check_bias, one_of
+from .arguments import check_bias
 from .mask import Mask
-from .request import BIAS_TYPES, AttentionInputs, AttentionRequest, Switches
+from .request import AttentionInputs, AttentionRequest, Switches
 from .sequences import Sequences
 
 # What else than its arguments a choice depends on.
@@ -85,7 +85,6 @@ def request_of(
     options: Options, sequences: Sequences, inputs: AttentionInputs, slopes_given: bool
 ) -> AttentionRequest:
     """The request of a call; ValueError when its bias does not fit."""
-    one_of("core_attention_bias_type", options.bias, BIAS_TYPES)
     q, k, v, bias = inputs.q, inputs.k, inputs.v, inputs.bias
     cuda = q.is_cuda
     request = AttentionRequest(
@@ -167,7 +166,7 @@ def call_key(
         _needs_gradient(inputs),
         inputs.lengths_q is inputs.lengths_kv,
         inputs.masked_q is None and inputs.masked_kv is None,
-        None if bias is None else (bias.shape, bias.requires_grad),
+        None if bias is None else (bias.shape, bias.requires_grad, bias.dtype, bias.device),
         None if slopes is None else (slopes.shape, slopes_given),
         None if masked is None else masked.shape,
         torch.are_deterministic_algorithms_enabled(),

@@ -17,6 +17,7 @@ from ...backward_thread import keep_backward_here
 from ...device import canonical_device
 from ...distributed.recompute import checkpoint as recompute_checkpoint
 from ...distributed.tensor_parallel import set_tensor_model_parallel_attributes
+from ...module.arguments import check_arguments, head_sizes
 from ...module.base import TransformerEngineBaseModule
 from ...module.parameters import ParameterInit
 from ...quantization import QuantizerRole
@@ -24,13 +25,13 @@ from ...quantization.autocast import current
 from ...tracing import text_of_number
 from . import fp8
 from . import mask as masks
-from .arguments import accept_older_state, check_heads, one_of, unpacked
+from .arguments import RULES, accept_older_state, check_heads, check_switches, unpacked
 from .call import Described, Options, Plan, call_key, request_of
 from .choose import check, choose, choose_when_traced
 from .context_parallel_group import check_context_parallel_group
 from .last_choice import last_choice as _attention_backends
 from .prepare import CallArguments, prepared
-from .request import QKV_FORMATS, SOFTMAX_TYPES, AttentionInputs, AttentionRequest, AttentionResult
+from .request import AttentionInputs, AttentionRequest, AttentionResult
 from .roles import attention_roles
 from .score_mod import resolved
 from .sequences import Sequences
@@ -69,6 +70,8 @@ class DotProductAttention(TransformerEngineBaseModule):
     _softmax_scale_text: str
     _attention_dropout_text: str
 
+    given_window: tuple[int, int] | None
+
     def __init__(
         self,
         num_attention_heads: int,
@@ -95,6 +98,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         name: str | None = None,
         score_mod: Callable[..., Tensor] | None = None,
     ) -> None:
+        check_arguments(locals(), kv_channels=head_sizes, **RULES)
         super().__init__(name)
         # It has no weights: made under quantized_model_init, too, each call's recipe gives it states of its own.
         self.primary_weights_in_fp8 = self.fp8_parameters = False
@@ -102,9 +106,6 @@ class DotProductAttention(TransformerEngineBaseModule):
             AttentionLogging.setup_logging()
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         check_heads(num_attention_heads, groups, tp_size)
-        one_of("attention_type", attention_type, ("self", "cross"))
-        one_of("softmax_type", softmax_type, SOFTMAX_TYPES)
-        one_of("qkv_format", qkv_format, QKV_FORMATS)
         self.num_attention_heads = num_attention_heads
         self.num_gqa_groups = groups
         self.head_dim_qk, self.head_dim_v = (
@@ -116,7 +117,6 @@ class DotProductAttention(TransformerEngineBaseModule):
         self.qkv_format = qkv_format
         self.attn_mask_type = masks.canonical_name(attn_mask_type)
         self.window_size = masks.check_set_window_size(attn_mask_type, window_size)
-        self._given_window = window_size
         self.bottom_right_diagonal = bottom_right_diagonal
         self.sequence_parallel = sequence_parallel
         self.tp_size = tp_size if tp_group is None else torch.distributed.get_world_size(tp_group)
@@ -149,7 +149,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         if name == "attn_mask_type":
             value = masks.canonical_name(value)
         elif name == "window_size":
-            self.__dict__["_given_window"] = value  # what a name of a mask makes of it is found in each call
+            self.__dict__["given_window"] = value  # what a name of a mask makes of it is found in each call
         elif name in ("softmax_scale", "attention_dropout"):
             self.__dict__[f"_{name}_text"] = text_of_number(value)
         super().__setattr__(name, value)
@@ -234,6 +234,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         Raises ValueError before anything is written or drawn. Lengths and offsets on a GPU are trusted; TE_CHECK=1 has
         them checked too, see `device_checks`. What they point to outside of the tensors would be read.
         """
+        if checkpoint_core_attention or fp8_output or bf16_backward:
+            check_switches(checkpoint_core_attention, fp8_output, bf16_backward)
         score_mod = self.score_mod if score_mod is None else score_mod
         if not (score_mod_tensors is score_mod_bprop is score_mod_bprop_tensors is None):
             score_mod = resolved(score_mod, score_mod_tensors, score_mod_bprop, score_mod_bprop_tensors)
@@ -281,7 +283,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         call, _ = prepared(self, q, k, v, arguments, only_shapes=True)
         check(request_of(*call))
 
-    def _resolved_mask(
+    def resolved_mask(
         self, mask_type: str, window: tuple[int, int] | None, bottom_right_diagonal: bool | None
     ) -> masks.Mask:
         """What a name, a window and an alignment mean together, looked up where they were met before."""

@@ -54,15 +54,13 @@ class Mask:
         return self.window != UNLIMITED
 
 
-def canonical_name(attn_mask_type: str) -> str:
+def canonical_name(attn_mask_type: str, argument: str = "attn_mask_type") -> str:
     """The one spelling of a mask type: "causal,padding" and "padding,causal" are "padding_causal"."""
     name = attn_mask_type.replace(" ", "") if isinstance(attn_mask_type, str) else ""
     if "," in name:
         name = "_".join(sorted(name.split(","), key=lambda part: part != "padding"))
     if name not in NAMES:
-        raise ValueError(
-            f"attn_mask_type={attn_mask_type!r} does not exist; choose one of {', '.join(NAMES)}"
-        )
+        raise ValueError(f"{argument}={attn_mask_type!r} does not exist; choose one of {', '.join(NAMES)}")
     return name
 
 
@@ -101,7 +99,9 @@ def check_set_window_size(attn_mask_type: str, window_size: tuple[int, int] | No
     left, right = window_pair(window_size)
     if causal:
         if left < -1 or right < -1:
-            raise ValueError(f"window_size=({left}, {right}) has a size below -1; -1 means unlimited")
+            raise ValueError(
+                f"window_size=({left}, {right}) has a size below -1; give -1 for no limit, or a number >= 0"
+            )
         if right != 0:
             _warn(f"window_size=({left}, {right}) becomes ({left}, 0): {attn_mask_type!r} is causal")
         return (left, 0)
@@ -120,6 +120,8 @@ def window_pair(window_size: Any) -> tuple[int, int]:
     """(left, right) of a sequence of two integers; ValueError for anything else."""
     try:
         left, right = window_size
+        if isinstance(left, bool) or isinstance(right, bool):
+            raise TypeError
         return operator.index(left), operator.index(right)
     except (TypeError, ValueError):
         raise ValueError(

@@ -15,9 +15,9 @@ from torch import Tensor
 from ...tracing import number_while_tracing
 from . import mask as masks
 from .alibi import default_slopes
-from .arguments import check_cache, check_tensors, one_of, sink_of
+from .arguments import check_cache, check_kinds, check_slopes, check_tensors, one_of, sink_of
 from .call import Described, Options, Prepared
-from .request import BIAS_TYPES, QKV_FORMATS, AttentionInputs
+from .request import QKV_FORMATS, AttentionInputs
 from .sequences import Sequences, cached_sequences, given_sequences, unknown_sequences
 
 if TYPE_CHECKING:
@@ -52,12 +52,12 @@ def prepared(
 
     only_shapes   q, k and v are Described; no cache is written
     """
+    check_kinds(a)
     q_format = kv_format = layer.qkv_format if a.qkv_format is None else a.qkv_format
     one_of("qkv_format", q_format, QKV_FORMATS)
     groups = layer.num_gqa_groups_per_partition
     check_tensors(q, k, v, q_format, layer.heads, groups, layer.head_dim_qk, layer.head_dim_v)
     mask = _mask(layer, a, q.dtype)
-    one_of("core_attention_bias_type", a.bias_type, BIAS_TYPES)
     slopes = _slopes(layer, a.bias_type, q, a.alibi_slopes)
     cached, written = _cached(layer, k, v, q_format, a.inference_params, only_shapes)
     page_size, page_table = 0, None
@@ -108,9 +108,9 @@ def _mask(layer: DotProductAttention, a: CallArguments, dtype: torch.dtype) -> m
     if a.inference_params is not None:
         check_cache(layer.layer_number, a.inference_params.dtype, dtype)
         name = masks.over_cached_keys(name)
-    return layer._resolved_mask(
+    return layer.resolved_mask(
         name,
-        layer._given_window if a.window_size is None else a.window_size,
+        layer.given_window if a.window_size is None else a.window_size,
         layer.bottom_right_diagonal if a.bottom_right_diagonal is None else a.bottom_right_diagonal,
     )
 
@@ -155,14 +155,10 @@ def _slopes(
     layer: DotProductAttention, bias_type: str, q: Tensor | Described, given: Tensor | None
 ) -> Tensor | None:
     """ALiBi's slopes of this rank's heads, as given or the usual ones."""
-    if bias_type != "alibi":
-        if given is not None:
-            raise ValueError(f'alibi_slopes with core_attention_bias_type={bias_type!r}; it must be "alibi"')
-        return None
     if given is not None:
-        if given.shape[-1] != layer.heads:
-            raise ValueError(f"alibi_slopes {list(given.shape)} does not end in {layer.heads} heads")
-        return given
+        return check_slopes(given, bias_type, q, layer.heads)
+    if bias_type != "alibi":
+        return None
     rank = torch.distributed.get_rank(layer.tp_group) if layer.tp_group is not None else 0
     slopes = default_slopes(layer.num_attention_heads, q.device)
     return slopes[rank * layer.heads : (rank + 1) * layer.heads]

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ....common.checks import described
+
 
 class BoundScoreMod:
     """A score_mod with tensors by name; equal to another of the same function and the very same tensors."""
@@ -35,17 +37,22 @@ def resolved(
     """The score_mod of a call, its tensors bound; NotImplementedError for a gradient given beside it."""
     if bprop is not None:
         raise NotImplementedError(
-            "score_mod_bprop is not available: autograd differentiates score_mod, and a gradient given beside it "
-            "could differ from that; leave it None"
+            f"score_mod_bprop={described(bprop)} is not available: autograd differentiates score_mod, and a gradient "
+            "given beside it could differ from that; leave it None"
         )
     if bprop_tensors is not None:
         raise ValueError(
-            "score_mod_bprop_tensors without score_mod_bprop, which would read them; leave it None"
+            f"score_mod_bprop_tensors={described(bprop_tensors)} without score_mod_bprop, which would read them; "
+            "leave it None"
         )
     if tensors is None:
         return score_mod
     if score_mod is None:
-        raise ValueError("score_mod_tensors without score_mod, which would read them; give both")
+        raise ValueError(
+            f"score_mod_tensors={described(tensors)} without score_mod, which would read them; give both"
+        )
+    if not isinstance(tensors, Mapping):
+        raise TypeError(f"score_mod_tensors={described(tensors)} is no mapping; give tensors by name")
     wrong = [name for name, tensor in tensors.items() if not isinstance(tensor, Tensor)]
     if wrong:
         raise TypeError(

@@ -19,7 +19,8 @@ def are_bounds(
         if end - begin > longest:
             limit = f"the {longest} that the tensor has" if tokens is None else f"max_seqlen={longest}"
             raise ValueError(
-                f"{name} gives sequence {index} {end - begin} tokens, more than {limit}; give the length of the longest"
+                f"{name} gives sequence {index} {end - begin} tokens, more than {limit}; give the length of the "
+                f"longest (it ends at {end})"
             )
     if starts is not None:
         _check_starts(bounds, starts, name)
@@ -32,11 +33,12 @@ def are_bounds(
 
 def _check_growing(bounds: list[int], name: str) -> None:
     if bounds[0] != 0:
-        raise ValueError(f"{name} begins with {bounds[0]}; its first entry is 0")
+        raise ValueError(f"{name} begins with {bounds[0]}; its first entry is 0, add it")
     for index, (begin, end) in enumerate(pairwise(bounds)):
         if end < begin:
             raise ValueError(
-                f"{name} falls from {begin} to {end} at sequence {index}; cumulative lengths only grow"
+                f"{name} falls from {begin} to {end} at sequence {index}; cumulative lengths only grow, "
+                "give where each sequence ends"
             )
 
 
@@ -46,7 +48,8 @@ def _check_starts(bounds: list[int], starts: list[int], name: str) -> None:
         real, extent = bounds[index + 1] - bounds[index], starts[index + 1] - starts[index]
         if real > extent:
             raise ValueError(
-                f"{name}_padded leaves sequence {index} {extent} tokens, {name} gives it {real}; they would overlap"
+                f"{name}_padded leaves sequence {index} {extent} tokens, {name} gives it {real}; they would overlap, "
+                "leave it room"
             )
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ....common.checks import described
 from ....common.formats import round_up
 from ...device_checks import demand
 from .mask import Mask, cumulative, lengths_of, lengths_of_mask
@@ -191,7 +192,8 @@ def _side(
     max_seqlen = _whole(f"max_seqlen_{name}", max_seqlen)
     if padding and cu_seqlens is None and masked is None:
         raise ValueError(
-            f"a padding mask needs cu_seqlens_{name}, or attention_mask [b, 1, 1, s] (a pair for cross)"
+            f"a padding mask needs cu_seqlens_{name}, or attention_mask [b, 1, 1, s] (a pair for cross), "
+            "and both are None"
         )
     if tensor_format != "thd":
         size, batch = (x.shape[0], x.shape[1]) if tensor_format == "sbhd" else (x.shape[1], x.shape[0])
@@ -205,7 +207,10 @@ def _side(
         if lengths is None:
             lengths = _lengths(cu_seqlens, masked)
         if lengths.shape[0] != batch:
-            raise ValueError(f"cu_seqlens_{name} has {lengths.shape[0]} sequences, the tensor {batch}")
+            raise ValueError(
+                f"cu_seqlens_{name} has {lengths.shape[0]} sequences, the tensor {batch}; "
+                "give 0 and where each of them ends"
+            )
         return _Side(batch, size, lengths, None, masked)
     if lengths is None:
         lengths = _lengths(cu_seqlens, masked)
@@ -234,6 +239,8 @@ def _whole(name: str, size: Any) -> int | None:
     if size is None or torch.compiler.is_compiling():
         return size
     try:
+        if isinstance(size, bool):
+            raise TypeError
         whole = operator.index(size)
     except TypeError:
         raise ValueError(
@@ -255,7 +262,7 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
     """Are they the same numbers in memory? Two tensors that hold equal numbers are not compared."""
     if a is b:
         return True
-    if a is None or b is None or torch.compiler.is_compiling():
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or torch.compiler.is_compiling():
         return False
     return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
 
@@ -299,4 +306,7 @@ def _check_mask_is_used(mask: Mask, attention_mask: object, packed: bool) -> Non
             f"for example 'padding_causal'"
         )
     if mask.arbitrary and not isinstance(attention_mask, Tensor):
-        raise ValueError("attn_mask_type='arbitrary' needs attention_mask, one tensor, True = masked out")
+        raise ValueError(
+            "attn_mask_type='arbitrary' needs attention_mask, one tensor, True = masked out; "
+            f"it is {described(attention_mask)}"
+        )

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from ....common.checks import described, number
+
 
 @dataclass(frozen=True)
 class Activation:
@@ -52,11 +54,18 @@ class ActivationParams:
     @classmethod
     def from_mapping(cls, params: Mapping[str, float] | None) -> ActivationParams:
         """From the dict users write: keys `limit`, `alpha`, `glu_linear_offset` or `offset`; else ValueError."""
+        if params is not None and not isinstance(params, Mapping):
+            raise TypeError(
+                f"activation_params={described(params)} is a {type(params).__name__}; give a dict of limit, alpha and "
+                "glu_linear_offset, or None"
+            )
         given = dict(params or {})
         known = {"limit": "limit", "alpha": "alpha", "glu_linear_offset": "offset", "offset": "offset"}
         unknown = sorted(set(given) - set(known))
         if unknown:
             raise ValueError(f"activation_params has no {unknown[0]!r}; choose from {', '.join(known)}")
+        for key, value in given.items():
+            number(f"activation_params[{key!r}]", value)
         return cls(**{known[key]: float(value) for key, value in given.items()})
 
 

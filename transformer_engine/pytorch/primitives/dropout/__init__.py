@@ -84,7 +84,7 @@ def dropout_backward(dy: Tensor, mask: Tensor, p: float, *, out: Tensor | None =
     _check(p)
     if mask.dtype is not torch.uint8 or mask.numel() != -(-dy.numel() // 8):
         raise ValueError(
-            f"mask is {mask.dtype} of {mask.numel()}; it holds one bit an element, uint8 of {-(-dy.numel() // 8)}"
+            f"mask is {mask.dtype} of {mask.numel()}; give one bit an element, uint8 of {-(-dy.numel() // 8)}"
         )
     return _into(out, _operation("backward", dy)(dy, mask, p))
 

@@ -24,7 +24,9 @@ def check_rotation(x: Tensor, angles: Tensor, positions: Positions, spec: RopeSp
             f"{spec.tensor_format!r} needs {len(spec.tensor_format)} axes, the tensor has {x.ndim}"
         )
     if angles.shape[-1] > size:
-        raise ValueError(f"freqs turn {angles.shape[-1]} features, the head has {size}; lower dim")
+        raise ValueError(
+            f"freqs turn {angles.shape[-1]} features, the head has {size}; lower dim, or give fewer"
+        )
     if not 0 <= spec.cp_rank < spec.cp_size:
         raise ValueError(f"cp_rank={spec.cp_rank} is outside 0..{spec.cp_size - 1}; give a rank of the group")
     if spec.tensor_format == "thd":

@@ -60,4 +60,6 @@ def _check_mask(x: Tensor, mask: Tensor) -> None:
         extent in (1, whole) for extent, whole in zip(reversed(mask.shape), reversed(x.shape), strict=False)
     )
     if not fits:
-        raise ValueError(f"a mask {list(mask.shape)} does not broadcast to the scores {list(x.shape)}")
+        raise ValueError(
+            f"a mask {list(mask.shape)} does not broadcast to the scores {list(x.shape)}; make it so"
+        )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ....common.formats import TensorFormat
+from ...checks import values_dtype
 from ...primitives.operand import Operand
 from ...primitives.quantize import Quantized
 from ..axis import COLS, ROWS
@@ -305,7 +306,10 @@ class QuantizedTensorStorage:
 
     def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:
         """The values in dtype (the nominal dtype when None)."""
-        return self.decode(self.dtype if dtype is None else dtype)
+        if dtype is None:
+            return self.decode(self.dtype)
+        values_dtype("dtype", dtype)
+        return self.decode(dtype)
 
     def size(self, dim: int | None = None) -> torch.Size | int:
         return self.shape if dim is None else self.shape[dim]

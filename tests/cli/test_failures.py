@@ -1,0 +1,326 @@
+"""What goes wrong outside of the program is one sentence that names the file and the remedy, never a traceback."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from transformer_engine import cli
+from transformer_engine.cli.demo import checkpoint, trainer
+
+TINY = ["--steps", "4", "--batch", "2", "--seq", "32", "--layers", "1", "--hidden", "32", "--heads", "1"]
+ROOT = Path(cli.__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(f"line {i} of a text\n" for i in range(500)))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def finished(text: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("finished")
+    result = te("train", *TINY, "--data", text, "--device", "cpu", "--out", str(out), "--recipe", "current")
+    assert result.exit_code == 0, result.output
+    return out / "current"
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    """The folder of a run that is finished, to be spoilt."""
+    return Path(shutil.copytree(finished, tmp_path / "current"))
+
+
+def te(*arguments: str) -> Any:
+    return CliRunner().invoke(cli.application(), [*arguments], env={"COLUMNS": "200"})
+
+
+def refused(result: Any, *words: str) -> None:
+    assert result.exit_code in (1, 2), result.output
+    assert isinstance(result.exception, SystemExit), repr(result.exception)
+    assert "Traceback" not in result.output
+    assert "error:" in result.output
+    for word in words:
+        assert word in result.output, result.output
+
+
+def changed(**values: Any) -> Callable[[Path], None]:
+    """Writes a checkpoint anew with some of its content replaced."""
+
+    def write(path: Path) -> None:
+        state = torch.load(path, weights_only=True)
+        torch.save({**state, **values}, path)
+
+    return write
+
+
+def with_config(**values: Any) -> Callable[[Path], None]:
+    def write(path: Path) -> None:
+        state = torch.load(path, weights_only=True)
+        state["config"].update(values)
+        torch.save(state, path)
+
+    return write
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flipped(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    path.write_bytes(bytes(content))
+
+
+def with_smaller_tensor(path: Path) -> None:
+    state = torch.load(path, weights_only=True)
+    model = state["runs"]["current"]["model"]
+    name = next(name for name in model if not name.endswith("_extra_state"))
+    model[name] = model[name][:1].clone()
+    torch.save(state, path)
+
+
+def without_moments(path: Path) -> None:
+    state = torch.load(path, weights_only=True)
+    state["runs"]["current"]["optimizer"]["masters"] = []
+    torch.save(state, path)
+
+
+DAMAGE: dict[str, Callable[[Path], None]] = {
+    "empty": lambda path: path.write_bytes(b""),
+    "text": lambda path: path.write_text("not a checkpoint"),
+    "pickle": lambda path: path.write_bytes(b"\x80\x04K\x01."),
+    "cut": cut,
+    "flipped": flipped,
+    "tensor": lambda path: torch.save(torch.zeros(3), path),
+    "class": lambda path: torch.save(Path("anything"), path),
+    "other dict": lambda path: torch.save({"model": {}}, path),
+    "step of a wrong type": changed(step="four"),
+    "step below zero": changed(step=-1),
+    "config of a wrong type": changed(config=[1, 2]),
+    "config without fields": changed(config={}),
+    "layers of a wrong type": with_config(layers="many"),
+    "layers of another number": with_config(layers=2),
+    "recipe that does not exist": with_config(recipe="fp3"),
+    "random of a wrong type": changed(random={"cpu": [1, 2]}),
+    "random of another size": changed(random={"cpu": torch.zeros(3, dtype=torch.uint8)}),
+    "runs of a wrong type": changed(runs={"current": 3}),
+    "no runs": changed(runs={}),
+    "a tensor of another shape": with_smaller_tensor,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_checkpoint_that_is_none_is_named_by_resume_and_generate(damage: str, run: Path):
+    DAMAGE[damage](run / "checkpoint")
+    before = (run / "checkpoint").read_bytes()
+    metrics = (run / "metrics.jsonl").read_bytes()
+    refused(te("train", "--resume", "--name", "current", "--out", str(run.parent)), "checkpoint")
+    assert (run / "checkpoint").read_bytes() == before
+    assert (run / "metrics.jsonl").read_bytes() == metrics
+    if damage not in ("step of a wrong type", "step below zero"):
+        refused(te("generate", "--name", "current", "--out", str(run.parent), "--device", "cpu"))
+
+
+def test_an_optimizer_of_another_model_is_refused(run: Path):
+    without_moments(run / "checkpoint")
+    refused(
+        te("train", "--resume", "--name", "current", "--out", str(run.parent)), "checkpoint", "master weights"
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{not json}\n", ("line 2", "no JSON")),
+        ('{"step": 2}\n', ("line 2", "learning_rate")),
+        ("[1, 2]\n", ("line 2",)),
+        ('{"step": "2", "learning_rate": 0.1, "loss": {}, "seconds": {}}\n', ("line 2", "step")),
+        ('{"step": 2, "learning_rate": 0.1, "loss": {"a": "b"}, "seconds": {}}\n', ("line 2", "loss")),
+        (
+            '{"step": 2, "learning_rate": 0.1, "loss": {"other": 1.0}, "seconds": {"other": 1.0}}\n',
+            ("other runs",),
+        ),
+        ("\udcff\n", ("cannot be read",)),
+    ],
+)
+def test_a_damaged_line_of_the_metrics_is_named(line: str, words: tuple[str, ...], run: Path):
+    path = run / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_bytes("".join([lines[0], line, *lines[2:]]).encode(errors="surrogateescape"))
+    refused(te("train", "--resume", "--name", "current", "--out", str(run.parent)), "metrics.jsonl", *words)
+
+
+def test_a_finished_run_without_metrics_has_nothing_to_draw(run: Path):
+    (run / "metrics.jsonl").unlink()
+    refused(te("train", "--resume", "--name", "current", "--out", str(run.parent)), "metrics.jsonl")
+
+
+def full(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_keeps_the_old_checkpoint_and_says_where(
+    run: Path, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    before = (run / "checkpoint").read_bytes()
+    monkeypatch.setattr(checkpoint.os, "fsync", full)
+    arguments = ["--data", text, "--device", "cpu", "--out", str(tmp_path), "--recipe", "current"]
+    refused(te("train", *TINY, *arguments), str(run / "checkpoint"), "No space left", "--out")
+    assert (run / "checkpoint").read_bytes() == before
+    assert not (run / "checkpoint.partial").exists()
+
+
+def test_torchs_own_error_on_a_full_disk_is_the_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def save(state: Any, file: Any) -> None:
+        try:
+            full()
+        except OSError:
+            raise RuntimeError("unexpected pos 64 vs 0")  # noqa: B904 - as torch's writer does
+
+    monkeypatch.setattr(checkpoint.torch, "save", save)
+    with pytest.raises(Exception, match="No space left") as raised:
+        checkpoint.save(tmp_path / "checkpoint", {})
+    assert str(tmp_path / "checkpoint") in str(raised.value)
+
+
+@pytest.mark.parametrize("what", ["plot", "metrics"])
+def test_a_full_disk_under_other_files_is_a_sentence(
+    what: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    if what == "plot":
+        monkeypatch.setattr("transformer_engine.cli.train.plot_losses", full)
+    else:
+        monkeypatch.setattr(trainer.Progress, "as_json", full)
+    out = ["--data", text, "--device", "cpu", "--out", str(tmp_path), "--recipe", "none"]
+    refused(te("train", *TINY, *out), "loss.png" if what == "plot" else "metrics.jsonl", "No space left")
+
+
+def test_an_out_folder_that_is_a_file_is_named(text: str, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    refused(
+        te("train", *TINY, "--data", text, "--device", "cpu", "--out", str(tmp_path / "file")),
+        "file",
+        "--out",
+    )
+
+
+def test_a_text_that_cannot_be_read_is_named(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(path: Path) -> bytes:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    refused(
+        te("train", *TINY, "--data", text, "--device", "cpu", "--out", str(tmp_path)),
+        text,
+        "Permission denied",
+    )
+
+
+def test_a_text_with_an_impossible_name_is_refused(tmp_path: Path):
+    refused(te("train", *TINY, "--data", "x" * 5000, "--out", str(tmp_path)), "--data")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--temperature", "nan"],
+        ["--temperature", "inf"],
+        ["--temperature", "-1"],
+        ["--count", "0"],
+        ["--count", "100000"],
+        ["--page-size", "-1"],
+        ["--seed", str(2**70)],
+        ["--name", "absent"],
+    ],
+    ids=" ".join,
+)
+def test_a_bad_option_of_generate_is_refused(options: list[str], run: Path):
+    named = [] if "--name" in options else ["--name", "current"]
+    refused(
+        te("generate", "x", *named, "--out", str(run.parent), "--device", "cpu", *options), options[1][:12]
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--seed", str(2**70)], ["--lr", "nan"], ["--heads", "0"], ["--steps", "-1"], ["--batch", "0"]],
+    ids=" ".join,
+)
+def test_a_bad_option_of_train_is_refused(options: list[str], text: str, tmp_path: Path):
+    arguments = [*TINY, "--data", text, "--device", "cpu", "--out", str(tmp_path), *options]
+    refused(te("train", *arguments), options[1])
+
+
+@pytest.mark.parametrize("content", ["[3]", '{"results": 3}', '[{"case": [1]}]', "\udcff", "{"])
+def test_figures_that_are_none_are_named(content: str, tmp_path: Path):
+    path = tmp_path / "figures.json"
+    path.write_bytes(content.encode(errors="surrogateescape"))
+    refused(te("bench", "--compare", str(path), str(path)), "figures.json", "te bench --json")
+
+
+def test_figures_that_no_ratio_can_be_made_of_are_left_out(tmp_path: Path):
+    path = tmp_path / "figures.json"
+    rows = [{"case": "gemm/a", "gpu_ms": -1.0, "cpu_ms": True}, {"case": "gemm/b", "gpu_ms": 2.0}]
+    path.write_text(json.dumps(rows))
+    assert te("bench", "--compare", str(path), str(path)).exit_code == 0
+
+
+@pytest.mark.parametrize("options", [["--json", "."], ["--plot-dir", __file__], ["--json", "absent/a.json"]])
+def test_a_place_that_bench_cannot_write_to_is_refused_before_measuring(options: list[str]):
+    refused(te("bench", "--quick", "--family", "norm", *options), options[0])
+
+
+def module(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "transformer_engine", *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        timeout=300,
+        check=False,
+    )
+
+
+def test_the_package_runs_as_te():
+    result = module("--help")
+    assert result.returncode == 0, result.stderr
+    for command in ("train", "generate", "info", "bench"):
+        assert command in result.stdout
+
+
+def test_the_package_without_the_extra_names_it(tmp_path: Path):
+    hidden = tmp_path / "sitecustomize.py"
+    hidden.write_text(
+        "import importlib.util as u\nfind = u.find_spec\n"
+        "u.find_spec = lambda name, *a: None if name == 'typer' else find(name, *a)\n"
+    )
+    result = module("--help", PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)]))
+    assert result.returncode == 1
+    assert "transformer-engine[cli]" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("NVTE_BACKWARD_OVERRIDE", "low"), ("NVTE_FLASH_ATTN", "maybe"), ("TE_CHECK", "2")]
+)
+def test_a_bad_value_of_the_environment_is_a_sentence(name: str, value: str):
+    result = module("info", **{name: value})
+    assert result.returncode == 1
+    assert f"error: {name}={value!r} is not" in result.stderr
+    assert "unset it" in result.stderr
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,101 @@
+"""Values that no argument of a kind can take, by kind; `Call` is a callable with arguments that it does take."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+
+NAN = math.nan
+WORD = "nonsense"
+
+SIZE = (0, -1, 2.5, "16", True, [16], NAN)
+OPTIONAL_SIZE = SIZE
+REQUIRED_SIZE = (*SIZE, None)
+COUNT = (-1, 2.5, "16", True, NAN)  # zero is allowed
+EPS = (-1e-5, NAN, math.inf, "1e-5", None, True, [1e-5])
+RATE = (-0.1, 1.0, 1.5, NAN, "0.1", None, True)
+FLAG = ("False", 2, 0.5, [True])
+NAME = (WORD, "", 3, b"self", ["self"])
+TEXT = (3, b"name", ["name"])
+FUNCTION = (3, "normal", [print])
+DTYPE = ("float32", torch.int32, 32, float, torch.bool)
+DEVICE = ("gpu", 2.5, ["cpu"], "cuda:x", True)
+GROUP = (3, "group", [1], 0.5)
+WINDOW = ((1.5, 2), 5, (1,), (1, 2, 3), "ab", (True, 0), (None, 0), (-3, 0))
+NUMBER = ("1.0", NAN, [1.0], True, math.inf)
+RECIPE = ("delayed", 3, dict, [None])
+NOT_A_TENSOR = ([1.0, 2.0], "tensor", 3.0, numpy.zeros((4, 16), dtype=numpy.float32), (1,))
+
+
+@dataclass
+class Made:
+    """A callable, arguments that it takes, and the objects whose state no refused call may change."""
+
+    function: Callable[..., Any]
+    arguments: dict[str, Any]
+    watched: Sequence[Any] = ()
+
+
+@dataclass
+class Call:
+    """What makes a callable, and by argument the values that it must refuse.
+
+    context   what the calls run in
+    stateful  are the refused calls also to be made before the first good one?
+    """
+
+    name: str
+    make: Callable[[], Made]
+    bad: Mapping[str, Sequence[Any]]
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    stateful: bool = False
+
+    def cases(self) -> list[tuple[str, Any]]:
+        """(argument, bad value) one by one."""
+        return [(name, value) for name, values in self.bad.items() for value in values]
+
+
+def shown(value: Any) -> str:
+    """A bad value in a test's failure message; two cases with the same text are one."""
+    if isinstance(value, torch.Tensor):
+        return f"{type(value).__name__}({value.dtype}, {list(value.shape)}, {value.device})"
+    if isinstance(value, numpy.ndarray):
+        return f"ndarray({value.dtype}, {list(value.shape)})"
+    if isinstance(value, (list, tuple)):
+        inside = ", ".join(map(shown, value))
+        return f"[{inside}]" if isinstance(value, list) else f"({inside})"
+    return repr(value)
+
+
+def names_it(message: str, value: Any) -> bool:
+    """Does the message hold the value, its type, its shape or its dtype?"""
+    told = {repr(value), type(value).__name__}
+    if isinstance(value, torch.Tensor):
+        told = {str(list(value.shape)), str(tuple(value.shape)), str(value.dtype), str(value.device)}
+        told |= {str(value.numel()), type(value).__name__} | {str(size) for size in value.shape}
+        if value.numel() <= 8 and not value.is_meta:
+            # The bounds of sequences are one more than there are sequences.
+            told |= {str(value.numel() - 1), str(value.tolist())} | {
+                str(item) for item in value.reshape(-1).tolist()
+            }
+    elif isinstance(value, (list, tuple)):
+        told |= {str(list(value)), str(tuple(value)), str(len(value))}
+        return any(text in message for text in told) or any(names_it(message, item) for item in value)
+    elif isinstance(value, type):
+        told |= {value.__name__}
+    elif isinstance(value, dict):
+        told |= {repr(item) for pair in value.items() for item in pair}
+    elif isinstance(value, enum.Enum):
+        told |= {value.name}
+    elif type(value).__module__.startswith("transformer_engine"):
+        told |= {str(part) for part in vars(value).values() if isinstance(part, (int, torch.dtype))}
+    else:
+        told |= {str(value)} if str(value) else set()
+    return any(text in message for text in told)

@@ -1,0 +1,146 @@
+"""fingerprint(objects) = {where: what}: every bit of state that a refused call could have changed.
+
+Tensors count with their bytes, their gradients and their identity, objects of the package with all their attributes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import os
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from transformer_engine.common import dispatch
+from transformer_engine.pytorch import device_checks
+from transformer_engine.pytorch.distributed import rng
+from transformer_engine.pytorch.primitives.gemm import tuning
+from transformer_engine.pytorch.quantization import (
+    FP8GlobalStateManager,
+    delayed_scaling,
+    model_init,
+    replay,
+    support,
+)
+from transformer_engine.pytorch.quantization.autocast import here, snapshot
+
+PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum, torch.Size)
+# What follows from shapes and names, remembered: no result depends on who asked first.
+MEMORIES = ("_checked", "_masks", "_plans", "_remembered")
+OURS = ("transformer_engine", "transformer_engine_torch")
+
+
+def fingerprint(*watched: Any) -> dict[str, Any]:
+    """What the watched objects and the process hold at this moment."""
+    found: dict[str, Any] = {}
+    visit = _Visit(found)
+    for number, value in enumerate(watched):
+        visit(f"watched[{number}]", value)
+    visit("process", _process())
+    return found
+
+
+def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """The places where two fingerprints differ."""
+    return sorted(place for place in {*before, *after} if before.get(place) != after.get(place))
+
+
+def _process() -> dict[str, Any]:
+    """State that belongs to no object of the caller's."""
+    return {
+        "torch random state": torch.get_rng_state().numpy().tobytes(),
+        "cuda random state": torch.cuda.get_rng_state().numpy().tobytes()
+        if torch.cuda.is_available()
+        else None,
+        "tracked random states": rng._tracked,
+        "environment": dict(os.environ),
+        "autocast": snapshot(),
+        "model init": model_init.current_model_init(),
+        "pools": delayed_scaling.pools(),
+        "emulation": support._switch,
+        "recomputation": (here().recomputes, here().recomputing, replay.runs(), replay.marked_by_hand),
+        "checks of numbers on a device": list(device_checks._waiting),
+        "callers' flags": FP8GlobalStateManager.quantization_state,
+        "forced backends": dict(dispatch._forced),
+        "observers": list(dispatch._observers),
+        "autotune": tuning.Switch.depth,
+        "gradients on": torch.is_grad_enabled(),
+        "torch.autocast": torch.is_autocast_enabled("cpu"),
+        "default dtype": torch.get_default_dtype(),
+    }
+
+
+class _Visit:
+    """Walks objects into `found`; the second visit of an object is a reference to the first."""
+
+    def __init__(self, found: dict[str, Any]):
+        self.found = found
+        self.seen: dict[int, str] = {}
+        self.kept: list[Any] = []  # so that no id is used twice
+
+    def __call__(self, place: str, value: Any) -> None:
+        if isinstance(value, PLAIN):
+            self.found[place] = repr(value)
+            return
+        if id(value) in self.seen:
+            self.found[place] = f"the object at {self.seen[id(value)]}"
+            return
+        self.seen[id(value)] = place
+        self.kept.append(value)
+        if isinstance(value, torch.Tensor):
+            self._tensor(place, value)
+        elif isinstance(value, Mapping):
+            self.found[place] = [type(value).__name__, *map(repr, value)]
+            for index, (key, item) in enumerate(value.items()):
+                self(f"{place}[{key if isinstance(key, str) else index}]", item)
+        elif isinstance(value, (list, tuple, set, frozenset)) or type(value).__name__ == "deque":
+            self.found[place] = (type(value).__name__, len(value))
+            for index, item in enumerate(value):
+                self(f"{place}[{index}]", item)
+        elif isinstance(value, torch.Generator):
+            self.found[place] = hashlib.sha256(value.get_state().numpy().tobytes()).hexdigest()
+        elif isinstance(value, torch.nn.Module) or _is_ours(value):
+            self._object(place, value)
+        else:
+            self.found[place] = (type(value).__name__, id(value))
+
+    def _tensor(self, place: str, value: torch.Tensor) -> None:
+        # The version is raised by writes in place, of the same bits too.
+        self.found[place] = (
+            type(value).__name__,
+            id(value),
+            value.dtype,
+            tuple(value.shape),
+            value.requires_grad,
+        )
+        if _is_ours(value):
+            for name, payload in vars(value).items():
+                self(f"{place}.{name}", payload)
+        elif not value.is_meta:
+            plain = value.detach().contiguous().reshape(-1)
+            raw = plain.view(torch.uint8) if plain.numel() else plain
+            self.found[f"{place} bytes"] = hashlib.sha256(raw.cpu().numpy().tobytes()).hexdigest()
+            for name, extra in getattr(value, "__dict__", {}).items():
+                self(f"{place}.{name}", extra)
+        if value.is_leaf and value.grad is not None:
+            self(f"{place}.grad", value.grad)
+
+    def _object(self, place: str, value: Any) -> None:
+        self.found[place] = type(value).__name__
+        if dataclasses.is_dataclass(value) and not hasattr(value, "__dict__"):
+            attributes = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        else:
+            attributes = vars(value) if hasattr(value, "__dict__") else {}
+        for name, attribute in list(attributes.items()):
+            if name not in MEMORIES and not isinstance(
+                attribute, (types.FunctionType, types.MethodType, type)
+            ):
+                self(f"{place}.{name}", attribute)
+
+
+def _is_ours(value: Any) -> bool:
+    return type(value).__module__.split(".")[0] in OURS

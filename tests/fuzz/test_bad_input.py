@@ -1,0 +1,106 @@
+"""A bad argument is refused by a sentence that names it and the remedy, and leaves every bit of state as it was."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attention_calls import attention_calls
+from bad_values import Made, names_it, shown
+from constructor_calls import constructor_calls
+from fingerprint import differences, fingerprint
+from forward_calls import forward_calls
+from function_calls import function_calls
+
+import transformer_engine
+
+SOURCES = Path(transformer_engine.__file__).resolve().parents[1]
+TABLES = (constructor_calls, forward_calls, attention_calls, function_calls)
+NAMED = (ValueError, TypeError, NotImplementedError, RuntimeError)
+REMEDY = re.compile(
+    r"\b(give|choose|pass|use|set|leave|move|convert|call|make|must|pad|needs?|run|unset|ask|drop|raise|takes?|"
+    r"reshape|remove|is for|view|quantize|match|fix|add|keep|cut|split|may|write|install|enter|put|flatten)\b",
+    re.IGNORECASE,
+)
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+class Trial:
+    """Bad calls of one callable, one after the other, each beside the state that it found."""
+
+    def __init__(self, made: Made):
+        self.made = made
+        self.before = self._state()
+
+    def _state(self) -> dict[str, Any]:
+        return fingerprint(self.made.arguments, *self.made.watched)
+
+    def outcome(self, argument: str, value: object) -> str | None:
+        """What is wrong with the way in which a bad call was refused; None: nothing."""
+        try:
+            self.made.function(**{**self.made.arguments, argument: value})
+        except Exception as error:
+            fault = _fault(error, value)
+        else:
+            fault = "was accepted"
+        after = self._state()
+        changed = differences(self.before, after)
+        self.before = after
+        return f"{fault or 'refused'}, and changed {', '.join(changed[:3])}" if changed else fault
+
+
+def _fault(error: Exception, value: object) -> str | None:
+    raised = f"{type(error).__name__}: {error}"
+    # Subclasses of the named errors that Python raises by itself (KeyError is no ValueError, UnicodeError is one).
+    if not isinstance(error, NAMED) or isinstance(error, (RecursionError, UnicodeError)):
+        return f"raised {raised}"
+    trace = error.__traceback__
+    assert trace is not None
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    file = trace.tb_frame.f_code.co_filename
+    line = linecache.getline(file, trace.tb_lineno).strip()
+    if not Path(file).resolve().is_relative_to(SOURCES) or not line.startswith("raise"):
+        return f"was left to Python or torch at {Path(file).name}:{trace.tb_lineno}: {raised}"
+    if not names_it(str(error), value):
+        return f"does not name the value: {raised}"
+    if not REMEDY.search(str(error)):
+        return f"names no remedy: {raised}"
+    return None
+
+
+CALLS = {call.name: call for table in TABLES for call in table()}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_bad_call_is_refused_by_name_and_changes_nothing(name: str):
+    call = CALLS[name]
+    faults = []
+    with call.context():
+        made = call.make()
+        for when in ("before", "after") if call.stateful else ("after",):
+            if when == "after":
+                made.function(**made.arguments)
+            trial = Trial(made)
+            for argument, value in call.cases():
+                fault = trial.outcome(argument, value)
+                if fault is not None:
+                    faults.append(f"{name}({argument}={shown(value)}) {when} the first good call {fault}")
+    assert not faults, "\n".join([f"{len(faults)} faults", *faults])
+
+
+def test_there_are_a_thousand_distinct_bad_calls():
+    distinct = {
+        (call.name, argument, shown(value)) for call in CALLS.values() for argument, value in call.cases()
+    }
+    assert len(distinct) >= 1000, len(distinct)

@@ -1,0 +1,128 @@
+"""Checks on single values: each raises one sentence with the argument's name, the value, the limit and the remedy.
+
+A value of the wrong type is a TypeError, one of the right type outside of its limits a ValueError. Numbers of other
+libraries (numpy's) count as what they are; a bool is no number, and a number other than 0 and 1 no switch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from numbers import Integral, Real
+from typing import Any
+
+LONGEST = 80  # characters of a value that a message repeats
+
+
+def described(value: Any) -> str:
+    """The value as a message shows it: arrays by shape and dtype, everything else by its repr, cut where it is long."""
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if shape is not None and dtype is not None:
+        return f"a {type(value).__name__} of shape {list(shape)} and {dtype}"
+    text = repr(value)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}... ({type(value).__name__})"
+
+
+def whole(name: str, value: Any, least: int = 1) -> None:
+    """Is value a whole number of at least `least`?"""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name}={described(value)} must be a whole number; give an int of at least {least}")
+    if value < least:
+        raise ValueError(f"{name}={value} is below {least}; give a whole number of at least {least}")
+
+
+def whole_or_none(name: str, value: Any, least: int = 1) -> None:
+    """None, or a whole number of at least `least`."""
+    if value is not None:
+        whole(name, value, least)
+
+
+def integer(name: str, value: Any) -> None:
+    """Any whole number, negative ones included."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name}={described(value)} must be a whole number; give an int")
+
+
+def number(name: str, value: Any) -> None:
+    """A finite number."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name}={described(value)} must be a number; give a float")
+    if not math.isfinite(value):
+        raise ValueError(f"{name}={value} is not finite; give a finite number")
+
+
+def number_or_none(name: str, value: Any) -> None:
+    """None, or a finite number."""
+    if value is not None:
+        number(name, value)
+
+
+def epsilon(name: str, value: Any) -> None:
+    """A finite number >= 0, which is added where a division by zero could be."""
+    number(name, value)
+    if value < 0:
+        raise ValueError(f"{name}={value} is below 0; give a small number such as 1e-5, or 0")
+
+
+def positive(name: str, value: Any) -> None:
+    """A finite number > 0."""
+    number(name, value)
+    if value <= 0:
+        raise ValueError(f"{name}={value} must be above 0; give a positive number")
+
+
+def drop_rate(name: str, value: Any) -> None:
+    """The share of elements to drop, in [0, 1): who drops all divides by zero."""
+    number(name, value)
+    if not 0.0 <= value < 1.0:
+        raise ValueError(f"{name}={value} is outside [0, 1); give the share of elements to drop")
+
+
+def switch(name: str, value: Any) -> None:
+    """True or False, or what callers write for them: None, 0 and 1."""
+    if value is True or value is False or value is None:
+        return
+    if isinstance(value, Integral) and value in (0, 1):
+        return
+    if type(value).__name__ in ("bool_", "bool"):  # numpy's
+        return
+    raise TypeError(f"{name}={described(value)} is neither True nor False; give a bool")
+
+
+def text_or_none(name: str, value: Any) -> None:
+    """None, or a str."""
+    if value is not None and not isinstance(value, str):
+        raise TypeError(f"{name}={described(value)} must be a str; give a name, or None")
+
+
+def function(name: str, value: Any) -> None:
+    """Something that can be called."""
+    if not callable(value):
+        raise TypeError(f"{name}={described(value)} cannot be called; give a function")
+
+
+def function_or_none(name: str, value: Any) -> None:
+    """None, or something that can be called."""
+    if value is not None and not callable(value):
+        raise TypeError(f"{name}={described(value)} cannot be called; give a function, or None")
+
+
+def one_of(name: str, value: Any, allowed: Collection[Any]) -> None:
+    """A value of the allowed ones. True is not 1."""
+    if type(value) is str and value in allowed:
+        return
+    if not any(value is choice or (type(value) is type(choice) and value == choice) for choice in allowed):
+        raise ValueError(
+            f"{name}={described(value)} does not exist; choose one of {', '.join(str(a) for a in allowed)}"
+        )
+
+
+def whole_numbers(name: str, value: Any) -> None:
+    """A sequence of whole numbers."""
+    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+        raise TypeError(f"{name}={described(value)} is no sequence; give a list of whole numbers")
+    for item in value:
+        if isinstance(item, bool) or not isinstance(item, Integral):
+            raise TypeError(
+                f"{name}={described(value)} holds {described(item)}; give a list of whole numbers"
+            )
