@@ -25,7 +25,7 @@ def parts(x: torch.Tensor, queries: int, groups: int, interleaved: bool):
 
 @pytest.mark.parametrize(("queries", "groups"), [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("leading", [(5, 2), (7,)])
+@pytest.mark.parametrize("leading", [(5, 2), (7,), (5, 0), (0,)])
 def test_heads_and_their_gradients_are_those_of_the_definition(device, queries, groups, interleaved, leading):
     torch.manual_seed(0)
     x = torch.randn(*leading, (queries + 2 * groups) * SIZE, device=device)

@@ -95,6 +95,35 @@ def test_a_file_is_loaded_without_arbitrary_code(name, device):
     assert payload(copied).keys() == payload(q).keys()
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("way", ["pickle", "torch", "weights only"])
+def test_a_parameter_comes_back_from_its_pickle_as_the_parameter_it_was(name, trained, way, device):
+    layer = Layer(name, device)
+    layer.weight.requires_grad_(trained)
+    layer.weight.partition_dim = 1
+    file = io.BytesIO()
+    if way == "pickle":
+        weight = pickle.loads(pickle.dumps(layer)).weight
+    else:
+        torch.save(layer if way == "torch" else {"weight": layer.weight}, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=way == "weights only")
+        weight = loaded.weight if way == "torch" else loaded["weight"]
+    assert isinstance(weight, nn.Parameter) and isinstance(weight, QuantizedTensor)
+    assert weight.requires_grad is trained and weight.is_leaf and weight.partition_dim == 1
+    assert same_payload(weight, layer.weight)
+    if trained:
+        weight.dequantize().sum().backward()
+        assert torch.equal(weight.grad, torch.ones_like(weight.grad))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_tensor_comes_back_from_its_pickle_without_a_gradient(name, device):
+    copied = pickle.loads(pickle.dumps(quantizer_of(name, device)(values(device, 32, 64))))
+    assert not copied.requires_grad and not isinstance(copied, nn.Parameter)
+
+
 def test_a_quantizer_leaves_its_process_group_behind(device):
     quantizer = quantizer_of("current", device)
     quantizer.with_amax_reduction, quantizer.amax_reduction_group = True, lambda: "not picklable"

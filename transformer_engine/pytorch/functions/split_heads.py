@@ -36,7 +36,7 @@ class _SplitHeads(torch.autograd.Function):
         inner = (ctx.groups, ctx.each) if ctx.axis == -2 else (ctx.each, ctx.groups)
         dq = dq.reshape(*leading, *inner, ctx.size)
         dx = torch.cat((dq, dk.unsqueeze(ctx.axis), dv.unsqueeze(ctx.axis)), dim=ctx.axis)
-        return dx.view(*leading, -1), None, None, None, None
+        return dx.flatten(-3), None, None, None, None
 
 
 def _parts(x: Tensor, queries: int, groups: int, size: int, axis: int) -> tuple[Tensor, Tensor, Tensor]:

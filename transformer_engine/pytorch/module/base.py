@@ -13,7 +13,6 @@ from torch import Tensor
 from ...common.bounded import Bounded
 from ...common.recipe import Recipe
 from ..device import canonical_device
-from ..distributed.recompute import is_fp8_activation_recompute_enabled
 from ..functions.scale_update import ScaleUpdate, in_a_backward, of_the_pass
 from ..functions.weight_gradient import WeightGradientStore, dummy_gradient
 from ..quantization import check_extra_state, decode_extra_state, encode_extra_state, load_extra_state
@@ -34,7 +33,7 @@ from .recipe_state import (
     renew,
     slots,
 )
-from .repetition import refuse_other_repetition, repeatable
+from .repetition import may_be_repeated, refuse_other_repetition, repeatable
 from .settings import names_read
 
 T = TypeVar("T")
@@ -220,7 +219,7 @@ class TransformerEngineBaseModule(ForwardProtocol):
             self._check_parameter_recipe(state.recipe)
         if not state.enabled:
             return tuple(product.calibrating() for product in active.products)
-        if active.has_state and is_fp8_activation_recompute_enabled():
+        if active.has_state and may_be_repeated():
             return repeatable(self, active.products)
         return active.products
 

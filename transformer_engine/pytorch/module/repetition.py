@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING
 
 import torch
 
-from ..distributed.recompute import in_fp8_activation_recompute_phase
+from ..distributed.recompute import in_fp8_activation_recompute_phase, is_fp8_activation_recompute_enabled
+from ..functions.scale_update import in_a_backward
 from ..quantization.autocast import AutocastState
 from ..quantization.replay import runs
 from .recipe_state import ProductQuantizers
@@ -15,10 +17,22 @@ if TYPE_CHECKING:
     from .base import TransformerEngineBaseModule
 
 
+def may_be_repeated() -> bool:
+    """Is a call now part of a recomputed function, or in a backward, where it may be the second run of one?"""
+    # Compiled code has no graph task to ask for.
+    return is_fp8_activation_recompute_enabled() or (not torch.compiler.is_compiling() and in_a_backward())
+
+
 def repeatable(
     module: TransformerEngineBaseModule, products: tuple[ProductQuantizers, ...]
 ) -> tuple[ProductQuantizers, ...]:
-    """The quantizers of a call in a recomputed function: first runs get their states, second runs repeat them."""
+    """The quantizers of a call in a recomputed function: first runs get their states, second runs repeat them.
+
+    A call in a backward that is no such run keeps its quantizers; it warns where it is another checkpoint's second run.
+    """
+    if not is_fp8_activation_recompute_enabled():
+        _warn_of_other_scales(module)
+        return products
     for run in runs():
         if not run.again:
             run.states.keep(module.tracing_key, [product.replay_states() for product in products])
@@ -47,5 +61,22 @@ def refuse_other_repetition(
     raise RuntimeError(
         f"{checkpoint} runs {type(module).__name__} again under {second}, its first run was under {first}: the "
         "gradients would be of another function; use transformer_engine.pytorch.checkpoint, which repeats the "
-        "autocast, or enter autocast inside of the function"
+        "autocast, or, with a recipe without history, enter autocast inside of the function"
     )
+
+
+def _warn_of_other_scales(module: TransformerEngineBaseModule) -> None:
+    """UserWarning if a checkpoint that is not ours runs the module again under a recipe whose scales move.
+
+    Its second run has the same autocast, as its function enters it; but scales have been updated since its first run,
+    by that run's own autocast or by another micro-batch, and nothing tells which states the first run had.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
+    without_reentry = hooks is not None and "_recomputation_hook" in getattr(hooks[0], "__qualname__", "")
+    if without_reentry or "Checkpoint" in type(torch._C._current_autograd_node()).__name__:
+        warnings.warn(
+            f"a checkpoint that does not keep the scales of delayed scaling runs {type(module).__name__} again: where "
+            "they have moved since its first run, the gradients are of another function; use "
+            "transformer_engine.pytorch.checkpoint, which repeats them, or a recipe without history",
+            stacklevel=3,
+        )

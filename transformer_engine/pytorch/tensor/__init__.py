@@ -24,6 +24,7 @@ from .nvfp4_tensor import _make_nvfp4_tensor_in_reduce_ex as _make_nvfp4
 from .quantized_tensor import (
     QuantizedTensor,
     QuantizedTensorStorage,
+    _rebuild_trained,
     prepare_for_saving,
     restore_from_func_ctx,
     restore_from_saved,
@@ -70,5 +71,6 @@ torch.serialization.add_safe_globals(
         _make_identity,
         _make_mxfp8,
         _make_nvfp4,
+        _rebuild_trained,
     ]
 )

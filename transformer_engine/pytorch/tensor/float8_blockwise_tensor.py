@@ -43,7 +43,7 @@ class Float8BlockwiseQTensor(QuantizedTensor, Float8BlockwiseQTensorStorage):
         dimensions = 2 if self._is_2D_scaled else 1
         return Float8BlockQuantizer(self._fp8_dtype, block_scaling_dim=dimensions, **self.get_usages())
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def _rebuilding(self) -> tuple[Any, tuple[Any, ...]]:
         return _make_float8_blockwise_tensor_in_reduce_ex, (
             self._rowwise_data,
             self._rowwise_scale_inv,

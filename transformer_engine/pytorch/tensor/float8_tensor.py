@@ -362,7 +362,7 @@ class Float8Tensor(QuantizedTensor, Float8TensorStorage):
             self._fp8_dtype, self.device, rowwise=usages["rowwise"], columnwise=usages["columnwise"]
         )
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def _rebuilding(self) -> tuple[Any, tuple[Any, ...]]:
         return _make_float8_tensor_in_reduce_ex, (
             self._data,
             self._fp8_dtype,

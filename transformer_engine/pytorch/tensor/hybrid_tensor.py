@@ -89,7 +89,7 @@ class HybridQuantizedTensor(QuantizedTensor, HybridQuantizedTensorStorage):
 
     STORAGE = HybridQuantizedTensorStorage
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def _rebuilding(self) -> tuple[Any, tuple[Any, ...]]:
         return _make_hybrid_tensor_in_reduce_ex, (
             [getattr(self, name) for name in self.TENSORS],
             (self._rowwise_rebuild, self._columnwise_rebuild),

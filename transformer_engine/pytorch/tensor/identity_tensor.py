@@ -56,7 +56,7 @@ class IdentityTensor(QuantizedTensor, IdentityTensorStorage):
     def _default_quantizer(self) -> Quantizer:
         return IdentityQuantizer()
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def _rebuilding(self) -> tuple[Any, tuple[Any, ...]]:
         return _make_identity_tensor_in_reduce_ex, (self._data, self.dtype, self.shape, self._quantizer)
 
 

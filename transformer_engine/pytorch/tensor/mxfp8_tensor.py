@@ -30,7 +30,7 @@ class MXFP8Tensor(QuantizedTensor, MXFP8TensorStorage):
     def _default_quantizer(self) -> Quantizer:
         return MXFP8Quantizer(self._fp8_dtype, with_2d_quantization=self._square_tiles, **self.get_usages())
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def _rebuilding(self) -> tuple[Any, tuple[Any, ...]]:
         return _make_mxfp8_tensor_in_reduce_ex, (
             self._rowwise_data,
             self._rowwise_scale_inv,

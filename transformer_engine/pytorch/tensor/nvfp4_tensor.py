@@ -41,7 +41,7 @@ class NVFP4Tensor(QuantizedTensor, NVFP4TensorStorage):
             columnwise=self._columnwise_data is not None,
         )
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def _rebuilding(self) -> tuple[Any, tuple[Any, ...]]:
         return _make_nvfp4_tensor_in_reduce_ex, (
             self._rowwise_data,
             self._rowwise_scale_inv,

@@ -85,6 +85,16 @@ def restore_from_func_ctx(ctx: Any) -> list[Any]:
     return restored  # pyright: ignore[reportReturnType]
 
 
+def _rebuild_trained(
+    make: Any, arguments: tuple[Any, ...], requires_grad: bool, is_parameter: bool
+) -> QuantizedTensor:
+    """What make(*arguments) gives, as the parameter, or with the need of a gradient, that was pickled."""
+    tensor = make(*arguments)
+    if is_parameter:
+        tensor._is_param = True  # how torch marks parameters of other tensor classes
+    return tensor.requires_grad_(requires_grad)
+
+
 def storage_of(tensor: QuantizedTensor) -> QuantizedTensorStorage:
     """The payload of a quantized tensor, shared; a function, as torch.compile traces no methods of tensors."""
     cls = type(tensor)
@@ -250,6 +260,23 @@ class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
             twin._is_param = True  # how torch marks parameters of other tensor classes
         twin.requires_grad_(self.requires_grad)
         return twin
+
+    def _rebuilding(self) -> tuple[Any, tuple[Any, ...]]:
+        """(function, arguments) that make this tensor again from its pickle, without gradient or attributes."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how it is made from its pickle")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        made = self._rebuilding()
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        if self.requires_grad or is_parameter:
+            made = _rebuild_trained, (*made, self.requires_grad, is_parameter)
+        state = {name: value for name, value in aten.attributes(self).items() if name != DerivedTensors.NAME}
+        return (*made, state) if state else made
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the attributes that users had set before the tensor was pickled."""
+        for name, value in state.items():
+            setattr(self, name, value)
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
         names = [name for name in self.TENSORS if getattr(self, name) is not None]
