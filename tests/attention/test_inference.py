@@ -197,6 +197,21 @@ def test_reset_forgets_the_sequences(pages, device):
 
 
 @PAGED
+def test_an_empty_step_ends_every_sequence(pages, device):
+    cache = params(**pages)
+    cache.allocate_memory(1)
+    cache.pre_step({"a": 3, "b": 5})
+    cache.pre_step({})
+    assert not cache.sequences and not cache.cache_manager.sequences
+    assert cache.get_seqlens_pre_step().numel() == 0
+    assert cache.cu_seqlens_q.tolist() == cache.cu_seqlens_kv.tolist() == [0]
+    cache.pre_step({"a": 2})
+    assert cache.get_seqlens_pre_step().tolist() == [0] and cache.cu_seqlens_kv.tolist() == [0, 2]
+    if pages.get("total_num_pages"):
+        assert cache.cache_manager.free_pages() == pages["total_num_pages"] - 1
+
+
+@PAGED
 def test_padding_tokens_are_not_cached(pages, device):
     cache = params(**pages)
     cache.allocate_memory(1)

@@ -137,12 +137,13 @@ def test_padded_sequences_longer_than_the_tensor_are_refused(tensor_format, devi
             {"cu_seqlens_q": torch.zeros(2, 2, dtype=torch.int32)},
             r"cu_seqlens_q is \[2, 2\]; give \[b \+ 1\]",
         ),
+        ({"cu_seqlens_q": torch.zeros(1, dtype=torch.int32)}, r"cu_seqlens_q is \[1\], which is no sequence"),
         (
             {"cu_seqlens_q_padded": torch.zeros(4, dtype=torch.int32)},
             r"cu_seqlens_q_padded is \[4\], cu_seqlens_q \[3\]; give both, equally long",
         ),
     ],
-    ids=["fraction", "negative", "list", "axes", "offsets of others"],
+    ids=["fraction", "negative", "list", "axes", "no sequence", "offsets of others"],
 )
 def test_arguments_of_a_wrong_kind_are_refused(options, match, device):
     options = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}

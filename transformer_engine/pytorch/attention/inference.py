@@ -151,7 +151,7 @@ class InferenceParams:
     def pre_step(self, step_dict: Mapping[Any, int]) -> None:
         """Begin a step of the sequences {id: new tokens}, in batch order.
 
-        Known ids continue, unknown ones join, those left out are forgotten. Raises ValueError, before
+        Known ids continue, unknown ones join, those left out are forgotten: {} forgets all. Raises ValueError, before
         anything changes, when a limit would be exceeded or pages run out.
         """
         step_dict = whole_step(
@@ -167,9 +167,9 @@ class InferenceParams:
         self.step_tokens = sum(news)
         rows = (starts, news, totals, accumulate(news, initial=0), accumulate(totals, initial=0))
         filled: list[int] = []
-        for row in rows:
+        for end, row in enumerate(rows, start=1):
             filled.extend(row)
-            filled.extend([0] * (-len(filled) % self._section))
+            filled.extend([0] * (end * self._section - len(filled)))
         # From memory that is not pinned: the copy is staged before the call returns, and waits for nothing.
         self._lengths.copy_(torch.tensor(filled, dtype=torch.int32), non_blocking=True)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from .row_writes import ROWS_OF, remember_place, same_place, write, write_quantized
 from .storage.fsdp import DerivedTensors, row_slice
 from .storage.quantized_tensor_storage import QuantizedTensorStorage
 
@@ -57,7 +58,7 @@ def _written_back(result: Any, written: list[tuple[Any, Any]]) -> Any:
         targets = zip(target, values, strict=True) if isinstance(target, list | tuple) else [(target, values)]
         for original, value in targets:
             if isinstance(original, QuantizedTensorStorage):
-                original.writer().update_quantized(value, original)
+                write(value, original)
                 originals[id(value)] = original
     return tree_map(lambda leaf: originals.get(id(leaf), leaf), result) if originals else result
 
@@ -81,7 +82,7 @@ def _view_like(tensor: Any, storage: QuantizedTensorStorage, shape: Sequence[int
 
 def attributes(tensor: Any) -> dict[str, Any]:
     """What users have set on a tensor, beside its payload (a parameter's partition_dim, main_grad, ...)."""
-    payload = {*tensor.TENSORS, *tensor.CONSTANTS, "_is_param"}
+    payload = {*tensor.TENSORS, *tensor.CONSTANTS, "_is_param", ROWS_OF}
     return {name: value for name, value in vars(tensor).items() if name not in payload}
 
 
@@ -107,7 +108,7 @@ def _handles(*operations: Any) -> Callable[[_Handler], _Handler]:
 @_handles(aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 def _alias(tensor: Any) -> Any:
     """The same payload. User attributes come along: a module's conversion replaces a parameter by what it detaches."""
-    return _carried(tensor, _view_like(tensor, tensor.as_storage()))
+    return same_place(tensor, _carried(tensor, _view_like(tensor, tensor.as_storage())))
 
 
 def _carried(tensor: Any, result: Any) -> Any:
@@ -157,11 +158,10 @@ def _copy_(target: Any, source: Any, non_blocking: bool = False) -> Any:
         return target.copy_(_plain(source), non_blocking)
     if isinstance(source, QuantizedTensorStorage):
         if target.payload_is_like(source):
-            target.copy_from_storage(source)
+            write_quantized(source, target)
             return target
         source = source.decode(target.dtype)
-    source = source.to(target.device, non_blocking=non_blocking).expand(target.shape)
-    target.writer().update_quantized(source, target)
+    write(source.to(target.device, non_blocking=non_blocking).expand(target.shape), target)
     return target
 
 
@@ -172,7 +172,7 @@ def _view(tensor: Any, shape: Sequence[int], strides: Sequence[int] | None = Non
         known *= n if n != -1 else 1
     shape = tuple(tensor.numel() // max(known, 1) if n == -1 else n for n in shape)
     storage = tensor.as_storage() if shape == tuple(tensor.shape) else tensor.viewed(shape)
-    return NotImplemented if storage is None else _view_like(tensor, storage, shape)
+    return NotImplemented if storage is None else same_place(tensor, _view_like(tensor, storage, shape))
 
 
 @_handles(aten.expand.default)
@@ -212,9 +212,10 @@ def _rows(tensor: Any, start: int, stop: int) -> Any:
     if (start, stop) == (0, tensor.shape[0]):
         return _alias(tensor)
     storage = row_slice(tensor, start, stop)
-    return (
-        NotImplemented if storage is None else _view_like(tensor, storage, (stop - start, *tensor.shape[1:]))
-    )
+    if storage is None:
+        return NotImplemented
+    part = _view_like(tensor, storage, (stop - start, *tensor.shape[1:]))
+    return remember_place(part, tensor, start)
 
 
 @_handles(aten.as_strided.default)
@@ -245,7 +246,9 @@ def _new_zeros(
     writer = writer.copy()
     writer.set_usage(**usages)
     storage = writer.empty(tuple(shape), nominal, device or tensor.device, bool(pin_memory))
-    return like(tensor, storage.mapped(Tensor.zero_), shape)
+    zeros = like(tensor, storage.mapped(Tensor.zero_), shape)
+    setattr(zeros, ROWS_OF, None)  # sharding fills its rows once, by the codes: the scale is theirs alone
+    return zeros
 
 
 def _plain_like(func: Any) -> _Handler:

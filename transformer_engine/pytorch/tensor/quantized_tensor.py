@@ -237,6 +237,17 @@ class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
 
     data = property(_get_data, _set_data)  # pyright: ignore[reportAssignmentType]
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Write values at an index; where it cuts blocks, into the dequantized whole, which is quantized again."""
+        with torch.no_grad():
+            quantized = isinstance(self[index], QuantizedTensor)
+        if quantized:
+            super().__setitem__(index, value)
+            return
+        values = self.dequantize()
+        values[index] = value.dequantize() if isinstance(value, QuantizedTensor) else value
+        self.copy_(values)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         usages = ", ".join(name for name, present in self.get_usages().items() if present)
         values = self.decode(self.dtype) if self.device.type != "meta" else "..."

@@ -230,6 +230,10 @@ def _check_cumulative(name: str, bounds: Any, x: Tensor) -> None:
         raise ValueError(
             f"cu_seqlens_{name} is {list(bounds.shape)}; give [b + 1], 0 and where each sequence ends"
         )
+    if bounds.shape[0] == 1 and x.numel():
+        raise ValueError(
+            f"cu_seqlens_{name} is [1], which is no sequence, the tensor {list(x.shape)}; add where each sequence ends"
+        )
     if bounds.device != x.device:
         raise ValueError(f"cu_seqlens_{name} is on {bounds.device}, the tensor on {x.device}; move it there")
 

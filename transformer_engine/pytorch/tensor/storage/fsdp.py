@@ -35,18 +35,27 @@ def row_slice(storage: QuantizedTensorStorage, start: int, stop: int) -> Quantiz
     granularity = storage.row_granularity()
     if first % granularity or (last % granularity and last != rows):
         return None
-    whole = storage.unpack()
     return storage.storage_class().pack(
-        Quantized(
-            codes=_rows(whole.codes, rows, first, last),
-            scale=_rows(whole.scale, rows, first, last),
-            codes_t=_columns(whole.codes_t, rows, first, last),
-            scale_t=_columns(whole.scale_t, rows, first, last),
-            amax=whole.amax,
-            amax_t=whole.amax_t,
-        ),
-        (stop - start, *shape[1:]),
-        **storage.constants(),
+        _cut(storage, rows, first, last), (stop - start, *shape[1:]), **storage.constants()
+    )
+
+
+def row_views(storage: QuantizedTensorStorage, start: int, stop: int) -> Quantized:
+    """The codes and scales, as views, of storage[start:stop], where `row_slice` can cut."""
+    shape = storage.shape
+    inner = prod(shape[1:-1])
+    return _cut(storage, shape[0] * inner, start * inner, stop * inner)
+
+
+def _cut(storage: QuantizedTensorStorage, rows: int, first: int, last: int) -> Quantized:
+    whole = storage.unpack()
+    return Quantized(
+        codes=_rows(whole.codes, rows, first, last),
+        scale=_rows(whole.scale, rows, first, last),
+        codes_t=_columns(whole.codes_t, rows, first, last),
+        scale_t=_columns(whole.scale_t, rows, first, last),
+        amax=whole.amax,
+        amax_t=whole.amax_t,
     )
 
 
