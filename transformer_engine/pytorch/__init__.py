@@ -1,6 +1,11 @@
 """transformer_engine.pytorch: layers, recipes and quantized tensors for PyTorch, on a GPU or a CPU."""
 
+from __future__ import annotations
+
+from typing import Any
+
 from ..common.dispatch import use_backend
+from . import quantization, tensor
 from .attention import (
     DotProductAttention,
     InferenceParams,
@@ -20,33 +25,14 @@ from .quantization import (
     fp8_autocast,
     fp8_model_init,
     get_default_recipe,
-    is_bf16_available,
-    is_fp8_available,
-    is_fp8_block_scaling_available,
-    is_mxfp8_available,
-    is_nvfp4_available,
     quantized_model_init,
 )
 from .quantized_tensor import prepare_for_saving, restore_from_saved
-from .tensor import (
-    Float8BlockQuantizer,
-    Float8BlockwiseQTensor,
-    Float8BlockwiseQTensorStorage,
-    Float8CurrentScalingQuantizer,
-    Float8Quantizer,
-    Float8Tensor,
-    Float8TensorStorage,
-    MXFP8Quantizer,
-    MXFP8Tensor,
-    MXFP8TensorStorage,
-    NVFP4Quantizer,
-    NVFP4Tensor,
-    NVFP4TensorStorage,
-    QuantizedTensor,
-    QuantizedTensorStorage,
-    Quantizer,
-)
+from .tensor import QuantizedTensor, QuantizedTensorStorage, Quantizer
 from .transformer import TransformerLayer
+
+# The quantizers and containers of every format, and is_<kind>_available of every kind of format.
+globals().update(tensor.EXPORTS | quantization.availability())
 
 # Names of the original's API that later releases bring; named here so that asking for one says so.
 _NOT_YET = (
@@ -67,7 +53,7 @@ _NOT_YET = (
 )
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     if name in _NOT_YET:
         raise AttributeError(
             f"transformer_engine.pytorch.{name} is not implemented in this release; see docs/support.md"

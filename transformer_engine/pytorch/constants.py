@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..common.formats import TENSOR_FORMATS
+
 
 class DType(enum.IntEnum):
     """Element types by the numbers that the original's checkpoints and callers use."""
@@ -37,8 +39,14 @@ TE_DType = {
 }
 TE_DType_To_Torch = {number: dtype for dtype, number in TE_DType.items()}
 
-MXFP8_BLOCK_SCALING_SIZE = 32
-NVFP4_BLOCK_SCALING_SIZE = 16
+# <FORMAT>_BLOCK_SCALING_SIZE, of the formats whose scales are narrow numbers too.
+globals().update(
+    {
+        f"{form.name.upper()}_BLOCK_SCALING_SIZE": form.block[1]
+        for form in TENSOR_FORMATS
+        if form.block is not None and form.scale != "float32"
+    }
+)
 
 AttnMaskTypes = (
     "no_mask",

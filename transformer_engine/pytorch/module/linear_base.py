@@ -20,6 +20,7 @@ from ..functions.scale_update import in_a_backward
 from ..functions.sequence import gather_sequence
 from ..functions.weight_gradient import WeightGradient
 from ..quantization.autocast import AutocastState, current
+from ..quantization.family import family_of
 from .base import TransformerEngineBaseModule
 from .parameters import InitMethod, ParameterInit, default_init_method, split_names
 from .precision import quantizes
@@ -189,7 +190,7 @@ class QuantizedProductsModule(TransformerEngineBaseModule):
         if not self.save_original_input or not state.enabled:
             return False
         assert state.recipe is not None
-        if state.recipe.delayed():
+        if family_of(state.recipe).follows_history:
             raise ValueError(
                 "save_original_input=True does not work with DelayedScaling, whose scale changes before the backward; "
                 "use Float8CurrentScaling or a block scaling recipe, or leave it False"

@@ -8,23 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...common.recipe import (
-    CustomRecipe,
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
-    Recipe,
-)
+from ...common.recipe import CustomRecipe, DelayedScaling, Recipe
 from ..constants import DType
 from ..device import canonical_device
 from ..tensor.float8_tensor import Float8Quantizer
+from ..tensor.identity_tensor import IdentityQuantizer
 from ..tensor.quantizer import Quantizer
-from . import factory
 from .delayed_scaling import scale_snapshot
-from .element_types import get_fp4_te_dtype, get_fp8_te_dtype
-from .roles import DelayedScalingRequest, QuantizerRequest, QuantizerRole
+from .element_types import get_fp8_te_dtype
+from .family import family_of
+from .roles import (
+    BACKWARD_TENSORS,
+    FORWARD_TENSORS,
+    MODES,
+    DelayedScalingRequest,
+    QuantizerRequest,
+    QuantizerRole,
+    default_roles,
+)
 
 
 class RecipeState:
@@ -39,7 +40,7 @@ class RecipeState:
         device: torch.device | str | int | None = None,
         roles: Sequence[QuantizerRole | None] | None = None,
     ):
-        if mode not in factory.MODES:
+        if mode not in MODES:
             raise ValueError(f"mode={mode!r}; it must be 'forward' or 'backward'")
         if num_quantizers < 0:
             raise ValueError(f"num_quantizers={num_quantizers} < 0; give the number of slots")
@@ -59,8 +60,8 @@ class RecipeState:
         roles: Sequence[QuantizerRole | None] | None = None,
     ) -> RecipeState:
         """The state class of the recipe's family."""
-        kind = _STATES[factory.family(recipe)]
-        return kind(recipe, mode=mode, num_quantizers=num_quantizers, device=device, roles=roles)
+        state = family_of(recipe).state
+        return state(recipe, mode=mode, num_quantizers=num_quantizers, device=device, roles=roles)
 
     @staticmethod
     def renew(
@@ -91,14 +92,26 @@ class RecipeState:
         """Copy what carries over from a state of as many quantizers: here nothing."""
 
     def make_quantizers(self) -> list[Quantizer]:
-        """One quantizer a slot."""
-        return factory.make_quantizers(
-            self.recipe, self.mode, self.num_quantizers, self.device, self, self.roles
-        )
+        """One quantizer a slot, as the recipe's family makes it."""
+        make = family_of(self.recipe).quantizer
+        if make is None:
+            raise TypeError(f"{type(self).__name__} has to make its quantizers itself; its family does not")
+        tensors = FORWARD_TENSORS if self.mode == "forward" else BACKWARD_TENSORS
+        slots = range(self.num_quantizers)
+        return [make(self.recipe, self.mode, tensors[slot % len(tensors)], self.device) for slot in slots]
 
     def fulfil(self, roles: Sequence[QuantizerRole]) -> list[Quantizer]:
         """Answers of a custom recipe's factory, turned into quantizers."""
         raise TypeError(f"{type(self).__name__} has no factory to ask; use CustomRecipe")
+
+
+class StatelessRecipeState(RecipeState):
+    """No tensors: scales come from the tensor at hand."""
+
+    @property
+    def dtype(self) -> DType:
+        """The element of this direction."""
+        return get_fp8_te_dtype(self.recipe, self.mode == "forward")
 
 
 class DelayedScalingRecipeState(RecipeState):
@@ -131,6 +144,10 @@ class DelayedScalingRecipeState(RecipeState):
     def delayed_states(self) -> tuple[DelayedScalingRecipeState, ...]:
         return (self,)
 
+    def make_quantizers(self) -> list[Quantizer]:
+        slots = range(self.num_quantizers)
+        return [Float8Quantizer.from_state(self, slot, self.dtype) for slot in slots]
+
     def inherit(self, previous: RecipeState) -> None:
         for state in previous.delayed_states:
             if state.num_quantizers == self.num_quantizers:
@@ -154,38 +171,6 @@ class DelayedScalingRecipeState(RecipeState):
             self.amax_history = torch.nn.functional.pad(self.amax_history, (0, 0, 0, length - rows))
 
 
-class Float8CurrentScalingRecipeState(RecipeState):
-    """Scales come from the tensor at hand."""
-
-    @property
-    def dtype(self) -> DType:
-        return get_fp8_te_dtype(self.recipe, self.mode == "forward")
-
-
-class MXFP8BlockScalingRecipeState(RecipeState):
-    """Scales come from the tensor at hand."""
-
-    @property
-    def dtype(self) -> DType:
-        return get_fp8_te_dtype(self.recipe, self.mode == "forward")
-
-
-class Float8BlockScalingRecipeState(RecipeState):
-    """Scales come from the tensor at hand."""
-
-    @property
-    def dtype(self) -> DType:
-        return get_fp8_te_dtype(self.recipe, self.mode == "forward")
-
-
-class NVFP4BlockScalingRecipeState(RecipeState):
-    """Scales come from the tensor at hand."""
-
-    @property
-    def dtype(self) -> DType:
-        return get_fp4_te_dtype(self.recipe)
-
-
 class CustomRecipeState(RecipeState):
     """Whatever the factory asked to be kept: one delayed-scaling state for every distinct request."""
 
@@ -201,6 +186,9 @@ class CustomRecipeState(RecipeState):
     def inherit(self, previous: RecipeState) -> None:
         """Nothing: another factory may mean something else by the same slot."""
 
+    def make_quantizers(self) -> list[Quantizer]:
+        return self.fulfil(_filled_roles(self.mode, self.num_quantizers, self.roles))
+
     def fulfil(self, roles: Sequence[QuantizerRole]) -> list[Quantizer]:
         factory_of_role = self.recipe.qfactory
         assert factory_of_role is not None, "CustomRecipe validates it"
@@ -214,7 +202,7 @@ class CustomRecipeState(RecipeState):
                     f"no state for {type(answer).__name__}; return a DelayedScalingRequest or a quantizer"
                 )
             elif answer is None:
-                answers[slot] = factory.identity()
+                answers[slot] = IdentityQuantizer()  # leave the tensor in high precision
         for request, members in slots.items():
             state = self._delayed.get(request)
             if state is None:
@@ -227,11 +215,10 @@ class CustomRecipeState(RecipeState):
         return answers
 
 
-_STATES: dict[type[Recipe], Any] = {
-    DelayedScaling: DelayedScalingRecipeState,
-    Float8CurrentScaling: Float8CurrentScalingRecipeState,
-    MXFP8BlockScaling: MXFP8BlockScalingRecipeState,
-    Float8BlockScaling: Float8BlockScalingRecipeState,
-    NVFP4BlockScaling: NVFP4BlockScalingRecipeState,
-    CustomRecipe: CustomRecipeState,
-}
+def _filled_roles(mode: str, count: int, roles: Sequence[QuantizerRole | None] | None) -> list[QuantizerRole]:
+    standard = default_roles(mode, count)
+    if roles is None:
+        return standard
+    if len(roles) != count:
+        raise ValueError(f"{len(roles)} roles for {count} quantizers; give one a slot, None for the default")
+    return [default if role is None else role for role, default in zip(roles, standard, strict=True)]

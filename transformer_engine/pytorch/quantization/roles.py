@@ -8,6 +8,7 @@ from typing import Any
 
 from ...common.recipe import DelayedScaling, Format
 
+MODES = ("forward", "backward")
 FORWARD_TENSORS = ("input", "weight", "output")
 BACKWARD_TENSORS = ("grad_output", "grad_input")
 

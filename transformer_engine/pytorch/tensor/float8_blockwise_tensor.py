@@ -143,3 +143,6 @@ def _make_float8_blockwise_tensor_in_reduce_ex(
         quantizer=quantizer,
         is_2D_scaled=is_2D_scaled,
     )
+
+
+PICKLED = (_make_float8_blockwise_tensor_in_reduce_ex,)

@@ -209,3 +209,6 @@ def _make_nvfp4_tensor_in_reduce_ex(
         square_tiles=square_tiles,
         transform_signs=transform_signs,
     )
+
+
+PICKLED = (_make_nvfp4_tensor_in_reduce_ex,)

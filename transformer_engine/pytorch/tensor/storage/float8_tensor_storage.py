@@ -19,6 +19,8 @@ from .quantized_tensor_storage import QuantizedTensorStorage, matrix_shape
 if TYPE_CHECKING:
     from ..quantizer import Quantizer
 
+__all__ = ["Float8TensorStorage"]
+
 
 class Float8TensorStorage(QuantizedTensorStorage):
     """One scale for the whole tensor, delayed or current."""

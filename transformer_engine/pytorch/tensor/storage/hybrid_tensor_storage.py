@@ -21,6 +21,8 @@ from .quantized_tensor_storage import QuantizedTensorStorage, Rebuild
 if TYPE_CHECKING:
     from ..quantizer import Quantizer
 
+__all__ = ["HybridQuantizedTensorStorage"]
+
 _SLOTS = 6  # NVFP4 has the most tensors
 _ROWWISE = tuple(f"_rowwise_{i}" for i in range(_SLOTS))
 _COLUMNWISE = tuple(f"_columnwise_{i}" for i in range(_SLOTS))

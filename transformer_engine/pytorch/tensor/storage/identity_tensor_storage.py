@@ -17,6 +17,8 @@ from .quantized_tensor_storage import QuantizedTensorStorage, as_matrix
 if TYPE_CHECKING:
     from ..quantizer import Quantizer
 
+__all__ = ["IdentityTensorStorage"]
+
 
 class IdentityTensorStorage(QuantizedTensorStorage):
     """High-precision values where a storage is expected."""

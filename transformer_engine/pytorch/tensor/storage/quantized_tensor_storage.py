@@ -22,6 +22,8 @@ from .transpose import transposed
 if TYPE_CHECKING:
     from ..quantizer import Quantizer
 
+__all__ = ["QuantizedTensorStorage"]
+
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     """(rows, K) of a tensor [..., K] whose leading dimensions are flattened."""
