@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import copy
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,9 +17,6 @@ from ..primitives.quantize import Quantized, QuantizeSpec
 from .axis import COLS, ROWS
 from .storage.identity_tensor_storage import IdentityTensorStorage
 from .storage.quantized_tensor_storage import QuantizedTensorStorage
-
-if TYPE_CHECKING:
-    from .quantized_tensor import QuantizedTensor
 
 
 class Matrix(NamedTuple):
@@ -109,7 +106,7 @@ class Quantizer(abc.ABC):
 
     def quantize(
         self, tensor: Tensor, *, out: QuantizedTensorStorage | None = None, dtype: torch.dtype | None = None
-    ) -> QuantizedTensor | QuantizedTensorStorage:
+    ) -> Tensor | QuantizedTensorStorage:
         """Quantize, differentiably (the gradient passes through), or into `out`; dtype is the nominal dtype."""
         if out is not None:
             return self.update_quantized(tensor, out)
@@ -126,7 +123,7 @@ class Quantizer(abc.ABC):
 
     def __call__(
         self, tensor: Tensor, *, out: QuantizedTensorStorage | None = None, dtype: torch.dtype | None = None
-    ) -> QuantizedTensor | QuantizedTensorStorage:
+    ) -> Tensor | QuantizedTensorStorage:
         return self.quantize(tensor, out=out, dtype=dtype)
 
     def update_quantized(

@@ -185,5 +185,5 @@ ENGINE = Provider(
         "layer_small": _layer,
         "rope": _rope,
     },
-    quantizations=QUANTIZATIONS,
+    quantizations=tuple(QUANTIZATIONS),
 )

@@ -8,7 +8,7 @@ scales are padded. Everything else follows from the row of the format.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,10 +19,7 @@ from ...primitives.operand import Operand
 from ...primitives.quantize import Quantized, dequantize, torch_dtype
 from ..axis import COLS, ROWS
 from ..elements import element_of
-from .quantized_tensor_storage import QuantizedTensorStorage, matrix_shape
-
-if TYPE_CHECKING:
-    from ..quantizer import Quantizer
+from .quantized_tensor_storage import QuantizedTensorStorage, Writer, matrix_shape
 
 
 def padded(scale: Tensor, row_multiple: int, column_multiple: int) -> Tensor:
@@ -60,6 +57,7 @@ class BlockScaledStorage(QuantizedTensorStorage):
     _rowwise_scale_inv: Tensor | None
     _columnwise_data: Tensor | None
     _columnwise_scale_inv: Tensor | None
+    _fp8_dtype: DType
 
     def __init__(
         self,
@@ -68,7 +66,7 @@ class BlockScaledStorage(QuantizedTensorStorage):
         columnwise_data: Tensor | None,
         columnwise_scale_inv: Tensor | None,
         fp8_dtype: DType,
-        quantizer: Quantizer | None = None,
+        quantizer: Writer | None = None,
         *,
         dtype: torch.dtype = torch.float32,
     ):
@@ -80,7 +78,7 @@ class BlockScaledStorage(QuantizedTensorStorage):
         rowwise: tuple[Tensor | None, Tensor | None],
         columnwise: tuple[Tensor | None, Tensor | None],
         element: DType,
-        quantizer: Quantizer | None,
+        quantizer: Writer | None,
         dtype: torch.dtype,
     ) -> None:
         """Keep (codes, scales) of both directions, and what every block-scaled storage knows of them."""

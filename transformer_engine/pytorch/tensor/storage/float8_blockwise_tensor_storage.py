@@ -7,7 +7,7 @@ padded with zeros to multiples of 4, of M x K values in 1 x 128 blocks: [ceil(K/
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,9 +15,7 @@ from torch import Tensor
 from ....common.formats import BLOCK_1D, BLOCK_2D, TensorFormat
 from ...constants import DType
 from .block_scaled import BlockScaledStorage, padded
-
-if TYPE_CHECKING:
-    from ..quantizer import Quantizer
+from .quantized_tensor_storage import Writer
 
 __all__ = ["Float8BlockwiseQTensorStorage"]
 
@@ -41,7 +39,7 @@ class Float8BlockwiseQTensorStorage(BlockScaledStorage):
         columnwise_data: Tensor | None,
         columnwise_scale_inv: Tensor | None,
         fp8_dtype: DType,
-        quantizer: Quantizer | None = None,
+        quantizer: Writer | None = None,
         is_2D_scaled: bool = True,
         data_format: int = GEMM_READY,
         *,

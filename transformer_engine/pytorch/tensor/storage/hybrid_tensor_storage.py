@@ -7,7 +7,7 @@ mean is in the two parts' rebuilds.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,10 +16,7 @@ from ....common.formats import TensorFormat
 from ...primitives.operand import Operand
 from ...primitives.quantize import Quantized
 from ..axis import COLS
-from .quantized_tensor_storage import QuantizedTensorStorage, Rebuild
-
-if TYPE_CHECKING:
-    from ..quantizer import Quantizer
+from .quantized_tensor_storage import QuantizedTensorStorage, Rebuild, Writer
 
 __all__ = ["HybridQuantizedTensorStorage"]
 
@@ -44,7 +41,7 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         *,
         rowwise_rebuild: Rebuild | None = None,
         columnwise_rebuild: Rebuild | None = None,
-        quantizer: Quantizer | None = None,
+        quantizer: Writer | None = None,
         dtype: torch.dtype = torch.float32,
         **slots: Tensor | None,
     ):
@@ -60,7 +57,7 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         cls,
         rowwise: QuantizedTensorStorage | None,
         columnwise: QuantizedTensorStorage | None,
-        quantizer: Quantizer | None,
+        quantizer: Writer | None,
         dtype: torch.dtype,
     ) -> HybridQuantizedTensorStorage:
         """The two parts as one storage."""

@@ -7,17 +7,13 @@ rows reads them without a copy. Scales are padded with zeros: row-wise [pad128(M
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from ....common.formats import MXFP8
 from ...constants import DType
 from .block_scaled import BlockScaledStorage
-
-if TYPE_CHECKING:
-    from ..quantizer import Quantizer
+from .quantized_tensor_storage import Writer
 
 __all__ = ["MXFP8TensorStorage"]
 
@@ -41,7 +37,7 @@ class MXFP8TensorStorage(BlockScaledStorage):
         columnwise_data: Tensor | None,
         columnwise_scale_inv: Tensor | None,
         fp8_dtype: DType,
-        quantizer: Quantizer | None = None,
+        quantizer: Writer | None = None,
         *,
         square_tiles: bool = False,
         dtype: torch.dtype = torch.float32,

@@ -7,7 +7,7 @@ transformed values: two such operands contract to the product of the values them
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +17,7 @@ from ...constants import DType
 from ...primitives.quantize import Quantized, hadamard_transform
 from ..axis import COLS
 from .block_scaled import BlockScaledStorage, padded
-
-if TYPE_CHECKING:
-    from ..quantizer import Quantizer
+from .quantized_tensor_storage import Writer
 
 __all__ = ["NVFP4TensorStorage"]
 
@@ -46,6 +44,8 @@ class NVFP4TensorStorage(BlockScaledStorage):
     ELEMENT = "_fp4_dtype"
     PACKING = NVFP4.packing
 
+    _fp4_dtype: DType
+
     def __init__(
         self,
         rowwise_data: Tensor | None,
@@ -55,7 +55,7 @@ class NVFP4TensorStorage(BlockScaledStorage):
         amax_rowwise: Tensor | None,
         amax_columnwise: Tensor | None,
         fp4_dtype: DType = DType.kFloat4E2M1,
-        quantizer: Quantizer | None = None,
+        quantizer: Writer | None = None,
         *,
         square_tiles: bool = False,
         transform_signs: bool | None = None,

@@ -56,7 +56,7 @@ def encode(x: Tensor, spec: QuantizeSpec, amax: Tensor, random: Tensor | None) -
 def quantize(
     x: Tensor,
     spec: QuantizeSpec,
-    scale_given: Tensor | None,
+    scale: Tensor | None,
     amax: Tensor | None,
     amax_t: Tensor | None,
     random: tuple[Tensor, Tensor] | None,
@@ -64,14 +64,14 @@ def quantize(
 ) -> Quantized:
     """x [M, K] -> packed codes, block scales and maxima of the directions that spec asks for."""
     random_rows, random_columns = random if spec.stochastic and random is not None else (None, None)
-    codes = scale = codes_t = scale_t = None
+    codes = scales = codes_t = scales_t = None
     if amax is None and (spec.rowwise or not spec.hadamard):
         amax = absolute_maximum(x)
     if amax is not None and (spec.rowwise or spec.transposes):
-        codes, scale = encode(x, spec, amax, random_rows)
+        codes, scales = encode(x, spec, amax, random_rows)
     if spec.columnwise:
-        if codes is not None and scale is not None and spec.transposes:
-            codes_t, scale_t, amax_t = transposed(codes), transposed(scale), amax
+        if codes is not None and scales is not None and spec.transposes:
+            codes_t, scales_t, amax_t = transposed(codes), transposed(scales), amax
         else:
             x_t = transposed(x)
             if spec.hadamard:
@@ -79,12 +79,12 @@ def quantize(
             if amax_t is None:
                 amax_t = absolute_maximum(x_t) if spec.hadamard else amax
             assert amax_t is not None
-            codes_t, scale_t = encode(x_t, spec, amax_t, random_columns)
+            codes_t, scales_t = encode(x_t, spec, amax_t, random_columns)
     return Quantized(
         codes=pack_fp4(codes) if spec.rowwise and codes is not None else None,
-        scale=scale_a_row(scale, spec, x.shape[0]) if spec.rowwise else None,
+        scale=scale_a_row(scales, spec, x.shape[0]) if spec.rowwise else None,
         codes_t=None if codes_t is None else pack_fp4(codes_t),
-        scale_t=scale_a_row(scale_t, spec, x.shape[1]),
+        scale_t=scale_a_row(scales_t, spec, x.shape[1]),
         amax=amax if spec.rowwise else None,
         amax_t=amax_t if spec.columnwise else None,
     )
