@@ -57,7 +57,9 @@ def test_only_the_rows_of_families_ask_which_recipe_it_is():
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not node.args:
                 owner = ast.unparse(node.func.value)
                 asks = node.func.attr in PREDICATES and "recipe" in owner
-                assert not asks, f"{name}:{node.lineno} asks {owner}.{node.func.attr}(); give its family a field"
+                assert not asks, (
+                    f"{name}:{node.lineno} asks {owner}.{node.func.attr}(); give its family a field"
+                )
 
 
 @pytest.mark.parametrize("name", [n for n in modules() if n.startswith("transformer_engine.pytorch.")])

@@ -175,7 +175,11 @@ def _arguments(test) -> list[dict[str, Any]]:
     choices: list[list[dict[str, Any]]] = []
     named = False
     for mark in (mark for mark in getattr(test, "pytestmark", []) if mark.name == "parametrize"):
-        keys = [key.strip() for key in mark.args[0].split(",")] if isinstance(mark.args[0], str) else mark.args[0]
+        keys = (
+            [key.strip() for key in mark.args[0].split(",")]
+            if isinstance(mark.args[0], str)
+            else mark.args[0]
+        )
         if keys == ["name"]:
             named = LIKE in mark.args[1]
             choices.append([{"name": "toy"}])

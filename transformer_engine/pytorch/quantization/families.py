@@ -206,9 +206,7 @@ register(
         kind="mxfp8",
         needs=Requirement("MXFP8", (10, 0), below=(12, 0)),
         alignment=lambda recipe: 32,
-        samples=(
-            Sample("mxfp8", MXFP8, lambda device, **usage: MXFP8Quantizer(DType.kFloat8E4M3, **usage)),
-        ),
+        samples=(Sample("mxfp8", MXFP8, lambda device, **usage: MXFP8Quantizer(DType.kFloat8E4M3, **usage)),),
         attention="block",
         fits=lambda: support.support_of("mxfp8").native,
     )

@@ -96,7 +96,10 @@ def all_families() -> Sequence[Family]:
 
 def family_of(recipe: Recipe) -> Family:
     """The row of the class that recipe is, or is derived from."""
-    for base in type(recipe).__mro__:
+    row = _FAMILIES.get(type(recipe))
+    if row is not None:
+        return row
+    for base in type(recipe).__mro__[1:]:
         row = _FAMILIES.get(base)
         if row is not None:
             return row
@@ -110,4 +113,6 @@ def family_named(name: str) -> Family:
     for row in _FAMILIES.values():
         if row.name == name:
             return row
-    raise ValueError(f"there is no recipe {name!r}; choose one of {', '.join(r.name for r in all_families())}")
+    raise ValueError(
+        f"there is no recipe {name!r}; choose one of {', '.join(r.name for r in all_families())}"
+    )

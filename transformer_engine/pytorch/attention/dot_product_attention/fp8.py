@@ -150,7 +150,11 @@ def outputs_codes(state: AutocastState) -> bool:
     if not state.enabled or not getattr(state.recipe, "fp8_mha", False) or torch.compiler.is_compiling():
         return False
     recipe = attention_recipe(state.recipe)
-    return recipe is not None and recipe is state.recipe and family_of(recipe).attention in ("delayed", "current")
+    return (
+        recipe is not None
+        and recipe is state.recipe
+        and family_of(recipe).attention in ("delayed", "current")
+    )
 
 
 def projects_codes(projection: Linear | LayerNormLinear, state: AutocastState, x: Tensor) -> bool:

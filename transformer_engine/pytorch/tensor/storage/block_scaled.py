@@ -32,6 +32,10 @@ def padded(scale: Tensor, row_multiple: int, column_multiple: int) -> Tensor:
     return scale
 
 
+def _bytes(codes: Tensor) -> Tensor:
+    return codes if codes.dtype is torch.uint8 else codes.view(torch.uint8)
+
+
 class BlockScaledStorage(QuantizedTensorStorage):
     """Two independent directions, each with codes and scales. A subclass needs a format, and nothing else.
 
@@ -132,7 +136,9 @@ class BlockScaledStorage(QuantizedTensorStorage):
         assert form.block is not None
         scale = self._unpadded(scale, ceil_div(rows, form.block[0]), ceil_div(depth, form.block[1]))
         element = torch_dtype(element_of(getattr(self, self.ELEMENT)))
-        return Operand(codes.view(element), scale, form, self._amax_of(axis), self._dtype)
+        if codes.dtype is not element:
+            codes = codes.view(element)
+        return Operand(codes, scale, form, self._amax_of(axis), self._dtype)
 
     def _unpadded(self, scale: Tensor, rows: int, columns: int) -> Tensor:
         """The scales [rows, columns] of what `_padded` made."""
@@ -155,17 +161,24 @@ class BlockScaledStorage(QuantizedTensorStorage):
     @classmethod
     def pack(cls, quantized: Quantized, shape: Sequence[int], **constants: Any) -> BlockScaledStorage:
         codes, scale, codes_t, scale_t = quantized[:4]
-        fields: dict[str, Tensor | None] = dict.fromkeys(BlockScaledStorage.TENSORS.values())
+        transpose = None
         if codes is not None and scale is not None:
-            fields["rowwise_data"] = codes.view(torch.uint8).view(cls._rowwise_shape(shape))
-            fields["rowwise_scale_inv"] = cls._padded(scale, constants)
+            codes, scale = _bytes(codes), cls._padded(scale, constants)
         if codes_t is not None and scale_t is not None:
-            transpose, scale_t = codes_t.view(torch.uint8), cls._padded(scale_t, constants)
+            transpose, scale_t = _bytes(codes_t), cls._padded(scale_t, constants)
             if not cls.COLUMNS_TRANSPOSED:
                 transpose, scale_t = transpose.t(), scale_t.t()
-            fields["columnwise_data"] = transpose.reshape(cls._columnwise_shape(shape))
-            fields["columnwise_scale_inv"] = scale_t
-        return cls(**fields, **cls._maxima(quantized), **constants)
+        if len(shape) != 2:  # the codes of a matrix have their shape
+            codes = None if codes is None else codes.view(cls._rowwise_shape(shape))
+            transpose = None if transpose is None else transpose.reshape(cls._columnwise_shape(shape))
+        return cls(
+            rowwise_data=codes,
+            rowwise_scale_inv=scale,
+            columnwise_data=transpose,
+            columnwise_scale_inv=scale_t,
+            **cls._maxima(quantized),
+            **constants,
+        )
 
     def viewed(self, shape: Sequence[int]) -> QuantizedTensorStorage | None:
         if not len(shape) or shape[-1] != self.shape[-1]:

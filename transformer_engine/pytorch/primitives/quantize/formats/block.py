@@ -36,7 +36,9 @@ def _value_for_inf(dtype: torch.dtype) -> float:
     return min(torch.finfo(dtype).max, FLOAT32_MAX)
 
 
-def _row_blocks(spec: QuantizeSpec, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Launch:
+def _row_blocks(
+    spec: QuantizeSpec, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> Launch:
     from .....common.kernels import block_cast  # it imports triton
 
     return block_cast.row_blocks(
