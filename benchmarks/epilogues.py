@@ -28,7 +28,7 @@ from transformer_engine.pytorch.primitives.gemm import (
     plain,
 )
 from transformer_engine.pytorch.primitives.operand import Operand
-from transformer_engine.pytorch.primitives.quantize import QuantizeSpec, quantize
+from transformer_engine.pytorch.primitives.quantize import Cast, QuantizeSpec, quantize
 
 TOKENS, HIDDEN, INNER = 8192, 4096, 14336
 DTYPE = torch.bfloat16
@@ -93,11 +93,11 @@ def quantized(exact: bool) -> Iterator[Case]:
     tag = "exact" if exact else "fast"
     for name, element in (("fc1 -> E4M3", E4M3), ("fc2 input gradient -> E5M2", E5M2)):
         a, b = _codes(_random(TOKENS, HIDDEN), element), _codes(_random(INNER, HIDDEN), E4M3)
-        arguments = (a, b, epilogue, element, scale, record)
+        cast = Cast(QuantizeSpec(FLOAT8, element), scale, record)
         yield Case(
             f"fp8 {tag} {name} + amax",
-            functools.partial(gemm_codes, *arguments),
-            functools.partial(composed.codes, True, *arguments),
+            functools.partial(gemm_codes, a, b, epilogue, cast),
+            functools.partial(composed.codes, True, a, b, epilogue, element, scale, record),
         )
 
 

@@ -26,7 +26,7 @@ from transformer_engine.pytorch.primitives.dropout import (
     dropout_backward,
     dropout_forward,
 )
-from transformer_engine.pytorch.primitives.quantize import QuantizeSpec, quantize
+from transformer_engine.pytorch.primitives.quantize import Cast, QuantizeSpec, quantize
 from transformer_engine.pytorch.primitives.quantize_dbias import quantize_with_dbias
 from transformer_engine.pytorch.primitives.rope import (
     Positions,
@@ -131,7 +131,7 @@ def norm_cases() -> Iterator[Case]:
                 continue
 
             def fused(x=x, gamma=gamma, spec=spec, given=given) -> object:
-                return norm.rmsnorm_forward_quantized(x, gamma, 1e-5, False, spec, **given)
+                return norm.rmsnorm_forward(x, gamma, 1e-5, False, Cast(spec, *given.values()))
 
             def separate(x=x, gamma=gamma, spec=spec, given=given) -> object:
                 y, rstdev = norm.rmsnorm_forward(x, gamma, 1e-5, False)
@@ -141,7 +141,7 @@ def norm_cases() -> Iterator[Case]:
             yield Case(f"rmsnorm {rows}x{width} {name}", fused, separate, size)
 
             def fused_layer(x=x, gamma=gamma, spec=spec, given=given) -> object:
-                return norm.layernorm_forward_quantized(x, gamma, gamma, 1e-5, False, spec, **given)
+                return norm.layernorm_forward(x, gamma, gamma, 1e-5, False, Cast(spec, *given.values()))
 
             def separate_layer(x=x, gamma=gamma, spec=spec, given=given) -> object:
                 y, *statistics = norm.layernorm_forward(x, gamma, gamma, 1e-5, False)
@@ -157,7 +157,7 @@ def activation_cases() -> Iterator[Case]:
         for name, spec, given, codes, stored in _scalings():
 
             def fused(kind=kind, x=x, spec=spec, given=given) -> object:
-                return activation.activation_forward_quantized(kind, x, PARAMS, spec, **given)
+                return activation.activation_forward(kind, x, PARAMS, Cast(spec, *given.values()))
 
             def separate(kind=kind, x=x, spec=spec, given=given) -> object:
                 return quantize(activation.activation_forward(kind, x, PARAMS), spec, **given)
@@ -171,8 +171,8 @@ def activation_cases() -> Iterator[Case]:
                     continue
 
                 def fused_back(kind=kind, x=x, dy=dy, spec=back, given=given, bias=bias) -> object:
-                    return activation.activation_backward_quantized(
-                        kind, dy, x, PARAMS, spec, dbias=bias, **given
+                    return activation.activation_backward(
+                        kind, dy, x, PARAMS, Cast(spec, *given.values()), bias
                     )
 
                 def separate_back(kind=kind, x=x, dy=dy, spec=back, given=given, bias=bias) -> object:
@@ -191,7 +191,7 @@ def bias_cases() -> Iterator[Case]:
         for name, spec, given, codes, stored in _scalings():
 
             def fused(x=x, spec=spec, given=given) -> object:
-                return quantize_with_dbias(x, spec, DTYPE, **given)
+                return quantize_with_dbias(x, Cast(spec, *given.values()), DTYPE)
 
             def separate(x=x, spec=spec, given=given) -> object:
                 return quantize(x, spec, **given), x.sum(0, dtype=torch.float32).to(DTYPE)

@@ -16,14 +16,12 @@ from torch import Tensor
 from transformer_engine.pytorch.attention.dot_product_attention.alibi import default_slopes
 from transformer_engine.pytorch.attention.dot_product_attention.call import Options, request_of
 from transformer_engine.pytorch.attention.dot_product_attention.choose import kernels
-from transformer_engine.pytorch.attention.dot_product_attention.mask import lengths_of
 from transformer_engine.pytorch.attention.dot_product_attention.mask import resolve as resolve_mask
 from transformer_engine.pytorch.attention.dot_product_attention.request import (
     Attended,
     AttentionInputs,
     AttentionRequest,
 )
-from transformer_engine.pytorch.attention.dot_product_attention.sequences import Sequences
 from transformer_engine.pytorch.attention.dot_product_attention.utils import (
     AttentionParams,
     NVTE_Fused_Attn_Backend,
@@ -32,6 +30,7 @@ from transformer_engine.pytorch.attention.dot_product_attention.utils import (
 from transformer_engine.pytorch.constants import DType, TE_DType_To_Torch
 
 from . import fp8_attention
+from .attention_sequences import sequences_of
 from .enums import NVTE_Bias_Type, NVTE_Mask_Type, NVTE_QKV_Layout, NVTE_Softmax_Type
 from .layout import Layout
 
@@ -94,7 +93,8 @@ def fused_attn_fwd(
     window_size (left, right), -1 = unlimited;  cu_seqlens_* int32 [b + 1]
     page_table_*  int32 [b, pages a sequence] with a paged layout; keys and values lie in the same pages
 
-    Dropout draws from torch's generator of the device. Tokens outside all sequences are zero with set_zero and
+    Raises ValueError for lengths and pages that do not fit the tensors; of those on a GPU this is known with TE_CHECK=1
+    alone. Dropout draws from torch's generator of the device. Tokens outside all sequences are zero with set_zero and
     without. s_quantizer learns the softmax's largest value in an FP8 attention. rng_gen, rng_elts_per_thread and
     cuda_graph are accepted and change nothing.
     """
@@ -322,7 +322,7 @@ def _call(
     left, right = window
     # Callers leave the right side of a causal window open; the mask closes it.
     mask = resolve_mask(mask_name, (left, 0 if "causal" in mask_name else right), bottom_right)
-    sequences = _sequences(layout, mask.padding, q, k, cu_seqlens, starts, max_seqlens, page_table)
+    sequences = sequences_of(layout, mask.padding, q, k, cu_seqlens, starts, max_seqlens, page_table)
     sink = None if offset is None else offset.reshape(-1)
     if sink is None and softmax != "vanilla":
         sink = torch.zeros(q.shape[-2], dtype=torch.float32, device=q.device)
@@ -354,41 +354,6 @@ def _call(
         score_mod=None,
     )
     return replace(request_of(options, sequences, inputs, False), needs_gradient=is_training), inputs
-
-
-def _sequences(
-    layout: Layout,
-    padding: bool,
-    q: Tensor,
-    k: Tensor,
-    cu_seqlens: tuple[Tensor, Tensor],
-    starts: tuple[Tensor | None, Tensor | None],
-    max_seqlens: tuple[int, int],
-    page_table: Tensor | None,
-) -> Sequences:
-    """Lengths where they matter, extents of dense tensors from their shapes."""
-    packed_q, packed_kv = layout.q_format == "thd", layout.kv_format == "thd"
-    needed = padding or packed_q or packed_kv or layout.paged
-    lengths_q = lengths_of(cu_seqlens[0]) if needed else None
-    same = cu_seqlens[0] is cu_seqlens[1]
-    lengths_kv = lengths_q if same or not needed else lengths_of(cu_seqlens[1])
-    extent_q = max_seqlens[0] if packed_q else q.shape[layout.q_format.index("s")]
-    extent_kv = max_seqlens[1] if packed_kv else k.shape[layout.kv_format.index("s")]
-    if page_table is not None:
-        extent_kv = page_table.shape[1] * k.shape[1]
-    return Sequences(
-        batch=cu_seqlens[0].shape[0] - 1,
-        max_q=extent_q,
-        max_kv=extent_kv,
-        padded_between=(packed_q and starts[0] is not None) or (packed_kv and starts[1] is not None),
-        lengths_q=lengths_q,
-        lengths_kv=lengths_kv,
-        starts_q=(cu_seqlens[0] if starts[0] is None else starts[0]) if packed_q else None,
-        starts_kv=(cu_seqlens[1] if starts[1] is None else starts[1]) if packed_kv else None,
-        masked_q=None,
-        masked_kv=None,
-        masked=None,
-    )
 
 
 def _wide(x: Any, dtype: torch.dtype) -> Tensor:

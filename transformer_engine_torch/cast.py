@@ -76,10 +76,10 @@ def compute_amax(input: Tensor, amax: Tensor) -> None:
     amax.copy_(absolute_maximum(input).reshape(amax.shape))
 
 
-def fp8_transpose(input: Tensor, dtype: DType | int, output: Tensor | None = None) -> Tensor:
-    """uint8 [K, M] of FP8 codes uint8 [.., K], whose leading axes make M; into output if that is given."""
+def fp8_transpose(input: Tensor, dtype: DType | int, out: Tensor | None = None) -> Tensor:
+    """uint8 [K, M] of FP8 codes uint8 [.., K], whose leading axes make M; into out if that is given."""
     turned = input.reshape(-1, input.shape[-1]).t()
-    return turned.contiguous() if output is None else output.copy_(turned)
+    return turned.contiguous() if out is None else out.copy_(turned)
 
 
 def swap_first_dims(tensor: Tensor, out: Tensor | None = None) -> Tensor:

@@ -120,18 +120,33 @@ def thd_get_partitioned_indices(cu_seqlens: Tensor, total_tokens: int, world_siz
     return partitioned_indices(cu_seqlens, total_tokens, world_size, rank).to(torch.int32)
 
 
-def thd_sequence_order_to_cp_rank_order(tensor: Tensor, cu_seqlens: Tensor, world_size: int) -> Tensor:
+def thd_sequence_order_to_cp_rank_order(
+    tensor: Tensor, cu_seqlens: Tensor, world_size: int, total_tokens: int | None = None
+) -> Tensor:
     """[t, ..]: whole packed sequences [t, ..] in the order in which ranks hold them, rank 0's tokens first.
 
-    cu_seqlens bounds the whole sequences.
+    cu_seqlens    bounds the whole sequences
+    total_tokens  t, for callers that have it; ValueError unless the tensor has as many rows
     """
+    _check_tokens(tensor, total_tokens)
     return tensor.index_select(0, order_of_ranks(cu_seqlens, tensor.shape[0], world_size))
 
 
-def thd_cp_rank_order_to_sequence_order(tensor: Tensor, cu_seqlens: Tensor, world_size: int) -> Tensor:
+def thd_cp_rank_order_to_sequence_order(
+    tensor: Tensor, cu_seqlens: Tensor, world_size: int, total_tokens: int | None = None
+) -> Tensor:
     """[t, ..]: the inverse, for the parts of all ranks one behind the other, as a gathering leaves them."""
+    _check_tokens(tensor, total_tokens)
     order = order_of_ranks(cu_seqlens, tensor.shape[0], world_size)
     return torch.empty_like(tensor).index_copy_(0, order, tensor)
+
+
+def _check_tokens(tensor: Tensor, total_tokens: int | None) -> None:
+    if total_tokens is not None and total_tokens != tensor.shape[0]:
+        raise ValueError(
+            f"total_tokens={total_tokens}, but the tensor has {tensor.shape[0]} rows; "
+            "give the number of packed tokens, padding included"
+        )
 
 
 def _half(cu_seqlens: Tensor, tokens: int, half_idx: int) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from transformer_engine.pytorch import Float8Quantizer
 from transformer_engine.pytorch.attention.dot_product_attention import fp8
 from transformer_engine.pytorch.attention.dot_product_attention.choose import kernels
 from transformer_engine.pytorch.attention.dot_product_attention.fp8_call import Call, Slots
@@ -14,7 +13,7 @@ from transformer_engine.pytorch.attention.dot_product_attention.request import (
     AttentionInputs,
     AttentionRequest,
 )
-from transformer_engine.pytorch.tensor import Float8Tensor
+from transformer_engine.pytorch.tensor import Float8Quantizer, Float8Tensor
 from transformer_engine.pytorch.tensor.identity_tensor import IdentityQuantizer
 
 from .layout import Layout

@@ -4,6 +4,7 @@ A product is named by what is transposed of A and B where rows are contiguous: D
 transA, not transB  ("TN")  D [M, N] = B [M, K] A[N, K].T   the forward pass: A the weight, B the input
 neither             ("NN")  D [M, K] = B [M, N] A[N, K]     the input's gradient: B the gradient of the output
 transB              ("NT")  D [N, K] = B[M, N].T A[M, K]    the weight's gradient: A the input, B the gradient
+both                ("TT")  D [N, J] = B[M, N].T A[J, M].T  of no layer: each operand along its other axis
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.primitives.activation import activation_backward, activation_forward
 from transformer_engine.pytorch.primitives.column_sums import column_sums
@@ -55,16 +57,16 @@ def generic_gemm(
     """[D, bias gradient | None, GELU's input | None, None]: D = alpha op(B) op(A) (+ beta D), see above.
 
     output_dtype   of a fresh D; None: that of D, else of A
-    bias           forward (grad=False): [N], added. Else its dtype is that of the bias gradient, B summed over rows
+    bias           forward (grad=False): [N] or [1, N], added. Else it has the dtype of its gradient, B's sum over rows
     gelu           forward: D = gelu(product), tanh approximation, and the third result is the product. Backward: the
                    product times gelu's derivative at gelu_in
     beta           what D is multiplied by before the product is added, with accumulate; None: 1
     quantizer      makes D a quantized tensor
     bias_type, workspace and workspace_size are accepted, nothing needs them; userbuffers are refused.
+    Operands in blocks of 128 raise RuntimeError where the library has no product of them: without
+    use_split_accumulator, two of 128 x 128, extents that are no multiples of 16, and some epilogues.
     """
     _refuse_userbuffers(comm_overlap, comm_type, extra_output, bulk_overlap)
-    if transA and transB:
-        raise ValueError("transA and transB together are no product of a layer; transpose one operand before")
     if beta not in (None, 0.0) and not accumulate:
         raise ValueError(f"beta={beta} without accumulate; set accumulate=True, or leave beta None")
     if quantizer is not None and (D is not None or accumulate):
@@ -79,7 +81,10 @@ def generic_gemm(
     dtype = _output_dtype(A, D, output_dtype)
     b, a = _operands(A, transA, B, transB)
     added = bias if bias is not None and not grad else None
+    if added is not None and added.shape == (1, a.rows):
+        added = added[0]
     _check_extents(a, b, D, added)
+    _check_blocks(a, b, gelu and accumulate, grad and bias is not None, use_split_accumulator)
     if accumulate and D is not None and beta not in (None, 1.0):
         D.mul_(beta)
     fused = not gelu and alpha == 1.0
@@ -113,6 +118,26 @@ def _check_extents(a: Operand, b: Operand, D: Tensor | None, bias: Tensor | None
         raise ValueError(f"D is {list(D.shape)}; the product is {[b.rows, a.rows]}")
     if bias is not None and bias.shape != (a.rows,):
         raise ValueError(f"the bias has shape {tuple(bias.shape)}; it must be ({a.rows},)")
+
+
+def _check_blocks(a: Operand, b: Operand, adds_gelu: bool, sums_bias: bool, split: bool) -> None:
+    """RuntimeError for a product of block-scaled operands that the original's kernel refuses, before D is scaled."""
+    blocks = (BLOCK_1D, BLOCK_2D)
+    if a.format not in blocks or b.format not in blocks:
+        return
+    if not split:
+        reason = "use_split_accumulator=False: their partial sums are always promoted; set it True"
+    elif a.format == b.format == BLOCK_2D:
+        reason = "both have 128 x 128 blocks; quantize one with block_scaling_dim=1"
+    elif adds_gelu:
+        reason = "gelu=True with accumulate=True; add the result to D afterwards"
+    elif sums_bias:
+        reason = "grad=True with a bias; sum the gradient over its rows before it is quantized"
+    elif a.rows % 16 or b.rows % 16 or a.depth % 16:
+        reason = f"M={b.rows}, N={a.rows}, K={a.depth} are not all multiples of 16; pad them"
+    else:
+        return
+    raise RuntimeError(f"a product of block-scaled operands: {reason}")
 
 
 def te_general_grouped_gemm(
@@ -217,4 +242,4 @@ def _finished(
 
 def _shape(B: Any, transB: bool, made: Tensor) -> tuple[int, ...]:
     """The leading axes of B come back in D, unless they were summed over."""
-    return tuple(made.shape) if transB else (*B.shape[:-1], made.shape[-1])
+    return tuple(made.shape) if transB else (*B.size()[:-1], made.shape[-1])

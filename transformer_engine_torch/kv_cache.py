@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from transformer_engine.pytorch.attention.dot_product_attention.layout import bshd_to_thd, thd_to_bshd
-from transformer_engine.pytorch.primitives.kv_cache import append
+from transformer_engine.pytorch.attention.dot_product_attention.sequence_rules import are_bounds
+from transformer_engine.pytorch.device_checks import demand
+from transformer_engine.pytorch.primitives.kv_cache import append, check_append
 
 from .enums import NVTE_QKV_Format
 
@@ -47,6 +49,9 @@ def copy_to_kv_cache(
                        and values of each sequence are moved to its own (None: they are there)
     cu_new_lens, cu_cached_lens   int32 [b + 1], cumulative; the cached lengths count the new tokens
     max_ctx_len        no sequence brings more new tokens
+
+    Raises ValueError, before anything is written, for lengths and pages that do not fit; of those on a GPU this is
+    known with TE_CHECK=1 alone. Unchecked, tokens without a place and tokens of pages that do not exist are left out.
     """
     for name, new, cache in (("k", new_k, k_cache), ("v", new_v, v_cache)):
         if new.shape[-2:] != cache.shape[-2:] or not cache.is_contiguous():
@@ -54,31 +59,41 @@ def copy_to_kv_cache(
                 f"new_{name} {list(new.shape)} does not fit {name}_cache {list(cache.shape)}, strides "
                 f"{list(cache.stride())}; both end in (heads, size), and the cache is contiguous"
             )
+    name = format_name(qkv_format)
+    if is_non_paged:
+        table = None
+    elif page_table is None:
+        raise ValueError("a paged cache needs page_table [b, max_pages_per_seq]; or set is_non_paged=True")
+    else:
+        table = page_table[:b, :max_pages_per_seq]
     cu_new, cu_cached = cu_new_lens[: b + 1], cu_cached_lens[: b + 1]
-    if not is_non_paged:
-        if page_table is None:
-            raise ValueError(
-                "a paged cache needs page_table [b, max_pages_per_seq]; or set is_non_paged=True"
-            )
-        page_table = page_table[:b, :max_pages_per_seq]
-    elif page_table is not None:
+    check_append(new_k, k_cache, table, cu_new, cu_cached, name, max_ctx_len)
+    if is_non_paged and page_table is not None:
+        demand(_are_rows, (page_table[:b],), k_cache.shape[0])
         rows = page_table[:b].long()
         for cache in (k_cache, v_cache):
             cache[:b] = cache[rows]
-        page_table = None
-    append(
-        new_k, new_v, k_cache, v_cache, page_table, cu_new, cu_cached, format_name(qkv_format), max_ctx_len
-    )
+    append(new_k, new_v, k_cache, v_cache, table, cu_new, cu_cached, name, max_ctx_len)
+
+
+def _are_rows(rows: list[int], limit: int) -> None:
+    for row in rows:
+        if not 0 <= row < limit:
+            raise ValueError(
+                f"page_table moves row {row} of the cache, outside of 0..{limit - 1}; correct it"
+            )
 
 
 def convert_thd_to_bshd(tensor: Tensor, cu_seqlens: Tensor, b: int, max_seq_len: int) -> Tensor:
     """[b, max_seq_len, h, d] of packed tokens [t, h, d]; zeros behind each sequence."""
     bounds = cu_seqlens[: b + 1]
+    demand(are_bounds, (bounds, None), "cu_seqlens", tensor.shape[0], max_seq_len)
     return thd_to_bshd(tensor, bounds, bounds[1:] - bounds[:-1], max_seq_len)
 
 
 def convert_bshd_to_thd(tensor: Tensor, cu_seqlens: Tensor, t: int) -> Tensor:
     """Packed tokens [t, h, d] of [b, s, h, d]; tokens behind the last sequence are zero."""
+    demand(are_bounds, (cu_seqlens, None), "cu_seqlens", t, tensor.shape[1])
     return bshd_to_thd(tensor, cu_seqlens, cu_seqlens[1:] - cu_seqlens[:-1], t)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformer_engine.pytorch.primitives.rope import (
     Positions,
     RopeSpec,
+    check_rotation,
     rope_backward,
     rope_forward,
     rope_qkv_backward,
@@ -33,7 +34,9 @@ def fused_rope_forward(
 ) -> Tensor:
     """input [.., h, d] turned by the angles freqs float32 [s, 1, 1, d] of its tokens' positions."""
     spec = RopeSpec(format_name(qkv_format), interleaved, cp_size, cp_rank)
-    return rope_forward(input, _angles(freqs), Positions(start_positions, cu_seqlens), spec)
+    positions = Positions(start_positions, cu_seqlens)
+    check_rotation(input, freqs, positions, spec, input.shape[-1])
+    return rope_forward(input, _angles(freqs), positions, spec)
 
 
 def fused_rope_backward(
@@ -48,7 +51,9 @@ def fused_rope_backward(
 ) -> Tensor:
     """The gradient of fused_rope_forward's input."""
     spec = RopeSpec(format_name(qkv_format), interleaved, cp_size, cp_rank)
-    return rope_backward(output_grads, _angles(freqs), Positions(start_positions, cu_seqlens), spec)
+    positions = Positions(start_positions, cu_seqlens)
+    check_rotation(output_grads, freqs, positions, spec, output_grads.shape[-1])
+    return rope_backward(output_grads, _angles(freqs), positions, spec)
 
 
 def fused_qkv_rope_forward(
@@ -65,11 +70,14 @@ def fused_qkv_rope_forward(
     """(q, k, v) of qkv [.., groups, q_size + k_size + v_size], q and k turned; a head has k_size features."""
     spec = RopeSpec(format_name(qkv_format), interleaved, cp_size, cp_rank)
     q_size, k_size, v_size = qkv_split_arg_list
+    positions = Positions(start_positions)
+    for freqs in (q_freqs, k_freqs):
+        check_rotation(qkv_input, freqs, positions, spec, k_size)
     return rope_qkv_forward(
         qkv_input,
         _angles(q_freqs),
         _angles(k_freqs),
-        Positions(start_positions),
+        positions,
         (q_size, k_size, v_size),
         spec,
     )
@@ -81,23 +89,27 @@ def fused_qkv_rope_backward(
     v_grad_out: Tensor,
     q_freqs: Tensor,
     k_freqs: Tensor,
-    start_positions: Tensor | None,
     qkv_split_arg_list: Sequence[int],
     qkv_format: Format,
     interleaved: bool,
     cp_size: int,
     cp_rank: int,
+    *,
+    start_positions: Tensor | None = None,
 ) -> Tensor:
-    """The gradient of fused_qkv_rope_forward's input."""
+    """The gradient of fused_qkv_rope_forward's input; start_positions where the forward pass had them."""
     spec = RopeSpec(format_name(qkv_format), interleaved, cp_size, cp_rank)
     q_size, k_size, v_size = qkv_split_arg_list
+    positions = Positions(start_positions)
+    for freqs in (q_freqs, k_freqs):
+        check_rotation(k_grad_out, freqs, positions, spec, k_size)
     return rope_qkv_backward(
         q_grad_out,
         k_grad_out,
         v_grad_out,
         _angles(q_freqs),
         _angles(k_freqs),
-        Positions(start_positions),
+        positions,
         (q_size, k_size, v_size),
         spec,
     )

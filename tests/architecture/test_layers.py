@@ -14,9 +14,11 @@ LAYERS = {
     "transformer_engine.common": 0,
     "transformer_engine.pytorch": 8,  # the package's __init__ gathers the public names of all layers
     "transformer_engine.pytorch.device": 1,
+    "transformer_engine.pytorch.device_checks": 1,
     "transformer_engine.pytorch.constants": 1,
     "transformer_engine.pytorch.backward_thread": 1,
     "transformer_engine.pytorch.tracing": 1,
+    "transformer_engine.pytorch.double_backward": 1,
     "transformer_engine.pytorch.primitives": 1,
     "transformer_engine.pytorch.tensor": 2,
     "transformer_engine.pytorch.quantization": 3,

@@ -35,8 +35,9 @@ def test_every_sequence_is_padded_behind_to_a_multiple(multiple, leading, device
         want_ids += [*range(at, at + length), *[7] * filler]
         want_labels += [*(-i for i in range(at, at + length)), *[-100] * filler]
         at += length
-    assert padded.shape == (*leading, len(want_ids))
-    assert padded.flatten().tolist() == want_ids and labels.flatten().tolist() == want_labels
+    # Flat, whichever of the two came in.
+    assert padded.shape == labels.shape == (len(want_ids),)
+    assert padded.tolist() == want_ids and labels.tolist() == want_labels
     assert cu.dtype == torch.int32 and cu.device == ids.device
     assert cu.tolist() == bounds([rounded(n, multiple) for n in LENGTHS], "cpu").tolist()
 
@@ -54,6 +55,7 @@ def test_the_ranks_parts_are_the_two_chunks_of_each_sequence(size, device, monke
     multiple = 2 * size
     ids = torch.arange(sum(LENGTHS), device=device)[None]
     padded, labels, cu = pad_thd_sequences_for_cp(ids, ids + 1000, bounds(LENGTHS, device), multiple)
+    padded, labels = padded[None], labels[None]
     positions = generate_positional_ids_for_cp(bounds(LENGTHS, device), multiple)[None]
     for rank in range(size):
         monkeypatch.setattr(torch.distributed, "get_rank", lambda group, rank=rank: rank)
@@ -68,9 +70,22 @@ def test_the_ranks_parts_are_the_two_chunks_of_each_sequence(size, device, monke
             assert torch.equal(part[0], torch.cat(want))
 
 
-def test_without_a_group_one_rank_has_the_whole_batch(device):
+def test_one_rank_has_the_whole_batch(device, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 1)
     ids = torch.arange(8, device=device)
     assert get_batch_on_this_cp_rank(bounds([8], device), ids, ids, ids)[0] is ids
+
+
+def test_size_and_rank_are_asked_of_the_default_group_where_none_is_given(device, monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: asked.append(group) or 2)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: asked.append(group) or 1)
+    ids = torch.arange(8, device=device)
+    part, none, rows = get_batch_on_this_cp_rank(bounds([8], device), ids, None, ids[:, None])
+    assert asked == [None, None] and none is None
+    assert part.tolist() == [2, 3, 4, 5] and rows.tolist() == [[2], [3], [4], [5]]
+    with pytest.raises(ValueError, match=r"input_ids_padded is \[7\], cu_seqlens_padded bounds 8 tokens"):
+        get_batch_on_this_cp_rank(bounds([8], device), ids[1:], ids, ids)
 
 
 def test_other_formats_and_wrong_sizes_are_refused(device):

@@ -12,6 +12,7 @@ import torch
 from attention_oracle import cumulative
 from torch import Tensor
 
+from transformer_engine.common import optional
 from transformer_engine.pytorch.attention.dot_product_attention import mask as masks
 from transformer_engine.pytorch.attention.dot_product_attention.backends import (
     cudnn,
@@ -67,7 +68,7 @@ def test_importing_the_package_imports_no_cudnn():
 
 def test_a_library_that_is_not_there_is_a_refusal(monkeypatch):
     cudnn_graph.missing.cache_clear()
-    monkeypatch.setattr(cudnn_graph.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(optional, "installed", lambda name: False)
     assert "not installed; pip install" in (cudnn.refuses(request()) or "")
     cudnn_graph.missing.cache_clear()
 
@@ -75,7 +76,7 @@ def test_a_library_that_is_not_there_is_a_refusal(monkeypatch):
 @pytest.mark.parametrize("version", ["1.22.1", "1.24.0", "1.28.0"])
 def test_other_versions_of_the_frontend_are_a_refusal(version, monkeypatch):
     cudnn_graph.missing.cache_clear()
-    monkeypatch.setattr(cudnn_graph.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(optional, "installed", lambda name: True)
     monkeypatch.setattr(cudnn_graph.importlib.metadata, "version", lambda name: version)
     assert f"nvidia-cudnn-frontend {version} is not 1.23" in (cudnn_graph.missing() or "")
     cudnn_graph.missing.cache_clear()
@@ -83,7 +84,7 @@ def test_other_versions_of_the_frontend_are_a_refusal(version, monkeypatch):
 
 def test_an_old_cudnn_is_a_refusal(monkeypatch):
     cudnn_graph.missing.cache_clear()
-    monkeypatch.setattr(cudnn_graph.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(optional, "installed", lambda name: True)
     monkeypatch.setattr(cudnn_graph.importlib.metadata, "version", lambda name: "1.23.0")
     monkeypatch.setattr(cudnn_graph, "get_cudnn_version", lambda: (9, 10, 2))
     assert cudnn_graph.missing() == "cuDNN 9.10.2 < 9.13.1"

@@ -350,3 +350,40 @@ def test_cudnn_differentiates_in_fp8_when_asked(mask, monkeypatch):
     assert all(relative(a, b) < 0.15 for a, b in zip(grads, exact, strict=True))
     used = module.fp8_meta["scaling_bwd"].amax_history.amax(0).nonzero().flatten().tolist()
     assert used == BACKWARD_SLOTS
+
+
+@pytest.mark.parametrize("quantized_weights", [False, True])
+@pytest.mark.parametrize(
+    "kinds",
+    [("DelayedScaling", "Float8CurrentScaling"), ("DelayedScaling", ""), ("Float8CurrentScaling", "F16")],
+    ids=str,
+)
+def test_one_attention_takes_recipes_of_several_families_in_turn(
+    kinds, quantized_weights, device, monkeypatch
+):
+    """Each call equals that of a layer which has known its recipe alone."""
+    linear = Float8CurrentScaling(fp8_dpa=True)
+
+    def layer():
+        torch.manual_seed(3)
+        with te.quantized_model_init(enabled=quantized_weights, recipe=linear):
+            return MultiheadAttention(
+                HEADS * SIZE, HEADS, attention_dropout=0.0, fuse_qkv_params=True, device=device
+            )
+
+    monkeypatch.setenv("NVTE_DPA_FP8_RECIPE_DPA", "1")
+    x = torch.randn(TOKENS, BATCH, HEADS * SIZE, device=device, requires_grad=True)
+
+    def step(module, kind):
+        monkeypatch.setenv("NVTE_DPA_FP8_RECIPE", kind)
+        with te.autocast(recipe=linear):
+            out = module(x)
+        (grad,) = torch.autograd.grad(out.square().sum(), x)
+        return out.detach(), grad
+
+    alternating, alone = layer(), {kind: layer() for kind in kinds}
+    # A state of delayed scaling begins anew after another family: its first step has scales of 1.
+    for kind in (*kinds, *kinds):
+        fresh = layer() if kind == "DelayedScaling" else alone[kind]
+        for got, want in zip(step(alternating, kind), step(fresh, kind), strict=True):
+            torch.testing.assert_close(got, want)

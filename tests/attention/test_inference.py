@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from transformer_engine.pytorch.attention import DotProductAttention, InferenceParams, MultiheadAttention
-from transformer_engine.pytorch.attention.kv_cache import CacheShape, NonPagedKVCacheManager
+from transformer_engine.pytorch.attention.kv_cache import NonPagedKVCacheManager
 from transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding
 
 HEADS, GROUPS, WIDTH = 4, 2, 8
@@ -282,8 +282,8 @@ def test_a_custom_manager_takes_the_place_of_ours(device):
         def step(self, layer_number, new_k, new_v, *others):
             return super().step(layer_number, 2 * new_k, new_v, *others)
 
-    shape = CacheShape(4, 16, GROUPS, WIDTH, WIDTH, torch.float32, torch.device(device))
-    cache = params(custom_cache_manager=Doubling(shape))
+    shape = (4, 16, GROUPS, WIDTH, torch.float32, WIDTH, device)
+    cache = params(custom_cache_manager=Doubling(*shape))
     cache.pre_step({"a": 1})
     new = torch.ones(1, 1, GROUPS, WIDTH, device=device)
     key, value, *_ = cache.step(1, new, new, "bshd")

@@ -200,8 +200,10 @@ def test_wrong_arguments_are_refused_with_the_limit(device):
         apply_rotary_pos_emb(x, freqs, cp_size=2, cp_rank=2)
     with pytest.raises(ValueError, match="length 5 is odd"):
         apply_rotary_pos_emb(x, angles(device, 8), cp_size=2)
-    with pytest.raises(ValueError, match="start_positions with cp_size > 1"):
-        apply_rotary_pos_emb(x, freqs, cp_size=2, start_positions=torch.zeros(2, device=device))
+    with pytest.raises(ValueError, match=r"start_positions is torch.float32 \[2\]; give integers \[2\]"):
+        apply_rotary_pos_emb(x[:4], freqs, start_positions=torch.zeros(2, device=device))
+    with pytest.raises(ValueError, match=r"start_positions is torch.int64 \[5\]; give integers \[2\]"):
+        apply_rotary_pos_emb(x[:4], freqs, start_positions=torch.arange(5, device=device))
     with pytest.raises(ValueError, match="is odd"):
         RotaryPositionEmbedding(7)
     with pytest.raises(ValueError, match="does not add up to 8"):

@@ -61,6 +61,7 @@ def _collect(device):
     gathered, handle = gather_along_first_dim(x, group, async_op=True)
     handle.wait()
     results["gather_async"] = gathered
+    results["gather_into"] = _into_given(x, group)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         results[f"scatter_{dtype}"] = reduce_scatter_along_first_dim(x.to(dtype), group)[0]
         results[f"reduce_{dtype}"] = allreduce(x.to(dtype, copy=True), group)[0]
@@ -80,6 +81,35 @@ def _collect(device):
     results["world"] = torch.tensor([rank(group), world_size(group)])
     results["compiled"] = torch.compile(_all_three, fullgraph=True, backend="eager")(x)
     return results
+
+
+def _into_given(x, group):
+    """Gathered into a tensor of the caller's: plain, FP8, quantized on the way and before, and coalesced."""
+    held = [torch.zeros(2 * x.shape[0], *x.shape[1:], device=x.device) for _ in range(3)]
+    made = [gather_along_first_dim(x, group, output_tensor=held[0])[0]]
+    with dist._coalescing_manager(group, async_ops=False):
+        made += [
+            gather_along_first_dim(x * factor, group, output_tensor=out, external_coalescing=True)[0]
+            for factor, out in ((1, held[1]), (2, held[2]))
+        ]
+    assert all(a is b for a, b in zip(made, held, strict=True))
+    codes = torch.zeros(held[0].shape, dtype=torch.float8_e5m2, device=x.device)
+    assert gather_along_first_dim(x.to(torch.float8_e5m2), group, output_tensor=codes)[0] is codes
+    quantizer = Float8BlockQuantizer(DType.kFloat8E4M3, rowwise=True, columnwise=False)
+    rows = torch.cat([x, x]).repeat(16, 43)[:128, :128].contiguous()
+    for source, options in ((rows, {"quantizer": quantizer}), (quantizer(rows), {})):
+        target = quantizer.make_empty((256, 128), device=x.device)
+        found = gather_along_first_dim(source, group, output_tensor=target, **options)[0]
+        assert found is target
+        assert torch.equal(
+            target.dequantize(), gather_along_first_dim(source, group, **options)[0].dequantize()
+        )
+    with pytest.raises(ValueError, match="the gathered rows are"):
+        gather_along_first_dim(x, group, output_tensor=held[0][1:])
+    with pytest.raises(TypeError, match="give a plain tensor"):
+        gather_along_first_dim(x, group, output_tensor=target)
+    assert torch.equal(codes.float(), held[0].to(codes.dtype).float())
+    return torch.stack([held[0], held[1], held[2] / 2])
 
 
 def _all_three(x):
@@ -140,6 +170,11 @@ def test_ranks_and_sizes_are_those_of_the_group(results):
     assert [result["world"].tolist() for result in results] == [[0, SIZE], [1, SIZE]]
 
 
+def test_a_gather_fills_the_tensor_that_was_given(results):
+    for result in results:
+        assert all(torch.equal(found, torch.cat((X0, X1))) for found in result["gather_into"])
+
+
 def test_compiled_collectives_equal_eager_ones(results):
     for index, result in enumerate(results):
         own = (X0, X1)[index]
@@ -162,6 +197,17 @@ def test_without_a_process_group_every_collective_is_the_identity():
 def test_an_asynchronous_gather_cannot_quantize():
     with pytest.raises(ValueError, match="async_op"):
         gather_along_first_dim(torch.ones(2, 2), None, async_op=True, quantizer=lambda t: t)
+
+
+def test_a_coalesced_gather_cannot_quantize():
+    with pytest.raises(ValueError, match="external_coalescing"):
+        gather_along_first_dim(torch.ones(2, 2), None, external_coalescing=True, quantizer=lambda t: t)
+
+
+def test_a_gather_of_one_rank_fills_the_given_tensor_too():
+    x, out = torch.ones(3, 2), torch.zeros(3, 2)
+    assert gather_along_first_dim(x, None, output_tensor=out)[0] is out and torch.equal(out, x)
+    assert allreduce(x) == (x, None)
 
 
 def test_an_unknown_symmetric_all_reduce_is_refused():

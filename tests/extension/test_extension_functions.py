@@ -126,7 +126,7 @@ def test_rotation_of_packed_projections_and_its_gradient(device):
         torch.testing.assert_close(got, want.detach())
     grads = [sample(device, *x.shape, seed=seed) for seed, x in enumerate((q, k, v))]
     (want,) = torch.autograd.grad([want_q, want_k, parts[2]], qkv, grads)
-    got = tex.fused_qkv_rope_backward(*grads, *freqs, start, sizes, SBHD, False, 1, 0)
+    got = tex.fused_qkv_rope_backward(*grads, *freqs, sizes, SBHD, False, 1, 0, start_positions=start)
     torch.testing.assert_close(got, want)
 
 

@@ -160,11 +160,124 @@ def test_the_extensions_argument_list(device, dtype):
     )
     assert len(done) == 4 and done[1:] == [None, None, None]
     assert torch.equal(done[0], cpp.general_gemm(w, x)[0])
-    with pytest.raises(ValueError, match="transA and transB"):
-        tex.generic_gemm(
-            w, True, x, True, None, None, number, None, None, False, None, False, None, 0, False, False
-        )
     assert get_cublas_workspace_size_bytes() >= 1 << 22
+
+
+def generic(
+    A, transA, B, transB, *, D=None, dtype=None, bias=None, gelu=False, gelu_in=None, grad=False, **rest
+):
+    """tex.generic_gemm with names, of split accumulation unless told otherwise."""
+    accumulate, split = rest.pop("accumulate", False), rest.pop("split", True)
+    options = (bias, None, gelu, gelu_in, grad, None, 0, accumulate, split)
+    return tex.generic_gemm(A, transA, B, transB, D, rest.pop("quantizer", None), dtype, *options, **rest)
+
+
+def blocks(dimensions, element="kFloat8E4M3", **usage):
+    return te.Float8BlockQuantizer(te.DType[element], block_scaling_dim=dimensions, **usage)
+
+
+def needs_blocks(device):
+    if device.type == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs FP8")
+
+
+def test_both_operands_may_be_transposed(device, dtype):
+    a, b = sample(device, N, M, dtype=dtype), sample(device, M, K, dtype=dtype, seed=1)
+    want = b.double().t() @ a.double().t()
+    found = generic(a, True, b, True)[0]
+    assert found.shape == (K, N)
+    close(found, want)
+    held = sample(device, K, N, dtype=dtype, seed=2)
+    before = held.double()
+    assert generic(a, True, b, True, D=held, accumulate=True)[0] is held
+    close(held, before + want)
+    close(generic(a, True, b.view(4, M // 4, K), True)[0], want)
+
+
+@pytest.mark.parametrize(("a_blocks", "b_blocks"), [(1, 1), (1, 2), (2, 1)])
+@pytest.mark.parametrize(("trans_a", "trans_b"), [(True, False), (False, False), (False, True), (True, True)])
+def test_blocks_are_read_along_the_axis_that_is_contracted(a_blocks, b_blocks, trans_a, trans_b, device):
+    needs_blocks(device)
+    m, n, k = 128, 256, 384
+    a = sample(device, *((n, k) if trans_a else (k, n)), dtype=torch.bfloat16)
+    b = sample(device, *((k, m) if trans_b else (m, k)), dtype=torch.bfloat16, seed=1)
+    qa = blocks(a_blocks, rowwise=trans_a, columnwise=not trans_a)(a)
+    qb = blocks(b_blocks, rowwise=not trans_b, columnwise=trans_b)(b)
+    left, right = (q.dequantize().double() for q in (qb, qa))
+    want = (left.t() if trans_b else left) @ (right.t() if trans_a else right)
+    close(generic(qa, trans_a, qb, trans_b, dtype=torch.float32)[0], want)
+
+
+@pytest.mark.parametrize("elements", [("kFloat8E4M3", "kFloat8E5M2"), ("kFloat8E5M2", "kFloat8E4M3")])
+@pytest.mark.parametrize(("a_blocks", "b_blocks"), [(1, 1), (1, 2), (2, 1)])
+def test_blocks_of_two_elements_are_multiplied(elements, a_blocks, b_blocks, device):
+    needs_blocks(device)
+    a, b = (
+        sample(device, 128, 256, dtype=torch.bfloat16),
+        sample(device, 48, 256, dtype=torch.bfloat16, seed=1),
+    )
+    b = b if b_blocks == 1 else sample(device, 128, 256, dtype=torch.bfloat16, seed=1)
+    qa, qb = blocks(a_blocks, elements[0])(a), blocks(b_blocks, elements[1])(b)
+    want = qb.dequantize().double() @ qa.dequantize().double().t()
+    close(generic(qa, True, qb, False, dtype=torch.float32)[0], want)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_bias_may_be_a_row(quantized, device, dtype):
+    needs_blocks(device)
+    x, w, dy = layer(device, dtype)
+    bias = sample(device, 1, N, dtype=dtype, seed=5)
+    if quantized:
+        x, w = blocks(1)(x), blocks(2)(w)
+    options = {"dtype": dtype, "bias": bias}
+    assert torch.equal(
+        generic(w, True, x, False, **options)[0],
+        generic(w, True, x, False, **options | {"bias": bias[0]})[0],
+    )
+    whole = [generic(w, True, x, False, dtype=dtype, gelu=True, bias=b)[0] for b in (bias, bias[0])]
+    assert torch.equal(whole[0], whole[1])
+    if not quantized:
+        close(generic(x, False, dy, True, bias=bias, grad=True)[1], dy.float().sum(0))
+    with pytest.raises(ValueError, match="the bias has shape"):
+        generic(w, True, x, False, dtype=dtype, bias=bias.t())
+
+
+@pytest.mark.parametrize(
+    ("w_blocks", "rows", "options", "match"),
+    [
+        (2, M, {"split": False}, "use_split_accumulator=False"),
+        ("x", M, {}, "both have 128 x 128 blocks"),
+        (2, M, {"gelu": True, "accumulate": True}, "gelu=True with accumulate=True"),
+        (2, M, {"grad": True, "bias": torch.ones(N)}, "grad=True with a bias"),
+        (2, M - 1, {}, f"M={M - 1}, N={N}, K={K} are not all multiples of 16"),
+    ],
+)
+def test_products_of_blocks_that_the_library_has_not_are_refused(w_blocks, rows, options, match, device):
+    x, w, _ = layer(device, torch.bfloat16)
+    both = w_blocks == "x"
+    qx, qw = blocks(2 if both else 1)(x[:rows]), blocks(2)(w)
+    held = torch.ones(rows, N, device=device)
+    with pytest.raises(RuntimeError, match=match):
+        generic(qw, True, qx, False, D=held, beta=2.0 if options.get("accumulate") else None, **options)
+    assert torch.equal(held, torch.ones_like(held))
+    for extents in ((K - 8, N), (K, N - 8)):
+        narrow_x, narrow_w = (
+            blocks(1)(x[:, : extents[0]].contiguous()),
+            blocks(1)(w[: extents[1], : extents[0]]),
+        )
+        with pytest.raises(RuntimeError, match="multiples of 16"):
+            generic(narrow_w, True, narrow_x, False, dtype=torch.float32)
+
+
+def test_products_of_blocks_by_layout_promote_their_sums(device):
+    needs_blocks(device)
+    x, w, _ = layer(device, torch.bfloat16)
+    qx, qw = blocks(1)(x), blocks(2)(w)
+    found = cpp.general_gemm(qw, qx, out_dtype=torch.float32)[0]
+    assert torch.equal(found, generic(qw, True, qx, False, dtype=torch.float32)[0])
+    out = [torch.empty(M, N, device=device)]
+    cpp.general_grouped_gemm([qw], [qx], out, m_splits=[M])
+    assert torch.equal(out[0], found)
 
 
 @pytest.mark.parametrize("single", [True, False])

@@ -66,7 +66,7 @@ def test_bytes_and_axes_are_turned_over(device):
     want = codes.view(6, 4).t()
     assert torch.equal(tex.fp8_transpose(codes, FP8), want)
     out = torch.empty(4, 6, dtype=torch.uint8, device=device)
-    assert tex.fp8_transpose(codes, FP8, out) is out and torch.equal(out, want)
+    assert tex.fp8_transpose(codes, FP8, out=out) is out and torch.equal(out, want)
     swapped = tex.swap_first_dims(codes)
     assert torch.equal(swapped, codes.transpose(0, 1)) and swapped.is_contiguous()
     amax = torch.zeros(1, device=device)

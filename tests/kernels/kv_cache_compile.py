@@ -25,6 +25,7 @@ def main() -> None:
                 packed=packed,
                 capacity=4096,
                 page_size=64,
+                pages=4096,
                 table_stride=64,
             )
             pointers = POINTERS if paged else {**POINTERS, "page_table": None}

@@ -28,6 +28,7 @@ from transformer_engine.common.kernels import (
     delayed_scaling,
     dropout,
     fp8_attention,
+    grouped_block_cast,
     grouped_cast,
     grouped_gemm,
     kv_cache,
@@ -157,10 +158,18 @@ def grouped() -> Iterator[Case]:
     matrices = grouped_cast.cast(SHAPE, 4, False, *steps, False, True, records=False)
     yield "grouped cast", matrices, (HALF, ADDRESS, None, None, FLOAT)
     blocks = (SHAPE, 4, E4M3, True, 0.0, FLOAT32_MAX)
-    yield "grouped blocks", grouped_cast.row_blocks(*blocks, True, True), (HALF, None, INDEX)
-    yield "grouped blocks of columns", grouped_cast.row_blocks(*blocks, False, True), (HALF, None, INDEX)
-    yield "grouped squares", grouped_cast.square_blocks(*blocks, True, True), (HALF, ADDRESS, None)
-    yield "grouped squares of rows", grouped_cast.square_blocks(*blocks, True, False), (HALF, ADDRESS, None)
+    yield "grouped blocks", grouped_block_cast.row_blocks(*blocks, True, True), (HALF, None, INDEX)
+    yield (
+        "grouped blocks of columns",
+        grouped_block_cast.row_blocks(*blocks, False, True),
+        (HALF, None, INDEX),
+    )
+    yield "grouped squares", grouped_block_cast.square_blocks(*blocks, True, True), (HALF, ADDRESS, None)
+    yield (
+        "grouped squares of rows",
+        grouped_block_cast.square_blocks(*blocks, True, False),
+        (HALF, ADDRESS, None),
+    )
     yield "layout", grouped_gemm.layout_of(512, 4), (ADDRESS,)
     yield "row sums", grouped_gemm.row_sums(1024, 4), (HALF, INDEX)
     for by_address in (False, True):
@@ -224,7 +233,9 @@ def facts_of(launch: Launch, inputs: tuple[str | None, ...]) -> dict[str, list[s
 
 def main() -> None:
     groups = (casts, activations, norms, others, grouped, attentions)
-    print(json.dumps({name: facts_of(launch, inputs) for group in groups for name, launch, inputs in group()}))
+    print(
+        json.dumps({name: facts_of(launch, inputs) for group in groups for name, launch, inputs in group()})
+    )
 
 
 if __name__ == "__main__":

@@ -115,7 +115,9 @@ class _Flow:
             self._scopes.append(({}, (results,) if operation == "scf.if" else ()))
         elif operation == "scf.yield":
             for targets in self._scopes[-1][1]:
-                self.edges += [(target, value, False) for target, value in zip(targets, operands, strict=True)]
+                self.edges += [
+                    (target, value, False) for target, value in zip(targets, operands, strict=True)
+                ]
         elif operation in ("tt.store", "tt.atomic_rmw", "tt.atomic_cas"):
             self.stored.append(operands[0])
         elif operation == "arith.select":

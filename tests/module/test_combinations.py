@@ -330,17 +330,6 @@ def test_a_retained_checkpoint_gives_its_gradients_again(reentrant, name, device
     assert same([x.grad] + [p.grad for p in layer.parameters()], [2 * grad for grad in once])
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_retained_checkpoint_under_delayed_scaling_names_the_remedy(reentrant, device):
-    layer, x = Linear(HIDDEN, 96, device=device), sample(device)
-    with autocast(recipe=RECIPES["delayed"]):
-        y = checkpoint(layer, x, use_reentrant=reentrant)
-    loss = y.sin().sum()
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="one backward for each forward"):
-        loss.backward()
-
-
 @pytest.mark.parametrize("kind", SQUARE)
 @pytest.mark.parametrize("name", STATELESS)
 def test_one_layer_used_twice_is_two_layers_that_share_their_parameters(kind, name, device):

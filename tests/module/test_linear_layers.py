@@ -420,8 +420,15 @@ def test_quantized_parameters_train(kind, name, device):
     assert initial.device.type == "cpu" and initial.shape == weights[0].shape
     error = (weights[0].dequantize().cpu() - initial).norm() / initial.norm()
     assert 0 < float(error.detach()) < 0.2
+    assert weights[0]._high_precision_init_val is initial
+    twin, moved = copy.deepcopy(weights[0]), weights[0].detach()
     weights[0].clear_high_precision_init_val()
     assert weights[0].get_high_precision_init_val() is None
+    assert not hasattr(weights[0], "_high_precision_init_val")
+    for other in (twin, moved):
+        assert torch.equal(other.get_high_precision_init_val(), initial)
+        other.clear_high_precision_init_val()
+        assert other.get_high_precision_init_val() is None
     x = sample(device)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.02)
     losses = []

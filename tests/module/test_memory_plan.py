@@ -34,7 +34,7 @@ from transformer_engine.pytorch.primitives.gemm import (
     plain,
 )
 from transformer_engine.pytorch.primitives.operand import Operand
-from transformer_engine.pytorch.primitives.quantize import QuantizeSpec
+from transformer_engine.pytorch.primitives.quantize import Cast, QuantizeSpec
 from transformer_engine.pytorch.primitives.quantize_dbias import quantize_with_dbias
 from transformer_engine.pytorch.primitives.rope import (
     rope_backward,
@@ -252,42 +252,42 @@ def operations() -> dict[str, Callable[[], object]]:
         "gemm gelu": partial(gemm_gelu, *narrow, epilogue),
         "gemm gelu only": partial(gemm_gelu, *narrow, epilogue, False),
         "gemm gelu gradient": partial(gemm_gelu_gradient, *narrow, torch.randn(64, 48).bfloat16(), epilogue),
-        "gemm codes": partial(gemm_codes, *codes, epilogue, E4M3, scale),
+        "gemm codes": partial(gemm_codes, *codes, epilogue, Cast(spec, scale)),
         "layernorm": partial(norm.layernorm_forward, x, weight, weight, 1e-5, False),
         "layernorm backward": partial(norm.layernorm_backward, x, x, ones, ones, weight, False),
         "rmsnorm": partial(norm.rmsnorm_forward, x, weight, 1e-5, False),
         "rmsnorm backward": partial(norm.rmsnorm_backward, x, x, ones, weight, False),
-        "layernorm codes": partial(norm.layernorm_forward_quantized, x, weight, None, 1e-5, False, spec),
-        "rmsnorm codes": partial(norm.rmsnorm_forward_quantized, x, weight, 1e-5, False, spec, scale=scale),
+        "layernorm codes": partial(norm.layernorm_forward, x, weight, None, 1e-5, False, Cast(spec)),
+        "rmsnorm codes": partial(norm.rmsnorm_forward, x, weight, 1e-5, False, Cast(spec, scale)),
         "gelu": partial(activation.activation_forward, "gelu", x),
         "swiglu": partial(activation.activation_forward, "swiglu", wide),
         "swiglu backward": partial(activation.activation_backward, "swiglu", x, wide),
         "swiglu codes": partial(
-            activation.activation_forward_quantized, "swiglu", wide, ActivationParams(), spec
+            activation.activation_forward, "swiglu", wide, ActivationParams(), Cast(spec)
         ),
         "swiglu backward codes": partial(
-            activation.activation_backward_quantized,
-            *("swiglu", x, wide, ActivationParams(), spec),
+            activation.activation_backward,
+            *("swiglu", x, wide, ActivationParams(), Cast(spec)),
             dbias=torch.bfloat16,
         ),
         "swiglu block codes": partial(
-            activation.activation_forward_quantized, "swiglu", wide, ActivationParams(), specs["block1d"]
+            activation.activation_forward, "swiglu", wide, ActivationParams(), Cast(specs["block1d"])
         ),
         "swiglu backward block codes": partial(
-            activation.activation_backward_quantized,
-            *("swiglu", x, wide, ActivationParams(), specs["block1d"]),
+            activation.activation_backward,
+            *("swiglu", x, wide, ActivationParams(), Cast(specs["block1d"])),
             dbias=torch.bfloat16,
         ),
         "swiglu backward block codes alone": partial(
-            activation.activation_backward_quantized, "swiglu", x, wide, ActivationParams(), specs["block1d"]
+            activation.activation_backward, "swiglu", x, wide, ActivationParams(), Cast(specs["block1d"])
         ),
         "layernorm block codes": partial(
-            norm.layernorm_forward_quantized, x, weight, None, 1e-5, False, specs["block1d"]
+            norm.layernorm_forward, x, weight, None, 1e-5, False, Cast(specs["block1d"])
         ),
         "rmsnorm block rows": partial(
-            norm.rmsnorm_forward_quantized, x, weight, 1e-5, False, QuantizeSpec(BLOCK_1D, E4M3)
+            norm.rmsnorm_forward, x, weight, 1e-5, False, Cast(QuantizeSpec(BLOCK_1D, E4M3))
         ),
-        "cast with sums": partial(quantize_with_dbias, x, spec, torch.bfloat16),
+        "cast with sums": partial(quantize_with_dbias, x, Cast(spec), torch.bfloat16),
         "column sums": partial(column_sums, x, torch.bfloat16),
         "dropout": partial(dropout_forward, x, 0.5),
         "bias add": partial(bias_add, x, x[0], x),

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 from compile_cases import count, ptx_of
 
 from transformer_engine.common.formats import E4M3
-from transformer_engine.common.kernels import grouped_cast, grouped_gemm
+from transformer_engine.common.kernels import grouped_block_cast, grouped_cast, grouped_gemm
 from transformer_engine.common.kernels.launch import Launch
 
 TOTAL, N, K, GROUPS = 4096, 512, 1024, 16
@@ -51,9 +51,9 @@ def casts() -> Iterator[tuple[str, Launch, dict[str, str | None]]]:
     scales = (GROUPS, E4M3, True, 0.0, 3e38, True, True)
     blocks = {"x": HALF, "table": None, "layout": INDICES, "codes": CODES, "scale": SCALES}
     blocks |= {"codes_t": CODES, "scale_t": SCALES}
-    yield "cast-row-blocks", grouped_cast.row_blocks((TOTAL, K), *scales), blocks
+    yield "cast-row-blocks", grouped_block_cast.row_blocks((TOTAL, K), *scales), blocks
     squares = blocks | {"table": ADDRESSES, "layout": None}
-    yield "cast-squares", grouped_cast.square_blocks((N, K), *scales), squares
+    yield "cast-squares", grouped_block_cast.square_blocks((N, K), *scales), squares
     measured = {"x": HALF, "table": None, "layout": INDICES, "amax": SCALES}
     yield "cast-maximum", grouped_cast.maximum((TOTAL, K), GROUPS, True), measured
 

@@ -34,6 +34,7 @@ FLOAT8 = QuantizeSpec(formats.FLOAT8, formats.E4M3)
 GRADIENT = QuantizeSpec(formats.FLOAT8, formats.E5M2)
 BLOCK_1D = QuantizeSpec(formats.BLOCK_1D, formats.E4M3)
 BLOCK_2D = QuantizeSpec(formats.BLOCK_2D, formats.E4M3)
+GRADIENT_1D = QuantizeSpec(formats.BLOCK_1D, formats.E5M2)
 
 
 @pytest.fixture
@@ -86,6 +87,9 @@ PAIRS = {
     "1d x 2d": lambda: (quantized(BLOCK_1D, 48, 384), quantized(BLOCK_2D, 256, 384)),
     "2d x 1d": lambda: (quantized(BLOCK_2D, 256, 512), quantized(BLOCK_1D, 48, 512)),
     "1d x 1d": lambda: (quantized(BLOCK_1D, 48, 256), quantized(BLOCK_1D, 32, 256)),
+    "e5m2 1d x 2d": lambda: (quantized(GRADIENT_1D, 48, 384), quantized(BLOCK_2D, 256, 384)),
+    "2d x e5m2 1d": lambda: (quantized(BLOCK_2D, 256, 384), quantized(GRADIENT_1D, 48, 384)),
+    "e5m2 1d x 1d": lambda: (quantized(GRADIENT_1D, 48, 256), quantized(BLOCK_1D, 32, 256)),
 }
 
 
@@ -237,7 +241,7 @@ def test_a_problem_without_an_algorithm_is_refused(library):
 
 
 def test_a_missing_library_is_a_reason_with_a_remedy(monkeypatch):
-    monkeypatch.setattr(cublaslt_library.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(cublaslt_library.optional, "installed", lambda name: False)
     cublaslt_library._missing.cache_clear()
     try:
         assert "pip install 'transformer-engine[cuda]'" in (cublaslt_library.missing() or "")
@@ -344,6 +348,8 @@ GPU_PAIRS = {
     "gradient": (GRADIENT, FLOAT8, "scaled_mm"),
     "1d x 2d": (BLOCK_1D, BLOCK_2D, "scaled_mm_block"),
     "1d x 1d": (BLOCK_1D, BLOCK_1D, "scaled_mm_block"),
+    "gradient 1d x 1d": (GRADIENT_1D, BLOCK_1D, "scaled_mm_block"),
+    "gradient 1d x 2d": (GRADIENT_1D, BLOCK_2D, "reference"),  # torch's scaled_mm takes no such pair
 }
 
 

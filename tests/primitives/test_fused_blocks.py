@@ -17,7 +17,7 @@ from transformer_engine.pytorch.primitives.activation import quantized as activa
 from transformer_engine.pytorch.primitives.activation import triton as activation_triton
 from transformer_engine.pytorch.primitives.column_sums import column_sums
 from transformer_engine.pytorch.primitives.norm import triton as norm_triton
-from transformer_engine.pytorch.primitives.quantize import QuantizeSpec, quantize
+from transformer_engine.pytorch.primitives.quantize import Cast, QuantizeSpec, quantize
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -40,7 +40,7 @@ ROWS = QuantizeSpec(BLOCK_1D, E4M3, True, False)
 def _interpreted_kernels_count_as_the_quantization_s(monkeypatch):
     """In the interpreter `quantize` is the reference, whose bits the fused kernels must have too."""
     if INTERPRETED:
-        monkeypatch.setattr(fused_codes, "fuses", lambda shape, dtype, device, spec, delayed: 0 not in shape)
+        monkeypatch.setattr(fused_codes, "fuses", lambda shape, dtype, device, cast: 0 not in shape)
         monkeypatch.setattr(dbias_module, "column_sums", sums_module._in_strips)
         monkeypatch.setattr(activation_triton, "column_sums", sums_module._in_strips)
 
@@ -74,16 +74,16 @@ def test_an_activation_and_its_gradient_give_the_codes_of_their_quantized_output
     x = torch.randn(shape[0], shape[1] * (2 if ACTIVATIONS[name].gated else 1), device=DEVICE).bfloat16() * 2
     dy = torch.randn(shape, device=DEVICE).bfloat16()
     spec = QuantizeSpec(tiles, E4M3, True, columnwise, power_of_two=True)
-    made = activation_triton.forward_quantized(name, x, PARAMS, spec, None, None)
+    made = activation_triton.activation_forward(name, x, PARAMS, Cast(spec))
     _same(made, quantize(activation_triton.activation_forward(name, x, PARAMS), spec))
     spec = QuantizeSpec(tiles, E5M2, True, columnwise, epsilon=1e-3)
     dx = activation_triton.activation_backward(name, dy, x, PARAMS)
     expected = quantize(dx, spec)
-    made, sums = activation_triton.backward_quantized(name, dy, x, PARAMS, spec, None, None, torch.bfloat16)
+    made, sums = activation_triton.activation_backward(name, dy, x, PARAMS, Cast(spec), torch.bfloat16)
     _same(made, expected)
     _close_sums(sums, dx)
     if shape == (128, 128):
-        without, none = activation_triton.backward_quantized(name, dy, x, PARAMS, spec, None, None, None)
+        without, none = activation_triton.activation_backward(name, dy, x, PARAMS, Cast(spec))
         assert none is None
         _same(without, expected)
 
@@ -106,13 +106,13 @@ def test_a_norm_gives_the_codes_of_its_quantized_output_and_its_statistics(shape
     bias = None if kind == "layernorm_without_beta" else bias
     spec = QuantizeSpec(BLOCK_1D, E4M3, True, False, power_of_two=shape[0] % 2 == 0, epsilon=1e-3)
     wide = kind != "rmsnorm" and shape[1] > 4096  # two steps
-    assert norm_triton._fuses(x, spec, None, centered=kind != "rmsnorm") is not wide
+    assert norm_triton._fuses(x, Cast(spec), centered=kind != "rmsnorm") is not wide
     if kind == "rmsnorm":
         y, *statistics = norm_triton.rmsnorm_forward(x, weight, 1e-5, True)
-        made = norm_triton.rmsnorm_forward_quantized(x, weight, 1e-5, True, spec, None, None)
+        made = norm_triton.rmsnorm_forward(x, weight, 1e-5, True, Cast(spec))
     else:
         y, *statistics = norm_triton.layernorm_forward(x, weight, bias, 1e-5, False)
-        made = norm_triton.layernorm_forward_quantized(x, weight, bias, 1e-5, False, spec, None, None)
+        made = norm_triton.layernorm_forward(x, weight, bias, 1e-5, False, Cast(spec))
     _same(made[0], quantize(y, spec))
     _same(made[1:], statistics)
 
@@ -128,7 +128,7 @@ def test_a_cast_with_column_sums_gives_the_codes_of_the_cast(dtype, shape, tiles
         pytest.skip("one shape shows that it is read as what it is")
     x = torch.randn(shape, device=DEVICE).to(dtype)
     spec = QuantizeSpec(tiles, E5M2, True, True, power_of_two=shape[0] % 2 == 0, epsilon=1e-4)
-    made, sums = dbias_module.quantize_with_dbias(x, spec, dtype)
+    made, sums = dbias_module.quantize_with_dbias(x, Cast(spec), dtype)
     _same(made, quantize(x, spec))
     assert sums.dtype == dtype
     _close_sums(sums, x)
@@ -167,16 +167,16 @@ def test_strided_inputs_give_the_codes_of_their_copies(tiles):
     for x in (wide[:, :512], wide[:, 1:257], wide.t()[:256].t(), wide[::2, :256]):
         copy = x.clone(memory_format=torch.contiguous_format)
         for name in ("gelu", "swiglu"):
-            actual = activation_triton.forward_quantized(name, x, PARAMS, spec, None, None)
-            _same(actual, activation_triton.forward_quantized(name, copy, PARAMS, spec, None, None))
+            actual = activation_triton.activation_forward(name, x, PARAMS, Cast(spec))
+            _same(actual, activation_triton.activation_forward(name, copy, PARAMS, Cast(spec)))
             dy = x[:, : x.shape[1] // 2] if name == "swiglu" else x
-            how = (PARAMS, spec, None, None, torch.float32)
-            actual, _ = activation_triton.backward_quantized(name, dy, x, *how)
-            expected, _ = activation_triton.backward_quantized(name, dy.clone(), copy, *how)
+            how = (PARAMS, Cast(spec), torch.float32)
+            actual, _ = activation_triton.activation_backward(name, dy, x, *how)
+            expected, _ = activation_triton.activation_backward(name, dy.clone(), copy, *how)
             _same(actual, expected)
-        how = (torch.ones(x.shape[1], device=DEVICE), 1e-5, False, ROWS, None, None)
-        actual, _ = norm_triton.rmsnorm_forward_quantized(x, *how)
-        expected, _ = norm_triton.rmsnorm_forward_quantized(copy, *how)
+        how = (torch.ones(x.shape[1], device=DEVICE), 1e-5, False, Cast(ROWS))
+        actual, _ = norm_triton.rmsnorm_forward(x, *how)
+        expected, _ = norm_triton.rmsnorm_forward(copy, *how)
         _same(actual, expected)
 
 
@@ -197,14 +197,14 @@ def test_strange_numbers_give_the_codes_of_the_separate_steps(bad, tiles):
     x[3, 7] = bad
     x[:, 150] = 3.0
     spec = QuantizeSpec(tiles, E4M3, True, True)
-    made = activation_triton.forward_quantized("relu", x, PARAMS, spec, None, None)
+    made = activation_triton.activation_forward("relu", x, PARAMS, Cast(spec))
     expected = quantize(activation_triton.activation_forward("relu", x, PARAMS), spec)
     _same_numbers(made, expected)
     gamma = torch.full((200,), 2.0, device=DEVICE)
     gamma[9] = float("inf")
     beta = torch.full((200,), 100.0, device=DEVICE)
     y = norm_triton.layernorm_forward(x, gamma, beta, 1e-5, False)[0]
-    made = norm_triton.layernorm_forward_quantized(x, gamma, beta, 1e-5, False, ROWS, None, None)[0]
+    made = norm_triton.layernorm_forward(x, gamma, beta, 1e-5, False, Cast(ROWS))[0]
     _same_numbers(made, quantize(y, ROWS))
 
 
@@ -213,8 +213,8 @@ def test_a_gated_gradient_whose_halves_do_not_end_a_block_takes_two_steps():
     spec = QuantizeSpec(BLOCK_1D, E4M3, True, True)
     for width, fused in ((256, True), (128, False), (300, False)):
         x = torch.randn(40, width, device=DEVICE).bfloat16()
-        assert activation_quantized.fuses_backward("swiglu", x, spec, None, True) == fused
-        assert activation_quantized.fuses_backward("gelu", x, spec, None, True)
+        assert activation_quantized.fuses_backward("swiglu", x, Cast(spec), True) == fused
+        assert activation_quantized.fuses_backward("gelu", x, Cast(spec), True)
 
 
 @runs_kernels
@@ -222,10 +222,8 @@ def test_a_gated_gradient_whose_halves_do_not_end_a_block_takes_two_steps():
 def test_a_norm_in_both_directions_takes_two_steps(tiles):
     x = torch.randn(40, 256, device=DEVICE).bfloat16()
     spec = QuantizeSpec(tiles, E4M3, True, True)
-    assert not norm_triton._fuses(x, spec, None, centered=False)
-    made, statistic = norm_triton.rmsnorm_forward_quantized(
-        x, torch.ones(256, device=DEVICE), 1e-5, False, spec, None, None
-    )
+    assert not norm_triton._fuses(x, Cast(spec), centered=False)
+    made, statistic = norm_triton.rmsnorm_forward(x, torch.ones(256, device=DEVICE), 1e-5, False, Cast(spec))
     y, expected = norm_triton.rmsnorm_forward(x, torch.ones(256, device=DEVICE), 1e-5, False)
     _same(made, quantize(y, spec))
     assert torch.equal(statistic, expected)
@@ -235,17 +233,17 @@ def test_a_norm_in_both_directions_takes_two_steps(tiles):
 def test_rows_alone_with_column_sums_take_two_steps():
     x = torch.randn(40, 256, device=DEVICE).bfloat16()
     for spec in (ROWS, QuantizeSpec(BLOCK_1D, E4M3, True, True)):
-        assert activation_quantized.fuses_backward("swiglu", x, spec, None, False)
-        assert activation_quantized.fuses_backward("swiglu", x, spec, None, True) == spec.columnwise
+        assert activation_quantized.fuses_backward("swiglu", x, Cast(spec), False)
+        assert activation_quantized.fuses_backward("swiglu", x, Cast(spec), True) == spec.columnwise
 
 
 @pytest.mark.gpu
 def test_a_forced_reference_quantization_is_not_fused_away():
     x = torch.randn(64, 64, device="cuda").bfloat16()
     spec = QuantizeSpec(BLOCK_1D, E4M3)
-    assert activation_quantized.fuses(x, False, spec, None)
+    assert activation_quantized.fuses(x, False, Cast(spec))
     with use_backend(quantize="reference"):
-        assert not activation_quantized.fuses(x, False, spec, None)
+        assert not activation_quantized.fuses(x, False, Cast(spec))
 
 
 @pytest.mark.gpu
@@ -255,9 +253,9 @@ def test_observers_hear_of_each_quantization_once(tiles, columnwise):
     x = torch.randn(64, 256, device="cuda").bfloat16()
     spec, seen = QuantizeSpec(tiles, E4M3, True, columnwise), []
     with observing(lambda operation, request: seen.append(operation)):
-        norm_triton.rmsnorm_forward_quantized(x, x[0], 1e-5, False, spec, None, None)
-        activation_triton.forward_quantized("gelu", x, PARAMS, spec, None, None)
-        activation_triton.backward_quantized("gelu", x, x, PARAMS, spec, None, None, None)
-        activation_triton.backward_quantized("gelu", x, x, PARAMS, spec, None, None, torch.float32)
-        dbias_module.quantize_with_dbias(x, spec, torch.float32)
+        norm_triton.rmsnorm_forward(x, x[0], 1e-5, False, Cast(spec))
+        activation_triton.activation_forward("gelu", x, PARAMS, Cast(spec))
+        activation_triton.activation_backward("gelu", x, x, PARAMS, Cast(spec))
+        activation_triton.activation_backward("gelu", x, x, PARAMS, Cast(spec), torch.float32)
+        dbias_module.quantize_with_dbias(x, Cast(spec), torch.float32)
     assert seen.count("quantize") == 5

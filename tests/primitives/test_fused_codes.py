@@ -16,14 +16,12 @@ from transformer_engine.pytorch.primitives.activation import (
     ACTIVATIONS,
     ActivationParams,
     activation_backward,
-    activation_backward_quantized,
     activation_forward,
-    activation_forward_quantized,
 )
 from transformer_engine.pytorch.primitives.activation import quantized as activation_quantized
 from transformer_engine.pytorch.primitives.activation import triton as activation_triton
 from transformer_engine.pytorch.primitives.norm import triton as norm_triton
-from transformer_engine.pytorch.primitives.quantize import QuantizeSpec, quantize
+from transformer_engine.pytorch.primitives.quantize import Cast, QuantizeSpec, quantize
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -46,7 +44,7 @@ SHAPES = pytest.mark.parametrize("shape", SMALL if INTERPRETED else SMALL + LARG
 def _interpreted_kernels_count_as_the_quantization_s(monkeypatch):
     """In the interpreter `quantize` is the reference, whose bits the fused kernels must have too."""
     if INTERPRETED:
-        monkeypatch.setattr(fused_codes, "fuses", lambda shape, dtype, device, spec, delayed: 0 not in shape)
+        monkeypatch.setattr(fused_codes, "fuses", lambda shape, dtype, device, cast: 0 not in shape)
 
 
 def _spec(columnwise, element=E4M3):
@@ -86,10 +84,10 @@ def test_a_norm_gives_the_codes_of_its_quantized_output(shape, delayed, columnwi
     first, second = _scaling(delayed), _scaling(delayed)
     if kind == "rmsnorm":
         y, *statistics = norm_triton.rmsnorm_forward(x, weight, *how)
-        made = norm_triton.rmsnorm_forward_quantized(x, weight, *how, spec, *second)
+        made = norm_triton.rmsnorm_forward(x, weight, *how, Cast(spec, *second))
     else:
         y, *statistics = norm_triton.layernorm_forward(x, weight, bias, *how)
-        made = norm_triton.layernorm_forward_quantized(x, weight, bias, *how, spec, *second)
+        made = norm_triton.layernorm_forward(x, weight, bias, *how, Cast(spec, *second))
     _same(made[0], quantize(y, spec, scale=first.scale, record=first.record))
     _same(made[1:], statistics)
     assert made[0].amax is not None and (not delayed or made[0].amax is second.record)
@@ -109,16 +107,17 @@ def test_an_activation_and_its_gradient_give_the_codes_of_their_quantized_output
     dy = torch.randn(shape, device=DEVICE).bfloat16()
     spec, first, second = _spec(columnwise), _scaling(delayed), _scaling(delayed)
     y = activation_triton.activation_forward(name, x, PARAMS)
-    made = activation_triton.forward_quantized(name, x, PARAMS, spec, *second)
+    made = activation_triton.activation_forward(name, x, PARAMS, Cast(spec, *second))
     _same(made, quantize(y, spec, scale=first.scale, record=first.record))
     spec = _spec(columnwise, E5M2)
     dx = activation_triton.activation_backward(name, dy, x, PARAMS)
     expected = quantize(dx, spec, scale=first.scale, record=first.record)
-    made, sums = activation_triton.backward_quantized(name, dy, x, PARAMS, spec, *second, dbias=torch.float32)
+    cast = Cast(spec, *second)
+    made, sums = activation_triton.activation_backward(name, dy, x, PARAMS, cast, torch.float32)
     _same(made, expected)
     torch.testing.assert_close(sums, dx.double().sum(0).float(), rtol=1e-5, atol=1e-4)
     if shape == (64, 64):
-        without, none = activation_triton.backward_quantized(name, dy, x, PARAMS, spec, *second, dbias=None)
+        without, none = activation_triton.activation_backward(name, dy, x, PARAMS, cast)
         assert none is None
         _same(without, expected)
 
@@ -129,7 +128,7 @@ def test_an_activation_and_its_gradient_give_the_codes_of_their_quantized_output
 def test_a_cast_with_column_sums_gives_the_codes_of_the_cast(dtype, shape):
     x = torch.randn(shape, device=DEVICE).to(dtype)
     spec, first, second = _spec(True), _scaling(True), _scaling(True)
-    made, sums = dbias_module.quantize_with_dbias(x, spec, dtype, scale=second.scale, record=second.record)
+    made, sums = dbias_module.quantize_with_dbias(x, Cast(spec, *second), dtype)
     _same(made, quantize(x, spec, scale=first.scale, record=first.record))
     assert sums.dtype == dtype
     tolerance = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}[dtype]
@@ -141,18 +140,14 @@ def test_strided_inputs_give_the_codes_of_their_copies():
     wide = torch.randn(70, 300, device=DEVICE).bfloat16()
     for x in (wide[:, :128], wide[:, 1:129], wide.t()[:128].t(), wide[::2, :64]):
         for name in ("gelu", "swiglu"):
-            scaling = _scaling(True)
-            actual = activation_triton.forward_quantized(name, x, PARAMS, _spec(True), *scaling)
-            scaling = _scaling(True)
+            actual = activation_triton.activation_forward(name, x, PARAMS, Cast(_spec(True), *_scaling(True)))
             copy = x.clone(memory_format=torch.contiguous_format)
-            _same(actual, activation_triton.forward_quantized(name, copy, PARAMS, _spec(True), *scaling))
+            again = Cast(_spec(True), *_scaling(True))
+            _same(actual, activation_triton.activation_forward(name, copy, PARAMS, again))
         weight = torch.ones(x.shape[1], device=DEVICE)
-        actual, _ = norm_triton.rmsnorm_forward_quantized(
-            x, weight, 1e-5, False, _spec(True), *_scaling(True)
-        )
-        expected, _ = norm_triton.rmsnorm_forward_quantized(
-            x.contiguous(), weight, 1e-5, False, _spec(True), *_scaling(True)
-        )
+        first, second = (Cast(_spec(True), *_scaling(True)) for _ in range(2))
+        actual, _ = norm_triton.rmsnorm_forward(x, weight, 1e-5, False, first)
+        expected, _ = norm_triton.rmsnorm_forward(x.contiguous(), weight, 1e-5, False, second)
         _same(actual, expected)
 
 
@@ -162,7 +157,7 @@ def test_the_recorded_maximum_is_that_of_the_separate_steps_for_strange_numbers(
     x = torch.zeros(6, 48, device=DEVICE, dtype=torch.bfloat16)
     x[3, 7] = bad
     first, second = _scaling(True), _scaling(True)
-    activation_triton.forward_quantized("relu", x, PARAMS, _spec(True), *second)
+    activation_triton.activation_forward("relu", x, PARAMS, Cast(_spec(True), *second))
     quantize(torch.relu(x), _spec(True), scale=first.scale, record=first.record)
     assert first.record is not None and second.record is not None
     torch.testing.assert_close(second.record, first.record, rtol=0, atol=0, equal_nan=True)
@@ -179,22 +174,21 @@ def test_the_public_functions_are_the_two_steps_everywhere(spec, delayed, device
     x = torch.randn(160, 256, device=device).bfloat16()
     weight = torch.ones(256, device=device).bfloat16()
     scale = torch.tensor([8.0], device=device) if delayed and spec.format is FLOAT8 else None
+    cast = Cast(spec, scale)
     y, mean, rstdev = norm.layernorm_forward(x, weight, weight, 1e-5, False)
-    made = norm.layernorm_forward_quantized(x, weight, weight, 1e-5, False, spec, scale=scale)
+    made = norm.layernorm_forward(x, weight, weight, 1e-5, False, cast)
     _same(made[0], quantize(y, spec, scale=scale))
     _same(made[1:], (mean, rstdev))
     y, rstdev = norm.rmsnorm_forward(x, weight, 1e-5, False)
-    made = norm.rmsnorm_forward_quantized(x, weight, 1e-5, False, spec, scale=scale)
+    made = norm.rmsnorm_forward(x, weight, 1e-5, False, cast)
     _same((*made[0], made[1]), (*quantize(y, spec, scale=scale), rstdev))
     y = activation_forward("swiglu", x, PARAMS)
-    _same(
-        activation_forward_quantized("swiglu", x, PARAMS, spec, scale=scale), quantize(y, spec, scale=scale)
-    )
+    _same(activation_forward("swiglu", x, PARAMS, cast), quantize(y, spec, scale=scale))
     dx = activation_backward("swiglu", y, x, PARAMS)
-    made, sums = activation_backward_quantized("swiglu", y, x, PARAMS, spec, scale=scale, dbias=torch.float32)
+    made, sums = activation_backward("swiglu", y, x, PARAMS, cast, torch.float32)
     _same(made, quantize(dx, spec, scale=scale))
     torch.testing.assert_close(sums, dx.float().sum(0), rtol=1e-4, atol=1e-4)
-    made, sums = dbias_module.quantize_with_dbias(x, spec, torch.float32, scale=scale)
+    made, sums = dbias_module.quantize_with_dbias(x, cast, torch.float32)
     _same(made, quantize(x, spec, scale=scale))
     torch.testing.assert_close(sums, x.float().sum(0), rtol=1e-4, atol=1e-4)
 
@@ -203,15 +197,15 @@ def test_the_public_functions_are_the_two_steps_everywhere(spec, delayed, device
 def test_a_forced_reference_quantization_is_not_fused_away():
     x = torch.randn(64, 64, device="cuda").bfloat16()
     spec = _spec(False)
-    assert activation_quantized.fuses(x, False, spec, None)
+    assert activation_quantized.fuses(x, False, Cast(spec))
     with use_backend(quantize="reference"):
-        assert not activation_quantized.fuses(x, False, spec, None)
+        assert not activation_quantized.fuses(x, False, Cast(spec))
 
 
 def test_other_formats_and_empty_matrices_are_left_to_the_separate_steps(device):
     if INTERPRETED:
         pytest.skip("the interpreter takes every matrix")
     x = torch.randn(64, 64, device=device)
-    assert not activation_quantized.fuses(x, False, QuantizeSpec(MXFP8, E4M3), None)
-    assert not activation_quantized.fuses(x[:0], False, _spec(True), None)
-    assert not activation_quantized.fuses(x, False, QuantizeSpec(FLOAT8, E4M3, False, True), None)
+    assert not activation_quantized.fuses(x, False, Cast(QuantizeSpec(MXFP8, E4M3)))
+    assert not activation_quantized.fuses(x[:0], False, Cast(_spec(True)))
+    assert not activation_quantized.fuses(x, False, Cast(QuantizeSpec(FLOAT8, E4M3, False, True)))

@@ -28,7 +28,13 @@ from transformer_engine.pytorch.primitives.gemm import (
 from transformer_engine.pytorch.primitives.gemm.fused_request import CODES, GELU, GELU_GRADIENT, FusedRequest
 from transformer_engine.pytorch.primitives.gemm.request import Layout
 from transformer_engine.pytorch.primitives.operand import Operand
-from transformer_engine.pytorch.primitives.quantize import QuantizeSpec, dequantize, quantize, torch_dtype
+from transformer_engine.pytorch.primitives.quantize import (
+    Cast,
+    QuantizeSpec,
+    dequantize,
+    quantize,
+    torch_dtype,
+)
 
 BF16 = torch.bfloat16
 M, N, K = 64, 96, 128
@@ -45,6 +51,10 @@ def operand(rows, depth, device, element=None, dtype=BF16) -> Operand:
 
 def values_of(x: Operand) -> torch.Tensor:
     return x.codes.double() if x.format is None else dequantize(x._replace(dtype=torch.float32)).double()
+
+
+def cast_to(element, multiplier, record=None) -> Cast:
+    return Cast(QuantizeSpec(formats.FLOAT8, element), multiplier, record)
 
 
 def gelu(x: torch.Tensor) -> torch.Tensor:
@@ -131,7 +141,7 @@ def test_codes_are_the_product_times_the_scale_and_the_maximum_is_of_the_product
     ):  # neither 1, where dividing by it would not be noticed, nor all in range
         record = torch.zeros(1, device=device)
         with use_backend(gemm_epilogue=backend):
-            codes = gemm_codes(a, b, epilogue, e, torch.tensor([scale], device=device), record)
+            codes = gemm_codes(a, b, epilogue, cast_to(e, torch.tensor([scale], device=device), record))
         maximum = torch.finfo(codes.dtype).max
         scaled = (exact * scale).clamp(-maximum, maximum)
         step = 2.0**-3 if element == "e4m3" else 2.0**-2  # rounding, once to bfloat16 before where apart
@@ -149,8 +159,8 @@ def test_the_recorded_maximum_only_grows(backend, device):
     history = torch.tensor([[0.0, 1e-3, 1e6, 0.0]], device=device)
     with use_backend(gemm_epilogue=backend):
         for i in (1, 2):
-            gemm_codes(a, b, Epilogue(BF16), formats.E4M3, one, history[0, i : i + 1])
-        unrecorded = gemm_codes(a, b, Epilogue(BF16), formats.E4M3, one)
+            gemm_codes(a, b, Epilogue(BF16), cast_to(formats.E4M3, one, history[0, i : i + 1]))
+        unrecorded = gemm_codes(a, b, Epilogue(BF16), cast_to(formats.E4M3, one))
     largest = float((values_of(a) @ values_of(b).t()).abs().max())
     assert history[0, 1].item() == pytest.approx(largest, rel=2.0**-7)
     assert history[0, [0, 2, 3]].tolist() == [0.0, 1e6, 0.0]
@@ -199,9 +209,9 @@ def test_a_choice_is_remembered_by_what_it_depends_on(monkeypatch, device):
         lambda: gemm_gelu(a, b, Epilogue(BF16), False),
         lambda: gemm_gelu_gradient(a, b, x, Epilogue(BF16)),
         lambda: gemm_gelu_gradient(a, b, x.t().contiguous().t(), Epilogue(BF16)),
-        lambda: codes(formats.E4M3, one),
-        lambda: codes(formats.E4M3, one, one.clone()),
-        lambda: codes(formats.E5M2, one),
+        lambda: codes(cast_to(formats.E4M3, one)),
+        lambda: codes(cast_to(formats.E4M3, one, one.clone())),
+        lambda: codes(cast_to(formats.E5M2, one)),
     ]
     for _ in range(2):
         for call in calls:
@@ -466,11 +476,11 @@ def test_a_captured_product_with_codes_records_at_every_replay():
     a, b = operand(256, 512, "cuda", formats.E4M3), operand(384, 512, "cuda", formats.E4M3)
     scale, record = torch.full((1,), 2.0, device="cuda"), torch.zeros(1, device="cuda")
     take("cublaslt", CODES, a, b, Epilogue(BF16), True, None, torch.float8_e4m3fn)
-    gemm_codes(a, b, Epilogue(BF16), formats.E4M3, scale, record)
+    gemm_codes(a, b, Epilogue(BF16), cast_to(formats.E4M3, scale, record))
     largest = record.clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        codes = gemm_codes(a, b, Epilogue(BF16), formats.E4M3, scale, record)
+        codes = gemm_codes(a, b, Epilogue(BF16), cast_to(formats.E4M3, scale, record))
     record.zero_()
     a.scale.mul_(3.0)
     graph.replay()

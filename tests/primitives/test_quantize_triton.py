@@ -248,14 +248,14 @@ def test_a_compiled_full_graph_keeps_the_kernels(name):
     [("cpu", torch.bfloat16, "needs a CUDA device"), ("cuda", torch.float64, "float64")],
 )
 def test_what_the_kernels_cannot_do_is_refused_with_the_reason(device, dtype, reason, monkeypatch):
-    monkeypatch.setattr(launching, "MISSING", None)
+    monkeypatch.setattr(launching, "missing", lambda: None)
     request = Request(QuantizeSpec(FLOAT8, E4M3), (16, 16), dtype, torch.device(device))
     refusal = triton.refuses(request)
     assert refusal is not None and reason in refusal
 
 
 def test_a_missing_triton_is_a_refusal(monkeypatch):
-    monkeypatch.setattr(launching, "MISSING", "triton is not installed")
+    monkeypatch.setattr(launching, "missing", lambda: "triton is not installed")
     request = Request(QuantizeSpec(FLOAT8, E4M3), (16, 16), torch.bfloat16, torch.device("cuda"))
     assert triton.refuses(request) == "triton is not installed"
     assert TABLE.backends[0] is triton.BACKEND
@@ -265,7 +265,7 @@ def test_a_missing_triton_is_a_refusal(monkeypatch):
     ("capability", "refused"), [((8, 0), True), ((8, 9), True), ((9, 0), False), ((10, 0), False)]
 )
 def test_architectures_without_a_correctly_rounded_cast_are_refused(capability, refused, monkeypatch):
-    monkeypatch.setattr(launching, "MISSING", None)
+    monkeypatch.setattr(launching, "missing", lambda: None)
     monkeypatch.setattr(launching, "get_device_compute_capability", lambda: capability)
     request = Request(QuantizeSpec(FLOAT8, E4M3), (16, 16), torch.bfloat16, torch.device("cuda"))
     refusal = triton.refuses(request)

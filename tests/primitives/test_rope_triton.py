@@ -71,7 +71,9 @@ def test_both_directions_equal_the_reference(tensor_format, interleaved, heads, 
 @FORMATS
 def test_start_positions_shift_each_sequence_and_stop_at_the_last_angle(tensor_format):
     x = _x(tensor_format, 2, 8, torch.float32)
-    _equal(x, _angles(LENGTH + 4, 8), _positions(tensor_format, started=True), RopeSpec(tensor_format))
+    positions = _positions(tensor_format, started=True)
+    _equal(x, _angles(LENGTH + 7, 8), positions, RopeSpec(tensor_format))
+    _equal(x, _angles(LENGTH + 4, 8), positions, RopeSpec(tensor_format, clamps=True))
 
 
 @runs_kernels
@@ -177,10 +179,39 @@ def test_no_tokens_give_no_tokens():
 
 
 @runs_kernels
-def test_angles_without_a_position_for_every_token_are_clamped_not_read_past():
+def test_tokens_behind_the_last_sequence_turn_by_the_last_angles():
     x = torch.randn(5, 1, 4, device=DEVICE)
     positions = Positions(None, torch.tensor([0, 2], dtype=torch.int64, device=DEVICE))
     _equal(x, _angles(3, 4), positions, RopeSpec("thd"))
+    assert triton.forward(x, _angles(3, 4), positions, RopeSpec("thd")).isfinite().all()
+
+
+@runs_kernels
+@FORMATS
+@pytest.mark.parametrize("start", [-4, 9])
+@pytest.mark.parametrize("clamps", [False, True])
+def test_a_token_without_an_angle_becomes_nan_unless_it_may_be_padding(tensor_format, start, clamps):
+    x = _x(tensor_format, 2, 4, torch.float32)
+    bounds = torch.tensor([0, 12, 24], dtype=torch.int32, device=DEVICE) if tensor_format == "thd" else None
+    positions = Positions(torch.tensor([0, start], device=DEVICE), bounds)
+    spec = RopeSpec(tensor_format, clamps=clamps)
+    y = triton.forward(x, _angles(12, 4), positions, spec)
+    y = y.unflatten(0, (2, 12)) if tensor_format == "thd" else y
+    second = y[:, 1] if tensor_format == "sbhd" else y[1]
+    first = y[:, 0] if tensor_format == "sbhd" else y[0]
+    outside = torch.tensor([not 0 <= start + place < 12 for place in range(12)], device=DEVICE)
+    assert first.isfinite().all()
+    assert torch.equal(second.isnan().all((1, 2)), outside & torch.tensor(not clamps, device=DEVICE))
+
+
+@runs_kernels
+@FORMATS
+@pytest.mark.parametrize("rank", [0, 1])
+def test_starts_and_ranks_together_equal_the_reference(tensor_format, rank):
+    x = _x(tensor_format, 2, 4, torch.float32)
+    bounds = torch.tensor([0, 16, 48], dtype=torch.int32, device=DEVICE) if tensor_format == "thd" else None
+    positions = Positions(torch.tensor([3, 7], device=DEVICE), bounds)
+    _equal(x, _angles(40, 4), positions, RopeSpec(tensor_format, cp_size=2, cp_rank=rank))
 
 
 @pytest.mark.gpu

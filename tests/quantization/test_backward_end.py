@@ -287,7 +287,10 @@ LAYERS = {
     "linear": (lambda device: te.Linear(WIDTH, WIDTH, device=device), 0),
     "layernorm_linear": (lambda device: te.LayerNormLinear(WIDTH, WIDTH, device=device), 0),
     "layernorm_mlp": (lambda device: te.LayerNormMLP(WIDTH, 64, device=device), 2),
-    "layernorm_mlp_recomputed": (lambda device: te.LayerNormMLP(WIDTH, 64, checkpoint=True, device=device), 2),
+    "layernorm_mlp_recomputed": (
+        lambda device: te.LayerNormMLP(WIDTH, 64, checkpoint=True, device=device),
+        2,
+    ),
 }
 
 
@@ -441,7 +444,9 @@ def test_stateless_recipes_ask_for_no_update(device, monkeypatch):
     assert asked == []
 
 
-@pytest.mark.parametrize("way", ["te.checkpoint, reentrant", "torch's reentrant checkpoint", "a layer called twice"])
+@pytest.mark.parametrize(
+    "way", ["te.checkpoint, reentrant", "torch's reentrant checkpoint", "a layer called twice"]
+)
 def test_a_pass_updates_once_however_it_is_nested(way, device, monkeypatch):
     updates = []
     monkeypatch.setattr(scale_update, "update_all", lambda forward: updates.append(forward))

@@ -175,12 +175,13 @@ def test_a_custom_factory_is_asked_by_string_once_a_slot(device):
 
 def test_a_custom_factory_sees_the_roles_that_the_module_gives(device):
     asked = []
-    recipe = CustomRecipe(qfactory=lambda role: asked.append((role.module_type, role.tensor_type, role.name)))
+    recipe = CustomRecipe(qfactory=asked.append)
     roles = [q.QuantizerRole("dpa", "qkv", "layer.0"), None]
     q.RecipeState.create(
         recipe, mode="backward", num_quantizers=2, device=device, roles=roles
     ).make_quantizers()
-    assert asked == [("dpa", "qkv", "layer.0"), ("linear", "grad_input", "")]
+    assert asked == roles
+    assert (asked[0].module_type, asked[0].tensor_type, asked[0].name) == ("dpa", "qkv", "layer.0")
     with pytest.raises(ValueError, match="2 roles for 3"):
         q.RecipeState.create(
             recipe, mode="forward", num_quantizers=3, device=device, roles=roles

@@ -8,7 +8,7 @@ from quantizer_cases import DETERMINISTIC, State, quantizer_of
 
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.primitives.operand import Operand
-from transformer_engine.pytorch.primitives.quantize import quantize
+from transformer_engine.pytorch.primitives.quantize import quantize_as
 from transformer_engine.pytorch.tensor import Float8Quantizer, HybridQuantizer, MXFP8Quantizer, NVFP4Quantizer
 from transformer_engine.pytorch.tensor.axis import COLS, ROWS
 from transformer_engine.pytorch.tensor.quantizer import Calibrating, Matrix, turned
@@ -85,9 +85,9 @@ def test_unquantized_columns_are_the_values_themselves(device):
 def test_a_kernel_that_follows_the_request_makes_the_same_operands(device, name):
     x = matrix(device)
     asked = quantizer_of(name, x.device)
-    request = asked.codes_request(True, True)
-    assert request is not None
-    made = quantize(x, request.spec, scale=request.scale, record=request.record)
+    cast = asked.cast(True, True)
+    assert cast is not None
+    made = quantize_as(x, cast)
     expected = quantizer_of(name, x.device).operands(x, True, True)
     for actual, other in zip(asked.adopt(made, x.dtype), expected, strict=True):
         assert isinstance(actual, Operand) and isinstance(other, Operand)
@@ -97,7 +97,7 @@ def test_a_kernel_that_follows_the_request_makes_the_same_operands(device, name)
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "identity"])
 def test_other_quantizers_ask_no_kernel(device, name):
     quantizer = quantizer_of(name, torch.device(device))
-    assert quantizer.codes_request(True, True) is None
+    assert quantizer.cast(True, True) is None
     with pytest.raises(TypeError, match="asks no kernel"):
         quantizer.adopt(None, torch.bfloat16)  # pyright: ignore[reportArgumentType]
 

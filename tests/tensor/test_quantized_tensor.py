@@ -97,6 +97,20 @@ def test_a_view_keeps_both_directions_when_it_keeps_the_last_dimension(name, dev
     assert torch.equal(q.view(-1, 4, 64).dequantize(), q.dequantize().view(16, 4, 64))
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("made_inside", [False, True])
+def test_views_may_be_taken_in_inference_mode(name, made_inside, device):
+    with torch.inference_mode(made_inside):
+        q = quantized(name, device, 64, 64)
+    with torch.inference_mode():
+        views = (q.detach(), q.view(-1), q.view(2, 32, 64), q[:32], q[3:5], q.t(), *torch.split(q, 32))
+        found = [view.dequantize() if isinstance(view, QuantizedTensor) else view for view in views]
+        x = q.dequantize()
+        wanted = (x, x.view(-1), x.view(2, 32, 64), x[:32], x[3:5], x.t(), x[:32], x[32:])
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert all(view.is_inference() == made_inside for view in views)
+
+
 def test_one_scale_survives_any_view(device):
     q = quantized("current", device, 32, 64)
     flat = q.view(-1)
@@ -114,7 +128,6 @@ def test_conversions_by_method_dequantize_and_to_keeps_the_codes(name, device):
         (q.float(), torch.float32),
         (q.half(), torch.float16),
         (q.bfloat16(), torch.bfloat16),
-        (q.cpu(), q.dtype),
     ):
         assert type(plain) is torch.Tensor and plain.dtype == dtype
         assert torch.equal(plain.to(device), q.dequantize(dtype=dtype))
@@ -122,8 +135,24 @@ def test_conversions_by_method_dequantize_and_to_keeps_the_codes(name, device):
     assert type(half) is type(q) and half.dtype == torch.float16 and half.dequantize().dtype == torch.float16
     if name != "identity":
         assert same_payload(half, q)
-    assert type(q.to("cpu", copy=True)) is type(q)
     assert type(q.to(torch.int32)) is torch.Tensor
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_moved_tensors_stay_quantized_and_dequantize_where_they_are(name, device):
+    q = quantized(name, device, 32, 64)
+    q.partition_dim = 1
+    there = [q.cpu(), q.to("cpu", copy=True), q.to(device="cpu", dtype=torch.float16).to(q.dtype)]
+    if device.type == "cuda":
+        there += [q.cpu().cuda(), q.cpu().to(device)]
+    for moved in there:
+        assert type(moved) is type(q) and moved.dtype == q.dtype and moved.partition_dim == 1
+        assert moved.device == next(iter(payload(moved).values())).device
+        assert torch.equal(moved.dequantize().to(device), q.dequantize())
+    assert q.cpu().device == torch.device("cpu")
+    parameter = torch.nn.Parameter(q)
+    parameter.cpu().dequantize().sum().backward()
+    assert torch.equal(parameter.grad, torch.ones_like(parameter.grad))
 
 
 @pytest.mark.parametrize("name", DETERMINISTIC)
@@ -172,6 +201,23 @@ def test_setting_data_takes_over_a_payload_or_quantizes(name, device):
         q.data = wrong
     q.data = quantizer(values(device, 64, 32, dtype=torch.float32))
     assert q.shape == (64, 32) and q.dtype == torch.float32 and q.dequantize().shape == (64, 32)
+
+
+@pytest.mark.parametrize("name", DETERMINISTIC)
+@pytest.mark.parametrize("shape", [(64, 32), (2, 32, 64), (32, 128)])
+@pytest.mark.parametrize("quantizes", [False, True])
+def test_data_of_another_shape_changes_the_parameter_and_its_gradient(name, shape, quantizes, device):
+    quantizer = quantizer_of(name, device)
+    parameter = torch.nn.Parameter(quantizer(values(device, 32, 64)))
+    parameter.partition_dim = 0
+    parameter.dequantize().sum().backward()
+    parameter.grad = None
+    x = values(device, *shape)
+    parameter.data = x if quantizes else quantizer(x)
+    assert same_payload(parameter, quantizer(x)) and parameter.shape == shape == parameter.data.shape
+    assert parameter.requires_grad and parameter.partition_dim == 0
+    parameter.dequantize().square().sum().backward()
+    torch.testing.assert_close(parameter.grad, 2 * parameter.dequantize().detach())
 
 
 @pytest.mark.parametrize("name", TRANSPOSABLE)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from quantizer_cases import (
@@ -311,7 +313,8 @@ def test_only_codes_of_one_scale_are_gathered_by_rows_alone(device):
         ("mxfp8", (2, 24, 64), "leading dimensions 48 is not a multiple of 32; pad it to 64"),
         ("nvfp4", (16, 24), "last dimension 24 is not a multiple of 16; pad it to 32"),
         ("nvfp4", (8, 32), "leading dimensions 8 is not a multiple of 16; pad it to 16"),
-        ("block_1d", (128,), "1 dimensions, blocks need at least 2"),
+        ("mxfp8", (128,), "1 dimensions, blocks need at least 2"),
+        ("nvfp4", (), "0 dimensions, blocks need at least 2"),
     ],
 )
 def test_shapes_that_cut_blocks_are_refused_with_a_remedy(name, shape, message, device):
@@ -322,6 +325,42 @@ def test_shapes_that_cut_blocks_are_refused_with_a_remedy(name, shape, message, 
         quantizer(x)
     with pytest.raises(ValueError, match=message):
         quantizer.make_empty(shape, device=device)
+
+
+@pytest.mark.parametrize("name", ["block_1d", "block_2d"])
+@pytest.mark.parametrize("shape", [(), (1,), (5,), (128,), (300,), (0,)])
+@pytest.mark.parametrize("usage", [(True, True), (True, False), (False, True)])
+def test_blocks_take_vectors_and_numbers_as_one_row(name, shape, usage, device):
+    quantizer = quantizer_of(name, device, *usage)
+    x = values(device, 300)[: math.prod(shape)].clone().reshape(shape)
+    row = quantizer(x.reshape(1, -1))
+    q = quantizer(x)
+    assert quantizer.is_quantizable(x) and q.shape == x.shape and q.get_usages() == row.get_usages()
+    assert torch.equal(q.dequantize(), row.dequantize().view(shape))
+    for mine, theirs in zip(payload(q).values(), payload(row).values(), strict=True):
+        assert torch.equal(mine.flatten(), theirs.flatten())
+    for held in (quantizer.make_empty(shape, dtype=x.dtype, device=device), q.clone()):
+        quantizer.update_quantized(2 * x, held)
+        assert torch.equal(held.dequantize(), quantizer(2 * x).dequantize())
+    assert torch.equal(q.detach().view(-1).dequantize(), q.dequantize().view(-1))
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp8_2d", "block_1d", "block_2d", "nvfp4", "nvfp4_2d"])
+@pytest.mark.parametrize("shape", [(32, 64), (160, 288), (2, 48, 96)])
+def test_shapes_of_codes_and_scales_are_known_before_quantizing(name, shape, device):
+    quantizer = quantizer_of(name, device)
+    q = quantizer(values(device, *shape))
+    assert quantizer.get_usages() == q.get_usages() == {"rowwise": True, "columnwise": True}
+    assert quantizer.get_scale_shape(shape, columnwise=False) == q._rowwise_scale_inv.shape
+    assert quantizer.get_scale_shape(shape, True) == q._columnwise_scale_inv.shape
+    if not name.startswith("mxfp8"):
+        columns = quantizer.get_columnwise_shape(shape)
+        if name.startswith("nvfp4"):
+            assert quantizer.convert_shape_for_fp4(shape) == q._rowwise_data.shape
+            columns = quantizer.convert_shape_for_fp4(columns)
+        assert columns == q._columnwise_data.shape
+    with pytest.raises(TypeError, match="call quantize_"):
+        q.copy_from_storage(src=torch.zeros(shape, device=device))
 
 
 def test_row_wise_codes_do_not_ask_for_whole_blocks_of_rows(device):
@@ -430,6 +469,11 @@ def test_codes_made_elsewhere_become_tensors(device):
     made = blocks(x)
     q = blocks.create_tensor_from_data(made._rowwise_data, made._rowwise_scale_inv, torch.bfloat16)
     assert same_payload(q, made)
+    wide = MXFP8Quantizer(DType.kFloat8E5M2, columnwise=False)(x)
+    q = blocks.create_tensor_from_data(
+        wide._rowwise_data, wide._rowwise_scale_inv, torch.bfloat16, fp8_dtype=DType.kFloat8E5M2
+    )
+    assert torch.equal(q.dequantize(), wide.dequantize())
 
 
 @pytest.mark.parametrize("name", NAMES)

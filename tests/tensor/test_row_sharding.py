@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from quantizer_cases import NAMES, QUANTIZED, quantizer_of, same_payload, values
+from quantizer_cases import NAMES, QUANTIZED, payload, quantizer_of, same_payload, values
 
 from transformer_engine.pytorch.tensor import COLS, ROWS, QuantizedTensor
 
@@ -114,3 +114,58 @@ def test_an_unsharded_tensor_that_changed_its_directions_is_taken_over(device):
     whole.update_usage(columnwise_usage=False)
     q.fsdp_post_all_gather(tensors, metadata, q.dtype, out=whole)
     assert same_payload(whole, q)
+
+
+def _free(tensors):
+    """What fully_shard does to a gathered parameter."""
+    for tensor in tensors:
+        tensor.untyped_storage().resize_(0)
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_what_was_saved_of_a_gathered_tensor_is_there_again_after_the_next_gather(name, device):
+    q = quantizer_of(name, device)(values(device, 2 * granularity(name), 64))
+    sent, metadata = q.fsdp_pre_all_gather(None, None, None, None, None)
+    gathered = tuple(part.clone() for part in sent)
+    whole, derived = q.fsdp_post_all_gather(gathered, metadata, q.dtype)
+    saved = {field: (part[None], part.clone(), part._version) for field, part in payload(whole).items()}
+    _free((*gathered, *derived))
+    assert not any(part.untyped_storage().size() for part in payload(whole).values())
+    for tensor in (*gathered, *derived):
+        tensor.untyped_storage().resize_(tensor.numel() * tensor.itemsize)
+    for mine, theirs in zip(gathered, sent, strict=True):
+        with torch.autograd._unsafe_preserve_version_counter(mine):
+            mine.copy_(theirs)
+    q.fsdp_post_all_gather(gathered, metadata, q.dtype, out=whole)
+    assert same_payload(whole, q)
+    for view, bytes_then, version in saved.values():
+        assert torch.equal(view[0], bytes_then) and view._version == version
+
+
+def test_a_direction_made_on_a_gathered_tensor_is_freed_with_it(device):
+    q = quantizer_of("block_2d", device, True, False)(values(device, 128, 128))
+    sent, metadata = q.fsdp_pre_all_gather(None, None, None, None, None)
+    whole, derived = q.fsdp_post_all_gather(sent, metadata, q.dtype)
+    parameter = torch.nn.Parameter(whole)
+    elsewhere = parameter.detach().to(torch.float32)
+    elsewhere.update_usage(columnwise_usage=True)
+    assert not any(part is elsewhere._columnwise_data for part in derived)
+    parameter.update_usage(columnwise_usage=True)
+    made = (parameter._columnwise_data, parameter._columnwise_scale_inv)
+    assert all(any(part is tensor for part in derived) for tensor in made)
+    q.fsdp_post_all_gather(sent, metadata, q.dtype, out=parameter)
+    assert parameter._columnwise_data is made[0]  # a forward has saved views of it
+    parameter.update_usage(columnwise_usage=False)
+    assert not any(part is made[0] for part in derived)
+
+
+def test_one_rank_gathers_one_tensor_and_holds_the_others(device):
+    mesh = type("Mesh", (), {"size": staticmethod(lambda: 1), "ndim": 1})()
+    for name in QUANTIZED:
+        q = quantizer_of(name, device)(values(device, 2 * granularity(name), 64))
+        sent, metadata = q.fsdp_pre_all_gather(mesh, None, None, None, None)
+        assert len(sent) == 1
+        whole, derived = q.fsdp_post_all_gather(tuple(part.clone() for part in sent), metadata, q.dtype)
+        assert same_payload(whole, q)
+        shard = {part.untyped_storage().data_ptr() for part in payload(q).values()}
+        assert not any(part.untyped_storage().data_ptr() in shard for part in derived)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -219,11 +220,9 @@ _LAYERS = (
         "Accepted; bias, dropout and residual addition of TransformerLayer are separate operations.",
     ),
     _flag("NVTE_GEMM_GELU_FUSION", False, "Accepted; no matrix product computes GELU in its epilogue."),
-    _number(
-        "NVTE_FWD_LAYERNORM_SM_MARGIN", 0, "Accepted; norms leave no SMs free in training's forward pass."
-    ),
-    _number("NVTE_BWD_LAYERNORM_SM_MARGIN", 0, "Accepted; norms leave no SMs free in the backward pass."),
-    _number("NVTE_INF_LAYERNORM_SM_MARGIN", 0, "Accepted; norms leave no SMs free in inference."),
+    _number("NVTE_FWD_LAYERNORM_SM_MARGIN", 0, "fwd_ln_sm_margin of later norms, which no kernel needs."),
+    _number("NVTE_BWD_LAYERNORM_SM_MARGIN", 0, "bwd_ln_sm_margin of later norms, which no kernel needs."),
+    _number("NVTE_INF_LAYERNORM_SM_MARGIN", 0, "inf_ln_sm_margin of later norms, which no kernel needs."),
     _flag(
         "NVTE_AUTOTUNE",
         False,
@@ -261,6 +260,12 @@ _LAYERS = (
 )
 
 _PLATFORM = (
+    _flag(
+        "TE_CHECK",
+        False,
+        "1: sequence lengths, positions and pages that lie on a GPU are checked too, without waiting for it; a later "
+        "call raises, or te.check(). On a CPU they are always checked.",
+    ),
     _flag(
         "TE_BACKWARD_THREADS",
         False,
@@ -321,6 +326,12 @@ def stored(names: tuple[str, ...]) -> tuple[str | bytes | None, ...]:
     """texts(names) as os.environ stores them, for keys of decisions that every call looks up."""
     # os.environ.get raises and catches a KeyError for an unset variable: eight take 10 us, eight look-ups 0.5.
     return tuple(map(os.environ._data.get, _stored_names(names)))  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def watch(name: str) -> Callable[[], str | bytes | None]:
+    """stored((name,))[0] as a function, for a key that every call makes: 20 ns."""
+    variable(name)
+    return functools.partial(os.environ._data.get, os.environ.encodekey(name))  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @functools.cache

@@ -7,19 +7,27 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Element:
-    """A narrow floating-point number: value = (-1)^s * 2^(e - bias) * (1 + m / 2^mantissa_bits)."""
+    """A narrow floating-point number: value = (-1)^s * 2^(e - bias) * (1 + m / 2^mantissa_bits).
+
+    greatest   the largest finite number, as text: a compiler makes a symbol of a float that it finds in an object
+               while shapes are dynamic, and cannot use it in two layers of one graph
+    """
 
     name: str
     bits: int
     mantissa_bits: int
     bias: int
-    maximum: float
+    greatest: str
+
+    @property
+    def maximum(self) -> float:
+        return float.fromhex(self.greatest)
 
 
 # OCP 8-bit Floating Point Specification 1.0 (E4M3 has no infinity) and OCP Microscaling Formats 1.0 (E2M1).
-E4M3 = Element("e4m3", bits=8, mantissa_bits=3, bias=7, maximum=448.0)
-E5M2 = Element("e5m2", bits=8, mantissa_bits=2, bias=15, maximum=57344.0)
-E2M1 = Element("e2m1", bits=4, mantissa_bits=1, bias=1, maximum=6.0)
+E4M3 = Element("e4m3", bits=8, mantissa_bits=3, bias=7, greatest="0x1.cp+8")  # 448
+E5M2 = Element("e5m2", bits=8, mantissa_bits=2, bias=15, greatest="0x1.cp+15")  # 57344
+E2M1 = Element("e2m1", bits=4, mantissa_bits=1, bias=1, greatest="0x1.8p+2")  # 6
 
 
 @dataclass(frozen=True)
@@ -33,7 +41,7 @@ class TensorFormat:
     What follows does not tell formats apart: two with the same four fields above are the same format.
 
     elements          names of the elements that the codes may be
-    unit_amax         two levels of scales: the second follows from the tensor's amax, and is one at this amax
+    levels            two levels of scales: the elements of the codes and of the blocks' scales, which share the range
     two_dimensional   may square tiles of block[1] x block[1] share a scale, which is repeated on their rows?
     hadamard          may the column direction be Hadamard transformed?
     stochastic        is stochastic rounding defined?
@@ -45,11 +53,16 @@ class TensorFormat:
     scale: str
     packing: int = 1
     elements: tuple[str, ...] = field(default=(E4M3.name, E5M2.name), compare=False)
-    unit_amax: float | None = field(default=None, compare=False)
+    levels: tuple[Element, Element] | None = field(default=None, compare=False)
     two_dimensional: bool = field(default=False, compare=False)
     hadamard: bool = field(default=False, compare=False)
     stochastic: bool = field(default=False, compare=False)
     fits_bfloat16: bool = field(default=False, compare=False)
+
+    @property
+    def unit_amax(self) -> float | None:
+        """The amax of a tensor at which the second of two levels of scales is one; None: there is one level."""
+        return None if self.levels is None else self.levels[0].maximum * self.levels[1].maximum
 
 
 FLOAT8 = TensorFormat("float8", None, "float32", fits_bfloat16=True)
@@ -63,7 +76,7 @@ NVFP4 = TensorFormat(
     "e4m3",
     packing=2,
     elements=(E2M1.name,),
-    unit_amax=E2M1.maximum * E4M3.maximum,
+    levels=(E2M1, E4M3),
     two_dimensional=True,
     hadamard=True,
     stochastic=True,
@@ -73,6 +86,11 @@ NVFP4 = TensorFormat(
 TENSOR_FORMATS = (FLOAT8, BLOCK_1D, BLOCK_2D, MXFP8, NVFP4)
 
 FLOAT32_MAX = 3.4028234663852886e38
+
+
+def float32_max() -> float:
+    """FLOAT32_MAX where a compiler traces: it makes a symbol of a global float too, see Element.greatest."""
+    return 3.4028234663852886e38
 
 
 def ceil_div(n: int, d: int) -> int:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 from ..common.dispatch import use_backend
+from . import float8_tensor as float8_tensor
+from . import fp8 as fp8
 from . import quantization, tensor
 from .attention import (
     DotProductAttention,
@@ -15,11 +18,15 @@ from .attention import (
 from .autotune import autotune
 from .constants import DType
 from .device import get_cudnn_version, get_device_compute_capability
+from .device_checks import check
 from .distributed import CudaRNGStatesTracker, checkpoint
 from .explain import explain
 from .memory_plan import memory_plan
 from .module import GroupedLinear, LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm
 from .quantization import (
+    DelayedScalingRequest,
+    QuantizerRequest,
+    QuantizerRole,
     autocast,
     emulate,
     fp8_autocast,
@@ -27,7 +34,7 @@ from .quantization import (
     get_default_recipe,
     quantized_model_init,
 )
-from .quantized_tensor import prepare_for_saving, restore_from_saved
+from .quantized_tensor import prepare_for_saving, restore_from_func_ctx, restore_from_saved
 from .tensor import QuantizedTensor, QuantizedTensorStorage, Quantizer
 from .transformer import TransformerLayer
 
@@ -54,6 +61,9 @@ _NOT_YET = (
 
 
 def __getattr__(name: str) -> Any:
+    if name == "cpp_extensions":
+        # At its first use: it is made of transformer_engine_torch, which is made of what this package imports.
+        return importlib.import_module(f"{__name__}.cpp_extensions")
     if name in _NOT_YET:
         raise AttributeError(
             f"transformer_engine.pytorch.{name} is not implemented in this release; see docs/support.md"

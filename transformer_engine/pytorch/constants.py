@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import types
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,6 +39,27 @@ TE_DType = {
     torch.float8_e5m2: DType.kFloat8E5M2,
 }
 TE_DType_To_Torch = {number: dtype for dtype, number in TE_DType.items()}
+
+# Slots of a module's scaling states: three a product in the forward pass, two in the backward pass.
+FP8FwdTensorIdx = types.SimpleNamespace(
+    GEMM1_INPUT=0,
+    GEMM1_WEIGHT=1,
+    GEMM1_OUTPUT=2,
+    GEMM2_INPUT=3,
+    GEMM2_WEIGHT=4,
+    GEMM2_OUTPUT=5,
+    GEMM3_INPUT=6,
+    GEMM3_WEIGHT=7,
+    GEMM3_OUTPUT=8,
+)
+FP8BwdTensorIdx = types.SimpleNamespace(
+    GRAD_OUTPUT1=0,
+    GRAD_INPUT1=1,
+    GRAD_OUTPUT2=2,
+    GRAD_INPUT2=3,
+    GRAD_OUTPUT3=4,
+    GRAD_INPUT3=5,
+)
 
 # <FORMAT>_BLOCK_SCALING_SIZE, of the formats whose scales are narrow numbers too.
 globals().update(

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from ..common.dispatch import Backend, observing, tables
 from .attention import DotProductAttention
+from .double_backward import once_differentiable
 from .functions import weight_gradient
 from .primitives.activation import ACTIVATIONS, gradient_fuses
 from .primitives.fused_codes import in_row_blocks
 from .primitives.gemm import Epilogue, composed, cublaslt_library
 from .primitives.gemm.fused_request import CODES, GELU, GELU_GRADIENT, FusedRequest
 from .primitives.operand import Operand
-from .primitives.quantize import Quantized, QuantizeSpec
+from .primitives.quantize import Cast, Quantized, QuantizeSpec
 from .quantization import delayed_scaling
 from .quantization.autocast import reinstate, snapshot
 from .tensor.allocation import empty_quantized
@@ -114,41 +115,31 @@ def _norm(operation: str) -> Callable[..., Any]:
     return _NORMS[operation]
 
 
-def _layernorm_forward(x: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(x), _statistics(x), _statistics(x)
+def _layernorm_forward(
+    x: Tensor, weight: Tensor, bias: Any, eps: float, zero_centered: bool, cast: Cast | None = None
+) -> tuple[Tensor | Quantized, Tensor, Tensor]:
+    return _normalized(x, cast), _statistics(x), _statistics(x)
 
 
-def _rmsnorm_forward(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), _statistics(x)
+def _rmsnorm_forward(
+    x: Tensor, weight: Tensor, eps: float, zero_centered: bool, cast: Cast | None = None
+) -> tuple[Tensor | Quantized, Tensor]:
+    return _normalized(x, cast), _statistics(x)
 
 
 def _statistics(x: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], dtype=torch.float32)
 
 
-def _layernorm_forward_quantized(
-    x: Tensor, weight: Tensor, bias: Any, eps: float, zero_centered: bool, *how: Any
-) -> tuple[Quantized, Tensor, Tensor]:
-    return _quantized_norm(x, *how), _statistics(x), _statistics(x)
+def _normalized(x: Tensor, cast: Cast | None) -> Tensor | Quantized:
+    return torch.empty_like(x) if cast is None else _cast(x, x.shape[1], cast, in_row_blocks(cast.spec))
 
 
-def _rmsnorm_forward_quantized(
-    x: Tensor, weight: Tensor, eps: float, zero_centered: bool, *how: Any
-) -> tuple[Quantized, Tensor]:
-    return _quantized_norm(x, *how), _statistics(x)
-
-
-def _quantized_norm(x: Tensor, spec: QuantizeSpec, scale: Tensor | None, record: Any) -> Quantized:
-    return _quantized_result(x, x.shape[1], spec, scale, record, in_row_blocks(spec))
-
-
-def _quantized_result(
-    x: Tensor, width: int, spec: QuantizeSpec, scale: Tensor | None, record: Any = None, fuses: bool = True
-) -> Quantized:
+def _cast(x: Tensor, width: int, cast: Cast, fuses: bool = True) -> Quantized:
     """Codes of a result [M, width], stored first where one scale is to be made of it, or a cast in blocks follows."""
-    stored = not fuses if spec.format.block is not None else scale is None
+    stored = not fuses if cast.spec.format.block is not None else cast.multiplier is None
     result = x.new_empty(x.shape[0], width) if stored else None
-    codes = _codes(x.shape[0], width, spec, x.device)
+    codes = _codes(x.shape[0], width, cast.spec, x.device)
     del result  # there until the codes are, for the kernel that reads it
     return codes
 
@@ -170,8 +161,6 @@ _NORMS: dict[str, Callable[..., Any]] = {
     "layernorm_backward": _layernorm_backward,
     "rmsnorm_forward": _rmsnorm_forward,
     "rmsnorm_backward": _rmsnorm_backward,
-    "layernorm_forward_quantized": _layernorm_forward_quantized,
-    "rmsnorm_forward_quantized": _rmsnorm_forward_quantized,
 }
 
 
@@ -183,39 +172,29 @@ def _activation_width(name: str, x: Tensor) -> int:
     return x.shape[-1] // 2 if ACTIVATIONS[name].gated else x.shape[-1]
 
 
-def _activation_forward(name: str, x: Tensor, *_: Any) -> Tensor:
-    return x.new_empty((*x.shape[:-1], _activation_width(name, x)))
+def _activation_forward(name: str, x: Tensor, params: Any, cast: Cast | None = None) -> Tensor | Quantized:
+    width = _activation_width(name, x)
+    return x.new_empty((*x.shape[:-1], width)) if cast is None else _cast(x, width, cast)
 
 
-def _activation_backward(name: str, dy: Tensor, x: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(x)
-
-
-def _activation_forward_quantized(name: str, x: Tensor, params: Any, *how: Any) -> Quantized:
-    return _quantized_result(x, _activation_width(name, x), *how)
-
-
-def _activation_backward_quantized(
+def _activation_backward(
     name: str,
     dy: Tensor,
     x: Tensor,
     params: Any,
-    spec: QuantizeSpec,
-    scale: Tensor | None,
-    record: Tensor | None,
-    dbias: torch.dtype | None,
-) -> tuple[Quantized, Tensor | None]:
+    cast: Cast | None = None,
+    dbias: torch.dtype | None = None,
+) -> Tensor | tuple[Quantized, Tensor | None]:
+    if cast is None:
+        return torch.empty_like(x)
     sums = None if dbias is None else x.new_empty(x.shape[1], dtype=dbias)
     whole = not ACTIVATIONS[name].gated or x.shape[1] % 256 == 0
-    fuses = whole and gradient_fuses(spec, dbias is not None)
-    return _quantized_result(x, x.shape[1], spec, scale, record, fuses), sums
+    return _cast(x, x.shape[1], cast, whole and gradient_fuses(cast.spec, dbias is not None)), sums
 
 
 _ACTIVATIONS: dict[str, Callable[..., Any]] = {
     "forward": _activation_forward,
     "backward": _activation_backward,
-    "forward_quantized": _activation_forward_quantized,
-    "backward_quantized": _activation_backward_quantized,
 }
 
 
@@ -307,5 +286,6 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable("planned attention")
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return tuple(x.new_empty(x.shape) for x in ctx.saved_tensors[:3])

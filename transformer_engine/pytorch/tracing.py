@@ -12,3 +12,14 @@ def constant_while_tracing(function: F) -> F:
     """What torch.compiler.assume_constant_result does, without importing the compiler, which takes a second."""
     function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
     return function
+
+
+def text_of_number(value: float) -> str:
+    """The number as a constant for `number_while_tracing`; exact."""
+    return float(value).hex()
+
+
+@constant_while_tracing
+def number_while_tracing(text: str) -> float:
+    """The number of a text: in a graph of dynamic shapes a float is a symbol, which no choice can be made by."""
+    return float.fromhex(text)

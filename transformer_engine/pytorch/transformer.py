@@ -8,40 +8,37 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .attention.dot_product_attention.prepare import CallArguments
 from .attention.inference import InferenceParams
 from .attention.multi_head_attention import MultiheadAttention
 from .constants import LayerTypes
 from .functions.dropout import bias_dropout_add, dropout
+from .module.drop_path import DropPath, batch_dimension
 from .module.layernorm import LayerNorm
 from .module.layernorm_mlp import LayerNormMLP
 from .module.rmsnorm import RMSNorm
+from .module.settings import hand_down, refuse_if_fixed
 
 FORMATS = ("sbhd", "bshd", "thd")
 NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 
 
-class DropPath(nn.Module):
-    """y = x * keep / (1 - p), keep drawn once a sample: stochastic depth (arXiv:1603.09382).
-
-    batch_dim   the axis of the samples: 1 for [s, b, h], 0 for [b, s, h]
-    """
-
-    def __init__(self, drop_prob: float = 0.0, batch_dim: int = 1):
-        super().__init__()
-        self.drop_prob = drop_prob
-        self.batch_dim = batch_dim
-
-    def forward(self, hidden_state: Tensor) -> Tensor:
-        if self.drop_prob == 0.0 or not self.training:
-            return hidden_state
-        shape = [1] * hidden_state.ndim
-        shape[self.batch_dim] = hidden_state.shape[self.batch_dim]
-        uniform = torch.rand(shape, dtype=torch.float32, device=hidden_state.device)
-        keep = (uniform >= self.drop_prob).to(hidden_state.dtype)
-        return hidden_state * keep / (1.0 - self.drop_prob)
-
-    def extra_repr(self) -> str:
-        return f"drop_prob={self.drop_prob}"
+# Attributes that children work by, and those that decided which children there are.
+_WORKED_BY = {
+    "attn_input_format": ("self_attention.qkv_format", "inter_attention.qkv_format"),
+    "enc_dec_attn_mask_type": ("inter_attention.attn_mask_type",),
+    "layer_number": ("self_attention.layer_number", "inter_attention.layer_number"),
+    "self_attn_mask_type": ("self_attention.attn_mask_type",),
+    "sequence_parallel": (
+        "self_attention.sequence_parallel",
+        "inter_attention.sequence_parallel",
+        "layernorm_mlp.sequence_parallel",
+        "layernorm.sequence_parallel",
+    ),
+}
+_FIXED = frozenset(
+    {"apply_residual_connection_post_layernorm", "layer_type", "output_layernorm", "parallel_attention_mlp"}
+)
 
 
 class TransformerLayer(nn.Module):
@@ -220,7 +217,14 @@ class TransformerLayer(nn.Module):
                 zero_centered_gamma=zero_centered_gamma,
                 device=device,
             )
-        self.drop_path = DropPath(drop_path_rate, batch_dim=1 if attn_input_format == "sbhd" else 0)
+        self.drop_path = DropPath(drop_path_rate, batch_dim=batch_dimension(attn_input_format))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        refuse_if_fixed(self, name, value, _FIXED)
+        super().__setattr__(name, value)
+        hand_down(self, name, value, _WORKED_BY)
+        if name == "attn_input_format" and "drop_path" in self.__dict__.get("_modules", ()):
+            self.drop_path.batch_dim = batch_dimension(value)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Set the tensor-parallel process group of every child."""
@@ -265,7 +269,7 @@ class TransformerLayer(nn.Module):
         fast_zero_fill: bool = True,
         pad_between_seqs: bool | None = None,
     ) -> Tensor:
-        """y, shaped like hidden_states.
+        """y, shaped like hidden_states, in their dtype or torch.autocast's.
 
         attention_mask, self_attn_mask_type, window_size, rotary_pos_emb and inference_params speak of the
         self attention, enc_dec_* and encoder_output of the decoder's cross attention; cu_seqlens_q,
@@ -274,7 +278,29 @@ class TransformerLayer(nn.Module):
         """
         if self.layer_type == "decoder" and encoder_output is None:
             raise ValueError("layer_type='decoder' needs encoder_output")
-        hidden_states = hidden_states.contiguous()
+        if self.inter_attention is not None:
+            # Ahead of the self attention, which records; that one's own arguments it checks itself.
+            self.inter_attention.check_call(
+                hidden_states,
+                encoder_output,
+                None,
+                CallArguments(
+                    enc_dec_attn_mask,
+                    None,
+                    (cu_seqlens_q, cu_seqlens_kv),
+                    (cu_seqlens_q_padded, cu_seqlens_kv_padded),
+                    (max_seqlen_q, max_seqlen_kv),
+                    enc_dec_attn_mask_type,
+                    enc_dec_window_size,
+                    enc_dec_bottom_right_diagonal,
+                    "no_bias",
+                    None,
+                    None,
+                    None,
+                    pad_between_seqs,
+                ),
+            )
+        hidden_states = _in_autocast(hidden_states).contiguous()
         queries = {
             "is_first_microbatch": is_first_microbatch,
             "checkpoint_core_attention": checkpoint_core_attention,
@@ -342,6 +368,14 @@ class TransformerLayer(nn.Module):
 
     def _output(self, hidden_states: Tensor) -> Tensor:
         return hidden_states if self.layernorm is None else self.layernorm(hidden_states)
+
+
+def _in_autocast(hidden_states: Tensor) -> Tensor:
+    """In torch.autocast's dtype while that is on: the residual sums then are in it, from the first to the last."""
+    device = hidden_states.device.type
+    if not torch.is_autocast_enabled(device):
+        return hidden_states
+    return hidden_states.to(torch.get_autocast_dtype(device))
 
 
 def _check_variant(

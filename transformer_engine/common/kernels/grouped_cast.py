@@ -1,10 +1,9 @@
 """FP8 codes of many matrices in one launch: the consecutive groups of rows of one matrix, or matrices by address.
 
 Every group is quantized as it would be alone, bit for bit: with its own scale and recorded maximum, or in its own
-blocks. Row codes keep the matrix's layout; codes of the transpose lie group by group, [K, rows rounded up to 128]
-each, zero past the last row, so that a product along the rows needs no masks. Scales of 1 x 128 blocks lie group by
-group too, [ceil(K / 128), rows] for the row codes and [tiles, K] for the transposed ones. See `grouped_gemm` for the
-layout tensor that says where the groups are.
+blocks (`grouped_block_cast`). Row codes keep the matrix's layout; codes of the transpose lie group by group, [K, rows
+rounded up to 128] each, zero past the last row, so that a product along the rows needs no masks. See `grouped_gemm`
+for the layout tensor that says where the groups are.
 """
 
 from __future__ import annotations
@@ -16,18 +15,17 @@ import triton.language as tl
 
 from ..formats import FLOAT32_MAX, Element, ceil_div
 from . import tile
-from .block_cast import _row_blocks
 from .cast import _record
 from .grouped_gemm import SCALE_SLOT, SLOT, TILE_ROWS, base_of, group_of_tile, rows_of_group, tiles_at_most
 from .launch import READ, Launch, Output, Table, codes_dtype
-from .rounding import as_float, magnitude_bits, scale_from_amax
+from .rounding import magnitude_bits, scale_from_amax
 
 WIDTH = tl.constexpr(TILE_ROWS)
 VALUE_FOR_INF = tl.constexpr(FLOAT32_MAX)
 
 
 @triton.jit
-def _place_of(
+def place_of(
     program,
     x,
     table,
@@ -90,7 +88,7 @@ def maximum_kernel(
     EVEN: tl.constexpr,
 ):
     """amax[group] = max(amax[group], max|x|) over the group's elements, a tile a program."""
-    group, matrix, rows, first_m, tile_k, _, _, _ = _place_of(
+    group, matrix, rows, first_m, tile_k, _, _, _ = place_of(
         tl.program_id(0), x, table, layout, M, K, TILES_K, GROUPS, BY_ROWS, BLOCK_M
     )
     if group < GROUPS:
@@ -131,7 +129,7 @@ def cast_kernel(
     program = tl.program_id(0)
     if program < GROUPS:
         _scale_of(program, scale, amax, scale_inv, STRIDE, OFFSET, MAXIMUM, EPSILON, POWER_OF_TWO, True)
-    group, matrix, rows, first_m, tile_k, start, first_tile, tiles = _place_of(
+    group, matrix, rows, first_m, tile_k, start, first_tile, tiles = place_of(
         program, x, table, layout, M, K, TILES_K, GROUPS, BY_ROWS, BLOCK_M
     )
     if group < GROUPS:
@@ -151,7 +149,7 @@ def cast_kernel(
             tile.store_rows(place, rows, K, first_m, first_k, half * 2 + 1, k, narrow, EVEN and not BY_ROWS)
         if codes_t is not None:
             pairs = (tl.join(even, odd).to(tl.float32) * multiplier).to(codes_t.dtype.element_ty)
-            _store_transposed(
+            store_transposed(
                 codes_t, pairs, rows, K, first_m, first_k, half, k, start, first_tile, tiles, BY_ROWS, EVEN
             )
         if scale is not None:
@@ -186,7 +184,7 @@ def _scale_of(
 
 
 @triton.jit
-def _store_transposed(
+def store_transposed(
     codes_t,
     pairs,
     rows,
@@ -222,113 +220,15 @@ def _store_transposed(
         tile.store_pairs_transposed(place, rows, K, first_m, first_k, half, k, pairs, True, EVEN)
 
 
-@triton.jit
-def row_block_kernel(
-    x,
-    table,
-    layout,
-    codes,
-    scale,
-    codes_t,
-    scale_t,
-    M,
-    K,
-    TILES_K,
-    GROUPS: tl.constexpr,
-    MAXIMUM: tl.constexpr,
-    EPSILON: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    INFINITE: tl.constexpr,
-    EVEN: tl.constexpr,
-):
-    """1 x 128 blocks of groups of rows, along the rows unless codes is None, along the columns unless codes_t is."""
-    group, matrix, rows, first_m, tile_k, start, first_tile, tiles = _place_of(
-        tl.program_id(0), x, table, layout, M, K, TILES_K, GROUPS, True, WIDTH
-    )
-    if group < GROUPS:
-        first_k = (tile_k * WIDTH).to(tl.int64)
-        half = tl.arange(0, WIDTH // 2)
-        k = tl.arange(0, WIDTH)
-        even = tile.load_rows(matrix, rows, K, first_m, first_k, half * 2, k, False)
-        odd = tile.load_rows(matrix, rows, K, first_m, first_k, half * 2 + 1, k, False)
-        if codes is not None:
-            place = codes + start * K
-            decode = scale + start * TILES_K
-            _row_blocks(
-                place, decode, rows, K, first_m, first_k, half * 2, k, even,
-                MAXIMUM, EPSILON, POWER_OF_TWO, INFINITE, False,
-            )  # fmt: skip
-            _row_blocks(
-                place, decode, rows, K, first_m, first_k, half * 2 + 1, k, odd,
-                MAXIMUM, EPSILON, POWER_OF_TWO, INFINITE, False,
-            )  # fmt: skip
-        if codes_t is not None:
-            amax = as_float(tl.max(tl.maximum(magnitude_bits(even), magnitude_bits(odd)), 0))
-            multiplier, decode = scale_from_amax(amax, MAXIMUM, EPSILON, POWER_OF_TWO, INFINITE)
-            row = scale_t + (first_tile + first_m // WIDTH) * K + first_k
-            tile.store(row + k, decode, first_k + k < K, EVEN)
-            pairs = tl.join(even, odd).to(tl.float32) * multiplier[None, :, None]
-            _store_transposed(
-                codes_t, pairs.to(codes_t.dtype.element_ty), rows, K, first_m, first_k, half, k,
-                start, first_tile, tiles, True, EVEN,
-            )  # fmt: skip
-
-
-@triton.jit
-def square_block_kernel(
-    x,
-    table,
-    layout,
-    codes,
-    scale,
-    codes_t,
-    scale_t,
-    M,
-    K,
-    TILES_K,
-    GROUPS: tl.constexpr,
-    MAXIMUM: tl.constexpr,
-    EPSILON: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    INFINITE: tl.constexpr,
-    EVEN: tl.constexpr,
-):
-    """128 x 128 blocks of matrices [M, K] by address: scale [GROUPS, tiles of M, of K], scale_t its transposes."""
-    _, matrix, rows, first_m, tile_k, start, first_tile, tiles = _place_of(
-        tl.program_id(0), x, table, layout, M, K, TILES_K, GROUPS, False, WIDTH
-    )
-    first_k = (tile_k * WIDTH).to(tl.int64)
-    tile_m = first_m // WIDTH
-    half = tl.arange(0, WIDTH // 2)
-    k = tl.arange(0, WIDTH)
-    even = tile.load_rows(matrix, rows, K, first_m, first_k, half * 2, k, EVEN)
-    odd = tile.load_rows(matrix, rows, K, first_m, first_k, half * 2 + 1, k, EVEN)
-    amax = as_float(tl.max(tl.maximum(magnitude_bits(even), magnitude_bits(odd))))
-    multiplier, decode = scale_from_amax(amax, MAXIMUM, EPSILON, POWER_OF_TWO, INFINITE)
-    if codes is not None:
-        tl.store(scale + (first_tile + tile_m) * TILES_K + tile_k, decode)
-        place = codes + start * K
-        narrow = (even.to(tl.float32) * multiplier).to(codes.dtype.element_ty)
-        tile.store_rows(place, rows, K, first_m, first_k, half * 2, k, narrow, EVEN)
-        narrow = (odd.to(tl.float32) * multiplier).to(codes.dtype.element_ty)
-        tile.store_rows(place, rows, K, first_m, first_k, half * 2 + 1, k, narrow, EVEN)
-    if codes_t is not None:
-        tl.store(scale_t + first_tile * TILES_K + tile_k * tiles + tile_m, decode)
-        pairs = (tl.join(even, odd).to(tl.float32) * multiplier).to(codes_t.dtype.element_ty)
-        _store_transposed(
-            codes_t, pairs, rows, K, first_m, first_k, half, k, start, first_tile, tiles, False, EVEN
-        )
-
-
 @functools.lru_cache(maxsize=1024)
 def maximum(shape: tuple[int, int], groups: int, by_rows: bool) -> Launch:
     """Inputs: x [total, K] or one of the matrices [M, K], the table or None, layout or None; output: amax float32
     [groups]."""
     block_m, block_k, warps = _MAXIMUM_TILE
-    grid, scalars, even = _grid(shape, groups, by_rows, block_m, block_k)
+    grid, scalars, even = grid_of(shape, groups, by_rows, block_m, block_k)
     outputs = (Output((groups,), "float32", begins=0.0),)
     steps = (groups, by_rows, block_m, block_k, even)
-    return Launch(maximum_kernel, grid, outputs, scalars, steps, warps, tables=_tables(by_rows))
+    return Launch(maximum_kernel, grid, outputs, scalars, steps, warps, tables=tables_of(by_rows))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -352,9 +252,9 @@ def cast(
     stride, offset   of a given scale and its amax: those of group e are at offset + e * stride
     """
     block_m, block_k, warps = _CAST_TILE
-    grid, scalars, even = _grid(shape, groups, by_rows, block_m, block_k)
+    grid, scalars, even = grid_of(shape, groups, by_rows, block_m, block_k)
     steps = (groups, by_rows, element.maximum, epsilon, power_of_two, block_m, block_k, even)
-    codes, codes_t = _codes(shape, groups, by_rows, element, rowwise, columnwise)
+    codes, codes_t = codes_of(shape, groups, by_rows, element, rowwise, columnwise)
     return Launch(
         cast_kernel,
         grid,
@@ -363,16 +263,16 @@ def cast(
         steps,
         warps,
         in_place=(4,) if records else (),
-        tables=_tables(by_rows),
+        tables=tables_of(by_rows),
     )
 
 
-def _tables(by_rows: bool) -> tuple[Table, ...]:
+def tables_of(by_rows: bool) -> tuple[Table, ...]:
     """Matrices are found by their addresses."""
     return () if by_rows else (Table(1, (READ,)),)
 
 
-def _codes(
+def codes_of(
     shape: tuple[int, int], groups: int, by_rows: bool, element: Element, rowwise: bool, columnwise: bool
 ) -> tuple[Output | None, Output | None]:
     """Codes and their transposes; how many rows the groups have, each rounded up, depends on the groups."""
@@ -388,7 +288,7 @@ _MAXIMUM_TILE = (128, 128, 8)  # rows, columns, warps
 _CAST_TILE = (128, 64, 8)
 
 
-def _grid(
+def grid_of(
     shape: tuple[int, int], groups: int, by_rows: bool, block_m: int, block_k: int
 ) -> tuple[tuple[int, int, int], tuple[int, int, int], bool]:
     """(grid, the kernels' scalars, does every tile end with its matrix's columns and, of matrices, rows?)"""
@@ -400,49 +300,3 @@ def _grid(
     programs = groups * ceil_div(rows, block_m) * tiles_k
     even = rows % block_m == 0 and depth % block_k == 0
     return (programs, 1, 1), (rows, depth, tiles_k), even
-
-
-@functools.lru_cache(maxsize=1024)
-def row_blocks(
-    shape: tuple[int, int],
-    groups: int,
-    element: Element,
-    power_of_two: bool,
-    epsilon: float,
-    value_for_inf: float,
-    rowwise: bool,
-    columnwise: bool,
-) -> Launch:
-    """Inputs: x [total, K], None, layout; outputs: codes and scale if rowwise, codes_t and scale_t if columnwise."""
-    grid, scalars, even = _grid(shape, groups, True, TILE_ROWS, TILE_ROWS)
-    steps = (groups, element.maximum, epsilon, power_of_two, value_for_inf, even)
-    codes, codes_t = _codes(shape, groups, True, element, rowwise, columnwise)
-    scale = Output((shape[0] * ceil_div(shape[1], TILE_ROWS),), "float32") if rowwise else None
-    scale_t = Output(None, "float32") if columnwise else None
-    return Launch(row_block_kernel, grid, (codes, scale, codes_t, scale_t), scalars, steps, warps=8)
-
-
-@functools.lru_cache(maxsize=1024)
-def square_blocks(
-    shape: tuple[int, int],
-    groups: int,
-    element: Element,
-    power_of_two: bool,
-    epsilon: float,
-    value_for_inf: float,
-    rowwise: bool,
-    columnwise: bool,
-) -> Launch:
-    """Inputs: a matrix [M, K] (M even), the table, None; outputs: codes, scale if rowwise, codes_t, scale_t if
-    columnwise."""
-    grid, scalars, even = _grid(shape, groups, False, TILE_ROWS, TILE_ROWS)
-    steps = (groups, element.maximum, epsilon, power_of_two, value_for_inf, even)
-    codes, codes_t = _codes(shape, groups, False, element, rowwise, columnwise)
-    tiles = (ceil_div(shape[0], TILE_ROWS), ceil_div(shape[1], TILE_ROWS))
-    outputs = (
-        codes,
-        Output((groups, *tiles), "float32") if rowwise else None,
-        codes_t,
-        Output((groups, *tiles[::-1]), "float32") if columnwise else None,
-    )
-    return Launch(square_block_kernel, grid, outputs, scalars, steps, warps=8, tables=_tables(False))

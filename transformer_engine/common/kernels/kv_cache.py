@@ -48,6 +48,7 @@ def append_kernel(
     cu_cached,
     capacity,
     page_size,
+    pages,
     table_stride,
     heads,
     size_k,
@@ -75,6 +76,7 @@ def append_kernel(
         slot = sequence.to(tl.int64) * capacity + place
     else:
         page = tl.load(page_table + sequence * table_stride + place // page_size, mask=real, other=0)
+        real = real & (page >= 0) & (page < pages)
         slot = page.to(tl.int64) * page_size + place % page_size
     if PACKED:
         token += begin
@@ -95,6 +97,7 @@ def append(
     packed: bool,
     capacity: int,
     page_size: int,
+    pages: int,
     table_stride: int,
 ) -> Launch:
     """(new_k, new_v, k_cache, v_cache, page_table | None, cu_new, cu_cached) -> nothing; the caches are written.
@@ -103,10 +106,11 @@ def append(
     sizes       features of a key's and a value's head
     strides     of new_k's, then new_v's sequence, token and head axes, in elements; a packed tensor's first is 0
     capacity    tokens that a sequence may have; behind it nothing is written
+    pages       how many there are; to others nothing is written
     page_size   tokens a page, table_stride elements between two rows of the page table; unused without pages
     """
     blocks = [min(triton.next_power_of_2(heads * size), 2048) for size in sizes]
     tokens = max(1, min(triton.next_power_of_2(longest), _ELEMENTS // max(blocks)))
-    scalars = (capacity, page_size, table_stride, heads, *sizes, *strides)
+    scalars = (capacity, page_size, pages, table_stride, heads, *sizes, *strides)
     grid = (batch, ceil_div(longest, tokens), 1)
     return Launch(append_kernel, grid, (), scalars, (packed, tokens, *blocks), warps=4, in_place=(2, 3))

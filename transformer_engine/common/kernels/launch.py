@@ -15,12 +15,12 @@ TRITON_CACHE_DIR (~/.triton/cache by default).
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .. import optional
 from ..formats import E2M1, E4M3, E5M2, Element
 
 if TYPE_CHECKING:
@@ -34,13 +34,18 @@ _ALIGNMENT = 16  # bytes; Triton compiles a kernel anew for pointers that are no
 
 
 def _missing() -> str | None:
-    if importlib.util.find_spec("triton") is None:
+    if not optional.installed("triton"):
         return "triton is not installed (pip install triton, on Linux)"
     return None
 
 
 # A constant, so that a compiler tracing through `refuses` reads it as one.
 MISSING: str | None = _missing()
+
+
+def missing() -> str | None:
+    """Why Triton cannot be used, None if it can; imports it, so that whoever asks has seen a GPU."""
+    return optional.failure("triton", "jit") if MISSING is None else MISSING
 
 
 @dataclass(frozen=True)
@@ -178,7 +183,10 @@ def _compile(launch: Launch, tensors: Sequence[Tensor | None]) -> Any:
     columns, rows, planes = launch.grid
 
     def start_compiled(
-        device: int, pointers: list[int | None], tensors: Sequence[Tensor | None], made: Sequence[Tensor | None]
+        device: int,
+        pointers: list[int | None],
+        tensors: Sequence[Tensor | None],
+        made: Sequence[Tensor | None],
     ) -> None:
         run(columns, rows, planes, current_stream(device), *before, *after, *pointers, *arguments)
 
@@ -194,10 +202,14 @@ def _check(launch: Launch, tensors: Sequence[Tensor | None]) -> None:
     for place, output in enumerate(launch.outputs, inputs):
         tensor = tensors[place]
         if output is None or tensor is None:
-            assert output is tensor, f"{name}: argument {place} is {output} in the record, {tensor} in the call"
+            assert output is tensor, (
+                f"{name}: argument {place} is {output} in the record, {tensor} in the call"
+            )
         elif output.dtype is not None:
             dtype = str(tensor.dtype).removeprefix("torch.")
-            assert dtype == output.dtype, f"{name} writes {output.dtype} to argument {place}, which is {dtype}"
+            assert dtype == output.dtype, (
+                f"{name} writes {output.dtype} to argument {place}, which is {dtype}"
+            )
 
 
 def _without_wrapper(launcher: Any) -> tuple[Any, ...] | None:

@@ -43,12 +43,16 @@ def _position(
     context_rank,
     LAYOUT: tl.constexpr,
     CONTEXT_PARALLEL: tl.constexpr,
+    CLAMPS: tl.constexpr,
 ):
-    """The token's position in its sequence, at most the last that there are angles for."""
+    """The token's position in its sequence, moved into the table; and whether it may be: else it lay inside."""
+    padding = CLAMPS
     if LAYOUT == "thd":
         sequence = _packed_sequence(cu_seqlens, sequences, token, context_size, bisections)
         begin = tl.load(cu_seqlens + sequence).to(tl.int32) // context_size
         position = token - begin
+        # Tokens behind the last sequence belong to none.
+        padding = padding | (token >= tl.load(cu_seqlens + sequences).to(tl.int32) // context_size)
         if CONTEXT_PARALLEL:
             length = tl.load(cu_seqlens + sequence + 1).to(tl.int32) // context_size - begin
     elif LAYOUT == "sbhd":
@@ -63,14 +67,15 @@ def _position(
         position += chunk * half
     if start is not None:
         position += tl.load(start + sequence).to(tl.int32)
-    return tl.minimum(position, positions - 1)
+    valid = padding | ((position >= 0) & (position < positions))
+    return tl.minimum(tl.maximum(position, 0), positions - 1), valid
 
 
 @triton.jit
-def _turn(first, second, angle, first_column, second_column, inside, TRANSPOSED: tl.constexpr):
-    """Both members of every pair, turned; the two columns may have different angles."""
-    first_angle = tl.load(angle + first_column, mask=inside, other=0.0)
-    second_angle = tl.load(angle + second_column, mask=inside, other=0.0)
+def _turn(first, second, angle, valid, first_column, second_column, inside, TRANSPOSED: tl.constexpr):
+    """Both members of every pair, turned; the two columns may have different angles. Not valid: NaN."""
+    first_angle = tl.where(valid, tl.load(angle + first_column, mask=inside, other=0.0), float("nan"))
+    second_angle = tl.where(valid, tl.load(angle + second_column, mask=inside, other=0.0), float("nan"))
     first_cosine, first_sine = tl.cos(first_angle)[None, :], tl.sin(first_angle)[None, :]
     second_cosine, second_sine = tl.cos(second_angle)[None, :], tl.sin(second_angle)[None, :]
     if TRANSPOSED:
@@ -109,6 +114,7 @@ def rotate_kernel(
     INTERLEAVED: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     CONTEXT_PARALLEL: tl.constexpr,
+    CLAMPS: tl.constexpr,
     HAS_REST: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr,
@@ -118,9 +124,9 @@ def rotate_kernel(
     token = tl.program_id(0)
     outer_index = token // inner
     inner_index = token % inner
-    position = _position(
+    position, valid = _position(
         start, cu_seqlens, token, outer_index, inner_index, positions, length, sequences, bisections,
-        context_size, context_rank, LAYOUT, CONTEXT_PARALLEL,
+        context_size, context_rank, LAYOUT, CONTEXT_PARALLEL, CLAMPS,
     )  # fmt: skip
 
     angle = angles + position.to(tl.int64) * rotated
@@ -129,7 +135,7 @@ def rotate_kernel(
     source += head.to(tl.int64)[:, None] * head_stride
     target = y + token.to(tl.int64) * heads * features + head.to(tl.int64)[:, None] * features
     _rotate_heads(
-        source, target, angle, head < heads, features, rotated, INTERLEAVED, TRANSPOSED, HAS_REST,
+        source, target, angle, valid, head < heads, features, rotated, INTERLEAVED, TRANSPOSED, HAS_REST,
         BLOCK_HEADS, BLOCK_PAIRS, BLOCK_REST,
     )  # fmt: skip
 
@@ -164,6 +170,7 @@ def rotate_packed_kernel(
     INTERLEAVED: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     CONTEXT_PARALLEL: tl.constexpr,
+    CLAMPS: tl.constexpr,
     HAS_REST: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_GROUPS: tl.constexpr,
@@ -179,10 +186,11 @@ def rotate_packed_kernel(
     token = tl.program_id(0)
     outer_index = token // inner
     inner_index = token % inner
-    position = _position(
+    position, valid = _position(
         start, cu_seqlens, token, outer_index, inner_index, positions, length, sequences, bisections,
-        context_size, context_rank, LAYOUT, CONTEXT_PARALLEL,
-    ).to(tl.int64)  # fmt: skip
+        context_size, context_rank, LAYOUT, CONTEXT_PARALLEL, CLAMPS,
+    )  # fmt: skip
+    position = position.to(tl.int64)
     base = packed + outer_index.to(tl.int64) * outer_stride + inner_index.to(tl.int64) * inner_stride
     heads = groups * q_heads
     blocks = tl.cdiv(heads, BLOCK_HEADS)
@@ -198,7 +206,7 @@ def rotate_packed_kernel(
             source = joint
             target = apart
         _rotate_heads(
-            source, target, angle, head < heads, width, q_rotated, INTERLEAVED, TRANSPOSED, HAS_REST,
+            source, target, angle, valid, head < heads, width, q_rotated, INTERLEAVED, TRANSPOSED, HAS_REST,
             BLOCK_HEADS, BLOCK_PAIRS, BLOCK_REST,
         )  # fmt: skip
     else:
@@ -214,7 +222,7 @@ def rotate_packed_kernel(
             source_k = joint_k
             target_k = apart_k
         _rotate_heads(
-            source_k, target_k, angle, group < groups, width, k_rotated, INTERLEAVED, TRANSPOSED, HAS_REST,
+            source_k, target_k, angle, valid, group < groups, width, k_rotated, INTERLEAVED, TRANSPOSED, HAS_REST,
             BLOCK_GROUPS, BLOCK_PAIRS, BLOCK_REST,
         )  # fmt: skip
         column = tl.arange(0, BLOCK_VALUES)[None, :]
@@ -233,6 +241,7 @@ def _rotate_heads(
     target,
     angle,
     valid,
+    real,
     features,
     rotated,
     INTERLEAVED: tl.constexpr,
@@ -248,24 +257,24 @@ def _rotate_heads(
     inside = pair < rotated // 2
     if INTERLEAVED:
         column = tl.arange(0, 2 * BLOCK_PAIRS)
-        mask = valid[:, None] & (column < rotated)[None, :]
+        mask = real[:, None] & (column < rotated)[None, :]
         value = tl.load(source + column[None, :], mask=mask, other=0.0).to(tl.float32)
         first, second = tl.split(tl.reshape(value, [BLOCK_HEADS, BLOCK_PAIRS, 2]))
-        first, second = _turn(first, second, angle, 2 * pair, 2 * pair + 1, inside, TRANSPOSED)
+        first, second = _turn(first, second, angle, valid, 2 * pair, 2 * pair + 1, inside, TRANSPOSED)
         result = tl.reshape(tl.join(first, second), [BLOCK_HEADS, 2 * BLOCK_PAIRS])
         tl.store(target + column[None, :], result.to(element), mask=mask)
     else:
-        mask = valid[:, None] & inside[None, :]
+        mask = real[:, None] & inside[None, :]
         far = rotated // 2 + pair
         first = tl.load(source + pair[None, :], mask=mask, other=0.0).to(tl.float32)
         second = tl.load(source + far[None, :], mask=mask, other=0.0).to(tl.float32)
-        first, second = _turn(first, second, angle, pair, far, inside, TRANSPOSED)
+        first, second = _turn(first, second, angle, valid, pair, far, inside, TRANSPOSED)
         tl.store(target + pair[None, :], first.to(element), mask=mask)
         tl.store(target + far[None, :], second.to(element), mask=mask)
     if HAS_REST:
         for first_rest in range(0, features - rotated, BLOCK_REST):
             rest = rotated + first_rest + tl.arange(0, BLOCK_REST)[None, :]
-            copied = valid[:, None] & (rest < features)
+            copied = real[:, None] & (rest < features)
             tl.store(target + rest, tl.load(source + rest, mask=copied), mask=copied)
 
 
@@ -280,6 +289,7 @@ def rotate(
     interleaved: bool,
     transposed: bool,
     context: tuple[int, int],
+    clamps: bool = False,
 ) -> Launch:
     """(x, angles, start | None, cu_seqlens | None) -> y, x's shape [outer, inner, heads, features].
 
@@ -287,6 +297,7 @@ def rotate(
     angles      (positions, rotated features)
     sequences   packed ones, 0 unless thd
     context     size and rank of context parallelism
+    clamps      positions outside the table are padding's, and turn by the nearest; else such tokens become NaN
     """
     outer, inner, heads, features = shape
     positions, rotated = angles
@@ -303,6 +314,7 @@ def rotate(
         interleaved,
         transposed,
         context[0] > 1,
+        clamps,
         rest > 0,
         block_heads,
         pairs,
@@ -325,6 +337,7 @@ def rotate_packed(
     interleaved: bool,
     transposed: bool,
     context: tuple[int, int],
+    clamps: bool = False,
 ) -> Launch:
     """(packed, q_angles, k_angles, start | None, cu_seqlens | None) -> q, k, v; transposed: takes dq, dk, dv
     too, and writes packed.
@@ -349,7 +362,7 @@ def rotate_packed(
         sequences.bit_length(), *strides, *context,
     )  # fmt: skip
     constants = (
-        layout, interleaved, transposed, context[0] > 1, rest > 0,
+        layout, interleaved, transposed, context[0] > 1, clamps, rest > 0,
         block_heads, block_groups, pairs, block_rest, block_values,
     )  # fmt: skip
     grid = (outer * inner, ceil_div(groups * q_heads, block_heads) + ceil_div(groups, block_groups), 1)

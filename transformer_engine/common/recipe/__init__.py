@@ -88,6 +88,11 @@ class Recipe:
 
     fp8_format: Format
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if "_description" in self.__dict__:
+            self.__dict__["_description"] = repr(self)
+
     def __repr__(self) -> str:
         return _describe(self)
 
@@ -114,6 +119,12 @@ class Recipe:
 
 
 _living: weakref.WeakValueDictionary[int, Recipe] = weakref.WeakValueDictionary()
+
+
+def description_of(recipe: Recipe | None) -> str:
+    """repr(recipe), which its constructor left on it: in a graph of dynamic shapes floats are symbols without text."""
+    known = getattr(recipe, "_description", None)
+    return repr(recipe) if known is None else known
 
 
 def recipe_described_as(description: str) -> Recipe:
@@ -144,7 +155,9 @@ def recipe_class(cls: RecipeClass) -> RecipeClass:
             )
             for name in unknown:
                 del keywords[name]
+        self.__dict__.pop("_description", None)
         strict(self, *args, **keywords)
+        self.__dict__["_description"] = repr(self)
         _living[id(self)] = self
 
     cls.__init__ = __init__
@@ -231,11 +244,11 @@ class Float8CurrentScaling(Recipe):
 
     use_power_2_scales: bool = _POWER_2_SCALES
     fp8_format: Format = Format.HYBRID
-    fp8_dpa: bool = False
-    fp8_mha: bool = False
     fp8_gemm_fprop: MMParams = MMParams(use_split_accumulator=False)
     fp8_gemm_dgrad: MMParams = MMParams(use_split_accumulator=True)
     fp8_gemm_wgrad: MMParams = MMParams(use_split_accumulator=True)
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
     backward_override: str | None = _BACKWARD_OVERRIDE
     fp8_quant_fwd_inp: QParams = field(init=False)
     fp8_quant_fwd_weight: QParams = field(init=False)
@@ -359,7 +372,8 @@ class CustomRecipe(Recipe):
     """qfactory(role) -> quantizer, asked once for every quantizer slot of a module.
 
     The role is a str ("linear_input", "linear_weight", "linear_output", "linear_grad_output" or
-    "linear_grad_input") with the fields module_type, tensor_type and name.
+    "linear_grad_input") with the fields module_type, tensor_type and name; None where a module says so.
+    It answers with a quantizer or a DelayedScalingRequest; None leaves the tensor in high precision.
     quantization_alignment: rows that padding of grouped inputs rounds up to.
     """
 

@@ -1,14 +1,12 @@
-"""q, k, v of one projection: how heads are ordered in it, and how they turn with their tokens' positions."""
+"""q, k, v of one projection: how heads are ordered in it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from torch import Tensor
 
 from ..functions.split_heads import split_heads
-from .rope import apply_fused_qkv_rotary_pos_emb, apply_rotary_pos_emb
 
 
 @dataclass(frozen=True)
@@ -45,41 +43,3 @@ class Heads:
     def split_q(self, x: Tensor) -> Tensor:
         """q [.., h, d] of x [.., h d]."""
         return x.unflatten(-1, (self.queries, self.size))
-
-
-class Rotation(NamedTuple):
-    """The rotary embedding of one call: angles of queries and keys, positions before, bounds of thd sequences."""
-
-    angles: tuple[Tensor, Tensor]
-    tensor_format: str
-    interleaved: bool
-    before: Tensor | None
-    bounds: tuple[Tensor | None, Tensor | None]
-
-    def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q [.., h, d] and k [.., g, d], rotated."""
-        rotated = [
-            apply_rotary_pos_emb(
-                x,
-                angles,
-                self.tensor_format,
-                start_positions=self.before,
-                interleaved=self.interleaved,
-                cu_seqlens=bounds,
-            )
-            for x, angles, bounds in zip((q, k), self.angles, self.bounds, strict=True)
-        ]
-        return rotated[0], rotated[1]
-
-    def of_projection(self, grouped: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v of a projection [.., g, (h / g + 2) d], q and k rotated, in one pass."""
-        each = heads.queries // heads.groups
-        return apply_fused_qkv_rotary_pos_emb(
-            grouped,
-            *self.angles,
-            (each * heads.size, heads.size, heads.size),
-            self.tensor_format,
-            start_positions=self.before,
-            interleaved=self.interleaved,
-            cu_seqlens=self.bounds[0],
-        )

@@ -20,7 +20,7 @@ from torch import Tensor
 from ...common.formats import ceil_div, round_up
 from ..device import canonical_device
 from ..primitives.kv_cache import gather_pages
-from .kv_cache import CacheShape, KVCacheManager, NonPagedKVCacheManager
+from .kv_cache import KVCacheManager, NonPagedKVCacheManager, whole_step
 from .kv_cache_paged import PagedKVCacheManager
 
 FORMATS = ("sbhd", "bshd", "thd")
@@ -80,8 +80,16 @@ class InferenceParams:
         for name, number in (
             ("max_batch_size", max_batch_size),
             ("max_sequence_length", max_sequence_length),
+            ("num_heads_kv", num_heads_kv),
+            ("head_dim_k", head_dim_k),
+            ("head_dim_v", head_dim_v),
+            ("max_ctx_len", max_ctx_len),
+            ("page_size", page_size),
+            ("total_num_pages", total_num_pages),
         ):
-            if number < 1:
+            if number is not None and not isinstance(number, int):
+                raise ValueError(f"{name}={number!r} is no whole number; give a positive one")
+            if number is not None and number < 1 and name not in ("page_size", "total_num_pages"):
                 raise ValueError(f"{name}={number} is below 1; give a positive number")
         self.max_batch_size = max_batch_size
         self.max_sequence_length = max_sequence_length
@@ -95,6 +103,7 @@ class InferenceParams:
         self.device = canonical_device(device)
         self.page_size, self.total_num_pages = self._pages(page_size, total_num_pages)
         self.cache_manager = custom_cache_manager or self._manager()
+        self._limits = (num_heads_kv, head_dim_k, self.head_dim_v, dtype, max_sequence_length, is_paged)
         self.sequences: OrderedDict[Any, int] = OrderedDict()
         self.batch_size = -1
         self.longest_step = 0  # new tokens of the sequence that brings most
@@ -123,18 +132,12 @@ class InferenceParams:
         return size, total
 
     def _manager(self) -> KVCacheManager:
-        shape = CacheShape(
-            self.max_batch_size,
-            self.max_sequence_length,
-            self.num_heads_kv,
-            self.head_dim_k,
-            self.head_dim_v,
-            self.dtype,
-            self.device,
-        )
+        heads = (self.num_heads_kv, self.head_dim_k, self.dtype)
+        limits = (self.max_batch_size, self.max_sequence_length)
         if self.page_size is None or self.total_num_pages is None:
-            return NonPagedKVCacheManager(shape)
-        return PagedKVCacheManager(shape, self.total_num_pages, self.page_size)
+            return NonPagedKVCacheManager(*limits, *heads, self.head_dim_v, self.device)
+        pages = (self.total_num_pages, self.page_size)
+        return PagedKVCacheManager(*pages, *heads, *limits, self.head_dim_v, self.device)
 
     def allocate_memory(self, layer_number: int) -> None:
         """Make the cache of a layer; `step` does it where it was not done."""
@@ -146,7 +149,9 @@ class InferenceParams:
         Known ids continue, unknown ones join, those left out are forgotten. Raises ValueError, before
         anything changes, when a limit would be exceeded or pages run out.
         """
-        self._check_step(step_dict)
+        step_dict = whole_step(
+            step_dict, self.sequences, self.max_batch_size, self.max_ctx_len, self.max_sequence_length
+        )
         starts = [self.sequences.get(sequence, 0) for sequence in step_dict]
         news = list(step_dict.values())
         self.cache_manager.pre_step(step_dict)
@@ -162,26 +167,6 @@ class InferenceParams:
             filled.extend([0] * (-len(filled) % self._section))
         # From memory that is not pinned: the copy is staged before the call returns, and waits for nothing.
         self._lengths.copy_(torch.tensor(filled, dtype=torch.int32), non_blocking=True)
-
-    def _check_step(self, step_dict: Mapping[Any, int]) -> None:
-        if len(step_dict) > self.max_batch_size:
-            raise ValueError(
-                f"{len(step_dict)} sequences in a step > max_batch_size={self.max_batch_size}; "
-                "leave some for a later step or raise the limit"
-            )
-        known, most, longest = self.sequences, self.max_ctx_len, self.max_sequence_length
-        for sequence, new in step_dict.items():
-            total = known.get(sequence, 0) + new
-            if not 0 <= new <= most:
-                raise ValueError(
-                    f"sequence {sequence!r} brings {new} tokens, allowed: 0..max_ctx_len={self.max_ctx_len}; "
-                    "split the step or raise the limit"
-                )
-            if total > longest:
-                raise ValueError(
-                    f"sequence {sequence!r} would have {total} tokens > "
-                    f"max_sequence_length={self.max_sequence_length}; end it or raise the limit"
-                )
 
     def _set_batch_size(self, size: int) -> None:
         """Cut the lengths to the batch: once for a size, not in every layer of every step."""
@@ -212,18 +197,38 @@ class InferenceParams:
         The cache holds no gradient. Raises ValueError, before writing, when the tensors do not fit the step.
         """
         self._check_tokens(new_k, new_v, qkv_format)
+        self.cache_manager.allocate_memory(layer_number)
+        return self._with_lengths(*self.write(layer_number, new_k, new_v, qkv_format))
+
+    def upcoming(self, layer_number: int, new_k: Any, new_v: Any, qkv_format: str) -> CachedKeysValues | None:
+        """What `step` will return, nothing written yet: whoever may still refuse the call asks for it first.
+
+        None: a custom manager alone knows. new_k and new_v need shapes only. Raises what `step` raises.
+        """
         manager = self.cache_manager
+        if type(manager) not in (NonPagedKVCacheManager, PagedKVCacheManager):
+            return None
+        self._check_tokens(new_k, new_v, qkv_format)
         manager.allocate_memory(layer_number)
-        cu_q, cu_kv = self._cu_new, self._cu_total
-        k, v, table = manager.step(layer_number, new_k, new_v, cu_q, cu_kv, qkv_format)
+        k, v = manager.cache[layer_number]
+        if isinstance(manager, PagedKVCacheManager):
+            return self._with_lengths(k, v, manager.page_table[: self.batch_size])
+        return self._with_lengths(k[: self.batch_size], v[: self.batch_size], None)
+
+    def write(
+        self, layer_number: int, new_k: Tensor, new_v: Tensor, qkv_format: str
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Append new keys and values that `upcoming` has seen; keys, values and page table as managers have them."""
+        return self.cache_manager.step(layer_number, new_k, new_v, self._cu_new, self._cu_total, qkv_format)
+
+    def _with_lengths(self, k: Tensor, v: Tensor, table: Tensor | None) -> CachedKeysValues:
         page_size = 0 if table is None else k.shape[1]
-        extent = k.shape[1] if table is None else table.shape[1] * page_size
         return CachedKeysValues(
             k,
             v,
-            cu_q,
-            cu_kv,
-            extent,
+            self._cu_new,
+            self._cu_total,
+            k.shape[1] if table is None else table.shape[1] * page_size,
             "bshd",
             table,
             page_size,
@@ -231,6 +236,10 @@ class InferenceParams:
             self._total,
             self.longest_step,
         )
+
+    def step_facts(self) -> tuple[Any, ...]:
+        """What decides whether tokens fit a step, apart from the tokens."""
+        return self._limits, self.batch_size, self.longest_step, self.step_tokens
 
     step_kv_cache = step
 
@@ -245,6 +254,10 @@ class InferenceParams:
                 "make it with num_heads_kv, head_dim_k and head_dim_v of the layer"
             )
         if qkv_format == "thd":
+            if self.batch_size == 0 and new_k.shape[0]:
+                raise ValueError(
+                    f"keys of {new_k.shape[0]} tokens, no step is announced; call pre_step first"
+                )
             if new_k.shape[0] < self.step_tokens:
                 raise ValueError(
                     f"keys of {new_k.shape[0]} tokens, pre_step announced {self.step_tokens}; give all of them"
@@ -271,6 +284,15 @@ class InferenceParams:
             return k[: self.batch_size], v[: self.batch_size]
         table = self.cache_manager.page_table[: self.batch_size]
         return gather_pages(k, table), gather_pages(v, table)
+
+    def print(self) -> None:
+        """Print the limits, and what the cache holds."""
+        print(
+            f"InferenceParams: {len(self.sequences)} of {self.max_batch_size} sequences, up to "
+            f"{self.max_sequence_length} tokens, {self.num_heads_kv} heads of {self.head_dim_k} and {self.head_dim_v} "
+            f"in {self.dtype}"
+        )
+        self.cache_manager.print_cache()
 
     def reset(self) -> None:
         """Forget every sequence; the memory stays."""

@@ -7,37 +7,17 @@ a CUDA graph can hold it.
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..primitives.kv_cache import append
-
-
-@dataclass(frozen=True)
-class CacheShape:
-    """One layer's cache: keys [max_batch, max_length, heads, head_dim_k], values with head_dim_v."""
-
-    max_batch: int
-    max_length: int
-    heads: int
-    head_dim_k: int
-    head_dim_v: int
-    dtype: torch.dtype
-    device: torch.device
-
-    def zeros(self, rows: int, tokens: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [rows, tokens, heads, size]. A masked key counts 0 times its value: no NaN may lie there."""
-        k, v = (
-            torch.zeros(rows, tokens, self.heads, size, dtype=self.dtype, device=self.device)
-            for size in (self.head_dim_k, self.head_dim_v)
-        )
-        return k, v
+from ..device import canonical_device
+from ..primitives.kv_cache import append, check_append
 
 
 class KVCacheManager(ABC):
@@ -79,28 +59,120 @@ class KVCacheManager(ABC):
         """Forget every sequence; the memory stays."""
         self.sequences.clear()
 
+    def print_cache(self) -> None:
+        """Print what is kept: layers, and each sequence of the batch with its tokens."""
+        print("\n".join(self.described()))
+
+    def described(self) -> list[str]:
+        """The lines of print_cache."""
+        lines = [f"{type(self).__name__}: layers {sorted(self.cache)}, {len(self.sequences)} sequences"]
+        for row, (sequence, tokens) in enumerate(self.sequences.items()):
+            lines.append(f"  row {row}: sequence {sequence!r}, {tokens} tokens{self._place_of(sequence)}")
+        return lines
+
+    def _place_of(self, sequence: Any) -> str:
+        """Where the tokens of a sequence lie, as far as its row does not say it."""
+        return ""
+
     def _advance(self, step_dict: Mapping[Any, int]) -> None:
         self.sequences = OrderedDict(
             (sequence, self.sequences.get(sequence, 0) + new) for sequence, new in step_dict.items()
         )
 
 
-class NonPagedKVCacheManager(KVCacheManager):
-    """Keys and values [max_batch, max_length, heads, size]; row i belongs to the i-th sequence of the batch.
+def whole_step(
+    step_dict: Any, known: Mapping[Any, int], max_batch: int, most: int, longest: int
+) -> dict[Any, int]:
+    """step_dict with plain integers; ValueError unless sequences, new tokens and totals are within the limits.
 
-    A sequence whose place in the batch changes is moved: keep the order where it can be kept.
+    most, longest   new tokens that a sequence may bring (max_ctx_len), tokens that it may have then
+    """
+    if not isinstance(step_dict, Mapping):
+        raise ValueError(
+            f"a step is a {type(step_dict).__name__}; give a dictionary {{sequence: new tokens}}"
+        )
+    if len(step_dict) > max_batch:
+        raise ValueError(
+            f"{len(step_dict)} sequences in a step > max_batch_size={max_batch}; "
+            "leave some for a later step or raise the limit"
+        )
+    step: dict[Any, int] = {}
+    for sequence, given in step_dict.items():
+        try:
+            new = operator.index(given)
+        except TypeError:
+            raise ValueError(
+                f"sequence {sequence!r} brings {given!r} tokens, which is no whole number; give an int"
+            ) from None
+        if not 0 <= new <= most:
+            raise ValueError(
+                f"sequence {sequence!r} brings {new} tokens, allowed: 0..max_ctx_len={most}; "
+                "split the step or raise the limit"
+            )
+        total = known.get(sequence, 0) + new
+        if total > longest:
+            raise ValueError(
+                f"sequence {sequence!r} would have {total} tokens > max_sequence_length={longest}; "
+                "end it or raise the limit"
+            )
+        step[sequence] = new
+    return step
+
+
+def check_layer(cache: Mapping[int, object], layer_number: int) -> None:
+    """ValueError unless the layer has memory."""
+    if layer_number not in cache:
+        raise ValueError(
+            f"layer_number={layer_number} has no cache, there are {sorted(cache)}; call allocate_memory first"
+        )
+
+
+def check_batch(known: Mapping[Any, int], cu_new_seqlens: Tensor) -> None:
+    """ValueError unless the lengths are of as many sequences as pre_step announced."""
+    batch = cu_new_seqlens.shape[0] - 1
+    if batch != len(known):
+        raise ValueError(
+            f"lengths of {batch} sequences, pre_step announced {len(known)}; give those of the step"
+        )
+
+
+class NonPagedKVCacheManager(KVCacheManager):
+    """Keys and values [max_batch_size, max_seqlen, heads, size]; row i belongs to the i-th sequence of the batch.
+
+    A sequence whose place in the batch changes is moved: keep the order where it can be kept. Zeros at first: a masked
+    key counts 0 times its value, so that no NaN may lie there.
     """
 
-    def __init__(self, shape: CacheShape) -> None:
+    def __init__(
+        self,
+        max_batch_size: int,
+        max_seqlen: int,
+        num_heads: int,
+        head_dim_k: int,
+        dtype: torch.dtype,
+        head_dim_v: int | None = None,
+        device: torch.device | str | int | None = "cuda",
+    ) -> None:
         super().__init__()
-        self.shape = shape
-        self.longest_step = shape.max_length
+        self.max_batch_size, self.max_seqlen = max_batch_size, max_seqlen
+        self.num_heads, self.dtype = num_heads, dtype
+        self.head_dim_k, self.head_dim_v = head_dim_k, head_dim_k if head_dim_v is None else head_dim_v
+        self.device = canonical_device(device)
+        self.longest_step = max_seqlen
 
     def allocate_memory(self, layer_number: int) -> None:
         if layer_number not in self.cache:
-            self.cache[layer_number] = self.shape.zeros(self.shape.max_batch, self.shape.max_length)
+            options = {"dtype": self.dtype, "device": self.device}
+            rows = (self.max_batch_size, self.max_seqlen, self.num_heads)
+            keys, values = (
+                torch.zeros(*rows, size, **options) for size in (self.head_dim_k, self.head_dim_v)
+            )
+            self.cache[layer_number] = (keys, values)
 
     def pre_step(self, step_dict: Mapping[Any, int]) -> OrderedDict[Any, int]:
+        step_dict = whole_step(
+            step_dict, self.sequences, self.max_batch_size, self.max_seqlen, self.max_seqlen
+        )
         row = {sequence: index for index, sequence in enumerate(self.sequences)}
         self._move([(row[s], target) for target, s in enumerate(step_dict) if s in row and row[s] != target])
         self._advance(step_dict)
@@ -111,7 +183,7 @@ class NonPagedKVCacheManager(KVCacheManager):
         """Row target becomes what row source was, for all (source, target) at once."""
         if not moves or not self.cache:
             return
-        where = torch.tensor(moves).t().to(self.shape.device, non_blocking=True)
+        where = torch.tensor(moves).t().to(self.device, non_blocking=True)
         longest = max(self.sequences.values())
         for pair in self.cache.values():
             for tensor in pair:
@@ -127,7 +199,10 @@ class NonPagedKVCacheManager(KVCacheManager):
         cu_cached_seqlens: Tensor,
         qkv_format: str,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
+        check_layer(self.cache, layer_number)
+        check_batch(self.sequences, cu_new_seqlens)
         k, v = self.cache[layer_number]
+        check_append(new_k, k, None, cu_new_seqlens, cu_cached_seqlens, qkv_format, self.longest_step)
         append(new_k, new_v, k, v, None, cu_new_seqlens, cu_cached_seqlens, qkv_format, self.longest_step)
         batch = cu_new_seqlens.shape[0] - 1
         return k[:batch], v[:batch], None

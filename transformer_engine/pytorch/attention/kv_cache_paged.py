@@ -8,15 +8,16 @@ Efficient Memory Management for Large Language Model Serving with PagedAttention
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...common.formats import ceil_div
-from ..primitives.kv_cache import append
-from .kv_cache import CacheShape, KVCacheManager
+from ..device import canonical_device
+from ..primitives.kv_cache import append, check_append
+from .kv_cache import KVCacheManager, check_batch, check_layer, whole_step
 
 
 class PagedKVCacheManager(KVCacheManager):
@@ -25,30 +26,52 @@ class PagedKVCacheManager(KVCacheManager):
     Entries behind a sequence's pages are 0, a page that exists, so that reading them does no harm.
     """
 
-    def __init__(self, shape: CacheShape, total_pages: int, page_size: int) -> None:
+    def __init__(
+        self,
+        total_num_pages: int,
+        page_size: int,
+        num_heads: int,
+        head_dim_k: int,
+        dtype: torch.dtype,
+        max_batch_size: int,
+        max_seqlen: int,
+        head_dim_v: int | None = None,
+        device: torch.device | str | int | None = "cuda",
+    ) -> None:
         super().__init__()
-        self.shape = shape
-        self.total_pages = total_pages
-        self.page_size = page_size
-        self.longest_step = shape.max_length
-        columns = ceil_div(shape.max_length, page_size)
-        self.page_table = torch.zeros(shape.max_batch, columns, dtype=torch.int32, device=shape.device)
-        self._table = torch.zeros(shape.max_batch, columns, dtype=torch.int32)
+        self.total_num_pages, self.page_size = total_num_pages, page_size
+        self.max_batch_size, self.max_seqlen = max_batch_size, max_seqlen
+        self.num_heads, self.dtype = num_heads, dtype
+        self.head_dim_k, self.head_dim_v = head_dim_k, head_dim_k if head_dim_v is None else head_dim_v
+        self.device = canonical_device(device)
+        self.longest_step = max_seqlen
+        self.max_pages_per_seq = ceil_div(max_seqlen, page_size)
+        table = (max_batch_size, self.max_pages_per_seq)
+        self.page_table = torch.zeros(table, dtype=torch.int32, device=self.device)
+        self._table = torch.zeros(table, dtype=torch.int32)
         self._pages: dict[Any, list[int]] = {}
-        self._free = list(range(total_pages - 1, -1, -1))  # taken from its end: the lowest page first
+        self._free = list(range(total_num_pages - 1, -1, -1))  # taken from its end: the lowest page first
 
     def allocate_memory(self, layer_number: int) -> None:
         if layer_number not in self.cache:
-            self.cache[layer_number] = self.shape.zeros(self.total_pages, self.page_size)
+            options = {"dtype": self.dtype, "device": self.device}
+            rows = (self.total_num_pages, self.page_size, self.num_heads)
+            keys, values = (
+                torch.zeros(*rows, size, **options) for size in (self.head_dim_k, self.head_dim_v)
+            )
+            self.cache[layer_number] = (keys, values)
 
     def pre_step(self, step_dict: Mapping[Any, int]) -> OrderedDict[Any, int]:
+        step_dict = whole_step(
+            step_dict, self.sequences, self.max_batch_size, self.max_seqlen, self.max_seqlen
+        )
         known, size = self.sequences, self.page_size
         totals = {sequence: known.get(sequence, 0) + new for sequence, new in step_dict.items()}
         counts = [-(-tokens // size) for tokens in totals.values()]
-        if sum(counts) > self.total_pages:
+        if sum(counts) > self.total_num_pages:
             raise ValueError(
                 f"the step's {len(step_dict)} sequences need {sum(counts)} pages of {size} tokens > "
-                f"total_num_pages={self.total_pages}; end a sequence, leave one for later, or give more pages"
+                f"total_num_pages={self.total_num_pages}; end a sequence, leave one for later, or give more pages"
             )
         for sequence in known:
             if sequence not in totals:
@@ -75,10 +98,37 @@ class PagedKVCacheManager(KVCacheManager):
         """Pages that belong to no sequence."""
         return len(self._free)
 
+    get_free_page_count = free_pages
+
+    def has_free_page(self) -> bool:
+        """Is there a page that belongs to no sequence?"""
+        return bool(self._free)
+
+    def get_page_list(self, seq: Any) -> list[int]:
+        """The pages of a sequence in the order of its tokens; ValueError for one that is not in the batch."""
+        if seq not in self._pages:
+            raise ValueError(
+                f"sequence {seq!r} is not in the batch, which has {list(self._pages)}; call pre_step"
+            )
+        return list(self._pages[seq])
+
+    def get_page_table(self, sequences: Sequence[Any]) -> Tensor:
+        """int32 [sequences, pages a sequence] on the cache's device: the pages of each, then 0."""
+        rows = [self.get_page_list(sequence) for sequence in sequences]
+        filled = [row + [0] * (self.max_pages_per_seq - len(row)) for row in rows]
+        table = torch.tensor(filled, dtype=torch.int32, device=self.device)
+        return table.reshape(len(rows), self.max_pages_per_seq)
+
+    def described(self) -> list[str]:
+        return [*super().described(), f"  {len(self._free)} of {self.total_num_pages} pages are free"]
+
+    def _place_of(self, sequence: Any) -> str:
+        return f", pages {self._pages[sequence]}"
+
     def reset(self) -> None:
         super().reset()
         self._pages.clear()
-        self._free = list(range(self.total_pages - 1, -1, -1))
+        self._free = list(range(self.total_num_pages - 1, -1, -1))
 
     def step(
         self,
@@ -89,7 +139,11 @@ class PagedKVCacheManager(KVCacheManager):
         cu_cached_seqlens: Tensor,
         qkv_format: str,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
+        check_layer(self.cache, layer_number)
+        check_batch(self.sequences, cu_new_seqlens)
         k, v = self.cache[layer_number]
         table = self.page_table[: cu_new_seqlens.shape[0] - 1]
+        lengths = (cu_new_seqlens, cu_cached_seqlens)
+        check_append(new_k, k, table, *lengths, qkv_format, self.longest_step, own_table=True)
         append(new_k, new_v, k, v, table, cu_new_seqlens, cu_cached_seqlens, qkv_format, self.longest_step)
         return k, v, table

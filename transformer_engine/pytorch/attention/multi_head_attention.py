@@ -8,15 +8,41 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...common.bounded import Bounded
 from ..module.layernorm_linear import LayerNormLinear
 from ..module.linear import Linear
+from ..module.settings import hand_down, refuse_if_fixed
+from ..primitives.rope import RopeSpec
 from ..quantization.autocast import AutocastState, current
+from .call_check import REMEMBERED, Checked, check_layer_call
 from .dot_product_attention import DotProductAttention
 from .dot_product_attention.fp8 import outputs_codes, projects_codes
 from .dot_product_attention.mask import canonical_name, check_set_window_size
-from .heads import Heads, Rotation
+from .dot_product_attention.prepare import CallArguments
+from .heads import Heads
 from .inference import InferenceParams
 from .qk_norm import query_key_norm
+from .rotation import Rotation, rotation_of
+
+# Attributes that children work by, and those that decided which children there are.
+_PROJECTIONS = ("layernorm_qkv", "qkv", "layernorm_query", "query_layer", "key_value")
+_WORKED_BY = {
+    "attn_mask_type": ("core_attention.attn_mask_type",),
+    "layer_number": ("core_attention.layer_number",),
+    "qkv_format": ("core_attention.qkv_format",),
+    "return_bias": ("proj.return_bias",),
+    "return_layernorm_output": (
+        "layernorm_qkv.return_layernorm_output",
+        "layernorm_query.return_layernorm_output",
+    ),
+    "sequence_parallel": tuple(
+        f"{child}.sequence_parallel" for child in (*_PROJECTIONS, "core_attention", "proj")
+    ),
+    "window_size": ("core_attention.window_size",),
+}
+_FIXED = frozenset(
+    {"attention_type", "fuse_qkv_params", "input_layernorm", "num_attention_heads", "num_gqa_groups"}
+)
 
 
 class MultiheadAttention(nn.Module):
@@ -114,6 +140,7 @@ class MultiheadAttention(nn.Module):
         self.qkv_weight_interleaved = qkv_weight_interleaved and fuse_qkv_params
         self.tp_size, self.tp_group = tp_size, tp_group
         self.sequence_parallel = sequence_parallel and tp_size > 1
+        self._checked: Checked = Bounded(REMEMBERED)
         self.heads = Heads(num_attention_heads // ranks, groups // ranks, size, self.qkv_weight_interleaved)
         projection: dict[str, Any] = {
             "bias": bias,
@@ -168,6 +195,11 @@ class MultiheadAttention(nn.Module):
             name=_name(name, "proj"),
             **projection,
         )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        refuse_if_fixed(self, name, value, _FIXED)
+        super().__setattr__(name, value)
+        hand_down(self, name, value, _WORKED_BY)
 
     def _create_projections(
         self,
@@ -240,18 +272,31 @@ class MultiheadAttention(nn.Module):
     ) -> Tensor | tuple[Tensor | None, ...]:
         """out [.., hidden], or `(out[, bias][, norm(hidden_states)])` as the constructor said.
 
-        rotary_pos_emb   angles [s, 1, 1, d] for queries and keys, or a pair of them
+        rotary_pos_emb   angles [s, 1, 1, d] for queries and keys, or a pair of them, of all positions that occur. On a
+                         GPU, unless TE_CHECK=1, packed sequences longer than that become NaN; with offsets
+                         (cu_seqlens_*_padded) they turn by the last angles
         encoder_output   what cross attention takes its keys and values from
         The other arguments are DotProductAttention.forward's.
         """
-        if (self.attention_type == "cross") != (encoder_output is not None):
-            want = "needs" if self.attention_type == "cross" else "takes no"
-            raise ValueError(f"attention_type={self.attention_type!r} {want} encoder_output")
-        rotation = self._rotation(
+        rotation = self.check_call(
+            hidden_states,
+            encoder_output,
             rotary_pos_emb,
-            inference_params,
-            cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded,
-            cu_seqlens_kv if cu_seqlens_kv_padded is None else cu_seqlens_kv_padded,
+            CallArguments(
+                attention_mask,
+                None,
+                (cu_seqlens_q, cu_seqlens_kv),
+                (cu_seqlens_q_padded, cu_seqlens_kv_padded),
+                (max_seqlen_q, max_seqlen_kv),
+                attn_mask_type,
+                window_size,
+                bottom_right_diagonal,
+                core_attention_bias_type,
+                core_attention_bias,
+                alibi_slopes,
+                inference_params,
+                pad_between_seqs,
+            ),
         )
         state = current()
         codes = inference_params is None and outputs_codes(state)
@@ -286,6 +331,30 @@ class MultiheadAttention(nn.Module):
         if self.return_layernorm_output:
             outputs.append(norm_output)
         return tuple(outputs) if len(outputs) > 1 else outputs[0]
+
+    def check_call(
+        self,
+        hidden_states: Tensor,
+        encoder_output: Tensor | None,
+        rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None,
+        arguments: CallArguments,
+    ) -> Rotation | None:
+        """Raise what forward would, and change nothing; how q and k turn."""
+        if (self.attention_type == "cross") != (encoder_output is not None):
+            want = "needs" if self.attention_type == "cross" else "takes no"
+            raise ValueError(f"attention_type={self.attention_type!r} {want} encoder_output")
+        rotation = None
+        if rotary_pos_emb is not None:
+            rotation = rotation_of(
+                rotary_pos_emb,
+                RopeSpec(self.qkv_format, self.rotary_pos_interleaved),
+                self.attention_type == "self",
+                arguments.inference_params,
+                arguments.cu_seqlens,
+                arguments.cu_seqlens_padded,
+            )
+        check_layer_call(self, self._checked, hidden_states, encoder_output, arguments, rotation, current())
+        return rotation
 
     def _project(
         self,
@@ -328,26 +397,6 @@ class MultiheadAttention(nn.Module):
         if self.q_norm is None or self.k_norm is None:
             return q, k
         return self.q_norm(q), self.k_norm(k)
-
-    def _rotation(
-        self,
-        rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None,
-        inference_params: InferenceParams | None,
-        starts_q: Tensor | None,
-        starts_kv: Tensor | None,
-    ) -> Rotation | None:
-        """How q and k turn by their positions, which continue those of the cached tokens; None: not at all."""
-        if rotary_pos_emb is None:
-            return None
-        angles = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
-        before = None
-        if inference_params is not None:
-            before = inference_params.get_seqlens_pre_step()
-            if starts_q is None:
-                starts_q = inference_params.cu_seqlens_q
-        if starts_kv is None and self.attention_type == "self":
-            starts_kv = starts_q
-        return Rotation(angles, self.qkv_format, self.rotary_pos_interleaved, before, (starts_q, starts_kv))
 
 
 def _head_size(hidden_size: int, heads: int, kv_channels: int | None) -> int:

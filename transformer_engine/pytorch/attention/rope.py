@@ -9,16 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from ..device import canonical_device
+from ..double_backward import is_recorded, transposed
 from ..primitives.rope import (
     Positions,
     RopeSpec,
+    check_rotation,
     rope_backward,
     rope_forward,
     rope_qkv_backward,
     rope_qkv_forward,
 )
-
-FORMATS = ("sbhd", "bshd", "thd")
 
 
 class RotaryPositionEmbedding(nn.Module):
@@ -89,7 +89,15 @@ class ApplyRope(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         angles, start, cu_seqlens = ctx.saved_tensors
-        grad_input = rope_backward(grad_output, angles, Positions(start, cu_seqlens), ctx.spec)
+        positions, spec = Positions(start, cu_seqlens), ctx.spec
+        if is_recorded():
+            grad_input = transposed(
+                lambda dy: rope_backward(dy, angles, positions, spec),
+                lambda dx: rope_forward(dx, angles, positions, spec),
+                grad_output,
+            )
+        else:
+            grad_input = rope_backward(grad_output, angles, positions, spec)
         return grad_input, None, None, None, None
 
 
@@ -115,9 +123,17 @@ class ApplyPackedRope(torch.autograd.Function):
     def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor | None, ...]:
         q_angles, k_angles, start, cu_seqlens = ctx.saved_tensors
         positions = Positions(start, cu_seqlens)
-        grad_qkv = rope_qkv_backward(
-            grad_q, grad_k, grad_v, q_angles, k_angles, positions, ctx.sizes, ctx.spec
-        )
+        rest = (q_angles, k_angles, positions, ctx.sizes, ctx.spec)
+        if is_recorded():
+            grad_qkv = transposed(
+                lambda dq, dk, dv: rope_qkv_backward(dq, dk, dv, *rest),
+                lambda grad_qkv: rope_qkv_forward(grad_qkv, *rest),
+                grad_q,
+                grad_k,
+                grad_v,
+            )
+        else:
+            grad_qkv = rope_qkv_backward(grad_q, grad_k, grad_v, *rest)
         return grad_qkv, None, None, None, None, None, None
 
 
@@ -136,10 +152,19 @@ def apply_rotary_pos_emb(
 
     start_positions [b] offsets each sequence; cu_seqlens [b + 1] bounds the sequences of "thd" (of the whole
     sequences, not of this context-parallel rank's part). `fused` is accepted and changes nothing.
+
+    Raises ValueError when freqs is too short. Of start_positions and cu_seqlens on a GPU this is known with TE_CHECK=1
+    alone; without it they are trusted, and a token whose position has no angle becomes NaN.
     """
     spec = RopeSpec(tensor_format, interleaved, cp_size, cp_rank)
-    _check(t, freqs, spec, start_positions, cu_seqlens)
-    return ApplyRope.apply(t, _angles(freqs), start_positions, cu_seqlens, spec)
+    positions = Positions(start_positions, cu_seqlens)
+    check_rotation(t, freqs, positions, spec, t.shape[-1])
+    return rotated(t, freqs, spec, positions)
+
+
+def rotated(t: Tensor, freqs: Tensor, spec: RopeSpec, positions: Positions) -> Tensor:
+    """apply_rotary_pos_emb of what `check_rotation` has seen."""
+    return ApplyRope.apply(t, _angles(freqs), positions.start, positions.cu_seqlens, spec)
 
 
 def apply_fused_qkv_rotary_pos_emb(
@@ -171,50 +196,25 @@ def apply_fused_qkv_rotary_pos_emb(
             f"the query part {q_size} is not a multiple of the key part {k_size}; split by whole heads"
         )
     spec = RopeSpec(tensor_format, interleaved, cp_size, cp_rank)
+    positions = Positions(start_positions, cu_seqlens)
     for freqs in (q_freqs, k_freqs):
-        _check(qkv, freqs, spec, start_positions, cu_seqlens, size=k_size)
-    return ApplyPackedRope.apply(
-        qkv, _angles(q_freqs), _angles(k_freqs), start_positions, cu_seqlens, (q_size, k_size, v_size), spec
-    )
+        check_rotation(qkv, freqs, positions, spec, k_size)
+    return rotated_qkv(qkv, (q_freqs, k_freqs), (q_size, k_size, v_size), spec, positions)
+
+
+def rotated_qkv(
+    qkv: Tensor,
+    freqs: tuple[Tensor, Tensor],
+    sizes: tuple[int, int, int],
+    spec: RopeSpec,
+    positions: Positions,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """apply_fused_qkv_rotary_pos_emb of what has been checked; freqs: of queries, of keys."""
+    q_angles, k_angles = _angles(freqs[0]), _angles(freqs[1])
+    start, bounds = positions
+    return ApplyPackedRope.apply(qkv, q_angles, k_angles, start, bounds, sizes, spec)
 
 
 def _angles(freqs: Tensor) -> Tensor:
     """[positions, d] of [positions, 1, 1, d]."""
     return freqs.reshape(freqs.shape[0], freqs.shape[-1])
-
-
-def _check(
-    t: Tensor,
-    freqs: Tensor,
-    spec: RopeSpec,
-    start: Tensor | None,
-    cu_seqlens: Tensor | None,
-    size: int | None = None,
-) -> None:
-    """ValueError unless freqs fit t, whose heads have `size` features (default: its last axis)."""
-    if spec.tensor_format not in FORMATS:
-        raise ValueError(f"tensor_format={spec.tensor_format!r}; choose one of {', '.join(FORMATS)}")
-    if t.ndim != len(spec.tensor_format):
-        raise ValueError(
-            f"{spec.tensor_format!r} needs {len(spec.tensor_format)} axes, the tensor has {t.ndim}"
-        )
-    size = t.shape[-1] if size is None else size
-    if freqs.shape[-1] > size:
-        raise ValueError(f"freqs turn {freqs.shape[-1]} features, the head has {size}; lower dim")
-    if not 0 <= spec.cp_rank < spec.cp_size:
-        raise ValueError(f"cp_rank={spec.cp_rank} is outside 0..{spec.cp_size - 1}; give a rank of the group")
-    if spec.cp_size > 1 and start is not None:
-        raise ValueError("start_positions with cp_size > 1 has no meaning; give one of them")
-    if spec.tensor_format == "thd":
-        if cu_seqlens is None:
-            raise ValueError("tensor_format='thd' needs cu_seqlens, the bounds of the packed sequences")
-        return
-    length = t.shape[0 if spec.tensor_format == "sbhd" else 1]
-    if spec.cp_size > 1 and length % 2:
-        raise ValueError(
-            f"a context-parallel rank holds two equal chunks, its length {length} is odd; pad it"
-        )
-    if start is None and length * spec.cp_size > freqs.shape[0]:
-        raise ValueError(
-            f"sequence length {length * spec.cp_size} > {freqs.shape[0]} positions of freqs; make it longer"
-        )

@@ -11,6 +11,7 @@ from torch import Tensor
 import transformer_engine_torch as tex
 
 from ..primitives.gemm.cublaslt_library import WORKSPACE_BYTES
+from ..tensor.storage.float8_blockwise_tensor_storage import Float8BlockwiseQTensorStorage
 
 # (transpose of A, transpose of B); see transformer_engine_torch.generic_gemm.
 LAYOUTS = {"TN": (True, False), "NN": (False, False), "NT": (False, True)}
@@ -47,6 +48,7 @@ def general_gemm(
     layout   "TN": out [M, N] = B [M, K] A[N, K].T;  "NN": out [M, K] = B [M, N] A [N, K];
              "NT": out [N, K] = B[M, N].T A [M, K]
     quantization_params   a quantizer of the result
+    use_split_accumulator is always set for operands in blocks of 128, which have no other way.
     The others are those of transformer_engine_torch.generic_gemm; ub and what belongs to it are refused.
     """
     trans_a, trans_b = _transposes(layout)
@@ -66,7 +68,7 @@ def general_gemm(
         workspace,
         0,
         accumulate,
-        use_split_accumulator,
+        use_split_accumulator or _in_blocks(A) or _in_blocks(B),
         comm_overlap=ub,
         comm_type=ub_type,
         extra_output=extra_output,
@@ -130,10 +132,14 @@ def general_grouped_gemm(
         None,
         0,
         accumulate,
-        use_split_accumulator,
+        use_split_accumulator or any(_in_blocks(matrix) for matrix in (*A, *B)),
         0,
     )
     return out, gradients if grad and use_bias else bias, before
+
+
+def _in_blocks(matrix: Any) -> bool:
+    return isinstance(matrix, Float8BlockwiseQTensorStorage)
 
 
 def _transposes(layout: str) -> tuple[bool, bool]:

@@ -39,22 +39,57 @@ def gather_along_first_dim(
     process_group: dist_group_type | None,
     async_op: bool = False,
     quantizer: Quantizer | None = None,
+    output_tensor: Tensor | QuantizedTensorStorage | None = None,
+    external_coalescing: bool = False,
 ) -> tuple[Any, dist.Work | None]:
     """[n * M, ...] from [M, ...] of each of n ranks, in rank order; then quantized, if a quantizer is given.
 
     Quantizing after the gather needs no agreement on scales between the ranks. An input that is quantized
     already travels as codes and scales; a scale of the whole tensor must then be the same on all ranks.
     Only plain tensors can be gathered asynchronously; ValueError otherwise.
+
+    output_tensor         written and returned: plain [n * M, ...], or quantized where the result is
+    external_coalescing   the caller coalesces collectives: the result is valid when its block ends. Plain tensors only
     """
     quantized = isinstance(inp, QuantizedTensorStorage)
-    if async_op and (quantized or quantizer is not None):
+    if (async_op or external_coalescing) and (quantized or quantizer is not None):
+        named = "async_op" if async_op else "external_coalescing"
         raise ValueError(
-            "async_op=True gathers plain tensors only; quantize after waiting, or gather synchronously"
+            f"{named}=True gathers plain tensors only; quantize after waiting, or gather synchronously"
         )
+    _check_output(inp, process_group, quantized or quantizer is not None, output_tensor)
     if quantized:
-        return _gather_quantized(inp, process_group), None
-    gathered, handle = _gather(inp, process_group, async_op)
-    return (gathered if quantizer is None else quantizer(gathered)), handle
+        whole = _gather_quantized(inp, process_group)
+        if output_tensor is None:
+            return whole, None
+        output_tensor.copy_from_storage(whole)  # pyright: ignore[reportAttributeAccessIssue]
+        return output_tensor, None
+    if quantizer is None:
+        return _gather(inp, process_group, async_op, output_tensor)  # pyright: ignore[reportArgumentType]
+    gathered, _ = _gather(inp, process_group, False)
+    if output_tensor is None:
+        return quantizer(gathered), None
+    return quantizer.update_quantized(gathered, output_tensor), None  # pyright: ignore[reportArgumentType]
+
+
+def _check_output(
+    inp: Tensor | QuantizedTensorStorage, group: dist_group_type | None, quantized: bool, output: Any
+) -> None:
+    """Error unless output can hold the gathered rows of inp, before anything is sent."""
+    if output is None:
+        return
+    if isinstance(output, QuantizedTensorStorage) != quantized:
+        raise TypeError(
+            f"output_tensor is a {type(output).__name__}; the result is "
+            f"{'quantized, give a tensor of its quantizer' if quantized else 'plain, give a plain tensor'}"
+        )
+    shape = (world_size(group) * inp.shape[0], *inp.shape[1:])
+    if tuple(output.shape) != shape or (not quantized and output.dtype != inp.dtype):  # pyright: ignore
+        raise ValueError(
+            f"output_tensor is {output.dtype} {list(output.shape)}; the gathered rows are {inp.dtype} {list(shape)}"  # pyright: ignore
+        )
+    if not quantized and not output.is_contiguous():
+        raise ValueError("output_tensor is not contiguous; give a contiguous one")
 
 
 def _gather_quantized(
@@ -73,17 +108,21 @@ def _gather_quantized(
     return type(inp).from_storage(joined) if isinstance(inp, QuantizedTensor) else joined
 
 
-def _gather(inp: Tensor, group: dist_group_type | None, async_op: bool) -> tuple[Tensor, dist.Work | None]:
+def _gather(
+    inp: Tensor, group: dist_group_type | None, async_op: bool, output: Tensor | None = None
+) -> tuple[Tensor, dist.Work | None]:
     size = world_size(group)
     if size == 1:
-        return inp, None
+        return (inp if output is None else output.copy_(inp)), None
     if inp.dtype in _FLOAT8:
-        gathered, handle = _gather(inp.view(torch.uint8), group, async_op)
-        return gathered.view(inp.dtype), handle
+        codes = None if output is None else output.view(torch.uint8)
+        gathered, handle = _gather(inp.view(torch.uint8), group, async_op, codes)
+        return (gathered.view(inp.dtype) if output is None else output), handle
     inp = inp.contiguous()
     if torch.compiler.is_compiling():
-        return functional.wait_tensor(functional.all_gather_tensor(inp, 0, _group(group))), None
-    gathered = inp.new_empty((size * inp.shape[0], *inp.shape[1:]))
+        made = functional.wait_tensor(functional.all_gather_tensor(inp, 0, _group(group)))
+        return (made if output is None else output.copy_(made)), None
+    gathered = inp.new_empty((size * inp.shape[0], *inp.shape[1:])) if output is None else output
     return gathered, dist.all_gather_into_tensor(gathered, inp, group=group, async_op=async_op)
 
 
@@ -108,7 +147,7 @@ def reduce_scatter_along_first_dim(
 
 
 def allreduce(
-    inp: Tensor, tp_group: dist_group_type | None, async_op: bool = False
+    inp: Tensor, tp_group: dist_group_type | None = None, async_op: bool = False
 ) -> tuple[Tensor, dist.Work | None]:
     """The sum over the ranks, written into inp (under torch.compile: into a new tensor)."""
     if world_size(tp_group) == 1:
@@ -120,7 +159,7 @@ def allreduce(
 
 def symmetric_all_reduce(
     inp: Tensor,
-    tp_group: dist_group_type | None,
+    tp_group: dist_group_type | None = None,
     async_op: bool = False,
     all_reduce_type: str | None = "multimem_all_reduce",
 ) -> tuple[Tensor, dist.Work | None]:

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import noop_context_fn
 
 from ..constants import dist_group_type
 from ..device import has_cuda
+from ..double_backward import once_differentiable
 from ..quantization.autocast import here, reinstate, snapshot
 from ..quantization.replay import ReplayStates, marked_by_hand, running
 from .collectives import gather_along_first_dim, rank, world_size
@@ -280,6 +281,7 @@ class _Checkpoint(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
+    @once_differentiable("a reentrant checkpoint")
     def backward(ctx, *grads):
         if not torch.autograd._is_checkpoint_valid():
             raise RuntimeError(

@@ -90,14 +90,19 @@ class TensorParallel:
 
 
 def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim: int, stride: int) -> None:
-    """Mark a parameter with the axis it is split along, under the attribute names that Megatron-LM reads."""
-    for name, value in (
-        ("tensor_model_parallel", is_parallel),
-        ("partition_dim", dim),
-        ("partition_stride", stride),
-    ):
-        if hasattr(tensor, name):
-            raise ValueError(f"the tensor has {name}={getattr(tensor, name)} already; mark it only once")
+    """Mark a parameter with the axis it is split along, under the attribute names that Megatron-LM reads.
+
+    The same mark again, of parameters that are reset or of a copy of them, changes nothing; ValueError for another.
+    """
+    marks = {"tensor_model_parallel": is_parallel, "partition_dim": dim, "partition_stride": stride}
+    for name, value in marks.items():
+        known = getattr(tensor, name, value)
+        if known != value:
+            raise ValueError(
+                f"the tensor is marked with {name}={known} already, which {name}={value} contradicts; "
+                "mark it once, or delete the attribute first"
+            )
+    for name, value in marks.items():
         setattr(tensor, name, value)
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 from torch.autograd import Function
 
+from ..double_backward import is_recorded, replayed
 from ..primitives.activation import (
     DEFAULT_PARAMS,
     ActivationParams,
     activation_backward,
     activation_forward,
+    reference,
 )
 
 
@@ -31,4 +35,7 @@ class _Activation(Function):
     @staticmethod
     def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
         (x,) = ctx.saved_tensors
+        if is_recorded():
+            program = partial(reference.activation_forward, ctx.name, params=ctx.params)
+            return *replayed(program, (x,), dy), None, None
         return activation_backward(ctx.name, dy, x, ctx.params), None, None

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from ..double_backward import is_recorded, transposed
 from ..primitives.column_sums import column_sums
 from ..primitives.dropout import (
     bias_add,
@@ -42,7 +43,7 @@ class _Dropout(Function):
     @staticmethod
     def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
         (mask,) = ctx.saved_tensors
-        return dropout_backward(dy, mask, ctx.p), None, None
+        return _masked(dy, mask, ctx.p), None, None
 
 
 class _BiasDropoutAdd(Function):
@@ -57,7 +58,7 @@ class _BiasDropoutAdd(Function):
     @staticmethod
     def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
         (mask,) = ctx.saved_tensors
-        dx = dropout_backward(dy, mask, ctx.p)
+        dx = _masked(dy, mask, ctx.p)
         return dx, _bias_gradient(ctx, dx), dy, None, None
 
 
@@ -72,7 +73,20 @@ class _BiasAdd(Function):
         return dy, _bias_gradient(ctx, dy), dy
 
 
+def _masked(dy: Tensor, mask: Tensor, p: float) -> Tensor:
+    """dx = keep ? dy / (1 - p) : 0, which is its own transpose."""
+    if not is_recorded():
+        return dropout_backward(dy, mask, p)
+
+    def scaled(dy: Tensor) -> Tensor:
+        return dropout_backward(dy, mask, p)
+
+    return transposed(scaled, scaled, dy)
+
+
 def _bias_gradient(ctx, dx: Tensor) -> Tensor | None:
     if ctx.bias_dtype is None or not ctx.needs_input_grad[1]:
         return None
+    if is_recorded():
+        return dx.reshape(-1, dx.shape[-1]).float().sum(0).to(ctx.bias_dtype)
     return column_sums(dx.reshape(-1, dx.shape[-1]), ctx.bias_dtype)

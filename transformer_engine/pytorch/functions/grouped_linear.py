@@ -11,17 +11,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..double_backward import once_differentiable
+from .caller_buffers import CallerBuffers, handed_out
 from .linear import LinearSaved, LinearSpec, linear_backward, linear_forward
 from .saving import pack, unpack
 
 
 @dataclass(frozen=True)
 class GroupedLinearSpec:
-    """rows of each group, and the spec of each group's linear layer."""
+    """rows of each group, the spec of each group's linear layer, and where the caller wants the results."""
 
     rows: tuple[int, ...]
     groups: tuple[LinearSpec, ...]
     needs_grad: bool = True
+    buffers: CallerBuffers | None = None
 
 
 def grouped_linear(
@@ -42,7 +45,11 @@ def _forward(
         y, operands = linear_forward(part, weight, bias, group)
         outputs.append(y)
         saved.append(operands)
-    return torch.cat(outputs), saved
+    return _joined(outputs, None if spec.buffers is None else spec.buffers.output), saved
+
+
+def _joined(parts: list[Tensor], buffer: Tensor | None) -> Tensor:
+    return torch.cat(parts) if buffer is None else handed_out(torch.cat(parts, out=buffer))
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -58,6 +65,7 @@ class _GroupedLinear(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable("GroupedLinear")
     def backward(ctx, grad_output):  # pyright: ignore[reportIncompatibleMethodOverride]
         spec = ctx.spec
         operands = unpack(ctx.saved_tensors, ctx.forms)
@@ -70,5 +78,7 @@ class _GroupedLinear(torch.autograd.Function):
         if spec.groups[0].scale_update is not None:
             spec.groups[0].scale_update.run()
         inputs = [grad.input for grad in grads if grad.input is not None]
-        grad_input = torch.cat(inputs) if inputs else None
+        grad_input = None
+        if inputs:
+            grad_input = _joined(inputs, None if spec.buffers is None else spec.buffers.grad_input)
         return grad_input, None, *(grad.weight for grad in grads), *(grad.bias for grad in grads)

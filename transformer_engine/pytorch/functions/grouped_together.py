@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..double_backward import once_differentiable
 from ..primitives.grouped_gemm import (
     GroupedColumns,
     GroupedMatrices,
@@ -23,6 +24,7 @@ from ..primitives.grouped_gemm import (
     product_of_rows,
 )
 from ..primitives.grouped_quantize import GroupedQuantized, row_sums
+from .caller_buffers import NO_BUFFERS, CallerBuffers, handed_out
 from .grouped_quantizer import GroupedQuantizer
 from .linear import Accumulation
 from .scale_update import ScaleUpdate
@@ -37,6 +39,7 @@ class TogetherSpec(NamedTuple):
     weight_gradients   where each group's goes when that is its main_grad; None: autograd gets them
     cached_weight      the weights as quantized for an earlier microbatch
     scale_update       what delayed scaling updates when this backward has run
+    buffers            where the caller wants the results
     """
 
     dtype: torch.dtype
@@ -52,6 +55,7 @@ class TogetherSpec(NamedTuple):
     weight_gradients: tuple[WeightGradient, ...] | None = None
     cached_weight: GroupedQuantized | None = None
     scale_update: ScaleUpdate | None = None
+    buffers: CallerBuffers = NO_BUFFERS
 
 
 def grouped_linear_together(
@@ -92,7 +96,9 @@ def _forward(
         saved = (made.codes_t, made.scale_t)
         saved += (held.codes_t, held.scale_t) if spec.needs_grad_input else (None, None)
     exact = spec.accumulation.forward
-    return product_of_rows(rows, matrices, groups, spec.dtype, bias=bias, exact=exact), saved
+    out = spec.buffers.output
+    y = product_of_rows(rows, matrices, groups, spec.dtype, bias=bias, exact=exact, out=out)
+    return y if out is None else handed_out(y), saved
 
 
 class TogetherGradients(NamedTuple):
@@ -124,7 +130,11 @@ def _backward(
     grad_input = None
     if spec.needs_grad_input:
         assert by_rows is not None and weights is not None
-        grad_input = product_of_rows(by_rows, weights, groups, spec.dtype, exact=spec.accumulation.grad_input)
+        out = spec.buffers.grad_input
+        grad_input = product_of_rows(
+            by_rows, weights, groups, spec.dtype, exact=spec.accumulation.grad_input, out=out
+        )
+        grad_input = grad_input if out is None else handed_out(grad_input)
     grad_weights: tuple[Tensor | None, ...] = (None,) * groups.count
     if spec.needs_grad_weight:
         assert by_columns is not None and x_columns is not None
@@ -172,6 +182,7 @@ class _Together(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable("GroupedLinear")
     def backward(ctx, grad_output):  # pyright: ignore[reportIncompatibleMethodOverride]
         layout, *saved = ctx.saved_tensors
         spec = ctx.spec

@@ -11,16 +11,17 @@ import torch
 from torch import Tensor
 
 from ..distributed.tensor_parallel import TensorParallel
+from ..double_backward import once_differentiable
 from ..primitives.column_sums import column_sums
 from ..primitives.gemm import Epilogue, gemm, gemm_codes
 from ..primitives.gemm.request import Layout
 from ..primitives.operand import Operand, plain
-from ..primitives.quantize import dequantize
+from ..primitives.quantize import Cast, dequantize
 from ..primitives.quantize_dbias import quantize_with_dbias
 from ..tensor.axis import COLS, ROWS
 from ..tensor.identity_tensor import IdentityQuantizer
 from ..tensor.quantized_tensor import QuantizedTensorStorage, storage_of
-from ..tensor.quantizer import CodesRequest, Matrix, Operands, Quantizer, turned
+from ..tensor.quantizer import Matrix, Operands, Quantizer, turned
 from ..tensor.storage.quantized_tensor_storage import as_matrix
 from .saving import pack, take_saved, unpack
 from .scale_update import ScaleUpdate
@@ -75,22 +76,22 @@ class LinearSaved(NamedTuple):
     weight: Operand | Matrix | None
 
 
-def input_codes(spec: LinearSpec) -> CodesRequest | None:
+def input_cast(spec: LinearSpec) -> Cast | None:
     """How the kernel that makes a layer's input may quantize it on the way; None where the layer has to."""
     if spec.keep_input or spec.backward != "quantized" or spec.parallel.gathers_input:
         return None
     if torch.compiler.is_compiling():
         return None  # writes to the scaling state have to be seen by the compiler
-    return spec.input.codes_request(True, spec.needs_grad_weight)
+    return spec.input.cast(True, spec.needs_grad_weight)
 
 
-def gradient_codes(spec: LinearSpec) -> CodesRequest | None:
+def gradient_cast(spec: LinearSpec) -> Cast | None:
     """The same for the kernel that makes the gradient of a layer's output."""
     if not spec.needs_grad_input or spec.backward != "quantized" or spec.parallel.gathers_gradient:
         return None
     if torch.compiler.is_compiling():
         return None
-    return spec.grad_output.codes_request(True, spec.needs_grad_weight)
+    return spec.grad_output.cast(True, spec.needs_grad_weight)
 
 
 class QuantizedGradient(NamedTuple):
@@ -128,7 +129,7 @@ def linear_operands(
             w_operands.columnwise if spec.needs_grad_input else None,
         )
     else:
-        assert not isinstance(x, Operands), "input_codes asks for none then"
+        assert not isinstance(x, Operands), "input_cast asks for none then"
         saved = _saved_otherwise(x, x_operands, weight, w_operands, spec)
     return x_operands.rowwise, w_operands.rowwise, saved
 
@@ -257,11 +258,9 @@ def _read_by_products(
         return QuantizedGradient(
             Operands(None, None), column_sums(dy, bias_dtype) if spec.needs_grad_bias else None
         )
-    codes = gradient_codes(spec) if spec.needs_grad_bias else None
-    if codes is not None:
-        quantized, grad_bias = quantize_with_dbias(
-            dy, codes.spec, bias_dtype, scale=codes.scale, record=codes.record
-        )
+    cast = gradient_cast(spec) if spec.needs_grad_bias else None
+    if cast is not None:
+        quantized, grad_bias = quantize_with_dbias(dy, cast, bias_dtype)
         return QuantizedGradient(spec.grad_output.adopt(quantized, dy.dtype), grad_bias)
     grad_bias = column_sums(dy, bias_dtype) if spec.needs_grad_bias else None
     quantizer = spec.grad_output if spec.backward == "quantized" else IDENTITY
@@ -299,13 +298,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> 
 
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> tuple[Tensor, LinearSaved]:
     flat = x if isinstance(x, QuantizedTensorStorage) else x.reshape(-1, x.shape[-1])
-    codes = None if spec.output is None else _codes_of_product(spec.output, spec.parallel, "row")
-    if codes is None:
+    cast = None if spec.output is None else _cast_of_product(spec.output, spec.parallel, "row")
+    if cast is None:
         y, saved = linear_forward(flat, weight, bias, spec)
     else:
         x_operand, w_operand, saved = linear_operands(flat, weight, spec)
         epilogue = Epilogue(spec.dtype, bias=bias, exact=spec.accumulation.forward)
-        y = _product_codes(codes, x_operand, w_operand, epilogue)
+        y = gemm_codes(x_operand, w_operand, epilogue, cast)
     y = y.view(*leading_shape(x, y), y.shape[-1])
     return y if spec.output is None else _quantized(y, spec.output, spec.dtype), saved
 
@@ -315,17 +314,12 @@ def sums_over_ranks(parallel: TensorParallel, mode: str) -> bool:
     return parallel.mode == mode and parallel.size > 1
 
 
-def _codes_of_product(quantizer: Quantizer, parallel: TensorParallel, mode: str) -> CodesRequest | None:
+def _cast_of_product(quantizer: Quantizer, parallel: TensorParallel, mode: str) -> Cast | None:
     """How a product writes the codes of its own result: FP8, with a scale that is known before it."""
     if torch.compiler.is_compiling() or sums_over_ranks(parallel, mode):
         return None
-    codes = quantizer.codes_request(True, False)
-    return codes if codes is not None and codes.scale is not None else None
-
-
-def _product_codes(codes: CodesRequest, a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
-    assert codes.scale is not None
-    return gemm_codes(a, b, epilogue, codes.spec.element, codes.scale, codes.record)
+    cast = quantizer.cast(True, False)
+    return cast if cast is not None and cast.multiplier is not None else None
 
 
 def _quantized(made: Tensor, quantizer: Any, dtype: torch.dtype) -> Any:
@@ -355,14 +349,15 @@ class _Linear(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable("Linear")
     def backward(ctx, grad_output):  # pyright: ignore[reportIncompatibleMethodOverride]
         spec = ctx.spec
         saved = [LinearSaved(*unpack(take_saved(ctx), ctx.forms))]
         grad_output = grad_output.reshape(-1, grad_output.shape[-1])
         quantizer, product = spec.grad_input, gemm
-        codes = None if quantizer is None else _codes_of_product(quantizer, spec.parallel, "column")
-        if codes is not None:
-            product = partial(_product_codes, codes)
+        cast = None if quantizer is None else _cast_of_product(quantizer, spec.parallel, "column")
+        if cast is not None:
+            product = partial(gemm_codes, cast=cast)
         grads = linear_backward(grad_output, saved.pop(), spec, ctx.weight_dtype, ctx.bias_dtype, product)
         if spec.scale_update is not None:
             spec.scale_update.run()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.autograd import Function
 
+from ..double_backward import is_recorded, replayed
 from .normalization import Norm, NormStatistics
 
 
@@ -45,5 +46,19 @@ class _Normalize(Function):
     @staticmethod
     def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
         x, gamma, mean, rstdev = ctx.saved_tensors
+        if is_recorded():
+            return *_differentiable_gradients(dy, x, gamma, ctx.norm, ctx.needs_input_grad[2]), None
         dx, dgamma, dbeta = normalize_backward(dy, x, NormStatistics(mean, rstdev), gamma, ctx.norm)
         return dx, dgamma, dbeta, None
+
+
+def _differentiable_gradients(
+    dy: Tensor, x: Tensor, gamma: Tensor, norm: Norm, with_beta: bool
+) -> tuple[Tensor | None, ...]:
+    """(dx, dgamma, dbeta) as functions of dy, x and gamma, for a backward pass of the backward pass."""
+    rows = (-1, gamma.numel())
+    dx, dgamma = replayed(
+        lambda x, gamma: norm.by_torch(x.reshape(rows), gamma.reshape(-1)).view(x.shape), (x, gamma), dy
+    )
+    dbeta = dy.reshape(rows).float().sum(0).to(gamma.dtype).view(gamma.shape) if with_beta else None
+    return dx, dgamma, dbeta

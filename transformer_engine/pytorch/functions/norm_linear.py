@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..double_backward import once_differentiable
 from ..tensor.quantizer import Operands
 from .linear import (
     LinearSaved,
     LinearSpec,
-    input_codes,
+    input_cast,
     leading_shape,
     linear_backward,
     linear_forward,
@@ -63,11 +64,11 @@ def normalized_input(
 
     Where norm(x) is not wanted, the norm's kernel may make its codes alone.
     """
-    codes = None if wanted else input_codes(linear)
-    if codes is None:
+    cast = None if wanted else input_cast(linear)
+    if cast is None:
         norm_output, statistics = norm.forward(x, gamma, beta)
         return norm_output if wanted else None, norm_output, statistics
-    quantized, statistics = norm.forward_quantized(x, gamma, beta, codes)
+    quantized, statistics = norm.forward(x, gamma, beta, cast)
     return None, linear.input.adopt(quantized, x.dtype), statistics
 
 
@@ -83,6 +84,7 @@ class _NormLinear(torch.autograd.Function):
         return y if norm_output is None else (y, norm_output)
 
     @staticmethod
+    @once_differentiable("LayerNormLinear")
     def backward(ctx, grad_output, grad_norm_output=None):  # pyright: ignore[reportIncompatibleMethodOverride]
         spec = ctx.spec
         x, gamma, mean, rstdev, *tensors = take_saved(ctx)

@@ -13,13 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..double_backward import once_differentiable
 from ..primitives.activation import (
     ACTIVATIONS,
     ActivationParams,
     activation_backward,
-    activation_backward_quantized,
     activation_forward,
-    activation_forward_quantized,
     gradient_fuses,
 )
 from ..primitives.gemm import Epilogue, gemm_gelu, gemm_gelu_gradient
@@ -29,8 +28,8 @@ from .linear import (
     LinearSaved,
     LinearSpec,
     QuantizedGradient,
-    gradient_codes,
-    input_codes,
+    gradient_cast,
+    input_cast,
     leading_shape,
     linear_backward,
     linear_forward,
@@ -120,22 +119,15 @@ def _gelu_in_product(spec: NormMLPSpec) -> bool:
     """
     if spec.activation != "gelu" or sums_over_ranks(spec.fc1.parallel, "row"):
         return False
-    return spec.fc1.input.is_identity and spec.fc1.weight.is_identity and input_codes(spec.fc2) is None
+    return spec.fc1.input.is_identity and spec.fc1.weight.is_identity and input_cast(spec.fc2) is None
 
 
 def _activated(fc1_output: Tensor, spec: NormMLPSpec) -> Tensor | Operands:
     """The activation's output as fc2 reads it: its codes, where the activation's kernel makes them."""
-    codes = input_codes(spec.fc2)
-    if codes is None:
+    cast = input_cast(spec.fc2)
+    if cast is None:
         return activation_forward(spec.activation, fc1_output, spec.activation_params)
-    quantized = activation_forward_quantized(
-        spec.activation,
-        fc1_output,
-        spec.activation_params,
-        codes.spec,
-        scale=codes.scale,
-        record=codes.record,
-    )
+    quantized = activation_forward(spec.activation, fc1_output, spec.activation_params, cast)
     return spec.fc2.input.adopt(quantized, fc1_output.dtype)
 
 
@@ -143,25 +135,23 @@ def _fc1_gradient(
     grad_activated: Tensor, fc1_output: Tensor, spec: NormMLPSpec, bias_dtype: torch.dtype
 ) -> Tensor | QuantizedGradient:
     """The gradient of fc1's output, as codes where the activation's kernel makes them, its row sum included."""
-    codes = gradient_codes(spec.fc1)
+    cast = gradient_cast(spec.fc1)
     # Where one scale is to be made, a kernel finds the maximum and another casts, with dy [M, F] in memory until both
     # are done: for a gated unit that is the peak of the whole layer, and separate steps let go of dy in between.
-    scaled_after = codes is not None and codes.scale is None and codes.spec.format.block is None
+    scaled_after = cast is not None and cast.multiplier is None and cast.spec.format.block is None
     if (
-        codes is None
+        cast is None
         or (scaled_after and ACTIVATIONS[spec.activation].gated)
-        or not gradient_fuses(codes.spec, spec.fc1.needs_grad_bias)
+        or not gradient_fuses(cast.spec, spec.fc1.needs_grad_bias)
     ):
         return activation_backward(spec.activation, grad_activated, fc1_output, spec.activation_params)
-    quantized, grad_bias = activation_backward_quantized(
+    quantized, grad_bias = activation_backward(
         spec.activation,
         grad_activated,
         fc1_output,
         spec.activation_params,
-        codes.spec,
-        scale=codes.scale,
-        record=codes.record,
-        dbias=bias_dtype if spec.fc1.needs_grad_bias else None,
+        cast,
+        bias_dtype if spec.fc1.needs_grad_bias else None,
     )
     return QuantizedGradient(spec.fc1.grad_output.adopt(quantized, fc1_output.dtype), grad_bias)
 
@@ -170,7 +160,7 @@ def _gelu_gradient_in_product(spec: NormMLPSpec) -> bool:
     """Is fc2's input gradient times gelu' what fc1 reads? Not if the activation's kernel makes codes of it."""
     if spec.activation != "gelu" or sums_over_ranks(spec.fc2.parallel, "column"):
         return False
-    return gradient_codes(spec.fc1) is None
+    return gradient_cast(spec.fc1) is None
 
 
 def _times_gelu_gradient(x: Tensor, dy: Operand, w: Operand, epilogue: Epilogue) -> Tensor:
@@ -298,6 +288,7 @@ class _NormMLP(torch.autograd.Function):
         return y if norm_output is None else (y, norm_output)
 
     @staticmethod
+    @once_differentiable("LayerNormMLP")
     def backward(ctx, grad_output, grad_norm_output=None):  # pyright: ignore[reportIncompatibleMethodOverride]
         spec = ctx.spec
         if spec.recompute:

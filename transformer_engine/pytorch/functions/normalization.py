@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 from torch import Tensor
 
 from ..primitives.norm import (
     layernorm_backward,
     layernorm_forward,
-    layernorm_forward_quantized,
+    reference,
     rmsnorm_backward,
     rmsnorm_forward,
-    rmsnorm_forward_quantized,
 )
-from ..primitives.quantize import Quantized
-from ..tensor.quantizer import CodesRequest
+from ..primitives.quantize import Cast, Quantized
 
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 
@@ -36,25 +34,31 @@ class Norm:
     eps: float = 1e-5
     zero_centered: bool = False
 
-    def forward(self, x: Tensor, gamma: Tensor, beta: Tensor | None) -> tuple[Tensor, NormStatistics]:
+    @overload
+    def forward(
+        self, x: Tensor, gamma: Tensor, beta: Tensor | None, cast: None = None
+    ) -> tuple[Tensor, NormStatistics]: ...
+
+    @overload
+    def forward(
+        self, x: Tensor, gamma: Tensor, beta: Tensor | None, cast: Cast
+    ) -> tuple[Quantized, NormStatistics]: ...
+
+    def forward(
+        self, x: Tensor, gamma: Tensor, beta: Tensor | None, cast: Cast | None = None
+    ) -> tuple[Tensor | Quantized, NormStatistics]:
+        """(y, its statistics); with a cast the codes that quantizing y gives, bit for bit."""
         if self.kind == "LayerNorm":
-            y, mean, rstdev = layernorm_forward(x, gamma, beta, self.eps, self.zero_centered)
+            y, mean, rstdev = layernorm_forward(x, gamma, beta, self.eps, self.zero_centered, cast)
             return y, NormStatistics(mean, rstdev)
-        y, rstdev = rmsnorm_forward(x, gamma, self.eps, self.zero_centered)
+        y, rstdev = rmsnorm_forward(x, gamma, self.eps, self.zero_centered, cast)
         return y, NormStatistics(None, rstdev)
 
-    def forward_quantized(
-        self, x: Tensor, gamma: Tensor, beta: Tensor | None, codes: CodesRequest
-    ) -> tuple[Quantized, NormStatistics]:
-        """The codes of y instead of y, bit for bit those that quantizing y gives."""
-        how = {"scale": codes.scale, "record": codes.record}
+    def by_torch(self, x: Tensor, gamma: Tensor) -> Tensor:
+        """y without beta, in torch operations that autograd differentiates as often as wanted."""
         if self.kind == "LayerNorm":
-            made, mean, rstdev = layernorm_forward_quantized(
-                x, gamma, beta, self.eps, self.zero_centered, codes.spec, **how
-            )
-            return made, NormStatistics(mean, rstdev)
-        made, rstdev = rmsnorm_forward_quantized(x, gamma, self.eps, self.zero_centered, codes.spec, **how)
-        return made, NormStatistics(None, rstdev)
+            return reference.layernorm_forward(x, gamma, None, self.eps, self.zero_centered)[0]
+        return reference.rmsnorm_forward(x, gamma, self.eps, self.zero_centered)[0]
 
     def backward(
         self, dy: Tensor, x: Tensor, statistics: NormStatistics, gamma: Tensor

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..primitives.operand import Operand
+from ..tensor.custom_operand import CustomOperand
 from ..tensor.quantizer import Matrix
 
 Saved = Operand | Matrix | None
@@ -27,6 +28,10 @@ def pack(*operands: Saved) -> tuple[list[Tensor | None], list[Any]]:
         elif isinstance(operand, Matrix):
             tensors.append(operand.values)
             forms.append(())
+        elif isinstance(operand, CustomOperand):
+            parts, together = operand.take_apart()
+            tensors += parts
+            forms.append(together)
         else:
             codes, scale, tensor_format, amax, dtype = operand
             tensors += (codes, scale, amax)
@@ -56,8 +61,12 @@ def unpack(tensors: Sequence[Tensor | None], forms: list[Any]) -> list[Any]:
         elif not form:
             operands.append(Matrix(tensors[start]))  # pyright: ignore[reportArgumentType]
             start += 1
-        else:
+        elif isinstance(form, tuple):
             codes, scale, amax = tensors[start : start + 3]
             operands.append(Operand(codes, scale, form[0], amax, form[1]))  # pyright: ignore[reportArgumentType]
             start += 3
+        else:
+            operand, taken = form(list(tensors[start:]))
+            operands.append(operand)
+            start += taken
     return operands

@@ -7,6 +7,7 @@ from torch.autograd import Function
 
 from ..constants import dist_group_type
 from ..distributed.collectives import gather_along_first_dim, reduce_scatter_along_first_dim
+from ..double_backward import once_differentiable
 
 
 def gather_sequence(x: Tensor, group: dist_group_type | None) -> Tensor:
@@ -21,5 +22,6 @@ class _GatherSequence(Function):
         return gather_along_first_dim(x, group)[0]
 
     @staticmethod
+    @once_differentiable("the gathering of a sequence over ranks")
     def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
         return reduce_scatter_along_first_dim(dy, ctx.group)[0], None

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 from torch.autograd import Function
 
-from ..primitives.softmax import scaled_softmax_backward, scaled_softmax_forward
+from ..double_backward import is_recorded
+from ..primitives.softmax import reference, scaled_softmax_backward, scaled_softmax_forward
 
 
 def scaled_softmax(x: Tensor, scale: float, mask: Tensor | None = None, causal: str | None = None) -> Tensor:
@@ -24,4 +25,6 @@ class _ScaledSoftmax(Function):
     @staticmethod
     def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
         (y,) = ctx.saved_tensors
+        if is_recorded():  # a function of y, which is a function of x by this node
+            return reference.backward(dy, y, ctx.scale, ctx.causal), None, None, None
         return scaled_softmax_backward(dy, y, ctx.scale, causal=ctx.causal), None, None, None

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from types import MethodType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ...common.bounded import Bounded
+from ...common.recipe import Recipe
 from ..device import canonical_device
 from ..distributed.recompute import is_fp8_activation_recompute_enabled
 from ..functions.scale_update import ScaleUpdate, in_a_backward, of_the_pass
 from ..functions.weight_gradient import WeightGradientStore, dummy_gradient
 from ..quantization import check_extra_state, decode_extra_state, encode_extra_state, load_extra_state
-from ..quantization.autocast import AutocastState, current
+from ..quantization.autocast import AutocastState
+from ..quantization.family import family_of
 from ..quantization.model_init import current_model_init
 from ..tensor.quantized_tensor import QuantizedTensor, QuantizedTensorStorage
 from ..tensor.quantizer import Quantizer
-from .parameters import ParameterInit
+from .forward_protocol import ForwardProtocol
+from .parameters import InitMethod, ParameterInit, default_init_method
 from .recipe_state import (
     UNQUANTIZED,
     ModuleRecipe,
@@ -31,6 +35,7 @@ from .recipe_state import (
     slots,
 )
 from .repetition import refuse_other_repetition, repeatable
+from .settings import names_read
 
 T = TypeVar("T")
 
@@ -57,7 +62,7 @@ def made_to_keep(make: Callable[[], T]) -> T:
         return make()
 
 
-class TransformerEngineBaseModule(torch.nn.Module):
+class TransformerEngineBaseModule(ForwardProtocol):
     """A layer with quantizers.
 
     num_products   how many linear products it has, hence how many quantizer slots
@@ -66,6 +71,21 @@ class TransformerEngineBaseModule(torch.nn.Module):
     """
 
     num_products = 1
+    # What a call may depend on: attributes that the classes of this package read. Callers have others of their own,
+    # some of them written in every step.
+    _settings: frozenset[str] = frozenset()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        ours = cls.__module__.partition(".")[0] == __name__.partition(".")[0]
+        cls._settings |= names_read(cls) if ours else frozenset()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._settings and self.__dict__.get(name, self) is not value:
+            remembered = self.__dict__.get("_remembered")
+            if remembered:
+                remembered.clear()
+        super().__setattr__(name, value)
 
     def __init__(self, name: str | None = None) -> None:
         super().__init__()
@@ -103,19 +123,34 @@ class TransformerEngineBaseModule(torch.nn.Module):
 
     def fast_setattr(self, name: str, value: Any) -> None:
         """Set a plain attribute without nn.Module's search for parameters and modules."""
+        if name in self._settings:
+            self._remembered.clear()
         self.__dict__[name] = value
 
     def module_setattr(self, name: str, value: Any) -> None:
         """Set an attribute as nn.Module does, registering parameters and modules."""
-        super().__setattr__(name, value)
+        setattr(self, name, value)
 
     def register_parameter(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, name: str, param: torch.nn.Parameter | None, init: ParameterInit | None = None
+        self,
+        name: str,
+        param: torch.nn.Parameter | None,
+        init_fn: InitMethod | ParameterInit | None = None,
+        get_rng_state_tracker: Callable | None = None,
+        fp8_meta_index: int | None = None,
     ) -> None:
-        """Register a parameter and remember how `reset_parameters` fills it."""
+        """Register a parameter and remember how `reset_parameters` fills it: default N(0, 0.023).
+
+        fp8_meta_index   which of the forward quantizers holds it under quantized_model_init; None: it stays plain
+        """
         super().register_parameter(name, param)
-        if init is not None:
-            self.param_init_meta[name] = init
+        if isinstance(init_fn, ParameterInit):  # how the layers of this package say it
+            self.param_init_meta[name] = init_fn
+            return
+        given = init_fn is not None or fp8_meta_index is not None
+        if param is not None and (given or name not in self.param_init_meta):
+            fill = default_init_method if init_fn is None else init_fn
+            self.param_init_meta[name] = ParameterInit(fill, get_rng_state_tracker, None, fp8_meta_index)
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Fill every parameter by its init method, allocate those on the meta device, quantize those to be quantized.
@@ -128,10 +163,19 @@ class TransformerEngineBaseModule(torch.nn.Module):
             param = getattr(self, name)
             values = _empty_like_parameter(param)
             init.fill(values)
-            if self.primary_weights_in_fp8 and init.fp8_meta_index is not None:
+            if isinstance(param, QuantizedTensor) and not param.is_meta:
+                self._fill_again(param, values)
+            elif self.primary_weights_in_fp8 and init.fp8_meta_index is not None:
                 self._replace_parameter(name, self._quantized_parameter(values, init.fp8_meta_index))
             elif param.is_meta or values is not param:
                 self._replace_parameter(name, torch.nn.Parameter(values, requires_grad=param.requires_grad))
+
+    def _fill_again(self, param: QuantizedTensor, values: Tensor) -> None:
+        """New values for a quantized parameter that optimizers and wrappers hold, in its own codes."""
+        with torch.no_grad():
+            param.copy_(values)
+        if self.preserve_high_precision_init_val:
+            _keep_initial_values(param, values)  # pyright: ignore[reportArgumentType]
 
     def _replace_parameter(self, name: str, new: torch.nn.Parameter) -> None:
         old = self._parameters[name]
@@ -161,14 +205,6 @@ class TransformerEngineBaseModule(torch.nn.Module):
         for param in self.parameters(recurse=False):
             return canonical_device("cuda") if param.is_meta else param.device
         return canonical_device("cuda")
-
-    def init_fp8_metadata(self, num_gemms: int = 1) -> None:
-        """Bring recipe state in line with the active autocast (the original's entry point)."""
-        state = current()
-        self.fp8_parameters = self.primary_weights_in_fp8
-        self.fp8, self.fp8_calibration = state.enabled, state.calibrating
-        if state.enabled or state.calibrating:
-            ensure(self, state)
 
     def _product_quantizers(self, state: AutocastState) -> tuple[ProductQuantizers, ...]:
         """The quantizers of this forward, one set a product; all-identity outside of quantized regions."""
@@ -203,7 +239,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
     def _check_parameter_recipe(self, recipe: Recipe | None) -> None:
         """RuntimeError under another kind of recipe than quantized parameters were made with, if there are any."""
         made_with = self._model_init_recipe
-        if made_with is None or type(made_with) is type(recipe):
+        if made_with is None or recipe is None or family_of(made_with) is family_of(recipe):
             return
         if any(isinstance(param, QuantizedTensorStorage) for param in self._parameters.values()):
             raise RuntimeError(
@@ -275,9 +311,11 @@ class TransformerEngineBaseModule(torch.nn.Module):
         }
         return len(slots)
 
-    def register_wgrad_accumulation_and_reduce_hooks(self, hook) -> None:
-        """Call hook() whenever `backward_dw` has finished a weight gradient."""
-        self._wgrad_hooks.append(hook)
+    def register_wgrad_accumulation_and_reduce_hooks(
+        self, wgrad_accumulation_and_reduce_hook: Callable[[], object]
+    ) -> None:
+        """Call the hook, without arguments, whenever `backward_dw` has finished a weight gradient."""
+        self._wgrad_hooks.append(wgrad_accumulation_and_reduce_hook)
 
     def _trigger_wgrad_accumulation_and_reduce_hooks(self) -> None:
         for hook in self._wgrad_hooks:
@@ -295,8 +333,10 @@ class TransformerEngineBaseModule(torch.nn.Module):
         content = decode_extra_state(state)
         if content is None:
             return
-        check_extra_state(content, slots(self.num_products))
+        products = self._products_of(content)
+        check_extra_state(content, slots(products))
         self._check_parameter_recipe(content["recipe"])
+        self._grow_to(products)
         renew(self, content["recipe"], self.fp8_meta["fp8_group"])
         load_extra_state(content, self.fp8_meta)
         self.fp8_meta["num_gemms"] = self.num_products
@@ -309,7 +349,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         self._fp8_workspaces.clear()  # made of the weights that were here before
 
-    def activation_dtype(self, x: Tensor) -> torch.dtype:
+    def computing_dtype(self, x: Tensor) -> torch.dtype:
         """The dtype a layer computes in: torch.autocast's when active, else the input's.
 
         Raises TypeError when the input's dtype is not the parameters'.
@@ -332,6 +372,9 @@ class TransformerEngineBaseModule(torch.nn.Module):
         warnings.warn(message, stacklevel=3)
 
 
+TransformerEngineBaseModule._settings = names_read(TransformerEngineBaseModule)
+
+
 def _empty_like_parameter(param: Tensor) -> Tensor:
     """Where init methods write: the parameter's own storage, or a fresh high-precision tensor."""
     if isinstance(param, QuantizedTensor):
@@ -343,6 +386,14 @@ def _empty_like_parameter(param: Tensor) -> Tensor:
 
 def _keep_initial_values(param: torch.nn.Parameter, values: Tensor) -> None:
     """Attach accessors of the high-precision initial values, kept on the CPU for an optimizer's master weights."""
-    kept: dict[str, Tensor] = {"values": values.detach().cpu().clone()}
-    param.get_high_precision_init_val = lambda: kept.get("values")  # pyright: ignore
-    param.clear_high_precision_init_val = lambda: kept.clear()  # pyright: ignore
+    param._high_precision_init_val = values.detach().cpu().clone()  # pyright: ignore[reportAttributeAccessIssue]
+    param.get_high_precision_init_val = MethodType(_initial_values, param)  # pyright: ignore
+    param.clear_high_precision_init_val = MethodType(_forget_initial_values, param)  # pyright: ignore
+
+
+def _initial_values(param: Tensor) -> Tensor | None:
+    return getattr(param, "_high_precision_init_val", None)
+
+
+def _forget_initial_values(param: Tensor) -> None:
+    vars(param).pop("_high_precision_init_val", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from ..device import canonical_device, is_meta
 from ..distributed.tensor_parallel import TensorParallel, set_tensor_model_parallel_attributes
+from ..functions.caller_buffers import CallerBuffers, checked
 from ..functions.grouped_linear import GroupedLinearSpec, grouped_linear
 from ..functions.grouped_together import grouped_linear_together
 from ..functions.linear import LinearSpec
@@ -33,6 +35,8 @@ class GroupedLinear(QuantizedProductsModule):
     quantized and multiplied together where `grouped_path` allows it; NVTE_USE_CUTLASS_GROUPED_GEMM=0 multiplies
     group by group, which gives the bits of a loop of Linear layers.
     """
+
+    quantized_as = "grouped_linear"
 
     def __init__(
         self,
@@ -121,27 +125,51 @@ class GroupedLinear(QuantizedProductsModule):
                 set_tensor_model_parallel_attributes(getattr(self, f"bias{i}"), sharded, 0, 1)
 
     def forward(
-        self, inp: Tensor, m_splits: Sequence[int] | Tensor, is_first_microbatch: bool | None = None
+        self,
+        inp: Tensor,
+        m_splits: Sequence[int] | Tensor,
+        is_first_microbatch: bool | None = None,
+        out: Tensor | None = None,
+        dgrad_out: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, list[Tensor]]:
         """y [.., out_features], or (y, [bias of each group]) with return_bias.
 
         m_splits   rows of each group, in order; zeros are allowed, the sum is the number of rows. A tensor on a
                    GPU stays there where the groups go together: nobody checks its sum, and rows past it get
                    undefined results. Where the groups go one by one the host reads it, and waits
+        out        buffer of the output's shape and dtype: the output is written there, and what is returned shares it
+        dgrad_out  the same for the input's gradient, which the backward pass writes there
         """
+        buffers = None if out is None and dgrad_out is None else self._caller_buffers(inp, out, dgrad_out)
         flat = inp.reshape(-1, self.in_features) if inp.shape[-1:] == (self.in_features,) else inp
         if not torch.compiler.is_compiling():
             self.check_repetition(current())
             planned = self._together.plan(flat, m_splits, is_first_microbatch)
             if planned is not None:
                 weights, biases, groups, spec = planned
+                spec = spec if buffers is None else spec._replace(buffers=buffers)
                 y = grouped_linear_together(flat, weights, None if self.return_bias else biases, groups, spec)
                 y = y.view(*inp.shape[:-1], self.out_features)
                 return (y, biases or []) if self.return_bias else y
-        return self._one_by_one(inp, m_splits, is_first_microbatch)
+        return self._one_by_one(inp, m_splits, is_first_microbatch, buffers)
+
+    def _caller_buffers(self, inp: Tensor, out: Tensor | None, dgrad_out: Tensor | None) -> CallerBuffers:
+        """The caller's buffers as matrices; ValueError where one does not fit its result."""
+        if torch.compiler.is_compiling():
+            raise NotImplementedError("out and dgrad_out need eager mode; leave them None in compiled code")
+        self.check_input(inp, self.in_features)
+        made = torch.empty(0, dtype=self.computing_dtype(inp), device=inp.device)
+        shape = torch.Size((*inp.shape[:-1], self.out_features))
+        return CallerBuffers(
+            checked("out", out, shape, made), checked("dgrad_out", dgrad_out, inp.shape, inp)
+        )
 
     def _one_by_one(
-        self, inp: Tensor, m_splits: Sequence[int] | Tensor, is_first_microbatch: bool | None
+        self,
+        inp: Tensor,
+        m_splits: Sequence[int] | Tensor,
+        is_first_microbatch: bool | None,
+        buffers: CallerBuffers | None,
     ) -> Tensor | tuple[Tensor, list[Tensor]]:
         self.check_input(inp, self.in_features)
         rows = tuple(m_splits.tolist()) if isinstance(m_splits, Tensor) else tuple(m_splits)
@@ -152,6 +180,8 @@ class GroupedLinear(QuantizedProductsModule):
             )
         weights = [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
         spec = self._spec(inp, rows, is_first_microbatch)
+        if buffers is not None:
+            spec = replace(spec, buffers=buffers)
         biases = self._biases(spec.groups[0].dtype)
         y = grouped_linear(flat, weights, [None] * len(rows) if self.return_bias else biases, spec)
         y = y.view(*inp.shape[:-1], self.out_features)
@@ -171,7 +201,7 @@ class GroupedLinear(QuantizedProductsModule):
         trained = any(p.requires_grad for p in self.parameters(recurse=False))
         needs_grad = torch.is_grad_enabled() and (inp.requires_grad or trained)
         scale_update = self._scale_update(state, needs_grad)
-        dtype = self.activation_dtype(inp)
+        dtype = self.computing_dtype(inp)
         groups = tuple(
             self._group_spec(i, product, state, dtype, inp.requires_grad, is_first_microbatch, scale_update)
             for i, product in enumerate(products)

@@ -17,7 +17,7 @@ from ..functions.normalization import Norm
 from ..functions.weight_gradient import WeightGradientStore
 from ..quantization.autocast import current
 from .linear_base import LinearParameters, OverlapOptions, check_parallel_mode
-from .norm_parameters import check_normalization, register_norm_parameters
+from .norm_parameters import check_normalization, mark_norm_parameters, register_norm_parameters
 from .parameters import InitMethod
 
 
@@ -55,10 +55,11 @@ class LayerNormLinear(LinearParameters):
         parameters_split: Sequence[str] | Mapping[str, int] | None = None,
         zero_centered_gamma: bool = False,
         device: torch.device | str | int = "cuda",
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
         ub_bulk_wgrad: bool = False,
         ub_bulk_dgrad: bool = False,
-        ub_overlap_rs_dgrad: bool = False,
-        ub_overlap_ag: bool = False,
         ub_name: str | None = None,
         delay_wgrad_compute: bool = False,
         symmetric_ar_type: str | None = None,
@@ -86,7 +87,7 @@ class LayerNormLinear(LinearParameters):
         self.return_layernorm_output_gathered = return_layernorm_output_gathered
         self.symmetric_ar_type = symmetric_ar_type
         self.overlap = OverlapOptions(
-            ub_overlap_ag, False, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad, ub_name
+            ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad, ub_name
         )
         self.ub_name = ub_name
         self.get_rng_state_tracker, self.rng_tracker_name = get_rng_state_tracker, rng_tracker_name
@@ -98,6 +99,10 @@ class LayerNormLinear(LinearParameters):
         )
         self.create_parameters(bias, parameters_split, params_dtype, device, init_method)
         self.reset_parameters(defer_init=is_meta(device))
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        super().reset_parameters(defer_init=defer_init)
+        mark_norm_parameters(self)
 
     def forward(
         self,
@@ -161,7 +166,7 @@ class LayerNormLinear(LinearParameters):
         needs_grad_bias = grad and bias is not None and bias.requires_grad and not self.return_bias
         needs_grad = needs_grad_input or needs_grad_weight or needs_grad_bias
         linear = LinearSpec(
-            dtype=self.activation_dtype(inp),
+            dtype=self.computing_dtype(inp),
             input=quantizers.input,
             weight=quantizers.weight,
             grad_output=quantizers.grad_output,

@@ -19,7 +19,7 @@ from ..functions.weight_gradient import WeightGradientStore
 from ..primitives.activation import ACTIVATIONS, ActivationParams
 from ..quantization.autocast import AutocastState, current
 from .linear_base import OverlapOptions, QuantizedProductsModule
-from .norm_parameters import check_normalization, register_norm_parameters
+from .norm_parameters import check_normalization, mark_norm_parameters, register_norm_parameters
 from .parameters import InitMethod, ParameterInit, default_init_method
 from .recipe_state import ProductQuantizers
 
@@ -72,6 +72,7 @@ class LayerNormMLP(QuantizedProductsModule):
         set_parallel_mode: bool = False,
         zero_centered_gamma: bool = False,
         device: torch.device | str | int = "cuda",
+        name: str | None = None,
         ub_overlap_ag: bool = False,
         ub_overlap_rs: bool = False,
         ub_overlap_rs_dgrad: bool = False,
@@ -80,7 +81,6 @@ class LayerNormMLP(QuantizedProductsModule):
         delay_wgrad_compute: bool = False,
         symmetric_ar_type: str | None = None,
         checkpoint: bool = False,
-        name: str | None = None,
     ) -> None:
         super().__init__(name)
         check_normalization(normalization)
@@ -132,10 +132,17 @@ class LayerNormMLP(QuantizedProductsModule):
             else:
                 setattr(self, f"{layer}_bias", torch.empty(0, dtype=dtype, device=device))
 
+    def _product_name(self, product: int) -> str:
+        return ".".join(part for part in (self.name, ("fc1", "fc2")[product]) if part)
+
+    def _is_at_border(self, product: int, fwd: bool) -> bool:
+        return product == (1 if fwd else 0)
+
     def reset_parameters(self, defer_init: bool = False) -> None:
         super().reset_parameters(defer_init=defer_init)
         if defer_init:
             return
+        mark_norm_parameters(self)
         sharded = self.set_parallel_mode and self.tp_size > 1
         set_tensor_model_parallel_attributes(self.fc1_weight, sharded, 0, 1)
         set_tensor_model_parallel_attributes(self.fc2_weight, sharded, 1, 1)
@@ -187,7 +194,7 @@ class LayerNormMLP(QuantizedProductsModule):
 
     def _spec(self, inp: Tensor, is_first_microbatch: bool | None) -> NormMLPSpec:
         self.check_input(inp, self.hidden_size)
-        dtype = self.activation_dtype(inp)
+        dtype = self.computing_dtype(inp)
         state = current()
         fc1_rows = self.fc1_weight.shape[0]
         shapes = ((self.hidden_size, fc1_rows), (self.ffn_shard, self.hidden_size))
@@ -206,7 +213,7 @@ class LayerNormMLP(QuantizedProductsModule):
             fc1,
             fc2,
             self.activation,
-            self.activation_params,
+            ActivationParams.of(self.activation_params),
             self.return_layernorm_output,
             self.checkpoint and needs_grad,
             needs_grad,

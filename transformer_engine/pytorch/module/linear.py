@@ -138,7 +138,7 @@ class Linear(LinearParameters):
     ) -> LinearSpec:
         self.check_input(inp, self.in_features)
         state = current()
-        dtype = inp.dtype if isinstance(inp, QuantizedTensorStorage) else self.activation_dtype(inp)
+        dtype = inp.dtype if isinstance(inp, QuantizedTensorStorage) else self.computing_dtype(inp)
         quantizers = self.quantizable_products(state, inp, ((self.in_features, self.out_features),))[0]
         self.check_results(quantizers, fp8_output, fp8_grad)
         grad = torch.is_grad_enabled()

@@ -10,23 +10,27 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ...common import env
 from ...common.dispatch import undisturbed
 from ..backward_thread import keep_backward_here
 from ..device import canonical_device
-from ..distributed.recompute import is_fp8_activation_recompute_enabled
 from ..distributed.tensor_parallel import set_tensor_model_parallel_attributes
 from ..functions.linear import Accumulation, LinearSpec
 from ..functions.scale_update import in_a_backward
 from ..functions.sequence import gather_sequence
 from ..functions.weight_gradient import WeightGradient
-from ..quantization.autocast import AutocastState, current
+from ..quantization import QuantizerRole
+from ..quantization.autocast import AutocastState, here
 from ..quantization.family import family_of
+from ..quantization.roles import BACKWARD_TENSORS, FORWARD_TENSORS
 from .base import TransformerEngineBaseModule
 from .parameters import InitMethod, ParameterInit, default_init_method, split_names
 from .precision import quantizes
 from .recipe_state import UNQUANTIZED, ProductQuantizers, ensure
 
 T = TypeVar("T")
+
+_fp8_auto = env.watch("NVTE_FP8_AUTO")  # the one variable that decides what a spec is
 
 
 @dataclass(frozen=True)
@@ -67,9 +71,53 @@ def product_refusal(product: ProductQuantizers, m: int, k: int, n: int) -> str |
 class QuantizedProductsModule(TransformerEngineBaseModule):
     """A module whose forward is made of linear products: which quantizers they get, and how gradients are formed."""
 
+    quantized_as = "linear"  # module_type of its quantizers' roles
+    products_grow = False
     fuse_wgrad_accumulation = False
     save_original_input = False
     return_layernorm_output_gathered = False
+    _output_role: QuantizerRole | None = None
+    _grad_input_role: QuantizerRole | None = None
+
+    def get_quantizer_roles(self, *, fwd: bool, num_quantizers: int) -> list[QuantizerRole | None]:
+        """Roles by slot of each product; those at the module's borders may be set, see `output_quantizer_role`."""
+        tensors = FORWARD_TENSORS if fwd else BACKWARD_TENSORS
+        products = num_quantizers // len(tensors)
+        border = self._output_role if fwd else self._grad_input_role
+        roles: list[QuantizerRole | None] = []
+        for product in range(products):
+            name = self._product_name(product)
+            roles += [QuantizerRole(self.quantized_as, tensor, name) for tensor in tensors]
+            if border is not None and self._is_at_border(product, fwd):
+                roles[-1] = border
+        return roles
+
+    def _product_name(self, product: int) -> str:
+        return self.name or ""
+
+    def _is_at_border(self, product: int, fwd: bool) -> bool:
+        """Does a product make the module's output, or the gradient of its input?"""
+        return True
+
+    @property
+    def output_quantizer_role(self) -> QuantizerRole | None:
+        """What a custom recipe's factory is told the output is for, such as an attention's "qkv"."""
+        return self._output_role
+
+    @output_quantizer_role.setter
+    def output_quantizer_role(self, role: QuantizerRole | None) -> None:
+        self._output_role = role
+        self._module_recipe = None  # quantizers are asked for anew
+
+    @property
+    def grad_input_quantizer_role(self) -> QuantizerRole | None:
+        """The same of the input's gradient."""
+        return self._grad_input_role
+
+    @grad_input_quantizer_role.setter
+    def grad_input_quantizer_role(self, role: QuantizerRole | None) -> None:
+        self._grad_input_role = role
+        self._module_recipe = None
 
     def remembered(
         self,
@@ -83,11 +131,13 @@ class QuantizedProductsModule(TransformerEngineBaseModule):
         That is the recipe, the input's and the parameters' shape, dtype, device and need of a gradient, torch's
         modes, this module's switches, and options. What else a result depends on must be added to it afterwards.
         """
-        state = current()
         if torch.compiler.is_compiling():
             return build()
-        self.check_repetition(state)
-        if state.calibrating or is_fp8_activation_recompute_enabled():
+        thread = here()
+        state, grad, before = thread.state, torch.is_grad_enabled(), self._state_without_gradients
+        if not grad or (before is not None and before is not state):
+            self.check_repetition(state)
+        if state.calibrating or (thread.recomputes and state.enabled):
             return build()
         if not undisturbed():
             return build()  # somebody wants to see the choices that are made on the way
@@ -100,8 +150,9 @@ class QuantizedProductsModule(TransformerEngineBaseModule):
         key = (
             options,
             state.enabled,
+            _fp8_auto() if state.enabled else None,
             self._module_recipe,
-            torch.is_grad_enabled(),
+            grad,
             torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None,
             (type(inp), inp.shape, inp.dtype, device, inp.requires_grad),
             (self.tp_group, self.tp_size, self.sequence_parallel),

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...common import env
 from ..device import canonical_device
 from ..functions.norm import normalize
 from ..functions.normalization import Norm
 
 _STAGES = ("forward", "backward", "inference")
+_VARIABLES = ("NVTE_FWD_LAYERNORM_SM_MARGIN", "NVTE_BWD_LAYERNORM_SM_MARGIN", "NVTE_INF_LAYERNORM_SM_MARGIN")
+
+
+def environment_margins() -> dict[str, int]:
+    """The margin that the environment names for each stage, 0 where it names none."""
+    return {stage: int(env.get(name) or 0) for stage, name in zip(_STAGES, _VARIABLES, strict=True)}
 
 
 class Normalization(torch.nn.Module):
@@ -57,11 +65,22 @@ class Normalization(torch.nn.Module):
             self.bias = torch.nn.Parameter(torch.empty(self.normalized_shape, **allocation))
         else:
             self.register_parameter("bias", None)
-        if sequence_parallel is not None:
-            for parameter in self.parameters():
-                parameter.sequence_parallel = sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
+        self._mark_parameters()
         if not self.weight.is_meta:
             self.reset_parameters()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in ("eps", "zero_centered_gamma") and "_norm" in self.__dict__:
+            self.__dict__["_norm"] = Norm(self.kind, self.eps, self.zero_centered_gamma)
+        if name == "sequence_parallel" and "_norm" in self.__dict__:
+            self._mark_parameters()
+
+    def _mark_parameters(self) -> None:
+        """Say whether their gradients are to be summed over ranks; again on reset, for a copy has no attributes."""
+        if self.sequence_parallel is not None:
+            for parameter in self.parameters():
+                parameter.sequence_parallel = self.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         """gamma = 1, beta = 0; parameters on the meta device are allocated first, keeping their attributes.
@@ -76,28 +95,29 @@ class Normalization(torch.nn.Module):
                 allocated = torch.nn.Parameter(values, requires_grad=parameter.requires_grad)
                 vars(allocated).update(vars(parameter))
                 self.register_parameter(name, allocated)
+        self._mark_parameters()
         with torch.no_grad():
             self.weight.fill_(0.0 if self.zero_centered_gamma else 1.0)
             if self.has_bias:
                 self.bias.zero_()
 
-    def forward(self, inp: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """The normalized input, in torch.autocast's dtype when that is active, else in the input's."""
-        self._check(inp)
-        device = inp.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else inp.dtype
-        return normalize(inp.to(dtype), self.weight, self.bias, self._norm)
+        self._check(input)
+        device = input.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
+        return normalize(input.to(dtype), self.weight, self.bias, self._norm)
 
-    def _check(self, inp: Tensor) -> None:
+    def _check(self, input: Tensor) -> None:
         name, shape = type(self).__name__, self.normalized_shape
-        if tuple(inp.shape[-len(shape) :]) != shape:
+        if tuple(input.shape[-len(shape) :]) != shape:
             raise ValueError(
-                f"{name} normalizes the last dimensions {shape}, and the input is {tuple(inp.shape)}; "
+                f"{name} normalizes the last dimensions {shape}, and the input is {tuple(input.shape)}; "
                 "reshape the input or set normalized_shape"
             )
-        if not inp.dtype.is_floating_point:
-            raise TypeError(f"{name} takes floating-point inputs, not {inp.dtype}; convert the input")
-        if self.weight.is_meta and not inp.is_meta:
+        if not input.dtype.is_floating_point:
+            raise TypeError(f"{name} takes floating-point inputs, not {input.dtype}; convert the input")
+        if self.weight.is_meta and not input.is_meta:
             raise RuntimeError(
                 f"the parameters of {name} are on the meta device; call reset_parameters() first"
             )
@@ -144,11 +164,13 @@ def _renamed(old_name: str, old, new_name: str, new):
 
 
 def _margins(sm_margin: int | Mapping[str, int]) -> dict[str, int]:
-    """One margin a stage; ValueError for stages that do not exist or are missing."""
+    """One margin a stage, the environment's where it names one; ValueError for unknown or missing stages."""
     if isinstance(sm_margin, int):
-        return dict.fromkeys(_STAGES, sm_margin)
-    if set(sm_margin) != set(_STAGES):
+        margins = dict.fromkeys(_STAGES, sm_margin)
+    elif set(sm_margin) != set(_STAGES):
         raise ValueError(
             f"sm_margin has keys {sorted(sm_margin)}; give an int or all of {', '.join(_STAGES)}"
         )
-    return dict(sm_margin)
+    else:
+        margins = dict(sm_margin)
+    return margins | {stage: margin for stage, margin in environment_margins().items() if margin}

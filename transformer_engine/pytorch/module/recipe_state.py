@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
 
-from ...common.recipe import Recipe, recipe_described_as
+from ...common.recipe import Recipe, description_of, recipe_described_as
 from ..functions.linear import IDENTITY, Accumulation
 from ..quantization import FP8GlobalStateManager, RecipeState, delayed_scaling
 from ..quantization.autocast import AutocastState
@@ -46,7 +47,6 @@ class ProductQuantizers:
         return ProductQuantizers(
             Calibrating(self.input), Calibrating(self.weight), IDENTITY, IDENTITY, IDENTITY
         )
-
 
     def replay_states(self) -> tuple[tuple[Tensor, ...], ...]:
         """What the three forward quantizers depend on beside their input."""
@@ -99,7 +99,7 @@ def accumulation_of(recipe: Recipe) -> Accumulation:
 def ensure(module: TransformerEngineBaseModule, state: AutocastState) -> bool:
     """Make the module's quantizers for the active recipe unless it has them; True, so that a tracer keeps the call."""
     if torch.compiler.is_compiling():
-        return _ensure_while_tracing(module.tracing_key, repr(state.recipe), state.group)
+        return _ensure_while_tracing(module.tracing_key, description_of(state.recipe), state.group)
     assert state.recipe is not None
     active = module._module_recipe
     if active is None or not active.serves(state):
@@ -134,13 +134,15 @@ def _ensure_while_tracing(module_key: str, recipe: str, group: Any) -> bool:
 
 
 # The trace in which a module was last called with a backward to come.
-_traced: weakref.WeakKeyDictionary[TransformerEngineBaseModule, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+_traced: weakref.WeakKeyDictionary[TransformerEngineBaseModule, weakref.ref[Any]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 @constant_while_tracing
 def first_call_while_tracing(module_key: str) -> bool:
     """Is this the module's first call, of those that will have a backward, in the graph that is being traced?"""
-    module, trace = _modules[module_key], torch._guards.TracingContext.try_get()
+    module, trace = _modules[module_key], TracingContext.try_get()
     before = _traced.get(module)
     if trace is None or (before is not None and before() is trace):
         return trace is None
@@ -162,23 +164,8 @@ def materialize(module: TransformerEngineBaseModule, recipe: Recipe, group: Any)
     meta = module.fp8_meta
     products = module.num_products
     _announce_change(module, meta.get("recipe"), recipe)
-    for key, mode, slots in (
-        ("scaling_fwd", "forward", FORWARD_SLOTS),
-        ("scaling_bwd", "backward", BACKWARD_SLOTS),
-    ):
-        with torch.inference_mode(False):  # later steps write to it, which a tensor of inference mode forbids
-            state = RecipeState.renew(
-                meta.get(key),
-                recipe,
-                mode=mode,
-                num_quantizers=slots * products,
-                device=module._state_device(),
-            )
-        previous = meta.get(key)
-        for replaced in () if previous is None or previous is state else previous.delayed_states:
-            delayed_scaling.unregister(replaced)
-        meta[key] = state
-        module.quantizers[key] = state.make_quantizers()
+    for forward in (True, False):
+        renew_direction(module, forward, recipe)
     meta.update(recipe=recipe, num_gemms=products, fp8_group=group, fp8_checkpoint=True)
     fp8_format = getattr(recipe, "fp8_format", None)
     if fp8_format is not None:
@@ -199,3 +186,25 @@ def _announce_change(module: TransformerEngineBaseModule, before: Recipe | None,
         f"recipe {names}",
         f"{type(module).__name__} goes from {names[0]} to {names[1]}: its quantizers and cached weights are made anew",
     )
+
+
+def renew_direction(module: TransformerEngineBaseModule, forward: bool, recipe: Recipe) -> None:
+    """State and quantizers of one direction, for the products that the module has now."""
+    key, mode, slots = (
+        ("scaling_fwd", "forward", FORWARD_SLOTS) if forward else ("scaling_bwd", "backward", BACKWARD_SLOTS)
+    )
+    count = slots * module.num_products
+    previous = module.fp8_meta.get(key)
+    with torch.inference_mode(False):  # later steps write to it, which a tensor of inference mode forbids
+        state = RecipeState.renew(
+            previous,
+            recipe,
+            mode=mode,
+            num_quantizers=count,
+            device=module._state_device(),
+            roles=module.get_quantizer_roles(fwd=forward, num_quantizers=count),
+        )
+    for replaced in () if previous is None or previous is state else previous.delayed_states:
+        delayed_scaling.unregister(replaced)
+    module.fp8_meta[key] = state
+    module.quantizers[key] = state.make_quantizers()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def repeatable(
     module: TransformerEngineBaseModule, products: tuple[ProductQuantizers, ...]
 ) -> tuple[ProductQuantizers, ...]:
-    """The quantizers of a call in a recomputed function: first runs are handed their states, second runs repeat them."""
+    """The quantizers of a call in a recomputed function: first runs get their states, second runs repeat them."""
     for run in runs():
         if not run.again:
             run.states.keep(module.tracing_key, [product.replay_states() for product in products])

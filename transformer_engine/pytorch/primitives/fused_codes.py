@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...common.formats import BLOCK_1D, BLOCK_2D, FLOAT8, FLOAT32_MAX
 from . import quantize
-from .quantize import Quantized, QuantizeSpec, Request
+from .quantize import Cast, Quantized, QuantizeSpec, Request
 from .zeros import zero
 
 if TYPE_CHECKING:
@@ -25,14 +25,13 @@ if TYPE_CHECKING:
 _FORMATS = (FLOAT8.name, BLOCK_1D.name, BLOCK_2D.name)
 
 
-def fuses(
-    shape: tuple[int, int], dtype: torch.dtype, device: torch.device, spec: QuantizeSpec, delayed: bool
-) -> bool:
+def fuses(shape: tuple[int, int], dtype: torch.dtype, device: torch.device, cast: Cast) -> bool:
     """Would a kernel's own codes be those of `quantize`? One scale a tensor or a block, row-wise codes, by Triton.
 
     Observers hear of a quantization once: of a fused one from here, of another from `quantize`, which current scaling
     asks for its cast.
     """
+    spec, delayed = cast.spec, cast.multiplier is not None
     if spec.format.name not in _FORMATS or not spec.rowwise or 0 in shape or torch.compiler.is_compiling():
         return False
 
@@ -70,17 +69,14 @@ def blocks(spec: QuantizeSpec, dtype: torch.dtype) -> Blocks:
     )
 
 
-def given(
-    scale: Tensor | None, record: Tensor | None, device: torch.device
-) -> tuple[Tensor | None, Tensor]:
-    """(the scale, where the maximum goes) as kernels take them; without a record a fresh 0."""
+def given(cast: Cast, device: torch.device) -> tuple[Tensor | None, Tensor]:
+    """(the multiplier, where the maximum goes) as kernels take them; without a record a fresh 0."""
+    _, scale, record = cast
     amax = zero(device) if record is None else record
     return scale if scale is None or scale.dtype is torch.float32 else scale.to(torch.float32), amax
 
 
-def finished(
-    made: Sequence[Tensor], scale: Tensor | None, amax: Tensor, spec: QuantizeSpec
-) -> Quantized:
+def finished(made: Sequence[Tensor], scale: Tensor | None, amax: Tensor, spec: QuantizeSpec) -> Quantized:
     """From the outputs (codes, codes_t, scale_inv, values): the codes, or, without a scale, the cast of the values by
     the maximum that the kernel found."""
     codes, codes_t, inverse, values = made

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...common.kernels.launch import MISSING, Launch, Output, start
+from ...common.kernels.launch import Launch, Output, missing, start
 from ...common.kernels.program import Program
 from ..device import get_device_compute_capability, is_current_device
 from .zeros import zero
@@ -43,7 +43,7 @@ def run(launch: Launch, inputs: Sequence[Tensor | None]) -> list[Tensor]:
             start(launch, inputs, device.index, outputs)
     else:
         start(launch, inputs, device.index, outputs)
-    return outputs
+    return outputs  # pyright: ignore[reportReturnType]
 
 
 def perform(program: Program, inputs: Sequence[Tensor | None]) -> list[Tensor]:
@@ -96,7 +96,10 @@ def _maker(output: Output, device: torch.device) -> Callable[[], Tensor]:
         rows, columns = shape
         seen, strides = (columns, rows), (1, columns)
     else:
-        seen, strides = shape, tuple(prod(max(extent, 1) for extent in shape[axis + 1 :]) for axis in range(len(shape)))
+        seen, strides = (
+            shape,
+            tuple(prod(max(extent, 1) for extent in shape[axis + 1 :]) for axis in range(len(shape))),
+        )
     # On a CPU's clock: 0.8 us where torch.empty takes 1.2.
     return functools.partial(torch.empty_strided, seen, strides, dtype=_DTYPES[dtype], device=device)
 
@@ -117,8 +120,8 @@ def refuses_elementwise(device: torch.device, *dtypes: torch.dtype) -> str | Non
     """Why a Triton kernel that reads and writes 16- and 32-bit floats cannot run here; None if it can."""
     if device.type != "cuda":
         return f"it needs a CUDA device, the tensors are on {device.type}"
-    if MISSING is not None:
-        return MISSING
+    if (reason := missing()) is not None:
+        return reason
     for dtype in dtypes:
         if dtype not in DTYPE_NAMES:
             return f"a tensor is {dtype}; it takes float32, float16 and bfloat16"
@@ -132,8 +135,8 @@ def refuses_casts(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why Triton cannot cast values of a dtype to narrow codes here, to the bit as the reference; None if it can."""
     if device.type != "cuda":
         return f"it needs a CUDA device, the values are on {device.type}"
-    if MISSING is not None:
-        return MISSING
+    if (reason := missing()) is not None:
+        return reason
     if torch.version.hip is not None:
         return "it relies on NVIDIA's FP8 conversion, this torch is built for ROCm"
     if dtype not in DTYPE_NAMES:

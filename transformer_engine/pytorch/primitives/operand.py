@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +35,13 @@ class Operand(NamedTuple):
         """K, the number of contracted elements."""
         packing = 1 if self.format is None else self.format.packing
         return self.codes.shape[1] * packing
+
+
+class OwnedOperand(Operand):
+    """A matrix in a format that its owner alone multiplies: `multiplied(other, epilogue)` is the whole product."""
+
+    def multiplied(self, other: Operand, epilogue: Any) -> Tensor:
+        raise NotImplementedError
 
 
 def plain(matrix: Tensor) -> Operand:

@@ -11,30 +11,24 @@ from torch import Tensor
 from .activation import quantized
 from .column_sums import column_sums
 from .launching import DTYPE_NAMES, perform
-from .quantize import TABLE, Quantized, QuantizeSpec, Request, quantize
+from .quantize import TABLE, Cast, Quantized, QuantizeSpec, Request, quantize
 from .quantize.triton_float8 import launches
 
 if TYPE_CHECKING:
     from ...common.kernels.program import Program
 
 
-def quantize_with_dbias(
-    x: Tensor,
-    spec: QuantizeSpec,
-    dbias: torch.dtype,
-    *,
-    scale: Tensor | None = None,
-    record: Tensor | None = None,
-) -> tuple[Quantized, Tensor]:
-    """quantize(x, spec, scale=scale, record=record) and the sum over x's rows, made in float32, as dtype dbias.
+def quantize_with_dbias(x: Tensor, cast: Cast, dbias: torch.dtype) -> tuple[Quantized, Tensor]:
+    """The codes of x that a cast asks for, and the sum over x's rows, made in float32, as dtype dbias.
 
-    A given scale, or one a block, lets the cast make the sums; one scale made from x lets the pass that finds max|x|.
+    A given multiplier, or one a block: the cast makes the sums; one scale made from x: the pass that finds max|x|.
     """
-    if not quantized.fuses(x, False, spec, scale):
+    spec, scale, record = cast
+    if not quantized.fuses(x, False, cast):
         return quantize(x, spec, scale=scale, record=record), column_sums(x, dbias)
     if scale is None and spec.format.block is None:
         return _with_maximum(x.contiguous(), spec, dbias)
-    made, sums = quantized.backward("identity", x, None, None, spec, scale, record, dbias)
+    made, sums = quantized.backward("identity", x, None, None, cast, dbias)
     assert sums is not None
     return made, sums
 

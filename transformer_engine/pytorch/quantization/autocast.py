@@ -100,12 +100,13 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
+_is_compiling = torch.compiler.is_compiling
 
 
 def here() -> _Holder:
     """This thread's holder, in line with the context that is running."""
     holder = _thread.holder
-    if not torch.compiler.is_compiling():
+    if not _is_compiling():
         entered = _entered.get()
         if holder.entered is not entered:
             holder.entered = entered
@@ -117,6 +118,11 @@ def here() -> _Holder:
 def current() -> AutocastState:
     """The record of the innermost autocast block; outside of all blocks one that is not enabled."""
     return here().state
+
+
+def enabled_blocks() -> int:
+    """How many enabled blocks are open round the caller."""
+    return here().enabled_blocks
 
 
 def is_first_module() -> bool:

@@ -242,6 +242,7 @@ class _Registry:
 
 _registry = _Registry()
 _lock = threading.Lock()
+_updating = threading.Lock()
 
 
 def autocast_key(recipe: DelayedScaling, group: dist_group_type | None) -> str:
@@ -304,7 +305,15 @@ def pools() -> dict[str, Pool]:
 
 
 def update_all(forward: bool) -> None:
-    """Update every pool of one direction, in order of registration."""
+    """Update every pool of one direction, in order of registration; one thread at a time."""
+    if torch.compiler.is_compiling():
+        _update_all(forward)
+        return
+    with _updating:
+        _update_all(forward)
+
+
+def _update_all(forward: bool) -> None:
     for pool in list(_registry.pools.values()):
         if pool.forward == forward:
             pool.update()

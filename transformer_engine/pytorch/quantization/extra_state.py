@@ -116,7 +116,7 @@ def check_extra_state(decoded: dict[str, Any], slots: dict[str, int]) -> None:
             tensor = decoded.get(f"{name}_{direction}")
             if tensor is None:
                 continue
-            found = f"{name}_{direction} of the checkpoint is {tensor.dtype} {list(tensor.shape)}"
+            found = f"{name}_{direction} of the checkpoint is {tensor.dtype} of shape {tuple(tensor.shape)}"
             if not tensor.is_floating_point():
                 raise ExtraStateError(
                     f"{found}; it must be floating-point numbers: save it again from the module it is of"

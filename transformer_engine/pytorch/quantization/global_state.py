@@ -11,11 +11,12 @@ from torch import Tensor
 from ...common.recipe import DelayedScaling, Recipe
 from ..constants import dist_group_type
 from ..device import canonical_device
-from . import delayed_scaling, model_init, support
+from . import delayed_scaling, model_init, replay, support
 from . import families as _rows  # noqa: F401 - before the kinds at the end are read
 from .autocast import AutocastState, autocast, current, is_first_module, reinstate, snapshot
 from .autocast import reset as close_all_blocks
 from .extra_state import BUFFER_INFO
+from .state_attributes import StateAttributes
 
 _RECOMPUTE_POSITION = "global_fp8_buffer_pos_fwd_recompute"
 _UPDATED = "updated_scaling_fwd"
@@ -30,7 +31,7 @@ class QuantizationState:
         self.recompute_buffers: list[deque[list[tuple[Tensor, Tensor]]]] = []
 
 
-class FP8GlobalStateManager:
+class FP8GlobalStateManager(metaclass=StateAttributes):
     """Class methods only; see `autocast`, `delayed_scaling` and `model_init` for what stands behind them."""
 
     quantization_state = QuantizationState()
@@ -41,6 +42,7 @@ class FP8GlobalStateManager:
         close_all_blocks()
         model_init.reset()
         delayed_scaling.reset()
+        replay.marked_by_hand.clear()
         cls.quantization_state.skip_fp8_weight_update_tensor = None
         cls.quantization_state.recompute_buffers = []
 

@@ -17,15 +17,7 @@ from ..tensor.quantizer import Quantizer
 from .delayed_scaling import scale_snapshot
 from .element_types import get_fp8_te_dtype
 from .family import family_of
-from .roles import (
-    BACKWARD_TENSORS,
-    FORWARD_TENSORS,
-    MODES,
-    DelayedScalingRequest,
-    QuantizerRequest,
-    QuantizerRole,
-    default_roles,
-)
+from .roles import MODES, DelayedScalingRequest, QuantizerRequest, QuantizerRole, asked_roles, tensor_types
 
 
 class RecipeState:
@@ -75,6 +67,7 @@ class RecipeState:
     ) -> RecipeState:
         """previous itself while it serves recipe, else a state that continues its scales and histories."""
         if previous is not None and previous.num_quantizers == num_quantizers and previous.recipe == recipe:
+            previous.roles = roles
             return previous
         state = RecipeState.create(
             recipe, mode=mode, num_quantizers=num_quantizers, device=device, roles=roles
@@ -96,11 +89,18 @@ class RecipeState:
         make = family_of(self.recipe).quantizer
         if make is None:
             raise TypeError(f"{type(self).__name__} has to make its quantizers itself; its family does not")
-        tensors = FORWARD_TENSORS if self.mode == "forward" else BACKWARD_TENSORS
-        slots = range(self.num_quantizers)
-        return [make(self.recipe, self.mode, tensors[slot % len(tensors)], self.device) for slot in slots]
+        tensors = tensor_types(self.mode, self.num_quantizers, self._roles_of_slots())
+        return [make(self.recipe, self.mode, tensor, self.device) for tensor in tensors]
 
-    def fulfil(self, roles: Sequence[QuantizerRole]) -> list[Quantizer]:
+    def _roles_of_slots(self) -> Sequence[QuantizerRole | None] | None:
+        if self.roles is not None and len(self.roles) != self.num_quantizers:
+            raise ValueError(
+                f"{len(self.roles)} roles for {self.num_quantizers} quantizers; "
+                "give one a slot, None for those unknown"
+            )
+        return self.roles
+
+    def fulfil(self, roles: Sequence[QuantizerRole | None]) -> list[Quantizer]:
         """Answers of a custom recipe's factory, turned into quantizers."""
         raise TypeError(f"{type(self).__name__} has no factory to ask; use CustomRecipe")
 
@@ -183,13 +183,30 @@ class CustomRecipeState(RecipeState):
     def delayed_states(self) -> tuple[DelayedScalingRecipeState, ...]:
         return tuple(self._delayed.values())
 
+    @property
+    def scale(self) -> Tensor:
+        """The scales of the slots with a delayed-scaling request, where all of these are equal."""
+        return self._one_delayed("scale").scale
+
+    @property
+    def amax_history(self) -> Tensor:
+        """The histories of the same slots."""
+        return self._one_delayed("amax_history").amax_history
+
+    def _one_delayed(self, wanted: str) -> DelayedScalingRecipeState:
+        if len(self._delayed) != 1:
+            raise AttributeError(
+                f"{wanted} of {len(self._delayed)} delayed-scaling states; read delayed_states instead"
+            )
+        return next(iter(self._delayed.values()))
+
     def inherit(self, previous: RecipeState) -> None:
         """Nothing: another factory may mean something else by the same slot."""
 
     def make_quantizers(self) -> list[Quantizer]:
-        return self.fulfil(_filled_roles(self.mode, self.num_quantizers, self.roles))
+        return self.fulfil(asked_roles(self.mode, self.num_quantizers, self._roles_of_slots()))
 
-    def fulfil(self, roles: Sequence[QuantizerRole]) -> list[Quantizer]:
+    def fulfil(self, roles: Sequence[QuantizerRole | None]) -> list[Quantizer]:
         factory_of_role = self.recipe.qfactory
         assert factory_of_role is not None, "CustomRecipe validates it"
         answers = [factory_of_role(role) for role in roles]
@@ -213,12 +230,3 @@ class CustomRecipeState(RecipeState):
             for column, slot in enumerate(members):
                 answers[slot] = Float8Quantizer.from_state(state, column, state.dtype)
         return answers
-
-
-def _filled_roles(mode: str, count: int, roles: Sequence[QuantizerRole | None] | None) -> list[QuantizerRole]:
-    standard = default_roles(mode, count)
-    if roles is None:
-        return standard
-    if len(roles) != count:
-        raise ValueError(f"{len(roles)} roles for {count} quantizers; give one a slot, None for the default")
-    return [default if role is None else role for role, default in zip(roles, standard, strict=True)]

@@ -57,6 +57,9 @@ class FirstInFirstOut(ReplayStates):
             del self._queues[module]
         return states
 
+    def clear(self) -> None:
+        self._queues.clear()
+
     def __len__(self) -> int:
         return sum([len(queue) for queue in self._queues.values()])
 

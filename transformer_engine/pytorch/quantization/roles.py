@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from ...common.recipe import DelayedScaling, Format
 
@@ -16,6 +19,10 @@ BACKWARD_TENSORS = ("grad_output", "grad_input")
 class QuantizerRole(str):
     """Which tensor of which module a quantizer is for.
 
+    module_type   "linear", "grouped_linear" or "dpa"; "" where the module does not say
+    tensor_type   "input", "weight", "output", "grad_output", "grad_input"; of an attention "qkv", "s", "do", "dp"
+    name          the module's, "" without one; what leaves an attention is called ".dpa_output", ".dpa_grad_input"
+
     It equals the string "linear_" + tensor_type, which earlier factories compare with; two roles are equal
     when all three fields are.
     """
@@ -24,12 +31,21 @@ class QuantizerRole(str):
     tensor_type: str
     name: str
 
-    def __new__(cls, module_type: str = "linear", tensor_type: str = "", name: str = "") -> QuantizerRole:
-        role = super().__new__(cls, f"linear_{tensor_type}")
+    def __new__(cls, module_type: str = "", tensor_type: str = "", name: str = "") -> QuantizerRole:
+        return cls._standing_for(f"linear_{tensor_type}", module_type, tensor_type, name)
+
+    @classmethod
+    def _standing_for(cls, text: str, module_type: str = "", tensor_type: str = "", name: str = "") -> Any:
+        role = super().__new__(cls, text)
         role.module_type = module_type
         role.tensor_type = tensor_type
         role.name = name
         return role
+
+    @classmethod
+    def of_slot(cls, tensor_type: str) -> QuantizerRole:
+        """The role without fields of a module that gives none; earlier factories know the slot by its string."""
+        return cls._standing_for(f"linear_{tensor_type}")
 
     def _key(self) -> tuple[str, str, str]:
         return (self.module_type, self.tensor_type, self.name)
@@ -44,11 +60,16 @@ class QuantizerRole(str):
 
     __hash__ = str.__hash__
 
+    def __str__(self) -> str:
+        """ "module_type=..|tensor_type=..|name=..", of the fields that are set."""
+        fields = zip(("module_type", "tensor_type", "name"), self._key(), strict=True)
+        return "|".join(f"{name}={value}" for name, value in fields if value) or "QuantizerRole()"
+
     def __repr__(self) -> str:
         return f"QuantizerRole({self.module_type!r}, {self.tensor_type!r}, {self.name!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (QuantizerRole, self._key())
+        return (QuantizerRole._standing_for, (self[:], *self._key()))
 
 
 class QuantizerRequest:
@@ -59,8 +80,8 @@ class QuantizerRequest:
 class DelayedScalingRequest(QuantizerRequest):
     """A delayed-scaling quantizer; slots with equal requests share one amax history."""
 
-    margin: int = 0
     fp8_format: Format = Format.HYBRID
+    margin: int = 0
     amax_history_len: int = 1024
     amax_compute_algo: str | Callable[..., Any] = "max"
     scaling_factor_compute_algo: Callable[..., Any] | None = None
@@ -78,7 +99,32 @@ class DelayedScalingRequest(QuantizerRequest):
         )
 
 
-def default_roles(mode: str, count: int) -> list[QuantizerRole]:
-    """Roles by slot: [input, weight, output] a product forward, [grad_output, grad_input] backward."""
+def tensor_types(mode: str, count: int, roles: Sequence[QuantizerRole | None] | None) -> list[str]:
+    """What each slot holds: as its role says, else [input, weight, output] or [grad_output, grad_input] a product."""
     tensors = FORWARD_TENSORS if mode == "forward" else BACKWARD_TENSORS
-    return [QuantizerRole("linear", tensors[slot % len(tensors)]) for slot in range(count)]
+    by_position = [tensors[slot % len(tensors)] for slot in range(count)]
+    if roles is None:
+        return by_position
+    return [
+        position if role is None or role.tensor_type not in tensors else role.tensor_type
+        for role, position in zip(roles, by_position, strict=True)
+    ]
+
+
+def asked_roles(
+    mode: str, count: int, roles: Sequence[QuantizerRole | None] | None
+) -> list[QuantizerRole | None]:
+    """What a custom recipe's factory is asked with, slot by slot: the module's roles, None among them, as they are.
+
+    A module that gives no list has a warning, and its slots have roles without fields.
+    """
+    if roles is not None:
+        return list(roles)
+    if not torch.compiler.is_compiling():
+        warnings.warn(
+            "a custom recipe's factory is asked with empty roles, because the module gives none; "
+            "override get_quantizer_roles(fwd=, num_quantizers=) in the module's class",
+            UserWarning,
+            stacklevel=2,
+        )
+    return [QuantizerRole.of_slot(tensor) for tensor in tensor_types(mode, count, None)]

@@ -8,6 +8,7 @@ plain tensors (an optimizer's state), except `new_zeros`, which sharded data par
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -34,6 +35,9 @@ def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 def _dequantized(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Dequantize the arguments, run, and quantize again what the operation wrote into."""
+    if func.is_view and torch.is_inference_mode_enabled() and not args[0].is_inference():
+        with torch.inference_mode(False):  # see _view_like
+            return _dequantized(func, args, kwargs)
     plain_args, plain_kwargs = tree_map(_plain, tuple(args)), tree_map(_plain, kwargs)
     result = func(*plain_args, **plain_kwargs)
     written = []
@@ -67,6 +71,14 @@ def like(tensor: Any, storage: QuantizedTensorStorage, shape: Sequence[int] | No
     return type(tensor).from_storage(storage, shape=tensor.shape if shape is None else shape)
 
 
+def _view_like(tensor: Any, storage: QuantizedTensorStorage, shape: Sequence[int] | None = None) -> Any:
+    """`like` of a view: in inference mode too it is an inference tensor only where the tensor is one."""
+    if torch.is_inference_mode_enabled() and not tensor.is_inference():
+        with torch.inference_mode(False):
+            return like(tensor, storage, shape)
+    return like(tensor, storage, shape)
+
+
 def attributes(tensor: Any) -> dict[str, Any]:
     """What users have set on a tensor, beside its payload (a parameter's partition_dim, main_grad, ...)."""
     payload = {*tensor.TENSORS, *tensor.CONSTANTS, "_is_param"}
@@ -95,11 +107,13 @@ def _handles(*operations: Any) -> Callable[[_Handler], _Handler]:
 @_handles(aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 def _alias(tensor: Any) -> Any:
     """The same payload. User attributes come along: a module's conversion replaces a parameter by what it detaches."""
-    return _carried(tensor, like(tensor, tensor.as_storage()))
+    return _carried(tensor, _view_like(tensor, tensor.as_storage()))
 
 
 def _carried(tensor: Any, result: Any) -> Any:
     for name, value in attributes(tensor).items():
+        if isinstance(value, MethodType) and value.__self__ is tensor:
+            value = MethodType(value.__func__, result)
         setattr(result, name, value)
     return result
 
@@ -158,7 +172,7 @@ def _view(tensor: Any, shape: Sequence[int], strides: Sequence[int] | None = Non
         known *= n if n != -1 else 1
     shape = tuple(tensor.numel() // max(known, 1) if n == -1 else n for n in shape)
     storage = tensor.as_storage() if shape == tuple(tensor.shape) else tensor.viewed(shape)
-    return NotImplemented if storage is None else like(tensor, storage, shape)
+    return NotImplemented if storage is None else _view_like(tensor, storage, shape)
 
 
 @_handles(aten.expand.default)
@@ -198,7 +212,9 @@ def _rows(tensor: Any, start: int, stop: int) -> Any:
     if (start, stop) == (0, tensor.shape[0]):
         return _alias(tensor)
     storage = row_slice(tensor, start, stop)
-    return NotImplemented if storage is None else like(tensor, storage, (stop - start, *tensor.shape[1:]))
+    return (
+        NotImplemented if storage is None else _view_like(tensor, storage, (stop - start, *tensor.shape[1:]))
+    )
 
 
 @_handles(aten.as_strided.default)

@@ -15,6 +15,7 @@ from ..primitives.quantize import Quantized, QuantizeSpec, quantize
 from .allocation import empty_quantized
 from .quantized_tensor import QuantizedTensor
 from .quantizer import Quantizer
+from .storage.block_scaled import BlockScaledStorage
 from .storage.quantized_tensor_storage import QuantizedTensorStorage, as_matrix, matrix_shape
 
 
@@ -23,10 +24,12 @@ class BlockScalingQuantizer(Quantizer):
 
     TENSOR     the class of its tensors
     MULTIPLE   what the last dimension must be divisible by and, column-wise, the product of the others
+    VECTORS    are tensors of fewer than two dimensions taken, as a matrix of one row?
     """
 
     TENSOR: ClassVar[type[QuantizedTensor]]
     MULTIPLE: ClassVar[int]
+    VECTORS: ClassVar[bool] = False
 
     dtype: DType
 
@@ -68,8 +71,25 @@ class BlockScalingQuantizer(Quantizer):
         storage = self._packed(empty_quantized(spec, *matrix_shape(shape), device), shape, dtype)
         return storage.mapped(Tensor.pin_memory) if pin_memory else storage
 
+    def get_columnwise_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the values that column-wise codes of a tensor [..., K] stand for: [K, ...], or the same."""
+        storage = self.TENSOR.STORAGE
+        assert issubclass(storage, BlockScaledStorage)
+        return (*shape[-1:], *shape[:-1]) if storage.COLUMNS_TRANSPOSED else tuple(shape)
+
+    def get_scale_shape(self, shape: Sequence[int], columnwise: bool) -> tuple[int, ...]:
+        """The shape, padding included, of one direction's scales; ValueError for a shape that cannot be quantized."""
+        refusal = self.shape_refusal(shape, not columnwise, columnwise)
+        if refusal is not None:
+            raise ValueError(f"{type(self).__name__} cannot hold shape {tuple(shape)}: {refusal}")
+        spec = self.spec(not columnwise, columnwise)
+        storage: Any = self._packed(empty_quantized(spec, *matrix_shape(shape), "meta"), shape, torch.float32)
+        return tuple((storage._columnwise_scale_inv if columnwise else storage._rowwise_scale_inv).shape)
+
     def shape_refusal(self, shape: Sequence[int], rowwise: bool, columnwise: bool) -> str | None:
-        if len(shape) < 2:
+        if self.VECTORS and not len(shape):
+            return None
+        if len(shape) < 2 and not self.VECTORS:
             return f"it has {len(shape)} dimensions, blocks need at least 2; view it as a matrix"
         if shape[-1] % self.MULTIPLE:
             return f"the last dimension {_advice(shape[-1], self.MULTIPLE)}"

@@ -13,11 +13,11 @@ from ...common import recipe as recipes
 from ...common.formats import BLOCK_1D, BLOCK_2D
 from ..constants import DType
 from ..primitives.operand import Operand
-from ..primitives.quantize import Quantized, QuantizeSpec, quantize
+from ..primitives.quantize import Cast, Quantized, QuantizeSpec, quantize
 from .block_scaling import BlockScalingQuantizer
 from .elements import element_of, float8_number
 from .quantized_tensor import QuantizedTensor
-from .quantizer import CodesRequest, Operands, Quantizer
+from .quantizer import Operands, Quantizer
 from .storage.float8_blockwise_tensor_storage import Float8BlockwiseQTensorStorage
 
 __all__ = ["Float8BlockQuantizer", "Float8BlockwiseQTensor", "Float8BlockwiseQTensorStorage"]
@@ -59,11 +59,12 @@ class Float8BlockwiseQTensor(QuantizedTensor, Float8BlockwiseQTensorStorage):
 class Float8BlockQuantizer(BlockScalingQuantizer):
     """block_scaling_dim 1 quantizes each direction from the values; 2 makes the directions exact transposes.
 
-    Any shape of two or more dimensions fits: blocks at the edges are cut off.
+    Any shape fits: blocks at the edges are cut off, and one dimension or none counts as one row.
     """
 
     TENSOR = Float8BlockwiseQTensor
     MULTIPLE = 1
+    VECTORS = True
 
     def __init__(
         self,
@@ -99,8 +100,8 @@ class Float8BlockQuantizer(BlockScalingQuantizer):
     def operands(self, matrix: Tensor, rowwise: bool, columnwise: bool) -> Operands:
         return self.adopt(quantize(matrix, self.spec(rowwise, columnwise)), matrix.dtype)
 
-    def codes_request(self, rowwise: bool, columnwise: bool) -> CodesRequest | None:
-        return CodesRequest(self.spec(rowwise, columnwise))
+    def cast(self, rowwise: bool, columnwise: bool) -> Cast | None:
+        return Cast(self.spec(rowwise, columnwise))
 
     def adopt(self, quantized: Quantized, dtype: torch.dtype) -> Operands:
         codes, scale, codes_t, scale_t, _, _ = quantized

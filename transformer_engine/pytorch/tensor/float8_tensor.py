@@ -15,11 +15,11 @@ from ...common import recipe as recipes
 from ...common.formats import FLOAT8
 from ..constants import DType
 from ..primitives.operand import Operand
-from ..primitives.quantize import Quantized, QuantizeSpec, absolute_maximum, quantize
+from ..primitives.quantize import Cast, Quantized, QuantizeSpec, absolute_maximum, quantize
 from .allocation import empty_quantized
 from .elements import element_of, float8_dtype, float8_number
 from .quantized_tensor import QuantizedTensor
-from .quantizer import CodesRequest, Operands, Quantizer
+from .quantizer import Operands, Quantizer
 from .storage.float8_tensor_storage import Float8TensorStorage
 from .storage.quantized_tensor_storage import QuantizedTensorStorage, as_matrix, matrix_shape
 
@@ -193,8 +193,8 @@ class Float8Quantizer(_PerTensorQuantizer):
         spec = _spec(self.dtype, rowwise, columnwise)
         return _operands(quantize(matrix, spec, scale=scale, record=amax), matrix.dtype)
 
-    def codes_request(self, rowwise: bool, columnwise: bool) -> CodesRequest | None:
-        return CodesRequest(_spec(self.dtype, rowwise, columnwise), *self._views())
+    def cast(self, rowwise: bool, columnwise: bool) -> Cast | None:
+        return Cast(_spec(self.dtype, rowwise, columnwise), *self._views())
 
     def _views(self) -> tuple[Tensor, Tensor]:
         """scale and amax, float32 [1]; views of a state are kept as long as the state has the same tensors."""
@@ -310,12 +310,10 @@ class Float8CurrentScalingQuantizer(_PerTensorQuantizer):
             )
         return quantize(matrix, spec, amax=amax)
 
-    def codes_request(self, rowwise: bool, columnwise: bool) -> CodesRequest | None:
+    def cast(self, rowwise: bool, columnwise: bool) -> Cast | None:
         if self.with_amax_reduction:
             return None
-        return CodesRequest(
-            _spec(self.dtype, rowwise, columnwise, self.force_pow_2_scales, self.amax_epsilon)
-        )
+        return Cast(_spec(self.dtype, rowwise, columnwise, self.force_pow_2_scales, self.amax_epsilon))
 
     def reducing_over(self, group: torch.distributed.ProcessGroup) -> Float8CurrentScalingQuantizer:
         if self.with_amax_reduction and self.amax_reduction_group is group:

@@ -74,9 +74,16 @@ class MXFP8Quantizer(BlockScalingQuantizer):
         data: Tensor,
         scale_inv: Tensor,
         fake_dtype: torch.dtype = torch.float32,
+        fp8_dtype: DType | torch.dtype | None = None,
         requires_grad: bool = False,
     ) -> MXFP8Tensor:
-        """A tensor around row-wise uint8 codes [..., K] and padded exponents made elsewhere."""
+        """A tensor around row-wise codes [..., K] and padded exponents made elsewhere.
+
+        fp8_dtype   the element of the codes; None: the quantizer's
+        """
+        constants = self.constants()
+        if fp8_dtype is not None:
+            constants["fp8_dtype"] = float8_number(fp8_dtype)
         storage = MXFP8TensorStorage(
             data.view(torch.uint8),
             scale_inv,
@@ -84,7 +91,7 @@ class MXFP8Quantizer(BlockScalingQuantizer):
             None,
             quantizer=self,
             dtype=fake_dtype,
-            **self.constants(),
+            **constants,
         )
         return self.wrap(storage, requires_grad=requires_grad)
 

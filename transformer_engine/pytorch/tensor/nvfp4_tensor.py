@@ -117,6 +117,10 @@ class NVFP4Quantizer(BlockScalingQuantizer):
             stochastic=self.stochastic_rounding,
         )
 
+    def convert_shape_for_fp4(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the bytes of values [..., K], two a byte: [..., K / 2]."""
+        return (*shape[:-1], shape[-1] // 2)
+
     def constants(self) -> dict[str, Any]:
         return {
             "fp4_dtype": self.dtype,

@@ -186,7 +186,8 @@ class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
         return self.dequantize(dtype=torch.bfloat16)
 
     def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:
-        return self.dequantize().cpu(memory_format=memory_format)
+        """The quantized tensor on the CPU, as `to` and `cuda` move it."""
+        return self.to("cpu", memory_format=memory_format)
 
     def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
         """This tensor: its nominal layout is always contiguous."""
@@ -202,15 +203,23 @@ class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
         return self.detach()
 
     def _set_data(self, value: Tensor) -> None:
-        """Take over value's payload (its nominal dtype included), or quantize a plain tensor into one's own."""
+        """Take over value's payload (shape and nominal dtype included), or quantize a plain tensor into one's own.
+
+        A plain tensor of another shape gets a payload of its own.
+        """
         if isinstance(value, type(self)):
             aten.take_over(self, value)
         elif isinstance(value, QuantizedTensor):
             raise TypeError(
                 f"cannot set the data of a {type(self).__name__} to a {type(value).__name__}; dequantize it first"
             )
-        else:
+        elif value.shape == self.shape:
             self.quantize_(value.detach())
+        else:
+            writer = self.writer().copy()
+            writer.set_usage(**self.get_usages())
+            writer.internal = False
+            aten.take_over(self, writer.quantize(value.detach()))
 
     data = property(_get_data, _set_data)  # pyright: ignore[reportAssignmentType]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import copy
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
@@ -13,8 +12,9 @@ from torch import Tensor
 from ...common import recipe as recipes
 from ..constants import dist_group_type
 from ..primitives.operand import Operand, plain
-from ..primitives.quantize import Quantized, QuantizeSpec
+from ..primitives.quantize import Cast, Quantized
 from .axis import COLS, ROWS
+from .custom_operand import contracted
 from .storage.identity_tensor_storage import IdentityTensorStorage
 from .storage.quantized_tensor_storage import QuantizedTensorStorage
 
@@ -32,21 +32,17 @@ class Operands(NamedTuple):
     columnwise: Operand | Matrix | None
 
 
-class CodesRequest(NamedTuple):
-    """What a kernel needs to quantize its own result as a quantizer would: see primitives.quantize.quantize."""
-
-    spec: QuantizeSpec
-    scale: Tensor | None = None
-    record: Tensor | None = None
-
-
 def turned(columnwise: Operand | Matrix) -> Operand:
     """The operand [K, M] of a column direction."""
     return plain(columnwise.values.t()) if isinstance(columnwise, Matrix) else columnwise
 
 
-class Quantizer(abc.ABC):
+class Quantizer:
     """Builds quantized tensors. `encode` is the functional core; everything else is defined by it.
+
+    A quantizer written elsewhere need not have it: `quantize_impl(tensor)`, or `update_quantized` and `make_empty`,
+    are enough. What they make is a tensor of this package, or any object that can `dequantize()`, or that the
+    quantizer's `qgemm` multiplies; see `custom_operand`.
 
     rowwise_usage, columnwise_usage   the directions that `quantize` makes
     internal                          return the bare storage: cheaper, invisible to autograd
@@ -66,11 +62,32 @@ class Quantizer(abc.ABC):
         """Of a Hadamard transform of the column direction: with (True) or without random signs; None: no transform."""
         return None
 
-    @abc.abstractmethod
     def encode(
         self, tensor: Tensor, rowwise: bool, columnwise: bool, *, noop_flag: Tensor | None = None
     ) -> QuantizedTensorStorage:
         """Quantize [..., K] in the directions asked for; where noop_flag is set, statistics are not recorded."""
+        usages = self.rowwise_usage, self.columnwise_usage
+        self.set_usage(rowwise=rowwise, columnwise=columnwise)
+        try:
+            return self._made_by_public_methods(tensor, noop_flag)
+        finally:
+            self.set_usage(rowwise=usages[0], columnwise=usages[1])
+
+    def _made_by_public_methods(self, tensor: Tensor, noop_flag: Tensor | None) -> Any:
+        written = type(self)
+        if written.quantize_impl is not Quantizer.quantize_impl:
+            return self.quantize_impl(tensor)
+        if written.update_quantized is Quantizer.update_quantized:
+            raise TypeError(
+                f"{written.__name__} cannot quantize; define quantize_impl(tensor), or update_quantized and make_empty"
+            )
+        made = self.make_empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        filled = self.update_quantized(tensor, made, noop_flag=noop_flag)
+        return made if filled is None else filled
+
+    def quantize_impl(self, tensor: Tensor) -> Any:
+        """A tensor quantized in the directions of the usages, without autograd."""
+        return self._quantize(tensor, None)
 
     def operands(self, matrix: Tensor, rowwise: bool, columnwise: bool) -> Operands:
         """What products read of matrix [M, K]: [M, K] row-wise and [K, M] column-wise, where asked for.
@@ -78,31 +95,38 @@ class Quantizer(abc.ABC):
         The same codes and scales as `encode`, without a storage round them.
         """
         storage = self.encode(matrix, rowwise, columnwise)
+        if not isinstance(storage, QuantizedTensorStorage):
+            return Operands(
+                contracted(storage, COLS, self) if rowwise else None,
+                contracted(storage, ROWS, self) if columnwise else None,
+            )
         return Operands(
             storage.contract(COLS) if rowwise else None, storage.contract(ROWS) if columnwise else None
         )
 
-    def codes_request(self, rowwise: bool, columnwise: bool) -> CodesRequest | None:
+    def cast(self, rowwise: bool, columnwise: bool) -> Cast | None:
         """How the kernel that makes a matrix may quantize it on the way; None: only this quantizer can."""
         return None
 
     def adopt(self, quantized: Quantized, dtype: torch.dtype) -> Operands:
-        """The operands of codes that were made as `codes_request` asked, of values in dtype."""
+        """The operands of codes that were made as `cast` asked, of values in dtype."""
         raise TypeError(f"{type(self).__name__} asks no kernel for codes")
 
-    @abc.abstractmethod
     def wrap(self, storage: QuantizedTensorStorage, *, requires_grad: bool = False) -> Tensor:
-        """The tensor that presents a storage to autograd, sharing its payload."""
+        """The tensor that presents a storage to autograd, sharing its payload; default: what was made, as it is."""
+        return storage  # pyright: ignore[reportReturnType]
 
-    @abc.abstractmethod
     def empty(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None, pin_memory: bool
     ) -> QuantizedTensorStorage:
         """An uninitialised storage for values of this shape, in this quantizer's directions."""
+        if type(self).make_empty is Quantizer.make_empty:
+            raise TypeError(f"{type(self).__name__} makes no empty tensors; define make_empty(shape, ..)")
+        return self.make_empty(shape, dtype=dtype, device=device, pin_memory=pin_memory)
 
-    @abc.abstractmethod
     def _configuration(self) -> Hashable:
-        """What makes two quantizers of one class equal, beside usages and flags."""
+        """What makes two quantizers of one class equal, beside usages and flags; default: being the same object."""
+        return id(self)
 
     def quantize(
         self, tensor: Tensor, *, out: QuantizedTensorStorage | None = None, dtype: torch.dtype | None = None
@@ -167,6 +191,10 @@ class Quantizer(abc.ABC):
         if columnwise is not None:
             self.columnwise_usage = columnwise
 
+    def get_usages(self) -> dict[str, bool]:
+        """The directions of later quantizations: {"rowwise": bool, "columnwise": bool}."""
+        return {"rowwise": self.rowwise_usage, "columnwise": self.columnwise_usage}
+
     def copy(self) -> Quantizer:
         """A quantizer whose usages can change alone; scaling state, where there is any, stays shared."""
         return copy.copy(self)
@@ -180,12 +208,12 @@ class Quantizer(abc.ABC):
                 setattr(twin, name, copy.deepcopy(value, memo))
         return twin
 
-    def calibrate(self, tensor: Tensor) -> None:  # noqa: B027 - most formats have nothing to learn
-        """Record statistics of a tensor without quantizing it."""
+    def calibrate(self, tensor: Tensor) -> None:
+        """Record statistics of a tensor without quantizing it; most formats have none."""
 
-    def is_quantizable(self, tensor: Tensor) -> bool:
+    def is_quantizable(self, inp: Tensor) -> bool:
         """Does the format take a tensor of this shape?"""
-        return self.shape_refusal(tensor.shape, self.rowwise_usage, self.columnwise_usage) is None
+        return self.shape_refusal(inp.shape, self.rowwise_usage, self.columnwise_usage) is None
 
     def shape_refusal(self, shape: Sequence[int], rowwise: bool, columnwise: bool) -> str | None:
         """Why the format cannot take this shape in these directions; None when it can."""

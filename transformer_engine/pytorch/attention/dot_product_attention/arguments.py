@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -90,3 +92,24 @@ def check_tensors(
             )
     if k.shape[:-2] != v.shape[:-2]:
         raise ValueError(f"key_layer {list(k.shape)} and value_layer {list(v.shape)} differ in their tokens")
+
+
+def sink_of(softmax_type: str, offset: Tensor | None, heads: int, device: torch.device) -> Tensor | None:
+    """The logit [h] of a key without a value, as the softmax's type has it; None for the usual softmax."""
+    if softmax_type == "off-by-one":
+        return torch.zeros(heads, dtype=torch.float32, device=device)
+    if softmax_type != "learnable":
+        return None
+    if offset is None:
+        raise ValueError(
+            "softmax_type='learnable' was set on an attention without the parameter softmax_offset; make one with "
+            "DotProductAttention(softmax_type='learnable')"
+        )
+    return offset
+
+
+def accept_older_state(state_dict: dict[str, Any], prefix: str, *_: object) -> None:
+    """Take checkpoints that have this module's extra state one level deeper, or not at all."""
+    older = state_dict.pop(prefix + "fused_attention._extra_state", None)
+    if prefix + "_extra_state" not in state_dict:
+        state_dict[prefix + "_extra_state"] = torch.empty(0, dtype=torch.uint8) if older is None else older

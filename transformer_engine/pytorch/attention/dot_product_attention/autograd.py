@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...double_backward import is_recorded, once_differentiable, replayed
 from .request import Attended, AttentionInputs, AttentionRequest, AttentionResult, Gradients
 from .text import as_text, from_text
 
@@ -72,16 +73,38 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor, *_: Any) -> Any:
-        request = ctx.request
-        *tensors, output, lse, rng_state = ctx.saved_tensors
-        inputs = AttentionInputs(*tensors)
-        heads = (request.heads, request.head_dim_v)
-        attended = Attended(output.unflatten(-1, heads), lse, rng_state)
-        gradients = backward_of(ctx.kernels, request, inputs, attended, grad_output.unflatten(-1, heads))
-        given: list[Tensor | None] = [None] * len(tensors)
-        given[:3] = gradients[:3]
-        given[_BIAS], given[_SINK] = gradients.bias, gradients.sink
-        return None, None, *given
+        if is_recorded() and ctx.request.dropout == 0.0:
+            return None, None, *_differentiable_gradients(ctx, grad_output)
+        return _gradients(ctx, grad_output)
+
+
+@once_differentiable("attention with dropout")
+def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
+    request = ctx.request
+    *tensors, output, lse, rng_state = ctx.saved_tensors
+    inputs = AttentionInputs(*tensors)
+    heads = (request.heads, request.head_dim_v)
+    attended = Attended(output.unflatten(-1, heads), lse, rng_state)
+    gradients = backward_of(ctx.kernels, request, inputs, attended, grad_output.unflatten(-1, heads))
+    given: list[Tensor | None] = [None] * len(tensors)
+    given[:3] = gradients[:3]
+    given[_BIAS], given[_SINK] = gradients.bias, gradients.sink
+    return None, None, *given
+
+
+def _differentiable_gradients(ctx: Any, grad_output: Tensor) -> list[Tensor | None]:
+    """The gradients by dense matrices in torch operations, for a backward pass of the backward pass.
+
+    A mask of dropout is a kernel's own, which these operations cannot repeat.
+    """
+    request = ctx.request
+    *tensors, _, _, _ = ctx.saved_tensors
+
+    def attention(*tensors: Tensor | None) -> Tensor:
+        inputs = AttentionInputs(*tensors)  # pyright: ignore[reportArgumentType]
+        return _by_name["reference"].forward(request, inputs).output.flatten(-2)
+
+    return replayed(attention, tensors, grad_output)
 
 
 def forward_of(kernels: Kernels, request: AttentionRequest, inputs: AttentionInputs) -> Attended:

@@ -17,7 +17,7 @@ from .request import BIAS_TYPES, AttentionInputs, AttentionRequest, Switches
 from .sequences import Sequences
 
 # What else than its arguments a choice depends on.
-_VARIABLES = (
+CHOICE_VARIABLES = (
     "NVTE_FLASH_ATTN",
     "NVTE_FUSED_ATTN",
     "NVTE_UNFUSED_ATTN",
@@ -44,6 +44,34 @@ class Options(NamedTuple):
     num_splits: int
     cached: bool
     score_mod: Callable[..., Tensor] | None
+
+
+class Prepared(NamedTuple):
+    """The arguments of a call, checked and in order."""
+
+    options: Options
+    sequences: Sequences
+    inputs: AttentionInputs
+    slopes_given: bool
+
+
+class Described(NamedTuple):
+    """A tensor that is not there yet: what checks read of it."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @property
+    def ndim(self) -> int:
+        """How many axes it has."""
+        return len(self.shape)
+
+    @property
+    def is_cuda(self) -> bool:
+        """Is it on a GPU?"""
+        return self.device.type == "cuda"
 
 
 class Plan(NamedTuple):
@@ -143,7 +171,7 @@ def call_key(
         None if slopes is None else (slopes.shape, slopes_given),
         None if masked is None else masked.shape,
         torch.are_deterministic_algorithms_enabled(),
-        env.stored(_VARIABLES),
+        env.stored(CHOICE_VARIABLES),
     )
 
 

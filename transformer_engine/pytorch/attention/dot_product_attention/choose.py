@@ -124,13 +124,25 @@ def choose(request: AttentionRequest) -> Backend[AttentionRequest]:
     try:
         backend = TABLE.select(request)
     except Unsupported as refusals:
-        raise NoBackend(f"No dot product attention backend is available: {refusals}") from None
+        raise _no_backend(refusals) from None
     if logger.isEnabledFor(logging.INFO):
         logger.info("Selected backend = %s", backend.name)
         for verdict in explain(request):
             logger.debug("%s: %s", verdict.backend, verdict.refusal or "selected")
         logger.debug("%s", request)
     return backend
+
+
+def check(request: AttentionRequest) -> None:
+    """NoBackend unless a backend takes the request; nobody is told of it."""
+    try:
+        TABLE.prospect(request, lambda: request)
+    except Unsupported as refusals:
+        raise _no_backend(refusals) from None
+
+
+def _no_backend(refusals: Unsupported) -> NoBackend:
+    return NoBackend(f"No dot product attention backend is available: {refusals}")
 
 
 def choose_when_traced(request: AttentionRequest) -> Backend[AttentionRequest]:

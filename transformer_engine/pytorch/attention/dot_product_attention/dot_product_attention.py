@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -19,17 +19,21 @@ from ...distributed.recompute import checkpoint as recompute_checkpoint
 from ...distributed.tensor_parallel import set_tensor_model_parallel_attributes
 from ...module.base import TransformerEngineBaseModule
 from ...module.parameters import ParameterInit
+from ...quantization import QuantizerRole
 from ...quantization.autocast import current
+from ...tracing import text_of_number
 from . import fp8
 from . import mask as masks
-from .alibi import default_slopes
-from .arguments import check_cache, check_heads, check_tensors, one_of, unpacked
-from .call import Options, Plan, call_key, request_of
-from .choose import choose, choose_when_traced
+from .arguments import accept_older_state, check_heads, one_of, unpacked
+from .call import Described, Options, Plan, call_key, request_of
+from .choose import check, choose, choose_when_traced
 from .context_parallel_group import check_context_parallel_group
 from .last_choice import last_choice as _attention_backends
+from .prepare import CallArguments, prepared
 from .request import QKV_FORMATS, SOFTMAX_TYPES, AttentionInputs, AttentionRequest, AttentionResult
-from .sequences import Sequences, cached_sequences, given_sequences
+from .roles import attention_roles
+from .score_mod import resolved
+from .sequences import Sequences
 from .utils import AttentionLogging
 
 if TYPE_CHECKING:
@@ -62,6 +66,8 @@ class DotProductAttention(TransformerEngineBaseModule):
     """
 
     num_products = 3
+    _softmax_scale_text: str
+    _attention_dropout_text: str
 
     def __init__(
         self,
@@ -90,6 +96,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         score_mod: Callable[..., Tensor] | None = None,
     ) -> None:
         super().__init__(name)
+        # It has no weights: made under quantized_model_init, too, each call's recipe gives it states of its own.
+        self.primary_weights_in_fp8 = self.fp8_parameters = False
         if not AttentionLogging._is_logging_setup:
             AttentionLogging.setup_logging()
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
@@ -121,7 +129,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         self.softmax_type = softmax_type
         self.return_max_logit = bool(return_max_logit)
         self.score_mod = score_mod
-        self._masks: dict[tuple[Any, ...], masks.Mask] = {}
+        self._masks: Bounded[tuple[Any, ...], masks.Mask] = Bounded(MAX_PLANS)
         self._plans: Bounded[tuple[Any, ...], Plan] = Bounded(MAX_PLANS)
         self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
         self.softmax_offset: torch.nn.Parameter | None
@@ -135,12 +143,24 @@ class DotProductAttention(TransformerEngineBaseModule):
             # 0: a learnable sink begins as "off-by-one"
             self.register_parameter("softmax_offset", offset, ParameterInit(torch.nn.init.zeros_))
             self.reset_parameters()
-        self._register_load_state_dict_pre_hook(_accept_older_extra_state)
+        self._register_load_state_dict_pre_hook(accept_older_state)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "attn_mask_type":
+            value = masks.canonical_name(value)
+        elif name == "window_size":
+            self.__dict__["_given_window"] = value  # what a name of a mask makes of it is found in each call
+        elif name in ("softmax_scale", "attention_dropout"):
+            self.__dict__[f"_{name}_text"] = text_of_number(value)
+        super().__setattr__(name, value)
 
     @property
     def heads(self) -> int:
         """Query heads of this tensor-parallel rank."""
         return self.num_attention_heads // self.tp_size
+
+    def get_quantizer_roles(self, *, fwd: bool, num_quantizers: int) -> list[QuantizerRole | None]:
+        return attention_roles(self.name or "", fwd, num_quantizers)
 
     def set_context_parallel_group(
         self,
@@ -184,6 +204,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         bf16_backward: bool | None = None,
         score_mod: Callable | None = None,
         score_mod_bprop: Callable | None = None,
+        score_mod_tensors: Mapping[str, Tensor] | None = None,
+        score_mod_bprop_tensors: Mapping[str, Tensor] | None = None,
         qkv_layer: Tensor | None = None,
         kv_layer: Tensor | None = None,
         qkv_interleave_dim: int = -3,
@@ -206,88 +228,35 @@ class DotProductAttention(TransformerEngineBaseModule):
         num_splits        parts in which a long row of keys is computed, None: as many as the backend likes
         fp8_output        return the output as a Float8Tensor; bf16_backward   compute gradients in high precision;
                           both for attention in FP8, which autocast's recipe asks for (fp8_dpa or fp8_mha)
+        score_mod_tensors   tensors by name, which score_mod gets as keywords behind its indices
         fast_zero_fill is accepted and changes nothing.
+
+        Raises ValueError before anything is written or drawn. Lengths and offsets on a GPU are trusted; TE_CHECK=1 has
+        them checked too, see `device_checks`. What they point to outside of the tensors would be read.
         """
         score_mod = self.score_mod if score_mod is None else score_mod
-        if score_mod_bprop is not None:
-            raise NotImplementedError(
-                "score_mod_bprop is not available: autograd differentiates score_mod, and a gradient given beside it "
-                "could differ from that; leave it None"
-            )
+        if not (score_mod_tensors is score_mod_bprop is score_mod_bprop_tensors is None):
+            score_mod = resolved(score_mod, score_mod_tensors, score_mod_bprop, score_mod_bprop_tensors)
         q, k, v = unpacked(query_layer, key_layer, value_layer, qkv_layer, kv_layer, qkv_interleave_dim)
-        q_format = kv_format = self.qkv_format if qkv_format is None else qkv_format
-        one_of("qkv_format", q_format, QKV_FORMATS)
-        check_tensors(
-            q,
-            k,
-            v,
-            q_format,
-            self.heads,
-            self.num_gqa_groups_per_partition,
-            self.head_dim_qk,
-            self.head_dim_v,
-        )
-        mask_type = self.attn_mask_type if attn_mask_type is None else masks.canonical_name(attn_mask_type)
-        if inference_params is not None:
-            layer_number = check_cache(self.layer_number, inference_params.dtype, q.dtype)
-            mask_type = masks.over_cached_keys(mask_type)
-        mask = self._resolved_mask(
-            mask_type,
-            self._given_window if window_size is None else window_size,
-            self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal,
-        )
-        page_size, page_table = 0, None
-        if inference_params is not None:
-            cached = inference_params.step(layer_number, k, v, q_format)
-            k, v, kv_format = cached.key, cached.value, cached.qkv_format
-            page_size, page_table = cached.page_size, cached.page_table
-            sequences = cached_sequences(q, q_format, max_seqlen_q, cached)
-        else:
-            sequences = given_sequences(
-                q,
-                k,
-                q_format,
-                kv_format,
-                mask,
-                self.attention_type,
-                attention_mask,
-                (cu_seqlens_q, cu_seqlens_kv),
-                (cu_seqlens_q_padded, cu_seqlens_kv_padded),
-                (max_seqlen_q, max_seqlen_kv),
-                pad_between_seqs,
-            )
-        options = Options(
-            mask,
-            q_format,
-            kv_format,
+        arguments = CallArguments(
+            attention_mask,
+            qkv_format,
+            (cu_seqlens_q, cu_seqlens_kv),
+            (cu_seqlens_q_padded, cu_seqlens_kv_padded),
+            (max_seqlen_q, max_seqlen_kv),
+            attn_mask_type,
+            window_size,
+            bottom_right_diagonal,
             core_attention_bias_type,
-            self.softmax_type,
-            self.softmax_scale,
-            self.attention_dropout if self.training else 0.0,
-            self.return_max_logit,
-            page_size,
-            0 if num_splits is None else num_splits,
-            inference_params is not None,
+            core_attention_bias,
+            alibi_slopes,
+            inference_params,
+            pad_between_seqs,
+            num_splits,
             score_mod,
         )
-        sink = self._sink(q)
-        inputs = AttentionInputs(
-            q if q.stride(-1) == 1 else q.contiguous(),
-            k if k.stride(-1) == 1 else k.contiguous(),
-            v if v.stride(-1) == 1 else v.contiguous(),
-            sequences.lengths_q,
-            sequences.lengths_kv,
-            sequences.starts_q,
-            sequences.starts_kv,
-            sequences.masked_q,
-            sequences.masked_kv,
-            sequences.masked,
-            core_attention_bias,
-            self._slopes(core_attention_bias_type, q, alibi_slopes),
-            sink,
-            page_table,
-        )
-        request, backend = self._plan(options, sequences, inputs, alibi_slopes is not None)
+        call, written = prepared(self, q, k, v, arguments)
+        request, backend = self._plan(*call)
         state = current()
         if not torch.compiler.is_compiling():
             self.check_repetition(state)
@@ -301,8 +270,16 @@ class DotProductAttention(TransformerEngineBaseModule):
             raise ValueError(
                 "fp8_output=True needs an FP8 attention; run under autocast with fp8_dpa or fp8_mha in the recipe"
             )
-        result = self._run(backend, request, inputs, checkpoint_core_attention)
+        if inference_params is not None and not written:
+            assert self.layer_number is not None
+            inference_params.write(self.layer_number, k, v, call.options.q_format)
+        result = self._run(backend, request, call.inputs, checkpoint_core_attention)
         return result.output if result.max_logit is None else (result.output, result.max_logit)
+
+    def check_call(self, q: Described, k: Described, v: Described, arguments: CallArguments) -> None:
+        """Raise what forward would for tensors of these shapes, and change nothing."""
+        call, _ = prepared(self, q, k, v, arguments, only_shapes=True)
+        check(request_of(*call))
 
     def _resolved_mask(
         self, mask_type: str, window: tuple[int, int] | None, bottom_right_diagonal: bool | None
@@ -310,11 +287,10 @@ class DotProductAttention(TransformerEngineBaseModule):
         """What a name, a window and an alignment mean together, looked up where they were met before."""
         if torch.compiler.is_compiling():
             return masks.resolve(mask_type, window, bottom_right_diagonal)
-        key = (mask_type, None if window is None else (window[0], window[1]), bottom_right_diagonal)
+        pair = window if window is None or type(window) is tuple else masks.window_pair(window)
+        key = (mask_type, pair, bottom_right_diagonal)
         mask = self._masks.get(key)
-        if mask is None:
-            mask = self._masks[key] = masks.resolve(*key)
-        return mask
+        return self._masks.keep(key, masks.resolve(*key)) if mask is None else mask
 
     def _plan(
         self, options: Options, sequences: Sequences, inputs: AttentionInputs, slopes_given: bool
@@ -340,26 +316,6 @@ class DotProductAttention(TransformerEngineBaseModule):
         _attention_backends.seen = plan
         return plan
 
-    def _slopes(self, bias_type: str, q: Tensor, given: Tensor | None) -> Tensor | None:
-        """ALiBi's slopes of this rank's heads, as given or the usual ones."""
-        if bias_type != "alibi":
-            if given is not None:
-                raise ValueError(
-                    f'alibi_slopes with core_attention_bias_type={bias_type!r}; it must be "alibi"'
-                )
-            return None
-        if given is not None:
-            if given.shape[-1] != self.heads:
-                raise ValueError(f"alibi_slopes {list(given.shape)} does not end in {self.heads} heads")
-            return given
-        rank = torch.distributed.get_rank(self.tp_group) if self.tp_group is not None else 0
-        return default_slopes(self.num_attention_heads, q.device)[rank * self.heads : (rank + 1) * self.heads]
-
-    def _sink(self, q: Tensor) -> Tensor | None:
-        if self.softmax_type == "off-by-one":
-            return torch.zeros(self.heads, dtype=torch.float32, device=q.device)
-        return self.softmax_offset
-
     def _run(
         self,
         backend: Backend[AttentionRequest] | fp8.Attention | fp8.Recomputed,
@@ -384,10 +340,3 @@ class DotProductAttention(TransformerEngineBaseModule):
                 attend, *inputs, get_rng_state_tracker=tracker, tp_group=self.tp_group, use_reentrant=False
             )
         return torch_checkpoint(attend, *inputs, use_reentrant=False)  # pyright: ignore[reportReturnType]
-
-
-def _accept_older_extra_state(state_dict: dict[str, Any], prefix: str, *_: object) -> None:
-    """Take checkpoints that have this module's extra state one level deeper, or not at all."""
-    older = state_dict.pop(prefix + "fused_attention._extra_state", None)
-    if prefix + "_extra_state" not in state_dict:
-        state_dict[prefix + "_extra_state"] = torch.empty(0, dtype=torch.uint8) if older is None else older

@@ -20,6 +20,7 @@ from ....common import env
 from ....common.bounded import Bounded
 from ....common.dispatch import Backend, Table, undisturbed
 from ....common.recipe import DelayedScaling, Format, Recipe
+from ...double_backward import once_differentiable
 from ...functions.scale_update import ScaleUpdate
 from ...quantization.autocast import AutocastState
 from ...quantization.family import all_families, family_of
@@ -150,11 +151,7 @@ def outputs_codes(state: AutocastState) -> bool:
     if not state.enabled or not getattr(state.recipe, "fp8_mha", False) or torch.compiler.is_compiling():
         return False
     recipe = attention_recipe(state.recipe)
-    return (
-        recipe is not None
-        and recipe is state.recipe
-        and family_of(recipe).attention in ("delayed", "current")
-    )
+    return recipe is not None and recipe is state.recipe and family_of(recipe).kind == "fp8"
 
 
 def projects_codes(projection: Linear | LayerNormLinear, state: AutocastState, x: Tensor) -> bool:
@@ -350,6 +347,7 @@ class _Attention(torch.autograd.Function):
         return result, rounded.max_logit
 
     @staticmethod
+    @once_differentiable("FP8 attention")
     def backward(ctx: Any, grad_output: Tensor, *_: Any) -> Any:
         attention: Attention = ctx.attention
         call = attention.call

@@ -90,7 +90,7 @@ def can_start_on(codes: Tensor | None) -> bool:
     """Can a Triton kernel read these codes?"""
     if codes is None or not codes.is_cuda or torch.compiler.is_compiling():
         return False
-    return launch.MISSING is None and codes.is_contiguous() and codes.numel() > 0
+    return launch.missing() is None and codes.is_contiguous() and codes.numel() > 0
 
 
 def started_values(

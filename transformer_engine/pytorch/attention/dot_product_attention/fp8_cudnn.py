@@ -17,6 +17,8 @@ from .backends import cudnn_fp8
 from .fp8_call import OUTPUT, QKV, SOFTMAX_SCALE, Call, Rounded, codes_of, started_values, values_of
 from .request import AttentionInputs, Gradients
 
+_CODE_NAMES = {torch.float8_e4m3fn: "float8_e4m3fn", torch.float8_e5m2: "float8_e5m2"}
+
 
 @functools.lru_cache(maxsize=64)
 def _softmax_scales(device: torch.device) -> Tensor:
@@ -58,7 +60,7 @@ def _plain(inputs: AttentionInputs) -> bool:
     for x in inputs[:3]:
         if isinstance(x, QuantizedTensorStorage) or not x.is_contiguous():
             return False
-    return launch.MISSING is None
+    return launch.missing() is None
 
 
 def _aligned(storage: Any) -> Any:
@@ -106,7 +108,8 @@ def _forward_of_state(call: Call, inputs: AttentionInputs) -> Rounded:
     q, k, v = inputs.q, inputs.k, inputs.v
     device, code = q.device, float8_dtype(quantizer.dtype)
     scale, history = state.scale_in_place, state.amax_history
-    record = fp8_attention.codes_of_three((q.numel(), k.numel(), v.numel()), (QKV, OUTPUT), "float8_e4m3fn")
+    sizes = (q.numel(), k.numel(), v.numel())
+    record = fp8_attention.codes_of_three(sizes, (QKV, OUTPUT), _CODE_NAMES[code])
     codes = [torch.empty(x.shape, dtype=code, device=device) for x in (q, k, v)]
     descales = torch.empty(8, dtype=torch.float32, device=device)
     run_into(record, (q, k, v, scale, history, *codes, descales), device)

@@ -7,9 +7,10 @@ Every mask is the intersection of at most three parts: a band -left <= j - i - s
 
 from __future__ import annotations
 
+import operator
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -55,7 +56,7 @@ class Mask:
 
 def canonical_name(attn_mask_type: str) -> str:
     """The one spelling of a mask type: "causal,padding" and "padding,causal" are "padding_causal"."""
-    name = attn_mask_type.replace(" ", "")
+    name = attn_mask_type.replace(" ", "") if isinstance(attn_mask_type, str) else ""
     if "," in name:
         name = "_".join(sorted(name.split(","), key=lambda part: part != "padding"))
     if name not in NAMES:
@@ -97,7 +98,7 @@ def check_set_window_size(attn_mask_type: str, window_size: tuple[int, int] | No
     causal = "causal" in canonical_name(attn_mask_type)
     if window_size is None:
         return (-1, 0) if causal else UNLIMITED
-    left, right = window_size
+    left, right = window_pair(window_size)
     if causal:
         if left < -1 or right < -1:
             raise ValueError(f"window_size=({left}, {right}) has a size below -1; -1 means unlimited")
@@ -113,6 +114,17 @@ def check_set_window_size(attn_mask_type: str, window_size: tuple[int, int] | No
         f"window_size=({left}, {right}) is not allowed with attn_mask_type={attn_mask_type!r}; "
         "give (-1, -1) or two numbers >= 0"
     )
+
+
+def window_pair(window_size: Any) -> tuple[int, int]:
+    """(left, right) of a sequence of two integers; ValueError for anything else."""
+    try:
+        left, right = window_size
+        return operator.index(left), operator.index(right)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"window_size={window_size!r} is no pair of integers; give (left, right), -1 for unlimited"
+        ) from None
 
 
 def _warn(message: str) -> None:

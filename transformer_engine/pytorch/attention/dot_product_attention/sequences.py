@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+import operator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ....common.formats import round_up
+from ...device_checks import demand
 from .mask import Mask, cumulative, lengths_of, lengths_of_mask
+from .sequence_rules import are_bounds
 
 if TYPE_CHECKING:
     from ..inference import CachedKeysValues
@@ -45,8 +48,12 @@ def given_sequences(
     max_seqlens: tuple[int | None, int | None],
     pad_between_seqs: bool | None,
 ) -> Sequences:
-    """The sequences that the arguments of an attention describe; ValueError when they do not agree."""
+    """The sequences that the arguments of an attention describe; ValueError when they do not agree.
+
+    Lengths on a GPU are trusted unless TE_CHECK=1 asks for them, see `device_checks`.
+    """
     _check_mask_is_used(mask, attention_mask, "thd" in (q_format, kv_format))
+    _check_masks(attention_mask)
     (cu_q, cu_kv), (starts_q, starts_kv), (max_q, max_kv) = cu_seqlens, cu_seqlens_padded, max_seqlens
     if mask.padding and cu_kv is None and attention_type == "self":
         cu_kv, starts_kv = cu_q, starts_q
@@ -60,6 +67,11 @@ def given_sequences(
     if queries.batch != keys.batch:
         raise ValueError(f"queries have {queries.batch} sequences, keys {keys.batch}; they must agree")
     arbitrary = attention_mask if mask.arbitrary and isinstance(attention_mask, Tensor) else None
+    if arbitrary is not None:
+        _check_broadcasts(arbitrary, (queries.batch, q.shape[-2], queries.size, keys.size))
+    if mask.padding or "thd" in (q_format, kv_format):
+        sides = (cu_q, cu_kv), (starts_q, starts_kv), (queries.size, keys.size)
+        _demand_bounds((q, k), (q_format, kv_format), *sides)
     if pad_between_seqs is None:
         pad_between_seqs = q_format == "thd" and not (starts_q is None and starts_kv is None)
     return Sequences(
@@ -77,6 +89,40 @@ def given_sequences(
     )
 
 
+def demand_lengths(
+    qk: tuple[Any, Any],
+    tensor_format: str,
+    cu_seqlens: Pair,
+    cu_seqlens_padded: Pair,
+    max_seqlens: tuple[Any, Any],
+) -> None:
+    """The numbers in the lengths of a call whose shapes are known to be right; qk need shapes only."""
+    (cu_q, cu_kv), (starts_q, starts_kv) = cu_seqlens, cu_seqlens_padded
+    if cu_kv is None:
+        cu_kv, starts_kv = cu_q, starts_q
+    packed = tensor_format == "thd"
+    sizes = [x.shape[0 if packed else tensor_format.index("s")] for x in qk]
+    if packed:
+        sizes = [size if most is None else most for size, most in zip(sizes, max_seqlens, strict=True)]
+    starts = starts_q, starts_kv
+    _demand_bounds(qk, (tensor_format, tensor_format), (cu_q, cu_kv), starts, (sizes[0], sizes[1]))
+
+
+def _demand_bounds(
+    qk: tuple[Any, Any], formats: tuple[str, str], cu_seqlens: Pair, starts: Pair, sizes: tuple[int, int]
+) -> None:
+    """are_bounds of queries and keys, once where they are the same."""
+    known = None
+    for name, x, tensor_format, bounds, begins, size in zip(
+        ("cu_seqlens_q", "cu_seqlens_kv"), qk, formats, cu_seqlens, starts, sizes, strict=True
+    ):
+        tokens = x.shape[0] if tensor_format == "thd" else None
+        facts = (id(bounds), id(begins), tokens, size)
+        if bounds is not None and facts != known:
+            demand(are_bounds, (bounds, begins), name, tokens, size)
+        known = facts
+
+
 def cached_sequences(
     q: Tensor, q_format: str, max_seqlen_q: int | None, cached: CachedKeysValues
 ) -> Sequences:
@@ -84,7 +130,12 @@ def cached_sequences(
     lengths_q = lengths_of(cached.cu_seqlens_q) if cached.lengths_q is None else cached.lengths_q
     lengths_kv = lengths_of(cached.cu_seqlens_kv) if cached.lengths_kv is None else cached.lengths_kv
     if q_format == "thd":
-        longest = max_seqlen_q or cached.max_seqlen_q or _longest("q", lengths_q)
+        given = _whole("max_seqlen_q", max_seqlen_q)
+        if given and given < cached.max_seqlen_q:
+            raise ValueError(
+                f"max_seqlen_q={given}, a sequence of the step brings {cached.max_seqlen_q} tokens; leave it out"
+            )
+        longest = given or cached.max_seqlen_q or _longest("q", lengths_q)
     else:
         longest = q.shape[0] if q_format == "sbhd" else q.shape[1]
     starts = cached.cu_seqlens_q if q_format == "thd" else None
@@ -96,6 +147,15 @@ def cached_sequences(
     return Sequences(
         batch, longest, cached.max_seqlen_kv, False, lengths_q, lengths_kv, starts, None, None, None, None
     )
+
+
+def unknown_sequences(q: Any, q_format: str) -> Sequences:
+    """Those of a step that only a custom cache manager can describe: as long as the queries, for a check."""
+    batch, size = (
+        (1, q.shape[0]) if q_format == "thd" else (q.shape[q_format.index("b")], q.shape[q_format.index("s")])
+    )
+    nothing = (None,) * 7
+    return Sequences(batch, size, size, False, *nothing)
 
 
 class _Side(NamedTuple):
@@ -119,8 +179,14 @@ def _side(
 ) -> _Side:
     """The sequences of the queries, or those of the keys and values; lengths: what they are, where known."""
     for tensor in (cu_seqlens, starts):
-        if tensor is not None and tensor.dtype != torch.int32:
-            raise ValueError(f"cu_seqlens_{name} is {tensor.dtype}; it must be torch.int32, convert it")
+        if tensor is not None:
+            _check_cumulative(name, tensor, x)
+    if starts is not None and (cu_seqlens is None or starts.shape != cu_seqlens.shape):
+        given = None if cu_seqlens is None else list(cu_seqlens.shape)
+        raise ValueError(
+            f"cu_seqlens_{name}_padded is {list(starts.shape)}, cu_seqlens_{name} {given}; give both, equally long"
+        )
+    max_seqlen = _whole(f"max_seqlen_{name}", max_seqlen)
     if padding and cu_seqlens is None and masked is None:
         raise ValueError(
             f"a padding mask needs cu_seqlens_{name}, or attention_mask [b, 1, 1, s] (a pair for cross)"
@@ -148,6 +214,34 @@ def _side(
     return _Side(lengths.shape[0], max_seqlen, lengths, starts)
 
 
+def _check_cumulative(name: str, bounds: Any, x: Tensor) -> None:
+    if not isinstance(bounds, Tensor):
+        raise ValueError(f"cu_seqlens_{name} is a {type(bounds).__name__}; give an int32 tensor [b + 1]")
+    if bounds.dtype != torch.int32:
+        raise ValueError(f"cu_seqlens_{name} is {bounds.dtype}; it must be torch.int32, convert it")
+    if bounds.ndim != 1 or bounds.shape[0] < 1:
+        raise ValueError(
+            f"cu_seqlens_{name} is {list(bounds.shape)}; give [b + 1], 0 and where each sequence ends"
+        )
+    if bounds.device != x.device:
+        raise ValueError(f"cu_seqlens_{name} is on {bounds.device}, the tensor on {x.device}; move it there")
+
+
+def _whole(name: str, size: Any) -> int | None:
+    """size as an int >= 0; integers of other libraries are taken, too."""
+    if size is None or torch.compiler.is_compiling():
+        return size
+    try:
+        whole = operator.index(size)
+    except TypeError:
+        raise ValueError(
+            f"{name}={size!r} is no whole number; give the tokens of the longest sequence"
+        ) from None
+    if whole < 0:
+        raise ValueError(f"{name}={whole} is below 0; give the tokens of the longest sequence")
+    return whole
+
+
 def _lengths(cu_seqlens: Tensor | None, masked: Tensor | None) -> Tensor:
     if cu_seqlens is not None:
         return lengths_of(cu_seqlens)
@@ -169,6 +263,31 @@ def _longest(name: str, lengths: Tensor) -> int:
     if torch.compiler.is_compiling():
         raise ValueError(f"max_seqlen_{name} is needed under torch.compile with qkv_format='thd'; pass it")
     return round_up(int(lengths.max()), 64) if lengths.numel() else 0
+
+
+def _check_masks(attention_mask: Any) -> None:
+    """ValueError unless it is None, a bool tensor or a pair of them."""
+    if attention_mask is None:
+        return
+    masks = attention_mask if isinstance(attention_mask, tuple) else (attention_mask,)
+    if isinstance(attention_mask, tuple) and len(masks) != 2:
+        raise ValueError(
+            f"attention_mask has {len(masks)} parts; give one tensor, or a pair for queries and keys"
+        )
+    for masked in masks:
+        if masked is not None and not (isinstance(masked, Tensor) and masked.dtype == torch.bool):
+            kind = masked.dtype if isinstance(masked, Tensor) else type(masked).__name__
+            raise ValueError(f"attention_mask is {kind}; give bool tensors, True = masked out")
+
+
+def _check_broadcasts(masked: Tensor, shape: tuple[int, ...]) -> None:
+    fits = masked.ndim <= 4 and all(
+        size in (1, limit) for size, limit in zip(reversed(masked.shape), reversed(shape), strict=False)
+    )
+    if not fits:
+        raise ValueError(
+            f"attention_mask {list(masked.shape)} does not broadcast to {list(shape)}; give [b, h, s_q, s_kv] or 1s"
+        )
 
 
 def _check_mask_is_used(mask: Mask, attention_mask: object, packed: bool) -> None:

@@ -8,13 +8,13 @@ import math
 import torch
 from torch import Tensor
 
-from ....common.kernels.launch import MISSING, Launch
+from ....common.kernels.launch import Launch, missing
 from ...primitives.launching import DTYPE_NAMES, run
 
 
 def clear_tail(x: Tensor, starts: Tensor) -> None:
     """Write the zeros in place; x [t, ..] is contiguous, starts int32 [b + 1]."""
-    if x.is_cuda and MISSING is None and x.dtype in DTYPE_NAMES:
+    if x.is_cuda and missing() is None and x.dtype in DTYPE_NAMES:
         run(_launch(x.shape[0], math.prod(x.shape[1:]), starts.shape[0] - 1), (x, starts))
         return
     tokens = torch.arange(x.shape[0], device=x.device)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -54,8 +54,8 @@ class AttentionParams:
     bottom_right_diagonal: bool = True
     alibi_slopes_shape: torch.Size | list[int] | None = None
     core_attention_bias_type: str = "no_bias"
-    core_attention_bias_shape: str | None = None
-    core_attention_bias_requires_grad: bool = False
+    core_attention_bias_shape: str | None = "1hss"
+    core_attention_bias_requires_grad: bool = True
     pad_between_seqs: bool = False
     attention_dropout: float = 0.0
     context_parallel: bool = False
@@ -64,7 +64,7 @@ class AttentionParams:
     deterministic: bool = False
     is_training: bool = True
     fp8: bool = False
-    fp8_meta: dict[str, Any] | None = field(default=None, compare=False)
+    fp8_meta: dict[str, Any] | None = None
     fp8_output: bool = False
     inference_params: Any = None
     softmax_type: str = "vanilla"
@@ -77,6 +77,14 @@ class AttentionParams:
 
     def __post_init__(self) -> None:
         self.window_size = check_set_window_size(self.attn_mask_type, self.window_size)
+
+    def __eq__(self, other: object) -> bool:
+        """Equal in every field; of fp8_meta, whose states change at every step, the recipe alone counts."""
+        if not isinstance(other, AttentionParams):
+            return NotImplemented
+        names = [f.name for f in fields(self) if f.name != "fp8_meta"]
+        mine, theirs = ((p.fp8_meta or {}).get("recipe") for p in (self, other))
+        return mine == theirs and all(getattr(self, name) == getattr(other, name) for name in names)
 
     @classmethod
     def of(cls, request: AttentionRequest, fp8: bool = False) -> AttentionParams:
@@ -145,7 +153,7 @@ class AttentionParams:
             switches=Switches.from_environment(),
             capability=get_device_compute_capability() if device.type == "cuda" else (0, 0),
             bias_shape=bias_shape,
-            bias_gradient=self.core_attention_bias_requires_grad,
+            bias_gradient=bias_shape is not None and self.core_attention_bias_requires_grad,
             slopes_shape=None if self.alibi_slopes_shape is None else tuple(self.alibi_slopes_shape),
             slopes_given=self.alibi_slopes_shape is not None,
             page_size=cache.page_size if cache is not None and cache.is_paged else 0,
@@ -297,6 +305,11 @@ class FlashAttentionUtils:
     fa4_version = _version(flash4.VERSION)
 
     @staticmethod
-    def is_version_supported(version: Version) -> bool:
-        """Is version one that an installed flash-attn would be used at?"""
-        return FlashAttentionUtils.version_required <= version <= FlashAttentionUtils.max_version
+    def is_version_supported(version: Version | str | None, minimum: Version | str | None = None) -> bool:
+        """Is version at least minimum? Without one: would a flash-attn 2 of it be used? None is no version."""
+        if version is None:
+            return False
+        found = Version(str(version))
+        if minimum is not None:
+            return found >= Version(str(minimum))
+        return FlashAttentionUtils.version_required <= found <= FlashAttentionUtils.max_version

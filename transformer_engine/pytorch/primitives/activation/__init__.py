@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import overload
+
 import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend, Table
-from ..quantize import Quantized, QuantizeSpec
+from ..quantize import Cast, Quantized
 from . import reference, triton
 from .quantized import gradient_fuses as gradient_fuses
 from .request import ACTIVATIONS, DEFAULT_PARAMS, Activation, ActivationParams, ActivationRequest
@@ -14,52 +16,61 @@ from .request import ACTIVATIONS, DEFAULT_PARAMS, Activation, ActivationParams, 
 TABLE: Table[ActivationRequest] = Table("activation", (triton.BACKEND, reference.BACKEND))
 
 
-def activation_forward(name: str, x: Tensor, params: ActivationParams = DEFAULT_PARAMS) -> Tensor:
-    """y = f(x) [...], or for gated units y [..., F] = f(x[..., :F]) * x[..., F:]; y in x's dtype."""
-    return _select(name, False, x).run("forward")(name, x, params)
+@overload
+def activation_forward(
+    name: str, x: Tensor, params: ActivationParams = DEFAULT_PARAMS, cast: None = None
+) -> Tensor: ...
 
 
-def activation_backward(
-    name: str, dy: Tensor, x: Tensor, params: ActivationParams = DEFAULT_PARAMS
-) -> Tensor:
-    """dx, shaped and typed like x; dy is shaped like the output of activation_forward."""
-    return _select(name, True, x).run("backward")(name, dy, x, params)
+@overload
+def activation_forward(name: str, x: Tensor, params: ActivationParams, cast: Cast) -> Quantized: ...
 
 
-def activation_forward_quantized(
-    name: str,
-    x: Tensor,
-    params: ActivationParams,
-    spec: QuantizeSpec,
-    *,
-    scale: Tensor | None = None,
-    record: Tensor | None = None,
-) -> Quantized:
-    """quantize(y [M, F]) of x [M, F] or [M, 2F]: the bits of activation_forward and quantize.
+def activation_forward(
+    name: str, x: Tensor, params: ActivationParams = DEFAULT_PARAMS, cast: Cast | None = None
+) -> Tensor | Quantized:
+    """y = f(x) [...], or for gated units y [..., F] = f(x[..., :F]) * x[..., F:]; y in x's dtype, or as a cast asks.
 
-    `quantize` explains spec, scale and record. On a GPU, FP8 codes with one scale a tensor or a block are made where
-    y is: y itself is never stored, unless one scale is to be made from its maximum, which is found on the way.
+    With a cast, of a matrix x, y's place is taken by the codes that quantizing y gives. On a GPU those with one scale
+    a tensor or a block are made where y is: y itself is never stored, unless one scale is to be made from its maximum,
+    which is found on the way.
     """
-    return _select(name, False, x).run("forward_quantized")(name, x, params, spec, scale, record)
+    return _select(name, False, x).run("forward")(name, x, params, cast)
 
 
-def activation_backward_quantized(
+@overload
+def activation_backward(
+    name: str, dy: Tensor, x: Tensor, params: ActivationParams = DEFAULT_PARAMS, cast: None = None
+) -> Tensor: ...
+
+
+@overload
+def activation_backward(
     name: str,
     dy: Tensor,
     x: Tensor,
     params: ActivationParams,
-    spec: QuantizeSpec,
-    *,
-    scale: Tensor | None = None,
-    record: Tensor | None = None,
+    cast: Cast,
     dbias: torch.dtype | None = None,
-) -> tuple[Quantized, Tensor | None]:
-    """(quantize(dx [M, N]), sum over rows of dx [N]): the bits of activation_backward and quantize.
+) -> tuple[Quantized, Tensor | None]: ...
 
-    dbias: dtype of the sum, which is made in float32 from the rounded dx, in an order of the backend's; None: no sum.
-    With one, blocks of rows alone are cast after dx is stored; for these, `gradient_fuses` is False.
+
+def activation_backward(
+    name: str,
+    dy: Tensor,
+    x: Tensor,
+    params: ActivationParams = DEFAULT_PARAMS,
+    cast: Cast | None = None,
+    dbias: torch.dtype | None = None,
+) -> Tensor | tuple[Quantized, Tensor | None]:
+    """dx, shaped and typed like x; dy is shaped like the output of activation_forward.
+
+    With a cast, (the codes of dx [M, N], the sum over its rows [N]): bit for bit those of separate steps.
+
+    dbias   dtype of the sum, which is made in float32 from the rounded dx, in an order of the backend's; None: no sum.
+            With one, blocks of rows alone are cast after dx is stored; for these, `gradient_fuses` is False
     """
-    return _select(name, True, x).run("backward_quantized")(name, dy, x, params, spec, scale, record, dbias)
+    return _select(name, True, x).run("backward")(name, dy, x, params, cast, dbias)
 
 
 def _select(name: str, backward: bool, x: Tensor) -> Backend[ActivationRequest]:

@@ -15,7 +15,7 @@ from ....common.formats import Element
 from .. import fused_codes, launching
 from ..column_sums import sum_partials
 from ..launching import DTYPE_NAMES, rows_dense, run
-from ..quantize import Quantized, QuantizeSpec
+from ..quantize import Cast, Quantized, QuantizeSpec
 from .request import ACTIVATIONS, ActivationParams
 
 if TYPE_CHECKING:
@@ -26,12 +26,12 @@ _HALVES = 256  # two halves of whole blocks
 _NO_CONSTANTS = (0.0, 0.0, 0.0)
 
 
-def fuses(x: Tensor, halves: bool, spec: QuantizeSpec, scale: Tensor | None) -> bool:
+def fuses(x: Tensor, halves: bool, cast: Cast) -> bool:
     """Can the result, [M, F] of x [M, 2F] if it halves the columns, be quantized where it is made?"""
     if x.dim() != 2 or max(x.shape[1], x.stride(0)) >= _LIMIT:
         return False
     shape = (x.shape[0], x.shape[1] // 2 if halves else x.shape[1])
-    return fused_codes.fuses(shape, x.dtype, x.device, spec, scale is not None)
+    return fused_codes.fuses(shape, x.dtype, x.device, cast)
 
 
 def gradient_fuses(spec: QuantizeSpec, sums_columns: bool) -> bool:
@@ -44,26 +44,17 @@ def gradient_fuses(spec: QuantizeSpec, sums_columns: bool) -> bool:
     return not (sums_columns and fused_codes.in_row_blocks(spec))
 
 
-def fuses_backward(
-    name: str, x: Tensor, spec: QuantizeSpec, scale: Tensor | None, sums_columns: bool
-) -> bool:
+def fuses_backward(name: str, x: Tensor, cast: Cast, sums_columns: bool) -> bool:
     """Is dx, shaped as x, quantized where it is made? The blocks of a gate's gradient must end where the other half's
     begin."""
-    if ACTIVATIONS[name].gated and fused_codes.in_blocks(spec) and x.shape[-1] % _HALVES:
+    if ACTIVATIONS[name].gated and fused_codes.in_blocks(cast.spec) and x.shape[-1] % _HALVES:
         return False
-    return gradient_fuses(spec, sums_columns) and fuses(x, False, spec, scale)
+    return gradient_fuses(cast.spec, sums_columns) and fuses(x, False, cast)
 
 
-def forward(
-    name: str,
-    x: Tensor,
-    params: ActivationParams,
-    spec: QuantizeSpec,
-    scale: Tensor | None,
-    record: Tensor | None,
-) -> Quantized:
+def forward(name: str, x: Tensor, params: ActivationParams, cast: Cast) -> Quantized:
     """quantize(y [M, F]) of x [M, F] or [M, 2F]"""
-    x = rows_dense(x)
+    x, spec = rows_dense(x), cast.spec
     gated = ACTIVATIONS[name].gated
     shape = (x.shape[0], x.shape[1] // 2 if gated else x.shape[1])
     if fused_codes.in_blocks(spec):
@@ -72,7 +63,7 @@ def forward(
             name, gated, shape, x.stride(0), x.dtype, constants, spec, x.device.index
         )
         return Quantized(*run(launch, (x,)))
-    scale, amax = fused_codes.given(scale, record, x.device)
+    scale, amax = fused_codes.given(cast, x.device)
     launch = _forward_launch(
         name,
         gated,
@@ -90,13 +81,11 @@ def backward(
     dy: Tensor,
     x: Tensor | None,
     params: ActivationParams | None,
-    spec: QuantizeSpec,
-    scale: Tensor | None,
-    record: Tensor | None,
+    cast: Cast,
     dbias: torch.dtype | None,
 ) -> tuple[Quantized, Tensor | None]:
     """(quantize(dx [M, N]), its column sums [N]); "identity" has no x, its dx is dy."""
-    dy = rows_dense(dy)
+    dy, spec = rows_dense(dy), cast.spec
     x = None if x is None else rows_dense(x)
     gated = name != "identity" and ACTIVATIONS[name].gated
     shape = (dy.shape[0], dy.shape[1])
@@ -119,7 +108,7 @@ def backward(
         )
         *codes, partials = run(launch, (dy, x))
         return Quantized(*codes), None if dbias is None else sum_partials(partials, dbias)
-    scale, amax = fused_codes.given(scale, record, dy.device)
+    scale, amax = fused_codes.given(cast, dy.device)
     launch = _backward_launch(
         name,
         gated,

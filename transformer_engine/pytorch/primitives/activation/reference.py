@@ -6,7 +6,6 @@ clamped SwiGLU, the open-weight GPT-OSS model, arXiv:2508.10925. qgelu is x * si
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,16 +13,18 @@ import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
-from ..quantize import Quantized, QuantizeSpec, quantize
+from ..quantize import Cast, Quantized, quantize_as
 from .request import ACTIVATIONS, ActivationParams, ActivationRequest
 
-_SQRT_2_OVER_PI = math.sqrt(2.0 / math.pi)
-_GELU_CUBIC = 0.044715
-_QGELU_ALPHA = 1.702
 
-
-def activation_forward(name: str, x: Tensor, params: ActivationParams) -> Tensor:
+def activation_forward(
+    name: str, x: Tensor, params: ActivationParams, cast: Cast | None = None
+) -> Tensor | Quantized:
     """y = f(x) for x [...], or y [..., F] = f(a) * b for x = [a, b] [..., 2F]."""
+    return quantize_as(_value(name, x, params), cast)
+
+
+def _value(name: str, x: Tensor, params: ActivationParams) -> Tensor:
     x_wide = x.to(torch.float32)
     if not ACTIVATIONS[name].gated:
         return _CURVES[name].value(x_wide).to(x.dtype)
@@ -37,8 +38,25 @@ def activation_forward(name: str, x: Tensor, params: ActivationParams) -> Tensor
     return y.to(x.dtype)
 
 
-def activation_backward(name: str, dy: Tensor, x: Tensor, params: ActivationParams) -> Tensor:
-    """dx = dy * f'(x), or dx [..., 2F] = [dy * f'(a) * b, dy * f(a)] for x = [a, b]."""
+def activation_backward(
+    name: str,
+    dy: Tensor,
+    x: Tensor,
+    params: ActivationParams,
+    cast: Cast | None = None,
+    dbias: torch.dtype | None = None,
+) -> Tensor | tuple[Quantized, Tensor | None]:
+    """dx = dy * f'(x), or dx [..., 2F] = [dy * f'(a) * b, dy * f(a)] for x = [a, b]; with a cast (its codes, the sum
+    over its rows).
+    """
+    dx = _gradient(name, dy, x, params)
+    if cast is None:
+        return dx
+    sums = None if dbias is None else dx.sum(0, dtype=torch.float32).to(dbias)
+    return quantize_as(dx, cast), sums
+
+
+def _gradient(name: str, dy: Tensor, x: Tensor, params: ActivationParams) -> Tensor:
     x_wide = x.to(torch.float32)
     dy_wide = dy.to(torch.float32)
     if not ACTIVATIONS[name].gated:
@@ -67,23 +85,25 @@ def _clamped_swiglu_gradients(
     return dgate, dlinear
 
 
+# Constants stand where they are used: of a global float a compiler makes a symbol while shapes are dynamic, which it
+# cannot use in two layers of one graph. 0.797.. is sqrt(2 / pi).
 def _gelu(x: Tensor) -> Tensor:
-    return 0.5 * x * (1.0 + torch.tanh(_SQRT_2_OVER_PI * (x + _GELU_CUBIC * x * x * x)))
+    return 0.5 * x * (1.0 + torch.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
 
 
 def _gelu_slope(x: Tensor) -> Tensor:
-    tanh = torch.tanh(_SQRT_2_OVER_PI * (x + _GELU_CUBIC * x * x * x))
-    inner_slope = _SQRT_2_OVER_PI * (1.0 + 3.0 * _GELU_CUBIC * x * x)
+    tanh = torch.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))
+    inner_slope = 0.7978845608028654 * (1.0 + 3.0 * 0.044715 * x * x)
     return 0.5 * (1.0 + tanh) + 0.5 * x * (1.0 - tanh * tanh) * inner_slope
 
 
 def _qgelu(x: Tensor) -> Tensor:
-    return x * torch.sigmoid(_QGELU_ALPHA * x)
+    return x * torch.sigmoid(1.702 * x)
 
 
 def _qgelu_slope(x: Tensor) -> Tensor:
-    sigmoid = torch.sigmoid(_QGELU_ALPHA * x)
-    return sigmoid + _QGELU_ALPHA * x * sigmoid * (1.0 - sigmoid)
+    sigmoid = torch.sigmoid(1.702 * x)
+    return sigmoid + 1.702 * x * sigmoid * (1.0 - sigmoid)
 
 
 def _relu_slope(x: Tensor) -> Tensor:
@@ -140,39 +160,9 @@ _CURVES: dict[str, Curve] = {
 }
 
 
-def forward_quantized(
-    name: str,
-    x: Tensor,
-    params: ActivationParams,
-    spec: QuantizeSpec,
-    scale: Tensor | None,
-    record: Tensor | None,
-) -> Quantized:
-    """quantize(y)"""
-    return quantize(activation_forward(name, x, params), spec, scale=scale, record=record)
-
-
-def backward_quantized(
-    name: str,
-    dy: Tensor,
-    x: Tensor,
-    params: ActivationParams,
-    spec: QuantizeSpec,
-    scale: Tensor | None,
-    record: Tensor | None,
-    dbias: torch.dtype | None,
-) -> tuple[Quantized, Tensor | None]:
-    """(quantize(dx), sum over rows of dx)"""
-    dx = activation_backward(name, dy, x, params)
-    sums = None if dbias is None else dx.sum(0, dtype=torch.float32).to(dbias)
-    return quantize(dx, spec, scale=scale, record=record), sums
-
-
 _OPERATIONS: dict[str, Callable[..., Any]] = {
     "forward": activation_forward,
     "backward": activation_backward,
-    "forward_quantized": forward_quantized,
-    "backward_quantized": backward_quantized,
 }
 
 

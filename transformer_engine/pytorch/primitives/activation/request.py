@@ -45,6 +45,11 @@ class ActivationParams:
     offset: float = 1.0
 
     @classmethod
+    def of(cls, params: ActivationParams | Mapping[str, float] | None) -> ActivationParams:
+        """Themselves, or from_mapping where a dict was put in their place."""
+        return params if isinstance(params, cls) else cls.from_mapping(params)  # pyright: ignore[reportArgumentType]
+
+    @classmethod
     def from_mapping(cls, params: Mapping[str, float] | None) -> ActivationParams:
         """From the dict users write: keys `limit`, `alpha`, `glu_linear_offset` or `offset`; else ValueError."""
         given = dict(params or {})

@@ -12,7 +12,7 @@ from torch import Tensor
 from ....common.dispatch import Backend
 from ..column_sums import column_sums
 from ..launching import DTYPE_NAMES, refuses_elementwise, rows_dense, run, traceable
-from ..quantize import Quantized, QuantizeSpec, quantize
+from ..quantize import Cast, Quantized, quantize_as
 from . import quantized
 from .request import ACTIVATIONS, ActivationParams, ActivationRequest
 
@@ -20,46 +20,32 @@ if TYPE_CHECKING:
     from ....common.kernels.launch import Launch
 
 
-def activation_forward(name: str, x: Tensor, params: ActivationParams) -> Tensor:
-    """y = f(x) [...], or for gated units y [..., F] = f(x[..., :F]) * x[..., F:]."""
-    return _traceable_forward(name, x, params.limit, params.alpha, params.offset)
+def activation_forward(
+    name: str, x: Tensor, params: ActivationParams, cast: Cast | None = None
+) -> Tensor | Quantized:
+    """y = f(x) [...], or for gated units y [..., F] = f(x[..., :F]) * x[..., F:]; or its codes."""
+    if cast is not None and quantized.fuses(x, ACTIVATIONS[name].gated, cast):
+        return quantized.forward(name, x, params, cast)
+    y = _traceable_forward(name, x, params.limit, params.alpha, params.offset)
+    return y if cast is None else quantize_as(y, cast)
 
 
-def activation_backward(name: str, dy: Tensor, x: Tensor, params: ActivationParams) -> Tensor:
-    """dx, shaped and typed like x."""
-    return _traceable_backward(name, dy, x, params.limit, params.alpha, params.offset)
-
-
-def forward_quantized(
-    name: str,
-    x: Tensor,
-    params: ActivationParams,
-    spec: QuantizeSpec,
-    scale: Tensor | None,
-    record: Tensor | None,
-) -> Quantized:
-    """quantize(y)"""
-    if not quantized.fuses(x, ACTIVATIONS[name].gated, spec, scale):
-        return quantize(activation_forward(name, x, params), spec, scale=scale, record=record)
-    return quantized.forward(name, x, params, spec, scale, record)
-
-
-def backward_quantized(
+def activation_backward(
     name: str,
     dy: Tensor,
     x: Tensor,
     params: ActivationParams,
-    spec: QuantizeSpec,
-    scale: Tensor | None,
-    record: Tensor | None,
-    dbias: torch.dtype | None,
-) -> tuple[Quantized, Tensor | None]:
-    """(quantize(dx), sum over rows of dx)"""
-    if not quantized.fuses_backward(name, x, spec, scale, dbias is not None):
-        dx = activation_backward(name, dy, x, params)
-        sums = None if dbias is None else column_sums(dx, dbias)
-        return quantize(dx, spec, scale=scale, record=record), sums
-    return quantized.backward(name, dy, x, params, spec, scale, record, dbias)
+    cast: Cast | None = None,
+    dbias: torch.dtype | None = None,
+) -> Tensor | tuple[Quantized, Tensor | None]:
+    """dx, shaped and typed like x; with a cast (its codes, the sum over its rows)."""
+    if cast is not None and quantized.fuses_backward(name, x, cast, dbias is not None):
+        return quantized.backward(name, dy, x, params, cast, dbias)
+    dx = _traceable_backward(name, dy, x, params.limit, params.alpha, params.offset)
+    if cast is None:
+        return dx
+    sums = None if dbias is None else column_sums(dx, dbias)
+    return quantize_as(dx, cast), sums
 
 
 def _forward(name: str, x: Tensor, limit: float, alpha: float, offset: float) -> Tensor:
@@ -148,8 +134,6 @@ _traceable_backward = traceable(
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "forward": activation_forward,
     "backward": activation_backward,
-    "forward_quantized": forward_quantized,
-    "backward_quantized": backward_quantized,
 }
 
 

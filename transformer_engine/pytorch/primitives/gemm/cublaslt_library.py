@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from ....common import optional
 from ...tracing import constant_while_tracing
 
 WORKSPACE_BYTES = 32 << 20  # what NVIDIA recommends for compute capability 9.0; smaller GPUs need less
@@ -36,11 +36,11 @@ def missing() -> str | None:
 
 @functools.cache
 def _missing() -> str | None:
-    if importlib.util.find_spec("nvmath") is None:
+    if not optional.installed("nvmath"):
         return "nvmath-python is not installed (pip install 'transformer-engine[cuda]')"
     try:
         version = bindings().get_version()
-    except (ImportError, AttributeError, RuntimeError) as error:
+    except optional.FAILURES as error:
         return f"nvmath-python cannot load cuBLASLt: {' '.join(str(error).split())}"
     if version < 120_000:
         return f"cuBLASLt {version // 10_000}.{version // 100 % 100} < 12.0"

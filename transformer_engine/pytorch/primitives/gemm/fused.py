@@ -10,10 +10,9 @@ from torch import Tensor
 
 from ....common.bounded import Bounded
 from ....common.dispatch import Table, undisturbed
-from ....common.formats import Element
 from .. import launching
 from ..operand import Operand
-from ..quantize import torch_dtype
+from ..quantize import Cast, torch_dtype
 from . import composed, cublaslt_fused, product
 from .fused_request import CODES, GELU, GELU_GRADIENT, FusedRequest
 from .request import Epilogue
@@ -47,14 +46,14 @@ def gemm_gelu_gradient(a: Operand, b: Operand, x: Tensor, epilogue: Epilogue) ->
     return _call(GELU_GRADIENT, a, b, epilogue, False, x, x.dtype)(a, b, epilogue, x)
 
 
-def gemm_codes(
-    a: Operand, b: Operand, epilogue: Epilogue, element: Element, scale: Tensor, record: Tensor | None = None
-) -> Tensor:
-    """codes [M, N] = saturate(y * scale [1]) of y = a [M, K] @ b [N, K].T (+ bias), in element's torch dtype.
+def gemm_codes(a: Operand, b: Operand, epilogue: Epilogue, cast: Cast) -> Tensor:
+    """codes [M, N] = saturate(y * multiplier [1]) of y = a [M, K] @ b [N, K].T (+ bias), in the torch dtype of the
+    cast's element: row-wise ones, with a multiplier that is given, and no record of max|y| while compiling.
 
     epilogue.dtype   what y is, or would be, rounded to; its bias is read in that dtype
-    record           float32 [1] that keeps the larger of itself and max|y|; not while compiling
     """
+    element, scale, record = cast.spec.element, cast.multiplier, cast.record
+    assert scale is not None, "a product does not know the maximum of its result beforehand"
     if torch.compiler.is_compiling():
         return composed.codes(record is not None, a, b, epilogue, element, scale, record)
     call = _call(CODES, a, b, epilogue, record is not None, None, torch_dtype(element))

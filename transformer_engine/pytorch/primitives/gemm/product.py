@@ -29,6 +29,7 @@ TABLE: Table[GemmRequest] = Table(
     ),
 )
 
+_REMEDY = "quantize both, or neither, with custom quantizers of one family"
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 
 _calls: Bounded[Hashable, Callable[[Operand, Operand, Epilogue], Tensor]] = Bounded(8192)
@@ -41,6 +42,10 @@ def gemm(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
     Raises ValueError when the extents of operands, bias and out do not fit, and Unsupported when no backend takes
     the formats. Not differentiable: its callers are the forward and backward of autograd functions.
     """
+    if type(a) is not Operand:
+        return a.multiplied(b, epilogue)  # pyright: ignore[reportAttributeAccessIssue]
+    if type(b) is not Operand:
+        raise TypeError(f"an operand of its owner's format is multiplied with a plain one; {_REMEDY}")
     if torch.compiler.is_compiling():
         return _traced(a, b, epilogue)
     if dispatch._forced or dispatch._observers or tuning.Switch.depth or _dispatch_modes():

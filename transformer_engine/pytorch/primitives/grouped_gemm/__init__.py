@@ -50,16 +50,19 @@ def product_of_rows(
     *,
     bias: Tensor | None = None,
     exact: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
     """y [total, N], its rows of group e being a's rows @ b_e [N, K].T (+ bias[e], of bias [groups, N]) in dtype.
 
     exact   partial sums of FP8 products are promoted to float32 on the way
+    out     contiguous, of y's shape and dtype: receives it
     Raises ValueError when the contracted extents differ.
     """
     n, k = b.extents
     if a.codes.shape[1] != k:
         raise ValueError(f"the rows contract {a.codes.shape[1]} elements, the matrices {k}; both need one K")
-    out = torch.empty(groups.total, n, dtype=dtype, device=a.codes.device)
+    if out is None:
+        out = torch.empty(groups.total, n, dtype=dtype, device=a.codes.device)
     if groups.total == 0:
         return out
     request = request_of("columns", a, b, b.element, groups, n, k, dtype)

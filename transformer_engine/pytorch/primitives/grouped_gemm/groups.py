@@ -36,7 +36,7 @@ def on_device(numbers: tuple[int, ...], dtype: torch.dtype, device: torch.device
     tables = _tables.get(key)
     if tables is None:
         tables = _tables.keep(key, {})
-    on_gpu = device.type == "cuda" and device.index is not None and launch.MISSING is None
+    on_gpu = device.type == "cuda" and device.index is not None and launch.missing() is None
     stream = launch.current_stream(device.index) if on_gpu else 0
     table = tables.get(stream)
     if table is None:
@@ -102,7 +102,7 @@ def groups_of(splits: Sequence[int] | Tensor, total: int, device: torch.device) 
             raise ValueError(
                 f"splits is {splits.dtype} {list(splits.shape)}; give one integer a group, in one dimension"
             )
-        if splits.is_cuda and device.type == "cuda" and launch.MISSING is None:
+        if splits.is_cuda and device.type == "cuda" and launch.missing() is None:
             return _laid_out_on_device(splits, total)
         splits = splits.tolist()
     rows = tuple(splits)

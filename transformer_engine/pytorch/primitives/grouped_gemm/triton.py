@@ -22,8 +22,8 @@ _RESULTS = (*_HALVES, torch.float32)
 def refuses(request: GroupedGemmRequest) -> str | None:
     if request.device != "cuda":
         return f"it needs a CUDA device, the operands are on {request.device}"
-    if launch.MISSING is not None:
-        return launch.MISSING
+    if (reason := launch.missing()) is not None:
+        return reason
     if torch.version.hip is not None:
         return "its tiles are for NVIDIA's tensor cores, this torch is built for ROCm"
     formats = (request.a_format, request.b_format)

@@ -12,7 +12,7 @@ from ..launching import run
 
 def row_sums(x: Tensor, groups: Groups) -> Tensor:
     """float32 [groups, N]; the host waits for nothing on a GPU with Triton."""
-    if not x.is_cuda or launch.MISSING is not None:
+    if not x.is_cuda or launch.missing() is not None:
         parts = x.split(groups.known_rows)
         return torch.stack([part.sum(0, dtype=torch.float32) for part in parts])
     from ....common.kernels import grouped_gemm

@@ -98,7 +98,8 @@ def _block_launch(
 ) -> launch.Launch:
     infinite = min(torch.finfo(dtype).max, FLOAT32_MAX)
     steps = (spec.element, spec.power_of_two, spec.epsilon, infinite, spec.rowwise, spec.columnwise)
-    kernels = _kernels()
+    from ....common.kernels import grouped_block_cast as kernels  # it imports triton
+
     return (kernels.row_blocks if by_rows else kernels.square_blocks)(shape, count, *steps)
 
 

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ....common.dispatch import Table
 from . import reference, triton
+from .checks import check_append as check_append
 from .request import CacheRequest
 
 TABLE: Table[CacheRequest] = Table("kv_cache", (triton.BACKEND, reference.BACKEND))
@@ -30,7 +31,8 @@ def append(
     cu_new, cu_cached int32 [b + 1]: cumulative new tokens, and cumulative tokens with the new ones
     longest           a bound of new_b that the host knows
 
-    Tokens that the cache has no place for are left out. Cast to the cache's dtype; nothing is read on the host.
+    Lengths and pages are trusted, `check_append` judges them; tokens without a place in the cache, or whose page does
+    not exist, are left out. Cast to the cache's dtype; nothing is read on the host.
     """
     request = CacheRequest(new_k.dtype, k_cache.dtype, k_cache.device)
     TABLE.select(request).run(

@@ -29,6 +29,8 @@ def append(
     extent = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
     real = real & (position >= 0) & (position < extent)
     slot = _slots(sequence, position.clamp(0, extent - 1), k_cache.shape[1], page_table)
+    slots = k_cache.shape[0] * k_cache.shape[1]
+    real, slot = real & (slot >= 0) & (slot < slots), slot.clamp(0, slots - 1)
     # What is not to be written repeats the write of one real token; without any, it rewrites what is there.
     # Shaped [1]: an index without axes would be read on the host.
     first = real.to(torch.int8).argmax(dim=0, keepdim=True)

@@ -57,7 +57,7 @@ def _launch(
 ) -> Launch:
     from ....common.kernels import kv_cache  # it imports triton
 
-    _, length, heads, size_k = cache
+    pages, length, heads, size_k = cache
     columns, table_stride = (1, 0) if table is None else table
     return kv_cache.append(
         batch,
@@ -68,6 +68,7 @@ def _launch(
         packed=tensor_format == "thd",
         capacity=length * columns,
         page_size=length,
+        pages=pages,
         table_stride=table_stride,
     )
 

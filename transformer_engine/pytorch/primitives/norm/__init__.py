@@ -7,24 +7,46 @@ that `use_backend(norm="...")` forces all of them together.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 
 from ....common.dispatch import Table
-from ..quantize import Quantized, QuantizeSpec
+from ..quantize import Cast, Quantized
 from . import reference, triton
 from .request import NormRequest
 
 TABLE: Table[NormRequest] = Table("norm", (triton.BACKEND, reference.BACKEND))
 
 
+@overload
 def layernorm_forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """y [M, H] = (x - mean) * rstdev * gamma + bias; mean, rstdev float32 [M]; y in x's dtype."""
-    return _select("layernorm_forward", x, weight)(x, weight, bias, eps, zero_centered)
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool, cast: None = None
+) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+@overload
+def layernorm_forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool, cast: Cast
+) -> tuple[Quantized, Tensor, Tensor]: ...
+
+
+def layernorm_forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    zero_centered: bool,
+    cast: Cast | None = None,
+) -> tuple[Tensor | Quantized, Tensor, Tensor]:
+    """y [M, H] = (x - mean) * rstdev * gamma + bias; mean, rstdev float32 [M]; y in x's dtype, or as a cast asks.
+
+    With a cast, y's place is taken by the codes that quantizing y gives. On a GPU those with one scale a tensor are
+    made where y is, as are those of 1 x 128 blocks of rows alone: y itself is never stored, unless one scale is to be
+    made from its maximum, which is found on the way.
+    """
+    return _select("layernorm_forward", x, weight)(x, weight, bias, eps, zero_centered, cast)
 
 
 def layernorm_backward(
@@ -34,9 +56,23 @@ def layernorm_backward(
     return _select("layernorm_backward", x, weight)(dy, x, mean, rstdev, weight, zero_centered)
 
 
-def rmsnorm_forward(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor]:
-    """y [M, H] = x * rstdev * gamma; rstdev float32 [M] = rsqrt(E[x²] + eps); y in x's dtype."""
-    return _select("rmsnorm_forward", x, weight)(x, weight, eps, zero_centered)
+@overload
+def rmsnorm_forward(
+    x: Tensor, weight: Tensor, eps: float, zero_centered: bool, cast: None = None
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def rmsnorm_forward(
+    x: Tensor, weight: Tensor, eps: float, zero_centered: bool, cast: Cast
+) -> tuple[Quantized, Tensor]: ...
+
+
+def rmsnorm_forward(
+    x: Tensor, weight: Tensor, eps: float, zero_centered: bool, cast: Cast | None = None
+) -> tuple[Tensor | Quantized, Tensor]:
+    """y [M, H] = x * rstdev * gamma; rstdev float32 [M] = rsqrt(E[x²] + eps); y in x's dtype, or as a cast asks."""
+    return _select("rmsnorm_forward", x, weight)(x, weight, eps, zero_centered, cast)
 
 
 def rmsnorm_backward(
@@ -44,41 +80,6 @@ def rmsnorm_backward(
 ) -> tuple[Tensor, Tensor]:
     """(dx [M, H] + add in x's dtype, dweight [H] in weight's dtype), sums in float32."""
     return _select("rmsnorm_backward", x, weight)(dy, x, rstdev, weight, zero_centered, add)
-
-
-def layernorm_forward_quantized(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    zero_centered: bool,
-    spec: QuantizeSpec,
-    *,
-    scale: Tensor | None = None,
-    record: Tensor | None = None,
-) -> tuple[Quantized, Tensor, Tensor]:
-    """(quantize(y), mean, rstdev) with the bits of layernorm_forward and quantize, which explains scale and record.
-
-    On a GPU, FP8 codes with one scale a tensor are made where y is, as are those of 1 x 128 blocks of rows alone: y
-    itself is never stored, unless one scale is to be made from its maximum, which is found on the way.
-    """
-    operation = _select("layernorm_forward_quantized", x, weight)
-    return operation(x, weight, bias, eps, zero_centered, spec, scale, record)
-
-
-def rmsnorm_forward_quantized(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    zero_centered: bool,
-    spec: QuantizeSpec,
-    *,
-    scale: Tensor | None = None,
-    record: Tensor | None = None,
-) -> tuple[Quantized, Tensor]:
-    """(quantize(y), rstdev): as layernorm_forward_quantized, of rmsnorm_forward."""
-    operation = _select("rmsnorm_forward_quantized", x, weight)
-    return operation(x, weight, eps, zero_centered, spec, scale, record)
 
 
 def _select(operation: str, x: Tensor, weight: Tensor) -> Callable[..., Any]:

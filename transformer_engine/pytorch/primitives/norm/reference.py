@@ -14,13 +14,18 @@ import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
-from ..quantize import Quantized, QuantizeSpec, quantize
+from ..quantize import Cast, Quantized, quantize_as
 from .request import NormRequest
 
 
 def layernorm_forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    zero_centered: bool,
+    cast: Cast | None = None,
+) -> tuple[Tensor | Quantized, Tensor, Tensor]:
     """y [M, H] = (x - mean) * rstdev * gamma + bias; mean, rstdev float32 [M]."""
     x_wide = x.to(torch.float32)
     mean = x_wide.mean(dim=-1)
@@ -29,7 +34,7 @@ def layernorm_forward(
     y = centered * rstdev[:, None] * _gamma(weight, zero_centered)
     if bias is not None:
         y = y + bias.to(torch.float32)
-    return y.to(x.dtype), mean, rstdev
+    return quantize_as(y.to(x.dtype), cast), mean, rstdev
 
 
 def layernorm_backward(
@@ -46,12 +51,14 @@ def layernorm_backward(
     return dx.to(x.dtype), dweight.to(weight.dtype), dbias.to(weight.dtype)
 
 
-def rmsnorm_forward(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor]:
+def rmsnorm_forward(
+    x: Tensor, weight: Tensor, eps: float, zero_centered: bool, cast: Cast | None = None
+) -> tuple[Tensor | Quantized, Tensor]:
     """y [M, H] = x * rstdev * gamma; rstdev float32 [M] = rsqrt(E[x²] + eps)."""
     x_wide = x.to(torch.float32)
     rstdev = torch.rsqrt(x_wide.square().mean(dim=-1) + eps)
     y = x_wide * rstdev[:, None] * _gamma(weight, zero_centered)
-    return y.to(x.dtype), rstdev
+    return quantize_as(y.to(x.dtype), cast), rstdev
 
 
 def rmsnorm_backward(
@@ -69,35 +76,6 @@ def rmsnorm_backward(
     return dx.to(x.dtype), dweight.to(weight.dtype)
 
 
-def layernorm_forward_quantized(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    zero_centered: bool,
-    spec: QuantizeSpec,
-    scale: Tensor | None,
-    record: Tensor | None,
-) -> tuple[Quantized, Tensor, Tensor]:
-    """(quantize(y), mean, rstdev)"""
-    y, mean, rstdev = layernorm_forward(x, weight, bias, eps, zero_centered)
-    return quantize(y, spec, scale=scale, record=record), mean, rstdev
-
-
-def rmsnorm_forward_quantized(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    zero_centered: bool,
-    spec: QuantizeSpec,
-    scale: Tensor | None,
-    record: Tensor | None,
-) -> tuple[Quantized, Tensor]:
-    """(quantize(y), rstdev)"""
-    y, rstdev = rmsnorm_forward(x, weight, eps, zero_centered)
-    return quantize(y, spec, scale=scale, record=record), rstdev
-
-
 def _gamma(weight: Tensor, zero_centered: bool) -> Tensor:
     gamma = weight.to(torch.float32)
     return gamma + 1.0 if zero_centered else gamma
@@ -108,8 +86,6 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "layernorm_backward": layernorm_backward,
     "rmsnorm_forward": rmsnorm_forward,
     "rmsnorm_backward": rmsnorm_backward,
-    "layernorm_forward_quantized": layernorm_forward_quantized,
-    "rmsnorm_forward_quantized": rmsnorm_forward_quantized,
 }
 
 

@@ -13,7 +13,7 @@ from ....common.dispatch import Backend
 from ....common.formats import Element
 from .. import fused_codes, launching
 from ..launching import DTYPE_NAMES, perform, refuses_elementwise, rows_dense, run, traceable
-from ..quantize import Quantized, QuantizeSpec, quantize
+from ..quantize import Cast, Quantized, QuantizeSpec, quantize, quantize_as
 from ..transpose import transposed_by_kernel
 from .request import NormRequest
 
@@ -26,6 +26,26 @@ _WIDEST_CENTERED = 4096  # columns of a LayerNorm that makes the codes of blocks
 
 
 def layernorm_forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    zero_centered: bool,
+    cast: Cast | None = None,
+) -> tuple[Tensor | Quantized, Tensor, Tensor]:
+    """y [M, H] = (x - mean) * rstdev * gamma + bias, or its codes; mean, rstdev float32 [M]."""
+    if cast is None:
+        return _traceable_layernorm(x, weight, bias, eps, zero_centered)
+    if not _fuses(x, cast, centered=True):
+        y, mean, rstdev = _traceable_layernorm(x, weight, bias, eps, zero_centered)
+        return quantize_as(y, cast), mean, rstdev
+    bias = None if bias is None else bias.contiguous()
+    made, mean, rstdev = _with_codes(x, weight, bias, eps, zero_centered, True, cast)
+    assert mean is not None
+    return made, mean, rstdev
+
+
+def _layernorm_forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y [M, H] = (x - mean) * rstdev * gamma + bias; mean, rstdev float32 [M]."""
@@ -47,7 +67,20 @@ def layernorm_backward(
     return _backward(dy, x, None, mean, rstdev, weight, zero_centered)
 
 
-def rmsnorm_forward(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor]:
+def rmsnorm_forward(
+    x: Tensor, weight: Tensor, eps: float, zero_centered: bool, cast: Cast | None = None
+) -> tuple[Tensor | Quantized, Tensor]:
+    """y [M, H] = x * rstdev * gamma, or its codes; rstdev float32 [M]."""
+    if cast is None:
+        return _traceable_rmsnorm(x, weight, eps, zero_centered)
+    if not _fuses(x, cast, centered=False):
+        y, rstdev = _traceable_rmsnorm(x, weight, eps, zero_centered)
+        return quantize_as(y, cast), rstdev
+    made, _, rstdev = _with_codes(x, weight, None, eps, zero_centered, False, cast)
+    return made, rstdev
+
+
+def _rmsnorm_forward(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor]:
     """y [M, H] = x * rstdev * gamma; rstdev float32 [M]."""
     if x.shape[0] == 0:
         return _empty_rmsnorm(x, weight, eps, zero_centered)
@@ -57,44 +90,7 @@ def rmsnorm_forward(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) 
     return y, rstdev
 
 
-def layernorm_forward_quantized(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    zero_centered: bool,
-    spec: QuantizeSpec,
-    scale: Tensor | None,
-    record: Tensor | None,
-) -> tuple[Quantized, Tensor, Tensor]:
-    """(quantize(y), mean, rstdev)"""
-    if not _fuses(x, spec, scale, centered=True):
-        y, mean, rstdev = OPERATIONS["layernorm_forward"](x, weight, bias, eps, zero_centered)
-        return quantize(y, spec, scale=scale, record=record), mean, rstdev
-    bias = None if bias is None else bias.contiguous()
-    quantized, mean, rstdev = _quantized(x, weight, bias, eps, zero_centered, True, spec, scale, record)
-    assert mean is not None
-    return quantized, mean, rstdev
-
-
-def rmsnorm_forward_quantized(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    zero_centered: bool,
-    spec: QuantizeSpec,
-    scale: Tensor | None,
-    record: Tensor | None,
-) -> tuple[Quantized, Tensor]:
-    """(quantize(y), rstdev)"""
-    if not _fuses(x, spec, scale, centered=False):
-        y, rstdev = OPERATIONS["rmsnorm_forward"](x, weight, eps, zero_centered)
-        return quantize(y, spec, scale=scale, record=record), rstdev
-    quantized, _, rstdev = _quantized(x, weight, None, eps, zero_centered, False, spec, scale, record)
-    return quantized, rstdev
-
-
-def _fuses(x: Tensor, spec: QuantizeSpec, scale: Tensor | None, *, centered: bool) -> bool:
+def _fuses(x: Tensor, cast: Cast, *, centered: bool) -> bool:
     """Blocks in both directions take tiles of 128 rows, hence a second read of x beside the one that made statistics.
 
     H200, 8192 x 4096 bfloat16: 0.0245 ms for RMSNorm's statistics and 0.058 for tiles against 0.082 for separate steps.
@@ -102,28 +98,26 @@ def _fuses(x: Tensor, spec: QuantizeSpec, scale: Tensor | None, *, centered: boo
     runs out of registers (0.100 against 0.084 at 5120), and its statistics differ in the last bit from those it makes
     without codes.
     """
-    narrow = not centered or x.shape[1] <= _WIDEST_CENTERED
+    spec, narrow = cast.spec, not centered or x.shape[1] <= _WIDEST_CENTERED
     if fused_codes.in_blocks(spec) and not (narrow and fused_codes.in_row_blocks(spec)):
         return False
-    return fused_codes.fuses((x.shape[0], x.shape[1]), x.dtype, x.device, spec, scale is not None)
+    return fused_codes.fuses((x.shape[0], x.shape[1]), x.dtype, x.device, cast)
 
 
-def _quantized(
+def _with_codes(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     eps: float,
     zero_centered: bool,
     centered: bool,
-    spec: QuantizeSpec,
-    scale: Tensor | None,
-    record: Tensor | None,
+    cast: Cast,
 ) -> tuple[Quantized, Tensor | None, Tensor]:
     """Codes of y from the kernel that makes y; their transpose from the codes, a quarter of the bytes of y's."""
-    x = rows_dense(x)
+    x, spec = rows_dense(x), cast.spec
     if fused_codes.in_blocks(spec):
-        return _quantized_rows(x, weight, bias, eps, zero_centered, centered, spec)
-    scale, amax = fused_codes.given(scale, record, x.device)
+        return _with_row_blocks(x, weight, bias, eps, zero_centered, centered, spec)
+    scale, amax = fused_codes.given(cast, x.device)
     element = None if scale is None else spec.element
     launch = _forward_launch(
         x.shape, x.stride(0), x.dtype, eps, zero_centered, centered, x.device.index, element
@@ -135,7 +129,7 @@ def _quantized(
     return Quantized(codes, inverse, codes_t, inverse if spec.columnwise else None, amax), mean, rstdev
 
 
-def _quantized_rows(
+def _with_row_blocks(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -263,32 +257,33 @@ def _empty_rmsnorm_gradients(
     return x.new_empty(x.shape), weight.new_empty(weight.shape)
 
 
+_traceable_layernorm = traceable(
+    "layernorm_forward(Tensor x, Tensor weight, Tensor? bias, float eps, bool zero_centered)"
+    " -> (Tensor, Tensor, Tensor)",
+    _layernorm_forward,
+    _empty_layernorm,
+)
+_traceable_rmsnorm = traceable(
+    "rmsnorm_forward(Tensor x, Tensor weight, float eps, bool zero_centered) -> (Tensor, Tensor)",
+    _rmsnorm_forward,
+    _empty_rmsnorm,
+)
+
 OPERATIONS: dict[str, Callable[..., Any]] = {
-    "layernorm_forward": traceable(
-        "layernorm_forward(Tensor x, Tensor weight, Tensor? bias, float eps, bool zero_centered)"
-        " -> (Tensor, Tensor, Tensor)",
-        layernorm_forward,
-        _empty_layernorm,
-    ),
+    "layernorm_forward": layernorm_forward,
     "layernorm_backward": traceable(
         "layernorm_backward(Tensor dy, Tensor x, Tensor mean, Tensor rstdev, Tensor weight, bool zero_centered)"
         " -> (Tensor, Tensor, Tensor)",
         layernorm_backward,
         _empty_layernorm_gradients,
     ),
-    "rmsnorm_forward": traceable(
-        "rmsnorm_forward(Tensor x, Tensor weight, float eps, bool zero_centered) -> (Tensor, Tensor)",
-        rmsnorm_forward,
-        _empty_rmsnorm,
-    ),
+    "rmsnorm_forward": rmsnorm_forward,
     "rmsnorm_backward": traceable(
         "rmsnorm_backward(Tensor dy, Tensor x, Tensor rstdev, Tensor weight, bool zero_centered,"
         " Tensor? add=None) -> (Tensor, Tensor)",
         rmsnorm_backward,
         _empty_rmsnorm_gradients,
     ),
-    "layernorm_forward_quantized": layernorm_forward_quantized,
-    "rmsnorm_forward_quantized": rmsnorm_forward_quantized,
 }
 
 

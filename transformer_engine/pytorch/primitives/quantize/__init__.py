@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -17,11 +18,12 @@ from .float8 import absolute_maximum, cast, scale_from_amax
 from .format_row import FormatRow
 from .formats import FORMATS
 from .hadamard import hadamard_transform
-from .spec import Quantized, QuantizeSpec, Request, torch_dtype
+from .spec import Cast, Quantized, QuantizeSpec, Request, torch_dtype
 
 __all__ = [
     "FORMATS",
     "TABLE",
+    "Cast",
     "FormatRow",
     "QuantizeSpec",
     "Quantized",
@@ -36,6 +38,7 @@ __all__ = [
     "hadamard_transform",
     "pack_fp4",
     "quantize",
+    "quantize_as",
     "scale_from_amax",
     "torch_dtype",
     "unpack_fp4",
@@ -73,6 +76,19 @@ def quantize(
         _check(x, spec, scale, random)
         call = _calls.keep(key, _chosen(x, spec, scale, amax))
     return call(x, scale, amax, amax_t, record)
+
+
+@overload
+def quantize_as(x: Tensor, cast: Cast) -> Quantized: ...
+
+
+@overload
+def quantize_as(x: Tensor, cast: Cast | None) -> Tensor | Quantized: ...
+
+
+def quantize_as(x: Tensor, cast: Cast | None) -> Tensor | Quantized:
+    """x [M, K] in the codes that a cast asks for; x where none is asked for."""
+    return x if cast is None else quantize(x, cast.spec, scale=cast.multiplier, record=cast.record)
 
 
 _calls: Bounded[Hashable, Callable[..., Quantized]] = Bounded(8192)

@@ -7,7 +7,10 @@ from torch import Tensor
 
 from ....common.formats import E2M1
 
-VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+def _magnitudes() -> tuple[float, ...]:
+    # Not a global: of its floats a compiler makes symbols while shapes are dynamic, see Element.greatest.
+    return (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def encode_e2m1(x: Tensor, random: Tensor | None = None) -> Tensor:
@@ -40,7 +43,8 @@ def encode_e2m1(x: Tensor, random: Tensor | None = None) -> Tensor:
 
 def decode_e2m1(codes: Tensor) -> Tensor:
     """float32 values of uint8 codes 0..15, the sign in bit 3."""
-    table = torch.tensor(VALUES + tuple(-v for v in VALUES), dtype=torch.float32, device=codes.device)
+    values = (*_magnitudes(), *[-v for v in _magnitudes()])
+    table = torch.tensor(values, dtype=torch.float32, device=codes.device)
     return table.index_select(0, codes.flatten().to(torch.int32)).view(codes.shape)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ....common.formats import FLOAT32_MAX, Element
+from ....common.formats import Element, float32_max
 from .spec import torch_dtype
 
 _SIGN_AND_EXPONENT = -(1 << 23)  # int32 of 0xFF800000: every bit of a float32 but its mantissa
@@ -34,17 +34,18 @@ def scale_from_amax(
     *,
     power_of_two: bool = False,
     epsilon: float = 0.0,
-    value_for_inf: float = FLOAT32_MAX,
+    value_for_inf: float | None = None,
 ) -> Tensor:
     """scale = maximum / max(amax, epsilon) in float32; 1 where that amax is 0, infinite or NaN.
 
-    An infinite quotient becomes value_for_inf; power_of_two rounds down by clearing the mantissa.
+    An infinite quotient becomes value_for_inf, by default the greatest float32; power_of_two rounds down by
+    clearing the mantissa.
     """
     amax = amax.to(torch.float32)
     if epsilon > 0.0:
         amax = amax.clamp(min=epsilon)
     scale = divide(maximum, amax)
-    scale = torch.where(scale == torch.inf, value_for_inf, scale)
+    scale = torch.where(scale == torch.inf, float32_max() if value_for_inf is None else value_for_inf, scale)
     if power_of_two:
         scale = (scale.view(torch.int32) & _SIGN_AND_EXPONENT).view(torch.float32)
     usable = (amax > 0.0) & (amax < torch.inf)

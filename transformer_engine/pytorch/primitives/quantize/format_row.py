@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -16,23 +16,18 @@ from .spec import Quantized, QuantizeSpec
 _SCALE_DTYPES = {"float32": torch.float32, "e8m0": torch.uint8, "e4m3": torch.float8_e4m3fn}
 
 
-class Encode(Protocol):
-    """The codes of x [M, K]: see `quantize` for the arguments."""
+class Given(NamedTuple):
+    """What a quantization may be given beside the matrix: see `quantize`."""
 
-    def __call__(
-        self,
-        x: Tensor,
-        spec: QuantizeSpec,
-        scale: Tensor | None,
-        amax: Tensor | None,
-        amax_t: Tensor | None,
-        random: tuple[Tensor, Tensor] | None,
-        record: Tensor | None = None,
-    ) -> Quantized: ...
+    scale: Tensor | None = None
+    amax: Tensor | None = None
+    amax_t: Tensor | None = None
+    random: tuple[Tensor, Tensor] | None = None
+    record: Tensor | None = None
 
 
 class PlannedCall(Protocol):
-    """The same with spec, shape, dtype and device settled."""
+    """The codes of x, with spec, shape, dtype and device settled."""
 
     def __call__(
         self,
@@ -68,7 +63,7 @@ class FormatRow:
     """One format's maths.
 
     format       its description
-    quantize     the reference: literal float32 operations on any device
+    quantize     the reference: codes of x [M, K] by literal float32 operations on any device
     dequantize   (operand, its scale) -> values [rows, K] in operand.dtype
     check        (rows, depth, spec): ValueError where the shape does not fit
     plan         the kernels' call for one spec, shape, dtype and device; None: there are no kernels
@@ -77,7 +72,7 @@ class FormatRow:
     """
 
     format: TensorFormat
-    quantize: Encode
+    quantize: Callable[[Tensor, QuantizeSpec, Given], Quantized]
     dequantize: Callable[[Operand, Tensor], Tensor]
     check: Callable[[int, int, QuantizeSpec], None] = takes_any_shape
     plan: Plan | None = None

@@ -6,7 +6,11 @@ import torch
 from torch import Tensor
 
 GROUP = 16
-SIGNS = (1.0, 1.0, 1.0, -1.0, 1.0, -1.0, -1.0, -1.0, -1.0, -1.0, -1.0, 1.0, -1.0, 1.0, -1.0, -1.0)
+
+
+def _signs() -> tuple[float, ...]:
+    # Not a global: of its floats a compiler makes symbols while shapes are dynamic, see Element.greatest.
+    return (1.0, 1.0, 1.0, -1.0, 1.0, -1.0, -1.0, -1.0, -1.0, -1.0, -1.0, 1.0, -1.0, 1.0, -1.0, -1.0)
 
 
 def hadamard_transform(x: Tensor, random_sign: bool = True) -> Tensor:
@@ -22,7 +26,7 @@ def hadamard_transform(x: Tensor, random_sign: bool = True) -> Tensor:
         )
     groups = x.to(torch.float32).reshape(-1, GROUP)
     if random_sign:
-        groups = groups * torch.tensor(SIGNS, dtype=torch.float32, device=x.device)
+        groups = groups * torch.tensor(_signs(), dtype=torch.float32, device=x.device)
     for distance in (1, 2, 4, 8):
         first, second = groups.view(-1, GROUP // (2 * distance), 2, distance).unbind(2)
         groups = torch.stack((first + second, first - second), dim=2).view(-1, GROUP)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ....common.dispatch import Backend
+from .format_row import Given
 from .formats import FORMATS
 from .spec import Quantized, QuantizeSpec, Request
 
@@ -24,7 +25,7 @@ def run(
     record: Tensor | None = None,
 ) -> Quantized:
     """x [M, K] -> the directions that spec asks for."""
-    return FORMATS[spec.format.name].quantize(x, spec, scale, amax, amax_t, random, record)
+    return FORMATS[spec.format.name].quantize(x, spec, Given(scale, amax, amax_t, random, record))
 
 
 BACKEND = Backend[Request]("reference", run, refuses)

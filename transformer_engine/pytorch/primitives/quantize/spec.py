@@ -89,6 +89,18 @@ def _formats_with(option: str) -> str:
     return " and ".join(form.name for form in TENSOR_FORMATS if getattr(form, option))
 
 
+class Cast(NamedTuple):
+    """How an operation quantizes what it makes: asked of a quantizer, handed to the operation.
+
+    multiplier   FLOAT8: float32 [1] that values are multiplied with; None: made from them
+    record       with a multiplier: float32 [1] that keeps the larger of itself and the absolute maximum
+    """
+
+    spec: QuantizeSpec
+    multiplier: Tensor | None = None
+    record: Tensor | None = None
+
+
 class Quantized(NamedTuple):
     """The matrix [M, K] in narrow codes; None where a direction was not asked for.
 

@@ -11,7 +11,7 @@ from ....common.formats import TensorFormat
 from ..operand import Operand
 from . import tiles
 from .float8 import widen
-from .format_row import FormatRow, Plan
+from .format_row import FormatRow, Given, Plan
 from .spec import Quantized, QuantizeSpec
 from .triton_tiles import LaunchOf, tiled_call
 
@@ -31,15 +31,7 @@ def tile_scaled(
     launch     (spec, shape, dtype, device) -> the kernel call that makes what spec asks for; None: there is none
     """
 
-    def quantize(
-        x: Tensor,
-        spec: QuantizeSpec,
-        scale: Tensor | None,
-        amax: Tensor | None,
-        amax_t: Tensor | None,
-        random: tuple[Tensor, Tensor] | None,
-        record: Tensor | None = None,
-    ) -> Quantized:
+    def quantize(x: Tensor, spec: QuantizeSpec, given: Given) -> Quantized:
         return _both(x, spec, encode)
 
     def dequantize(operand: Operand, scale: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """y = x rotated in pairs of features by an angle that grows with the token's position, and its gradient.
 
 Su et al., RoFormer (2021). `angles` is float32 [positions, rotated features]; features beyond the rotated
-ones pass through. A backend's `run` takes the name of one of the two operations and returns the function that
-computes it.
+ones pass through. `check_rotation` is for whoever calls from outside: what is called here is trusted, but a token
+whose position has no angle becomes NaN (RopeSpec.clamps). A backend's `run` takes the name of one of the two
+operations and returns the function that computes it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from ....common.dispatch import Table
 from . import reference, triton
+from .checks import check_rotation as check_rotation
+from .checks import reaches_lengths as reaches_lengths
 from .request import Positions, RopeRequest, RopeSpec
 
 TABLE: Table[RopeRequest] = Table("rope", (triton.BACKEND, reference.BACKEND))

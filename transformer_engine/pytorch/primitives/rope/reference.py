@@ -79,18 +79,17 @@ def _pair(x: Tensor, interleaved: bool) -> Tensor:
 def _token_angles(x: Tensor, angles: Tensor, positions: Positions, spec: RopeSpec) -> Tensor:
     """angles [positions, r] read at each token: [s, 1 | b, r], [1 | b, s, r] or [t, r]."""
     if spec.tensor_format == "thd":
-        return angles[_packed_positions(x.shape[0], angles.shape[0], positions, spec)]
+        return _read(angles, *_packed_positions(x.shape[0], positions, spec))
     sequence_axis = 0 if spec.tensor_format == "sbhd" else 1
     position = _chunked(torch.arange(x.shape[sequence_axis], device=x.device), x.shape[sequence_axis], spec)
     if positions.start is None:
         return angles[position].unsqueeze(1 - sequence_axis)
-    # Past the table only the padding behind a short sequence can get: callers bound the real lengths.
-    position = (positions.start[:, None].long() + position[None, :]).clamp(max=angles.shape[0] - 1)
-    return angles[position.t() if sequence_axis == 0 else position]
+    position = positions.start[:, None].long() + position[None, :]
+    return _read(angles, position.t() if sequence_axis == 0 else position, spec.clamps)
 
 
-def _packed_positions(tokens: int, limit: int, positions: Positions, spec: RopeSpec) -> Tensor:
-    """Position of each of t packed tokens inside its own sequence."""
+def _packed_positions(tokens: int, positions: Positions, spec: RopeSpec) -> tuple[Tensor, Tensor | bool]:
+    """Position of each of t packed tokens inside its own sequence, and whether it may be one without an angle."""
     assert positions.cu_seqlens is not None
     bounds = positions.cu_seqlens.long() // spec.cp_size
     token = torch.arange(tokens, device=bounds.device)
@@ -98,7 +97,13 @@ def _packed_positions(tokens: int, limit: int, positions: Positions, spec: RopeS
     position = _chunked(token - bounds[sequence], (bounds[1:] - bounds[:-1])[sequence], spec)
     if positions.start is not None:
         position = position + positions.start.long()[sequence]
-    return position.clamp(max=limit - 1)  # tokens behind the last sequence are padding
+    return position, True if spec.clamps else token >= bounds[-1]
+
+
+def _read(angles: Tensor, position: Tensor, padding: Tensor | bool) -> Tensor:
+    """angles [n, r] at each position; outside of 0..n - 1 the nearest ones for padding, NaN for other tokens."""
+    nearest = position.clamp(0, angles.shape[0] - 1)
+    return torch.where(((nearest == position) | padding).unsqueeze(-1), angles[nearest], torch.nan)
 
 
 def _chunked(position: Tensor, length: int | Tensor, spec: RopeSpec) -> Tensor:

@@ -16,12 +16,15 @@ class RopeSpec:
     interleaved  features are paired (0, 1), (2, 3), ... instead of (i, i + d/2)
     cp_size, cp_rank  context parallelism: of 2 * cp_size equal chunks of a sequence this rank holds the two
                  numbered cp_rank and 2 * cp_size - 1 - cp_rank
+    clamps       a token whose position lies outside the angles is padding, and turns by the nearest of them; else
+                 such a token becomes NaN. Tokens behind the last packed sequence are padding always
     """
 
     tensor_format: str
     interleaved: bool = False
     cp_size: int = 1
     cp_rank: int = 0
+    clamps: bool = False
 
 
 class Positions(NamedTuple):

@@ -57,8 +57,8 @@ def qkv_backward(
     )
 
 
-def _flat(spec: RopeSpec) -> tuple[str, bool, int, int]:
-    return spec.tensor_format, spec.interleaved, spec.cp_size, spec.cp_rank
+def _flat(spec: RopeSpec) -> tuple[str, bool, int, int, bool]:
+    return spec.tensor_format, spec.interleaved, spec.cp_size, spec.cp_rank, spec.clamps
 
 
 def _rotate(
@@ -70,6 +70,7 @@ def _rotate(
     interleaved: bool,
     cp_size: int,
     cp_rank: int,
+    clamps: bool,
     transposed: bool,
 ) -> Tensor:
     if x.numel() == 0:
@@ -83,6 +84,7 @@ def _rotate(
         x.dtype,
         (tensor_format, interleaved, transposed),
         (cp_size, cp_rank),
+        clamps,
     )
     angles = angles.to(torch.float32).contiguous()
     start = None if start is None else start.contiguous()
@@ -99,6 +101,7 @@ def _launch(
     dtype: torch.dtype,
     how: tuple[str, bool, bool],
     context: tuple[int, int],
+    clamps: bool,
 ) -> Launch:
     from ....common.kernels import rope  # it imports triton
 
@@ -115,6 +118,7 @@ def _launch(
         interleaved=interleaved,
         transposed=transposed,
         context=context,
+        clamps=clamps,
     )
 
 
@@ -129,8 +133,9 @@ def _unpack(
     interleaved: bool,
     cp_size: int,
     cp_rank: int,
+    clamps: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    how = (tensor_format, interleaved, cp_size, cp_rank)
+    how = (tensor_format, interleaved, cp_size, cp_rank, clamps)
     if qkv.numel() == 0:
         return _empty_parts(qkv, q_angles, k_angles, start, cu_seqlens, sizes, *how)
     qkv = rows_dense(qkv)
@@ -156,8 +161,9 @@ def _pack(
     interleaved: bool,
     cp_size: int,
     cp_rank: int,
+    clamps: bool,
 ) -> Tensor:
-    how = (tensor_format, interleaved, cp_size, cp_rank)
+    how = (tensor_format, interleaved, cp_size, cp_rank, clamps)
     dqkv = _empty_joint(dq, dk, dv, q_angles, k_angles, start, cu_seqlens, sizes, *how)
     if dqkv.numel() == 0:
         return dqkv
@@ -198,12 +204,12 @@ def _packed_launch(
     sequences: int,
     sizes: tuple[int, int, int],
     dtype: torch.dtype,
-    how: tuple[str, bool, int, int],
+    how: tuple[str, bool, int, int, bool],
     transposed: bool,
 ) -> Launch:
     from ....common.kernels import rope  # it imports triton
 
-    layout, interleaved, cp_size, cp_rank = how
+    layout, interleaved, cp_size, cp_rank, clamps = how
     if layout == "thd":
         shape, strides = torch.Size((shape[0], 1, *shape[1:])), (strides[0], 0, *strides[1:])
     q_size, width, v_width = sizes
@@ -219,6 +225,7 @@ def _packed_launch(
         interleaved=interleaved,
         transposed=transposed,
         context=(cp_size, cp_rank),
+        clamps=clamps,
     )
 
 
@@ -233,6 +240,7 @@ def _empty_parts(
     interleaved: bool,
     cp_size: int,
     cp_rank: int,
+    clamps: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     *leading, groups, _ = qkv.shape
     return (
@@ -255,6 +263,7 @@ def _empty_joint(
     interleaved: bool,
     cp_size: int,
     cp_rank: int,
+    clamps: bool,
 ) -> Tensor:
     return dk.new_empty(*dk.shape[:-1], sizes[0] + sizes[1] + sizes[2])
 
@@ -268,6 +277,7 @@ def _empty(
     interleaved: bool,
     cp_size: int,
     cp_rank: int,
+    clamps: bool,
     transposed: bool,
 ) -> Tensor:
     return x.new_empty(x.shape)
@@ -275,12 +285,15 @@ def _empty(
 
 _traceable_rotate = traceable(
     "rotate(Tensor x, Tensor angles, Tensor? start, Tensor? cu_seqlens, str tensor_format, bool interleaved,"
-    " int cp_size, int cp_rank, bool transposed) -> Tensor",
+    " int cp_size, int cp_rank, bool clamps, bool transposed) -> Tensor",
     _rotate,
     _empty,
 )
 
-_HOW = "Tensor? start, Tensor? cu_seqlens, int[3] sizes, str tensor_format, bool interleaved, int cp_size, int cp_rank"
+_HOW = (
+    "Tensor? start, Tensor? cu_seqlens, int[3] sizes, str tensor_format, bool interleaved, int cp_size, int cp_rank,"
+    " bool clamps"
+)
 _traceable_unpack = traceable(
     f"rotate_unpack(Tensor qkv, Tensor q_angles, Tensor k_angles, {_HOW}) -> (Tensor, Tensor, Tensor)",
     _unpack,

@@ -21,8 +21,8 @@ _LIMIT = 1 << 15  # delayed_scaling.LIMIT, whose module imports triton
 def refuses(request: ScaleUpdateRequest) -> str | None:
     if request.device != "cuda":
         return f"it needs a CUDA device, the states are on {request.device}"
-    if launch.MISSING is not None:
-        return launch.MISSING
+    if (reason := launch.missing()) is not None:
+        return reason
     if request.length is None:
         return "the histories differ in length"
     if request.length > _LIMIT:
@@ -44,11 +44,13 @@ def run(
     )
     device = histories[0].device
     table = _tables.get(addresses)
-    if table is None:
-        if torch.cuda.is_current_stream_capturing():
+    if torch.cuda.is_current_stream_capturing():
+        if table is None:
             # A capture cannot take a table from the host; the same step in torch's operations can be captured.
             reference.run(histories, scales, algorithm, fp8_max, margin, keep_idle)
             return
+        _captured[addresses] = table
+    elif table is None:
         table = _remember(addresses, device)
     columns = max([address[2] for address in addresses])
     step = _launch(
@@ -61,6 +63,8 @@ def run(
 # Addresses and widths determine a table entirely, so a stale one is never found; the oldest are dropped.
 _tables: OrderedDict[tuple[tuple[int, int, int], ...], Tensor] = OrderedDict()
 _KEPT = 64
+# A captured graph reads its table at every replay, which may go on when the table has been dropped above.
+_captured: dict[tuple[tuple[int, int, int], ...], Tensor] = {}
 
 
 def _remember(addresses: tuple[tuple[int, int, int], ...], device: torch.device) -> Tensor:

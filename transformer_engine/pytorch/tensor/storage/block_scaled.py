@@ -97,6 +97,8 @@ class BlockScaledStorage(QuantizedTensorStorage):
         packing, codes = self.PACKING, self._rowwise_data
         if codes is None:
             codes = self._first_tensor()
+            if self.COLUMNS_TRANSPOSED and packing == 1:
+                return torch.Size((*codes.shape[1:], *codes.shape[:1]))
             if self.COLUMNS_TRANSPOSED:
                 return torch.Size((*codes.shape[1:-1], packing * codes.shape[-1], codes.shape[0]))
         return codes.shape if packing == 1 else torch.Size((*codes.shape[:-1], packing * codes.shape[-1]))
@@ -111,6 +113,8 @@ class BlockScaledStorage(QuantizedTensorStorage):
         """Of column-wise codes: leading dimensions stay apart where whole bytes of codes fill the last of them."""
         if not cls.COLUMNS_TRANSPOSED:
             return tuple(shape)
+        if cls.PACKING == 1:
+            return (*shape[-1:], *shape[:-1])
         if len(shape) > 1 and shape[-2] % cls.PACKING == 0:
             return (shape[-1], *shape[:-2], shape[-2] // cls.PACKING)
         rows, depth = matrix_shape(shape)
@@ -181,7 +185,7 @@ class BlockScaledStorage(QuantizedTensorStorage):
         )
 
     def viewed(self, shape: Sequence[int]) -> QuantizedTensorStorage | None:
-        if not len(shape) or shape[-1] != self.shape[-1]:
+        if tuple(shape[-1:]) != tuple(self.shape[-1:]):
             return None
         fields = {keyword: getattr(self, name) for name, keyword in self.TENSORS.items()}
         rowwise, columnwise = self._rowwise_data, self._columnwise_data

@@ -17,6 +17,7 @@ from ....common.formats import TensorFormat
 from ...primitives.operand import Operand
 from ...primitives.quantize import Quantized
 from ..axis import COLS, ROWS
+from ..custom_operand import contracted
 from .transpose import transposed
 
 __all__ = ["QuantizedTensorStorage"]
@@ -51,6 +52,14 @@ class Rebuild:
 
 class Writer(Protocol):
     """What a storage asks of the quantizer that made it; `Quantizer` is one."""
+
+    internal: bool
+
+    def quantize(
+        self, tensor: Tensor, *, out: QuantizedTensorStorage | None = None, dtype: torch.dtype | None = None
+    ) -> Any:
+        """A new quantized tensor, or a bare storage where `internal` is set."""
+        ...
 
     def update_quantized(
         self, src: Tensor, dst: QuantizedTensorStorage, *, noop_flag: Tensor | None = None
@@ -109,8 +118,11 @@ class QuantizedTensorStorage:
         return None
 
     def contract(self, axis: str) -> Operand:
-        """COLS: row-wise data as an operand [rows, K]; ROWS: column-wise data as [K, rows]."""
-        raise NotImplementedError
+        """COLS: row-wise data as an operand [rows, K]; ROWS: column-wise data as [K, rows].
+
+        Of a class that does not say: by its quantizer's `qgemm`, or by its values.
+        """
+        return contracted(self, axis, getattr(self, "_quantizer", None))
 
     @classmethod
     def pack(cls, quantized: Quantized, shape: Sequence[int], **constants: Any) -> QuantizedTensorStorage:
@@ -128,6 +140,21 @@ class QuantizedTensorStorage:
     def viewed(self, shape: Sequence[int]) -> QuantizedTensorStorage | None:
         """The same codes under another shape; None where scales or directions would not survive it."""
         raise NotImplementedError
+
+    def view(self, *shape: int | Sequence[int]) -> QuantizedTensorStorage:
+        """The same codes under another shape, one extent of which may be -1.
+
+        RuntimeError where scales or directions would not survive it.
+        """
+        extents = tuple(shape[0]) if isinstance(shape[0], Sequence) else shape
+        whole = torch.empty(self.shape, device="meta").view(extents).shape  # pyright: ignore
+        seen = self.viewed(whole)
+        if seen is None:
+            raise RuntimeError(
+                f"{type(self).__name__} of shape {tuple(self.shape)} has no view of shape {tuple(whole)}, whose blocks "
+                "would be others; dequantize() it first"
+            )
+        return seen
 
     def unpack(self) -> Quantized:
         """The inverse of `pack`, as views."""
@@ -282,16 +309,20 @@ class QuantizedTensorStorage:
             return 1
         return block[1] if self.get_usages()["columnwise"] else block[0]
 
-    def copy_from_storage(self, source: QuantizedTensorStorage, *, noop_flag: Tensor | None = None) -> None:
-        """Overwrite this payload's bytes by source's, unless the flag on the device is set."""
-        if not self.payload_is_like(source):
+    def copy_from_storage(self, src: QuantizedTensorStorage, *, noop_flag: Tensor | None = None) -> None:
+        """Overwrite this payload's bytes by src's, unless the flag on the device is set."""
+        if not isinstance(src, QuantizedTensorStorage):
+            raise TypeError(
+                f"src is a {type(src).__name__}; give a {self.storage_class().__name__}, or call quantize_"
+            )
+        if not self.payload_is_like(src):
             raise ValueError(
-                f"cannot copy {type(source).__name__} of shape {tuple(source.shape)} with {source.get_usages()} over "
+                f"cannot copy {type(src).__name__} of shape {tuple(src.shape)} with {src.get_usages()} over "
                 f"{type(self).__name__} of shape {tuple(self.shape)} with {self.get_usages()}; "
                 "give both the same format, shape and usages"
             )
         for name in self.TENSORS:
-            mine, theirs = getattr(self, name), getattr(source, name)
+            mine, theirs = getattr(self, name), getattr(src, name)
             if mine is not None:
                 mine.copy_(theirs if noop_flag is None else torch.where(noop_flag != 0, mine, theirs))
 

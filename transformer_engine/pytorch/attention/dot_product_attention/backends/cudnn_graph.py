@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
-import importlib.util
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .....common import env
+from .....common import env, optional
 from ....device import get_cudnn_version, is_current_device
 from . import cudnn_store
 
@@ -49,15 +48,18 @@ Offset = tuple[str, int]
 @functools.cache
 def missing() -> str | None:
     """Why the library cannot be used here; None when it can."""
-    if importlib.util.find_spec("cudnn") is None:
+    if not optional.installed("cudnn"):
         return "nvidia-cudnn-frontend is not installed; pip install 'nvidia-cudnn-frontend==1.23.*'"
-    version = importlib.metadata.version("nvidia-cudnn-frontend")
+    try:
+        version = importlib.metadata.version("nvidia-cudnn-frontend")
+    except importlib.metadata.PackageNotFoundError as error:
+        return optional.described("cudnn", error)
     if tuple(int(part) for part in version.split(".")[:2]) != FRONTEND:
         return f"nvidia-cudnn-frontend {version} is not 1.23; pip install 'nvidia-cudnn-frontend==1.23.*'"
     if get_cudnn_version() < MINIMUM_CUDNN:
         found, needed = (".".join(map(str, v)) for v in (get_cudnn_version(), MINIMUM_CUDNN))
         return f"cuDNN {found} < {needed}"
-    return None
+    return optional.failure("cudnn")
 
 
 @functools.cache

@@ -58,9 +58,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, rng_state: Tensor | N
     """Attention of q to k and v; differentiable by autograd too."""
     with torch.autocast(q.device.type, enabled=False):
         logits = _logits(q, k, terms)
-        lse = torch.logsumexp(logits, dim=-1)
-        if terms.sink is not None:
-            lse = torch.logaddexp(lse, terms.sink.to(lse.dtype)[None, :, None])
+        lse = _log_sum(logits, terms.sink)
         probabilities = _dropped(_probabilities(logits, lse), terms.dropout, rng_state)
         if terms.round_p is not None:
             probabilities = terms.round_p(probabilities)
@@ -145,6 +143,21 @@ def _places(logits: Tensor) -> list[Tensor]:
         shape[axis] = size
         places.append(torch.arange(size, dtype=torch.int32, device=logits.device).reshape(shape))
     return places
+
+
+def _log_sum(logits: Tensor, sink: Tensor | None) -> Tensor:
+    """log (sum_j exp(s) + exp(sink)), -inf for a row that sees no key where there is no sink."""
+    blind = None
+    if logits.requires_grad:
+        # Autograd's derivatives of these functions are NaN at -inf: such rows go past them.
+        blind = (logits == -torch.inf).all(dim=-1)
+        logits = logits.masked_fill(blind[..., None], 0.0)
+    lse = torch.logsumexp(logits, dim=-1)
+    if sink is None:
+        return lse if blind is None else lse.masked_fill(blind, -torch.inf)
+    sink = sink.to(lse.dtype)[None, :, None]
+    total = torch.logaddexp(lse, sink)
+    return total if blind is None else torch.where(blind, sink, total)
 
 
 def _probabilities(logits: Tensor, lse: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
+from .....common import optional
 from .....common.dispatch import Backend
 from ..layout import batch_first
 from ..request import AttentionInputs, AttentionRequest, AttentionResult
@@ -32,7 +33,8 @@ def refuses(r: AttentionRequest) -> str | None:
     if not VERSION.startswith("2.") or tuple(map(int, VERSION.split(".")[:2])) < (2, 4):
         return f"flash-attn {VERSION} is not a version from 2.4 on"
     refusal = refuses_beyond_flash(r, _LARGEST_HEAD, alibi=True, dropout=True) or refuses_top_left(r)
-    return refusal or refuses_loose_sequences(r)
+    refusal = refusal or refuses_loose_sequences(r)
+    return refusal or optional.failure("flash_attn", "flash_attn_func", "flash_attn_varlen_func")
 
 
 def run(request: AttentionRequest, inputs: AttentionInputs) -> AttentionResult:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 from torch import Tensor
 
+from .....common import optional
 from .....common.dispatch import Backend
 from ..layout import batch_first
 from ..request import AttentionInputs, AttentionRequest, AttentionResult
@@ -13,7 +12,7 @@ from ..tail import clear_tail
 from .limits import refuses_beyond_flash, refuses_loose_sequences, refuses_top_left
 
 # A constant, so that a compiler tracing through `refuses` reads it as one.
-INSTALLED: bool = importlib.util.find_spec("flash_attn_interface") is not None
+INSTALLED: bool = optional.installed("flash_attn_interface")
 _LARGEST_HEAD = 256
 
 
@@ -28,7 +27,7 @@ def refuses(r: AttentionRequest) -> str | None:
         return refusal
     if r.capability != (9, 0):
         return f"compute capability {r.capability[0]}.{r.capability[1]}; it takes 9.0"
-    return None
+    return optional.failure("flash_attn_interface", "flash_attn_func", "flash_attn_varlen_func")
 
 
 def run(request: AttentionRequest, inputs: AttentionInputs) -> AttentionResult:

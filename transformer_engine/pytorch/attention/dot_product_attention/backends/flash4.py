@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .....common import optional
 from .....common.dispatch import Backend
 from ..autograd import Kernels, attend
 from ..layout import batch_first
@@ -54,7 +55,7 @@ def refuses(r: AttentionRequest) -> str | None:
         return f"a gradient of grouped heads of two sizes, {r.head_dim_qk} and {r.head_dim_v}"
     if r.page_size and r.needs_gradient:
         return "a gradient through a paged cache"
-    return None
+    return optional.failure("flash_attn.cute.interface", "_flash_attn_fwd", "_flash_attn_bwd")
 
 
 def forward(request: AttentionRequest, inputs: AttentionInputs) -> Attended:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .....common.dispatch import Backend
 from .....common.formats import ceil_div
-from .....common.kernels.launch import MISSING
+from .....common.kernels.launch import missing
 from ....primitives.launching import DTYPE_NAMES, processors, run_into
 from ..autograd import Kernels, attend
 from ..dropout import random_state
@@ -40,8 +40,8 @@ def refuses(r: AttentionRequest) -> str | None:
         return "score_mod is a function of Python; its kernels are fixed"
     if r.device_type != "cuda":
         return f"it needs a CUDA device, the tensors are on {r.device_type}"
-    if MISSING is not None:
-        return MISSING
+    if (reason := missing()) is not None:
+        return reason
     if r.capability < (8, 0):
         return f"compute capability {r.capability[0]}.{r.capability[1]} < 8.0"
     if r.dtype not in DTYPE_NAMES:

@@ -21,9 +21,9 @@ def pad_thd_sequences_for_cp(
     padding_token_id: int = 0,
     padding_label_id: int = -100,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(input_ids, labels, cu_seqlens), every sequence padded behind to a multiple of divisibility_factor.
+    """(input_ids [p], labels [p], cu_seqlens), every sequence padded behind to a multiple of divisibility_factor.
 
-    input_ids, labels     [t] or [1, t], packed
+    input_ids, labels     [t] or [1, t], packed; p tokens with the padding come back flat in both cases
     cu_seqlens            [b + 1], bounds of the sequences
     divisibility_factor   2 * (ranks), so that each rank gets two equal chunks of every sequence
     """
@@ -38,8 +38,8 @@ def pad_thd_sequences_for_cp(
     total = int(padded.sum())
     made = []
     for ids, filler in ((input_ids, padding_token_id), (labels, padding_label_id)):
-        wide = ids.new_full((*ids.shape[:-1], total), filler)
-        wide[..., where.to(ids.device)] = ids
+        wide = ids.new_full((total,), filler)
+        wide[where.to(ids.device)] = ids.flatten()
         made.append(wide)
     return made[0], made[1], _bounds(padded, cu_seqlens)
 
@@ -55,33 +55,44 @@ def generate_positional_ids_for_cp(
 
 def get_batch_on_this_cp_rank(
     cu_seqlens_padded: Tensor,
-    input_ids_padded: Tensor,
-    labels_padded: Tensor,
-    position_ids_padded: Tensor,
+    input_ids_padded: Tensor | None,
+    labels_padded: Tensor | None,
+    position_ids_padded: Tensor | None,
     cp_group: Any = None,
     qvk_format: str = "thd",
     cp_rank: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(input_ids, labels, position_ids), each [.., t / ranks]: the tokens that a rank holds.
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(input_ids, labels, position_ids), each with the tokens [t / ranks] that a rank holds; None stays None.
 
-    The three are [t] or [1, t], padded as `pad_thd_sequences_for_cp` pads them. Without a group and without
-    torch.distributed there is one rank, which holds all. cp_rank: the rank, when it is not this process's in cp_group.
-    Packed sequences only: ValueError for another qvk_format.
+    The three are [t], [1, t] or [t, ..], padded as `pad_thd_sequences_for_cp` pads them. Ranks are those of cp_group
+    as torch.distributed.get_world_size and get_rank tell them; None: of the default group, which has to be there.
+    cp_rank: the rank, when it is not this process's in cp_group.
+    ValueError for another qvk_format, and for a tensor without an axis of t tokens.
     """
     if qvk_format != "thd":
         raise ValueError(f"qvk_format={qvk_format!r}: only packed sequences are cut here; give 'thd'")
-    size = 1
-    if cp_group is not None or torch.distributed.is_initialized():
-        size = torch.distributed.get_world_size(group=cp_group)
+    size = torch.distributed.get_world_size(group=cp_group)
     if size <= 1:
         return input_ids_padded, labels_padded, position_ids_padded
     rank = torch.distributed.get_rank(group=cp_group) if cp_rank is None else cp_rank
-    tokens = input_ids_padded.shape[-1]
+    tokens = int(cu_seqlens_padded[-1])
     held = partitioned_indices(cu_seqlens_padded, tokens, size, rank)
+    named = ("input_ids", input_ids_padded), ("labels", labels_padded), ("position_ids", position_ids_padded)
     ids, labels, positions = (
-        x.index_select(-1, held.to(x.device)) for x in (input_ids_padded, labels_padded, position_ids_padded)
+        None if x is None else x.index_select(_token_axis(name, x, tokens), held.to(x.device))
+        for name, x in named
     )
     return ids, labels, positions
+
+
+def _token_axis(name: str, x: Tensor, tokens: int) -> int:
+    """The axis of the tokens: the second, if it is as long, else the first."""
+    for axis in (1, 0):
+        if axis < x.ndim and x.shape[axis] == tokens:
+            return axis
+    raise ValueError(
+        f"{name}_padded is {list(x.shape)}, cu_seqlens_padded bounds {tokens} tokens; give [t], [1, t] or [t, ..]"
+    )
 
 
 def _padded_lengths(cu_seqlens: Tensor, multiple: int) -> tuple[Tensor, Tensor]:

@@ -32,6 +32,27 @@ def order_of_ranks(cu_seqlens: Tensor, tokens: int, size: int) -> Tensor:
     return torch.cat([partitioned_indices(cu_seqlens, tokens, size, rank) for rank in range(size)])
 
 
+def thd_sequence_order_to_cp_rank_order(
+    x: Tensor, cu_seqlens: Tensor, cp_size: int, seq_dim: int = 0
+) -> Tensor:
+    """[t, ..]: whole packed sequences x [t, ..] in the order in which ranks hold them, rank 0's tokens first."""
+    _check_sequence_axis(seq_dim)
+    return x.index_select(0, order_of_ranks(cu_seqlens, x.shape[0], cp_size))
+
+
+def thd_cp_rank_order_to_sequence_order(
+    x: Tensor, cu_seqlens: Tensor, cp_size: int, seq_dim: int = 0
+) -> Tensor:
+    """[t, ..]: the inverse, for the parts of all ranks one behind the other, as a gathering leaves them."""
+    _check_sequence_axis(seq_dim)
+    return torch.empty_like(x).index_copy_(0, order_of_ranks(cu_seqlens, x.shape[0], cp_size), x)
+
+
+def _check_sequence_axis(seq_dim: int) -> None:
+    if seq_dim != 0:
+        raise ValueError(f"seq_dim={seq_dim}; tokens of packed sequences lie along axis 0, transpose x")
+
+
 def get_cu_seqlens_on_cp_rank(
     cu_seqlens: Tensor,
     cu_seqlens_padded_on_cp_rank: Tensor,

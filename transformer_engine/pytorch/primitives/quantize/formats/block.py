@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .....common.formats import BLOCK_1D, BLOCK_2D, FLOAT32_MAX, ceil_div
+from .....common.formats import BLOCK_1D, BLOCK_2D, ceil_div, float32_max
 from .....common.kernels.launch import Launch
 from ... import launching
 from .. import tiles
@@ -33,7 +33,7 @@ def encode(x: Tensor, spec: QuantizeSpec) -> tuple[Tensor, Tensor]:
 
 
 def _value_for_inf(dtype: torch.dtype) -> float:
-    return min(torch.finfo(dtype).max, FLOAT32_MAX)
+    return min(torch.finfo(dtype).max, float32_max())
 
 
 def _row_blocks(

@@ -9,22 +9,15 @@ from .....common.formats import FLOAT8
 from ...operand import Operand
 from .. import float8
 from ..float8 import absolute_maximum, scale_from_amax, widen
-from ..format_row import FormatRow, PlannedCall
+from ..format_row import FormatRow, Given, PlannedCall
 from ..spec import Quantized, QuantizeSpec
 from ..tile_scaled import transposed
 from ..triton_float8 import call_of
 
 
-def quantize(
-    x: Tensor,
-    spec: QuantizeSpec,
-    scale: Tensor | None,
-    amax: Tensor | None,
-    amax_t: Tensor | None,
-    random: tuple[Tensor, Tensor] | None,
-    record: Tensor | None = None,
-) -> Quantized:
+def quantize(x: Tensor, spec: QuantizeSpec, given: Given) -> Quantized:
     """x [M, K] -> codes in the directions that spec asks for, one scale [1] for both, and the maximum."""
+    scale, amax, record = given.scale, given.amax, given.record
     if amax is None:
         amax = absolute_maximum(x)
     if scale is None:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from .....common.formats import E2M1, E4M3, FLOAT32_MAX, NVFP4
+from .....common.formats import E2M1, E4M3, NVFP4, float32_max
 from .....common.kernels.launch import Launch
 from ....device import is_current_device
 from ... import launching
@@ -19,24 +19,26 @@ from ...operand import Operand
 from .. import tiles
 from ..e2m1 import decode_e2m1, encode_e2m1, pack_fp4, unpack_fp4
 from ..float8 import absolute_maximum, cast, divide, widen
-from ..format_row import FormatRow, PlannedCall
+from ..format_row import FormatRow, Given, PlannedCall
 from ..hadamard import GROUP, hadamard_transform
 from ..spec import Quantized, QuantizeSpec
 from ..tile_scaled import scale_a_row, transposed
 from ..triton_float8 import as_float32
 
-_RANGE = E2M1.maximum * E4M3.maximum
+
+def _range() -> float:
+    return E2M1.maximum * E4M3.maximum
 
 
 def global_encode_scale(amax: Tensor) -> Tensor:
     """S = 6 * 448 / amax, at most FLOAT32_MAX; 1 where amax or S is 0."""
-    scale = divide(_RANGE, amax).clamp(max=FLOAT32_MAX)
+    scale = divide(_range(), amax).clamp(max=float32_max())
     return torch.where((amax == 0.0) | (scale == 0.0), 1.0, scale)
 
 
 def global_decode_scale(amax: Tensor) -> Tensor:
     """g = amax / (6 * 448): a value is code * block scale * g."""
-    return torch.div(amax, torch.full_like(amax, _RANGE))
+    return torch.div(amax, torch.full_like(amax, _range()))
 
 
 def encode(x: Tensor, spec: QuantizeSpec, amax: Tensor, random: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -45,24 +47,17 @@ def encode(x: Tensor, spec: QuantizeSpec, amax: Tensor, random: Tensor | None) -
     cut = tiles.cut(x, spec.tile)
     encode_scale = global_encode_scale(amax)
     wanted = tiles.tile_amax(cut) * (encode_scale * (1.0 / E2M1.maximum))
-    block_scale = cast(wanted.clamp(max=FLOAT32_MAX), E4M3)
+    block_scale = cast(wanted.clamp(max=float32_max()), E4M3)
     multiplier = (block_scale.to(torch.float32) * encode_scale.reciprocal()).reciprocal()
-    multiplier = multiplier.clamp(max=FLOAT32_MAX)
+    multiplier = multiplier.clamp(max=float32_max())
     random_tiles = None if random is None else tiles.cut(random, spec.tile)
     codes = encode_e2m1(cut * tiles.spread(multiplier), random_tiles)
     return tiles.join(codes, (x.shape[0], x.shape[1])), block_scale
 
 
-def quantize(
-    x: Tensor,
-    spec: QuantizeSpec,
-    scale: Tensor | None,
-    amax: Tensor | None,
-    amax_t: Tensor | None,
-    random: tuple[Tensor, Tensor] | None,
-    record: Tensor | None = None,
-) -> Quantized:
+def quantize(x: Tensor, spec: QuantizeSpec, given: Given) -> Quantized:
     """x [M, K] -> packed codes, block scales and maxima of the directions that spec asks for."""
+    _, amax, amax_t, random, _ = given
     random_rows, random_columns = random if spec.stochastic and random is not None else (None, None)
     codes = scales = codes_t = scales_t = None
     if amax is None and (spec.rowwise or not spec.hadamard):

@@ -1,0 +1,56 @@
+"""No autograd function is differentiated twice in silence: it is refused by name, or known to be right."""
+
+from __future__ import annotations
+
+import ast
+
+from source import modules, tree
+
+# Functions whose backward autograd may record; tests/module/test_double_backward.py compares each with float64.
+TWICE = {
+    "attention.dot_product_attention.autograd.Attention",
+    "attention.rope.ApplyPackedRope",
+    "attention.rope.ApplyRope",
+    "double_backward._LinearMap",
+    "double_backward._Refusal",  # it is the refusal
+    "functions.activation._Activation",
+    "functions.dropout._BiasAdd",
+    "functions.dropout._BiasDropoutAdd",
+    "functions.dropout._Dropout",
+    "functions.norm._Normalize",
+    "functions.softmax._ScaledSoftmax",
+    "functions.split_heads._SplitHeads",
+    "tensor.quantized_tensor._Dequantize",
+    "tensor.quantizer._Quantize",
+}
+ROOT = "transformer_engine.pytorch."
+
+
+def autograd_functions() -> dict[str, ast.FunctionDef]:
+    """{dotted name without the root: its backward} of every class that derives from autograd's Function."""
+    found = {}
+    for name, path in modules().items():
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.ClassDef) and any(
+                ast.unparse(base).split(".")[-1] == "Function" for base in node.bases
+            ):
+                methods = {m.name: m for m in node.body if isinstance(m, ast.FunctionDef)}
+                found[f"{name}.{node.name}".removeprefix(ROOT)] = methods["backward"]
+    return found
+
+
+def refuses(backward: ast.FunctionDef) -> bool:
+    return any(ast.unparse(d).startswith("once_differentiable(") for d in backward.decorator_list)
+
+
+def test_every_autograd_function_refuses_a_second_derivative_or_has_one():
+    functions = autograd_functions()
+    assert len(functions) > len(TWICE)
+    assert {name for name, backward in functions.items() if not refuses(backward)} == TWICE
+
+
+def test_a_refusal_stands_inside_of_staticmethod():
+    """The other way round autograd would call the guard with the descriptor."""
+    for name, backward in autograd_functions().items():
+        if refuses(backward):
+            assert ast.unparse(backward.decorator_list[0]) == "staticmethod", name

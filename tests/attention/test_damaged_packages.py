@@ -1,0 +1,122 @@
+"""An optional library that is installed and cannot be imported is a refusal with the import's words, asked for once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# module -> (distribution, version, the file that raises)
+PACKAGES = {
+    "flash_attn": ("flash-attn", "2.8.3", "flash_attn/__init__.py"),
+    "flash_attn.cute.interface": ("flash-attn-4", "4.0.0b36", "flash_attn/cute/interface.py"),
+    "flash_attn_interface": ("flash-attn-3", "3.0.0", "flash_attn_interface.py"),
+    "cudnn": ("nvidia-cudnn-frontend", "1.23.0", "cudnn/__init__.py"),
+    "nvmath": ("nvmath-python", "0.8.0", "nvmath/__init__.py"),
+    "triton": ("triton", "3.6.0", "triton/__init__.py"),
+}
+ERRORS = {
+    "ModuleNotFoundError": "raise ModuleNotFoundError(\"No module named 'its_part'\")",
+    "OSError": 'raise OSError("libpart.so: cannot open shared object file")',
+    "AttributeError": "raise AttributeError(\"module 'torch' has no attribute 'its_part'\")",
+}
+
+# Every refusal as a GPU of capability 9.0 would have it; no GPU is touched.
+ASKED = """
+import torch
+from dataclasses import replace
+import transformer_engine.pytorch as te
+from transformer_engine.common.dispatch import tables
+from transformer_engine.pytorch.attention.dot_product_attention.backends import (
+    cudnn, cudnn_graph, flash2, flash3, flash4, triton)
+from transformer_engine.pytorch.attention.dot_product_attention.utils import AttentionParams
+from transformer_engine.pytorch.primitives import launching
+from transformer_engine.pytorch.primitives.gemm import cublaslt_library
+
+cudnn_graph.get_cudnn_version = lambda: (9, 19, 0)
+request = replace(AttentionParams(qkv_dtype=torch.bfloat16, qkv_layout="bshd_bshd_bshd").request(),
+                  device_type="cuda", capability=(9, 0), needs_gradient=True)
+ask = {
+    "flash_attn": lambda: flash2.refuses(request),
+    "flash_attn.cute.interface": lambda: flash4.refuses(request),
+    "flash_attn_interface": lambda: flash3.refuses(request),
+    "cudnn": lambda: cudnn.refuses(request),
+    "nvmath": cublaslt_library.missing,
+    "triton": lambda: triton.refuses(request),
+}[NAME]
+print("REFUSAL", ask())
+assert ask() == ask()
+if NAME == "triton":
+    assert launching.refuses_elementwise(torch.device("cuda"), torch.float32) == ask()
+
+device = "cuda" if torch.cuda.is_available() else "cpu"
+layer = te.MultiheadAttention(32, 4, attention_dropout=0.0, device=device)
+x = torch.randn(16, 2, 32, device=device, requires_grad=True)
+layer(x).sum().backward()
+assert x.grad.isfinite().all()
+te.DotProductAttention(4, 8)(*torch.randn(3, 16, 2, 4, 8, device=device))
+print("IMPORTED", open(COUNTER).read().count("x"))
+"""
+
+
+def install(folder: Path, module: str, statement: str) -> Path:
+    """A package of that name whose import counts itself and raises; the file that counts."""
+    distribution, version, path = PACKAGES[module]
+    counter = folder / "counter"
+    counter.write_text("")
+    file = folder / path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    for parent in file.parents:
+        if parent != folder and folder in parent.parents:
+            (parent / "__init__.py").touch()
+    file.write_text(f'open({str(counter)!r}, "a").write("x")\n{statement}\n')
+    metadata = folder / f"{distribution.replace('-', '_')}-{version}.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
+    return counter
+
+
+def run(folder: Path, program: str) -> str:
+    paths = os.pathsep.join((str(folder), str(ROOT)))
+    finished = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(program)],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    return finished.stdout
+
+
+@pytest.mark.parametrize(
+    ("module", "error"),
+    [(module, "ModuleNotFoundError") for module in PACKAGES]
+    + [
+        ("flash_attn", "OSError"),
+        ("flash_attn", "AttributeError"),
+        ("triton", "OSError"),
+        ("cudnn", "OSError"),
+    ],
+)
+def test_a_damaged_package_is_a_refusal_and_every_call_works(module, error, tmp_path):
+    counter = install(tmp_path, module, ERRORS[error])
+    out = run(tmp_path, f"NAME, COUNTER = {module!r}, {str(counter)!r}\n" + ASKED)
+    refusal = next(line for line in out.splitlines() if line.startswith("REFUSAL"))
+    said = ERRORS[error].split('"')[1]
+    assert said in refusal, refusal
+    # A module that raised is not in sys.modules: whoever asks torch for Triton may import it again, we do not.
+    if module != "triton":
+        assert "IMPORTED 1" in out
+
+
+def test_a_package_without_the_function_that_is_called_is_a_refusal(tmp_path):
+    counter = install(tmp_path, "flash_attn", "pass")
+    out = run(tmp_path, f"NAME, COUNTER = 'flash_attn', {str(counter)!r}\n" + ASKED)
+    assert "flash_attn has no flash_attn_func; install a version that has" in out

@@ -1,0 +1,291 @@
+"""Public signatures of the original, as a call site sees them: order, names, kinds, defaults.
+
+Where two of its releases differ, the newer one. UNKNOWN stands for a default that is not documented. What is listed
+for a callable is what is known of it, from the first parameter on; parameters that ours has beyond it have defaults.
+"""
+
+from __future__ import annotations
+
+UNKNOWN = object()
+
+_LINEAR = """in_features, out_features, sequence_parallel=False, fuse_wgrad_accumulation=False, tp_group=None,
+    tp_size=1, get_rng_state_tracker=None, rng_tracker_name=None, init_method=None, bias=True, return_bias=False,
+    params_dtype=None, parallel_mode=None, """
+_NORM = """normalized_shape=UNKNOWN, eps=1e-5, sequence_parallel=None, params_dtype=None, zero_centered_gamma=False,
+    hidden_size=None, *, device=UNKNOWN, dtype=None, sm_margin=UNKNOWN"""
+_LENGTHS = """cu_seqlens_q=None, cu_seqlens_kv=None, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None,
+    max_seqlen_q=None, max_seqlen_kv=None, """
+_BIAS = "core_attention_bias_type='no_bias', core_attention_bias=None, alibi_slopes=None, "
+_MODULE_FORWARD = "self, inp, is_first_microbatch=None"
+_PARALLEL = "self, cp_group, cp_global_ranks, cp_stream, cp_comm_type='p2p'"
+_STORAGE = "rowwise_data, rowwise_scale_inv, columnwise_data, columnwise_scale_inv, "
+_DIRECTIONS = "*, rowwise=True, columnwise=True"
+_MASTER = """model_weights, master_weights, start_offsets, group, fsdp_shard_model_weights=None,
+    manual_post_all_gather_processing=False"""
+
+LAYERS = {
+    "Linear": f"""{_LINEAR} parameters_split=None, device="cuda", ub_overlap_ag=False, ub_overlap_rs=False,
+        ub_overlap_rs_dgrad=False, ub_bulk_dgrad=False, ub_bulk_wgrad=False, ub_name=None, delay_wgrad_compute=False,
+        symmetric_ar_type=None, save_original_input=False, name=None""",
+    "LayerNormLinear": """in_features, out_features, eps=1e-5, sequence_parallel=False,
+        fuse_wgrad_accumulation=False, tp_group=None, tp_size=1, get_rng_state_tracker=None, init_method=None,
+        bias=True, normalization="LayerNorm", return_bias=False, params_dtype=None, parallel_mode=None,
+        return_layernorm_output=False, return_layernorm_output_gathered=False, parameters_split=None,
+        zero_centered_gamma=False, device="cuda", ub_overlap_ag=False, ub_overlap_rs=False,
+        ub_overlap_rs_dgrad=False, ub_bulk_wgrad=False, ub_bulk_dgrad=False, ub_name=None,
+        delay_wgrad_compute=False, symmetric_ar_type=None, name=None""",
+    "LayerNormMLP": """hidden_size, ffn_hidden_size, eps=1e-5, sequence_parallel=False, return_bias=False,
+        get_rng_state_tracker=None, tp_group=None, tp_size=1, init_method=None, bias=True,
+        normalization="LayerNorm", activation="gelu", activation_params=None, output_layer_init_method=None,
+        fuse_wgrad_accumulation=False, params_dtype=None, return_layernorm_output=False,
+        return_layernorm_output_gathered=False, seq_length=None, micro_batch_size=None, set_parallel_mode=False,
+        zero_centered_gamma=False, device="cuda", name=None, ub_overlap_ag=False, ub_overlap_rs=False,
+        ub_overlap_rs_dgrad=False, ub_bulk_dgrad=False, ub_bulk_wgrad=False, delay_wgrad_compute=False,
+        symmetric_ar_type=None, checkpoint=False""",
+    "GroupedLinear": f"""num_gemms, {_LINEAR} device="cuda", ub_overlap_rs=False, ub_overlap_ag=False, ub_name=None,
+        delay_wgrad_compute=False, save_original_input=False, single_grouped_weight=False,
+        single_grouped_bias=False, name=None, use_grouped_tensor=None""",
+    "LayerNorm": _NORM,
+    "RMSNorm": _NORM,
+    "DotProductAttention": """num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0,
+        qkv_format="sbhd", attn_mask_type="causal", window_size=None, bottom_right_diagonal=None,
+        sequence_parallel=False, tp_size=1, get_rng_state_tracker=None, tp_group=None, layer_number=None,
+        attention_type="self", cp_group=None, cp_global_ranks=None, cp_stream=None, cp_comm_type="p2p",
+        softmax_scale=None, softmax_type="vanilla", return_max_logit=False, name=None""",
+    "MultiheadAttention": """hidden_size, num_attention_heads, kv_channels=None, attention_dropout=0.1,
+        layernorm_epsilon=1e-5, init_method=None, output_layer_init_method=None, layer_number=None,
+        attn_mask_type="causal", window_size=None, bottom_right_diagonal=None, tp_group=None, tp_size=1,
+        num_gqa_groups=None, fuse_wgrad_accumulation=False, get_rng_state_tracker=None, sequence_parallel=False,
+        params_dtype=None, return_bias=False, return_layernorm_output=False, input_layernorm=False,
+        attention_type="self", set_parallel_mode=False, fuse_qkv_params=False, zero_centered_gamma=False,
+        qkv_weight_interleaved=True, rotary_pos_interleaved=False, ub_overlap_ag=False, ub_overlap_rs=False,
+        ub_overlap_rs_dgrad=False, ub_bulk_dgrad=False, ub_bulk_wgrad=False, bias=True,
+        normalization="LayerNorm", device="cuda", qkv_format="sbhd", name=None, qk_norm_type=None,
+        qk_norm_eps=1e-6, qk_norm_before_rope=False, seq_length=None, micro_batch_size=None,
+        softmax_type="vanilla" """,
+    "TransformerLayer": """hidden_size, ffn_hidden_size, num_attention_heads, num_gqa_groups=None,
+        layernorm_epsilon=1e-5, hidden_dropout=0.1, attention_dropout=0.1, init_method=None,
+        output_layer_init_method=None, layer_number=None, kv_channels=None, self_attn_mask_type="causal",
+        window_size=None, bottom_right_diagonal=None, enc_dec_attn_mask_type="no_mask", enc_dec_window_size=None,
+        enc_dec_bottom_right_diagonal=None, tp_group=None, tp_size=1, params_dtype=None,
+        get_rng_state_tracker=None, fuse_wgrad_accumulation=False, seq_length=None, micro_batch_size=None,
+        sequence_parallel=False, apply_residual_connection_post_layernorm=False, output_layernorm=False,
+        parallel_attention_mlp=False, layer_type="encoder", drop_path_rate=0.0, set_parallel_mode=False,
+        fuse_qkv_params=False, rotary_pos_interleaved=False, zero_centered_gamma=False,
+        qkv_weight_interleaved=True, ub_tp_comm_overlap=False, ub_overlap_ag=True, ub_overlap_rs=True,
+        ub_overlap_rs_dgrad=False, ub_bulk_dgrad=True, ub_bulk_wgrad=True, bias=True, activation="gelu",
+        activation_params=None, normalization="LayerNorm", device="cuda", attn_input_format="sbhd", name=None,
+        qk_norm_type=None, qk_norm_eps=1e-6, qk_norm_before_rope=False, softmax_type="vanilla" """,
+    "RotaryPositionEmbedding": """dim, rotary_percent=1.0, seq_len_interpolation_factor=None,
+        pretrained_max_position_embeddings=None, rotary_base=10000.0, interleaved=False""",
+    "InferenceParams": """max_batch_size, max_sequence_length, num_heads_kv=UNKNOWN, head_dim_k=UNKNOWN,
+        dtype=UNKNOWN, head_dim_v=None, is_paged=False, total_num_pages=None, page_size=None, max_ctx_len=None,
+        qkv_format="bshd", custom_cache_manager=None""",
+    "CudaRNGStatesTracker": "",
+}
+
+METHODS = {
+    "Linear.forward": f"{_MODULE_FORWARD}, fp8_output=False, fp8_grad=False",
+    "LayerNormLinear.forward": f"{_MODULE_FORWARD}, fp8_output=False, fp8_grad=False",
+    "LayerNormMLP.forward": _MODULE_FORWARD,
+    "GroupedLinear.forward": "self, inp, m_splits, is_first_microbatch=None, out=None, dgrad_out=None",
+    "LayerNorm.forward": "self, input",
+    "RMSNorm.forward": "self, input",
+    "DotProductAttention.forward": f"""self, query_layer=UNKNOWN, key_layer=UNKNOWN, value_layer=UNKNOWN,
+        attention_mask=None, qkv_format=None, {_LENGTHS} attn_mask_type=None, window_size=None,
+        bottom_right_diagonal=None, checkpoint_core_attention=False, {_BIAS} fast_zero_fill=True,
+        inference_params=None, pad_between_seqs=None, fp8_output=False, num_splits=1, bf16_backward=UNKNOWN,
+        score_mod=None, score_mod_bprop=None, score_mod_tensors=None, score_mod_bprop_tensors=None, qkv_layer=None,
+        kv_layer=None, qkv_interleave_dim=UNKNOWN""",
+    "MultiheadAttention.forward": f"""self, hidden_states, attention_mask=None, encoder_output=None,
+        attn_mask_type=None, window_size=None, bottom_right_diagonal=None, is_first_microbatch=None,
+        checkpoint_core_attention=False, inference_params=None, rotary_pos_emb=None, {_BIAS} {_LENGTHS}
+        fast_zero_fill=True, pad_between_seqs=None""",
+    "TransformerLayer.forward": f"""self, hidden_states, attention_mask=None, self_attn_mask_type=None,
+        window_size=None, bottom_right_diagonal=None, encoder_output=None, enc_dec_attn_mask=None,
+        enc_dec_attn_mask_type=None, enc_dec_window_size=None, enc_dec_bottom_right_diagonal=None,
+        is_first_microbatch=None, checkpoint_core_attention=False, inference_params=None, rotary_pos_emb=None,
+        {_BIAS} {_LENGTHS} fast_zero_fill=True, pad_between_seqs=None""",
+    "DotProductAttention.set_context_parallel_group": _PARALLEL,
+    "MultiheadAttention.set_context_parallel_group": _PARALLEL,
+    "TransformerLayer.set_context_parallel_group": _PARALLEL,
+    "Linear.set_tensor_parallel_group": "self, tp_group",
+    "MultiheadAttention.set_tensor_parallel_group": "self, tp_group",
+    "TransformerLayer.set_tensor_parallel_group": "self, tp_group",
+    "RotaryPositionEmbedding.forward": "self, max_seq_len, offset=0",
+    "CudaRNGStatesTracker.add": "self, name, seed",
+    "CudaRNGStatesTracker.fork": "self, name='model-parallel-rng'",
+    "CudaRNGStatesTracker.set_states": "self, states",
+    "Quantizer.quantize": "self, tensor, *, out=None, dtype=None",
+    "Quantizer.update_quantized": "self, src, dst, *, noop_flag=None",
+    "Quantizer.quantize_impl": "self, tensor",
+    "Quantizer.calibrate": "self, tensor",
+    "Quantizer.set_usage": "self, *, rowwise=None, columnwise=None",
+    "QuantizedTensorStorage.update_usage": "self, rowwise_usage=None, columnwise_usage=None",
+    "QuantizedTensorStorage.restore_from_saved": "self, tensors",
+    "QuantizedTensor.dequantize": "self, *, dtype=None",
+}
+
+BASE_MODULE = {
+    "__init__": "self, name=None",
+    "prepare_forward": """self, inp, num_gemms=1, allow_non_contiguous=False,
+        allow_different_data_and_param_types=False""",
+    "prepare_forward_ctx": """self, inp, num_gemms=1, allow_non_contiguous=False,
+        allow_different_data_and_param_types=False""",
+    "end_forward": "self",
+    "init_fp8_metadata": "self, num_gemms=1",
+    "init_fp8_meta_tensors": "self, recipe",
+    "set_meta_tensor": "self, fwd, recipe",
+    "adjust_amax_history_length": "self, length, fwd=None",
+    "reset_fp8_meta_tensors": "self, fp8_meta_tensors=None",
+    "get_fp8_meta_tensors": "self",
+    "set_activation_dtype": "self, inp",
+    "get_quantizer_roles": "self, *, fwd, num_quantizers",
+    "get_weight_workspace": """self, *, tensor=None, quantizer=None, cache_name=None, update_workspace=True,
+        skip_update_flag=None, fsdp_group=None, workspace_dtype=None""",
+    "register_parameter": "self, name, param, init_fn=None, get_rng_state_tracker=None, fp8_meta_index=None",
+    "reset_parameters": "self, defer_init=False",
+    "register_wgrad_accumulation_and_reduce_hooks": "self, wgrad_accumulation_and_reduce_hook",
+    "backward_dw": "self",
+    "need_backward_dw": "self",
+    "set_tensor_parallel_group": "self, tp_group",
+    "get_extra_state": "self",
+    "set_extra_state": "self, state",
+    "fast_setattr": "self, name, value",
+    "module_setattr": "self, name, value",
+    "grad_output_preprocess": "ctx, grad_output, row_parallel_mode, quantizer",
+}
+
+RECIPES = {
+    "DelayedScaling": """margin=0, fp8_format=UNKNOWN, amax_history_len=1024, amax_compute_algo="max",
+        scaling_factor_compute_algo=None, reduce_amax=True, fp8_dpa=False, fp8_mha=False, backward_override=None""",
+    "Float8CurrentScaling": """use_power_2_scales=False, fp8_format=UNKNOWN, fp8_gemm_fprop=UNKNOWN,
+        fp8_gemm_dgrad=UNKNOWN, fp8_gemm_wgrad=UNKNOWN, fp8_dpa=False, fp8_mha=False, backward_override=None""",
+    "Float8BlockScaling": """use_f32_scales=False, fp8_format=UNKNOWN, x_block_scaling_dim=1,
+        w_block_scaling_dim=2, grad_block_scaling_dim=1, fp8_gemm_fprop=UNKNOWN, fp8_gemm_dgrad=UNKNOWN,
+        fp8_gemm_wgrad=UNKNOWN, fp8_dpa=False, fp8_mha=False, backward_override=None""",
+    "MXFP8BlockScaling": """margin=0, fp8_format=UNKNOWN, fp8_dpa=False, fp8_mha=False, backward_override=None,
+        enable_2d_quantization=False""",
+    "NVFP4BlockScaling": """disable_rht=False, disable_stochastic_rounding=False, disable_2d_quantization=False,
+        fp4_format=UNKNOWN, fp8_format=UNKNOWN, fp8_dpa=False, fp8_mha=False""",
+    "CustomRecipe": "qfactory=UNKNOWN, fp8_dpa=False, fp8_mha=False",
+    "MMParams": "use_split_accumulator=True",
+    "QParams": """power_2_scale=False, amax_epsilon=0.0, random_hadamard_transform=False,
+        stochastic_rounding=False, fp4_2d_quantization=False""",
+}
+
+TENSORS = {
+    "Quantizer": "*, rowwise, columnwise",
+    "Float8Quantizer": f"scale, amax, fp8_dtype, {_DIRECTIONS}",
+    "Float8CurrentScalingQuantizer": f"""fp8_dtype, device=UNKNOWN, {_DIRECTIONS}, with_amax_reduction=False,
+        amax_reduction_group=None, force_pow_2_scales=False, amax_epsilon=0.0""",
+    "MXFP8Quantizer": f"fp8_dtype, {_DIRECTIONS}",
+    "Float8BlockQuantizer": """fp8_dtype, *, rowwise=UNKNOWN, columnwise=UNKNOWN, amax_epsilon=0.0,
+        force_pow_2_scales=True, block_scaling_dim=2""",
+    "NVFP4Quantizer": """fp4_dtype=UNKNOWN, rowwise=True, columnwise=True, with_amax_reduction=False,
+        amax_reduction_group=None, with_rht=False, with_post_rht_amax=False, with_2d_quantization=False,
+        stochastic_rounding=False, row_scaled_nvfp4=False, nvfp4_use_4over6=False""",
+    "Float8TensorStorage": "data, fp8_scale_inv, fp8_dtype, data_transpose=None, quantizer=None",
+    "MXFP8TensorStorage": f"{_STORAGE} fp8_dtype, quantizer=UNKNOWN",
+    "Float8BlockwiseQTensorStorage": f"""{_STORAGE} fp8_dtype, quantizer=UNKNOWN, is_2D_scaled=UNKNOWN,
+        data_format=UNKNOWN""",
+    "NVFP4TensorStorage": f"{_STORAGE} amax_rowwise, amax_columnwise, fp4_dtype=UNKNOWN, quantizer=UNKNOWN",
+    "QuantizerRole": "module_type='', tensor_type='', name=''",
+    "DelayedScalingRequest": """fp8_format=UNKNOWN, margin=0, amax_history_len=1024, amax_compute_algo="max",
+        scaling_factor_compute_algo=None, reduce_amax=True""",
+}
+
+FUNCTIONS = {
+    "autocast": "enabled=True, calibrating=False, recipe=None, amax_reduction_group=None, _graph=False",
+    "fp8_autocast": "enabled=True, calibrating=False, fp8_recipe=None, fp8_group=None, _graph=False",
+    "quantized_model_init": "enabled=True, recipe=None, preserve_high_precision_init_val=False",
+    "fp8_model_init": "enabled=True, recipe=None, preserve_high_precision_init_val=False",
+    "checkpoint": """function, *args, distribute_saved_activations=False, get_rng_state_tracker=None, tp_group=None,
+        use_reentrant=True, context_fn=UNKNOWN, determinism_check=UNKNOWN, debug=UNKNOWN, **kwargs""",
+    "is_fp8_available": "return_reason=False",
+    "is_mxfp8_available": "return_reason=False",
+    "is_fp8_block_scaling_available": "return_reason=False",
+    "is_nvfp4_available": "return_reason=False",
+    "is_bf16_available": "return_reason=False",
+    "get_default_recipe": "",
+    "get_cudnn_version": "",
+    "get_device_compute_capability": "",
+    "prepare_for_saving": "*tensors",
+    "restore_from_saved": "tensors, saved_tensors, return_saved_tensors=False",
+    "restore_from_func_ctx": "ctx",
+    "fp8.get_fp8_te_dtype": "fp8_recipe, fprop_tensor=True",
+    "fp8.get_fp8_torch_dtype": "fp8_recipe, fprop_tensor=True",
+    "fp8.get_fp8_max": "fp8_recipe, fprop_tensor=True",
+    "quantization.RecipeState.create": "recipe, *, mode, num_quantizers=1, device=None, roles=None",
+    "distributed.gather_along_first_dim": "inp, process_group, async_op=False, quantizer=None",
+    "distributed.set_tensor_model_parallel_attributes": "tensor, is_parallel, dim, stride",
+    "distributed.activation_recompute_forward": "activation_recompute=False, recompute_phase=False",
+    "attention.rope.apply_rotary_pos_emb": """t, freqs, tensor_format="sbhd", start_positions=None,
+        interleaved=False, fused=False, cu_seqlens=None, cp_size=1, cp_rank=0""",
+    "attention.rope.apply_fused_qkv_rotary_pos_emb": "qkv, q_freqs, k_freqs, qkv_split_arg_list",
+    "attention.dot_product_attention.utils.FlashAttentionUtils.is_version_supported": "version, minimum=UNKNOWN",
+    "attention.dot_product_attention.utils.get_attention_backend": "attention_params",
+    "attention.dot_product_attention.utils.check_set_window_size": "attn_mask_type, window_size=None",
+    "attention.dot_product_attention.utils.AttentionParams": """qkv_type=UNKNOWN, qkv_dtype=torch.bfloat16,
+        qkv_layout="sbh3d", batch_size=1, num_heads=16, num_gqa_groups=16, max_seqlen_q=128, max_seqlen_kv=128,
+        head_dim_qk=64, head_dim_v=64, attn_mask_type="no_mask", window_size=None, bottom_right_diagonal=True,
+        alibi_slopes_shape=None, core_attention_bias_type="no_bias", core_attention_bias_shape="1hss",
+        core_attention_bias_requires_grad=True, pad_between_seqs=False, attention_dropout=0.0,
+        context_parallel=False, cp_comm_type="p2p" """,
+    "attention.dot_product_attention.context_parallel.thd_sequence_order_to_cp_rank_order":
+        "x, cu_seqlens, cp_size, seq_dim=0",
+    "attention.dot_product_attention.context_parallel.thd_cp_rank_order_to_sequence_order":
+        "x, cu_seqlens, cp_size, seq_dim=0",
+    "module.base.get_dummy_wgrad": "shape, dtype, zero=False",
+    "tensor.utils.replace_raw_data": "tensor, new_raw_data",
+    "tensor.utils.cast_master_weights_to_fp8": _MASTER,
+    "tensor.utils.quantize_master_weights": _MASTER,
+    "tensor.utils.post_all_gather_processing": "model_weights",
+    "cpp_extensions.general_gemm": """A, B, out_dtype=None, quantization_params=None, gelu=False, gelu_in=None,
+        alpha=1.0, beta=None, accumulate=False, layout="TN", out=None, bias=None, use_split_accumulator=False,
+        grad=False, ub=None, ub_type=None, extra_output=None, bulk_overlap=False""",
+    "cpp_extensions.general_grouped_gemm": """A, B, out, quantization_params=UNKNOWN, out_dtype=UNKNOWN,
+        layout="TN", m_splits=None, gelu=False, grad=False, accumulate=False, bias=None, use_bias=False,
+        use_split_accumulator=False, D_dtype=None, single_output=False""",
+}  # fmt: skip
+
+EXTENSION = {
+    "generic_gemm": """A, transA, B, transB, D, quantizer, output_dtype, bias, bias_type, gelu, gelu_in, grad,
+        workspace, workspace_size, accumulate, use_split_accumulator, comm_overlap=None, comm_type=None,
+        extra_output=None, bulk_overlap=False, alpha=1.0, beta=None""",
+    "quantize": "tensor, quantizer, output=None, noop=None",
+    "dequantize": "input, otype",
+    "bgrad_quantize": "input, quantizer",
+    "layernorm_fwd": "input, weight, bias, eps, ln_out, quantizer, otype, sm_margin, zero_centered_gamma",
+    "layernorm_bwd": "dz, x, mu, rsigma, gamma, sm_margin, zero_centered_gamma",
+    "rmsnorm_fwd": "input, weight, eps, ln_out, quantizer, otype, sm_margin, zero_centered_gamma",
+    "rmsnorm_bwd": "dz, x, rsigma, gamma, sm_margin, zero_centered_gamma",
+    "rmsnorm_bwd_add": "dz, x, add, rsigma, gamma, sm_margin, zero_centered_gamma",
+    "gelu": "input, quantizer",
+    "dgelu": "grad, fwd_input, quantizer",
+    "clamped_swiglu": "input, quantizer, limit=7.0, alpha=1.702, glu_linear_offset=1.0",
+    "swap_first_dims": "tensor, out=None",
+    "COUNT fused_qkv_rope_forward": 9,
+    "COUNT fused_qkv_rope_backward": 10,
+    "COUNT fused_rope_forward": 8,
+    "COUNT fused_rope_backward": 8,
+    "COUNT thd_sequence_order_to_cp_rank_order": 4,
+    "COUNT thd_cp_rank_order_to_sequence_order": 4,
+    "COUNT thd_get_partitioned_indices": 4,
+    "COUNT thd_grad_correction": 5,
+    "COUNT copy_to_kv_cache": 13,
+}
+
+# Names of the top package that code written against the original reads there.
+TOP = """
+    DType DelayedScalingRequest HybridQuantizedTensor HybridQuantizedTensorStorage HybridQuantizer IdentityQuantizer
+    IdentityTensor IdentityTensorStorage QuantizerRequest QuantizerRole RotaryPositionEmbedding attention constants
+    cpp_extensions distributed float8_tensor fp8 module quantization quantized_tensor restore_from_func_ctx tensor
+"""
+
+STATE_ATTRIBUTES = """
+    AUTOCAST_DEPTH FP8_AUTOCAST_DEPTH FP8_CALIBRATION FP8_DISTRIBUTED_GROUP FP8_ENABLED FP8_GRAPH_CAPTURING
+    FP8_PARAMETERS FP8_RECIPE HIGH_PRECISION_INIT_VAL IS_FIRST_FP8_MODULE fp8_available fp8_block_scaling_available
+    global_amax_buffer global_amax_history_buffer global_scale_buffer mxfp8_available nvfp4_available
+    reason_for_no_fp8 reason_for_no_mxfp8 skip_fp8_weight_update_tensor
+"""

@@ -1,0 +1,236 @@
+"""Signatures as code written against the original calls them; the table is in `signatures`."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+
+import pytest
+import signatures
+import torch
+from signatures import UNKNOWN
+
+import transformer_engine.pytorch as te
+import transformer_engine_torch as tex
+from transformer_engine.common import recipe
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+from transformer_engine.pytorch.attention.dot_product_attention.utils import (
+    AttentionParams,
+    FlashAttentionUtils,
+)
+from transformer_engine.pytorch.constants import FP8BwdTensorIdx, FP8FwdTensorIdx
+from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+WITHOUT_DEFAULT = inspect.Parameter.empty
+
+
+def parameters_of(text: str) -> list[inspect.Parameter]:
+    """A line of the table as parameters."""
+    scope = {"UNKNOWN": UNKNOWN, "torch": torch}
+    exec(f"def listed({' '.join(text.split())}): ...", scope)
+    return list(inspect.signature(scope["listed"]).parameters.values())  # pyright: ignore
+
+
+def differences(callable_, text: str, bound: bool = False) -> list[str]:
+    """What a call site written for the listed signature would notice."""
+    ours = list(inspect.signature(callable_).parameters.values())[int(bound) :]
+    wanted = parameters_of(text)
+    by_name = {p.name: p for p in ours}
+    found = []
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    places = [p.name for p in ours if p.kind in positional]
+    for place, want in enumerate(p for p in wanted if p.kind in positional):
+        if place >= len(places) or places[place] != want.name:
+            found.append(f"place {place} is {places[place : place + 1]}, not {want.name}")
+    for want in wanted:
+        mine = by_name.get(want.name)
+        if mine is None:
+            found.append(f"{want.name} is missing")
+        elif (mine.default is WITHOUT_DEFAULT) != (want.default is WITHOUT_DEFAULT):
+            found.append(f"{want.name} differs in having a default")
+        elif (
+            want.default is not UNKNOWN
+            and want.default is not WITHOUT_DEFAULT
+            and mine.default != want.default
+        ):
+            found.append(f"{want.name}={mine.default!r}, not {want.default!r}")
+    listed = {p.name for p in wanted}
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    found += [
+        f"{p.name} has to be given"
+        for p in ours
+        if p.name not in listed and p.default is WITHOUT_DEFAULT and p.kind not in variadic
+    ]
+    return found
+
+
+def at(path: str):
+    """What a dotted path from transformer_engine.pytorch leads to, through modules and attributes."""
+    *modules, _ = path.split(".")
+    for count in range(len(modules), -1, -1):
+        name = ".".join(["transformer_engine.pytorch", *modules[:count]])
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError:
+            continue
+        return functools.reduce(getattr, path.split(".")[count:], module)
+    raise AssertionError(path)
+
+
+@pytest.mark.parametrize("name", [*signatures.LAYERS, *signatures.TENSORS])
+def test_a_constructor_is_called_as_in_the_original(name):
+    made = getattr(te, name)
+    text = (signatures.LAYERS | signatures.TENSORS)[name]
+    call = made.__new__ if name == "QuantizerRole" else made.__init__
+    assert differences(call, text, bound=True) == []
+
+
+@pytest.mark.parametrize("name", signatures.METHODS)
+def test_a_method_is_called_as_in_the_original(name):
+    assert differences(functools.reduce(getattr, name.split("."), te), signatures.METHODS[name]) == []
+
+
+@pytest.mark.parametrize("name", signatures.BASE_MODULE)
+def test_a_method_of_the_base_module_is_called_as_in_the_original(name):
+    assert differences(getattr(TransformerEngineBaseModule, name), signatures.BASE_MODULE[name]) == []
+
+
+@pytest.mark.parametrize("name", signatures.RECIPES)
+def test_a_recipe_is_made_as_in_the_original(name):
+    assert differences(getattr(recipe, name), signatures.RECIPES[name]) == []
+
+
+@pytest.mark.parametrize("name", signatures.FUNCTIONS)
+def test_a_function_is_called_as_in_the_original(name):
+    assert differences(at(name), signatures.FUNCTIONS[name]) == []
+
+
+@pytest.mark.parametrize("name", signatures.EXTENSION)
+def test_a_function_of_the_extension_is_called_as_in_the_original(name):
+    want = signatures.EXTENSION[name]
+    if isinstance(want, str):
+        assert differences(getattr(tex, name), want) == []
+        return
+    ours = inspect.signature(getattr(tex, name.removeprefix("COUNT "))).parameters.values()
+    assert sum(p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for p in ours) == want
+
+
+@pytest.mark.parametrize("name", signatures.TOP.split())
+def test_the_top_package_has_names_that_live_deeper(name):
+    assert getattr(te, name) is not None
+
+
+def test_state_is_readable_as_class_attributes(device):
+    for name in signatures.STATE_ATTRIBUTES.split():
+        getattr(FP8GlobalStateManager, name)
+    layer = te.Linear(16, 16, device=device)
+    used = DelayedScaling()
+    with te.autocast(recipe=used):
+        assert FP8GlobalStateManager.FP8_ENABLED and FP8GlobalStateManager.FP8_RECIPE is used
+        assert FP8GlobalStateManager.AUTOCAST_DEPTH == 1
+        layer(torch.ones(16, 16, device=device))
+        (amaxes,) = [
+            found
+            for key, found in FP8GlobalStateManager.global_amax_buffer.items()
+            if key.startswith("forward")
+        ]
+        assert amaxes[0][0].item() == 1.0
+    assert not FP8GlobalStateManager.FP8_ENABLED and FP8GlobalStateManager.AUTOCAST_DEPTH == 0
+    with te.quantized_model_init(recipe=Float8CurrentScaling()):
+        assert FP8GlobalStateManager.FP8_PARAMETERS
+
+
+def test_slots_have_the_numbers_of_the_extensions_enumerations():
+    for names, numbers in ((FP8FwdTensorIdx, tex.FP8FwdTensors), (FP8BwdTensorIdx, tex.FP8BwdTensors)):
+        assert vars(names) == {member.name: member.value for member in numbers}
+
+
+def test_versions_are_compared_with_a_minimum():
+    supported = FlashAttentionUtils.is_version_supported
+    assert supported("2.8.0", "2.7.3") and not supported("2.7.2", "2.7.3") and not supported(None, "2.0")
+    assert supported("2.8.3") and not supported("2.3.0") and not supported("3.0.0")
+
+
+def test_attention_parameters_compare_the_recipe_of_their_meta_alone():
+    one = AttentionParams(fp8_meta={"recipe": DelayedScaling(), "scaling_fwd": torch.ones(2)})
+    assert one == AttentionParams(fp8_meta={"recipe": DelayedScaling()})
+    assert one != AttentionParams(fp8_meta={"recipe": Float8CurrentScaling()})
+    assert one != AttentionParams(fp8_meta={"recipe": DelayedScaling()}, num_heads=8)
+    assert AttentionParams(core_attention_bias_type="no_bias").request().bias_gradient is False
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_norms_take_margins_by_number_stage_and_environment(kind, device, monkeypatch):
+    names = ("fwd_ln_sm_margin", "bwd_ln_sm_margin", "inf_ln_sm_margin")
+    norm = getattr(te, kind)(16, sm_margin={"forward": 1, "backward": 2, "inference": 3}, device=device)
+    assert [getattr(norm, name) for name in names] == [1, 2, 3]
+    assert norm(input=torch.ones(2, 16, device=device)).shape == (2, 16)
+    monkeypatch.setenv("NVTE_BWD_LAYERNORM_SM_MARGIN", "7")
+    norm = getattr(te, kind)(16, sm_margin=4, device=device)
+    assert [getattr(norm, name) for name in names] == [4, 7, 4]
+    fused = te.LayerNormLinear(16, 16, normalization=kind, device=device)
+    assert [getattr(fused, name) for name in names] == [0, 7, 0]
+
+
+def test_overlap_of_the_reduce_scatter_is_kept_for_inspection(device):
+    assert te.LayerNormLinear(16, 16, ub_overlap_rs=True, device=device).overlap.overlap_reduce_scatter
+
+
+def test_hooks_are_called_by_keyword(device):
+    layer = te.Linear(16, 16, delay_wgrad_compute=True, device=device)
+    called = []
+    layer.register_wgrad_accumulation_and_reduce_hooks(
+        wgrad_accumulation_and_reduce_hook=lambda: called.append(1)
+    )
+    layer(torch.ones(16, 16, device=device)).sum().backward()
+    layer.backward_dw()
+    assert called == [1]
+
+
+@pytest.mark.parametrize("module", [tex, None], ids=["extension", "package"])
+def test_packed_sequences_go_to_the_order_of_ranks_and_back(module, device):
+    from transformer_engine.pytorch.attention.dot_product_attention import context_parallel
+
+    x = torch.arange(12.0, device=device)[:, None]
+    cu_seqlens = torch.tensor([0, 4, 12], dtype=torch.int32, device=device)
+    last = (
+        12 if module is tex else 0
+    )  # the extension is told how many tokens there are, the package which axis
+    to, back = (
+        getattr(module or context_parallel, name)
+        for name in ("thd_sequence_order_to_cp_rank_order", "thd_cp_rank_order_to_sequence_order")
+    )
+    ranked = to(x, cu_seqlens, 2, last)
+    assert ranked[:, 0].tolist() == [0, 3, 4, 5, 10, 11, 1, 2, 6, 7, 8, 9]
+    assert torch.equal(back(ranked, cu_seqlens, 2, last), x)
+    with pytest.raises(ValueError, match="total_tokens=13" if module is tex else "seq_dim=1"):
+        to(x, cu_seqlens, 2, 13 if module is tex else 1)
+
+
+def test_a_score_mod_gets_its_tensors_by_name(device):
+    q, k, v = (torch.randn(2, 8, 2, 16, device=device, requires_grad=True) for _ in range(3))
+    table = torch.randn(2, device=device, requires_grad=True)
+
+    def shifted(score, b, h, i, j, slope):
+        return score + slope[h] * j
+
+    attention = te.DotProductAttention(2, 16, qkv_format="bshd")
+    out = attention(q, k, v, score_mod=shifted, score_mod_tensors={"slope": table})
+    want = attention(q, k, v, score_mod=lambda s, b, h, i, j: s + table[h] * j)
+    leaves = (q, k, v, table)
+    got = torch.autograd.grad(out.square().sum(), leaves)
+    for mine, theirs in zip(got, torch.autograd.grad(want.square().sum(), leaves), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    assert torch.equal(out, want)
+    other = attention(q, k, v, score_mod=shifted, score_mod_tensors={"slope": -table})
+    assert not torch.allclose(other, out)
+    for options, error, words in (
+        ({"score_mod_tensors": {"slope": table}}, ValueError, "score_mod_tensors without score_mod"),
+        ({"score_mod": shifted, "score_mod_tensors": {"slope": 1.0}}, TypeError, "no tensor under 'slope'"),
+        ({"score_mod_bprop_tensors": {}}, ValueError, "without score_mod_bprop"),
+        ({"score_mod": shifted, "score_mod_bprop": shifted}, NotImplementedError, "autograd differentiates"),
+    ):
+        with pytest.raises(error, match=words):
+            attention(q, k, v, **options)

@@ -1,0 +1,288 @@
+"""A setting that changes between two calls: the second call is that of a module made with the change."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from cases import RECIPES, same, step
+
+import transformer_engine.pytorch as te
+from transformer_engine.common import env
+from transformer_engine.pytorch.attention import DotProductAttention, MultiheadAttention
+from transformer_engine.pytorch.module import precision
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager, autocast
+
+HIDDEN, FFN, HEADS, TOKENS, BATCH = 64, 96, 2, 16, 4
+
+
+def layer_of(kind, **options):
+    torch.manual_seed(0)
+    match kind:
+        case "Linear" | "LayerNormLinear":
+            return getattr(te, kind)(HIDDEN, FFN, **options)
+        case "GroupedLinear":
+            return te.GroupedLinear(2, HIDDEN, FFN, **options)
+        case "LayerNormMLP":
+            return te.LayerNormMLP(HIDDEN, FFN, **options)
+        case "LayerNorm" | "RMSNorm":
+            return getattr(te, kind)(HIDDEN, **options)
+        case "DotProductAttention":
+            return DotProductAttention(HEADS, HIDDEN // HEADS, **options)
+        case "MultiheadAttention":
+            return MultiheadAttention(HIDDEN, HEADS, **({"attention_dropout": 0.0} | options))
+        case _:
+            plain = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+            return te.TransformerLayer(HIDDEN, FFN, HEADS, **(plain | options))
+
+
+def results(layer, recipe):
+    """Outputs, input gradient and parameter gradients of one call."""
+    torch.manual_seed(1)
+    packed = isinstance(layer, DotProductAttention)
+    shape = (TOKENS, BATCH, 3, HEADS, HIDDEN // HEADS) if packed else (TOKENS, BATCH, HIDDEN)
+    x = torch.randn(shape, device=next(layer.parameters(), torch.empty(0)).device, requires_grad=True)
+    layer.zero_grad(set_to_none=True)
+    with autocast(enabled=recipe is not None, recipe=recipe):
+        if packed:
+            y = layer(qkv_layer=x)
+        else:
+            y = layer(x, [32, 32]) if isinstance(layer, te.GroupedLinear) else layer(x)
+    ys = [part for part in (y if isinstance(y, tuple) else (y,)) if isinstance(part, torch.Tensor)]
+    sum((part.float() * (1 + i)).sin().sum() for i, part in enumerate(ys)).backward()
+    grads = [p.grad for p in (x, *layer.parameters()) if p.grad is not None]
+    return [part.detach().clone() for part in ys] + [grad.clone() for grad in grads]
+
+
+# kind, attribute, options before, value after, the name of the option where it is another one
+NORM = [("eps", {}, 0.5), ("zero_centered_gamma", {}, True)]
+FUSED = [
+    *NORM,
+    ("return_bias", {}, True),
+    ("return_layernorm_output", {}, True),
+    ("use_bias", {}, False, "bias"),
+]
+CHANGES = [
+    *[("LayerNorm", *change) for change in NORM],
+    *[("RMSNorm", *change) for change in NORM],
+    ("Linear", "return_bias", {}, True),
+    ("Linear", "use_bias", {}, False, "bias"),
+    ("Linear", "save_original_input", {}, True),
+    ("GroupedLinear", "return_bias", {}, True),
+    ("GroupedLinear", "use_bias", {}, False, "bias"),
+    ("GroupedLinear", "save_original_input", {}, True),
+    *[("LayerNormLinear", *change) for change in FUSED],
+    ("LayerNormLinear", "normalization", {}, "RMSNorm"),
+    *[("LayerNormMLP", *change) for change in FUSED],
+    ("LayerNormMLP", "normalization", {}, "RMSNorm"),
+    ("LayerNormMLP", "activation", {}, "silu"),
+    ("LayerNormMLP", "activation", {"activation": "swiglu"}, "clamped_swiglu"),
+    ("LayerNormMLP", "activation_params", {"activation": "clamped_swiglu"}, {"limit": 0.05}),
+    ("LayerNormMLP", "checkpoint", {}, True),
+    ("DotProductAttention", "attn_mask_type", {}, "no_mask"),
+    ("DotProductAttention", "window_size", {}, (2, 0)),
+    ("DotProductAttention", "softmax_scale", {}, 0.5),
+    ("DotProductAttention", "softmax_type", {}, "off-by-one"),
+    ("DotProductAttention", "attention_dropout", {}, 0.5),
+    ("DotProductAttention", "qkv_format", {}, "bshd"),
+    ("DotProductAttention", "return_max_logit", {}, True),
+    (
+        "DotProductAttention",
+        "bottom_right_diagonal",
+        {"attn_mask_type": "no_mask", "window_size": (2, 1)},
+        False,
+    ),
+    ("MultiheadAttention", "attn_mask_type", {}, "no_mask"),
+    ("MultiheadAttention", "window_size", {}, (2, 0)),
+    ("MultiheadAttention", "qkv_format", {}, "bshd"),
+    ("MultiheadAttention", "return_bias", {}, True),
+    ("MultiheadAttention", "return_layernorm_output", {"input_layernorm": True}, True),
+    ("TransformerLayer", "self_attn_mask_type", {}, "no_mask"),
+    ("TransformerLayer", "attn_input_format", {}, "bshd"),
+    ("TransformerLayer", "hidden_dropout", {}, 0.5),
+]
+
+
+@pytest.mark.parametrize("recipe", ["none", "current"])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda c: f"{c[0]}-{c[1]}")
+def test_an_attribute(change, recipe, device):
+    kind, name, options, value, *option = change
+    layer = layer_of(kind, **options).to(device)
+    for p in layer.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    made_with = layer_of(kind, **(options | {(option or [name])[0]: value})).to(device)
+    known = layer.state_dict()
+    made_with.load_state_dict({key: known[key] for key in made_with.state_dict()})
+    before = results(layer, RECIPES[recipe])
+    setattr(layer, name, value)
+    after, expected = results(layer, RECIPES[recipe]), results(made_with, RECIPES[recipe])
+    if name != "use_bias":
+        assert same(after, expected)
+    else:  # the bias is still there, without a gradient
+        assert same(after[: len(expected)], expected)
+    if name not in ("save_original_input", "checkpoint", "bottom_right_diagonal"):
+        assert not same(before, after)
+
+
+@pytest.mark.parametrize(
+    "kind", ["Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear", "TransformerLayer"]
+)
+def test_the_recipe(kind, device):
+    layer = layer_of(kind).to(device)
+    for name in ("none", "current", "block", "nvfp4", "delayed", "none", "mxfp8"):
+        FP8GlobalStateManager.reset()
+        fresh = layer_of(kind).to(device)
+        fresh.load_state_dict(
+            {k: v for k, v in layer.state_dict().items() if not k.endswith("_extra_state")}, strict=False
+        )
+        assert same(results(layer, RECIPES[name]), results(fresh, RECIPES[name]))
+
+
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP"])
+def test_fp8_auto(kind, device, monkeypatch):
+    """The variable speaks of measured times of a GPU, so that elsewhere the measurement is stood in for."""
+    monkeypatch.setattr(precision, "fp8_refusal", lambda *request: "it never pays")
+    layer = layer_of(kind).to(device)
+    monkeypatch.setattr(type(layer), "_pays", _pays_anywhere)
+    unquantized, quantized = results(layer, None), results(layer, RECIPES["current"])
+    assert not same(unquantized, quantized)
+    monkeypatch.setenv("NVTE_FP8_AUTO", "1")
+    assert same(results(layer, RECIPES["current"]), unquantized)
+    monkeypatch.delenv("NVTE_FP8_AUTO")
+    assert same(results(layer, RECIPES["current"]), quantized)
+
+
+def _pays_anywhere(self, state, inp, rows, shapes):
+    return all(precision.quantizes(state.recipe, rows, n, k) for k, n in shapes)
+
+
+ATTENTION_VARIABLES = {
+    "NVTE_FLASH_ATTN": "0",
+    "NVTE_FUSED_ATTN": "0",
+    "NVTE_FLASH_ATTN_V2": "0",
+    "NVTE_FLASH_ATTN_V3": "0",
+    "NVTE_FLASH_ATTN_V4": "0",
+    "NVTE_FUSED_ATTN_BACKEND": "1",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+    "NVTE_DPA_FP8_RECIPE": "Float8CurrentScaling",
+    "NVTE_FP8_DPA_BWD": "1",
+    "NVTE_USE_CUTLASS_GROUPED_GEMM": "1",
+}
+
+
+@pytest.mark.parametrize("name", ATTENTION_VARIABLES)
+@pytest.mark.parametrize("kind", ["DotProductAttention", "GroupedLinear"])
+def test_an_environment_variable(kind, name, device, monkeypatch):
+    if name == "NVTE_DPA_FP8_RECIPE":
+        monkeypatch.setenv("NVTE_DPA_FP8_RECIPE_DPA", "1")
+    layer, fresh = layer_of(kind).to(device), layer_of(kind).to(device)
+    recipe = RECIPES["current"]
+    results(layer, recipe)
+    monkeypatch.setenv(name, ATTENTION_VARIABLES[name])
+    assert same(results(layer, recipe), results(fresh, recipe))
+    monkeypatch.delenv(name)
+    assert same(results(layer, recipe), results(layer_of(kind).to(device), recipe))
+
+
+def test_no_attention_at_all_is_refused_although_a_call_was_remembered(monkeypatch):
+    layer = layer_of("DotProductAttention")
+    results(layer, None)
+    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
+        monkeypatch.setenv(name, "0")
+    with pytest.raises(ValueError, match="No dot product attention backend"):
+        results(layer, None)
+
+
+def test_a_watched_variable_is_read_as_it_is_now(monkeypatch):
+    watched = env.watch("NVTE_FP8_AUTO")
+    monkeypatch.delenv("NVTE_FP8_AUTO", raising=False)
+    unset = watched()
+    monkeypatch.setenv("NVTE_FP8_AUTO", "1")
+    assert unset is None and watched() == env.stored(("NVTE_FP8_AUTO",))[0]
+
+
+def test_what_a_caller_adds_changes_nothing_that_is_remembered(device, monkeypatch):
+    """Callers note things on our modules in every step, some before our constructor has run."""
+
+    class Theirs(te.Linear):
+        def __init__(self):
+            self.is_first_microbatch = True
+            self.notes = {}
+            super().__init__(HIDDEN, FFN, device=device)
+
+        def forward(self, x):
+            y = super().forward(x)
+            self.is_first_microbatch = not self.is_first_microbatch
+            return y
+
+    layer = Theirs()
+    x = torch.randn(TOKENS, HIDDEN, device=device)
+    layer(x)
+    assert len(layer._remembered) == 1
+    layer(x)
+    layer.eps = 0.1  # which a Linear does not read
+    assert len(layer._remembered) == 1
+    layer.return_bias = False
+    assert len(layer._remembered) == 1, "the same value again"
+    layer.return_bias = True
+    assert not layer._remembered
+
+
+def test_a_compiled_layer_writes_its_callers_notes(device):
+    class Theirs(te.Linear):
+        def forward(self, x):
+            self.is_first_microbatch = False
+            return super().forward(x)
+
+    layer = Theirs(HIDDEN, FFN, device=device)
+    torch._dynamo.reset()
+    x = torch.randn(TOKENS, HIDDEN, device=device)
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    assert torch.allclose(compiled(x), layer(x))
+    assert layer.is_first_microbatch is False
+
+
+def test_a_compiled_norm_takes_the_change(device):
+    layer = te.LayerNorm(HIDDEN, device=device)
+    torch._dynamo.reset()
+    x = torch.randn(TOKENS, HIDDEN, device=device)
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    compiled(x)
+    layer.eps = 0.5
+    assert torch.equal(compiled(x), te.LayerNorm(HIDDEN, eps=0.5, device=device)(x))
+
+
+def test_what_a_layer_consists_of_is_not_changed_later(device):
+    layer = layer_of("TransformerLayer").to(device)
+    for module, name, value in (
+        (layer, "parallel_attention_mlp", True),
+        (layer, "output_layernorm", True),
+        (layer, "layer_type", "decoder"),
+        (layer.self_attention, "input_layernorm", False),
+        (layer.self_attention, "num_gqa_groups", 1),
+    ):
+        with pytest.raises(AttributeError, match=f"{name}=.* make another one"):
+            setattr(module, name, value)
+        setattr(module, name, getattr(module, name))
+
+
+def test_an_attention_without_a_sink_cannot_learn_one_later(device):
+    layer = layer_of("DotProductAttention").to(device)
+    layer.softmax_type = "learnable"
+    with pytest.raises(ValueError, match="softmax_offset"):
+        results(layer, None)
+    learnt = layer_of("DotProductAttention", softmax_type="learnable").to(device)
+    torch.nn.init.constant_(learnt.softmax_offset, 2.0)
+    learnt.softmax_type = "vanilla"
+    assert same(results(learnt, None)[:1], results(layer_of("DotProductAttention").to(device), None)[:1])
+
+
+def test_copies_have_settings_of_their_own(device):
+    layer = layer_of("LayerNormLinear").to(device)
+    x = torch.randn(TOKENS, HIDDEN, device=device, requires_grad=True)
+    plain = step(layer, x)
+    other = copy.deepcopy(layer)
+    other.eps = 0.5
+    assert not same(step(other, x), plain)
+    assert same(step(layer, x), plain)

@@ -1,0 +1,88 @@
+"""torch.compile(fullgraph=True, dynamic=True): a graph for several batches and sequences, the bits of eager mode.
+
+What fails while shapes are dynamic fails while the tracer reads numbers: two layers are traced that share them.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import RECIPES, same_as_eager
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import Float8CurrentScaling, MMParams, description_of
+from transformer_engine.pytorch.attention import MultiheadAttention
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager, autocast
+
+HIDDEN, FFN, HEADS = 64, 96, 2
+PLAIN = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+LAYERS = {
+    "linear": lambda d: torch.nn.Sequential(
+        te.Linear(HIDDEN, FFN, device=d), te.Linear(FFN, HIDDEN, device=d)
+    ),
+    "layernorm_linear": lambda d: te.LayerNormLinear(HIDDEN, FFN, device=d),
+    "layernorm_mlp": lambda d: te.LayerNormMLP(HIDDEN, FFN, device=d),
+    "checkpointed": lambda d: te.LayerNormMLP(HIDDEN, FFN, checkpoint=True, device=d),
+    "layernorm": lambda d: te.LayerNorm(HIDDEN, device=d),
+    "rmsnorm": lambda d: te.RMSNorm(HIDDEN, device=d),
+    "grouped_linear": lambda d: te.GroupedLinear(2, HIDDEN, FFN, device=d),
+    "attention": lambda d: MultiheadAttention(
+        HIDDEN, HEADS, attention_dropout=0.0, input_layernorm=True, device=d
+    ),
+    "gpt": lambda d: te.TransformerLayer(HIDDEN, FFN, HEADS, device=d, **PLAIN),
+    "two layers": lambda d: torch.nn.Sequential(
+        te.TransformerLayer(HIDDEN, FFN, HEADS, device=d, **PLAIN),
+        te.TransformerLayer(
+            HIDDEN, FFN, HEADS, normalization="RMSNorm", activation="geglu", device=d, **PLAIN
+        ),
+    ),
+}
+SHAPES = ((32, 2), (64, 3))
+# Seconds of tracing each; the other pairs are slow tests.
+FAST = {("linear", "current"), ("linear", "block"), ("attention", "none"), ("rmsnorm", "none")}
+
+
+@pytest.fixture(autouse=True)
+def _no_compiled_code_left():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def train(kind, recipe, device, backend):
+    """Outputs and gradients of a step with each shape."""
+    FP8GlobalStateManager.reset()
+    torch.manual_seed(0)
+    layer = LAYERS[kind](device)
+    model = layer if backend is None else torch.compile(layer, fullgraph=True, dynamic=True, backend=backend)
+    seen = []
+    for tokens, batch in SHAPES:
+        x = torch.randn(tokens, batch, HIDDEN, device=device, requires_grad=True)
+        splits = ([tokens, tokens * (batch - 1)],) if kind == "grouped_linear" else ()
+        with autocast(enabled=recipe is not None, recipe=recipe):
+            y = model(x, *splits)
+        (y.sin().sum() * 3).backward()
+        seen += [y.detach(), x.grad, *(p.grad.clone() for p in layer.parameters())]
+        layer.zero_grad()
+    return seen
+
+
+def cases():
+    for kind in LAYERS:
+        for name in RECIPES:
+            yield pytest.param(kind, name, marks=() if (kind, name) in FAST else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("kind", "name"), cases())
+def test_training_with_several_shapes_equals_eager_mode(kind, name, device):
+    backend = "eager" if (kind, name) in FAST else "aot_eager"
+    eager = train(kind, RECIPES[name], device, None)
+    assert same_as_eager(eager, train(kind, RECIPES[name], device, backend))
+
+
+def test_a_recipe_describes_itself_as_it_is():
+    recipe = Float8CurrentScaling()
+    assert description_of(recipe) == repr(recipe)
+    recipe.fp8_gemm_fprop = MMParams(use_split_accumulator=True)
+    assert description_of(recipe) == repr(recipe)
+    assert "use_split_accumulator=True" in repr(recipe)

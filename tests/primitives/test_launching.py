@@ -1,0 +1,113 @@
+"""Launches and programs on torch tensors: what is made, what is handed over, in which order."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+
+import pytest
+import torch
+
+from transformer_engine.common.kernels import launch as records
+from transformer_engine.common.kernels.launch import Launch, Output
+from transformer_engine.common.kernels.program import Program, Step
+from transformer_engine.pytorch.primitives.launching import perform, run, run_into
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+
+class _Kernel:
+    """What a record reads of a kernel: its name and those of its arguments."""
+
+    def __init__(self, name: str, arguments: int):
+        self.fn = self
+        self.__name__ = name
+        self.arg_names = [f"a{place}" for place in range(arguments)]
+
+
+def record(name: str, inputs: int, *outputs: Output | None, **rest) -> Launch:
+    return Launch(_Kernel(name, inputs + len(outputs)), (1, 1, 1), outputs, (), (), 1, **rest)
+
+
+@pytest.fixture
+def started(monkeypatch) -> list[tuple[str, list[torch.Tensor | None]]]:
+    """(kernel, tensors) of every start; nothing is computed."""
+    seen = []
+
+    def compiled(launch, tensors):
+        records._check(launch, tensors)
+
+        def start(device, pointers, given, made):
+            every = [*given, *made]
+            assert pointers == [None if tensor is None else tensor.data_ptr() for tensor in every]
+            seen.append((launch.kernel.__name__, every))
+
+        return start
+
+    monkeypatch.setattr(records, "_compile", compiled)
+    return seen
+
+
+def test_outputs_are_made_as_the_record_says(started, device):
+    x = torch.ones(3, device=device)
+    codes, nothing, turned, zero, low = run(
+        record(
+            "made",
+            1,
+            Output((4, 6), "float8_e4m3fn"),
+            None,
+            Output((2, 5), "float32", transposed=True),
+            Output((1,), "float32", begins=0.0),
+            Output((7,), "float32", begins=-math.inf),
+        ),
+        (x,),
+    )
+    assert nothing is None and codes.dtype == torch.float8_e4m3fn and codes.is_contiguous()
+    assert turned.shape == (5, 2) and turned.t().is_contiguous()
+    assert zero.tolist() == [0.0] and low.tolist() == [-math.inf] * 7
+    assert {tensor.device for tensor in (codes, turned, zero, low)} == {x.device}
+    (name, tensors), again = started[0], run(record("again", 1, Output((1,), "float32", begins=0.0)), (x,))
+    assert name == "made" and tensors[0] is x and tensors[1] is codes
+    assert again[0].data_ptr() != zero.data_ptr()
+
+
+def test_a_second_call_makes_tensors_of_its_own(started, device):
+    launch, x = record("made", 1, Output((4,), "float32")), torch.ones(3, device=device)
+    (first,), (second,) = run(launch, (x,)), run(launch, (x,))
+    assert first.data_ptr() != second.data_ptr() and len(launch.handles) == 1
+
+
+def test_a_launch_without_outputs_of_its_own_takes_those_of_the_caller(started, device):
+    x, out = torch.ones(3, device=device), torch.empty(2, 2, device=device)
+    launch = record("given", 1, Output(None, "float32"))
+    run_into(launch, (x, out), x.device)
+    assert started == [("given", [x, out])]
+    with pytest.raises(AssertionError, match=r"use run_into"):
+        run(launch, (x,))
+
+
+def test_other_dtypes_of_inputs_and_other_alignment_are_compiled_anew(started, device):
+    launch = record("made", 1, Output((4,), "float32"))
+    whole = torch.ones(64, device=device)
+    for x in (whole[:32], whole[4:36], whole[1:33], whole.half()):
+        run(launch, (x,))
+    assert len(launch.handles) == 3  # at multiples of 16 bytes, elsewhere, float16
+
+
+def test_a_program_hands_buffers_from_step_to_step_and_returns_what_it_is_asked_for(started, device):
+    first = record("first", 2, Output((4,), "float32"), None)
+    second = record("second", 3, Output((2,), "float32", begins=0.0), Output((3,), "float32"))
+    program = Program(
+        ("x", "y"),
+        (
+            Step(first, ("x", None), ("scratch", None)),
+            Step(second, ("scratch", "y", "x"), ("sums", "other")),
+        ),
+        ("other", None, "sums"),
+    )
+    x, y = torch.ones(3, device=device), torch.ones(2, device=device)
+    other, nothing, sums = perform(program, (x, y))
+    assert nothing is None and other.shape == (3,) and sums.tolist() == [0.0, 0.0]
+    (_, one), (_, two) = started
+    assert one[0] is x and one[1] is None and one[3] is None
+    assert two[0] is one[2] and two[1] is y and two[2] is x and two[3] is sums and two[4] is other

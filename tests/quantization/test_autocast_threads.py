@@ -1,0 +1,167 @@
+"""An autocast block belongs to its thread, and to what runs in a copy of its context."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+from transformer_engine.pytorch.quantization import current, delayed_scaling
+
+WIDTH = 32
+
+
+def in_a_thread(function: Callable[[], object]) -> object:
+    results: list[object] = []
+    thread = threading.Thread(target=lambda: results.append(function()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def test_a_thread_outside_of_any_block_computes_in_high_precision(device):
+    layer, x = te.Linear(WIDTH, WIDTH, device=device), torch.randn(16, WIDTH, device=device)
+    plain = layer(x)
+    with te.autocast(recipe=Float8CurrentScaling()):
+        quantized = layer(x)
+        elsewhere = in_a_thread(lambda: layer(x))
+    assert torch.equal(elsewhere, plain)
+    assert not torch.equal(quantized, plain)
+
+
+def test_a_block_of_another_thread_ends_nothing_here():
+    recipe, other = DelayedScaling(), Float8CurrentScaling()
+
+    def elsewhere():
+        before = current().enabled
+        with te.autocast(recipe=other):
+            inside = current().recipe
+        return before, inside, current().enabled
+
+    with te.autocast(recipe=recipe):
+        assert in_a_thread(elsewhere) == (False, other, False)
+        assert current().recipe is recipe
+    assert not current().enabled
+
+
+def test_leaving_the_outermost_block_of_a_thread_updates_its_scales_although_another_is_in_one(device):
+    layer = te.Linear(WIDTH, WIDTH, device=device)
+    x = torch.randn(16, WIDTH, device=device)
+
+    def elsewhere():
+        with te.autocast(recipe=DelayedScaling(amax_history_len=2)):
+            layer(x)
+        return layer.fp8_meta["scaling_fwd"].scale.clone()
+
+    with te.autocast(recipe=DelayedScaling(amax_history_len=2)):
+        assert bool((in_a_thread(elsewhere)[:2] != 1).all())
+
+
+def test_a_thread_or_call_in_a_copied_context_is_in_the_block():
+    recipe = Float8CurrentScaling()
+    with te.autocast(recipe=recipe):
+        context = contextvars.copy_context()
+        assert asyncio.run(_in_a_worker()) is recipe
+    assert in_a_thread(lambda: context.run(lambda: current().recipe)) is recipe
+    assert not current().enabled
+    with ThreadPoolExecutor(1) as pool:
+        assert not pool.submit(lambda: current().enabled).result()
+        assert pool.submit(context.run, lambda: current().recipe).result() is recipe
+        assert not pool.submit(lambda: current().enabled).result()
+
+
+async def _in_a_worker():
+    return await asyncio.to_thread(lambda: current().recipe)
+
+
+def test_tasks_of_one_thread_keep_their_blocks_apart():
+    recipes = DelayedScaling(), Float8CurrentScaling()
+    seen: list[tuple[int, object]] = []
+
+    async def task(number: int):
+        for _ in range(2):
+            with te.autocast(recipe=recipes[number]):
+                await asyncio.sleep(0)
+                seen.append((number, current().recipe))
+                await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            seen.append((number, current().enabled))
+
+    async def both():
+        await asyncio.gather(task(0), task(1))
+
+    asyncio.run(both())
+    for number in (0, 1):
+        assert [what for n, what in seen if n == number] == [recipes[number], False] * 2
+    assert not current().enabled
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_compiled_code_follows_the_thread_that_calls_it(inside, device):
+    torch._dynamo.reset()
+    layer, x = te.Linear(WIDTH, WIDTH, device=device), torch.randn(16, WIDTH, device=device)
+    recipe = Float8CurrentScaling()
+
+    def run(x):
+        if not inside:
+            return layer(x)
+        with te.autocast(recipe=recipe):
+            return layer(x)
+
+    plain = layer(x)
+    with te.autocast(recipe=recipe):
+        quantized = layer(x)
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    with torch.no_grad(), te.autocast(recipe=recipe):
+        assert torch.equal(compiled(x), quantized)
+        elsewhere = in_a_thread(torch.no_grad()(lambda: compiled(x)))
+    assert torch.equal(elsewhere, quantized if inside else plain)
+    assert not current().enabled
+    torch._dynamo.reset()
+
+
+def test_a_graph_break_within_a_block_stays_in_it(device):
+    torch._dynamo.reset()
+    layer, x, recipe = te.Linear(WIDTH, WIDTH, device=device), torch.randn(16, WIDTH, device=device), None
+    recipe = Float8CurrentScaling()
+
+    def run(x):
+        with te.autocast(recipe=recipe):
+            x = layer(x)
+            torch._dynamo.graph_break()
+            return layer(x)
+
+    with torch.no_grad():
+        expected = run(x)
+        assert torch.equal(torch.compile(run, backend="eager")(x), expected)
+    assert not current().enabled
+    torch._dynamo.reset()
+
+
+def test_layers_may_register_from_many_threads_at_once(device):
+    layers = [te.Linear(WIDTH, WIDTH, device=device) for _ in range(40)]
+    recipe, barrier = DelayedScaling(amax_history_len=2), threading.Barrier(8)
+
+    def work(mine):
+        barrier.wait()
+        for layer in mine:
+            with te.autocast(recipe=recipe):
+                layer(torch.randn(16, WIDTH, device=device))
+
+    threads = [threading.Thread(target=work, args=(layers[i::8],)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [len(pool.states) for pool in delayed_scaling.pools().values()] == [40, 40]
+    with te.autocast(recipe=recipe):
+        for layer in layers:
+            layer(torch.randn(16, WIDTH, device=device))
+    assert all(bool((layer.fp8_meta["scaling_fwd"].scale[:2] != 1).all()) for layer in layers)

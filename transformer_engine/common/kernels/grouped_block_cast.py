@@ -1,0 +1,166 @@
+"""FP8 codes in blocks of many matrices in one launch: what `grouped_cast` says, each block with its own scale.
+
+Scales of 1 x 128 blocks lie group by group, [ceil(K / 128), rows] for the row codes and [tiles, K] for the transposed
+ones; those of 128 x 128 blocks matrix by matrix.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import triton
+import triton.language as tl
+
+from ..formats import Element, ceil_div
+from . import tile
+from .block_cast import _row_blocks
+from .grouped_cast import codes_of, grid_of, place_of, store_transposed, tables_of
+from .grouped_gemm import TILE_ROWS
+from .launch import Launch, Output
+from .rounding import as_float, magnitude_bits, scale_from_amax
+
+WIDTH = tl.constexpr(TILE_ROWS)
+
+
+@triton.jit
+def row_block_kernel(
+    x,
+    table,
+    layout,
+    codes,
+    scale,
+    codes_t,
+    scale_t,
+    M,
+    K,
+    TILES_K,
+    GROUPS: tl.constexpr,
+    MAXIMUM: tl.constexpr,
+    EPSILON: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    INFINITE: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """1 x 128 blocks of groups of rows, along the rows unless codes is None, along the columns unless codes_t is."""
+    group, matrix, rows, first_m, tile_k, start, first_tile, tiles = place_of(
+        tl.program_id(0), x, table, layout, M, K, TILES_K, GROUPS, True, WIDTH
+    )
+    if group < GROUPS:
+        first_k = (tile_k * WIDTH).to(tl.int64)
+        half = tl.arange(0, WIDTH // 2)
+        k = tl.arange(0, WIDTH)
+        even = tile.load_rows(matrix, rows, K, first_m, first_k, half * 2, k, False)
+        odd = tile.load_rows(matrix, rows, K, first_m, first_k, half * 2 + 1, k, False)
+        if codes is not None:
+            place = codes + start * K
+            decode = scale + start * TILES_K
+            _row_blocks(
+                place, decode, rows, K, first_m, first_k, half * 2, k, even,
+                MAXIMUM, EPSILON, POWER_OF_TWO, INFINITE, False,
+            )  # fmt: skip
+            _row_blocks(
+                place, decode, rows, K, first_m, first_k, half * 2 + 1, k, odd,
+                MAXIMUM, EPSILON, POWER_OF_TWO, INFINITE, False,
+            )  # fmt: skip
+        if codes_t is not None:
+            amax = as_float(tl.max(tl.maximum(magnitude_bits(even), magnitude_bits(odd)), 0))
+            multiplier, decode = scale_from_amax(amax, MAXIMUM, EPSILON, POWER_OF_TWO, INFINITE)
+            row = scale_t + (first_tile + first_m // WIDTH) * K + first_k
+            tile.store(row + k, decode, first_k + k < K, EVEN)
+            pairs = tl.join(even, odd).to(tl.float32) * multiplier[None, :, None]
+            store_transposed(
+                codes_t, pairs.to(codes_t.dtype.element_ty), rows, K, first_m, first_k, half, k,
+                start, first_tile, tiles, True, EVEN,
+            )  # fmt: skip
+
+
+@triton.jit
+def square_block_kernel(
+    x,
+    table,
+    layout,
+    codes,
+    scale,
+    codes_t,
+    scale_t,
+    M,
+    K,
+    TILES_K,
+    GROUPS: tl.constexpr,
+    MAXIMUM: tl.constexpr,
+    EPSILON: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    INFINITE: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """128 x 128 blocks of matrices [M, K] by address: scale [GROUPS, tiles of M, of K], scale_t its transposes."""
+    _, matrix, rows, first_m, tile_k, start, first_tile, tiles = place_of(
+        tl.program_id(0), x, table, layout, M, K, TILES_K, GROUPS, False, WIDTH
+    )
+    first_k = (tile_k * WIDTH).to(tl.int64)
+    tile_m = first_m // WIDTH
+    half = tl.arange(0, WIDTH // 2)
+    k = tl.arange(0, WIDTH)
+    even = tile.load_rows(matrix, rows, K, first_m, first_k, half * 2, k, EVEN)
+    odd = tile.load_rows(matrix, rows, K, first_m, first_k, half * 2 + 1, k, EVEN)
+    amax = as_float(tl.max(tl.maximum(magnitude_bits(even), magnitude_bits(odd))))
+    multiplier, decode = scale_from_amax(amax, MAXIMUM, EPSILON, POWER_OF_TWO, INFINITE)
+    if codes is not None:
+        tl.store(scale + (first_tile + tile_m) * TILES_K + tile_k, decode)
+        place = codes + start * K
+        narrow = (even.to(tl.float32) * multiplier).to(codes.dtype.element_ty)
+        tile.store_rows(place, rows, K, first_m, first_k, half * 2, k, narrow, EVEN)
+        narrow = (odd.to(tl.float32) * multiplier).to(codes.dtype.element_ty)
+        tile.store_rows(place, rows, K, first_m, first_k, half * 2 + 1, k, narrow, EVEN)
+    if codes_t is not None:
+        tl.store(scale_t + first_tile * TILES_K + tile_k * tiles + tile_m, decode)
+        pairs = (tl.join(even, odd).to(tl.float32) * multiplier).to(codes_t.dtype.element_ty)
+        store_transposed(
+            codes_t, pairs, rows, K, first_m, first_k, half, k, start, first_tile, tiles, False, EVEN
+        )
+
+
+@functools.lru_cache(maxsize=1024)
+def row_blocks(
+    shape: tuple[int, int],
+    groups: int,
+    element: Element,
+    power_of_two: bool,
+    epsilon: float,
+    value_for_inf: float,
+    rowwise: bool,
+    columnwise: bool,
+) -> Launch:
+    """Inputs: x [total, K], None, layout; outputs: codes and scale if rowwise, codes_t and scale_t if columnwise."""
+    grid, scalars, even = grid_of(shape, groups, True, TILE_ROWS, TILE_ROWS)
+    steps = (groups, element.maximum, epsilon, power_of_two, value_for_inf, even)
+    codes, codes_t = codes_of(shape, groups, True, element, rowwise, columnwise)
+    scale = Output((shape[0] * ceil_div(shape[1], TILE_ROWS),), "float32") if rowwise else None
+    scale_t = Output(None, "float32") if columnwise else None
+    return Launch(row_block_kernel, grid, (codes, scale, codes_t, scale_t), scalars, steps, warps=8)
+
+
+@functools.lru_cache(maxsize=1024)
+def square_blocks(
+    shape: tuple[int, int],
+    groups: int,
+    element: Element,
+    power_of_two: bool,
+    epsilon: float,
+    value_for_inf: float,
+    rowwise: bool,
+    columnwise: bool,
+) -> Launch:
+    """Inputs: a matrix [M, K] (M even), the table, None; outputs: codes, scale if rowwise, codes_t, scale_t if
+    columnwise."""
+    grid, scalars, even = grid_of(shape, groups, False, TILE_ROWS, TILE_ROWS)
+    steps = (groups, element.maximum, epsilon, power_of_two, value_for_inf, even)
+    codes, codes_t = codes_of(shape, groups, False, element, rowwise, columnwise)
+    tiles = (ceil_div(shape[0], TILE_ROWS), ceil_div(shape[1], TILE_ROWS))
+    outputs = (
+        codes,
+        Output((groups, *tiles), "float32") if rowwise else None,
+        codes_t,
+        Output((groups, *tiles[::-1]), "float32") if columnwise else None,
+    )
+    return Launch(square_block_kernel, grid, outputs, scalars, steps, warps=8, tables=tables_of(False))

@@ -1,0 +1,90 @@
+"""How the queries and keys of one call turn with their tokens' positions."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..device_checks import demand
+from ..primitives.rope import Positions, RopeSpec, check_rotation, reaches_lengths
+from .heads import Heads
+from .inference import InferenceParams
+from .rope import rotated, rotated_qkv
+
+Pair = tuple[Tensor | None, Tensor | None]
+
+
+class Rotation(NamedTuple):
+    """The rotary embedding of one call: angles of queries and keys, positions before, bounds of thd sequences.
+
+    spec   with clamps where the caller has seen that the tables reach as far as all real tokens
+    """
+
+    angles: tuple[Tensor, Tensor]
+    spec: RopeSpec
+    before: Tensor | None
+    bounds: tuple[Tensor | None, Tensor | None]
+
+    def check(self, q: Any, k: Any) -> None:
+        """ValueError unless the tables fit q [.., h, d] and k [.., g, d], of which shapes are read."""
+        for x, angles, bounds in zip((q, k), self.angles, self.bounds, strict=True):
+            check_rotation(x, angles, Positions(self.before, bounds), self.spec, x.shape[-1])
+
+    def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q [.., h, d] and k [.., g, d], rotated; the layer has checked them, unless a compiler traces it."""
+        if torch.compiler.is_compiling():
+            self.check(q, k)
+        q = rotated(q, self.angles[0], self.spec, Positions(self.before, self.bounds[0]))
+        return q, rotated(k, self.angles[1], self.spec, Positions(self.before, self.bounds[1]))
+
+    def of_projection(self, grouped: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v of a projection [.., g, (h / g + 2) d], q and k rotated, in one pass."""
+        each = heads.queries // heads.groups
+        sizes = (each * heads.size, heads.size, heads.size)
+        return rotated_qkv(grouped, self.angles, sizes, self.spec, Positions(self.before, self.bounds[0]))
+
+
+def rotation_of(
+    rotary_pos_emb: Tensor | tuple[Tensor, Tensor],
+    spec: RopeSpec,
+    shares_lengths: bool,
+    cache: InferenceParams | None,
+    bounds: Pair,
+    padded: Pair,
+) -> Rotation:
+    """The rotation of a call, whose positions continue those of the cached tokens.
+
+    shares_lengths   keys are as long as queries where nothing else is said
+    bounds           cu_seqlens of queries, of keys;  padded  where sequences begin, when tokens of none lie between
+    """
+    angles = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
+    before = None
+    if cache is not None:
+        _check_reaches(angles, cache)
+        before = cache.get_seqlens_pre_step()
+        if bounds[0] is None:
+            bounds = (cache.cu_seqlens_q, bounds[1])
+    starts_q, starts_kv = (b if p is None else p for b, p in zip(bounds, padded, strict=True))
+    gaps = spec.tensor_format == "thd" and not (padded[0] is None and padded[1] is None)
+    if gaps and before is None:
+        # Padding behind a sequence may lie past the table; the sequences themselves may not.
+        real_kv = bounds[0] if bounds[1] is None and shares_lengths else bounds[1]
+        for table, real in zip(angles, (bounds[0], real_kv), strict=True):
+            demand(reaches_lengths, (real,), table.shape[0])
+    if starts_kv is None and shares_lengths:
+        starts_kv = starts_q
+    if gaps or before is not None:
+        spec = RopeSpec(spec.tensor_format, spec.interleaved, clamps=True)
+    return Rotation(angles, spec, before, (starts_q, starts_kv))
+
+
+def _check_reaches(angles: tuple[Tensor, Tensor], cache: InferenceParams) -> None:
+    """ValueError unless the tables have angles for every token of a step, whose lengths the host knows."""
+    longest, table = max(cache.sequences.values(), default=0), min(x.shape[0] for x in angles)
+    if longest > table:
+        raise ValueError(
+            f"a sequence of the step has {longest} tokens, cached ones included, > {table} positions of "
+            "rotary_pos_emb; make it longer"
+        )

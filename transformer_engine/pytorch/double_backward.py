@@ -1,0 +1,139 @@
+"""Gradients of gradients: right, or refused by the name of the operation.
+
+A backward pass that is called with create_graph=True is itself recorded by autograd, which sees torch operations and
+nothing of kernels, codes or saved copies: what it could not see would count as constant, in silence. So every
+autograd function of this package does one of three things there:
+
+    @once_differentiable("Linear")      whoever differentiates its gradients gets an error with that name
+    replayed(program, tensors, grads)   the gradients of the same function, written in torch operations
+    transposed(there, back, *grads)     for a backward that is a linear map of its gradients alone
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+
+def is_recorded() -> bool:
+    """Is this backward pass part of an eager graph (create_graph=True)? A compiled one has no second derivative."""
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+def once_differentiable(operation: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorates `backward` of an autograd function whose gradients cannot be differentiated.
+
+    They are the same with create_graph=True as without. A later backward pass that reaches them, through the gradients
+    they were made of or through any leaf below the operation, raises RuntimeError with the operation's name; one that
+    goes past them is not disturbed.
+    """
+
+    def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
+        def guarded(ctx: Any, *grads: Any) -> Any:
+            if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+                return backward(ctx, *grads)
+            return _refusing(operation, ctx, backward, grads)
+
+        guarded.__doc__ = backward.__doc__
+        guarded.once_differentiable = operation  # pyright: ignore[reportFunctionMemberAccess]
+        return guarded
+
+    return decorate
+
+
+def _refusing(operation: str, ctx: Any, backward: Callable[..., Any], grads: tuple[Any, ...]) -> Any:
+    """backward(ctx, *grads), its results behind a node that raises."""
+    with torch.no_grad():
+        made = backward(ctx, *grads)
+    results = list(made) if isinstance(made, tuple) else [made]
+    links = [grad for grad in grads if isinstance(grad, Tensor) and grad.requires_grad]
+    links += _leaves_below(ctx)
+    places = [i for i, result in enumerate(results) if isinstance(result, Tensor)]
+    if links and places:
+        behind = _Refusal.apply(operation, [results[i] for i in places], *links)
+        for i, result in zip(places, behind, strict=True):  # pyright: ignore[reportArgumentType]
+            results[i] = result
+    return tuple(results) if isinstance(made, tuple) else results[0]
+
+
+def _leaves_below(node: Any) -> list[Tensor]:
+    """The leaf tensors that the node's inputs were computed from.
+
+    The inputs themselves are not at hand: what is saved of them may be codes, and keeping them costs their memory.
+    """
+    leaves: list[Tensor] = []
+    seen: set[Any] = set()
+    waiting = [next_node for next_node, _ in node.next_functions]
+    while waiting:
+        below = waiting.pop()
+        if below is None or below in seen:
+            continue
+        seen.add(below)
+        variable = getattr(below, "variable", None)  # of the nodes that accumulate into a leaf
+        if variable is None:
+            waiting += [next_node for next_node, _ in below.next_functions]
+        else:
+            leaves.append(variable)
+    return leaves
+
+
+class _Refusal(Function):
+    """The given gradients, in a graph as functions of the links, and an error where their derivative is asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, operation: str, gradients: list[Tensor], *links: Tensor) -> tuple[Tensor, ...]:
+        ctx.operation = operation
+        return tuple(gradient.detach() for gradient in gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(
+            f"the gradients of {ctx.operation} have no derivative of their own, and this backward pass goes through "
+            "them; make them with create_graph=False, or compute this part of the model by plain torch modules"
+        )
+
+
+def replayed(
+    program: Callable[..., Tensor | tuple[Tensor, ...]],
+    tensors: Sequence[Tensor | None],
+    grads: Tensor | Sequence[Tensor],
+) -> list[Tensor | None]:
+    """The gradient of program(*tensors) for each tensor, as a graph; None for those that want none.
+
+    program   the operation in differentiable torch operations
+    tensors   as saved by the forward pass: its own arguments, which autograd connects with what made them
+    """
+    with torch.enable_grad():
+        # Aliases: where one argument was computed from another, the gradients stay partial ones.
+        own = [None if tensor is None else tensor.view_as(tensor) for tensor in tensors]
+        outputs = program(*own)
+        wanted = [tensor for tensor in own if tensor is not None and tensor.requires_grad]
+        found: Iterable[Tensor | None] = torch.autograd.grad(
+            outputs, wanted, grads, create_graph=True, allow_unused=True
+        )
+    remaining = iter(found)
+    return [next(remaining) if tensor is not None and tensor.requires_grad else None for tensor in own]
+
+
+def transposed(there: Callable[..., Any], back: Callable[..., Any], *grads: Tensor) -> Any:
+    """there(*grads), differentiable as often as wanted: `back` is the transposed map.
+
+    Both take and return one tensor or several.
+    """
+    return _LinearMap.apply(there, back, *grads)
+
+
+class _LinearMap(Function):
+    @staticmethod
+    def forward(ctx: Any, there: Callable[..., Any], back: Callable[..., Any], *grads: Tensor) -> Any:
+        ctx.there, ctx.back = there, back
+        return there(*grads)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        made = _LinearMap.apply(ctx.back, ctx.there, *grads)
+        return None, None, *(made if isinstance(made, tuple) else (made,))

@@ -1,0 +1,102 @@
+"""New tokens that a cache is given have a place in it: lengths, pages and shapes fit."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ...device_checks import demand
+
+
+class Room(NamedTuple):
+    """tokens: new ones that the tensor has, of a sequence or, packed, of all; the rest is the cache's.
+
+    longest   a bound of a sequence's new tokens;  capacity  tokens of a sequence;  page_size, pages  0 without pages
+    """
+
+    tokens: int
+    packed: bool
+    longest: int
+    capacity: int
+    page_size: int = 0
+    pages: int = 0
+
+
+def check_append(
+    new_k: Tensor,
+    k_cache: Tensor,
+    page_table: Tensor | None,
+    cu_new: Tensor,
+    cu_cached: Tensor,
+    tensor_format: str,
+    longest: int,
+    own_table: bool = False,
+) -> None:
+    """ValueError, before anything is written, for lengths or pages that append would read or leave out wrongly.
+
+    own_table   the page table is of a manager that filled it: its entries are not read again
+    """
+    packed = tensor_format == "thd"
+    batch = cu_new.shape[0] - 1
+    for name, x in (("new", cu_new), ("cached", cu_cached)):
+        if x.ndim != 1 or x.shape[0] != cu_new.shape[0] or x.shape[0] < 1:
+            raise ValueError(
+                f"the {name} lengths are {list(x.shape)}; give cumulative ones, [b + 1] of b sequences"
+            )
+    if not packed:
+        sequences = new_k.shape[0 if tensor_format == "bshd" else 1]
+        if sequences != batch:
+            raise ValueError(
+                f"new keys of {sequences} sequences, lengths of {batch}; give one length a sequence"
+            )
+    rows = k_cache.shape[0] if page_table is None else page_table.shape[0]
+    if batch > rows:
+        what = "the cache" if page_table is None else "page_table"
+        raise ValueError(f"{batch} sequences > {rows} rows of {what}; give fewer, or a larger cache")
+    tokens = new_k.shape[1 if tensor_format == "bshd" else 0]
+    if page_table is None:
+        room = Room(tokens, packed, longest, k_cache.shape[1])
+    else:
+        size = k_cache.shape[1]
+        room = Room(tokens, packed, longest, size * page_table.shape[1], size, k_cache.shape[0])
+    demand(fits, (cu_new, cu_cached, None if own_table else page_table), room)
+
+
+def fits(cu_new: list[int], cu_cached: list[int], table: list[list[int]] | None, room: Room) -> None:
+    """ValueError unless every new token has a place; see check_append."""
+    for name, bounds in (("new", cu_new), ("cached", cu_cached)):
+        if bounds[0] != 0 or any(end < begin for begin, end in pairwise(bounds)):
+            raise ValueError(f"cumulative {name} lengths {bounds} do not begin at 0 and grow; add lengths up")
+    if room.packed and cu_new[-1] > room.tokens:
+        raise ValueError(
+            f"{cu_new[-1]} new tokens are announced, the tensor has {room.tokens}; give all of them"
+        )
+    most = room.longest if room.packed else min(room.longest, room.tokens)
+    for row in range(len(cu_new) - 1):
+        new, total = cu_new[row + 1] - cu_new[row], cu_cached[row + 1] - cu_cached[row]
+        if new > most:
+            raise ValueError(
+                f"sequence {row} brings {new} new tokens > {most}; split the step or raise the limit"
+            )
+        if total < new:
+            raise ValueError(
+                f"sequence {row} has {total} cached tokens, fewer than its {new} new ones; cached lengths count the new"
+            )
+        if total > room.capacity:
+            raise ValueError(
+                f"sequence {row} has {total} tokens > {room.capacity}, its place in the cache; make it larger"
+            )
+        if table is not None and new:
+            _check_pages(
+                row, table[row][(total - new) // room.page_size : -(-total // room.page_size)], room.pages
+            )
+
+
+def _check_pages(row: int, used: list[int], pages: int) -> None:
+    for page in used:
+        if not 0 <= page < pages:
+            raise ValueError(
+                f"page_table sends sequence {row} to page {page}, outside of 0..{pages - 1}; correct it"
+            )

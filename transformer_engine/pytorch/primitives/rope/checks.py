@@ -1,0 +1,116 @@
+"""What a rotation is given fits: layout, head, ranks, and a table of angles that reaches as far as the positions."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from torch import Tensor
+
+from ...device_checks import demand
+from .request import Positions, RopeSpec
+
+FORMATS = ("sbhd", "bshd", "thd")
+
+
+def check_rotation(x: Tensor, angles: Tensor, positions: Positions, spec: RopeSpec, size: int) -> None:
+    """ValueError unless angles [positions, .., rotated] fit x, whose heads have `size` features.
+
+    Positions of tokens follow from shapes, and from numbers in tensors as far as `demand` sees them.
+    """
+    if spec.tensor_format not in FORMATS:
+        raise ValueError(f"tensor_format={spec.tensor_format!r}; choose one of {', '.join(FORMATS)}")
+    if x.ndim != len(spec.tensor_format):
+        raise ValueError(
+            f"{spec.tensor_format!r} needs {len(spec.tensor_format)} axes, the tensor has {x.ndim}"
+        )
+    if angles.shape[-1] > size:
+        raise ValueError(f"freqs turn {angles.shape[-1]} features, the head has {size}; lower dim")
+    if not 0 <= spec.cp_rank < spec.cp_size:
+        raise ValueError(f"cp_rank={spec.cp_rank} is outside 0..{spec.cp_size - 1}; give a rank of the group")
+    if spec.tensor_format == "thd":
+        _check_packed(x.shape[0], angles.shape[0], positions, spec)
+    else:
+        sequence = 0 if spec.tensor_format == "sbhd" else 1
+        _check_dense(x.shape[sequence], x.shape[1 - sequence], angles.shape[0], positions, spec)
+
+
+def _check_dense(length: int, batch: int, table: int, positions: Positions, spec: RopeSpec) -> None:
+    if spec.cp_size > 1 and length % 2:
+        raise ValueError(
+            f"a context-parallel rank holds two equal chunks, its length {length} is odd; pad it"
+        )
+    needed = length * spec.cp_size
+    if needed > table and not spec.clamps:
+        raise ValueError(f"sequence length {needed} > {table} positions of freqs; make it longer")
+    if positions.start is None:
+        return
+    _check_starts(positions.start, batch)
+    if not spec.clamps:
+        demand(reaches_starts, (positions.start,), needed, table)
+
+
+def _check_packed(tokens: int, table: int, positions: Positions, spec: RopeSpec) -> None:
+    if positions.cu_seqlens is None:
+        raise ValueError("tensor_format='thd' needs cu_seqlens, the bounds of the packed sequences")
+    sequences = positions.cu_seqlens.shape[0] - 1 if positions.cu_seqlens.ndim == 1 else -1
+    if sequences < 0:
+        raise ValueError(
+            f"cu_seqlens is {list(positions.cu_seqlens.shape)}; give [b + 1], 0 and where each sequence ends"
+        )
+    if positions.start is not None:
+        _check_starts(positions.start, sequences)
+    if not spec.clamps:
+        demand(reaches_packed, (positions.cu_seqlens, positions.start), tokens, table, spec.cp_size)
+
+
+def _check_starts(start: Tensor, sequences: int) -> None:
+    if start.ndim != 1 or start.shape[0] != sequences or start.is_floating_point():
+        raise ValueError(
+            f"start_positions is {start.dtype} {list(start.shape)}; give integers [{sequences}], one a sequence"
+        )
+
+
+def reaches_starts(starts: list[int], length: int, table: int) -> None:
+    """ValueError unless sequences of that length from these positions on stay in a table of that many positions."""
+    if starts and min(starts) < 0:
+        raise ValueError(f"start_positions has {min(starts)}; positions count from 0")
+    needed = max(starts, default=0) + length
+    if needed > table:
+        raise ValueError(
+            f"start_positions up to {max(starts, default=0)} and {length} tokens need {needed} positions, freqs has "
+            f"{table}; make it longer"
+        )
+
+
+def reaches_packed(
+    bounds: list[int], starts: list[int] | None, tokens: int, table: int, cp_size: int
+) -> None:
+    """ValueError unless bounds are those of whole sequences that `cp_size` ranks share, and the table reaches."""
+    if bounds[0] != 0:
+        raise ValueError(f"cu_seqlens begins with {bounds[0]}; its first entry is 0")
+    if starts is not None and starts and min(starts) < 0:
+        raise ValueError(f"start_positions has {min(starts)}; positions count from 0")
+    for index, (begin, end) in enumerate(pairwise(bounds)):
+        if end < begin:
+            raise ValueError(f"cu_seqlens falls from {begin} to {end} at sequence {index}; it may only grow")
+        if cp_size > 1 and (end - begin) % (2 * cp_size):
+            raise ValueError(
+                f"sequence {index} of {end - begin} tokens is no multiple of 2 * cp_size = {2 * cp_size}; pad it"
+            )
+        needed = end - begin + (0 if starts is None else starts[index])
+        if needed > table:
+            raise ValueError(f"sequence {index} needs {needed} positions, freqs has {table}; make it longer")
+    if bounds[-1] > tokens * cp_size:
+        raise ValueError(
+            f"cu_seqlens ends with {bounds[-1]}, the tensor has {tokens * cp_size} tokens; give its own bounds"
+        )
+
+
+def reaches_lengths(bounds: list[int] | None, table: int) -> None:
+    """ValueError unless a table has as many positions as the longest sequence between bounds has tokens."""
+    lengths = [] if bounds is None else [end - begin for begin, end in pairwise(bounds)]
+    longest = max(lengths, default=0)
+    if longest > table:
+        raise ValueError(
+            f"sequence {lengths.index(longest)} has {longest} tokens > {table} positions of freqs; make it longer"
+        )

@@ -1,0 +1,118 @@
+"""CustomOperand: a matrix [rows, K] in a format that only the quantizer of a custom recipe knows how to multiply.
+
+Such a quantizer multiplies by `qgemm(qx, qw, m_params, out_dtype, sx, sw, bias, gemm_type=, qresult_x=, qresult_w=)`,
+qx @ qw.T, and what it makes has `data` and `scale` of its rows, `data_t` and `scale_t` of its columns. One without
+`qgemm` makes tensors that can `dequantize()`: their values are multiplied.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...common.formats import TensorFormat
+from ..primitives.operand import Operand, OwnedOperand, plain
+from .axis import COLS, ROWS
+
+_FORMAT = TensorFormat("custom", None, "none")
+
+
+class GEMMType(enum.Enum):
+    """Which of a linear layer's three products."""
+
+    FPROP = "fprop"
+    DGRAD = "dgrad"
+    WGRAD = "wgrad"
+
+
+@dataclass(frozen=True)
+class MMParams:
+    """How a product is to be computed."""
+
+    out_dtype: torch.dtype | None = None
+    use_split_accumulator: bool = True
+
+
+class Halves(NamedTuple):
+    """Codes and scale of one direction."""
+
+    data: Tensor
+    scale: Tensor | None
+
+
+class CustomOperand(OwnedOperand):
+    """One direction of what a custom quantizer made; its codes stand for the extents, and nothing else reads them."""
+
+    made: Any
+    columnwise: bool
+
+    @classmethod
+    def of(cls, made: Any, axis: str) -> CustomOperand:
+        halves = _halves(made, axis)
+        codes = halves.data.reshape(-1, halves.data.shape[-1])
+        self = cls(codes, halves.scale, _FORMAT)
+        self.made, self.columnwise = made, axis != COLS
+        return self
+
+    def take_apart(self) -> tuple[list[Tensor | None], Callable[[list[Tensor | None]], tuple[Any, int]]]:
+        """(tensors for save_for_backward, what makes the operand of them again and says how many it took)."""
+        axis = ROWS if self.columnwise else COLS
+        tensors, emptied = self.made.prepare_for_saving()
+
+        def together(saved: list[Tensor | None]) -> tuple[CustomOperand, int]:
+            rest = emptied.restore_from_saved(saved)
+            return CustomOperand.of(emptied, axis), len(saved) - len(rest)
+
+        return list(tensors), together
+
+    def multiplied(self, other: Operand, epilogue: Any) -> Tensor:
+        """self [M, K] @ other [N, K].T by the quantizer of self."""
+        if not isinstance(other, CustomOperand):
+            raise TypeError(
+                f"{type(self.made).__name__} of a custom quantizer meets an operand of another kind; give input, "
+                "weight and grad_output of a layer custom quantizers of one family, or dequantize() without qgemm"
+            )
+        kind = {
+            (False, False): GEMMType.FPROP,
+            (False, True): GEMMType.DGRAD,
+            (True, True): GEMMType.WGRAD,
+        }[self.columnwise, other.columnwise]
+        x, w = (_halves(o.made, ROWS if o.columnwise else COLS) for o in (self, other))
+        params = MMParams(epilogue.dtype if epilogue.out is None else epilogue.out.dtype, epilogue.exact)
+        product = self.made._quantizer.qgemm(
+            x.data,
+            w.data,
+            params,
+            params.out_dtype,
+            x.scale,
+            w.scale,
+            None,
+            gemm_type=kind,
+            qresult_x=self.made,
+            qresult_w=other.made,
+        )
+        return epilogue.finish(product)
+
+
+def _halves(made: Any, axis: str) -> Halves:
+    data, scale = (made.data, made.scale) if axis == COLS else (made.data_t, made.scale_t)
+    if data is None:
+        direction = "row-wise" if axis == COLS else "column-wise"
+        raise RuntimeError(
+            f"{type(made).__name__} has no {direction} data; its quantizer makes the directions of its usages"
+        )
+    return Halves(data, scale)
+
+
+def contracted(made: Any, axis: str, quantizer: Any) -> Operand:
+    """What a custom quantizer made, as products read it along an axis."""
+    if hasattr(quantizer, "qgemm"):
+        return CustomOperand.of(made, axis)
+    values = made.dequantize()
+    matrix = values.reshape(-1, values.shape[-1])
+    return plain(matrix if axis == COLS else matrix.t())
