@@ -17,7 +17,13 @@ import torch
 
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, E5M2, FLOAT8, MXFP8, NVFP4
 from transformer_engine.pytorch.primitives import launching
-from transformer_engine.pytorch.primitives.quantize import FORMATS, Quantized, QuantizeSpec, reference
+from transformer_engine.pytorch.primitives.quantize import (
+    FORMATS,
+    Quantized,
+    QuantizeSpec,
+    Request,
+    reference,
+)
 
 SPECS = {
     "float8": QuantizeSpec(FLOAT8, E4M3),
@@ -59,8 +65,8 @@ def is_equal(spec: QuantizeSpec, x: torch.Tensor, scale: torch.Tensor | None) ->
     expected = reference.run(x, spec, scale, None, None, random)
     plan = FORMATS[spec.format.name].plan
     assert plan is not None
-    call = plan(spec, (x.shape[0], x.shape[1]), x.dtype, x.device, scale is not None, False)
-    actual = call(x, scale, None, None, None, random)
+    request = Request(spec, (x.shape[0], x.shape[1]), x.dtype, x.device, scale is not None)
+    actual = plan(request, False)(x, scale, None, None, None, random)
     return all(
         interpreter.same_bits(getattr(actual, name), getattr(expected, name)) for name in Quantized._fields
     )

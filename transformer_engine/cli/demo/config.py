@@ -11,7 +11,7 @@ from ...common import recipe as recipes
 from ...pytorch.quantization import all_families, family_named
 
 HIGH_PRECISION = "high_precision"
-RECIPES = (*(family.name for family in all_families() if family.name != "custom"), "none")
+RECIPES = (*(family.name for family in all_families() if family.samples), "none")
 VOCABULARY = 256  # the tokens are bytes
 
 # Two cores train the CPU size in about two minutes, both runs together.

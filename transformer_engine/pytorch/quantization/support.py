@@ -6,6 +6,7 @@ and elsewhere by `TE_EMULATE=1` or `emulate()`: a GPU never claims a format it l
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -142,6 +143,7 @@ def availability() -> dict[str, IsAvailable]:
     return {(answer := _availability_of(kind)).__name__: answer for kind in kinds()}
 
 
+@functools.cache
 def _check_of(kind: str) -> Check:
     def check() -> tuple[bool, str]:
         return _check(kind)
@@ -149,6 +151,7 @@ def _check_of(kind: str) -> Check:
     return _named(check, f"check_{kind}_support", "(available, reason)")
 
 
+@functools.cache
 def _availability_of(kind: str) -> IsAvailable:
     def is_available(return_reason: bool = False) -> bool | tuple[bool, str]:
         checked = _check(kind)
@@ -160,6 +163,7 @@ def _availability_of(kind: str) -> IsAvailable:
 def _named(function: Any, name: str, documentation: str) -> Any:
     function.__name__ = function.__qualname__ = name
     function.__doc__ = documentation
+    function.__module__ = __package__  # where callers and pickles find it
     return function
 
 

@@ -98,11 +98,11 @@ def _chosen(
     x: Tensor, spec: QuantizeSpec, scale: Tensor | None, amax: Tensor | None
 ) -> Callable[..., Quantized]:
     """What quantizes this matrix and every other of its shape, dtype and device."""
-    backend = TABLE.select(_request(x, spec, scale))
+    request = _request(x, spec, scale)
+    backend = TABLE.select(request)
     plan = FORMATS[spec.format.name].plan
     if backend is triton.BACKEND and plan is not None and x.numel():
-        shape = (x.shape[0], x.shape[1])
-        return plan(spec, shape, x.dtype, x.device, scale is not None, amax is not None)
+        return plan(request, amax is not None)
     run = backend.run
     return lambda x, scale, amax, amax_t, record: run(x, spec, scale, amax, amax_t, None, record)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ....common.formats import TensorFormat, ceil_div
 from ..operand import Operand
-from .spec import Quantized, QuantizeSpec
+from .spec import Quantized, QuantizeSpec, Request
 
 _SCALE_DTYPES = {"float32": torch.float32, "e8m0": torch.uint8, "e4m3": torch.float8_e4m3fn}
 
@@ -27,7 +27,7 @@ class Given(NamedTuple):
 
 
 class PlannedCall(Protocol):
-    """The codes of x, with spec, shape, dtype and device settled."""
+    """The codes of matrices that one request describes."""
 
     def __call__(
         self,
@@ -40,8 +40,7 @@ class PlannedCall(Protocol):
     ) -> Quantized: ...
 
 
-# (spec, shape, dtype, device, is a scale given?, is an amax given?)
-Plan = Callable[[QuantizeSpec, "tuple[int, int]", torch.dtype, torch.device, bool, bool], PlannedCall]
+Plan = Callable[[Request, bool], PlannedCall]
 Maxima = Callable[
     [Tensor, QuantizeSpec, "Tensor | None", "Tensor | None"], "tuple[Tensor | None, Tensor | None]"
 ]
@@ -66,7 +65,7 @@ class FormatRow:
     quantize     the reference: codes of x [M, K] by literal float32 operations on any device
     dequantize   (operand, its scale) -> values [rows, K] in operand.dtype
     check        (rows, depth, spec): ValueError where the shape does not fit
-    plan         the kernels' call for one spec, shape, dtype and device; None: there are no kernels
+    plan         (request, is an amax given?) -> the kernels' call for such matrices; None: there are no kernels
     maxima       (x, spec, amax, amax_t) -> those that blocks are scaled with, of a format with two levels
     empty_scale  (x, rows, depth) -> uninitialised scales that lie as the kernels' do; None: row after row
     """

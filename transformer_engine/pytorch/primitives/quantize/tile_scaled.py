@@ -11,8 +11,8 @@ from ....common.formats import TensorFormat
 from ..operand import Operand
 from . import tiles
 from .float8 import widen
-from .format_row import FormatRow, Given, Plan
-from .spec import Quantized, QuantizeSpec
+from .format_row import FormatRow, Given, Plan, PlannedCall
+from .spec import Quantized, QuantizeSpec, Request
 from .triton_tiles import LaunchOf, tiled_call
 
 
@@ -45,15 +45,8 @@ def tile_scaled(
 
 
 def _plan(launch: LaunchOf) -> Plan:
-    def plan(
-        spec: QuantizeSpec,
-        shape: tuple[int, int],
-        dtype: torch.dtype,
-        device: torch.device,
-        scale_given: bool,
-        amax_given: bool,
-    ):
-        tiled = tiled_call(launch, spec, shape, dtype, device)
+    def plan(request: Request, amax_given: bool) -> PlannedCall:
+        tiled = tiled_call(launch, request.spec, request.shape, request.dtype, request.device)
         return lambda x, scale, amax, amax_t, record, random=None: tiled(x)
 
     return plan

@@ -45,9 +45,8 @@ def run(
         return reference.run(x, spec, scale, amax, amax_t, random, record)
     plan = FORMATS[spec.format.name].plan
     assert plan is not None, "refuses says so"
-    shape = (x.shape[0], x.shape[1])
-    call = plan(spec, shape, x.dtype, x.device, scale is not None, amax is not None)
-    return call(x, scale, amax, amax_t, record, random)
+    request = Request(spec, (x.shape[0], x.shape[1]), x.dtype, x.device, scale is not None)
+    return plan(request, amax is not None)(x, scale, amax, amax_t, record, random)
 
 
 BACKEND = Backend[Request]("triton", run, refuses)

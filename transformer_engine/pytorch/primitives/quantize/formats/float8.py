@@ -10,7 +10,7 @@ from ...operand import Operand
 from .. import float8
 from ..float8 import absolute_maximum, scale_from_amax, widen
 from ..format_row import FormatRow, Given, PlannedCall
-from ..spec import Quantized, QuantizeSpec
+from ..spec import Quantized, QuantizeSpec, Request
 from ..tile_scaled import transposed
 from ..triton_float8 import call_of
 
@@ -44,15 +44,8 @@ def dequantize(operand: Operand, scale: Tensor) -> Tensor:
     return (widen(operand.codes) * scale).to(operand.dtype)
 
 
-def _plan(
-    spec: QuantizeSpec,
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    device: torch.device,
-    scale_given: bool,
-    amax_given: bool,
-) -> PlannedCall:
-    planned = call_of(spec, shape, device, scale_given, amax_given)
+def _plan(request: Request, amax_given: bool) -> PlannedCall:
+    planned = call_of(request.spec, request.shape, request.device, request.scale_given, amax_given)
     return lambda x, scale, amax, amax_t, record, random=None: planned(x, scale, amax, record)
 
 

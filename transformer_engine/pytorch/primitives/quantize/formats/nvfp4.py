@@ -21,7 +21,7 @@ from ..e2m1 import decode_e2m1, encode_e2m1, pack_fp4, unpack_fp4
 from ..float8 import absolute_maximum, cast, divide, widen
 from ..format_row import FormatRow, Given, PlannedCall
 from ..hadamard import GROUP, hadamard_transform
-from ..spec import Quantized, QuantizeSpec
+from ..spec import Quantized, QuantizeSpec, Request
 from ..tile_scaled import scale_a_row, transposed
 from ..triton_float8 import as_float32
 
@@ -133,14 +133,9 @@ def _kernels() -> SimpleNamespace:
     return SimpleNamespace(cast=cast, nvfp4=nvfp4)
 
 
-def _plan(
-    spec: QuantizeSpec,
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    device: torch.device,
-    scale_given: bool,
-    amax_given: bool,
-) -> PlannedCall:
+def _plan(request: Request, amax_given: bool) -> PlannedCall:
+    spec, device = request.spec, request.device
+
     def call(
         x: Tensor,
         scale: Tensor | None,
