@@ -14,6 +14,7 @@ import torch
 import transformer_engine
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe
+from transformer_engine.pytorch import constants
 
 CONSTRUCTORS = {
     "GroupedLinear": """
@@ -152,6 +153,10 @@ def test_a_function_takes_every_documented_keyword(name):
 @pytest.mark.parametrize("name", TENSORS.split())
 def test_the_tensor_classes_are_exported(name):
     assert inspect.isclass(getattr(te, name))
+
+
+def test_the_block_sizes_of_formats_with_narrow_scales_are_constants():
+    assert (constants.MXFP8_BLOCK_SCALING_SIZE, constants.NVFP4_BLOCK_SCALING_SIZE) == (32, 16)
 
 
 @pytest.mark.parametrize("method", ["set_tensor_parallel_group", "reset_parameters"])

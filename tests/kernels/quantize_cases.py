@@ -18,12 +18,11 @@ import torch
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, E5M2, FLOAT8, MXFP8, NVFP4
 from transformer_engine.pytorch.primitives import launching
 from transformer_engine.pytorch.primitives.quantize import (
+    FORMATS,
     Quantized,
     QuantizeSpec,
+    Request,
     reference,
-    triton,
-    triton_float8,
-    triton_tiles,
 )
 
 SPECS = {
@@ -64,14 +63,10 @@ def matrix(rows: int, depth: int, content: str, dtype: torch.dtype) -> torch.Ten
 def is_equal(spec: QuantizeSpec, x: torch.Tensor, scale: torch.Tensor | None) -> bool:
     random = (torch.rand(x.shape), torch.rand(x.shape[::-1])) if spec.stochastic else None
     expected = reference.run(x, spec, scale, None, None, random)
-    if spec.format.name == FLOAT8.name:
-        actual = triton_float8.call_of(spec, x.shape, x.device, scale is not None, False)(
-            x, scale, None, None
-        )
-    elif spec.format.name == NVFP4.name:
-        actual = triton._nvfp4(x, spec, None, None, random)
-    else:
-        actual = triton_tiles.tiled_call(spec, x.shape, x.dtype, x.device)(x)
+    plan = FORMATS[spec.format.name].plan
+    assert plan is not None
+    request = Request(spec, (x.shape[0], x.shape[1]), x.dtype, x.device, scale is not None)
+    actual = plan(request, False)(x, scale, None, None, None, random)
     return all(
         interpreter.same_bits(getattr(actual, name), getattr(expected, name)) for name in Quantized._fields
     )

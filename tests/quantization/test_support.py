@@ -1,5 +1,8 @@
+import pickle
+
 import pytest
 
+import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import (
     CustomRecipe,
     DelayedScaling,
@@ -153,3 +156,10 @@ def test_the_state_manager_answers_with_reasons(machine):
         available, reason = check()
         assert not available
         assert "required for" in reason
+
+
+@pytest.mark.parametrize("kind", CHECKS)
+def test_a_question_is_one_function_wherever_it_is_found(kind):
+    name = f"is_{kind}_available"
+    assert getattr(te, name) is getattr(q, name) is pickle.loads(pickle.dumps(getattr(te, name)))
+    assert getattr(q, f"check_{kind}_support").__name__ == f"check_{kind}_support"

@@ -25,7 +25,7 @@ def application() -> Typer:
     from .train import train
 
     app = Typer(
-        help="Train and run Transformers in FP8, MXFP8 and NVFP4.",
+        help="Train and run Transformers in 8 and 4 bits.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,

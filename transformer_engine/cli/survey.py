@@ -9,13 +9,13 @@ import torch
 
 from .. import pytorch as te
 from ..common.dispatch import Verdict, observing, tables
-from ..pytorch.quantization import support_of
+from ..pytorch.quantization import all_families, support_of
 from .demo.config import RECIPES, make_recipe
 
 # Backends that compute a quantized product in wider arithmetic than its operands.
 EMULATING = ("reference", "widen")
 
-KINDS = {"delayed": "fp8", "current": "fp8", "block": "fp8_block_scaling", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}
+KINDS = {family.name: family.kind for family in all_families() if family.kind is not None}
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from .demo import checkpoint
-from .demo.config import HIGH_PRECISION, resolve, restore
+from .demo.config import HIGH_PRECISION, RECIPES, resolve, restore
 from .demo.data import load_corpus
 from .demo.plot import plot_losses
 from .demo.sample import generate
@@ -27,16 +27,8 @@ from .failure import Failure, fitting, reporting, reporting_failures, writing
 SMALLER = "give a smaller --batch, --seq, --hidden or --layers"
 ELSEWHERE = "choose another folder with --out, or make this one writable"
 
-
-class RecipeName(str, enum.Enum):
-    """The recipes as typer lists them."""
-
-    delayed = "delayed"
-    current = "current"
-    block = "block"
-    mxfp8 = "mxfp8"
-    nvfp4 = "nvfp4"
-    none = "none"
+# The recipes as typer lists them.
+RecipeName = enum.Enum("RecipeName", {name: name for name in RECIPES}, type=str)
 
 
 class DeviceName(str, enum.Enum):
@@ -49,7 +41,8 @@ class DeviceName(str, enum.Enum):
 
 def train(
     recipe: Annotated[
-        RecipeName | None, typer.Option(help="How the products are quantized (default: delayed)")
+        RecipeName | None,  # pyright: ignore[reportInvalidTypeForm]
+        typer.Option(help="How the products are quantized (default: delayed)"),
     ] = None,
     device: Annotated[DeviceName, typer.Option(help="auto takes CUDA when there is a GPU")] = DeviceName.auto,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps")] = None,

@@ -1,11 +1,14 @@
 """transformer_engine.pytorch: layers, recipes and quantized tensors for PyTorch, on a GPU or a CPU."""
 
+from __future__ import annotations
+
 import importlib
 from typing import Any
 
 from ..common.dispatch import use_backend
 from . import float8_tensor as float8_tensor
 from . import fp8 as fp8
+from . import quantization, tensor
 from .attention import (
     DotProductAttention,
     InferenceParams,
@@ -29,39 +32,14 @@ from .quantization import (
     fp8_autocast,
     fp8_model_init,
     get_default_recipe,
-    is_bf16_available,
-    is_fp8_available,
-    is_fp8_block_scaling_available,
-    is_mxfp8_available,
-    is_nvfp4_available,
     quantized_model_init,
 )
 from .quantized_tensor import prepare_for_saving, restore_from_func_ctx, restore_from_saved
-from .tensor import (
-    Float8BlockQuantizer,
-    Float8BlockwiseQTensor,
-    Float8BlockwiseQTensorStorage,
-    Float8CurrentScalingQuantizer,
-    Float8Quantizer,
-    Float8Tensor,
-    Float8TensorStorage,
-    HybridQuantizedTensor,
-    HybridQuantizedTensorStorage,
-    HybridQuantizer,
-    IdentityQuantizer,
-    IdentityTensor,
-    IdentityTensorStorage,
-    MXFP8Quantizer,
-    MXFP8Tensor,
-    MXFP8TensorStorage,
-    NVFP4Quantizer,
-    NVFP4Tensor,
-    NVFP4TensorStorage,
-    QuantizedTensor,
-    QuantizedTensorStorage,
-    Quantizer,
-)
+from .tensor import QuantizedTensor, QuantizedTensorStorage, Quantizer
 from .transformer import TransformerLayer
+
+# The quantizers and containers of every format, and is_<kind>_available of every kind of format.
+globals().update(tensor.EXPORTS | quantization.availability())
 
 # Names of the original's API that later releases bring; named here so that asking for one says so.
 _NOT_YET = (

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..common.formats import TENSOR_FORMATS
+
 
 class DType(enum.IntEnum):
     """Element types by the numbers that the original's checkpoints and callers use."""
@@ -59,8 +61,14 @@ FP8BwdTensorIdx = types.SimpleNamespace(
     GRAD_INPUT3=5,
 )
 
-MXFP8_BLOCK_SCALING_SIZE = 32
-NVFP4_BLOCK_SCALING_SIZE = 16
+# <FORMAT>_BLOCK_SCALING_SIZE, of the formats whose scales are narrow numbers too.
+globals().update(
+    {
+        f"{form.name.upper()}_BLOCK_SCALING_SIZE": form.block[1]
+        for form in TENSOR_FORMATS
+        if form.block is not None and form.scale != "float32"
+    }
+)
 
 AttnMaskTypes = (
     "no_mask",

@@ -4,8 +4,8 @@ A rule is a function of numbers on the host, lists as `Tensor.tolist` gives them
 the CPU it runs at once, before anything is changed. A GPU would have to be waited for, so that its numbers are trusted,
 unless TE_CHECK=1: then they are copied to pinned memory on the stream, and the rule runs when a later call finds
 the copy done, in `check()`, or when the process ends. The call itself goes on, and a kernel that reads outside of its
-tensors may end the process first: TE_CHECK=2 waits and runs the rule before anything else. Nothing is checked while a compiler traces or a CUDA graph is
-captured.
+tensors may end the process first: TE_CHECK=2 waits and runs the rule before anything else. Nothing is checked while a
+compiler traces or a CUDA graph is captured.
 """
 
 from __future__ import annotations

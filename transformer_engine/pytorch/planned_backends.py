@@ -171,7 +171,11 @@ def _partial_sums(dy: Tensor, x: Tensor, weight: Tensor, centered: bool) -> Tens
     bytes_a_column = dy.element_size() + x.element_size()
     strides, dtypes = (dy.stride(0), x.stride(0), 0), (x.dtype, weight.dtype)
     program = norm.backward_program(x.shape, strides, dtypes, False, centered, bytes_a_column, x.device.index)
-    made = {name: output for step in program.steps for name, output in zip(step.outputs, step.launch.outputs, strict=True)}
+    made = {
+        name: output
+        for step in program.steps
+        for name, output in zip(step.outputs, step.launch.outputs, strict=True)
+    }
     return x.new_empty(made["workspace"].shape, dtype=torch.float32)  # pyright: ignore[reportOptionalMemberAccess]
 
 

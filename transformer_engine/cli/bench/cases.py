@@ -6,9 +6,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ...pytorch.quantization import all_families
+
 # Recipes of modules; the first is no recipe, parameters and arithmetic in bfloat16.
-RECIPES = ("bf16", "delayed", "current", "block", "mxfp8", "nvfp4")
-QUANTIZATIONS = ("delayed", "current", "block1d", "block2d", "mxfp8", "nvfp4")
+RECIPES = ("bf16", *(family.name for family in all_families() if family.samples))
+# A recipe may quantize to more than one format.
+QUANTIZATIONS = {sample.name: (family.name, sample) for family in all_families() for sample in family.samples}
 BYTES = 2  # of a bfloat16
 
 
@@ -45,10 +48,10 @@ def cases(recipes: Iterable[str], quick: bool, families: Iterable[str] = ()) -> 
 
 def _quantize(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
     rows, depth = (256, 512) if quick else (8192, 14336)
-    for kind in QUANTIZATIONS:
-        if ("block" if kind.startswith("block") else kind) not in recipes:
+    for kind, (recipe, sample) in QUANTIZATIONS.items():
+        if recipe not in recipes:
             continue
-        width = 0.5 if kind == "nvfp4" else 1.0  # bytes of a code
+        width = 1 / sample.format.packing  # bytes of a code
         for both in (False, True):
             yield Case(
                 f"quantize/{kind}_{'both' if both else 'row'}/{rows}x{depth}",

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from ...common import recipe as recipes
+from ...pytorch.quantization import all_families, family_named
 
 HIGH_PRECISION = "high_precision"
-RECIPES = ("delayed", "current", "block", "mxfp8", "nvfp4", "none")
+RECIPES = (*(family.name for family in all_families() if family.samples), "none")
 # Types of the fields of Config as they are written there.
 KINDS: dict[str, tuple[type, ...]] = {
     "str": (str,),
@@ -157,17 +158,8 @@ def saved_config(saved: dict[str, Any], source: str) -> Config:
 
 def make_recipe(name: str) -> recipes.Recipe | None:
     """The recipe that a run's name stands for; None computes in the parameters' own precision."""
-    match name:
-        case "delayed":
-            # A short window: the activations of a new model grow quickly in its first steps.
-            return recipes.DelayedScaling(amax_history_len=16)
-        case "current":
-            return recipes.Float8CurrentScaling()
-        case "block":
-            return recipes.Float8BlockScaling()
-        case "mxfp8":
-            return recipes.MXFP8BlockScaling()
-        case "nvfp4":
-            return recipes.NVFP4BlockScaling()
-        case _:
-            return None
+    if name in ("none", HIGH_PRECISION):
+        return None
+    # A short window: the activations of a new model grow quickly in its first steps.
+    options = {"amax_history_len": 16} if name == "delayed" else {}
+    return family_named(name).recipe(**options)

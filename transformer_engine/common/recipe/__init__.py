@@ -148,8 +148,11 @@ def recipe_described_as(description: str) -> Recipe:
 RecipeClass = TypeVar("RecipeClass", bound=type)
 
 
-def _accepts_unknown_keywords(cls: RecipeClass) -> RecipeClass:
-    """Callers pass keywords of other versions to recipes; drop them with one warning."""
+def recipe_class(cls: RecipeClass) -> RecipeClass:
+    """Of every recipe: its instances are found by their description, and keywords of other versions are dropped.
+
+    Callers pass such keywords, which cost one warning.
+    """
     strict = cls.__init__
     known = frozenset(f.name for f in fields(cls) if f.init)
 
@@ -181,7 +184,7 @@ def _default(recipe: Recipe, name: str, value: QParams) -> None:
         setattr(recipe, name, value)
 
 
-@_accepts_unknown_keywords
+@recipe_class
 @dataclass(repr=False)
 class DelayedScaling(Recipe):
     """scale = (fp8_max / amax) / 2^margin, where amax comes from the history of earlier steps.
@@ -216,7 +219,7 @@ class DelayedScaling(Recipe):
             )
 
 
-@_accepts_unknown_keywords
+@recipe_class
 @dataclass(repr=False)
 class Float8CurrentScaling(Recipe):
     """scale = fp8_max / max|x|, measured on the tensor itself, floored to a power of two when asked.
@@ -244,7 +247,7 @@ class Float8CurrentScaling(Recipe):
             _default(self, name, QParams(power_2_scale=self.use_power_2_scales))
 
 
-@_accepts_unknown_keywords
+@recipe_class
 @dataclass(repr=False)
 class Float8BlockScaling(Recipe):
     """One scale for 1 x 128 (dimension 1) or 128 x 128 (dimension 2) elements, a power of two by default.
@@ -287,7 +290,7 @@ class Float8BlockScaling(Recipe):
             _default(self, name, QParams(power_2_scale=not self.use_f32_scales, amax_epsilon=0.0))
 
 
-@_accepts_unknown_keywords
+@recipe_class
 @dataclass(repr=False)
 class MXFP8BlockScaling(Recipe):
     """One power-of-two scale (E8M0) for 32 consecutive elements of the contracted axis.
@@ -308,7 +311,7 @@ class MXFP8BlockScaling(Recipe):
         require_switches(self, "enable_2d_quantization")
 
 
-@_accepts_unknown_keywords
+@recipe_class
 @dataclass(repr=False)
 class NVFP4BlockScaling(Recipe):
     """E2M1 elements; an E4M3 scale for 16 of them, and one float32 scale for the tensor.
@@ -360,7 +363,7 @@ class NVFP4BlockScaling(Recipe):
         )
 
 
-@_accepts_unknown_keywords
+@recipe_class
 @dataclass(repr=False)
 class CustomRecipe(Recipe):
     """qfactory(role) -> quantizer, asked once for every quantizer slot of a module.

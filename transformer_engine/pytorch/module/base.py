@@ -17,7 +17,7 @@ from ..functions.scale_update import ScaleUpdate, in_a_backward, of_the_pass
 from ..functions.weight_gradient import WeightGradientStore, dummy_gradient
 from ..quantization import check_extra_state, decode_extra_state, encode_extra_state, load_extra_state
 from ..quantization.autocast import AutocastState
-from ..quantization.factory import family
+from ..quantization.family import family_of
 from ..quantization.model_init import current_model_init
 from ..tensor.quantized_tensor import QuantizedTensor, QuantizedTensorStorage
 from ..tensor.quantizer import Quantizer
@@ -238,7 +238,7 @@ class TransformerEngineBaseModule(ForwardProtocol):
     def _check_parameter_recipe(self, recipe: Recipe | None) -> None:
         """RuntimeError under another kind of recipe than quantized parameters were made with, if there are any."""
         made_with = self._model_init_recipe
-        if made_with is None or recipe is None or family(made_with) is family(recipe):
+        if made_with is None or recipe is None or family_of(made_with) is family_of(recipe):
             return
         if any(isinstance(param, QuantizedTensorStorage) for param in self._parameters.values()):
             raise RuntimeError(

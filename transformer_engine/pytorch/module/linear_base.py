@@ -23,6 +23,7 @@ from ..functions.sequence import gather_sequence
 from ..functions.weight_gradient import WeightGradient
 from ..quantization import QuantizerRole
 from ..quantization.autocast import AutocastState, here
+from ..quantization.family import family_of
 from ..quantization.roles import BACKWARD_TENSORS, FORWARD_TENSORS
 from ..tensor.storage.quantized_tensor_storage import QuantizedTensorStorage
 from .base import TransformerEngineBaseModule
@@ -270,7 +271,7 @@ class QuantizedProductsModule(TransformerEngineBaseModule):
         if not self.save_original_input or not state.enabled:
             return False
         assert state.recipe is not None
-        if state.recipe.delayed():
+        if family_of(state.recipe).follows_history:
             raise ValueError(
                 "save_original_input=True does not work with DelayedScaling, whose scale changes before the backward; "
                 "use Float8CurrentScaling or a block scaling recipe, or leave it False"

@@ -8,6 +8,7 @@ from ...common import env
 from ...common.dispatch import Backend, Table
 from ...common.recipe import Recipe
 from ..primitives.gemm.fp8_worth import fp8_refusal
+from ..quantization.family import family_of
 
 
 class PrecisionRequest(NamedTuple):
@@ -43,11 +44,7 @@ TABLE: Table[PrecisionRequest] = Table(
 
 def kind_of(recipe: Recipe) -> str | None:
     """How a recipe finds its scales, where the worth of it has been measured."""
-    if recipe.delayed():
-        return "delayed"
-    if recipe.float8_current_scaling():
-        return "current"
-    return "block" if recipe.float8_block_scaling() else None
+    return family_of(recipe).measured_as
 
 
 def quantizes(recipe: Recipe, m: int, n: int, k: int) -> bool:

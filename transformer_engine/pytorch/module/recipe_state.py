@@ -15,7 +15,7 @@ from ...common.recipe import Recipe, description_of, recipe_described_as
 from ..functions.linear import IDENTITY, Accumulation
 from ..quantization import FP8GlobalStateManager, RecipeState, delayed_scaling
 from ..quantization.autocast import AutocastState
-from ..quantization.factory import family
+from ..quantization.family import family_of
 from ..tensor.quantizer import Calibrating, Quantizer
 from ..tracing import constant_while_tracing
 
@@ -80,7 +80,7 @@ class ModuleRecipe:
             )
             for i in range(len(forward) // FORWARD_SLOTS)
         )
-        self.has_state = recipe.delayed() or recipe.custom()
+        self.has_state = family_of(recipe).stateful
         self.accumulation = accumulation_of(recipe)
         self.backward = getattr(recipe, "backward_override", None) or "quantized"
 
@@ -179,7 +179,7 @@ def materialize(module: TransformerEngineBaseModule, recipe: Recipe, group: Any)
 
 def _announce_change(module: TransformerEngineBaseModule, before: Recipe | None, recipe: Recipe) -> None:
     """A warning where the kind of quantizer changes: scales, histories and cached weights start anew."""
-    if before is None or family(before) is family(recipe):
+    if before is None or family_of(before) is family_of(recipe):
         return
     names = type(before).__name__, type(recipe).__name__
     module._warn_once(

@@ -52,7 +52,7 @@ def in_blocks(spec: QuantizeSpec) -> bool:
 
 def in_row_blocks(spec: QuantizeSpec) -> bool:
     """Are the blocks parts of rows, wanted for rows alone, so that a kernel that holds a row holds them?"""
-    return spec.format.name == BLOCK_1D.name and not spec.columnwise
+    return spec.format == BLOCK_1D and not spec.columnwise
 
 
 def blocks(spec: QuantizeSpec, dtype: torch.dtype) -> Blocks:
@@ -62,7 +62,7 @@ def blocks(spec: QuantizeSpec, dtype: torch.dtype) -> Blocks:
     return Blocks(
         spec.element,
         spec.columnwise,
-        spec.format.name == BLOCK_2D.name,
+        spec.format == BLOCK_2D,
         spec.power_of_two,
         spec.epsilon,
         min(torch.finfo(dtype).max, FLOAT32_MAX),

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ...common.formats import FLOAT8
 from .activation import quantized
 from .column_sums import column_sums
 from .launching import DTYPE_NAMES, perform
@@ -27,7 +26,7 @@ def quantize_with_dbias(x: Tensor, cast: Cast, dbias: torch.dtype) -> tuple[Quan
     spec, scale, record = cast
     if not quantized.fuses(x, False, cast):
         return quantize(x, spec, scale=scale, record=record), column_sums(x, dbias)
-    if scale is None and spec.format.name == FLOAT8.name:
+    if scale is None and spec.format.block is None:
         return _with_maximum(x.contiguous(), spec, dbias)
     made, sums = quantized.backward("identity", x, None, None, cast, dbias)
     assert sums is not None

@@ -1,5 +1,9 @@
 """Precision control: autocast, quantized parameters, recipe state, and what this machine can run."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from .autocast import AutocastState, autocast, current, fp8_autocast
 from .delayed_scaling import _amax_and_scale_update, _default_sf_compute, update_scales
 from .element_types import get_fp4_te_dtype, get_fp8_max, get_fp8_te_dtype, get_fp8_torch_dtype
@@ -11,35 +15,28 @@ from .extra_state import (
     load_extra_state,
 )
 from .factory import get_align_size_for_quantization, make_quantizers
+from .families import *  # noqa: F403 - the states, by the list in __all__
+from .family import Family, all_families, family_named, family_of
 from .global_state import FP8GlobalStateManager
 from .model_init import ModelInitState, current_model_init, fp8_model_init, quantized_model_init
-from .recipe_state import (
-    CustomRecipeState,
-    DelayedScalingRecipeState,
-    Float8BlockScalingRecipeState,
-    Float8CurrentScalingRecipeState,
-    MXFP8BlockScalingRecipeState,
-    NVFP4BlockScalingRecipeState,
-    RecipeState,
-)
+from .recipe_state import CustomRecipeState, DelayedScalingRecipeState, RecipeState
 from .roles import DelayedScalingRequest, QuantizerRequest, QuantizerRole
 from .support import (
     Support,
-    check_bf16_support,
-    check_fp8_block_scaling_support,
-    check_fp8_support,
-    check_mxfp8_support,
-    check_nvfp4_support,
+    availability,
     check_recipe_support,
+    checks,
     emulate,
     get_default_recipe,
-    is_bf16_available,
     is_emulating,
-    is_fp8_available,
-    is_fp8_block_scaling_available,
-    is_mxfp8_available,
-    is_nvfp4_available,
     support_of,
 )
 
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """check_<kind>_support and is_<kind>_available, which follow from the families."""
+
+
 get_default_fp8_recipe = get_default_recipe
+globals().update(checks() | availability())

@@ -19,16 +19,10 @@ import torch
 from torch import Tensor
 
 from ...common import recipe as recipes
-from ...common.recipe import CustomRecipe, DelayedScaling, Format, MMParams, QParams, Recipe
+from ...common.recipe import DelayedScaling, Format, MMParams, QParams, Recipe
+from .family import all_families, family_of
 
 BUFFER_INFO = "buffer_index_and_autocast_key"
-_RECIPE_CLASSES = (
-    recipes.DelayedScaling,
-    recipes.Float8CurrentScaling,
-    recipes.Float8BlockScaling,
-    recipes.MXFP8BlockScaling,
-    recipes.NVFP4BlockScaling,
-)
 _RECIPE_MODULE = recipes.__name__
 _DATA_CLASSES = {"MMParams": MMParams, "QParams": QParams, "_FormatHelper": recipes._FormatHelper}
 _TORCH_FUNCTIONS = (
@@ -66,10 +60,10 @@ def encode_extra_state(fp8_meta: dict[str, Any]) -> Tensor:
     It is empty without a recipe, and for a custom recipe, whose factory is code: no checkpoint may hold it.
     """
     recipe = fp8_meta.get("recipe")
-    if recipe is None or isinstance(recipe, CustomRecipe):
+    if recipe is None or not family_of(recipe).checkpointed:
         return torch.empty(0, dtype=torch.uint8)
     state: dict[str, Any] = {"recipe": _without_callables(recipe)}
-    if isinstance(recipe, DelayedScaling):
+    if family_of(recipe).stateful:
         for direction in ("fwd", "bwd"):
             scaling = fp8_meta.get(f"scaling_{direction}")
             for delayed in () if scaling is None else scaling.delayed_states:
@@ -241,9 +235,13 @@ class _Unpickler(pickle.Unpickler):
 def _may_load(module: str, name: str) -> bool:
     if module == _RECIPE_MODULE:
         return name in ("Format", "_OverrideLinearPrecision", *_DATA_CLASSES) or any(
-            name == kind.__name__ for kind in _RECIPE_CLASSES
+            name == kind.__name__ for kind in _recipe_classes()
         )
     return (module, name) in _TORCH_FUNCTIONS or _derived_recipe(module, name) is not None
+
+
+def _recipe_classes() -> list[type[Recipe]]:
+    return [family.recipe for family in all_families() if family.checkpointed]
 
 
 def _derived_recipe(module: str, name: str) -> type[Recipe] | None:
@@ -251,7 +249,7 @@ def _derived_recipe(module: str, name: str) -> type[Recipe] | None:
     candidate = vars(sys.modules[module]).get(name) if module in sys.modules else None
     if not isinstance(candidate, type):
         return None
-    return next((kind for kind in _RECIPE_CLASSES if kind in candidate.__mro__), None)
+    return next((kind for kind in _recipe_classes() if kind in candidate.__mro__), None)
 
 
 def _load_pickle(data: bytes) -> Any:
@@ -265,7 +263,7 @@ def _load_pickle(data: bytes) -> Any:
 
 def _load_archive(data: bytes) -> Any:
     """torch.load restricted to the same classes; recipes are rebuilt, so that their validation runs."""
-    allowed = [*_RECIPE_CLASSES, *_DATA_CLASSES.values(), Format]
+    allowed = [*_recipe_classes(), *_DATA_CLASSES.values(), Format]
     if len(data) == 0:
         return None
     try:

@@ -12,6 +12,7 @@ from ...common.recipe import DelayedScaling, Recipe
 from ..constants import dist_group_type
 from ..device import canonical_device
 from . import delayed_scaling, model_init, replay, support
+from . import families as _rows  # noqa: F401 - before the kinds at the end are read
 from .autocast import AutocastState, autocast, current, is_first_module, reinstate, snapshot
 from .autocast import reset as close_all_blocks
 from .extra_state import BUFFER_INFO
@@ -194,23 +195,10 @@ class FP8GlobalStateManager(metaclass=StateAttributes):
         """Undo `get_old_fp8_meta_tensors_for_recompute`."""
         _copy_in(fp8_meta["scaling_fwd"].delayed_states, fp8_meta.pop(_UPDATED))
 
-    # What this machine can run: (available, reason).
 
-    @classmethod
-    def is_fp8_available(cls) -> tuple[bool, str]:
-        return support.check_fp8_support()
-
-    @classmethod
-    def is_mxfp8_available(cls) -> tuple[bool, str]:
-        return support.check_mxfp8_support()
-
-    @classmethod
-    def is_fp8_block_scaling_available(cls) -> tuple[bool, str]:
-        return support.check_fp8_block_scaling_support()
-
-    @classmethod
-    def is_nvfp4_available(cls) -> tuple[bool, str]:
-        return support.check_nvfp4_support()
+# What this machine can run: (available, reason), one method a kind.
+for _kind, _check in zip(support.kinds(), support.checks().values(), strict=True):
+    setattr(FP8GlobalStateManager, f"is_{_kind}_available", staticmethod(_check))
 
 
 def _copy_in(states: tuple[Any, ...], values: list[tuple[Tensor, Tensor]]) -> None:

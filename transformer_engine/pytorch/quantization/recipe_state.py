@@ -8,23 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...common.recipe import (
-    CustomRecipe,
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
-    Recipe,
-)
+from ...common.recipe import CustomRecipe, DelayedScaling, Recipe
 from ..constants import DType
 from ..device import canonical_device
 from ..tensor.float8_tensor import Float8Quantizer
+from ..tensor.identity_tensor import IdentityQuantizer
 from ..tensor.quantizer import Quantizer
-from . import factory
 from .delayed_scaling import scale_snapshot
-from .element_types import get_fp4_te_dtype, get_fp8_te_dtype
-from .roles import DelayedScalingRequest, QuantizerRequest, QuantizerRole
+from .element_types import get_fp8_te_dtype
+from .family import family_of
+from .roles import MODES, DelayedScalingRequest, QuantizerRequest, QuantizerRole, asked_roles, tensor_types
 
 
 class RecipeState:
@@ -39,7 +32,7 @@ class RecipeState:
         device: torch.device | str | int | None = None,
         roles: Sequence[QuantizerRole | None] | None = None,
     ):
-        if mode not in factory.MODES:
+        if mode not in MODES:
             raise ValueError(f"mode={mode!r}; it must be 'forward' or 'backward'")
         if num_quantizers < 0:
             raise ValueError(f"num_quantizers={num_quantizers} < 0; give the number of slots")
@@ -59,8 +52,8 @@ class RecipeState:
         roles: Sequence[QuantizerRole | None] | None = None,
     ) -> RecipeState:
         """The state class of the recipe's family."""
-        kind = _STATES[factory.family(recipe)]
-        return kind(recipe, mode=mode, num_quantizers=num_quantizers, device=device, roles=roles)
+        state = family_of(recipe).state
+        return state(recipe, mode=mode, num_quantizers=num_quantizers, device=device, roles=roles)
 
     @staticmethod
     def renew(
@@ -92,14 +85,33 @@ class RecipeState:
         """Copy what carries over from a state of as many quantizers: here nothing."""
 
     def make_quantizers(self) -> list[Quantizer]:
-        """One quantizer a slot."""
-        return factory.make_quantizers(
-            self.recipe, self.mode, self.num_quantizers, self.device, self, self.roles
-        )
+        """One quantizer a slot, as the recipe's family makes it."""
+        make = family_of(self.recipe).quantizer
+        if make is None:
+            raise TypeError(f"{type(self).__name__} has to make its quantizers itself; its family does not")
+        tensors = tensor_types(self.mode, self.num_quantizers, self._roles_of_slots())
+        return [make(self.recipe, self.mode, tensor, self.device) for tensor in tensors]
+
+    def _roles_of_slots(self) -> Sequence[QuantizerRole | None] | None:
+        if self.roles is not None and len(self.roles) != self.num_quantizers:
+            raise ValueError(
+                f"{len(self.roles)} roles for {self.num_quantizers} quantizers; "
+                "give one a slot, None for those unknown"
+            )
+        return self.roles
 
     def fulfil(self, roles: Sequence[QuantizerRole | None]) -> list[Quantizer]:
         """Answers of a custom recipe's factory, turned into quantizers."""
         raise TypeError(f"{type(self).__name__} has no factory to ask; use CustomRecipe")
+
+
+class StatelessRecipeState(RecipeState):
+    """No tensors: scales come from the tensor at hand."""
+
+    @property
+    def dtype(self) -> DType:
+        """The element of this direction."""
+        return get_fp8_te_dtype(self.recipe, self.mode == "forward")
 
 
 class DelayedScalingRecipeState(RecipeState):
@@ -132,6 +144,10 @@ class DelayedScalingRecipeState(RecipeState):
     def delayed_states(self) -> tuple[DelayedScalingRecipeState, ...]:
         return (self,)
 
+    def make_quantizers(self) -> list[Quantizer]:
+        slots = range(self.num_quantizers)
+        return [Float8Quantizer.from_state(self, slot, self.dtype) for slot in slots]
+
     def inherit(self, previous: RecipeState) -> None:
         for state in previous.delayed_states:
             if state.num_quantizers == self.num_quantizers:
@@ -153,38 +169,6 @@ class DelayedScalingRecipeState(RecipeState):
             self.amax_history = self.amax_history[:length].clone()
         else:
             self.amax_history = torch.nn.functional.pad(self.amax_history, (0, 0, 0, length - rows))
-
-
-class Float8CurrentScalingRecipeState(RecipeState):
-    """Scales come from the tensor at hand."""
-
-    @property
-    def dtype(self) -> DType:
-        return get_fp8_te_dtype(self.recipe, self.mode == "forward")
-
-
-class MXFP8BlockScalingRecipeState(RecipeState):
-    """Scales come from the tensor at hand."""
-
-    @property
-    def dtype(self) -> DType:
-        return get_fp8_te_dtype(self.recipe, self.mode == "forward")
-
-
-class Float8BlockScalingRecipeState(RecipeState):
-    """Scales come from the tensor at hand."""
-
-    @property
-    def dtype(self) -> DType:
-        return get_fp8_te_dtype(self.recipe, self.mode == "forward")
-
-
-class NVFP4BlockScalingRecipeState(RecipeState):
-    """Scales come from the tensor at hand."""
-
-    @property
-    def dtype(self) -> DType:
-        return get_fp4_te_dtype(self.recipe)
 
 
 class CustomRecipeState(RecipeState):
@@ -219,6 +203,9 @@ class CustomRecipeState(RecipeState):
     def inherit(self, previous: RecipeState) -> None:
         """Nothing: another factory may mean something else by the same slot."""
 
+    def make_quantizers(self) -> list[Quantizer]:
+        return self.fulfil(asked_roles(self.mode, self.num_quantizers, self._roles_of_slots()))
+
     def fulfil(self, roles: Sequence[QuantizerRole | None]) -> list[Quantizer]:
         factory_of_role = self.recipe.qfactory
         assert factory_of_role is not None, "CustomRecipe validates it"
@@ -232,7 +219,7 @@ class CustomRecipeState(RecipeState):
                     f"no state for {type(answer).__name__}; return a DelayedScalingRequest or a quantizer"
                 )
             elif answer is None:
-                answers[slot] = factory.identity()
+                answers[slot] = IdentityQuantizer()  # leave the tensor in high precision
         for request, members in slots.items():
             state = self._delayed.get(request)
             if state is None:
@@ -243,13 +230,3 @@ class CustomRecipeState(RecipeState):
             for column, slot in enumerate(members):
                 answers[slot] = Float8Quantizer.from_state(state, column, state.dtype)
         return answers
-
-
-_STATES: dict[type[Recipe], Any] = {
-    DelayedScaling: DelayedScalingRecipeState,
-    Float8CurrentScaling: Float8CurrentScalingRecipeState,
-    MXFP8BlockScaling: MXFP8BlockScalingRecipeState,
-    Float8BlockScaling: Float8BlockScalingRecipeState,
-    NVFP4BlockScaling: NVFP4BlockScalingRecipeState,
-    CustomRecipe: CustomRecipeState,
-}

@@ -11,6 +11,7 @@ import torch
 
 from ...common.recipe import DelayedScaling, Format
 
+MODES = ("forward", "backward")
 FORWARD_TENSORS = ("input", "weight", "output")
 BACKWARD_TENSORS = ("grad_output", "grad_input")
 

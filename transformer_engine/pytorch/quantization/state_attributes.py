@@ -7,7 +7,9 @@ from typing import Any
 from ...common.recipe import Recipe
 from ..constants import dist_group_type
 from . import delayed_scaling, model_init, support
+from . import families as _rows  # noqa: F401 - before the kinds at the end are read
 from .autocast import current, enabled_blocks, snapshot
+from .family import all_families
 
 
 class StateAttributes(type):
@@ -72,34 +74,12 @@ class StateAttributes(type):
     def skip_fp8_weight_update_tensor(cls) -> Any:
         return cls.quantization_state.skip_fp8_weight_update_tensor  # pyright: ignore[reportAttributeAccessIssue]
 
-    @property
-    def fp8_available(cls) -> bool:
-        return support.check_fp8_support()[0]
 
-    @property
-    def reason_for_no_fp8(cls) -> str:
-        return support.check_fp8_support()[1]
+def _answer(kind: str, part: int) -> property:
+    return property(lambda cls: support.checks()[f"check_{kind}_support"]()[part])
 
-    @property
-    def mxfp8_available(cls) -> bool:
-        return support.check_mxfp8_support()[0]
 
-    @property
-    def reason_for_no_mxfp8(cls) -> str:
-        return support.check_mxfp8_support()[1]
-
-    @property
-    def fp8_block_scaling_available(cls) -> bool:
-        return support.check_fp8_block_scaling_support()[0]
-
-    @property
-    def reason_for_no_fp8_block_scaling(cls) -> str:
-        return support.check_fp8_block_scaling_support()[1]
-
-    @property
-    def nvfp4_available(cls) -> bool:
-        return support.check_nvfp4_support()[0]
-
-    @property
-    def reason_for_no_nvfp4(cls) -> str:
-        return support.check_nvfp4_support()[1]
+# <kind>_available and reason_for_no_<kind>, of every kind that a recipe needs.
+for _kind in dict.fromkeys(row.kind for row in all_families() if row.kind is not None):
+    setattr(StateAttributes, f"{_kind}_available", _answer(_kind, 0))
+    setattr(StateAttributes, f"reason_for_no_{_kind}", _answer(_kind, 1))

@@ -6,15 +6,19 @@ and elsewhere by `TE_EMULATE=1` or `emulate()`: a GPU never claims a format it l
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from ...common import env
 from ...common.checks import described, switch
-from ...common.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe, defaults
+from ...common.recipe import Recipe, defaults
 from ..device import cuda_version, get_device_compute_capability, has_cuda
 from ..tracing import constant_while_tracing
+from .family import Family, Requirement, all_families, family_of
 
-KINDS = ("bf16", "fp8", "mxfp8", "fp8_block_scaling", "nvfp4")
+_BF16 = Requirement("BF16", (8, 0))
 
 
 @dataclass(frozen=True)
@@ -72,26 +76,35 @@ def _hardware_refusal(kind: str) -> str:
     """Empty if the current device computes the format in hardware, else a sentence."""
     if not has_cuda():
         return f"There is no CUDA device for {kind} execution."
+    needs = _requirement(kind)
     capability = get_device_compute_capability()
+    if needs.below is not None and capability >= needs.below:
+        limit = f"{needs.below[0]}.{needs.below[1]}"
+        return f"{needs.title} execution is not supported on device compute capability {limit} and higher."
+    if capability < needs.least:
+        return _needs(f"{needs.least[0]}.{needs.least[1]}", needs.title)
+    if cuda_version() < needs.cuda:
+        return f"CUDA {needs.cuda[0]}.{needs.cuda[1]} or higher required for {needs.title} execution."
+    return ""
+
+
+def kinds() -> tuple[str, ...]:
+    """What a machine can be asked for: bfloat16, and the kinds of all families."""
+    return ("bf16", *dict.fromkeys(family.kind for family in all_families() if family.kind is not None))
+
+
+def _requirement(kind: str) -> Requirement:
     if kind == "bf16":
-        return "" if capability >= (8, 0) else _needs("8.0", "BF16")
-    if kind == "fp8":
-        return "" if capability >= (8, 9) else _needs("8.9", "FP8")
-    if kind == "mxfp8":
-        if capability >= (12, 0):
-            return "MXFP8 execution is not supported on device compute capability 12.0 and higher."
-        return "" if capability >= (10, 0) else _needs("10.0", "MXFP8")
-    if kind == "fp8_block_scaling":
-        if capability < (9, 0):
-            return _needs("9.0", "FP8 block scaling")
-        return (
-            ""
-            if cuda_version() >= (12, 9)
-            else "CUDA 12.9 or higher required for FP8 block scaling execution."
-        )
-    if kind == "nvfp4":
-        return "" if capability >= (10, 0) else _needs("10.0", "NVFP4")
-    raise ValueError(f"there is no format kind {kind!r}; choose one of {', '.join(KINDS)}")
+        return _BF16
+    for family in all_families():
+        if family.kind == kind and family.needs is not None:
+            return family.needs
+    raise ValueError(f"there is no format kind {kind!r}; choose one of {', '.join(kinds())}")
+
+
+def has_capability(least: tuple[int, int]) -> bool:
+    """Is the current device of this compute capability, or of a higher one?"""
+    return get_device_compute_capability() >= least
 
 
 def _needs(capability: str, name: str) -> str:
@@ -99,7 +112,7 @@ def _needs(capability: str, name: str) -> str:
 
 
 def support_of(kind: str) -> Support:
-    """How this machine runs a format of KINDS."""
+    """How this machine runs a format of `kinds()`."""
     refusal = _hardware_refusal(kind)
     native = refusal == ""
     return Support(kind, native, not native and is_emulating(), refusal)
@@ -112,42 +125,10 @@ def _check(kind: str) -> tuple[bool, str]:
     return False, f"{refusal} Set TE_EMULATE=1 or call te.emulate() to compute it by emulation."
 
 
-def check_bf16_support() -> tuple[bool, str]:
-    """(available, reason)"""
-    return _check("bf16")
-
-
-def check_fp8_support() -> tuple[bool, str]:
-    """(available, reason)"""
-    return _check("fp8")
-
-
-def check_mxfp8_support() -> tuple[bool, str]:
-    """(available, reason)"""
-    return _check("mxfp8")
-
-
-def check_fp8_block_scaling_support() -> tuple[bool, str]:
-    """(available, reason)"""
-    return _check("fp8_block_scaling")
-
-
-def check_nvfp4_support() -> tuple[bool, str]:
-    """(available, reason)"""
-    return _check("nvfp4")
-
-
 def check_recipe_support(recipe: Recipe) -> tuple[bool, str]:
     """(available, reason) for every format that the recipe uses; a custom recipe answers for itself."""
-    if recipe.mxfp8():
-        return check_mxfp8_support()
-    if recipe.float8_block_scaling():
-        return check_fp8_block_scaling_support()
-    if recipe.nvfp4():
-        return check_nvfp4_support()
-    if recipe.float8_per_tensor_scaling():
-        return check_fp8_support()
-    return True, ""
+    kind = family_of(recipe).kind
+    return (True, "") if kind is None else _check(kind)
 
 
 def check_block(enabled: bool, recipe: Recipe | None) -> None:
@@ -160,57 +141,67 @@ def check_block(enabled: bool, recipe: Recipe | None) -> None:
         )
 
 
-def _answer(checked: tuple[bool, str], return_reason: bool) -> bool | tuple[bool, str]:
-    return checked if return_reason else checked[0]
+Check = Callable[[], "tuple[bool, str]"]
+IsAvailable = Callable[..., "bool | tuple[bool, str]"]
 
 
-def is_bf16_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    """Can BF16 be computed here?"""
-    return _answer(check_bf16_support(), return_reason)
+def checks() -> dict[str, Check]:
+    """check_<kind>_support() -> (available, reason), by name, for every kind."""
+    return {(check := _check_of(kind)).__name__: check for kind in kinds()}
 
 
-def is_fp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    """Can FP8 with one scale a tensor be computed here?"""
-    return _answer(check_fp8_support(), return_reason)
+def availability() -> dict[str, IsAvailable]:
+    """is_<kind>_available(return_reason=False) -> available, or (available, reason), by name, for every kind."""
+    return {(answer := _availability_of(kind)).__name__: answer for kind in kinds()}
 
 
-def is_mxfp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    """Can MXFP8 be computed here?"""
-    return _answer(check_mxfp8_support(), return_reason)
+@functools.cache
+def _check_of(kind: str) -> Check:
+    def check() -> tuple[bool, str]:
+        return _check(kind)
+
+    return _named(check, f"check_{kind}_support", "(available, reason)")
 
 
-def is_fp8_block_scaling_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    """Can FP8 with a scale for 128 or 128 x 128 elements be computed here?"""
-    return _answer(check_fp8_block_scaling_support(), return_reason)
+@functools.cache
+def _availability_of(kind: str) -> IsAvailable:
+    def is_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+        checked = _check(kind)
+        return checked if return_reason else checked[0]
+
+    return _named(is_available, f"is_{kind}_available", f"Can {_requirement(kind).title} be computed here?")
 
 
-def is_nvfp4_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    """Can NVFP4 be computed here?"""
-    return _answer(check_nvfp4_support(), return_reason)
+def _named(function: Any, name: str, documentation: str) -> Any:
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = documentation
+    function.__module__ = __package__  # where callers and pickles find it
+    return function
 
 
 # torch.compile cannot trace the construction of a recipe, so the default ones exist beforehand; not where the
 # environment's defaults are refused, which is said when one is asked for.
-_KINDS = (MXFP8BlockScaling, Float8CurrentScaling, DelayedScaling)
-_SHARED: dict[type[Recipe], Recipe] = (
-    {kind: kind(backward_override=None) for kind in _KINDS} if defaults.are_readable() else {}
-)
+_DEFAULTS: dict[str, Recipe] = {}
+
+
+def prepare_default(family: Family) -> None:
+    """Make the shared instance of a family that may be the default."""
+    if defaults.are_readable():
+        _DEFAULTS[family.name] = family.recipe(backward_override=None)  # pyright: ignore[reportCallIssue]
 
 
 @constant_while_tracing
-def _is_consumer_blackwell() -> bool:
-    return get_device_compute_capability() >= (12, 0)
+def _default_name() -> str:
+    return [family.name for family in all_families() if family.fits is not None and family.fits()][-1]
 
 
 def default_recipe() -> Recipe:
     """The shared instance of the default recipe, by what the hardware computes without emulation."""
-    if not _SHARED:
+    if not _DEFAULTS:
         defaults.demand_readable()
-    if _hardware_refusal("mxfp8") == "":
-        return _SHARED[MXFP8BlockScaling]
-    return _SHARED[Float8CurrentScaling if _is_consumer_blackwell() else DelayedScaling]
+    return _DEFAULTS[_default_name()]
 
 
 def get_default_recipe() -> Recipe:
-    """A fresh default recipe: MXFP8 on hardware that has it, current scaling from 12.0, else delayed."""
+    """A fresh default recipe: the last family that fits the machine."""
     return type(default_recipe())()

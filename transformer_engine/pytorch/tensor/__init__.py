@@ -1,26 +1,16 @@
 """Quantizers, and the tensors they make."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 import torch
 
+from ...common.folder import exports_of, modules_of
 from ..constants import DType
+from . import quantized_tensor
 from .axis import COLS, ROWS
-from .float8_blockwise_tensor import (
-    Float8BlockQuantizer,
-    Float8BlockwiseQTensor,
-    Float8BlockwiseQTensorStorage,
-)
-from .float8_blockwise_tensor import _make_float8_blockwise_tensor_in_reduce_ex as _make_blockwise
-from .float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer, Float8Tensor, Float8TensorStorage
-from .float8_tensor import _make_float8_tensor_in_reduce_ex as _make_float8
-from .hybrid_tensor import HybridQuantizedTensor, HybridQuantizedTensorStorage, HybridQuantizer
-from .hybrid_tensor import _make_hybrid_tensor_in_reduce_ex as _make_hybrid
-from .identity_tensor import IdentityQuantizer, IdentityTensor, IdentityTensorStorage
-from .identity_tensor import _make_identity_tensor_in_reduce_ex as _make_identity
 from .module_conversion import keep_quantized_parameters
-from .mxfp8_tensor import MXFP8Quantizer, MXFP8Tensor, MXFP8TensorStorage
-from .mxfp8_tensor import _make_mxfp8_tensor_in_reduce_ex as _make_mxfp8
-from .nvfp4_tensor import NVFP4Quantizer, NVFP4Tensor, NVFP4TensorStorage
-from .nvfp4_tensor import _make_nvfp4_tensor_in_reduce_ex as _make_nvfp4
 from .quantized_tensor import (
     QuantizedTensor,
     QuantizedTensorStorage,
@@ -39,38 +29,21 @@ from .utils import (
     replace_raw_data,
 )
 
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """The classes of a format, from its file."""
+
+
+# A format is a file here, `<format>_tensor.py`: what it lists in __all__ is a name of this package, and PICKLED the
+# functions that its pickles call.
+_FILES = [module for module in modules_of(__name__, __path__, "_tensor") if module is not quantized_tensor]
+EXPORTS = exports_of(_FILES)
+globals().update(EXPORTS)
+
 keep_quantized_parameters()
 
 # What a checkpoint of quantized tensors names: torch.load(weights_only=True) builds nothing else.
 torch.serialization.add_safe_globals(
-    [
-        DType,
-        Float8BlockQuantizer,
-        Float8BlockwiseQTensor,
-        Float8BlockwiseQTensorStorage,
-        Float8CurrentScalingQuantizer,
-        Float8Quantizer,
-        Float8Tensor,
-        Float8TensorStorage,
-        HybridQuantizedTensor,
-        HybridQuantizedTensorStorage,
-        HybridQuantizer,
-        IdentityQuantizer,
-        IdentityTensor,
-        IdentityTensorStorage,
-        MXFP8Quantizer,
-        MXFP8Tensor,
-        MXFP8TensorStorage,
-        NVFP4Quantizer,
-        NVFP4Tensor,
-        NVFP4TensorStorage,
-        Rebuild,
-        _make_blockwise,
-        _make_float8,
-        _make_hybrid,
-        _make_identity,
-        _make_mxfp8,
-        _make_nvfp4,
-        _rebuild_trained,
-    ]
+    [DType, Rebuild, _rebuild_trained, *EXPORTS.values(), *(made for module in _FILES for made in module.PICKLED)]
 )

@@ -15,6 +15,7 @@ from ..primitives.quantize import Quantized, QuantizeSpec, quantize
 from .allocation import empty_quantized
 from .quantized_tensor import QuantizedTensor
 from .quantizer import Quantizer
+from .storage.block_scaled import BlockScaledStorage
 from .storage.quantized_tensor_storage import QuantizedTensorStorage, as_matrix, matrix_shape
 
 
@@ -69,6 +70,12 @@ class BlockScalingQuantizer(Quantizer):
         spec = self.spec(self.rowwise_usage, self.columnwise_usage)
         storage = self._packed(empty_quantized(spec, *matrix_shape(shape), device), shape, dtype)
         return storage.mapped(Tensor.pin_memory) if pin_memory else storage
+
+    def get_columnwise_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the values that column-wise codes of a tensor [..., K] stand for: [K, ...], or the same."""
+        storage = self.TENSOR.STORAGE
+        assert issubclass(storage, BlockScaledStorage)
+        return (*shape[-1:], *shape[:-1]) if storage.COLUMNS_TRANSPOSED else tuple(shape)
 
     def get_scale_shape(self, shape: Sequence[int], columnwise: bool) -> tuple[int, ...]:
         """The shape, padding included, of one direction's scales; ValueError for a shape that cannot be quantized."""

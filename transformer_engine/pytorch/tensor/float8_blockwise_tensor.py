@@ -101,10 +101,6 @@ class Float8BlockQuantizer(BlockScalingQuantizer):
             self.amax_epsilon,
         )
 
-    def get_columnwise_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the column-wise codes of a tensor [..., K], those of its transpose: [K, ...]."""
-        return (*shape[-1:], *shape[:-1])
-
     def operands(self, matrix: Tensor, rowwise: bool, columnwise: bool) -> Operands:
         return self.adopt(quantize(matrix, self.spec(rowwise, columnwise)), matrix.dtype)
 
@@ -152,3 +148,6 @@ def _make_float8_blockwise_tensor_in_reduce_ex(
         quantizer=quantizer,
         is_2D_scaled=is_2D_scaled,
     )
+
+
+PICKLED = (_make_float8_blockwise_tensor_in_reduce_ex,)

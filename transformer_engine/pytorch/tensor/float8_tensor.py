@@ -390,3 +390,6 @@ def _make_float8_tensor_in_reduce_ex(
         fp8_dtype=fp8_dtype,
         data_transpose=data_transpose,
     )
+
+
+PICKLED = (_make_float8_tensor_in_reduce_ex,)

@@ -111,3 +111,6 @@ def _make_hybrid_tensor_in_reduce_ex(
     tensors = dict(zip(HybridQuantizedTensorStorage.TENSORS.values(), slots, strict=True))
     storage = HybridQuantizedTensorStorage(**tensors, **constants, dtype=dtype)  # pyright: ignore[reportArgumentType]
     return HybridQuantizedTensor.from_storage(storage, shape=shape)
+
+
+PICKLED = (_make_hybrid_tensor_in_reduce_ex,)

@@ -65,3 +65,6 @@ def _make_identity_tensor_in_reduce_ex(
 ) -> IdentityTensor:
     """An IdentityTensor from its pickle."""
     return IdentityTensor(shape, dtype, data=data, quantizer=quantizer)  # pyright: ignore[reportReturnType]
+
+
+PICKLED = (_make_identity_tensor_in_reduce_ex,)

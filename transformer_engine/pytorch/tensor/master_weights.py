@@ -61,7 +61,7 @@ def _writer(shard: Shard) -> _TensorScaled | _BlockScaled:
     quantizer = shard.weight.writer()
     if isinstance(quantizer, BlockScalingQuantizer):
         return _BlockScaled(shard, quantizer)
-    raise TypeError(f"{type(shard.weight).__name__} has no master weights; give FP8, MXFP8 or NVFP4 weights")
+    raise TypeError(f"{type(shard.weight).__name__} has no master weights; give FP8 or block-scaled weights")
 
 
 class _TensorScaled:
@@ -99,11 +99,11 @@ class _BlockScaled:
     shard's end cuts are scaled as the whole weight would be; their codes are not written."""
 
     def __init__(self, shard: Shard, quantizer: BlockScalingQuantizer):
-        weight = shard.weight
+        weight: Any = shard.weight
         self.shard = shard
         self.axes = (False,) if weight.transposable else (False, True)
         self.spec = quantizer.spec(True, False)
-        if len(self.axes) == 2 and self.spec.format.name != "mxfp8":
+        if len(self.axes) == 2 and weight.COLUMNS_TRANSPOSED:
             raise ValueError(
                 f"{type(weight).__name__} with one-dimensional blocks cannot be written from shards, because its "
                 "column-wise codes are transposed; quantize weights in two-dimensional blocks"

@@ -127,3 +127,6 @@ def _make_mxfp8_tensor_in_reduce_ex(
         quantizer=quantizer,
         square_tiles=square_tiles,
     )
+
+
+PICKLED = (_make_mxfp8_tensor_in_reduce_ex,)

@@ -133,10 +133,6 @@ class NVFP4Quantizer(BlockScalingQuantizer):
             stochastic=self.stochastic_rounding,
         )
 
-    def get_columnwise_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the values that column-wise codes of a tensor [..., K] stand for: [K, ...]."""
-        return (*shape[-1:], *shape[:-1])
-
     def convert_shape_for_fp4(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of the bytes of values [..., K], two a byte: [..., K / 2]."""
         return (*shape[:-1], shape[-1] // 2)
@@ -233,3 +229,6 @@ def _make_nvfp4_tensor_in_reduce_ex(
         square_tiles=square_tiles,
         transform_signs=transform_signs,
     )
+
+
+PICKLED = (_make_nvfp4_tensor_in_reduce_ex,)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,9 +20,6 @@ from .axis import COLS, ROWS
 from .custom_operand import contracted
 from .storage.identity_tensor_storage import IdentityTensorStorage
 from .storage.quantized_tensor_storage import QuantizedTensorStorage
-
-if TYPE_CHECKING:
-    from .quantized_tensor import QuantizedTensor
 
 
 class Matrix(NamedTuple):
@@ -138,7 +135,7 @@ class Quantizer:
 
     def quantize(
         self, tensor: Tensor, *, out: QuantizedTensorStorage | None = None, dtype: torch.dtype | None = None
-    ) -> QuantizedTensor | QuantizedTensorStorage:
+    ) -> Tensor | QuantizedTensorStorage:
         """Quantize, differentiably (the gradient passes through), or into `out`; dtype is the nominal dtype."""
         if out is not None:
             return self.update_quantized(tensor, out)
@@ -158,7 +155,7 @@ class Quantizer:
 
     def __call__(
         self, tensor: Tensor, *, out: QuantizedTensorStorage | None = None, dtype: torch.dtype | None = None
-    ) -> QuantizedTensor | QuantizedTensorStorage:
+    ) -> Tensor | QuantizedTensorStorage:
         return self.quantize(tensor, out=out, dtype=dtype)
 
     def update_quantized(

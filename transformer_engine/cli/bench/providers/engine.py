@@ -14,7 +14,7 @@ from torch import Tensor
 from .... import pytorch as te
 from ....common import recipe as recipes
 from ....pytorch.attention.rope import RotaryPositionEmbedding, apply_rotary_pos_emb
-from ....pytorch.constants import DType
+from ....pytorch.quantization import family_named
 from ..cases import QUANTIZATIONS, RECIPES, Case
 from ..workload import Workload
 from .provider import Provider
@@ -24,14 +24,7 @@ BF16 = torch.bfloat16
 
 def recipe_named(name: str, **options: Any) -> recipes.Recipe | None:
     """The recipe with its defaults but for the options; None for bf16."""
-    kinds = {
-        "delayed": recipes.DelayedScaling,
-        "current": recipes.Float8CurrentScaling,
-        "block": recipes.Float8BlockScaling,
-        "mxfp8": recipes.MXFP8BlockScaling,
-        "nvfp4": recipes.NVFP4BlockScaling,
-    }
-    return kinds[name](**options) if name in kinds else None
+    return None if name == RECIPES[0] else family_named(name).recipe(**options)
 
 
 def _module(module: torch.nn.Module, x: Tensor, case: Case, **keywords: Any) -> Workload:
@@ -56,21 +49,9 @@ def _quantize(case: Case, device: torch.device) -> Workload:
 
 
 def quantizer_named(kind: str, device: torch.device, columnwise: bool) -> te.Quantizer:
-    """A quantizer of activations: E4M3 codes (E2M1 for nvfp4), row-wise and, if asked for, column-wise."""
-    usage: dict[str, Any] = {"rowwise": True, "columnwise": columnwise}
-    match kind:
-        case "delayed":
-            state = {"scale": torch.ones(1, device=device), "amax": torch.zeros(1, device=device)}
-            return te.Float8Quantizer(fp8_dtype=DType.kFloat8E4M3, **state, **usage)
-        case "current":
-            return te.Float8CurrentScalingQuantizer(DType.kFloat8E4M3, device, **usage)
-        case "block1d" | "block2d":
-            dimensions = int(kind[5])
-            return te.Float8BlockQuantizer(DType.kFloat8E4M3, block_scaling_dim=dimensions, **usage)
-        case "mxfp8":
-            return te.MXFP8Quantizer(DType.kFloat8E4M3, **usage)
-        case _:
-            return te.NVFP4Quantizer(**usage)
+    """A quantizer of activations: E4M3 codes (or E2M1), row-wise and, if asked for, column-wise."""
+    _, sample = QUANTIZATIONS[kind]
+    return sample.make(device, rowwise=True, columnwise=columnwise)
 
 
 def _norm(case: Case, device: torch.device) -> Workload:
@@ -204,5 +185,5 @@ ENGINE = Provider(
         "layer_small": _layer,
         "rope": _rope,
     },
-    quantizations=QUANTIZATIONS,
+    quantizations=tuple(QUANTIZATIONS),
 )

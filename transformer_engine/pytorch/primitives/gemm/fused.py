@@ -142,8 +142,8 @@ def _tensors(a: Operand, b: Operand) -> tuple[Any, ...]:
 
 
 def _operands(a, a_scale, a_format, b, b_scale, b_format) -> tuple[Operand, Operand]:
-    formats = product._FORMATS
-    return Operand(a, a_scale, formats[a_format]), Operand(b, b_scale, formats[b_format])
+    named = product.format_named
+    return Operand(a, a_scale, named(a_format)), Operand(b, b_scale, named(b_format))
 
 
 def _product_gelu_now(a, a_scale, a_format, b, b_scale, b_format, bias, dtype, exact, keeps) -> list[Tensor]:

@@ -10,9 +10,10 @@ from torch import Tensor
 from ....common import dispatch
 from ....common.bounded import Bounded
 from ....common.dispatch import Table
-from ....common.formats import TENSOR_FORMATS
+from ....common.formats import TensorFormat
 from .. import launching
 from ..operand import Operand
+from ..quantize import FORMATS
 from . import cublaslt, matmul, reference, scaled_mm, tuning, widen
 from .request import Epilogue, GemmRequest, allows_tf32
 
@@ -144,12 +145,16 @@ def _traced(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
     return epilogue.out
 
 
-_FORMATS = {None: None, **{fmt.name: fmt for fmt in TENSOR_FORMATS}}
 _OPERANDS = "Tensor a, Tensor? a_scale, str? a_format, Tensor b, Tensor? b_scale, str? b_format, Tensor? bias"
 
 
+def format_named(name: str | None) -> TensorFormat | None:
+    """The format that an operator names."""
+    return None if name is None else FORMATS[name].format
+
+
 def _product_now(a, a_scale, a_format, b, b_scale, b_format, bias, dtype, exact) -> Tensor:
-    left, right = Operand(a, a_scale, _FORMATS[a_format]), Operand(b, b_scale, _FORMATS[b_format])
+    left, right = Operand(a, a_scale, format_named(a_format)), Operand(b, b_scale, format_named(b_format))
     return _warm(left, right, Epilogue(dtype, bias, exact=exact))
 
 
@@ -158,7 +163,7 @@ def _product_fake(a, a_scale, a_format, b, b_scale, b_format, bias, dtype, exact
 
 
 def _product_into_now(out, a, a_scale, a_format, b, b_scale, b_format, bias, accumulate, exact) -> None:
-    left, right = Operand(a, a_scale, _FORMATS[a_format]), Operand(b, b_scale, _FORMATS[b_format])
+    left, right = Operand(a, a_scale, format_named(a_format)), Operand(b, b_scale, format_named(b_format))
     _warm(left, right, Epilogue(out.dtype, bias, out, accumulate, exact))
 
 

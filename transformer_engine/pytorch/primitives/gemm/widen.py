@@ -11,13 +11,9 @@ import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
-from ....common.formats import FLOAT8, MXFP8, NVFP4
 from ..operand import Operand
 from ..quantize import dequantize
 from .request import Epilogue, GemmRequest
-
-# The second-level scale of NVFP4 is amax / (6 * 448): with this amax it is one, and `dequantize` leaves it out.
-_UNIT_AMAX = 6.0 * 448.0
 
 
 def refuses(request: GemmRequest) -> str | None:
@@ -30,7 +26,7 @@ def refuses(request: GemmRequest) -> str | None:
     for fmt in (request.a_format, request.b_format):
         if fmt is None:
             return "an operand is not quantized"
-        if fmt not in (FLOAT8, MXFP8, NVFP4):
+        if not fmt.fits_bfloat16:
             return f"{fmt.name} scales may be any float32; their product with a code needs more bits than bfloat16 has"
     return None
 
@@ -41,21 +37,25 @@ def run(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
 
 
 def _codes_in_bfloat16(operand: Operand) -> Tensor:
-    if operand.format == FLOAT8:
+    assert operand.format is not None
+    if operand.format.block is None:
         return operand.codes.to(torch.bfloat16)
-    if operand.format == NVFP4:
+    unit = operand.format.unit_amax
+    if unit is not None:  # the second-level scale is one with this amax, so that `dequantize` leaves it out
         assert operand.amax is not None
-        operand = operand._replace(amax=torch.full_like(operand.amax, _UNIT_AMAX))
+        operand = operand._replace(amax=torch.full_like(operand.amax, unit))
     return dequantize(operand._replace(dtype=torch.bfloat16))
 
 
 def _tensor_scale(operand: Operand) -> Tensor | float:
-    if operand.format == FLOAT8:
+    assert operand.format is not None
+    if operand.format.block is None:
         assert operand.scale is not None
         return operand.scale
-    if operand.format == NVFP4:
+    unit = operand.format.unit_amax
+    if unit is not None:
         assert operand.amax is not None
-        return operand.amax / _UNIT_AMAX
+        return operand.amax / unit
     return 1.0
 
 

@@ -10,21 +10,21 @@ from torch import Tensor
 
 from ....common.bounded import Bounded
 from ....common.dispatch import Table, undisturbed
-from ....common.formats import FLOAT8, NVFP4
 from . import reference, triton
 from .dequantize import dequantize
 from .e2m1 import decode_e2m1, encode_e2m1, pack_fp4, unpack_fp4
+from .e8m0 import e8m0_from_float, e8m0_to_float
 from .float8 import absolute_maximum, cast, scale_from_amax
-from .hadamard import GROUP, hadamard_transform
-from .mxfp8 import e8m0_from_float, e8m0_to_float
-from .nvfp4 import global_decode_scale
+from .format_row import FormatRow
+from .formats import FORMATS
+from .hadamard import hadamard_transform
 from .spec import Cast, Quantized, QuantizeSpec, Request, torch_dtype
-from .triton_float8 import call_of
-from .triton_tiles import tiled_call
 
 __all__ = [
+    "FORMATS",
     "TABLE",
     "Cast",
+    "FormatRow",
     "QuantizeSpec",
     "Quantized",
     "Request",
@@ -35,7 +35,6 @@ __all__ = [
     "e8m0_from_float",
     "e8m0_to_float",
     "encode_e2m1",
-    "global_decode_scale",
     "hadamard_transform",
     "pack_fp4",
     "quantize",
@@ -99,14 +98,11 @@ def _chosen(
     x: Tensor, spec: QuantizeSpec, scale: Tensor | None, amax: Tensor | None
 ) -> Callable[..., Quantized]:
     """What quantizes this matrix and every other of its shape, dtype and device."""
-    backend = TABLE.select(_request(x, spec, scale))
-    if backend is triton.BACKEND and spec.format.name != NVFP4.name and x.numel():
-        shape = (x.shape[0], x.shape[1])
-        if spec.format.name != FLOAT8.name:
-            tiled = tiled_call(spec, shape, x.dtype, x.device)
-            return lambda x, scale, amax, amax_t, record: tiled(x)
-        planned = call_of(spec, shape, x.device, scale is not None, amax is not None)
-        return lambda x, scale, amax, amax_t, record: planned(x, scale, amax, record)
+    request = _request(x, spec, scale)
+    backend = TABLE.select(request)
+    plan = FORMATS[spec.format.name].plan
+    if backend is triton.BACKEND and plan is not None and x.numel():
+        return plan(request, amax is not None)
     run = backend.run
     return lambda x, scale, amax, amax_t, record: run(x, spec, scale, amax, amax_t, None, record)
 
@@ -120,20 +116,10 @@ def _check(x: Tensor, spec: QuantizeSpec, scale: Tensor | None, random: tuple[Te
         raise ValueError(f"quantize takes a matrix [M, K], not {list(x.shape)}; flatten the leading axes")
     if not x.is_floating_point():
         raise TypeError(f"quantize takes floating-point values, not {x.dtype}; convert them first")
-    if scale is not None and spec.format.name != FLOAT8.name:
+    if scale is not None and spec.format.block is not None:
         raise ValueError(f"a given scale belongs to format float8, not to {spec.format.name}; leave it out")
-    if spec.format.name != NVFP4.name:
-        return
     rows, depth = x.shape
-    if spec.rowwise and depth % 2:
-        raise ValueError(f"K={depth} FP4 codes do not fill whole bytes; pad K to a multiple of 2")
-    if spec.columnwise and rows % 2:
-        raise ValueError(f"M={rows} FP4 codes do not fill whole bytes; pad M to a multiple of 2")
-    if spec.columnwise and spec.hadamard and rows % GROUP:
-        raise ValueError(
-            f"M={rows} is not a multiple of {GROUP}, the Hadamard transform's group; "
-            "pad M or set hadamard=False"
-        )
+    FORMATS[spec.format.name].check(rows, depth, spec)
     if spec.stochastic:
         _check_random(rows, depth, spec, random)
 

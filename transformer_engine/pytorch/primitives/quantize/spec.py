@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ....common.formats import E2M1, E4M3, E5M2, MXFP8, NVFP4, Element, TensorFormat
+from ....common.formats import E2M1, E4M3, E5M2, TENSOR_FORMATS, Element, TensorFormat
 
 _TORCH_DTYPES = {E4M3.name: torch.float8_e4m3fn, E5M2.name: torch.float8_e5m2, E2M1.name: torch.uint8}
 
@@ -45,18 +45,20 @@ class QuantizeSpec:
     def __post_init__(self) -> None:
         if not (self.rowwise or self.columnwise):
             raise ValueError("rowwise=False and columnwise=False ask for nothing; set at least one of them")
-        if (self.format.name == NVFP4.name) != (self.element.name == E2M1.name):
+        form = self.format
+        if self.element.name not in form.elements:
             raise ValueError(
-                f"format {self.format.name} cannot hold element {self.element.name}; "
-                "nvfp4 takes e2m1, the others take e4m3 or e5m2"
+                f"format {form.name} cannot hold element {self.element.name}; it takes {' or '.join(form.elements)}"
             )
-        if self.two_dimensional and self.format.name not in (MXFP8.name, NVFP4.name):
+        if self.two_dimensional and not form.two_dimensional:
             raise ValueError(
-                f"two_dimensional is a choice of mxfp8 and nvfp4, not of {self.format.name}; "
+                f"two_dimensional is a choice of {_formats_with('two_dimensional')}, not of {form.name}; "
                 "block scaling has the format BLOCK_2D"
             )
-        if (self.hadamard or self.stochastic) and self.format.name != NVFP4.name:
-            raise ValueError(f"hadamard and stochastic belong to nvfp4, not to {self.format.name}; drop them")
+        if (self.hadamard and not form.hadamard) or (self.stochastic and not form.stochastic):
+            raise ValueError(
+                f"hadamard and stochastic belong to {_formats_with('hadamard')}, not to {form.name}; drop them"
+            )
         if self.two_dimensional and self.hadamard:
             raise ValueError(
                 "two_dimensional needs both directions to hold the same values, hadamard transforms one "
@@ -81,6 +83,10 @@ class QuantizeSpec:
         """Is the columnwise result the exact transpose of the rowwise one?"""
         tile = self.tile
         return tile is None or tile[0] == tile[1]
+
+
+def _formats_with(option: str) -> str:
+    return " and ".join(form.name for form in TENSOR_FORMATS if getattr(form, option))
 
 
 class Cast(NamedTuple):

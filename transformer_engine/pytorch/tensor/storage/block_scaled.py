@@ -1,14 +1,25 @@
-"""What the block-scaled storages share: codes and scales for each direction, value = code x scale of its block."""
+"""What the block-scaled storages share: codes and scales for each direction, value = code x scale of its block.
+
+Row-wise codes have the values' shape [..., K], packed codes fewer bytes along K. Column-wise codes are those of the
+transpose, [K, ...], or lie as the values do, K-last in memory all the same: the format's class says which, and how
+scales are padded. Everything else follows from the row of the format.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ....common.formats import round_up
-from ...primitives.quantize import dequantize
+from ....common.formats import ceil_div, round_up
+from ...constants import DType
+from ...primitives.operand import Operand
+from ...primitives.quantize import Quantized, dequantize, torch_dtype
 from ..axis import COLS, ROWS
-from .quantized_tensor_storage import QuantizedTensorStorage
+from ..elements import element_of
+from .quantized_tensor_storage import QuantizedTensorStorage, Writer, matrix_shape
 
 
 def padded(scale: Tensor, row_multiple: int, column_multiple: int) -> Tensor:
@@ -21,13 +32,168 @@ def padded(scale: Tensor, row_multiple: int, column_multiple: int) -> Tensor:
     return scale
 
 
+def _bytes(codes: Tensor) -> Tensor:
+    return codes if codes.dtype is torch.uint8 else codes.view(torch.uint8)
+
+
 class BlockScaledStorage(QuantizedTensorStorage):
-    """Two independent directions, each with codes and scales."""
+    """Two independent directions, each with codes and scales. A subclass needs a format, and nothing else.
+
+    ELEMENT              the attribute that holds the number of the codes' element
+    PACKING              codes in one byte
+    COLUMNS_TRANSPOSED   have column-wise codes the transpose's shape? Else the values'
+    SCALE_PADDING        multiples that scales [rows, blocks] are padded to
+    """
+
+    TENSORS = {
+        "_rowwise_data": "rowwise_data",
+        "_rowwise_scale_inv": "rowwise_scale_inv",
+        "_columnwise_data": "columnwise_data",
+        "_columnwise_scale_inv": "columnwise_scale_inv",
+    }
+    CONSTANTS = {"_fp8_dtype": "fp8_dtype", "_quantizer": "quantizer", "_dtype": "dtype"}
+    ELEMENT: ClassVar[str] = "_fp8_dtype"
+    PACKING: ClassVar[int] = 1
+    COLUMNS_TRANSPOSED: ClassVar[bool] = True
+    SCALE_PADDING: ClassVar[tuple[int, int]] = (128, 4)
 
     _rowwise_data: Tensor | None
     _rowwise_scale_inv: Tensor | None
     _columnwise_data: Tensor | None
     _columnwise_scale_inv: Tensor | None
+    _fp8_dtype: DType
+
+    def __init__(
+        self,
+        rowwise_data: Tensor | None,
+        rowwise_scale_inv: Tensor | None,
+        columnwise_data: Tensor | None,
+        columnwise_scale_inv: Tensor | None,
+        fp8_dtype: DType,
+        quantizer: Writer | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+    ):
+        rowwise, columnwise = (rowwise_data, rowwise_scale_inv), (columnwise_data, columnwise_scale_inv)
+        self._hold(rowwise, columnwise, fp8_dtype, quantizer, dtype)
+
+    def _hold(
+        self,
+        rowwise: tuple[Tensor | None, Tensor | None],
+        columnwise: tuple[Tensor | None, Tensor | None],
+        element: DType,
+        quantizer: Writer | None,
+        dtype: torch.dtype,
+    ) -> None:
+        """Keep (codes, scales) of both directions, and what every block-scaled storage knows of them."""
+        self._rowwise_data, self._rowwise_scale_inv = rowwise
+        self._columnwise_data, self._columnwise_scale_inv = columnwise
+        setattr(self, self.ELEMENT, DType(element))
+        self._quantizer = quantizer
+        self._dtype = dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        packing, codes = self.PACKING, self._rowwise_data
+        if codes is None:
+            codes = self._first_tensor()
+            if self.COLUMNS_TRANSPOSED and packing == 1:
+                return torch.Size((*codes.shape[1:], *codes.shape[:1]))
+            if self.COLUMNS_TRANSPOSED:
+                return torch.Size((*codes.shape[1:-1], packing * codes.shape[-1], codes.shape[0]))
+        return codes.shape if packing == 1 else torch.Size((*codes.shape[:-1], packing * codes.shape[-1]))
+
+    @classmethod
+    def _rowwise_shape(cls, shape: Sequence[int]) -> tuple[int, ...]:
+        """Of row-wise codes of values [..., K]."""
+        return tuple(shape) if cls.PACKING == 1 else (*shape[:-1], shape[-1] // cls.PACKING)
+
+    @classmethod
+    def _columnwise_shape(cls, shape: Sequence[int]) -> tuple[int, ...]:
+        """Of column-wise codes: leading dimensions stay apart where whole bytes of codes fill the last of them."""
+        if not cls.COLUMNS_TRANSPOSED:
+            return tuple(shape)
+        if cls.PACKING == 1:
+            return (*shape[-1:], *shape[:-1])
+        if len(shape) > 1 and shape[-2] % cls.PACKING == 0:
+            return (shape[-1], *shape[:-2], shape[-2] // cls.PACKING)
+        rows, depth = matrix_shape(shape)
+        return (depth, rows // cls.PACKING)
+
+    @property
+    def transposable(self) -> bool:
+        block = self.format.block
+        return block is not None and block[0] == block[1]
+
+    def contract(self, axis: str) -> Operand:
+        codes, scale = self._of(axis)
+        form = self.format
+        rows, depth = matrix_shape(self.shape)
+        if axis == COLS:
+            codes = codes.reshape(rows, depth // self.PACKING)
+        elif self.COLUMNS_TRANSPOSED:
+            rows, depth = depth, rows
+            codes = codes.reshape(rows, depth // self.PACKING)
+        else:
+            codes, scale = codes.reshape(rows, depth).t(), scale.t()
+            rows, depth = depth, rows
+        assert form.block is not None
+        scale = self._unpadded(scale, ceil_div(rows, form.block[0]), ceil_div(depth, form.block[1]))
+        element = torch_dtype(element_of(getattr(self, self.ELEMENT)))
+        if codes.dtype is not element:
+            codes = codes.view(element)
+        return Operand(codes, scale, form, self._amax_of(axis), self._dtype)
+
+    def _unpadded(self, scale: Tensor, rows: int, columns: int) -> Tensor:
+        """The scales [rows, columns] of what `_padded` made."""
+        return scale[:rows, :columns]
+
+    @classmethod
+    def _padded(cls, scale: Tensor, constants: dict[str, Any]) -> Tensor:
+        """Scales as they are stored."""
+        return padded(scale, *cls.SCALE_PADDING)
+
+    def _amax_of(self, axis: str) -> Tensor | None:
+        """The maximum that a second level of scales follows from."""
+        return None
+
+    @classmethod
+    def _maxima(cls, quantized: Quantized) -> dict[str, Tensor | None]:
+        """Constructor keywords of the maxima that a second level of scales follows from."""
+        return {}
+
+    @classmethod
+    def pack(cls, quantized: Quantized, shape: Sequence[int], **constants: Any) -> BlockScaledStorage:
+        codes, scale, codes_t, scale_t = quantized[:4]
+        transpose = None
+        if codes is not None and scale is not None:
+            codes, scale = _bytes(codes), cls._padded(scale, constants)
+        if codes_t is not None and scale_t is not None:
+            transpose, scale_t = _bytes(codes_t), cls._padded(scale_t, constants)
+            if not cls.COLUMNS_TRANSPOSED:
+                transpose, scale_t = transpose.t(), scale_t.t()
+        if len(shape) != 2:  # the codes of a matrix have their shape
+            codes = None if codes is None else codes.view(cls._rowwise_shape(shape))
+            transpose = None if transpose is None else transpose.reshape(cls._columnwise_shape(shape))
+        return cls(
+            rowwise_data=codes,
+            rowwise_scale_inv=scale,
+            columnwise_data=transpose,
+            columnwise_scale_inv=scale_t,
+            **cls._maxima(quantized),
+            **constants,
+        )
+
+    def viewed(self, shape: Sequence[int]) -> QuantizedTensorStorage | None:
+        if tuple(shape[-1:]) != tuple(self.shape[-1:]):
+            return None
+        fields = {keyword: getattr(self, name) for name, keyword in self.TENSORS.items()}
+        rowwise, columnwise = self._rowwise_data, self._columnwise_data
+        if rowwise is not None:
+            fields["rowwise_data"] = rowwise.view(self._rowwise_shape(shape))
+        if columnwise is not None:
+            fields["columnwise_data"] = columnwise.reshape(self._columnwise_shape(shape))
+        return self.storage_class()(**fields, **self.constants())
 
     def get_usages(self) -> dict[str, bool]:
         return {
@@ -56,5 +222,5 @@ class BlockScaledStorage(QuantizedTensorStorage):
         return self._undo_transform(values_t).t().contiguous().view(self.shape)
 
     def _undo_transform(self, values_t: Tensor) -> Tensor:
-        """The inverse of what was done to the column direction before it was quantized."""
-        raise NotImplementedError
+        """The inverse of what was done to the column direction before it was quantized: here nothing."""
+        return values_t

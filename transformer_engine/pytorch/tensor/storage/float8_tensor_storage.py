@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,10 +14,9 @@ from ...primitives.operand import Operand
 from ...primitives.quantize import Quantized, dequantize
 from ..axis import COLS, ROWS
 from ..elements import float8_dtype
-from .quantized_tensor_storage import QuantizedTensorStorage, matrix_shape
+from .quantized_tensor_storage import QuantizedTensorStorage, Writer, matrix_shape
 
-if TYPE_CHECKING:
-    from ..quantizer import Quantizer
+__all__ = ["Float8TensorStorage"]
 
 
 class Float8TensorStorage(QuantizedTensorStorage):
@@ -37,7 +36,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
         fp8_scale_inv: Tensor | None,
         fp8_dtype: DType,
         data_transpose: Tensor | None = None,
-        quantizer: Quantizer | None = None,
+        quantizer: Writer | None = None,
         *,
         dtype: torch.dtype = torch.float32,
     ):

@@ -7,7 +7,7 @@ mean is in the two parts' rebuilds.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,10 +16,9 @@ from ....common.formats import TensorFormat
 from ...primitives.operand import Operand
 from ...primitives.quantize import Quantized
 from ..axis import COLS
-from .quantized_tensor_storage import QuantizedTensorStorage, Rebuild
+from .quantized_tensor_storage import QuantizedTensorStorage, Rebuild, Writer
 
-if TYPE_CHECKING:
-    from ..quantizer import Quantizer
+__all__ = ["HybridQuantizedTensorStorage"]
 
 _SLOTS = 6  # NVFP4 has the most tensors
 _ROWWISE = tuple(f"_rowwise_{i}" for i in range(_SLOTS))
@@ -42,7 +41,7 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         *,
         rowwise_rebuild: Rebuild | None = None,
         columnwise_rebuild: Rebuild | None = None,
-        quantizer: Quantizer | None = None,
+        quantizer: Writer | None = None,
         dtype: torch.dtype = torch.float32,
         **slots: Tensor | None,
     ):
@@ -58,7 +57,7 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         cls,
         rowwise: QuantizedTensorStorage | None,
         columnwise: QuantizedTensorStorage | None,
-        quantizer: Quantizer | None,
+        quantizer: Writer | None,
         dtype: torch.dtype,
     ) -> HybridQuantizedTensorStorage:
         """The two parts as one storage."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,10 +12,9 @@ from ....common.formats import TensorFormat
 from ...primitives.operand import Operand, plain
 from ...primitives.quantize import Quantized
 from ..axis import COLS
-from .quantized_tensor_storage import QuantizedTensorStorage, as_matrix
+from .quantized_tensor_storage import QuantizedTensorStorage, Writer, as_matrix
 
-if TYPE_CHECKING:
-    from ..quantizer import Quantizer
+__all__ = ["IdentityTensorStorage"]
 
 
 class IdentityTensorStorage(QuantizedTensorStorage):
@@ -28,7 +27,7 @@ class IdentityTensorStorage(QuantizedTensorStorage):
     _data: Tensor | None
 
     def __init__(
-        self, data: Tensor | None, *, quantizer: Quantizer | None = None, dtype: torch.dtype | None = None
+        self, data: Tensor | None, *, quantizer: Writer | None = None, dtype: torch.dtype | None = None
     ):
         self._data = data
         self._quantizer = quantizer

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -21,8 +21,7 @@ from ..axis import COLS, ROWS
 from ..custom_operand import contracted
 from .transpose import transposed
 
-if TYPE_CHECKING:
-    from ..quantizer import Quantizer
+__all__ = ["QuantizedTensorStorage"]
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
@@ -52,6 +51,46 @@ class Rebuild:
         return self.storage_class(**fields, **dict(self.constants))
 
 
+class Writer(Protocol):
+    """What a storage asks of the quantizer that made it; `Quantizer` is one."""
+
+    internal: bool
+
+    def quantize(
+        self, tensor: Tensor, *, out: QuantizedTensorStorage | None = None, dtype: torch.dtype | None = None
+    ) -> Any:
+        """A new quantized tensor, or a bare storage where `internal` is set."""
+        ...
+
+    def update_quantized(
+        self, src: Tensor, dst: QuantizedTensorStorage, *, noop_flag: Tensor | None = None
+    ) -> Any:
+        """Quantize src into dst's buffers."""
+        ...
+
+    def empty(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None, pin_memory: bool
+    ) -> QuantizedTensorStorage:
+        """An uninitialised storage."""
+        ...
+
+    def shape_refusal(self, shape: Sequence[int], rowwise: bool, columnwise: bool) -> str | None:
+        """Why a shape cannot be held."""
+        ...
+
+    def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
+        """Choose directions."""
+        ...
+
+    def copy(self) -> Writer:
+        """One whose usages change alone."""
+        ...
+
+    def reducing_over(self, group: torch.distributed.ProcessGroup) -> Writer:
+        """The quantizer of a shard of a tensor that is spread over a group."""
+        ...
+
+
 class QuantizedTensorStorage:
     """Codes and scales of one tensor. Subclasses name their fields once, and the bookkeeping follows from that.
 
@@ -66,7 +105,7 @@ class QuantizedTensorStorage:
 
     format: ClassVar[TensorFormat]
 
-    _quantizer: Quantizer | None
+    _quantizer: Writer | None
     _dtype: torch.dtype
 
     @property
@@ -295,11 +334,11 @@ class QuantizedTensorStorage:
         self.writer().update_quantized(tensor, self, noop_flag=noop_flag)
         return self
 
-    def writer(self) -> Quantizer:
+    def writer(self) -> Writer:
         """The quantizer that writes into this payload: the one that made it, or the format's default."""
         return self._default_quantizer() if self._quantizer is None else self._quantizer
 
-    def _default_quantizer(self) -> Quantizer:
+    def _default_quantizer(self) -> Writer:
         raise RuntimeError(
             f"this {type(self).__name__} has no quantizer; give it one, or write through quantizer.update_quantized"
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ....common.formats import FLOAT8, NVFP4
 from ...primitives.operand import Operand
 from ...primitives.quantize import pack_fp4, unpack_fp4
 from ...primitives.transpose import transposed_codes
@@ -14,7 +13,7 @@ def transposed(operand: Operand) -> Operand:
     """[rows, K] -> [K, rows]; where scales belong to rows, a square tile's is repeated on each of its rows."""
     assert operand.format is not None and operand.scale is not None
     codes = operand.codes
-    if operand.format.name == NVFP4.name:
+    if operand.format.packing > 1:
         codes = pack_fp4(unpack_fp4(codes).t().contiguous())
     else:
         codes = transposed_codes(codes)
@@ -23,7 +22,7 @@ def transposed(operand: Operand) -> Operand:
 
 def _transposed_scale(operand: Operand) -> Tensor:
     assert operand.format is not None and operand.scale is not None
-    if operand.format.name == FLOAT8.name:
+    if operand.format.block is None:
         return operand.scale
     rows_of_tile, side = operand.format.block or (1, 1)
     if rows_of_tile == side:

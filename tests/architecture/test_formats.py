@@ -1,0 +1,69 @@
+"""A format is one row and one folder: few files name one, and nothing asks which recipe or format it has before it."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+
+import pytest
+from source import modules, tree
+
+# common/formats.py, common/recipe, common/env.py (variables named after it), its files under quantize/formats, tensor
+# and tensor/storage, quantization/families.py, and the alias that lists what callers of the original import.
+MOST = 8
+PREDICATES = {
+    "nvfp4",
+    "mxfp8",
+    "delayed",
+    "float8_current_scaling",
+    "float8_per_tensor_scaling",
+    "float8_block_scaling",
+    "custom",
+}
+
+
+def names_in_code(module: str, word: str) -> list[int]:
+    """The lines whose code, without comments and docstrings, holds the word."""
+    path = modules()[module]
+    documented = {
+        line
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+    tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
+    return [
+        token.start[0]
+        for token in tokens
+        if token.type != tokenize.COMMENT
+        and token.start[0] not in documented
+        and word in token.string.lower()
+    ]
+
+
+@pytest.mark.parametrize("word", ["mxfp8", "nvfp4"])
+def test_few_files_name_a_format(word):
+    naming = [name for name in modules() if names_in_code(name, word)]
+    assert len(naming) <= MOST, naming
+
+
+def test_only_the_rows_of_families_ask_which_recipe_it_is():
+    for name, path in modules().items():
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not node.args:
+                owner = ast.unparse(node.func.value)
+                asks = node.func.attr in PREDICATES and "recipe" in owner
+                assert not asks, (
+                    f"{name}:{node.lineno} asks {owner}.{node.func.attr}(); give its family a field"
+                )
+
+
+@pytest.mark.parametrize("name", [n for n in modules() if n.startswith("transformer_engine.pytorch.")])
+def test_no_name_of_a_format_is_compared(name):
+    source = modules()[name].read_text()
+    match = re.search(r"[!=]= *(FLOAT8|BLOCK_1D|BLOCK_2D|MXFP8|NVFP4)\.name", source)
+    assert match is None, f"{name} compares {match and match.group(0)}; ask the format's row"

@@ -1,0 +1,23 @@
+"""FORMATS[name]: every file of this folder gives the rows of its formats; the folder is the table."""
+
+from __future__ import annotations
+
+from .....common.folder import modules_of
+from ..format_row import FormatRow
+
+FORMATS: dict[str, FormatRow] = {}
+
+
+def register(row: FormatRow) -> None:
+    """Let code that serves every format know of one more."""
+    FORMATS[row.format.name] = row
+
+
+def unregister(name: str) -> None:
+    """Forget a format."""
+    del FORMATS[name]
+
+
+for _module in modules_of(__name__, __path__):
+    for _row in _module.ROWS:
+        register(_row)

@@ -1,0 +1,80 @@
+"""codes [R, K] = saturate(x * scale of its tile), tiles of 1 x 128 or 128 x 128, scales in float32.
+
+The scheme of DeepSeek-V3 (arXiv:2412.19437, section 3.3).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .....common.formats import BLOCK_1D, BLOCK_2D, ceil_div, float32_max
+from .....common.kernels.launch import Launch
+from ... import launching
+from .. import tiles
+from ..float8 import cast, scale_from_amax
+from ..spec import QuantizeSpec
+from ..tile_scaled import tile_scaled
+
+
+def encode(x: Tensor, spec: QuantizeSpec) -> tuple[Tensor, Tensor]:
+    """x [R, K] -> codes [R, K], decode scales float32 [ceil(R/r), ceil(K/128)]."""
+    assert spec.tile is not None
+    cut = tiles.cut(x, spec.tile)
+    scale = scale_from_amax(
+        tiles.tile_amax(cut),
+        spec.element.maximum,
+        power_of_two=spec.power_of_two,
+        epsilon=spec.epsilon,
+        value_for_inf=_value_for_inf(x.dtype),
+    )
+    codes = cast(cut * tiles.spread(scale), spec.element)
+    return tiles.join(codes, (x.shape[0], x.shape[1])), scale.reciprocal()
+
+
+def _value_for_inf(dtype: torch.dtype) -> float:
+    return min(torch.finfo(dtype).max, float32_max())
+
+
+def _row_blocks(
+    spec: QuantizeSpec, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> Launch:
+    from .....common.kernels import block_cast  # it imports triton
+
+    return block_cast.row_blocks(
+        shape,
+        spec.element,
+        spec.rowwise,
+        spec.columnwise,
+        processors=launching.processors(device.index).count,
+        **_scales(spec, dtype),
+    )
+
+
+def _square_blocks(
+    spec: QuantizeSpec, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> Launch:
+    from .....common.kernels import block_cast
+
+    return block_cast.square_blocks(
+        shape, spec.element, spec.rowwise, spec.columnwise, **_scales(spec, dtype)
+    )
+
+
+def _scales(spec: QuantizeSpec, dtype: torch.dtype) -> dict[str, float]:
+    return {
+        "power_of_two": spec.power_of_two,
+        "epsilon": spec.epsilon,
+        "value_for_inf": _value_for_inf(dtype),
+    }
+
+
+def _scale_by_columns(x: Tensor, rows: int, depth: int) -> Tensor:
+    """The kernel's scales [rows, ceil(depth / 128)] lie column after column."""
+    return x.new_empty((ceil_div(depth, 128), rows), dtype=torch.float32).t()
+
+
+ROWS = (
+    tile_scaled(BLOCK_1D, encode, launch=_row_blocks, empty_scale=_scale_by_columns),
+    tile_scaled(BLOCK_2D, encode, launch=_square_blocks),
+)

@@ -1,0 +1,37 @@
+"""codes [R, K] = saturate(x * 2^(127 - e)), e = one byte for 32 elements.
+
+OCP Microscaling Formats (MX) 1.0, with the exponent rounded up so that no element saturates.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .....common.formats import MXFP8
+from .....common.kernels.launch import Launch
+from .. import tiles
+from ..e8m0 import LARGEST, e8m0_from_float, e8m0_to_float
+from ..float8 import cast
+from ..spec import QuantizeSpec
+from ..tile_scaled import tile_scaled
+
+
+def encode(x: Tensor, spec: QuantizeSpec) -> tuple[Tensor, Tensor]:
+    """x [R, K] -> codes [R, K], exponents uint8 [ceil(R/r), ceil(K/32)], one a tile of r x 32."""
+    assert spec.tile is not None
+    cut = tiles.cut(x, spec.tile)
+    exponents = e8m0_from_float(tiles.tile_amax(cut) * (1.0 / spec.element.maximum))
+    # 1 / 2^(e - 127) = 2^((254 - e) - 127); in a byte 254 - 255 is 255, so NaN stays NaN.
+    multiplier = e8m0_to_float(LARGEST - exponents)
+    codes = cast(cut * tiles.spread(multiplier), spec.element)
+    return tiles.join(codes, (x.shape[0], x.shape[1])), exponents
+
+
+def _launch(spec: QuantizeSpec, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Launch:
+    from .....common.kernels import mxfp8  # it imports triton
+
+    return mxfp8.blocks(shape, spec.element, spec.rowwise, spec.columnwise, square=spec.two_dimensional)
+
+
+ROWS = (tile_scaled(MXFP8, encode, decoded=e8m0_to_float, launch=_launch),)

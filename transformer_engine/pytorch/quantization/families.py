@@ -1,0 +1,241 @@
+"""One row a recipe family: how a slot's quantizer is made, which state it needs, where the hardware has it, ..
+
+A product has three forward slots [input, weight, output] and two backward slots [grad_output, grad_input]; a
+module with several products repeats them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...common.formats import BLOCK_1D, BLOCK_2D, FLOAT8, MXFP8, NVFP4
+from ...common.recipe import (
+    CustomRecipe,
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    QParams,
+)
+from ..constants import DType
+from ..tensor.float8_blockwise_tensor import Float8BlockQuantizer
+from ..tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
+from ..tensor.mxfp8_tensor import MXFP8Quantizer
+from ..tensor.nvfp4_tensor import NVFP4Quantizer
+from ..tensor.quantizer import Quantizer
+from . import support
+from .element_types import get_fp4_te_dtype, get_fp8_te_dtype
+from .family import Family, Requirement, Sample, all_families, register
+from .recipe_state import CustomRecipeState, DelayedScalingRecipeState, StatelessRecipeState
+
+__all__ = [
+    "Float8BlockScalingRecipeState",
+    "Float8CurrentScalingRecipeState",
+    "MXFP8BlockScalingRecipeState",
+    "NVFP4BlockScalingRecipeState",
+]
+
+FP8 = Requirement("FP8", (8, 9))
+
+
+class Float8CurrentScalingRecipeState(StatelessRecipeState):
+    """Scales come from the tensor at hand."""
+
+
+class MXFP8BlockScalingRecipeState(StatelessRecipeState):
+    """Scales come from the tensor at hand."""
+
+
+class Float8BlockScalingRecipeState(StatelessRecipeState):
+    """Scales come from the tensor at hand."""
+
+
+class NVFP4BlockScalingRecipeState(StatelessRecipeState):
+    """Scales come from the tensor at hand."""
+
+    @property
+    def dtype(self) -> DType:
+        return get_fp4_te_dtype(self.recipe)
+
+
+def _params(recipe: Float8CurrentScaling | Float8BlockScaling, mode: str, tensor: str) -> QParams:
+    if mode == "backward":
+        return recipe.fp8_quant_bwd_grad
+    return recipe.fp8_quant_fwd_weight if tensor == "weight" else recipe.fp8_quant_fwd_inp
+
+
+def _current_scaling(recipe: Float8CurrentScaling, mode: str, tensor: str, device: torch.device) -> Quantizer:
+    params = _params(recipe, mode, tensor)
+    return Float8CurrentScalingQuantizer(
+        get_fp8_te_dtype(recipe, mode == "forward"),
+        device,
+        force_pow_2_scales=params.power_2_scale,
+        amax_epsilon=params.amax_epsilon,
+    )
+
+
+def _block_scaling(recipe: Float8BlockScaling, mode: str, tensor: str, device: torch.device) -> Quantizer:
+    params = _params(recipe, mode, tensor)
+    if mode == "backward":
+        dimension = recipe.grad_block_scaling_dim
+    elif tensor == "weight":
+        dimension = recipe.w_block_scaling_dim
+    else:
+        dimension = recipe.x_block_scaling_dim
+    return Float8BlockQuantizer(
+        get_fp8_te_dtype(recipe, mode == "forward"),
+        rowwise=True,
+        columnwise=True,
+        amax_epsilon=params.amax_epsilon,
+        force_pow_2_scales=params.power_2_scale,
+        block_scaling_dim=dimension,
+    )
+
+
+def _mxfp8(recipe: MXFP8BlockScaling, mode: str, tensor: str, device: torch.device) -> Quantizer:
+    dtype = get_fp8_te_dtype(recipe, mode == "forward")
+    if recipe.enable_2d_quantization and tensor == "weight":
+        return MXFP8Quantizer(dtype, rowwise=True, columnwise=True, with_2d_quantization=True)
+    return MXFP8Quantizer(dtype, rowwise=True, columnwise=True)
+
+
+def _nvfp4(recipe: NVFP4BlockScaling, mode: str, tensor: str, device: torch.device) -> Quantizer:
+    if mode == "backward":
+        params = recipe.fp4_quant_bwd_grad
+    elif tensor == "weight":
+        params = recipe.fp4_quant_fwd_weight
+    else:
+        params = recipe.fp4_quant_fwd_inp
+    return NVFP4Quantizer(
+        get_fp4_te_dtype(recipe),
+        rowwise=True,
+        columnwise=True,
+        with_rht=params.random_hadamard_transform,
+        with_post_rht_amax=params.random_hadamard_transform,
+        with_2d_quantization=params.fp4_2d_quantization,
+        stochastic_rounding=params.stochastic_rounding,
+        **_nvfp4_variants(recipe, mode, tensor),  # pyright: ignore[reportArgumentType]
+    )
+
+
+def _nvfp4_variants(recipe: NVFP4BlockScaling, mode: str, tensor: str) -> dict[str, bool]:
+    """Arguments of the optional NVFP4 scalings, only where the recipe switches one on for this tensor."""
+    if mode == "backward":
+        return {}
+    scope = "weights" if tensor == "weight" else "activations"
+    variants: dict[str, bool] = {}
+    if recipe.row_scaled_activation and scope == "activations":
+        variants["row_scaled_nvfp4"] = True
+    if recipe.nvfp4_4over6 in (scope, "all"):
+        variants["nvfp4_use_4over6"] = True
+    return variants
+
+
+def _delayed_sample(device: torch.device, **usage: bool) -> Quantizer:
+    scale, amax = torch.ones(1, device=device), torch.zeros(1, device=device)
+    return Float8Quantizer(scale=scale, amax=amax, fp8_dtype=DType.kFloat8E4M3, **usage)
+
+
+def _block_sample(dimensions: int) -> Any:
+    def make(device: torch.device, **usage: bool) -> Quantizer:
+        return Float8BlockQuantizer(DType.kFloat8E4M3, block_scaling_dim=dimensions, **usage)
+
+    return make
+
+
+register(
+    Family(
+        DelayedScaling,
+        "delayed",
+        DelayedScalingRecipeState,
+        None,
+        kind="fp8",
+        needs=FP8,
+        samples=(Sample("delayed", FLOAT8, _delayed_sample),),
+        attention="delayed",
+        measured_as="delayed",
+        stateful=True,
+        follows_history=True,
+        fits=lambda: True,
+    )
+)
+register(
+    Family(
+        Float8CurrentScaling,
+        "current",
+        Float8CurrentScalingRecipeState,
+        _current_scaling,
+        kind="fp8",
+        needs=FP8,
+        samples=(
+            Sample(
+                "current",
+                FLOAT8,
+                lambda device, **usage: Float8CurrentScalingQuantizer(DType.kFloat8E4M3, device, **usage),
+            ),
+        ),
+        attention="current",
+        measured_as="current",
+        fits=lambda: support.has_capability((12, 0)),
+    )
+)
+register(
+    Family(
+        Float8BlockScaling,
+        "block",
+        Float8BlockScalingRecipeState,
+        _block_scaling,
+        kind="fp8_block_scaling",
+        needs=Requirement("FP8 block scaling", (9, 0), cuda=(12, 9)),
+        samples=(
+            Sample("block1d", BLOCK_1D, _block_sample(1)),
+            Sample("block2d", BLOCK_2D, _block_sample(2)),
+        ),
+        measured_as="block",
+    )
+)
+register(
+    Family(
+        MXFP8BlockScaling,
+        "mxfp8",
+        MXFP8BlockScalingRecipeState,
+        _mxfp8,
+        kind="mxfp8",
+        needs=Requirement("MXFP8", (10, 0), below=(12, 0)),
+        alignment=lambda recipe: 32,
+        samples=(Sample("mxfp8", MXFP8, lambda device, **usage: MXFP8Quantizer(DType.kFloat8E4M3, **usage)),),
+        attention="block",
+        fits=lambda: support.support_of("mxfp8").native,
+    )
+)
+register(
+    Family(
+        NVFP4BlockScaling,
+        "nvfp4",
+        NVFP4BlockScalingRecipeState,
+        _nvfp4,
+        kind="nvfp4",
+        needs=Requirement("NVFP4", (10, 0)),
+        alignment=lambda recipe: 128,
+        samples=(Sample("nvfp4", NVFP4, lambda device, **usage: NVFP4Quantizer(**usage)),),
+    )
+)
+register(
+    Family(
+        CustomRecipe,
+        "custom",
+        CustomRecipeState,
+        None,
+        alignment=lambda recipe: recipe.quantization_alignment,
+        attention="block",
+        stateful=True,
+        checkpointed=False,
+    )
+)
+
+for _family in all_families():
+    if _family.fits is not None:
+        support.prepare_default(_family)
