@@ -316,7 +316,7 @@ def test_the_package_without_the_extra_names_it(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("NVTE_BACKWARD_OVERRIDE", "low"), ("NVTE_FLASH_ATTN", "maybe"), ("TE_CHECK", "2")]
+    ("name", "value"), [("NVTE_BACKWARD_OVERRIDE", "low"), ("NVTE_FLASH_ATTN", "maybe"), ("TE_CHECK", "3")]
 )
 def test_a_bad_value_of_the_environment_is_a_sentence(name: str, value: str):
     result = module("info", **{name: value})

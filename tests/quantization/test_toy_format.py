@@ -79,7 +79,7 @@ class ToyTensor(QuantizedTensor, ToyStorage):
     def _default_quantizer(self) -> Quantizer:
         return ToyQuantizer(self._fp8_dtype, **self.get_usages())
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def _rebuilding(self) -> tuple[Any, tuple[Any, ...]]:
         tensors = [getattr(self, name) for name in self.TENSORS]
         return make_toy_tensor, (tensors, self._fp8_dtype, self._quantizer, self.dtype, self.shape)
 

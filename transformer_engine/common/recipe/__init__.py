@@ -202,7 +202,7 @@ class DelayedScaling(Recipe):
     reduce_amax: bool = True
     fp8_dpa: bool = False
     fp8_mha: bool = False
-    backward_override: str | None = defaults.BACKWARD_OVERRIDE
+    backward_override: str | None = defaults.of("NVTE_BACKWARD_OVERRIDE")
 
     def __post_init__(self) -> None:
         require_fp8(self, (Format.E4M3, Format.HYBRID))
@@ -227,14 +227,14 @@ class Float8CurrentScaling(Recipe):
     The derived fields fp8_quant_* follow use_power_2_scales; assign to treat one kind of tensor apart.
     """
 
-    use_power_2_scales: bool = defaults.POWER_2_SCALES
+    use_power_2_scales: bool = bool(defaults.of("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES"))
     fp8_format: Format = Format.HYBRID
     fp8_gemm_fprop: MMParams = MMParams(use_split_accumulator=False)
     fp8_gemm_dgrad: MMParams = MMParams(use_split_accumulator=True)
     fp8_gemm_wgrad: MMParams = MMParams(use_split_accumulator=True)
     fp8_dpa: bool = False
     fp8_mha: bool = False
-    backward_override: str | None = defaults.BACKWARD_OVERRIDE
+    backward_override: str | None = defaults.of("NVTE_BACKWARD_OVERRIDE")
     fp8_quant_fwd_inp: QParams = field(init=False)
     fp8_quant_fwd_weight: QParams = field(init=False)
     fp8_quant_bwd_grad: QParams = field(init=False)
@@ -255,7 +255,7 @@ class Float8BlockScaling(Recipe):
     No matrix product may have two operands of dimension 2, and partial sums are always split.
     """
 
-    use_f32_scales: bool = defaults.FLOAT32_BLOCK_SCALES
+    use_f32_scales: bool = bool(defaults.of("NVTE_FP8_BLOCK_SCALING_FP32_SCALES"))
     fp8_format: Format = Format.E4M3
     x_block_scaling_dim: int = 1
     w_block_scaling_dim: int = 2
@@ -265,7 +265,7 @@ class Float8BlockScaling(Recipe):
     fp8_gemm_wgrad: MMParams = MMParams(use_split_accumulator=True)
     fp8_dpa: bool = False
     fp8_mha: bool = False
-    backward_override: str | None = defaults.BACKWARD_OVERRIDE
+    backward_override: str | None = defaults.of("NVTE_BACKWARD_OVERRIDE")
     fp8_quant_fwd_inp: QParams = field(init=False)
     fp8_quant_fwd_weight: QParams = field(init=False)
     fp8_quant_bwd_grad: QParams = field(init=False)
@@ -302,7 +302,7 @@ class MXFP8BlockScaling(Recipe):
     fp8_format: Format = Format.E4M3
     fp8_dpa: bool = False
     fp8_mha: bool = False
-    backward_override: str | None = defaults.BACKWARD_OVERRIDE
+    backward_override: str | None = defaults.of("NVTE_BACKWARD_OVERRIDE")
     enable_2d_quantization: bool = False
 
     def __post_init__(self) -> None:
@@ -320,18 +320,18 @@ class NVFP4BlockScaling(Recipe):
     stochastically, weights share scales over 16 x 16 elements; each can be switched off.
     """
 
-    disable_rht: bool = defaults.DISABLE_RHT
-    disable_stochastic_rounding: bool = defaults.DISABLE_STOCHASTIC_ROUNDING
-    disable_2d_quantization: bool = defaults.DISABLE_2D_QUANTIZATION
+    disable_rht: bool = bool(defaults.of("NVTE_NVFP4_DISABLE_RHT"))
+    disable_stochastic_rounding: bool = bool(defaults.of("NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING"))
+    disable_2d_quantization: bool = bool(defaults.of("NVTE_NVFP4_DISABLE_2D_QUANTIZATION"))
     fp4_format: Format = Format.E2M1
     fp8_format: Format = Format.E4M3
     fp8_dpa: bool = False
     fp8_mha: bool = False
-    row_scaled_activation: bool = defaults.ROW_SCALED_ACTIVATION
-    nvfp4_4over6: str = defaults.FOUR_OVER_SIX
-    nvfp4_4over6_e4m3_use_256: str = defaults.FOUR_OVER_SIX_USE_256
-    nvfp4_4over6_err_mode: str = defaults.FOUR_OVER_SIX_ERROR
-    backward_override: str | None = defaults.BACKWARD_OVERRIDE
+    row_scaled_activation: bool = bool(defaults.of("NVTE_NVFP4_ROW_SCALED_ACTIVATION"))
+    nvfp4_4over6: str = str(defaults.of("NVTE_NVFP4_4OVER6"))
+    nvfp4_4over6_e4m3_use_256: str = str(defaults.of("NVTE_NVFP4_4OVER6_E4M3_USE_256"))
+    nvfp4_4over6_err_mode: str = str(defaults.of("NVTE_NVFP4_4OVER6_ERR_MODE"))
+    backward_override: str | None = defaults.of("NVTE_BACKWARD_OVERRIDE")
     fp4_quant_fwd_inp: QParams = field(init=False)
     fp4_quant_fwd_weight: QParams = field(init=False)
     fp4_quant_bwd_grad: QParams = field(init=False)
@@ -379,7 +379,7 @@ class CustomRecipe(Recipe):
     fp8_mha: bool = False
     fp8_format: Format = Format.HYBRID
     quantization_alignment: int = 128
-    backward_override: str | None = defaults.BACKWARD_OVERRIDE
+    backward_override: str | None = defaults.of("NVTE_BACKWARD_OVERRIDE")
 
     def __post_init__(self) -> None:
         if not callable(self.qfactory):

@@ -257,7 +257,11 @@ class ForwardProtocol(torch.nn.Module):
     def _products_of(self, content: dict[str, Any]) -> int:
         """How many products an extra state is of; a layer whose products are given by its class has that many."""
         kept = content.get("extra_fp8_variables", {}).get("num_gemms")
-        return max(self.num_products, kept) if self.products_grow and isinstance(kept, int) else self.num_products
+        return (
+            max(self.num_products, kept)
+            if self.products_grow and isinstance(kept, int)
+            else self.num_products
+        )
 
     def _has_scaling_state(self) -> bool:
         return len(self._delayed_states("scaling_fwd")) > 0

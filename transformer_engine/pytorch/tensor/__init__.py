@@ -45,5 +45,11 @@ keep_quantized_parameters()
 
 # What a checkpoint of quantized tensors names: torch.load(weights_only=True) builds nothing else.
 torch.serialization.add_safe_globals(
-    [DType, Rebuild, _rebuild_trained, *EXPORTS.values(), *(made for module in _FILES for made in module.PICKLED)]
+    [
+        DType,
+        Rebuild,
+        _rebuild_trained,
+        *EXPORTS.values(),
+        *(made for module in _FILES for made in module.PICKLED),
+    ]
 )
