@@ -384,6 +384,42 @@ def test_the_gradient_of_dropout_uses_the_mask_of_the_forward(backend, device):
     assert 0.3 < float((out == 0).float().mean()) < 0.7
 
 
+@pytest.mark.parametrize("tensor_format", ["sbhd", "bshd", "thd"])
+@pytest.mark.parametrize("backend", TABLE.names())
+def test_a_gradient_of_any_layout_is_read_as_what_it_is(backend, tensor_format, device):
+    """As a slice of wider rows, spread over one number, or with its first axes exchanged in memory."""
+    torch.manual_seed(0)
+    shape = (64, 4, 32) if tensor_format == "thd" else (32, 2, 4, 32)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+    module = DotProductAttention(4, 32, qkv_format=tensor_format, attn_mask_type="no_mask")
+    options = {}
+    if tensor_format == "thd":
+        bounds = torch.tensor([0, 32, 64], dtype=torch.int32, device=device)
+        options = {
+            "attn_mask_type": "padding",
+            "cu_seqlens_q": bounds,
+            "max_seqlen_q": 32,
+            "max_seqlen_kv": 32,
+        }
+    with use_backend(attention=backend):
+        try:
+            out = module(q, k, v, **options)
+        except Unsupported as refusal:
+            pytest.skip(str(refusal))
+    wide = torch.randn(*out.shape[:-1], 2 * out.shape[-1], device=device, dtype=dtype)
+    gradients = {
+        "slice": wide[..., : out.shape[-1]],
+        "one number": wide.new_full((1,), 0.5).expand(out.shape),
+        "exchanged": wide[..., : out.shape[-1]].transpose(0, 1).contiguous().transpose(0, 1),
+    }
+    for name, gradient in gradients.items():
+        found = torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True)
+        wanted = torch.autograd.grad(out, (q, k, v), gradient.contiguous(), retain_graph=True)
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, msg=lambda text, name=name: f"{name}: {text}")
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("trainable", [False, True])
 def test_score_mod_and_the_tensors_it_holds_are_differentiated(trainable, recompute, device):

@@ -195,7 +195,7 @@ def test_a_model_that_begins_with_something_else_takes_inputs():
     ("model", "tokens", "error", "message"),
     [
         (lambda: linear(128, device="cpu"), 0, ValueError, "tokens=0 is below 1"),
-        (lambda: linear(128, device="cpu"), 2.5, TypeError, "tokens is a float"),
+        (lambda: linear(128, device="cpu"), 2.5, TypeError, "tokens=2.5 must be a whole number"),
         (
             lambda: linear(128, device="cpu", tp_size=2, parallel_mode="column"),
             64,

@@ -138,7 +138,9 @@ def test_methods_of_the_original_are_enough(kind, name, device):
     got = step(module, x, recipe_of(kind, device), **call)
     own = CustomRecipe(qfactory=lambda role: te.Float8CurrentScalingQuantizer(E4M3, device))
     for mine, theirs in zip(got, step(module, x, own, **call), strict=True):
-        assert torch.equal(mine, theirs)
+        # On a GPU a norm that makes codes rounds its float32 statistics otherwise than one that makes values.
+        tolerance = 1e-6 if device.type == "cuda" else 0.0
+        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -124,20 +124,18 @@ def backward_of(
     attended: Attended,
     grad_output: Tensor,
 ) -> Gradients:
-    """The backward pass; a tracing compiler sees one operator."""
+    """The backward pass; a tracing compiler sees one operator.
+
+    Kernels get the gradient in the output's layout: some take another for that one, and give wrong gradients.
+    """
     if not torch.compiler.is_compiling():
-        return kernels.backward(request, inputs, attended, _strided(grad_output))
+        return kernels.backward(request, inputs, attended, grad_output.contiguous())
     if kernels.traceable:
-        return kernels.backward(request, inputs, attended, grad_output)
+        return kernels.backward(request, inputs, attended, grad_output.contiguous())
     found = torch.ops.transformer_engine.attention_backward(
         kernels.name, as_text(request), list(inputs), list(attended), grad_output
     )
     return Gradients(*found[:3], *(found[i] if _differentiable(inputs)[i - 3] else None for i in (3, 4)))
-
-
-def _strided(grad_output: Tensor) -> Tensor:
-    """The gradient with neighbours in its last axis; that of a sum is one number with strides of 0."""
-    return grad_output if grad_output.stride(-1) == 1 else grad_output.contiguous()
 
 
 def _returned(request: AttentionRequest) -> tuple[bool, ...]:
@@ -176,7 +174,7 @@ def _backward_operator(
     name: str, text: str, tensors: list[Tensor | None], attended: list[Tensor | None], grad_output: Tensor
 ) -> tuple[Tensor, ...]:
     inputs = AttentionInputs(*tensors)  # pyright: ignore[reportArgumentType]
-    found = _by_name[name].backward(from_text(text), inputs, Attended(*attended), _strided(grad_output))  # pyright: ignore[reportArgumentType]
+    found = _by_name[name].backward(from_text(text), inputs, Attended(*attended), grad_output.contiguous())  # pyright: ignore[reportArgumentType]
     return tuple(grad_output.new_empty(0) if x is None else x.contiguous() for x in found)
 
 

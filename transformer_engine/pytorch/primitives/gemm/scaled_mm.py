@@ -52,7 +52,7 @@ def _run_tensor_scales(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
         use_fast_accum=not epilogue.exact,
     )
     if b_codes.shape[0] != b.rows:
-        product = product[:, : b.rows]
+        product = product[:, : b.rows].contiguous()
     return epilogue.store(product) if fused else epilogue.finish(product)
 
 
@@ -93,7 +93,8 @@ def _run_block_scales(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
         epilogue.bias if fused else None,
     )
     if a_codes.shape[0] != a.rows or b_codes.shape[0] != b.rows:
-        product = product[: a.rows, : b.rows]
+        # A result has the strides of its shape, as every other backend's: what reads it need not ask.
+        product = product[: a.rows, : b.rows].contiguous()
     return epilogue.store(product) if fused else epilogue.finish(product)
 
 
