@@ -125,7 +125,12 @@ def gathered_bytes(model: nn.Sequential, loss: torch.Tensor) -> int:
             held[storage._cdata] = storage.size()
 
     for layer in model:
-        for group in layer._get_fsdp_state()._fsdp_param_groups:
+        state = layer._get_fsdp_state()
+        # One group a module until torch 2.12, several from 2.13 on.
+        groups = (
+            state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+        )
+        for group in groups:
             for parameter in group.fsdp_params:
                 whole = parameter._unsharded_param
                 for name in getattr(whole, "TENSORS", ()):

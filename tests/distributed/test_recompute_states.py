@@ -343,7 +343,8 @@ def test_torchs_checkpoint_by_hooks_is_refused_where_it_loses_the_autocast(devic
 
 
 def _backward_within(layer, x, recipe):
-    with te.autocast(recipe=recipe):
+    # On this thread: another one, as torch has for each of several GPUs, is in no block.
+    with te.autocast(recipe=recipe), torch.autograd.set_multithreading_enabled(False):
         y = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=True)
         y.square().sum().backward()
 

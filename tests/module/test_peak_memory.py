@@ -126,8 +126,9 @@ def planned(model: nn.Module, recipe: recipes.Recipe | None) -> float:
 @pytest.mark.parametrize("recipe", MOST)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step_takes_no_more_than_was_measured(name: str, recipe: str, as_on_a_gpu: None):
-    # Where the norm's backward is the step's peak, as it may be where no activation makes wider matrices.
-    beside = UNPLANNED if name == "layernorm_linear" else 0.0
+    # Where the norm's backward is the step's peak, as it may be where no activation makes wider matrices. With a GPU
+    # there, its kernels say themselves what they sum in.
+    beside = UNPLANNED if name == "layernorm_linear" and not torch.cuda.is_available() else 0.0
     most = dict(zip(MODELS, MOST[recipe], strict=True))[name]
     assert planned(MODELS[name](), RECIPES[recipe]) + beside < most + PRINTED
 

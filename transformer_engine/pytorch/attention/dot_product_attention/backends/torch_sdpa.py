@@ -63,7 +63,11 @@ def attend(request: AttentionRequest, inputs: AttentionInputs) -> AttentionResul
     )
     if seeing is not None:
         out = torch.where(seeing, out, 0)
-    return AttentionResult(layout.from_bhsd(request, inputs, out).flatten(-2))
+    out = layout.from_bhsd(request, inputs, out).flatten(-2)
+    if out.requires_grad and not torch.compiler.is_compiling():
+        # torch 2.11 reads a gradient that is a slice of wider rows as if they lay side by side, on a GPU: wrong, unsaid.
+        out.register_hook(Tensor.contiguous)
+    return AttentionResult(out)
 
 
 def _is_plain_causal(request: AttentionRequest) -> bool:
