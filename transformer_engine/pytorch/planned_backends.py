@@ -176,7 +176,9 @@ def _partial_sums(dy: Tensor, x: Tensor, weight: Tensor, centered: bool) -> Tens
         for step in program.steps
         for name, output in zip(step.outputs, step.launch.outputs, strict=True)
     }
-    return x.new_empty(made["workspace"].shape, dtype=torch.float32)  # pyright: ignore[reportOptionalMemberAccess]
+    workspace = made["workspace"]
+    assert workspace is not None and workspace.shape is not None
+    return x.new_empty(workspace.shape, dtype=torch.float32)
 
 
 _NORMS: dict[str, Callable[..., Any]] = {

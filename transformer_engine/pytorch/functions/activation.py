@@ -37,5 +37,5 @@ class _Activation(Function):
         (x,) = ctx.saved_tensors
         if is_recorded():
             program = partial(reference.activation_forward, ctx.name, params=ctx.params)
-            return *replayed(program, (x,), dy), None, None
+            return *replayed(program, (x,), dy), None, None  # pyright: ignore[reportArgumentType]
         return activation_backward(ctx.name, dy, x, ctx.params), None, None

@@ -64,8 +64,8 @@ def attend(request: AttentionRequest, inputs: AttentionInputs) -> AttentionResul
     if seeing is not None:
         out = torch.where(seeing, out, 0)
     out = layout.from_bhsd(request, inputs, out).flatten(-2)
-    if out.requires_grad and not torch.compiler.is_compiling():
-        # torch 2.11 reads a gradient that is a slice of wider rows as if they lay side by side, on a GPU: wrong, unsaid.
+    if out.is_cuda and out.requires_grad and not torch.compiler.is_compiling():
+        # On a GPU torch 2.11 reads a gradient that is a slice of wider rows as if its rows lay side by side.
         out.register_hook(Tensor.contiguous)
     return AttentionResult(out)
 
