@@ -114,7 +114,7 @@ def _demand_bounds(
 ) -> None:
     """are_bounds of queries and keys, once where they are the same."""
     if torch.compiler.is_compiling():
-        return
+        return  # nothing would be demanded, and torch 2.11 cannot trace the identity of None
     known = None
     for name, x, tensor_format, bounds, begins, size in zip(
         ("cu_seqlens_q", "cu_seqlens_kv"), qk, formats, cu_seqlens, starts, sizes, strict=True
