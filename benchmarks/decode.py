@@ -10,21 +10,18 @@ times are of calls that nobody waits for.
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
+from record import GPU, copy_rate, options, parser, write
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from transformer_engine import __version__
 from transformer_engine.cli.bench.measure import measure
-from transformer_engine.pytorch.attention.dot_product_attention import mask
-from transformer_engine.pytorch.attention.dot_product_attention.backends import triton
-from transformer_engine.pytorch.attention.dot_product_attention.request import (
+from transformer_engine.pytorch.primitives.attention import mask
+from transformer_engine.pytorch.primitives.attention.backends import triton
+from transformer_engine.pytorch.primitives.attention.request import (
     AttentionInputs,
     AttentionRequest,
     Switches,
@@ -37,7 +34,6 @@ PAGE = 64
 FLEX = ((1, 8192), (16, 4096), (64, 1024), (64, 8192), (1, 65536))  # it compiles for seconds a shape
 DTYPE = torch.bfloat16
 LARGEST_CACHE = 20 << 30
-GPU = torch.device("cuda")
 
 
 class Step(NamedTuple):
@@ -48,15 +44,10 @@ class Step(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", help="write the figures to this file")
-    parser.add_argument("--only", default="", help="run the cases whose name contains this, as in b64_s8192")
-    parser.add_argument("--flex", action="store_true", help="FlexAttention too, for some of the shapes")
-    chosen = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("these figures need a CUDA device; torch.cuda.is_available() is False")
-    torch.manual_seed(0)
-    roof = copy_rate()
+    made = parser(__doc__, "run the cases whose name contains this, as in b64_s8192")
+    made.add_argument("--flex", action="store_true", help="FlexAttention too, for some of the shapes")
+    chosen = options(made)
+    roof = copy_rate(1 << 30)
     print(f"a copy of 1 GiB: {roof:.2f} TB/s")
     rows = []
     for batch in BATCHES:
@@ -74,9 +65,7 @@ def main() -> None:
                     ),
                     flush=True,
                 )
-    if chosen.json:
-        with open(chosen.json, "w") as file:
-            json.dump({"machine": machine(), "copy_tb_s": roof, "cases": rows}, file, indent=1)
+    write(chosen.json, copy_tb_s=roof, cases=rows)
 
 
 def measured(step: Step, size: int, roof: float) -> dict[str, float | str]:
@@ -114,7 +103,7 @@ def steps(batch: int, context: int, flex: bool) -> Iterator[Step]:
 def own(q: Tensor, k: Tensor, v: Tensor, pages: Tensor | None) -> Callable[[], object]:
     batch = q.shape[0]
     context = k.shape[1] if pages is None else pages.shape[1] * PAGE
-    request = AttentionRequest(
+    request = AttentionRequest.of(
         dtype=DTYPE,
         device_type="cuda",
         batch=batch,
@@ -137,22 +126,6 @@ def own(q: Tensor, k: Tensor, v: Tensor, pages: Tensor | None) -> Callable[[], o
     ones = torch.ones(batch, dtype=torch.int32, device="cuda")
     inputs = AttentionInputs(q, k, v, lengths_q=ones, lengths_kv=ones * context, page_table=pages)
     return lambda: triton.forward(request, inputs)
-
-
-def copy_rate() -> float:
-    """TB/s of a copy, its reads and its writes."""
-    source = torch.empty(1 << 29, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.numel() / measure(lambda: target.copy_(source), GPU).busiest / 1e9
-
-
-def machine() -> dict[str, str]:
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "transformer_engine": __version__,
-    }
 
 
 if __name__ == "__main__":

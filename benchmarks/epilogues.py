@@ -8,21 +8,19 @@ all queued before the first runs, the L2 cache overwritten before each, the two 
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
-from norms import machine
+from record import chosen_of, options, parser, write
 
 from transformer_engine.cli.bench.measure import measure_in_turns
 from transformer_engine.common.formats import E4M3, E5M2, FLOAT8, Element
 from transformer_engine.pytorch.primitives.gemm import (
     Epilogue,
     composed,
-    gemm_codes,
+    gemm,
     gemm_gelu,
     gemm_gelu_gradient,
     plain,
@@ -44,26 +42,16 @@ class Case(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", help="write the figures to this file")
-    parser.add_argument("--only", default="", help="run the cases whose name contains this")
-    chosen = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("these figures need a CUDA device; torch.cuda.is_available() is False")
-    torch.manual_seed(0)
+    chosen = options(parser(__doc__))
     rows = []
     print(f"{'case':44} {'together ms':>11} {'apart ms':>9} {'ratio':>6}")
-    for case in (*unquantized(), *quantized(False), *quantized(True)):
-        if chosen.only not in case.name:
-            continue
+    for case in chosen_of((*unquantized(), *quantized(False), *quantized(True)), chosen.only):
         together, apart = measure_in_turns((case.together, case.apart), RUNS)
         rows.append(
             {"case": case.name, "together_ms": together, "apart_ms": apart, "ratio": together / apart}
         )
         print(f"{case.name:44} {together:11.4f} {apart:9.4f} {together / apart:6.3f}", flush=True)
-    if chosen.json:
-        with open(chosen.json, "w") as file:
-            json.dump({"machine": machine(), "cases": rows}, file, indent=1)
+    write(chosen.json, cases=rows)
 
 
 def unquantized() -> Iterator[Case]:
@@ -96,8 +84,8 @@ def quantized(exact: bool) -> Iterator[Case]:
         cast = Cast(QuantizeSpec(FLOAT8, element), scale, record)
         yield Case(
             f"fp8 {tag} {name} + amax",
-            functools.partial(gemm_codes, a, b, epilogue, cast),
-            functools.partial(composed.codes, True, a, b, epilogue, element, scale, record),
+            functools.partial(gemm, a, b, epilogue, cast),
+            functools.partial(composed.codes, True, a, b, epilogue, cast),
         )
 
 

@@ -8,26 +8,24 @@ each. `bytes` is what the fused call has to read and write once; TB/s is that ov
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from norms import GPU, machine
+from record import GPU, chosen_of, options, parser, write
 
 from transformer_engine.cli.bench.measure import measure
 from transformer_engine.common.formats import BLOCK_1D, E4M3, E5M2, FLOAT8
 from transformer_engine.pytorch.attention.rope import apply_fused_qkv_rotary_pos_emb
 from transformer_engine.pytorch.primitives import activation, norm
+from transformer_engine.pytorch.primitives.column_sums import column_sums
 from transformer_engine.pytorch.primitives.dropout import (
     bias_dropout_add_forward,
     dropout_backward,
     dropout_forward,
 )
 from transformer_engine.pytorch.primitives.quantize import Cast, QuantizeSpec, quantize
-from transformer_engine.pytorch.primitives.quantize_dbias import quantize_with_dbias
 from transformer_engine.pytorch.primitives.rope import (
     Positions,
     RopeSpec,
@@ -58,20 +56,12 @@ class Case(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", help="write the figures to this file")
-    parser.add_argument("--only", default="", help="run the cases whose name contains this")
-    chosen = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("these figures need a CUDA device; torch.cuda.is_available() is False")
-    torch.manual_seed(0)
+    chosen = options(parser(__doc__))
     rows = []
     print(
         f"{'case':52} {'fused ms':>9} {'separate':>9} {'ratio':>6} {'TB/s':>6} {'host us':>8} {'separate':>8}"
     )
-    for case in cases():
-        if chosen.only not in case.name:
-            continue
+    for case in chosen_of(cases(), chosen.only):
         (gpu, cpu, _), (separate, separate_cpu, _) = (measure(x, GPU) for x in (case.fused, case.separate))
         assert gpu is not None and cpu is not None and separate is not None and separate_cpu is not None
         rate = case.size / gpu / 1e9
@@ -91,9 +81,7 @@ def main() -> None:
             f" {cpu * 1e3:8.1f} {separate_cpu * 1e3:8.1f}",
             flush=True,
         )
-        if chosen.json:
-            with open(chosen.json, "w") as file:
-                json.dump({"machine": machine(), "cases": rows}, file, indent=1)
+        write(chosen.json, cases=rows)
 
 
 def cases() -> Iterator[Case]:
@@ -191,7 +179,7 @@ def bias_cases() -> Iterator[Case]:
         for name, spec, given, codes, stored in _scalings():
 
             def fused(x=x, spec=spec, given=given) -> object:
-                return quantize_with_dbias(x, Cast(spec, *given.values()), DTYPE)
+                return column_sums(x, DTYPE, Cast(spec, *given.values()))
 
             def separate(x=x, spec=spec, given=given) -> object:
                 return quantize(x, spec, **given), x.sum(0, dtype=torch.float32).to(DTYPE)

@@ -2,25 +2,25 @@
 
     python benchmarks/kv_cache.py [--json FILE]
 
-GPU times are of ten calls in a CUDA graph, replayed; host times of calls that nobody waits for. 8 key heads of 128 in
+GPU times are of calls that are queued before they run; host times until a call returns. 8 key heads of 128 in
 bfloat16; the layer has 32 query heads, hidden size 4096, and 64 sequences of 8000 cached tokens.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import time
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from record import GPU, chosen_of, options, parser, write
 
 import transformer_engine.pytorch as te
+from transformer_engine.cli.bench.measure import Effort, Timing, measure
 from transformer_engine.pytorch.primitives.kv_cache import append
 
 HEADS, GROUPS, SIZE, HIDDEN = 32, 8, 128, 4096
 BATCH, LENGTH, PAGE = 64, 8192, 64
+EFFORT = Effort(warmup=10, fewest=50, most=100)
 
 
 class Case(NamedTuple):
@@ -44,21 +44,14 @@ APPENDED = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", help="write the figures to this file")
-    chosen = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("these figures need a CUDA device; torch.cuda.is_available() is False")
+    chosen = options(parser(__doc__))
     figures = {
-        "device": torch.cuda.get_device_name(),
-        "append": {case.name: appended(case) for case in APPENDED},
+        "append": {case.name: appended(case) for case in chosen_of(APPENDED, chosen.only)},
         "lengths": {"contiguous": lengths(False), "paged": lengths(True)},
         "layer": {"contiguous": layer(False), "paged": layer(True)},
     }
     print(json.dumps(figures, indent=1))
-    if chosen.json:
-        with open(chosen.json, "w") as file:
-            json.dump(figures, file, indent=1)
+    write(chosen.json, **figures)
 
 
 def appended(case: Case) -> dict[str, float]:
@@ -76,8 +69,9 @@ def appended(case: Case) -> dict[str, float]:
     def run() -> None:
         append(new, new, k, v, table, cu_new, cu_cached, tensor_format, tokens)
 
-    ms = gpu_ms(run)
-    return {"gpu_ms": ms, "tb_s": 4 * new.numel() * new.element_size() / ms / 1e9, "host_us": host_us(run)}
+    timing = measure(run, GPU, EFFORT)
+    rate = 4 * new.numel() * new.element_size() / timing.busiest / 1e9
+    return {"gpu_ms": timing.busiest, "tb_s": rate, "host_us": host_us(timing)}
 
 
 def lengths(paged: bool) -> dict[str, float]:
@@ -87,14 +81,14 @@ def lengths(paged: bool) -> dict[str, float]:
     new = torch.randn(BATCH, 1, GROUPS, SIZE, device="cuda", dtype=torch.bfloat16)
     one_each = dict.fromkeys(range(BATCH), 1)
     return {
-        "pre_step_us": host_us(lambda: cache.pre_step(one_each)),
-        "step_us": host_us(lambda: cache.step(1, new, new, "bshd")),
+        "pre_step_us": host_us(measure(lambda: cache.pre_step(one_each), GPU, EFFORT)),
+        "step_us": host_us(measure(lambda: cache.step(1, new, new, "bshd"), GPU, EFFORT)),
     }
 
 
 @torch.no_grad()
 def layer(paged: bool) -> dict[str, float]:
-    """Milliseconds of one layer's step, replayed and eager, and microseconds of the host."""
+    """Milliseconds of one layer's step, on the GPU and in a loop of steps, and microseconds of the host."""
     module = te.MultiheadAttention(
         HIDDEN,
         HEADS,
@@ -116,43 +110,14 @@ def layer(paged: bool) -> dict[str, float]:
     def run() -> None:
         module(x, inference_params=cache, rotary_pos_emb=angles)
 
-    replayed, host = gpu_ms(run), host_us(run)
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(20):
-        run()
-    torch.cuda.synchronize()
-    return {"graph_ms": replayed, "eager_ms": (time.perf_counter() - start) / 20 * 1e3, "host_us": host}
+    timing = measure(run, GPU, EFFORT)
+    return {"gpu_ms": timing.busiest, "eager_ms": timing.eager_ms, "host_us": host_us(timing)}
 
 
-def gpu_ms(run: Callable[[], object], calls: int = 10, replays: int = 5) -> float:
-    for _ in range(3):
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            run()
-    graph.replay()
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    for _ in range(replays):
-        graph.replay()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) / (calls * replays)
-
-
-def host_us(run: Callable[[], object], calls: int = 100) -> float:
-    for _ in range(10):
-        run()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(calls):
-        run()
-    elapsed = time.perf_counter() - start
-    torch.cuda.synchronize()
-    return elapsed / calls * 1e6
+def host_us(timing: Timing) -> float:
+    """Microseconds until the call returns to the host."""
+    assert timing.cpu_ms is not None
+    return 1e3 * timing.cpu_ms
 
 
 if __name__ == "__main__":

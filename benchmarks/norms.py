@@ -8,16 +8,12 @@ each; TB/s counts every input once and every output once. The copy is measured i
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
-import sys
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
+from record import GPU, chosen_of, copy_rate, options, parser, write
 
-from transformer_engine import __version__
 from transformer_engine.cli.bench.measure import measure
 from transformer_engine.pytorch import LayerNorm, RMSNorm
 from transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding, apply_rotary_pos_emb
@@ -25,7 +21,6 @@ from transformer_engine.pytorch.functions.activation import activation
 from transformer_engine.pytorch.primitives.activation import ACTIVATIONS
 
 DTYPE = torch.bfloat16
-GPU = torch.device("cuda")
 
 
 class Case(NamedTuple):
@@ -37,18 +32,10 @@ class Case(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", help="write the figures to this file")
-    parser.add_argument("--only", default="", help="run the cases whose name contains this")
-    chosen = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("these figures need a CUDA device; torch.cuda.is_available() is False")
-    torch.manual_seed(0)
+    chosen = options(parser(__doc__))
     rows, roofs = [], {}
     print(f"{'case':44} {'gpu ms':>8} {'cpu ms':>8} {'TB/s':>6} {'% of copy':>9}")
-    for case in cases():
-        if chosen.only not in case.name:
-            continue
+    for case in chosen_of(cases(), chosen.only):
         gpu, cpu, _ = measure(case.call, GPU)
         assert gpu is not None and cpu is not None
         size = case.elements * DTYPE.itemsize
@@ -56,16 +43,7 @@ def main() -> None:
         roof = roofs.setdefault(size, copy_rate(size))
         rows.append({"case": case.name, "gpu_ms": gpu, "cpu_ms": cpu, "tb_s": rate, "copy_tb_s": roof})
         print(f"{case.name:44} {gpu:8.4f} {cpu:8.4f} {rate:6.2f} {100 * rate / roof:8.0f}%", flush=True)
-    if chosen.json:
-        with open(chosen.json, "w") as file:
-            json.dump({"machine": machine(), "cases": rows}, file, indent=1)
-
-
-def copy_rate(size: int) -> float:
-    """TB/s of a device-to-device copy that reads and writes size bytes together."""
-    source = torch.empty(size // 2, dtype=torch.uint8, device="cuda").random_()
-    target = torch.empty_like(source)
-    return size / measure(lambda: target.copy_(source), GPU).busiest / 1e9
+    write(chosen.json, cases=rows)
 
 
 def cases() -> Iterator[Case]:
@@ -140,21 +118,6 @@ def _both(
         function(leaf).backward(gradient)
 
     return call
-
-
-def machine() -> dict[str, str]:
-    """What ran the figures."""
-    from importlib.metadata import version
-
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "transformer_engine": __version__,
-        "torch": torch.__version__,
-        "triton": version("triton"),
-        "cuda": str(torch.version.cuda),
-        "python": platform.python_version(),
-        "command": " ".join(sys.argv),
-    }
 
 
 if __name__ == "__main__":

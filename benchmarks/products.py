@@ -11,22 +11,16 @@ of a small layer, everything included that a product passes through.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
-import json
-import platform
-import statistics
-import sys
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+from record import GPU, chosen_of, machine, options, parser, write
 
-from transformer_engine import __version__
-from transformer_engine.cli.bench.measure import measure_in_turns
+from transformer_engine.cli.bench.measure import Effort, measure, measure_in_turns
 from transformer_engine.common import formats
 from transformer_engine.pytorch.primitives.gemm import (
     TABLE,
@@ -47,6 +41,7 @@ KINDS = ("bf16", "fp8 fast", "fp8 split", "block")
 PRODUCTS = ("forward", "forward+bias", "dgrad", "wgrad", "wgrad+")
 STEPS = tuple((tokens, width) for tokens in (128, 512, 2048, 8192) for width in (1024, 2048, 4096, 8192))
 RUNS = 15
+HOST = Effort(warmup=20, fewest=200, most=200)  # a host time is the median of many
 
 
 class Case(NamedTuple):
@@ -60,18 +55,10 @@ class Case(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", help="write the figures to this file")
-    parser.add_argument("--only", default="", help="run the cases whose name contains this")
-    chosen = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("these figures need a CUDA device; torch.cuda.is_available() is False")
-    torch.manual_seed(0)
+    chosen = options(parser(__doc__))
     products, hosts, steps, tuned = [], [], [], []
     print(f"{'product':44} {'cublaslt ms':>11} {'torch ms':>9} {'ratio':>6} {'TFLOP/s':>8}")
-    for case in cases():
-        if chosen.only not in case.name:
-            continue
+    for case in chosen_of(cases(), chosen.only):
         products.append(row := compared(case))
         print(
             f"{case.name:44} {row['cublaslt_ms']:11.4f} {row['torch_ms']:9.4f} {row['ratio']:6.3f}"
@@ -87,10 +74,9 @@ def main() -> None:
     for case in host_cases():
         hosts.append(row := host_row(case))
         print(f"{case.name:44} {row['cublaslt_us']:8.2f} us, {case.through_torch} {row['torch_us']:8.2f} us")
-    if chosen.json:
-        with open(chosen.json, "w") as file:
-            found = {"products": products, "host": hosts, "steps": steps, "tuned": tuned}
-            json.dump({"machine": machine(), **found}, file, indent=1)
+    library = cublaslt_library.missing() or cublaslt_library.bindings().get_version()
+    found = {"products": products, "host": hosts, "steps": steps, "tuned": tuned}
+    write(chosen.json, machine(cublaslt=library), **found)
 
 
 def compared(case: Case) -> dict[str, object]:
@@ -228,28 +214,16 @@ def host_cases() -> Iterator[Case]:
 
 def host_row(case: Case) -> dict[str, object]:
     """Host time of a warm product by each backend, the other one out of the table meanwhile."""
-    from transformer_engine.pytorch.primitives.gemm import product
-
     backends, found = TABLE.backends, {}
     for label, absent in (("cublaslt_us", ""), ("torch_us", "cublaslt")):
         TABLE.backends = tuple(backend for backend in backends if backend.name != absent)
-        product._calls.clear()
-        found[label] = round(host_us(lambda: gemm(case.a, case.b, case.epilogue)), 2)
+        TABLE.forget()
+        timing = measure(lambda: gemm(case.a, case.b, case.epilogue), GPU, HOST)
+        assert timing.cpu_ms is not None
+        found[label] = round(1e3 * timing.cpu_ms, 2)
     TABLE.backends = backends
-    product._calls.clear()
+    TABLE.forget()
     return {"case": case.name, **found}
-
-
-def host_us(call: Callable[[], object], runs: int = 200) -> float:
-    """Median host time of a call, the GPU's queue never full."""
-    times = []
-    for i in range(runs + 20):
-        if i % 50 == 0:
-            torch.cuda.synchronize()
-        begin = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times[20:]) * 1e6
 
 
 def _random(rows: int, columns: int) -> torch.Tensor:
@@ -260,19 +234,6 @@ def _quantized(form: formats.TensorFormat, rows: int, depth: int, element=format
     q = quantize(_random(rows, depth), QuantizeSpec(form, element))
     assert q.codes is not None
     return Operand(q.codes, q.scale, form, None, torch.bfloat16)
-
-
-def machine() -> dict[str, object]:
-    library = cublaslt_library.missing() or cublaslt_library.bindings().get_version()
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "transformer_engine": __version__,
-        "torch": torch.__version__,
-        "cublaslt": library,
-        "cuda": torch.version.cuda,
-        "python": platform.python_version(),
-        "command": " ".join(Path(argument).name for argument in sys.argv),
-    }
 
 
 if __name__ == "__main__":

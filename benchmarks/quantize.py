@@ -8,13 +8,10 @@ host_us   host time to queue one call, median of as many
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
-import sys
-from pathlib import Path
+from typing import Any
 
 import torch
+from record import GPU, copy_rate, options, parser, write
 
 from transformer_engine.cli.bench.measure import measure
 from transformer_engine.common.dispatch import use_backend
@@ -36,24 +33,18 @@ CASES: dict[str, tuple[QuantizeSpec, bool, float]] = {
     "nvfp4 row": (QuantizeSpec(NVFP4, E2M1), False, 4.5 + 1 / 16),
     "nvfp4 both, hadamard": (QuantizeSpec(NVFP4, E2M1, columnwise=True, hadamard=True), False, 7 + 2 / 16),
 }
-GPU = torch.device("cuda")
 
 
-def copy_bandwidth() -> float:
-    """GB/s read and written by a copy of 2 GiB."""
-    source = torch.empty(1 << 31, dtype=torch.uint8, device="cuda").random_()
-    target = torch.empty_like(source)
-    return 2 * source.numel() / measure(lambda: target.copy_(source), GPU).busiest / 1e6
-
-
-def benchmark(rows: int, depth: int, backend: str) -> dict[str, object]:
-    roof = copy_bandwidth()
+def benchmark(rows: int, depth: int, backend: str, only: str) -> dict[str, Any]:
+    roof = 1e3 * copy_rate(1 << 32)
     x = torch.randn(rows, depth, device="cuda", dtype=torch.bfloat16)
     one = torch.ones(1, device="cuda")
     print(f"{rows} x {depth} bfloat16, backend {backend}; a copy moves {roof:.0f} GB/s")
     print(f"{'case':22} {'gpu_ms':>8} {'host_us':>8} {'GB/s':>6} {'% of copy':>9}")
     results = []
     for name, (spec, scaled, size) in CASES.items():
+        if only not in name:
+            continue
         scale = one if scaled else None
         with use_backend(quantize=backend):
             timing = measure(lambda spec=spec, scale=scale: quantize(x, spec, scale=scale), GPU)
@@ -65,12 +56,6 @@ def benchmark(rows: int, depth: int, backend: str) -> dict[str, object]:
             {"case": name, "gpu_ms": gpu_ms, "host_us": host_us, "gb_per_s": rate, "of_copy": rate / roof}
         )
     return {
-        "command": " ".join(["python", *sys.argv]),
-        "machine": torch.cuda.get_device_name(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": _triton_version(),
-        "cuda": torch.version.cuda,
         "shape": [rows, depth],
         "backend": backend,
         "copy_gb_per_s": roof,
@@ -78,24 +63,13 @@ def benchmark(rows: int, depth: int, backend: str) -> dict[str, object]:
     }
 
 
-def _triton_version() -> str:
-    import triton
-
-    return triton.__version__
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Time quantization on one GPU.")
-    parser.add_argument("--shape", default="8192x14336", help="rows x depth of the matrix")
-    parser.add_argument("--backend", default="triton", help="a backend of primitives.quantize")
-    parser.add_argument("--json", type=Path, help="also write the figures here")
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("this benchmark needs a CUDA device; torch.cuda.is_available() is False")
-    rows, depth = (int(extent) for extent in arguments.shape.split("x"))
-    report = benchmark(rows, depth, arguments.backend)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    made = parser("Time quantization on one GPU.")
+    made.add_argument("--shape", default="8192x14336", help="rows x depth of the matrix")
+    made.add_argument("--backend", default="triton", help="a backend of primitives.quantize")
+    chosen = options(made)
+    rows, depth = (int(extent) for extent in chosen.shape.split("x"))
+    write(chosen.json, **benchmark(rows, depth, chosen.backend, chosen.only))
 
 
 if __name__ == "__main__":

@@ -9,32 +9,24 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
+from generated import ROOT, write
 
 from transformer_engine.common import optional
-from transformer_engine.pytorch.attention.dot_product_attention.backends import (
-    cudnn,
-    flash2,
-    flash3,
-    flash4,
-    triton,
-)
-from transformer_engine.pytorch.attention.dot_product_attention.choose import TABLE, preference
-from transformer_engine.pytorch.attention.dot_product_attention.mask import resolve
-from transformer_engine.pytorch.attention.dot_product_attention.request import AttentionRequest, Switches
+from transformer_engine.pytorch.primitives.attention.backends import cudnn, flash2, flash3, flash4, triton
+from transformer_engine.pytorch.primitives.attention.choose import TABLE, preference
+from transformer_engine.pytorch.primitives.attention.mask import resolve
+from transformer_engine.pytorch.primitives.attention.request import AttentionRequest, Switches
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "attention.md"
 MEASURED = ROOT / "benchmarks" / "results" / "attention_backends_h200.json"
 
 
 def plain(**changes: Any) -> AttentionRequest:
     """Causal attention with a gradient over 2 sequences of 4096, 16 heads of 128, bfloat16, and what changes."""
-    request = AttentionRequest(
+    request = AttentionRequest.of(
         dtype=torch.bfloat16,
         device_type="cuda",
         batch=2,
@@ -51,7 +43,7 @@ def plain(**changes: Any) -> AttentionRequest:
         switches=Switches(),
         capability=(9, 0),
     )
-    return replace(request, **changes)
+    return request.changed(**changes)
 
 
 def masked(name: str, window: tuple[int, int] | None = None, **changes: Any) -> AttentionRequest:
@@ -116,7 +108,7 @@ def table() -> str:
     lines = [f"| | {' | '.join(names)} |", f"| --- |{' --- |' * len(names)}"]
     for title, request in ROWS.items():
         order = preference(request)
-        takes = {name: TABLE.named(name).refuses(request) is None for name in names}
+        takes = {name: TABLE.named(name).refusal(request) is None for name in names}
         first = next(name for name in order if takes[name])
         cells = ("**yes**" if name == first else "yes" if takes[name] else "" for name in names)
         lines.append(f"| {title} | {' | '.join(cells)} |")
@@ -128,9 +120,9 @@ def measurements() -> str:
     measured = json.loads(MEASURED.read_text())
     cells = {(row["case"], row["backend"]): row for row in measured["results"]}
     cases = list(dict.fromkeys(case for case, _ in cells))
-    known = preference(plain())
-    names = [name for name in known if any(backend == name for _, backend in cells)]
-    names += dict.fromkeys(backend for _, backend in cells if backend not in known)  # FP8, say
+    columns = preference(plain())
+    names = [name for name in columns if any(backend == name for _, backend in cells)]
+    names += dict.fromkeys(backend for _, backend in cells if backend not in columns)  # FP8, say
     lines = [f"| | {' | '.join(names)} |", f"| --- |{' --- |' * len(names)}"]
     for case in cases:
         found = [cells.get((case, name)) for name in names]
@@ -146,23 +138,5 @@ def measurements() -> str:
     return "\n".join(lines) + "\n" + caption
 
 
-def updated(page: str, section: str, text: str) -> str:
-    """The page with the text between a section's two markers replaced."""
-    start, end = f"<!-- {section} -->\n", f"<!-- end of {section} -->"
-    before, rest = page.split(start)
-    return before + start + text + end + rest.split(end)[1]
-
-
-def main() -> int:
-    page = PAGE.read_text()
-    new = updated(updated(page, "attention table", table()), "measurements", measurements())
-    if "--check" in sys.argv[1:]:
-        if new != page:
-            print("docs/attention.md is older than the backends; run python docs/attention_table.py")
-        return int(new != page)
-    PAGE.write_text(new)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write(__file__, {PAGE: {"attention table": table(), "measurements": measurements()}}))

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from generated import ROOT, write
+
 PAGE = ROOT / "docs" / "performance.md"
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -53,33 +53,16 @@ TABLES = {"layers": layers, "kernels": kernels, "attention": layers, "decode": d
 FILES = {"attention": "attention_te_bench_h200.json"}
 
 
-def updated(page: str) -> str:
-    """The page with the text between each table's markers replaced."""
-    for name, table in TABLES.items():
-        record = json.loads((RESULTS / FILES.get(name, f"{name}_h200.json")).read_text())
-        start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
-        before, rest = page.split(start)
-        page = (
-            before
-            + start
-            + "\n".join(table(record.get("results") or record["cases"]))
-            + "\n"
-            + end
-            + rest.split(end)[1]
-        )
-    return page
-
-
-def main() -> int:
-    page = PAGE.read_text()
-    fresh = updated(page)
-    if "--check" in sys.argv[1:]:
-        if fresh != page:
-            print("docs/performance.md is older than its records; run python docs/performance_table.py")
-        return int(fresh != page)
-    PAGE.write_text(fresh)
-    return 0
+def sections() -> dict[str, str]:
+    """{name: table} of the page."""
+    records = {
+        name: json.loads((RESULTS / FILES.get(name, f"{name}_h200.json")).read_text()) for name in TABLES
+    }
+    return {
+        name: "\n".join(table(records[name].get("results") or records[name]["cases"])) + "\n"
+        for name, table in TABLES.items()
+    }
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write(__file__, {PAGE: sections()}))

@@ -1,11 +1,34 @@
-"""Transformer Engine in pure Python: FP8, MXFP8 and NVFP4 for Transformers on any machine."""
+"""Transformer Engine in pure Python: FP8, MXFP8 and NVFP4 for Transformers on any machine.
 
-from importlib.util import find_spec
+The frameworks are attributes that are imported when they are asked for: whoever works with one does not wait for the
+other, and need not have it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from . import common
 from ._version import __version__
+from .common import frameworks
 
-if find_spec("torch") is not None:
-    from . import pytorch
+if TYPE_CHECKING:
+    from . import jax as jax
+    from . import pytorch as pytorch
 
 __all__ = ["__version__", "common"]
+
+_FRAMEWORKS = {framework.module: framework for framework in (frameworks.PYTORCH, frameworks.JAX)}
+
+
+def __getattr__(name: str) -> Any:
+    framework = _FRAMEWORKS.get(name)
+    if framework is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    frameworks.demand(framework)
+    return importlib.import_module(f"{__name__}.{name}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_FRAMEWORKS})

@@ -10,13 +10,13 @@ from typing import Any
 
 from torch import Tensor
 
-from transformer_engine.pytorch.checks import floating
 from transformer_engine.pytorch.primitives.activation import (
     ACTIVATIONS,
     ActivationParams,
     activation_backward,
     activation_forward,
 )
+from transformer_engine.pytorch.runtime.checks import floating
 
 from .cast import bgrad_quantize, given_or_quantized
 from .checks import quantizer_or_none

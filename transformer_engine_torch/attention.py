@@ -7,28 +7,28 @@ FP8 codes is one of FP8 attention's; the backward pass widens them, as DotProduc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from transformer_engine.common.checks import described
-from transformer_engine.pytorch.attention.dot_product_attention.alibi import default_slopes
-from transformer_engine.pytorch.attention.dot_product_attention.call import Options, request_of
-from transformer_engine.pytorch.attention.dot_product_attention.choose import kernels
-from transformer_engine.pytorch.attention.dot_product_attention.mask import resolve as resolve_mask
-from transformer_engine.pytorch.attention.dot_product_attention.request import (
-    Attended,
-    AttentionInputs,
-    AttentionRequest,
-)
+from transformer_engine.pytorch.attention.dot_product_attention.call import Settings, facts_of, request_of
 from transformer_engine.pytorch.attention.dot_product_attention.utils import (
     AttentionParams,
     NVTE_Fused_Attn_Backend,
     get_attention_backend,
 )
 from transformer_engine.pytorch.constants import DType, TE_DType_To_Torch
+from transformer_engine.pytorch.primitives.attention.alibi import default_slopes
+from transformer_engine.pytorch.primitives.attention.choose import passes_of
+from transformer_engine.pytorch.primitives.attention.mask import NAMES as MASKS
+from transformer_engine.pytorch.primitives.attention.mask import resolve as resolve_mask
+from transformer_engine.pytorch.primitives.attention.request import (
+    Attended,
+    AttentionInputs,
+    AttentionRequest,
+)
 
 from . import fp8_attention
 from .attention_checks import check_call, check_question
@@ -39,56 +39,23 @@ from .enums import NVTE_Bias_Type, NVTE_Mask_Type, NVTE_QKV_Layout, NVTE_Softmax
 from .layout import Layout
 
 _BIASES = dict(zip(NVTE_Bias_Type, ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi"), strict=True))
-_MASKS = dict(
-    zip(
-        NVTE_Mask_Type,
-        (
-            "no_mask",
-            "padding",
-            "causal",
-            "padding_causal",
-            "causal_bottom_right",
-            "padding_causal_bottom_right",
-        ),
-        strict=True,
-    )
-)
+_MASKS = dict(zip(NVTE_Mask_Type, MASKS[:-1], strict=True))  # "arbitrary" has no number
 _SOFTMAXES = dict(zip(NVTE_Softmax_Type, ("vanilla", "off-by-one", "learnable"), strict=True))
 
 
 def fused_attn_fwd(
-    max_seqlen_q: int,
-    max_seqlen_kv: int,
-    is_training: bool,
-    attn_scale: float,
-    p_dropout: float,
-    set_zero: bool,
-    qkv_layout: NVTE_QKV_Layout | int,
-    bias_type: NVTE_Bias_Type | int,
-    attn_mask_type: NVTE_Mask_Type | int,
-    softmax_type: NVTE_Softmax_Type | int,
-    window_size: Sequence[int],
-    cu_seqlens_q: Tensor,
-    cu_seqlens_kv: Tensor,
-    Q: Any,
-    K: Any,
-    V: Any,
-    fake_dtype: torch.dtype,
-    cu_seqlens_q_padded: Tensor | None = None,
-    cu_seqlens_kv_padded: Tensor | None = None,
-    page_table_k: Tensor | None = None,
-    page_table_v: Tensor | None = None,
-    s_quantizer: Any = None,
-    o_quantizer: Any = None,
-    Bias: Tensor | None = None,
-    SoftmaxOffset: Tensor | None = None,
-    rng_gen: torch.Generator | None = None,
-    rng_elts_per_thread: int = 0,
-    return_max_logit: bool = False,
-    cuda_graph: bool = False,
-    *,
+    max_seqlen_q: int, max_seqlen_kv: int, is_training: bool, attn_scale: float, p_dropout: float,
+    set_zero: bool, qkv_layout: NVTE_QKV_Layout | int, bias_type: NVTE_Bias_Type | int,
+    attn_mask_type: NVTE_Mask_Type | int, softmax_type: NVTE_Softmax_Type | int,
+    window_size: Sequence[int], cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor, Q: Any, K: Any, V: Any,
+    fake_dtype: torch.dtype, cu_seqlens_q_padded: Tensor | None = None,
+    cu_seqlens_kv_padded: Tensor | None = None, page_table_k: Tensor | None = None,
+    page_table_v: Tensor | None = None, s_quantizer: Any = None, o_quantizer: Any = None,
+    Bias: Tensor | None = None, SoftmaxOffset: Tensor | None = None,
+    rng_gen: torch.Generator | None = None, rng_elts_per_thread: int = 0,
+    return_max_logit: bool = False, cuda_graph: bool = False, *,
     bottom_right_diagonal: bool | None = None,
-) -> list[Any]:
+) -> list[Any]:  # fmt: skip
     """[O, lse, (max_logit,) rng_state, (Bias,) (SoftmaxOffset)]; all behind O are what fused_attn_bwd needs.
 
     O           [.., h, d_v] in Q's format and fake_dtype, quantized if o_quantizer is given
@@ -127,7 +94,7 @@ def fused_attn_fwd(
         codes = inputs._replace(q=Q, k=K, v=V)
         output, attended = fp8_attention.forward(request, codes, s_quantizer, o_quantizer)
     else:
-        attended = kernels(request).forward(request, inputs)
+        attended = passes_of(request).forward(request, inputs)
         output = layout.as_queries(attended.output)
         if o_quantizer is not None:
             output = o_quantizer(output.contiguous())
@@ -204,49 +171,36 @@ def fused_attn_bwd(
         False,
         bottom_right_diagonal,
     )
-    request = replace(
-        request, deterministic=request.deterministic or deterministic, bias_gradient=bias is not None
+    request = request.changed(
+        deterministic=request.device.deterministic or deterministic, bias_gradient=bias is not None
     )
     attended = Attended(
         layout.queries(_wide(O, fake_dtype)).contiguous(),
         lse.squeeze(-1).t() if request.packed and lse.dim() == 3 else lse.squeeze(-1),
         state if p_dropout > 0.0 else None,
     )
-    grad_output = layout.queries(_wide(dO, fake_dtype))
-    found = kernels(request).backward(request, inputs, attended, grad_output)
+    grad_output = layout.queries(_wide(dO, fake_dtype)).contiguous()
+    found = passes_of(request).backward(request, inputs, attended, grad_output)
     dtype = fake_dtype if dqkv_type is None else TE_DType_To_Torch.get(DType(dqkv_type), fake_dtype)
     wanted = dtype if dtype in (torch.float32, torch.float16, torch.bfloat16) else fake_dtype
     gradients: list[Any] = list(layout.packed(*(x.to(wanted) for x in found[:3])))
     if dqkv_quantizer is not None:
         gradients = [dqkv_quantizer(x.contiguous()) for x in gradients]
     offset_gradient = None
-    if offset is not None and request.softmax == "learnable":
+    if offset is not None and request.options.softmax == "learnable":
         assert found.sink is not None
         offset_gradient = found.sink.reshape(offset.shape)
     return [*gradients, found.bias, offset_gradient]
 
 
 def get_fused_attn_backend(
-    is_training: bool,
-    q_dtype: DType | int,
-    kv_dtype: DType | int,
-    qkv_layout: NVTE_QKV_Layout | int,
-    bias_type: NVTE_Bias_Type | int,
-    attn_mask_type: NVTE_Mask_Type | int,
-    softmax_type: NVTE_Softmax_Type | int,
-    p_dropout: float,
-    num_attn_heads: int,
-    num_gqa_groups: int,
-    max_seqlen_q: int,
-    max_seqlen_kv: int,
-    head_dim_qk: int,
-    head_dim_v: int,
-    window_size_left: int,
-    window_size_right: int,
-    return_max_logit: bool = False,
-    cuda_graph: bool = False,
+    is_training: bool, q_dtype: DType | int, kv_dtype: DType | int, qkv_layout: NVTE_QKV_Layout | int,
+    bias_type: NVTE_Bias_Type | int, attn_mask_type: NVTE_Mask_Type | int,
+    softmax_type: NVTE_Softmax_Type | int, p_dropout: float, num_attn_heads: int, num_gqa_groups: int,
+    max_seqlen_q: int, max_seqlen_kv: int, head_dim_qk: int, head_dim_v: int, window_size_left: int,
+    window_size_right: int, return_max_logit: bool = False, cuda_graph: bool = False,
     deterministic: bool = False,
-) -> NVTE_Fused_Attn_Backend:
+) -> NVTE_Fused_Attn_Backend:  # fmt: skip
     """The kind of fused attention that takes a call; NVTE_No_Backend when none does."""
     dtype = torch_dtype(member("q_dtype", DType, q_dtype))
     check_question(
@@ -290,23 +244,12 @@ def get_fused_attn_backend(
 
 
 def _call(
-    layout: Layout,
-    max_seqlens: tuple[int, int],
-    is_training: bool,
-    scale: float,
-    dropout: float,
+    layout: Layout, max_seqlens: tuple[int, int], is_training: bool, scale: float, dropout: float,
     kinds: tuple[NVTE_Bias_Type | int, NVTE_Mask_Type | int, NVTE_Softmax_Type | int],
-    window: Sequence[int],
-    cu_seqlens: tuple[Tensor, Tensor],
-    qkv: tuple[Any, Any, Any],
-    dtype: torch.dtype,
-    starts: tuple[Tensor | None, Tensor | None],
-    page_table: Tensor | None,
-    bias: Tensor | None,
-    offset: Tensor | None,
-    max_logit: bool,
-    bottom_right: bool | None,
-) -> tuple[AttentionRequest, AttentionInputs]:
+    window: Sequence[int], cu_seqlens: tuple[Tensor, Tensor], qkv: tuple[Any, Any, Any],
+    dtype: torch.dtype, starts: tuple[Tensor | None, Tensor | None], page_table: Tensor | None,
+    bias: Tensor | None, offset: Tensor | None, max_logit: bool, bottom_right: bool | None,
+) -> tuple[AttentionRequest, AttentionInputs]:  # fmt: skip
     """The call as the backends are asked for it."""
     check_call(layout, qkv, cu_seqlens, scale, dropout, dtype, window, bias, offset)
     if layout.paged != (page_table is not None):
@@ -340,7 +283,7 @@ def _call(
         sink=sink,
         page_table=page_table,
     )
-    options = Options(
+    settings = Settings(
         mask=mask,
         q_format=layout.q_format,
         kv_format=layout.kv_format,
@@ -354,7 +297,8 @@ def _call(
         cached=layout.paged,
         score_mod=None,
     )
-    return replace(request_of(options, sequences, inputs, False), needs_gradient=is_training), inputs
+    request = request_of(facts_of(settings, sequences, inputs, False))
+    return request.changed(needs_gradient=is_training), inputs
 
 
 def _wide(x: Any, dtype: torch.dtype) -> Tensor:

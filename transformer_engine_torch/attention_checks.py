@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine.common.checks import described, drop_rate, integer, number, whole
-from transformer_engine.pytorch.checks import floating, integers, tensor, values_dtype
+from transformer_engine.pytorch.runtime.checks import floating, integers, tensor, values_dtype
 
 from .layout import Layout
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from transformer_engine.pytorch.attention.dot_product_attention.mask import lengths_of
-from transformer_engine.pytorch.attention.dot_product_attention.sequence_rules import are_bounds, has_pages
 from transformer_engine.pytorch.attention.dot_product_attention.sequences import Sequences
-from transformer_engine.pytorch.device_checks import demand
+from transformer_engine.pytorch.primitives.attention.packed import lengths_of
+from transformer_engine.pytorch.primitives.attention.sequence_rules import are_bounds, has_pages
+from transformer_engine.pytorch.runtime.device_checks import demand
 
 from .layout import Layout
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from transformer_engine.common.checks import described, whole_numbers
-from transformer_engine.pytorch.checks import floating
 from transformer_engine.pytorch.constants import DType, TE_DType_To_Torch
 from transformer_engine.pytorch.primitives.quantize import absolute_maximum
+from transformer_engine.pytorch.runtime.checks import floating
 
 from .checks import member, output_or_none, quantizer_or_none, sequence, values, with_axes
 

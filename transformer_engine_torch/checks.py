@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from transformer_engine.common.checks import described
-from transformer_engine.pytorch.checks import floating, same_shape, tensor
+from transformer_engine.pytorch.runtime.checks import floating, same_shape, tensor
 
 E = TypeVar("E", bound=enum.IntEnum)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from transformer_engine.common.checks import number
-from transformer_engine.pytorch.checks import tensor
 from transformer_engine.pytorch.primitives.dropout import dropout_backward, dropout_forward
+from transformer_engine.pytorch.runtime.checks import tensor
 
 from .checks import output_or_none, values
 

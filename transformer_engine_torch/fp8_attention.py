@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-from transformer_engine.pytorch.attention.dot_product_attention import fp8
-from transformer_engine.pytorch.attention.dot_product_attention.choose import kernels
-from transformer_engine.pytorch.attention.dot_product_attention.fp8_call import Call, Slots
-from transformer_engine.pytorch.attention.dot_product_attention.request import (
+from transformer_engine.pytorch.functions.attention import fp8, fp8_emulation
+from transformer_engine.pytorch.functions.attention.fp8_call import Call, Slots
+from transformer_engine.pytorch.primitives.attention.choose import passes_of
+from transformer_engine.pytorch.primitives.attention.request import (
     Attended,
     AttentionInputs,
     AttentionRequest,
@@ -38,14 +37,13 @@ def forward(
     output = unused if o_quantizer is None else o_quantizer
     softmax = unused if s_quantizer is None else s_quantizer
     slots = Slots(unused, output, softmax, unused, unused, unused)
-    call = Call(request, scaling, slots, None, kernels(request), o_quantizer is None)
-    described = replace(request, fp8=scaling)
+    call = Call(request, scaling, slots, None, passes_of(request), o_quantizer is None)
+    described = request.changed(fp8=scaling)
     # Kernels write codes; without a quantizer for them the attention is emulated.
-    table = fp8.FORWARD
-    backend = table.named("emulated") if o_quantizer is None else table.select(described)
-    rounded = backend.run(call, inputs)
+    forward = fp8_emulation.forward if o_quantizer is None else fp8.FORWARD.bind(described)
+    rounded: Any = forward(call, inputs)
     attended = Attended(rounded.output, rounded.lse, rounded.rng_state, rounded.max_logit)  # pyright: ignore[reportArgumentType]
     if o_quantizer is None:
         return rounded.output, attended
     codes = o_quantizer.wrap(rounded.codes)
-    return codes.view(*codes.shape[:-1], request.heads, request.head_dim_v), attended
+    return codes.view(*codes.shape[:-1], request.shape.heads, request.shape.head_dim_v), attended

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from transformer_engine.common.checks import described, number, number_or_none, switch, whole_numbers
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D
-from transformer_engine.pytorch.checks import floating, tensor_or_none
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.primitives.activation import activation_backward, activation_forward
 from transformer_engine.pytorch.primitives.column_sums import column_sums
 from transformer_engine.pytorch.primitives.gemm import Epilogue, gemm
 from transformer_engine.pytorch.primitives.operand import Operand, plain
+from transformer_engine.pytorch.runtime.checks import floating, tensor_or_none
 from transformer_engine.pytorch.tensor.axis import COLS, ROWS
 from transformer_engine.pytorch.tensor.storage.quantized_tensor_storage import (
     QuantizedTensorStorage,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from transformer_engine.pytorch.attention.dot_product_attention.layout import bshd_to_thd, thd_to_bshd
-from transformer_engine.pytorch.attention.dot_product_attention.sequence_rules import are_bounds
-from transformer_engine.pytorch.device_checks import demand
+from transformer_engine.pytorch.primitives.attention.layout import bshd_to_thd, thd_to_bshd
+from transformer_engine.pytorch.primitives.attention.sequence_rules import are_bounds
 from transformer_engine.pytorch.primitives.kv_cache import append, check_append
+from transformer_engine.pytorch.runtime.device_checks import demand
 
 from .enums import NVTE_QKV_Format
 

@@ -7,25 +7,18 @@ from typing import Any
 from torch import Tensor
 
 from transformer_engine.common.checks import epsilon, switch
-from transformer_engine.pytorch.checks import floating, same_shape
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.primitives import norm
+from transformer_engine.pytorch.runtime.checks import floating, same_shape
 
 from .cast import given_or_quantized, torch_dtype
 from .checks import matrix, output_or_none, quantizer_or_none, vector
 
 
 def layernorm_fwd(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    ln_out: Any,
-    quantizer: Any,
-    otype: DType | int,
-    sm_margin: int,
-    zero_centered_gamma: bool,
-) -> list[Any]:
+    input: Tensor, weight: Tensor, bias: Tensor | None, eps: float, ln_out: Any, quantizer: Any,
+    otype: DType | int, sm_margin: int, zero_centered_gamma: bool,
+) -> list[Any]:  # fmt: skip
     """[out, mean, rstdev] of input [M, H]; out in otype, quantized if quantizer is given, into ln_out if given."""
     _check_forward(input, weight, bias, eps, ln_out, quantizer, otype, zero_centered_gamma)
     y, mean, rstdev = norm.layernorm_forward(input, weight, bias, eps, zero_centered_gamma)
@@ -33,14 +26,9 @@ def layernorm_fwd(
 
 
 def layernorm_bwd(
-    dz: Tensor,
-    x: Tensor,
-    mu: Tensor,
-    rsigma: Tensor,
-    gamma: Tensor,
-    sm_margin: int,
+    dz: Tensor, x: Tensor, mu: Tensor, rsigma: Tensor, gamma: Tensor, sm_margin: int,
     zero_centered_gamma: bool,
-) -> list[Tensor]:
+) -> list[Tensor]:  # fmt: skip
     """[dx, dgamma, dbeta]."""
     floating("mu", mu)
     _check_backward(dz, x, mu, rsigma, gamma, None, zero_centered_gamma)
@@ -48,15 +36,9 @@ def layernorm_bwd(
 
 
 def rmsnorm_fwd(
-    input: Tensor,
-    weight: Tensor,
-    eps: float,
-    ln_out: Any,
-    quantizer: Any,
-    otype: DType | int,
-    sm_margin: int,
-    zero_centered_gamma: bool,
-) -> list[Any]:
+    input: Tensor, weight: Tensor, eps: float, ln_out: Any, quantizer: Any, otype: DType | int,
+    sm_margin: int, zero_centered_gamma: bool,
+) -> list[Any]:  # fmt: skip
     """[out, None, rstdev] of input [M, H]; see layernorm_fwd."""
     _check_forward(input, weight, None, eps, ln_out, quantizer, otype, zero_centered_gamma)
     y, rstdev = norm.rmsnorm_forward(input, weight, eps, zero_centered_gamma)
@@ -72,14 +54,9 @@ def rmsnorm_bwd(
 
 
 def rmsnorm_bwd_add(
-    dz: Tensor,
-    x: Tensor,
-    add: Tensor,
-    rsigma: Tensor,
-    gamma: Tensor,
-    sm_margin: int,
+    dz: Tensor, x: Tensor, add: Tensor, rsigma: Tensor, gamma: Tensor, sm_margin: int,
     zero_centered_gamma: bool,
-) -> list[Tensor]:
+) -> list[Tensor]:  # fmt: skip
     """[dx + add, dgamma]."""
     matrix("add", add)
     _check_backward(dz, x, None, rsigma, gamma, add, zero_centered_gamma)
@@ -87,15 +64,9 @@ def rmsnorm_bwd_add(
 
 
 def _check_forward(
-    input: Any,
-    weight: Any,
-    bias: Any,
-    eps: Any,
-    ln_out: Any,
-    quantizer: Any,
-    otype: Any,
+    input: Any, weight: Any, bias: Any, eps: Any, ln_out: Any, quantizer: Any, otype: Any,
     zero_centered_gamma: Any,
-) -> None:
+) -> None:  # fmt: skip
     matrix("input", input)
     vector("weight", weight, input.shape[-1])
     if bias is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from transformer_engine.pytorch.checks import same_shape, tensor
+from transformer_engine.pytorch.runtime.checks import same_shape, tensor
 
 from .checks import with_axes
 

@@ -6,15 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from transformer_engine.pytorch.primitives.rope import (
-    Positions,
-    RopeSpec,
-    check_rotation,
-    rope_backward,
-    rope_forward,
-    rope_qkv_backward,
-    rope_qkv_forward,
-)
+from transformer_engine.pytorch.primitives import rope
+from transformer_engine.pytorch.primitives.rope import Positions, RopeSpec, check_rotation
 
 from .enums import NVTE_QKV_Format
 from .kv_cache import format_name
@@ -23,57 +16,35 @@ Format = NVTE_QKV_Format | int | str
 
 
 def fused_rope_forward(
-    input: Tensor,
-    freqs: Tensor,
-    start_positions: Tensor | None,
-    qkv_format: Format,
-    interleaved: bool,
-    cu_seqlens: Tensor | None,
-    cp_size: int,
-    cp_rank: int,
-) -> Tensor:
+    input: Tensor, freqs: Tensor, start_positions: Tensor | None, qkv_format: Format, interleaved: bool,
+    cu_seqlens: Tensor | None, cp_size: int, cp_rank: int,
+) -> Tensor:  # fmt: skip
     """input [.., h, d] turned by the angles freqs float32 [s, 1, 1, d] of its tokens' positions."""
     spec = RopeSpec(format_name(qkv_format), interleaved, cp_size, cp_rank)
-    positions = Positions(start_positions, cu_seqlens)
-    check_rotation(input, freqs, positions, spec, input.shape[-1])
-    return rope_forward(input, _angles(freqs), positions, spec)
+    return rope.rope_forward(*_checked(input, freqs, Positions(start_positions, cu_seqlens), spec))
 
 
 def fused_rope_backward(
-    output_grads: Tensor,
-    freqs: Tensor,
-    start_positions: Tensor | None,
-    qkv_format: Format,
-    interleaved: bool,
-    cu_seqlens: Tensor | None,
-    cp_size: int,
-    cp_rank: int,
-) -> Tensor:
+    output_grads: Tensor, freqs: Tensor, start_positions: Tensor | None, qkv_format: Format,
+    interleaved: bool, cu_seqlens: Tensor | None, cp_size: int, cp_rank: int,
+) -> Tensor:  # fmt: skip
     """The gradient of fused_rope_forward's input."""
     spec = RopeSpec(format_name(qkv_format), interleaved, cp_size, cp_rank)
-    positions = Positions(start_positions, cu_seqlens)
-    check_rotation(output_grads, freqs, positions, spec, output_grads.shape[-1])
-    return rope_backward(output_grads, _angles(freqs), positions, spec)
+    return rope.rope_backward(*_checked(output_grads, freqs, Positions(start_positions, cu_seqlens), spec))
 
 
 def fused_qkv_rope_forward(
-    qkv_input: Tensor,
-    q_freqs: Tensor,
-    k_freqs: Tensor,
-    start_positions: Tensor | None,
-    qkv_split_arg_list: Sequence[int],
-    qkv_format: Format,
-    interleaved: bool,
-    cp_size: int,
+    qkv_input: Tensor, q_freqs: Tensor, k_freqs: Tensor, start_positions: Tensor | None,
+    qkv_split_arg_list: Sequence[int], qkv_format: Format, interleaved: bool, cp_size: int,
     cp_rank: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(q, k, v) of qkv [.., groups, q_size + k_size + v_size], q and k turned; a head has k_size features."""
     spec = RopeSpec(format_name(qkv_format), interleaved, cp_size, cp_rank)
     q_size, k_size, v_size = qkv_split_arg_list
     positions = Positions(start_positions)
     for freqs in (q_freqs, k_freqs):
         check_rotation(qkv_input, freqs, positions, spec, k_size)
-    return rope_qkv_forward(
+    return rope.rope_qkv_forward(
         qkv_input,
         _angles(q_freqs),
         _angles(k_freqs),
@@ -84,26 +55,17 @@ def fused_qkv_rope_forward(
 
 
 def fused_qkv_rope_backward(
-    q_grad_out: Tensor,
-    k_grad_out: Tensor,
-    v_grad_out: Tensor,
-    q_freqs: Tensor,
-    k_freqs: Tensor,
-    qkv_split_arg_list: Sequence[int],
-    qkv_format: Format,
-    interleaved: bool,
-    cp_size: int,
-    cp_rank: int,
-    *,
-    start_positions: Tensor | None = None,
-) -> Tensor:
+    q_grad_out: Tensor, k_grad_out: Tensor, v_grad_out: Tensor, q_freqs: Tensor, k_freqs: Tensor,
+    qkv_split_arg_list: Sequence[int], qkv_format: Format, interleaved: bool, cp_size: int,
+    cp_rank: int, *, start_positions: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """The gradient of fused_qkv_rope_forward's input; start_positions where the forward pass had them."""
     spec = RopeSpec(format_name(qkv_format), interleaved, cp_size, cp_rank)
     q_size, k_size, v_size = qkv_split_arg_list
     positions = Positions(start_positions)
     for freqs in (q_freqs, k_freqs):
         check_rotation(k_grad_out, freqs, positions, spec, k_size)
-    return rope_qkv_backward(
+    return rope.rope_qkv_backward(
         q_grad_out,
         k_grad_out,
         v_grad_out,
@@ -113,6 +75,14 @@ def fused_qkv_rope_backward(
         (q_size, k_size, v_size),
         spec,
     )
+
+
+def _checked(
+    x: Tensor, freqs: Tensor, positions: Positions, spec: RopeSpec
+) -> tuple[Tensor, Tensor, Positions, RopeSpec]:
+    """The arguments of a rotation; TypeError or ValueError for such as do not fit."""
+    check_rotation(x, freqs, positions, spec, x.shape[-1])
+    return x, _angles(freqs), positions, spec
 
 
 def _angles(freqs: Tensor) -> Tensor:

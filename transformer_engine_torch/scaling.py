@@ -10,9 +10,9 @@ from torch import Tensor
 
 from transformer_engine.common.checks import described, one_of
 from transformer_engine.common.formats import E4M3, E5M2
-from transformer_engine.pytorch.checks import floating
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.primitives.scale_update import advance_scales
+from transformer_engine.pytorch.runtime.checks import floating
 
 from .checks import member, sequence, values, with_axes
 

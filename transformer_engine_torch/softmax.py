@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from transformer_engine.common.checks import number
-from transformer_engine.pytorch.checks import floating, same_shape, tensor
 from transformer_engine.pytorch.primitives.softmax import scaled_softmax_backward as softmax_backward
 from transformer_engine.pytorch.primitives.softmax import scaled_softmax_forward as softmax_forward
+from transformer_engine.pytorch.runtime.checks import floating, same_shape, tensor
 
 
 def scaled_softmax_forward(input: Tensor, scale_factor: float) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,9 +32,12 @@ def is_package(name: str) -> bool:
 
 
 def imports(name: str) -> list[tuple[str, int]]:
-    """(imported module of ours, line) for every import statement in a module, TYPE_CHECKING blocks left out."""
+    """(imported module of ours, line) for every import statement in a module.
+
+    Imports under TYPE_CHECKING and inside of functions count: who reads a file follows them like any other.
+    """
     found: list[tuple[str, int]] = []
-    for node in _runtime_nodes(tree(modules()[name])):
+    for node in ast.walk(tree(modules()[name])):
         if isinstance(node, ast.Import):
             found += [(alias.name, node.lineno) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -54,9 +58,28 @@ def _absolute(name: str, node: ast.ImportFrom) -> str:
     return ".".join(parts + ([node.module] if node.module else []))
 
 
-def _runtime_nodes(node: ast.AST):
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
-            continue
-        yield child
-        yield from _runtime_nodes(child)
+def circles(graph: Mapping[str, set[str]]) -> list[frozenset[str]]:
+    """The largest sets of nodes, of two or more, in which every node leads to every other (Tarjan)."""
+    order: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    path: list[str] = []
+    found: list[frozenset[str]] = []
+
+    def visit(node: str) -> None:
+        order[node] = lowest[node] = len(order)
+        path.append(node)
+        for target in sorted(graph[node]):
+            if target not in order:
+                visit(target)
+            if target in path:
+                lowest[node] = min(lowest[node], lowest[target])
+        if lowest[node] == order[node]:
+            members = frozenset(path[path.index(node) :])
+            del path[path.index(node) :]
+            if len(members) > 1:
+                found.append(members)
+
+    for node in graph:
+        if node not in order:
+            visit(node)
+    return found

@@ -8,11 +8,11 @@ from source import modules, tree
 
 # Functions whose backward autograd may record; tests/module/test_double_backward.py compares each with float64.
 TWICE = {
-    "attention.dot_product_attention.autograd.Attention",
+    "functions.attention.autograd.Attention",
     "attention.rope.ApplyPackedRope",
     "attention.rope.ApplyRope",
-    "double_backward._LinearMap",
-    "double_backward._Refusal",  # it is the refusal
+    "runtime.double_backward._LinearMap",
+    "runtime.double_backward._Refusal",  # it is the refusal
     "functions.activation._Activation",
     "functions.dropout._BiasAdd",
     "functions.dropout._BiasDropoutAdd",
@@ -40,7 +40,8 @@ def autograd_functions() -> dict[str, ast.FunctionDef]:
 
 
 def refuses(backward: ast.FunctionDef) -> bool:
-    return any(ast.unparse(d).startswith("once_differentiable(") for d in backward.decorator_list)
+    refusals = ("once_differentiable(", "backward_of(")
+    return any(ast.unparse(d).startswith(refusals) for d in backward.decorator_list)
 
 
 def test_every_autograd_function_refuses_a_second_derivative_or_has_one():

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from transformer_engine.pytorch.tracing import constant_while_tracing
+from transformer_engine.pytorch.runtime.tracing import constant_while_tracing
 
 HEAVY = (
     "torch._dynamo",

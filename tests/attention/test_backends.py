@@ -18,8 +18,9 @@ from torch import Tensor
 
 from transformer_engine.common.dispatch import Unsupported, use_backend
 from transformer_engine.pytorch.attention import DotProductAttention
-from transformer_engine.pytorch.attention.dot_product_attention.choose import TABLE
-from transformer_engine.pytorch.attention.dot_product_attention.request import AttentionInputs
+from transformer_engine.pytorch.primitives.attention import reference
+from transformer_engine.pytorch.primitives.attention.choose import TABLE
+from transformer_engine.pytorch.primitives.attention.request import AttentionInputs
 
 # A CPU has two backends to check, which have no tiles.
 LENGTHS_Q, LENGTHS_KV = (
@@ -279,7 +280,7 @@ def results(case: Case, call: Call) -> dict[str, Tensor]:
 
 def plain(case: Case, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
     """The literal computation with every tensor in bfloat16 or float16, as a model without a library has it."""
-    from transformer_engine.pytorch.attention.dot_product_attention.backends import dense
+    from transformer_engine.pytorch.primitives.attention import dense
 
     with monkeypatch.context() as patch, use_backend(attention="reference"):
         patch.setattr(dense, "_wide", lambda x: x.to(case.dtype))
@@ -450,8 +451,8 @@ def test_score_mod_and_the_tensors_it_holds_are_differentiated(trainable, recomp
 @pytest.mark.parametrize("backend", TABLE.names())
 def test_attention_to_a_cache_equals_attention_to_its_tokens(backend, paged, q_format, device):
     """Straight to the backend: 3 sequences with 1 to 20 new queries and pages in any order."""
-    from transformer_engine.pytorch.attention.dot_product_attention.mask import Mask
-    from transformer_engine.pytorch.attention.dot_product_attention.request import AttentionRequest, Switches
+    from transformer_engine.pytorch.primitives.attention.mask import Mask
+    from transformer_engine.pytorch.primitives.attention.request import AttentionRequest, Switches
 
     batch, groups, size, page, dtype = 3, 2, 64, 16, torch.bfloat16
     lengths_q, lengths_kv, longest_q, longest_kv = [1, 7, 20], [33, 100, 128], 20, 128
@@ -460,7 +461,7 @@ def test_attention_to_a_cache_equals_attention_to_its_tokens(backend, paged, q_f
     k, v = (random_tensor(device, batch, longest_kv, groups, size, seed=s).to(dtype) for s in (2, 3))
     real = torch.arange(longest_q, device=device)[None] < torch.tensor(lengths_q, device=device)[:, None]
     given = {"bshd": q, "sbhd": q.transpose(0, 1).contiguous(), "thd": q[real]}[q_format]
-    request = AttentionRequest(
+    request = AttentionRequest.of(
         dtype=dtype,
         device_type=device.type,
         batch=batch,
@@ -492,7 +493,7 @@ def test_attention_to_a_cache_equals_attention_to_its_tokens(backend, paged, q_f
             scattered.append(store)
         k, v = scattered
     chosen = TABLE.named(backend)
-    refusal = chosen.refuses(request)
+    refusal = chosen.refusal(request)
     if refusal is not None:
         pytest.skip(refusal)
     inputs = AttentionInputs(
@@ -504,6 +505,6 @@ def test_attention_to_a_cache_equals_attention_to_its_tokens(backend, paged, q_f
         starts_q=starts if q_format == "thd" else None,
         page_table=table,
     )
-    got = chosen.run(request, inputs).output
-    want = TABLE.named("reference").run(request, inputs).output
+    got = chosen.bind(request)(request, inputs).output
+    want = reference.forward(request, inputs).output.flatten(-2)
     torch.testing.assert_close(got.float(), want.float(), rtol=2e-2, atol=2e-2)

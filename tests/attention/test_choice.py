@@ -13,22 +13,8 @@ from transformer_engine.common import optional
 from transformer_engine.common.dispatch import Unsupported, use_backend
 from transformer_engine.common.recipe import Float8CurrentScaling
 from transformer_engine.pytorch.attention import DotProductAttention
-from transformer_engine.pytorch.attention.dot_product_attention import dot_product_attention as layer_file
+from transformer_engine.pytorch.attention.dot_product_attention import call as calls
 from transformer_engine.pytorch.attention.dot_product_attention import get_qkv_layout, utils
-from transformer_engine.pytorch.attention.dot_product_attention.backends import cudnn_fp8, flash4
-from transformer_engine.pytorch.attention.dot_product_attention.choose import (
-    TABLE,
-    choose,
-    explain,
-    kernels,
-    preference,
-)
-from transformer_engine.pytorch.attention.dot_product_attention.mask import (
-    canonical_name,
-    check_set_window_size,
-    resolve,
-)
-from transformer_engine.pytorch.attention.dot_product_attention.request import AttentionRequest, Switches
 from transformer_engine.pytorch.attention.dot_product_attention.utils import (
     AttentionLogging,
     AttentionParams,
@@ -37,7 +23,21 @@ from transformer_engine.pytorch.attention.dot_product_attention.utils import (
     get_attention_backend,
     get_cu_seqlens,
 )
-from transformer_engine.pytorch.explain import explain as explain_call
+from transformer_engine.pytorch.inspect.explain import explain as explain_call
+from transformer_engine.pytorch.primitives.attention.backends import cudnn_fp8, flash4
+from transformer_engine.pytorch.primitives.attention.choose import (
+    TABLE,
+    choose,
+    explain,
+    passes_of,
+    preference,
+)
+from transformer_engine.pytorch.primitives.attention.mask import (
+    canonical_name,
+    check_set_window_size,
+    resolve,
+)
+from transformer_engine.pytorch.primitives.attention.request import AttentionRequest, Switches
 
 SWITCHES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
@@ -72,7 +72,7 @@ def test_torch_goes_first_and_the_reference_takes_the_rest():
     "fields, reason",
     [
         ({"core_attention_bias_type": "post_scale_bias"}, "core_attention_bias_type='post_scale_bias'"),
-        ({"softmax_type": "learnable"}, "softmax_type='learnable'; it has no sink"),
+        ({"softmax_type": "learnable"}, "softmax_type='learnable'"),
         ({"return_max_logit": True}, "return_max_logit"),
         ({"max_seqlen_q": 0}, "an empty tensor"),
     ],
@@ -83,27 +83,27 @@ def test_torch_says_why_it_refuses(fields, reason):
 
 def test_torch_refuses_determinism_on_cuda_unless_torch_provides_it():
     request = AttentionParams(deterministic=True).request()
-    on_cuda = type(request)(**{**vars(request), "device_type": "cuda"})
+    on_cuda = request.changed(device_type="cuda")
     assert "only deterministic under" in {v.backend: v.refusal for v in explain(on_cuda)}["torch_sdpa"]
 
 
 def question(seqlen: int, mask: str = "causal", dtype: torch.dtype = torch.bfloat16) -> AttentionRequest:
     """A request of a GPU, with 16 heads of 64."""
-    return AttentionRequest(
-        dtype,
-        "cuda",
-        1,
-        16,
-        16,
-        seqlen,
-        seqlen,
-        64,
-        64,
-        "sbhd",
-        "sbhd",
-        resolve(mask, None, None),
-        0.125,
-        Switches(),
+    return AttentionRequest.of(
+        dtype=dtype,
+        device_type="cuda",
+        batch=1,
+        heads=16,
+        groups=16,
+        seqlen_q=seqlen,
+        seqlen_kv=seqlen,
+        head_dim_qk=64,
+        head_dim_v=64,
+        q_format="sbhd",
+        kv_format="sbhd",
+        mask=resolve(mask, None, None),
+        scale=0.125,
+        switches=Switches(),
     )
 
 
@@ -163,7 +163,7 @@ def test_a_switch_set_after_a_call_changes_the_next_one(monkeypatch, device):
 )
 def test_a_bias_shape_is_spelled_by_its_axes(kind, shape):
     options = {"core_attention_bias_type": "post_scale_bias", "batch_size": 3, "max_seqlen_kv": 64}
-    assert AttentionParams(core_attention_bias_shape=kind, **options).request().bias_shape == shape
+    assert AttentionParams(core_attention_bias_shape=kind, **options).request().shape.bias_shape == shape
 
 
 @pytest.mark.parametrize("kind", ["hbss", "1hs", "1hsx"])
@@ -175,7 +175,8 @@ def test_an_unknown_bias_shape_is_an_error(kind):
 
 def test_a_forced_backend_that_refuses_raises_its_reason(device):
     module = DotProductAttention(2, 4, qkv_format="bshd", softmax_type="off-by-one")
-    with use_backend(attention="torch_sdpa"), pytest.raises(Unsupported, match="it has no sink"):
+    reason = "does not know softmax_type='off-by-one'"
+    with use_backend(attention="torch_sdpa"), pytest.raises(Unsupported, match=reason):
         module(*qkv(device))
 
 
@@ -198,18 +199,19 @@ def test_attention_parameters_compare_by_value_and_know_their_formats():
     assert AttentionParams(fp8_meta={"a": 1}) == AttentionParams(fp8_meta={"a": 2})
     assert AttentionParams() != AttentionParams(head_dim_qk=128)
     request = AttentionParams(qkv_layout="thd_2bshd", attn_mask_type="padding").request()
-    assert (request.q_format, request.kv_format) == ("thd", "bshd")
-    assert AttentionParams(qkv_layout="bs3hd").request().q_format == "bshd"
+    assert (request.shape.q_format, request.shape.kv_format) == ("thd", "bshd")
+    assert AttentionParams(qkv_layout="bs3hd").request().shape.q_format == "bshd"
 
 
-def test_a_layer_remembers_what_it_chose_until_the_call_or_the_switches_change(monkeypatch, device):
+def test_what_was_chosen_is_remembered_until_the_call_or_the_switches_change(monkeypatch, device):
     asked = []
 
     def counting(request):
         asked.append(request)
         return choose(request)
 
-    monkeypatch.setattr(layer_file, "choose", counting)
+    monkeypatch.setattr(calls, "choose", counting)
+    calls.PLANS.clear()
     module = DotProductAttention(2, 4, qkv_format="bshd", attention_dropout=0.1)
     for _ in range(3):
         module(*qkv(device))
@@ -221,10 +223,10 @@ def test_a_layer_remembers_what_it_chose_until_the_call_or_the_switches_change(m
     assert len(asked) == 4
     monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
     module(*qkv(device))
-    assert len(asked) == 5 and not asked[-1].switches.fused
+    assert len(asked) == 5 and not asked[-1].device.switches.fused
     q, k, v = qkv(device)
     module(q.requires_grad_(), k, v)
-    assert len(asked) == 6 and asked[-1].needs_gradient and not asked[-2].needs_gradient
+    assert len(asked) == 6 and asked[-1].options.needs_gradient and not asked[-2].options.needs_gradient
 
 
 def test_a_forced_or_observed_call_is_chosen_afresh(device):
@@ -235,16 +237,16 @@ def test_a_forced_or_observed_call_is_chosen_afresh(device):
     assert decision.chosen == "reference"
 
 
-def test_a_layer_forgets_rather_than_remember_ever_more_calls(monkeypatch, device):
-    monkeypatch.setattr(layer_file, "MAX_PLANS", 2)
+def test_plans_are_forgotten_rather_than_remembered_for_ever_more_calls(monkeypatch, device):
+    monkeypatch.setattr(calls.PLANS, "most", 2)
     module = DotProductAttention(2, 4, qkv_format="bshd")
     for size in range(2, 7):
         module(*qkv(device, size=size))
-    assert len(module._plans) <= 2
+    assert len(calls.PLANS) <= 2
 
 
 def test_kernels_that_can_be_called_apart_are_found_without_a_gpu():
-    assert kernels(AttentionParams().request()).name == "reference"
+    assert passes_of(AttentionParams().request()).name == "reference"
 
 
 def test_installed_flash_packages_are_reported_when_they_are_chosen(monkeypatch):
@@ -283,7 +285,7 @@ def test_the_choice_is_logged_on_request(monkeypatch, caplog):
     monkeypatch.setenv("NVTE_DEBUG", "0")
     AttentionLogging.setup_logging()
     assert "Selected backend = reference" in caplog.text
-    assert "torch_sdpa: softmax_type='off-by-one'" in caplog.text
+    assert "torch_sdpa: it does not know softmax_type='off-by-one'" in caplog.text
     assert AttentionLogging._log_level == logging.WARNING
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,15 +12,11 @@ from attention_oracle import cumulative
 from torch import Tensor
 
 from transformer_engine.common import optional
-from transformer_engine.pytorch.attention.dot_product_attention import mask as masks
-from transformer_engine.pytorch.attention.dot_product_attention.backends import (
-    cudnn,
-    cudnn_fp8,
-    cudnn_graph,
-    cudnn_plan,
-    reference,
-)
-from transformer_engine.pytorch.attention.dot_product_attention.request import (
+from transformer_engine.pytorch.functions.attention.fp8 import FORWARD
+from transformer_engine.pytorch.primitives.attention import mask as masks
+from transformer_engine.pytorch.primitives.attention import reference
+from transformer_engine.pytorch.primitives.attention.backends import cudnn, cudnn_fp8, cudnn_graph, cudnn_plan
+from transformer_engine.pytorch.primitives.attention.request import (
     AttentionInputs,
     AttentionRequest,
     Switches,
@@ -46,7 +41,7 @@ def request(mask: str = "causal", window=None, bottom_right=None, **options: Any
         "switches": Switches(),
         "capability": (9, 0),
     }
-    return AttentionRequest(**{**given, **options})
+    return AttentionRequest.of(**{**given, **options})
 
 
 PACKED = {"q_format": "thd", "kv_format": "thd"}
@@ -69,7 +64,7 @@ def test_importing_the_package_imports_no_cudnn():
 def test_a_library_that_is_not_there_is_a_refusal(monkeypatch):
     cudnn_graph.missing.cache_clear()
     monkeypatch.setattr(optional, "installed", lambda name: False)
-    assert "not installed; pip install" in (cudnn.refuses(request()) or "")
+    assert "not installed; pip install" in (cudnn.BACKEND.refusal(request()) or "")
     cudnn_graph.missing.cache_clear()
 
 
@@ -98,7 +93,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "fp8 asked for": ({"switches": Switches(fused_kind="2")}, "asks for FP8"),
     "old GPU": ({"capability": (7, 5)}, "compute capability 7.5 < 8.0"),
     "float32": ({"dtype": torch.float32}, "torch.float32; it takes"),
-    "fp8": ({"fp8": "delayed"}, "16-bit tensors only"),
+    "fp8": ({"fp8": "delayed"}, "FP8 attention"),
     "score_mod": ({"score_mod": lambda *_: None}, "score_mod"),
     "empty": ({"seqlen_q": 0}, "an empty tensor"),
     "head size": ({"head_dim_qk": 60}, "head_dim_qk=60 is not a multiple of 8"),
@@ -144,7 +139,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refusals_name_the_value_and_the_limit(name, installed):
     options, sentence = REFUSED[name]
-    assert sentence in (cudnn.refuses(request(**options)) or "")
+    assert sentence in (cudnn.BACKEND.refusal(request(**options)) or "")
 
 
 @pytest.mark.parametrize(
@@ -166,7 +161,7 @@ def test_refusals_name_the_value_and_the_limit(name, installed):
 )
 def test_refusals_of_versions(version, options, sentence, installed, monkeypatch):
     monkeypatch.setattr(cudnn, "get_cudnn_version", lambda: version)
-    assert sentence in (cudnn.refuses(request(**options)) or "")
+    assert sentence in (cudnn.BACKEND.refusal(request(**options)) or "")
 
 
 TAKEN: dict[str, dict[str, Any]] = {
@@ -186,7 +181,7 @@ TAKEN: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", TAKEN)
 def test_what_it_takes(name, installed):
-    assert cudnn.refuses(request(**TAKEN[name])) is None
+    assert cudnn.BACKEND.refusal(request(**TAKEN[name])) is None
 
 
 FP8_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -196,23 +191,23 @@ FP8_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "ampere": ({"capability": (8, 0)}, "compute capability 8.0 < 9.0"),
     "blackwell": ({"capability": (10, 0)}, "untested above"),
     "empty": ({"batch": 0}, "an empty tensor"),
-    "bias": (BIASED, "a bias"),
-    "bottom right": ({"mask": "causal_bottom_right", "seqlen_q": 128}, "bottom-right diagonal"),
-    "dropout": ({"dropout": 0.1}, "dropout"),
-    "sink": ({"softmax": "learnable"}, "a sink"),
+    "bias": (BIASED, "core_attention_bias_type='post_scale_bias'"),
+    "bottom right": ({"mask": "causal_bottom_right", "seqlen_q": 128}, "a diagonal that ends bottom right"),
+    "dropout": ({"dropout": 0.1}, "attention_dropout"),
+    "sink": ({"softmax": "learnable"}, "softmax_type='learnable'"),
     "head size": ({"head_dim_qk": 72}, "head size 72"),
-    "packed": ({"mask": "padding", **PACKED}, "packed sequences"),
+    "packed": ({"mask": "padding", **PACKED}, "qkv_format='thd'"),
 }
 
 
 @pytest.mark.parametrize("name", FP8_REFUSED)
 def test_refusals_of_fp8(name, installed):
     options, sentence = FP8_REFUSED[name]
-    assert sentence in (cudnn_fp8.refuses(request(**options)) or "")
+    assert sentence in (FORWARD.named("cudnn").refusal(request(**options, fp8="delayed")) or "")
 
 
 def test_the_fp8_backward_takes_one_head_size(installed):
-    assert cudnn_fp8.refuses(request()) is None
+    assert FORWARD.named("cudnn").refusal(request(fp8="delayed")) is None
     assert "it takes 128" in (cudnn_fp8.refuses_backward(request()) or "")
     assert cudnn_fp8.refuses_backward(request(head_dim_qk=128, head_dim_v=128)) is None
 
@@ -247,29 +242,33 @@ def inputs_of(
     device = torch.device("cuda")
 
     def tensor(tensor_format: str, size: int, heads: int, depth: int) -> Tensor:
-        shape = cudnn_plan.format_shape(tensor_format, r.batch, size, heads, depth, r.batch * size)
-        return torch.randn(shape, device=device).to(r.dtype)
+        shape = cudnn_plan.format_shape(
+            tensor_format, r.shape.batch, size, heads, depth, r.shape.batch * size
+        )
+        return torch.randn(shape, device=device).to(r.shape.dtype)
 
-    q = tensor(r.q_format, r.seqlen_q, r.heads, r.head_dim_qk)
-    k = tensor(r.kv_format, r.seqlen_kv, r.groups, r.head_dim_qk)
-    v = tensor(r.kv_format, r.seqlen_kv, r.groups, r.head_dim_v)
+    q = tensor(r.shape.q_format, r.shape.seqlen_q, r.shape.heads, r.shape.head_dim_qk)
+    k = tensor(r.shape.kv_format, r.shape.seqlen_kv, r.shape.groups, r.shape.head_dim_qk)
+    v = tensor(r.shape.kv_format, r.shape.seqlen_kv, r.shape.groups, r.shape.head_dim_v)
     if packed_qkv:
-        q, k, v = torch.cat((q, k, v), dim=-2).split((r.heads, r.groups, r.groups), dim=-2)
-    lengths_q = torch.tensor(lengths_q, dtype=torch.int32, device=device) if r.mask.padding else None
+        q, k, v = torch.cat((q, k, v), dim=-2).split((r.shape.heads, r.shape.groups, r.shape.groups), dim=-2)
+    lengths_q = torch.tensor(lengths_q, dtype=torch.int32, device=device) if r.options.mask.padding else None
     lengths_kv = (
         lengths_q if lengths_kv is None else torch.tensor(lengths_kv, dtype=torch.int32, device=device)
     )
-    starts = [cumulative([size] * r.batch, device) for size in (r.seqlen_q, r.seqlen_kv)]
+    starts = [cumulative([size] * r.shape.batch, device) for size in (r.shape.seqlen_q, r.shape.seqlen_kv)]
     return AttentionInputs(
         q,
         k,
         v,
         lengths_q,
         lengths_kv,
-        starts[0] if r.q_format == "thd" else None,
-        starts[1] if r.kv_format == "thd" else None,
-        bias=None if r.bias_shape is None else torch.randn(r.bias_shape, device=device).to(r.dtype),
-        sink=None if r.softmax == "vanilla" else torch.randn(r.heads, device=device),
+        starts[0] if r.shape.q_format == "thd" else None,
+        starts[1] if r.shape.kv_format == "thd" else None,
+        bias=None
+        if r.shape.bias_shape is None
+        else torch.randn(r.shape.bias_shape, device=device).to(r.shape.dtype),
+        sink=None if r.options.softmax == "vanilla" else torch.randn(r.shape.heads, device=device),
     )
 
 
@@ -287,21 +286,21 @@ def real_rows(r: AttentionRequest, inputs: AttentionInputs) -> Tensor:
     """Which rows of [b, h, s_q], or of thd [h, t] with sequences of equal extent, are tokens."""
     if inputs.lengths_q is None:
         return torch.ones(1, 1, 1, dtype=torch.bool, device="cuda")
-    real = torch.arange(r.seqlen_q, device="cuda") < inputs.lengths_q[:, None]
-    return real.flatten()[None] if r.q_format == "thd" else real[:, None]
+    real = torch.arange(r.shape.seqlen_q, device="cuda") < inputs.lengths_q[:, None]
+    return real.flatten()[None] if r.shape.q_format == "thd" else real[:, None]
 
 
 def assert_exact(r: AttentionRequest, inputs: AttentionInputs) -> None:
     """Output, statistics and gradients within what rounding to 16 bits explains: 2^-9 once or twice."""
-    assert cudnn.refuses(r) is None
-    grad = torch.randn(*inputs.q.shape[:-1], r.head_dim_v, device="cuda").to(r.dtype)
-    wide, exact_request = widened(inputs), replace(r, dtype=torch.float32)
+    assert cudnn.BACKEND.refusal(r) is None
+    grad = torch.randn(*inputs.q.shape[:-1], r.shape.head_dim_v, device="cuda").to(r.shape.dtype)
+    wide, exact_request = widened(inputs), r.changed(dtype=torch.float32)
     exact = reference.forward(exact_request, wide)
     found = cudnn.forward(r, inputs)
     assert relative(found.output, exact.output) < 0.004
-    if r.max_logit:
+    if r.options.max_logit:
         torch.testing.assert_close(found.max_logit, exact.max_logit, rtol=1e-5, atol=1e-5)
-    if not r.needs_gradient:
+    if not r.options.needs_gradient:
         return
     visible = exact.lse.isfinite() & real_rows(r, inputs)
     torch.testing.assert_close(found.lse[visible], exact.lse[visible], rtol=1e-3, atol=1e-3)
@@ -310,7 +309,7 @@ def assert_exact(r: AttentionRequest, inputs: AttentionInputs) -> None:
     for name, a, b in zip(gradients._fields, gradients, expected, strict=True):
         if a is not None:
             assert relative(a, b) < 0.006, name
-    if r.deterministic:
+    if r.device.deterministic:
         again = cudnn.backward(r, inputs, found, grad)
         assert all(a is None or torch.equal(a, b) for a, b in zip(gradients, again, strict=True))
 
@@ -368,7 +367,7 @@ def test_every_option_is_exact(name):
     options, tensors = EXACT[name]
     r = request(**options)
     inputs = inputs_of(r, **tensors)
-    if r.bias == "alibi":
+    if r.options.bias == "alibi":
         inputs = inputs._replace(slopes=2.0 ** (-2.0 * torch.arange(1, 5, device="cuda")))
     assert_exact(r, inputs)
 
@@ -386,16 +385,18 @@ def test_pages_are_read_where_they_lie(page_size, q_format):
         cached=True,
         needs_gradient=False,
     )
-    columns = r.seqlen_kv // page_size
-    pages = torch.randperm(r.batch * columns, device="cuda").int().view(r.batch, columns)
+    columns = r.shape.seqlen_kv // page_size
+    pages = torch.randperm(r.shape.batch * columns, device="cuda").int().view(r.shape.batch, columns)
     cache = [
-        torch.randn(r.batch * columns, page_size, r.groups, r.head_dim_v, device="cuda").to(r.dtype)
+        torch.randn(r.shape.batch * columns, page_size, r.shape.groups, r.shape.head_dim_v, device="cuda").to(
+            r.shape.dtype
+        )
         for _ in "kv"
     ]
     inputs = inputs_of(r, lengths_q=[16, 3], lengths_kv=[200, 131])
     k, v = (x[pages.long()].flatten(1, 2) for x in cache)
     dense = widened(inputs._replace(k=k, v=v))
-    exact = reference.forward(replace(r, dtype=torch.float32, page_size=0), dense)
+    exact = reference.forward(r.changed(dtype=torch.float32, page_size=0), dense)
     found = cudnn.forward(r, inputs._replace(k=cache[0], v=cache[1], page_table=pages))
     rows = slice(0, 19) if q_format == "thd" else slice(None)
     assert relative(found.output[rows], exact.output[rows]) < 0.004

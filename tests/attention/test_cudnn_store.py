@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 import os
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 import torch
 from test_cudnn import PACKED, request
 
-from transformer_engine.pytorch.attention.dot_product_attention.backends import (
+from transformer_engine.pytorch.primitives.attention.backends import (
     cudnn,
     cudnn_fp8,
     cudnn_graph,
@@ -241,9 +240,9 @@ def test_another_machine_or_source_looks_for_another_file(name, library, tmp_pat
 def test_another_request_or_stride_looks_for_another_file(library, tmp_path):
     r = request()
     others = [
-        replace(r, scale=0.25),
-        replace(r, batch=3),
-        replace(r, dtype=torch.float16),
+        r.changed(scale=0.25),
+        r.changed(batch=3),
+        r.changed(dtype=torch.float16),
         request("no_mask"),
     ]
     for other in (r, *others):
@@ -504,7 +503,7 @@ def test_a_plan_from_disk_computes_the_same_bits(options, monkeypatch, tmp_path,
     grad = torch.randn_like(inputs.q)
     results = []
     for _ in range(2):
-        cudnn._plans.clear()
+        cudnn._PLANS.clear()
         found = cudnn.forward(r, inputs)
         results.append((found.output, *cudnn.backward(r, inputs, found, grad)[:3]))
         monkeypatch.setattr(cudnn_graph, "_built", None)  # the second time there is nothing to build

@@ -30,18 +30,17 @@ ERRORS = {
 # Every refusal as a GPU of capability 9.0 would have it; no GPU is touched.
 ASKED = """
 import torch
-from dataclasses import replace
 import transformer_engine.pytorch as te
 from transformer_engine.common.dispatch import tables
-from transformer_engine.pytorch.attention.dot_product_attention.backends import (
+from transformer_engine.pytorch.primitives.attention.backends import (
     cudnn, cudnn_graph, flash2, flash3, flash4, triton)
 from transformer_engine.pytorch.attention.dot_product_attention.utils import AttentionParams
-from transformer_engine.pytorch.primitives import launching
+from transformer_engine.pytorch.runtime import launching
 from transformer_engine.pytorch.primitives.gemm import cublaslt_library
 
 cudnn_graph.get_cudnn_version = lambda: (9, 19, 0)
-request = replace(AttentionParams(qkv_dtype=torch.bfloat16, qkv_layout="bshd_bshd_bshd").request(),
-                  device_type="cuda", capability=(9, 0), needs_gradient=True)
+request = AttentionParams(qkv_dtype=torch.bfloat16, qkv_layout="bshd_bshd_bshd").request().changed(
+    device_type="cuda", capability=(9, 0), needs_gradient=True)
 ask = {
     "flash_attn": lambda: flash2.refuses(request),
     "flash_attn.cute.interface": lambda: flash4.refuses(request),

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch import device_checks
-from transformer_engine.pytorch.device_checks import Waiting, collect, demand
+from transformer_engine.pytorch.runtime import device_checks
+from transformer_engine.pytorch.runtime.device_checks import Waiting, collect, demand
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -102,7 +102,7 @@ def test_a_compiler_traces_through():
 
 def test_what_nobody_asked_for_is_printed_when_the_process_ends():
     program = (
-        "import torch; from transformer_engine.pytorch.device_checks import Waiting, collect\n"
+        "import torch; from transformer_engine.pytorch.runtime.device_checks import Waiting, collect\n"
         "def rule(numbers): raise ValueError(f'{numbers} will not do')\n"
         "collect(Waiting(rule, [torch.tensor([4])], (), lambda: False, lambda: None))\n"
     )

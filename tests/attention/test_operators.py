@@ -8,11 +8,13 @@ from attention_oracle import cumulative
 
 from transformer_engine.common.dispatch import Backend
 from transformer_engine.pytorch.attention import DotProductAttention
-from transformer_engine.pytorch.attention.dot_product_attention import dot_product_attention as module_file
-from transformer_engine.pytorch.attention.dot_product_attention.autograd import Kernels, attend
-from transformer_engine.pytorch.attention.dot_product_attention.backends import reference
-from transformer_engine.pytorch.attention.dot_product_attention.text import as_text, from_text
+from transformer_engine.pytorch.attention.dot_product_attention.call import PLANS
 from transformer_engine.pytorch.attention.dot_product_attention.utils import AttentionParams
+from transformer_engine.pytorch.primitives.attention import reference
+from transformer_engine.pytorch.primitives.attention.choose import TABLE
+from transformer_engine.pytorch.primitives.attention.passes import Passes
+from transformer_engine.pytorch.primitives.attention.request import Feature
+from transformer_engine.pytorch.primitives.attention.serialized import as_text, from_text
 
 
 @pytest.fixture
@@ -26,16 +28,17 @@ def opaque(monkeypatch):
         return reference.forward(request, inputs)
 
     def backward(request, inputs, attended, grad_output):
+        assert grad_output.is_contiguous()
         calls.append("backward")
         return reference.backward(request, inputs, attended, grad_output)
 
-    kernels = Kernels("opaque", forward, backward)
-    backend = Backend(
-        "opaque", lambda request, inputs: attend(kernels, request, inputs), lambda request: None
-    )
-    for name in ("choose", "choose_when_traced"):
-        monkeypatch.setattr(module_file, name, lambda request: backend)
-    return calls
+    passes = Passes("opaque", forward, backward)
+    row = Backend("opaque", takes=frozenset(Feature), bind=lambda request: passes, opaque=True)
+    monkeypatch.setattr(TABLE, "backends", (*TABLE.backends, row))
+    monkeypatch.setattr(TABLE, "order", lambda request: ("opaque",))
+    PLANS.clear()
+    yield calls
+    PLANS.clear()
 
 
 def sample(device, *shape, seed=0):
@@ -81,6 +84,21 @@ def test_an_untraceable_backend_compiles(case, opaque, device):
     for eager, compiled in zip(*found, strict=True):
         torch.testing.assert_close(compiled, eager, rtol=0, atol=0)
     assert opaque.count("forward") == opaque.count("backward") == 2
+
+
+def test_a_backward_pass_is_given_a_contiguous_gradient_whatever_the_caller_has(opaque, device):
+    attention = DotProductAttention(2, 8, qkv_format="bshd", attn_mask_type="no_mask")
+    q, k, v = (sample(device, 2, 6, 2, 8, seed=seed).requires_grad_() for seed in range(3))
+    out = attention(q, k, v)
+    whole = sample(device, *out.shape, seed=4)
+    transposed = whole.transpose(0, 2).contiguous().transpose(0, 2)
+    expanded = torch.ones((), device=device).expand(out.shape)
+    for strided, copy in ((transposed, whole), (expanded, torch.ones_like(out))):
+        assert strided.stride(-1) != 1
+        found = torch.autograd.grad(out, (q, k, v), strided, retain_graph=True)
+        expected = torch.autograd.grad(out, (q, k, v), copy, retain_graph=True)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert opaque.count("backward") == 4
 
 
 def test_a_request_survives_as_text():

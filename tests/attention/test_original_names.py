@@ -10,7 +10,6 @@ from transformer_engine.common.dispatch import use_backend
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 from transformer_engine.pytorch import DotProductAttention
 from transformer_engine.pytorch.attention.dot_product_attention import _attention_backends, get_qkv_layout
-from transformer_engine.pytorch.attention.dot_product_attention import choose as choosing
 from transformer_engine.pytorch.attention.dot_product_attention.utils import (
     AttentionParams,
     FlashAttentionUtils,
@@ -19,6 +18,7 @@ from transformer_engine.pytorch.attention.dot_product_attention.utils import (
     combine_and_quantize,
     get_attention_backend,
 )
+from transformer_engine.pytorch.primitives.attention import choose as choosing
 
 E4M3 = te.DType.kFloat8E4M3
 
@@ -83,8 +83,8 @@ def test_an_update_that_is_required_makes_layers_choose_again(device, monkeypatc
     module, tensors = DotProductAttention(2, 16, qkv_format="bshd"), qkv(device)
     module(*tensors)
     chosen = []
-    original = choosing.TABLE.select
-    monkeypatch.setattr(choosing.TABLE, "select", lambda request: chosen.append(request) or original(request))
+    original = choosing.TABLE.bind
+    monkeypatch.setattr(choosing.TABLE, "bind", lambda request: chosen.append(request) or original(request))
     module(*tensors)
     assert not chosen
     _attention_backends["backend_selection_requires_update"] = True
@@ -207,6 +207,6 @@ def test_the_unfused_attention_is_the_reference_backend(device):
 
 def test_the_path_of_flex_attention_leads_to_its_backend():
     from transformer_engine.pytorch.attention.dot_product_attention import flex_attention
-    from transformer_engine.pytorch.attention.dot_product_attention.backends import flex
+    from transformer_engine.pytorch.primitives.attention.backends import flex
 
     assert flex_attention.run is flex.run and flex_attention.BACKEND is flex.BACKEND

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from attention_oracle import cumulative, padding_mask
 from torch.nn.attention.flex_attention import flex_attention
 
-from transformer_engine.pytorch.attention.dot_product_attention.backends import (
-    flex,
-    reference,
-    torch_cudnn,
-    torch_flash,
-)
-from transformer_engine.pytorch.attention.dot_product_attention.mask import resolve
-from transformer_engine.pytorch.attention.dot_product_attention.request import (
+from transformer_engine.pytorch.primitives.attention import reference
+from transformer_engine.pytorch.primitives.attention.backends import flex, torch_cudnn, torch_flash
+from transformer_engine.pytorch.primitives.attention.mask import resolve
+from transformer_engine.pytorch.primitives.attention.request import (
     AttentionInputs,
     AttentionRequest,
     Switches,
@@ -41,7 +35,7 @@ def request_of(mask="causal", window=None, **changes):
         "scale": 0.25,
         "switches": Switches(),
     }
-    return AttentionRequest(**{**fields, **changes})
+    return AttentionRequest.of(**{**fields, **changes})
 
 
 def on_hopper(**changes):
@@ -49,11 +43,11 @@ def on_hopper(**changes):
 
 
 def inputs_of(request, device="cpu", **changes):
-    lead = {"bshd": (2, 16), "sbhd": (16, 2), "thd": (32,)}[request.q_format]
+    lead = {"bshd": (2, 16), "sbhd": (16, 2), "thd": (32,)}[request.shape.q_format]
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
-        torch.randn(*lead, heads, 16, generator=generator).to(device, request.dtype)
-        for heads in (request.heads, request.groups, request.groups)
+        torch.randn(*lead, heads, 16, generator=generator).to(device, request.shape.dtype)
+        for heads in (request.shape.heads, request.shape.groups, request.shape.groups)
     )
     return AttentionInputs(q, k, v, **changes)
 
@@ -107,7 +101,7 @@ def test_torchs_flash_operator_takes_what_it_is_given(q_format, window):
     """On the meta device: names, order and shapes of arguments and results."""
     mask = "padding_causal" if q_format == "thd" else "causal"
     request = on_hopper(mask=mask, window=window, q_format=q_format, kv_format=q_format, same_lengths=True)
-    assert torch_flash.refuses(request) is None
+    assert torch_flash.BACKEND.refusal(request) is None
     starts = cumulative([16, 16], "meta") if q_format == "thd" else None
     inputs = inputs_of(request, "meta", starts_q=starts, starts_kv=starts)
     found = torch_flash.forward(request, inputs)
@@ -119,7 +113,7 @@ def test_torchs_flash_operator_takes_what_it_is_given(q_format, window):
 @pytest.mark.parametrize("q_format", ["bshd", "sbhd"])
 def test_torchs_cudnn_operator_takes_what_it_is_given(q_format):
     request = on_hopper(q_format=q_format, kv_format=q_format)
-    assert torch_cudnn.refuses(request) is None
+    assert torch_cudnn.BACKEND.refusal(request) is None
     inputs = inputs_of(request, "meta")
     found = torch_cudnn.forward(request, inputs)
     assert found.output.shape == inputs.q.shape and found.output.is_contiguous()
@@ -138,39 +132,39 @@ def test_torchs_cudnn_operator_takes_what_it_is_given(q_format):
         (flex, {"fp8": "current"}, "FP8 attention"),
         (flex, {"dtype": torch.float64}, "float64"),
         (flex, {"batch": 0}, "an empty tensor"),
-        (flex, {"dropout": 0.5}, "attention_dropout=0.5"),
-        (flex, {"softmax": "learnable"}, "it has no sink"),
+        (flex, {"dropout": 0.5}, "attention_dropout"),
+        (flex, {"softmax": "learnable"}, "softmax_type='learnable'"),
         (flex, {"max_logit": True}, "return_max_logit"),
         (flex, {"head_dim_v": 40}, "heads of size 40"),
         (flex, {"page_size": 16}, "a paged cache"),
-        (flex, {"deterministic": True}, "in no fixed order"),
+        (flex, {"deterministic": True}, "deterministic gradients"),
         (torch_flash, {"switches": Switches(flash=False)}, "NVTE_FLASH_ATTN=0"),
         (torch_flash, {"switches": Switches(flash2=False)}, "NVTE_FLASH_ATTN_V2=0"),
         (torch_flash, {"capability": (7, 5)}, "compute capability 7.5 < 8.0"),
-        (torch_flash, {"head_dim_v": 32}, "heads of two sizes, 16 and 32"),
-        (torch_flash, {"page_size": 16}, "a cache of keys and values"),
-        (torch_flash, {"mask": resolve("padding", None, None)}, "padding with qkv_format='bshd'"),
+        (torch_flash, {"head_dim_v": 32}, "heads of two sizes"),
+        (torch_flash, {"page_size": 16}, "a paged cache"),
+        (torch_flash, {"mask": resolve("padding", None, None)}, "lengths of padded sequences"),
         (
             torch_flash,
             {"q_format": "thd", "kv_format": "thd", "padded_between": True},
-            "padding between packed sequences",
+            "tokens between packed sequences",
         ),
         (torch_flash, {"deterministic": True}, "torch.use_deterministic_algorithms(True)"),
         (torch_cudnn, {"switches": Switches(fused=False)}, "NVTE_FUSED_ATTN=0"),
         (torch_cudnn, {"switches": Switches(fused_kind="2")}, "NVTE_FUSED_ATTN_BACKEND=2 asks for FP8"),
         (torch_cudnn, {"capability": (8, 0)}, "compute capability 8.0 < 9.0"),
-        (torch_cudnn, {"mask": resolve("padding", None, None)}, "sequences of one length"),
-        (torch_cudnn, {"mask": resolve("causal", (3, 0), None)}, "window_size=(3, 0)"),
+        (torch_cudnn, {"mask": resolve("padding", None, None)}, "lengths of padded sequences"),
+        (torch_cudnn, {"mask": resolve("causal", (3, 0), None)}, "window_size"),
         (
             torch_cudnn,
             {"mask": resolve("causal_bottom_right", None, None), "seqlen_q": 8},
             "ends bottom right",
         ),
-        (torch_cudnn, {"head_dim_v": 32}, "heads of two sizes, 16 and 32"),
-        (torch_cudnn, {"deterministic": True}, "a deterministic backward"),
-        (torch_cudnn, {"head_dim_qk": 256}, "multiples of 8 up to 128"),
+        (torch_cudnn, {"head_dim_v": 32}, "heads of two sizes"),
+        (torch_cudnn, {"deterministic": True}, "deterministic gradients"),
+        (torch_cudnn, {"head_dim_qk": 256, "head_dim_v": 256}, "multiples of 8 up to 128"),
     ],
 )
 def test_refusals_name_the_value_and_the_limit(backend, changes, reason):
-    refusal = backend.refuses(replace(on_hopper(), **changes))
+    refusal = backend.BACKEND.refusal(on_hopper().changed(**changes))
     assert (refusal is None) if reason is None else reason in (refusal or "")

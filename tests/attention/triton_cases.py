@@ -9,13 +9,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from transformer_engine.pytorch.attention.dot_product_attention import layout, mask
-from transformer_engine.pytorch.attention.dot_product_attention.backends import reference
-from transformer_engine.pytorch.attention.dot_product_attention.request import (
+from transformer_engine.pytorch.primitives.attention import layout, mask, reference
+from transformer_engine.pytorch.primitives.attention.packed import lengths_of_mask
+from transformer_engine.pytorch.primitives.attention.request import (
     AttentionInputs,
     AttentionRequest,
     Switches,
 )
+from transformer_engine.pytorch.primitives.attention.visible import visible as visible_of
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def build(case: Case, device: torch.device, grown: int) -> tuple[AttentionReques
         masked_q, masked_kv = (
             torch.rand(case.batch, 1, 1, n, generator=generator) < 0.3 for n in (size_q, size_kv)
         )
-        lengths_q, lengths_kv = mask.lengths_of_mask(masked_q), mask.lengths_of_mask(masked_kv)
+        lengths_q, lengths_kv = lengths_of_mask(masked_q), lengths_of_mask(masked_kv)
     masked = None
     if case.hidden:
         shape = [
@@ -126,7 +127,7 @@ def build(case: Case, device: torch.device, grown: int) -> tuple[AttentionReques
         packed and not case.page),
         there(masked_q), there(masked_kv), there(masked), bias, there(slopes), there(sink), there(page_table),
     )  # fmt: skip
-    request = AttentionRequest(
+    request = AttentionRequest.of(
         dtype=case.dtype,
         device_type=device.type,
         batch=case.batch,
@@ -214,13 +215,13 @@ def literal(
             leaves[name] = tensor.detach().to(dtype, copy=True).requires_grad_()
     inputs = inputs._replace(**leaves)
     q, k, v = layout.dense_qkv(request, inputs)
-    share = request.heads // request.groups
+    share = request.shape.heads // request.shape.groups
     k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
-    logits = (q @ k.transpose(-1, -2)) * request.scale
+    logits = (q @ k.transpose(-1, -2)) * request.options.scale
     bias = reference.additive_bias(request, inputs)
     if bias is not None:
         logits = logits + bias.to(dtype)
-    visible = mask.visible(request, inputs)
+    visible = visible_of(request, inputs)
     if visible is not None:
         logits = logits.masked_fill(~visible, -torch.inf)
     max_logit = logits.detach().amax(dim=(0, 2, 3)).float()
@@ -233,7 +234,7 @@ def literal(
         blind = (logits == -torch.inf).all(-1, keepdim=True)
         probabilities = logits.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
     if kept is not None:
-        probabilities = probabilities * kept / (1.0 - request.dropout)
+        probabilities = probabilities * kept / (1.0 - request.options.dropout)
     output = layout.from_bhsd(request, inputs, probabilities @ v)
     gradients, rounding = {}, {}
     if grad_output is not None:
@@ -242,7 +243,7 @@ def literal(
         found = torch.autograd.grad(output, wanted, grad_output.to(dtype), allow_unused=True)
         gradients = dict(zip(leaves, found, strict=False))
         for name, term in zip(terms, found[len(leaves) :], strict=True):
-            shape = (1, request.heads, 1, 1) if name == "sink" else leaves[name].shape
+            shape = (1, request.shape.heads, 1, 1) if name == "sink" else leaves[name].shape
             if term.shape != shape:
                 rounding[name] = term.double().square().sum_to_size(shape).sqrt()
     return Outcome(output.detach(), max_logit, gradients, rounding)

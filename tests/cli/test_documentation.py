@@ -9,15 +9,28 @@ from pathlib import Path
 import pytest
 
 from transformer_engine.cli.demo.config import CPU_SIZES, CUDA_SIZES
+from transformer_engine.common import env
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = {"sequence": "--seq", "learning_rate": "--lr"}
 
 
-def test_the_support_table_is_that_of_support_json():
-    script = ROOT / "docs" / "support_table.py"
-    result = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout
+@pytest.mark.parametrize("script", ["support_table.py", "performance_table.py", "environment_table.py"])
+def test_a_generated_page_is_that_of_its_source(script: str):
+    result = subprocess.run(
+        [sys.executable, ROOT / "docs" / script, "--check"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_the_page_of_environment_variables_names_each_once():
+    page = (ROOT / "docs" / "environment.md").read_text()
+    named = [line.split("`")[1] for line in page.splitlines() if line.startswith("| `")]
+    assert sorted(named) == sorted(env.VARIABLES)
 
 
 @pytest.mark.parametrize("name", CPU_SIZES)
@@ -40,9 +53,3 @@ def test_every_relative_link_leads_to_a_file(page: str):
         if "://" not in target and not (path.parent / target.split("#")[0]).exists()
     ]
     assert missing == []
-
-
-def test_the_performance_tables_are_those_of_the_records():
-    script = ROOT / "docs" / "performance_table.py"
-    result = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout

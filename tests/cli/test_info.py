@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from transformer_engine import cli
 from transformer_engine.cli.demo.config import RECIPES
 from transformer_engine.cli.survey import Survey, survey
-from transformer_engine.common.dispatch import Table, tables
+from transformer_engine.common.dispatch import tables, undisturbed
 
 
 @pytest.fixture(scope="module")
@@ -63,4 +63,4 @@ def test_without_a_gpu_every_quantized_recipe_is_emulated(found: Survey):
 
 
 def test_the_survey_leaves_the_tables_as_they_were(found: Survey):
-    assert Table.select.__qualname__ == "Table.select"
+    assert found.findings and undisturbed()

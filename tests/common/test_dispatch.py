@@ -1,53 +1,56 @@
+from typing import NamedTuple
+
 import pytest
 
 from transformer_engine.common import dispatch
-from transformer_engine.common.dispatch import Backend, Table, Unsupported, use_backend
+from transformer_engine.common.dispatch import Backend, Operator, Refusal, Table, Unsupported, use_backend
 
 
 @pytest.fixture
 def table():
     """Doubles its request; `small` takes numbers below 10, `even` even ones, both refuse the rest."""
-    small = Backend("small", lambda n: 2 * n, lambda n: None if n < 10 else f"n={n} >= 10")
-    even = Backend("even", lambda n: n + n, lambda n: f"n={n} is odd" if n % 2 else None)
+    small = Backend(
+        "small", refuses=lambda n: None if n < 10 else f"n={n} >= 10", bind=lambda n: lambda: 2 * n
+    )
+    even = Backend("even", refuses=lambda n: f"n={n} is odd" if n % 2 else None, bind=lambda n: lambda: n + n)
     yield Table("double", (small, even))
     del dispatch.tables["double"]
 
 
 @pytest.mark.parametrize(("request_", "chosen"), [(2, "small"), (3, "small"), (12, "even")])
 def test_the_first_backend_that_does_not_refuse_is_selected(table, request_, chosen):
-    backend = table.select(request_)
-    assert backend.name == chosen
-    assert backend.run(request_) == 2 * request_
+    assert table.chosen(request_) == chosen
+    assert table.bind(request_)() == 2 * request_
 
 
 def test_when_all_refuse_the_error_carries_every_reason(table):
     with pytest.raises(Unsupported, match=r"small: n=13 >= 10; even: n=13 is odd"):
-        table.select(13)
+        table.bind(13)
 
 
 def test_a_forced_backend_is_selected_before_the_order(table):
     with use_backend(double="even"):
-        assert table.select(2).name == "even"
-    assert table.select(2).name == "small"
+        assert table.chosen(2) == "even"
+    assert table.chosen(2) == "small"
 
 
 def test_a_forced_backend_that_refuses_raises_its_reason_and_falls_back_to_nothing(table):
     with use_backend(double="small"), pytest.raises(Unsupported, match=r"'small'.*n=12 >= 10.*use_backend"):
-        table.select(12)
+        table.bind(12)
 
 
 def test_the_outermost_choice_wins(table):
     with use_backend(double="even"):
         with use_backend(double="small"):
-            assert table.select(2).name == "even"
-        assert table.select(2).name == "even"
-    assert table.select(2).name == "small"
+            assert table.chosen(2) == "even"
+        assert table.chosen(2) == "even"
+    assert table.chosen(2) == "small"
 
 
 def test_a_choice_ends_with_an_exception(table):
     with pytest.raises(KeyError), use_backend(double="even"):
         raise KeyError
-    assert table.select(2).name == "small"
+    assert table.chosen(2) == "small"
 
 
 @pytest.mark.parametrize("request_", [2, 3, 12, 13])
@@ -56,12 +59,12 @@ def test_explain_marks_the_backend_that_select_returns(table, request_):
     assert [v.backend for v in verdicts] == ["small", "even"]
     chosen = [v.backend for v in verdicts if v.chosen]
     if chosen:
-        assert chosen == [table.select(request_).name]
+        assert chosen == [table.chosen(request_)]
         assert all((v.refusal is None) == v.chosen for v in verdicts)
     else:
         assert all(v.refusal for v in verdicts)
         with pytest.raises(Unsupported):
-            table.select(request_)
+            table.bind(request_)
 
 
 def test_explain_says_that_a_choice_is_in_force(table):
@@ -77,57 +80,152 @@ def test_unknown_operations_and_backends_are_refused_with_the_names_there_are(ta
         pass
     with pytest.raises(ValueError, match=r"no backend 'odd'.*small, even"), use_backend(double="odd"):
         pass
-    assert table.select(2).name == "small"
+    assert table.chosen(2) == "small"
 
 
-def test_a_choice_is_described_once_for_equal_keys(table):
-    described = []
+class Doubling(NamedTuple):
+    """A number to double, and what else is asked of the result."""
 
-    def describe(n):
-        described.append(n)
-        return n
-
-    assert [table.choice("two", lambda: describe(2)).name for _ in range(3)] == ["small"] * 3
-    assert table.choice("twelve", lambda: describe(12)).name == "even"
-    assert described == [2, 12]
+    n: int
+    features: frozenset[str] = frozenset()
 
 
-def test_a_remembered_choice_gives_way_to_a_forced_one_and_comes_back(table):
-    assert table.choice("two", lambda: 2).name == "small"
-    with use_backend(double="even"):
-        assert table.choice("two", lambda: 2).name == "even"
-    assert table.choice("two", lambda: 2).name == "small"
+class Doubler:
+    """Counts what is asked of its backends: `small` adds, `even` is slow to plan and has no plan for 40."""
+
+    def __init__(self):
+        self.planned: list[tuple[str, int]] = []
+        self.described: list[int] = []
+        self.table: Table[Doubling] = Table(
+            "doubled",
+            (
+                Backend(
+                    "small",
+                    takes=frozenset({"negated"}),
+                    refuses=lambda request: None if request.n < 10 else f"n={request.n} >= 10",
+                    bind=self._small,
+                ),
+                Backend(
+                    "even",
+                    refuses=lambda request: f"n={request.n} is odd" if request.n % 2 else None,
+                    bind=self._even,
+                    opaque=True,
+                ),
+            ),
+            describe=self._describe,
+            operator=lambda request: Operator(lambda x: ("operator", request.n), lambda x: None),
+        )
+
+    def _describe(self, n, features=frozenset()):
+        self.described.append(n)
+        return Doubling(n, features)
+
+    def _small(self, request):
+        self.planned.append(("small", request.n))
+        sign = -1 if "negated" in request.features else 1
+        return lambda x: sign * 2 * x
+
+    def _even(self, request):
+        self.planned.append(("even", request.n))
+        return Refusal("40 is too much of a plan") if request.n == 40 else lambda x: x + x
 
 
-def test_observers_see_choices_that_were_remembered(table):
-    table.choice("two", lambda: 2)
-    seen = []
-    with dispatch.observing(lambda operation, request: seen.append((operation, request))):
-        table.choice("two", lambda: 2)
-    assert seen == [("double", 2)]
+@pytest.fixture
+def doubler():
+    yield Doubler()
+    del dispatch.tables["doubled"]
 
 
-def test_a_prospect_is_the_choice_and_observers_do_not_hear_of_it(table):
-    seen = []
-    with dispatch.observing(lambda operation, request: seen.append((operation, request))):
-        assert table.prospect("two", lambda: 2).name == "small"
-        assert seen == []
-        table.report(lambda: 3)
-    assert seen == [("double", 3)]
-    assert table.prospect("two", lambda: 2) is table.choice("two", lambda: 12)
-    with use_backend(double="even"):
-        assert table.prospect("two", lambda: 2).name == "even"
+def test_a_request_is_described_and_planned_once(doubler):
+    assert [doubler.table.bound((12,))(12) for _ in range(3)] == [24] * 3
+    assert doubler.planned == [("even", 12)]
+    assert doubler.described == [12]
 
 
-def test_refusals_are_not_remembered(table):
+def test_a_feature_that_a_backend_does_not_declare_is_refused_by_name(doubler):
+    negated, squared = frozenset({"negated"}), frozenset({"squared"})
+    assert doubler.table.bound((2, negated))(2) == -4
+    with pytest.raises(Unsupported, match=r"small: n=12 >= 10; even: it does not know negated"):
+        doubler.table.bound((12, negated))
+    with pytest.raises(Unsupported, match=r"small: it does not know squared; even: it does not know squared"):
+        doubler.table.bound((2, squared))
+
+
+def test_a_plan_that_fails_is_a_refusal_with_its_own_reason(doubler):
     for _ in range(2):
-        with pytest.raises(Unsupported):
-            table.choice("thirteen", lambda: 13)
-    assert not table._chosen
+        with pytest.raises(Unsupported, match=r"small: n=40 >= 10; even: 40 is too much of a plan"):
+            doubler.table.bound((40,))
+    assert doubler.planned == [("even", 40)]
+    assert doubler.table.explain(Doubling(40))[1].refusal == "40 is too much of a plan"
 
 
-def test_keys_without_end_do_not_fill_the_memory(table, monkeypatch):
-    monkeypatch.setattr(table._chosen, "most", 4)
-    for n in range(9):
-        table.choice(n, lambda: 2)
-    assert len(table._chosen) <= 4
+def test_a_forced_backend_whose_plan_fails_raises_that_reason(doubler):
+    with use_backend(doubled="even"), pytest.raises(Unsupported, match=r"'even'.*too much of a plan"):
+        doubler.table.bound((40,))
+
+
+def test_explain_plans_nothing(doubler):
+    verdicts = doubler.table.explain(Doubling(12))
+    assert [verdict.chosen for verdict in verdicts] == [False, True]
+    assert doubler.table.name_of((12,)) == "even"
+    assert doubler.planned == []
+
+
+def test_forcing_reaches_a_bound_request_and_ends_with_its_block(doubler):
+    assert doubler.table.bound((2,))(2) == 4
+    with use_backend(doubled="even"):
+        for _ in range(2):
+            assert doubler.table.bound((2,))(2) == 4
+            assert doubler.table.name_of((2,)) == "even"
+    assert doubler.table.name_of((2,)) == "small"
+    doubler.table.bound((2,))
+    assert doubler.planned == [("small", 2), ("even", 2)]  # a plan outlives the block it was made in
+
+
+def test_observers_hear_of_bound_requests_every_time(doubler):
+    doubler.table.bound((2,))
+    seen = []
+    with dispatch.observing(lambda operation, request: seen.append((operation, request.n))):
+        doubler.table.bound((2,))
+        doubler.table.bound((2,))
+        doubler.table.name_of((2,))
+    assert seen == [("doubled", 2)] * 2
+    assert doubler.planned == [("small", 2)]
+
+
+def test_a_binder_answers_for_every_backend_and_nothing_of_it_stays(doubler):
+    with dispatch.binding(lambda table, request: lambda x: (table.operation, request.n)):
+        assert doubler.table.bound((2,))(2) == ("doubled", 2)
+    assert doubler.table.bound((2,))(2) == 4
+
+
+def test_a_tracing_compiler_sees_an_operator_in_place_of_an_opaque_backend(doubler, monkeypatch):
+    monkeypatch.setattr(dispatch, "_tracing", lambda: True)
+    assert doubler.table.bound((12,))(12) == ("operator", 12)
+    assert doubler.planned == []
+    assert doubler.table.bound((2,))(2) == 4
+    assert not doubler.table._bound and not doubler.table._plans
+
+
+def test_requests_without_end_do_not_fill_the_memory(doubler, monkeypatch):
+    for memory in (doubler.table._bound, doubler.table._plans, doubler.table._names):
+        monkeypatch.setattr(memory, "most", 4)
+    for n in range(-9, 9):
+        doubler.table.bound((n,))
+        doubler.table.name_of((n,))
+    assert all(len(m) <= 4 for m in (doubler.table._bound, doubler.table._plans, doubler.table._names))
+
+
+def test_a_table_of_ways_to_go_decides_and_is_observed():
+    left = Backend("left", takes=frozenset({"rain"}), refuses=lambda r: None if r.n < 0 else f"n={r.n} >= 0")
+    table = Table("ways", (left, Backend("right", takes=frozenset({"rain"}))), describe=Doubling)
+    try:
+        assert [table.decide((n, ("rain",))) for n in (-1, 1, -1)] == ["left", "right", "left"]
+        seen = []
+        with dispatch.observing(lambda operation, request: seen.append(request.n)), use_backend(ways="right"):
+            assert table.decide((-1, ())) == "right"
+        assert seen == [-1]
+        with pytest.raises(Unsupported, match="right: it does not know snow"):
+            table.decide((1, ("snow",)))
+    finally:
+        del dispatch.tables["ways"]

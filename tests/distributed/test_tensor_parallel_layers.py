@@ -7,8 +7,8 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from cases import RECIPES
 from ranks import run_on_ranks
+from support.layers import RECIPES
 
 from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
 from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP

@@ -17,7 +17,8 @@ from transformer_engine.common.recipe import (
     NVFP4BlockScaling,
 )
 from transformer_engine.pytorch.distributed.tensor_parallel import TensorParallel
-from transformer_engine.pytorch.functions.linear import IDENTITY, Accumulation, LinearSpec, linear
+from transformer_engine.pytorch.functions.linear import linear
+from transformer_engine.pytorch.functions.linear_spec import IDENTITY, Accumulation, LinearSpec
 from transformer_engine.pytorch.functions.weight_gradient import WeightGradient
 from transformer_engine.pytorch.primitives.quantize import dequantize
 from transformer_engine.pytorch.quantization import RecipeState

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -10,21 +11,16 @@ import torch
 import transformer_engine.pytorch as te
 from transformer_engine.common.dispatch import observing
 from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
-from transformer_engine.pytorch.functions import norm_mlp
 
 RECIPES = {"delayed": DelayedScaling(), "current": Float8CurrentScaling(), "block": Float8BlockScaling()}
 HIDDEN, INNER, TOKENS = 64, 128, 32
 
 
 @pytest.fixture
-def apart(monkeypatch):
+def apart():
     """Call to have GELU computed in steps of its own from then on."""
-
-    def separate() -> None:
-        monkeypatch.setattr(norm_mlp, "_gelu_in_product", lambda spec: False)
-        monkeypatch.setattr(norm_mlp, "_gelu_gradient_in_product", lambda spec: False)
-
-    return separate
+    with contextlib.ExitStack() as stack:
+        yield lambda: stack.enter_context(te.use_backend(mlp_activation="apart", mlp_gradient="apart"))
 
 
 def mlp(device, dtype=torch.bfloat16, **options) -> te.LayerNormMLP:
@@ -225,3 +221,39 @@ def test_the_gradient_of_the_activation_is_never_in_memory(gradient):
     backward(y)
     wide = tokens * inner * 2
     assert torch.cuda.max_memory_allocated() - before < 1.7 * wide
+
+
+def ways(explanation) -> dict[str, tuple[str | None, str]]:
+    """The way that each matrix between two steps went, and why not the first one."""
+    return {
+        decision.operation: (decision.chosen, str(decision.verdicts[0].refusal))
+        for decision in explanation.decisions
+        if decision.operation in ("norm_output", "mlp_activation", "mlp_gradient")
+    }
+
+
+def test_the_explanation_says_how_matrices_between_the_steps_are_made(device):
+    x = sample(device)
+    found = ways(te.explain(mlp(device, activation="gelu"), x))
+    assert found["norm_output"] == ("apart", "the product's quantizer asks no kernel for codes")
+    assert found["mlp_activation"][0] == found["mlp_gradient"][0] == "in_product"
+    with te.autocast(recipe=RECIPES["delayed"]):
+        found = ways(te.explain(mlp(device, activation="swiglu", return_layernorm_output=True), x))
+        gelu = te.explain(mlp(device, activation="gelu"), x)
+    assert found["norm_output"] == ("apart", "it does not know a matrix that is returned too")
+    assert found["mlp_activation"][0] == found["mlp_gradient"][0] == "in_codes"
+    assert "not in_product: float8 codes are made where the activation is" in str(gelu)
+    with te.autocast(recipe=RECIPES["current"]):
+        found = ways(te.explain(mlp(device, activation="swiglu"), x))
+    assert found["mlp_gradient"][0] == "apart" and "one scale is known" in found["mlp_gradient"][1]
+
+
+def test_a_way_can_be_forced_and_one_that_cannot_be_gone_raises_its_reason(device):
+    layer, x = mlp(device, activation="gelu"), sample(device)
+    with te.use_backend(mlp_activation="apart"):
+        assert ways(te.explain(layer, x))["mlp_activation"][0] == "apart"
+    with (
+        te.use_backend(mlp_activation="in_codes"),
+        pytest.raises(RuntimeError, match="asks no kernel for codes"),
+    ):
+        layer(x)

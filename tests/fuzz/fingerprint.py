@@ -16,9 +16,8 @@ from typing import Any
 import torch
 
 from transformer_engine.common import dispatch
-from transformer_engine.pytorch import device_checks
 from transformer_engine.pytorch.distributed import rng
-from transformer_engine.pytorch.primitives.gemm import tuning
+from transformer_engine.pytorch.primitives.gemm import tuning_switch
 from transformer_engine.pytorch.quantization import (
     FP8GlobalStateManager,
     delayed_scaling,
@@ -27,10 +26,11 @@ from transformer_engine.pytorch.quantization import (
     support,
 )
 from transformer_engine.pytorch.quantization.autocast import here, snapshot
+from transformer_engine.pytorch.runtime import device_checks
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum, torch.Size)
 # What follows from shapes and names, remembered: no result depends on who asked first.
-MEMORIES = ("_checked", "_masks", "_plans", "_remembered")
+MEMORIES = ("_call_config", "_door", "_passed")
 OURS = ("transformer_engine", "transformer_engine_torch")
 
 
@@ -67,7 +67,7 @@ def _process() -> dict[str, Any]:
         "callers' flags": FP8GlobalStateManager.quantization_state,
         "forced backends": dict(dispatch._forced),
         "observers": list(dispatch._observers),
-        "autotune": tuning.Switch.depth,
+        "autotune": tuning_switch.Switch.depth,
         "gradients on": torch.is_grad_enabled(),
         "torch.autocast": torch.is_autocast_enabled("cpu"),
         "default dtype": torch.get_default_dtype(),

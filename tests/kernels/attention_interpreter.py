@@ -7,8 +7,8 @@ import torch
 from interpreter import repair
 from triton.runtime import interpreter
 
-from transformer_engine.pytorch.attention.dot_product_attention.backends import triton, triton_decode
-from transformer_engine.pytorch.primitives.launching import Processors
+from transformer_engine.pytorch.primitives.attention.backends import triton, triton_decode
+from transformer_engine.pytorch.runtime.launching import Processors
 
 
 def pytest_configure() -> None:

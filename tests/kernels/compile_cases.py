@@ -27,16 +27,16 @@ def launches() -> Iterator[tuple[str, Launch, dict[str, str | None]]]:
     """(name, record, type of each pointer; None: that argument is not given)."""
     float8 = {
         "x": VALUES,
-        "scale": SCALAR,
+        "multiplier": SCALAR,
         "amax": SCALAR,
         "codes": CODES,
         "codes_t": None,
-        "scale_inv": SCALAR,
+        "scale": SCALAR,
     }
     block = {"x": VALUES, "codes": CODES, "scale": SCALAR, "codes_t": CODES, "scale_t": SCALAR}
     yield "amax", cast.absolute_maximum(512 * 1024, overlaps=True), {"x": VALUES, "amax": SCALAR}
     yield "cast", cast.cast(SHAPE, E4M3, True, False, records=True), float8
-    following = {**float8, "scale": None, "codes_t": CODES}
+    following = {**float8, "multiplier": None, "codes_t": CODES}
     yield "cast_transpose", cast.cast(SHAPE, E4M3, True, True, follows=True), following
     rows = {"x": VALUES, "codes": CODES, "scale": SCALAR}
     yield "block1d_rows", block_cast.row_blocks(SHAPE, E4M3, True, False, processors=132, **SCALES), rows

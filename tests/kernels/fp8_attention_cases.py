@@ -17,7 +17,7 @@ from torch import Tensor
 
 from transformer_engine.common.kernels import fp8_attention
 from transformer_engine.common.kernels.launch import start
-from transformer_engine.common.kernels.tail import clear_tail_launch
+from transformer_engine.common.kernels.packed_sequences import clear_tail_launch
 
 E4M3 = torch.float8_e4m3fn
 SLOTS = 9

@@ -25,7 +25,7 @@ Pointers = dict[str, "str | None"]
 
 VALUES, SCALAR, BYTES, CODES = "*bf16", "*fp32", "*u8", "*fp8e4nv"
 CONSTANTS = {"limit": "fp32", "alpha": "fp32", "offset": "fp32"}
-TARGET = {"scale": SCALAR, "amax": SCALAR, "codes": CODES, "codes_t": CODES, "scale_inv": SCALAR}
+TARGET = {"multiplier": SCALAR, "amax": SCALAR, "codes": CODES, "codes_t": CODES, "scale": SCALAR}
 SHAPE = (8192, 4096)
 
 
@@ -103,8 +103,8 @@ def block_launches() -> Iterator[tuple[str, Launch, Pointers]]:
             pointers = {"dy": VALUES, "x": None if name == "identity" else VALUES, **made}
             key = f"{name}_backward_blocks_{blocks.columnwise}"
             yield key, launch, {**pointers, "workspace": SCALAR, **CONSTANTS}
-    given: Pointers = {"x": VALUES, "gamma": VALUES, "beta": VALUES, "scale_of_codes": None, "amax": None}
-    made = {"codes": CODES, "scale_inv": SCALAR, "y": None, "mean": SCALAR, "rstdev": SCALAR, "eps": "fp32"}
+    given: Pointers = {"x": VALUES, "gamma": VALUES, "beta": VALUES, "multiplier": None, "amax": None}
+    made = {"codes": CODES, "scale": SCALAR, "y": None, "mean": SCALAR, "rstdev": SCALAR, "eps": "fp32"}
     for width in (4096, 5120, 20480):
         alone = both._replace(columnwise=False)
         launch = norm.forward(8192, width, width, "bfloat16", 1e-5, False, True, 132, None, alone)

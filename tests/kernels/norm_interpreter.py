@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from interpreter import repair
 
-from transformer_engine.pytorch.primitives import launching
+from transformer_engine.pytorch.runtime import launching
 
 
 def pytest_configure() -> None:

@@ -16,7 +16,6 @@ import interpreter
 import torch
 
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, E5M2, FLOAT8, MXFP8, NVFP4
-from transformer_engine.pytorch.primitives import launching
 from transformer_engine.pytorch.primitives.quantize import (
     FORMATS,
     Quantized,
@@ -24,6 +23,7 @@ from transformer_engine.pytorch.primitives.quantize import (
     Request,
     reference,
 )
+from transformer_engine.pytorch.runtime import launching
 
 SPECS = {
     "float8": QuantizeSpec(FLOAT8, E4M3),
@@ -62,11 +62,11 @@ def matrix(rows: int, depth: int, content: str, dtype: torch.dtype) -> torch.Ten
 
 def is_equal(spec: QuantizeSpec, x: torch.Tensor, scale: torch.Tensor | None) -> bool:
     random = (torch.rand(x.shape), torch.rand(x.shape[::-1])) if spec.stochastic else None
-    expected = reference.run(x, spec, scale, None, None, random)
+    request = Request(spec, (x.shape[0], x.shape[1]), x.dtype, x.device, scale is not None)
+    expected = reference.BACKEND.bind(request)(x, scale, None, None, None, random)
     plan = FORMATS[spec.format.name].plan
     assert plan is not None
-    request = Request(spec, (x.shape[0], x.shape[1]), x.dtype, x.device, scale is not None)
-    actual = plan(request, False)(x, scale, None, None, None, random)
+    actual = plan(request)(x, scale, None, None, None, random)
     return all(
         interpreter.same_bits(getattr(actual, name), getattr(expected, name)) for name in Quantized._fields
     )

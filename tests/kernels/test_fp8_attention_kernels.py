@@ -36,14 +36,14 @@ COMPILE = """
 import json, sys
 sys.path[:0] = [{root!r}, {here!r}]
 from compile_cases import CODES, SCALAR, VALUES, count, ptx_of
-from transformer_engine.common.kernels import fp8_attention, tail
+from transformer_engine.common.kernels import fp8_attention, packed_sequences
 three = dict(q=VALUES, k=VALUES, v=VALUES, scale=SCALAR, history=SCALAR)
 three |= dict(codes_q=CODES, codes_k=CODES, codes_v=CODES, descales=SCALAR)
 back = dict(codes=CODES, descale=SCALAR, amaxes=SCALAR, history=SCALAR, values=VALUES)
 launches = dict(
     three=(fp8_attention.codes_of_three((1 << 23, 1 << 21, 1 << 21), (2, 3), "float8_e4m3fn"), three),
     back=(fp8_attention.values_of(1 << 23, (8, 3), "bfloat16"), back),
-    tail=(tail.clear_tail_launch(4096, 4096, 8), dict(x=VALUES, starts="*i32")),
+    tail=(packed_sequences.clear_tail_launch(4096, 4096, 8), dict(x=VALUES, starts="*i32")),
 )
 facts = {{}}
 for name, (launch, pointers) in launches.items():

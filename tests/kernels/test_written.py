@@ -66,7 +66,7 @@ def test_what_a_record_leaves_out_or_adds_is_seen():
     less = facts_of(dataclasses.replace(record, in_place=()), (HALF, FLOAT, FLOAT))
     assert set(less["written"]) - set(less["declared"]) == {"amax"}
     more = facts_of(dataclasses.replace(record, in_place=(1, 2)), (HALF, FLOAT, FLOAT))
-    assert set(more["declared"]) - set(more["written"]) == {"scale"}
+    assert set(more["declared"]) - set(more["written"]) == {"multiplier"}
 
 
 @pytest.mark.parametrize("fault", ["too few", "another dtype", "an output that is not asked for"])
@@ -91,10 +91,9 @@ def test_a_start_that_differs_from_its_record_is_refused(fault):
 class TestProgram:
     def steps(self):
         from transformer_engine.common.kernels import column_sums
-        from transformer_engine.common.kernels.activation_cast import sum_columns
         from transformer_engine.common.kernels.program import Program, Step
 
-        strips, total = column_sums.column_sums((128, 64), 64), sum_columns((2, 64), "float32")
+        strips, total = column_sums.column_sums((128, 64), 64), column_sums.sum_columns((2, 64), "float32")
         return Program, Step, strips, total
 
     def test_a_step_reads_only_what_is_given_or_made_before(self):

@@ -35,9 +35,9 @@ from transformer_engine.common.kernels import (
     mxfp8,
     norm,
     nvfp4,
+    packed_sequences,
     rope,
     softmax,
-    tail,
     transpose,
 )
 from transformer_engine.common.kernels.launch import NUMBER, WRITTEN, Launch
@@ -93,7 +93,7 @@ def activations() -> Iterator[Case]:
         yield f"{name} backward squares", launch, (HALF, HALF)
         launch = block_fused.backward(name, gated, *strided, BLOCKS, False, machine)
         yield f"{name} backward blocks", launch, (HALF, HALF)
-    yield "sum of strips", activation_cast.sum_columns((8, 1024), "bfloat16"), (FLOAT,)
+    yield "sum of strips", column_sums.sum_columns((8, 1024), "bfloat16"), (FLOAT,)
     yield "column sums", column_sums.column_sums(SHAPE, 1024), (HALF,)
     yield "column sums and maximum", column_sums.column_sums(SHAPE, 1024, measures=True), (HALF,)
 
@@ -145,7 +145,7 @@ def others() -> Iterator[Case]:
         launch = kv_cache.append(4, 16, 8, (128, 96), strides, packed=paged, **sizes)
         inputs = (HALF, HALF, HALF, HALF, INDEX if paged else None, INDEX, INDEX)
         yield f"kv cache paged={paged}", launch, inputs
-    yield "clear tail", tail.clear_tail_launch(300, 48, 2), (HALF, INDEX)
+    yield "clear tail", packed_sequences.clear_tail_launch(300, 48, 2), (HALF, INDEX)
 
 
 def grouped() -> Iterator[Case]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch import backward_thread
+from transformer_engine.pytorch.runtime import backward_thread
 
 
 class ThreadOfBackward(torch.autograd.Function):

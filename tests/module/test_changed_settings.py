@@ -6,12 +6,12 @@ import copy
 
 import pytest
 import torch
-from cases import RECIPES, same, step
+from support.layers import RECIPES, same, step
 
 import transformer_engine.pytorch as te
 from transformer_engine.common import env
 from transformer_engine.pytorch.attention import DotProductAttention, MultiheadAttention
-from transformer_engine.pytorch.module import precision
+from transformer_engine.pytorch.module import precision, specs
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager, autocast
 
 HIDDEN, FFN, HEADS, TOKENS, BATCH = 64, 96, 2, 16, 4
@@ -146,7 +146,7 @@ def test_fp8_auto(kind, device, monkeypatch):
     """The variable speaks of measured times of a GPU, so that elsewhere the measurement is stood in for."""
     monkeypatch.setattr(precision, "fp8_refusal", lambda *request: "it never pays")
     layer = layer_of(kind).to(device)
-    monkeypatch.setattr(type(layer), "_pays", _pays_anywhere)
+    monkeypatch.setattr(specs, "_pays", _pays_anywhere)
     unquantized, quantized = results(layer, None), results(layer, RECIPES["current"])
     assert not same(unquantized, quantized)
     monkeypatch.setenv("NVTE_FP8_AUTO", "1")
@@ -155,8 +155,8 @@ def test_fp8_auto(kind, device, monkeypatch):
     assert same(results(layer, RECIPES["current"]), quantized)
 
 
-def _pays_anywhere(self, state, inp, rows, shapes):
-    return all(precision.quantizes(state.recipe, rows, n, k) for k, n in shapes)
+def _pays_anywhere(call, rows, shapes):
+    return all(precision.quantizes(call.active.recipe, rows, n, k) for k, n in shapes)
 
 
 ATTENTION_VARIABLES = {
@@ -221,14 +221,15 @@ def test_what_a_caller_adds_changes_nothing_that_is_remembered(device, monkeypat
     layer = Theirs()
     x = torch.randn(TOKENS, HIDDEN, device=device)
     layer(x)
-    assert len(layer._remembered) == 1
+    assert len(layer._specs) == 1
+    layer.eps = 0.1  # which a Linear does not have
     layer(x)
-    layer.eps = 0.1  # which a Linear does not read
-    assert len(layer._remembered) == 1
-    layer.return_bias = False
-    assert len(layer._remembered) == 1, "the same value again"
+    layer.return_bias = False  # as it was
+    layer(x)
+    assert len(layer._specs) == 1
     layer.return_bias = True
-    assert not layer._remembered
+    layer(x)
+    assert len(layer._specs) == 2
 
 
 def test_a_compiled_layer_writes_its_callers_notes(device):

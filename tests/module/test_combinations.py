@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import HIDDEN, LAYERS, RECIPES, same, same_as_eager, sample, step
+from support.layers import HIDDEN, LAYERS, RECIPES, same, same_as_eager, sample, step
 
 from transformer_engine.pytorch.distributed import checkpoint
 from transformer_engine.pytorch.module.grouped_linear import GroupedLinear

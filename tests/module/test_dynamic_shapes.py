@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import RECIPES, same_as_eager
+from support.layers import RECIPES, same_as_eager
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8CurrentScaling, MMParams, description_of

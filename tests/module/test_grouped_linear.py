@@ -6,7 +6,7 @@ import io
 
 import pytest
 import torch
-from cases import QUANTIZED, RECIPES, same, same_as_eager
+from support.layers import QUANTIZED, RECIPES, same, same_as_eager
 
 from transformer_engine.pytorch.module.grouped_linear import GroupedLinear
 from transformer_engine.pytorch.module.linear import Linear

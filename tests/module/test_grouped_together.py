@@ -7,7 +7,7 @@ import importlib.util
 
 import pytest
 import torch
-from cases import RECIPES
+from support.layers import RECIPES
 
 from transformer_engine.pytorch import explain
 from transformer_engine.pytorch.module.grouped_linear import GroupedLinear
@@ -99,6 +99,31 @@ def test_they_go_together_when_asked_to_and_one_by_one_when_not(name, device, mo
     assert "grouped_gemm" in operations(layer, x, splits, RECIPES[name])
     monkeypatch.setenv("NVTE_USE_CUTLASS_GROUPED_GEMM", "0")
     assert "grouped_gemm" not in operations(layer, x, splits, RECIPES[name])
+
+
+REASONS = {
+    "NVTE_USE_CUTLASS_GROUPED_GEMM=0": ({}, torch.bfloat16, "0"),
+    "the input is torch.float32": ({"params_dtype": torch.float32}, torch.float32, "1"),
+    "it does not know put-off weight gradients": ({"delay_wgrad_compute": True}, torch.bfloat16, "1"),
+    "it does not know save_original_input": ({"save_original_input": True}, torch.bfloat16, "1"),
+}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_the_explanation_says_why_they_go_one_by_one(reason, device, monkeypatch):
+    options, dtype, asked = REASONS[reason]
+    splits = SPLITS["many"]
+    layer = GroupedLinear(len(splits), IN, OUT, device=device, **{"params_dtype": torch.bfloat16, **options})
+    x = torch.randn(sum(splits), IN, device=device, dtype=dtype)
+    monkeypatch.setenv("NVTE_USE_CUTLASS_GROUPED_GEMM", asked)
+    explained = explain(layer, x, splits, backward=False)
+    (way,) = (decision for decision in explained.decisions if decision.operation == "grouped_linear")
+    assert way.chosen == "one_by_one"
+    assert reason in way.verdicts[0].refusal
+    monkeypatch.setenv("NVTE_USE_CUTLASS_GROUPED_GEMM", "1")
+    plain = GroupedLinear(len(splits), IN, OUT, device=device, params_dtype=torch.bfloat16)
+    explained = explain(plain, x.bfloat16(), splits, backward=False)
+    assert "grouped_linear: together (1x)" in str(explained)
 
 
 def test_delayed_scaling_keeps_the_same_state_together_and_one_by_one(device, monkeypatch):

@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 import torch
-from cases import HIDDEN, LAYERS, QUANTIZED, RECIPES, same, same_as_eager, sample, step
+from support.layers import HIDDEN, LAYERS, QUANTIZED, RECIPES, same, same_as_eager, sample, step
 
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format, MXFP8BlockScaling
 from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear

@@ -16,9 +16,10 @@ from torch.utils._pytree import tree_leaves
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, FLOAT8, MXFP8, NVFP4
-from transformer_engine.pytorch.memory_ledger import GRANULE, Ledger
-from transformer_engine.pytorch.memory_plan import MIB, memory_plan
-from transformer_engine.pytorch.planned_backends import planning
+from transformer_engine.pytorch.inspect.memory_ledger import GRANULE, Ledger
+from transformer_engine.pytorch.inspect.memory_plan import MIB, memory_plan
+from transformer_engine.pytorch.inspect.planned_backends import planning
+from transformer_engine.pytorch.inspect.reduction_scratch import scratch_of, sum_over_rows
 from transformer_engine.pytorch.primitives import activation, norm, quantize
 from transformer_engine.pytorch.primitives.activation import ActivationParams
 from transformer_engine.pytorch.primitives.column_sums import column_sums
@@ -28,14 +29,13 @@ from transformer_engine.pytorch.primitives.gemm import (
     GemmRequest,
     cublaslt_library,
     gemm,
-    gemm_codes,
     gemm_gelu,
     gemm_gelu_gradient,
     plain,
+    request,
 )
 from transformer_engine.pytorch.primitives.operand import Operand
 from transformer_engine.pytorch.primitives.quantize import Cast, QuantizeSpec
-from transformer_engine.pytorch.primitives.quantize_dbias import quantize_with_dbias
 from transformer_engine.pytorch.primitives.rope import (
     rope_backward,
     rope_forward,
@@ -44,7 +44,6 @@ from transformer_engine.pytorch.primitives.rope import (
 )
 from transformer_engine.pytorch.primitives.rope.request import Positions, RopeSpec
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager, delayed_scaling
-from transformer_engine.pytorch.reduction_scratch import scratch_of, sum_over_rows
 
 BF16 = torch.bfloat16
 RECIPES = {
@@ -252,7 +251,7 @@ def operations() -> dict[str, Callable[[], object]]:
         "gemm gelu": partial(gemm_gelu, *narrow, epilogue),
         "gemm gelu only": partial(gemm_gelu, *narrow, epilogue, False),
         "gemm gelu gradient": partial(gemm_gelu_gradient, *narrow, torch.randn(64, 48).bfloat16(), epilogue),
-        "gemm codes": partial(gemm_codes, *codes, epilogue, Cast(spec, scale)),
+        "gemm codes": lambda: gemm(*codes, epilogue, Cast(QuantizeSpec(FLOAT8, E4M3), scale))[:2],
         "layernorm": partial(norm.layernorm_forward, x, weight, weight, 1e-5, False),
         "layernorm backward": partial(norm.layernorm_backward, x, x, ones, ones, weight, False),
         "rmsnorm": partial(norm.rmsnorm_forward, x, weight, 1e-5, False),
@@ -287,7 +286,7 @@ def operations() -> dict[str, Callable[[], object]]:
         "rmsnorm block rows": partial(
             norm.rmsnorm_forward, x, weight, 1e-5, False, Cast(QuantizeSpec(BLOCK_1D, E4M3))
         ),
-        "cast with sums": partial(quantize_with_dbias, x, Cast(spec), torch.bfloat16),
+        "cast with sums": partial(column_sums, x, torch.bfloat16, Cast(spec)),
         "column sums": partial(column_sums, x, torch.bfloat16),
         "dropout": partial(dropout_forward, x, 0.5),
         "bias add": partial(bias_add, x, x[0], x),
@@ -330,13 +329,13 @@ def test_a_planned_operation_returns_what_the_operation_returns(name: str):
 def test_a_planned_product_is_one_call_where_the_library_is(name: str, monkeypatch: pytest.MonkeyPatch):
     call = operations()[name]
     expected = call()
-    of = GemmRequest.of
+    described = request.described
 
-    def on_gpu(*arguments: Any) -> GemmRequest:
-        return dataclasses.replace(of(*arguments), device="cuda", capability=(9, 0))
+    def on_gpu(*key: Any) -> GemmRequest:
+        return dataclasses.replace(described(*key), device="cuda", capability=(9, 0))
 
     monkeypatch.setattr(cublaslt_library, "missing", lambda: None)
-    monkeypatch.setattr(GemmRequest, "of", on_gpu)
+    monkeypatch.setattr(request, "described", on_gpu)
     ledger = Ledger(lambda: "")
     with planning(lambda x, result: None), ledger:
         planned = call()

@@ -5,24 +5,24 @@ from __future__ import annotations
 import dataclasses
 import sys
 import weakref
-from collections.abc import Callable
+from typing import Any
 
+import llama_layers
 import pytest
 import torch
+from llama_layers import BF16, HEAD, HIDDEN, INNER, TOKENS
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
 from transformer_engine.common.dispatch import observing
-from transformer_engine.pytorch.memory_ledger import Ledger
-from transformer_engine.pytorch.memory_plan import MIB, _without_memory, memory_plan
-from transformer_engine.pytorch.planned_backends import planning
-from transformer_engine.pytorch.primitives.gemm import GemmRequest, cublaslt_library
+from transformer_engine.pytorch.inspect.memory_ledger import Ledger
+from transformer_engine.pytorch.inspect.memory_plan import MIB, _without_memory, memory_plan
+from transformer_engine.pytorch.inspect.planned_backends import planning
+from transformer_engine.pytorch.primitives.gemm import GemmRequest, cublaslt_library, request
 from transformer_engine.pytorch.quantization import emulate
 
-BF16 = torch.bfloat16
-TOKENS, HIDDEN, INNER, HEADS, GROUPS, HEAD = 8192, 4096, 14336, 32, 8, 128
 RECIPES = {
     "bf16": None,
     "delayed": recipes.DelayedScaling(),
@@ -32,56 +32,8 @@ RECIPES = {
 }
 
 
-def linear(k: int, n: int) -> Callable[[], nn.Module]:
-    return lambda: te.Linear(k, n, bias=False, params_dtype=BF16, device="meta")
-
-
-def layernorm_linear() -> nn.Module:
-    width = (HEADS + 2 * GROUPS) * HEAD
-    return te.LayerNormLinear(
-        HIDDEN, width, bias=False, normalization="RMSNorm", params_dtype=BF16, device="meta"
-    )
-
-
-def mlp(activation: str) -> Callable[[], nn.Module]:
-    gated = activation == "swiglu"
-    return lambda: te.LayerNormMLP(
-        HIDDEN,
-        INNER,
-        bias=not gated,
-        activation=activation,
-        normalization="RMSNorm" if gated else "LayerNorm",
-        params_dtype=BF16,
-        device="meta",
-    )
-
-
-def layer() -> nn.Module:
-    return te.TransformerLayer(
-        HIDDEN,
-        INNER,
-        HEADS,
-        num_gqa_groups=GROUPS,
-        bias=False,
-        activation="swiglu",
-        normalization="RMSNorm",
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        fuse_qkv_params=True,
-        params_dtype=BF16,
-        self_attn_mask_type="causal",
-        device="meta",
-    )
-
-
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "linear 4096x28672": linear(HIDDEN, 2 * INNER),
-    "linear 14336x4096": linear(INNER, HIDDEN),
-    "layernorm_linear": layernorm_linear,
-    "swiglu": mlp("swiglu"),
-    "gelu": mlp("gelu"),
-    "layer": layer,
-}
+NAMES = ("linear 4096x28672", "linear 14336x4096", "layernorm_linear", "swiglu", "gelu", "layer")
+MODELS = dict(zip(NAMES, llama_layers.MODELS.values(), strict=True))
 # MiB measured on an H200: the peak of forward and backward above parameters, input, output's gradient, and the
 # gradients of the step before, which are there until the step begins. bf16: Transformer Engine 2.20; the others, where
 # it takes far more: this package while a node kept all that it had saved until its backward returned.
@@ -99,13 +51,13 @@ FORWARD_LAYER = 864.0  # Transformer Engine 2.20's forward pass of the layer wit
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products are planned as where cuBLASLt is, wherever the plan is made."""
-    of = GemmRequest.of
+    described = request.described
 
-    def on_gpu(*arguments: object) -> GemmRequest:
-        return dataclasses.replace(of(*arguments), device="cuda", capability=(9, 0))  # pyright: ignore
+    def on_gpu(*key: Any) -> GemmRequest:
+        return dataclasses.replace(described(*key), device="cuda", capability=(9, 0))
 
     monkeypatch.setattr(cublaslt_library, "missing", lambda: None)
-    monkeypatch.setattr(GemmRequest, "of", on_gpu)
+    monkeypatch.setattr(request, "described", on_gpu)
 
 
 def planned(model: nn.Module, recipe: recipes.Recipe | None) -> float:
@@ -130,7 +82,7 @@ def test_a_step_takes_no_more_than_was_measured(name: str, recipe: str, as_on_a_
     # there, its kernels say themselves what they sum in.
     beside = UNPLANNED if name == "layernorm_linear" and not torch.cuda.is_available() else 0.0
     most = dict(zip(MODELS, MOST[recipe], strict=True))[name]
-    assert planned(MODELS[name](), RECIPES[recipe]) + beside < most + PRINTED
+    assert planned(MODELS[name].make("meta"), RECIPES[recipe]) + beside < most + PRINTED
 
 
 def test_the_gated_mlp_holds_what_can_be_counted_by_hand(as_on_a_gpu: None):
@@ -140,7 +92,7 @@ def test_the_gated_mlp_holds_what_can_be_counted_by_hand(as_on_a_gpu: None):
     # When the activation's gradient is made: y, norm(x), fc1's output and its gradient, the gradient of fc2's input,
     # fc2's weight's gradient. fc2's input has gone. All three gradients of before count as allocated.
     expected = 2 * hidden + 2 * 2 * matrix + matrix + weight - (3 * weight + hidden)
-    assert planned(MODELS["swiglu"](), None) == pytest.approx(expected / MIB, abs=PRINTED)
+    assert planned(MODELS["swiglu"].make("meta"), None) == pytest.approx(expected / MIB, abs=PRINTED)
 
 
 @pytest.mark.skipif(
@@ -152,11 +104,11 @@ def test_gelu_lets_go_of_its_input_before_the_weight_gradients(as_on_a_gpu: None
     weight = INNER * HIDDEN * BF16.itemsize
     # When fc2's input gradient times gelu' is made: y, norm(x), fc1's output, fc2's input, the gradient itself.
     expected = 2 * hidden + 3 * matrix - (2 * weight + hidden)
-    assert planned(MODELS["gelu"](), None) == pytest.approx(expected / MIB, abs=PRINTED)
+    assert planned(MODELS["gelu"].make("meta"), None) == pytest.approx(expected / MIB, abs=PRINTED)
 
 
 def test_a_forward_pass_without_gradients_keeps_nothing_for_a_backward(as_on_a_gpu: None):
-    model = layer()
+    model = MODELS["layer"].make("meta")
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     without = _without_memory(model, torch.device("cpu"), mode)
     ledger = Ledger(lambda: "")

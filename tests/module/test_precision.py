@@ -27,13 +27,10 @@ def test_only_small_layers_run_unquantized_and_only_when_asked(monkeypatch, kind
 
 
 @pytest.mark.parametrize("kind", RECIPES)
-def test_the_explanation_says_what_quantizing_costs(monkeypatch, kind):
-    request = precision.PrecisionRequest(*SMALL, kind)
-    monkeypatch.setenv("NVTE_FP8_AUTO", "0")
-    quantized, unquantized = precision.TABLE.explain(request)
+def test_the_explanation_says_what_quantizing_costs(kind):
+    quantized, unquantized = precision.TABLE.explain(precision.PrecisionRequest(*SMALL, kind, False))
     assert quantized.chosen and "NVTE_FP8_AUTO=1" in str(unquantized.refusal)
-    monkeypatch.setenv("NVTE_FP8_AUTO", "1")
-    quantized, unquantized = precision.TABLE.explain(request)
+    quantized, unquantized = precision.TABLE.explain(precision.PrecisionRequest(*SMALL, kind, True))
     assert unquantized.chosen and "costs about" in str(quantized.refusal)
 
 

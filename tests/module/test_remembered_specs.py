@@ -9,9 +9,10 @@ import weakref
 
 import pytest
 import torch
-from cases import RECIPES
+from support.layers import RECIPES
 
 import transformer_engine.pytorch as te
+from transformer_engine.common.memory import Memory
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch.distributed import checkpoint
 from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
@@ -31,17 +32,19 @@ def layer(request, device):
     return LAYERS[request.param](device=device)
 
 
+built = []
+
+
+def noted(build, key):
+    built.append(build(key))
+    return built[-1]
+
+
 @pytest.fixture
-def builds(layer, monkeypatch):
+def builds(layer):
     """The specs that the layer had to build."""
-    built = []
-    original = layer._spec
-
-    def spec(*arguments):
-        built.append(original(*arguments))
-        return built[-1]
-
-    monkeypatch.setitem(vars(layer), "_spec", spec)
+    built.clear()
+    layer._specs = Memory(noted, layer._specs.most, type(layer).build)
     return built
 
 
@@ -138,7 +141,7 @@ def test_every_step_updates_the_scales_of_delayed_scaling(layer, device):
 def test_a_copy_and_a_pickle_remember_nothing_of_the_original(layer, device):
     layer(tokens(device))
     for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        assert not twin._remembered
+        assert not twin._specs
         x = tokens(device)
         assert torch.equal(twin(x), layer(x))
 
@@ -151,7 +154,6 @@ def test_recomputation_repeats_the_forward(layer, device):
         torch.manual_seed(1)
         twin = x.detach().clone().requires_grad_()
         layer.fp8_meta.pop("scaling_fwd", None), layer.fp8_meta.pop("scaling_bwd", None)
-        layer._module_recipe = None
         with te.autocast(recipe=recipe):
             y = run(twin)
         y.sum().backward()
@@ -160,7 +162,7 @@ def test_recomputation_repeats_the_forward(layer, device):
 
 
 def test_the_memory_is_bounded(layer, monkeypatch, device):
-    monkeypatch.setattr(layer._remembered, "most", 3)
+    monkeypatch.setattr(layer._specs, "most", 3)
     for rows in range(1, 9):
         layer(tokens(device, rows))
-    assert len(layer._remembered) <= 3
+    assert len(layer._specs) <= 3

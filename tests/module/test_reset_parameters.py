@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from cases import RECIPES
+from support.layers import RECIPES
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.attention import DotProductAttention

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import RECIPES
+from support.layers import RECIPES
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.attention import MultiheadAttention

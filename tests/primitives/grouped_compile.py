@@ -40,12 +40,12 @@ def products(shared: int, quantized: bool) -> Iterator[tuple[str, Launch, dict[s
 
 
 def casts() -> Iterator[tuple[str, Launch, dict[str, str | None]]]:
-    pointers = {"x": HALF, "table": None, "layout": INDICES, "scale": SCALES, "amax": SCALES}
-    pointers |= {"codes": CODES, "codes_t": CODES, "scale_inv": SCALES}
+    pointers = {"x": HALF, "table": None, "layout": INDICES, "multiplier": SCALES, "amax": SCALES}
+    pointers |= {"codes": CODES, "codes_t": CODES, "scale": SCALES}
     steps = (False, 0.0, True, True)
     rows = grouped_cast.cast((TOTAL, K), GROUPS, True, E4M3, 3, 0, *steps, records=True)
     yield "cast-rows", rows, pointers
-    matrices = pointers | {"table": ADDRESSES, "layout": None, "scale": None}
+    matrices = pointers | {"table": ADDRESSES, "layout": None, "multiplier": None}
     stack = grouped_cast.cast((N, K), GROUPS, False, E4M3, 0, 0, *steps, records=False)
     yield "cast-matrices", stack, matrices
     scales = (GROUPS, E4M3, True, 0.0, 3e38, True, True)

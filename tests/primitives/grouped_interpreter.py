@@ -18,7 +18,12 @@ from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E4M3, E5M2, FL
 from transformer_engine.common.kernels import grouped_gemm as kernels
 from transformer_engine.common.kernels import launch
 from transformer_engine.pytorch.primitives.grouped_gemm import Matrices, groups_of
-from transformer_engine.pytorch.primitives.grouped_quantize import ScaleSlots, reference, triton
+from transformer_engine.pytorch.primitives.grouped_quantize import (
+    GroupedQuantizeRequest,
+    ScaleSlots,
+    reference,
+    triton,
+)
 from transformer_engine.pytorch.primitives.quantize import QuantizeSpec
 
 SPLITS = (3, 131, 0, 70)
@@ -37,8 +42,13 @@ def slots() -> ScaleSlots:
 def quantized(name: str, spec: QuantizeSpec, values, groups) -> dict[str, bool]:
     """Codes, scales and recorded maxima of the kernels, against those of a loop."""
     ours, theirs = (slots(), slots()) if "given" in name else (None, None)
-    made = triton._run(values, groups, spec, ours, -1)
-    expected = reference.run(values, groups, spec, theirs)
+    by_matrices = isinstance(values, Matrices)
+    count, shape = (len(values.tensors), values.shape) if by_matrices else (groups.count, tuple(values.shape))
+    places = None if ours is None else (ours.stride, ours.offset)
+    cpu = torch.device("cpu")
+    request = GroupedQuantizeRequest(spec, by_matrices, count, shape, torch.bfloat16, cpu, places)
+    made = triton.bind(request)(values, groups, ours)
+    expected = reference.BACKEND.bind(request)(values, groups, theirs)
     pairs = zip(made, expected, strict=True)
     if spec.format == FLOAT8:  # of the scales the first column counts
         pairs = [(m if m is None or m.dtype != torch.float32 else m[:, :1], e) for m, e in pairs]

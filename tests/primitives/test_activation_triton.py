@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
+from by_kernels import Kernels
+from support.kernels import DEVICE, runs_kernels, sized
+from support.tolerances import DTYPES, ROUNDED
 
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.pytorch.primitives import activation
@@ -17,18 +18,13 @@ from transformer_engine.pytorch.primitives.activation import (
     triton,
 )
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
-runs_kernels = pytest.mark.filterwarnings("ignore::RuntimeWarning") if INTERPRETED else pytest.mark.gpu
-
 # One unit in the last place of the output's format. The absolute part is float32's own: the reference's
 # 1 + tanh(u) and slopes near their zeros cancel to about 1e-7 of the terms.
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}
-DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["fp32", "fp16", "bf16"])
 NAMES = pytest.mark.parametrize("name", list(ACTIVATIONS))
 SMALL = [(), (1,), (3, 31), (2, 3, 32), (5, 33), (1, 2049)]
 LARGE = [(70000, 2), (513, 2047), (64, 14336), (3, 4, 4097)]
-SHAPES = pytest.mark.parametrize("shape", SMALL if INTERPRETED else SMALL + LARGE, ids=str)
+SHAPES = sized("shape", SMALL, LARGE, ids=str)
+kernels = Kernels(activation, "activation")
 PARAMS = ActivationParams(limit=2.0, alpha=1.5, offset=0.5)
 
 
@@ -43,7 +39,7 @@ def _inputs(name, shape, dtype):
 
 
 def _close(actual, expected, magnitude):
-    tolerance = TOLERANCE[actual.dtype]
+    tolerance = ROUNDED[actual.dtype]
     torch.testing.assert_close(actual.float(), expected.float(), rtol=tolerance, atol=1e-6 * magnitude)
 
 
@@ -54,11 +50,11 @@ def _close(actual, expected, magnitude):
 def test_values_and_gradients_equal_the_reference_to_the_last_place(name, shape, dtype):
     x, dy = _inputs(name, shape, dtype)
     magnitude = max(1.0, x.abs().max().item() ** 2)
-    y = triton.activation_forward(name, x, PARAMS)
-    dx = triton.activation_backward(name, dy, x, PARAMS)
+    y = kernels.activation_forward(name, x, PARAMS)
+    dx = kernels.activation_backward(name, dy, x, PARAMS)
     assert y.dtype == dx.dtype == dtype and y.shape == dy.shape and dx.shape == x.shape
-    _close(y, reference.activation_forward(name, x, PARAMS), magnitude)
-    _close(dx, reference.activation_backward(name, dy, x, PARAMS), magnitude**2)
+    _close(y, reference.value(name, x, PARAMS.constants), magnitude)
+    _close(dx, reference.gradient(name, dy, x, PARAMS.constants), magnitude**2)
 
 
 @runs_kernels
@@ -67,11 +63,11 @@ def test_extreme_values_equal_the_reference(name):
     special = torch.tensor([0.0, -0.0, 1e4, -1e4, 88.0, -88.0, 2.0, -2.0, float("nan"), float("inf")])
     x = special.repeat(2).to(DEVICE) if ACTIVATIONS[name].gated else special.to(DEVICE)
     dy = torch.ones(special.shape[0], device=DEVICE)
-    actual = triton.activation_forward(name, x, PARAMS)
-    expected = reference.activation_forward(name, x, PARAMS)
+    actual = kernels.activation_forward(name, x, PARAMS)
+    expected = reference.value(name, x, PARAMS.constants)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
-    actual = triton.activation_backward(name, dy, x, PARAMS)[:-1]
-    expected = reference.activation_backward(name, dy, x, PARAMS)[:-1]
+    actual = kernels.activation_backward(name, dy, x, PARAMS)[:-1]
+    expected = reference.gradient(name, dy, x, PARAMS.constants)[:-1]
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
@@ -79,19 +75,19 @@ def test_extreme_values_equal_the_reference(name):
 @pytest.mark.parametrize("name", ["gelu", "swiglu"])
 def test_strided_inputs_give_the_bits_of_contiguous_ones(name):
     x, dy = _inputs(name, (6, 40), torch.bfloat16)
-    y, dx = triton.activation_forward(name, x, PARAMS), triton.activation_backward(name, dy, x, PARAMS)
+    y, dx = kernels.activation_forward(name, x, PARAMS), kernels.activation_backward(name, dy, x, PARAMS)
     for apart in (lambda t: torch.cat((t, t), dim=1)[:, : t.shape[1]], lambda t: t.t().contiguous().t()):
         assert not apart(x).is_contiguous()
-        assert torch.equal(triton.activation_forward(name, apart(x), PARAMS), y)
-        assert torch.equal(triton.activation_backward(name, apart(dy), apart(x), PARAMS), dx)
+        assert torch.equal(kernels.activation_forward(name, apart(x), PARAMS), y)
+        assert torch.equal(kernels.activation_backward(name, apart(dy), apart(x), PARAMS), dx)
 
 
 @runs_kernels
 @pytest.mark.parametrize("name", ["gelu", "swiglu"])
 def test_no_rows_give_no_rows(name):
     x, dy = _inputs(name, (0, 8), torch.bfloat16)
-    assert triton.activation_forward(name, x, PARAMS).shape == (0, 8)
-    assert triton.activation_backward(name, dy, x, PARAMS).shape == x.shape
+    assert kernels.activation_forward(name, x, PARAMS).shape == (0, 8)
+    assert kernels.activation_backward(name, dy, x, PARAMS).shape == x.shape
 
 
 @pytest.mark.gpu
@@ -108,5 +104,5 @@ def test_compiled_code_reaches_the_same_kernels_without_a_graph_break():
 
 
 def test_a_tensor_on_the_cpu_is_refused_with_the_reason():
-    request = ActivationRequest("gelu", False, torch.Size((2, 8)), torch.float32, torch.device("cpu"))
+    request = ActivationRequest("gelu", False, torch.Size((2, 8)), (8, 1), torch.float32, torch.device("cpu"))
     assert "on cpu" in (triton.refuses(request) or "")

@@ -18,6 +18,7 @@ from transformer_engine.common.bounded import Bounded
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.pytorch import autotune
 from transformer_engine.pytorch.primitives.gemm import (
+    TABLE,
     Epilogue,
     cublaslt,
     cublaslt_library,
@@ -25,6 +26,7 @@ from transformer_engine.pytorch.primitives.gemm import (
     gemm,
     plain,
     tuning,
+    tuning_switch,
 )
 from transformer_engine.pytorch.primitives.gemm.request import GemmRequest, Layout
 from transformer_engine.pytorch.primitives.operand import Operand
@@ -237,7 +239,9 @@ def test_what_it_does_not_cover_is_refused_with_the_reason(library, pair, reason
 
 def test_a_problem_without_an_algorithm_is_refused(library):
     library.algorithms = []
-    assert "no algorithm" in (cublaslt.refuses(request_of(*PAIRS["bf16"](), Epilogue(torch.bfloat16))) or "")
+    request = request_of(*PAIRS["bf16"](), Epilogue(torch.bfloat16))
+    assert cublaslt.refuses(request) is None  # it plans nothing
+    assert "no algorithm" in cublaslt.bind(request).reason
 
 
 def test_a_missing_library_is_a_reason_with_a_remedy(monkeypatch):
@@ -328,12 +332,12 @@ def test_choices_of_two_processes_are_merged(tmp_path):
 
 def test_autotune_is_wanted_inside_the_block_or_by_the_environment(monkeypatch):
     monkeypatch.delenv("NVTE_AUTOTUNE", raising=False)
-    assert not tuning.wanted()
+    assert not tuning_switch.wanted()
     with autotune(), autotune():
-        assert tuning.wanted()
-    assert not tuning.wanted()
+        assert tuning_switch.wanted()
+    assert not tuning_switch.wanted()
     monkeypatch.setenv("NVTE_AUTOTUNE", "1")
-    assert tuning.wanted()
+    assert tuning_switch.wanted()
 
 
 def on_gpu(spec: QuantizeSpec | None, rows: int, depth: int) -> Operand:
@@ -462,6 +466,7 @@ def test_tuning_leaves_a_choice_behind(tmp_path, monkeypatch):
     skip_unless_taken(a, b, Epilogue(torch.bfloat16))
     monkeypatch.setenv("TE_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(cublaslt_plan, "_plans", Bounded(4096))
+    TABLE.forget()
     tuning.choices_of.cache_clear()
     out = torch.ones(256, 384, device="cuda")
     with autotune():

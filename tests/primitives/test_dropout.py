@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
+from by_kernels import Kernels
+from support.kernels import DEVICE, runs_kernels, sized
+from support.tolerances import DTYPES
 
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.pytorch.functions.dropout import bias_dropout_add, dropout
+from transformer_engine.pytorch.primitives import dropout as dropout_module
 from transformer_engine.pytorch.primitives.dropout import (
     DropoutRequest,
     bias_dropout_add_forward,
@@ -19,14 +21,11 @@ from transformer_engine.pytorch.primitives.dropout import (
     triton,
 )
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
-runs_kernels = pytest.mark.filterwarnings("ignore::RuntimeWarning") if INTERPRETED else pytest.mark.gpu
+kernels = Kernels(dropout_module, "dropout")
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 SMALL = [(), (1,), (9,), (3, 33), (2, 3, 64), (4096,), (2, 4100)]
 LARGE = [(8192, 1024), (70001,)]
-SHAPES = pytest.mark.parametrize("shape", SMALL if INTERPRETED else SMALL + LARGE, ids=str)
+SHAPES = sized("shape", SMALL, LARGE, ids=str)
 
 
 def _seed(value=1234567890123, device=DEVICE):
@@ -147,11 +146,11 @@ def test_wrong_arguments_raise_with_the_remedy(device):
 @pytest.mark.parametrize("p", [0.1, 0.75])
 def test_kernels_give_the_reference_bits(shape, dtype, p):
     x, dy = (torch.randn(shape, device=DEVICE).to(dtype) for _ in range(2))
-    y, mask = triton.OPERATIONS["forward"](x, None, None, _seed(), p)
+    y, mask = kernels.dropout_forward(x, p, seed=_seed())
     expected, expected_mask = reference.forward(x, None, None, _seed(), p)
     assert torch.equal(mask, expected_mask)
     assert torch.equal(y, expected)
-    assert torch.equal(triton.OPERATIONS["backward"](dy, mask, p), reference.backward(dy, mask, p))
+    assert torch.equal(kernels.dropout_backward(dy, mask, p), reference.backward(dy, mask, p))
 
 
 @runs_kernels
@@ -159,21 +158,21 @@ def test_kernels_give_the_reference_bits(shape, dtype, p):
 def test_the_fused_kernel_gives_the_bits_of_its_steps(dtype):
     x, residual = (torch.randn(5, 1000, device=DEVICE).to(dtype) for _ in range(2))
     bias = torch.randn(1000, device=DEVICE).to(dtype)
-    actual = triton.OPERATIONS["forward"](x, bias, residual, _seed(), 0.2)
+    actual = kernels.bias_dropout_add_forward(x, bias, residual, 0.2, seed=_seed())
     expected = reference.forward(x, bias, residual, _seed(), 0.2)
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
-    added = triton.OPERATIONS["bias_add"](x, bias, residual)
+    added = kernels.bias_add(x, bias, residual)
     assert torch.equal(added, reference.bias_add(x, bias, residual))
 
 
 @runs_kernels
 def test_strided_and_empty_inputs_are_those_of_their_copies():
     x = torch.randn(8, 6, device=DEVICE).t()
-    actual = triton.OPERATIONS["forward"](x, None, None, _seed(), 0.5)[0]
-    assert torch.equal(actual, triton.OPERATIONS["forward"](x.contiguous(), None, None, _seed(), 0.5)[0])
-    y, mask = triton.OPERATIONS["forward"](x[:0], None, None, _seed(), 0.5)
+    actual = kernels.dropout_forward(x, 0.5, seed=_seed())[0]
+    assert torch.equal(actual, kernels.dropout_forward(x.contiguous(), 0.5, seed=_seed())[0])
+    y, mask = kernels.dropout_forward(x[:0], 0.5, seed=_seed())
     assert y.shape == (0, 8) and mask.shape == (0,)
-    assert triton.OPERATIONS["backward"](y, mask, 0.5).shape == (0, 8)
+    assert kernels.dropout_backward(y, mask, 0.5).shape == (0, 8)
 
 
 @pytest.mark.gpu
@@ -190,6 +189,6 @@ def test_compiled_code_reaches_the_same_kernels_without_a_graph_break():
 
 
 def test_a_tensor_on_the_cpu_is_refused_with_the_reason():
-    request = DropoutRequest("forward", 8, torch.float32, torch.device("cpu"))
+    request = DropoutRequest("forward", torch.Size((8,)), torch.float32, torch.device("cpu"))
     assert "on cpu" in (triton.refuses(request) or "")
-    assert "fewer than" in (triton.refuses(request._replace(size=1 << 35)) or "")
+    assert "fewer than" in (triton.refuses(request._replace(shape=torch.Size((1 << 35,)))) or "")

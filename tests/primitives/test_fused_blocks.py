@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
+from by_kernels import Kernels, activation_fuses, norm_fuses
+from support.kernels import DEVICE, INTERPRETED, runs_kernels, sized
+from support.tolerances import ROUNDED
 
 from transformer_engine.common.dispatch import observing, use_backend
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E4M3, E5M2, FLOAT8, MXFP8
+from transformer_engine.pytorch.primitives import activation, norm
 from transformer_engine.pytorch.primitives import column_sums as sums_module
-from transformer_engine.pytorch.primitives import fused_codes
-from transformer_engine.pytorch.primitives import quantize_dbias as dbias_module
 from transformer_engine.pytorch.primitives.activation import ACTIVATIONS, ActivationParams
-from transformer_engine.pytorch.primitives.activation import quantized as activation_quantized
-from transformer_engine.pytorch.primitives.activation import triton as activation_triton
 from transformer_engine.pytorch.primitives.column_sums import column_sums
-from transformer_engine.pytorch.primitives.norm import triton as norm_triton
-from transformer_engine.pytorch.primitives.quantize import Cast, QuantizeSpec, quantize
+from transformer_engine.pytorch.primitives.quantize import Cast, QuantizeSpec, fused_codes, quantize
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
-runs_kernels = pytest.mark.filterwarnings("ignore::RuntimeWarning") if INTERPRETED else pytest.mark.gpu
+norms = Kernels(norm, "norm")
+activations = Kernels(activation, "activation")
+sums_of = Kernels(sums_module, "column_sums")
 
 PARAMS = ActivationParams(limit=2.0, alpha=1.5, offset=0.5)
 SMALL = [(1, 1), (5, 33), (128, 128), (257, 130), (130, 384)]
 LARGE = [(4096, 2048), (2049, 4097)]
-SHAPES = pytest.mark.parametrize("shape", SMALL if INTERPRETED else SMALL + LARGE, ids=str)
+SHAPES = sized("shape", SMALL, LARGE, ids=str)
 FORMATS = pytest.mark.parametrize("tiles", [BLOCK_1D, BLOCK_2D], ids=["1d", "2d"])
 DIRECTIONS = pytest.mark.parametrize(
     ("tiles", "columnwise"), [(BLOCK_1D, True), (BLOCK_1D, False), (BLOCK_2D, True)], ids=["1d", "rows", "2d"]
@@ -40,9 +37,7 @@ ROWS = QuantizeSpec(BLOCK_1D, E4M3, True, False)
 def _interpreted_kernels_count_as_the_quantization_s(monkeypatch):
     """In the interpreter `quantize` is the reference, whose bits the fused kernels must have too."""
     if INTERPRETED:
-        monkeypatch.setattr(fused_codes, "fuses", lambda shape, dtype, device, cast: 0 not in shape)
-        monkeypatch.setattr(dbias_module, "column_sums", sums_module._in_strips)
-        monkeypatch.setattr(activation_triton, "column_sums", sums_module._in_strips)
+        monkeypatch.setattr(fused_codes, "fuses", lambda shape, dtype, device, spec, given: 0 not in shape)
 
 
 def _same(actual, expected):
@@ -56,7 +51,7 @@ def _same(actual, expected):
 
 
 def _close_sums(sums, x):
-    tolerance = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}[sums.dtype]
+    tolerance = ROUNDED[sums.dtype]
     torch.testing.assert_close(sums.float(), x.double().sum(0).float(), rtol=tolerance, atol=1e-3)
 
 
@@ -74,16 +69,16 @@ def test_an_activation_and_its_gradient_give_the_codes_of_their_quantized_output
     x = torch.randn(shape[0], shape[1] * (2 if ACTIVATIONS[name].gated else 1), device=DEVICE).bfloat16() * 2
     dy = torch.randn(shape, device=DEVICE).bfloat16()
     spec = QuantizeSpec(tiles, E4M3, True, columnwise, power_of_two=True)
-    made = activation_triton.activation_forward(name, x, PARAMS, Cast(spec))
-    _same(made, quantize(activation_triton.activation_forward(name, x, PARAMS), spec))
+    made = activations.activation_forward(name, x, PARAMS, Cast(spec))
+    _same(made, quantize(activations.activation_forward(name, x, PARAMS), spec))
     spec = QuantizeSpec(tiles, E5M2, True, columnwise, epsilon=1e-3)
-    dx = activation_triton.activation_backward(name, dy, x, PARAMS)
+    dx = activations.activation_backward(name, dy, x, PARAMS)
     expected = quantize(dx, spec)
-    made, sums = activation_triton.activation_backward(name, dy, x, PARAMS, Cast(spec), torch.bfloat16)
+    made, sums = activations.activation_backward(name, dy, x, PARAMS, Cast(spec), torch.bfloat16)
     _same(made, expected)
     _close_sums(sums, dx)
     if shape == (128, 128):
-        without, none = activation_triton.activation_backward(name, dy, x, PARAMS, Cast(spec))
+        without, none = activations.activation_backward(name, dy, x, PARAMS, Cast(spec))
         assert none is None
         _same(without, expected)
 
@@ -106,13 +101,13 @@ def test_a_norm_gives_the_codes_of_its_quantized_output_and_its_statistics(shape
     bias = None if kind == "layernorm_without_beta" else bias
     spec = QuantizeSpec(BLOCK_1D, E4M3, True, False, power_of_two=shape[0] % 2 == 0, epsilon=1e-3)
     wide = kind != "rmsnorm" and shape[1] > 4096  # two steps
-    assert norm_triton._fuses(x, Cast(spec), centered=kind != "rmsnorm") is not wide
+    assert norm_fuses(x, spec, centered=kind != "rmsnorm") is not wide
     if kind == "rmsnorm":
-        y, *statistics = norm_triton.rmsnorm_forward(x, weight, 1e-5, True)
-        made = norm_triton.rmsnorm_forward(x, weight, 1e-5, True, Cast(spec))
+        y, *statistics = norms.rmsnorm_forward(x, weight, 1e-5, True)
+        made = norms.rmsnorm_forward(x, weight, 1e-5, True, Cast(spec))
     else:
-        y, *statistics = norm_triton.layernorm_forward(x, weight, bias, 1e-5, False)
-        made = norm_triton.layernorm_forward(x, weight, bias, 1e-5, False, Cast(spec))
+        y, *statistics = norms.layernorm_forward(x, weight, bias, 1e-5, False)
+        made = norms.layernorm_forward(x, weight, bias, 1e-5, False, Cast(spec))
     _same(made[0], quantize(y, spec))
     _same(made[1:], statistics)
 
@@ -128,7 +123,7 @@ def test_a_cast_with_column_sums_gives_the_codes_of_the_cast(dtype, shape, tiles
         pytest.skip("one shape shows that it is read as what it is")
     x = torch.randn(shape, device=DEVICE).to(dtype)
     spec = QuantizeSpec(tiles, E5M2, True, True, power_of_two=shape[0] % 2 == 0, epsilon=1e-4)
-    made, sums = dbias_module.quantize_with_dbias(x, Cast(spec), dtype)
+    made, sums = sums_of.column_sums(x, dtype, Cast(spec))
     _same(made, quantize(x, spec))
     assert sums.dtype == dtype
     _close_sums(sums, x)
@@ -141,7 +136,7 @@ def test_sums_of_columns_are_those_of_double_precision(dtype, shape):
     wide = torch.randn(shape[0], shape[1] + 8, device=DEVICE).to(dtype)
     for x in (wide[:, :-8].contiguous(), wide[:, 8:], wide.t().contiguous().t()[:, 1:-7]):
         assert x.shape == shape
-        _close_sums(sums_module._in_strips(x, torch.float32), x)
+        _close_sums(sums_of.column_sums(x, torch.float32), x)
 
 
 def test_the_public_sum_takes_any_matrix(device):
@@ -167,16 +162,16 @@ def test_strided_inputs_give_the_codes_of_their_copies(tiles):
     for x in (wide[:, :512], wide[:, 1:257], wide.t()[:256].t(), wide[::2, :256]):
         copy = x.clone(memory_format=torch.contiguous_format)
         for name in ("gelu", "swiglu"):
-            actual = activation_triton.activation_forward(name, x, PARAMS, Cast(spec))
-            _same(actual, activation_triton.activation_forward(name, copy, PARAMS, Cast(spec)))
+            actual = activations.activation_forward(name, x, PARAMS, Cast(spec))
+            _same(actual, activations.activation_forward(name, copy, PARAMS, Cast(spec)))
             dy = x[:, : x.shape[1] // 2] if name == "swiglu" else x
             how = (PARAMS, Cast(spec), torch.float32)
-            actual, _ = activation_triton.activation_backward(name, dy, x, *how)
-            expected, _ = activation_triton.activation_backward(name, dy.clone(), copy, *how)
+            actual, _ = activations.activation_backward(name, dy, x, *how)
+            expected, _ = activations.activation_backward(name, dy.clone(), copy, *how)
             _same(actual, expected)
         how = (torch.ones(x.shape[1], device=DEVICE), 1e-5, False, Cast(ROWS))
-        actual, _ = norm_triton.rmsnorm_forward(x, *how)
-        expected, _ = norm_triton.rmsnorm_forward(copy, *how)
+        actual, _ = norms.rmsnorm_forward(x, *how)
+        expected, _ = norms.rmsnorm_forward(copy, *how)
         _same(actual, expected)
 
 
@@ -197,14 +192,14 @@ def test_strange_numbers_give_the_codes_of_the_separate_steps(bad, tiles):
     x[3, 7] = bad
     x[:, 150] = 3.0
     spec = QuantizeSpec(tiles, E4M3, True, True)
-    made = activation_triton.activation_forward("relu", x, PARAMS, Cast(spec))
-    expected = quantize(activation_triton.activation_forward("relu", x, PARAMS), spec)
+    made = activations.activation_forward("relu", x, PARAMS, Cast(spec))
+    expected = quantize(activations.activation_forward("relu", x, PARAMS), spec)
     _same_numbers(made, expected)
     gamma = torch.full((200,), 2.0, device=DEVICE)
     gamma[9] = float("inf")
     beta = torch.full((200,), 100.0, device=DEVICE)
-    y = norm_triton.layernorm_forward(x, gamma, beta, 1e-5, False)[0]
-    made = norm_triton.layernorm_forward(x, gamma, beta, 1e-5, False, Cast(ROWS))[0]
+    y = norms.layernorm_forward(x, gamma, beta, 1e-5, False)[0]
+    made = norms.layernorm_forward(x, gamma, beta, 1e-5, False, Cast(ROWS))[0]
     _same_numbers(made, quantize(y, ROWS))
 
 
@@ -213,8 +208,8 @@ def test_a_gated_gradient_whose_halves_do_not_end_a_block_takes_two_steps():
     spec = QuantizeSpec(BLOCK_1D, E4M3, True, True)
     for width, fused in ((256, True), (128, False), (300, False)):
         x = torch.randn(40, width, device=DEVICE).bfloat16()
-        assert activation_quantized.fuses_backward("swiglu", x, Cast(spec), True) == fused
-        assert activation_quantized.fuses_backward("gelu", x, Cast(spec), True)
+        assert activation_fuses("swiglu", x, spec, torch.float32, backward=True) == fused
+        assert activation_fuses("gelu", x, spec, torch.float32, backward=True)
 
 
 @runs_kernels
@@ -222,9 +217,9 @@ def test_a_gated_gradient_whose_halves_do_not_end_a_block_takes_two_steps():
 def test_a_norm_in_both_directions_takes_two_steps(tiles):
     x = torch.randn(40, 256, device=DEVICE).bfloat16()
     spec = QuantizeSpec(tiles, E4M3, True, True)
-    assert not norm_triton._fuses(x, Cast(spec), centered=False)
-    made, statistic = norm_triton.rmsnorm_forward(x, torch.ones(256, device=DEVICE), 1e-5, False, Cast(spec))
-    y, expected = norm_triton.rmsnorm_forward(x, torch.ones(256, device=DEVICE), 1e-5, False)
+    assert not norm_fuses(x, spec, centered=False)
+    made, statistic = norms.rmsnorm_forward(x, torch.ones(256, device=DEVICE), 1e-5, False, Cast(spec))
+    y, expected = norms.rmsnorm_forward(x, torch.ones(256, device=DEVICE), 1e-5, False)
     _same(made, quantize(y, spec))
     assert torch.equal(statistic, expected)
 
@@ -233,17 +228,17 @@ def test_a_norm_in_both_directions_takes_two_steps(tiles):
 def test_rows_alone_with_column_sums_take_two_steps():
     x = torch.randn(40, 256, device=DEVICE).bfloat16()
     for spec in (ROWS, QuantizeSpec(BLOCK_1D, E4M3, True, True)):
-        assert activation_quantized.fuses_backward("swiglu", x, Cast(spec), False)
-        assert activation_quantized.fuses_backward("swiglu", x, Cast(spec), True) == spec.columnwise
+        assert activation_fuses("swiglu", x, spec, backward=True)
+        assert activation_fuses("swiglu", x, spec, torch.float32, backward=True) == spec.columnwise
 
 
 @pytest.mark.gpu
 def test_a_forced_reference_quantization_is_not_fused_away():
     x = torch.randn(64, 64, device="cuda").bfloat16()
     spec = QuantizeSpec(BLOCK_1D, E4M3)
-    assert activation_quantized.fuses(x, False, Cast(spec))
+    assert activation_fuses("gelu", x, spec, backward=False)
     with use_backend(quantize="reference"):
-        assert not activation_quantized.fuses(x, False, Cast(spec))
+        assert not activation_fuses("gelu", x, spec, backward=False)
 
 
 @pytest.mark.gpu
@@ -253,9 +248,9 @@ def test_observers_hear_of_each_quantization_once(tiles, columnwise):
     x = torch.randn(64, 256, device="cuda").bfloat16()
     spec, seen = QuantizeSpec(tiles, E4M3, True, columnwise), []
     with observing(lambda operation, request: seen.append(operation)):
-        norm_triton.rmsnorm_forward(x, x[0], 1e-5, False, Cast(spec))
-        activation_triton.activation_forward("gelu", x, PARAMS, Cast(spec))
-        activation_triton.activation_backward("gelu", x, x, PARAMS, Cast(spec))
-        activation_triton.activation_backward("gelu", x, x, PARAMS, Cast(spec), torch.float32)
-        dbias_module.quantize_with_dbias(x, Cast(spec), torch.float32)
+        norms.rmsnorm_forward(x, x[0], 1e-5, False, Cast(spec))
+        activations.activation_forward("gelu", x, PARAMS, Cast(spec))
+        activations.activation_backward("gelu", x, x, PARAMS, Cast(spec))
+        activations.activation_backward("gelu", x, x, PARAMS, Cast(spec), torch.float32)
+        column_sums(x, torch.float32, Cast(spec))
     assert seen.count("quantize") == 5

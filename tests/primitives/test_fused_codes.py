@@ -2,49 +2,48 @@
 
 from __future__ import annotations
 
-import os
 from typing import NamedTuple
 
 import pytest
 import torch
+from by_kernels import Kernels, activation_fuses
+from support.kernels import DEVICE, INTERPRETED, runs_kernels, sized
+from support.tolerances import DTYPES, ROUNDED
 
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.common.formats import BLOCK_1D, E4M3, E5M2, FLOAT8, MXFP8
-from transformer_engine.pytorch.primitives import fused_codes, norm
-from transformer_engine.pytorch.primitives import quantize_dbias as dbias_module
+from transformer_engine.pytorch.primitives import activation, norm
+from transformer_engine.pytorch.primitives import column_sums as sums_module
 from transformer_engine.pytorch.primitives.activation import (
     ACTIVATIONS,
     ActivationParams,
     activation_backward,
     activation_forward,
 )
-from transformer_engine.pytorch.primitives.activation import quantized as activation_quantized
-from transformer_engine.pytorch.primitives.activation import triton as activation_triton
-from transformer_engine.pytorch.primitives.norm import triton as norm_triton
-from transformer_engine.pytorch.primitives.quantize import Cast, QuantizeSpec, quantize
+from transformer_engine.pytorch.primitives.column_sums import column_sums
+from transformer_engine.pytorch.primitives.quantize import Cast, QuantizeSpec, fused_codes, quantize
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
-runs_kernels = pytest.mark.filterwarnings("ignore::RuntimeWarning") if INTERPRETED else pytest.mark.gpu
+norms = Kernels(norm, "norm")
+activations = Kernels(activation, "activation")
+sums_of = Kernels(sums_module, "column_sums")
 
 PARAMS = ActivationParams(limit=2.0, alpha=1.5, offset=0.5)
 DELAYED = pytest.mark.parametrize("delayed", [True, False], ids=["delayed", "current"])
 COLUMNWISE = pytest.mark.parametrize("columnwise", [False, True], ids=["row", "both"])
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 SMALL_NORMS = [(1, 1), (5, 33), (9, 64), (3, 2048), (4, 5000), (2, 9000), (2, 17000)]
 LARGE_NORMS = [(513, 4096), (64, 8192), (300, 1024), (40, 5120), (33, 12288), (16, 32768)]
-NORMS = pytest.mark.parametrize("shape", SMALL_NORMS if INTERPRETED else SMALL_NORMS + LARGE_NORMS, ids=str)
+NORMS = sized("shape", SMALL_NORMS, LARGE_NORMS, ids=str)
 SMALL = [(1, 1), (5, 33), (64, 64), (7, 200), (130, 6)]
 LARGE = [(4096, 2048), (513, 14336), (2049, 4097)]
 FEW = ("gelu", "swiglu", "clamped_swiglu")
-SHAPES = pytest.mark.parametrize("shape", SMALL if INTERPRETED else SMALL + LARGE, ids=str)
+SHAPES = sized("shape", SMALL, LARGE, ids=str)
 
 
 @pytest.fixture(autouse=True)
 def _interpreted_kernels_count_as_the_quantization_s(monkeypatch):
     """In the interpreter `quantize` is the reference, whose bits the fused kernels must have too."""
     if INTERPRETED:
-        monkeypatch.setattr(fused_codes, "fuses", lambda shape, dtype, device, cast: 0 not in shape)
+        monkeypatch.setattr(fused_codes, "fuses", lambda shape, dtype, device, spec, given: 0 not in shape)
 
 
 def _spec(columnwise, element=E4M3):
@@ -83,11 +82,11 @@ def test_a_norm_gives_the_codes_of_its_quantized_output(shape, delayed, columnwi
     how, spec = (1e-5, True), _spec(columnwise)
     first, second = _scaling(delayed), _scaling(delayed)
     if kind == "rmsnorm":
-        y, *statistics = norm_triton.rmsnorm_forward(x, weight, *how)
-        made = norm_triton.rmsnorm_forward(x, weight, *how, Cast(spec, *second))
+        y, *statistics = norms.rmsnorm_forward(x, weight, *how)
+        made = norms.rmsnorm_forward(x, weight, *how, Cast(spec, *second))
     else:
-        y, *statistics = norm_triton.layernorm_forward(x, weight, bias, *how)
-        made = norm_triton.layernorm_forward(x, weight, bias, *how, Cast(spec, *second))
+        y, *statistics = norms.layernorm_forward(x, weight, bias, *how)
+        made = norms.layernorm_forward(x, weight, bias, *how, Cast(spec, *second))
     _same(made[0], quantize(y, spec, scale=first.scale, record=first.record))
     _same(made[1:], statistics)
     assert made[0].amax is not None and (not delayed or made[0].amax is second.record)
@@ -106,18 +105,18 @@ def test_an_activation_and_its_gradient_give_the_codes_of_their_quantized_output
     x = torch.randn(shape[0], shape[1] * (2 if ACTIVATIONS[name].gated else 1), device=DEVICE).bfloat16() * 2
     dy = torch.randn(shape, device=DEVICE).bfloat16()
     spec, first, second = _spec(columnwise), _scaling(delayed), _scaling(delayed)
-    y = activation_triton.activation_forward(name, x, PARAMS)
-    made = activation_triton.activation_forward(name, x, PARAMS, Cast(spec, *second))
+    y = activations.activation_forward(name, x, PARAMS)
+    made = activations.activation_forward(name, x, PARAMS, Cast(spec, *second))
     _same(made, quantize(y, spec, scale=first.scale, record=first.record))
     spec = _spec(columnwise, E5M2)
-    dx = activation_triton.activation_backward(name, dy, x, PARAMS)
+    dx = activations.activation_backward(name, dy, x, PARAMS)
     expected = quantize(dx, spec, scale=first.scale, record=first.record)
     cast = Cast(spec, *second)
-    made, sums = activation_triton.activation_backward(name, dy, x, PARAMS, cast, torch.float32)
+    made, sums = activations.activation_backward(name, dy, x, PARAMS, cast, torch.float32)
     _same(made, expected)
     torch.testing.assert_close(sums, dx.double().sum(0).float(), rtol=1e-5, atol=1e-4)
     if shape == (64, 64):
-        without, none = activation_triton.activation_backward(name, dy, x, PARAMS, cast)
+        without, none = activations.activation_backward(name, dy, x, PARAMS, cast)
         assert none is None
         _same(without, expected)
 
@@ -128,10 +127,10 @@ def test_an_activation_and_its_gradient_give_the_codes_of_their_quantized_output
 def test_a_cast_with_column_sums_gives_the_codes_of_the_cast(dtype, shape):
     x = torch.randn(shape, device=DEVICE).to(dtype)
     spec, first, second = _spec(True), _scaling(True), _scaling(True)
-    made, sums = dbias_module.quantize_with_dbias(x, Cast(spec, *second), dtype)
+    made, sums = sums_of.column_sums(x, dtype, Cast(spec, *second))
     _same(made, quantize(x, spec, scale=first.scale, record=first.record))
     assert sums.dtype == dtype
-    tolerance = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}[dtype]
+    tolerance = ROUNDED[dtype]
     torch.testing.assert_close(sums.float(), x.double().sum(0).float(), rtol=tolerance, atol=1e-4)
 
 
@@ -140,14 +139,14 @@ def test_strided_inputs_give_the_codes_of_their_copies():
     wide = torch.randn(70, 300, device=DEVICE).bfloat16()
     for x in (wide[:, :128], wide[:, 1:129], wide.t()[:128].t(), wide[::2, :64]):
         for name in ("gelu", "swiglu"):
-            actual = activation_triton.activation_forward(name, x, PARAMS, Cast(_spec(True), *_scaling(True)))
+            actual = activations.activation_forward(name, x, PARAMS, Cast(_spec(True), *_scaling(True)))
             copy = x.clone(memory_format=torch.contiguous_format)
             again = Cast(_spec(True), *_scaling(True))
-            _same(actual, activation_triton.activation_forward(name, copy, PARAMS, again))
+            _same(actual, activations.activation_forward(name, copy, PARAMS, again))
         weight = torch.ones(x.shape[1], device=DEVICE)
         first, second = (Cast(_spec(True), *_scaling(True)) for _ in range(2))
-        actual, _ = norm_triton.rmsnorm_forward(x, weight, 1e-5, False, first)
-        expected, _ = norm_triton.rmsnorm_forward(x.contiguous(), weight, 1e-5, False, second)
+        actual, _ = norms.rmsnorm_forward(x, weight, 1e-5, False, first)
+        expected, _ = norms.rmsnorm_forward(x.contiguous(), weight, 1e-5, False, second)
         _same(actual, expected)
 
 
@@ -157,7 +156,7 @@ def test_the_recorded_maximum_is_that_of_the_separate_steps_for_strange_numbers(
     x = torch.zeros(6, 48, device=DEVICE, dtype=torch.bfloat16)
     x[3, 7] = bad
     first, second = _scaling(True), _scaling(True)
-    activation_triton.activation_forward("relu", x, PARAMS, Cast(_spec(True), *second))
+    activations.activation_forward("relu", x, PARAMS, Cast(_spec(True), *second))
     quantize(torch.relu(x), _spec(True), scale=first.scale, record=first.record)
     assert first.record is not None and second.record is not None
     torch.testing.assert_close(second.record, first.record, rtol=0, atol=0, equal_nan=True)
@@ -188,7 +187,7 @@ def test_the_public_functions_are_the_two_steps_everywhere(spec, delayed, device
     made, sums = activation_backward("swiglu", y, x, PARAMS, cast, torch.float32)
     _same(made, quantize(dx, spec, scale=scale))
     torch.testing.assert_close(sums, dx.float().sum(0), rtol=1e-4, atol=1e-4)
-    made, sums = dbias_module.quantize_with_dbias(x, cast, torch.float32)
+    made, sums = column_sums(x, torch.float32, cast)
     _same(made, quantize(x, spec, scale=scale))
     torch.testing.assert_close(sums, x.float().sum(0), rtol=1e-4, atol=1e-4)
 
@@ -197,15 +196,15 @@ def test_the_public_functions_are_the_two_steps_everywhere(spec, delayed, device
 def test_a_forced_reference_quantization_is_not_fused_away():
     x = torch.randn(64, 64, device="cuda").bfloat16()
     spec = _spec(False)
-    assert activation_quantized.fuses(x, False, Cast(spec))
+    assert activation_fuses("gelu", x, spec, backward=False)
     with use_backend(quantize="reference"):
-        assert not activation_quantized.fuses(x, False, Cast(spec))
+        assert not activation_fuses("gelu", x, spec, backward=False)
 
 
 def test_other_formats_and_empty_matrices_are_left_to_the_separate_steps(device):
     if INTERPRETED:
         pytest.skip("the interpreter takes every matrix")
     x = torch.randn(64, 64, device=device)
-    assert not activation_quantized.fuses(x, False, Cast(QuantizeSpec(MXFP8, E4M3)))
-    assert not activation_quantized.fuses(x[:0], False, Cast(_spec(True)))
-    assert not activation_quantized.fuses(x, False, Cast(QuantizeSpec(FLOAT8, E4M3, False, True)))
+    assert not activation_fuses("gelu", x, QuantizeSpec(MXFP8, E4M3), backward=False)
+    assert not activation_fuses("gelu", x[:0], _spec(True), backward=False)
+    assert not activation_fuses("gelu", x, QuantizeSpec(FLOAT8, E4M3, False, True), backward=False)

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
-from transformer_engine.common.bounded import Bounded
 from transformer_engine.common.dispatch import observing, use_backend
 from transformer_engine.pytorch.primitives.gemm import TABLE, Epilogue, gemm, plain, product
 
 
 @pytest.fixture
-def selections(monkeypatch):
-    """The names of the backends that were selected, with an empty memory of earlier calls."""
+def described(monkeypatch):
+    """The requests that were described anew, with an empty memory of earlier calls."""
     seen = []
-    select = TABLE.select
+    describe = TABLE.describe
 
-    def noted(request):
-        backend = select(request)
-        seen.append(backend.name)
-        return backend
+    def noted(*key):
+        request = describe(*key)
+        seen.append(request)
+        return request
 
-    monkeypatch.setattr(TABLE, "select", noted)
-    monkeypatch.setattr(product, "_calls", Bounded(8192))
-    return seen
+    monkeypatch.setattr(TABLE, "describe", noted)
+    TABLE.forget()
+    yield seen
+    TABLE.forget()
 
 
 def operands(device, m=16, n=32, k=48, dtype=torch.bfloat16):
@@ -32,16 +34,16 @@ def operands(device, m=16, n=32, k=48, dtype=torch.bfloat16):
     )
 
 
-def test_a_backend_is_selected_once_for_calls_that_look_the_same(selections, device):
+def test_a_backend_is_selected_once_for_calls_that_look_the_same(described, device):
     a, b = operands(device)
     c, d = operands(device)
     first = gemm(a, b, Epilogue(torch.bfloat16))
     assert torch.equal(gemm(a, b, Epilogue(torch.bfloat16)), first)
     gemm(c, d, Epilogue(torch.bfloat16))
-    assert len(selections) == 1
+    assert len(described) == 1
 
 
-def test_whatever_a_backend_may_judge_makes_another_call(selections, device):
+def test_whatever_a_backend_may_judge_makes_another_call(described, device):
     a, b = operands(device)
     bias, out = torch.zeros(32, device=device), torch.zeros(16, 32, device=device)
     calls = [
@@ -62,21 +64,25 @@ def test_whatever_a_backend_may_judge_makes_another_call(selections, device):
         for _ in range(2):
             for call in calls:
                 gemm(*call)
-    assert len(selections) == len(calls)
+    assert len(described) == len(calls)
 
 
-def test_a_forced_backend_is_used_though_the_call_is_warm(selections, device):
+def test_a_forced_backend_is_used_though_the_call_is_warm(described, device, monkeypatch):
     a, b = operands(device)
+    ran, chosen = [], TABLE.named("reference")
     gemm(a, b, Epilogue(torch.bfloat16))
+    noting = dataclasses.replace(chosen, bind=lambda request: ran.append(request) or chosen.bind(request))
+    monkeypatch.setattr(TABLE, "backends", (*TABLE.backends[:-1], noting))
     with use_backend(gemm="reference"):
         gemm(a, b, Epilogue(torch.bfloat16))
         gemm(a, b, Epilogue(torch.bfloat16))
-    assert selections[1:] == ["reference", "reference"]
+    assert ran == [described[0]]
+    assert len(described) == 3
     gemm(a, b, Epilogue(torch.bfloat16))
-    assert len(selections) == 3  # what was forced is not remembered
+    assert len(described) == 3  # what was forced has not taken the place of what is remembered
 
 
-def test_an_observer_sees_every_warm_call(selections, device):
+def test_an_observer_sees_every_warm_call(described, device):
     a, b = operands(device)
     gemm(a, b, Epilogue(torch.bfloat16))
     seen = []
@@ -86,11 +92,11 @@ def test_an_observer_sees_every_warm_call(selections, device):
     assert seen == [("gemm", 16)] * 3
 
 
-def test_the_memory_of_calls_is_bounded(selections, device, monkeypatch):
-    monkeypatch.setattr(product._calls, "most", 3)
+def test_the_memory_of_calls_is_bounded(described, device, monkeypatch):
+    monkeypatch.setattr(TABLE._bound, "most", 3)
     for m in range(1, 9):
         gemm(*operands(device, m=m), Epilogue(torch.bfloat16))
-        assert len(product._calls) <= 3
+        assert len(TABLE._bound) <= 3
 
 
 @pytest.mark.parametrize(
@@ -119,7 +125,7 @@ def test_the_operators_of_a_graph_compute_what_gemm_does(device):
     tensors = (a.codes, None, None, b.codes, None, None, bias)
     expected = gemm(a, b, Epilogue(torch.bfloat16, bias))
     assert torch.equal(product._product_now(*tensors, torch.bfloat16, True), expected)
-    fake = product._product_fake(*tensors, torch.bfloat16, True)
+    fake = product._product_results(*tensors, torch.bfloat16, True)
     assert (fake.shape, fake.dtype, fake.device) == (expected.shape, expected.dtype, expected.device)
     first, second = (torch.ones(16, 32, device=device) for _ in range(2))
     gemm(a, b, Epilogue(torch.float32, bias, out=first, accumulate=True))

@@ -12,15 +12,14 @@ import torch
 from cublaslt_on_cpu import installed
 
 from transformer_engine.common import formats
-from transformer_engine.common.bounded import Bounded
-from transformer_engine.common.dispatch import observing, use_backend
+from transformer_engine.common.dispatch import Refusal, observing, use_backend
 from transformer_engine.pytorch.primitives.gemm import (
     Epilogue,
     GemmRequest,
     cublaslt_fused,
     cublaslt_plan,
     fused,
-    gemm_codes,
+    gemm,
     gemm_gelu,
     gemm_gelu_gradient,
     plain,
@@ -69,7 +68,7 @@ def slope(x: torch.Tensor) -> torch.Tensor:
 def take(backend: str, kind: str, a, b, epilogue, second, x=None, dtype=None) -> None:
     """Skip where the backend refuses."""
     request = FusedRequest.of(kind, a, b, epilogue, second, x, dtype)
-    if reason := fused.TABLE.named(backend).refuses(request):
+    if reason := fused.TABLE.named(backend).refusal(request):
         pytest.skip(f"{backend}: {reason}")
 
 
@@ -141,7 +140,9 @@ def test_codes_are_the_product_times_the_scale_and_the_maximum_is_of_the_product
     ):  # neither 1, where dividing by it would not be noticed, nor all in range
         record = torch.zeros(1, device=device)
         with use_backend(gemm_epilogue=backend):
-            codes = gemm_codes(a, b, epilogue, cast_to(e, torch.tensor([scale], device=device), record))
+            made = gemm(a, b, epilogue, cast_to(e, torch.tensor([scale], device=device), record))
+        codes = made.codes
+        assert made.scale.item() == pytest.approx(1.0 / scale)
         maximum = torch.finfo(codes.dtype).max
         scaled = (exact * scale).clamp(-maximum, maximum)
         step = 2.0**-3 if element == "e4m3" else 2.0**-2  # rounding, once to bfloat16 before where apart
@@ -159,12 +160,34 @@ def test_the_recorded_maximum_only_grows(backend, device):
     history = torch.tensor([[0.0, 1e-3, 1e6, 0.0]], device=device)
     with use_backend(gemm_epilogue=backend):
         for i in (1, 2):
-            gemm_codes(a, b, Epilogue(BF16), cast_to(formats.E4M3, one, history[0, i : i + 1]))
-        unrecorded = gemm_codes(a, b, Epilogue(BF16), cast_to(formats.E4M3, one))
+            gemm(a, b, Epilogue(BF16), cast_to(formats.E4M3, one, history[0, i : i + 1]))
+        unrecorded = gemm(a, b, Epilogue(BF16), cast_to(formats.E4M3, one)).codes
     largest = float((values_of(a) @ values_of(b).t()).abs().max())
     assert history[0, 1].item() == pytest.approx(largest, rel=2.0**-7)
     assert history[0, [0, 2, 3]].tolist() == [0.0, 1e6, 0.0]
     assert unrecorded.dtype == torch.float8_e4m3fn
+
+
+CASTS = {
+    "current": QuantizeSpec(formats.FLOAT8, formats.E4M3),
+    "both directions": QuantizeSpec(formats.FLOAT8, formats.E5M2, columnwise=True),
+    "blocks": QuantizeSpec(formats.BLOCK_1D, formats.E4M3, columnwise=True),
+    "mxfp8": QuantizeSpec(formats.MXFP8, formats.E4M3),
+}
+
+
+@pytest.mark.parametrize("spec", CASTS.values(), ids=CASTS)
+@pytest.mark.parametrize("given", [False, True], ids=["", "multiplier"])
+def test_a_product_takes_every_cast_and_gives_what_quantizing_it_gives(spec, given, device):
+    if given and spec.format.block is not None:
+        pytest.skip("blocks make their own scales")
+    a, b, bias = operand(M, K, device), operand(N, K, device), torch.randn(N, device=device).to(BF16)
+    cast = Cast(spec, torch.tensor([3.0], device=device) if given else None)
+    made = gemm(a, b, Epilogue(BF16, bias), cast)
+    expected = quantize(gemm(a, b, Epilogue(BF16, bias)), spec, scale=cast.multiplier)
+    for mine, theirs in zip(made[:4], expected[:4], strict=True):
+        assert (mine is None) == (theirs is None)
+        assert mine is None or torch.equal(mine.float(), theirs.float())
 
 
 @pytest.mark.parametrize("sizes", [(0, 16, 16), (16, 0, 16), (16, 16, 0)], ids=str)
@@ -197,13 +220,13 @@ def test_what_does_not_fit_is_an_error(call, message, device):
 
 
 def test_a_choice_is_remembered_by_what_it_depends_on(monkeypatch, device):
-    seen, select = [], fused.TABLE.select
-    monkeypatch.setattr(fused.TABLE, "select", lambda request: seen.append(request) or select(request))
-    monkeypatch.setattr(fused, "_calls", Bounded(64))
+    seen, describe = [], fused.TABLE.describe
+    monkeypatch.setattr(fused.TABLE, "describe", lambda *key: seen.append(key) or describe(*key))
+    fused.TABLE.forget()
     a, b = operand(M, K, device), operand(N, K, device)
     x = torch.randn(M, N, device=device).to(BF16)
     one, quantized = torch.ones(1, device=device), operand(N, K, device, formats.E4M3)
-    codes = partial(gemm_codes, operand(M, K, device, formats.E4M3), quantized, Epilogue(BF16))
+    codes = partial(gemm, operand(M, K, device, formats.E4M3), quantized, Epilogue(BF16))
     calls = [
         lambda: gemm_gelu(a, b, Epilogue(BF16)),
         lambda: gemm_gelu(a, b, Epilogue(BF16), False),
@@ -281,7 +304,7 @@ def test_a_plan_describes_gelu(library, element, biased, dtype):
     for keeps in (True, False):
         request = on_h200(GELU, a, b, epilogue, keeps)
         assert cublaslt_fused.refuses(request) is None
-        y, x = cublaslt_fused.run(request)(a, b, epilogue)
+        y, x = cublaslt_fused.bind(request)(a, b, epilogue)
         close(y, gelu(exact), slack=1e-4)
         assert (x is None) is not keeps
         if x is not None:
@@ -295,7 +318,7 @@ def test_a_plan_describes_the_gradient_of_gelu(library, dtype):
     x = torch.randn(M, N + 8).to(dtype)[:, :N]
     request = on_h200(GELU_GRADIENT, a, b, Epilogue(dtype), False, x, dtype)
     assert cublaslt_fused.refuses(request) is None
-    dx = cublaslt_fused.run(request)(a, b, Epilogue(dtype), x)
+    dx = cublaslt_fused.bind(request)(a, b, Epilogue(dtype), x)
     close(dx, values_of(a) @ values_of(b).t() * slope(x.double()), slack=1e-4)
     assert library.started
 
@@ -309,12 +332,16 @@ def test_a_plan_describes_codes_and_their_maximum(library, dtype):
     request = on_h200(CODES, a, b, epilogue, True, None, torch.float8_e4m3fn)
     assert cublaslt_fused.refuses(request) is None
     record = torch.tensor([1e-3])
-    codes = cublaslt_fused.run(request)(a, b, epilogue, formats.E4M3, torch.tensor([16.0]), record)
+    codes = cublaslt_fused.bind(request)(
+        a, b, epilogue, cast_to(formats.E4M3, torch.tensor([16.0]), record)
+    ).codes
     expected = (exact * 16.0).clamp(-448.0, 448.0)
     assert ((codes.double() - expected).abs() <= 2.0**-4 * expected.abs() + 2.0**-9).all()
     assert float(record) == pytest.approx(float(exact.abs().max()), rel=1e-5)
     plain_request = on_h200(CODES, a, b, epilogue, False, None, torch.float8_e4m3fn)
-    again = cublaslt_fused.run(plain_request)(a, b, epilogue, formats.E4M3, torch.tensor([16.0]), None)
+    again = cublaslt_fused.bind(plain_request)(
+        a, b, epilogue, cast_to(formats.E4M3, torch.tensor([16.0]))
+    ).codes
     assert torch.equal(codes.view(torch.uint8), again.view(torch.uint8))
 
 
@@ -342,8 +369,8 @@ def alignments(library, monkeypatch) -> list[int]:
 def test_a_part_of_a_larger_tensor_has_a_plan_for_its_own_alignment(library, monkeypatch, by):
     a, b, x = plain(shifted(M, K, by)), operand(N, K, "cpu"), shifted(M, N, by)
     asked = alignments(library, monkeypatch)
-    y, kept = cublaslt_fused.run(on_h200(GELU, a, b, Epilogue(BF16), True))(a, b, Epilogue(BF16))
-    gradient = cublaslt_fused.run(on_h200(GELU_GRADIENT, a, b, Epilogue(BF16), False, x, BF16))
+    y, kept = cublaslt_fused.bind(on_h200(GELU, a, b, Epilogue(BF16), True))(a, b, Epilogue(BF16))
+    gradient = cublaslt_fused.bind(on_h200(GELU_GRADIENT, a, b, Epilogue(BF16), False, x, BF16))
     dx = gradient(a, b, Epilogue(BF16), x)
     gradient(a, b, Epilogue(BF16), x)
     assert len(asked) == 4 and asked[::2] == [256, 256] and max(asked[1::2]) <= by
@@ -357,9 +384,9 @@ def test_a_part_of_a_larger_tensor_has_a_plan_for_its_own_alignment(library, mon
 @pytest.mark.parametrize("reason", ["less than 16 bytes", "no algorithm for less than 256"])
 def test_matrices_that_no_plan_is_for_are_computed_apart(library, monkeypatch, reason):
     a, b = plain(shifted(M, K, 2 if reason == "less than 16 bytes" else 16)), operand(N, K, "cpu")
-    gelu_call = cublaslt_fused.run(on_h200(GELU, a, b, Epilogue(BF16), True))
+    gelu_call = cublaslt_fused.bind(on_h200(GELU, a, b, Epilogue(BF16), True))
     x = torch.randn(M, N).to(BF16)
-    gradient = cublaslt_fused.run(on_h200(GELU_GRADIENT, a, b, Epilogue(BF16), False, x, BF16))
+    gradient = cublaslt_fused.bind(on_h200(GELU_GRADIENT, a, b, Epilogue(BF16), False, x, BF16))
     if reason != "less than 16 bytes":
         library.algorithms = []
     y, kept = gelu_call(a, b, Epilogue(BF16))
@@ -373,7 +400,7 @@ def test_matrices_that_no_plan_is_for_are_computed_apart(library, monkeypatch, r
 
 def test_matrices_that_no_plan_is_for_are_let_go(library):
     a, b = plain(shifted(M, K, 16)), operand(N, K, "cpu")
-    gelu_call = cublaslt_fused.run(on_h200(GELU, a, b, Epilogue(BF16), True))
+    gelu_call = cublaslt_fused.bind(on_h200(GELU, a, b, Epilogue(BF16), True))
     library.algorithms = []
     alive = []
     for _ in range(2):
@@ -390,7 +417,7 @@ def test_descriptors_are_used_again_and_go_with_their_plan(library):
     request = on_h200(CODES, a, b, Epilogue(BF16), False, None, torch.float8_e4m3fn)
     one, alive = torch.ones(1), []
     for _ in range(3):
-        cublaslt_fused.run(request)(a, b, Epilogue(BF16), formats.E4M3, one, None)
+        cublaslt_fused.bind(request)(a, b, Epilogue(BF16), cast_to(formats.E4M3, one))
         alive.append(len(library.alive))
     assert alive[1] == alive[2]
     cublaslt_fused.cublaslt.plan_of(request.product)  # another problem, whose plan stays
@@ -440,7 +467,9 @@ def test_other_refusals_name_what_they_look_at(library):
         forced = on_h200(GELU, a, b, Epilogue(BF16), True)
     assert "use_backend(quantize='reference') is in force" in (cublaslt_fused.refuses(forced) or "")
     library.algorithms = []
-    assert "no algorithm" in (cublaslt_fused.refuses(on_h200(GELU, a, b, Epilogue(BF16), False)) or "")
+    planned = on_h200(GELU, a, b, Epilogue(BF16), False)
+    assert cublaslt_fused.refuses(planned) is None
+    assert "no algorithm" in cublaslt_fused.bind(planned).reason
 
 
 def test_problems_that_differ_in_what_follows_are_different_to_the_store_of_algorithms(library):
@@ -469,6 +498,7 @@ def test_the_library_takes_bfloat16_products_with_gelu(kind):
     if reason := cublaslt_fused.cublaslt.refuses(request.product):
         pytest.skip(f"cublaslt: {reason}")
     assert cublaslt_fused.refuses(request) is None
+    assert not isinstance(cublaslt_fused.bind(request), Refusal)
 
 
 @pytest.mark.gpu
@@ -476,11 +506,11 @@ def test_a_captured_product_with_codes_records_at_every_replay():
     a, b = operand(256, 512, "cuda", formats.E4M3), operand(384, 512, "cuda", formats.E4M3)
     scale, record = torch.full((1,), 2.0, device="cuda"), torch.zeros(1, device="cuda")
     take("cublaslt", CODES, a, b, Epilogue(BF16), True, None, torch.float8_e4m3fn)
-    gemm_codes(a, b, Epilogue(BF16), cast_to(formats.E4M3, scale, record))
+    gemm(a, b, Epilogue(BF16), cast_to(formats.E4M3, scale, record))
     largest = record.clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        codes = gemm_codes(a, b, Epilogue(BF16), cast_to(formats.E4M3, scale, record))
+        codes = gemm(a, b, Epilogue(BF16), cast_to(formats.E4M3, scale, record)).codes
     record.zero_()
     a.scale.mul_(3.0)
     graph.replay()

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
+from by_kernels import Kernels
+from support.kernels import INTERPRETED
 
+from transformer_engine.common.dispatch import use_backend
+from transformer_engine.pytorch.primitives import kv_cache
 from transformer_engine.pytorch.primitives.kv_cache import (
     CacheRequest,
     append,
     gather_pages,
-    reference,
     triton,
 )
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+def by_reference(*arguments):
+    with use_backend(kv_cache="reference"):
+        append(*arguments)
+
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
-KERNEL = pytest.param(triton._append, id="triton", marks=() if INTERPRETED else pytest.mark.gpu)
-APPEND = pytest.mark.parametrize("run", [pytest.param(reference.append, id="reference"), KERNEL])
+KERNEL = pytest.param(
+    Kernels(kv_cache, "kv_cache").append, id="triton", marks=() if INTERPRETED else pytest.mark.gpu
+)
+APPEND = pytest.mark.parametrize("run", [pytest.param(by_reference, id="reference"), KERNEL])
 FORMATS = pytest.mark.parametrize("tensor_format", ["sbhd", "bshd", "thd"])
 PAGED = pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
 

@@ -11,7 +11,7 @@ import torch
 from transformer_engine.common.kernels import launch as records
 from transformer_engine.common.kernels.launch import Launch, Output
 from transformer_engine.common.kernels.program import Program, Step
-from transformer_engine.pytorch.primitives.launching import perform, run, run_into
+from transformer_engine.pytorch.runtime.launching import perform, run, run_into
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -111,3 +111,22 @@ def test_a_program_hands_buffers_from_step_to_step_and_returns_what_it_is_asked_
     (_, one), (_, two) = started
     assert one[0] is x and one[1] is None and one[3] is None
     assert two[0] is one[2] and two[1] is y and two[2] is x and two[3] is sums and two[4] is other
+
+
+def test_a_program_writes_into_what_the_caller_makes(started, device):
+    first = record("first", 1, Output((1,), "float32", begins=0.0))
+    second = record("second", 2, Output(None, "uint8"), None, Output((1,), "float32"))
+    program = Program(
+        ("x",),
+        (Step(first, ("x",), ("amax",)), Step(second, ("x", "amax"), ("codes", None, "scale"))),
+        ("scale", "amax"),
+        into=("codes",),
+    )
+    x, codes = torch.ones(3, device=device), torch.empty(5, dtype=torch.uint8, device=device)
+    for _ in range(2):
+        scale, amax = perform(program, (x, codes))
+        (_, measured), (_, tensors) = started[-2:]
+        assert measured[1] is amax and amax.tolist() == [0.0]
+        assert tensors[1] is amax and tensors[2] is codes and tensors[3] is None and tensors[4] is scale
+    with pytest.raises(ValueError, match=r"no step makes the result 'others'"):
+        Program(("x",), (Step(first, ("x",), ("amax",)),), ("amax",), into=("others",))

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 import torch.nn.functional as F
+from by_kernels import Kernels
+from support.kernels import DEVICE, INTERPRETED, runs_kernels, sized
+from support.tolerances import DTYPES, SUMMED
 
 from transformer_engine.common.dispatch import Unsupported, use_backend
-from transformer_engine.pytorch.primitives import launching, norm
+from transformer_engine.pytorch.primitives import norm
 from transformer_engine.pytorch.primitives.norm import triton
 from transformer_engine.pytorch.primitives.norm.request import NormRequest
+from transformer_engine.pytorch.runtime import launching
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
-runs_kernels = pytest.mark.filterwarnings("ignore::RuntimeWarning") if INTERPRETED else pytest.mark.gpu
-
+kernels = Kernels(norm, "norm")
 EPS = 1e-5
 # One unit in the last place of the output's format; float32 sums of many terms lose a few more bits.
-TOLERANCE = {torch.float32: 4e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}
-DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["fp32", "fp16", "bf16"])
 SMALL = [(1, 1), (7, 32), (5, 33), (3, 2049)]
 LARGE = [
     (1000, 128),
@@ -32,7 +29,7 @@ LARGE = [
     (40, 16385),
     (5, 100001),
 ]
-SHAPES = pytest.mark.parametrize("rows, width", SMALL if INTERPRETED else SMALL + LARGE)
+SHAPES = sized("rows, width", SMALL, LARGE)
 ZERO_CENTERED = pytest.mark.parametrize("zero_centered", [False, True])
 
 
@@ -56,7 +53,7 @@ def _expected(x, weight, bias, dy, zero_centered):
 
 
 def _close(actual, expected, dtype=None):
-    tolerance = TOLERANCE[dtype or actual.dtype]
+    tolerance = SUMMED[dtype or actual.dtype]
     limit = tolerance * max(1.0, expected.abs().max().item())
     torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=limit)
 
@@ -68,8 +65,8 @@ def _close(actual, expected, dtype=None):
 def test_layernorm_and_its_gradients_equal_float64(rows, width, dtype, zero_centered):
     x, weight, bias, dy = _inputs(rows, width, dtype)
     y64, dx64, dweight64, dbias64 = _expected(x, weight, bias, dy, zero_centered)
-    y, mean, rstdev = triton.layernorm_forward(x, weight, bias, EPS, zero_centered)
-    dx, dweight, dbias = triton.layernorm_backward(dy, x, mean, rstdev, weight, zero_centered)
+    y, mean, rstdev = kernels.layernorm_forward(x, weight, bias, EPS, zero_centered)
+    dx, dweight, dbias = kernels.layernorm_backward(dy, x, mean, rstdev, weight, zero_centered)
     assert {t.dtype for t in (y, dx, dweight, dbias)} == {dtype}
     _close(mean, x.double().mean(-1))
     _close(y, y64)
@@ -87,9 +84,9 @@ def test_rmsnorm_and_its_gradients_equal_float64(rows, width, dtype, zero_center
     x, weight, _, dy = _inputs(rows, width, dtype)
     add = torch.randn_like(x)
     y64, dx64, dweight64, _ = _expected(x, weight, None, dy, zero_centered)
-    y, rstdev = triton.rmsnorm_forward(x, weight, EPS, zero_centered)
-    dx, dweight = triton.rmsnorm_backward(dy, x, rstdev, weight, zero_centered)
-    with_residual, _ = triton.rmsnorm_backward(dy, x, rstdev, weight, zero_centered, add)
+    y, rstdev = kernels.rmsnorm_forward(x, weight, EPS, zero_centered)
+    dx, dweight = kernels.rmsnorm_backward(dy, x, rstdev, weight, zero_centered)
+    with_residual, _ = kernels.rmsnorm_backward(dy, x, rstdev, weight, zero_centered, add)
     assert {t.dtype for t in (y, dx, dweight, with_residual)} == {dtype}
     _close(rstdev, torch.rsqrt(x.double().square().mean(-1) + EPS))
     _close(y, y64)
@@ -103,13 +100,13 @@ def test_rmsnorm_and_its_gradients_equal_float64(rows, width, dtype, zero_center
 def test_rows_too_wide_for_one_tile_equal_float64(rows, width):
     x, weight, bias, dy = _inputs(rows, width, torch.float32)
     y64, dx64, dweight64, dbias64 = _expected(x, weight, bias, dy, True)
-    y, mean, rstdev = triton.layernorm_forward(x, weight, bias, EPS, True)
-    gradients = triton.layernorm_backward(dy, x, mean, rstdev, weight, True)
+    y, mean, rstdev = kernels.layernorm_forward(x, weight, bias, EPS, True)
+    gradients = kernels.layernorm_backward(dy, x, mean, rstdev, weight, True)
     for actual, expected in zip((y, *gradients), (y64, dx64, dweight64, dbias64), strict=True):
         _close(actual, expected)
     y64, dx64, dweight64, _ = _expected(x, weight, None, dy, False)
-    y, rstdev = triton.rmsnorm_forward(x, weight, EPS, False)
-    gradients = triton.rmsnorm_backward(dy, x, rstdev, weight, False)
+    y, rstdev = kernels.rmsnorm_forward(x, weight, EPS, False)
+    gradients = kernels.rmsnorm_backward(dy, x, rstdev, weight, False)
     for actual, expected in zip((y, *gradients), (y64, dx64, dweight64), strict=True):
         _close(actual, expected)
 
@@ -118,13 +115,13 @@ def test_rows_too_wide_for_one_tile_equal_float64(rows, width):
 @pytest.mark.parametrize("rows, width", [(5, 48)] if INTERPRETED else [(5, 48), (200, 4096), (9, 20000)])
 def test_strided_inputs_give_the_bits_of_contiguous_ones(rows, width):
     x, weight, bias, dy = _inputs(rows, width, torch.bfloat16)
-    y, mean, rstdev = triton.layernorm_forward(x, weight, bias, EPS, False)
-    gradients = triton.layernorm_backward(dy, x, mean, rstdev, weight, False)
+    y, mean, rstdev = kernels.layernorm_forward(x, weight, bias, EPS, False)
+    gradients = kernels.layernorm_backward(dy, x, mean, rstdev, weight, False)
     for apart in (_rows_apart, _columns_apart):
         x_apart, dy_apart = apart(x), apart(dy)
         assert not x_apart.is_contiguous() and torch.equal(x_apart, x)
-        assert torch.equal(triton.layernorm_forward(x_apart, weight, bias, EPS, False)[0], y)
-        again = triton.layernorm_backward(dy_apart, x_apart, mean, rstdev, weight, False)
+        assert torch.equal(kernels.layernorm_forward(x_apart, weight, bias, EPS, False)[0], y)
+        again = kernels.layernorm_backward(dy_apart, x_apart, mean, rstdev, weight, False)
         assert all(torch.equal(a, b) for a, b in zip(again, gradients, strict=True))
 
 
@@ -139,7 +136,7 @@ def _columns_apart(x):
 @runs_kernels
 def test_a_mean_much_larger_than_the_deviation_does_not_cancel_the_variance():
     x = torch.randn(4, 256, device=DEVICE) + 4096.0
-    y, _, _ = triton.layernorm_forward(x, torch.ones(256, device=DEVICE), None, EPS, False)
+    y, _, _ = kernels.layernorm_forward(x, torch.ones(256, device=DEVICE), None, EPS, False)
     torch.testing.assert_close(y.double(), F.layer_norm(x.double(), (256,), eps=EPS), rtol=0, atol=1e-2)
 
 
@@ -148,8 +145,8 @@ def test_gradients_of_a_float32_weight_are_not_rounded_to_the_input_dtype():
     x, weight, bias, dy = _inputs(6, 64, torch.bfloat16)
     weight, bias = weight.float(), bias.float()
     _, _, dweight64, dbias64 = _expected(x, weight, bias, dy, False)
-    _, mean, rstdev = triton.layernorm_forward(x, weight, bias, EPS, False)
-    dx, dweight, dbias = triton.layernorm_backward(dy, x, mean, rstdev, weight, False)
+    _, mean, rstdev = kernels.layernorm_forward(x, weight, bias, EPS, False)
+    dx, dweight, dbias = kernels.layernorm_backward(dy, x, mean, rstdev, weight, False)
     assert dx.dtype == torch.bfloat16
     _close(dweight, dweight64, torch.float32)
     _close(dbias, dbias64, torch.float32)
@@ -158,22 +155,22 @@ def test_gradients_of_a_float32_weight_are_not_rounded_to_the_input_dtype():
 @runs_kernels
 def test_no_rows_give_no_rows_and_zero_parameter_gradients():
     x, weight, bias, dy = _inputs(0, 16, torch.bfloat16)
-    y, mean, rstdev = triton.layernorm_forward(x, weight, bias, EPS, False)
-    dx, dweight, dbias = triton.layernorm_backward(dy, x, mean, rstdev, weight, False)
+    y, mean, rstdev = kernels.layernorm_forward(x, weight, bias, EPS, False)
+    dx, dweight, dbias = kernels.layernorm_backward(dy, x, mean, rstdev, weight, False)
     assert y.shape == dx.shape == (0, 16) and mean.shape == rstdev.shape == (0,)
     assert not dweight.any() and not dbias.any()
-    assert triton.rmsnorm_forward(x, weight, EPS, False)[0].shape == (0, 16)
-    assert not triton.rmsnorm_backward(dy, x, rstdev, weight, False)[1].any()
+    assert kernels.rmsnorm_forward(x, weight, EPS, False)[0].shape == (0, 16)
+    assert not kernels.rmsnorm_backward(dy, x, rstdev, weight, False)[1].any()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows, width", [(4099, 1024), (3001, 8192), (517, 16384), (517, 24576)])
 def test_two_runs_give_the_same_bits(rows, width):
     x, weight, bias, dy = _inputs(rows, width, torch.bfloat16)
-    _, mean, rstdev = triton.layernorm_forward(x, weight, bias, EPS, False)
-    first = triton.layernorm_backward(dy, x, mean, rstdev, weight, False)
+    _, mean, rstdev = kernels.layernorm_forward(x, weight, bias, EPS, False)
+    first = kernels.layernorm_backward(dy, x, mean, rstdev, weight, False)
     for _ in range(5):
-        again = triton.layernorm_backward(dy, x, mean, rstdev, weight, False)
+        again = kernels.layernorm_backward(dy, x, mean, rstdev, weight, False)
         assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
 
 
@@ -196,7 +193,7 @@ def test_compiled_code_reaches_the_same_kernels_without_a_graph_break():
 @pytest.mark.gpu
 def test_the_registered_operators_tell_the_compiler_the_truth():
     x, weight, bias, dy = _inputs(8, 64, torch.bfloat16)
-    _, mean, rstdev = triton.layernorm_forward(x, weight, bias, EPS, False)
+    _, mean, rstdev = kernels.layernorm_forward(x, weight, bias, EPS, False)
     operators = torch.ops.transformer_engine
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(operators.layernorm_forward, (x, weight, bias, EPS, False), test_utils=checks)
@@ -204,11 +201,12 @@ def test_the_registered_operators_tell_the_compiler_the_truth():
         operators.layernorm_backward, (dy, x, mean, rstdev, weight, False), test_utils=checks
     )
     torch.library.opcheck(operators.rmsnorm_forward, (x, weight, EPS, False), test_utils=checks)
-    torch.library.opcheck(operators.rmsnorm_backward, (dy, x, rstdev, weight, False, x), test_utils=checks)
+    torch.library.opcheck(operators.rmsnorm_backward, (dy, x, rstdev, weight, x, False), test_utils=checks)
 
 
 def _request(device="cuda", dtype=torch.bfloat16):
-    return NormRequest("rmsnorm_forward", 4, 8, dtype, torch.bfloat16, torch.device(device))
+    lies = ((4, 8), (8, 1), dtype)
+    return NormRequest("rmsnorm_forward", *lies, torch.bfloat16, torch.device(device), False)
 
 
 def test_a_tensor_on_the_cpu_is_refused_with_the_reason():

@@ -6,40 +6,13 @@ import dataclasses
 
 import pytest
 import torch
-from raw_bytes import raw
+from support import quantized
+from support.quantized import assert_same, sample, uniform
 
-from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, FLOAT8, MXFP8, NVFP4
 from transformer_engine.pytorch.primitives.operand import Operand
 from transformer_engine.pytorch.primitives.quantize import Quantized, QuantizeSpec, dequantize, quantize
 
-SPECS = {
-    "float8": QuantizeSpec(FLOAT8, E4M3, columnwise=True),
-    "block1d": QuantizeSpec(BLOCK_1D, E4M3, columnwise=True, power_of_two=True),
-    "block2d": QuantizeSpec(BLOCK_2D, E4M3, columnwise=True),
-    "mxfp8": QuantizeSpec(MXFP8, E4M3, columnwise=True),
-    "mxfp8-2d": QuantizeSpec(MXFP8, E4M3, columnwise=True, two_dimensional=True),
-    "nvfp4": QuantizeSpec(NVFP4, E2M1, columnwise=True),
-    "nvfp4-2d": QuantizeSpec(NVFP4, E2M1, columnwise=True, two_dimensional=True),
-    "nvfp4-stochastic": QuantizeSpec(NVFP4, E2M1, columnwise=True, hadamard=True, stochastic=True),
-}
-
-
-def sample(rows: int, depth: int, device, dtype=torch.bfloat16) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(rows, depth, generator=generator).to(device, dtype)
-
-
-def uniform(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    u = torch.rand(x.shape, generator=generator)
-    return u.to(x.device), torch.rand(x.shape[::-1], generator=generator).to(x.device)
-
-
-def assert_same(actual: Quantized, expected: Quantized) -> None:
-    for field, a, b in zip(Quantized._fields, actual, expected, strict=True):
-        assert (a is None) == (b is None), field
-        if a is not None and b is not None:
-            assert a.dtype == b.dtype and torch.equal(raw(a), raw(b)), field
+SPECS = {name: spec for name, spec in quantized.SPECS.items() if name not in ("block2d", "nvfp4-hadamard")}
 
 
 def operands(q: Quantized, spec: QuantizeSpec, dtype=torch.float32) -> tuple[Operand, Operand]:

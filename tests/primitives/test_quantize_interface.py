@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from raw_bytes import raw
+from support import quantized
+from support.quantized import assert_same, sample, uniform
 
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.common.formats import (
-    BLOCK_1D,
-    BLOCK_2D,
     E2M1,
     E4M3,
     E5M2,
@@ -31,36 +30,8 @@ from transformer_engine.pytorch.primitives.quantize import (
     torch_dtype,
 )
 
-SPECS = {
-    "float8": QuantizeSpec(FLOAT8, E4M3, columnwise=True),
-    "block1d": QuantizeSpec(BLOCK_1D, E4M3, columnwise=True, power_of_two=True),
-    "block2d": QuantizeSpec(BLOCK_2D, E5M2, columnwise=True, power_of_two=True),
-    "mxfp8": QuantizeSpec(MXFP8, E4M3, columnwise=True),
-    "mxfp8-2d": QuantizeSpec(MXFP8, E4M3, columnwise=True, two_dimensional=True),
-    "nvfp4": QuantizeSpec(NVFP4, E2M1, columnwise=True),
-    "nvfp4-hadamard": QuantizeSpec(NVFP4, E2M1, columnwise=True, hadamard=True),
-    "nvfp4-2d": QuantizeSpec(NVFP4, E2M1, columnwise=True, two_dimensional=True),
-    "nvfp4-stochastic": QuantizeSpec(NVFP4, E2M1, columnwise=True, hadamard=True, stochastic=True),
-}
+SPECS = {name: spec for name, spec in quantized.SPECS.items() if name not in ("block2d-float32-scale",)}
 every_spec = pytest.mark.parametrize("name", SPECS)
-
-
-def sample(rows: int, depth: int, device, dtype=torch.bfloat16) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(rows, depth, generator=generator).to(device, dtype)
-
-
-def uniform(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    u = torch.rand(x.shape, generator=generator)
-    return u.to(x.device), torch.rand(x.shape[::-1], generator=generator).to(x.device)
-
-
-def assert_same(actual: Quantized, expected: Quantized) -> None:
-    for field, a, b in zip(Quantized._fields, actual, expected, strict=True):
-        assert (a is None) == (b is None), field
-        if a is not None and b is not None:
-            assert a.dtype == b.dtype and torch.equal(raw(a), raw(b)), field
 
 
 def operands(q: Quantized, spec: QuantizeSpec, dtype=torch.float32) -> tuple[Operand, Operand]:
@@ -222,11 +193,10 @@ class TestChoices:
     def test_the_reference_takes_every_request_by_name(self, device):
         x = sample(32, 48, device)
         request = Request(SPECS["mxfp8"], (32, 48), x.dtype, x.device)
-        assert TABLE.named("reference").refuses(request) is None
+        reference = TABLE.named("reference")
+        assert reference.refusal(request) is None
         with use_backend(quantize="reference"):
-            assert_same(
-                quantize(x, SPECS["mxfp8"]), TABLE.named("reference").run(x, SPECS["mxfp8"], *[None] * 4)
-            )
+            assert_same(quantize(x, SPECS["mxfp8"]), reference.bind(request)(x, *[None] * 4))
 
 
 class TestDequantize:

@@ -7,7 +7,6 @@ import torch
 
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, E5M2, FLOAT8, MXFP8, NVFP4
-from transformer_engine.pytorch.primitives import launching
 from transformer_engine.pytorch.primitives.quantize import (
     TABLE,
     Quantized,
@@ -16,6 +15,7 @@ from transformer_engine.pytorch.primitives.quantize import (
     quantize,
     triton,
 )
+from transformer_engine.pytorch.runtime import launching
 
 SPECS = {
     f"{form.name}-{element.name}-{direction}{'-power-of-two' * power}": QuantizeSpec(

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
+from by_kernels import Kernels
+from support.kernels import DEVICE, runs_kernels, sized
+from support.tolerances import DTYPES, MULTIPLIED
 
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.pytorch.attention.rope import ApplyPackedRope
 from transformer_engine.pytorch.primitives import rope
 from transformer_engine.pytorch.primitives.rope import Positions, RopeRequest, RopeSpec, reference, triton
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
-runs_kernels = pytest.mark.filterwarnings("ignore::RuntimeWarning") if INTERPRETED else pytest.mark.gpu
+kernels = Kernels(rope, "rope")
 
 # One unit in the last place of the output's format, relative to the larger member of a pair.
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}
-DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["fp32", "fp16", "bf16"])
 FORMATS = pytest.mark.parametrize("tensor_format", ["sbhd", "bshd", "thd"])
 INTERLEAVED = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 # heads, features, rotated features
 SMALL = [(1, 2, 2), (3, 20, 12)]
 LARGE = [(3, 16, 16), (32, 128, 128), (5, 192, 64), (40, 256, 256), (8, 96, 96)]
-HEADS = pytest.mark.parametrize("heads", SMALL if INTERPRETED else SMALL + LARGE, ids=str)
+HEADS = sized("heads", SMALL, LARGE, ids=str)
 LENGTH = 12
 
 
@@ -48,9 +45,9 @@ def _positions(tensor_format, cp_size=1, started=False):
 
 def _equal(x, angles, positions, spec):
     for name in ("forward", "backward"):
-        actual = triton.OPERATIONS[name](x, angles, positions, spec)
+        actual = getattr(kernels, f"rope_{name}")(x, angles, positions, spec)
         expected = getattr(reference, name)(x.float(), angles, positions, spec)
-        tolerance = TOLERANCE[x.dtype]
+        tolerance = MULTIPLIED[x.dtype]
         assert actual.dtype == x.dtype and actual.shape == x.shape
         scale = x.abs().amax().item()
         torch.testing.assert_close(actual.float(), expected, rtol=tolerance, atol=tolerance * scale)
@@ -92,8 +89,8 @@ def test_a_slice_of_a_joint_tensor_gives_the_bits_of_its_copy(interleaved):
     angles, spec = _angles(6, 8), RopeSpec("sbhd", interleaved)
     for x in (joint[..., 8:16], joint[..., ::3], joint[:, :1].expand(6, 2, 3, 24)[..., :8]):
         assert not x.is_contiguous()
-        expected = triton.forward(x.contiguous(), angles, Positions(), spec)
-        assert torch.equal(triton.forward(x, angles, Positions(), spec), expected)
+        expected = kernels.rope_forward(x.contiguous(), angles, Positions(), spec)
+        assert torch.equal(kernels.rope_forward(x, angles, Positions(), spec), expected)
 
 
 # groups, query heads a group, features of a head, of a value head, rotated features of q and of k
@@ -104,7 +101,7 @@ PACKED_LARGE = [(8, 4, 128, 128, 128, 128), (2, 5, 192, 128, 64, 64), (40, 1, 64
 @runs_kernels
 @FORMATS
 @INTERLEAVED
-@pytest.mark.parametrize("sizes", PACKED_SMALL if INTERPRETED else PACKED_SMALL + PACKED_LARGE, ids=str)
+@sized("sizes", PACKED_SMALL, PACKED_LARGE, ids=str)
 @pytest.mark.parametrize("started", [False, True])
 def test_a_packed_qkv_gives_the_bits_of_its_parts(tensor_format, interleaved, sizes, started):
     groups, heads, width, v_width, q_rotated, k_rotated = sizes
@@ -112,15 +109,15 @@ def test_a_packed_qkv_gives_the_bits_of_its_parts(tensor_format, interleaved, si
     spec, positions = RopeSpec(tensor_format, interleaved), _positions(tensor_format, started=started)
     qkv = _x(tensor_format, groups, sum(split), torch.bfloat16)
     q_angles, k_angles = _angles(LENGTH * 2, q_rotated), _angles(LENGTH * 2, k_rotated)
-    q, k, v = triton.qkv_forward(qkv, q_angles, k_angles, positions, split, spec)
+    q, k, v = kernels.rope_qkv_forward(qkv, q_angles, k_angles, positions, split, spec)
     parts = torch.split(qkv, list(split), dim=-1)
     apart = parts[0].reshape(*qkv.shape[:-2], -1, width)
-    assert torch.equal(q, triton.forward(apart, q_angles, positions, spec))
-    assert torch.equal(k, triton.forward(parts[1], k_angles, positions, spec))
+    assert torch.equal(q, kernels.rope_forward(apart, q_angles, positions, spec))
+    assert torch.equal(k, kernels.rope_forward(parts[1], k_angles, positions, spec))
     assert torch.equal(v, parts[2])
-    back = triton.qkv_backward(q, k, v, q_angles, k_angles, positions, split, spec)
-    dq = triton.backward(q, q_angles, positions, spec).reshape(*qkv.shape[:-1], split[0])
-    dk = triton.backward(k, k_angles, positions, spec)
+    back = kernels.rope_qkv_backward(q, k, v, q_angles, k_angles, positions, split, spec)
+    dq = kernels.rope_backward(q, q_angles, positions, spec).reshape(*qkv.shape[:-1], split[0])
+    dk = kernels.rope_backward(k, k_angles, positions, spec)
     assert torch.equal(back, torch.cat((dq, dk, v), -1))
 
 
@@ -128,8 +125,8 @@ def test_a_packed_qkv_gives_the_bits_of_its_parts(tensor_format, interleaved, si
 def test_a_strided_packed_qkv_gives_the_bits_of_its_copy():
     joint = torch.randn(6, 2, 3, 2, 20, device=DEVICE).bfloat16()[:, :, :, 1]
     angles, spec = _angles(6, 4), RopeSpec("sbhd")
-    actual = triton.qkv_forward(joint, angles, angles, Positions(), (8, 4, 8), spec)
-    expected = triton.qkv_forward(joint.contiguous(), angles, angles, Positions(), (8, 4, 8), spec)
+    actual = kernels.rope_qkv_forward(joint, angles, angles, Positions(), (8, 4, 8), spec)
+    expected = kernels.rope_qkv_forward(joint.contiguous(), angles, angles, Positions(), (8, 4, 8), spec)
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
@@ -175,7 +172,7 @@ def test_a_packed_qkv_that_does_not_split_by_heads_raises(device):
 @runs_kernels
 def test_no_tokens_give_no_tokens():
     x = torch.empty(0, 2, 3, 8, device=DEVICE)
-    assert triton.forward(x, _angles(4, 8), Positions(), RopeSpec("sbhd")).shape == x.shape
+    assert kernels.rope_forward(x, _angles(4, 8), Positions(), RopeSpec("sbhd")).shape == x.shape
 
 
 @runs_kernels
@@ -183,7 +180,7 @@ def test_tokens_behind_the_last_sequence_turn_by_the_last_angles():
     x = torch.randn(5, 1, 4, device=DEVICE)
     positions = Positions(None, torch.tensor([0, 2], dtype=torch.int64, device=DEVICE))
     _equal(x, _angles(3, 4), positions, RopeSpec("thd"))
-    assert triton.forward(x, _angles(3, 4), positions, RopeSpec("thd")).isfinite().all()
+    assert kernels.rope_forward(x, _angles(3, 4), positions, RopeSpec("thd")).isfinite().all()
 
 
 @runs_kernels
@@ -195,7 +192,7 @@ def test_a_token_without_an_angle_becomes_nan_unless_it_may_be_padding(tensor_fo
     bounds = torch.tensor([0, 12, 24], dtype=torch.int32, device=DEVICE) if tensor_format == "thd" else None
     positions = Positions(torch.tensor([0, start], device=DEVICE), bounds)
     spec = RopeSpec(tensor_format, clamps=clamps)
-    y = triton.forward(x, _angles(12, 4), positions, spec)
+    y = kernels.rope_forward(x, _angles(12, 4), positions, spec)
     y = y.unflatten(0, (2, 12)) if tensor_format == "thd" else y
     second = y[:, 1] if tensor_format == "sbhd" else y[1]
     first = y[:, 0] if tensor_format == "sbhd" else y[0]
@@ -228,5 +225,11 @@ def test_compiled_code_reaches_the_same_kernel_without_a_graph_break():
 
 
 def test_a_tensor_on_the_cpu_is_refused_with_the_reason():
-    request = RopeRequest(RopeSpec("sbhd"), (2, 1, 1, 8), torch.float32, torch.device("cpu"))
+    request = RopeRequest(
+        "forward",
+        (torch.Size((2, 1, 1, 8)), (8, 8, 8, 1)),
+        torch.float32,
+        torch.device("cpu"),
+        RopeSpec("sbhd"),
+    )
     assert "on cpu" in (triton.refuses(request) or "")

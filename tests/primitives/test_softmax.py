@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
+from by_kernels import Kernels
+from support.kernels import DEVICE, runs_kernels, sized
+from support.tolerances import DTYPES, ROUNDED
 
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.pytorch.functions.softmax import scaled_softmax
@@ -19,16 +20,12 @@ from transformer_engine.pytorch.primitives.softmax import (
     triton,
 )
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
-runs_kernels = pytest.mark.filterwarnings("ignore::RuntimeWarning") if INTERPRETED else pytest.mark.gpu
+kernels = Kernels(softmax, "softmax")
 
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}
-DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["fp32", "fp16", "bf16"])
 CAUSAL = pytest.mark.parametrize("causal", [None, "top_left", "bottom_right"])
 SMALL = [(1, 1), (3, 17), (5, 4, 4), (2, 3, 4, 7), (2, 3, 7, 4), (2, 1, 2, 3, 5)]
 LARGE = [(2, 4, 512, 512), (1, 2, 33, 4097), (3, 16384), (2, 2, 3, 20001), (70000, 1, 2, 3)]
-SHAPES = pytest.mark.parametrize("shape", SMALL if INTERPRETED else SMALL + LARGE, ids=str)
+SHAPES = sized("shape", SMALL, LARGE, ids=str)
 
 
 def _mask(shape, device):
@@ -110,12 +107,12 @@ def test_kernels_equal_the_reference_to_the_last_place(shape, dtype, causal, mas
     x = (torch.randn(shape, device=DEVICE) * 3.0).to(dtype)
     dy = torch.randn(shape, device=DEVICE).to(dtype)
     mask = _mask((*[1] * (len(shape) - 2), *shape[-2:]), DEVICE) if masked else None
-    y = triton.OPERATIONS["forward"](x, 0.3, mask, causal)
+    y = kernels.scaled_softmax_forward(x, 0.3, mask=mask, causal=causal)
     expected = reference.forward(x, 0.3, mask, causal)
     assert y.dtype == dtype and y.shape == x.shape
-    tolerance = TOLERANCE[dtype]
+    tolerance = ROUNDED[dtype]
     torch.testing.assert_close(y.float(), expected.float(), rtol=tolerance, atol=1e-7)
-    dx = triton.OPERATIONS["backward"](dy, expected, 0.3, causal)
+    dx = kernels.scaled_softmax_backward(dy, expected, 0.3, causal=causal)
     expected = reference.backward(dy, expected, 0.3, causal)
     torch.testing.assert_close(dx.float(), expected.float(), rtol=tolerance, atol=1e-6)
 
@@ -125,15 +122,15 @@ def test_kernels_read_strided_scores_and_masks_of_every_broadcast():
     x = torch.randn(4, 2, 3, 8, device=DEVICE).transpose(0, 1)
     for shape in ((8,), (3, 1), (4, 3, 8), (2, 1, 1, 8), (1, 4, 1, 1)):
         mask = torch.rand(shape, device=DEVICE) < 0.5
-        actual = triton.OPERATIONS["forward"](x, 1.0, mask, None)
+        actual = kernels.scaled_softmax_forward(x, 1.0, mask=mask)
         torch.testing.assert_close(actual, reference.forward(x, 1.0, mask, None), rtol=1e-5, atol=1e-7)
 
 
 @runs_kernels
 def test_no_scores_give_no_probabilities():
     x = torch.empty(2, 0, 4, device=DEVICE)
-    assert triton.OPERATIONS["forward"](x, 1.0, None, None).shape == x.shape
-    assert triton.OPERATIONS["backward"](x, x, 1.0, None).shape == x.shape
+    assert kernels.scaled_softmax_forward(x, 1.0).shape == x.shape
+    assert kernels.scaled_softmax_backward(x, x, 1.0).shape == x.shape
 
 
 @pytest.mark.gpu
@@ -150,6 +147,6 @@ def test_compiled_code_reaches_the_same_kernels_without_a_graph_break():
 
 
 def test_a_tensor_on_the_cpu_is_refused_with_the_reason():
-    request = SoftmaxRequest("forward", torch.Size((2, 8)), torch.float32, torch.device("cpu"), False, None)
+    request = SoftmaxRequest("forward", torch.Size((2, 8)), torch.float32, torch.device("cpu"), None)
     assert "on cpu" in (triton.refuses(request) or "")
-    assert softmax.TABLE.select(request).name == "reference"
+    assert [v.backend for v in softmax.TABLE.explain(request) if v.chosen] == ["reference"]

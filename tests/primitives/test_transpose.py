@@ -30,13 +30,25 @@ def test_a_graph_has_the_same_bytes(device):
     torch._dynamo.reset()
     compiled = torch.compile(transposed_codes, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(codes), codes.t())
-    fake = transpose._empty(codes)
+    fake = transpose._results(codes)
     assert (fake.shape, fake.dtype) == (codes.t().shape, codes.dtype)
 
 
 @pytest.mark.gpu
-def test_the_kernel_is_used_on_a_gpu(monkeypatch):
-    seen = []
-    monkeypatch.setattr(transpose, "_traceable", lambda codes: seen.append(codes) or codes)
-    transposed_codes(torch.zeros(32, 32, dtype=torch.uint8, device="cuda"))
-    assert len(seen) == 1
+def test_the_kernel_is_used_on_a_gpu():
+    codes = torch.zeros(32, 32, dtype=torch.uint8, device="cuda")
+    facts = (codes.shape, codes.dtype, codes.device, True, True)
+    assert transpose.TABLE.name_of(facts) == "triton"
+
+
+def test_the_kernel_says_what_it_does_not_take():
+    facts = transpose.TransposeRequest((8, 8), torch.float8_e4m3fn, torch.device("cuda"), True, True)
+    for change, reason in (
+        ({"dtype": torch.bfloat16}, "one byte"),
+        ({"contiguous": False}, "not contiguous"),
+        ({"native": False}, "no plain tensor"),
+        ({"shape": (0, 8)}, "no codes"),
+        ({"shape": (8, 1 << 24)}, "reaches"),
+        ({"device": torch.device("cpu")}, "on cpu"),
+    ):
+        assert reason in (transpose.triton.refuses(facts._replace(**change)) or "")

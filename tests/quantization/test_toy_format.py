@@ -11,7 +11,6 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
-import cases
 import pytest
 import quantizer_cases
 import test_grouped_linear
@@ -24,6 +23,7 @@ import test_row_sharding
 import test_saving
 import test_tensor_compile
 import torch
+from support import layers
 from torch import Tensor
 
 from transformer_engine.common.formats import TensorFormat, ceil_div
@@ -144,12 +144,12 @@ def _toy():
     formats.register(tile_scaled(TOY, encode))
     family.register(FAMILY)
     quantizer_cases.CASES["toy"] = lambda device, **usage: ToyQuantizer(DType.kFloat8E4M3, **usage)
-    cases.RECIPES["toy"] = ToyScaling()
+    layers.RECIPES["toy"] = ToyScaling()
     test_row_sharding.GRANULARITY["toy"] = 64
     pickled = [ToyQuantizer, ToyTensor, ToyStorage, make_toy_tensor]
     with torch.serialization.safe_globals(pickled), emulate():
         yield
-    del quantizer_cases.CASES["toy"], cases.RECIPES["toy"], test_row_sharding.GRANULARITY["toy"]
+    del quantizer_cases.CASES["toy"], layers.RECIPES["toy"], test_row_sharding.GRANULARITY["toy"]
     family.unregister(FAMILY)
     formats.unregister("toy")
 

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from .._version import __version__
 from ..common.dispatch import LATER
-from ..pytorch.device import cuda_version, get_cudnn_version, get_device_compute_capability, has_cuda
+from ..pytorch.runtime.device import cuda_version, get_cudnn_version, get_device_compute_capability, has_cuda
 from .survey import Survey, survey
 
 # Distribution name, and the sentence for a machine without it.

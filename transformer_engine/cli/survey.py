@@ -114,4 +114,4 @@ def _report(name: str, requests: list[tuple[str, Any]]) -> RecipeReport:
 
 
 def _backends(products: list[Any]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(tables["gemm"].select(request).name for request in products))
+    return tuple(dict.fromkeys(tables["gemm"].chosen(request) for request in products))

@@ -15,13 +15,11 @@ from .attention import (
     MultiheadAttention,
     RotaryPositionEmbedding,
 )
-from .autotune import autotune
 from .constants import DType
-from .device import get_cudnn_version, get_device_compute_capability
-from .device_checks import check
 from .distributed import CudaRNGStatesTracker, checkpoint
-from .explain import explain
-from .memory_plan import memory_plan
+from .inspect.autotune import autotune
+from .inspect.explain import explain
+from .inspect.memory_plan import memory_plan
 from .module import GroupedLinear, LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm
 from .quantization import (
     DelayedScalingRequest,
@@ -35,6 +33,8 @@ from .quantization import (
     quantized_model_init,
 )
 from .quantized_tensor import prepare_for_saving, restore_from_func_ctx, restore_from_saved
+from .runtime.device import get_cudnn_version, get_device_compute_capability
+from .runtime.device_checks import check
 from .tensor import QuantizedTensor, QuantizedTensorStorage, Quantizer
 from .transformer import TransformerLayer
 

@@ -42,23 +42,18 @@ TE_DType_To_Torch = {number: dtype for dtype, number in TE_DType.items()}
 
 # Slots of a module's scaling states: three a product in the forward pass, two in the backward pass.
 FP8FwdTensorIdx = types.SimpleNamespace(
-    GEMM1_INPUT=0,
-    GEMM1_WEIGHT=1,
-    GEMM1_OUTPUT=2,
-    GEMM2_INPUT=3,
-    GEMM2_WEIGHT=4,
-    GEMM2_OUTPUT=5,
-    GEMM3_INPUT=6,
-    GEMM3_WEIGHT=7,
-    GEMM3_OUTPUT=8,
+    **{
+        f"GEMM{product}_{tensor}": 3 * (product - 1) + slot
+        for product in (1, 2, 3)
+        for slot, tensor in enumerate(("INPUT", "WEIGHT", "OUTPUT"))
+    }
 )
 FP8BwdTensorIdx = types.SimpleNamespace(
-    GRAD_OUTPUT1=0,
-    GRAD_INPUT1=1,
-    GRAD_OUTPUT2=2,
-    GRAD_INPUT2=3,
-    GRAD_OUTPUT3=4,
-    GRAD_INPUT3=5,
+    **{
+        f"GRAD_{tensor}{product}": 2 * (product - 1) + slot
+        for product in (1, 2, 3)
+        for slot, tensor in enumerate(("OUTPUT", "INPUT"))
+    }
 )
 
 # <FORMAT>_BLOCK_SCALING_SIZE, of the formats whose scales are narrow numbers too.

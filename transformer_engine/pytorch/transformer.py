@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -10,40 +11,65 @@ from torch import Tensor, nn
 
 from ..common.checks import described
 from .attention.dot_product_attention.arguments import RULES
-from .attention.dot_product_attention.prepare import CallArguments
+from .attention.dot_product_attention.settings import CallArguments
 from .attention.inference import InferenceParams
 from .attention.multi_head_attention import MultiheadAttention
-from .checks import tensor
 from .functions.dropout import bias_dropout_add, dropout
 from .module.arguments import check_arguments
+from .module.config import configured
 from .module.drop_path import DropPath, batch_dimension
 from .module.layernorm import LayerNorm
 from .module.layernorm_mlp import LayerNormMLP
 from .module.rmsnorm import RMSNorm
-from .module.settings import hand_down, refuse_if_fixed
+from .runtime.checks import tensor
+from .runtime.device import autocast_dtype
 from .transformer_checks import check_unused, check_variant
+from .transformer_config import FIXED, WORKED_BY, LayerConfig
 
 NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 
-
-# Attributes that children work by, and those that decided which children there are.
-_WORKED_BY = {
-    "attn_input_format": ("self_attention.qkv_format", "inter_attention.qkv_format"),
-    "enc_dec_attn_mask_type": ("inter_attention.attn_mask_type",),
-    "layer_number": ("self_attention.layer_number", "inter_attention.layer_number"),
-    "self_attn_mask_type": ("self_attention.attn_mask_type",),
-    "sequence_parallel": (
-        "self_attention.sequence_parallel",
-        "inter_attention.sequence_parallel",
-        "layernorm_mlp.sequence_parallel",
-        "layernorm.sequence_parallel",
-    ),
-}
-_FIXED = frozenset(
-    {"apply_residual_connection_post_layernorm", "layer_type", "output_layernorm", "parallel_attention_mlp"}
+# Constructor arguments that children take under the same name.
+_OF_NORM = ("device", "params_dtype", "sequence_parallel", "zero_centered_gamma")
+_OF_ALL = (
+    *_OF_NORM,
+    "bias",
+    "fuse_wgrad_accumulation",
+    "get_rng_state_tracker",
+    "hidden_size",
+    "init_method",
+    "micro_batch_size",
+    "normalization",
+    "output_layer_init_method",
+    "return_bias",
+    "seq_length",
+    "set_parallel_mode",
+    "tp_group",
+    "tp_size",
 )
+_OF_ATTENTIONS = (
+    "attention_dropout",
+    "fuse_qkv_params",
+    "kv_channels",
+    "layer_number",
+    "layernorm_epsilon",
+    "num_attention_heads",
+    "num_gqa_groups",
+    "qk_norm_before_rope",
+    "qk_norm_eps",
+    "qk_norm_type",
+    "qkv_weight_interleaved",
+    "rotary_pos_interleaved",
+    "softmax_type",
+)
+_OF_MLP = ("activation", "activation_params", "ffn_hidden_size")
 
 
+def _written(layer: TransformerLayer, name: str, value: Any) -> None:
+    if name == "attn_input_format" and "drop_path" in (layer.__dict__.get("_modules") or ()):
+        layer.drop_path.batch_dim = batch_dimension(value)
+
+
+@configured(LayerConfig, fixed=FIXED, handed_down=WORKED_BY, written=_written)
 class TransformerLayer(nn.Module):
     """One layer of "Attention Is All You Need" on x [s, b, hidden], [b, s, hidden] or [t, hidden].
 
@@ -60,62 +86,44 @@ class TransformerLayer(nn.Module):
     MultiheadAttention's and LayerNormMLP's.
     """
 
+    _config: LayerConfig
+    layer_type: str
+    attn_input_format: str
+    hidden_dropout: float
+    self_attn_mask_type: str
+    enc_dec_attn_mask_type: str
+    apply_residual_connection_post_layernorm: bool
+    output_layernorm: bool
+    parallel_attention_mlp: bool
+    sequence_parallel: bool
+    tp_group: Any
+
     def __init__(
-        self,
-        hidden_size: int,
-        ffn_hidden_size: int,
-        num_attention_heads: int,
-        num_gqa_groups: int | None = None,
-        layernorm_epsilon: float = 1e-5,
-        hidden_dropout: float = 0.1,
-        attention_dropout: float = 0.1,
-        init_method: Callable | None = None,
-        output_layer_init_method: Callable | None = None,
-        layer_number: int | None = None,
-        kv_channels: int | None = None,
-        self_attn_mask_type: str = "causal",
-        window_size: tuple[int, int] | None = None,
-        bottom_right_diagonal: bool | None = None,
-        enc_dec_attn_mask_type: str = "no_mask",
-        enc_dec_window_size: tuple[int, int] | None = None,
-        enc_dec_bottom_right_diagonal: bool | None = None,
-        tp_group: Any = None,
-        tp_size: int = 1,
-        params_dtype: torch.dtype | None = None,
-        get_rng_state_tracker: Callable | None = None,
-        fuse_wgrad_accumulation: bool = False,
-        seq_length: int | None = None,
-        micro_batch_size: int | None = None,
-        sequence_parallel: bool = False,
-        apply_residual_connection_post_layernorm: bool = False,
-        output_layernorm: bool = False,
-        parallel_attention_mlp: bool = False,
-        layer_type: str = "encoder",
-        drop_path_rate: float = 0.0,
-        set_parallel_mode: bool = False,
-        fuse_qkv_params: bool = False,
-        rotary_pos_interleaved: bool = False,
-        zero_centered_gamma: bool = False,
-        qkv_weight_interleaved: bool = True,
-        ub_tp_comm_overlap: bool = False,
-        ub_overlap_ag: bool = True,
-        ub_overlap_rs: bool = True,
-        ub_overlap_rs_dgrad: bool = False,
-        ub_bulk_dgrad: bool = True,
-        ub_bulk_wgrad: bool = True,
-        bias: bool = True,
-        activation: str = "gelu",
-        activation_params: dict[str, float] | None = None,
-        normalization: str = "LayerNorm",
-        device: torch.device | str | int = "cuda",
-        attn_input_format: str = "sbhd",
-        name: str | None = None,
-        qk_norm_type: str | None = None,
-        qk_norm_eps: float = 1e-6,
-        qk_norm_before_rope: bool = False,
-        softmax_type: str = "vanilla",
-    ) -> None:
-        check_arguments(locals(), **RULES)
+        self, hidden_size: int, ffn_hidden_size: int, num_attention_heads: int,
+        num_gqa_groups: int | None = None, layernorm_epsilon: float = 1e-5, hidden_dropout: float = 0.1,
+        attention_dropout: float = 0.1, init_method: Callable | None = None,
+        output_layer_init_method: Callable | None = None, layer_number: int | None = None,
+        kv_channels: int | None = None, self_attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None, bottom_right_diagonal: bool | None = None,
+        enc_dec_attn_mask_type: str = "no_mask", enc_dec_window_size: tuple[int, int] | None = None,
+        enc_dec_bottom_right_diagonal: bool | None = None, tp_group: Any = None, tp_size: int = 1,
+        params_dtype: torch.dtype | None = None, get_rng_state_tracker: Callable | None = None,
+        fuse_wgrad_accumulation: bool = False, seq_length: int | None = None,
+        micro_batch_size: int | None = None, sequence_parallel: bool = False,
+        apply_residual_connection_post_layernorm: bool = False, output_layernorm: bool = False,
+        parallel_attention_mlp: bool = False, layer_type: str = "encoder", drop_path_rate: float = 0.0,
+        set_parallel_mode: bool = False, fuse_qkv_params: bool = False,
+        rotary_pos_interleaved: bool = False, zero_centered_gamma: bool = False,
+        qkv_weight_interleaved: bool = True, ub_tp_comm_overlap: bool = False,
+        ub_overlap_ag: bool = True, ub_overlap_rs: bool = True, ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = True, ub_bulk_wgrad: bool = True, bias: bool = True,
+        activation: str = "gelu", activation_params: dict[str, float] | None = None,
+        normalization: str = "LayerNorm", device: torch.device | str | int = "cuda",
+        attn_input_format: str = "sbhd", name: str | None = None, qk_norm_type: str | None = None,
+        qk_norm_eps: float = 1e-6, qk_norm_before_rope: bool = False, softmax_type: str = "vanilla",
+    ) -> None:  # fmt: skip
+        given = dict(locals())
+        check_arguments(given, **RULES)
         super().__init__()
         check_variant(
             layer_type,
@@ -125,109 +133,60 @@ class TransformerLayer(nn.Module):
             attn_input_format,
             drop_path_rate,
         )
-        self.layer_type = layer_type
-        self.layer_number = layer_number
-        self.hidden_dropout = hidden_dropout
-        self.self_attn_mask_type = self_attn_mask_type
-        self.enc_dec_attn_mask_type = enc_dec_attn_mask_type
-        self.output_layernorm = output_layernorm
-        self.parallel_attention_mlp = parallel_attention_mlp
-        self.apply_residual_connection_post_layernorm = apply_residual_connection_post_layernorm
-        self.attn_input_format = attn_input_format
-        self.tp_group = tp_group
         if tp_group is not None:
-            tp_size = torch.distributed.get_world_size(tp_group)
-        self.tp_size = tp_size
-        self.sequence_parallel = sequence_parallel and tp_size > 1
-        shared: dict[str, Any] = {
-            "bias": bias,
-            "device": device,
-            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
-            "get_rng_state_tracker": get_rng_state_tracker,
-            "init_method": init_method,
-            "micro_batch_size": micro_batch_size,
-            "normalization": normalization,
-            "output_layer_init_method": output_layer_init_method,
-            "params_dtype": params_dtype,
-            "return_bias": not parallel_attention_mlp,
-            "seq_length": seq_length,
-            "sequence_parallel": self.sequence_parallel,
-            "set_parallel_mode": set_parallel_mode,
-            "tp_group": tp_group,
-            "tp_size": tp_size,
-            "zero_centered_gamma": zero_centered_gamma,
+            given["tp_size"] = torch.distributed.get_world_size(tp_group)
+        given["sequence_parallel"] = sequence_parallel and given["tp_size"] > 1
+        given["return_bias"] = not parallel_attention_mlp
+        self._config = LayerConfig(**{field.name: given[field.name] for field in fields(LayerConfig)})
+        self._create_attentions(given)
+        self._create_mlp(given)
+        self.drop_path = DropPath(drop_path_rate, batch_dim=batch_dimension(attn_input_format))
+
+    def _create_attentions(self, given: dict[str, Any]) -> None:
+        """self_attention, and inter_attention or None, of the constructor's arguments."""
+        arguments = {
+            **{name: given[name] for name in (*_OF_ALL, *_OF_ATTENTIONS)},
+            "qkv_format": self.attn_input_format,
         }
-        attention: dict[str, Any] = {
-            **shared,
-            "attention_dropout": attention_dropout,
-            "fuse_qkv_params": fuse_qkv_params,
-            "kv_channels": kv_channels,
-            "layer_number": layer_number,
-            "layernorm_epsilon": layernorm_epsilon,
-            "num_gqa_groups": num_gqa_groups,
-            "qk_norm_before_rope": qk_norm_before_rope,
-            "qk_norm_eps": qk_norm_eps,
-            "qk_norm_type": qk_norm_type,
-            "qkv_format": attn_input_format,
-            "qkv_weight_interleaved": qkv_weight_interleaved,
-            "rotary_pos_interleaved": rotary_pos_interleaved,
-            "softmax_type": softmax_type,
-        }
-        post_norm_residual = apply_residual_connection_post_layernorm
+        name, post_norm_residual = given["name"], self.apply_residual_connection_post_layernorm
         self.self_attention = MultiheadAttention(
-            hidden_size,
-            num_attention_heads,
-            attn_mask_type=self_attn_mask_type,
-            window_size=window_size,
-            bottom_right_diagonal=bottom_right_diagonal,
-            input_layernorm=not output_layernorm,
-            return_layernorm_output=post_norm_residual and not output_layernorm,
+            attn_mask_type=self.self_attn_mask_type,
+            window_size=given["window_size"],
+            bottom_right_diagonal=given["bottom_right_diagonal"],
+            input_layernorm=not self.output_layernorm,
+            return_layernorm_output=post_norm_residual and not self.output_layernorm,
             attention_type="self",
             name=_name(name, "self_attention"),
-            **attention,
+            **arguments,
         )
         self.inter_attention = None
-        if layer_type == "decoder":
+        if self.layer_type == "decoder":
             self.inter_attention = MultiheadAttention(
-                hidden_size,
-                num_attention_heads,
-                attn_mask_type=enc_dec_attn_mask_type,
-                window_size=enc_dec_window_size,
-                bottom_right_diagonal=enc_dec_bottom_right_diagonal,
+                attn_mask_type=self.enc_dec_attn_mask_type,
+                window_size=given["enc_dec_window_size"],
+                bottom_right_diagonal=given["enc_dec_bottom_right_diagonal"],
                 input_layernorm=True,
                 return_layernorm_output=post_norm_residual,
                 attention_type="cross",
                 name=_name(name, "inter_attention"),
-                **attention,
+                **arguments,
             )
+
+    def _create_mlp(self, given: dict[str, Any]) -> None:
+        """layernorm_mlp, and layernorm or None, of the constructor's arguments."""
         self.layernorm_mlp = LayerNormMLP(
-            hidden_size,
-            ffn_hidden_size,
-            eps=layernorm_epsilon,
-            activation=activation,
-            activation_params=activation_params,
-            return_layernorm_output=post_norm_residual,
-            name=_name(name, "layernorm_mlp"),
-            **shared,
+            eps=given["layernorm_epsilon"],
+            return_layernorm_output=self.apply_residual_connection_post_layernorm,
+            name=_name(given["name"], "layernorm_mlp"),
+            **{name: given[name] for name in (*_OF_ALL, *_OF_MLP)},
         )
         self.layernorm = None
-        if output_layernorm:
-            self.layernorm = NORMS[normalization](
-                hidden_size,
-                eps=layernorm_epsilon,
-                sequence_parallel=self.sequence_parallel,
-                params_dtype=params_dtype,
-                zero_centered_gamma=zero_centered_gamma,
-                device=device,
+        if self.output_layernorm:
+            self.layernorm = NORMS[given["normalization"]](
+                given["hidden_size"],
+                eps=given["layernorm_epsilon"],
+                **{name: given[name] for name in _OF_NORM},
             )
-        self.drop_path = DropPath(drop_path_rate, batch_dim=batch_dimension(attn_input_format))
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        refuse_if_fixed(self, name, value, _FIXED)
-        super().__setattr__(name, value)
-        hand_down(self, name, value, _WORKED_BY)
-        if name == "attn_input_format" and "drop_path" in self.__dict__.get("_modules", ()):
-            self.drop_path.batch_dim = batch_dimension(value)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Set the tensor-parallel process group of every child."""
@@ -279,39 +238,6 @@ class TransformerLayer(nn.Module):
         max_seqlen_q of both, cu_seqlens_kv, max_seqlen_kv of the cross attention. A core attention bias goes
         to the self attention.
         """
-        if (self.layer_type == "decoder") != (encoder_output is not None):
-            want = "needs" if self.layer_type == "decoder" else "takes no"
-            given = "None" if encoder_output is None else described(encoder_output)
-            raise ValueError(
-                f"layer_type={self.layer_type!r} {want} encoder_output, which is {given}; match the two"
-            )
-        if not isinstance(hidden_states, Tensor):
-            tensor("hidden_states", hidden_states)
-        if self.inter_attention is not None:
-            # Ahead of the self attention, which records; that one's own arguments it checks itself.
-            self.inter_attention.check_call(
-                hidden_states,
-                encoder_output,
-                None,
-                CallArguments(
-                    enc_dec_attn_mask,
-                    None,
-                    (cu_seqlens_q, cu_seqlens_kv),
-                    (cu_seqlens_q_padded, cu_seqlens_kv_padded),
-                    (max_seqlen_q, max_seqlen_kv),
-                    enc_dec_attn_mask_type,
-                    enc_dec_window_size,
-                    enc_dec_bottom_right_diagonal,
-                    "no_bias",
-                    None,
-                    None,
-                    None,
-                    pad_between_seqs,
-                ),
-            )
-        elif not (enc_dec_attn_mask_type is enc_dec_window_size is max_seqlen_kv is None):
-            check_unused(enc_dec_attn_mask_type, enc_dec_window_size, max_seqlen_kv)
-        hidden_states = _in_autocast(hidden_states).contiguous()
         queries = {
             "is_first_microbatch": is_first_microbatch,
             "checkpoint_core_attention": checkpoint_core_attention,
@@ -321,6 +247,18 @@ class TransformerLayer(nn.Module):
             "fast_zero_fill": fast_zero_fill,
             "pad_between_seqs": pad_between_seqs,
         }
+        of_encoder = {
+            "attention_mask": enc_dec_attn_mask,
+            "encoder_output": encoder_output,
+            "attn_mask_type": enc_dec_attn_mask_type,
+            "window_size": enc_dec_window_size,
+            "bottom_right_diagonal": enc_dec_bottom_right_diagonal,
+            "cu_seqlens_kv": cu_seqlens_kv,
+            "cu_seqlens_kv_padded": cu_seqlens_kv_padded,
+            "max_seqlen_kv": max_seqlen_kv,
+        }
+        self._check_cross(hidden_states, queries, of_encoder)
+        hidden_states = _in_autocast(hidden_states).contiguous()
         attended = self.self_attention(
             hidden_states,
             attention_mask=attention_mask,
@@ -343,22 +281,46 @@ class TransformerLayer(nn.Module):
         hidden_states = self._add(attended, hidden_states)
         del attended  # with no backward to come, nothing else holds it
         if self.inter_attention is not None:
-            attended = self.inter_attention(
-                hidden_states,
-                attention_mask=enc_dec_attn_mask,
-                encoder_output=encoder_output,
-                attn_mask_type=enc_dec_attn_mask_type,
-                window_size=enc_dec_window_size,
-                bottom_right_diagonal=enc_dec_bottom_right_diagonal,
-                cu_seqlens_kv=cu_seqlens_kv,
-                cu_seqlens_kv_padded=cu_seqlens_kv_padded,
-                max_seqlen_kv=max_seqlen_kv,
-                **queries,
-            )
+            attended = self.inter_attention(hidden_states, **of_encoder, **queries)
             hidden_states = self._add(attended, hidden_states)
             del attended
         transformed = self.layernorm_mlp(hidden_states, is_first_microbatch=is_first_microbatch)
         return self._output(self._add(transformed, hidden_states))
+
+    def _check_cross(
+        self, hidden_states: Tensor, queries: Mapping[str, Any], of_encoder: Mapping[str, Any]
+    ) -> None:
+        """Raise for a call that the cross attention cannot take, ahead of the self attention, which records.
+
+        The arguments of the self attention it checks itself.
+        """
+        encoder_output, mask_type = of_encoder["encoder_output"], of_encoder["attn_mask_type"]
+        if (self.layer_type == "decoder") != (encoder_output is not None):
+            want = "needs" if self.layer_type == "decoder" else "takes no"
+            given = f"encoder_output, which is {described(encoder_output)}"
+            raise ValueError(f"layer_type={self.layer_type!r} {want} {given}; match the two")
+        if not isinstance(hidden_states, Tensor):
+            tensor("hidden_states", hidden_states)
+        if self.inter_attention is None:
+            if not (mask_type is of_encoder["window_size"] is of_encoder["max_seqlen_kv"] is None):
+                check_unused(mask_type, of_encoder["window_size"], of_encoder["max_seqlen_kv"])
+            return
+        arguments = CallArguments(
+            of_encoder["attention_mask"],
+            None,
+            (queries["cu_seqlens_q"], of_encoder["cu_seqlens_kv"]),
+            (queries["cu_seqlens_q_padded"], of_encoder["cu_seqlens_kv_padded"]),
+            (queries["max_seqlen_q"], of_encoder["max_seqlen_kv"]),
+            mask_type,
+            of_encoder["window_size"],
+            of_encoder["bottom_right_diagonal"],
+            "no_bias",
+            None,
+            None,
+            None,
+            queries["pad_between_seqs"],
+        )
+        self.inter_attention.check_call(hidden_states, encoder_output, None, arguments)
 
     def _add(self, branch: tuple[Tensor | None, ...], residual: Tensor) -> Tensor:
         """residual + drop_path(dropout(x + bias)) of branch (x, bias[, another residual])."""
@@ -383,10 +345,8 @@ class TransformerLayer(nn.Module):
 
 def _in_autocast(hidden_states: Tensor) -> Tensor:
     """In torch.autocast's dtype while that is on: the residual sums then are in it, from the first to the last."""
-    device = hidden_states.device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return hidden_states
-    return hidden_states.to(torch.get_autocast_dtype(device))
+    dtype = autocast_dtype(hidden_states.device.type)
+    return hidden_states if dtype is None else hidden_states.to(dtype)
 
 
 def _name(parent: str | None, child: str) -> str | None:

@@ -13,7 +13,7 @@ from ..formats import Element, ceil_div
 from . import tile
 from .activation import CURVES, curve, curve_and_slope, gated, gated_gradients
 from .launch import Launch, Output, codes_dtype
-from .norm import known_maximum, multiplier_of, record_maximum, sum_partials
+from .norm import known_maximum, multiplier_of, record_maximum
 from .rounding import magnitude_bits
 
 
@@ -32,7 +32,7 @@ def _emit(
     first_n,
     half,
     column,
-    multiplier,
+    factor,
     PAIRS: tl.constexpr,
     EVEN: tl.constexpr,
 ):
@@ -45,12 +45,12 @@ def _emit(
         _store(y + shift, M, width, stride, first_m, first_n, half * 2 + 1, column, odd, EVEN)
     if codes is not None:
         element = codes.dtype.element_ty
-        narrow = (even.to(tl.float32) * multiplier).to(element)
+        narrow = (even.to(tl.float32) * factor).to(element)
         _store(codes + shift, M, width, stride, first_m, first_n, half * 2, column, narrow, EVEN)
-        narrow = (odd.to(tl.float32) * multiplier).to(element)
+        narrow = (odd.to(tl.float32) * factor).to(element)
         _store(codes + shift, M, width, stride, first_m, first_n, half * 2 + 1, column, narrow, EVEN)
     if codes_t is not None:
-        pairs = (tl.join(even, odd).to(tl.float32) * multiplier).to(codes_t.dtype.element_ty)
+        pairs = (tl.join(even, odd).to(tl.float32) * factor).to(codes_t.dtype.element_ty)
         rows_of_half = codes_t + tl.cast(shift, tl.int64) * M
         tile.store_pairs_transposed(
             rows_of_half, M, width, first_m, first_n, half, column, pairs, PAIRS, EVEN
@@ -90,11 +90,11 @@ def activated(
 @triton.jit
 def forward_kernel(
     x,
-    scale,
+    multiplier,
     amax,
     codes,
     codes_t,
-    scale_inv,
+    scale,
     y,
     M,
     width,
@@ -112,7 +112,7 @@ def forward_kernel(
 ):
     """A tile of y [M, width]."""
     program = tl.program_id(0)
-    multiplier = multiplier_of(scale, scale_inv, program)
+    factor = multiplier_of(multiplier, scale, program)
     known = known_maximum(amax)
     tile_m, tile_n = tile.position(program, tl.cdiv(M, BLOCK_M), tl.cdiv(width, BLOCK_N), BAND)
     half = tl.arange(0, BLOCK_M // 2)
@@ -139,7 +139,7 @@ def forward_kernel(
         EVEN,
     )
     bits = _emit(
-        even, odd, y, codes, codes_t, M, width, width, 0, first_m, first_n, half, column, multiplier,
+        even, odd, y, codes, codes_t, M, width, width, 0, first_m, first_n, half, column, factor,
         PAIRS, EVEN,
     )  # fmt: skip
     if amax is not None:  # every curve is 0 at 0, which is what lies outside
@@ -182,11 +182,11 @@ def store_column_sums(workspace, sums, strip, N, first_n, column, width):
 def backward_kernel(
     dy,
     x,
-    scale,
+    multiplier,
     amax,
     codes,
     codes_t,
-    scale_inv,
+    scale,
     dx,
     workspace,
     M,
@@ -210,7 +210,7 @@ def backward_kernel(
     "identity": dx = dy. Sums of columns are kept for a whole strip: a reduction at every tile costs as much as it.
     """
     program = tl.program_id(0)
-    multiplier = multiplier_of(scale, scale_inv, program)
+    factor = multiplier_of(multiplier, scale, program)
     known = known_maximum(amax)
     strip, tile_n = tile.position(program, tl.cdiv(M, BLOCK_M * TILES), tl.cdiv(width, BLOCK_N), BAND)
     half = tl.arange(0, BLOCK_M // 2)
@@ -232,7 +232,7 @@ def backward_kernel(
             limit, alpha, offset, CURVE, GATED, EVEN,
         )  # fmt: skip
         bits = _emit(
-            even, odd, dx, codes, codes_t, M, width, columns, 0, first_m, first_n, half, column, multiplier,
+            even, odd, dx, codes, codes_t, M, width, columns, 0, first_m, first_n, half, column, factor,
             PAIRS, EVEN,
         )  # fmt: skip
         if workspace is not None:
@@ -240,7 +240,7 @@ def backward_kernel(
         if GATED:
             beside = _emit(
                 even_b, odd_b, dx, codes, codes_t, M, width, columns, width, first_m, first_n, half, column,
-                multiplier, PAIRS, EVEN,
+                factor, PAIRS, EVEN,
             )  # fmt: skip
             bits = tl.maximum(bits, beside)
             if workspace is not None:
@@ -264,17 +264,24 @@ def forward(
     constants: tuple[float, float, float],
     element: Element | None,
     columnwise: bool,
+    *,
+    measures: bool = False,
 ) -> Launch:
-    """Inputs: x, scale float32 [1] of the codes or None, amax float32 [1] or None, which keeps the larger of itself
-    and max|y|. Outputs: codes [M, width], codes_t [width, M] if columnwise, scale_inv float32 [1], None, or, without
+    """Inputs: x, multiplier float32 [1] of the codes or None, amax float32 [1] or None, which keeps the larger of
+    itself and max|y|. Outputs: codes [M, width], codes_t [width, M] if columnwise, scale float32 [1], None, or, without
     an element for codes, only the last: y [M, width].
+
+    measures: amax is the first of the outputs instead.
     """
     tile, warps = _forward_tile(shape[0] * shape[1], gated, columnwise)
     tiling, grid = _tiling(shape, tile)
     outputs = made(shape, dtype, element, columnwise)
+    if measures:
+        outputs = (_MEASURED, *outputs)
     scalars = (*shape, x_stride, *constants)
     fixed = (CURVES[name], gated, *tiling)
-    return Launch(forward_kernel, grid, outputs, scalars, fixed, warps, in_place=(2,))
+    recorded = () if measures else (2,)
+    return Launch(forward_kernel, grid, outputs, scalars, fixed, warps, in_place=recorded)
 
 
 def backward(
@@ -287,9 +294,11 @@ def backward(
     element: Element | None,
     columnwise: bool,
     sums_columns: bool,
+    *,
+    measures: bool = False,
 ) -> Launch:
-    """Inputs: dy [M, width] and x (their strides are given), then scale and amax as of `forward`. Outputs: its four,
-    of dx [M, N], and float32 sums [strips, N] of the columns, if asked for.
+    """Inputs: dy [M, width] and x (their strides are given), then multiplier and amax as of `forward`. Outputs: its
+    four, of dx [M, N], and float32 sums [strips, N] of the columns, if asked for; before them amax if it measures.
 
     N is 2 * width when gated. "identity": x is None, dx is dy.
     """
@@ -298,30 +307,29 @@ def backward(
     tiling, grid = _tiling(shape, tile)
     columns = 2 * width if gated else width
     outputs = (
+        *((_MEASURED,) if measures else ()),
         *made((rows, columns), dtype, element, columnwise),
         Output((ceil_div(rows, tile[0] * tile[3]), columns), "float32") if sums_columns else None,
     )
     curve = "identity" if name == "identity" else CURVES[name]
     scalars = (*shape, *strides, *constants)
     fixed = (curve, gated, *tiling, tile[3])
-    return Launch(backward_kernel, grid, outputs, scalars, fixed, warps, in_place=(3,))
+    recorded = () if measures else (3,)
+    return Launch(backward_kernel, grid, outputs, scalars, fixed, warps, in_place=recorded)
+
+
+_MEASURED = Output((1,), "float32", begins=0.0)
 
 
 def made(
     shape: tuple[int, int], dtype: str, element: Element | None, columnwise: bool
 ) -> tuple[Output | None, ...]:
-    """(codes, codes_t, scale_inv, None) of a result, or (None, None, None, the result) without an element."""
+    """(codes, codes_t, scale, None) of a result, or (None, None, None, the result) without an element."""
     if element is None:
         return None, None, None, Output(shape, dtype)
     codes = Output(shape, codes_dtype(element))
     codes_t = Output(shape[::-1], codes.dtype) if columnwise else None
     return codes, codes_t, Output((1,), "float32"), None
-
-
-def sum_columns(partials: tuple[int, int], dtype: str) -> Launch:
-    """(sums [strips, N]) -> their sum over the strips [N], None"""
-    outputs = (Output(partials[1:], dtype), None)
-    return Launch(sum_partials, (ceil_div(partials[1], 16), 1, 1), outputs, partials, (32, 16), warps=8)
 
 
 def _tiling(

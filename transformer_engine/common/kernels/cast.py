@@ -1,8 +1,9 @@
-"""codes [M, K] = saturate(x * scale), codes_t [K, M] = codes.T, amax = max|x|: one float32 scale for the matrix."""
+"""codes [M, K] = saturate(x * multiplier), codes_t [K, M] = codes.T, amax = max|x|: one scale for the matrix."""
 
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -11,9 +12,40 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ..formats import FLOAT32_MAX, Element, ceil_div
 from . import tile
 from .launch import Launch, Output, codes_dtype
+from .program import Program, Step, step
 from .rounding import magnitude_bits, scale_from_amax
 
 VALUE_FOR_INF = tl.constexpr(FLOAT32_MAX)
+
+
+class OneScale(NamedTuple):
+    """How a kernel is to quantize what it makes, rows first, where the matrix has one scale.
+
+    columnwise   the codes' transpose too
+    given        the scale is, and the kernel makes the codes itself; else it finds the maximum and a cast follows,
+                 of a scale that power_of_two and epsilon belong to
+    records      of a given scale: a maximum is given too, which keeps the larger of itself and that of the result
+    """
+
+    element: Element
+    columnwise: bool
+    given: bool
+    records: bool
+    power_of_two: bool
+    epsilon: float
+
+    @property
+    def results(self) -> tuple[str | None, ...]:
+        """The buffers codes, scale, codes_t, scale_t, amax of a program; the two directions share a scale."""
+        both = ("codes_t", "scale") if self.columnwise else (None, None)
+        return ("codes", "scale", *both, "record" if self.records else "amax")
+
+    def after(self, values: str, shape: tuple[int, int]) -> Step:
+        """The cast of values [M, K], which lie in memory, by the maximum that has been found."""
+        launch = cast(
+            shape, self.element, True, self.columnwise, power_of_two=self.power_of_two, epsilon=self.epsilon
+        )
+        return step(launch, (values, None, "amax"), ("codes", "codes_t", "scale"))
 
 
 @triton.jit
@@ -53,27 +85,27 @@ def _record(amax, bits):
 
 @triton.jit
 def _scale_of(
-    program, scale, amax, scale_inv, MAXIMUM: tl.constexpr, EPSILON: tl.constexpr, POWER_OF_TWO: tl.constexpr
+    program, multiplier, amax, scale, MAXIMUM: tl.constexpr, EPSILON: tl.constexpr, POWER_OF_TWO: tl.constexpr
 ):
-    """The scale, given or made from amax; program 0 stores its inverse."""
-    if scale is not None:
-        multiplier = tl.load(scale)
-        decode = tl.div_rn(1.0, multiplier)
+    """The multiplier, given or made from amax; program 0 stores its inverse."""
+    if multiplier is not None:
+        factor = tl.load(multiplier)
+        decode = tl.div_rn(1.0, factor)
     else:
-        multiplier, decode = scale_from_amax(tl.load(amax), MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF)
+        factor, decode = scale_from_amax(tl.load(amax), MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF)
     if program == 0:
-        tl.store(scale_inv, decode)
-    return multiplier
+        tl.store(scale, decode)
+    return factor
 
 
 @triton.jit
 def cast_kernel(
     x,
-    scale,
+    multiplier,
     amax,
     codes,
     codes_t,
-    scale_inv,
+    scale,
     SIZE,
     MAXIMUM: tl.constexpr,
     EPSILON: tl.constexpr,
@@ -93,8 +125,8 @@ def cast_kernel(
     values = tile.load(x + start + offsets, inside, EVEN)
     if FOLLOWS:
         gdc_wait()
-    multiplier = _scale_of(program, scale, amax, scale_inv, MAXIMUM, EPSILON, POWER_OF_TWO)
-    narrow = (values.to(tl.float32) * multiplier).to(codes.dtype.element_ty)
+    factor = _scale_of(program, multiplier, amax, scale, MAXIMUM, EPSILON, POWER_OF_TWO)
+    narrow = (values.to(tl.float32) * factor).to(codes.dtype.element_ty)
     if FOLLOWS and EVEN:
         tl.store(codes + start + offsets, narrow, eviction_policy="evict_first")
     else:
@@ -106,11 +138,11 @@ def cast_kernel(
 @triton.jit
 def cast_transpose_kernel(
     x,
-    scale,
+    multiplier,
     amax,
     codes,
     codes_t,
-    scale_inv,
+    scale,
     M,
     K,
     MAXIMUM: tl.constexpr,
@@ -137,14 +169,14 @@ def cast_transpose_kernel(
     odd = tile.load_rows(x, M, K, first_m, first_k, half * 2 + 1, k, EVEN)
     if FOLLOWS:
         gdc_wait()
-    multiplier = _scale_of(program, scale, amax, scale_inv, MAXIMUM, EPSILON, POWER_OF_TWO)
+    factor = _scale_of(program, multiplier, amax, scale, MAXIMUM, EPSILON, POWER_OF_TWO)
     if codes is not None:
         element = codes.dtype.element_ty
-        narrow = (even.to(tl.float32) * multiplier).to(element)
+        narrow = (even.to(tl.float32) * factor).to(element)
         tile.store_rows(codes, M, K, first_m, first_k, half * 2, k, narrow, EVEN)
-        narrow = (odd.to(tl.float32) * multiplier).to(element)
+        narrow = (odd.to(tl.float32) * factor).to(element)
         tile.store_rows(codes, M, K, first_m, first_k, half * 2 + 1, k, narrow, EVEN)
-    pairs = (tl.join(even, odd).to(tl.float32) * multiplier).to(codes_t.dtype.element_ty)
+    pairs = (tl.join(even, odd).to(tl.float32) * factor).to(codes_t.dtype.element_ty)
     tile.store_pairs_transposed(codes_t, M, K, first_m, first_k, half, k, pairs, PAIRS, EVEN)
     if RECORDS:
         _record(amax, tl.max(tl.maximum(magnitude_bits(even), magnitude_bits(odd))))
@@ -176,14 +208,16 @@ def cast(
     columnwise: bool,
     *,
     records: bool = False,
+    measures: bool = False,
     follows: bool = False,
     power_of_two: bool = False,
     epsilon: float = 0.0,
 ) -> Launch:
-    """Inputs: x [M, K] contiguous, scale [1] or None, amax float32 [1]; outputs: codes, codes_t, scale_inv [1].
+    """Inputs: x [M, K] contiguous, multiplier [1] or None, amax float32 [1]; outputs: codes, codes_t, scale [1].
 
-    Without scale it is made from amax. records: amax = max(amax, max|x|) instead. follows: the launch before is
-    `absolute_maximum(overlaps=True)` of x; this one reads x while that one ends, then waits for amax.
+    Without a multiplier it is made from amax. records: amax = max(amax, max|x|) instead. measures: amax = max|x| is
+    the first of the outputs instead. follows: the launch before is `absolute_maximum(overlaps=True)` of x; this one
+    reads x while that one ends, then waits for amax.
     """
     rows, depth = shape
     dtype = codes_dtype(element)
@@ -192,7 +226,9 @@ def cast(
         Output((depth, rows), dtype) if columnwise else None,
         Output((1,), "float32"),
     )
-    steps = (element.maximum, epsilon, power_of_two, records, follows)
+    if measures:
+        outputs = (Output((1,), "float32", begins=0.0), *outputs)
+    steps = (element.maximum, epsilon, power_of_two, records or measures, follows)
     if not columnwise:
         size = rows * depth
         block, warps = _block(size)
@@ -214,6 +250,48 @@ def cast(
         in_place=(2,) if records else (),
     )
 
+
+def one_scale(
+    shape: tuple[int, int],
+    element: Element,
+    rowwise: bool,
+    columnwise: bool,
+    amax: str,
+    *,
+    overlaps: bool = False,
+    power_of_two: bool = False,
+    epsilon: float = 0.0,
+) -> Program:
+    """(x [M, K] contiguous, ..) -> codes, scale, codes_t, scale_t, amax; the two directions share a scale.
+
+    amax       what becomes of the maximum, and what is given behind x:
+    RECORDED   (.., multiplier, amax): amax keeps the larger of itself and max|x|
+    MEASURED   (.., multiplier): amax = max|x|, on the way
+    GIVEN      (.., multiplier | None, amax): without a multiplier it is made from amax
+    SCALES     (..): a first pass finds max|x|, of which the scale is made; the second may begin while it ends
+    """
+    plain = (shape, element, rowwise, columnwise)
+    scaling = {"power_of_two": power_of_two, "epsilon": epsilon}
+    names = ("codes", "codes_t", "scale")
+    given = ("x", "multiplier", "amax")
+    if amax == SCALES:
+        given = ("x",)
+        steps = (
+            Step(absolute_maximum(shape[0] * shape[1], overlaps=overlaps), given, ("amax",)),
+            step(cast(*plain, follows=overlaps, **scaling), ("x", None, "amax"), names),
+        )
+    elif amax == MEASURED:
+        given = ("x", "multiplier")
+        steps = (step(cast(*plain, measures=True, **scaling), given, ("amax", *names)),)
+    else:
+        steps = (step(cast(*plain, records=amax == RECORDED, **scaling), given, names),)
+    codes, codes_t, _ = names
+    rows = (codes, "scale") if rowwise else (None, None)
+    columns = (codes_t, "scale") if columnwise else (None, None)
+    return Program(given, steps, (*rows, *columns, "amax"))
+
+
+RECORDED, MEASURED, GIVEN, SCALES = "recorded", "measured", "given", "scales"
 
 # Elements of the end of x that the amax pass leaves in the L2 for the cast: 24 MiB of bfloat16. H200, 8192 x 14336:
 # the two passes take 0.1376 ms, 0.1383 without, 0.1404 without the early start.

@@ -9,10 +9,10 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from ..formats import ceil_div
-from .activation_cast import store_column_sums, sum_columns
+from .activation_cast import store_column_sums
 from .launch import Launch, Output
-from .norm import known_maximum, record_maximum
-from .program import Program, Step
+from .norm import known_maximum, record_maximum, sum_partials
+from .program import Program, Step, step
 from .rounding import magnitude_bits
 
 
@@ -85,31 +85,36 @@ def column_sums(
 
 def sums(shape: tuple[int, int], stride: int, dtype: str) -> Program:
     """(x [M, N]) -> the sums [N] of its columns"""
-    strips = column_sums(shape, stride)
-    partials = strips.outputs[1]
-    assert partials is not None and partials.shape is not None
-    total = sum_columns((partials.shape[0], partials.shape[1]), dtype)
-    steps = (Step(strips, ("x",), (None, "partials")), Step(total, ("partials",), ("sums", None)))
-    return Program(("x",), steps, ("sums",))
+    first = step(column_sums(shape, stride), ("x",), ("amax", "partials"))
+    return Program(("x",), (first, sum_strips(first.launch.outputs[1], dtype)), ("sums",))
 
 
 def sums_and_cast(shape: tuple[int, int], dtype: str, cast: Launch) -> Program:
-    """(x [M, N]) -> the sums [N] of its columns, and codes, codes_t, scale_inv and amax of `cast`, which makes the
-    scale from max|x|; it begins while the pass that finds the maximum ends, if it follows."""
+    """(x [M, N]) -> codes, scale, codes_t, scale_t and amax of `cast`, which makes the scale from max|x|, and the sums
+    [N] of x's columns; it begins while the pass that finds the maximum ends, if it follows."""
     measure = column_sums(shape, shape[1], measures=True, overlaps=cast.dependent)
-    partials = measure.outputs[1]
-    assert partials is not None and partials.shape is not None
-    codes = tuple(
-        name if output is not None else None
-        for name, output in zip(("codes", "codes_t", "scale_inv"), cast.outputs, strict=True)
-    )
-    total = sum_columns((partials.shape[0], partials.shape[1]), dtype)
+    after = step(cast, ("x", None, "amax"), ("codes", "codes_t", "scale"))
     steps = (
-        Step(measure, ("x",), ("amax", "partials")),
-        Step(cast, ("x", None, "amax"), codes),
-        Step(total, ("partials",), ("sums", None)),
+        step(measure, ("x",), ("amax", "partials")),
+        after,
+        sum_strips(measure.outputs[1], dtype),
     )
-    return Program(("x",), steps, ("sums", *codes, "amax"))
+    codes, codes_t, _ = after.outputs
+    rows, columns = "scale" if codes else None, "scale" if codes_t else None
+    return Program(("x",), steps, (codes, rows, codes_t, columns, "amax", "sums"))
+
+
+def sum_strips(partials: Output | None, dtype: str) -> Step:
+    """The sums [N] of a kernel's float32 partial sums [strips, N]."""
+    assert partials is not None and partials.shape is not None
+    strips, columns = partials.shape
+    return Step(sum_columns((strips, columns), dtype), ("partials",), ("sums", None))
+
+
+def sum_columns(partials: tuple[int, int], dtype: str) -> Launch:
+    """(sums [strips, N]) -> their sum over the strips [N], None"""
+    outputs = (Output(partials[1:], dtype), None)
+    return Launch(sum_partials, (ceil_div(partials[1], 16), 1, 1), outputs, partials, (32, 16), warps=8)
 
 
 # H200, 8192 x 14336 bfloat16, ms, without and with the maximum: 0.073 and 0.085; 32 x 512 0.073 and 0.085, 32 x 256

@@ -18,6 +18,7 @@ from . import tile
 from .cast import _record
 from .grouped_gemm import SCALE_SLOT, SLOT, TILE_ROWS, base_of, group_of_tile, rows_of_group, tiles_at_most
 from .launch import READ, Launch, Output, Table, codes_dtype
+from .program import Program, Step, step
 from .rounding import magnitude_bits, scale_from_amax
 
 WIDTH = tl.constexpr(TILE_ROWS)
@@ -105,11 +106,11 @@ def cast_kernel(
     x,
     table,
     layout,
-    scale,
+    multiplier,
     amax,
     codes,
     codes_t,
-    scale_inv,
+    scale,
     M,
     K,
     TILES_K,
@@ -124,17 +125,17 @@ def cast_kernel(
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """One scale a group: scale[OFFSET + group * STRIDE] while amax there records max|x|, or, without scale, made from
-    amax[group]; scale_inv [GROUPS, SLOT], the first of a row being written."""
+    """One multiplier a group: at OFFSET + group * STRIDE, while amax there records max|x|, or, where none is given,
+    made from amax[group]; scale [GROUPS, SLOT], the first of a row being written."""
     program = tl.program_id(0)
     if program < GROUPS:
-        _scale_of(program, scale, amax, scale_inv, STRIDE, OFFSET, MAXIMUM, EPSILON, POWER_OF_TWO, True)
+        _scale_of(program, multiplier, amax, scale, STRIDE, OFFSET, MAXIMUM, EPSILON, POWER_OF_TWO, True)
     group, matrix, rows, first_m, tile_k, start, first_tile, tiles = place_of(
         program, x, table, layout, M, K, TILES_K, GROUPS, BY_ROWS, BLOCK_M
     )
     if group < GROUPS:
-        multiplier = _scale_of(
-            group, scale, amax, scale_inv, STRIDE, OFFSET, MAXIMUM, EPSILON, POWER_OF_TWO, False
+        factor = _scale_of(
+            group, multiplier, amax, scale, STRIDE, OFFSET, MAXIMUM, EPSILON, POWER_OF_TWO, False
         )
         first_k = (tile_k * BLOCK_K).to(tl.int64)
         half = tl.arange(0, BLOCK_M // 2)
@@ -143,16 +144,16 @@ def cast_kernel(
         odd = tile.load_rows(matrix, rows, K, first_m, first_k, half * 2 + 1, k, EVEN and not BY_ROWS)
         if codes is not None:
             place = codes + start * K
-            narrow = (even.to(tl.float32) * multiplier).to(codes.dtype.element_ty)
+            narrow = (even.to(tl.float32) * factor).to(codes.dtype.element_ty)
             tile.store_rows(place, rows, K, first_m, first_k, half * 2, k, narrow, EVEN and not BY_ROWS)
-            narrow = (odd.to(tl.float32) * multiplier).to(codes.dtype.element_ty)
+            narrow = (odd.to(tl.float32) * factor).to(codes.dtype.element_ty)
             tile.store_rows(place, rows, K, first_m, first_k, half * 2 + 1, k, narrow, EVEN and not BY_ROWS)
         if codes_t is not None:
-            pairs = (tl.join(even, odd).to(tl.float32) * multiplier).to(codes_t.dtype.element_ty)
+            pairs = (tl.join(even, odd).to(tl.float32) * factor).to(codes_t.dtype.element_ty)
             store_transposed(
                 codes_t, pairs, rows, K, first_m, first_k, half, k, start, first_tile, tiles, BY_ROWS, EVEN
             )
-        if scale is not None:
+        if multiplier is not None:
             bits = tl.max(tl.maximum(magnitude_bits(even), magnitude_bits(odd)))
             _record(amax + OFFSET + group * STRIDE, bits)
 
@@ -160,9 +161,9 @@ def cast_kernel(
 @triton.jit
 def _scale_of(
     group,
-    scale,
+    multiplier,
     amax,
-    scale_inv,
+    scale,
     STRIDE,
     OFFSET,
     MAXIMUM: tl.constexpr,
@@ -170,17 +171,15 @@ def _scale_of(
     POWER_OF_TWO: tl.constexpr,
     STORES: tl.constexpr,
 ):
-    """The scale of a group, given or made from its amax; STORES writes its inverse."""
-    if scale is not None:
-        multiplier = tl.load(scale + OFFSET + group * STRIDE)
-        decode = tl.div_rn(1.0, multiplier)
+    """The multiplier of a group, given or made from its amax; STORES writes its inverse."""
+    if multiplier is not None:
+        factor = tl.load(multiplier + OFFSET + group * STRIDE)
+        decode = tl.div_rn(1.0, factor)
     else:
-        multiplier, decode = scale_from_amax(
-            tl.load(amax + group), MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF
-        )
+        factor, decode = scale_from_amax(tl.load(amax + group), MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF)
     if STORES:
-        tl.store(scale_inv + group * SLOT, decode)
-    return multiplier
+        tl.store(scale + group * SLOT, decode)
+    return factor
 
 
 @triton.jit
@@ -245,11 +244,11 @@ def cast(
     columnwise: bool,
     records: bool,
 ) -> Launch:
-    """Inputs: x [total, K] or one of the matrices [M, K] (M even), the table or None, layout or None, scale or None,
-    amax; outputs: codes if rowwise, codes_t if columnwise, scale_inv [groups, 4].
+    """Inputs: x [total, K] or one of the matrices [M, K] (M even), the table or None, layout or None, multiplier or
+    None, amax; outputs: codes if rowwise, codes_t if columnwise, scale [groups, 4].
 
-    records          the scale is given, and amax keeps the larger of itself and max|x|; else amax gives the scale
-    stride, offset   of a given scale and its amax: those of group e are at offset + e * stride
+    records          the multiplier is given, and amax keeps the larger of itself and max|x|; else amax gives it
+    stride, offset   of a given multiplier and its amax: those of group e are at offset + e * stride
     """
     block_m, block_k, warps = _CAST_TILE
     grid, scalars, even = grid_of(shape, groups, by_rows, block_m, block_k)
@@ -265,6 +264,40 @@ def cast(
         in_place=(4,) if records else (),
         tables=tables_of(by_rows),
     )
+
+
+def by_tensor(
+    shape: tuple[int, int],
+    groups: int,
+    by_rows: bool,
+    element: Element,
+    power_of_two: bool,
+    epsilon: float,
+    rowwise: bool,
+    columnwise: bool,
+    slots: tuple[int, int] | None,
+) -> Program:
+    """(x [total, K] or one of the matrices [M, K], the table or None, layout or None, codes, codes_t, scale: what the
+    caller makes), of one scale a group, which is made of the group's maximum.
+
+    slots   stride and offset of scales that are given instead, with places for the maxima: (x, table, layout,
+            multiplier, amax, codes, codes_t, scale)
+    """
+    given, into = ("x", "table", "layout"), ("codes", "codes_t", "scale")
+    plain = (shape, groups, by_rows, element)
+    rest = (power_of_two, epsilon, rowwise, columnwise)
+    if slots is not None:
+        launch = cast(*plain, *slots, *rest, records=True)
+        steps = (step(launch, (*given, "multiplier", "amax"), into),)
+        given += ("multiplier", "amax")
+    else:
+        launch = cast(*plain, 0, 0, *rest, records=False)
+        steps = (
+            Step(maximum(shape, groups, by_rows), given, ("amax",)),
+            step(launch, (*given, None, "amax"), into),
+        )
+    made = tuple(name for name in into if name in steps[-1].outputs)
+    return Program(given, steps, (), made)
 
 
 def tables_of(by_rows: bool) -> tuple[Table, ...]:

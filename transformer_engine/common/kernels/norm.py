@@ -1,9 +1,9 @@
 """y = (x - mean) * rstdev * gamma + beta, y = x * rstdev * gamma and their gradients, on rows of a matrix.
 
 x, dy, dx and y are [rows, width] with unit column stride; an RMSNorm has mean = None. All arithmetic is float32.
-The forward kernels round y to x's dtype and store it, or FP8 codes [rows, width] = saturate(y * scale), or both;
-amax, where given, keeps the larger of itself and max|y|. The scale is one of all, or, with MAXIMUM above 0, one of each
-1 x 128 block, whose inverses are stored [blocks of a row, rows].
+The forward kernels round y to x's dtype and store it, or FP8 codes [rows, width] = saturate(y * multiplier), or both;
+amax, where given, keeps the larger of itself and max|y|. The multiplier is one of all, or, with MAXIMUM above 0, one of
+each 1 x 128 block, whose inverses, the scales, are stored [blocks of a row, rows].
 Gradients of gamma and beta are summed by each program over its own rows into a workspace [1 or 2, programs, width],
 and then over the programs in a fixed order: no atomics, so that two runs give the same bits.
 
@@ -25,14 +25,14 @@ WIDTH = tl.constexpr(128)  # of a block
 
 
 @triton.jit
-def multiplier_of(scale, scale_inv, program):
+def multiplier_of(multiplier, scale, program):
     """The factor of the codes, 1 where there are none; program 0 stores its inverse."""
-    multiplier = 1.0
-    if scale is not None:
-        multiplier = tl.load(scale)
+    factor = 1.0
+    if multiplier is not None:
+        factor = tl.load(multiplier)
         if program == 0:
-            tl.store(scale_inv, tl.div_rn(1.0, multiplier))
-    return multiplier
+            tl.store(scale, tl.div_rn(1.0, factor))
+    return factor
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def record_maximum(amax, bits, known):
 
 @triton.jit
 def _multipliers_of_blocks(
-    rounded, mask, scale_inv, row, rows, first_column, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    rounded, mask, scale, row, rows, first_column, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     MAXIMUM: tl.constexpr, EPSILON: tl.constexpr, POWER_OF_TWO: tl.constexpr, VALUE_FOR_INF: tl.constexpr,
 ):  # fmt: skip
     """The factor of every element of a tile of ROWS x COLUMNS, its block's; the blocks' inverses are stored."""
@@ -64,13 +64,13 @@ def _multipliers_of_blocks(
     m = row + tl.arange(0, ROWS)[:, None]
     block = first_column // WIDTH + tl.arange(0, COUNT)[None, :]
     there = (m < rows) & (block * WIDTH < width)
-    tl.store(scale_inv + block.to(tl.int64) * rows + m, decode, mask=there)
+    tl.store(scale + block.to(tl.int64) * rows + m, decode, mask=there)
     return tl.reshape(tl.broadcast_to(multiplier[:, :, None], [ROWS, COUNT, BLOCK]), rounded.shape)
 
 
 @triton.jit
 def _emit(
-    result, y, codes, scale_inv, row, rows, first_column, width, offset, mask, multiplier,
+    result, y, codes, scale, row, rows, first_column, width, offset, mask, factor,
     element: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, MAXIMUM: tl.constexpr,
     EPSILON: tl.constexpr, POWER_OF_TWO: tl.constexpr, VALUE_FOR_INF: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
@@ -86,11 +86,11 @@ def _emit(
         run: tl.constexpr = 128 // element.primitive_bitwidth
         nothing = tl.program_id(1) * run  # the grid has one axis; to the compiler this is a multiple of run
         if MAXIMUM > 0.0:
-            multiplier = _multipliers_of_blocks(
-                rounded, mask, scale_inv, row, rows, first_column, width, ROWS, COLUMNS,
+            factor = _multipliers_of_blocks(
+                rounded, mask, scale, row, rows, first_column, width, ROWS, COLUMNS,
                 MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF,
             )  # fmt: skip
-        narrow = (rounded.to(tl.float32) * multiplier).to(codes.dtype.element_ty)
+        narrow = (rounded.to(tl.float32) * factor).to(codes.dtype.element_ty)
         tl.store(codes + nothing + offset, narrow, mask=mask)
     return tl.where(mask, magnitude_bits(rounded), 0)
 
@@ -121,10 +121,10 @@ def forward_rows(
     x,
     gamma,
     beta,
-    scale_of_codes,
+    multiplier,
     amax,
     codes,
-    scale_inv,
+    scale,
     y,
     mean,
     rstdev,
@@ -141,7 +141,7 @@ def forward_rows(
     BLOCK_WIDTH: tl.constexpr,
 ):
     """BLOCK_ROWS whole rows a program, in registers."""
-    multiplier = multiplier_of(scale_of_codes, scale_inv, tl.program_id(0))
+    factor = multiplier_of(multiplier, scale, tl.program_id(0))
     known = known_maximum(amax)
     column = tl.arange(0, BLOCK_WIDTH)[None, :]
     inside = column < width
@@ -155,8 +155,8 @@ def forward_rows(
         width, eps, ZERO_CENTERED,
     )  # fmt: skip
     bits = _emit(
-        result, y, codes, scale_inv, tl.program_id(0) * BLOCK_ROWS, rows, 0, width, offset * width + column, mask,
-        multiplier, x.dtype.element_ty, BLOCK_ROWS, BLOCK_WIDTH, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, "",
+        result, y, codes, scale, tl.program_id(0) * BLOCK_ROWS, rows, 0, width, offset * width + column, mask,
+        factor, x.dtype.element_ty, BLOCK_ROWS, BLOCK_WIDTH, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, "",
     )  # fmt: skip
     if amax is not None:
         record_maximum(amax, tl.max(bits), known)
@@ -167,10 +167,10 @@ def forward_streamed(
     x,
     gamma,
     beta,
-    scale_of_codes,
+    multiplier,
     amax,
     codes,
-    scale_inv,
+    scale,
     y,
     mean,
     rstdev,
@@ -187,14 +187,14 @@ def forward_streamed(
     STAGES: tl.constexpr,
 ):
     """A whole row in registers, the next ones on their way through shared memory; each program takes many rows."""
-    multiplier = multiplier_of(scale_of_codes, scale_inv, tl.program_id(0))
+    factor = multiplier_of(multiplier, scale, tl.program_id(0))
     known = known_maximum(amax)
     greatest = 0
     column = tl.arange(0, BLOCK_WIDTH)
     inside = column < width
-    scale = tl.load(gamma + column, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(gamma + column, mask=inside, other=0.0).to(tl.float32)
     if ZERO_CENTERED:
-        scale += 1.0
+        weight += 1.0
     if beta is not None:
         shift = tl.load(beta + column, mask=inside, other=0.0).to(tl.float32)
     for row in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=STAGES):
@@ -206,11 +206,11 @@ def forward_streamed(
             tl.store(mean + row, average)
         inverse = tl.rsqrt(tl.sum(value * value, 0) / width + eps)
         tl.store(rstdev + row, inverse)
-        result = value * inverse * scale
+        result = value * inverse * weight
         if beta is not None:
             result += shift
         bits = _emit(
-            result, y, codes, scale_inv, row, rows, 0, width, offset * width + column, inside, multiplier,
+            result, y, codes, scale, row, rows, 0, width, offset * width + column, inside, factor,
             x.dtype.element_ty, 1, BLOCK_WIDTH, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, "",
         )  # fmt: skip
         if amax is not None:
@@ -224,10 +224,10 @@ def forward_wide(
     x,
     gamma,
     beta,
-    scale_of_codes,
+    multiplier,
     amax,
     codes,
-    scale_inv,
+    scale,
     y,
     mean,
     rstdev,
@@ -244,7 +244,7 @@ def forward_wide(
 ):
     """A row of any length a program, read once for each statistic and once to scale it: later reads hit the cache."""
     row = tl.program_id(0)
-    multiplier = multiplier_of(scale_of_codes, scale_inv, row)
+    factor = multiplier_of(multiplier, scale, row)
     known = known_maximum(amax)
     greatest = tl.zeros([BLOCK_WIDTH], tl.int32)
     source = x + row.to(tl.int64) * x_stride
@@ -273,14 +273,14 @@ def forward_wide(
         column = first + lane
         inside = column < width
         value = tl.load(source + column, mask=inside, other=0.0).to(tl.float32)
-        scale = tl.load(gamma + column, mask=inside, other=0.0).to(tl.float32)
+        weight = tl.load(gamma + column, mask=inside, other=0.0).to(tl.float32)
         if ZERO_CENTERED:
-            scale += 1.0
-        result = (value - average) * inverse * scale
+            weight += 1.0
+        result = (value - average) * inverse * weight
         if beta is not None:
             result += tl.load(beta + column, mask=inside, other=0.0).to(tl.float32)
         bits = _emit(
-            result, y, codes, scale_inv, row, rows, first, width, target + column, inside, multiplier,
+            result, y, codes, scale, row, rows, first, width, target + column, inside, factor,
             x.dtype.element_ty, 1, BLOCK_WIDTH, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, "evict_first",
         )  # fmt: skip
         if amax is not None:
@@ -490,13 +490,16 @@ def forward(
     processors: int,
     element: Element | None = None,
     blocks: Blocks | None = None,
+    *,
+    measures: bool = False,
 ) -> Launch:
-    """Inputs: x, gamma, beta | None, scale float32 [1] of the codes or None, amax float32 [1] or None, which keeps
-    the larger of itself and max|y|. Outputs: codes [rows, width], scale_inv, y [rows, width], mean float32 [rows]
-    when centered, rstdev [rows].
+    """Inputs: x, gamma, beta | None, multiplier float32 [1] of the codes or None, amax float32 [1] or None, which keeps
+    the larger of itself and max|y|. Outputs: codes [rows, width], scale, y [rows, width], mean float32 [rows] when
+    centered, rstdev [rows].
 
-    element   of codes with one scale, given; scale_inv is float32 [1], and there is no y
-    blocks    how codes are made in blocks of 1 x 128 in rows alone; no scale is given, scale_inv is [blocks, rows]
+    element   of codes with one multiplier, given; scale is float32 [1], and there is no y
+    blocks    how codes are made in blocks of 1 x 128 in rows alone; no multiplier is given, scale is [blocks, rows]
+    measures  amax is the first of the outputs instead: max|y|
     """
     fixed = (zero_centered, *((0.0, 0.0, False, 0.0) if blocks is None else blocks.steps))
     statistic = Output((rows,), "float32")
@@ -508,21 +511,25 @@ def forward(
         outputs = (Output((rows, width), codes_dtype(element)), Output((1,), "float32"), None, *statistics)
     else:
         outputs = (None, None, Output((rows, width), dtype), *statistics)
+    if measures:
+        outputs = (Output((1,), "float32", begins=0.0), *outputs)
+    recorded = () if measures else (4,)
     scalars = (rows, width, x_stride, eps)
     block = triton.next_power_of_2(width)
     # Rates are those of an H200 in bf16, TB/s; a copy of the same size reaches 4.1 in the same measurement.
     if width > 16384:  # RMSNorm 3.5 at 32768, LayerNorm 2.9; whole rows in registers spill: 1.2
-        return Launch(forward_wide, (rows, 1, 1), outputs, scalars, (*fixed, 8192), warps=32, in_place=(4,))
+        grid, constants = (rows, 1, 1), (*fixed, 8192)
+        return Launch(forward_wide, grid, outputs, scalars, constants, warps=32, in_place=recorded)
     if width > 8192:  # 3.4-3.6; one row a program 2.5-2.9: it reads gamma again from the L2 cache
         grid = (min(rows, 2 * processors), 1, 1)
-        return Launch(forward_streamed, grid, outputs, scalars, (*fixed, block, 3), 16, in_place=(4,))
+        return Launch(forward_streamed, grid, outputs, scalars, (*fixed, block, 3), 16, in_place=recorded)
     if centered and 4096 < width < block:  # 3.6 at 5120; one row a program 3.1-3.2
         grid = (min(rows, 2 * processors), 1, 1)
-        return Launch(forward_streamed, grid, outputs, scalars, (*fixed, block, 4), 8, in_place=(4,))
+        return Launch(forward_streamed, grid, outputs, scalars, (*fixed, block, 4), 8, in_place=recorded)
     block_rows, warps = _forward_tile(block, centered)
     grid = (ceil_div(rows, block_rows), 1, 1)
     constants = (*fixed, block_rows, block)
-    return Launch(forward_rows, grid, outputs, scalars, constants, warps, in_place=(4,))
+    return Launch(forward_rows, grid, outputs, scalars, constants, warps, in_place=recorded)
 
 
 def _forward_tile(block: int, centered: bool) -> tuple[int, int]:

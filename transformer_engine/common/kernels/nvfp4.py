@@ -12,7 +12,9 @@ import triton.language as tl
 
 from ..formats import FLOAT32_MAX, ceil_div
 from . import tile
+from .cast import absolute_maximum
 from .launch import Launch, Output
+from .program import Program, Step, step
 from .rounding import as_float, magnitude_bits
 
 _GROUP = 16
@@ -224,3 +226,41 @@ def blocks(
     )
     constants = (square, hadamard, random_sign, _TILE, _even(shape))
     return Launch(block_kernel, _grid(shape), outputs, shape, constants, warps=4)
+
+
+def program(
+    shape: tuple[int, int],
+    rowwise: bool,
+    columnwise: bool,
+    *,
+    square: bool,
+    hadamard: bool,
+    random_sign: bool,
+    amax_given: bool,
+    amax_t_given: bool,
+) -> Program:
+    """(x [M, K] contiguous, random | None, random_t | None, amax if given, amax_t if given) -> codes, scale, codes_t,
+    scale_t, amax, amax_t.
+
+    Maxima that are not given are found by passes before: of x, and of its transpose where that is transformed.
+    """
+    given = ("x", "random", "random_t")
+    steps: list[Step] = []
+    amax: str | None = "amax"
+    if amax_given:
+        given += ("amax",)
+    elif rowwise or not hadamard:
+        steps.append(Step(absolute_maximum(shape[0] * shape[1]), ("x",), ("amax",)))
+    else:
+        amax = None
+    amax_t = amax
+    if columnwise and not square and (amax_t_given or hadamard):
+        amax_t = "amax_t"
+        if not amax_t_given:
+            steps.append(Step(transformed_maximum(shape, random_sign), ("x",), ("amax_t",)))
+    given += ("amax_t",) if amax_t_given else ()
+    launch = blocks(shape, rowwise, columnwise, square=square, hadamard=hadamard, random_sign=random_sign)
+    names = ("codes", "scale", "codes_t", "scale_t")
+    last = step(launch, ("x", amax, amax_t, "random", "random_t"), names)
+    maxima = (amax if rowwise else None, amax_t if columnwise else None)
+    return Program(given, (*steps, last), (*last.outputs, *maxima))

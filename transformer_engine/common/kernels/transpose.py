@@ -28,8 +28,8 @@ def transpose_kernel(
     k = tl.arange(0, BLOCK_K)
     first_m = (tile_m * BLOCK_M).to(tl.int64)
     first_k = (tile_k * BLOCK_K).to(tl.int64)
-    low = _load(codes, M, K, first_m, first_k, half * 2, k, EVEN).to(tl.uint16)
-    high = _load(codes, M, K, first_m, first_k, half * 2 + 1, k, EVEN).to(tl.uint16)
+    low = _load(codes, M, K, first_m, first_k, half * 2, k, EVEN)
+    high = _load(codes, M, K, first_m, first_k, half * 2 + 1, k, EVEN)
     words = tl.trans(low | (high << 8))
     inside_k = (first_k + k < K)[:, None]
     if PAIRS:
@@ -37,7 +37,8 @@ def transpose_kernel(
         inside = inside_k & (first_m + half * 2 < M)[None, :]
         tile.store(corner + (k[:, None] * (M // 2) + half[None, :]), words, inside, EVEN)
     else:
-        pointers = codes_t + (first_k * M + first_m) + (k[:, None] * M + half[None, :] * 2)
+        first = codes_t.to(tl.pointer_type(tl.uint8)) + (first_k * M + first_m)
+        pointers = first + (k[:, None] * M + half[None, :] * 2)
         tl.store(pointers, (words & 0xFF).to(tl.uint8), mask=inside_k & (first_m + half * 2 < M)[None, :])
         tl.store(
             pointers + 1, (words >> 8).to(tl.uint8), mask=inside_k & (first_m + half * 2 + 1 < M)[None, :]
@@ -46,20 +47,23 @@ def transpose_kernel(
 
 @triton.jit
 def _load(codes, M, K, first_m, first_k, rows, k, EVEN: tl.constexpr):
-    pointers = codes + (first_m * K + first_k) + (rows[:, None] * K + k[None, :])
+    """Bytes of codes, whatever their type, as words."""
+    first = codes.to(tl.pointer_type(tl.uint8)) + (first_m * K + first_k)
+    pointers = first + (rows[:, None] * K + k[None, :])
     if EVEN:
-        return tl.load(pointers)
-    return tl.load(pointers, mask=(first_m + rows < M)[:, None] & (first_k + k < K)[None, :], other=0)
+        return tl.load(pointers).to(tl.uint16)
+    inside = (first_m + rows < M)[:, None] & (first_k + k < K)[None, :]
+    return tl.load(pointers, mask=inside, other=0).to(tl.uint16)
 
 
-def transpose(shape: tuple[int, int]) -> Launch:
-    """Inputs: codes uint8 [M, K], contiguous; outputs: codes_t [K, M]."""
+def transpose(shape: tuple[int, int], dtype: str = "uint8") -> Launch:
+    """Inputs: codes [M, K] of a dtype of one byte, contiguous; outputs: codes_t [K, M]."""
     rows, depth = shape
     block_m, block_k, band, warps = _tile(rows, depth)
     grid = (ceil_div(rows, block_m) * ceil_div(depth, block_k), 1, 1)
     even = rows % block_m == 0 and depth % block_k == 0
     constants = (block_m, block_k, band, rows % 2 == 0, even)
-    return Launch(transpose_kernel, grid, (Output((depth, rows), "uint8"),), (rows, depth), constants, warps)
+    return Launch(transpose_kernel, grid, (Output((depth, rows), dtype),), (rows, depth), constants, warps)
 
 
 def _tile(rows: int, depth: int) -> tuple[int, int, int, int]:

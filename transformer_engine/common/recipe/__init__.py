@@ -137,6 +137,16 @@ def description_of(recipe: Recipe | None) -> str:
     return repr(recipe) if known is None else known
 
 
+def revision_of(recipe: Recipe | None) -> object:
+    """An object that is another one after each write to a field: who keeps what follows from a recipe compares it."""
+    return getattr(recipe, "_description", None)
+
+
+def still_says(kept: Recipe, revision: object, recipe: Recipe) -> bool:
+    """Is recipe, in the same object or another, what `kept` was at that revision?"""
+    return revision is revision_of(kept) and kept == recipe
+
+
 def recipe_described_as(description: str) -> Recipe:
     """The living recipe whose repr is `description`: a compiler can hand on a string where it cannot an object."""
     for recipe in list(_living.values()):

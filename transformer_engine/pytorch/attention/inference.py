@@ -19,9 +19,9 @@ from torch import Tensor
 
 from ...common.checks import described, one_of, switch, whole, whole_or_none
 from ...common.formats import ceil_div, round_up
-from ..checks import tensor, tensor_dtype
-from ..device import canonical_device
 from ..primitives.kv_cache import gather_pages
+from ..runtime.checks import tensor, tensor_dtype
+from ..runtime.device import canonical_device
 from .kv_cache import KVCacheManager, NonPagedKVCacheManager, whole_step
 from .kv_cache_paged import PagedKVCacheManager
 

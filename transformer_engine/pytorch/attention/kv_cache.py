@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..device import canonical_device
 from ..primitives.kv_cache import append, check_append
+from ..runtime.device import canonical_device
 
 
 class KVCacheManager(ABC):

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ...common.formats import ceil_div
-from ..device import canonical_device
 from ..primitives.kv_cache import append, check_append
+from ..runtime.device import canonical_device
 from .kv_cache import KVCacheManager, check_batch, check_layer, whole_step
 
 

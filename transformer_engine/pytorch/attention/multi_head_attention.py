@@ -8,19 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...common.bounded import Bounded
 from ...common.checks import switch
 from ..module.arguments import check_arguments
 from ..module.layernorm_linear import LayerNormLinear
 from ..module.linear import Linear
 from ..module.settings import hand_down, refuse_if_fixed
+from ..primitives.attention.mask import canonical_name, check_set_window_size
 from ..quantization.autocast import AutocastState, current
-from .call_check import REMEMBERED, Checked, check_layer_call, rotation_of_call
+from .call_check import Door, Passed, check_layer_call, check_variant, rotation_of_call
 from .dot_product_attention import DotProductAttention
 from .dot_product_attention.arguments import RULES, check_heads
-from .dot_product_attention.fp8 import outputs_codes, projects_codes
-from .dot_product_attention.mask import canonical_name, check_set_window_size
-from .dot_product_attention.prepare import CallArguments
+from .dot_product_attention.fp8_recipe import outputs_codes, projects_codes
+from .dot_product_attention.settings import NOTHING_GIVEN, CallArguments
 from .heads import Heads, head_size
 from .inference import InferenceParams
 from .qk_norm import query_key_norm
@@ -42,8 +41,43 @@ _WORKED_BY = {
     ),
     "window_size": ("core_attention.window_size",),
 }
+_DOOR = frozenset(
+    {
+        "attn_mask_type",
+        "attention_type",
+        "heads",
+        "hidden_size",
+        "qkv_format",
+        "rotary_pos_interleaved",
+        "sequence_parallel",
+        "tp_size",
+    }
+)
+_OF_PROJECTIONS = (
+    "bias",
+    "device",
+    "fuse_wgrad_accumulation",
+    "get_rng_state_tracker",
+    "params_dtype",
+    "tp_group",
+)
+_OF_NORM = ("normalization", "return_layernorm_output", "zero_centered_gamma")
+_OF_CORE = (
+    "attention_dropout",
+    "attention_type",
+    "attn_mask_type",
+    "bottom_right_diagonal",
+    "get_rng_state_tracker",
+    "layer_number",
+    "qkv_format",
+    "softmax_type",
+    "window_size",
+)
 _FIXED = frozenset(
-    {"attention_type", "fuse_qkv_params", "input_layernorm", "num_attention_heads", "num_gqa_groups"}
+    {
+        *("attention_type", "fuse_qkv_params", "hidden_size", "input_layernorm", "num_attention_heads"),
+        *("num_gqa_groups", "qk_norm_type"),
+    }
 )
 
 
@@ -62,62 +96,31 @@ class MultiheadAttention(nn.Module):
     seq_length, micro_batch_size and ub_* are accepted; nothing needs them.
     """
 
+    _door: Door | None
+
     def __init__(
-        self,
-        hidden_size: int,
-        num_attention_heads: int,
-        kv_channels: int | None = None,
-        attention_dropout: float = 0.1,
-        layernorm_epsilon: float = 1e-5,
-        init_method: Callable | None = None,
-        output_layer_init_method: Callable | None = None,
-        layer_number: int | None = None,
-        attn_mask_type: str = "causal",
-        window_size: tuple[int, int] | None = None,
-        bottom_right_diagonal: bool | None = None,
-        tp_group: Any = None,
-        tp_size: int = 1,
-        num_gqa_groups: int | None = None,
-        fuse_wgrad_accumulation: bool = False,
-        get_rng_state_tracker: Callable | None = None,
-        sequence_parallel: bool = False,
-        params_dtype: torch.dtype | None = None,
-        return_bias: bool = False,
-        return_layernorm_output: bool = False,
-        input_layernorm: bool = False,
-        attention_type: str = "self",
-        set_parallel_mode: bool = False,
-        fuse_qkv_params: bool = False,
-        zero_centered_gamma: bool = False,
-        qkv_weight_interleaved: bool = True,
-        rotary_pos_interleaved: bool = False,
-        ub_overlap_ag: bool = False,
-        ub_overlap_rs: bool = False,
-        ub_overlap_rs_dgrad: bool = False,
-        ub_bulk_dgrad: bool = False,
-        ub_bulk_wgrad: bool = False,
-        bias: bool = True,
-        normalization: str = "LayerNorm",
-        device: torch.device | str | int = "cuda",
-        qkv_format: str = "sbhd",
-        name: str | None = None,
-        qk_norm_type: str | None = None,
-        qk_norm_eps: float = 1e-6,
-        qk_norm_before_rope: bool = False,
-        seq_length: int | None = None,
-        micro_batch_size: int | None = None,
-        softmax_type: str = "vanilla",
-    ) -> None:
-        check_arguments(locals(), **RULES)
+        self, hidden_size: int, num_attention_heads: int, kv_channels: int | None = None,
+        attention_dropout: float = 0.1, layernorm_epsilon: float = 1e-5,
+        init_method: Callable | None = None, output_layer_init_method: Callable | None = None,
+        layer_number: int | None = None, attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None, bottom_right_diagonal: bool | None = None,
+        tp_group: Any = None, tp_size: int = 1, num_gqa_groups: int | None = None,
+        fuse_wgrad_accumulation: bool = False, get_rng_state_tracker: Callable | None = None,
+        sequence_parallel: bool = False, params_dtype: torch.dtype | None = None,
+        return_bias: bool = False, return_layernorm_output: bool = False, input_layernorm: bool = False,
+        attention_type: str = "self", set_parallel_mode: bool = False, fuse_qkv_params: bool = False,
+        zero_centered_gamma: bool = False, qkv_weight_interleaved: bool = True,
+        rotary_pos_interleaved: bool = False, ub_overlap_ag: bool = False, ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False, ub_bulk_dgrad: bool = False, ub_bulk_wgrad: bool = False,
+        bias: bool = True, normalization: str = "LayerNorm", device: torch.device | str | int = "cuda",
+        qkv_format: str = "sbhd", name: str | None = None, qk_norm_type: str | None = None,
+        qk_norm_eps: float = 1e-6, qk_norm_before_rope: bool = False, seq_length: int | None = None,
+        micro_batch_size: int | None = None, softmax_type: str = "vanilla",
+    ) -> None:  # fmt: skip
+        given = dict(locals())
+        check_arguments(given, **RULES)
         super().__init__()
-        if fuse_wgrad_accumulation and not fuse_qkv_params:
-            raise ValueError(
-                "fuse_wgrad_accumulation=True needs one weight a projection; set fuse_qkv_params=True"
-            )
-        if return_layernorm_output and not input_layernorm:
-            raise ValueError(
-                "return_layernorm_output=True without input_layernorm=True; there is no norm to return"
-            )
+        check_variant(fuse_wgrad_accumulation, fuse_qkv_params, return_layernorm_output, input_layernorm)
         if tp_group is not None:
             tp_size = torch.distributed.get_world_size(tp_group)
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
@@ -140,24 +143,11 @@ class MultiheadAttention(nn.Module):
         self.qkv_weight_interleaved = qkv_weight_interleaved and fuse_qkv_params
         self.tp_size, self.tp_group = tp_size, tp_group
         self.sequence_parallel = sequence_parallel and tp_size > 1
-        self._checked: Checked = Bounded(REMEMBERED)
+        self._passed = Passed()
         self.heads = Heads(num_attention_heads // ranks, groups // ranks, size, self.qkv_weight_interleaved)
-        projection: dict[str, Any] = {
-            "bias": bias,
-            "device": device,
-            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
-            "get_rng_state_tracker": get_rng_state_tracker,
-            "params_dtype": params_dtype,
-            "sequence_parallel": self.sequence_parallel,
-            "tp_group": tp_group,
-            "tp_size": tp_size,
-        }
-        norm = {
-            "eps": layernorm_epsilon,
-            "normalization": normalization,
-            "return_layernorm_output": return_layernorm_output,
-            "zero_centered_gamma": zero_centered_gamma,
-        }
+        projection = {argument: given[argument] for argument in _OF_PROJECTIONS}
+        projection |= {"sequence_parallel": self.sequence_parallel, "tp_size": tp_size}
+        norm = {"eps": layernorm_epsilon, **{argument: given[argument] for argument in _OF_NORM}}
         columns = {
             **projection,
             "init_method": init_method,
@@ -172,19 +162,11 @@ class MultiheadAttention(nn.Module):
             num_attention_heads,
             size,
             num_gqa_groups=groups,
-            attention_dropout=attention_dropout,
-            qkv_format=qkv_format,
-            attn_mask_type=attn_mask_type,
-            window_size=window_size,
-            bottom_right_diagonal=bottom_right_diagonal,
             sequence_parallel=self.sequence_parallel,
             tp_size=ranks,
-            get_rng_state_tracker=get_rng_state_tracker,
             tp_group=tp_group if set_parallel_mode else None,
-            layer_number=layer_number,
-            attention_type=attention_type,
-            softmax_type=softmax_type,
             name=_name(name, "core_attention"),
+            **{argument: given[argument] for argument in _OF_CORE},
         )
         self.proj = Linear(
             q_size,
@@ -200,6 +182,8 @@ class MultiheadAttention(nn.Module):
         refuse_if_fixed(self, name, value, _FIXED)
         super().__setattr__(name, value)
         hand_down(self, name, value, _WORKED_BY)
+        if name in _DOOR:
+            self.__dict__["_door"] = None
 
     def _create_projections(
         self,
@@ -280,55 +264,38 @@ class MultiheadAttention(nn.Module):
         """
         if checkpoint_core_attention is not False:
             switch("checkpoint_core_attention", checkpoint_core_attention)
-        rotation = self.check_call(
-            hidden_states,
-            encoder_output,
-            rotary_pos_emb,
-            CallArguments(
-                attention_mask,
-                None,
-                (cu_seqlens_q, cu_seqlens_kv),
-                (cu_seqlens_q_padded, cu_seqlens_kv_padded),
-                (max_seqlen_q, max_seqlen_kv),
-                attn_mask_type,
-                window_size,
-                bottom_right_diagonal,
-                core_attention_bias_type,
-                core_attention_bias,
-                alibi_slopes,
-                inference_params,
-                pad_between_seqs,
-            ),
-        )
+        arguments = NOTHING_GIVEN
+        # fmt: off
+        if not (
+            attention_mask is attn_mask_type is window_size is bottom_right_diagonal is inference_params
+            is core_attention_bias is alibi_slopes is cu_seqlens_q is cu_seqlens_kv is cu_seqlens_q_padded
+            is cu_seqlens_kv_padded is max_seqlen_q is max_seqlen_kv is pad_between_seqs is None
+            and core_attention_bias_type == "no_bias"
+        ):
+            arguments = CallArguments(
+                attention_mask, None, (cu_seqlens_q, cu_seqlens_kv), (cu_seqlens_q_padded, cu_seqlens_kv_padded),
+                (max_seqlen_q, max_seqlen_kv), attn_mask_type, window_size, bottom_right_diagonal,
+                core_attention_bias_type, core_attention_bias, alibi_slopes, inference_params, pad_between_seqs,
+            )
+        # fmt: on
+        rotation = self.check_call(hidden_states, encoder_output, rotary_pos_emb, arguments)
         state = current()
         codes = inference_params is None and outputs_codes(state)
         q, k, v, norm_output = self._project(
             hidden_states, encoder_output, is_first_microbatch, rotation, state if codes else None
         )
-        context = self.core_attention(
-            q,
-            k,
-            v,
-            attention_mask=attention_mask,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_kv=cu_seqlens_kv,
-            cu_seqlens_q_padded=cu_seqlens_q_padded,
-            cu_seqlens_kv_padded=cu_seqlens_kv_padded,
-            max_seqlen_q=max_seqlen_q,
-            max_seqlen_kv=max_seqlen_kv,
-            attn_mask_type=attn_mask_type,
-            window_size=window_size,
-            bottom_right_diagonal=bottom_right_diagonal,
-            checkpoint_core_attention=checkpoint_core_attention,
-            core_attention_bias_type=core_attention_bias_type,
-            core_attention_bias=core_attention_bias,
-            alibi_slopes=alibi_slopes,
-            fast_zero_fill=fast_zero_fill,
-            inference_params=inference_params,
-            pad_between_seqs=pad_between_seqs,
-            fp8_output=codes,
-        )
-        projected = self.proj(context, is_first_microbatch=is_first_microbatch)
+        modules: dict[str, Any] = self._modules
+        core = modules["core_attention"]
+        if (
+            arguments is NOTHING_GIVEN
+            and not (checkpoint_core_attention or codes)
+            and type(core) is DotProductAttention
+        ):
+            context = core(q, k, v)
+        else:
+            given = {"checkpoint_core_attention": checkpoint_core_attention, "fp8_output": codes}
+            context = core(q, k, v, fast_zero_fill=fast_zero_fill, **given, **arguments.as_keywords())
+        projected = modules["proj"](context, is_first_microbatch=is_first_microbatch)
         outputs: list[Any] = list(projected) if self.return_bias else [projected]
         if self.return_layernorm_output:
             outputs.append(norm_output)
@@ -342,9 +309,20 @@ class MultiheadAttention(nn.Module):
         arguments: CallArguments,
     ) -> Rotation | None:
         """Raise what forward would, and change nothing; how q and k turn."""
-        rotation = None if rotary_pos_emb is None else rotation_of_call(self, rotary_pos_emb, arguments)
-        check_layer_call(self, self._checked, hidden_states, encoder_output, arguments, rotation, current())
+        door = self.door()
+        rotation = None if rotary_pos_emb is None else rotation_of_call(door, rotary_pos_emb, arguments)
+        core = self._modules["core_attention"]
+        check_layer_call(
+            door, core, self._passed, hidden_states, encoder_output, arguments, rotation, current()
+        )
         return rotation
+
+    def door(self) -> Door:
+        """What inputs have to be, made again after an attribute that says so has changed."""
+        door = self._door
+        if door is None:
+            door = self.__dict__["_door"] = Door.of(self)
+        return door
 
     def _project(
         self,
@@ -360,32 +338,34 @@ class MultiheadAttention(nn.Module):
                 of a self attention unless norms or a rotation, which work on values, come between
         """
         first: dict[str, bool | None] = {"is_first_microbatch": is_first_microbatch}
-        projection = self.layernorm_qkv or self.qkv or self.layernorm_query or self.query_layer
+        modules: dict[str, Any] = self._modules
+        get = modules.get
+        projection = get("layernorm_qkv") or get("qkv") or get("layernorm_query") or get("query_layer")
         assert projection is not None
-        if codes is not None and self.key_value is None and rotation is None and self.q_norm is None:
+        key_value, q_norm = get("key_value"), get("q_norm")
+        if codes is not None and key_value is None and rotation is None and q_norm is None:
             first["fp8_output"] = projects_codes(projection, codes, hidden_states)
         mixed = projection(hidden_states, **first)
         mixed, norm_output = mixed if self.return_layernorm_output else (mixed, None)
-        norms_first = self.q_norm is not None and self.qk_norm_before_rope
-        if self.key_value is not None:
-            keys_values = self.key_value(encoder_output, **first)
+        norms_first = q_norm is not None and self.qk_norm_before_rope
+        if key_value is not None:
+            keys_values = key_value(encoder_output, **first)
             q, k, v = self.heads.split_q(mixed), *self.heads.split_kv(keys_values)
         elif rotation is not None and not norms_first and (grouped := self.heads.grouped(mixed)) is not None:
             q, k, v = rotation.of_projection(grouped, self.heads)
-            return *self._normed(q, k), v, norm_output
+            return *(self._normed(q, k) if q_norm is not None else (q, k)), v, norm_output
         else:
             q, k, v = self.heads.split_qkv(mixed)
         if norms_first:
             q, k = self._normed(q, k)
         if rotation is not None:
             q, k = rotation(q, k)
-        if not norms_first:
+        if q_norm is not None and not norms_first:
             q, k = self._normed(q, k)
         return q, k, v, norm_output
 
     def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        if self.q_norm is None or self.k_norm is None:
-            return q, k
+        assert self.q_norm is not None and self.k_norm is not None
         return self.q_norm(q), self.k_norm(k)
 
 

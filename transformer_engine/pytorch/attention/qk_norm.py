@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from ...common.checks import epsilon, one_of
-from ..checks import floating
-from ..device import canonical_device
 from ..module.layernorm import LayerNorm
 from ..module.rmsnorm import RMSNorm
+from ..runtime.checks import floating
+from ..runtime.device import canonical_device
 
 NORMS = ("L2Normalization", "RMSNorm", "LayerNorm")
 

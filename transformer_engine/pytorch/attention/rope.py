@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from ...common.checks import positive, switch, whole, whole_or_none
-from ..device import canonical_device
-from ..double_backward import is_recorded, transposed
 from ..primitives.rope import (
     Positions,
     RopeSpec,
@@ -20,6 +18,8 @@ from ..primitives.rope import (
     rope_qkv_backward,
     rope_qkv_forward,
 )
+from ..runtime.device import canonical_device
+from ..runtime.double_backward import is_recorded, transposed
 
 
 class RotaryPositionEmbedding(nn.Module):

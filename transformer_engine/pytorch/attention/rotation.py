@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..device_checks import demand
 from ..primitives.rope import Positions, RopeSpec, check_rotation, reaches_lengths
+from ..runtime.device_checks import demand
 from .heads import Heads
 from .inference import InferenceParams
 from .rope import rotated, rotated_qkv

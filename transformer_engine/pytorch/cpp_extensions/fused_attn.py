@@ -22,8 +22,8 @@ from transformer_engine_torch import (
 from transformer_engine_torch.checks import member, with_axes
 
 from ...common.checks import drop_rate, number_or_none, one_of, switch
-from ..checks import floating
 from ..constants import TE_DType
+from ..runtime.checks import floating
 
 
 def _by_name(kind: Any) -> dict[str, Any]:
@@ -69,37 +69,18 @@ META_DP = FP8BwdTensors.GRAD_INPUT3
 
 
 def fused_attn_fwd(
-    is_training: bool,
-    max_seqlen_q: int,
-    max_seqlen_kv: int,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_kv: Tensor,
-    q: Any,
-    k: Any,
-    v: Any,
-    fake_dtype: torch.dtype,
-    fused_attention_backend: NVTE_Fused_Attn_Backend,
-    attn_bias: Tensor | None = None,
-    cu_seqlens_q_padded: Tensor | None = None,
-    cu_seqlens_kv_padded: Tensor | None = None,
-    page_table_k: Tensor | None = None,
-    page_table_v: Tensor | None = None,
-    s_quantizer: Any = None,
-    o_quantizer: Any = None,
-    attn_scale: float | None = None,
-    dropout: float = 0.0,
-    fast_zero_fill: bool = True,
-    qkv_layout: str = "sbh3d",
-    attn_bias_type: str = "no_bias",
-    attn_mask_type: str = "padding",
-    softmax_type: str = "vanilla",
-    window_size: tuple[int, int] = (-1, -1),
-    rng_gen: torch.Generator | None = None,
-    softmax_offset: Tensor | None = None,
-    return_max_logit: bool = False,
-    cuda_graph: bool = False,
+    is_training: bool, max_seqlen_q: int, max_seqlen_kv: int, cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor, q: Any, k: Any, v: Any, fake_dtype: torch.dtype,
+    fused_attention_backend: NVTE_Fused_Attn_Backend, attn_bias: Tensor | None = None,
+    cu_seqlens_q_padded: Tensor | None = None, cu_seqlens_kv_padded: Tensor | None = None,
+    page_table_k: Tensor | None = None, page_table_v: Tensor | None = None, s_quantizer: Any = None,
+    o_quantizer: Any = None, attn_scale: float | None = None, dropout: float = 0.0,
+    fast_zero_fill: bool = True, qkv_layout: str = "sbh3d", attn_bias_type: str = "no_bias",
+    attn_mask_type: str = "padding", softmax_type: str = "vanilla",
+    window_size: tuple[int, int] = (-1, -1), rng_gen: torch.Generator | None = None,
+    softmax_offset: Tensor | None = None, return_max_logit: bool = False, cuda_graph: bool = False,
     bottom_right_diagonal: bool | None = None,
-) -> tuple[Any, ...]:
+) -> tuple[Any, ...]:  # fmt: skip
     """(out, aux tensors for fused_attn_bwd[, max_logit [h]]); see transformer_engine_torch.fused_attn_fwd.
 
     attn_scale   default 1 / sqrt(head size);  dropout is 0 unless is_training
@@ -145,36 +126,16 @@ def fused_attn_fwd(
 
 
 def fused_attn_bwd(
-    max_seqlen_q: int,
-    max_seqlen_kv: int,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_kv: Tensor,
-    q: Any,
-    k: Any,
-    v: Any,
-    o: Any,
-    d_o: Any,
-    fake_dtype: torch.dtype,
-    dqkv_dtype: Any,
-    aux_ctx_tensors: Sequence[Tensor],
-    fused_attention_backend: NVTE_Fused_Attn_Backend,
-    cu_seqlens_q_padded: Tensor | None = None,
-    cu_seqlens_kv_padded: Tensor | None = None,
-    s_quantizer: Any = None,
-    dp_quantizer: Any = None,
-    dqkv_quantizer: Any = None,
-    attn_scale: float | None = None,
-    dropout: float = 0.0,
-    fast_zero_fill: bool = True,
-    qkv_layout: str = "sbh3d",
-    attn_bias_type: str = "no_bias",
-    attn_mask_type: str = "padding",
-    softmax_type: str = "vanilla",
-    window_size: tuple[int, int] = (-1, -1),
-    deterministic: bool = False,
-    cuda_graph: bool = False,
-    bottom_right_diagonal: bool | None = None,
-) -> list[Any]:
+    max_seqlen_q: int, max_seqlen_kv: int, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor, q: Any, k: Any,
+    v: Any, o: Any, d_o: Any, fake_dtype: torch.dtype, dqkv_dtype: Any,
+    aux_ctx_tensors: Sequence[Tensor], fused_attention_backend: NVTE_Fused_Attn_Backend,
+    cu_seqlens_q_padded: Tensor | None = None, cu_seqlens_kv_padded: Tensor | None = None,
+    s_quantizer: Any = None, dp_quantizer: Any = None, dqkv_quantizer: Any = None,
+    attn_scale: float | None = None, dropout: float = 0.0, fast_zero_fill: bool = True,
+    qkv_layout: str = "sbh3d", attn_bias_type: str = "no_bias", attn_mask_type: str = "padding",
+    softmax_type: str = "vanilla", window_size: tuple[int, int] = (-1, -1), deterministic: bool = False,
+    cuda_graph: bool = False, bottom_right_diagonal: bool | None = None,
+) -> list[Any]:  # fmt: skip
     """[dq, dk, dv, dbias | None, dsoftmax_offset | None]; dqkv_dtype is a torch dtype or a DType."""
     _check(fused_attention_backend)
     drop_rate("dropout", dropout)

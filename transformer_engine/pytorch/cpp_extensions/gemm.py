@@ -12,8 +12,8 @@ import transformer_engine_torch as tex
 from transformer_engine_torch.checks import sequence
 
 from ...common.checks import one_of, switch
-from ..checks import tensor_or_none
 from ..primitives.gemm.cublaslt_library import WORKSPACE_BYTES
+from ..runtime.checks import tensor_or_none
 from ..tensor.storage.float8_blockwise_tensor_storage import Float8BlockwiseQTensorStorage
 
 # (transpose of A, transpose of B); see transformer_engine_torch.generic_gemm.
@@ -26,26 +26,12 @@ def get_cublas_workspace_size_bytes() -> int:
 
 
 def general_gemm(
-    A: Any,
-    B: Any,
-    out_dtype: torch.dtype | None = None,
-    quantization_params: Any = None,
-    gelu: bool = False,
-    gelu_in: Tensor | None = None,
-    alpha: float = 1.0,
-    beta: float | None = None,
-    accumulate: bool = False,
-    layout: str = "TN",
-    out: Tensor | None = None,
-    bias: Tensor | None = None,
-    use_split_accumulator: bool = False,
-    grad: bool = False,
-    ub: Any = None,
-    ub_type: Any = None,
-    extra_output: Tensor | None = None,
-    bulk_overlap: bool = False,
-    workspace: Tensor | None = None,
-) -> tuple[Any, Tensor | None, Tensor | None, None]:
+    A: Any, B: Any, out_dtype: torch.dtype | None = None, quantization_params: Any = None,
+    gelu: bool = False, gelu_in: Tensor | None = None, alpha: float = 1.0, beta: float | None = None,
+    accumulate: bool = False, layout: str = "TN", out: Tensor | None = None, bias: Tensor | None = None,
+    use_split_accumulator: bool = False, grad: bool = False, ub: Any = None, ub_type: Any = None,
+    extra_output: Tensor | None = None, bulk_overlap: bool = False, workspace: Tensor | None = None,
+) -> tuple[Any, Tensor | None, Tensor | None, None]:  # fmt: skip
     """(out, bias gradient, GELU's input, None) of plain or quantized matrices.
 
     layout   "TN": out [M, N] = B [M, K] A[N, K].T;  "NN": out [M, K] = B [M, N] A [N, K];
@@ -83,22 +69,13 @@ def general_gemm(
 
 
 def general_grouped_gemm(
-    A: Sequence[Any],
-    B: Sequence[Any],
-    out: Sequence[Tensor],
-    quantization_params: Sequence[Any] | None = None,
-    out_dtype: torch.dtype | None = None,
-    layout: str = "TN",
-    m_splits: Sequence[int] | None = None,
-    gelu: bool = False,
-    grad: bool = False,
-    accumulate: bool = False,
-    bias: Sequence[Tensor] | None = None,
-    use_bias: bool = False,
-    use_split_accumulator: bool = False,
-    D_dtype: torch.dtype | None = None,
+    A: Sequence[Any], B: Sequence[Any], out: Sequence[Tensor],
+    quantization_params: Sequence[Any] | None = None, out_dtype: torch.dtype | None = None,
+    layout: str = "TN", m_splits: Sequence[int] | None = None, gelu: bool = False, grad: bool = False,
+    accumulate: bool = False, bias: Sequence[Tensor] | None = None, use_bias: bool = False,
+    use_split_accumulator: bool = False, D_dtype: torch.dtype | None = None,
     single_output: bool = False,
-) -> tuple[Sequence[Tensor], Sequence[Tensor | None] | None, list[Tensor] | None]:
+) -> tuple[Sequence[Tensor], Sequence[Tensor | None] | None, list[Tensor] | None]:  # fmt: skip
     """(out, bias gradients or the biases, GELU's inputs): the products of A[i] and B[i] in the layout of general_gemm.
 
     out             written: a tensor for each product, or with single_output one [sum of m_splits, ..]

@@ -14,8 +14,8 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 from ...common.checks import function_or_none, one_of, switch
-from ..checks import group_or_none, tensor
 from ..constants import dist_group_type
+from ..runtime.checks import group_or_none, tensor
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.quantizer import Quantizer
 from ..tensor.storage.fsdp import gather_payload, join_payload

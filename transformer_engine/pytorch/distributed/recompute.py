@@ -23,12 +23,12 @@ from torch.utils.checkpoint import noop_context_fn
 
 from ...common.checks import function as checked_function
 from ...common.checks import function_or_none, one_of, switch
-from ..checks import group_or_none
 from ..constants import dist_group_type
-from ..device import has_cuda
-from ..double_backward import once_differentiable
 from ..quantization.autocast import here, reinstate, snapshot
 from ..quantization.replay import ReplayStates, marked_by_hand, running
+from ..runtime.checks import group_or_none
+from ..runtime.device import has_cuda
+from ..runtime.double_backward import once_differentiable
 from .collectives import gather_along_first_dim, rank, world_size
 from .rng import CudaRNGStatesTracker, RngSnapshot
 

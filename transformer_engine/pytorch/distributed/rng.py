@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...common.checks import described, whole
-from ..device import has_cuda
+from ..runtime.device import has_cuda
 
 RngState = torch.Generator | Tensor
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from ...common.checks import function, function_or_none, integer, one_of, switch, whole
-from .. import checks
 from ..constants import GemmParallelModes, dist_group_type
+from ..runtime import checks
 from .collectives import allreduce, gather_along_first_dim, reduce_scatter_along_first_dim
 from .rng import CudaRNGStatesTracker
 

@@ -7,7 +7,6 @@ from functools import partial
 from torch import Tensor
 from torch.autograd import Function
 
-from ..double_backward import is_recorded, replayed
 from ..primitives.activation import (
     DEFAULT_PARAMS,
     ActivationParams,
@@ -15,6 +14,7 @@ from ..primitives.activation import (
     activation_forward,
     reference,
 )
+from ..runtime.double_backward import is_recorded, replayed
 
 
 def activation(name: str, x: Tensor, params: ActivationParams = DEFAULT_PARAMS) -> Tensor:
@@ -36,6 +36,6 @@ class _Activation(Function):
     def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
         (x,) = ctx.saved_tensors
         if is_recorded():
-            program = partial(reference.activation_forward, ctx.name, params=ctx.params)
+            program = partial(reference.value, ctx.name, constants=ctx.params.constants)
             return *replayed(program, (x,), dy), None, None  # pyright: ignore[reportArgumentType]
         return activation_backward(ctx.name, dy, x, ctx.params), None, None

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..double_backward import is_recorded, transposed
 from ..primitives.column_sums import column_sums
 from ..primitives.dropout import (
     bias_add,
@@ -15,6 +14,7 @@ from ..primitives.dropout import (
     dropout_backward,
     dropout_forward,
 )
+from ..runtime.double_backward import is_recorded, transposed
 
 
 def dropout(x: Tensor, p: float, generator: torch.Generator | None = None) -> Tensor:

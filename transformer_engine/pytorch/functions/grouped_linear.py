@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..double_backward import once_differentiable
 from .caller_buffers import CallerBuffers, handed_out
-from .linear import LinearSaved, LinearSpec, linear_backward, linear_forward
-from .saving import pack, unpack
+from .linear import linear_backward, linear_forward
+from .linear_spec import LinearSaved, LinearSpec
+from .saving import backward_of, restore, save
 
 
 @dataclass(frozen=True)
@@ -58,25 +58,20 @@ class _GroupedLinear(torch.autograd.Function):
         count = len(spec.rows)
         weights, biases = parameters[:count], parameters[count:]
         y, saved = _forward(x, list(weights), list(biases), spec)
-        tensors, ctx.forms = pack(*(operand for operands in saved for operand in operands))
-        ctx.save_for_backward(*tensors)
+        save(ctx, (), [operand for operands in saved for operand in operands], spec.groups[0].scale_update)
         ctx.spec, ctx.weight_dtype = spec, weights[0].dtype
         ctx.bias_dtype = weights[0].dtype if biases[0] is None else biases[0].dtype
         return y
 
     @staticmethod
-    @once_differentiable("GroupedLinear")
+    @backward_of("GroupedLinear")
     def backward(ctx, grad_output):  # pyright: ignore[reportIncompatibleMethodOverride]
         spec = ctx.spec
-        operands = unpack(ctx.saved_tensors, ctx.forms)
+        _, operands = restore(ctx)
         grads = [
-            linear_backward(
-                part, LinearSaved(*operands[2 * i : 2 * i + 2]), group, ctx.weight_dtype, ctx.bias_dtype
-            )
+            linear_backward(part, operands[2 * i : 2 * i + 2], group, ctx.weight_dtype, ctx.bias_dtype)
             for i, (part, group) in enumerate(zip(grad_output.split(spec.rows), spec.groups, strict=True))
         ]
-        if spec.groups[0].scale_update is not None:
-            spec.groups[0].scale_update.run()
         inputs = [grad.input for grad in grads if grad.input is not None]
         grad_input = None
         if inputs:

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..double_backward import once_differentiable
 from ..primitives.grouped_gemm import (
     GroupedColumns,
     GroupedMatrices,
@@ -24,9 +23,10 @@ from ..primitives.grouped_gemm import (
     product_of_rows,
 )
 from ..primitives.grouped_quantize import GroupedQuantized, row_sums
+from ..runtime.double_backward import once_differentiable
 from .caller_buffers import NO_BUFFERS, CallerBuffers, handed_out
 from .grouped_quantizer import GroupedQuantizer
-from .linear import Accumulation
+from .linear_spec import Accumulation
 from .scale_update import ScaleUpdate
 from .weight_gradient import WeightGradient, main_grad_of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.autograd import Function
 
-from ..double_backward import is_recorded, replayed
+from ..runtime.double_backward import is_recorded, replayed
 from .normalization import Norm, NormStatistics
 
 

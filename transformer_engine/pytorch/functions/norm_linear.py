@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ..double_backward import once_differentiable
 from ..tensor.quantizer import Operands
-from .linear import (
-    LinearSaved,
-    LinearSpec,
-    input_cast,
-    leading_shape,
-    linear_backward,
-    linear_forward,
-)
+from .fusions import APART, IN_CODES, norm_output
+from .linear import leading_shape, linear_backward, linear_forward
+from .linear_spec import LinearSaved, LinearSpec, input_cast
 from .normalization import Norm, NormStatistics
-from .saving import pack, take_saved, unpack
+from .saving import backward_of, restore, save
 
 
 @dataclass(frozen=True)
@@ -29,6 +23,11 @@ class NormLinearSpec:
     linear: LinearSpec
     returns_norm_output: bool = False
     needs_grad: bool = True
+    way: str = APART
+
+    def decided(self) -> NormLinearSpec:
+        """The spec with the way that norm(x) is made, of `fusions`."""
+        return replace(self, way=norm_output(self.linear, self.returns_norm_output))
 
 
 def norm_linear(
@@ -47,7 +46,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor | None, NormStatistics, LinearSaved]:
     flat = x.reshape(-1, x.shape[-1])
     norm_output, linear_input, statistics = normalized_input(
-        flat, gamma, beta, spec.norm, spec.linear, spec.returns_norm_output
+        flat, gamma, beta, spec.norm, spec.linear, spec.way, spec.returns_norm_output
     )
     y, saved = linear_forward(linear_input, weight, bias, spec.linear)
     y = y.view(*leading_shape(x, y), y.shape[-1])
@@ -58,13 +57,19 @@ def _forward(
 
 
 def normalized_input(
-    x: Tensor, gamma: Tensor, beta: Tensor | None, norm: Norm, linear: LinearSpec, wanted: bool
+    x: Tensor,
+    gamma: Tensor,
+    beta: Tensor | None,
+    norm: Norm,
+    linear: LinearSpec,
+    way: str,
+    wanted: bool,
 ) -> tuple[Tensor | None, Tensor | Operands, NormStatistics]:
     """(norm(x) where it is wanted, what the linear layer reads of it, statistics)
 
-    Where norm(x) is not wanted, the norm's kernel may make its codes alone.
+    way   IN_CODES: the norm's kernel makes the codes alone, where norm(x) is not wanted
     """
-    cast = None if wanted else input_cast(linear)
+    cast = input_cast(linear) if way == IN_CODES else None
     if cast is None:
         norm_output, statistics = norm.forward(x, gamma, beta)
         return norm_output if wanted else None, norm_output, statistics
@@ -76,25 +81,20 @@ class _NormLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, gamma, beta, weight, bias, spec):
         y, norm_output, statistics, saved = _forward(x, gamma, beta, weight, bias, spec)
-        tensors, ctx.forms = pack(*saved)
-        ctx.save_for_backward(x, gamma, statistics.mean, statistics.rstdev, *tensors)
+        save(ctx, (x, gamma, statistics.mean, statistics.rstdev), saved, spec.linear.scale_update)
         ctx.spec = spec
         ctx.weight_dtype, ctx.bias_dtype = weight.dtype, weight.dtype if bias is None else bias.dtype
         # torch 2.11 cannot trace the backward of an output that is None.
         return y if norm_output is None else (y, norm_output)
 
     @staticmethod
-    @once_differentiable("LayerNormLinear")
+    @backward_of("LayerNormLinear")
     def backward(ctx, grad_output, grad_norm_output=None):  # pyright: ignore[reportIncompatibleMethodOverride]
         spec = ctx.spec
-        x, gamma, mean, rstdev, *tensors = take_saved(ctx)
-        saved = [LinearSaved(*unpack(tensors, ctx.forms))]
-        del tensors
+        # The operands are handed over, not lent: norm(x) is gone when the norm's backward allocates.
+        (x, gamma, mean, rstdev), saved = restore(ctx, 4)
         grad_output = grad_output.reshape(-1, grad_output.shape[-1])
-        # Handed over, not lent: norm(x) is gone when the norm's backward allocates.
-        grads = linear_backward(grad_output, saved.pop(), spec.linear, ctx.weight_dtype, ctx.bias_dtype)
-        if spec.linear.scale_update is not None:
-            spec.linear.scale_update.run()
+        grads = linear_backward(grad_output, saved, spec.linear, ctx.weight_dtype, ctx.bias_dtype)
         flat = x.reshape(-1, x.shape[-1])
         dy = grads.input
         if grad_norm_output is not None:

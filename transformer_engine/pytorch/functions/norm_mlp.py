@@ -13,32 +13,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..double_backward import once_differentiable
-from ..primitives.activation import (
-    ACTIVATIONS,
-    ActivationParams,
-    activation_backward,
-    activation_forward,
-    gradient_fuses,
-)
+from ..primitives.activation import ActivationParams, activation_backward, activation_forward
 from ..primitives.gemm import Epilogue, gemm_gelu, gemm_gelu_gradient
 from ..primitives.operand import Operand
 from ..tensor.quantizer import Operands, Quantizer
-from .linear import (
-    LinearSaved,
-    LinearSpec,
-    QuantizedGradient,
-    gradient_cast,
-    input_cast,
-    leading_shape,
-    linear_backward,
-    linear_forward,
-    linear_operands,
-    sums_over_ranks,
-)
+from .fusions import APART, IN_CODES, IN_PRODUCT, mlp_activation, mlp_gradient, norm_output
+from .linear import QuantizedGradient, leading_shape, linear_backward, linear_forward
+from .linear_operands import linear_operands
+from .linear_spec import LinearSaved, LinearSpec, gradient_cast, input_cast
 from .norm_linear import normalized_input
 from .normalization import Norm, NormStatistics
-from .saving import pack, take_saved, unpack
+from .saving import backward_of, restore, save, take_saved
+
+
+class Ways(NamedTuple):
+    """How norm(x), the activation's output and the gradient of fc1's output are made: ways of `fusions`."""
+
+    norm: str
+    activation: str
+    gradient: str
 
 
 @dataclass(frozen=True)
@@ -53,6 +46,18 @@ class NormMLPSpec:
     returns_norm_output: bool = False
     recompute: bool = False
     needs_grad: bool = True
+    ways: Ways | None = None
+
+    def decided(self) -> NormMLPSpec:
+        """The spec with the ways that its matrices are made."""
+        return replace(
+            self,
+            ways=Ways(
+                norm_output(self.fc1, self.returns_norm_output),
+                mlp_activation(self.activation, self.fc1, self.fc2),
+                mlp_gradient(self.activation, self.fc1, self.fc2) if self.needs_grad else APART,
+            ),
+        )
 
 
 class NormMLPTensors(NamedTuple):
@@ -96,9 +101,10 @@ def _first_half(tensors: NormMLPTensors, spec: NormMLPSpec, keeps: bool):
         tensors.beta,
         spec.norm,
         spec.fc1,
+        _ways(spec).norm,
         spec.returns_norm_output,
     )
-    if _gelu_in_product(spec):
+    if _ways(spec).activation == IN_PRODUCT:
         x, w, fc1_saved = linear_operands(fc1_input, tensors.fc1_weight, spec.fc1)
         epilogue = Epilogue(spec.fc1.dtype, bias=tensors.fc1_bias, exact=spec.fc1.accumulation.forward)
         activated, fc1_output = gemm_gelu(x, w, epilogue, keeps)
@@ -111,20 +117,9 @@ def _first_half(tensors: NormMLPTensors, spec: NormMLPSpec, keeps: bool):
     return norm_output, statistics, fc1_saved, fc1_output if keeps else None, activated
 
 
-def _gelu_in_product(spec: NormMLPSpec) -> bool:
-    """Is fc1's product, GELU included, what fc2 reads? Not if the activation's kernel makes codes of it.
-
-    Nor where fc1 is quantized: a graph, in which no kernel makes codes, has the bits of eager mode, whose kernel reads
-    x as it is rounded.
-    """
-    if spec.activation != "gelu" or sums_over_ranks(spec.fc1.parallel, "row"):
-        return False
-    return spec.fc1.input.is_identity and spec.fc1.weight.is_identity and input_cast(spec.fc2) is None
-
-
 def _activated(fc1_output: Tensor, spec: NormMLPSpec) -> Tensor | Operands:
     """The activation's output as fc2 reads it: its codes, where the activation's kernel makes them."""
-    cast = input_cast(spec.fc2)
+    cast = input_cast(spec.fc2) if _ways(spec).activation == IN_CODES else None
     if cast is None:
         return activation_forward(spec.activation, fc1_output, spec.activation_params)
     quantized = activation_forward(spec.activation, fc1_output, spec.activation_params, cast)
@@ -135,15 +130,8 @@ def _fc1_gradient(
     grad_activated: Tensor, fc1_output: Tensor, spec: NormMLPSpec, bias_dtype: torch.dtype
 ) -> Tensor | QuantizedGradient:
     """The gradient of fc1's output, as codes where the activation's kernel makes them, its row sum included."""
-    cast = gradient_cast(spec.fc1)
-    # Where one scale is to be made, a kernel finds the maximum and another casts, with dy [M, F] in memory until both
-    # are done: for a gated unit that is the peak of the whole layer, and separate steps let go of dy in between.
-    scaled_after = cast is not None and cast.multiplier is None and cast.spec.format.block is None
-    if (
-        cast is None
-        or (scaled_after and ACTIVATIONS[spec.activation].gated)
-        or not gradient_fuses(cast.spec, spec.fc1.needs_grad_bias)
-    ):
+    cast = gradient_cast(spec.fc1) if _ways(spec).gradient == IN_CODES else None
+    if cast is None:
         return activation_backward(spec.activation, grad_activated, fc1_output, spec.activation_params)
     quantized, grad_bias = activation_backward(
         spec.activation,
@@ -156,11 +144,9 @@ def _fc1_gradient(
     return QuantizedGradient(spec.fc1.grad_output.adopt(quantized, fc1_output.dtype), grad_bias)
 
 
-def _gelu_gradient_in_product(spec: NormMLPSpec) -> bool:
-    """Is fc2's input gradient times gelu' what fc1 reads? Not if the activation's kernel makes codes of it."""
-    if spec.activation != "gelu" or sums_over_ranks(spec.fc2.parallel, "column"):
-        return False
-    return gradient_cast(spec.fc1) is None
+def _ways(spec: NormMLPSpec) -> Ways:
+    assert spec.ways is not None, "a spec is used as `decided` makes it"
+    return spec.ways
 
 
 def _times_gelu_gradient(x: Tensor, dy: Operand, w: Operand, epilogue: Epilogue) -> Tensor:
@@ -208,25 +194,23 @@ def _backward(
     memory that the next step needs: each is gone when the step that reads it last has ended.
     """
     statistics, fc1_saved, fc1_output, fc2_saved = handed.pop()
-    of_fc1, of_fc2 = [fc1_saved], [fc2_saved]
+    of_fc1, of_fc2 = list(fc1_saved), list(fc2_saved)
     del fc1_saved, fc2_saved
-    if _gelu_gradient_in_product(spec):
+    if _ways(spec).gradient == IN_PRODUCT:
         product = [partial(_times_gelu_gradient, fc1_output)]
         del fc1_output
         made, fc2_weight, fc2_bias = linear_backward(
-            grad_output, of_fc2.pop(), spec.fc2, dtypes[1], dtypes[1], product.pop()
+            grad_output, of_fc2, spec.fc2, dtypes[1], dtypes[1], product.pop()
         )
         assert made is not None
         grad_fc1_output: list[Tensor | QuantizedGradient] = [made]
     else:
-        made, fc2_weight, fc2_bias = linear_backward(
-            grad_output, of_fc2.pop(), spec.fc2, dtypes[1], dtypes[1]
-        )
+        made, fc2_weight, fc2_bias = linear_backward(grad_output, of_fc2, spec.fc2, dtypes[1], dtypes[1])
         assert made is not None
         grad_fc1_output = [_fc1_gradient(made, fc1_output, spec, dtypes[0])]
         del fc1_output
     del made
-    fc1 = linear_backward(grad_fc1_output.pop(), of_fc1.pop(), spec.fc1, dtypes[0], dtypes[0])
+    fc1 = linear_backward(grad_fc1_output.pop(), of_fc1, spec.fc1, dtypes[0], dtypes[0])
     assert fc1.input is not None
     flat = x.reshape(-1, x.shape[-1])
     dy = fc1.input if grad_norm_output is None else fc1.input + grad_norm_output.reshape(flat.shape)
@@ -249,7 +233,7 @@ def _replaying(spec: NormMLPSpec, states: list[Tensor]) -> NormMLPSpec:
         spec,
         fc1=replace(spec.fc1, input=replayed[0], weight=replayed[1]),
         fc2=replace(spec.fc2, input=replayed[2], weight=replayed[3]),
-    )
+    ).decided()
 
 
 def _recompute(tensors: NormMLPTensors, spec: NormMLPSpec) -> NormMLPSaved:
@@ -260,10 +244,9 @@ def _recompute(tensors: NormMLPTensors, spec: NormMLPSpec) -> NormMLPSaved:
     return NormMLPSaved(statistics, fc1_saved, fc1_output, fc2_saved)
 
 
-def _restored(tensors: list[Any], forms: list[Any]) -> NormMLPSaved:
+def _restored(tensors: tuple[Any, ...], operands: list[Any]) -> NormMLPSaved:
     """What `_NormMLP.forward` saved beside x and gamma."""
-    mean, rstdev, fc1_output, *parts = tensors
-    operands = unpack(parts, forms)
+    mean, rstdev, fc1_output = tensors
     fc1, fc2 = LinearSaved(*operands[:2]), LinearSaved(*operands[2:])
     return NormMLPSaved(NormStatistics(mean, rstdev), fc1, fc1_output, fc2)
 
@@ -279,16 +262,16 @@ class _NormMLP(torch.autograd.Function):
         ctx.spec = spec
         ctx.dtypes = (tensors.fc1_weight.dtype, tensors.fc2_weight.dtype)
         if spec.recompute:
-            ctx.save_for_backward(*tensors, *states)
+            save(ctx, (*tensors, *states), (), spec.fc1.scale_update)
         else:
             assert saved is not None
-            parts, ctx.forms = pack(*saved.fc1, *saved.fc2)
-            ctx.save_for_backward(tensors.x, tensors.gamma, *saved.statistics, saved.fc1_output, *parts)
+            kept = (tensors.x, tensors.gamma, *saved.statistics, saved.fc1_output)
+            save(ctx, kept, (*saved.fc1, *saved.fc2), spec.fc1.scale_update)
         # torch 2.11 cannot trace the backward of an output that is None.
         return y if norm_output is None else (y, norm_output)
 
     @staticmethod
-    @once_differentiable("LayerNormMLP")
+    @backward_of("LayerNormMLP")
     def backward(ctx, grad_output, grad_norm_output=None):  # pyright: ignore[reportIncompatibleMethodOverride]
         spec = ctx.spec
         if spec.recompute:
@@ -298,11 +281,8 @@ class _NormMLP(torch.autograd.Function):
             x, gamma = tensors.x, tensors.gamma
             handed = [_recompute(tensors, _replaying(spec, list(kept[count:])))]
         else:
-            x, gamma, *kept = take_saved(ctx)
-            handed = [_restored(kept, ctx.forms)]
-            del kept
+            (x, gamma, *kept), operands = restore(ctx, 5)
+            handed = [_restored(tuple(kept), operands)]
+            del kept, operands
         grad_output = grad_output.reshape(-1, grad_output.shape[-1])
-        grads = _backward(grad_output, grad_norm_output, x, gamma, handed, spec, ctx.dtypes)
-        if spec.fc1.scale_update is not None:
-            spec.fc1.scale_update.run()
-        return None, *grads
+        return None, *_backward(grad_output, grad_norm_output, x, gamma, handed, spec, ctx.dtypes)

@@ -1,21 +1,57 @@
-"""Operands through save_for_backward: tensors in one flat list, and what puts them together again beside it.
+"""What a node keeps for its backward, and how a backward ends.
+
+Operands go through save_for_backward: tensors in one flat list, and what puts them together again beside it.
 
 A backward that has read what its node saved may be the last to hold it, and makes room by letting go piece by piece.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..primitives.operand import Operand
+from ..runtime.double_backward import once_differentiable
 from ..tensor.custom_operand import CustomOperand
 from ..tensor.quantizer import Matrix
+from .scale_update import ScaleUpdate
 
-Saved = Operand | Matrix | None
+Saved = Operand | Matrix | Tensor | None
+_VALUES = True  # the form of a tensor that is saved as it is
+
+
+def save(
+    ctx: Any, tensors: Sequence[Tensor | None], operands: Sequence[Saved], update: ScaleUpdate | None
+) -> None:
+    """Keep tensors and operands for `restore`, and what is updated when the backward has run."""
+    parts, ctx.forms = pack(*operands)
+    ctx.save_for_backward(*tensors, *parts)
+    ctx.scale_update = update
+
+
+def restore(ctx: Any, count: int = 0) -> tuple[tuple[Any, ...], list[Any]]:
+    """(the first `count` tensors that were saved, the operands), which the node itself lets go of: see `take_saved`."""
+    kept = take_saved(ctx)
+    return kept[:count], unpack(kept[count:] if count else kept, ctx.forms)
+
+
+def backward_of(operation: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorates the backward of a node that `save` was called for: it has no derivative, and ends with the update."""
+
+    def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
+        def ended(ctx: Any, *grads: Any) -> Any:
+            results = backward(ctx, *grads)
+            if ctx.scale_update is not None:
+                ctx.scale_update.run()
+            return results
+
+        ended.__doc__ = backward.__doc__
+        return once_differentiable(operation)(ended)
+
+    return decorate
 
 
 def pack(*operands: Saved) -> tuple[list[Tensor | None], list[Any]]:
@@ -25,6 +61,9 @@ def pack(*operands: Saved) -> tuple[list[Tensor | None], list[Any]]:
     for operand in operands:
         if operand is None:
             forms.append(None)
+        elif isinstance(operand, Tensor):
+            tensors.append(operand)
+            forms.append(_VALUES)
         elif isinstance(operand, Matrix):
             tensors.append(operand.values)
             forms.append(())
@@ -58,6 +97,9 @@ def unpack(tensors: Sequence[Tensor | None], forms: list[Any]) -> list[Any]:
     for form in forms:
         if form is None:
             operands.append(None)
+        elif form is _VALUES:
+            operands.append(tensors[start])
+            start += 1
         elif not form:
             operands.append(Matrix(tensors[start]))  # pyright: ignore[reportArgumentType]
             start += 1

@@ -44,14 +44,15 @@ class ScaleUpdate:
             _end_with_update(torch._C._current_graph_task_id())
 
 
-_OF_THE_PASS = ScaleUpdate()
+# That of a module that is called in eager mode outside of backward passes.
+OF_THE_PASS = ScaleUpdate()
 
 
 def of_the_pass() -> ScaleUpdate:
     """The update of a module that is called in eager mode."""
     enclosing = torch._C._current_graph_task_id()
     if enclosing == _OUTSIDE:
-        return _OF_THE_PASS
+        return OF_THE_PASS
     _end_with_update(enclosing)
     return ScaleUpdate(enclosing=enclosing)
 

@@ -7,7 +7,7 @@ from torch.autograd import Function
 
 from ..constants import dist_group_type
 from ..distributed.collectives import gather_along_first_dim, reduce_scatter_along_first_dim
-from ..double_backward import once_differentiable
+from ..runtime.double_backward import once_differentiable
 
 
 def gather_sequence(x: Tensor, group: dist_group_type | None) -> Tensor:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 from torch.autograd import Function
 
-from ..double_backward import is_recorded
 from ..primitives.softmax import reference, scaled_softmax_backward, scaled_softmax_forward
+from ..runtime.double_backward import is_recorded
 
 
 def scaled_softmax(x: Tensor, scale: float, mask: Tensor | None = None, causal: str | None = None) -> Tensor:

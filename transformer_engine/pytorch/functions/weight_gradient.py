@@ -6,11 +6,12 @@ import functools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...common.bounded import Bounded
+from ...common.memory import Memory
 from ..primitives.gemm import Epilogue, gemm
 from ..primitives.operand import Operand
 
@@ -38,18 +39,22 @@ class WeightGradientStore:
 class WeightGradient:
     """Where a weight's gradient goes.
 
-    parameter    whose main_grad receives it when fused, or whose grad does when it is delayed
-    fused        accumulate into parameter.main_grad instead of returning a gradient
+    parameters   which make up the weight along its rows: main_grad of the one receives it when fused, grad of each when
+                 it is delayed
+    fused        accumulate into main_grad instead of returning a gradient
     overwrite    the first microbatch: main_grad is written, not added to
     store        put the product off until `store.run_next()`
-    deliver      what a delayed, unfused gradient is handed to
     """
 
-    parameter: torch.nn.Parameter | None = None
+    parameters: tuple[Any, ...] = ()
     fused: bool = False
     overwrite: bool = False
     store: WeightGradientStore | None = None
-    deliver: Callable[[Tensor], None] | None = None
+
+    @property
+    def parameter(self) -> Any:
+        """The weight, where it is one parameter."""
+        return self.parameters[0] if self.parameters else None
 
     def compute(self, dy: Operand, x: Operand, exact: bool, dtype: torch.dtype) -> Tensor | None:
         """dw [N, K] in dtype, of dy.T [N, M] and x.T [K, M].
@@ -62,35 +67,37 @@ class WeightGradient:
         if self.fused:
             self._accumulate(dy, x, exact)
             return self._placeholder(dtype)
-        return _product(dy, x, Epilogue(dtype, exact=exact))
+        return gemm(dy, x, Epilogue(dtype, exact=exact))
 
     def _late(self, dy: Operand, x: Operand, exact: bool, dtype: torch.dtype) -> None:
         with torch.no_grad():
             if self.fused:
                 self._accumulate(dy, x, exact)
                 return
-            assert self.deliver is not None
-            self.deliver(_product(dy, x, Epilogue(dtype, exact=exact)))
+            _add_to_grads(self.parameters, gemm(dy, x, Epilogue(dtype, exact=exact)))
 
     def _accumulate(self, dy: Operand, x: Operand, exact: bool) -> None:
         main_grad = main_grad_of(self.parameter)
         overwrite = self.overwrite or getattr(self.parameter, "overwrite_main_grad", False)
-        _product(dy, x, Epilogue(main_grad.dtype, out=main_grad, accumulate=not overwrite, exact=exact))
+        gemm(dy, x, Epilogue(main_grad.dtype, out=main_grad, accumulate=not overwrite, exact=exact))
 
     def _placeholder(self, dtype: torch.dtype) -> Tensor | None:
         """What autograd gets in place of a gradient that went to main_grad: hooks of data-parallel wrappers, which
         announce themselves by the attribute below, fire only on a tensor."""
         if not hasattr(self.parameter, "grad_added_to_main_grad"):
             return None
-        assert self.parameter is not None
         if not torch.compiler.is_compiling():
-            self.parameter.grad_added_to_main_grad = True  # pyright: ignore[reportAttributeAccessIssue]
+            self.parameter.grad_added_to_main_grad = True
         zero = getattr(self.parameter, "zero_out_wgrad", False)
         return dummy_gradient(tuple(self.parameter.shape), dtype, self.parameter.device, zero)
 
 
-def _product(dy: Operand, x: Operand, epilogue: Epilogue) -> Tensor:
-    return gemm(dy, x, epilogue)
+def _add_to_grads(parameters: tuple[Any, ...], grad: Tensor) -> None:
+    """Add a gradient [N, K] to the .grad of the parameters that make up a weight."""
+    parts = (grad,) if len(parameters) == 1 else grad.split([parameter.shape[0] for parameter in parameters])
+    for parameter, part in zip(parameters, parts, strict=True):
+        if parameter.requires_grad:
+            parameter.grad = part if parameter.grad is None else parameter.grad + part
 
 
 def main_grad_of(parameter: torch.nn.Parameter | None) -> Tensor:
@@ -106,9 +113,17 @@ def main_grad_of(parameter: torch.nn.Parameter | None) -> Tensor:
     return main_grad
 
 
+Placeholder = tuple[tuple[int, ...], torch.dtype, torch.device]
+
+
+def _empty(key: Placeholder) -> Tensor:
+    shape, dtype, device = key
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
 # As large as the weights they stand for, so only those of the shapes that a model uses again and again are kept.
 _KEPT = 32
-_dummies: Bounded[tuple[tuple[int, ...], torch.dtype, torch.device], Tensor] = Bounded(_KEPT)
+_dummies: Memory[Placeholder, Tensor] = Memory(_empty, _KEPT)
 
 
 def dummy_gradient(
@@ -117,10 +132,7 @@ def dummy_gradient(
     """One shared tensor per shape, dtype and device, whose values nobody reads (zeros when asked for)."""
     if torch.compiler.is_compiling():
         return torch.zeros(shape, dtype=dtype, device=device)
-    key = (shape, dtype, device)
-    dummy = _dummies.get(key)
-    if dummy is None:
-        dummy = _dummies.keep(key, torch.empty(shape, dtype=dtype, device=device))
+    dummy = _dummies[shape, dtype, device]
     if zero:
         dummy.zero_()
     return dummy.detach()

@@ -12,10 +12,10 @@ from typing import Any
 
 from ...common import checks
 from ...common.checks import described
-from .. import checks as torch_checks
 from ..distributed.collectives import SYMMETRIC_ALL_REDUCES
 from ..functions.normalization import NORMALIZATIONS
 from ..primitives.activation import ACTIVATIONS, ActivationParams
+from ..runtime import checks as torch_checks
 
 Rule = Callable[[str, Any], object]
 

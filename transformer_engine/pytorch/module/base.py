@@ -3,40 +3,37 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from types import MethodType
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...common.bounded import Bounded
 from ...common.recipe import Recipe
-from ..device import canonical_device
 from ..functions.scale_update import ScaleUpdate, in_a_backward, of_the_pass
 from ..functions.weight_gradient import WeightGradientStore, dummy_gradient
-from ..quantization import check_extra_state, decode_extra_state, encode_extra_state, load_extra_state
+from ..quantization import (
+    QuantizerRole,
+    check_extra_state,
+    decode_extra_state,
+    encode_extra_state,
+    load_extra_state,
+)
 from ..quantization.autocast import AutocastState
 from ..quantization.family import family_of
 from ..quantization.model_init import current_model_init
+from ..runtime.device import autocast_dtype, canonical_device
 from ..tensor.quantized_tensor import QuantizedTensor, QuantizedTensorStorage
 from ..tensor.quantizer import Quantizer
-from .forward_protocol import ForwardProtocol
+from . import forward_protocol as protocol
+from .config import Config, configured
+from .initial_values import empty_like, keep_initial_values
+from .numerics import Numerics, new_tracing_key, of_the_last_call, of_traced_call, traced_update
 from .parameters import InitMethod, ParameterInit, default_init_method
-from .recipe_state import (
-    UNQUANTIZED,
-    ModuleRecipe,
-    ProductQuantizers,
-    ensure,
-    first_call_while_tracing,
-    new_tracing_key,
-    renew,
-    slots,
-)
+from .products import ProductQuantizers, slots
 from .repetition import may_be_repeated, refuse_other_repetition, repeatable
-from .settings import names_read
-
-T = TypeVar("T")
+from .specs import common_dtype
 
 # The accumulation flags of the original for delayed scaling, under the names that its users read.
 _2X_ACC_FPROP = False
@@ -44,87 +41,144 @@ _2X_ACC_DGRAD = True
 _2X_ACC_WGRAD = True
 
 
-_REMEMBERED = 64  # what a module keeps of calls that it may meet again
-
-
 def get_dummy_wgrad(shape: list[int], dtype: torch.dtype, zero: bool = False) -> Tensor:
     """A tensor that stands for a weight gradient which went to main_grad; shared by shape and dtype."""
     return dummy_gradient(tuple(shape), dtype, canonical_device("cuda"), zero)
 
 
-def made_to_keep(make: Callable[[], T]) -> T:
-    """make() without gradients, as tensors that a later call can train with although this one is in inference mode."""
-    if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
-        with torch.inference_mode(False), torch.no_grad():
-            return make()
-    with torch.no_grad():
-        return make()
+@dataclass(frozen=True, eq=False)
+class ModuleConfig(Config):
+    """Settings of every layer with quantizers; `_kind`: what it is called in messages."""
+
+    name: str | None = None
+    tp_group: Any = None
+    tp_group_initialized: bool = False
+    tp_size: int = 1
+    sequence_parallel: bool = False
+    primary_weights_in_fp8: bool = False
+    fp8_parameters: bool = False
+    preserve_high_precision_init_val: bool = False
+    _kind: str = ""
 
 
-class TransformerEngineBaseModule(ForwardProtocol):
+def _asked_anew(module: Any, name: str, value: Any) -> None:
+    """Roles have the module's name in them."""
+    if name == "name" and "numerics" in module.__dict__:
+        module.numerics.forget()
+
+
+@configured(ModuleConfig, written=_asked_anew)
+class TransformerEngineBaseModule(torch.nn.Module):
     """A layer with quantizers.
 
     num_products   how many linear products it has, hence how many quantizer slots
-    fp8_meta       recipe, states and bookkeeping under the original's keys
-    quantizers     {"scaling_fwd": [input, weight, output] * n, "scaling_bwd": [grad_output, grad_input] * n}
+    numerics       owns recipe, states, quantizers and weight copies; the original's names are views of it:
+                   fp8_meta     recipe, states and bookkeeping under the original's keys
+                   quantizers   {"scaling_fwd": [input, weight, output] * n,
+                                 "scaling_bwd": [grad_output, grad_input] * n}
+
+    A module of another library calls what stands in `forward_protocol` round a forward of its own.
     """
 
     num_products = 1
-    # What a call may depend on: attributes that the classes of this package read. Callers have others of their own,
-    # some of them written in every step.
-    _settings: frozenset[str] = frozenset()
+    products_grow = True  # may `prepare_forward` and a checkpoint ask for more products than there are?
+    activation_dtype: torch.dtype | None = None  # what `set_activation_dtype` found
+    _config: ModuleConfig
+    _config_class: type[ModuleConfig]
+    name: str | None
+    tp_group: Any
+    tp_group_initialized: bool
+    tp_size: int
+    sequence_parallel: bool
+    primary_weights_in_fp8: bool
+    fp8_parameters: bool
+    preserve_high_precision_init_val: bool
 
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        ours = cls.__module__.partition(".")[0] == __name__.partition(".")[0]
-        cls._settings |= names_read(cls) if ours else frozenset()
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in self._settings and self.__dict__.get(name, self) is not value:
-            remembered = self.__dict__.get("_remembered")
-            if remembered:
-                remembered.clear()
-        super().__setattr__(name, value)
+    prepare_forward = protocol.prepare_forward
+    prepare_forward_ctx = protocol.prepare_forward_ctx
+    end_forward = protocol.end_forward
+    set_activation_dtype = protocol.set_activation_dtype
+    init_fp8_metadata = protocol.init_fp8_metadata
+    init_fp8_meta_tensors = protocol.init_fp8_meta_tensors
+    set_meta_tensor = protocol.set_meta_tensor
+    fp8_meta_tensors_initialized = property(protocol.has_quantizers, protocol.set_has_quantizers)
+    get_fp8_meta_tensors = protocol.get_fp8_meta_tensors
+    reset_fp8_meta_tensors = protocol.reset_fp8_meta_tensors
+    adjust_amax_history_length = protocol.adjust_amax_history_length
+    get_weight_workspace = protocol.get_weight_workspace
+    grad_output_preprocess = staticmethod(protocol.grad_output_preprocess)
 
     def __init__(self, name: str | None = None) -> None:
         super().__init__()
-        self.name = name
-        self.fp8_initialized = False
-        self.fp8 = False
-        self.fp8_calibration = False
-        self.fp8_meta: dict[str, Any] = {"fp8_checkpoint": False, "fp8_group": None}
-        self.quantizers: dict[str, list[Quantizer]] = {"scaling_fwd": [], "scaling_bwd": []}
-        self.tp_group = None
-        self.tp_group_initialized = False
-        self.tp_size = 1
-        self.sequence_parallel = False
+        model_init = current_model_init()
+        self._config = self._config_class(
+            name=name,
+            primary_weights_in_fp8=model_init.enabled,
+            fp8_parameters=model_init.enabled,
+            preserve_high_precision_init_val=model_init.preserve_high_precision_init_val,
+            _kind=type(self).__name__,
+        )
+        self.numerics = Numerics()
         self.param_init_meta: dict[str, ParameterInit] = {}
         self.wgrad_store: WeightGradientStore | None = None
-        model_init = current_model_init()
-        self.primary_weights_in_fp8 = self.fp8_parameters = model_init.enabled
-        self.preserve_high_precision_init_val = model_init.preserve_high_precision_init_val
         self._model_init_recipe = model_init.recipe
-        self._fp8_workspaces: dict[str, QuantizedTensorStorage] = {}
-        self._module_recipe: ModuleRecipe | None = None
-        self._remembered: Bounded[Any, Any] = Bounded(_REMEMBERED)
-        self._state_without_gradients: AutocastState | None = None
         self._wgrad_hooks: list[Any] = []
         self._warned: set[str] = set()
         self.tracing_key = new_tracing_key(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._remembered = Bounded(_REMEMBERED)
         self.tracing_key = new_tracing_key(self)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_remembered": {}, "_state_without_gradients": None}
+    def _configure(self, **settings: Any) -> None:
+        """Several settings at once, by the constructor."""
+        self._config = replace(self._config, **settings)
+
+    fp8 = of_the_last_call("enabled", "Was the last call under an autocast that quantizes?")
+    fp8_calibration = of_the_last_call("calibrating", "Was it under one that only records?")
+
+    @property
+    def fp8_initialized(self) -> bool:
+        """Have there ever been quantizers? Set to False, it has the next call make them anew."""
+        return self.numerics.initialized
+
+    @fp8_initialized.setter
+    def fp8_initialized(self, initialized: bool) -> None:
+        self.numerics.initialized = initialized
+        if not initialized:
+            self.numerics.forget()
+
+    @property
+    def fp8_meta(self) -> dict[str, Any]:
+        return self.numerics.meta
+
+    @fp8_meta.setter
+    def fp8_meta(self, meta: dict[str, Any]) -> None:
+        self.numerics.replace_meta(meta)
+
+    @property
+    def quantizers(self) -> dict[str, Any]:
+        return self.numerics.quantizers
+
+    @quantizers.setter
+    def quantizers(self, quantizers: dict[str, Sequence[Quantizer]]) -> None:
+        self.numerics.replace_quantizers(quantizers)
+
+    @property
+    def _fp8_workspaces(self) -> dict[str, QuantizedTensorStorage]:
+        return self.numerics.workspaces
+
+    @_fp8_workspaces.setter
+    def _fp8_workspaces(self, workspaces: dict[str, QuantizedTensorStorage]) -> None:
+        self.numerics.workspaces = workspaces
+
+    def get_quantizer_roles(self, *, fwd: bool, num_quantizers: int) -> Sequence[QuantizerRole | None] | None:
+        """What each slot of one direction is for, as a custom recipe's factory is told; None: unknown."""
+        return None
 
     def fast_setattr(self, name: str, value: Any) -> None:
         """Set a plain attribute without nn.Module's search for parameters and modules."""
-        if name in self._settings:
-            self._remembered.clear()
-        self.__dict__[name] = value
+        object.__setattr__(self, name, value)
 
     def module_setattr(self, name: str, value: Any) -> None:
         """Set an attribute as nn.Module does, registering parameters and modules."""
@@ -160,7 +214,7 @@ class TransformerEngineBaseModule(ForwardProtocol):
             return
         for name, init in self.param_init_meta.items():
             param = getattr(self, name)
-            values = _empty_like_parameter(param)
+            values = empty_like(param)
             init.fill(values)
             if isinstance(param, QuantizedTensor) and not param.is_meta:
                 self._fill_again(param, values)
@@ -174,7 +228,7 @@ class TransformerEngineBaseModule(ForwardProtocol):
         with torch.no_grad():
             param.copy_(values)
         if self.preserve_high_precision_init_val:
-            _keep_initial_values(param, values)  # pyright: ignore[reportArgumentType]
+            keep_initial_values(param, values)  # pyright: ignore[reportArgumentType]
 
     def _replace_parameter(self, name: str, new: torch.nn.Parameter) -> None:
         old = self._parameters[name]
@@ -189,14 +243,14 @@ class TransformerEngineBaseModule(ForwardProtocol):
         """The parameter as its weight quantizer holds it; both directions while gradients are wanted."""
         recipe = self._model_init_recipe
         assert recipe is not None
-        renew(self, recipe, self.fp8_meta["fp8_group"])
+        self.numerics.renew(self, recipe, self.fp8_meta["fp8_group"])
         quantizer = self.quantizers["scaling_fwd"][index].copy()
         quantizer.set_usage(rowwise=True, columnwise=torch.is_grad_enabled())
         quantizer.internal = False
         with torch.no_grad():
             param = torch.nn.Parameter(quantizer.quantize(values))  # pyright: ignore[reportArgumentType]
         if self.preserve_high_precision_init_val:
-            _keep_initial_values(param, values)
+            keep_initial_values(param, values)
         return param
 
     def _state_device(self) -> torch.device:
@@ -207,20 +261,15 @@ class TransformerEngineBaseModule(ForwardProtocol):
 
     def _product_quantizers(self, state: AutocastState) -> tuple[ProductQuantizers, ...]:
         """The quantizers of this forward, one set a product; all-identity outside of quantized regions."""
-        if not torch.compiler.is_compiling():
-            self.__dict__["fp8"] = state.enabled
-            self.__dict__["fp8_calibration"] = state.calibrating
-        if not (state.enabled or state.calibrating):
-            return (UNQUANTIZED,) * self.num_products
-        ensure(self, state)
-        active = self._module_recipe
-        assert active is not None
-        if self.primary_weights_in_fp8:
+        if torch.compiler.is_compiling():
+            active = of_traced_call(self, self.tracing_key, state)
+        else:
+            self.numerics.state = state
+            active = self.numerics.of_call(self, state)
+        if state.enabled or state.calibrating:
             self._check_parameter_recipe(state.recipe)
-        if not state.enabled:
-            return tuple(product.calibrating() for product in active.products)
         if active.has_state and may_be_repeated():
-            return repeatable(self, active.products)
+            active = repeatable(type(self).__name__, self.tracing_key, active)
         return active.products
 
     def check_repetition(self, state: AutocastState) -> None:
@@ -229,16 +278,21 @@ class TransformerEngineBaseModule(ForwardProtocol):
         Such a checkpoint runs its function without gradients first, and again in its backward, under whatever autocast
         is there; torch.utils.checkpoint does with use_reentrant=True.
         """
-        before = self._state_without_gradients
+        before = self.numerics.state_without_gradients
         if not torch.is_grad_enabled() and not in_a_backward():
-            self.__dict__["_state_without_gradients"] = state
+            self.numerics.state_without_gradients = state
         elif before is not None and before is not state and in_a_backward():
-            refuse_other_repetition(self, before, state)
+            refuse_other_repetition(type(self).__name__, before, state)
 
     def _check_parameter_recipe(self, recipe: Recipe | None) -> None:
         """RuntimeError under another kind of recipe than quantized parameters were made with, if there are any."""
         made_with = self._model_init_recipe
-        if made_with is None or recipe is None or family_of(made_with) is family_of(recipe):
+        if (
+            not self._config.primary_weights_in_fp8
+            or made_with is None
+            or recipe is None
+            or family_of(made_with) is family_of(recipe)
+        ):
             return
         if any(isinstance(param, QuantizedTensorStorage) for param in self._parameters.values()):
             raise RuntimeError(
@@ -253,32 +307,12 @@ class TransformerEngineBaseModule(ForwardProtocol):
         That is all scales, at the end of the pass. In a compiled graph it is the module's own: the backward of its
         first call there comes last and does it.
         """
-        active = self._module_recipe
+        active = self.numerics.active
         if not needs_grad or not state.enabled or active is None or not active.has_state:
             return None
         if not torch.compiler.is_compiling():
             return of_the_pass()
-        if not first_call_while_tracing(self.tracing_key):
-            return None
-        return ScaleUpdate(self.fp8_meta["scaling_bwd"].delayed_states, state.group)
-
-    def _cached_weight(
-        self,
-        key: str,
-        weight: Tensor,
-        quantizer: Quantizer,
-        columnwise: bool,
-        is_first_microbatch: bool | None,
-    ) -> QuantizedTensorStorage | None:
-        """The weight as quantized for the first microbatch of a step; None when nothing is to be cached."""
-        if is_first_microbatch is None or isinstance(weight, QuantizedTensorStorage) or quantizer.is_identity:
-            return None
-        cached = self._fp8_workspaces.get(key)
-        stale = cached is None or (columnwise and not cached.get_usages()["columnwise"])
-        if is_first_microbatch or stale:
-            cached = made_to_keep(lambda: quantizer.encode(weight, True, columnwise))
-            self._fp8_workspaces[key] = cached
-        return cached
+        return traced_update(self, self.tracing_key, state.group)
 
     def set_tensor_parallel_group(self, tp_group) -> None:
         """Set the tensor-parallel process group; must precede the first forward when tp_size > 1."""
@@ -332,11 +366,11 @@ class TransformerEngineBaseModule(ForwardProtocol):
         content = decode_extra_state(state)
         if content is None:
             return
-        products = self._products_of(content)
+        products = protocol.products_of(self, content)
         check_extra_state(content, slots(products))
         self._check_parameter_recipe(content["recipe"])
-        self._grow_to(products)
-        renew(self, content["recipe"], self.fp8_meta["fp8_group"])
+        protocol.grow_to(self, products)
+        self.numerics.renew(self, content["recipe"], self.fp8_meta["fp8_group"])
         load_extra_state(content, self.fp8_meta)
         self.fp8_meta["num_gemms"] = self.num_products
 
@@ -353,46 +387,11 @@ class TransformerEngineBaseModule(ForwardProtocol):
 
         Raises TypeError when the input's dtype is not the parameters'.
         """
-        device = x.device.type
-        if torch.is_autocast_enabled(device):
-            return torch.get_autocast_dtype(device)
-        for name, param in self._parameters.items():
-            if param is not None and param.dtype != x.dtype:
-                raise TypeError(
-                    f"the input is {x.dtype}, parameter {name} is {param.dtype}; convert one of them, "
-                    "or run under torch.autocast"
-                )
-        return x.dtype
+        named = [(name, param.dtype) for name, param in self._parameters.items() if param is not None]
+        return common_dtype(x.dtype, autocast_dtype(x.device.type), named)
 
     def _warn_once(self, key: str, message: str) -> None:
         if torch.compiler.is_compiling() or key in self._warned:
             return
         self._warned.add(key)
         warnings.warn(message, stacklevel=3)
-
-
-TransformerEngineBaseModule._settings = names_read(TransformerEngineBaseModule)
-
-
-def _empty_like_parameter(param: Tensor) -> Tensor:
-    """Where init methods write: the parameter's own storage, or a fresh high-precision tensor."""
-    if isinstance(param, QuantizedTensor):
-        return torch.empty(param.shape, dtype=param.dtype, device=param.device)
-    if param.is_meta:
-        return torch.empty_like(param, device=canonical_device("cuda"), requires_grad=False)
-    return param
-
-
-def _keep_initial_values(param: torch.nn.Parameter, values: Tensor) -> None:
-    """Attach accessors of the high-precision initial values, kept on the CPU for an optimizer's master weights."""
-    param._high_precision_init_val = values.detach().cpu().clone()  # pyright: ignore[reportAttributeAccessIssue]
-    param.get_high_precision_init_val = MethodType(_initial_values, param)  # pyright: ignore
-    param.clear_high_precision_init_val = MethodType(_forget_initial_values, param)  # pyright: ignore
-
-
-def _initial_values(param: Tensor) -> Tensor | None:
-    return getattr(param, "_high_precision_init_val", None)
-
-
-def _forget_initial_values(param: Tensor) -> None:
-    vars(param).pop("_high_precision_init_val", None)

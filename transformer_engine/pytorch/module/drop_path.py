@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ...common.checks import drop_rate, whole
-from ..checks import floating
+from ..runtime.checks import floating
 
 
 class DropPath(nn.Module):

@@ -1,4 +1,4 @@
-"""ForwardProtocol: what a module written on TransformerEngineBaseModule calls round its own forward and backward.
+"""What a module written on TransformerEngineBaseModule calls round its own forward and backward.
 
     x = self.prepare_forward(x, num_gemms=2)       # or: with self.prepare_forward_ctx(x, num_gemms=2) as x:
     if self.fp8:
@@ -7,14 +7,15 @@
     ...                                            # general_gemm, fused_attn_fwd, an autograd function of its own
     self.end_forward()
 
-The layers of this package do not go this way: they resolve a spec once and remember it.
+The layers of this package do not go this way: they resolve a spec once and remember it. These functions are methods of
+the base class.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,250 +26,270 @@ from ..distributed.recompute import in_fp8_activation_recompute_phase, is_fp8_ac
 from ..primitives.column_sums import column_sums
 from ..quantization import FP8GlobalStateManager, QuantizerRole
 from ..quantization.autocast import current
+from ..runtime.device import autocast_dtype
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from ..tensor.quantizer import Quantizer
-from .recipe_state import ModuleRecipe, ensure, renew, renew_direction
-
-if TYPE_CHECKING:
-    from .base import TransformerEngineBaseModule
+from .numerics import Numerics
 
 
-class ForwardProtocol(torch.nn.Module):
-    """The part of TransformerEngineBaseModule that its own layers do not need."""
+class Module(Protocol):
+    """What these methods need of their module."""
 
-    products_grow = True  # may `prepare_forward` and a checkpoint ask for more products than there are?
-    activation_dtype: torch.dtype | None = None  # what `set_activation_dtype` found
-
-    # Of TransformerEngineBaseModule.
     num_products: int
-    fp8: bool
-    fp8_meta: dict[str, Any]
-    primary_weights_in_fp8: bool
+    products_grow: bool
+    numerics: Numerics
+    training: bool
     tp_size: int
     tp_group_initialized: bool
-    _module_recipe: ModuleRecipe | None
-    _fp8_workspaces: dict[str, QuantizedTensorStorage]
-    computing_dtype: Callable[[Tensor], torch.dtype]
-    fast_setattr: Callable[[str, Any], None]
-    _check_parameter_recipe: Callable[[Recipe | None], None]
-
-    def get_quantizer_roles(self, *, fwd: bool, num_quantizers: int) -> Sequence[QuantizerRole | None] | None:
-        """What each slot of one direction is for, as a custom recipe's factory is told; None: unknown."""
-        return None
-
-    def prepare_forward(
-        self,
-        inp: Tensor,
-        num_gemms: int = 1,
-        allow_non_contiguous: bool = False,
-        allow_different_data_and_param_types: bool = False,
-    ) -> Tensor:
-        """inp, contiguous; the module has the active recipe's quantizers for num_gemms products. See `end_forward`.
-
-        allow_different_data_and_param_types   parameters need not have inp's dtype
-        Sets fp8, fp8_calibration, activation_dtype and quantizers.
-        Raises TypeError when dtypes differ, RuntimeError without a tensor-parallel group that tp_size asks for.
-        """
-        if not isinstance(inp, Tensor):
-            raise TypeError(f"{type(self).__name__} takes a tensor, inp is a {type(inp).__name__}")
-        again = in_fp8_activation_recompute_phase()
-        if not (again and self.fp8):
-            if self.tp_size > 1 and not self.tp_group_initialized:
-                raise RuntimeError(
-                    f"tp_size={self.tp_size}, but there is no group; call set_tensor_parallel_group first"
-                )
-            self.set_activation_dtype(inp, allow_different_data_and_param_types)
-            self.init_fp8_metadata(num_gemms)
-        if self.fp8 and self._has_scaling_state():
-            if again:
-                FP8GlobalStateManager.get_old_fp8_meta_tensors_for_recompute(self.fp8_meta)
-            elif is_fp8_activation_recompute_enabled() and self.training:
-                FP8GlobalStateManager.copy_forward_fp8_meta_tensors_for_recompute(self.fp8_meta)
-        return inp if allow_non_contiguous else inp.contiguous()
-
-    def end_forward(self) -> None:
-        """Undo what `prepare_forward` did for a recomputation: the scales are those of the present step again."""
-        if self.fp8 and self._has_scaling_state() and in_fp8_activation_recompute_phase():
-            FP8GlobalStateManager.restore_fp8_meta_tensors(self.fp8_meta)
-
-    @contextmanager
-    def prepare_forward_ctx(
-        self,
-        inp: Tensor,
-        num_gemms: int = 1,
-        allow_non_contiguous: bool = False,
-        allow_different_data_and_param_types: bool = False,
-    ) -> Generator[Tensor, None, None]:
-        """prepare_forward(..), and end_forward() however the block is left."""
-        prepared = self.prepare_forward(
-            inp, num_gemms, allow_non_contiguous, allow_different_data_and_param_types
-        )
-        try:
-            yield prepared
-        finally:
-            self.end_forward()
-
-    def set_activation_dtype(self, inp: Tensor, allow_different_data_and_param_types: bool = False) -> None:
-        """activation_dtype = torch.autocast's dtype where that is active, else inp's.
-
-        TypeError when a parameter has another dtype than inp, unless that is allowed.
-        """
-        if allow_different_data_and_param_types and not torch.is_autocast_enabled(inp.device.type):
-            dtype = inp.dtype
-        else:
-            dtype = self.computing_dtype(inp)
-        self.fast_setattr("activation_dtype", dtype)
-
-    def init_fp8_metadata(self, num_gemms: int = 1) -> None:
-        """Quantizers for num_gemms products by the active autocast; a count once taken only grows."""
-        self._grow_to(num_gemms)
-        state = current()
-        self.fast_setattr("fp8_parameters", self.primary_weights_in_fp8)
-        self.fast_setattr("fp8", state.enabled)
-        self.fast_setattr("fp8_calibration", state.calibrating)
-        if state.enabled or state.calibrating:
-            ensure(self._whole(), state)
-            if self.primary_weights_in_fp8:
-                self._check_parameter_recipe(state.recipe)
-
-    def init_fp8_meta_tensors(self, recipe: Recipe) -> None:
-        """States and quantizers of both directions for a recipe; those that serve it already are kept."""
-        renew(self._whole(), recipe, self.fp8_meta["fp8_group"])
-
-    def set_meta_tensor(self, fwd: bool, recipe: Recipe) -> None:
-        """State and quantizers of one direction for a recipe: fp8_meta["scaling_fwd"] or ["scaling_bwd"]."""
-        renew_direction(self._whole(), fwd, recipe)
-        self._module_recipe = None  # the next forward puts both directions together
+    primary_weights_in_fp8: bool
 
     @property
-    def fp8_meta_tensors_initialized(self) -> bool:
-        """Are there quantizers? Set to False, it has the next forward or set_extra_state make them anew."""
-        return self._module_recipe is not None
+    def fp8(self) -> bool: ...
 
-    @fp8_meta_tensors_initialized.setter
-    def fp8_meta_tensors_initialized(self, initialized: bool) -> None:
-        if not initialized:
-            self._module_recipe = None
-        elif self._module_recipe is None:
-            raise ValueError(
-                f"{type(self).__name__} has no quantizers yet; call init_fp8_meta_tensors(recipe) instead of "
-                "setting fp8_meta_tensors_initialized=True"
+    def computing_dtype(self, x: Tensor) -> torch.dtype: ...
+
+    def fast_setattr(self, name: str, value: Any) -> None: ...
+
+    def get_quantizer_roles(
+        self, *, fwd: bool, num_quantizers: int
+    ) -> Sequence[QuantizerRole | None] | None: ...
+
+    @property
+    def prepare_forward(self) -> Callable[..., Tensor]: ...
+
+    @property
+    def end_forward(self) -> Callable[[], None]: ...
+
+    def set_activation_dtype(
+        self, inp: Tensor, allow_different_data_and_param_types: bool = False
+    ) -> None: ...
+
+    def init_fp8_metadata(self, num_gemms: int = 1) -> None: ...
+
+    def _check_parameter_recipe(self, recipe: Recipe | None) -> None: ...
+
+    def _state_device(self) -> torch.device: ...
+
+    def _warn_once(self, key: str, message: str) -> None: ...
+
+
+def prepare_forward(
+    self: Module,
+    inp: Tensor,
+    num_gemms: int = 1,
+    allow_non_contiguous: bool = False,
+    allow_different_data_and_param_types: bool = False,
+) -> Tensor:
+    """inp, contiguous; the module has the active recipe's quantizers for num_gemms products. See `end_forward`.
+
+    allow_different_data_and_param_types   parameters need not have inp's dtype
+    Sets fp8, fp8_calibration, activation_dtype and quantizers.
+    Raises TypeError when dtypes differ, RuntimeError without a tensor-parallel group that tp_size asks for.
+    """
+    if not isinstance(inp, Tensor):
+        raise TypeError(f"{type(self).__name__} takes a tensor, inp is a {type(inp).__name__}")
+    again = in_fp8_activation_recompute_phase()
+    if not (again and self.fp8):
+        if self.tp_size > 1 and not self.tp_group_initialized:
+            raise RuntimeError(
+                f"tp_size={self.tp_size}, but there is no group; call set_tensor_parallel_group first"
             )
+        self.set_activation_dtype(inp, allow_different_data_and_param_types)
+        self.init_fp8_metadata(num_gemms)
+    if self.fp8 and _has_scaling_state(self):
+        if again:
+            FP8GlobalStateManager.get_old_fp8_meta_tensors_for_recompute(self.numerics.meta)
+        elif is_fp8_activation_recompute_enabled() and self.training:
+            FP8GlobalStateManager.copy_forward_fp8_meta_tensors_for_recompute(self.numerics.meta)
+    return inp if allow_non_contiguous else inp.contiguous()
 
-    def get_fp8_meta_tensors(self) -> dict[str, list[tuple[Tensor, Tensor]]]:
-        """Copies of (scale, amax_history) of each delayed-scaling state, by direction."""
-        return {
-            key: [(state.scale.clone(), state.amax_history.clone()) for state in self._delayed_states(key)]
-            for key in ("scaling_fwd", "scaling_bwd")
-        }
 
-    def reset_fp8_meta_tensors(
-        self,
-        fp8_meta_tensors: dict[str, list[tuple[Tensor, Tensor]]] | None = None,
-    ) -> None:
-        """In place: scales and histories as `get_fp8_meta_tensors` gave them, or as at first."""
-        for key in ("scaling_fwd", "scaling_bwd"):
-            for i, state in enumerate(self._delayed_states(key)):
-                if fp8_meta_tensors is None:
-                    state.scale.fill_(1.0)
-                    state.amax_history.zero_()
-                else:
-                    scale, history = fp8_meta_tensors[key][i]
-                    state.scale.copy_(scale)
-                    state.load_history(history)
+def end_forward(self: Module) -> None:
+    """Undo what `prepare_forward` did for a recomputation: the scales are those of the present step again."""
+    if self.fp8 and _has_scaling_state(self) and in_fp8_activation_recompute_phase():
+        FP8GlobalStateManager.restore_fp8_meta_tensors(self.numerics.meta)
 
-    def adjust_amax_history_length(self, length: int, fwd: bool | None = None) -> None:
-        """Histories of `length` steps, cut or padded with zeros: of one direction, or of both."""
-        if length < 1:
-            raise ValueError(f"length={length} < 1; a history keeps one step or more")
-        for forward, key in ((True, "scaling_fwd"), (False, "scaling_bwd")):
-            if fwd is None or fwd == forward:
-                for state in self._delayed_states(key):
-                    state.resize_history(length)
 
-    def get_weight_workspace(
-        self,
-        *,
-        tensor: Tensor | None = None,
-        quantizer: Quantizer | None = None,
-        cache_name: str | None = None,
-        update_workspace: bool = True,
-        skip_update_flag: Tensor | None = None,
-        fsdp_group: Any = None,
-        workspace_dtype: torch.dtype | None = None,
-    ) -> QuantizedTensorStorage:
-        """A weight as its quantizer holds it; kept under cache_name for the later microbatches of a step.
+@contextmanager
+def prepare_forward_ctx(
+    self: Module,
+    inp: Tensor,
+    num_gemms: int = 1,
+    allow_non_contiguous: bool = False,
+    allow_different_data_and_param_types: bool = False,
+) -> Generator[Tensor, None, None]:
+    """prepare_forward(..), and end_forward() however the block is left."""
+    prepared = self.prepare_forward(
+        inp, num_gemms, allow_non_contiguous, allow_different_data_and_param_types
+    )
+    try:
+        yield prepared
+    finally:
+        self.end_forward()
 
-        tensor             the weight; a quantized parameter is returned itself, in the quantizer's directions
-        update_workspace   quantize again; False returns what is kept, if that has the quantizer's directions
-        skip_update_flag   float32 [1] on the device: where it is set, what is kept stays as it is
-        workspace_dtype    the nominal dtype of a workspace that is made
-        """
-        if fsdp_group is not None:
-            raise NotImplementedError(
-                "fsdp_group: weights are not scattered between passes; shard with FSDP2's fully_shard and leave it None"
-            )
-        if isinstance(tensor, QuantizedTensorStorage):
-            if quantizer is not None:
-                tensor.update_usage(quantizer.rowwise_usage or None, quantizer.columnwise_usage or None)
-            return tensor
-        kept = None if cache_name is None else self._fp8_workspaces.get(cache_name)
-        if kept is not None and quantizer is not None and not _serves(kept, quantizer):
-            kept = None
-        if kept is not None and not update_workspace and skip_update_flag is None:
-            return kept
-        if tensor is None or quantizer is None:
-            raise ValueError(
-                f"tensor or quantizer is missing, and no workspace is kept under cache_name={cache_name!r}; give both"
-            )
-        if kept is not None:
-            quantizer.update_quantized(tensor, kept, noop_flag=skip_update_flag)
-            return kept
-        with torch.no_grad():
-            made: Any = quantizer.quantize(tensor.detach(), dtype=workspace_dtype)
-        if cache_name is not None:
-            self._fp8_workspaces[cache_name] = made
-        return made
 
-    @staticmethod
-    def grad_output_preprocess(
-        ctx: Any, grad_output: Tensor, row_parallel_mode: bool, quantizer: Quantizer | None
-    ) -> tuple[Any, Tensor | None]:
-        """(dy [rows, N] as a backward's products read it, its sum over rows [N] where ctx.use_bias).
+def set_activation_dtype(
+    self: Module, inp: Tensor, allow_different_data_and_param_types: bool = False
+) -> None:
+    """activation_dtype = torch.autocast's dtype where that is active, else inp's.
 
-        ctx   fp8: quantize by quantizer; sequence_parallel, tp_group: dy is a shard that a row-parallel layer gathers
-        """
-        matrix = grad_output.reshape(-1, grad_output.shape[-1]).contiguous()
-        if row_parallel_mode and ctx.sequence_parallel:
-            matrix, _ = gather_along_first_dim(matrix, ctx.tp_group)
-        grad_bias = column_sums(matrix, matrix.dtype) if ctx.use_bias else None
-        if not ctx.fp8 or quantizer is None:
-            return matrix, grad_bias
-        return quantizer.quantize(matrix), grad_bias
+    TypeError when a parameter has another dtype than inp, unless that is allowed.
+    """
+    if allow_different_data_and_param_types and autocast_dtype(inp.device.type) is None:
+        dtype = inp.dtype
+    else:
+        dtype = self.computing_dtype(inp)
+    self.fast_setattr("activation_dtype", dtype)
 
-    def _whole(self) -> TransformerEngineBaseModule:
-        return cast("TransformerEngineBaseModule", self)
 
-    def _grow_to(self, products: int | None) -> None:
-        if products is not None and products > self.num_products:
-            self.num_products = products
-            self._module_recipe = None
+def init_fp8_metadata(self: Module, num_gemms: int = 1) -> None:
+    """Quantizers for num_gemms products by the active autocast; a count once taken only grows."""
+    grow_to(self, num_gemms)
+    state = current()
+    self.fast_setattr("fp8_parameters", self.primary_weights_in_fp8)
+    self.numerics.state = state
+    if state.enabled or state.calibrating:
+        self.numerics.serve(self, state)
+        self._check_parameter_recipe(state.recipe)
 
-    def _products_of(self, content: dict[str, Any]) -> int:
-        """How many products an extra state is of; a layer whose products are given by its class has that many."""
-        kept = content.get("extra_fp8_variables", {}).get("num_gemms")
-        return (
-            max(self.num_products, kept)
-            if self.products_grow and isinstance(kept, int)
-            else self.num_products
+
+def init_fp8_meta_tensors(self: Module, recipe: Recipe) -> None:
+    """States and quantizers of both directions for a recipe; those that serve it already are kept."""
+    self.numerics.renew(self, recipe, self.numerics.meta["fp8_group"])
+
+
+def set_meta_tensor(self: Module, fwd: bool, recipe: Recipe) -> None:
+    """State and quantizers of one direction for a recipe: fp8_meta["scaling_fwd"] or ["scaling_bwd"]."""
+    self.numerics.renew_direction(self, fwd, recipe)
+    self.numerics.forget()  # the next forward puts both directions together
+
+
+def has_quantizers(self: Module) -> bool:
+    """Are there quantizers? Set to False, it has the next forward or set_extra_state make them anew."""
+    return self.numerics.active is not None
+
+
+def set_has_quantizers(self: Module, initialized: bool) -> None:
+    if not initialized:
+        self.numerics.forget()
+    elif self.numerics.active is None:
+        raise ValueError(
+            f"{type(self).__name__} has no quantizers yet; call init_fp8_meta_tensors(recipe) instead of "
+            "setting fp8_meta_tensors_initialized=True"
         )
 
-    def _has_scaling_state(self) -> bool:
-        return len(self._delayed_states("scaling_fwd")) > 0
 
-    def _delayed_states(self, key: str) -> tuple[Any, ...]:
-        scaling = self.fp8_meta.get(key)
-        return () if scaling is None else scaling.delayed_states
+def get_fp8_meta_tensors(self: Module) -> dict[str, list[tuple[Tensor, Tensor]]]:
+    """Copies of (scale, amax_history) of each delayed-scaling state, by direction."""
+    return {
+        key: [
+            (state.scale.clone(), state.amax_history.clone()) for state in self.numerics.delayed_states(key)
+        ]
+        for key in ("scaling_fwd", "scaling_bwd")
+    }
+
+
+def reset_fp8_meta_tensors(
+    self: Module,
+    fp8_meta_tensors: dict[str, list[tuple[Tensor, Tensor]]] | None = None,
+) -> None:
+    """In place: scales and histories as `get_fp8_meta_tensors` gave them, or as at first."""
+    for key in ("scaling_fwd", "scaling_bwd"):
+        for i, state in enumerate(self.numerics.delayed_states(key)):
+            if fp8_meta_tensors is None:
+                state.scale.fill_(1.0)
+                state.amax_history.zero_()
+            else:
+                scale, history = fp8_meta_tensors[key][i]
+                state.scale.copy_(scale)
+                state.load_history(history)
+
+
+def adjust_amax_history_length(self: Module, length: int, fwd: bool | None = None) -> None:
+    """Histories of `length` steps, cut or padded with zeros: of one direction, or of both."""
+    if length < 1:
+        raise ValueError(f"length={length} < 1; a history keeps one step or more")
+    for forward, key in ((True, "scaling_fwd"), (False, "scaling_bwd")):
+        if fwd is None or fwd == forward:
+            for state in self.numerics.delayed_states(key):
+                state.resize_history(length)
+
+
+def get_weight_workspace(
+    self: Module,
+    *,
+    tensor: Tensor | None = None,
+    quantizer: Quantizer | None = None,
+    cache_name: str | None = None,
+    update_workspace: bool = True,
+    skip_update_flag: Tensor | None = None,
+    fsdp_group: Any = None,
+    workspace_dtype: torch.dtype | None = None,
+) -> QuantizedTensorStorage:
+    """A weight as its quantizer holds it; kept under cache_name for the later microbatches of a step.
+
+    tensor             the weight; a quantized parameter is returned itself, in the quantizer's directions
+    update_workspace   quantize again; False returns what is kept, if that has the quantizer's directions
+    skip_update_flag   float32 [1] on the device: where it is set, what is kept stays as it is
+    workspace_dtype    the nominal dtype of a workspace that is made
+    """
+    if fsdp_group is not None:
+        raise NotImplementedError(
+            "fsdp_group: weights are not scattered between passes; shard with FSDP2's fully_shard and leave it None"
+        )
+    if isinstance(tensor, QuantizedTensorStorage):
+        if quantizer is not None:
+            tensor.update_usage(quantizer.rowwise_usage or None, quantizer.columnwise_usage or None)
+        return tensor
+    kept = None if cache_name is None else self.numerics.workspaces.get(cache_name)
+    if kept is not None and quantizer is not None and not _serves(kept, quantizer):
+        kept = None
+    if kept is not None and not update_workspace and skip_update_flag is None:
+        return kept
+    if tensor is None or quantizer is None:
+        raise ValueError(
+            f"tensor or quantizer is missing, and no workspace is kept under cache_name={cache_name!r}; give both"
+        )
+    if kept is not None:
+        quantizer.update_quantized(tensor, kept, noop_flag=skip_update_flag)
+        return kept
+    with torch.no_grad():
+        made: Any = quantizer.quantize(tensor.detach(), dtype=workspace_dtype)
+    if cache_name is not None:
+        self.numerics.workspaces[cache_name] = made
+    return made
+
+
+def grad_output_preprocess(
+    ctx: Any, grad_output: Tensor, row_parallel_mode: bool, quantizer: Quantizer | None
+) -> tuple[Any, Tensor | None]:
+    """(dy [rows, N] as a backward's products read it, its sum over rows [N] where ctx.use_bias).
+
+    ctx   fp8: quantize by quantizer; sequence_parallel, tp_group: dy is a shard that a row-parallel layer gathers
+    """
+    matrix = grad_output.reshape(-1, grad_output.shape[-1]).contiguous()
+    if row_parallel_mode and ctx.sequence_parallel:
+        matrix, _ = gather_along_first_dim(matrix, ctx.tp_group)
+    grad_bias = column_sums(matrix, matrix.dtype) if ctx.use_bias else None
+    if not ctx.fp8 or quantizer is None:
+        return matrix, grad_bias
+    return quantizer.quantize(matrix), grad_bias
+
+
+def grow_to(self: Module, products: int | None) -> None:
+    if products is not None and products > self.num_products:
+        self.num_products = products
+        self.numerics.forget()
+
+
+def products_of(self: Module, content: dict[str, Any]) -> int:
+    """How many products an extra state is of; a layer whose products are given by its class has that many."""
+    kept = content.get("extra_fp8_variables", {}).get("num_gemms")
+    return max(self.num_products, kept) if self.products_grow and isinstance(kept, int) else self.num_products
+
+
+def _has_scaling_state(self: Module) -> bool:
+    return len(self.numerics.delayed_states("scaling_fwd")) > 0
 
 
 def _serves(kept: QuantizedTensorStorage, quantizer: Quantizer) -> bool:

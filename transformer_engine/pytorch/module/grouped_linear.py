@@ -2,31 +2,61 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...common.checks import whole_numbers
-from ..device import canonical_device, is_meta
 from ..distributed.tensor_parallel import TensorParallel, set_tensor_model_parallel_attributes
 from ..functions.caller_buffers import CallerBuffers, checked
 from ..functions.grouped_linear import GroupedLinearSpec, grouped_linear
 from ..functions.grouped_together import grouped_linear_together
-from ..functions.linear import LinearSpec
-from ..functions.scale_update import ScaleUpdate
+from ..functions.linear_spec import LinearSpec
+from ..functions.scale_update import of_the_pass
 from ..functions.weight_gradient import WeightGradientStore
-from ..quantization.autocast import AutocastState, current
+from ..quantization.autocast import current
+from ..runtime.checks import tensor
+from ..runtime.device import canonical_device, is_meta
 from .arguments import check_arguments
+from .config import configured
 from .grouped_path import TogetherPath
-from .linear_base import QuantizedProductsModule, check_parallel_mode, product_refusal
+from .linear_base import SIZES, LinearConfig, ProductsModule, check_parallel_mode
+from .numerics import traced_update
 from .parameters import InitMethod, ParameterInit, default_init_method
-from .recipe_state import UNQUANTIZED, ProductQuantizers
+from .products import UNQUANTIZED, ModuleRecipe, ProductQuantizers
+from .specs import Call, product_refusal, product_spec, scale_update
 
 
-class GroupedLinear(QuantizedProductsModule):
+@dataclass(frozen=True, eq=False)
+class GroupedLinearConfig(LinearConfig):
+    num_gemms: int = 0
+
+
+def build(call: Call, rows: tuple[int, ...], products: tuple[ProductQuantizers, ...]) -> GroupedLinearSpec:
+    """The spec of a call whose groups go one by one, of so many rows and with these quantizers each."""
+    config: GroupedLinearConfig = call.config
+    parameters = call.parameters
+    weights, biases = parameters[: config.num_gemms], parameters[config.num_gemms :]
+    update = scale_update(call, call.wants)
+    groups = []
+    for i, weight in enumerate(weights):
+        bias = None if config.return_bias else biases[i]
+        needs = (
+            call.gradients and call.input.requires_grad,
+            call.gradients and weight is not None and weight.requires_grad,
+            call.gradients and bias is not None and bias.requires_grad,
+        )
+        # Communication is the caller's.
+        groups.append(product_spec(call, i, products[i], TensorParallel(), needs, update, weight))
+    return GroupedLinearSpec(rows, tuple(groups), call.wants)
+
+
+@configured(GroupedLinearConfig, fixed=SIZES | {"num_gemms"})
+class GroupedLinear(ProductsModule):
     """y [sum m_i, out_features]: rows of x in num_gemms consecutive groups, each with a weight and bias of its own.
 
     num_gemms             number of groups; parameters weight0 .. and bias0 ..
@@ -39,34 +69,26 @@ class GroupedLinear(QuantizedProductsModule):
     """
 
     quantized_as = "grouped_linear"
+    _config: GroupedLinearConfig
+    num_gemms: int
+    fuse_wgrad_accumulation: bool
+    save_original_input: bool
+    in_features: int
+    out_features: int
+    parallel_mode: str | None
 
     def __init__(
-        self,
-        num_gemms: int,
-        in_features: int,
-        out_features: int,
-        sequence_parallel: bool = False,
-        fuse_wgrad_accumulation: bool = False,
-        tp_group: Any = None,
-        tp_size: int = 1,
-        get_rng_state_tracker: Callable | None = None,
-        rng_tracker_name: str | None = None,
-        init_method: InitMethod | None = None,
-        bias: bool = True,
-        return_bias: bool = False,
-        params_dtype: torch.dtype | None = None,
-        parallel_mode: str | None = None,
-        device: torch.device | str | int = "cuda",
-        ub_overlap_rs: bool = False,
-        ub_overlap_ag: bool = False,
-        ub_name: str | None = None,
-        delay_wgrad_compute: bool = False,
-        save_original_input: bool = False,
-        single_grouped_weight: bool = False,
-        single_grouped_bias: bool = False,
-        name: str | None = None,
+        self, num_gemms: int, in_features: int, out_features: int, sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False, tp_group: Any = None, tp_size: int = 1,
+        get_rng_state_tracker: Callable | None = None, rng_tracker_name: str | None = None,
+        init_method: InitMethod | None = None, bias: bool = True, return_bias: bool = False,
+        params_dtype: torch.dtype | None = None, parallel_mode: str | None = None,
+        device: torch.device | str | int = "cuda", ub_overlap_rs: bool = False,
+        ub_overlap_ag: bool = False, ub_name: str | None = None, delay_wgrad_compute: bool = False,
+        save_original_input: bool = False, single_grouped_weight: bool = False,
+        single_grouped_bias: bool = False, name: str | None = None,
         use_grouped_tensor: bool | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         check_arguments(locals())
         super().__init__(name)
         check_parallel_mode(parallel_mode, tp_size, in_features, out_features)
@@ -85,16 +107,28 @@ class GroupedLinear(QuantizedProductsModule):
             raise NotImplementedError(
                 "one parameter for all groups is not implemented; leave single_grouped_* False"
             )
-        self.num_gemms = self.num_products = num_gemms
-        self.in_features = in_features // tp_size if parallel_mode == "row" else in_features
-        self.out_features = out_features // tp_size if parallel_mode == "column" else out_features
-        self.parallel_mode, self.tp_size = parallel_mode, tp_size
-        self.sequence_parallel = sequence_parallel and tp_size > 1
+        self._configure(
+            num_gemms=num_gemms,
+            in_features=in_features // tp_size if parallel_mode == "row" else in_features,
+            out_features=out_features // tp_size if parallel_mode == "column" else out_features,
+            parallel_mode=parallel_mode,
+            tp_size=tp_size,
+            sequence_parallel=sequence_parallel and tp_size > 1,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            save_original_input=save_original_input,
+            use_bias=bias,
+            return_bias=return_bias,
+            weight_names=tuple(f"weight{i}" for i in range(num_gemms)),
+            bias_names=tuple(f"bias{i}" for i in range(num_gemms)),
+        )
+        config = self._config
+        self._configure(
+            _tensors=config.weight_names + config.bias_names,
+            _weights=tuple((name,) for name in config.weight_names),
+        )
+        self.ub_name = ub_name
         if tp_group is not None:
             self.set_tensor_parallel_group(tp_group)
-        self.fuse_wgrad_accumulation, self.save_original_input = fuse_wgrad_accumulation, save_original_input
-        self.use_bias, self.return_bias = bias, return_bias
-        self.ub_name = ub_name
         if delay_wgrad_compute:
             self.wgrad_store = WeightGradientStore()
         options = {"dtype": params_dtype or torch.get_default_dtype(), "device": canonical_device(device)}
@@ -103,6 +137,11 @@ class GroupedLinear(QuantizedProductsModule):
         )
         self._together = TogetherPath(self)
         self.reset_parameters(defer_init=is_meta(device))
+
+    @property
+    def num_products(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """One product a group."""
+        return self.num_gemms
 
     def _create_parameters(self, init_method, rng_tracker, rng_tracker_name, options: dict[str, Any]) -> None:
         """weight0 [N, K], bias0 [N], weight1, bias1, ..: optimizers go by position (without biases: empty tensors)."""
@@ -161,7 +200,7 @@ class GroupedLinear(QuantizedProductsModule):
         """The caller's buffers as matrices; ValueError where one does not fit its result."""
         if torch.compiler.is_compiling():
             raise NotImplementedError("out and dgrad_out need eager mode; leave them None in compiled code")
-        self.check_input(inp, self.in_features)
+        self._refuse(inp, self._tensors(), (None,))
         made = torch.empty(0, dtype=self.computing_dtype(inp), device=inp.device)
         shape = torch.Size((*inp.shape[:-1], self.out_features))
         return CallerBuffers(
@@ -175,67 +214,52 @@ class GroupedLinear(QuantizedProductsModule):
         is_first_microbatch: bool | None,
         buffers: CallerBuffers | None,
     ) -> Tensor | tuple[Tensor, list[Tensor]]:
-        self.check_call(inp, (is_first_microbatch,))
+        tensors = self._tensors()
+        self._refuse(inp, tensors, (is_first_microbatch,))
         rows = tuple(m_splits.tolist()) if isinstance(m_splits, Tensor) else tuple(m_splits)
         flat = inp.reshape(-1, self.in_features)
         if len(rows) != self.num_gemms or sum(rows) != flat.shape[0] or min(rows) < 0:
             raise ValueError(
                 f"m_splits={list(rows)} must be {self.num_gemms} numbers >= 0 that add up to the {flat.shape[0]} rows"
             )
-        weights = [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
-        spec = self._spec(inp, rows, is_first_microbatch)
+        weights: list[Any] = list(tensors[: self.num_gemms])
+        spec = self._spec(inp, tensors, rows, is_first_microbatch)
+        if is_first_microbatch is not None:
+            spec = replace(spec, groups=self._with_cached_weights(spec.groups, weights, is_first_microbatch))
         if buffers is not None:
             spec = replace(spec, buffers=buffers)
-        biases = self._biases(spec.groups[0].dtype)
-        y = grouped_linear(flat, weights, [None] * len(rows) if self.return_bias else biases, spec)
+        dtype = spec.groups[0].dtype
+        biases = [None if bias is None else bias.to(dtype) for bias in tensors[self.num_gemms :]]
+        added: list[Tensor | None] = [None] * len(rows) if self.return_bias else biases
+        y = grouped_linear(flat, weights, added, spec)
         y = y.view(*inp.shape[:-1], self.out_features)
         return (y, [bias for bias in biases if bias is not None]) if self.return_bias else y
 
-    def input_features(self) -> int:
-        return self.in_features
-
-    def _check_splits(
-        self, inp: Tensor, m_splits: Sequence[int] | Tensor, is_first_microbatch: bool | None
-    ) -> None:
-        """TypeError unless the input is a tensor and the splits are whole numbers, by their types alone."""
-        if not isinstance(inp, Tensor):
-            self.check_call(inp, (is_first_microbatch,))
-        if isinstance(m_splits, Tensor):
-            if m_splits.is_floating_point() or m_splits.dim() != 1:
-                raise TypeError(
-                    f"m_splits is {m_splits.dtype} {list(m_splits.shape)}; give whole numbers, one for each group"
-                )
-        elif not isinstance(m_splits, (list, tuple)) or set(map(type, m_splits)) != {int}:
-            whole_numbers("m_splits", m_splits)
-
-    def _biases(self, dtype: torch.dtype) -> list[Tensor | None]:
-        if not self.use_bias:
-            return [None] * self.num_gemms
-        return [getattr(self, f"bias{i}").to(dtype) for i in range(self.num_gemms)]
-
     def _spec(
-        self, inp: Tensor, rows: tuple[int, ...], is_first_microbatch: bool | None
+        self,
+        inp: Tensor,
+        tensors: tuple[Tensor | None, ...],
+        rows: tuple[int, ...],
+        is_first_microbatch: bool | None,
     ) -> GroupedLinearSpec:
+        """Not remembered: experts get other numbers of rows in every call."""
         state = current()
         self._together.forget_weights(is_first_microbatch)
-        products = self._quantizable_groups(state, rows)
-        trained = any(p.requires_grad for p in self.parameters(recurse=False))
-        needs_grad = torch.is_grad_enabled() and (inp.requires_grad or trained)
-        scale_update = self._scale_update(state, needs_grad)
-        dtype = self.computing_dtype(inp)
-        groups = tuple(
-            self._group_spec(i, product, state, dtype, inp.requires_grad, is_first_microbatch, scale_update)
-            for i, product in enumerate(products)
-        )
-        return GroupedLinearSpec(rows, groups, needs_grad)
+        products = self._product_quantizers(state)
+        active = self.numerics.active
+        if not state.enabled or active is None:
+            active = ModuleRecipe(products)
+        call = self._key(inp, tensors, (is_first_microbatch,), active)
+        if torch.compiler.is_compiling():
+            call = call._replace(begin=functools.partial(traced_update, self, self.tracing_key, state.group))
+        else:
+            call = call._replace(begin=of_the_pass)
+        return build(call, rows, self._quantizable_groups(products, rows) if state.enabled else products)
 
     def _quantizable_groups(
-        self, state: AutocastState, rows: tuple[int, ...]
+        self, products: tuple[ProductQuantizers, ...], rows: tuple[int, ...]
     ) -> tuple[ProductQuantizers, ...]:
         """Each group's quantizers; none of them, with one warning, for a group whose size the format cannot take."""
-        products = self._product_quantizers(state)
-        if not state.enabled:
-            return products
         chosen = []
         for product, m in zip(products, rows, strict=True):
             reason = product_refusal(product, m, self.in_features, self.out_features)
@@ -246,38 +270,33 @@ class GroupedLinear(QuantizedProductsModule):
             chosen.append(product if reason is None else UNQUANTIZED)
         return tuple(chosen)
 
-    def _group_spec(
-        self,
-        i: int,
-        quantizers: ProductQuantizers,
-        state: AutocastState,
-        dtype: torch.dtype,
-        input_requires_grad: bool,
-        is_first_microbatch: bool | None,
-        scale_update: ScaleUpdate | None,
-    ) -> LinearSpec:
-        weight, bias = getattr(self, f"weight{i}"), getattr(self, f"bias{i}")
-        grad = torch.is_grad_enabled()
-        needs_grad_input = grad and input_requires_grad
-        key = f"weight{i}"
-        return LinearSpec(
-            dtype=dtype,
-            input=quantizers.input,
-            weight=quantizers.weight,
-            grad_output=quantizers.grad_output,
-            accumulation=self.accumulation(state),
-            parallel=TensorParallel(),
-            weight_gradient=self.weight_gradient(key, is_first_microbatch),
-            cached_weight=self._cached_weight(
-                key, weight, quantizers.weight, needs_grad_input, is_first_microbatch
-            ),
-            backward=self.backward_mode(state),
-            keep_input=self.keeps_input(state),
-            needs_grad_input=needs_grad_input,
-            needs_grad_weight=grad and weight.requires_grad,
-            needs_grad_bias=grad and self.use_bias and bias.requires_grad and not self.return_bias,
-            scale_update=scale_update,
+    def _with_cached_weights(
+        self, groups: tuple[LinearSpec, ...], weights: list[Tensor], first: bool
+    ) -> tuple[LinearSpec, ...]:
+        return tuple(
+            self.with_cached_weight(name, weight, spec, first)
+            for name, weight, spec in zip(self._config.weight_names, weights, groups, strict=True)
         )
+
+    def _tensors(self) -> tuple[Tensor | None, ...]:
+        """All weights, then all biases."""
+        weights = [getattr(self, name) for name in self._config.weight_names]
+        if not self.use_bias:
+            return (*weights, *[None] * len(weights))
+        return (*weights, *[getattr(self, name) for name in self._config.bias_names])
+
+    def _check_splits(
+        self, inp: Tensor, m_splits: Sequence[int] | Tensor, is_first_microbatch: bool | None
+    ) -> None:
+        """TypeError unless the input is a tensor and the splits are whole numbers, by their types alone."""
+        tensor("the input", inp)
+        if isinstance(m_splits, Tensor):
+            if m_splits.is_floating_point() or m_splits.dim() != 1:
+                raise TypeError(
+                    f"m_splits is {m_splits.dtype} {list(m_splits.shape)}; give whole numbers, one for each group"
+                )
+        elif not isinstance(m_splits, (list, tuple)) or set(map(type, m_splits)) != {int}:
+            whole_numbers("m_splits", m_splits)
 
     def extra_repr(self) -> str:
         return (

@@ -3,26 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..device import canonical_device, is_meta
-from ..distributed.tensor_parallel import TensorParallel
-from ..functions.linear import LinearSpec
 from ..functions.norm_linear import NormLinearSpec, norm_linear
 from ..functions.normalization import Norm
 from ..functions.weight_gradient import WeightGradientStore
-from ..quantization.autocast import current
+from ..runtime.device import canonical_device, is_meta
 from .arguments import check_arguments
-from .linear_base import LinearParameters, OverlapOptions, check_parallel_mode
+from .config import configured, early
+from .linear_base import SIZES, LinearConfig, OverlapOptions, ProductsModule, check_parallel_mode
+from .linear_parameters import create_parameters, joined, mark_parameters
 from .norm_parameters import mark_norm_parameters, register_norm_parameters
 from .parameters import InitMethod
+from .specs import Call, check_call, product_spec, quantizable, scale_update
 
 
-class LayerNormLinear(LinearParameters):
+@dataclass(frozen=True, eq=False)
+class NormLinearConfig(LinearConfig):
+    eps: float = 1e-5
+    normalization: str = "LayerNorm"
+    zero_centered_gamma: bool = False
+
+
+def build(key: tuple[Any, ...]) -> NormLinearSpec:
+    """The spec of a call."""
+    call = Call(*key)
+    config: NormLinearConfig = call.config
+    check_call(call, config.in_features)
+    weight, bias, *of_norm = call.parameters
+    assert weight is not None
+    (quantizers,) = quantizable(call, ((config.in_features, weight.shape[0]),))
+    before = (call.input, *of_norm)
+    needs = (
+        call.gradients and any(facts is not None and facts.requires_grad for facts in before),
+        call.gradients and weight.requires_grad,
+        call.gradients and bias is not None and bias.requires_grad and not config.return_bias,
+    )
+    update = scale_update(call, any(needs))
+    linear = product_spec(
+        call, 0, quantizers, config.parallel(), needs, update, weight, (call.options[1], False)
+    )
+    return NormLinearSpec(
+        Norm(config.normalization, config.eps, config.zero_centered_gamma),
+        linear,
+        config.return_layernorm_output,
+        any(needs),
+    ).decided()
+
+
+@configured(NormLinearConfig, fixed=SIZES)
+class LayerNormLinear(ProductsModule):
     """y [.., out_features] = norm(x [.., in_features]) @ weight.T + bias
 
     eps, normalization    "LayerNorm" or "RMSNorm" and its epsilon
@@ -32,78 +66,76 @@ class LayerNormLinear(LinearParameters):
     Other parameters as in Linear; parallel_mode is None or "column".
     """
 
-    option_names = ("is_first_microbatch", "fp8_output", "fp8_grad", "return_bias", "return_layernorm_output")
+    build = staticmethod(build)
+    _config: NormLinearConfig
+    in_features: int
+    out_features: int
+    weight: Tensor
+    bias: Tensor
     layer_norm_weight: Tensor
     layer_norm_bias: Tensor | None
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        eps: float = 1e-5,
-        sequence_parallel: bool = False,
-        fuse_wgrad_accumulation: bool = False,
-        tp_group: Any = None,
-        tp_size: int = 1,
-        get_rng_state_tracker: Callable | None = None,
-        init_method: InitMethod | None = None,
-        bias: bool = True,
-        normalization: str = "LayerNorm",
-        return_bias: bool = False,
-        params_dtype: torch.dtype | None = None,
-        parallel_mode: str | None = None,
-        return_layernorm_output: bool = False,
-        return_layernorm_output_gathered: bool = False,
+        self, in_features: int, out_features: int, eps: float = 1e-5, sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False, tp_group: Any = None, tp_size: int = 1,
+        get_rng_state_tracker: Callable | None = None, init_method: InitMethod | None = None,
+        bias: bool = True, normalization: str = "LayerNorm", return_bias: bool = False,
+        params_dtype: torch.dtype | None = None, parallel_mode: str | None = None,
+        return_layernorm_output: bool = False, return_layernorm_output_gathered: bool = False,
         parameters_split: Sequence[str] | Mapping[str, int] | None = None,
-        zero_centered_gamma: bool = False,
-        device: torch.device | str | int = "cuda",
-        ub_overlap_ag: bool = False,
-        ub_overlap_rs: bool = False,
-        ub_overlap_rs_dgrad: bool = False,
-        ub_bulk_wgrad: bool = False,
-        ub_bulk_dgrad: bool = False,
-        ub_name: str | None = None,
-        delay_wgrad_compute: bool = False,
-        symmetric_ar_type: str | None = None,
+        zero_centered_gamma: bool = False, device: torch.device | str | int = "cuda",
+        ub_overlap_ag: bool = False, ub_overlap_rs: bool = False, ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False, ub_bulk_dgrad: bool = False, ub_name: str | None = None,
+        delay_wgrad_compute: bool = False, symmetric_ar_type: str | None = None,
         name: str | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         check_arguments(locals())
         # Subclasses of other libraries choose the tracker's name by setting it before they call this.
-        rng_tracker_name = self.__dict__.get("rng_tracker_name")
+        rng_tracker_name = early(self, "rng_tracker_name")
         super().__init__(name)
         if parallel_mode == "row":
             raise NotImplementedError(
                 'parallel_mode="row" would normalize a shard of the features; use LayerNorm followed by Linear'
             )
         check_parallel_mode(parallel_mode, tp_size, in_features, out_features)
-        self.in_features = in_features
-        self.out_features = out_features // tp_size if parallel_mode == "column" else out_features
-        self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
-        self.parallel_mode, self.tp_size = parallel_mode, tp_size
-        self.sequence_parallel = sequence_parallel and tp_size > 1
-        if tp_group is not None:
-            self.set_tensor_parallel_group(tp_group)
-        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
-        self.return_bias = return_bias
-        self.return_layernorm_output = return_layernorm_output
-        self.return_layernorm_output_gathered = return_layernorm_output_gathered
-        self.symmetric_ar_type = symmetric_ar_type
+        self._configure(
+            in_features=in_features,
+            out_features=out_features // tp_size if parallel_mode == "column" else out_features,
+            eps=eps,
+            normalization=normalization,
+            zero_centered_gamma=zero_centered_gamma,
+            parallel_mode=parallel_mode,
+            sequence_parallel=sequence_parallel and tp_size > 1,
+            tp_size=tp_size,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            use_bias=bias,
+            return_bias=return_bias,
+            return_layernorm_output=return_layernorm_output,
+            return_layernorm_output_gathered=return_layernorm_output_gathered,
+            get_rng_state_tracker=get_rng_state_tracker,
+            rng_tracker_name=rng_tracker_name,
+            _options=("is_first_microbatch", "fp8_output", "fp8_grad"),
+            _tensors=("weight", "bias", "layer_norm_weight", "layer_norm_bias"),
+        )
+        self.symmetric_ar_type, self.ub_name = symmetric_ar_type, ub_name
         self.overlap = OverlapOptions(
             ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad, ub_name
         )
-        self.ub_name = ub_name
-        self.get_rng_state_tracker, self.rng_tracker_name = get_rng_state_tracker, rng_tracker_name
+        if tp_group is not None:
+            self.set_tensor_parallel_group(tp_group)
         if delay_wgrad_compute:
             self.wgrad_store = WeightGradientStore()
         dtype = params_dtype or torch.get_default_dtype()
         register_norm_parameters(
             self, in_features, normalization, zero_centered_gamma, dtype, canonical_device(device)
         )
-        self.create_parameters(bias, parameters_split, params_dtype, device, init_method)
+        create_parameters(self, parameters_split, params_dtype, device, init_method)
         self.reset_parameters(defer_init=is_meta(device))
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         super().reset_parameters(defer_init=defer_init)
+        if not defer_init:
+            mark_parameters(self)
         mark_norm_parameters(self)
 
     def forward(
@@ -121,69 +153,29 @@ class LayerNormLinear(LinearParameters):
             raise ValueError(
                 f"fp8_grad={fp8_grad!r}: a norm's gradient is not quantized; use Linear, or leave it False"
             )
-        weight, bias = self.weight_tensor(), self.bias_tensor()
+        config = self._config
+        weight = joined(self, config.weight_names)
+        bias = joined(self, config.bias_names) if config.use_bias else None
         gamma, beta = self.layer_norm_weight, self.layer_norm_bias
-        spec = self.remembered(
-            inp,
-            tuple(self._parameters.values()),
-            (is_first_microbatch, fp8_output, fp8_grad, self.return_bias, self.return_layernorm_output),
-            lambda: self._spec(inp, weight, bias, is_first_microbatch, fp8_output),
+        spec: NormLinearSpec = self.spec(
+            inp, (weight, bias, gamma, beta), (is_first_microbatch, fp8_output, fp8_grad)
         )
         if is_first_microbatch is not None:
             linear = self.with_cached_weight("weight", weight, spec.linear, is_first_microbatch)
             spec = replace(spec, linear=linear)
         dtype = spec.linear.dtype
-        bias = None if bias is None else bias.to(dtype)
-        y, norm_output = norm_linear(
-            inp.to(dtype),
-            gamma,
-            beta,
-            weight,
-            None if self.return_bias else bias,
-            spec,
-        )
-        outputs: tuple[Any, ...] = (y,)
-        if self.return_bias:
-            outputs += (bias,)
-        if self.return_layernorm_output:
+        if bias is not None and bias.dtype != dtype:
+            bias = bias.to(dtype)
+        if inp.dtype != dtype:
+            inp = inp.to(dtype)
+        added = None if config.return_bias else bias
+        y, norm_output = norm_linear(inp, gamma, beta, weight, added, spec)
+        if not (config.return_bias or config.return_layernorm_output):
+            return y
+        outputs: tuple[Any, ...] = (y, bias) if config.return_bias else (y,)
+        if config.return_layernorm_output:
             outputs += (self.returned_norm_output(norm_output),)
-        return outputs if len(outputs) > 1 else y
+        return outputs
 
-    def _spec(
-        self,
-        inp: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        is_first_microbatch: bool | None,
-        fp8_output: bool | None,
-    ) -> NormLinearSpec:
-        state = current()
-        quantizers = self.quantizable_products(state, inp, ((self.in_features, self.out_features),))[0]
-        self.check_results(quantizers, fp8_output, False)
-        grad = torch.is_grad_enabled()
-        before = (inp, self.layer_norm_weight, self.layer_norm_bias)
-        needs_grad_input = grad and any(tensor is not None and tensor.requires_grad for tensor in before)
-        needs_grad_weight = grad and weight.requires_grad
-        needs_grad_bias = grad and bias is not None and bias.requires_grad and not self.return_bias
-        needs_grad = needs_grad_input or needs_grad_weight or needs_grad_bias
-        linear = LinearSpec(
-            dtype=self.computing_dtype(inp),
-            input=quantizers.input,
-            weight=quantizers.weight,
-            grad_output=quantizers.grad_output,
-            output=quantizers.output if fp8_output else None,
-            accumulation=self.accumulation(state),
-            parallel=TensorParallel(self.parallel_mode, self.tp_group, self.tp_size, self.sequence_parallel),
-            weight_gradient=self.weight_gradient("weight", is_first_microbatch),
-            backward=self.backward_mode(state),
-            needs_grad_input=needs_grad_input,
-            needs_grad_weight=needs_grad_weight,
-            needs_grad_bias=needs_grad_bias,
-            scale_update=self._scale_update(state, needs_grad),
-        )
-        return NormLinearSpec(
-            Norm(self.normalization, self.eps, self.zero_centered_gamma),
-            linear,
-            self.return_layernorm_output,
-            needs_grad,
-        )
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"

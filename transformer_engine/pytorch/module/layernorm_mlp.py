@@ -3,29 +3,86 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..device import canonical_device, is_meta
+from ...common.checks import switch
 from ..distributed.tensor_parallel import TensorParallel, set_tensor_model_parallel_attributes
-from ..functions.linear import LinearSpec
+from ..functions.linear_spec import LinearSpec
 from ..functions.norm_mlp import NormMLPSpec, NormMLPTensors, norm_mlp
 from ..functions.normalization import Norm
-from ..functions.scale_update import ScaleUpdate
 from ..functions.weight_gradient import WeightGradientStore
 from ..primitives.activation import ACTIVATIONS, ActivationParams
-from ..quantization.autocast import AutocastState, current
+from ..runtime.device import canonical_device, is_meta
 from .arguments import check_arguments
-from .linear_base import OverlapOptions, QuantizedProductsModule
+from .config import configured
+from .linear_base import OverlapOptions, ProductsConfig, ProductsModule
 from .norm_parameters import mark_norm_parameters, register_norm_parameters
 from .parameters import InitMethod, ParameterInit, default_init_method
-from .recipe_state import ProductQuantizers
+from .specs import Call, Facts, check_call, product_spec, quantizable, scale_update
 
 
-class LayerNormMLP(QuantizedProductsModule):
+@dataclass(frozen=True, eq=False)
+class NormMLPConfig(ProductsConfig):
+    hidden_size: int = 0
+    ffn_shard: int = 0
+    eps: float = 1e-5
+    normalization: str = "LayerNorm"
+    zero_centered_gamma: bool = False
+    activation: str = "gelu"
+    activation_params: Any = None
+    checkpoint: bool = False
+    set_parallel_mode: bool = False
+
+    def input_features(self) -> int:
+        return self.hidden_size
+
+    @property
+    def adds_bias_late(self) -> bool:
+        """Is fc2's bias the caller's, or that of the sum over ranks?"""
+        return self.return_bias or (self.set_parallel_mode and self.tp_size > 1)
+
+
+def build(key: tuple[Any, ...]) -> NormMLPSpec:
+    """The spec of a call."""
+    call = Call(*key)
+    config: NormMLPConfig = call.config
+    check_call(call, config.hidden_size)
+    switch("checkpoint", config.checkpoint)
+    fc1_weight, fc1_bias, fc2_weight, fc2_bias, *_ = call.parameters
+    assert fc1_weight is not None and fc2_weight is not None
+    shapes = ((config.hidden_size, fc1_weight.shape[0]), (config.ffn_shard, config.hidden_size))
+    products = quantizable(call, shapes)
+    wants = call.wants
+    update = scale_update(call, wants)
+
+    def spec(number: int, mode: str, weight: Facts, bias: Facts | None) -> LinearSpec:
+        parallel = TensorParallel(
+            mode if config.set_parallel_mode else None,
+            config.tp_group,
+            config.tp_size,
+            config.sequence_parallel,
+        )
+        needs = (wants, wants and weight.requires_grad, wants and bias is not None and bias.requires_grad)
+        return product_spec(call, number, products[number], parallel, needs, update, weight)
+
+    return NormMLPSpec(
+        Norm(config.normalization, config.eps, config.zero_centered_gamma),
+        spec(0, "column", fc1_weight, fc1_bias),
+        spec(1, "row", fc2_weight, None if config.adds_bias_late else fc2_bias),
+        config.activation,
+        ActivationParams.of(config.activation_params),
+        config.return_layernorm_output,
+        config.checkpoint and wants,
+        wants,
+    ).decided()
+
+
+@configured(NormMLPConfig, fixed=frozenset({"hidden_size", "ffn_shard"}))
+class LayerNormMLP(ProductsModule):
     """y [.., hidden_size] = act(norm(x) @ fc1_weight.T + fc1_bias) @ fc2_weight.T + fc2_bias
 
     hidden_size, ffn_hidden_size   of x and of the activation's output; gated activations double fc1
@@ -41,7 +98,12 @@ class LayerNormMLP(QuantizedProductsModule):
     """
 
     num_products = 2
-    option_names = ("is_first_microbatch", "return_bias", "return_layernorm_output", "checkpoint")
+    build = staticmethod(build)
+    _config: NormMLPConfig
+    activation: str
+    ffn_shard: int
+    hidden_size: int
+    set_parallel_mode: bool
     layer_norm_weight: Tensor
     layer_norm_bias: Tensor | None
     fc1_weight: Tensor
@@ -50,62 +112,54 @@ class LayerNormMLP(QuantizedProductsModule):
     fc2_bias: Tensor
 
     def __init__(
-        self,
-        hidden_size: int,
-        ffn_hidden_size: int,
-        eps: float = 1e-5,
-        sequence_parallel: bool = False,
-        return_bias: bool = False,
-        get_rng_state_tracker: Callable | None = None,
-        tp_group: Any = None,
-        tp_size: int = 1,
-        init_method: InitMethod | None = None,
-        bias: bool = True,
-        normalization: str = "LayerNorm",
-        activation: str = "gelu",
-        activation_params: dict[str, float] | None = None,
-        output_layer_init_method: InitMethod | None = None,
-        fuse_wgrad_accumulation: bool = False,
-        params_dtype: torch.dtype | None = None,
-        return_layernorm_output: bool = False,
-        return_layernorm_output_gathered: bool = False,
-        seq_length: int | None = None,
-        micro_batch_size: int | None = None,
-        set_parallel_mode: bool = False,
-        zero_centered_gamma: bool = False,
-        device: torch.device | str | int = "cuda",
-        name: str | None = None,
-        ub_overlap_ag: bool = False,
-        ub_overlap_rs: bool = False,
-        ub_overlap_rs_dgrad: bool = False,
-        ub_bulk_dgrad: bool = False,
-        ub_bulk_wgrad: bool = False,
-        delay_wgrad_compute: bool = False,
-        symmetric_ar_type: str | None = None,
+        self, hidden_size: int, ffn_hidden_size: int, eps: float = 1e-5,
+        sequence_parallel: bool = False, return_bias: bool = False,
+        get_rng_state_tracker: Callable | None = None, tp_group: Any = None, tp_size: int = 1,
+        init_method: InitMethod | None = None, bias: bool = True, normalization: str = "LayerNorm",
+        activation: str = "gelu", activation_params: dict[str, float] | None = None,
+        output_layer_init_method: InitMethod | None = None, fuse_wgrad_accumulation: bool = False,
+        params_dtype: torch.dtype | None = None, return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False, seq_length: int | None = None,
+        micro_batch_size: int | None = None, set_parallel_mode: bool = False,
+        zero_centered_gamma: bool = False, device: torch.device | str | int = "cuda",
+        name: str | None = None, ub_overlap_ag: bool = False, ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False, ub_bulk_dgrad: bool = False, ub_bulk_wgrad: bool = False,
+        delay_wgrad_compute: bool = False, symmetric_ar_type: str | None = None,
         checkpoint: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         check_arguments(locals())
         super().__init__(name)
         shards = tp_size if set_parallel_mode else 1
         if ffn_hidden_size % shards:
             raise ValueError(f"tp_size={tp_size} does not divide ffn_hidden_size={ffn_hidden_size}; pad it")
-        self.hidden_size, self.ffn_shard = hidden_size, ffn_hidden_size // shards
-        self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
-        self.activation = activation
-        self.activation_params = ActivationParams.from_mapping(activation_params)
-        self.use_bias, self.return_bias = bias, return_bias
-        self.return_layernorm_output = return_layernorm_output
-        self.return_layernorm_output_gathered = return_layernorm_output_gathered
-        self.checkpoint = checkpoint
-        self.set_parallel_mode, self.tp_size = set_parallel_mode, tp_size
-        self.sequence_parallel = sequence_parallel and tp_size > 1
-        if tp_group is not None:
-            self.set_tensor_parallel_group(tp_group)
-        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self._configure(
+            hidden_size=hidden_size,
+            ffn_shard=ffn_hidden_size // shards,
+            eps=eps,
+            normalization=normalization,
+            zero_centered_gamma=zero_centered_gamma,
+            activation=activation,
+            activation_params=ActivationParams.from_mapping(activation_params),
+            use_bias=bias,
+            return_bias=return_bias,
+            return_layernorm_output=return_layernorm_output,
+            return_layernorm_output_gathered=return_layernorm_output_gathered,
+            checkpoint=checkpoint,
+            set_parallel_mode=set_parallel_mode,
+            tp_size=tp_size,
+            sequence_parallel=sequence_parallel and tp_size > 1,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            _tensors=(
+                "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias", "layer_norm_weight", "layer_norm_bias",
+            ),
+            _weights=(("fc1_weight",), ("fc2_weight",)),
+        )  # fmt: skip
         self.symmetric_ar_type = symmetric_ar_type
         self.overlap = OverlapOptions(
             ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
         )
+        if tp_group is not None:
+            self.set_tensor_parallel_group(tp_group)
         if delay_wgrad_compute:
             self.wgrad_store = WeightGradientStore()
         dtype, on = params_dtype or torch.get_default_dtype(), canonical_device(device)
@@ -152,38 +206,32 @@ class LayerNormMLP(QuantizedProductsModule):
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor | tuple[Tensor, ...]:
         """y, or `(y[, fc2_bias][, norm(x)])` as return_bias and return_layernorm_output say."""
-        spec = self.remembered(
-            inp,
-            tuple(self._parameters.values()),
-            (is_first_microbatch, self.return_bias, self.return_layernorm_output, self.checkpoint),
-            lambda: self._spec(inp, is_first_microbatch),
+        config = self._config
+        gamma, beta = self.layer_norm_weight, self.layer_norm_bias
+        fc1_weight, fc2_weight = self.fc1_weight, self.fc2_weight
+        fc1_bias, fc2_bias = (self.fc1_bias, self.fc2_bias) if config.use_bias else (None, None)
+        spec: NormMLPSpec = self.spec(
+            inp, (fc1_weight, fc1_bias, fc2_weight, fc2_bias, gamma, beta), (is_first_microbatch,)
         )
         if is_first_microbatch is not None:
             spec = self._with_cached_weights(spec, is_first_microbatch)
         dtype = spec.fc1.dtype
-        fc2_bias = self.fc2_bias.to(dtype) if self.use_bias else None
-        late_bias = self.return_bias or (self.set_parallel_mode and self.tp_size > 1)
-        tensors = NormMLPTensors(
-            inp.to(dtype),
-            self.layer_norm_weight,
-            self.layer_norm_bias,
-            self.fc1_weight,
-            self.fc1_bias.to(dtype) if self.use_bias else None,
-            self.fc2_weight,
-            None if late_bias else fc2_bias,
+        if fc1_bias is not None and fc2_bias is not None:
+            fc1_bias, fc2_bias = fc1_bias.to(dtype), fc2_bias.to(dtype)
+        if inp.dtype != dtype:
+            inp = inp.to(dtype)
+        added = None if config.adds_bias_late else fc2_bias
+        y, norm_output = norm_mlp(
+            NormMLPTensors(inp, gamma, beta, fc1_weight, fc1_bias, fc2_weight, added), spec
         )
-        y, norm_output = norm_mlp(tensors, spec)
-        if late_bias and not self.return_bias and fc2_bias is not None:
+        if config.adds_bias_late and not config.return_bias and fc2_bias is not None:
             y = y + fc2_bias
-        outputs: tuple[Any, ...] = (y,)
-        if self.return_bias:
-            outputs += (fc2_bias,)
-        if self.return_layernorm_output:
+        if not (config.return_bias or config.return_layernorm_output):
+            return y
+        outputs: tuple[Any, ...] = (y, fc2_bias) if config.return_bias else (y,)
+        if config.return_layernorm_output:
             outputs += (self.returned_norm_output(norm_output),)
-        return outputs if len(outputs) > 1 else y
-
-    def input_features(self) -> int:
-        return self.hidden_size
+        return outputs
 
     def _with_cached_weights(self, spec: NormMLPSpec, is_first_microbatch: bool) -> NormMLPSpec:
         fc1, fc2 = (
@@ -194,58 +242,3 @@ class LayerNormMLP(QuantizedProductsModule):
             )
         )
         return replace(spec, fc1=fc1, fc2=fc2)
-
-    def _spec(self, inp: Tensor, is_first_microbatch: bool | None) -> NormMLPSpec:
-        dtype = self.computing_dtype(inp)
-        state = current()
-        fc1_rows = self.fc1_weight.shape[0]
-        shapes = ((self.hidden_size, fc1_rows), (self.ffn_shard, self.hidden_size))
-        products = self.quantizable_products(state, inp, shapes)
-        upstream = inp.requires_grad or any(p.requires_grad for p in self.parameters(recurse=False))
-        needs_grad = torch.is_grad_enabled() and upstream
-        scale_update = self._scale_update(state, needs_grad)
-        fc1 = self._linear_spec(
-            "fc1", products[0], state, dtype, needs_grad, is_first_microbatch, scale_update
-        )
-        fc2 = self._linear_spec(
-            "fc2", products[1], state, dtype, needs_grad, is_first_microbatch, scale_update
-        )
-        return NormMLPSpec(
-            Norm(self.normalization, self.eps, self.zero_centered_gamma),
-            fc1,
-            fc2,
-            self.activation,
-            ActivationParams.of(self.activation_params),
-            self.return_layernorm_output,
-            self.checkpoint and needs_grad,
-            needs_grad,
-        )
-
-    def _linear_spec(
-        self,
-        layer: str,
-        quantizers: ProductQuantizers,
-        state: AutocastState,
-        dtype: torch.dtype,
-        needs_grad: bool,
-        is_first_microbatch: bool | None,
-        scale_update: ScaleUpdate | None,
-    ) -> LinearSpec:
-        weight, bias = getattr(self, f"{layer}_weight"), getattr(self, f"{layer}_bias")
-        mode = {"fc1": "column", "fc2": "row"}[layer] if self.set_parallel_mode else None
-        key = f"{layer}_weight"
-        late_bias = layer == "fc2" and (self.return_bias or (self.set_parallel_mode and self.tp_size > 1))
-        return LinearSpec(
-            dtype=dtype,
-            input=quantizers.input,
-            weight=quantizers.weight,
-            grad_output=quantizers.grad_output,
-            accumulation=self.accumulation(state),
-            parallel=TensorParallel(mode, self.tp_group, self.tp_size, self.sequence_parallel),
-            weight_gradient=self.weight_gradient(key, is_first_microbatch),
-            backward=self.backward_mode(state),
-            needs_grad_input=needs_grad,
-            needs_grad_weight=needs_grad and weight.requires_grad,
-            needs_grad_bias=needs_grad and self.use_bias and bias.requires_grad and not late_bias,
-            scale_update=scale_update,
-        )

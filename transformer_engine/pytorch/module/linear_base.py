@@ -1,39 +1,36 @@
-"""What the modules with one named weight share: its parameters, checks on inputs, and spec fragments."""
+"""ProductsModule: a layer whose forward is made of linear products, and what a call of it costs: a key, a look-up."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...common import env
-from ...common.checks import switch
 from ...common.dispatch import undisturbed
-from ..backward_thread import keep_backward_here
-from ..checks import floating
-from ..device import canonical_device
-from ..distributed.tensor_parallel import set_tensor_model_parallel_attributes
-from ..functions.linear import Accumulation, LinearSpec
-from ..functions.scale_update import in_a_backward
+from ...common.memory import Memory
+from ..distributed.tensor_parallel import TensorParallel
+from ..functions.linear_spec import LinearSpec
+from ..functions.scale_update import in_a_backward, of_the_pass
 from ..functions.sequence import gather_sequence
-from ..functions.weight_gradient import WeightGradient
-from ..quantization import QuantizerRole
-from ..quantization.autocast import AutocastState, here
-from ..quantization.family import family_of
+from ..quantization import QuantizerRole, delayed_scaling
+from ..quantization.autocast import AutocastState, current, here_in_eager_mode
 from ..quantization.roles import BACKWARD_TENSORS, FORWARD_TENSORS
-from ..tensor.storage.quantized_tensor_storage import QuantizedTensorStorage
-from .base import TransformerEngineBaseModule
-from .parameters import InitMethod, ParameterInit, default_init_method, split_names
-from .precision import quantizes
-from .recipe_state import UNQUANTIZED, ProductQuantizers, ensure
+from ..runtime.checks import floating
+from ..runtime.device import autocast_dtype
+from .base import ModuleConfig, TransformerEngineBaseModule
+from .config import configured
+from .numerics import of_traced_call, traced_update
+from .products import ModuleRecipe, ProductQuantizers, unquantized
+from .repetition import may_be_repeated, repeatable
+from .specs import Call, Held, check_call, facts_of, quantizable
 
-T = TypeVar("T")
-
-_fp8_auto = env.watch("NVTE_FP8_AUTO")  # the one variable that decides what a spec is
+_KEPT = 64  # what a module keeps of calls that it may meet again
+_is_compiling = torch.compiler.is_compiling
 
 
 @dataclass(frozen=True)
@@ -48,6 +45,58 @@ class OverlapOptions:
     name: str | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class ProductsConfig(ModuleConfig):
+    """Settings of every layer that is made of linear products.
+
+    _options   what the switches of its forward are called, in their order; is_first_microbatch is the first
+    _tensors   what the tensors that its forward computes with beside the input are called, in their order
+    _weights   the parameters that make up each product's weight
+    """
+
+    fuse_wgrad_accumulation: bool = False
+    return_bias: bool = False
+    return_layernorm_output: bool = False
+    return_layernorm_output_gathered: bool = False
+    save_original_input: bool = False
+    use_bias: bool = True
+    _options: tuple[str, ...] = ("is_first_microbatch",)
+    _tensors: tuple[str, ...] = ()
+    _weights: tuple[tuple[str, ...], ...] = ()
+
+    def input_features(self) -> int:
+        """The last dimension of the input."""
+        raise NotImplementedError
+
+
+# Fields by which the parameters of a layer were made.
+SIZES = frozenset({"in_features", "out_features"})
+
+
+@dataclass(frozen=True, eq=False)
+class LinearConfig(ProductsConfig):
+    """Settings of a layer with one weight [out_features, in_features], whole or in named pieces."""
+
+    in_features: int = 0
+    out_features: int = 0
+    parallel_mode: str | None = None
+    get_rng_state_tracker: Any = None
+    rng_tracker_name: str | None = None
+    weight_names: tuple[str, ...] = ()
+    bias_names: tuple[str, ...] = ()
+
+    def input_features(self) -> int:
+        return self.in_features
+
+    @property
+    def adds_bias_late(self) -> bool:
+        """A row-parallel shard holds a partial sum; the bias belongs to the reduced one."""
+        return self.parallel_mode == "row" and self.tp_size > 1
+
+    def parallel(self) -> TensorParallel:
+        return TensorParallel(self.parallel_mode, self.tp_group, self.tp_size, self.sequence_parallel)
+
+
 def check_parallel_mode(mode: str | None, tp_size: int, in_features: int, out_features: int) -> None:
     """ValueError unless mode is known and tp_size divides the sharded dimension."""
     if mode not in (None, "row", "column"):
@@ -58,31 +107,27 @@ def check_parallel_mode(mode: str | None, tp_size: int, in_features: int, out_fe
         raise ValueError(f"tp_size={tp_size} does not divide {sharded[0]}={sharded[1]}; pad it to {padded}")
 
 
-def product_refusal(product: ProductQuantizers, m: int, k: int, n: int) -> str | None:
-    """Why a format cannot take x [m, k], w [n, k] or dy [m, n]; None when it can take all three."""
-    for quantizer, extents in (
-        (product.input, (m, k)),
-        (product.weight, (n, k)),
-        (product.grad_output, (m, n)),
-    ):
-        reason = quantizer.shape_refusal(extents, True, True)
-        if reason is not None:
-            return reason
-    return None
+@configured(ProductsConfig)
+class ProductsModule(TransformerEngineBaseModule):
+    """A module whose forward is made of linear products.
 
+    quantized_as   module_type of its quantizers' roles
+    build          spec = build(key), see `specs`; None where no call is remembered
+    """
 
-class QuantizedProductsModule(TransformerEngineBaseModule):
-    """A module whose forward is made of linear products: which quantizers they get, and how gradients are formed."""
-
-    quantized_as = "linear"  # module_type of its quantizers' roles
+    quantized_as = "linear"
     products_grow = False
-    fuse_wgrad_accumulation = False
-    save_original_input = False
-    return_layernorm_output_gathered = False
-    # What the options of `remembered` are called, in their order: all of them are switches.
-    option_names: tuple[str, ...] = ("is_first_microbatch",)
+    build: Any = None
+    _config: ProductsConfig
+    return_bias: bool
+    use_bias: bool
     _output_role: QuantizerRole | None = None
     _grad_input_role: QuantizerRole | None = None
+
+    def __init__(self, name: str | None = None) -> None:
+        super().__init__(name)
+        if self.build is not None:
+            self._specs: Memory[tuple[Any, ...], Any] = Memory(type(self).build, _KEPT)
 
     def get_quantizer_roles(self, *, fwd: bool, num_quantizers: int) -> list[QuantizerRole | None]:
         """Roles by slot of each product; those at the module's borders may be set, see `output_quantizer_role`."""
@@ -112,7 +157,7 @@ class QuantizedProductsModule(TransformerEngineBaseModule):
     @output_quantizer_role.setter
     def output_quantizer_role(self, role: QuantizerRole | None) -> None:
         self._output_role = role
-        self._module_recipe = None  # quantizers are asked for anew
+        self.numerics.forget()  # quantizers are asked for anew
 
     @property
     def grad_input_quantizer_role(self) -> QuantizerRole | None:
@@ -122,278 +167,135 @@ class QuantizedProductsModule(TransformerEngineBaseModule):
     @grad_input_quantizer_role.setter
     def grad_input_quantizer_role(self, role: QuantizerRole | None) -> None:
         self._grad_input_role = role
-        self._module_recipe = None
+        self.numerics.forget()
 
-    def remembered(
-        self,
-        inp: Tensor,
-        parameters: Sequence[Tensor | None],
-        options: tuple[Any, ...],
-        build: Callable[[], T],
-    ) -> T:
-        """build(), or what it gave an earlier call that agrees in everything the result may depend on.
-
-        That is the recipe, the input's and the parameters' shape, dtype, device and need of a gradient, torch's
-        modes, this module's switches, and options. What else a result depends on must be added to it afterwards.
-        """
-        if torch.compiler.is_compiling():
-            self.check_call(inp, options)
-            return build()
-        thread = here()
-        state, grad, before = thread.state, torch.is_grad_enabled(), self._state_without_gradients
+    def spec(self, inp: Tensor, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> Any:
+        """build(key) of a call: made in the first call, found in those that agree in all that it may depend on."""
+        if _is_compiling():
+            return self._traced_spec(inp, tensors, options)
+        thread = here_in_eager_mode()
+        state, numerics, config = thread.state, self.numerics, self._config
+        grad = torch.is_grad_enabled()
+        before = numerics.state_without_gradients
         if not grad or (before is not None and before is not state):
             self.check_repetition(state)
-        if state.calibrating or (thread.recomputes and state.enabled):
-            self.check_call(inp, options)
-            return build()
-        if not isinstance(inp, Tensor) or inp.is_meta or not undisturbed():
-            self.check_call(inp, options)
-            return build()  # somebody wants to see the choices that are made on the way
-        if state.enabled:
-            active = self._module_recipe
-            if active is None or not active.serves(state):
-                self.check_call(inp, options)
-            ensure(self, state)
-            if self._module_recipe.has_state and in_a_backward():  # pyright: ignore[reportOptionalMemberAccess]
-                return build()  # whose backward belongs to the pass that is running
-        device = inp.device
-        accumulates = self.fuse_wgrad_accumulation or self.wgrad_store is not None
-        key = (
-            options,
-            state.enabled,
-            _fp8_auto() if state.enabled else None,
-            self._module_recipe,
-            grad,
-            torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None,
-            (type(inp), inp.shape, inp.dtype, device, inp.requires_grad),
-            (self.tp_group, self.tp_size, self.sequence_parallel),
-            (self.fuse_wgrad_accumulation, self.save_original_input, self.wgrad_store),
-            *[None if p is None else (p.dtype, p.device, p.requires_grad) for p in parameters],
-            # A gradient that is accumulated goes to one parameter, which is held so that its id stays its own.
-            tuple([id(p) for p in parameters]) if accumulates else None,
-        )
-        try:
-            known = self._remembered.get(key)
-        except TypeError:  # an option that is no key is no switch either
-            known = None
-        if known is None:
-            self.check_call(inp, options)
-            result = build()
-            if device.type == "cuda":
-                keep_backward_here()
-            held = tuple(parameters) if accumulates else None
-            known = self._remembered.keep(key, (result, held))
+        if state.enabled or state.calibrating:
+            active = self._active_of(inp, tensors, options, state)
+            if active.has_state and (thread.recomputes or in_a_backward()):
+                return self._spec_of_pass(inp, tensors, options, active)
         else:
-            self.__dict__.update(fp8=state.enabled, fp8_calibration=False)
-        return known[0]
-
-    def input_features(self) -> int:
-        """The last dimension of the input."""
-        raise NotImplementedError
-
-    def check_call(self, inp: Tensor, options: tuple[Any, ...]) -> None:
-        """What a forward refuses, before it changes anything: TypeError or ValueError."""
-        self.check_input(inp, self.input_features())
-        for name, value in zip(self.option_names, options, strict=True):
-            switch(name, value)
-        if not isinstance(inp, QuantizedTensorStorage):
-            self.computing_dtype(inp)
-
-    def check_input(self, inp: Tensor, features: int) -> None:
-        """ValueError unless inp is [.., features] on the parameters' device, TypeError unless it is floating point."""
-        floating("the input", inp)
-        if inp.dim() == 0 or inp.shape[-1] != features:
-            raise ValueError(
-                f"{type(self).__name__} takes [.., {features}], the input is {list(inp.shape)}; "
-                "its last dimension must be the layer's input features"
+            active = unquantized(self.num_products)
+        numerics.state = state
+        store = self.wgrad_store
+        try:
+            device = inp.device
+            key = (
+                config,
+                active,
+                options,
+                grad,
+                autocast_dtype(device.type),
+                env.generation(),
+                store,
+                self._holders() if store is not None or config.fuse_wgrad_accumulation else None,
+                (type(inp), inp.shape, inp.dtype, device, inp.requires_grad),
+                tuple(
+                    [
+                        None if t is None else (type(t), t.shape, t.dtype, t.device, t.requires_grad)
+                        for t in tensors
+                    ]
+                ),
             )
-        for name, param in self._parameters.items():
-            if param is not None and param.is_meta:
-                raise RuntimeError(f"parameter {name} is on the meta device; call reset_parameters() first")
-            if param is not None and param.device != inp.device:
-                raise ValueError(
-                    f"the input is on {inp.device}, parameter {name} on {param.device}; move one of them with .to()"
-                )
+            # Anew where somebody wants to see the choices that are made on the way.
+            return self._specs[key] if undisturbed() else type(self).build(key)
+        except (AttributeError, TypeError) as error:
+            stumbled = error
+        self._refuse(inp, tensors, options)  # says it better, where it is the input's fault
+        raise stumbled
+
+    def _key(
+        self, inp: Tensor, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...], active: ModuleRecipe
+    ) -> Call:
+        """The key of a call that is not looked up; TypeError for an input that is no tensor."""
+        floating("the input", inp)
+        accumulates = self.wgrad_store is not None or self._config.fuse_wgrad_accumulation
+        compiling = _is_compiling()
+        return Call(
+            self._config,
+            active,
+            options,
+            torch.is_grad_enabled(),
+            autocast_dtype(inp.device.type),
+            0 if compiling else env.generation(),
+            self.wgrad_store,
+            self._holders() if accumulates else None,
+            facts_of(inp),  # pyright: ignore[reportArgumentType]
+            tuple([facts_of(tensor) for tensor in tensors]),
+            None,
+            compiling,
+        )
+
+    def _active_of(
+        self, inp: Tensor, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...], state: AutocastState
+    ) -> ModuleRecipe:
+        """What the call computes by; a call that is refused makes nothing."""
+        numerics = self.numerics
+        active = numerics.active
+        if active is None or not active.serves(state):
+            self._refuse(inp, tensors, options)
+            self._check_parameter_recipe(state.recipe)
+        elif state.enabled and (not active.has_state or active.pools is delayed_scaling.pools()):
+            return active
+        return numerics.of_call(self, state)
+
+    def _spec_of_pass(
+        self, inp: Tensor, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...], active: ModuleRecipe
+    ) -> Any:
+        """Of a call in a recomputed function, whose scales are given back, or in a backward pass."""
+        self._refuse(inp, tensors, options)
+        self.numerics.state = current()
+        active = repeatable(type(self).__name__, self.tracing_key, active)
+        return type(self).build(self._key(inp, tensors, options, active)._replace(begin=of_the_pass))
+
+    def _traced_spec(self, inp: Tensor, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> Any:
+        self._refuse(inp, tensors, options)
+        state = current()
+        active = of_traced_call(self, self.tracing_key, state)
+        if state.enabled or state.calibrating:
+            self._check_parameter_recipe(state.recipe)
+        if active.has_state and may_be_repeated():
+            active = repeatable(type(self).__name__, self.tracing_key, active)
+        begin = functools.partial(traced_update, self, self.tracing_key, state.group)
+        return type(self).build(self._key(inp, tensors, options, active)._replace(begin=begin))
+
+    def _refuse(self, inp: Any, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> None:
+        """TypeError, ValueError or RuntimeError for a call that the layer does not take."""
+        call = self._key(inp, tensors, options, unquantized(self.num_products))
+        check_call(call, self._config.input_features())
+
+    def _holders(self) -> tuple[tuple[Held, ...], ...]:
+        return tuple(
+            [tuple([Held(getattr(self, name)) for name in names]) for names in self._config._weights]
+        )
 
     def quantizable_products(
         self, state: AutocastState, inp: Tensor, shapes: Sequence[tuple[int, int]]
     ) -> tuple[ProductQuantizers, ...]:
-        """The quantizers of each product, or none of them (with one warning) when a size does not fit the format.
+        """The quantizers that products of an input would get under a state: all identities where it is not quantized.
 
         shapes   (in_features, out_features) of each product's weight
         """
-        products = self._product_quantizers(state)
-        if not state.enabled:
-            return products
-        rows = inp.numel() // inp.shape[-1] if inp.shape[-1] else 0
-        for product, (k, n) in zip(products, shapes, strict=True):
-            reason = product_refusal(product, rows, k, n)
-            if reason is not None:
-                self._warn_once(
-                    f"shape {rows} {k} {n}",
-                    f"{type(self).__name__} runs in high precision, not under {type(state.recipe).__name__}: "
-                    f"{reason}",
-                )
-                return (UNQUANTIZED,) * self.num_products
-        if self._pays(state, inp, rows, shapes):
-            return products
-        return (UNQUANTIZED,) * self.num_products
-
-    def _pays(self, state: AutocastState, inp: Tensor, rows: int, shapes: Sequence[tuple[int, int]]) -> bool:
-        """Is there no product whose quantization costs too much? A compiled graph has no fixed extents to judge."""
-        if not inp.is_cuda or self.primary_weights_in_fp8 or torch.compiler.is_compiling():
-            return True
-        assert state.recipe is not None
-        return all(quantizes(state.recipe, rows, n, k) for k, n in shapes)
-
-    def check_results(
-        self, product: ProductQuantizers, quantized_output: bool | None, quantized_grad: bool | None
-    ) -> None:
-        """ValueError when a quantized result is asked for where nothing is quantized."""
-        if (quantized_output and product.output.is_identity) or (
-            quantized_grad and product.grad_input.is_identity
-        ):
-            raise ValueError(
-                f"fp8_output={quantized_output}, fp8_grad={quantized_grad}, but this call does not quantize; "
-                "enter te.autocast with a delayed or current scaling recipe, or leave them False"
-            )
-
-    def accumulation(self, state: AutocastState) -> Accumulation:
-        active = self._module_recipe
-        return active.accumulation if state.enabled and active is not None else Accumulation()
-
-    def backward_mode(self, state: AutocastState) -> str:
-        active = self._module_recipe
-        return active.backward if state.enabled and active is not None else "quantized"
-
-    def keeps_input(self, state: AutocastState) -> bool:
-        """save_original_input, which delayed scaling cannot serve: its scale has moved on by the backward."""
-        if not self.save_original_input or not state.enabled:
-            return False
-        assert state.recipe is not None
-        if family_of(state.recipe).follows_history:
-            raise ValueError(
-                "save_original_input=True does not work with DelayedScaling, whose scale changes before the backward; "
-                "use Float8CurrentScaling or a block scaling recipe, or leave it False"
-            )
-        return True
-
-    def weight_gradient(self, name: str, is_first_microbatch: bool | None) -> WeightGradient:
-        """Where the gradient of the parameter called name goes."""
-        if not self.fuse_wgrad_accumulation and self.wgrad_store is None:
-            return WeightGradient()
-        parameter = self._parameters.get(name)
-        deliver = None
-        if self.wgrad_store is not None and not self.fuse_wgrad_accumulation:
-            deliver = functools.partial(self._accumulate_grad, name)
-        return WeightGradient(
-            parameter, self.fuse_wgrad_accumulation, bool(is_first_microbatch), self.wgrad_store, deliver
-        )
+        return quantizable(self._key(inp, (), (None,), self.numerics.of_call(self, state)), shapes)
 
     def returned_norm_output(self, norm_output: Tensor | None) -> Tensor | None:
         """norm(x) as a fused layer returns it: of the whole sequence where asked for, else of this rank's part."""
-        if norm_output is None or not (self.return_layernorm_output_gathered and self.sequence_parallel):
+        if norm_output is None or not (
+            self._config.return_layernorm_output_gathered and self._config.sequence_parallel
+        ):
             return norm_output
-        return gather_sequence(norm_output, self.tp_group)
+        return gather_sequence(norm_output, self._config.tp_group)
 
-    def with_cached_weight(
-        self, key: str, weight: Tensor, spec: LinearSpec, is_first_microbatch: bool
-    ) -> LinearSpec:
+    def with_cached_weight(self, key: str, weight: Tensor, spec: LinearSpec, first: bool) -> LinearSpec:
         """The spec with the weight as quantized for the first microbatch of the step."""
-        cached = self._cached_weight(key, weight, spec.weight, spec.needs_grad_input, is_first_microbatch)
+        cached = self.numerics.cached_weight(key, weight, spec.weight, spec.needs_grad_input, first)
         return spec if cached is None else replace(spec, cached_weight=cached)
-
-    def _accumulate_grad(self, name: str, grad: Tensor) -> None:
-        """Add a delayed gradient [N, K] to the .grad of the parameters that make up the weight called name."""
-        parameter = getattr(self, name)
-        parameter.grad = grad if parameter.grad is None else parameter.grad + grad
-
-
-class LinearParameters(QuantizedProductsModule):
-    """One weight [out_features, in_features] and its bias, whole or in named pieces."""
-
-    in_features: int
-    out_features: int
-    parallel_mode: str | None
-    weight: Tensor
-    bias: Tensor
-    get_rng_state_tracker = None
-    rng_tracker_name: str | None = None
-
-    def create_parameters(
-        self,
-        bias: bool,
-        parameters_split: Sequence[str] | Mapping[str, int] | None,
-        dtype: torch.dtype | None,
-        device: torch.device | str | int,
-        init_method: InitMethod | None,
-    ) -> None:
-        """Register weight and bias (or {name}_weight, {name}_bias for each piece), unfilled."""
-        self.use_bias = bias
-        tp_rows = self.tp_size if self.parallel_mode == "column" else 1
-        pieces = split_names(parameters_split, self.out_features, tp_rows)
-        if len(pieces) > 1 and (self.fuse_wgrad_accumulation or self.primary_weights_in_fp8):
-            what = "fuse_wgrad_accumulation" if self.fuse_wgrad_accumulation else "quantized_model_init"
-            raise ValueError(
-                f"{what} needs one weight parameter, parameters_split makes {len(pieces)}; leave one out"
-            )
-        self.weight_names = [f"{prefix}weight" for prefix in pieces]
-        self.bias_names = [f"{prefix}bias" for prefix in pieces]
-        init = ParameterInit(
-            init_method or default_init_method,
-            self.get_rng_state_tracker,
-            self.rng_tracker_name,
-            fp8_meta_index=1,
-        )
-        options = {"dtype": dtype or torch.get_default_dtype(), "device": canonical_device(device)}
-        for name, rows in zip(self.weight_names, pieces.values(), strict=True):
-            self.register_parameter(
-                name, torch.nn.Parameter(torch.empty(rows, self.in_features, **options)), init
-            )
-        for name, rows in zip(self.bias_names, pieces.values(), strict=True):
-            if bias:
-                zeros = ParameterInit(torch.nn.init.zeros_)
-                self.register_parameter(name, torch.nn.Parameter(torch.empty(rows, **options)), zeros)
-            else:
-                setattr(self, name, torch.empty(0, **options))
-
-    def reset_parameters(self, defer_init: bool = False) -> None:
-        super().reset_parameters(defer_init=defer_init)
-        if defer_init:
-            return
-        sharded = self.tp_size > 1 and self.parallel_mode is not None
-        for name in self.weight_names:
-            set_tensor_model_parallel_attributes(
-                getattr(self, name), sharded, 1 if self.parallel_mode == "row" else 0, 1
-            )
-        for name in self.bias_names if self.use_bias else ():
-            if self.parallel_mode == "row":
-                getattr(self, name).sequence_parallel = self.sequence_parallel
-            elif self.parallel_mode == "column":
-                set_tensor_model_parallel_attributes(getattr(self, name), sharded, 0, 1)
-
-    def input_features(self) -> int:
-        return self.in_features
-
-    def weight_tensor(self) -> Tensor:
-        """The weight [out_features, in_features], its pieces joined."""
-        if len(self.weight_names) == 1:
-            return getattr(self, self.weight_names[0])
-        return torch.cat([getattr(self, name) for name in self.weight_names])
-
-    def bias_tensor(self) -> Tensor | None:
-        """The bias [out_features], its pieces joined; None without one."""
-        if not self.use_bias:
-            return None
-        if len(self.bias_names) == 1:
-            return getattr(self, self.bias_names[0])
-        return torch.cat([getattr(self, name) for name in self.bias_names])
-
-    def _accumulate_grad(self, name: str, grad: Tensor) -> None:
-        pieces = [getattr(self, name) for name in self.weight_names]
-        for piece, part in zip(pieces, grad.split([p.shape[0] for p in pieces]), strict=True):
-            if piece.requires_grad:
-                piece.grad = part if piece.grad is None else piece.grad + part
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,11 +12,12 @@ from torch import Tensor
 
 from ...common import env
 from ...common.checks import whole
-from ..checks import same_device, tensor
-from ..device import canonical_device
 from ..functions.norm import normalize
 from ..functions.normalization import Norm
+from ..runtime.checks import same_device, tensor
+from ..runtime.device import autocast_dtype, canonical_device
 from .arguments import check_arguments, shape_or_none
+from .config import Config, configured
 
 _STAGES = ("forward", "backward", "inference")
 _VARIABLES = ("NVTE_FWD_LAYERNORM_SM_MARGIN", "NVTE_BWD_LAYERNORM_SM_MARGIN", "NVTE_INF_LAYERNORM_SM_MARGIN")
@@ -26,6 +28,24 @@ def environment_margins() -> dict[str, int]:
     return {stage: int(env.get(name) or 0) for stage, name in zip(_STAGES, _VARIABLES, strict=True)}
 
 
+@dataclass(frozen=True, eq=False)
+class NormalizationConfig(Config):
+    normalized_shape: tuple[int, ...] = ()
+    eps: float = 1e-5
+    zero_centered_gamma: bool = False
+    sequence_parallel: bool | None = None
+
+
+def _written(module: Normalization, name: str, value: Any) -> None:
+    if "_norm" not in module.__dict__:
+        return  # the constructor has yet to run
+    if name in ("eps", "zero_centered_gamma"):
+        module._norm = Norm(module.kind, module.eps, module.zero_centered_gamma)
+    elif name == "sequence_parallel":
+        module._mark_parameters()
+
+
+@configured(NormalizationConfig, fixed=frozenset({"normalized_shape"}), written=_written)
 class Normalization(torch.nn.Module):
     """y = normalize(x) * gamma (+ beta) over the last dimensions of x, gamma = weight or 1 + weight.
 
@@ -35,6 +55,11 @@ class Normalization(torch.nn.Module):
 
     kind: str
     has_bias: bool
+    _config: NormalizationConfig
+    normalized_shape: tuple[int, ...]
+    eps: float
+    zero_centered_gamma: bool
+    sequence_parallel: bool | None
 
     def __init__(
         self,
@@ -57,12 +82,14 @@ class Normalization(torch.nn.Module):
         dtype = _renamed("params_dtype", params_dtype, "dtype", dtype)
         if shape is None:
             raise ValueError(f"{type(self).__name__} has normalized_shape=None; give an int, or several")
-        self.normalized_shape = tuple(shape) if isinstance(shape, Iterable) else (shape,)
-        self.eps = eps
-        self.zero_centered_gamma = zero_centered_gamma
-        self.sequence_parallel = sequence_parallel
-        self._sm_margins = _margins(sm_margin)
+        self._config = NormalizationConfig(
+            normalized_shape=tuple(shape) if isinstance(shape, Iterable) else (shape,),
+            eps=eps,
+            zero_centered_gamma=zero_centered_gamma,
+            sequence_parallel=sequence_parallel,
+        )
         self._norm = Norm(self.kind, eps, zero_centered_gamma)
+        self._sm_margins = _margins(sm_margin)
         allocation = {"device": canonical_device(device), "dtype": dtype or torch.get_default_dtype()}
         self.weight = torch.nn.Parameter(torch.empty(self.normalized_shape, **allocation))
         if self.has_bias:
@@ -72,13 +99,6 @@ class Normalization(torch.nn.Module):
         self._mark_parameters()
         if not self.weight.is_meta:
             self.reset_parameters()
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        if name in ("eps", "zero_centered_gamma") and "_norm" in self.__dict__:
-            self.__dict__["_norm"] = Norm(self.kind, self.eps, self.zero_centered_gamma)
-        if name == "sequence_parallel" and "_norm" in self.__dict__:
-            self._mark_parameters()
 
     def _mark_parameters(self) -> None:
         """Say whether their gradients are to be summed over ranks; again on reset, for a copy has no attributes."""
@@ -108,8 +128,7 @@ class Normalization(torch.nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         """The normalized input, in torch.autocast's dtype when that is active, else in the input's."""
         self._check(input)
-        device = input.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
+        dtype = autocast_dtype(input.device.type) or input.dtype
         return normalize(input.to(dtype), self.weight, self.bias, self._norm)
 
     def _check(self, input: Tensor) -> None:

@@ -12,23 +12,24 @@ from ..quantization.family import family_of
 
 
 class PrecisionRequest(NamedTuple):
-    """y [m, n] = x [m, k] @ w [n, k].T with its backward, and how scales are found."""
+    """y [m, n] = x [m, k] @ w [n, k].T with its backward, how scales are found, and whether NVTE_FP8_AUTO asks."""
 
     m: int
     n: int
     k: int
     kind: str
+    asked: bool
 
 
 def _refuses_quantized(request: PrecisionRequest) -> str | None:
-    return fp8_refusal(*request) if env.flag("NVTE_FP8_AUTO") else None
+    return fp8_refusal(*request[:4]) if request.asked else None
 
 
 def _refuses_high_precision(request: PrecisionRequest) -> str | None:
-    reason = fp8_refusal(*request)
+    reason = fp8_refusal(*request[:4])
     if reason is None:
         return "FP8 is faster for these extents"
-    if env.flag("NVTE_FP8_AUTO"):
+    if request.asked:
         return None
     return f"the recipe asks for FP8, although {reason}; NVTE_FP8_AUTO=1 lets such a call run unquantized"
 
@@ -36,9 +37,10 @@ def _refuses_high_precision(request: PrecisionRequest) -> str | None:
 TABLE: Table[PrecisionRequest] = Table(
     "precision",
     (
-        Backend("quantized", lambda: True, _refuses_quantized),
-        Backend("high_precision", lambda: False, _refuses_high_precision),
+        Backend("quantized", refuses=_refuses_quantized),
+        Backend("high_precision", refuses=_refuses_high_precision),
     ),
+    describe=PrecisionRequest,
 )
 
 
@@ -50,4 +52,4 @@ def kind_of(recipe: Recipe) -> str | None:
 def quantizes(recipe: Recipe, m: int, n: int, k: int) -> bool:
     """Is a layer of these extents to be quantized under the recipe?"""
     kind = kind_of(recipe)
-    return kind is None or TABLE.select(PrecisionRequest(m, n, k, kind)).run()
+    return kind is None or TABLE.decide((m, n, k, kind, env.flag("NVTE_FP8_AUTO"))) == "quantized"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,10 +10,7 @@ from ..distributed.recompute import in_fp8_activation_recompute_phase, is_fp8_ac
 from ..functions.scale_update import in_a_backward
 from ..quantization.autocast import AutocastState
 from ..quantization.replay import runs
-from .recipe_state import ProductQuantizers
-
-if TYPE_CHECKING:
-    from .base import TransformerEngineBaseModule
+from .products import ModuleRecipe
 
 
 def may_be_repeated() -> bool:
@@ -23,33 +19,31 @@ def may_be_repeated() -> bool:
     return is_fp8_activation_recompute_enabled() or (not torch.compiler.is_compiling() and in_a_backward())
 
 
-def repeatable(
-    module: TransformerEngineBaseModule, products: tuple[ProductQuantizers, ...]
-) -> tuple[ProductQuantizers, ...]:
-    """The quantizers of a call in a recomputed function: first runs get their states, second runs repeat them.
+def repeatable(kind: str, tracing_key: str, active: ModuleRecipe) -> ModuleRecipe:
+    """What a call in a recomputed function computes by: first runs keep their states, second runs repeat them.
 
-    A call in a backward that is no such run keeps its quantizers; it warns where it is another checkpoint's second run.
+    kind   of module, for messages. A call in a backward that is no such run keeps its quantizers; it warns where it is
+           another checkpoint's second run
     """
     if not is_fp8_activation_recompute_enabled():
-        _warn_of_other_scales(module)
-        return products
+        _warn_of_other_scales(kind)
+        return active
+    products = active.products
     for run in runs():
         if not run.again:
-            run.states.keep(module.tracing_key, [product.replay_states() for product in products])
+            run.states.keep(tracing_key, [product.replay_states() for product in products])
             continue
-        states = run.next(module.tracing_key)
+        states = run.next(tracing_key)
         if states is None:
             raise RuntimeError(
-                f"{type(module).__name__} is called in the second run of a checkpointed function, but was not called "
+                f"{kind} is called in the second run of a checkpointed function, but was not called "
                 "under this recipe so often in its first; let the function do the same both times"
             )
         products = tuple([p.replaying(s) for p, s in zip(products, states, strict=True)])
-    return products
+    return active if products is active.products else active.replaying(products)
 
 
-def refuse_other_repetition(
-    module: TransformerEngineBaseModule, before: AutocastState, state: AutocastState
-) -> None:
+def refuse_other_repetition(kind: str, before: AutocastState, state: AutocastState) -> None:
     """RuntimeError if the backward of a checkpoint that is not ours is running the module, which under `before` ran
     without gradients, under another state."""
     if before.enabled == state.enabled and (not state.enabled or before.recipe == state.recipe):
@@ -59,13 +53,13 @@ def refuse_other_repetition(
         return
     first, second = (type(s.recipe).__name__ if s.enabled else "no autocast" for s in (before, state))
     raise RuntimeError(
-        f"{checkpoint} runs {type(module).__name__} again under {second}, its first run was under {first}: the "
+        f"{checkpoint} runs {kind} again under {second}, its first run was under {first}: the "
         "gradients would be of another function; use transformer_engine.pytorch.checkpoint, which repeats the "
         "autocast, or, with a recipe without history, enter autocast inside of the function"
     )
 
 
-def _warn_of_other_scales(module: TransformerEngineBaseModule) -> None:
+def _warn_of_other_scales(kind: str) -> None:
     """UserWarning if a checkpoint that is not ours runs the module again under a recipe whose scales move.
 
     Its second run has the same autocast, as its function enters it; but scales have been updated since its first run,
@@ -75,7 +69,7 @@ def _warn_of_other_scales(module: TransformerEngineBaseModule) -> None:
     without_reentry = hooks is not None and "_recomputation_hook" in getattr(hooks[0], "__qualname__", "")
     if without_reentry or "Checkpoint" in type(torch._C._current_autograd_node()).__name__:
         warnings.warn(
-            f"a checkpoint that does not keep the scales of delayed scaling runs {type(module).__name__} again: where "
+            f"a checkpoint that does not keep the scales of delayed scaling runs {kind} again: where "
             "they have moved since its first run, the gradients are of another function; use "
             "transformer_engine.pytorch.checkpoint, which repeats them, or a recipe without history",
             stacklevel=3,

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from ...common.checks import function, number_or_none, one_of, switch
-from ..checks import floating, tensor_or_none
 from ..constants import AttnMaskTypes
 from ..functions.softmax import scaled_softmax
+from ..runtime.checks import floating, tensor_or_none
 
 
 class FusedScaleMaskSoftmax(nn.Module):

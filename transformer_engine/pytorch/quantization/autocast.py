@@ -7,7 +7,6 @@ A block belongs to the thread that entered it, and to the tasks and threads that
 from __future__ import annotations
 
 import threading
-import warnings
 from contextlib import ContextDecorator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -16,8 +15,9 @@ import torch
 
 from ...common.checks import switch
 from ...common.recipe import Recipe
-from ..checks import group_or_none
 from ..constants import dist_group_type
+from ..runtime.checks import group_or_none
+from ..runtime.tracing import warn_deprecated
 from . import delayed_scaling
 from .support import check_block, check_recipe_support, default_recipe
 
@@ -64,27 +64,27 @@ class _Holder:
         self.recomputes = False
         self.recomputing = False
 
-    def enter(self, state: AutocastState) -> AutocastState:
+    def enter(self, state: AutocastState, traced: bool) -> AutocastState:
         outer = self.state
         if state.enabled:
             if self.enabled_blocks == 0:
                 self.first_module = True
             self.enabled_blocks += 1
         self.state = state
-        self.tell_context()
+        self.tell_context(traced)
         return outer
 
-    def leave(self, state: AutocastState, outer: AutocastState) -> bool:
+    def leave(self, state: AutocastState, outer: AutocastState, traced: bool) -> bool:
         """Back to outer; was state the outermost enabled block?"""
         self.state = outer
         if state.enabled:
             self.enabled_blocks -= 1
-        self.tell_context()
+        self.tell_context(traced)
         return state.enabled and self.enabled_blocks == 0
 
-    def tell_context(self) -> None:
-        """Let tasks that copy this context from here on start with what it is in."""
-        if not torch.compiler.is_compiling():
+    def tell_context(self, traced: bool) -> None:
+        """Let tasks that copy this context from here on start with what it is in; a compiler cannot write there."""
+        if not traced:
             self.entered = (self.state, self.enabled_blocks)
             _entered.set(self.entered)
 
@@ -107,13 +107,17 @@ _is_compiling = torch.compiler.is_compiling
 
 def here() -> _Holder:
     """This thread's holder, in line with the context that is running."""
+    return _thread.holder if _is_compiling() else here_in_eager_mode()
+
+
+def here_in_eager_mode() -> _Holder:
+    """here(), for a caller that has asked whether a compiler is tracing."""
     holder = _thread.holder
-    if not _is_compiling():
-        entered = _entered.get()
-        if holder.entered is not entered:
-            holder.entered = entered
-            holder.state, holder.enabled_blocks = entered
-            holder.first_module = False
+    entered = _entered.get()
+    if holder.entered is not entered:
+        holder.entered = entered
+        holder.state, holder.enabled_blocks = entered
+        holder.first_module = False
     return holder
 
 
@@ -149,7 +153,7 @@ def reset() -> None:
     holder = here()
     holder.state, holder.enabled_blocks = OUTSIDE, 0
     holder.first_module = False
-    holder.tell_context()
+    holder.tell_context(_is_compiling())
 
 
 class autocast(ContextDecorator):
@@ -193,14 +197,17 @@ class autocast(ContextDecorator):
             supported, reason = check_recipe_support(state.recipe)
             if not supported:
                 raise RuntimeError(f"{type(state.recipe).__name__} cannot run here: {reason}")
-        self._outer = here().enter(state)
+        traced = _is_compiling()
+        holder = _thread.holder if traced else here_in_eager_mode()
+        self._outer = holder.enter(state, traced)
 
     def __exit__(self, exception_type: object, exception: object, traceback: object) -> None:
         outer = self._outer
         assert outer is not None, "left without having been entered"
         self._outer = None
-        holder = here()
-        outermost = holder.leave(self._state, outer)
+        traced = _is_compiling()
+        holder = _thread.holder if traced else here_in_eager_mode()
+        outermost = holder.leave(self._state, outer, traced)
         if not outermost or exception_type is not None or self._state.graph or holder.recomputing:
             return
         # The first run of a reentrant checkpoint has gradients off although its second run will train.
@@ -209,17 +216,9 @@ class autocast(ContextDecorator):
 
 
 def fp8_autocast(
-    enabled: bool = True,
-    calibrating: bool = False,
-    fp8_recipe: Recipe | None = None,
-    fp8_group: dist_group_type | None = None,
-    _graph: bool = False,
-) -> autocast:
+    enabled: bool = True, calibrating: bool = False, fp8_recipe: Recipe | None = None,
+    fp8_group: dist_group_type | None = None, _graph: bool = False,
+) -> autocast:  # fmt: skip
     """autocast by its earlier name."""
-    if not torch.compiler.is_compiling():
-        warnings.warn(
-            "fp8_autocast is deprecated; use autocast(enabled, calibrating, recipe, amax_reduction_group)",
-            DeprecationWarning,
-            stacklevel=2,
-        )
+    warn_deprecated("fp8_autocast", "autocast(enabled, calibrating, recipe, amax_reduction_group)")
     return autocast(enabled, calibrating, fp8_recipe, fp8_group, _graph)

@@ -23,7 +23,7 @@ from ...common import env
 from ...common.recipe import DelayedScaling
 from ..constants import dist_group_type
 from ..primitives.scale_update import advance_scales, amax_of, rolled, scale_of
-from ..tracing import constant_while_tracing
+from ..runtime.tracing import constant_while_tracing
 
 Algorithm = str | Callable[..., Tensor]
 
@@ -306,8 +306,12 @@ def pools() -> dict[str, Pool]:
 
 def update_all(forward: bool) -> None:
     """Update every pool of one direction, in order of registration; one thread at a time."""
-    if torch.compiler.is_compiling():
+    if (
+        torch.compiler.is_compiling()
+    ):  # which may have looked at the pools before a traced module registered here
         _update_all(forward)
+        return
+    if not _registry.pools:
         return
     with _updating:
         _update_all(forward)

@@ -6,7 +6,7 @@ module with several products repeats them.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -38,6 +38,7 @@ __all__ = [
     "NVFP4BlockScalingRecipeState",
 ]
 
+T = TypeVar("T")
 FP8 = Requirement("FP8", (8, 9))
 
 
@@ -62,9 +63,15 @@ class NVFP4BlockScalingRecipeState(StatelessRecipeState):
 
 
 def _params(recipe: Float8CurrentScaling | Float8BlockScaling, mode: str, tensor: str) -> QParams:
+    of_kinds = recipe.fp8_quant_fwd_inp, recipe.fp8_quant_fwd_weight, recipe.fp8_quant_bwd_grad
+    return _of_tensor(mode, tensor, *of_kinds)
+
+
+def _of_tensor(mode: str, tensor: str, of_input: T, of_weight: T, of_gradient: T) -> T:
+    """What a recipe says of the kind of tensor that a slot holds."""
     if mode == "backward":
-        return recipe.fp8_quant_bwd_grad
-    return recipe.fp8_quant_fwd_weight if tensor == "weight" else recipe.fp8_quant_fwd_inp
+        return of_gradient
+    return of_weight if tensor == "weight" else of_input
 
 
 def _current_scaling(recipe: Float8CurrentScaling, mode: str, tensor: str, device: torch.device) -> Quantizer:
@@ -79,19 +86,14 @@ def _current_scaling(recipe: Float8CurrentScaling, mode: str, tensor: str, devic
 
 def _block_scaling(recipe: Float8BlockScaling, mode: str, tensor: str, device: torch.device) -> Quantizer:
     params = _params(recipe, mode, tensor)
-    if mode == "backward":
-        dimension = recipe.grad_block_scaling_dim
-    elif tensor == "weight":
-        dimension = recipe.w_block_scaling_dim
-    else:
-        dimension = recipe.x_block_scaling_dim
+    dimensions = recipe.x_block_scaling_dim, recipe.w_block_scaling_dim, recipe.grad_block_scaling_dim
     return Float8BlockQuantizer(
         get_fp8_te_dtype(recipe, mode == "forward"),
         rowwise=True,
         columnwise=True,
         amax_epsilon=params.amax_epsilon,
         force_pow_2_scales=params.power_2_scale,
-        block_scaling_dim=dimension,
+        block_scaling_dim=_of_tensor(mode, tensor, *dimensions),
     )
 
 
@@ -103,12 +105,9 @@ def _mxfp8(recipe: MXFP8BlockScaling, mode: str, tensor: str, device: torch.devi
 
 
 def _nvfp4(recipe: NVFP4BlockScaling, mode: str, tensor: str, device: torch.device) -> Quantizer:
-    if mode == "backward":
-        params = recipe.fp4_quant_bwd_grad
-    elif tensor == "weight":
-        params = recipe.fp4_quant_fwd_weight
-    else:
-        params = recipe.fp4_quant_fwd_inp
+    params = _of_tensor(
+        mode, tensor, recipe.fp4_quant_fwd_inp, recipe.fp4_quant_fwd_weight, recipe.fp4_quant_bwd_grad
+    )
     return NVFP4Quantizer(
         get_fp4_te_dtype(recipe),
         rowwise=True,

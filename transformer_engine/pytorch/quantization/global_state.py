@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...common.recipe import DelayedScaling, Recipe
 from ..constants import dist_group_type
-from ..device import canonical_device
+from ..runtime.device import canonical_device
 from . import delayed_scaling, model_init, replay, support
 from . import families as _rows  # noqa: F401 - before the kinds at the end are read
 from .autocast import AutocastState, autocast, current, is_first_module, reinstate, snapshot
@@ -84,13 +84,9 @@ class FP8GlobalStateManager(metaclass=StateAttributes):
 
     @classmethod
     def autocast_enter(
-        cls,
-        enabled: bool = False,
-        calibrating: bool = False,
-        fp8_recipe: Recipe | None = None,
-        fp8_group: dist_group_type | None = None,
-        _graph: bool = False,
-    ) -> autocast:
+        cls, enabled: bool = False, calibrating: bool = False, fp8_recipe: Recipe | None = None,
+        fp8_group: dist_group_type | None = None, _graph: bool = False,
+    ) -> autocast:  # fmt: skip
         """Open a block; close it with the returned object's __exit__."""
         block = autocast(enabled, calibrating, fp8_recipe, fp8_group, _graph)
         block.__enter__()

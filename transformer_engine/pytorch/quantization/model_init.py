@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
-
-import torch
 
 from ...common.checks import switch
 from ...common.recipe import Recipe
+from ..runtime.tracing import warn_deprecated
 from .support import check_block, check_recipe_support, default_recipe
 
 
@@ -83,10 +81,5 @@ def fp8_model_init(
     enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
 ) -> quantized_model_init:
     """quantized_model_init by its earlier name."""
-    if not torch.compiler.is_compiling():
-        warnings.warn(
-            "fp8_model_init is deprecated; use quantized_model_init with the same arguments",
-            DeprecationWarning,
-            stacklevel=2,
-        )
+    warn_deprecated("fp8_model_init", "quantized_model_init with the same arguments")
     return quantized_model_init(enabled, recipe, preserve_high_precision_init_val)

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...common.recipe import CustomRecipe, DelayedScaling, Recipe
+from ...common.recipe import CustomRecipe, DelayedScaling, Recipe, revision_of, still_says
 from ..constants import DType
-from ..device import canonical_device
+from ..runtime.device import canonical_device
 from ..tensor.float8_tensor import Float8Quantizer
 from ..tensor.identity_tensor import IdentityQuantizer
 from ..tensor.quantizer import Quantizer
@@ -37,6 +37,7 @@ class RecipeState:
         if num_quantizers < 0:
             raise ValueError(f"num_quantizers={num_quantizers} < 0; give the number of slots")
         self.recipe = recipe
+        self.revision = revision_of(recipe)
         self.mode = mode
         self.num_quantizers = num_quantizers
         self.device = canonical_device(device)
@@ -60,19 +61,20 @@ class RecipeState:
         previous: RecipeState | None,
         recipe: Recipe,
         *,
-        mode: str,
         num_quantizers: int = 1,
-        device: torch.device | str | int | None = None,
         roles: Sequence[QuantizerRole | None] | None = None,
+        **place: Any,
     ) -> RecipeState:
-        """previous itself while it serves recipe, else a state that continues its scales and histories."""
-        if previous is not None and previous.num_quantizers == num_quantizers and previous.recipe == recipe:
+        """previous itself while it serves recipe, else a state that continues its scales and histories.
+
+        place: mode and device, as of `create`.
+        """
+        as_many = previous is not None and previous.num_quantizers == num_quantizers
+        if previous is not None and as_many and still_says(previous.recipe, previous.revision, recipe):
             previous.roles = roles
             return previous
-        state = RecipeState.create(
-            recipe, mode=mode, num_quantizers=num_quantizers, device=device, roles=roles
-        )
-        if previous is not None and previous.num_quantizers == num_quantizers:
+        state = RecipeState.create(recipe, num_quantizers=num_quantizers, roles=roles, **place)
+        if previous is not None and as_many:
             state.inherit(previous)
         return state
 

@@ -88,15 +88,7 @@ class DelayedScalingRequest(QuantizerRequest):
     reduce_amax: bool = True
 
     def recipe(self) -> DelayedScaling:
-        return DelayedScaling(
-            margin=self.margin,
-            fp8_format=self.fp8_format,
-            amax_history_len=self.amax_history_len,
-            amax_compute_algo=self.amax_compute_algo,
-            scaling_factor_compute_algo=self.scaling_factor_compute_algo,
-            reduce_amax=self.reduce_amax,
-            backward_override=None,
-        )
+        return DelayedScaling(**vars(self), backward_override=None)
 
 
 def tensor_types(mode: str, count: int, roles: Sequence[QuantizerRole | None] | None) -> list[str]:

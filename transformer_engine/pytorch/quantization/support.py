@@ -14,8 +14,8 @@ from typing import Any
 from ...common import env
 from ...common.checks import described, switch
 from ...common.recipe import Recipe, defaults
-from ..device import cuda_version, get_device_compute_capability, has_cuda
-from ..tracing import constant_while_tracing
+from ..runtime.device import cuda_version, get_device_compute_capability, has_cuda
+from ..runtime.tracing import constant_while_tracing
 from .family import Family, Requirement, all_families, family_of
 
 _BF16 = Requirement("BF16", (8, 0))

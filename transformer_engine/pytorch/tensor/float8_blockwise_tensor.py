@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from ..primitives.operand import Operand
 from ..primitives.quantize import Cast, Quantized, QuantizeSpec, quantize
 from .block_scaling import BlockScalingQuantizer
 from .elements import element_of, float8_number
+from .pickling import DIRECTIONS, from_values, values_of
 from .quantized_tensor import QuantizedTensor
 from .quantizer import Operands, Quantizer
 from .storage.float8_blockwise_tensor_storage import Float8BlockwiseQTensorStorage
@@ -34,6 +35,9 @@ def _spec(
     )
 
 
+_PICKLED = (*DIRECTIONS, "fp8_dtype", "dtype", "shape", "quantizer", "is_2D_scaled")
+
+
 class Float8BlockwiseQTensor(QuantizedTensor, Float8BlockwiseQTensorStorage):
     """Presents a standard dtype; holds FP8 codes and float32 scales of blocks, in one or both directions."""
 
@@ -44,17 +48,7 @@ class Float8BlockwiseQTensor(QuantizedTensor, Float8BlockwiseQTensorStorage):
         return Float8BlockQuantizer(self._fp8_dtype, block_scaling_dim=dimensions, **self.get_usages())
 
     def _rebuilding(self) -> tuple[Any, tuple[Any, ...]]:
-        return _make_float8_blockwise_tensor_in_reduce_ex, (
-            self._rowwise_data,
-            self._rowwise_scale_inv,
-            self._columnwise_data,
-            self._columnwise_scale_inv,
-            self._fp8_dtype,
-            self.dtype,
-            self.shape,
-            self._quantizer,
-            self._is_2D_scaled,
-        )
+        return _make_float8_blockwise_tensor_in_reduce_ex, values_of(self, _PICKLED)
 
 
 class Float8BlockQuantizer(BlockScalingQuantizer):
@@ -68,16 +62,10 @@ class Float8BlockQuantizer(BlockScalingQuantizer):
     VECTORS = True
 
     def __init__(
-        self,
-        fp8_dtype: DType | torch.dtype,
-        *,
-        rowwise: bool = True,
-        columnwise: bool = True,
-        amax_epsilon: float = 0.0,
-        force_pow_2_scales: bool = True,
-        block_scaling_dim: int = 2,
+        self, fp8_dtype: DType | torch.dtype, *, rowwise: bool = True, columnwise: bool = True,
+        amax_epsilon: float = 0.0, force_pow_2_scales: bool = True, block_scaling_dim: int = 2,
         all_gather_usage: bool = False,
-    ):
+    ):  # fmt: skip
         if isinstance(block_scaling_dim, bool) or block_scaling_dim not in (1, 2):
             raise ValueError(f"block_scaling_dim={block_scaling_dim!r}; choose 1 (1 x 128) or 2 (128 x 128)")
         epsilon("amax_epsilon", amax_epsilon)
@@ -125,29 +113,9 @@ class Float8BlockQuantizer(BlockScalingQuantizer):
         return (self.dtype, self.amax_epsilon, self.force_pow_2_scales, self.block_scaling_dim)
 
 
-def _make_float8_blockwise_tensor_in_reduce_ex(
-    rowwise_data: Tensor | None,
-    rowwise_scale_inv: Tensor | None,
-    columnwise_data: Tensor | None,
-    columnwise_scale_inv: Tensor | None,
-    fp8_dtype: DType,
-    dtype: torch.dtype,
-    shape: Sequence[int],
-    quantizer: Quantizer | None = None,
-    is_2D_scaled: bool = True,
-) -> Float8BlockwiseQTensor:
+def _make_float8_blockwise_tensor_in_reduce_ex(*values: Any) -> Float8BlockwiseQTensor:
     """A Float8BlockwiseQTensor from its pickle."""
-    return Float8BlockwiseQTensor(  # pyright: ignore[reportReturnType]
-        shape,
-        dtype,
-        rowwise_data=rowwise_data,
-        rowwise_scale_inv=rowwise_scale_inv,
-        columnwise_data=columnwise_data,
-        columnwise_scale_inv=columnwise_scale_inv,
-        fp8_dtype=fp8_dtype,
-        quantizer=quantizer,
-        is_2D_scaled=is_2D_scaled,
-    )
+    return from_values(Float8BlockwiseQTensor, _PICKLED, values)
 
 
 PICKLED = (_make_float8_blockwise_tensor_in_reduce_ex,)

@@ -14,14 +14,15 @@ from torch import Tensor
 from ...common import recipe as recipes
 from ...common.checks import epsilon, switch
 from ...common.formats import FLOAT8
-from ..checks import group_or_none, tensor
 from ..constants import DType
 from ..primitives.operand import Operand
 from ..primitives.quantize import Cast, Quantized, QuantizeSpec, absolute_maximum, quantize
+from ..runtime.checks import group_or_none, tensor
 from .allocation import empty_quantized
 from .elements import element_of, float8_dtype, float8_number
 from .quantized_tensor import QuantizedTensor
 from .quantizer import Operands, Quantizer
+from .reduced_maximum import ReducesMaximum
 from .storage.float8_tensor_storage import Float8TensorStorage
 from .storage.quantized_tensor_storage import QuantizedTensorStorage, as_matrix, matrix_shape
 
@@ -100,6 +101,11 @@ class _PerTensorQuantizer(Quantizer):
 
     def adopt(self, quantized: Quantized, dtype: torch.dtype) -> Operands:
         return _operands(quantized, dtype)
+
+    def adopted(self, quantized: Quantized, shape: Sequence[int], dtype: torch.dtype) -> Any:
+        storage = self._packed(quantized, shape, dtype)
+        storage.update_usage(columnwise_usage=self.columnwise_usage or None)
+        return storage if self.internal else self.wrap(storage)
 
     def supports_only_rowwise_all_gather(self) -> bool:
         return True
@@ -270,7 +276,7 @@ class Float8Quantizer(_PerTensorQuantizer):
         return id(self)
 
 
-class Float8CurrentScalingQuantizer(_PerTensorQuantizer):
+class Float8CurrentScalingQuantizer(ReducesMaximum, _PerTensorQuantizer):
     """Current scaling: scale = maximum / max|x| of the tensor itself, or of its parts in a whole group."""
 
     def __init__(
@@ -321,10 +327,7 @@ class Float8CurrentScalingQuantizer(_PerTensorQuantizer):
         spec = _spec(self.dtype, rowwise, columnwise, self.force_pow_2_scales, self.amax_epsilon)
         amax = None
         if self.with_amax_reduction:
-            amax = absolute_maximum(matrix)
-            torch.distributed.all_reduce(
-                amax, op=torch.distributed.ReduceOp.MAX, group=self.amax_reduction_group
-            )
+            amax = self.over_the_group(absolute_maximum(matrix))
         return quantize(matrix, spec, amax=amax)
 
     def cast(self, rowwise: bool, columnwise: bool) -> Cast | None:
@@ -332,23 +335,12 @@ class Float8CurrentScalingQuantizer(_PerTensorQuantizer):
             return None
         return Cast(_spec(self.dtype, rowwise, columnwise, self.force_pow_2_scales, self.amax_epsilon))
 
-    def reducing_over(self, group: torch.distributed.ProcessGroup) -> Float8CurrentScalingQuantizer:
-        if self.with_amax_reduction and self.amax_reduction_group is group:
-            return self
-        together = copy.copy(self)
-        together.with_amax_reduction, together.amax_reduction_group = True, group
-        return together
-
     def _get_compatible_recipe(self) -> type[recipes.Recipe]:
         return recipes.Float8CurrentScaling
 
     def _configuration(self) -> Hashable:
         reduction = (self.with_amax_reduction, self.amax_reduction_group)
         return (self.dtype, reduction, self.force_pow_2_scales, self.amax_epsilon)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A process group lives as long as its process.
-        return self.__dict__ | {"amax_reduction_group": None, "with_amax_reduction": False}
 
 
 class Float8Tensor(QuantizedTensor, Float8TensorStorage):

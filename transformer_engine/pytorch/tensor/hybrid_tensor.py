@@ -21,13 +21,9 @@ class HybridQuantizer(Quantizer):
     """Each direction has its quantizer, whose own usages do not count."""
 
     def __init__(
-        self,
-        rowwise_quantizer: Quantizer,
-        columnwise_quantizer: Quantizer,
-        *,
-        rowwise: bool = True,
+        self, rowwise_quantizer: Quantizer, columnwise_quantizer: Quantizer, *, rowwise: bool = True,
         columnwise: bool = True,
-    ):
+    ):  # fmt: skip
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         self.rowwise_quantizer = rowwise_quantizer
         self.columnwise_quantizer = columnwise_quantizer

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import functools
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -15,11 +16,15 @@ from ..constants import DType
 from ..primitives.quantize import QuantizeSpec
 from .block_scaling import BlockScalingQuantizer
 from .elements import element_of, float8_number
+from .pickling import DIRECTIONS, from_values, values_of
 from .quantized_tensor import QuantizedTensor
 from .quantizer import Quantizer
 from .storage.mxfp8_tensor_storage import MXFP8TensorStorage
 
 __all__ = ["MXFP8Quantizer", "MXFP8Tensor", "MXFP8TensorStorage"]
+
+
+_PICKLED = (*DIRECTIONS, "fp8_dtype", "dtype", "shape", "quantizer", "square_tiles")
 
 
 class MXFP8Tensor(QuantizedTensor, MXFP8TensorStorage):
@@ -31,17 +36,12 @@ class MXFP8Tensor(QuantizedTensor, MXFP8TensorStorage):
         return MXFP8Quantizer(self._fp8_dtype, with_2d_quantization=self._square_tiles, **self.get_usages())
 
     def _rebuilding(self) -> tuple[Any, tuple[Any, ...]]:
-        return _make_mxfp8_tensor_in_reduce_ex, (
-            self._rowwise_data,
-            self._rowwise_scale_inv,
-            self._columnwise_data,
-            self._columnwise_scale_inv,
-            self._fp8_dtype,
-            self.dtype,
-            self.shape,
-            self._quantizer,
-            self._square_tiles,
-        )
+        return _make_mxfp8_tensor_in_reduce_ex, values_of(self, _PICKLED)
+
+
+@functools.cache
+def _spec(dtype: DType, rowwise: bool, columnwise: bool, square: bool) -> QuantizeSpec:
+    return QuantizeSpec(MXFP8, element_of(dtype), rowwise, columnwise, two_dimensional=square)
 
 
 class MXFP8Quantizer(BlockScalingQuantizer):
@@ -64,9 +64,7 @@ class MXFP8Quantizer(BlockScalingQuantizer):
         self.with_2d_quantization = with_2d_quantization
 
     def spec(self, rowwise: bool, columnwise: bool) -> QuantizeSpec:
-        return QuantizeSpec(
-            MXFP8, element_of(self.dtype), rowwise, columnwise, two_dimensional=self.with_2d_quantization
-        )
+        return _spec(self.dtype, rowwise, columnwise, self.with_2d_quantization)
 
     def constants(self) -> dict[str, Any]:
         return {"fp8_dtype": self.dtype, "square_tiles": self.with_2d_quantization}
@@ -104,29 +102,9 @@ class MXFP8Quantizer(BlockScalingQuantizer):
         return (self.dtype, self.with_2d_quantization)
 
 
-def _make_mxfp8_tensor_in_reduce_ex(
-    rowwise_data: Tensor | None,
-    rowwise_scale_inv: Tensor | None,
-    columnwise_data: Tensor | None,
-    columnwise_scale_inv: Tensor | None,
-    fp8_dtype: DType,
-    dtype: torch.dtype,
-    shape: Sequence[int],
-    quantizer: Quantizer | None = None,
-    square_tiles: bool = False,
-) -> MXFP8Tensor:
+def _make_mxfp8_tensor_in_reduce_ex(*values: Any) -> MXFP8Tensor:
     """An MXFP8Tensor from its pickle."""
-    return MXFP8Tensor(  # pyright: ignore[reportReturnType]
-        shape,
-        dtype,
-        rowwise_data=rowwise_data,
-        rowwise_scale_inv=rowwise_scale_inv,
-        columnwise_data=columnwise_data,
-        columnwise_scale_inv=columnwise_scale_inv,
-        fp8_dtype=fp8_dtype,
-        quantizer=quantizer,
-        square_tiles=square_tiles,
-    )
+    return from_values(MXFP8Tensor, _PICKLED, values)
 
 
 PICKLED = (_make_mxfp8_tensor_in_reduce_ex,)

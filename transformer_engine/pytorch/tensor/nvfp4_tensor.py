@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import functools
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -12,16 +12,25 @@ from torch import Tensor
 from ...common import recipe as recipes
 from ...common.checks import switch
 from ...common.formats import E2M1, NVFP4
-from ..checks import group_or_none
 from ..constants import DType
 from ..primitives.quantize import Quantized, QuantizeSpec, absolute_maximum, hadamard_transform, quantize
+from ..runtime.checks import group_or_none
 from .block_scaling import BlockScalingQuantizer
 from .elements import element_number
+from .pickling import DIRECTIONS, from_values, values_of
 from .quantized_tensor import QuantizedTensor
 from .quantizer import Quantizer
+from .reduced_maximum import ReducesMaximum
 from .storage.nvfp4_tensor_storage import NVFP4TensorStorage
 
 __all__ = ["NVFP4Quantizer", "NVFP4Tensor", "NVFP4TensorStorage"]
+
+
+_PICKLED = (
+    *DIRECTIONS,
+    *("amax_rowwise", "amax_columnwise", "fp4_dtype"),
+    *("dtype", "shape", "quantizer", "square_tiles", "transform_signs"),
+)
 
 
 class NVFP4Tensor(QuantizedTensor, NVFP4TensorStorage):
@@ -42,23 +51,26 @@ class NVFP4Tensor(QuantizedTensor, NVFP4TensorStorage):
         )
 
     def _rebuilding(self) -> tuple[Any, tuple[Any, ...]]:
-        return _make_nvfp4_tensor_in_reduce_ex, (
-            self._rowwise_data,
-            self._rowwise_scale_inv,
-            self._columnwise_data,
-            self._columnwise_scale_inv,
-            self._amax_rowwise,
-            self._amax_columnwise,
-            self._fp4_dtype,
-            self.dtype,
-            self.shape,
-            self._quantizer,
-            self._square_tiles,
-            self._transform_signs,
-        )
+        return _make_nvfp4_tensor_in_reduce_ex, values_of(self, _PICKLED)
 
 
-class NVFP4Quantizer(BlockScalingQuantizer):
+@functools.cache
+def _spec(
+    rowwise: bool, columnwise: bool, square: bool, hadamard: bool, random_sign: bool, stochastic: bool
+) -> QuantizeSpec:
+    return QuantizeSpec(
+        NVFP4,
+        E2M1,
+        rowwise,
+        columnwise,
+        two_dimensional=square,
+        hadamard=hadamard,
+        random_sign=random_sign,
+        stochastic=stochastic,
+    )
+
+
+class NVFP4Quantizer(ReducesMaximum, BlockScalingQuantizer):
     """Training in NVFP4 after arXiv:2509.25149.
 
     with_rht                the column direction is Hadamard transformed before it is quantized
@@ -113,25 +125,20 @@ class NVFP4Quantizer(BlockScalingQuantizer):
         self.dtype = element_number(fp4_dtype)
         if self.dtype is not DType.kFloat4E2M1:
             raise ValueError(f"fp4_dtype={fp4_dtype!r} is not FP4; give DType.kFloat4E2M1")
-        self.with_amax_reduction = with_amax_reduction
-        self.amax_reduction_group = amax_reduction_group
-        self.with_rht = with_rht
-        self.with_post_rht_amax = with_post_rht_amax
+        self.with_amax_reduction, self.amax_reduction_group = with_amax_reduction, amax_reduction_group
+        self.with_rht, self.with_post_rht_amax = with_rht, with_post_rht_amax
         self.with_2d_quantization = with_2d_quantization
         self.stochastic_rounding = stochastic_rounding
         self.with_random_sign_mask = with_random_sign_mask
 
     def spec(self, rowwise: bool, columnwise: bool) -> QuantizeSpec:
-        return QuantizeSpec(
-            NVFP4,
-            E2M1,
-            rowwise,
-            columnwise,
-            two_dimensional=self.with_2d_quantization,
-            hadamard=self.with_rht,
-            random_sign=self.with_random_sign_mask,
-            stochastic=self.stochastic_rounding,
+        options = (
+            self.with_2d_quantization,
+            self.with_rht,
+            self.with_random_sign_mask,
+            self.stochastic_rounding,
         )
+        return _spec(rowwise, columnwise, *options)
 
     def convert_shape_for_fp4(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of the bytes of values [..., K], two a byte: [..., K / 2]."""
@@ -160,18 +167,8 @@ class NVFP4Quantizer(BlockScalingQuantizer):
         columns = matrix
         if spec.hadamard and spec.columnwise:
             columns = hadamard_transform(matrix.t().contiguous(), spec.random_sign)
-        maxima = torch.cat((absolute_maximum(matrix), absolute_maximum(columns)))
-        torch.distributed.all_reduce(
-            maxima, op=torch.distributed.ReduceOp.MAX, group=self.amax_reduction_group
-        )
+        maxima = self.over_the_group(torch.cat((absolute_maximum(matrix), absolute_maximum(columns))))
         return maxima[:1], maxima[1:]
-
-    def reducing_over(self, group: torch.distributed.ProcessGroup) -> NVFP4Quantizer:
-        if self.with_amax_reduction and self.amax_reduction_group is group:
-            return self
-        together = copy.copy(self)
-        together.with_amax_reduction, together.amax_reduction_group = True, group
-        return together
 
     def _get_compatible_recipe(self) -> type[recipes.Recipe]:
         return recipes.NVFP4BlockScaling
@@ -181,10 +178,6 @@ class NVFP4Quantizer(BlockScalingQuantizer):
             (self.with_amax_reduction, self.amax_reduction_group),
             (self.with_rht, self.with_random_sign_mask, self.with_2d_quantization, self.stochastic_rounding),
         )
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A process group lives as long as its process.
-        return self.__dict__ | {"amax_reduction_group": None, "with_amax_reduction": False}
 
 
 def _uniform(matrix: Tensor, spec: QuantizeSpec) -> tuple[Tensor, Tensor]:
@@ -200,35 +193,9 @@ def _uniform(matrix: Tensor, spec: QuantizeSpec) -> tuple[Tensor, Tensor]:
     return uniform(rows, depth, rounds_rows), uniform(depth, rows, rounds_columns)
 
 
-def _make_nvfp4_tensor_in_reduce_ex(
-    rowwise_data: Tensor | None,
-    rowwise_scale_inv: Tensor | None,
-    columnwise_data: Tensor | None,
-    columnwise_scale_inv: Tensor | None,
-    amax_rowwise: Tensor | None,
-    amax_columnwise: Tensor | None,
-    fp4_dtype: DType,
-    dtype: torch.dtype,
-    shape: Sequence[int],
-    quantizer: Quantizer | None = None,
-    square_tiles: bool = False,
-    transform_signs: bool | None = None,
-) -> NVFP4Tensor:
+def _make_nvfp4_tensor_in_reduce_ex(*values: Any) -> NVFP4Tensor:
     """An NVFP4Tensor from its pickle."""
-    return NVFP4Tensor(  # pyright: ignore[reportReturnType]
-        shape,
-        dtype,
-        rowwise_data=rowwise_data,
-        rowwise_scale_inv=rowwise_scale_inv,
-        columnwise_data=columnwise_data,
-        columnwise_scale_inv=columnwise_scale_inv,
-        amax_rowwise=amax_rowwise,
-        amax_columnwise=amax_columnwise,
-        fp4_dtype=fp4_dtype,
-        quantizer=quantizer,
-        square_tiles=square_tiles,
-        transform_signs=transform_signs,
-    )
+    return from_values(NVFP4Tensor, _PICKLED, values)
 
 
 PICKLED = (_make_nvfp4_tensor_in_reduce_ex,)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..checks import values_dtype
+from ..runtime.checks import values_dtype
 from . import aten
 from .storage.fsdp import (
     DerivedTensors,
@@ -103,6 +103,16 @@ def storage_of(tensor: QuantizedTensor) -> QuantizedTensorStorage:
     return cls.STORAGE(**tensors, **constants)
 
 
+def _dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Of values that lie row after row."""
+    if len(shape) == 2:
+        return (max(shape[1], 1), 1)
+    if not len(shape):
+        return ()
+    extents = (max(extent, 1) for extent in reversed(shape[1:]))
+    return tuple(itertools.accumulate(extents, int.__mul__, initial=1))[::-1]
+
+
 class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
     """A tensor of nominal shape and dtype with a quantized payload.
 
@@ -136,13 +146,10 @@ class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
     ) -> Any:
         """A tensor around a storage's payload, shared."""
         shape = storage.shape if shape is None else torch.Size(shape)
-        strides = tuple(
-            itertools.accumulate((max(n, 1) for n in reversed(shape[1:])), int.__mul__, initial=1)
-        )
         self = torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
             cls,
             shape,
-            strides=strides[::-1] if len(shape) else (),
+            strides=_dense_strides(shape),
             dtype=storage.dtype,
             device=storage.device,
             requires_grad=requires_grad,

@@ -11,15 +11,18 @@ from torch import Tensor
 
 from ...common import recipe as recipes
 from ...common.checks import described, switch
-from ..checks import extents, flag_tensor, tensor, values_dtype
 from ..constants import dist_group_type
-from ..device import canonical_device
 from ..primitives.operand import Operand, plain
 from ..primitives.quantize import Cast, Quantized
+from ..runtime.checks import extents, flag_tensor, tensor, values_dtype
+from ..runtime.device import canonical_device
 from .axis import COLS, ROWS
 from .custom_operand import contracted
 from .storage.identity_tensor_storage import IdentityTensorStorage
 from .storage.quantized_tensor_storage import QuantizedTensorStorage
+
+is_compiling = torch.compiler.is_compiling
+is_grad_enabled, set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled
 
 
 class Matrix(NamedTuple):
@@ -117,6 +120,12 @@ class Quantizer:
         """The operands of codes that were made as `cast` asked, of values in dtype."""
         raise TypeError(f"{type(self).__name__} asks no kernel for codes")
 
+    def adopted(
+        self, quantized: Quantized, shape: Sequence[int], dtype: torch.dtype
+    ) -> Tensor | QuantizedTensorStorage:
+        """The tensor, of this shape and nominal dtype, of such codes."""
+        raise TypeError(f"{type(self).__name__} asks no kernel for codes")
+
     def wrap(self, storage: QuantizedTensorStorage, *, requires_grad: bool = False) -> Tensor:
         """The tensor that presents a storage to autograd, sharing its payload; default: what was made, as it is."""
         return storage  # pyright: ignore[reportReturnType]
@@ -142,16 +151,30 @@ class Quantizer:
         _check_source("tensor", tensor)
         if dtype is not None:
             values_dtype("dtype", dtype)
-        if torch.is_grad_enabled() and tensor.requires_grad and not self.internal:
+        if tensor.requires_grad and not self.internal and is_grad_enabled():
             return _Quantize.apply(tensor, self, dtype)  # pyright: ignore[reportReturnType]
         return self._quantize(tensor, dtype)
 
     def _quantize(self, tensor: Tensor, dtype: torch.dtype | None) -> Any:
-        with torch.no_grad():
-            storage = self.encode(tensor.detach(), self.rowwise_usage, self.columnwise_usage)
-            if dtype is not None:
-                storage._dtype = dtype
-            return storage if self.internal else self.wrap(storage)
+        if is_compiling():
+            with torch.no_grad():
+                return self._made(tensor.detach(), dtype)
+        grad = is_grad_enabled()
+        if not grad:
+            return self._made(tensor.detach() if tensor.requires_grad or self.is_identity else tensor, dtype)
+        # torch.no_grad() as a context takes as long as the launch of a kernel.
+        set_grad_enabled(False)
+        try:
+            return self._made(tensor.detach() if tensor.requires_grad or self.is_identity else tensor, dtype)
+        finally:
+            set_grad_enabled(True)
+
+    def _made(self, values: Tensor, dtype: torch.dtype | None) -> Any:
+        """The tensor, or bare storage, of values without a gradient."""
+        storage = self.encode(values, self.rowwise_usage, self.columnwise_usage)
+        if dtype is not None:
+            storage._dtype = dtype
+        return storage if self.internal else self.wrap(storage)
 
     def __call__(
         self, tensor: Tensor, *, out: QuantizedTensorStorage | None = None, dtype: torch.dtype | None = None

@@ -17,9 +17,10 @@ from ....pytorch.attention.rope import RotaryPositionEmbedding, apply_rotary_pos
 from ....pytorch.quantization import family_named
 from ..cases import QUANTIZATIONS, RECIPES, Case
 from ..workload import Workload
-from .provider import Provider
+from .provider import Builders, Provider
 
 BF16 = torch.bfloat16
+BUILDERS = Builders()
 
 
 def recipe_named(name: str, **options: Any) -> recipes.Recipe | None:
@@ -41,6 +42,7 @@ def _random(device: torch.device, *shape: int) -> Tensor:
     return torch.randn(*shape, device=device, dtype=BF16)
 
 
+@BUILDERS.of("quantize")
 def _quantize(case: Case, device: torch.device) -> Workload:
     a = case.arguments
     return Workload(
@@ -54,18 +56,21 @@ def quantizer_named(kind: str, device: torch.device, columnwise: bool) -> te.Qua
     return sample.make(device, rowwise=True, columnwise=columnwise)
 
 
+@BUILDERS.of("norm")
 def _norm(case: Case, device: torch.device) -> Workload:
     a = case.arguments
     norm = {"LayerNorm": te.LayerNorm, "RMSNorm": te.RMSNorm}[a["kind"]]
     return _module(norm(a["width"], dtype=BF16, device=device), _random(device, a["rows"], a["width"]), case)
 
 
+@BUILDERS.of("linear")
 def _linear(case: Case, device: torch.device) -> Workload:
     a = case.arguments
     module = te.Linear(a["depth"], a["width"], bias=a["bias"], params_dtype=BF16, device=device)
     return _module(module, _random(device, a["rows"], a["depth"]), case)
 
 
+@BUILDERS.of("layernorm_linear")
 def _layernorm_linear(case: Case, device: torch.device) -> Workload:
     a = case.arguments
     module = te.LayerNormLinear(
@@ -74,6 +79,7 @@ def _layernorm_linear(case: Case, device: torch.device) -> Workload:
     return _module(module, _random(device, a["rows"], a["depth"]), case)
 
 
+@BUILDERS.of("layernorm_mlp")
 def _layernorm_mlp(case: Case, device: torch.device) -> Workload:
     a = case.arguments
     gated = a["activation"] == "swiglu"
@@ -89,6 +95,7 @@ def _layernorm_mlp(case: Case, device: torch.device) -> Workload:
     return _module(module, _random(device, a["rows"], 1, a["hidden"]), case)
 
 
+@BUILDERS.of("grouped_linear")
 def _grouped_linear(case: Case, device: torch.device) -> Workload:
     a = case.arguments
     module = te.GroupedLinear(
@@ -98,6 +105,7 @@ def _grouped_linear(case: Case, device: torch.device) -> Workload:
     return _module(module, _random(device, a["rows"], a["depth"]), case, m_splits=splits)
 
 
+@BUILDERS.of("attention")
 def _attention(case: Case, device: torch.device) -> Workload:
     a = case.arguments
     batch, sequence, packed = a["batch"], a["sequence"], a["packed"]
@@ -140,6 +148,7 @@ def _attention_precision(recipe: recipes.Recipe | None, fp8_backward: bool) -> I
             os.environ.pop("NVTE_FP8_DPA_BWD", None)
 
 
+@BUILDERS.of("layer", "layer_small")
 def _layer(case: Case, device: torch.device) -> Workload:
     a = case.arguments
     module = te.TransformerLayer(
@@ -163,6 +172,7 @@ def _layer(case: Case, device: torch.device) -> Workload:
     return _module(module, _random(device, a["sequence"], 1, a["hidden"]), case, **keywords)
 
 
+@BUILDERS.of("rope")
 def _rope(case: Case, device: torch.device) -> Workload:
     a = case.arguments
     angles = RotaryPositionEmbedding(a["size"])(max_seq_len=a["sequence"]).to(device)
@@ -170,20 +180,4 @@ def _rope(case: Case, device: torch.device) -> Workload:
     return Workload(functools.partial(apply_rotary_pos_emb, freqs=angles, tensor_format="sbhd"), (x,))
 
 
-ENGINE = Provider(
-    "te",
-    RECIPES,
-    {
-        "quantize": _quantize,
-        "norm": _norm,
-        "linear": _linear,
-        "layernorm_linear": _layernorm_linear,
-        "layernorm_mlp": _layernorm_mlp,
-        "grouped_linear": _grouped_linear,
-        "attention": _attention,
-        "layer": _layer,
-        "layer_small": _layer,
-        "rope": _rope,
-    },
-    quantizations=tuple(QUANTIZATIONS),
-)
+ENGINE = Provider("te", RECIPES, BUILDERS, quantizations=tuple(QUANTIZATIONS))

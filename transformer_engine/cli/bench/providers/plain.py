@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from ..cases import Case
 from ..workload import Workload
-from .provider import Builder, Provider
+from .provider import Builder, Builders, Provider
 
 BF16 = torch.bfloat16
+BUILDERS = Builders()
 E4M3_MAXIMUM = 448.0
 
 
@@ -86,6 +87,7 @@ def _random(device: torch.device, *shape: int) -> Tensor:
     return torch.randn(*shape, device=device, dtype=BF16)
 
 
+@BUILDERS.of("quantize")
 def _quantize(case: Case, device: torch.device) -> Workload:
     """codes = saturate(x scale), by the operations of torch."""
     a = case.arguments
@@ -99,6 +101,7 @@ def _quantize(case: Case, device: torch.device) -> Workload:
     return Workload(cast, (_random(device, a["rows"], a["depth"]),))
 
 
+@BUILDERS.of("norm")
 def _norm(case: Case, device: torch.device) -> Workload:
     a = case.arguments
     kind = {"LayerNorm": nn.LayerNorm, "RMSNorm": nn.RMSNorm}[a["kind"]]
@@ -106,12 +109,14 @@ def _norm(case: Case, device: torch.device) -> Workload:
     return Workload(norm, (_random(device, a["rows"], a["width"]),))
 
 
+@BUILDERS.of("linear")
 def _linear(case: Case, device: torch.device) -> Workload:
     a = case.arguments
     module = nn.Linear(a["depth"], a["width"], bias=a["bias"], device=device, dtype=BF16)
     return Workload(module, (_random(device, a["rows"], a["depth"]),))
 
 
+@BUILDERS.of("layernorm_linear")
 def _layernorm_linear(case: Case, device: torch.device) -> Workload:
     a = case.arguments
     norm = nn.RMSNorm(a["depth"], device=device, dtype=BF16)
@@ -119,6 +124,7 @@ def _layernorm_linear(case: Case, device: torch.device) -> Workload:
     return Workload(nn.Sequential(norm, linear), (_random(device, a["rows"], a["depth"]),))
 
 
+@BUILDERS.of("layernorm_mlp")
 def _layernorm_mlp(case: Case, device: torch.device) -> Workload:
     a = case.arguments
     options: dict[str, Any] = {"device": device, "dtype": BF16}
@@ -134,12 +140,14 @@ def _layernorm_mlp(case: Case, device: torch.device) -> Workload:
     return Workload(module, (_random(device, a["rows"], 1, a["hidden"]),))
 
 
+@BUILDERS.of("grouped_linear")
 def _grouped_linear(case: Case, device: torch.device) -> Workload:
     a = case.arguments
     module = GroupedLinear(a["groups"], a["rows"], a["depth"], a["width"], device)
     return Workload(module, (_random(device, a["rows"], a["depth"]),))
 
 
+@BUILDERS.of("attention")
 def _attention(case: Case, device: torch.device) -> Workload | None:
     """Causal attention; windows and packed sequences have no plain counterpart that is not quadratic in memory."""
     a = case.arguments
@@ -157,29 +165,17 @@ def _attention(case: Case, device: torch.device) -> Workload | None:
     return Workload(attend, (q, k, v))
 
 
+@BUILDERS.of("layer", "layer_small")
 def _layer(case: Case, device: torch.device) -> Workload:
     a = case.arguments
     return Workload(Layer(a, device), (_random(device, a["sequence"], 1, a["hidden"]),))
 
 
+@BUILDERS.of("rope")
 def _rope(case: Case, device: torch.device) -> Workload:
     a = case.arguments
     x = _random(device, a["sequence"], a["batch"], a["heads"], a["size"])
     return Workload(Rope(a["sequence"], a["size"], device), (x,))
-
-
-BUILDERS: dict[str, Builder] = {
-    "quantize": _quantize,
-    "norm": _norm,
-    "linear": _linear,
-    "layernorm_linear": _layernorm_linear,
-    "layernorm_mlp": _layernorm_mlp,
-    "grouped_linear": _grouped_linear,
-    "attention": _attention,
-    "layer": _layer,
-    "layer_small": _layer,
-    "rope": _rope,
-}
 
 
 def _compiled(build: Builder) -> Builder:

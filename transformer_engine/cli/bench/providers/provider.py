@@ -15,6 +15,17 @@ from ..workload import Workload
 Builder = Callable[[Case, torch.device], Workload | None]
 
 
+class Builders(dict[str, Builder]):
+    """{family: builder}, filled by the builders themselves: `@BUILDERS.of("layer", "layer_small")`."""
+
+    def of(self, *families: str) -> Callable[[Builder], Builder]:
+        def register(build: Builder) -> Builder:
+            self.update(dict.fromkeys(families, build))
+            return build
+
+        return register
+
+
 @dataclass(frozen=True)
 class Provider:
     """Builds workloads.

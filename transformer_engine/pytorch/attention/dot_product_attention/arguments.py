@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ....common.checks import described, function, one_of, switch, whole_or_none
-from ... import checks
 from ...constants import AttnTypes
 from ...module.arguments import Rule
-from .mask import canonical_name
-from .request import BIAS_TYPES, QKV_FORMATS, SOFTMAX_TYPES, AttentionRequest
-
-if TYPE_CHECKING:
-    from .call import Described
-    from .prepare import CallArguments
+from ...primitives.attention.mask import canonical_name
+from ...primitives.attention.request import BIAS_TYPES, QKV_FORMATS, SOFTMAX_TYPES, AttentionRequest
+from ...runtime import checks
+from .settings import CallArguments, Described
 
 # What the constructors of attention layers have beside the arguments of all layers.
 RULES: dict[str, Rule] = {
@@ -165,33 +162,34 @@ def check_cache(layer_number: int | None, cached: torch.dtype, given: torch.dtyp
     return layer_number
 
 
-def check_bias(request: AttentionRequest, bias: Tensor | None) -> None:
+def check_bias(request: AttentionRequest, bias: Described | None) -> None:
     """ValueError or TypeError unless bias and slopes are what the bias type asks for."""
-    takes_bias = request.bias in ("pre_scale_bias", "post_scale_bias")
+    sizes, kind = request.shape, request.options.bias
+    takes_bias = kind in ("pre_scale_bias", "post_scale_bias")
     if takes_bias != (bias is not None):
         want = "needs" if takes_bias else "takes no"
-        given = "None" if bias is None else described(bias)
+        given = "None" if bias is None else f"a Tensor of shape {list(bias.shape)} and {bias.dtype}"
         raise ValueError(
-            f"core_attention_bias_type={request.bias!r} {want} core_attention_bias, which is {given}; match the two"
+            f"core_attention_bias_type={kind!r} {want} core_attention_bias, which is {given}; match the two"
         )
-    slopes = request.slopes_shape
+    slopes = sizes.slopes_shape
     if (
-        request.slopes_given
+        request.options.slopes_given
         and slopes is not None
         and len(slopes) == 2
-        and slopes[0] not in (1, request.batch)
+        and slopes[0] not in (1, sizes.batch)
     ):
         raise ValueError(
-            f"alibi_slopes is {list(slopes)}, the batch has {request.batch} sequences; give [h], or [b, h]"
+            f"alibi_slopes is {list(slopes)}, the batch has {sizes.batch} sequences; give [h], or [b, h]"
         )
     if bias is None:
         return
-    if not bias.is_floating_point() or bias.device.type != request.device_type:
+    if not bias.dtype.is_floating_point or bias.device.type != request.device.type:
         raise TypeError(
             f"core_attention_bias is {bias.dtype} on {bias.device}; give floating-point values on the queries' device, "
-            f"{request.device_type}"
+            f"{request.device.type}"
         )
-    shape = (request.batch, request.heads, request.seqlen_q, request.seqlen_kv)
+    shape = (sizes.batch, sizes.heads, sizes.seqlen_q, sizes.seqlen_kv)
     if bias.ndim != 4 or any(size not in (1, limit) for size, limit in zip(bias.shape, shape, strict=True)):
         raise ValueError(
             f"core_attention_bias {list(bias.shape)} does not broadcast to {list(shape)}; give these sizes, or 1"

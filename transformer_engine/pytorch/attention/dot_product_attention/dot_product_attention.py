@@ -4,44 +4,65 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from ....common.bounded import Bounded
-from ....common.dispatch import Backend, undisturbed
-from ...backward_thread import keep_backward_here
-from ...device import canonical_device
-from ...distributed.recompute import checkpoint as recompute_checkpoint
+from ....common import env
 from ...distributed.tensor_parallel import set_tensor_model_parallel_attributes
+from ...functions.attention import fp8
+from ...functions.attention.autograd import apart
+from ...functions.attention.fp8_call import Call, Slots
 from ...module.arguments import check_arguments, head_sizes
 from ...module.base import TransformerEngineBaseModule
 from ...module.parameters import ParameterInit
+from ...primitives.attention import mask as masks
+from ...primitives.attention.choose import check
+from ...primitives.attention.request import AttentionInputs, AttentionRequest
 from ...quantization import QuantizerRole
-from ...quantization.autocast import current
-from ...tracing import text_of_number
-from . import fp8
-from . import mask as masks
+from ...quantization.autocast import AutocastState, current
+from ...runtime.device import canonical_device
+from ...runtime.tracing import number_while_tracing, text_of_number
+from ..inference import InferenceParams
 from .arguments import RULES, accept_older_state, check_heads, check_switches, unpacked
-from .call import Described, Options, Plan, call_key, request_of
-from .choose import check, choose, choose_when_traced
+from .call import Plan, facts_of, plan_for, plan_when_traced, request_of
 from .context_parallel_group import check_context_parallel_group
+from .forked import computed, forked
+from .fp8_recipe import attention_recipe, scaling_of
 from .last_choice import last_choice as _attention_backends
-from .prepare import CallArguments, prepared
-from .request import AttentionInputs, AttentionRequest, AttentionResult
+from .plain import ONE, is_plain, plain_call
+from .prepare import prepared
 from .roles import attention_roles
 from .score_mod import resolved
-from .sequences import Sequences
+from .settings import CallArguments, Config, Described
 from .utils import AttentionLogging
 
-if TYPE_CHECKING:
-    from ..inference import InferenceParams
-
-# Calls that a layer remembers the backend of, before it forgets them all.
-MAX_PLANS = 64
+# Attributes that make the config of a call.
+_CONFIGURES = frozenset(
+    {
+        "attention_dropout",
+        "attention_type",
+        "attn_mask_type",
+        "bottom_right_diagonal",
+        "given_window",
+        "head_dim_qk",
+        "head_dim_v",
+        "layer_number",
+        "num_attention_heads",
+        "num_gqa_groups_per_partition",
+        "qkv_format",
+        "return_max_logit",
+        "softmax_scale",
+        "softmax_type",
+        "tp_group",
+        "tp_size",
+        "training",
+        "window_size",
+    }
+)
 
 
 class DotProductAttention(TransformerEngineBaseModule):
@@ -71,6 +92,7 @@ class DotProductAttention(TransformerEngineBaseModule):
     _attention_dropout_text: str
 
     given_window: tuple[int, int] | None
+    _call_config: Config | None
 
     def __init__(
         self,
@@ -129,8 +151,6 @@ class DotProductAttention(TransformerEngineBaseModule):
         self.softmax_type = softmax_type
         self.return_max_logit = bool(return_max_logit)
         self.score_mod = score_mod
-        self._masks: Bounded[tuple[Any, ...], masks.Mask] = Bounded(MAX_PLANS)
-        self._plans: Bounded[tuple[Any, ...], Plan] = Bounded(MAX_PLANS)
         self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
         self.softmax_offset: torch.nn.Parameter | None
         if softmax_type != "learnable":
@@ -153,6 +173,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         elif name in ("softmax_scale", "attention_dropout"):
             self.__dict__[f"_{name}_text"] = text_of_number(value)
         super().__setattr__(name, value)
+        if name in _CONFIGURES:
+            self.__dict__["_call_config"] = None
 
     @property
     def heads(self) -> int:
@@ -239,106 +261,121 @@ class DotProductAttention(TransformerEngineBaseModule):
         score_mod = self.score_mod if score_mod is None else score_mod
         if not (score_mod_tensors is score_mod_bprop is score_mod_bprop_tensors is None):
             score_mod = resolved(score_mod, score_mod_tensors, score_mod_bprop, score_mod_bprop_tensors)
+        tracing = torch.compiler.is_compiling()
+        # fmt: off
+        if not tracing and (
+            attention_mask is cu_seqlens_q is cu_seqlens_kv is cu_seqlens_q_padded is cu_seqlens_kv_padded
+            is max_seqlen_q is max_seqlen_kv is window_size is bottom_right_diagonal is core_attention_bias
+            is alibi_slopes is inference_params is pad_between_seqs is score_mod is qkv_layer is kv_layer is None
+            and is_plain(query_layer, key_layer, value_layer, qkv_format, attn_mask_type)
+            and num_splits is ONE and core_attention_bias_type == "no_bias"
+        ):
+            config, offset = self._call_config or self.config(), self._parameters["softmax_offset"]
+            plan, inputs = plain_call(
+                config, offset, query_layer, key_layer, value_layer, qkv_format, attn_mask_type  # pyright: ignore[reportArgumentType]
+            )
+            return self._attend(plan, inputs, tracing, checkpoint_core_attention, fp8_output, bf16_backward)
         q, k, v = unpacked(query_layer, key_layer, value_layer, qkv_layer, kv_layer, qkv_interleave_dim)
         arguments = CallArguments(
-            attention_mask,
-            qkv_format,
-            (cu_seqlens_q, cu_seqlens_kv),
-            (cu_seqlens_q_padded, cu_seqlens_kv_padded),
-            (max_seqlen_q, max_seqlen_kv),
-            attn_mask_type,
-            window_size,
-            bottom_right_diagonal,
-            core_attention_bias_type,
-            core_attention_bias,
-            alibi_slopes,
-            inference_params,
-            pad_between_seqs,
-            num_splits,
+            attention_mask, qkv_format, (cu_seqlens_q, cu_seqlens_kv), (cu_seqlens_q_padded, cu_seqlens_kv_padded),
+            (max_seqlen_q, max_seqlen_kv), attn_mask_type, window_size, bottom_right_diagonal,
+            core_attention_bias_type, core_attention_bias, alibi_slopes, inference_params, pad_between_seqs, num_splits,
             score_mod,
         )
-        call, written = prepared(self, q, k, v, arguments)
-        request, backend = self._plan(*call)
+        # fmt: on
+        config = self._config_when_traced() if tracing else self.config()
+        call, written = prepared(config, self.softmax_offset, q, k, v, arguments)
+        plan = plan_when_traced(call) if tracing else plan_for(call)
+        append = None
+        if inference_params is not None and not written:
+            assert self.layer_number is not None
+            append = partial(inference_params.write, self.layer_number, k, v, call.settings.q_format)
+        return self._attend(
+            plan, call.inputs, tracing, checkpoint_core_attention, fp8_output, bf16_backward, append
+        )
+
+    def _attend(
+        self,
+        plan: Plan,
+        inputs: AttentionInputs,
+        tracing: bool,
+        recompute: bool,
+        fp8_output: bool | None,
+        bf16_backward: bool | None,
+        append: Callable[[], object] | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """What was planned; append: writes a step's keys and values into its cache, when nothing can be refused."""
+        request, backend = plan
         state = current()
-        if not torch.compiler.is_compiling():
+        if not tracing:
             self.check_repetition(state)
-        if state.enabled and inference_params is None and fp8.attention_recipe(state.recipe) is not None:
-            backend = fp8.chosen(
-                self, state, request, bool(fp8_output), bf16_backward, checkpoint_core_attention
-            )
-            if not torch.compiler.is_compiling():
+        elif request.options.needs_gradient:
+            inputs = apart(inputs)
+        if state.enabled and not request.options.cached and attention_recipe(state.recipe) is not None:
+            backend = self._in_fp8(state, request, bool(fp8_output), bf16_backward)
+            if recompute:
+                backend = fp8.Recomputed(backend)
+            if not tracing:
                 _attention_backends.seen = (request, backend)
         elif fp8_output:
             raise ValueError(
                 "fp8_output=True needs an FP8 attention; run under autocast with fp8_dpa or fp8_mha in the recipe"
             )
-        if inference_params is not None and not written:
-            assert self.layer_number is not None
-            inference_params.write(self.layer_number, k, v, call.options.q_format)
-        result = self._run(backend, request, call.inputs, checkpoint_core_attention)
-        return result.output if result.max_logit is None else (result.output, result.max_logit)
+        if append is not None:
+            append()
+        tracker = None if self.sequence_parallel else self.get_rng_state_tracker
+        if recompute or (tracker is not None and request.options.dropout > 0.0):
+            tracker = tracker if request.options.dropout > 0.0 else None
+            output, max_logit = forked(backend, request, inputs, tracker, recompute, self.tp_group)
+        else:
+            output, max_logit = computed(backend, request, inputs)
+        return output if max_logit is None else (output, max_logit)
+
+    def config(self) -> Config:
+        """The layer's settings, made again after one of them has changed."""
+        config = self._call_config
+        if config is None:
+            config = self.__dict__["_call_config"] = Config.of(
+                self, self.softmax_scale, self.attention_dropout
+            )
+        return config
+
+    def _config_when_traced(self) -> Config:
+        scale = number_while_tracing(self._softmax_scale_text)
+        return Config.of(self, scale, number_while_tracing(self._attention_dropout_text))
 
     def check_call(self, q: Described, k: Described, v: Described, arguments: CallArguments) -> None:
         """Raise what forward would for tensors of these shapes, and change nothing."""
-        call, _ = prepared(self, q, k, v, arguments, only_shapes=True)
-        check(request_of(*call))
+        call, _ = prepared(self.config(), self.softmax_offset, q, k, v, arguments, only_shapes=True)
+        check(request_of(facts_of(*call)))
 
-    def resolved_mask(
-        self, mask_type: str, window: tuple[int, int] | None, bottom_right_diagonal: bool | None
-    ) -> masks.Mask:
-        """What a name, a window and an alignment mean together, looked up where they were met before."""
-        if torch.compiler.is_compiling():
-            return masks.resolve(mask_type, window, bottom_right_diagonal)
-        pair = window if window is None or type(window) is tuple else masks.window_pair(window)
-        key = (mask_type, pair, bottom_right_diagonal)
-        mask = self._masks.get(key)
-        return self._masks.keep(key, masks.resolve(*key)) if mask is None else mask
+    def _in_fp8(
+        self, state: AutocastState, request: AttentionRequest, fp8_output: bool, bf16_backward: bool | None
+    ) -> fp8.Attention:
+        """The FP8 attention of a request under an autocast state whose recipe asks for one.
 
-    def _plan(
-        self, options: Options, sequences: Sequences, inputs: AttentionInputs, slopes_given: bool
-    ) -> Plan:
-        """The request of a call and the backend that takes it, looked up where the call was met before."""
-        if torch.compiler.is_compiling():
-            request = request_of(options, sequences, inputs, slopes_given)
-            return Plan(request, choose_when_traced(request))
-        if not undisturbed():
-            request = request_of(options, sequences, inputs, slopes_given)
-            _attention_backends.seen = plan = Plan(request, choose(request))
-            return plan
-        if _attention_backends.requires_update:
-            self._plans.clear()
-            _attention_backends.requires_update = False
-        key = call_key(options, sequences, inputs, slopes_given)
-        plan = self._plans.get(key)
-        if plan is None:
-            request = request_of(options, sequences, inputs, slopes_given)
-            plan = self._plans.keep(key, Plan(request, choose(request)))
-            if request.device_type == "cuda":
-                keep_backward_here()
-        _attention_backends.seen = plan
-        return plan
-
-    def _run(
-        self,
-        backend: Backend[AttentionRequest] | fp8.Attention | fp8.Recomputed,
-        request: AttentionRequest,
-        inputs: AttentionInputs,
-        recompute: bool,
-    ) -> AttentionResult:
-        """Run the chosen backend, in the fork of the random state, recomputed in the backward if asked."""
-        tracker = self.get_rng_state_tracker
-        forks = tracker is not None and request.dropout > 0.0 and not self.sequence_parallel
-        if not (forks or recompute):
-            return backend.run(request, inputs)
-
-        def attend(*tensors: Tensor | None) -> AttentionResult:
-            with tracker().fork() if forks else nullcontext():  # pyright: ignore[reportOptionalCall]
-                return backend.run(request, AttentionInputs(*tensors))  # pyright: ignore[reportArgumentType]
-
-        if not recompute:
-            return attend(*inputs)
-        if forks:
-            return recompute_checkpoint(
-                attend, *inputs, get_rng_state_tracker=tracker, tp_group=self.tp_group, use_reentrant=False
-            )
-        return torch_checkpoint(attend, *inputs, use_reentrant=False)  # pyright: ignore[reportReturnType]
+        fp8_output      return o as a Float8Tensor
+        bf16_backward   True: gradients in high precision; None: as NVTE_FP8_DPA_BWD says, unset the faster
+        """
+        recipe = attention_recipe(state.recipe)
+        assert recipe is not None
+        scaling = scaling_of(recipe)
+        if recipe is not state.recipe:
+            state = replace(state, recipe=recipe)
+        products = self._product_quantizers(state)
+        slots = Slots(
+            qkv=products[0].output,
+            output=products[1].input,
+            softmax=products[2].output,
+            grad_qkv=products[0].grad_output,
+            grad_output=products[1].grad_input,
+            grad_softmax=products[2].grad_input,
+        )
+        asked: Any = False if bf16_backward else env.get("NVTE_FP8_DPA_BWD")
+        chosen = fp8.choose(request, scaling, asked)
+        active = self.numerics.active
+        direct = scaling == "delayed" and active is not None and products is active.products
+        scales = self.fp8_meta["scaling_fwd"] if direct else None
+        call = Call(request, scaling, slots, scales, chosen.passes, wants_values=not fp8_output)
+        update = self._scale_update(state, request.options.needs_gradient)
+        return fp8.Attention(call, chosen, fp8_output, update)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from . import fp8, fp8_cudnn
-from .request import AttentionRequest
+from ...functions.attention import fp8, fp8_cudnn
+from ...primitives.attention.request import AttentionRequest
 from .utils import FLASH, AttentionParams, NVTE_Fused_Attn_Backend
 
 _KEYS = (
@@ -28,8 +28,8 @@ class LastChoice(Mapping[str, Any]):
     """Reads as the last choice; None everywhere before the first.
 
     seen              the request of the last call, and the backend or the FP8 attention that took it
-    requires_update   ["backend_selection_requires_update"]: the next call of each layer that finds it set forgets what
-                      the layer remembered, and clears it. NVTE_* variables are looked at without it
+    requires_update   ["backend_selection_requires_update"]: the next call of a layer that finds it set forgets what
+                      all layers remembered, and clears it. NVTE_* variables are looked at without it
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ def _description(request: AttentionRequest, chosen: Any) -> dict[str, Any]:
     if isinstance(chosen, fp8.Recomputed):
         chosen = chosen.attention
     if isinstance(chosen, fp8.Attention):
-        fused = kind.NVTE_FP8 if chosen.passes.forward is fp8_cudnn.forward else None
+        fused = kind.NVTE_FP8 if chosen.chosen.forward is fp8_cudnn.forward else None
         flash, unfused = None, fused is None
     else:
         flash = FLASH[chosen.name]() if chosen.name in FLASH else None

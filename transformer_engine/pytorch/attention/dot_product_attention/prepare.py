@@ -6,60 +6,36 @@ descriptions of q, k and v too, so that a layer has its core attention's argumen
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...tracing import number_while_tracing
-from . import mask as masks
-from .alibi import default_slopes
+from ...primitives.attention import mask as masks
+from ...primitives.attention.alibi import default_slopes
+from ...primitives.attention.request import QKV_FORMATS, AttentionInputs
+from ..inference import CachedKeysValues, InferenceParams
 from .arguments import check_cache, check_kinds, check_slopes, check_tensors, one_of, sink_of
-from .call import Described, Options, Prepared
-from .request import QKV_FORMATS, AttentionInputs
+from .call import Prepared, Settings
 from .sequences import Sequences, cached_sequences, given_sequences, unknown_sequences
-
-if TYPE_CHECKING:
-    from ..inference import CachedKeysValues, InferenceParams
-    from .dot_product_attention import DotProductAttention
-
-
-class CallArguments(NamedTuple):
-    """The arguments of DotProductAttention.forward that say what is attended to; pairs are of queries and keys."""
-
-    attention_mask: Tensor | tuple[Tensor, Tensor] | None
-    qkv_format: str | None
-    cu_seqlens: tuple[Tensor | None, Tensor | None]
-    cu_seqlens_padded: tuple[Tensor | None, Tensor | None]
-    max_seqlens: tuple[int | None, int | None]
-    attn_mask_type: str | None
-    window_size: tuple[int, int] | None
-    bottom_right_diagonal: bool | None
-    bias_type: str
-    bias: Tensor | None
-    alibi_slopes: Tensor | None
-    inference_params: InferenceParams | None
-    pad_between_seqs: bool | None
-    num_splits: int | None = 1
-    score_mod: Callable[..., Tensor] | None = None
+from .settings import CallArguments, Config, Described
 
 
 def prepared(
-    layer: DotProductAttention, q: Any, k: Any, v: Any, a: CallArguments, only_shapes: bool = False
+    config: Config, offset: Tensor | None, q: Any, k: Any, v: Any, a: CallArguments, only_shapes: bool = False
 ) -> tuple[Prepared, bool]:
     """The call, and whether a cache has taken the keys already: one of a custom manager is written to be seen.
 
+    offset        the layer's learnable softmax_offset
     only_shapes   q, k and v are Described; no cache is written
     """
     check_kinds(a)
-    q_format = kv_format = layer.qkv_format if a.qkv_format is None else a.qkv_format
+    q_format = kv_format = config.qkv_format if a.qkv_format is None else a.qkv_format
     one_of("qkv_format", q_format, QKV_FORMATS)
-    groups = layer.num_gqa_groups_per_partition
-    check_tensors(q, k, v, q_format, layer.heads, groups, layer.head_dim_qk, layer.head_dim_v)
-    mask = _mask(layer, a, q.dtype)
-    slopes = _slopes(layer, a.bias_type, q, a.alibi_slopes)
-    cached, written = _cached(layer, k, v, q_format, a.inference_params, only_shapes)
+    check_tensors(q, k, v, q_format, config.heads, config.groups, config.head_dim_qk, config.head_dim_v)
+    mask = _mask(config, a, q.dtype)
+    slopes = _slopes(config, a.bias_type, q, a.alibi_slopes)
+    cached, written = _cached(config, k, v, q_format, a.inference_params, only_shapes)
     page_size, page_table = 0, None
     if cached is not None:
         k, v, kv_format = cached.key, cached.value, cached.qkv_format
@@ -68,20 +44,16 @@ def prepared(
     elif a.inference_params is not None:
         sequences = unknown_sequences(q, q_format)
     else:
-        sequences = _given(layer, q, k, q_format, mask, a)
-    scale, dropout = layer.softmax_scale, layer.attention_dropout
-    if torch.compiler.is_compiling():
-        scale = number_while_tracing(layer._softmax_scale_text)
-        dropout = number_while_tracing(layer._attention_dropout_text)
-    options = Options(
+        sequences = _given(config, q, k, q_format, mask, a)
+    settings = Settings(
         mask,
         q_format,
         kv_format,
         a.bias_type,
-        layer.softmax_type,
-        scale,
-        dropout if layer.training else 0.0,
-        layer.return_max_logit,
+        config.softmax_type,
+        config.softmax_scale,
+        config.dropout if config.training else 0.0,
+        config.max_logit,
         page_size,
         0 if a.num_splits is None else a.num_splits,
         a.inference_params is not None,
@@ -96,45 +68,40 @@ def prepared(
         *sequences[4:],
         bias=a.bias,
         slopes=slopes,
-        sink=sink_of(layer.softmax_type, layer.softmax_offset, layer.heads, q.device),
+        sink=sink_of(config.softmax_type, offset, config.heads, q.device),
         page_table=page_table,
     )
-    return Prepared(options, sequences, inputs, a.alibi_slopes is not None), written
+    return Prepared(settings, sequences, inputs, a.alibi_slopes is not None), written
 
 
-def _mask(layer: DotProductAttention, a: CallArguments, dtype: torch.dtype) -> masks.Mask:
+def _mask(config: Config, a: CallArguments, dtype: torch.dtype) -> masks.Mask:
     """What the names and windows of the call, else of the layer, mean together."""
-    name = layer.attn_mask_type if a.attn_mask_type is None else masks.canonical_name(a.attn_mask_type)
+    name = config.attn_mask_type if a.attn_mask_type is None else masks.canonical_name(a.attn_mask_type)
     if a.inference_params is not None:
-        check_cache(layer.layer_number, a.inference_params.dtype, dtype)
+        check_cache(config.layer_number, a.inference_params.dtype, dtype)
         name = masks.over_cached_keys(name)
-    return layer.resolved_mask(
+    return masks.resolved(
         name,
-        layer.given_window if a.window_size is None else a.window_size,
-        layer.bottom_right_diagonal if a.bottom_right_diagonal is None else a.bottom_right_diagonal,
+        config.window if a.window_size is None else a.window_size,
+        config.bottom_right_diagonal if a.bottom_right_diagonal is None else a.bottom_right_diagonal,
     )
 
 
 def _cached(
-    layer: DotProductAttention,
-    k: Any,
-    v: Any,
-    q_format: str,
-    cache: InferenceParams | None,
-    only_shapes: bool,
+    config: Config, k: Any, v: Any, q_format: str, cache: InferenceParams | None, only_shapes: bool
 ) -> tuple[CachedKeysValues | None, bool]:
     """All keys and values of a step, and whether the new ones are written."""
     if cache is None:
         return None, False
-    assert layer.layer_number is not None
-    cached = cache.upcoming(layer.layer_number, k, v, q_format)
+    assert config.layer_number is not None
+    cached = cache.upcoming(config.layer_number, k, v, q_format)
     if cached is not None or only_shapes:
         return cached, False
-    return cache.step(layer.layer_number, k, v, q_format), True
+    return cache.step(config.layer_number, k, v, q_format), True
 
 
 def _given(
-    layer: DotProductAttention, q: Any, k: Any, tensor_format: str, mask: masks.Mask, a: CallArguments
+    config: Config, q: Any, k: Any, tensor_format: str, mask: masks.Mask, a: CallArguments
 ) -> Sequences:
     return given_sequences(
         q,
@@ -142,7 +109,7 @@ def _given(
         tensor_format,
         tensor_format,
         mask,
-        layer.attention_type,
+        config.attention_type,
         a.attention_mask,
         a.cu_seqlens,
         a.cu_seqlens_padded,
@@ -151,14 +118,12 @@ def _given(
     )
 
 
-def _slopes(
-    layer: DotProductAttention, bias_type: str, q: Tensor | Described, given: Tensor | None
-) -> Tensor | None:
+def _slopes(config: Config, bias_type: str, q: Tensor | Described, given: Tensor | None) -> Tensor | None:
     """ALiBi's slopes of this rank's heads, as given or the usual ones."""
     if given is not None:
-        return check_slopes(given, bias_type, q, layer.heads)
+        return check_slopes(given, bias_type, q, config.heads)
     if bias_type != "alibi":
         return None
-    rank = torch.distributed.get_rank(layer.tp_group) if layer.tp_group is not None else 0
-    slopes = default_slopes(layer.num_attention_heads, q.device)
-    return slopes[rank * layer.heads : (rank + 1) * layer.heads]
+    rank = torch.distributed.get_rank(config.tp_group) if config.tp_group is not None else 0
+    slopes = default_slopes(config.all_heads, q.device)
+    return slopes[rank * config.heads : (rank + 1) * config.heads]

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ....common.checks import described
 from ....common.formats import round_up
-from ...device_checks import demand
-from .mask import Mask, cumulative, lengths_of, lengths_of_mask
-from .sequence_rules import are_bounds
-
-if TYPE_CHECKING:
-    from ..inference import CachedKeysValues
+from ...primitives.attention.mask import Mask
+from ...primitives.attention.packed import cumulative, lengths_of, lengths_of_mask
+from ...primitives.attention.sequence_rules import are_bounds
+from ...runtime.device_checks import demand
+from ..inference import CachedKeysValues
 
 Pair = tuple[Tensor | None, Tensor | None]
 

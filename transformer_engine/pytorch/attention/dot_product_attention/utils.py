@@ -9,21 +9,23 @@ from __future__ import annotations
 import enum
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from packaging.version import Version
 
 from ....common import env
-from ...device import canonical_device, get_device_compute_capability
-from . import fp8
-from .backends import flash2, flash3, flash4
-from .choose import TABLE, logger
-from .combined import combine_and_quantize as combine_and_quantize
-from .layout import get_qkv_layout as get_qkv_layout
-from .mask import check_set_window_size, cumulative, lengths_of_mask, resolve
-from .request import AttentionRequest, Switches
+from ...functions.attention import fp8
+from ...functions.attention.combined import combine_and_quantize as combine_and_quantize
+from ...primitives.attention.backends import flash2, flash3, flash4
+from ...primitives.attention.choose import TABLE, logger
+from ...primitives.attention.layout import get_qkv_layout as get_qkv_layout
+from ...primitives.attention.mask import check_set_window_size, resolve
+from ...primitives.attention.packed import cumulative, lengths_of_mask
+from ...primitives.attention.request import AttentionRequest, Switches
+from ...runtime.device import canonical_device, get_device_compute_capability
+from .fp8_recipe import scaling_of
 
 
 class NVTE_Fused_Attn_Backend(enum.IntEnum):
@@ -89,36 +91,38 @@ class AttentionParams:
     @classmethod
     def of(cls, request: AttentionRequest, fp8: bool = False) -> AttentionParams:
         """A request in the original's terms."""
-        bias = request.bias_shape
-        kv_format = request.kv_format
+        bias = request.shape.bias_shape
+        kv_format = request.shape.kv_format
         return cls(
-            qkv_dtype=request.dtype,
-            qkv_layout=f"{'paged_kv_' * bool(request.page_size)}{request.q_format}_{kv_format}_{kv_format}",
-            batch_size=request.batch,
-            num_heads=request.heads,
-            num_gqa_groups=request.groups,
-            max_seqlen_q=request.seqlen_q,
-            max_seqlen_kv=request.seqlen_kv,
-            head_dim_qk=request.head_dim_qk,
-            head_dim_v=request.head_dim_v,
-            attn_mask_type=request.mask.name,
-            window_size=request.mask.window,
-            bottom_right_diagonal=request.mask.bottom_right,
-            alibi_slopes_shape=None if request.slopes_shape is None else list(request.slopes_shape),
-            core_attention_bias_type=request.bias,
+            qkv_dtype=request.shape.dtype,
+            qkv_layout=f"{'paged_kv_' * bool(request.shape.page_size)}{request.shape.q_format}_{kv_format}_{kv_format}",
+            batch_size=request.shape.batch,
+            num_heads=request.shape.heads,
+            num_gqa_groups=request.shape.groups,
+            max_seqlen_q=request.shape.seqlen_q,
+            max_seqlen_kv=request.shape.seqlen_kv,
+            head_dim_qk=request.shape.head_dim_qk,
+            head_dim_v=request.shape.head_dim_v,
+            attn_mask_type=request.options.mask.name,
+            window_size=request.options.mask.window,
+            bottom_right_diagonal=request.options.mask.bottom_right,
+            alibi_slopes_shape=None
+            if request.shape.slopes_shape is None
+            else list(request.shape.slopes_shape),
+            core_attention_bias_type=request.options.bias,
             core_attention_bias_shape=None
             if bias is None
             else "".join("1" if size == 1 else axis for size, axis in zip(bias, "bhss", strict=True)),
-            core_attention_bias_requires_grad=request.bias_gradient,
-            pad_between_seqs=request.padded_between,
-            attention_dropout=request.dropout,
-            deterministic=request.deterministic,
-            is_training=request.needs_gradient,
+            core_attention_bias_requires_grad=request.options.bias_gradient,
+            pad_between_seqs=request.options.padded_between,
+            attention_dropout=request.options.dropout,
+            deterministic=request.device.deterministic,
+            is_training=request.options.needs_gradient,
             fp8=fp8,
-            softmax_type=request.softmax,
-            return_max_logit=request.max_logit,
-            num_splits=request.num_splits,
-            has_score_mod=request.score_mod is not None,
+            softmax_type=request.options.softmax,
+            return_max_logit=request.options.max_logit,
+            num_splits=request.options.num_splits,
+            has_score_mod=request.options.score_mod is not None,
         )
 
     def request(self) -> AttentionRequest:
@@ -129,7 +133,7 @@ class AttentionParams:
         bias_shape = None
         if self.core_attention_bias_type in ("pre_scale_bias", "post_scale_bias"):
             bias_shape = self._bias_shape(self.core_attention_bias_shape or "1hss")
-        return AttentionRequest(
+        return AttentionRequest.of(
             dtype=self.qkv_dtype,
             device_type=device.type,
             batch=self.batch_size,
@@ -208,11 +212,11 @@ def get_attention_backend(
     verdicts = TABLE.explain(request)
     for verdict in verdicts:
         logger.debug("%s: %s", verdict.backend, verdict.refusal or "selected")
-    takes = [b.name for b in TABLE.candidates(request) if b.refuses(request) is None]
+    takes = [b.name for b in TABLE.candidates(request) if b.refusal(request) is None]
     versions = {name: find() for name, find in FLASH.items()}
     flash = [name for name in takes if name in versions]
     fused = [name for name in takes if name not in versions and name != "reference"]
-    if env.get("NVTE_FUSED_ATTN_BACKEND") not in (None, "1") or not request.switches.fused:
+    if env.get("NVTE_FUSED_ATTN_BACKEND") not in (None, "1") or not request.device.switches.fused:
         fused = []
     unfused = "reference" in takes
     chosen = next((name for name in takes if name in (*flash, *fused, "reference")), None)
@@ -231,9 +235,10 @@ def _fp8_attention_backend(
 ) -> tuple[bool, Version | None, bool, NVTE_Fused_Attn_Backend | None, bool, list[bool]]:
     """The answer for an attention in FP8: cuDNN's kernels are "fused", rounding round another backend "unfused"."""
     recipe = (params.fp8_meta or {}).get("recipe")
-    request = replace(request, fp8="delayed" if recipe is None else fp8.scaling_of(recipe))
-    fused = fp8.FORWARD.select(request).name == "cudnn"
-    emulated = request.switches.unfused
+    request = request.changed(fp8="delayed" if recipe is None else scaling_of(recipe))
+    verdicts = fp8.FORWARD.explain(request)
+    fused = any(verdict.chosen and verdict.backend == "cudnn" for verdict in verdicts)
+    emulated = request.device.switches.unfused
     kind = NVTE_Fused_Attn_Backend.NVTE_FP8 if fused else None
     return False, None, fused, kind, emulated and not fused, [False, fused, emulated]
 

@@ -7,13 +7,32 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from ....common.dispatch import Backend, Table
+from ....common.dispatch import Operator, Table
+from ...runtime.launching import operator
+from ..column_sums import column_sums
 from ..quantize import Cast, Quantized
+from ..quantize.fused_codes import gradient_fuses as gradient_fuses
 from . import reference, triton
-from .quantized import gradient_fuses as gradient_fuses
-from .request import ACTIVATIONS, DEFAULT_PARAMS, Activation, ActivationParams, ActivationRequest
+from .request import (
+    ACTIVATIONS,
+    DEFAULT_PARAMS,
+    Activation,
+    ActivationParams,
+    ActivationRequest,
+    request_of,
+)
 
-TABLE: Table[ActivationRequest] = Table("activation", (triton.BACKEND, reference.BACKEND))
+__all__ = [
+    "ACTIVATIONS",
+    "DEFAULT_PARAMS",
+    "TABLE",
+    "Activation",
+    "ActivationParams",
+    "ActivationRequest",
+    "activation_backward",
+    "activation_forward",
+    "gradient_fuses",
+]
 
 
 @overload
@@ -35,7 +54,12 @@ def activation_forward(
     a tensor or a block are made where y is: y itself is never stored, unless one scale is to be made from its maximum,
     which is found on the way.
     """
-    return _select(name, False, x).run("forward")(name, x, params, cast)
+    facts = (name, x.shape, x.stride(), x.dtype, x.device, params.constants)
+    if cast is None:
+        return TABLE.bound(facts)(x)
+    spec, multiplier, record = cast
+    key = (*facts, None, spec, multiplier is not None, record is not None)
+    return TABLE.bound(key)(x, multiplier, record)
 
 
 @overload
@@ -70,25 +94,53 @@ def activation_backward(
     dbias   dtype of the sum, which is made in float32 from the rounded dx, in an order of the backend's; None: no sum.
             With one, blocks of rows alone are cast after dx is stored; for these, `gradient_fuses` is False
     """
-    return _select(name, True, x).run("backward")(name, dy, x, params, cast, dbias)
+    constants, gradient = params.constants, (dy.stride(), dy.dtype)
+    facts = (name, x.shape, x.stride(), x.dtype, x.device, constants, gradient)
+    if cast is None:
+        return TABLE.bound(facts)(dy, x)
+    spec, multiplier, record = cast
+    key = (*facts, spec, multiplier is not None, record is not None, dbias)
+    return TABLE.bound(key)(dy, x, multiplier, record)
 
 
-def _select(name: str, backward: bool, x: Tensor) -> Backend[ActivationRequest]:
-    def describe() -> ActivationRequest:
-        _check(name, x)
-        return ActivationRequest(name, backward, x.shape, x.dtype, x.device)
-
-    if torch.compiler.is_compiling():
-        return TABLE.select(describe())
-    return TABLE.choice((name, backward, x.shape, x.dtype, x.device), describe)
+def _forward(x: Tensor, name: str, limit: float, alpha: float, offset: float) -> Tensor:
+    return TABLE.bound((name, x.shape, x.stride(), x.dtype, x.device, (limit, alpha, offset)))(x)
 
 
-def _check(name: str, x: Tensor) -> None:
-    activation = ACTIVATIONS.get(name)
-    if activation is None:
-        raise ValueError(f"there is no activation {name!r}; choose one of {', '.join(ACTIVATIONS)}")
-    if activation.gated and x.shape[-1] % 2:
-        raise ValueError(
-            f"{name} halves the last dimension, and {x.shape[-1]} is odd; "
-            "give it [..., 2F], activated half first"
-        )
+def _forward_results(x: Tensor, name: str, limit: float, alpha: float, offset: float) -> Tensor:
+    if not ACTIVATIONS[name].gated:
+        return x.new_empty(x.shape)
+    return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
+
+
+def _backward(dy: Tensor, x: Tensor, name: str, limit: float, alpha: float, offset: float) -> Tensor:
+    constants, gradient = (limit, alpha, offset), (dy.stride(), dy.dtype)
+    return TABLE.bound((name, x.shape, x.stride(), x.dtype, x.device, constants, gradient))(dy, x)
+
+
+def _backward_results(dy: Tensor, x: Tensor, name: str, limit: float, alpha: float, offset: float) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+_CONSTANTS = "str name, float limit, float alpha, float offset"
+_forward_operator = operator(
+    f"activation_forward(Tensor x, {_CONSTANTS}) -> Tensor", _forward, _forward_results
+)
+_backward_operator = operator(
+    f"activation_backward(Tensor dy, Tensor x, {_CONSTANTS}) -> Tensor", _backward, _backward_results
+)
+
+
+def _operator_of(request: ActivationRequest) -> Operator:
+    """Of the activation alone: a cast behind it is an operator of its own, and so are sums."""
+    limit, alpha, offset = request.constants
+    one = _backward_operator if request.backward else _forward_operator
+    alone = one.given(name=request.name, limit=limit, alpha=alpha, offset=offset)
+    if request.cast is None:
+        return alone
+    return Operator(*(reference.with_cast(request, step, column_sums) for step in alone))
+
+
+TABLE: Table[ActivationRequest] = Table(
+    "activation", (triton.BACKEND, reference.BACKEND), describe=request_of, operator=_operator_of
+)

@@ -14,56 +14,69 @@ from torch import Tensor
 
 from ....common.dispatch import Backend
 from ..quantize import Cast, Quantized, quantize_as
-from .request import ACTIVATIONS, ActivationParams, ActivationRequest
+from .request import ACTIVATIONS, ActivationRequest, Constants
 
 
-def activation_forward(
-    name: str, x: Tensor, params: ActivationParams, cast: Cast | None = None
-) -> Tensor | Quantized:
+def bind(request: ActivationRequest) -> Callable[..., Any]:
+    """x -> f(x), (dy, x) -> dx; with a cast (.., multiplier, record) -> the codes, and of dx its column sums."""
+    name, constants = request.name, request.constants
+    if request.backward:
+        return with_cast(request, lambda dy, x: gradient(name, dy, x, constants), _sums)
+    return with_cast(request, lambda x: value(name, x, constants), _sums)
+
+
+def with_cast(
+    request: ActivationRequest,
+    step: Callable[..., Tensor],
+    sums: Callable[[Tensor, torch.dtype], Tensor],
+) -> Callable[..., Any]:
+    """The step, and behind it what the request asks of its result: codes, sums of columns."""
+    if request.cast is None:
+        return step
+    spec, dbias = request.cast.spec, request.dbias
+
+    def forward(x: Tensor, multiplier: Tensor | None, record: Tensor | None) -> Quantized:
+        return quantize_as(step(x), Cast(spec, multiplier, record))
+
+    def backward(
+        dy: Tensor, x: Tensor, multiplier: Tensor | None, record: Tensor | None
+    ) -> tuple[Quantized, Tensor | None]:
+        dx = step(dy, x)
+        summed = None if dbias is None else sums(dx, dbias)
+        return quantize_as(dx, Cast(spec, multiplier, record)), summed
+
+    return backward if request.backward else forward
+
+
+def _sums(dx: Tensor, dtype: torch.dtype) -> Tensor:
+    return dx.sum(0, dtype=torch.float32).to(dtype)
+
+
+def value(name: str, x: Tensor, constants: Constants) -> Tensor:
     """y = f(x) for x [...], or y [..., F] = f(a) * b for x = [a, b] [..., 2F]."""
-    return quantize_as(_value(name, x, params), cast)
-
-
-def _value(name: str, x: Tensor, params: ActivationParams) -> Tensor:
     x_wide = x.to(torch.float32)
     if not ACTIVATIONS[name].gated:
         return _CURVES[name].value(x_wide).to(x.dtype)
     gate, linear = x_wide.chunk(2, dim=-1)
     if name == "clamped_swiglu":
-        gate = gate.clamp(max=params.limit)
-        linear = linear.clamp(min=-params.limit, max=params.limit)
-        y = gate * torch.sigmoid(params.alpha * gate) * (linear + params.offset)
+        limit, alpha, offset = constants
+        gate = gate.clamp(max=limit)
+        linear = linear.clamp(min=-limit, max=limit)
+        y = gate * torch.sigmoid(alpha * gate) * (linear + offset)
     else:
         y = _CURVES[name].value(gate) * linear
     return y.to(x.dtype)
 
 
-def activation_backward(
-    name: str,
-    dy: Tensor,
-    x: Tensor,
-    params: ActivationParams,
-    cast: Cast | None = None,
-    dbias: torch.dtype | None = None,
-) -> Tensor | tuple[Quantized, Tensor | None]:
-    """dx = dy * f'(x), or dx [..., 2F] = [dy * f'(a) * b, dy * f(a)] for x = [a, b]; with a cast (its codes, the sum
-    over its rows).
-    """
-    dx = _gradient(name, dy, x, params)
-    if cast is None:
-        return dx
-    sums = None if dbias is None else dx.sum(0, dtype=torch.float32).to(dbias)
-    return quantize_as(dx, cast), sums
-
-
-def _gradient(name: str, dy: Tensor, x: Tensor, params: ActivationParams) -> Tensor:
+def gradient(name: str, dy: Tensor, x: Tensor, constants: Constants) -> Tensor:
+    """dx = dy * f'(x), or dx [..., 2F] = [dy * f'(a) * b, dy * f(a)] for x = [a, b]."""
     x_wide = x.to(torch.float32)
     dy_wide = dy.to(torch.float32)
     if not ACTIVATIONS[name].gated:
         return (dy_wide * _CURVES[name].slope(x_wide)).to(x.dtype)
     gate, linear = x_wide.chunk(2, dim=-1)
     if name == "clamped_swiglu":
-        dgate, dlinear = _clamped_swiglu_gradients(dy_wide, gate, linear, params)
+        dgate, dlinear = _clamped_swiglu_gradients(dy_wide, gate, linear, constants)
     else:
         curve = _CURVES[name]
         dgate = dy_wide * curve.slope(gate) * linear
@@ -72,16 +85,17 @@ def _gradient(name: str, dy: Tensor, x: Tensor, params: ActivationParams) -> Ten
 
 
 def _clamped_swiglu_gradients(
-    dy: Tensor, gate: Tensor, linear: Tensor, params: ActivationParams
+    dy: Tensor, gate: Tensor, linear: Tensor, constants: Constants
 ) -> tuple[Tensor, Tensor]:
-    gate_clamped = gate.clamp(max=params.limit)
-    linear_clamped = linear.clamp(min=-params.limit, max=params.limit)
-    sigmoid = torch.sigmoid(params.alpha * gate_clamped)
-    slope = sigmoid + params.alpha * gate_clamped * sigmoid * (1.0 - sigmoid)
-    dgate = dy * slope * (linear_clamped + params.offset)
+    limit, alpha, offset = constants
+    gate_clamped = gate.clamp(max=limit)
+    linear_clamped = linear.clamp(min=-limit, max=limit)
+    sigmoid = torch.sigmoid(alpha * gate_clamped)
+    slope = sigmoid + alpha * gate_clamped * sigmoid * (1.0 - sigmoid)
+    dgate = dy * slope * (linear_clamped + offset)
     dlinear = dy * gate_clamped * sigmoid
-    dgate = torch.where(gate > params.limit, 0.0, dgate)
-    dlinear = torch.where(linear.abs() > params.limit, 0.0, dlinear)
+    dgate = torch.where(gate > limit, 0.0, dgate)
+    dlinear = torch.where(linear.abs() > limit, 0.0, dlinear)
     return dgate, dlinear
 
 
@@ -160,18 +174,4 @@ _CURVES: dict[str, Curve] = {
 }
 
 
-_OPERATIONS: dict[str, Callable[..., Any]] = {
-    "forward": activation_forward,
-    "backward": activation_backward,
-}
-
-
-def run(operation: str) -> Callable[..., Any]:
-    return _OPERATIONS[operation]  # torch 2.11's tracer does not know a bound dict.__getitem__
-
-
-def refuses(request: ActivationRequest) -> str | None:
-    return None
-
-
-BACKEND: Backend[ActivationRequest] = Backend("reference", run, refuses)
+BACKEND: Backend[ActivationRequest] = Backend("reference", bind=bind)

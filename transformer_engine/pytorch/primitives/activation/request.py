@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 
 from ....common.checks import described, number
+from ..quantize import CastRequest, QuantizeSpec
+from ..quantize.fused_codes import cast_request
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,9 @@ ACTIVATIONS: dict[str, Activation] = {
 }
 
 
+Constants = tuple[float, float, float]  # limit, alpha, offset
+
+
 @dataclass(frozen=True)
 class ActivationParams:
     """Constants of clamped_swiglu; the other activations have none and ignore them."""
@@ -45,6 +50,10 @@ class ActivationParams:
     limit: float = 7.0
     alpha: float = 1.702
     offset: float = 1.0
+
+    @property
+    def constants(self) -> Constants:
+        return self.limit, self.alpha, self.offset
 
     @classmethod
     def of(cls, params: ActivationParams | Mapping[str, float] | None) -> ActivationParams:
@@ -73,10 +82,66 @@ DEFAULT_PARAMS = ActivationParams()
 
 
 class ActivationRequest(NamedTuple):
-    """One call on x [..., width]; backward tells the gradient from the function."""
+    """One call on x [..., width]; backward tells the gradient from the function.
+
+    dy          strides and dtype of the gradient; None forward
+    dbias       dtype of the sums of dx's columns; None: not asked for
+    """
 
     name: str
     backward: bool
     shape: torch.Size
+    strides: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    constants: Constants = (7.0, 1.702, 1.0)
+    dy: tuple[tuple[int, ...], torch.dtype] | None = None
+    cast: CastRequest | None = None
+    dbias: torch.dtype | None = None
+
+    @property
+    def gated(self) -> bool:
+        return ACTIVATIONS[self.name].gated
+
+    @property
+    def made(self) -> tuple[int, int]:
+        """Extents of the matrix that is cast: f(x), or dx."""
+        rows, width = self.shape
+        return rows, width // 2 if self.gated and not self.backward else width
+
+
+def request_of(
+    name: str,
+    shape: torch.Size,
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    constants: Constants,
+    dy: tuple[tuple[int, ...], torch.dtype] | None = None,
+    spec: QuantizeSpec | None = None,
+    given: bool = False,
+    records: bool = False,
+    dbias: torch.dtype | None = None,
+) -> ActivationRequest:
+    """The request that a call's key stands for; spec, given and records are those of its cast.
+
+    Raises ValueError for an unknown name, and for a gated unit of an odd width.
+    """
+    _check(name, shape)
+    request = ActivationRequest(name, dy is not None, shape, strides, dtype, device, constants, dy)
+    if spec is None:
+        return request
+    matrix = request.made if len(shape) == 2 else (0, 0)  # of anything else `quantize` says what it needs
+    cast = cast_request(matrix, dtype, device, spec, given, records)
+    return request._replace(cast=cast, dbias=dbias)
+
+
+def _check(name: str, shape: torch.Size) -> None:
+    activation = ACTIVATIONS.get(name)
+    if activation is None:
+        raise ValueError(f"there is no activation {name!r}; choose one of {', '.join(ACTIVATIONS)}")
+    if activation.gated and shape[-1] % 2:
+        raise ValueError(
+            f"{name} halves the last dimension, and {shape[-1]} is odd; "
+            "give it [..., 2F], activated half first"
+        )

@@ -1,77 +1,110 @@
-"""The activations on GPUs: x and dy read once, y or dx written once."""
+"""The activations on GPUs: x and dy read once, y or dx written once, or the codes that a cast makes of them."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ....common.dispatch import Backend
+from ....common.dispatch import Backend, undisturbed
+from ...runtime import launching
+from ...runtime.launching import DTYPE_NAMES, perform, refuses_elementwise, rows_dense, run
 from ..column_sums import column_sums
-from ..launching import DTYPE_NAMES, refuses_elementwise, rows_dense, run, traceable
-from ..quantize import Cast, Quantized, quantize_as
-from . import quantized
-from .request import ACTIVATIONS, ActivationParams, ActivationRequest
+from ..quantize import CastRequest, Quantized, fused_codes
+from ..quantize.triton_float8 import as_float32
+from .reference import with_cast
+from .request import ActivationRequest
 
 if TYPE_CHECKING:
-    from ....common.kernels.launch import Launch
+    from ....common.kernels.program import Program
+
+_LIMIT = 1 << 24  # offsets inside a tile of 128 rows are 32-bit integers
+_HALVES = 256  # two halves of whole blocks
 
 
-def activation_forward(
-    name: str, x: Tensor, params: ActivationParams, cast: Cast | None = None
-) -> Tensor | Quantized:
-    """y = f(x) [...], or for gated units y [..., F] = f(x[..., :F]) * x[..., F:]; or its codes."""
-    if cast is not None and quantized.fuses(x, ACTIVATIONS[name].gated, cast):
-        return quantized.forward(name, x, params, cast)
-    y = _traceable_forward(name, x, params.limit, params.alpha, params.offset)
-    return y if cast is None else quantize_as(y, cast)
+def refuses(request: ActivationRequest) -> str | None:
+    return refuses_elementwise(request.device, request.dtype)
 
 
-def activation_backward(
-    name: str,
-    dy: Tensor,
-    x: Tensor,
-    params: ActivationParams,
-    cast: Cast | None = None,
-    dbias: torch.dtype | None = None,
-) -> Tensor | tuple[Quantized, Tensor | None]:
-    """dx, shaped and typed like x; with a cast (its codes, the sum over its rows)."""
-    if cast is not None and quantized.fuses_backward(name, x, cast, dbias is not None):
-        return quantized.backward(name, dy, x, params, cast, dbias)
-    dx = _traceable_backward(name, dy, x, params.limit, params.alpha, params.offset)
-    if cast is None:
-        return dx
-    sums = None if dbias is None else column_sums(dx, dbias)
-    return quantize_as(dx, cast), sums
+def bind(request: ActivationRequest) -> Callable[..., Any]:
+    """x -> f(x), (dy, x) -> dx; with a cast (.., multiplier, record) -> the codes, and of dx its column sums."""
+    cast = request.cast
+    if cast is not None and fuses(request, cast):
+        return _backward_codes(request, cast) if request.backward else _forward_codes(request, cast)
+    return with_cast(request, _backward(request) if request.backward else _forward(request), column_sums)
 
 
-def _forward(name: str, x: Tensor, limit: float, alpha: float, offset: float) -> Tensor:
-    if x.numel() == 0:
-        return _empty_output(name, x, limit, alpha, offset)
-    gated = ACTIVATIONS[name].gated
-    matrix = _matrix(x)
-    launch = _forward_launch(name, gated, matrix.shape, matrix.stride(0), x.dtype, (limit, alpha, offset))
-    y = run(launch, (matrix,))[0]
-    return y.view(*x.shape[:-1], y.shape[1]) if x.dim() else y.view(())
+def fuses(request: ActivationRequest, cast: CastRequest) -> bool:
+    """Is the result quantized where it is made? Blocks of a gate's gradient must end where the other half's begin."""
+    if not cast.inside or len(request.shape) != 2 or max(request.shape[1], request.strides[0]) >= _LIMIT:
+        return False
+    if not request.backward:
+        return True
+    if request.gated and fused_codes.in_blocks(cast.spec) and request.shape[1] % _HALVES:
+        return False
+    return fused_codes.gradient_fuses(cast.spec, request.dbias is not None)
 
 
-def _backward(name: str, dy: Tensor, x: Tensor, limit: float, alpha: float, offset: float) -> Tensor:
-    if x.numel() == 0:
-        return x.new_empty(x.shape)
-    gated = ACTIVATIONS[name].gated
-    matrix, gradient = _matrix(x), _matrix(dy)
-    launch = _backward_launch(
-        name,
-        gated,
-        matrix.shape,
-        (gradient.stride(0), matrix.stride(0)),
-        x.dtype,
-        (limit, alpha, offset),
+def _forward(request: ActivationRequest) -> Callable[[Tensor], Tensor]:
+    shape, width = request.shape, _width(request)
+    out = torch.Size((*shape[:-1], width)) if shape else shape
+    if shape.numel() == 0:
+        return lambda x: x.new_empty(out)
+    from ....common.kernels import activation  # it imports triton
+
+    rows, stride = _rows(shape, request.strides)
+    launch = activation.forward(
+        request.name,
+        request.gated,
+        rows,
+        width,
+        stride,
+        DTYPE_NAMES[request.dtype],
+        request.constants,
     )
-    return run(launch, (gradient, matrix))[0].view(x.shape)
+    if len(shape) == 2:
+        return lambda x: run(launch, (rows_dense(x),))[0]
+    return lambda x: run(launch, (_matrix(x),))[0].view(out)
+
+
+def _backward(request: ActivationRequest) -> Callable[[Tensor, Tensor], Tensor]:
+    shape, width = request.shape, _width(request)
+    if shape.numel() == 0:
+        return lambda dy, x: x.new_empty(shape)
+    from ....common.kernels import activation  # it imports triton
+
+    assert request.dy is not None
+    rows, stride = _rows(shape, request.strides)
+    dy_shape = torch.Size((*shape[:-1], width)) if shape else shape
+    _, dy_stride = _rows(dy_shape, request.dy[0])
+    launch = activation.backward(
+        request.name,
+        request.gated,
+        rows,
+        width,
+        (dy_stride, stride),
+        DTYPE_NAMES[request.dtype],
+        request.constants,
+    )
+    if len(shape) == 2:
+        return lambda dy, x: run(launch, (rows_dense(dy), rows_dense(x)))[0]
+    return lambda dy, x: run(launch, (_matrix(dy), _matrix(x)))[0].view(shape)
+
+
+def _width(request: ActivationRequest) -> int:
+    """Columns of f(x)."""
+    width = request.shape[-1] if request.shape else 1
+    return width // 2 if request.gated else width
+
+
+def _rows(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, int]:
+    """(rows, elements between two) of `_matrix` of a tensor of this shape and these strides."""
+    if not shape:
+        return 1, 1
+    matrix = _matrix(torch.empty_strided(shape, strides, device="meta"))
+    return matrix.shape[0], matrix.stride(0)
 
 
 def _matrix(x: Tensor) -> Tensor:
@@ -79,70 +112,70 @@ def _matrix(x: Tensor) -> Tensor:
     return rows_dense(x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1))
 
 
-@functools.lru_cache(maxsize=1024)
-def _forward_launch(
-    name: str,
-    gated: bool,
-    shape: torch.Size,
-    x_stride: int,
-    dtype: torch.dtype,
-    constants: tuple[float, float, float],
-) -> Launch:
-    from ....common.kernels import activation  # it imports triton
+def _forward_codes(
+    request: ActivationRequest, cast: CastRequest
+) -> Callable[[Tensor, Tensor | None, Tensor | None], Quantized]:
+    """quantize(y [M, F]) of x [M, F] or [M, 2F]"""
+    from ....common.kernels import activation_codes, block_fused  # they import triton
 
-    width = shape[1] // 2 if gated else shape[1]
-    return activation.forward(name, gated, shape[0], width, x_stride, DTYPE_NAMES[dtype], constants)
+    shape, stride = request.made, _rows(request.shape, request.strides)[1]
+    plain = (request.name, request.gated, shape, stride)
+    if fused_codes.in_blocks(cast.spec):
+        bytes_read = (2 if request.gated else 1) * request.dtype.itemsize
+        machine = block_fused.Machine(*launching.processors(request.device.index), bytes_read)
+        blocks = fused_codes.blocks(cast.spec, request.dtype)
+        program = activation_codes.forward_blocks(*plain, request.constants, blocks, machine)
+    else:
+        how = fused_codes.one_scale(cast)
+        program = activation_codes.forward(*plain, DTYPE_NAMES[request.dtype], request.constants, how)
+    taken = len(program.inputs)
 
+    def run(x: Tensor, multiplier: Tensor | None, record: Tensor | None) -> Quantized:
+        if not undisturbed():
+            fused_codes.report(shape, request.dtype, request.device, cast)
+        return Quantized(*perform(program, (rows_dense(x), as_float32(multiplier), record)[:taken]))
 
-@functools.lru_cache(maxsize=1024)
-def _backward_launch(
-    name: str,
-    gated: bool,
-    shape: torch.Size,
-    strides: tuple[int, int],
-    dtype: torch.dtype,
-    constants: tuple[float, float, float],
-) -> Launch:
-    from ....common.kernels import activation  # it imports triton
-
-    width = shape[1] // 2 if gated else shape[1]
-    return activation.backward(name, gated, shape[0], width, strides, DTYPE_NAMES[dtype], constants)
+    return run
 
 
-def _empty_output(name: str, x: Tensor, limit: float, alpha: float, offset: float) -> Tensor:
-    if not ACTIVATIONS[name].gated:
-        return x.new_empty(x.shape)
-    return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
+def _backward_codes(
+    request: ActivationRequest, cast: CastRequest
+) -> Callable[[Tensor, Tensor, Tensor | None, Tensor | None], tuple[Quantized, Tensor | None]]:
+    """(quantize(dx [M, N]), its column sums [N])"""
+    program = _backward_program(request, cast)
+    taken = len(program.inputs)
+
+    def run(
+        dy: Tensor, x: Tensor, multiplier: Tensor | None, record: Tensor | None
+    ) -> tuple[Quantized, Tensor | None]:
+        if not undisturbed():
+            fused_codes.report(request.made, request.dtype, request.device, cast)
+        given = (rows_dense(dy), rows_dense(x), as_float32(multiplier), record)
+        *codes, sums = perform(program, given[:taken])
+        return Quantized(*codes), sums
+
+    return run
 
 
-def _empty_gradient(name: str, dy: Tensor, x: Tensor, limit: float, alpha: float, offset: float) -> Tensor:
-    return x.new_empty(x.shape)
+def _backward_program(request: ActivationRequest, cast: CastRequest) -> Program:
+    from ....common.kernels import activation_codes, block_fused  # they import triton
+
+    assert request.dy is not None
+    dy_strides, dy_dtype = request.dy
+    rows, width = request.shape[0], _width(request)
+    strides = (
+        _rows(torch.Size((rows, width)), dy_strides)[1],
+        _rows(request.shape, request.strides)[1],
+    )
+    plain = (request.name, request.gated, (rows, width), strides)
+    sums = None if request.dbias is None else DTYPE_NAMES[request.dbias]
+    if fused_codes.in_blocks(cast.spec):
+        bytes_read = dy_dtype.itemsize + (2 if request.gated else 1) * request.dtype.itemsize
+        machine = block_fused.Machine(*launching.processors(request.device.index), bytes_read)
+        blocks = fused_codes.blocks(cast.spec, request.dtype)
+        return activation_codes.backward_blocks(*plain, request.constants, blocks, sums, machine)
+    how = fused_codes.one_scale(cast)
+    return activation_codes.backward(*plain, DTYPE_NAMES[request.dtype], request.constants, how, sums)
 
 
-_traceable_forward = traceable(
-    "activation_forward(str name, Tensor x, float limit, float alpha, float offset) -> Tensor",
-    _forward,
-    _empty_output,
-)
-_traceable_backward = traceable(
-    "activation_backward(str name, Tensor dy, Tensor x, float limit, float alpha, float offset) -> Tensor",
-    _backward,
-    _empty_gradient,
-)
-
-
-OPERATIONS: dict[str, Callable[..., Any]] = {
-    "forward": activation_forward,
-    "backward": activation_backward,
-}
-
-
-def operation(name: str) -> Callable[..., Any]:
-    return OPERATIONS[name]  # torch 2.11's tracer does not know a bound dict.__getitem__
-
-
-def refuses(request: ActivationRequest) -> str | None:
-    return refuses_elementwise(request.device, request.dtype)
-
-
-BACKEND: Backend[ActivationRequest] = Backend("triton", operation, refuses)
+BACKEND: Backend[ActivationRequest] = Backend("triton", refuses=refuses, bind=bind, opaque=True)

@@ -6,15 +6,13 @@ one draw from a torch generator: whoever restores the generator's state gets the
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from ....common.dispatch import Table
+from ....common.dispatch import Operator, Table
+from ...runtime.launching import operator
 from . import reference, triton
-from .request import DropoutRequest
+from .request import DropoutRequest, empty_dropout
 
 __all__ = [
     "TABLE",
@@ -25,8 +23,6 @@ __all__ = [
     "dropout_backward",
     "dropout_forward",
 ]
-
-TABLE: Table[DropoutRequest] = Table("dropout", (triton.BACKEND, reference.BACKEND))
 
 
 def draw_seed(device: torch.device, generator: torch.Generator | None = None) -> Tensor:
@@ -67,7 +63,7 @@ def bias_dropout_add_forward(
 def bias_add(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
     """y [.., H] = residual + (x + bias [H]), rounded to x's dtype after each step: nothing dropped, no mask."""
     _check_terms(x, bias, residual)
-    return _operation("bias_add", x)(x, bias, residual)
+    return TABLE.bound(("bias_add", x.shape, x.dtype, x.device))(x, bias, residual)
 
 
 def _check_terms(x: Tensor, bias: Tensor | None, residual: Tensor) -> None:
@@ -86,7 +82,7 @@ def dropout_backward(dy: Tensor, mask: Tensor, p: float, *, out: Tensor | None =
         raise ValueError(
             f"mask is {mask.dtype} of {mask.numel()}; give one bit an element, uint8 of {-(-dy.numel() // 8)}"
         )
-    return _into(out, _operation("backward", dy)(dy, mask, p))
+    return _into(out, TABLE.bound(("backward", dy.shape, dy.dtype, dy.device, p))(dy, mask))
 
 
 def _forward(
@@ -101,17 +97,8 @@ def _forward(
     _check(p)
     if seed is None:
         seed = draw_seed(x.device, generator)
-    y, mask = _operation("forward", x)(x, bias, residual, seed, p)
+    y, mask = TABLE.bound(("forward", x.shape, x.dtype, x.device, p))(x, bias, residual, seed)
     return _into(out, y), mask
-
-
-def _operation(name: str, x: Tensor) -> Callable[..., Any]:
-    def describe() -> DropoutRequest:
-        return DropoutRequest(name, x.numel(), x.dtype, x.device)
-
-    if torch.compiler.is_compiling():
-        return TABLE.select(describe()).run(name)
-    return TABLE.choice((name, x.numel(), x.dtype, x.device), describe).run(name)
 
 
 def _into(out: Tensor | None, result: Tensor) -> Tensor:
@@ -121,3 +108,40 @@ def _into(out: Tensor | None, result: Tensor) -> Tensor:
 def _check(p: float) -> None:
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"p={p} is outside 0 .. 1; give the share of elements to drop")
+
+
+def _dropped(
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Tensor, p: float
+) -> tuple[Tensor, Tensor]:
+    return _forward(x, bias, residual, p, seed, None, None)
+
+
+def _empty_sum(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _empty_gradient(dy: Tensor, mask: Tensor, p: float) -> Tensor:
+    return dy.new_empty(dy.shape)
+
+
+_OPERATORS = {
+    "forward": operator(
+        "dropout_forward(Tensor x, Tensor? bias, Tensor? residual, Tensor seed, float p) -> (Tensor, Tensor)",
+        _dropped,
+        empty_dropout,
+    ),
+    "bias_add": operator("bias_add(Tensor x, Tensor bias, Tensor residual) -> Tensor", bias_add, _empty_sum),
+    "backward": operator(
+        "dropout_backward(Tensor dy, Tensor mask, float p) -> Tensor", dropout_backward, _empty_gradient
+    ),
+}
+
+
+def _operator_of(request: DropoutRequest) -> Operator:
+    one = _OPERATORS[request.operation]
+    return one.given() if request.operation == "bias_add" else one.given(p=request.p)
+
+
+TABLE: Table[DropoutRequest] = Table(
+    "dropout", (triton.BACKEND, reference.BACKEND), describe=DropoutRequest, operator=_operator_of
+)

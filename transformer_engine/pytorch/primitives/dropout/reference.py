@@ -19,6 +19,16 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
+def bind(request: DropoutRequest) -> Callable[..., Any]:
+    """(x, bias, residual, seed) -> (y, mask), (x, bias, residual) -> y, or (dy, mask) -> dx"""
+    p = request.p
+    if request.operation == "forward":
+        return lambda x, bias, residual, seed: forward(x, bias, residual, seed, p)
+    if request.operation == "bias_add":
+        return bias_add
+    return lambda dy, mask: backward(dy, mask, p)
+
+
 def forward(
     x: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Tensor, p: float
 ) -> tuple[Tensor, Tensor]:
@@ -83,19 +93,4 @@ def _packed(kept: Tensor) -> Tensor:
     return (bits << torch.arange(8, device=kept.device, dtype=torch.int32)).sum(1).to(torch.uint8)
 
 
-_OPERATIONS: dict[str, Callable[..., Any]] = {
-    "forward": forward,
-    "bias_add": bias_add,
-    "backward": backward,
-}
-
-
-def _run(operation: str) -> Callable[..., Any]:
-    return _OPERATIONS[operation]  # torch 2.11's tracer does not know a bound dict.__getitem__
-
-
-def _refuses(request: DropoutRequest) -> str | None:
-    return None
-
-
-BACKEND = Backend("reference", _run, _refuses)
+BACKEND: Backend[DropoutRequest] = Backend("reference", bind=bind)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ..operand import Operand, plain
-from .fused import gemm_codes, gemm_gelu, gemm_gelu_gradient
-from .product import TABLE, gemm
+from .fused import gemm, gemm_gelu, gemm_gelu_gradient
+from .product import TABLE
 from .request import Epilogue, GemmRequest
 
 __all__ = [
@@ -13,7 +13,6 @@ __all__ = [
     "GemmRequest",
     "Operand",
     "gemm",
-    "gemm_codes",
     "gemm_gelu",
     "gemm_gelu_gradient",
     "plain",

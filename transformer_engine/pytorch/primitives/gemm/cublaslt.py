@@ -7,16 +7,19 @@ be multiples of 16 bytes; other shapes are padded by the backends after this one
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from ....common.dispatch import Backend
+from ....common.dispatch import Backend, Refusal
 from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8, TensorFormat
 from ..operand import Operand
 from . import cublaslt_library as library
+from . import tuning
 from .cublaslt_plan import NoAlgorithm, Plan, plan_for
 from .cublaslt_problem import NO_BIAS, NO_SCALE, Problem
-from .request import Epilogue, GemmRequest
+from .request import EPILOGUES, Epilogue, GemmRequest
 
 _ROWS = 16  # what an extent of an FP8 operand must be a multiple of
 _BLOCK = 128
@@ -26,22 +29,13 @@ _SCALE_MODES = {FLOAT8.name: 0, BLOCK_1D.name: 4, BLOCK_2D.name: 5}
 
 
 def refuses(request: GemmRequest) -> str | None:
-    reason = static_refusal(request)
-    if reason is not None or torch.compiler.is_compiling():
-        return reason  # extents may be symbols while a compiler traces: no algorithm can be asked for
-    try:
-        plan_of(request)
-    except NoAlgorithm as error:
-        return str(error)
-    return None
-
-
-def static_refusal(request: GemmRequest) -> str | None:
     """Why the library is not asked for an algorithm at all."""
     if request.device != "cuda":
         return f"it needs a CUDA device, the operands are on {request.device}"
     if (reason := library.missing()) is not None:
         return reason
+    if request.empty:
+        return "there is nothing to multiply"
     if not request.native:
         return "an operand is of a subclass of Tensor, or a TorchDispatchMode is to see torch's operators"
     quantized = request.a_format is not None or request.b_format is not None
@@ -144,12 +138,16 @@ def problem_of(request: GemmRequest) -> Problem:
 
 
 def plan_of(request: GemmRequest) -> Plan:
-    """The plan of a request that `refuses` found no static reason against; NoAlgorithm where the library has none."""
+    """The plan of a request that `refuses` found no reason against; NoAlgorithm where the library has none."""
     return plan_for(problem_of(request))
 
 
-def run(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
-    return plan_of(GemmRequest.of(a, b, epilogue)).run(a, b, epilogue)
+def bind(request: GemmRequest) -> Callable[[Operand, Operand, Epilogue], Tensor] | Refusal:
+    try:
+        plan = plan_of(request)
+    except NoAlgorithm as error:
+        return Refusal(str(error))
+    return tuning.tuned(plan) if request.tuned else plan.run
 
 
-BACKEND = Backend("cublaslt", run, refuses)
+BACKEND = Backend("cublaslt", takes=EPILOGUES, refuses=refuses, bind=bind, opaque=True)

@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....common.dispatch import Backend
-from ....common.formats import FLOAT8, Element
+from ....common.dispatch import Backend, Refusal
+from ....common.formats import FLOAT8
 from ..operand import Operand
-from ..quantize import torch_dtype
+from ..quantize import Cast, Quantized, torch_dtype
 from . import composed, cublaslt
 from .cublaslt_plan import Attached, NoAlgorithm, Plan, plan_for
 from .cublaslt_problem import ALIGNMENT, Problem
-from .fused_request import CODES, GELU, GELU_GRADIENT, FusedRequest
+from .fused_request import CODES, GELU, GELU_GRADIENT, KINDS, FusedRequest
 from .request import Epilogue
 
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
@@ -36,16 +36,10 @@ _LEAST_ALIGNMENT = 16  # bytes; rows of 8 elements of 16 bits keep it, and FP8 p
 def refuses(request: FusedRequest) -> str | None:
     if request.forced is not None:
         return request.forced
-    reason = cublaslt.static_refusal(request.product)
+    reason = cublaslt.refuses(request.product)
     if reason is None:
         reason = _refuses_codes(request) if request.kind == CODES else _refuses_activation(request)
-    if reason is not None or torch.compiler.is_compiling():
-        return reason
-    try:
-        plan_of(request)
-    except NoAlgorithm as error:
-        return str(error)
-    return None
+    return reason
 
 
 def _refuses_activation(request: FusedRequest) -> str | None:
@@ -101,9 +95,13 @@ def problem_of(request: FusedRequest) -> Problem:
     return problem._replace(result=request.dtype, addend=addend, amax=request.second)
 
 
-def run(request: FusedRequest) -> Callable[..., Any]:
+def bind(request: FusedRequest) -> Callable[..., Any] | Refusal:
     """What computes the request: called with the arguments of `composed`'s function of the same kind."""
-    return functools.partial(_KINDS[request.kind], plan_of(request), request.second)
+    try:
+        plan = plan_of(request)
+    except NoAlgorithm as error:
+        return Refusal(str(error))
+    return functools.partial(_KINDS[request.kind], plan, request.second)
 
 
 def _gelu(
@@ -134,21 +132,21 @@ def _codes(
     a: Operand,
     b: Operand,
     epilogue: Epilogue,
-    element: Element,
-    scale: Tensor,
-    record: Tensor | None,
-) -> Tensor:
+    cast: Cast,
+) -> Quantized:
     bias = _bias(epilogue)
     aligned = _aligned(plan, a, b, bias)
     if aligned is None:
-        return composed.codes(records, a, b, epilogue, element, scale, record)
-    out = _result(plan, torch_dtype(element), a)
+        return composed.codes(records, a, b, epilogue, cast)
+    multiplier, record = cast.multiplier, cast.record
+    assert multiplier is not None
+    out = _result(plan, torch_dtype(cast.spec.element), a)
     # "Set to the maximum on completion": zero before, it is the maximum whether the library writes or raises it.
     amax = None if record is None else torch.zeros(1, dtype=torch.float32, device=out.device)
-    aligned.run_attached(a, b, out, Attached(bias, None, scale, amax))
+    aligned.run_attached(a, b, out, Attached(bias, None, multiplier, amax))
     if record is not None:
         torch.maximum(record, amax, out=record)  # pyright: ignore[reportCallIssue, reportArgumentType]
-    return out
+    return Quantized(out, multiplier.to(torch.float32).reciprocal(), amax=record)
 
 
 _KINDS: dict[str, Callable[..., Any]] = {GELU: _gelu, GELU_GRADIENT: _gelu_gradient, CODES: _codes}
@@ -183,4 +181,4 @@ def _aligned(plan: Plan, a: Operand, b: Operand, other: Tensor | None) -> Plan |
         return None
 
 
-BACKEND: Backend[FusedRequest] = Backend("cublaslt", run, refuses)
+BACKEND: Backend[FusedRequest] = Backend("cublaslt", takes=KINDS, refuses=refuses, bind=bind, opaque=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ....common import optional
-from ...tracing import constant_while_tracing
+from ...runtime.tracing import constant_while_tracing
 
 WORKSPACE_BYTES = 32 << 20  # what NVIDIA recommends for compute capability 9.0; smaller GPUs need less
 ALGORITHM_BYTES = 64  # sizeof(cublasLtMatmulAlgo_t)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
 from ..operand import Operand
-from .request import Epilogue, GemmRequest
+from .request import EPILOGUES, Epilogue, GemmRequest
 
 
 def refuses(request: GemmRequest) -> str | None:
@@ -18,13 +20,17 @@ def refuses(request: GemmRequest) -> str | None:
     return None
 
 
-def run(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
+def _product(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
+    return torch.mm(a[0], b[0].t())
+
+
+def _product_and_bias(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
+    assert epilogue.bias is not None
+    return torch.addmm(epilogue.bias.to(a.codes.dtype), a.codes, b.codes.t())
+
+
+def _finished(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
     a_mk, b_kn = a.codes, b.codes.t()
-    same_dtype = a_mk.dtype == epilogue.dtype and epilogue.out is None
-    if same_dtype and epilogue.bias is not None:
-        return torch.addmm(epilogue.bias.to(a_mk.dtype), a_mk, b_kn)
-    if same_dtype:
-        return torch.mm(a_mk, b_kn)
     if a_mk.is_cuda and epilogue.bias is None and _wants_float32(a_mk, epilogue):
         return _float32_result(a_mk, b_kn, epilogue)
     return epilogue.finish(_widened(a_mk, b_kn))
@@ -51,4 +57,10 @@ def _widened(a_mk: Tensor, b_kn: Tensor) -> Tensor:
     return torch.mm(a_mk.float(), b_kn.float()) if a_mk.dtype != torch.float64 else torch.mm(a_mk, b_kn)
 
 
-BACKEND = Backend("matmul", run, refuses)
+def _bind(request: GemmRequest) -> Callable[[Operand, Operand, Epilogue], Tensor]:
+    if request.into or request.dtype != request.a_element:
+        return _finished
+    return _product if request.bias is None else _product_and_bias
+
+
+BACKEND = Backend("matmul", takes=EPILOGUES, refuses=refuses, bind=_bind)

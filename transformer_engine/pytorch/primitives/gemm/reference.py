@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -9,11 +11,7 @@ from ....common.dispatch import Backend
 from ....common.formats import FLOAT8
 from ..operand import Operand
 from ..quantize import dequantize
-from .request import Epilogue, GemmRequest
-
-
-def refuses(request: GemmRequest) -> str | None:
-    return None
+from .request import EPILOGUES, Epilogue, GemmRequest
 
 
 def run(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
@@ -32,4 +30,13 @@ def _values(operand: Operand) -> Tensor:
     return dequantize(operand._replace(dtype=torch.float32))
 
 
-BACKEND = Backend("reference", run, refuses)
+def _nothing_to_multiply(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
+    """A sum over no elements is zero; a result without rows is empty."""
+    return epilogue.finish(torch.zeros(a.rows, b.rows, dtype=torch.float32, device=a.codes.device))
+
+
+def _bind(request: GemmRequest) -> Callable[[Operand, Operand, Epilogue], Tensor]:
+    return _nothing_to_multiply if request.empty else run
+
+
+BACKEND = Backend("reference", takes=EPILOGUES, bind=_bind)

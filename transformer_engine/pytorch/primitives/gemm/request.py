@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ....common.formats import TensorFormat
-from ...device import get_device_compute_capability
+from ...runtime.device import get_device_compute_capability
 from ..operand import Operand
+from ..quantize import FORMATS
+from .tuning_switch import Switch, asked, wanted
+
+is_compiling = torch.compiler.is_compiling
+dispatch_modes = torch._C._len_torch_dispatch_stack  # the TorchDispatchModes that see every operator of torch
 
 
 class Epilogue(NamedTuple):
@@ -45,6 +51,11 @@ class Epilogue(NamedTuple):
         return self.out.copy_(product)
 
 
+# What may be asked of a product beside itself: a backend takes each of them by name.
+BIAS, ACCUMULATION = "a bias", "accumulation"
+EPILOGUES = frozenset({BIAS, ACCUMULATION})
+
+
 class Layout(NamedTuple):
     """How a matrix lies in memory: its last axis (row_major) or its first is contiguous; elements between lines.
 
@@ -57,8 +68,13 @@ class Layout(NamedTuple):
     @classmethod
     def of(cls, matrix: Tensor) -> Layout:
         """The layout of a matrix; a single line lies as if more followed it without a gap."""
-        rows, columns = matrix.shape
-        down, along = matrix.stride()
+        return cls.lying(matrix.shape, matrix.stride())
+
+    @classmethod
+    def lying(cls, shape: Sequence[int], strides: Sequence[int]) -> Layout:
+        """The layout of a matrix of these extents and strides."""
+        rows, columns = shape
+        down, along = strides
         if along == 1 and (down >= columns or rows == 1):
             return cls(True, columns if rows == 1 else down)
         if down == 1 and (along >= rows or columns == 1):
@@ -76,6 +92,8 @@ class GemmRequest:
     native      the operands are torch's own tensors, no subclass, and no TorchDispatchMode (a flop counter, say) is
                 to see the operators of torch that compute with them
     tf32        torch allows float32 products to round their operands to TF32
+    tuned       somebody has asked for the fastest of a library's algorithms
+    into        the result goes into a matrix of the caller's
     """
 
     a_format: TensorFormat | None
@@ -97,46 +115,141 @@ class GemmRequest:
     exact: bool
     native: bool
     tf32: bool
+    tuned: bool = False
+    into: bool = False
 
     @classmethod
     def of(cls, a: Operand, b: Operand, epilogue: Epilogue) -> GemmRequest:
         """What backends judge of this product."""
-        out = epilogue.out
-        on_gpu = a.codes.device.type == "cuda"
-        return cls(
-            a.format,
-            b.format,
-            a.codes.dtype,
-            b.codes.dtype,
-            a.rows,
-            b.rows,
-            a.depth,
-            epilogue.dtype if out is None else out.dtype,
-            a.codes.device.type,
-            get_device_compute_capability() if on_gpu else (0, 0),
-            a.codes.device.index if on_gpu else -1,
-            Layout.of(a.codes),
-            Layout.of(b.codes),
-            Layout(True, b.rows) if out is None else Layout.of(out),
-            None if epilogue.bias is None else epilogue.bias.dtype,
-            epilogue.accumulate and out is not None,
-            epilogue.exact,
-            _is_native(a.codes) and _is_native(b.codes) and not dispatch_modes(),
-            allows_tf32(a.codes),
+        return described(*key_of(a, b, epilogue))
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        return (BIAS,) * (self.bias is not None) + (ACCUMULATION,) * self.accumulate
+
+    @property
+    def empty(self) -> bool:
+        """Is there nothing to multiply?"""
+        return self.m == 0 or self.n == 0 or self.k == 0
+
+
+Key = tuple[Any, ...]
+OUT = 14  # where a key says how `out` lies
+
+
+def key_of(a: Operand, b: Operand, epilogue: Epilogue) -> Key:
+    """What `described` makes the request of, gathered without building one."""
+    a_codes, _, a_format, _, _ = a
+    b_codes, _, b_format, _, _ = b
+    dtype, bias, out, accumulate, exact = epilogue
+    element = a_codes.dtype
+    traced = is_compiling()  # a compiler is no dispatch mode, and cannot trace what follows
+    return (
+        a_codes.shape,
+        a_codes.stride(),
+        element,
+        type(a_codes),
+        a_codes.device,
+        None if a_format is None else a_format.name,
+        b_codes.shape,
+        b_codes.stride(),
+        b_codes.dtype,
+        type(b_codes),
+        b_codes.device,
+        None if b_format is None else b_format.name,
+        dtype,
+        None if bias is None else (bias.dtype, bias.shape, bias.device),
+        None if out is None else (out.dtype, out.shape, out.stride(), out.device),
+        accumulate,
+        exact,
+        not traced and dispatch_modes() > 0,
+        element is torch.float32 and not traced and a_codes.is_cuda and allows_tf32(),
+        not traced and (Switch.depth > 0 or (asked() is not None and wanted())),
+    )
+
+
+def described(
+    a_shape: Sequence[int],
+    a_strides: Sequence[int],
+    a_element: torch.dtype,
+    a_type: type,
+    a_device: torch.device,
+    a_format: str | None,
+    b_shape: Sequence[int],
+    b_strides: Sequence[int],
+    b_element: torch.dtype,
+    b_type: type,
+    b_device: torch.device,
+    b_format: str | None,
+    dtype: torch.dtype,
+    bias: tuple[torch.dtype, Sequence[int], torch.device] | None,
+    out: tuple[torch.dtype, Sequence[int], Sequence[int], torch.device] | None,
+    accumulate: bool,
+    exact: bool,
+    watched: bool,
+    tf32: bool,
+    tuned: bool,
+) -> GemmRequest:
+    """The request of a key; ValueError where the extents or devices of operands, bias and out do not fit."""
+    a_form, b_form = format_named(a_format), format_named(b_format)
+    a_depth = a_shape[1] * (1 if a_form is None else a_form.packing)
+    b_depth = b_shape[1] * (1 if b_form is None else b_form.packing)
+    m, n = a_shape[0], b_shape[0]
+    if a_depth != b_depth:
+        raise ValueError(
+            f"the operands contract {a_depth} and {b_depth} elements; both must end in the same K"
         )
+    _check_devices(a_device, b_device, bias, out)
+    if bias is not None and tuple(bias[1]) != (n,):
+        raise ValueError(f"the bias has shape {tuple(bias[1])}; it must be ({n},)")
+    if out is not None and tuple(out[1]) != (m, n):
+        raise ValueError(f"out has shape {tuple(out[1])}; it must be ({m}, {n})")
+    on_gpu = a_device.type == "cuda"
+    return GemmRequest(
+        a_form,
+        b_form,
+        a_element,
+        b_element,
+        m,
+        n,
+        a_depth,
+        dtype if out is None else out[0],
+        a_device.type,
+        get_device_compute_capability() if on_gpu else (0, 0),
+        a_device.index if on_gpu else -1,
+        Layout.lying(a_shape, a_strides),
+        Layout.lying(b_shape, b_strides),
+        Layout(True, n) if out is None else Layout.lying(out[1], out[2]),
+        None if bias is None else bias[0],
+        accumulate and out is not None,
+        exact,
+        a_type in _NATIVE and b_type in _NATIVE and not watched,
+        tf32,
+        tuned,
+        out is not None,
+    )
 
 
-def _is_native(tensor: Tensor) -> bool:
-    return type(tensor) in (Tensor, torch.nn.Parameter)
+_NATIVE = (Tensor, torch.nn.Parameter)
 
 
-def dispatch_modes() -> int:
-    """How many TorchDispatchModes see every operator of torch; a tracing compiler is none of them."""
-    return 0 if torch.compiler.is_compiling() else torch._C._len_torch_dispatch_stack()
+def _check_devices(a: torch.device, b: torch.device, bias: Any, out: Any) -> None:
+    devices = {"b": b, "bias": None if bias is None else bias[-1], "out": None if out is None else out[-1]}
+    for name, device in devices.items():
+        if device is not None and device != a:
+            raise ValueError(f"{name} is on {device} and a on {a}; move one of them")
 
 
-def allows_tf32(codes: Tensor) -> bool:
-    """Does torch let a product of these codes round them to TF32? False for anything but float32 on a GPU."""
-    if codes.dtype is not torch.float32 or not codes.is_cuda or torch.compiler.is_compiling():
-        return False  # a compiler cannot trace the question
+def format_named(name: str | None) -> TensorFormat | None:
+    """The format that a key or an operator names."""
+    if name is None:
+        return None
+    row = FORMATS.get(name)
+    if row is None:
+        raise ValueError(f"there is no product of format {name!r}; choose one of {', '.join(FORMATS)}")
+    return row.format
+
+
+def allows_tf32() -> bool:
+    """Does torch let products of float32 on a GPU round their operands to TF32?"""
     return torch.backends.cuda.matmul.fp32_precision == "tf32"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -10,7 +12,7 @@ from ....common.dispatch import Backend
 from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8, round_up
 from ..operand import Operand
 from .block_scales import BLOCK, block_scale
-from .request import Epilogue, GemmRequest
+from .request import EPILOGUES, Epilogue, GemmRequest
 
 # cuBLASLt wants 16-byte rows; zero codes added to K add nothing, zero rows of b are cut off again.
 _ALIGNMENT = 16
@@ -21,6 +23,8 @@ def _refuses_anywhere(request: GemmRequest) -> str | None:
         return "an operand is not quantized"
     if request.device != "cuda":
         return f"it needs a CUDA device, the operands are on {request.device}"
+    if request.empty:
+        return "there is nothing to multiply"
     if request.a_element == request.b_element == torch.float8_e5m2:
         return "cuBLASLt multiplies no two E5M2 operands"
     return None
@@ -81,8 +85,7 @@ def _run_block_scales(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
     a_codes = _pad(a.codes, row_unit[a.format], BLOCK)
     b_codes = _pad(b.codes, row_unit[b.format], BLOCK)
     fused = _fuses_bias(b, epilogue) and b_codes.shape[0] == b.rows
-    multiply = _block_product_op if torch.compiler.is_compiling() else _block_product
-    product = multiply(
+    product = _block_product(
         a_codes,
         b_codes,
         block_scale(a, a_codes),
@@ -123,17 +126,6 @@ def _block_product(
     )
 
 
-# torch 2.11 cannot trace F.scaled_mm.
-_block_product_op = torch.library.custom_op(
-    "transformer_engine::scaled_mm_block", _block_product, mutates_args=()
-)
-
-
-@_block_product_op.register_fake
-def _block_product_fake(a_codes, b_codes, a_scale, b_scale, a_square, b_square, dtype, bias) -> Tensor:
-    return a_codes.new_empty(a_codes.shape[0], b_codes.shape[0], dtype=dtype)
-
-
 def _pad(codes: Tensor, rows: int, columns: int) -> Tensor:
     """Zero codes up to multiples of rows and columns, contiguous along K; the codes themselves where they fit."""
     height, width = codes.shape
@@ -158,5 +150,18 @@ def _fuses_bias(b: Operand, epilogue: Epilogue) -> bool:
     )
 
 
-TENSOR_SCALES = Backend("scaled_mm", _run_tensor_scales, _refuses_tensor_scales)
-BLOCK_SCALES = Backend("scaled_mm_block", _run_block_scales, _refuses_block_scales)
+def _bind_tensor_scales(request: GemmRequest) -> Callable[[Operand, Operand, Epilogue], Tensor]:
+    return _run_tensor_scales
+
+
+def _bind_block_scales(request: GemmRequest) -> Callable[[Operand, Operand, Epilogue], Tensor]:
+    return _run_block_scales
+
+
+TENSOR_SCALES = Backend(
+    "scaled_mm", takes=EPILOGUES, refuses=_refuses_tensor_scales, bind=_bind_tensor_scales
+)
+# torch 2.11 cannot trace F.scaled_mm.
+BLOCK_SCALES = Backend(
+    "scaled_mm_block", takes=EPILOGUES, refuses=_refuses_block_scales, bind=_bind_block_scales, opaque=True
+)

@@ -14,9 +14,11 @@ import re
 import statistics
 import tempfile
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from ....common import env
 from ..operand import Operand
@@ -31,15 +33,14 @@ _ROUND_SECONDS = 1e-3  # of GPU time for one candidate in one round or duel
 _GAIN = 0.98  # another algorithm than the heuristic's first must need at most this share of its time
 
 
-class Switch:
-    """How many `autotune` contexts are open, in any thread: the backward pass runs in another one."""
+def tuned(plan: Plan) -> Callable[[Operand, Operand, Epilogue], Tensor]:
+    """The plan's run, by the fastest algorithm."""
 
-    depth = 0
+    def run(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
+        tune(plan, a, b, epilogue)
+        return plan.run(a, b, epilogue)
 
-
-def wanted() -> bool:
-    """Is tuning asked for, by a context or for the whole process?"""
-    return Switch.depth > 0 or env.flag("NVTE_AUTOTUNE")
+    return run
 
 
 def tune(plan: Plan, a: Operand, b: Operand, epilogue: Epilogue) -> None:

@@ -7,18 +7,22 @@ applied to the float32 sum. Scales beyond bfloat16's range (2^-126 to 2^127) are
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
 from ..operand import Operand
 from ..quantize import dequantize
-from .request import Epilogue, GemmRequest
+from .request import EPILOGUES, Epilogue, GemmRequest
 
 
 def refuses(request: GemmRequest) -> str | None:
     if request.device != "cuda":
         return f"it is for GPUs; on {request.device} bfloat16 products are no faster than float32"
+    if request.empty:
+        return "there is nothing to multiply"
     if request.capability < (8, 0):
         return (
             f"compute capability {request.capability[0]}.{request.capability[1]} has no bfloat16 tensor cores"
@@ -59,4 +63,8 @@ def _tensor_scale(operand: Operand) -> Tensor | float:
     return 1.0
 
 
-BACKEND = Backend("widen", run, refuses)
+def _bind(request: GemmRequest) -> Callable[[Operand, Operand, Epilogue], Tensor]:
+    return run
+
+
+BACKEND = Backend("widen", takes=EPILOGUES, refuses=refuses, bind=_bind)

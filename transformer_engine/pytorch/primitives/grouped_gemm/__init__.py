@@ -39,7 +39,11 @@ __all__ = [
     "product_of_rows",
 ]
 
-TABLE: Table[GroupedGemmRequest] = Table("grouped_gemm", (library.BACKEND, triton.BACKEND, reference.BACKEND))
+TABLE: Table[GroupedGemmRequest] = Table(
+    "grouped_gemm",
+    (library.BACKEND, triton.BACKEND, reference.BACKEND),
+    describe=GroupedGemmRequest,
+)
 
 
 def product_of_rows(
@@ -65,8 +69,8 @@ def product_of_rows(
         out = torch.empty(groups.total, n, dtype=dtype, device=a.codes.device)
     if groups.total == 0:
         return out
-    request = request_of("columns", a, b, b.element, groups, n, k, dtype)
-    TABLE.select(request).run(GroupedProduct(a, b, groups, (n, k), out, bias=bias, exact=exact))
+    product = GroupedProduct(a, b, groups, (n, k), out, bias=bias, exact=exact)
+    TABLE.bound(request_of(product))(product)
     return out
 
 
@@ -84,12 +88,9 @@ def product_of_columns(
 
     out   a stack [groups, N, K], or a tensor for every group
     """
-    n, k = extents
     if groups.total == 0:
         for result in () if accumulate else out:
             result.zero_()
         return
-    result = out.dtype if isinstance(out, Tensor) else out[0].dtype
-    request = request_of("rows", a, b, b.codes.dtype, groups, n, k, result)
     product = GroupedProduct(a, b, groups, extents, out, accumulate=accumulate, exact=exact)
-    TABLE.select(request).run(product)
+    TABLE.bound(request_of(product))(product)

@@ -17,7 +17,7 @@ from torch import Tensor
 from ....common.bounded import Bounded
 from ....common.formats import ceil_div
 from ....common.kernels import launch
-from ..launching import run
+from ...runtime.launching import run
 
 TILE_ROWS = 128  # as in common/kernels/grouped_gemm, which only imports where Triton is installed
 

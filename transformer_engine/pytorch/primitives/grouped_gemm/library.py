@@ -9,6 +9,9 @@ bfloat16 products run at 323 TFLOP/s, against 641.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,8 +30,8 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 def refuses(request: GroupedGemmRequest) -> str | None:
-    if request.device != "cuda":
-        return f"it needs a CUDA device, the operands are on {request.device}"
+    if request.device.type != "cuda":
+        return f"it needs a CUDA device, the operands are on {request.device.type}"
     if not request.rows_known:
         return "the host does not know the groups' rows"
     large = _LARGE if request.a_format is None else _LARGE_QUANTIZED
@@ -63,10 +66,14 @@ def _refuses_quantized(request: GroupedGemmRequest) -> str | None:
     return None
 
 
-def run(product: GroupedProduct) -> None:
+def _bind(request: GroupedGemmRequest) -> Callable[[GroupedProduct], None]:
+    multiply = {None: _plain, FLOAT8: _tensor_scales}.get(request.a_format, _block_scales)
+    return functools.partial(_each, multiply)
+
+
+def _each(multiply: Callable[..., None], product: GroupedProduct) -> None:
     along_columns = isinstance(product.b, GroupedMatrices)
     biases = [None] * product.groups.count if product.bias is None else product.bias.unbind(0)
-    multiply = {None: _plain, FLOAT8: _tensor_scales}.get(product.a.format, _block_scales)
     for bias, (rows, a, b, out) in zip(biases, operands_of(product), strict=True):
         if rows:
             multiply(a, b, out, bias, product.accumulate, product.exact)
@@ -136,4 +143,4 @@ def _kind(operand: Operand) -> int:
     return (kinds.BlockWise1x128 if operand.format == BLOCK_1D else kinds.BlockWise128x128).value
 
 
-BACKEND = Backend[GroupedGemmRequest]("library", run, refuses)
+BACKEND: Backend[GroupedGemmRequest] = Backend("library", refuses=refuses, bind=_bind)

@@ -5,14 +5,12 @@ It needs every group's number of rows on the host, and waits for the device wher
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ....common.dispatch import Backend
 from ..gemm import Epilogue, gemm
 from .pieces import operands_of
 from .request import GroupedGemmRequest, GroupedProduct
-
-
-def refuses(request: GroupedGemmRequest) -> str | None:
-    return None
 
 
 def run(product: GroupedProduct) -> None:
@@ -22,4 +20,8 @@ def run(product: GroupedProduct) -> None:
         gemm(a, b, epilogue)
 
 
-BACKEND = Backend[GroupedGemmRequest]("reference", run, refuses)
+def _bind(request: GroupedGemmRequest) -> Callable[[GroupedProduct], None]:
+    return run
+
+
+BACKEND: Backend[GroupedGemmRequest] = Backend("reference", bind=_bind)

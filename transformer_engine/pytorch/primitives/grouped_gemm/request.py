@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ....common.formats import TensorFormat
-from ...device import get_device_compute_capability
+from ...runtime.device import get_device_compute_capability
 from .groups import Groups, Matrices
 
 
@@ -89,11 +89,13 @@ class GroupedProduct(NamedTuple):
 
 
 class GroupedGemmRequest(NamedTuple):
-    """The facts a backend may judge; never values.
+    """The facts a backend may judge, and plan by; never values.
 
-    along     "columns": y_e = a_e @ b_e.T; "rows": dw_e = a_e.T @ b_e
-    fits      FP8 only: is every group's number of rows a multiple of 16?
-    n, k      extents of a group's result and contraction, but for its rows
+    along       "columns": y_e = a_e @ b_e.T; "rows": dw_e = a_e.T @ b_e
+    fits        FP8 only: is every group's number of rows a multiple of 16?
+    n, k        extents of a group's result and contraction, but for its rows
+    transposed  b holds matrices [K, N]
+    by_address  one tensor a group is read or, along the rows, written where it is
     """
 
     along: str
@@ -108,36 +110,43 @@ class GroupedGemmRequest(NamedTuple):
     fits: bool
     n: int
     k: int
-    device: str
-    capability: tuple[int, int]
+    device: torch.device
+    exact: bool
+    transposed: bool
+    by_address: bool
+    accumulates: bool
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        return get_device_compute_capability() if self.device.type == "cuda" else (0, 0)
 
 
-def request_of(
-    along: str,
-    a: GroupedRows | GroupedColumns,
-    b: GroupedMatrices | GroupedColumns,
-    b_element: torch.dtype,
-    groups: Groups,
-    n: int,
-    k: int,
-    result: torch.dtype,
-) -> GroupedGemmRequest:
-    """The request of one call; b_element and result are dtypes of what b holds and of the result."""
-    device = a.codes.device.type
+def request_of(product: GroupedProduct) -> GroupedGemmRequest:
+    """The request of one call."""
+    a, b, groups, (n, k), out, _, accumulate, exact = product
     rows = groups.rows
+    if isinstance(b, GroupedMatrices):
+        along, element, transposed = "columns", b.element, b.transposed
+        by_address = b.matrices is not None and b.matrices.table is not None
+    else:
+        along, element, transposed = "rows", b.codes.dtype, False
+        by_address = not isinstance(out, Tensor)
     return GroupedGemmRequest(
         along,
         a.format,
         b.format,
         a.codes.dtype,
-        b_element,
-        result,
+        element,
+        out.dtype if isinstance(out, Tensor) else out[0].dtype,
         groups.count,
         groups.total,
         rows is not None,
         rows is not None and (a.format is None or not any(extent % 16 for extent in rows)),
         n,
         k,
-        device,
-        get_device_compute_capability() if device == "cuda" else (0, 0),
+        a.codes.device,
+        exact,
+        transposed,
+        by_address,
+        accumulate,
     )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from types import ModuleType
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -11,17 +10,17 @@ from torch import Tensor
 from ....common.dispatch import Backend
 from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8
 from ....common.kernels import launch
-from ..launching import processors
+from ...runtime.launching import processors
 from .groups import Matrices
-from .request import GroupedColumns, GroupedGemmRequest, GroupedMatrices, GroupedProduct, GroupedRows
+from .request import GroupedGemmRequest, GroupedMatrices, GroupedProduct
 
 _HALVES = (torch.bfloat16, torch.float16)
 _RESULTS = (*_HALVES, torch.float32)
 
 
 def refuses(request: GroupedGemmRequest) -> str | None:
-    if request.device != "cuda":
-        return f"it needs a CUDA device, the operands are on {request.device}"
+    if request.device.type != "cuda":
+        return f"it needs a CUDA device, the operands are on {request.device.type}"
     if (reason := launch.missing()) is not None:
         return reason
     if torch.version.hip is not None:
@@ -48,73 +47,52 @@ def refuses(request: GroupedGemmRequest) -> str | None:
     return None
 
 
-def run(product: GroupedProduct) -> None:
-    device = product.a.codes.get_device()
-    if device != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            _start(product, device)
-    else:
-        _start(product, device)
+def bind(request: GroupedGemmRequest) -> Callable[[GroupedProduct], None]:
+    record = _launch_of(request)
+    start = _rows if request.along == "columns" else _columns
+
+    def call(product: GroupedProduct) -> None:
+        device = product.a.codes.get_device()
+        if device != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                start(record, product, device)
+        else:
+            start(record, product, device)
+
+    return call
 
 
-def _start(product: GroupedProduct, device: int) -> None:
-    if isinstance(product.b, GroupedMatrices):
-        _of_rows(product, product.b, device)
-    else:
-        _of_columns(product, product.b, device)
+def _launch_of(request: GroupedGemmRequest) -> launch.Launch:
+    from ....common.kernels import grouped_gemm as kernels  # it imports triton
+
+    scaling = kernels.UNSCALED
+    if request.a_format is not None:
+        scaling = kernels.TENSOR_SCALES if request.a_format == FLOAT8 else kernels.BLOCK_SCALES
+    options = {
+        "scaling": scaling,
+        "exact": request.exact and request.a_format == FLOAT8,
+        "by_address": request.by_address,
+        "shared_memory": processors(request.device.index).shared_memory,
+    }
+    n, k, groups = request.n, request.k, request.groups
+    if request.along == "columns":
+        return kernels.product_of_rows(request.rows, n, k, groups, transposed=request.transposed, **options)
+    return kernels.product_of_columns(n, k, groups, accumulates=request.accumulates, **options)
 
 
-def _of_rows(product: GroupedProduct, b: GroupedMatrices, device: int) -> None:
-    a, groups = product.a, product.groups
-    assert isinstance(a, GroupedRows) and isinstance(product.out, Tensor)
-    n, k = product.extents
+def _rows(record: launch.Launch, product: GroupedProduct, device: int) -> None:
+    a, b, groups = product.a, product.b, product.groups
+    assert isinstance(b, GroupedMatrices) and isinstance(product.out, Tensor)
     matrix, table = (b.codes, None) if b.matrices is None else (b.matrices.tensors[0], b.matrices.table)
-    record = _kernels().product_of_rows(
-        groups.total,
-        n,
-        k,
-        groups.count,
-        scaling=_scaling(a),
-        exact=product.exact and a.format == FLOAT8,
-        transposed=b.transposed,
-        by_address=table is not None,
-        shared_memory=processors(device).shared_memory,
-    )
     inputs = (a.codes, matrix, table, a.scale, b.scale, product.bias, groups.layout)
     launch.start(record, (*inputs, product.out), device)
 
 
-def _of_columns(product: GroupedProduct, b: GroupedColumns, device: int) -> None:
-    a, groups, out = product.a, product.groups, product.out
-    n, k = product.extents
-    record = _kernels().product_of_columns(
-        n,
-        k,
-        groups.count,
-        scaling=_scaling(a),
-        exact=product.exact and a.format == FLOAT8,
-        accumulates=product.accumulate,
-        by_address=not isinstance(out, Tensor),
-        shared_memory=processors(device).shared_memory,
-    )
+def _columns(record: launch.Launch, product: GroupedProduct, device: int) -> None:
+    a, b, groups, out = product.a, product.b, product.groups, product.out
     table = None if isinstance(out, Tensor) else Matrices.of(out).table
     first = out if isinstance(out, Tensor) else out[0]
     launch.start(record, (a.codes, b.codes, a.scale, b.scale, groups.layout, table, first), device)
 
 
-def _scaling(a: GroupedRows | GroupedColumns) -> int:
-    kernels = _kernels()
-    if a.format is None:
-        return kernels.UNSCALED
-    return kernels.TENSOR_SCALES if a.format == FLOAT8 else kernels.BLOCK_SCALES
-
-
-@functools.cache
-def _kernels() -> ModuleType:
-    """The kernel file, which imports triton."""
-    from ....common.kernels import grouped_gemm
-
-    return grouped_gemm
-
-
-BACKEND = Backend[GroupedGemmRequest]("triton", run, refuses)
+BACKEND: Backend[GroupedGemmRequest] = Backend("triton", refuses=refuses, bind=bind)

@@ -22,7 +22,9 @@ __all__ = [
     "row_sums",
 ]
 
-TABLE: Table[GroupedQuantizeRequest] = Table("grouped_quantize", (triton.BACKEND, reference.BACKEND))
+TABLE: Table[GroupedQuantizeRequest] = Table(
+    "grouped_quantize", (triton.BACKEND, reference.BACKEND), describe=GroupedQuantizeRequest
+)
 
 
 def quantize_rows(
@@ -35,8 +37,8 @@ def quantize_rows(
     if spec.format not in (FLOAT8, BLOCK_1D):
         raise ValueError(f"groups of rows are quantized to float8 or block1d, not to {spec.format.name}")
     shape = (x.shape[0], x.shape[1])
-    request = GroupedQuantizeRequest(spec, False, groups.count, shape, x.dtype, x.device, slots is not None)
-    return TABLE.select(request).run(x, groups, spec, slots)
+    key = (spec, False, groups.count, shape, x.dtype, x.device, _places(slots))
+    return TABLE.bound(key)(x, groups, slots)
 
 
 def quantize_matrices(
@@ -49,7 +51,9 @@ def quantize_matrices(
     if spec.format not in (FLOAT8, BLOCK_2D):
         raise ValueError(f"matrices are quantized to float8 or block2d, not to {spec.format.name}")
     first = matrices.tensors[0]
-    request = GroupedQuantizeRequest(
-        spec, True, len(matrices.tensors), matrices.shape, first.dtype, first.device, slots is not None
-    )
-    return TABLE.select(request).run(matrices, None, spec, slots)
+    key = (spec, True, len(matrices.tensors), matrices.shape, first.dtype, first.device, _places(slots))
+    return TABLE.bound(key)(matrices, None, slots)
+
+
+def _places(slots: ScaleSlots | None) -> tuple[int, int] | None:
+    return None if slots is None else (slots.stride, slots.offset)

@@ -5,6 +5,7 @@ It needs every group's number of rows on the host, and waits for the device wher
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -14,15 +15,15 @@ from ....common.dispatch import Backend
 from ....common.formats import round_up
 from ..grouped_gemm import Groups, Matrices
 from ..quantize import Quantized, QuantizeSpec, quantize
-from .spec import GroupedQuantized, GroupedQuantizeRequest, ScaleSlots
+from .spec import Call, GroupedQuantized, GroupedQuantizeRequest, ScaleSlots
 
 
-def refuses(request: GroupedQuantizeRequest) -> str | None:
-    return None
+def _bind(request: GroupedQuantizeRequest) -> Call:
+    return functools.partial(_run, request.spec)
 
 
-def run(
-    values: Tensor | Matrices, groups: Groups | None, spec: QuantizeSpec, slots: ScaleSlots | None
+def _run(
+    spec: QuantizeSpec, values: Tensor | Matrices, groups: Groups | None, slots: ScaleSlots | None
 ) -> GroupedQuantized:
     if isinstance(values, Matrices):
         parts = _each(values.tensors, spec, slots)
@@ -94,4 +95,4 @@ def _bytewise(function: Callable[[list[Tensor]], Tensor], tensors: list[Tensor])
     return function([tensor.view(torch.uint8) for tensor in tensors]).view(tensors[0].dtype)
 
 
-BACKEND = Backend[GroupedQuantizeRequest]("reference", run, refuses)
+BACKEND: Backend[GroupedQuantizeRequest] = Backend("reference", bind=_bind)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..grouped_gemm import Groups, Matrices
 from ..quantize import QuantizeSpec
 
 
@@ -42,7 +44,11 @@ class GroupedQuantized(NamedTuple):
 
 
 class GroupedQuantizeRequest(NamedTuple):
-    """The facts a backend may judge; shape is that of all rows, or of one matrix where there are matrices."""
+    """The facts a backend may judge.
+
+    shape   of all rows, or of one matrix where there are matrices
+    slots   of given scales: how far apart they are, and where the first is
+    """
 
     spec: QuantizeSpec
     matrices: bool
@@ -50,4 +56,8 @@ class GroupedQuantizeRequest(NamedTuple):
     shape: tuple[int, int]
     dtype: torch.dtype
     device: torch.device
-    scale_given: bool
+    slots: tuple[int, int] | None
+
+
+# (rows [total, K] or matrices, the groups of rows, the given scales) -> codes
+Call = Callable[["Tensor | Matrices", "Groups | None", "ScaleSlots | None"], GroupedQuantized]

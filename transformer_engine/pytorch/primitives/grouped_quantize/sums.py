@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from ....common.kernels import launch
+from ...runtime.launching import run
 from ..grouped_gemm import Groups
-from ..launching import run
 
 
 def row_sums(x: Tensor, groups: Groups) -> Tensor:

@@ -5,21 +5,20 @@ The groups' bits are those of `quantize`'s kernel and reference (NaN codes may d
 
 from __future__ import annotations
 
-import functools
-from types import ModuleType
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
 from ....common.formats import FLOAT8, FLOAT32_MAX, ceil_div
-from ....common.kernels import launch
+from ...runtime.launching import Performed, refuses_casts, run_into
 from ..grouped_gemm import Groups, Matrices
-from ..launching import refuses_casts
 from ..quantize import QuantizeSpec, torch_dtype
-from .spec import GroupedQuantized, GroupedQuantizeRequest, ScaleSlots
+from .spec import Call, GroupedQuantized, GroupedQuantizeRequest, ScaleSlots
 
 _WIDTH = 128
+Inputs = tuple[Tensor, "Tensor | None", "Tensor | None"]  # values, addresses, layout of the groups
 
 
 def refuses(request: GroupedQuantizeRequest) -> str | None:
@@ -32,75 +31,55 @@ def refuses(request: GroupedQuantizeRequest) -> str | None:
     return None
 
 
-def run(
-    values: Tensor | Matrices, groups: Groups | None, spec: QuantizeSpec, slots: ScaleSlots | None
-) -> GroupedQuantized:
-    first = values.tensors[0] if isinstance(values, Matrices) else values
-    device = first.get_device()
-    if device != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            return _run(values, groups, spec, slots, device)
-    return _run(values, groups, spec, slots, device)
+def bind(request: GroupedQuantizeRequest) -> Call:
+    """Its launches are planned; the space of groups of rows follows from the groups."""
+    spec = request.spec
+    quantize = _by_tensor(request) if spec.format == FLOAT8 else _by_blocks(request)
+
+    def call(values: Tensor | Matrices, groups: Groups | None, slots: ScaleSlots | None) -> GroupedQuantized:
+        if isinstance(values, Matrices):
+            inputs = (values.tensors[0], values.table, None)
+            made = _space_for_matrices(spec, len(values.tensors), *values.shape, inputs[0].device)
+        else:
+            assert groups is not None
+            inputs = (values.contiguous(), None, groups.layout)
+            made = _space_for_rows(spec, groups, values.shape[1], values.device)
+        quantize(inputs, made, slots)
+        return made
+
+    return call
 
 
-def _run(
-    values: Tensor | Matrices,
-    groups: Groups | None,
-    spec: QuantizeSpec,
-    slots: ScaleSlots | None,
-    device: int,
-) -> GroupedQuantized:
-    if isinstance(values, Matrices):
-        inputs = (values.tensors[0], values.table, None)
-        count, shape = len(values.tensors), values.shape
-        made = _space_for_matrices(spec, count, *shape, inputs[0].device)
-    else:
-        assert groups is not None
-        inputs = (values.contiguous(), None, groups.layout)
-        count, shape = groups.count, (values.shape[0], values.shape[1])
-        made = _space_for_rows(spec, groups, shape[1], values.device)
-    by_rows = groups is not None
-    if spec.format == FLOAT8:
-        _by_tensor(inputs, by_rows, shape, count, spec, slots, made, device)
-    else:
-        dtype = inputs[0].dtype
-        launch.start(_block_launch(spec, by_rows, shape, count, dtype), (*inputs, *made), device)
-    return made
-
-
-def _by_tensor(
-    inputs: tuple[Tensor, Tensor | None, Tensor | None],
-    by_rows: bool,
-    shape: tuple[int, int],
-    count: int,
-    spec: QuantizeSpec,
-    slots: ScaleSlots | None,
-    made: GroupedQuantized,
-    device: int,
-) -> None:
-    kernels = _kernels()
-    if slots is None:
-        scale, stride, offset = None, 0, 0
-        amax = torch.zeros(count, dtype=torch.float32, device=inputs[0].device)
-        measure = kernels.maximum(shape, count, by_rows)
-        launch.start(measure, (*inputs, amax), device)
-    else:
-        scale, amax, stride, offset = slots
-    steps = (spec.element, stride, offset, spec.power_of_two, spec.epsilon, spec.rowwise, spec.columnwise)
-    cast = kernels.cast(shape, count, by_rows, *steps, records=scale is not None)
-    inverse = made.scale if made.scale is not None else made.scale_t
-    launch.start(cast, (*inputs, scale, amax, made.codes, made.codes_t, inverse), device)
-
-
-@functools.lru_cache(maxsize=1024)
-def _block_launch(
-    spec: QuantizeSpec, by_rows: bool, shape: tuple[int, int], count: int, dtype: torch.dtype
-) -> launch.Launch:
-    infinite = min(torch.finfo(dtype).max, FLOAT32_MAX)
-    steps = (spec.element, spec.power_of_two, spec.epsilon, infinite, spec.rowwise, spec.columnwise)
+def _by_blocks(request: GroupedQuantizeRequest) -> Callable[..., None]:
     from ....common.kernels import grouped_block_cast as kernels  # it imports triton
 
-    return (kernels.row_blocks if by_rows else kernels.square_blocks)(shape, count, *steps)
+    spec = request.spec
+    infinite = min(torch.finfo(request.dtype).max, FLOAT32_MAX)
+    steps = (spec.element, spec.power_of_two, spec.epsilon, infinite, spec.rowwise, spec.columnwise)
+    blocks = kernels.square_blocks if request.matrices else kernels.row_blocks
+    record = blocks(request.shape, request.groups, *steps)
+
+    def quantize(inputs: Inputs, made: GroupedQuantized, slots: ScaleSlots | None) -> None:
+        run_into(record, (*inputs, *made), inputs[0].device)
+
+    return quantize
+
+
+def _by_tensor(request: GroupedQuantizeRequest) -> Callable[..., None]:
+    from ....common.kernels import grouped_cast as kernels  # it imports triton
+
+    spec = request.spec
+    how = (spec.element, spec.power_of_two, spec.epsilon, spec.rowwise, spec.columnwise)
+    program = kernels.by_tensor(request.shape, request.groups, not request.matrices, *how, request.slots)
+    performed = Performed(program, request.device)
+
+    def quantize(inputs: Inputs, made: GroupedQuantized, slots: ScaleSlots | None) -> None:
+        inverse = made.scale if made.scale is not None else made.scale_t
+        results = [part for part in (made.codes, made.codes_t, inverse) if part is not None]
+        given = () if slots is None else (slots.scale, slots.amax)
+        performed(*inputs, *given, *results)
+
+    return quantize
 
 
 def _space_for_rows(spec: QuantizeSpec, groups: Groups, depth: int, device: torch.device) -> GroupedQuantized:
@@ -147,12 +126,4 @@ def _space_for_matrices(
     return GroupedQuantized(codes, scale, codes_t, scale_t)
 
 
-@functools.cache
-def _kernels() -> ModuleType:
-    """The kernel file, which imports triton."""
-    from ....common.kernels import grouped_cast
-
-    return grouped_cast
-
-
-BACKEND = Backend[GroupedQuantizeRequest]("triton", run, refuses)
+BACKEND: Backend[GroupedQuantizeRequest] = Backend("triton", refuses=refuses, bind=bind)

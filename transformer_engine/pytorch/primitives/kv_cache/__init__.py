@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ....common.dispatch import Table
+from ....common.dispatch import Operator, Table
+from ...runtime.launching import operator, rows_dense
 from . import reference, triton
 from .checks import check_append as check_append
 from .request import CacheRequest
-
-TABLE: Table[CacheRequest] = Table("kv_cache", (triton.BACKEND, reference.BACKEND))
 
 
 def append(
@@ -34,12 +33,53 @@ def append(
     Lengths and pages are trusted, `check_append` judges them; tokens without a place in the cache, or whose page does
     not exist, are left out. Cast to the cache's dtype; nothing is read on the host.
     """
-    request = CacheRequest(new_k.dtype, k_cache.dtype, k_cache.device)
-    TABLE.select(request).run(
-        new_k, new_v, k_cache, v_cache, page_table, cu_new, cu_cached, tensor_format, longest
+    new_k, new_v = rows_dense(new_k), rows_dense(new_v)
+    key = (
+        new_k.dtype,
+        k_cache.dtype,
+        k_cache.device,
+        (k_cache.shape, v_cache.shape),
+        (new_k.stride(), new_v.stride()),
+        None if page_table is None else (page_table.shape[1], page_table.stride(0)),
+        tensor_format,
+        cu_new.shape[0] - 1,
+        longest,
+        new_k.numel() + new_v.numel() == 0,
     )
+    TABLE.bound(key)(new_k, new_v, k_cache, v_cache, page_table, cu_new, cu_cached)
 
 
 def gather_pages(cache: Tensor, page_table: Tensor) -> Tensor:
     """[b, pages a sequence * page size, h, d] of pages [pages, page size, h, d]: every sequence in one stretch."""
     return cache[page_table.long()].flatten(1, 2)
+
+
+def _nothing(
+    new_k: Tensor,
+    new_v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor | None,
+    cu_new: Tensor,
+    cu_cached: Tensor,
+    tensor_format: str,
+    longest: int,
+) -> None:
+    return None
+
+
+_operator = operator(
+    "append_to_kv_cache(Tensor new_k, Tensor new_v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? page_table,"
+    " Tensor cu_new, Tensor cu_cached, str tensor_format, int longest) -> ()",
+    append,
+    _nothing,
+)
+
+
+def _operator_of(request: CacheRequest) -> Operator:
+    return _operator.given(tensor_format=request.tensor_format, longest=request.longest)
+
+
+TABLE: Table[CacheRequest] = Table(
+    "kv_cache", (triton.BACKEND, reference.BACKEND), describe=CacheRequest, operator=_operator_of
+)

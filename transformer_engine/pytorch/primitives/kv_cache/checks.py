@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ...device_checks import demand
+from ...runtime.device_checks import demand
 
 
 class Room(NamedTuple):

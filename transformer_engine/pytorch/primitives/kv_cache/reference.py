@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
 from .request import CacheRequest
+
+
+def bind(request: CacheRequest) -> Callable[..., None]:
+    """(new_k, new_v, k_cache, v_cache, page_table, cu_new, cu_cached) -> None"""
+    return functools.partial(append, tensor_format=request.tensor_format)
 
 
 def append(
@@ -18,7 +26,6 @@ def append(
     cu_new: Tensor,
     cu_cached: Tensor,
     tensor_format: str,
-    longest: int,
 ) -> None:
     """cache[slot of token i of sequence b] = new token, for the real tokens."""
     if new_k.numel() + new_v.numel() == 0 or cu_new.shape[0] < 2:
@@ -68,8 +75,4 @@ def _slots(sequence: Tensor, position: Tensor, size: int, page_table: Tensor | N
     return page_table[sequence, position // size].long() * size + position % size
 
 
-def _refuses(request: CacheRequest) -> str | None:
-    return None
-
-
-BACKEND: Backend[CacheRequest] = Backend("reference", append, _refuses)
+BACKEND: Backend[CacheRequest] = Backend("reference", bind=bind)

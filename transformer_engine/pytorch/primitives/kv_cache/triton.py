@@ -3,69 +3,50 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
-from ..launching import refuses_elementwise, rows_dense, run, traceable
+from ...runtime.launching import refuses_elementwise, run
 from .request import CacheRequest
 
 if TYPE_CHECKING:
     from ....common.kernels.launch import Launch
 
 
-def _append(
-    new_k: Tensor,
-    new_v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    page_table: Tensor | None,
-    cu_new: Tensor,
-    cu_cached: Tensor,
-    tensor_format: str,
-    longest: int,
-) -> None:
-    if longest == 0 or new_k.numel() + new_v.numel() == 0 or cu_new.shape[0] < 2:
-        return
-    new_k, new_v = rows_dense(new_k), rows_dense(new_v)
-    launch = _launch(
-        cu_new.shape[0] - 1,
-        # A power of two: prompts of any length share a few launch records.
-        1 << (longest - 1).bit_length(),
-        k_cache.shape,
-        v_cache.shape[3],
-        new_k.stride(),
-        new_v.stride(),
-        None if page_table is None else (page_table.shape[1], page_table.stride(0)),
-        tensor_format,
-    )
-    run(launch, (new_k, new_v, k_cache, v_cache, page_table, cu_new, cu_cached))
+def refuses(request: CacheRequest) -> str | None:
+    return refuses_elementwise(request.device, request.new, request.cache)
+
+
+def bind(request: CacheRequest) -> Callable[..., None]:
+    """(new_k, new_v, k_cache, v_cache, page_table, cu_new, cu_cached) -> None"""
+    if request.longest == 0 or request.empty or request.batch < 1:
+        return lambda *_: None
+    # A power of two: prompts of any length share a few launches.
+    launch = _launch(request._replace(longest=1 << (request.longest - 1).bit_length()))
+
+    def append(*tensors: Tensor | None) -> None:
+        run(launch, tensors)
+
+    return append
 
 
 @functools.lru_cache(maxsize=1024)
-def _launch(
-    batch: int,
-    longest: int,
-    cache: torch.Size,
-    size_v: int,
-    k_strides: tuple[int, ...],
-    v_strides: tuple[int, ...],
-    table: tuple[int, int] | None,
-    tensor_format: str,
-) -> Launch:
+def _launch(request: CacheRequest) -> Launch:
     from ....common.kernels import kv_cache  # it imports triton
 
-    pages, length, heads, size_k = cache
-    columns, table_stride = (1, 0) if table is None else table
+    (pages, length, heads, size_k), v_cache = request.caches
+    columns, table_stride = (1, 0) if request.table is None else request.table
+    layout, (k_strides, v_strides) = request.tensor_format, request.strides
     return kv_cache.append(
-        batch,
-        longest,
+        request.batch,
+        request.longest,
         heads,
-        (size_k, size_v),
-        (*_strides(k_strides, tensor_format), *_strides(v_strides, tensor_format)),
-        packed=tensor_format == "thd",
+        (size_k, v_cache[3]),
+        (*_strides(k_strides, layout), *_strides(v_strides, layout)),
+        packed=layout == "thd",
         capacity=length * columns,
         page_size=length,
         pages=pages,
@@ -81,30 +62,4 @@ def _strides(strides: tuple[int, ...], tensor_format: str) -> tuple[int, int, in
     return batch, token, strides[2]
 
 
-def _nothing(
-    new_k: Tensor,
-    new_v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    page_table: Tensor | None,
-    cu_new: Tensor,
-    cu_cached: Tensor,
-    tensor_format: str,
-    longest: int,
-) -> None:
-    return None
-
-
-append = traceable(
-    "append_to_kv_cache(Tensor new_k, Tensor new_v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? page_table,"
-    " Tensor cu_new, Tensor cu_cached, str tensor_format, int longest) -> ()",
-    _append,
-    _nothing,
-)
-
-
-def refuses(request: CacheRequest) -> str | None:
-    return refuses_elementwise(request.device, request.new, request.cache)
-
-
-BACKEND: Backend[CacheRequest] = Backend("triton", append, refuses)
+BACKEND: Backend[CacheRequest] = Backend("triton", refuses=refuses, bind=bind, opaque=True)

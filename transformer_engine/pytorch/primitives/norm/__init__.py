@@ -1,23 +1,19 @@
 """y [M, H] = normalize(x) * gamma (+ beta), its gradients, and the table of backends that compute them.
 
-A backend's `run` takes the name of one of the operations and returns the function that computes it, so
-that `use_backend(norm="...")` forces all of them together.
+One table for the four operations, so that `use_backend(norm="...")` forces all of them together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, overload
 
-import torch
 from torch import Tensor
 
-from ....common.dispatch import Table
+from ....common.dispatch import Operator, Table
+from ...runtime.launching import TorchOperator, operator
 from ..quantize import Cast, Quantized
 from . import reference, triton
-from .request import NormRequest
-
-TABLE: Table[NormRequest] = Table("norm", (triton.BACKEND, reference.BACKEND))
+from .request import NormRequest, request_of
 
 
 @overload
@@ -46,14 +42,21 @@ def layernorm_forward(
     made where y is, as are those of 1 x 128 blocks of rows alone: y itself is never stored, unless one scale is to be
     made from its maximum, which is found on the way.
     """
-    return _select("layernorm_forward", x, weight)(x, weight, bias, eps, zero_centered, cast)
+    facts = ("layernorm_forward", x.shape, x.stride(), x.dtype, weight.dtype, x.device, zero_centered, eps)
+    if cast is None:
+        return TABLE.bound(facts)(x, weight, bias)
+    spec, multiplier, record = cast
+    key = (*facts, None, None, spec, multiplier is not None, record is not None)
+    return TABLE.bound(key)(x, weight, bias, multiplier, record)
 
 
 def layernorm_backward(
     dy: Tensor, x: Tensor, mean: Tensor, rstdev: Tensor, weight: Tensor, zero_centered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dx [M, H] in x's dtype, dweight [H], dbias [H] in weight's dtype), sums in float32."""
-    return _select("layernorm_backward", x, weight)(dy, x, mean, rstdev, weight, zero_centered)
+    lies = (x.shape, x.stride(), x.dtype, weight.dtype, x.device)
+    key = ("layernorm_backward", *lies, zero_centered, 0.0, (dy.stride(), dy.dtype))
+    return TABLE.bound(key)(dy, x, mean, rstdev, weight)
 
 
 @overload
@@ -72,21 +75,80 @@ def rmsnorm_forward(
     x: Tensor, weight: Tensor, eps: float, zero_centered: bool, cast: Cast | None = None
 ) -> tuple[Tensor | Quantized, Tensor]:
     """y [M, H] = x * rstdev * gamma; rstdev float32 [M] = rsqrt(E[x²] + eps); y in x's dtype, or as a cast asks."""
-    return _select("rmsnorm_forward", x, weight)(x, weight, eps, zero_centered, cast)
+    facts = ("rmsnorm_forward", x.shape, x.stride(), x.dtype, weight.dtype, x.device, zero_centered, eps)
+    if cast is None:
+        return TABLE.bound(facts)(x, weight)
+    spec, multiplier, record = cast
+    key = (*facts, None, None, spec, multiplier is not None, record is not None)
+    return TABLE.bound(key)(x, weight, multiplier, record)
 
 
 def rmsnorm_backward(
     dy: Tensor, x: Tensor, rstdev: Tensor, weight: Tensor, zero_centered: bool, add: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """(dx [M, H] + add in x's dtype, dweight [H] in weight's dtype), sums in float32."""
-    return _select("rmsnorm_backward", x, weight)(dy, x, rstdev, weight, zero_centered, add)
+    lies, gradient = (x.shape, x.stride(), x.dtype, weight.dtype, x.device), (dy.stride(), dy.dtype)
+    added = None if add is None else (add.stride(), add.dtype)
+    key = ("rmsnorm_backward", *lies, zero_centered, 0.0, gradient, added)
+    return TABLE.bound(key)(dy, x, rstdev, weight, add)
 
 
-def _select(operation: str, x: Tensor, weight: Tensor) -> Callable[..., Any]:
-    def describe() -> NormRequest:
-        return NormRequest(operation, x.shape[0], x.shape[1], x.dtype, weight.dtype, x.device)
+def _rmsnorm_backward(
+    dy: Tensor, x: Tensor, rstdev: Tensor, weight: Tensor, add: Tensor | None, zero_centered: bool
+) -> tuple[Tensor, Tensor]:
+    return rmsnorm_backward(dy, x, rstdev, weight, zero_centered, add)
 
-    if torch.compiler.is_compiling():
-        return TABLE.select(describe()).run(operation)
-    key = (operation, x.shape, x.dtype, weight.dtype, x.device)
-    return TABLE.choice(key, describe).run(operation)
+
+def _layernorm_gradients(
+    dy: Tensor, x: Tensor, mean: Tensor, rstdev: Tensor, weight: Tensor, zero_centered: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), weight.new_empty(weight.shape)
+
+
+def _rmsnorm_gradients(
+    dy: Tensor, x: Tensor, rstdev: Tensor, weight: Tensor, add: Tensor | None, zero_centered: bool
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+
+
+_OPERATORS: dict[str, TorchOperator] = {
+    "layernorm_forward": operator(
+        "layernorm_forward(Tensor x, Tensor weight, Tensor? bias, float eps, bool zero_centered)"
+        " -> (Tensor, Tensor, Tensor)",
+        layernorm_forward,
+        triton.empty_layernorm,
+    ),
+    "layernorm_backward": operator(
+        "layernorm_backward(Tensor dy, Tensor x, Tensor mean, Tensor rstdev, Tensor weight, bool zero_centered)"
+        " -> (Tensor, Tensor, Tensor)",
+        layernorm_backward,
+        _layernorm_gradients,
+    ),
+    "rmsnorm_forward": operator(
+        "rmsnorm_forward(Tensor x, Tensor weight, float eps, bool zero_centered) -> (Tensor, Tensor)",
+        rmsnorm_forward,
+        triton.empty_rmsnorm,
+    ),
+    "rmsnorm_backward": operator(
+        "rmsnorm_backward(Tensor dy, Tensor x, Tensor rstdev, Tensor weight, Tensor? add, bool zero_centered)"
+        " -> (Tensor, Tensor)",
+        _rmsnorm_backward,
+        _rmsnorm_gradients,
+    ),
+}
+
+
+def _operator_of(request: NormRequest) -> Operator:
+    """Of the norm alone: a cast behind it is an operator of its own."""
+    constants: dict[str, Any] = {"zero_centered": request.zero_centered}
+    if request.operation.endswith("forward"):
+        constants["eps"] = request.eps
+    alone = _OPERATORS[request.operation].given(**constants)
+    if request.cast is None:
+        return alone
+    return Operator(*(reference.with_cast(request, step) for step in alone))
+
+
+TABLE: Table[NormRequest] = Table(
+    "norm", (triton.BACKEND, reference.BACKEND), describe=request_of, operator=_operator_of
+)

@@ -18,14 +18,47 @@ from ..quantize import Cast, Quantized, quantize_as
 from .request import NormRequest
 
 
+def bind(request: NormRequest) -> Callable[..., Any]:
+    """The operation that the request names, on its tensors; with a cast (.., multiplier, record) -> codes in y's place.
+
+    layernorm_forward(x, weight, bias), layernorm_backward(dy, x, mean, rstdev, weight), rmsnorm_forward(x, weight),
+    rmsnorm_backward(dy, x, rstdev, weight, add)
+    """
+    zero_centered, eps = request.zero_centered, request.eps
+    if request.operation == "layernorm_forward":
+        return with_cast(
+            request, lambda x, weight, bias: layernorm_forward(x, weight, bias, eps, zero_centered)
+        )
+    if request.operation == "rmsnorm_forward":
+        return with_cast(request, lambda x, weight: rmsnorm_forward(x, weight, eps, zero_centered))
+    if request.operation == "layernorm_backward":
+        return lambda dy, x, mean, rstdev, weight: layernorm_backward(
+            dy, x, mean, rstdev, weight, zero_centered
+        )
+    return lambda dy, x, rstdev, weight, add: rmsnorm_backward(dy, x, rstdev, weight, zero_centered, add)
+
+
+def with_cast(request: NormRequest, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward, and the cast behind it if the request asks for one."""
+    if request.cast is None:
+        return forward
+    spec = request.cast.spec
+
+    def run(*given: Tensor | None) -> tuple[Quantized | Tensor, ...]:
+        *tensors, multiplier, record = given
+        y, *statistics = forward(*tensors)
+        return quantize_as(y, Cast(spec, multiplier, record)), *statistics
+
+    return run
+
+
 def layernorm_forward(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     eps: float,
     zero_centered: bool,
-    cast: Cast | None = None,
-) -> tuple[Tensor | Quantized, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """y [M, H] = (x - mean) * rstdev * gamma + bias; mean, rstdev float32 [M]."""
     x_wide = x.to(torch.float32)
     mean = x_wide.mean(dim=-1)
@@ -34,7 +67,7 @@ def layernorm_forward(
     y = centered * rstdev[:, None] * _gamma(weight, zero_centered)
     if bias is not None:
         y = y + bias.to(torch.float32)
-    return quantize_as(y.to(x.dtype), cast), mean, rstdev
+    return y.to(x.dtype), mean, rstdev
 
 
 def layernorm_backward(
@@ -51,14 +84,12 @@ def layernorm_backward(
     return dx.to(x.dtype), dweight.to(weight.dtype), dbias.to(weight.dtype)
 
 
-def rmsnorm_forward(
-    x: Tensor, weight: Tensor, eps: float, zero_centered: bool, cast: Cast | None = None
-) -> tuple[Tensor | Quantized, Tensor]:
+def rmsnorm_forward(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor]:
     """y [M, H] = x * rstdev * gamma; rstdev float32 [M] = rsqrt(E[x²] + eps)."""
     x_wide = x.to(torch.float32)
     rstdev = torch.rsqrt(x_wide.square().mean(dim=-1) + eps)
     y = x_wide * rstdev[:, None] * _gamma(weight, zero_centered)
-    return quantize_as(y.to(x.dtype), cast), rstdev
+    return y.to(x.dtype), rstdev
 
 
 def rmsnorm_backward(
@@ -81,20 +112,4 @@ def _gamma(weight: Tensor, zero_centered: bool) -> Tensor:
     return gamma + 1.0 if zero_centered else gamma
 
 
-OPERATIONS: dict[str, Callable[..., Any]] = {
-    "layernorm_forward": layernorm_forward,
-    "layernorm_backward": layernorm_backward,
-    "rmsnorm_forward": rmsnorm_forward,
-    "rmsnorm_backward": rmsnorm_backward,
-}
-
-
-def run(operation: str) -> Callable[..., Any]:
-    return OPERATIONS[operation]
-
-
-def refuses(request: NormRequest) -> str | None:
-    return None
-
-
-BACKEND: Backend[NormRequest] = Backend("reference", run, refuses)
+BACKEND: Backend[NormRequest] = Backend("reference", bind=bind)

@@ -2,95 +2,40 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ....common.dispatch import Backend
-from ....common.formats import Element
-from .. import fused_codes, launching
-from ..launching import DTYPE_NAMES, perform, refuses_elementwise, rows_dense, run, traceable
-from ..quantize import Cast, Quantized, QuantizeSpec, quantize, quantize_as
-from ..transpose import transposed_by_kernel
-from .request import NormRequest
+from ....common.dispatch import Backend, undisturbed
+from ...runtime import launching
+from ...runtime.launching import DTYPE_NAMES, perform, refuses_elementwise, rows_dense, run
+from ..quantize import CastRequest, Quantized, fused_codes
+from ..quantize.triton_float8 import as_float32
+from .reference import with_cast
+from .request import Lies, NormRequest
 
 if TYPE_CHECKING:
-    from ....common.kernels.launch import Launch
     from ....common.kernels.program import Program
 
-_NO_CODES = (None, None)  # neither a scale nor a maximum
 _WIDEST_CENTERED = 4096  # columns of a LayerNorm that makes the codes of blocks
 
 
-def layernorm_forward(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    zero_centered: bool,
-    cast: Cast | None = None,
-) -> tuple[Tensor | Quantized, Tensor, Tensor]:
-    """y [M, H] = (x - mean) * rstdev * gamma + bias, or its codes; mean, rstdev float32 [M]."""
-    if cast is None:
-        return _traceable_layernorm(x, weight, bias, eps, zero_centered)
-    if not _fuses(x, cast, centered=True):
-        y, mean, rstdev = _traceable_layernorm(x, weight, bias, eps, zero_centered)
-        return quantize_as(y, cast), mean, rstdev
-    bias = None if bias is None else bias.contiguous()
-    made, mean, rstdev = _with_codes(x, weight, bias, eps, zero_centered, True, cast)
-    assert mean is not None
-    return made, mean, rstdev
+def refuses(request: NormRequest) -> str | None:
+    return refuses_elementwise(request.device, request.dtype, request.weight_dtype)
 
 
-def _layernorm_forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """y [M, H] = (x - mean) * rstdev * gamma + bias; mean, rstdev float32 [M]."""
-    if x.shape[0] == 0:
-        return _empty_layernorm(x, weight, bias, eps, zero_centered)
-    x = rows_dense(x)
-    launch = _forward_launch(x.shape, x.stride(0), x.dtype, eps, zero_centered, True, x.device.index)
-    bias = None if bias is None else bias.contiguous()
-    _, _, y, mean, rstdev = run(launch, (x, weight.contiguous(), bias, *_NO_CODES))
-    return y, mean, rstdev
+def bind(request: NormRequest) -> Callable[..., Any]:
+    """What `reference.bind` answers, on the same tensors."""
+    if request.operation.endswith("backward"):
+        return _backward(request)
+    if request.cast is not None and fuses(request, request.cast):
+        return _codes(request, request.cast)
+    return with_cast(request, _forward(request))
 
 
-def layernorm_backward(
-    dy: Tensor, x: Tensor, mean: Tensor, rstdev: Tensor, weight: Tensor, zero_centered: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dx [M, H] = rstdev * (g - E[g] - xhat * E[g * xhat]), g = dy * gamma; dweight = Σ dy * xhat; dbias = Σ dy."""
-    if x.shape[0] == 0:
-        return torch.empty_like(x), torch.zeros_like(weight), torch.zeros_like(weight)
-    return _backward(dy, x, None, mean, rstdev, weight, zero_centered)
-
-
-def rmsnorm_forward(
-    x: Tensor, weight: Tensor, eps: float, zero_centered: bool, cast: Cast | None = None
-) -> tuple[Tensor | Quantized, Tensor]:
-    """y [M, H] = x * rstdev * gamma, or its codes; rstdev float32 [M]."""
-    if cast is None:
-        return _traceable_rmsnorm(x, weight, eps, zero_centered)
-    if not _fuses(x, cast, centered=False):
-        y, rstdev = _traceable_rmsnorm(x, weight, eps, zero_centered)
-        return quantize_as(y, cast), rstdev
-    made, _, rstdev = _with_codes(x, weight, None, eps, zero_centered, False, cast)
-    return made, rstdev
-
-
-def _rmsnorm_forward(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor]:
-    """y [M, H] = x * rstdev * gamma; rstdev float32 [M]."""
-    if x.shape[0] == 0:
-        return _empty_rmsnorm(x, weight, eps, zero_centered)
-    x = rows_dense(x)
-    launch = _forward_launch(x.shape, x.stride(0), x.dtype, eps, zero_centered, False, x.device.index)
-    _, _, y, _, rstdev = run(launch, (x, weight.contiguous(), None, *_NO_CODES))
-    return y, rstdev
-
-
-def _fuses(x: Tensor, cast: Cast, *, centered: bool) -> bool:
+def fuses(request: NormRequest, cast: CastRequest) -> bool:
     """Blocks in both directions take tiles of 128 rows, hence a second read of x beside the one that made statistics.
 
     H200, 8192 x 4096 bfloat16: 0.0245 ms for RMSNorm's statistics and 0.058 for tiles against 0.082 for separate steps.
@@ -98,202 +43,147 @@ def _fuses(x: Tensor, cast: Cast, *, centered: bool) -> bool:
     runs out of registers (0.100 against 0.084 at 5120), and its statistics differ in the last bit from those it makes
     without codes.
     """
-    spec, narrow = cast.spec, not centered or x.shape[1] <= _WIDEST_CENTERED
-    if fused_codes.in_blocks(spec) and not (narrow and fused_codes.in_row_blocks(spec)):
+    narrow = not request.centered or request.shape[1] <= _WIDEST_CENTERED
+    if fused_codes.in_blocks(cast.spec) and not (narrow and fused_codes.in_row_blocks(cast.spec)):
         return False
-    return fused_codes.fuses((x.shape[0], x.shape[1]), x.dtype, x.device, cast)
+    return cast.inside
 
 
-def _with_codes(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    zero_centered: bool,
-    centered: bool,
-    cast: Cast,
-) -> tuple[Quantized, Tensor | None, Tensor]:
-    """Codes of y from the kernel that makes y; their transpose from the codes, a quarter of the bytes of y's."""
-    x, spec = rows_dense(x), cast.spec
-    if fused_codes.in_blocks(spec):
-        return _with_row_blocks(x, weight, bias, eps, zero_centered, centered, spec)
-    scale, amax = fused_codes.given(cast, x.device)
-    element = None if scale is None else spec.element
-    launch = _forward_launch(
-        x.shape, x.stride(0), x.dtype, eps, zero_centered, centered, x.device.index, element
-    )
-    codes, inverse, y, mean, rstdev = run(launch, (x, weight.contiguous(), bias, scale, amax))
-    if element is None:
-        return quantize(y, spec, amax=amax), mean, rstdev
-    codes_t = transposed_by_kernel(codes) if spec.columnwise else None
-    return Quantized(codes, inverse, codes_t, inverse if spec.columnwise else None, amax), mean, rstdev
-
-
-def _with_row_blocks(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    zero_centered: bool,
-    centered: bool,
-    spec: QuantizeSpec,
-) -> tuple[Quantized, Tensor | None, Tensor]:
-    """The kernel that makes y holds whole rows, and so every 1 x 128 block of them."""
-    launch = _forward_launch(
-        x.shape, x.stride(0), x.dtype, eps, zero_centered, centered, x.device.index, None, spec
-    )
-    codes, scale, _, mean, rstdev = run(launch, (x, weight.contiguous(), bias, *_NO_CODES))
-    return Quantized(codes, scale, None, None, None, None), mean, rstdev
-
-
-def rmsnorm_backward(
-    dy: Tensor, x: Tensor, rstdev: Tensor, weight: Tensor, zero_centered: bool, add: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """dx [M, H] = rstdev * (g - xhat * E[g * xhat]) + add, g = dy * gamma; dweight = Σ dy * xhat."""
-    if x.shape[0] == 0:
-        return torch.empty_like(x), torch.zeros_like(weight)
-    return _backward(dy, x, add, None, rstdev, weight, zero_centered)[:2]
-
-
-def _backward(
-    dy: Tensor,
-    x: Tensor,
-    add: Tensor | None,
-    mean: Tensor | None,
-    rstdev: Tensor,
-    weight: Tensor,
-    zero_centered: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    dy, x, add = rows_dense(dy), rows_dense(x), None if add is None else rows_dense(add)
-    program = backward_program(
-        x.shape,
-        (dy.stride(0), x.stride(0), 0 if add is None else add.stride(0)),
-        (x.dtype, weight.dtype),
-        zero_centered,
-        mean is not None,
-        dy.element_size() + x.element_size() + (0 if add is None else add.element_size()),
-        x.device.index,
-    )
-    dx, dweight, dbias = perform(program, (dy, x, add, weight.contiguous(), mean, rstdev))
-    return dx, dweight, dbias
-
-
-@functools.lru_cache(maxsize=1024)
-def _forward_launch(
-    shape: torch.Size,
-    x_stride: int,
-    dtype: torch.dtype,
-    eps: float,
-    zero_centered: bool,
-    centered: bool,
-    device: int,
-    element: Element | None = None,
-    in_blocks: QuantizeSpec | None = None,
-) -> Launch:
+def _forward(request: NormRequest) -> Callable[..., tuple[Tensor, ...]]:
+    """(x, weight, bias) -> y, mean, rstdev, or (x, weight) -> y, rstdev"""
+    if request.shape[0] == 0:
+        return empty_layernorm if request.centered else empty_rmsnorm
     from ....common.kernels import norm  # it imports triton
 
-    rows, width = shape
-    return norm.forward(
-        rows,
-        width,
-        x_stride,
-        DTYPE_NAMES[dtype],
-        eps,
-        zero_centered,
-        centered,
-        launching.processors(device).count,
-        element,
-        None if in_blocks is None else fused_codes.blocks(in_blocks, dtype),
-    )
+    launch = norm.forward(*_plain(request))
+
+    def layernorm(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+        bias = None if bias is None else bias.contiguous()
+        return tuple(run(launch, (rows_dense(x), weight.contiguous(), bias, None, None))[2:])
+
+    def rmsnorm(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        _, _, y, _, rstdev = run(launch, (rows_dense(x), weight.contiguous(), None, None, None))
+        return y, rstdev
+
+    return layernorm if request.centered else rmsnorm
 
 
-@functools.lru_cache(maxsize=1024)
-def backward_program(
-    shape: torch.Size,
-    strides: tuple[int, int, int],
-    dtypes: tuple[torch.dtype, torch.dtype],
-    zero_centered: bool,
-    centered: bool,
-    column_bytes: int,
-    device: int,
-) -> Program:
+def _plain(request: NormRequest) -> tuple[int, int, int, str, float, bool, bool, int]:
+    """Of every forward: rows, width, stride of x, dtype, eps, zero_centered, centered, processors."""
+    rows, width = request.shape
+    processors = launching.processors(request.device.index).count
+    stride, dtype = _row_stride(request.shape, request.strides), DTYPE_NAMES[request.dtype]
+    return rows, width, stride, dtype, request.eps, request.zero_centered, request.centered, processors
+
+
+def _row_stride(shape: tuple[int, int], strides: tuple[int, ...]) -> int:
+    """Elements between two rows of `rows_dense` of a matrix."""
+    return strides[0] if strides[1] == 1 else shape[1]
+
+
+def _codes(request: NormRequest, cast: CastRequest) -> Callable[..., tuple[Any, ...]]:
+    """(x, weight, [bias], multiplier, record) -> the codes of y, from the kernel that makes y, [mean], rstdev"""
+    from ....common.kernels import norm_codes  # it imports triton
+
+    if fused_codes.in_blocks(cast.spec):
+        blocks = fused_codes.blocks(cast.spec, request.dtype)
+        program = norm_codes.row_blocks(*_plain(request), blocks)
+    else:
+        program = norm_codes.one_scale(*_plain(request), fused_codes.one_scale(cast))
+    taken = len(program.inputs)
+
+    def made(
+        x: Tensor, weight: Tensor, bias: Tensor | None, multiplier: Tensor | None, record: Tensor | None
+    ) -> tuple[Quantized, Tensor, Tensor]:
+        if not undisturbed():
+            fused_codes.report(request.shape, request.dtype, request.device, cast)
+        bias = None if bias is None else bias.contiguous()
+        given = (rows_dense(x), weight.contiguous(), bias, as_float32(multiplier), record)
+        *codes, mean, rstdev = perform(program, given[:taken])
+        return Quantized(*codes), mean, rstdev
+
+    def rmsnorm(
+        x: Tensor, weight: Tensor, multiplier: Tensor | None, record: Tensor | None
+    ) -> tuple[Quantized, Tensor]:
+        codes, _, rstdev = made(x, weight, None, multiplier, record)
+        return codes, rstdev
+
+    return made if request.centered else rmsnorm
+
+
+def _backward(request: NormRequest) -> Callable[..., tuple[Tensor, ...]]:
+    """(dy, x, mean, rstdev, weight) -> dx, dweight, dbias, or (dy, x, rstdev, weight, add) -> dx, dweight"""
+    if request.shape[0] == 0:
+        return _no_layernorm_gradients if request.centered else _no_rmsnorm_gradients
+    program = backward_program(request)
+
+    def layernorm(dy: Tensor, x: Tensor, mean: Tensor, rstdev: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        given = (rows_dense(dy), rows_dense(x), None, weight.contiguous(), mean, rstdev)
+        return tuple(perform(program, given))
+
+    def rmsnorm(
+        dy: Tensor, x: Tensor, rstdev: Tensor, weight: Tensor, add: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        added = None if add is None else rows_dense(add)
+        given = (rows_dense(dy), rows_dense(x), added, weight.contiguous(), None, rstdev)
+        dx, dweight, _ = perform(program, given)
+        return dx, dweight
+
+    return layernorm if request.centered else rmsnorm
+
+
+def backward_program(request: NormRequest) -> Program:
     """The launches of a backward, and the buffer that they sum columns in."""
     from ....common.kernels import norm  # it imports triton
 
-    rows, width = shape
-    dtype, weight_dtype = DTYPE_NAMES[dtypes[0]], DTYPE_NAMES[dtypes[1]]
+    assert request.dy is not None
+
+    def lies(tensor: Lies | None) -> tuple[int, int]:
+        """(elements between rows, bytes an element)"""
+        if tensor is None:
+            return 0, 0
+        return _row_stride(request.shape, tensor[0]), tensor[1].itemsize
+
+    strides, sizes = zip(
+        lies(request.dy), lies((request.strides, request.dtype)), lies(request.add), strict=True
+    )
     return norm.backward(
-        rows,
-        width,
+        *request.shape,
         strides,
-        dtype,
-        weight_dtype,
-        zero_centered,
-        centered,
-        column_bytes,
-        *launching.processors(device),
+        DTYPE_NAMES[request.dtype],
+        DTYPE_NAMES[request.weight_dtype],
+        request.zero_centered,
+        request.centered,
+        sum(sizes),
+        *launching.processors(request.device.index),
     )
 
 
-def _empty_layernorm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool
+def empty_layernorm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float = 0.0, zero_centered: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    y, rstdev = _empty_rmsnorm(x, weight, eps, zero_centered)
+    """Room for y, mean, rstdev."""
+    y, rstdev = empty_rmsnorm(x, weight)
     return y, torch.empty_like(rstdev), rstdev
 
 
-def _empty_rmsnorm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor]:
+def empty_rmsnorm(
+    x: Tensor, weight: Tensor, eps: float = 0.0, zero_centered: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Room for y, rstdev."""
     return x.new_empty(x.shape), x.new_empty(x.shape[:1], dtype=torch.float32)
 
 
-def _empty_layernorm_gradients(
-    dy: Tensor, x: Tensor, mean: Tensor, rstdev: Tensor, weight: Tensor, zero_centered: bool
+def _no_layernorm_gradients(
+    dy: Tensor, x: Tensor, mean: Tensor, rstdev: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return x.new_empty(x.shape), weight.new_empty(weight.shape), weight.new_empty(weight.shape)
+    return torch.empty_like(x), torch.zeros_like(weight), torch.zeros_like(weight)
 
 
-def _empty_rmsnorm_gradients(
-    dy: Tensor, x: Tensor, rstdev: Tensor, weight: Tensor, zero_centered: bool, add: Tensor | None = None
+def _no_rmsnorm_gradients(
+    dy: Tensor, x: Tensor, rstdev: Tensor, weight: Tensor, add: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+    return torch.empty_like(x), torch.zeros_like(weight)
 
 
-_traceable_layernorm = traceable(
-    "layernorm_forward(Tensor x, Tensor weight, Tensor? bias, float eps, bool zero_centered)"
-    " -> (Tensor, Tensor, Tensor)",
-    _layernorm_forward,
-    _empty_layernorm,
-)
-_traceable_rmsnorm = traceable(
-    "rmsnorm_forward(Tensor x, Tensor weight, float eps, bool zero_centered) -> (Tensor, Tensor)",
-    _rmsnorm_forward,
-    _empty_rmsnorm,
-)
-
-OPERATIONS: dict[str, Callable[..., Any]] = {
-    "layernorm_forward": layernorm_forward,
-    "layernorm_backward": traceable(
-        "layernorm_backward(Tensor dy, Tensor x, Tensor mean, Tensor rstdev, Tensor weight, bool zero_centered)"
-        " -> (Tensor, Tensor, Tensor)",
-        layernorm_backward,
-        _empty_layernorm_gradients,
-    ),
-    "rmsnorm_forward": rmsnorm_forward,
-    "rmsnorm_backward": traceable(
-        "rmsnorm_backward(Tensor dy, Tensor x, Tensor rstdev, Tensor weight, bool zero_centered,"
-        " Tensor? add=None) -> (Tensor, Tensor)",
-        rmsnorm_backward,
-        _empty_rmsnorm_gradients,
-    ),
-}
-
-
-def operation(name: str) -> Callable[..., Any]:
-    return OPERATIONS[name]  # torch 2.11's tracer does not know a bound dict.__getitem__
-
-
-def refuses(request: NormRequest) -> str | None:
-    return refuses_elementwise(request.device, request.dtype, request.weight_dtype)
-
-
-BACKEND: Backend[NormRequest] = Backend("triton", operation, refuses)
+BACKEND: Backend[NormRequest] = Backend("triton", refuses=refuses, bind=bind, opaque=True)

@@ -40,7 +40,7 @@ class PlannedCall(Protocol):
     ) -> Quantized: ...
 
 
-Plan = Callable[[Request, bool], PlannedCall]
+Plan = Callable[[Request], PlannedCall]
 Maxima = Callable[
     [Tensor, QuantizeSpec, "Tensor | None", "Tensor | None"], "tuple[Tensor | None, Tensor | None]"
 ]
@@ -65,7 +65,7 @@ class FormatRow:
     quantize     the reference: codes of x [M, K] by literal float32 operations on any device
     dequantize   (operand, its scale) -> values [rows, K] in operand.dtype
     check        (rows, depth, spec): ValueError where the shape does not fit
-    plan         (request, is an amax given?) -> the kernels' call for such matrices; None: there are no kernels
+    plan         (request) -> the kernels' call for such matrices; None: there are no kernels
     maxima       (x, spec, amax, amax_t) -> those that blocks are scaled with, of a format with two levels
     empty_scale  (x, rows, depth) -> uninitialised scales that lie as the kernels' do; None: row after row
     """

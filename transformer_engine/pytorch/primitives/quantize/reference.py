@@ -5,27 +5,25 @@ from __future__ import annotations
 from torch import Tensor
 
 from ....common.dispatch import Backend
-from .format_row import Given
+from .format_row import Given, PlannedCall
 from .formats import FORMATS
-from .spec import Quantized, QuantizeSpec, Request
+from .spec import OPTIONS, Quantized, Request
 
 
-def refuses(request: Request) -> str | None:
-    """Never."""
-    return None
+def _bind(request: Request) -> PlannedCall:
+    spec, encode = request.spec, FORMATS[request.spec.format.name].quantize
+
+    def call(
+        x: Tensor,
+        scale: Tensor | None,
+        amax: Tensor | None,
+        amax_t: Tensor | None,
+        record: Tensor | None,
+        random: tuple[Tensor, Tensor] | None = None,
+    ) -> Quantized:
+        return encode(x, spec, Given(scale, amax, amax_t, random, record))
+
+    return call
 
 
-def run(
-    x: Tensor,
-    spec: QuantizeSpec,
-    scale: Tensor | None,
-    amax: Tensor | None,
-    amax_t: Tensor | None,
-    random: tuple[Tensor, Tensor] | None,
-    record: Tensor | None = None,
-) -> Quantized:
-    """x [M, K] -> the directions that spec asks for."""
-    return FORMATS[spec.format.name].quantize(x, spec, Given(scale, amax, amax_t, random, record))
-
-
-BACKEND = Backend[Request]("reference", run, refuses)
+BACKEND: Backend[Request] = Backend("reference", takes=frozenset(OPTIONS), bind=_bind)

@@ -45,8 +45,8 @@ def tile_scaled(
 
 
 def _plan(launch: LaunchOf) -> Plan:
-    def plan(request: Request, amax_given: bool) -> PlannedCall:
-        tiled = tiled_call(launch, request.spec, request.shape, request.dtype, request.device)
+    def plan(request: Request) -> PlannedCall:
+        tiled = tiled_call(launch, request)
         return lambda x, scale, amax, amax_t, record, random=None: tiled(x)
 
     return plan

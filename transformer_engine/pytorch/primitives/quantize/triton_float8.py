@@ -1,107 +1,60 @@
-"""FP8 with one scale a tensor on a GPU, planned once a shape: a warm call allocates and launches, nothing else."""
+"""FP8 with one scale a tensor on a GPU: one launch for a given scale, two where it is made of the maximum."""
 
 from __future__ import annotations
-
-import functools
 
 import torch
 from torch import Tensor
 
-from ....common.kernels import launch
-from ....common.kernels.launch import Launch
-from ...device import is_current_device
-from ..launching import makers_of
-from ..zeros import scalar, zero_and_scalar
-from .spec import Quantized, QuantizeSpec
+from ...runtime.launching import Performed
+from .format_row import PlannedCall
+from .spec import Quantized, Request
 
 
-class Float8Call:
-    """codes and scales of matrices of one shape on one device, as one spec asks for them.
+def plan(request: Request) -> PlannedCall:
+    """The codes and the scale of matrices of one shape on one device, as one spec asks for them."""
+    from ....common.kernels import cast as kernels  # it imports triton
 
-    A given scale makes one launch, which also finds or raises the maximum; current scaling takes a launch that finds
-    the maximum, unless it is given, and one that casts.
-    """
+    def performed(amax: str) -> Performed:
+        spec, overlaps = request.spec, request.device.type == "cuda"
+        scaling = {"power_of_two": spec.power_of_two, "epsilon": spec.epsilon}
+        directions = (spec.element, spec.rowwise, spec.columnwise)
+        program = kernels.one_scale(request.shape, *directions, amax, overlaps=overlaps, **scaling)
+        return Performed(program, request.device)
 
-    def __init__(
-        self,
-        spec: QuantizeSpec,
-        shape: tuple[int, int],
-        device: torch.device,
-        scale_given: bool,
-        amax_given: bool,
-    ):
-        self.device = device
-        self.measure, self.cast = launches(spec, *shape, scale_given, amax_given, device.type == "cuda")
-        self.make_codes, self.make_codes_t, _ = makers_of(self.cast, device)
+    if request.amax_given:
+        return _by_amax(performed(kernels.GIVEN))
+    if request.scale_given:
+        return _by_scale(performed(kernels.RECORDED), performed(kernels.MEASURED))
+    measured = performed(kernels.SCALES)
+    return lambda x, scale, amax, amax_t, record, random=None: Quantized(*measured(_contiguous(x)))
 
-    def __call__(
-        self,
-        x: Tensor,
-        scale: Tensor | None,
-        amax: Tensor | None,
-        record: Tensor | None,
-    ) -> Quantized:
-        if self.device.type == "cuda" and not is_current_device(self.device.index):
-            with torch.cuda.device(self.device):
-                return self._quantize(x, scale, amax, record)
-        return self._quantize(x, scale, amax, record)
 
-    def _quantize(
-        self, x: Tensor, scale: Tensor | None, amax: Tensor | None, record: Tensor | None
-    ) -> Quantized:
-        device, index = self.device, self.device.index
-        if not x.is_contiguous():
-            x = x.contiguous()
-        if record is not None:
-            amax, inverse = record, scalar(device)
-        elif amax is None:
-            amax, inverse = zero_and_scalar(device)
-            if self.measure is not None:
-                launch.start(self.measure, (x,), index, (amax,))
-        else:
-            inverse = scalar(device)
-        codes = None if self.make_codes is None else self.make_codes()
-        codes_t = None if self.make_codes_t is None else self.make_codes_t()
-        inputs = (x, as_float32(scale), as_float32(amax))
-        launch.start(self.cast, inputs, index, (codes, codes_t, inverse))
-        return Quantized(
-            codes,
-            inverse if codes is not None else None,
-            codes_t,
-            inverse if codes_t is not None else None,
-            amax,
-        )
+def _by_amax(given: Performed) -> PlannedCall:
+    def call(
+        x: Tensor, scale: Tensor | None, amax: Tensor | None, amax_t: Tensor | None,
+        record: Tensor | None, random: tuple[Tensor, Tensor] | None = None,
+    ) -> Quantized:  # fmt: skip
+        return Quantized(*given(_contiguous(x), as_float32(scale), as_float32(amax)))._replace(amax=amax)
+
+    return call
+
+
+def _by_scale(recorded: Performed, measured: Performed) -> PlannedCall:
+    def call(
+        x: Tensor, scale: Tensor | None, amax: Tensor | None, amax_t: Tensor | None,
+        record: Tensor | None, random: tuple[Tensor, Tensor] | None = None,
+    ) -> Quantized:  # fmt: skip
+        if record is None:
+            return Quantized(*measured(_contiguous(x), as_float32(scale)))
+        return Quantized(*recorded(_contiguous(x), as_float32(scale), record))
+
+    return call
+
+
+def _contiguous(x: Tensor) -> Tensor:
+    return x if x.is_contiguous() else x.contiguous()
 
 
 def as_float32(value: Tensor | None) -> Tensor | None:
     """A scale or maximum as kernels read it; `to` alone costs the host more than the comparison."""
     return value if value is None or value.dtype is torch.float32 else value.to(torch.float32)
-
-
-@functools.lru_cache(maxsize=4096)
-def call_of(
-    spec: QuantizeSpec, shape: tuple[int, int], device: torch.device, scale_given: bool, amax_given: bool
-) -> Float8Call:
-    """The plan of such calls."""
-    return Float8Call(spec, shape, device, scale_given, amax_given)
-
-
-@functools.lru_cache(maxsize=4096)
-def launches(
-    spec: QuantizeSpec, rows: int, depth: int, scale_given: bool, amax_given: bool, overlaps: bool
-) -> tuple[Launch | None, Launch]:
-    """The pass that finds amax, where one is needed, and the cast."""
-    from ....common.kernels import cast as kernels  # it imports triton
-
-    follows = not scale_given and not amax_given
-    cast = kernels.cast(
-        (rows, depth),
-        spec.element,
-        spec.rowwise,
-        spec.columnwise,
-        records=scale_given and not amax_given,
-        follows=follows and overlaps,
-        power_of_two=spec.power_of_two,
-        epsilon=spec.epsilon,
-    )
-    return kernels.absolute_maximum(rows * depth, overlaps=overlaps) if follows else None, cast

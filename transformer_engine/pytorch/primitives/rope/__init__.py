@@ -2,31 +2,29 @@
 
 Su et al., RoFormer (2021). `angles` is float32 [positions, rotated features]; features beyond the rotated
 ones pass through. `check_rotation` is for whoever calls from outside: what is called here is trusted, but a token
-whose position has no angle becomes NaN (RopeSpec.clamps). A backend's `run` takes the name of one of the two
-operations and returns the function that computes it.
+whose position has no angle becomes NaN (RopeSpec.clamps).
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from ....common.dispatch import Table
+from ....common.dispatch import Operator, Table
+from ...runtime.launching import operator
 from . import reference, triton
 from .checks import check_rotation as check_rotation
 from .checks import reaches_lengths as reaches_lengths
 from .request import Positions, RopeRequest, RopeSpec
 
-TABLE: Table[RopeRequest] = Table("rope", (triton.BACKEND, reference.BACKEND))
-
 
 def rope_forward(x: Tensor, angles: Tensor, positions: Positions, spec: RopeSpec) -> Tensor:
     """y = x * cos(a) + pair(x) * sin(a), in float32, returned in x's dtype; x as spec.tensor_format says."""
-    return TABLE.select(_request(x, spec)).run("forward")(x, angles, positions, spec)
+    return _turned("forward", x, angles, *positions, spec)
 
 
 def rope_backward(dy: Tensor, angles: Tensor, positions: Positions, spec: RopeSpec) -> Tensor:
     """dx = dy * cos(a) - pair(dy * sin(a)): the transposed rotation, in float32, returned in dy's dtype."""
-    return TABLE.select(_request(dy, spec)).run("backward")(dy, angles, positions, spec)
+    return _turned("backward", dy, angles, *positions, spec)
 
 
 def rope_qkv_forward(
@@ -42,8 +40,10 @@ def rope_qkv_forward(
     sizes = (n * d, d, dv) is how a group's features split; the leading axes are those of spec.tensor_format.
     """
     _check_sizes(qkv.shape[-1], sizes)
-    run = TABLE.select(_request(qkv, spec)).run("qkv_forward")
-    return run(qkv, q_angles, k_angles, positions, sizes, spec)
+    start, cu_seqlens = positions
+    lies, shapes = (qkv.shape, qkv.stride()), (q_angles.shape, k_angles.shape)
+    key = ("qkv_forward", lies, qkv.dtype, qkv.device, spec, shapes, _sequences(cu_seqlens), sizes)
+    return TABLE.bound(key)(qkv, q_angles, k_angles, start, cu_seqlens)
 
 
 def rope_qkv_backward(
@@ -62,8 +62,10 @@ def rope_qkv_backward(
             f"gradients {list(dq.shape)}, {list(dk.shape)}, {list(dv.shape)} do not fit the split {list(sizes)}; "
             "give those of what rope_qkv_forward returned"
         )
-    run = TABLE.select(_request(dk, spec)).run("qkv_backward")
-    return run(dq, dk, dv, q_angles, k_angles, positions, sizes, spec)
+    start, cu_seqlens = positions
+    lies, shapes = (dk.shape, dk.stride()), (q_angles.shape, k_angles.shape)
+    key = ("qkv_backward", lies, dk.dtype, dk.device, spec, shapes, _sequences(cu_seqlens), sizes)
+    return TABLE.bound(key)(dq, dk, dv, q_angles, k_angles, start, cu_seqlens)
 
 
 def _check_sizes(width: int, sizes: tuple[int, int, int]) -> None:
@@ -77,5 +79,91 @@ def _check_sizes(width: int, sizes: tuple[int, int, int]) -> None:
         )
 
 
-def _request(x: Tensor, spec: RopeSpec) -> RopeRequest:
-    return RopeRequest(spec, tuple(x.shape), x.dtype, x.device)
+def _turned(
+    operation: str,
+    x: Tensor,
+    angles: Tensor,
+    start: Tensor | None,
+    cu_seqlens: Tensor | None,
+    spec: RopeSpec,
+) -> Tensor:
+    lies = (x.shape, x.stride())
+    key = (operation, lies, x.dtype, x.device, spec, (angles.shape,), _sequences(cu_seqlens))
+    return TABLE.bound(key)(x, angles, start, cu_seqlens)
+
+
+def _sequences(cu_seqlens: Tensor | None) -> int:
+    return 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+
+# What a compiler sees, spelt in what its schemas know.
+
+
+def _rotate(x, angles, start, cu_seqlens, tensor_format, interleaved, cp_size, cp_rank, clamps, transposed):
+    spec = RopeSpec(tensor_format, interleaved, cp_size, cp_rank, clamps)
+    return _turned("backward" if transposed else "forward", x, angles, start, cu_seqlens, spec)
+
+
+def _rotate_results(x, *_, **__) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _unpack(qkv, q_angles, k_angles, start, cu_seqlens, sizes, *how):
+    return rope_qkv_forward(
+        qkv, q_angles, k_angles, Positions(start, cu_seqlens), tuple(sizes), RopeSpec(*how)
+    )
+
+
+def _unpack_results(qkv, q_angles, k_angles, start, cu_seqlens, sizes, *_, **__):
+    return triton.empty_parts(qkv, sizes)
+
+
+def _pack(dq, dk, dv, q_angles, k_angles, start, cu_seqlens, sizes, *how):
+    positions = Positions(start, cu_seqlens)
+    return rope_qkv_backward(dq, dk, dv, q_angles, k_angles, positions, tuple(sizes), RopeSpec(*how))
+
+
+def _pack_results(dq, dk, dv, q_angles, k_angles, start, cu_seqlens, sizes, *_, **__) -> Tensor:
+    return triton.empty_joint(dk, sizes)
+
+
+_HOW = "str tensor_format, bool interleaved, int cp_size, int cp_rank, bool clamps"
+_POSITIONS = "Tensor? start, Tensor? cu_seqlens"
+_rotate_operator = operator(
+    f"rotate(Tensor x, Tensor angles, {_POSITIONS}, {_HOW}, bool transposed) -> Tensor",
+    _rotate,
+    _rotate_results,
+)
+_unpack_operator = operator(
+    f"rotate_unpack(Tensor qkv, Tensor q_angles, Tensor k_angles, {_POSITIONS}, int[3] sizes, {_HOW})"
+    " -> (Tensor, Tensor, Tensor)",
+    _unpack,
+    _unpack_results,
+)
+_pack_operator = operator(
+    "rotate_pack(Tensor dq, Tensor dk, Tensor dv, Tensor q_angles, Tensor k_angles,"
+    f" {_POSITIONS}, int[3] sizes, {_HOW}) -> Tensor",
+    _pack,
+    _pack_results,
+)
+
+
+def _operator_of(request: RopeRequest) -> Operator:
+    spec = request.spec
+    how = {
+        "tensor_format": spec.tensor_format,
+        "interleaved": spec.interleaved,
+        "cp_size": spec.cp_size,
+        "cp_rank": spec.cp_rank,
+        "clamps": spec.clamps,
+    }
+    if request.operation == "qkv_forward":
+        return _unpack_operator.given(sizes=request.sizes, **how)
+    if request.operation == "qkv_backward":
+        return _pack_operator.given(sizes=request.sizes, **how)
+    return _rotate_operator.given(transposed=request.operation == "backward", **how)
+
+
+TABLE: Table[RopeRequest] = Table(
+    "rope", (triton.BACKEND, reference.BACKEND), describe=RopeRequest, operator=_operator_of
+)

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from ...device_checks import demand
+from ...runtime.device_checks import demand
 from .request import Positions, RopeSpec
 
 FORMATS = ("sbhd", "bshd", "thd")

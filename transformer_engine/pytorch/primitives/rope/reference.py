@@ -12,6 +12,21 @@ from ....common.dispatch import Backend
 from .request import Positions, RopeRequest, RopeSpec
 
 
+def bind(request: RopeRequest) -> Callable[..., Any]:
+    """(x, angles, start, cu_seqlens) -> y, dy likewise; (qkv, q_angles, k_angles, start, cu_seqlens) -> q, k, v;
+    (dq, dk, dv, q_angles, k_angles, start, cu_seqlens) -> dqkv."""
+    spec, sizes = request.spec, request.sizes
+    if request.operation == "forward":
+        return lambda x, angles, *positions: forward(x, angles, Positions(*positions), spec)
+    if request.operation == "backward":
+        return lambda dy, angles, *positions: backward(dy, angles, Positions(*positions), spec)
+    if request.operation == "qkv_forward":
+        return lambda qkv, q, k, *positions: qkv_forward(qkv, q, k, Positions(*positions), sizes, spec)
+    return lambda dq, dk, dv, q, k, *positions: qkv_backward(
+        dq, dk, dv, q, k, Positions(*positions), sizes, spec
+    )
+
+
 def forward(x: Tensor, angles: Tensor, positions: Positions, spec: RopeSpec) -> Tensor:
     """y[..., :r] = x * cos(a) + pair(x) * sin(a); y[..., r:] = x[..., r:]"""
     cosine, sine, rotated, rest = _split(x, angles, positions, spec)
@@ -116,21 +131,4 @@ def _chunked(position: Tensor, length: int | Tensor, spec: RopeSpec) -> Tensor:
     return torch.where(position < half, first, second)
 
 
-_OPERATIONS: dict[str, Callable[..., Any]] = {
-    "forward": forward,
-    "backward": backward,
-    "qkv_forward": qkv_forward,
-    "qkv_backward": qkv_backward,
-}
-
-
-def _run(operation: str) -> Callable[..., Any]:
-    """The function of that name; torch.compile traces no bound method of a dict before torch 2.13."""
-    return _OPERATIONS[operation]
-
-
-def _refuses(request: RopeRequest) -> str | None:
-    return None
-
-
-BACKEND = Backend("reference", _run, _refuses)
+BACKEND: Backend[RopeRequest] = Backend("reference", bind=bind)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class RopeSpec:
+class RopeSpec(NamedTuple):
     """tensor_format sbhd [s, b, h, d], bshd [b, s, h, d] or thd [t, h, d].
 
     interleaved  features are paired (0, 1), (2, 3), ... instead of (i, i + d/2)
@@ -35,9 +33,20 @@ class Positions(NamedTuple):
 
 
 class RopeRequest(NamedTuple):
-    """One call, as a backend sees it before it says yes or no."""
+    """One call, as a backend sees it before it says yes or no.
 
-    spec: RopeSpec
-    shape: tuple[int, ...]
+    operation     forward, backward; qkv_forward, qkv_backward
+    x             shape and strides of what is rotated, or of the joint tensor; of qkv_backward, of dk
+    angles        shapes of the angles, of q and of k
+    sequences     of a packed tensor
+    sizes         how a group's features split, of a joint tensor
+    """
+
+    operation: str
+    x: tuple[torch.Size, tuple[int, ...]]
     dtype: torch.dtype
     device: torch.device
+    spec: RopeSpec
+    angles: tuple[torch.Size, ...] = ()
+    sequences: int = 0
+    sizes: tuple[int, int, int] = (0, 0, 0)

@@ -13,7 +13,9 @@ from .request import ScaleUpdateRequest
 
 __all__ = ["TABLE", "ScaleUpdateRequest", "advance_scales", "amax_of", "rolled", "scale_of"]
 
-TABLE: Table[ScaleUpdateRequest] = Table("scale_update", (triton.BACKEND, reference.BACKEND))
+TABLE: Table[ScaleUpdateRequest] = Table(
+    "scale_update", (triton.BACKEND, reference.BACKEND), describe=ScaleUpdateRequest
+)
 
 
 def advance_scales(
@@ -38,5 +40,5 @@ def advance_scales(
             length = None
         if width > columns:
             columns = width
-    request = ScaleUpdateRequest(histories[0].device.type, length, columns)
-    TABLE.select(request).run(histories, scales, algorithm, fp8_max, margin, keep_idle)
+    rule = (algorithm, fp8_max, margin, keep_idle)
+    TABLE.bound((histories[0].device.type, length, columns, len(histories), *rule))(histories, scales)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -32,7 +32,13 @@ def rolled(history: Tensor) -> Tensor:
     return torch.cat((cleared, history[2:], history[:1]))
 
 
-def run(
+def bind(request: ScaleUpdateRequest) -> Callable[[Sequence[Tensor], Sequence[Tensor]], None]:
+    """(histories, scales) -> None, in place"""
+    rule = (request.algorithm, request.fp8_max, request.margin, request.keep_idle)
+    return lambda histories, scales: step(histories, scales, *rule)
+
+
+def step(
     histories: Sequence[Tensor],
     scales: Sequence[Tensor],
     algorithm: str,
@@ -65,8 +71,4 @@ def _next(
     return torch.where(busy, new_history, history), torch.where(busy, new_scale, scale)
 
 
-def refuses(request: ScaleUpdateRequest) -> None:
-    return None
-
-
-BACKEND = Backend[ScaleUpdateRequest]("reference", run, refuses)
+BACKEND = Backend[ScaleUpdateRequest]("reference", bind=bind)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
 from ....common.kernels import launch
-from ....common.kernels.launch import Launch
 from . import reference
 from .request import ScaleUpdateRequest
 
@@ -30,34 +28,46 @@ def refuses(request: ScaleUpdateRequest) -> str | None:
     return None
 
 
-def run(
-    histories: Sequence[Tensor],
-    scales: Sequence[Tensor],
-    algorithm: str,
-    fp8_max: float,
-    margin: int,
-    keep_idle: bool,
-) -> None:
-    """One step for every state, in place."""
+def bind(request: ScaleUpdateRequest) -> Callable[[Sequence[Tensor], Sequence[Tensor]], None]:
+    """(histories, scales) -> None, in place"""
+    from ....common.kernels import delayed_scaling  # it imports triton
+
+    assert request.length is not None
+    takes_maximum, captured = request.algorithm == "max", reference.bind(request)
+    step = delayed_scaling.advance(
+        request.states,
+        request.length,
+        request.columns,
+        takes_maximum,
+        request.keep_idle,
+        request.fp8_max,
+        request.margin,
+    )
+
+    def advance(histories: Sequence[Tensor], scales: Sequence[Tensor]) -> None:
+        device = histories[0].device
+        table = _table_of(histories, scales)
+        if table is None:
+            # A capture cannot take a table from the host; the same step in torch's operations can be captured.
+            captured(histories, scales)
+            return
+        with torch.cuda.device(device):
+            launch.start(step, (table,), device.index)
+
+    return advance
+
+
+def _table_of(histories: Sequence[Tensor], scales: Sequence[Tensor]) -> Tensor | None:
+    """The table of the states on their device; None where it is unknown and a graph is being captured."""
     addresses = tuple(
         [(h.data_ptr(), s.data_ptr(), h.shape[1]) for h, s in zip(histories, scales, strict=True)]
     )
-    device = histories[0].device
     table = _tables.get(addresses)
     if torch.cuda.is_current_stream_capturing():
-        if table is None:
-            # A capture cannot take a table from the host; the same step in torch's operations can be captured.
-            reference.run(histories, scales, algorithm, fp8_max, margin, keep_idle)
-            return
-        _captured[addresses] = table
-    elif table is None:
-        table = _remember(addresses, device)
-    columns = max([address[2] for address in addresses])
-    step = _launch(
-        len(addresses), histories[0].shape[0], columns, algorithm == "max", keep_idle, fp8_max, margin
-    )
-    with torch.cuda.device(device):
-        launch.start(step, (table,), device.index)
+        if table is not None:
+            _captured[addresses] = table
+        return table
+    return _remember(addresses, histories[0].device) if table is None else table
 
 
 # Addresses and widths determine a table entirely, so a stale one is never found; the oldest are dropped.
@@ -75,13 +85,4 @@ def _remember(addresses: tuple[tuple[int, int, int], ...], device: torch.device)
     return table
 
 
-@functools.lru_cache(maxsize=256)
-def _launch(
-    states: int, length: int, columns: int, takes_maximum: bool, keeps_idle: bool, fp8_max: float, margin: int
-) -> Launch:
-    from ....common.kernels import delayed_scaling  # it imports triton
-
-    return delayed_scaling.advance(states, length, columns, takes_maximum, keeps_idle, fp8_max, margin)
-
-
-BACKEND = Backend[ScaleUpdateRequest]("triton", run, refuses)
+BACKEND = Backend[ScaleUpdateRequest]("triton", refuses=refuses, bind=bind)

@@ -1,20 +1,16 @@
-"""y [.., q, k] = softmax(scale * x) over the keys that are seen, its gradient, and the table of backends.
-
-A backend's `run` takes the name of one of the two operations and returns the function that computes it.
-"""
+"""y [.., q, k] = softmax(scale * x) over the keys that are seen, its gradient, and the table of backends."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ....common.dispatch import Table
+from ....common.dispatch import Operator, Table
+from ...runtime.launching import operator
 from . import reference, triton
 from .request import CAUSAL, SoftmaxRequest
 
 __all__ = ["CAUSAL", "TABLE", "SoftmaxRequest", "scaled_softmax_backward", "scaled_softmax_forward"]
-
-TABLE: Table[SoftmaxRequest] = Table("softmax", (triton.BACKEND, reference.BACKEND))
 
 
 def scaled_softmax_forward(
@@ -29,8 +25,8 @@ def scaled_softmax_forward(
     _check(x, causal)
     if mask is not None:
         _check_mask(x, mask)
-    request = SoftmaxRequest("forward", x.shape, x.dtype, x.device, mask is not None, causal)
-    return TABLE.select(request).run("forward")(x, scale, mask, causal)
+    hides = None if mask is None else (mask.shape, mask.stride())
+    return TABLE.bound(("forward", x.shape, x.dtype, x.device, causal, scale, hides))(x, mask)
 
 
 def scaled_softmax_backward(dy: Tensor, y: Tensor, scale: float, *, causal: str | None = None) -> Tensor:
@@ -42,8 +38,7 @@ def scaled_softmax_backward(dy: Tensor, y: Tensor, scale: float, *, causal: str 
     _check(y, causal)
     if dy.shape != y.shape:
         raise ValueError(f"dy is {list(dy.shape)} and y {list(y.shape)}; give the gradient of that y")
-    request = SoftmaxRequest("backward", y.shape, y.dtype, y.device, False, causal)
-    return TABLE.select(request).run("backward")(dy, y, scale, causal)
+    return TABLE.bound(("backward", y.shape, y.dtype, y.device, causal, scale))(dy, y)
 
 
 def _check(x: Tensor, causal: str | None) -> None:
@@ -63,3 +58,42 @@ def _check_mask(x: Tensor, mask: Tensor) -> None:
         raise ValueError(
             f"a mask {list(mask.shape)} does not broadcast to the scores {list(x.shape)}; make it so"
         )
+
+
+def _forward(x: Tensor, mask: Tensor | None, scale: float, causal: str | None) -> Tensor:
+    return scaled_softmax_forward(x, scale, mask=mask, causal=causal)
+
+
+def _backward(dy: Tensor, y: Tensor, scale: float, causal: str | None) -> Tensor:
+    return scaled_softmax_backward(dy, y, scale, causal=causal)
+
+
+def _forward_results(x: Tensor, mask: Tensor | None, scale: float, causal: str | None) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _backward_results(dy: Tensor, y: Tensor, scale: float, causal: str | None) -> Tensor:
+    return y.new_empty(y.shape)
+
+
+_OPERATORS = {
+    "forward": operator(
+        "scaled_softmax_forward(Tensor x, Tensor? mask, float scale, str? causal) -> Tensor",
+        _forward,
+        _forward_results,
+    ),
+    "backward": operator(
+        "scaled_softmax_backward(Tensor dy, Tensor y, float scale, str? causal) -> Tensor",
+        _backward,
+        _backward_results,
+    ),
+}
+
+
+def _operator_of(request: SoftmaxRequest) -> Operator:
+    return _OPERATORS[request.operation].given(scale=request.scale, causal=request.causal)
+
+
+TABLE: Table[SoftmaxRequest] = Table(
+    "softmax", (triton.BACKEND, reference.BACKEND), describe=SoftmaxRequest, operator=_operator_of
+)

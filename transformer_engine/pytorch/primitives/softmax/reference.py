@@ -11,6 +11,14 @@ from ....common.dispatch import Backend
 from .request import SoftmaxRequest, shift_of
 
 
+def bind(request: SoftmaxRequest) -> Callable[..., Tensor]:
+    """(x, mask) -> y, or (dy, y) -> dx"""
+    scale, causal = request.scale, request.causal
+    if request.operation == "forward":
+        return lambda x, mask: forward(x, scale, mask, causal)
+    return lambda dy, y: backward(dy, y, scale, causal)
+
+
 def forward(x: Tensor, scale: float, mask: Tensor | None, causal: str | None) -> Tensor:
     """y [.., q, k]; zeros for a query that sees no key."""
     score = x.to(torch.float32) * scale
@@ -44,15 +52,4 @@ def _hidden(x: Tensor, causal: str) -> Tensor:
     return key[None, :] > query[:, None] + shift
 
 
-_OPERATIONS = {"forward": forward, "backward": backward}
-
-
-def _run(operation: str) -> Callable[..., Tensor]:
-    return _OPERATIONS[operation]  # torch 2.11's tracer does not know a bound dict.__getitem__
-
-
-def _refuses(request: SoftmaxRequest) -> str | None:
-    return None
-
-
-BACKEND = Backend("reference", _run, _refuses)
+BACKEND: Backend[SoftmaxRequest] = Backend("reference", bind=bind)

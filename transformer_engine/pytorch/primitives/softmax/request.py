@@ -11,14 +11,15 @@ CAUSAL = ("top_left", "bottom_right")
 
 
 class SoftmaxRequest(NamedTuple):
-    """One call on x [.., q, k]."""
+    """One call on x [.., q, k]; mask: shape and strides of what hides keys, forward only."""
 
     operation: str
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
-    masked: bool
     causal: str | None
+    scale: float = 1.0
+    mask: tuple[torch.Size, tuple[int, ...]] | None = None
 
 
 def shift_of(causal: str | None, shape: torch.Size) -> int | None:

@@ -2,40 +2,56 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
-from ..launching import DTYPE_NAMES, refuses_elementwise, run, traceable
+from ...runtime.launching import DTYPE_NAMES, refuses_elementwise, run
 from .request import SoftmaxRequest, shift_of
-
-if TYPE_CHECKING:
-    from ....common.kernels.launch import Launch
 
 _LIMIT = 1 << 31  # rows are numbered in 32 bits
 
 
-def _forward(x: Tensor, scale: float, mask: Tensor | None, causal: str | None) -> Tensor:
-    """y [.., q, k], contiguous."""
-    if x.numel() == 0:
-        return _empty(x, scale, mask, causal)
-    shape = _four(x.shape)
-    hidden = None if mask is None else _hidden(mask, x.shape)
-    strides = (0, 0, 0, 0) if hidden is None else hidden.stride()
-    launch = _forward_launch(shape, strides, x.dtype, scale, shift_of(causal, x.shape))
-    return run(launch, (x.contiguous(), hidden))[0].view(x.shape)
+def refuses(request: SoftmaxRequest) -> str | None:
+    if request.shape[:-1].numel() >= _LIMIT:
+        return f"{list(request.shape)} has {_LIMIT} rows or more"
+    return refuses_elementwise(request.device, request.dtype)
 
 
-def _backward(dy: Tensor, y: Tensor, scale: float, causal: str | None) -> Tensor:
-    """dx [.., q, k], contiguous."""
-    if y.numel() == 0:
-        return _empty_gradient(dy, y, scale, causal)
-    launch = _backward_launch(_four(y.shape), y.dtype, scale, shift_of(causal, y.shape))
-    return run(launch, (dy.contiguous(), y.contiguous()))[0].view(y.shape)
+def bind(request: SoftmaxRequest) -> Callable[..., Tensor]:
+    """(x, mask) -> y, or (dy, y) -> dx: [.., q, k], contiguous"""
+    shape = request.shape
+    if shape.numel() == 0:
+        return lambda x, _: x.new_empty(shape)
+    return _forward(request) if request.operation == "forward" else _backward(request)
+
+
+def _forward(request: SoftmaxRequest) -> Callable[[Tensor, Tensor | None], Tensor]:
+    from ....common.kernels import softmax  # it imports triton
+
+    shape, strides = request.shape, (0, 0, 0, 0)
+    if request.mask is not None:
+        lies = torch.empty_strided(*request.mask, dtype=torch.uint8, device="meta")
+        batch, head, query, key = _hidden(lies, shape).stride()
+        strides = (batch, head, query, key)
+    shift = shift_of(request.causal, shape)
+    launch = softmax.forward(_four(shape), strides, DTYPE_NAMES[request.dtype], request.scale, shift)
+
+    def forward(x: Tensor, mask: Tensor | None) -> Tensor:
+        hidden = None if mask is None else _hidden(mask, shape)
+        return run(launch, (x.contiguous(), hidden))[0].view(shape)
+
+    return forward
+
+
+def _backward(request: SoftmaxRequest) -> Callable[[Tensor, Tensor], Tensor]:
+    from ....common.kernels import softmax  # it imports triton
+
+    shape, shift = request.shape, shift_of(request.causal, request.shape)
+    launch = softmax.backward(_four(shape), DTYPE_NAMES[request.dtype], request.scale, shift)
+    return lambda dy, y: run(launch, (dy.contiguous(), y.contiguous()))[0].view(shape)
 
 
 def _four(shape: torch.Size) -> tuple[int, int, int, int]:
@@ -55,56 +71,4 @@ def _hidden(mask: Tensor, shape: torch.Size) -> Tensor:
     return mask if len(shape) == 4 else mask.reshape(_four(shape))
 
 
-@functools.lru_cache(maxsize=1024)
-def _forward_launch(
-    shape: tuple[int, int, int, int],
-    mask_strides: tuple[int, int, int, int],
-    dtype: torch.dtype,
-    scale: float,
-    shift: int | None,
-) -> Launch:
-    from ....common.kernels import softmax  # it imports triton
-
-    return softmax.forward(shape, mask_strides, DTYPE_NAMES[dtype], scale, shift)
-
-
-@functools.lru_cache(maxsize=1024)
-def _backward_launch(
-    shape: tuple[int, int, int, int], dtype: torch.dtype, scale: float, shift: int | None
-) -> Launch:
-    from ....common.kernels import softmax  # it imports triton
-
-    return softmax.backward(shape, DTYPE_NAMES[dtype], scale, shift)
-
-
-def _empty(x: Tensor, scale: float, mask: Tensor | None, causal: str | None) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-def _empty_gradient(dy: Tensor, y: Tensor, scale: float, causal: str | None) -> Tensor:
-    return y.new_empty(y.shape)
-
-
-OPERATIONS: dict[str, Callable[..., Tensor]] = {
-    "forward": traceable(
-        "scaled_softmax_forward(Tensor x, float scale, Tensor? mask, str? causal) -> Tensor", _forward, _empty
-    ),
-    "backward": traceable(
-        "scaled_softmax_backward(Tensor dy, Tensor y, float scale, str? causal) -> Tensor",
-        _backward,
-        _empty_gradient,
-    ),
-}
-
-
-def _operation(name: str) -> Callable[..., Tensor]:
-    return OPERATIONS[name]
-
-
-def refuses(request: SoftmaxRequest) -> str | None:
-    if request.shape[:-1].numel() >= _LIMIT:
-        return f"{list(request.shape)} has {_LIMIT} rows or more"
-    return refuses_elementwise(request.device, request.dtype)
-
-
-BACKEND: Backend[SoftmaxRequest] = Backend("triton", _operation, refuses)
+BACKEND: Backend[SoftmaxRequest] = Backend("triton", refuses=refuses, bind=bind, opaque=True)

@@ -25,9 +25,9 @@ from .quantized_tensor_storage import QuantizedTensorStorage, Writer, matrix_sha
 def padded(scale: Tensor, row_multiple: int, column_multiple: int) -> Tensor:
     """scale [r, c] with zeros up to multiples of both; itself when there is nothing to add."""
     rows, columns = scale.shape
-    more_rows = round_up(rows, row_multiple) - rows
-    more_columns = round_up(columns, column_multiple) - columns
-    if more_rows or more_columns:
+    if rows % row_multiple or columns % column_multiple:
+        more_rows = round_up(rows, row_multiple) - rows
+        more_columns = round_up(columns, column_multiple) - columns
         return torch.nn.functional.pad(scale, (0, more_columns, 0, more_rows))
     return scale
 
@@ -64,16 +64,10 @@ class BlockScaledStorage(QuantizedTensorStorage):
     _fp8_dtype: DType
 
     def __init__(
-        self,
-        rowwise_data: Tensor | None,
-        rowwise_scale_inv: Tensor | None,
-        columnwise_data: Tensor | None,
-        columnwise_scale_inv: Tensor | None,
-        fp8_dtype: DType,
-        quantizer: Writer | None = None,
-        *,
-        dtype: torch.dtype = torch.float32,
-    ):
+        self, rowwise_data: Tensor | None, rowwise_scale_inv: Tensor | None,
+        columnwise_data: Tensor | None, columnwise_scale_inv: Tensor | None, fp8_dtype: DType,
+        quantizer: Writer | None = None, *, dtype: torch.dtype = torch.float32,
+    ):  # fmt: skip
         rowwise, columnwise = (rowwise_data, rowwise_scale_inv), (columnwise_data, columnwise_scale_inv)
         self._hold(rowwise, columnwise, fp8_dtype, quantizer, dtype)
 
@@ -88,7 +82,7 @@ class BlockScaledStorage(QuantizedTensorStorage):
         """Keep (codes, scales) of both directions, and what every block-scaled storage knows of them."""
         self._rowwise_data, self._rowwise_scale_inv = rowwise
         self._columnwise_data, self._columnwise_scale_inv = columnwise
-        setattr(self, self.ELEMENT, DType(element))
+        setattr(self, self.ELEMENT, element if type(element) is DType else DType(element))
         self._quantizer = quantizer
         self._dtype = dtype
 

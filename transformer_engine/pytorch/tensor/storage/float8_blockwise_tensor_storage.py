@@ -33,18 +33,11 @@ class Float8BlockwiseQTensorStorage(BlockScaledStorage):
     }
 
     def __init__(
-        self,
-        rowwise_data: Tensor | None,
-        rowwise_scale_inv: Tensor | None,
-        columnwise_data: Tensor | None,
-        columnwise_scale_inv: Tensor | None,
-        fp8_dtype: DType,
-        quantizer: Writer | None = None,
-        is_2D_scaled: bool = True,
-        data_format: int = GEMM_READY,
-        *,
+        self, rowwise_data: Tensor | None, rowwise_scale_inv: Tensor | None,
+        columnwise_data: Tensor | None, columnwise_scale_inv: Tensor | None, fp8_dtype: DType,
+        quantizer: Writer | None = None, is_2D_scaled: bool = True, data_format: int = GEMM_READY, *,
         dtype: torch.dtype = torch.float32,
-    ):
+    ):  # fmt: skip
         if int(data_format) != GEMM_READY:
             raise ValueError(f"data_format={data_format!r} is not held here; only GEMM_READY (0) is")
         rowwise, columnwise = (rowwise_data, rowwise_scale_inv), (columnwise_data, columnwise_scale_inv)

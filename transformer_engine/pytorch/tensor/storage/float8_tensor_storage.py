@@ -43,7 +43,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
         self._data = data
         self._transpose = data_transpose
         self._scale_inv = fp8_scale_inv
-        self._fp8_dtype = DType(fp8_dtype)
+        self._fp8_dtype = fp8_dtype if type(fp8_dtype) is DType else DType(fp8_dtype)
         self._quantizer = quantizer
         self._dtype = dtype
 
@@ -74,15 +74,16 @@ class Float8TensorStorage(QuantizedTensorStorage):
 
     @classmethod
     def pack(cls, quantized: Quantized, shape: Sequence[int], **constants: Any) -> Float8TensorStorage:
-        data = None if quantized.codes is None else quantized.codes.view(torch.uint8)
-        transpose = None if quantized.codes_t is None else quantized.codes_t.view(torch.uint8)
+        codes, scale, codes_t, scale_t, _, _ = quantized
+        data = None if codes is None else codes.view(torch.uint8)
+        transpose = None if codes_t is None else codes_t.view(torch.uint8)
         if len(shape) != 2:
             data = None if data is None else data.view(shape)
             transpose = None if transpose is None else transpose.view(_transposed_shape(shape))
         return cls(
             data=data,
             data_transpose=transpose,
-            fp8_scale_inv=quantized.scale_t if quantized.scale is None else quantized.scale,
+            fp8_scale_inv=scale_t if scale is None else scale,
             **constants,
         )
 

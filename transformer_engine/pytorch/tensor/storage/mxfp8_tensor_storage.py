@@ -31,17 +31,11 @@ class MXFP8TensorStorage(BlockScaledStorage):
     COLUMNS_TRANSPOSED = False
 
     def __init__(
-        self,
-        rowwise_data: Tensor | None,
-        rowwise_scale_inv: Tensor | None,
-        columnwise_data: Tensor | None,
-        columnwise_scale_inv: Tensor | None,
-        fp8_dtype: DType,
-        quantizer: Writer | None = None,
-        *,
-        square_tiles: bool = False,
+        self, rowwise_data: Tensor | None, rowwise_scale_inv: Tensor | None,
+        columnwise_data: Tensor | None, columnwise_scale_inv: Tensor | None, fp8_dtype: DType,
+        quantizer: Writer | None = None, *, square_tiles: bool = False,
         dtype: torch.dtype = torch.float32,
-    ):
+    ):  # fmt: skip
         rowwise, columnwise = (rowwise_data, rowwise_scale_inv), (columnwise_data, columnwise_scale_inv)
         self._hold(rowwise, columnwise, fp8_dtype, quantizer, dtype)
         self._square_tiles = square_tiles

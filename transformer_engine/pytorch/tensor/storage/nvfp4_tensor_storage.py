@@ -47,20 +47,13 @@ class NVFP4TensorStorage(BlockScaledStorage):
     _fp4_dtype: DType
 
     def __init__(
-        self,
-        rowwise_data: Tensor | None,
-        rowwise_scale_inv: Tensor | None,
-        columnwise_data: Tensor | None,
-        columnwise_scale_inv: Tensor | None,
-        amax_rowwise: Tensor | None,
-        amax_columnwise: Tensor | None,
-        fp4_dtype: DType = DType.kFloat4E2M1,
-        quantizer: Writer | None = None,
-        *,
-        square_tiles: bool = False,
-        transform_signs: bool | None = None,
+        self, rowwise_data: Tensor | None, rowwise_scale_inv: Tensor | None,
+        columnwise_data: Tensor | None, columnwise_scale_inv: Tensor | None,
+        amax_rowwise: Tensor | None, amax_columnwise: Tensor | None,
+        fp4_dtype: DType = DType.kFloat4E2M1, quantizer: Writer | None = None, *,
+        square_tiles: bool = False, transform_signs: bool | None = None,
         dtype: torch.dtype = torch.float32,
-    ):
+    ):  # fmt: skip
         rowwise, columnwise = (rowwise_data, rowwise_scale_inv), (columnwise_data, columnwise_scale_inv)
         self._hold(rowwise, columnwise, fp4_dtype, quantizer, dtype)
         self._amax_rowwise = amax_rowwise

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ....common.formats import TensorFormat
-from ...checks import values_dtype
 from ...primitives.operand import Operand
 from ...primitives.quantize import Quantized
+from ...runtime.checks import values_dtype
 from ..axis import COLS, ROWS
 from ..custom_operand import contracted
 from .transpose import transposed

@@ -1,3 +1,3 @@
-"""The implementations of attention; `choose.TABLE` orders them."""
+"""Alias for callers of the original: the attention in plain operations as a module; others are backends of a table."""
 
-from .unfused import UnfusedDotProductAttention as UnfusedDotProductAttention
+from ..unfused import UnfusedDotProductAttention as UnfusedDotProductAttention

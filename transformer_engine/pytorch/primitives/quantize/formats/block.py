@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .....common.formats import BLOCK_1D, BLOCK_2D, ceil_div, float32_max
 from .....common.kernels.launch import Launch
-from ... import launching
+from ....runtime import launching
 from .. import tiles
 from ..float8 import cast, scale_from_amax
 from ..spec import QuantizeSpec

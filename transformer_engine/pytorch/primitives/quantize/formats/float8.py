@@ -9,10 +9,10 @@ from .....common.formats import FLOAT8
 from ...operand import Operand
 from .. import float8
 from ..float8 import absolute_maximum, scale_from_amax, widen
-from ..format_row import FormatRow, Given, PlannedCall
-from ..spec import Quantized, QuantizeSpec, Request
+from ..format_row import FormatRow, Given
+from ..spec import Quantized, QuantizeSpec
 from ..tile_scaled import transposed
-from ..triton_float8 import call_of
+from ..triton_float8 import plan
 
 
 def quantize(x: Tensor, spec: QuantizeSpec, given: Given) -> Quantized:
@@ -44,9 +44,4 @@ def dequantize(operand: Operand, scale: Tensor) -> Tensor:
     return (widen(operand.codes) * scale).to(operand.dtype)
 
 
-def _plan(request: Request, amax_given: bool) -> PlannedCall:
-    planned = call_of(request.spec, request.shape, request.device, request.scale_given, amax_given)
-    return lambda x, scale, amax, amax_t, record, random=None: planned(x, scale, amax, record)
-
-
-ROWS = (FormatRow(FLOAT8, quantize, dequantize, plan=_plan),)
+ROWS = (FormatRow(FLOAT8, quantize, dequantize, plan=plan),)

@@ -6,15 +6,12 @@ Two-level scaling of "Pretraining Large Language Models with NVFP4" (arXiv:2509.
 from __future__ import annotations
 
 import functools
-from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
 from .....common.formats import E2M1, E4M3, NVFP4, float32_max
-from .....common.kernels.launch import Launch
-from ....device import is_current_device
-from ... import launching
+from ....runtime.launching import Performed
 from ...operand import Operand
 from .. import tiles
 from ..e2m1 import decode_e2m1, encode_e2m1, pack_fp4, unpack_fp4
@@ -125,67 +122,39 @@ def maxima(
     return amax, amax_t
 
 
-@functools.cache
-def _kernels() -> SimpleNamespace:
-    """The kernel files, which import triton."""
-    from .....common.kernels import cast, nvfp4
-
-    return SimpleNamespace(cast=cast, nvfp4=nvfp4)
-
-
-def _plan(request: Request, amax_given: bool) -> PlannedCall:
-    spec, device = request.spec, request.device
+def _plan(request: Request) -> PlannedCall:
+    spec, bound = request.spec, functools.cache(functools.partial(_performed, request))
 
     def call(
-        x: Tensor,
-        scale: Tensor | None,
-        amax: Tensor | None,
-        amax_t: Tensor | None,
-        record: Tensor | None,
-        random: tuple[Tensor, Tensor] | None = None,
-    ) -> Quantized:
-        if device.type == "cuda" and not is_current_device(device.index):
-            with torch.cuda.device(device):
-                return _by_kernels(x.contiguous(), spec, amax, amax_t, random)
-        return _by_kernels(x.contiguous(), spec, amax, amax_t, random)
+        x: Tensor, scale: Tensor | None, amax: Tensor | None, amax_t: Tensor | None,
+        record: Tensor | None, random: tuple[Tensor, Tensor] | None = None,
+    ) -> Quantized:  # fmt: skip
+        rows, columns = random if spec.stochastic and random is not None else (None, None)
+        if spec.transposes and rows is not None:
+            columns = rows.t()
+        uniform = [None if values is None else values.contiguous() for values in (rows, columns)]
+        maxima = [as_float32(given) for given in (amax, amax_t) if given is not None]
+        performed = bound(amax is not None, amax_t is not None)
+        return Quantized(*performed(x.contiguous(), *uniform, *maxima))
 
     return call
 
 
-def _by_kernels(
-    x: Tensor,
-    spec: QuantizeSpec,
-    amax: Tensor | None,
-    amax_t: Tensor | None,
-    random: tuple[Tensor, Tensor] | None,
-) -> Quantized:
-    kernels = _kernels()
-    shape = (x.shape[0], x.shape[1])
-    if amax is None and (spec.rowwise or not spec.hadamard):
-        (amax,) = launching.run(kernels.cast.absolute_maximum(x.numel()), (x,))
-    if not spec.columnwise or spec.transposes:
-        amax_t = amax
-    elif amax_t is None and spec.hadamard:
-        (amax_t,) = launching.run(kernels.nvfp4.transformed_maximum(shape, spec.random_sign), (x,))
-    elif amax_t is None:
-        amax_t = amax
-    random_rows, random_columns = random if spec.stochastic and random is not None else (None, None)
-    if spec.transposes and random_rows is not None:
-        random_columns = random_rows.t()
-    quantization: Launch = kernels.nvfp4.blocks(
-        shape,
+def _performed(request: Request, amax_given: bool, amax_t_given: bool) -> Performed:
+    from .....common.kernels import nvfp4  # it imports triton
+
+    spec = request.spec
+    program = nvfp4.program(
+        request.shape,
         spec.rowwise,
         spec.columnwise,
         square=spec.two_dimensional,
         hadamard=spec.hadamard,
         random_sign=spec.random_sign,
+        amax_given=amax_given,
+        amax_t_given=amax_t_given,
     )
-    uniform = [None if values is None else values.contiguous() for values in (random_rows, random_columns)]
-    inputs = (x, as_float32(amax), as_float32(amax_t), *uniform)
-    codes, decode, codes_t, decode_t = launching.run(quantization, inputs)
-    return Quantized(
-        codes, decode, codes_t, decode_t, amax if spec.rowwise else None, amax_t if spec.columnwise else None
-    )
+    return Performed(program, request.device)
 
 
 ROWS = (FormatRow(NVFP4, quantize, dequantize, check, _plan, maxima),)

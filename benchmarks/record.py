@@ -1,0 +1,79 @@
+"""What the scripts of this folder share: options, the machine, the file of figures, and the rate of a copy."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from collections.abc import Iterable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from transformer_engine import __version__
+from transformer_engine.cli.bench.measure import measure
+
+GPU = torch.device("cuda")
+
+
+class Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+C = TypeVar("C", bound=Named)
+
+
+def parser(
+    description: str | None, only: str = "run the cases whose name contains this"
+) -> argparse.ArgumentParser:
+    """A parser with --json and --only."""
+    made = argparse.ArgumentParser(description=description)
+    made.add_argument("--json", type=Path, help="write the figures to this file")
+    made.add_argument("--only", default="", help=only)
+    return made
+
+
+def options(made: argparse.ArgumentParser) -> argparse.Namespace:
+    """The options of a script that needs a GPU, whose random numbers are the same every time."""
+    chosen = made.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("these figures need a CUDA device; torch.cuda.is_available() is False")
+    torch.manual_seed(0)
+    return chosen
+
+
+def chosen_of(cases: Iterable[C], only: str) -> Iterator[C]:
+    """The cases whose name contains `only`."""
+    return (case for case in cases if only in case.name)
+
+
+def machine(**libraries: Any) -> dict[str, Any]:
+    """What ran the figures, and how."""
+    has_gpu = torch.cuda.is_available()
+    return {
+        "gpu": torch.cuda.get_device_name() if has_gpu else "none",
+        "transformer_engine": __version__,
+        "torch": torch.__version__,
+        "triton": version("triton"),
+        "cuda": str(torch.version.cuda),
+        "python": platform.python_version(),
+        **libraries,
+        "command": " ".join(Path(argument).name for argument in sys.argv),
+    }
+
+
+def write(path: Path | None, about: dict[str, Any] | None = None, **figures: Any) -> None:
+    """The figures beside what ran them, if a file is asked for; about: machine(..)."""
+    if path is not None:
+        path.write_text(json.dumps({"machine": about or machine(), **figures}, indent=1) + "\n")
+
+
+def copy_rate(size: int) -> float:
+    """TB/s of a device-to-device copy that reads and writes size bytes together."""
+    source = torch.empty(size // 2, dtype=torch.uint8, device=GPU).random_()
+    target = torch.empty_like(source)
+    return size / measure(lambda: target.copy_(source), GPU).busiest / 1e9

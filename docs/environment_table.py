@@ -1,0 +1,62 @@
+"""Writes the tables of docs/environment.md from transformer_engine/common/env.py; --check only compares.
+
+python docs/environment_table.py [--check]
+"""
+
+from __future__ import annotations
+
+import sys
+
+from generated import ROOT, write
+
+from transformer_engine.common.env import GROUPS, Variable
+
+PAGE = ROOT / "docs" / "environment.md"
+ACCEPTED = "Accepted; "
+TITLES = {
+    "recipes": "Defaults of recipes, read once at import",
+    "quantization": "Quantization",
+    "attention": "Attention",
+    "layers": "Layers",
+    "platform": "The process",
+}
+
+
+def value(row: Variable, shown: object) -> str:
+    """A value as it is written in a shell."""
+    if shown is None:
+        return "unset"
+    text = str(int(shown)) if row.kind is bool and isinstance(shown, bool) else str(shown)
+    return f"`{text}`" if text else "empty"
+
+
+def values(row: Variable) -> str:
+    """What a variable may be set to."""
+    if row.kind is bool:
+        return "`0`, `1`"
+    if row.kind is int:
+        return "a whole number"
+    return "any text" if row.choices is None else ", ".join(value(row, choice) for choice in row.choices)
+
+
+def read() -> str:
+    """A table a group of the variables that something reads."""
+    parts = []
+    for group, rows in GROUPS.items():
+        kept = [row for row in rows if not row.meaning.startswith(ACCEPTED)]
+        lines = [f"### {TITLES[group]}", "", "| variable | values | unset | meaning |", "|" + " --- |" * 4]
+        lines += [f"| `{r.name}` | {values(r)} | {value(r, r.default)} | {r.meaning} |" for r in kept]
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def accepted() -> str:
+    """One table of the variables that are known and change nothing."""
+    kept = [row for rows in GROUPS.values() for row in rows if row.meaning.startswith(ACCEPTED)]
+    lines = ["| variable | what happens instead |", "| --- | --- |"]
+    lines += [f"| `{row.name}` | {row.meaning.removeprefix(ACCEPTED)} |" for row in kept]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(write(__file__, {PAGE: {"variables": read(), "accepted": accepted()}}))

@@ -1,0 +1,109 @@
+"""Pairs of files that share six or more lines, to the letter or with other names, strings and numbers.
+
+A line counts when it holds more than punctuation, a comment, the edge of a docstring or an import; white space is
+folded. A run of six such lines that stands in more than eight places is a custom of the house and makes no pair. A run
+that is alike in shape only has to say something: four tokens a line on average, and two lines that do work.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+RUN = 6
+MOST_PLACES = 8
+FEWEST_TOKENS = 4 * RUN
+FEWEST_STATEMENTS = 2
+LONGEST_LINE = 2000
+
+TOKEN = re.compile(
+    r"""(?P<string>"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')|(?P<name>[A-Za-z_]\w*)|(?P<number>[0-9][0-9a-fA-FxX_.]*)|\S""",
+    re.ASCII,
+)
+LETTERS = {"string": "s", "name": "x", "number": "0"}
+SILENT = re.compile(r"[\s{}()\[\];,:.]*|(?:#|/\*|\*(?!/)|'''|\"\"\"|import\b|from \S+ import\b).*", re.DOTALL)
+VERBS = re.compile(
+    r"(if|for|while|return|elif|else|try|except|with|raise|yield|await|del|assert|continue|break)"
+)
+# "name: value,": an entry of a list, not work.
+SIDE = r"(?:x )?[sx0_](?: [:.] [:.]? ?x)*(?: \( [sx0_ .:,]*\)?)?"
+ENTRY = re.compile(rf"{SIDE} : {SIDE} ,?")
+
+
+class Line(NamedTuple):
+    """One line that counts: its number, its words, its shape, and whether it does something."""
+
+    number: int
+    text: str
+    shape: tuple[str, ...]
+    works: bool
+
+
+class Place(NamedTuple):
+    """A run of six counted lines, from the number of its first line to that of its last."""
+
+    file: str
+    first: int
+    last: int
+
+
+def counted(text: str) -> list[Line]:
+    """The lines of a source that count."""
+    lines = []
+    for number, raw in enumerate(text.split("\n"), 1):
+        line = " ".join(raw.split())
+        if 3 <= len(line) <= LONGEST_LINE and not SILENT.fullmatch(line):
+            shape = tuple(LETTERS.get(m.lastgroup or "", m.group()) for m in TOKEN.finditer(line))
+            lines.append(Line(number, line, shape, works(line, shape)))
+    return lines
+
+
+def works(line: str, shape: tuple[str, ...]) -> bool:
+    """Whether a line begins with a verb, assigns or is long, and neither opens a class nor is an entry of a list."""
+    if ENTRY.fullmatch(" ".join(shape)):
+        return False
+    first = re.search(r"[A-Za-z_]\w*", line)
+    word = first.group() if first else ""
+    if VERBS.fullmatch(word):
+        return True
+    if word == "class" and shape[-1] in "{(:" and "=" not in shape:
+        return False
+    return _assigns(shape) or len(shape) >= 8
+
+
+def _assigns(shape: tuple[str, ...]) -> bool:
+    around = zip(("", *shape), shape, (*shape[1:], ""), strict=False)
+    return any(
+        token == "=" and before not in ("=", "!", "<", ">") and after not in ("=", ">")
+        for before, token, after in around
+    )
+
+
+def runs(file: str, text: str) -> Iterator[tuple[tuple, Place]]:
+    """(what would be shared, where) of every run of a file, to the letter and, where it says enough, by shape."""
+    lines = counted(text)
+    for start in range(len(lines) - RUN + 1):
+        run = lines[start : start + RUN]
+        place = Place(file, run[0].number, run[-1].number)
+        yield ("letter", *(line.text for line in run)), place
+        says = sum(len(line.shape) for line in run) >= FEWEST_TOKENS
+        if says and sum(line.works for line in run) >= FEWEST_STATEMENTS:
+            yield ("shape", *(line.shape for line in run)), place
+
+
+def repeated(sources: Mapping[str, str]) -> dict[tuple[str, str], tuple[Place, Place]]:
+    """{(file, file): one of their shared runs} over {file: text}; a file repeats itself where runs are apart."""
+    places: dict[tuple, list[Place]] = defaultdict(list)
+    for file in sorted(sources):
+        for run, place in runs(file, sources[file]):
+            places[run].append(place)
+    found: dict[tuple[str, str], tuple[Place, Place]] = {}
+    for shared in places.values():
+        if 1 < len(shared) <= MOST_PLACES:
+            for a, b in itertools.combinations(sorted(shared), 2):
+                if a.file != b.file or b.first > a.last:
+                    found.setdefault((a.file, b.file), (a, b))
+    return found

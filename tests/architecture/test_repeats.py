@@ -1,0 +1,98 @@
+"""What stands twice is written once: few pairs of files share six or more lines."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+from repeats import repeated
+from source import PACKAGES, ROOT
+
+# Pairs of files. Most of those left are lists of a kernel's or a public function's arguments.
+MOST_IN_THE_PRODUCT = 114
+MOST = 160
+# Pairs with a file of transformer_engine.jax: the references of both frameworks, each in its own array type, and the
+# fields of modules that hold one another.
+MOST_WITH_JAX = 42
+OF_JAX = ("transformer_engine/jax/", "transformer_engine/common/quantize_spec.py", "tests/jax/")
+
+BODY = """
+total = 0
+for row in rows:
+    total += row.width * row.height
+    if total > limit:
+        raise ValueError(total)
+    seen.append(row)
+"""
+
+
+def pairs(folders: tuple[str, ...]) -> list[str]:
+    """The shared places among the Python files of some folders, as text."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    sources = {
+        name: (ROOT / name).read_text()
+        for name in listed
+        if name.startswith(folders) and (ROOT / name).is_file()
+    }
+    return [
+        f"{a.file}:{a.first}-{a.last} ~ {b.file}:{b.first}-{b.last}" for a, b in repeated(sources).values()
+    ]
+
+
+def parted(found: list[str]) -> tuple[list[str], list[str]]:
+    """Pairs without a file of the JAX side, and those with one."""
+    of_jax = [pair for pair in found if any(folder in pair for folder in OF_JAX)]
+    return [pair for pair in found if pair not in of_jax], of_jax
+
+
+def test_few_places_of_the_product_stand_twice():
+    found, of_jax = parted(pairs(tuple(f"{package}/" for package in PACKAGES)))
+    assert len(found) <= MOST_IN_THE_PRODUCT, "\n".join(found)
+    assert len(of_jax) <= MOST_WITH_JAX, "\n".join(of_jax)
+
+
+def test_few_places_of_the_tree_stand_twice():
+    found, of_jax = parted(pairs(("",)))
+    assert len(found) <= MOST, "\n".join(found)
+    assert len(of_jax) <= MOST_WITH_JAX, "\n".join(of_jax)
+
+
+def test_the_same_lines_are_a_pair_whatever_stands_between_them():
+    spaced = BODY.replace("\n    if", "\n\n    # why\n    if")
+    assert set(repeated({"a.py": BODY, "b.py": spaced})) == {("a.py", "b.py")}
+
+
+def test_other_names_strings_and_numbers_do_not_hide_a_pair():
+    renamed = BODY.replace("row", "line").replace("total", "size").replace("0", "7")
+    assert set(repeated({"a.py": BODY, "b.py": renamed})) == {("a.py", "b.py")}
+
+
+def test_a_file_may_repeat_itself_further_down():
+    assert set(repeated({"a.py": BODY + BODY})) == {("a.py", "a.py")}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        BODY.replace("    seen.append(row)\n", ""),
+        BODY.replace("if total > limit", "while total > limit or row"),
+    ],
+)
+def test_fewer_than_six_lines_or_another_shape_are_no_pair(other):
+    assert repeated({"a.py": BODY, "b.py": other}) == {}
+
+
+def test_what_stands_in_more_than_eight_places_is_a_custom():
+    assert len(repeated({f"{n}.py": BODY for n in range(8)})) == 8 * 7 // 2
+    assert repeated({f"{n}.py": BODY for n in range(9)}) == {}
+
+
+def test_a_list_of_fields_is_no_pair_by_shape_alone():
+    fields = "".join(f"    first_{n}: int,\n" for n in range(6))
+    assert repeated({"a.py": fields, "b.py": fields.replace("first", "second")}) == {}

@@ -1,0 +1,147 @@
+"""A backend of attention takes the features that it names and no other, and knows nothing of autograd."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.dispatch import undisturbed
+from transformer_engine.pytorch.attention.dot_product_attention.utils import AttentionParams
+from transformer_engine.pytorch.functions.attention import fp8
+from transformer_engine.pytorch.primitives import attention
+from transformer_engine.pytorch.primitives.attention.backends import cudnn
+from transformer_engine.pytorch.primitives.attention.choose import TABLE
+from transformer_engine.pytorch.primitives.attention.passes import Passes, Whole
+from transformer_engine.pytorch.primitives.attention.request import AttentionRequest, Feature
+
+FOLDER = Path(attention.__file__).parent
+
+
+def request(**changes):
+    return AttentionParams(qkv_layout="bshd_bshd_bshd").request().changed(device_type="cpu", **changes)
+
+
+ASKED = {
+    Feature.EMPTY: {"batch": 0},
+    Feature.FP8: {"fp8": "current"},
+    Feature.SCORE_MOD: {"score_mod": max},
+    Feature.PRE_SCALE_BIAS: {"bias": "pre_scale_bias"},
+    Feature.POST_SCALE_BIAS: {"bias": "post_scale_bias"},
+    Feature.ALIBI: {"bias": "alibi"},
+    Feature.OFF_BY_ONE: {"softmax": "off-by-one"},
+    Feature.LEARNABLE: {"softmax": "learnable"},
+    Feature.MAX_LOGIT: {"max_logit": True},
+    Feature.DROPOUT: {"dropout": 0.5},
+    Feature.PADDING_TENSORS: {"padding_tensors": True},
+    Feature.PACKED: {"q_format": "thd", "kv_format": "thd"},
+    Feature.PADDED_BETWEEN: {"padded_between": True},
+    Feature.GROUPS: {"groups": 4},
+    Feature.TWO_SIZES: {"head_dim_v": 32},
+    Feature.CACHED: {"cached": True},
+    Feature.PAGED: {"page_size": 16},
+    Feature.DETERMINISTIC: {"deterministic": True},
+}
+
+
+@pytest.mark.parametrize("feature", ASKED, ids=[feature.name for feature in ASKED])
+def test_a_backend_refuses_by_its_name_what_it_does_not_say_that_it_takes(feature):
+    asked = request(**ASKED[feature])
+    assert asked.features == (feature,)
+    for backend in TABLE.backends:
+        if feature not in backend.takes:
+            assert backend.refusal(asked) == f"it does not know {feature.value}", backend.name
+
+
+def test_a_plain_request_asks_for_no_feature():
+    assert request().features == ()
+
+
+@pytest.mark.parametrize("table", [TABLE, fp8.FORWARD, fp8.BACKWARD], ids=lambda table: table.operation)
+def test_a_feature_that_nobody_knows_is_refused_by_all(table, monkeypatch):
+    monkeypatch.setattr(AttentionRequest, "features", ("an attention of tomorrow",))
+    asked = request() if table is not fp8.BACKWARD else fp8.BackwardRequest(request(), "cudnn", None)
+    for verdict in table.explain(asked):
+        assert verdict.refusal == "it does not know an attention of tomorrow", verdict.backend
+
+
+def test_a_request_hashes_and_compares_by_what_is_in_its_records():
+    one, same, other = request(), request(), request(heads=4)
+    assert one == same and hash(one) == hash(same)
+    assert one != other and len({one, same, other}) == 2
+    with pytest.raises(TypeError, match="no field 'headz'"):
+        one.changed(headz=3)
+
+
+def test_every_backend_is_bound_to_two_passes_or_to_a_whole(monkeypatch):
+    monkeypatch.setattr(cudnn, "has_cuda", lambda: False)  # nothing is planned
+    for backend in TABLE.backends:
+        bound = backend.bind(request())
+        assert isinstance(bound, (Passes, Whole)) and bound.name == backend.name
+
+
+def test_explaining_plans_nothing(monkeypatch):
+    planned = []
+    monkeypatch.setattr(cudnn, "missing", lambda: None)
+    monkeypatch.setattr(cudnn, "has_cuda", lambda: True)
+    monkeypatch.setattr(cudnn, "_refused_by_planning", lambda r: planned.append(r) or "not today")
+    asked = request().changed(device_type="cuda", capability=(9, 0), seqlen_q=4096, seqlen_kv=4096)
+    verdicts = {verdict.backend: verdict for verdict in TABLE.explain(asked)}
+    assert verdicts["cudnn"].refusal is None and not planned
+    assert TABLE.bind(asked).name != "cudnn" and planned == [asked]
+    assert {verdict.backend: verdict.refusal for verdict in TABLE.explain(asked)}["cudnn"] == "not today"
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.rglob("*.py")), ids=lambda path: path.stem)
+def test_the_primitive_defines_no_autograd_and_no_module(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ClassDef):
+            bases = {ast.unparse(base) for base in node.bases}
+            assert not bases & {"torch.autograd.Function", "torch.nn.Module", "nn.Module"}, node.name
+
+
+CHANGES = {
+    "window_size": (2, 0),
+    "attn_mask_type": "no_mask",
+    "softmax_scale": 2.0,
+    "qkv_format": "bshd",
+    "softmax_type": "off-by-one",
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_setting_that_changes_between_two_plain_calls_takes_effect(name, device):
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(5, 5, 2, 8, generator=generator).to(device) for _ in range(3))
+    layer = te.DotProductAttention(2, 8)
+    before = layer(q, k, v)
+    setattr(layer, name, CHANGES[name])
+    fresh = te.DotProductAttention(2, 8, **{"attn_mask_type": "causal", name: CHANGES[name]})
+    after = layer(q, k, v)
+    torch.testing.assert_close(after, fresh(q, k, v), rtol=0, atol=0)
+    assert not torch.equal(after, before) and undisturbed()
+
+
+@pytest.mark.parametrize("wrong", [True, 1.5, "1"])
+def test_a_switch_of_the_wrong_kind_is_refused_though_it_equals_a_right_one(wrong, device):
+    layer = te.DotProductAttention(2, 8)
+    q = torch.randn(5, 1, 2, 8, device=device)
+    layer(q, q, q)
+    with pytest.raises((TypeError, ValueError), match="num_splits"):
+        layer(q, q, q, num_splits=wrong)
+
+
+def test_a_layer_refuses_a_wrong_input_also_after_a_right_one_of_the_same_kind(device):
+    layer = te.MultiheadAttention(16, 2, attention_dropout=0.0, device=device)
+    x = torch.randn(4, 1, 16, device=device)
+    layer(x)
+    with pytest.raises(ValueError, match="hidden_size=16"):
+        layer(torch.randn(4, 1, 8, device=device))
+    with pytest.raises((TypeError, ValueError), match="hidden_states"):
+        layer(x.int())
+    layer.qkv_format = "thd"
+    with pytest.raises(ValueError, match="needs 2 axes"):
+        layer(x)

@@ -1,0 +1,63 @@
+"""The scripts of benchmarks/: they import, choose cases, refuse without a GPU, and write what ran their figures."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import record
+import torch
+
+SCRIPTS = sorted(path.stem for path in (Path(__file__).parents[2] / "benchmarks").glob("*.py"))
+ON_A_GPU = sorted({"decode", "epilogues", "fused", "kv_cache", "norms", "products", "quantize"})
+
+
+class Case(NamedTuple):
+    name: str
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_imports(name):
+    assert importlib.import_module(name).__doc__
+
+
+@pytest.mark.parametrize("name", ON_A_GPU)
+def test_a_script_that_needs_a_gpu_says_so(name, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", [f"{name}.py"])
+    with pytest.raises(SystemExit, match=r"need a CUDA device; torch.cuda.is_available\(\) is False"):
+        importlib.import_module(name).main()
+
+
+def test_figures_stand_beside_what_ran_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/somewhere/norms.py", "--json", "x"])
+    record.write(
+        tmp_path / "figures.json", record.machine(library="1.2"), cases=[{"case": "a", "gpu_ms": 1.0}]
+    )
+    written = json.loads((tmp_path / "figures.json").read_text())
+    assert written["cases"] == [{"case": "a", "gpu_ms": 1.0}]
+    assert written["machine"]["command"] == "norms.py --json x"
+    assert written["machine"]["torch"] == torch.__version__ and written["machine"]["library"] == "1.2"
+    record.write(None, cases=[])
+
+
+def test_only_chooses_by_what_a_name_contains():
+    cases = [Case("linear bf16"), Case("linear fp8"), Case("norm")]
+    assert list(record.chosen_of(cases, "linear")) == cases[:2]
+    assert list(record.chosen_of(cases, "")) == cases
+
+
+def test_no_script_times_by_itself():
+    """One code takes times: transformer_engine.cli.bench.measure."""
+    folder = Path(record.__file__).parent
+    timing = {
+        "convergence"
+    }  # the wall time of a training run; what tuning a product takes stands in `products`
+    for name in set(SCRIPTS) - timing:
+        source = (folder / f"{name}.py").read_text()
+        assert "elapsed_time" not in source and "cuda.Event" not in source, name
+        assert source.count("perf_counter") <= (2 if name == "products" else 0), name

@@ -1,0 +1,21 @@
+"""Fixtures of the JAX tests, which are collected where jax is installed (Python 3.11 and newer)."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+
+# This folder's parent is on the path, so that without jax its name is found here, as a folder without an origin.
+if getattr(find_spec("jax"), "origin", None) is None:
+    collect_ignore_glob = ["test_*.py"]
+
+
+@pytest.fixture(autouse=True)
+def _no_array_outlives_a_test():
+    """Deleting every live array is what users' test suites do: an array kept in a module or a cache would be gone."""
+    import jax
+
+    yield
+    for array in jax.live_arrays():
+        array.delete()

@@ -1,0 +1,94 @@
+"""Layers on eight host devices against one: printed as JSON, {case: greatest relative difference}."""
+
+from __future__ import annotations
+
+import json
+
+import flax
+import jax
+import numpy as np
+from flax import linen as nn
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import transformer_engine.jax as te
+import transformer_engine.jax.flax as te_flax
+from transformer_engine.common import recipe
+from transformer_engine.jax import sharding
+
+RECIPE = recipe.DelayedScaling(amax_history_len=4)
+RESOURCE = te.MeshResource(dp_resource="dp", tp_resource="tp")
+
+
+def step(model, x, params, state):
+    def loss(params, state):
+        return (model.apply({"params": params, **state}, x) ** 2).mean()
+
+    return jax.value_and_grad(loss, argnums=(0, 1))(params, state)
+
+
+def difference(got, want) -> float:
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    return max(
+        float(np.abs(np.asarray(a) - np.asarray(b)).max() / (np.abs(np.asarray(b)).max() + 1e-30))
+        for a, b in pairs
+    )
+
+
+class Block(nn.Module):
+    """Two products, the kernel of the first split by columns and that of the second by rows."""
+
+    @nn.compact
+    def __call__(self, x):
+        axes = (sharding.BATCH_AXES, sharding.HIDDEN_AXES)
+        hidden = te_flax.DenseGeneral(
+            64,
+            kernel_axes=(sharding.W_FSDP_AXES, sharding.W_TP_AXES),
+            bias_axes=(sharding.W_TP_AXES,),
+            input_axes=axes,
+        )(x)
+        return te_flax.DenseGeneral(
+            32,
+            kernel_axes=(sharding.W_TP_AXES, sharding.W_FSDP_AXES),
+            input_axes=(sharding.BATCH_AXES, sharding.HIDDEN_TP_AXES),
+            use_bias=False,
+        )(nn.gelu(hidden))
+
+
+def main() -> None:
+    assert jax.device_count() == 8
+    x = jax.random.normal(jax.random.key(0), (64, 32))
+    model = Block()
+    with te.autocast(True, RECIPE):
+        boxed = model.init(jax.random.key(1), x)
+        state, params = flax.core.pop(nn.meta.unbox(boxed), "params")
+        want = jax.jit(lambda *a: step(model, x, *a))(params, state)
+    devices = np.asarray(jax.devices()).reshape(4, 2)
+    kinds = (AxisType.Auto,) * 2
+    mesh = Mesh(devices, ("dp", "tp"), axis_types=kinds)
+    found = {}
+    for name, entered in (("with mesh", lambda: mesh), ("set_mesh", lambda: jax.set_mesh(mesh))):
+        with entered(), te.autocast(True, RECIPE, mesh_resource=RESOURCE):
+            rules = te_flax.extend_logical_axis_rules(())
+            with nn.logical_axis_rules(rules):
+                specs = nn.logical_to_mesh(nn.get_partition_spec(boxed)["params"])
+                placed = jax.tree.map(
+                    lambda p, s: jax.device_put(p, NamedSharding(mesh, s)),
+                    params,
+                    specs,
+                    is_leaf=lambda leaf: isinstance(leaf, PartitionSpec),
+                )
+                x_placed = jax.device_put(x, NamedSharding(mesh, PartitionSpec("dp")))
+                run = jax.jit(lambda x, *a: step(model, x, *a))
+                text = run.lower(x_placed, placed, state).compile().as_text()
+                got = run(x_placed, placed, state)
+        found[name] = difference(got[0], want[0])
+        found[f"{name} gradients"] = difference(got[1][0], want[1][0])
+        found[f"{name} state"] = difference(got[1][1]["fp8_metas"], want[1][1]["fp8_metas"])
+        kernel = placed["DenseGeneral_0"]["kernel"]
+        found[f"{name} shards"] = kernel.size // kernel.addressable_shards[0].data.size
+        found[f"{name} all-gathers"] = text.count("all-gather(")
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

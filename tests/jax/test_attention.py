@@ -1,0 +1,372 @@
+"""Attention against loops over queries in float64, softmax, masks and sequences, and what is refused."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+
+import transformer_engine.jax.flax as te_flax
+from transformer_engine.jax.attention import (
+    AttnBiasType,
+    AttnMaskType,
+    AttnSoftmaxType,
+    QKVLayout,
+    ReorderStrategy,
+    SequenceDescriptor,
+    canonicalize_attn_mask_type,
+    fused_attn,
+    inverse_reorder_causal_load_balancing,
+    is_fused_attn_kernel_available,
+    make_swa_mask,
+    reorder_causal_load_balancing,
+    run_length_fill,
+)
+from transformer_engine.jax.flax.module import Softmax
+from transformer_engine.jax.softmax import SoftmaxFusionType, softmax
+
+MASKS = (
+    "no_mask",
+    "causal",
+    "causal_bottom_right",
+    "padding",
+    "padding_causal",
+    "padding_causal_bottom_right",
+)
+
+
+def drawn(queries=7, keys=9, heads=4, groups=2, dim=8, value_dim=8, batch=2):
+    k = jax.random.split(jax.random.key(0), 3)
+    return (
+        jax.random.normal(k[0], (batch, queries, heads, dim)),
+        jax.random.normal(k[1], (batch, keys, groups, dim)),
+        jax.random.normal(k[2], (batch, keys, groups, value_dim)),
+    )
+
+
+def literal(query, key, value, seen, scale, bias=None, before=False, sink=None):
+    """One query at a time, float64; seen(b, i, j) says whether query i sees key j."""
+    query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
+    batch, queries, heads, _ = query.shape
+    out = np.zeros((batch, queries, heads, value.shape[-1]))
+    for b in range(batch):
+        for h in range(heads):
+            g = h * key.shape[2] // heads
+            for i in range(queries):
+                js = [j for j in range(key.shape[1]) if seen(b, i, j)]
+                if not js:
+                    continue
+                added = np.zeros(len(js))
+                if bias is not None:
+                    added = np.asarray(np.broadcast_to(bias, (batch, heads, queries, key.shape[1])))[
+                        b, h, i, js
+                    ]
+                raw = key[b, js, g] @ query[b, i, h]
+                scores = (raw + added) * scale if before else raw * scale + added
+                weights = np.exp(scores)
+                total = weights.sum() + (0 if sink is None else np.exp(np.asarray(sink, np.float64)[h]))
+                out[b, i, h] = weights @ value[b, js, g] / total
+    return out
+
+
+def rule(mask, lengths_q, lengths_k, window=(-1, -1), queries=7, keys=9):
+    """seen(b, i, j) of a mask's name, in words of its own."""
+
+    def seen(b, i, j):
+        n_q, n_k = (lengths_q[b], lengths_k[b]) if "padding" in mask else (queries, keys)
+        if i >= n_q or j >= n_k:
+            return False
+        center = i + (n_k - n_q if "bottom_right" in mask else 0)
+        if "causal" in mask and j > center:
+            return False
+        left, right = window
+        return (left < 0 or j >= center - left) and (right < 0 or j <= center + right)
+
+    return seen
+
+
+@pytest.mark.parametrize("window", [None, (2, 0), (3, 1)])
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks_and_windows(mask, window):
+    qkv = drawn()
+    lengths = jnp.asarray([5, 7]), jnp.asarray([9, 6])
+    descriptor = SequenceDescriptor.from_seqlens(lengths)
+    out = fused_attn(
+        qkv, None, descriptor, None, AttnBiasType.NO_BIAS, canonicalize_attn_mask_type(mask), QKVLayout.BSHD_BSHD_BSHD,
+        AttnSoftmaxType.VANILLA_SOFTMAX, 0.3, 0.0, True, window_size=window,
+    )  # fmt: skip
+    want = literal(*qkv, rule(mask, [5, 7], [9, 6], window or (-1, -1)), 0.3)
+    np.testing.assert_allclose(out, want, rtol=1e-4, atol=1e-5)
+    if "padding" in mask:
+        assert not np.asarray(out[0, 5:]).any()
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "off_by_one", "learnable"])
+@pytest.mark.parametrize("bias_type", ["no_bias", "pre_scale_bias", "post_scale_bias"])
+def test_biases_and_sinks_and_their_gradients(bias_type, kind):
+    qkv = drawn(value_dim=6)
+    bias = None if bias_type == "no_bias" else jax.random.normal(jax.random.key(3), (1, 4, 7, 9))
+    offset = jnp.asarray([0.5, -1.0, 0.0, 2.0]) if kind == "learnable" else None
+    sink = {"vanilla": None, "off_by_one": np.zeros(4), "learnable": offset}[kind]
+
+    def ours(qkv, bias, offset):
+        return fused_attn(
+            qkv, bias, None, None, AttnBiasType[bias_type.upper()], AttnMaskType.CAUSAL_MASK,
+            QKVLayout.BSHD_BSHD_BSHD, AttnSoftmaxType.from_str(kind), 0.3, 0.0, True,
+            softmax_offset=None if offset is None else offset.reshape(1, 4, 1, 1),
+        )  # fmt: skip
+
+    def expected(qkv, bias, offset):
+        return literal(
+            *qkv,
+            rule("causal", None, None),
+            0.3,
+            bias,
+            bias_type == "pre_scale_bias",
+            sink if offset is None else offset,
+        )
+
+    np.testing.assert_allclose(ours(qkv, bias, offset), expected(qkv, bias, offset), rtol=1e-4, atol=1e-5)
+    dy = np.asarray(jax.random.normal(jax.random.key(5), (2, 7, 4, 6)))
+    grads = jax.grad(lambda *a: (ours(*a) * dy).sum(), argnums=(0, 1, 2))(qkv, bias, offset)
+    arguments = (qkv, bias, offset)
+    direction = jax.tree.map(
+        lambda leaf: np.asarray(jax.random.normal(jax.random.key(leaf.size), leaf.shape)), arguments
+    )
+    step = 1e-4
+    ends = [
+        (
+            expected(
+                *jax.tree.map(
+                    lambda a, d, s=sign: np.asarray(a, np.float64) + s * step * d, arguments, direction
+                )
+            )
+            * dy
+        ).sum()
+        for sign in (1, -1)
+    ]
+    along = sum(
+        jax.tree.leaves(
+            jax.tree.map(lambda g, d: float((np.asarray(g, np.float64) * d).sum()), grads, direction)
+        )
+    )
+    np.testing.assert_allclose(along, (ends[0] - ends[1]) / (2 * step), rtol=1e-3, atol=1e-3)
+
+
+def test_packed_rows_are_sequences_of_their_own_in_every_form():
+    query, key, value = drawn(8, 8)
+    ids = jnp.asarray([[1, 1, 1, 2, 2, 0, 3, 3], [1, 1, 0, 0, 2, 2, 2, 2]])
+    places = jnp.asarray([[0, 1, 2, 0, 1, 0, 0, 1], [0, 1, 0, 0, 0, 1, 2, 3]])
+    by_ids = SequenceDescriptor.from_segment_ids_and_pos(ids, places)
+    lengths = jnp.asarray([[3, 2, 2], [2, 4, -1]])
+    offsets = jnp.asarray([[0, 3, 6, -1], [0, 4, -1, -1]])
+    by_offsets = SequenceDescriptor.from_seqlens_and_offsets(lengths, offsets)
+
+    def attend(descriptor, layout=QKVLayout.THD_THD_THD, qkv=(query, key, value)):
+        return fused_attn(
+            qkv, None, descriptor, None, AttnBiasType.NO_BIAS, AttnMaskType.PADDING_CAUSAL_MASK, layout,
+            AttnSoftmaxType.VANILLA_SOFTMAX, 0.3, 0.0, True, max_segments_per_seq=3,
+        )  # fmt: skip
+
+    def seen(b, i, j):
+        return int(ids[b, i]) == int(ids[b, j]) != 0 and j <= i
+
+    want = literal(query, key, value, seen, 0.3)
+    np.testing.assert_allclose(attend(by_ids), want, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(attend(by_offsets), attend(by_ids))
+    packed = jnp.stack((key, value), axis=2)
+    np.testing.assert_array_equal(attend(by_ids, QKVLayout.THD_T2HD, (query, packed)), attend(by_ids))
+    np.testing.assert_allclose(jax.jit(attend)(by_ids), attend(by_ids), rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(run_length_fill(ids), [[3, 3, 3, 2, 2, 0, 2, 2], [2, 2, 0, 0, 4, 4, 4, 4]])
+
+
+@pytest.mark.parametrize("right", [-1, 0, 1])
+def test_window_masks_count_from_the_end_of_sequences_with_ids(right):
+    ids_q, ids_k = jnp.asarray([[1, 1, 2]]), jnp.asarray([[1, 1, 1, 2, 2]])
+    pos_q, pos_k = jnp.asarray([[0, 1, 0]]), jnp.asarray([[0, 1, 2, 0, 1]])
+    mask = make_swa_mask(pos_q, pos_k, (1, right), bool, ids_q, ids_k)[0, 0]
+    for i in range(3):
+        for j in range(5):
+            if ids_q[0, i] == ids_k[0, j]:
+                distance = int(pos_k[0, j] - pos_q[0, i]) - 1
+                assert bool(mask[i, j]) is (distance >= -1 and (right < 0 or distance <= right))
+
+
+@pytest.mark.parametrize("kind", list(SoftmaxFusionType))
+def test_softmax_hides_keys_exactly(kind):
+    logits = jax.random.normal(jax.random.key(0), (2, 3, 4, 6), jnp.bfloat16)
+    masked = kind is SoftmaxFusionType.SCALED_MASKED
+    hidden = np.asarray(jax.random.bernoulli(jax.random.key(1), 0.3, (2, 1, 4, 6)))
+    if kind is SoftmaxFusionType.SCALED_UPPER_TRIANG_MASKED:
+        hidden = np.arange(6)[None, :] > np.arange(4)[:, None]
+    elif not masked:
+        hidden = np.zeros((4, 6), bool)
+    got = softmax(logits, jnp.asarray(hidden) if masked else None, 0.7, kind)
+    wide = np.where(hidden, -np.inf, np.asarray(logits, np.float64) * 0.7)
+    want = np.exp(wide) / np.exp(wide).sum(-1, keepdims=True)
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=1e-2, atol=1e-3)
+    assert not np.asarray(got, np.float32)[np.broadcast_to(hidden, got.shape)].any()
+    module = Softmax(scale_factor=0.7, softmax_fusion_type=kind)
+    np.testing.assert_array_equal(module.apply({}, logits, jnp.asarray(hidden) if masked else None), got)
+
+
+@pytest.mark.parametrize("layout", ["bshd_bshd_bshd", "bshd_bs2hd", "bs3hd"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_module_takes_every_layout(layout, transposed):
+    query, key, value = drawn(8, 8, heads=4, groups=4)
+    arrays = {
+        "bshd_bshd_bshd": (query, key, value),
+        "bshd_bs2hd": (query, jnp.stack((key, value), axis=2)),
+        "bs3hd": (jnp.stack((query, key, value), axis=2),),
+    }[layout]
+    want = literal(query, key, value, rule("causal", None, None, queries=8, keys=8), 8**-0.5)
+    if transposed:
+        arrays = tuple(jnp.swapaxes(array, 0, 1) for array in arrays)
+        want = want.swapaxes(0, 1)
+    module = te_flax.DotProductAttention(8, 4, qkv_layout=layout, transpose_batch_sequence=transposed)
+    np.testing.assert_allclose(module.apply({}, *arrays), want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_learnable_sink_is_a_parameter_at_its_path():
+    query, key, value = drawn()
+    module = te_flax.DotProductAttention(8, 4, num_gqa_groups=2, softmax_type="learnable")
+    params = nn.meta.unbox(module.init(jax.random.key(0), query, key, value))["params"]
+    assert jax.tree.map(jnp.shape, params) == {
+        "_UnfusedDotProductAttention_0": {"softmax_offset": (1, 4, 1, 1)}
+    }
+    off_by_one = te_flax.DotProductAttention(8, 4, num_gqa_groups=2, softmax_type="off_by_one")
+    np.testing.assert_array_equal(
+        module.apply({"params": params}, query, key, value), off_by_one.apply({}, query, key, value)
+    )
+
+
+def test_dropout_draws_what_a_flax_module_of_the_same_path_would():
+    query, key, value = drawn(8, 8, groups=4)
+    module = te_flax.DotProductAttention(8, 4, attention_dropout=0.4, attn_mask_type="no_mask")
+
+    class Keys(nn.Module):
+        @nn.compact
+        def __call__(self):
+            return self.make_rng("dropout")
+
+    class Outer(nn.Module):
+        @nn.compact
+        def __call__(self):
+            return Keys(name="_UnfusedDotProductAttention_0")()
+
+    rngs = {"dropout": jax.random.key(3)}
+    keep = jax.random.bernoulli(Outer().apply({}, rngs=rngs), 0.6, (2, 4, 8, 8))
+    weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", query, key) * 8**-0.5) * keep / 0.6
+    want = jnp.einsum("bhqk,bkhd->bqhd", weights, value)
+    np.testing.assert_allclose(module.apply({}, query, key, value, rngs=rngs), want, rtol=1e-4, atol=1e-5)
+    plain = te_flax.DotProductAttention(8, 4, attn_mask_type="no_mask").apply({}, query, key, value)
+    np.testing.assert_array_equal(module.apply({}, query, key, value, deterministic=True), plain)
+
+
+def test_the_jax_and_the_torch_reference_agree():
+    import torch
+
+    query, key, value = drawn(groups=4)
+    got = te_flax.DotProductAttention(8, 4, attn_mask_type="no_mask").apply({}, query, key, value)
+    tensors = [torch.from_numpy(np.array(x)).transpose(1, 2) for x in (query, key, value)]
+    want = torch.nn.functional.scaled_dot_product_attention(*tensors).transpose(1, 2)
+    np.testing.assert_allclose(got, want.numpy(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("strategy", list(ReorderStrategy))
+def test_reordering_deals_tokens_and_puts_them_back(strategy):
+    x = jnp.arange(2 * 16).reshape(2, 16)
+    dealt = reorder_causal_load_balancing(x, strategy, 4, 1)
+    first = [0, 1, 14, 15] if strategy is ReorderStrategy.DualChunkSwap else [0, 4, 8, 12]
+    assert dealt[0, :4].tolist() == first
+    np.testing.assert_array_equal(inverse_reorder_causal_load_balancing(dealt, strategy, 4, 1), x)
+
+
+def test_there_is_no_fused_kernel_on_a_cpu():
+    assert not is_fused_attn_kernel_available(
+        True, jnp.bfloat16, jnp.bfloat16, QKVLayout.BSHD_BSHD_BSHD, AttnBiasType.NO_BIAS, AttnMaskType.CAUSAL_MASK,
+        AttnSoftmaxType.VANILLA_SOFTMAX, 0.0, 8, 8, 128, 128, 64, 64,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", ["padding_causal", "causal_padding", "bottom_right_causal", "padding_bottom_right_causal"]
+)
+def test_masks_have_names_in_any_order(name):
+    mask = canonicalize_attn_mask_type(name)
+    assert mask.is_causal()
+    assert mask.is_padding() is ("padding" in name)
+    assert mask.is_bottom_right() is ("bottom_right" in name)
+
+
+def call(**changed):
+    options = {
+        "qkv": drawn(), "bias": None, "sequence_descriptor": None, "seed": None,
+        "attn_bias_type": AttnBiasType.NO_BIAS, "attn_mask_type": AttnMaskType.NO_MASK,
+        "qkv_layout": QKVLayout.BSHD_BSHD_BSHD, "softmax_type": AttnSoftmaxType.VANILLA_SOFTMAX,
+        "scaling_factor": 1.0, "dropout_probability": 0.0, "is_training": True,
+    }  # fmt: skip
+    return fused_attn(**(options | changed))
+
+
+def module(**fields):
+    query, key, value = drawn()
+    return te_flax.DotProductAttention(
+        **({"head_dim": 8, "num_attention_heads": 4, "num_gqa_groups": 2} | fields)
+    ).apply({}, query, key, value)
+
+
+@pytest.mark.parametrize(
+    ("bad", "sentence"),
+    [
+        (lambda: call(bias=jnp.ones((1, 4, 7, 9))), "NO_BIAS and bias="),
+        (lambda: call(attn_bias_type=AttnBiasType.POST_SCALE_BIAS), "bias=None"),
+        (
+            lambda: call(attn_bias_type=AttnBiasType.POST_SCALE_BIAS, bias=jnp.ones((3, 4, 7, 9))),
+            "it must be",
+        ),
+        (lambda: call(qkv_layout=QKVLayout.THD_THD_THD), "without a SequenceDescriptor"),
+        (lambda: call(qkv_layout=QKVLayout.BS3HD), "has 1"),
+        (lambda: call(qkv=drawn(groups=3)), "do not divide"),
+        (lambda: call(qkv=(*drawn()[:2], jnp.ones((2, 5, 2, 8)))), "must agree"),
+        (lambda: call(dropout_probability=1.0), "outside"),
+        (lambda: call(dropout_probability=0.5), "without a seed"),
+        (lambda: call(window_size=(1, -2)), "from -1 on"),
+        (lambda: call(window_size=3), "give \\(left, right\\)"),
+        (lambda: call(max_segments_per_seq=0), "below 1"),
+        (lambda: call(softmax_type=AttnSoftmaxType.LEARNABLE_SOFTMAX), "takes one"),
+        (
+            lambda: SequenceDescriptor.from_segment_ids_and_pos(jnp.ones((2, 4), jnp.int32)),
+            "segment_pos=None",
+        ),
+        (
+            lambda: SequenceDescriptor.from_segment_ids_and_pos(
+                jnp.ones((2, 4), jnp.int32), jnp.ones((2, 5), jnp.int32)
+            ),
+            "both must agree",
+        ),
+        (lambda: SequenceDescriptor.from_seqlens((jnp.ones(2, jnp.int32),) * 3), "two for queries"),
+        (lambda: SequenceDescriptor.from_seqlens(jnp.ones(2)), "arrays of integers"),
+        (
+            lambda: reorder_causal_load_balancing(jnp.ones((2, 18)), ReorderStrategy.DualChunkSwap, 4, 1),
+            "pad it",
+        ),
+        (
+            lambda: reorder_causal_load_balancing(jnp.ones((2, 18)), ReorderStrategy.DualChunkSwap, 3, 1),
+            "is odd",
+        ),
+        (lambda: canonicalize_attn_mask_type("diagonal"), "choose one of"),
+        (lambda: module(attn_mask_type="diagonal"), "choose one of"),
+        (lambda: module(qkv_layout="hdbs"), "choose one of"),
+        (lambda: module(attn_bias_type="alibi"), "choose one of"),
+        (lambda: module(softmax_type="hard"), "choose 'vanilla'"),
+        (lambda: module(num_attention_heads=8), "the module was made for"),
+        (lambda: module(attention_dropout=-0.1), "outside"),
+    ],
+)
+def test_a_bad_call_is_refused_with_value_limit_and_remedy(bad, sentence):
+    with pytest.raises((ValueError, TypeError), match=sentence):
+        bad()

@@ -1,0 +1,356 @@
+"""Three hundred bad calls: each raises ValueError or TypeError with a sentence, and no state has changed."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import transformer_engine.jax as te
+import transformer_engine.jax.flax as te_flax
+from transformer_engine.common import recipe
+from transformer_engine.jax import attention, quantize
+from transformer_engine.jax.flax.transformer import _canonicalize_lora_scope, rotary_pos_emb
+from transformer_engine.jax.quantize import ScalingMode
+
+ARRAYS = {
+    "text": "x",
+    "integers": np.ones((4, 8), np.int32),
+    "codes": np.ones((4, 8), jnp.float8_e4m3fn),
+    "booleans": np.ones((4, 8), bool),
+    "number": 3.0,
+    "list": [[1.0] * 8] * 4,
+}
+SHAPES = {"other extent": np.ones((5, 7), np.float32), "vector": np.ones(3, np.float32)}
+NUMBERS = {"text": "x", "none": None, "nan": float("nan"), "infinite": float("inf"), "list": [1]}
+COUNTS = {"zero": 0, "negative": -2, "half": 1.5, "text": "x", "none": None, "true": True}
+NAMES = {"unknown": "nosuch", "number": 3, "empty": "", "list": ["layernorm"]}
+RATES = {"one": 1.0, "above": 1.5, "negative": -0.1, "text": "x", "nan": float("nan")}
+SWITCHES = {"text": "x", "two": 2, "number": 0.5}
+
+
+def ones(*shape):
+    return np.ones(shape, np.float32)
+
+
+def module_call(cls, *inputs, **fields):
+    return cls(**fields).init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, *inputs)
+
+
+def attend(**fields):
+    defaults = {
+        "qkv": (ones(2, 4, 2, 8),) * 3, "bias": None, "sequence_descriptor": None, "seed": None,
+        "attn_bias_type": attention.AttnBiasType.NO_BIAS, "attn_mask_type": attention.AttnMaskType.NO_MASK,
+        "qkv_layout": attention.QKVLayout.BSHD_BSHD_BSHD,
+        "softmax_type": attention.AttnSoftmaxType.VANILLA_SOFTMAX, "scaling_factor": 1.0, "dropout_probability": 0.0,
+        "is_training": True,
+    }  # fmt: skip
+    return attention.fused_attn(**(defaults | fields))
+
+
+def quantizer_call(**arguments):
+    quantizer = quantize.QuantizerFactory.create(
+        scaling_mode=ScalingMode.CURRENT_TENSOR_SCALING, q_dtype=jnp.float8_e4m3fn
+    )
+    return quantizer.quantize(**({"x": ones(4, 8)} | arguments))
+
+
+def entered(**arguments):
+    with te.autocast(**({"enabled": True} | arguments)):
+        pytest.fail("the block was entered")
+
+
+LAYER = {"hidden_size": 16, "mlp_hidden_size": 16, "num_attention_heads": 2}
+# (what is called with one argument replaced, that argument, its bad values)
+CASES = [
+    (lambda x: te.dense.dense(x, ones(8, 2)), "dense x", ARRAYS | SHAPES),
+    (lambda k: te.dense.dense(ones(4, 8), k), "dense kernel", ARRAYS | SHAPES),
+    (lambda b: te.dense.dense(ones(4, 8), ones(8, 2), b), "dense bias", SHAPES | {"matrix": ones(2, 2)}),
+    (
+        lambda d: te.dense.dense(ones(4, 8), ones(8, 2), contracting_dims=d),
+        "dense contracting_dims",
+        {
+            "none at all": ((), ()),
+            "outside": ((2,), (0,)),
+            "uneven": ((0, 1), (0,)),
+            "all": ((0, 1), (0, 1)),
+            "three": ((1,), (0,), (0,)),
+            "negative": ((-3,), (0,)),
+        },
+    ),
+    (
+        lambda a: te.dense.dense(ones(4, 8), ones(8, 2), input_axes=a),
+        "dense input_axes",
+        {"one": ("a",), "three": ("a", "b", "c")},
+    ),
+    (lambda x: te.layernorm.layernorm(x, ones(8), ones(8), "layernorm"), "norm x", ARRAYS | SHAPES),
+    (lambda g: te.layernorm.layernorm(ones(4, 8), g, ones(8), "layernorm"), "norm gamma", SHAPES),
+    (
+        lambda b: te.layernorm.layernorm(ones(4, 8), ones(8), b, "layernorm"),
+        "norm beta",
+        SHAPES | {"none": None},
+    ),
+    (lambda n: te.layernorm.layernorm(ones(4, 8), ones(8), None, n), "norm type", NAMES),
+    (
+        lambda e: te.layernorm.layernorm(ones(4, 8), ones(8), None, "rmsnorm", epsilon=e),
+        "norm epsilon",
+        NUMBERS | {"negative": -1e-6},
+    ),
+    (lambda x: te.activation.activation(x, ("gelu",)), "activation x", ARRAYS | SHAPES),
+    (
+        lambda n: te.activation.activation(ones(4, 1, 8), n),
+        "activation names",
+        {"unknown": ("swish",), "two": ("gelu", "linear"), "reversed": ("linear", "gelu"), "none at all": ()},
+    ),
+    (
+        lambda p: te.activation.activation(ones(4, 1, 8), ("gelu",), act_params=p),
+        "activation parameters",
+        {"unknown": {"beta": 1.0}, "text": "limit", "nan": {"limit": float("nan")}, "list": [7.0]},
+    ),
+    (lambda x: te.softmax.softmax(x), "softmax logits", ARRAYS | SHAPES),
+    (
+        lambda m: te.softmax.softmax(ones(1, 1, 4, 4), m),
+        "softmax mask",
+        {"given": np.zeros((1, 1, 4, 4), bool)},
+    ),
+    (
+        lambda f: module_call(te_flax.DenseGeneral, ones(4, 8), features=f),
+        "DenseGeneral features",
+        COUNTS | {"pair": (3, 0)},
+    ),
+    (
+        lambda a: module_call(te_flax.DenseGeneral, ones(4, 8), features=3, axis=a),
+        "DenseGeneral axis",
+        {"outside": 2, "all": (0, 1), "below": -3},
+    ),
+    (lambda x: module_call(te_flax.DenseGeneral, x, features=3), "DenseGeneral inputs", ARRAYS),
+    (
+        lambda k: module_call(te_flax.DenseGeneral, ones(4, 8), features=3, kernel_axes=k),
+        "DenseGeneral kernel_axes",
+        {"one": ("a",), "three": ("a", "b", "c")},
+    ),
+    (
+        lambda k: module_call(te_flax.DenseGeneral, ones(4, 8), features=3, bias_axes=k),
+        "DenseGeneral bias_axes",
+        {"two": ("a", "b")},
+    ),
+    (
+        lambda r: module_call(
+            te_flax.DenseGeneral,
+            ones(4, 8),
+            features=3,
+            enable_low_rank_adaptation=True,
+            low_rank_adaptation_dim=r,
+        ),
+        "DenseGeneral rank",
+        COUNTS,
+    ),
+    (lambda x: module_call(te_flax.LayerNorm, x), "LayerNorm x", ARRAYS),
+    (lambda n: module_call(te_flax.LayerNorm, ones(4, 8), layernorm_type=n), "LayerNorm type", NAMES),
+    (
+        lambda e: module_call(te_flax.LayerNorm, ones(4, 8), epsilon=e),
+        "LayerNorm epsilon",
+        NUMBERS | {"negative": -1.0},
+    ),
+    (
+        lambda f: module_call(te_flax.LayerNormDenseGeneral, ones(4, 8), features=f),
+        "LayerNormDenseGeneral features",
+        COUNTS,
+    ),
+    (
+        lambda x: module_call(te_flax.LayerNormDenseGeneral, x, features=3),
+        "LayerNormDenseGeneral inputs",
+        ARRAYS,
+    ),
+    (
+        lambda n: module_call(te_flax.LayerNormDenseGeneral, ones(4, 8), features=3, layernorm_type=n),
+        "LayerNormDenseGeneral type",
+        NAMES,
+    ),
+    (lambda d: module_call(te_flax.LayerNormMLP, ones(4, 8), intermediate_dim=d), "LayerNormMLP dim", COUNTS),
+    (lambda x: module_call(te_flax.LayerNormMLP, x, intermediate_dim=4), "LayerNormMLP inputs", ARRAYS),
+    (
+        lambda a: module_call(te_flax.LayerNormMLP, ones(4, 8), intermediate_dim=4, activations=a),
+        "LayerNormMLP activations",
+        {"unknown": ("nosuch",), "number": (3,), "second": ("gelu", "nosuch")},
+    ),
+    (
+        lambda r: module_call(
+            te_flax.LayerNormMLP, ones(4, 8), intermediate_dim=4, intermediate_dropout_rate=r
+        ),
+        "LayerNormMLP dropout",
+        RATES,
+    ),
+    (
+        lambda n: module_call(te_flax.LayerNormMLP, ones(4, 8), intermediate_dim=4, layernorm_type=n),
+        "LayerNormMLP type",
+        NAMES,
+    ),
+    (
+        lambda v: module_call(te_flax.TransformerLayer, ones(1, 4, 16), **(LAYER | {"hidden_size": v})),
+        "TransformerLayer hidden_size",
+        COUNTS | {"odd": 17},
+    ),
+    (
+        lambda v: module_call(
+            te_flax.TransformerLayer, ones(1, 4, 16), **(LAYER | {"num_attention_heads": v})
+        ),
+        "TransformerLayer heads",
+        COUNTS | {"three": 3},
+    ),
+    (
+        lambda v: module_call(te_flax.TransformerLayer, ones(1, 4, 16), **(LAYER | {"mlp_hidden_size": v})),
+        "TransformerLayer mlp",
+        COUNTS,
+    ),
+    (
+        lambda v: module_call(te_flax.TransformerLayer, ones(1, 4, 16), **LAYER, num_gqa_groups=v),
+        "TransformerLayer groups",
+        {"zero": 0, "three": 3, "text": "x", "half": 0.5},
+    ),
+    (
+        lambda v: module_call(te_flax.TransformerLayer, ones(1, 4, 16), **LAYER, hidden_dropout=v),
+        "TransformerLayer hidden_dropout",
+        RATES,
+    ),
+    (
+        lambda v: module_call(te_flax.TransformerLayer, ones(1, 4, 16), **LAYER, attention_dropout=v),
+        "TransformerLayer attention_dropout",
+        RATES,
+    ),
+    (
+        lambda v: module_call(te_flax.TransformerLayer, ones(1, 4, 16), **LAYER, drop_path=v),
+        "TransformerLayer drop_path",
+        RATES,
+    ),
+    (
+        lambda v: module_call(te_flax.TransformerLayer, ones(1, 4, 16), **LAYER, self_attn_mask_type=v),
+        "TransformerLayer mask",
+        NAMES,
+    ),
+    (
+        lambda v: module_call(te_flax.TransformerLayer, ones(1, 4, 16), **LAYER, softmax_type=v),
+        "TransformerLayer softmax",
+        NAMES,
+    ),
+    (
+        lambda v: module_call(te_flax.TransformerLayer, ones(1, 4, 16), **LAYER, layer_type=v),
+        "TransformerLayer type",
+        {"text": "encoder", "none": None, "number": 1},
+    ),
+    (
+        lambda v: module_call(te_flax.TransformerLayer, ones(1, 4, 16), **LAYER, window_size=v),
+        "TransformerLayer window",
+        {"number": 3, "one": (3,), "below": (-2, 0), "half": (0.5, 0)},
+    ),
+    (lambda x: module_call(te_flax.TransformerLayer, x, **LAYER), "TransformerLayer inputs", ARRAYS | SHAPES),
+    (
+        lambda v: attend(qkv=v),
+        "attention qkv",
+        {
+            "one": (ones(2, 4, 2, 8),),
+            "text": "x",
+            "axes": (ones(2, 4, 2),) * 3,
+            "integers": (np.ones((2, 4, 2, 8), np.int32),) * 3,
+            "heads": (ones(2, 4, 2, 8), ones(2, 4, 3, 8), ones(2, 4, 3, 8)),
+            "batches": (ones(2, 4, 2, 8), ones(1, 4, 2, 8), ones(1, 4, 2, 8)),
+        },
+    ),
+    (lambda v: attend(dropout_probability=v), "attention dropout", RATES | {"without seed": 0.5}),
+    (lambda v: attend(scaling_factor=v), "attention scale", NUMBERS),
+    (lambda v: attend(max_segments_per_seq=v), "attention segments", COUNTS),
+    (
+        lambda v: attend(window_size=v),
+        "attention window",
+        {"number": 3, "three": (1, 2, 3), "below": (-2, 0), "text": "ab"},
+    ),
+    (lambda v: attend(bias=v), "attention bias", {"given": ones(1, 2, 4, 4)}),
+    (lambda v: attend(softmax_offset=v), "attention sink", {"given": ones(1, 2, 1, 1)}),
+    (attention.canonicalize_attn_mask_type, "mask name", NAMES),
+    (attention.AttnSoftmaxType.from_str, "softmax name", NAMES),
+    (
+        attention.SequenceDescriptor.from_seqlens,
+        "seqlens",
+        {
+            "floats": ones(2),
+            "three": (np.ones(2, np.int32),) * 3,
+            "text": "x",
+            "axes": np.ones((2, 2, 2), np.int32),
+        },
+    ),
+    (_canonicalize_lora_scope, "scope", NAMES),
+    (
+        lambda w: rotary_pos_emb(ones(1, 4, 2, 8), w, False),
+        "rotary windows",
+        {"zero": (0, 10), "falling": (10, 1), "negative": (-1, 10)},
+    ),
+    (lambda m: rotary_pos_emb(ones(1, 4, 2, 8), (1, 10), False, m), "rotary method", NAMES),
+    (
+        lambda x: quantizer_call(x=x),
+        "quantize x",
+        {"integers": np.ones((4, 8), np.int32), "codes": ARRAYS["codes"], "vector": ones(3)},
+    ),
+    (
+        lambda a: quantizer_call(flatten_axis=a),
+        "quantize flatten_axis",
+        {"zero": 0, "all": 2, "outside": 5, "below": -2},
+    ),
+    (
+        lambda d: quantize.QuantizerFactory.create(
+            scaling_mode=ScalingMode.CURRENT_TENSOR_SCALING, q_dtype=d
+        ).quantize(ones(4, 8)),
+        "q_dtype",
+        {"none": None, "wide": jnp.float32, "integer": jnp.int8},
+    ),
+    (lambda n: quantize.QuantizerFactory.create(n), "n_quantizers", {"zero": 0, "negative": -1}),
+    (lambda n: quantize.fan_out(quantize.noop_quantizer_set, n), "fan_out", COUNTS),
+    (quantize.get_quantization_recipe, "recipe name", NAMES),
+    (
+        lambda r: entered(recipe=r),
+        "autocast recipe",
+        {
+            "text": "DelayedScaling",
+            "class": recipe.DelayedScaling,
+            "number": 3,
+            "function": recipe.DelayedScaling(amax_compute_algo=max),
+            "unreduced": recipe.DelayedScaling(reduce_amax=False),
+        },
+    ),
+    (lambda e: entered(enabled=e), "autocast enabled", SWITCHES),
+    (
+        lambda m: entered(mesh_resource=m),
+        "autocast mesh_resource",
+        {"text": "data", "dict": {"dp_resource": "data"}},
+    ),
+]
+CALLS = [
+    pytest.param(call, value, id=f"{name}-{kind}")
+    for call, name, values in CASES
+    for kind, value in values.items()
+]
+
+
+@pytest.mark.parametrize(("call", "value"), CALLS)
+def test_a_bad_call_is_refused_in_a_sentence(call, value):
+    with pytest.raises((ValueError, TypeError)) as refused:
+        call(value)
+    sentence = str(refused.value)
+    module = refused.traceback[-1].frame.f_globals.get("__name__", "")
+    assert module.startswith("transformer_engine."), f"{module}: {sentence}"
+    assert any(word in sentence for word in ("; ", "give ", "must ")), sentence
+    assert quantize.get_global_quantize_recipe() is None
+
+
+def test_there_are_three_hundred():
+    assert len(CALLS) >= 300
+
+
+@pytest.mark.parametrize("x", [np.ones((4, 8), np.int32), np.ones(3, np.float32)])
+def test_a_refused_tensor_leaves_the_state_of_a_quantizer_as_it_was(x):
+    quantizer = quantize.DelayedScaleQuantizer(q_dtype=jnp.dtype(jnp.float8_e4m3fn))
+    before = np.asarray(quantizer.scale), np.asarray(quantizer.amax_history)
+    with pytest.raises((ValueError, TypeError)):
+        quantizer.quantize(x)
+    np.testing.assert_array_equal(before[0], quantizer.scale)
+    np.testing.assert_array_equal(before[1], quantizer.amax_history)

@@ -1,0 +1,155 @@
+"""Kernel calls that are data become operations of XLA: lowered for CUDA on a machine without a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec
+
+from transformer_engine.common.formats import E4M3
+from transformer_engine.jax.primitives import launching
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = (ROOT, ROOT / "tests", ROOT / "tests" / "jax", ROOT / "tests" / "kernels")
+WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; import lowering_cases; lowering_cases.main()"
+REFUSAL = launching.refuses_kernels()
+needs_bridge = pytest.mark.skipif(
+    REFUSAL is not None, reason=f"no kernel can be lowered for CUDA here: {REFUSAL}"
+)
+
+
+def lowered(function, *arguments) -> str:
+    return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def report(*options: str) -> dict:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, FOLDERS))}
+    command = [sys.executable, "-c", WITHOUT_TORCH, *options]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def check(facts: dict) -> None:
+    assert all(case["calls"] == 1 for case in facts["lowered"].values()), facts["lowered"]
+    assert set(facts["refused"].values()) <= {"table", "dependent"}
+
+
+@needs_bridge
+def test_a_launch_of_every_kernel_lowers_without_torch():
+    facts = report()
+    check(facts)
+    assert len({case["kernel"] for case in facts["lowered"].values()}) >= 25
+
+
+@needs_bridge
+@pytest.mark.slow
+def test_every_launch_lowers_without_torch():
+    facts = report("--all")
+    check(facts)
+    assert len(facts["lowered"]) >= 100
+
+
+def cast_launch(records: bool):
+    from transformer_engine.common.kernels import cast
+
+    return cast.cast((64, 128), E4M3, True, True, records=records)
+
+
+@needs_bridge
+def test_outputs_are_results_and_what_is_written_in_place_is_aliased():
+    def call(x, scale, record):
+        return launching.run(cast_launch(True), [x, scale, record])
+
+    x = jax.ShapeDtypeStruct((64, 128), jnp.bfloat16)
+    one = jax.ShapeDtypeStruct((1,), jnp.float32)
+    codes, codes_t, inverse, record = jax.eval_shape(call, x, one, one)
+    assert (codes.shape, codes.dtype) == ((64, 128), jnp.float8_e4m3fn)
+    assert codes_t.shape == (128, 64)
+    assert inverse.shape == record.shape == (1,)
+    text = lowered(call, x, one, one)
+    aliases = re.findall(r"output_tuple_indices = \[(\d+)\], operand_index = (\d+)", text)
+    assert aliases == [("3", "2")]  # the record is the third operand, and the last of four results
+
+
+@needs_bridge
+def test_a_maximum_begins_at_zero_without_an_operation_of_ours():
+    from transformer_engine.common.kernels import cast
+
+    x = jax.ShapeDtypeStruct((8, 64), jnp.float32)
+    text = lowered(lambda x: launching.run(cast.absolute_maximum(512), [x])[0], x)
+    assert "stablehlo.constant" not in text
+    assert text.count("custom_call") == 1
+
+
+@needs_bridge
+def test_a_program_traced_on_a_cpu_runs_there_and_lowers_for_cuda():
+    from transformer_engine.common.kernels import cast
+
+    def maximum(x):
+        return lax.platform_dependent(
+            x,
+            cuda=lambda x: launching.run(cast.absolute_maximum(x.size), [x])[0],
+            default=lambda x: jnp.abs(x).max().reshape(1),
+        )
+
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((8, 64)), jnp.float32)
+    assert "triton_kernel_call_ffi" in lowered(maximum, x)
+    if jax.default_backend() == "cpu":
+        assert jax.jit(maximum)(x)[0] == jnp.abs(x).max()
+
+
+@needs_bridge
+def test_a_call_lowers_under_vmap_and_inside_shard_map():
+    from transformer_engine.common.kernels import cast
+
+    def maximum(x):
+        return launching.run(cast.absolute_maximum(512), [x])[0]
+
+    batch = jax.ShapeDtypeStruct((3, 8, 64), jnp.float32)
+    assert "triton_kernel_call_ffi" in lowered(jax.vmap(maximum), batch)
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
+    spec = PartitionSpec("x")
+    mapped = jax.shard_map(maximum, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    assert "triton_kernel_call_ffi" in lowered(mapped, jax.ShapeDtypeStruct((8, 64), jnp.float32))
+
+
+@needs_bridge
+def test_tables_of_addresses_are_refused():
+    from transformer_engine.common.kernels import delayed_scaling
+
+    launch = delayed_scaling.advance(4, 16, 3, True, True, 448.0, 0)
+    with pytest.raises(NotImplementedError, match="stack them"):
+        launching.run(launch, [jnp.zeros(12, jnp.int32)])
+
+
+@needs_bridge
+def test_whole_numbers_that_are_one_become_constants():
+    from transformer_engine.common.kernels.compiled import compiled
+
+    launch = cast_launch(True)
+    dtypes = ["bfloat16", "float32", "float32", "float8_e4m3fn", "float8_e4m3fn", "float32"]
+    kernel = compiled(launch, dtypes, 90)
+    assert kernel.pointers == tuple(range(6))
+    assert [s.value for s in kernel.scalars] == [v for v in launch.scalars if v != 1]
+    assert ".target sm_90" in kernel.ptx
+    assert compiled(launch, dtypes, 90) is kernel
+
+
+def test_a_jaxlib_without_its_triton_classes_is_a_reason(monkeypatch):
+    launching._bridge_failure.cache_clear()
+    monkeypatch.setattr(launching, "_CLASSES", ("TritonKernel", "NoSuchClass"))
+    reason = launching._bridge_failure()
+    launching._bridge_failure.cache_clear()
+    assert reason is not None
+    assert "jaxlib" in reason

@@ -1,0 +1,253 @@
+"""Dense layers against plain jnp: values, every gradient, parameter trees, and what is refused."""
+
+from __future__ import annotations
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+
+import transformer_engine.jax as te
+import transformer_engine.jax.flax as te_flax
+from transformer_engine.common import recipe
+from transformer_engine.common.dispatch import use_backend
+from transformer_engine.jax.dense import dense
+from transformer_engine.jax.flax.module import _apply_low_rank_adaptation, _normalize_axes
+from transformer_engine.jax.quantize import QuantizerFactory, TensorUsage
+
+RECIPES = {
+    "delayed": recipe.DelayedScaling(),
+    "current": recipe.Float8CurrentScaling(),
+    "block": recipe.Float8BlockScaling(),
+    "mxfp8": recipe.MXFP8BlockScaling(),
+    "mxfp8-2d": recipe.MXFP8BlockScaling(enable_2d_quantization=True),
+    "nvfp4": recipe.NVFP4BlockScaling(disable_stochastic_rounding=True),
+}
+# A result's error relative to its norm: half a unit of the last place of the format, twice, with room for few terms.
+TOLERANCES = {"delayed": 0.05, "current": 0.05, "block": 0.05, "mxfp8": 0.06, "mxfp8-2d": 0.06, "nvfp4": 0.25}
+GRADIENT_TOLERANCES = TOLERANCES | {"delayed": 0.09, "current": 0.09}
+
+
+def relative_error(got, want) -> float:
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+
+def inputs(dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(keys[0], (2, 32, 64)).astype(dtype)
+    kernel = jax.random.normal(keys[1], (64, 48))
+    return x, kernel, jax.random.normal(keys[2], (2, 32, 48)).astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_without_a_recipe_dense_is_the_plain_product(dtype):
+    x, kernel, dy = inputs(dtype)
+    bias = jax.random.normal(jax.random.key(3), (48,))
+
+    def ours(x, kernel, bias):
+        return dense(x, kernel, bias, contracting_dims=((2,), (0,)))
+
+    def plain(x, kernel, bias):
+        return x @ kernel.astype(dtype) + bias.astype(dtype)
+
+    y, pullback = jax.vjp(ours, x, kernel, bias)
+    want, plain_pullback = jax.vjp(plain, x, kernel, bias)
+    assert y.dtype == dtype
+    tolerance = 1e-5 if dtype == jnp.float32 else 1e-2
+    for got, expected in zip((y, *pullback(dy)), (want, *plain_pullback(dy)), strict=True):
+        assert got.dtype == expected.dtype
+        assert relative_error(got, expected) < tolerance
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_stays_within_its_formats_tolerance(name, compiled):
+    x, kernel, dy = inputs()
+    with te.autocast(True, RECIPES[name]):
+        quantizers = QuantizerFactory.create_set()
+
+    def ours(x, kernel):
+        return dense(x, kernel, contracting_dims=((2,), (0,)), quantizer_set=quantizers)
+
+    def both(x, kernel, dy):
+        y, pullback = jax.vjp(ours, x, kernel)
+        return y, *pullback(dy)
+
+    y, dx, dkernel = (jax.jit(both) if compiled else both)(x, kernel, dy)
+    assert relative_error(y, x @ kernel) < TOLERANCES[name]
+    assert relative_error(dx, dy @ kernel.T) < GRADIENT_TOLERANCES[name]
+    assert relative_error(dkernel, jnp.einsum("bsk,bsn->kn", x, dy)) < GRADIENT_TOLERANCES[name]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_products_are_those_of_the_dequantized_tensors(name):
+    """Exactly three products, of the tensors that the quantizers make: nothing else rounds."""
+    x, kernel, dy = inputs()
+    with te.autocast(True, RECIPES[name]):
+        quantizers = QuantizerFactory.create_set()
+    y, pullback = jax.vjp(
+        lambda x, k: dense(x, k, contracting_dims=((2,), (0,)), quantizer_set=quantizers), x, kernel
+    )
+    dx, dkernel = pullback(dy)
+    rows, columns = TensorUsage.LHS, TensorUsage.LHS_TRANS
+    made = {
+        "x": quantizers.x.encode(x, flatten_axis=2)[0],
+        "kernel": quantizers.kernel.encode(kernel, flatten_axis=1)[0],
+        "dy": quantizers.dgrad.encode(dy, flatten_axis=2)[0],
+    }
+    values = {
+        (tensor, usage): made[tensor].get_tensor(usage).dequantize()
+        for tensor in made
+        for usage in (rows, columns)
+    }
+    assert relative_error(y, values["x", rows] @ values["kernel", columns]) < 1e-6
+    assert relative_error(dx, values["dy", rows] @ values["kernel", rows].T) < 1e-6
+    # Under a Hadamard transform both factors are transformed, which leaves their product as it is.
+    want = jnp.einsum("bsk,bsn->kn", values["x", columns], values["dy", columns])
+    assert relative_error(dkernel, want) < 1e-5
+
+
+@pytest.mark.parametrize("dims", [((0, 2), (0, 1)), ((-1, 0), (1, 0)), ((1,), (2,))])
+def test_any_axes_are_contracted(dims):
+    x = jax.random.normal(jax.random.key(0), (4, 6, 8))
+    shapes = {((0, 2), (0, 1)): (4, 8, 5, 3), ((-1, 0), (1, 0)): (4, 8, 5), ((1,), (2,)): (3, 5, 6)}
+    kernel = jax.random.normal(jax.random.key(1), shapes[dims])
+    want, pullback = jax.vjp(lambda x, k: jnp.tensordot(x, k, dims), x, kernel)
+    got, ours = jax.vjp(lambda x, k: dense(x, k, contracting_dims=dims), x, kernel)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    dy = jax.random.normal(jax.random.key(2), want.shape)
+    for one, other in zip(ours(dy), pullback(dy), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_stochastic_rounding_draws_from_its_own_stream():
+    x = jax.random.normal(jax.random.key(0), (32, 64))
+    with te.autocast(True, recipe.NVFP4BlockScaling()):
+        model = te_flax.DenseGeneral(features=32)
+        variables = model.init({"params": jax.random.key(0), "sr_rng": jax.random.key(1)}, x)
+
+        def gradient(seed):
+            def loss(variables):
+                return (model.apply(variables, x, rngs={"sr_rng": jax.random.key(seed)}) ** 2).sum()
+
+            return nn.meta.unbox(jax.grad(loss)(variables))["params"]["kernel"]
+
+        first, again, other = gradient(1), gradient(1), gradient(2)
+        with pytest.raises(flax.errors.InvalidRngError):
+            model.apply(variables, x)
+    np.testing.assert_array_equal(first, again)
+    assert not np.array_equal(first, other)
+    assert relative_error(first, other) < 0.3
+
+
+@pytest.mark.parametrize("features", [5, (3, 4)])
+@pytest.mark.parametrize("axis", [-1, (-2, -1), (0, 2)])
+def test_dense_general_has_the_tree_and_values_of_flaxs(axis, features):
+    x = jax.random.normal(jax.random.key(0), (6, 7, 8))
+    ours = te_flax.DenseGeneral(features=features, axis=axis)
+    plain = nn.DenseGeneral(features=features, axis=axis)
+    variables = nn.meta.unbox(ours.init(jax.random.key(1), x))
+    shapes = jax.tree.map(jnp.shape, variables)
+    assert shapes == jax.tree.map(jnp.shape, plain.init(jax.random.key(1), x))
+    bias = jax.random.normal(jax.random.key(2), variables["params"]["bias"].shape)
+    variables["params"]["bias"] = bias
+    np.testing.assert_allclose(ours.apply(variables, x), plain.apply(variables, x), rtol=1e-4, atol=1e-5)
+
+
+def test_the_kernel_begins_as_flax_would_draw_it():
+    x = jnp.ones((2, 16))
+    kernel = nn.meta.unbox(te_flax.DenseGeneral(features=8).init(jax.random.key(0), x))["params"]["kernel"]
+    init = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
+    plain = nn.Dense(8, kernel_init=init).init(jax.random.key(0), x)["params"]["kernel"]
+    np.testing.assert_array_equal(kernel, plain)
+
+
+def test_parameters_carry_their_axis_names():
+    model = te_flax.DenseGeneral(features=8, kernel_axes=("embed", "mlp"), bias_axes=("mlp",))
+    params = model.init(jax.random.key(0), jnp.ones((2, 16)))["params"]
+    assert params["kernel"].names == ("embed", "mlp")
+    assert params["bias"].names == ("mlp",)
+
+
+@pytest.mark.parametrize("alpha", [None, 8.0])
+@pytest.mark.parametrize("features", [(6,), (3, 6)])
+def test_low_rank_adaptation_adds_the_scaled_product(alpha, features):
+    x = jax.random.normal(jax.random.key(0), (4, 16))
+    model = te_flax.DenseGeneral(
+        features=features,
+        enable_low_rank_adaptation=True,
+        low_rank_adaptation_dim=2,
+        low_rank_adaptation_alpha=alpha,
+        use_bias=False,
+    )
+    params = nn.meta.unbox(model.init(jax.random.key(1), x))["params"]
+    assert params["lora_a_kernel"].shape == (16, *features[:-1], 2)
+    assert params["lora_b_kernel"].shape == (*features[:-1], 2, features[-1])
+    assert not np.asarray(params["lora_b_kernel"]).any()
+    b = jax.random.normal(jax.random.key(2), params["lora_b_kernel"].shape)
+    low_rank = _apply_low_rank_adaptation(x, -1, features, params["lora_a_kernel"], b, alpha)
+    want = jnp.einsum(
+        "bk,k...r,...rn->b...n" if len(features) == 1 else "bk,kfr,frn->bfn", x, params["lora_a_kernel"], b
+    )
+    np.testing.assert_allclose(low_rank, want * (1 if alpha is None else alpha / 2), rtol=1e-4, atol=1e-5)
+    with_b = model.apply({"params": params | {"lora_b_kernel": b}}, x)
+    np.testing.assert_allclose(with_b, model.apply({"params": params}, x) + low_rank, rtol=1e-4, atol=1e-5)
+    assert _normalize_axes((-1, 0, -3), 4) == (3, 0, 1)
+
+
+def test_checkpoint_names_reach_every_leaf_of_the_quantized_tensors():
+    x, _, _ = inputs()
+    with te.autocast(True, RECIPES["current"]):
+        model = te_flax.DenseGeneral(features=48, use_bias=False, quantization_checkpoint_name="codes")
+        params = model.init(jax.random.key(0), x)
+        text = str(jax.make_jaxpr(lambda p: model.apply(p, x))(params))
+    assert text.count("name=codes") == 2 * 2 * 3  # two tensors, two directions, three leaves
+
+
+def test_a_forced_backend_that_refuses_raises_its_reason():
+    x, kernel, _ = inputs()
+    with (
+        use_backend(jax_gemm="direct"),
+        pytest.raises(RuntimeError, match=r"it needs a CUDA device|not quantized"),
+    ):
+        dense(x, kernel, contracting_dims=((2,), (0,)))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "sentence"),
+    [
+        (lambda: dense(jnp.ones((2, 3)), jnp.ones((4, 5))), ValueError, r"contract \(3,\) of x"),
+        (lambda: dense(jnp.ones((2, 3)), jnp.ones((3, 5)), jnp.ones(4)), ValueError, r"it must be \(5,\)"),
+        (
+            lambda: dense(jnp.ones((2, 3)), jnp.ones((3, 5)), contracting_dims=((1,), (2,))),
+            ValueError,
+            "no axis 2",
+        ),
+        (
+            lambda: dense(jnp.ones((2, 3)), jnp.ones((3, 5)), contracting_dims=((1, 0), (0,))),
+            ValueError,
+            "as many axes",
+        ),
+        (lambda: dense(jnp.ones((2, 3)), jnp.ones(3), contracting_dims=((1,), (0,))), ValueError, "keep one"),
+        (lambda: dense(jnp.ones((2, 3), jnp.float8_e4m3fn), jnp.ones((3, 5))), TypeError, "cast it"),
+        (lambda: dense(jnp.ones((2, 3), jnp.int32), jnp.ones((3, 5))), TypeError, "cast it"),
+        (lambda: dense(jnp.ones((2, 3)), jnp.ones((3, 5)), kernel_axes=("a",)), ValueError, "1 axes of 2"),
+        (
+            lambda: te_flax.DenseGeneral(4, axis=3).init(jax.random.key(0), jnp.ones((2, 3))),
+            ValueError,
+            "axis=3",
+        ),
+        (lambda: te_flax.DenseGeneral(0).init(jax.random.key(0), jnp.ones((2, 3))), ValueError, "features=0"),
+        (
+            lambda: te_flax.DenseGeneral(4, kernel_axes=("a",)).init(jax.random.key(0), jnp.ones((2, 3))),
+            ValueError,
+            "axes of kernel",
+        ),
+    ],
+)
+def test_a_bad_call_is_refused_with_value_limit_and_remedy(call, error, sentence):
+    with pytest.raises(error, match=sentence):
+        call()

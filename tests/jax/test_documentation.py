@@ -1,0 +1,63 @@
+"""The code of the JAX page runs as it is printed."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "jax.md"
+
+
+def blocks() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+
+
+def test_the_quickstart_runs_as_printed_without_torch_and_triton():
+    program = "import sys; sys.modules['torch'] = sys.modules['triton'] = None\n" + blocks()[0]
+    checks = (
+        "\nassert jnp.isfinite(loss)"
+        "\nassert jax.tree.map(jnp.shape, param_grads) == {'kernel': (HIDDEN, HIDDEN), 'bias': (HIDDEN,)}, param_grads"
+        "\nassert set(other_grads['fp8_metas']) == set(other_variables['fp8_metas'])"
+    )
+    checks = checks.replace("param_grads)", "flax.linen.meta.unbox(param_grads))", 1)
+    done = subprocess.run([sys.executable, "-c", program + checks], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_quickstart_is_the_one_of_the_original():
+    lines = [line for line in blocks()[0].splitlines() if line.strip() and not line.strip().startswith("#")]
+    assert "    model = te_flax.DenseGeneral(features=HIDDEN)" in lines
+    assert lines[-1] == "        loss, (param_grads, other_grads) = fwd_bwd_fn(params, other_variables, inp)"
+
+
+def test_the_train_step_of_the_page_trains():
+    import flax
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    import transformer_engine.jax as te
+    import transformer_engine.jax.flax as te_flax
+
+    inp = jax.random.normal(jax.random.key(0), (64, 32))
+    model = te_flax.DenseGeneral(features=8)
+
+    def loss_fn(params, other_vars, inp):
+        return ((model.apply({"params": params, **other_vars}, inp) - inp[:, :8]) ** 2).mean()
+
+    names = {"jax": jax, "optax": optax, "loss_fn": loss_fn, "optimizer": optax.adamw(1e-2)}
+    with te.autocast(enabled=True):
+        exec(blocks()[1], names)
+        other_variables, params = flax.core.pop(model.init(jax.random.key(1), inp), "params")
+        opt_state = names["optimizer"].init(params)
+        losses = []
+        for _ in range(60):
+            params, other_variables, opt_state, loss = names["train_step"](
+                params, other_variables, opt_state, inp
+            )
+            losses.append(float(loss))
+    assert losses[-1] < 0.2 * losses[0]
+    amax = jnp.abs(inp).max()
+    assert other_variables["fp8_metas"]["x_scale"][0] == jnp.float32(448) / amax

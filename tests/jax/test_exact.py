@@ -1,0 +1,68 @@
+"""Division and multiplication of scales in integers give what IEEE arithmetic gives, subnormals included."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from transformer_engine.jax.primitives import exact
+
+EDGES = [
+    0,
+    1,
+    2,
+    0x400000,
+    0x400001,
+    0x7FFFFF,
+    0x800000,
+    0x3F7FFFFF,
+    0x3F800000,
+    0x7F7FFFFF,
+    0x7F800000,
+    0x7FC00000,
+]
+
+
+@pytest.fixture
+def pairs() -> tuple[np.ndarray, np.ndarray]:
+    """Bit patterns drawn evenly over all magnitudes, and every pair of edges."""
+    rng = np.random.default_rng(0)
+    drawn = rng.integers(0, 0x7F800001, (2, 200_000)).astype(np.int32)
+    edges = np.asarray(EDGES, np.int32)
+    first = np.concatenate([drawn[0], np.repeat(edges, len(edges))])
+    second = np.concatenate([drawn[1], np.tile(edges, len(edges))])
+    return first.view(np.float32), second.view(np.float32)
+
+
+def same(got, want: np.ndarray) -> None:
+    got = np.asarray(got)
+    nan = np.isnan(want)
+    np.testing.assert_array_equal(np.isnan(got), nan)
+    np.testing.assert_array_equal(got.view(np.int32)[~nan], want.view(np.int32)[~nan])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("ours", "ieee"), [(exact.divide, np.divide), (exact.multiply, np.multiply)])
+def test_scales_are_computed_as_ieee_says(ours, ieee, compiled, pairs):
+    first, second = pairs
+    with np.errstate(all="ignore"):
+        want = ieee(first, second)
+    function = jax.jit(ours) if compiled else ours
+    same(function(jnp.asarray(first), jnp.asarray(second)), want)
+
+
+def test_a_subnormal_scale_multiplies_as_it_should():
+    scale = np.asarray([2.0**-130, 1.1 * 2.0**-127, 2.0**-101, 3.0], np.float32)
+    values = np.asarray([448.0, 57344.0, -30.0, 7.0], np.float32)
+    same(jax.jit(exact.scaled)(jnp.asarray(values), jnp.asarray(scale)), values * scale)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_magnitudes_order_as_their_bits(dtype):
+    x = jnp.asarray([0.0, -0.0, 1.5, -2.0, np.inf, np.nan, 2.0**-14], dtype)
+    bits = np.asarray(exact.magnitude_bits(x))
+    expected = np.abs(np.asarray(x, np.float32)).view(np.int32)
+    np.testing.assert_array_equal(bits[:5], expected[:5])
+    assert bits[5] > bits[4] and bits[6] == expected[6]

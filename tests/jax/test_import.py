@@ -1,0 +1,89 @@
+"""Each framework is imported for itself alone, and says what to install where something is missing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from transformer_engine.common import frameworks
+
+BLOCK = "import sys; sys.modules[{name!r}] = None\n"  # `import name` fails as if it were not installed
+
+
+def run(program: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+
+
+def imported_by(program: str) -> set[str]:
+    done = run(program + "\nimport sys; print(' '.join(sys.modules))")
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def test_the_package_alone_imports_no_framework():
+    assert not imported_by("import transformer_engine") & {"torch", "jax", "flax"}
+
+
+def test_the_jax_side_imports_no_torch():
+    assert "torch" not in imported_by("import transformer_engine.jax")
+
+
+def test_the_pytorch_side_imports_no_jax():
+    assert not imported_by("import transformer_engine.pytorch") & {"jax", "flax"}
+
+
+@pytest.mark.parametrize("name", ["pytorch", "jax"])
+def test_a_framework_is_an_attribute_of_the_package(name):
+    assert f"transformer_engine.{name}" in imported_by(
+        f"import transformer_engine\ntransformer_engine.{name}"
+    )
+
+
+def test_the_jax_side_works_without_torch():
+    assert "transformer_engine.jax" in imported_by(
+        BLOCK.format(name="torch") + "import transformer_engine.jax"
+    )
+
+
+@pytest.mark.parametrize(("name", "missing"), [("pytorch", "torch"), ("jax", "jax"), ("jax", "flax")])
+def test_a_missing_framework_is_named_with_its_remedy(name, missing):
+    done = run(BLOCK.format(name=missing) + f"import transformer_engine\ntransformer_engine.{name}")
+    last = done.stderr.strip().splitlines()[-1]
+    assert f"transformer_engine.{name} needs {missing}, which is not installed" in last
+    assert f'pip install "transformer-engine[{name}]"' in last
+
+
+def test_an_unknown_attribute_is_an_attribute_error():
+    import transformer_engine
+
+    with pytest.raises(AttributeError, match="has no attribute 'tensorflow'"):
+        transformer_engine.tensorflow  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("found", "fits"), [("0.10.1", False), ("0.10.2", True), ("0.12.9", True), ("0.13.0", False)]
+)
+def test_a_version_out_of_range_is_refused_with_the_range(found, fits):
+    jax = next(package for package in frameworks.JAX.packages if package.name == "jax")
+    refusal = jax.refuses(found)
+    assert (refusal is None) is fits
+    assert fits or refusal == f"jax {found} is installed, jax>=0.10.2,<0.13 is needed"
+
+
+def test_an_old_python_is_refused_with_the_least_version(monkeypatch):
+    monkeypatch.setattr(sys, "version_info", (3, 10, 4, "final", 0))
+    with pytest.raises(
+        ImportError, match=r"transformer_engine.jax needs Python 3.11 or newer, this is Python 3.10"
+    ):
+        frameworks.demand(frameworks.JAX)
+
+
+def test_importing_asks_for_no_device():
+    program = (
+        "import transformer_engine.jax, jax\n"
+        "from jax._src import xla_bridge\n"
+        "assert not xla_bridge._backends, xla_bridge._backends"
+    )
+    assert run(program).returncode == 0

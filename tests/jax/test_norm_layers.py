@@ -1,0 +1,349 @@
+"""Norms, activations and the layers made of them against plain jnp: values, every gradient, trees, bad calls."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+
+import transformer_engine.jax as te
+import transformer_engine.jax.flax as te_flax
+from transformer_engine.common import recipe
+from transformer_engine.jax.activation import activation
+from transformer_engine.jax.layernorm import layernorm
+from transformer_engine.jax.layernorm_dense import layernorm_dense
+from transformer_engine.jax.layernorm_mlp import layernorm_mlp
+from transformer_engine.jax.quantize import QuantizerFactory
+
+RECIPES = {
+    "none": (None, 2e-5),
+    "delayed": (recipe.DelayedScaling(), 0.15),
+    "current": (recipe.Float8CurrentScaling(), 0.15),
+    "block": (recipe.Float8BlockScaling(), 0.1),
+    "mxfp8": (recipe.MXFP8BlockScaling(), 0.1),
+}
+CURVES = {
+    "gelu": lambda x: jax.nn.gelu(x, approximate=True),
+    "silu": jax.nn.silu,
+    "relu": jax.nn.relu,
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+    "squared_relu": lambda x: jax.nn.relu(x) ** 2,
+    "linear": lambda x: x,
+}
+
+
+def relative_error(got, want) -> float:
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    return float(np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-30))
+
+
+def assert_close(got, want, tolerance):
+    for path, (one, other) in zip(
+        jax.tree_util.tree_leaves_with_path(want),
+        zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True),
+        strict=True,
+    ):
+        assert one.dtype == other.dtype, path[0]
+        assert relative_error(one, other) < tolerance, path[0]
+
+
+def plain_norm(x, gamma, beta, kind, zero_centered=False, epsilon=1e-6):
+    wide = x.astype(jnp.float32)
+    if kind == "layernorm":
+        wide = wide - wide.mean(-1, keepdims=True)
+    y = wide / jnp.sqrt((wide**2).mean(-1, keepdims=True) + epsilon) * (gamma + zero_centered)
+    return (y if beta is None else y + beta).astype(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    ("kind", "zero_centered"), [("layernorm", False), ("layernorm", True), ("rmsnorm", False)]
+)
+def test_norms_and_their_gradients(kind, zero_centered, dtype):
+    keys = jax.random.split(jax.random.key(0), 4)
+    x = (3 + jax.random.normal(keys[0], (2, 5, 24))).astype(dtype)
+    gamma = jax.random.normal(keys[1], (24,))
+    beta = jax.random.normal(keys[2], (24,)) if kind == "layernorm" else None
+    dy = jax.random.normal(keys[3], x.shape).astype(dtype)
+    ours, pullback = jax.vjp(lambda *a: layernorm(*a, kind, zero_centered, 1e-5), x, gamma, beta)
+    plain, plain_pullback = jax.vjp(lambda *a: plain_norm(*a, kind, zero_centered, 1e-5), x, gamma, beta)
+    tolerance = 1e-5 if dtype == jnp.float32 else 1e-2
+    assert_close((ours, *pullback(dy)), (plain, *plain_pullback(dy)), tolerance)
+
+
+@pytest.mark.parametrize("name", ["RMSNorm", "RMS-Norm", "rms_norm", "LayerNorm"])
+def test_norm_names_are_taken_in_any_case(name):
+    x = jnp.arange(8.0).reshape(2, 4)
+    beta = None if name.lower().startswith("rms") else jnp.zeros(4)
+    kind = "rmsnorm" if beta is None else "layernorm"
+    np.testing.assert_allclose(
+        layernorm(x, jnp.ones(4), beta, name), plain_norm(x, jnp.ones(4), beta, kind), rtol=1e-5, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("name", [n for n in CURVES if n != "linear"])
+def test_activations_and_their_gradients(name, gated):
+    names = (name, "linear") if gated else (name,)
+    x = jax.random.normal(jax.random.key(0), (3, len(names), 16))
+    dy = jax.random.normal(jax.random.key(1), (3, 16))
+
+    def plain(x):
+        y = CURVES[name](x[..., 0, :])
+        return y * x[..., 1, :] if gated else y
+
+    ours, pullback = jax.vjp(lambda x: activation(x, names), x)
+    want, plain_pullback = jax.vjp(plain, x)
+    assert_close((ours, *pullback(dy)), (want, *plain_pullback(dy)), 1e-5)
+
+
+def test_the_clamped_activation_follows_its_parameters():
+    x = 8 * jax.random.normal(jax.random.key(0), (3, 2, 16))
+    params = {"limit": 5.0, "alpha": 1.5, "glu_linear_offset": 0.5}
+    gate, linear = jnp.minimum(x[:, 0], 5.0), jnp.clip(x[:, 1], -5.0, 5.0)
+    want = gate * jax.nn.sigmoid(1.5 * gate) * (linear + 0.5)
+    np.testing.assert_allclose(
+        activation(x, ("clamped_silu", "clamped_linear"), act_params=params), want, rtol=1e-5, atol=1e-5
+    )
+
+
+def test_a_quantizer_rounds_a_norm_to_its_codes_and_advances():
+    x = jax.random.normal(jax.random.key(0), (8, 32))
+    with te.autocast(True, recipe.DelayedScaling(amax_history_len=4)):
+        quantizer = QuantizerFactory.create_set().x
+    y, pullback = jax.vjp(lambda x, q: layernorm(x, jnp.ones(32), None, "rmsnorm", quantizer=q), x, quantizer)
+    plain = layernorm(x, jnp.ones(32), None, "rmsnorm")
+    np.testing.assert_array_equal(y, quantizer.encode(plain)[0].dequantize())
+    following = pullback(jnp.ones_like(y))[1]
+    assert following.amax_history[-1] == jnp.abs(plain).max()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+def test_a_norm_and_a_product(kind, name):
+    settings, tolerance = RECIPES[name]
+    keys = jax.random.split(jax.random.key(0), 5)
+    x, kernel = jax.random.normal(keys[0], (2, 32, 64)), jax.random.normal(keys[1], (64, 32))
+    gamma, bias = 1 + 0.1 * jax.random.normal(keys[2], (64,)), jax.random.normal(keys[3], (32,))
+    beta = jnp.zeros(64) if kind == "layernorm" else None
+    with te.autocast(settings is not None, settings):
+        quantizers = QuantizerFactory.create_set()
+
+    def ours(x, kernel, gamma, bias):
+        return layernorm_dense(x, kernel, gamma, beta, bias, kind, quantizer_set=quantizers)
+
+    def plain(x, kernel, gamma, bias):
+        return plain_norm(x, gamma, beta, kind) @ kernel + bias
+
+    y, pullback = jax.vjp(ours, x, kernel, gamma, bias)
+    want, plain_pullback = jax.vjp(plain, x, kernel, gamma, bias)
+    dy = jax.random.normal(keys[4], y.shape)
+    assert_close((y, *pullback(dy)), (want, *plain_pullback(dy)), tolerance)
+
+
+def plain_mlp(x, gamma, beta, kernels, biases, kind, names):
+    hidden = jnp.einsum("...h,hnf->...nf", plain_norm(x, gamma, beta, kind), kernels[0])
+    if biases[0] is not None:
+        hidden = hidden + biases[0]
+    y = CURVES[names[0]](hidden[..., 0, :])
+    for place, name in enumerate(names[1:], 1):
+        y = y * CURVES[name](hidden[..., place, :])
+    y = y @ kernels[1]
+    return y if biases[1] is None else y + biases[1]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(("names", "biased"), [(("gelu",), True), (("silu", "linear"), False)])
+def test_an_mlp_behind_a_norm(names, biased, name):
+    settings, tolerance = RECIPES[name]
+    keys = jax.random.split(jax.random.key(0), 6)
+    x, gamma, beta = jax.random.normal(keys[0], (2, 32, 64)), jnp.ones(64), jnp.zeros(64)
+    kernels = jax.random.normal(keys[1], (64, len(names), 32)) / 8, jax.random.normal(keys[2], (32, 64)) / 6
+    biases = (
+        (jax.random.normal(keys[3], (len(names), 32)), jax.random.normal(keys[4], (64,)))
+        if biased
+        else (None, None)
+    )
+    with te.autocast(settings is not None, settings):
+        sets = QuantizerFactory.create_set(n_quantizer_sets=2)
+
+    def ours(x, gamma, beta, kernels, biases):
+        return layernorm_mlp(
+            x, gamma, beta, kernels, biases, "layernorm", activation_type=names, quantizer_sets=sets
+        )
+
+    def plain(x, gamma, beta, kernels, biases):
+        return plain_mlp(x, gamma, beta, kernels, biases, "layernorm", names)
+
+    arguments = (x, gamma, beta, kernels, biases)
+    y, pullback = jax.vjp(ours, *arguments)
+    want, plain_pullback = jax.vjp(plain, *arguments)
+    dy = jax.random.normal(keys[5], y.shape)
+    assert_close((y, *pullback(dy)), (want, *plain_pullback(dy)), tolerance)
+
+
+MLP_FIELDS = [
+    {},
+    {"use_bias": True, "layernorm_type": "rmsnorm"},
+    {"activations": ("silu", "linear"), "return_layernorm_output": True},
+    {"activations": ("gelu", jnp.tanh), "use_bias": True},
+    {"enable_layernorm": False, "activations": (jnp.sin,)},
+    {"zero_centered_gamma": True, "use_bias": True},
+    {"intermediate_dropout_rate": 0.5, "intermediate_hidden_dropout_dims": (-2,)},
+    {"enable_low_rank_adaptation": True, "low_rank_adaptation_dim": 4, "low_rank_adaptation_alpha": 2.0},
+]
+
+
+@pytest.mark.parametrize("fields", MLP_FIELDS, ids=lambda fields: "-".join(fields) or "defaults")
+def test_the_mlp_module_is_the_plain_one(fields):
+    x = jax.random.normal(jax.random.key(0), (3, 5, 16))
+    model = te_flax.LayerNormMLP(intermediate_dim=24, **fields)
+    variables = nn.meta.unbox(model.init({"params": jax.random.key(1), "dropout": jax.random.key(2)}, x))
+    params = variables["params"]
+    names = fields.get("activations", ("gelu",))
+    normed = fields.get("enable_layernorm", True)
+    kind = fields.get("layernorm_type", "layernorm")
+    shapes = {"wi_kernel": (16, len(names), 24), "wo_kernel": (24, 16)}
+    shapes |= {"scale": (16,)} if normed else {}
+    shapes |= {"ln_bias": (16,)} if normed and kind == "layernorm" else {}
+    shapes |= {"wi_bias": (len(names), 24), "wo_bias": (16,)} if fields.get("use_bias") else {}
+    if fields.get("enable_low_rank_adaptation"):
+        shapes |= {"wi_lora_a_kernel": (16, 1, 4), "wi_lora_b_kernel": (1, 4, 24)}
+        shapes |= {"wo_lora_a_kernel": (24, 4), "wo_lora_b_kernel": (4, 16)}
+    assert jax.tree.map(jnp.shape, params) == shapes
+    assert float(jnp.abs(params["scale"]).max() if normed else 1) == (
+        0.0 if "zero_centered_gamma" in fields else 1.0
+    )
+    key = jax.random.key(7)
+    params = jax.tree.map(lambda p: p + 0.1 * jax.random.normal(key, p.shape), params)
+
+    def ours(params, x):
+        return model.apply({"params": params}, x, rngs={"dropout": jax.random.key(5)})
+
+    def plain(params, x):
+        centered = fields.get("zero_centered_gamma", False)
+        hidden = plain_norm(x, params["scale"], params.get("ln_bias"), kind, centered) if normed else x
+        y = jnp.einsum("bsh,hnf->bsnf", hidden, params["wi_kernel"])
+        if "wi_lora_a_kernel" in params:
+            y += (
+                jnp.einsum(
+                    "bsh,hnr,nrf->bsnf", hidden, params["wi_lora_a_kernel"], params["wi_lora_b_kernel"]
+                )
+                / 2
+            )
+        y = y + params.get("wi_bias", 0)
+        y = [CURVES.get(n, n)(y[..., i, :]) for i, n in enumerate(names)]
+        y = y[0] * y[1] if len(y) == 2 else y[0]
+        if "intermediate_dropout_rate" in fields:
+            y = Dropped().apply({}, y, rngs={"dropout": jax.random.key(5)})
+        out = y @ params["wo_kernel"]
+        if "wo_lora_a_kernel" in params:
+            out += y @ params["wo_lora_a_kernel"] @ params["wo_lora_b_kernel"] / 2
+        return out + params.get("wo_bias", 0), hidden if fields.get("return_layernorm_output") else None
+
+    def objective(function):
+        def value(params, x):
+            y, normalized = function(params, x)
+            return (y**2).mean() + (0 if normalized is None else normalized.mean())
+
+        return jax.value_and_grad(value, argnums=(0, 1))(params, x)
+
+    assert_close(objective(ours), objective(plain), 1e-4)
+    assert model.apply({"params": params}, x, deterministic=True)[0].shape == x.shape
+
+
+class Dropped(nn.Module):
+    """The dropout that LayerNormMLP holds, under the same name, so that it draws the same elements."""
+
+    @nn.compact
+    def __call__(self, y):
+        return nn.Dropout(0.5, broadcast_dims=(-2,))(y, deterministic=False)
+
+
+def test_the_kernel_of_an_mlp_is_drawn_activation_by_activation():
+    x = jnp.ones((2, 8))
+
+    def draw(key, shape, dtype):
+        return jax.random.normal(key, shape, dtype)
+
+    model = te_flax.LayerNormMLP(
+        intermediate_dim=4, activations=("gelu", "linear"), enable_layernorm=False, kernel_init=draw
+    )
+    kernel = nn.meta.unbox(model.init(jax.random.key(0), x))["params"]["wi_kernel"]
+
+    class Keys(nn.Module):
+        @nn.compact
+        def __call__(self):
+            return self.param("key", lambda key: key)
+
+    key = Keys().init(jax.random.key(0))["params"]["key"]
+    for place in range(2):
+        key, init_key = jax.random.split(key)
+        np.testing.assert_array_equal(kernel[:, place], draw(init_key, (8, 4), jnp.float32))
+
+
+@pytest.mark.parametrize("returned", [False, True])
+def test_the_norm_and_dense_module(returned):
+    x = jax.random.normal(jax.random.key(0), (3, 16))
+    model = te_flax.LayerNormDenseGeneral(
+        features=(2, 8), use_bias=True, return_layernorm_output=returned, depth_scaling=2.0
+    )
+    params = nn.meta.unbox(model.init(jax.random.key(1), x))["params"]
+    assert jax.tree.map(jnp.shape, params) == {
+        "scale": (16,), "ln_bias": (16,), "kernel": (16, 2, 8), "bias": (2, 8)
+    }  # fmt: skip
+    y, normalized = model.apply({"params": params}, x)
+    want = plain_norm(x, params["scale"], params["ln_bias"], "layernorm")
+    np.testing.assert_allclose(y, jnp.einsum("bh,hnf->bnf", want, params["kernel"]) / 2, rtol=1e-4, atol=1e-5)
+    assert (normalized is not None) is returned
+    if returned:
+        np.testing.assert_allclose(normalized, want, rtol=1e-5, atol=1e-5)
+
+
+def test_checkpoint_names_reach_all_tensors_of_an_mlp():
+    x = jnp.ones((32, 64))
+    with te.autocast(True, recipe.MXFP8BlockScaling()):
+        model = te_flax.LayerNormMLP(intermediate_dim=32, quantization_checkpoint_name="codes")
+        params = model.init(jax.random.key(0), x)
+        text = str(jax.make_jaxpr(lambda p: model.apply(p, x, deterministic=True))(params))
+    assert text.count("name=codes") == 4 * 2 * 3  # four tensors, two directions, three leaves
+    assert text.count("name=ffn1") == text.count("name=ffn2") == 1
+
+
+def test_the_state_of_an_mlp_has_a_postfix_for_each_product():
+    with te.autocast(True, recipe.DelayedScaling(amax_history_len=4)):
+        variables = te_flax.LayerNormMLP(intermediate_dim=32).init(jax.random.key(0), jnp.ones((4, 16)))
+    names = {
+        f"{t}_{i}_{leaf}"
+        for t in ("x", "kernel", "grad")
+        for i in (0, 1)
+        for leaf in ("scale", "amax_history")
+    }
+    assert set(variables["fp8_metas"]) == names
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: layernorm(jnp.ones((2, 4)), jnp.ones(3), None, "rmsnorm"), r"needs \(4,\)"),
+        (lambda: layernorm(jnp.ones((2, 4)), jnp.ones(4), None, "layernorm"), "needs beta"),
+        (lambda: layernorm(jnp.ones((2, 4)), jnp.ones(4), jnp.ones(4), "rmsnorm"), "beta=None"),
+        (lambda: layernorm(jnp.ones((2, 4)), jnp.ones(4), None, "rmsnorm", True), "set it to False"),
+        (lambda: layernorm(jnp.ones((2, 4)), jnp.ones(4), None, "batchnorm"), "choose 'layernorm'"),
+        (lambda: layernorm(jnp.ones((2, 4)), jnp.ones(4), None, "rmsnorm", epsilon=-1.0), "below 0"),
+        (lambda: activation(jnp.ones((2, 1, 4)), ("swish",)), "choose one of"),
+        (lambda: activation(jnp.ones((2, 1, 4)), ("gelu", "linear")), "takes"),
+        (lambda: activation(jnp.ones((2, 1, 4)), ("gelu",), act_params={"beta": 1}), "choose from"),
+        (
+            lambda: te_flax.LayerNormMLP(activations=("nosuch",)).init(jax.random.key(0), jnp.ones((2, 4))),
+            "no activation",
+        ),
+        (lambda: te_flax.LayerNormMLP(axis=0).init(jax.random.key(0), jnp.ones((2, 4))), "give -1"),
+        (lambda: te_flax.LayerNormMLP(0).init(jax.random.key(0), jnp.ones((2, 4))), "intermediate_dim=0"),
+    ],
+)
+def test_a_bad_call_is_refused_with_value_limit_and_remedy(call, sentence):
+    with pytest.raises((ValueError, TypeError), match=sentence):
+        call()

@@ -1,0 +1,192 @@
+"""Codes, scales and maxima have the bytes of the PyTorch reference, in every format and direction."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from bits import assert_same_bytes, matrix, to_torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, E5M2, FLOAT8, MXFP8, NVFP4
+from transformer_engine.common.quantize_spec import QuantizeSpec
+from transformer_engine.jax.primitives import quantize as ours
+from transformer_engine.jax.primitives.operand import Operand
+from transformer_engine.pytorch.primitives import quantize as theirs
+from transformer_engine.pytorch.primitives.operand import Operand as TorchOperand
+
+BOTH = {"rowwise": True, "columnwise": True}
+SPECS = {
+    "float8-e4m3": QuantizeSpec(FLOAT8, E4M3, **BOTH),
+    "float8-e5m2": QuantizeSpec(FLOAT8, E5M2, **BOTH),
+    "float8-power-of-two": QuantizeSpec(FLOAT8, E4M3, **BOTH, power_of_two=True, epsilon=1e-3),
+    "block1d": QuantizeSpec(BLOCK_1D, E4M3, **BOTH),
+    "block1d-power-of-two": QuantizeSpec(BLOCK_1D, E4M3, **BOTH, power_of_two=True),
+    "block2d": QuantizeSpec(BLOCK_2D, E4M3, **BOTH),
+    "block2d-power-of-two": QuantizeSpec(BLOCK_2D, E5M2, **BOTH, power_of_two=True),
+    "mxfp8-e4m3": QuantizeSpec(MXFP8, E4M3, **BOTH),
+    "mxfp8-e5m2": QuantizeSpec(MXFP8, E5M2, **BOTH),
+    "mxfp8-2d": QuantizeSpec(MXFP8, E4M3, **BOTH, two_dimensional=True),
+    "nvfp4": QuantizeSpec(NVFP4, E2M1, **BOTH),
+    "nvfp4-2d": QuantizeSpec(NVFP4, E2M1, **BOTH, two_dimensional=True),
+    "nvfp4-hadamard": QuantizeSpec(NVFP4, E2M1, **BOTH, hadamard=True),
+    "nvfp4-hadamard-unsigned": QuantizeSpec(NVFP4, E2M1, **BOTH, hadamard=True, random_sign=False),
+    "nvfp4-stochastic": QuantizeSpec(NVFP4, E2M1, **BOTH, stochastic=True),
+    "nvfp4-2d-stochastic": QuantizeSpec(NVFP4, E2M1, **BOTH, two_dimensional=True, stochastic=True),
+}
+KINDS = ("normal", "spread", "special", "infinite", "large", "small", "zero")
+SHAPES = ((144, 130), (16, 2), (1, 4))
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def torch_spec(spec: QuantizeSpec) -> theirs.QuantizeSpec:
+    return theirs.QuantizeSpec(**{name: getattr(spec, name) for name in spec.__dataclass_fields__})
+
+
+def fits(spec: QuantizeSpec, shape: tuple[int, int]) -> bool:
+    if spec.format == NVFP4 and spec.columnwise:
+        return shape[0] % (16 if spec.hadamard else 2) == 0
+    return True
+
+
+def random_numbers(spec: QuantizeSpec, shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray] | None:
+    if not spec.stochastic:
+        return None
+    rng = np.random.default_rng(1)
+    return rng.random(shape, np.float32), rng.random(shape[::-1], np.float32)
+
+
+def compare(spec: QuantizeSpec, x: np.ndarray, scale: float | None = None, compiled: bool = False) -> None:
+    random = random_numbers(spec, x.shape)
+
+    def quantize(x, scale, random):
+        return ours.quantize(x, spec, scale=scale, random=random)
+
+    function = jax.jit(quantize) if compiled else quantize
+    made = function(
+        jnp.asarray(x),
+        None if scale is None else jnp.full(1, scale, jnp.float32),
+        None if random is None else tuple(map(jnp.asarray, random)),
+    )
+    with theirs_forced():
+        expected = theirs.quantize(
+            to_torch(x),
+            torch_spec(spec),
+            scale=None if scale is None else torch.full((1,), scale),
+            random=None if random is None else tuple(map(torch.from_numpy, random)),  # pyright: ignore
+        )
+    for name in expected._fields:
+        assert_same_bytes(getattr(made, name), getattr(expected, name), name)
+
+
+def theirs_forced():
+    from transformer_engine.common.dispatch import use_backend
+
+    return use_backend(quantize="reference")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", SPECS)
+def test_both_directions_equal_the_torch_reference(name, dtype):
+    spec = SPECS[name]
+    for compiled, shape in enumerate(SHAPES if dtype == "float32" else SHAPES[:1]):
+        for seed, kind in enumerate(KINDS):
+            # Differences of small elements are subnormal, which the transform takes for zero.
+            if fits(spec, shape) and not (spec.hadamard and kind == "small"):
+                compare(spec, matrix(kind, shape, dtype, seed), compiled=bool(compiled))
+
+
+@pytest.mark.parametrize("direction", ["rowwise", "columnwise"])
+@pytest.mark.parametrize("name", SPECS)
+def test_one_direction_alone_equals_the_torch_reference(name, direction):
+    spec = SPECS[name]
+    options = {field: getattr(spec, field) for field in spec.__dataclass_fields__}
+    alone = QuantizeSpec(
+        **(options | {"rowwise": direction == "rowwise", "columnwise": direction == "columnwise"})
+    )
+    compare(alone, matrix("spread", (48, 62), "bfloat16"))
+
+
+@pytest.mark.parametrize("name", ["float8-e4m3", "mxfp8-e4m3", "nvfp4-hadamard", "block1d"])
+def test_operation_by_operation_gives_the_same_bits(name):
+    with jax.disable_jit():
+        compare(SPECS[name], matrix("special", (32, 48), "float32"))
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.37, 2.0**40, 3.0e38])
+@pytest.mark.parametrize("element", [E4M3, E5M2])
+def test_a_given_scale_equals_the_torch_reference(element, scale):
+    for seed, kind in enumerate(KINDS):
+        compare(QuantizeSpec(FLOAT8, element, **BOTH), matrix(kind, (33, 40), "float32", seed), scale)
+
+
+@pytest.mark.parametrize("name", [name for name in SPECS if "stochastic" not in name])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dequantized_values_equal_the_torch_reference(name, dtype):
+    spec = SPECS[name]
+    for seed, kind in enumerate(("normal", "spread", "special")):
+        x = matrix(kind, (48, 62), dtype, seed)
+        made = ours.quantize(jnp.asarray(x), spec)
+        got = ours.dequantize(Operand(made.codes, made.scale, made.amax, spec.format, jnp.dtype(x.dtype)))
+        tensor = to_torch(x)
+        expected = theirs.quantize(tensor, torch_spec(spec))
+        want = theirs.dequantize(
+            TorchOperand(expected.codes, expected.scale, spec.format, expected.amax, tensor.dtype)  # pyright: ignore
+        )
+        np.testing.assert_array_equal(np.asarray(got, np.float32), want.float().numpy())
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    name=st.sampled_from(sorted(SPECS)),
+    rows=st.sampled_from([2, 16, 32, 160]),
+    depth=st.sampled_from([2, 30, 128, 130]),
+    dtype=st.sampled_from(DTYPES),
+    exponent=st.integers(-60, 60),
+    seed=st.integers(0, 2**16),
+)
+def test_any_matrix_equals_the_torch_reference(name, rows, depth, dtype, exponent, seed):
+    spec = SPECS[name]
+    if not fits(spec, (rows, depth)):
+        return
+    x = matrix("normal", (rows, depth), "float32", seed)
+    if dtype != "float16":
+        x = np.ldexp(x, exponent)
+    compare(spec, x.astype(matrix("zero", (1, 1), dtype).dtype))
+
+
+def test_elements_that_are_subnormal_count_as_zero_on_a_cpu():
+    """The one exception: their maximum is seen in full, they are multiplied as zero."""
+    x = np.full((2, 4), 2.0**-130, np.float32)
+    made = ours.quantize(jnp.asarray(x), QuantizeSpec(FLOAT8, E4M3))
+    assert np.asarray(made.amax)[0] == np.float32(2.0**-130)
+    assert not np.asarray(made.codes, np.float32).any() or jax.default_backend() != "cpu"
+
+
+@pytest.mark.parametrize(
+    ("x", "options", "error", "sentence"),
+    [
+        ((2, 3, 4), {}, ValueError, "reshape it"),
+        ((4, 4), {"scale": jnp.ones}, None, ""),
+        ((4, 4), {"format": MXFP8, "scale": jnp.ones}, ValueError, "give none"),
+        ((4, 3), {"format": NVFP4}, ValueError, "pad K to a multiple of 2"),
+        ((4, 4), {"format": NVFP4, "stochastic": True}, ValueError, "it is None"),
+    ],
+)
+def test_a_bad_request_says_what_would_do(x, options, error, sentence):
+    form = options.get("format", FLOAT8)
+    spec = QuantizeSpec(form, E2M1 if form == NVFP4 else E4M3, stochastic=options.get("stochastic", False))
+    scale = options["scale"](1) if "scale" in options else None
+    if error is None:
+        assert ours.quantize(jnp.ones(x), spec, scale=scale).codes is not None
+        return
+    with pytest.raises(error, match=sentence):
+        ours.quantize(jnp.ones(x), spec, scale=scale)
+
+
+def test_codes_are_not_quantized_again():
+    with pytest.raises(TypeError, match="cast it"):
+        ours.quantize(jnp.ones((4, 4), jnp.float8_e4m3fn), QuantizeSpec(FLOAT8, E4M3))

@@ -1,0 +1,116 @@
+"""Layers laid over a mesh compute what one device does, and keep its state; what is refused without a MeshResource."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+import transformer_engine.jax as te
+from transformer_engine.jax import sharding
+
+PROGRAM = Path(__file__).with_name("host_devices.py")
+
+
+@pytest.fixture(scope="module")
+def facts() -> dict:
+    environment = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(PROGRAM.parents[2]),
+    }
+    done = subprocess.run([sys.executable, str(PROGRAM)], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("entered", ["with mesh", "set_mesh"])
+def test_eight_devices_compute_what_one_does(facts, entered):
+    assert facts[entered] < 1e-6
+    assert facts[f"{entered} gradients"] < 1e-6
+    assert facts[f"{entered} shards"] == 2
+
+
+@pytest.mark.parametrize("entered", ["with mesh", "set_mesh"])
+def test_the_state_of_delayed_scaling_sees_the_whole_mesh(facts, entered):
+    assert facts[f"{entered} state"] == 0.0
+
+
+@pytest.mark.parametrize("entered", ["with mesh", "set_mesh"])
+def test_no_kernel_is_gathered(facts, entered):
+    assert facts[f"{entered} all-gathers"] == 0
+
+
+@pytest.fixture
+def mesh():
+    return Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
+
+
+def test_a_mesh_without_a_resource_is_refused_with_the_remedy():
+    with pytest.raises(ValueError, match=r"autocast\(mesh_resource=MeshResource"):
+        sharding.global_mesh_resource()
+
+
+def test_tensor_and_sequence_axes_exclude_each_other(monkeypatch):
+    monkeypatch.setattr(sharding, "get_mesh_axis_size", lambda axis: 2)
+    resource = te.MeshResource(tp_resource="tp", tpsp_resource="tpsp")
+    with sharding.global_shard_guard(resource), pytest.raises(ValueError, match="set one of them to None"):
+        sharding.global_mesh_resource()
+
+
+def test_axis_names_map_to_the_axes_of_the_resource():
+    with sharding.global_shard_guard(te.MeshResource(dp_resource="dp", tp_resource="tp", cp_resource="cp")):
+        rules = sharding.get_sharding_map_logic_axis_to_mesh_axis()
+    used = {name: axis for name, axis in rules.items() if axis is not None}
+    assert used == {
+        "nvte_batch": "dp", "nvte_seqlen_cp": "cp", "nvte_head": "tp", "nvte_hidden_tp": "tp", "nvte_w_tp": "tp",
+    }  # fmt: skip
+    assert len(rules) == 12
+
+
+def test_the_guard_is_restored_and_takes_a_resource_alone():
+    outer, inner = te.MeshResource(dp_resource="a"), te.MeshResource(dp_resource="b")
+    with sharding.global_shard_guard(outer):
+        with sharding.global_shard_guard(inner):
+            assert sharding.global_mesh_resource() is inner
+        assert sharding.global_mesh_resource() is outer
+        with te.autocast(True):
+            assert sharding.global_mesh_resource() is outer
+    with pytest.raises(TypeError, match="pass a MeshResource"), sharding.global_shard_guard("dp"):
+        pytest.fail("the block was entered")
+
+
+def test_constraints_do_nothing_without_a_mesh_or_names():
+    x = jnp.ones((2, 3))
+    assert sharding.with_sharding_constraint(x, PartitionSpec("dp")) is x
+    assert sharding.with_sharding_constraint_by_logical_axes(x, None) is x
+    assert sharding.with_sharding_constraint_by_logical_axes(x, ("nvte_batch", None)) is x
+    with pytest.raises(ValueError, match="1 axis names"):
+        sharding.with_sharding_constraint_by_logical_axes(x, ("nvte_batch",))
+
+
+def test_names_of_ours_without_flax_rules_are_deprecated(mesh):
+    x = jnp.ones((2, 3))
+    with jax.set_mesh(mesh), sharding.global_shard_guard(te.MeshResource(dp_resource="dp")):
+        with pytest.warns(DeprecationWarning, match="extend_logical_axis_rules"):
+            y = sharding.with_sharding_constraint_by_logical_axes(x, ("nvte_batch", None))
+        np.testing.assert_array_equal(x, y)
+        with pytest.raises(ValueError, match="no rule for"), pytest.warns(DeprecationWarning):
+            sharding.with_sharding_constraint_by_logical_axes(x, ("batch", None))
+
+
+def test_manual_axes_are_dropped_from_a_constraint(mesh):
+    def body(x):
+        return sharding.with_sharding_constraint(x, PartitionSpec("dp", None)) * 2
+
+    with jax.set_mesh(mesh):
+        mapped = jax.shard_map(body, in_specs=PartitionSpec("dp"), out_specs=PartitionSpec("dp"))
+        np.testing.assert_array_equal(jax.jit(mapped)(jnp.ones((2, 3))), 2 * np.ones((2, 3)))

@@ -1,0 +1,319 @@
+"""Delayed scaling in JAX: the cotangent of a state is its next state, and that equals the PyTorch side's."""
+
+from __future__ import annotations
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from bits import assert_same_bytes
+from flax import linen as nn
+
+import transformer_engine.jax as te
+import transformer_engine.jax.flax as te_flax
+from transformer_engine.common import recipe
+from transformer_engine.jax.dense import dense
+from transformer_engine.jax.primitives.scale_update import advance_scales
+from transformer_engine.jax.quantize import (
+    DelayedScaleQuantizer,
+    QuantizerFactory,
+    QuantizerSet,
+    ScalingMode,
+    compute_scale_from_amax,
+    fan_out,
+    noop_quantizer_set,
+)
+from transformer_engine.pytorch.primitives.scale_update import reference as torch_update
+
+RECIPE = recipe.DelayedScaling(amax_history_len=4, fp8_format=recipe.Format.HYBRID)
+
+
+def delayed_set(length: int = 4) -> QuantizerSet:
+    def quantizer(dtype):
+        return DelayedScaleQuantizer(q_dtype=jnp.dtype(dtype), amax_history=jnp.zeros(length, jnp.float32))
+
+    return QuantizerSet(
+        quantizer(jnp.float8_e4m3fn), quantizer(jnp.float8_e4m3fn), quantizer(jnp.float8_e5m2)
+    )
+
+
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+@pytest.mark.parametrize("margin", [0, 1, -2])
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_one_step_has_the_bytes_of_the_torch_reference(algorithm, margin, length):
+    rng = np.random.default_rng(0)
+    history = np.ldexp(rng.random((length, 12), np.float32), rng.integers(-150, 128, (length, 12))).astype(
+        np.float32
+    )
+    history[0, :5] = [0.0, np.inf, np.nan, 1e-45, 3e38]
+    history[1:, :2] = 0
+    scale = rng.random(12, np.float32)
+    histories, scales = advance_scales(
+        jnp.asarray(history.T), jnp.asarray(scale), jnp.asarray(history[0]), algorithm, (448.0,) * 12, margin
+    )
+    want_history, want_scale = torch_update._next(
+        torch.from_numpy(history), torch.from_numpy(scale), algorithm, 448.0, margin, keep_idle=False
+    )
+    assert_same_bytes(histories, want_history.t(), "history")
+    assert_same_bytes(scales, want_scale, "scale")
+
+
+@pytest.mark.parametrize(
+    ("amax", "want"), [(2.0, 224.0), (0.0, 3.0), (np.inf, 3.0), (np.nan, 3.0), (1e-44, 3.4028235e38)]
+)
+def test_a_scale_keeps_its_old_value_where_an_amax_gives_none(amax, want):
+    scale = compute_scale_from_amax(jnp.asarray([amax]), jnp.float8_e4m3fn, scale=jnp.full(1, 3.0))
+    assert scale.shape == (1,)
+    assert np.asarray(scale)[0] == np.float32(want)
+
+
+def test_the_cotangent_of_a_state_is_its_next_state():
+    x, kernel = jax.random.normal(jax.random.key(0), (2, 32, 16))
+    kernel = kernel.T
+
+    def loss(x, kernel, quantizers):
+        return (dense(x, kernel, quantizer_set=quantizers) ** 2).sum()
+
+    quantizers = delayed_set()
+    dy = 2 * dense(x, kernel, quantizer_set=quantizers)
+    following = jax.grad(loss, argnums=2)(x, kernel, quantizers)
+    for name, tensor in (("x", x), ("kernel", kernel), ("dgrad", dy)):
+        state = getattr(following, name)
+        amax = np.abs(np.asarray(tensor)).max()
+        np.testing.assert_array_equal(np.asarray(state.amax_history), [0, 0, 0, amax])
+        maximum = 57344 if name == "dgrad" else 448
+        assert np.asarray(state.scale)[0] == np.float32(maximum) / amax
+
+
+def _torch_state(model, forward: bool) -> tuple[np.ndarray, np.ndarray]:
+    meta = model.fp8_meta["scaling_fwd" if forward else "scaling_bwd"]
+    return meta.scale.numpy().copy(), meta.amax_history.numpy().copy()
+
+
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+def test_ten_steps_leave_the_scales_and_histories_of_the_torch_layer(algorithm):
+    import transformer_engine.pytorch as te_torch
+
+    settings = recipe.DelayedScaling(amax_history_len=4, amax_compute_algo=algorithm)
+    rng = np.random.default_rng(0)
+    inputs = rng.standard_normal((10, 32, 48)).astype(np.float32)
+    inputs *= np.ldexp(1.0, rng.integers(-3, 4, (10, 1, 1))).astype(np.float32)
+    gradients = rng.standard_normal((10, 32, 16)).astype(np.float32) * rng.random((10, 1, 1), np.float32)
+    weight = rng.standard_normal((16, 48)).astype(np.float32)
+    reference = te_torch.Linear(48, 16, bias=False, params_dtype=torch.float32, device="cpu")
+    with torch.no_grad():
+        reference.weight.copy_(torch.from_numpy(weight))
+    with te.autocast(True, settings):
+        model = te_flax.DenseGeneral(features=16, use_bias=False)
+        state = flax.core.pop(model.init(jax.random.key(0), jnp.asarray(inputs[0])), "params")[0]
+        params = {"kernel": jnp.asarray(weight.T)}
+
+        @jax.jit
+        def step(state, x, dy):
+            def objective(state):
+                return (model.apply({"params": params, **state}, x) * dy).sum()
+
+            return jax.grad(objective)(state)
+
+        for x, dy in zip(inputs, gradients, strict=True):
+            state = step(state, jnp.asarray(x), jnp.asarray(dy))
+            with te_torch.autocast(enabled=True, recipe=settings):
+                out = reference(torch.from_numpy(x))
+            out.backward(torch.from_numpy(dy))
+            metas = state["fp8_metas"]
+            for forward, place, name in ((True, 0, "x"), (True, 1, "kernel"), (False, 0, "grad")):
+                scale, history = _torch_state(reference, forward)
+                np.testing.assert_array_equal(np.asarray(metas[f"{name}_scale"]), scale[place : place + 1])
+                np.testing.assert_array_equal(np.asarray(metas[f"{name}_amax_history"]), history[:, place])
+
+
+def test_a_step_is_traced_once():
+    traces = []
+    with te.autocast(True, RECIPE):
+        model = te_flax.DenseGeneral(features=8)
+        x = jnp.ones((4, 16))
+        state, params = flax.core.pop(model.init(jax.random.key(0), x), "params")
+
+        @jax.jit
+        def step(params, state, x):
+            traces.append(1)
+            return jax.grad(lambda p, s: model.apply({"params": p, **s}, x).sum(), argnums=(0, 1))(
+                params, state
+            )
+
+        for _ in range(4):
+            _, state = step(params, state, x)
+    assert len(traces) == 1
+
+
+class Stack(nn.Module):
+    """Four dense layers: written out or scanned, with or without recomputation."""
+
+    scanned: bool
+    remat: bool
+
+    @nn.compact
+    def __call__(self, x):
+        class Block(nn.Module):
+            @nn.compact
+            def __call__(self, x, _):
+                return jnp.tanh(te_flax.DenseGeneral(features=x.shape[-1], name="dense")(x)), None
+
+        block = nn.remat(Block) if self.remat else Block
+        if self.scanned:
+            layers = nn.scan(
+                block,
+                length=4,
+                variable_axes={"params": 0, "fp8_metas": 0},
+                split_rngs={"params": True},
+                metadata_params={nn.PARTITION_NAME: None},
+            )
+            return layers(name="layers")(x, None)[0]
+        for i in range(4):
+            x, _ = block(name=f"layer{i}")(x, None)
+        return x
+
+
+def _train(scanned: bool, remat: bool, params, state, x) -> tuple[list[float], dict]:
+    model = Stack(scanned, remat)
+
+    @jax.jit
+    def step(params, state):
+        def loss(params, state):
+            return (model.apply({"params": params, **state}, x) ** 2).mean()
+
+        value, (grads, state) = jax.value_and_grad(loss, argnums=(0, 1))(params, state)
+        return value, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), state
+
+    losses = []
+    for _ in range(5):
+        value, params, state = step(params, state)
+        losses.append(float(value))
+    return losses, state
+
+
+def test_scanned_and_recomputed_layers_keep_the_same_state():
+    with te.autocast(True, RECIPE):
+        x = jax.random.normal(jax.random.key(1), (16, 32))
+        plain = nn.meta.unbox(Stack(False, False).init(jax.random.key(0), x))
+        state, params = flax.core.pop(plain, "params")
+        stacked = jax.tree.map(
+            lambda *leaves: jnp.stack(leaves), *(plain["params"][f"layer{i}"] for i in range(4))
+        )
+        stacked_state = jax.tree.map(
+            lambda *leaves: jnp.stack(leaves), *(plain["fp8_metas"][f"layer{i}"] for i in range(4))
+        )
+        losses, after = _train(False, False, params, state, x)
+        recomputed, after_recomputed = _train(False, True, params, state, x)
+        scanned, after_scanned = _train(
+            True, True, {"layers": stacked}, {"fp8_metas": {"layers": stacked_state}}, x
+        )
+    assert losses == recomputed == scanned
+    assert losses[-1] < losses[0]
+    jax.tree.map(np.testing.assert_array_equal, after, after_recomputed)
+    unrolled = [after["fp8_metas"][f"layer{i}"] for i in range(4)]
+    for i, layer in enumerate(unrolled):
+        jax.tree.map(
+            lambda one, all_layers, i=i: np.testing.assert_array_equal(one, all_layers[i]),
+            layer,
+            after_scanned["fp8_metas"]["layers"],
+        )
+
+
+def test_a_kernel_used_twice_gets_the_scale_of_its_larger_amax():
+    first = jax.random.normal(jax.random.key(0), (8, 16))
+    second = 5.0 * jax.random.normal(jax.random.key(1), (8, 16))
+    kernel = jax.random.normal(jax.random.key(2), (16, 4))
+
+    def loss(quantizers):
+        one, other, _ = fan_out(quantizers, 3)
+        return (
+            dense(first, kernel, quantizer_set=one).sum() + dense(second, kernel, quantizer_set=other).sum()
+        )
+
+    following = jax.grad(loss)(delayed_set())
+    amax = np.abs(np.asarray(second)).max()
+    np.testing.assert_array_equal(np.asarray(following.x.amax_history), [0, 0, 0, amax])
+    assert np.asarray(following.x.scale)[0] == np.float32(448) / amax
+    kernel_amax = np.abs(np.asarray(kernel)).max()
+    assert np.asarray(following.kernel.scale)[0] == np.float32(448) / kernel_amax
+
+
+def test_a_public_quantizer_advances_itself():
+    quantizer = delayed_set().x
+    x = jax.random.normal(jax.random.key(0), (8, 16))
+    quantizer.quantize(x)
+    amax = np.abs(np.asarray(x)).max()
+    np.testing.assert_array_equal(np.asarray(quantizer.amax_history), [0, 0, 0, amax])
+    assert np.asarray(quantizer.scale)[0] == np.float32(448) / amax
+
+
+def test_three_missing_quantizers_are_the_set_that_does_nothing():
+    assert QuantizerSet(None, None, None) == noop_quantizer_set
+    assert delayed_set() != noop_quantizer_set
+    assert QuantizerFactory.create_set() == noop_quantizer_set
+    assert QuantizerFactory.create(scaling_mode=ScalingMode.NO_SCALING) is None
+
+
+def test_autocast_nests_and_is_restored():
+    outer, inner = recipe.Float8CurrentScaling(), recipe.MXFP8BlockScaling()
+    current = te.quantize.get_global_quantize_recipe
+    with te.autocast(True, outer):
+        with te.autocast(True, inner):
+            assert current() is inner
+        assert current() is outer
+        with te.autocast(False):
+            assert current() is None
+        with pytest.raises(RuntimeError, match="left"), te.autocast(True, inner):
+            raise RuntimeError("left by an error")
+        assert current() is outer
+        with te.autocast(True):
+            assert current() == recipe.DelayedScaling()
+    assert current() is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "sentence"),
+    [
+        (
+            recipe.DelayedScaling(amax_compute_algo=lambda history: history[0]),
+            ValueError,
+            "'max' or 'most_recent'",
+        ),
+        (recipe.DelayedScaling(reduce_amax=False), ValueError, "set it to True"),
+        (recipe.DelayedScaling(scaling_factor_compute_algo=lambda *a: a[1]), ValueError, "must be None"),
+        (recipe.CustomRecipe(qfactory=lambda role: None), ValueError, "choose one of them"),
+        ("DelayedScaling", TypeError, "pass an instance"),
+    ],
+)
+def test_a_recipe_that_cannot_be_followed_is_refused_when_entered(settings, error, sentence):
+    with pytest.raises(error, match=sentence), te.autocast(True, settings):
+        pytest.fail("the block was entered")
+
+
+def test_the_collection_of_a_module_has_the_names_and_shapes_of_checkpoints():
+    with te.autocast(True, recipe.DelayedScaling(amax_history_len=16)):
+        variables = te_flax.DenseGeneral(features=8).init(jax.random.key(0), jnp.ones((2, 4)))
+    shapes = jax.tree.map(jnp.shape, variables["fp8_metas"])
+    assert shapes == {
+        f"{tensor}_{leaf}": shape
+        for tensor in ("x", "kernel", "grad")
+        for leaf, shape in (("scale", (1,)), ("amax_history", (16,)))
+    }
+    for settings in (recipe.Float8CurrentScaling(), recipe.MXFP8BlockScaling(), recipe.Float8BlockScaling()):
+        with te.autocast(True, settings):
+            assert set(te_flax.DenseGeneral(features=8).init(jax.random.key(0), jnp.ones((2, 4)))) == {
+                "params"
+            }
+
+
+def test_collections_are_updated_in_the_type_of_the_original():
+    original = flax.core.freeze({"a": 1, "b": 2})
+    updated = te.update_collections({"b": 3}, original)
+    assert isinstance(updated, flax.core.FrozenDict)
+    assert dict(updated) == {"b": 3, "a": 1}
+    assert te.update_collections({"b": 3}, {"a": 1}) == {"b": 3, "a": 1}
+    with pytest.raises(TypeError, match="give a dict or a FrozenDict"):
+        te.update_collections([1], {})

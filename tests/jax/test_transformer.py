@@ -1,0 +1,364 @@
+"""Attention blocks and layers against plain jnp written from their parameters: values, gradients, trees."""
+
+from __future__ import annotations
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+
+import transformer_engine.jax as te
+import transformer_engine.jax.flax as te_flax
+from transformer_engine.common import recipe
+from transformer_engine.jax.flax.transformer import (
+    LoRAScope,
+    RelativePositionBiases,
+    TransformerLayerType,
+    _canonicalize_lora_scope,
+    rotary_pos_emb,
+)
+
+HIDDEN, HEADS, TOKENS, BATCH = 32, 4, 8, 2
+DECODER = {"layer_type": TransformerLayerType.DECODER}
+NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+
+
+def norm(x, p, kind, centered=False):
+    wide = x - x.mean(-1, keepdims=True) if kind == "layernorm" else x
+    y = wide / jnp.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6) * (p["scale"] + centered)
+    return y + p.get("ln_bias", 0)
+
+
+def turned(x, windows, method):
+    """RoPE by complex numbers."""
+    half = x.shape[-1] // 2
+    scales = windows[0] * (windows[1] / windows[0]) ** (np.arange(half) / half)
+    phase = jnp.asarray(np.exp(1j * np.arange(x.shape[1])[:, None] / scales))[None, :, None]
+    if method == "alternate":
+        z = (x[..., :half] + 1j * x[..., half:]) * phase
+        return jnp.concatenate((z.real, z.imag), -1)
+    z = (x[..., 0::2] + 1j * x[..., 1::2]) * phase
+    return jnp.stack((z.real, z.imag), -1).reshape(x.shape)
+
+
+def product(x, p):
+    y = jnp.tensordot(x, p["kernel"], 1) + p.get("bias", 0)
+    if "lora_a_kernel" in p:
+        low = jnp.tensordot(x, p["lora_a_kernel"], 1)
+        y += jnp.einsum("...r,...rn->...n", low, p["lora_b_kernel"])
+    return y
+
+
+def plain_attention(p, x, source, fields, hidden, bias=None, self_attention=True, normed=True):
+    kind = fields.get("layernorm_type", "layernorm")
+    first = p["qkv"] if "qkv" in p else p["query"]
+    inner = norm(x, first, kind, fields.get("zero_centered_gamma", False)) if normed else x
+    source = inner if self_attention else source
+    groups = fields.get("num_gqa_groups") or HEADS
+    if "qkv" in p:
+        q, k, v = jnp.moveaxis(product(inner, p["qkv"]), -2, 0)
+    elif "kv" in p:
+        q, (k, v) = product(inner, p["query"]), jnp.moveaxis(product(source, p["kv"]), -2, 0)
+    else:
+        q, k, v = product(inner, p["query"]), product(source, p["key"]), product(source, p["value"])
+    d = HIDDEN // HEADS
+    q, k, v = (y.reshape(*y.shape[:2], n, d) for y, n in ((q, HEADS), (k, groups), (v, groups)))
+    if fields.get("enable_rotary_pos_emb") and self_attention:
+        rotary = (
+            fields.get("rotary_pos_emb_windows", (1, 10000)),
+            fields.get("rotary_pos_emb_group_method", "consecutive"),
+        )
+        q, k = turned(q, *rotary), turned(k, *rotary)
+    k, v = (jnp.repeat(y, HEADS // groups, axis=2) for y in (k, v))
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * (d**-0.5 if fields.get("scale_attn_logits") else 1)
+    scores = scores + (0 if bias is None else bias)
+    scores = jnp.where(hidden, -jnp.inf, scores)
+    sink = {"vanilla": None, "off_by_one": 0.0}.get(fields.get("softmax_type", "vanilla"), "learnt")
+    if sink == "learnt":
+        sink = p["DotProductAttention_0"]["_UnfusedDotProductAttention_0"]["softmax_offset"]
+    weights = jnp.exp(scores)
+    total = weights.sum(-1, keepdims=True) + (0 if sink is None else jnp.exp(sink))
+    out = jnp.einsum("bhqk,bkhd->bqhd", weights / total, v).reshape(*x.shape[:2], HIDDEN)
+    return product(out, p["out"]), inner
+
+
+def plain_mlp(p, x, fields):
+    inner = norm(x, p, fields.get("layernorm_type", "layernorm"), fields.get("zero_centered_gamma", False))
+    hidden = jnp.einsum("bsh,hnf->bsnf", inner, p["wi_kernel"]) + p.get("wi_bias", 0)
+    functions = {"gelu": lambda y: nn.gelu(y, approximate=True), "silu": nn.silu, "linear": lambda y: y}
+    y = 1
+    for place, name in enumerate(fields.get("mlp_activations", ("gelu",))):
+        y = y * (functions[name] if isinstance(name, str) else name)(hidden[..., place, :])
+    return y @ p["wo_kernel"] + p.get("wo_bias", 0), inner
+
+
+def plain_layer(params, x, encoded, mask, cross_mask, fields):
+    decoder = fields.get("layer_type") is TransformerLayerType.DECODER
+    i, j = np.arange(TOKENS)[:, None], np.arange(TOKENS)[None, :]
+    kind = fields.get("self_attn_mask_type", "causal")
+    hidden = (j > i) if "causal" in kind else np.zeros_like(j > i)
+    if "window_size" in fields:
+        hidden = hidden | (j < i - fields["window_size"][0])
+    hidden = hidden[None, None] | (mask if "padding" in kind else False)
+    bias = None
+    if fields.get("enable_relative_embedding", True):
+        bias = relative(params["relpos_bias"]["rel_embedding"], not decoder)
+    normed = not fields.get("output_layernorm", False)
+    after_norm = fields.get("apply_residual_connection_post_layernorm", False)
+    name = "self_attention" if decoder else "attention"
+    y, inner = plain_attention(params[name], x, None, fields, hidden, bias, normed=normed)
+    x = y + (inner if after_norm else x)
+    if decoder:
+        y, inner = plain_attention(
+            params["encoder_decoder_attention"], x, encoded, fields, cross_mask, self_attention=False
+        )
+        x = y + (inner if after_norm else x)
+    y, inner = plain_mlp(params["mlp"], x, fields)
+    x = y + (inner if after_norm else x)
+    return (
+        norm(
+            x,
+            params["output_layernorm"],
+            fields.get("layernorm_type", "layernorm"),
+            fields.get("zero_centered_gamma", False),
+        )
+        if not normed
+        else x
+    )
+
+
+def relative(embedding, bidirectional):
+    """T5's buckets, one distance at a time."""
+    count = 16 if bidirectional else 32
+
+    def bucket(q, k):
+        back = q - k
+        first = count if bidirectional and back < 0 else 0
+        back = abs(back) if bidirectional else max(back, 0)
+        if back < count // 2:
+            return first + back
+        far = count // 2 + int(np.log(back / (count // 2)) / np.log(128 / (count // 2)) * (count // 2))
+        return first + min(far, count - 1)
+
+    table = [[bucket(q, k) for k in range(TOKENS)] for q in range(TOKENS)]
+    return embedding[:, np.asarray(table)][None]
+
+
+CONFIGURATIONS = {
+    "encoder": {},
+    "encoder-rms-gated": {"layernorm_type": "rmsnorm", "mlp_activations": ("silu", "linear")},
+    "encoder-bias-zero-centred": {"use_bias": True, "zero_centered_gamma": True},
+    "encoder-padding": {"self_attn_mask_type": "padding_causal"},
+    "encoder-gqa": {"num_gqa_groups": 2},
+    "encoder-unfused": {"fuse_qkv_params": False, "scale_attn_logits": True, "scaled_query_init": False},
+    "encoder-rope": {"enable_rotary_pos_emb": True, "enable_relative_embedding": False},
+    "encoder-rope-halves": {
+        "enable_rotary_pos_emb": True, "rotary_pos_emb_group_method": "alternate", "num_gqa_groups": 1,
+    },
+    "encoder-residual-of-norms": {"apply_residual_connection_post_layernorm": True},
+    "encoder-output-norm": {"output_layernorm": True, "self_attn_mask_type": "no_mask"},
+    "encoder-window-sink": {"window_size": (2, 0), "softmax_type": "off_by_one"},
+    "encoder-learnt-sink-function": {"softmax_type": "learnable", "mlp_activations": (jnp.sin,)},
+    "encoder-transposed": {"transpose_batch_sequence": True, "num_gqa_groups": 2},
+    "encoder-low-rank": {"low_rank_adaptation_scope": "exclude_mlp", "low_rank_adaptation_dim": 2},
+    "decoder": DECODER,
+    "decoder-all": DECODER
+    | {
+        "use_bias": True, "apply_residual_connection_post_layernorm": True, "fuse_qkv_params": False,
+        "num_gqa_groups": 2,
+    },
+}  # fmt: skip
+
+
+def data(fields):
+    keys = jax.random.split(jax.random.key(0), 2)
+    x = jax.random.normal(keys[0], (BATCH, TOKENS, HIDDEN))
+    encoded = jax.random.normal(keys[1], (BATCH, TOKENS + 2, HIDDEN)) if "layer_type" in fields else None
+    mask = np.zeros((BATCH, 1, TOKENS, TOKENS), bool)
+    mask[0, ..., 6:] = True
+    cross = np.zeros((BATCH, 1, TOKENS, TOKENS + 2), bool)
+    cross[1, ..., 5:] = True
+    return x, encoded, jnp.asarray(mask), jnp.asarray(cross)
+
+
+def layer(fields):
+    return te_flax.TransformerLayer(
+        hidden_size=HIDDEN, mlp_hidden_size=48, num_attention_heads=HEADS, **(NO_DROPOUT | fields)
+    )
+
+
+def parameters(model, x, encoded, mask, cross):
+    variables = nn.meta.unbox(model.init(jax.random.key(1), x, encoded, mask, cross, deterministic=True))
+    state, params = flax.core.pop(variables, "params")
+    leaves, tree = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(2), len(leaves))
+    # Away from zero: biases, second factors of low rank and sinks begin there.
+    leaves = [
+        leaf + 0.02 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)
+    ]
+    return jax.tree.unflatten(tree, leaves), state
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_a_layer_is_the_plain_one(name):
+    fields = CONFIGURATIONS[name]
+    x, encoded, mask, cross = data(fields)
+    swap = (lambda y: jnp.swapaxes(y, 0, 1)) if fields.get("transpose_batch_sequence") else (lambda y: y)
+    model = layer(fields)
+    params, _ = parameters(model, swap(x), encoded, mask, cross)
+    dy = jax.random.normal(jax.random.key(3), x.shape)
+
+    def ours(params, x):
+        return (
+            swap(model.apply({"params": params}, swap(x), encoded, mask, cross, deterministic=True)) * dy
+        ).sum()
+
+    def plain(params, x):
+        return (plain_layer(params, x, encoded, mask, cross, fields) * dy).sum()
+
+    value, grads = jax.jit(jax.value_and_grad(ours, argnums=(0, 1)))(params, x)
+    want, want_grads = jax.jit(jax.value_and_grad(plain, argnums=(0, 1)))(params, x)
+    np.testing.assert_allclose(value, want, rtol=1e-4, atol=1e-4)
+    largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(want_grads))
+    for (path, got), expected in zip(
+        jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(want_grads), strict=True
+    ):
+        # A bias of keys moves all scores of a query alike: its gradient is zero but for rounding.
+        scale = max(float(jnp.abs(expected).max()), 1e-2 * largest)
+        np.testing.assert_allclose(got / scale, expected / scale, atol=2e-4, err_msg=str(path))
+
+
+def test_the_trees_of_an_encoder_and_a_decoder():
+    x, encoded, mask, cross = data(DECODER)
+    encoder = parameters(layer({"use_bias": True, "output_layernorm": True}), x, None, mask, cross)[0]
+    shapes = {"/".join(k): v.shape for k, v in flax.traverse_util.flatten_dict(encoder).items()}
+    assert shapes == {
+        "attention/qkv/kernel": (32, 3, 32), "attention/qkv/bias": (3, 32), "attention/out/kernel": (32, 32),
+        "attention/out/bias": (32,), "mlp/scale": (32,), "mlp/ln_bias": (32,), "mlp/wi_kernel": (32, 1, 48),
+        "mlp/wi_bias": (1, 48), "mlp/wo_kernel": (48, 32), "mlp/wo_bias": (32,), "relpos_bias/rel_embedding": (4, 32),
+        "output_layernorm/scale": (32,), "output_layernorm/ln_bias": (32,),
+    }  # fmt: skip
+    decoder = parameters(layer(DECODER | {"num_gqa_groups": 2}), x, encoded, mask, cross)[0]
+    assert set(decoder) == {"self_attention", "encoder_decoder_attention", "mlp", "relpos_bias"}
+    assert decoder["self_attention"]["kv"]["kernel"].shape == (32, 2, 16)
+    assert decoder["encoder_decoder_attention"]["query"]["kernel"].shape == (32, 32)
+
+
+def test_fused_kernels_are_drawn_part_by_part():
+    x = jnp.ones((1, 4, HIDDEN))
+    drawn = nn.initializers.normal(1.0)
+    model = te_flax.MultiHeadAttention(8, HEADS, kernel_init=drawn)
+    kernel = nn.meta.unbox(model.init(jax.random.key(0), x, x, deterministic=True))["params"]["qkv"]["kernel"]
+    assert abs(float(kernel[:, 0].std()) - 8**-0.5) < 0.05  # the query's part is divided by sqrt(head_dim)
+    assert abs(float(kernel[:, 1].std()) - 1) < 0.1
+    assert not np.array_equal(kernel[:, 1], kernel[:, 2])
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "tolerance"),
+    [
+        ("encoder-gqa", recipe.DelayedScaling(amax_history_len=4), 0.2),
+        ("encoder-rms-gated", recipe.Float8CurrentScaling(), 0.2),
+        ("decoder", recipe.MXFP8BlockScaling(), 0.15),
+        ("encoder", recipe.Float8BlockScaling(), 0.15),
+    ],
+)
+def test_a_quantized_layer_stays_near_the_plain_one(name, settings, tolerance):
+    fields = CONFIGURATIONS[name]
+    x, encoded, mask, cross = data(fields)
+    model = layer(fields)
+    with te.autocast(True, settings):
+        params, state = parameters(model, x, encoded, mask, cross)
+
+        def ours(params, state, x):
+            return (
+                model.apply({"params": params, **state}, x, encoded, mask, cross, deterministic=True) ** 2
+            ).sum()
+
+        grads, state = jax.jit(jax.grad(ours, argnums=(0, 1)))(params, state, x)
+    plain = jax.jit(jax.grad(lambda p: (plain_layer(p, x, encoded, mask, cross, fields) ** 2).sum()))(params)
+    flat, want = jnp.concatenate([g.ravel() for g in jax.tree.leaves(grads)]), jax.tree.leaves(plain)
+    want = jnp.concatenate([g.ravel() for g in want])
+    assert float(jnp.linalg.norm(flat - want) / jnp.linalg.norm(want)) < tolerance
+    if settings.delayed():
+        assert all(
+            float(s[0]) != 1.0
+            for k, s in flax.traverse_util.flatten_dict(state).items()
+            if k[-1].endswith("scale")
+        )
+
+
+def test_dropout_repeats_with_its_key_and_is_shared_along_its_dims():
+    x = data({})[0]
+    model = te_flax.TransformerLayer(
+        hidden_size=HIDDEN, mlp_hidden_size=48, num_attention_heads=HEADS, hidden_dropout=0.5,
+        hidden_dropout_dims=(1,), attention_dropout=0.3, intermediate_dropout=0.2, drop_path=0.2,
+    )  # fmt: skip
+    params = model.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, x)
+
+    def run(seed):
+        return model.apply(params, x, rngs={"dropout": jax.random.key(seed)})
+
+    np.testing.assert_array_equal(run(3), run(3))
+    assert not np.array_equal(run(3), run(4))
+    assert np.array_equal(
+        model.apply(params, x, deterministic=True), model.apply(params, x, deterministic=True)
+    )
+
+
+@pytest.mark.parametrize("method", ["consecutive", "alternate"])
+def test_rotary_embedding_turns_pairs(method):
+    x = jax.random.normal(jax.random.key(0), (2, 5, 3, 8))
+    got = rotary_pos_emb(x, (1, 100), False, method)
+    np.testing.assert_allclose(got, turned(x, (1, 100), method), rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(
+        rotary_pos_emb(x.swapaxes(0, 1), (1, 100), True, method), got.swapaxes(0, 1)
+    )
+
+
+def test_low_rank_scopes_have_names():
+    assert _canonicalize_lora_scope(None) == LoRAScope()
+    assert _canonicalize_lora_scope("all") == LoRAScope(True, True, True)
+    assert _canonicalize_lora_scope("exclude_mlp") == LoRAScope(True, True, False)
+
+
+def test_axis_rules_are_extended_by_the_mesh_resource():
+    with te.sharding.global_shard_guard(te.MeshResource(dp_resource="data", tp_resource="model")):
+        rules = te_flax.extend_logical_axis_rules([("embed", None), ("nvte_batch", "data")])
+        assert rules[:2] == (("embed", None), ("nvte_batch", "data"))
+        assert dict(rules)["nvte_w_tp"] == "model"
+        with pytest.raises(ValueError, match="leave the rule out"):
+            te_flax.extend_logical_axis_rules([("nvte_batch", "model")])
+        with pytest.raises(TypeError, match="give pairs"):
+            te_flax.extend_logical_axis_rules([("embed", 3)])
+
+
+@pytest.mark.parametrize(
+    ("fields", "encoded", "sentence"),
+    [
+        ({"num_attention_heads": 5}, False, "does not divide hidden_size"),
+        ({"num_gqa_groups": 3}, False, "does not divide num_attention_heads"),
+        ({"hidden_size": 16}, False, "the layer takes"),
+        (DECODER, False, "a decoder takes one"),
+        ({}, True, "a decoder takes one"),
+        ({"layer_type": "encoder"}, False, "give a TransformerLayerType"),
+        ({"hidden_dropout": 1.0}, False, "outside"),
+        ({"low_rank_adaptation_scope": "some"}, False, "choose one of"),
+        ({"self_attn_mask_type": "some"}, False, "choose one of"),
+        ({"enable_rotary_pos_emb": True, "rotary_pos_emb_group_method": "x"}, False, "'consecutive' or"),
+        ({"enable_rotary_pos_emb": True, "rotary_pos_emb_windows": (0, 1)}, False, "0 < least"),
+        ({"mlp_hidden_size": 0}, False, "mlp_hidden_size=0"),
+    ],
+)
+def test_a_bad_layer_is_refused_with_value_limit_and_remedy(fields, encoded, sentence):
+    x = jnp.ones((1, 4, HIDDEN))
+    model = te_flax.TransformerLayer(**({"hidden_size": HIDDEN, "num_attention_heads": HEADS} | fields))
+    with pytest.raises((ValueError, TypeError), match=sentence):
+        model.init(jax.random.key(0), x, x if encoded else None, deterministic=True)
+
+
+def test_relative_biases_ask_for_two_buckets():
+    with pytest.raises(ValueError, match="num_buckets=1"):
+        RelativePositionBiases(1, 8, 2).init(jax.random.key(0), 3, 3)

@@ -1,0 +1,184 @@
+"""What a layer remembers cannot lie: whatever changes between two calls, the second is that of a layer that is new.
+
+Every public attribute of every public layer, every field of every recipe and every environment variable of ours is
+found by looking and changed. A write may also be refused, by a sentence that names the attribute.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+from support.layers import KINDS, NAMES, RECIPES, layer_of
+from support.memories import forget
+from support.mutations import (
+    NOT_CHANGED,
+    agree,
+    argument_of,
+    attributes,
+    continue_from,
+    outcome,
+    recipe_changes,
+    refusal_of,
+    values_for,
+    variables,
+)
+
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Recipe
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+ATTENTION_TOO = {
+    "delayed": DelayedScaling(amax_history_len=4, fp8_dpa=True),
+    "current": Float8CurrentScaling(fp8_dpa=True),
+}
+EVERY_RECIPE = {**{name: recipe for name, recipe in RECIPES.items() if recipe is not None}, **ATTENTION_TOO}
+
+# Sizes, and variants with other parameters, whose write is neither refused nor in effect. A name may only go.
+WRITTEN_IN_VAIN = {"activation", "num_gqa_groups"}
+
+WITHOUT_ANOTHER_VALUE = {
+    "num_gqa_groups",
+    "return_layernorm_output",
+    "rng_tracker_name",
+    "symmetric_ar_type",
+    "ub_name",
+}
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # that a layer goes from one kind of recipe to another
+
+
+@pytest.mark.parametrize("recipe", [None, *ATTENTION_TOO], ids=str)
+@pytest.mark.parametrize("kind", NAMES)
+def test_an_attribute(kind: str, recipe: str | None):
+    stale = [
+        f"{attribute}={value!r}: {fault}"
+        for attribute in attributes(kind)
+        if attribute not in WRITTEN_IN_VAIN
+        for value in values_for(kind, attribute)
+        if (fault := attribute_fault(kind, attribute, value, ATTENTION_TOO.get(recipe or "")))
+    ]
+    assert not stale, "\n".join([f"{kind}:", *stale])
+
+
+def attribute_fault(kind: str, attribute: str, value: object, recipe: Recipe | None) -> str | None:
+    """What is wrong with the call after a write, compared with a layer made, or at least first called, with it."""
+    forget()
+    layer = layer_of(kind)
+    outcome(layer, recipe)
+    refusal = refusal_of(layer, attribute, value)
+    if refusal is not None:
+        return None if attribute in refusal else f"refused without its name: {refusal}"
+    argument = argument_of(kind, attribute)
+    fresh = layer_of(kind, **({} if argument is None else {argument: value}))
+    if argument is None and refusal_of(fresh, attribute, value) is not None:
+        return "a write before the first call is refused, one after it is not"
+    try:
+        continue_from(layer, fresh)
+    except RuntimeError:  # it decides which parameters there are
+        after = outcome(layer, recipe)
+        return (
+            None
+            if isinstance(after, str) and attribute in after
+            else "the parameters stay, and nothing says so"
+        )
+    after = outcome(layer, recipe)
+    forget()
+    return None if agree(after, outcome(fresh, recipe)) else "the next call is not that of a new layer"
+
+
+def test_what_is_not_changed_is_listed_and_every_other_attribute_has_another_value():
+    without = {a for kind in NAMES for a in attributes(kind) if not list(values_for(kind, a, most=1))}
+    # On these layers: no norm to return, no tracker, no other number of groups that divides the heads, and names that
+    # the constructors of others take.
+    assert without <= WITHOUT_ANOTHER_VALUE, without
+    held = {key for kind in NAMES for key in (*vars(layer_of(kind)), *dir(NAMES[kind]))}
+    assert set(NOT_CHANGED) - held == set()
+
+
+@pytest.mark.parametrize("recipe", [None, "current"], ids=str)
+def test_an_attribute_of_a_child(recipe: str | None):
+    """A write to a layer within a layer: what the outer one remembers of calls depends on it."""
+    under = ATTENTION_TOO.get(recipe or "")
+    whole = layer_of("TransformerLayer")
+    stale = []
+    for path, child in whole.named_modules():
+        if path and type(child) in KINDS:
+            kind = type(child).__name__
+            for attribute in set(attributes(kind)) - WRITTEN_IN_VAIN:
+                for value in values_for(kind, attribute, most=1):
+                    if child_is_stale(path, attribute, value, under):
+                        stale.append(f"{path}.{attribute}={value!r}")
+    assert not stale, "\n".join(stale)
+
+
+def child_is_stale(path: str, attribute: str, value: object, recipe: Recipe | None) -> bool:
+    forget()
+    layer, fresh = layer_of("TransformerLayer"), layer_of("TransformerLayer")
+    outcome(layer, recipe)
+    if refusal_of(layer.get_submodule(path), attribute, value) is not None:
+        return False
+    if refusal_of(fresh.get_submodule(path), attribute, value) is not None:
+        return True
+    continue_from(layer, fresh)
+    after = outcome(layer, recipe)
+    forget()
+    return not agree(after, outcome(fresh, recipe))
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["another", "in place"])
+@pytest.mark.parametrize("name", EVERY_RECIPE)
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormMLP", "GroupedLinear", "MultiheadAttention"])
+def test_a_field_of_the_recipe(kind: str, name: str, in_place: bool):
+    recipe = EVERY_RECIPE[name]
+    changes = list(recipe_changes(recipe))
+    assert {field for field, _ in changes} >= {"fp8_dpa", "backward_override"} - REQUIRED.get(name, set())
+    for field, changed in changes:
+        FP8GlobalStateManager.reset()
+        forget()
+        mine, layer, fresh = copy.deepcopy(recipe), layer_of(kind), layer_of(kind)
+        outcome(layer, mine)
+        continue_from(layer, fresh)
+        if in_place:
+            setattr(mine, field, getattr(changed, field))
+            changed = copy.deepcopy(mine)
+        else:
+            mine = changed
+        after = outcome(layer, mine)
+        forget()
+        assert agree(after, outcome(fresh, changed)), f"{field}={getattr(changed, field)!r}"
+
+
+# Fields for which a recipe takes one value only.
+REQUIRED = {"block": {"fp8_dpa"}, "delayed": {"backward_override"}}
+
+
+@pytest.mark.parametrize("recipe", [None, *ATTENTION_TOO], ids=str)
+@pytest.mark.parametrize("kind", ["Linear", "GroupedLinear", "TransformerLayer"])
+def test_an_environment_variable(kind: str, recipe: str | None, monkeypatch):
+    under = ATTENTION_TOO.get(recipe or "")
+    for name, text in variables():
+        FP8GlobalStateManager.reset()
+        forget()
+        layer = layer_of(kind)
+        outcome(layer, under)
+        with monkeypatch.context() as patch:
+            patch.setenv(name, text)
+            fresh = layer_of(kind)
+            continue_from(layer, fresh)
+            after = outcome(layer, under)
+            forget()
+            assert agree(after, outcome(fresh, under)), f"{name}={text}"
+
+
+def test_the_oracle_sees_a_stale_answer():
+    layer, made_with = layer_of("LayerNorm"), layer_of("LayerNorm", eps=0.5)
+    continue_from(layer, made_with)
+    assert not agree(outcome(layer, None), outcome(made_with, None))
+    vars(layer).update(vars(made_with))
+    assert agree(outcome(layer, None), outcome(made_with, None))
+
+
+def test_changes_are_generated():
+    assert [field for field, _ in recipe_changes(DelayedScaling())].count("margin") == 2
+    assert set(values_for("LayerNormMLP", "normalization")) == {"RMSNorm"}
+    assert {"0", "1"} == {text for name, text in variables() if name == "NVTE_FP8_DPA_BWD"}

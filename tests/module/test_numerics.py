@@ -1,0 +1,132 @@
+"""module.numerics owns what a module quantizes by; the original's names are views whose writes take effect."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from support.layers import HIDDEN, LAYERS, RECIPES, same, sample, step
+
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
+from transformer_engine.pytorch.tensor.identity_tensor import IdentityQuantizer
+
+
+@pytest.fixture(params=LAYERS)
+def layer(request, device):
+    torch.manual_seed(0)
+    return LAYERS[request.param](device=device)
+
+
+def called(layer, x, recipe):
+    with te.autocast(enabled=recipe is not None, recipe=recipe):
+        return layer(x).detach()
+
+
+def test_a_quantizer_written_into_its_slot_is_the_next_calls(layer, device):
+    x, recipe = sample(device), RECIPES["current"]
+    quantized = called(layer, x, recipe)
+    plain = called(layer, x, None)
+    for slots in layer.quantizers.values():
+        for slot in range(len(slots)):
+            slots[slot] = IdentityQuantizer()
+    assert not torch.equal(quantized, plain)
+    assert torch.equal(called(layer, x, recipe), plain)
+
+
+def test_quantizers_replaced_as_a_whole_are_the_next_calls(layer, device):
+    x, recipe = sample(device), RECIPES["current"]
+    called(layer, x, recipe)
+    layer.quantizers = {key: [IdentityQuantizer() for _ in slots] for key, slots in layer.quantizers.items()}
+    assert torch.equal(called(layer, x, recipe), called(layer, x, None))
+    layer.fp8_meta_tensors_initialized = False
+    called(layer, x, recipe)
+    assert all(isinstance(q, Float8CurrentScalingQuantizer) for q in layer.quantizers["scaling_fwd"])
+
+
+def test_another_recipe_has_quantizers_of_its_own_although_a_slot_was_written(layer, device):
+    x = sample(device)
+    called(layer, x, RECIPES["current"])
+    layer.quantizers["scaling_fwd"][0] = IdentityQuantizer()
+    called(layer, x, RECIPES["delayed"])
+    assert all(isinstance(q, Float8Quantizer) for q in layer.quantizers["scaling_fwd"])
+
+
+def test_a_state_written_into_fp8_meta_is_what_the_next_call_scales_by(device):
+    torch.manual_seed(0)
+    layer, other = (LAYERS["linear"](device=device) for _ in range(2))
+    x, recipe = sample(device), RECIPES["delayed"]
+    for module in (layer, other):
+        called(module, x, recipe)
+    state = other.fp8_meta["scaling_fwd"]
+    state.scale.fill_(0.25)
+    state.amax_history.zero_()
+    layer.fp8_meta["scaling_fwd"] = state
+    called(layer, x, recipe)
+    assert all(
+        q.scale.data_ptr() in (s.data_ptr() for s in state.scale) for q in layer.quantizers["scaling_fwd"]
+    )
+
+
+def test_what_callers_note_in_fp8_meta_makes_nothing_anew(layer, device):
+    x, recipe = sample(device), RECIPES["delayed"]
+    called(layer, x, recipe)
+    quantizers = list(layer.quantizers["scaling_fwd"])
+    layer.fp8_meta["their_own"] = 1
+    layer.fp8_meta.update(more=2)
+    called(layer, x, recipe)
+    assert all(a is b for a, b in zip(quantizers, layer.quantizers["scaling_fwd"], strict=True))
+    assert layer.fp8_meta["their_own"] == 1
+
+
+def test_flags_say_how_the_last_call_was_made(layer, device):
+    x = sample(device)
+    assert not (layer.fp8 or layer.fp8_calibration or layer.fp8_initialized)
+    called(layer, x, RECIPES["current"])
+    assert layer.fp8 and layer.fp8_initialized and not layer.fp8_calibration
+    called(layer, x, None)
+    assert not layer.fp8
+    with te.autocast(enabled=False, calibrating=True, recipe=RECIPES["delayed"]):
+        layer(x)
+    assert layer.fp8_calibration and not layer.fp8
+    layer.fp8 = True
+    assert layer.fp8
+
+
+def test_a_cached_weight_written_by_a_caller_is_used(device):
+    torch.manual_seed(0)
+    layer, other = (LAYERS["linear"](device=device) for _ in range(2))
+    x, recipe = sample(device), RECIPES["current"]
+    with te.autocast(recipe=recipe):
+        layer(x, is_first_microbatch=True)
+        other(x, is_first_microbatch=True)
+        layer._fp8_workspaces = dict(other._fp8_workspaces)
+        mixed = layer(x, is_first_microbatch=False)
+    with torch.no_grad():
+        layer.weight.copy_(other.weight)
+    assert torch.equal(mixed, called(layer, x, recipe))
+
+
+def test_a_weight_of_another_shape_is_a_fact_of_the_call(device):
+    """Under a recipe whose format cannot take its extents, the product is one of values."""
+    torch.manual_seed(0)
+    layer = te.Linear(HIDDEN, 32, bias=False, device=device)
+    x = sample(device)
+    called(layer, x, RECIPES["current"])
+    layer.weight = torch.nn.Parameter(torch.randn(48, HIDDEN, device=device))
+    assert called(layer, x, None).shape[-1] == 48
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+@pytest.mark.parametrize("name", ["delayed", "current"])
+def test_a_copy_goes_on_by_itself(name, again, layer, device):
+    x, recipe = sample(device), RECIPES[name]
+    for _ in range(2):
+        step(layer, x, recipe)
+    twin = again(layer)
+    twin.quantizers["scaling_fwd"][0] = IdentityQuantizer()
+    other = again(layer)
+    assert same(step(layer, x, recipe), step(other, x, recipe))
+    assert not isinstance(layer.quantizers["scaling_fwd"][0], IdentityQuantizer)

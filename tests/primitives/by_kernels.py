@@ -1,0 +1,69 @@
+"""An operation's public functions, computed by its Triton backend: on a GPU, or on a CPU by Triton's interpreter."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import AbstractContextManager
+from types import ModuleType
+from typing import Any
+
+import torch
+from support.kernels import INTERPRETED
+from torch import Tensor
+
+from transformer_engine.common.dispatch import Table, binding, use_backend
+from transformer_engine.pytorch.primitives.activation import DEFAULT_PARAMS
+from transformer_engine.pytorch.primitives.activation import triton as activation_triton
+from transformer_engine.pytorch.primitives.activation.request import request_of as activation_request
+from transformer_engine.pytorch.primitives.norm import triton as norm_triton
+from transformer_engine.pytorch.primitives.norm.request import request_of as norm_request
+from transformer_engine.pytorch.primitives.quantize import QuantizeSpec
+
+
+def activation_fuses(
+    name: str, x: Tensor, spec: QuantizeSpec, dbias: torch.dtype | None = None, *, backward: bool
+) -> bool:
+    """Does the kernel of an activation, or of its gradient, quantize what it makes?"""
+    gradient = (x.stride(), x.dtype) if backward else None
+    facts = (name, x.shape, x.stride(), x.dtype, x.device, DEFAULT_PARAMS.constants)
+    request = activation_request(*facts, gradient, spec, False, False, dbias)
+    assert request.cast is not None
+    return activation_triton.fuses(request, request.cast)
+
+
+def norm_fuses(x: Tensor, spec: QuantizeSpec, *, centered: bool) -> bool:
+    """Does a norm's kernel quantize what it makes?"""
+    operation = "layernorm_forward" if centered else "rmsnorm_forward"
+    (rows, width), (apart, along) = x.shape, x.stride()
+    facts = ((rows, width), (apart, along), x.dtype, x.dtype, x.device, False, 1e-5)
+    request = norm_request(operation, *facts, spec=spec)
+    assert request.cast is not None
+    return norm_triton.fuses(request, request.cast)
+
+
+class Kernels:
+    """The functions of a module, while one operation's kernels are forced; what else they call is left alone.
+
+    On a CPU the backend would refuse: it is bound all the same, and everything else goes to its reference.
+    """
+
+    def __init__(self, module: ModuleType, operation: str):
+        self.module = module
+        self.operation = operation
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self.module, name)
+
+        @functools.wraps(function)
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            with self._forced():
+                return function(*arguments, **keywords)
+
+        return call
+
+    def _forced(self) -> AbstractContextManager[None]:
+        return binding(self._bind) if INTERPRETED else use_backend(**{self.operation: "triton"})
+
+    def _bind(self, table: Table[Any], request: Any) -> Any:
+        backend = table.named("triton") if table.operation == self.operation else table.backends[-1]
+        return backend.bind(request)  # pyright: ignore[reportOptionalCall]

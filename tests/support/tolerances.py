@@ -1,0 +1,44 @@
+"""How far a result may lie from an exact one: a property of the format that it is in, in one place.
+
+A number is rounded to its format once, which costs half a unit in the last place; a kernel computes in float32 and may
+round to the other side of a tie, which makes it one unit: 2^-(mantissa bits). float32 has no wider format to compute
+in: its error is that of the order of sums and of the approximations of exp and tanh, a few dozen units.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+# One unit in the last place, relative to the number: 2^-10, 2^-7, 2^-3, 2^-2, 2^-1.
+UNIT = {
+    torch.float32: 2**-23,
+    torch.float16: 2**-10,
+    torch.bfloat16: 2**-7,
+    torch.float8_e4m3fn: 2**-3,
+    torch.float8_e5m2: 2**-2,
+}
+# What a kernel's result may lie off a literal one, relative. float32: 84 units, after sums and exponentials.
+ROUNDED = {**UNIT, torch.float32: 1e-5}
+# The same where a float32 result is an exponential times a product (42 units), a sum of products in another order (34),
+# or one product (17).
+CURVED = {**UNIT, torch.float32: 5e-6}
+SUMMED = {**UNIT, torch.float32: 4e-6}
+MULTIPLIED = {**UNIT, torch.float32: 2e-6}
+# An attention in float32: two products with a softmax between them (168 units).
+ATTENDED = {"rtol": 2e-5, "atol": 2e-5}
+
+PLAIN = (torch.float32, torch.float16, torch.bfloat16)
+DTYPES = pytest.mark.parametrize("dtype", PLAIN, ids=["fp32", "fp16", "bf16"])
+
+
+def relative_error(actual: torch.Tensor, exact: torch.Tensor) -> float:
+    """|actual - exact| / |exact| in the Euclidean norm, in float64."""
+    exact = exact.double()
+    return float((actual.double() - exact).norm() / exact.norm().clamp_min(1e-30))
+
+
+def assert_as_good_as(actual: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor) -> None:
+    """A fused operation's error is at most twice that of the same steps in plain low-precision PyTorch."""
+    ours, theirs = relative_error(actual, exact), relative_error(plain, exact)
+    assert ours <= 2 * theirs, f"error {ours:.2e} > 2 x {theirs:.2e} of the plain computation"

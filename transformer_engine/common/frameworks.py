@@ -1,0 +1,65 @@
+"""Is a framework there, in versions that this engine works with? If not, an ImportError says what to install."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from packaging.version import Version
+
+from . import optional
+
+
+@dataclass(frozen=True)
+class Package:
+    """A distribution of which versions in [least, below) are known to work; None: no limit."""
+
+    name: str
+    least: str
+    below: str | None = None
+
+    def refuses(self, found: str) -> str | None:
+        """Why this version cannot be used, None if it can."""
+        release = Version(found)
+        if release >= Version(self.least) and (self.below is None or release < Version(self.below)):
+            return None
+        limit = "" if self.below is None else f",<{self.below}"
+        return f"{self.name} {found} is installed, {self.name}>={self.least}{limit} is needed"
+
+
+@dataclass(frozen=True)
+class Framework:
+    """What `transformer_engine.<module>` needs, and the extra that brings it."""
+
+    module: str
+    extra: str
+    python: tuple[int, int]
+    packages: tuple[Package, ...]
+
+
+PYTORCH = Framework("pytorch", "pytorch", (3, 10), (Package("torch", "2.9"),))
+JAX = Framework("jax", "jax", (3, 11), (Package("jax", "0.10.2", "0.13"), Package("flax", "0.12.8", "0.13")))
+
+
+def demand(framework: Framework) -> None:
+    """ImportError unless Python and every package of the framework are there in a version that works."""
+    name = f"transformer_engine.{framework.module}"
+    remedy = f'pip install "transformer-engine[{framework.extra}]"'
+    if sys.version_info[:2] < framework.python:
+        least, here = (".".join(map(str, v)) for v in (framework.python, sys.version_info[:2]))
+        raise ImportError(
+            f"{name} needs Python {least} or newer, this is Python {here}; make an environment with a newer "
+            f"Python and {remedy}"
+        )
+    for package in framework.packages:
+        if not optional.installed(package.name):
+            raise ModuleNotFoundError(
+                f"{name} needs {package.name}, which is not installed; {remedy}", name=package.name
+            )
+        try:
+            refusal = package.refuses(version(package.name))
+        except PackageNotFoundError:
+            continue  # a package on the path without metadata: a development build
+        if refusal is not None:
+            raise ImportError(f"{name}: {refusal}; {remedy}")

@@ -1,0 +1,111 @@
+"""The codes of f(x), of dx, or of dy itself as programs, with the sums of the columns.
+
+A kernel makes the codes where it makes the values; where one scale is to be made from them, it stores them, finds
+their maximum, and a cast follows.
+"""
+
+from __future__ import annotations
+
+from . import activation_cast, block_fused
+from .block_cast import Blocks
+from .cast import OneScale
+from .column_sums import sum_strips
+from .launch import Launch
+from .program import Program, Step, step
+
+_MADE = ("codes", "codes_t", "scale", "values")
+_BLOCKS = ("codes", "scale", "codes_t", "scale_t")
+
+
+def forward(
+    name: str,
+    gated: bool,
+    shape: tuple[int, int],
+    x_stride: int,
+    dtype: str,
+    constants: tuple[float, float, float],
+    how: OneScale,
+) -> Program:
+    """(x, multiplier | None, record | None) -> codes, scale, codes_t, scale_t, amax of f(x) [M, width]."""
+    codes = (how.element, how.columnwise) if how.given else (None, False)
+    plain = (name, gated, shape, x_stride, dtype, constants, *codes)
+    launch = activation_cast.forward(*plain, measures=not how.records)
+    given = ("x", "multiplier", "record")
+    return Program(given, _coded(launch, given, shape, how, ()), how.results)
+
+
+def backward(
+    name: str,
+    gated: bool,
+    shape: tuple[int, int],
+    strides: tuple[int, int],
+    dtype: str,
+    constants: tuple[float, float, float],
+    how: OneScale,
+    sums: str | None,
+) -> Program:
+    """(dy, x, multiplier | None, record | None) -> codes, scale, codes_t, scale_t, amax of dx [M, N], and the sums [N]
+    of its columns as dtype `sums`, if any.
+
+    N is 2 * width when gated. "identity": x is None, dx is dy.
+    """
+    codes = (how.element, how.columnwise) if how.given else (None, False)
+    plain = (name, gated, shape, strides, dtype, constants, *codes, sums is not None)
+    launch = activation_cast.backward(*plain, measures=not how.records)
+    given = ("dy", "x", "multiplier", "record")
+    whole = (shape[0], 2 * shape[1] if gated else shape[1])
+    steps = _coded(launch, given, whole, how, ("partials",))
+    return _with_sums(given, steps, how.results, launch, sums)
+
+
+def forward_blocks(
+    name: str,
+    gated: bool,
+    shape: tuple[int, int],
+    x_stride: int,
+    constants: tuple[float, float, float],
+    blocks: Blocks,
+    machine: block_fused.Machine,
+) -> Program:
+    """(x) -> codes, scale, codes_t, scale_t of f(x) [M, width]."""
+    launch = block_fused.forward(name, gated, shape, x_stride, constants, blocks, machine)
+    first = step(launch, ("x",), _BLOCKS)
+    return Program(("x",), (first,), first.outputs)
+
+
+def backward_blocks(
+    name: str,
+    gated: bool,
+    shape: tuple[int, int],
+    strides: tuple[int, int],
+    constants: tuple[float, float, float],
+    blocks: Blocks,
+    sums: str | None,
+    machine: block_fused.Machine,
+) -> Program:
+    """(dy, x) -> codes, scale, codes_t, scale_t, None and the sums of the columns, if any, as of `backward`."""
+    launch = block_fused.backward(name, gated, shape, strides, constants, blocks, sums is not None, machine)
+    first = step(launch, ("dy", "x"), (*_BLOCKS, "partials"))
+    return _with_sums(("dy", "x"), (first,), (*first.outputs[:4], None), launch, sums)
+
+
+def _coded(
+    launch: Launch, given: tuple[str, ...], shape: tuple[int, int], how: OneScale, rest: tuple[str, ...]
+) -> tuple[Step, ...]:
+    """The kernel, and the cast of what it stores where a scale is to be made of the maximum that it finds."""
+    if how.records:
+        return (step(launch, given, (*_MADE, *rest)),)
+    first = step(launch, given[:-1], ("amax", *_MADE, *rest))
+    return (first,) if how.given else (first, how.after("values", shape))
+
+
+def _with_sums(
+    given: tuple[str, ...],
+    steps: tuple[Step, ...],
+    results: tuple[str | None, ...],
+    launch: Launch,
+    sums: str | None,
+) -> Program:
+    if sums is None:
+        return Program(given, steps, (*results, None))
+    return Program(given, (*steps, sum_strips(launch.outputs[-1], sums)), (*results, "sums"))

@@ -1,0 +1,46 @@
+"""Attention of several kernels as programs: decoding over stretches of a cache, and the backward pass."""
+
+from __future__ import annotations
+
+from .attention_decode import merging, stretches
+from .attention_problem import Problem
+from .launch import Launch
+from .program import Program, Step, step
+
+_TENSORS = ("q", "k", "v")
+_BOUNDS = ("lengths_q", "lengths_kv", "starts_q", "starts_kv")
+SOURCES = (*_TENSORS, *_BOUNDS, "masked_q", "masked_kv", "masked", "bias", "slopes")
+
+
+def decoding(problem: Problem, processors: int, splits: int, follows: bool, packed: bool) -> Program:
+    """(q, k, v, the four bounds, slopes, pages, sink, and out, which the caller makes).
+
+    splits    stretches a sequence, 0: enough to fill the processors
+    follows   the second kernel may begin while the first one ends
+    packed    tokens of no sequence are not visited
+    """
+    given = (*_TENSORS, *_BOUNDS, "slopes", "pages", "sink")
+    first, count = stretches(problem, processors, splits)
+    last = merging(problem, count, follows, packed)
+    steps = (
+        Step(first, given[:9], ("partial", "level")),
+        Step(last, ("partial", "level", "sink", "lengths_q", "starts_q"), ("out",)),
+    )
+    return Program(given, steps, (), ("out",))
+
+
+def gradients(delta: Launch, queries: Launch, keys: Launch, bias: Launch | None) -> Program:
+    """(the sources, random, out, dout, lse, sink, and what the caller makes: delta, dsink if any, dq, dk, dv, dbias if
+    any)."""
+    given = (*SOURCES, "random", "out", "dout", "lse", "sink")
+    context = (*SOURCES, "random", "dout", "lse", "delta")
+    rows = ("out", "dout", "lse", "sink", "lengths_q", "starts_q", "masked_q")
+    steps = [
+        step(delta, rows, ("delta", "dsink")),
+        Step(queries, context, ("dq",)),
+        Step(keys, context, ("dk", "dv")),
+    ]
+    if bias is not None:
+        steps.append(Step(bias, context, ("dbias",)))
+    into = tuple(name for one in steps for name in one.outputs if name is not None)
+    return Program(given, tuple(steps), (), into)

@@ -1,0 +1,69 @@
+"""The codes of a norm's output as programs: made where it is, transposed or cast behind it."""
+
+from __future__ import annotations
+
+from .block_cast import Blocks
+from .cast import OneScale
+from .launch import Launch, codes_dtype
+from .norm import forward
+from .program import Program, Step, step
+from .transpose import transpose
+
+_GIVEN = ("x", "gamma", "beta", "multiplier", "record")
+_MADE = ("codes", "scale", "y", "mean", "rstdev")
+_STATISTICS = ("mean", "rstdev")
+
+
+def one_scale(
+    rows: int,
+    width: int,
+    x_stride: int,
+    dtype: str,
+    eps: float,
+    zero_centered: bool,
+    centered: bool,
+    processors: int,
+    how: OneScale,
+) -> Program:
+    """(x, gamma, beta | None, multiplier | None, record | None) -> codes, scale, codes_t, scale_t, amax, mean, rstdev.
+
+    The transpose is one of codes, a quarter of the bytes of y's. Without a given scale, y is stored and cast.
+    """
+    element = how.element if how.given else None
+    plain = (rows, width, x_stride, dtype, eps, zero_centered, centered, processors)
+    if how.records:
+        first = step(forward(*plain, element), _GIVEN, _MADE)
+    else:
+        first = step(forward(*plain, element, measures=True), _GIVEN[:4], ("amax", *_MADE))
+    steps: list[Step] = [first]
+    if not how.given:
+        steps.append(how.after("y", (rows, width)))
+    elif how.columnwise:
+        turn: Launch = transpose((rows, width), codes_dtype(how.element))
+        steps.append(Step(turn, ("codes",), ("codes_t",)))
+    return Program(_GIVEN, tuple(steps), (*how.results, *_statistics(centered)))
+
+
+def row_blocks(
+    rows: int,
+    width: int,
+    x_stride: int,
+    dtype: str,
+    eps: float,
+    zero_centered: bool,
+    centered: bool,
+    processors: int,
+    blocks: Blocks,
+) -> Program:
+    """(x, gamma, beta | None) -> codes, scale, None, None, None, mean, rstdev.
+
+    The kernel that makes y holds whole rows, and so every 1 x 128 block of them.
+    """
+    plain = (rows, width, x_stride, dtype, eps, zero_centered, centered, processors)
+    first = step(forward(*plain, None, blocks), (*_GIVEN[:3], None, None), _MADE)
+    results = ("codes", "scale", None, None, None, *_statistics(centered))
+    return Program(_GIVEN[:3], (first,), results)
+
+
+def _statistics(centered: bool) -> tuple[str | None, ...]:
+    return _STATISTICS if centered else (None, "rstdev")

@@ -1,0 +1,35 @@
+"""transformer_engine.jax: layers, recipes and quantized tensors for JAX and Flax, on a GPU or a CPU."""
+
+from . import requirements  # isort: skip
+from . import (
+    activation,
+    attention,
+    dense,
+    flax,
+    layernorm,
+    layernorm_dense,
+    layernorm_mlp,
+    quantize,
+    sharding,
+    softmax,
+)
+from .quantize import NVTE_FP8_COLLECTION_NAME, autocast, fp8_autocast, update_collections
+from .sharding import MeshResource
+
+__all__ = [
+    "NVTE_FP8_COLLECTION_NAME",
+    "MeshResource",
+    "activation",
+    "attention",
+    "autocast",
+    "dense",
+    "flax",
+    "fp8_autocast",
+    "layernorm",
+    "layernorm_dense",
+    "layernorm_mlp",
+    "quantize",
+    "sharding",
+    "softmax",
+    "update_collections",
+]

@@ -1,0 +1,37 @@
+"""Attention of transformer_engine.jax: vocabulary, sequences, masks, and the call."""
+
+from .descriptor import SequenceDescriptor
+from .enums import (
+    AttnBiasType,
+    AttnMaskType,
+    AttnSoftmaxType,
+    QKVFormat,
+    QKVLayout,
+    canonicalize_attn_mask_type,
+)
+from .fused import fused_attn, is_fused_attn_kernel_available
+from .masks import make_swa_mask, run_length_fill
+from .reorder import (
+    CPStrategy,
+    ReorderStrategy,
+    inverse_reorder_causal_load_balancing,
+    reorder_causal_load_balancing,
+)
+
+__all__ = [
+    "AttnBiasType",
+    "AttnMaskType",
+    "AttnSoftmaxType",
+    "CPStrategy",
+    "QKVFormat",
+    "QKVLayout",
+    "ReorderStrategy",
+    "SequenceDescriptor",
+    "canonicalize_attn_mask_type",
+    "fused_attn",
+    "inverse_reorder_causal_load_balancing",
+    "is_fused_attn_kernel_available",
+    "make_swa_mask",
+    "reorder_causal_load_balancing",
+    "run_length_fill",
+]

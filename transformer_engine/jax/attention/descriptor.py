@@ -1,0 +1,129 @@
+"""SequenceDescriptor: which tokens of padded or packed rows belong together, in one of three forms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from ...common.checks import described
+
+Pair = tuple[Array, Array]
+
+
+class Segments(NamedTuple):
+    """Of queries and keys: number of the sequence of every token [b, s], 0 for padding, and its place in it."""
+
+    query: Array
+    key: Array
+    query_position: Array
+    key_position: Array
+
+
+def _empty() -> Pair:
+    return jnp.zeros((0,), jnp.int32), jnp.zeros((0,), jnp.int32)
+
+
+def _pair(name: str, value: Any) -> Pair:
+    """One array for queries and keys, or one for each."""
+    if not isinstance(value, (tuple, list)):
+        value = (value, value)
+    if len(value) != 2:
+        raise ValueError(f"{name} has {len(value)} members; give one array, or two for queries and keys")
+    for array in value:
+        if not isinstance(array, (jax.Array, np.ndarray)) or not jnp.issubdtype(array.dtype, jnp.integer):
+            raise TypeError(f"{name} holds {described(array)}; give arrays of integers")
+        if array.ndim not in (1, 2):
+            raise ValueError(f"{name} has shape {array.shape}; give [batch] or [batch, ..]")
+    return tuple(jnp.asarray(array, jnp.int32) for array in value)  # pyright: ignore[reportReturnType]
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclass
+class SequenceDescriptor:
+    """Four pairs (of queries, of keys); those that a form does not have are empty arrays."""
+
+    seqlens: Pair
+    seq_offsets: Pair
+    segment_ids: Pair
+    segment_pos: Pair
+
+    def tree_flatten(self) -> tuple[tuple[Pair, ...], None]:
+        return (self.seqlens, self.seq_offsets, self.segment_ids, self.segment_pos), None
+
+    @classmethod
+    def tree_unflatten(cls, static: None, children: tuple[Pair, ...]) -> SequenceDescriptor:
+        return cls(*children)
+
+    @classmethod
+    def from_seqlens(cls, seqlens: Array | Pair) -> SequenceDescriptor:
+        """One sequence a row of the batch: lengths [b]."""
+        return cls(_pair("seqlens", seqlens), _empty(), _empty(), _empty())
+
+    @classmethod
+    def from_seqlens_and_offsets(cls, seqlens: Array | Pair, seq_offsets: Array | Pair) -> SequenceDescriptor:
+        """Packed rows: lengths [b, segments] and where they begin [b, segments + 1]; -1 where there is none."""
+        lengths, offsets = _pair("seqlens", seqlens), _pair("seq_offsets", seq_offsets)
+        for length, offset in zip(lengths, offsets, strict=True):
+            wanted = (*length.shape[:-1], length.shape[-1] + 1)
+            if length.ndim != 2 or offset.shape != wanted:
+                raise ValueError(
+                    f"seqlens {length.shape} and seq_offsets {offset.shape}; give [b, n] lengths and [b, n + 1] offsets"
+                )
+        return cls(lengths, offsets, _empty(), _empty())
+
+    @classmethod
+    def from_segment_ids_and_pos(
+        cls, segment_ids: Array | Pair, segment_pos: Array | Pair | None = None
+    ) -> SequenceDescriptor:
+        """Numbers of sequences [b, s], from 1, 0 for padding, and the place of every token in its sequence."""
+        if segment_pos is None:
+            raise ValueError("segment_pos=None; give the place of every token in its sequence, [b, s]")
+        ids, positions = _pair("segment_ids", segment_ids), _pair("segment_pos", segment_pos)
+        for one, other in zip(ids, positions, strict=True):
+            if one.shape != other.shape:
+                raise ValueError(
+                    f"segment_pos has shape {other.shape}; segment_ids has {one.shape}, both must agree"
+                )
+        return cls(_empty(), _empty(), ids, positions)
+
+    def segments(self, batch: int, queries: int, keys: int) -> Segments:
+        """The sequences of b x q query tokens and b x k key tokens."""
+        made = []
+        for place, tokens in enumerate((queries, keys)):
+            lengths, offsets, ids, positions = (
+                part[place] for part in (self.seqlens, self.seq_offsets, self.segment_ids, self.segment_pos)
+            )
+            if ids.size:
+                _fits("segment_ids", ids.shape, (batch, tokens))
+                made.append((ids, positions))
+                continue
+            if offsets.size:
+                _fits("seqlens", lengths.shape[:1], (batch,))
+                made.append(_packed(lengths, offsets, tokens))
+                continue
+            _fits("seqlens", lengths.shape, (batch,))
+            place_of = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (batch, tokens))
+            made.append(((place_of < lengths[:, None]).astype(jnp.int32), place_of))
+        return Segments(made[0][0], made[1][0], made[0][1], made[1][1])
+
+
+def _fits(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+    if found != wanted:
+        raise ValueError(f"{name} has shape {found}; these queries and keys need {wanted}")
+
+
+def _packed(lengths: Array, offsets: Array, tokens: int) -> Pair:
+    """Segment numbers and places of the tokens of rows that hold several sequences."""
+    begins, token = offsets[:, :-1, None], jnp.arange(tokens, dtype=jnp.int32)
+    inside = (
+        (begins >= 0) & (lengths[:, :, None] > 0) & (token >= begins) & (token < begins + lengths[:, :, None])
+    )
+    numbers = jnp.arange(1, lengths.shape[1] + 1, dtype=jnp.int32)[:, None]
+    ids = jnp.where(inside, numbers, 0).max(axis=1)
+    places = jnp.where(inside, token - begins, 0).max(axis=1)
+    return ids, places

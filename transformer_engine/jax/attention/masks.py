@@ -1,0 +1,88 @@
+"""hidden [b or 1, 1, q, k]: which keys a query does not see, of a mask's type, a window and sequences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from ...common.checks import described
+from .descriptor import Segments
+from .enums import AttnMaskType
+
+Window = tuple[int, int]
+
+
+def check_window(window_size: object) -> Window | None:
+    """(left, right), -1 for no limit; None where neither side has one."""
+    if window_size is None:
+        return None
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise ValueError(
+            f"window_size={described(window_size)}; give (left, right), -1 for no limit, or None"
+        )
+    left, right = window_size
+    if not all(isinstance(side, int) and side >= -1 for side in (left, right)):
+        raise ValueError(f"window_size={described(window_size)}; both sides are whole numbers from -1 on")
+    return None if (left, right) == (-1, -1) else (left, right)
+
+
+def run_length_fill(segment_ids: Array) -> Array:
+    """[b, s] -> for every token the number of tokens of its sequence in the row; 0 for padding."""
+    same = (segment_ids[:, :, None] == segment_ids[:, None, :]) & (segment_ids[:, None, :] != 0)
+    return jnp.where(segment_ids == 0, 0, same.sum(axis=-1)).astype(jnp.int32)
+
+
+def make_swa_mask(
+    segment_pos_q: Array,
+    segment_pos_kv: Array,
+    window_size: Window | None = None,
+    dtype: Any = jnp.float32,
+    segment_ids_q: Array | None = None,
+    segment_ids_kv: Array | None = None,
+) -> Array:
+    """[b, 1, q, kv], 1 where a key lies in the window of its query, by places in their sequences.
+
+    window_size          (left, right); a negative side has no limit
+    segment_ids_q, _kv   with them the diagonal ends at the last tokens of both sequences, not at their first
+    """
+    left, right = (-1, -1) if window_size is None else window_size
+    distance = segment_pos_kv[:, None, :] - segment_pos_q[:, :, None]
+    if segment_ids_q is not None and segment_ids_kv is not None:
+        shift = run_length_fill(segment_ids_kv)[:, None, :] - run_length_fill(segment_ids_q)[:, :, None]
+        distance = distance - shift
+    inside = jnp.ones(distance.shape, bool)
+    if left >= 0:
+        inside = inside & (distance >= -left)
+    if right >= 0:
+        inside = inside & (distance <= right)
+    return inside[:, None].astype(dtype)
+
+
+def hidden_keys(
+    mask_type: AttnMaskType, window_size: Window | None, segments: Segments | None, queries: int, keys: int
+) -> Array | None:
+    """True where a key is hidden; None where every query sees every key.
+
+    Without segments a row is one sequence. Tokens of different sequences do not see each other.
+    """
+    left, right = (-1, -1) if window_size is None else window_size
+    if mask_type.is_causal():
+        right = 0 if right < 0 else min(right, 0)
+    if segments is None:
+        if (left, right) == (-1, -1):
+            return None
+        distance = jnp.arange(keys)[None, :] - jnp.arange(queries)[:, None]
+        if mask_type.is_bottom_right():
+            distance = distance - (keys - queries)
+        hidden = jnp.zeros(distance.shape, bool)
+        if left >= 0:
+            hidden = hidden | (distance < -left)
+        if right >= 0:
+            hidden = hidden | (distance > right)
+        return hidden[None, None]
+    ids = (segments.query, segments.key) if mask_type.is_bottom_right() else (None, None)
+    seen = make_swa_mask(segments.query_position, segments.key_position, (left, right), bool, *ids)
+    same = segments.query[:, None, :, None] == segments.key[:, None, None, :]
+    return ~(seen & same & (segments.query != 0)[:, None, :, None])

@@ -1,0 +1,64 @@
+"""Tokens dealt to ranks so that each has the same share of a causal triangle, and put back."""
+
+from __future__ import annotations
+
+import enum
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+
+class ReorderStrategy(enum.Enum):
+    """Chunks r and 2n - 1 - r of 2n to rank r, or stripes in turn."""
+
+    DualChunkSwap = 0
+    Striped = 1
+
+
+class CPStrategy(enum.Enum):
+    """How ranks that hold parts of the sequence attend to all of it."""
+
+    DEFAULT = 0
+    ALL_GATHER = 1
+    RING = 2
+
+
+def reorder_causal_load_balancing(
+    tensor: Array, strategy: ReorderStrategy, cp_size: int, seq_dim: int, stripe_size: int | None = None
+) -> Array:
+    """The tensor with its sequence in the order of ranks."""
+    return jnp.take(tensor, _order(tensor, strategy, cp_size, seq_dim, stripe_size), axis=seq_dim)
+
+
+def inverse_reorder_causal_load_balancing(
+    tensor: Array, strategy: ReorderStrategy, cp_size: int, seq_dim: int, stripe_size: int | None = None
+) -> Array:
+    """The tensor with its sequence in order again."""
+    order = _order(tensor, strategy, cp_size, seq_dim, stripe_size)
+    return jnp.take(tensor, np.argsort(order), axis=seq_dim)
+
+
+def _order(
+    tensor: Array, strategy: ReorderStrategy, cp_size: int, seq_dim: int, stripe_size: int | None
+) -> np.ndarray:
+    """Which token stands at each place."""
+    length = tensor.shape[seq_dim]
+    if strategy is ReorderStrategy.DualChunkSwap:
+        if stripe_size is not None:
+            raise ValueError(f"stripe_size={stripe_size} belongs to Striped; give None with DualChunkSwap")
+        if cp_size % 2 and cp_size != 1:
+            raise ValueError(f"cp_size={cp_size} is odd; DualChunkSwap needs an even number of ranks")
+        if length % (2 * cp_size):
+            raise ValueError(
+                f"the sequence has {length} tokens; pad it to a multiple of 2 * cp_size = {2 * cp_size}"
+            )
+        chunks = np.arange(length).reshape(2 * cp_size, -1)
+        return np.concatenate([chunks[[rank, 2 * cp_size - 1 - rank]].ravel() for rank in range(cp_size)])
+    stripe = 1 if stripe_size is None else stripe_size
+    if stripe < 1 or length % (cp_size * stripe):
+        raise ValueError(
+            f"stripe_size={stripe_size} and {length} tokens; give stripes >= 1 and pad the tokens to a multiple of "
+            f"{cp_size * max(stripe, 1)}"
+        )
+    return np.arange(length).reshape(-1, cp_size, stripe).transpose(1, 0, 2).ravel()

@@ -1,0 +1,141 @@
+"""y = x @ kernel + bias over any axes, in the precision that a set of quantizers asks for."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ..common.checks import described
+from .products import column_operand, encode, forward_product, gradient_product, row_operand
+from .quantize.quantizers import QuantizerSet, advanced_together, as_cotangent, noop_quantizer_set
+from .sharding import with_sharding_constraint_by_logical_axes
+
+__all__ = ["dense"]
+
+Dims = tuple[Sequence[int], Sequence[int]]
+
+
+def dense(
+    x: Array,
+    kernel: Array,
+    bias: Array | None = None,
+    contracting_dims: Dims = ((1,), (0,)),
+    transpose_batch_sequence: bool = False,
+    input_axes: tuple[str | None, ...] | None = None,
+    kernel_axes: tuple[str | None, ...] | None = None,
+    output_axes: tuple[str | None, ...] | None = None,
+    quantizer_set: QuantizerSet = noop_quantizer_set,
+) -> Array:
+    """y [*batch, *features] = x @ kernel (+ bias [*features]), in x's dtype.
+
+    contracting_dims          axes of x and of kernel that are summed over
+    transpose_batch_sequence  is the sequence in front of the batch? Any order computes the same
+    input_axes, kernel_axes, output_axes   logical names of the axes, for sharding
+    quantizer_set             differentiable: the cotangent of its state is the state of the next step
+    Without quantizers the kernel is cast to x's dtype. Raises ValueError for extents that do not match.
+    """
+    x_dims, kernel_dims = check_contraction(x, kernel, contracting_dims)
+    check_bias(bias, [kernel.shape[axis] for axis in range(kernel.ndim) if axis not in kernel_dims])
+    for name, axes, array in (("input_axes", input_axes, x), ("kernel_axes", kernel_axes, kernel)):
+        check_axis_names(name, axes, array.ndim)
+    x = with_sharding_constraint_by_logical_axes(x, input_axes)
+    kernel = with_sharding_constraint_by_logical_axes(kernel, kernel_axes)
+    contracted = len(x_dims)
+    x = jnp.moveaxis(x, x_dims, range(x.ndim - contracted, x.ndim))
+    kernel = jnp.moveaxis(kernel, kernel_dims, range(contracted))
+    if quantizer_set.is_noop:
+        kernel = kernel.astype(x.dtype)
+    y: Any = _dense(x, kernel, quantizer_set, contracted)
+    if bias is not None:
+        y = y + bias.astype(y.dtype)
+    return with_sharding_constraint_by_logical_axes(y, output_axes)
+
+
+def check_contraction(x: Array, kernel: Array, dims: Dims) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The contracted axes counted from the front; an error where they do not fit together."""
+    check_values("x", x)
+    check_values("kernel", kernel)
+    if len(dims) != 2 or len(dims[0]) != len(dims[1]) or not dims[0]:
+        raise ValueError(f"contracting_dims={dims}; give as many axes of x as of kernel, at least one")
+    found = []
+    for name, array, axes in (("x", x, dims[0]), ("kernel", kernel, dims[1])):
+        outside = [axis for axis in axes if not -array.ndim <= axis < array.ndim]
+        if outside:
+            raise ValueError(
+                f"contracting_dims={dims}: {name} has {array.ndim} axes, there is no axis {outside[0]}; name axes "
+                "that it has"
+            )
+        found.append(tuple(axis % array.ndim for axis in axes))
+    extents = [
+        tuple(array.shape[axis] for axis in axes) for array, axes in zip((x, kernel), found, strict=True)
+    ]
+    if extents[0] != extents[1]:
+        raise ValueError(
+            f"contracting_dims={dims} contract {extents[0]} of x {x.shape} with {extents[1]} of kernel "
+            f"{kernel.shape}; both extents must be equal"
+        )
+    if len(found[0]) == x.ndim or len(found[1]) == kernel.ndim:
+        raise ValueError(
+            f"contracting_dims={dims} leave no axis of x {x.shape} or kernel {kernel.shape}; keep one"
+        )
+    return found[0], found[1]
+
+
+def check_values(name: str, array: Any) -> None:
+    """TypeError unless an array holds float32, bfloat16 or float16."""
+    dtype = getattr(array, "dtype", None)
+    if dtype is None or dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise TypeError(f"{name} is {described(array)}; it must hold float32, bfloat16 or float16, cast it")
+
+
+def check_bias(bias: Array | None, features: Sequence[int]) -> None:
+    """ValueError unless a bias is one number a feature."""
+    if bias is not None and tuple(bias.shape) != tuple(features):
+        raise ValueError(
+            f"bias has shape {tuple(bias.shape)}; it must be {tuple(features)}, one number a feature"
+        )
+
+
+def check_axis_names(name: str, axes: Sequence[str | None] | None, ndim: int) -> None:
+    """ValueError unless there is one name an axis, or none at all."""
+    if axes and len(axes) != ndim:
+        raise ValueError(
+            f"{name}={tuple(axes)} names {len(axes)} axes of {ndim}; give one name, or None, an axis"
+        )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _dense(x: Array, kernel: Array, quantizer_set: QuantizerSet, contracted: int) -> Array:
+    return _dense_fwd(x, kernel, quantizer_set, contracted)[0]
+
+
+def _dense_fwd(x: Array, kernel: Array, quantizers: QuantizerSet, contracted: int) -> tuple[Array, Any]:
+    batch = x.ndim - contracted
+    x_codes, x_amax = encode(quantizers.x, x, batch)
+    kernel_codes, kernel_amax = encode(quantizers.kernel, kernel, contracted)
+    following = advanced_together((quantizers.x, quantizers.kernel), (x_amax, kernel_amax))
+    y = forward_product(row_operand(x_codes, batch), column_operand(kernel_codes, contracted), x.dtype)
+    saved = column_operand(x_codes, batch), row_operand(kernel_codes, contracted)
+    # Arrays without elements carry shapes and dtypes of the gradients.
+    likes = jnp.zeros((0, *x.shape), x.dtype), jnp.zeros((0, *kernel.shape), kernel.dtype)
+    y = y.reshape(*x.shape[:batch], *kernel.shape[contracted:])
+    return y, (saved, likes, following, quantizers.dgrad)
+
+
+def _dense_bwd(contracted: int, residuals: Any, dy: Array) -> tuple[Array, Array, QuantizerSet]:
+    (x_columns, kernel_rows), (x_like, kernel_like), (next_x, next_kernel), quantizer = residuals
+    batch = x_like.ndim - 1 - contracted
+    codes, amax = encode(quantizer, dy, batch)
+    (next_dgrad,) = advanced_together((quantizer,), (amax,))
+    dx = gradient_product(row_operand(codes, batch), kernel_rows, x_like.dtype)
+    dkernel = gradient_product(x_columns, column_operand(codes, batch), kernel_like.dtype)
+    following = as_cotangent(QuantizerSet(next_x, next_kernel, next_dgrad))
+    return dx.reshape(x_like.shape[1:]), dkernel.reshape(kernel_like.shape[1:]), following
+
+
+_dense.defvjp(_dense_fwd, _dense_bwd)

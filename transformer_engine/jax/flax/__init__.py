@@ -1,0 +1,27 @@
+"""Flax (linen) modules of transformer_engine.jax."""
+
+from .attention import DotProductAttention
+from .axis_rules import extend_logical_axis_rules
+from .dense_general import DenseGeneral
+from .layernorm_dense_general import LayerNormDenseGeneral
+from .layernorm_mlp import LayerNormMLP
+from .multi_head_attention import MultiHeadAttention
+from .norm import LayerNorm
+from .positions import RelativePositionBiases
+from .state_module import make_dot_general_cls, wrap_function_in_te_state_module
+from .transformer import TransformerLayer, TransformerLayerType
+
+__all__ = [
+    "DenseGeneral",
+    "DotProductAttention",
+    "LayerNorm",
+    "LayerNormDenseGeneral",
+    "LayerNormMLP",
+    "MultiHeadAttention",
+    "RelativePositionBiases",
+    "TransformerLayer",
+    "TransformerLayerType",
+    "extend_logical_axis_rules",
+    "make_dot_general_cls",
+    "wrap_function_in_te_state_module",
+]

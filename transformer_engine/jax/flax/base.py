@@ -1,0 +1,88 @@
+"""What every module shares: the quantizers of its products, and their state in a collection."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax import Array
+
+from ...common.recipe import Recipe
+from ..dense import check_axis_names
+from ..quantize.config import QuantizeConfig, get_global_quantize_recipe
+from ..quantize.factory import QuantizeMeta, QuantizeMetaSet, QuantizerFactory
+from ..quantize.quantizers import QuantizerSet, noop_quantizer_set
+
+Initializer = Callable[..., Array]
+Axes = tuple[str | None, ...]
+_TENSORS = ("x", "kernel", "grad")
+
+
+def parameter(
+    module: nn.Module, name: str, init: Initializer, axes: Axes, shape: Sequence[int], dtype: Any
+) -> Array:
+    """The module's parameter of that name, boxed with the names of its axes; the names must fit, or be none."""
+    check_axis_names(f"axes of {name}", axes, len(shape))
+    made: Any = module.param(name, nn.with_logical_partitioning(init, axes), tuple(shape), dtype)
+    return made
+
+
+def kernel_initializer(
+    init: Initializer | None, dtype: Any, distribution: Any = "truncated_normal"
+) -> Initializer:
+    """The given one, else variance_scaling(1.0, "fan_in", distribution)."""
+    return (
+        nn.initializers.variance_scaling(1.0, "fan_in", distribution, dtype=dtype) if init is None else init
+    )
+
+
+class TransformerEngineBase(nn.Module):
+    """A Flax module whose products are quantized by the recipe of the surrounding autocast."""
+
+    def generate_quantizer_set(
+        self,
+        postfix: str = "",
+        variable_collection: str | None = None,
+        quantization_checkpoint_name: str | None = None,
+        fp8_recipe: Recipe | None = None,
+        n_groups: int | None = None,
+    ) -> QuantizerSet:
+        """The quantizers of one product of this module.
+
+        postfix               tells the states of several products apart
+        variable_collection   where they lie; None: "fp8_metas"
+        fp8_recipe            instead of the recipe of autocast
+        """
+        config = QuantizeConfig(get_global_quantize_recipe() if fp8_recipe is None else fp8_recipe)
+        if config.recipe is None:
+            return noop_quantizer_set
+        collection = config.COLLECTION_NAME if variable_collection is None else variable_collection
+        metas = {tensor: self._quantizer_state(tensor, postfix, collection, config) for tensor in _TENSORS}
+        return QuantizerFactory.create_set(  # pyright: ignore[reportReturnType]
+            fp8_recipe=config.recipe,
+            quantize_meta_set=QuantizeMetaSet(**metas),
+            checkpoint_name=quantization_checkpoint_name,
+            n_groups=n_groups,
+        )
+
+    def _quantizer_state(
+        self, tensor: str, postfix: str, collection: str, config: QuantizeConfig
+    ) -> QuantizeMeta:
+        if config.stateful:
+            scale = self.variable(collection, f"{tensor}{postfix}_scale", jnp.ones, (1,), jnp.float32)
+            history = self.variable(
+                collection,
+                f"{tensor}{postfix}_amax_history",
+                jnp.zeros,
+                (config.AMAX_HISTORY_LEN,),
+                jnp.float32,
+            )
+            return QuantizeMeta(scale=scale.value, amax_history=history.value)
+        if config.random and tensor == "grad":
+            key = self.make_rng("sr_rng")
+            data = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
+            return QuantizeMeta(stochastic_rounding_rng_state=data)
+        return QuantizeMeta()

@@ -1,0 +1,92 @@
+"""DenseGeneral: y = x @ kernel + bias over any axes of x."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax.numpy as jnp
+from flax import linen as nn
+from jax import Array
+
+from ...common.checks import whole
+from ..dense import check_values, dense
+from .base import Initializer, TransformerEngineBase, kernel_initializer, parameter
+from .low_rank import _canonicalize_tuple, _normalize_axes, low_rank_term
+
+
+class DenseGeneral(TransformerEngineBase):
+    """y [*batch, *features] = x @ kernel [*axis sizes, *features] (+ bias [*features]), in x's dtype.
+
+    features      the extents that take the place of the contracted axes
+    kernel_init   None: variance_scaling(1.0, "fan_in", "truncated_normal")
+    kernel_axes, bias_axes, input_axes   logical names of axes, for sharding
+    enable_low_rank_adaptation, low_rank_adaptation_dim, low_rank_adaptation_alpha
+                  add x @ a @ b * alpha / dim
+    axis          the axes of x that are summed over
+    dtype         of the parameters
+    transpose_batch_sequence      is the sequence in front of the batch?
+    quantization_checkpoint_name  name of quantized tensors for recomputation policies
+    """
+
+    features: Iterable[int] | int
+    kernel_init: Initializer | None = None
+    kernel_axes: tuple[str | None, ...] = ()
+    use_bias: bool = True
+    bias_init: Initializer = nn.initializers.zeros
+    bias_axes: tuple[str | None, ...] = ()
+    enable_low_rank_adaptation: bool = False
+    low_rank_adaptation_dim: int = 32
+    low_rank_adaptation_alpha: float | None = None
+    axis: Iterable[int] | int = -1
+    dtype: Any = jnp.float32
+    input_axes: tuple[str | None, ...] = ()
+    transpose_batch_sequence: bool = False
+    quantization_checkpoint_name: str | None = None
+
+    def __post_init__(self) -> None:
+        self.kernel_init = kernel_initializer(self.kernel_init, self.dtype)
+        super().__post_init__()
+
+    @nn.compact
+    def __call__(self, inputs: Array) -> Array:
+        """inputs [..], of which the axes called `axis` are replaced by the features, which come last."""
+        check_values("inputs", inputs)
+        features = _canonicalize_tuple(self.features)
+        for extent in features:
+            whole("features", extent)
+        axis = checked_axes(self.axis, inputs.ndim)
+        sizes = tuple(inputs.shape[d] for d in axis)
+        shape = (*sizes, *features)
+        assert self.kernel_init is not None, "__post_init__ sets it"
+        kernel = parameter(self, "kernel", self.kernel_init, self.kernel_axes, shape, self.dtype)
+        bias = None
+        if self.use_bias:
+            bias = parameter(self, "bias", self.bias_init, self.bias_axes, features, self.dtype)
+        y = dense(
+            inputs,
+            kernel,
+            contracting_dims=(axis, tuple(range(len(axis)))),
+            transpose_batch_sequence=self.transpose_batch_sequence,
+            input_axes=self.input_axes,
+            kernel_axes=self.kernel_axes,
+            quantizer_set=self.generate_quantizer_set(
+                quantization_checkpoint_name=self.quantization_checkpoint_name
+            ),
+        )
+        if self.enable_low_rank_adaptation:
+            y = y + low_rank_term(
+                self, "", inputs, axis, features, self.kernel_init, self.low_rank_adaptation_dim,
+                self.low_rank_adaptation_alpha,
+            )  # fmt: skip
+        return y if bias is None else y + bias.astype(y.dtype)
+
+
+def checked_axes(axis: Iterable[int] | int, ndim: int) -> tuple[int, ...]:
+    axes = _canonicalize_tuple(axis)
+    outside = [d for d in axes if not -ndim <= d < ndim]
+    if outside or len(axes) >= ndim:
+        raise ValueError(
+            f"axis={axis} of an input of {ndim} axes; give axes between {-ndim} and {ndim - 1} and keep at least one"
+        )
+    return _normalize_axes(axes, ndim)

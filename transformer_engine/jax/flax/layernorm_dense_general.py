@@ -1,0 +1,93 @@
+"""LayerNormDenseGeneral: y = norm(x) @ kernel + bias."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax.numpy as jnp
+from flax import linen as nn
+from jax import Array
+
+from ...common.checks import whole
+from ..dense import check_values, dense
+from .base import Axes, Initializer, TransformerEngineBase, kernel_initializer, parameter
+from .dense_general import checked_axes
+from .low_rank import _canonicalize_tuple, low_rank_term
+from .norm import norm_of_inputs, scale_initializer
+
+
+class LayerNormDenseGeneral(TransformerEngineBase):
+    """(y [*batch, *features], norm(x) or None), in x's dtype; parameters as DenseGeneral's, `scale` and `ln_bias`.
+
+    enable_layernorm, return_layernorm_output   apply the norm; answer with its output too
+    depth_scaling                               y is divided by it
+    """
+
+    features: Iterable[int] | int
+    enable_layernorm: bool = True
+    layernorm_type: str = "layernorm"
+    epsilon: float = 1e-6
+    zero_centered_gamma: bool = False
+    scale_init: Initializer | None = None
+    scale_axes: Axes = ("embed",)
+    ln_bias_init: Initializer = nn.initializers.zeros
+    ln_bias_axes: Axes = ("embed",)
+    kernel_init: Initializer | None = None
+    kernel_axes: Axes = ()
+    use_bias: bool = False
+    bias_init: Initializer = nn.initializers.zeros
+    bias_axes: Axes = ()
+    return_layernorm_output: bool = False
+    enable_low_rank_adaptation: bool = False
+    low_rank_adaptation_dim: int = 32
+    low_rank_adaptation_alpha: float | None = None
+    axis: Iterable[int] | int = -1
+    dtype: Any = jnp.float32
+    layernorm_input_axes: Axes | None = None
+    dot_input_axes: Axes | None = None
+    depth_scaling: float | None = None
+    transpose_batch_sequence: bool = False
+    quantization_checkpoint_name: str | None = None
+
+    def __post_init__(self) -> None:
+        self.kernel_init = kernel_initializer(self.kernel_init, self.dtype)
+        self.scale_init = scale_initializer(self.scale_init, self.zero_centered_gamma)
+        super().__post_init__()
+
+    @nn.compact
+    def __call__(self, inputs: Array) -> tuple[Array, Array | None]:
+        """inputs [..], of which the axes called `axis` are replaced by the features, which come last."""
+        assert self.kernel_init is not None and self.scale_init is not None, "__post_init__ sets them"
+        check_values("inputs", inputs)
+        features = _canonicalize_tuple(self.features)
+        for extent in features:
+            whole("features", extent)
+        axis = checked_axes(self.axis, inputs.ndim)
+        normalized = norm_of_inputs(self, inputs)
+        sizes = tuple(inputs.shape[d] for d in axis)
+        shape = (*sizes, *features)
+        kernel = parameter(self, "kernel", self.kernel_init, self.kernel_axes, shape, self.dtype)
+        quantizer_set = self.generate_quantizer_set(
+            quantization_checkpoint_name=self.quantization_checkpoint_name
+        )
+        y = dense(
+            normalized,
+            kernel,
+            contracting_dims=(axis, tuple(range(len(axis)))),
+            transpose_batch_sequence=self.transpose_batch_sequence,
+            input_axes=self.dot_input_axes,
+            kernel_axes=self.kernel_axes,
+            quantizer_set=quantizer_set,
+        )
+        if self.enable_low_rank_adaptation:
+            y = y + low_rank_term(
+                self, "", normalized, axis, features, self.kernel_init, self.low_rank_adaptation_dim,
+                self.low_rank_adaptation_alpha,
+            )  # fmt: skip
+        if self.use_bias:
+            bias = parameter(self, "bias", self.bias_init, self.bias_axes, features, self.dtype)
+            y = y + bias.astype(y.dtype)
+        if self.depth_scaling is not None:
+            y = y / self.depth_scaling
+        return y, normalized if self.return_layernorm_output else None

@@ -1,0 +1,167 @@
+"""LayerNormMLP: y = activation(norm(x) @ wi + wi_bias) @ wo + wo_bias."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+
+from ...common.checks import described, drop_rate, whole
+from ..activation import ActivationParams, activation, is_known
+from ..dense import check_values, dense
+from ..quantize.quantizers import QuantizerSet
+from .base import Axes, Initializer, TransformerEngineBase, kernel_initializer, parameter
+from .dense_general import checked_axes
+from .low_rank import low_rank_term
+from .norm import norm_of_inputs, scale_initializer
+
+
+class LayerNormMLP(TransformerEngineBase):
+    """(y [*batch, h], norm(x) or None), in x's dtype, of x [*batch, h].
+
+    Parameters: scale, ln_bias [h], wi_kernel [h, n_act, f], wo_kernel [f, h], wi_bias [n_act, f], wo_bias [h].
+
+    intermediate_dim   f
+    activations        names or functions, whose results are multiplied; n_act of them
+    intermediate_dropout_*   dropout of the activations' product, by Flax's stream of that name
+    """
+
+    intermediate_dim: int = 2048
+    enable_layernorm: bool = True
+    layernorm_type: str = "layernorm"
+    epsilon: float = 1e-6
+    zero_centered_gamma: bool = False
+    scale_init: Initializer | None = None
+    scale_axes: Axes = ("embed",)
+    ln_bias_init: Initializer = nn.initializers.zeros
+    ln_bias_axes: Axes = ("embed",)
+    kernel_init: Initializer | None = None
+    kernel_axes_1: Axes = ("embed", "act", "mlp")
+    kernel_axes_2: Axes = ("mlp", "embed")
+    use_bias: bool = False
+    bias_init: Initializer = nn.initializers.zeros
+    bias_axes_1: Axes = ("act", "mlp")
+    bias_axes_2: Axes = ("embed",)
+    return_layernorm_output: bool = False
+    activations: Sequence[str | Callable[[Array], Array]] = ("gelu",)
+    activation_params: ActivationParams | Mapping[str, float] | None = None
+    intermediate_dropout_rng_name: str = "dropout"
+    intermediate_dropout_rate: float = 0.0
+    intermediate_hidden_dropout_dims: Sequence[int] = ()
+    enable_low_rank_adaptation: bool = False
+    low_rank_adaptation_dim: int = 32
+    low_rank_adaptation_alpha: float | None = None
+    axis: Iterable[int] | int = -1
+    dtype: Any = jnp.float32
+    layernorm_input_axes: Axes | None = None
+    dot_1_input_axes: Axes | None = None
+    dot_2_input_axes: Axes | None = None
+    ffn1_ckpt_name: str = "ffn1"
+    ffn2_ckpt_name: str = "ffn2"
+    transpose_batch_sequence: bool = False
+    quantization_checkpoint_name: str | None = None
+
+    def __post_init__(self) -> None:
+        self.kernel_init = kernel_initializer(self.kernel_init, self.dtype)
+        self.scale_init = scale_initializer(self.scale_init, self.zero_centered_gamma)
+        super().__post_init__()
+
+    @nn.compact
+    def __call__(self, inputs: Array, deterministic: bool = False) -> tuple[Array, Array | None]:
+        """inputs [*batch, h]; deterministic: without dropout."""
+        check_values("inputs", inputs)
+        whole("intermediate_dim", self.intermediate_dim)
+        drop_rate("intermediate_dropout_rate", self.intermediate_dropout_rate)
+        if checked_axes(self.axis, inputs.ndim) != (inputs.ndim - 1,):
+            raise ValueError(
+                f"axis={self.axis} of {inputs.ndim} axes; LayerNormMLP contracts the last, give -1"
+            )
+        normalized = norm_of_inputs(self, inputs)
+        width, parts = inputs.shape[-1], len(self.activations)
+        shape = (width, parts, self.intermediate_dim)
+        kernel_1 = parameter(self, "wi_kernel", self._stacked_init, self.kernel_axes_1, shape, self.dtype)
+        assert self.kernel_init is not None, "__post_init__ sets it"
+        shape = (self.intermediate_dim, width)
+        kernel_2 = parameter(self, "wo_kernel", self.kernel_init, self.kernel_axes_2, shape, self.dtype)
+        sets = [
+            self.generate_quantizer_set(
+                postfix, quantization_checkpoint_name=self.quantization_checkpoint_name
+            )
+            for postfix in ("_0", "_1")
+        ]
+        hidden = self._product("wi", normalized, kernel_1, sets[0])
+        hidden = self._activated(checkpoint_name(hidden, self.ffn1_ckpt_name))
+        hidden = nn.Dropout(
+            rate=self.intermediate_dropout_rate,
+            broadcast_dims=self.intermediate_hidden_dropout_dims,
+            rng_collection=self.intermediate_dropout_rng_name,
+        )(hidden, deterministic=deterministic)
+        y = checkpoint_name(self._product("wo", hidden, kernel_2, sets[1]), self.ffn2_ckpt_name)
+        return y, normalized if self.return_layernorm_output else None
+
+    def _stacked_init(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+        """[h, n_act, f], drawn activation by activation."""
+        assert self.kernel_init is not None
+        width, parts, features = shape
+        kernels = []
+        for _ in range(parts):
+            key, init_key = jax.random.split(key)
+            kernels.append(self.kernel_init(init_key, (width, features), dtype))
+        return jnp.stack(kernels, axis=-2)
+
+    def _product(self, name: str, x: Array, kernel: Array, quantizer_set: QuantizerSet) -> Array:
+        """x @ kernel, with what low-rank adaptation and the bias add; name is "wi" or "wo"."""
+        first = name == "wi"
+        kernel_axes = self.kernel_axes_1 if first else self.kernel_axes_2
+        features = kernel.shape[1:]
+        last = x.ndim - 1
+        y = dense(
+            x,
+            kernel,
+            contracting_dims=((last,), (0,)),
+            transpose_batch_sequence=self.transpose_batch_sequence,
+            input_axes=self.dot_1_input_axes if first else self.dot_2_input_axes,
+            kernel_axes=kernel_axes,
+            quantizer_set=quantizer_set,
+        )
+        if self.enable_low_rank_adaptation:
+            init = self._stacked_init if first else self.kernel_init
+            assert init is not None
+            y = y + low_rank_term(
+                self, f"{name}_", x, (last,), features, init, self.low_rank_adaptation_dim,
+                self.low_rank_adaptation_alpha,
+            )  # fmt: skip
+        if self.use_bias:
+            axes = self.bias_axes_1 if first else self.bias_axes_2
+            y = y + parameter(self, f"{name}_bias", self.bias_init, axes, features, self.dtype).astype(
+                y.dtype
+            )
+        return y
+
+    def _activated(self, x: Array) -> Array:
+        """Product of the activations of x [.., n_act, f]."""
+        if is_known(self.activations):
+            return activation(x, self.activations, act_params=self.activation_params)  # pyright: ignore
+        y = _function(self.activations[0])(x[..., 0, :])
+        for place, name in enumerate(self.activations[1:], 1):
+            y = y * _function(name)(x[..., place, :])
+        return y
+
+
+def _function(name: str | Callable[[Array], Array]) -> Callable[[Array], Array]:
+    """A function of one array: itself, "linear", or one of flax.linen by name."""
+    if callable(name):
+        return name
+    if name == "linear":
+        return lambda x: x
+    found: Callable[[Array], Array] | None = getattr(nn, name, None) if isinstance(name, str) else None
+    if found is None or not callable(found):
+        raise ValueError(
+            f"activations: {described(name)} is no activation; give a name of flax.linen, 'linear' or a function"
+        )
+    return found

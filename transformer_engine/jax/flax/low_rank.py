@@ -1,0 +1,81 @@
+"""y += (x @ a @ b) * alpha / rank: low-rank adaptation (arXiv:2106.09685) of a kernel over any axes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import jax.numpy as jnp
+from flax import linen as nn
+from jax import Array
+
+from ...common.checks import whole
+from .base import parameter
+
+
+def _normalize_axes(axes: Iterable[int], ndim: int) -> tuple[int, ...]:
+    """Axes counted from the front."""
+    return tuple(axis if axis >= 0 else ndim + axis for axis in axes)
+
+
+def _canonicalize_tuple(value: int | Iterable[int]) -> tuple[int, ...]:
+    return tuple(value) if isinstance(value, Iterable) else (value,)
+
+
+def lora_shapes(
+    contracted: Sequence[int], features: Sequence[int], rank: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of a [*contracted, *features but the last, rank] and b [*features but the last, rank, last feature]."""
+    return (*contracted, *features[:-1], rank), (*features[:-1], rank, features[-1])
+
+
+def _apply_low_rank_adaptation(
+    x: Array,
+    axis: int | Iterable[int],
+    features: int | Iterable[int],
+    lora_a_kernel: Array,
+    lora_b_kernel: Array,
+    alpha: float | None,
+) -> Array:
+    """x [.., *contracted] -> [.., *features], x @ a @ b times alpha / rank (alpha None: as it is)."""
+    axis = _normalize_axes(_canonicalize_tuple(axis), x.ndim)
+    features = _canonicalize_tuple(features)
+    kept = [d for d in range(x.ndim) if d not in axis]
+    # Labels of einsum: x's axes, then the leading features, the rank and the last feature.
+    leading = list(range(x.ndim, x.ndim + len(features) - 1))
+    rank, last = x.ndim + len(leading), x.ndim + len(leading) + 1
+    down = jnp.einsum(
+        x,
+        list(range(x.ndim)),
+        lora_a_kernel.astype(x.dtype),
+        [*axis, *leading, rank],
+        [*kept, *leading, rank],
+    )
+    up = jnp.einsum(
+        down,
+        [*kept, *leading, rank],
+        lora_b_kernel.astype(x.dtype),
+        [*leading, rank, last],
+        [*kept, *leading, last],
+    )
+    return up if alpha is None else up * (alpha / lora_b_kernel.shape[-2])
+
+
+def low_rank_term(
+    module: nn.Module,
+    prefix: str,
+    x: Array,
+    axis: tuple[int, ...],
+    features: Sequence[int],
+    init: Callable[..., Array],
+    rank: int,
+    alpha: float | None,
+) -> Array:
+    """What adaptation adds to a product, by the module's parameters `lora_a_kernel` and `lora_b_kernel`, prefixed."""
+    whole("low_rank_adaptation_dim", rank)
+    shapes = lora_shapes([x.shape[d] for d in axis], features, rank)
+    dtype = module.dtype  # pyright: ignore[reportAttributeAccessIssue]
+    a, b = (
+        parameter(module, f"{prefix}lora_{name}_kernel", draw, (None,) * len(shape), shape, dtype)
+        for name, draw, shape in (("a", init, shapes[0]), ("b", nn.initializers.zeros, shapes[1]))
+    )
+    return _apply_low_rank_adaptation(x, axis, tuple(features), a, b, alpha)

@@ -1,0 +1,220 @@
+"""MultiHeadAttention: projections of query, key and value, attention, and the projection of its output."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+
+from ...common.checks import whole
+from ..sharding import W_FSDP_AXES, W_JOINED_AXES, W_NO_SHARD_AXES, W_TP_AXES
+from .attention import DotProductAttention
+from .base import Initializer, kernel_initializer
+from .dense_general import DenseGeneral
+from .layernorm_dense_general import LayerNormDenseGeneral
+from .lora_scope import _canonicalize_lora_scope
+from .positions import rotary_pos_emb
+
+
+class MultiHeadAttention(nn.Module):
+    """(out [b, q, h], norm of inputs_q or None) in the inputs' dtype; with transpose_batch_sequence [q, b, h].
+
+    Parameters: `qkv` (kernel [h, 3, heads * d]) for self-attention with as many heads of keys, else `query` and `kv`
+    (kernel [h, 2, groups * d]); without fuse_qkv_params `query`, `key` and `value`; `out`.
+
+    scale_attn_logits   scores are divided by sqrt(head_dim); else the query's kernel begins divided by it
+                        (scaled_query_init)
+    """
+
+    head_dim: int
+    num_attention_heads: int
+    num_gqa_groups: int | None = None
+    attention_dropout: float = 0.0
+    dropout_rng_name: str = "dropout"
+    input_layernorm: bool = True
+    layernorm_type: str = "layernorm"
+    layernorm_epsilon: float = 1e-6
+    return_layernorm_output: bool = False
+    zero_centered_gamma: bool = False
+    kernel_init: Initializer | None = None
+    use_bias: bool = False
+    bias_init: Initializer = nn.initializers.zeros
+    attn_mask_type: str = "causal"
+    attn_bias_type: str | None = None
+    enable_rotary_pos_emb: bool = False
+    rotary_pos_emb_windows: tuple[int, int] = (1, 10000)
+    rotary_pos_emb_group_method: str = "consecutive"
+    low_rank_adaptation_scope: str = "none"
+    low_rank_adaptation_dim: int = 32
+    low_rank_adaptation_alpha: float | None = None
+    dtype: Any = jnp.float32
+    fuse_qkv_params: bool = True
+    transpose_batch_sequence: bool | None = None
+    scale_attn_logits: bool = False
+    scaled_query_init: bool = True
+    float32_logits: bool = False
+    window_size: tuple[int, int] | None = None
+    softmax_type: str = "vanilla"
+
+    def __post_init__(self) -> None:
+        self.kernel_init = kernel_initializer(self.kernel_init, self.dtype, "normal")
+        super().__post_init__()
+
+    @nn.compact
+    def __call__(
+        self,
+        inputs_q: Array,
+        inputs_kv: Array,
+        mask: Array | None = None,
+        bias: Array | None = None,
+        *,
+        deterministic: bool = False,
+    ) -> tuple[Array, Array | None]:
+        """inputs_q [b, q, h] and inputs_kv [b, k, h], the same array for self-attention; mask True hides a key."""
+        for name in ("head_dim", "num_attention_heads"):
+            whole(name, getattr(self, name))
+        groups = self._groups
+        whole("num_gqa_groups", groups)
+        if self.num_attention_heads % groups:
+            raise ValueError(
+                f"num_gqa_groups={groups} does not divide num_attention_heads={self.num_attention_heads}; "
+                "give a divisor of it"
+            )
+        transposed = bool(self.transpose_batch_sequence)
+        query, key, value, normalized = self._projected(inputs_q, inputs_kv)
+        query = query.reshape(*query.shape[:2], self.num_attention_heads, self.head_dim)
+        key, value = (x.reshape(*x.shape[:2], groups, self.head_dim) for x in (key, value))
+        if self.enable_rotary_pos_emb:
+            method = self.rotary_pos_emb_group_method
+            query, key = (
+                rotary_pos_emb(x, self.rotary_pos_emb_windows, transposed, method) for x in (query, key)
+            )
+        attended = DotProductAttention(
+            head_dim=self.head_dim,
+            num_attention_heads=self.num_attention_heads,
+            num_gqa_groups=groups,
+            attention_dropout=self.attention_dropout,
+            attn_mask_type=self.attn_mask_type,
+            attn_bias_type=self.attn_bias_type,
+            dropout_rng_name=self.dropout_rng_name,
+            float32_logits=self.float32_logits,
+            scale_factor=1.0 / math.sqrt(self.head_dim) if self.scale_attn_logits else 1.0,
+            transpose_batch_sequence=transposed,
+            window_size=self.window_size,
+            softmax_type=self.softmax_type,
+        )(query, key, value, mask, bias, deterministic=deterministic)
+        attended = attended.reshape(*attended.shape[:2], self.num_attention_heads * self.head_dim)
+        out = self._dense(
+            "out",
+            inputs_q.shape[-1],
+            self.kernel_init,
+            (W_TP_AXES, W_FSDP_AXES),
+            (W_NO_SHARD_AXES,),
+            _canonicalize_lora_scope(self.low_rank_adaptation_scope).output_proj,
+        )(attended)
+        out = checkpoint_name(out, "out_proj")
+        return out, normalized if self.return_layernorm_output else None
+
+    @property
+    def _groups(self) -> int:
+        return self.num_attention_heads if self.num_gqa_groups is None else self.num_gqa_groups
+
+    def _projected(self, inputs_q: Array, inputs_kv: Array) -> tuple[Array, Array, Array, Array | None]:
+        """query [.., heads * d], key and value [.., groups * d], and the norm of inputs_q where it was asked for."""
+        itself = inputs_q is inputs_kv
+        width, narrow = self.num_attention_heads * self.head_dim, self._groups * self.head_dim
+        if self.fuse_qkv_params and itself and width == narrow:
+            made, normalized = self._norm_dense(
+                "qkv", (3, width), self._qkv_init, (W_FSDP_AXES, W_JOINED_AXES, W_TP_AXES), (W_JOINED_AXES, W_TP_AXES),
+                self.return_layernorm_output,
+            )(inputs_q)  # fmt: skip
+            made = checkpoint_name(made, "combined_qkv_proj")
+            return made[..., 0, :], made[..., 1, :], made[..., 2, :], normalized
+        query, normalized = self._norm_dense(
+            "query", width, self._query_init, (W_FSDP_AXES, W_TP_AXES), (W_TP_AXES,),
+            self.return_layernorm_output or itself,
+        )(inputs_q)  # fmt: skip
+        query = checkpoint_name(query, "query_proj")
+        source = normalized if itself and normalized is not None else inputs_kv
+        adapted = _canonicalize_lora_scope(self.low_rank_adaptation_scope).qkv_proj
+        if self.fuse_qkv_params:
+            both = self._dense(
+                "kv", (2, narrow), self._kv_init, (W_FSDP_AXES, W_JOINED_AXES, W_TP_AXES), (W_JOINED_AXES, W_TP_AXES),
+                adapted,
+            )(source)  # fmt: skip
+            both = checkpoint_name(both, "combined_kv_proj")
+            return query, both[..., 0, :], both[..., 1, :], normalized
+        key, value = (
+            self._dense(name, narrow, self.kernel_init, (W_FSDP_AXES, W_TP_AXES), (W_TP_AXES,), adapted)(
+                source
+            )
+            for name in ("key", "value")
+        )
+        return query, checkpoint_name(key, "key_proj"), checkpoint_name(value, "value_proj"), normalized
+
+    def _dense(
+        self, name: str, features: Any, init: Any, kernel_axes: Any, bias_axes: Any, adapted: bool
+    ) -> DenseGeneral:
+        return DenseGeneral(
+            features=features,
+            kernel_init=init,
+            kernel_axes=kernel_axes,
+            use_bias=self.use_bias,
+            bias_init=self.bias_init,
+            bias_axes=bias_axes,
+            enable_low_rank_adaptation=adapted,
+            low_rank_adaptation_dim=self.low_rank_adaptation_dim,
+            low_rank_adaptation_alpha=self.low_rank_adaptation_alpha,
+            dtype=self.dtype,
+            transpose_batch_sequence=bool(self.transpose_batch_sequence),
+            name=name,
+        )
+
+    def _norm_dense(
+        self, name: str, features: Any, init: Any, kernel_axes: Any, bias_axes: Any, returned: bool
+    ) -> LayerNormDenseGeneral:
+        return LayerNormDenseGeneral(
+            features=features,
+            enable_layernorm=self.input_layernorm,
+            layernorm_type=self.layernorm_type,
+            epsilon=self.layernorm_epsilon,
+            zero_centered_gamma=self.zero_centered_gamma,
+            scale_axes=(W_NO_SHARD_AXES,),
+            ln_bias_axes=(W_NO_SHARD_AXES,),
+            kernel_init=init,
+            kernel_axes=kernel_axes,
+            use_bias=self.use_bias,
+            bias_init=self.bias_init,
+            bias_axes=bias_axes,
+            return_layernorm_output=returned,
+            enable_low_rank_adaptation=_canonicalize_lora_scope(self.low_rank_adaptation_scope).qkv_proj,
+            low_rank_adaptation_dim=self.low_rank_adaptation_dim,
+            low_rank_adaptation_alpha=self.low_rank_adaptation_alpha,
+            dtype=self.dtype,
+            transpose_batch_sequence=bool(self.transpose_batch_sequence),
+            name=name,
+        )
+
+    def _query_init(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+        assert self.kernel_init is not None, "__post_init__ sets it"
+        drawn = self.kernel_init(key, shape, dtype)
+        return drawn / math.sqrt(self.head_dim) if self.scaled_query_init else drawn
+
+    def _kv_init(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+        """[h, 2, features]: key and value, each of a key of its own."""
+        assert self.kernel_init is not None, "__post_init__ sets it"
+        each = (shape[0], shape[-1])
+        return jnp.stack([self.kernel_init(k, each, dtype) for k in jax.random.split(key)], axis=-2)
+
+    def _qkv_init(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+        """[h, 3, features]: query, key and value, each of a key of its own."""
+        assert self.kernel_init is not None, "__post_init__ sets it"
+        each = (shape[0], shape[-1])
+        keys = jax.random.split(key, 3)
+        parts = [self._query_init(keys[0], each, dtype)]
+        return jnp.stack([*parts, *(self.kernel_init(k, each, dtype) for k in keys[1:])], axis=-2)

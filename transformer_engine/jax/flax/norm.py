@@ -1,0 +1,67 @@
+"""LayerNorm, and the parameters that every module with a norm has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import linen as nn
+from jax import Array
+
+from ..dense import check_values
+from ..layernorm import canonicalize_norm_type, layernorm
+from ..sharding import with_sharding_constraint_by_logical_axes
+from .base import Axes, Initializer, parameter
+
+
+def scale_initializer(scale_init: Initializer | None, zero_centered: bool) -> Initializer:
+    """The given one, else ones, or zeros where 1 is added."""
+    if scale_init is not None:
+        return scale_init
+    return nn.initializers.zeros if zero_centered else nn.initializers.ones
+
+
+def norm_of_inputs(module: Any, inputs: Array) -> Array:
+    """The norm in front of a module's product by the module's fields and parameters; the inputs where it has none."""
+    inputs = with_sharding_constraint_by_logical_axes(inputs, module.layernorm_input_axes)
+    if not module.enable_layernorm:
+        return inputs
+    return _norm(module, inputs, module.ln_bias_init, module.ln_bias_axes)
+
+
+def _norm(module: Any, x: Array, bias_init: Initializer, bias_axes: Axes) -> Array:
+    """The norm of x by the module's fields and its parameters `scale` and, of layernorm alone, `ln_bias`."""
+    shape = x.shape[-1:]
+    scale = parameter(module, "scale", module.scale_init, module.scale_axes, shape, module.dtype)
+    bias = None
+    if canonicalize_norm_type(module.layernorm_type) == "layernorm":
+        bias = parameter(module, "ln_bias", bias_init, bias_axes, shape, module.dtype)
+    return layernorm(x, scale, bias, module.layernorm_type, module.zero_centered_gamma, module.epsilon)
+
+
+class LayerNorm(nn.Module):
+    """y = layernorm(x) or rmsnorm(x) over the last axis, in x's dtype; parameters `scale` and `ln_bias`.
+
+    layernorm_type        "layernorm" or "rmsnorm"
+    zero_centered_gamma   multiply by 1 + scale; scale_init then is zeros
+    dtype                 of the parameters
+    """
+
+    epsilon: float = 1e-6
+    layernorm_type: str = "layernorm"
+    zero_centered_gamma: bool = False
+    scale_init: Initializer | None = None
+    scale_axes: tuple[str | None, ...] = ("embed",)
+    bias_init: Initializer = nn.initializers.zeros
+    bias_axes: tuple[str | None, ...] = ("embed",)
+    dtype: Any = jnp.float32
+
+    def __post_init__(self) -> None:
+        self.scale_init = scale_initializer(self.scale_init, self.zero_centered_gamma)
+        super().__post_init__()
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        """x [..., width]."""
+        check_values("x", x)
+        return _norm(self, x, self.bias_init, self.bias_axes)

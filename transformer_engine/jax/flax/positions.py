@@ -1,0 +1,94 @@
+"""Positions of tokens: rotary embedding of queries and keys, and T5's relative biases of scores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+from jax import Array
+
+from ...common.checks import described, whole
+
+_METHODS = ("consecutive", "alternate")
+
+
+def rotary_pos_emb(
+    x: Array, windows: tuple[float, float], transpose_batch_sequence: bool, group_method: str = "consecutive"
+) -> Array:
+    """x [b, s, h, d] ([s, b, h, d] when transposed), every pair of elements turned by position / timescale.
+
+    windows        the least and the greatest timescale, least * (greatest / least)^(2 i / d) for pair i
+    group_method   "consecutive": pairs (2 i, 2 i + 1); "alternate": pairs (i, i + d / 2)
+    RoFormer, arXiv:2104.09864.
+    """
+    if group_method not in _METHODS:
+        raise ValueError(f"group_method={described(group_method)}; choose 'consecutive' or 'alternate'")
+    if x.ndim != 4 or x.shape[-1] % 2:
+        raise ValueError(f"x has shape {x.shape}; it must be [b, s, h, d] with an even d")
+    least, greatest = windows
+    if not 0 < least <= greatest:
+        raise ValueError(f"windows={windows}; give 0 < least <= greatest timescale")
+    half = x.shape[-1] // 2
+    timescales = least * (greatest / least) ** (2 * np.arange(half) / x.shape[-1])
+    tokens = x.shape[0 if transpose_batch_sequence else 1]
+    angles = np.arange(tokens)[:, None] / timescales
+    shape = (tokens, 1, 1, half) if transpose_batch_sequence else (1, tokens, 1, half)
+    cos, sin = (jnp.asarray(f(angles), jnp.float32).reshape(shape) for f in (np.cos, np.sin))
+    wide = x.astype(jnp.float32)
+    if group_method == "alternate":
+        first, second = wide[..., :half], wide[..., half:]
+    else:
+        first, second = wide[..., 0::2], wide[..., 1::2]
+    turned = first * cos - second * sin, second * cos + first * sin
+    if group_method == "alternate":
+        return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+    return jnp.stack(turned, axis=-1).reshape(x.shape).astype(x.dtype)
+
+
+class RelativePositionBiases(nn.Module):
+    """bias [1, h, q, k] of a learnt number for each head and bucket of distances; T5, arXiv:1910.10683.
+
+    The parameter `rel_embedding` is [heads, buckets]. Half of the buckets hold one distance each, the others grow with
+    the logarithm up to max_distance.
+    """
+
+    num_buckets: int
+    max_distance: int
+    num_attention_heads: int
+    embedding_init: Callable[..., Array] = nn.initializers.variance_scaling(1.0, "fan_avg", "uniform")
+    embedding_axes: tuple[str | None, ...] = ("heads", "relpos_buckets")
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, q_seqlen: int, k_seqlen: int, bidirectional: bool = True) -> Array:
+        """bidirectional: keys behind the query have buckets of their own; else they share that of distance 0."""
+        for name in ("num_buckets", "max_distance", "num_attention_heads"):
+            whole(name, getattr(self, name), 2 if name == "num_buckets" else 1)
+        buckets = _buckets(q_seqlen, k_seqlen, bidirectional, self.num_buckets, self.max_distance)
+        embedding = self.param(
+            "rel_embedding",
+            nn.with_logical_partitioning(self.embedding_init, self.embedding_axes),
+            (self.num_attention_heads, self.num_buckets),
+            self.dtype,
+        )
+        return jnp.asarray(embedding, self.dtype)[None][:, :, buckets]
+
+
+def _buckets(queries: int, keys: int, bidirectional: bool, count: int, greatest: int) -> np.ndarray:
+    """The bucket of every pair [q, k]."""
+    back = np.arange(queries)[:, None] - np.arange(keys)[None, :]
+    first = np.zeros_like(back)
+    if bidirectional:
+        count //= 2
+        first = np.where(back < 0, count, 0)
+        back = np.abs(back)
+    back = np.maximum(back, 0)
+    exact = count // 2
+    # The logarithm in float32, as T5 computes it: buckets of distances at a boundary follow its rounding.
+    ratio = np.log(np.maximum(back, 1).astype(np.float32) / exact + np.finfo(np.float32).eps)
+    far = exact + (ratio / math.log(greatest / exact) * (count - exact)).astype(np.int32)
+    return first + np.where(back < exact, back, np.minimum(far, count - 1))

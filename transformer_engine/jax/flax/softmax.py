@@ -1,0 +1,39 @@
+"""Softmax: probabilities of scaled scores, with a mask, a bias and a sink."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import linen as nn
+from jax import Array
+
+from ..attention.enums import AttnSoftmaxType
+from ..attention.fused import sink_of
+from ..dense import check_values
+from ..softmax import SoftmaxFusionType, scaled_softmax
+
+
+class Softmax(nn.Module):
+    """p [b, h, q, k] in the scores' dtype: softmax(scale_factor * scores + bias); hidden keys are exactly zero."""
+
+    scale_factor: float = 1.0
+    softmax_fusion_type: SoftmaxFusionType = SoftmaxFusionType.SCALED
+    softmax_type: AttnSoftmaxType = AttnSoftmaxType.VANILLA_SOFTMAX
+
+    @nn.compact
+    def __call__(
+        self,
+        inputs: Array,
+        mask: Array | None = None,
+        bias: Array | None = None,
+        softmax_offset: Array | None = None,
+    ) -> Array:
+        """inputs [b, h, q, k]; mask True hides a key; softmax_offset [1, h, 1, 1] of LEARNABLE_SOFTMAX."""
+        check_values("inputs", inputs)
+        sink = sink_of(self.softmax_type, softmax_offset, inputs.shape[1])
+        scores, scale = inputs, self.scale_factor
+        if bias is not None:
+            scores, scale = scores.astype(jnp.float32) * scale + bias.astype(jnp.float32), 1.0
+        masked = self.softmax_fusion_type is SoftmaxFusionType.SCALED_MASKED
+        # A masked softmax without a mask is a plain one, as layers whose mask is optional rely on.
+        kind = SoftmaxFusionType.SCALED if masked and mask is None else self.softmax_fusion_type
+        return scaled_softmax(scores, mask, scale, kind, sink).astype(inputs.dtype)

@@ -1,0 +1,77 @@
+"""Functions of others with products in FP8: their quantizers' state lives in a Flax module round them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from flax import linen as nn
+from jax import Array
+
+from ...common.checks import described
+from ...common.recipe import Recipe
+from ..dense import dense
+from ..quantize.quantizers import QuantizerSet
+from .base import TransformerEngineBase
+
+OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"  # Flax's name: TrainState replaces it by its gradient
+
+
+def wrap_function_in_te_state_module(
+    f: Callable[..., Any],
+    recipe: Recipe | None,
+    name: str | None = None,
+    quantization_checkpoint_name: str | None = None,
+) -> type[TransformerEngineBase]:
+    """A module class whose call runs f(generate_quantizer_set, *args, **kwargs).
+
+    generate_quantizer_set(postfix="")   a quantizer set of the recipe (None: that of autocast), whose state lies in the
+                                         collection "_overwrite_with_gradient" of the module
+    name                                 ends the class's name
+    """
+    if not callable(f):
+        raise TypeError(f"f={described(f)} is no function; give f(generate_quantizer_set, ..)")
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise TypeError(
+            f"recipe={described(recipe)} is a {type(recipe).__name__}; pass an instance of a recipe's class"
+        )
+
+    class TEWrapper(TransformerEngineBase):
+        """A function and the state of its quantizers."""
+
+        @nn.compact
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            generate = functools.partial(
+                self.generate_quantizer_set,
+                variable_collection=OVERWRITE_WITH_GRADIENT,
+                quantization_checkpoint_name=quantization_checkpoint_name,
+                fp8_recipe=recipe,
+            )
+            return f(generate, *args, **kwargs)
+
+    TEWrapper.__name__ = TEWrapper.__qualname__ = f"TEWrapper_{name or getattr(f, '__name__', 'function')}"
+    return TEWrapper
+
+
+def make_dot_general_cls(recipe: Recipe | None) -> type[TransformerEngineBase]:
+    """A class for nn.Dense(dot_general=cls()): products of the recipe, without batch dimensions."""
+
+    def te_dot_general(
+        generate_quantizer_set: Callable[..., QuantizerSet],
+        x: Array,
+        kernel: Array,
+        dims: Any,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+    ) -> Array:
+        contracting, batch = dims
+        if len(batch[0]) or len(batch[1]):
+            raise ValueError(
+                f"dot_general with the batch dimensions {batch}; the product takes none, give ((), ())"
+            )
+        y = dense(x, kernel, contracting_dims=contracting, quantizer_set=generate_quantizer_set())
+        return y if preferred_element_type is None else y.astype(jnp.dtype(preferred_element_type))
+
+    return wrap_function_in_te_state_module(te_dot_general, recipe, "dot_general")

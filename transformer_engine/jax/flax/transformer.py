@@ -1,0 +1,258 @@
+"""TransformerLayer: an encoder's or a decoder's layer, and what it is made of."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from flax import linen as nn
+from jax import Array
+
+from ...common.checks import described, drop_rate, whole
+from ..activation import ActivationParams
+from ..dense import check_values
+from ..sharding import W_FSDP_AXES, W_JOINED_AXES, W_NO_SHARD_AXES, W_TP_AXES
+from .attention import DotProductAttention
+from .base import Initializer, kernel_initializer
+from .layernorm_mlp import LayerNormMLP
+from .lora_scope import LoRAScope, _canonicalize_lora_scope
+from .multi_head_attention import MultiHeadAttention
+from .norm import LayerNorm
+from .positions import RelativePositionBiases, rotary_pos_emb
+
+__all__ = [
+    "DotProductAttention",
+    "LoRAScope",
+    "MultiHeadAttention",
+    "RelativePositionBiases",
+    "TransformerLayer",
+    "TransformerLayerType",
+    "_canonicalize_lora_scope",
+    "rotary_pos_emb",
+]
+
+
+class TransformerLayerType(enum.Enum):
+    """ENCODER: self-attention and an MLP; DECODER: attention to an encoder's output between them."""
+
+    ENCODER = "encoder"
+    DECODER = "decoder"
+
+
+class TransformerLayer(nn.Module):
+    """y [b, s, hidden_size] in the inputs' dtype; with transpose_batch_sequence [s, b, hidden_size].
+
+    Parameters: `attention` (of a decoder `self_attention` and `encoder_decoder_attention`), `mlp`, `relpos_bias`,
+    `output_layernorm`.
+
+    hidden_dropout, hidden_dropout_dims           of both blocks' outputs; the dims share their draws
+    apply_residual_connection_post_layernorm      add the norm of a block's input instead of the input
+    output_layernorm                              normalise the layer's output instead of the attention's input
+    enable_relative_embedding                     add T5's relative biases, those of relative_embedding if given
+    drop_path                                     rate at which a row of the batch skips a block
+    """
+
+    hidden_size: int = 512
+    mlp_hidden_size: int = 2048
+    num_attention_heads: int = 8
+    num_gqa_groups: int | None = None
+    layernorm_type: str = "layernorm"
+    layernorm_epsilon: float = 1e-6
+    zero_centered_gamma: bool = False
+    hidden_dropout: float = 0.1
+    hidden_dropout_dims: Sequence[int] = ()
+    attention_dropout: float = 0.1
+    intermediate_dropout: float = 0.0
+    intermediate_dropout_dims: Sequence[int] = ()
+    dropout_rng_name: str = "dropout"
+    mha_kernel_init: Initializer | None = None
+    mlp_kernel_init: Initializer | None = None
+    mlp_activations: Sequence[str | Callable[[Array], Array]] = ("gelu",)
+    mlp_activation_params: ActivationParams | Mapping[str, float] | None = None
+    use_bias: bool = False
+    bias_init: Initializer = nn.initializers.zeros
+    apply_residual_connection_post_layernorm: bool = False
+    output_layernorm: bool = False
+    float32_attention_logits: bool = False
+    layer_type: TransformerLayerType = TransformerLayerType.ENCODER
+    self_attn_mask_type: str = "causal"
+    self_attn_bias_type: str | None = None
+    enable_relative_embedding: bool = True
+    relative_embedding: nn.Module | None = None
+    enable_rotary_pos_emb: bool = False
+    rotary_pos_emb_windows: tuple[int, int] = (1, 10000)
+    rotary_pos_emb_group_method: str = "consecutive"
+    low_rank_adaptation_scope: str = "none"
+    low_rank_adaptation_dim: int = 32
+    low_rank_adaptation_alpha: float | None = None
+    dtype: Any = jnp.float32
+    drop_path: float = 0.0
+    fuse_qkv_params: bool = True
+    transpose_batch_sequence: bool = False
+    scale_attn_logits: bool = False
+    scaled_query_init: bool = True
+    window_size: tuple[int, int] | None = None
+    softmax_type: str = "vanilla"
+
+    def __post_init__(self) -> None:
+        self.mha_kernel_init = kernel_initializer(self.mha_kernel_init, self.dtype, "normal")
+        self.mlp_kernel_init = kernel_initializer(self.mlp_kernel_init, self.dtype)
+        super().__post_init__()
+
+    @nn.compact
+    def __call__(
+        self,
+        inputs: Array,
+        encoded: Array | None = None,
+        attention_mask: Array | None = None,
+        encoder_decoder_mask: Array | None = None,
+        deterministic: bool = False,
+    ) -> Array:
+        """inputs [b, s, hidden_size]; encoded [b, k, hidden_size] of a decoder; a mask's True hides a key."""
+        self._check(inputs, encoded)
+        decoder = self.layer_type is TransformerLayerType.DECODER
+        x, normalized = self._attention(
+            "self_attention" if decoder else "attention",
+            self.self_attn_mask_type,
+            self.self_attn_bias_type,
+            input_layernorm=not self.output_layernorm,
+            enable_rotary_pos_emb=self.enable_rotary_pos_emb,
+            rotary_pos_emb_windows=self.rotary_pos_emb_windows,
+            rotary_pos_emb_group_method=self.rotary_pos_emb_group_method,
+            window_size=self.window_size,
+        )(inputs, inputs, attention_mask, self._relative_bias(inputs), deterministic=deterministic)
+        x = self._joined(x, inputs, normalized, deterministic)
+        if encoded is not None:
+            y, normalized = self._attention("encoder_decoder_attention", "padding", "no_bias")(
+                x, encoded, encoder_decoder_mask, deterministic=deterministic
+            )
+            x = self._joined(y, x, normalized, deterministic)
+        y, normalized = self._mlp()(x, deterministic=deterministic)
+        x = self._joined(y, x, normalized, deterministic)
+        if not self.output_layernorm:
+            return x
+        return LayerNorm(
+            layernorm_type=self.layernorm_type,
+            epsilon=self.layernorm_epsilon,
+            zero_centered_gamma=self.zero_centered_gamma,
+            scale_axes=(W_NO_SHARD_AXES,),
+            bias_axes=(W_NO_SHARD_AXES,),
+            dtype=self.dtype,
+            name="output_layernorm",
+        )(x)
+
+    def _check(self, inputs: Array, encoded: Array | None) -> None:
+        for name in ("hidden_size", "mlp_hidden_size", "num_attention_heads"):
+            whole(name, getattr(self, name))
+        for name in ("hidden_dropout", "attention_dropout", "intermediate_dropout", "drop_path"):
+            drop_rate(name, getattr(self, name))
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"num_attention_heads={self.num_attention_heads} does not divide hidden_size={self.hidden_size}; "
+                "give a divisor of it"
+            )
+        check_values("inputs", inputs)
+        if inputs.ndim != 3 or inputs.shape[-1] != self.hidden_size:
+            raise ValueError(f"inputs have shape {inputs.shape}; the layer takes [b, s, {self.hidden_size}]")
+        if not isinstance(self.layer_type, TransformerLayerType):
+            raise TypeError(f"layer_type={described(self.layer_type)}; give a TransformerLayerType")
+        decoder = self.layer_type is TransformerLayerType.DECODER
+        if decoder is not (encoded is not None):
+            given = "None" if encoded is None else f"an array of shape {encoded.shape}"
+            raise ValueError(f"layer_type={self.layer_type.name} and encoded={given}; a decoder takes one")
+
+    def _relative_bias(self, inputs: Array) -> Array | None:
+        if not self.enable_relative_embedding:
+            return None
+        bias = self.relative_embedding
+        if bias is None:
+            bias = RelativePositionBiases(
+                num_buckets=32,
+                max_distance=128,
+                num_attention_heads=self.num_attention_heads,
+                dtype=self.dtype,
+                name="relpos_bias",
+            )
+        tokens = inputs.shape[0 if self.transpose_batch_sequence else 1]
+        return bias(tokens, tokens, self.layer_type is TransformerLayerType.ENCODER)
+
+    def _attention(
+        self, name: str, mask_type: str, bias_type: str | None, **options: Any
+    ) -> MultiHeadAttention:
+        return MultiHeadAttention(
+            head_dim=self.hidden_size // self.num_attention_heads,
+            num_attention_heads=self.num_attention_heads,
+            num_gqa_groups=self.num_gqa_groups,
+            attention_dropout=self.attention_dropout,
+            dropout_rng_name=self.dropout_rng_name,
+            layernorm_type=self.layernorm_type,
+            layernorm_epsilon=self.layernorm_epsilon,
+            return_layernorm_output=self.apply_residual_connection_post_layernorm,
+            zero_centered_gamma=self.zero_centered_gamma,
+            kernel_init=self.mha_kernel_init,
+            use_bias=self.use_bias,
+            bias_init=self.bias_init,
+            attn_mask_type=mask_type,
+            attn_bias_type=bias_type,
+            low_rank_adaptation_scope=self.low_rank_adaptation_scope,
+            low_rank_adaptation_dim=self.low_rank_adaptation_dim,
+            low_rank_adaptation_alpha=self.low_rank_adaptation_alpha,
+            dtype=self.dtype,
+            fuse_qkv_params=self.fuse_qkv_params,
+            transpose_batch_sequence=self.transpose_batch_sequence,
+            scale_attn_logits=self.scale_attn_logits,
+            scaled_query_init=self.scaled_query_init,
+            float32_logits=self.float32_attention_logits,
+            softmax_type=self.softmax_type,
+            name=name,
+            **options,
+        )
+
+    def _mlp(self) -> LayerNormMLP:
+        return LayerNormMLP(
+            intermediate_dim=self.mlp_hidden_size,
+            layernorm_type=self.layernorm_type,
+            epsilon=self.layernorm_epsilon,
+            zero_centered_gamma=self.zero_centered_gamma,
+            scale_axes=(W_NO_SHARD_AXES,),
+            ln_bias_axes=(W_NO_SHARD_AXES,),
+            kernel_init=self.mlp_kernel_init,
+            kernel_axes_1=(W_FSDP_AXES, W_JOINED_AXES, W_TP_AXES),
+            kernel_axes_2=(W_TP_AXES, W_FSDP_AXES),
+            use_bias=self.use_bias,
+            bias_init=self.bias_init,
+            bias_axes_1=(W_JOINED_AXES, W_TP_AXES),
+            bias_axes_2=(W_NO_SHARD_AXES,),
+            return_layernorm_output=self.apply_residual_connection_post_layernorm,
+            activations=self.mlp_activations,
+            activation_params=self.mlp_activation_params,
+            intermediate_dropout_rng_name=self.dropout_rng_name,
+            intermediate_dropout_rate=self.intermediate_dropout,
+            intermediate_hidden_dropout_dims=self.intermediate_dropout_dims,
+            enable_low_rank_adaptation=_canonicalize_lora_scope(self.low_rank_adaptation_scope).mlp,
+            low_rank_adaptation_dim=self.low_rank_adaptation_dim,
+            low_rank_adaptation_alpha=self.low_rank_adaptation_alpha,
+            dtype=self.dtype,
+            transpose_batch_sequence=self.transpose_batch_sequence,
+            name="mlp",
+        )
+
+    def _joined(self, x: Array, residual: Array, normalized: Array | None, deterministic: bool) -> Array:
+        """A block's output, thinned out, and what goes round the block."""
+        if self.apply_residual_connection_post_layernorm:
+            assert normalized is not None
+            residual = normalized
+        x = nn.Dropout(
+            rate=self.hidden_dropout,
+            broadcast_dims=self.hidden_dropout_dims,
+            rng_collection=self.dropout_rng_name,
+        )(x, deterministic=deterministic)
+        if self.drop_path > 0.0:
+            batch = 1 if self.transpose_batch_sequence else 0
+            others = tuple(axis for axis in range(x.ndim) if axis != batch)
+            x = nn.Dropout(rate=self.drop_path, broadcast_dims=others, rng_collection=self.dropout_rng_name)(
+                x, deterministic=deterministic
+            )
+        return x + residual

@@ -1,0 +1,93 @@
+"""y = layernorm(x) or rmsnorm(x) over the last axis, in FP8 where a quantizer is given."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+from jax import Array
+
+from ..common.checks import described
+from ..common.checks import epsilon as check_epsilon
+from .dense import check_values
+from .primitives.norm import norm_backward, norm_forward
+from .quantize.quantizers import Quantizer
+from .quantized_identity import quantized_identity
+
+__all__ = ["canonicalize_norm_type", "layernorm"]
+
+_TYPES = ("layernorm", "rmsnorm")
+
+
+def canonicalize_norm_type(norm_type: str) -> str:
+    """The name of a norm: "layernorm" or "rmsnorm", of a name in any case, with - or _."""
+    if not isinstance(norm_type, str):
+        raise TypeError(f"norm_type={described(norm_type)}; give 'layernorm' or 'rmsnorm'")
+    name = norm_type.lower().replace("-", "").replace("_", "")
+    if name not in _TYPES:
+        raise ValueError(f"norm_type={norm_type!r}; choose 'layernorm' or 'rmsnorm'")
+    return name
+
+
+def layernorm(
+    x: Array,
+    gamma: Array,
+    beta: Array | None,
+    norm_type: str,
+    zero_centered_gamma: bool = False,
+    epsilon: float = 1e-6,
+    quantizer: Quantizer | None = None,
+) -> Array:
+    """y [..., width] of x, gamma [width] and beta [width], in x's dtype.
+
+    norm_type            "layernorm", or "rmsnorm", which takes neither beta nor zero_centered_gamma
+    zero_centered_gamma  multiply by 1 + gamma
+    quantizer            y passes through its codes; differentiable: its cotangent is its next state
+    """
+    name = check_norm(x, gamma, beta, norm_type, zero_centered_gamma, epsilon)
+    y: Any = _norm(x, gamma, beta, name == "layernorm", zero_centered_gamma, float(epsilon))
+    return y if quantizer is None else quantized_identity(y, quantizer)
+
+
+def check_norm(
+    x: Array, gamma: Array, beta: Array | None, norm_type: str, zero_centered_gamma: bool, epsilon: float
+) -> str:
+    """The norm's canonical name; an error where arguments do not fit."""
+    name = canonicalize_norm_type(norm_type)
+    check_values("x", x)
+    check_epsilon("epsilon", epsilon)
+    width = x.shape[-1:]
+    for label, parameter in (("gamma", gamma), ("beta", beta)):
+        if parameter is not None and tuple(parameter.shape) != width:
+            raise ValueError(f"{label} has shape {tuple(parameter.shape)}; x {x.shape} needs {width}")
+    if name == "rmsnorm" and beta is not None:
+        raise ValueError("norm_type='rmsnorm' adds no beta; give beta=None")
+    if name == "rmsnorm" and zero_centered_gamma:
+        raise ValueError("zero_centered_gamma=True belongs to norm_type='layernorm'; set it to False")
+    if name == "layernorm" and beta is None:
+        raise ValueError("norm_type='layernorm' needs beta, which is None; give one number a column")
+    return name
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _norm(
+    x: Array, gamma: Array, beta: Array | None, centered: bool, zero_centered: bool, epsilon: float
+) -> Array:
+    return norm_forward(x, gamma, beta, centered, zero_centered, epsilon)[0]
+
+
+def _norm_fwd(
+    x: Array, gamma: Array, beta: Array | None, centered: bool, zero_centered: bool, epsilon: float
+) -> tuple[Array, Any]:
+    y, mean, rstdev = norm_forward(x, gamma, beta, centered, zero_centered, epsilon)
+    return y, (x, gamma, beta, mean, rstdev)
+
+
+def _norm_bwd(centered: bool, zero_centered: bool, epsilon: float, saved: Any, dy: Array) -> tuple[Any, ...]:
+    x, gamma, beta, mean, rstdev = saved
+    dx, dgamma, dbeta = norm_backward(dy, x, mean, rstdev, gamma, zero_centered)
+    return dx, dgamma.astype(gamma.dtype), None if beta is None else dbeta.astype(beta.dtype)
+
+
+_norm.defvjp(_norm_fwd, _norm_bwd)

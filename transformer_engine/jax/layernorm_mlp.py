@@ -1,0 +1,74 @@
+"""y = activation(norm(x) @ kernel_1 + bias_1) @ kernel_2 + bias_2."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+
+from .activation import ActivationParams, activation
+from .dense import dense
+from .layernorm import layernorm
+from .quantize.quantizers import QuantizerSet, noop_quantizer_set
+from .sharding import with_sharding_constraint_by_logical_axes
+
+__all__ = ["layernorm_mlp"]
+
+Axes = tuple[str | None, ...]
+
+
+def layernorm_mlp(
+    x: Array,
+    gamma: Array,
+    beta: Array | None,
+    kernels: Sequence[Array],
+    biases: Sequence[Array | None],
+    norm_type: str,
+    zero_centered_gamma: bool = False,
+    epsilon: float = 1e-6,
+    transpose_batch_sequence: bool = False,
+    norm_input_axes: Axes | None = None,
+    dot_1_input_axes: Axes | None = None,
+    dot_2_input_axes: Axes | None = None,
+    kernel_1_axes: Axes | None = None,
+    kernel_2_axes: Axes | None = None,
+    ffn1_ckpt_name: str = "ffn1",
+    ffn2_ckpt_name: str = "ffn2",
+    activation_type: Sequence[str] = ("gelu",),
+    activation_params: ActivationParams | Mapping[str, float] | None = None,
+    quantizer_sets: tuple[QuantizerSet, QuantizerSet] = (noop_quantizer_set, noop_quantizer_set),
+) -> Array:
+    """y [*batch, h] in x's dtype, of x [*batch, h], kernels [h, n_act, f], [f, h] and biases [n_act, f], [h] or None.
+
+    ffn1_ckpt_name, ffn2_ckpt_name   names of both products for recomputation policies
+    """
+    for name, pair in (("kernels", kernels), ("biases", biases), ("quantizer_sets", quantizer_sets)):
+        if len(pair) != 2:
+            raise ValueError(f"{name} has {len(pair)} members; give two, one for each product")
+    last = x.ndim - 1
+    x = with_sharding_constraint_by_logical_axes(x, norm_input_axes)
+    normalized = layernorm(x, gamma, beta, norm_type, zero_centered_gamma, epsilon)
+    hidden = dense(
+        normalized,
+        kernels[0],
+        biases[0],
+        contracting_dims=((last,), (0,)),
+        transpose_batch_sequence=transpose_batch_sequence,
+        input_axes=dot_1_input_axes,
+        kernel_axes=kernel_1_axes,
+        quantizer_set=quantizer_sets[0],
+    )
+    hidden = checkpoint_name(hidden, ffn1_ckpt_name)
+    activated = activation(hidden, activation_type, act_params=activation_params)
+    y = dense(
+        activated,
+        kernels[1],
+        biases[1],
+        contracting_dims=((last,), (0,)),
+        transpose_batch_sequence=transpose_batch_sequence,
+        input_axes=dot_2_input_axes,
+        kernel_axes=kernel_2_axes,
+        quantizer_set=quantizer_sets[1],
+    )
+    return checkpoint_name(y, ffn2_ckpt_name)

@@ -1,0 +1,1 @@
+"""Stateless maths on arrays and operands, one table of backends an operation."""

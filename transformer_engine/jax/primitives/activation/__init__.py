@@ -1,0 +1,30 @@
+"""y [..., F] = product over i of f_i(x [..., i, F]), and its gradient."""
+
+from __future__ import annotations
+
+from jax import Array
+
+from ....common.dispatch import Table
+from . import reference
+from .request import ACTIVATIONS, ActivationParams, ActivationRequest
+
+__all__ = [
+    "ACTIVATIONS",
+    "TABLE",
+    "ActivationParams",
+    "ActivationRequest",
+    "activation_backward",
+    "activation_forward",
+]
+
+TABLE: Table[ActivationRequest] = Table("jax_activation", (reference.BACKEND,))
+
+
+def activation_forward(x: Array, names: tuple[str, ...], params: ActivationParams) -> Array:
+    """y [..., F] in x's dtype, computed in float32."""
+    return TABLE.bind(ActivationRequest("forward", names, x.dtype))(x, names, params)
+
+
+def activation_backward(dy: Array, x: Array, names: tuple[str, ...], params: ActivationParams) -> Array:
+    """dx [..., n, F] in x's dtype."""
+    return TABLE.bind(ActivationRequest("backward", names, x.dtype))(dy, x, names, params)

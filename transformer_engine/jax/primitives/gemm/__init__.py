@@ -1,0 +1,48 @@
+"""out [M, N] = a [M, K] @ b [N, K].T; which backend computes it is chosen while tracing, for each platform."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from ....common.dispatch import Table
+from ..operand import Operand
+from ..platforms import chosen
+from . import float8, plain, reference
+from .request import GemmRequest
+
+__all__ = ["TABLE", "GemmRequest", "gemm"]
+
+TABLE: Table[GemmRequest] = Table(
+    "jax_gemm", (float8.SCALED, float8.DIRECT, plain.BACKEND, reference.BACKEND)
+)
+
+
+Product = Callable[..., Array]
+
+
+def gemm(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool = True) -> Array:
+    """out [M, N] = a [M, K] @ b [N, K].T in dtype; both operands end in the contracted axis.
+
+    exact    partial sums are promoted to float32; False allows the tensor cores' faster accumulation
+    Raises ValueError when the extents do not fit. Not differentiable: its callers are forward and backward rules.
+    """
+    if a.depth != b.depth:
+        raise ValueError(
+            f"the operands contract {a.depth} and {b.depth} elements; both must end in the same K"
+        )
+    dtype = jnp.dtype(dtype)
+    calls = chosen(TABLE, lambda platform: GemmRequest.of(a, b, dtype, exact, platform))
+    return _product(a, b, dtype, exact, calls["cuda"], calls["cpu"])
+
+
+@functools.partial(jax.jit, static_argnames=("dtype", "exact", "cuda", "cpu"))
+def _product(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool, cuda: Product, cpu: Product) -> Array:
+    on_gpu, elsewhere = (functools.partial(run, dtype=dtype, exact=exact) for run in (cuda, cpu))
+    if cuda is cpu:
+        return elsewhere(a, b)
+    return lax.platform_dependent(a, b, cuda=on_gpu, default=elsewhere)

@@ -1,0 +1,35 @@
+"""The literal product in float32, for every format and device: the oracle, and the emulation on a CPU."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from ....common.dispatch import Backend
+from ....common.formats import FLOAT8
+from ..operand import Operand
+from ..quantize import FORMATS
+from .request import GemmRequest
+
+LAST_AXES = (((1,), (1,)), ((), ()))
+
+
+def run(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool) -> Array:
+    """sum_k a[m, k] b[n, k] in float32; one scale for a whole tensor is applied to the sum, block scales before it."""
+    # HIGHEST: float32 operands would be rounded to TF32 on a GPU.
+    product = lax.dot_general(_values(a), _values(b), LAST_AXES, precision=lax.Precision.HIGHEST)
+    for operand in (a, b):
+        if operand.format == FLOAT8:
+            assert operand.scale is not None
+            product = product * operand.scale
+    return product.astype(dtype)
+
+
+def _values(operand: Operand) -> Array:
+    if operand.format is None or operand.format == FLOAT8:
+        return operand.codes.astype(jnp.float32)
+    assert operand.scale is not None
+    return FORMATS[operand.format.name].dequantize(operand, operand.scale)
+
+
+BACKEND = Backend[GemmRequest]("reference", bind=lambda request: run)

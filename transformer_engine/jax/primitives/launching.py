@@ -1,0 +1,165 @@
+"""outputs = run(launch, inputs): a kernel call that is data, as an operation of XLA on tracers and arrays.
+
+The only reader of jaxlib's private Triton classes. XLA matches a kernel's pointers to the operands of the call and then
+to its results, in the order of the kernel's arguments, and ignores results behind the last pointer. So what a kernel
+makes is a result; what it writes in place is an operand that a result behind them aliases.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Sequence
+from importlib.metadata import version
+from math import prod
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from ...common import optional
+from ...common.kernels.launch import Launch, Output, missing
+from ..platform import compute_capability
+
+_TARGET = "triton_kernel_call_ffi"
+_CLASSES = ("TritonKernel", "TritonKernelCall", "create_array_parameter", "create_scalar_parameter")
+
+
+def refuses_kernels() -> str | None:
+    """Why XLA cannot be handed a Triton kernel here, None if it can."""
+    if (reason := missing()) is not None:
+        return reason
+    return _bridge_failure()
+
+
+@functools.cache
+def _bridge_failure() -> str | None:
+    if (failure := optional.failure("jaxlib.gpu_triton")) is not None:
+        return failure
+    for name in _CLASSES:
+        if not hasattr(_bridge(), name):
+            return (
+                f"jaxlib {version('jaxlib')} has no {name} in gpu_triton; install the CUDA plugin of the same version "
+                "(jax-cuda13-plugin)"
+            )
+    return None
+
+
+def _bridge() -> ModuleType:
+    from jaxlib import gpu_triton
+
+    return gpu_triton
+
+
+def run(
+    launch: Launch,
+    inputs: Sequence[Array | None],
+    shapes: Sequence[jax.ShapeDtypeStruct | None] = (),
+) -> list[Array | None]:
+    """The launch's outputs, None where it has none, and behind them what it wrote in place, in the order of in_place.
+
+    shapes   of the outputs that the record does not know
+    For programs that are lowered for CUDA: call it in a branch of lax.platform_dependent.
+    """
+    _check(launch, inputs)
+    made = _outputs(launch, shapes)
+    # An output that begins as something other than zero is a filled operand, and so are those in front of it.
+    filled = max(
+        [i + 1 for i, output in enumerate(launch.outputs) if output is not None and output.begins], default=0
+    )
+    operands = [*inputs, *[_filled(o, s) for o, s in zip(launch.outputs[:filled], made, strict=False)]]
+    written = [*launch.in_place, *range(len(inputs), len(inputs) + filled)]
+    written = [place for place in written if operands[place] is not None]
+    given = [place for place, operand in enumerate(operands) if operand is not None]
+    fresh = [shape for shape in made[filled:] if shape is not None]
+    arrays = [operands[place] for place in given]
+    results = [*fresh, *[jax.ShapeDtypeStruct(operands[p].shape, operands[p].dtype) for p in written]]  # pyright: ignore
+    aliases = {given.index(place): len(fresh) + i for i, place in enumerate(written)}
+    zeroed = [output.begins == 0 for output in launch.outputs[filled:] if output is not None]
+    opaque = _call(launch, [*inputs], made, len(arrays), fresh, tuple(zeroed))
+    call = jax.ffi.ffi_call(_TARGET, results, vmap_method="sequential", input_output_aliases=aliases)
+    answers = call(*arrays, opaque=opaque)
+    by_place = dict(zip(written, answers[len(fresh) :], strict=True))
+    return _gathered(launch, len(inputs), filled, iter(answers[: len(fresh)]), by_place)
+
+
+def _check(launch: Launch, inputs: Sequence[Array | None]) -> None:
+    name = launch.kernel.fn.__name__
+    if launch.tables:
+        raise NotImplementedError(
+            f"{name} reads addresses from a table, which arrays of JAX do not have; stack them"
+        )
+    assert len(inputs) == launch.inputs, f"{name} takes {launch.inputs} tensors, it was given {len(inputs)}"
+
+
+def _outputs(
+    launch: Launch, shapes: Sequence[jax.ShapeDtypeStruct | None]
+) -> list[jax.ShapeDtypeStruct | None]:
+    """What every output is as it lies in memory."""
+    made: list[jax.ShapeDtypeStruct | None] = []
+    for place, output in enumerate(launch.outputs):
+        if output is None:
+            made.append(None)
+        elif output.shape is None or output.dtype is None:
+            given = shapes[place] if place < len(shapes) else None
+            assert given is not None, (
+                f"{launch.kernel.fn.__name__}: the record leaves output {place} to its caller"
+            )
+            made.append(given)
+        else:
+            made.append(jax.ShapeDtypeStruct(output.shape, jnp.dtype(output.dtype)))
+    return made
+
+
+def _filled(output: Output | None, shape: jax.ShapeDtypeStruct | None) -> Array | None:
+    if output is None or shape is None:
+        return None
+    return lax.full(shape.shape, output.begins or 0, shape.dtype)
+
+
+def _call(
+    launch: Launch,
+    inputs: Sequence[Array | None],
+    made: Sequence[jax.ShapeDtypeStruct | None],
+    operands: int,
+    fresh: Sequence[jax.ShapeDtypeStruct],
+    zeroed: tuple[bool, ...],
+) -> bytes:
+    """The kernel and how to start it, as XLA's runtime reads it."""
+    from ...common.kernels.compiled import compiled
+
+    dtypes = [None if x is None else jnp.dtype(x.dtype).name for x in (*inputs, *made)]
+    kernel = compiled(launch, dtypes, compute_capability())
+    bridge = _bridge()
+    sizes = [prod(shape.shape) * shape.dtype.itemsize for shape in fresh]
+    begins = [0] * operands + [size if zero else 0 for size, zero in zip(sizes, zeroed, strict=True)]
+    assert len(begins) == len(kernel.pointers), "one operand or result a pointer"
+    parameters = [bridge.create_array_parameter(size, 16) for size in begins]
+    parameters += [bridge.create_scalar_parameter(scalar.value, scalar.kind) for scalar in kernel.scalars]
+    call = bridge.TritonKernelCall(_kernel(kernel), *launch.grid, parameters)
+    return zlib.compress(call.to_proto(kernel.name, b""))
+
+
+def _kernel(kernel: Any) -> Any:
+    """jaxlib's record of a compiled kernel: jaxlib 0.11 also wants the size and alignment of scratch memory."""
+    # name, warps, CTAs of a cluster, shared memory, PTX, Triton's own code (for dumps), capability
+    fields = (kernel.name, kernel.warps, 1, kernel.shared_memory, kernel.ptx, "", kernel.capability)
+    try:
+        return _bridge().TritonKernel(*fields)
+    except TypeError:
+        return _bridge().TritonKernel(*fields, 0, 1)
+
+
+def _gathered(
+    launch: Launch, inputs: int, filled: int, fresh: Any, by_place: dict[int, Array]
+) -> list[Array | None]:
+    outputs: list[Array | None] = []
+    for place, output in enumerate(launch.outputs):
+        if output is None:
+            outputs.append(None)
+            continue
+        answer = by_place[inputs + place] if place < filled else next(fresh)
+        outputs.append(answer.T if output.transposed else answer)
+    return [*outputs, *[by_place.get(place) for place in launch.in_place]]

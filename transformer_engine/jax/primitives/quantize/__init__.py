@@ -1,0 +1,103 @@
+"""codes, scale = quantize(x [M, K], spec); values = dequantize(operand)."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array
+
+from ....common.checks import described
+from ....common.dispatch import Table
+from ..operand import Operand
+from . import reference
+from .float8 import absolute_maximum, cast, scale_from_amax
+from .formats import FORMATS
+from .hadamard import hadamard_transform, inverse_transform
+from .spec import Given, Quantized, QuantizeSpec, Request, jax_dtype
+
+__all__ = [
+    "FORMATS",
+    "TABLE",
+    "QuantizeSpec",
+    "Quantized",
+    "Request",
+    "absolute_maximum",
+    "cast",
+    "dequantize",
+    "hadamard_transform",
+    "inverse_transform",
+    "jax_dtype",
+    "quantize",
+    "scale_from_amax",
+]
+
+TABLE: Table[Request] = Table("jax_quantize", (reference.BACKEND,))
+_VALUES = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+def quantize(
+    x: Array,
+    spec: QuantizeSpec,
+    *,
+    scale: Array | None = None,
+    amax: Array | None = None,
+    amax_t: Array | None = None,
+    random: tuple[Array, Array | None] | None = None,
+) -> Quantized:
+    """x [M, K] -> codes and scales of the directions that spec asks for.
+
+    scale     FLOAT8: multiply by this instead of a scale made from the absolute maximum (delayed scaling)
+    amax      FLOAT8, NVFP4: the absolute maximum to use
+    amax_t    NVFP4: the same for the columnwise direction
+    random    NVFP4, stochastic: uniform float32 in [0, 1), shaped [M, K] for the rowwise codes and [K, M] for
+              the columnwise (two_dimensional: the first alone, the columnwise codes being its transpose)
+    """
+    _check(x, spec, scale, random)
+    request = Request(spec, (x.shape[0], x.shape[1]), x.dtype, "cpu", scale is not None)
+    return TABLE.bind(request)(x, spec, Given(scale, amax, amax_t, random))
+
+
+def dequantize(operand: Operand) -> Array:
+    """values [rows, K] = codes * scale, in float32 with one final rounding to operand.dtype."""
+    form = operand.format
+    if form is None:
+        return operand.codes.astype(operand.dtype)
+    if operand.scale is None:
+        raise ValueError(
+            f"an operand of format {form.name} needs its scale, which is None; pass the one that `quantize` returned"
+        )
+    return FORMATS[form.name].dequantize(operand, operand.scale).astype(operand.dtype)
+
+
+def _check(
+    x: Array, spec: QuantizeSpec, scale: Array | None, random: tuple[Array, Array | None] | None
+) -> None:
+    if x.ndim != 2:
+        raise ValueError(f"x has shape {x.shape}; quantize takes a matrix [M, K], reshape it")
+    if x.dtype not in _VALUES:
+        raise TypeError(f"x is {described(x)}; quantize takes float32, bfloat16 and float16, cast it")
+    if scale is not None and spec.format.block is not None:
+        raise ValueError(
+            f"a scale was given for format {spec.format.name}, which makes one a block; give none, or use FLOAT8"
+        )
+    rows, depth = x.shape
+    FORMATS[spec.format.name].check(rows, depth, spec)
+    if spec.stochastic:
+        _check_random(rows, depth, spec, random)
+
+
+def _check_random(
+    rows: int, depth: int, spec: QuantizeSpec, random: tuple[Array, Array | None] | None
+) -> None:
+    if random is None:
+        raise ValueError(
+            "stochastic rounding needs random=(uniform [M, K], uniform [K, M]), float32 in [0, 1); it is None"
+        )
+    along_rows, along_columns = random
+    if (spec.rowwise or spec.transposes) and along_rows.shape != (rows, depth):
+        raise ValueError(
+            f"random[0] is {list(along_rows.shape)}; draw one number an element, {[rows, depth]}"
+        )
+    if spec.columnwise and not spec.transposes:
+        found = None if along_columns is None else list(along_columns.shape)
+        if found != [depth, rows]:
+            raise ValueError(f"random[1] is {found}; draw one number an element, {[depth, rows]}")

@@ -1,0 +1,51 @@
+"""codes [R, K] = saturate(x * scale), with one float32 scale for the whole matrix."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array
+
+from ....common.formats import FLOAT32_MAX, Element
+from .. import exact
+from .spec import jax_dtype
+
+_SIGN_AND_EXPONENT = -(1 << 23)  # int32 of 0xFF800000: every bit of a float32 but its mantissa
+
+
+def absolute_maximum(x: Array) -> Array:
+    """max|x| as float32 [1]; 0 of an empty array, NaN if any element is NaN."""
+    return exact.float_of(jnp.max(exact.magnitude_bits(x), initial=0).reshape(1))
+
+
+def scale_from_amax(
+    amax: Array,
+    maximum: float,
+    *,
+    power_of_two: bool = False,
+    epsilon: float = 0.0,
+    value_for_inf: float = FLOAT32_MAX,
+) -> Array:
+    """scale = maximum / max(amax, epsilon) in float32; 1 where that amax is 0, infinite or NaN.
+
+    An infinite quotient becomes value_for_inf; power_of_two rounds down by clearing the mantissa.
+    """
+    bits = exact.bits_of(amax.astype(jnp.float32))
+    if epsilon > 0.0:
+        bits = jnp.maximum(bits, exact.bits_of_constant(epsilon))
+    scale = exact.bits_of(exact.divide(maximum, exact.float_of(bits)))
+    scale = jnp.where(scale == exact.INFINITY, exact.bits_of_constant(value_for_inf), scale)
+    if power_of_two:
+        scale = scale & _SIGN_AND_EXPONENT
+    usable = (bits > 0) & (bits < exact.INFINITY)
+    return exact.float_of(jnp.where(usable, scale, exact.bits_of_constant(1.0)))
+
+
+def cast(x: Array, element: Element) -> Array:
+    """The nearest codes of float32 x, ties to even; infinity as the maximum, NaN as a NaN of any sign."""
+    # A conversion alone makes NaN (E4M3) or infinity (E5M2) of what exceeds the maximum.
+    return jnp.clip(x, -element.maximum, element.maximum).astype(jax_dtype(element))
+
+
+def encode(x: Array, element: Element, scale: Array) -> Array:
+    """codes [R, K] = cast(float32(x) * scale)."""
+    return cast(x.astype(jnp.float32) * scale, element)

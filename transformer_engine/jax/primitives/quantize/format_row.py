@@ -1,0 +1,32 @@
+"""FormatRow: what code that serves every format asks a format for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from jax import Array
+
+from ....common.formats import TensorFormat
+from ..operand import Operand
+from .spec import Given, Quantized, QuantizeSpec
+
+
+def takes_any_shape(rows: int, depth: int, spec: QuantizeSpec) -> None:
+    """Nothing to refuse."""
+
+
+@dataclass(frozen=True)
+class FormatRow:
+    """One format's maths.
+
+    format       its description
+    quantize     the reference: codes of x [M, K] by literal float32 operations on any device
+    dequantize   (operand, its scale) -> values [rows, K] in float32
+    check        (rows, depth, spec): ValueError where the shape does not fit
+    """
+
+    format: TensorFormat
+    quantize: Callable[[Array, QuantizeSpec, Given], Quantized]
+    dequantize: Callable[[Operand, Array], Array]
+    check: Callable[[int, int, QuantizeSpec], None] = takes_any_shape

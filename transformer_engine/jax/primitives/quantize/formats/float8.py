@@ -1,0 +1,40 @@
+"""FP8 with one float32 scale for the whole matrix: given, or made from its absolute maximum."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array
+
+from .....common.formats import FLOAT8
+from ... import exact
+from ...operand import Operand
+from .. import float8, tiles
+from ..format_row import FormatRow
+from ..spec import Given, Quantized, QuantizeSpec
+
+
+def quantize(x: Array, spec: QuantizeSpec, given: Given) -> Quantized:
+    """x [M, K] -> codes in the directions that spec asks for, one scale [1] for both, and the maximum."""
+    amax = float8.absolute_maximum(x) if given.amax is None else given.amax
+    scale = given.scale
+    if scale is None:
+        scale = float8.scale_from_amax(
+            amax, spec.element.maximum, power_of_two=spec.power_of_two, epsilon=spec.epsilon
+        )
+    scale, inverse = tiles.settled((scale, exact.reciprocal(scale.astype(jnp.float32))))
+    codes = float8.encode(x, spec.element, scale)
+    return Quantized(
+        codes=codes if spec.rowwise else None,
+        scale=inverse if spec.rowwise else None,
+        codes_t=codes.T if spec.columnwise else None,
+        scale_t=inverse if spec.columnwise else None,
+        amax=amax,
+    )
+
+
+def dequantize(operand: Operand, scale: Array) -> Array:
+    """codes * scale."""
+    return exact.scaled(operand.codes.astype(jnp.float32), scale)
+
+
+ROWS = (FormatRow(FLOAT8, quantize, dequantize),)

@@ -1,0 +1,35 @@
+"""codes [R, K] = saturate(x * 2^(127 - e)), e = one byte for 32 elements.
+
+OCP Microscaling Formats (MX) 1.0, with the exponent rounded up so that no element saturates.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array
+
+from .....common.formats import MXFP8
+from ... import exact
+from .. import e8m0, tiles
+from ..float8 import cast
+from ..spec import QuantizeSpec
+from ..tile_scaled import tile_scaled
+
+
+def encode(x: Array, spec: QuantizeSpec) -> tuple[Array, Array]:
+    """x [R, K] -> codes [R, K], exponents float8_e8m0fnu [ceil(R/r), ceil(K/32)], one a tile of r x 32."""
+    assert spec.tile is not None
+    cut = tiles.cut(x, spec.tile)
+    exponents = e8m0.e8m0_from_float(exact.multiply(tiles.tile_amax(cut), 1.0 / spec.element.maximum))
+    exponents = tiles.settled(exponents)
+    # 1 / 2^(e - 127) = 2^((254 - e) - 127); NaN stays NaN.
+    inverse = jnp.where(exponents == e8m0.NAN, e8m0.NAN, e8m0.LARGEST - exponents)
+    codes = cast(e8m0.times_power(cut.astype(jnp.float32), tiles.spread(inverse)), spec.element)
+    return tiles.join(codes, x.shape), e8m0.to_bytes(exponents)
+
+
+def apply(values: Array, scale: Array) -> Array:
+    return e8m0.times_power(values, e8m0.from_bytes(scale))
+
+
+ROWS = (tile_scaled(MXFP8, encode, apply),)

@@ -1,0 +1,48 @@
+"""y = (x * signs) @ H / 4 on groups of 16, H the 16 x 16 Hadamard matrix of Sylvester's construction."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+GROUP = 16
+SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+
+
+def hadamard_transform(x: Array, random_sign: bool = True) -> Array:
+    """y [..., 16 n]: every 16 elements of the last axis transformed in float32, then rounded to x's dtype.
+
+    Four rounds of sums and differences instead of a product: the order of additions, and so the bits, are the
+    same on every device.
+    """
+    _check(x)
+    groups = x.astype(jnp.float32).reshape(-1, GROUP)
+    if random_sign:
+        groups = groups * np.asarray(SIGNS, np.float32)
+    return (_butterflies(groups) * 0.25).reshape(x.shape).astype(x.dtype)
+
+
+def inverse_transform(y: Array, random_sign: bool = True) -> Array:
+    """x of y = hadamard_transform(x): H / 4 is its own inverse, the signs follow it."""
+    _check(y)
+    groups = _butterflies(y.astype(jnp.float32).reshape(-1, GROUP)) * 0.25
+    if random_sign:
+        groups = groups * np.asarray(SIGNS, np.float32)
+    return groups.reshape(y.shape).astype(y.dtype)
+
+
+def _check(x: Array) -> None:
+    depth = x.shape[-1]
+    if depth % GROUP:
+        raise ValueError(
+            f"the Hadamard transform takes groups of {GROUP}, {depth} elements are not a multiple; pad them"
+        )
+
+
+def _butterflies(groups: Array) -> Array:
+    for distance in (1, 2, 4, 8):
+        pairs = groups.reshape(-1, GROUP // (2 * distance), 2, distance)
+        first, second = pairs[:, :, 0], pairs[:, :, 1]
+        groups = jnp.stack((first + second, first - second), axis=2).reshape(-1, GROUP)
+    return groups

@@ -1,0 +1,58 @@
+"""What a quantization answers, and the request that its backends judge."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from ....common.formats import E2M1, E4M3, E5M2, Element
+from ....common.quantize_spec import QuantizeSpec
+
+__all__ = ["Given", "QuantizeSpec", "Quantized", "Request", "jax_dtype"]
+
+_DTYPES = {E4M3.name: jnp.float8_e4m3fn, E5M2.name: jnp.float8_e5m2, E2M1.name: jnp.float4_e2m1fn}
+
+
+def jax_dtype(element: Element) -> jnp.dtype:
+    """The dtype that holds an element's codes."""
+    return jnp.dtype(_DTYPES[element.name])
+
+
+class Given(NamedTuple):
+    """What a quantization may be given beside the matrix: see `quantize`."""
+
+    scale: Array | None = None
+    amax: Array | None = None
+    amax_t: Array | None = None
+    random: tuple[Array, Array | None] | None = None
+
+
+class Quantized(NamedTuple):
+    """The matrix [M, K] in narrow codes; None where a direction was not asked for.
+
+    codes    [M, K];   scale    how `Operand` describes it for [M, K]
+    codes_t  [K, M];   scale_t  the same for the transposed matrix [K, M]
+    amax     float32 [1]: FLOAT8 and NVFP4, the absolute maximum that the row direction was scaled by
+    amax_t   float32 [1]: NVFP4, the same for the column direction, after the Hadamard transform if any
+    """
+
+    codes: Array | None = None
+    scale: Array | None = None
+    codes_t: Array | None = None
+    scale_t: Array | None = None
+    amax: Array | None = None
+    amax_t: Array | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a backend may decide on: the spec, the matrix's shape and dtype, and the platform; never its values."""
+
+    spec: QuantizeSpec
+    shape: tuple[int, int]
+    dtype: jnp.dtype
+    platform: str
+    scale_given: bool = False

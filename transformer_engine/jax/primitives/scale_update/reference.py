@@ -1,0 +1,49 @@
+"""The step in jnp operations: all states at once, with the bits of the PyTorch reference."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from ....common.dispatch import Backend
+from ....common.formats import FLOAT32_MAX
+from .. import exact
+from .request import ScaleUpdateRequest
+
+
+def scale_of(amax: Array, scale: Array, maxima: tuple[float, ...], margin: float) -> Array:
+    """(fp8_max / amax) / 2^margin; the old scale where amax is 0, inf or NaN; at most FLOAT32_MAX."""
+    computed = exact.divide(jnp.asarray(np.asarray(maxima, np.float32)), amax)
+    if margin:
+        computed = exact.divide(computed, jnp.full(amax.shape, 2.0**margin, jnp.float32))
+    computed, bits = exact.bits_of(computed), exact.bits_of(amax)
+    computed = jnp.where(computed == exact.INFINITY, exact.bits_of_constant(FLOAT32_MAX), computed)
+    usable = (bits > 0) & (bits < exact.INFINITY)
+    return exact.float_of(jnp.where(usable, computed, exact.bits_of(scale)))
+
+
+@functools.partial(jax.jit, static_argnames=("algorithm", "maxima", "margin"))
+def run(
+    histories: Array,
+    scales: Array,
+    amaxes: Array,
+    algorithm: str,
+    maxima: tuple[float, ...],
+    margin: float,
+) -> tuple[Array, Array]:
+    """One step for every state."""
+    latest = exact.bits_of(amaxes)[:, None]
+    steps = jnp.concatenate((latest, exact.bits_of(histories)[:, 1:]), axis=1)
+    reference = steps.max(axis=1) if algorithm == "max" else steps[:, 0]
+    new_scales = scale_of(exact.float_of(reference), scales, maxima, margin)
+    cleared = jnp.zeros_like(latest)
+    moved = cleared if steps.shape[1] == 1 else jnp.concatenate((cleared, steps[:, 2:], latest), axis=1)
+    # Once a step, not once for every reader of a scale.
+    return lax.optimization_barrier((exact.float_of(moved), new_scales))
+
+
+BACKEND = Backend[ScaleUpdateRequest]("reference", bind=lambda request: run)

@@ -1,0 +1,33 @@
+"""Quantizers, quantized tensors and recipes of transformer_engine.jax."""
+
+from .config import (
+    NVTE_FP8_COLLECTION_NAME,
+    QuantizeConfig,
+    autocast,
+    fp8_autocast,
+    get_device_compute_capability,
+    get_global_quantize_recipe,
+    get_quantization_recipe,
+    get_quantize_config_with_recipe,
+    get_supported_quantization_recipes,
+    get_supported_scaling_modes,
+    is_fp8_available,
+    is_quantize_recipe_supported,
+    is_scaling_mode_supported,
+    update_collections,
+)
+from .factory import QuantizeMeta, QuantizeMetaSet, QuantizerFactory
+from .hadamard import apply_rht, get_rht_matrix, get_wgrad_sign_vector
+from .quantizers import (
+    BlockScaleQuantizer,
+    CurrentScaleQuantizer,
+    DelayedScaleQuantizer,
+    NVFP4Quantizer,
+    Quantizer,
+    QuantizerSet,
+    compute_scale_from_amax,
+    noop_quantizer_set,
+)
+from .scaling_modes import AmaxComputeAlgo, QuantizeLayout, ScalingMode, TensorSource, TensorUsage
+from .sharing import fan_out
+from .tensors import NoScaleTensor, ScaledTensor, ScaledTensor1x, ScaledTensor2x, ScaledTensorFactory

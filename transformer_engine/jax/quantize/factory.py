@@ -1,0 +1,168 @@
+"""Quantizers and sets of them: by mode and dtype, or by a recipe and its state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from ...common.recipe import Recipe
+from ..platform import compute_capability
+from . import recipes
+from .config import get_global_quantize_recipe
+from .quantizers import Quantizer, QuantizerSet, noop_quantizer_set
+from .scaling_modes import QuantizeLayout, ScalingMode, TensorSource
+
+_NATIVE_BLOCKS = 100  # from this compute capability on a product reads FP8 operands in any order of axes
+
+
+@dataclass
+class QuantizeMeta:
+    """The state of one tensor's quantizer: arrays by the names of the quantizer's fields."""
+
+    state: dict[str, Array]
+
+    def __init__(self, **state: Array):
+        self.state = state
+
+    def get_kwargs_dictionary(self) -> dict[str, Array]:
+        """Keyword arguments for the quantizer."""
+        return dict(self.state)
+
+
+@dataclass
+class QuantizeMetaSet:
+    """The states of a linear layer's input, kernel and output gradient."""
+
+    x: QuantizeMeta
+    kernel: QuantizeMeta
+    grad: QuantizeMeta
+
+
+class QuantizerFactory:
+    """Makes quantizers."""
+
+    @staticmethod
+    def create(
+        n_quantizers: int = 1,
+        scaling_mode: ScalingMode | None = None,
+        q_dtype: Any = None,
+        q_layout: QuantizeLayout | None = None,
+        n_groups: int | None = None,
+        checkpoint_name: str | None = None,
+        **kwargs: Any,
+    ) -> Quantizer | tuple[Quantizer | None, ...] | None:
+        """One quantizer, or a tuple of several; NO_SCALING gives None.
+
+        Raises ValueError for n_quantizers below 1 and NotImplementedError for groups.
+        """
+        _no_groups(n_groups)
+        if n_quantizers < 1:
+            raise ValueError(f"n_quantizers={n_quantizers} is below 1; ask for at least one")
+        made = tuple(
+            _one(scaling_mode, q_dtype, q_layout, checkpoint_name, kwargs) for _ in range(n_quantizers)
+        )
+        return made[0] if n_quantizers == 1 else made
+
+    @staticmethod
+    def create_set(
+        n_quantizer_sets: int = 1,
+        scaling_mode: ScalingMode | None = None,
+        fwd_dtype: Any = None,
+        bwd_dtype: Any = None,
+        is_2x2x: bool | None = None,
+        n_groups: int | None = None,
+        checkpoint_name: str | None = None,
+        fp8_recipe: Recipe | None = None,
+        **kwargs: Any,
+    ) -> QuantizerSet | tuple[QuantizerSet, ...]:
+        """One set of quantizers, or a tuple of several.
+
+        By scaling_mode with fwd_dtype and bwd_dtype, by fp8_recipe with quantize_meta_set, or by the recipe of
+        autocast; without any of these nothing is quantized.
+        is_2x2x    make both directions of every tensor; None: where products need them
+        """
+        _no_groups(n_groups)
+        if scaling_mode is not None and fp8_recipe is not None:
+            raise ValueError(
+                f"scaling_mode={scaling_mode} and fp8_recipe={fp8_recipe!r} exclude each other; give one of them"
+            )
+        metas: QuantizeMetaSet | None = kwargs.get("quantize_meta_set")
+        if fp8_recipe is not None and metas is None:
+            raise ValueError(
+                "fp8_recipe was given without quantize_meta_set; give the states of its quantizers"
+            )
+        recipe = (
+            fp8_recipe if fp8_recipe is not None or scaling_mode is not None else get_global_quantize_recipe()
+        )
+        if recipe is not None:
+            sets = tuple(_of_recipe(recipe, is_2x2x, checkpoint_name, metas) for _ in range(n_quantizer_sets))
+        elif scaling_mode is None or scaling_mode is ScalingMode.NO_SCALING:
+            sets = (noop_quantizer_set,) * n_quantizer_sets
+        else:
+            dtypes = (fwd_dtype, fwd_dtype, bwd_dtype)
+            sets = tuple(
+                QuantizerSet(
+                    *[
+                        _one(scaling_mode, d, _layout(scaling_mode, is_2x2x), checkpoint_name, {})
+                        for d in dtypes
+                    ]
+                )
+                for _ in range(n_quantizer_sets)
+            )
+        return sets[0] if n_quantizer_sets == 1 else sets
+
+
+def _one(
+    mode: ScalingMode | None,
+    q_dtype: Any,
+    layout: QuantizeLayout | None,
+    checkpoint_name: str | None,
+    options: dict[str, Any],
+) -> Quantizer | None:
+    if mode is None or mode is ScalingMode.NO_SCALING:
+        return None
+    if q_dtype is None:
+        raise ValueError(f"scaling_mode={mode} without a dtype of the codes; give q_dtype")
+    return recipes.QUANTIZERS[mode](  # pyright: ignore[reportCallIssue]
+        q_dtype=jnp.dtype(q_dtype),
+        scaling_mode=mode,
+        q_layout=QuantizeLayout.ROWWISE_COLWISE if layout is None else layout,
+        data_layout=mode.data_layout,
+        checkpoint_name=checkpoint_name,
+        **options,
+    )
+
+
+def _layout(mode: ScalingMode, both: bool | None) -> QuantizeLayout:
+    if both is None:
+        both = mode.is_block_scaling() or compute_capability() < _NATIVE_BLOCKS
+    return QuantizeLayout.ROWWISE_COLWISE if both else QuantizeLayout.ROWWISE
+
+
+def _of_recipe(
+    recipe: Recipe, both: bool | None, checkpoint_name: str | None, metas: QuantizeMetaSet | None
+) -> QuantizerSet:
+    family = recipes.family_of(recipe)
+    family.check(recipe)
+    states = (None, None, None) if metas is None else (metas.x, metas.kernel, metas.grad)
+    made = [
+        recipes.make_quantizer(
+            recipe,
+            source,
+            _layout(family.modes(recipe, source), both),
+            checkpoint_name,
+            **({} if state is None else state.get_kwargs_dictionary()),
+        )
+        for source, state in zip(TensorSource, states, strict=True)
+    ]
+    return QuantizerSet(*made)
+
+
+def _no_groups(n_groups: int | None) -> None:
+    if n_groups is not None:
+        raise NotImplementedError(
+            f"n_groups={n_groups}: quantizers of groups are not part of transformer_engine.jax yet; give None"
+        )

@@ -1,0 +1,27 @@
+"""The random Hadamard transform of NVFP4's column direction, and what it is made of."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from ..primitives.quantize import hadamard_transform, inverse_transform
+from ..primitives.quantize.hadamard import GROUP, SIGNS
+
+
+def apply_rht(x: Array, inverse: bool = False) -> Array:
+    """y [..., 16 n] = (x * signs) @ H / 4 on groups of 16, or x of a y."""
+    return inverse_transform(x) if inverse else hadamard_transform(x)
+
+
+def get_wgrad_sign_vector() -> Array:
+    """The 16 signs, float32."""
+    return jnp.asarray(np.asarray(SIGNS, np.float32))
+
+
+def get_rht_matrix() -> Array:
+    """diag(signs) @ H / 4 [16, 16] in bfloat16: x @ matrix transforms a group."""
+    rows = np.arange(GROUP)
+    ones = np.vectorize(lambda n: bin(n).count("1"))(rows[:, None] & rows[None, :])
+    return jnp.asarray((np.asarray(SIGNS)[:, None] * (-1.0) ** ones) / 4, jnp.bfloat16)

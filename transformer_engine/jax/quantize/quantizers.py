@@ -1,0 +1,375 @@
+"""Quantizers: tensor [*rows, *columns] -> codes and scales, and for delayed scaling the state of the next step.
+
+They are pytrees, whose leaves are their state, and look mutable as the original's do. Rules of differentiation use
+the functions that change nothing: `encode` and `advanced`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from math import prod
+from typing import Any, ClassVar, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from ...common.formats import E2M1, E4M3, E5M2, Element
+from ...common.quantize_spec import QuantizeSpec
+from ..primitives import quantize as primitive
+from ..primitives.scale_update import advance_scales
+from .scaling_modes import AmaxComputeAlgo, QuantizeLayout, ScalingMode
+from .tensors import ScaledTensor, ScaledTensor1x, ScaledTensorFactory, positive_axis
+
+__all__ = [
+    "BlockScaleQuantizer",
+    "CurrentScaleQuantizer",
+    "DelayedScaleQuantizer",
+    "NVFP4Quantizer",
+    "Quantizer",
+    "QuantizerSet",
+    "advanced_together",
+    "compute_scale_from_amax",
+    "noop_quantizer_set",
+]
+
+Class = TypeVar("Class", bound=type)
+
+_ELEMENTS: dict[Any, Element] = {
+    jnp.dtype(jnp.float8_e4m3fn): E4M3,
+    jnp.dtype(jnp.float8_e5m2): E5M2,
+    jnp.dtype(jnp.float4_e2m1fn): E2M1,
+}
+
+
+def element_of(dtype: Any) -> Element:
+    """The element that a dtype holds; ValueError for one that is not narrow."""
+    element = _ELEMENTS.get(jnp.dtype(dtype))
+    if element is None:
+        raise ValueError(
+            f"q_dtype={jnp.dtype(dtype).name} holds no codes; choose one of {', '.join(d.name for d in _ELEMENTS)}"
+        )
+    return element
+
+
+def compute_scale_from_amax(
+    amax: Array, q_dtype: Any, margin: float = 0.0, scale: Array | None = None
+) -> Array:
+    """(max of q_dtype / amax) / 2^margin as float32 [1]; `scale`, by default 1, where amax is 0, inf or NaN."""
+    amax = jnp.asarray(amax, jnp.float32).reshape(1)
+    old = jnp.ones(1, jnp.float32) if scale is None else scale
+    _, computed = advance_scales(
+        jnp.zeros((1, 1), jnp.float32), old, amax, "most_recent", (element_of(q_dtype).maximum,), margin
+    )
+    return computed
+
+
+def _register(cls: Class) -> Class:
+    """A dataclass whose STATE fields are leaves of a pytree and whose other fields are not."""
+
+    def flatten(quantizer: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        state = tuple(getattr(quantizer, name) for name in cls.STATE)
+        return state, tuple(getattr(quantizer, f.name) for f in fields(cls) if f.name not in cls.STATE)
+
+    def unflatten(static: tuple[Any, ...], state: Sequence[Any]) -> Any:
+        # Not through __init__: leaves may be tracers, shapes or nothing at all.
+        made = object.__new__(cls)
+        names = [f.name for f in fields(cls) if f.name not in cls.STATE]
+        made.__dict__.update(zip(names, static, strict=True))
+        made.__dict__.update(zip(cls.STATE, state, strict=True))
+        return made
+
+    jax.tree_util.register_pytree_node(cls, flatten, unflatten)
+    return cls
+
+
+@_register
+@dataclass
+class Quantizer:
+    """One way to quantize tensors.
+
+    q_dtype          dtype of the codes
+    scaling_mode     where scales come from
+    q_layout         which directions are made
+    data_layout      how the row-wise and the column-wise codes lie: N as they are, T transposed
+    checkpoint_name  name of the codes and scales for recomputation policies
+    """
+
+    STATE: ClassVar[tuple[str, ...]] = ()
+
+    q_dtype: Any
+    scaling_mode: ScalingMode
+    q_layout: QuantizeLayout
+    data_layout: str
+    checkpoint_name: str | None = None
+
+    def quantize(
+        self,
+        x: Array,
+        is_rowwise: bool | None = None,
+        is_colwise: bool | None = None,
+        dq_dtype: Any = None,
+        flatten_axis: int = -1,
+    ) -> ScaledTensor:
+        """codes and scales of x [*rows, *columns] in the layout's directions, or in those asked for.
+
+        A quantizer with a state is brought one step forward.
+        """
+        tensor, amax = self.encode(x, is_rowwise, is_colwise, dq_dtype, flatten_axis)
+        self.update(amax)
+        return tensor
+
+    def encode(
+        self,
+        x: Array,
+        is_rowwise: bool | None = None,
+        is_colwise: bool | None = None,
+        dq_dtype: Any = None,
+        flatten_axis: int = -1,
+    ) -> tuple[ScaledTensor, Array | None]:
+        """(tensor, its absolute maximum or None) without a change of state."""
+        rowwise = self.q_layout.has_rowwise if is_rowwise is None else is_rowwise
+        colwise = self.q_layout.has_colwise if is_colwise is None else is_colwise
+        spec = self.spec(rowwise, colwise)
+        axis = positive_axis(flatten_axis, x.ndim)
+        made = self._codes(x.reshape(prod(x.shape[:axis]), prod(x.shape[axis:])), spec)
+        dtype = jnp.dtype(x.dtype if dq_dtype is None else dq_dtype)
+        tensors: list[ScaledTensor1x | None] = [None, None]
+        if rowwise:
+            assert made.codes is not None and made.scale is not None
+            tensors[0] = self._tensor(made.codes.reshape(x.shape), made.scale, made.amax, dtype, False, axis)
+        if colwise:
+            assert made.codes_t is not None and made.scale_t is not None
+            amax = made.amax if self.scaling_mode.is_tensor_scaling() else made.amax_t
+            codes, scale = made.codes_t, made.scale_t
+            if self.data_layout[1] == "T":
+                shape, at = (*x.shape[axis:], *x.shape[:axis]), x.ndim - axis
+            else:
+                codes, scale, shape, at = codes.T, scale if scale.ndim == 1 else scale.T, x.shape, axis
+            tensors[1] = self._tensor(codes.reshape(shape), scale, amax, dtype, True, at, spec.hadamard)
+        layout = (
+            QuantizeLayout.ROWWISE_COLWISE
+            if rowwise and colwise
+            else QuantizeLayout.ROWWISE if rowwise else QuantizeLayout.COLWISE
+        )  # fmt: skip
+        return ScaledTensorFactory.create(tensors[0], tensors[1], layout), made.amax
+
+    def update(self, amax: Array | None) -> None:
+        """Bring the state one step forward; without a state nothing happens."""
+
+    def advanced(self, amax: Array | None) -> Quantizer:
+        """The quantizer of the next step."""
+        return self
+
+    def get_data_layout(self) -> str:
+        """data_layout of the directions that are made."""
+        if self.q_layout is QuantizeLayout.ROWWISE:
+            return self.data_layout[0]
+        return self.data_layout[1] if self.q_layout is QuantizeLayout.COLWISE else self.data_layout
+
+    def spec(self, rowwise: bool, colwise: bool) -> QuantizeSpec:
+        """What the primitive is asked for."""
+        form = self.scaling_mode.format
+        if form is None:
+            raise ValueError(f"scaling_mode={self.scaling_mode} quantizes nothing; choose another mode")
+        return QuantizeSpec(
+            form,
+            element_of(self.q_dtype),
+            rowwise,
+            colwise,
+            two_dimensional=self.scaling_mode.is_2d and form.two_dimensional,
+            **self._options(),
+        )
+
+    def _options(self) -> dict[str, Any]:
+        return {}
+
+    def _codes(self, matrix: Array, spec: QuantizeSpec) -> primitive.Quantized:
+        return primitive.quantize(matrix, spec)
+
+    def _tensor(
+        self,
+        data: Array,
+        scale: Array,
+        amax: Array | None,
+        dtype: Any,
+        is_colwise: bool,
+        axis: int,
+        hadamard: bool = False,
+    ) -> ScaledTensor1x:
+        made = ScaledTensorFactory.create_1x(
+            data,
+            scale,
+            amax,
+            self.scaling_mode,
+            dtype,
+            is_colwise,
+            self.data_layout[int(is_colwise)],
+            axis,
+            hadamard,
+        )
+        return made.checkpoint(self)
+
+
+@_register
+@dataclass
+class CurrentScaleQuantizer(Quantizer):
+    """One scale a tensor, made from its own absolute maximum."""
+
+    scaling_mode: ScalingMode = ScalingMode.CURRENT_TENSOR_SCALING
+    q_layout: QuantizeLayout = QuantizeLayout.ROWWISE_COLWISE
+    data_layout: str = "NT"
+    power_of_two: bool = False
+    epsilon: float = 0.0
+
+    def _options(self) -> dict[str, Any]:
+        return {"power_of_two": self.power_of_two, "epsilon": self.epsilon}
+
+
+@_register
+@dataclass
+class DelayedScaleQuantizer(Quantizer):
+    """One scale a tensor, made from the absolute maxima of earlier steps.
+
+    scale         float32 [1], what values are multiplied by
+    amax_history  float32 [length]
+    """
+
+    STATE: ClassVar[tuple[str, ...]] = ("scale", "amax_history")
+
+    scaling_mode: ScalingMode = ScalingMode.DELAYED_TENSOR_SCALING
+    q_layout: QuantizeLayout = QuantizeLayout.ROWWISE_COLWISE
+    data_layout: str = "NT"
+    margin: float = 0.0
+    amax_compute_algo: AmaxComputeAlgo = AmaxComputeAlgo.MAX
+    scale: Array = field(default_factory=lambda: jnp.ones(1, jnp.float32))
+    amax_history: Array = field(default_factory=lambda: jnp.zeros(1024, jnp.float32))
+
+    def update(self, amax: Array | None) -> None:
+        following = self.advanced(amax)
+        self.scale, self.amax_history = following.scale, following.amax_history
+
+    def advanced(self, amax: Array | None) -> DelayedScaleQuantizer:
+        assert amax is not None
+        return advanced_together((self,), (amax,))[0]  # pyright: ignore[reportReturnType]
+
+    def _codes(self, matrix: Array, spec: QuantizeSpec) -> primitive.Quantized:
+        return primitive.quantize(matrix, spec, scale=self.scale)
+
+
+@_register
+@dataclass
+class BlockScaleQuantizer(Quantizer):
+    """One scale a block: MXFP8, and FP8 in blocks of 1 x 128 or 128 x 128."""
+
+    scaling_mode: ScalingMode = ScalingMode.MXFP8_1D_SCALING
+    q_layout: QuantizeLayout = QuantizeLayout.ROWWISE_COLWISE
+    data_layout: str = "NN"
+    power_of_two: bool = True
+    epsilon: float = 0.0
+
+    def _options(self) -> dict[str, Any]:
+        if self.scaling_mode in (ScalingMode.BLOCK_1D_SCALING, ScalingMode.BLOCK_2D_SCALING):
+            return {"power_of_two": self.power_of_two, "epsilon": self.epsilon}
+        return {}
+
+
+@_register
+@dataclass
+class NVFP4Quantizer(Quantizer):
+    """E2M1 codes, an E4M3 scale for 16 of them, one float32 scale for the tensor.
+
+    use_rht                        Hadamard transform the column direction
+    stochastic_rounding_rng_state  uint32 data of a jax.random key: round stochastically; None: to nearest
+    """
+
+    STATE: ClassVar[tuple[str, ...]] = ("stochastic_rounding_rng_state",)
+
+    scaling_mode: ScalingMode = ScalingMode.NVFP4_1D_SCALING
+    q_layout: QuantizeLayout = QuantizeLayout.ROWWISE_COLWISE
+    data_layout: str = "NT"
+    use_rht: bool = False
+    stochastic_rounding_rng_state: Array | None = None
+
+    def _options(self) -> dict[str, Any]:
+        return {"hadamard": self.use_rht, "stochastic": self.stochastic_rounding_rng_state is not None}
+
+    def _codes(self, matrix: Array, spec: QuantizeSpec) -> primitive.Quantized:
+        if self.stochastic_rounding_rng_state is None:
+            return primitive.quantize(matrix, spec)
+        rows, columns = jax.random.split(jax.random.wrap_key_data(self.stochastic_rounding_rng_state))
+        random = jax.random.uniform(rows, matrix.shape), jax.random.uniform(columns, matrix.shape[::-1])
+        return primitive.quantize(matrix, spec, random=random)
+
+
+def advanced_together(
+    quantizers: Sequence[Quantizer | None], amaxes: Sequence[Array | None]
+) -> tuple[Quantizer | None, ...]:
+    """The quantizers of the next step; states that are alike advance in one operation."""
+    following = list(quantizers)
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for place, quantizer in enumerate(quantizers):
+        if isinstance(quantizer, DelayedScaleQuantizer):
+            key = (quantizer.amax_history.shape[-1], quantizer.amax_compute_algo, quantizer.margin)
+            alike.setdefault(key, []).append(place)
+    for (_, algorithm, margin), places in alike.items():
+        states: list[Any] = [quantizers[place] for place in places]
+        histories, scales = advance_scales(
+            jnp.stack([state.amax_history for state in states]),
+            jnp.concatenate([state.scale for state in states]),
+            jnp.concatenate([jnp.reshape(amaxes[place], 1) for place in places]),  # pyright: ignore
+            algorithm.value,
+            tuple(element_of(state.q_dtype).maximum for state in states),
+            margin,
+        )
+        for row, (place, state) in enumerate(zip(places, states, strict=True)):
+            following[place] = dataclasses.replace(
+                state, amax_history=histories[row], scale=scales[row : row + 1]
+            )
+    return tuple(following)
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclass(eq=False)
+class QuantizerSet:
+    """The quantizers of a linear layer's input, kernel and output gradient; None: not quantized."""
+
+    x: Quantizer | None
+    kernel: Quantizer | None
+    dgrad: Quantizer | None
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], None]:
+        return (self.x, self.kernel, self.dgrad), None
+
+    @classmethod
+    def tree_unflatten(cls, static: None, children: Sequence[Any]) -> QuantizerSet:
+        return cls(*children)
+
+    @property
+    def is_noop(self) -> bool:
+        """Does it quantize nothing?"""
+        return self.x is None and self.kernel is None and self.dgrad is None
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, QuantizerSet):
+            return NotImplemented
+        return self is other or (self.is_noop and other.is_noop)
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+
+noop_quantizer_set = QuantizerSet(None, None, None)
+
+
+def as_cotangent(tree: Any) -> Any:
+    """A state as the cotangent of an earlier one: what is not a float (a random key) has none."""
+
+    def leaf(value: Array) -> Any:
+        return (
+            value if jnp.issubdtype(value.dtype, jnp.floating) else np.zeros(value.shape, jax.dtypes.float0)
+        )
+
+    return jax.tree.map(leaf, tree)

@@ -1,0 +1,233 @@
+"""One row a recipe: its three tensors' modes and quantizers, which state it has, and where the hardware computes it.
+
+Nothing else of transformer_engine.jax asks which recipe is in force.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from ...common.checks import described
+from ...common.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    QParams,
+    Recipe,
+)
+from ..platform import compute_capability, is_emulating
+from .quantizers import (
+    BlockScaleQuantizer,
+    CurrentScaleQuantizer,
+    DelayedScaleQuantizer,
+    NVFP4Quantizer,
+    Quantizer,
+)
+from .scaling_modes import AmaxComputeAlgo, QuantizeLayout, ScalingMode, TensorSource
+
+X, KERNEL, DGRAD = TensorSource.X, TensorSource.KERNEL, TensorSource.DGRAD
+
+
+@dataclass(frozen=True)
+class Family:
+    """What is different about one kind of recipe.
+
+    modes      (recipe, source) -> how that tensor is scaled
+    options    (recipe, source) -> further arguments of its quantizer
+    check      raises ValueError for settings that JAX's side does not have
+    least      compute capability, times ten, from which the hardware computes it
+    below      ... and before which
+    stateful   has it amax histories and scales?
+    random     does it round by random numbers?
+    """
+
+    recipe: type[Recipe]
+    modes: Callable[[Any, TensorSource], ScalingMode]
+    options: Callable[[Any, TensorSource], dict[str, Any]]
+    least: int
+    below: int | None = None
+    check: Callable[[Any], None] = lambda recipe: None
+    stateful: bool = False
+    random: Callable[[Any], bool] = lambda recipe: False
+
+
+def _check_delayed(recipe: DelayedScaling) -> None:
+    if callable(recipe.amax_compute_algo):
+        raise ValueError(
+            f"DelayedScaling: amax_compute_algo={described(recipe.amax_compute_algo)} is a function; "
+            "give 'max' or 'most_recent'"
+        )
+    if recipe.scaling_factor_compute_algo is not None:
+        raise ValueError(
+            "DelayedScaling: scaling_factor_compute_algo="
+            f"{described(recipe.scaling_factor_compute_algo)}; it must be None here"
+        )
+    if not recipe.reduce_amax:
+        raise ValueError(
+            "DelayedScaling: reduce_amax=False; maxima are taken over the whole mesh here, set it to True"
+        )
+
+
+def _delayed(recipe: DelayedScaling, source: TensorSource) -> dict[str, Any]:
+    assert isinstance(recipe.amax_compute_algo, str)
+    return {"margin": float(recipe.margin), "amax_compute_algo": AmaxComputeAlgo(recipe.amax_compute_algo)}
+
+
+def _params(recipe: Float8CurrentScaling | Float8BlockScaling, source: TensorSource) -> QParams:
+    if source is DGRAD:
+        return recipe.fp8_quant_bwd_grad
+    return recipe.fp8_quant_fwd_weight if source is KERNEL else recipe.fp8_quant_fwd_inp
+
+
+def _scale_options(recipe: Float8CurrentScaling | Float8BlockScaling, source: TensorSource) -> dict[str, Any]:
+    params = _params(recipe, source)
+    return {"power_of_two": params.power_2_scale, "epsilon": params.amax_epsilon}
+
+
+def _block_mode(recipe: Float8BlockScaling, source: TensorSource) -> ScalingMode:
+    dimensions = {
+        X: recipe.x_block_scaling_dim,
+        KERNEL: recipe.w_block_scaling_dim,
+        DGRAD: recipe.grad_block_scaling_dim,
+    }
+    return ScalingMode.BLOCK_2D_SCALING if dimensions[source] == 2 else ScalingMode.BLOCK_1D_SCALING
+
+
+def _mxfp8_mode(recipe: MXFP8BlockScaling, source: TensorSource) -> ScalingMode:
+    square = recipe.enable_2d_quantization and source is KERNEL
+    return ScalingMode.MXFP8_2D_SCALING if square else ScalingMode.MXFP8_1D_SCALING
+
+
+def _nvfp4_params(recipe: NVFP4BlockScaling, source: TensorSource) -> QParams:
+    if source is DGRAD:
+        return recipe.fp4_quant_bwd_grad
+    return recipe.fp4_quant_fwd_weight if source is KERNEL else recipe.fp4_quant_fwd_inp
+
+
+def _nvfp4_mode(recipe: NVFP4BlockScaling, source: TensorSource) -> ScalingMode:
+    square = _nvfp4_params(recipe, source).fp4_2d_quantization
+    return ScalingMode.NVFP4_2D_SCALING if square else ScalingMode.NVFP4_1D_SCALING
+
+
+def _check_nvfp4(recipe: NVFP4BlockScaling) -> None:
+    if recipe.row_scaled_activation or recipe.nvfp4_4over6 != "none":
+        raise ValueError(
+            f"NVFP4BlockScaling: row_scaled_activation={recipe.row_scaled_activation}, nvfp4_4over6="
+            f"{recipe.nvfp4_4over6!r}; transformer_engine.jax has neither, set them to False and 'none'"
+        )
+
+
+FAMILIES: dict[type[Recipe], Family] = {
+    family.recipe: family
+    for family in (
+        Family(
+            DelayedScaling,
+            lambda recipe, source: ScalingMode.DELAYED_TENSOR_SCALING,
+            _delayed,
+            89,
+            check=_check_delayed,
+            stateful=True,
+        ),
+        Family(
+            Float8CurrentScaling,
+            lambda recipe, source: ScalingMode.CURRENT_TENSOR_SCALING,
+            _scale_options,
+            89,
+        ),
+        Family(Float8BlockScaling, _block_mode, _scale_options, 90),
+        Family(MXFP8BlockScaling, _mxfp8_mode, lambda recipe, source: {}, 100, 120),
+        Family(
+            NVFP4BlockScaling,
+            _nvfp4_mode,
+            lambda recipe, source: {
+                "use_rht": _nvfp4_params(recipe, source).random_hadamard_transform
+                and not _nvfp4_params(recipe, source).fp4_2d_quantization
+            },
+            100,
+            check=_check_nvfp4,
+            random=lambda recipe: recipe.fp4_quant_bwd_grad.stochastic_rounding,
+        ),
+    )
+}
+
+QUANTIZERS: dict[ScalingMode, type[Quantizer]] = {
+    ScalingMode.DELAYED_TENSOR_SCALING: DelayedScaleQuantizer,
+    ScalingMode.CURRENT_TENSOR_SCALING: CurrentScaleQuantizer,
+    ScalingMode.MXFP8_1D_SCALING: BlockScaleQuantizer,
+    ScalingMode.MXFP8_2D_SCALING: BlockScaleQuantizer,
+    ScalingMode.BLOCK_1D_SCALING: BlockScaleQuantizer,
+    ScalingMode.BLOCK_2D_SCALING: BlockScaleQuantizer,
+    ScalingMode.NVFP4_1D_SCALING: NVFP4Quantizer,
+    ScalingMode.NVFP4_2D_SCALING: NVFP4Quantizer,
+}
+
+
+def family_of(recipe: Recipe) -> Family:
+    """The row of a recipe or of a subclass; ValueError for one without a row (a custom recipe)."""
+    for cls in type(recipe).__mro__:
+        if cls in FAMILIES:
+            return FAMILIES[cls]
+    names = ", ".join(cls.__name__ for cls in FAMILIES)
+    raise ValueError(f"recipe={described(recipe)}: transformer_engine.jax takes {names}; choose one of them")
+
+
+def element_types(recipe: Recipe) -> tuple[Any, Any]:
+    """dtypes of the codes in the forward and in the backward pass."""
+    form = recipe.fp4_format if isinstance(recipe, NVFP4BlockScaling) else recipe.fp8_format
+    return format_dtypes(form)
+
+
+def format_dtypes(form: Format | None) -> tuple[Any, Any]:
+    """dtypes of a Format's codes in the forward and in the backward pass; bfloat16 for None."""
+    table = {
+        None: (jnp.bfloat16, jnp.bfloat16),
+        Format.E4M3: (jnp.float8_e4m3fn, jnp.float8_e4m3fn),
+        Format.E5M2: (jnp.float8_e5m2, jnp.float8_e5m2),
+        Format.HYBRID: (jnp.float8_e4m3fn, jnp.float8_e5m2),
+        Format.E2M1: (jnp.float4_e2m1fn, jnp.float4_e2m1fn),
+    }
+    return table[form]
+
+
+def make_quantizer(
+    recipe: Recipe, source: TensorSource, layout: QuantizeLayout, checkpoint_name: str | None, **state: Any
+) -> Quantizer:
+    """The quantizer of one tensor of a linear layer."""
+    family = family_of(recipe)
+    mode = family.modes(recipe, source)
+    dtypes = element_types(recipe)
+    return QUANTIZERS[mode](  # pyright: ignore[reportCallIssue]
+        q_dtype=jnp.dtype(dtypes[1] if source is DGRAD else dtypes[0]),
+        scaling_mode=mode,
+        q_layout=layout,
+        data_layout=mode.data_layout,
+        checkpoint_name=checkpoint_name,
+        **family.options(recipe, source),
+        **state,
+    )
+
+
+def refusal_of(family: Family, gpu_id: int = 0) -> str | None:
+    """Why this machine cannot compute a recipe, None if it can, on its hardware or by emulation."""
+    if is_emulating():
+        return None
+    capability = compute_capability(gpu_id)
+    name = family.recipe.__name__
+    if capability < family.least:
+        return (
+            f"{name} needs compute capability {family.least / 10}, this GPU has {capability / 10}; "
+            "set TE_EMULATE=1 to compute it by emulation"
+        )
+    if family.below is not None and capability >= family.below:
+        return (
+            f"{name} is not computed by compute capability {capability / 10}, {family.below / 10} and higher; "
+            "set TE_EMULATE=1 to compute it by emulation"
+        )
+    return None

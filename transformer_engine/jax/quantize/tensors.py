@@ -1,0 +1,261 @@
+"""Quantized tensors: codes and scales of one direction, or of both.
+
+Axes in front of flatten_axis are the rows of a matrix [M, N], those from it on its columns. A row-wise tensor is to be
+contracted over N, a column-wise one over M.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+
+from ..primitives.operand import Operand
+from ..primitives.quantize import dequantize
+from ..primitives.quantize.hadamard import inverse_transform
+from ..sharding import with_sharding_constraint_by_logical_axes
+from .scaling_modes import QuantizeLayout, ScalingMode, TensorUsage
+
+__all__ = ["NoScaleTensor", "ScaledTensor", "ScaledTensor1x", "ScaledTensor2x", "ScaledTensorFactory"]
+
+_ROW_USAGES = (TensorUsage.LHS, TensorUsage.RHS_TRANS)
+
+
+def positive_axis(flatten_axis: int, ndim: int) -> int:
+    """flatten_axis counted from the front; ValueError unless axes remain on both sides of it."""
+    axis = flatten_axis + ndim if flatten_axis < 0 else flatten_axis
+    if not 0 < axis < max(ndim, 1):
+        raise ValueError(
+            f"flatten_axis={flatten_axis} leaves no rows or no columns of {ndim} axes; give one between them"
+        )
+    return axis
+
+
+class ScaledTensor:
+    """What ScaledTensor1x and ScaledTensor2x have in common."""
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["data", "scale_inv", "amax"],
+    meta_fields=[
+        "scaling_mode",
+        "dq_dtype",
+        "_dq_func",
+        "is_colwise",
+        "data_layout",
+        "flatten_axis",
+        "has_rht_applied",
+    ],
+)
+@dataclass
+class ScaledTensor1x(ScaledTensor):
+    """codes [*shape] and scales of one direction.
+
+    data             row-wise [*rows, *columns]; column-wise [*columns, *rows] with data_layout "T", else as row-wise
+    scale_inv        what a code is multiplied by: float32 [1], or one a block of the matrix as data lies
+    amax             float32 [1] of the values; [0] where no scale depends on it
+    flatten_axis     where the columns of data begin (with data_layout "T": where its rows begin)
+    has_rht_applied  are the values Hadamard transformed along the contracted axis?
+    """
+
+    data: Array
+    scale_inv: Array
+    amax: Array
+    scaling_mode: ScalingMode
+    dq_dtype: jnp.dtype
+    _dq_func: Callable[..., Array] | None
+    is_colwise: bool
+    data_layout: str
+    flatten_axis: int
+    has_rht_applied: bool = False
+
+    @property
+    def ndim(self) -> int:
+        return self.data.ndim
+
+    @property
+    def transposed(self) -> bool:
+        """Does data begin with the columns of the tensor?"""
+        return self.data_layout == "T"
+
+    def operand(self) -> Operand:
+        """The matrix with the contracted axis last."""
+        axis = positive_axis(self.flatten_axis, self.ndim)
+        shape = self.data.shape
+        codes = self.data.reshape(prod(shape[:axis]), prod(shape[axis:]))
+        scale = self.scale_inv
+        if self.is_colwise and not self.transposed:
+            codes, scale = codes.T, scale if scale.ndim == 1 else scale.T
+        amax = self.amax if self.amax.size else None
+        return Operand(codes, scale, amax, self.scaling_mode.format, jnp.dtype(self.dq_dtype))
+
+    def dequantize(self) -> Array:
+        """The values in dq_dtype, in the tensor's own order of axes."""
+        if self._dq_func is not None:
+            return self._dq_func(self)
+        values = dequantize(self.operand())
+        if self.has_rht_applied:
+            values = inverse_transform(values)
+        shape = self.data.shape
+        axis = positive_axis(self.flatten_axis, self.ndim)
+        if self.transposed:
+            return values.T.reshape(*shape[axis:], *shape[:axis])
+        return (values.T if self.is_colwise else values).reshape(shape)
+
+    def get_tensor(self, usage: TensorUsage) -> ScaledTensor1x:
+        """This tensor, if it is the direction that a product needs it in."""
+        wanted = usage not in _ROW_USAGES
+        if wanted is not self.is_colwise:
+            have, want = (("column-wise" if c else "row-wise") for c in (self.is_colwise, wanted))
+            raise ValueError(
+                f"{usage} needs a {want} tensor, this one is {have}; quantize with q_layout=ROWWISE_COLWISE"
+            )
+        return self
+
+    def apply_sharding_constraint_by_logical_axes(
+        self, logical_axis_names: tuple[str | None, ...]
+    ) -> ScaledTensor1x:
+        """The tensor with its data laid over the mesh as the names of the tensor's own axes say."""
+        if not logical_axis_names:
+            return self
+        names = tuple(logical_axis_names)
+        if self.transposed:
+            axis = self.ndim - positive_axis(self.flatten_axis, self.ndim)
+            names = (*names[axis:], *names[:axis])
+        return self._with(data=with_sharding_constraint_by_logical_axes(self.data, names))
+
+    def checkpoint(self, quantizer: object) -> ScaledTensor1x:
+        """The tensor with its leaves named for recomputation policies, where the quantizer has a name."""
+        name = getattr(quantizer, "checkpoint_name", None)
+        return self if name is None else jax.tree.map(lambda leaf: checkpoint_name(leaf, name), self)
+
+    def _with(self, data: Array) -> ScaledTensor1x:
+        leaves, tree = jax.tree.flatten(self)
+        return jax.tree.unflatten(tree, [data, *leaves[1:]])
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["rowwise_tensor", "colwise_tensor"], meta_fields=[]
+)
+@dataclass
+class ScaledTensor2x(ScaledTensor):
+    """Both directions of one tensor."""
+
+    rowwise_tensor: ScaledTensor1x
+    colwise_tensor: ScaledTensor1x
+
+    @property
+    def ndim(self) -> int:
+        return self.rowwise_tensor.ndim
+
+    @property
+    def flatten_axis(self) -> int:
+        return self.rowwise_tensor.flatten_axis
+
+    def dequantize(self) -> Array:
+        """The values of the row-wise codes."""
+        return self.rowwise_tensor.dequantize()
+
+    def get_tensor(self, usage: TensorUsage) -> ScaledTensor1x:
+        """The direction that a product needs."""
+        return self.rowwise_tensor if usage in _ROW_USAGES else self.colwise_tensor
+
+    def apply_sharding_constraint_by_logical_axes(
+        self, logical_axis_names: tuple[str | None, ...]
+    ) -> ScaledTensor2x:
+        """Both directions laid over the mesh as the names of the tensor's axes say."""
+        return ScaledTensor2x(
+            self.rowwise_tensor.apply_sharding_constraint_by_logical_axes(logical_axis_names),
+            self.colwise_tensor.apply_sharding_constraint_by_logical_axes(logical_axis_names),
+        )
+
+    def checkpoint(self, quantizer: object) -> ScaledTensor2x:
+        """Both directions with their leaves named."""
+        return ScaledTensor2x(
+            self.rowwise_tensor.checkpoint(quantizer), self.colwise_tensor.checkpoint(quantizer)
+        )
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["data", "amax"], meta_fields=[])
+@dataclass
+class NoScaleTensor:
+    """A tensor that is not quantized, in the place of one that is."""
+
+    data: Array
+    amax: Array | None = None
+
+    @property
+    def ndim(self) -> int:
+        return self.data.ndim
+
+    def dequantize(self) -> Array:
+        return self.data
+
+    def get_tensor(self, usage: TensorUsage) -> NoScaleTensor:
+        """Itself: a product takes its values in any order of axes."""
+        return self
+
+    def apply_sharding_constraint_by_logical_axes(
+        self, logical_axis_names: tuple[str | None, ...]
+    ) -> NoScaleTensor:
+        return NoScaleTensor(
+            with_sharding_constraint_by_logical_axes(self.data, logical_axis_names), self.amax
+        )
+
+    def checkpoint(self, quantizer: object) -> NoScaleTensor:
+        return self
+
+
+class ScaledTensorFactory:
+    """Tensors from codes and scales that exist already."""
+
+    @staticmethod
+    def create_1x(
+        data: Array,
+        scale_inv: Array,
+        amax: Array | None = None,
+        scaling_mode: ScalingMode = ScalingMode.NO_SCALING,
+        dq_dtype: jnp.dtype = jnp.bfloat16,
+        is_colwise: bool = False,
+        data_layout: str = "N",
+        flatten_axis: int = -1,
+        has_rht_applied: bool = False,
+    ) -> ScaledTensor1x:
+        """One direction; see ScaledTensor1x."""
+        if scaling_mode.format is None:
+            raise ValueError(f"scaling_mode={scaling_mode} has no scales; choose another, or NoScaleTensor")
+        if data_layout not in ("N", "T"):
+            raise ValueError(f"data_layout={data_layout!r}; choose 'N' (as it is) or 'T' (transposed)")
+        amax = jnp.zeros(0, jnp.float32) if amax is None else amax
+        axis = positive_axis(flatten_axis, data.ndim)
+        return ScaledTensor1x(
+            data,
+            scale_inv,
+            amax,
+            scaling_mode,
+            jnp.dtype(dq_dtype),
+            None,
+            is_colwise,
+            data_layout,
+            axis,
+            has_rht_applied,
+        )
+
+    @staticmethod
+    def create(
+        rowwise: ScaledTensor1x | None, colwise: ScaledTensor1x | None, q_layout: QuantizeLayout
+    ) -> ScaledTensor1x | ScaledTensor2x:
+        """What a layout keeps of both directions."""
+        if q_layout.has_rowwise and q_layout.has_colwise:
+            assert rowwise is not None and colwise is not None
+            return ScaledTensor2x(rowwise, colwise)
+        only = rowwise if q_layout.has_rowwise else colwise
+        assert only is not None
+        return only

@@ -1,0 +1,222 @@
+"""Which axes of a mesh the dimensions of tensors are laid over, by name.
+
+Nothing here moves data: a constraint is a hint to XLA's partitioner, and without a mesh there is none.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import jax
+from jax import Array
+from jax.core import Tracer
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+BATCH_AXES = "nvte_batch"
+SEQLEN_AXES = "nvte_seqlen"
+SEQLEN_TP_AXES = "nvte_seqlen_tp"
+SEQLEN_CP_AXES = "nvte_seqlen_cp"
+HEAD_AXES = "nvte_head"
+HIDDEN_AXES = "nvte_hidden"
+HIDDEN_TP_AXES = "nvte_hidden_tp"
+JOINED_AXES = "nvte_joined"
+W_NO_SHARD_AXES = "nvte_w_no_shard"
+W_FSDP_AXES = "nvte_w_fsdp"
+W_TP_AXES = "nvte_w_tp"
+W_JOINED_AXES = "nvte_w_joined"
+
+
+@dataclass(frozen=True)
+class MeshResource:
+    """The names of a mesh's axes by the kind of parallelism they serve; None: there is none of that kind."""
+
+    dp_resource: str | None = None
+    tp_resource: str | None = None
+    tpsp_resource: str | None = None
+    fsdp_resource: str | None = None
+    pp_resource: str | None = None
+    cp_resource: str | None = None
+    ep_resource: str | None = None
+
+
+_resource: ContextVar[MeshResource | None] = ContextVar("transformer_engine_mesh_resource", default=None)
+
+
+@contextmanager
+def global_shard_guard(resource: MeshResource) -> Iterator[None]:
+    """Let layers traced in this block lay their tensors over the axes that resource names."""
+    if not isinstance(resource, MeshResource):
+        raise TypeError(f"resource={resource!r} is a {type(resource).__name__}; pass a MeshResource(..)")
+    token = _resource.set(resource)
+    try:
+        yield
+    finally:
+        _resource.reset(token)
+
+
+def mesh_resource_or_default() -> MeshResource:
+    """The MeshResource in force, else one of no axes."""
+    return _resource.get() or MeshResource()
+
+
+def global_mesh_resource() -> MeshResource:
+    """The MeshResource in force; ValueError where there is none."""
+    resource = _resource.get()
+    if resource is None:
+        raise ValueError(
+            "a mesh is in use and no MeshResource says what its axes are for; enter "
+            "autocast(mesh_resource=MeshResource(..)) or global_shard_guard(MeshResource(..))"
+        )
+    both = (resource.tp_resource, resource.tpsp_resource)
+    if None not in both and all(get_mesh_axis_size(axis) > 1 for axis in both):
+        raise ValueError(
+            f"tp_resource={both[0]!r} and tpsp_resource={both[1]!r} both have more than one device; "
+            "set one of them to None: tpsp_resource shards sequences too"
+        )
+    return resource
+
+
+def _mesh() -> Mesh | jax.sharding.AbstractMesh | None:
+    """The mesh of jax.set_mesh, else that of `with mesh:`; None where there is none."""
+    abstract = jax.sharding.get_abstract_mesh()
+    if not abstract.empty:
+        return abstract
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # jax has no other door to a mesh of `with mesh:`
+        try:
+            from jax.interpreters import pxla
+
+            physical = pxla.thread_resources.env.physical_mesh
+        except (ImportError, AttributeError):
+            return None  # a jax without that door has no `with mesh:` either
+    return None if physical.empty else physical
+
+
+def is_mesh_available() -> bool:
+    """Is a mesh in use here?"""
+    return _mesh() is not None
+
+
+def get_mesh_axis_size(axis: str | None, mesh: Mesh | None = None) -> int:
+    """Devices along an axis of the mesh, by default of the one in use; 1 for None or an axis that it has not."""
+    found = _mesh() if mesh is None else mesh
+    return 1 if found is None or axis is None else dict(found.shape).get(axis, 1)
+
+
+def num_of_devices() -> int:
+    """Devices of all processes."""
+    return jax.device_count()
+
+
+def get_num_devices_in_mesh(mesh: Mesh | None = None) -> int:
+    """Devices of the mesh, by default of the one in use; 1 where there is none."""
+    found = _mesh() if mesh is None else mesh
+    return 1 if found is None else found.size
+
+
+def get_sharding_map_logic_axis_to_mesh_axis() -> dict[str, str | None]:
+    """{axis name of this module: axis of the mesh or None}, by the MeshResource in force."""
+    resource = global_mesh_resource()
+
+    def either(first: str | None, second: str | None) -> str | None:
+        return first if first is not None and get_mesh_axis_size(first) > 1 else second
+
+    tensor = either(resource.tpsp_resource, resource.tp_resource)
+    return {
+        BATCH_AXES: either(resource.fsdp_resource, resource.dp_resource),
+        SEQLEN_AXES: None,
+        SEQLEN_TP_AXES: resource.tpsp_resource,
+        SEQLEN_CP_AXES: resource.cp_resource,
+        HEAD_AXES: tensor,
+        HIDDEN_AXES: None,
+        HIDDEN_TP_AXES: tensor,
+        JOINED_AXES: None,
+        W_NO_SHARD_AXES: None,
+        W_FSDP_AXES: resource.fsdp_resource,
+        W_TP_AXES: tensor,
+        W_JOINED_AXES: None,
+    }
+
+
+def with_sharding_constraint(x: Array, pspec: PartitionSpec | None) -> Array:
+    """x, laid over the mesh as pspec says; x as it is without a mesh, without a spec, or where pspec is all None.
+
+    Axes that are manual here (inside shard_map) are dropped from the spec.
+    """
+    mesh = _mesh()
+    if pspec is None or mesh is None:
+        return x
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+
+    def usable(entry: object) -> object:
+        names = entry if isinstance(entry, tuple) else (entry,)
+        kept = tuple(name for name in names if name in kinds and kinds[name] is not AxisType.Manual)
+        return None if not kept else kept[0] if len(kept) == 1 else kept
+
+    spec = PartitionSpec(*(usable(entry) for entry in pspec))
+    if all(entry is None for entry in spec):
+        return x
+    if not isinstance(mesh, Mesh) and not isinstance(x, Tracer):
+        mesh = jax.sharding.get_mesh()  # an array is laid over devices, a traced one over their names
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+
+def with_sharding_constraint_by_logical_axes(
+    x: Array, logical_axis_names: Sequence[str | None] | None
+) -> Array:
+    """x, laid over the mesh by the names of its axes: Flax's axis rules, or the names of this module.
+
+    None or () does nothing; without Flax rules names of this module are mapped with a DeprecationWarning.
+    """
+    if not logical_axis_names:
+        return x
+    if len(logical_axis_names) != x.ndim:
+        raise ValueError(
+            f"{len(logical_axis_names)} axis names {tuple(logical_axis_names)} for an array of {x.ndim} axes; "
+            "give one a dimension, None where it is not laid over the mesh"
+        )
+    from flax import linen  # the layers below Flax do without it elsewhere
+
+    if linen.get_logical_axis_rules():
+        return linen.with_logical_constraint(x, tuple(logical_axis_names))
+    if not is_mesh_available():
+        return x
+    warnings.warn(
+        "axis names of transformer_engine.jax without Flax axis rules are deprecated; enter "
+        "flax.linen.logical_axis_rules(te.flax.extend_logical_axis_rules(()))",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    rules = get_sharding_map_logic_axis_to_mesh_axis()
+    unknown = [name for name in logical_axis_names if name is not None and name not in rules]
+    if unknown:
+        raise ValueError(f"no rule for the axis names {unknown}; use Flax's rules, or {', '.join(rules)}")
+    return with_sharding_constraint(
+        x, PartitionSpec(*(None if name is None else rules[name] for name in logical_axis_names))
+    )
+
+
+def get_active_resource_axis(mesh_resource_name: str) -> str | None:
+    """The mesh axis of a field of MeshResource ("tp_resource"), None where it has one device."""
+    axis = getattr(global_mesh_resource(), mesh_resource_name, None)
+    return axis if get_mesh_axis_size(axis) > 1 else None
+
+
+def tpsp_axis_size() -> int:
+    """Devices along the tensor-sequence-parallel axis."""
+    return get_mesh_axis_size(global_mesh_resource().tpsp_resource)
+
+
+def dp_or_fsdp_axis_size() -> int:
+    """Devices along the axis that batches are laid over."""
+    resource = global_mesh_resource()
+    return max(get_mesh_axis_size(resource.dp_resource), get_mesh_axis_size(resource.fsdp_resource))
+
+
+def ep_axis_size() -> int:
+    """Devices along the expert-parallel axis."""
+    return get_mesh_axis_size(global_mesh_resource().ep_resource)

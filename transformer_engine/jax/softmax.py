@@ -1,0 +1,59 @@
+"""p = softmax(scale * logits), with a mask of hidden keys or a causal one."""
+
+from __future__ import annotations
+
+import enum
+
+import jax.numpy as jnp
+from jax import Array
+
+from .dense import check_values
+from .primitives.softmax import masked_softmax
+
+__all__ = ["SoftmaxFusionType", "softmax"]
+
+
+class SoftmaxFusionType(enum.Enum):
+    """What is done beside the softmax."""
+
+    SCALED = "scaled"
+    SCALED_MASKED = "scaled_masked"
+    SCALED_UPPER_TRIANG_MASKED = "scaled_upper_triang_masked"
+
+
+def softmax(
+    logits: Array,
+    mask: Array | None = None,
+    scale_factor: float = 1.0,
+    softmax_fusion_type: SoftmaxFusionType = SoftmaxFusionType.SCALED,
+) -> Array:
+    """Probabilities in logits' dtype, of logits [b, h, q, k]; those of hidden keys are exactly zero.
+
+    mask   of SCALED_MASKED alone: True (1) hides a key; [b or 1, 1 or h, q, k]
+    SCALED_UPPER_TRIANG_MASKED hides keys behind the query, counted from the first of both.
+    """
+    check_values("logits", logits)
+    return scaled_softmax(logits, mask, scale_factor, softmax_fusion_type, None).astype(logits.dtype)
+
+
+def scaled_softmax(
+    logits: Array,
+    mask: Array | None,
+    scale_factor: float,
+    softmax_fusion_type: SoftmaxFusionType,
+    sink: Array | None,
+) -> Array:
+    """`softmax` in float32, with a sink."""
+    if logits.ndim != 4:
+        raise ValueError(f"logits have shape {logits.shape}; softmax takes [b, h, q, k]")
+    masked = softmax_fusion_type is SoftmaxFusionType.SCALED_MASKED
+    if masked is not (mask is not None):
+        given = "None" if mask is None else f"given, of shape {mask.shape}"
+        raise ValueError(
+            f"softmax_fusion_type={softmax_fusion_type.name} and mask={given}; SCALED_MASKED takes a mask"
+        )
+    hidden = None if mask is None else mask.astype(bool)
+    if softmax_fusion_type is SoftmaxFusionType.SCALED_UPPER_TRIANG_MASKED:
+        queries, keys = logits.shape[-2:]
+        hidden = jnp.arange(keys)[None, :] > jnp.arange(queries)[:, None]
+    return masked_softmax(logits.astype(jnp.float32) * scale_factor, hidden, sink)

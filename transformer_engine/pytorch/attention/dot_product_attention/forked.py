@@ -1,0 +1,50 @@
+"""result = forked(backend, request, inputs, ..): an attention with random numbers of its own, or computed twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from ...distributed.recompute import checkpoint as recompute_checkpoint
+from ...functions.attention.autograd import attend
+from ...functions.attention.fp8 import Attention, Recomputed
+from ...primitives.attention.passes import Bound, Passes, Whole
+from ...primitives.attention.request import AttentionInputs, AttentionRequest, AttentionResult
+
+
+def computed(
+    backend: Bound | Attention | Recomputed, request: AttentionRequest, inputs: AttentionInputs
+) -> AttentionResult:
+    """The attention by what was chosen for it."""
+    if type(backend) is Whole:
+        return backend.run(request, inputs)
+    if isinstance(backend, Passes):
+        return attend(backend, request, inputs)
+    return backend.run(request, inputs)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def forked(
+    backend: Bound | Attention | Recomputed,
+    request: AttentionRequest,
+    inputs: AttentionInputs,
+    tracker: Callable[[], Any] | None,
+    recompute: bool,
+    tp_group: Any,
+) -> AttentionResult:
+    """The same in the fork of a random state, if there is a tracker of one; recomputed in the backward if asked."""
+
+    def run(*tensors: Tensor | None) -> AttentionResult:
+        with nullcontext() if tracker is None else tracker().fork():
+            return computed(backend, request, AttentionInputs(*tensors))  # pyright: ignore[reportArgumentType]
+
+    if not recompute:
+        return run(*inputs)
+    if tracker is None:
+        return torch_checkpoint(run, *inputs, use_reentrant=False)  # pyright: ignore[reportReturnType]
+    return recompute_checkpoint(
+        run, *inputs, get_rng_state_tracker=tracker, tp_group=tp_group, use_reentrant=False
+    )

@@ -1,0 +1,153 @@
+"""What a fused layer makes in one step: whether a norm or an activation makes the next product's codes, or is itself
+part of a product. Tables of ways to go, decided when a spec is built, with the reasons that `explain` prints."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ...common.dispatch import Backend, Table
+from ..primitives.activation import ACTIVATIONS, gradient_fuses
+from ..primitives.quantize import Cast
+from .linear_spec import LinearSpec, gradient_cast, input_cast, sums_over_ranks
+
+IN_CODES, IN_PRODUCT, APART = "in_codes", "in_product", "apart"
+
+# Why the layer that reads a matrix has to quantize it itself.
+RETURNED = "a matrix that is returned too"
+KEPT = "an input that is kept for the backward pass"
+OTHER_BACKWARD = "a backward pass in another precision"
+GATHERED = "a matrix that is gathered from other ranks"
+TRACED = "a compiler that looks on, which has to see writes to the scaling state"
+UNUSED = "a gradient that is not passed on"
+_FEATURES = frozenset({RETURNED, KEPT, OTHER_BACKWARD, GATHERED, TRACED, UNUSED})
+
+
+class Fusion(NamedTuple):
+    """A matrix between two steps of a layer: made by a norm or an activation, or its gradient, and read by a product.
+
+    features     what keeps codes from being made on the way
+    activation   the name of the activation that makes it, None for a norm
+    codes        the format in which the product's quantizer asks a kernel for it, None where it asks for none
+    one_scale    one scale is made of the whole matrix, after it is there
+    sums         the sum over its rows is wanted too, and blocks of rows alone are faster to quantize afterwards
+    quantized    the product before it is quantized
+    reduced      the product before it is only this rank's part of a sum
+    """
+
+    features: tuple[str, ...]
+    activation: str | None = None
+    codes: str | None = None
+    one_scale: bool = False
+    sums: bool = False
+    quantized: bool = False
+    reduced: bool = False
+
+
+def _refuses_codes(fusion: Fusion) -> str | None:
+    return None if fusion.codes is not None else "the product's quantizer asks no kernel for codes"
+
+
+def _refuses_gradient_codes(fusion: Fusion) -> str | None:
+    assert fusion.activation is not None
+    if (reason := _refuses_codes(fusion)) is not None:
+        return reason
+    if fusion.one_scale and ACTIVATIONS[fusion.activation].gated:
+        # A kernel finds the maximum and another casts, with dy [M, F] in memory until both are done: for a gated unit
+        # that is the peak of the whole layer, and separate steps let go of dy in between.
+        return "dy would be in memory until the one scale is known, at the peak of the layer"
+    return "blocks of rows beside their sums are faster after it" if fusion.sums else None
+
+
+def _refuses_product(fusion: Fusion) -> str | None:
+    if fusion.activation != "gelu":
+        return f"{fusion.activation} is no part of a product; gelu is"
+    if fusion.reduced:
+        return "the product is only this rank's part of a sum"
+    if fusion.codes is not None:
+        return f"{fusion.codes} codes are made where the activation is"
+    # A graph, in which no kernel makes codes, has the bits of eager mode, whose kernel reads x as it is rounded.
+    return "the product is quantized" if fusion.quantized else None
+
+
+_APART = Backend[Fusion](APART, takes=_FEATURES)
+NORM_OUTPUT: Table[Fusion] = Table(
+    "norm_output", (Backend(IN_CODES, refuses=_refuses_codes), _APART), describe=Fusion
+)
+MLP_ACTIVATION: Table[Fusion] = Table(
+    "mlp_activation",
+    (
+        Backend(IN_CODES, refuses=_refuses_codes),
+        Backend(IN_PRODUCT, takes=_FEATURES, refuses=_refuses_product),
+        _APART,
+    ),
+    describe=Fusion,
+)
+MLP_GRADIENT: Table[Fusion] = Table(
+    "mlp_gradient",
+    (
+        Backend(IN_CODES, refuses=_refuses_gradient_codes),
+        Backend(IN_PRODUCT, takes=_FEATURES, refuses=_refuses_product),
+        _APART,
+    ),
+    describe=Fusion,
+)
+
+
+def norm_output(linear: LinearSpec, returned: bool) -> str:
+    """How the matrix between a norm and a linear layer is made; returned: the caller gets norm(x) too."""
+    features = (RETURNED,) * returned + _features_of_input(linear)
+    return NORM_OUTPUT.decide(Fusion(features, codes=_format(None if features else input_cast(linear))))
+
+
+def mlp_activation(activation: str, fc1: LinearSpec, fc2: LinearSpec) -> str:
+    """How the matrix between an activation and fc2 is made."""
+    features = _features_of_input(fc2)
+    return MLP_ACTIVATION.decide(
+        Fusion(
+            features,
+            activation,
+            _format(None if features else input_cast(fc2)),
+            quantized=not (fc1.input.is_identity and fc1.weight.is_identity),
+            reduced=sums_over_ranks(fc1.parallel, "row"),
+        )
+    )
+
+
+def mlp_gradient(activation: str, fc1: LinearSpec, fc2: LinearSpec) -> str:
+    """How the gradient of fc1's output is made."""
+    features = _features_of_gradient(fc1)
+    cast = None if features else gradient_cast(fc1)
+    return MLP_GRADIENT.decide(
+        Fusion(
+            features,
+            activation,
+            _format(cast),
+            one_scale=cast is not None and cast.multiplier is None and cast.spec.format.block is None,
+            sums=cast is not None and not gradient_fuses(cast.spec, fc1.needs_grad_bias),
+            reduced=sums_over_ranks(fc2.parallel, "column"),
+        )
+    )
+
+
+def _features_of_input(spec: LinearSpec) -> tuple[str, ...]:
+    asked = {
+        KEPT: spec.keep_input,
+        OTHER_BACKWARD: spec.backward != "quantized",
+        GATHERED: spec.parallel.gathers_input,
+        TRACED: spec.traced,
+    }
+    return tuple(feature for feature, wanted in asked.items() if wanted)
+
+
+def _features_of_gradient(spec: LinearSpec) -> tuple[str, ...]:
+    asked = {
+        UNUSED: not spec.needs_grad_input,
+        OTHER_BACKWARD: spec.backward != "quantized",
+        GATHERED: spec.parallel.gathers_gradient,
+        TRACED: spec.traced,
+    }
+    return tuple(feature for feature, wanted in asked.items() if wanted)
+
+
+def _format(cast: Cast | None) -> str | None:
+    return None if cast is None else cast.spec.format.name

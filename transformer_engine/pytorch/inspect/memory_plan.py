@@ -1,0 +1,336 @@
+"""memory_plan(model, recipe, tokens): the peak memory of a forward and backward pass, before any of it is allocated."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ...common.checks import described, switch, whole
+from ...common.recipe import Recipe
+from ..attention import DotProductAttention, MultiheadAttention
+from ..module.base import TransformerEngineBaseModule
+from ..module.numerics import Numerics
+from ..primitives.quantize import Quantized
+from ..quantization import autocast, emulate
+from ..quantization.support import check_block
+from ..runtime import launching
+from ..runtime.device import has_cuda
+from ..tensor.quantized_tensor import QuantizedTensorStorage
+from .memory_ledger import Ledger
+from .planned_backends import PlannedAttention, planning
+from .reduction_scratch import scratch_of
+
+MIB = 2**20
+# What cuBLAS keeps for itself once it has run on a GPU: torch gives it 32 MiB on compute capability 9.0.
+WORKSPACE = 32 * MIB
+
+
+@dataclass(frozen=True)
+class ModuleMemory:
+    """Bytes of one module without its children: parameters, and what its forward leaves for the backward.
+
+    saved          activations, quantized or not, that its forward pass allocated; an activation that the next
+                   module saves as well is counted once, here
+    weight_copies  quantized copies of its parameters
+    """
+
+    name: str
+    kind: str
+    parameters: int
+    saved: int
+    weight_copies: int
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes; str() is a readable table.
+
+    peak           the most that is allocated at once; the figures below are its parts at that moment
+    parameters     and buffers, and the state of the recipe
+    gradients      of parameters
+    weight_copies  weights as quantized for the products
+    activations    what the forward pass left for the backward and is still there
+    boundary       the model's input and output, and their gradients
+    transient      everything else: results and operands under way
+    workspace      what the libraries of products keep
+    saved          activations after the forward pass, all of them
+    modules        by module
+    """
+
+    peak: int
+    parameters: int
+    gradients: int
+    weight_copies: int
+    activations: int
+    boundary: int
+    transient: int
+    workspace: int
+    saved: int
+    modules: tuple[ModuleMemory, ...]
+
+    def __str__(self) -> str:
+        width = max((len(module.name) for module in self.modules), default=6)
+        lines = [
+            f"{'module':{width}}  {'kind':20} {'parameters':>12} {'saved':>12} {'weight copies':>14}  MiB"
+        ]
+        for m in self.modules:
+            figures = f"{m.parameters / MIB:12.1f} {m.saved / MIB:12.1f} {m.weight_copies / MIB:14.1f}"
+            lines.append(f"{m.name:{width}}  {m.kind:20} {figures}")
+        lines.append("")
+        lines.append(f"saved after the forward pass {self.saved / MIB:.1f} MiB; at the peak:")
+        parts = (
+            "parameters",
+            "gradients",
+            "weight_copies",
+            "activations",
+            "boundary",
+            "transient",
+            "workspace",
+        )
+        lines += [f"  {part.replace('_', ' '):14} {getattr(self, part) / MIB:12.1f} MiB" for part in parts]
+        lines.append(f"  {'peak':14} {self.peak / MIB:12.1f} MiB")
+        return "\n".join(lines)
+
+
+def memory_plan(
+    model: nn.Module,
+    recipe: Recipe | None,
+    tokens: int,
+    *,
+    inputs: tuple[Any, ...] | None = None,
+    input_gradient: bool = True,
+    **keywords: Any,
+) -> MemoryPlan:
+    """What model(*inputs, **keywords).backward(..) takes at its peak under a recipe (None: high precision).
+
+    tokens          rows of the input, [tokens, features] or what a TransformerLayer takes; unused with inputs
+    inputs          the model's arguments, for models that do not begin with one of this package's modules;
+                    tensors on the meta device will do
+    input_gradient  the first input gets a gradient too, as where layers precede the model
+
+    A warm step is planned: recipe states exist, every .grad is None before. The model runs on tensors without
+    memory, its own state untouched; it may be larger than any device, and on the meta device. Attention is taken
+    to be one that keeps no score matrix. Optimizer and allocator fragmentation are not in it.
+    Raises ValueError when the input's shape does not follow from the model, NotImplementedError for parameters
+    that are quantized already and for tensor-parallel modules.
+    """
+    if inputs is None:
+        whole("tokens", tokens)
+    elif not isinstance(inputs, tuple):
+        raise TypeError(
+            f"inputs={described(inputs)} is a {type(inputs).__name__}; give a tuple of arguments, or None"
+        )
+    switch("input_gradient", input_gradient)
+    check_block(True, recipe)
+    _check(model)
+    device = _device(model)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    planned = _without_memory(model, device, mode)
+    with mode:
+        arguments, keywords = _example(planned, tokens, device) if inputs is None else inputs, dict(keywords)
+        arguments = tuple(_empty_like(x, device) if isinstance(x, Tensor) else x for x in arguments)
+        keywords = {k: _empty_like(v, device) if isinstance(v, Tensor) else v for k, v in keywords.items()}
+        first = arguments[0]
+        if input_gradient and isinstance(first, Tensor) and first.is_floating_point():
+            first.requires_grad_()
+        return _Step(planned, recipe, arguments, keywords, _processors(device)).plan()
+
+
+class _Step:
+    """One training step of a model without memory, and what the ledger says of it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        recipe: Recipe | None,
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any],
+        processors: int,
+    ):
+        self.model, self.recipe, self.arguments, self.keywords = model, recipe, arguments, keywords
+        self.workspace = WORKSPACE if processors else 0
+        self.names = {id(module): name for name, module in model.named_modules()}
+        self.entered: list[str] = []
+        self.ledger = Ledger(
+            lambda: self.entered[-1] if self.entered else "",
+            lambda operation, arguments: scratch_of(operation, arguments, processors) if processors else 0,
+        )
+        self.owners: dict[int, str] = {}
+        self.weight_copies: dict[int, str] = {}
+
+    def plan(self) -> MemoryPlan:
+        for name, parameter in self.model.named_parameters():
+            self.owners[self.ledger.number(parameter)] = name.rpartition(".")[0]
+        state = [*self.model.parameters(), *self.model.buffers()]
+        self.ledger.numbers(state)
+        given = [x for x in (*self.arguments, *self.keywords.values()) if isinstance(x, Tensor)]
+        boundary = self.ledger.numbers(given)
+        with planning(self._quantized), emulate(), self.ledger, self._watched():
+            self._forward_and_backward(boundary)  # makes the states of the recipe
+            for tensor in (*state, *given):
+                tensor.grad = None
+            before = self.ledger.live() - boundary
+            start = len(self.ledger.events)
+            after_forward = self._forward_and_backward(boundary)
+        gradients = self.ledger.numbers(parameter.grad for parameter in self.model.parameters())
+        boundary |= self.ledger.numbers(x.grad for x in given)
+        saved = self.ledger.live(after_forward) - before - boundary
+        live = self.ledger.live(self.ledger.peak(start))
+        return self._summary(live, before, gradients, boundary, saved)
+
+    def _forward_and_backward(self, boundary: set[int]) -> int:
+        """How many events had happened between the passes; adds the output and its gradient to the boundary."""
+        with autocast(enabled=self.recipe is not None, recipe=self.recipe):
+            output = self.model(*self.arguments, **self.keywords)
+        output = output[0] if isinstance(output, (tuple, list)) else output
+        boundary.add(self.ledger.number(output))
+        between = len(self.ledger.events)
+        gradient = torch.empty_like(output)
+        boundary.add(self.ledger.number(gradient))
+        output.backward(gradient)
+        return between
+
+    def _quantized(self, x: Tensor, result: Quantized) -> None:
+        owner = self.owners.get(self.ledger.number(x))
+        if owner is not None:
+            self.weight_copies |= dict.fromkeys(self.ledger.numbers(result), owner)
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Keep the name of the innermost module whose forward runs in `entered`."""
+
+        def enter(module: nn.Module, _: Any) -> None:
+            self.entered.append(self.names[id(module)])
+
+        def leave(module: nn.Module, *_: Any) -> None:
+            self.entered.pop()
+
+        handles = []
+        for module in self.model.modules():
+            handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _summary(
+        self,
+        live: set[int],
+        before: set[int],
+        gradients: set[int],
+        boundary: set[int],
+        saved: set[int],
+    ) -> MemoryPlan:
+        copies = set(self.weight_copies)
+        activations = saved - copies
+        size = self.ledger.bytes
+        parts = {
+            "parameters": size(live & before),
+            "gradients": size(live & gradients),
+            "weight_copies": size(live & copies - before),
+            "activations": size(live & activations),
+            "boundary": size(live & boundary),
+            "transient": size(live - before - gradients - copies - activations - boundary),
+            "workspace": self.workspace,
+        }
+        return MemoryPlan(
+            peak=sum(parts.values()),
+            saved=size(activations),
+            modules=tuple(self._modules(activations, saved & copies)),
+            **parts,
+        )
+
+    def _modules(self, activations: set[int], copies: set[int]) -> Iterator[ModuleMemory]:
+        for name, module in self.model.named_modules():
+            memory = ModuleMemory(
+                name or "(model)",
+                type(module).__name__.replace("PlannedAttention", "DotProductAttention"),
+                self.ledger.bytes(self.ledger.numbers(module.parameters(recurse=False))),
+                self.ledger.bytes(n for n in activations if self.ledger.places[n] == name),
+                self.ledger.bytes(n for n in copies if self.weight_copies[n] == name),
+            )
+            if memory.parameters or memory.saved or memory.weight_copies:
+                yield memory
+
+
+def _check(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model={described(model)} is a {type(model).__name__}; give a torch.nn.Module")
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, QuantizedTensorStorage):
+            raise NotImplementedError(
+                f"parameter {name} is quantized already; plan a model made outside of quantized_model_init"
+            )
+    for name, module in model.named_modules():
+        if getattr(module, "tp_size", 1) > 1:
+            raise NotImplementedError(
+                f"module {name or 'model'} has tp_size={module.tp_size}; plan the model of one rank, made with "
+                "the sizes of its shard and tp_size=1"
+            )
+
+
+def _device(model: nn.Module) -> torch.device:
+    """Of the parameters; for those on the meta device the GPU where there is one."""
+    parameter = next(model.parameters(), None)
+    if parameter is None or parameter.is_meta:
+        return torch.device("cuda", torch.cuda.current_device()) if has_cuda() else torch.device("cpu")
+    return parameter.device
+
+
+def _processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 0 for any other device."""
+    return launching.processors(device.index).count if device.type == "cuda" else 0
+
+
+def _without_memory(model: nn.Module, device: torch.device, mode: FakeTensorMode) -> nn.Module:
+    """A copy of the model whose tensors have no memory, and whose modules know no recipe yet."""
+    replaced: dict[int, Any] = {}
+    attributes = (value for module in model.modules() for value in vars(module).values())
+    with mode:
+        for tensor in (*model.parameters(), *model.buffers(), *attributes):
+            if isinstance(tensor, Tensor):
+                replaced[id(tensor)] = _empty_like(tensor, device)
+    for module in model.modules():
+        if isinstance(module, TransformerEngineBaseModule):
+            replaced[id(module.numerics)] = Numerics()
+    copied = copy.deepcopy(model, replaced)
+    for module in copied.modules():
+        for name, child in module.named_children():
+            if isinstance(child, DotProductAttention):
+                setattr(module, name, PlannedAttention(child))
+    return copied
+
+
+def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    if not isinstance(tensor, nn.Parameter):
+        return empty
+    parameter = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    for name, value in vars(tensor).items():
+        setattr(parameter, name, _empty_like(value, device) if isinstance(value, Tensor) else value)
+    return parameter
+
+
+def _example(model: nn.Module, tokens: int, device: torch.device) -> tuple[Tensor]:
+    """x [tokens, features] as the model's first module takes it."""
+    attention = next((m for m in model.modules() if isinstance(m, MultiheadAttention)), None)
+    qkv_format = "" if attention is None else attention.qkv_format
+    if qkv_format == "thd":
+        raise ValueError("packed sequences need their bounds; give inputs=(x,) and cu_seqlens_q=..")
+    leading = {"sbhd": (tokens, 1), "bshd": (1, tokens)}.get(qkv_format, (tokens,))
+    first = next((module for module in model.modules() if module._parameters), model)
+    features = getattr(first, "in_features", None) or getattr(first, "hidden_size", None)
+    if isinstance(features, int):
+        dtype = next(first.parameters()).dtype
+        return (torch.empty(*leading, features, dtype=dtype, device=device),)
+    raise ValueError(
+        f"the input of {type(model).__name__} does not follow from its modules; give inputs=(tensor, ..)"
+    )

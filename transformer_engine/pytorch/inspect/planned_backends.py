@@ -1,0 +1,186 @@
+"""Backends that allocate what a GPU's backends allocate, and compute nothing: for runs on fake tensors.
+
+Inside `planning` every operation goes to them, whatever the device. An operation without one here goes to its
+reference, whose intermediate tensors are larger than a kernel's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...common.dispatch import Refusal, Table, binding
+from ...common.kernels import launch
+from ..attention import DotProductAttention
+from ..functions import weight_gradient
+from ..primitives.activation import ActivationRequest, gradient_fuses
+from ..primitives.gemm import composed, cublaslt_library
+from ..primitives.gemm.fused_request import CODES, GELU, GELU_GRADIENT, FusedRequest
+from ..primitives.norm import NormRequest
+from ..primitives.norm import triton as norm
+from ..primitives.quantize import CastRequest, Quantized, QuantizeSpec
+from ..primitives.quantize.fused_codes import in_row_blocks
+from ..quantization import delayed_scaling
+from ..quantization.autocast import reinstate, snapshot
+from ..runtime.double_backward import once_differentiable
+from ..tensor.allocation import empty_quantized
+
+
+@contextmanager
+def planning(quantized: Callable[[Tensor, Quantized], None]) -> Iterator[None]:
+    """Run operations without computing; quantized(x, result) hears of every quantization.
+
+    State that modules share outside of themselves is set aside, so that nothing of the run stays in it.
+    """
+
+    def planned_quantize(spec: QuantizeSpec, x: Tensor, *rest: Any) -> Quantized:
+        result = _codes(x.shape[0], x.shape[1], spec, x.device)
+        quantized(x, result)
+        return result
+
+    def bind(table: Table[Any], request: Any) -> Callable[..., Any]:
+        if table.operation == "quantize":
+            return partial(planned_quantize, request.spec)
+        return _PLANNERS.get(table.operation, _results)(table, request)
+
+    pools, moment = delayed_scaling._registry.pools, snapshot()
+    dummies = dict(weight_gradient._dummies)
+    delayed_scaling._registry.pools = {}
+    weight_gradient._dummies.clear()
+    try:
+        with binding(bind):
+            yield
+    finally:
+        delayed_scaling._registry.pools = pools
+        weight_gradient._dummies.clear()
+        weight_gradient._dummies.update(dummies)
+        reinstate(moment)
+
+
+def _results(table: Table[Any], request: Any) -> Callable[..., Any]:
+    """Room for what an operation returns, as the compiler's operator describes it; without one, its reference."""
+    if table.operator is None:
+        call = table.backends[-1].bind(request)  # pyright: ignore[reportOptionalCall]
+        assert not isinstance(call, Refusal)
+        return call
+    return table.operator(request).results
+
+
+def _codes(rows: int, depth: int, spec: QuantizeSpec, device: torch.device) -> Quantized:
+    result = empty_quantized(spec, rows, depth, device)
+    if spec.format.block is None:
+        return result._replace(amax=torch.empty(1, dtype=torch.float32, device=device))
+    both_alike = spec.transposes or not spec.hadamard
+    return result._replace(amax_t=result.amax) if spec.rowwise and spec.columnwise and both_alike else result
+
+
+def _gemm_epilogue(table: Table[FusedRequest], request: FusedRequest) -> Callable[..., Any]:
+    """One call where cuBLASLt would be asked, else the product and what follows it."""
+    product = request.product
+    asked = product.device == "cuda" and product.capability >= (8, 0) and cublaslt_library.missing() is None
+    widths = {GELU: (1, 2), GELU_GRADIENT: (2,), CODES: (1,)}[request.kind]  # bytes of an operand's element
+    if asked and product.a_element.itemsize in widths and product.dtype.itemsize == 2:
+        return _results(table, request)
+    return composed.bind(request)
+
+
+def _norm(table: Table[NormRequest], request: NormRequest) -> Callable[..., Any]:
+    cast, results = request.cast, _results(table, request)
+    if cast is not None:
+        fuses = in_row_blocks(cast.spec)
+        statistics = 2 if request.centered else 1
+
+        def codes(x: Tensor, *_: Any) -> tuple[Any, ...]:
+            made = _cast(x, x.shape[1], cast, fuses)
+            return made, *(x.new_empty(x.shape[0], dtype=torch.float32) for _ in range(statistics))
+
+        return codes
+    return _norm_gradients(request, results) if request.operation.endswith("backward") else results
+
+
+def _norm_gradients(request: NormRequest, results: Callable[..., Any]) -> Callable[..., Any]:
+    def gradients(dy: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        partial_sums = _partial_sums(request, dy)
+        made = results(dy, *rest)
+        del partial_sums  # there until the results are
+        return made
+
+    return gradients
+
+
+def _partial_sums(request: NormRequest, dy: Tensor) -> Tensor | None:
+    """What a GPU's kernels sum columns in, as their program says."""
+    if request.device.type != "cuda" or launch.missing() is not None or not request.shape[0]:
+        return None
+    made = {
+        name: output
+        for step in norm.backward_program(request).steps
+        for name, output in zip(step.outputs, step.launch.outputs, strict=True)
+    }
+    workspace = made["workspace"]
+    assert workspace is not None and workspace.shape is not None
+    return dy.new_empty(workspace.shape, dtype=torch.float32)
+
+
+def _cast(x: Tensor, width: int, cast: CastRequest, fuses: bool = True) -> Quantized:
+    """Codes of a result [M, width], stored first where one scale is to be made of it, or a cast in blocks follows."""
+    stored = not fuses if cast.spec.format.block is not None else not cast.given
+    result = x.new_empty(x.shape[0], width) if stored else None
+    codes = _codes(x.shape[0], width, cast.spec, x.device)
+    del result  # there until the codes are, for the kernel that reads it
+    return codes
+
+
+def _activation(table: Table[ActivationRequest], request: ActivationRequest) -> Callable[..., Any]:
+    cast = request.cast
+    if cast is None:
+        return _results(table, request)
+    width = request.made[1]
+    if not request.backward:
+        return lambda x, *_: _cast(x, width, cast)
+    whole = not request.gated or width % 256 == 0
+    fuses = whole and gradient_fuses(cast.spec, request.dbias is not None)
+
+    def gradient(dy: Tensor, x: Tensor, *_: Any) -> tuple[Quantized, Tensor | None]:
+        sums = None if request.dbias is None else x.new_empty(width, dtype=request.dbias)
+        return _cast(x, width, cast, fuses), sums
+
+    return gradient
+
+
+_PLANNERS: dict[str, Callable[[Any, Any], Callable[..., Any]]] = {
+    "norm": _norm,
+    "activation": _activation,
+    "gemm_epilogue": _gemm_epilogue,
+}
+
+
+class PlannedAttention(nn.Module):
+    """out [.., h * d_v] of DotProductAttention, keeping for its backward what kernels without a score matrix keep."""
+
+    def __init__(self, attention: DotProductAttention):
+        super().__init__()
+        self.softmax_offset = attention.softmax_offset
+
+    def forward(self, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, **_: Any) -> Tensor:
+        return _Attention.apply(query_layer, key_layer, value_layer)  # pyright: ignore[reportReturnType]
+
+
+class _Attention(torch.autograd.Function):
+    """Saves q, k, v, out and the logarithm of the softmax's denominator, float32 [h] a token."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = q.new_empty((*q.shape[:-2], q.shape[-2] * v.shape[-1]))
+        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
+        return out
+
+    @staticmethod
+    @once_differentiable("planned attention")
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return tuple(x.new_empty(x.shape) for x in ctx.saved_tensors[:3])

@@ -1,0 +1,101 @@
+"""@configured(LinearConfig): the public settings of a module are fields of one frozen record, which a write replaces.
+
+    @dataclass(frozen=True, eq=False)
+    class NormConfig(Config):
+        eps: float = 1e-5
+
+    @configured(NormConfig)
+    class Norm(torch.nn.Module):
+        eps: float                                       # for type checkers; the property comes from the decorator
+
+        def __init__(self, eps=1e-5):
+            super().__init__()
+            self._config = NormConfig(eps=eps)
+
+    norm.eps = 0.1                                       # norm._config is another record from here on
+
+What is remembered of a call has the record in its key, by identity, so a write takes effect in the next call. Callers
+write settings before the module's constructor has run, and have names of their own, among them `config`: a write
+without a record begins one, and only the names of its fields are properties.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
+
+import torch
+
+from .settings import hand_down, refuse_if_made
+
+M = TypeVar("M", bound=torch.nn.Module)
+
+
+@dataclass(frozen=True, eq=False)
+class Config:
+    """What the settings of one kind of module are; every field has a default. Two records are never equal."""
+
+    def __copy__(self) -> Config:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Config:
+        return self
+
+
+def configured(
+    config: type[Config],
+    fixed: frozenset[str] = frozenset(),
+    handed_down: Mapping[str, tuple[str, ...]] | None = None,
+    written: Callable[[Any, str, Any], object] | None = None,
+) -> Callable[[type[M]], type[M]]:
+    """A class decorator that makes a property of every field of config whose name does not begin with an underscore.
+
+    fixed         fields by which children and parameters of the module were made: another value is an AttributeError
+    handed_down   {field: ("child.attribute", ..)} that are set to the same value, once the children are there
+    written       called as written(module, field, value) after each write
+    """
+    if config.__hash__ is not object.__hash__:
+        raise TypeError(
+            f"{config.__name__} compares its fields, in every look-up; give its dataclass eq=False"
+        )
+
+    def decorate(cls: type[M]) -> type[M]:
+        cls._config_class = config  # pyright: ignore[reportAttributeAccessIssue]
+        for field in fields(config):
+            if not field.name.startswith("_") and field.name not in vars(cls):
+                setattr(cls, field.name, _setting(field.name, config, fixed, handed_down or {}, written))
+        return cls
+
+    return decorate
+
+
+def _setting(
+    name: str,
+    config: type[Config],
+    fixed: frozenset[str],
+    handed_down: Mapping[str, tuple[str, ...]],
+    written: Callable[[Any, str, Any], object] | None,
+) -> property:
+    def read(self: Any) -> Any:
+        return getattr(self._config, name)
+
+    def write(self: Any, value: Any) -> None:
+        known = self.__dict__.get("_config")
+        if known is None:
+            known = config()
+        before = getattr(known, name)
+        if name in fixed:
+            refuse_if_made(self, name, before, value)
+        if before is not value:
+            self.__dict__["_config"] = replace(known, **{name: value})
+        hand_down(self, name, value, handed_down)
+        if written is not None:
+            written(self, name, value)
+
+    return property(read, write)
+
+
+def early(module: torch.nn.Module, name: str, default: Any = None) -> Any:
+    """What a subclass has set before it called the constructor."""
+    return getattr(module.__dict__.get("_config"), name, default)

@@ -1,0 +1,84 @@
+"""weight [out_features, in_features] and bias of a linear layer: whole, or in named pieces along the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..distributed.tensor_parallel import set_tensor_model_parallel_attributes
+from ..runtime.device import canonical_device
+from .linear_base import LinearConfig, ProductsModule
+from .parameters import InitMethod, ParameterInit, default_init_method, split_names
+
+Split = Sequence[str] | Mapping[str, int] | None
+
+
+def names_of_pieces(config: LinearConfig, split: Split) -> dict[str, int]:
+    """{prefix: rows} of the pieces; ValueError where something needs the weight to be one parameter."""
+    pieces = split_names(
+        split, config.out_features, config.tp_size if config.parallel_mode == "column" else 1
+    )
+    if len(pieces) > 1 and (config.fuse_wgrad_accumulation or config.primary_weights_in_fp8):
+        what = "fuse_wgrad_accumulation" if config.fuse_wgrad_accumulation else "quantized_model_init"
+        raise ValueError(
+            f"{what} needs one weight parameter, parameters_split makes {len(pieces)}; leave one out"
+        )
+    return pieces
+
+
+def create_parameters(
+    module: ProductsModule,
+    split: Split,
+    dtype: torch.dtype | None,
+    device: torch.device | str | int,
+    init_method: InitMethod | None,
+) -> None:
+    """Register weight and bias (or {name}_weight, {name}_bias for each piece), unfilled; note their names."""
+    config: Any = module._config
+    pieces = names_of_pieces(config, split)
+    weights, biases = [f"{prefix}weight" for prefix in pieces], [f"{prefix}bias" for prefix in pieces]
+    init = ParameterInit(
+        init_method or default_init_method,
+        config.get_rng_state_tracker,
+        config.rng_tracker_name,
+        fp8_meta_index=1,
+    )
+    options: dict[str, Any] = {
+        "dtype": dtype or torch.get_default_dtype(),
+        "device": canonical_device(device),
+    }
+    for name, rows in zip(weights, pieces.values(), strict=True):
+        parameter = torch.nn.Parameter(torch.empty(rows, config.in_features, **options))
+        module.register_parameter(name, parameter, init)
+    for name, rows in zip(biases, pieces.values(), strict=True):
+        if config.use_bias:
+            zeros = ParameterInit(torch.nn.init.zeros_)
+            module.register_parameter(name, torch.nn.Parameter(torch.empty(rows, **options)), zeros)
+        else:
+            setattr(module, name, torch.empty(0, **options))
+    module._configure(weight_names=tuple(weights), bias_names=tuple(biases), _weights=(tuple(weights),))
+
+
+def mark_parameters(module: ProductsModule) -> None:
+    """Say how weight and bias are split over ranks; again whenever they are reset."""
+    config: Any = module._config
+    sharded = config.tp_size > 1 and config.parallel_mode is not None
+    axis = 1 if config.parallel_mode == "row" else 0
+    for name in config.weight_names:
+        set_tensor_model_parallel_attributes(getattr(module, name), sharded, axis, 1)
+    for name in config.bias_names if config.use_bias else ():
+        if config.parallel_mode == "row":
+            getattr(module, name).sequence_parallel = config.sequence_parallel
+        elif config.parallel_mode == "column":
+            set_tensor_model_parallel_attributes(getattr(module, name), sharded, 0, 1)
+
+
+def joined(module: torch.nn.Module, names: tuple[str, ...]) -> Tensor:
+    """The parameter, or the pieces of it one below the other."""
+    if len(names) == 1:
+        whole = module._parameters.get(names[0])
+        return getattr(module, names[0]) if whole is None else whole
+    return torch.cat([getattr(module, name) for name in names])

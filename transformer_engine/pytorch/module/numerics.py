@@ -1,0 +1,272 @@
+"""Numerics: the one owner of a module's recipe, scaling states, quantizers, weight copies and replay.
+
+The original's names on a module (`fp8_meta`, `quantizers`, `fp8`, `_fp8_workspaces`, ..) are views: reading them reads
+what is here, and a write into them, also of one slot of a list, takes effect in the next call.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._guards import TracingContext
+
+from ...common.recipe import Recipe, description_of, recipe_described_as, revision_of
+from ..functions.scale_update import ScaleUpdate
+from ..quantization import FP8GlobalStateManager, QuantizerRole, RecipeState, delayed_scaling
+from ..quantization.autocast import OUTSIDE, AutocastState
+from ..quantization.family import family_of
+from ..runtime.tracing import constant_while_tracing
+from ..tensor.quantized_tensor import QuantizedTensorStorage
+from ..tensor.quantizer import Quantizer
+from .products import BACKWARD_SLOTS, FORWARD_SLOTS, ModuleRecipe, unquantized
+from .watched import Active, Slots, WatchedDict
+
+
+class Owner(Protocol):
+    """What numerics asks of its module."""
+
+    numerics: Numerics
+
+    @property
+    def num_products(self) -> int: ...
+
+    def get_quantizer_roles(
+        self, *, fwd: bool, num_quantizers: int
+    ) -> Sequence[QuantizerRole | None] | None: ...
+
+    def _state_device(self) -> torch.device: ...
+
+    def _warn_once(self, key: str, message: str) -> None: ...
+
+
+class Numerics:
+    """Of one module.
+
+    meta         fp8_meta: recipe, group and states under the original's keys, and what callers note there
+    quantizers   {"scaling_fwd": [input, weight, output] * n, "scaling_bwd": [grad_output, grad_input] * n}
+    workspaces   weights as quantized for the first microbatch of a step, by name
+    state        the autocast state of the last call
+    initialized  have there ever been quantizers?
+    """
+
+    def __init__(self) -> None:
+        self._active = Active()
+        self.meta = WatchedDict(self._active, {"fp8_checkpoint": False, "fp8_group": None})
+        self.quantizers: dict[str, Slots] = {
+            "scaling_fwd": Slots(self._active),
+            "scaling_bwd": Slots(self._active),
+        }
+        self.workspaces: dict[str, Any] = {}
+        self.state: AutocastState = OUTSIDE
+        self.state_without_gradients: AutocastState | None = None
+        self.initialized = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has been called as the original was, by no block of its own."""
+        called = AutocastState(self.state.enabled, self.state.calibrating)
+        return self.__dict__ | {"state": called, "state_without_gradients": None}
+
+    @property
+    def active(self) -> ModuleRecipe | None:
+        """The quantizers of the last recipe by product; None where they have to be made, or put together, anew."""
+        return self._active.recipe
+
+    def forget(self) -> None:
+        """Make quantizers anew for the next call; states that serve its recipe are kept."""
+        self._active.forget()
+
+    def replace_quantizers(self, quantizers: dict[str, Sequence[Quantizer]]) -> None:
+        """The quantizers of both directions, as a caller gives them."""
+        given = {key: Slots(self._active, quantizers[key]) for key in self.quantizers}
+        self.quantizers = given
+        self._active.regroup()
+
+    def replace_meta(self, meta: dict[str, Any]) -> None:
+        self.meta = WatchedDict(self._active, meta)
+        self._active.forget()
+
+    def of_call(self, owner: Owner, state: AutocastState) -> ModuleRecipe:
+        """What a call under an autocast state computes by; makes what is missing."""
+        if state.enabled or state.calibrating:
+            active = self.serve(owner, state)
+            if state.enabled:
+                return active
+            assert active.calibrating is not None
+            return active.calibrating
+        return unquantized(owner.num_products)
+
+    def serve(self, owner: Owner, state: AutocastState) -> ModuleRecipe:
+        """The module's quantizers for the recipe of a state, its scales registered for updates."""
+        recipe = state.recipe
+        assert recipe is not None
+        active = self._active.recipe
+        if active is None or not active.serves(state):
+            active = self.renew(owner, recipe, state.group)
+        # Again where FP8GlobalStateManager.reset() has forgotten who takes part in scale updates.
+        if active.has_state and active.pools is not delayed_scaling.pools():
+            FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(self.meta)
+            active.pools = delayed_scaling.pools()
+        return active
+
+    def renew(self, owner: Owner, recipe: Recipe, group: Any) -> ModuleRecipe:
+        """An equal recipe in a new object changes nothing; anything else makes new quantizers."""
+        active = self._active.recipe
+        if active is not None and active.still_serves(recipe, group):
+            active.recipe, active.revision, active.pools = recipe, revision_of(recipe), None
+            return active
+        before = self._active.before
+        if before is None or not before.still_serves(recipe, group):
+            self._make(owner, recipe, group)
+        made = ModuleRecipe.of(recipe, group, self.quantizers["scaling_fwd"], self.quantizers["scaling_bwd"])
+        self._active.be(made)
+        return made
+
+    def _make(self, owner: Owner, recipe: Recipe, group: Any) -> None:
+        """Create or adapt recipe states and quantizers; delayed scaling keeps its histories."""
+        _announce_change(owner, self.meta.get("recipe"), recipe)
+        for forward in (True, False):
+            self.renew_direction(owner, forward, recipe)
+        self.meta.update(recipe=recipe, num_gemms=owner.num_products, fp8_group=group, fp8_checkpoint=True)
+        fp8_format = getattr(recipe, "fp8_format", None)
+        if fp8_format is not None:
+            self.meta.update(fp8_max_fwd=fp8_format.value.max_fwd, fp8_max_bwd=fp8_format.value.max_bwd)
+        self.workspaces.clear()
+        self.initialized = True
+
+    def renew_direction(self, owner: Owner, forward: bool, recipe: Recipe) -> None:
+        """State and quantizers of one direction, for the products that the module has now."""
+        key, mode, slots = (
+            ("scaling_fwd", "forward", FORWARD_SLOTS)
+            if forward
+            else ("scaling_bwd", "backward", BACKWARD_SLOTS)
+        )
+        count = slots * owner.num_products
+        previous = self.meta.get(key)
+        with torch.inference_mode(False):  # later steps write to it, which a tensor of inference mode forbids
+            state = RecipeState.renew(
+                previous,
+                recipe,
+                mode=mode,
+                num_quantizers=count,
+                device=owner._state_device(),
+                roles=owner.get_quantizer_roles(fwd=forward, num_quantizers=count),
+            )
+        for replaced in () if previous is None or previous is state else previous.delayed_states:
+            delayed_scaling.unregister(replaced)
+        self.meta[key] = state
+        self.quantizers[key] = Slots(self._active, state.make_quantizers())
+
+    def delayed_states(self, key: str) -> tuple[Any, ...]:
+        """The delayed-scaling states of a direction: "scaling_fwd" or "scaling_bwd"."""
+        scaling = self.meta.get(key)
+        return () if scaling is None else scaling.delayed_states
+
+    def cached_weight(
+        self, key: str, weight: Tensor, quantizer: Quantizer, columnwise: bool, first: bool
+    ) -> QuantizedTensorStorage | None:
+        """The weight as quantized for the first microbatch of a step; None when nothing is to be cached."""
+        if isinstance(weight, QuantizedTensorStorage) or quantizer.is_identity:
+            return None
+        cached = self.workspaces.get(key)
+        stale = cached is None or (columnwise and not cached.get_usages()["columnwise"])
+        if first or stale:
+            cached = made_to_keep(lambda: quantizer.encode(weight, True, columnwise))
+            self.workspaces[key] = cached
+        return cached
+
+
+def of_the_last_call(flag: str, what: str) -> Any:
+    """A module's property: a flag of `numerics.state`."""
+
+    def read(self: Any) -> bool:
+        return getattr(self.numerics.state, flag)
+
+    def write(self: Any, value: bool) -> None:
+        self.numerics.state = replace(self.numerics.state, **{flag: value})
+
+    return property(read, write, doc=what)
+
+
+def made_to_keep(make: Callable[[], Any]) -> Any:
+    """make() without gradients, as tensors that a later call can train with although this one is in inference mode."""
+    if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+        with torch.inference_mode(False), torch.no_grad():
+            return make()
+    with torch.no_grad():
+        return make()
+
+
+def _announce_change(owner: Owner, before: Recipe | None, recipe: Recipe) -> None:
+    """A warning where the kind of quantizer changes: scales, histories and cached weights start anew."""
+    if before is None or family_of(before) is family_of(recipe):
+        return
+    names = type(before).__name__, type(recipe).__name__
+    owner._warn_once(
+        f"recipe {names}",
+        f"{type(owner).__name__} goes from {names[0]} to {names[1]}: its quantizers and cached weights are made anew",
+    )
+
+
+# While a compiler traces: functions that it calls for real, which take strings only, so that modules have names.
+
+_modules: weakref.WeakValueDictionary[str, Owner] = weakref.WeakValueDictionary()
+_serial = itertools.count()
+
+
+def new_tracing_key(module: Owner) -> str:
+    """A name for the module: a traced function may hand on strings, not objects."""
+    key = f"module {next(_serial)}"
+    _modules[key] = module
+    return key
+
+
+def of_traced_call(owner: Owner, tracing_key: str, state: AutocastState) -> ModuleRecipe:
+    """`Numerics.of_call` for a graph: state that was made inside of it would be lost to the backward's writes."""
+    if not (state.enabled or state.calibrating):
+        return unquantized(owner.num_products)
+    _serve_while_tracing(tracing_key, description_of(state.recipe), state.group)
+    active = owner.numerics._active.recipe
+    assert active is not None
+    if state.enabled:
+        return active
+    assert active.calibrating is not None
+    return active.calibrating
+
+
+@constant_while_tracing
+def _serve_while_tracing(tracing_key: str, recipe: str, group: Any) -> bool:
+    module = _modules[tracing_key]
+    active = module.numerics.active
+    if active is None or (active.revision or repr(active.recipe)) != recipe or active.group is not group:
+        active = module.numerics.renew(module, recipe_described_as(recipe), group)
+    if active.has_state:
+        FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(module.numerics.meta)
+    return True
+
+
+# The trace in which a module was last called with a backward to come.
+_traced: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+
+
+@constant_while_tracing
+def _first_call_while_tracing(tracing_key: str) -> bool:
+    """Is this the module's first call, of those that will have a backward, in the graph that is being traced?"""
+    module, trace = _modules[tracing_key], TracingContext.try_get()
+    before = _traced.get(module)
+    if trace is None or (before is not None and before() is trace):
+        return trace is None
+    _traced[module] = weakref.ref(trace)
+    return True
+
+
+def traced_update(owner: Owner, tracing_key: str, group: Any) -> ScaleUpdate | None:
+    """What the backward of a call in a graph updates: the module's own scales, in that of its first call, the last."""
+    if not _first_call_while_tracing(tracing_key):
+        return None
+    return ScaleUpdate(owner.numerics.delayed_states("scaling_bwd"), group)

@@ -1,0 +1,139 @@
+"""The quantizers of linear products, and a module's under one recipe: what a spec is built from, never changed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ...common.recipe import Recipe, revision_of, still_says
+from ..functions.linear_spec import IDENTITY, Accumulation
+from ..quantization.autocast import AutocastState
+from ..quantization.family import family_of
+from ..tensor.quantizer import Calibrating, Quantizer
+
+# Slots of a product: the original's order, which checkpoints of delayed scaling rely on.
+FORWARD_SLOTS = 3  # input, weight, output
+BACKWARD_SLOTS = 2  # grad_output, grad_input
+
+
+def slots(products: int) -> dict[str, int]:
+    """How many quantizers a module with so many products has in each direction, by the suffix of its states' keys."""
+    return {"fwd": FORWARD_SLOTS * products, "bwd": BACKWARD_SLOTS * products}
+
+
+@dataclass(frozen=True)
+class ProductQuantizers:
+    """The five quantizers of one linear product and its two gradients."""
+
+    input: Quantizer
+    weight: Quantizer
+    output: Quantizer
+    grad_output: Quantizer
+    grad_input: Quantizer
+
+    def calibrating(self) -> ProductQuantizers:
+        """The same, but only recording statistics: the products stay in high precision."""
+        return ProductQuantizers(
+            Calibrating(self.input), Calibrating(self.weight), IDENTITY, IDENTITY, IDENTITY
+        )
+
+    def replay_states(self) -> tuple[tuple[Tensor, ...], ...]:
+        """What the three forward quantizers depend on beside their input."""
+        return self.input.replay_state(), self.weight.replay_state(), self.output.replay_state()
+
+    def replaying(self, states: tuple[tuple[Tensor, ...], ...]) -> ProductQuantizers:
+        """The same as they were when `replay_states` returned states, recording nothing in the forward."""
+        of_input, of_weight, of_output = states
+        return ProductQuantizers(
+            self.input.replaying(of_input),
+            self.weight.replaying(of_weight),
+            self.output.replaying(of_output),
+            self.grad_output,
+            self.grad_input,
+        )
+
+
+UNQUANTIZED = ProductQuantizers(IDENTITY, IDENTITY, IDENTITY, IDENTITY, IDENTITY)
+
+
+class ModuleRecipe:
+    """What one module computes by: its products' quantizers, and what the recipe says of products and backward.
+
+    recipe, group   None where nothing is quantized
+    quantizes       False: in high precision, all quantizers are the identity or only record
+    has_state       scales or statistics live from call to call
+    follows_history scales of a forward have moved on by its backward
+    """
+
+    def __init__(
+        self,
+        products: tuple[ProductQuantizers, ...],
+        recipe: Recipe | None = None,
+        group: Any = None,
+        quantizes: bool = False,
+    ):
+        self.products = products
+        self.recipe = recipe
+        self.revision = revision_of(recipe)
+        self.group = group
+        self.quantizes = quantizes
+        family = family_of(recipe) if quantizes and recipe is not None else None
+        self.has_state = family is not None and family.stateful
+        self.follows_history = family is not None and family.follows_history
+        self.accumulation = accumulation_of(recipe) if quantizes else Accumulation()
+        self.backward = (quantizes and getattr(recipe, "backward_override", None)) or "quantized"
+        # The same in high precision, recording statistics.
+        self.calibrating: ModuleRecipe | None = None
+        # Where the states were registered for scale updates, while they still are.
+        self.pools: object = None
+
+    @staticmethod
+    def of(
+        recipe: Recipe, group: Any, forward: Sequence[Quantizer], backward: Sequence[Quantizer]
+    ) -> ModuleRecipe:
+        """The recipe's, of quantizers by slot."""
+        products = tuple(
+            ProductQuantizers(
+                *forward[FORWARD_SLOTS * i : FORWARD_SLOTS * (i + 1)],
+                *backward[BACKWARD_SLOTS * i : BACKWARD_SLOTS * (i + 1)],
+            )
+            for i in range(len(forward) // FORWARD_SLOTS)
+        )
+        made = ModuleRecipe(products, recipe, group, quantizes=True)
+        made.calibrating = ModuleRecipe(tuple(product.calibrating() for product in products), recipe, group)
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy's states have to be registered themselves."""
+        return self.__dict__ | {"pools": None}
+
+    def replaying(self, products: tuple[ProductQuantizers, ...]) -> ModuleRecipe:
+        """The same with the quantizers of a repeated call."""
+        return ModuleRecipe(products, self.recipe, self.group, quantizes=True)
+
+    def serves(self, state: AutocastState) -> bool:
+        recipe = state.recipe
+        return self.recipe is recipe and self.revision is revision_of(recipe) and self.group is state.group
+
+    def still_serves(self, recipe: Recipe, group: Any) -> bool:
+        """Is recipe, in the same object or an equal one, what this was made by?"""
+        made_by = self.recipe
+        return made_by is not None and still_says(made_by, self.revision, recipe) and self.group is group
+
+
+@functools.cache
+def unquantized(products: int) -> ModuleRecipe:
+    """That of a call outside of autocast."""
+    return ModuleRecipe((UNQUANTIZED,) * products)
+
+
+def accumulation_of(recipe: Recipe | None) -> Accumulation:
+    """Split accumulation by product: what the recipe says, else the original's defaults (forward fast)."""
+    products = ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad")
+    if all(hasattr(recipe, name) for name in products):
+        return Accumulation(*(getattr(recipe, name).use_split_accumulator for name in products))
+    return Accumulation()

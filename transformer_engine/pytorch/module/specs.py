@@ -1,0 +1,299 @@
+"""spec = build(key): what a call of a layer made of linear products comes to, from its key's parts alone.
+
+The key is a plain tuple with the fields of `Call`: the module's settings, the quantizers of its recipe, torch's modes,
+and the facts of input and parameters. `ProductsModule.spec` makes it and looks it up; the builders of the layers read
+it here. One function, `product_spec`, makes the spec of every linear product.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...common.checks import switch
+from ..distributed.tensor_parallel import TensorParallel
+from ..functions.linear_spec import LinearSpec
+from ..functions.scale_update import OF_THE_PASS, ScaleUpdate
+from ..functions.weight_gradient import WeightGradient, WeightGradientStore
+from ..runtime.backward_thread import keep_backward_here
+from ..tensor.storage.quantized_tensor_storage import QuantizedTensorStorage
+from .precision import quantizes
+from .products import UNQUANTIZED, ModuleRecipe, ProductQuantizers, unquantized
+
+
+class Facts(NamedTuple):
+    """What a spec may depend on of a tensor."""
+
+    kind: type
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @property
+    def is_quantized(self) -> bool:
+        return issubclass(self.kind, QuantizedTensorStorage)
+
+
+class Held:
+    """A parameter that a gradient is accumulated into, in a key: equal to itself alone, and kept alive by it."""
+
+    __slots__ = ("parameter",)
+
+    def __init__(self, parameter: Any):
+        self.parameter = parameter
+
+    def __hash__(self) -> int:
+        return id(self.parameter)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Held) and self.parameter is other.parameter
+
+
+class Call(NamedTuple):
+    """The parts of a key.
+
+    config       the module's settings
+    active       its quantizers, and what its recipe says of products
+    options      the switches of forward, named by `config.options`
+    gradients    is autograd recording?
+    autocast     torch.autocast's dtype where that is active
+    environment  env.generation()
+    store        where weight gradients are put off to
+    holders      the parameters of each product's weight, where gradients are accumulated into them
+    x, tensors   Facts of the input and of the parameters called `config.tensors`; None for those there are not
+    begin        what a backward updates that no other call's would: of a graph that is traced, of a call in a
+                 backward pass. Such a key is not looked up
+    traced       is a compiler tracing?
+    """
+
+    config: Any
+    active: ModuleRecipe
+    options: tuple[Any, ...]
+    gradients: bool
+    autocast: torch.dtype | None
+    environment: int
+    store: WeightGradientStore | None
+    holders: tuple[tuple[Held, ...], ...] | None
+    x: tuple[Any, ...]
+    tensors: tuple[tuple[Any, ...] | None, ...]
+    begin: Callable[[], ScaleUpdate | None] | None = None
+    traced: bool = False
+
+    @property
+    def input(self) -> Facts:
+        return Facts._make(self.x)
+
+    @property
+    def parameters(self) -> list[Facts | None]:
+        return [None if facts is None else Facts._make(facts) for facts in self.tensors]
+
+    @property
+    def rows(self) -> int:
+        """All dimensions of the input but the last, as one."""
+        shape = self.x[1]
+        rows = 1
+        for size in shape[:-1]:
+            rows = rows * size
+        return rows if shape[-1] else 0
+
+    @property
+    def wants(self) -> bool:
+        """Does the input, or any parameter, want a gradient?"""
+        return self.gradients and (self.x[4] or any(facts is not None and facts[4] for facts in self.tensors))
+
+
+def facts_of(tensor: Tensor | None) -> tuple[Any, ...] | None:
+    """The fields of Facts, as they stand in a key."""
+    if tensor is None:
+        return None
+    return type(tensor), tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
+
+
+def check_call(call: Call, features: int) -> None:
+    """What a forward refuses: TypeError, ValueError or RuntimeError."""
+    x = call.input
+    if not x.dtype.is_floating_point:
+        raise TypeError(f"the input is {x.dtype}; give floating-point values, for example the input.float()")
+    if len(x.shape) == 0 or x.shape[-1] != features:
+        raise ValueError(
+            f"{call.config._kind} takes [.., {features}], the input is {list(x.shape)}; "
+            "its last dimension must be the layer's input features"
+        )
+    for name, parameter in zip(call.config._tensors, call.parameters, strict=True):
+        if parameter is not None and parameter.device != x.device:
+            if parameter.device.type == "meta":
+                raise RuntimeError(f"parameter {name} is on the meta device; call reset_parameters() first")
+            raise ValueError(
+                f"the input is on {x.device}, parameter {name} on {parameter.device}; move one of them with .to()"
+            )
+    for name, value in zip(call.config._options, call.options, strict=True):
+        switch(name, value)
+    for name in ("return_bias", "return_layernorm_output"):
+        switch(name, getattr(call.config, name))
+    computing_dtype(call)
+
+
+def computing_dtype(call: Call) -> torch.dtype:
+    """The dtype a layer computes in: torch.autocast's when active, else the input's, which is the parameters' too."""
+    x = call.input
+    if x.is_quantized:
+        return x.dtype
+    named = [
+        (name, parameter.dtype)
+        for name, parameter in zip(call.config._tensors, call.parameters, strict=True)
+        if parameter is not None
+    ]
+    return common_dtype(x.dtype, call.autocast, named)
+
+
+def common_dtype(
+    x: torch.dtype, autocast: torch.dtype | None, parameters: Sequence[tuple[str, torch.dtype]]
+) -> torch.dtype:
+    """torch.autocast's dtype when active, else that of input and parameters; TypeError where these differ."""
+    if autocast is not None:
+        return autocast
+    for name, dtype in parameters:
+        if dtype != x:
+            raise TypeError(
+                f"the input is {x}, parameter {name} is {dtype}; convert one of them, "
+                "or run under torch.autocast"
+            )
+    return x
+
+
+def product_refusal(product: ProductQuantizers, m: int, k: int, n: int) -> str | None:
+    """Why a format cannot take x [m, k], w [n, k] or dy [m, n]; None when it can take all three."""
+    for quantizer, extents in (
+        (product.input, (m, k)),
+        (product.weight, (n, k)),
+        (product.grad_output, (m, n)),
+    ):
+        reason = quantizer.shape_refusal(extents, True, True)
+        if reason is not None:
+            return reason
+    return None
+
+
+def quantizable(call: Call, shapes: Sequence[tuple[int, int]]) -> tuple[ProductQuantizers, ...]:
+    """The quantizers of each product, or none of them (with a warning) when a size does not fit the format.
+
+    shapes   (in_features, out_features) of each product's weight
+    """
+    active = call.active
+    if not active.quantizes:
+        return active.products
+    rows = call.rows
+    for product, (k, n) in zip(active.products, shapes, strict=True):
+        reason = product_refusal(product, rows, k, n)
+        if reason is not None:
+            if not call.traced:
+                warnings.warn(
+                    f"{call.config._kind} runs in high precision, not under {type(active.recipe).__name__}: {reason}",
+                    stacklevel=5,
+                )
+            return unquantized(len(active.products)).products
+    return active.products if _pays(call, rows, shapes) else unquantized(len(active.products)).products
+
+
+def _pays(call: Call, rows: int, shapes: Sequence[tuple[int, int]]) -> bool:
+    """Is there no product whose quantization costs too much? A compiled graph has no fixed extents to judge."""
+    if call.x[3].type != "cuda" or call.config.primary_weights_in_fp8 or call.traced:
+        return True
+    assert call.active.recipe is not None
+    return all(quantizes(call.active.recipe, rows, n, k) for k, n in shapes)
+
+
+def check_results(product: ProductQuantizers, quantized_output: Any, quantized_grad: Any) -> None:
+    """ValueError when a quantized result is asked for where nothing is quantized."""
+    if (quantized_output and product.output.is_identity) or (
+        quantized_grad and product.grad_input.is_identity
+    ):
+        raise ValueError(
+            f"fp8_output={quantized_output}, fp8_grad={quantized_grad}, but this call does not quantize; "
+            "enter te.autocast with a delayed or current scaling recipe, or leave them False"
+        )
+
+
+def keeps_input(call: Call) -> bool:
+    """save_original_input, which delayed scaling cannot serve: its scale has moved on by the backward."""
+    if not call.config.save_original_input or not call.active.quantizes:
+        return False
+    if call.active.follows_history:
+        raise ValueError(
+            "save_original_input=True does not work with DelayedScaling, whose scale changes before the backward; "
+            "use Float8CurrentScaling or a block scaling recipe, or leave it False"
+        )
+    return True
+
+
+def scale_update(call: Call, needs_grad: bool) -> ScaleUpdate | None:
+    """What this call's backward, if it will have one, updates under delayed scaling."""
+    if not needs_grad or not call.active.has_state:
+        return None
+    return OF_THE_PASS if call.begin is None else call.begin()
+
+
+def weight_gradient(call: Call, product: int) -> WeightGradient:
+    """Where the gradient of a product's weight goes."""
+    if call.holders is None:
+        return WeightGradient()
+    return WeightGradient(
+        tuple([held.parameter for held in call.holders[product]]),
+        call.config.fuse_wgrad_accumulation,
+        bool(call.options[0]),
+        call.store,
+    )
+
+
+def _is_plain(call: Call, quantizers: ProductQuantizers, weight: Facts | None) -> bool:
+    """Are input, weight and gradients multiplied as they are?"""
+    if weight is None or weight.is_quantized or call.input.is_quantized:
+        return False
+    return quantizers is UNQUANTIZED
+
+
+def product_spec(
+    call: Call,
+    number: int,
+    quantizers: ProductQuantizers,
+    parallel: TensorParallel,
+    needs: tuple[bool, bool, bool],
+    update: ScaleUpdate | None,
+    weight: Facts | None = None,
+    results: tuple[Any, Any] = (False, False),
+) -> LinearSpec:
+    """The spec of a call's product.
+
+    weight    of the parameter; None where nobody knows that it is one tensor
+    needs     gradients of its input, its weight and the bias that it adds
+    results   are its output, and its input's gradient, to be quantized?
+    """
+    check_results(quantizers, *results)
+    needs_grad_input, needs_grad_weight, needs_grad_bias = needs
+    if not call.traced and call.x[3].type == "cuda":
+        keep_backward_here()
+    return LinearSpec(
+        dtype=computing_dtype(call),
+        input=quantizers.input,
+        weight=quantizers.weight,
+        grad_output=quantizers.grad_output,
+        accumulation=call.active.accumulation,
+        parallel=parallel,
+        weight_gradient=weight_gradient(call, number),
+        output=quantizers.output if results[0] else None,
+        grad_input=quantizers.grad_input if results[1] else None,
+        backward=call.active.backward,
+        keep_input=keeps_input(call),
+        needs_grad_input=needs_grad_input,
+        needs_grad_weight=needs_grad_weight,
+        needs_grad_bias=needs_grad_bias,
+        scale_update=update,
+        traced=call.traced,
+        plain=_is_plain(call, quantizers, weight),
+        communicates=parallel.mode is not None and parallel.size > 1,
+    )

@@ -1,0 +1,92 @@
+"""Containers under the original's names whose writes are noticed: they take effect in the module's next call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ..tensor.quantizer import Quantizer
+from .products import ModuleRecipe
+
+
+class Active:
+    """The quantizers that a module has put together by product, while nothing they were made of is written.
+
+    before   what there was when slots were written: those quantizers are to be put together again, not made anew
+    """
+
+    __slots__ = ("before", "recipe")
+
+    def __init__(self) -> None:
+        self.recipe: ModuleRecipe | None = None
+        self.before: ModuleRecipe | None = None
+
+    def be(self, recipe: ModuleRecipe) -> None:
+        self.recipe, self.before = recipe, None
+
+    def forget(self) -> None:
+        self.recipe = self.before = None
+
+    def regroup(self) -> None:
+        self.before = self.before or self.recipe
+        self.recipe = None
+
+
+class WatchedDict(dict[str, Any]):
+    """fp8_meta: where a state is written, quantizers are made of it; what callers note under other keys is theirs."""
+
+    def __init__(self, active: Active, content: dict[str, Any]):
+        super().__init__(content)
+        self.active = active
+
+    def noticed(self) -> None:
+        self.active.forget()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.active, dict(self))
+
+
+class Slots(list[Quantizer]):
+    """The quantizers of one direction: after a write, products are put together of those that are there."""
+
+    def __init__(self, active: Active, quantizers: Iterable[Quantizer] = ()):
+        super().__init__(quantizers)
+        self.active = active
+
+    def noticed(self) -> None:
+        self.active.regroup()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.active, list(self))
+
+
+def _writes(base: type, name: str, watched: Callable[[Any], object]) -> Callable[..., Any]:
+    """The method of base, followed by `noticed` where it has changed what is watched."""
+    plain = getattr(base, name)
+
+    def write(self: Any, *arguments: Any, **options: Any) -> Any:
+        before = watched(self)
+        result = plain(self, *arguments, **options)
+        if watched(self) != before:
+            self.noticed()
+        return result
+
+    write.__name__ = name
+    write.__doc__ = plain.__doc__
+    return write
+
+
+def _states(meta: WatchedDict) -> object:
+    return id(meta.get("scaling_fwd")), id(meta.get("scaling_bwd"))
+
+
+def _members(slots: Slots) -> object:
+    return [id(quantizer) for quantizer in slots]
+
+
+for _name in ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", "setdefault", "update"):
+    setattr(WatchedDict, _name, _writes(dict, _name, _states))
+for _name in (
+    "__setitem__", "__delitem__", "__iadd__", "append", "clear", "extend", "insert", "pop", "remove", "reverse", "sort",
+):  # fmt: skip
+    setattr(Slots, _name, _writes(list, _name, _members))

@@ -1,0 +1,1 @@
+"""The libraries and kernels that compute attention, one file each; `choose.TABLE` orders them."""

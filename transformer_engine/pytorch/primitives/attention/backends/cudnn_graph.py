@@ -1,0 +1,351 @@
+"""plan.run(pointers): one cuDNN graph, planned once for its shapes and strides, then started on addresses.
+
+A graph is described tensor by tensor under the names of `ROLES`. A warm start is one call into the library with a
+list of integers: no tensor objects, no look-up of attributes.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .....common import env, optional
+from ....runtime.device import get_cudnn_version, is_current_device
+from . import cudnn_store
+
+ROLES = (
+    *("q", "k", "v", "output", "stats", "score_max", "score_sum", "bias", "sink", "seed", "offset"),
+    *("lengths_q", "lengths_kv", "page_table", "page_table_v"),
+    *("grad_output", "grad_q", "grad_k", "grad_v", "grad_bias", "grad_sink"),
+    *("descale_q", "descale_k", "descale_v", "descale_s", "descale_output", "descale_grad_output"),
+    *("descale_dp", "scale_s", "scale_output", "scale_grad_q", "scale_grad_k", "scale_grad_v", "scale_dp"),
+    *("amax_s", "amax_output", "amax_grad_q", "amax_grad_k", "amax_grad_v", "amax_dp"),
+)
+_UID = {role: uid for uid, role in enumerate(ROLES, start=1)}
+_FIRST_OFFSET = 1000
+
+# Frontends before 1.23 lack the start on a list of addresses; 1.24 to 1.26 emit an attribute that cuDNN before
+# 9.20 does not know; from 1.27 on, graphs are Python objects with a slower start.
+FRONTEND = (1, 23)
+MINIMUM_CUDNN = (9, 13, 1)
+
+# Plans that a process holds before it drops them all. One that is dropped takes its kernels along, so that a captured
+# CUDA graph would lose them: the limit is meant for lengths that never come twice, not for the shapes of a model.
+MOST_PLANS = 4096
+
+Strides = tuple[int, ...]
+Offset = tuple[str, int]
+
+
+@functools.cache
+def missing() -> str | None:
+    """Why the library cannot be used here; None when it can."""
+    if not optional.installed("cudnn"):
+        return "nvidia-cudnn-frontend is not installed; pip install 'nvidia-cudnn-frontend==1.23.*'"
+    try:
+        version = importlib.metadata.version("nvidia-cudnn-frontend")
+    except importlib.metadata.PackageNotFoundError as error:
+        return optional.described("cudnn", error)
+    if tuple(int(part) for part in version.split(".")[:2]) != FRONTEND:
+        return f"nvidia-cudnn-frontend {version} is not 1.23; pip install 'nvidia-cudnn-frontend==1.23.*'"
+    if get_cudnn_version() < MINIMUM_CUDNN:
+        found, needed = (".".join(map(str, v)) for v in (get_cudnn_version(), MINIMUM_CUDNN))
+        return f"cuDNN {found} < {needed}"
+    return optional.failure("cudnn")
+
+
+@functools.cache
+def library() -> Any:
+    """The module `cudnn`."""
+    return importlib.import_module("cudnn")
+
+
+@functools.cache
+def data_type(dtype: torch.dtype) -> Any:
+    """cuDNN's name of a dtype."""
+    names = {
+        torch.bfloat16: "BFLOAT16",
+        torch.float16: "HALF",
+        torch.float32: "FLOAT",
+        torch.int32: "INT32",
+        torch.int64: "INT64",
+        torch.float8_e4m3fn: "FP8_E4M3",
+        torch.float8_e5m2: "FP8_E5M2",
+    }
+    return getattr(library().data_type, names[dtype])
+
+
+class _Handles(threading.local):
+    """This thread's library handle of each device, and the stream that it was last given."""
+
+    def __init__(self) -> None:
+        self.of_device: dict[int, tuple[int, int]] = {}
+
+    def current(self, device: int) -> int:
+        """The handle of a device, on torch's current stream."""
+        stream = torch._C._cuda_getCurrentRawStream(device)  # pyright: ignore[reportAttributeAccessIssue]
+        known = self.of_device.get(device)
+        if known is not None and known[1] == stream:
+            return known[0]
+        if known is None:
+            with torch.cuda.device(device):
+                handle = library().create_handle()
+        else:
+            handle = known[0]
+        library().set_stream(handle, stream)
+        self.of_device[device] = handle, stream
+        return handle
+
+    def give_stream_back(self, device: int) -> None:
+        """Set the stream of a device's handle again, after a call that may have left it on another one."""
+        library().set_stream(*self.of_device[device])
+
+
+handles = _Handles()
+
+
+class Description:
+    """A graph while it is being described."""
+
+    def __init__(self, dtype: torch.dtype, **where: Any):
+        self.graph = library().pygraph(
+            io_data_type=data_type(dtype),
+            intermediate_data_type=library().data_type.FLOAT,
+            compute_data_type=library().data_type.FLOAT,
+            **where,
+        )
+        self.roles: list[str] = []
+        self.offsets: dict[Offset, Any] = {}
+
+    def tensor(
+        self,
+        role: str,
+        shape: Sequence[int],
+        strides: Sequence[int] | None = None,
+        dtype: torch.dtype = torch.float32,
+        ragged: Any = None,
+    ) -> Any:
+        """An input of a role: contiguous where no strides are given."""
+        self.roles.append(role)
+        made = self.graph.tensor(
+            dim=list(shape),
+            stride=list(contiguous_strides(shape) if strides is None else strides),
+            data_type=data_type(dtype),
+            uid=_UID[role],
+            name=role,
+        )
+        return made if ragged is None else made.set_ragged_offset(ragged)
+
+    def scalar(self, role: str, dtype: torch.dtype = torch.float32) -> Any:
+        """A number that lies on the device."""
+        return self.tensor(role, (1, 1, 1, 1), dtype=dtype)
+
+    def output(
+        self,
+        role: str,
+        tensor: Any,
+        shape: Sequence[int],
+        strides: Sequence[int] | None = None,
+        dtype: torch.dtype = torch.float32,
+        ragged: Any = None,
+    ) -> None:
+        """Make what an operation returned an output of a role."""
+        self.roles.append(role)
+        tensor.set_output(True).set_uid(_UID[role]).set_dim(list(shape))
+        tensor.set_stride(list(contiguous_strides(shape) if strides is None else strides))
+        tensor.set_data_type(data_type(dtype))
+        if ragged is not None:
+            tensor.set_ragged_offset(ragged)
+
+    def offset(self, side: str, step: int, batch: int) -> Any:
+        """Where each sequence begins, in elements: starts of a side ("q" or "kv") x the elements of a token."""
+        known = self.offsets.get((side, step))
+        if known is None:
+            known = self.graph.tensor(
+                dim=[batch + 1, 1, 1, 1],
+                stride=[1, 1, 1, 1],
+                data_type=library().data_type.INT64,
+                uid=_FIRST_OFFSET + len(self.offsets),
+                name=f"offset_{side}_{step}",
+            )
+            self.offsets[side, step] = known
+        return known
+
+    def supported(self) -> None:
+        """Choose an engine; raises the library's cudnnGraphNotSupportedError with its reason."""
+        modes = library().heur_mode
+        self.graph.validate()
+        self.graph.build_operation_graph()
+        self.graph.create_execution_plans([modes.A, modes.FALLBACK])
+        self.graph.check_support()
+
+
+class Plan:
+    """A graph with its kernels, built as it was described or read from disk.
+
+    roles     what `run` needs the address of, in the library's order
+    offsets   (side, step) of the ragged tensors, whose addresses follow
+    """
+
+    __slots__ = ("graph", "offsets", "roles", "steps", "workspace")
+
+    def __init__(self, described: Description, graph: Any):
+        graph._prepare_variant_pack_template()
+        needed = set(graph._get_variant_pack_uids_sorted())
+        unused = [role for role in described.roles if _UID[role] not in needed]
+        if unused:
+            raise RuntimeError(
+                f"cuDNN leaves out {', '.join(unused)}; set NVTE_FUSED_ATTN=0 for another backend"
+            )
+        self.graph = graph
+        self.roles = tuple(sorted(described.roles, key=_UID.__getitem__))
+        self.offsets = tuple(described.offsets)
+        self.steps = tuple(step for _, step in self.offsets)
+        self.workspace = graph.get_workspace_size()
+
+    def run(self, pointers: Mapping[str, int], device: torch.device, offsets: Sequence[int] = ()) -> None:
+        """Start the graph on the current stream; pointers by role, offsets in the order of `self.offsets`."""
+        index = device.index
+        if not is_current_device(index):
+            with torch.cuda.device(index):
+                self.run(pointers, device, offsets)
+            return
+        # From torch's allocator each time: it is ordered by the stream, and part of a captured CUDA graph's pool.
+        space = torch.empty(self.workspace, dtype=torch.uint8, device=device) if self.workspace else None
+        addresses = [pointers[role] for role in self.roles]
+        addresses += offsets
+        handle = handles.current(index)
+        self.graph._execute_with_ptrs(addresses, 0 if space is None else space.data_ptr(), handle)
+
+
+def planned(describe: Callable[..., Description], device: int, *arguments: Any) -> Plan:
+    """The plan of describe(*arguments) on a device; from disk where it is there, unless TE_CUDNN_PLAN_CACHE=0.
+
+    Raises RuntimeError with the library's reason where there is no engine.
+    """
+    with torch.cuda.device(device):
+        description = describe(*arguments, handle=handles.current(device))
+        if not env.flag("TE_CUDNN_PLAN_CACHE"):
+            return _built(description)
+        described_by = f"{describe.__module__}.{describe.__qualname__}"
+        path = cudnn_store.locate(*_machine(device), described_by, arguments)
+        plan = None if path is None else _restored(path, description, device)
+        if plan is None:
+            plan = _built(description)
+            if path is not None:
+                _keep(path, plan)
+        return plan
+
+
+def _built(description: Description) -> Plan:
+    try:
+        description.supported()
+        description.graph.build_plans()
+        return Plan(description, description.graph)
+    except library().cudnnGraphNotSupportedError as error:
+        raise RuntimeError(
+            f"cuDNN has no engine for this attention ({error}); set NVTE_FUSED_ATTN=0 for another backend"
+        ) from error
+
+
+def _machine(device: int) -> tuple[object, ...]:
+    """What a plan depends on besides its description: versions, and the GPU with the multiprocessors it shows."""
+    properties = torch.cuda.get_device_properties(device)
+    return (
+        library().backend_version(),
+        importlib.metadata.version("nvidia-cudnn-frontend"),
+        torch.version.cuda,
+        properties.name,
+        (properties.major, properties.minor, properties.multi_processor_count),
+    )
+
+
+def _library_errors() -> tuple[type[Exception], ...]:
+    """What the library raises: its own error, and what its bindings make of C++ exceptions."""
+    return library().cudnnGraphNotSupportedError, RuntimeError, ValueError, IndexError
+
+
+def _restored(path: Path, description: Description, device: int) -> Plan | None:
+    """The plan in a file, whose tensors are those of the description; None where there is none that fits."""
+    kept = cudnn_store.read(path)
+    if kept is None:
+        return None
+    handle = handles.current(device)
+    try:
+        graph = library().pygraph(handle=handle)
+        graph.deserialize(handle, list(kept.serialized))  # the bindings refuse bytes
+        graph._prepare_variant_pack_template()
+        reason = _misfit(graph, description, kept)
+        if reason is None:
+            return Plan(description, graph)
+    except _library_errors() as error:
+        reason = f"the library refuses it ({error})"
+    finally:
+        # The library warms a plan up on a stream of its own, where it stays when that fails.
+        handles.give_stream_back(device)
+    cudnn_store.discard(path, reason)
+    return None
+
+
+def _misfit(graph: Any, description: Description, kept: cudnn_store.Kept) -> str | None:
+    """Why a graph that was read is not the one described; None when it is."""
+    described = sorted(_UID[role] for role in description.roles)
+    described += range(_FIRST_OFFSET, _FIRST_OFFSET + len(description.offsets))
+    found = list(graph._get_variant_pack_uids_sorted())
+    if found != described:
+        return f"its tensors are {found}, where {described} are described"
+    workspace = graph.get_workspace_size()
+    if workspace != kept.workspace:
+        return f"it asks for {workspace} bytes of workspace, and for {kept.workspace} when it was built"
+    return None
+
+
+def _keep(path: Path, plan: Plan) -> None:
+    """Write a plan to a file; the library's refusal to serialise it is logged."""
+    try:
+        serialized = bytes(plan.graph.serialize())
+    except _library_errors() as error:
+        cudnn_store.warn(f"cuDNN does not serialise a plan, which is therefore not kept on disk: {error}")
+        return
+    cudnn_store.write(path, cudnn_store.Kept(plan.workspace, serialized))
+
+
+@functools.lru_cache(maxsize=256)
+def _steps(device: torch.device, steps: tuple[int, ...]) -> Tensor:
+    return torch.tensor(steps, dtype=torch.int64, device=device)[:, None]
+
+
+def ragged_offsets(
+    plan: Plan, starts_q: Tensor | None, starts_kv: Tensor | None
+) -> tuple[list[int], list[Tensor]]:
+    """Addresses of starts x step for each of the plan's offsets, and what must live until the start."""
+    if not plan.offsets:
+        return [], []
+    if starts_q is not None and starts_q is starts_kv:
+        table = starts_q * _steps(starts_q.device, plan.steps)
+        row = table.stride(0) * table.element_size()
+        return list(range(table.data_ptr(), table.data_ptr() + row * len(plan.steps), row)), [table]
+    addresses: list[int] = []
+    tables: list[Tensor] = []
+    for side, step in plan.offsets:
+        starts = starts_q if side == "q" else starts_kv
+        assert starts is not None
+        tables.append(starts * _steps(starts.device, (step,)))
+        addresses.append(tables[-1].data_ptr())
+    return addresses, tables
+
+
+def contiguous_strides(shape: Sequence[int]) -> Strides:
+    """Strides of a dense tensor, last axis fastest."""
+    strides = [1] * len(shape)
+    for axis in range(len(shape) - 2, -1, -1):
+        strides[axis] = strides[axis + 1] * max(shape[axis + 1], 1)
+    return tuple(strides)

@@ -1,0 +1,68 @@
+"""o = flash-attention 2, the compiled package flash-attn, where a user has it."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from .....common import optional
+from .....common.dispatch import Backend
+from ..layout import batch_first
+from ..packed import clear_tail
+from ..passes import Whole
+from ..request import AttentionInputs, AttentionRequest, AttentionResult, Feature
+from .limits import FLASH, refuses_beyond_flash
+
+
+def _installed() -> str | None:
+    try:
+        return version("flash-attn")
+    except PackageNotFoundError:
+        return None
+
+
+# A constant, so that a compiler tracing through `refuses` reads it as one.
+VERSION: str | None = _installed()
+_LARGEST_HEAD = 256
+TAKES = FLASH | {Feature.ALIBI, Feature.DROPOUT}
+
+
+def refuses(r: AttentionRequest) -> str | None:
+    """Why this backend cannot take the request; None if it can."""
+    if not (r.device.switches.flash and r.device.switches.flash2):
+        return "NVTE_FLASH_ATTN=0" if not r.device.switches.flash else "NVTE_FLASH_ATTN_V2=0"
+    if VERSION is None:
+        return "flash-attn is not installed (pip install flash-attn)"
+    if not VERSION.startswith("2.") or tuple(map(int, VERSION.split(".")[:2])) < (2, 4):
+        return f"flash-attn {VERSION} is not a version from 2.4 on"
+    refusal = refuses_beyond_flash(r, _LARGEST_HEAD)
+    return refusal or optional.failure("flash_attn", "flash_attn_func", "flash_attn_varlen_func")
+
+
+def run(request: AttentionRequest, inputs: AttentionInputs) -> AttentionResult:
+    """The attention of a request, differentiable by the package's own autograd."""
+    from flash_attn import (  # pyright: ignore[reportMissingImports]
+        flash_attn_func,
+        flash_attn_varlen_func,
+    )
+
+    options = {
+        "dropout_p": request.options.dropout,
+        "softmax_scale": request.options.scale,
+        "causal": request.options.mask.window == (-1, 0),
+        "window_size": request.options.mask.window if request.options.mask.window != (-1, 0) else (-1, -1),
+        "alibi_slopes": inputs.slopes,
+        "deterministic": request.device.deterministic,
+    }
+    if not request.packed:
+        q, k, v = (batch_first(request.shape.q_format, x) for x in inputs[:3])
+        out = flash_attn_func(q, k, v, **options)
+        return AttentionResult(batch_first(request.shape.q_format, out).flatten(-2))
+    bounds = (inputs.starts_q, inputs.starts_kv, request.shape.seqlen_q, request.shape.seqlen_kv)
+    out = flash_attn_varlen_func(*inputs[:3], *bounds, **options)
+    assert inputs.starts_q is not None
+    clear_tail(out.detach(), inputs.starts_q)
+    return AttentionResult(out.flatten(-2))
+
+
+WHOLE = Whole("flash2", run)
+BACKEND = Backend("flash2", takes=TAKES, refuses=refuses, bind=lambda request: WHOLE)

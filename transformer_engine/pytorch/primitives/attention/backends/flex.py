@@ -1,0 +1,170 @@
+"""o = torch.nn.attention.flex_attention: kernels that torch.compile writes for any bias, mask and score_mod.
+
+The first call of a kind compiles for many seconds. Bands without lengths become block masks, so that hidden blocks
+cost nothing; everything else is part of the function that changes the scores.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from .....common.dispatch import Backend
+from .. import layout, visible
+from ..passes import Whole
+from ..request import AttentionInputs, AttentionRequest, AttentionResult, Feature
+
+Change = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+_SIZES = range(16, 257, 16)
+# Not deterministic gradients: its backward adds in no fixed order.
+TAKES = frozenset(Feature) - {
+    Feature.EMPTY,
+    Feature.FP8,
+    Feature.DROPOUT,
+    Feature.OFF_BY_ONE,
+    Feature.LEARNABLE,
+    Feature.MAX_LOGIT,
+    Feature.PAGED,
+    Feature.DETERMINISTIC,
+}
+
+
+def refuses(r: AttentionRequest) -> str | None:
+    """Why this backend cannot take the request; None if it can."""
+    if not (r.device.switches.flash or r.device.switches.fused):
+        return "NVTE_FLASH_ATTN=0 and NVTE_FUSED_ATTN=0"
+    if r.device.type != "cuda":
+        return f"it needs a CUDA device, the tensors are on {r.device.type}"
+    if r.device.capability < (8, 0):
+        return f"compute capability {r.device.capability[0]}.{r.device.capability[1]} < 8.0"
+    if r.shape.dtype == torch.float64:
+        return "float64"
+    for size in (r.shape.head_dim_qk, r.shape.head_dim_v):
+        if size not in _SIZES:
+            return f"heads of size {size}; it takes multiples of 16 up to 256"
+    return None
+
+
+def run(request: AttentionRequest, inputs: AttentionInputs) -> AttentionResult:
+    """The attention of a request, differentiable in q, k, v, bias and what score_mod holds."""
+    q, k, v = layout.dense_qkv(request, inputs)
+    blocks = (
+        _band(request, q.device) if request.options.mask.banded and not request.options.mask.padding else None
+    )
+    out = _compiled()(
+        q,
+        k,
+        v,
+        score_mod=_change(request, inputs),
+        block_mask=blocks,
+        scale=request.options.scale,
+        enable_gqa=request.shape.groups != request.shape.heads,
+    )
+    return AttentionResult(layout.from_bhsd(request, inputs, out).flatten(-2))
+
+
+def _compiled() -> Callable[..., Any]:
+    return flex_attention if torch.compiler.is_compiling() else _compiled_once()
+
+
+@functools.cache
+def _compiled_once() -> Callable[..., Any]:
+    return torch.compile(flex_attention, dynamic=False)
+
+
+@functools.lru_cache(maxsize=64)
+def _band(request: AttentionRequest, device: torch.device) -> BlockMask:
+    """The blocks that a band leaves, for sequences of one length."""
+    left, right = request.options.mask.window
+    shift = request.shape.seqlen_kv - request.shape.seqlen_q if request.options.mask.bottom_right else 0
+
+    def inside(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return _in_band(j - i - shift, left, right)
+
+    return create_block_mask(
+        inside, None, None, request.shape.seqlen_q, request.shape.seqlen_kv, device=device
+    )
+
+
+def _in_band(behind: Tensor, left: int, right: int) -> Tensor:
+    if left < 0:
+        return behind <= right
+    if right < 0:
+        return behind >= -left
+    return (behind >= -left) & (behind <= right)
+
+
+def _change(request: AttentionRequest, inputs: AttentionInputs) -> Change | None:
+    """What is done to one score: bias, score_mod, and -inf where lengths or masks hide it."""
+    steps: list[Change] = []
+    if inputs.bias is not None:
+        steps.append(_biased(request, inputs.bias))
+    if request.options.bias == "alibi":
+        steps.append(_alibi(request, inputs))
+    if request.options.score_mod is not None:
+        steps.append(request.options.score_mod)
+    if request.options.mask.padding or request.options.mask.arbitrary:
+        steps.append(_hidden(request, inputs))
+    if not steps:
+        return None
+
+    def change(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        for step in steps:
+            score = step(score, b, h, i, j)
+        return score
+
+    return change
+
+
+def _biased(request: AttentionRequest, bias: Tensor) -> Change:
+    factor = request.options.scale if request.options.bias == "pre_scale_bias" else 1.0
+    whole = bias.expand(
+        request.shape.batch, request.shape.heads, request.shape.seqlen_q, request.shape.seqlen_kv
+    )
+
+    def biased(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score + whole[b, h, i, j] * factor
+
+    return biased
+
+
+def _alibi(request: AttentionRequest, inputs: AttentionInputs) -> Change:
+    assert inputs.slopes is not None
+    slopes = inputs.slopes.float().expand(request.shape.batch, request.shape.heads)
+    shifts = _shifts(request, inputs)
+
+    def alibi(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score - slopes[b, h] * (j - i - shifts[b]).abs()
+
+    return alibi
+
+
+def _shifts(request: AttentionRequest, inputs: AttentionInputs) -> Tensor:
+    """j - i on the diagonal, [b] int32."""
+    shift = visible.diagonal_shift(request, inputs)
+    if isinstance(shift, Tensor):
+        return shift.flatten()
+    return torch.full((request.shape.batch,), shift, dtype=torch.int32, device=inputs.q.device)
+
+
+def _hidden(request: AttentionRequest, inputs: AttentionInputs) -> Change:
+    """-inf where a mask tensor or a length hides a key; a band is looked at too where there are lengths."""
+    seen = visible.visible(request, inputs)
+    assert seen is not None
+    whole = seen.expand(
+        request.shape.batch, request.shape.heads, request.shape.seqlen_q, request.shape.seqlen_kv
+    )
+
+    def hidden(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return torch.where(whole[b, h, i, j], score, -float("inf"))
+
+    return hidden
+
+
+WHOLE = Whole("flex", run)
+BACKEND = Backend("flex", takes=TAKES, refuses=refuses, bind=lambda request: WHOLE)

@@ -1,0 +1,91 @@
+"""o = cuDNN's attention as PyTorch calls it (aten::_scaled_dot_product_cudnn_attention): dense, causal or not."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .....common.dispatch import Backend
+from ..passes import Passes
+from ..request import Attended, AttentionInputs, AttentionRequest, Feature, Gradients
+from .limits import refuses_beyond_flash
+
+_LARGEST_HEAD = 128
+# Not deterministic gradients: PyTorch does not ask cuDNN for them.
+TAKES = frozenset({Feature.TOP_LEFT, Feature.GROUPS})
+
+
+def refuses(r: AttentionRequest) -> str | None:
+    """Why this backend cannot take the request; None if it can."""
+    if not r.device.switches.fused:
+        return "NVTE_FUSED_ATTN=0"
+    if r.device.switches.fused_kind == "2":
+        return "NVTE_FUSED_ATTN_BACKEND=2 asks for FP8"
+    refusal = refuses_beyond_flash(r, _LARGEST_HEAD)
+    if refusal is not None:
+        return refusal
+    if r.device.capability < (9, 0):
+        return f"compute capability {r.device.capability[0]}.{r.device.capability[1]} < 9.0"
+    return None
+
+
+def forward(request: AttentionRequest, inputs: AttentionInputs) -> Attended:
+    """Attention by PyTorch's operator, in the layout of the request."""
+    q, k, v = (_to_bhsd(request, x) for x in inputs[:3])
+    found = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q,
+        k,
+        v,
+        None,
+        request.options.needs_gradient,
+        0.0,
+        _causal(request),
+        False,
+        scale=request.options.scale,
+    )
+    lse = found[1].squeeze(-1) if request.options.needs_gradient else None
+    return Attended(_from_bhsd(request, found[0]).contiguous(), lse)
+
+
+def backward(
+    request: AttentionRequest, inputs: AttentionInputs, attended: Attended, grad_output: Tensor
+) -> Gradients:
+    """Gradients by PyTorch's operator."""
+    assert attended.lse is not None
+    q, k, v = (_to_bhsd(request, x) for x in inputs[:3])
+    nothing = torch.empty((), dtype=torch.int64, device=q.device)  # seed and offset of a dropout that is 0
+    found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        _to_bhsd(request, grad_output),
+        q,
+        k,
+        v,
+        _to_bhsd(request, attended.output),
+        attended.lse.unsqueeze(-1),
+        nothing,
+        nothing,
+        None,
+        None,
+        None,
+        request.shape.seqlen_q,
+        request.shape.seqlen_kv,
+        0.0,
+        _causal(request),
+        scale=request.options.scale,
+    )
+    return Gradients(*(_from_bhsd(request, x) for x in found))
+
+
+def _causal(request: AttentionRequest) -> bool:
+    return request.options.mask.banded
+
+
+def _to_bhsd(request: AttentionRequest, x: Tensor) -> Tensor:
+    return x.permute(1, 2, 0, 3) if request.shape.q_format == "sbhd" else x.transpose(1, 2)
+
+
+def _from_bhsd(request: AttentionRequest, x: Tensor) -> Tensor:
+    return x.permute(2, 0, 1, 3) if request.shape.q_format == "sbhd" else x.transpose(1, 2)
+
+
+PASSES = Passes("torch_cudnn", forward, backward)
+BACKEND = Backend("torch_cudnn", takes=TAKES, refuses=refuses, bind=lambda request: PASSES, opaque=True)

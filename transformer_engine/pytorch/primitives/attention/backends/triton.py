@@ -1,0 +1,257 @@
+"""o = softmax(scale * q k^T + bias) v by kernels of our own: every mask, bias, softmax and layout.
+
+Nothing of size s_q x s_kv is ever made. Tensors are read by their strides, packed sequences where they lie, cached
+keys through their page table. Both passes give the same bits from run to run. A few queries to many keys go to
+`triton_decode`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .....common.dispatch import Backend
+from .....common.formats import ceil_div
+from .....common.kernels.launch import missing
+from ....runtime.launching import DTYPE_NAMES, perform, processors, run_into
+from ..dropout import random_state
+from ..passes import Passes
+from ..request import Attended, AttentionInputs, AttentionRequest, Feature, Gradients
+from . import triton_decode
+from .triton_layout import Strides, as_bytes, contiguous_triple, lse_triple, problem, strides, triple
+
+if TYPE_CHECKING:
+    from .....common.kernels.launch import Launch
+    from .....common.kernels.program import Program
+
+# score_mod is a function of Python; the kernels are fixed.
+TAKES = frozenset(Feature) - {Feature.EMPTY, Feature.FP8, Feature.SCORE_MOD}
+LARGEST_HEAD = 256
+LARGEST_HEAD_WITHOUT_GRADIENT = 576
+
+
+def refuses(r: AttentionRequest) -> str | None:
+    """Why this backend cannot take the request; None if it can."""
+    if not (r.device.switches.flash or r.device.switches.fused):
+        return "NVTE_FLASH_ATTN=0 and NVTE_FUSED_ATTN=0"
+    if r.device.type != "cuda":
+        return f"it needs a CUDA device, the tensors are on {r.device.type}"
+    if (reason := missing()) is not None:
+        return reason
+    if r.device.capability < (8, 0):
+        return f"compute capability {r.device.capability[0]}.{r.device.capability[1]} < 8.0"
+    if r.shape.dtype not in DTYPE_NAMES:
+        return f"the tensors are {r.shape.dtype}; it takes float32, float16 and bfloat16"
+    limit = LARGEST_HEAD if r.options.needs_gradient else LARGEST_HEAD_WITHOUT_GRADIENT
+    if max(r.shape.head_dim_qk, r.shape.head_dim_v) > limit:
+        kind = "with" if r.options.needs_gradient else "without"
+        return f"head size {max(r.shape.head_dim_qk, r.shape.head_dim_v)} > {limit} {kind} gradients"
+    if r.shape.page_size and r.options.needs_gradient:
+        return "a paged cache has no gradient"
+    return None
+
+
+class _Sources(NamedTuple):
+    """What every kernel reads first; masks as bytes."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    lengths_q: Tensor | None
+    lengths_kv: Tensor | None
+    starts_q: Tensor | None
+    starts_kv: Tensor | None
+    masked_q: Tensor | None
+    masked_kv: Tensor | None
+    masked: Tensor | None
+    bias: Tensor | None
+    slopes: Tensor | None
+
+
+def forward(request: AttentionRequest, inputs: AttentionInputs) -> Attended:
+    """Output, lse and, where asked for, random state and largest logits of a request."""
+    if triton_decode.takes(request):
+        return triton_decode.forward(request, inputs)
+    sources, q = _sources(request, inputs), inputs.q
+    launch = _forward_launch(request, strides(request, inputs), q.get_device())
+    make = torch.zeros if request.packed else torch.empty  # packed: tokens of no sequence are not visited
+    out = make((*q.shape[:-1], request.shape.head_dim_v), dtype=q.dtype, device=q.device)
+    lse = _empty_lse(request, q) if request.options.needs_gradient else None
+    rng_state = random_state(q.device) if request.options.dropout > 0.0 else None
+    tops = None
+    if request.options.max_logit:
+        tops = q.new_empty((request.shape.batch, request.shape.heads, launch.grid[0]), dtype=torch.float32)
+    tensors = (*sources, inputs.sink, rng_state, inputs.page_table, out, lse, tops)
+    run_into(launch, tensors, q.device)
+    return Attended(out, lse, rng_state, None if tops is None else tops.amax(dim=(0, 2)))
+
+
+def backward(
+    request: AttentionRequest, inputs: AttentionInputs, attended: Attended, grad_output: Tensor
+) -> Gradients:
+    """Gradients of a request from the gradient [.., h, d_v] of its output."""
+    assert attended.lse is not None
+    sources, q, lse = _sources(request, inputs), inputs.q, attended.lse
+    plan = _backward_plan(
+        request,
+        strides(request, inputs),
+        grad_output.stride(),
+        attended.output.stride(),
+        lse.stride(),
+        inputs.sink is not None,
+        q.get_device(),
+    )
+    made = _space(request, inputs, plan, lse)
+    given = (*sources, attended.rng_state, attended.output, grad_output, lse, inputs.sink)
+    perform(plan.program, (*given, *(tensor for tensor in made if tensor is not None)))
+    return _summed(inputs, made)
+
+
+class _BackwardPlan(NamedTuple):
+    """The launches of a backward; parts: programs that share a group's query heads where keys are gone through.
+
+    sink_parts   sums that the gradient of a sink comes in, a head
+    bias_shape   of the bias' gradient, or of what is to be summed for it; (): there is none
+    """
+
+    program: Program
+    parts: int
+    sink_parts: int
+    bias_shape: tuple[int, ...]
+
+
+class _Made(NamedTuple):
+    """What the launches write, in their order."""
+
+    delta: Tensor
+    sink: Tensor | None
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
+
+
+def _space(request: AttentionRequest, inputs: AttentionInputs, plan: _BackwardPlan, lse: Tensor) -> _Made:
+    """Room for the gradients; 0 where tokens of no sequence are not visited, in parts that are to be summed."""
+    q, shape = inputs.q, request.shape
+    make = torch.zeros if request.packed else torch.empty
+    sink = bias = None
+    if inputs.sink is not None:
+        sink = q.new_empty((shape.batch, shape.heads, plan.sink_parts), dtype=torch.float32)
+    if plan.bias_shape:
+        assert inputs.bias is not None
+        whole = plan.bias_shape == inputs.bias.shape
+        bias = q.new_empty(plan.bias_shape, dtype=inputs.bias.dtype if whole else torch.float32)
+    make_keys = torch.zeros if shape.kv_format == "thd" else torch.empty
+
+    def of_keys(tensor: Tensor) -> Tensor:
+        if plan.parts == 1:
+            return make_keys(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        parts = (*tensor.shape[:-1], plan.parts, tensor.shape[-1])
+        return make_keys(parts, dtype=torch.float32, device=tensor.device)
+
+    dq = make(q.shape, dtype=q.dtype, device=q.device)
+    return _Made(torch.empty_like(lse), sink, dq, of_keys(inputs.k), of_keys(inputs.v), bias)
+
+
+def _summed(inputs: AttentionInputs, made: _Made) -> Gradients:
+    """The gradients, whose parts are added up in order."""
+    _, sink, dq, dk, dv, bias = made
+    if dk.dim() > inputs.k.dim():
+        dk = dk.sum(dim=-2, dtype=torch.float32).to(inputs.k.dtype)
+        dv = dv.sum(dim=-2, dtype=torch.float32).to(inputs.v.dtype)
+    if bias is not None and inputs.bias is not None and bias.shape != inputs.bias.shape:
+        bias = bias.sum_to_size(inputs.bias.shape).to(inputs.bias.dtype)
+    if sink is not None and inputs.sink is not None:
+        sink = sink.sum(dim=(0, 2)).to(inputs.sink.dtype)
+    return Gradients(dq, dk, dv, bias, sink)
+
+
+def _sources(request: AttentionRequest, inputs: AttentionInputs) -> _Sources:
+    return _Sources(
+        *inputs[:7],
+        as_bytes(inputs.masked_q, flat=True),
+        as_bytes(inputs.masked_kv, flat=True),
+        as_bytes(inputs.masked, flat=False),
+        inputs.bias,
+        inputs.slopes,
+    )
+
+
+def _empty_lse(request: AttentionRequest, q: Tensor) -> Tensor:
+    """[b, h, s_q]; thd [h, t], a view of [t, h] so that its strides do not change with t."""
+    if request.packed:
+        return torch.full(
+            (q.shape[0], request.shape.heads), -torch.inf, dtype=torch.float32, device=q.device
+        ).t()
+    return q.new_empty(
+        (request.shape.batch, request.shape.heads, request.shape.seqlen_q), dtype=torch.float32
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _forward_launch(request: AttentionRequest, given: Strides, device: int) -> Launch:
+    from .....common.kernels import attention  # it imports triton
+
+    out = contiguous_triple(
+        request.shape.q_format,
+        request.shape.batch,
+        request.shape.seqlen_q,
+        request.shape.heads,
+        request.shape.head_dim_v,
+    )
+    lse = lse_triple(request, None)
+    return attention.forward(
+        problem(request, given, out, lse, processors(device).shared_memory),
+        request.options.max_logit,
+        request.options.needs_gradient,
+        request.packed,
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _backward_plan(
+    request: AttentionRequest,
+    given: Strides,
+    grad_output: tuple[int, ...],
+    output: tuple[int, ...],
+    lse: tuple[int, ...],
+    has_sink: bool,
+    device: int,
+) -> _BackwardPlan:
+    from .....common.kernels import attention_backward as kernels
+    from .....common.kernels import attention_bias, attention_programs
+
+    r, (count, shared_memory) = request, processors(device)
+    given_out, given_grad = triple(r.shape.q_format, output), triple(r.shape.q_format, grad_output)
+    p = problem(r, given, given_grad, lse_triple(r, lse), shared_memory)
+    dq = contiguous_triple(
+        r.shape.q_format, r.shape.batch, r.shape.seqlen_q, r.shape.heads, r.shape.head_dim_qk
+    )
+    group = r.shape.heads // r.shape.groups
+    programs = ceil_div(r.shape.seqlen_kv, kernels.keys_tile(p)[1]) * r.shape.groups * r.shape.batch
+    parts = group if programs < 2 * count else 1
+
+    def grad_strides(size: int) -> tuple[int, int, int, int]:
+        batch, token, head = contiguous_triple(
+            r.shape.kv_format, r.shape.batch, r.shape.seqlen_kv, r.shape.groups, parts * size
+        )
+        return size, batch, token, head
+
+    packed = r.shape.kv_format == "thd"
+    keys = kernels.keys(p, grad_strides(r.shape.head_dim_qk), grad_strides(r.shape.head_dim_v), parts, packed)
+    bias, bias_shape = None, ()
+    if r.options.bias_gradient and r.options.bias in ("pre_scale_bias", "post_scale_bias"):
+        assert r.shape.bias_shape is not None
+        bias, bias_shape = attention_bias.added(p, r.shape.bias_shape)
+    delta = kernels.delta(p, given_out, has_sink)
+    queries = kernels.queries(p, dq, r.packed)
+    program = attention_programs.gradients(delta, queries, keys, bias)
+    return _BackwardPlan(program, parts, delta.grid[0], bias_shape)
+
+
+PASSES = Passes("triton", forward, backward)
+BACKEND = Backend("triton", takes=TAKES, refuses=refuses, bind=lambda request: PASSES, opaque=True)

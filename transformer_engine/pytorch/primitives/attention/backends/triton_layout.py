@@ -1,0 +1,119 @@
+"""Where the tensors of a request lie, as numbers: what the Triton kernels of both kinds are given beside pointers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .....common.kernels.attention_problem import Problem
+from ....runtime.launching import DTYPE_NAMES
+from ..request import AttentionInputs, AttentionRequest
+
+Triple = tuple[int, int, int]
+
+
+class Strides(NamedTuple):
+    """Strides as torch has them, () for a tensor that is not there."""
+
+    q: tuple[int, ...]
+    k: tuple[int, ...]
+    v: tuple[int, ...]
+    masked: tuple[int, ...]
+    bias: tuple[int, ...]
+    slopes: tuple[int, ...]
+    pages: tuple[int, ...]
+
+
+def strides(request: AttentionRequest, inputs: AttentionInputs) -> Strides:
+    """The strides of a request's tensors."""
+    masked, bias, slopes, pages = inputs.masked, inputs.bias, inputs.slopes, inputs.page_table
+    return Strides(
+        inputs.q.stride(),
+        inputs.k.stride(),
+        inputs.v.stride(),
+        () if masked is None else masked.stride(),
+        () if bias is None else bias.stride(),
+        () if slopes is None else slopes.stride(),
+        () if pages is None else pages.stride(),
+    )
+
+
+def as_bytes(mask: Tensor | None, flat: bool) -> Tensor | None:
+    """A mask of booleans as uint8 without a copy; flat: padding masks [b, 1, 1, s], wanted contiguous."""
+    if mask is None:
+        return None
+    booleans: Tensor = mask if mask.dtype == torch.bool else mask != 0
+    return (booleans.contiguous() if flat else booleans).view(torch.uint8)
+
+
+def triple(tensor_format: str, given: tuple[int, ...]) -> Triple:
+    """(batch, token, head) of torch's strides [.., h, d]."""
+    if tensor_format == "thd":
+        return 0, given[0], given[1]
+    batch, token = (given[1], given[0]) if tensor_format == "sbhd" else (given[0], given[1])
+    return batch, token, given[2]
+
+
+def contiguous_triple(tensor_format: str, batch: int, size: int, heads: int, width: int) -> Triple:
+    """(batch, token, head) of a contiguous tensor [.., heads, width]."""
+    if tensor_format == "sbhd":
+        return heads * width, batch * heads * width, width
+    return (0 if tensor_format == "thd" else size * heads * width), heads * width, width
+
+
+def lse_triple(request: AttentionRequest, given: tuple[int, ...] | None) -> Triple:
+    """(batch, token, head) of lse [b, h, s_q], or [h, t] of packed queries; None: as the forward makes it."""
+    if request.packed:
+        head, token = (1, request.shape.heads) if given is None else given
+        return 0, token, head
+    if given is None:
+        given = (request.shape.heads * request.shape.seqlen_q, request.shape.seqlen_q, 1)
+    return given[0], given[2], given[1]
+
+
+def problem(
+    request: AttentionRequest, given: Strides, out: Triple, lse: Triple, shared_memory: int
+) -> Problem:
+    """A request as the kernels' numbers; out: of the output, in the backward of its gradient."""
+    r = request
+    left, right = r.options.mask.window
+    varied = (
+        r.options.bias != "no_bias"
+        or r.options.mask.arbitrary
+        or r.options.padding_tensors
+        or r.options.dropout > 0.0
+    )
+    return Problem(
+        dtype=DTYPE_NAMES[r.shape.dtype],
+        batch=r.shape.batch,
+        heads=r.shape.heads,
+        groups=r.shape.groups,
+        seqlen_q=r.shape.seqlen_q,
+        seqlen_kv=r.shape.seqlen_kv,
+        size_qk=r.shape.head_dim_qk,
+        size_v=r.shape.head_dim_v,
+        scales=(r.options.scale, r.options.scale if r.options.bias == "pre_scale_bias" else 1.0),
+        window=(left, right),
+        bottom_right=r.options.mask.bottom_right,
+        dropout=r.options.dropout,
+        page_size=r.shape.page_size,
+        q=triple(r.shape.q_format, given.q),
+        k=triple(r.shape.kv_format, given.k),
+        v=triple(r.shape.kv_format, given.v),
+        out=out,
+        lse=lse,
+        masked=_broadcast(r.shape.masked_shape, given.masked),
+        bias=_broadcast(r.shape.bias_shape, given.bias),
+        outer=(given.slopes[0] if len(given.slopes) == 2 else 0, given.pages[0] if given.pages else 0),
+        varied=varied,
+        shared_memory=shared_memory,
+    )
+
+
+def _broadcast(shape: tuple[int, ...] | None, given: tuple[int, ...]) -> tuple[int, int, int, int]:
+    """Strides over [b, h, i, j] of a tensor that broadcasts to it: 0 where it has one element or no axis."""
+    own = [0 if size == 1 else stride for size, stride in zip(shape or (), given, strict=True)]
+    b, h, i, j = [0] * (4 - len(own)) + own
+    return b, h, i, j

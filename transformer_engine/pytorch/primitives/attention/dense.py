@@ -1,0 +1,174 @@
+"""o [b, h, i, d] = sum_j p v[j], p = exp(s - lse), s = scale * q k^T + bias where visible, in float32.
+
+Literal, on any device, for q [b, h, i, d] and k, v [b, g, j, d], head h reading group h // (heads / groups). A
+row that sees no key is zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .dropout import kept
+
+Rounding = Callable[[Tensor], Tensor]
+
+
+class Terms(NamedTuple):
+    """What shapes the logits besides q and k.
+
+    bias       added to scale * q k^T, broadcastable to [b, h, i, j];  sink [h]  logit of a key without a value
+    visible    bool, broadcastable to [b, h, i, j]; None: all
+    score_mod  score_mod(scale * q k^T + bias, b, h, i, j), with index tensors that broadcast
+    round_p, round_ds   what probabilities, and the gradient of the logits, are replaced by before they are multiplied
+    """
+
+    scale: float
+    bias: Tensor | None = None
+    sink: Tensor | None = None
+    visible: Tensor | None = None
+    dropout: float = 0.0
+    score_mod: Callable[..., Tensor] | None = None
+    round_p: Rounding | None = None
+    round_ds: Rounding | None = None
+
+
+class Output(NamedTuple):
+    """out [b, h, i, d] in q's dtype; lse [b, h, i] = log sum_j exp(s); max_logit [h]."""
+
+    out: Tensor
+    lse: Tensor
+    max_logit: Tensor
+
+
+class DenseGradients(NamedTuple):
+    """Gradients in the shapes and dtypes of q, k, v, bias and sink; None for what is not there."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
+    sink: Tensor | None
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, rng_state: Tensor | None) -> Output:
+    """Attention of q to k and v; differentiable by autograd too."""
+    with torch.autocast(q.device.type, enabled=False):
+        logits = _logits(q, k, terms)
+        lse = _log_sum(logits, terms.sink)
+        probabilities = _dropped(_probabilities(logits, lse), terms.dropout, rng_state)
+        if terms.round_p is not None:
+            probabilities = terms.round_p(probabilities)
+        out = _ungrouped(_grouped(probabilities, k.shape[1]) @ _wide(v)[:, :, None])
+        max_logit = (
+            logits.amax(dim=(0, 2, 3)) if logits.numel() else logits.new_full((q.shape[1],), -torch.inf)
+        )
+        return Output(out.to(q.dtype), lse, max_logit)
+
+
+def backward(
+    grad_out: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    terms: Terms,
+    rng_state: Tensor | None,
+) -> DenseGradients:
+    """dq = scale ds k, dk = scale ds^T q, dv = p^T do, dsink = -p_sink D; ds = p (dp - D), D = sum(do o)."""
+    with torch.autocast(q.device.type, enabled=False):
+        groups = k.shape[1]
+        probabilities = _probabilities(_logits(q, k, terms), lse)
+        grad_out = _wide(grad_out)
+        inner = (grad_out * _wide(out)).sum(dim=-1)
+        grad_p = _ungrouped(_grouped(grad_out, groups) @ _wide(v)[:, :, None].transpose(-1, -2))
+        grad_p = _dropped(grad_p, terms.dropout, rng_state)
+        dropped = _dropped(probabilities, terms.dropout, rng_state)
+        if terms.round_p is not None:
+            dropped = terms.round_p(dropped)
+        grad_v = (_grouped(dropped, groups).transpose(-1, -2) @ _grouped(grad_out, groups)).sum(dim=2)
+        grad_s = probabilities * (grad_p - inner[..., None])
+        if terms.round_ds is not None:
+            grad_s = terms.round_ds(grad_s)
+        grouped_s = _grouped(grad_s, groups)
+        grad_q = _ungrouped(grouped_s @ _wide(k)[:, :, None]) * terms.scale
+        grad_k = (grouped_s.transpose(-1, -2) @ _grouped(_wide(q), groups)).sum(dim=2) * terms.scale
+        bias, sink = terms.bias, terms.sink
+        grad_bias = None if bias is None else grad_s.sum_to_size(bias.shape).to(bias.dtype)
+        grad_sink = None
+        if sink is not None:
+            # A row that is no token has no lse.
+            sink_probability = torch.exp(sink.to(inner.dtype)[None, :, None] - lse).masked_fill(
+                lse == -torch.inf, 0.0
+            )
+            grad_sink = -(sink_probability * inner).sum(dim=(0, 2)).to(sink.dtype)
+        return DenseGradients(
+            grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), grad_bias, grad_sink
+        )
+
+
+def _wide(x: Tensor) -> Tensor:
+    """x in float32; float64 stays, so that gradients can be checked numerically."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _grouped(x: Tensor, groups: int) -> Tensor:
+    """[b, h, ..] as [b, g, h / g, ..]"""
+    return x.reshape(x.shape[0], groups, x.shape[1] // groups, *x.shape[2:])
+
+
+def _ungrouped(x: Tensor) -> Tensor:
+    return x.flatten(1, 2)
+
+
+def _logits(q: Tensor, k: Tensor, terms: Terms) -> Tensor:
+    """s [b, h, i, j] = scale * q k^T + bias, -inf where not visible."""
+    logits = _ungrouped(_grouped(_wide(q), k.shape[1]) @ _wide(k)[:, :, None].transpose(-1, -2)) * terms.scale
+    if terms.bias is not None:
+        logits = logits + terms.bias.to(logits.dtype)
+    if terms.score_mod is not None:
+        logits = terms.score_mod(logits, *_places(logits))
+    return logits if terms.visible is None else logits.masked_fill(~terms.visible, -torch.inf)
+
+
+def _places(logits: Tensor) -> list[Tensor]:
+    """The indices b, h, i, j of every logit, as int32 tensors that broadcast."""
+    places = []
+    for axis, size in enumerate(logits.shape):
+        shape = [1] * logits.ndim
+        shape[axis] = size
+        places.append(torch.arange(size, dtype=torch.int32, device=logits.device).reshape(shape))
+    return places
+
+
+def _log_sum(logits: Tensor, sink: Tensor | None) -> Tensor:
+    """log (sum_j exp(s) + exp(sink)), -inf for a row that sees no key where there is no sink."""
+    blind = None
+    if logits.requires_grad:
+        # Autograd's derivatives of these functions are NaN at -inf: such rows go past them.
+        blind = (logits == -torch.inf).all(dim=-1)
+        logits = logits.masked_fill(blind[..., None], 0.0)
+    lse = torch.logsumexp(logits, dim=-1)
+    if sink is None:
+        return lse if blind is None else lse.masked_fill(blind, -torch.inf)
+    sink = sink.to(lse.dtype)[None, :, None]
+    total = torch.logaddexp(lse, sink)
+    return total if blind is None else torch.where(blind, sink, total)
+
+
+def _probabilities(logits: Tensor, lse: Tensor) -> Tensor:
+    """p = exp(s - lse); a row without a visible key (lse = -inf) is zero instead of exp(-inf + inf)."""
+    lse = lse[..., None]
+    blind = lse == -torch.inf
+    return torch.where(blind, 0.0, torch.exp(logits - torch.where(blind, 0.0, lse)))
+
+
+def _dropped(x: Tensor, probability: float, rng_state: Tensor | None) -> Tensor:
+    if probability == 0.0:
+        return x
+    assert rng_state is not None
+    return x * kept(rng_state, x.shape, probability) / (1.0 - probability)

@@ -1,0 +1,129 @@
+"""x_bhsd = x as [b, h, s, d], whichever of sbhd, bshd and thd it comes in; and back; names of layouts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .packed import bshd_to_thd, thd_to_bshd
+from .request import AttentionInputs, AttentionRequest
+
+
+def dense_qkv(request: AttentionRequest, inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:
+    """q_bhsd, k_bgsd, v_bgsd: views of sbhd and bshd tensors, padded copies of thd tensors and of pages."""
+    k, v = inputs.k, inputs.v
+    if request.shape.page_size:
+        assert inputs.page_table is not None
+        k, v = (gathered_pages(x, inputs.page_table, request.shape.seqlen_kv) for x in (k, v))
+    keys = (request.shape.kv_format, request.shape.seqlen_kv, inputs.starts_kv, inputs.lengths_kv)
+    return queries_to_bhsd(request, inputs, inputs.q), _to_bhsd(k, *keys), _to_bhsd(v, *keys)
+
+
+def batch_first(tensor_format: str, x: Tensor) -> Tensor:
+    """A view [b, s, ..] of an sbhd tensor, or an sbhd view of one [b, s, ..]; tensors of other formats as they are."""
+    return x.transpose(0, 1) if tensor_format == "sbhd" else x
+
+
+def gathered_pages(pages: Tensor, page_table: Tensor, size: int) -> Tensor:
+    """[b, size, g, d] of pages [n, page size, g, d]: token j of sequence i lies in page page_table[i, j // size]."""
+    return pages[page_table.long()].flatten(1, 2)[:, :size]
+
+
+def queries_to_bhsd(request: AttentionRequest, inputs: AttentionInputs, x: Tensor) -> Tensor:
+    """x [.., h, d] in request.shape.q_format as [b, h, s_q, d]."""
+    return _to_bhsd(x, request.shape.q_format, request.shape.seqlen_q, inputs.starts_q, inputs.lengths_q)
+
+
+def from_bhsd(request: AttentionRequest, inputs: AttentionInputs, x_bhsd: Tensor) -> Tensor:
+    """[.., h, d] in request.shape.q_format, contiguous; thd tokens of no sequence are zero."""
+    tokens = inputs.q.shape[0]
+    return _from_bhsd(x_bhsd, request.shape.q_format, inputs.starts_q, inputs.lengths_q, tokens)
+
+
+def keys_from_bhsd(request: AttentionRequest, inputs: AttentionInputs, x_bgsd: Tensor) -> Tensor:
+    """[.., g, d] in request.shape.kv_format, contiguous; thd tokens of no sequence are zero."""
+    tokens = inputs.k.shape[0]
+    return _from_bhsd(x_bgsd, request.shape.kv_format, inputs.starts_kv, inputs.lengths_kv, tokens)
+
+
+def rows_of(request: AttentionRequest, inputs: AttentionInputs, rows_bhs: Tensor) -> Tensor:
+    """[b, h, s_q] as it is, or as [h, t] of packed queries."""
+    if not request.packed:
+        return rows_bhs
+    return from_bhsd(request, inputs, rows_bhs[..., None])[..., 0].t()
+
+
+def dense_rows(request: AttentionRequest, inputs: AttentionInputs, rows: Tensor) -> Tensor:
+    """The inverse of rows_of; -inf in rows that are no tokens, which for probabilities means no key is seen."""
+    if not request.packed:
+        return rows
+    dense = queries_to_bhsd(request, inputs, rows.t()[..., None])[..., 0]
+    assert inputs.lengths_q is not None
+    place = torch.arange(request.shape.seqlen_q, device=rows.device)
+    return torch.where((place < inputs.lengths_q[:, None])[:, None], dense, -torch.inf)
+
+
+def _to_bhsd(
+    x: Tensor, tensor_format: str, size: int, starts: Tensor | None, lengths: Tensor | None
+) -> Tensor:
+    if tensor_format == "sbhd":
+        return x.permute(1, 2, 0, 3)
+    if tensor_format == "thd":
+        assert starts is not None and lengths is not None
+        x = thd_to_bshd(x, starts, lengths, size)
+    return x.transpose(1, 2)
+
+
+def _from_bhsd(
+    x: Tensor, tensor_format: str, starts: Tensor | None, lengths: Tensor | None, tokens: int
+) -> Tensor:
+    # Copies even where the view is contiguous: for an output that is a view, torch.compile of torch 2.11 gives
+    # zero gradients.
+    if tensor_format == "sbhd":
+        return x.permute(2, 0, 1, 3).clone(memory_format=torch.contiguous_format)
+    x = x.transpose(1, 2)
+    if tensor_format == "thd":
+        assert starts is not None and lengths is not None
+        return bshd_to_thd(x, starts, lengths, tokens)
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+# How q, k and v of one buffer are interleaved -> the axis, counted from the end, at which "3" or "2" stands.
+_PACKED_AXIS = {"{n}hd": -3, "h{n}d": -2}
+
+
+def get_qkv_layout(
+    q: Tensor, k: Tensor, v: Tensor, qkv_format: str = "sbhd", inference_params: object | None = None
+) -> tuple[str, Tensor, Tensor, Tensor, str, str]:
+    """(layout, q, k, v, q_format, kv_format): how the three lie in memory, for example "bs3hd" or "thd_t2hd".
+
+    Tensors that follow no known layout come back contiguous, as "sbhd_sbhd_sbhd" and the like. With a cache
+    (inference_params), keys and values are bshd: "thd_2bshd".
+    """
+    if inference_params is not None:
+        layout = "bshd_bshd_bshd" if qkv_format == "bshd" else f"{qkv_format}_2bshd"
+        return layout, q.contiguous(), k, v, qkv_format, "bshd"
+    prefix = qkv_format[:-2]
+    for pattern in _PACKED_AXIS:
+        if _share_buffer((q, k, v), pattern):
+            return prefix + pattern.format(n=3), q, k, v, qkv_format, qkv_format
+        if _share_buffer((k, v), pattern):
+            layout = f"{qkv_format}_{prefix}{pattern.format(n=2)}"
+            return layout, q.contiguous(), k, v, qkv_format, qkv_format
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    return "_".join((qkv_format,) * 3), q, k, v, qkv_format, qkv_format
+
+
+def _share_buffer(parts: tuple[Tensor, ...], pattern: str) -> bool:
+    """Do the tensors interleave in one contiguous buffer, the way the pattern says?"""
+    first = parts[0]
+    if any(part.shape != first.shape or part.stride() != first.stride() for part in parts):
+        return False
+    if any(part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr() for part in parts):
+        return False
+    shape = list(first.shape)
+    shape.insert(len(shape) + _PACKED_AXIS[pattern] + 1, len(parts))
+    strides = torch.empty(shape, device="meta").select(_PACKED_AXIS[pattern], 0).stride()
+    step = first.shape[-1] * (first.shape[-2] if pattern == "{n}hd" else 1)
+    offsets = [first.storage_offset() + index * step for index in range(len(parts))]
+    return first.stride() == strides and [part.storage_offset() for part in parts] == offsets

@@ -1,0 +1,149 @@
+"""Mask(name, window, bottom_right): what the names, windows and alignments of callers mean together.
+
+Every mask is the intersection of at most three parts: a band -left <= j - i - shift <= right (causal: right =
+0), the padding of each sequence, and an arbitrary tensor. `visible` makes it of the tensors of a call.
+"""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ....common.memory import Memory
+
+NAMES = (
+    "no_mask",
+    "padding",
+    "causal",
+    "padding_causal",
+    "causal_bottom_right",
+    "padding_causal_bottom_right",
+    "arbitrary",
+)
+UNLIMITED = (-1, -1)
+
+
+@dataclass(frozen=True)
+class Mask:
+    """window (left, right), -1 = unlimited; bottom_right: the diagonal ends in the last query and key."""
+
+    name: str
+    window: tuple[int, int]
+    bottom_right: bool
+
+    @property
+    def padding(self) -> bool:
+        """Do sequences have lengths of their own?"""
+        return self.name.startswith("padding")
+
+    @property
+    def arbitrary(self) -> bool:
+        """Does a mask tensor say what is hidden?"""
+        return self.name == "arbitrary"
+
+    @property
+    def banded(self) -> bool:
+        """Does the distance between query and key matter?"""
+        return self.window != UNLIMITED
+
+
+def canonical_name(attn_mask_type: str, argument: str = "attn_mask_type") -> str:
+    """The one spelling of a mask type: "causal,padding" and "padding,causal" are "padding_causal"."""
+    name = attn_mask_type.replace(" ", "") if isinstance(attn_mask_type, str) else ""
+    if "," in name:
+        name = "_".join(sorted(name.split(","), key=lambda part: part != "padding"))
+    if name not in NAMES:
+        raise ValueError(f"{argument}={attn_mask_type!r} does not exist; choose one of {', '.join(NAMES)}")
+    return name
+
+
+def resolve(
+    attn_mask_type: str, window_size: tuple[int, int] | None, bottom_right_diagonal: bool | None
+) -> Mask:
+    """The mask that a name, a window and an alignment mean together.
+
+    A causal name fixes the alignment ("causal" top left, "causal_bottom_right" bottom right);
+    bottom_right_diagonal speaks for the windows of the other masks, which are aligned bottom right unless it
+    says otherwise.
+    """
+    name = canonical_name(attn_mask_type)
+    if "causal" in name:
+        bottom_right = name.endswith("bottom_right")
+    else:
+        bottom_right = bottom_right_diagonal is not False
+    return Mask(name, check_set_window_size(name, window_size), bottom_right)
+
+
+def resolved(
+    attn_mask_type: str, window_size: tuple[int, int] | None, bottom_right_diagonal: bool | None
+) -> Mask:
+    """resolve of the same, looked up where it was met before; a change of a window is announced once."""
+    if torch.compiler.is_compiling():
+        return resolve(attn_mask_type, window_size, bottom_right_diagonal)
+    if window_size is not None and type(window_size) is not tuple:
+        window_size = window_pair(window_size)
+    return _MASKS[attn_mask_type, window_size, bottom_right_diagonal]
+
+
+def _resolve(key: tuple[str, tuple[int, int] | None, bool | None]) -> Mask:
+    return resolve(*key)
+
+
+_MASKS: Memory[tuple[str, tuple[int, int] | None, bool | None], Mask] = Memory(_resolve, 64)
+
+
+def over_cached_keys(name: str) -> str:
+    """The mask type of a step with cached keys: sequences have their own lengths, and diagonals end in their last."""
+    if name == "arbitrary":
+        raise ValueError(
+            "attn_mask_type='arbitrary' with inference_params; keys are masked by the cache's lengths, "
+            "use a padding or a causal mask"
+        )
+    return "padding_causal_bottom_right" if "causal" in name else "padding"
+
+
+def check_set_window_size(attn_mask_type: str, window_size: tuple[int, int] | None = None) -> tuple[int, int]:
+    """(left, right) with -1 = unlimited: right is 0 for causal masks, and (-1, 0) belongs to them alone."""
+    causal = "causal" in canonical_name(attn_mask_type)
+    if window_size is None:
+        return (-1, 0) if causal else UNLIMITED
+    left, right = window_pair(window_size)
+    if causal:
+        if left < -1 or right < -1:
+            raise ValueError(
+                f"window_size=({left}, {right}) has a size below -1; give -1 for no limit, or a number >= 0"
+            )
+        if right != 0:
+            _warn(f"window_size=({left}, {right}) becomes ({left}, 0): {attn_mask_type!r} is causal")
+        return (left, 0)
+    if (left, right) == UNLIMITED or (left >= 0 and right >= 0):
+        return (left, right)
+    if (left, right) == (-1, 0):
+        _warn(f"window_size=(-1, 0) becomes (-1, -1): attn_mask_type={attn_mask_type!r} is not causal")
+        return UNLIMITED
+    raise ValueError(
+        f"window_size=({left}, {right}) is not allowed with attn_mask_type={attn_mask_type!r}; "
+        "give (-1, -1) or two numbers >= 0"
+    )
+
+
+def window_pair(window_size: Any) -> tuple[int, int]:
+    """(left, right) of a sequence of two integers; ValueError for anything else."""
+    try:
+        left, right = window_size
+        if isinstance(left, bool) or isinstance(right, bool):
+            raise TypeError
+        return operator.index(left), operator.index(right)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"window_size={window_size!r} is no pair of integers; give (left, right), -1 for unlimited"
+        ) from None
+
+
+def _warn(message: str) -> None:
+    if not torch.compiler.is_compiling():
+        warnings.warn(message, stacklevel=4)

@@ -1,0 +1,64 @@
+"""Packed sequences [t, ..]: their lengths and bounds, their padded form and back, the tokens behind the last one."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+from ....common.kernels.launch import Launch, missing
+from ...runtime.launching import DTYPE_NAMES, run
+
+
+def lengths_of(cu_seqlens: Tensor) -> Tensor:
+    """Tokens of each sequence [b] from their cumulative sum [b + 1]."""
+    return cu_seqlens[1:] - cu_seqlens[:-1]
+
+
+def cumulative(lengths: Tensor) -> Tensor:
+    """cu_seqlens [b + 1] int32 from the tokens of each sequence [b]."""
+    return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+def lengths_of_mask(masked: Tensor) -> Tensor:
+    """Tokens of each sequence [b] int32 from a padding mask [b, 1, 1, s] or [b, s], True = padding."""
+    return (~masked.flatten(1)).sum(dim=1, dtype=torch.int32)
+
+
+def thd_to_bshd(x: Tensor, starts: Tensor, lengths: Tensor, size: int) -> Tensor:
+    """[b, size, h, d] of packed tokens [t, h, d]: x[starts[i] : starts[i] + lengths[i]], then zeros."""
+    place = torch.arange(size, device=x.device)
+    real = place < lengths[:, None]
+    if x.shape[0] == 0:
+        return x.new_zeros(lengths.shape[0], size, *x.shape[1:])
+    token = (starts[:-1, None].long() + place).clamp(max=x.shape[0] - 1)
+    return torch.where(real[..., None, None], x[token], 0)
+
+
+def bshd_to_thd(x: Tensor, starts: Tensor, lengths: Tensor, tokens: int) -> Tensor:
+    """Packed tokens [t, h, d] of [b, s, h, d], the inverse of thd_to_bshd; tokens of no sequence are zero."""
+    token = torch.arange(tokens, device=x.device)
+    starts = starts.long()
+    sequence = (torch.searchsorted(starts, token, right=True) - 1).clamp(max=lengths.shape[0] - 1)
+    place = token - starts[sequence]
+    real = place < lengths[sequence]
+    return torch.where(real[:, None, None], x[sequence, place.clamp(max=x.shape[1] - 1)], 0)
+
+
+def clear_tail(x: Tensor, starts: Tensor) -> None:
+    """x[t, ..] = 0 in place for the tokens t >= starts[-1]; x is contiguous, starts int32 [b + 1]."""
+    if x.is_cuda and missing() is None and x.dtype in DTYPE_NAMES:
+        run(_launch(x.shape[0], math.prod(x.shape[1:]), starts.shape[0] - 1), (x, starts))
+        return
+    tokens = torch.arange(x.shape[0], device=x.device)
+    x.masked_fill_((tokens >= starts[-1]).reshape(-1, *(1,) * (x.ndim - 1)), 0)
+
+
+@functools.lru_cache(maxsize=256)
+def _launch(tokens: int, width: int, sequences: int) -> Launch:
+    # Triton is imported where a kernel is first made.
+    from ....common.kernels.packed_sequences import clear_tail_launch
+
+    return clear_tail_launch(tokens, width, sequences)

@@ -1,0 +1,114 @@
+"""Sums of columns on a GPU: of strips of rows, then of strips, beside a cast of the same matrix where one is due."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ....common.dispatch import Backend, undisturbed
+from ...runtime import launching
+from ...runtime.launching import DTYPE_NAMES, perform, refuses_elementwise, rows_dense
+from ..quantize import CastRequest, Quantized, fused_codes
+from ..quantize.triton_float8 import as_float32
+from .reference import beside_cast
+from .request import ColumnSumsRequest
+
+if TYPE_CHECKING:
+    from ....common.kernels.program import Program
+
+_LIMIT = 1 << 24  # offsets inside a tile are 32-bit integers
+_NO_CONSTANTS = (0.0, 0.0, 0.0)
+
+
+def refuses(request: ColumnSumsRequest) -> str | None:
+    if (reason := refuses_elementwise(request.device, request.dtype, request.result)) is not None:
+        return reason
+    if 0 in request.shape:
+        return f"{list(request.shape)} has no elements"
+    if max(request.shape) >= _LIMIT:
+        return f"an extent of {list(request.shape)} reaches {_LIMIT}"
+    return None
+
+
+def bind(request: ColumnSumsRequest) -> Callable[..., Any]:
+    """x -> its sums, or, for a cast, (x, multiplier, record) -> its codes and its sums."""
+    if request.cast is None:
+        return _in_strips(request)
+    if not request.cast.inside or request.strides[0] >= _LIMIT:
+        return beside_cast(request, _in_strips(request))
+    return _with_codes(request, request.cast)
+
+
+def _in_strips(request: ColumnSumsRequest) -> Callable[[Tensor], Tensor]:
+    """Sums of strips of rows, then their sum: torch's takes 128 MiB of scratch memory at 4096 x 4096."""
+    from ....common.kernels import column_sums as kernels  # it imports triton
+
+    near = _lies_near(request)
+    stride = request.strides[0] if near else request.shape[1]
+    program = kernels.sums(request.shape, stride, DTYPE_NAMES[request.result])
+    return lambda x: perform(program, (x if near else x.contiguous(),))[0]
+
+
+def _lies_near(request: ColumnSumsRequest) -> bool:
+    """Are neighbours along a row next to each other, and rows within reach?"""
+    return request.strides[1] == 1 and request.strides[0] < _LIMIT
+
+
+def _with_codes(
+    request: ColumnSumsRequest, cast: CastRequest
+) -> Callable[[Tensor, Tensor | None, Tensor | None], tuple[Quantized, Tensor]]:
+    in_blocks = fused_codes.in_blocks(cast.spec)
+    if in_blocks or cast.given:
+        program = _by_the_cast(request, cast)
+        ready = rows_dense
+    else:
+        program = _beside_the_maximum(request, cast)
+        ready = Tensor.contiguous
+    taken = len(program.inputs)
+
+    def run(x: Tensor, multiplier: Tensor | None, record: Tensor | None) -> tuple[Quantized, Tensor]:
+        if not undisturbed():
+            fused_codes.report(request.shape, request.dtype, request.device, cast)
+        *codes, sums = perform(program, (ready(x), None, as_float32(multiplier), record)[:taken])
+        return Quantized(*codes), sums
+
+    return run
+
+
+def _by_the_cast(request: ColumnSumsRequest, cast: CastRequest) -> Program:
+    """One pass: the cast, as if of a gradient through nothing, sums the columns of its tiles."""
+    from ....common.kernels import activation_codes, block_fused  # they import triton
+
+    stride = request.strides[0] if request.strides[1] == 1 else request.shape[1]
+    plain = ("identity", False, request.shape, (stride, 0))
+    sums = DTYPE_NAMES[request.result]
+    if fused_codes.in_blocks(cast.spec):
+        processors = launching.processors(request.device.index)
+        machine = block_fused.Machine(*processors, request.dtype.itemsize)
+        blocks = fused_codes.blocks(cast.spec, request.dtype)
+        return activation_codes.backward_blocks(*plain, _NO_CONSTANTS, blocks, sums, machine)
+    how = fused_codes.one_scale(cast)
+    return activation_codes.backward(*plain, DTYPE_NAMES[request.dtype], _NO_CONSTANTS, how, sums)
+
+
+def _beside_the_maximum(request: ColumnSumsRequest, cast: CastRequest) -> Program:
+    """A pass for sums and maximum, then the cast, which begins while the first one ends."""
+    from ....common.kernels import cast as kernels  # it imports triton
+    from ....common.kernels import column_sums
+
+    spec = cast.spec
+    after = kernels.cast(
+        request.shape,
+        spec.element,
+        spec.rowwise,
+        spec.columnwise,
+        follows=request.device.type == "cuda",
+        power_of_two=spec.power_of_two,
+        epsilon=spec.epsilon,
+    )
+    return column_sums.sums_and_cast(request.shape, DTYPE_NAMES[request.result], after)
+
+
+BACKEND: Backend[ColumnSumsRequest] = Backend("triton", refuses=refuses, bind=bind, opaque=True)

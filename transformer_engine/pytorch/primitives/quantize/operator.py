@@ -1,0 +1,136 @@
+"""quantize as a tracing compiler sees it: one operator, which it does not look into."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....common.dispatch import Operator
+from ....common.formats import E2M1, E4M3, E5M2
+from ...runtime import launching
+from .formats import FORMATS
+from .spec import Quantized, QuantizeSpec, Request, torch_dtype
+
+_ELEMENTS = {element.name: element for element in (E4M3, E5M2, E2M1)}
+_OPTIONS = {
+    "rowwise": "bool",
+    "columnwise": "bool",
+    "power_of_two": "bool",
+    "epsilon": "float",
+    "two_dimensional": "bool",
+    "hadamard": "bool",
+    "random_sign": "bool",
+    "stochastic": "bool",
+}
+_SCHEMA = (
+    "quantize(Tensor x, str format, str element, "
+    + ", ".join(f"{kind} {name}" for name, kind in _OPTIONS.items())
+    + ", Tensor? scale, Tensor? amax, Tensor? amax_t, Tensor? random_rows, Tensor? random_columns) -> Tensor[]"
+)
+
+
+def operator_of(quantize: Callable[..., Quantized]) -> Callable[[Request], Operator]:
+    """(request) -> the operator that runs quantize(x, spec, ...), for `Table`."""
+
+    def now(x: Tensor, format: str, element: str, *rest: Any) -> list[Tensor]:
+        options, (scale, amax, amax_t, *random) = rest[: len(_OPTIONS)], rest[len(_OPTIONS) :]
+        spec = QuantizeSpec(FORMATS[format].format, _ELEMENTS[element], *options)
+        drawn = None if random[0] is None or random[1] is None else tuple(random)
+        return _separate(
+            quantize(x, spec, scale=scale, amax=amax, amax_t=amax_t, random=drawn), spec, amax is None
+        )
+
+    made = launching.operator(_SCHEMA, now, _results)
+
+    def of_request(request: Request) -> Operator:
+        return Operator(
+            functools.partial(_as_operator, made.call, request.spec),
+            functools.partial(_as_operator, made.results, request.spec),
+        )
+
+    return of_request
+
+
+def _separate(made: Quantized, spec: QuantizeSpec, measures: bool) -> list[Tensor]:
+    """The results of an operator, which share no storage with each other or with what it was given."""
+    results = [made.codes, made.codes_t]
+    if spec.format.block is None:
+        results += [made.scale if spec.rowwise else made.scale_t]
+        results += [made.amax.clone()] if measures and made.amax is not None else []
+    else:
+        results += [made.scale, made.scale_t]
+    return [result for result in results if result is not None]
+
+
+def _results(
+    x: Tensor,
+    format: str,
+    element: str,
+    rowwise: bool,
+    columnwise: bool,
+    *rest: Any,
+) -> list[Tensor]:
+    rows, depth = x.shape
+    amax = rest[len(_OPTIONS) - 2 + 1]
+    directions = [(rows, depth)] * rowwise + [(depth, rows)] * columnwise
+    row, narrow = FORMATS[format], torch_dtype(_ELEMENTS[element])
+    codes = [x.new_empty((m, k // row.format.packing), dtype=narrow) for m, k in directions]
+    if row.format.block is None:
+        return codes + [x.new_empty(1, dtype=torch.float32) for _ in range(2 if amax is None else 1)]
+    return codes + [row.new_scale(x, m, k) for m, k in directions]
+
+
+def _as_operator(
+    operator: Callable[..., list[Tensor]],
+    spec: QuantizeSpec,
+    x: Tensor,
+    scale: Tensor | None,
+    amax: Tensor | None,
+    amax_t: Tensor | None,
+    record: Tensor | None,
+    random: tuple[Tensor, Tensor] | None = None,
+) -> Quantized:
+    """What `quantize` returns, of the operator's results. record is None: a graph writes it by itself."""
+    form, maxima = spec.format, FORMATS[spec.format.name].maxima
+    if maxima is not None:
+        amax, amax_t = maxima(x, spec, amax, amax_t)
+    random_rows, random_columns = (None, None) if random is None else random
+    made = iter(
+        operator(
+            x,
+            form.name,
+            spec.element.name,
+            spec.rowwise,
+            spec.columnwise,
+            spec.power_of_two,
+            spec.epsilon,
+            spec.two_dimensional,
+            spec.hadamard,
+            spec.random_sign,
+            spec.stochastic,
+            scale,
+            amax,
+            amax_t,
+            random_rows,
+            random_columns,
+        )
+    )
+    codes = next(made) if spec.rowwise else None
+    codes_t = next(made) if spec.columnwise else None
+    if form.block is None:
+        inverse = next(made)
+        amax = next(made) if amax is None else amax
+        return Quantized(
+            codes, inverse if spec.rowwise else None, codes_t, inverse if spec.columnwise else None, amax
+        )
+    decode = next(made) if spec.rowwise else None
+    decode_t = next(made) if spec.columnwise else None
+    if maxima is None:
+        return Quantized(codes, decode, codes_t, decode_t)
+    return Quantized(
+        codes, decode, codes_t, decode_t, amax if spec.rowwise else None, amax_t if spec.columnwise else None
+    )

@@ -1,0 +1,1 @@
+"""What stands between torch and everything else: the device, tracing, threads, starting kernels, checks of values."""

@@ -1,0 +1,120 @@
+"""Checks on single values that torch has types for: tensors, dtypes, devices, process groups."""
+
+from __future__ import annotations
+
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+
+from ...common.checks import described, whole_numbers
+from .device import canonical_device
+
+_NO_GROUP = (bool, int, float, str, bytes, list, tuple, dict, set, Tensor, torch.dtype)
+
+
+def tensor(name: str, value: Any) -> TypeGuard[Tensor]:
+    """TypeError unless value is a tensor, plain or quantized."""
+    if not isinstance(value, Tensor):
+        raise TypeError(
+            f"{name} is {described(value)}, a {type(value).__name__}; give a torch.Tensor, "
+            "for example torch.as_tensor(..) of it"
+        )
+    return True
+
+
+def tensor_or_none(name: str, value: Any) -> None:
+    """TypeError unless value is a tensor or None."""
+    if value is not None:
+        tensor(name, value)
+
+
+def floating(name: str, value: Any) -> None:
+    """TypeError unless value is a tensor of floating-point values."""
+    tensor(name, value)
+    if not value.is_floating_point():
+        raise TypeError(f"{name} is {value.dtype}; give floating-point values, for example {name}.float()")
+
+
+def integers(name: str, value: Any) -> None:
+    """TypeError unless value is a tensor of int32 or int64."""
+    tensor(name, value)
+    if value.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} is {value.dtype}; give int32 values, for example {name}.int()")
+
+
+def same_shape(name: str, value: Tensor, other_name: str, other: Tensor) -> None:
+    """ValueError unless two tensors have one shape."""
+    if value.shape != other.shape:
+        raise ValueError(
+            f"{name} is {list(value.shape)}, {other_name} {list(other.shape)}; give both the same shape"
+        )
+
+
+def same_device(name: str, value: Tensor, other_name: str, device: torch.device) -> None:
+    """ValueError unless a tensor lies on the device of another."""
+    if value.device != device:
+        raise ValueError(
+            f"{name} is on {value.device}, {other_name} on {device}; move one of them with .to()"
+        )
+
+
+def parameter_dtype(name: str, value: Any) -> None:
+    """TypeError unless value is None or a dtype that parameters can be computed with."""
+    if value is None:
+        return
+    if not isinstance(value, torch.dtype) or not value.is_floating_point or value.itemsize < 2:
+        raise TypeError(
+            f"{name}={described(value)} is no dtype of parameters; give torch.float32, torch.bfloat16 or "
+            "torch.float16 (quantized_model_init quantizes parameters)"
+        )
+
+
+def tensor_dtype(name: str, value: Any) -> None:
+    """TypeError unless value is a dtype of values that are not quantized."""
+    if value is None:
+        raise TypeError(f"{name}=None is no dtype; give torch.bfloat16, torch.float16 or torch.float32")
+    parameter_dtype(name, value)
+
+
+def device(name: str, value: Any) -> None:
+    """ValueError or TypeError unless value names a device."""
+    canonical_device(value, name)
+
+
+def group_or_none(name: str, value: Any) -> None:
+    """TypeError for plain data where a process group belongs; objects that stand for one pass."""
+    if isinstance(value, _NO_GROUP):
+        raise TypeError(
+            f"{name}={described(value)} is a {type(value).__name__}; give a torch.distributed.ProcessGroup, or None"
+        )
+
+
+def groups_or_none(name: str, value: Any) -> None:
+    """The same, or a list of groups."""
+    for member in value if isinstance(value, list) and value else [value]:
+        group_or_none(name, member)
+
+
+def values_dtype(name: str, value: Any) -> None:
+    """TypeError unless value is a floating-point dtype, one that quantized values can be presented in."""
+    if not isinstance(value, torch.dtype) or not value.is_floating_point:
+        raise TypeError(
+            f"{name}={described(value)} is no floating-point dtype; give torch.float32, torch.bfloat16 or torch.float16"
+        )
+
+
+def extents(name: str, value: Any) -> None:
+    """TypeError or ValueError unless value is a shape."""
+    whole_numbers(name, value)
+    if any(size < 0 for size in value):
+        raise ValueError(f"{name}={tuple(value)} holds a size below 0; give sizes of at least 0")
+
+
+def flag_tensor(name: str, value: Any) -> None:
+    """TypeError or ValueError unless value is None or a tensor of one element."""
+    if value is None:
+        return
+    tensor(name, value)
+    if value.numel() != 1:
+        raise ValueError(f"{name} is {list(value.shape)}; give a tensor of one element")

@@ -1,0 +1,126 @@
+"""demand(rule, tensors, *facts): numbers that lie in tensors are checked without waiting for a device.
+
+A rule is a function of numbers on the host, lists as `Tensor.tolist` gives them, that raises ValueError. For tensors on
+the CPU it runs at once, before anything is changed. A GPU would have to be waited for, so that its numbers are trusted,
+unless TE_CHECK=1: then they are copied to pinned memory on the stream, and the rule runs when a later call finds
+the copy done, in `check()`, or when the process ends. The call itself goes on, and a kernel that reads outside of its
+tensors may end the process first: TE_CHECK=2 waits and runs the rule before anything else. Nothing is checked while a
+compiler traces or a CUDA graph is captured.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...common import env
+
+Rule = Callable[..., None]
+
+_SWITCH = ("TE_CHECK",)
+_PLAIN = (Tensor, torch.nn.Parameter)  # not those of tracers, which hold no numbers
+
+
+class Waiting(NamedTuple):
+    """A check whose numbers are on their way: arrived() says whether they are there, wait() waits for them."""
+
+    rule: Rule
+    numbers: list[Tensor | None]
+    facts: tuple[Any, ...]
+    arrived: Callable[[], bool]
+    wait: Callable[[], object]
+
+
+_waiting: deque[Waiting] = deque()
+_lock = threading.Lock()
+_registered = False
+
+
+def demand(rule: Rule, tensors: tuple[Tensor | None, ...], *facts: Any) -> None:
+    """rule(*numbers of tensors, *facts) now; for tensors on a GPU as TE_CHECK says: not at all, later or now.
+
+    A tensor that is None stays None. Raises the ValueError of the rule, or that of an earlier check whose numbers
+    have arrived.
+    """
+    if torch.compiler.is_compiling():
+        return
+    on_device = False
+    for tensor in tensors:
+        if tensor is None or tensor.is_cpu:
+            continue
+        if not tensor.is_cuda:
+            return
+        on_device = True
+    level = env.get("TE_CHECK") if on_device and env.stored(_SWITCH)[0] is not None else "0"
+    if on_device and (level == "0" or torch.cuda.is_current_stream_capturing()):
+        return
+    if any(tensor is not None and type(tensor) not in _PLAIN for tensor in tensors):
+        return
+    if level == "1":
+        _demand_later(rule, tensors, facts)
+    else:
+        rule(*(None if tensor is None else tensor.tolist() for tensor in tensors), *facts)
+
+
+def check() -> None:
+    """Wait for all checks under way; raises the ValueError of the first that fails, and drops the others.
+
+    With TE_CHECK=1 sequence lengths, positions and pages on a GPU are checked after the call that was given them,
+    with TE_CHECK=2 by the call itself.
+    """
+    _settle(wait=True)
+
+
+def _demand_later(rule: Rule, tensors: tuple[Tensor | None, ...], facts: tuple[Any, ...]) -> None:
+    _settle(wait=False)
+    numbers = [None if x is None else _copied(x) for x in tensors]
+    event = torch.cuda.Event()
+    event.record()
+    collect(Waiting(rule, numbers, facts, event.query, event.synchronize))
+
+
+def _copied(x: Tensor) -> Tensor:
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    return host.copy_(x.detach(), non_blocking=True)
+
+
+def collect(waiting: Waiting) -> None:
+    """Keep a check until its numbers have arrived."""
+    global _registered
+    with _lock:
+        if not _registered:
+            atexit.register(_at_exit)
+            _registered = True
+        _waiting.append(waiting)
+
+
+def _settle(wait: bool) -> None:
+    """Run the rules whose numbers have arrived, those of all with wait, the oldest first."""
+    while True:
+        with _lock:
+            if not _waiting or not (wait or _waiting[0].arrived()):
+                return
+            first = _waiting.popleft()
+        if wait:
+            first.wait()
+        try:
+            first.rule(*(None if x is None else x.tolist() for x in first.numbers), *first.facts)
+        except ValueError as error:
+            with _lock:
+                _waiting.clear()
+            raise ValueError(f"found by TE_CHECK=1 in an earlier call: {error}") from None
+
+
+def _at_exit() -> None:
+    """What nobody asked for is at least printed: an exception would have nobody to catch it."""
+    try:
+        _settle(wait=True)
+    except ValueError as error:
+        print(f"transformer_engine: {error}", file=sys.stderr)

@@ -1,0 +1,219 @@
+"""outputs = run(launch, inputs), or perform(program, inputs): kernel calls that are data, on torch tensors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...common.dispatch import Operator
+from ...common.kernels.launch import Launch, Output, missing, start
+from ...common.kernels.program import Program
+from .device import get_device_compute_capability, is_current_device
+from .zeros import numbers, zero
+
+DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+_DTYPES = {
+    name: getattr(torch, name)
+    for name in (*DTYPE_NAMES.values(), "float8_e4m3fn", "float8_e5m2", "uint8", "int32")
+}
+
+
+class Processors(NamedTuple):
+    """How many multiprocessors there are, and the bytes of shared memory that one program may have."""
+
+    count: int
+    shared_memory: int
+
+
+def run(launch: Launch, inputs: Sequence[Tensor | None]) -> list[Tensor]:
+    """The launch's outputs, made on the device of the first input; None where the launch has none."""
+    first = inputs[0]
+    assert first is not None
+    device = first.device
+    makers = launch.makers.get(device)
+    if makers is None:
+        makers = launch.makers[device] = makers_of(launch, device)
+    outputs = [None if make is None else make() for make in makers]
+    if device.type == "cuda" and not is_current_device(device.index):
+        with torch.cuda.device(device):
+            start(launch, inputs, device.index, outputs)
+    else:
+        start(launch, inputs, device.index, outputs)
+    return outputs  # pyright: ignore[reportReturnType]
+
+
+def perform(program: Program, inputs: Sequence[Tensor | None]) -> list[Tensor]:
+    """The program's results, made on the device of the first input; None where it has none."""
+    first = inputs[0]
+    assert first is not None
+    performed = program.kept.get(first.device)
+    if performed is None:
+        performed = program.kept[first.device] = Performed(program, first.device)
+    return performed(*inputs)
+
+
+class Performed:
+    """A program on one device, with all that is known before a call: a call allocates and launches, nothing else.
+
+    Called with the inputs, and behind them what the caller has made, it answers the results.
+    """
+
+    def __init__(self, program: Program, device: torch.device):
+        self.device = device
+        self.index = device.index
+        self.may_be_elsewhere = device.type == "cuda"
+        steps, self.results = program.places
+        # Numbers on a device that several launches need are asked for together: must they be 0?
+        self.zeroed: tuple[bool, ...] = ()
+        self.steps = tuple(
+            (launch, places, made, self._makers(launch, made))
+            for (launch, places), made in zip(steps, program.caller_made, strict=True)
+        )
+
+    def _makers(self, launch: Launch, caller_made: tuple[int, ...]) -> list[Any]:
+        """Of every output None, which of the numbers it is, or a function that makes it."""
+        makers: list[Any] = []
+        for place, output in enumerate(launch.outputs):
+            if output is None or (caller_made and caller_made[place]):
+                makers.append(None)
+            elif output.shape == (1,) and output.dtype == "float32" and output.begins in (None, 0.0):
+                makers.append(len(self.zeroed))
+                self.zeroed += (output.begins is not None,)
+            else:
+                makers.append(_maker(output, self.device))
+        return makers
+
+    def __call__(self, *given: Tensor | None) -> list[Tensor]:
+        if self.may_be_elsewhere and not is_current_device(self.index):
+            with torch.cuda.device(self.device):
+                return self._start(given)
+        return self._start(given)
+
+    def _start(self, given: tuple[Tensor | None, ...]) -> list[Tensor]:
+        buffers: list[Any] = [None, *given]
+        alone = numbers(self.device, self.zeroed) if self.zeroed else ()
+        for launch, places, caller_made, makers in self.steps:
+            outputs = [
+                None if make is None else alone[make] if type(make) is int else make() for make in makers
+            ]
+            inputs = [buffers[place] for place in places]
+            if caller_made:
+                for place, where in enumerate(caller_made):
+                    if where:
+                        outputs[place] = buffers[where]
+                start(launch, inputs + outputs, self.index)
+            else:
+                start(launch, inputs, self.index, outputs)
+            buffers += outputs
+        return [buffers[place] for place in self.results]
+
+
+def run_into(launch: Launch, tensors: Sequence[Tensor | None], device: torch.device) -> None:
+    """Start the launch on its inputs and, behind them, the outputs, which the caller has made on the device."""
+    if device.type == "cuda" and not is_current_device(device.index):
+        with torch.cuda.device(device):
+            start(launch, tensors, device.index)
+    else:
+        start(launch, tensors, device.index)
+
+
+def makers_of(launch: Launch, device: torch.device) -> list[Any]:
+    """Functions of nothing that make the launch's outputs on a device; None where there is none."""
+    return [None if output is None else _maker(output, device) for output in launch.outputs]
+
+
+def _maker(output: Output, device: torch.device) -> Callable[[], Tensor]:
+    shape, dtype, begins = output.shape, output.dtype, output.begins
+    assert shape is not None and dtype is not None, "whoever knows the extents makes the tensor: use run_into"
+    if begins is not None:
+        assert not output.transposed
+        if begins == 0 and shape == (1,) and dtype == "float32":
+            return functools.partial(zero, device)
+        return functools.partial(torch.full, shape, begins, dtype=_DTYPES[dtype], device=device)
+    if output.transposed:
+        rows, columns = shape
+        seen, strides = (columns, rows), (1, columns)
+    else:
+        seen, strides = (
+            shape,
+            tuple(prod(max(extent, 1) for extent in shape[axis + 1 :]) for axis in range(len(shape))),
+        )
+    # On a CPU's clock: 0.8 us where torch.empty takes 1.2.
+    return functools.partial(torch.empty_strided, seen, strides, dtype=_DTYPES[dtype], device=device)
+
+
+def rows_dense(tensor: Tensor) -> Tensor:
+    """The tensor, or a contiguous copy where neighbours along its last axis lie apart; its rows may lie anywhere."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+@functools.cache
+def processors(device: int) -> Processors:
+    """The multiprocessors of a CUDA device."""
+    properties = torch.cuda.get_device_properties(device)
+    return Processors(properties.multi_processor_count, properties.shared_memory_per_block_optin)
+
+
+def refuses_elementwise(device: torch.device, *dtypes: torch.dtype) -> str | None:
+    """Why a Triton kernel that reads and writes 16- and 32-bit floats cannot run here; None if it can."""
+    if device.type != "cuda":
+        return f"it needs a CUDA device, the tensors are on {device.type}"
+    if (reason := missing()) is not None:
+        return reason
+    for dtype in dtypes:
+        if dtype not in DTYPE_NAMES:
+            return f"a tensor is {dtype}; it takes float32, float16 and bfloat16"
+    capability = get_device_compute_capability()
+    if capability < (8, 0):
+        return f"compute capability {capability[0]}.{capability[1]} < 8.0"
+    return None
+
+
+def refuses_casts(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why Triton cannot cast values of a dtype to narrow codes here, to the bit as the reference; None if it can."""
+    if device.type != "cuda":
+        return f"it needs a CUDA device, the values are on {device.type}"
+    if (reason := missing()) is not None:
+        return reason
+    if torch.version.hip is not None:
+        return "it relies on NVIDIA's FP8 conversion, this torch is built for ROCm"
+    if dtype not in DTYPE_NAMES:
+        return f"it takes bfloat16, float16 and float32, not {dtype}"
+    capability = get_device_compute_capability()
+    if capability < (9, 0):
+        return (
+            f"compute capability {capability[0]}.{capability[1]} < 9.0: "
+            "Triton rounds a cast to FP8 twice there, or has none"
+        )
+    return None
+
+
+class TorchOperator(NamedTuple):
+    """An operator of torch, and what makes room for its results: functions of the schema's arguments."""
+
+    call: Callable[..., Any]
+    results: Callable[..., Any]
+
+    def given(self, **constants: Any) -> Operator:
+        """The operator of one request, whose facts are these arguments."""
+        return Operator(
+            functools.partial(self.call, **constants), functools.partial(self.results, **constants)
+        )
+
+
+def operator(schema: str, eager: Callable[..., Any], results: Callable[..., Any]) -> TorchOperator:
+    """transformer_engine::schema, which a tracing compiler does not look into: it runs eager, on a GPU.
+
+    results   makes tensors of the shapes and dtypes that eager returns, and computes nothing
+    """
+    name = schema[: schema.index("(")]
+    qualified = f"transformer_engine::{name}"
+    torch.library.define(qualified, schema[len(name) :], tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.impl(qualified, "cuda", eager)
+    torch.library.register_fake(qualified, results)
+    return TorchOperator(getattr(torch.ops.transformer_engine, name), results)
