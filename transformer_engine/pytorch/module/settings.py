@@ -1,4 +1,4 @@
-"""Attributes of a layer that its children were made by, or work by: refused when they are changed, or handed down."""
+"""Attributes that children and parameters of a layer were made by, or work by: refused when changed, or handed down."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ def refuse_if_fixed(module: torch.nn.Module, name: str, value: Any, fixed: froze
 
 
 def refuse_if_made(module: torch.nn.Module, name: str, before: Any, value: Any) -> None:
-    """AttributeError for another value of an attribute that the children of a layer were made by."""
-    if module.__dict__.get("_modules") and before != value:
+    """AttributeError for another value of an attribute that a layer's children or parameters were made by."""
+    held = module.__dict__
+    if before != value and (held.get("_modules") or held.get("_parameters")):
         raise AttributeError(
             f"{name}={value!r}: this {type(module).__name__} was made with {name}={before!r}, which "
             f"decides what it consists of; make another one with {name}={value!r}"
