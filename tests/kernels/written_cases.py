@@ -25,6 +25,7 @@ from transformer_engine.common.kernels import (
     block_fused,
     cast,
     column_sums,
+    cross_entropy,
     delayed_scaling,
     dropout,
     fp8_attention,
@@ -41,6 +42,7 @@ from transformer_engine.common.kernels import (
     transpose,
 )
 from transformer_engine.common.kernels.launch import NUMBER, WRITTEN, Launch
+from transformer_engine.common.labels import Labels
 
 Case = tuple[str, Launch, tuple["str | None", ...]]
 
@@ -148,6 +150,15 @@ def others() -> Iterator[Case]:
     yield "clear tail", packed_sequences.clear_tail_launch(300, 48, 2), (HALF, INDEX)
 
 
+def losses() -> Iterator[Case]:
+    labels = Labels(-100, 0.1, 0, 1024)
+    yield "statistics", cross_entropy.statistics(*SHAPE, 2, labels), (HALF, ADDRESS)
+    yield "losses", cross_entropy.losses(512, 2, labels), (FLOAT, ADDRESS)
+    for in_place in (False, True):
+        launch = cross_entropy.gradient(*SHAPE, labels, "bfloat16", True, in_place)
+        yield f"gradient of logits in_place={in_place}", launch, (HALF, ADDRESS, FLOAT, FLOAT)
+
+
 def grouped() -> Iterator[Case]:
     measured = grouped_cast.maximum(SHAPE, 4, False)
     yield "grouped maximum", measured, (HALF, ADDRESS, None)
@@ -232,7 +243,7 @@ def facts_of(launch: Launch, inputs: tuple[str | None, ...]) -> dict[str, list[s
 
 
 def main() -> None:
-    groups = (casts, activations, norms, others, grouped, attentions)
+    groups = (casts, activations, norms, others, losses, grouped, attentions)
     print(
         json.dumps({name: facts_of(launch, inputs) for group in groups for name, launch, inputs in group()})
     )

@@ -16,6 +16,7 @@ from .attention import (
     RotaryPositionEmbedding,
 )
 from .constants import DType
+from .cross_entropy import fused_linear_cross_entropy, parallel_cross_entropy
 from .distributed import CudaRNGStatesTracker, checkpoint
 from .inspect.autotune import autotune
 from .inspect.explain import explain
@@ -47,7 +48,6 @@ _NOT_YET = (
     "Fp8Unpadding",
     "make_graphed_callables",
     "get_cpu_offload_context",
-    "parallel_cross_entropy",
     "moe_permute",
     "moe_permute_with_probs",
     "moe_permute_and_pad_with_probs",
