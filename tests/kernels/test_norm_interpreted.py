@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[2]
         "fused_codes",
         "fused_blocks",
         "cross_entropy",
+        "multi_tensor",
     ],
 )
 def test_the_kernels_pass_their_tests_in_the_interpreter(name):
