@@ -23,7 +23,9 @@ from transformer_engine.pytorch.primitives.multi_tensor import (
 
 kernels = Kernels(multi_tensor, "multi_tensor")
 # Sizes that end inside of a block, of a chunk, at one, and nowhere; then such whose every address is aligned.
-SIZES = sized("sizes", [(5, 8193, 0, 300), (64, 8192)], [(1, 1 << 20, 0, 4099, 77), (4096, 1 << 21, 16)], ids=str)
+SIZES = sized(
+    "sizes", [(5, 8193, 0, 300), (64, 8192)], [(1, 1 << 20, 0, 4099, 77), (4096, 1 << 21, 16)], ids=str
+)
 CPU = torch.device("cpu")
 RATES = adam_rates(0.1, (0.9, 0.99), 1e-8, 3, True, 0.01)
 
@@ -70,7 +72,10 @@ def test_the_scaling_kernel_is_the_reference_to_the_bit(sizes, dtype):
 @runs_kernels
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 def test_the_scaling_kernel_flags_what_is_not_finite(value):
-    lists, flag = lists_of((5, 9000), torch.float16, torch.float32), torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    lists, flag = (
+        lists_of((5, 9000), torch.float16, torch.float32),
+        torch.zeros(1, dtype=torch.int32, device=DEVICE),
+    )
     lists[0][1][8999] = value
     kernels.scale_all(lists, torch.ones(1, device=DEVICE), flag)
     assert flag.item() == 1
@@ -83,7 +88,9 @@ def test_sums_of_squares_are_those_of_the_reference(sizes, dtype):
     (tensors,) = lists_of(sizes, dtype)
     for factor in (None, torch.tensor([0.5], device=DEVICE)):
         actual = kernels.squares_of_all(tensors, factor)
-        expected = torch.stack([(x.double() * (1 if factor is None else 0.5)).square().sum() for x in tensors])
+        expected = torch.stack(
+            [(x.double() * (1 if factor is None else 0.5)).square().sum() for x in tensors]
+        )
         torch.testing.assert_close(actual, expected.float(), rtol=1e-5, atol=0.0)
 
 
@@ -108,7 +115,10 @@ def test_a_step_of_adam_is_that_of_the_reference(sizes, kinds, decoupled):
         reference.adam(expected, rates, flag, Adam(decoupled))
     if kinds[-1] is torch.int16:
         lists[1:] = [[joined(u, low) for u, low in zip(lists[1], lists[4], strict=True)], *lists[2:4]]
-        expected[1:] = [[joined(u, low) for u, low in zip(expected[1], expected[4], strict=True)], *expected[2:4]]
+        expected[1:] = [
+            [joined(u, low) for u, low in zip(expected[1], expected[4], strict=True)],
+            *expected[2:4],
+        ]
     assert_alike(lists, expected)
 
 
@@ -127,7 +137,9 @@ def test_a_flag_that_is_set_leaves_everything_as_it_is():
 
 @runs_kernels
 @SIZES
-@pytest.mark.parametrize("how", [Sgd(), Sgd(True, False, True), Sgd(True, True), Sgd(True, late=True)], ids=str)
+@pytest.mark.parametrize(
+    "how", [Sgd(), Sgd(True, False, True), Sgd(True, True), Sgd(True, late=True)], ids=str
+)
 @pytest.mark.parametrize("copies", [False, True])
 def test_a_step_of_gradient_descent_is_that_of_the_reference(sizes, how, copies):
     kinds = (torch.float16, *(torch.float32,) * 2, torch.float16)[: 3 + copies]
@@ -142,7 +154,9 @@ def test_a_step_of_gradient_descent_is_that_of_the_reference(sizes, how, copies)
 
 def test_the_halves_of_a_number_make_it_again_to_the_bit():
     every = torch.randint(-(2**31), 2**31, (20000,), dtype=torch.int64).to(torch.int32)
-    numbers = torch.cat((every, torch.tensor([0, -(2**31), 0x3F80C000, 0x3F804000, 0x3F808000]).to(torch.int32)))
+    numbers = torch.cat(
+        (every, torch.tensor([0, -(2**31), 0x3F80C000, 0x3F804000, 0x3F808000]).to(torch.int32))
+    )
     finite = numbers.view(torch.float32)[~torch.isnan(numbers.view(torch.float32))]
     upper, lower = halves(finite)
     assert torch.equal(joined(upper, lower).view(torch.int32), finite.view(torch.int32))

@@ -8,7 +8,7 @@ from typing import Any
 from ..common.dispatch import use_backend
 from . import float8_tensor as float8_tensor
 from . import fp8 as fp8
-from . import quantization, tensor
+from . import optimizers, quantization, tensor
 from .attention import (
     DotProductAttention,
     InferenceParams,

@@ -243,7 +243,7 @@ def _sgd(
             tl.store(copy_ptr + place, p.to(copy_ptr.dtype.element_ty), mask=inside)
 
 
-def scale(chunks: int, kinds: tuple[str, str], aligned: bool) -> Launch:
+def scale(chunks: int, kinds: tuple[str, ...], aligned: bool) -> Launch:
     """(table [chunks, 3], factor float32 [1], flag int32 [1]) -> nothing: outputs and the flag are written"""
     tables = (Table(0, (NUMBER, READ, WRITTEN)),)
     constants = (*kinds, aligned, CHUNK, _BLOCK)
@@ -254,7 +254,9 @@ def squares(chunks: int, kind: str, aligned: bool) -> Launch:
     """(table [chunks, 2], factor float32 [1] or None) -> partials float32 [chunks]"""
     tables = (Table(0, (NUMBER, READ)),)
     outputs = (Output((chunks,), "float32"),)
-    return Launch(_squares, (chunks, 1, 1), outputs, (), (kind, aligned, CHUNK, _BLOCK), _WARPS, tables=tables)
+    return Launch(
+        _squares, (chunks, 1, 1), outputs, (), (kind, aligned, CHUNK, _BLOCK), _WARPS, tables=tables
+    )
 
 
 def adam(chunks: int, kinds: tuple[str, ...], how: Adam, aligned: bool) -> Launch:

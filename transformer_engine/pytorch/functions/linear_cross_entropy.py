@@ -1,4 +1,4 @@
-"""loss = mean(cross_entropy(hidden [M, K] @ weight [V, K].T + bias [V], target [M])) without ever holding [M, V] logits.
+"""loss = mean(cross_entropy(hidden [M, K] @ weight [V, K].T + bias [V], target [M])), never holding [M, V] logits.
 
 Rows go through in chunks: logits of a chunk, its losses, their gradient in place of the logits, and from it the chunk's
 part of every gradient, all in the forward pass. The backward multiplies by the gradient of the loss, one number. A loss

@@ -20,7 +20,7 @@ def bind(request: CrossEntropyRequest) -> Callable[..., Any]:
         return lambda x, targets: statistics(x, targets, labels)
     if request.operation == "losses":
         return lambda partials, targets: losses(partials, targets, labels)
-    return lambda *tensors: gradient(*tensors, labels, in_place)
+    return lambda x, targets, of_rows, factor: gradient(x, targets, of_rows, factor, labels, in_place)
 
 
 def statistics(x: Tensor, targets: Tensor, labels: Labels) -> Tensor:

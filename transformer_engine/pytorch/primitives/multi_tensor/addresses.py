@@ -1,4 +1,4 @@
-"""Tables of addresses: for every chunk of every tensor of parallel lists where it begins, kept while they stay there."""
+"""Tables of addresses: where every chunk of every tensor of parallel lists begins, kept while they stay there."""
 
 from __future__ import annotations
 

@@ -44,9 +44,7 @@ def bind(request: MultiTensorRequest) -> Callable[..., Any]:
             launch = _launches[request.operation, kinds, request.how, chunks.count, chunks.aligned]
             run(launch, (chunks.table, numbers, flag))
 
-    def squares(
-        lists: Sequence[Sequence[Tensor]], sizes: tuple[int, ...], factor: Tensor | None
-    ) -> Tensor:
+    def squares(lists: Sequence[Sequence[Tensor]], sizes: tuple[int, ...], factor: Tensor | None) -> Tensor:
         chunks = chunks_of(lists, sizes, CHUNK)
         if chunks is None:
             return captured(lists, sizes, factor)
