@@ -20,6 +20,7 @@ LAYERS = {
     "transformer_engine.pytorch.tensor": 3,
     "transformer_engine.pytorch.quantization": 4,
     "transformer_engine.pytorch.distributed": 5,
+    "transformer_engine.pytorch.offload": 5,
     "transformer_engine.pytorch.functions": 7,
     "transformer_engine.pytorch.module": 8,
     "transformer_engine.pytorch.attention": 9,
