@@ -18,6 +18,7 @@ from .attention import (
 from .constants import DType
 from .cpu_offload import get_cpu_offload_context, mark_not_offload
 from .distributed import CudaRNGStatesTracker, checkpoint
+from .graph import graphed, make_graphed_callables
 from .inspect.autotune import autotune
 from .inspect.explain import explain
 from .inspect.memory_plan import memory_plan
