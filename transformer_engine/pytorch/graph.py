@@ -77,26 +77,26 @@ def make_graphed_callables(
 ) -> Any:
     """The module, or the tuple of them, whose calls replay CUDA graphs, with the bits of calls without.
 
-    sample_args, sample_kwargs   tensors of the shapes that calls will have; a tuple of them for a tuple of modules. The
-                                 graphs read these very tensors
+    sample_args, sample_kwargs   tensors of the shapes that calls will have, for each module of a tuple. The graphs read
+                                 these very tensors
     num_warmup_iters             runs before the capture, at least one. Nothing that they record or draw counts
     allow_unused_input           may an input want a gradient that there is none of?
-    enabled, calibrating, recipe, amax_reduction_group   the autocast to capture under, the first for each module where it
-                                 is a tuple. Calls are made inside of an autocast of their own, whose end updates scales
+    enabled, calibrating, recipe, amax_reduction_group   the autocast to capture under; enabled for each module where it
+                                 is a tuple. Calls are made in an autocast of their own, whose end updates scales
     cache_quantized_params       quantize weights in the first microbatch of a step only: every call passes
                                  is_first_microbatch
     pool                         memory to share with other graphs
     retain_graph_in_backward     capture the backward with retain_graph=True
-    clone_param_grads_on_return  parameters get gradients of their own; False: the graph's, which the next replay overwrites
+    clone_param_grads_on_return  parameters get gradients of their own; False: those that the next replay overwrites
     pre_warmup_hook, post_warmup_hook   called once, round the warm-up
-    capture_time_hooks           for each callable {"forward_pre_hooks", ..: {id: hook(module)}}, called while warming up
-                                 and capturing, never at a replay
+    capture_time_hooks           for each callable {"forward_pre_hooks", ..: {id: hook(module)}}, called while warming
+                                 up and capturing, never at a replay
     _order, _num_layers_per_chunk   a pipeline's schedule, see `graphs/order.py`: a function for each chunk, microbatch
                                  and layer is returned
     _reuse_graph_input_output_buffers   callables of an _order share buffers where the schedule lets them
 
-    Modules keep their parameters and names; each gets `reset()` and `backward_dw()`. What a replay returns is overwritten
-    by the next one. Without a GPU the callables come back wrapped and run eagerly.
+    Modules keep their parameters and names; each gets `reset()` and `backward_dw()`. What a replay returns is
+    overwritten by the next one. Without a GPU the callables come back wrapped and run eagerly.
     """
     options = {
         "enabled": Renamed("enabled", enabled, "fp8_enabled", fp8_enabled),
@@ -185,7 +185,7 @@ def restore_fp8_tensors(modules: Any, fp8_tensors: list[Any] | None) -> None:
     layers = _quantized_layers(modules)
     if len(layers) != len(fp8_tensors):
         raise RuntimeError(
-            f"{len(fp8_tensors)} layers' states were saved, {len(layers)} layers are to be restored; give the same modules"
+            f"states of {len(fp8_tensors)} layers were saved, and {len(layers)} are to be restored; give the same modules"
         )
     for layer, saved in zip(layers, fp8_tensors, strict=True):
         layer.reset_fp8_meta_tensors(saved if any(saved.values()) else None)

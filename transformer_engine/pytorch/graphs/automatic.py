@@ -1,8 +1,8 @@
 """graphed(module): the module, whose calls are captured by themselves once three have been alike.
 
 A call whose signature has been met so often is captured and replayed, the others run eagerly. So do calls that a
-replay could not stand for; the table says why, and `te.explain` prints it. Results are those of eager calls bit for bit,
-and belong to the caller.
+replay could not stand for; the table says why, and `te.explain` prints it. Results have the bits of eager calls, and
+belong to the caller.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _refuses(call: Situation) -> str | None:
     if call.is_kept:
         return None
     if call.kept >= call.most:
-        return f"{call.most} signatures are kept already; call reset(), or give graphed(.., signatures=) a larger number"
+        return f"{call.most} signatures are kept already; call reset(), or give graphed a larger signatures="
     if call.calls < call.after:
         return f"{call.calls} calls of this signature so far; it is captured after {call.after}"
     return None
@@ -90,7 +90,9 @@ class AutomaticGraph:
         self._entries: dict[tuple[Any, ...], _Entry] = {}
         names = list(inspect.signature(call).parameters)
         self._first_at = names.index(_FIRST) if _FIRST in names else None
-        functools.update_wrapper(self, call, updated=())
+        self.name = (
+            getattr(call, "__name__", type(call).__name__) if module is None else type(module).__name__
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -164,7 +166,7 @@ class AutomaticGraph:
         except RuntimeError as error:
             # A capture refuses what it cannot hold, such as a value that the host reads, by errors of many texts.
             entry.failure = f"it could not be captured: {str(error).splitlines()[0]}"
-            warnings.warn(f"graphed: {self.__name__} runs eagerly; {entry.failure}", stacklevel=4)
+            warnings.warn(f"graphed: {self.name} runs eagerly; {entry.failure}", stacklevel=4)
             return None
         entry.graph = graph
         return graph
@@ -224,8 +226,8 @@ def graphed(module: Function, *, after: int = 3, signatures: int = 4) -> Functio
     after        eager calls of one signature before it is captured: of shapes, types, modes, recipe, parameters' places
     signatures   graphs that are kept at most; calls of further ones run eagerly
 
-    `te.explain(module, x)` says whether a call is captured, and why not. Outputs and gradients are the caller's own, and
-    have the bits of eager calls. A second forward before the first one's backward runs eagerly. `module.reset()` frees
+    `te.explain(module, x)` says whether a call is captured, and why not. Outputs and gradients are the caller's own,
+    with the bits of eager calls. A second forward before the first one's backward runs eagerly. `module.reset()` frees
     all graphs. A function is wrapped; tensors that it reads beside its arguments must stay where they are.
     """
     if not callable(module):
@@ -237,6 +239,5 @@ def graphed(module: Function, *, after: int = 3, signatures: int = 4) -> Functio
     if not isinstance(module, torch.nn.Module):
         return AutomaticGraph(module, None, after, signatures)  # pyright: ignore[reportReturnType]
     forward = AutomaticGraph(module.forward, module, after, signatures)
-    module.forward = forward
-    module.reset = forward.reset  # pyright: ignore[reportAttributeAccessIssue]
-    return module
+    vars(module).update(forward=forward, reset=forward.reset)
+    return module  # pyright: ignore[reportReturnType]

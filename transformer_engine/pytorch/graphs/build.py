@@ -69,7 +69,7 @@ def recorded(graphs: list[Replayed], plan: Plan, recorder: Recorder) -> list[Rep
         if plan.after is not None:
             plan.after()
         for graph in graphs:
-            graph.note_main_gradients()
+            graph.note_what_showed()
         for step in plan.steps:
             number = step.callable
             _record(

@@ -37,9 +37,10 @@ def layers_with_weights(module: torch.nn.Module | None) -> list[ProductsModule]:
 def microbatch(layers: Iterable[ProductsModule], first: bool | None) -> Iterator[None]:
     """Inside of the block each layer is called with is_first_microbatch=first, whoever calls it; None: as it is."""
     with ExitStack() as hooks:
-        for layer in () if first is None else layers:
-            handle = layer.register_forward_pre_hook(functools.partial(called_as, first), with_kwargs=True)
-            hooks.callback(handle.remove)
+        if first is not None:
+            call = functools.partial(called_as, first)
+            for layer in layers:
+                hooks.callback(layer.register_forward_pre_hook(call, with_kwargs=True).remove)
         yield
 
 

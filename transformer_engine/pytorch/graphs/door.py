@@ -32,7 +32,7 @@ class Eagerly:
 
     def backward_dw(self) -> None:
         for layer in self.block.delayed:
-            layer.backward_dw()
+            type(layer).backward_dw(layer)  # its own, which this door stands before
 
     def reset(self) -> None:
         """There is no graph to free."""
@@ -73,8 +73,8 @@ class Door:
         if self.caches:
             if not isinstance(is_first_microbatch, bool):
                 raise ValueError(
-                    f"is_first_microbatch={described(is_first_microbatch)}: with cache_quantized_params=True every call "
-                    "says whether it is the first microbatch of a step; pass True or False"
+                    f"is_first_microbatch={described(is_first_microbatch)}: with cache_quantized_params=True every "
+                    "call says whether it is the first microbatch of a step; pass True or False"
                 )
             first = is_first_microbatch
             if isinstance(self.runs, Replayed):
@@ -95,7 +95,5 @@ def hung(door: Door) -> Any:
     module = door.module
     if module is None:
         return door
-    module.forward = door
-    module.backward_dw = door.backward_dw  # pyright: ignore[reportAttributeAccessIssue]
-    module.reset = door.reset  # pyright: ignore[reportAttributeAccessIssue]
+    vars(module).update(forward=door, backward_dw=door.backward_dw, reset=door.reset)
     return module

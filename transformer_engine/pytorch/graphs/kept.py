@@ -12,7 +12,9 @@ from torch import Tensor
 
 from ..distributed.rng import get_all_rng_states
 from ..module.base import TransformerEngineBaseModule
+from ..quantization import delayed_scaling
 from ..runtime.device import has_cuda
+from ..tensor.quantized_tensor import QuantizedTensorStorage
 
 _DIRECTIONS = ("scaling_fwd", "scaling_bwd")
 
@@ -98,9 +100,25 @@ def _accumulators(module: torch.nn.Module) -> Iterator[Tensor]:
                     yield main_grad
 
 
+def _cached_weights(layers: Iterable[torch.nn.Module]) -> Iterator[Tensor]:
+    """What quantized weights are kept in, for the later microbatches of the step that made them."""
+    for layer in layers:
+        if isinstance(layer, TransformerEngineBaseModule):
+            for kept in layer.numerics.workspaces.values():
+                if isinstance(kept, QuantizedTensorStorage):
+                    yield from (part for part in kept.as_storage().flatten()[0] if part is not None)
+
+
+def _scales_of_others() -> Iterator[Tensor]:
+    """All that takes part in updates of scales: an autocast inside of a module ends with one of all modules."""
+    for pool in delayed_scaling.pools().values():
+        for state in pool.states:
+            yield from (state.scale_in_place, state.amax_history)
+
+
 @contextmanager
 def left_as_it_was(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Whatever runs in the block, these modules' scales, buffers and gradients, and all random states, are as before."""
+    """Whatever runs in the block, scales, buffers, cached weights, gradients and random states are as before."""
     roots = list(modules)
     layers = {id(layer): layer for root in roots for layer in root.modules()}.values()
     scales = [
@@ -111,13 +129,15 @@ def left_as_it_was(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
     ]
     values = _Values.of(buffer for root in roots for buffer in root.buffers())
     sums = _Values.of({id(t): t for root in roots for t in _accumulators(root)}.values())
+    weights = _Values.of(_cached_weights(layers))
+    others = _Values.of(_scales_of_others())
     gradients = [(parameter, parameter.grad) for root in roots for parameter in root.parameters()]
     random = _RandomStates()
     try:
         yield
     finally:
         random.put_back()
-        for kept in (*scales, values, sums):
+        for kept in (others, *scales, values, sums, weights):
             kept.put_back()
         for parameter, gradient in gradients:
             parameter.grad = gradient

@@ -44,14 +44,16 @@ class Replayed:
         self.first: bool | None = None
         self._leaf_inputs = [tensor.requires_grad for tensor in block.inputs]
         self._states: object = None
+        self._updates_scales = False
         modules = () if block.module is None else block.module.modules()
         self._quantized = [m for m in modules if isinstance(m, TransformerEngineBaseModule)]
         self._announcing = [p for p in block.parameters if hasattr(p, "grad_added_to_main_grad")]
 
     # What records.
 
-    def note_main_gradients(self) -> None:
-        """Parameters whose gradient goes to main_grad say so in Python, at every backward; which ones has shown."""
+    def note_what_showed(self) -> None:
+        """What a backward does in Python, as warming up has shown: update scales, say that main_grad has a gradient."""
+        self._updates_scales = any(layer.numerics.delayed_states("scaling_bwd") for layer in self._quantized)
         self._announcing = [p for p in self._announcing if p.grad_added_to_main_grad]  # pyright: ignore
 
     # What runs at a call.
@@ -120,7 +122,8 @@ class Replayed:
         self.backward.replay(stream, event)
         for parameter in self._announcing:
             parameter.grad_added_to_main_grad = True  # pyright: ignore[reportAttributeAccessIssue]
-        of_the_pass().run()
+        if self._updates_scales:
+            of_the_pass().run()
         return self._own(self.backward.results)
 
     def _clear_main_gradients(self) -> None:
