@@ -101,7 +101,7 @@ def activations() -> Iterator[Case]:
 
 
 def _statistics() -> Iterator[Case]:
-    codes = statistics.Codes(statistics.TWO_LEVELS, True, (1, 16), 6.0, (512, 1, 64, 1))
+    codes = statistics.Codes(statistics.TWO_LEVELS, True, (1, 16), 6.0, 7 / 6, (512, 1, 64, 1))
     measure, add = (step.launch for step in statistics.statistics(SHAPE, (1024, 1), codes).steps)
     yield "statistics", measure, (HALF, BYTES, CODES, FLOAT)
     yield "sum of statistics", add, (FLOAT, "*fp64")

@@ -90,7 +90,9 @@ def test_every_format_is_measured_against_its_values(run, name: str, axis: str):
 
 @RUN
 def test_values_beyond_the_largest_code_are_counted(run):
-    x = torch.tensor([[1.0, 7.0, 7.1, -8.0], [0.0, 1e-9, -6.9, 3.0]], device=DEVICE)
+    x = torch.tensor(
+        [[1.0, 7.0, 7.2, -8.0], [0.0, 1e-9, -7.3, 3.0]], device=DEVICE
+    )  # 7.25 is half a step beyond
     operand = QUANTIZERS["delayed"]().encode(x, True, False).contract(COLS)  # up to 448 / 64 = 7
     kept = new_row(DEVICE)
     run(x, operand, kept)

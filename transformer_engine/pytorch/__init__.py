@@ -16,7 +16,9 @@ from .attention import (
     RotaryPositionEmbedding,
 )
 from .constants import DType
+from .cpu_offload import get_cpu_offload_context, mark_not_offload
 from .distributed import CudaRNGStatesTracker, checkpoint
+from .graph import graphed, make_graphed_callables
 from .inspect.autotune import autotune
 from .inspect.explain import explain
 from .inspect.memory_plan import memory_plan
@@ -47,8 +49,6 @@ globals().update(tensor.EXPORTS | quantization.availability())
 _NOT_YET = (
     "Fp8Padding",
     "Fp8Unpadding",
-    "make_graphed_callables",
-    "get_cpu_offload_context",
     "parallel_cross_entropy",
     "moe_permute",
     "moe_permute_with_probs",

@@ -15,10 +15,15 @@ class ByteGPT(nn.Module):
 
     The blocks' matrix products follow the recipe in force. The embedding, the last norm and the head stay in
     the parameters' precision: with 256 outputs they are little work, and the most sensitive to rounding.
+
+    offload_layers   activations of so many blocks wait in host memory for the backward
     """
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, offload_layers: int = 0):
         super().__init__()
+        self.offloaded, self.arrived = te.get_cpu_offload_context(
+            enabled=offload_layers > 0, num_layers=offload_layers, model_layers=config.layers
+        )
         device, dtype = torch.device(config.device), config.parameter_dtype
         self.embedding = nn.Embedding(VOCABULARY, config.hidden, device=device, dtype=dtype)
         self.rotary = te.attention.RotaryPositionEmbedding(config.hidden // config.heads).to(device)
@@ -34,7 +39,9 @@ class ByteGPT(nn.Module):
         positions = self.rotary(length)
         hidden = self.embedding(tokens)
         for layer in self.layers:
-            hidden = layer(hidden, rotary_pos_emb=positions, inference_params=cache)
+            with self.offloaded:
+                hidden = layer(hidden, rotary_pos_emb=positions, inference_params=cache)
+            hidden = self.arrived(hidden)
         return self.head(self.norm(hidden))
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:

@@ -83,5 +83,10 @@ class MasterAdamW:
             master.copy_(saved)
 
 
+def make_optimizer(name: str, parameters: Iterable[nn.Parameter]) -> MasterAdamW:
+    """The optimizer of that name."""
+    return MasterAdamW(parameters)
+
+
 def _master(parameter: nn.Parameter) -> Tensor:
     return parameter if parameter.dtype == torch.float32 else parameter.detach().float().clone()

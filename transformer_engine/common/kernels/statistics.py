@@ -26,7 +26,7 @@ class Codes(NamedTuple):
     scaling    one of the five above
     packed     two codes of four bits in a byte, the low one first
     block      rows and columns that share a scale
-    greatest   the largest code's magnitude
+    greatest   the largest code's magnitude;  beyond  saturated is what lies beyond so many times it
     strides    of codes and of scales
     """
 
@@ -34,6 +34,7 @@ class Codes(NamedTuple):
     packed: bool = False
     block: tuple[int, int] = (1, 1)
     greatest: float = 0.0
+    beyond: float = 1.0
     strides: tuple[int, int, int, int] = (0, 0, 0, 0)
 
 
@@ -76,6 +77,7 @@ def statistics_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     GREATEST: tl.constexpr,
+    BEYOND: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     TILES: tl.constexpr,
@@ -125,7 +127,7 @@ def statistics_kernel(
             error = tl.where(finite, values - quantized, 0.0)
             noise += error * error
             underflow += tl.where((magnitude > 0.0) & (code == 0.0), 1.0, 0.0)
-            saturated = (tl.abs(code) == GREATEST) & (magnitude > tl.abs(quantized))
+            saturated = (tl.abs(code) == GREATEST) & (magnitude > tl.abs(quantized) * BEYOND)
             saturation += tl.where(saturated, 1.0, 0.0)
     row_of_results = partials + tl.program_id(0).to(tl.int64) * _WIDTH
     tl.store(row_of_results, tl.max(greatest))
@@ -174,7 +176,7 @@ def statistics(shape: tuple[int, int], strides: tuple[int, int], codes: Codes) -
         (programs, 1, 1),
         (Output((programs, 8), "float32"),),
         (rows, columns, *strides, *codes.strides),
-        (codes.scaling, codes.packed, *codes.block, codes.greatest, block_m, block_k, tiles),
+        (codes.scaling, codes.packed, *codes.block, codes.greatest, codes.beyond, block_m, block_k, tiles),
         warps=4,
     )
     add = Launch(add_statistics, (1, 1, 1), (), (programs,), (_ADDED,), warps=4, in_place=(1,))

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-COLUMNS = ("module", "tensor", "format", "maximum", "underflow", "saturation", "SQNR", "not finite")
+COLUMNS = ("tensor", "format", "maximum", "underflow", "saturation", "SQNR", "not finite")
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class TensorReport:
     format       of the codes; None: high precision
     maximum      max|x| of the finite values
     underflow    share of the elements that are not 0 and became 0
-    saturation   share of the elements beyond the largest code
+    saturation   share of the elements that lie half a step or more beyond the largest code, which they became
     sqnr         10 log10(sum x^2 / sum (x - q)^2) in dB, inf without an error; None where nothing was quantized
     nonfinite    number of elements that are NaN or infinite
     """
@@ -41,8 +41,7 @@ class TensorReport:
     def cells(self) -> tuple[str, ...]:
         """What a table shows, in the order of COLUMNS."""
         return (
-            self.module,
-            self.tensor,
+            self.name,
             self.format or "",
             f"{self.maximum:.3g}",
             "" if self.format is None else f"{self.underflow:.2%}",

@@ -10,7 +10,7 @@ from typing import Any
 from ...common import optional
 from .observation_report import COLUMNS, StepReport, TensorReport, sentence
 
-_WITHOUT_NUMBERS = 3  # columns of text
+_WITHOUT_NUMBERS = 2  # columns of text
 _PANELS: tuple[tuple[str, str, Callable[[Sequence[TensorReport]], float | None]], ...] = (
     ("worst SQNR [dB]", "linear", lambda tensors: _worst_sqnr(tensors)),
     ("most underflow", "linear", lambda tensors: max(t.underflow for t in tensors)),
@@ -31,12 +31,14 @@ def table(report: StepReport) -> Any:
     demand("rich", "a table", "pip install rich, or print the report itself")
     from rich.table import Table
 
-    made = Table(title=f"step {report.step}", caption=sentence(report))
-    for place, heading in enumerate(COLUMNS):
-        made.add_column(heading, justify="left" if place < _WITHOUT_NUMBERS else "right")
+    made = Table(title=f"step {report.step}", caption=sentence(report), box=None, padding=(0, 1, 0, 0))
+    shown = len(COLUMNS) if report.first_nonfinite else len(COLUMNS) - 1
+    for place, heading in enumerate(COLUMNS[:shown]):
+        justify = "left" if place < _WITHOUT_NUMBERS else "right"
+        made.add_column(heading, justify=justify, overflow="fold", no_wrap=place > 0)
     for tensor in report.tensors:
         if tensor.format is not None or tensor.nonfinite:
-            made.add_row(*tensor.cells(), style="red" if tensor.nonfinite else None)
+            made.add_row(*tensor.cells()[:shown], style="red" if tensor.nonfinite else None)
     return made
 
 

@@ -1,7 +1,8 @@
 """kept [6] takes in what quantization did to x [M, K]: max|x|, underflow, saturation, signal, noise, nonfinite.
 
-The maximum is that of finite values; underflow counts values that are not 0 and became 0, saturation those beyond the
-largest code, which they became; signal and noise are the sums of x^2 and (x - q)^2 over finite values.
+The maximum is that of finite values; underflow counts values that are not 0 and became 0, saturation those that
+became the largest code and lie more than half a step beyond it; signal and noise are the sums of x^2 and (x - q)^2 over
+finite values.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def bind(request: StatisticsRequest) -> Callable[[Tensor, Operand | None, Tensor
             getattr(kernels, _SCALINGS[form.scale]) if blocks else kernels.ONE_SCALE,
             form.packing == 2,
             form.block or (1, 1),
-            greatest(request.element),
+            *greatest(request.element),
             (*request.codes, *(request.scales if blocks else (0, 0))),  # pyright: ignore[reportArgumentType]
         )
     program = kernels.statistics(request.shape, request.strides, codes)
