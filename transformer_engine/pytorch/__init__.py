@@ -20,6 +20,7 @@ from .cpu_offload import get_cpu_offload_context, mark_not_offload
 from .distributed import CudaRNGStatesTracker, checkpoint
 from .graph import graphed, make_graphed_callables
 from .inspect.autotune import autotune
+from .inspect.deterministic import deterministic
 from .inspect.explain import explain
 from .inspect.memory_plan import memory_plan
 from .inspect.observation import Observation, observe

@@ -185,7 +185,7 @@ def restore_fp8_tensors(modules: Any, fp8_tensors: list[Any] | None) -> None:
     layers = _quantized_layers(modules)
     if len(layers) != len(fp8_tensors):
         raise RuntimeError(
-            f"states of {len(fp8_tensors)} layers were saved, and {len(layers)} are to be restored; give the same modules"
+            f"states of {len(fp8_tensors)} layers were saved, {len(layers)} are to be restored; give the same modules"
         )
     for layer, saved in zip(layers, fp8_tensors, strict=True):
         layer.reset_fp8_meta_tensors(saved if any(saved.values()) else None)
