@@ -8,7 +8,7 @@ from typing import Any
 from ..common.dispatch import use_backend
 from . import float8_tensor as float8_tensor
 from . import fp8 as fp8
-from . import quantization, tensor
+from . import optimizers, quantization, tensor
 from .attention import (
     DotProductAttention,
     InferenceParams,
@@ -17,6 +17,7 @@ from .attention import (
 )
 from .constants import DType
 from .cpu_offload import get_cpu_offload_context, mark_not_offload
+from .cross_entropy import fused_linear_cross_entropy, parallel_cross_entropy
 from .distributed import CudaRNGStatesTracker, checkpoint
 from .graph import graphed, make_graphed_callables
 from .inspect.autotune import autotune
@@ -50,7 +51,6 @@ globals().update(tensor.EXPORTS | quantization.availability())
 _NOT_YET = (
     "Fp8Padding",
     "Fp8Unpadding",
-    "parallel_cross_entropy",
     "moe_permute",
     "moe_permute_with_probs",
     "moe_permute_and_pad_with_probs",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -38,10 +40,11 @@ class ByteGPT(nn.Module):
         length = tokens.shape[1] if cache is None else cache.max_sequence_length
         positions = self.rotary(length)
         hidden = self.embedding(tokens)
+        trains = torch.is_grad_enabled()  # else nothing is saved for a backward
         for layer in self.layers:
-            with self.offloaded:
+            with self.offloaded if trains else nullcontext():
                 hidden = layer(hidden, rotary_pos_emb=positions, inference_params=cache)
-            hidden = self.arrived(hidden)
+            hidden = self.arrived(hidden) if trains else hidden
         return self.head(self.norm(hidden))
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:

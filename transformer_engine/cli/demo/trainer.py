@@ -22,7 +22,7 @@ from . import checkpoint
 from .config import Config, Execution, make_recipe
 from .data import Corpus
 from .model import ByteGPT
-from .optimizer import learning_rate, make_optimizer
+from .optimizer import OPTIMIZERS, learning_rate
 
 EVALUATION_BATCHES = 32
 PLAINLY = Execution()
@@ -53,7 +53,7 @@ class Run:
             raise ValueError(f"the recipe {name} does not run here: {reason}")
         torch.manual_seed(config.seed)
         self.model = ByteGPT(config, execution.offload_layers)
-        self.optimizer = make_optimizer(config.optimizer, self.model.parameters())
+        self.optimizer = OPTIMIZERS[config.optimizer](self.model.parameters())
         self.observation: te.Observation | None = None
         if execution.graphs:
             te.graphed(self.model)
