@@ -16,6 +16,7 @@ from ..functions.norm import normalize
 from ..functions.normalization import Norm
 from ..runtime.checks import same_device, tensor
 from ..runtime.device import autocast_dtype, canonical_device
+from . import loading
 from .arguments import check_arguments, shape_or_none
 from .config import Config, configured
 
@@ -124,6 +125,10 @@ class Normalization(torch.nn.Module):
             self.weight.fill_(0.0 if self.zero_centered_gamma else 1.0)
             if self.has_bias:
                 self.bias.zero_()
+
+    def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
+        loading.forget_stateless(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, input: Tensor) -> Tensor:
         """The normalized input, in torch.autocast's dtype when that is active, else in the input's."""

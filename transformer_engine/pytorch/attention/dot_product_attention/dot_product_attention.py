@@ -88,6 +88,7 @@ class DotProductAttention(TransformerEngineBaseModule):
     """
 
     num_products = 3
+    earlier_extra_states = ("fused_attention._extra_state",)
     _softmax_scale_text: str
     _attention_dropout_text: str
 
