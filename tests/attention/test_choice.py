@@ -211,7 +211,6 @@ def test_what_was_chosen_is_remembered_until_the_call_or_the_switches_change(mon
         return choose(request)
 
     monkeypatch.setattr(calls, "choose", counting)
-    calls.PLANS.clear()
     module = DotProductAttention(2, 4, qkv_format="bshd", attention_dropout=0.1)
     for _ in range(3):
         module(*qkv(device))
@@ -238,11 +237,11 @@ def test_a_forced_or_observed_call_is_chosen_afresh(device):
 
 
 def test_plans_are_forgotten_rather_than_remembered_for_ever_more_calls(monkeypatch, device):
-    monkeypatch.setattr(calls.PLANS, "most", 2)
     module = DotProductAttention(2, 4, qkv_format="bshd")
+    monkeypatch.setattr(module._plans, "most", 2)
     for size in range(2, 7):
         module(*qkv(device, size=size))
-    assert len(calls.PLANS) <= 2
+    assert len(module._plans) <= 2
 
 
 def test_kernels_that_can_be_called_apart_are_found_without_a_gpu():
