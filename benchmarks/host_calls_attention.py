@@ -2,10 +2,10 @@
 
     python benchmarks/host_calls_attention.py [--json FILE] [--only TEXT] [--base TREE] [--rounds N]
 
-calls     Python functions entered, those below a backend apart: what stands in a folder `backends`, or is a row of an
-          operation's table, computes and is not counted, nor is what it calls
-before    those entered until the first backend begins
-us        the best call of all rounds, on tensors so small that computing them costs little; it holds the backends
+calls     Python functions that the attention's own code enters, itself among them. Backends compute, and projections
+          are layers of their own: neither is counted, nor is what they call
+before    those entered until the first backend or projection begins
+us        the best call of all rounds, on tensors so small that computing them costs little; it holds everything
 --base    another checkout of this package, run in turns with this one in processes of their own
 """
 
@@ -30,10 +30,12 @@ from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScalin
 
 BATCH, TOKENS, HEADS, SIZE = 2, 8, 2, 16
 WARM, TIMED = 5, 60
-# Where computing begins: rows of tables, and the code that only they reach.
-BACKEND = re.compile(
+# Where the work of others begins: rows of tables and the code that only they reach, and linear layers.
+APART = re.compile(
     r"/backends/|/primitives/(?:\w+/)*(?:reference|triton|matmul|widen|scaled_mm\w*|cublaslt\w*|composed)\.py$"
+    r"|/module/(?:layernorm_)?linear\w*\.py$|/functions/(?:norm_)?linear\w*\.py$|/functions/saving\.py$"
 )
+OURS = str(Path(te.__file__).parents[1])
 
 RECIPES: dict[str, Recipe | None] = {
     "none": None,
@@ -43,14 +45,16 @@ RECIPES: dict[str, Recipe | None] = {
 
 
 class Case(NamedTuple):
-    """One line of the table."""
+    """One line of the table: a call, within autocast, with or without gradients."""
 
     name: str
     call: Callable[[], object]
+    recipe: Recipe | None = None
+    gradients: bool = True
 
 
 class Counted(NamedTuple):
-    """Python calls of one call: before the first backend, and in all."""
+    """Python calls of one call: before what is apart first begins, and in all."""
 
     before: int
     calls: int
@@ -84,10 +88,12 @@ def measured(only: str) -> dict[str, dict[str, float]]:
     rows = {}
     for case in cases():
         if only in case.name:
-            for _ in range(WARM):
-                case.call()
-            counted = count(case.call)
-            rows[case.name] = {**counted._asdict(), "us": best(case.call)}
+            block = te.autocast(enabled=case.recipe is not None, recipe=case.recipe)
+            with block, torch.set_grad_enabled(case.gradients):
+                for _ in range(WARM):
+                    case.call()
+                counted = count(case.call)
+                rows[case.name] = {**counted._asdict(), "us": best(case.call)}
     return rows
 
 
@@ -123,24 +129,23 @@ def show(rows: dict[str, dict[str, dict[str, float]]]) -> None:
 
 
 def count(call: Callable[[], object]) -> Counted:
-    """The Python calls of call(), itself apart."""
+    """The Python calls of the attention in call()."""
     entered: list[str] = []
     before: list[int] = []
-    outside, inside = -1, 0  # the first function that is entered is call itself
+    depths = {"ours": 0, "apart": 0}  # open functions below the first that is ours, and that is apart
 
     def see(frame: FrameType, event: str, _: Any) -> None:
-        nonlocal outside, inside
-        if event == "call":
-            code = frame.f_code
-            if inside or BACKEND.search(code.co_filename):
-                if not before:
-                    before.append(outside)
-                inside += 1
-            else:
-                outside += 1
-                entered.append(f"{code.co_filename}:{code.co_name}")
-        elif event == "return" and inside:
-            inside -= 1
+        if event == "return":
+            for kind in depths:
+                depths[kind] -= depths[kind] > 0
+        elif event == "call":
+            file = frame.f_code.co_filename
+            if depths["apart"] or APART.search(file):
+                before.append(len(entered))
+                depths["apart"] += 1
+            elif depths["ours"] or file.startswith(OURS):
+                entered.append(f"{file}:{frame.f_code.co_name}")
+            depths["ours"] += depths["ours"] > 0 or file.startswith(OURS)
 
     sys.setprofile(see)
     try:
@@ -149,7 +154,7 @@ def count(call: Callable[[], object]) -> Counted:
         sys.setprofile(None)
     if os.environ.get("SHOW_CALLS"):
         print("\n".join(entered))
-    return Counted(before[0] if before else outside, outside)
+    return Counted(before[0] if before else len(entered), len(entered))
 
 
 def best(call: Callable[[], object]) -> float:
@@ -169,32 +174,22 @@ def cases() -> Iterator[Case]:
         for layout in ("sbhd", "thd"):
             yield from _both(f"MultiheadAttention {layout} {recipe}", *_layer(layout), RECIPES[recipe])
     yield from _both("MultiheadAttention sbhd rotary none", *_layer("sbhd", rotary=True), None)
-    yield Case("MultiheadAttention bshd step of a cache f", _step())
+    yield Case("MultiheadAttention bshd step of a cache f", _step(), gradients=False)
 
 
 def _both(
     name: str, forward: Callable[[], torch.Tensor], leaves: list[torch.Tensor], recipe: Recipe | None
 ) -> Iterator[Case]:
     """A forward without gradients, and a forward with its backward."""
-    gradient = torch.ones_like(forward())
-
-    def quantized() -> torch.Tensor:
-        if recipe is None:
-            return forward()
-        with te.autocast(enabled=True, recipe=recipe):
-            return forward()
-
-    def without_gradient() -> None:
-        with torch.no_grad():
-            quantized()
+    gradient = torch.ones_like(forward().detach())
 
     def with_gradient() -> None:
         for leaf in leaves:
             leaf.grad = None
-        quantized().backward(gradient)
+        forward().backward(gradient)
 
-    yield Case(f"{name} f", without_gradient)
-    yield Case(f"{name} fb", with_gradient)
+    yield Case(f"{name} f", forward, recipe, gradients=False)
+    yield Case(f"{name} fb", with_gradient, recipe)
 
 
 def _shape(layout: str) -> tuple[int, ...]:

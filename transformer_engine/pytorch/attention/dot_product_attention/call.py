@@ -25,7 +25,7 @@ from ...runtime.backward_thread import keep_backward_here
 from ..inference import CachedKeysValues
 from .arguments import check_cache, check_slopes, check_tensors, settled, sink_of
 from .last_choice import last_choice
-from .prepare import Modes, judged, sequences_of
+from .prepare import Modes, judged, mask_name, sequences_of
 from .sequences import (
     Cached,
     Sequences,
@@ -196,6 +196,7 @@ def in_order(config: AttentionConfig, qkv: tuple[Any, Any, Any], arguments: Call
         check_slopes(a.alibi_slopes, a.bias_type, q, config.heads)
     if cache is not None:
         check_tensors(q, k, v, tensor_format, config)
+        mask_name(config, a)
         number = check_cache(config.layer_number, cache.dtype, q.dtype)
         upcoming = cache.upcoming(number, k, v, tensor_format)
         return InOrder(a, same, upcoming, _facts_of(upcoming, tensor_format, a))

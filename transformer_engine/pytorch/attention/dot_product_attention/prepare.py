@@ -126,13 +126,16 @@ def device_of(kind: str, deterministic: bool) -> Device:
     return Device(kind, capability, repeatable, Switches.from_environment())
 
 
+def mask_name(config: AttentionConfig, a: CallArguments) -> str:
+    """The type of mask that the call's name, else the layer's, comes to; over a cache sequences have their lengths."""
+    name = config.attn_mask_type if a.attn_mask_type is None else masks.canonical_name(a.attn_mask_type)
+    return name if a.inference_params is None else masks.over_cached_keys(name)
+
+
 def _mask(config: AttentionConfig, a: CallArguments) -> masks.Mask:
     """What the names and windows of the call, else of the layer, mean together."""
-    name = config.attn_mask_type if a.attn_mask_type is None else masks.canonical_name(a.attn_mask_type)
-    if a.inference_params is not None:
-        name = masks.over_cached_keys(name)
     return masks.resolve(
-        name,
+        mask_name(config, a),
         config.window_size if a.window_size is None else a.window_size,
         config.bottom_right_diagonal if a.bottom_right_diagonal is None else a.bottom_right_diagonal,
     )
