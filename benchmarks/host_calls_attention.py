@@ -33,7 +33,7 @@ WARM, TIMED = 5, 60
 # Where the work of others begins: rows of tables and the code that only they reach, and linear layers.
 APART = re.compile(
     r"/backends/|/primitives/(?:\w+/)*(?:reference|triton|matmul|widen|scaled_mm\w*|cublaslt\w*|composed)\.py$"
-    r"|/module/(?:layernorm_)?linear\w*\.py$|/functions/(?:norm_)?linear\w*\.py$|/functions/saving\.py$"
+    r"|/module/(?:layernorm_)?linear\w*\.py$|/functions/(?:norm_)?linear\w*\.py$|/functions/saving\.py$|/fp8_(?:emulation|cudnn)\.py$"
 )
 OURS = str(Path(te.__file__).parents[1])
 

@@ -24,7 +24,7 @@ from ..runtime.checks import floating
 from ..runtime.device import autocast_dtype
 from .dot_product_attention import DotProductAttention
 from .dot_product_attention.arguments import check_angles, check_cache_kind
-from .dot_product_attention.call import described_arguments, in_order
+from .dot_product_attention.call import described_arguments, facts_of, in_order, needs_shapes
 from .dot_product_attention.fp8_recipe import attention_recipe, scaling_of
 from .dot_product_attention.prepare import Modes, judged
 from .dot_product_attention.sequences import Cached, Sequences, demand_lengths
@@ -51,7 +51,7 @@ class LayerCall(NamedTuple):
     encoder         encoder_output, described
     gradient        torch's mode;  lowered  torch.autocast's dtype;  deterministic  torch's switch
     environment     env.generation()
-    given, cached, same    as in the core's `Call`; given: None for nothing
+    given, cached, same    as in the core's `Call`
     """
 
     config: LayerConfig
@@ -65,7 +65,7 @@ class LayerCall(NamedTuple):
     deterministic: bool
     environment: int
     encoder: Described | None = None
-    given: CallArguments | None = None
+    given: tuple[Any, ...] | None = None
     cached: Cached | None = None
     same: bool = True
 
@@ -76,12 +76,15 @@ Key = tuple[Any, ...]
 def judge(key: Key) -> Sequences | None:
     """The sequences of a call that its core attention will take; None where the core is not ours."""
     call = LayerCall(*key)
+    return _judge(call, NOTHING_GIVEN if call.given is None else described_arguments(call.given))
+
+
+def _judge(call: LayerCall, a: CallArguments) -> Sequences | None:
     x = Described(call.x_shape, call.x_dtype, call.x_device, call.gradient)
     _check_inputs(call.config, x, call.encoder, call.lowered is not None)
     core = call.core
     if core is None:
         return None
-    a = NOTHING_GIVEN if call.given is None else call.given
     qkv = _projections(call.config, x, call.encoder, call.lowered)
     modes = Modes(call.gradient, call.deterministic)
     request, sequences = judged(core, core.numbers(call.training), qkv, a, modes, call.cached, call.same)
@@ -126,7 +129,7 @@ def check_layer_call(
         scaling_of(recipe)
     ours = isinstance(core, DotProductAttention)
     plain = arguments is NOTHING_GIVEN and encoder_output is None and type(x) in _PLAIN_TENSORS
-    if not (plain and ours and rotation is None) or not x.is_floating_point():
+    if not (plain and ours) or not x.is_floating_point():
         _check_any(memory, config, core if ours else None, x, encoder_output, arguments, rotation)
         return
     device = x.device
@@ -146,6 +149,8 @@ def check_layer_call(
         memory[key]
     else:
         judge(key)
+    if rotation is not None:
+        rotation.check(*_projections(config, described_of(x), None, key[7])[:2])
 
 
 def check_encoder(config: LayerConfig, encoder_output: Any) -> None:
@@ -171,14 +176,8 @@ def _check_any(
     floating("hidden_states", x)
     if encoder_output is not None:
         floating("encoder_output", encoder_output)
-    lowered, modes = (
-        autocast_dtype(x.device.type),
-        Modes(torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()),
-    )
-    here = described_of(x)
+    lowered = autocast_dtype(x.device.type)
     encoder = None if encoder_output is None else described_of(encoder_output)
-    _check_inputs(config, here, encoder, lowered is not None)
-    qkv = _projections(config, here, encoder, lowered)
     key: Key = (
         config,
         None if core is None else core._config,
@@ -186,15 +185,21 @@ def _check_any(
         x.shape,
         x.dtype,
         x.device,
-        modes.gradient,
+        torch.is_grad_enabled(),
         lowered,
-        modes.deterministic,
+        torch.are_deterministic_algorithms_enabled(),
         env.generation(),
         encoder,
     )
+    qkv = None
+    if rotation is not None or core is None or needs_shapes(core._config, arguments):
+        here = described_of(x)
+        _check_inputs(config, here, encoder, lowered is not None)
+        qkv = _projections(config, here, encoder, lowered)
     if core is not None:
-        _check_core(memory, key, core, qkv, arguments, modes)
+        _check_core(memory, key, core, qkv, arguments)
     if rotation is not None:
+        assert qkv is not None
         rotation.check(*qkv[:2])
 
 
@@ -202,16 +207,14 @@ def _check_core(
     memory: Memory[Key, Sequences | None],
     key: Key,
     core: DotProductAttention,
-    qkv: tuple[Described, Described, Described],
+    qkv: tuple[Described, Described, Described] | None,
     arguments: CallArguments,
-    modes: Modes,
 ) -> None:
     """What the core attention would refuse of q, k and v; key: without the arguments."""
-    settings = core._config
-    a, same, _, cached = in_order(settings, qkv, arguments)
+    a, same, _, cached = in_order(core._config, qkv, arguments)
     try:
         if arguments is not NOTHING_GIVEN:
-            key = (*key, described_arguments(a), cached, same)
+            key = (*key, facts_of(a), cached, same)
         sequences = memory[key] if undisturbed() else judge(key)
     except (AttributeError, TypeError) as error:
         stumbled = error
@@ -220,7 +223,7 @@ def _check_core(
             demand_lengths(sequences, a)
         return
     # An argument of a wrong kind is no part of a key; the checks say what it should be.
-    judged(settings, settings.numbers(core.training), qkv, a, modes, cached, same)
+    _judge(LayerCall(*key[:11], cached=cached, same=same), a)
     raise stumbled
 
 

@@ -35,7 +35,7 @@ from .sequences import (
     tensors_of,
     with_longest,
 )
-from .settings import NOTHING_GIVEN, AttentionConfig, CallArguments, Described, described_of, is_pair
+from .settings import NOTHING_GIVEN, AttentionConfig, CallArguments, Described, described_of
 
 # Plans of a layer, before it forgets them all; of all layers with a score_mod, which may hold tensors.
 MAX_PLANS = 256
@@ -59,7 +59,7 @@ class Call(NamedTuple):
     deterministic        torch's switch
     environment          env.generation()
     renewed              how often callers have had all layers choose their backends again
-    given                what else there is, tensors described; inference_params: True
+    given                `facts_of` the arguments, where there are more than names
     cached, same         see `judged`
     """
 
@@ -80,15 +80,16 @@ class Call(NamedTuple):
     renewed: int
     qkv_format: str | None
     attn_mask_type: str | None
-    given: CallArguments | None = None
+    given: tuple[Any, ...] | None = None
     cached: Cached | None = None
     same: bool = True
 
     def judged(self) -> tuple[AttentionRequest, Sequences]:
         """The request and its sequences, after every check."""
-        given = self.given
-        if given is None:
+        if self.given is None:
             given = NOTHING_GIVEN._replace(qkv_format=self.qkv_format, attn_mask_type=self.attn_mask_type)
+        else:
+            given = described_arguments(self.given)
         qkv = (
             Described(self.q_shape, self.q_dtype, self.q_device, False),
             Described(self.k_shape, self.k_dtype, self.k_device, False),
@@ -184,23 +185,35 @@ class InOrder(NamedTuple):
     cached: Cached | None
 
 
-def in_order(config: AttentionConfig, qkv: tuple[Any, Any, Any], arguments: CallArguments) -> InOrder:
-    """The arguments checked as far as a key cannot have them; of q, k and v shapes are enough."""
+def needs_shapes(config: AttentionConfig, a: CallArguments) -> bool:
+    """Does `in_order` of these arguments look at q, k and v?"""
+    if a.inference_params is not None or a.alibi_slopes is not None:
+        return True
+    packed = (config.qkv_format if a.qkv_format is None else a.qkv_format) == "thd"
+    return packed and (a.max_seqlens[0] is None or a.max_seqlens[1] is None)
+
+
+def in_order(config: AttentionConfig, qkv: tuple[Any, Any, Any] | None, arguments: CallArguments) -> InOrder:
+    """The arguments checked as far as a key cannot have them; qkv: shapes will do, see `needs_shapes`."""
     if arguments is NOTHING_GIVEN:
         return InOrder(arguments, True, None, None)
-    q, k, v = qkv
     a = settled(arguments)
+    same = are_same(a)
+    if not needs_shapes(config, a):
+        return InOrder(a, same, None, None)
+    assert qkv is not None
+    q, k, v = qkv
     tensor_format = config.qkv_format if a.qkv_format is None else a.qkv_format
-    cache, same = a.inference_params, are_same(a)
     if a.alibi_slopes is not None:
         check_slopes(a.alibi_slopes, a.bias_type, q, config.heads)
+    cache = a.inference_params
     if cache is not None:
         check_tensors(q, k, v, tensor_format, config)
         mask_name(config, a)
         number = check_cache(config.layer_number, cache.dtype, q.dtype)
         upcoming = cache.upcoming(number, k, v, tensor_format)
         return InOrder(a, same, upcoming, _facts_of(upcoming, tensor_format, a))
-    if tensor_format == "thd" and (a.max_seqlens[0] is None or a.max_seqlens[1] is None):
+    if tensor_format == "thd":
         a = with_longest(sequences_of(config, qkv, a, None, same)[1], a)
     return InOrder(a, same, None, None)
 
@@ -250,6 +263,8 @@ def any_call(
             cached = cache.step(config.layer_number, k, v, tensor_format)
             facts = _facts_of(cached, tensor_format, a)
             plan = _traced_plan(*known, facts) if memory is None else _found_plan(memory, *known, facts)
+    if cache is None and memory is not None:
+        demand_lengths(plan.sequences, a)
     return Prepared(plan, _inputs(plan.sequences, qkv, a, cached, _slopes(config, a, q.device), sink), append)
 
 
@@ -285,7 +300,7 @@ def _found_plan(
             last_choice.renewed,
             a.qkv_format,
             a.attn_mask_type,
-            described_arguments(a),
+            facts_of(a),
             cached,
             same,
         )
@@ -317,40 +332,64 @@ def _traced_plan(
     return Plan(request, choose_when_traced(request), sequences)
 
 
-def described_arguments(a: CallArguments) -> CallArguments:
-    """The arguments as a part of a key: their tensors described, a cache as True."""
+def facts_of(a: CallArguments) -> tuple[Any, ...]:
+    """The arguments as a part of a key, in their order: of tensors what a Described has, of a cache that there is one.
+
+    AttributeError for what should be a tensor and is none.
+    """
+    (cu_q, cu_kv), (starts_q, starts_kv) = a.cu_seqlens, a.cu_seqlens_padded
     mask = a.attention_mask
-    if mask is not None:
-        mask = tuple([_fact(part) for part in mask]) if is_pair(mask) else _fact(mask)
-    return CallArguments(
-        mask,  # pyright: ignore[reportArgumentType]
+    return (
+        None if mask is None else _mask_facts(mask),
         a.qkv_format,
-        _facts(a.cu_seqlens),
-        _facts(a.cu_seqlens_padded),
+        (
+            None if cu_q is None else (cu_q.shape, cu_q.dtype, cu_q.device, False),
+            None if cu_kv is None else (cu_kv.shape, cu_kv.dtype, cu_kv.device, False),
+        ),
+        (
+            None if starts_q is None else (starts_q.shape, starts_q.dtype, starts_q.device, False),
+            None if starts_kv is None else (starts_kv.shape, starts_kv.dtype, starts_kv.device, False),
+        ),
         a.max_seqlens,
         a.attn_mask_type,
         a.window_size,
         a.bottom_right_diagonal,
         a.bias_type,
-        _fact(a.bias),
-        _fact(a.alibi_slopes),
-        None if a.inference_params is None else True,  # pyright: ignore[reportArgumentType]
+        None if a.bias is None else tuple(described_of(a.bias)),
+        None if a.alibi_slopes is None else tuple(described_of(a.alibi_slopes)),
+        None if a.inference_params is None else True,
         a.pad_between_seqs,
         a.num_splits,
         a.score_mod,
     )
 
 
-def _fact(x: Any) -> Any:
-    return None if x is None else described_of(x)
+def _mask_facts(mask: Any) -> tuple[Any, ...]:
+    """Of one mask, or of a tuple of them, which may be the same."""
+    if type(mask) is not tuple:
+        return ((mask.shape, mask.dtype, mask.device, False),)
+    facts = [None if part is None else (part.shape, part.dtype, part.device, False) for part in mask]
+    return (*facts, "each")
 
 
-def _facts(pair: tuple[Any, Any]) -> tuple[Any, Any]:
-    first, second = pair
-    if first is None is second:
-        return pair
-    fact = _fact(first)
-    return fact, fact if second is first else _fact(second)
+def described_arguments(facts: tuple[Any, ...]) -> CallArguments:
+    """The arguments of facts, with descriptions for tensors."""
+    a = CallArguments(*facts)
+    mask: Any = a.attention_mask
+    if mask is not None:
+        parts = tuple(map(_described, mask[: max(1, len(mask) - 1)]))
+        mask = parts if mask[-1] == "each" else parts[0]
+    return a._replace(
+        attention_mask=mask,
+        cu_seqlens=tuple(map(_described, a.cu_seqlens)),
+        cu_seqlens_padded=tuple(map(_described, a.cu_seqlens_padded)),
+        bias=_described(a.bias),
+        alibi_slopes=_described(a.alibi_slopes),
+    )
+
+
+def _described(facts: Any) -> Any:
+    return None if facts is None else Described(*facts)
 
 
 def _inputs(
@@ -361,14 +400,13 @@ def _inputs(
     slopes: Tensor | None,
     sink: Tensor | None,
 ) -> AttentionInputs:
-    """The tensors of a call whose plan is there, after a look at the numbers in its lengths."""
+    """The tensors of a call whose plan is there."""
     q, k, v = qkv
     page_table = None
     if cached is not None:
         k, v, page_table = cached.key, cached.value, cached.page_table
         tensors = cached_tensors(cached, sequences.queries.tokens is not None)
     else:
-        demand_lengths(sequences, a)
         tensors = tensors_of(sequences, a)
     return AttentionInputs(
         q if q.stride(-1) == 1 else q.contiguous(),

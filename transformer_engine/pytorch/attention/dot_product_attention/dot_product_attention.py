@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ....common import env
 from ....common.memory import Memory
+from ....common.recipe import Recipe
 from ...distributed.tensor_parallel import set_tensor_model_parallel_attributes
 from ...functions.attention import fp8
 from ...functions.attention.autograd import apart
@@ -41,6 +42,7 @@ from .utils import AttentionLogging
 ONE = 1
 # Names of which a key can be made.
 NAMES = (type(None), str)
+_backward_asked_for = env.watch("NVTE_FP8_DPA_BWD")
 
 
 def _same_as(name: str) -> property:
@@ -314,8 +316,9 @@ class DotProductAttention(TransformerEngineBaseModule):
             before = self.numerics.state_without_gradients
             if before is not state and (before is not None or not torch.is_grad_enabled()):
                 self.check_repetition(state)
-        if state.enabled and not options.cached and attention_recipe(state.recipe) is not None:
-            backend = self._in_fp8(state, request, bool(fp8_output), bf16_backward)
+        recipe = attention_recipe(state.recipe) if state.enabled and not options.cached else None
+        if recipe is not None:
+            backend = self._in_fp8(state, recipe, request, bool(fp8_output), bf16_backward)
             if recompute:
                 backend = fp8.Recomputed(backend)
             if not tracing:
@@ -336,28 +339,34 @@ class DotProductAttention(TransformerEngineBaseModule):
         return output if max_logit is None else (output, max_logit)
 
     def _in_fp8(
-        self, state: AutocastState, request: AttentionRequest, fp8_output: bool, bf16_backward: bool | None
+        self,
+        state: AutocastState,
+        recipe: Recipe,
+        request: AttentionRequest,
+        fp8_output: bool,
+        bf16_backward: bool | None,
     ) -> fp8.Attention:
-        """The FP8 attention of a request under an autocast state whose recipe asks for one.
+        """The FP8 attention of a request under an autocast state; recipe: that of the attention, which asks for it.
 
         fp8_output      return o as a Float8Tensor
         bf16_backward   True: gradients in high precision; None: as NVTE_FP8_DPA_BWD says, unset the faster
         """
-        recipe = attention_recipe(state.recipe)
-        assert recipe is not None
         scaling = scaling_of(recipe)
         if recipe is not state.recipe:
             state = replace(state, recipe=recipe)
         products = self._product_quantizers(state)
+        qkv, output, softmax = products
         slots = Slots(
-            qkv=products[0].output,
-            output=products[1].input,
-            softmax=products[2].output,
-            grad_qkv=products[0].grad_output,
-            grad_output=products[1].grad_input,
-            grad_softmax=products[2].grad_input,
+            qkv.output,
+            output.input,
+            softmax.output,
+            qkv.grad_output,
+            output.grad_input,
+            softmax.grad_input,
         )
-        asked: Any = False if bf16_backward else env.get("NVTE_FP8_DPA_BWD")
+        asked: Any = False if bf16_backward else None
+        if asked is None and _backward_asked_for() is not None:
+            asked = env.get("NVTE_FP8_DPA_BWD")
         chosen = fp8.choose(request, scaling, asked)
         active = self.numerics.active
         direct = scaling == "delayed" and active is not None and products is active.products

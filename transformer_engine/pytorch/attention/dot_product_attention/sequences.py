@@ -103,8 +103,8 @@ def are_same(a: CallArguments) -> bool:
     cu_q, cu_kv = a.cu_seqlens
     if cu_q is not cu_kv and not (cu_q is None or cu_kv is None or _same(cu_q, cu_kv)):
         return False
-    mask = a.attention_mask
-    return not is_pair(mask) or len(mask) != 2 or _same(mask[0], mask[1])
+    mask: Any = a.attention_mask
+    return mask is None or not is_pair(mask) or len(mask) != 2 or _same(mask[0], mask[1])
 
 
 def tensors_of(s: Sequences, a: CallArguments) -> SequenceTensors:
@@ -113,7 +113,7 @@ def tensors_of(s: Sequences, a: CallArguments) -> SequenceTensors:
     if s.queries.lengths is None and s.keys.lengths is None:
         return SequenceTensors(masked=mask) if s.arbitrary else NO_TENSORS  # pyright: ignore[reportArgumentType]
     (cu_q, cu_kv), (starts_q, starts_kv) = a.cu_seqlens, a.cu_seqlens_padded
-    mask_q, mask_kv = mask if is_pair(mask) else (mask, mask)
+    mask_q, mask_kv = mask if type(mask) is tuple else (mask, mask)
     lengths_q = _lengths(s.queries, cu_q, mask_q)
     if s.keys.lengths == "queries":
         lengths_kv = lengths_q
@@ -142,9 +142,12 @@ def with_longest(s: Sequences, a: CallArguments) -> CallArguments:
 
 
 def demand_lengths(s: Sequences, a: CallArguments) -> None:
-    """The numbers in the lengths of given sequences, where they are read: those of sequences in the tensors."""
-    if not s.bounded or torch.compiler.is_compiling():
-        return  # a compiler sees no numbers, and torch 2.11 cannot trace the identity of None
+    """The numbers in the lengths of given sequences, where they are read: those of sequences in the tensors.
+
+    Not for a compiler, which sees no numbers; torch 2.11 cannot trace the identity of None.
+    """
+    if not s.bounded:
+        return
     (cu_q, cu_kv), (starts_q, starts_kv) = a.cu_seqlens, a.cu_seqlens_padded
     if cu_kv is None:
         cu_kv, starts_kv = cu_q, starts_q
