@@ -34,7 +34,7 @@ from transformer_engine.pytorch.primitives.attention.request import (
 
 from . import fp8_attention
 from .attention_checks import check_call, check_question
-from .attention_sequences import sequences_of
+from .attention_sequences import Sequences, sequences_of
 from .cast import torch_dtype
 from .checks import member, quantizer_or_none
 from .enums import NVTE_Bias_Type, NVTE_Mask_Type, NVTE_QKV_Layout, NVTE_Softmax_Type
@@ -285,6 +285,23 @@ def _call(
         sink=sink,
         page_table=page_table,
     )
+    request = _request(layout, sequences, inputs, is_training).changed(
+        mask=mask,
+        bias=bias_name,
+        softmax=softmax,
+        scale=scale,
+        dropout=dropout if is_training else 0.0,
+        max_logit=max_logit,
+    )
+    check_bias(request, inputs.bias)
+    return request, inputs
+
+
+def _request(
+    layout: Layout, sequences: Sequences, inputs: AttentionInputs, is_training: bool
+) -> AttentionRequest:
+    """What the tensors of a call say of it; without a mask."""
+    q, k, v = inputs[:3]
     request = AttentionRequest.of(
         dtype=q.dtype,
         batch=sequences.batch,
@@ -299,13 +316,9 @@ def _call(
         page_size=k.shape[1] if layout.paged else 0,
         bias_shape=None if inputs.bias is None else inputs.bias.shape,
         slopes_shape=None if inputs.slopes is None else inputs.slopes.shape,
-        mask=mask,
-        bias=bias_name,
-        softmax=softmax,
-        scale=scale,
-        dropout=dropout if is_training else 0.0,
+        mask=resolve_mask("no_mask", None, None),
+        scale=1.0,
         padded_between=sequences.padded_between,
-        max_logit=max_logit,
         needs_gradient=is_training,
         bias_gradient=torch.is_grad_enabled() and inputs.bias is not None and inputs.bias.requires_grad,
         same_lengths=inputs.lengths_q is not None and inputs.lengths_q is inputs.lengths_kv,
@@ -313,9 +326,7 @@ def _call(
         device_type=q.device.type,
     )
     device = device_of(q.device.type, torch.are_deterministic_algorithms_enabled())
-    request = replace(request, device=device)
-    check_bias(request, inputs.bias)
-    return request, inputs
+    return replace(request, device=device)
 
 
 def _wide(x: Any, dtype: torch.dtype) -> Tensor:

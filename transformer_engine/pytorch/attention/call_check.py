@@ -24,7 +24,8 @@ from ..runtime.checks import floating
 from ..runtime.device import autocast_dtype
 from .dot_product_attention import DotProductAttention
 from .dot_product_attention.arguments import check_angles, check_cache_kind
-from .dot_product_attention.call import described_arguments, facts_of, in_order, needs_shapes
+from .dot_product_attention.call import in_order, needs_shapes
+from .dot_product_attention.facts import described_arguments, facts_of
 from .dot_product_attention.fp8_recipe import attention_recipe, scaling_of
 from .dot_product_attention.prepare import Modes, judged
 from .dot_product_attention.sequences import Cached, Sequences, demand_lengths

@@ -9,6 +9,45 @@ from ..module.config import Config
 from ..primitives.attention.mask import canonical_name
 from .heads import Heads
 
+# Attributes that children work by, those that decided which children there are, and those kept as they are given.
+_PROJECTIONS = ("layernorm_qkv", "qkv", "layernorm_query", "query_layer", "key_value")
+WORKED_BY = {
+    "attn_mask_type": ("core_attention.attn_mask_type",),
+    "layer_number": ("core_attention.layer_number",),
+    "qkv_format": ("core_attention.qkv_format",),
+    "return_bias": ("proj.return_bias",),
+    "return_layernorm_output": (
+        "layernorm_qkv.return_layernorm_output",
+        "layernorm_query.return_layernorm_output",
+    ),
+    "sequence_parallel": tuple(
+        f"{child}.sequence_parallel" for child in (*_PROJECTIONS, "core_attention", "proj")
+    ),
+    "window_size": ("core_attention.window_size",),
+}
+AS_GIVEN = (
+    "attention_type",
+    "attn_mask_type",
+    "fuse_qkv_params",
+    "hidden_size",
+    "input_layernorm",
+    "layer_number",
+    "num_attention_heads",
+    "qk_norm_before_rope",
+    "qk_norm_type",
+    "qkv_format",
+    "return_bias",
+    "return_layernorm_output",
+    "rotary_pos_interleaved",
+    "tp_group",
+)
+FIXED = frozenset(
+    {
+        *("attention_type", "fuse_qkv_params", "hidden_size", "input_layernorm", "num_attention_heads"),
+        *("num_gqa_groups", "qk_norm_type"),
+    }
+)
+
 
 @dataclass(frozen=True, eq=False)
 class LayerConfig(Config):

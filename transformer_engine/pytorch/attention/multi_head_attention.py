@@ -31,26 +31,11 @@ from .dot_product_attention.sequences import Sequences
 from .dot_product_attention.settings import NOTHING_GIVEN, CallArguments
 from .heads import Heads, head_size
 from .inference import InferenceParams
-from .layer_settings import LayerConfig
+from .layer_settings import AS_GIVEN, FIXED, WORKED_BY, LayerConfig
 from .qk_norm import query_key_norm
 from .rotation import Rotation
 
-# Attributes that children work by, and those that decided which children there are.
-_PROJECTIONS = ("layernorm_qkv", "qkv", "layernorm_query", "query_layer", "key_value")
-_WORKED_BY = {
-    "attn_mask_type": ("core_attention.attn_mask_type",),
-    "layer_number": ("core_attention.layer_number",),
-    "qkv_format": ("core_attention.qkv_format",),
-    "return_bias": ("proj.return_bias",),
-    "return_layernorm_output": (
-        "layernorm_qkv.return_layernorm_output",
-        "layernorm_query.return_layernorm_output",
-    ),
-    "sequence_parallel": tuple(
-        f"{child}.sequence_parallel" for child in (*_PROJECTIONS, "core_attention", "proj")
-    ),
-    "window_size": ("core_attention.window_size",),
-}
+# Arguments that children are made with.
 _OF_PROJECTIONS = (
     "bias",
     "device",
@@ -71,31 +56,9 @@ _OF_CORE = (
     "softmax_type",
     "window_size",
 )
-_AS_GIVEN = (
-    "attention_type",
-    "attn_mask_type",
-    "fuse_qkv_params",
-    "hidden_size",
-    "input_layernorm",
-    "layer_number",
-    "num_attention_heads",
-    "qk_norm_before_rope",
-    "qk_norm_type",
-    "qkv_format",
-    "return_bias",
-    "return_layernorm_output",
-    "rotary_pos_interleaved",
-    "tp_group",
-)
-_FIXED = frozenset(
-    {
-        *("attention_type", "fuse_qkv_params", "hidden_size", "input_layernorm", "num_attention_heads"),
-        *("num_gqa_groups", "qk_norm_type"),
-    }
-)
 
 
-@configured(LayerConfig, fixed=_FIXED, handed_down=_WORKED_BY)
+@configured(LayerConfig, fixed=FIXED, handed_down=WORKED_BY)
 class MultiheadAttention(nn.Module):
     """out [.., hidden] = proj(softmax(q k^T / sqrt(d)) v) for self or cross attention, any mask and bias.
 
@@ -165,7 +128,7 @@ class MultiheadAttention(nn.Module):
         check_heads(num_attention_heads, groups, ranks)
         interleaved = qkv_weight_interleaved and fuse_qkv_params
         self._config = LayerConfig(
-            **{argument: given[argument] for argument in _AS_GIVEN},
+            **{argument: given[argument] for argument in AS_GIVEN},
             window_size=check_set_window_size(attn_mask_type, window_size),
             num_gqa_groups=groups,
             hidden_size_per_attention_head=size,
