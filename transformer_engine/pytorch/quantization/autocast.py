@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from contextlib import ContextDecorator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -22,8 +22,7 @@ from . import delayed_scaling
 from .support import check_block, check_recipe_support, default_recipe
 
 
-@dataclass(frozen=True)
-class AutocastState:
+class AutocastState(NamedTuple):
     """What a module has to know about the innermost autocast block.
 
     enabled     quantize by recipe

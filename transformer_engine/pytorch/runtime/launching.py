@@ -91,10 +91,7 @@ class Performed:
     def __call__(self, *given: Tensor | None) -> list[Tensor]:
         if self.may_be_elsewhere and not is_current_device(self.index):
             with torch.cuda.device(self.device):
-                return self._start(given)
-        return self._start(given)
-
-    def _start(self, given: tuple[Tensor | None, ...]) -> list[Tensor]:
+                return self(*given)
         buffers: list[Any] = [None, *given]
         alone = numbers(self.device, self.zeroed) if self.zeroed else ()
         for launch, places, caller_made, makers in self.steps:
