@@ -14,7 +14,6 @@ import importlib
 import itertools
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import is_dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,13 +25,12 @@ PROCESSORS = (132, 227 << 10)  # of an H200: count, bytes of shared memory
 _PACKAGE = "transformer_engine."
 _ALIGNMENT = 16
 # Takes any arguments, in C, and does nothing with them: a library's entry.
-_nowhere = itertools.chain
+_nowhere: Any = itertools.chain
 
 
 def pretend() -> None:
     """Have this process, in which the package computes nothing from here on, take the CPU for an H200."""
-    for name in ("pytorch", "common.kernels.launch", "pytorch.primitives.gemm.cublaslt_fused"):
-        importlib.import_module(_PACKAGE + name)
+    _module("pytorch")
     everywhere("refuses_elementwise", _takes_all)
     everywhere("refuses_casts", _takes_all)
     everywhere("get_device_compute_capability", lambda: HOPPER)
@@ -54,17 +52,21 @@ def everywhere(name: str, value: Any) -> None:
             setattr(module, name, value)
 
 
+def _module(name: str) -> Any:
+    return importlib.import_module(_PACKAGE + name)
+
+
 def _takes_all(*_: Any) -> None:
     return None
 
 
 def _processors(device: int | None) -> Any:
-    made = sys.modules[_PACKAGE + "pytorch.runtime.launching"]
+    made = _module("pytorch.runtime.launching")
     return made.Processors(*PROCESSORS)
 
 
 def _pretend_memory() -> None:
-    zeros = sys.modules[_PACKAGE + "pytorch.runtime.zeros"]
+    zeros = _module("pytorch.runtime.zeros")
     torch.cuda.is_current_stream_capturing = lambda: False
     torch.cuda.current_device = lambda: None  # pyright: ignore[reportAttributeAccessIssue] # a CPU's index
 
@@ -92,7 +94,7 @@ class _Device:
 
 
 def _pretend_launches() -> None:
-    launching = sys.modules[_PACKAGE + "common.kernels.launch"]
+    launching = _module("common.kernels.launch")
 
     def compiled(launch: Any, tensors: Sequence[Tensor | None]) -> Callable[..., None]:
         arguments, (columns, rows, planes) = (*launch.scalars, *launch.constants), launch.grid
@@ -131,20 +133,19 @@ class _Library(SimpleNamespace):
 
 
 def _pretend_library() -> None:
-    library = sys.modules[_PACKAGE + "pytorch.primitives.gemm.cublaslt_library"]
+    library = _module("pytorch.primitives.gemm.cublaslt_library")
     fake = _Library()
     library.missing = library._missing = _takes_all
     library.bindings = lambda: fake
     library.handle = lambda device: 1
     library._workspaces[0, 0] = (0, None)
-    planned = sys.modules[_PACKAGE + "pytorch.primitives.gemm.cublaslt"].problem_of
+    planned = _module("pytorch.primitives.gemm.cublaslt").problem_of
     # A GPU's allocations are multiples of 512 bytes, a CPU's of 64.
     everywhere("problem_of", lambda request: planned(request)._replace(alignment=_ALIGNMENT))
 
 
 def _pretend_requests() -> None:
-    request = sys.modules[_PACKAGE + "pytorch.primitives.gemm.request"].GemmRequest
-    assert is_dataclass(request)
+    request = _module("pytorch.primitives.gemm.request").GemmRequest
     made = request.__init__
 
     def on_a_gpu(self: Any, *fields: Any, **named: Any) -> None:
@@ -153,6 +154,6 @@ def _pretend_requests() -> None:
             object.__setattr__(self, name, value)
 
     request.__init__ = on_a_gpu
-    tables = sys.modules[_PACKAGE + "common.dispatch"].tables
+    tables = _module("common.dispatch").tables
     for operation, name in (("scale_update", "triton"), ("grouped_gemm", "triton")):
         object.__setattr__(tables[operation].named(name), "refuses", _takes_all)

@@ -125,9 +125,7 @@ def _backward(request: NormRequest) -> Callable[..., tuple[Tensor, ...]]:
         dy: Tensor, x: Tensor, rstdev: Tensor, weight: Tensor, add: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         added = None if add is None else rows_dense(add)
-        dx, dweight, _ = performed(
-            rows_dense(dy), rows_dense(x), added, weight.contiguous(), None, rstdev
-        )
+        dx, dweight, _ = performed(rows_dense(dy), rows_dense(x), added, weight.contiguous(), None, rstdev)
         return dx, dweight
 
     return layernorm if request.centered else rmsnorm
