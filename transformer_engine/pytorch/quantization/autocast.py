@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from contextlib import ContextDecorator
 from contextvars import ContextVar
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 
@@ -22,7 +22,8 @@ from . import delayed_scaling
 from .support import check_block, check_recipe_support, default_recipe
 
 
-class AutocastState(NamedTuple):
+@dataclass(frozen=True)
+class AutocastState:
     """What a module has to know about the innermost autocast block.
 
     enabled     quantize by recipe
