@@ -4,7 +4,8 @@
 
 us       the shortest of many calls, each timed alone: what others do on the machine is not in it
 python   calls of Python functions in one call
-c        calls of C functions from them
+ours     those of this package, which do not depend on torch's version
+c        calls of C functions from Python
 A case is `module/recipe/pass`: f is a forward without gradients, fb forward and backward, each in its own `autocast`.
 See `pretended_gpu` for what is real. Two trees are compared by running this file with each on PYTHONPATH, in turns.
 """
@@ -22,14 +23,13 @@ from typing import Any, NamedTuple
 
 import torch
 from pretended_gpu import pretend
-from record import chosen_of, parser, write
+from record import parser, write
 from torch import Tensor
 
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
 
 ROWS, WIDTH = 128, 512  # what every format takes as it is
-CALLS = 1000
 RECIPES: dict[str, Callable[[], recipes.Recipe | None]] = {
     "none": lambda: None,
     "delayed": recipes.DelayedScaling,
@@ -153,27 +153,37 @@ def _empty_block(recipe: recipes.Recipe) -> Callable[[], object]:
     return block
 
 
-def calls(work: Callable[[], object]) -> tuple[int, int]:
-    """How many functions of Python and of C one call enters."""
-    counts = {"call": 0, "c_call": 0}
+class Calls(NamedTuple):
+    python: int
+    ours: int
+    c: int
+
+
+def calls(work: Callable[[], object]) -> Calls:
+    """How many functions one call enters."""
+    python = ours = c = 0
 
     def see(frame: Any, event: str, argument: Any) -> None:
-        if event in counts:
-            counts[event] += 1
+        nonlocal python, ours, c
+        if event == "call":
+            python += 1
+            ours += frame.f_globals.get("__name__", "").startswith("transformer_engine")
+        elif event == "c_call":
+            c += 1
 
     sys.setprofile(see)
     try:
         work()
     finally:
         sys.setprofile(None)
-    return counts["call"], counts["c_call"]
+    return Calls(python, ours, c)
 
 
-def best(work: Callable[[], object]) -> float:
-    """Microseconds of the shortest call."""
+def best(work: Callable[[], object], times: int) -> float:
+    """Microseconds of the shortest of so many calls."""
     clock = time.perf_counter_ns
     shortest = 1 << 62
-    for _ in range(CALLS):
+    for _ in range(times):
         begin = clock()
         work()
         shortest = min(shortest, clock() - begin)
@@ -181,7 +191,8 @@ def best(work: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    options = parser(__doc__)
+    options = parser(__doc__, only="run the cases whose name contains one of these, with commas between them")
+    options.add_argument("--calls", type=int, default=1000, help="how many calls the shortest is taken of")
     options.add_argument("--profile", action="store_true", help="print where each case's time goes")
     chosen = options.parse_args()
     torch.set_num_threads(1)
@@ -189,20 +200,26 @@ def main() -> None:
     te.DotProductAttention.forward = _attention  # pyright: ignore[reportAttributeAccessIssue]
     pretend()
     rows = []
-    for case in chosen_of(cases(), chosen.only):
+    for case in cases():
+        if not any(text in case.name for text in chosen.only.split(",")):
+            continue
         work = case.make()
-        for _ in range(20):
-            work()
-        gc.collect()
-        gc.freeze()
-        gc.disable()
-        us, (python, c) = best(work), calls(work)
-        gc.enable()
-        rows.append({"case": case.name, "us": round(us, 1), "python": python, "c": c})
-        print(f"{case.name:32} {us:8.1f} us {python:6} python {c:6} c", flush=True)
+        rows.append({"case": case.name, **_measured(work, chosen.calls)})
+        print("{case:32} {us:8} us {python:6} python {ours:6} ours {c:6} c".format(**rows[-1]), flush=True)
         if chosen.profile:
             _profile(work)
     write(chosen.json, cases=rows)
+
+
+def _measured(work: Callable[[], object], times: int) -> dict[str, Any]:
+    """The figures of a case, warm, while nothing is collected."""
+    for _ in range(20):
+        work()
+    gc.collect()
+    gc.disable()
+    us, counted = best(work, times), calls(work)
+    gc.enable()
+    return {"us": round(us, 1), **counted._asdict()}
 
 
 def _profile(work: Callable[[], object]) -> None:
