@@ -144,9 +144,10 @@ def cases() -> Iterator[Case]:
 
 def _empty_block(recipe: recipes.Recipe) -> Callable[[], object]:
     """Entering and leaving a block whose one layer has a state: the update of the forward's scales."""
-    passes(_linear, recipe, False)()
+    forward = passes(_linear, recipe, False)
+    forward()
 
-    def block() -> None:
+    def block(_owner: object = forward) -> None:
         with te.autocast(recipe=recipe):
             pass
 
