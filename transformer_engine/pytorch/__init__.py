@@ -8,7 +8,7 @@ from typing import Any
 from ..common.dispatch import use_backend
 from . import float8_tensor as float8_tensor
 from . import fp8 as fp8
-from . import quantization, tensor
+from . import optimizers, quantization, tensor
 from .attention import (
     DotProductAttention,
     InferenceParams,
@@ -16,6 +16,7 @@ from .attention import (
     RotaryPositionEmbedding,
 )
 from .constants import DType
+from .cross_entropy import fused_linear_cross_entropy, parallel_cross_entropy
 from .distributed import CudaRNGStatesTracker, checkpoint
 from .inspect.autotune import autotune
 from .inspect.explain import explain
@@ -47,7 +48,6 @@ _NOT_YET = (
     "Fp8Unpadding",
     "make_graphed_callables",
     "get_cpu_offload_context",
-    "parallel_cross_entropy",
     "moe_permute",
     "moe_permute_with_probs",
     "moe_permute_and_pad_with_probs",
