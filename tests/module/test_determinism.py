@@ -54,7 +54,9 @@ def test_two_runs_have_the_same_bits(name, recipe, device):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("recipe", "by"), [*((recipe, "switch") for recipe in RANDOM), ("delayed", "variable")])
+@pytest.mark.parametrize(
+    ("recipe", "by"), [*((recipe, "switch") for recipe in RANDOM), ("delayed", "variable")]
+)
 def test_fifty_steps_of_a_layer_with_dropout_have_the_same_bits(recipe, by, device, monkeypatch):
     if by == "variable":
         monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")

@@ -96,7 +96,10 @@ MODULES: dict[str, Make] = {
 
 
 def saved_bytes(
-    model: nn.Module, recipe: recipes.Recipe | None, x: torch.Tensor, parameters: list[torch.Tensor] | None = None
+    model: nn.Module,
+    recipe: recipes.Recipe | None,
+    x: torch.Tensor,
+    parameters: list[torch.Tensor] | None = None,
 ) -> int:
     """Bytes of the storages that a forward pass saves, but for parameters, its input and its output."""
     storages: dict[int, int] = {}
@@ -262,8 +265,10 @@ def test_a_recomputed_stack_keeps_the_inputs_of_its_layers(reentrant: bool, reci
     inputs = 512 * 256 * 2
     scales = 4 * 2 * 3 * GRANULE if recipe == "delayed" else 0  # of layers, products, operands
     assert again.saved == 3 * inputs + scales
-    others = 3 * (alone.parameters + sum(module.parameters for module in alone.modules))  # and their gradients
-    assert alone.peak + others <= again.peak <= alone.peak + others + 2 * inputs + scales
+    others = 3 * (
+        alone.parameters + sum(module.parameters for module in alone.modules)
+    )  # and their gradients
+    assert alone.peak + others <= again.peak <= alone.peak + others + 2 * (inputs + scales)
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "current"])

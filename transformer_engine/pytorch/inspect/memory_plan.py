@@ -307,7 +307,9 @@ def _without_memory(model: nn.Module, device: torch.device, mode: FakeTensorMode
 
 def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
     if isinstance(tensor, QuantizedTensor):
-        codes = tensor.as_storage().mapped(lambda part: torch.empty(part.shape, dtype=part.dtype, device=device))
+        codes = tensor.as_storage().mapped(
+            lambda part: torch.empty(part.shape, dtype=part.dtype, device=device)
+        )
         empty = type(tensor).from_storage(codes, shape=tensor.shape)
     else:
         empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
