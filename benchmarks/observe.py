@@ -3,8 +3,8 @@
     python benchmarks/observe.py [--json FILE] [--only TEXT] [--small]
 
 A step is forward, backward and SGD of a TransformerLayer with Llama 8B's extents on 8192 tokens (--small: of a
-LayerNormMLP of width 256 on 256 tokens, for a machine without a GPU). The average is that of te.observe's default, which
-observes the first of ten steps; an observed step includes putting the quantizers in place and taking them away.
+LayerNormMLP of width 256 on 256 tokens, for a machine without a GPU). The average is that of te.observe's default: it
+observes the first of ten steps. An observed step includes putting the quantizers in place and taking them away.
 """
 
 from __future__ import annotations
