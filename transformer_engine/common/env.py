@@ -276,8 +276,8 @@ _PLATFORM = (
     _text(
         "TE_CHECK",
         "0",
-        "1: sequence lengths, positions and pages that lie on a GPU are checked too, without waiting for it; a later "
-        "call raises, or te.check(). 2: each call waits and raises itself. On a CPU they are always checked.",
+        "1: sequence lengths, positions, pages and labels that lie on a GPU are checked too, without waiting for it; a "
+        "later call raises, or te.check(). 2: each call waits and raises itself. On a CPU they are always checked.",
         ("0", "1", "2"),
     ),
     _flag(
