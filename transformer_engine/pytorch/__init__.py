@@ -21,6 +21,7 @@ from .inspect.autotune import autotune
 from .inspect.explain import explain
 from .inspect.memory_plan import memory_plan
 from .module import GroupedLinear, LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm
+from .module.userbuffers import UserBufferQuantizationMode, destroy_ub, initialize_ub
 from .quantization import (
     DelayedScalingRequest,
     QuantizerRequest,
@@ -54,9 +55,6 @@ _NOT_YET = (
     "moe_unpermute",
     "moe_sort_chunks_by_index",
     "moe_sort_chunks_by_index_with_probs",
-    "initialize_ub",
-    "destroy_ub",
-    "UserBufferQuantizationMode",
 )
 
 

@@ -34,6 +34,8 @@ from .parameters import InitMethod, ParameterInit, default_init_method
 from .products import ProductQuantizers, slots
 from .repetition import may_be_repeated, refuse_other_repetition, repeatable
 from .specs import common_dtype
+from .userbuffers import UserBufferQuantizationMode, destroy_ub, initialize_ub  # noqa: F401
+from .workspace import _cublas_workspace, get_workspace  # noqa: F401
 
 # The accumulation flags of the original for delayed scaling, under the names that its users read.
 _2X_ACC_FPROP = False
@@ -119,6 +121,10 @@ class TransformerEngineBaseModule(torch.nn.Module):
             _kind=type(self).__name__,
         )
         self.numerics = Numerics()
+        if model_init.recipe is not None:
+            self.numerics.meta["recipe"] = (
+                model_init.recipe
+            )  # read before the first call, also of modules on "meta"
         self.param_init_meta: dict[str, ParameterInit] = {}
         self.wgrad_store: WeightGradientStore | None = None
         self._model_init_recipe = model_init.recipe

@@ -55,9 +55,12 @@ class Numerics:
     initialized  have there ever been quantizers?
     """
 
-    def __init__(self) -> None:
+    def __init__(self, recipe: Recipe | None = None) -> None:
+        """recipe: that of quantized_model_init, which callers read before the first call and on the meta device."""
         self._active = Active()
         self.meta = WatchedDict(self._active, {"fp8_checkpoint": False, "fp8_group": None})
+        if recipe is not None:
+            self.meta["recipe"] = recipe
         self.quantizers: dict[str, Slots] = {
             "scaling_fwd": Slots(self._active),
             "scaling_bwd": Slots(self._active),

@@ -48,8 +48,8 @@ def quantize_master_weights(
     """Write codes of master_weights[i], a flat run of model_weights[i] from start_offsets[i], or None when not owned.
 
     Values are rounded to the weight's nominal dtype first, as unquantized training would do. Scales come from maxima
-    over the group. fsdp_shard_model_weights[i], flat uint8 codes of the run (MXFP8: a pair, row-wise and column-wise),
-    is written in place of the weight's own codes.
+    over the group. fsdp_shard_model_weights[i], flat uint8 codes of the run (MXFP8: row-wise and column-wise in a tuple
+    or list), is written in place of the weight's own codes.
 
     Column-wise codes that follow from the row-wise ones are dropped, and made again by the next forward, or by
     `post_all_gather_processing`, which manual_post_all_gather_processing announces.
@@ -79,7 +79,7 @@ def _shard(weight: QuantizedTensor, master: Tensor | None, start: int | None, ta
             f"elements {start}:{start + values.numel()} are outside of a weight of {weight.numel()} elements; "
             "check start_offsets"
         )
-    rowwise, columnwise = target if isinstance(target, tuple) else (target, None)
+    rowwise, columnwise = target if isinstance(target, (tuple, list)) else (target, None)
     return Shard(weight, values.to(weight.dtype), start, (rowwise, columnwise))
 
 
@@ -91,8 +91,10 @@ def clear_columnwise_cache(model_weights: Sequence[QuantizedTensor]) -> None:
             weight.update_usage(columnwise_usage=False)
 
 
-def post_all_gather_processing(model_weights: Sequence[QuantizedTensor]) -> None:
-    """Make column-wise codes from row-wise ones that were gathered."""
+def post_all_gather_processing(model_weights: QuantizedTensor | Sequence[QuantizedTensor]) -> None:
+    """Make column-wise codes from row-wise ones that were gathered, of one weight or of several."""
+    if isinstance(model_weights, QuantizedTensor):
+        model_weights = [model_weights]
     clear_columnwise_cache(model_weights)
     with torch.no_grad():
         for weight in model_weights:
