@@ -21,6 +21,14 @@ from .inspect.autotune import autotune
 from .inspect.explain import explain
 from .inspect.memory_plan import memory_plan
 from .module import GroupedLinear, LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm
+from .permutation import (
+    moe_permute,
+    moe_permute_and_pad_with_probs,
+    moe_permute_with_probs,
+    moe_sort_chunks_by_index,
+    moe_sort_chunks_by_index_with_probs,
+    moe_unpermute,
+)
 from .quantization import (
     DelayedScalingRequest,
     QuantizerRequest,
@@ -48,12 +56,6 @@ _NOT_YET = (
     "make_graphed_callables",
     "get_cpu_offload_context",
     "parallel_cross_entropy",
-    "moe_permute",
-    "moe_permute_with_probs",
-    "moe_permute_and_pad_with_probs",
-    "moe_unpermute",
-    "moe_sort_chunks_by_index",
-    "moe_sort_chunks_by_index_with_probs",
     "initialize_ub",
     "destroy_ub",
     "UserBufferQuantizationMode",
