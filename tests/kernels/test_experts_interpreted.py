@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 
-@pytest.mark.parametrize("name", ["permutation"])
+@pytest.mark.parametrize("name", ["permutation", "router"])
 def test_the_kernels_pass_their_tests_in_the_interpreter(name):
     paths = os.pathsep.join((str(ROOT), str(ROOT / "tests" / "kernels")))
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "norm_interpreter", "-p", "no:cacheprovider"]

@@ -38,6 +38,7 @@ from transformer_engine.common.kernels import (
     packed_sequences,
     permutation,
     rope,
+    router,
     softmax,
     transpose,
 )
@@ -210,6 +211,21 @@ def experts() -> Iterator[Case]:
             yield f"collect by_mask={by_mask} values={probs}", launch, (HALF, INDEX, pads, FLOAT, beside)
         weighted = permutation.send_weighted(*sizes, ("bfloat16", "float32")).steps[0].launch
         yield f"send weighted by_mask={by_mask}", weighted, (HALF, INDEX, pads, FLOAT, HALF)
+
+    for name, kind in router.SCORES.items():
+        for way, number in router.MAPS.items():
+            biased = name in ("sigmoid", "sqrtsoftplus")
+            written = INDEX if way == "indices" else None
+            chosen = router.choose(512, 160, 8, kind, False, (8, 4), 1.0, number, "bfloat16", True)
+            yield f"choose {name} {way}", chosen, (HALF, FLOAT if biased else None, written)
+            back = router.gradient(512, 160, 8, kind, False, 1.0, number, "bfloat16")
+            yield f"gradient {name} {way}", back, (INDEX if written else BYTES, FLOAT, HALF)
+        whole = router.choose(512, 256, 8, kind, True, None, 1.0, 0, "float32", False)
+        yield f"scores {name}", whole, (HALF, None, None)
+    for total in (None, ADDRESS):
+        parts, summing = (part.launch for part in router.loss(512, 256, 0.1, "float32").steps)
+        yield f"loss parts total={total}", parts, (FLOAT, ADDRESS)
+        yield f"loss total={total}", summing, (FLOAT, total)
 
 
 def attentions() -> Iterator[Case]:

@@ -9,6 +9,7 @@ from ..common.dispatch import use_backend
 from . import float8_tensor as float8_tensor
 from . import fp8 as fp8
 from . import quantization, tensor
+from . import router as router
 from .attention import (
     DotProductAttention,
     InferenceParams,
