@@ -39,6 +39,7 @@ from transformer_engine.common.kernels import (
     permutation,
     rope,
     router,
+    routes,
     softmax,
     transpose,
 )
@@ -189,10 +190,10 @@ def grouped() -> Iterator[Case]:
 
 
 def experts() -> Iterator[Case]:
-    counting, ranking = (part.launch for part in permutation.map_of_mask(512, 64, (64, 1)).steps)
+    counting, ranking = (part.launch for part in routes.map_of_mask(512, 64, (64, 1)).steps)
     yield "count", counting, (BYTES,)
     yield "rank", ranking, (BYTES, INDEX)
-    chunks, segments = (part.launch for part in permutation.map_of_chunks(512, 24).steps)
+    chunks, segments = (part.launch for part in routes.map_of_chunks(512, 24).steps)
     yield "chunks", chunks, (ADDRESS, ADDRESS)
     yield "segments", segments, (INDEX,)
     for by_mask in (False, True):

@@ -21,7 +21,16 @@ from .distributed import CudaRNGStatesTracker, checkpoint
 from .inspect.autotune import autotune
 from .inspect.explain import explain
 from .inspect.memory_plan import memory_plan
-from .module import GroupedLinear, LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm
+from .module import (
+    Fp8Padding,
+    Fp8Unpadding,
+    GroupedLinear,
+    LayerNorm,
+    LayerNormLinear,
+    LayerNormMLP,
+    Linear,
+    RMSNorm,
+)
 from .permutation import (
     moe_permute,
     moe_permute_and_pad_with_probs,
@@ -52,8 +61,6 @@ globals().update(tensor.EXPORTS | quantization.availability())
 
 # Names of the original's API that later releases bring; named here so that asking for one says so.
 _NOT_YET = (
-    "Fp8Padding",
-    "Fp8Unpadding",
     "make_graphed_callables",
     "get_cpu_offload_context",
     "parallel_cross_entropy",

@@ -77,24 +77,24 @@ def fused_topk_with_score_function(
 
     Of equal scores the expert with the lower number is chosen. The gradient goes to the logits alone.
     """
-    groups = _check_choice(logits, topk, num_groups, group_topk, scaling_factor, score_function)
+    groups = check_choice(logits, topk, num_groups, group_topk, scaling_factor, score_function)
     switch("use_pre_softmax", use_pre_softmax)
-    _check_bias(expert_bias, logits, score_function)
+    check_bias(expert_bias, logits, score_function)
     if not (qb_histogram is None and qb_bin_bounds is None and qb_histogram_mode is None):
         raise NotImplementedError(
             "histograms of quantile balancing are not counted; leave qb_histogram, qb_bin_bounds and "
             "qb_histogram_mode None"
         )
-    map = _map_format(routing_map_format)
+    map = map_format(routing_map_format)
     if topk_indices is not None:
-        _check_indices(topk_indices, logits, topk, map)
+        check_indices(topk_indices, logits, topk, map)
         map = INDICES
     kind = SOFTMAX_AFTER if score_function == SOFTMAX and not use_pre_softmax else score_function
     scale = 1.0 if scaling_factor is None else float(scaling_factor)
     choice = Choice(topk, kind, False, groups, scale, map)
     indices = None if topk_indices is None else topk_indices.view(-1, topk)
     probs, chosen = chosen_experts(_matrix(logits), choice, logits.dtype, expert_bias, indices)
-    routing = _routing_map(chosen, map, logits) if topk_indices is None else topk_indices
+    routing = routing_map(chosen, map, logits) if topk_indices is None else topk_indices
     return probs.view(logits.shape), routing
 
 
@@ -108,11 +108,11 @@ def fused_compute_score_for_moe_aux_loss(
 
     Parameters as in fused_topk_with_score_function; neither groups nor a bias limit the choice.
     """
-    _check_choice(logits, topk, None, None, None, score_function)
-    map = _map_format(routing_map_format)
+    check_choice(logits, topk, None, None, None, score_function)
+    map = map_format(routing_map_format)
     choice = Choice(topk, score_function, True, map=map)
     scores, chosen = chosen_experts(_matrix(logits), choice, torch.float32)
-    return _routing_map(chosen, map, logits), scores.view(logits.shape)
+    return routing_map(chosen, map, logits), scores.view(logits.shape)
 
 
 def fused_moe_aux_loss(
@@ -161,12 +161,14 @@ def _matrix(logits: Tensor) -> Tensor:
     return logits.reshape(-1, logits.shape[-1])
 
 
-def _routing_map(chosen: Tensor, map: str, logits: Tensor) -> Tensor:
+def routing_map(chosen: Tensor, map: str, logits: Tensor) -> Tensor:
+    """The map as callers get it, with the logits' leading dimensions."""
     chosen = chosen.view(torch.bool) if map == BYTES else chosen
     return chosen.view(*logits.shape[:-1], chosen.shape[1])
 
 
-def _map_format(value: Any) -> str:
+def map_format(value: Any) -> str:
+    """BYTES or BITS, of a RoutingMapFormat, its number or its name."""
     if isinstance(value, str):
         names = {member.name.lower(): member for member in RoutingMapFormat}
         one_of("routing_map_format", value, tuple(names))
@@ -183,7 +185,7 @@ def _map_format(value: Any) -> str:
     return _MAPS[RoutingMapFormat(int(value))]
 
 
-def _check_choice(
+def check_choice(
     logits: Tensor,
     topk: int,
     num_groups: int | None,
@@ -223,7 +225,8 @@ def _check_choice(
     return num_groups, group_topk
 
 
-def _check_bias(bias: Tensor | None, logits: Tensor, score_function: str) -> None:
+def check_bias(bias: Tensor | None, logits: Tensor, score_function: str) -> None:
+    """A bias of the experts, or None."""
     if bias is None:
         return
     tensor("expert_bias", bias)
@@ -236,7 +239,8 @@ def _check_bias(bias: Tensor | None, logits: Tensor, score_function: str) -> Non
     same_device("expert_bias", bias, "logits", logits.device)
 
 
-def _check_indices(indices: Tensor, logits: Tensor, topk: int, map: str) -> None:
+def check_indices(indices: Tensor, logits: Tensor, topk: int, map: str) -> None:
+    """Room for the topk experts of each token, in place of a map of bytes."""
     tensor("topk_indices", indices)
     if map != BYTES:
         raise ValueError(

@@ -54,9 +54,9 @@ def _map(request: PermutationRequest) -> Callable[[Tensor], Tensor]:
     tokens, experts = request.shape
     if tokens * experts == 0:
         return lambda mask: torch.zeros(tokens, 2 * experts + 1, dtype=torch.int32, device=mask.device)
-    from ....common.kernels import permutation  # it imports triton
+    from ....common.kernels import routes  # it imports triton
 
-    program = permutation.map_of_mask(tokens, experts, request.strides)
+    program = routes.map_of_mask(tokens, experts, request.strides)
     return lambda mask: perform(program, (_bytes(mask),))[0]
 
 
@@ -64,9 +64,9 @@ def _chunks(request: PermutationRequest) -> Callable[[Tensor, Tensor], Tensor]:
     tokens, chunks = request.shape
     if tokens * chunks == 0:
         return lambda splits, order: torch.arange(tokens, dtype=torch.int32, device=splits.device)
-    from ....common.kernels import permutation  # it imports triton
+    from ....common.kernels import routes  # it imports triton
 
-    program = permutation.map_of_chunks(tokens, chunks)
+    program = routes.map_of_chunks(tokens, chunks)
     return lambda splits, order: perform(program, (splits.contiguous(), order.contiguous()))[0].view(-1)
 
 
@@ -74,9 +74,9 @@ def _segments(request: PermutationRequest) -> Callable[[Tensor], Tensor]:
     tokens, count = request.shape
     if tokens * count == 0:
         return lambda segments: torch.arange(tokens, dtype=torch.int32, device=segments.device)
-    from ....common.kernels import permutation  # it imports triton
+    from ....common.kernels import routes  # it imports triton
 
-    launch = permutation.map_of_segments(tokens, count)
+    launch = routes.map_of_segments(tokens, count)
     return lambda segments: run(launch, (segments.contiguous(),))[0].view(-1)
 
 
