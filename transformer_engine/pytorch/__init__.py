@@ -9,6 +9,7 @@ from ..common.dispatch import use_backend
 from . import float8_tensor as float8_tensor
 from . import fp8 as fp8
 from . import quantization, tensor
+from . import router as router
 from .attention import (
     DotProductAttention,
     InferenceParams,
@@ -20,8 +21,25 @@ from .distributed import CudaRNGStatesTracker, checkpoint
 from .inspect.autotune import autotune
 from .inspect.explain import explain
 from .inspect.memory_plan import memory_plan
-from .module import GroupedLinear, LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm
+from .module import (
+    Fp8Padding,
+    Fp8Unpadding,
+    GroupedLinear,
+    LayerNorm,
+    LayerNormLinear,
+    LayerNormMLP,
+    Linear,
+    RMSNorm,
+)
 from .module.userbuffers import UserBufferQuantizationMode, destroy_ub, initialize_ub
+from .permutation import (
+    moe_permute,
+    moe_permute_and_pad_with_probs,
+    moe_permute_with_probs,
+    moe_sort_chunks_by_index,
+    moe_sort_chunks_by_index_with_probs,
+    moe_unpermute,
+)
 from .quantization import (
     DelayedScalingRequest,
     QuantizerRequest,
@@ -44,17 +62,9 @@ globals().update(tensor.EXPORTS | quantization.availability())
 
 # Names of the original's API that later releases bring; named here so that asking for one says so.
 _NOT_YET = (
-    "Fp8Padding",
-    "Fp8Unpadding",
     "make_graphed_callables",
     "get_cpu_offload_context",
     "parallel_cross_entropy",
-    "moe_permute",
-    "moe_permute_with_probs",
-    "moe_permute_and_pad_with_probs",
-    "moe_unpermute",
-    "moe_sort_chunks_by_index",
-    "moe_sort_chunks_by_index_with_probs",
 )
 
 
