@@ -152,7 +152,9 @@ _ATTENTION = (
         "NVTE_FUSED_ATTN_USE_FAv2_BWD", False, "Accepted; the backward pass belongs to the forward's backend."
     ),
     _flag(
-        "NVTE_ALLOW_NONDETERMINISTIC_ALGO", True, "0: only backends whose gradients are bitwise repeatable."
+        "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
+        True,
+        "0: only backends whose results are bitwise repeatable; see te.deterministic().",
     ),
     _flag(
         "NVTE_APPLY_QK_LAYER_SCALING",
@@ -258,7 +260,7 @@ _LAYERS = (
     _flag(
         "NVTE_CPU_OFFLOAD_V1",
         False,
-        "Accepted; offloading to the CPU is not implemented.",
+        "1: get_cpu_offload_context returns the original's first form of context, whose layers end by a commit.",
     ),
     _flag("NVTE_NVTX_ENABLED", False, "Accepted; no ranges are marked for profilers."),
     _number("NVTE_PRINT_LAYER_NUMBER", 1, "Accepted; nothing is logged by layer."),
@@ -369,6 +371,11 @@ def _stored_names(names: tuple[str, ...]) -> tuple[str | bytes, ...]:
 def flag(name: str) -> bool:
     """The value of a boolean variable (unset without a default: False)."""
     return bool(get(name))
+
+
+def keep_cublas_repeatable() -> None:
+    """Give cuBLAS workspaces of a fixed size, without which torch does not call it repeatable, unless it has some."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def cache_directory() -> Path:

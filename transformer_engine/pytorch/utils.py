@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..common.checks import whole
 from .functions.split_along import SplitAlongDim
+from .graph import make_weak_ref
 from .module.parameters import default_init_method
 from .runtime.device import get_cudnn_version, get_device_compute_capability
 
@@ -23,6 +24,7 @@ __all__ = [
     "get_default_init_method",
     "get_device_compute_capability",
     "init_method_normal",
+    "make_weak_ref",
     "nvtx_range_pop",
     "nvtx_range_push",
     "round_up_to_nearest_multiple",

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..offload.marks import active as offloading
+from ..offload.marks import keep_weight
 from ..primitives.grouped_gemm import (
     GroupedColumns,
     GroupedMatrices,
@@ -95,6 +97,8 @@ def _forward(
         matrices = GroupedMatrices(codes=held.codes, scale=held.scale, format=spec.weight.format)
         saved = (made.codes_t, made.scale_t)
         saved += (held.codes_t, held.scale_t) if spec.needs_grad_input else (None, None)
+        if offloading.synchronizer is not None:
+            keep_weight(saved[2])
     exact = spec.accumulation.forward
     out = spec.buffers.output
     y = product_of_rows(rows, matrices, groups, spec.dtype, bias=bias, exact=exact, out=out)

@@ -16,11 +16,13 @@ from ..functions.grouped_together import TogetherSpec
 from ..functions.weight_gradient import WeightGradient
 from ..primitives.grouped_gemm import Groups, Matrices, groups_of, irregular
 from ..primitives.grouped_quantize import GroupedQuantized
+from ..quantization import FP8GlobalStateManager
 from ..quantization.autocast import AutocastState, current
 from ..runtime.device import autocast_dtype
 from .grouped_way import (
     CALIBRATION,
     DELAYED_WEIGHT_GRADIENTS,
+    FLAGGED_WEIGHTS,
     IRREGULAR,
     KEPT_INPUT,
     OTHER_BACKWARD,
@@ -107,6 +109,8 @@ class TogetherPath:
             QUANTIZED_PARAMETERS: module.primary_weights_in_fp8,
             CALIBRATION: state.calibrating,
             RECOMPUTATION: state.enabled and is_fp8_activation_recompute_enabled(),
+            FLAGGED_WEIGHTS: state.graph
+            and FP8GlobalStateManager.get_skip_fp8_weight_update_tensor() is not None,
         }
         return tuple(feature for feature, wanted in asked.items() if wanted)
 

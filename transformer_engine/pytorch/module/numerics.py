@@ -173,12 +173,18 @@ class Numerics:
     def cached_weight(
         self, key: str, weight: Tensor, quantizer: Quantizer, columnwise: bool, first: bool
     ) -> QuantizedTensorStorage | None:
-        """The weight as quantized for the first microbatch of a step; None when nothing is to be cached."""
+        """The weight as quantized for the first microbatch of a step; None when nothing is to be cached.
+
+        In a captured graph the same kernels run for every microbatch, so a flag on the device says which is the first.
+        """
         if isinstance(weight, QuantizedTensorStorage) or quantizer.is_identity:
             return None
         cached = self.workspaces.get(key)
         stale = cached is None or (columnwise and not cached.get_usages()["columnwise"])
-        if first or stale:
+        skip = FP8GlobalStateManager.get_skip_fp8_weight_update_tensor() if self.state.graph else None
+        if skip is not None and cached is not None and not stale:
+            quantizer.update_quantized(weight, cached, noop_flag=skip)
+        elif first or stale:
             cached = made_to_keep(lambda: quantizer.encode(weight, True, columnwise))
             self.workspaces[key] = cached
         return cached

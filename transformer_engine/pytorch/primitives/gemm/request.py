@@ -164,7 +164,7 @@ def key_of(a: Operand, b: Operand, epilogue: Epilogue) -> Key:
         exact,
         not traced and dispatch_modes() > 0,
         element is torch.float32 and not traced and a_codes.is_cuda and allows_tf32(),
-        not traced and (Switch.depth > 0 or (asked() is not None and wanted())),
+        not traced and (Switch.depth > 0 or asked() is not None) and wanted(),
     )
 
 
