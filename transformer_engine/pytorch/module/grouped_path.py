@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from ...common import env
-from ...common.bounded import Bounded
 from ..distributed.recompute import is_fp8_activation_recompute_enabled
 from ..functions.grouped_quantizer import GroupedQuantizer, grouped
 from ..functions.grouped_together import TogetherSpec
 from ..functions.weight_gradient import WeightGradient
-from ..primitives.grouped_gemm import Groups, Matrices, groups_of, irregular
+from ..primitives.grouped_gemm import Groups, Matrices, groups_of
 from ..primitives.grouped_quantize import GroupedQuantized
 from ..quantization import FP8GlobalStateManager
 from ..quantization.autocast import AutocastState, current
@@ -37,7 +36,6 @@ from .numerics import made_to_keep
 from .products import ModuleRecipe, unquantized
 
 _WEIGHTS = "all weights"  # their key among the module's cached weights
-_KEPT = 64
 
 Planned = tuple[list[Tensor], list[Tensor] | None, Groups, TogetherSpec]
 # Of input, weight and output gradient: all of them, or none.
@@ -71,7 +69,6 @@ class TogetherPath:
         count = range(module.num_gemms)
         self._weight_names = [f"weight{i}" for i in count]
         self._bias_names = [f"bias{i}" for i in count] if module.use_bias else []
-        self._regular: Bounded[Any, bool] = Bounded(_KEPT)
         self._quantizers: tuple[ModuleRecipe, Quantizers] | None = None
 
     def plan(
@@ -145,18 +142,15 @@ class TogetherPath:
         return found if kinds <= {torch.nn.Parameter} else None  # pyright: ignore[reportReturnType]
 
     def _are_regular(self, weights: list[Tensor], biases: list[Tensor]) -> bool:
-        """Are all weights alike, all biases too, and the weights contiguous?"""
-        key = (
-            weights[0].dtype,
-            tuple([weight.data_ptr() for weight in weights]),
-            tuple([bias.data_ptr() for bias in biases]),
-        )
-        known = self._regular.get(key)
-        if known is None:
-            alike = len({(b.dtype, b.device, b.shape) for b in biases}) < 2
-            known = self._regular.keep(key, irregular(weights) is None and alike)
-        needs = {weight.requires_grad for weight in weights}
-        return known and len(needs) == 1 and len({bias.requires_grad for bias in biases}) < 2
+        """Are all weights alike, all biases too, and the weights contiguous where kernels can read them?"""
+        kinds = {
+            (w.shape, w.dtype, w.device, w.requires_grad, w.is_contiguous(), w.data_ptr() % 16)
+            for w in weights
+        }
+        if len(kinds) > 1 or len({(b.shape, b.dtype, b.device, b.requires_grad) for b in biases}) > 1:
+            return False
+        ((*_, contiguous, misplaced),) = kinds
+        return contiguous and not misplaced
 
     def _quantizers_of(self, active: ModuleRecipe | None) -> Quantizers:
         """The quantizers of input, weight and output gradient; none where a role's cannot work together."""

@@ -59,6 +59,7 @@ def build(key: tuple[Any, ...]) -> NormMLPSpec:
     switch("checkpoint", config.checkpoint)
     fc1_weight, fc1_bias, fc2_weight, fc2_bias, *_ = call.parameters
     assert fc1_weight is not None and fc2_weight is not None
+    _check_rows(config, fc1_weight.shape[0])
     shapes = ((config.hidden_size, fc1_weight.shape[0]), (config.ffn_shard, config.hidden_size))
     products = quantizable(call, shapes)
     wants = call.wants
@@ -84,6 +85,16 @@ def build(key: tuple[Any, ...]) -> NormMLPSpec:
         config.checkpoint and wants,
         wants,
     ).decided()
+
+
+def _check_rows(config: NormMLPConfig, rows: int) -> None:
+    """ValueError where the activation was changed from one that is gated to one that is not, or back."""
+    needed = config.ffn_shard * (2 if ACTIVATIONS[config.activation].gated else 1)
+    if rows != needed:
+        raise ValueError(
+            f"activation={config.activation!r} takes {needed} features from fc1, whose weight has {rows} rows, made "
+            f"for another one; make another {config._kind} with activation={config.activation!r}"
+        )
 
 
 @configured(NormMLPConfig, fixed=frozenset({"hidden_size", "ffn_shard"}))
