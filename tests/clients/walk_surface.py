@@ -47,6 +47,10 @@ CLIENTS = {
 }
 
 
+# Functions that import what their argument names.
+LAZY = ("OptionalImport", "import_module")
+
+
 class Names(ast.NodeVisitor):
     """The engine's names of one file: imported ones, and attributes of these as far as they go."""
 
@@ -71,6 +75,16 @@ class Names(ast.NodeVisitor):
             self.found.add(name if alias.name != "*" else node.module)
             self.bound[alias.asname or alias.name] = name
 
+    def visit_Assign(self, node: ast.Assign) -> None:
+        """te = OptionalImport("transformer_engine.pytorch")"""
+        call, target = node.value, node.targets[0]
+        if isinstance(call, ast.Call) and isinstance(target, ast.Name) and call.args:
+            function, given = ast.unparse(call.func).split(".")[-1], call.args[0]
+            if function in LAZY and isinstance(given, ast.Constant) and str(given.value).split(".")[0] in ENGINE:
+                self.found.add(given.value)
+                self.bound[target.id] = given.value
+        self.generic_visit(node)
+
     def visit_Attribute(self, node: ast.Attribute) -> None:
         name = self.dotted(node)
         if name is None:
@@ -91,7 +105,7 @@ def names_of(source: str) -> set[str]:
     tree = ast.parse(source)
     names = Names()
     for node in ast.walk(tree):  # imports first: a function may stand before the block that imports for it
-        if isinstance(node, ast.Import | ast.ImportFrom):
+        if isinstance(node, ast.Import | ast.ImportFrom | ast.Assign):
             names.visit(node)
     names.visit(tree)
     return names.found

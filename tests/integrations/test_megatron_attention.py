@@ -110,7 +110,10 @@ def test_packed_sequences_are_those_of_single_calls():
     x, freqs = hidden(1), angles()
     ends = torch.tensor([0, 3, 10], dtype=torch.int32)
     y, _ = layer(
-        x, None, rotary_pos_emb=freqs, packed_seq_params=PackedSequences(ends, ends, max(lengths), max(lengths))
+        x,
+        None,
+        rotary_pos_emb=freqs,
+        packed_seq_params=PackedSequences(ends, ends, max(lengths), max(lengths)),
     )
     parts = [layer(part, None, rotary_pos_emb=freqs[: len(part)])[0] for part in x.split(lengths)]
     torch.testing.assert_close(y, torch.cat(parts), rtol=1e-5, atol=1e-5)
@@ -205,13 +208,17 @@ def test_an_encoder_and_a_decoder_like_t5_are_those_of_torch():
     out = out.permute(2, 0, 1, 3).flatten(2)
     expected = state + F.linear(out, cross.linear_proj.weight, cross.linear_proj.bias)
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
-    ours, theirs = (torch.autograd.grad(made.square().sum(), target, retain_graph=True)[0] for made in (y, expected))
+    ours, theirs = (
+        torch.autograd.grad(made.square().sum(), target, retain_graph=True)[0] for made in (y, expected)
+    )
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("groups", [HEADS, 2])
 def test_clipped_projections_keep_logits_below_the_threshold(groups):
-    config = replace(CONFIG, num_query_groups=groups, add_bias_linear=False, qk_clip=True, qk_clip_threshold=0.5)
+    config = replace(
+        CONFIG, num_query_groups=groups, add_bias_linear=False, qk_clip=True, qk_clip_threshold=0.5
+    )
     layer, x = self_attention(config), hidden()
     layer.linear_qkv.weight.data.mul_(40)
     layer(x, None)

@@ -68,7 +68,7 @@ def gather_along_first_dim(
     quantizer: Quantizer | None = None,
     output_tensor: Tensor | QuantizedTensorStorage | None = None,
     external_coalescing: bool = False,
-) -> tuple[Any, dist.Work | None]:
+) -> tuple[Any, dist.Work | DeferredGather | None]:
     """[n * M, ...] from [M, ...] of each of n ranks, in rank order; then quantized, if a quantizer is given.
 
     Quantizing after the gather needs no agreement on scales between the ranks. An input that is quantized
@@ -132,7 +132,7 @@ def _gather_later(
     if isinstance(inp, QuantizedTensorStorage):
         _check_blocks(inp)
         if output is None:
-            maker = quantizer or getattr(inp, "_quantizer", None) or inp._default_quantizer()  # pyright: ignore
+            maker: Any = quantizer or getattr(inp, "_quantizer", None) or inp._default_quantizer()  # pyright: ignore
             shape = (world_size(group) * inp.shape[0], *inp.shape[1:])
             output = maker.make_empty(shape, dtype=inp.dtype, device=inp.device)
         parts, payload = gather_payload(inp)

@@ -27,4 +27,4 @@ def prepare_te_modules_for_fsdp(fsdp_root: torch.nn.Module) -> None:
                 "use torch.distributed.fsdp.fully_shard, or leave quantized_model_init"
             )
     for wrapper, layer in layers:
-        layer.fsdp_group = wrapper.process_group  # pyright: ignore[reportAttributeAccessIssue]
+        layer.fsdp_group = wrapper.process_group  # pyright: ignore

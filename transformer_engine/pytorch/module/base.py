@@ -13,6 +13,7 @@ from torch import Tensor
 from ...common.recipe import Recipe
 from ..functions.scale_update import ScaleUpdate, in_a_backward, of_the_pass
 from ..functions.weight_gradient import WeightGradientStore, dummy_gradient
+from ..functions.weight_gradient import _dummies as _dummy_wgrads  # noqa: F401
 from ..quantization import (
     QuantizerRole,
     check_extra_state,

@@ -125,6 +125,9 @@ class HeadL2Norm(torch.nn.Module):
         return (wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
+_PACKED_KINDS: dict[str, str] = {"causal": "padding_causal", "no_mask": "padding"}
+
+
 class CoreAttention(attentions.DotProductAttention):
     """[s, b, heads * size] of q, k, v [s, b, heads, size], or [t, ..] of packed ones.
 
@@ -159,7 +162,7 @@ class CoreAttention(attentions.DotProductAttention):
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
         attn_mask_type: Any, attention_bias: Tensor | None = None, packed_seq_params: Any = None,
     ) -> Tensor:  # fmt: skip
-        kind = attn_mask_type.name
+        kind: str = attn_mask_type.name
         options: dict[str, Any] = {}
         if packed_seq_params is not None:
             for name in (
@@ -167,10 +170,10 @@ class CoreAttention(attentions.DotProductAttention):
                 "max_seqlen_q", "max_seqlen_kv",
             ):  # fmt: skip
                 options[name] = getattr(packed_seq_params, name)
-            kind = {"causal": "padding_causal", "no_mask": "padding"}.get(kind, kind)
+            kind = _PACKED_KINDS.get(kind, kind)
         if attention_bias is not None:
             options |= {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": attention_bias}
-        mask = attention_mask if kind in ("padding", "arbitrary") or "padding" in kind else None
+        mask = attention_mask if kind == "arbitrary" or "padding" in kind else None
         made = super().forward(query, key, value, mask, attn_mask_type=kind, **options)
         if not self.return_max_logit:
             return made  # pyright: ignore[reportReturnType]
