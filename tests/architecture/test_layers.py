@@ -29,6 +29,7 @@ LAYERS = {
     "transformer_engine.pytorch.transformer_config": 9,
     "transformer_engine.pytorch.cross_entropy": 8,
     "transformer_engine.pytorch.optimizers": 8,
+    "transformer_engine.pytorch.conversion": 10,
     "transformer_engine.pytorch.graphs": 10,
     "transformer_engine.pytorch.inspect": 10,
     "transformer_engine.jax": 11,

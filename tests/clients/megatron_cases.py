@@ -1,4 +1,4 @@
-"""Megatron-core as published, on a CPU: cases that print {name: result} as JSON; a case that raises gives its traceback.
+"""Megatron-core as published, on a CPU: cases that print {name: result} as JSON; the traceback of one that raises.
 
 Importing Megatron changes torch, and its models write environment variables, so all of it runs in a process of its own.
 """
@@ -289,7 +289,10 @@ def public_attributes() -> list[str]:
 
 CASES: dict[str, Callable[[], Any]] = {
     "flags": flags,
-    **{f"train {name}": lambda settings=settings: trained(model(settings)) for name, settings in TRAINED.items()},
+    **{
+        f"train {name}": lambda settings=settings: trained(model(settings))
+        for name, settings in TRAINED.items()
+    },
     "fused_adam": fused_adam,
     "recomputed": recomputed,
     **{

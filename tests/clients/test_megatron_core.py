@@ -1,4 +1,4 @@
-"""Megatron-core as published runs on this engine, on a CPU: dense models, experts' parts, checkpoints, our attention."""
+"""Megatron-core as published runs on this engine, on a CPU: models, parts of experts, checkpoints, our attention."""
 
 from __future__ import annotations
 

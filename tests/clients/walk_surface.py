@@ -80,7 +80,11 @@ class Names(ast.NodeVisitor):
         call, target = node.value, node.targets[0]
         if isinstance(call, ast.Call) and isinstance(target, ast.Name) and call.args:
             function, given = ast.unparse(call.func).split(".")[-1], call.args[0]
-            if function in LAZY and isinstance(given, ast.Constant) and str(given.value).split(".")[0] in ENGINE:
+            if (
+                function in LAZY
+                and isinstance(given, ast.Constant)
+                and str(given.value).split(".")[0] in ENGINE
+            ):
                 self.found.add(given.value)
                 self.bound[target.id] = given.value
         self.generic_visit(node)

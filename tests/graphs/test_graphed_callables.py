@@ -163,6 +163,39 @@ def test_cached_weights_are_renewed_in_the_first_microbatch_only(kind, recipe, r
                 q.mul_(1.5)
 
 
+class _Remembering(te.Linear):
+    """As modules of other libraries call a layer: the first call after `is_first_microbatch = True` is the first."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.is_first_microbatch = True
+
+    def forward(self, inp):
+        y = super().forward(inp, is_first_microbatch=self.is_first_microbatch)
+        self.is_first_microbatch = False
+        return y
+
+
+@pytest.mark.parametrize("caches", [True, False])
+def test_modules_that_remember_the_first_microbatch_are_told_as_well(caches, rerun):
+    recipe = RECIPES["delayed"]
+    eager = _Remembering(HIDDEN, HIDDEN, device="cpu")
+    replayed = copy.deepcopy(eager)
+    graphed = _graphed(replayed, recipe, cache_quantized_params=caches)
+    assert replayed.is_first_microbatch
+    for step in range(2):
+        for microbatch in range(2):
+            first = microbatch == 0
+            eager.is_first_microbatch = first or not caches
+            told = {"is_first_microbatch": first} if caches else {}
+            seed = 10 * step + microbatch
+            assert _equal(_step(graphed, replayed, recipe, seed, **told), _step(eager, eager, recipe, seed))
+        with torch.no_grad():
+            for p, q in zip(eager.parameters(), replayed.parameters(), strict=True):
+                p.mul_(1.5)
+                q.mul_(1.5)
+
+
 class _Grouped(torch.nn.Module):
     def __init__(self, layer):
         super().__init__()
@@ -181,7 +214,7 @@ def test_sums_of_weight_gradients_begin_with_the_first_microbatch(rerun):
     recipe = RECIPES["current"]
     graphed = _graphed(replayed, recipe, cache_quantized_params=True)
     assert torch.equal(replayed.weight.main_grad, torch.full((HIDDEN, HIDDEN), 7.0))
-    replayed.weight.grad_added_to_main_grad = False
+    assert not replayed.weight.grad_added_to_main_grad
     for seed, first in ((0, True), (1, False), (2, True)):
         _step(eager, eager, recipe, seed, is_first_microbatch=first)
         _step(graphed, replayed, recipe, seed, is_first_microbatch=first)

@@ -183,6 +183,10 @@ class Table(Generic[Request]):
             self._remember_what_is_demanded()
         return self.bind(self.described(key)) if _disturbances else self._bound[key]
 
+    def bound_in_eager_mode(self, key: tuple[Any, ...]) -> Callable[..., Any]:
+        """bound(key), for a caller that has asked whether a compiler is tracing."""
+        return self.bind(self.described(key)) if _disturbances else self._bound[key]
+
     def described(self, key: tuple[Any, ...]) -> Request:
         """The request that a key stands for."""
         assert self.describe is not None

@@ -26,6 +26,7 @@ from .inspect.autotune import autotune
 from .inspect.deterministic import deterministic
 from .inspect.explain import explain
 from .inspect.memory_plan import memory_plan
+from .inspect.observation import Observation, observe
 from .module import (
     Fp8Padding,
     Fp8Unpadding,
@@ -60,6 +61,7 @@ from .quantized_tensor import prepare_for_saving, restore_from_func_ctx, restore
 from .runtime.device import get_cudnn_version, get_device_compute_capability
 from .runtime.device_checks import check
 from .tensor import QuantizedTensor, QuantizedTensorStorage, Quantizer
+from .tensor.plain_state import load_plain_state_dict, plain_state_dict
 from .transformer import TransformerLayer
 
 # The quantizers and containers of every format, and is_<kind>_available of every kind of format.

@@ -94,7 +94,7 @@ def fused_linear_cross_entropy(
     The other arguments are those of `parallel_cross_entropy`.
     """
     for name, value in (("hidden", hidden), ("weight", weight), ("bias", bias)):
-        if value is not None:
+        if value is not None or name != "bias":
             floating(name, value)
             same_device(name, value, "hidden", hidden.device)
             if value.dtype != hidden.dtype:

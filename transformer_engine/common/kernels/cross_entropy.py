@@ -121,9 +121,9 @@ def _gradient(
     offset = row.to(tl.int64) * width + column
     target = tl.load(targets + row)
     greatest = tl.load(statistics + 2 * row.to(tl.int64))
-    total = tl.load(statistics + 2 * row.to(tl.int64) + 1)
+    inverse = 1.0 / tl.load(statistics + 2 * row.to(tl.int64) + 1)
     value = tl.load(x + offset, mask=inside, other=float("-inf")).to(tl.float32)
-    probability = tl.exp(value - greatest) / total
+    probability = tl.exp(value - greatest) * inverse
     wanted = tl.where(column == target - first_id, 1.0 - smoothing, 0.0) + smoothing / total_ids
     result = (probability - wanted) * tl.load(factor + row.to(tl.int64) * factor_stride)
     result = tl.where(target == ignored, 0.0, result)

@@ -251,7 +251,7 @@ def _check_inputs(config: LayerConfig, x: Described, encoder: Described | None, 
     for name, given in (("hidden_states", x), ("encoder_output", encoder)):
         if given is None:
             continue
-        if given.ndim != axes or given.shape[-1] != config.hidden_size:
+        if len(given.shape) != axes or given.shape[-1] != config.hidden_size:
             raise ValueError(
                 f"{name} is {list(given.shape)}, qkv_format={config.qkv_format!r} needs {axes} axes that end in "
                 f"hidden_size={config.hidden_size}"
@@ -270,6 +270,8 @@ def _projections(
     """q, k, v as the projections will give them."""
     heads = config.heads
     k = _projected(config, x if encoder is None else encoder, heads.groups, lowered or x.dtype)
+    if encoder is None and heads.groups == heads.queries:
+        return k, k, k
     return _projected(config, x, heads.queries, lowered or x.dtype), k, k
 
 

@@ -144,7 +144,11 @@ class RngSnapshot:
             yield
         finally:
             before._restore()
-            if self.get_tracker is not None and tracked_before is not None and (tracked_before or self.tracked):
+            if (
+                self.get_tracker is not None
+                and tracked_before is not None
+                and (tracked_before or self.tracked)
+            ):
                 self.get_tracker().set_states(tracked_before)
 
     def _restore(self) -> None:

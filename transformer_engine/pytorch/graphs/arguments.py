@@ -239,7 +239,9 @@ def check_options(options: Options, order: Any, training: bool) -> None:
     function_or_none("pre_warmup_hook", options.pre_warmup_hook)
     function_or_none("post_warmup_hook", options.post_warmup_hook)
     if options.reuses_buffers and order is None:
-        raise ValueError("_reuse_graph_input_output_buffers needs _order, which says when a buffer is free")
+        raise ValueError(
+            "_reuse_graph_input_output_buffers=True needs _order to say when a buffer is free; give one"
+        )
     if options.reuses_buffers and not training:
         raise RuntimeError(
             "_reuse_graph_input_output_buffers frees buffers in the backward, which eval() has not"

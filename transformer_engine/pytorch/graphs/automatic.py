@@ -19,6 +19,7 @@ import torch
 from ...common.checks import described, whole
 from ...common.dispatch import Backend, Table, undisturbed
 from ..quantization.autocast import AutocastState, here
+from ..runtime.device import has_cuda
 from . import recorder
 from .block import Block
 from .build import Plan, recorded
@@ -88,8 +89,7 @@ class AutomaticGraph:
         self.after = after
         self.signatures = signatures
         self._entries: dict[tuple[Any, ...], _Entry] = {}
-        names = list(inspect.signature(call).parameters)
-        self._first_at = names.index(_FIRST) if _FIRST in names else None
+        self._first_at = _place_of_first(call)
         self.name = (
             getattr(call, "__name__", type(call).__name__) if module is None else type(module).__name__
         )
@@ -193,6 +193,15 @@ class AutomaticGraph:
         return _again, (self.module, self.call if self.module is None else None, self.after, self.signatures)
 
 
+def _place_of_first(call: Callable[..., Any]) -> int | None:
+    """Which positional argument is_first_microbatch is; None where there is none."""
+    try:
+        names = list(inspect.signature(call).parameters)
+    except ValueError:  # a function written in C may have no signature, and has no such argument
+        return None
+    return names.index(_FIRST) if _FIRST in names else None
+
+
 def _again(module: torch.nn.Module | None, call: Any, after: int, signatures: int) -> AutomaticGraph:
     if module is not None:
         call = functools.partial(type(module).forward, module)
@@ -210,7 +219,7 @@ def _obstacle_now(leaves: Leaves, recomputes: bool) -> str | None:
         return "the call will be, or is, run a second time by a checkpoint"
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:  # pyright: ignore
         return "saved tensors go through hooks, which a replay would not call"
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if has_cuda() and torch.cuda.is_current_stream_capturing():
         return "a graph is being captured round the call"
     return None
 

@@ -117,7 +117,7 @@ class Block:
         with ExitStack() as blocks:
             blocks.enter_context(torch.set_grad_enabled(self.training))
             blocks.enter_context(flagged(self.caches))
-            blocks.enter_context(microbatch(self.layers, first if self.caches else None))
+            blocks.enter_context(microbatch(self.module, self.layers, first if self.caches else None))
             blocks.enter_context(
                 autocast(state.enabled, state.calibrating, state.recipe, state.group, _graph=True)
             )

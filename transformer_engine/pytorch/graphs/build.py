@@ -59,6 +59,8 @@ def recorded(graphs: list[Replayed], plan: Plan, recorder: Recorder) -> list[Rep
     with capturing(), left_as_it_was(plan.modules):
         if plan.before is not None:
             plan.before()
+        for graph in graphs:
+            graph.expect_nothing()
         with recorder.warming():
             # At least once: states, workspaces and kernels have to be there before anything is recorded.
             for turn in range(max(1, plan.warm_ups)):

@@ -34,9 +34,20 @@ def layers_with_weights(module: torch.nn.Module | None) -> list[ProductsModule]:
 
 
 @contextmanager
-def microbatch(layers: Iterable[ProductsModule], first: bool | None) -> Iterator[None]:
-    """Inside of the block each layer is called with is_first_microbatch=first, whoever calls it; None: as it is."""
+def microbatch(
+    module: torch.nn.Module | None, layers: Iterable[ProductsModule], first: bool | None
+) -> Iterator[None]:
+    """Inside of the block each layer is called with is_first_microbatch=first, whoever calls it.
+
+    Modules of other libraries keep it in an attribute of that name, and write it after their first call. None: layers
+    are called as they are, and such modules as if nobody had told them.
+    """
+    told = [m for m in (() if module is None else module.modules()) if _FIRST in vars(m)]
+    before = [vars(m)[_FIRST] for m in told]
     with ExitStack() as hooks:
+        for m, known in zip(told, before, strict=True):
+            setattr(m, _FIRST, first)
+            hooks.callback(setattr, m, _FIRST, known)
         if first is not None:
             call = functools.partial(called_as, first)
             for layer in layers:

@@ -27,7 +27,7 @@ class Eagerly:
         args, kwargs = pytree.tree_unflatten(list(tensors), block.structure)
         if first is not None and block.module in block.layers:
             args, kwargs = called_as(first, block.module, args, kwargs)  # pyright: ignore[reportArgumentType]
-        with microbatch(block.layers, first), _under(block.quantization):
+        with microbatch(block.module, block.layers, first), _under(block.quantization):
             return block.call(*args, **kwargs)
 
     def backward_dw(self) -> None:

@@ -16,6 +16,7 @@ from ..quantization import delayed_scaling
 from ..runtime.device import has_cuda
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 
+_SAID = "grad_added_to_main_grad"  # of a parameter, by its backward
 _DIRECTIONS = ("scaling_fwd", "scaling_bwd")
 
 
@@ -132,6 +133,8 @@ def left_as_it_was(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
     weights = _Values.of(_cached_weights(layers))
     others = _Values.of(_scales_of_others())
     gradients = [(parameter, parameter.grad) for root in roots for parameter in root.parameters()]
+    said = [p for root in roots for p in root.parameters() if hasattr(p, _SAID)]
+    before = [getattr(p, _SAID) for p in said]
     random = _RandomStates()
     try:
         yield
@@ -141,3 +144,5 @@ def left_as_it_was(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
             kept.put_back()
         for parameter, gradient in gradients:
             parameter.grad = gradient
+        for parameter, value in zip(said, before, strict=True):
+            setattr(parameter, _SAID, value)

@@ -64,7 +64,9 @@ def chunks_of(order: Sequence[float], layers: int, layers_per_chunk: Sequence[in
         raise ValueError("_order is empty; name the forward and the backward of each chunk and microbatch")
     whole = [step for step in order if step == int(step)]
     if any(step == 0 for step in order):
-        raise ValueError("_order holds 0; chunks are counted from 1, backwards are negative")
+        raise ValueError(
+            f"_order={list(order)} holds 0; give chunks from 1 on, their backwards as negative numbers"
+        )
     count = int(max(whole, default=0))
     if count < 1:
         raise ValueError(f"_order={list(order)} has no forward; write chunk c's as c")
@@ -73,7 +75,7 @@ def chunks_of(order: Sequence[float], layers: int, layers_per_chunk: Sequence[in
     if len(set(forwards + backwards)) != 1 or len(whole) != 2 * count * forwards[0]:
         raise ValueError(
             f"_order={list(order)} names the {count} chunks {forwards} times forward and {backwards} times backward; "
-            "each goes forward and backward once a microbatch"
+            "give each once forward and once backward a microbatch"
         )
     if layers_per_chunk is None:
         if layers % count:
@@ -111,7 +113,8 @@ def ordered_steps(order: Sequence[float], chunks: Chunks) -> list[Step]:
         microbatch = done[kind][chunk]
         if before is not None and microbatch >= done[before][chunk]:
             raise ValueError(
-                f"_order={list(order)}: a {kind.value} of chunk {chunk + 1} has no {before.value} before it"
+                f"_order={list(order)}: a {kind.value} of chunk {chunk + 1} has no {before.value} before it; "
+                "give them in the order of a step"
             )
         done[kind][chunk] += 1
         callables = chunks.callables(chunk, microbatch)

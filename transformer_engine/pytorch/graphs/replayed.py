@@ -51,6 +51,11 @@ class Replayed:
 
     # What records.
 
+    def expect_nothing(self) -> None:
+        """Before warming up: whatever a parameter says of main_grad after it, warming up has shown."""
+        for parameter in self._announcing:
+            parameter.grad_added_to_main_grad = False  # pyright: ignore[reportAttributeAccessIssue]
+
     def note_what_showed(self) -> None:
         """What a backward does in Python, as warming up has shown: update scales, say that main_grad has a gradient."""
         self._updates_scales = any(layer.numerics.delayed_states("scaling_bwd") for layer in self._quantized)

@@ -19,6 +19,9 @@ from ..tensor.quantized_tensor import QuantizedTensorStorage
 _CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
 class Leaves(NamedTuple):
     """The arguments of a call, (args, kwargs), in a row: `constants` has None where there is a tensor."""
 
@@ -70,9 +73,7 @@ def standing_of(module: torch.nn.Module | None) -> Standing:
     while waiting:
         layer = waiting.pop()
         own = layer.__dict__
-        if layer is not module and (
-            own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"]
-        ):
+        if layer is not module and any(own[kind] for kind in _HOOKS):
             return Standing((), f"a {type(layer).__name__} inside has hooks, which a replay would not call")
         if own.get("wgrad_store") is not None:
             return Standing((), f"a {type(layer).__name__} puts weight gradients off until its backward_dw()")

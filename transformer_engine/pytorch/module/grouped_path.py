@@ -33,6 +33,7 @@ from .grouped_way import (
     TOGETHER,
 )
 from .numerics import made_to_keep
+from .parameters import parameter_of
 from .products import ModuleRecipe, unquantized
 
 _WEIGHTS = "all weights"  # their key among the module's cached weights
@@ -79,9 +80,10 @@ class TogetherPath:
         state = current()
         weights, biases = (self._parameters_called(names) for names in (self._weight_names, self._bias_names))
         features, quantizers = self._features(state), _NONE
+        key = self._key(x, features, state)
         if weights is None or biases is None:
             features += (OTHER_PARAMETERS,)
-        elif TABLE.name_of(self._key(x, features, state)) == TOGETHER:  # else the rest need not be looked at
+        elif TABLE.name_of(key) == TOGETHER:  # else the rest need not be looked at
             if not self._are_regular(weights, biases):
                 features += (IRREGULAR,)
             module._product_quantizers(state)
@@ -90,7 +92,7 @@ class TogetherPath:
                 features += (SINGLE_QUANTIZERS,) if quantizers is _NONE else ()
             if self._recipe(state).backward != "quantized":
                 features += (OTHER_BACKWARD,)
-        if TABLE.decide(self._key(x, features, state)) != TOGETHER:
+        if TABLE.decide((features, *key[1:])) != TOGETHER:
             return None
         assert weights is not None and biases is not None, "the table does not let such parameters pass"
         groups = self._groups(m_splits, x)
@@ -114,7 +116,7 @@ class TogetherPath:
     def _key(self, x: Tensor, features: tuple[str, ...], state: AutocastState) -> tuple[Any, ...]:
         """What `GroupedWay` describes of this forward."""
         module, device = self._module, x.device
-        weight = getattr(module, self._weight_names[0])
+        weight = parameter_of(module, self._weight_names[0])  # pyright: ignore[reportArgumentType]
         narrowed = autocast_dtype(device.type)
         return (
             features,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from ...common.checks import switch
 from ..distributed.tensor_parallel import TensorParallel, set_tensor_model_parallel_attributes
 from ..functions.by_name import NormByName
 from ..functions.fusions import APART
-from ..functions.linear_spec import LinearSpec
+from ..functions.linear_spec import LinearSpec, changed
 from ..functions.norm_mlp import NormMLPSpec, NormMLPTensors, norm_mlp
 from ..functions.normalization import Norm
 from ..functions.weight_gradient import WeightGradientStore
@@ -26,7 +26,7 @@ from .arguments import check_arguments
 from .config import configured
 from .linear_base import OverlapOptions, ProductsConfig, ProductsModule
 from .norm_parameters import mark_norm_parameters, register_norm_parameters
-from .parameters import InitMethod, ParameterInit, default_init_method
+from .parameters import InitMethod, ParameterInit, default_init_method, parameter_of
 from .specs import Call, Facts, check_call, product_spec, quantizable, scale_update
 
 
@@ -223,9 +223,11 @@ class LayerNormMLP(ProductsModule):
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor | tuple[Tensor, ...]:
         """y, or `(y[, fc2_bias][, norm(x)])` as return_bias and return_layernorm_output say."""
         config = self._config
-        gamma, beta = self.layer_norm_weight, self.layer_norm_bias
-        fc1_weight, fc2_weight = self.fc1_weight, self.fc2_weight
-        fc1_bias, fc2_bias = (self.fc1_bias, self.fc2_bias) if config.use_bias else (None, None)
+        gamma, beta = parameter_of(self, "layer_norm_weight"), parameter_of(self, "layer_norm_bias")
+        fc1_weight, fc2_weight = parameter_of(self, "fc1_weight"), parameter_of(self, "fc2_weight")
+        fc1_bias = fc2_bias = None
+        if config.use_bias:
+            fc1_bias, fc2_bias = parameter_of(self, "fc1_bias"), parameter_of(self, "fc2_bias")
         spec: NormMLPSpec = self.spec(
             inp, (fc1_weight, fc1_bias, fc2_weight, fc2_bias, gamma, beta), (is_first_microbatch,)
         )
@@ -255,18 +257,18 @@ class LayerNormMLP(ProductsModule):
         fc1, fc2 = (
             self.with_cached_weight(f"{name}_weight", weight, linear, is_first_microbatch)
             for name, weight, linear in (
-                ("fc1", self.fc1_weight, spec.fc1),
-                ("fc2", self.fc2_weight, spec.fc2),
+                ("fc1", parameter_of(self, "fc1_weight"), spec.fc1),
+                ("fc2", parameter_of(self, "fc2_weight"), spec.fc2),
             )
         )
-        return replace(spec, fc1=fc1, fc2=fc2)
+        return changed(spec, fc1=fc1, fc2=fc2)
 
 
 def _with_norm_by_name(spec: NormMLPSpec) -> NormMLPSpec:
     """The spec with the norm that stands in this file's apply_normalization."""
     assert spec.ways is not None
     norm: Any = NormByName(spec.norm, sys.modules[__name__])
-    return replace(spec, norm=norm, ways=spec.ways._replace(norm=APART))
+    return changed(spec, norm=norm, ways=spec.ways._replace(norm=APART))
 
 
 _replaced = watched(__name__, {"apply_normalization": apply_normalization})

@@ -17,7 +17,7 @@ from . import states
 from .adam_checks import check_capturable, check_dtypes, check_numbers, check_parameter
 from .adam_numbers import next_step, rates_of
 from .amp import heed
-from .buckets import Bucket, Layout, facts_of
+from .buckets import Bucket, Layout, buckets_of, facts_of
 from .local import like, local_of
 from .multi_tensor_apply import multi_tensor_applier
 
@@ -149,7 +149,7 @@ class FusedAdam(torch.optim.Optimizer):
             stepped = (
                 self._read(members, kept, "master_param")
                 if masters
-                else [parameter.dequantize(dtype=torch.float32) for parameter in stepped]
+                else [_numbers(parameter) for parameter in stepped]
             )
         names = ["exp_avg", "exp_avg_sq", *["master_param"] * (masters and not bucket.quantized)]
         read = [self._read(members, kept, name) for name in names]
@@ -168,8 +168,8 @@ class FusedAdam(torch.optim.Optimizer):
             if masters:
                 self._write(members, kept, "master_param", stepped)
             for parameter, numbers in zip(bucket.parameters, stepped, strict=True):
-                if parameter.numel():
-                    parameter.quantize_(local_of(numbers).view(parameter.shape))  # pyright: ignore[reportCallIssue]
+                if isinstance(parameter, QuantizedTensor) and parameter.numel():
+                    parameter.quantize_(local_of(numbers).view(parameter.shape))
 
     def _read(self, members: list[Tensor], kept: list[dict[str, Tensor]], name: str) -> list[Tensor]:
         """A state of each parameter: itself where the kernel takes its dtype, else float32 numbers."""
@@ -213,7 +213,8 @@ class FusedAdam(torch.optim.Optimizer):
                 check_parameter(parameter, grad, self.master_weights, self.capturable)
         for parameter in params:
             self._complete(parameter)
-        layout = Layout(facts, made)
+        held = not self.use_decoupled_grad
+        layout = Layout(facts, buckets_of(params, grads, self.state, self._keeps_remainder, held))
         self._layouts[place] = layout
         return layout
 
@@ -279,10 +280,7 @@ class FusedAdam(torch.optim.Optimizer):
         self._initialize_state(param, "master_param", keeps, keeps)
         local = local_of(param).detach()
         if not keeps and (isinstance(local, QuantizedTensor) or local.dtype != torch.float32):
-            values = (
-                local.dequantize(dtype=torch.float32) if isinstance(local, QuantizedTensor) else local.float()
-            )
-            self.set_scaled_state(param, "master_param", values)
+            self.set_scaled_state(param, "master_param", _numbers(local))
 
     def _initialize_state(
         self, param: Tensor, state_name: str, zero_buffer: bool, store_param_remainders: bool = False
@@ -349,6 +347,8 @@ class FusedAdam(torch.optim.Optimizer):
     def _take_steps(self, state_dict: dict[str, Any]) -> None:
         """Of torch's optimizers, which count by parameter, the count of a group's first."""
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
             counts = [state_dict["state"].get(place, {}).get("step") for place in saved["params"]]
             counts = [int(count) for count in counts if count is not None]
             if "step" not in saved and counts:
@@ -375,3 +375,10 @@ class FusedAdam(torch.optim.Optimizer):
 
     def _device(self) -> torch.device:
         return next((local_of(parameter).device for parameter in self._parameters()), torch.device("cpu"))
+
+
+def _numbers(parameter: Tensor) -> Tensor:
+    """float32: what a parameter of fewer bits stands for."""
+    if isinstance(parameter, QuantizedTensor):
+        return parameter.dequantize(dtype=torch.float32)
+    return parameter.to(torch.float32)

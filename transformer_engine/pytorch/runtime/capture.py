@@ -6,6 +6,7 @@ Python. The body's results stay where they were written. Tests schedule on a rec
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -87,6 +88,12 @@ class CudaRecording:
         self.results = ()
 
 
+@functools.cache
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    """One for all recorders of a device: libraries keep a workspace for each stream that they have run on."""
+    return torch.cuda.Stream(device)
+
+
 class CudaRecorder:
     """Records CUDA graphs that share a pool of memory.
 
@@ -97,7 +104,7 @@ class CudaRecorder:
     def __init__(self, pool: Any = None, generators: Sequence[torch.Generator] = ()):
         self.pool = torch.cuda.graph_pool_handle() if pool is None else pool
         self.generators = generators
-        self.stream = torch.cuda.Stream()
+        self.stream = _capture_stream(torch.cuda.current_device())
 
     @contextmanager
     def warming(self) -> Iterator[None]:

@@ -195,7 +195,7 @@ def check_cache(layer_number: int | None, cached: torch.dtype, given: torch.dtyp
     return layer_number
 
 
-def check_bias(request: AttentionRequest, bias: Described | None) -> None:
+def check_bias(request: AttentionRequest, bias: Tensor | Described | None) -> None:
     """ValueError or TypeError unless bias and slopes are what the bias type asks for."""
     sizes, kind = request.shape, request.options.bias
     takes_bias = kind in ("pre_scale_bias", "post_scale_bias")
@@ -238,7 +238,7 @@ def check_tensors(q: Any, k: Any, v: Any, qkv_format: str, config: AttentionConf
         "value_layer": (v, groups, config.head_dim_v),
     }
     for name, (tensor, count, size) in expected.items():
-        if tensor.ndim != axes or tensor.shape[-2:] != (count, size):
+        if len(tensor.shape) != axes or tensor.shape[-2:] != (count, size):
             raise ValueError(
                 f"{name} is {list(tensor.shape)}, {qkv_format!r} needs {axes} axes that end in "
                 f"(heads, size) = ({count}, {size}); reshape it"

@@ -210,19 +210,15 @@ def in_order(config: AttentionConfig, qkv: tuple[Any, Any, Any] | None, argument
     cache = a.inference_params
     if cache is not None:
         check_tensors(q, k, v, tensor_format, config)
-        mask_name(config, a)
+        if "arbitrary" in (a.attn_mask_type or config.attn_mask_type):
+            mask_name(config, a)  # refuses it
         number = check_cache(config.layer_number, cache.dtype, q.dtype)
         upcoming = cache.upcoming(number, k, v, tensor_format)
-        return InOrder(a, same, upcoming, _facts_of(upcoming, tensor_format, a))
+        unnamed = tensor_format == "thd" and not a.max_seqlens[0]
+        return InOrder(a, same, upcoming, None if upcoming is None else Cached.of(upcoming, unnamed))
     if tensor_format == "thd":
         a = with_longest(sequences_of(config, qkv, a, None, same)[1], a)
     return InOrder(a, same, None, None)
-
-
-def _facts_of(cached: CachedKeysValues | None, tensor_format: str, a: CallArguments) -> Cached | None:
-    if cached is None:
-        return None
-    return Cached.of(cached, tensor_format == "thd" and not a.max_seqlens[0])
 
 
 class Prepared(NamedTuple):
@@ -262,7 +258,7 @@ def any_call(
             append = partial(cache.write, config.layer_number, k, v, tensor_format)
         else:
             cached = cache.step(config.layer_number, k, v, tensor_format)
-            facts = _facts_of(cached, tensor_format, a)
+            facts = Cached.of(cached, tensor_format == "thd" and not a.max_seqlens[0])
             plan = _traced_plan(*known, facts) if memory is None else _found_plan(memory, *known, facts)
     if cache is None and memory is not None:
         demand_lengths(plan.sequences, a)

@@ -80,6 +80,7 @@ class DotProductAttention(TransformerEngineBaseModule):
     """
 
     num_products = 3
+    earlier_extra_states = ("fused_attention._extra_state",)
     _config: AttentionConfig
     num_attention_heads: int
     num_gqa_groups: int

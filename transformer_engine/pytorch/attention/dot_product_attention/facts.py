@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from .settings import CallArguments, Described, described_of
 
 
 def facts_of(a: CallArguments) -> tuple[Any, ...]:
     """The arguments as a part of a key, in their order: of tensors what a Described has, of a cache that there is one.
 
-    AttributeError for what should be a tensor and is none.
+    TypeError for what should be a tensor and is none, such as an array of another library.
     """
     (cu_q, cu_kv), (starts_q, starts_kv) = a.cu_seqlens, a.cu_seqlens_padded
     mask = a.attention_mask
+    parts = mask if type(mask) is tuple else (mask,)
+    for x in (cu_q, cu_kv, starts_q, starts_kv, *parts):
+        if x is not None and not isinstance(x, Tensor):
+            raise TypeError(f"{type(x).__name__} is no tensor")
     return (
         None if mask is None else _mask_facts(mask),
         a.qkv_format,

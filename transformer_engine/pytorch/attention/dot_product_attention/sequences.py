@@ -15,7 +15,7 @@ from ...primitives.attention.sequence_rules import are_bounds
 from ...runtime.device_checks import demand
 from ..inference import CachedKeysValues
 from .arguments import whole_length
-from .settings import CallArguments, Described, described_of, is_pair, is_tensor
+from .settings import CallArguments, Described, is_pair, is_tensor
 
 Pair = tuple[Tensor | None, Tensor | None]
 
@@ -79,7 +79,7 @@ def given_sequences(
     (cu_q, cu_kv), (starts_q, starts_kv) = a.cu_seqlens, a.cu_seqlens_padded
     if padding and cu_kv is None and attention_type == "self":
         cu_kv, starts_kv = cu_q, starts_q
-    masked = a.attention_mask if is_pair(a.attention_mask) else (a.attention_mask,) * 2
+    masked: Any = a.attention_mask if is_pair(a.attention_mask) else (a.attention_mask,) * 2
     if not padding or cu_q is not None:
         masked = (None, None)
     same = same and (cu_q is None) == (cu_kv is None) and (masked[0] is None) == (masked[1] is None)
@@ -109,9 +109,9 @@ def are_same(a: CallArguments) -> bool:
 
 def tensors_of(s: Sequences, a: CallArguments) -> SequenceTensors:
     """The tensors of given sequences, after the numbers in the lengths have been looked at."""
-    mask = a.attention_mask
+    mask: Any = a.attention_mask
     if s.queries.lengths is None and s.keys.lengths is None:
-        return SequenceTensors(masked=mask) if s.arbitrary else NO_TENSORS  # pyright: ignore[reportArgumentType]
+        return SequenceTensors(masked=mask) if s.arbitrary else NO_TENSORS
     (cu_q, cu_kv), (starts_q, starts_kv) = a.cu_seqlens, a.cu_seqlens_padded
     mask_q, mask_kv = mask if type(mask) is tuple else (mask, mask)
     lengths_q = _lengths(s.queries, cu_q, mask_q)
@@ -177,9 +177,10 @@ class Cached(NamedTuple):
         longest = cached.max_seqlen_q
         if needs_longest and not longest:
             longest = longest_of("q", cached_tensors(cached, True).lengths_q)
+        k, v = cached.key, cached.value
         return cls(
-            described_of(cached.key),
-            described_of(cached.value),
+            Described(k.shape, k.dtype, k.device, False),
+            Described(v.shape, v.dtype, v.device, False),
             cached.qkv_format,
             cached.page_size,
             cached.cu_seqlens_q.shape[0] - 1,
@@ -266,7 +267,7 @@ def _side(
         )
     if not padding:
         return Side(batch, size)
-    sequences = masked.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    sequences = masked.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1  # pyright: ignore[reportOptionalMemberAccess]
     if sequences != batch:
         raise ValueError(
             f"cu_seqlens_{name} has {sequences} sequences, the tensor {batch}; give 0 and where each of them ends"

@@ -220,8 +220,8 @@ class _Attention(torch.autograd.Function):
             kept = (*inputs, None, None, None, codes, output, *rounded[5:])
         else:
             kept = (None, None, None, *inputs[3:], *rounded[:3], codes, output, *rounded[5:])
-        ctx.forms, tensors = _flattened(kept)
-        ctx.save_for_backward(*tensors)
+        ctx.forms, flat = _flattened(kept)
+        ctx.save_for_backward(*flat)
         result = attention.result(rounded)
         if rounded.max_logit is not None:
             ctx.mark_non_differentiable(rounded.max_logit)

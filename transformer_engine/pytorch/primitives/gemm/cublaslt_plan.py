@@ -19,7 +19,7 @@ from torch import Tensor
 from ....common.memory import Memory
 from ..operand import Operand
 from . import cublaslt_library as library
-from .block_scales import block_scale
+from .block_scales import block_scale_memory
 from .cublaslt_problem import NO_BIAS, NO_SCALE, POINTERS, SCALAR, Descriptor, Problem, make_descriptor
 from .request import Epilogue
 
@@ -294,7 +294,7 @@ def _destroy(lib: ModuleType, idle: list[Descriptor], layouts: tuple[int, ...]) 
 
 
 def _block_scales(left: Operand, right: Operand) -> tuple[Tensor, Tensor]:
-    return block_scale(left, left.codes), block_scale(right, right.codes)
+    return block_scale_memory(left, left.codes), block_scale_memory(right, right.codes)
 
 
 def _planned(problem: Problem) -> Plan | NoAlgorithm:
