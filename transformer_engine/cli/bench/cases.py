@@ -222,6 +222,35 @@ def _rope(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
         )
 
 
+def _permute(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
+    """Tokens to their experts and, weighted, back: each token and each of its rows is read and written once a pass."""
+    tokens, hidden, experts, places = (256, 128, 8, 2) if quick else (16384, 4096, 64, 8)
+    if "bf16" in recipes:
+        row = hidden * BYTES
+        # There: T read, kT written; back: kT read, T written. Gradients: T read, kT read and written; kT read, T written.
+        moved = tokens * row * (4 + 5 * places)
+        yield Case(
+            f"permute_fb/bf16/t{tokens}_h{hidden}_e{experts}_k{places}",
+            "permute",
+            "bf16",
+            {"tokens": tokens, "hidden": hidden, "experts": experts, "places": places},
+            moved=moved,
+        )
+
+
+def _router(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
+    tokens, experts, places = (256, 16, 2) if quick else (16384, 256, 8)
+    for score in ("softmax", "sigmoid") if "bf16" in recipes else ():
+        # float32 logits, weights, scores and gradients of both, and the map, written and read.
+        yield Case(
+            f"router_fb/{score}/t{tokens}_e{experts}_k{places}",
+            "router",
+            "bf16",
+            {"tokens": tokens, "experts": experts, "places": places, "score": score},
+            moved=tokens * experts * (4 * 6 + 2),
+        )
+
+
 def _product(rows: int, depth: int, width: int, backward: bool) -> float:
     return (6.0 if backward else 2.0) * rows * depth * width
 
@@ -237,4 +266,6 @@ FAMILIES: dict[str, Callable[[tuple[str, ...], bool], Iterator[Case]]] = {
     "layer": _layer,
     "layer_small": _layer_small,
     "rope": _rope,
+    "permute": _permute,
+    "router": _router,
 }

@@ -57,3 +57,10 @@ class Workload:
             y.backward(gradient)
 
         return step
+
+
+def random_mask(case: Any, device: torch.device) -> Tensor:
+    """bool [tokens, experts]: the experts of each token of a case, as many as it has places."""
+    a = case.arguments
+    chosen = torch.rand(a["tokens"], a["experts"], device=device).topk(a["places"], dim=1).indices
+    return torch.zeros(a["tokens"], a["experts"], dtype=torch.bool, device=device).scatter_(1, chosen, True)
