@@ -223,18 +223,15 @@ def _rope(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
 
 
 def _permute(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
-    """Tokens to their experts and, weighted, back: each token and each of its rows is read and written once a pass."""
+    """Tokens to their experts and, by weights without a gradient, back; a pass moves a token and its rows once."""
     tokens, hidden, experts, places = (256, 128, 8, 2) if quick else (16384, 4096, 64, 8)
     if "bf16" in recipes:
-        row = hidden * BYTES
-        # There: T read, kT written; back: kT read, T written. Gradients: T read, kT read and written; kT read, T written.
-        moved = tokens * row * (4 + 5 * places)
         yield Case(
             f"permute_fb/bf16/t{tokens}_h{hidden}_e{experts}_k{places}",
             "permute",
             "bf16",
             {"tokens": tokens, "hidden": hidden, "experts": experts, "places": places},
-            moved=moved,
+            moved=4 * tokens * (1 + places) * hidden * BYTES,
         )
 
 

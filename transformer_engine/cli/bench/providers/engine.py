@@ -184,14 +184,14 @@ def _rope(case: Case, device: torch.device) -> Workload:
 @BUILDERS.of("permute")
 def _permute(case: Case, device: torch.device) -> Workload:
     a = case.arguments
-    rows, keywords = a["tokens"] * a["places"], {"mask": random_mask(case, device)}
+    mask, rows = random_mask(case, device), a["tokens"] * a["places"]
 
-    def there_and_back(x: Tensor, probs: Tensor, mask: Tensor) -> Tensor:
+    def there_and_back(x: Tensor, probs: Tensor) -> Tensor:
         y, row_id_map = te.moe_permute(x, mask, rows)
         return te.moe_unpermute(y, row_id_map, probs)
 
-    inputs = (_random(device, a["tokens"], a["hidden"]), torch.rand(a["tokens"], a["experts"], device=device))
-    return Workload(there_and_back, inputs, keywords)
+    probs = torch.rand(a["tokens"], a["experts"], device=device)
+    return Workload(there_and_back, (_random(device, a["tokens"], a["hidden"]),), {"probs": probs})
 
 
 @BUILDERS.of("router")

@@ -182,14 +182,15 @@ def _rope(case: Case, device: torch.device) -> Workload:
 def _permute(case: Case, device: torch.device) -> Workload:
     """By the token and the expert of every row, sorted by expert."""
     a = case.arguments
+    mask = random_mask(case, device)
 
-    def there_and_back(x: Tensor, probs: Tensor, mask: Tensor) -> Tensor:
+    def there_and_back(x: Tensor, probs: Tensor) -> Tensor:
         expert, token = mask.t().nonzero(as_tuple=True)
         rows = x.index_select(0, token) * probs[token, expert].to(x.dtype)[:, None]
         return torch.zeros_like(x).index_add(0, token, rows)
 
-    inputs = (_random(device, a["tokens"], a["hidden"]), torch.rand(a["tokens"], a["experts"], device=device))
-    return Workload(there_and_back, inputs, {"mask": random_mask(case, device)})
+    probs = torch.rand(a["tokens"], a["experts"], device=device)
+    return Workload(there_and_back, (_random(device, a["tokens"], a["hidden"]),), {"probs": probs})
 
 
 @BUILDERS.of("router")
