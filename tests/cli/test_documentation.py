@@ -53,3 +53,12 @@ def test_every_relative_link_leads_to_a_file(page: str):
         if "://" not in target and not (path.parent / target.split("#")[0]).exists()
     ]
     assert missing == []
+
+
+@pytest.mark.parametrize("page", ["training.md"])
+def test_the_examples_of_a_page_run_one_after_the_other(page: str):
+    blocks = (ROOT / "docs" / page).read_text().split("```python\n")[1:]
+    assert len(blocks) > 1
+    names: dict[str, object] = {}
+    for block in blocks:
+        exec(compile(block.split("```")[0], page, "exec"), names)

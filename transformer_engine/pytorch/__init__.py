@@ -8,7 +8,7 @@ from typing import Any
 from ..common.dispatch import use_backend
 from . import float8_tensor as float8_tensor
 from . import fp8 as fp8
-from . import quantization, tensor
+from . import optimizers, quantization, tensor
 from . import router as router
 from .attention import (
     DotProductAttention,
@@ -17,6 +17,7 @@ from .attention import (
     RotaryPositionEmbedding,
 )
 from .constants import DType
+from .cross_entropy import fused_linear_cross_entropy, parallel_cross_entropy
 from .distributed import CudaRNGStatesTracker, checkpoint
 from .inspect.autotune import autotune
 from .inspect.explain import explain
@@ -63,7 +64,6 @@ globals().update(tensor.EXPORTS | quantization.availability())
 _NOT_YET = (
     "make_graphed_callables",
     "get_cpu_offload_context",
-    "parallel_cross_entropy",
     "initialize_ub",
     "destroy_ub",
     "UserBufferQuantizationMode",

@@ -248,6 +248,41 @@ def _router(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
         )
 
 
+def _cross_entropy(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
+    """Logits are read for the loss, and read and written for the gradient."""
+    rows, ids = (64, 1000) if quick else (8192, 128256)
+    if "bf16" in recipes:
+        arguments = {"rows": rows, "ids": ids}
+        name = f"cross_entropy_fb/bf16/{rows}x{ids}"
+        yield Case(name, "cross_entropy", "bf16", arguments, moved=3 * rows * ids * BYTES)
+
+
+def _linear_cross_entropy(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
+    rows, depth, ids = (64, 128, 1000) if quick else (8192, 4096, 128256)
+    if "bf16" in recipes:
+        yield Case(
+            f"linear_cross_entropy_fb/bf16/{rows}x{depth}x{ids}",
+            "linear_cross_entropy",
+            "bf16",
+            {"rows": rows, "depth": depth, "ids": ids},
+            operations=_product(rows, depth, ids, True),
+        )
+
+
+def _adam(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
+    """Float32 gradients are read, parameters and two moments read and written; of small tensors it is all host time."""
+    sizes = ((4, 1 << 12),) if quick else ((60, 1 << 24), (1000, 1 << 10))
+    for count, size in sizes if "bf16" in recipes else ():
+        yield Case(
+            f"adam_step/bf16/{count}x{size}_fp32",
+            "adam",
+            "bf16",
+            {"count": count, "size": size},
+            backward=False,
+            moved=7 * 4 * count * size,
+        )
+
+
 def _product(rows: int, depth: int, width: int, backward: bool) -> float:
     return (6.0 if backward else 2.0) * rows * depth * width
 
@@ -265,4 +300,7 @@ FAMILIES: dict[str, Callable[[tuple[str, ...], bool], Iterator[Case]]] = {
     "rope": _rope,
     "permute": _permute,
     "router": _router,
+    "cross_entropy": _cross_entropy,
+    "linear_cross_entropy": _linear_cross_entropy,
+    "adam": _adam,
 }

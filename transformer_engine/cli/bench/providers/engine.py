@@ -205,4 +205,47 @@ def _router(case: Case, device: torch.device) -> Workload:
     return Workload(weights, (torch.randn(a["tokens"], a["experts"], device=device),))
 
 
+@BUILDERS.of("cross_entropy")
+def _cross_entropy(case: Case, device: torch.device) -> Workload:
+    a = case.arguments
+    loss = functools.partial(te.parallel_cross_entropy, reduce_loss=True)
+    return Workload(loss, (_random(device, 1, a["rows"], a["ids"]), ids_of(case, device)))
+
+
+@BUILDERS.of("linear_cross_entropy")
+def _linear_cross_entropy(case: Case, device: torch.device) -> Workload:
+    a = case.arguments
+    hidden, weight = _random(device, 1, a["rows"], a["depth"]), _random(device, a["ids"], a["depth"])
+    return Workload(te.fused_linear_cross_entropy, (hidden, weight, ids_of(case, device)))
+
+
+def ids_of(case: Case, device: torch.device) -> Tensor:
+    """A target for every row."""
+    return torch.randint(0, case.arguments["ids"], (1, case.arguments["rows"]), device=device)
+
+
+@BUILDERS.of("adam")
+def _adam(case: Case, device: torch.device) -> Workload:
+    return stepping(te.optimizers.FusedAdam(parameters_of(case, device), lr=1e-4))
+
+
+def parameters_of(case: Case, device: torch.device) -> list[torch.nn.Parameter]:
+    """Parameters of float32 with gradients."""
+    a = case.arguments
+    parameters = [torch.nn.Parameter(torch.randn(a["size"], device=device)) for _ in range(a["count"])]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    return parameters
+
+
+def stepping(optimizer: torch.optim.Optimizer) -> Workload:
+    """One step of an optimizer; its first parameter is what comes out."""
+
+    def step() -> Tensor:
+        optimizer.step()
+        return optimizer.param_groups[0]["params"][0]
+
+    return Workload(step, ())
+
+
 ENGINE = Provider("te", RECIPES, BUILDERS, quantizations=tuple(QUANTIZATIONS))

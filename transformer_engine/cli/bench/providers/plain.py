@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..cases import Case
 from ..workload import Workload, random_mask
+from .engine import ids_of, parameters_of, stepping
 from .provider import Builder, Builders, Provider
 
 BF16 = torch.bfloat16
@@ -210,6 +211,34 @@ def _router(case: Case, device: torch.device) -> Workload:
     return Workload(weights, (torch.randn(a["tokens"], a["experts"], device=device),))
 
 
+@BUILDERS.of("cross_entropy")
+def _cross_entropy(case: Case, device: torch.device) -> Workload:
+    a = case.arguments
+    return Workload(_mean_loss, (_random(device, 1, a["rows"], a["ids"]), ids_of(case, device)))
+
+
+@BUILDERS.of("linear_cross_entropy")
+def _linear_cross_entropy(case: Case, device: torch.device) -> Workload:
+    a = case.arguments
+
+    def loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        return _mean_loss(F.linear(hidden, weight), target)
+
+    hidden, weight = _random(device, 1, a["rows"], a["depth"]), _random(device, a["ids"], a["depth"])
+    return Workload(loss, (hidden, weight, ids_of(case, device)))
+
+
+def _mean_loss(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), target.flatten())
+
+
+@BUILDERS.of("adam")
+def _adam(case: Case, device: torch.device) -> Workload:
+    """The step that is one kernel a device, where there is a GPU."""
+    fused = device.type == "cuda"
+    return stepping(torch.optim.AdamW(parameters_of(case, device), lr=1e-4, fused=fused))
+
+
 def _compiled(build: Builder) -> Builder:
     def build_compiled(case: Case, device: torch.device) -> Workload | None:
         workload = build(case, device)
@@ -220,7 +249,7 @@ def _compiled(build: Builder) -> Builder:
 
 # The library calls of these are opaque to the compiler, as is a number of rows that the data decide: the figures would
 # be those of the plain rows.
-LEFT_AS_THEY_ARE = ("attention", "grouped_linear", "permute")
+LEFT_AS_THEY_ARE = ("attention", "grouped_linear", "permute", "adam")
 
 PLAIN = Provider("torch", ("bf16",), BUILDERS, quantizations=("delayed",))
 COMPILED = Provider(
