@@ -27,6 +27,8 @@ LAYERS = {
     "transformer_engine.pytorch.transformer_checks": 9,
     "transformer_engine.pytorch.transformer_config": 9,
     "transformer_engine.pytorch.cross_entropy": 8,
+    "transformer_engine.pytorch.permutation": 8,
+    "transformer_engine.pytorch.router": 8,
     "transformer_engine.pytorch.optimizers": 8,
     "transformer_engine.pytorch.inspect": 10,
     "transformer_engine.jax": 11,

@@ -18,15 +18,15 @@ SIZES = {"steps": 12, "batch": 2, "sequence": 64, "layers": 1, "hidden": 128, "h
 NOISE = 0.06
 
 
-def tiny(recipe: str = "delayed", **changes) -> Config:
-    return resolve("cpu", {**SIZES, "recipe": recipe, **changes})
-
-
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    text = tmp_path_factory.mktemp("text") / "text.txt"
-    text.write_text("".join(f"def function_{i}(x):\n    return x + {i}\n\n" for i in range(300)))
-    return load_corpus(str(text), 64)
+    lines = [f"def function_{i}(x):\n    return x + {i}\n" for i in range(300)]
+    (path := tmp_path_factory.mktemp("text") / "text.txt").write_text("\n".join(lines))
+    return load_corpus(str(path), SIZES["sequence"])
+
+
+def tiny(recipe: str = "delayed", **changes) -> Config:
+    return resolve("cpu", {**SIZES, "recipe": recipe, **changes})
 
 
 @pytest.mark.parametrize("recipe", RECIPES[:-1])

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from by_kernels import Kernels
+from by_kernels import Kernels, Reference
 from support.kernels import DEVICE, INTERPRETED, runs_kernels, sized
 from support.tolerances import DTYPES, SUMMED, UNIT
 
-from transformer_engine.common.dispatch import use_backend
 from transformer_engine.pytorch.primitives import permutation
 from transformer_engine.pytorch.primitives.permutation import (
     INDEX,
@@ -22,18 +21,7 @@ from transformer_engine.pytorch.primitives.permutation import (
 kernels = Kernels(permutation, "permutation")
 
 
-class ByReference:
-    """The operation's public functions, computed by its reference."""
-
-    def __getattr__(self, name):
-        def call(*arguments, **keywords):
-            with use_backend(permutation="reference"):
-                return getattr(permutation, name)(*arguments, **keywords)
-
-        return call
-
-
-literal = ByReference()
+literal = Reference(permutation, "permutation")
 
 
 def mask_of(tokens, experts, places, device="cpu", seed=0):

@@ -59,8 +59,11 @@ class Workload:
         return step
 
 
-def random_mask(case: Any, device: torch.device) -> Tensor:
-    """bool [tokens, experts]: the experts of each token of a case, as many as it has places."""
+def routed_tokens(case: Any, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens [T, hidden], bool [T, experts] of those that take each token of a case, and probabilities [T, experts]."""
     a = case.arguments
-    chosen = torch.rand(a["tokens"], a["experts"], device=device).topk(a["places"], dim=1).indices
-    return torch.zeros(a["tokens"], a["experts"], dtype=torch.bool, device=device).scatter_(1, chosen, True)
+    shape = (a["tokens"], a["experts"])
+    chosen = torch.rand(*shape, device=device).topk(a["places"], dim=1).indices
+    mask = torch.zeros(*shape, dtype=torch.bool, device=device).scatter_(1, chosen, True)
+    tokens = torch.randn(a["tokens"], a["hidden"], device=device, dtype=torch.bfloat16)
+    return tokens, mask, torch.rand(*shape, device=device)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ... import pytorch as te
 from ...pytorch.functions.activation import activation
-from ...pytorch.module.fp8_padding import alignment
+from ...pytorch.module.row_groups import alignment
 from ...pytorch.router import (
     fused_compute_score_for_moe_aux_loss,
     fused_moe_aux_loss,
@@ -52,7 +52,7 @@ class MixtureOfExperts(nn.Module):
         tokens = self.norm(x).flatten(0, -2)
         probs, routing_map, loss = self._route(tokens)
         rows, _, row_id_map, pad_offsets, splits = te.moe_permute_and_pad_with_probs(
-            tokens, probs, routing_map, routing_map.sum(0), alignment(None)
+            tokens, probs, routing_map, routing_map.sum(0), alignment()
         )
         rows = self.fc2(activation("swiglu", self.fc1(rows, splits)), splits)
         y = te.moe_unpermute(rows, row_id_map, probs, pad_offsets=pad_offsets)

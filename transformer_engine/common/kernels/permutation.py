@@ -45,20 +45,9 @@ def _route(map, pad_offsets, token, j, tokens, columns, BY_MASK: tl.constexpr):
 
 @triton.jit
 def send_kernel(
-    x,
-    map,
-    pad_offsets,
-    probs,
-    y,
-    row_probs,
-    taken,
-    tokens,
-    rows,
-    hidden,
-    columns,
-    BY_MASK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x, map, pad_offsets, probs, y, row_probs, taken, tokens, rows, hidden, columns,
+    BY_MASK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """BLOCK values of a token to all of its rows; with probs, a row whose probability is 0 is zero.
 
     taken [rows] is marked where a row is written.
@@ -97,21 +86,9 @@ def clear_kernel(y, row_probs, taken, rows, hidden, ROWS: tl.constexpr, BLOCK: t
 
 @triton.jit
 def collect_kernel(
-    y,
-    map,
-    pad_offsets,
-    weights,
-    row_values,
-    x,
-    values,
-    tokens,
-    rows,
-    hidden,
-    columns,
-    BY_MASK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    y, map, pad_offsets, weights, row_values, x, values, tokens, rows, hidden, columns,
+    BY_MASK: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """x[t] = sum over routes of weight * y[row], from the lowest row on; values[t, column] = row_values[row]."""
     token = tl.program_id(0)
     feature = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -138,23 +115,9 @@ def collect_kernel(
 
 @triton.jit
 def send_weighted_kernel(
-    dx,
-    map,
-    pad_offsets,
-    weights,
-    y,
-    dy,
-    grad_weights,
-    taken,
-    tokens,
-    rows,
-    hidden,
-    columns,
-    BY_MASK: tl.constexpr,
-    WHOLE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    dx, map, pad_offsets, weights, y, dy, grad_weights, taken, tokens, rows, hidden, columns,
+    BY_MASK: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """dy[row] = weight * dx[t] and grad_weights[t, column] = sum(y[row] * dx[t]) of one token: collect's gradients.
 
     Without y the weights want no gradient. WHOLE: a row is one BLOCK.

@@ -40,7 +40,7 @@ def uses_grouped_tensor(value: Any) -> bool:
             warnings.warn(
                 f"{_FUSED} is deprecated; give use_grouped_tensor=True", FutureWarning, stacklevel=3
             )
-        return env.get(_FUSED)
+        return bool(env.get(_FUSED))
     if type(value) is not bool:
         raise TypeError(
             f"use_grouped_tensor={described(value)} is a {type(value).__name__}; give a bool or None"

@@ -17,7 +17,7 @@ from ....pytorch.attention.rope import RotaryPositionEmbedding, apply_rotary_pos
 from ....pytorch.quantization import family_named
 from ....pytorch.router import fused_topk_with_score_function
 from ..cases import QUANTIZATIONS, RECIPES, Case
-from ..workload import Workload, random_mask
+from ..workload import Workload, routed_tokens
 from .provider import Builders, Provider
 
 BF16 = torch.bfloat16
@@ -183,15 +183,14 @@ def _rope(case: Case, device: torch.device) -> Workload:
 
 @BUILDERS.of("permute")
 def _permute(case: Case, device: torch.device) -> Workload:
-    a = case.arguments
-    mask, rows = random_mask(case, device), a["tokens"] * a["places"]
+    tokens, mask, probs = routed_tokens(case, device)
+    rows = case.arguments["tokens"] * case.arguments["places"]
 
     def there_and_back(x: Tensor, probs: Tensor) -> Tensor:
         y, row_id_map = te.moe_permute(x, mask, rows)
         return te.moe_unpermute(y, row_id_map, probs)
 
-    probs = torch.rand(a["tokens"], a["experts"], device=device)
-    return Workload(there_and_back, (_random(device, a["tokens"], a["hidden"]),), {"probs": probs})
+    return Workload(there_and_back, (tokens,), {"probs": probs})
 
 
 @BUILDERS.of("router")

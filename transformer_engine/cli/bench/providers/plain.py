@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..cases import Case
-from ..workload import Workload, random_mask
+from ..workload import Workload, routed_tokens
 from .engine import ids_of, parameters_of, stepping
 from .provider import Builder, Builders, Provider
 
@@ -182,16 +182,14 @@ def _rope(case: Case, device: torch.device) -> Workload:
 @BUILDERS.of("permute")
 def _permute(case: Case, device: torch.device) -> Workload:
     """By the token and the expert of every row, sorted by expert."""
-    a = case.arguments
-    mask = random_mask(case, device)
+    tokens, mask, probs = routed_tokens(case, device)
 
     def there_and_back(x: Tensor, probs: Tensor) -> Tensor:
         expert, token = mask.t().nonzero(as_tuple=True)
         rows = x.index_select(0, token) * probs[token, expert].to(x.dtype)[:, None]
         return torch.zeros_like(x).index_add(0, token, rows)
 
-    probs = torch.rand(a["tokens"], a["experts"], device=device)
-    return Workload(there_and_back, (_random(device, a["tokens"], a["hidden"]),), {"probs": probs})
+    return Workload(there_and_back, (tokens,), {"probs": probs})
 
 
 @BUILDERS.of("router")
