@@ -150,8 +150,6 @@ def test_a_layer_refuses_a_wrong_input_also_after_a_right_one_of_the_same_kind(d
 EQUAL_TO_RIGHT = {
     "max_seqlen_q": (1, True, "max_seqlen_q=True"),
     "window_size": ((2, 0), (2.0, 0), "window_size"),
-    "pad_between_seqs": (True, 1, "pad_between_seqs"),
-    "bottom_right_diagonal": (False, 0, "bottom_right_diagonal"),
 }
 
 

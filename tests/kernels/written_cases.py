@@ -43,6 +43,7 @@ from transformer_engine.common.kernels import (
     router,
     routes,
     softmax,
+    statistics,
     transpose,
 )
 from transformer_engine.common.kernels.launch import NUMBER, WRITTEN, Launch
@@ -101,8 +102,16 @@ def activations() -> Iterator[Case]:
         launch = block_fused.backward(name, gated, *strided, BLOCKS, False, machine)
         yield f"{name} backward blocks", launch, (HALF, HALF)
     yield "sum of strips", column_sums.sum_columns((8, 1024), "bfloat16"), (FLOAT,)
+    yield from _statistics()
     yield "column sums", column_sums.column_sums(SHAPE, 1024), (HALF,)
     yield "column sums and maximum", column_sums.column_sums(SHAPE, 1024, measures=True), (HALF,)
+
+
+def _statistics() -> Iterator[Case]:
+    codes = statistics.Codes(statistics.TWO_LEVELS, True, (1, 16), 6.0, 7 / 6, (512, 1, 64, 1))
+    measure, add = (step.launch for step in statistics.statistics(SHAPE, (1024, 1), codes).steps)
+    yield "statistics", measure, (HALF, BYTES, CODES, FLOAT)
+    yield "sum of statistics", add, (FLOAT, "*fp64")
 
 
 def norms() -> Iterator[Case]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...pytorch.quantization import all_families
@@ -210,6 +210,27 @@ def _layer_small(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
         yield Case(name, "layer_small", recipe, {**sizes, "rotary": False})
 
 
+def _layer_graphed(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
+    """The same layer, captured: what is left of its host time."""
+    for case in _layer_small(recipes, quick):
+        yield replace(case, name=case.name.replace("layer_small", "layer_graphed"), family="layer_graphed")
+
+
+def _offload(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
+    """Linear layers most of whose saved inputs wait on the host."""
+    sizes = {"rows": 8192, "width": 8192, "layers": 8, "offloaded": 6}
+    if quick:
+        sizes = {"rows": 64, "width": 128, "layers": 4, "offloaded": 2}
+    for recipe in recipes:
+        yield Case(
+            f"offload_fb/{recipe}/{sizes['layers']}x{sizes['rows']}x{sizes['width']}",
+            "offload",
+            recipe,
+            sizes,
+            operations=sizes["layers"] * _product(sizes["rows"], sizes["width"], sizes["width"], True),
+        )
+
+
 def _rope(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
     sequence, batch, heads, size = (128, 1, 4, 64) if quick else (8192, 2, 32, 128)
     if "bf16" in recipes:
@@ -289,6 +310,8 @@ FAMILIES: dict[str, Callable[[tuple[str, ...], bool], Iterator[Case]]] = {
     "attention": _attention,
     "layer": _layer,
     "layer_small": _layer_small,
+    "layer_graphed": _layer_graphed,
+    "offload": _offload,
     "rope": _rope,
     "permute": _permute,
     "router": _router,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -171,6 +172,40 @@ def _layer(case: Case, device: torch.device) -> Workload:
         positions = RotaryPositionEmbedding(a["hidden"] // a["heads"])
         keywords["rotary_pos_emb"] = positions(max_seq_len=a["sequence"]).to(device)
     return _module(module, _random(device, a["sequence"], 1, a["hidden"]), case, **keywords)
+
+
+@BUILDERS.of("layer_graphed")
+def _layer_graphed(case: Case, device: torch.device) -> Workload:
+    eager = _layer(case, device)
+    assert eager is not None
+    return replace(eager, function=te.graphed(eager.function, after=1))
+
+
+class OffloadedStack(torch.nn.Module):
+    """y = layers(x), what the first of them save waiting on the host; on a CPU it is there already."""
+
+    def __init__(self, layers: Sequence[torch.nn.Module], offloaded: int):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(layers)
+        enabled = torch.cuda.is_available()
+        self.context, self.synchronize = te.get_cpu_offload_context(enabled, offloaded, len(layers))[:2]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            with self.context:
+                x = layer(x)
+            x = self.synchronize(x) if x.requires_grad else x
+        return x
+
+
+@BUILDERS.of("offload")
+def _offload(case: Case, device: torch.device) -> Workload:
+    a = case.arguments
+    layers = [
+        te.Linear(a["width"], a["width"], bias=False, params_dtype=BF16, device=device)
+        for _ in range(a["layers"])
+    ]
+    return _module(OffloadedStack(layers, a["offloaded"]), _random(device, a["rows"], a["width"]), case)
 
 
 @BUILDERS.of("rope")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -166,7 +168,32 @@ def _attention(case: Case, device: torch.device) -> Workload | None:
     return Workload(attend, (q, k, v))
 
 
-@BUILDERS.of("layer", "layer_small")
+class SavedOnHost(nn.Module):
+    """y = layers(x), all that the first of them save copied to the host by torch's own hooks."""
+
+    def __init__(self, layers: Sequence[nn.Module], offloaded: int):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.offloaded = offloaded
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            moves = number < self.offloaded and x.is_cuda
+            with torch.autograd.graph.save_on_cpu(pin_memory=True) if moves else nullcontext():
+                x = layer(x)
+        return x
+
+
+@BUILDERS.of("offload")
+def _offload(case: Case, device: torch.device) -> Workload:
+    a = case.arguments
+    layers = [
+        nn.Linear(a["width"], a["width"], bias=False, dtype=BF16, device=device) for _ in range(a["layers"])
+    ]
+    return Workload(SavedOnHost(layers, a["offloaded"]), (_random(device, a["rows"], a["width"]),))
+
+
+@BUILDERS.of("layer", "layer_small", "layer_graphed")
 def _layer(case: Case, device: torch.device) -> Workload:
     a = case.arguments
     return Workload(Layer(a, device), (_random(device, a["sequence"], 1, a["hidden"]),))
