@@ -8,6 +8,7 @@ from typing import Any
 from ..common.dispatch import use_backend
 from . import float8_tensor as float8_tensor
 from . import fp8 as fp8
+from . import ops as ops
 from . import optimizers, quantization, tensor
 from . import router as router
 from .attention import (
@@ -36,6 +37,7 @@ from .module import (
     Linear,
     RMSNorm,
 )
+from .module.userbuffers import UserBufferQuantizationMode, destroy_ub, initialize_ub
 from .permutation import (
     moe_permute,
     moe_permute_and_pad_with_probs,
@@ -65,20 +67,9 @@ from .transformer import TransformerLayer
 # The quantizers and containers of every format, and is_<kind>_available of every kind of format.
 globals().update(tensor.EXPORTS | quantization.availability())
 
-# Names of the original's API that later releases bring; named here so that asking for one says so.
-_NOT_YET = (
-    "initialize_ub",
-    "destroy_ub",
-    "UserBufferQuantizationMode",
-)
-
 
 def __getattr__(name: str) -> Any:
     if name == "cpp_extensions":
         # At its first use: it is made of transformer_engine_torch, which is made of what this package imports.
         return importlib.import_module(f"{__name__}.cpp_extensions")
-    if name in _NOT_YET:
-        raise AttributeError(
-            f"transformer_engine.pytorch.{name} is not implemented in this release; see docs/support.md"
-        )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
