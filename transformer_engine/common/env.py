@@ -128,11 +128,7 @@ _QUANTIZATION = (
         False,
         "1: the delayed-scaling update rolls every history, also of tensors that were not quantized.",
     ),
-    _flag(
-        "NVTE_STRICT_EXTRA_STATE",
-        False,
-        "1: a state dict without a module's extra state, as other libraries write it, does not load strictly.",
-    ),
+    _flag("NVTE_STRICT_EXTRA_STATE", False, "1: a state dict without extra states does not load strictly."),
     _flag(
         "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE",
         False,
