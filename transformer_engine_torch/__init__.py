@@ -3,6 +3,8 @@
 Thin adapters: every function here calls what the modules of transformer_engine.pytorch are made of.
 """
 
+from transformer_engine.pytorch import requirements  # isort: skip  (says what is missing, first)
+
 from .activation import (
     clamped_dswiglu,
     clamped_swiglu,
