@@ -118,23 +118,23 @@ def _dense_fwd(x: Array, kernel: Array, quantizers: QuantizerSet, contracted: in
     batch = x.ndim - contracted
     x_codes, x_amax = encode(quantizers.x, x, batch)
     kernel_codes, kernel_amax = encode(quantizers.kernel, kernel, contracted)
-    following = advanced_together((quantizers.x, quantizers.kernel), (x_amax, kernel_amax))
     y = forward_product(row_operand(x_codes, batch), column_operand(kernel_codes, contracted), x.dtype)
     saved = column_operand(x_codes, batch), row_operand(kernel_codes, contracted)
     # Arrays without elements carry shapes and dtypes of the gradients.
     likes = jnp.zeros((0, *x.shape), x.dtype), jnp.zeros((0, *kernel.shape), kernel.dtype)
     y = y.reshape(*x.shape[:batch], *kernel.shape[contracted:])
-    return y, (saved, likes, following, quantizers.dgrad)
+    return y, (saved, likes, quantizers, (x_amax, kernel_amax))
 
 
 def _dense_bwd(contracted: int, residuals: Any, dy: Array) -> tuple[Array, Array, QuantizerSet]:
-    (x_columns, kernel_rows), (x_like, kernel_like), (next_x, next_kernel), quantizer = residuals
+    (x_columns, kernel_rows), (x_like, kernel_like), quantizers, amaxes = residuals
     batch = x_like.ndim - 1 - contracted
-    codes, amax = encode(quantizer, dy, batch)
-    (next_dgrad,) = advanced_together((quantizer,), (amax,))
+    codes, amax = encode(quantizers.dgrad, dy, batch)
     dx = gradient_product(row_operand(codes, batch), kernel_rows, x_like.dtype)
     dkernel = gradient_product(x_columns, column_operand(codes, batch), kernel_like.dtype)
-    following = as_cotangent(QuantizerSet(next_x, next_kernel, next_dgrad))
+    # The three states advance here, in one operation, because the last of their maxima is known here.
+    states = (quantizers.x, quantizers.kernel, quantizers.dgrad)
+    following = as_cotangent(QuantizerSet(*advanced_together(states, (*amaxes, amax))))
     return dx.reshape(x_like.shape[1:]), dkernel.reshape(kernel_like.shape[1:]), following
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from flax.core import tracers
 from jax import Array
 
 from ...common.recipe import Recipe
@@ -15,6 +17,7 @@ from ..dense import check_axis_names
 from ..quantize.config import QuantizeConfig, get_global_quantize_recipe
 from ..quantize.factory import QuantizeMeta, QuantizeMetaSet, QuantizerFactory
 from ..quantize.quantizers import QuantizerSet, noop_quantizer_set
+from ..quantize.sharing import fan_out
 
 Initializer = Callable[..., Array]
 Axes = tuple[str | None, ...]
@@ -39,6 +42,18 @@ def kernel_initializer(
     )
 
 
+@dataclass(frozen=True)
+class _Unread:
+    """What is left of a state for further calls of its module: the copy, and where and what it is a copy of."""
+
+    trace: Any
+    leaves: list[Array]
+    rest: QuantizerSet
+
+    def is_of(self, trace: Any, leaves: list[Array]) -> bool:
+        return self.trace == trace and all(a is b for a, b in zip(self.leaves, leaves, strict=True))
+
+
 class TransformerEngineBase(nn.Module):
     """A Flax module whose products are quantized by the recipe of the surrounding autocast."""
 
@@ -61,12 +76,28 @@ class TransformerEngineBase(nn.Module):
             return noop_quantizer_set
         collection = config.COLLECTION_NAME if variable_collection is None else variable_collection
         metas = {tensor: self._quantizer_state(tensor, postfix, collection, config) for tensor in _TENSORS}
-        return QuantizerFactory.create_set(  # pyright: ignore[reportReturnType]
+        quantizers: Any = QuantizerFactory.create_set(
             fp8_recipe=config.recipe,
             quantize_meta_set=QuantizeMetaSet(**metas),
             checkpoint_name=quantization_checkpoint_name,
             n_groups=n_groups,
         )
+        if not config.stateful or self.is_initializing():
+            return quantizers
+        return self._one_use(collection + postfix, quantizers)
+
+    def _one_use(self, name: str, quantizers: QuantizerSet) -> QuantizerSet:
+        """A copy of the set for this call: the next states of all calls of a module merge, see `fan_out`.
+
+        Calls under another transformation of JAX than the first (jit or grad within the model) do not belong together.
+        """
+        unread: dict[str, _Unread] = self.__dict__.setdefault("_unread_states", {})
+        trace, leaves = tracers.current_trace(), jax.tree.leaves(quantizers)
+        earlier = unread.get(name)
+        source = earlier.rest if earlier is not None and earlier.is_of(trace, leaves) else quantizers
+        one, rest = fan_out(source, 2)
+        unread[name] = _Unread(trace, leaves, rest)
+        return one
 
     def _quantizer_state(
         self, tensor: str, postfix: str, collection: str, config: QuantizeConfig

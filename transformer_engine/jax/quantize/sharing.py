@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.custom_derivatives import SymbolicZero
 
 from ...common.checks import whole
 from .quantizers import DelayedScaleQuantizer, Quantizer, QuantizerSet, as_cotangent
@@ -23,41 +25,54 @@ def fan_out(quantizer_set: State, n: int) -> tuple[State, ...]:
     that were not used do not count; where none was, the state stays as it is.
     """
     whole("n", n)
-    return _copies(quantizer_set, n)
+    return _copies(n)(quantizer_set)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _copies(state: State, n: int) -> tuple[State, ...]:
-    return (state,) * n
+@functools.cache
+def _copies(n: int) -> Any:
+    """state -> n of it, whose cotangents merge; a copy that nothing read costs nothing."""
+
+    @jax.custom_vjp
+    def copies(state: State) -> tuple[State, ...]:
+        return (state,) * n
+
+    def forward(state: Any) -> tuple[tuple[Any, ...], Any]:
+        state = jax.tree.map(lambda leaf: leaf.value, state)
+        return (state,) * n, state
+
+    def backward(state: Any, following: tuple[Any, ...]) -> tuple[Any]:
+        if isinstance(state, QuantizerSet):
+            parts = ("x", "kernel", "dgrad")
+            merged = [_merged(getattr(state, p), [getattr(copy, p) for copy in following]) for p in parts]
+            return (QuantizerSet(*merged),)
+        return (_merged(state, following),)
+
+    copies.defvjp(forward, backward, symbolic_zeros=True)
+    return copies
 
 
-def _copies_fwd(state: State, n: int) -> tuple[tuple[State, ...], State]:
-    return (state,) * n, state
-
-
-def _copies_bwd(n: int, state: State, following: tuple[State, ...]) -> tuple[State]:
-    if isinstance(state, Quantizer):
-        return (_merged(state, following),)  # pyright: ignore[reportReturnType]
-    parts = ("x", "kernel", "dgrad")
-    merged = [_merged(getattr(state, part), [getattr(copy, part) for copy in following]) for part in parts]
-    return (QuantizerSet(*merged),)  # pyright: ignore[reportReturnType]
-
-
-def _merged(state: Quantizer | None, following) -> Quantizer | None:
+def _merged(state: Quantizer | None, following: Sequence[Any]) -> Quantizer | None:
     if not isinstance(state, DelayedScaleQuantizer):
         return as_cotangent(state)
-    scales = jnp.stack([copy.scale for copy in following])
-    histories = jnp.stack([copy.amax_history for copy in following])
-    # A state's scale is above zero, the cotangent of a copy without a use is zero.
-    used: Array = scales > 0
-    least = jnp.min(jnp.where(used, scales, jnp.inf), axis=0)
-    any_used = jnp.any(used, axis=0)
+    read = [copy for copy in following if not isinstance(copy.scale, SymbolicZero)]
+    if not read:
+        return state
+    scale, history = functools.reduce(_of_both, [(copy.scale, _instantiated(copy.amax_history)) for copy in read])
+    used = scale > 0
     leaves = {
-        "scale": jnp.where(any_used, least, state.scale),
-        "amax_history": jnp.where(any_used, jnp.max(histories, axis=0), state.amax_history),
+        "scale": jnp.where(used, scale, state.scale),
+        "amax_history": jnp.where(used, history, state.amax_history),
     }
     _, tree = jax.tree.flatten(state)
     return jax.tree.unflatten(tree, [leaves[name] for name in state.STATE])
 
 
-_copies.defvjp(_copies_fwd, _copies_bwd)
+def _of_both(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Scale and history of two copies; a scale is above zero but for a copy that was not used."""
+    both_used = (one[0] > 0) & (other[0] > 0)
+    scale = jnp.where(both_used, jnp.minimum(one[0], other[0]), jnp.maximum(one[0], other[0]))
+    return scale, jnp.maximum(one[1], other[1])
+
+
+def _instantiated(leaf: Any) -> Array:
+    return jnp.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, SymbolicZero) else leaf
