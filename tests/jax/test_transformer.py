@@ -171,6 +171,43 @@ CONFIGURATIONS = {
         "num_gqa_groups": 2,
     },
 }  # fmt: skip
+GATED, RMS = {"mlp_activations": ("gelu", "linear")}, {"layernorm_type": "rmsnorm"}
+ROPE = {"enable_rotary_pos_emb": True, "enable_relative_embedding": False}
+HALVES = ROPE | {"rotary_pos_emb_group_method": "alternate"}
+UNFUSED, TRANSPOSED = {"fuse_qkv_params": False}, {"transpose_batch_sequence": True}
+# With those above, every field meets every other kind of field at least once: forty layers.
+PAIRS = {
+    "rms-rope-gqa": RMS | ROPE | {"num_gqa_groups": 2},
+    "rms-halves-unfused": RMS | HALVES | UNFUSED,
+    "rms-padding-window": RMS | {"self_attn_mask_type": "padding_causal", "window_size": (3, 0)},
+    "rms-output-norm-bias": RMS | {"output_layernorm": True, "use_bias": True},
+    "rms-low-rank": RMS | {"low_rank_adaptation_scope": "qkv_proj", "low_rank_adaptation_dim": 3},
+    "rms-sink-transposed": RMS | TRANSPOSED | {"softmax_type": "off_by_one"},
+    "gated-bias-rope": GATED | ROPE | {"use_bias": True},
+    "gated-zero-centred-unfused": GATED | UNFUSED | {"zero_centered_gamma": True},
+    "gated-learnt-sink-gqa": GATED | {"softmax_type": "learnable", "num_gqa_groups": 1},
+    "gated-residual-of-norms": GATED | {"apply_residual_connection_post_layernorm": True},
+    "function-bias": {"mlp_activations": (jnp.tanh,), "use_bias": True},
+    "functions-gated": {"mlp_activations": (jnp.cos, "linear"), **RMS},
+    "no-mask-scaled": {"self_attn_mask_type": "no_mask", "scale_attn_logits": True},
+    "padding-learnt-sink": {"self_attn_mask_type": "padding_causal", "softmax_type": "learnable"},
+    "padding-gqa-rope": {"self_attn_mask_type": "padding_causal", "num_gqa_groups": 4, **ROPE},
+    "window-gqa-halves": {"window_size": (1, 0), "num_gqa_groups": 2, **HALVES},
+    "window-zero-centred": {"window_size": (2, 0), "zero_centered_gamma": True},
+    "transposed-unfused-rope": TRANSPOSED | UNFUSED | ROPE,
+    "transposed-bias-gated": TRANSPOSED | GATED | {"use_bias": True},
+    "low-rank-output-unfused": UNFUSED | {"low_rank_adaptation_scope": "output_proj", "low_rank_adaptation_dim": 4},
+    "float32-logits-unscaled-query": {"float32_attention_logits": True, "scaled_query_init": False},
+    "decoder-rms-gated": DECODER | RMS | GATED,
+    "decoder-rope-gqa": DECODER | ROPE | {"num_gqa_groups": 2},
+    "decoder-zero-centred-low-rank": DECODER | {
+        "zero_centered_gamma": True, "low_rank_adaptation_scope": "exclude_mlp", "low_rank_adaptation_dim": 2,
+    },
+}  # fmt: skip
+LAYERS = [
+    *(pytest.param(fields, id=name) for name, fields in CONFIGURATIONS.items()),
+    *(pytest.param(fields, id=name, marks=pytest.mark.slow) for name, fields in PAIRS.items()),
+]
 
 
 def data(fields):
@@ -202,9 +239,8 @@ def parameters(model, x, encoded, mask, cross):
     return jax.tree.unflatten(tree, leaves), state
 
 
-@pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_a_layer_is_the_plain_one(name):
-    fields = CONFIGURATIONS[name]
+@pytest.mark.parametrize("fields", LAYERS)
+def test_a_layer_is_the_plain_one(fields):
     x, encoded, mask, cross = data(fields)
     swap = (lambda y: jnp.swapaxes(y, 0, 1)) if fields.get("transpose_batch_sequence") else (lambda y: y)
     model = layer(fields)

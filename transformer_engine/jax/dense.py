@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ..common.checks import described
+from .checks import check_axis_names, check_bias, check_values
+from .grouped_dense import grouped_dense
 from .products import column_operand, encode, forward_product, gradient_product, row_operand
 from .quantize.quantizers import QuantizerSet, advanced_together, as_cotangent, noop_quantizer_set
 from .sharding import with_sharding_constraint_by_logical_axes
 
-__all__ = ["dense"]
+__all__ = ["dense", "grouped_dense"]
 
 Dims = tuple[Sequence[int], Sequence[int]]
 
@@ -84,29 +85,6 @@ def check_contraction(x: Array, kernel: Array, dims: Dims) -> tuple[tuple[int, .
             f"contracting_dims={dims} leave no axis of x {x.shape} or kernel {kernel.shape}; keep one"
         )
     return found[0], found[1]
-
-
-def check_values(name: str, array: Any) -> None:
-    """TypeError unless an array holds float32, bfloat16 or float16."""
-    dtype = getattr(array, "dtype", None)
-    if dtype is None or dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        raise TypeError(f"{name} is {described(array)}; it must hold float32, bfloat16 or float16, cast it")
-
-
-def check_bias(bias: Array | None, features: Sequence[int]) -> None:
-    """ValueError unless a bias is one number a feature."""
-    if bias is not None and tuple(bias.shape) != tuple(features):
-        raise ValueError(
-            f"bias has shape {tuple(bias.shape)}; it must be {tuple(features)}, one number a feature"
-        )
-
-
-def check_axis_names(name: str, axes: Sequence[str | None] | None, ndim: int) -> None:
-    """ValueError unless there is one name an axis, or none at all."""
-    if axes and len(axes) != ndim:
-        raise ValueError(
-            f"{name}={tuple(axes)} names {len(axes)} axes of {ndim}; give one name, or None, an axis"
-        )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ...common.checks import described, drop_rate, number, whole
 from ...common.dispatch import Backend, Table
-from ..dense import check_values
+from ..checks import check_values
 from ..primitives.platforms import chosen
 from . import reference
 from .descriptor import SequenceDescriptor

@@ -8,7 +8,7 @@ from .layernorm_mlp import LayerNormMLP
 from .multi_head_attention import MultiHeadAttention
 from .norm import LayerNorm
 from .positions import RelativePositionBiases
-from .state_module import make_dot_general_cls, wrap_function_in_te_state_module
+from .state_module import make_dot_general_cls, make_grouped_dense_cls, wrap_function_in_te_state_module
 from .transformer import TransformerLayer, TransformerLayerType
 
 __all__ = [
@@ -23,5 +23,6 @@ __all__ = [
     "TransformerLayerType",
     "extend_logical_axis_rules",
     "make_dot_general_cls",
+    "make_grouped_dense_cls",
     "wrap_function_in_te_state_module",
 ]

@@ -13,7 +13,7 @@ from flax.core import tracers
 from jax import Array
 
 from ...common.recipe import Recipe
-from ..dense import check_axis_names
+from ..checks import check_axis_names
 from ..quantize.config import QuantizeConfig, get_global_quantize_recipe
 from ..quantize.factory import QuantizeMeta, QuantizeMetaSet, QuantizerFactory
 from ..quantize.quantizers import QuantizerSet, noop_quantizer_set
@@ -70,12 +70,16 @@ class TransformerEngineBase(nn.Module):
         postfix               tells the states of several products apart
         variable_collection   where they lie; None: "fp8_metas"
         fp8_recipe            instead of the recipe of autocast
+        n_groups              of a grouped product: every group has a state of its own
         """
         config = QuantizeConfig(get_global_quantize_recipe() if fp8_recipe is None else fp8_recipe)
         if config.recipe is None:
             return noop_quantizer_set
         collection = config.COLLECTION_NAME if variable_collection is None else variable_collection
-        metas = {tensor: self._quantizer_state(tensor, postfix, collection, config) for tensor in _TENSORS}
+        metas = {
+            tensor: self._quantizer_state(tensor, postfix, collection, config, n_groups)
+            for tensor in _TENSORS
+        }
         quantizers: Any = QuantizerFactory.create_set(
             fp8_recipe=config.recipe,
             quantize_meta_set=QuantizeMetaSet(**metas),
@@ -100,17 +104,13 @@ class TransformerEngineBase(nn.Module):
         return one
 
     def _quantizer_state(
-        self, tensor: str, postfix: str, collection: str, config: QuantizeConfig
+        self, tensor: str, postfix: str, collection: str, config: QuantizeConfig, n_groups: int | None
     ) -> QuantizeMeta:
         if config.stateful:
-            scale = self.variable(collection, f"{tensor}{postfix}_scale", jnp.ones, (1,), jnp.float32)
-            history = self.variable(
-                collection,
-                f"{tensor}{postfix}_amax_history",
-                jnp.zeros,
-                (config.AMAX_HISTORY_LEN,),
-                jnp.float32,
-            )
+            name, length = f"{tensor}{postfix}", config.AMAX_HISTORY_LEN
+            shape, steps = ((1,), (length,)) if n_groups is None else ((n_groups,), (n_groups, length))
+            scale = self.variable(collection, f"{name}_scale", jnp.ones, shape, jnp.float32)
+            history = self.variable(collection, f"{name}_amax_history", jnp.zeros, steps, jnp.float32)
             return QuantizeMeta(scale=scale.value, amax_history=history.value)
         if config.random and tensor == "grad":
             key = self.make_rng("sr_rng")

@@ -8,17 +8,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jax import Array
+from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from ...common.checks import whole
+from ..attention.enums import canonicalize_attn_mask_type
 from ..sharding import W_FSDP_AXES, W_JOINED_AXES, W_NO_SHARD_AXES, W_TP_AXES
 from .attention import DotProductAttention
 from .base import Initializer, kernel_initializer
 from .dense_general import DenseGeneral
+from .kv_cache import KeyValueCache
 from .layernorm_dense_general import LayerNormDenseGeneral
 from .lora_scope import _canonicalize_lora_scope
-from .positions import rotary_pos_emb
+from .positions import rotated
 
 
 class MultiHeadAttention(nn.Module):
@@ -27,6 +29,8 @@ class MultiHeadAttention(nn.Module):
     Parameters: `qkv` (kernel [h, 3, heads * d]) for self-attention with as many heads of keys, else `query` and `kv`
     (kernel [h, 2, groups * d]); without fuse_qkv_params `query`, `key` and `value`; `out`.
 
+    decode              keys and values lie in the collection "cache", which init makes for the tokens of its inputs; a
+                        step then takes one token
     scale_attn_logits   scores are divided by sqrt(head_dim); else the query's kernel begins divided by it
                         (scaled_query_init)
     """
@@ -73,6 +77,7 @@ class MultiHeadAttention(nn.Module):
         mask: Array | None = None,
         bias: Array | None = None,
         *,
+        decode: bool = False,
         deterministic: bool = False,
     ) -> tuple[Array, Array | None]:
         """inputs_q [b, q, h] and inputs_kv [b, k, h], the same array for self-attention; mask True hides a key."""
@@ -89,23 +94,26 @@ class MultiHeadAttention(nn.Module):
         query, key, value, normalized = self._projected(inputs_q, inputs_kv)
         query = query.reshape(*query.shape[:2], self.num_attention_heads, self.head_dim)
         key, value = (x.reshape(*x.shape[:2], groups, self.head_dim) for x in (key, value))
+        cache = KeyValueCache.of(self, key, value, 0 if transposed else 1) if decode else None
         if self.enable_rotary_pos_emb:
-            method = self.rotary_pos_emb_group_method
-            query, key = (
-                rotary_pos_emb(x, self.rotary_pos_emb_windows, transposed, method) for x in (query, key)
-            )
+            query, key = (self._rotated(x, cache) for x in (query, key))
+        mask_type, window = self.attn_mask_type, self.window_size
+        if cache is not None and cache.filled:
+            mask, bias = self._of_step(cache, mask, bias)
+            key, value = cache.extended(key, value)
+            mask_type, window = "padding", None
         attended = DotProductAttention(
             head_dim=self.head_dim,
             num_attention_heads=self.num_attention_heads,
             num_gqa_groups=groups,
             attention_dropout=self.attention_dropout,
-            attn_mask_type=self.attn_mask_type,
+            attn_mask_type=mask_type,
             attn_bias_type=self.attn_bias_type,
             dropout_rng_name=self.dropout_rng_name,
             float32_logits=self.float32_logits,
             scale_factor=1.0 / math.sqrt(self.head_dim) if self.scale_attn_logits else 1.0,
             transpose_batch_sequence=transposed,
-            window_size=self.window_size,
+            window_size=window,
             softmax_type=self.softmax_type,
         )(query, key, value, mask, bias, deterministic=deterministic)
         attended = attended.reshape(*attended.shape[:2], self.num_attention_heads * self.head_dim)
@@ -119,6 +127,25 @@ class MultiHeadAttention(nn.Module):
         )(attended)
         out = checkpoint_name(out, "out_proj")
         return out, normalized if self.return_layernorm_output else None
+
+    def _rotated(self, x: Array, cache: KeyValueCache | None) -> Array:
+        transposed = bool(self.transpose_batch_sequence)
+        position, length = 0, x.shape[0 if transposed else 1]
+        if cache is not None and cache.filled:
+            position, length = cache.position, cache.length
+        method = self.rotary_pos_emb_group_method
+        return rotated(x, self.rotary_pos_emb_windows, transposed, method, position, length)
+
+    def _of_step(
+        self, cache: KeyValueCache, mask: Array | None, bias: Array | None
+    ) -> tuple[Array, Array | None]:
+        """What a step hides beside its mask, and its row of a bias [1, h, length, length]."""
+        hidden = cache.hidden(self.window_size)
+        if mask is not None and canonicalize_attn_mask_type(self.attn_mask_type).is_padding():
+            hidden = hidden | mask.astype(bool)
+        if bias is not None and bias.shape[2] != 1:
+            bias = lax.dynamic_slice_in_dim(bias, cache.position, 1, axis=2)
+        return hidden, bias
 
     @property
     def _groups(self) -> int:

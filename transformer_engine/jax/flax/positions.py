@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
-from jax import Array
+from jax import Array, lax
 
 from ...common.checks import described, whole
 
@@ -25,6 +25,19 @@ def rotary_pos_emb(
     group_method   "consecutive": pairs (2 i, 2 i + 1); "alternate": pairs (i, i + d / 2)
     RoFormer, arXiv:2104.09864.
     """
+    tokens = x.shape[0 if transpose_batch_sequence else 1]
+    return rotated(x, windows, transpose_batch_sequence, group_method, 0, tokens)
+
+
+def rotated(
+    x: Array,
+    windows: tuple[float, float],
+    transposed: bool,
+    group_method: str,
+    position: Array | int,
+    length: int,
+) -> Array:
+    """`rotary_pos_emb` of tokens that stand at position and behind it in a sequence of at most length tokens."""
     if group_method not in _METHODS:
         raise ValueError(f"group_method={described(group_method)}; choose 'consecutive' or 'alternate'")
     if x.ndim != 4 or x.shape[-1] % 2:
@@ -34,10 +47,13 @@ def rotary_pos_emb(
         raise ValueError(f"windows={windows}; give 0 < least <= greatest timescale")
     half = x.shape[-1] // 2
     timescales = least * (greatest / least) ** (2 * np.arange(half) / x.shape[-1])
-    tokens = x.shape[0 if transpose_batch_sequence else 1]
-    angles = np.arange(tokens)[:, None] / timescales
-    shape = (tokens, 1, 1, half) if transpose_batch_sequence else (1, tokens, 1, half)
-    cos, sin = (jnp.asarray(f(angles), jnp.float32).reshape(shape) for f in (np.cos, np.sin))
+    tokens = x.shape[0 if transposed else 1]
+    angles = np.arange(length)[:, None] / timescales
+    shape = (tokens, 1, 1, half) if transposed else (1, tokens, 1, half)
+    tables = (jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin))
+    if tokens != length:
+        tables = (lax.dynamic_slice_in_dim(table, position, tokens) for table in tables)
+    cos, sin = (table.reshape(shape) for table in tables)
     wide = x.astype(jnp.float32)
     if group_method == "alternate":
         first, second = wide[..., :half], wide[..., half:]

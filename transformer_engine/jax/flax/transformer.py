@@ -12,7 +12,7 @@ from jax import Array
 
 from ...common.checks import described, drop_rate, whole
 from ..activation import ActivationParams
-from ..dense import check_values
+from ..checks import check_values
 from ..sharding import W_FSDP_AXES, W_JOINED_AXES, W_NO_SHARD_AXES, W_TP_AXES
 from .attention import DotProductAttention
 from .base import Initializer, kernel_initializer
@@ -109,10 +109,17 @@ class TransformerLayer(nn.Module):
         attention_mask: Array | None = None,
         encoder_decoder_mask: Array | None = None,
         deterministic: bool = False,
+        decode: bool = False,
+        max_decode_length: int | None = None,
     ) -> Array:
-        """inputs [b, s, hidden_size]; encoded [b, k, hidden_size] of a decoder; a mask's True hides a key."""
+        """inputs [b, s, hidden_size]; encoded [b, k, hidden_size] of a decoder; a mask's True hides a key.
+
+        decode              self-attention keeps keys and values in the collection "cache", see MultiHeadAttention
+        max_decode_length   the tokens that the cache is made for, which relative biases depend on
+        """
         self._check(inputs, encoded)
         decoder = self.layer_type is TransformerLayerType.DECODER
+        bias = self._relative_bias(inputs, max_decode_length if decode else None, decode)
         x, normalized = self._attention(
             "self_attention" if decoder else "attention",
             self.self_attn_mask_type,
@@ -122,7 +129,7 @@ class TransformerLayer(nn.Module):
             rotary_pos_emb_windows=self.rotary_pos_emb_windows,
             rotary_pos_emb_group_method=self.rotary_pos_emb_group_method,
             window_size=self.window_size,
-        )(inputs, inputs, attention_mask, self._relative_bias(inputs), deterministic=deterministic)
+        )(inputs, inputs, attention_mask, bias, decode=decode, deterministic=deterministic)
         x = self._joined(x, inputs, normalized, deterministic)
         if encoded is not None:
             y, normalized = self._attention("encoder_decoder_attention", "padding", "no_bias")(
@@ -163,9 +170,14 @@ class TransformerLayer(nn.Module):
             given = "None" if encoded is None else f"an array of shape {encoded.shape}"
             raise ValueError(f"layer_type={self.layer_type.name} and encoded={given}; a decoder takes one")
 
-    def _relative_bias(self, inputs: Array) -> Array | None:
+    def _relative_bias(self, inputs: Array, length: int | None, decode: bool) -> Array | None:
         if not self.enable_relative_embedding:
             return None
+        if decode and length is None:
+            raise ValueError(
+                "decode=True and enable_relative_embedding=True without max_decode_length; give the tokens that the "
+                "cache is made for"
+            )
         bias = self.relative_embedding
         if bias is None:
             bias = RelativePositionBiases(
@@ -175,7 +187,7 @@ class TransformerLayer(nn.Module):
                 dtype=self.dtype,
                 name="relpos_bias",
             )
-        tokens = inputs.shape[0 if self.transpose_batch_sequence else 1]
+        tokens = inputs.shape[0 if self.transpose_batch_sequence else 1] if length is None else length
         return bias(tokens, tokens, self.layer_type is TransformerLayerType.ENCODER)
 
     def _attention(

@@ -12,9 +12,10 @@ from jax import Array
 from jax.custom_derivatives import SymbolicZero
 
 from ...common.checks import whole
+from .grouped import GroupedQuantizer
 from .quantizers import DelayedScaleQuantizer, Quantizer, QuantizerSet, as_cotangent
 
-State = TypeVar("State", Quantizer, QuantizerSet)
+State = TypeVar("State", Quantizer, GroupedQuantizer, QuantizerSet)
 
 
 def fan_out(quantizer_set: State, n: int) -> tuple[State, ...]:
@@ -51,17 +52,24 @@ def _copies(n: int) -> Any:
     return copies
 
 
-def _merged(state: Quantizer | None, following: Sequence[Any]) -> Quantizer | None:
+def _merged(state: Any, following: Sequence[Any]) -> Any:
+    if isinstance(state, GroupedQuantizer):
+        return GroupedQuantizer(
+            _merged(state.quantizer, [copy.quantizer for copy in following]), state.n_groups
+        )
     if not isinstance(state, DelayedScaleQuantizer):
         return as_cotangent(state)
     read = [copy for copy in following if not isinstance(copy.scale, SymbolicZero)]
     if not read:
         return state
-    scale, history = functools.reduce(_of_both, [(copy.scale, _instantiated(copy.amax_history)) for copy in read])
+    scale, history = functools.reduce(
+        _of_both, [(copy.scale, _instantiated(copy.amax_history)) for copy in read]
+    )
     used = scale > 0
     leaves = {
         "scale": jnp.where(used, scale, state.scale),
-        "amax_history": jnp.where(used, history, state.amax_history),
+        # [length] of one tensor, [groups, length] of several
+        "amax_history": jnp.where(used if history.ndim == 1 else used[:, None], history, state.amax_history),
     }
     _, tree = jax.tree.flatten(state)
     return jax.tree.unflatten(tree, [leaves[name] for name in state.STATE])
