@@ -5,6 +5,7 @@ from .axis_rules import extend_logical_axis_rules
 from .dense_general import DenseGeneral
 from .layernorm_dense_general import LayerNormDenseGeneral
 from .layernorm_mlp import LayerNormMLP
+from .moe import _MoEBlock
 from .multi_head_attention import MultiHeadAttention
 from .norm import LayerNorm
 from .positions import RelativePositionBiases
@@ -21,6 +22,7 @@ __all__ = [
     "RelativePositionBiases",
     "TransformerLayer",
     "TransformerLayerType",
+    "_MoEBlock",
     "extend_logical_axis_rules",
     "make_dot_general_cls",
     "make_grouped_dense_cls",
