@@ -48,6 +48,7 @@ LAYERS = {
     "transformer_engine.jax.layernorm_mlp": 7,
     "transformer_engine.jax.softmax": 7,
     "transformer_engine.jax.attention": 7,
+    "transformer_engine.jax.context_parallel": 7,
     "transformer_engine.jax.flax": 8,
     "transformer_engine.cli": 11,
     "transformer_engine_torch": 11,

@@ -60,16 +60,6 @@ FUNCTIONS = {
 NOT_THERE = {
     te.dense.dense: {"collective_op_set"},
     te.layernorm_mlp.layernorm_mlp: {"collective_op_sets"},
-    attention.fused_attn: {
-        "context_parallel_strategy", "context_parallel_causal_load_balanced", "context_parallel_axis", "stripe_size",
-        "score_mod", "score_mod_bprop", "score_mod_tensors", "score_mod_bprop_tensors",
-    },
-    te_flax.DotProductAttention: {
-        "context_parallel_causal_load_balanced", "context_parallel_axis", "context_parallel_strategy", "score_mod",
-        "score_mod_bprop",
-    },
-    te_flax.MultiHeadAttention: {"enable_sequence_parallel", "score_mod", "score_mod_bprop"},
-    te_flax.TransformerLayer: {"enable_sequence_parallel", "score_mod", "score_mod_bprop"},
 }  # fmt: skip
 
 LORA = "enable_low_rank_adaptation low_rank_adaptation_dim low_rank_adaptation_alpha"

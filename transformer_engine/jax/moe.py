@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -16,7 +16,9 @@ from .checks import check_values
 from .ep import EpConfig, ep_combine, ep_dispatch
 from .grouped_dense import grouped_dense
 from .permutation import routing_map_to_selected_experts, token_combine, token_dispatch
+from .quantize.grouped import GroupedQuantizer
 from .quantize.quantizers import QuantizerSet, noop_quantizer_set
+from .quantize.sharing import merged_over
 from .router import fused_moe_aux_loss, fused_topk_with_score_function
 from .sharding import get_mesh_axis_size, with_sharding_constraint_by_logical_axes
 
@@ -194,24 +196,38 @@ def _on_many(
     """Every device chooses for its tokens, sends them to their experts, and sums what comes back."""
     batch = (*[axis for axis in data_axes if axis != cfg.axis], cfg.axis)
 
-    def local(x: Array, gate_kernel: Array, bias: Array | None, params: Any) -> tuple[Array, Any, Array]:
+    def local(
+        x: Array, gate_kernel: Array, bias: Array | None, params: Any, sets: Any
+    ) -> tuple[Array, Any, Array]:
+        own = replace(experts, quantizer_sets=tuple(_of_own(s, cfg.local_experts, batch[:-1]) for s in sets))
         tokens = x.reshape(-1, x.shape[-1])
         logits, weights, chosen = _routed(tokens, gate_kernel, bias, routing)
         picked, of_picked = routing_map_to_selected_experts(weights, chosen, routing.topk)
         capacity = tokens.shape[0] * cfg.devices * min(routing.topk, cfg.local_experts)
         rows, row_weights, handle, counts, total = ep_dispatch(cfg, picked, tokens, of_picked, capacity)
-        made = experts(params, rows, row_weights, counts)
+        made = own(params, rows, row_weights, counts)
         if not experts.weights_early:
             made = made * row_weights[:, None].astype(made.dtype)
         y = ep_combine(cfg, handle, counts, made, tokens.shape[0])
         return y.reshape(x.shape), routing.aux_loss(logits, chosen, batch), total[None]
 
     whole_axes, by_expert = PartitionSpec(), PartitionSpec(cfg.axis)
+    # States lie an expert; a random key is everyone's.
+    of_sets = jax.tree.map(
+        lambda leaf: by_expert if jnp.issubdtype(leaf.dtype, jnp.floating) else whole_axes,
+        experts.quantizer_sets,
+    )
     mapped = jax.shard_map(
         local,
-        in_specs=(PartitionSpec(batch), whole_axes, whole_axes, by_expert),
+        in_specs=(PartitionSpec(batch), whole_axes, whole_axes, by_expert, of_sets),
         out_specs=(PartitionSpec(batch), whole_axes, PartitionSpec(batch)),
         check_vma=False,
     )
-    y, loss, total = mapped(x, gate_kernel, expert_bias, params)
-    return y, loss, total
+    return mapped(x, gate_kernel, expert_bias, params, experts.quantizer_sets)
+
+
+def _of_own(quantizers: QuantizerSet, count: int, axes: tuple[str, ...]) -> QuantizerSet:
+    """The part of a set that belongs to this device's experts, whose states devices along axes share."""
+    parts = (quantizers.x, quantizers.kernel, quantizers.dgrad)
+    own = [None if part is None else GroupedQuantizer(part.quantizer, count) for part in parts]
+    return merged_over(QuantizerSet(*own), axes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,7 +14,17 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ...common.checks import whole
 from ..attention.enums import canonicalize_attn_mask_type
-from ..sharding import W_FSDP_AXES, W_JOINED_AXES, W_NO_SHARD_AXES, W_TP_AXES
+from ..sharding import (
+    HIDDEN_AXES,
+    HIDDEN_TP_AXES,
+    SEQLEN_AXES,
+    SEQLEN_TP_AXES,
+    W_FSDP_AXES,
+    W_JOINED_AXES,
+    W_NO_SHARD_AXES,
+    W_TP_AXES,
+    token_axes,
+)
 from .attention import DotProductAttention
 from .base import Initializer, kernel_initializer
 from .dense_general import DenseGeneral
@@ -31,6 +42,7 @@ class MultiHeadAttention(nn.Module):
 
     decode              keys and values lie in the collection "cache", which init makes for the tokens of its inputs; a
                         step then takes one token
+    enable_sequence_parallel   norms see tokens laid over the tensor-parallel axis
     scale_attn_logits   scores are divided by sqrt(head_dim); else the query's kernel begins divided by it
                         (scaled_query_init)
     """
@@ -59,11 +71,14 @@ class MultiHeadAttention(nn.Module):
     dtype: Any = jnp.float32
     fuse_qkv_params: bool = True
     transpose_batch_sequence: bool | None = None
+    enable_sequence_parallel: bool = False
     scale_attn_logits: bool = False
     scaled_query_init: bool = True
     float32_logits: bool = False
     window_size: tuple[int, int] | None = None
     softmax_type: str = "vanilla"
+    score_mod: Callable[..., Array] | None = None
+    score_mod_bprop: Callable[..., Array] | None = None
 
     def __post_init__(self) -> None:
         self.kernel_init = kernel_initializer(self.kernel_init, self.dtype, "normal")
@@ -79,6 +94,8 @@ class MultiHeadAttention(nn.Module):
         *,
         decode: bool = False,
         deterministic: bool = False,
+        score_mod_tensors: Any = None,
+        score_mod_bprop_tensors: Any = None,
     ) -> tuple[Array, Array | None]:
         """inputs_q [b, q, h] and inputs_kv [b, k, h], the same array for self-attention; mask True hides a key."""
         for name in ("head_dim", "num_attention_heads"):
@@ -115,7 +132,12 @@ class MultiHeadAttention(nn.Module):
             transpose_batch_sequence=transposed,
             window_size=window,
             softmax_type=self.softmax_type,
-        )(query, key, value, mask, bias, deterministic=deterministic)
+            score_mod=self.score_mod,
+            score_mod_bprop=self.score_mod_bprop,
+        )(
+            query, key, value, mask, bias, deterministic=deterministic, score_mod_tensors=score_mod_tensors,
+            score_mod_bprop_tensors=score_mod_bprop_tensors,
+        )  # fmt: skip
         attended = attended.reshape(*attended.shape[:2], self.num_attention_heads * self.head_dim)
         out = self._dense(
             "out",
@@ -198,9 +220,16 @@ class MultiHeadAttention(nn.Module):
             low_rank_adaptation_dim=self.low_rank_adaptation_dim,
             low_rank_adaptation_alpha=self.low_rank_adaptation_alpha,
             dtype=self.dtype,
+            input_axes=self._input_axes(HIDDEN_TP_AXES) if name == "out" else (),
             transpose_batch_sequence=bool(self.transpose_batch_sequence),
             name=name,
         )
+
+    def _input_axes(self, hidden: str) -> tuple[str, ...]:
+        """Names of the axes of what a product reads; none without sequence parallelism, where XLA decides."""
+        if not self.enable_sequence_parallel:
+            return ()
+        return token_axes(bool(self.transpose_batch_sequence), SEQLEN_AXES, hidden)
 
     def _norm_dense(
         self, name: str, features: Any, init: Any, kernel_axes: Any, bias_axes: Any, returned: bool
@@ -223,6 +252,10 @@ class MultiHeadAttention(nn.Module):
             low_rank_adaptation_dim=self.low_rank_adaptation_dim,
             low_rank_adaptation_alpha=self.low_rank_adaptation_alpha,
             dtype=self.dtype,
+            layernorm_input_axes=token_axes(bool(self.transpose_batch_sequence), SEQLEN_TP_AXES, HIDDEN_AXES)
+            if self.enable_sequence_parallel
+            else None,
+            dot_input_axes=self._input_axes(HIDDEN_AXES) or None,
             transpose_batch_sequence=bool(self.transpose_batch_sequence),
             name=name,
         )

@@ -13,7 +13,17 @@ from jax import Array
 from ...common.checks import described, drop_rate, whole
 from ..activation import ActivationParams
 from ..checks import check_values
-from ..sharding import W_FSDP_AXES, W_JOINED_AXES, W_NO_SHARD_AXES, W_TP_AXES
+from ..sharding import (
+    HIDDEN_AXES,
+    HIDDEN_TP_AXES,
+    SEQLEN_AXES,
+    SEQLEN_TP_AXES,
+    W_FSDP_AXES,
+    W_JOINED_AXES,
+    W_NO_SHARD_AXES,
+    W_TP_AXES,
+    token_axes,
+)
 from .attention import DotProductAttention
 from .base import Initializer, kernel_initializer
 from .layernorm_mlp import LayerNormMLP
@@ -51,6 +61,7 @@ class TransformerLayer(nn.Module):
     apply_residual_connection_post_layernorm      add the norm of a block's input instead of the input
     output_layernorm                              normalise the layer's output instead of the attention's input
     enable_relative_embedding                     add T5's relative biases, those of relative_embedding if given
+    enable_sequence_parallel                      norms see tokens laid over the tensor-parallel axis
     drop_path                                     rate at which a row of the batch skips a block
     """
 
@@ -91,10 +102,13 @@ class TransformerLayer(nn.Module):
     drop_path: float = 0.0
     fuse_qkv_params: bool = True
     transpose_batch_sequence: bool = False
+    enable_sequence_parallel: bool = False
     scale_attn_logits: bool = False
     scaled_query_init: bool = True
     window_size: tuple[int, int] | None = None
     softmax_type: str = "vanilla"
+    score_mod: Callable[..., Array] | None = None
+    score_mod_bprop: Callable[..., Array] | None = None
 
     def __post_init__(self) -> None:
         self.mha_kernel_init = kernel_initializer(self.mha_kernel_init, self.dtype, "normal")
@@ -111,6 +125,8 @@ class TransformerLayer(nn.Module):
         deterministic: bool = False,
         decode: bool = False,
         max_decode_length: int | None = None,
+        score_mod_tensors: Any = None,
+        score_mod_bprop_tensors: Any = None,
     ) -> Array:
         """inputs [b, s, hidden_size]; encoded [b, k, hidden_size] of a decoder; a mask's True hides a key.
 
@@ -129,7 +145,12 @@ class TransformerLayer(nn.Module):
             rotary_pos_emb_windows=self.rotary_pos_emb_windows,
             rotary_pos_emb_group_method=self.rotary_pos_emb_group_method,
             window_size=self.window_size,
-        )(inputs, inputs, attention_mask, bias, decode=decode, deterministic=deterministic)
+            score_mod=self.score_mod,
+            score_mod_bprop=self.score_mod_bprop,
+        )(
+            inputs, inputs, attention_mask, bias, decode=decode, deterministic=deterministic,
+            score_mod_tensors=score_mod_tensors, score_mod_bprop_tensors=score_mod_bprop_tensors,
+        )  # fmt: skip
         x = self._joined(x, inputs, normalized, deterministic)
         if encoded is not None:
             y, normalized = self._attention("encoder_decoder_attention", "padding", "no_bias")(
@@ -214,6 +235,7 @@ class TransformerLayer(nn.Module):
             dtype=self.dtype,
             fuse_qkv_params=self.fuse_qkv_params,
             transpose_batch_sequence=self.transpose_batch_sequence,
+            enable_sequence_parallel=self.enable_sequence_parallel,
             scale_attn_logits=self.scale_attn_logits,
             scaled_query_init=self.scaled_query_init,
             float32_logits=self.float32_attention_logits,
@@ -247,9 +269,18 @@ class TransformerLayer(nn.Module):
             low_rank_adaptation_dim=self.low_rank_adaptation_dim,
             low_rank_adaptation_alpha=self.low_rank_adaptation_alpha,
             dtype=self.dtype,
+            layernorm_input_axes=self._token_axes(SEQLEN_TP_AXES, HIDDEN_AXES),
+            dot_1_input_axes=self._token_axes(SEQLEN_AXES, HIDDEN_AXES),
+            dot_2_input_axes=self._token_axes(SEQLEN_AXES, HIDDEN_TP_AXES),
             transpose_batch_sequence=self.transpose_batch_sequence,
             name="mlp",
         )
+
+    def _token_axes(self, sequence: str, hidden: str) -> tuple[str, str, str] | None:
+        """Names of axes under sequence parallelism; None without it, where XLA decides."""
+        if not self.enable_sequence_parallel:
+            return None
+        return token_axes(self.transpose_batch_sequence, sequence, hidden)
 
     def _joined(self, x: Array, residual: Array, normalized: Array | None, deterministic: bool) -> Array:
         """A block's output, thinned out, and what goes round the block."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
 
 from ...common.checks import whole
@@ -50,6 +51,36 @@ def _copies(n: int) -> Any:
 
     copies.defvjp(forward, backward, symbolic_zeros=True)
     return copies
+
+
+def merged_over(quantizer_set: QuantizerSet, axes: tuple[str, ...]) -> QuantizerSet:
+    """The set within shard_map, where devices along axes hold copies of it: next states merge as in `fan_out`."""
+    return _over(axes)(quantizer_set) if axes else quantizer_set
+
+
+@functools.cache
+def _over(axes: tuple[str, ...]) -> Any:
+    @jax.custom_vjp
+    def over(state: QuantizerSet) -> QuantizerSet:
+        return state
+
+    def backward(_: None, following: QuantizerSet) -> tuple[QuantizerSet]:
+        # shard_map adds what copies answer, so that one of them answers for all.
+        first = lax.axis_index(axes) == 0
+        parts = (following.x, following.kernel, following.dgrad)
+        return (QuantizerSet(*[_of_devices(part, axes, first) for part in parts]),)
+
+    over.defvjp(lambda state: (state, None), backward)
+    return over
+
+
+def _of_devices(state: Any, axes: tuple[str, ...], first: Array) -> Any:
+    if isinstance(state, GroupedQuantizer):
+        return GroupedQuantizer(_of_devices(state.quantizer, axes, first), state.n_groups)
+    if not isinstance(state, DelayedScaleQuantizer):
+        return state
+    merged = {"scale": lax.pmin(state.scale, axes), "amax_history": lax.pmax(state.amax_history, axes)}
+    return dataclasses.replace(state, **{n: jnp.where(first, leaf, 0) for n, leaf in merged.items()})
 
 
 def _merged(state: Any, following: Sequence[Any]) -> Any:

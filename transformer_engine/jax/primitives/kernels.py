@@ -1,0 +1,103 @@
+"""results = kernel(*arrays): a Triton kernel as a primitive of JAX, made when a program is lowered for CUDA.
+
+Tracing asks for shapes alone, so that a program traced on a CPU compiles no kernel and still has its kernels where it
+is lowered for CUDA. There the partitioner learns by a Shardy rule which axes it may cut; under vmap a kernel runs
+once for each element.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import jax
+from jax import Array, lax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
+
+Shape = jax.ShapeDtypeStruct
+
+
+class Kernel(Protocol):
+    """What computes; hashable.
+
+    rule         factors of the axes of operands and results, as Shardy writes them: "r w, w -> r w"
+    replicated   factors that are not cut
+    summed       results that every part of the rows makes its own sum of
+    """
+
+    @property
+    def rule(self) -> str: ...
+    @property
+    def replicated(self) -> tuple[str, ...]: ...
+    @property
+    def summed(self) -> tuple[int, ...]: ...
+
+    def results(self, *operands: Any) -> tuple[Shape, ...]:
+        """Shapes and dtypes of what run answers."""
+        ...
+
+    def run(self, *arrays: Array) -> tuple[Array, ...]:
+        """The kernel on arrays of any extents, as calls of the bridge."""
+        ...
+
+
+_kernel = Primitive("transformer_engine_kernel")
+_kernel.multiple_results = True
+
+
+def call(kernel: Kernel, *arrays: Array) -> tuple[Array, ...]:
+    """The kernel's results; only to be run, or lowered, on CUDA."""
+    return tuple(_kernel.bind(*arrays, kernel=kernel))
+
+
+@_kernel.def_abstract_eval
+def _shapes(*operands: Any, kernel: Kernel) -> list[Any]:
+    return [jax.core.ShapedArray(shape.shape, shape.dtype) for shape in kernel.results(*operands)]
+
+
+def _batched(arrays: Any, axes: Any, *, kernel: Kernel) -> tuple[Any, tuple[int, ...]]:
+    moved = [x if axis is batching.not_mapped else batching.moveaxis(x, axis, 0) for x, axis in zip(arrays, axes, strict=True)]  # fmt: skip
+    mapped = [axis is not batching.not_mapped for axis in axes]
+
+    def one(parts: Any) -> tuple[Array, ...]:
+        remaining = iter(parts)
+        return call(kernel, *(next(remaining) if is_mapped else x for x, is_mapped in zip(moved, mapped, strict=True)))
+
+    out = lax.map(one, tuple(x for x, is_mapped in zip(moved, mapped, strict=True) if is_mapped))
+    return out, (0,) * len(out)
+
+
+batching.primitive_batchers[_kernel] = _batched
+
+
+def _on_cuda(*arrays: Array, kernel: Kernel) -> list[Array]:
+    def run(*arrays: Array) -> tuple[Array, ...]:
+        return kernel.run(*arrays)
+
+    def partition(mesh: Any, operands: Any, results: Any) -> tuple[Any, ...]:
+        axes = _axes_of_rows(operands[0].sharding)
+
+        def local(*arrays: Array) -> tuple[Array, ...]:
+            made = kernel.run(*arrays)
+            return tuple(lax.psum(x, axes) if axes and i in kernel.summed else x for i, x in enumerate(made))
+
+        whole = NamedSharding(operands[0].sharding.mesh, PartitionSpec())
+        placed = tuple(whole if i in kernel.summed else r.sharding for i, r in enumerate(results))
+        return mesh, local, placed, tuple(operand.sharding for operand in operands)
+
+    cut: Any = custom_partitioning(run)
+    cut.def_partition(
+        partition=partition, sharding_rule=kernel.rule, need_replication_factors=kernel.replicated
+    )
+    return list(cut(*arrays))
+
+
+def _axes_of_rows(sharding: Any) -> tuple[str, ...]:
+    spec = getattr(sharding, "spec", ())
+    first = spec[0] if len(spec) else None
+    return () if first is None else first if isinstance(first, tuple) else (first,)
+
+
+mlir.register_lowering(_kernel, mlir.lower_fun(_on_cuda, multiple_results=True), platform="cuda")
