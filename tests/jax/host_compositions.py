@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 
 import flax
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 from host_devices import difference
+from jax.interpreters import mlir
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import transformer_engine.jax as te
@@ -27,6 +29,7 @@ from transformer_engine.jax.attention import (
     inverse_reorder_causal_load_balancing,
     reorder_causal_load_balancing,
 )
+from transformer_engine.jax.primitives import kernels
 
 TOKENS, HEADS, DIM = 32, 4, 8
 
@@ -156,6 +159,41 @@ def sequence_case(mesh: Mesh, strategy, balanced, layout, mask, softmax, window=
     return difference(got, want)
 
 
+@dataclass(frozen=True)
+class DoubledAndSummed:
+    """A stand-in for a kernel: (2 x [rows, width], sums of columns), lowered for a CPU too."""
+
+    rule = "r w -> r w, w"
+    replicated = ("w",)
+    summed = (1,)
+
+    def results(self, x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+
+    def run(self, x):
+        return 2 * x, x.sum(axis=0)
+
+
+def kernel_case(mesh: Mesh) -> dict[str, float]:
+    """A kernel on rows that eight devices hold: results, all-gathers in the program, and rows a device has."""
+    mlir.register_lowering(kernels._kernel, kernels._lowered, platform="cpu")
+    x = jax.random.normal(jax.random.key(0), (16, 24))
+    step = jax.jit(lambda x: kernels.call(DoubledAndSummed(), x))
+    placed = jax.device_put(x, NamedSharding(mesh, PartitionSpec("dp")))
+    doubled, sums = step(placed)
+    with jax.set_mesh(mesh):
+        laid = PartitionSpec("dp")
+        mapped = jax.shard_map(
+            lambda x: kernels.call(DoubledAndSummed(), x)[0], in_specs=laid, out_specs=laid, check_vma=False
+        )
+        manual = jax.jit(mapped)(placed)
+    return {
+        "difference": difference((doubled, sums, manual), (2 * x, x.sum(axis=0), 2 * x)),
+        "all-gathers": step.lower(placed).compile().as_text().count("all-gather("),
+        "rows a device": doubled.addressable_shards[0].data.shape[0],
+    }
+
+
 def main() -> None:
     assert jax.device_count() == 8
     jax.config.update("jax_disable_most_optimizations", True)
@@ -186,6 +224,7 @@ def main() -> None:
     found["stripes of several tokens"] = sequence_case(
         mesh, CPStrategy.ALL_GATHER, True, thd, padding, vanilla, stripe=4
     )
+    found["kernels"] = kernel_case(mesh_of(dp=8))
     print(json.dumps(found))
 
 

@@ -119,6 +119,11 @@ _QUANTIZATION = (
         "1: compute formats that the hardware lacks by emulation; unset: only on a machine without a GPU.",
     ),
     _flag(
+        "TE_JAX_KERNELS",
+        False,
+        "1: JAX programs that are traced on a machine without a GPU get Triton kernels for CUDA, for export.",
+    ),
+    _flag(
         "NVTE_FP8_AUTO",
         False,
         "1: a product whose operands cost more to quantize than FP8 saves is computed without quantization.",

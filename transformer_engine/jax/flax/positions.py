@@ -12,6 +12,7 @@ from flax import linen as nn
 from jax import Array, lax
 
 from ...common.checks import described, whole
+from ..primitives.rope import rotate
 
 _METHODS = ("consecutive", "alternate")
 
@@ -49,20 +50,10 @@ def rotated(
     timescales = least * (greatest / least) ** (2 * np.arange(half) / x.shape[-1])
     tokens = x.shape[0 if transposed else 1]
     angles = np.arange(length)[:, None] / timescales
-    shape = (tokens, 1, 1, half) if transposed else (1, tokens, 1, half)
-    tables = (jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin))
+    table = jnp.asarray(angles, jnp.float32)
     if tokens != length:
-        tables = (lax.dynamic_slice_in_dim(table, position, tokens) for table in tables)
-    cos, sin = (table.reshape(shape) for table in tables)
-    wide = x.astype(jnp.float32)
-    if group_method == "alternate":
-        first, second = wide[..., :half], wide[..., half:]
-    else:
-        first, second = wide[..., 0::2], wide[..., 1::2]
-    turned = first * cos - second * sin, second * cos + first * sin
-    if group_method == "alternate":
-        return jnp.concatenate(turned, axis=-1).astype(x.dtype)
-    return jnp.stack(turned, axis=-1).reshape(x.shape).astype(x.dtype)
+        table = lax.dynamic_slice_in_dim(table, position, tokens)
+    return rotate(x, table, group_method == "consecutive", transposed)
 
 
 class RelativePositionBiases(nn.Module):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
@@ -58,21 +59,30 @@ def _shapes(*operands: Any, kernel: Kernel) -> list[Any]:
 
 
 def _batched(arrays: Any, axes: Any, *, kernel: Kernel) -> tuple[Any, tuple[int, ...]]:
-    moved = [x if axis is batching.not_mapped else batching.moveaxis(x, axis, 0) for x, axis in zip(arrays, axes, strict=True)]  # fmt: skip
-    mapped = [axis is not batching.not_mapped for axis in axes]
+    mapped = [axis is not None for axis in axes]
+    moved = [
+        jnp.moveaxis(x, axis, 0) if is_mapped else x
+        for x, axis, is_mapped in zip(arrays, axes, mapped, strict=True)
+    ]
 
     def one(parts: Any) -> tuple[Array, ...]:
         remaining = iter(parts)
-        return call(kernel, *(next(remaining) if is_mapped else x for x, is_mapped in zip(moved, mapped, strict=True)))
+        return call(kernel, *(next(remaining) if m else x for x, m in zip(moved, mapped, strict=True)))
 
-    out = lax.map(one, tuple(x for x, is_mapped in zip(moved, mapped, strict=True) if is_mapped))
+    out = lax.map(one, tuple(x for x, m in zip(moved, mapped, strict=True) if m))
     return out, (0,) * len(out)
 
 
 batching.primitive_batchers[_kernel] = _batched
 
 
-def _on_cuda(*arrays: Array, kernel: Kernel) -> list[Array]:
+def _on_one_device(*arrays: Array, kernel: Kernel) -> list[Array]:
+    return list(kernel.run(*arrays))
+
+
+def _on_many(*arrays: Array, kernel: Kernel) -> list[Array]:
+    """The kernel on every device's part of its arrays."""
+
     def run(*arrays: Array) -> tuple[Array, ...]:
         return kernel.run(*arrays)
 
@@ -100,4 +110,13 @@ def _axes_of_rows(sharding: Any) -> tuple[str, ...]:
     return () if first is None else first if isinstance(first, tuple) else (first,)
 
 
-mlir.register_lowering(_kernel, mlir.lower_fun(_on_cuda, multiple_results=True), platform="cuda")
+def _lowered(context: Any, *values: Any, kernel: Kernel) -> Any:
+    """On several devices cut by the partitioner, which has to know them; it does not where a program is exported."""
+    placed = context.module_context.axis_context
+    devices = getattr(placed, "device_assignment", None)
+    many = getattr(placed, "manual_axes", None) or (devices is not None and len(devices) > 1)
+    function = _on_many if many else _on_one_device
+    return mlir.lower_fun(function, multiple_results=True)(context, *values, kernel=kernel)
+
+
+mlir.register_lowering(_kernel, _lowered, platform="cuda")

@@ -19,10 +19,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ...common import optional
+from ...common import env, optional
 from ...common.kernels.launch import Launch, Output, missing
 from ...common.kernels.program import Program
-from ..platform import compute_capability
+from ..platform import compute_capability, has_gpu
 
 _TARGET = "triton_kernel_call_ffi"
 _CLASSES = ("TritonKernel", "TritonKernelCall", "create_array_parameter", "create_scalar_parameter")
@@ -33,6 +33,17 @@ def refuses_kernels() -> str | None:
     if (reason := missing()) is not None:
         return reason
     return _bridge_failure()
+
+
+def refuses_on(platform: str) -> str | None:
+    """Why a program for a platform gets no Triton kernel, None if it does."""
+    if platform != "cuda":
+        return f"it needs a CUDA device, the program is for {platform}"
+    if not has_gpu() and not env.flag("TE_JAX_KERNELS"):
+        return (
+            "this process has no GPU; set TE_JAX_KERNELS=1 for programs that are lowered for CUDA elsewhere"
+        )
+    return refuses_kernels()
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from jax import Array
 
 from ....common.dispatch import Backend
 from ..kernels import call
-from ..launching import refuses_kernels, run
+from ..launching import refuses_on, run
 from .request import ActivationParams, ActivationRequest
 
 # What the kernels call an activation: its curve.
@@ -23,11 +23,9 @@ _CURVES = {
 
 
 def refuses(request: ActivationRequest) -> str | None:
-    if request.platform != "cuda":
-        return f"it needs a CUDA device, the program is for {request.platform}"
     if request.elements == 0:
         return "an array without elements"
-    return refuses_kernels()
+    return refuses_on(request.platform)
 
 
 @dataclass(frozen=True)

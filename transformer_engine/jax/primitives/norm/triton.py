@@ -14,16 +14,14 @@ from jax import Array
 from ....common.dispatch import Backend
 from ...platform import processors
 from ..kernels import call
-from ..launching import perform, refuses_kernels, run
+from ..launching import perform, refuses_on, run
 from .request import NormRequest
 
 
 def refuses(request: NormRequest) -> str | None:
-    if request.platform != "cuda":
-        return f"it needs a CUDA device, the program is for {request.platform}"
     if request.rows == 0:
         return "an array without rows"
-    return refuses_kernels()
+    return refuses_on(request.platform)
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,14 @@ class Forward:
 
         rows, width = x.shape
         launch = norm.forward(
-            rows, width, width, x.dtype.name, self.epsilon, self.zero_centered, self.centered, processors().count
+            rows,
+            width,
+            width,
+            x.dtype.name,
+            self.epsilon,
+            self.zero_centered,
+            self.centered,
+            processors().count,
         )
         _, _, y, mean, rstdev, *_ = run(launch, [x, gamma, beta, None, None])
         return tuple(made for made in (y, mean, rstdev) if made is not None)
@@ -115,6 +120,4 @@ def _matrix(x: Array) -> Array:
 
 
 OPERATIONS: dict[str, Callable[..., Any]] = {"forward": forward, "backward": backward}
-BACKEND = Backend[NormRequest](
-    "triton", refuses=refuses, bind=lambda request: OPERATIONS[request.operation]
-)
+BACKEND = Backend[NormRequest]("triton", refuses=refuses, bind=lambda request: OPERATIONS[request.operation])
