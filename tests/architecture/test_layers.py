@@ -49,9 +49,17 @@ LAYERS = {
     "transformer_engine.jax.softmax": 7,
     "transformer_engine.jax.attention": 7,
     "transformer_engine.jax.context_parallel": 7,
+    "transformer_engine.jax.collective": 7,
+    "transformer_engine.jax.nnx": 9,
+    "transformer_engine.jax.explain": 10,
+    "transformer_engine.jax.checkpoint_policies": 10,
+    "transformer_engine.jax.version_utils": 10,
+    "transformer_engine.jax.debug": 10,
+    "transformer_engine.jax.cpp_extensions": 10,
     "transformer_engine.jax.flax": 8,
     "transformer_engine.cli": 11,
     "transformer_engine_torch": 11,
+    "transformer_engine_jax": 12,
 }
 
 

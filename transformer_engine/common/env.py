@@ -118,6 +118,11 @@ _QUANTIZATION = (
         None,
         "1: compute formats that the hardware lacks by emulation; unset: only on a machine without a GPU.",
     ),
+    _text(
+        "NVTE_JAX_CUSTOM_CALLS",
+        None,
+        "JAX: true or false for all kernels, or Name=false,.. with the names of the original's primitives.",
+    ),
     _flag(
         "TE_JAX_KERNELS",
         False,

@@ -4,6 +4,8 @@ from . import requirements  # isort: skip
 from . import (
     activation,
     attention,
+    checkpoint_policies,
+    cpp_extensions,
     dense,
     ep,
     flax,
@@ -17,6 +19,7 @@ from . import (
     sharding,
     softmax,
 )
+from .explain import explain
 from .quantize import NVTE_FP8_COLLECTION_NAME, autocast, fp8_autocast, update_collections
 from .sharding import MeshResource
 
@@ -26,8 +29,11 @@ __all__ = [
     "activation",
     "attention",
     "autocast",
+    "checkpoint_policies",
+    "cpp_extensions",
     "dense",
     "ep",
+    "explain",
     "flax",
     "fp8_autocast",
     "layernorm",

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from .checks import check_axis_names, check_bias, check_values
+from .collective import CollectiveOpSet, noop_collective_op_set
 from .grouped_dense import grouped_dense
 from .products import column_operand, encode, forward_product, gradient_product, row_operand
 from .quantize.quantizers import QuantizerSet, advanced_together, as_cotangent, noop_quantizer_set
@@ -30,6 +31,7 @@ def dense(
     input_axes: tuple[str | None, ...] | None = None,
     kernel_axes: tuple[str | None, ...] | None = None,
     output_axes: tuple[str | None, ...] | None = None,
+    collective_op_set: CollectiveOpSet = noop_collective_op_set,
     quantizer_set: QuantizerSet = noop_quantizer_set,
 ) -> Array:
     """y [*batch, *features] = x @ kernel (+ bias [*features]), in x's dtype.
@@ -37,6 +39,7 @@ def dense(
     contracting_dims          axes of x and of kernel that are summed over
     transpose_batch_sequence  is the sequence in front of the batch? Any order computes the same
     input_axes, kernel_axes, output_axes   logical names of the axes, for sharding
+    collective_op_set         what surrounds the product: XLA places it as axes are laid, the values are the same
     quantizer_set             differentiable: the cotangent of its state is the state of the next step
     Without quantizers the kernel is cast to x's dtype. Raises ValueError for extents that do not match.
     """

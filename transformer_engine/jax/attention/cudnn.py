@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ...common.dispatch import Backend
+from ..primitives.custom_calls import switched_off
 from .enums import AttnBiasType, AttnSoftmaxType
 from .request import AttentionRequest, Call
 
@@ -16,6 +17,8 @@ _MOST_HEAD_DIM = 128  # from compute capability 9.0 on cuDNN takes 256, in the f
 def refuses(request: AttentionRequest) -> str | None:
     if request.platform != "cuda":
         return f"it needs a CUDA device, the program is for {request.platform}"
+    if (reason := switched_off("FusedAttnFwdPrimitive")) is not None:
+        return reason
     if request.dtype not in (jnp.bfloat16, jnp.float16):
         return f"{request.dtype}; it takes bfloat16 and float16"
     if request.softmax is not AttnSoftmaxType.VANILLA_SOFTMAX:

@@ -7,6 +7,7 @@ once for each element.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
@@ -35,12 +36,14 @@ class Kernel(Protocol):
     @property
     def summed(self) -> tuple[int, ...]: ...
 
-    def results(self, *operands: Any) -> tuple[Shape, ...]:
-        """Shapes and dtypes of what run answers."""
+    @property
+    def results(self) -> Callable[..., tuple[Shape, ...]]:
+        """operands -> shapes and dtypes of what run answers."""
         ...
 
-    def run(self, *arrays: Array) -> tuple[Array, ...]:
-        """The kernel on arrays of any extents, as calls of the bridge."""
+    @property
+    def run(self) -> Callable[..., tuple[Array, ...]]:
+        """arrays of any extents -> the kernel's results, as calls of the bridge."""
         ...
 
 

@@ -23,6 +23,7 @@ from ...common import env, optional
 from ...common.kernels.launch import Launch, Output, missing
 from ...common.kernels.program import Program
 from ..platform import compute_capability, has_gpu
+from .custom_calls import switched_off
 
 _TARGET = "triton_kernel_call_ffi"
 _CLASSES = ("TritonKernel", "TritonKernelCall", "create_array_parameter", "create_scalar_parameter")
@@ -35,15 +36,15 @@ def refuses_kernels() -> str | None:
     return _bridge_failure()
 
 
-def refuses_on(platform: str) -> str | None:
-    """Why a program for a platform gets no Triton kernel, None if it does."""
+def refuses_on(platform: str, primitive: str) -> str | None:
+    """Why a program for a platform gets no Triton kernel, None if it does; primitive: see `custom_calls`."""
     if platform != "cuda":
         return f"it needs a CUDA device, the program is for {platform}"
     if not has_gpu() and not env.flag("TE_JAX_KERNELS"):
         return (
             "this process has no GPU; set TE_JAX_KERNELS=1 for programs that are lowered for CUDA elsewhere"
         )
-    return refuses_kernels()
+    return switched_off(primitive) or refuses_kernels()
 
 
 @functools.cache

@@ -114,4 +114,5 @@ def _of_both(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Arra
 
 
 def _instantiated(leaf: Any) -> Array:
-    return jnp.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, SymbolicZero) else leaf
+    symbolic: Any = SymbolicZero
+    return jnp.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, symbolic) else leaf

@@ -25,7 +25,8 @@ _CURVES = {
 def refuses(request: ActivationRequest) -> str | None:
     if request.elements == 0:
         return "an array without elements"
-    return refuses_on(request.platform)
+    name = "ActLuPrimitive" if request.operation == "forward" else "DActLuDBiasQuantizePrimitive"
+    return refuses_on(request.platform, name)
 
 
 @dataclass(frozen=True)

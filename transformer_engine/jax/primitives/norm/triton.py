@@ -21,7 +21,8 @@ from .request import NormRequest
 def refuses(request: NormRequest) -> str | None:
     if request.rows == 0:
         return "an array without rows"
-    return refuses_on(request.platform)
+    name = "NormFwdPrimitive" if request.operation == "forward" else "NormBwdPrimitive"
+    return refuses_on(request.platform, name)
 
 
 @dataclass(frozen=True)

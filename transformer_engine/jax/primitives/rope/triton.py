@@ -18,7 +18,8 @@ from .request import RopeRequest
 def refuses(request: RopeRequest) -> str | None:
     if 0 in request.shape:
         return "an array without elements"
-    return refuses_on(request.platform)
+    name = "RotaryPrimitive"
+    return refuses_on(request.platform, name)
 
 
 @dataclass(frozen=True)

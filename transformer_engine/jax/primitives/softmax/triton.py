@@ -25,7 +25,8 @@ def refuses(request: SoftmaxRequest) -> str | None:
     batch, heads, queries, _ = request.shape
     if batch * heads * queries >= _LIMIT:
         return f"{request.shape} has {_LIMIT} rows or more"
-    return refuses_on(request.platform)
+    name = "ScaledMaskedSoftmaxFwdPrimitive" if request.hidden else "ScaledSoftmaxFwdPrimitive"
+    return refuses_on(request.platform, name)
 
 
 @dataclass(frozen=True)
