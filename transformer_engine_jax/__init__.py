@@ -13,23 +13,12 @@ from .enums import (
     NVTE_QKV_Format,
     NVTE_QKV_Layout,
     NVTE_Softmax_Type,
-)
+)  # fmt: skip
 from .machine import get_device_compute_capability, is_collective_gemm_with_cublasmp, nvte_built_with_cublasmp
 
 __all__ = [
-    "DType",
-    "JAXX_Collective_Op",
-    "JAXX_Quantize_Layout",
-    "JAXX_Routing_Map_Format",
-    "JAXX_Scaling_Mode",
-    "JAXX_Score_Function",
-    "NVTE_Bias_Type",
-    "NVTE_Fused_Attn_Backend",
-    "NVTE_Mask_Type",
-    "NVTE_QKV_Format",
-    "NVTE_QKV_Layout",
-    "NVTE_Softmax_Type",
-    "get_device_compute_capability",
-    "is_collective_gemm_with_cublasmp",
+    "DType", "JAXX_Collective_Op", "JAXX_Quantize_Layout", "JAXX_Routing_Map_Format", "JAXX_Scaling_Mode",
+    "JAXX_Score_Function", "NVTE_Bias_Type", "NVTE_Fused_Attn_Backend", "NVTE_Mask_Type", "NVTE_QKV_Format",
+    "NVTE_QKV_Layout", "NVTE_Softmax_Type", "get_device_compute_capability", "is_collective_gemm_with_cublasmp",
     "nvte_built_with_cublasmp",
-]
+]  # fmt: skip

@@ -46,18 +46,11 @@ noop_collective_op_set = CollectiveOpSet(CollectiveOp.NONE, CollectiveOp.NONE)
 
 
 def collective_gemm_bootstrap(
-    num_total_devices: int,
-    num_devices_per_process: int,
-    process_id: int,
-    tensor_parallel_size: int,
-    num_max_streams: int = 3,
-    compute_stream_priority: int = 0,
-    communication_stream_priority: int = 0,
-    num_sm_for_communication: int = 2,
-    use_ce: bool = True,
-    aggregate_all_gather: bool = False,
+    num_total_devices: int, num_devices_per_process: int, process_id: int, tensor_parallel_size: int,
+    num_max_streams: int = 3, compute_stream_priority: int = 0, communication_stream_priority: int = 0,
+    num_sm_for_communication: int = 2, use_ce: bool = True, aggregate_all_gather: bool = False,
     use_cublasmp: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """Check that the sizes fit together; there is nothing to prepare, since XLA schedules the collectives."""
     for name, value in (
         ("num_total_devices", num_total_devices), ("num_devices_per_process", num_devices_per_process),

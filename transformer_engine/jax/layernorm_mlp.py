@@ -38,7 +38,10 @@ def layernorm_mlp(
     ffn2_ckpt_name: str = "ffn2",
     activation_type: Sequence[str] = ("gelu",),
     activation_params: ActivationParams | Mapping[str, float] | None = None,
-    collective_op_sets: tuple[CollectiveOpSet, CollectiveOpSet] = (noop_collective_op_set,) * 2,
+    collective_op_sets: tuple[CollectiveOpSet, CollectiveOpSet] = (
+        noop_collective_op_set,
+        noop_collective_op_set,
+    ),
     quantizer_sets: tuple[QuantizerSet, QuantizerSet] = (noop_quantizer_set, noop_quantizer_set),
 ) -> Array:
     """y [*batch, h] in x's dtype, of x [*batch, h], kernels [h, n_act, f], [f, h] and biases [n_act, f], [h] or None.

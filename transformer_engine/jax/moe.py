@@ -68,7 +68,7 @@ class Experts:
 
     activation_type: str
     weights_early: bool
-    quantizer_sets: tuple[QuantizerSet, QuantizerSet, QuantizerSet] = field(hash=False, compare=False)
+    quantizer_sets: tuple[QuantizerSet, ...] = field(hash=False, compare=False)
 
     def __call__(self, params: Any, rows: Array, weights: Array | None, sizes: Array) -> Array:
         """[rows, h] -> [rows, h], the first sizes[0] of them by expert 0; weights multiply the hidden values."""
@@ -108,7 +108,7 @@ def moe(
     gate_kernel_axes: Axes = (),
     wi_kernel_axes: Axes = ("exp", "embed", "mlp"),
     wo_kernel_axes: Axes = ("exp", "mlp", "embed"),
-    quantizer_sets: tuple[QuantizerSet, QuantizerSet, QuantizerSet] = (noop_quantizer_set,) * 3,
+    quantizer_sets: tuple[QuantizerSet, ...] = (noop_quantizer_set,) * 3,
     dtype: Any = None,
 ) -> tuple[Array, Array | None, Array]:
     """(y [b, s, h], the loss that balances experts or None, rows that this device's experts received).

@@ -111,24 +111,11 @@ def fused_attn(
 
 
 def fused_attn_thd(
-    qkv: tuple[Array, ...],
-    bias: Array | None,
-    q_seq_lens: Array,
-    kv_seq_lens: Array,
-    q_seq_offsets: Array,
-    kv_seq_offsets: Array,
-    seed: Array | None,
-    attn_bias_type: AttnBiasType,
-    attn_mask_type: AttnMaskType,
-    qkv_layout: QKVLayout,
-    softmax_type: AttnSoftmaxType,
-    scaling_factor: float,
-    dropout_probability: float,
-    is_training: bool,
-    max_segments_per_seq: int = 1,
-    window_size: Window | None = None,
-    **options: Any,
-) -> Array:
+    qkv: tuple[Array, ...], bias: Array | None, q_seq_lens: Array, kv_seq_lens: Array, q_seq_offsets: Array,
+    kv_seq_offsets: Array, seed: Array | None, attn_bias_type: AttnBiasType, attn_mask_type: AttnMaskType,
+    qkv_layout: QKVLayout, softmax_type: AttnSoftmaxType, scaling_factor: float, dropout_probability: float,
+    is_training: bool, max_segments_per_seq: int = 1, window_size: Window | None = None, **options: Any,
+) -> Array:  # fmt: skip
     """`fused_attn` of packed rows, under its former arguments: lengths [b, n] and offsets [b, n + 1]."""
     if not qkv_layout.is_thd():
         raise ValueError(f"qkv_layout={qkv_layout.name} has one sequence a row; call fused_attn")
@@ -212,8 +199,9 @@ def _hidden(
 def _lengths(
     descriptor: SequenceDescriptor | Array | None, mask_type: AttnMaskType
 ) -> tuple[Array, Array] | None:
-    given = isinstance(descriptor, SequenceDescriptor) and mask_type.is_padding()
-    return descriptor.seqlens if given else None
+    if isinstance(descriptor, SequenceDescriptor) and mask_type.is_padding():
+        return descriptor.seqlens
+    return None
 
 
 def _rows(descriptor: SequenceDescriptor | Array | None, mask_type: AttnMaskType, layout: QKVLayout) -> str:

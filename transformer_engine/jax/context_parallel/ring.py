@@ -29,16 +29,9 @@ class _Running(NamedTuple):
 
 
 def ring_attention(
-    plan: ContextParallel,
-    query: Array,
-    key: Array,
-    value: Array,
-    segments: Segments,
-    mask_type: AttnMaskType,
-    window: Window | None,
-    scale: float,
-    sink: Array | None,
-) -> Array:
+    plan: ContextParallel, query: Array, key: Array, value: Array, segments: Segments, mask_type: AttnMaskType,
+    window: Window | None, scale: float, sink: Array | None,
+) -> Array:  # fmt: skip
     """out [b, q, h, dv] of arrays whose tokens are laid over plan.axis; segments as `plan.segments` makes them."""
     tokens = PartitionSpec(None, plan.axis)
     # Bottom-right places are counted from the end already.
@@ -59,16 +52,9 @@ def ring_attention(
 
 
 def _local(
-    plan: ContextParallel,
-    query: Array,
-    key: Array,
-    value: Array,
-    segments: Segments,
-    mask_type: AttnMaskType,
-    window: Window | None,
-    scale: float,
-    sink: Array | None,
-) -> Array:
+    plan: ContextParallel, query: Array, key: Array, value: Array, segments: Segments, mask_type: AttnMaskType,
+    window: Window | None, scale: float, sink: Array | None,
+) -> Array:  # fmt: skip
     batch, queries, heads, _ = query.shape
     groups = key.shape[2]
     grouped = query.reshape(batch, queries, groups, heads // groups, -1)

@@ -98,16 +98,9 @@ class _FusedDotProductAttention(nn.Module):
 
     @nn.compact
     def __call__(
-        self,
-        query: Array,
-        key: Array,
-        value: Array,
-        descriptor: SequenceDescriptor | Array | None,
-        bias: Array | None,
-        deterministic: bool,
-        score_mod_tensors: Any,
-        score_mod_bprop_tensors: Any,
-    ) -> Array:
+        self, query: Array, key: Array, value: Array, descriptor: SequenceDescriptor | Array | None, bias: Array | None,
+        deterministic: bool, score_mod_tensors: Any, score_mod_bprop_tensors: Any,
+    ) -> Array:  # fmt: skip
         rate = 0.0 if deterministic else self.attention_dropout
         return fused_attn(
             (query, key, value), bias, descriptor, self.make_rng(self.dropout_rng_name) if rate > 0 else None,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jax import Array, lax
+from jax.core import Tracer
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class KeyValueCache:
                     f"made for {self.length} tokens by init with decode=True"
                 )
         index = self.index.value
-        if not isinstance(index, jax.core.Tracer) and int(index) >= self.length:
+        if not isinstance(index, Tracer) and int(index) >= self.length:
             raise ValueError(
                 f"cache_index={int(index)}: the cache of {self.length} tokens is full; begin with a fresh one, or "
                 "make a longer one by init"

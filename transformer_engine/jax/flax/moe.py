@@ -84,30 +84,17 @@ class _MoEBlock(TransformerEngineBase):
             bias = parameter(
                 self, "expert_bias", nn.initializers.zeros, self.gate_kernel_axes[1:], (count,), jnp.float32
             )
+        routing = {
+            name: getattr(self, name)
+            for name in ("num_experts_per_tok", "activation_type", "score_function", "use_pre_softmax", "num_groups",
+                         "group_topk", "scaling_factor", "aux_loss_coeff", "apply_topk_weights_early")
+        }  # fmt: skip
         return moe(
-            inputs,
-            gate,
-            *kernels,
-            *biases,
-            bias,
-            num_experts=count,
-            num_experts_per_tok=self.num_experts_per_tok,
-            activation_type=self.activation_type,
-            score_function=self.score_function,
-            use_pre_softmax=self.use_pre_softmax,
-            num_groups=self.num_groups,
-            group_topk=self.group_topk,
-            scaling_factor=self.scaling_factor,
-            aux_loss_coeff=self.aux_loss_coeff,
-            apply_topk_weights_early=self.apply_topk_weights_early,
-            ep_axis=self.ep_axis,
-            data_parallelism_axes=self.data_parallelism_axes,
-            input_axes=self.input_axes,
-            gate_kernel_axes=self.gate_kernel_axes,
-            wi_kernel_axes=self.wi_kernel_axes,
-            wo_kernel_axes=self.wo_kernel_axes,
-            quantizer_sets=(sets[0], sets[1], sets[2]),
-        )
+            inputs, gate, kernels[0], kernels[1], kernels[2], biases[0], biases[1], biases[2], bias, num_experts=count,
+            ep_axis=self.ep_axis, data_parallelism_axes=self.data_parallelism_axes, input_axes=self.input_axes,
+            gate_kernel_axes=self.gate_kernel_axes, wi_kernel_axes=self.wi_kernel_axes,
+            wo_kernel_axes=self.wo_kernel_axes, quantizer_sets=tuple(sets), **routing,
+        )  # fmt: skip
 
 
 def _by_expert(init: Initializer) -> Initializer:

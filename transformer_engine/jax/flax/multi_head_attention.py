@@ -86,17 +86,10 @@ class MultiHeadAttention(nn.Module):
 
     @nn.compact
     def __call__(
-        self,
-        inputs_q: Array,
-        inputs_kv: Array,
-        mask: Array | None = None,
-        bias: Array | None = None,
-        *,
-        decode: bool = False,
-        deterministic: bool = False,
-        score_mod_tensors: Any = None,
+        self, inputs_q: Array, inputs_kv: Array, mask: Array | None = None, bias: Array | None = None, *,
+        decode: bool = False, deterministic: bool = False, score_mod_tensors: Any = None,
         score_mod_bprop_tensors: Any = None,
-    ) -> tuple[Array, Array | None]:
+    ) -> tuple[Array, Array | None]:  # fmt: skip
         """inputs_q [b, q, h] and inputs_kv [b, k, h], the same array for self-attention; mask True hides a key."""
         for name in ("head_dim", "num_attention_heads"):
             whole(name, getattr(self, name))
@@ -210,20 +203,13 @@ class MultiHeadAttention(nn.Module):
         self, name: str, features: Any, init: Any, kernel_axes: Any, bias_axes: Any, adapted: bool
     ) -> DenseGeneral:
         return DenseGeneral(
-            features=features,
-            kernel_init=init,
-            kernel_axes=kernel_axes,
-            use_bias=self.use_bias,
-            bias_init=self.bias_init,
-            bias_axes=bias_axes,
-            enable_low_rank_adaptation=adapted,
+            features=features, kernel_init=init, kernel_axes=kernel_axes, use_bias=self.use_bias,
+            bias_init=self.bias_init, bias_axes=bias_axes, enable_low_rank_adaptation=adapted,
             low_rank_adaptation_dim=self.low_rank_adaptation_dim,
-            low_rank_adaptation_alpha=self.low_rank_adaptation_alpha,
-            dtype=self.dtype,
+            low_rank_adaptation_alpha=self.low_rank_adaptation_alpha, dtype=self.dtype,
             input_axes=self._input_axes(HIDDEN_TP_AXES) if name == "out" else (),
-            transpose_batch_sequence=bool(self.transpose_batch_sequence),
-            name=name,
-        )
+            transpose_batch_sequence=bool(self.transpose_batch_sequence), name=name,
+        )  # fmt: skip
 
     def _input_axes(self, hidden: str) -> tuple[str, ...]:
         """Names of the axes of what a product reads; none without sequence parallelism, where XLA decides."""
@@ -235,30 +221,17 @@ class MultiHeadAttention(nn.Module):
         self, name: str, features: Any, init: Any, kernel_axes: Any, bias_axes: Any, returned: bool
     ) -> LayerNormDenseGeneral:
         return LayerNormDenseGeneral(
-            features=features,
-            enable_layernorm=self.input_layernorm,
-            layernorm_type=self.layernorm_type,
-            epsilon=self.layernorm_epsilon,
-            zero_centered_gamma=self.zero_centered_gamma,
-            scale_axes=(W_NO_SHARD_AXES,),
-            ln_bias_axes=(W_NO_SHARD_AXES,),
-            kernel_init=init,
-            kernel_axes=kernel_axes,
-            use_bias=self.use_bias,
-            bias_init=self.bias_init,
-            bias_axes=bias_axes,
-            return_layernorm_output=returned,
+            features=features, enable_layernorm=self.input_layernorm, layernorm_type=self.layernorm_type,
+            epsilon=self.layernorm_epsilon, zero_centered_gamma=self.zero_centered_gamma,
+            scale_axes=(W_NO_SHARD_AXES,), ln_bias_axes=(W_NO_SHARD_AXES,), kernel_init=init, kernel_axes=kernel_axes,
+            use_bias=self.use_bias, bias_init=self.bias_init, bias_axes=bias_axes, return_layernorm_output=returned,
             enable_low_rank_adaptation=_canonicalize_lora_scope(self.low_rank_adaptation_scope).qkv_proj,
             low_rank_adaptation_dim=self.low_rank_adaptation_dim,
-            low_rank_adaptation_alpha=self.low_rank_adaptation_alpha,
-            dtype=self.dtype,
+            low_rank_adaptation_alpha=self.low_rank_adaptation_alpha, dtype=self.dtype,
             layernorm_input_axes=token_axes(bool(self.transpose_batch_sequence), SEQLEN_TP_AXES, HIDDEN_AXES)
-            if self.enable_sequence_parallel
-            else None,
-            dot_input_axes=self._input_axes(HIDDEN_AXES) or None,
-            transpose_batch_sequence=bool(self.transpose_batch_sequence),
-            name=name,
-        )
+            if self.enable_sequence_parallel else None, dot_input_axes=self._input_axes(HIDDEN_AXES) or None,
+            transpose_batch_sequence=bool(self.transpose_batch_sequence), name=name,
+        )  # fmt: skip
 
     def _query_init(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
         assert self.kernel_init is not None, "__post_init__ sets it"

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.core import ShapedArray
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
@@ -58,7 +59,7 @@ def call(kernel: Kernel, *arrays: Array) -> tuple[Array, ...]:
 
 @_kernel.def_abstract_eval
 def _shapes(*operands: Any, kernel: Kernel) -> list[Any]:
-    return [jax.core.ShapedArray(shape.shape, shape.dtype) for shape in kernel.results(*operands)]
+    return [ShapedArray(shape.shape, shape.dtype) for shape in kernel.results(*operands)]
 
 
 def _batched(arrays: Any, axes: Any, *, kernel: Kernel) -> tuple[Any, tuple[int, ...]]:
@@ -108,7 +109,7 @@ def _on_many(*arrays: Array, kernel: Kernel) -> list[Array]:
 
 
 def _axes_of_rows(sharding: Any) -> tuple[str, ...]:
-    spec = getattr(sharding, "spec", ())
+    spec: Any = getattr(sharding, "spec", ())
     first = spec[0] if len(spec) else None
     return () if first is None else first if isinstance(first, tuple) else (first,)
 
