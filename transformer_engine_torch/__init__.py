@@ -80,6 +80,20 @@ from .enums import (
 from .gemm import generic_gemm, te_general_grouped_gemm
 from .kv_cache import convert_bshd_to_thd, convert_thd_to_bshd, copy_to_kv_cache, mha_fill
 from .machine import device_supports_multicast, get_cudnn_version, ubuf_built_with_mpi
+from .multi_tensor import (
+    multi_tensor_adam,
+    multi_tensor_adam_capturable,
+    multi_tensor_adam_capturable_master,
+    multi_tensor_adam_fp8,
+    multi_tensor_adam_param_remainder,
+    multi_tensor_compute_scale_and_scale_inv,
+    multi_tensor_compute_scale_inv_e8m0,
+    multi_tensor_l2norm,
+    multi_tensor_scale,
+    multi_tensor_scale_tensor,
+    multi_tensor_sgd,
+    multi_tensor_unscale_l2norm,
+)
 from .norm import (
     layernorm_bwd,
     layernorm_fwd,
@@ -164,7 +178,19 @@ __all__ = [
     "layernorm_bwd",
     "layernorm_fwd",
     "mha_fill",
+    "multi_tensor_adam",
+    "multi_tensor_adam_capturable",
+    "multi_tensor_adam_capturable_master",
+    "multi_tensor_adam_fp8",
+    "multi_tensor_adam_param_remainder",
+    "multi_tensor_compute_scale_and_scale_inv",
+    "multi_tensor_compute_scale_inv_e8m0",
+    "multi_tensor_l2norm",
     "multi_tensor_quantize",
+    "multi_tensor_scale",
+    "multi_tensor_scale_tensor",
+    "multi_tensor_sgd",
+    "multi_tensor_unscale_l2norm",
     "qgeglu",
     "qgelu",
     "quantize",

@@ -7,13 +7,15 @@ FP8 codes is one of FP8 attention's; the backward pass widens them, as DotProduc
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from transformer_engine.common.checks import described
-from transformer_engine.pytorch.attention.dot_product_attention.call import Settings, facts_of, request_of
+from transformer_engine.pytorch.attention.dot_product_attention.arguments import check_bias
+from transformer_engine.pytorch.attention.dot_product_attention.prepare import device_of
 from transformer_engine.pytorch.attention.dot_product_attention.utils import (
     AttentionParams,
     NVTE_Fused_Attn_Backend,
@@ -32,7 +34,7 @@ from transformer_engine.pytorch.primitives.attention.request import (
 
 from . import fp8_attention
 from .attention_checks import check_call, check_question
-from .attention_sequences import sequences_of
+from .attention_sequences import Sequences, sequences_of
 from .cast import torch_dtype
 from .checks import member, quantizer_or_none
 from .enums import NVTE_Bias_Type, NVTE_Mask_Type, NVTE_QKV_Layout, NVTE_Softmax_Type
@@ -283,22 +285,48 @@ def _call(
         sink=sink,
         page_table=page_table,
     )
-    settings = Settings(
+    request = _request(layout, sequences, inputs, is_training).changed(
         mask=mask,
-        q_format=layout.q_format,
-        kv_format=layout.kv_format,
         bias=bias_name,
         softmax=softmax,
         scale=scale,
         dropout=dropout if is_training else 0.0,
         max_logit=max_logit,
-        page_size=k.shape[1] if layout.paged else 0,
-        num_splits=1,
-        cached=layout.paged,
-        score_mod=None,
     )
-    request = request_of(facts_of(settings, sequences, inputs, False))
-    return request.changed(needs_gradient=is_training), inputs
+    check_bias(request, inputs.bias)
+    return request, inputs
+
+
+def _request(
+    layout: Layout, sequences: Sequences, inputs: AttentionInputs, is_training: bool
+) -> AttentionRequest:
+    """What the tensors of a call say of it; without a mask."""
+    q, k, v = inputs[:3]
+    request = AttentionRequest.of(
+        dtype=q.dtype,
+        batch=sequences.batch,
+        heads=q.shape[-2],
+        groups=k.shape[-2],
+        seqlen_q=sequences.max_q,
+        seqlen_kv=sequences.max_kv,
+        head_dim_qk=q.shape[-1],
+        head_dim_v=v.shape[-1],
+        q_format=layout.q_format,
+        kv_format=layout.kv_format,
+        page_size=k.shape[1] if layout.paged else 0,
+        bias_shape=None if inputs.bias is None else inputs.bias.shape,
+        slopes_shape=None if inputs.slopes is None else inputs.slopes.shape,
+        mask=resolve_mask("no_mask", None, None),
+        scale=1.0,
+        padded_between=sequences.padded_between,
+        needs_gradient=is_training,
+        bias_gradient=torch.is_grad_enabled() and inputs.bias is not None and inputs.bias.requires_grad,
+        same_lengths=inputs.lengths_q is not None and inputs.lengths_q is inputs.lengths_kv,
+        cached=layout.paged,
+        device_type=q.device.type,
+    )
+    device = device_of(q.device.type, torch.are_deterministic_algorithms_enabled())
+    return replace(request, device=device)
 
 
 def _wide(x: Any, dtype: torch.dtype) -> Tensor:

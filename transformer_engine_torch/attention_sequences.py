@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
 
-from transformer_engine.pytorch.attention.dot_product_attention.sequences import Sequences
 from transformer_engine.pytorch.primitives.attention.packed import lengths_of
 from transformer_engine.pytorch.primitives.attention.sequence_rules import are_bounds, has_pages
 from transformer_engine.pytorch.runtime.device_checks import demand
 
 from .layout import Layout
+
+
+class Sequences(NamedTuple):
+    """Extents of a batch, and the lengths and starts of AttentionInputs."""
+
+    batch: int
+    max_q: int
+    max_kv: int
+    padded_between: bool
+    lengths_q: Tensor | None
+    lengths_kv: Tensor | None
+    starts_q: Tensor | None
+    starts_kv: Tensor | None
 
 
 def sequences_of(
@@ -47,7 +61,4 @@ def sequences_of(
         lengths_kv=lengths_kv,
         starts_q=(cu_seqlens[0] if starts[0] is None else starts[0]) if packed_q else None,
         starts_kv=(cu_seqlens[1] if starts[1] is None else starts[1]) if packed_kv else None,
-        masked_q=None,
-        masked_kv=None,
-        masked=None,
     )

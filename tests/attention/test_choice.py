@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from types import SimpleNamespace
 
@@ -27,6 +28,7 @@ from transformer_engine.pytorch.inspect.explain import explain as explain_call
 from transformer_engine.pytorch.primitives.attention.backends import cudnn_fp8, flash4
 from transformer_engine.pytorch.primitives.attention.choose import (
     TABLE,
+    check,
     choose,
     explain,
     passes_of,
@@ -211,7 +213,6 @@ def test_what_was_chosen_is_remembered_until_the_call_or_the_switches_change(mon
         return choose(request)
 
     monkeypatch.setattr(calls, "choose", counting)
-    calls.PLANS.clear()
     module = DotProductAttention(2, 4, qkv_format="bshd", attention_dropout=0.1)
     for _ in range(3):
         module(*qkv(device))
@@ -237,12 +238,24 @@ def test_a_forced_or_observed_call_is_chosen_afresh(device):
     assert decision.chosen == "reference"
 
 
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_whoever_asks_for_reasons_binds_nothing(device_type, monkeypatch):
+    def bound(request):
+        raise AssertionError("a backend was bound, which may compile for seconds")
+
+    rows = tuple(dataclasses.replace(backend, bind=bound) for backend in TABLE.backends)
+    monkeypatch.setattr(TABLE, "backends", rows)
+    request = AttentionParams().request().changed(device_type=device_type, capability=(9, 0))
+    assert [verdict.chosen for verdict in explain(request)].count(True) == 1
+    check(request)
+
+
 def test_plans_are_forgotten_rather_than_remembered_for_ever_more_calls(monkeypatch, device):
-    monkeypatch.setattr(calls.PLANS, "most", 2)
     module = DotProductAttention(2, 4, qkv_format="bshd")
+    monkeypatch.setattr(module._plans, "most", 2)
     for size in range(2, 7):
         module(*qkv(device, size=size))
-    assert len(calls.PLANS) <= 2
+    assert len(module._plans) <= 2
 
 
 def test_kernels_that_can_be_called_apart_are_found_without_a_gpu():

@@ -145,3 +145,45 @@ def test_a_layer_refuses_a_wrong_input_also_after_a_right_one_of_the_same_kind(d
     layer.qkv_format = "thd"
     with pytest.raises(ValueError, match="needs 2 axes"):
         layer(x)
+
+
+EQUAL_TO_RIGHT = {
+    "max_seqlen_q": (1, True, "max_seqlen_q=True"),
+    "window_size": ((2, 0), (2.0, 0), "window_size"),
+}
+
+
+@pytest.mark.parametrize("argument", EQUAL_TO_RIGHT)
+@pytest.mark.parametrize("kind", ["DotProductAttention", "MultiheadAttention"])
+def test_an_argument_of_the_wrong_kind_is_refused_though_a_call_with_an_equal_one_was_right(
+    kind, argument, device
+):
+    right, wrong, words = EQUAL_TO_RIGHT[argument]
+    if kind == "DotProductAttention":
+        layer, inputs = te.DotProductAttention(2, 8), (torch.randn(1, 1, 2, 8, device=device),) * 3
+    else:
+        layer = te.MultiheadAttention(16, 2, attention_dropout=0.0, device=device)
+        inputs = (torch.randn(1, 1, 16, device=device),)
+    for _ in range(2):
+        layer(*inputs, **{argument: right})
+    with pytest.raises((TypeError, ValueError), match=words):
+        layer(*inputs, **{argument: wrong})
+
+
+def test_equal_calls_of_every_kind_are_planned_once(device, monkeypatch):
+    layer = te.DotProductAttention(2, 8, qkv_format="thd", attn_mask_type="padding_causal")
+    x = torch.randn(6, 2, 8, device=device)
+    built = []
+    build = layer._plans.build
+    monkeypatch.setattr(layer._plans, "build", lambda key: built.append(key) or build(key))
+
+    def call(*ends: int, longest: int | None = None) -> torch.Tensor:
+        bounds = torch.tensor([0, *ends], dtype=torch.int32, device=device)
+        return layer(
+            x, x, x, cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest
+        )
+
+    first, second = call(2, 6, longest=4), call(3, 6, longest=4)
+    assert len(built) == 1 and not torch.equal(first, second)
+    torch.testing.assert_close(call(2, 6), first)
+    assert len(built) == 2

@@ -17,8 +17,6 @@ from transformer_engine.pytorch import (
     RotaryPositionEmbedding,
     TransformerLayer,
 )
-from transformer_engine.pytorch.attention.dot_product_attention.call import PLANS
-from transformer_engine.pytorch.primitives.attention import mask
 
 HIDDEN, HEADS, SIZE, TOKENS, BATCH = 32, 4, 8, 16, 2
 
@@ -262,12 +260,12 @@ def test_dropout_draws_nothing_for_a_refused_call(device):
 
 
 def test_ever_new_windows_are_not_kept_for_ever(device, monkeypatch):
-    monkeypatch.setattr(PLANS, "most", 64)
     core = DotProductAttention(HEADS, SIZE, attn_mask_type="causal")
+    monkeypatch.setattr(core._plans, "most", 64)
     q = torch.randn(4, 1, HEADS, SIZE, device=device)
     for left in range(300):
         core(q, q, q, window_size=(left, 0))
-    assert len(PLANS) <= 64 and len(mask._MASKS) <= 64
+    assert len(core._plans) <= 64
 
 
 def test_lengths_that_the_mask_does_not_read_are_not_judged(device):

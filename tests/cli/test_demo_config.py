@@ -53,7 +53,14 @@ def test_an_unknown_device_is_refused():
 
 def test_options_left_out_take_the_sizes_of_the_device():
     default = resolve("cpu", {"steps": None, "seed": None})
-    assert default.as_dict() == {"recipe": "delayed", "device": "cpu", "seed": 0, "data": None, **CPU_SIZES}
+    assert default.as_dict() == {
+        "recipe": "delayed",
+        "device": "cpu",
+        "seed": 0,
+        "data": None,
+        "optimizer": "adamw",
+        **CPU_SIZES,
+    }
     assert default.parameter_dtype == torch.float32
 
 

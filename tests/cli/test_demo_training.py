@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 
 import transformer_engine.pytorch as te
 from transformer_engine.cli.demo import checkpoint
-from transformer_engine.cli.demo.config import HIGH_PRECISION, RECIPES, Config, resolve
+from transformer_engine.cli.demo.config import HIGH_PRECISION, RECIPES, Config, Execution, resolve
 from transformer_engine.cli.demo.data import Corpus, load_corpus
 from transformer_engine.cli.demo.plot import plot_losses, smooth
 from transformer_engine.cli.demo.trainer import Progress, Trainer, read_metrics, summarize
@@ -170,3 +172,82 @@ def test_smoothing_keeps_a_straight_line_away_from_its_ends():
     line = [float(i) for i in range(200)]
     assert smooth(line)[3:-3] == pytest.approx(line[3:-3])
     assert smooth(line)[0] == pytest.approx(1.5)  # the mean of the four values that the window still covers
+
+
+@pytest.mark.parametrize(
+    "execution",
+    [Execution(graphs=True), Execution(offload_layers=1), Execution(observe=True)],
+    ids=["graphs", "offload", "observe"],
+)
+@pytest.mark.filterwarnings("ignore:CPU offload", "ignore:num_layers")
+def test_how_a_run_is_computed_does_not_change_its_losses(
+    execution: Execution, corpus: Corpus, tmp_path: Path
+):
+    config = replace(tiny("delayed", steps=3), layers=2)
+    plain, other = (
+        Trainer(config, corpus, tmp_path / name, how)
+        for name, how in (("plain", Execution()), ("other", execution))
+    )
+    plain.train()
+    other.train()
+    assert [record.loss for record in other.history] == [record.loss for record in plain.history]
+    assert [record.validation for record in other.history] == [record.validation for record in plain.history]
+
+
+def test_an_observed_run_logs_the_first_of_ten_steps(corpus: Corpus, tmp_path: Path):
+    trainer = Trainer(tiny("current", steps=11), corpus, tmp_path, Execution(observe=True))
+    trainer.train()
+    lines = [json.loads(line) for line in trainer.observed_path.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 11]
+    seen = {tensor["module"] for tensor in lines[0]["tensors"] if tensor["format"]}
+    assert seen == {
+        f"layers.0.{name}"
+        for name in ("self_attention.layernorm_qkv", "self_attention.proj", "layernorm_mlp")
+    }
+    assert lines[0]["first_nonfinite"] is None
+
+
+@pytest.mark.parametrize(
+    ("execution", "message"),
+    [
+        (
+            Execution(offload_layers=1),
+            "offload_layers=1 is outside 0 to 0: the last of 1 layers stays on the GPU",
+        ),
+        (Execution(offload_layers=-1), "offload_layers=-1 is outside 0 to 0"),
+        (Execution(graphs=True, observe=True), "--graphs and --observe exclude each other"),
+    ],
+)
+def test_what_cannot_be_computed_together_is_refused(execution, message: str, corpus: Corpus, tmp_path: Path):
+    with pytest.raises(ValueError, match=message):
+        Trainer(tiny("none"), corpus, tmp_path, execution)
+
+
+def test_fused_adam_trains_as_adamw_does(corpus: Corpus, tmp_path: Path):
+    """Rounding apart: the sums of a step are made in another order."""
+    trained = {}
+    for optimizer in ("adamw", "fused_adam"):
+        trainer = Trainer(tiny("none", steps=8, optimizer=optimizer), corpus, tmp_path / optimizer)
+        trainer.train()
+        trained[optimizer] = torch.tensor([next(iter(record.loss.values())) for record in trainer.history])
+    torch.testing.assert_close(trained["fused_adam"], trained["adamw"], rtol=1e-4, atol=0)
+
+
+def test_a_run_of_fused_adam_continues_exactly(corpus: Corpus, tmp_path: Path):
+    config = tiny("delayed", optimizer="fused_adam")
+    whole = Trainer(config, corpus, tmp_path / "whole")
+    whole.train()
+    first = Trainer(config, corpus, tmp_path / "parts")
+    first.train(stop=stop_after(3, first))
+    second = Trainer(config, corpus, tmp_path / "parts")
+    second.load(checkpoint.load(second.checkpoint_path))
+    second.train()
+    assert losses(second.history) == losses(whole.history)
+
+
+def test_a_state_of_the_other_optimizer_is_refused(corpus: Corpus, tmp_path: Path):
+    trainer = Trainer(tiny("none"), corpus, tmp_path)
+    trainer.train(stop=stop_after(1, trainer))
+    state = checkpoint.load(trainer.checkpoint_path)
+    with pytest.raises(ValueError, match="its optimizer has no fused_adam"):
+        Trainer(tiny("none", optimizer="fused_adam"), corpus, tmp_path).load(state)

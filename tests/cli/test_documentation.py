@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tiny_models import write_checkpoint
 
 from transformer_engine.cli.demo.config import CPU_SIZES, CUDA_SIZES
 from transformer_engine.common import env
@@ -42,7 +44,11 @@ def test_the_documented_defaults_are_those_of_the_program(name: str):
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", *(f"docs/{name}" for name in ("quickstart.md", "cli.md", "index.md"))]
+    "page",
+    [
+        "README.md",
+        *(f"docs/{name}.md" for name in ("quickstart", "cli", "index", "checkpoints", "observe")),
+    ],
 )
 def test_every_relative_link_leads_to_a_file(page: str):
     path = ROOT / page
@@ -53,3 +59,12 @@ def test_every_relative_link_leads_to_a_file(page: str):
         if "://" not in target and not (path.parent / target.split("#")[0]).exists()
     ]
     assert missing == []
+
+
+@pytest.mark.parametrize("page", ["checkpoints.md", "observe.md", "training.md"])
+def test_the_examples_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_checkpoint(tmp_path / "Llama-3.2-1B", "llama-3.1")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    for example in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL):
+        exec(compile(example, page, "exec"), names)

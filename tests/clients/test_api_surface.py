@@ -117,6 +117,16 @@ FUNCTIONS = {
     "get_default_recipe": "",
     "get_cudnn_version": "",
     "get_device_compute_capability": "",
+    "make_graphed_callables": """
+        modules sample_args num_warmup_iters allow_unused_input sample_kwargs fp8_enabled fp8_calibrating
+        fp8_recipe fp8_group fp8_weight_caching enabled calibrating recipe amax_reduction_group
+        cache_quantized_params _order _num_layers_per_chunk pool retain_graph_in_backward
+        _reuse_graph_input_output_buffers
+    """,
+    "get_cpu_offload_context": """
+        enabled num_layers model_layers offload_activations offload_weights double_buffering
+        manual_synchronization retain_pinned_cpu_buffers offload_stream
+    """,
     "prepare_for_saving": "tensors",
     "restore_from_saved": "tensors saved_tensors return_saved_tensors",
     "Float8Quantizer": "scale amax fp8_dtype rowwise columnwise",
@@ -212,14 +222,26 @@ def test_element_types_pickle_under_the_extension_module():
     assert int(tex.DType.kFloat8E5M2) == 8
 
 
-@pytest.mark.parametrize("path", ["fp8", "float8_tensor", "quantized_tensor", "module.base", "tensor.utils"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "fp8",
+        "float8_tensor",
+        "quantized_tensor",
+        "module.base",
+        "tensor.utils",
+        "graph",
+        "cpu_offload",
+        "utils",
+    ],
+)
 def test_paths_that_clients_import_exist(path):
     importlib.import_module(f"transformer_engine.pytorch.{path}")
 
 
 def test_a_name_of_a_later_release_says_so():
     with pytest.raises(AttributeError, match="is not implemented in this release"):
-        te.make_graphed_callables  # noqa: B018
+        te.initialize_ub  # noqa: B018
     assert not hasattr(te, "no_such_name")
 
 

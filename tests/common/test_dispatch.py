@@ -229,3 +229,31 @@ def test_a_table_of_ways_to_go_decides_and_is_observed():
             table.decide((1, ("snow",)))
     finally:
         del dispatch.tables["ways"]
+
+
+@pytest.fixture
+def demanded(monkeypatch):
+    """A switch that says whether results have to be repeatable."""
+    switch = {"on": False}
+    monkeypatch.setattr(dispatch, "_demands_repeatable", lambda: switch["on"])
+    return switch
+
+
+def test_a_backend_whose_results_vary_refuses_where_they_must_not(demanded):
+    fast = Backend("fast", bind=lambda n: lambda: "fast", varies="it adds in the order of arrival")
+    slow = Backend("slow", bind=lambda n: lambda: "slow")
+    table = Table("sum", (fast, slow), describe=lambda n: n)
+    try:
+        assert [table.bound((1,))(), table.name_of((1,)), table.decide((1,))] == ["fast"] * 3
+        demanded["on"] = True
+        assert [table.bound((1,))(), table.name_of((1,)), table.decide((1,))] == ["slow"] * 3
+        assert (
+            table.explain(1)[0].refusal
+            == "its results differ from run to run, it adds in the order of arrival"
+        )
+        with use_backend(sum="fast"), pytest.raises(Unsupported, match="adds in the order of arrival"):
+            table.bind(1)
+        demanded["on"] = False
+        assert table.bound((1,))() == "fast"
+    finally:
+        del dispatch.tables["sum"]

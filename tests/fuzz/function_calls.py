@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from bad_values import DEVICE, FLAG, FUNCTION, GROUP, NAME, RECIPE, WORD, Call, Made
+from bad_values import COUNT, DEVICE, FLAG, FUNCTION, GROUP, NAME, RECIPE, SIZE, WORD, Call, Made
 from extension_calls import extension_calls
 from forward_calls import WRONG_KIND, tensor
 
@@ -153,8 +154,31 @@ def _reports() -> list[Call]:
         Call("memory_plan", lambda: Made(te.memory_plan, {"model": model, "recipe": None, "tokens": 16}, [model]),
              {"model": (3, "model", None, torch.relu), "recipe": RECIPE, "tokens": (0, -1, 2.5, "16", None, True),
               "input_gradient": FLAG, "inputs": (3, "x")}),
+        Call("graphed", lambda: Made(te.graphed, {"module": torch.relu}),
+             {"module": (3, "relu", None), "after": SIZE, "signatures": SIZE}),
+        Call("make_graphed_callables", lambda: Made(_graphed, {"modules": torch.nn.Identity()}),
+             {"modules": (3, "model", None, [model], ()), "sample_args": (3, "x", (3,), None),
+              "sample_kwargs": ({"a": 3},),
+              "num_warmup_iters": COUNT, "allow_unused_input": FLAG, "enabled": FLAG, "calibrating": FLAG,
+              "amax_reduction_group": GROUP, "cache_quantized_params": FLAG, "_order": ([0], [1], [-1, 1]),
+              "retain_graph_in_backward": FLAG, "_reuse_graph_input_output_buffers": (*FLAG, True)}),
+        Call("get_cpu_offload_context", lambda: Made(te.get_cpu_offload_context, {"enabled": False}),
+             {"enabled": FLAG, "offload_activations": FLAG, "offload_weights": FLAG, "double_buffering": FLAG,
+              "manual_synchronization": FLAG, "retain_pinned_cpu_buffers": FLAG}),
+        Call("deterministic", lambda: Made(_deterministic, {}), {"enabled": FLAG}),
         Call("use_backend", lambda: Made(forced, {"gemm": "reference"}), {"gemm": (WORD, 3, None)}),
     ]  # fmt: skip
+
+
+def _graphed(modules: Any, **options: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return te.make_graphed_callables(modules, **({"sample_args": (tensor(4),)} | options))
+
+
+def _deterministic(enabled: Any = False) -> None:
+    with te.deterministic(enabled):
+        pass
 
 
 def _explained(function: Any = torch.relu, **options: Any) -> Any:

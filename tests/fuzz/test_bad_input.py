@@ -15,11 +15,12 @@ from constructor_calls import constructor_calls
 from fingerprint import differences, fingerprint
 from forward_calls import forward_calls
 from function_calls import function_calls
+from training_calls import training_calls
 
 import transformer_engine
 
 SOURCES = Path(transformer_engine.__file__).resolve().parents[1]
-TABLES = (constructor_calls, forward_calls, attention_calls, function_calls)
+TABLES = (constructor_calls, forward_calls, attention_calls, function_calls, training_calls)
 NAMED = (ValueError, TypeError, NotImplementedError, RuntimeError)
 REMEDY = re.compile(
     r"\b(give|choose|pass|use|set|leave|move|convert|call|make|must|pad|needs?|run|unset|ask|drop|raise|takes?|"

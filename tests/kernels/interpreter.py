@@ -101,7 +101,7 @@ def _bytes(tensor):
 
 def _same_memory(actual, expected):
     """Equal bits, NaN or not."""
-    return torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in (actual, expected)))
+    return torch.equal(*(tensor.reshape(-1).contiguous().view(torch.uint8) for tensor in (actual, expected)))
 
 
 def same_bits(actual: torch.Tensor | None, expected: torch.Tensor | None) -> bool:

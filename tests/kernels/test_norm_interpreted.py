@@ -17,7 +17,17 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize(
     "name",
-    ["norm_triton", "activation_triton", "rope_triton", "softmax", "dropout", "fused_codes", "fused_blocks"],
+    [
+        "norm_triton",
+        "activation_triton",
+        "rope_triton",
+        "softmax",
+        "dropout",
+        "fused_codes",
+        "fused_blocks",
+        "cross_entropy",
+        "multi_tensor",
+    ],
 )
 def test_the_kernels_pass_their_tests_in_the_interpreter(name):
     paths = os.pathsep.join((str(ROOT), str(ROOT / "tests" / "kernels")))

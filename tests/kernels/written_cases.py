@@ -25,6 +25,7 @@ from transformer_engine.common.kernels import (
     block_fused,
     cast,
     column_sums,
+    cross_entropy,
     delayed_scaling,
     dropout,
     fp8_attention,
@@ -32,15 +33,19 @@ from transformer_engine.common.kernels import (
     grouped_cast,
     grouped_gemm,
     kv_cache,
+    multi_tensor,
     mxfp8,
     norm,
     nvfp4,
     packed_sequences,
     rope,
     softmax,
+    statistics,
     transpose,
 )
 from transformer_engine.common.kernels.launch import NUMBER, WRITTEN, Launch
+from transformer_engine.common.labels import Labels
+from transformer_engine.common.steps import Adam, Sgd
 
 Case = tuple[str, Launch, tuple["str | None", ...]]
 
@@ -94,8 +99,16 @@ def activations() -> Iterator[Case]:
         launch = block_fused.backward(name, gated, *strided, BLOCKS, False, machine)
         yield f"{name} backward blocks", launch, (HALF, HALF)
     yield "sum of strips", column_sums.sum_columns((8, 1024), "bfloat16"), (FLOAT,)
+    yield from _statistics()
     yield "column sums", column_sums.column_sums(SHAPE, 1024), (HALF,)
     yield "column sums and maximum", column_sums.column_sums(SHAPE, 1024, measures=True), (HALF,)
+
+
+def _statistics() -> Iterator[Case]:
+    codes = statistics.Codes(statistics.TWO_LEVELS, True, (1, 16), 6.0, 7 / 6, (512, 1, 64, 1))
+    measure, add = (step.launch for step in statistics.statistics(SHAPE, (1024, 1), codes).steps)
+    yield "statistics", measure, (HALF, BYTES, CODES, FLOAT)
+    yield "sum of statistics", add, (FLOAT, "*fp64")
 
 
 def norms() -> Iterator[Case]:
@@ -146,6 +159,28 @@ def others() -> Iterator[Case]:
         inputs = (HALF, HALF, HALF, HALF, INDEX if paged else None, INDEX, INDEX)
         yield f"kv cache paged={paged}", launch, inputs
     yield "clear tail", packed_sequences.clear_tail_launch(300, 48, 2), (HALF, INDEX)
+
+
+def losses() -> Iterator[Case]:
+    labels = Labels(-100, 0.1, 0, 1024)
+    yield "statistics", cross_entropy.statistics(*SHAPE, 2, labels), (HALF, ADDRESS)
+    yield "losses", cross_entropy.losses(512, 2, labels), (FLOAT, ADDRESS)
+    for in_place in (False, True):
+        launch = cross_entropy.gradient(*SHAPE, labels, "bfloat16", True, in_place)
+        yield f"gradient of logits in_place={in_place}", launch, (HALF, ADDRESS, FLOAT, FLOAT)
+
+
+def steps() -> Iterator[Case]:
+    half, full = "bfloat16", "float32"
+    yield "scaling", multi_tensor.scale(3, (half, full), True), (ADDRESS, FLOAT, INDEX)
+    yield "squares", multi_tensor.squares(3, half, True), (ADDRESS, None)
+    states = {"masters": (full,), "remainders": ("int16",), "no masters": ()}
+    for name, masters in states.items():
+        launch = multi_tensor.adam(3, (half, half, full, full, *masters), Adam(), not masters)
+        yield f"adam, {name}", launch, (ADDRESS, FLOAT, INDEX if masters else None)
+    for how in (Sgd(), Sgd(momentum=True)):
+        launch = multi_tensor.sgd(3, (full, full, full, "float16"), how, True)
+        yield f"sgd momentum={how.momentum}", launch, (ADDRESS, FLOAT, INDEX)
 
 
 def grouped() -> Iterator[Case]:
@@ -232,7 +267,7 @@ def facts_of(launch: Launch, inputs: tuple[str | None, ...]) -> dict[str, list[s
 
 
 def main() -> None:
-    groups = (casts, activations, norms, others, grouped, attentions)
+    groups = (casts, activations, norms, others, losses, steps, grouped, attentions)
     print(
         json.dumps({name: facts_of(launch, inputs) for group in groups for name, launch, inputs in group()})
     )

@@ -95,7 +95,12 @@ MODULES: dict[str, Make] = {
 }
 
 
-def saved_bytes(model: nn.Module, recipe: recipes.Recipe | None, x: torch.Tensor) -> int:
+def saved_bytes(
+    model: nn.Module,
+    recipe: recipes.Recipe | None,
+    x: torch.Tensor,
+    parameters: list[torch.Tensor] | None = None,
+) -> int:
     """Bytes of the storages that a forward pass saves, but for parameters, its input and its output."""
     storages: dict[int, int] = {}
 
@@ -107,7 +112,7 @@ def saved_bytes(model: nn.Module, recipe: recipes.Recipe | None, x: torch.Tensor
     precision = te.autocast(enabled=recipe is not None, recipe=recipe)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), precision:
         y = model(x)
-    known = [*model.parameters(), x, y]
+    known = [*(model.parameters() if parameters is None else parameters), x, y]
     kept = set(storages) - {tensor.untyped_storage().data_ptr() for tensor in known} - {0}
     return sum(storages[pointer] for pointer in kept)
 
@@ -208,11 +213,69 @@ def test_what_cannot_be_planned_is_refused(model: Make, tokens: Any, error: type
         memory_plan(model(), None, tokens)
 
 
-def test_quantized_parameters_are_refused():
-    with te.quantized_model_init(recipe=RECIPES["current"]):
-        model = linear(128, device="cpu")
-    with pytest.raises(NotImplementedError, match="parameter weight is quantized already"):
-        memory_plan(model, RECIPES["current"], 64)
+def payload(model: nn.Module) -> list[torch.Tensor]:
+    """Codes and scales of quantized parameters, and the other parameters themselves."""
+    parts: list[torch.Tensor] = []
+    for parameter in model.parameters():
+        quantized = isinstance(parameter, te.QuantizedTensor)
+        own = parameter.as_storage().flatten()[0] if quantized else (parameter,)
+        parts += [part for part in own if part is not None]
+    return parts
+
+
+@pytest.mark.parametrize("recipe", [name for name, recipe in RECIPES.items() if recipe is not None])
+@pytest.mark.parametrize("name", MODULES)
+def test_quantized_parameters_take_their_codes_and_scales_and_no_copies(name: str, recipe: str):
+    with te.emulate():
+        with te.quantized_model_init(recipe=RECIPES[recipe]):
+            model = MODULES[name](256, device="cpu")
+        x = torch.randn(512, 256, dtype=BF16, requires_grad=True)
+        plan = memory_plan(model, RECIPES[recipe], 512)
+        saved_bytes(model, RECIPES[recipe], x, payload(model))  # makes the states of the recipe
+        actual = saved_bytes(model, RECIPES[recipe], x, payload(model))
+    held = sum(-(-part.nbytes // GRANULE) * GRANULE for part in payload(model))
+    assert sum(module.parameters for module in plan.modules) == held
+    assert plan.weight_copies == 0
+    assert plan.saved == actual
+
+
+class Recomputed(nn.Module):
+    """A stack whose layers are run again in the backward."""
+
+    def __init__(self, layers: list[nn.Module], reentrant: bool):
+        super().__init__()
+        self.layers, self.reentrant = nn.ModuleList(layers), reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = te.checkpoint(layer, x, use_reentrant=self.reentrant)
+        return x
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "delayed", "current"])
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "hooks"])
+def test_a_recomputed_stack_keeps_the_inputs_of_its_layers(reentrant: bool, recipe: str):
+    """4 layers keep 3 inputs [512, 256] in bfloat16 beside the model's own. The last backward, that of the first layer,
+    takes what it takes alone, beside parameters and gradients of the others."""
+    chosen, x = RECIPES[recipe], torch.empty(512, 256, dtype=BF16, device="meta")
+    layers = [layernorm_mlp(256, device="cpu") for _ in range(4)]
+    with te.emulate():
+        alone = memory_plan(layers[0], chosen, 512)
+        again = memory_plan(Recomputed(layers, reentrant), chosen, 512, inputs=(x,))
+    inputs = 512 * 256 * 2
+    scales = 4 * 2 * 3 * GRANULE if recipe == "delayed" else 0  # of layers, products, operands
+    assert again.saved == 3 * inputs + scales
+    others = 3 * (
+        alone.parameters + sum(module.parameters for module in alone.modules)
+    )  # and their gradients
+    assert alone.peak + others <= again.peak <= alone.peak + others + 2 * (inputs + scales)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "current"])
+def test_a_layer_that_recomputes_itself_saves_its_input_only(recipe: str):
+    with te.emulate():
+        plan = memory_plan(layernorm_mlp(256, device="cpu", checkpoint=True), RECIPES[recipe], 512)
+    assert plan.saved == 0
 
 
 def test_the_table_names_modules_and_parts():

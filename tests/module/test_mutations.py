@@ -34,7 +34,7 @@ ATTENTION_TOO = {
 EVERY_RECIPE = {**{name: recipe for name, recipe in RECIPES.items() if recipe is not None}, **ATTENTION_TOO}
 
 # Sizes, and variants with other parameters, whose write is neither refused nor in effect. A name may only go.
-WRITTEN_IN_VAIN = {"activation", "num_gqa_groups"}
+WRITTEN_IN_VAIN: set[str] = set()
 
 WITHOUT_ANOTHER_VALUE = {
     "num_gqa_groups",

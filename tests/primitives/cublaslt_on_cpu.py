@@ -14,7 +14,7 @@ import itertools
 import pytest
 import torch
 
-from transformer_engine.common.bounded import Bounded
+from transformer_engine.common.memory import Memory
 from transformer_engine.pytorch.primitives.gemm import cublaslt_library, cublaslt_plan
 
 ALGORITHMS = [bytes([i]) * 64 for i in range(1, 5)]
@@ -163,7 +163,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> CublasLt:
     monkeypatch.setattr(cublaslt_library, "device_of", lambda device: torch.device("cpu"))
     monkeypatch.setattr(cublaslt_library, "current_stream", lambda device: 0)
     monkeypatch.setattr(cublaslt_library, "current_device", lambda: 0)
-    monkeypatch.setattr(cublaslt_plan, "_plans", Bounded(4096))
+    monkeypatch.setattr(cublaslt_plan, "_plans", Memory(cublaslt_plan._planned, 4096))
     return stand_in
 
 

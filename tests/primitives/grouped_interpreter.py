@@ -124,7 +124,7 @@ def main() -> None:
     interpreter.repair()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    triton.torch.cuda.current_device = lambda: -1
+    triton.is_current_device = lambda index: True
     print(json.dumps(quantizations() | layouts() | products()))
 
 

@@ -14,8 +14,8 @@ import torch
 from cublaslt_on_cpu import ALGORITHMS, REFUSED, installed
 
 from transformer_engine.common import formats
-from transformer_engine.common.bounded import Bounded
 from transformer_engine.common.dispatch import use_backend
+from transformer_engine.common.memory import Memory
 from transformer_engine.pytorch import autotune
 from transformer_engine.pytorch.primitives.gemm import (
     TABLE,
@@ -465,7 +465,7 @@ def test_tuning_leaves_a_choice_behind(tmp_path, monkeypatch):
     a, b = on_gpu(None, 256, 512), on_gpu(None, 384, 512)
     skip_unless_taken(a, b, Epilogue(torch.bfloat16))
     monkeypatch.setenv("TE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(cublaslt_plan, "_plans", Bounded(4096))
+    monkeypatch.setattr(cublaslt_plan, "_plans", Memory(cublaslt_plan._planned, 4096))
     TABLE.forget()
     tuning.choices_of.cache_clear()
     out = torch.ones(256, 384, device="cuda")

@@ -39,7 +39,7 @@ def started(monkeypatch) -> list[tuple[str, list[torch.Tensor | None]]]:
 
         def start(device, pointers, given, made):
             every = [*given, *made]
-            assert pointers == [None if tensor is None else tensor.data_ptr() for tensor in every]
+            assert [*pointers] == [None if tensor is None else tensor.data_ptr() for tensor in every]
             seen.append((launch.kernel.__name__, every))
 
         return start

@@ -15,6 +15,7 @@ from transformer_engine.pytorch.tensor import (
     quantize_master_weights,
     replace_raw_data,
 )
+from transformer_engine.pytorch.tensor.utils import clear_columnwise_cache
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
 from ranks import run_on_ranks
@@ -108,6 +109,30 @@ def test_what_cannot_be_written_is_refused(device):
         quantize_master_weights([weight_of("nvfp4_2d", device)], [flat[:31]], [0], None)
     with pytest.raises(TypeError, match="IdentityTensor has no master weights"):
         quantize_master_weights([weight_of("identity", device)], [flat], [0], None)
+
+
+@pytest.mark.parametrize("name", ["current", "block_2d"])
+def test_columns_stay_until_the_caller_makes_them_where_it_says_so(name, device):
+    weight = weight_of(name, device)
+    quantize_master_weights(
+        [weight], [master(device).view(-1)], [0], None, manual_post_all_gather_processing=True
+    )
+    assert weight.get_usages() == {"rowwise": True, "columnwise": True}
+    post_all_gather_processing(weight)
+    assert same_payload(weight, quantizer_of(name, device)(master(device).bfloat16()))
+    post_all_gather_processing([torch.ones(3), weight])
+    clear_columnwise_cache(weight)
+    assert weight.get_usages() == {"rowwise": True, "columnwise": False}
+
+
+def test_a_pair_of_shards_may_be_a_list_and_initial_values_are_dropped(device):
+    flat = master(device).view(-1)
+    weight, expected = weight_of("mxfp8", device), quantizer_of("mxfp8", device)(master(device).bfloat16())
+    weight._high_precision_init_val = flat.cpu()
+    target = [torch.zeros(3072, dtype=torch.uint8, device=device) for _ in range(2)]
+    quantize_master_weights([weight], [flat[:3072]], [0], None, [target])
+    assert torch.equal(target[1], expected._columnwise_data.reshape(-1)[:3072])
+    assert not hasattr(weight, "_high_precision_init_val")
 
 
 @pytest.mark.parametrize(("name", "field"), [("current", "_data"), ("nvfp4_2d", "_rowwise_data")])

@@ -1,5 +1,5 @@
-"""The `te` command: train the demonstration (`te train`), sample from it (`te generate`), describe this machine
-(`te info`), time it (`te bench`)."""
+"""The `te` command: train the demonstration (`te train`), sample from it (`te generate`), convert checkpoints
+(`te convert`), describe this machine (`te info`), time it (`te bench`)."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ def application() -> Typer:
     from typer import Typer
 
     from .bench.command import bench
+    from .convert import convert
     from .generate import generate
     from .info import info
     from .train import train
@@ -32,6 +33,7 @@ def application() -> Typer:
     )
     app.command()(train)
     app.command()(generate)
+    app.command()(convert)
     app.command()(info)
     app.command()(bench)
     return app

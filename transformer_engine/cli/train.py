@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from .demo import checkpoint
-from .demo.config import HIGH_PRECISION, RECIPES, resolve, restore
+from .demo.config import HIGH_PRECISION, OPTIMIZERS, RECIPES, Execution, resolve, restore
 from .demo.data import load_corpus
 from .demo.plot import plot_losses
 from .demo.sample import generate
@@ -27,8 +27,9 @@ from .failure import Failure, fitting, reporting, reporting_failures, writing
 SMALLER = "give a smaller --batch, --seq, --hidden or --layers"
 ELSEWHERE = "choose another folder with --out, or make this one writable"
 
-# The recipes as typer lists them.
+# The recipes and optimizers as typer lists them.
 RecipeName = enum.Enum("RecipeName", {name: name for name in RECIPES}, type=str)
+OptimizerName = enum.Enum("OptimizerName", {name: name for name in OPTIMIZERS}, type=str)
 
 
 class DeviceName(str, enum.Enum):
@@ -58,6 +59,17 @@ def train(
     data: Annotated[
         str | None, typer.Option(help="Text file or folder (default: this Python's standard library)")
     ] = None,
+    optimizer: Annotated[
+        OptimizerName | None,  # pyright: ignore[reportInvalidTypeForm]
+        typer.Option(help="adamw is torch's, fused_adam te.optimizers.FusedAdam (default: adamw)"),
+    ] = None,
+    graphs: Annotated[bool, typer.Option("--graphs", help="Capture the model as CUDA graphs")] = False,
+    offload_layers: Annotated[
+        int, typer.Option(help="Layers whose activations wait in host memory for the backward")
+    ] = 0,
+    observe: Annotated[
+        bool, typer.Option("--observe", help="Show what quantization does to every tensor, every tenth step")
+    ] = False,
     name: Annotated[str | None, typer.Option(help="Name of the run (default: the recipe's)")] = None,
     out: Annotated[Path, typer.Option(help="Folder of the runs")] = Path("runs"),
     resume: Annotated[
@@ -77,10 +89,12 @@ def train(
         "learning_rate": lr,
         "seed": seed,
         "data": data,
+        "optimizer": optimizer.value if optimizer is not None else None,
     }
+    execution = Execution(graphs=graphs, offload_layers=offload_layers, observe=observe)
     folder = out / (name or given["recipe"] or "delayed")
     with reporting(console), fitting(SMALLER):
-        trainer = _prepare(folder, device.value, given, resume)
+        trainer = _prepare(folder, device.value, given, execution, resume)
     _describe(console, trainer)
     with _interrupts(console) as stopping, reporting_failures(console), fitting(SMALLER):
         finished = _train(console, trainer, stopping)
@@ -95,18 +109,19 @@ def train(
         _conclude(console, trainer)
 
 
-def _prepare(folder: Path, device: str, given: dict[str, Any], resume: bool) -> Trainer:
+def _prepare(folder: Path, device: str, given: dict[str, Any], execution: Execution, resume: bool) -> Trainer:
     """A trainer at its first step, or where the folder's checkpoint left off."""
     if not resume:
         config = resolve(device, given)
-        trainer = Trainer(config, load_corpus(config.data, config.sequence), folder)
+        trainer = Trainer(config, load_corpus(config.data, config.sequence), folder, execution)
         with writing(folder, ELSEWHERE):
             folder.mkdir(parents=True, exist_ok=True)
             trainer.metrics_path.unlink(missing_ok=True)
+            trainer.observed_path.unlink(missing_ok=True)
         return trainer
     state = checkpoint.load(folder / "checkpoint")
     config = restore(state["config"], device, given, str(folder / "checkpoint"))
-    trainer = Trainer(config, load_corpus(config.data, config.sequence), folder)
+    trainer = Trainer(config, load_corpus(config.data, config.sequence), folder, execution)
     trainer.load(state)
     return trainer
 
@@ -180,6 +195,7 @@ def _conclude(console: Console, trainer: Trainer) -> None:
     with writing(folder / "loss.png", "free some space there; te train --resume draws it again"):
         plot_losses(folder / "loss.png", config, trainer.history)
     console.print(_table(trainer))
+    _show_observed(console, trainer)
     prompt = bytes(trainer.corpus.validation[: min(32, config.sequence // 2)].tolist())
     run = trainer.runs[config.runs[0]]
     text = generate(run.model, config, prompt, config.sequence - len(prompt), seed=config.seed)
@@ -188,6 +204,19 @@ def _conclude(console: Console, trainer: Trainer) -> None:
     )
     console.print(f"[bold]{escape(_printable(prompt))}[/bold]{escape(_printable(text))}", soft_wrap=True)
     console.print(f"wrote {escape(str(folder))}/{{loss.png,metrics.jsonl,checkpoint}}", soft_wrap=True)
+
+
+def _show_observed(console: Console, trainer: Trainer) -> None:
+    """What quantization did in the last observed step, and a picture of all of them."""
+    observation = trainer.observation
+    if observation is None or observation.report is None:
+        return
+    observation.close()
+    console.print(observation.table())
+    path = trainer.folder / "observed.png"
+    with writing(path, "free some space there"):
+        observation.plot(path)
+    console.print(f"wrote {escape(str(trainer.observed_path))} and {escape(str(path))}", soft_wrap=True)
 
 
 def _table(trainer: Trainer) -> Table:

@@ -48,6 +48,8 @@ class Backend(Generic[Request]):
     bind      plans for a request: a callable of tensors that computes it and all equal ones, or a Refusal;
               None in a table of ways to go, see `Table.decide`
     opaque    a tracing compiler does not look into what bind answers, but calls the table's operator
+    varies    why two runs on one machine may differ in bits, for example sums in the order in which threads arrive;
+              None: they do not. Where repeatable results are demanded, such a backend refuses by this sentence
     """
 
     name: str
@@ -55,12 +57,15 @@ class Backend(Generic[Request]):
     refuses: Callable[[Request], str | None] = takes_all
     bind: Callable[[Request], Callable[..., Any] | Refusal] | None = None
     opaque: bool = False
+    varies: str | None = None
 
     def refusal(self, request: Request) -> str | None:
         """The first feature that the backend does not know, else what `refuses` says."""
         for feature in getattr(request, "features", ()):
             if feature not in self.takes:
                 return f"it does not know {feature}"
+        if self.varies is not None and _demands_repeatable():
+            return f"its results differ from run to run, {self.varies}"
         return self.refuses(request)
 
 
@@ -107,6 +112,15 @@ def trace_when(tracing: Callable[[], bool]) -> None:
     _tracing = tracing
 
 
+_demands_repeatable: Callable[[], bool] = _never
+
+
+def repeatable_when(demanded: Callable[[], bool]) -> None:
+    """Ask demanded() whether results have to have the same bits in every run; a framework says so once."""
+    global _demands_repeatable
+    _demands_repeatable = demanded
+
+
 class Table(Generic[Request]):
     """The backends of one operation, in order of preference.
 
@@ -134,6 +148,9 @@ class Table(Generic[Request]):
             _plan, _REMEMBERED, self
         )
         self._names: Memory[tuple[Any, ...], str] = Memory(_name, _REMEMBERED, self)
+        # Of a table without such a backend no answer depends on what is demanded.
+        self._may_vary = any(backend.varies is not None for backend in self.backends)
+        self._remembers_repeatable = False
         tables[operation] = self
 
     def candidates(self, request: Request) -> tuple[Backend[Request], ...]:
@@ -162,6 +179,12 @@ class Table(Generic[Request]):
         """
         if _tracing():
             return self._traced(self.described(key))
+        if self._may_vary:
+            self._remember_what_is_demanded()
+        return self.bind(self.described(key)) if _disturbances else self._bound[key]
+
+    def bound_in_eager_mode(self, key: tuple[Any, ...]) -> Callable[..., Any]:
+        """bound(key), for a caller that has asked whether a compiler is tracing."""
         return self.bind(self.described(key)) if _disturbances else self._bound[key]
 
     def described(self, key: tuple[Any, ...]) -> Request:
@@ -181,6 +204,8 @@ class Table(Generic[Request]):
 
         For an operation that does the work of this one's backend within a kernel of its own.
         """
+        if self._may_vary:
+            self._remember_what_is_demanded()
         return self.chosen(self.described(key)) if _disturbances or _tracing() else self._names[key]
 
     def decide(self, key: tuple[Any, ...]) -> str:
@@ -188,6 +213,8 @@ class Table(Generic[Request]):
 
         Raises Unsupported as `bound` does.
         """
+        if self._may_vary:
+            self._remember_what_is_demanded()
         if not _disturbances and not _tracing():
             return self._names[key]
         request = self.described(key)
@@ -226,6 +253,13 @@ class Table(Generic[Request]):
             found = found or chosen
             verdicts.append(Verdict(backend.name, refusal, chosen))
         return verdicts
+
+    def _remember_what_is_demanded(self) -> None:
+        """Answers of when repeatable results were demanded are none of when they are not."""
+        demanded = _demands_repeatable()
+        if demanded is not self._remembers_repeatable:
+            self._remembers_repeatable = demanded
+            self.forget()
 
     # How they are answered.
 

@@ -139,6 +139,11 @@ _QUANTIZATION = (
         "1: the delayed-scaling update rolls every history, also of tensors that were not quantized.",
     ),
     _flag(
+        "NVTE_STRICT_EXTRA_STATE",
+        False,
+        "1: a state dict without a module's extra state, as other libraries write it, does not load strictly.",
+    ),
+    _flag(
         "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE",
         False,
         "Accepted; module extra state is always read through an allow-list, which needs no permission.",
@@ -162,7 +167,9 @@ _ATTENTION = (
         "NVTE_FUSED_ATTN_USE_FAv2_BWD", False, "Accepted; the backward pass belongs to the forward's backend."
     ),
     _flag(
-        "NVTE_ALLOW_NONDETERMINISTIC_ALGO", True, "0: only backends whose gradients are bitwise repeatable."
+        "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
+        True,
+        "0: only backends whose results are bitwise repeatable; see te.deterministic().",
     ),
     _flag(
         "NVTE_APPLY_QK_LAYER_SCALING",
@@ -268,7 +275,7 @@ _LAYERS = (
     _flag(
         "NVTE_CPU_OFFLOAD_V1",
         False,
-        "Accepted; offloading to the CPU is not implemented.",
+        "1: get_cpu_offload_context returns the original's first form of context, whose layers end by a commit.",
     ),
     _flag("NVTE_NVTX_ENABLED", False, "Accepted; no ranges are marked for profilers."),
     _number("NVTE_PRINT_LAYER_NUMBER", 1, "Accepted; nothing is logged by layer."),
@@ -330,8 +337,9 @@ def variable(name: str) -> Variable:
 def get(name: str) -> Value:
     """The typed value of the variable, or its default where it is unset."""
     row = variable(name)
-    text = os.environ.get(name)
-    return row.default if text is None else row.parse(text)
+    # os.environ raises and catches a KeyError for an unset variable, which takes 1 us.
+    stored = _stored_text(os.environ.encodekey(name))  # pyright: ignore[reportAttributeAccessIssue]
+    return row.default if stored is None else row.parse(os.environ[name])
 
 
 def check_all() -> None:
@@ -379,6 +387,11 @@ def _stored_names(names: tuple[str, ...]) -> tuple[str | bytes, ...]:
 def flag(name: str) -> bool:
     """The value of a boolean variable (unset without a default: False)."""
     return bool(get(name))
+
+
+def keep_cublas_repeatable() -> None:
+    """Give cuBLAS workspaces of a fixed size, without which torch does not call it repeatable, unless it has some."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def cache_directory() -> Path:

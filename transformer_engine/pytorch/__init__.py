@@ -9,7 +9,7 @@ from . import requirements  # isort: skip
 from ..common.dispatch import use_backend
 from . import float8_tensor as float8_tensor
 from . import fp8 as fp8
-from . import quantization, tensor
+from . import optimizers, quantization, tensor
 from .attention import (
     DotProductAttention,
     InferenceParams,
@@ -17,10 +17,15 @@ from .attention import (
     RotaryPositionEmbedding,
 )
 from .constants import DType
+from .cpu_offload import get_cpu_offload_context, mark_not_offload
+from .cross_entropy import fused_linear_cross_entropy, parallel_cross_entropy
 from .distributed import CudaRNGStatesTracker, checkpoint
+from .graph import graphed, make_graphed_callables
 from .inspect.autotune import autotune
+from .inspect.deterministic import deterministic
 from .inspect.explain import explain
 from .inspect.memory_plan import memory_plan
+from .inspect.observation import Observation, observe
 from .module import GroupedLinear, LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm
 from .quantization import (
     DelayedScalingRequest,
@@ -37,6 +42,7 @@ from .quantized_tensor import prepare_for_saving, restore_from_func_ctx, restore
 from .runtime.device import get_cudnn_version, get_device_compute_capability
 from .runtime.device_checks import check
 from .tensor import QuantizedTensor, QuantizedTensorStorage, Quantizer
+from .tensor.plain_state import load_plain_state_dict, plain_state_dict
 from .transformer import TransformerLayer
 
 # The quantizers and containers of every format, and is_<kind>_available of every kind of format.
@@ -46,9 +52,6 @@ globals().update(tensor.EXPORTS | quantization.availability())
 _NOT_YET = (
     "Fp8Padding",
     "Fp8Unpadding",
-    "make_graphed_callables",
-    "get_cpu_offload_context",
-    "parallel_cross_entropy",
     "moe_permute",
     "moe_permute_with_probs",
     "moe_permute_and_pad_with_probs",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...pytorch.quantization import all_families
@@ -210,6 +210,27 @@ def _layer_small(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
         yield Case(name, "layer_small", recipe, {**sizes, "rotary": False})
 
 
+def _layer_graphed(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
+    """The same layer, captured: what is left of its host time."""
+    for case in _layer_small(recipes, quick):
+        yield replace(case, name=case.name.replace("layer_small", "layer_graphed"), family="layer_graphed")
+
+
+def _offload(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
+    """Linear layers most of whose saved inputs wait on the host."""
+    sizes = {"rows": 8192, "width": 8192, "layers": 8, "offloaded": 6}
+    if quick:
+        sizes = {"rows": 64, "width": 128, "layers": 4, "offloaded": 2}
+    for recipe in recipes:
+        yield Case(
+            f"offload_fb/{recipe}/{sizes['layers']}x{sizes['rows']}x{sizes['width']}",
+            "offload",
+            recipe,
+            sizes,
+            operations=sizes["layers"] * _product(sizes["rows"], sizes["width"], sizes["width"], True),
+        )
+
+
 def _rope(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
     sequence, batch, heads, size = (128, 1, 4, 64) if quick else (8192, 2, 32, 128)
     if "bf16" in recipes:
@@ -219,6 +240,41 @@ def _rope(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
             "bf16",
             {"sequence": sequence, "batch": batch, "heads": heads, "size": size},
             moved=4 * sequence * batch * heads * size * BYTES,
+        )
+
+
+def _cross_entropy(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
+    """Logits are read for the loss, and read and written for the gradient."""
+    rows, ids = (64, 1000) if quick else (8192, 128256)
+    if "bf16" in recipes:
+        arguments = {"rows": rows, "ids": ids}
+        name = f"cross_entropy_fb/bf16/{rows}x{ids}"
+        yield Case(name, "cross_entropy", "bf16", arguments, moved=3 * rows * ids * BYTES)
+
+
+def _linear_cross_entropy(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
+    rows, depth, ids = (64, 128, 1000) if quick else (8192, 4096, 128256)
+    if "bf16" in recipes:
+        yield Case(
+            f"linear_cross_entropy_fb/bf16/{rows}x{depth}x{ids}",
+            "linear_cross_entropy",
+            "bf16",
+            {"rows": rows, "depth": depth, "ids": ids},
+            operations=_product(rows, depth, ids, True),
+        )
+
+
+def _adam(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
+    """Float32 gradients are read, parameters and two moments read and written; of small tensors it is all host time."""
+    sizes = ((4, 1 << 12),) if quick else ((60, 1 << 24), (1000, 1 << 10))
+    for count, size in sizes if "bf16" in recipes else ():
+        yield Case(
+            f"adam_step/bf16/{count}x{size}_fp32",
+            "adam",
+            "bf16",
+            {"count": count, "size": size},
+            backward=False,
+            moved=7 * 4 * count * size,
         )
 
 
@@ -236,5 +292,10 @@ FAMILIES: dict[str, Callable[[tuple[str, ...], bool], Iterator[Case]]] = {
     "attention": _attention,
     "layer": _layer,
     "layer_small": _layer_small,
+    "layer_graphed": _layer_graphed,
+    "offload": _offload,
     "rope": _rope,
+    "cross_entropy": _cross_entropy,
+    "linear_cross_entropy": _linear_cross_entropy,
+    "adam": _adam,
 }

@@ -12,6 +12,7 @@ from ...pytorch.quantization import all_families, family_named
 
 HIGH_PRECISION = "high_precision"
 RECIPES = (*(family.name for family in all_families() if family.samples), "none")
+OPTIMIZERS = ("adamw", "fused_adam")
 # Types of the fields of Config as they are written there.
 KINDS: dict[str, tuple[type, ...]] = {
     "str": (str,),
@@ -58,12 +59,17 @@ class Config:
     learning_rate: float
     seed: int = 0
     data: str | None = None
+    optimizer: str = "adamw"
 
     def __post_init__(self) -> None:
         if self.recipe not in RECIPES:
             raise ValueError(f"recipe {self.recipe!r} does not exist; choose one of {', '.join(RECIPES)}")
         for field in fields(self):
             self._check_type(field.name, field.type)
+        if self.optimizer not in OPTIMIZERS:
+            raise ValueError(
+                f"optimizer {self.optimizer!r} does not exist; choose one of {', '.join(OPTIMIZERS)}"
+            )
         for name in ("steps", "batch", "layers", "heads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} is below 1; give a positive number")
@@ -118,6 +124,34 @@ class Config:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class Execution:
+    """How a run is computed, which its losses do not depend on: a continued run may be computed otherwise.
+
+    graphs           capture the model's calls as CUDA graphs
+    offload_layers   activations of so many layers wait in host memory
+    observe          look at the tensors of the first of every ten steps
+    """
+
+    graphs: bool = False
+    offload_layers: int = 0
+    observe: bool = False
+
+    def check(self, config: Config) -> None:
+        """ValueError for what cannot be had together, or with a model of this depth."""
+        if not 0 <= self.offload_layers < config.layers:
+            raise ValueError(
+                f"offload_layers={self.offload_layers} is outside 0 to {config.layers - 1}: the last of "
+                f"{config.layers} layers stays on the GPU; offload fewer, or train more with --layers"
+            )
+        if self.graphs and (self.observe or self.offload_layers):
+            other = "--observe" if self.observe else "--offload-layers"
+            raise ValueError(
+                f"--graphs and {other} exclude each other: {other} works on tensors that a graph keeps to itself; "
+                "leave one out"
+            )
+
+
 def resolve(device: str, given: dict[str, Any]) -> Config:
     """A Config for "auto", "cpu" or "cuda": the values given that are not None, else the device's sizes."""
     if device not in ("auto", "cpu", "cuda"):
@@ -147,7 +181,7 @@ def restore(
 def saved_config(saved: dict[str, Any], source: str) -> Config:
     """The Config in source, fields of other versions left out; ValueError, naming source, where it is none."""
     known = {field.name for field in fields(Config)}
-    missing = sorted(known - set(saved) - {"seed", "data"})
+    missing = sorted(known - set(saved) - {"seed", "data", "optimizer"})
     if missing:
         raise ValueError(f"the config in {source} has no {missing[0]!r}; train again without --resume")
     try:

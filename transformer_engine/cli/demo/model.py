@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,10 +17,15 @@ class ByteGPT(nn.Module):
 
     The blocks' matrix products follow the recipe in force. The embedding, the last norm and the head stay in
     the parameters' precision: with 256 outputs they are little work, and the most sensitive to rounding.
+
+    offload_layers   activations of so many blocks wait in host memory for the backward
     """
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, offload_layers: int = 0):
         super().__init__()
+        self.offloaded, self.arrived = te.get_cpu_offload_context(
+            enabled=offload_layers > 0, num_layers=offload_layers, model_layers=config.layers
+        )
         device, dtype = torch.device(config.device), config.parameter_dtype
         self.embedding = nn.Embedding(VOCABULARY, config.hidden, device=device, dtype=dtype)
         self.rotary = te.attention.RotaryPositionEmbedding(config.hidden // config.heads).to(device)
@@ -33,8 +40,11 @@ class ByteGPT(nn.Module):
         length = tokens.shape[1] if cache is None else cache.max_sequence_length
         positions = self.rotary(length)
         hidden = self.embedding(tokens)
+        trains = torch.is_grad_enabled()  # else nothing is saved for a backward
         for layer in self.layers:
-            hidden = layer(hidden, rotary_pos_emb=positions, inference_params=cache)
+            with self.offloaded if trains else nullcontext():
+                hidden = layer(hidden, rotary_pos_emb=positions, inference_params=cache)
+            hidden = self.arrived(hidden) if trains else hidden
         return self.head(self.norm(hidden))
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...pytorch.optimizers import FusedAdam
+
 CLIP = 1.0
 
 
@@ -61,26 +63,73 @@ class MasterAdamW:
             return "its optimizer has no adam and masters"
         if [getattr(saved, "shape", None) for saved in masters] != [own.shape for own in self.masters]:
             return "the optimizer's master weights have other shapes"
-        own = self.adam.state_dict()["param_groups"]
-        groups, moments = adam.get("param_groups"), adam.get("state")
-        if not isinstance(groups, list) or not isinstance(moments, dict):
-            return "its optimizer has no param_groups and state"
-        if [set(group) if isinstance(group, dict) else None for group in groups] != [set(g) for g in own]:
-            return "the optimizer's groups have other settings"
-        if [group["params"] for group in groups] != [group["params"] for group in own]:
-            return "the optimizer's groups have other parameters"
-        ordered = [parameter for group in self.adam.param_groups for parameter in group["params"]]
-        for index, moment in moments.items():
-            shapes = [getattr(moment.get(name), "shape", None) for name in ("exp_avg", "exp_avg_sq")]
-            if index not in range(len(ordered)) or shapes != [ordered[index].shape] * 2:
-                return f"the optimizer's moments of parameter {index} have other shapes"
-        return None
+        return _misfit(adam, self.adam)
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.adam.load_state_dict(state["adam"])
         for master, saved in zip(self.masters, state["masters"], strict=True):
             master.copy_(saved)
+
+
+class FusedAdamW:
+    """The same by FusedAdam: one launch for all parameters of a kind, which keeps the float32 copies itself."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]):
+        self.parameters = list(parameters)
+        matrices = [parameter for parameter in self.parameters if parameter.dim() >= 2]
+        vectors = [parameter for parameter in self.parameters if parameter.dim() < 2]
+        groups: list[dict[str, Any]] = [
+            {"params": matrices, "weight_decay": 0.1},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        narrow = any(parameter.dtype != torch.float32 for parameter in self.parameters)
+        self.adam = FusedAdam(groups, betas=(0.9, 0.95), master_weights=narrow)
+
+    def step(self, rate: float) -> None:
+        """Clip the gradients, take one step at this learning rate, and clear the gradients."""
+        for group in self.adam.param_groups:
+            group["lr"] = rate
+        torch.nn.utils.clip_grad_norm_(self.parameters, CLIP)
+        self.adam.step()
+        self.adam.zero_grad(set_to_none=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"fused_adam": self.adam.state_dict()}
+
+    def refusal(self, state: dict[str, Any]) -> str | None:
+        """Why a state is not one of this optimizer; None when it is."""
+        adam = state.get("fused_adam")
+        if not isinstance(adam, dict):
+            return "its optimizer has no fused_adam"
+        return _misfit(adam, self.adam)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.adam.load_state_dict(state["fused_adam"])
+
+
+# The optimizers by name, as `te train --optimizer` has them.
+OPTIMIZERS: dict[str, type[MasterAdamW | FusedAdamW]] = {"adamw": MasterAdamW, "fused_adam": FusedAdamW}
+
+
+def _misfit(saved: dict[str, Any], adam: torch.optim.Optimizer) -> str | None:
+    """Why the state dict of an Adam is not one of this one's parameters and settings; None when it is."""
+    own = adam.state_dict()["param_groups"]
+    groups, moments = saved.get("param_groups"), saved.get("state")
+    if not isinstance(groups, list) or not isinstance(moments, dict):
+        return "its optimizer has no param_groups and state"
+    # FusedAdam counts its steps in the group, once there are any.
+    settings = [set(group) - {"step"} if isinstance(group, dict) else None for group in groups]
+    if settings != [set(group) - {"step"} for group in own]:
+        return "the optimizer's groups have other settings"
+    if [group["params"] for group in groups] != [group["params"] for group in own]:
+        return "the optimizer's groups have other parameters"
+    ordered = [parameter for group in adam.param_groups for parameter in group["params"]]
+    for index, moment in moments.items():
+        shapes = [getattr(moment.get(name), "shape", None) for name in ("exp_avg", "exp_avg_sq")]
+        if index not in range(len(ordered)) or shapes != [ordered[index].shape] * 2:
+            return f"the optimizer's moments of parameter {index} have other shapes"
+    return None
 
 
 def _master(parameter: nn.Parameter) -> Tensor:

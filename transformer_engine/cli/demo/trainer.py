@@ -7,6 +7,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,13 @@ from ... import pytorch as te
 from ...pytorch.quantization import check_recipe_support
 from ..failure import writing
 from . import checkpoint
-from .config import Config, make_recipe
+from .config import Config, Execution, make_recipe
 from .data import Corpus
 from .model import ByteGPT
-from .optimizer import MasterAdamW, learning_rate
+from .optimizer import OPTIMIZERS, learning_rate
 
 EVALUATION_BATCHES = 32
+PLAINLY = Execution()
 
 
 @dataclass(frozen=True)
@@ -44,14 +46,21 @@ class Progress:
 class Run:
     """One model with its optimizer and the recipe it computes under."""
 
-    def __init__(self, name: str, config: Config):
+    def __init__(self, name: str, config: Config, execution: Execution = PLAINLY):
         self.recipe = make_recipe(name)
         supported, reason = (True, "") if self.recipe is None else check_recipe_support(self.recipe)
         if not supported:
             raise ValueError(f"the recipe {name} does not run here: {reason}")
         torch.manual_seed(config.seed)
-        self.model = ByteGPT(config)
-        self.optimizer = MasterAdamW(self.model.parameters())
+        self.model = ByteGPT(config, execution.offload_layers)
+        self.optimizer = OPTIMIZERS[config.optimizer](self.model.parameters())
+        self.observation: te.Observation | None = None
+        if execution.graphs:
+            te.graphed(self.model)
+
+    def observe(self, log: Path) -> None:
+        """Look at the tensors of the first of every ten steps from here on."""
+        self.observation = te.observe(self.model, log=log)
 
     def precision(self) -> te.autocast:
         return te.autocast(enabled=self.recipe is not None, recipe=self.recipe)
@@ -62,13 +71,16 @@ class Run:
             loss = self.model.loss(inputs, targets)
         loss.backward()
         self.optimizer.step(rate)
+        if self.observation is not None:
+            self.observation.step()
         return loss.detach()
 
     @torch.no_grad()
     def evaluate(self, batches: list[tuple[Tensor, Tensor]]) -> float:
         """Mean loss over batches."""
         self.model.eval()
-        with self.precision():
+        paused = nullcontext() if self.observation is None else self.observation.paused()
+        with paused, self.precision():
             losses = [self.model.loss(inputs, targets) for inputs, targets in batches]
         self.model.train()
         return torch.stack(losses).mean().item()
@@ -90,13 +102,17 @@ class Run:
 
 
 class Trainer:
-    """Trains every run of a Config and writes folder/metrics.jsonl and folder/checkpoint."""
+    """Trains every run of a Config and writes folder/metrics.jsonl and folder/checkpoint.
 
-    def __init__(self, config: Config, corpus: Corpus, folder: Path):
-        self.config, self.corpus, self.folder = config, corpus, folder
+    Of an execution that observes, the first run is observed, to folder/observed.jsonl.
+    """
+
+    def __init__(self, config: Config, corpus: Corpus, folder: Path, execution: Execution = PLAINLY):
+        execution.check(config)
+        self.config, self.corpus, self.folder, self.execution = config, corpus, folder, execution
         self.step = 0
         self.history: list[Progress] = []
-        self.runs = {name: Run(name, config) for name in config.runs}
+        self.runs = {name: Run(name, config, execution) for name in config.runs}
         self.device = torch.device(config.device)
         batches = corpus.validation_batches(EVALUATION_BATCHES, config.batch, config.sequence)
         self.validation = [self._to_device(batch) for batch in batches]
@@ -110,6 +126,15 @@ class Trainer:
         return self.folder / "metrics.jsonl"
 
     @property
+    def observed_path(self) -> Path:
+        return self.folder / "observed.jsonl"
+
+    @property
+    def observation(self) -> te.Observation | None:
+        """Of the first run, where it is observed."""
+        return self.runs[self.config.runs[0]].observation
+
+    @property
     def finished(self) -> bool:
         return self.step >= self.config.steps
 
@@ -119,6 +144,10 @@ class Trainer:
         stop: Callable[[], bool] = lambda: False,
     ) -> bool:
         """Train to the last step or until stop() is true; save a checkpoint either way. True: finished."""
+        if self.execution.observe and self.observation is None:
+            with writing(self.observed_path, "free some space there, or choose another --out"):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self.runs[self.config.runs[0]].observe(self.observed_path)
         while not self.finished and not stop():
             records = self._advance()
             self._note(records)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ..bounded import Bounded
+from ..memory import Memory
 from .launch import Launch
 
 _KINDS = {
@@ -45,7 +45,20 @@ class Compiled(NamedTuple):
     scalars: tuple[Scalar, ...]
 
 
-_compiled: Bounded[Any, Compiled] = Bounded(4096)
+class Wanted(NamedTuple):
+    """What a kernel is compiled for, as a key.
+
+    dtypes   of the inputs and then the outputs; None: not given
+    kinds    the types of scalars and constants: 1 and 1.0 are equal, and not the same argument
+    """
+
+    kernel: Any
+    dtypes: tuple[str | None, ...]
+    scalars: tuple[int | float, ...]
+    kinds: tuple[type, ...]
+    constants: tuple[Any, ...]
+    warps: int
+    capability: int
 
 
 def compiled(launch: Launch, dtypes: Sequence[str | None], capability: int) -> Compiled:
@@ -53,52 +66,60 @@ def compiled(launch: Launch, dtypes: Sequence[str | None], capability: int) -> C
 
     Every pointer must be a multiple of 16 bytes, as arrays of XLA are; capability is 90 for Hopper.
     """
-    key = (launch.kernel, tuple(dtypes), launch.scalars, launch.constants, launch.warps, capability)
-    found = _compiled.get(key)
-    return _compiled.keep(key, _compile(launch, dtypes, capability)) if found is None else found
+    assert not launch.dependent, (
+        "a launch that starts early needs an attribute that only a stream's launcher sets"
+    )
+    kinds = tuple(map(type, (*launch.scalars, *launch.constants)))
+    return _COMPILED[
+        Wanted(
+            launch.kernel, tuple(dtypes), launch.scalars, kinds, launch.constants, launch.warps, capability
+        )
+    ]
 
 
-def _compile(launch: Launch, dtypes: Sequence[str | None], capability: int) -> Compiled:
+def _compile(wanted: Wanted) -> Compiled:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    assert not launch.dependent, (
-        "a launch that starts early needs an attribute that only a stream's launcher sets"
-    )
-    names = launch.kernel.arg_names
-    pointers, rest = names[: len(dtypes)], names[len(dtypes) :]
-    numbers, others = rest[: len(launch.scalars)], rest[len(launch.scalars) :]
-    constants = dict(zip(others, launch.constants, strict=True))
-    constants |= {name: None for name, dtype in zip(pointers, dtypes, strict=True) if dtype is None}
+    names = wanted.kernel.arg_names
+    pointers, rest = names[: len(wanted.dtypes)], names[len(wanted.dtypes) :]
+    numbers, others = rest[: len(wanted.scalars)], rest[len(wanted.scalars) :]
+    constants = dict(zip(others, wanted.constants, strict=True))
+    constants |= {name: None for name, dtype in zip(pointers, wanted.dtypes, strict=True) if dtype is None}
     # As Triton's own launcher does: a whole number that is 1 becomes a constant.
-    constants |= {n: v for n, v in zip(numbers, launch.scalars, strict=True) if type(v) is int and v == 1}
+    constants |= {n: v for n, v in zip(numbers, wanted.scalars, strict=True) if type(v) is int and v == 1}
     kinds = {
-        name: f"*{_KINDS[dtype]}" for name, dtype in zip(pointers, dtypes, strict=True) if dtype is not None
+        name: f"*{_KINDS[dtype]}"
+        for name, dtype in zip(pointers, wanted.dtypes, strict=True)
+        if dtype is not None
     }
-    kinds |= {name: _number_kind(value) for name, value in zip(numbers, launch.scalars, strict=True)}
+    kinds |= {name: _number_kind(value) for name, value in zip(numbers, wanted.scalars, strict=True)}
     signature = {name: "constexpr" if name in constants else kinds[name] for name in names}
-    values = dict(zip(numbers, launch.scalars, strict=True))
+    values = dict(zip(numbers, wanted.scalars, strict=True))
     aligned = {
         (place,): [["tt.divisibility", _ALIGNMENT]]
         for place, name in enumerate(names)
         if name not in constants and _is_aligned(values.get(name, 0))
     }
     made = triton.compile(
-        ASTSource(launch.kernel, signature, constants, aligned),
-        target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": launch.warps, "num_stages": 1},
+        ASTSource(wanted.kernel, signature, constants, aligned),
+        target=GPUTarget("cuda", wanted.capability, 32),
+        options={"num_warps": wanted.warps, "num_stages": 1},
     )
     assert not getattr(made.metadata, "global_scratch_size", 0), "our kernels use no scratch memory"
     return Compiled(
         made.metadata.name,
         made.asm["ptx"],
-        capability,
-        launch.warps,
+        wanted.capability,
+        wanted.warps,
         made.metadata.shared,
-        tuple(place for place, dtype in enumerate(dtypes) if dtype is not None),
+        tuple(place for place, dtype in enumerate(wanted.dtypes) if dtype is not None),
         tuple(Scalar(value, kinds[name]) for name, value in values.items() if name not in constants),
     )
+
+
+_COMPILED: Memory[Wanted, Compiled] = Memory(_compile, 4096)
 
 
 def _number_kind(value: int | float) -> str:

@@ -30,7 +30,7 @@ _DTYPES = {E4M3.name: "float8_e4m3fn", E5M2.name: "float8_e5m2", E2M1.name: "uin
 
 _FAST_VERSIONS = ("3.6", "3.7", "3.8", "3.9")
 _DIRECT_VERSIONS = ("3.6",)
-_ALIGNMENT = 16  # bytes; Triton compiles a kernel anew for pointers that are not multiples of it
+ALIGNMENT = 16  # bytes; Triton compiles a kernel anew for pointers that are not multiples of it
 
 
 def _missing() -> str | None:
@@ -140,14 +140,19 @@ def start(
             together |= pointer
             pointers.append(pointer)
             key.append(tensor.dtype)
-    if together % _ALIGNMENT:
-        key.extend([pointer is None or pointer % _ALIGNMENT == 0 for pointer in pointers])
+    if together % ALIGNMENT:
+        key.extend([pointer is None or pointer % ALIGNMENT == 0 for pointer in pointers])
     for tensor in made:
         pointers.append(None if tensor is None else tensor.data_ptr())
     handle = launch.handles.get(tuple(key))
     if handle is None:
         handle = launch.handles[tuple(key)] = _compile(launch, (*tensors, *made))
     handle(device, pointers, tensors, made)
+
+
+def starter(launch: Launch, tensors: Sequence[Tensor | None]) -> Any:
+    """What `start` finds or compiles for tensors of these dtypes and alignment: f(device, pointers, tensors, made)."""
+    return _compile(launch, tensors)
 
 
 def _compile(launch: Launch, tensors: Sequence[Tensor | None]) -> Any:

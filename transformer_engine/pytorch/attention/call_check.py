@@ -2,7 +2,8 @@
 
 Projections record amaxes, caches take keys, dropout draws from generators; the core attention, which knows most of what
 can be wrong, comes behind the first of them. So its checks run once more ahead, on the shapes that the projections will
-give. A call whose shapes and options were met before is not looked at again, except for numbers in tensors.
+give. What a call is judged by is a key: one that was judged before is not looked at again, except for numbers in
+tensors.
 """
 
 from __future__ import annotations
@@ -16,63 +17,80 @@ from ...common import env
 from ...common.checks import described
 from ...common.dispatch import undisturbed
 from ...common.memory import Memory
+from ..primitives.attention.choose import check
 from ..primitives.rope import RopeSpec
 from ..quantization.autocast import AutocastState
 from ..runtime.checks import floating
 from ..runtime.device import autocast_dtype
 from .dot_product_attention import DotProductAttention
 from .dot_product_attention.arguments import check_angles, check_cache_kind
+from .dot_product_attention.call import in_order, needs_shapes
+from .dot_product_attention.facts import described_arguments, facts_of
 from .dot_product_attention.fp8_recipe import attention_recipe, scaling_of
-from .dot_product_attention.plain import check_plain
-from .dot_product_attention.sequences import demand_lengths
-from .dot_product_attention.settings import NOTHING_GIVEN, CallArguments, Config, Described
+from .dot_product_attention.prepare import Modes, judged
+from .dot_product_attention.sequences import Cached, Sequences, demand_lengths
+from .dot_product_attention.settings import (
+    NOTHING_GIVEN,
+    AttentionConfig,
+    CallArguments,
+    Described,
+    described_of,
+)
+from .layer_settings import LayerConfig
 from .rotation import Rotation, rotation_of
 
-# Calls that passed, before they are all forgotten.
-REMEMBERED = 64
+# Calls of a layer that were found right, before they are all forgotten.
+MAX_CALLS = 256
 
 
-class Door(NamedTuple):
-    """What a MultiheadAttention's inputs have to be, and what its projections make of them.
+class LayerCall(NamedTuple):
+    """The parts of a key.
 
-    queries, groups, size   heads of a tensor-parallel rank;  ranks  that share the tokens of a sequence
+    config, core    settings of the layer, and of its core attention; core: None where a caller has put another there
+    training        the core's
+    *_shape, _dtype, _device   of hidden_states
+    encoder         encoder_output, described
+    gradient        torch's mode;  lowered  torch.autocast's dtype;  deterministic  torch's switch
+    environment     env.generation()
+    given, cached, same    as in the core's `Call`
     """
 
-    attention_type: str
-    attn_mask_type: str
-    qkv_format: str
-    interleaved_angles: bool
-    hidden_size: int
-    queries: int
-    groups: int
-    size: int
-    ranks: int
-
-    @classmethod
-    def of(cls, layer: Any) -> Door:
-        """That of a layer."""
-        heads = layer.heads
-        return cls(
-            layer.attention_type,
-            layer.attn_mask_type,
-            layer.qkv_format,
-            layer.rotary_pos_interleaved,
-            layer.hidden_size,
-            heads.queries,
-            heads.groups,
-            heads.size,
-            layer.tp_size if layer.sequence_parallel else 1,
-        )
+    config: LayerConfig
+    core: AttentionConfig | None
+    training: bool
+    x_shape: torch.Size
+    x_dtype: torch.dtype
+    x_device: torch.device
+    gradient: bool
+    lowered: torch.dtype | None
+    deterministic: bool
+    environment: int
+    encoder: Described | None = None
+    given: tuple[Any, ...] | None = None
+    cached: Cached | None = None
+    same: bool = True
 
 
-class Passed(set[Any]):
-    """Keys of calls of one layer that were found right, emptied before it holds more than REMEMBERED."""
+Key = tuple[Any, ...]
 
-    def keep(self, key: Any) -> None:
-        """Remember that the call of a key is right."""
-        if len(self) >= REMEMBERED:
-            self.clear()
-        self.add(key)
+
+def judge(key: Key) -> Sequences | None:
+    """The sequences of a call that its core attention will take; None where the core is not ours."""
+    call = LayerCall(*key)
+    return _judge(call, NOTHING_GIVEN if call.given is None else described_arguments(call.given))
+
+
+def _judge(call: LayerCall, a: CallArguments) -> Sequences | None:
+    x = Described(call.x_shape, call.x_dtype, call.x_device, call.gradient)
+    _check_inputs(call.config, x, call.encoder, call.lowered is not None)
+    core = call.core
+    if core is None:
+        return None
+    qkv = _projections(call.config, x, call.encoder, call.lowered)
+    modes = Modes(call.gradient, call.deterministic)
+    request, sequences = judged(core, core.numbers(call.training), qkv, a, modes, call.cached, call.same)
+    check(request)
+    return sequences
 
 
 def check_variant(
@@ -89,49 +107,37 @@ def check_variant(
         )
 
 
+_PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
+
+
 def check_layer_call(
-    door: Door,
+    memory: Memory[Key, Sequences | None],
+    config: LayerConfig,
     core: Any,
-    passed: Passed,
-    hidden_states: Any,
+    x: Any,
     encoder_output: Any,
     arguments: CallArguments,
     rotation: Rotation | None,
     state: AutocastState,
 ) -> None:
-    """Raise what the call would be refused with, before anything is recorded; core: the core attention."""
-    if (door.attention_type == "cross") != (encoder_output is not None):
-        want = "needs" if door.attention_type == "cross" else "takes no"
-        given = "None" if encoder_output is None else described(encoder_output)
-        raise ValueError(
-            f"attention_type={door.attention_type!r} {want} encoder_output, which is {given}; match the two"
-        )
-    if torch.compiler.is_compiling():
-        return
-    if arguments.inference_params is not None:
-        check_cache_kind(arguments.inference_params)
+    """Raise what a call that no compiler traces would be refused with, before anything is recorded.
+
+    core   the core attention;  rotation  how q and k turn, which has numbers to be looked at in each call
+    """
+    if (config.attention_type == "cross") != (encoder_output is not None):
+        check_encoder(config, encoder_output)
     if state.enabled and (recipe := attention_recipe(state.recipe)) is not None:
         scaling_of(recipe)
-    if arguments is NOTHING_GIVEN and encoder_output is None and rotation is None:
-        # A caller may have put another core in the place of ours.
-        ours = type(hidden_states) in _PLAIN_TENSORS and isinstance(core, DotProductAttention)
-        if ours and hidden_states.is_floating_point():
-            _check_plain(door, core.config(), hidden_states)
-            return
-    _check(door, core, passed, hidden_states, encoder_output, arguments, rotation)
-
-
-_PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
-
-Key = tuple[Any, ...]
-
-
-def _check_plain(door: Door, config: Config, x: Tensor) -> None:
-    """The check of a self attention to a tensor alone: one key, one look-up."""
+    ours = isinstance(core, DotProductAttention)
+    plain = arguments is NOTHING_GIVEN and encoder_output is None and type(x) in _PLAIN_TENSORS
+    if not (plain and ours) or not x.is_floating_point():
+        _check_any(memory, config, core if ours else None, x, encoder_output, arguments, rotation)
+        return
     device = x.device
     key = (
-        door,
         config,
+        core._config,
+        core.training,
         x.shape,
         x.dtype,
         device,
@@ -141,64 +147,89 @@ def _check_plain(door: Door, config: Config, x: Tensor) -> None:
         env.generation(),
     )
     if undisturbed():
-        _PLAIN[key]
+        memory[key]
     else:
-        _judge_plain(key)
+        judge(key)
+    if rotation is not None:
+        rotation.check(*_projections(config, described_of(x), None, key[7])[:2])
 
 
-def _judge_plain(key: Key) -> None:
-    door, config, shape, dtype, device, gradient, lowered, deterministic, generation = key
-    x = Described(shape, dtype, device, gradient)
-    _check_inputs(door, x, None, bool(lowered))
-    q, k = _projected(door, x, door.queries, lowered), _projected(door, x, door.groups, lowered)
-    check_plain(config, q, k, k, deterministic, generation)
+def check_encoder(config: LayerConfig, encoder_output: Any) -> None:
+    """ValueError unless cross attention, and no other, is given what its keys are made of."""
+    if (config.attention_type == "cross") != (encoder_output is not None):
+        want = "needs" if config.attention_type == "cross" else "takes no"
+        given = "None" if encoder_output is None else described(encoder_output)
+        raise ValueError(
+            f"attention_type={config.attention_type!r} {want} encoder_output, which is {given}; match the two"
+        )
 
 
-_PLAIN: Memory[Key, None] = Memory(_judge_plain, 1024)
-
-
-def _check(
-    door: Door,
-    core: Any,
-    passed: Passed,
-    hidden_states: Any,
+def _check_any(
+    memory: Memory[Key, Sequences | None],
+    config: LayerConfig,
+    core: DotProductAttention | None,
+    x: Any,
     encoder_output: Any,
     arguments: CallArguments,
     rotation: Rotation | None,
 ) -> None:
-    """The check of any call, remembered by the kinds of its arguments."""
-    if not isinstance(hidden_states, Tensor) or hidden_states.is_meta:
-        _check_tensors(door, hidden_states, encoder_output)
-    try:
-        key = _key(door, core, hidden_states, encoder_output, arguments)
-        known = key in passed
-    except TypeError:  # an argument that cannot be hashed, so of a wrong type
-        key, known = None, False
-    lengths = _uses_lengths(door, arguments)
-    if known and rotation is None and not lengths:
-        return
-    if not known:
-        _check_tensors(door, hidden_states, encoder_output)
-    q, k, v = _projections(door, hidden_states, encoder_output)
-    if not known:
-        if isinstance(core, DotProductAttention):
-            core.check_call(q, k, v, arguments)
-        if key is not None:
-            passed.keep(key)
-    elif lengths:
-        demand_lengths(
-            (q, k),
-            door.qkv_format,
-            arguments.cu_seqlens,
-            arguments.cu_seqlens_padded,
-            arguments.max_seqlens,
-        )
+    """The check of any call: its key, and the numbers in its lengths and its rotation."""
+    floating("hidden_states", x)
+    if encoder_output is not None:
+        floating("encoder_output", encoder_output)
+    lowered = autocast_dtype(x.device.type)
+    encoder = None if encoder_output is None else described_of(encoder_output)
+    key: Key = (
+        config,
+        None if core is None else core._config,
+        core is not None and core.training,
+        x.shape,
+        x.dtype,
+        x.device,
+        torch.is_grad_enabled(),
+        lowered,
+        torch.are_deterministic_algorithms_enabled(),
+        env.generation(),
+        encoder,
+    )
+    qkv = None
+    if rotation is not None or core is None or needs_shapes(core._config, arguments):
+        here = described_of(x)
+        _check_inputs(config, here, encoder, lowered is not None)
+        qkv = _projections(config, here, encoder, lowered)
+    if core is not None:
+        _check_core(memory, key, core, qkv, arguments)
     if rotation is not None:
-        rotation.check(q, k)
+        assert qkv is not None
+        rotation.check(*qkv[:2])
+
+
+def _check_core(
+    memory: Memory[Key, Sequences | None],
+    key: Key,
+    core: DotProductAttention,
+    qkv: tuple[Described, Described, Described] | None,
+    arguments: CallArguments,
+) -> None:
+    """What the core attention would refuse of q, k and v; key: without the arguments."""
+    a, same, _, cached = in_order(core._config, qkv, arguments)
+    try:
+        if arguments is not NOTHING_GIVEN:
+            key = (*key, facts_of(a), cached, same)
+        sequences = memory[key] if undisturbed() else judge(key)
+    except (AttributeError, TypeError) as error:
+        stumbled = error
+    else:
+        if sequences is not None:
+            demand_lengths(sequences, a)
+        return
+    # An argument of a wrong kind is no part of a key; the checks say what it should be.
+    _judge(LayerCall(*key[:11], cached=cached, same=same), a)
+    raise stumbled
 
 
 def rotation_of_call(
-    door: Door, rotary_pos_emb: Tensor | tuple[Tensor, Tensor], arguments: CallArguments
+    config: LayerConfig, rotary_pos_emb: Tensor | tuple[Tensor, Tensor], arguments: CallArguments
 ) -> Rotation:
     """How queries and keys turn; TypeError or ValueError where the angles are none, or do not reach."""
     check_angles(rotary_pos_emb)
@@ -206,97 +237,45 @@ def rotation_of_call(
         check_cache_kind(arguments.inference_params)
     return rotation_of(
         rotary_pos_emb,
-        RopeSpec(door.qkv_format, door.interleaved_angles),
-        door.attention_type == "self",
+        RopeSpec(config.qkv_format, config.rotary_pos_interleaved),
+        config.attention_type == "self",
         arguments.inference_params,
         arguments.cu_seqlens,
         arguments.cu_seqlens_padded,
     )
 
 
-def _uses_lengths(door: Door, a: CallArguments) -> bool:
-    """Are there cumulative lengths that the attention reads?"""
-    if a.cu_seqlens[0] is None or a.inference_params is not None:
-        return False
-    name = door.attn_mask_type if a.attn_mask_type is None else a.attn_mask_type
-    return door.qkv_format == "thd" or "padding" in str(name)
-
-
-def _key(door: Door, core: Any, x: Any, encoder_output: Any, a: CallArguments) -> Key:
-    """What the checks depend on, apart from numbers in tensors."""
-    cache, mask = a.inference_params, a.attention_mask
-    tensors = (encoder_output, *a.cu_seqlens, *a.cu_seqlens_padded, a.bias, a.alibi_slopes)
-    device = x.device
-    return (
-        door,
-        core.config() if isinstance(core, DotProductAttention) else None,
-        x.shape,
-        x.dtype,
-        device,
-        tuple([t if t is None else _facts(t) for t in tensors]),
-        tuple(map(_facts, mask)) if isinstance(mask, tuple) else _facts(mask),
-        a[4:9],
-        None if cache is None else cache.step_facts(),
-        a.pad_between_seqs,
-        torch.is_grad_enabled(),
-        autocast_dtype(device.type),
-        torch.are_deterministic_algorithms_enabled(),
-        env.generation(),
-    )
-
-
-def _facts(x: Any) -> Any:
-    return (x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x
-
-
-def _check_tensors(door: Door, hidden_states: Any, encoder_output: Any) -> None:
-    """ValueError or TypeError unless the inputs are tensors with values, [.., hidden] as qkv_format says."""
-    given = {"hidden_states": hidden_states}
-    if door.attention_type == "cross":
-        given["encoder_output"] = encoder_output
-    for name, x in given.items():
-        floating(name, x)
-    _check_inputs(door, hidden_states, encoder_output, autocast_dtype(hidden_states.device.type) is not None)
-
-
-def _check_inputs(door: Door, hidden_states: Any, encoder_output: Any, lowered: bool) -> None:
-    """ValueError unless floating-point tensors, or descriptions of them, are [.., hidden] as qkv_format says."""
-    given = {"hidden_states": hidden_states}
-    if door.attention_type == "cross":
-        given["encoder_output"] = encoder_output
-    axes = len(door.qkv_format) - 1
-    for name, x in given.items():
-        if x.ndim != axes or x.shape[-1] != door.hidden_size:
+def _check_inputs(config: LayerConfig, x: Described, encoder: Described | None, lowered: bool) -> None:
+    """ValueError unless the inputs are [.., hidden] as qkv_format says, of one dtype and device."""
+    axes = len(config.qkv_format) - 1
+    for name, given in (("hidden_states", x), ("encoder_output", encoder)):
+        if given is None:
+            continue
+        if len(given.shape) != axes or given.shape[-1] != config.hidden_size:
             raise ValueError(
-                f"{name} is {list(x.shape)}, qkv_format={door.qkv_format!r} needs {axes} axes that end in "
-                f"hidden_size={door.hidden_size}"
+                f"{name} is {list(given.shape)}, qkv_format={config.qkv_format!r} needs {axes} axes that end in "
+                f"hidden_size={config.hidden_size}"
             )
-        if x.device.type == "meta":
-            raise ValueError(f"{name} is on {x.device} and has no values; make it on the layer's device")
-        if (x.dtype != hidden_states.dtype and not lowered) or x.device != hidden_states.device:
+        if given.device.type == "meta":
+            raise ValueError(f"{name} is on {given.device} and has no values; make it on the layer's device")
+        if (given.dtype != x.dtype and not lowered) or given.device != x.device:
             raise ValueError(
-                f"{name} is {x.dtype} on {x.device}, hidden_states {hidden_states.dtype} on {hidden_states.device}; "
-                "convert"
+                f"{name} is {given.dtype} on {given.device}, hidden_states {x.dtype} on {x.device}; convert"
             )
 
 
 def _projections(
-    door: Door, hidden_states: Tensor, encoder_output: Tensor | None
+    config: LayerConfig, x: Described, encoder: Described | None, lowered: torch.dtype | None
 ) -> tuple[Described, Described, Described]:
     """q, k, v as the projections will give them."""
-    device = hidden_states.device
-    lowered = autocast_dtype(device.type)
-    gradient = torch.is_grad_enabled()
-    keys_from = hidden_states if encoder_output is None else encoder_output
-    described_as = (
-        Described(x.shape, hidden_states.dtype, device, gradient) for x in (hidden_states, keys_from)
-    )
-    queries, keys = described_as
-    k = _projected(door, keys, door.groups, lowered)
-    return _projected(door, queries, door.queries, lowered), k, k
+    heads = config.heads
+    k = _projected(config, x if encoder is None else encoder, heads.groups, lowered or x.dtype)
+    if encoder is None and heads.groups == heads.queries:
+        return k, k, k
+    return _projected(config, x, heads.queries, lowered or x.dtype), k, k
 
 
-def _projected(door: Door, x: Described, heads: int, lowered: torch.dtype | None) -> Described:
+def _projected(config: LayerConfig, x: Described, heads: int, dtype: torch.dtype) -> Described:
     """x [.., hidden] by heads; those of a sequence-parallel layer gather the ranks' tokens."""
-    shape = torch.Size((x.shape[0] * door.ranks, *x.shape[1:-1], heads, door.size))
-    return x._replace(shape=shape, dtype=lowered or x.dtype)
+    shape = torch.Size((x.shape[0] * config.ranks, *x.shape[1:-1], heads, config.heads.size))
+    return Described(shape, dtype, x.device, False)

@@ -111,7 +111,6 @@ class InferenceParams:
         self.device = canonical_device(device)
         self.page_size, self.total_num_pages = self._pages(page_size, total_num_pages)
         self.cache_manager = custom_cache_manager or self._manager()
-        self._limits = (num_heads_kv, head_dim_k, self.head_dim_v, dtype, max_sequence_length, is_paged)
         self.sequences: OrderedDict[Any, int] = OrderedDict()
         self.batch_size = -1
         self.longest_step = 0  # new tokens of the sequence that brings most
@@ -243,10 +242,6 @@ class InferenceParams:
             self._total,
             self.longest_step,
         )
-
-    def step_facts(self) -> tuple[Any, ...]:
-        """What decides whether tokens fit a step, apart from the tokens."""
-        return self._limits, self.batch_size, self.longest_step, self.step_tokens
 
     step_kv_cache = step
 

@@ -9,50 +9,33 @@ import torch
 from torch import Tensor, nn
 
 from ...common.checks import switch
+from ...common.memory import Memory
 from ..module.arguments import check_arguments
+from ..module.config import configured
 from ..module.layernorm_linear import LayerNormLinear
 from ..module.linear import Linear
-from ..module.settings import hand_down, refuse_if_fixed
-from ..primitives.attention.mask import canonical_name, check_set_window_size
-from ..quantization.autocast import AutocastState, current
-from .call_check import Door, Passed, check_layer_call, check_variant, rotation_of_call
+from ..primitives.attention.mask import check_set_window_size
+from ..quantization.autocast import AutocastState, current, here_in_eager_mode
+from .call_check import (
+    MAX_CALLS,
+    check_encoder,
+    check_layer_call,
+    check_variant,
+    judge,
+    rotation_of_call,
+)
 from .dot_product_attention import DotProductAttention
 from .dot_product_attention.arguments import RULES, check_heads
 from .dot_product_attention.fp8_recipe import outputs_codes, projects_codes
+from .dot_product_attention.sequences import Sequences
 from .dot_product_attention.settings import NOTHING_GIVEN, CallArguments
 from .heads import Heads, head_size
 from .inference import InferenceParams
+from .layer_settings import AS_GIVEN, FIXED, WORKED_BY, LayerConfig
 from .qk_norm import query_key_norm
 from .rotation import Rotation
 
-# Attributes that children work by, and those that decided which children there are.
-_PROJECTIONS = ("layernorm_qkv", "qkv", "layernorm_query", "query_layer", "key_value")
-_WORKED_BY = {
-    "attn_mask_type": ("core_attention.attn_mask_type",),
-    "layer_number": ("core_attention.layer_number",),
-    "qkv_format": ("core_attention.qkv_format",),
-    "return_bias": ("proj.return_bias",),
-    "return_layernorm_output": (
-        "layernorm_qkv.return_layernorm_output",
-        "layernorm_query.return_layernorm_output",
-    ),
-    "sequence_parallel": tuple(
-        f"{child}.sequence_parallel" for child in (*_PROJECTIONS, "core_attention", "proj")
-    ),
-    "window_size": ("core_attention.window_size",),
-}
-_DOOR = frozenset(
-    {
-        "attn_mask_type",
-        "attention_type",
-        "heads",
-        "hidden_size",
-        "qkv_format",
-        "rotary_pos_interleaved",
-        "sequence_parallel",
-        "tp_size",
-    }
-)
+# Arguments that children are made with.
 _OF_PROJECTIONS = (
     "bias",
     "device",
@@ -73,14 +56,9 @@ _OF_CORE = (
     "softmax_type",
     "window_size",
 )
-_FIXED = frozenset(
-    {
-        *("attention_type", "fuse_qkv_params", "hidden_size", "input_layernorm", "num_attention_heads"),
-        *("num_gqa_groups", "qk_norm_type"),
-    }
-)
 
 
+@configured(LayerConfig, fixed=FIXED, handed_down=WORKED_BY)
 class MultiheadAttention(nn.Module):
     """out [.., hidden] = proj(softmax(q k^T / sqrt(d)) v) for self or cross attention, any mask and bias.
 
@@ -96,7 +74,28 @@ class MultiheadAttention(nn.Module):
     seq_length, micro_batch_size and ub_* are accepted; nothing needs them.
     """
 
-    _door: Door | None
+    _config: LayerConfig
+    attention_type: str
+    attn_mask_type: str
+    window_size: tuple[int, int] | None
+    layer_number: int | None
+    qkv_format: str
+    input_layernorm: bool
+    return_layernorm_output: bool
+    return_bias: bool
+    rotary_pos_interleaved: bool
+    qk_norm_type: str | None
+    qk_norm_before_rope: bool
+    num_attention_heads: int
+    num_gqa_groups: int
+    hidden_size: int
+    hidden_size_per_attention_head: int
+    fuse_qkv_params: bool
+    qkv_weight_interleaved: bool
+    tp_size: int
+    tp_group: Any
+    sequence_parallel: bool
+    heads: Heads
 
     def __init__(
         self, hidden_size: int, num_attention_heads: int, kv_channels: int | None = None,
@@ -127,24 +126,18 @@ class MultiheadAttention(nn.Module):
         size = head_size(hidden_size, num_attention_heads, kv_channels)
         ranks = tp_size if set_parallel_mode else 1
         check_heads(num_attention_heads, groups, ranks)
-        self.attention_type = attention_type
-        self.attn_mask_type = canonical_name(attn_mask_type)
-        self.window_size = check_set_window_size(attn_mask_type, window_size)
-        self.layer_number = layer_number
-        self.qkv_format = qkv_format
-        self.input_layernorm = input_layernorm
-        self.return_layernorm_output = return_layernorm_output
-        self.return_bias = return_bias
-        self.rotary_pos_interleaved = rotary_pos_interleaved
-        self.qk_norm_type, self.qk_norm_before_rope = qk_norm_type, qk_norm_before_rope
-        self.num_attention_heads, self.num_gqa_groups = num_attention_heads, groups
-        self.hidden_size, self.hidden_size_per_attention_head = hidden_size, size
-        self.fuse_qkv_params = fuse_qkv_params
-        self.qkv_weight_interleaved = qkv_weight_interleaved and fuse_qkv_params
-        self.tp_size, self.tp_group = tp_size, tp_group
-        self.sequence_parallel = sequence_parallel and tp_size > 1
-        self._passed = Passed()
-        self.heads = Heads(num_attention_heads // ranks, groups // ranks, size, self.qkv_weight_interleaved)
+        interleaved = qkv_weight_interleaved and fuse_qkv_params
+        self._config = LayerConfig(
+            **{argument: given[argument] for argument in AS_GIVEN},
+            window_size=check_set_window_size(attn_mask_type, window_size),
+            num_gqa_groups=groups,
+            hidden_size_per_attention_head=size,
+            qkv_weight_interleaved=interleaved,
+            tp_size=tp_size,
+            sequence_parallel=sequence_parallel and tp_size > 1,
+            heads=Heads(num_attention_heads // ranks, groups // ranks, size, interleaved),
+        )
+        self._judged: Memory[tuple[Any, ...], Sequences | None] = Memory(judge, MAX_CALLS)
         projection = {argument: given[argument] for argument in _OF_PROJECTIONS}
         projection |= {"sequence_parallel": self.sequence_parallel, "tp_size": tp_size}
         norm = {"eps": layernorm_epsilon, **{argument: given[argument] for argument in _OF_NORM}}
@@ -177,13 +170,6 @@ class MultiheadAttention(nn.Module):
             name=_name(name, "proj"),
             **projection,
         )
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        refuse_if_fixed(self, name, value, _FIXED)
-        super().__setattr__(name, value)
-        hand_down(self, name, value, _WORKED_BY)
-        if name in _DOOR:
-            self.__dict__["_door"] = None
 
     def _create_projections(
         self,
@@ -278,11 +264,13 @@ class MultiheadAttention(nn.Module):
                 core_attention_bias_type, core_attention_bias, alibi_slopes, inference_params, pad_between_seqs,
             )
         # fmt: on
-        rotation = self.check_call(hidden_states, encoder_output, rotary_pos_emb, arguments)
-        state = current()
-        codes = inference_params is None and outputs_codes(state)
+        tracing = torch.compiler.is_compiling()
+        state = current() if tracing else here_in_eager_mode().state
+        rotation = self._checked(hidden_states, encoder_output, rotary_pos_emb, arguments, state, tracing)
+        codes = state.enabled and inference_params is None and outputs_codes(state)
+        config = self._config
         q, k, v, norm_output = self._project(
-            hidden_states, encoder_output, is_first_microbatch, rotation, state if codes else None
+            config, hidden_states, encoder_output, is_first_microbatch, rotation, state if codes else None
         )
         modules: dict[str, Any] = self._modules
         core = modules["core_attention"]
@@ -296,10 +284,12 @@ class MultiheadAttention(nn.Module):
             given = {"checkpoint_core_attention": checkpoint_core_attention, "fp8_output": codes}
             context = core(q, k, v, fast_zero_fill=fast_zero_fill, **given, **arguments.as_keywords())
         projected = modules["proj"](context, is_first_microbatch=is_first_microbatch)
-        outputs: list[Any] = list(projected) if self.return_bias else [projected]
-        if self.return_layernorm_output:
+        if not (config.return_bias or config.return_layernorm_output):
+            return projected
+        outputs: list[Any] = list(projected) if config.return_bias else [projected]
+        if config.return_layernorm_output:
             outputs.append(norm_output)
-        return tuple(outputs) if len(outputs) > 1 else outputs[0]
+        return tuple(outputs)
 
     def check_call(
         self,
@@ -307,25 +297,36 @@ class MultiheadAttention(nn.Module):
         encoder_output: Tensor | None,
         rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None,
         arguments: CallArguments,
+    ) -> None:
+        """Raise what forward would, and change nothing."""
+        tracing = torch.compiler.is_compiling()
+        self._checked(hidden_states, encoder_output, rotary_pos_emb, arguments, current(), tracing)
+
+    def _checked(
+        self,
+        hidden_states: Tensor,
+        encoder_output: Tensor | None,
+        rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None,
+        arguments: CallArguments,
+        state: AutocastState,
+        tracing: bool,
     ) -> Rotation | None:
-        """Raise what forward would, and change nothing; how q and k turn."""
-        door = self.door()
-        rotation = None if rotary_pos_emb is None else rotation_of_call(door, rotary_pos_emb, arguments)
+        """How q and k turn, after every check; a compiler traces the shapes that were met, and the core's checks."""
+        config, rotation = self._config, None
+        if rotary_pos_emb is not None:
+            rotation = rotation_of_call(config, rotary_pos_emb, arguments)
+        if tracing:
+            check_encoder(config, encoder_output)
+            return rotation
         core = self._modules["core_attention"]
         check_layer_call(
-            door, core, self._passed, hidden_states, encoder_output, arguments, rotation, current()
+            self._judged, config, core, hidden_states, encoder_output, arguments, rotation, state
         )
         return rotation
 
-    def door(self) -> Door:
-        """What inputs have to be, made again after an attribute that says so has changed."""
-        door = self._door
-        if door is None:
-            door = self.__dict__["_door"] = Door.of(self)
-        return door
-
     def _project(
         self,
+        config: LayerConfig,
         hidden_states: Tensor,
         encoder_output: Tensor | None,
         is_first_microbatch: bool | None,
@@ -345,17 +346,18 @@ class MultiheadAttention(nn.Module):
         key_value, q_norm = get("key_value"), get("q_norm")
         if codes is not None and key_value is None and rotation is None and q_norm is None:
             first["fp8_output"] = projects_codes(projection, codes, hidden_states)
+        heads = config.heads
         mixed = projection(hidden_states, **first)
-        mixed, norm_output = mixed if self.return_layernorm_output else (mixed, None)
-        norms_first = q_norm is not None and self.qk_norm_before_rope
+        mixed, norm_output = mixed if config.return_layernorm_output else (mixed, None)
+        norms_first = q_norm is not None and config.qk_norm_before_rope
         if key_value is not None:
             keys_values = key_value(encoder_output, **first)
-            q, k, v = self.heads.split_q(mixed), *self.heads.split_kv(keys_values)
-        elif rotation is not None and not norms_first and (grouped := self.heads.grouped(mixed)) is not None:
-            q, k, v = rotation.of_projection(grouped, self.heads)
+            q, k, v = heads.split_q(mixed), *heads.split_kv(keys_values)
+        elif rotation is not None and not norms_first and (grouped := heads.grouped(mixed)) is not None:
+            q, k, v = rotation.of_projection(grouped, heads)
             return *(self._normed(q, k) if q_norm is not None else (q, k)), v, norm_output
         else:
-            q, k, v = self.heads.split_qkv(mixed)
+            q, k, v = heads.split_qkv(mixed)
         if norms_first:
             q, k = self._normed(q, k)
         if rotation is not None:

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..offload.marks import active as offloading
+from ..offload.marks import keep_weight
 from ..primitives.grouped_gemm import (
     GroupedColumns,
     GroupedMatrices,
@@ -23,10 +25,10 @@ from ..primitives.grouped_gemm import (
     product_of_rows,
 )
 from ..primitives.grouped_quantize import GroupedQuantized, row_sums
-from ..runtime.double_backward import once_differentiable
 from .caller_buffers import NO_BUFFERS, CallerBuffers, handed_out
 from .grouped_quantizer import GroupedQuantizer
 from .linear_spec import Accumulation
+from .saving import backward_of
 from .scale_update import ScaleUpdate
 from .weight_gradient import WeightGradient, main_grad_of
 
@@ -95,6 +97,8 @@ def _forward(
         matrices = GroupedMatrices(codes=held.codes, scale=held.scale, format=spec.weight.format)
         saved = (made.codes_t, made.scale_t)
         saved += (held.codes_t, held.scale_t) if spec.needs_grad_input else (None, None)
+        if offloading.synchronizer is not None:
+            keep_weight(saved[2])
     exact = spec.accumulation.forward
     out = spec.buffers.output
     y = product_of_rows(rows, matrices, groups, spec.dtype, bias=bias, exact=exact, out=out)
@@ -177,17 +181,17 @@ class _Together(torch.autograd.Function):
     def forward(ctx, x, groups, spec, count, *parameters):
         y, saved = _forward(x, list(parameters[:count]), list(parameters[count:]) or None, groups, spec)
         ctx.save_for_backward(groups.layout, *saved)
-        ctx.groups, ctx.spec = groups._replace(layout=None), spec
+        ctx.groups, ctx.spec = (groups.count, groups.total, groups.rows, groups.padded), spec
+        ctx.scale_update = spec.scale_update
         ctx.more = len(parameters) - count
         return y
 
     @staticmethod
-    @once_differentiable("GroupedLinear")
+    @backward_of("GroupedLinear")
     def backward(ctx, grad_output):  # pyright: ignore[reportIncompatibleMethodOverride]
         layout, *saved = ctx.saved_tensors
-        spec = ctx.spec
-        grads = _backward(grad_output, tuple(saved), ctx.groups._replace(layout=layout), spec)
-        if spec.scale_update is not None:
-            spec.scale_update.run()
+        count, total, rows, padded = ctx.groups
+        groups = Groups(count, total, rows, layout, padded)
+        grads = _backward(grad_output, tuple(saved), groups, ctx.spec)
         biases = grads.biases or (None,) * ctx.more
         return grads.input, None, None, None, *grads.weights, *biases

@@ -167,10 +167,10 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -
         assert made.codes is not None and spec.output is not None
         shape = (*leading_shape(x, made.codes), made.codes.shape[-1])
         return spec.output.adopted(made, shape, spec.dtype), saved  # pyright: ignore[reportReturnType]
-    if (
-        not matrix or spec.traced
-    ):  # torch 2.11 traces a backward of zeros for an output that is the product itself
-        y = y.view(*leading_shape(x, y), y.shape[-1])
+    # torch 2.11 traces a backward of zeros for an output that is the product itself.
+    if not matrix or spec.traced:
+        leading = leading_shape(x, y) if spec.communicates else x.shape[:-1]
+        y = y.view(*leading, y.shape[-1])
     return y if spec.output is None else spec.output.quantize(y), saved  # pyright: ignore[reportReturnType]
 
 

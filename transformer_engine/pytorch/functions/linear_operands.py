@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..offload.marks import active as offloading
+from ..offload.marks import keep_weight
 from ..primitives.operand import Operand, plain
 from ..tensor.axis import COLS, ROWS
 from ..tensor.quantized_tensor import QuantizedTensorStorage, storage_of
@@ -37,6 +39,8 @@ def linear_operands(
     else:
         assert not isinstance(x, Operands), "input_cast asks for none then"
         saved = _saved_otherwise(x, x_operands, weight, w_operands, spec)
+    if offloading.synchronizer is not None:
+        keep_weight(saved.weight)
     return x_operands.rowwise, w_operands.rowwise, saved
 
 
@@ -47,6 +51,8 @@ def _plain_operands(x: Tensor, weight: Tensor, spec: LinearSpec) -> tuple[Operan
     if weight.dtype != dtype:
         weight = weight.to(dtype)
     saved = LinearSaved(x if spec.needs_grad_weight else None, weight if spec.needs_grad_input else None)
+    if offloading.synchronizer is not None:
+        keep_weight(saved.weight)
     return plain(x), plain(weight), saved
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -63,6 +63,18 @@ class LinearSpec:
     traced: bool = False
     communicates: bool = True
     plain: bool = False
+
+
+Spec = TypeVar("Spec")
+
+
+def changed(spec: Spec, **fields: Any) -> Spec:
+    """dataclasses.replace of a frozen spec, without asking for each of its fields: 1 us where that takes 10."""
+    if torch.compiler.is_compiling():
+        return replace(spec, **fields)  # pyright: ignore[reportArgumentType]
+    made = object.__new__(type(spec))
+    made.__dict__.update(spec.__dict__, **fields)
+    return made
 
 
 class LinearSaved(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 
@@ -14,15 +15,19 @@ def normalize(x: Tensor, gamma: Tensor, beta: Tensor | None, norm: Norm) -> Tens
 
     x may have no rows and any strides; beta is None for a norm without one.
     """
-    return _Normalize.apply(x, gamma, beta, norm)  # pyright: ignore[reportReturnType]
+    if torch.is_grad_enabled():
+        return _Normalize.apply(x, gamma, beta, norm)  # pyright: ignore[reportReturnType]
+    return normalize_forward(x, gamma, beta, norm)[0]
 
 
 def normalize_forward(
     x: Tensor, gamma: Tensor, beta: Tensor | None, norm: Norm
 ) -> tuple[Tensor, NormStatistics]:
     """(y, shaped like x; float32 statistics, one a row)"""
-    flat_beta = None if beta is None else beta.reshape(-1)
-    y, statistics = norm.forward(x.reshape(-1, gamma.numel()), gamma.reshape(-1), flat_beta)
+    if gamma.dim() != 1:
+        beta = None if beta is None else beta.reshape(-1)
+        gamma = gamma.reshape(-1)
+    y, statistics = norm.forward(x.reshape(-1, gamma.shape[0]), gamma, beta)
     return y.view(x.shape), statistics
 
 
@@ -30,9 +35,13 @@ def normalize_backward(
     dy: Tensor, x: Tensor, statistics: NormStatistics, gamma: Tensor, norm: Norm
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(dx like x, dgamma like gamma, dbeta like gamma or None)"""
-    rows = (-1, gamma.numel())
-    dx, dgamma, dbeta = norm.backward(dy.reshape(rows), x.reshape(rows), statistics, gamma.reshape(-1))
-    return dx.view(x.shape), dgamma.view(gamma.shape), None if dbeta is None else dbeta.view(gamma.shape)
+    shape, rows = gamma.shape, (-1, gamma.numel())
+    if len(shape) != 1:
+        gamma = gamma.reshape(-1)
+    dx, dgamma, dbeta = norm.backward(dy.reshape(rows), x.reshape(rows), statistics, gamma)
+    if len(shape) != 1:
+        dgamma, dbeta = dgamma.view(shape), None if dbeta is None else dbeta.view(shape)
+    return dx.view(x.shape), dgamma, dbeta
 
 
 class _Normalize(Function):

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..tensor.quantizer import Operands
 from .fusions import APART, IN_CODES, norm_output
 from .linear import leading_shape, linear_backward, linear_forward
-from .linear_spec import LinearSaved, LinearSpec, input_cast
+from .linear_spec import LinearSaved, LinearSpec
 from .normalization import Norm, NormStatistics
 from .saving import backward_of, restore, save
 
@@ -49,7 +49,8 @@ def _forward(
         flat, gamma, beta, spec.norm, spec.linear, spec.way, spec.returns_norm_output
     )
     y, saved = linear_forward(linear_input, weight, bias, spec.linear)
-    y = y.view(*leading_shape(x, y), y.shape[-1])
+    leading = leading_shape(x, y) if spec.linear.communicates else x.shape[:-1]
+    y = y.view(*leading, y.shape[-1])
     if spec.linear.output is not None:
         y = spec.linear.output.quantize(y)
     norm_output = None if norm_output is None else norm_output.view(x.shape)
@@ -69,7 +70,7 @@ def normalized_input(
 
     way   IN_CODES: the norm's kernel makes the codes alone, where norm(x) is not wanted
     """
-    cast = input_cast(linear) if way == IN_CODES else None
+    cast = linear.input.cast(True, linear.needs_grad_weight) if way == IN_CODES else None
     if cast is None:
         norm_output, statistics = norm.forward(x, gamma, beta)
         return norm_output if wanted else None, norm_output, statistics

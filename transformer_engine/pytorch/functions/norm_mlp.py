@@ -20,7 +20,7 @@ from ..tensor.quantizer import Operands, Quantizer
 from .fusions import APART, IN_CODES, IN_PRODUCT, mlp_activation, mlp_gradient, norm_output
 from .linear import QuantizedGradient, leading_shape, linear_backward, linear_forward
 from .linear_operands import linear_operands
-from .linear_spec import LinearSaved, LinearSpec, gradient_cast, input_cast
+from .linear_spec import LinearSaved, LinearSpec
 from .norm_linear import normalized_input
 from .normalization import Norm, NormStatistics
 from .saving import backward_of, restore, save, take_saved
@@ -119,7 +119,9 @@ def _first_half(tensors: NormMLPTensors, spec: NormMLPSpec, keeps: bool):
 
 def _activated(fc1_output: Tensor, spec: NormMLPSpec) -> Tensor | Operands:
     """The activation's output as fc2 reads it: its codes, where the activation's kernel makes them."""
-    cast = input_cast(spec.fc2) if _ways(spec).activation == IN_CODES else None
+    cast = (
+        spec.fc2.input.cast(True, spec.fc2.needs_grad_weight) if _ways(spec).activation == IN_CODES else None
+    )
     if cast is None:
         return activation_forward(spec.activation, fc1_output, spec.activation_params)
     quantized = activation_forward(spec.activation, fc1_output, spec.activation_params, cast)
@@ -130,7 +132,9 @@ def _fc1_gradient(
     grad_activated: Tensor, fc1_output: Tensor, spec: NormMLPSpec, bias_dtype: torch.dtype
 ) -> Tensor | QuantizedGradient:
     """The gradient of fc1's output, as codes where the activation's kernel makes them, its row sum included."""
-    cast = gradient_cast(spec.fc1) if _ways(spec).gradient == IN_CODES else None
+    cast = None
+    if _ways(spec).gradient == IN_CODES:
+        cast = spec.fc1.grad_output.cast(True, spec.fc1.needs_grad_weight)
     if cast is None:
         return activation_backward(spec.activation, grad_activated, fc1_output, spec.activation_params)
     quantized, grad_bias = activation_backward(
@@ -160,7 +164,9 @@ def _forward(tensors: NormMLPTensors, spec: NormMLPSpec) -> tuple[Tensor, Tensor
     keeps = spec.needs_grad and not spec.recompute
     norm_output, statistics, fc1_saved, fc1_output, activated = _first_half(tensors, spec, keeps)
     y, fc2_saved = linear_forward(activated, tensors.fc2_weight, tensors.fc2_bias, spec.fc2)
-    y = y.view(*leading_shape(x, y), y.shape[-1])
+    communicates = spec.fc1.communicates or spec.fc2.communicates
+    leading = leading_shape(x, y) if communicates else x.shape[:-1]
+    y = y.view(*leading, y.shape[-1])
     norm_output = None if norm_output is None else norm_output.view(x.shape)
     if fc1_saved is None or fc1_output is None:
         return y, norm_output, None

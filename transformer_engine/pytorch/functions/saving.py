@@ -61,20 +61,21 @@ def pack(*operands: Saved) -> tuple[list[Tensor | None], list[Any]]:
     for operand in operands:
         if operand is None:
             forms.append(None)
+        elif type(operand) is Operand:
+            codes, scale, tensor_format, amax, dtype = operand
+            tensors += (codes, scale, amax)
+            forms.append((tensor_format, dtype))
         elif isinstance(operand, Tensor):
             tensors.append(operand)
             forms.append(_VALUES)
         elif isinstance(operand, Matrix):
             tensors.append(operand.values)
             forms.append(())
-        elif isinstance(operand, CustomOperand):
+        else:
+            assert isinstance(operand, CustomOperand)
             parts, together = operand.take_apart()
             tensors += parts
             forms.append(together)
-        else:
-            codes, scale, tensor_format, amax, dtype = operand
-            tensors += (codes, scale, amax)
-            forms.append((tensor_format, dtype))
     return tensors, forms
 
 

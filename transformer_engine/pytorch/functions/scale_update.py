@@ -7,6 +7,8 @@ backward did not run have an amax of zero and stay as they are.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -62,8 +64,26 @@ def in_a_backward() -> bool:
     return torch._C._current_graph_task_id() != _OUTSIDE
 
 
+class _Left:
+    """How many blocks of `left_to_caller` are open; torch's threads, which may run the backward, see them too."""
+
+    blocks = 0
+
+
+@contextmanager
+def left_to_caller() -> Iterator[None]:
+    """Backward passes inside of the block update no scales: whoever replays them says `of_the_pass().run()`."""
+    _Left.blocks += 1
+    try:
+        yield
+    finally:
+        _Left.blocks -= 1
+
+
 def _end_with_update(number: int) -> None:
     """Update all gradient scales when the pass is over; at once where a backward is called by hand, outside of one."""
+    if _Left.blocks:
+        return
     if number == _OUTSIDE:
         update_all(forward=False)
         return

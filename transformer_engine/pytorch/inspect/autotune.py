@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..primitives.gemm.tuning_switch import Switch
+from .deterministic import refuse_timing
 
 
 class autotune:
@@ -15,10 +16,12 @@ class autotune:
     version of cuBLASLt (TE_CACHE_DIR, by default ~/.cache/transformer_engine); a later block, or NVTE_AUTOTUNE=1
     for a whole process, takes it from there without timing. Without tuning the library's own first guess is used and
     results do not depend on what was measured. CUDA graphs and compiled functions keep what they captured: tune
-    first. Has no effect where products run on another backend than cublaslt.
+    first. Raises RuntimeError under te.deterministic(). Has no effect where products run on another backend than
+    cublaslt.
     """
 
     def __enter__(self) -> autotune:
+        refuse_timing()
         Switch.depth += 1
         return self
 

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ..tensor.quantized_tensor import QuantizedTensorStorage
+
 GRANULE = 512  # bytes that torch's CUDA allocator rounds a tensor up to
 
 
@@ -40,9 +42,7 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self.number(leaf)
+        self.numbers(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
         taken = self.scratch(func, args)
         if taken:
             number = self._new(taken)
@@ -67,7 +67,8 @@ class Ledger(TorchDispatchMode):
         return number
 
     def numbers(self, tensors: Iterable[Tensor | None]) -> set[int]:
-        return {self.number(tensor) for tensor in tensors if tensor is not None}
+        """Of these tensors; a quantized one has a storage for each of its parts."""
+        return {self.number(part) for tensor in tensors for part in _parts(tensor)}
 
     def live(self, until: int | None = None) -> set[int]:
         """The storages that exist after so many events (default: after all)."""
@@ -88,3 +89,9 @@ class Ledger(TorchDispatchMode):
 
     def bytes(self, numbers: Iterable[int]) -> int:
         return sum(self.sizes[number] for number in numbers)
+
+
+def _parts(tensor: Tensor | None) -> Iterable[Tensor]:
+    if isinstance(tensor, QuantizedTensorStorage):
+        return (part for part in tensor.as_storage().flatten()[0] if part is not None)
+    return () if tensor is None else (tensor,)

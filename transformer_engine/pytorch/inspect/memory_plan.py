@@ -22,7 +22,7 @@ from ..quantization import autocast, emulate
 from ..quantization.support import check_block
 from ..runtime import launching
 from ..runtime.device import has_cuda
-from ..tensor.quantized_tensor import QuantizedTensorStorage
+from ..tensor.quantized_tensor import QuantizedTensor
 from .memory_ledger import Ledger
 from .planned_backends import PlannedAttention, planning
 from .reduction_scratch import scratch_of
@@ -118,8 +118,9 @@ def memory_plan(
     A warm step is planned: recipe states exist, every .grad is None before. The model runs on tensors without
     memory, its own state untouched; it may be larger than any device, and on the meta device. Attention is taken
     to be one that keeps no score matrix. Optimizer and allocator fragmentation are not in it.
-    Raises ValueError when the input's shape does not follow from the model, NotImplementedError for parameters
-    that are quantized already and for tensor-parallel modules.
+    Quantized parameters take what their codes and scales take; te.checkpoint and LayerNormMLP(checkpoint=True) what
+    their second run takes. Raises ValueError when the input's shape does not follow from the model,
+    NotImplementedError for tensor-parallel modules.
     """
     if inputs is None:
         whole("tokens", tokens)
@@ -167,7 +168,7 @@ class _Step:
 
     def plan(self) -> MemoryPlan:
         for name, parameter in self.model.named_parameters():
-            self.owners[self.ledger.number(parameter)] = name.rpartition(".")[0]
+            self.owners |= dict.fromkeys(self.ledger.numbers([parameter]), name.rpartition(".")[0])
         state = [*self.model.parameters(), *self.model.buffers()]
         self.ledger.numbers(state)
         given = [x for x in (*self.arguments, *self.keywords.values()) if isinstance(x, Tensor)]
@@ -198,7 +199,7 @@ class _Step:
         return between
 
     def _quantized(self, x: Tensor, result: Quantized) -> None:
-        owner = self.owners.get(self.ledger.number(x))
+        owner = None if isinstance(x, QuantizedTensor) else self.owners.get(self.ledger.number(x))
         if owner is not None:
             self.weight_copies |= dict.fromkeys(self.ledger.numbers(result), owner)
 
@@ -264,11 +265,6 @@ class _Step:
 def _check(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={described(model)} is a {type(model).__name__}; give a torch.nn.Module")
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, QuantizedTensorStorage):
-            raise NotImplementedError(
-                f"parameter {name} is quantized already; plan a model made outside of quantized_model_init"
-            )
     for name, module in model.named_modules():
         if getattr(module, "tp_size", 1) > 1:
             raise NotImplementedError(
@@ -310,7 +306,13 @@ def _without_memory(model: nn.Module, device: torch.device, mode: FakeTensorMode
 
 
 def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
-    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    if isinstance(tensor, QuantizedTensor):
+        codes = tensor.as_storage().mapped(
+            lambda part: torch.empty(part.shape, dtype=part.dtype, device=device)
+        )
+        empty = type(tensor).from_storage(codes, shape=tensor.shape)
+    else:
+        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     if not isinstance(tensor, nn.Parameter):
         return empty
     parameter = nn.Parameter(empty, requires_grad=tensor.requires_grad)

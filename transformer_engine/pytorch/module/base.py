@@ -23,10 +23,12 @@ from ..quantization import (
 from ..quantization.autocast import AutocastState
 from ..quantization.family import family_of
 from ..quantization.model_init import current_model_init
+from ..quantization.resizable_state import ResizableState
 from ..runtime.device import autocast_dtype, canonical_device
 from ..tensor.quantized_tensor import QuantizedTensor, QuantizedTensorStorage
 from ..tensor.quantizer import Quantizer
 from . import forward_protocol as protocol
+from . import loading
 from .config import Config, configured
 from .initial_values import empty_like, keep_initial_values
 from .numerics import Numerics, new_tracing_key, of_the_last_call, of_traced_call, traced_update
@@ -82,6 +84,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
 
     num_products = 1
     products_grow = True  # may `prepare_forward` and a checkpoint ask for more products than there are?
+    earlier_extra_states: tuple[str, ...] = ()  # names of its extra state in releases before it had its own
     activation_dtype: torch.dtype | None = None  # what `set_activation_dtype` found
     _config: ModuleConfig
     _config_class: type[ModuleConfig]
@@ -357,9 +360,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
     def get_extra_state(self) -> Tensor:
         """Recipe and delayed-scaling state as a uint8 CPU tensor; empty when there is none to keep."""
         keep = self.fp8_meta.get("fp8_checkpoint") or self.fp8 or self.fp8_calibration
-        if not keep or "recipe" not in self.fp8_meta:
-            return torch.empty(0, dtype=torch.uint8)
-        return encode_extra_state(self.fp8_meta)
+        return ResizableState.of(encode_extra_state(self.fp8_meta if keep else {}))
 
     def set_extra_state(self, state) -> None:
         """Restore what `get_extra_state` kept; read through an allow-list, in place where tensors exist."""
@@ -374,12 +375,13 @@ class TransformerEngineBaseModule(torch.nn.Module):
         load_extra_state(content, self.fp8_meta)
         self.fp8_meta["num_gemms"] = self.num_products
 
-    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs) -> None:
+    def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing_keys, *args) -> None:
+        loading.rename_earlier(state_dict, prefix, self.earlier_extra_states)
         # Quantized parameters copy with their quantizer's scale, so the scale has to be there first.
-        extra = prefix + torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
-        if self.primary_weights_in_fp8 and extra in state_dict:
-            self.set_extra_state(state_dict[extra])
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        if self.primary_weights_in_fp8 and prefix + loading.EXTRA_STATE in state_dict:
+            self.set_extra_state(state_dict[prefix + loading.EXTRA_STATE])
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing_keys, *args)
+        loading.forgive_missing(missing_keys, prefix)
         self._fp8_workspaces.clear()  # made of the weights that were here before
 
     def computing_dtype(self, x: Tensor) -> torch.dtype:

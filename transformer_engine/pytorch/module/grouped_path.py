@@ -9,18 +9,19 @@ import torch
 from torch import Tensor
 
 from ...common import env
-from ...common.bounded import Bounded
 from ..distributed.recompute import is_fp8_activation_recompute_enabled
 from ..functions.grouped_quantizer import GroupedQuantizer, grouped
 from ..functions.grouped_together import TogetherSpec
 from ..functions.weight_gradient import WeightGradient
-from ..primitives.grouped_gemm import Groups, Matrices, groups_of, irregular
+from ..primitives.grouped_gemm import Groups, Matrices, groups_of
 from ..primitives.grouped_quantize import GroupedQuantized
+from ..quantization import FP8GlobalStateManager
 from ..quantization.autocast import AutocastState, current
 from ..runtime.device import autocast_dtype
 from .grouped_way import (
     CALIBRATION,
     DELAYED_WEIGHT_GRADIENTS,
+    FLAGGED_WEIGHTS,
     IRREGULAR,
     KEPT_INPUT,
     OTHER_BACKWARD,
@@ -32,10 +33,10 @@ from .grouped_way import (
     TOGETHER,
 )
 from .numerics import made_to_keep
+from .parameters import parameter_of
 from .products import ModuleRecipe, unquantized
 
 _WEIGHTS = "all weights"  # their key among the module's cached weights
-_KEPT = 64
 
 Planned = tuple[list[Tensor], list[Tensor] | None, Groups, TogetherSpec]
 # Of input, weight and output gradient: all of them, or none.
@@ -69,7 +70,6 @@ class TogetherPath:
         count = range(module.num_gemms)
         self._weight_names = [f"weight{i}" for i in count]
         self._bias_names = [f"bias{i}" for i in count] if module.use_bias else []
-        self._regular: Bounded[Any, bool] = Bounded(_KEPT)
         self._quantizers: tuple[ModuleRecipe, Quantizers] | None = None
 
     def plan(
@@ -80,9 +80,10 @@ class TogetherPath:
         state = current()
         weights, biases = (self._parameters_called(names) for names in (self._weight_names, self._bias_names))
         features, quantizers = self._features(state), _NONE
+        key = self._key(x, features, state)
         if weights is None or biases is None:
             features += (OTHER_PARAMETERS,)
-        elif TABLE.name_of(self._key(x, features, state)) == TOGETHER:  # else the rest need not be looked at
+        elif TABLE.name_of(key) == TOGETHER:  # else the rest need not be looked at
             if not self._are_regular(weights, biases):
                 features += (IRREGULAR,)
             module._product_quantizers(state)
@@ -91,7 +92,7 @@ class TogetherPath:
                 features += (SINGLE_QUANTIZERS,) if quantizers is _NONE else ()
             if self._recipe(state).backward != "quantized":
                 features += (OTHER_BACKWARD,)
-        if TABLE.decide(self._key(x, features, state)) != TOGETHER:
+        if TABLE.decide((features, *key[1:])) != TOGETHER:
             return None
         assert weights is not None and biases is not None, "the table does not let such parameters pass"
         groups = self._groups(m_splits, x)
@@ -107,13 +108,15 @@ class TogetherPath:
             QUANTIZED_PARAMETERS: module.primary_weights_in_fp8,
             CALIBRATION: state.calibrating,
             RECOMPUTATION: state.enabled and is_fp8_activation_recompute_enabled(),
+            FLAGGED_WEIGHTS: state.graph
+            and FP8GlobalStateManager.get_skip_fp8_weight_update_tensor() is not None,
         }
         return tuple(feature for feature, wanted in asked.items() if wanted)
 
     def _key(self, x: Tensor, features: tuple[str, ...], state: AutocastState) -> tuple[Any, ...]:
         """What `GroupedWay` describes of this forward."""
         module, device = self._module, x.device
-        weight = getattr(module, self._weight_names[0])
+        weight = parameter_of(module, self._weight_names[0])  # pyright: ignore[reportArgumentType]
         narrowed = autocast_dtype(device.type)
         return (
             features,
@@ -141,18 +144,15 @@ class TogetherPath:
         return found if kinds <= {torch.nn.Parameter} else None  # pyright: ignore[reportReturnType]
 
     def _are_regular(self, weights: list[Tensor], biases: list[Tensor]) -> bool:
-        """Are all weights alike, all biases too, and the weights contiguous?"""
-        key = (
-            weights[0].dtype,
-            tuple([weight.data_ptr() for weight in weights]),
-            tuple([bias.data_ptr() for bias in biases]),
-        )
-        known = self._regular.get(key)
-        if known is None:
-            alike = len({(b.dtype, b.device, b.shape) for b in biases}) < 2
-            known = self._regular.keep(key, irregular(weights) is None and alike)
-        needs = {weight.requires_grad for weight in weights}
-        return known and len(needs) == 1 and len({bias.requires_grad for bias in biases}) < 2
+        """Are all weights alike, all biases too, and the weights contiguous where kernels can read them?"""
+        kinds = {
+            (w.shape, w.dtype, w.device, w.requires_grad, w.is_contiguous(), w.data_ptr() % 16)
+            for w in weights
+        }
+        if len(kinds) > 1 or len({(b.shape, b.dtype, b.device, b.requires_grad) for b in biases}) > 1:
+            return False
+        ((*_, contiguous, misplaced),) = kinds
+        return contiguous and not misplaced
 
     def _quantizers_of(self, active: ModuleRecipe | None) -> Quantizers:
         """The quantizers of input, weight and output gradient; none where a role's cannot work together."""

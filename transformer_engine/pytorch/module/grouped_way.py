@@ -24,6 +24,7 @@ RECOMPUTATION = "recomputation under a recipe"
 OTHER_BACKWARD = "a backward pass in another precision"
 SINGLE_QUANTIZERS = "quantizers that work one by one"
 IRREGULAR = "groups whose parameters differ"
+FLAGGED_WEIGHTS = "weights that a flag on the device renews"
 _FEATURES = frozenset(
     {
         QUANTIZED_PARAMETERS,
@@ -35,6 +36,7 @@ _FEATURES = frozenset(
         OTHER_BACKWARD,
         SINGLE_QUANTIZERS,
         IRREGULAR,
+        FLAGGED_WEIGHTS,
     }
 )
 _HALVES = (torch.bfloat16, torch.float16)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..functions.linear_spec import changed
 from ..functions.norm_linear import NormLinearSpec, norm_linear
 from ..functions.normalization import Norm
 from ..functions.weight_gradient import WeightGradientStore
@@ -18,7 +19,7 @@ from .config import configured, early
 from .linear_base import SIZES, LinearConfig, OverlapOptions, ProductsModule, check_parallel_mode
 from .linear_parameters import create_parameters, joined, mark_parameters
 from .norm_parameters import mark_norm_parameters, register_norm_parameters
-from .parameters import InitMethod
+from .parameters import InitMethod, parameter_of
 from .specs import Call, check_call, product_spec, quantizable, scale_update
 
 
@@ -156,13 +157,13 @@ class LayerNormLinear(ProductsModule):
         config = self._config
         weight = joined(self, config.weight_names)
         bias = joined(self, config.bias_names) if config.use_bias else None
-        gamma, beta = self.layer_norm_weight, self.layer_norm_bias
+        gamma, beta = parameter_of(self, "layer_norm_weight"), parameter_of(self, "layer_norm_bias")
         spec: NormLinearSpec = self.spec(
             inp, (weight, bias, gamma, beta), (is_first_microbatch, fp8_output, fp8_grad)
         )
         if is_first_microbatch is not None:
             linear = self.with_cached_weight("weight", weight, spec.linear, is_first_microbatch)
-            spec = replace(spec, linear=linear)
+            spec = changed(spec, linear=linear)
         dtype = spec.linear.dtype
         if bias is not None and bias.dtype != dtype:
             bias = bias.to(dtype)

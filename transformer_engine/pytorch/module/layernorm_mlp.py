@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...common.checks import switch
 from ..distributed.tensor_parallel import TensorParallel, set_tensor_model_parallel_attributes
-from ..functions.linear_spec import LinearSpec
+from ..functions.linear_spec import LinearSpec, changed
 from ..functions.norm_mlp import NormMLPSpec, NormMLPTensors, norm_mlp
 from ..functions.normalization import Norm
 from ..functions.weight_gradient import WeightGradientStore
@@ -21,7 +21,7 @@ from .arguments import check_arguments
 from .config import configured
 from .linear_base import OverlapOptions, ProductsConfig, ProductsModule
 from .norm_parameters import mark_norm_parameters, register_norm_parameters
-from .parameters import InitMethod, ParameterInit, default_init_method
+from .parameters import InitMethod, ParameterInit, default_init_method, parameter_of
 from .specs import Call, Facts, check_call, product_spec, quantizable, scale_update
 
 
@@ -54,6 +54,7 @@ def build(key: tuple[Any, ...]) -> NormMLPSpec:
     switch("checkpoint", config.checkpoint)
     fc1_weight, fc1_bias, fc2_weight, fc2_bias, *_ = call.parameters
     assert fc1_weight is not None and fc2_weight is not None
+    _check_rows(config, fc1_weight.shape[0])
     shapes = ((config.hidden_size, fc1_weight.shape[0]), (config.ffn_shard, config.hidden_size))
     products = quantizable(call, shapes)
     wants = call.wants
@@ -79,6 +80,16 @@ def build(key: tuple[Any, ...]) -> NormMLPSpec:
         config.checkpoint and wants,
         wants,
     ).decided()
+
+
+def _check_rows(config: NormMLPConfig, rows: int) -> None:
+    """ValueError where the activation was changed from one that is gated to one that is not, or back."""
+    needed = config.ffn_shard * (2 if ACTIVATIONS[config.activation].gated else 1)
+    if rows != needed:
+        raise ValueError(
+            f"activation={config.activation!r} takes {needed} features from fc1, whose weight has {rows} rows, made "
+            f"for another one; make another {config._kind} with activation={config.activation!r}"
+        )
 
 
 @configured(NormMLPConfig, fixed=frozenset({"hidden_size", "ffn_shard"}))
@@ -207,9 +218,11 @@ class LayerNormMLP(ProductsModule):
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor | tuple[Tensor, ...]:
         """y, or `(y[, fc2_bias][, norm(x)])` as return_bias and return_layernorm_output say."""
         config = self._config
-        gamma, beta = self.layer_norm_weight, self.layer_norm_bias
-        fc1_weight, fc2_weight = self.fc1_weight, self.fc2_weight
-        fc1_bias, fc2_bias = (self.fc1_bias, self.fc2_bias) if config.use_bias else (None, None)
+        gamma, beta = parameter_of(self, "layer_norm_weight"), parameter_of(self, "layer_norm_bias")
+        fc1_weight, fc2_weight = parameter_of(self, "fc1_weight"), parameter_of(self, "fc2_weight")
+        fc1_bias = fc2_bias = None
+        if config.use_bias:
+            fc1_bias, fc2_bias = parameter_of(self, "fc1_bias"), parameter_of(self, "fc2_bias")
         spec: NormMLPSpec = self.spec(
             inp, (fc1_weight, fc1_bias, fc2_weight, fc2_bias, gamma, beta), (is_first_microbatch,)
         )
@@ -237,8 +250,8 @@ class LayerNormMLP(ProductsModule):
         fc1, fc2 = (
             self.with_cached_weight(f"{name}_weight", weight, linear, is_first_microbatch)
             for name, weight, linear in (
-                ("fc1", self.fc1_weight, spec.fc1),
-                ("fc2", self.fc2_weight, spec.fc2),
+                ("fc1", parameter_of(self, "fc1_weight"), spec.fc1),
+                ("fc2", parameter_of(self, "fc2_weight"), spec.fc2),
             )
         )
-        return replace(spec, fc1=fc1, fc2=fc2)
+        return changed(spec, fc1=fc1, fc2=fc2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from ...common import env
 from ...common.dispatch import undisturbed
 from ...common.memory import Memory
 from ..distributed.tensor_parallel import TensorParallel
-from ..functions.linear_spec import LinearSpec
+from ..functions.linear_spec import LinearSpec, changed
 from ..functions.scale_update import in_a_backward, of_the_pass
 from ..functions.sequence import gather_sequence
 from ..quantization import QuantizerRole, delayed_scaling
@@ -298,4 +298,4 @@ class ProductsModule(TransformerEngineBaseModule):
     def with_cached_weight(self, key: str, weight: Tensor, spec: LinearSpec, first: bool) -> LinearSpec:
         """The spec with the weight as quantized for the first microbatch of the step."""
         cached = self.numerics.cached_weight(key, weight, spec.weight, spec.needs_grad_input, first)
-        return spec if cached is None else replace(spec, cached_weight=cached)
+        return spec if cached is None else changed(spec, cached_weight=cached)

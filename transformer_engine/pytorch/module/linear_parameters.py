@@ -11,7 +11,7 @@ from torch import Tensor
 from ..distributed.tensor_parallel import set_tensor_model_parallel_attributes
 from ..runtime.device import canonical_device
 from .linear_base import LinearConfig, ProductsModule
-from .parameters import InitMethod, ParameterInit, default_init_method, split_names
+from .parameters import InitMethod, ParameterInit, default_init_method, parameter_of, split_names
 
 Split = Sequence[str] | Mapping[str, int] | None
 
@@ -79,6 +79,5 @@ def mark_parameters(module: ProductsModule) -> None:
 def joined(module: torch.nn.Module, names: tuple[str, ...]) -> Tensor:
     """The parameter, or the pieces of it one below the other."""
     if len(names) == 1:
-        whole = module._parameters.get(names[0])
-        return getattr(module, names[0]) if whole is None else whole
+        return parameter_of(module, names[0])
     return torch.cat([getattr(module, name) for name in names])

@@ -16,8 +16,10 @@ from ..functions.norm import normalize
 from ..functions.normalization import Norm
 from ..runtime.checks import same_device, tensor
 from ..runtime.device import autocast_dtype, canonical_device
+from . import loading
 from .arguments import check_arguments, shape_or_none
 from .config import Config, configured
+from .parameters import parameter_of
 
 _STAGES = ("forward", "backward", "inference")
 _VARIABLES = ("NVTE_FWD_LAYERNORM_SM_MARGIN", "NVTE_BWD_LAYERNORM_SM_MARGIN", "NVTE_INF_LAYERNORM_SM_MARGIN")
@@ -125,29 +127,36 @@ class Normalization(torch.nn.Module):
             if self.has_bias:
                 self.bias.zero_()
 
+    def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
+        loading.forget_stateless(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def forward(self, input: Tensor) -> Tensor:
         """The normalized input, in torch.autocast's dtype when that is active, else in the input's."""
-        self._check(input)
-        dtype = autocast_dtype(input.device.type) or input.dtype
-        return normalize(input.to(dtype), self.weight, self.bias, self._norm)
+        weight = parameter_of(self, "weight")
+        self._check(input, weight)
+        dtype = autocast_dtype(input.device.type)
+        if dtype is not None and dtype != input.dtype:
+            input = input.to(dtype)
+        return normalize(input, weight, parameter_of(self, "bias"), self._norm)
 
-    def _check(self, input: Tensor) -> None:
+    def _check(self, input: Tensor, weight: Tensor) -> None:
         name, shape = type(self).__name__, self.normalized_shape
         if not isinstance(input, Tensor):
             tensor("the input", input)
-        if tuple(input.shape[-len(shape) :]) != shape:
+        if input.shape[-len(shape) :] != shape:
             raise ValueError(
                 f"{name} normalizes the last dimensions {shape}, and the input is {tuple(input.shape)}; "
                 "reshape the input or set normalized_shape"
             )
         if not input.dtype.is_floating_point:
             raise TypeError(f"{name} takes floating-point inputs, not {input.dtype}; convert the input")
-        if self.weight.device != input.device:
-            if self.weight.is_meta:
+        if weight.device != input.device:
+            if weight.is_meta:
                 raise RuntimeError(
                     f"the parameters of {name} are on the meta device; call reset_parameters() first"
                 )
-            same_device("the input", input, f"{name}.weight", self.weight.device)
+            same_device("the input", input, f"{name}.weight", weight.device)
 
     def extra_repr(self) -> str:
         return f"{self.normalized_shape}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"

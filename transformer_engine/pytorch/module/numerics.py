@@ -53,6 +53,7 @@ class Numerics:
     workspaces   weights as quantized for the first microbatch of a step, by name
     state        the autocast state of the last call
     initialized  have there ever been quantizers?
+    observer     what calls get in place of the recipe that they would compute by; None: that itself
     """
 
     def __init__(self) -> None:
@@ -66,11 +67,17 @@ class Numerics:
         self.state: AutocastState = OUTSIDE
         self.state_without_gradients: AutocastState | None = None
         self.initialized = False
+        self.observer: Callable[[ModuleRecipe], ModuleRecipe] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has been called as the original was, by no block of its own."""
+        """A copy has been called as the original was, by no block of its own, and nobody observes it."""
         called = AutocastState(self.state.enabled, self.state.calibrating)
-        return self.__dict__ | {"state": called, "state_without_gradients": None}
+        return self.__dict__ | {"state": called, "state_without_gradients": None, "observer": None}
+
+    def observe(self, observer: Callable[[ModuleRecipe], ModuleRecipe] | None) -> None:
+        """From the next call on, compute by observer(recipe), a recipe of the same results; None: as before."""
+        self.observer = observer
+        self._active.regroup()
 
     @property
     def active(self) -> ModuleRecipe | None:
@@ -124,6 +131,8 @@ class Numerics:
         if before is None or not before.still_serves(recipe, group):
             self._make(owner, recipe, group)
         made = ModuleRecipe.of(recipe, group, self.quantizers["scaling_fwd"], self.quantizers["scaling_bwd"])
+        if self.observer is not None:
+            made = self.observer(made)
         self._active.be(made)
         return made
 
@@ -170,12 +179,18 @@ class Numerics:
     def cached_weight(
         self, key: str, weight: Tensor, quantizer: Quantizer, columnwise: bool, first: bool
     ) -> QuantizedTensorStorage | None:
-        """The weight as quantized for the first microbatch of a step; None when nothing is to be cached."""
+        """The weight as quantized for the first microbatch of a step; None when nothing is to be cached.
+
+        In a captured graph the same kernels run for every microbatch, so a flag on the device says which is the first.
+        """
         if isinstance(weight, QuantizedTensorStorage) or quantizer.is_identity:
             return None
         cached = self.workspaces.get(key)
         stale = cached is None or (columnwise and not cached.get_usages()["columnwise"])
-        if first or stale:
+        skip = FP8GlobalStateManager.get_skip_fp8_weight_update_tensor() if self.state.graph else None
+        if skip is not None and cached is not None and not stale:
+            quantizer.update_quantized(weight, cached, noop_flag=skip)
+        elif first or stale:
             cached = made_to_keep(lambda: quantizer.encode(weight, True, columnwise))
             self.workspaces[key] = cached
         return cached

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,3 +84,9 @@ def split_names(
             f"parameters_split sizes add up to {sum(sizes.values())}, the weight has {rows} rows"
         )
     return {name.rstrip("_") + "_": size for name, size in sizes.items()}
+
+
+def parameter_of(module: torch.nn.Module, name: str) -> Any:
+    """getattr(module, name) of a parameter: torch.nn.Module looks for one last, behind an exception, for 1 us."""
+    held = module._parameters
+    return held[name] if name in held else getattr(module, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -114,6 +115,12 @@ class ModuleRecipe:
     def replaying(self, products: tuple[ProductQuantizers, ...]) -> ModuleRecipe:
         """The same with the quantizers of a repeated call."""
         return ModuleRecipe(products, self.recipe, self.group, quantizes=True)
+
+    def with_products(self, products: tuple[ProductQuantizers, ...]) -> ModuleRecipe:
+        """The same by other quantizers, to the same results."""
+        made = copy.copy(self)
+        made.products = products
+        return made
 
     def serves(self, state: AutocastState) -> bool:
         recipe = state.recipe

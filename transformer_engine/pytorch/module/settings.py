@@ -20,12 +20,6 @@ def hand_down(
             setattr(found, attribute, value)
 
 
-def refuse_if_fixed(module: torch.nn.Module, name: str, value: Any, fixed: frozenset[str]) -> None:
-    """`refuse_if_made` for an attribute that is among the fixed ones, compared with what it was before."""
-    if name in fixed:
-        refuse_if_made(module, name, module.__dict__.get(name, value), value)
-
-
 def refuse_if_made(module: torch.nn.Module, name: str, before: Any, value: Any) -> None:
     """AttributeError for another value of an attribute that a layer's children or parameters were made by."""
     held = module.__dict__

@@ -108,9 +108,13 @@ def _amax_and_scale_update(
     amax_history.copy_(rolled(amax_history))
 
 
+_ROLLS = "NVTE_UNFUSED_FP8_UPDATE"
+_asked = env.watch(_ROLLS)
+
+
 @constant_while_tracing
 def _rolls_idle_histories() -> bool:
-    return env.flag("NVTE_UNFUSED_FP8_UPDATE")
+    return _asked() is not None and env.flag(_ROLLS)
 
 
 def update_scales(
@@ -188,6 +192,14 @@ class Pool:
 
     def update(self) -> None:
         """One step for all states; a rank without any takes part in the reduction all the same."""
+        states = [member.state() for member in self.members]
+        if None in states:
+            self._update_the_living()
+        elif len(states) > 0:
+            update_states(states, self.forward, self.recipe, self.group)
+
+    def _update_the_living(self) -> None:
+        """One step where members have died: what is left of them takes part as columns of zeros."""
         states: list[Any] = []
         gaps = [0]
         for member in self.members:
@@ -197,14 +209,11 @@ class Pool:
             else:
                 states.append(state)
                 gaps.append(0)
-        has_gaps = sum(gaps) > 0
         if len(states) > 0:
-            update_states(
-                states, self.forward, self.recipe, self.group, gaps if has_gaps and self.reduces else ()
-            )
-        elif has_gaps and self.reduces and not torch.compiler.is_compiling():
+            update_states(states, self.forward, self.recipe, self.group, gaps if self.reduces else ())
+        elif self.reduces and not torch.compiler.is_compiling():
             _reduce([torch.zeros(1, gaps[0], device=self.device)], self.group)  # pyright: ignore[reportArgumentType]
-        if has_gaps and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling():
             _tidy(self)
 
     def without(self, state: Any) -> None:

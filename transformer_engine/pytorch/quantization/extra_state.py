@@ -187,6 +187,7 @@ def _is_plain(value: Any) -> bool:
 def _without_callables(recipe: Recipe) -> Recipe:
     """Functions give way to the field's default: autocast's recipe decides what runs after loading."""
     stored = copy.copy(recipe)
+    vars(stored).pop("_description", None)  # what this process remembers of it, which no other reader knows
     for f in fields(recipe):  # pyright: ignore[reportArgumentType] - every recipe is a dataclass
         if callable(getattr(recipe, f.name)):
             setattr(stored, f.name, f.default)

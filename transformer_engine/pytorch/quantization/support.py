@@ -43,6 +43,7 @@ class _Switch:
 
 
 _switch = _Switch()
+_asked = env.watch("TE_EMULATE")
 
 
 class emulate:
@@ -62,7 +63,7 @@ class emulate:
 
 @constant_while_tracing
 def _emulates_by_default() -> bool:
-    asked = env.get("TE_EMULATE")
+    asked = None if _asked() is None else env.get("TE_EMULATE")
     return not has_cuda() if asked is None else bool(asked)
 
 

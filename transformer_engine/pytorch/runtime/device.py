@@ -39,7 +39,8 @@ def _only_device() -> bool:
 
 def is_current_device(index: int | None) -> bool:
     """Is this the CUDA device that launches go to?"""
-    return _only_device() or torch.cuda.current_device() == index
+    # torch.cuda.current_device asks first whether CUDA is initialised, for five times as long: a tensor is there.
+    return _only_device() or torch._C._cuda_getDevice() == index
 
 
 @functools.cache

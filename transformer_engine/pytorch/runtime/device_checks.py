@@ -51,9 +51,12 @@ def demand(rule: Rule, tensors: tuple[Tensor | None, ...], *facts: Any) -> None:
     """
     if torch.compiler.is_compiling():
         return
-    on_device = False
+    on_device, plain = False, True
     for tensor in tensors:
-        if tensor is None or tensor.is_cpu:
+        if tensor is None:
+            continue
+        plain = plain and type(tensor) in _PLAIN
+        if tensor.is_cpu:
             continue
         if not tensor.is_cuda:
             return
@@ -61,12 +64,12 @@ def demand(rule: Rule, tensors: tuple[Tensor | None, ...], *facts: Any) -> None:
     level = env.get("TE_CHECK") if on_device and env.stored(_SWITCH)[0] is not None else "0"
     if on_device and (level == "0" or torch.cuda.is_current_stream_capturing()):
         return
-    if any(tensor is not None and type(tensor) not in _PLAIN for tensor in tensors):
+    if not plain:
         return
     if level == "1":
         _demand_later(rule, tensors, facts)
     else:
-        rule(*(None if tensor is None else tensor.tolist() for tensor in tensors), *facts)
+        rule(*[None if tensor is None else tensor.tolist() for tensor in tensors], *facts)
 
 
 def check() -> None:

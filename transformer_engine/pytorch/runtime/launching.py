@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from math import prod
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...common.dispatch import Operator
-from ...common.kernels.launch import Launch, Output, missing, start
+from ...common.kernels.launch import ALIGNMENT, Launch, Output, missing, start, starter
 from ...common.kernels.program import Program
 from .device import get_device_compute_capability, is_current_device
 from .zeros import numbers, zero
@@ -47,7 +48,7 @@ def run(launch: Launch, inputs: Sequence[Tensor | None]) -> list[Tensor]:
     return outputs  # pyright: ignore[reportReturnType]
 
 
-def perform(program: Program, inputs: Sequence[Tensor | None]) -> list[Tensor]:
+def perform(program: Program, inputs: Sequence[Tensor | None]) -> tuple[Any, ...]:
     """The program's results, made on the device of the first input; None where it has none."""
     first = inputs[0]
     assert first is not None
@@ -60,57 +61,108 @@ def perform(program: Program, inputs: Sequence[Tensor | None]) -> list[Tensor]:
 class Performed:
     """A program on one device, with all that is known before a call: a call allocates and launches, nothing else.
 
-    Called with the inputs, and behind them what the caller has made, it answers the results.
+    Called with the inputs, and behind them what the caller has made, it answers the results. What it makes itself has
+    known dtypes and lies at multiples of 16 bytes, so that what it is given decides the kernels of all its steps.
     """
 
     def __init__(self, program: Program, device: torch.device):
         self.device = device
         self.index = device.index
         self.may_be_elsewhere = device.type == "cuda"
-        steps, self.results = program.places
-        # Numbers on a device that several launches need are asked for together: must they be 0?
-        self.zeroed: tuple[bool, ...] = ()
-        self.steps = tuple(
-            (launch, places, made, self._makers(launch, made))
-            for (launch, places), made in zip(steps, program.caller_made, strict=True)
-        )
+        self.launches, self.makers, self.zeroed, places, results = _planned(program, device)
+        self.picks = tuple(_picking(of_step) for of_step in places)
+        self.results = _picking(results)
+        self.starters: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
-    def _makers(self, launch: Launch, caller_made: tuple[int, ...]) -> list[Any]:
-        """Of every output None, which of the numbers it is, or a function that makes it."""
-        makers: list[Any] = []
-        for place, output in enumerate(launch.outputs):
-            if output is None or (caller_made and caller_made[place]):
-                makers.append(None)
-            elif output.shape == (1,) and output.dtype == "float32" and output.begins in (None, 0.0):
-                makers.append(len(self.zeroed))
-                self.zeroed += (output.begins is not None,)
-            else:
-                makers.append(_maker(output, self.device))
-        return makers
-
-    def __call__(self, *given: Tensor | None) -> list[Tensor]:
+    def __call__(self, *given: Tensor | None) -> tuple[Any, ...]:
         if self.may_be_elsewhere and not is_current_device(self.index):
             with torch.cuda.device(self.device):
-                return self._start(given)
-        return self._start(given)
-
-    def _start(self, given: tuple[Tensor | None, ...]) -> list[Tensor]:
-        buffers: list[Any] = [None, *given]
-        alone = numbers(self.device, self.zeroed) if self.zeroed else ()
-        for launch, places, caller_made, makers in self.steps:
-            outputs = [
-                None if make is None else alone[make] if type(make) is int else make() for make in makers
-            ]
-            inputs = [buffers[place] for place in places]
-            if caller_made:
-                for place, where in enumerate(caller_made):
-                    if where:
-                        outputs[place] = buffers[where]
-                start(launch, inputs + outputs, self.index)
+                return self(*given)
+        addresses: list[int | None] = [None]
+        key: list[Any] = []  # with everything that Triton specialises on and the records leave open
+        together = 0
+        for tensor in given:
+            if tensor is None:
+                addresses.append(None)
+                key.append(None)
             else:
-                start(launch, inputs, self.index, outputs)
-            buffers += outputs
-        return [buffers[place] for place in self.results]
+                address = tensor.data_ptr()
+                together |= address
+                addresses.append(address)
+                key.append(tensor.dtype)
+        if together % ALIGNMENT:
+            key.extend([address is None or address % ALIGNMENT == 0 for address in addresses])
+        made = [make() for make in self.makers]
+        if self.zeroed:
+            made += numbers(self.device, self.zeroed)
+        addresses += [tensor.data_ptr() for tensor in made]
+        buffers = (None, *given, *made)
+        starters = self.starters.get(tuple(key))
+        if starters is None:
+            starters = self.starters[tuple(key)] = self._compiled(buffers)
+        for begin, pick in starters:
+            begin(self.index, pick(addresses), pick(buffers), ())
+        return self.results(buffers)
+
+    def _compiled(self, buffers: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+        """Of every step what starts it, and what picks its arguments."""
+        pairs = zip(self.launches, self.picks, strict=True)
+        return tuple((starter(launch, pick(buffers)), pick) for launch, pick in pairs)
+
+
+class _Planned(NamedTuple):
+    """How a program is performed on a device. Places count None, what is given, what makers make, then numbers.
+
+    zeroed    of every number, float32 [1], whether it must be 0: they are asked for together
+    places    of every step, those of its kernel's arguments
+    """
+
+    launches: tuple[Launch, ...]
+    makers: tuple[Callable[[], Tensor], ...]
+    zeroed: tuple[bool, ...]
+    places: tuple[tuple[int, ...], ...]
+    results: tuple[int, ...]
+
+
+def _planned(program: Program, device: torch.device) -> _Planned:
+    steps, results = program.places
+    given = len(program.inputs) + len(program.into)
+    makers: list[Callable[[], Tensor]] = []
+    zeroed: list[bool] = []
+    # By a program's own place of an output: the caller's, a maker's or, counted from -1 down, a number's.
+    outputs: list[int] = []
+    for (launch, _), caller_made in zip(steps, program.caller_made, strict=True):
+        for place, output in enumerate(launch.outputs):
+            if output is None or (caller_made and caller_made[place]):
+                outputs.append(caller_made[place] if caller_made else 0)
+            elif output.shape == (1,) and output.dtype == "float32" and output.begins in (None, 0.0):
+                zeroed.append(output.begins is not None)
+                outputs.append(-len(zeroed))
+            else:
+                makers.append(_maker(output, device))
+                outputs.append(given + len(makers))
+    behind = given + len(makers)
+    where = [*range(given + 1), *[place if place >= 0 else behind - place for place in outputs]]
+    places: list[tuple[int, ...]] = []
+    first = given + 1
+    for launch, inputs in steps:
+        last = first + len(launch.outputs)
+        places.append((*[where[place] for place in inputs], *where[first:last]))
+        first = last
+    return _Planned(
+        tuple(launch for launch, _ in steps),
+        tuple(makers),
+        tuple(zeroed),
+        tuple(places),
+        tuple(where[place] for place in results),
+    )
+
+
+def _picking(places: tuple[int, ...]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """The function that takes the elements at these places out of a sequence."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    return lambda sequence: tuple([sequence[place] for place in places])
 
 
 def run_into(launch: Launch, tensors: Sequence[Tensor | None], device: torch.device) -> None:

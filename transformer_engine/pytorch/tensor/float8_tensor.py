@@ -30,10 +30,15 @@ __all__ = ["Float8CurrentScalingQuantizer", "Float8Quantizer", "Float8Tensor", "
 
 
 class ScalingState(Protocol):
-    """Delayed scaling of n tensors: scale [n], and amax_history [length, n] whose row 0 is the running step."""
+    """Delayed scaling of n tensors: scale [n], and amax_history [length, n] whose row 0 is the running step.
+
+    scale_in_place   the tensor that updates write; while compiling, scale is a copy that they leave alone
+    """
 
     @property
     def scale(self) -> Tensor: ...
+
+    scale_in_place: Tensor
 
     amax_history: Tensor
 
@@ -221,9 +226,10 @@ class Float8Quantizer(_PerTensorQuantizer):
         if state is None:
             return self.scale.view(1), self.amax.view(1)
         slot = self._slot
-        if slot is None or slot.all_scales is not state.scale or slot.history is not state.amax_history:
-            slot = self._slot = _Slot(state.scale, state.amax_history, self.scale, self.amax)
-        return slot.scale, slot.amax
+        if slot is not None and slot[0] is state.scale_in_place and slot[1] is state.amax_history:
+            return slot[2:]
+        slot = self._slot = _Slot(state.scale_in_place, state.amax_history, self.scale, self.amax)
+        return slot[2:]
 
     def __getstate__(self) -> dict[str, Any]:
         # A process group lives as long as its process.

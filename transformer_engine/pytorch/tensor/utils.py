@@ -48,11 +48,12 @@ def quantize_master_weights(
     """Write codes of master_weights[i], a flat run of model_weights[i] from start_offsets[i], or None when not owned.
 
     Values are rounded to the weight's nominal dtype first, as unquantized training would do. Scales come from maxima
-    over the group. fsdp_shard_model_weights[i], flat uint8 codes of the run (MXFP8: a pair, row-wise and column-wise),
-    is written in place of the weight's own codes.
+    over the group; None: over all ranks, where torch.distributed is initialised. fsdp_shard_model_weights[i], flat
+    uint8 codes of the run (MXFP8: a pair, row-wise and column-wise), is written in place of the weight's own codes.
+    The weights' initial values of high precision, if they were preserved, are dropped.
 
-    Column-wise codes that follow from the row-wise ones are dropped, and made again by the next forward, or by
-    `post_all_gather_processing`, which manual_post_all_gather_processing announces.
+    Column-wise codes that follow from the row-wise ones are dropped, and made again by the next forward. With
+    manual_post_all_gather_processing they stay, out of date, until the caller calls `post_all_gather_processing`.
     """
     if not len(model_weights) == len(master_weights) == len(start_offsets):
         raise ValueError(
@@ -64,8 +65,11 @@ def quantize_master_weights(
         _shard(*parts) for parts in zip(model_weights, master_weights, start_offsets, targets, strict=True)
     ]
     with torch.no_grad():
-        write_shards(shards, group)
-        clear_columnwise_cache(model_weights)
+        write_shards(shards, _group(group))
+        for weight in model_weights:
+            vars(weight).pop("_high_precision_init_val", None)  # as its clear_high_precision_init_val does
+            if not manual_post_all_gather_processing:
+                clear_columnwise_cache(weight)
 
 
 cast_master_weights_to_fp8 = quantize_master_weights
@@ -79,22 +83,36 @@ def _shard(weight: QuantizedTensor, master: Tensor | None, start: int | None, ta
             f"elements {start}:{start + values.numel()} are outside of a weight of {weight.numel()} elements; "
             "check start_offsets"
         )
-    rowwise, columnwise = target if isinstance(target, tuple) else (target, None)
+    rowwise, columnwise = target if isinstance(target, (tuple, list)) else (target, None)
     return Shard(weight, values.to(weight.dtype), start, (rowwise, columnwise))
 
 
-def clear_columnwise_cache(model_weights: Sequence[QuantizedTensor]) -> None:
-    """Drop column-wise codes that can be made again from row-wise ones."""
-    for weight in model_weights:
+def _group(group: Any) -> Any:
+    """The ranks that a weight is cut over; None: this one alone."""
+    if group is not None or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return group
+    return torch.distributed.group.WORLD
+
+
+def clear_columnwise_cache(tensor: QuantizedTensor | Sequence[QuantizedTensor]) -> None:
+    """Drop column-wise codes that can be made again from row-wise ones, of one weight or several."""
+    for weight in _weights(tensor):
         usages = weight.get_usages()
         if weight.transposable and usages["rowwise"] and usages["columnwise"]:
             weight.update_usage(columnwise_usage=False)
 
 
-def post_all_gather_processing(model_weights: Sequence[QuantizedTensor]) -> None:
-    """Make column-wise codes from row-wise ones that were gathered."""
-    clear_columnwise_cache(model_weights)
+def post_all_gather_processing(model_weights: Tensor | Sequence[Tensor]) -> None:
+    """Make column-wise codes from row-wise ones that were gathered, of one weight or several; plain ones have none."""
+    weights = _weights(model_weights)
+    clear_columnwise_cache(weights)
     with torch.no_grad():
-        for weight in model_weights:
+        for weight in weights:
             if weight.transposable:
                 weight.update_usage(columnwise_usage=True)
+
+
+def _weights(given: Tensor | Sequence[Tensor]) -> list[QuantizedTensor]:
+    """The quantized ones of one weight or several."""
+    several = [given] if isinstance(given, Tensor) else given
+    return [weight for weight in several if isinstance(weight, QuantizedTensor)]

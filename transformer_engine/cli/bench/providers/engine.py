@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -172,12 +173,89 @@ def _layer(case: Case, device: torch.device) -> Workload:
     return _module(module, _random(device, a["sequence"], 1, a["hidden"]), case, **keywords)
 
 
+@BUILDERS.of("layer_graphed")
+def _layer_graphed(case: Case, device: torch.device) -> Workload:
+    eager = _layer(case, device)
+    assert eager is not None
+    return replace(eager, function=te.graphed(eager.function, after=1))
+
+
+class OffloadedStack(torch.nn.Module):
+    """y = layers(x), what the first of them save waiting on the host; on a CPU it is there already."""
+
+    def __init__(self, layers: Sequence[torch.nn.Module], offloaded: int):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(layers)
+        enabled = torch.cuda.is_available()
+        self.context, self.synchronize = te.get_cpu_offload_context(enabled, offloaded, len(layers))[:2]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            with self.context:
+                x = layer(x)
+            x = self.synchronize(x) if x.requires_grad else x
+        return x
+
+
+@BUILDERS.of("offload")
+def _offload(case: Case, device: torch.device) -> Workload:
+    a = case.arguments
+    layers = [
+        te.Linear(a["width"], a["width"], bias=False, params_dtype=BF16, device=device)
+        for _ in range(a["layers"])
+    ]
+    return _module(OffloadedStack(layers, a["offloaded"]), _random(device, a["rows"], a["width"]), case)
+
+
 @BUILDERS.of("rope")
 def _rope(case: Case, device: torch.device) -> Workload:
     a = case.arguments
     angles = RotaryPositionEmbedding(a["size"])(max_seq_len=a["sequence"]).to(device)
     x = _random(device, a["sequence"], a["batch"], a["heads"], a["size"])
     return Workload(functools.partial(apply_rotary_pos_emb, freqs=angles, tensor_format="sbhd"), (x,))
+
+
+@BUILDERS.of("cross_entropy")
+def _cross_entropy(case: Case, device: torch.device) -> Workload:
+    a = case.arguments
+    loss = functools.partial(te.parallel_cross_entropy, reduce_loss=True)
+    return Workload(loss, (_random(device, 1, a["rows"], a["ids"]), ids_of(case, device)))
+
+
+@BUILDERS.of("linear_cross_entropy")
+def _linear_cross_entropy(case: Case, device: torch.device) -> Workload:
+    a = case.arguments
+    hidden, weight = _random(device, 1, a["rows"], a["depth"]), _random(device, a["ids"], a["depth"])
+    return Workload(te.fused_linear_cross_entropy, (hidden, weight, ids_of(case, device)))
+
+
+def ids_of(case: Case, device: torch.device) -> Tensor:
+    """A target for every row."""
+    return torch.randint(0, case.arguments["ids"], (1, case.arguments["rows"]), device=device)
+
+
+@BUILDERS.of("adam")
+def _adam(case: Case, device: torch.device) -> Workload:
+    return stepping(te.optimizers.FusedAdam(parameters_of(case, device), lr=1e-4))
+
+
+def parameters_of(case: Case, device: torch.device) -> list[torch.nn.Parameter]:
+    """Parameters of float32 with gradients."""
+    a = case.arguments
+    parameters = [torch.nn.Parameter(torch.randn(a["size"], device=device)) for _ in range(a["count"])]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    return parameters
+
+
+def stepping(optimizer: torch.optim.Optimizer) -> Workload:
+    """One step of an optimizer; its first parameter is what comes out."""
+
+    def step() -> Tensor:
+        optimizer.step()
+        return optimizer.param_groups[0]["params"][0]
+
+    return Workload(step, ())
 
 
 ENGINE = Provider("te", RECIPES, BUILDERS, quantizations=tuple(QUANTIZATIONS))

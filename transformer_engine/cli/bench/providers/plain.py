@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 
 from ..cases import Case
 from ..workload import Workload
+from .engine import ids_of, parameters_of, stepping
 from .provider import Builder, Builders, Provider
 
 BF16 = torch.bfloat16
@@ -165,7 +168,32 @@ def _attention(case: Case, device: torch.device) -> Workload | None:
     return Workload(attend, (q, k, v))
 
 
-@BUILDERS.of("layer", "layer_small")
+class SavedOnHost(nn.Module):
+    """y = layers(x), all that the first of them save copied to the host by torch's own hooks."""
+
+    def __init__(self, layers: Sequence[nn.Module], offloaded: int):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.offloaded = offloaded
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            moves = number < self.offloaded and x.is_cuda
+            with torch.autograd.graph.save_on_cpu(pin_memory=True) if moves else nullcontext():
+                x = layer(x)
+        return x
+
+
+@BUILDERS.of("offload")
+def _offload(case: Case, device: torch.device) -> Workload:
+    a = case.arguments
+    layers = [
+        nn.Linear(a["width"], a["width"], bias=False, dtype=BF16, device=device) for _ in range(a["layers"])
+    ]
+    return Workload(SavedOnHost(layers, a["offloaded"]), (_random(device, a["rows"], a["width"]),))
+
+
+@BUILDERS.of("layer", "layer_small", "layer_graphed")
 def _layer(case: Case, device: torch.device) -> Workload:
     a = case.arguments
     return Workload(Layer(a, device), (_random(device, a["sequence"], 1, a["hidden"]),))
@@ -178,6 +206,34 @@ def _rope(case: Case, device: torch.device) -> Workload:
     return Workload(Rope(a["sequence"], a["size"], device), (x,))
 
 
+@BUILDERS.of("cross_entropy")
+def _cross_entropy(case: Case, device: torch.device) -> Workload:
+    a = case.arguments
+    return Workload(_mean_loss, (_random(device, 1, a["rows"], a["ids"]), ids_of(case, device)))
+
+
+@BUILDERS.of("linear_cross_entropy")
+def _linear_cross_entropy(case: Case, device: torch.device) -> Workload:
+    a = case.arguments
+
+    def loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        return _mean_loss(F.linear(hidden, weight), target)
+
+    hidden, weight = _random(device, 1, a["rows"], a["depth"]), _random(device, a["ids"], a["depth"])
+    return Workload(loss, (hidden, weight, ids_of(case, device)))
+
+
+def _mean_loss(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), target.flatten())
+
+
+@BUILDERS.of("adam")
+def _adam(case: Case, device: torch.device) -> Workload:
+    """The step that is one kernel a device, where there is a GPU."""
+    fused = device.type == "cuda"
+    return stepping(torch.optim.AdamW(parameters_of(case, device), lr=1e-4, fused=fused))
+
+
 def _compiled(build: Builder) -> Builder:
     def build_compiled(case: Case, device: torch.device) -> Workload | None:
         workload = build(case, device)
@@ -187,7 +243,7 @@ def _compiled(build: Builder) -> Builder:
 
 
 # The library calls of these are opaque to the compiler: the figures would be those of the plain rows.
-LEFT_AS_THEY_ARE = ("attention", "grouped_linear")
+LEFT_AS_THEY_ARE = ("attention", "grouped_linear", "adam")
 
 PLAIN = Provider("torch", ("bf16",), BUILDERS, quantizations=("delayed",))
 COMPILED = Provider(

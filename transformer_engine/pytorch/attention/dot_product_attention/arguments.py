@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from functools import partial
 from typing import Any
 
@@ -11,10 +12,10 @@ from torch import Tensor
 from ....common.checks import described, function, one_of, switch, whole_or_none
 from ...constants import AttnTypes
 from ...module.arguments import Rule
-from ...primitives.attention.mask import canonical_name
+from ...primitives.attention.mask import canonical_name, window_pair
 from ...primitives.attention.request import BIAS_TYPES, QKV_FORMATS, SOFTMAX_TYPES, AttentionRequest
 from ...runtime import checks
-from .settings import CallArguments, Described
+from .settings import AttentionConfig, CallArguments, Described
 
 # What the constructors of attention layers have beside the arguments of all layers.
 RULES: dict[str, Rule] = {
@@ -87,10 +88,11 @@ def _parts(name: str, packed: Tensor, count: int, axis: int) -> tuple[Tensor, ..
     return packed.unbind(axis)
 
 
-def check_kinds(a: CallArguments) -> None:
-    """TypeError or ValueError for settings of a call that are of the wrong kind; those left out cost an identity test.
+def settled(a: CallArguments) -> CallArguments:
+    """The arguments with integers as ints; TypeError or ValueError for settings of the wrong kind.
 
-    Masks, windows and lengths are checked where they are read.
+    Two that compare equal are then the same to an attention, so that they can be parts of a key. Tensors are checked
+    where they are read.
     """
     one_of("core_attention_bias_type", a.bias_type, BIAS_TYPES)
     if a.bottom_right_diagonal is not None:
@@ -105,6 +107,37 @@ def check_kinds(a: CallArguments) -> None:
         checks.tensor("core_attention_bias", a.bias)
     if a.inference_params is not None:
         check_cache_kind(a.inference_params)
+    if a.qkv_format is not None:
+        one_of("qkv_format", a.qkv_format, QKV_FORMATS)
+    if a.attn_mask_type is not None and not isinstance(a.attn_mask_type, str):
+        canonical_name(a.attn_mask_type)
+    return _with_ints(a)
+
+
+def _with_ints(a: CallArguments) -> CallArguments:
+    if a.window_size is not None:
+        a = a._replace(window_size=window_pair(a.window_size))
+    longest_q, longest_kv = a.max_seqlens
+    if (type(longest_q) is int or longest_q is None) and (type(longest_kv) is int or longest_kv is None):
+        return a
+    return a._replace(max_seqlens=(whole_length("q", longest_q), whole_length("kv", longest_kv)))
+
+
+def whole_length(name: str, size: Any) -> int | None:
+    """max_seqlen_* as an int >= 0; integers of other libraries are taken, too."""
+    if size is None or torch.compiler.is_compiling():
+        return size
+    try:
+        if isinstance(size, bool):
+            raise TypeError
+        whole = operator.index(size)
+    except TypeError:
+        raise ValueError(
+            f"max_seqlen_{name}={size!r} is no whole number; give the tokens of the longest sequence"
+        ) from None
+    if whole < 0:
+        raise ValueError(f"max_seqlen_{name}={whole} is below 0; give the tokens of the longest sequence")
+    return whole
 
 
 def check_cache_kind(inference_params: Any) -> None:
@@ -162,7 +195,7 @@ def check_cache(layer_number: int | None, cached: torch.dtype, given: torch.dtyp
     return layer_number
 
 
-def check_bias(request: AttentionRequest, bias: Described | None) -> None:
+def check_bias(request: AttentionRequest, bias: Tensor | Described | None) -> None:
     """ValueError or TypeError unless bias and slopes are what the bias type asks for."""
     sizes, kind = request.shape, request.options.bias
     takes_bias = kind in ("pre_scale_bias", "post_scale_bias")
@@ -196,18 +229,16 @@ def check_bias(request: AttentionRequest, bias: Described | None) -> None:
         )
 
 
-def check_tensors(
-    q: Tensor, k: Tensor, v: Tensor, qkv_format: str, heads: int, groups: int, size_qk: int, size_v: int
-) -> None:
+def check_tensors(q: Any, k: Any, v: Any, qkv_format: str, config: AttentionConfig) -> None:
     """ValueError unless q, k, v have the heads and sizes of the layer, one dtype and one device."""
-    axes = len(qkv_format)
+    axes, groups = len(qkv_format), config.num_gqa_groups_per_partition
     expected = {
-        "query_layer": (q, heads, size_qk),
-        "key_layer": (k, groups, size_qk),
-        "value_layer": (v, groups, size_v),
+        "query_layer": (q, config.heads, config.head_dim_qk),
+        "key_layer": (k, groups, config.head_dim_qk),
+        "value_layer": (v, groups, config.head_dim_v),
     }
     for name, (tensor, count, size) in expected.items():
-        if tensor.ndim != axes or tensor.shape[-2:] != (count, size):
+        if len(tensor.shape) != axes or tensor.shape[-2:] != (count, size):
             raise ValueError(
                 f"{name} is {list(tensor.shape)}, {qkv_format!r} needs {axes} axes that end in "
                 f"(heads, size) = ({count}, {size}); reshape it"

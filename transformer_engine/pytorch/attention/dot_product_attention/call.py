@@ -1,8 +1,13 @@
-"""plan = plan_of(facts): one call of an attention as data, and what computes it."""
+"""plan = layer memory[key]: one call of an attention as data, and what computes it, found once for equal calls.
+
+The key has all that a call is judged and planned by, and no number of a tensor: see `Call`. A call is given to
+`plain_call` where it is q, k, v and names alone, else to `any_call`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,228 +16,351 @@ from torch import Tensor
 from ....common import env
 from ....common.dispatch import undisturbed
 from ....common.memory import Memory
+from ...primitives.attention.alibi import default_slopes
 from ...primitives.attention.choose import choose
-from ...primitives.attention.mask import Mask
 from ...primitives.attention.operators import choose_when_traced
 from ...primitives.attention.passes import Bound
-from ...primitives.attention.request import (
-    AttentionInputs,
-    AttentionRequest,
-    Device,
-    Options,
-    Shape,
-    Switches,
-)
+from ...primitives.attention.request import AttentionInputs, AttentionRequest
 from ...runtime.backward_thread import keep_backward_here
-from ...runtime.device import get_device_compute_capability
-from .arguments import check_bias
+from ..inference import CachedKeysValues
+from .arguments import check_cache, check_slopes, check_tensors, settled, sink_of
+from .facts import described_arguments, facts_of
 from .last_choice import last_choice
-from .sequences import Sequences
-from .settings import Described
+from .prepare import Modes, judged, mask_name, sequences_of
+from .sequences import (
+    Cached,
+    Sequences,
+    are_same,
+    cached_tensors,
+    demand_lengths,
+    tensors_of,
+    with_longest,
+)
+from .settings import NOTHING_GIVEN, AttentionConfig, CallArguments, Described
 
-# Plans of a process, before it forgets them all; those with a score_mod, which may hold tensors, are fewer.
-MAX_PLANS = 1024
+# Plans of a layer, before it forgets them all; of all layers with a score_mod, which may hold tensors.
+MAX_PLANS = 256
 MAX_SCORE_MODS = 64
 
 
-class Settings(NamedTuple):
-    """The settings of a call that are no tensors; the fields of the request's records of the same names."""
-
-    mask: Mask
-    q_format: str
-    kv_format: str
-    bias: str
-    softmax: str
-    scale: float
-    dropout: float
-    max_logit: bool
-    page_size: int
-    num_splits: int
-    cached: bool
-    score_mod: Callable[..., Tensor] | None
-
-
-class Prepared(NamedTuple):
-    """The arguments of a call, checked and in order."""
-
-    settings: Settings
-    sequences: Sequences
-    inputs: AttentionInputs
-    slopes_given: bool
-
-
-class Facts(NamedTuple):
-    """All that the choice of a backend depends on: the settings, what tensors are like, and what is in force.
-
-    padding_tensors   padding came as mask tensors;  generation  of the environment's variables
-    """
-
-    settings: Settings
-    q_shape: tuple[int, ...]
-    k_shape: tuple[int, ...]
-    v_shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    batch: int
-    max_q: int
-    max_kv: int
-    padded_between: bool
-    needs_gradient: bool
-    same_lengths: bool
-    padding_tensors: bool
-    bias: Described | None
-    bias_gradient: bool
-    slopes_shape: tuple[int, ...] | None
-    slopes_given: bool
-    masked_shape: tuple[int, ...] | None
-    deterministic: bool
-    generation: int
-
-
 class Plan(NamedTuple):
-    """A request and the backend that takes it."""
+    """A request, the backend that takes it, and how the sequences' lengths follow from what a call is given."""
 
     request: AttentionRequest
     backend: Bound
+    sequences: Sequences
 
 
-def facts_of(settings: Settings, sequences: Sequences, inputs: AttentionInputs, slopes_given: bool) -> Facts:
-    """What a call's request follows from, in a form that costs little to make and to look up."""
-    q, bias, slopes, masked = inputs.q, inputs.bias, inputs.slopes, inputs.masked
-    gradient = torch.is_grad_enabled()
-    return Facts(
-        settings,
-        q.shape,
-        inputs.k.shape,
-        inputs.v.shape,
-        q.dtype,
-        q.device,
-        sequences.batch,
-        sequences.max_q,
-        sequences.max_kv,
-        sequences.padded_between,
-        gradient and _wants_gradient(inputs),
-        inputs.lengths_q is not None and inputs.lengths_q is inputs.lengths_kv,
-        inputs.masked_q is not None or inputs.masked_kv is not None,
-        None if bias is None else Described(bias.shape, bias.dtype, bias.device, bias.requires_grad),
-        gradient and bias is not None and bias.requires_grad,
-        None if slopes is None else slopes.shape,
-        slopes_given,
-        None if masked is None else masked.shape,
-        torch.are_deterministic_algorithms_enabled(),
-        0 if torch.compiler.is_compiling() else env.generation(),
-    )
+class Call(NamedTuple):
+    """The parts of a key.
 
-
-def _wants_gradient(inputs: AttentionInputs) -> bool:
-    if inputs.q.requires_grad or inputs.k.requires_grad or inputs.v.requires_grad:
-        return True
-    bias, sink = inputs.bias, inputs.sink
-    return (bias is not None and bias.requires_grad) or (sink is not None and sink.requires_grad)
-
-
-def request_of(facts: Facts) -> AttentionRequest:
-    """The request of a call; ValueError when its bias does not fit."""
-    s, device = facts.settings, facts.device.type
-    shape = Shape(
-        dtype=facts.dtype,
-        batch=known(facts.batch),
-        heads=known(facts.q_shape[-2]),
-        groups=known(facts.k_shape[-2]),
-        seqlen_q=known(facts.max_q),
-        seqlen_kv=known(facts.max_kv),
-        head_dim_qk=known(facts.q_shape[-1]),
-        head_dim_v=known(facts.v_shape[-1]),
-        q_format=s.q_format,
-        kv_format=s.kv_format,
-        page_size=s.page_size,
-        bias_shape=None if facts.bias is None else _known(facts.bias.shape),
-        slopes_shape=_known(facts.slopes_shape),
-        masked_shape=_known(facts.masked_shape),
-    )
-    options = Options(
-        mask=s.mask,
-        scale=s.scale,
-        bias=s.bias,
-        softmax=s.softmax,
-        dropout=s.dropout,
-        padded_between=facts.padded_between,
-        max_logit=s.max_logit,
-        needs_gradient=facts.needs_gradient,
-        bias_gradient=facts.bias_gradient,
-        slopes_given=facts.slopes_given,
-        padding_tensors=facts.padding_tensors,
-        same_lengths=facts.same_lengths,
-        num_splits=s.num_splits,
-        cached=s.cached,
-        score_mod=s.score_mod,
-    )
-    capability = get_device_compute_capability() if device == "cuda" else (0, 0)
-    where = Device(device, capability, _is_deterministic(facts), Switches.from_environment())
-    request = AttentionRequest(shape, options, where)
-    check_bias(request, facts.bias)
-    return request
-
-
-def known(size: int) -> int:
-    """The size; where a tracing compiler has a symbol for it, the number, which its graph is then guarded by.
-
-    A choice is made for numbers: each longest sequence has a graph of its own. The tokens of packed sequences, which
-    no choice depends on, stay a symbol.
+    config, training     the layer's settings
+    *_shape, _dtype, _device   of q, k, v
+    gradient             is one wanted of any input?
+    deterministic        torch's switch
+    environment          env.generation()
+    renewed              how often callers have had all layers choose their backends again
+    given                `facts_of` the arguments, where there are more than names
+    cached, same         see `judged`
     """
-    # The bounds of a range are what every version of the tracer wants a number for.
-    return len(range(size)) if torch.compiler.is_compiling() else size
+
+    config: AttentionConfig
+    training: bool
+    q_shape: torch.Size
+    k_shape: torch.Size
+    v_shape: torch.Size
+    q_dtype: torch.dtype
+    k_dtype: torch.dtype
+    v_dtype: torch.dtype
+    q_device: torch.device
+    k_device: torch.device
+    v_device: torch.device
+    gradient: bool
+    deterministic: bool
+    environment: int
+    renewed: int
+    qkv_format: str | None
+    attn_mask_type: str | None
+    given: tuple[Any, ...] | None = None
+    cached: Cached | None = None
+    same: bool = True
+
+    def judged(self) -> tuple[AttentionRequest, Sequences]:
+        """The request and its sequences, after every check."""
+        if self.given is None:
+            given = NOTHING_GIVEN._replace(qkv_format=self.qkv_format, attn_mask_type=self.attn_mask_type)
+        else:
+            given = described_arguments(self.given)
+        qkv = (
+            Described(self.q_shape, self.q_dtype, self.q_device, False),
+            Described(self.k_shape, self.k_dtype, self.k_device, False),
+            Described(self.v_shape, self.v_dtype, self.v_device, False),
+        )
+        numbers, modes = self.config.numbers(self.training), Modes(self.gradient, self.deterministic)
+        return judged(self.config, numbers, qkv, given, modes, self.cached, self.same)
 
 
-def _known(shape: tuple[int, ...] | None) -> tuple[int, ...] | None:
-    return None if shape is None else tuple(known(size) for size in shape)
+Key = tuple[Any, ...]
 
 
-def _is_deterministic(facts: Facts) -> bool:
-    """Must gradients be bitwise repeatable?"""
-    return not env.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") or facts.deterministic
-
-
-def plan_of(facts: Facts) -> Plan:
-    """The request of a call and the backend that takes it."""
-    request = request_of(facts)
-    plan = Plan(request, choose(request))
+def plan_of(key: Key) -> Plan:
+    """The plan of a key, after every check that the call's tensors and names need."""
+    request, sequences = Call(*key).judged()
+    plan = Plan(request, choose(request), sequences)
     if request.device.type == "cuda":
         keep_backward_here()
     return plan
 
 
-PLANS: Memory[Facts, Plan] = Memory(plan_of, MAX_PLANS)
-SCORE_MOD_PLANS: Memory[Facts, Plan] = Memory(plan_of, MAX_SCORE_MODS)
-MEMORIES: list[Memory[Any, Plan]] = [PLANS, SCORE_MOD_PLANS]
+SCORE_MOD_PLANS: Memory[Key, Plan] = Memory(plan_of, MAX_SCORE_MODS)
 
 
-def plan_for(call: Prepared) -> Plan:
-    """The plan of a call, looked up where one like it was met before; `last_choice` learns of it."""
-    facts = facts_of(*call)
-    return plan_with(PLANS if facts.settings.score_mod is None else SCORE_MOD_PLANS, facts)
+def plain_call(
+    memory: Memory[Key, Plan],
+    config: AttentionConfig,
+    training: bool,
+    offset: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    qkv_format: str | None,
+    attn_mask_type: str | None,
+) -> tuple[Plan, AttentionInputs]:
+    """The plan of a call and its inputs; there are no numbers in tensors to look at.
 
-
-def plan_with(memory: Memory[Any, Plan], key: Any) -> Plan:
-    """What the memory has for a key, made anew while backends are forced or requests observed."""
-    if undisturbed():
-        if last_choice.requires_update:
-            forget_plans()
-            last_choice.requires_update = False
-        plan = memory[key]
-    else:
-        plan = memory.build(key)
+    offset   the layer's learnable softmax_offset
+    """
+    sink = None
+    if config.softmax_type != "vanilla":
+        sink = sink_of(config.softmax_type, offset, config.heads, q.device)
+    key = (
+        config,
+        training,
+        q.shape,
+        k.shape,
+        v.shape,
+        q.dtype,
+        k.dtype,
+        v.dtype,
+        q.device,
+        k.device,
+        v.device,
+        torch.is_grad_enabled()
+        and (q.requires_grad or k.requires_grad or v.requires_grad or _any_wants(sink)),
+        torch.are_deterministic_algorithms_enabled(),
+        env.generation(),
+        last_choice.renewed,
+        qkv_format,
+        attn_mask_type,
+    )
+    plan = memory[key] if undisturbed() else plan_of(key)
     last_choice.seen = plan
-    return plan
+    if q.stride(-1) != 1:
+        q = q.contiguous()
+    if k.stride(-1) != 1:
+        k = k.contiguous()
+    if v.stride(-1) != 1:
+        v = v.contiguous()
+    return plan, AttentionInputs(q, k, v) if sink is None else AttentionInputs(q, k, v, sink=sink)
 
 
-def forget_plans() -> None:
-    """Have the next call of every layer choose its backend again."""
-    for memory in MEMORIES:
-        memory.clear()
+def _any_wants(*inputs: Tensor | None) -> bool:
+    for x in inputs:  # noqa: SIM110  a generator would be called once for each of them
+        if x is not None and x.requires_grad:
+            return True
+    return False
 
 
-def plan_when_traced(call: Prepared) -> Plan:
-    """The plan of a call that a compiler traces."""
-    request = request_of(facts_of(*call))
-    return Plan(request, choose_when_traced(request))
+class InOrder(NamedTuple):
+    """The arguments of a call as a key takes them.
+
+    same       `are_same` of them
+    upcoming   what a cache will give the step, nothing written yet; None where there is none, and where its custom
+               manager alone knows
+    cached     the facts of that
+    """
+
+    arguments: CallArguments
+    same: bool
+    upcoming: CachedKeysValues | None
+    cached: Cached | None
+
+
+def needs_shapes(config: AttentionConfig, a: CallArguments) -> bool:
+    """Does `in_order` of these arguments look at q, k and v?"""
+    if a.inference_params is not None or a.alibi_slopes is not None:
+        return True
+    packed = (config.qkv_format if a.qkv_format is None else a.qkv_format) == "thd"
+    return packed and (a.max_seqlens[0] is None or a.max_seqlens[1] is None)
+
+
+def in_order(config: AttentionConfig, qkv: tuple[Any, Any, Any] | None, arguments: CallArguments) -> InOrder:
+    """The arguments checked as far as a key cannot have them; qkv: shapes will do, see `needs_shapes`."""
+    if arguments is NOTHING_GIVEN:
+        return InOrder(arguments, True, None, None)
+    a = settled(arguments)
+    same = are_same(a)
+    if not needs_shapes(config, a):
+        return InOrder(a, same, None, None)
+    assert qkv is not None
+    q, k, v = qkv
+    tensor_format = config.qkv_format if a.qkv_format is None else a.qkv_format
+    if a.alibi_slopes is not None:
+        check_slopes(a.alibi_slopes, a.bias_type, q, config.heads)
+    cache = a.inference_params
+    if cache is not None:
+        check_tensors(q, k, v, tensor_format, config)
+        if "arbitrary" in (a.attn_mask_type or config.attn_mask_type):
+            mask_name(config, a)  # refuses it
+        number = check_cache(config.layer_number, cache.dtype, q.dtype)
+        upcoming = cache.upcoming(number, k, v, tensor_format)
+        unnamed = tensor_format == "thd" and not a.max_seqlens[0]
+        return InOrder(a, same, upcoming, None if upcoming is None else Cached.of(upcoming, unnamed))
+    if tensor_format == "thd":
+        a = with_longest(sequences_of(config, qkv, a, None, same)[1], a)
+    return InOrder(a, same, None, None)
+
+
+class Prepared(NamedTuple):
+    """A call that has been judged.
+
+    append   writes a step's keys and values into its cache, when nothing can be refused; None without a cache, and
+             where a custom manager had to write them in order to say what there is
+    """
+
+    plan: Plan
+    inputs: AttentionInputs
+    append: Callable[[], object] | None
+
+
+def any_call(
+    memory: Memory[Key, Plan] | None,
+    config: AttentionConfig,
+    training: bool,
+    offset: Tensor | None,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    arguments: CallArguments,
+) -> Prepared:
+    """A call with masks, lengths, a bias or a cache; memory: None while a compiler traces, which looks nothing up."""
+    q, k, v = qkv
+    a, same, cached, facts = in_order(config, qkv, arguments)
+    sink = None
+    if config.softmax_type != "vanilla":
+        sink = sink_of(config.softmax_type, offset, config.heads, q.device)
+    gradient = torch.is_grad_enabled() and _any_wants(q, k, v, a.bias, sink)
+    known = (config, training, qkv, a, gradient, same)
+    plan = _traced_plan(*known, facts) if memory is None else _found_plan(memory, *known, facts)
+    cache, append = a.inference_params, None
+    if cache is not None:
+        tensor_format = config.qkv_format if a.qkv_format is None else a.qkv_format
+        assert config.layer_number is not None
+        if cached is not None:
+            append = partial(cache.write, config.layer_number, k, v, tensor_format)
+        else:
+            cached = cache.step(config.layer_number, k, v, tensor_format)
+            facts = Cached.of(cached, tensor_format == "thd" and not a.max_seqlens[0])
+            plan = _traced_plan(*known, facts) if memory is None else _found_plan(memory, *known, facts)
+    if cache is None and memory is not None:
+        demand_lengths(plan.sequences, a)
+    return Prepared(plan, _inputs(plan.sequences, qkv, a, cached, _slopes(config, a, q.device), sink), append)
+
+
+def _found_plan(
+    memory: Memory[Key, Plan],
+    config: AttentionConfig,
+    training: bool,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    a: CallArguments,
+    gradient: bool,
+    same: bool,
+    cached: Cached | None,
+) -> Plan:
+    """The plan of a call, looked up where one like it was met before; `last_choice` learns of it."""
+    q, k, v = qkv
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    try:
+        key = (
+            config,
+            training,
+            q.shape,
+            k.shape,
+            v.shape,
+            q.dtype,
+            k.dtype,
+            v.dtype,
+            q.device,
+            k.device,
+            v.device,
+            gradient,
+            deterministic,
+            env.generation(),
+            last_choice.renewed,
+            a.qkv_format,
+            a.attn_mask_type,
+            facts_of(a),
+            cached,
+            same,
+        )
+        if not undisturbed():
+            plan = plan_of(key)
+        else:
+            plan = memory[key] if a.score_mod is None else SCORE_MOD_PLANS[key]
+    except (AttributeError, TypeError) as error:
+        stumbled = error
+    else:
+        last_choice.seen = plan
+        return plan
+    # An argument of a wrong kind is no part of a key; the checks say what it should be.
+    judged(config, config.numbers(training), qkv, a, Modes(gradient, deterministic), cached, same)
+    raise stumbled
+
+
+def _traced_plan(
+    config: AttentionConfig,
+    training: bool,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    a: CallArguments,
+    gradient: bool,
+    same: bool,
+    cached: Cached | None,
+) -> Plan:
+    modes = Modes(gradient, torch.are_deterministic_algorithms_enabled())
+    request, sequences = judged(config, config.numbers_when_traced(training), qkv, a, modes, cached, same)
+    return Plan(request, choose_when_traced(request), sequences)
+
+
+def _inputs(
+    sequences: Sequences,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    a: CallArguments,
+    cached: CachedKeysValues | None,
+    slopes: Tensor | None,
+    sink: Tensor | None,
+) -> AttentionInputs:
+    """The tensors of a call whose plan is there."""
+    q, k, v = qkv
+    page_table = None
+    if cached is not None:
+        k, v, page_table = cached.key, cached.value, cached.page_table
+        tensors = cached_tensors(cached, sequences.queries.tokens is not None)
+    else:
+        tensors = tensors_of(sequences, a)
+    return AttentionInputs(
+        q if q.stride(-1) == 1 else q.contiguous(),
+        k if k.stride(-1) == 1 else k.contiguous(),
+        v if v.stride(-1) == 1 else v.contiguous(),
+        *tensors,
+        a.bias,
+        slopes,
+        sink,
+        page_table,
+    )
+
+
+def _slopes(config: AttentionConfig, a: CallArguments, device: torch.device) -> Tensor | None:
+    """ALiBi's slopes of this rank's heads, as given or the usual ones."""
+    if a.alibi_slopes is not None or a.bias_type != "alibi":
+        return a.alibi_slopes
+    rank = torch.distributed.get_rank(config.tp_group) if config.tp_group is not None else 0
+    slopes = default_slopes(config.num_attention_heads, device)
+    return slopes[rank * config.heads : (rank + 1) * config.heads]

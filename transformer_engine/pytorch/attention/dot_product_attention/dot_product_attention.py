@@ -5,66 +5,58 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ....common import env
+from ....common.memory import Memory
+from ....common.recipe import Recipe
 from ...distributed.tensor_parallel import set_tensor_model_parallel_attributes
 from ...functions.attention import fp8
 from ...functions.attention.autograd import apart
 from ...functions.attention.fp8_call import Call, Slots
 from ...module.arguments import check_arguments, head_sizes
 from ...module.base import TransformerEngineBaseModule
+from ...module.config import configured
 from ...module.parameters import ParameterInit
 from ...primitives.attention import mask as masks
-from ...primitives.attention.choose import check
 from ...primitives.attention.request import AttentionInputs, AttentionRequest
 from ...quantization import QuantizerRole
-from ...quantization.autocast import AutocastState, current
+from ...quantization.autocast import AutocastState, current, here_in_eager_mode
 from ...runtime.device import canonical_device
-from ...runtime.tracing import number_while_tracing, text_of_number
 from ..inference import InferenceParams
 from .arguments import RULES, accept_older_state, check_heads, check_switches, unpacked
-from .call import Plan, facts_of, plan_for, plan_when_traced, request_of
+from .call import MAX_PLANS, Plan, any_call, plain_call, plan_of
 from .context_parallel_group import check_context_parallel_group
 from .forked import computed, forked
 from .fp8_recipe import attention_recipe, scaling_of
 from .last_choice import last_choice as _attention_backends
-from .plain import ONE, is_plain, plain_call
-from .prepare import prepared
 from .roles import attention_roles
 from .score_mod import resolved
-from .settings import CallArguments, Config, Described
+from .settings import AttentionConfig, CallArguments
 from .utils import AttentionLogging
 
-# Attributes that make the config of a call.
-_CONFIGURES = frozenset(
-    {
-        "attention_dropout",
-        "attention_type",
-        "attn_mask_type",
-        "bottom_right_diagonal",
-        "given_window",
-        "head_dim_qk",
-        "head_dim_v",
-        "layer_number",
-        "num_attention_heads",
-        "num_gqa_groups_per_partition",
-        "qkv_format",
-        "return_max_logit",
-        "softmax_scale",
-        "softmax_type",
-        "tp_group",
-        "tp_size",
-        "training",
-        "window_size",
-    }
-)
+# What num_splits is unless a caller says otherwise; True, which equals it, is another object.
+ONE = 1
+# Names of which a key can be made.
+NAMES = (type(None), str)
+_backward_asked_for = env.watch("NVTE_FP8_DPA_BWD")
 
 
+def _same_as(name: str) -> property:
+    """Another name of a setting."""
+    return property(lambda self: getattr(self, name), lambda self, value: setattr(self, name, value))
+
+
+def _divided(layer: Any, name: str, value: Any) -> None:
+    """Ranks share the groups."""
+    if name == "num_gqa_groups":
+        layer.num_gqa_groups_per_partition = value // layer.tp_size
+
+
+@configured(AttentionConfig, written=_divided)
 class DotProductAttention(TransformerEngineBaseModule):
     """out [.., h * d_v] = softmax(softmax_scale * q k^T + bias) v where the mask shows; a row it hides is 0.
 
@@ -88,11 +80,25 @@ class DotProductAttention(TransformerEngineBaseModule):
     """
 
     num_products = 3
-    _softmax_scale_text: str
-    _attention_dropout_text: str
-
-    given_window: tuple[int, int] | None
-    _call_config: Config | None
+    earlier_extra_states = ("fused_attention._extra_state",)
+    _config: AttentionConfig
+    num_attention_heads: int
+    num_gqa_groups: int
+    num_gqa_groups_per_partition: int
+    head_dim_qk: int
+    head_dim_v: int
+    attention_dropout: float
+    qkv_format: str
+    attn_mask_type: str
+    window_size: tuple[int, int] | None
+    bottom_right_diagonal: bool | None
+    layer_number: int | None
+    attention_type: str
+    softmax_scale: float
+    softmax_type: str
+    return_max_logit: bool
+    hidden_size_per_attention_head_k = _same_as("head_dim_qk")
+    hidden_size_per_attention_head_v = _same_as("head_dim_v")
 
     def __init__(
         self,
@@ -122,34 +128,38 @@ class DotProductAttention(TransformerEngineBaseModule):
     ) -> None:
         check_arguments(locals(), kv_channels=head_sizes, **RULES)
         super().__init__(name)
-        # It has no weights: made under quantized_model_init, too, each call's recipe gives it states of its own.
-        self.primary_weights_in_fp8 = self.fp8_parameters = False
         if not AttentionLogging._is_logging_setup:
             AttentionLogging.setup_logging()
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         check_heads(num_attention_heads, groups, tp_size)
-        self.num_attention_heads = num_attention_heads
-        self.num_gqa_groups = groups
-        self.head_dim_qk, self.head_dim_v = (
-            (kv_channels,) * 2 if isinstance(kv_channels, int) else kv_channels
+        size_qk, size_v = (kv_channels,) * 2 if isinstance(kv_channels, int) else kv_channels
+        if tp_group is not None:
+            tp_size = torch.distributed.get_world_size(tp_group)
+        self._configure(
+            # It has no weights: made under quantized_model_init, too, each call's recipe gives it states of its own.
+            primary_weights_in_fp8=False,
+            fp8_parameters=False,
+            num_attention_heads=num_attention_heads,
+            num_gqa_groups=groups,
+            num_gqa_groups_per_partition=groups // tp_size,
+            head_dim_qk=size_qk,
+            head_dim_v=size_v,
+            attention_dropout=attention_dropout,
+            qkv_format=qkv_format,
+            attn_mask_type=attn_mask_type,
+            window_size=masks.check_set_window_size(attn_mask_type, window_size),
+            bottom_right_diagonal=bottom_right_diagonal,
+            sequence_parallel=sequence_parallel,
+            tp_size=tp_size,
+            layer_number=layer_number,
+            attention_type=attention_type,
+            softmax_scale=1.0 / math.sqrt(size_qk) if softmax_scale is None else softmax_scale,
+            softmax_type=softmax_type,
+            return_max_logit=bool(return_max_logit),
         )
-        self.hidden_size_per_attention_head_k = self.head_dim_qk
-        self.hidden_size_per_attention_head_v = self.head_dim_v
-        self.attention_dropout = attention_dropout
-        self.qkv_format = qkv_format
-        self.attn_mask_type = masks.canonical_name(attn_mask_type)
-        self.window_size = masks.check_set_window_size(attn_mask_type, window_size)
-        self.bottom_right_diagonal = bottom_right_diagonal
-        self.sequence_parallel = sequence_parallel
-        self.tp_size = tp_size if tp_group is None else torch.distributed.get_world_size(tp_group)
+        self._plans: Memory[tuple[Any, ...], Plan] = Memory(plan_of, MAX_PLANS)
         self.set_tensor_parallel_group(tp_group)
-        self.num_gqa_groups_per_partition = groups // self.tp_size
         self.get_rng_state_tracker = get_rng_state_tracker
-        self.layer_number = layer_number
-        self.attention_type = attention_type
-        self.softmax_scale = 1.0 / math.sqrt(self.head_dim_qk) if softmax_scale is None else softmax_scale
-        self.softmax_type = softmax_type
-        self.return_max_logit = bool(return_max_logit)
         self.score_mod = score_mod
         self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
         self.softmax_offset: torch.nn.Parameter | None
@@ -165,21 +175,10 @@ class DotProductAttention(TransformerEngineBaseModule):
             self.reset_parameters()
         self._register_load_state_dict_pre_hook(accept_older_state)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "attn_mask_type":
-            value = masks.canonical_name(value)
-        elif name == "window_size":
-            self.__dict__["given_window"] = value  # what a name of a mask makes of it is found in each call
-        elif name in ("softmax_scale", "attention_dropout"):
-            self.__dict__[f"_{name}_text"] = text_of_number(value)
-        super().__setattr__(name, value)
-        if name in _CONFIGURES:
-            self.__dict__["_call_config"] = None
-
     @property
     def heads(self) -> int:
         """Query heads of this tensor-parallel rank."""
-        return self.num_attention_heads // self.tp_size
+        return self._config.heads
 
     def get_quantizer_roles(self, *, fwd: bool, num_quantizers: int) -> list[QuantizerRole | None]:
         return attention_roles(self.name or "", fwd, num_quantizers)
@@ -267,15 +266,16 @@ class DotProductAttention(TransformerEngineBaseModule):
             attention_mask is cu_seqlens_q is cu_seqlens_kv is cu_seqlens_q_padded is cu_seqlens_kv_padded
             is max_seqlen_q is max_seqlen_kv is window_size is bottom_right_diagonal is core_attention_bias
             is alibi_slopes is inference_params is pad_between_seqs is score_mod is qkv_layer is kv_layer is None
-            and is_plain(query_layer, key_layer, value_layer, qkv_format, attn_mask_type)
+            and type(query_layer) is Tensor and type(key_layer) is Tensor and type(value_layer) is Tensor
+            and type(qkv_format) in NAMES and type(attn_mask_type) in NAMES
             and num_splits is ONE and core_attention_bias_type == "no_bias"
         ):
-            config, offset = self._call_config or self.config(), self._parameters["softmax_offset"]
             plan, inputs = plain_call(
-                config, offset, query_layer, key_layer, value_layer, qkv_format, attn_mask_type  # pyright: ignore[reportArgumentType]
+                self._plans, self._config, self.training, self._parameters["softmax_offset"],
+                query_layer, key_layer, value_layer, qkv_format, attn_mask_type,
             )
             return self._attend(plan, inputs, tracing, checkpoint_core_attention, fp8_output, bf16_backward)
-        q, k, v = unpacked(query_layer, key_layer, value_layer, qkv_layer, kv_layer, qkv_interleave_dim)
+        qkv = unpacked(query_layer, key_layer, value_layer, qkv_layer, kv_layer, qkv_interleave_dim)
         arguments = CallArguments(
             attention_mask, qkv_format, (cu_seqlens_q, cu_seqlens_kv), (cu_seqlens_q_padded, cu_seqlens_kv_padded),
             (max_seqlen_q, max_seqlen_kv), attn_mask_type, window_size, bottom_right_diagonal,
@@ -283,15 +283,16 @@ class DotProductAttention(TransformerEngineBaseModule):
             score_mod,
         )
         # fmt: on
-        config = self._config_when_traced() if tracing else self.config()
-        call, written = prepared(config, self.softmax_offset, q, k, v, arguments)
-        plan = plan_when_traced(call) if tracing else plan_for(call)
-        append = None
-        if inference_params is not None and not written:
-            assert self.layer_number is not None
-            append = partial(inference_params.write, self.layer_number, k, v, call.settings.q_format)
+        plan, inputs, append = any_call(
+            None if tracing else self._plans,
+            self._config,
+            self.training,
+            self._parameters["softmax_offset"],
+            qkv,
+            arguments,
+        )
         return self._attend(
-            plan, call.inputs, tracing, checkpoint_core_attention, fp8_output, bf16_backward, append
+            plan, inputs, tracing, checkpoint_core_attention, fp8_output, bf16_backward, append
         )
 
     def _attend(
@@ -305,14 +306,20 @@ class DotProductAttention(TransformerEngineBaseModule):
         append: Callable[[], object] | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """What was planned; append: writes a step's keys and values into its cache, when nothing can be refused."""
-        request, backend = plan
-        state = current()
-        if not tracing:
-            self.check_repetition(state)
-        elif request.options.needs_gradient:
-            inputs = apart(inputs)
-        if state.enabled and not request.options.cached and attention_recipe(state.recipe) is not None:
-            backend = self._in_fp8(state, request, bool(fp8_output), bf16_backward)
+        request, backend, _ = plan
+        options = request.options
+        if tracing:
+            state = current()
+            if options.needs_gradient:
+                inputs = apart(inputs)
+        else:
+            state = here_in_eager_mode().state
+            before = self.numerics.state_without_gradients
+            if before is not state and (before is not None or not torch.is_grad_enabled()):
+                self.check_repetition(state)
+        recipe = attention_recipe(state.recipe) if state.enabled and not options.cached else None
+        if recipe is not None:
+            backend = self._in_fp8(state, recipe, request, bool(fp8_output), bf16_backward)
             if recompute:
                 backend = fp8.Recomputed(backend)
             if not tracing:
@@ -323,55 +330,44 @@ class DotProductAttention(TransformerEngineBaseModule):
             )
         if append is not None:
             append()
-        tracker = None if self.sequence_parallel else self.get_rng_state_tracker
-        if recompute or (tracker is not None and request.options.dropout > 0.0):
-            tracker = tracker if request.options.dropout > 0.0 else None
+        tracker = None
+        if options.dropout > 0.0 and not self._config.sequence_parallel:
+            tracker = self.get_rng_state_tracker
+        if recompute or tracker is not None:
             output, max_logit = forked(backend, request, inputs, tracker, recompute, self.tp_group)
         else:
             output, max_logit = computed(backend, request, inputs)
         return output if max_logit is None else (output, max_logit)
 
-    def config(self) -> Config:
-        """The layer's settings, made again after one of them has changed."""
-        config = self._call_config
-        if config is None:
-            config = self.__dict__["_call_config"] = Config.of(
-                self, self.softmax_scale, self.attention_dropout
-            )
-        return config
-
-    def _config_when_traced(self) -> Config:
-        scale = number_while_tracing(self._softmax_scale_text)
-        return Config.of(self, scale, number_while_tracing(self._attention_dropout_text))
-
-    def check_call(self, q: Described, k: Described, v: Described, arguments: CallArguments) -> None:
-        """Raise what forward would for tensors of these shapes, and change nothing."""
-        call, _ = prepared(self.config(), self.softmax_offset, q, k, v, arguments, only_shapes=True)
-        check(request_of(facts_of(*call)))
-
     def _in_fp8(
-        self, state: AutocastState, request: AttentionRequest, fp8_output: bool, bf16_backward: bool | None
+        self,
+        state: AutocastState,
+        recipe: Recipe,
+        request: AttentionRequest,
+        fp8_output: bool,
+        bf16_backward: bool | None,
     ) -> fp8.Attention:
-        """The FP8 attention of a request under an autocast state whose recipe asks for one.
+        """The FP8 attention of a request under an autocast state; recipe: that of the attention, which asks for it.
 
         fp8_output      return o as a Float8Tensor
         bf16_backward   True: gradients in high precision; None: as NVTE_FP8_DPA_BWD says, unset the faster
         """
-        recipe = attention_recipe(state.recipe)
-        assert recipe is not None
         scaling = scaling_of(recipe)
         if recipe is not state.recipe:
             state = replace(state, recipe=recipe)
         products = self._product_quantizers(state)
+        qkv, output, softmax = products
         slots = Slots(
-            qkv=products[0].output,
-            output=products[1].input,
-            softmax=products[2].output,
-            grad_qkv=products[0].grad_output,
-            grad_output=products[1].grad_input,
-            grad_softmax=products[2].grad_input,
+            qkv.output,
+            output.input,
+            softmax.output,
+            qkv.grad_output,
+            output.grad_input,
+            softmax.grad_input,
         )
-        asked: Any = False if bf16_backward else env.get("NVTE_FP8_DPA_BWD")
+        asked: Any = False if bf16_backward else None
+        if asked is None and _backward_asked_for() is not None:
+            asked = env.get("NVTE_FP8_DPA_BWD")
         chosen = fp8.choose(request, scaling, asked)
         active = self.numerics.active
         direct = scaling == "delayed" and active is not None and products is active.products

@@ -44,6 +44,7 @@ _VARIABLES = (
     "NVTE_DPA_FP8DS_AMAX_ALGO",
     "NVTE_DPA_FP8DS_REDUCE_AMAX",
 )
+_asked_for = env.watch(_VARIABLES[0])
 _RECIPES: Memory[tuple[str | None, ...], Recipe | None] = Memory(_from_environment, 64)
 
 
@@ -51,7 +52,7 @@ def attention_recipe(recipe: Recipe | None) -> Recipe | None:
     """The recipe of the attention under a recipe of the layers round it; None: no FP8 attention."""
     if recipe is None:
         return None
-    if env.get("NVTE_DPA_FP8_RECIPE"):
+    if _asked_for() is not None and env.get(_VARIABLES[0]):
         recipe = _RECIPES[env.texts(_VARIABLES)]
     # A recipe from outside need not have the two fields.
     if getattr(recipe, "fp8_dpa", False) or getattr(recipe, "fp8_mha", False):
@@ -64,7 +65,7 @@ def outputs_codes(state: AutocastState) -> bool:
 
     A compiled graph has no quantized tensors at the borders of its modules.
     """
-    if not state.enabled or not getattr(state.recipe, "fp8_mha", False) or torch.compiler.is_compiling():
+    if not getattr(state.recipe, "fp8_mha", False) or torch.compiler.is_compiling():
         return False
     recipe = attention_recipe(state.recipe)
     return recipe is not None and recipe is state.recipe and family_of(recipe).kind == "fp8"

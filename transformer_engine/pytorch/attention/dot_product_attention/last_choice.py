@@ -27,16 +27,25 @@ _UPDATE = "backend_selection_requires_update"
 class LastChoice(Mapping[str, Any]):
     """Reads as the last choice; None everywhere before the first.
 
-    seen              the request of the last call, and the backend or the FP8 attention that took it
-    requires_update   ["backend_selection_requires_update"]: the next call of a layer that finds it set forgets what
-                      all layers remembered, and clears it. NVTE_* variables are looked at without it
+    seen              begins with the request of the last call, and the backend or the FP8 attention that took it
+    requires_update   ["backend_selection_requires_update"]: the next call of a layer that finds it set has all layers
+                      choose again, and clears it. NVTE_* variables are looked at without it
     """
 
     def __init__(self) -> None:
-        self.seen: tuple[AttentionRequest, Any] | None = None
+        self.seen: tuple[Any, ...] | None = None
         self.requires_update = False
-        self._described: tuple[AttentionRequest, Any] | None = None
+        self._renewals = 0
+        self._described: tuple[Any, ...] | None = None
         self._values: dict[str, Any] = dict.fromkeys(_KEYS)
+
+    @property
+    def renewed(self) -> int:
+        """How often all layers were to choose again: a part of what they remember their choices by."""
+        if self.requires_update:
+            self._renewals += 1
+            self.requires_update = False
+        return self._renewals
 
     def __getitem__(self, key: str) -> Any:
         return self.requires_update if key == _UPDATE else self._current()[key]
@@ -57,7 +66,7 @@ class LastChoice(Mapping[str, Any]):
     def _current(self) -> dict[str, Any]:
         seen = self.seen
         if seen is not None and seen is not self._described:
-            self._values, self._described = _description(*seen), seen
+            self._values, self._described = _description(*seen[:2]), seen
         return self._values
 
 

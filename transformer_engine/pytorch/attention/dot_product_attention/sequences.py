@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any, NamedTuple
 
 import torch
@@ -15,213 +14,269 @@ from ...primitives.attention.packed import cumulative, lengths_of, lengths_of_ma
 from ...primitives.attention.sequence_rules import are_bounds
 from ...runtime.device_checks import demand
 from ..inference import CachedKeysValues
+from .arguments import whole_length
+from .settings import CallArguments, Described, is_pair, is_tensor
 
 Pair = tuple[Tensor | None, Tensor | None]
 
 
-class Sequences(NamedTuple):
-    """Lengths, starts and masks of a batch's queries and keys, as AttentionInputs has them."""
+class Side(NamedTuple):
+    """The sequences of queries, or of keys and values, as far as shapes tell.
+
+    size      the longest, as the tensor or the caller says; None: the numbers in the lengths alone say it
+    lengths   what they follow from: "bounds" (cu_seqlens), "mask", "queries" (they are the queries'), None: nothing
+    starts    where each begins in a packed tensor: "padded" (cu_seqlens_padded), "bounds", "lengths", None
+    masked    does a mask tensor hide keys one by one?
+    tokens    of a packed tensor
+    """
 
     batch: int
-    max_q: int
-    max_kv: int
-    padded_between: bool
-    lengths_q: Tensor | None
-    lengths_kv: Tensor | None
-    starts_q: Tensor | None
-    starts_kv: Tensor | None
-    masked_q: Tensor | None
-    masked_kv: Tensor | None
-    masked: Tensor | None
+    size: Any
+    lengths: str | None = None
+    starts: str | None = None
+    masked: bool = False
+    tokens: int | None = None
+
+
+class Sequences(NamedTuple):
+    """Those of a batch: queries, keys and values; what lies between them; whether a tensor masks single keys.
+
+    bounded   numbers in cumulative lengths are read, and have to be those of sequences in the tensors
+    """
+
+    queries: Side
+    keys: Side
+    padded_between: bool = False
+    arbitrary: bool = False
+    bounded: bool = False
+
+
+class SequenceTensors(NamedTuple):
+    """The lengths, starts and masks of AttentionInputs."""
+
+    lengths_q: Tensor | None = None
+    lengths_kv: Tensor | None = None
+    starts_q: Tensor | None = None
+    starts_kv: Tensor | None = None
+    masked_q: Tensor | None = None
+    masked_kv: Tensor | None = None
+    masked: Tensor | None = None
+
+
+NO_TENSORS = SequenceTensors()
 
 
 def given_sequences(
-    q: Tensor,
-    k: Tensor,
-    q_format: str,
-    kv_format: str,
-    mask: Mask,
-    attention_type: str,
-    attention_mask: Tensor | tuple[Tensor, Tensor] | None,
-    cu_seqlens: Pair,
-    cu_seqlens_padded: Pair,
-    max_seqlens: tuple[int | None, int | None],
-    pad_between_seqs: bool | None,
+    q: Any, k: Any, tensor_format: str, mask: Mask, attention_type: str, a: CallArguments, same: bool
 ) -> Sequences:
     """The sequences that the arguments of an attention describe; ValueError when they do not agree.
 
-    Lengths on a GPU are trusted unless TE_CHECK=1 asks for them, see `device_checks`.
+    same   `are_same` of the arguments, which may be descriptions of tensors
     """
-    _check_mask_is_used(mask, attention_mask, "thd" in (q_format, kv_format))
-    _check_masks(attention_mask)
-    (cu_q, cu_kv), (starts_q, starts_kv), (max_q, max_kv) = cu_seqlens, cu_seqlens_padded, max_seqlens
-    if mask.padding and cu_kv is None and attention_type == "self":
+    packed, padding = tensor_format == "thd", mask.padding
+    _check_mask_is_used(mask, a.attention_mask, packed)
+    _check_masks(a.attention_mask)
+    (cu_q, cu_kv), (starts_q, starts_kv) = a.cu_seqlens, a.cu_seqlens_padded
+    if padding and cu_kv is None and attention_type == "self":
         cu_kv, starts_kv = cu_q, starts_q
-    masked = attention_mask if isinstance(attention_mask, tuple) else (attention_mask, attention_mask)
-    if not mask.padding or cu_q is not None:
+    masked: Any = a.attention_mask if is_pair(a.attention_mask) else (a.attention_mask,) * 2
+    if not padding or cu_q is not None:
         masked = (None, None)
-    queries = _side("q", q, q_format, masked[0], cu_q, starts_q, max_q, mask.padding)
-    same = _same(cu_q, cu_kv) and _same(masked[0], masked[1])
-    known = queries.lengths if same else None
-    keys = _side("kv", k, kv_format, masked[1], cu_kv, starts_kv, max_kv, mask.padding, known)
+    same = same and (cu_q is None) == (cu_kv is None) and (masked[0] is None) == (masked[1] is None)
+    queries = _side("q", q, tensor_format, masked[0], cu_q, starts_q, a.max_seqlens[0], padding)
+    keys = _side("kv", k, tensor_format, masked[1], cu_kv, starts_kv, a.max_seqlens[1], padding)
+    if same and queries.lengths is not None and keys.lengths is not None:
+        keys = keys._replace(lengths="queries")
     if queries.batch != keys.batch:
         raise ValueError(f"queries have {queries.batch} sequences, keys {keys.batch}; they must agree")
-    arbitrary = attention_mask if mask.arbitrary and isinstance(attention_mask, Tensor) else None
-    if arbitrary is not None:
-        _check_broadcasts(arbitrary, (queries.batch, q.shape[-2], queries.size, keys.size))
-    if mask.padding or "thd" in (q_format, kv_format):
-        sides = (cu_q, cu_kv), (starts_q, starts_kv), (queries.size, keys.size)
-        _demand_bounds((q, k), (q_format, kv_format), *sides)
-    if pad_between_seqs is None:
-        pad_between_seqs = q_format == "thd" and not (starts_q is None and starts_kv is None)
-    return Sequences(
-        batch=queries.batch,
-        max_q=queries.size,
-        max_kv=keys.size,
-        padded_between=pad_between_seqs,
-        lengths_q=queries.lengths,
-        lengths_kv=keys.lengths,
-        starts_q=queries.starts,
-        starts_kv=keys.starts,
-        masked_q=queries.masked,
-        masked_kv=keys.masked,
-        masked=arbitrary,
+    arbitrary = mask.arbitrary and is_tensor(a.attention_mask)
+    if arbitrary:
+        _check_broadcasts(a.attention_mask, (queries.batch, q.shape[-2], queries.size, keys.size))
+    between = a.pad_between_seqs
+    if between is None:
+        between = packed and not (starts_q is None and starts_kv is None)
+    return Sequences(queries, keys, between, arbitrary, padding or packed)
+
+
+def are_same(a: CallArguments) -> bool:
+    """Are lengths and masks of queries and keys, where both are given, the same numbers in memory?"""
+    cu_q, cu_kv = a.cu_seqlens
+    if cu_q is not cu_kv and not (cu_q is None or cu_kv is None or _same(cu_q, cu_kv)):
+        return False
+    mask: Any = a.attention_mask
+    return mask is None or not is_pair(mask) or len(mask) != 2 or _same(mask[0], mask[1])
+
+
+def tensors_of(s: Sequences, a: CallArguments) -> SequenceTensors:
+    """The tensors of given sequences, after the numbers in the lengths have been looked at."""
+    mask: Any = a.attention_mask
+    if s.queries.lengths is None and s.keys.lengths is None:
+        return SequenceTensors(masked=mask) if s.arbitrary else NO_TENSORS
+    (cu_q, cu_kv), (starts_q, starts_kv) = a.cu_seqlens, a.cu_seqlens_padded
+    mask_q, mask_kv = mask if type(mask) is tuple else (mask, mask)
+    lengths_q = _lengths(s.queries, cu_q, mask_q)
+    if s.keys.lengths == "queries":
+        lengths_kv = lengths_q
+        cu_kv, starts_kv = (cu_q, starts_q) if cu_kv is None else (cu_kv, starts_kv)
+    else:
+        lengths_kv = _lengths(s.keys, cu_kv, mask_kv)
+    return SequenceTensors(
+        lengths_q,
+        lengths_kv,
+        _starts(s.queries, cu_q, starts_q, lengths_q),
+        _starts(s.keys, cu_kv, starts_kv, lengths_kv),
+        mask_q if s.queries.masked else None,
+        mask_kv if s.keys.masked else None,
     )
 
 
-def demand_lengths(
-    qk: tuple[Any, Any],
-    tensor_format: str,
-    cu_seqlens: Pair,
-    cu_seqlens_padded: Pair,
-    max_seqlens: tuple[Any, Any],
-) -> None:
-    """The numbers in the lengths of a call whose shapes are known to be right; qk need shapes only."""
-    (cu_q, cu_kv), (starts_q, starts_kv) = cu_seqlens, cu_seqlens_padded
+def with_longest(s: Sequences, a: CallArguments) -> CallArguments:
+    """The arguments with the longest sequences that nobody has named; this waits for the device."""
+    tensors = tensors_of(s, a)
+    size_q, size_kv = a.max_seqlens
+    if size_q is None:
+        size_q = longest_of("q", tensors.lengths_q)
+    if size_kv is None:
+        size_kv = longest_of("kv", tensors.lengths_kv)
+    return a._replace(max_seqlens=(size_q, size_kv))
+
+
+def demand_lengths(s: Sequences, a: CallArguments) -> None:
+    """The numbers in the lengths of given sequences, where they are read: those of sequences in the tensors.
+
+    Not for a compiler, which sees no numbers; torch 2.11 cannot trace the identity of None.
+    """
+    if not s.bounded:
+        return
+    (cu_q, cu_kv), (starts_q, starts_kv) = a.cu_seqlens, a.cu_seqlens_padded
     if cu_kv is None:
         cu_kv, starts_kv = cu_q, starts_q
-    packed = tensor_format == "thd"
-    sizes = [x.shape[0 if packed else tensor_format.index("s")] for x in qk]
-    if packed:
-        sizes = [size if most is None else most for size, most in zip(sizes, max_seqlens, strict=True)]
-    starts = starts_q, starts_kv
-    _demand_bounds(qk, (tensor_format, tensor_format), (cu_q, cu_kv), starts, (sizes[0], sizes[1]))
+    queries, keys = s.queries, s.keys
+    if cu_q is not None:
+        demand(are_bounds, (cu_q, starts_q), "cu_seqlens_q", queries.tokens, queries.size)
+    seen = cu_kv is cu_q and starts_kv is starts_q
+    if cu_kv is None or (seen and keys.tokens == queries.tokens and keys.size == queries.size):
+        return
+    demand(are_bounds, (cu_kv, starts_kv), "cu_seqlens_kv", keys.tokens, keys.size)
 
 
-def _demand_bounds(
-    qk: tuple[Any, Any], formats: tuple[str, str], cu_seqlens: Pair, starts: Pair, sizes: tuple[int, int]
-) -> None:
-    """are_bounds of queries and keys, once where they are the same."""
-    if torch.compiler.is_compiling():
-        return  # nothing would be demanded, and torch 2.11 cannot trace the identity of None
-    known = None
-    for name, x, tensor_format, bounds, begins, size in zip(
-        ("cu_seqlens_q", "cu_seqlens_kv"), qk, formats, cu_seqlens, starts, sizes, strict=True
-    ):
-        tokens = x.shape[0] if tensor_format == "thd" else None
-        facts = (id(bounds), id(begins), tokens, size)
-        if bounds is not None and facts != known:
-            demand(are_bounds, (bounds, begins), name, tokens, size)
-        known = facts
+class Cached(NamedTuple):
+    """What a cache gives a step, as facts; longest: new tokens of the sequence that brings most."""
 
+    key: Described
+    value: Described
+    tensor_format: str
+    page_size: int
+    batch: int
+    longest: int
+    max_seqlen_kv: int
 
-def cached_sequences(
-    q: Tensor, q_format: str, max_seqlen_q: int | None, cached: CachedKeysValues
-) -> Sequences:
-    """The sequences of a step's queries and of all cached keys."""
-    lengths_q = lengths_of(cached.cu_seqlens_q) if cached.lengths_q is None else cached.lengths_q
-    lengths_kv = lengths_of(cached.cu_seqlens_kv) if cached.lengths_kv is None else cached.lengths_kv
-    if q_format == "thd":
-        given = _whole("max_seqlen_q", max_seqlen_q)
-        if given and given < cached.max_seqlen_q:
-            raise ValueError(
-                f"max_seqlen_q={given}, a sequence of the step brings {cached.max_seqlen_q} tokens; leave it out"
-            )
-        longest = given or cached.max_seqlen_q or _longest("q", lengths_q)
-    else:
-        longest = q.shape[0] if q_format == "sbhd" else q.shape[1]
-    starts = cached.cu_seqlens_q if q_format == "thd" else None
-    batch = lengths_q.shape[0]
-    if q_format != "thd" and batch != q.shape[q_format.index("b")]:
-        raise ValueError(
-            f"queries have {q.shape[q_format.index('b')]} sequences, the step {batch}; they must agree"
+    @classmethod
+    def of(cls, cached: CachedKeysValues, needs_longest: bool) -> Cached:
+        """The facts. Where the longest is needed and the manager does not know it, it is read from the device."""
+        longest = cached.max_seqlen_q
+        if needs_longest and not longest:
+            longest = longest_of("q", cached_tensors(cached, True).lengths_q)
+        k, v = cached.key, cached.value
+        return cls(
+            Described(k.shape, k.dtype, k.device, False),
+            Described(v.shape, v.dtype, v.device, False),
+            cached.qkv_format,
+            cached.page_size,
+            cached.cu_seqlens_q.shape[0] - 1,
+            longest,
+            cached.max_seqlen_kv,
         )
+
+
+def cached_sequences(q: Any, q_format: str, max_seqlen_q: int | None, cached: Cached) -> Sequences:
+    """The sequences of a step's queries and of all cached keys."""
+    if q_format == "thd":
+        given = whole_length("q", max_seqlen_q)
+        if given and given < cached.longest:
+            raise ValueError(
+                f"max_seqlen_q={given}, a sequence of the step brings {cached.longest} tokens; leave it out"
+            )
+        longest = given or cached.longest
+    else:
+        batch, longest = _extents(q, q_format)
+        if batch != cached.batch:
+            raise ValueError(f"queries have {batch} sequences, the step {cached.batch}; they must agree")
+    tokens = q.shape[0] if q_format == "thd" else None
     return Sequences(
-        batch, longest, cached.max_seqlen_kv, False, lengths_q, lengths_kv, starts, None, None, None, None
+        Side(cached.batch, longest, "cache", tokens=tokens), Side(cached.batch, cached.max_seqlen_kv, "cache")
+    )
+
+
+def cached_tensors(cached: CachedKeysValues, packed: bool) -> SequenceTensors:
+    """The lengths of a step, and where its packed queries begin."""
+    return SequenceTensors(
+        lengths_of(cached.cu_seqlens_q) if cached.lengths_q is None else cached.lengths_q,
+        lengths_of(cached.cu_seqlens_kv) if cached.lengths_kv is None else cached.lengths_kv,
+        cached.cu_seqlens_q if packed else None,
     )
 
 
 def unknown_sequences(q: Any, q_format: str) -> Sequences:
     """Those of a step that only a custom cache manager can describe: as long as the queries, for a check."""
-    batch, size = (
-        (1, q.shape[0]) if q_format == "thd" else (q.shape[q_format.index("b")], q.shape[q_format.index("s")])
-    )
-    nothing = (None,) * 7
-    return Sequences(batch, size, size, False, *nothing)
+    batch, size = (1, q.shape[0]) if q_format == "thd" else _extents(q, q_format)
+    return Sequences(Side(batch, size), Side(batch, size))
 
 
-class _Side(NamedTuple):
-    batch: int
-    size: int
-    lengths: Tensor | None = None
-    starts: Tensor | None = None
-    masked: Tensor | None = None
+def _extents(x: Any, tensor_format: str) -> tuple[int, int]:
+    """(sequences, tokens of each) of a tensor that is not packed."""
+    return (x.shape[1], x.shape[0]) if tensor_format == "sbhd" else (x.shape[0], x.shape[1])
 
 
 def _side(
     name: str,
-    x: Tensor,
+    x: Any,
     tensor_format: str,
-    masked: Tensor | None,
-    cu_seqlens: Tensor | None,
-    starts: Tensor | None,
+    masked: Any,
+    cu_seqlens: Any,
+    starts: Any,
     max_seqlen: int | None,
     padding: bool,
-    lengths: Tensor | None = None,
-) -> _Side:
-    """The sequences of the queries, or those of the keys and values; lengths: what they are, where known."""
-    for tensor in (cu_seqlens, starts):
-        if tensor is not None:
-            _check_cumulative(name, tensor, x)
+) -> Side:
+    """The sequences of the queries, or those of the keys and values."""
+    for bounds in (cu_seqlens, starts):
+        if bounds is not None:
+            _check_cumulative(name, bounds, x)
     if starts is not None and (cu_seqlens is None or starts.shape != cu_seqlens.shape):
         given = None if cu_seqlens is None else list(cu_seqlens.shape)
         raise ValueError(
             f"cu_seqlens_{name}_padded is {list(starts.shape)}, cu_seqlens_{name} {given}; give both, equally long"
         )
-    max_seqlen = _whole(f"max_seqlen_{name}", max_seqlen)
+    max_seqlen = whole_length(name, max_seqlen)
     if padding and cu_seqlens is None and masked is None:
         raise ValueError(
             f"a padding mask needs cu_seqlens_{name}, or attention_mask [b, 1, 1, s] (a pair for cross), "
             "and both are None"
         )
-    if tensor_format != "thd":
-        size, batch = (x.shape[0], x.shape[1]) if tensor_format == "sbhd" else (x.shape[1], x.shape[0])
-        if masked is not None and (masked.numel() != batch * size or masked.shape[-1] != size):
-            raise ValueError(
-                f"attention_mask of {name} is {list(masked.shape)}, a padding mask is {[batch, 1, 1, size]}; "
-                'give a pair of masks for cross attention, or use attn_mask_type="arbitrary"'
-            )
-        if not padding:
-            return _Side(batch, size)
-        if lengths is None:
-            lengths = _lengths(cu_seqlens, masked)
-        if lengths.shape[0] != batch:
-            raise ValueError(
-                f"cu_seqlens_{name} has {lengths.shape[0]} sequences, the tensor {batch}; "
-                "give 0 and where each of them ends"
-            )
-        return _Side(batch, size, lengths, None, masked)
-    if lengths is None:
-        lengths = _lengths(cu_seqlens, masked)
-    if starts is None:
-        starts = cumulative(lengths) if cu_seqlens is None else cu_seqlens
-    if max_seqlen is None:
-        max_seqlen = _longest(name, lengths)
-    return _Side(lengths.shape[0], max_seqlen, lengths, starts)
+    source = "mask" if cu_seqlens is None else "bounds"
+    if tensor_format == "thd":
+        batch = masked.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        begin = "lengths" if cu_seqlens is None else "bounds"
+        begin = begin if starts is None else "padded"
+        return Side(batch, max_seqlen, source, begin, tokens=x.shape[0])
+    batch, size = _extents(x, tensor_format)
+    if masked is not None and (masked.numel() != batch * size or masked.shape[-1] != size):
+        raise ValueError(
+            f"attention_mask of {name} is {list(masked.shape)}, a padding mask is {[batch, 1, 1, size]}; "
+            'give a pair of masks for cross attention, or use attn_mask_type="arbitrary"'
+        )
+    if not padding:
+        return Side(batch, size)
+    sequences = masked.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1  # pyright: ignore[reportOptionalMemberAccess]
+    if sequences != batch:
+        raise ValueError(
+            f"cu_seqlens_{name} has {sequences} sequences, the tensor {batch}; give 0 and where each of them ends"
+        )
+    return Side(batch, size, source, None, masked is not None)
 
 
 def _check_cumulative(name: str, bounds: Any, x: Tensor) -> None:
-    if not isinstance(bounds, Tensor):
+    if not is_tensor(bounds):
         raise ValueError(f"cu_seqlens_{name} is a {type(bounds).__name__}; give an int32 tensor [b + 1]")
     if bounds.dtype != torch.int32:
         raise ValueError(f"cu_seqlens_{name} is {bounds.dtype}; it must be torch.int32, convert it")
@@ -237,31 +292,30 @@ def _check_cumulative(name: str, bounds: Any, x: Tensor) -> None:
         raise ValueError(f"cu_seqlens_{name} is on {bounds.device}, the tensor on {x.device}; move it there")
 
 
-def _whole(name: str, size: Any) -> int | None:
-    """size as an int >= 0; integers of other libraries are taken, too."""
-    if size is None or torch.compiler.is_compiling():
-        return size
-    try:
-        if isinstance(size, bool):
-            raise TypeError
-        whole = operator.index(size)
-    except TypeError:
-        raise ValueError(
-            f"{name}={size!r} is no whole number; give the tokens of the longest sequence"
-        ) from None
-    if whole < 0:
-        raise ValueError(f"{name}={whole} is below 0; give the tokens of the longest sequence")
-    return whole
-
-
-def _lengths(cu_seqlens: Tensor | None, masked: Tensor | None) -> Tensor:
-    if cu_seqlens is not None:
+def _lengths(side: Side, cu_seqlens: Tensor | None, masked: Tensor | None) -> Tensor | None:
+    if side.lengths == "bounds":
+        assert cu_seqlens is not None
         return lengths_of(cu_seqlens)
+    if side.lengths is None:
+        return None
     assert masked is not None
     return lengths_of_mask(masked)
 
 
-def _same(a: Tensor | None, b: Tensor | None) -> bool:
+def _starts(
+    side: Side, cu_seqlens: Tensor | None, padded: Tensor | None, lengths: Tensor | None
+) -> Tensor | None:
+    if side.starts == "bounds":
+        return cu_seqlens
+    if side.starts is None:
+        return None
+    if side.starts == "padded":
+        return padded
+    assert lengths is not None
+    return cumulative(lengths)
+
+
+def _same(a: Any, b: Any) -> bool:
     """Are they the same numbers in memory? Two tensors that hold equal numbers are not compared."""
     if a is b:
         return True
@@ -270,10 +324,11 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
     return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
 
 
-def _longest(name: str, lengths: Tensor) -> int:
+def longest_of(name: str, lengths: Tensor | None) -> int:
     """The longest sequence, rounded up so that batches share shapes; this waits for the device."""
     if torch.compiler.is_compiling():
         raise ValueError(f"max_seqlen_{name} is needed under torch.compile with qkv_format='thd'; pass it")
+    assert lengths is not None
     return round_up(int(lengths.max()), 64) if lengths.numel() else 0
 
 
@@ -281,18 +336,18 @@ def _check_masks(attention_mask: Any) -> None:
     """ValueError unless it is None, a bool tensor or a pair of them."""
     if attention_mask is None:
         return
-    masks = attention_mask if isinstance(attention_mask, tuple) else (attention_mask,)
-    if isinstance(attention_mask, tuple) and len(masks) != 2:
+    masks = attention_mask if is_pair(attention_mask) else (attention_mask,)
+    if is_pair(attention_mask) and len(masks) != 2:
         raise ValueError(
             f"attention_mask has {len(masks)} parts; give one tensor, or a pair for queries and keys"
         )
     for masked in masks:
-        if masked is not None and not (isinstance(masked, Tensor) and masked.dtype == torch.bool):
-            kind = masked.dtype if isinstance(masked, Tensor) else type(masked).__name__
+        if masked is not None and not (is_tensor(masked) and masked.dtype == torch.bool):
+            kind = masked.dtype if is_tensor(masked) else type(masked).__name__
             raise ValueError(f"attention_mask is {kind}; give bool tensors, True = masked out")
 
 
-def _check_broadcasts(masked: Tensor, shape: tuple[int, ...]) -> None:
+def _check_broadcasts(masked: Any, shape: tuple[Any, ...]) -> None:
     fits = masked.ndim <= 4 and all(
         size in (1, limit) for size, limit in zip(reversed(masked.shape), reversed(shape), strict=False)
     )
@@ -308,7 +363,7 @@ def _check_mask_is_used(mask: Mask, attention_mask: object, packed: bool) -> Non
             f"attn_mask_type={mask.name!r} with qkv_format='thd'; packed sequences need a padding mask, "
             f"for example 'padding_causal'"
         )
-    if mask.arbitrary and not isinstance(attention_mask, Tensor):
+    if mask.arbitrary and not is_tensor(attention_mask):
         raise ValueError(
             "attn_mask_type='arbitrary' needs attention_mask, one tensor, True = masked out; "
             f"it is {described(attention_mask)}"

@@ -2,62 +2,76 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...module.base import ModuleConfig
+from ...primitives.attention.mask import canonical_name
+from ...runtime.tracing import number_while_tracing, text_of_number
 from ..inference import InferenceParams
 
 
-class Config(NamedTuple):
-    """The settings of a DotProductAttention; a change of one is another config.
+@dataclass(frozen=True, eq=False)
+class AttentionConfig(ModuleConfig):
+    """The settings of a DotProductAttention, as their names in its constructor say.
 
-    heads, groups   of this tensor-parallel rank;  all_heads  of all ranks
-    window          as given: what the name of a mask makes of it is found in each call
+    attn_mask_type   in its one spelling
+    window_size      as given: what the name of a mask makes of it is found in each call
+    softmax_scale, attention_dropout   with their texts, for a tracing compiler
     """
 
-    heads: int
-    groups: int
-    all_heads: int
-    head_dim_qk: int
-    head_dim_v: int
-    qkv_format: str
-    attn_mask_type: str
-    window: tuple[int, int] | None
-    bottom_right_diagonal: bool | None
-    attention_type: str
-    softmax_type: str
-    softmax_scale: float
-    dropout: float
-    max_logit: bool
-    layer_number: int | None
-    tp_group: Any
-    training: bool
+    num_attention_heads: int = 1
+    num_gqa_groups: int = 1
+    num_gqa_groups_per_partition: int = 1
+    head_dim_qk: int = 1
+    head_dim_v: int = 1
+    attention_dropout: float = 0.0
+    qkv_format: str = "sbhd"
+    attn_mask_type: str = "causal"
+    window_size: tuple[int, int] | None = None
+    bottom_right_diagonal: bool | None = None
+    layer_number: int | None = None
+    attention_type: str = "self"
+    softmax_scale: float = 1.0
+    softmax_type: str = "vanilla"
+    return_max_logit: bool = False
+    _scale_text: str = field(init=False, default="")
+    _dropout_text: str = field(init=False, default="")
 
-    @classmethod
-    def of(cls, layer: Any, scale: float, dropout: float) -> Config:
-        """The config of a DotProductAttention whose softmax_scale and attention_dropout are these numbers."""
-        return cls(
-            layer.heads,
-            layer.num_gqa_groups_per_partition,
-            layer.num_attention_heads,
-            layer.head_dim_qk,
-            layer.head_dim_v,
-            layer.qkv_format,
-            layer.attn_mask_type,
-            layer.given_window,
-            layer.bottom_right_diagonal,
-            layer.attention_type,
-            layer.softmax_type,
-            scale,
-            dropout,
-            layer.return_max_logit,
-            layer.layer_number,
-            layer.tp_group,
-            layer.training,
-        )
+    def __post_init__(self) -> None:
+        derived = {
+            "attn_mask_type": canonical_name(self.attn_mask_type),
+            "_scale_text": text_of_number(self.softmax_scale),
+            "_dropout_text": text_of_number(self.attention_dropout),
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def heads(self) -> int:
+        """Query heads of this tensor-parallel rank."""
+        return self.num_attention_heads // self.tp_size
+
+    def numbers(self, training: bool) -> Numbers:
+        """The settings that are no whole numbers, in training or evaluation."""
+        return Numbers(self.softmax_scale, self.attention_dropout if training else 0.0)
+
+    def numbers_when_traced(self, training: bool) -> Numbers:
+        """The same as constants of a graph, whose compiler would make symbols of them."""
+        dropout = number_while_tracing(self._dropout_text) if training else 0.0
+        return Numbers(number_while_tracing(self._scale_text), dropout)
+
+
+class Numbers(NamedTuple):
+    """dropout: the probability that is in force."""
+
+    scale: float
+    dropout: float
 
 
 class CallArguments(NamedTuple):
@@ -116,7 +130,26 @@ class Described(NamedTuple):
         """How many axes it has."""
         return len(self.shape)
 
+    def numel(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
     @property
     def is_cuda(self) -> bool:
         """Is it on a GPU?"""
         return self.device.type == "cuda"
+
+
+def described_of(x: Tensor) -> Described:
+    """What checks read of a tensor that is there."""
+    return Described(x.shape, x.dtype, x.device, x.requires_grad)
+
+
+def is_tensor(x: object) -> bool:
+    """Is it a tensor, or the description of one?"""
+    return isinstance(x, (Tensor, Described))
+
+
+def is_pair(mask: object) -> bool:
+    """Are these masks of queries and of keys, rather than one mask or its description?"""
+    return isinstance(mask, tuple) and not isinstance(mask, Described)

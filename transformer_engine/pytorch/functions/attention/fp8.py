@@ -214,19 +214,14 @@ class _Attention(torch.autograd.Function):
         rounded = attention.chosen.forward(attention.call, inputs)
         ctx.attention = attention
         keep_inputs = attention.chosen.high_precision
-        saved = _Saved()
-        for x in inputs[:3]:
-            saved.add(x if keep_inputs else None)
-        for x in inputs[3:]:
-            saved.add(x)
-        for x in rounded[:3]:
-            saved.add(None if keep_inputs else x)
-        saved.add(None if keep_inputs and rounded.output is not None else rounded.codes)
-        saved.add(rounded.output if keep_inputs else None)
-        for x in rounded[5:]:
-            saved.add(x)
-        ctx.forms = saved.forms
-        ctx.save_for_backward(*saved.tensors)
+        codes = None if keep_inputs and rounded.output is not None else rounded.codes
+        output = rounded.output if keep_inputs else None
+        if keep_inputs:
+            kept = (*inputs, None, None, None, codes, output, *rounded[5:])
+        else:
+            kept = (None, None, None, *inputs[3:], *rounded[:3], codes, output, *rounded[5:])
+        ctx.forms, flat = _flattened(kept)
+        ctx.save_for_backward(*flat)
         result = attention.result(rounded)
         if rounded.max_logit is not None:
             ctx.mark_non_differentiable(rounded.max_logit)
@@ -253,27 +248,25 @@ class _Attention(torch.autograd.Function):
         return None, *given
 
 
-class _Saved:
-    """Tensors and storages on their way through save_for_backward."""
-
-    def __init__(self) -> None:
-        self.tensors: list[Tensor | None] = []
-        self.forms: list[tuple[int, Any]] = []
-
-    def add(self, x: Any) -> None:
+def _flattened(values: Sequence[Any]) -> tuple[list[tuple[int, Any]], list[Tensor | None]]:
+    """The forms of values, and their tensors, on their way through save_for_backward."""
+    forms: list[tuple[int, Any]] = []
+    tensors: list[Tensor | None] = []
+    for x in values:
         if isinstance(x, QuantizedTensorStorage):
-            tensors, rebuild = QuantizedTensorStorage.flatten(
+            parts, rebuild = QuantizedTensorStorage.flatten(
                 storage_of(x) if isinstance(x, QuantizedTensor) else x
             )
-            self.tensors += tensors
-            self.forms.append((len(tensors), rebuild))
+            tensors += parts
+            forms.append((len(parts), rebuild))
         else:
-            self.tensors.append(x)
-            self.forms.append((1, None))
+            tensors.append(x)
+            forms.append((1, None))
+    return forms, tensors
 
 
 def _restored(tensors: Sequence[Tensor | None], forms: Sequence[tuple[int, Any]]) -> list[Any]:
-    """What was added to a _Saved."""
+    """What `_flattened` took apart."""
     values: list[Any] = []
     start = 0
     for count, rebuild in forms:

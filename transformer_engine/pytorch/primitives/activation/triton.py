@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ....common.dispatch import Backend, undisturbed
 from ...runtime import launching
-from ...runtime.launching import DTYPE_NAMES, perform, refuses_elementwise, rows_dense, run
+from ...runtime.launching import DTYPE_NAMES, Performed, refuses_elementwise, rows_dense, run
 from ..column_sums import column_sums
 from ..quantize import CastRequest, Quantized, fused_codes
 from ..quantize.triton_float8 import as_float32
@@ -128,12 +128,12 @@ def _forward_codes(
     else:
         how = fused_codes.one_scale(cast)
         program = activation_codes.forward(*plain, DTYPE_NAMES[request.dtype], request.constants, how)
-    taken = len(program.inputs)
+    taken, performed = len(program.inputs), Performed(program, request.device)
 
     def run(x: Tensor, multiplier: Tensor | None, record: Tensor | None) -> Quantized:
         if not undisturbed():
             fused_codes.report(shape, request.dtype, request.device, cast)
-        return Quantized(*perform(program, (rows_dense(x), as_float32(multiplier), record)[:taken]))
+        return Quantized(*performed(*(rows_dense(x), as_float32(multiplier), record)[:taken]))
 
     return run
 
@@ -143,7 +143,7 @@ def _backward_codes(
 ) -> Callable[[Tensor, Tensor, Tensor | None, Tensor | None], tuple[Quantized, Tensor | None]]:
     """(quantize(dx [M, N]), its column sums [N])"""
     program = _backward_program(request, cast)
-    taken = len(program.inputs)
+    taken, performed = len(program.inputs), Performed(program, request.device)
 
     def run(
         dy: Tensor, x: Tensor, multiplier: Tensor | None, record: Tensor | None
@@ -151,7 +151,7 @@ def _backward_codes(
         if not undisturbed():
             fused_codes.report(request.made, request.dtype, request.device, cast)
         given = (rows_dense(dy), rows_dense(x), as_float32(multiplier), record)
-        *codes, sums = perform(program, given[:taken])
+        *codes, sums = performed(*given[:taken])
         return Quantized(*codes), sums
 
     return run

@@ -11,9 +11,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from ....common.memory import Memory
+from ...runtime.tracing import constant_while_tracing
 
 NAMES = (
     "no_mask",
@@ -78,24 +76,6 @@ def resolve(
     return Mask(name, check_set_window_size(name, window_size), bottom_right)
 
 
-def resolved(
-    attn_mask_type: str, window_size: tuple[int, int] | None, bottom_right_diagonal: bool | None
-) -> Mask:
-    """resolve of the same, looked up where it was met before; a change of a window is announced once."""
-    if torch.compiler.is_compiling():
-        return resolve(attn_mask_type, window_size, bottom_right_diagonal)
-    if window_size is not None and type(window_size) is not tuple:
-        window_size = window_pair(window_size)
-    return _MASKS[attn_mask_type, window_size, bottom_right_diagonal]
-
-
-def _resolve(key: tuple[str, tuple[int, int] | None, bool | None]) -> Mask:
-    return resolve(*key)
-
-
-_MASKS: Memory[tuple[str, tuple[int, int] | None, bool | None], Mask] = Memory(_resolve, 64)
-
-
 def over_cached_keys(name: str) -> str:
     """The mask type of a step with cached keys: sequences have their own lengths, and diagonals end in their last."""
     if name == "arbitrary":
@@ -144,6 +124,6 @@ def window_pair(window_size: Any) -> tuple[int, int]:
         ) from None
 
 
+@constant_while_tracing
 def _warn(message: str) -> None:
-    if not torch.compiler.is_compiling():
-        warnings.warn(message, stacklevel=4)
+    warnings.warn(message, stacklevel=4)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ....common.dispatch import Backend, undisturbed
 from ...runtime import launching
-from ...runtime.launching import DTYPE_NAMES, perform, refuses_elementwise, rows_dense
+from ...runtime.launching import DTYPE_NAMES, Performed, refuses_elementwise, rows_dense
 from ..quantize import CastRequest, Quantized, fused_codes
 from ..quantize.triton_float8 import as_float32
 from .reference import beside_cast
@@ -48,7 +48,8 @@ def _in_strips(request: ColumnSumsRequest) -> Callable[[Tensor], Tensor]:
     near = _lies_near(request)
     stride = request.strides[0] if near else request.shape[1]
     program = kernels.sums(request.shape, stride, DTYPE_NAMES[request.result])
-    return lambda x: perform(program, (x if near else x.contiguous(),))[0]
+    performed = Performed(program, request.device)
+    return lambda x: performed(x if near else x.contiguous())[0]
 
 
 def _lies_near(request: ColumnSumsRequest) -> bool:
@@ -67,11 +68,12 @@ def _with_codes(
         program = _beside_the_maximum(request, cast)
         ready = Tensor.contiguous
     taken = len(program.inputs)
+    performed = Performed(program, request.device)
 
     def run(x: Tensor, multiplier: Tensor | None, record: Tensor | None) -> tuple[Quantized, Tensor]:
         if not undisturbed():
             fused_codes.report(request.shape, request.dtype, request.device, cast)
-        *codes, sums = perform(program, (ready(x), None, as_float32(multiplier), record)[:taken])
+        *codes, sums = performed(*(ready(x), None, as_float32(multiplier), record)[:taken])
         return Quantized(*codes), sums
 
     return run

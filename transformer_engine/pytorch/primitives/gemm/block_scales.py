@@ -16,16 +16,23 @@ _LINE = 4  # blocks of K that a line of 128x128 scales is a multiple of
 def block_scale(operand: Operand, codes: Tensor) -> Tensor:
     """Scales in cuBLASLt's layout: 1x128 [rows, K/128] rows contiguous; 128x128 [K/128, rows/128] K contiguous,
     padded to a multiple of 4 blocks of K. codes are the operand's, padded by rows or columns of zeros perhaps."""
+    scale = block_scale_memory(operand, codes)
+    return scale if operand.format == BLOCK_1D else scale.t()
+
+
+def block_scale_memory(operand: Operand, codes: Tensor) -> Tensor:
+    """The same numbers in the same memory, of 128x128 blocks as [rows/128, K/128]: for who reads addresses alone."""
     scale = operand.scale
     assert scale is not None
-    rows, blocks = codes.shape[0], codes.shape[1] // BLOCK
+    rows, depth = codes.shape
     if operand.format is BLOCK_1D or operand.format == BLOCK_1D:
         if scale.shape[0] != rows:
             scale = _padded(scale, rows - scale.shape[0], 0)
         return scale if scale.stride() == (1, rows) else _column_major(scale)
+    blocks = depth // BLOCK
     if blocks % _LINE:
         scale = _padded(scale, 0, round_up(blocks, _LINE) - blocks)
-    return (scale if scale.is_contiguous() else scale.clone(memory_format=torch.contiguous_format)).t()
+    return scale if scale.is_contiguous() else scale.clone(memory_format=torch.contiguous_format)
 
 
 def _padded(scale: Tensor, rows: int, columns: int) -> Tensor:

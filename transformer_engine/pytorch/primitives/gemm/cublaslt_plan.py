@@ -16,10 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ....common.bounded import Bounded
+from ....common.memory import Memory
 from ..operand import Operand
 from . import cublaslt_library as library
-from .block_scales import block_scale
+from .block_scales import block_scale_memory
 from .cublaslt_problem import NO_BIAS, NO_SCALE, POINTERS, SCALAR, Descriptor, Problem, make_descriptor
 from .request import Epilogue
 
@@ -294,21 +294,23 @@ def _destroy(lib: ModuleType, idle: list[Descriptor], layouts: tuple[int, ...]) 
 
 
 def _block_scales(left: Operand, right: Operand) -> tuple[Tensor, Tensor]:
-    return block_scale(left, left.codes), block_scale(right, right.codes)
+    return block_scale_memory(left, left.codes), block_scale_memory(right, right.codes)
 
 
-_plans: Bounded[Problem, Plan | NoAlgorithm] = Bounded(4096)
+def _planned(problem: Problem) -> Plan | NoAlgorithm:
+    """The plan of a problem, or that the library has none, so that it is not asked again."""
+    try:
+        return Plan(problem)
+    except NoAlgorithm as error:
+        return NoAlgorithm(*error.args)
+
+
+_plans: Memory[Problem, Plan | NoAlgorithm] = Memory(_planned, 4096)
 
 
 def plan_for(problem: Problem) -> Plan:
     """The plan of a problem, made at the first question; NoAlgorithm where the library has none."""
-    plan = _plans.get(problem)
-    if plan is None:
-        try:
-            plan = Plan(problem)
-        except NoAlgorithm as error:
-            plan = NoAlgorithm(*error.args)
-        _plans.keep(problem, plan)
+    plan = _plans[problem]
     if isinstance(plan, NoAlgorithm):
         # A new one each time: a raised exception keeps the frames that it went through, and their tensors.
         raise NoAlgorithm(*plan.args)

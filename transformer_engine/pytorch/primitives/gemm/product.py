@@ -8,7 +8,15 @@ from ....common.dispatch import Operator, Table
 from ...runtime.launching import operator
 from ..operand import Operand
 from . import cublaslt, matmul, reference, scaled_mm, widen
-from .request import Epilogue, GemmRequest, described, format_named, key_of
+from .request import (
+    Epilogue,
+    GemmRequest,
+    described,
+    format_named,
+    is_compiling,
+    key_in_eager_mode,
+    key_of,
+)
 
 _REMEDY = "quantize both, or neither, with custom quantizers of one family"
 
@@ -19,7 +27,9 @@ def product(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
         return a.multiplied(b, epilogue)  # pyright: ignore[reportAttributeAccessIssue]
     if type(b) is not Operand:
         raise TypeError(f"an operand of its owner's format is multiplied with a plain one; {_REMEDY}")
-    return TABLE.bound(key_of(a, b, epilogue))(a, b, epilogue)
+    if is_compiling():
+        return TABLE.bound(key_of(a, b, epilogue))(a, b, epilogue)
+    return TABLE.bound_in_eager_mode(key_in_eager_mode(a, b, epilogue))(a, b, epilogue)
 
 
 # What a compiler sees. Eager mode and the graph then run the same plan, so their results agree bit for bit.

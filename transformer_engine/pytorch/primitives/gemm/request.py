@@ -139,11 +139,16 @@ OUT = 14  # where a key says how `out` lies
 
 def key_of(a: Operand, b: Operand, epilogue: Epilogue) -> Key:
     """What `described` makes the request of, gathered without building one."""
+    return key_in_eager_mode(a, b, epilogue, is_compiling())
+
+
+def key_in_eager_mode(a: Operand, b: Operand, epilogue: Epilogue, traced: bool = False) -> Key:
+    """key_of(..), for a caller that has asked whether a compiler is tracing."""
     a_codes, _, a_format, _, _ = a
     b_codes, _, b_format, _, _ = b
     dtype, bias, out, accumulate, exact = epilogue
     element = a_codes.dtype
-    traced = is_compiling()  # a compiler is no dispatch mode, and cannot trace what follows
+    # A compiler is no dispatch mode, and cannot trace what is asked of the process.
     return (
         a_codes.shape,
         a_codes.stride(),
@@ -164,7 +169,7 @@ def key_of(a: Operand, b: Operand, epilogue: Epilogue) -> Key:
         exact,
         not traced and dispatch_modes() > 0,
         element is torch.float32 and not traced and a_codes.is_cuda and allows_tf32(),
-        not traced and (Switch.depth > 0 or (asked() is not None and wanted())),
+        not traced and (Switch.depth > 0 or asked() is not None) and wanted(),
     )
 
 

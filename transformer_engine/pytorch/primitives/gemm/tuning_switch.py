@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ....common import env
+from ...runtime.determinism import is_demanded
 
 
 class Switch:
@@ -16,5 +17,7 @@ asked = env.watch(_NAME)  # what the variable holds, None where it is not set
 
 
 def wanted() -> bool:
-    """Is tuning asked for, by a context or for the whole process?"""
+    """Is tuning asked for, by a context or for the whole process? Not where every run has to give the same bits."""
+    if is_demanded():
+        return False
     return Switch.depth > 0 or (asked() is not None and env.flag(_NAME))

@@ -14,17 +14,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ....common.bounded import Bounded
 from ....common.formats import ceil_div
 from ....common.kernels import launch
+from ....common.memory import Memory
 from ...runtime.launching import run
 
 TILE_ROWS = 128  # as in common/kernels/grouped_gemm, which only imports where Triton is installed
 
 _KEPT_TABLES = 1024
 _Numbers = tuple[torch.device, torch.dtype, tuple[int, ...]]
+
+
+def _no_tables(numbers: _Numbers) -> dict[int, Tensor]:
+    return {}
+
+
 # By numbers, then by stream: one must not read what another is still filling.
-_tables: Bounded[_Numbers, dict[int, Tensor]] = Bounded(_KEPT_TABLES)
+_tables: Memory[_Numbers, dict[int, Tensor]] = Memory(_no_tables, _KEPT_TABLES)
 
 
 def on_device(numbers: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -32,10 +38,7 @@ def on_device(numbers: tuple[int, ...], dtype: torch.dtype, device: torch.device
 
     Raises RuntimeError while a graph is captured, unless an earlier call has put the numbers there.
     """
-    key = (device, dtype, numbers)
-    tables = _tables.get(key)
-    if tables is None:
-        tables = _tables.keep(key, {})
+    tables = _tables[device, dtype, numbers]
     on_gpu = device.type == "cuda" and device.index is not None and launch.missing() is None
     stream = launch.current_stream(device.index) if on_gpu else 0
     table = tables.get(stream)

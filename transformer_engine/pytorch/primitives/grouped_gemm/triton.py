@@ -10,6 +10,7 @@ from torch import Tensor
 from ....common.dispatch import Backend
 from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8
 from ....common.kernels import launch
+from ...runtime.device import is_current_device
 from ...runtime.launching import processors
 from .groups import Matrices
 from .request import GroupedGemmRequest, GroupedMatrices, GroupedProduct
@@ -53,10 +54,10 @@ def bind(request: GroupedGemmRequest) -> Callable[[GroupedProduct], None]:
 
     def call(product: GroupedProduct) -> None:
         device = product.a.codes.get_device()
-        if device != torch.cuda.current_device():
-            with torch.cuda.device(device):
-                start(record, product, device)
-        else:
+        if is_current_device(device):
+            start(record, product, device)
+            return
+        with torch.cuda.device(device):
             start(record, product, device)
 
     return call

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ....common.dispatch import Backend, undisturbed
 from ...runtime import launching
-from ...runtime.launching import DTYPE_NAMES, perform, refuses_elementwise, rows_dense, run
+from ...runtime.launching import DTYPE_NAMES, Performed, refuses_elementwise, rows_dense, run
 from ..quantize import CastRequest, Quantized, fused_codes
 from ..quantize.triton_float8 import as_float32
 from .reference import with_cast
@@ -91,6 +91,7 @@ def _codes(request: NormRequest, cast: CastRequest) -> Callable[..., tuple[Any, 
     else:
         program = norm_codes.one_scale(*_plain(request), fused_codes.one_scale(cast))
     taken = len(program.inputs)
+    performed = Performed(program, request.device)
 
     def made(
         x: Tensor, weight: Tensor, bias: Tensor | None, multiplier: Tensor | None, record: Tensor | None
@@ -99,7 +100,7 @@ def _codes(request: NormRequest, cast: CastRequest) -> Callable[..., tuple[Any, 
             fused_codes.report(request.shape, request.dtype, request.device, cast)
         bias = None if bias is None else bias.contiguous()
         given = (rows_dense(x), weight.contiguous(), bias, as_float32(multiplier), record)
-        *codes, mean, rstdev = perform(program, given[:taken])
+        *codes, mean, rstdev = performed(*given[:taken])
         return Quantized(*codes), mean, rstdev
 
     def rmsnorm(
@@ -115,18 +116,16 @@ def _backward(request: NormRequest) -> Callable[..., tuple[Tensor, ...]]:
     """(dy, x, mean, rstdev, weight) -> dx, dweight, dbias, or (dy, x, rstdev, weight, add) -> dx, dweight"""
     if request.shape[0] == 0:
         return _no_layernorm_gradients if request.centered else _no_rmsnorm_gradients
-    program = backward_program(request)
+    performed = Performed(backward_program(request), request.device)
 
     def layernorm(dy: Tensor, x: Tensor, mean: Tensor, rstdev: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        given = (rows_dense(dy), rows_dense(x), None, weight.contiguous(), mean, rstdev)
-        return tuple(perform(program, given))
+        return tuple(performed(rows_dense(dy), rows_dense(x), None, weight.contiguous(), mean, rstdev))
 
     def rmsnorm(
         dy: Tensor, x: Tensor, rstdev: Tensor, weight: Tensor, add: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         added = None if add is None else rows_dense(add)
-        given = (rows_dense(dy), rows_dense(x), added, weight.contiguous(), None, rstdev)
-        dx, dweight, _ = perform(program, given)
+        dx, dweight, _ = performed(rows_dense(dy), rows_dense(x), added, weight.contiguous(), None, rstdev)
         return dx, dweight
 
     return layernorm if request.centered else rmsnorm

@@ -44,9 +44,8 @@ def _by_scale(recorded: Performed, measured: Performed) -> PlannedCall:
         x: Tensor, scale: Tensor | None, amax: Tensor | None, amax_t: Tensor | None,
         record: Tensor | None, random: tuple[Tensor, Tensor] | None = None,
     ) -> Quantized:  # fmt: skip
-        if record is None:
-            return Quantized(*measured(_contiguous(x), as_float32(scale)))
-        return Quantized(*recorded(_contiguous(x), as_float32(scale), record))
+        x, scale = _contiguous(x), as_float32(scale)
+        return Quantized(*(measured(x, scale) if record is None else recorded(x, scale, record)))
 
     return call
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ....common.dispatch import Backend
 from ....common.kernels import launch
+from ...runtime.device import is_current_device
 from . import reference
 from .request import ScaleUpdateRequest
 
@@ -50,6 +51,9 @@ def bind(request: ScaleUpdateRequest) -> Callable[[Sequence[Tensor], Sequence[Te
         if table is None:
             # A capture cannot take a table from the host; the same step in torch's operations can be captured.
             captured(histories, scales)
+            return
+        if is_current_device(device.index):
+            launch.start(step, (table,), device.index)
             return
         with torch.cuda.device(device):
             launch.start(step, (table,), device.index)

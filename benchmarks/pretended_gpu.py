@@ -1,0 +1,159 @@
+"""A GPU that does nothing: the host's way of a warm call from a module down to launches and products, on any machine.
+
+Tensors lie on the CPU. Tables bind what they bind for compute capability 9.0, launches allocate their outputs, look
+up their handle and gather their arguments, cuBLASLt's plans set their pointers; only the last calls, into Triton's
+launcher and into cuBLASLt, go nowhere. What is left out: those two calls, about 2 us each, and the difference between
+a CPU's allocator and a GPU's. What is computed by torch itself is computed, so cases are small.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import itertools
+import sys
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HOPPER = (9, 0)
+PROCESSORS = (132, 227 << 10)  # of an H200: count, bytes of shared memory
+_PACKAGE = "transformer_engine."
+_ALIGNMENT = 16
+# Takes any arguments, in C, and does nothing with them: a library's entry.
+_nowhere: Any = itertools.chain
+
+
+def pretend() -> None:
+    """Have this process, in which the package computes nothing from here on, take the CPU for an H200."""
+    _module("pytorch")
+    everywhere("refuses_elementwise", _takes_all)
+    everywhere("refuses_casts", _takes_all)
+    everywhere("get_device_compute_capability", lambda: HOPPER)
+    everywhere("processors", functools.cache(_processors))
+    everywhere("current_stream", lambda device: 0)
+    everywhere("current_device", lambda: 0)
+    everywhere("device_of", lambda device: torch.device("cpu"))
+    everywhere("is_current_device", lambda index: True)
+    _pretend_memory()
+    _pretend_launches()
+    _pretend_library()
+    _pretend_requests()
+
+
+def everywhere(name: str, value: Any) -> None:
+    """Bind a name of the package to something else, wherever it was imported."""
+    for module in [module for key, module in sys.modules.items() if key.startswith(_PACKAGE)]:
+        if hasattr(module, name):
+            setattr(module, name, value)
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(_PACKAGE + name)
+
+
+def _takes_all(*_: Any) -> None:
+    return None
+
+
+def _processors(device: int | None) -> Any:
+    made = _module("pytorch.runtime.launching")
+    return made.Processors(*PROCESSORS)
+
+
+def _pretend_memory() -> None:
+    zeros = _module("pytorch.runtime.zeros")
+    torch.cuda.is_current_stream_capturing = lambda: False
+    torch.cuda.current_device = lambda: None  # pyright: ignore[reportAttributeAccessIssue] # a CPU's index
+
+    def numbers(device: torch.device, zeroed: Sequence[bool]) -> list[Tensor]:
+        slots = zeros._slots_of(device)
+        return [zeros._popped(slots, device) for _ in zeroed]
+
+    everywhere("numbers", numbers)
+    everywhere("zero", zeros._slot)
+    everywhere("scalar", zeros._slot)
+    torch.cuda.device = _Device  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class _Device:
+    """torch.cuda.device, with as many calls as it makes."""
+
+    def __init__(self, device: Any):
+        self.device = device
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def _pretend_launches() -> None:
+    launching = _module("common.kernels.launch")
+
+    def compiled(launch: Any, tensors: Sequence[Tensor | None]) -> Callable[..., None]:
+        arguments, (columns, rows, planes) = (*launch.scalars, *launch.constants), launch.grid
+        before, after = (0, False, False, None, None), (None, None, None, None)
+
+        def start(device: int, pointers: list[int | None], *_: Any) -> None:
+            _nowhere(columns, rows, planes, 0, *before, *after, *pointers, *arguments)
+
+        return start
+
+    launching._compile = compiled
+
+
+class _Library(SimpleNamespace):
+    """nvmath.bindings.cublasLt: names of attributes are numbers, and every function does nothing."""
+
+    class cuBLASLtError(Exception):
+        pass
+
+    class Names(dict):
+        def __missing__(self, name: str) -> int:
+            return len(name)
+
+        def __getattr__(self, name: str) -> int:
+            return len(name)
+
+    MatmulDescAttribute = MatmulPreferenceAttribute = Epilogue = Names()
+    matmul = matmul_desc_set_attribute = staticmethod(_nowhere)
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        return lambda *arguments: 1
+
+    def matmul_algo_get_heuristic(self, *arguments: Any) -> None:
+        """One algorithm is found."""
+        ctypes.c_int.from_address(arguments[-1]).value = 1
+
+
+def _pretend_library() -> None:
+    library = _module("pytorch.primitives.gemm.cublaslt_library")
+    fake = _Library()
+    library.missing = library._missing = _takes_all
+    library.bindings = lambda: fake
+    library.handle = lambda device: 1
+    library._workspaces[0, 0] = (0, None)
+    planned = _module("pytorch.primitives.gemm.cublaslt").problem_of
+    # A GPU's allocations are multiples of 512 bytes, a CPU's of 64.
+    everywhere("problem_of", lambda request: planned(request)._replace(alignment=_ALIGNMENT))
+
+
+def _pretend_requests() -> None:
+    request = _module("pytorch.primitives.gemm.request").GemmRequest
+    made = request.__init__
+
+    def on_a_gpu(self: Any, *fields: Any, **named: Any) -> None:
+        made(self, *fields, **named)
+        for name, value in {"device": "cuda", "capability": HOPPER, "index": 0}.items():
+            object.__setattr__(self, name, value)
+
+    request.__init__ = on_a_gpu
+    tables = _module("common.dispatch").tables
+    for operation, name in (("scale_update", "triton"), ("grouped_gemm", "triton")):
+        object.__setattr__(tables[operation].named(name), "refuses", _takes_all)

@@ -1,0 +1,36 @@
+"""Kernels add in a fixed order; one that does not belongs to a backend that says so."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+from source import modules, tree
+
+from transformer_engine.common import dispatch
+
+# Atomics whose result does not depend on the order of arrival.
+IN_ANY_ORDER = {"atomic_max", "atomic_min", "atomic_or", "atomic_and"}
+# {kernel file: (operation, backend) of the row whose `varies` says so}
+VARYING: dict[str, tuple[str, str]] = {}
+KERNELS = [name for name in modules() if name.startswith("transformer_engine.common.kernels.")]
+
+
+def atomics(name: str) -> set[str]:
+    return {
+        node.attr
+        for node in ast.walk(tree(modules()[name]))
+        if isinstance(node, ast.Attribute) and node.attr.startswith("atomic_")
+    }
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_kernel_adds_in_a_fixed_order_or_its_backend_says_so(name):
+    import transformer_engine.pytorch  # noqa: F401 - registers the tables
+
+    unordered = atomics(name) - IN_ANY_ORDER
+    if not unordered:
+        assert name not in VARYING, f"{name} has a fixed order; take it off the list"
+        return
+    operation, backend = VARYING[name]
+    assert dispatch.tables[operation].named(backend).varies is not None, (name, unordered)

@@ -1,0 +1,76 @@
+"""Checkpoints of the original's releases, and of libraries without FP8, load strictly and with their scales."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from original_states import RELEASES, SLOTS, histories, saved, saved_in_high_precision, scales, stateless
+
+import transformer_engine.pytorch as te
+from transformer_engine.common import recipe as recipes
+
+STATELESS = (
+    recipes.Float8CurrentScaling,
+    recipes.Float8BlockScaling,
+    recipes.MXFP8BlockScaling,
+    recipes.NVFP4BlockScaling,
+)
+EVERY = pytest.mark.parametrize("release", RELEASES)
+
+
+def layer(device: torch.device) -> te.TransformerLayer:
+    return te.TransformerLayer(64, 128, 2, hidden_dropout=0.0, attention_dropout=0.0, device=device)
+
+
+@EVERY
+def test_scales_and_histories_of_a_release_are_those_of_the_next_step(release: str, device: torch.device):
+    source, target = layer(device), layer(device)
+    target.load_state_dict(saved(RELEASES[release], source))
+    for name, (forward, backward) in SLOTS.items():
+        meta = target.get_submodule(name).fp8_meta
+        for key, count, seed in (("scaling_fwd", forward, 1), ("scaling_bwd", backward, 2)):
+            assert torch.equal(meta[key].scale.cpu(), scales(count, seed))
+            assert torch.equal(
+                meta[key].amax_history.cpu()[: len(histories(count, seed))], histories(count, seed)
+            )
+    x = torch.randn(32, 2, 64, device=device)
+    with te.autocast(recipe=recipes.DelayedScaling(amax_history_len=16)):
+        target(x).sum().backward()
+
+
+@EVERY
+def test_a_release_without_fp8_loads_to_the_same_output(release: str, device: torch.device):
+    source, target = layer(device), layer(device)
+    target.load_state_dict(saved_in_high_precision(RELEASES[release], source))
+    x = torch.randn(32, 2, 64, device=device)
+    assert torch.equal(target(x), source(x))
+
+
+@pytest.mark.parametrize("kind", STATELESS)
+def test_a_recipe_without_state_leaves_a_module_ready_for_it(kind, device: torch.device):
+    linear = te.Linear(64, 64, device=device)
+    linear.load_state_dict({**linear.state_dict(), "_extra_state": stateless(kind())})
+    assert isinstance(linear.fp8_meta["recipe"], kind)
+
+
+def test_weights_of_another_library_load_strictly(device: torch.device):
+    theirs, ours = torch.nn.Linear(32, 16, device=device), te.Linear(32, 16, device=device)
+    ours.load_state_dict(theirs.state_dict())
+    assert torch.equal(ours.weight, theirs.weight) and torch.equal(ours.bias, theirs.bias)
+
+
+def test_a_missing_extra_state_is_an_error_where_that_is_asked_for(device: torch.device, monkeypatch):
+    monkeypatch.setenv("NVTE_STRICT_EXTRA_STATE", "1")
+    with pytest.raises(RuntimeError, match="_extra_state"):
+        te.Linear(32, 16, device=device).load_state_dict(torch.nn.Linear(32, 16).state_dict())
+
+
+def test_a_missing_weight_stays_an_error(device: torch.device):
+    with pytest.raises(RuntimeError, match="weight"):
+        te.Linear(32, 16, device=device).load_state_dict({"bias": torch.zeros(16)})
+
+
+@pytest.mark.parametrize("kind", [te.LayerNorm, te.RMSNorm])
+def test_the_empty_state_of_a_norm_is_none_too_many(kind, device: torch.device):
+    norm = kind(32, device=device)
+    norm.load_state_dict({**norm.state_dict(), "_extra_state": torch.empty(0, dtype=torch.uint8)})

@@ -1,0 +1,42 @@
+"""Record the logits that `transformers` makes of the tiny models: python tests/conversion/record_logits.py
+
+It needs `pip install transformers`. The tests compare with the record wherever transformers is not installed.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+import transformers
+from tiny_models import COLUMNS, GOLDEN, SETTINGS, tokens, weights
+
+
+def theirs(name: str) -> torch.nn.Module:
+    """The model of transformers, with exactly the weights that belong to its settings."""
+    settings = dict(SETTINGS[name])
+    config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    given = weights(SETTINGS[name])
+    left = set(model.state_dict()) - set(given)
+    assert left <= {"lm_head.weight"}, left
+    model.load_state_dict(given, strict=not left)
+    model.tie_weights()
+    return model
+
+
+@torch.no_grad()
+def logits(name: str) -> torch.Tensor:
+    return theirs(name)(tokens()).logits
+
+
+def _rounded(values: Any) -> Any:
+    """Nested lists of float32 numbers in the nine digits that tell them apart."""
+    return [_rounded(value) for value in values] if isinstance(values, list) else float(f"{values:.9g}")
+
+
+if __name__ == "__main__":
+    recorded = {name: _rounded(logits(name)[..., COLUMNS].tolist()) for name in SETTINGS}
+    content = {"transformers": transformers.__version__, "logits": recorded}
+    GOLDEN.write_text(json.dumps(content, separators=(",", ":")).replace("]],", "]],\n") + "\n")

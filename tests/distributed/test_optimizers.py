@@ -1,0 +1,100 @@
+"""FusedAdam on what two ranks hold of parameters, and weights that both write from their shards of the masters."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from ranks import run_on_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import Float8CurrentScaling
+from transformer_engine.pytorch.optimizers import FusedAdam
+from transformer_engine.pytorch.tensor.utils import post_all_gather_processing, quantize_master_weights
+
+SHAPES = ((6, 4), (1, 3))  # of the second one rank holds nothing
+WIDTH, STEPS = 32, 4
+
+
+def whole(kind):
+    generator = torch.Generator().manual_seed(kind)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+def _sharded_steps(device):
+    mesh = init_device_mesh(device.type, (2,))
+    params = [torch.nn.Parameter(distribute_tensor(x.to(device), mesh, [Shard(0)])) for x in whole(0)]
+    optimizer = FusedAdam(params, lr=0.1, weight_decay=0.1)
+    for step in range(3):
+        for p, grad in zip(params, whole(step + 1), strict=True):
+            p.grad = distribute_tensor(grad.to(device), mesh, [Shard(0)])
+        optimizer.step()
+    saved = optimizer.state_dict()["state"]
+    states = [state["exp_avg"] for state in saved.values()]
+    assert all(isinstance(state, DTensor) for state in states)
+    assert [tuple(state.shape) for state in states] == list(SHAPES)
+    return [tensor.detach().full_tensor() for tensor in (*params, *states)]
+
+
+def test_two_ranks_step_distributed_parameters_as_one_does(tmp_path):
+    first, second = run_on_ranks(_sharded_steps, 2, tmp_path)
+    params = [torch.nn.Parameter(x) for x in whole(0)]
+    optimizer = torch.optim.AdamW(params, lr=0.1, weight_decay=0.1)
+    for step in range(3):
+        for p, grad in zip(params, whole(step + 1), strict=True):
+            p.grad = grad
+        optimizer.step()
+    expected = [*params, *(optimizer.state[p]["exp_avg"] for p in params)]
+    for ours, theirs, right in zip(first, second, expected, strict=True):
+        assert torch.equal(ours, theirs)
+        torch.testing.assert_close(ours, right.detach(), rtol=1e-5, atol=1e-6)
+
+
+def _layer(device, recipe):
+    torch.manual_seed(1)
+    with te.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
+        return te.Linear(WIDTH, WIDTH, bias=False, params_dtype=torch.bfloat16, device=device)
+
+
+def _loss(layer, recipe, device):
+    generator = torch.Generator().manual_seed(2)
+    x, target = (torch.randn(WIDTH, WIDTH, generator=generator).to(device).bfloat16() for _ in range(2))
+    with te.autocast(recipe=recipe):
+        loss = (layer(x) - target).float().square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def _zero_redundancy(device):
+    """Losses of a model whose masters are cut over the ranks, and of one where every rank has all."""
+    recipe = Float8CurrentScaling()
+    rank, found = dist.get_rank(), []
+    layer, replica = _layer(device, recipe), _layer(device, recipe)
+    flat = layer.weight.get_high_precision_init_val().float().view(-1).to(device)
+    cut = 600  # not in the middle, nor at a row's end
+    start, stop = ((0, cut), (cut, flat.numel()))[rank]
+    shard, whole_master = torch.nn.Parameter(flat[start:stop].clone()), torch.nn.Parameter(flat.clone())
+    one, all_of_it = FusedAdam([shard], lr=1e-2), FusedAdam([whole_master], lr=1e-2)
+    for _ in range(STEPS):
+        for model in (layer, replica):
+            model.weight.grad = None
+            found.append(_loss(model, recipe, device))
+        shard.grad = layer.weight.grad.float().view(-1)[start:stop]
+        whole_master.grad = replica.weight.grad.float().view(-1)
+        one.step()
+        all_of_it.step()
+        quantize_master_weights([layer.weight], [shard], [start], dist.group.WORLD)
+        codes = layer.weight._data.view(-1)
+        codes[:start], codes[stop:] = 0, 0
+        dist.all_reduce(codes)
+        post_all_gather_processing(layer.weight)
+        quantize_master_weights([replica.weight], [whole_master], [0], dist.group.WORLD)
+        post_all_gather_processing([replica.weight])
+    return torch.stack(found).view(STEPS, 2)
+
+
+def test_masters_that_are_cut_over_ranks_give_the_losses_of_whole_ones(tmp_path):
+    for losses in run_on_ranks(_zero_redundancy, 2, tmp_path):
+        assert torch.equal(losses[:, 0], losses[:, 1])
+        assert losses[-1, 0] < losses[0, 0]

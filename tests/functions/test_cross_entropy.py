@@ -1,0 +1,291 @@
+"""The losses as one calls them: values, gradients, where the gradient lies, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.tolerances import DTYPES, ROUNDED, assert_as_good_as
+from torch.nn.functional import cross_entropy, linear
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch import fused_linear_cross_entropy, parallel_cross_entropy
+from transformer_engine.pytorch.functions.linear_cross_entropy import chunk_rows
+
+IGNORED = -100
+SMOOTHING = pytest.mark.parametrize("smoothing", [0.0, 0.1])
+MEAN = pytest.mark.parametrize("mean", [True, False], ids=["mean", "rows"])
+
+
+def drawn(dtype, device, shape=(3, 5, 37)):
+    logits = (2 * torch.randn(shape, device=device)).to(dtype).requires_grad_()
+    target = torch.randint(0, shape[-1], shape[:-1], device=device)
+    target[0, 2] = IGNORED
+    return logits, target
+
+
+def torch_loss(logits, target, smoothing, mean):
+    """The loss of torch, in float32."""
+    rows = logits.float().flatten(0, -2)
+    how = {"label_smoothing": smoothing, "reduction": "mean" if mean else "none"}
+    loss = cross_entropy(rows, target.flatten(), ignore_index=IGNORED, **how)
+    return loss if mean else loss.view(target.shape)
+
+
+@DTYPES
+@SMOOTHING
+@MEAN
+def test_the_loss_and_its_gradient_are_those_of_torch(dtype, smoothing, mean, device):
+    logits, target = drawn(dtype, device)
+    theirs = logits.detach().clone().requires_grad_()
+    loss = parallel_cross_entropy(logits, target, smoothing, mean)
+    expected = torch_loss(theirs, target, smoothing, mean)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    loss.square().sum().backward()
+    expected.square().sum().backward()
+    torch.testing.assert_close(logits.grad.float(), theirs.grad.float(), rtol=ROUNDED[dtype], atol=1e-6)
+    assert (logits.grad[0, 2] == 0).all()
+
+
+def test_the_worked_values_of_one_row(device):
+    logits = torch.tensor([[[1.0, 2.0, 3.0]]], device=device, requires_grad=True)
+    loss = parallel_cross_entropy(logits, torch.tensor([[2]], device=device), 0.1)
+    assert loss.item() == pytest.approx(0.5076060, abs=1e-6)
+    loss.sum().backward()
+    assert logits.grad.flatten().tolist() == pytest.approx([0.0566972, 0.2113951, -0.2680924], abs=1e-6)
+
+
+def test_a_gradient_in_bfloat16_is_that_in_float32_rounded_once(device):
+    logits, target = drawn(torch.bfloat16, device)
+    wide = logits.detach().float().requires_grad_()
+    for x in (logits, wide):
+        parallel_cross_entropy(x, target).sum().backward()
+    assert torch.equal(logits.grad, wide.grad.to(torch.bfloat16))
+
+
+def test_the_gradient_takes_the_place_of_the_logits(device):
+    logits, target = drawn(torch.float32, device)
+    before = logits.detach().clone()
+    loss = parallel_cross_entropy(logits, target)
+    assert torch.equal(logits, before)
+    loss.sum().backward()
+    assert logits.grad.data_ptr() == logits.data_ptr()
+
+
+@pytest.mark.parametrize("kept_by", ["keep_logits", "retain_graph", "create_graph"])
+def test_logits_that_are_wanted_later_are_kept(kept_by, device):
+    logits, target = drawn(torch.float32, device)
+    before = logits.detach().clone()
+    loss = parallel_cross_entropy(logits, target, keep_logits=kept_by == "keep_logits").sum()
+    kept = None if kept_by == "keep_logits" else True
+    (first,) = torch.autograd.grad(loss, logits, retain_graph=kept, create_graph=kept_by == "create_graph")
+    assert torch.equal(logits, before)
+    if kept:
+        (second,) = torch.autograd.grad(loss, logits)
+        torch.testing.assert_close(second, first.detach())
+
+
+def test_somebody_else_who_saved_the_logits_is_told_that_they_are_gone(device):
+    logits, target = drawn(torch.float32, device)
+    penalty = logits.square().sum()
+    loss = parallel_cross_entropy(logits, target).sum()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (loss + penalty).backward()
+
+
+def test_logits_and_targets_may_lie_as_they_like(device):
+    logits, target = drawn(torch.float32, device)
+    expected = parallel_cross_entropy(logits, target)
+    lying = logits.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
+    strided = torch.stack((target, target), dim=-1)[..., 0].to(torch.int32)
+    loss = parallel_cross_entropy(lying, strided)
+    assert torch.equal(loss, expected)
+    before = lying.detach().clone()
+    loss.sum().backward()
+    expected.sum().backward()
+    assert torch.equal(lying.grad, logits.grad) and torch.equal(lying, before)
+
+
+def test_a_mean_of_no_row_that_counts_is_zero(device):
+    logits, target = drawn(torch.float32, device)
+    loss = parallel_cross_entropy(logits, torch.full_like(target, IGNORED), 0.1, True)
+    loss.backward()
+    assert loss.item() == 0 and (logits.grad == 0).all()
+    empty = torch.zeros(2, 0, 7, device=device, requires_grad=True)
+    assert parallel_cross_entropy(empty, torch.zeros(2, 0, dtype=torch.int64, device=device)).shape == (2, 0)
+
+
+def test_a_pass_that_is_captured_by_a_compiler_is_the_eager_one(device):
+    logits, target = drawn(torch.float32, device)
+    compiled = torch.compile(
+        lambda x, y: parallel_cross_entropy(x, y, 0.1, True), fullgraph=True, backend="aot_eager"
+    )
+    theirs = logits.detach().clone().requires_grad_()
+    loss, expected = compiled(theirs, target), parallel_cross_entropy(logits, target, 0.1, True)
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    expected.backward()
+    torch.testing.assert_close(theirs.grad, logits.grad)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"target": torch.full((3, 5), 37)}, ValueError, r"target 37 is outside of a vocabulary of 37 ids"),
+        ({"target": torch.full((3, 5), -1)}, ValueError, r"target -1 is outside"),
+        ({"target": torch.zeros(3, 4, dtype=torch.int64)}, ValueError, r"give one id a row, \[3, 5\]"),
+        ({"target": torch.zeros(3, 5)}, TypeError, r"target is torch.float32; give ids"),
+        ({"inp": torch.zeros(3, 5, 37, dtype=torch.float64)}, TypeError, "give bfloat16, float16 or float32"),
+        ({"inp": torch.zeros(15, 37)}, ValueError, r"give logits \[batch, sequence, vocabulary\]"),
+        ({"label_smoothing": 1.5}, ValueError, r"label_smoothing=1.5 is outside 0 .. 1"),
+        ({"ignore_idx": 1.5}, TypeError, "ignore_idx"),
+        ({"reduce_loss": "mean"}, TypeError, "reduce_loss"),
+        ({"dist_process_group": 3}, TypeError, "dist_process_group"),
+    ],
+)
+def test_bad_arguments_are_refused(change, error, words):
+    good = {"inp": torch.zeros(3, 5, 37), "target": torch.zeros(3, 5, dtype=torch.int64)}
+    with pytest.raises(error, match=words):
+        parallel_cross_entropy(**(good | change))
+
+
+def test_the_old_keyword_is_taken_with_a_warning(device):
+    logits, target = drawn(torch.float32, device)
+    with pytest.warns(FutureWarning, match="give the logits as inp"):
+        loss = parallel_cross_entropy(None, target, _input=logits)
+    assert torch.equal(loss, parallel_cross_entropy(logits, target))
+
+
+def head(dtype, device, rows=(8, 13), features=24, ids=61):
+    hidden = torch.randn(*rows, features, device=device).to(dtype)
+    weight = (0.4 * torch.randn(ids, features, device=device)).to(dtype)
+    bias = torch.randn(ids, device=device).to(dtype)
+    target = torch.randint(0, ids, rows, device=device)
+    target[0, 2] = IGNORED
+    return [x.requires_grad_() for x in (hidden, weight, bias)], target
+
+
+def gradients(loss, leaves):
+    (
+        loss
+        if loss.dim() == 0
+        else (loss * torch.linspace(0.5, 2, loss.numel(), device=loss.device).view_as(loss)).sum()
+    ).backward()
+    found = [x.grad for x in leaves]
+    for x in leaves:
+        x.grad = None
+    return found
+
+
+@DTYPES
+@SMOOTHING
+@MEAN
+def test_the_loss_of_a_linear_head_is_that_of_its_logits(dtype, smoothing, mean, device):
+    leaves, target = head(dtype, device)
+    hidden, weight, bias = leaves
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    plain = torch_loss(linear(*leaves), target, smoothing, mean)
+    in_steps = gradients(plain, leaves)
+    truth = torch_loss(linear(*exact), target, smoothing, mean)
+    exactly = gradients(truth, exact)
+    loss = fused_linear_cross_entropy(
+        hidden, weight, target, bias, label_smoothing=smoothing, reduce_loss=mean
+    )
+    assert loss.dtype == torch.float32 and loss.shape == plain.shape
+    torch.testing.assert_close(loss, plain, rtol=ROUNDED[dtype], atol=1e-5)
+    for ours, theirs, right in zip(gradients(loss, leaves), in_steps, exactly, strict=True):
+        assert ours.dtype == dtype
+        if dtype is torch.float32:
+            torch.testing.assert_close(ours, right.float(), rtol=1e-4, atol=1e-5)
+        else:
+            assert_as_good_as(ours, theirs, right)
+
+
+def test_only_the_gradients_that_are_asked_for_are_made(device):
+    (hidden, weight, bias), target = head(torch.float32, device)
+    weight.requires_grad_(False)
+    fused_linear_cross_entropy(hidden, weight, target, bias).backward()
+    assert weight.grad is None and hidden.grad is not None and bias.grad is not None
+    with torch.no_grad():
+        loss = fused_linear_cross_entropy(hidden, weight, target)
+    torch.testing.assert_close(
+        loss, torch_loss(linear(hidden, weight), target, 0.0, True), rtol=1e-5, atol=1e-6
+    )
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor of the last extent `ids` that an operation returns."""
+
+    def __init__(self, ids: int):
+        super().__init__()
+        self.ids, self.elements = ids, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.dim() == 2 and tensor.shape[-1] == self.ids:
+                self.elements = max(self.elements, tensor.numel())
+        return result
+
+
+@MEAN
+def test_no_tensor_holds_more_than_a_twentieth_of_the_logits(mean, device):
+    (hidden, weight, _), target = head(torch.float32, device, rows=(4, 256), features=8, ids=61)
+    with Largest(61) as seen:
+        fused_linear_cross_entropy(hidden, weight, target, reduce_loss=mean).sum().backward()
+    assert 0 < seen.elements <= 0.05 * 1024 * 61
+    assert chunk_rows(8192) == 320 and chunk_rows(1 << 20) <= 0.05 * (1 << 20)
+
+
+def test_a_head_that_does_not_fit_is_refused(device):
+    (hidden, weight, bias), target = head(torch.float32, device)
+    with pytest.raises(ValueError, match=r"give \[.., features\] and \[vocabulary, features\]"):
+        fused_linear_cross_entropy(hidden, weight[:, :3], target)
+    with pytest.raises(TypeError, match=r"weight is torch.bfloat16, hidden torch.float32"):
+        fused_linear_cross_entropy(hidden, weight.bfloat16(), target)
+    with pytest.raises(ValueError, match=r"bias is \[3\]; give \[61\]"):
+        fused_linear_cross_entropy(hidden, weight, target, bias[:3])
+    with pytest.raises(ValueError, match="target 61 is outside"):
+        fused_linear_cross_entropy(hidden, weight, torch.full_like(target, 61))
+
+
+@pytest.mark.gpu
+def test_a_step_holds_one_tensor_of_logits():
+    logits = torch.randn(4, 512, 32000, device="cuda", dtype=torch.bfloat16)
+    target = torch.randint(0, 32000, (4, 512), device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    leaf = logits.clone().requires_grad_()
+    parallel_cross_entropy(leaf, target, 0.0, True).backward()
+    peak = torch.cuda.max_memory_allocated() - before
+    assert peak < 1.01 * logits.nbytes
+
+
+@pytest.mark.gpu
+def test_a_captured_step_is_replayed_with_other_logits():
+    target = torch.randint(0, 1000, (2, 8), device="cuda")
+    static = torch.randn(2, 8, 1000, device="cuda", requires_grad=True)
+
+    def step():
+        static.grad = None
+        loss = parallel_cross_entropy(static * 1.0, target, 0.1, True, None, IGNORED, True)
+        loss.backward()
+        return loss
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step()
+    with torch.no_grad():
+        static.copy_(torch.randn_like(static))
+    graph.replay()
+    torch.testing.assert_close(loss, torch_loss(static, target, 0.1, True).detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_the_names_are_public():
+    assert te.parallel_cross_entropy is parallel_cross_entropy
+    assert te.fused_linear_cross_entropy is fused_linear_cross_entropy

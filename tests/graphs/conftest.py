@@ -1,0 +1,24 @@
+"""Graphs are recorded by running again, on the CPU; every recipe runs, by emulation where the hardware lacks it."""
+
+from __future__ import annotations
+
+import pytest
+from support.recorder import RerunRecorder
+
+from transformer_engine.pytorch.graphs import automatic, recorder
+from transformer_engine.pytorch.quantization import emulate
+
+
+@pytest.fixture(autouse=True)
+def _emulation():
+    with emulate():
+        yield
+
+
+@pytest.fixture
+def rerun(monkeypatch):
+    """What make_graphed_callables and te.graphed record with: all its recorders' logs in one."""
+    made = RerunRecorder()
+    monkeypatch.setattr(recorder, "recorder_here", lambda pool=None: made)
+    monkeypatch.setattr(automatic, "records", lambda device: True)
+    return made

@@ -1,0 +1,647 @@
+"""make_graphed_callables: replays have the bits of eager calls, and capturing leaves no trace."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+from support.layers import RECIPES, layer_of
+
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch import graph
+from transformer_engine.pytorch.distributed import CudaRNGStatesTracker
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+HIDDEN, TOKENS, BATCH = 64, 16, 4
+
+
+def _x(seed=0, shape=(TOKENS, BATCH, HIDDEN)):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _layer(kind, **options):
+    sized = {"out_features": HIDDEN} if "Linear" in kind else {}
+    return layer_of(kind, device="cpu", **(sized | options))
+
+
+def _state(module):
+    """Everything of a module that a step changes."""
+    scales = [
+        (state.scale.clone(), state.amax_history.clone())
+        for layer in module.modules()
+        if isinstance(layer, te.module.base.TransformerEngineBaseModule)
+        for key in ("scaling_fwd", "scaling_bwd")
+        for state in layer.numerics.delayed_states(key)
+    ]
+    return [t for pair in scales for t in pair] + [b.clone() for b in module.buffers()]
+
+
+def _equal(a, b):
+    return len(a) == len(b) and all(
+        (x is None and y is None) or (x is not None and y is not None and torch.equal(x, y))
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+def _step(call, module, recipe, seed, **keywords):
+    x = _x(seed).requires_grad_()
+    with te.autocast(enabled=recipe is not None, recipe=recipe):
+        y = call(x, **keywords)
+    y.square().sum().backward()
+    return [
+        y.detach().clone(),
+        x.grad.clone(),
+        *(None if p.grad is None else p.grad.clone() for p in module.parameters()),
+    ]
+
+
+def _graphed(module, recipe=None, **options):
+    return te.make_graphed_callables(
+        module, (_x(99).requires_grad_(),), enabled=recipe is not None, recipe=recipe, **options
+    )
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "kind", ["Linear", "LayerNormLinear", "LayerNormMLP", "MultiheadAttention", "TransformerLayer"]
+)
+def test_three_steps_have_the_bits_of_eager_ones(kind, recipe, rerun):
+    recipe = RECIPES[recipe]
+    eager = _layer(kind)
+    replayed = _graphed(copy.deepcopy(eager), recipe)
+    for seed in range(3):
+        expected = _step(eager, eager, recipe, seed)
+        found = _step(replayed, replayed, recipe, seed)
+        assert _equal(found, expected)
+        assert _equal(_state(replayed), _state(eager))
+    assert rerun.log == ["forward", "backward"] * 3
+
+
+@pytest.mark.parametrize("recipe", ["none", "delayed"])
+def test_capturing_leaves_scales_gradients_and_random_states_as_they_were(recipe, rerun):
+    recipe = RECIPES[recipe]
+    module = torch.nn.Sequential(_layer("LayerNormMLP"), torch.nn.BatchNorm1d(BATCH), torch.nn.Dropout(0.5))
+    for p in module.parameters():
+        p.grad = torch.ones_like(p)
+    if recipe is not None:
+        _step(module, module, recipe, 1)
+    before, random = _state(module), torch.get_rng_state()
+    gradients = [p.grad for p in module.parameters()]
+    values = [g.clone() for g in gradients]
+    assert not graph.is_graph_capturing()
+    _graphed(module, recipe)
+    assert _equal(_state(module), before)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(p.grad is g for p, g in zip(module.parameters(), gradients, strict=True))
+    assert _equal([p.grad for p in module.parameters()], values)
+    assert not graph.is_graph_capturing()
+
+
+def test_states_that_warming_up_has_made_are_those_of_a_first_call(rerun):
+    module = _graphed(_layer("Linear"), RECIPES["delayed"])
+    for key in ("scaling_fwd", "scaling_bwd"):
+        (state,) = module.numerics.delayed_states(key)
+        assert torch.equal(state.scale, torch.ones_like(state.scale))
+        assert not state.amax_history.any()
+
+
+def test_a_model_in_pieces_is_the_model(rerun):
+    recipe = RECIPES["delayed"]
+    eager = torch.nn.ModuleList([_layer("LayerNormMLP"), _layer("Linear"), _layer("LayerNormLinear")])
+    pieces = copy.deepcopy(eager)
+    made = te.make_graphed_callables(
+        tuple(pieces),
+        tuple((_x().requires_grad_(),) for _ in pieces),
+        enabled=(True, False, True),
+        recipe=recipe,
+    )
+    assert [name for name, _ in rerun.recordings] == ["forward"] * 3 + ["backward"] * 3
+    assert all(a is b for a, b in zip(made, pieces, strict=True))
+
+    def through(layers, middle):
+        x = _x(5).requires_grad_()
+        with te.autocast(recipe=recipe):
+            y = layers[0](x)
+            with te.autocast(enabled=middle):
+                y = layers[1](y)
+            y = layers[2](y)
+        y.square().sum().backward()
+        return [y.detach().clone(), x.grad]
+
+    for _ in range(2):
+        assert _equal(through(made, False), through(eager, False))
+    assert _equal(_state(pieces), _state(eager))
+
+
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "none"])
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormMLP", "TransformerLayer", "GroupedLinear"])
+def test_cached_weights_are_renewed_in_the_first_microbatch_only(kind, recipe, rerun):
+    recipe = RECIPES[recipe]
+    eager = _layer(kind)
+    replayed = copy.deepcopy(eager)
+    call, sample = replayed, _x(99).requires_grad_()
+    if kind == "GroupedLinear":
+        call, sample = _Grouped(replayed), sample
+        eager_call = _Grouped(eager)
+    else:
+        eager_call = eager
+    graphed = te.make_graphed_callables(
+        call, (sample,), enabled=True, recipe=recipe, cache_quantized_params=True
+    )
+    for step in range(2):
+        for microbatch in range(2):
+            first = microbatch == 0
+            expected = _step(eager_call, eager, recipe, 10 * step + microbatch, is_first_microbatch=first)
+            found = _step(graphed, replayed, recipe, 10 * step + microbatch, is_first_microbatch=first)
+            assert _equal(found, expected)
+            assert _equal(_state(replayed), _state(eager))
+        with torch.no_grad():  # the optimizer's step, which the next first microbatch has to see
+            for p, q in zip(eager.parameters(), replayed.parameters(), strict=True):
+                p.mul_(1.5)
+                q.mul_(1.5)
+
+
+class _Remembering(te.Linear):
+    """As modules of other libraries call a layer: the first call after `is_first_microbatch = True` is the first."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.is_first_microbatch = True
+
+    def forward(self, inp):
+        y = super().forward(inp, is_first_microbatch=self.is_first_microbatch)
+        self.is_first_microbatch = False
+        return y
+
+
+@pytest.mark.parametrize("caches", [True, False])
+def test_modules_that_remember_the_first_microbatch_are_told_as_well(caches, rerun):
+    recipe = RECIPES["delayed"]
+    eager = _Remembering(HIDDEN, HIDDEN, device="cpu")
+    replayed = copy.deepcopy(eager)
+    graphed = _graphed(replayed, recipe, cache_quantized_params=caches)
+    assert replayed.is_first_microbatch
+    for step in range(2):
+        for microbatch in range(2):
+            first = microbatch == 0
+            eager.is_first_microbatch = first or not caches
+            told = {"is_first_microbatch": first} if caches else {}
+            seed = 10 * step + microbatch
+            assert _equal(_step(graphed, replayed, recipe, seed, **told), _step(eager, eager, recipe, seed))
+        with torch.no_grad():
+            for p, q in zip(eager.parameters(), replayed.parameters(), strict=True):
+                p.mul_(1.5)
+                q.mul_(1.5)
+
+
+class _Grouped(torch.nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x, is_first_microbatch=None):
+        return self.layer(x.view(-1, HIDDEN), [32, 32], is_first_microbatch).view(TOKENS, BATCH, -1)
+
+
+def test_sums_of_weight_gradients_begin_with_the_first_microbatch(rerun):
+    eager = _layer("Linear", fuse_wgrad_accumulation=True)
+    replayed = copy.deepcopy(eager)
+    for layer in (eager, replayed):
+        layer.weight.main_grad = torch.full((HIDDEN, HIDDEN), 7.0)
+        layer.weight.grad_added_to_main_grad = False
+    recipe = RECIPES["current"]
+    graphed = _graphed(replayed, recipe, cache_quantized_params=True)
+    assert torch.equal(replayed.weight.main_grad, torch.full((HIDDEN, HIDDEN), 7.0))
+    assert not replayed.weight.grad_added_to_main_grad
+    for seed, first in ((0, True), (1, False), (2, True)):
+        _step(eager, eager, recipe, seed, is_first_microbatch=first)
+        _step(graphed, replayed, recipe, seed, is_first_microbatch=first)
+        assert torch.equal(replayed.weight.main_grad, eager.weight.main_grad)
+    assert replayed.weight.grad_added_to_main_grad
+
+
+def test_weight_gradients_that_are_put_off_are_replayed_when_asked_for(rerun):
+    eager = _layer("Linear", delay_wgrad_compute=True)
+    replayed = copy.deepcopy(eager)
+    called = []
+    replayed.register_wgrad_accumulation_and_reduce_hooks(lambda: called.append(1))
+    graphed = _graphed(replayed)
+    assert called == []
+    for seed in range(2):
+        found, expected = _step(graphed, replayed, None, seed), _step(eager, eager, None, seed)
+        assert _equal(found[:2], expected[:2])
+        graphed.backward_dw()
+        eager.backward_dw()
+        assert torch.equal(replayed.weight.grad, eager.weight.grad)
+    assert called == [1, 1]
+
+
+def test_gradients_add_up_over_replays_and_are_no_memory_of_the_graph(rerun):
+    eager = _layer("Linear")
+    replayed = _graphed(copy.deepcopy(eager))
+    for seed in range(3):
+        _step(eager, eager, None, seed)
+        _step(replayed, replayed, None, seed)
+    assert _equal([p.grad for p in replayed.parameters()], [p.grad for p in eager.parameters()])
+    statics = {r.data_ptr() for _, recording in rerun.recordings for r in recording.results if r is not None}
+    assert not statics & {p.grad.data_ptr() for p in replayed.parameters()}
+
+
+def test_inputs_are_copied_to_the_samples_unless_they_are_them(rerun):
+    sample = _x().requires_grad_()
+    module = te.make_graphed_callables(_layer("Linear"), (sample,))
+    with torch.no_grad():
+        sample.fill_(3.0)
+    module(sample)
+    assert sample.mean() == 3.0
+    module(_x(7))
+    assert torch.equal(sample, _x(7))
+
+
+class _Nested(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = _layer("Linear")
+
+    def forward(self, pair, *, scale, extra=None):
+        first, second = pair["a"]
+        y = self.layer(first) * scale
+        return {"y": y, "mask": (y > 0), "none": None, "sum": y + second}
+
+
+def test_nested_arguments_keywords_and_outputs_keep_their_structure(rerun):
+    eager = _Nested()
+    replayed = copy.deepcopy(eager)
+
+    def arguments(seed):
+        return ({"a": (_x(seed).requires_grad_(), _x(seed + 1))},), {"scale": torch.tensor(2.0 + seed)}
+
+    args, kwargs = arguments(0)
+    graphed = te.make_graphed_callables(replayed, (args), sample_kwargs=kwargs)
+    args, kwargs = arguments(3)
+    expected, found = eager(*args, **kwargs), graphed(*args, **kwargs, ignored=1)
+    assert list(found) == list(expected)
+    assert torch.equal(found["y"], expected["y"])
+    assert torch.equal(found["mask"], expected["mask"])
+    assert not found["mask"].requires_grad
+    assert found["none"] is None
+    with pytest.raises(TypeError, match="keyword scale was captured"):
+        graphed(*args)
+
+
+def test_an_input_of_another_shape_is_refused_and_changes_nothing(rerun):
+    sample = _x().requires_grad_()
+    module = te.make_graphed_callables(_layer("Linear"), (sample,))
+    before = sample.detach().clone()
+    for wrong, message in (
+        (torch.ones(8, BATCH, HIDDEN), "Capture one for each shape"),
+        (_x().double(), "torch.float64"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            module(wrong)
+    with pytest.raises(TypeError, match="2 positional arguments; 1 were captured"):
+        module(_x(), _x())
+    assert torch.equal(sample, before)
+    assert rerun.log == []
+
+
+def test_a_backward_after_a_later_forward_is_refused(rerun):
+    module = _graphed(_layer("Linear"))
+    first = module(_x(1).requires_grad_())
+    module(_x(2).requires_grad_())
+    with pytest.raises(RuntimeError, match="the graph's forward has been replayed since"):
+        first.sum().backward()
+
+
+def test_a_module_in_the_other_mode_runs_its_own_forward(rerun):
+    module = _graphed(_layer("TransformerLayer", hidden_dropout=0.5))
+    module.eval()
+    x = _x(4)
+    assert torch.equal(module(x), module(x))
+    assert rerun.log == []
+
+
+def test_a_module_in_evaluation_has_a_forward_only(rerun):
+    eager = _layer("LayerNormMLP").eval()
+    module = te.make_graphed_callables(copy.deepcopy(eager), (_x(),))
+    with torch.no_grad():
+        assert torch.equal(module(_x(2)), eager(_x(2)))
+    assert [name for name, _ in rerun.recordings] == ["forward"]
+
+
+def test_a_reset_graph_says_so(rerun):
+    module = _graphed(_layer("Linear"))
+    module.reset()
+    with pytest.raises(RuntimeError, match="has been reset"):
+        module(_x())
+
+
+def test_scales_are_updated_after_the_global_state_was_reset(rerun):
+    recipe = RECIPES["delayed"]
+    eager = _layer("Linear")
+    replayed = _graphed(copy.deepcopy(eager), recipe)
+    for seed in range(2):
+        FP8GlobalStateManager.reset()
+        assert _equal(_step(replayed, replayed, recipe, seed), _step(eager, eager, recipe, seed))
+    assert _equal(_state(replayed), _state(eager))
+
+
+def test_tracked_random_states_are_where_they_were(rerun):
+    tracker = CudaRNGStatesTracker()
+    tracker.add("model-parallel-rng", 5)
+    layer = _layer("MultiheadAttention", attention_dropout=0.3, get_rng_state_tracker=lambda: tracker)
+    before = tracker.get_states()["model-parallel-rng"].clone()
+    _graphed(layer)
+    assert torch.equal(tracker.get_states()["model-parallel-rng"], before)
+
+
+def test_dropout_draws_what_an_eager_layer_draws(rerun):
+    eager = _layer("TransformerLayer", hidden_dropout=0.3, attention_dropout=0.2)
+    replayed = _graphed(copy.deepcopy(eager))
+    for seed in range(2):
+        torch.manual_seed(seed)
+        expected = _step(eager, eager, None, seed)
+        torch.manual_seed(seed)
+        assert _equal(_step(replayed, replayed, None, seed), expected)
+
+
+# Schedules.
+
+
+def test_a_pipelines_order_makes_a_function_for_each_chunk_and_microbatch(rerun):
+    eager = torch.nn.ModuleList([_layer("Linear"), _layer("Linear")])
+    layers = copy.deepcopy(eager)
+    samples = tuple((_x(i).requires_grad_(),) for i in range(4))
+    made = te.make_graphed_callables(tuple(layers), samples, _order=[1, 1, 2, -2, 2, -2, -1, -1])
+    assert isinstance(made, tuple)
+    assert len(made) == 4
+    bodies = [name for name, _ in rerun.recordings]
+    assert bodies == ["forward"] * 3 + ["backward", "forward"] + ["backward"] * 3
+    for seed in range(2):
+        for m in range(2):
+            x = _x(seed + m).requires_grad_()
+            y = made[2 + m](made[m](x))
+            e = _x(seed + m).requires_grad_()
+            expected = eager[1](eager[0](e))
+            assert torch.equal(y, expected)
+            y.square().sum().backward()
+            expected.square().sum().backward()
+            assert torch.equal(x.grad, e.grad)
+    assert _equal([p.grad for p in layers.parameters()], [p.grad for p in eager.parameters()])
+
+
+def test_buffers_are_shared_where_the_order_lets_them(rerun):
+    layers = (_layer("Linear"), _layer("Linear"))
+    samples = tuple((_x(i).requires_grad_(),) for i in range(4))
+    made = te.make_graphed_callables(
+        layers, samples, _order=[1, 2, -2, -1, 1, 2, -2, -1], _reuse_graph_input_output_buffers=True
+    )
+    inputs = [door.runs.block.inputs[0].data_ptr() for door in made]
+    assert len(set(inputs)) == 2
+    x = _x(8).requires_grad_()
+    assert torch.equal(made[3](made[1](x)), layers[1](layers[0](x)))
+
+
+def test_weight_gradients_may_have_a_place_in_the_order(rerun):
+    layers = tuple(_layer("Linear", delay_wgrad_compute=True) for _ in range(2))
+    samples = tuple((_x(i).requires_grad_(),) for i in range(2))
+    te.make_graphed_callables(layers, samples, _order=[1, 2, -2, -2.5, -1, -1.5], _num_layers_per_chunk=1)
+    assert [name for name, _ in rerun.recordings] == [
+        "forward", "forward", "backward", "weight_gradients", "backward", "weight_gradients",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("order", "layers", "per_chunk", "message"),
+    [
+        ([1, 2, -2], 2, None, "each goes forward and backward once a microbatch"),
+        ([1, -1], 2, [1], "not for 1 chunks of 2 modules"),
+        ([1, 2, -1, -2], 3, None, "no whole number a chunk of 2"),
+        ([-1, 1], 1, None, "has no forward before it"),
+        ([], 1, None, "_order is empty"),
+        ([1, 0, -1], 1, None, "holds 0"),
+        ([1, -1, -1.25], 1, 1, "a weight gradient of chunk c"),
+        ([1, -1, -1.5], 2, 2, "_num_layers_per_chunk of 1"),
+    ],
+)
+def test_an_order_whose_counts_do_not_fit_is_refused(order, layers, per_chunk, message):
+    with pytest.raises(ValueError, match=message):
+        te.make_graphed_callables(
+            tuple(_layer("Linear") for _ in range(layers)),
+            tuple((_x(),) for _ in range(2)),
+            _order=order,
+            _num_layers_per_chunk=per_chunk,
+        )
+
+
+# Calls that are refused before anything runs.
+
+
+def _with_hook():
+    layer = _layer("Linear")
+    layer.register_forward_hook(lambda *_: None)
+    return layer
+
+
+def _with_trained_buffer():
+    module = torch.nn.Sequential(_layer("Linear"))
+    module.register_buffer("table", torch.ones(2, requires_grad=True))
+    return module
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "error", "message"),
+    [
+        (lambda: [_layer("Linear")], {}, TypeError, "cannot be called"),
+        (lambda: (), {}, ValueError, "empty tuple"),
+        (_with_hook, {}, RuntimeError, "has hooks"),
+        (_with_trained_buffer, {}, RuntimeError, "buffer table wants a gradient"),
+        (lambda: (_layer("Linear"), _layer("Linear").eval()), {}, RuntimeError, "some are not"),
+        (lambda: _layer("Linear"), {"sample_args": (3,)}, TypeError, "a graph takes tensors"),
+        (lambda: _layer("Linear"), {"sample_args": 3}, TypeError, "give a tuple of tensors"),
+        (
+            lambda: _layer("Linear"),
+            {"sample_args": (_x(),), "enabled": (True, True)},
+            ValueError,
+            "has 2 entries",
+        ),
+        (lambda: _layer("Linear"), {"sample_args": (_x(),), "enabled": 1.5}, TypeError, "enabled"),
+        (
+            lambda: _layer("Linear"),
+            {"sample_args": (_x(),), "num_warmup_iters": -1},
+            ValueError,
+            "num_warmup_iters",
+        ),
+        (
+            lambda: _layer("Linear"),
+            {"sample_args": (_x(),), "_reuse_graph_input_output_buffers": True},
+            ValueError,
+            "needs _order",
+        ),
+        (
+            lambda: _layer("Linear"),
+            {"sample_args": (_x(),), "capture_time_hooks": [{"sometime": {}}]},
+            ValueError,
+            "its keys are",
+        ),
+        (
+            lambda: _layer("Linear"),
+            {"sample_args": (_x(),), "enabled": True, "fp8_enabled": True},
+            ValueError,
+            "both set",
+        ),
+    ],
+)
+def test_a_call_that_cannot_be_is_refused(module, arguments, error, message):
+    arguments = {"sample_args": (_x(),)} | arguments
+    with pytest.raises(error, match=message):
+        te.make_graphed_callables(module(), **arguments)
+
+
+def test_an_input_that_nothing_depends_on_is_refused_unless_allowed(rerun):
+    def function(x, unused):
+        return x * 2
+
+    samples = (_x().requires_grad_(), _x().requires_grad_())
+    with pytest.raises(RuntimeError, match="input 1 wants a gradient"):
+        te.make_graphed_callables(function, samples)
+    call = te.make_graphed_callables(function, samples, allow_unused_input=True)
+    a, b = _x(1).requires_grad_(), _x(2).requires_grad_()
+    call(a, b).sum().backward()
+    assert torch.equal(a.grad, torch.full_like(a, 2))
+    assert b.grad is None
+
+
+def test_a_call_says_which_microbatch_it_is_where_weights_are_cached(rerun):
+    module = _graphed(_layer("Linear"), RECIPES["current"], cache_quantized_params=True)
+    with pytest.raises(ValueError, match="pass True or False"):
+        module(_x())
+
+
+def test_earlier_names_warn_and_do_the_same(rerun):
+    with (
+        pytest.warns(DeprecationWarning, match="fp8_enabled is deprecated; use enabled"),
+        pytest.warns(DeprecationWarning, match="fp8_recipe is deprecated; use recipe"),
+    ):
+        module = te.make_graphed_callables(
+            _layer("Linear"), (_x().requires_grad_(),), fp8_enabled=True, fp8_recipe=RECIPES["current"]
+        )
+    assert module.fp8
+
+
+def test_hooks_look_on_while_capturing_and_not_at_replays(rerun):
+    seen = []
+    kinds = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
+    hooks = {kind: {0: lambda module, kind=kind: seen.append(kind)} for kind in kinds}
+    round_it = []
+    module = _graphed(
+        _layer("Linear"),
+        num_warmup_iters=2,
+        capture_time_hooks=[hooks],
+        pre_warmup_hook=lambda: round_it.append("before"),
+        post_warmup_hook=lambda: round_it.append("after"),
+    )
+    assert seen == list(kinds) * 3
+    assert round_it == ["before", "after"]
+    _step(module, module, None, 0)
+    assert len(seen) == 12
+    with pytest.raises(RuntimeError, match="has to return None"):
+        _graphed(_layer("Linear"), capture_time_hooks=[{"forward_hooks": {0: lambda module: 1}}])
+    assert not graph.is_graph_capturing()
+
+
+# Without a GPU.
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to capture on")
+@pytest.mark.parametrize("recipe", ["none", "delayed"])
+def test_without_a_gpu_callables_come_back_wrapped_and_eager(recipe):
+    recipe = RECIPES[recipe]
+    eager = _layer("LayerNormMLP")
+    with pytest.warns(UserWarning, match="CUDA graphs need a GPU"):
+        wrapped = _graphed(copy.deepcopy(eager), recipe, cache_quantized_params=recipe is not None)
+    for seed in range(2):
+        first = {} if recipe is None else {"is_first_microbatch": seed == 0}
+        assert _equal(
+            _step(wrapped, wrapped, recipe, seed, **first), _step(eager, eager, recipe, seed, **first)
+        )
+        assert _equal(_state(wrapped), _state(eager))
+    with pytest.raises(ValueError, match="Capture one for each shape"):
+        wrapped(torch.ones(2, HIDDEN), **first)
+    wrapped.reset()
+    wrapped.backward_dw()
+
+
+def test_states_are_saved_and_restored_by_the_names_that_clients_call():
+    recipe = RECIPES["delayed"]
+    module = torch.nn.Sequential(_layer("Linear"), _layer("LayerNormMLP"))
+    _step(module, module, recipe, 0)
+    before = _state(module)
+    saved = graph.save_fp8_tensors([module], recipe)
+    _step(module, module, recipe, 1)
+    graph.restore_fp8_tensors([module], saved)
+    assert _equal(_state(module), before)
+    assert graph.save_fp8_tensors([module], RECIPES["current"]) is None
+    graph.restore_fp8_tensors([module], None)
+    with pytest.raises(RuntimeError, match="give the same modules"):
+        graph.restore_fp8_tensors([module], graph.save_fp8_tensors([module[0]], recipe))
+
+
+def test_an_unowned_tensor_is_the_same_memory_and_keeps_none():
+    x = torch.arange(12.0).view(3, 4)
+    alias = graph.make_weak_ref(x.t())
+    assert torch.equal(alias, x.t())
+    x.fill_(2.0)
+    assert alias.mean() == 2.0
+    gc.collect()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP", "TransformerLayer"])
+def test_cuda_graphs_have_the_bits_of_eager_calls(kind, recipe):
+    recipe = RECIPES[recipe]
+    sized = {"out_features": HIDDEN} if "Linear" in kind else {}
+    eager = layer_of(kind, device="cuda", **sized).to(torch.bfloat16)
+    replayed = copy.deepcopy(eager)
+    sample = _x(99).to("cuda", torch.bfloat16).requires_grad_()
+    graphed = te.make_graphed_callables(replayed, (sample,), enabled=recipe is not None, recipe=recipe)
+
+    def step(module, seed):
+        x = _x(seed).to("cuda", torch.bfloat16).requires_grad_()
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
+            y = module(x)
+        y.square().sum().backward()
+        return [y.detach().clone(), x.grad.clone(), *(p.grad.clone() for p in module.parameters())]
+
+    for seed in range(4):
+        assert _equal(step(graphed, seed), step(eager, seed))
+        assert _equal(_state(replayed), _state(eager))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
+def test_cuda_graphs_renew_cached_weights_in_the_first_microbatch(recipe):
+    recipe = RECIPES[recipe]
+    eager = layer_of("LayerNormMLP", device="cuda").to(torch.bfloat16)
+    replayed = copy.deepcopy(eager)
+    sample = _x(99).to("cuda", torch.bfloat16).requires_grad_()
+    graphed = te.make_graphed_callables(
+        replayed, (sample,), enabled=True, recipe=recipe, cache_quantized_params=True
+    )
+    for step in range(2):
+        for microbatch in range(3):
+            results = []
+            for module in (graphed, eager):
+                x = _x(step * 3 + microbatch).to("cuda", torch.bfloat16).requires_grad_()
+                with te.autocast(recipe=recipe):
+                    y = module(x, is_first_microbatch=microbatch == 0)
+                y.square().sum().backward()
+                results.append([y.detach().clone(), x.grad.clone()])
+            assert _equal(*results)
+        with torch.no_grad():
+            for p, q in zip(eager.parameters(), replayed.parameters(), strict=True):
+                p.mul_(1.25)
+                q.mul_(1.25)

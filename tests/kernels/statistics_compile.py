@@ -1,0 +1,34 @@
+"""Compile the kernels that measure quantization, without a GPU, and print the size of their PTX as JSON."""
+
+from __future__ import annotations
+
+import json
+
+from compile_cases import ptx_of
+
+from transformer_engine.common.kernels import statistics
+
+SCALED = {
+    "none": (statistics.NO_CODES, False, None, None, None),
+    "one": (statistics.ONE_SCALE, False, "*fp8e4nv", "*fp32", None),
+    "blocks": (statistics.FLOAT_BLOCKS, False, "*fp8e5", "*fp32", None),
+    "exponents": (statistics.EXPONENT_BLOCKS, False, "*fp8e4nv", "*u8", None),
+    "two levels": (statistics.TWO_LEVELS, True, "*u8", "*fp8e4nv", "*fp32"),
+}
+
+
+def main() -> None:
+    sizes = {}
+    for name, (scaling, packed, codes, scales, second) in SCALED.items():
+        form = statistics.Codes(scaling, packed, (1, 32), 448.0, 464 / 448, (4096, 1, 128, 1))
+        program = statistics.statistics((8192, 4096), (4096, 1), form)
+        measure, add = (step.launch for step in program.steps)
+        pointers = {"x": "*bf16", "codes": codes, "scales": scales, "second": second, "partials": "*fp32"}
+        for capability in (90, 100):
+            sizes[f"{name} sm{capability}"] = len(ptx_of(measure, pointers, capability)[0])
+    sizes["sum"] = len(ptx_of(add, {"partials": "*fp32", "kept": "*fp64"}, 90)[0])
+    print(json.dumps(sizes))
+
+
+if __name__ == "__main__":
+    main()

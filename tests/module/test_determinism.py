@@ -1,0 +1,121 @@
+"""Two runs give the same bits, in every layer and recipe; what cannot is refused by name."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from support.layers import NAMES, RECIPES, call_of, layer_of, same
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import NVFP4BlockScaling
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+RANDOM = RECIPES | {"nvfp4 with stochastic rounding": NVFP4BlockScaling()}
+
+
+@pytest.fixture(autouse=True)
+def _free_again():
+    kept = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+    yield
+    te.deterministic(False)
+    if kept is None:
+        os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+
+
+def trained(name, recipe, steps, device, **options):
+    """All outputs, gradients and parameters of a run from the same seed."""
+    FP8GlobalStateManager.reset()
+    layer = layer_of(name, device=device, **options)
+    x, call = call_of(layer)
+    torch.manual_seed(7)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1e-3) if list(layer.parameters()) else None
+    seen = []
+    for _ in range(steps):
+        x.grad = None
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
+            y = call()
+        y = y[0] if isinstance(y, tuple) else y
+        y.float().square().mean().backward()
+        seen += [y.detach().clone(), x.grad.clone()]
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+    return seen + [p.detach().clone() for p in layer.parameters()]
+
+
+@pytest.mark.parametrize("recipe", RANDOM)
+@pytest.mark.parametrize("name", NAMES)
+def test_two_runs_have_the_same_bits(name, recipe, device):
+    with te.deterministic():
+        runs = [trained(name, RANDOM[recipe], 2, device) for _ in range(2)]
+    assert same(*runs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "by"), [*((recipe, "switch") for recipe in RANDOM), ("delayed", "variable")]
+)
+def test_fifty_steps_of_a_layer_with_dropout_have_the_same_bits(recipe, by, device, monkeypatch):
+    if by == "variable":
+        monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    else:
+        te.deterministic()
+    options = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+    runs = [trained("TransformerLayer", RANDOM[recipe], 50, device, **options) for _ in range(2)]
+    assert same(*runs)
+
+
+def test_a_block_gives_back_what_was_before():
+    assert not torch.are_deterministic_algorithms_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    with te.deterministic():
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.utils.deterministic.fill_uninitialized_memory
+        with te.deterministic(False):
+            assert not torch.are_deterministic_algorithms_enabled()
+        assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory == filled
+
+
+def test_as_a_switch_it_stays_and_as_a_decorator_it_is_of_a_call():
+    te.deterministic()
+    assert torch.are_deterministic_algorithms_enabled()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"]
+    te.deterministic(False)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_algorithms_are_not_chosen_by_time(monkeypatch):
+    with te.deterministic(), pytest.raises(RuntimeError, match="a choice of algorithms by time"):
+        te.autotune().__enter__()
+    with te.autotune(), pytest.raises(RuntimeError, match=r"te.autotune\(\) chooses algorithms by time"):
+        te.deterministic()
+    monkeypatch.setenv("NVTE_AUTOTUNE", "1")
+    with pytest.raises(RuntimeError, match="NVTE_AUTOTUNE=1"):
+        te.deterministic()
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    with pytest.raises(RuntimeError, match="a choice of algorithms by time"):
+        te.autotune().__enter__()
+
+
+@pytest.mark.parametrize("backend", ["flex", "torch_cudnn"])
+def test_attention_backends_without_an_order_refuse_by_name(backend, monkeypatch):
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    layer = layer_of("DotProductAttention", device="cpu")
+    _, call = call_of(layer)
+    explanation = te.explain(call)
+    (decision,) = [d for d in explanation.decisions if d.operation == "attention"]
+    refusal = next(v.refusal for v in decision.verdicts if v.backend == backend)
+    assert refusal is not None
+
+
+@pytest.mark.gpu
+def test_torch_refuses_by_name_what_it_has_no_order_for():
+    with te.deterministic(), pytest.raises(RuntimeError, match="deterministic"):
+        torch.nn.functional.ctc_loss(
+            torch.randn(5, 1, 4, device="cuda", requires_grad=True).log_softmax(-1),
+            torch.ones(1, 2, dtype=torch.long, device="cuda"), (5,), (2,),
+        ).backward()  # fmt: skip

@@ -1,0 +1,200 @@
+"""Layers under an offloading context: the same bits, activations moved once, parameters never."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from support.layers import RECIPES, layer_of
+from support.link import RecordedLink
+
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch.offload import legacy, marks
+from transformer_engine.pytorch.offload.hooks import OffloadContext
+from transformer_engine.pytorch.offload.synchronizer import (
+    DefaultOffloadSynchronizer,
+    ManualOffloadSynchronizer,
+)
+from transformer_engine.pytorch.quantization import emulate
+
+LAYERS, OFFLOADED, HIDDEN, TOKENS, BATCH = 4, 2, 64, 16, 4
+
+
+@pytest.fixture(autouse=True)
+def _every_size_moves(monkeypatch):
+    monkeypatch.setattr(marks, "SMALLEST", 512)
+    with emulate():
+        yield
+
+
+def _model(kind):
+    options = {"out_features": HIDDEN} if "Linear" in kind else {}
+    return torch.nn.ModuleList([layer_of(kind, device="cpu", **options) for _ in range(LAYERS)])
+
+
+def _step(model, x, recipe, context, synchronize, before_backward=lambda: None):
+    x = x.clone().requires_grad_()
+    y = x
+    with te.autocast(enabled=recipe is not None, recipe=recipe):
+        for layer in model:
+            with context:
+                y = layer(y)
+            y = synchronize(y)
+    before_backward()
+    y.square().sum().backward()
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters())]
+
+
+def _plainly(model, x, recipe):
+    return _step(model, x, recipe, contextlib.nullcontext(), lambda y: y)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP", "TransformerLayer"])
+def test_two_steps_have_the_bits_of_a_model_that_offloads_nothing(kind, recipe):
+    plain = _model(kind)
+    offloading = copy.deepcopy(plain)
+    link = RecordedLink()
+    context = OffloadContext(DefaultOffloadSynchronizer(LAYERS, OFFLOADED, link=link))
+    for step in range(2):
+        x = torch.randn(TOKENS, BATCH, HIDDEN)
+        expected = _plainly(plain, x, RECIPES[recipe])
+        found = _step(offloading, x, RECIPES[recipe], context, context.synchronize)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), step
+    assert link.log.count("out") == link.log.count("back") > 0
+    assert context.offload_synchronizer.get_offloaded_total_size_mb() == 0
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("quantized", [False, True], ids=["values", "codes"])
+def test_no_parameter_and_nothing_made_of_one_is_moved(recipe, quantized):
+    """One row of tokens: activations are below the size that moves, weights above."""
+    if quantized and RECIPES[recipe] is None:
+        pytest.skip("parameters in high precision have no codes")
+    with te.quantized_model_init(enabled=quantized, recipe=RECIPES[recipe]):
+        model = torch.nn.ModuleList([te.Linear(HIDDEN * 2, HIDDEN * 2, device="cpu") for _ in range(LAYERS)])
+    marks.SMALLEST = HIDDEN * 2 * HIDDEN * 2 // 2
+    link = RecordedLink()
+    context = OffloadContext(DefaultOffloadSynchronizer(LAYERS, OFFLOADED, link=link))
+    _step(model, torch.randn(32, HIDDEN * 2), RECIPES[recipe], context, context.synchronize)
+    assert link.log == []
+
+
+def test_a_layers_saved_activations_move_and_are_copied_once():
+    """A linear layer in high precision saves its input for the gradient of its weight, and its weight."""
+    model = _model("Linear")
+    link = RecordedLink()
+    context = OffloadContext(DefaultOffloadSynchronizer(LAYERS, OFFLOADED, link=link))
+    _step(model, torch.randn(TOKENS, BATCH, HIDDEN), None, context, context.synchronize)
+    assert link.copied == OFFLOADED * TOKENS * BATCH * HIDDEN * 4
+
+
+def test_layers_that_are_offloaded_by_hand_give_the_same_gradients():
+    plain = _model("LayerNormMLP")
+    offloading = copy.deepcopy(plain)
+    x = torch.randn(TOKENS, BATCH, HIDDEN)
+    manual = ManualOffloadSynchronizer(LAYERS, link=RecordedLink())
+    context = OffloadContext(manual)
+
+    def away_and_back():
+        for layer in range(LAYERS):
+            manual.start_offload_layer(layer)
+        for layer in range(LAYERS):
+            manual.release_activation_forward_gpu_memory(layer)
+        for layer in reversed(range(LAYERS)):
+            manual.start_reload_layer(layer)
+
+    found = _step(offloading, x, None, context, context.synchronize, away_and_back)
+    assert all(torch.equal(a, b) for a, b in zip(found, _plainly(plain, x, None), strict=True))
+
+
+def test_a_layer_that_was_never_brought_back_is_when_its_backward_asks():
+    plain = _model("Linear")
+    offloading = copy.deepcopy(plain)
+    x = torch.randn(TOKENS, BATCH, HIDDEN)
+    link = RecordedLink()
+    manual = ManualOffloadSynchronizer(LAYERS, link=link)
+    context = OffloadContext(manual)
+
+    def away():
+        manual.start_offload_layer(1)
+        manual.release_activation_forward_gpu_memory(1)
+
+    found = _step(offloading, x, None, context, context.synchronize, away)
+    assert "back" in link.log
+    assert all(torch.equal(a, b) for a, b in zip(found, _plainly(plain, x, None), strict=True))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_offloaded_layers_may_be_recomputed(reentrant):
+    plain = _model("LayerNormMLP")
+    offloading = copy.deepcopy(plain)
+    x = torch.randn(TOKENS, BATCH, HIDDEN)
+    link = RecordedLink()
+    context = OffloadContext(DefaultOffloadSynchronizer(LAYERS, OFFLOADED, link=link))
+    recomputed = [
+        lambda y, layer=layer: te.checkpoint(layer, y, use_reentrant=reentrant) for layer in offloading
+    ]
+    x_plain, x_moved = x.clone().requires_grad_(), x.clone().requires_grad_()
+    y = x_moved
+    for layer in recomputed:
+        with context:
+            y = layer(y)
+        y = context.synchronize(y)
+    y.square().sum().backward()
+    expected = x_plain
+    for layer in plain:
+        expected = layer(expected)
+    expected.square().sum().backward()
+    assert torch.equal(y, expected)
+    assert torch.equal(x_moved.grad, x_plain.grad)
+
+
+def test_the_first_form_commits_groups_and_gives_the_same_gradients(monkeypatch):
+    monkeypatch.setenv("NVTE_CPU_OFFLOAD_V1", "1")
+    with pytest.warns(UserWarning, match="no GPU here"):
+        context, commit = te.get_cpu_offload_context(True, OFFLOADED, LAYERS, True, False, True)
+    assert isinstance(context, legacy.CpuOffloadHookWithOffloadHandler)
+    link = RecordedLink()
+    context.offload_handler.__init__(OFFLOADED, LAYERS, link=link)
+    plain = _model("Linear")
+    offloading = copy.deepcopy(plain)
+    x = torch.randn(TOKENS, BATCH, HIDDEN)
+    found = _step(offloading, x, None, context, commit)
+    assert link.log.count("back") == OFFLOADED
+    assert all(torch.equal(a, b) for a, b in zip(found, _plainly(plain, x, None), strict=True))
+    with pytest.raises(ValueError, match="no manual_synchronization"):
+        te.get_cpu_offload_context(True, 1, 3, manual_synchronization=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["none", "current", "delayed"])
+def test_the_saved_memory_after_a_forward_is_that_of_the_layers_that_stay(recipe):
+    """8 layers of which 6 are offloaded hold what 2 layers save, within a tenth."""
+    layers, offloaded, hidden = 8, 6, 2048
+    model = torch.nn.ModuleList(
+        [te.Linear(hidden, hidden, params_dtype=torch.bfloat16) for _ in range(layers)]
+    )
+
+    def held(context, synchronize):
+        x = torch.randn(8192, hidden, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        y = x * 1
+        with te.autocast(enabled=RECIPES[recipe] is not None, recipe=RECIPES[recipe]):
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            for layer in model:
+                with context:
+                    y = layer(y)
+                y = synchronize(y)
+            torch.cuda.synchronize()
+            saved = torch.cuda.memory_allocated() - before
+        y.sum().backward()
+        return saved
+
+    context, synchronize = te.get_cpu_offload_context(enabled=True, num_layers=offloaded, model_layers=layers)
+    for _ in range(2):
+        everything = held(contextlib.nullcontext(), lambda y: y)
+        moved = held(context, synchronize)
+    assert moved == pytest.approx(everything * (layers - offloaded) / layers, rel=0.1)

@@ -1,0 +1,100 @@
+"""FusedSGD: the steps of torch.optim.SGD, and what the original's callers set on it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from support.tolerances import UNIT
+
+from transformer_engine.pytorch.optimizers import FusedSGD
+
+WAYS = [
+    {},
+    {"momentum": 0.9},
+    {"momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1},
+    {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+]
+
+
+def step_both(ours, theirs, params, exact, factor=1.0):
+    for p, q in zip(params, exact, strict=True):
+        q.grad = torch.randn_like(q)
+        p.grad = (factor * q.grad).to(p.dtype)
+    ours.step()
+    theirs.step()
+
+
+def made(device, dtype=torch.float32):
+    params = [torch.nn.Parameter(torch.randn(n, device=device).to(dtype)) for n in (5, 64, 0)]
+    return params, [torch.nn.Parameter(p.detach().float().clone()) for p in params]
+
+
+@pytest.mark.parametrize("how", WAYS, ids=str)
+def test_steps_are_those_of_torch(how, device):
+    params, exact = made(device)
+    ours, theirs = FusedSGD(params, 0.1, **how), torch.optim.SGD(exact, 0.1, **how)
+    for _ in range(20):
+        step_both(ours, theirs, params, exact)
+    for p, q in zip(params, exact, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-5)
+        assert "momentum_buffer" in ours.state[p]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_parameters_of_16_bits_step_too(dtype, device):
+    params, exact = made(device, dtype)
+    ours, theirs = FusedSGD(params, 0.1), torch.optim.SGD(exact, 0.1)
+    step_both(ours, theirs, params, exact)
+    for p, q in zip(params, exact, strict=True):
+        torch.testing.assert_close(p.detach().float(), q.detach(), rtol=UNIT[dtype], atol=2 * UNIT[dtype])
+
+
+def test_the_most_recent_scale_is_undone_once(device):
+    params, exact = made(device)
+    ours, theirs = FusedSGD(params, 0.1), torch.optim.SGD(exact, 0.1)
+    ours.most_recent_scale = 4.0
+    step_both(ours, theirs, params, exact, factor=4.0)
+    assert ours.most_recent_scale == 1.0
+    step_both(ours, theirs, params, exact)
+    for p, q in zip(params, exact, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+def test_weight_decay_may_come_after_the_momentum(device):
+    p = torch.nn.Parameter(torch.ones(3, device=device))
+    ours = FusedSGD([p], 0.1, momentum=0.5, weight_decay=0.1, wd_after_momentum=True)
+    for _ in range(2):
+        p.grad = torch.ones_like(p)
+        ours.step()
+    first = 1 - 0.1 * (1 + 0.1)
+    torch.testing.assert_close(p.detach(), torch.full_like(p, first - 0.1 * (1.5 + 0.1 * first)))
+
+
+def test_a_saved_optimizer_goes_on_where_it_stopped(device):
+    params, exact = made(device)
+    ours, theirs = FusedSGD(params, 0.1, momentum=0.9), torch.optim.SGD(exact, 0.1, momentum=0.9)
+    for _ in range(3):
+        step_both(ours, theirs, params, exact)
+    again = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    resumed = FusedSGD(again, 0.5)
+    resumed.load_state_dict(copy.deepcopy(theirs.state_dict()))  # torch shares the tensors
+    step_both(resumed, theirs, again, exact)
+    for p, q in zip(again, exact, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "bad", [{"lr": -1.0}, {"momentum": -1.0}, {"weight_decay": -1.0}, {"nesterov": True}], ids=str
+)
+def test_bad_numbers_are_refused(bad, device):
+    with pytest.raises(ValueError, match=r"; give"):
+        FusedSGD(made(device)[0], **({"lr": 0.1} | bad))
+
+
+def test_parameters_that_cannot_be_stepped_are_refused(device):
+    p = torch.nn.Parameter(torch.ones(3, dtype=torch.float64, device=device))
+    p.grad = torch.ones_like(p)
+    with pytest.raises(RuntimeError, match=r"torch\.float64"):
+        FusedSGD([p], 0.1).step()

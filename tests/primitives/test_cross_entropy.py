@@ -1,0 +1,109 @@
+"""The steps of a cross entropy: the Triton kernels against the float32 reference, and strips of columns together."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from by_kernels import Kernels
+from support.kernels import DEVICE, runs_kernels, sized
+from support.tolerances import DTYPES, ROUNDED
+
+from transformer_engine.common.labels import Labels
+from transformer_engine.pytorch.primitives import cross_entropy
+from transformer_engine.pytorch.primitives.cross_entropy import (
+    CrossEntropyRequest,
+    cross_entropy_losses,
+    cross_entropy_statistics,
+    reference,
+    triton,
+)
+from transformer_engine.pytorch.primitives.cross_entropy.request import strips_of
+
+kernels = Kernels(cross_entropy, "cross_entropy")
+SHAPES = sized(
+    "shape", [(1, 1), (3, 17), (5, 130), (2, 20001)], [(4096, 1000), (300, 128256), (8, 262144)], ids=str
+)
+IGNORED = -100
+
+
+def drawn(shape, dtype, device, smoothing=0.1, first=0, total=None):
+    rows, width = shape
+    labels = Labels(IGNORED, smoothing, first, width if total is None else total)
+    x = (3 * torch.randn(shape, device=device)).to(dtype)
+    targets = torch.randint(0, labels.total, (rows,), device=device)
+    targets[rows // 2] = IGNORED
+    return x, targets, labels
+
+
+@runs_kernels
+@SHAPES
+@DTYPES
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_kernels_equal_the_reference_to_the_last_place(shape, dtype, smoothing):
+    x, targets, labels = drawn(shape, dtype, DEVICE, smoothing)
+    partials = kernels.cross_entropy_statistics(x, targets, labels)
+    assert partials.shape == (strips_of(*shape), shape[0], 4)
+    loss, statistics = kernels.cross_entropy_losses(partials, targets, labels)
+    expected, of_rows = reference.losses(reference.statistics(x, targets, labels), targets, labels)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(statistics, of_rows, rtol=1e-5, atol=0.0)
+    for factor in (torch.rand(shape[0], device=DEVICE), torch.tensor([0.3], device=DEVICE)):
+        wanted = reference.gradient(x, targets, of_rows, factor, labels, False)
+        dx = kernels.cross_entropy_gradient(x, targets, statistics, factor, labels)
+        assert dx.dtype == dtype and dx.data_ptr() != x.data_ptr()
+        torch.testing.assert_close(dx.float(), wanted.float(), rtol=ROUNDED[dtype], atol=1e-7)
+        own = x.clone()
+        assert kernels.cross_entropy_gradient(own, targets, statistics, factor, labels, True) is own
+        assert torch.equal(own, dx)
+
+
+@runs_kernels
+def test_rows_that_are_infinite_leave_their_neighbours_alone():
+    x, targets, labels = drawn((4, 40), torch.float32, DEVICE, 0.0)
+    x[0], x[1, 3], targets[1] = float("-inf"), float("inf"), 7
+    partials = kernels.cross_entropy_statistics(x, targets, labels)
+    loss, statistics = kernels.cross_entropy_losses(partials, targets, labels)
+    assert not torch.isfinite(loss[:2]).any()
+    torch.testing.assert_close(
+        loss[3], torch.nn.functional.cross_entropy(x[3:], targets[3:]), rtol=1e-5, atol=1e-6
+    )
+    one = torch.ones(1, device=DEVICE)
+    dx = kernels.cross_entropy_gradient(x, targets, statistics, one, labels)
+    assert torch.isfinite(dx[2:]).all() and (dx[2] == 0).all()
+
+
+def test_columns_of_two_ranks_make_the_loss_and_the_gradient_of_the_whole(device):
+    x, targets, labels = drawn((6, 24), torch.float32, device)
+    halves = [(x[:, :10].contiguous(), 0), (x[:, 10:].contiguous(), 10)]
+    partials = [
+        cross_entropy_statistics(part, targets, labels._replace(first=first)) for part, first in halves
+    ]
+    loss, statistics = cross_entropy_losses(torch.cat(partials), targets, labels)
+    whole, of_whole = cross_entropy_losses(cross_entropy_statistics(x, targets, labels), targets, labels)
+    torch.testing.assert_close(loss, whole)
+    torch.testing.assert_close(statistics, of_whole)
+    one = torch.ones(1, device=device)
+    parts = [
+        cross_entropy.cross_entropy_gradient(part, targets, statistics, one, labels._replace(first=first))
+        for part, first in halves
+    ]
+    expected = cross_entropy.cross_entropy_gradient(x, targets, of_whole, one, labels)
+    torch.testing.assert_close(torch.cat(parts, dim=1), expected)
+
+
+def test_rows_are_cut_where_there_are_few():
+    assert [strips_of(*shape) for shape in ((8192, 128256), (1024, 128256), (64, 128256), (1, 100))] == [
+        1,
+        1,
+        16,
+        1,
+    ]
+    assert strips_of(1, 1 << 20) == 128
+
+
+def test_a_tensor_on_the_cpu_is_refused_with_the_reason():
+    labels = Labels(IGNORED, 0.0, 0, 8)
+    request = CrossEntropyRequest("statistics", 2, 8, torch.float32, torch.device("cpu"), labels)
+    assert "on cpu" in (triton.refuses(request) or "")
+    assert triton.refuses(request._replace(width=0)) == "there are no logits"
+    assert [v.backend for v in cross_entropy.TABLE.explain(request) if v.chosen] == ["reference"]

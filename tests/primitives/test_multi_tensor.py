@@ -1,0 +1,185 @@
+"""Operations on lists of tensors: the Triton kernels against the float32 reference, and the reference against torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from by_kernels import Kernels
+from support.kernels import DEVICE, runs_kernels, sized
+from support.tolerances import DTYPES, MULTIPLIED, UNIT
+
+from transformer_engine.common.steps import Adam, Sgd
+from transformer_engine.pytorch.primitives import multi_tensor
+from transformer_engine.pytorch.primitives.multi_tensor import (
+    MultiTensorRequest,
+    adam_rates,
+    adam_step,
+    halves,
+    joined,
+    on_device,
+    reference,
+    triton,
+)
+
+kernels = Kernels(multi_tensor, "multi_tensor")
+# Sizes that end inside of a block, of a chunk, at one, and nowhere; then such whose every address is aligned.
+SIZES = sized(
+    "sizes", [(5, 8193, 0, 300), (64, 8192)], [(1, 1 << 20, 0, 4099, 77), (4096, 1 << 21, 16)], ids=str
+)
+CPU = torch.device("cpu")
+RATES = adam_rates(0.1, (0.9, 0.99), 1e-8, 3, True, 0.01)
+
+
+def lists_of(sizes, *kinds, device=DEVICE, seed=0):
+    """Parallel lists of random numbers, those of the fourth list positive; int16: the lower halves of numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for place, kind in enumerate(kinds):
+        if kind is torch.int16:
+            drawn = [torch.randint(-(1 << 15), 1 << 15, (n,), generator=generator, dtype=kind) for n in sizes]
+        else:
+            drawn = [torch.randn(n, generator=generator) for n in sizes]
+            drawn = [(x.abs() + 0.1 if place == 3 else x).to(kind) for x in drawn]
+        found.append([x.to(device) for x in drawn])
+    return found
+
+
+def copied(lists):
+    return [[x.clone() for x in tensors] for tensors in lists]
+
+
+def assert_alike(actual, expected):
+    for ours, theirs in zip(actual, expected, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            unit = UNIT.get(a.dtype, 0.0)
+            torch.testing.assert_close(a.float(), b.float(), rtol=max(unit, 1e-6), atol=1e-6)
+
+
+@runs_kernels
+@SIZES
+@DTYPES
+def test_the_scaling_kernel_is_the_reference_to_the_bit(sizes, dtype):
+    lists = lists_of(sizes, dtype, torch.bfloat16)
+    expected, factor = copied(lists), torch.tensor([0.37], device=DEVICE)
+    flags = [torch.zeros(1, dtype=torch.int32, device=DEVICE) for _ in range(2)]
+    kernels.scale_all(lists, factor, flags[0])
+    reference.scale(expected, factor, flags[1])
+    assert flags[0].item() == flags[1].item() == 0
+    for ours, theirs in zip(lists[1], expected[1], strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@runs_kernels
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_the_scaling_kernel_flags_what_is_not_finite(value):
+    lists, flag = (
+        lists_of((5, 9000), torch.float16, torch.float32),
+        torch.zeros(1, dtype=torch.int32, device=DEVICE),
+    )
+    lists[0][1][8999] = value
+    kernels.scale_all(lists, torch.ones(1, device=DEVICE), flag)
+    assert flag.item() == 1
+
+
+@runs_kernels
+@SIZES
+@DTYPES
+def test_sums_of_squares_are_those_of_the_reference(sizes, dtype):
+    (tensors,) = lists_of(sizes, dtype)
+    for factor in (None, torch.tensor([0.5], device=DEVICE)):
+        actual = kernels.squares_of_all(tensors, factor)
+        expected = torch.stack(
+            [(x.double() * (1 if factor is None else 0.5)).square().sum() for x in tensors]
+        )
+        torch.testing.assert_close(actual, expected.float(), rtol=1e-5, atol=0.0)
+
+
+STATES = {
+    "fp32": (torch.float32,) * 4,
+    "bf16 gradients": (torch.bfloat16, torch.float32, torch.float32, torch.float32),
+    "bf16 moments": (torch.bfloat16,) * 4,
+    "fp16, masters": (torch.float16, torch.float16, torch.float32, torch.float32, torch.float32),
+    "bf16, remainders": (torch.bfloat16, torch.bfloat16, torch.float32, torch.float32, torch.int16),
+}
+
+
+@runs_kernels
+@SIZES
+@pytest.mark.parametrize("kinds", STATES.values(), ids=STATES)
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_a_step_of_adam_is_that_of_the_reference(sizes, kinds, decoupled):
+    lists = lists_of(sizes, *kinds)
+    expected, rates = copied(lists), on_device(RATES, torch.device(DEVICE))
+    for flag in (None, torch.zeros(1, dtype=torch.int32, device=DEVICE)):
+        kernels.adam_step(lists, rates, Adam(decoupled), flag)
+        reference.adam(expected, rates, flag, Adam(decoupled))
+    if kinds[-1] is torch.int16:
+        lists[1:] = [[joined(u, low) for u, low in zip(lists[1], lists[4], strict=True)], *lists[2:4]]
+        expected[1:] = [
+            [joined(u, low) for u, low in zip(expected[1], expected[4], strict=True)],
+            *expected[2:4],
+        ]
+    assert_alike(lists, expected)
+
+
+@runs_kernels
+def test_a_flag_that_is_set_leaves_everything_as_it_is():
+    flag = torch.ones(1, dtype=torch.int32, device=DEVICE)
+    lists = lists_of((5, 300), *STATES["bf16, remainders"])
+    before = copied(lists)
+    kernels.adam_step(lists, on_device(RATES, torch.device(DEVICE)), Adam(), flag)
+    momenta = lists_of((5, 300), *(torch.float32,) * 3)
+    kept = copied(momenta)
+    kernels.sgd_step(momenta, torch.ones(5, device=DEVICE), Sgd(momentum=True), flag)
+    for ours, theirs in zip((*lists, *momenta), (*before, *kept), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@runs_kernels
+@SIZES
+@pytest.mark.parametrize(
+    "how", [Sgd(), Sgd(True, False, True), Sgd(True, True), Sgd(True, late=True)], ids=str
+)
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_step_of_gradient_descent_is_that_of_the_reference(sizes, how, copies):
+    kinds = (torch.float16, *(torch.float32,) * 2, torch.float16)[: 3 + copies]
+    lists = lists_of(sizes, *kinds)
+    expected = copied(lists)
+    rates = torch.tensor([0.01, 0.9, 0.8, 0.1, 0.5], device=DEVICE)
+    flag = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    kernels.sgd_step(lists, rates, how, flag)
+    reference.sgd(expected, rates, flag, how)
+    assert_alike(lists, expected)
+
+
+def test_the_halves_of_a_number_make_it_again_to_the_bit():
+    every = torch.randint(-(2**31), 2**31, (20000,), dtype=torch.int64).to(torch.int32)
+    numbers = torch.cat(
+        (every, torch.tensor([0, -(2**31), 0x3F80C000, 0x3F804000, 0x3F808000]).to(torch.int32))
+    )
+    finite = numbers.view(torch.float32)[~torch.isnan(numbers.view(torch.float32))]
+    upper, lower = halves(finite)
+    assert torch.equal(joined(upper, lower).view(torch.int32), finite.view(torch.int32))
+    upper, lower = halves(torch.tensor([0x3F80C000, 0x3F804000], dtype=torch.int32).view(torch.float32))
+    assert upper.view(torch.int16).tolist() == [0x3F81, 0x3F80] and lower.tolist() == [-16384, 0x4000]
+
+
+@pytest.mark.parametrize(("decoupled", "expected"), [(True, 0.899), (False, 0.9)])
+def test_the_worked_values_of_one_step(decoupled, expected, device):
+    p, m, v = (torch.full((1,), value, device=device) for value in (1.0, 0.0, 0.0))
+    rates = on_device(adam_rates(0.1, (0.9, 0.999), 1e-8, 1, True, 0.01), device)
+    adam_step([[torch.full((1,), 0.5, device=device)], [p], [m], [v]], rates, Adam(decoupled))
+    assert p.item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_first_bias_is_exact_in_float32():
+    second = on_device(adam_rates(0.1, (0.9, 0.999), 1e-8, 1, True, 0.0), CPU)[8]
+    assert abs(second.item() / 0.001 - 1) < MULTIPLIED[torch.float32]
+
+
+def test_what_the_kernels_do_not_take_is_said():
+    kinds = (torch.float32, torch.float32)
+    assert "on cpu" in (triton.refuses(MultiTensorRequest("scale", CPU, kinds)) or "")
+    if triton.refuses_elementwise(torch.device("cpu"), torch.float32):
+        request = MultiTensorRequest("adam", CPU, kinds, Adam())
+        assert [v.backend for v in multi_tensor.TABLE.explain(request) if v.chosen] == ["reference"]

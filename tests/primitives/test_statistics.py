@@ -1,0 +1,133 @@
+"""Statistics of quantization: literal sums over float64, of every format in both directions, and the kernel's."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from by_kernels import Kernels
+from support.kernels import INTERPRETED
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.dispatch import use_backend
+from transformer_engine.pytorch.primitives import statistics
+from transformer_engine.pytorch.primitives.quantize import dequantize
+from transformer_engine.pytorch.primitives.statistics import FIELDS, new_row
+from transformer_engine.pytorch.tensor.axis import COLS, ROWS
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
+
+
+def by_reference(*arguments):
+    with use_backend(statistics="reference"):
+        statistics.take_in_statistics(*arguments)
+
+
+KERNEL = pytest.param(
+    Kernels(statistics, "statistics").take_in_statistics,
+    id="triton",
+    marks=() if INTERPRETED else pytest.mark.gpu,
+)
+RUN = pytest.mark.parametrize("run", [pytest.param(by_reference, id="reference"), KERNEL])
+QUANTIZERS = {
+    "delayed": lambda: te.Float8Quantizer(
+        torch.full((1,), 64.0, device=DEVICE), torch.zeros(1, device=DEVICE), te.DType.kFloat8E4M3
+    ),
+    "gradient": lambda: te.Float8CurrentScalingQuantizer(te.DType.kFloat8E5M2, DEVICE),
+    "rows": lambda: te.Float8BlockQuantizer(
+        te.DType.kFloat8E4M3, rowwise=True, columnwise=True, block_scaling_dim=1
+    ),
+    "squares": lambda: te.Float8BlockQuantizer(
+        te.DType.kFloat8E4M3, rowwise=True, columnwise=True, block_scaling_dim=2
+    ),
+    "mxfp8": lambda: te.MXFP8Quantizer(te.DType.kFloat8E4M3),
+    "nvfp4": lambda: te.NVFP4Quantizer(with_rht=False),
+}
+
+
+def sample(rows: int, columns: int, dtype=torch.float32) -> torch.Tensor:
+    """Numbers over twelve orders of magnitude, some of them 0."""
+    generator = torch.Generator().manual_seed(rows + columns)
+    values = torch.randn(rows, columns, generator=generator)
+    values = values * 10.0 ** torch.randint(-9, 3, values.shape, generator=generator)
+    return torch.where(torch.rand(values.shape, generator=generator) < 0.05, 0.0, values).to(DEVICE, dtype)
+
+
+def literal(x: torch.Tensor, operand) -> dict[str, float]:
+    values = x.double().cpu()
+    found = {
+        "maximum": values.abs().max().item(),
+        "signal": values.square().sum().item(),
+        "underflow": 0.0,
+        "saturation": 0.0,
+        "noise": 0.0,
+        "nonfinite": 0.0,
+    }
+    if operand is not None:
+        quantized = dequantize(operand._replace(dtype=torch.float32)).double().cpu()
+        found["noise"] = (values - quantized).square().sum().item()
+        found["underflow"] = ((values != 0) & (quantized == 0)).sum().item()
+    return found
+
+
+@RUN
+@pytest.mark.parametrize("name", QUANTIZERS)
+@pytest.mark.parametrize("axis", [COLS, ROWS], ids=["rows", "columns"])
+def test_every_format_is_measured_against_its_values(run, name: str, axis: str):
+    x = sample(64, 288)
+    operand = QUANTIZERS[name]().encode(x, True, True).contract(axis)
+    matrix = x if axis == COLS else x.t()
+    kept = new_row(DEVICE)
+    run(matrix, operand, kept)
+    measured = dict(zip(FIELDS, kept.tolist(), strict=True))
+    expected = literal(matrix, operand)
+    for field in ("maximum", "underflow", "nonfinite"):
+        assert measured[field] == expected[field], field
+    for field in ("signal", "noise"):
+        assert math.isclose(measured[field], expected[field], rel_tol=1e-5), field
+
+
+@RUN
+def test_values_beyond_the_largest_code_are_counted(run):
+    x = torch.tensor(
+        [[1.0, 7.0, 7.2, -8.0], [0.0, 1e-9, -7.3, 3.0]], device=DEVICE
+    )  # 7.25 is half a step beyond
+    operand = QUANTIZERS["delayed"]().encode(x, True, False).contract(COLS)  # up to 448 / 64 = 7
+    kept = new_row(DEVICE)
+    run(x, operand, kept)
+    measured = dict(zip(FIELDS, kept.tolist(), strict=True))
+    assert (measured["saturation"], measured["underflow"], measured["maximum"]) == (2.0, 1.0, 8.0)
+
+
+@RUN
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_is_not_finite_is_counted_and_left_out(run, dtype: torch.dtype):
+    x = torch.ones(40, 200, dtype=dtype, device=DEVICE)
+    x[3, 5], x[17, 199], x[39, 0] = float("nan"), float("inf"), -float("inf")
+    kept = new_row(DEVICE)
+    run(x, None, kept)
+    assert kept.tolist() == [1.0, 0.0, 0.0, 40 * 200 - 3, 0.0, 3.0]
+
+
+@RUN
+def test_a_row_takes_in_one_matrix_after_another(run):
+    kept = new_row(DEVICE)
+    run(torch.full((8, 16), 2.0, device=DEVICE), None, kept)
+    run(torch.full((8, 16), -1.0, device=DEVICE), None, kept)
+    assert kept.tolist() == [2.0, 0.0, 0.0, 8 * 16 * 5.0, 0.0, 0.0]
+
+
+@RUN
+def test_rows_that_lie_apart_are_read_where_they_are(run):
+    wide = sample(40, 512)
+    kept, same = new_row(DEVICE), new_row(DEVICE)
+    run(wide[:, 128:256], None, kept)
+    run(wide[:, 128:256].contiguous(), None, same)
+    assert torch.equal(kept, same)
+
+
+def test_a_matrix_without_elements_changes_nothing():
+    kept = new_row(DEVICE)
+    statistics.take_in_statistics(torch.empty(0, 16, device=DEVICE), None, kept)
+    assert kept.tolist() == [0.0] * 6

@@ -1,0 +1,22 @@
+"""The Python examples of a documentation page, run one after the other as a reader would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def examples(page: str) -> list[str]:
+    """The blocks between ```python and ```."""
+    parts = (DOCS / page).read_text().split("```python\n")[1:]
+    return [part.split("```")[0] for part in parts]
+
+
+def run(page: str) -> dict[str, Any]:
+    """The names that the examples of a page leave, each with those before it."""
+    names: dict[str, Any] = {}
+    for number, example in enumerate(examples(page)):
+        exec(compile(example, f"{page}, example {number}", "exec"), names)
+    return names

@@ -1,0 +1,177 @@
+"""loss = ln(sum(exp(x))) - x[target] of every row, and dx = (softmax(x) - one_hot(target)) * factor, in float32.
+
+x is contiguous [rows, width]: the columns first .. first + width of a vocabulary of `total` ids, which other ranks may
+hold the rest of. Three launches:
+
+    statistics   x -> partials [strips, rows, 4]: of each strip of columns max, sum(exp(x - max)), x[target], sum(x)
+    losses       partials of all strips of all ranks -> loss [rows], and max and sum(exp(x - max)) of whole rows
+    gradient     x, max, sum -> dx, in place of x where asked
+
+Label smoothing s takes the place of one_hot(target) by (1 - s) one_hot(target) + s / total. A row whose target is
+`ignored` has loss 0 and gradient 0.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..formats import ceil_div
+from ..labels import Labels
+from .launch import Launch, Output
+
+_BLOCK = 8192  # columns a program holds at once: 16 KiB of bfloat16
+_STRIP = 4  # numbers of a strip
+_ROWS = 128  # rows of a program that adds up strips
+
+
+@triton.jit
+def _statistics(
+    x, targets, partials, rows, width, strip_width, first_id, SUMS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One row's strip of columns a program."""
+    row = tl.program_id(0)
+    strip = tl.program_id(1)
+    source = x + row.to(tl.int64) * width
+    start = strip * strip_width
+    end = tl.minimum(start + strip_width, width)
+    lane = tl.arange(0, BLOCK)
+    greatest = float("-inf")
+    total = 0.0
+    plain = 0.0
+    for column in range(start, end, BLOCK):
+        inside = column + lane < end
+        value = tl.load(source + column + lane, mask=inside, other=float("-inf")).to(tl.float32)
+        highest = tl.maximum(greatest, tl.max(value, 0))
+        base = tl.where(highest == float("-inf"), 0.0, highest)
+        total = total * tl.exp(greatest - base) + tl.sum(tl.exp(value - base), 0)
+        greatest = highest
+        if SUMS:
+            plain += tl.sum(tl.where(inside, value, 0.0), 0)
+    place = tl.load(targets + row) - first_id
+    mine = (place >= start) & (place < end)
+    chosen = tl.load(source + place, mask=mine, other=float("-inf")).to(tl.float32)
+    target = partials + (strip.to(tl.int64) * rows + row) * 4
+    tl.store(target, greatest)
+    tl.store(target + 1, total)
+    tl.store(target + 2, chosen)
+    tl.store(target + 3, plain)
+
+
+@triton.jit
+def _losses(
+    partials,
+    targets,
+    loss,
+    statistics,
+    rows,
+    strips,
+    ignored,
+    smoothing,
+    total_ids,
+    BLOCK: tl.constexpr,
+):
+    """BLOCK rows a program, strip after strip."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < rows
+    greatest = tl.full([BLOCK], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    chosen = tl.full([BLOCK], float("-inf"), tl.float32)
+    plain = tl.zeros([BLOCK], tl.float32)
+    for strip in range(strips):
+        source = partials + (strip * rows + row.to(tl.int64)) * 4
+        other = tl.load(source, mask=inside, other=float("-inf"))
+        highest = tl.maximum(greatest, other)
+        base = tl.where(highest == float("-inf"), 0.0, highest)
+        added = tl.load(source + 1, mask=inside, other=0.0) * tl.exp(other - base)
+        total = total * tl.exp(greatest - base) + added
+        greatest = highest
+        chosen = tl.maximum(chosen, tl.load(source + 2, mask=inside, other=float("-inf")))
+        plain += tl.load(source + 3, mask=inside, other=0.0)
+    exact = (greatest - chosen) + tl.log(total)
+    spread = (greatest - plain / total_ids) + tl.log(total)
+    result = exact
+    if smoothing != 0.0:
+        result = (1.0 - smoothing) * exact + smoothing * spread
+    counts = tl.load(targets + row, mask=inside, other=0) != ignored
+    tl.store(loss + row, tl.where(counts, result, 0.0), mask=inside)
+    tl.store(statistics + 2 * row.to(tl.int64), greatest, mask=inside)
+    tl.store(statistics + 2 * row.to(tl.int64) + 1, total, mask=inside)
+
+
+@triton.jit
+def _gradient(
+    x,
+    targets,
+    statistics,
+    factor,
+    dx,
+    width,
+    first_id,
+    ignored,
+    smoothing,
+    total_ids,
+    factor_stride,
+    BLOCK: tl.constexpr,
+):
+    """BLOCK columns of one row a program; without dx, x receives its gradient."""
+    row = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    offset = row.to(tl.int64) * width + column
+    target = tl.load(targets + row)
+    greatest = tl.load(statistics + 2 * row.to(tl.int64))
+    inverse = 1.0 / tl.load(statistics + 2 * row.to(tl.int64) + 1)
+    value = tl.load(x + offset, mask=inside, other=float("-inf")).to(tl.float32)
+    probability = tl.exp(value - greatest) * inverse
+    wanted = tl.where(column == target - first_id, 1.0 - smoothing, 0.0) + smoothing / total_ids
+    result = (probability - wanted) * tl.load(factor + row.to(tl.int64) * factor_stride)
+    result = tl.where(target == ignored, 0.0, result)
+    if dx is None:
+        tl.store(x + offset, result.to(x.dtype.element_ty), mask=inside)
+    else:
+        tl.store(dx + offset, result.to(dx.dtype.element_ty), mask=inside)
+
+
+def statistics(rows: int, width: int, strips: int, labels: Labels) -> Launch:
+    """(x [rows, width], targets int64 [rows]) -> partials float32 [strips, rows, 4]"""
+    block = _block(width)
+    strip_width = ceil_div(ceil_div(width, strips), block) * block
+    return Launch(
+        _statistics,
+        (rows, strips, 1),
+        (Output((strips, rows, _STRIP), "float32"),),
+        (rows, width, strip_width, labels.first),
+        (labels.smoothing != 0.0, block),
+        warps=8 if block == _BLOCK else 4,
+    )
+
+
+def losses(rows: int, strips: int, labels: Labels) -> Launch:
+    """(partials [strips, rows, 4], targets [rows]) -> (loss [rows], statistics [rows, 2]: max and sum of a row)"""
+    return Launch(
+        _losses,
+        (ceil_div(rows, _ROWS), 1, 1),
+        (Output((rows,), "float32"), Output((rows, 2), "float32")),
+        (rows, strips, labels.ignored, float(labels.smoothing), float(labels.total)),
+        (_ROWS,),
+        warps=4,
+    )
+
+
+def gradient(rows: int, width: int, labels: Labels, dtype: str, per_row: bool, in_place: bool) -> Launch:
+    """(x, targets, statistics, factor float32 [rows], or [1] for all) -> dx, or nothing: x is overwritten with it"""
+    block = _block(width)
+    return Launch(
+        _gradient,
+        (rows, ceil_div(width, block), 1),
+        (None if in_place else Output((rows, width), dtype),),
+        (width, labels.first, labels.ignored, float(labels.smoothing), float(labels.total), int(per_row)),
+        (block,),
+        warps=8 if block == _BLOCK else 4,
+        in_place=(0,) if in_place else (),
+    )
+
+
+def _block(width: int) -> int:
+    return min(_BLOCK, max(triton.next_power_of_2(width), 16))

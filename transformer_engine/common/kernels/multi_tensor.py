@@ -1,0 +1,288 @@
+"""One launch over the elements of many tensors, reached through a table of addresses, a row for each chunk of one.
+
+Row i of a table is [elements of the chunk, address of its first element in list 0, in list 1, ..]: a program finds all
+that it works on in its own row. Where every address and every size is a multiple of 16 (aligned), a thread moves 16
+bytes at once. Numbers that change from step to step (rates) lie in a float32 tensor, not in the
+launch, so that a launch is compiled once and a captured graph reads the latest.
+
+    scale     y = x * factor, and a flag where x is not finite
+    squares   partials [chunks] = sum((x * factor)^2)
+    adam      p, m, v after one step of Adam; see `_adam`
+    sgd       p and its momentum after one step of gradient descent
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..steps import Adam, Sgd
+from .launch import NUMBER, READ, WRITTEN, Launch, Output, Table
+
+CHUNK = 8192  # elements a program works on
+_BLOCK = 2048  # of them at once: with 256 threads two 16-byte accesses a thread and list of float32
+_WARPS = 8
+_BITS = tl.constexpr(0xFFFF)
+
+
+@triton.jit
+def _tensor(table, column: tl.constexpr, columns: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr):
+    """Where this program's chunk of a list begins."""
+    address = tl.load(table + tl.program_id(0).to(tl.int64) * columns + column)
+    if KIND == "float32":
+        pointer = address.to(tl.pointer_type(tl.float32))
+    elif KIND == "float16":
+        pointer = address.to(tl.pointer_type(tl.float16))
+    elif KIND == "bfloat16":
+        pointer = address.to(tl.pointer_type(tl.bfloat16))
+    else:
+        tl.static_assert(KIND == "int16")
+        pointer = address.to(tl.pointer_type(tl.int16))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def _count(table, flag, columns: tl.constexpr, ALIGNED: tl.constexpr):
+    """The elements of this program's chunk; none where a flag is not 0."""
+    count = tl.load(table + tl.program_id(0).to(tl.int64) * columns).to(tl.int32)
+    if flag is not None:
+        count = tl.where(tl.load(flag) == 0, count, 0)
+    if ALIGNED:
+        count = tl.multiple_of(count, 16)
+    return count
+
+
+@triton.jit
+def _scale(
+    table,
+    factor,
+    flag,
+    FROM: tl.constexpr,
+    TO: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    CHUNK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    count = _count(table, None, 3, ALIGNED)
+    x = _tensor(table, 1, 3, FROM, ALIGNED)
+    y = _tensor(table, 2, 3, TO, ALIGNED)
+    by = tl.load(factor)
+    bad = 0
+    for first in range(0, CHUNK_SIZE, BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        inside = place < count
+        value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+        finite = tl.abs(value) < float("inf")
+        bad = tl.maximum(bad, tl.max(1 - finite.to(tl.int32), 0))
+        tl.store(y + place, (value * by).to(y.dtype.element_ty), mask=inside)
+    tl.store(flag, 1, mask=bad != 0)
+
+
+@triton.jit
+def _squares(
+    table,
+    factor,
+    partials,
+    FROM: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    CHUNK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    count = _count(table, None, 2, ALIGNED)
+    x = _tensor(table, 1, 2, FROM, ALIGNED)
+    by = 1.0
+    if factor is not None:
+        by = tl.load(factor)
+    total = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, CHUNK_SIZE, BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        value = tl.load(x + place, mask=place < count, other=0.0).to(tl.float32) * by
+        total += value * value
+    tl.store(partials + tl.program_id(0), tl.sum(total, 0))
+
+
+@triton.jit
+def _joined(upper, lower):
+    """float32 numbers of a rounded upper half and the lower half: one less where rounding has gone up."""
+    high = upper.to(tl.int32)
+    low = lower.to(tl.int32)
+    high = tl.where(low < 0, high - 1, high)
+    return ((high << 16) | (low & _BITS)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _adam(
+    table,
+    rates,
+    flag,
+    G: tl.constexpr,
+    P: tl.constexpr,
+    M: tl.constexpr,
+    V: tl.constexpr,
+    MASTER: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DECOUPLED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    CHUNK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """m = b1 m + (1 - b1) g, v = b2 v + (1 - b2) g^2, p -= lr (m / c1 / (sqrt(v / c2) + eps) + decay p)
+
+    rates  lr, b1, 1 - b1, b2, 1 - b2, eps, decay, c1, c2, what a gradient is multiplied by
+    """
+    count = _count(table, flag, COLUMNS, ALIGNED)
+    g_ptr = _tensor(table, 1, COLUMNS, G, ALIGNED)
+    p_ptr = _tensor(table, 2, COLUMNS, P, ALIGNED)
+    m_ptr = _tensor(table, 3, COLUMNS, M, ALIGNED)
+    v_ptr = _tensor(table, 4, COLUMNS, V, ALIGNED)
+    master_ptr = p_ptr
+    if MASTER is not None:
+        master_ptr = _tensor(table, 5, COLUMNS, MASTER, ALIGNED)
+    lr = tl.load(rates)
+    keeps_first = tl.load(rates + 1)
+    takes_first = tl.load(rates + 2)
+    keeps_second = tl.load(rates + 3)
+    takes_second = tl.load(rates + 4)
+    epsilon = tl.load(rates + 5)
+    decay = tl.load(rates + 6)
+    first_bias = tl.load(rates + 7)
+    second_bias = tl.load(rates + 8)
+    by = tl.load(rates + 9)
+    for first in range(0, CHUNK_SIZE, BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        inside = place < count
+        g = tl.load(g_ptr + place, mask=inside, other=0.0).to(tl.float32) * by
+        m = tl.load(m_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        v = tl.load(v_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        if MASTER == "int16":
+            upper = tl.load(p_ptr + place, mask=inside, other=0)
+            p = _joined(upper, tl.load(master_ptr + place, mask=inside, other=0))
+        else:
+            p = tl.load(master_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        if not DECOUPLED:
+            g += decay * p
+        m = keeps_first * m + takes_first * g
+        v = keeps_second * v + takes_second * (g * g)
+        update = (m / first_bias) / (tl.sqrt_rn(v / second_bias) + epsilon)
+        if DECOUPLED:
+            update += decay * p
+        p -= lr * update
+        tl.store(m_ptr + place, m.to(m_ptr.dtype.element_ty), mask=inside)
+        tl.store(v_ptr + place, v.to(v_ptr.dtype.element_ty), mask=inside)
+        if MASTER == "int16":
+            bits = p.to(tl.int32, bitcast=True)
+            lower = bits.to(tl.int16)
+            high = bits >> 16
+            high = tl.where(lower < 0, high + 1, high)
+            tl.store(p_ptr + place, high.to(tl.int16), mask=inside)
+            tl.store(master_ptr + place, lower, mask=inside)
+        else:
+            tl.store(p_ptr + place, p.to(p_ptr.dtype.element_ty), mask=inside)
+            if MASTER is not None:
+                tl.store(master_ptr + place, p.to(master_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _sgd(
+    table,
+    rates,
+    flag,
+    G: tl.constexpr,
+    P: tl.constexpr,
+    M: tl.constexpr,
+    COPY: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    MOMENTUM: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    FIRST: tl.constexpr,
+    LATE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    CHUNK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """g = scale g (+ decay p), m = momentum m + (1 - dampening) g, p -= lr (nesterov: g + momentum m, else m)
+
+    rates  decay, momentum, 1 - dampening, lr, scale
+    """
+    count = _count(table, flag, COLUMNS, ALIGNED)
+    g_ptr = _tensor(table, 1, COLUMNS, G, ALIGNED)
+    p_ptr = _tensor(table, 2, COLUMNS, P, ALIGNED)
+    m_ptr = _tensor(table, 3, COLUMNS, M, ALIGNED)
+    copy_ptr = p_ptr
+    if COPY is not None:
+        copy_ptr = _tensor(table, 4, COLUMNS, COPY, ALIGNED)
+    decay = tl.load(rates)
+    momentum = tl.load(rates + 1)
+    takes = tl.load(rates + 2)
+    lr = tl.load(rates + 3)
+    by = tl.load(rates + 4)
+    for first in range(0, CHUNK_SIZE, BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        inside = place < count
+        g = tl.load(g_ptr + place, mask=inside, other=0.0).to(tl.float32) * by
+        p = tl.load(p_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        if not LATE:
+            g += decay * p
+        if MOMENTUM:
+            if FIRST:
+                m = g
+            else:
+                m = momentum * tl.load(m_ptr + place, mask=inside, other=0.0).to(tl.float32) + takes * g
+            tl.store(m_ptr + place, m.to(m_ptr.dtype.element_ty), mask=inside)
+            if NESTEROV:
+                g += momentum * m
+            else:
+                g = m
+        if LATE:
+            g += decay * p
+        p -= lr * g
+        tl.store(p_ptr + place, p.to(p_ptr.dtype.element_ty), mask=inside)
+        if COPY is not None:
+            tl.store(copy_ptr + place, p.to(copy_ptr.dtype.element_ty), mask=inside)
+
+
+def scale(chunks: int, kinds: tuple[str, ...], aligned: bool) -> Launch:
+    """(table [chunks, 3], factor float32 [1], flag int32 [1]) -> nothing: outputs and the flag are written"""
+    tables = (Table(0, (NUMBER, READ, WRITTEN)),)
+    constants = (*kinds, aligned, CHUNK, _BLOCK)
+    return Launch(_scale, (chunks, 1, 1), (), (), constants, _WARPS, in_place=(2,), tables=tables)
+
+
+def squares(chunks: int, kind: str, aligned: bool) -> Launch:
+    """(table [chunks, 2], factor float32 [1] or None) -> partials float32 [chunks]"""
+    tables = (Table(0, (NUMBER, READ)),)
+    outputs = (Output((chunks,), "float32"),)
+    return Launch(
+        _squares, (chunks, 1, 1), outputs, (), (kind, aligned, CHUNK, _BLOCK), _WARPS, tables=tables
+    )
+
+
+def adam(chunks: int, kinds: tuple[str, ...], how: Adam, aligned: bool) -> Launch:
+    """(table, rates float32 [10], flag int32 [1] or None) -> nothing: parameters and states are written.
+
+    kinds   of gradients, parameters, first and second moments, and, if there are any, masters; masters of "int16" are
+            the lower halves of float32 numbers whose upper halves are the parameters
+    """
+    lists = len(kinds)
+    if lists == 4:
+        kinds = (*kinds, None)
+    elif kinds[4] == "int16":
+        kinds = (kinds[0], "int16", *kinds[2:])  # the bits of a bfloat16
+    constants = (*kinds, lists + 1, how.decoupled, aligned, CHUNK, _BLOCK)
+    tables = (Table(0, (NUMBER, READ, *(WRITTEN,) * (lists - 1))),)
+    return Launch(_adam, (chunks, 1, 1), (), (), constants, _WARPS, tables=tables)
+
+
+def sgd(chunks: int, kinds: tuple[str, ...], how: Sgd, aligned: bool) -> Launch:
+    """(table, rates float32 [5], flag int32 [1]) -> nothing: parameters, momenta and copies are written.
+
+    kinds   of gradients, parameters, momenta, and of copies of the parameters, if there are any
+    """
+    lists = len(kinds)
+    if lists == 3:
+        kinds = (*kinds, None)
+    constants = (*kinds, lists + 1, how.momentum, how.nesterov, how.first, how.late, aligned, CHUNK, _BLOCK)
+    columns = (NUMBER, READ, WRITTEN, WRITTEN if how.momentum else READ, *(WRITTEN,) * (lists - 3))
+    return Launch(_sgd, (chunks, 1, 1), (), (), constants, _WARPS, tables=(Table(0, columns),))

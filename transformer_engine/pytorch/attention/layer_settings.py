@@ -1,0 +1,84 @@
+"""LayerConfig: the settings of a MultiheadAttention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..module.config import Config
+from ..primitives.attention.mask import canonical_name
+from .heads import Heads
+
+# Attributes that children work by, those that decided which children there are, and those kept as they are given.
+_PROJECTIONS = ("layernorm_qkv", "qkv", "layernorm_query", "query_layer", "key_value")
+WORKED_BY = {
+    "attn_mask_type": ("core_attention.attn_mask_type",),
+    "layer_number": ("core_attention.layer_number",),
+    "qkv_format": ("core_attention.qkv_format",),
+    "return_bias": ("proj.return_bias",),
+    "return_layernorm_output": (
+        "layernorm_qkv.return_layernorm_output",
+        "layernorm_query.return_layernorm_output",
+    ),
+    "sequence_parallel": tuple(
+        f"{child}.sequence_parallel" for child in (*_PROJECTIONS, "core_attention", "proj")
+    ),
+    "window_size": ("core_attention.window_size",),
+}
+AS_GIVEN = (
+    "attention_type",
+    "attn_mask_type",
+    "fuse_qkv_params",
+    "hidden_size",
+    "input_layernorm",
+    "layer_number",
+    "num_attention_heads",
+    "qk_norm_before_rope",
+    "qk_norm_type",
+    "qkv_format",
+    "return_bias",
+    "return_layernorm_output",
+    "rotary_pos_interleaved",
+    "tp_group",
+)
+FIXED = frozenset(
+    {
+        *("attention_type", "fuse_qkv_params", "hidden_size", "input_layernorm", "num_attention_heads"),
+        *("num_gqa_groups", "qk_norm_type"),
+    }
+)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerConfig(Config):
+    """The settings of a layer, as their names in its constructor say; heads: of a tensor-parallel rank."""
+
+    attention_type: str = "self"
+    attn_mask_type: str = "causal"
+    window_size: tuple[int, int] | None = None
+    layer_number: int | None = None
+    qkv_format: str = "sbhd"
+    input_layernorm: bool = False
+    return_layernorm_output: bool = False
+    return_bias: bool = False
+    rotary_pos_interleaved: bool = False
+    qk_norm_type: str | None = None
+    qk_norm_before_rope: bool = False
+    num_attention_heads: int = 1
+    num_gqa_groups: int = 1
+    hidden_size: int = 1
+    hidden_size_per_attention_head: int = 1
+    fuse_qkv_params: bool = False
+    qkv_weight_interleaved: bool = True
+    tp_size: int = 1
+    tp_group: Any = None
+    sequence_parallel: bool = False
+    heads: Heads = field(default_factory=lambda: Heads(1, 1, 1, True))
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "attn_mask_type", canonical_name(self.attn_mask_type))
+
+    @property
+    def ranks(self) -> int:
+        """How many share the tokens of a sequence."""
+        return self.tp_size if self.sequence_parallel else 1

@@ -1,0 +1,252 @@
+"""tensors of a .safetensors file, one at a time: eight bytes of length, a JSON table {name: dtype, shape, place}, data.
+
+The format is small enough to be read without its library, which keeps this package free of compiled code.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_LONGEST_HEADER = 100_000_000  # bytes; the format's own limit
+_ALIGNMENT = 8
+
+
+class Described(NamedTuple):
+    """What a file says of a tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class SafetensorsFile:
+    """The table of a file; nothing of the data is in memory until `read` is called for it."""
+
+    path: Path
+    tensors: dict[str, Described]
+    offsets: dict[str, int]
+
+    @staticmethod
+    def open(path: Path) -> SafetensorsFile:
+        """The table of path; ValueError, naming it, for what is damaged or another kind of file."""
+        try:
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                size = path.stat().st_size
+                if not 2 <= length <= min(size - 8, _LONGEST_HEADER):
+                    raise ValueError("it is cut short, or another kind of file")
+                table = json.loads(file.read(length))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path} cannot be read as safetensors: {error}; download it again") from None
+        tensors, offsets = {}, {}
+        for name, entry in table.items() if isinstance(table, dict) else ():
+            if name == "__metadata__":
+                continue
+            described, begin = _entry(path, name, entry, size - 8 - length)
+            tensors[name], offsets[name] = described, 8 + length + begin
+        return SafetensorsFile(path, tensors, offsets)
+
+    def read(self, name: str) -> Tensor:
+        """The tensor called name, in memory of its own."""
+        described = self.tensors[name]
+        if described.bytes == 0:
+            return torch.empty(described.shape, dtype=described.dtype)
+        data = bytearray(described.bytes)
+        with self.path.open("rb") as file:
+            file.seek(self.offsets[name])
+            if file.readinto(data) != len(data):
+                raise ValueError(f"{self.path} ends within {name!r}; download it again")
+        return torch.frombuffer(data, dtype=described.dtype).view(described.shape)
+
+
+def _entry(path: Path, name: str, entry: Any, room: int) -> tuple[Described, int]:
+    """A row of the table, and where its data begin."""
+    wrong = f"{path}: the entry of {name!r}"
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= set(entry):
+        raise ValueError(f"{wrong} has no dtype, shape and data_offsets; download it again")
+    dtype = _DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
+    if dtype is None:
+        raise ValueError(f"{wrong} has dtype {entry['dtype']!r}; known are {', '.join(_DTYPES)}")
+    shape, places = entry["shape"], entry["data_offsets"]
+    if not (_counts(shape) and _counts(places) and len(places) == 2):
+        raise ValueError(f"{wrong} has shape {shape!r} and data_offsets {places!r}; download it again")
+    described, (begin, end) = Described(dtype, tuple(shape)), places
+    if not begin <= end <= room or end - begin != described.bytes:
+        raise ValueError(
+            f"{wrong} lies from byte {begin} to {end} of {room}, its shape {shape} takes {described.bytes} bytes; "
+            "download it again"
+        )
+    return described, begin
+
+
+def _counts(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+
+
+def write(path: Path, plan: Mapping[str, Described], tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Write a file of the tensors that plan describes, which come in its order and are let go one by one."""
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, described in plan.items():
+        begin, end = end, end + described.bytes
+        table[name] = {
+            "dtype": _NAMES[described.dtype],
+            "shape": list(described.shape),
+            "data_offsets": [begin, end],
+        }
+    header = json.dumps(table, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % _ALIGNMENT)
+    expected = iter(plan.items())
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little"))
+        file.write(header)
+        for name, tensor in tensors:
+            planned, described = next(expected)
+            assert name == planned and Described(tensor.dtype, tuple(tensor.shape)) == described, name
+            values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            values.numpy().tofile(file)
+    assert next(expected, None) is None
+
+
+class Shards(NamedTuple):
+    """The tensors of a folder, in which file each of them is."""
+
+    folder: Path
+    files: dict[str, SafetensorsFile]
+
+    def described(self, name: str) -> Described:
+        return self.files[name].tensors[name]
+
+    def read(self, name: str) -> Tensor:
+        return self.files[name].read(name)
+
+    @staticmethod
+    def open(folder: Path) -> Shards:
+        """All tensors of a folder's model.safetensors, or of the files that its index names; ValueError otherwise."""
+        index = folder / "model.safetensors.index.json"
+        single = folder / "model.safetensors"
+        if single.is_file():
+            file = SafetensorsFile.open(single)
+            return Shards(folder, dict.fromkeys(file.tensors, file))
+        if not index.is_file():
+            raise ValueError(_no_weights(folder))
+        places = _weight_map(index)
+        files = {name: SafetensorsFile.open(folder / name) for name in sorted(set(places.values()))}
+        held = {name: file for file in files.values() for name in file.tensors}
+        for name, place in places.items():
+            if name not in files[place].tensors:
+                raise ValueError(
+                    f"{index} places {name!r} in {place}, which has no such tensor; download both"
+                )
+        unlisted = sorted(set(held) - set(places))
+        if unlisted:
+            raise ValueError(
+                f"{index} does not name {unlisted[0]!r}, which its files hold; download it again"
+            )
+        if sum(len(file.tensors) for file in files.values()) != len(held):
+            raise ValueError(f"a tensor is in two files of {index}; download them again")
+        return Shards(folder, held)
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    content = read_json(index)
+    places = content.get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(place, str) for place in places.values()):
+        raise ValueError(f"{index} has no weight_map of names; download it again")
+    for place in places.values():
+        if Path(place).name != place or not (index.parent / place).is_file():
+            raise ValueError(f"{index} names {place!r}, which is no file beside it; download it")
+    return places
+
+
+def _no_weights(folder: Path) -> str:
+    other = sorted(path.name for path in folder.glob("*.bin")) + sorted(p.name for p in folder.glob("*.pt*"))
+    if other:
+        return (
+            f"{folder} holds {other[0]}, a pickle, which can run code when it is read; save it again with "
+            "save_pretrained(folder, safe_serialization=True)"
+        )
+    return f"{folder} holds no model.safetensors and no index of such files; give the folder of a checkpoint"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; ValueError, naming it, for anything else."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read as JSON: {error}; download it again") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}, not an object; download it again")
+    return content
+
+
+def write_shards(
+    folder: Path, plan: Mapping[str, Described], read: Iterator[tuple[str, Tensor]], most: int
+) -> None:
+    """model.safetensors, or as many files of at most `most` bytes (one tensor at least) and the index of them."""
+    shards: list[dict[str, Described]] = [{}]
+    for name, described in plan.items():
+        taken = sum(other.bytes for other in shards[-1].values())
+        if shards[-1] and taken + described.bytes > most:
+            shards.append({})
+        shards[-1][name] = described
+    if len(shards) == 1:
+        write(folder / "model.safetensors", shards[0], read)
+        return
+    places = {}
+    for number, shard in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        write(folder / file, shard, (next(read) for _ in range(len(shard))))
+        places |= dict.fromkeys(shard, file)
+    index = {
+        "metadata": {"total_size": sum(described.bytes for described in plan.values())},
+        "weight_map": places,
+    }
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A folder that takes its name when everything in it is written; ValueError where the name is taken."""
+    if folder.exists():
+        raise ValueError(f"{folder} is there already; give the name of a folder that is not")
+    partial = folder.with_name(folder.name + ".partial")
+    if partial.exists():
+        raise ValueError(f"{partial} is left of a conversion that did not end; remove it")
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        partial.rename(folder)
+    finally:
+        if partial.exists():
+            for path in partial.iterdir():
+                path.unlink()
+            partial.rmdir()

@@ -1,0 +1,46 @@
+"""Saved activations of a model's first layers wait in host memory: contexts, marks, schedules.
+
+The way of a layer's tensors is in `offload/layer_state.py`, the times in `offload/synchronizer.py`.
+"""
+
+from __future__ import annotations
+
+from .offload.context import get_cpu_offload_context
+from .offload.layer_state import OffloadableLayerState
+from .offload.legacy import (
+    AsyncDoubleBufferGroupOffloadHandler,
+    CpuOffloadHookWithOffloadHandler,
+    GroupCommitFunction,
+    SynchronizedGroupOffloadHandler,
+)
+from .offload.marks import (
+    is_cpu_offload_enabled,
+    mark_activation_offload,
+    mark_not_offload,
+    start_offload,
+)
+from .offload.synchronizer import (
+    DefaultOffloadSynchronizer,
+    ManualOffloadSynchronizer,
+    OffloadSynchronizer,
+)
+
+# Callers of the original's first form set it; what is offloaded follows from the contexts alone.
+CPUOffloadEnabled = False
+
+__all__ = [
+    "AsyncDoubleBufferGroupOffloadHandler",
+    "CPUOffloadEnabled",
+    "CpuOffloadHookWithOffloadHandler",
+    "DefaultOffloadSynchronizer",
+    "GroupCommitFunction",
+    "ManualOffloadSynchronizer",
+    "OffloadSynchronizer",
+    "OffloadableLayerState",
+    "SynchronizedGroupOffloadHandler",
+    "get_cpu_offload_context",
+    "is_cpu_offload_enabled",
+    "mark_activation_offload",
+    "mark_not_offload",
+    "start_offload",
+]

@@ -1,0 +1,167 @@
+"""parallel_cross_entropy(logits, target), whose vocabulary may be cut over ranks, and fused_linear_cross_entropy."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..common.checks import described, integer, number, switch
+from ..common.labels import Labels
+from .constants import dist_group_type
+from .distributed.collectives import rank, world_size
+from .functions.cross_entropy import CrossEntropy, cross_entropy
+from .functions.linear_cross_entropy import linear_cross_entropy
+from .runtime.checks import floating, group_or_none, same_device, tensor
+from .runtime.device_checks import demand
+
+__all__ = ["fused_linear_cross_entropy", "parallel_cross_entropy"]
+
+_LOGITS = (torch.float32, torch.bfloat16, torch.float16)
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def parallel_cross_entropy(
+    inp: Tensor,
+    target: Tensor,
+    label_smoothing: float = 0.0,
+    reduce_loss: bool = False,
+    dist_process_group: dist_group_type | None = None,
+    ignore_idx: int = -100,
+    is_cg_capturable: bool = False,
+    *,
+    keep_logits: bool = False,
+    _input: Tensor | None = None,
+) -> Tensor:
+    """loss float32 [B, S] = -ln(softmax(inp [B, S, V])[target [B, S]]), differentiable in inp.
+
+    The backward pass writes the gradient into the memory of the logits, as the original does: they are gone when it has
+    run. Whoever needs them later says keep_logits=True. A graph that is kept for another backward pass
+    (retain_graph=True, create_graph=True) keeps them too, and so does torch.compile.
+
+    label_smoothing      s: the wanted distribution is (1 - s) at the target, and s / vocabulary everywhere
+    reduce_loss          one number: the mean over the rows whose target counts (0 where none does)
+    dist_process_group   its ranks hold equal shares of the vocabulary, in order: inp is [B, S, V / ranks], targets are
+                         ids of the whole vocabulary; every rank gets the same loss
+    ignore_idx           rows with this target have loss 0 and gradient 0
+    is_cg_capturable     nothing here reads the device on the host, so that it may be captured with either value
+
+    Targets outside of the vocabulary raise ValueError: on a CPU at once, on a GPU as `TE_CHECK` says; without it their
+    loss is infinite.
+    """
+    if _input is not None:
+        warnings.warn("the keyword _input is deprecated; give the logits as inp", FutureWarning, stacklevel=2)
+        inp = _input
+    _check_logits(inp)
+    for name, value in (("reduce_loss", reduce_loss), ("is_cg_capturable", is_cg_capturable)):
+        switch(name, value)
+    switch("keep_logits", keep_logits)
+    group_or_none("dist_process_group", dist_process_group)
+    if inp.dim() != 3:
+        raise ValueError(f"inp is {list(inp.shape)}; give logits [batch, sequence, vocabulary]")
+    size = 1 if dist_process_group is None else world_size(dist_process_group)
+    first = 0 if size == 1 else rank(dist_process_group) * inp.shape[-1]
+    labels = _labels(target, inp.shape, label_smoothing, ignore_idx, first, size * inp.shape[-1])
+    same_device("target", target, "inp", inp.device)
+    rows = inp.contiguous().view(-1, inp.shape[-1])
+    if rows.numel() == 0:
+        return _of_nothing(inp, reduce_loss)
+    group = None if size == 1 else dist_process_group
+    how = CrossEntropy(labels, group, reduce_loss, keep_logits)
+    loss = cross_entropy(rows, _ids(target), how)
+    return loss if reduce_loss else loss.view(inp.shape[:-1])
+
+
+def fused_linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    label_smoothing: float = 0.0,
+    reduce_loss: bool = True,
+    ignore_idx: int = -100,
+) -> Tensor:
+    """float32 [] = mean(-ln(softmax(hidden [.., K] @ weight [V, K].T + bias [V])[target [..]])), without the logits.
+
+    Differentiable in hidden, weight and bias. A chunk of rows at a time has logits, 1 / 24 of all. With reduce_loss the
+    forward pass makes the gradients too, if any is asked for, and the backward multiplies them by that of the loss;
+    without it, losses float32 [..], the backward makes the logits of each chunk once more.
+
+    The other arguments are those of `parallel_cross_entropy`.
+    """
+    for name, value in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+        if value is not None or name != "bias":
+            floating(name, value)
+            same_device(name, value, "hidden", hidden.device)
+            if value.dtype != hidden.dtype:
+                raise TypeError(
+                    f"{name} is {value.dtype}, hidden {hidden.dtype}; convert one with .to(), which is differentiable"
+                )
+    _check_logits(hidden, "hidden")
+    if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[-1]:
+        raise ValueError(
+            f"hidden is {list(hidden.shape)} and weight {list(weight.shape)}; give [.., features] and "
+            "[vocabulary, features]"
+        )
+    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+        raise ValueError(f"bias is {list(bias.shape)}; give [{weight.shape[0]}], one number an id")
+    switch("reduce_loss", reduce_loss)
+    shape = (*hidden.shape[:-1], weight.shape[0])
+    labels = _labels(target, shape, label_smoothing, ignore_idx, 0, weight.shape[0])
+    same_device("target", target, "hidden", hidden.device)
+    if math.prod(shape) == 0 or hidden.shape[-1] == 0:
+        return _of_nothing(hidden, reduce_loss)
+    rows = hidden.contiguous().view(-1, hidden.shape[-1])
+    loss = linear_cross_entropy(rows, weight.contiguous(), bias, _ids(target), labels, reduce_loss)
+    return loss if reduce_loss else loss.view(shape[:-1])
+
+
+def _check_logits(value: Any, name: str = "inp") -> None:
+    floating(name, value)
+    if value.dtype not in _LOGITS:
+        raise TypeError(f"{name} is {value.dtype}; give bfloat16, float16 or float32")
+
+
+def _labels(
+    target: Any, shape: tuple[int, ...], smoothing: float, ignored: int, first: int, total: int
+) -> Labels:
+    """The labels of logits of a shape, checked."""
+    number("label_smoothing", smoothing)
+    if not 0.0 <= smoothing <= 1.0:
+        raise ValueError(f"label_smoothing={smoothing} is outside 0 .. 1; give a share of the probability")
+    integer("ignore_idx", ignored)
+    tensor("target", target)
+    if target.dtype not in _INTEGERS:
+        raise TypeError(f"target is {target.dtype}; give ids of the vocabulary, for example target.long()")
+    if target.numel() != math.prod(shape[:-1]):
+        raise ValueError(f"target is {list(target.shape)}; give one id a row, {list(shape[:-1])}")
+    demand(_inside, (target,), total, ignored)
+    return Labels(ignored, float(smoothing), first, total)
+
+
+def _inside(ids: Any, total: int, ignored: int) -> None:
+    """ValueError for an id that the vocabulary does not have."""
+    waiting = [ids]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, list):
+            waiting += part
+        elif part != ignored and not 0 <= part < total:
+            raise ValueError(
+                f"target {described(part)} is outside of a vocabulary of {total} ids; give 0 .. {total - 1}, or "
+                f"ignore_idx={ignored} for a row that does not count"
+            )
+
+
+def _ids(target: Tensor) -> Tensor:
+    return target.detach().to(torch.int64).reshape(-1).contiguous()
+
+
+def _of_nothing(inp: Tensor, mean: bool) -> Tensor:
+    """The loss of no rows, in the graph of inp."""
+    nothing = inp.to(torch.float32).sum(-1) * 0.0
+    return nothing.sum() if mean else nothing

@@ -1,0 +1,399 @@
+"""multi_tensor_*(chunk_size, noop_flag, tensor_lists, ..): one operation on all tensors of lists, checked, in place.
+
+tensor_lists holds parallel lists: the tensors of one list have one dtype, and the i-th of all lists one number of
+elements; all are contiguous and on the device of noop_flag, int32 [1]. chunk_size is taken for the callers' sake: how
+tensors are cut is the kernels' own affair. Lists without a tensor are no work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...common.checks import described, number, one_of, whole
+from ...common.formats import FLOAT8
+from ...common.steps import Adam, Sgd
+from ..constants import DType
+from ..primitives.multi_tensor import adam_rates, adam_step, on_device, scale_all, sgd_step, squares_of_all
+from ..primitives.quantize import QuantizeSpec, quantize, scale_from_amax
+from ..primitives.quantize.e8m0 import e8m0_from_float
+from ..runtime.checks import tensor
+from ..tensor.elements import element_of
+
+Lists = Sequence[Sequence[Tensor]]
+
+_VALUES = (torch.float32, torch.float16, torch.bfloat16)
+_MOMENTS = (torch.float32, torch.bfloat16)
+_FLOAT32 = (torch.float32,)
+
+
+def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, scale: float) -> None:
+    """outputs[i] = inputs[i] * scale; noop_flag becomes 1 where an input is not finite.
+
+    tensor_lists   [inputs, outputs], which may be the same tensors
+    """
+    number("scale", scale)
+    if checked(noop_flag, tensor_lists, _VALUES, _VALUES):
+        scale_all(tensor_lists, on_device([scale], noop_flag.device), noop_flag)
+
+
+def multi_tensor_scale_tensor(
+    chunk_size: int, is_infinite: Tensor, tensor_lists: Lists, scale: Tensor
+) -> None:
+    """`multi_tensor_scale` by a number that lies on the device: float32, one element."""
+    factor = _factor("scale", scale)
+    if checked(is_infinite, tensor_lists, _VALUES, _VALUES):
+        scale_all(tensor_lists, factor, is_infinite)
+
+
+def multi_tensor_l2norm(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, per_tensor: bool | None = None
+) -> tuple[Tensor, Tensor]:
+    """(norm float32 [1] of all tensors together, float32 [n] of each, or [0] unless per_tensor).
+
+    noop_flag becomes 1 where the norm is not finite.
+    """
+    return _norms(noop_flag, tensor_lists, None, per_tensor)
+
+
+def multi_tensor_unscale_l2norm(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Lists,
+    inv_scale: Tensor,
+    per_tensor: bool | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`multi_tensor_l2norm` of the tensors times inv_scale, float32 of one element; the tensors stay as they are."""
+    return _norms(noop_flag, tensor_lists, _factor("inv_scale", inv_scale), per_tensor)
+
+
+def multi_tensor_adam(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Lists,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: int,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+) -> None:
+    """The step-th step of Adam on [gradients, parameters, exp_avg, exp_avg_sq(, masters)].
+
+    mode   0: weight decay goes into the gradient, 1: to the parameter (AdamW)
+    With masters these are stepped, and the parameters are copies of them.
+    """
+    how = _adam_mode(mode)
+    rates = _host_rates(lr, beta1, beta2, epsilon, step, bias_correction, weight_decay)
+    if checked(noop_flag, tensor_lists, _VALUES, _VALUES, _MOMENTS, _MOMENTS, optional=_VALUES):
+        adam_step(tensor_lists, on_device(rates, noop_flag.device), how)
+
+
+def multi_tensor_adam_param_remainder(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Lists,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: int,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+) -> None:
+    """`multi_tensor_adam` on [gradients, parameters bfloat16, exp_avg, exp_avg_sq, remainders int16].
+
+    A parameter and its remainder are the upper and the lower half of one float32 number.
+    """
+    how = _adam_mode(mode)
+    rates = _host_rates(lr, beta1, beta2, epsilon, step, bias_correction, weight_decay)
+    kinds = (_VALUES, (torch.bfloat16,), _MOMENTS, _MOMENTS, (torch.int16,))
+    if checked(noop_flag, tensor_lists, *kinds):
+        adam_step(tensor_lists, on_device(rates, noop_flag.device), how)
+
+
+def multi_tensor_adam_fp8(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Lists,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: int,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+    fp8_dtype: DType | int,
+) -> None:
+    """`multi_tensor_adam` on [gradients, codes uint8, exp_avg, exp_avg_sq, masters, scale, amax, scale_inv].
+
+    The codes become those of the masters times scale; amax grows to the largest master, scale_inv becomes 1 / scale.
+    """
+    how = _adam_mode(mode)
+    rates = _host_rates(lr, beta1, beta2, epsilon, step, bias_correction, weight_decay)
+    whole("fp8_dtype", int(fp8_dtype), 0)
+    kinds = (_VALUES, (torch.uint8,), _FLOAT32, _FLOAT32, _FLOAT32)
+    scales = [list(part) for part in tensor_lists[5:]] if _is_lists(tensor_lists, (8,)) else []
+    if not checked(noop_flag, tensor_lists[:5], *kinds) or not checked(noop_flag, scales, *[_FLOAT32] * 3):
+        return
+    grads, codes, first, second, masters = tensor_lists[:5]
+    spec = QuantizeSpec(FLOAT8, element_of(DType(int(fp8_dtype))))
+    adam_step([grads, masters, first, second], on_device(rates, noop_flag.device), how)
+    for target, master, scale, amax, inverse in zip(codes, masters, *scales, strict=True):
+        if target.numel():
+            made = quantize(master.view(1, -1), spec, scale=scale.view(1), record=amax.view(1))
+            assert made.codes is not None and made.scale is not None
+            target.view(-1).copy_(made.codes.view(-1).view(torch.uint8))
+            inverse.copy_(made.scale.view(inverse.shape))
+
+
+def multi_tensor_adam_capturable(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Lists,
+    lr: Tensor,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: Tensor,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+    inv_scale: Tensor,
+) -> None:
+    """`multi_tensor_adam` with lr, step and the factor of the gradients on the device, for graphs that are captured.
+
+    noop_flag   where it is not 0 nothing is changed
+    """
+    how, rates = (
+        _adam_mode(mode),
+        device_rates(lr, (beta1, beta2), epsilon, step, bias_correction, weight_decay, inv_scale),
+    )
+    if checked(noop_flag, tensor_lists, _VALUES, _VALUES, _MOMENTS, _MOMENTS):
+        adam_step(tensor_lists, rates, how, noop_flag)
+
+
+def multi_tensor_adam_capturable_master(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Lists,
+    lr: Tensor,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: Tensor,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+    inv_scale: Tensor,
+) -> None:
+    """`multi_tensor_adam_capturable` on [gradients, parameters, exp_avg, exp_avg_sq, masters float32]."""
+    how, rates = (
+        _adam_mode(mode),
+        device_rates(lr, (beta1, beta2), epsilon, step, bias_correction, weight_decay, inv_scale),
+    )
+    if checked(noop_flag, tensor_lists, _VALUES, _VALUES, _MOMENTS, _MOMENTS, _FLOAT32):
+        adam_step(tensor_lists, rates, how, noop_flag)
+
+
+def multi_tensor_sgd(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Lists,
+    wd: float,
+    momentum: float,
+    dampening: float,
+    lr: float,
+    nesterov: bool,
+    first_run: bool,
+    wd_after_momentum: bool,
+    scale: float,
+) -> None:
+    """A step of gradient descent on [gradients, parameters, momenta(, copies of the parameters)].
+
+    first_run   the momentum begins with the gradient
+    scale       what gradients are multiplied by
+    noop_flag   where it is not 0 nothing is changed
+    """
+    rates = {"wd": wd, "momentum": momentum, "dampening": dampening, "lr": lr, "scale": scale}
+    for name, value in rates.items():
+        number(name, value)
+    how = Sgd(momentum != 0.0, bool(nesterov), bool(first_run), bool(wd_after_momentum))
+    if checked(noop_flag, tensor_lists, _VALUES, _VALUES, _VALUES, optional=_VALUES):
+        numbers = (wd, momentum, 1.0 - dampening, lr, scale)
+        sgd_step(tensor_lists, on_device(numbers, noop_flag.device), how, noop_flag)
+
+
+def multi_tensor_compute_scale_and_scale_inv(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Lists,
+    max_fp8: float,
+    force_pow_2_scales: bool,
+    amax_epsilon: float,
+) -> None:
+    """[amaxes, scales, scale_invs], float32: scale = max_fp8 / max(amax, amax_epsilon) and its inverse, as current
+    scaling makes them; noop_flag is not looked at."""
+    number("max_fp8", max_fp8)
+    number("amax_epsilon", amax_epsilon)
+    if not checked(noop_flag, tensor_lists, _FLOAT32, _FLOAT32, _FLOAT32):
+        return
+    amaxes, scales, inverses = tensor_lists
+    amax = torch.cat([amax.reshape(-1) for amax in amaxes])
+    made = scale_from_amax(amax, max_fp8, power_of_two=bool(force_pow_2_scales), epsilon=amax_epsilon)
+    for targets, values in ((scales, made), (inverses, made.reciprocal())):
+        _spread(targets, values)
+
+
+def multi_tensor_compute_scale_inv_e8m0(
+    chunk_size: int, noop_flag: Tensor | None, tensor_lists: Lists
+) -> None:
+    """[amaxes bfloat16, exponents uint8]: the power of two at or above amax / 448, as MXFP8 stores it."""
+    if noop_flag is not None:
+        raise ValueError("noop_flag has no meaning for exponents; give None")
+    if not _is_lists(tensor_lists, (2,)):
+        raise ValueError("tensor_lists holds amaxes and exponents; give [[amax, ..], [exponent, ..]]")
+    flag = torch.zeros(1, dtype=torch.int32, device=tensor_lists[0][0].device) if tensor_lists[0] else None
+    if flag is not None and checked(flag, tensor_lists, (torch.bfloat16,), (torch.uint8,)):
+        amax = torch.cat([amax.reshape(-1) for amax in tensor_lists[0]]).to(torch.float32)
+        _spread(tensor_lists[1], e8m0_from_float(amax / 448.0))
+
+
+def device_rates(
+    lr: Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    step: Tensor,
+    bias_correction: int | bool,
+    weight_decay: float,
+    inv_scale: Tensor | None,
+) -> Tensor:
+    """The ten numbers of `adam_step`, made on the device of lr from numbers that lie there."""
+    for name, value in (("lr", lr), ("step", step)):
+        tensor(name, value)
+    host = adam_rates(0.0, betas, eps, 1, False, weight_decay)
+    rates = torch.empty(len(host), dtype=torch.float32, device=lr.device)
+    for place in range(1, 7):
+        rates[place] = host[place]
+    rates[0] = lr.reshape(())
+    steps = step.reshape(()).to(torch.float64)
+    for place, beta in ((7, betas[0]), (8, betas[1])):
+        rates[place] = 1.0 - torch.pow(beta, steps) if bias_correction else 1.0
+    rates[9] = 1.0 if inv_scale is None else _factor("inv_scale", inv_scale)[0]
+    return rates
+
+
+def checked(
+    noop_flag: Any,
+    tensor_lists: Any,
+    *kinds: tuple[torch.dtype, ...],
+    optional: tuple[torch.dtype, ...] | None = None,
+) -> bool:
+    """Is there work? ValueError or TypeError unless the lists are parallel, of these dtypes, on the flag's device.
+
+    optional   the dtypes of one more list, which may be left out
+    """
+    tensor("noop_flag", noop_flag)
+    if noop_flag.dtype != torch.int32 or noop_flag.numel() != 1:
+        raise ValueError(
+            f"noop_flag is {noop_flag.dtype} {list(noop_flag.shape)}; give an int32 tensor of one element"
+        )
+    counts = (len(kinds),) if optional is None else (len(kinds), len(kinds) + 1)
+    if not _is_lists(tensor_lists, counts):
+        raise ValueError(
+            f"tensor_lists is {described(tensor_lists)}; give {' or '.join(map(str, counts))} lists of tensors"
+        )
+    lengths = [len(tensors) for tensors in tensor_lists]
+    if len(set(lengths)) > 1:
+        raise ValueError(f"the lists have {lengths} tensors; give lists of one length")
+    if not lengths[0]:
+        return False
+    allowed = kinds if optional is None else (*kinds, optional)
+    for place, (tensors, dtypes) in enumerate(zip(tensor_lists, allowed, strict=False)):
+        _check_list(place, tensors, dtypes, noop_flag.device)
+    sizes = [part.numel() for part in tensor_lists[0]]
+    for place, tensors in enumerate(tensor_lists):
+        for index, (part, size) in enumerate(zip(tensors, sizes, strict=True)):
+            if part.numel() != size:
+                raise ValueError(
+                    f"tensor {index} of list {place} has {part.numel()} elements, that of list 0 {size}; match them"
+                )
+    return True
+
+
+def _check_list(
+    place: int, tensors: Sequence[Any], dtypes: tuple[torch.dtype, ...], device: torch.device
+) -> None:
+    for index, part in enumerate(tensors):
+        name = f"tensor {index} of list {place}"
+        tensor(name, part)
+        if part.dtype not in dtypes:
+            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            raise TypeError(f"{name} is {part.dtype}; give {names}")
+        if part.dtype != tensors[0].dtype:
+            raise TypeError(
+                f"{name} is {part.dtype}, the first of its list {tensors[0].dtype}; make one call a dtype"
+            )
+        if part.device != device:
+            raise ValueError(f"{name} is on {part.device}, noop_flag on {device}; make one call a device")
+        if not part.is_contiguous():
+            raise ValueError(f"{name} has strides {part.stride()}; give contiguous tensors")
+
+
+def _is_lists(value: Any, counts: tuple[int, ...]) -> bool:
+    is_list = (list, tuple)
+    return isinstance(value, is_list) and len(value) in counts and all(isinstance(x, is_list) for x in value)
+
+
+def _factor(name: str, value: Any) -> Tensor:
+    tensor(name, value)
+    if value.dtype != torch.float32 or value.numel() != 1:
+        raise ValueError(f"{name} is {value.dtype} {list(value.shape)}; give a float32 tensor of one element")
+    return value.reshape(1)
+
+
+def _adam_mode(mode: int) -> Adam:
+    one_of("mode", int(mode), (0, 1))
+    return Adam(decoupled=int(mode) == 1)
+
+
+def _host_rates(
+    lr: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: int,
+    bias_correction: int,
+    weight_decay: float,
+) -> tuple[float, ...]:
+    rates = {"lr": lr, "beta1": beta1, "beta2": beta2, "epsilon": epsilon, "weight_decay": weight_decay}
+    for name, value in rates.items():
+        number(name, value)
+    whole("step", step)
+    return adam_rates(lr, (beta1, beta2), epsilon, step, bool(bias_correction), weight_decay)
+
+
+def _norms(
+    noop_flag: Tensor, tensor_lists: Lists, factor: Tensor | None, per_tensor: bool | None
+) -> tuple[Tensor, Tensor]:
+    if not checked(noop_flag, tensor_lists, _VALUES):
+        nothing = torch.zeros(1, dtype=torch.float32, device=noop_flag.device)
+        return nothing, nothing[:0]
+    sums = squares_of_all(tensor_lists[0], factor)
+    norm = sums.sum().sqrt().view(1)
+    noop_flag.view(1).masked_fill_(~torch.isfinite(norm), 1)
+    return norm, sums.sqrt() if per_tensor else sums[:0]
+
+
+def _spread(targets: Sequence[Tensor], values: Tensor) -> None:
+    """Write a vector into tensors, one behind the other."""
+    parts = values.split([target.numel() for target in targets])
+    shaped = [part.view(target.shape) for part, target in zip(parts, targets, strict=True)]
+    torch._foreach_copy_(list(targets), shaped)

@@ -1,0 +1,252 @@
+"""What make_graphed_callables was asked for, checked: TypeError, ValueError or RuntimeError before anything runs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ...common.checks import described, function_or_none, switch, whole
+from ..quantization import check_recipe_support, get_default_recipe
+from ..quantization.autocast import AutocastState
+from ..runtime.checks import group_or_none
+from .order import Chunks, Step, chunks_of, ordered_steps, plain_steps
+
+# The events at which a caller may look on while callables are warmed up and recorded.
+HOOKS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
+
+
+class Renamed(NamedTuple):
+    """An option under its name and under its earlier one."""
+
+    name: str
+    value: Any
+    earlier_name: str
+    earlier: Any
+
+    def chosen(self) -> Any:
+        """The one that is set; ValueError where both are."""
+        if self.earlier is None:
+            return self.value
+        if self.value is not None:
+            raise ValueError(
+                f"{self.name} and its earlier name {self.earlier_name} are both set; leave the latter out"
+            )
+        warnings.warn(f"{self.earlier_name} is deprecated; use {self.name}", DeprecationWarning, stacklevel=4)
+        return self.earlier
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The arguments of one callable: tensors in the places of a structure, that of (args, kwargs)."""
+
+    structure: pytree.TreeSpec
+    tensors: tuple[Tensor, ...]
+    names: tuple[str, ...]
+    args: int
+
+
+@dataclass(frozen=True)
+class Options:
+    """Everything beside callables and samples."""
+
+    warm_ups: int = 3
+    allow_unused_input: bool = False
+    pool: Any = None
+    retain_graph: bool = False
+    reuses_buffers: bool = False
+    clones_gradients: bool = True
+    pre_warmup_hook: Any = None
+    post_warmup_hook: Any = None
+    caches: bool = False
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A checked call.
+
+    callables   as given; several of them share a module where microbatches do
+    which       for each sample its callable
+    """
+
+    callables: tuple[Any, ...]
+    which: tuple[int, ...]
+    samples: tuple[Sample, ...]
+    steps: tuple[Step, ...]
+    chunks: Chunks | None
+    quantizations: tuple[AutocastState, ...]
+    options: Options
+    hooks: tuple[dict[str, dict[int, Any]], ...]
+    single: bool
+
+    @property
+    def modules(self) -> list[torch.nn.Module]:
+        return [c for c in self.callables if isinstance(c, torch.nn.Module)]
+
+
+def callables_of(modules: Any) -> tuple[tuple[Any, ...], bool]:
+    """(the callables, was there one without a tuple?)"""
+    single = not isinstance(modules, tuple)
+    callables = (modules,) if single else modules
+    if not callables:
+        raise ValueError("modules is an empty tuple; give one callable or more")
+    for given in callables:
+        if not callable(given):
+            raise TypeError(
+                f"modules holds {described(given)}, which cannot be called; give a module or a tuple of them"
+            )
+    for module in callables:
+        if isinstance(module, torch.nn.Module):
+            check_module(module)
+    trainings = {module.training for module in callables if isinstance(module, torch.nn.Module)}
+    if len(trainings) > 1:
+        raise RuntimeError(
+            "some modules are in training mode and some are not; call train() or eval() on all of them"
+        )
+    return callables, single
+
+
+def check_module(module: torch.nn.Module) -> None:
+    """RuntimeError for a module whose replay would leave something out."""
+    reason = obstacle(module)
+    if reason is not None:
+        raise RuntimeError(reason)
+
+
+def obstacle(module: torch.nn.Module) -> str | None:
+    """What of a module a graph could not do again; None: nothing."""
+    for name, layer in module.named_modules():
+        if (
+            layer._forward_hooks
+            or layer._forward_pre_hooks
+            or layer._backward_hooks
+            or layer._backward_pre_hooks
+        ):
+            where = name or type(layer).__name__
+            return f"{where} has hooks, which a replayed graph would not call; register them afterwards, or remove them"
+    for name, buffer in module.named_buffers():
+        if buffer.requires_grad:
+            return f"buffer {name} wants a gradient, which a graph makes for parameters only; make it a parameter"
+    return None
+
+
+def samples_of(
+    sample_args: Any, sample_kwargs: Any, single: bool, count: int, kwargs_given: bool
+) -> tuple[Sample, ...]:
+    """The samples of `count` callables; TypeError for leaves that are no tensors."""
+    args = (sample_args,) if single else sample_args
+    if (
+        not isinstance(args, tuple)
+        or len(args) != count
+        or not all(isinstance(a, (tuple, list)) for a in args)
+    ):
+        if single and not isinstance(sample_args, (tuple, list)):
+            raise TypeError(f"sample_args is a {type(sample_args).__name__}; give a tuple of tensors")
+        raise ValueError(
+            f"sample_args must be {count} tuples of tensors, one for each callable and microbatch"
+        )
+    if not kwargs_given:
+        keywords: Sequence[Any] = ({},) * count
+    else:
+        keywords = (sample_kwargs,) if single else sample_kwargs
+        if len(keywords) != count or not all(isinstance(k, dict) for k in keywords):
+            raise ValueError(f"sample_kwargs must be {count} dicts, one for each of sample_args")
+    return tuple(_sample(tuple(a), k) for a, k in zip(args, keywords, strict=True))
+
+
+def _sample(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sample:
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            raise TypeError(
+                f"sample arguments hold {described(leaf)}; a graph takes tensors, so bind what else there is: "
+                "functools.partial(module, ..)"
+            )
+    return Sample(structure, tuple(leaves), tuple(kwargs), len(args))
+
+
+def quantizations_of(
+    enabled: Any, calibrating: Any, recipe: Any, group: Any, count: int
+) -> tuple[AutocastState, ...]:
+    """The autocast of each callable."""
+    if enabled is None:
+        enabled = False
+    each = enabled if isinstance(enabled, tuple) else (enabled,) * count
+    for one in each:
+        switch("enabled", one)
+    if len(each) != count:
+        raise ValueError(
+            f"enabled has {len(each)} entries for {count} modules; give one a module, or a single one"
+        )
+    switch("calibrating", calibrating)
+    group_or_none("amax_reduction_group", group)
+    calibrates = bool(calibrating)
+    if any(each) or calibrates:
+        recipe = get_default_recipe() if recipe is None else recipe
+    else:
+        recipe = None
+    if any(each):
+        supported, reason = check_recipe_support(recipe)
+        if not supported:
+            raise RuntimeError(f"{type(recipe).__name__} cannot run here: {reason}")
+    return tuple(AutocastState(bool(one), calibrates, recipe, group, True) for one in each)
+
+
+def schedule_of(
+    order: Any, layers_per_chunk: Any, callables: int
+) -> tuple[tuple[Step, ...], Chunks | None, tuple[int, ...]]:
+    """(steps, chunks, for each sample its callable)"""
+    if order is None:
+        if layers_per_chunk is not None:
+            raise ValueError("_num_layers_per_chunk is for an _order; give one, or leave it out")
+        return tuple(plain_steps(callables)), None, tuple(range(callables))
+    chunks = chunks_of(order, callables, layers_per_chunk)
+    number = callables * chunks.microbatches
+    return tuple(ordered_steps(order, chunks)), chunks, tuple(chunks.layer(i) for i in range(number))
+
+
+def hooks_of(given: Any, count: int) -> tuple[dict[str, dict[int, Any]], ...]:
+    """capture_time_hooks, one dict a callable."""
+    if given is None:
+        return ({},) * count
+    if len(given) != count:
+        raise ValueError(
+            f"capture_time_hooks has {len(given)} entries for {count} callables; give one each, or None"
+        )
+    for entry in given:
+        for kind in entry or ():
+            if kind not in HOOKS:
+                raise ValueError(f"capture_time_hooks holds {kind!r}; its keys are {', '.join(HOOKS)}")
+    return tuple(entry or {} for entry in given)
+
+
+def check_options(options: Options, order: Any, training: bool) -> None:
+    """TypeError or ValueError for options that cannot be, RuntimeError where torch's modes forbid a capture."""
+    whole("num_warmup_iters", options.warm_ups, 0)
+    for name, value in (
+        ("allow_unused_input", options.allow_unused_input),
+        ("retain_graph_in_backward", options.retain_graph),
+        ("_reuse_graph_input_output_buffers", options.reuses_buffers),
+        ("clone_param_grads_on_return", options.clones_gradients),
+        ("cache_quantized_params", options.caches),
+    ):
+        switch(name, value)
+    function_or_none("pre_warmup_hook", options.pre_warmup_hook)
+    function_or_none("post_warmup_hook", options.post_warmup_hook)
+    if options.reuses_buffers and order is None:
+        raise ValueError(
+            "_reuse_graph_input_output_buffers=True needs _order to say when a buffer is free; give one"
+        )
+    if options.reuses_buffers and not training:
+        raise RuntimeError(
+            "_reuse_graph_input_output_buffers frees buffers in the backward, which eval() has not"
+        )
+    if torch.is_autocast_cache_enabled() and torch.is_autocast_enabled():
+        raise RuntimeError(
+            "torch.autocast keeps casts of weights that a graph would not renew; enter it with cache_enabled=False"
+        )

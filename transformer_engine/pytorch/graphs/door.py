@@ -1,0 +1,99 @@
+"""The callable that stands in a graphed one's place: checks a call, and runs the recordings, or the callable itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ...common.checks import described
+from ..quantization.autocast import AutocastState, autocast
+from .arguments import Sample
+from .block import Block
+from .caching import called_as, microbatch, say_first
+from .replayed import Arguments, Replayed
+
+
+class Eagerly:
+    """The callable as it is, under the autocast that a graph of it would have been captured with."""
+
+    def __init__(self, block: Block):
+        self.block = block
+
+    def run(self, tensors: Sequence[Tensor], first: bool | None, stream: Any, event: Any) -> Any:
+        block = self.block
+        args, kwargs = pytree.tree_unflatten(list(tensors), block.structure)
+        if first is not None and block.module in block.layers:
+            args, kwargs = called_as(first, block.module, args, kwargs)  # pyright: ignore[reportArgumentType]
+        with microbatch(block.module, block.layers, first), _under(block.quantization):
+            return block.call(*args, **kwargs)
+
+    def backward_dw(self) -> None:
+        for layer in self.block.delayed:
+            type(layer).backward_dw(layer)  # its own, which this door stands before
+
+    def reset(self) -> None:
+        """There is no graph to free."""
+
+
+def _under(state: AutocastState) -> autocast:
+    return autocast(state.enabled, state.calibrating, state.recipe, state.group, _graph=True)
+
+
+class Door:
+    """(args, kwargs as captured, is_first_microbatch=, cuda_graph_stream=, cuda_graph_event=) -> outputs
+
+    Where the module is not in the mode it was captured in, its own forward runs.
+    """
+
+    def __init__(self, runs: Eagerly | Replayed, sample: Sample):
+        block = runs.block
+        self.runs = runs
+        self.caches = block.caches
+        self.module = block.module
+        self.training = block.training
+        self.original: Callable[..., Any] = block.call
+        self.arguments = Arguments(sample.structure, block.inputs, sample.names, sample.args)
+
+    def __call__(
+        self,
+        *args: Any,
+        is_first_microbatch: bool | None = None,
+        cuda_graph_stream: Any = None,
+        cuda_graph_event: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        if self.module is not None and self.module.training != self.training:
+            first = {} if is_first_microbatch is None else {"is_first_microbatch": is_first_microbatch}
+            return self.original(*args, **kwargs, **first)
+        tensors = self.arguments.tensors(args, kwargs)
+        first = None
+        if self.caches:
+            if not isinstance(is_first_microbatch, bool):
+                raise ValueError(
+                    f"is_first_microbatch={described(is_first_microbatch)}: with cache_quantized_params=True every "
+                    "call says whether it is the first microbatch of a step; pass True or False"
+                )
+            first = is_first_microbatch
+            if isinstance(self.runs, Replayed):
+                say_first(first)
+        return self.runs.run(tensors, first, cuda_graph_stream, cuda_graph_event)
+
+    def backward_dw(self) -> None:
+        """The weight gradients that delay_wgrad_compute=True has put off in the last backward."""
+        self.runs.backward_dw()
+
+    def reset(self) -> None:
+        """Free the graphs: a later call raises."""
+        self.runs.reset()
+
+
+def hung(door: Door) -> Any:
+    """The module itself with the door in its forward's place; of a plain function, the door."""
+    module = door.module
+    if module is None:
+        return door
+    vars(module).update(forward=door, backward_dw=door.backward_dw, reset=door.reset)
+    return module

@@ -1,0 +1,148 @@
+"""What running callables to warm them up changes, put back afterwards: nothing of it counts as a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..distributed.rng import get_all_rng_states
+from ..module.base import TransformerEngineBaseModule
+from ..quantization import delayed_scaling
+from ..runtime.device import has_cuda
+from ..tensor.quantized_tensor import QuantizedTensorStorage
+
+_SAID = "grad_added_to_main_grad"  # of a parameter, by its backward
+_DIRECTIONS = ("scaling_fwd", "scaling_bwd")
+
+
+@dataclass(frozen=True)
+class _Scales:
+    """A module's delayed-scaling states of one direction, and copies of what they held."""
+
+    module: TransformerEngineBaseModule
+    direction: str
+    states: tuple[Any, ...]
+    copies: tuple[tuple[Tensor, Tensor], ...]
+
+    @staticmethod
+    def of(module: TransformerEngineBaseModule, direction: str) -> _Scales:
+        states = module.numerics.delayed_states(direction)
+        copies = tuple((state.scale.clone(), state.amax_history.clone()) for state in states)
+        return _Scales(module, direction, states, copies)
+
+    def put_back(self) -> None:
+        """The values into the states; states that were made since continue them as the first call makes them."""
+        for state, (scale, history) in zip(self.states, self.copies, strict=True):
+            state.scale.copy_(scale)
+            state.amax_history.copy_(history)
+        made = self.module.numerics.delayed_states(self.direction)
+        for number, state in enumerate(made):
+            if any(state is before for before in self.states):
+                continue
+            state.scale.fill_(1.0)
+            state.amax_history.zero_()
+            if number < len(self.states):
+                state.inherit(self.states[number])
+
+
+@dataclass(frozen=True)
+class _Values:
+    """Tensors that are written in place, and copies of them."""
+
+    tensors: tuple[Tensor, ...]
+    copies: tuple[Tensor, ...]
+
+    @staticmethod
+    def of(tensors: Iterable[Tensor]) -> _Values:
+        held = tuple(tensors)
+        return _Values(held, tuple(tensor.detach().clone() for tensor in held))
+
+    def put_back(self) -> None:
+        with torch.no_grad():
+            for tensor, copy in zip(self.tensors, self.copies, strict=True):
+                tensor.copy_(copy)
+
+
+class _RandomStates:
+    """Where all random states are; generators stay the same objects, which graphs have registered."""
+
+    def __init__(self) -> None:
+        self.cpu = torch.get_rng_state()
+        self.cuda = torch.cuda.get_rng_state() if has_cuda() else None
+        states = get_all_rng_states()
+        self.generators = [
+            (state, state.get_state()) for state in states.values() if isinstance(state, torch.Generator)
+        ]
+        self.tensors = {name: state.clone() for name, state in states.items() if isinstance(state, Tensor)}
+
+    def put_back(self) -> None:
+        torch.set_rng_state(self.cpu)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state(self.cuda)
+        for generator, state in self.generators:
+            generator.set_state(state)
+        states = get_all_rng_states()
+        for name, state in self.tensors.items():
+            states[name] = state
+
+
+def _accumulators(module: torch.nn.Module) -> Iterator[Tensor]:
+    """The buffers that fused weight gradients go to."""
+    for layer in module.modules():
+        if getattr(layer, "fuse_wgrad_accumulation", False):
+            for parameter in layer.parameters(recurse=False):
+                main_grad = getattr(parameter, "main_grad", None)
+                if isinstance(main_grad, Tensor):
+                    yield main_grad
+
+
+def _cached_weights(layers: Iterable[torch.nn.Module]) -> Iterator[Tensor]:
+    """What quantized weights are kept in, for the later microbatches of the step that made them."""
+    for layer in layers:
+        if isinstance(layer, TransformerEngineBaseModule):
+            for kept in layer.numerics.workspaces.values():
+                if isinstance(kept, QuantizedTensorStorage):
+                    yield from (part for part in kept.as_storage().flatten()[0] if part is not None)
+
+
+def _scales_of_others() -> Iterator[Tensor]:
+    """All that takes part in updates of scales: an autocast inside of a module ends with one of all modules."""
+    for pool in delayed_scaling.pools().values():
+        for state in pool.states:
+            yield from (state.scale_in_place, state.amax_history)
+
+
+@contextmanager
+def left_as_it_was(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Whatever runs in the block, scales, buffers, cached weights, gradients and random states are as before."""
+    roots = list(modules)
+    layers = {id(layer): layer for root in roots for layer in root.modules()}.values()
+    scales = [
+        _Scales.of(layer, direction)
+        for layer in layers
+        if isinstance(layer, TransformerEngineBaseModule)
+        for direction in _DIRECTIONS
+    ]
+    values = _Values.of(buffer for root in roots for buffer in root.buffers())
+    sums = _Values.of({id(t): t for root in roots for t in _accumulators(root)}.values())
+    weights = _Values.of(_cached_weights(layers))
+    others = _Values.of(_scales_of_others())
+    gradients = [(parameter, parameter.grad) for root in roots for parameter in root.parameters()]
+    said = [p for root in roots for p in root.parameters() if hasattr(p, _SAID)]
+    before = [getattr(p, _SAID) for p in said]
+    random = _RandomStates()
+    try:
+        yield
+    finally:
+        random.put_back()
+        for kept in (others, *scales, values, sums, weights):
+            kept.put_back()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        for parameter, value in zip(said, before, strict=True):
+            setattr(parameter, _SAID, value)

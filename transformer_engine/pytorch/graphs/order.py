@@ -1,0 +1,122 @@
+"""Steps of a schedule, in the order in which they are recorded and will be replayed.
+
+Without an order: all forwards, then all backwards from the last to the first. With one, of a pipeline of model chunks
+and microbatches: +c is the forward of chunk c (from 1), -c its backward, each for the next microbatch; -c - 0.5 the
+weight gradients that its backward has put off. Callables are numbered by chunk, then microbatch, then layer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Kind(Enum):
+    """What a step runs."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    WEIGHT_GRADIENT = "weight gradient"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of one callable."""
+
+    kind: Kind
+    callable: int
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """A model in chunks of so many layers, each called with every microbatch."""
+
+    layers: tuple[int, ...]
+    microbatches: int
+
+    def callables(self, chunk: int, microbatch: int) -> range:
+        """The numbers of a chunk's callables for a microbatch, both from 0."""
+        start = sum(self.layers[:chunk]) * self.microbatches + microbatch * self.layers[chunk]
+        return range(start, start + self.layers[chunk])
+
+    def layer(self, callable: int) -> int:
+        """Which of all layers a callable runs."""
+        first = 0
+        for layers in self.layers:
+            if callable < layers * self.microbatches:
+                return first + callable % layers
+            callable -= layers * self.microbatches
+            first += layers
+        raise IndexError(callable)
+
+
+def plain_steps(callables: int) -> list[Step]:
+    """Forwards, then backwards in reverse."""
+    forwards = [Step(Kind.FORWARD, i) for i in range(callables)]
+    return forwards + [Step(Kind.BACKWARD, i) for i in reversed(range(callables))]
+
+
+def chunks_of(order: Sequence[float], layers: int, layers_per_chunk: Sequence[int] | int | None) -> Chunks:
+    """The chunks that an order is of; ValueError where its counts do not fit."""
+    if not order:
+        raise ValueError("_order is empty; name the forward and the backward of each chunk and microbatch")
+    whole = [step for step in order if step == int(step)]
+    if any(step == 0 for step in order):
+        raise ValueError(
+            f"_order={list(order)} holds 0; give chunks from 1 on, their backwards as negative numbers"
+        )
+    count = int(max(whole, default=0))
+    if count < 1:
+        raise ValueError(f"_order={list(order)} has no forward; write chunk c's as c")
+    forwards = [sum(step == chunk + 1 for step in whole) for chunk in range(count)]
+    backwards = [sum(step == -chunk - 1 for step in whole) for chunk in range(count)]
+    if len(set(forwards + backwards)) != 1 or len(whole) != 2 * count * forwards[0]:
+        raise ValueError(
+            f"_order={list(order)} names the {count} chunks {forwards} times forward and {backwards} times backward; "
+            "give each once forward and once backward a microbatch"
+        )
+    if layers_per_chunk is None:
+        if layers % count:
+            raise ValueError(
+                f"{layers} modules are no whole number a chunk of {count}; give _num_layers_per_chunk"
+            )
+        sizes = (layers // count,) * count
+    elif isinstance(layers_per_chunk, int):
+        sizes = (layers_per_chunk,) * count
+    else:
+        sizes = tuple(layers_per_chunk)
+    if len(sizes) != count or sum(sizes) != layers:
+        raise ValueError(
+            f"_num_layers_per_chunk={list(sizes)} is not for {count} chunks of {layers} modules altogether"
+        )
+    if len(whole) < len(order) and set(sizes) != {1}:
+        raise ValueError(
+            "weight gradients in _order need _num_layers_per_chunk of 1; record them with their backward"
+        )
+    return Chunks(sizes, forwards[0])
+
+
+def ordered_steps(order: Sequence[float], chunks: Chunks) -> list[Step]:
+    """The steps of an order; ValueError where a backward comes before its forward."""
+    done = {kind: [0] * len(chunks.layers) for kind in Kind}
+    steps: list[Step] = []
+    for entry in order:
+        if entry == int(entry):
+            kind, before = (Kind.FORWARD, None) if entry > 0 else (Kind.BACKWARD, Kind.FORWARD)
+        elif math.ceil(entry) - entry == 0.5:
+            kind, before = Kind.WEIGHT_GRADIENT, Kind.BACKWARD
+        else:
+            raise ValueError(f"_order holds {entry}; a weight gradient of chunk c is -c - 0.5")
+        chunk = int(abs(math.ceil(entry))) - 1
+        microbatch = done[kind][chunk]
+        if before is not None and microbatch >= done[before][chunk]:
+            raise ValueError(
+                f"_order={list(order)}: a {kind.value} of chunk {chunk + 1} has no {before.value} before it; "
+                "give them in the order of a step"
+            )
+        done[kind][chunk] += 1
+        callables = chunks.callables(chunk, microbatch)
+        steps += [Step(kind, i) for i in (callables if kind is Kind.FORWARD else reversed(callables))]
+    return steps

@@ -1,0 +1,111 @@
+"""Rows of statistics on the devices where the tensors are, one for each tensor of each module; read once a step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..primitives.operand import Operand
+from ..primitives.statistics import FIELDS, take_in_statistics
+from .observation_report import TensorReport
+
+_CHUNK = 256  # rows that are allocated at a time
+
+
+@dataclass
+class _Device:
+    """The rows of one device: chunks of them, and how many are taken."""
+
+    chunks: list[Tensor] = field(default_factory=list)
+    taken: int = 0
+
+
+@dataclass
+class _Slot:
+    row: Tensor
+    place: tuple[torch.device, int]
+    format: str | None = None
+    elements: int = 0
+
+
+class ObservedRows:
+    """{(module, tensor): row}, in the order in which a step first saw them."""
+
+    def __init__(self) -> None:
+        self._slots: dict[tuple[str, str], _Slot] = {}
+        self._order: dict[tuple[str, str], None] = {}
+        self._devices: dict[torch.device, _Device] = {}
+
+    def take_in(self, module: str, tensor: str, x: Tensor, operand: Operand | None) -> None:
+        """The statistics of x [M, K], and of its codes, with those that the step has of this tensor."""
+        key = (module, tensor)
+        slot = self._slots.get(key)
+        if slot is None or slot.place[0] != x.device:
+            slot = self._slots[key] = self._new(x.device)
+        self._order.setdefault(key)
+        slot.elements += x.numel()
+        if operand is not None:
+            slot.format = f"{_element(operand)} {operand.format.name}" if operand.format else None
+        with torch.no_grad():
+            take_in_statistics(x, operand, slot.row)
+
+    def read(self) -> tuple[TensorReport, ...]:
+        """What the step has recorded; the host waits for the devices here, and nowhere else."""
+        held = {
+            device: torch.cat(rows.chunks).tolist() for device, rows in self._devices.items() if rows.chunks
+        }
+        reports = []
+        for module, tensor in self._order:
+            slot = self._slots[module, tensor]
+            device, number = slot.place
+            reports.append(_report(module, tensor, slot, held[device][number]))
+        return tuple(reports)
+
+    def clear(self) -> None:
+        """Begin a step."""
+        self._order.clear()
+        for rows in self._devices.values():
+            for chunk in rows.chunks:
+                chunk.zero_()
+        for slot in self._slots.values():
+            slot.elements, slot.format = 0, None
+
+    def _new(self, device: torch.device) -> _Slot:
+        rows = self._devices.setdefault(device, _Device())
+        number = rows.taken
+        if number % _CHUNK == 0:
+            with torch.inference_mode(False):
+                rows.chunks.append(torch.zeros(_CHUNK, len(FIELDS), dtype=torch.float64, device=device))
+        rows.taken += 1
+        return _Slot(rows.chunks[-1][number % _CHUNK], (device, number))
+
+
+def _element(operand: Operand) -> str:
+    if operand.codes.dtype == torch.uint8:
+        return "e2m1"
+    return str(operand.codes.dtype).removeprefix("torch.float8_").removesuffix("fn")
+
+
+def _report(module: str, tensor: str, slot: _Slot, row: list[float]) -> TensorReport:
+    values = dict(zip(FIELDS, row, strict=True))
+    elements = max(1, slot.elements)
+    return TensorReport(
+        module,
+        tensor,
+        slot.format,
+        slot.elements,
+        values["maximum"],
+        values["underflow"] / elements,
+        values["saturation"] / elements,
+        None if slot.format is None else _decibel(values["signal"], values["noise"]),
+        int(values["nonfinite"]),
+    )
+
+
+def _decibel(signal: float, noise: float) -> float:
+    if noise == 0.0:
+        return math.inf
+    return 10.0 * math.log10(signal / noise) if signal > 0.0 else -math.inf

@@ -1,0 +1,136 @@
+"""Which saved tensors stay where they are, and from which moment the others may be copied.
+
+Three marks are attributes of a tensor, which a saved tensor keeps on its way through autograd:
+
+    _TE_do_not_offload    parameters, and what was made of them
+    start_reload_event    the moment from which its values are whole
+    offload_base_tensor   copy all that this is a view of, once for all its views; views with gaps do without
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...common.checks import described, switch
+from ..primitives.operand import Operand
+from ..tensor.quantized_tensor import QuantizedTensorStorage
+from ..tensor.quantizer import Matrix
+
+# Fewer elements take longer to schedule than their memory is worth.
+SMALLEST = 256 * 1024
+STAYS, READY, BY_BASE = "_TE_do_not_offload", "start_reload_event", "offload_base_tensor"
+
+
+class _Active:
+    """The synchronizer of the context that is open; None outside of all."""
+
+    synchronizer: Any = None
+
+
+active = _Active()
+
+
+def is_cpu_offload_enabled() -> bool:
+    """Is a context of `get_cpu_offload_context` open round the caller?"""
+    return active.synchronizer is not None
+
+
+def mark_not_offload(*tensors: Tensor | QuantizedTensorStorage | None) -> None:
+    """Keep these tensors on the device, also where a layer saves them inside of an offloading context."""
+    for part in _parts(tensors):
+        setattr(part, STAYS, True)
+
+
+def keep_weight(weight: Operand | Matrix | Tensor | None) -> None:
+    """What a layer saves of its weight stays on the device: it is there anyway, or made anew in every step."""
+    if isinstance(weight, Operand):
+        weight = weight.codes
+    elif isinstance(weight, Matrix):
+        weight = weight.values
+    if isinstance(weight, Tensor):
+        setattr(weight, STAYS, True)
+
+
+def mark_activation_offload(*tensors: Tensor | QuantizedTensorStorage | None, offload: bool = True) -> None:
+    """Accepted for its callers: every saved activation is offloaded; offload=False marks what is none."""
+    switch("offload", offload)
+    if not offload:
+        mark_not_offload(*tensors)
+
+
+def start_offload(
+    *tensors: Tensor | QuantizedTensorStorage | None, offload_base_tensor: bool = False
+) -> None:
+    """From here on these tensors may be copied: whoever is called later does not change them.
+
+    offload_base_tensor   of a view, copy all that it is a view of, once for all its views
+    """
+    switch("offload_base_tensor", offload_base_tensor)
+    synchronizer = active.synchronizer
+    if synchronizer is None:
+        return
+    for part in _parts(tensors):
+        if synchronizer.link.takes(part):
+            setattr(part, READY, synchronizer.link.mark())
+            if offload_base_tensor and part._base is not None:
+                setattr(part, BY_BASE, True)
+
+
+def moves(values: Tensor) -> bool:
+    """Is a tensor, on a device that copies begin at, worth moving, and an activation?"""
+    return not (
+        values.numel() < SMALLEST
+        or isinstance(values, torch.nn.Parameter)
+        or isinstance(values._base, torch.nn.Parameter)
+        or getattr(values, STAYS, False)
+        or isinstance(values, torch._subclasses.FakeTensor)
+    )
+
+
+def whole_of(values: Tensor) -> Tensor | None:
+    """The stretch of memory [n] that is copied for values: theirs, or that of what they are a view of.
+
+    A view with gaps keeps all of its base alive, so that base is what has to go. None: values with gaps of their own.
+    """
+    base = values._base
+    if base is not None and (getattr(values, BY_BASE, False) or not _is_dense(values)):
+        values = base
+    if _is_dense(values):
+        return values.detach().as_strided((values.numel(),), (1,), values.storage_offset())
+    warnings.warn(
+        f"a saved tensor {list(values.shape)} with strides {values.stride()} stays on the GPU: its memory has gaps; "
+        "save a contiguous one",
+        stacklevel=2,
+    )
+    return None
+
+
+def _is_dense(values: Tensor) -> bool:
+    """Do the values fill one stretch of memory, in whatever order of their dimensions?"""
+    if values.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted((d, n) for d, n in zip(values.stride(), values.shape, strict=True) if n > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _parts(tensors: tuple[Any, ...]) -> list[Tensor]:
+    """The plain tensors of tensors and quantized ones."""
+    parts: list[Tensor] = []
+    for given in tensors:
+        if given is None:
+            continue
+        if isinstance(given, QuantizedTensorStorage):
+            parts += [part for part in given.as_storage().flatten()[0] if part is not None]
+        if isinstance(given, Tensor):
+            parts.append(given)
+        elif not isinstance(given, QuantizedTensorStorage):
+            raise TypeError(f"{described(given)} is no tensor; give tensors or quantized tensors")
+    return parts

@@ -1,0 +1,200 @@
+"""When each layer's saved tensors leave the device and come back.
+
+`DefaultOffloadSynchronizer` of n layers, of which the first k are offloaded: layer i
+
+    begins to be copied    when the forward of layer i + 1 begins
+    leaves the device      when the forward of layer n - k + i begins
+    begins to come back    when the backward of layer n - 1 - k + i begins
+    is forgotten           when the backward of the layer before it begins
+
+so that saved tensors of at most n - k layers are on the device at any time. With n = 4, k = 2:
+
+    forward of      0    1         2                 3
+    copied               0 ->      1 -> (0 leaves)   (1 leaves)
+    backward of     3    2         1                 0
+    copied back          ..        0 <-              (1 <- began with that of 2)
+
+A `ManualOffloadSynchronizer` copies when it is told to.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...common.checks import switch, whole
+from .layer_state import NOT_OFFLOADED, OFFLOAD_FINISHED, OFFLOAD_STARTED, OffloadableLayerState
+from .link import CudaLink, Link, NoLink
+
+
+class Pushed(NamedTuple):
+    """What autograd keeps in place of a saved tensor."""
+
+    layer: int
+    generation: int
+    value: Any
+
+
+class OffloadSynchronizer:
+    """The saved tensors of num_layers layers, each called once a step, in the same order every time."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        retain_pinned_cpu_buffers: bool = False,
+        offload_stream: Any = None,
+        *,
+        link: Link | None = None,
+    ):
+        whole("num_layers", num_layers)
+        switch("retain_pinned_cpu_buffers", retain_pinned_cpu_buffers)
+        if link is None:
+            link = CudaLink(offload_stream) if torch.cuda.is_available() else NoLink()
+        self.link = link
+        self.offload_stream = getattr(link, "stream", offload_stream)
+        self.num_layers = num_layers
+        self.layer_states = {
+            layer: OffloadableLayerState(self.offload_stream, retain_pinned_cpu_buffers, link=link)
+            for layer in range(num_layers)
+        }
+        self.num_of_fwds: int | None = None
+        self.current_layer_id = 0
+        self.previous_bwd_layer_id: int | None = None
+
+    def fwd_step(self) -> int:
+        """The next layer's forward begins; returns its number. After the last comes the first, of a new step."""
+        if self.num_of_fwds is None or self.num_of_fwds == self.num_layers - 1:
+            self._forget_all()
+            self.num_of_fwds = 0
+        else:
+            self.num_of_fwds += 1
+        self.current_layer_id = self.num_of_fwds
+        return self.current_layer_id
+
+    def bwd_step(self, layer_num: int) -> None:
+        """The backward of a layer begins: that of the one after it, if it has run, is over."""
+        self._forget_previous()
+        self.previous_bwd_layer_id = self.current_layer_id = layer_num
+
+    def finish_part_of_bwd(self) -> None:
+        """The backward pass is over, and so is that of its last layer."""
+        self._forget_previous()
+        self.previous_bwd_layer_id = None
+
+    def push_tensor(self, tensor: Tensor) -> Any:
+        """What autograd keeps for a tensor that the present layer saves."""
+        state = self.layer_states[self.current_layer_id]
+        pushed = state.push_tensor(tensor)
+        return tensor if pushed is tensor else Pushed(self.current_layer_id, state.generation, pushed)
+
+    def pop_tensor(self, pushed: Any) -> Tensor:
+        """The tensor again. RuntimeError where a later forward of the layer has taken its place."""
+        if isinstance(pushed, Tensor):
+            return pushed
+        state = self.layer_states[pushed.layer]
+        if state.generation != pushed.generation:
+            raise RuntimeError(
+                f"the saved tensors of layer {pushed.layer} are gone: its forward has run again, or its backward has "
+                "run before; run one backward after each forward of the offloaded layers, without retain_graph=True"
+            )
+        if state.state == OFFLOAD_FINISHED:  # a backward in another order than the forward's
+            state.start_reload()
+        return state.pop_tensor(pushed.value)
+
+    def get_offloaded_total_size_mb(self) -> float:
+        """MiB of all layers in host memory."""
+        return sum(state.get_offloaded_total_size_mb() for state in self.layer_states.values())
+
+    def _forget_previous(self) -> None:
+        if self.previous_bwd_layer_id is not None:
+            self.layer_states[self.previous_bwd_layer_id].release_all_memory()
+
+    def _forget_all(self) -> None:
+        """What a step without a backward has left, too."""
+        self.previous_bwd_layer_id = None
+        for state in self.layer_states.values():
+            state.release_all_memory()
+
+
+class DefaultOffloadSynchronizer(OffloadSynchronizer):
+    """Layers 0 .. num_offloaded_layers - 1 wait on the host, by the times at the top of this file."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_offloaded_layers: int | None = None,
+        retain_pinned_cpu_buffers: bool = False,
+        offload_stream: Any = None,
+        *,
+        link: Link | None = None,
+    ):
+        super().__init__(num_layers, retain_pinned_cpu_buffers, offload_stream, link=link)
+        offloaded = num_layers - 1 if num_offloaded_layers is None else num_offloaded_layers
+        whole("num_offloaded_layers", offloaded, 0)
+        if offloaded > max(num_layers - 1, 0):
+            raise ValueError(
+                f"num_offloaded_layers={offloaded} > {num_layers - 1}: the backward begins with the last of "
+                f"{num_layers} layers, which stays; offload fewer"
+            )
+        self.num_offloaded_layers = offloaded
+        # {the layer whose forward, or backward, begins: the layer to which something is done then}
+        self.offload_layer_map = {layer + 1: layer for layer in range(offloaded)}
+        self.finish_offload_map = {num_layers - offloaded + layer: layer for layer in range(offloaded)}
+        self.start_reload_map = {num_layers - 1 - offloaded + layer: layer for layer in range(offloaded)}
+
+    def fwd_step(self) -> int:
+        layer = super().fwd_step()
+        begun = self.offload_layer_map.get(layer)
+        if begun is not None:
+            self.layer_states[begun].start_offload()
+        left = self.finish_offload_map.get(layer)
+        if left is not None:
+            self.layer_states[left].release_activation_forward_gpu_memory()
+        return layer
+
+    def bwd_step(self, layer_num: int) -> None:
+        super().bwd_step(layer_num)
+        back = self.start_reload_map.get(layer_num)
+        if back is None:
+            return
+        state = self.layer_states[back]
+        if state.state == OFFLOAD_STARTED:  # a forward that ended before its last layer
+            state.release_activation_forward_gpu_memory()
+        if state.state == OFFLOAD_FINISHED:
+            state.start_reload()
+
+    def push_tensor(self, tensor: Tensor) -> Any:
+        if self.current_layer_id >= self.num_offloaded_layers:
+            return tensor
+        return super().push_tensor(tensor)
+
+
+class ManualOffloadSynchronizer(OffloadSynchronizer):
+    """A layer is offloaded by its caller's calls, or not at all."""
+
+    def start_offload_layer(self, layer_id: int) -> None:
+        """Begin to copy a layer's saved tensors to the host, after its forward."""
+        self._state(layer_id, "start_offload_layer", NOT_OFFLOADED).start_offload()
+
+    def release_activation_forward_gpu_memory(self, layer_id: int) -> None:
+        """Let the computation wait for those copies, and free the layer's memory on the device."""
+        state = self._state(layer_id, "release_activation_forward_gpu_memory", OFFLOAD_STARTED)
+        state.release_activation_forward_gpu_memory()
+
+    def start_reload_layer(self, layer_id: int) -> None:
+        """Begin to copy the layer's tensors back, before its backward."""
+        self._state(layer_id, "start_reload_layer", OFFLOAD_FINISHED).start_reload()
+
+    def _state(self, layer: Any, step: str, needed: str) -> OffloadableLayerState:
+        whole("layer_id", layer, 0)
+        if layer >= self.num_layers:
+            raise ValueError(f"layer_id={layer}; there are layers 0 to {self.num_layers - 1}")
+        state = self.layer_states[layer]
+        if state.state != needed:
+            raise RuntimeError(
+                f"Invalid state: {step}({layer}) finds the layer {state.state}, not {needed}; call "
+                "start_offload_layer, release_activation_forward_gpu_memory and start_reload_layer in this order"
+            )
+        return state

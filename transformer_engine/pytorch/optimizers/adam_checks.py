@@ -1,0 +1,78 @@
+"""What FusedAdam refuses, each by its value and the remedy; RuntimeError where the original raises it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...common.checks import described
+from ..tensor.float8_tensor import Float8Quantizer
+from ..tensor.quantized_tensor import QuantizedTensor
+from .local import local_of
+
+_PLAIN = (torch.float32, torch.float16, torch.bfloat16)
+_MASTERS = (torch.float32, torch.float16)
+_MOMENTS = (torch.float32, torch.float16, torch.bfloat16, torch.uint8)
+
+
+def check_dtypes(master_weights: bool, master: Any, first: Any, second: Any) -> None:
+    """RuntimeError for dtypes that no state is kept in."""
+    if master_weights and master not in _MASTERS:
+        raise RuntimeError(f"master_weight_dtype={described(master)}; give torch.float32 or torch.float16")
+    for name, dtype in (("exp_avg_dtype", first), ("exp_avg_sq_dtype", second)):
+        if dtype not in _MOMENTS:
+            raise RuntimeError(
+                f"{name}={described(dtype)}; give torch.float32, torch.float16, torch.bfloat16 or torch.uint8 (FP8)"
+            )
+
+
+def check_capturable(
+    master_weights: bool, master: torch.dtype, first: torch.dtype, second: torch.dtype, remainders: bool
+) -> None:
+    """RuntimeError for states that a captured step cannot keep."""
+    if master_weights and master != torch.float32:
+        raise RuntimeError(f"capturable=True with master_weight_dtype={master}; give torch.float32")
+    if first != second or first not in (torch.float32, torch.bfloat16):
+        raise RuntimeError(
+            f"capturable=True with exp_avg_dtype={first} and exp_avg_sq_dtype={second}; give torch.float32 for both, "
+            "or torch.bfloat16"
+        )
+    if remainders:
+        raise RuntimeError("capturable=True keeps no remainders; say store_param_remainders=False")
+
+
+def check_numbers(defaults: dict[str, Any]) -> None:
+    """ValueError for a number that no step can be made with."""
+    for name in ("lr", "eps", "weight_decay"):
+        value = defaults[name]
+        if not isinstance(value, Tensor) and not value >= 0.0:
+            raise ValueError(f"{name}={value} is below 0; give a number of at least 0")
+    if len(defaults["betas"]) != 2 or not all(0.0 <= beta < 1.0 for beta in defaults["betas"]):
+        raise ValueError(f"betas={described(defaults['betas'])} are not two numbers in 0 .. 1; give such")
+
+
+def check_parameter(parameter: Tensor, grad: Tensor, master_weights: bool, capturable: bool) -> None:
+    """RuntimeError or ValueError for a parameter that cannot be stepped with this gradient."""
+    local, local_grad = local_of(parameter), local_of(grad)
+    if isinstance(local, QuantizedTensor):
+        delayed = isinstance(getattr(local, "_quantizer", None), Float8Quantizer)
+        if not master_weights and not delayed:
+            raise RuntimeError(
+                f"a {type(local).__name__} cannot be stepped without masters; say FusedAdam(master_weights=True)"
+            )
+        if capturable:
+            raise RuntimeError("capturable=True takes no quantized parameters; say capturable=False")
+    elif local.dtype not in _PLAIN:
+        raise RuntimeError(f"a parameter is {local.dtype}; give float32, float16 or bfloat16 ones")
+    if (parameter is local) != (grad is local_grad):
+        raise AssertionError("of a parameter and its gradient one is a DTensor; both have to be, or neither")
+    if local_grad.device != local.device:
+        raise ValueError(
+            f"a parameter is on {local.device}, its gradient on {local_grad.device}; move one of them"
+        )
+    if local_grad.shape != local.shape:
+        raise ValueError(
+            f"a parameter is {list(local.shape)}, its gradient {list(local_grad.shape)}; give both one shape"
+        )

@@ -1,0 +1,53 @@
+"""multi_tensor_applier(op, noop_flag, tensor_lists, *args) = op(chunk_size, noop_flag, tensor_lists, *args)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...common.checks import whole
+from .local import local_of
+
+__all__ = ["MultiTensorApply", "multi_tensor_applier"]
+
+_PLAIN = {Tensor, torch.nn.Parameter}
+
+
+class MultiTensorApply:
+    """Calls an operation on lists with what a rank holds: shards of distributed tensors, and no empty ones."""
+
+    available = True
+    warned = False
+
+    def __init__(self, chunk_size: int):
+        whole("chunk_size", chunk_size)
+        self.chunk_size = chunk_size
+
+    def __call__(
+        self,
+        op: Callable[..., Any],
+        noop_flag_buffer: Tensor,
+        tensor_lists: Sequence[Sequence[Tensor]],
+        *args: Any,
+    ) -> Any:
+        """What op answers; None where no tensor has an element. RuntimeError for lists of different lengths."""
+        lists = [_local(tensors) for tensors in tensor_lists]
+        lengths = [len(tensors) for tensors in lists]
+        if len(set(lengths)) > 1:
+            raise RuntimeError(f"the lists have {lengths} tensors; give lists of one length")
+        if lists and not all(map(Tensor.numel, lists[0])):
+            kept = [place for place, tensor in enumerate(lists[0]) if tensor.numel()]
+            lists = [[tensors[place] for place in kept] for tensors in lists]
+        if not lists or not lists[0]:
+            return None
+        return op(self.chunk_size, noop_flag_buffer, lists, *args)
+
+
+def _local(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    return tensors if set(map(type, tensors)) <= _PLAIN else [local_of(tensor) for tensor in tensors]
+
+
+multi_tensor_applier = MultiTensorApply(2048 * 32)

@@ -1,0 +1,61 @@
+"""A step of Adam on lists that come again and again: what was checked stays so while they are the same tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import is_
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from ...common.steps import Adam
+from ..functions.multi_tensor import checked
+from ..primitives.multi_tensor import adam_step
+
+_VALUES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class RepeatedAdam:
+    """An `op` for `multi_tensor_applier`: (chunk_size, flag, lists, rates, how, skips); skips: heed the flag.
+
+    Of a thousand tensors the host has a microsecond each. Parameters and states that are the very tensors of the last
+    call have their dtypes and extents still. Gradients may have been made anew; those that autograd holds (`.grad`)
+    are on the parameter's device, of its shape, which torch sees to.
+
+    held   the gradients are autograd's, of one dtype, which the caller sees to
+    """
+
+    def __init__(self, held: bool) -> None:
+        self.held = held
+        self.known: list[Sequence[Tensor]] = []
+        self.sizes: tuple[int, ...] = ()
+
+    def __call__(
+        self,
+        chunk_size: int,
+        noop_flag: Tensor,
+        tensor_lists: Sequence[Sequence[Tensor]],
+        rates: Tensor,
+        how: Adam,
+        skips: bool,
+    ) -> None:
+        if not self._are_known(tensor_lists):
+            kinds = [_VALUES] * 4
+            last = (*_VALUES, torch.int16)
+            checked(noop_flag, tensor_lists, *kinds, optional=last)
+            self.known = [list(tensors) for tensors in tensor_lists[1:]]
+            self.sizes = tuple(map(Tensor.numel, tensor_lists[1]))
+        adam_step(tensor_lists, rates, how, noop_flag if skips else None, self.sizes)
+        increment_version(list(tensor_lists[1]))
+
+    def _are_known(self, lists: Sequence[Sequence[Tensor]]) -> bool:
+        grads, *others = lists
+        if len(others) != len(self.known) or len(grads) != len(self.sizes):
+            return False
+        if not all(
+            len(ours) == len(theirs) and all(map(is_, ours, theirs))
+            for ours, theirs in zip(others, self.known, strict=True)
+        ):
+            return False
+        return self.held and all(map(Tensor.is_contiguous, grads))

@@ -1,0 +1,67 @@
+"""What an optimizer keeps of a parameter: float32 numbers in fewer bits, by the dtype that they are kept in.
+
+float32    as they are
+bfloat16   rounded
+float16    x / scale, scale = max|x| / 32752: half of the largest float16, so that a sum of two still fits
+uint8      FP8 (E4M3) codes of x / scale, scale = max|x| / 448
+int16      the lower 16 bits of numbers whose upper 16 are a bfloat16 parameter
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..constants import DType
+from ..primitives.multi_tensor import halves
+from ..tensor.float8_tensor import Float8Quantizer, Float8Tensor
+
+RANGES = {torch.float16: torch.finfo(torch.float16).max / 2.0, torch.uint8: 448.0}
+
+
+def zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
+    """The state of numbers that are all 0, of the shape of a tensor."""
+    if dtype == torch.uint8:
+        one = torch.ones(1, dtype=torch.float32, device=like.device)
+        quantizer = Float8Quantizer(one, torch.zeros_like(one), DType.kFloat8E4M3, columnwise=False)
+        nothing = torch.zeros(like.shape, dtype=torch.float32, device=like.device)
+        return Float8Tensor.from_storage(quantizer.encode(nothing, True, False))
+    return torch.zeros(like.shape, dtype=dtype, device=like.device)
+
+
+def unscaled(state: Tensor, scale: Tensor | None) -> Tensor:
+    """The numbers of a state: the state itself where it is float32, or int16."""
+    if isinstance(state, Float8Tensor):
+        return state.dequantize(dtype=torch.float32)
+    if state.dtype in (torch.float32, torch.int16):
+        return state
+    values = state.to(torch.float32)
+    return values if scale is None else values * scale
+
+
+def scale_of(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """float32 [1] = max|values| / the range of the dtype."""
+    largest = values.abs().amax() if values.numel() else values.new_zeros(())
+    return (largest.to(torch.float32) / RANGES[dtype]).view(1)
+
+
+def store(values: Tensor, state: Tensor, scale: Tensor | None) -> None:
+    """Write float32 numbers into a state; scale receives theirs."""
+    if scale is None:
+        state.copy_(values)
+        return
+    scale.copy_(scale_of(values, torch.uint8 if isinstance(state, Float8Tensor) else state.dtype))
+    inverse = torch.where(scale == 0, 0.0, 1.0 / scale)
+    if isinstance(state, Float8Tensor):
+        quantizer, of_codes = state._quantizer, state._scale_inv
+        assert isinstance(quantizer, Float8Quantizer) and of_codes is not None
+        quantizer.scale.copy_(inverse)
+        state.quantize_(values)
+        of_codes.copy_(scale)  # of zeros 0: the inverse of 0 would make NaN of their codes
+    else:
+        state.copy_(values * inverse)
+
+
+def remainders(values: Tensor) -> Tensor:
+    """int16: the lower halves of float32 numbers."""
+    return halves(values)[1]

@@ -1,0 +1,68 @@
+"""Cross entropy and its gradient in float32 torch operations, on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....common.dispatch import Backend
+from ....common.labels import Labels
+from .request import CrossEntropyRequest
+
+
+def bind(request: CrossEntropyRequest) -> Callable[..., Any]:
+    """(x, targets) -> partials; (partials, targets) -> (loss, statistics); or (x, targets, statistics, factor) -> dx"""
+    labels, in_place = request.labels, request.in_place
+    if request.operation == "statistics":
+        return lambda x, targets: statistics(x, targets, labels)
+    if request.operation == "losses":
+        return lambda partials, targets: losses(partials, targets, labels)
+    return lambda x, targets, of_rows, factor: gradient(x, targets, of_rows, factor, labels, in_place)
+
+
+def statistics(x: Tensor, targets: Tensor, labels: Labels) -> Tensor:
+    """[1, rows, 4]: max, sum(exp(x - max)), x[target] or -inf where another rank holds it, sum(x)"""
+    values = x.to(torch.float32)
+    greatest = values.amax(1)
+    base = torch.where(greatest == -torch.inf, 0.0, greatest)
+    total = torch.exp(values - base[:, None]).sum(1)
+    place = targets - labels.first
+    mine = (place >= 0) & (place < x.shape[1])
+    chosen = values.gather(1, torch.where(mine, place, 0)[:, None])[:, 0]
+    chosen = torch.where(mine, chosen, -torch.inf)
+    return torch.stack((greatest, total, chosen, values.sum(1)), dim=1)[None]
+
+
+def losses(partials: Tensor, targets: Tensor, labels: Labels) -> tuple[Tensor, Tensor]:
+    """(loss [rows], statistics [rows, 2]) of partials [strips, rows, 4]"""
+    greatest, total, chosen, plain = partials.unbind(2)
+    highest = greatest.amax(0)
+    base = torch.where(highest == -torch.inf, 0.0, highest)
+    together = (total * torch.exp(greatest - base)).sum(0)
+    logarithm = torch.log(together)
+    loss = (highest - chosen.amax(0)) + logarithm
+    if labels.smoothing:
+        spread = (highest - plain.sum(0) / labels.total) + logarithm
+        loss = (1.0 - labels.smoothing) * loss + labels.smoothing * spread
+    loss = torch.where(targets == labels.ignored, 0.0, loss)
+    return loss, torch.stack((highest, together), dim=1)
+
+
+def gradient(
+    x: Tensor, targets: Tensor, statistics: Tensor, factor: Tensor, labels: Labels, in_place: bool
+) -> Tensor:
+    """dx [rows, width] in x's dtype; in_place: in x itself, which is returned"""
+    greatest, total = statistics[:, :1], statistics[:, 1:]
+    probability = torch.exp(x.to(torch.float32) - greatest) / total
+    column = torch.arange(x.shape[1], device=x.device)
+    one_hot = (column == (targets - labels.first)[:, None]).to(torch.float32)
+    wanted = (1.0 - labels.smoothing) * one_hot + labels.smoothing / labels.total
+    result = (probability - wanted) * factor[:, None]
+    result = torch.where((targets == labels.ignored)[:, None], 0.0, result)
+    return x.copy_(result) if in_place else result.to(x.dtype)
+
+
+BACKEND: Backend[CrossEntropyRequest] = Backend("reference", bind=bind)

@@ -1,0 +1,47 @@
+"""Cross entropy on GPUs: logits read once for the loss, read and written once for the gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from ....common.dispatch import Backend
+from ...runtime.launching import DTYPE_NAMES, refuses_elementwise, run
+from .request import CrossEntropyRequest
+
+_LIMIT = 1 << 30  # rows and columns are numbered in 32 bits
+
+
+def refuses(request: CrossEntropyRequest) -> str | None:
+    if max(request.rows, request.width) >= _LIMIT:
+        return f"{request.rows} rows of {request.width} columns reach {_LIMIT}"
+    if 0 in (request.rows, request.width):
+        return "there are no logits"
+    return refuses_elementwise(request.device, request.dtype)
+
+
+def bind(request: CrossEntropyRequest) -> Callable[..., Any]:
+    """What `reference.bind` answers, on the same tensors."""
+    from ....common.kernels import cross_entropy as kernels  # it imports triton
+
+    rows, width = request.rows, request.width
+    labels = request.labels
+    if request.operation == "statistics":
+        statistics = kernels.statistics(rows, width, request.strips, labels)
+        return lambda x, targets: run(statistics, (x, targets))[0]
+    if request.operation == "losses":
+        losses = kernels.losses(rows, request.strips, labels)
+        return lambda partials, targets: tuple(run(losses, (partials, targets)))
+    dtype, in_place = DTYPE_NAMES[request.dtype], request.in_place
+    launch = kernels.gradient(rows, width, labels, dtype, request.per_row, in_place)
+
+    def gradient(x: Tensor, targets: Tensor, statistics: Tensor, factor: Tensor) -> Tensor:
+        (dx,) = run(launch, (x, targets, statistics, factor))
+        return x if in_place else dx
+
+    return gradient
+
+
+BACKEND: Backend[CrossEntropyRequest] = Backend("triton", refuses=refuses, bind=bind, opaque=True)

@@ -1,0 +1,120 @@
+"""Operations on lists of tensors in float32 torch operations, tensor after tensor, on any device.
+
+They read no number of the device, so that a step can be captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....common.dispatch import Backend
+from ....common.steps import Adam, Sgd
+from .request import MultiTensorRequest
+
+Lists = Sequence[Sequence[Tensor]]
+
+
+def bind(request: MultiTensorRequest) -> Callable[..., Any]:
+    """(lists, factor, flag) for "scale", (lists, factor) -> sums, or (lists, rates, flag) for a step"""
+    how = request.how
+    if request.operation == "scale":
+        return lambda lists, sizes, factor, flag: scale(lists, factor, flag)
+    if request.operation == "squares":
+        return lambda lists, sizes, factor: squares(lists[0], factor)
+    if isinstance(how, Sgd):
+        return lambda lists, sizes, rates, flag: sgd(lists, rates, flag, how)
+    assert isinstance(how, Adam)
+    return lambda lists, sizes, rates, flag: adam(lists, rates, flag, how)
+
+
+def scale(lists: Lists, factor: Tensor, flag: Tensor) -> None:
+    """lists[1][i] = lists[0][i] * factor; the flag becomes 1 where an input is not finite."""
+    for x, y in zip(*lists, strict=True):
+        values = x.to(torch.float32)
+        flag.masked_fill_(~torch.isfinite(values).all(), 1)
+        y.copy_(values * factor)
+
+
+def squares(tensors: Sequence[Tensor], factor: Tensor | None) -> Tensor:
+    """float32 [n]: the sum of (x * factor)^2 of each tensor"""
+    sums = []
+    for x in tensors:
+        values = x.to(torch.float32) if factor is None else x.to(torch.float32) * factor
+        sums.append(values.square().sum())
+    return torch.stack(sums)
+
+
+def adam(lists: Lists, rates: Tensor, flag: Tensor | None, how: Adam) -> None:
+    """m = b1 m + (1 - b1) g, v = b2 v + (1 - b2) g^2, p -= lr (m / c1 / (sqrt(v / c2) + eps) + decay p)
+
+    rates   lr, b1, 1 - b1, b2, 1 - b2, eps, decay, c1, c2, what a gradient is multiplied by
+    """
+    lr, keeps_first, takes_first, keeps_second, takes_second, epsilon, decay, *rest = rates.unbind()
+    first_bias, second_bias, factor = rest
+    for grad, parameter, first, second, *master in zip(*lists, strict=True):
+        halved = bool(master) and master[0].dtype == torch.int16
+        p = joined(parameter, master[0]) if halved else (master[0] if master else parameter).to(torch.float32)
+        g = grad.to(torch.float32) * factor
+        if not how.decoupled:
+            g = g + decay * p
+        m = keeps_first * first.to(torch.float32) + takes_first * g
+        v = keeps_second * second.to(torch.float32) + takes_second * (g * g)
+        update = (m / first_bias) / ((v / second_bias).sqrt() + epsilon)
+        if how.decoupled:
+            update = update + decay * p
+        p = p - lr * update
+        _write([(first, m), (second, v)], flag)
+        if halved:
+            upper, lower = halves(p)
+            _write([(parameter, upper), (master[0], lower)], flag)
+        else:
+            _write([(target, p) for target in (parameter, *master)], flag)
+
+
+def sgd(lists: Lists, rates: Tensor, flag: Tensor, how: Sgd) -> None:
+    """g = scale g (+ decay p), m = momentum m + (1 - dampening) g, p -= lr (nesterov: g + momentum m, else m)
+
+    rates   decay, momentum, 1 - dampening, lr, scale
+    """
+    decay, momentum, takes, lr, factor = rates.unbind()
+    for grad, parameter, moment, *copy in zip(*lists, strict=True):
+        p = parameter.to(torch.float32)
+        g = grad.to(torch.float32) * factor
+        if not how.late:
+            g = g + decay * p
+        if how.momentum:
+            m = g if how.first else momentum * moment.to(torch.float32) + takes * g
+            _write([(moment, m)], flag)
+            g = g + momentum * m if how.nesterov else m
+        if how.late:
+            g = g + decay * p
+        p = p - lr * g
+        _write([(target, p) for target in (parameter, *copy)], flag)
+
+
+def joined(upper: Tensor, lower: Tensor) -> Tensor:
+    """float32 of a bfloat16 that was rounded half up from it, and of its lower 16 bits, int16."""
+    low = lower.to(torch.int32)
+    high = upper.contiguous().view(torch.int16).to(torch.int32) - (low < 0).to(torch.int32)
+    return ((high << 16) | (low & 0xFFFF)).view(torch.float32)
+
+
+def halves(values: Tensor) -> tuple[Tensor, Tensor]:
+    """(bfloat16, rounded half up on the bits, and the lower 16 bits as int16) of float32 values."""
+    bits = values.contiguous().view(torch.int32)
+    low = (bits << 16) >> 16
+    high = (bits >> 16) + (low < 0).to(torch.int32)
+    return high.to(torch.int16).view(torch.bfloat16), low.to(torch.int16)
+
+
+def _write(pairs: Sequence[tuple[Tensor, Tensor]], flag: Tensor | None) -> None:
+    """target = value, unless the flag is set."""
+    for target, value in pairs:
+        target.copy_(value if flag is None else torch.where(flag == 0, value.to(target.dtype), target))
+
+
+BACKEND: Backend[MultiTensorRequest] = Backend("reference", bind=bind)

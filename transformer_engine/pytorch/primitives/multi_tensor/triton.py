@@ -1,0 +1,76 @@
+"""Operations on lists of tensors on GPUs: one launch for all elements of all tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ....common.dispatch import Backend
+from ....common.memory import Memory
+from ....common.steps import Adam, Sgd
+from ...runtime.launching import DTYPE_NAMES, refuses_elementwise, run
+from . import reference
+from .addresses import chunks_of
+from .request import MultiTensorRequest
+
+if TYPE_CHECKING:
+    from ....common.kernels.launch import Launch
+
+_NAMES = {**DTYPE_NAMES, torch.int16: "int16"}
+_REMEMBERED = 1 << 10
+
+
+def refuses(request: MultiTensorRequest) -> str | None:
+    whole = (torch.int16,) if request.operation == "adam" else ()
+    return refuses_elementwise(request.device, *[kind for kind in request.kinds if kind not in whole])
+
+
+def bind(request: MultiTensorRequest) -> Callable[..., Any]:
+    """What `reference.bind` answers, on the same lists; sizes: the elements of the i-th tensors."""
+    captured = reference.bind(request)
+    kinds = tuple(_NAMES[kind] for kind in request.kinds)
+    from ....common.kernels.multi_tensor import CHUNK  # it imports triton
+
+    def write(
+        lists: Sequence[Sequence[Tensor]], sizes: tuple[int, ...], numbers: Tensor, flag: Tensor | None
+    ) -> None:
+        chunks = chunks_of(lists, sizes, CHUNK)
+        if chunks is None:
+            captured(lists, sizes, numbers, flag)
+        elif chunks.count:
+            launch = _launches[request.operation, kinds, request.how, chunks.count, chunks.aligned]
+            run(launch, (chunks.table, numbers, flag))
+
+    def squares(lists: Sequence[Sequence[Tensor]], sizes: tuple[int, ...], factor: Tensor | None) -> Tensor:
+        chunks = chunks_of(lists, sizes, CHUNK)
+        if chunks is None:
+            return captured(lists, sizes, factor)
+        if chunks.count == 0:
+            return chunks.each.to(torch.float32)
+        launch = _launches["squares", kinds, None, chunks.count, chunks.aligned]
+        (partials,) = run(launch, (chunks.table, factor))
+        return torch.segment_reduce(partials, "sum", lengths=chunks.each, initial=0.0)
+
+    return squares if request.operation == "squares" else write
+
+
+def _launch(key: tuple[str, tuple[str, ...], Adam | Sgd | None, int, bool]) -> Launch:
+    from ....common.kernels import multi_tensor as kernels  # it imports triton
+
+    operation, kinds, how, chunks, aligned = key
+    if operation == "scale":
+        return kernels.scale(chunks, kinds, aligned)
+    if operation == "squares":
+        return kernels.squares(chunks, kinds[0], aligned)
+    if isinstance(how, Sgd):
+        return kernels.sgd(chunks, kinds, how, aligned)
+    assert how is not None
+    return kernels.adam(chunks, kinds, how, aligned)
+
+
+_launches: Memory[tuple[Any, ...], Launch] = Memory(_launch, _REMEMBERED)
+
+BACKEND: Backend[MultiTensorRequest] = Backend("triton", refuses=refuses, bind=bind)

@@ -1,0 +1,47 @@
+"""kept [6] takes in what quantization did to x [M, K]: max|x|, underflow, saturation, signal, noise, nonfinite.
+
+The maximum is that of finite values; underflow counts values that are not 0 and became 0, saturation those that
+became the largest code and lie more than half a step beyond it; signal and noise are the sums of x^2 and (x - q)^2 over
+finite values.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ....common.dispatch import Table
+from ..operand import Operand
+from . import reference, triton
+from .request import StatisticsRequest
+
+__all__ = ["FIELDS", "TABLE", "StatisticsRequest", "take_in_statistics"]
+
+# As the kernel has them (`common.kernels.statistics`), whose module imports triton.
+FIELDS = ("maximum", "underflow", "saturation", "signal", "noise", "nonfinite")
+
+TABLE: Table[StatisticsRequest] = Table(
+    "statistics", (triton.BACKEND, reference.BACKEND), describe=StatisticsRequest
+)
+
+
+def take_in_statistics(x: Tensor, operand: Operand | None, kept: Tensor) -> None:
+    """kept float64 [6], in place: the larger maximum, and the sums with those of x [M, K].
+
+    operand   x quantized, in the same order of rows; None: it was not, and three of the statistics are 0
+    Nothing is read back from the device.
+    """
+    facts = (x.shape, x.stride(), x.dtype, x.device)
+    if operand is None or operand.format is None:
+        TABLE.bound(facts)(x, None, kept)
+        return
+    scale = operand.scale
+    strides = () if scale is None or operand.format.block is None else scale.stride()
+    TABLE.bound((*facts, operand.format, operand.codes.dtype, operand.codes.stride(), strides))(
+        x, operand, kept
+    )
+
+
+def new_row(device: torch.device) -> Tensor:
+    """Statistics of nothing."""
+    return torch.zeros(len(FIELDS), dtype=torch.float64, device=device)

@@ -1,0 +1,69 @@
+"""The statistics in torch operations: float32 values, float64 sums."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ....common.dispatch import Backend
+from ....common.formats import E2M1
+from ..operand import Operand
+from ..quantize import dequantize
+from ..quantize.e2m1 import decode_e2m1, unpack_fp4
+from .request import StatisticsRequest
+
+_FOUR_BITS = (E2M1.maximum, 2.0**-E2M1.mantissa_bits)  # of two codes in a byte
+
+
+def bind(request: StatisticsRequest) -> Callable[[Tensor, Operand | None, Tensor], None]:
+    """(x, its codes, kept) -> None: kept takes the statistics in."""
+
+    def measure(x: Tensor, operand: Operand | None, kept: Tensor) -> None:
+        values = x.float()
+        finite = values.isfinite()
+        values = torch.where(finite, values, 0.0)
+        signal = values.double().square().sum()
+        none = torch.zeros((), dtype=torch.float64, device=x.device)
+        underflow = saturation = noise = none
+        if operand is not None:
+            codes, quantized = _codes(operand), dequantize(operand._replace(dtype=torch.float32))
+            underflow = ((values != 0) & (codes == 0)).sum()
+            largest, beyond = greatest(operand.codes.dtype)
+            saturation = ((codes.abs() == largest) & (values.abs() > quantized.abs() * beyond)).sum()
+            noise = torch.where(finite, values - quantized, 0.0).double().square().sum()
+        sums = torch.stack([t.double() for t in (underflow, saturation, signal, noise, (~finite).sum())])
+        kept[0] = torch.maximum(kept[0], values.abs().amax().double() if values.numel() else none)
+        kept[1:] += sums
+
+    return measure
+
+
+class Greatest(NamedTuple):
+    """The largest code's magnitude, and how many times it a number has to be to lie half a step beyond."""
+
+    code: float
+    beyond: float
+
+
+def greatest(element: torch.dtype) -> Greatest:
+    """Of the codes that a dtype holds."""
+    if element == torch.uint8:
+        largest, step = _FOUR_BITS
+    else:
+        largest, step = torch.finfo(element).max, torch.finfo(element).eps
+    half_a_step = 2.0 ** math.floor(math.log2(largest)) * step / 2
+    return Greatest(largest, 1 + half_a_step / largest)
+
+
+def _codes(operand: Operand) -> Tensor:
+    """The codes' own values, without scales."""
+    if operand.codes.dtype == torch.uint8:
+        return decode_e2m1(unpack_fp4(operand.codes))
+    return operand.codes.float()
+
+
+BACKEND: Backend[StatisticsRequest] = Backend("reference", bind=bind)

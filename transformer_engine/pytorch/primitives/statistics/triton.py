@@ -1,0 +1,62 @@
+"""The statistics on a GPU: one pass over matrix, codes and scales, and one over its partial results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from ....common.dispatch import Backend
+from ...runtime.launching import perform, refuses_casts
+from ..operand import Operand
+from .reference import greatest
+from .request import StatisticsRequest
+
+_SCALINGS = {"float32": "FLOAT_BLOCKS", "e8m0": "EXPONENT_BLOCKS", "e4m3": "TWO_LEVELS"}
+
+
+def refuses(request: StatisticsRequest) -> str | None:
+    if (reason := refuses_casts(request.device, request.dtype)) is not None:
+        return reason
+    if 0 in request.shape:
+        return f"{list(request.shape)} has no elements"
+    form = request.format
+    if form is not None and form.scale not in _SCALINGS:
+        return f"{form.name} has {form.scale} scales; it reads {', '.join(_SCALINGS)}"
+    return None
+
+
+def bind(request: StatisticsRequest) -> Callable[[Tensor, Operand | None, Tensor], None]:
+    """(x, its codes, kept) -> None: kept takes the statistics in."""
+    from ....common.kernels import statistics as kernels  # it imports triton
+
+    form, codes = request.format, kernels.Codes()
+    if form is not None:
+        assert request.element is not None
+        blocks = form.block is not None
+        codes = kernels.Codes(
+            getattr(kernels, _SCALINGS[form.scale]) if blocks else kernels.ONE_SCALE,
+            form.packing == 2,
+            form.block or (1, 1),
+            *greatest(request.element),
+            (*request.codes, *(request.scales if blocks else (0, 0))),  # pyright: ignore[reportArgumentType]
+        )
+    program = kernels.statistics(request.shape, request.strides, codes)
+    unit = None if form is None else form.unit_amax
+
+    def measure(x: Tensor, operand: Operand | None, kept: Tensor) -> None:
+        if operand is None:
+            perform(program, (x, None, None, None, kept))
+            return
+        second = None if unit is None or operand.amax is None else _one(operand.amax / unit)
+        perform(program, (x, operand.codes, _one(operand.scale), second, kept))
+
+    return measure
+
+
+def _one(scale: Tensor | None) -> Tensor | None:
+    """A number without dimensions as [1]: a kernel wants an address of elements."""
+    return scale if scale is None or scale.dim() else scale.view(1)
+
+
+BACKEND: Backend[StatisticsRequest] = Backend("triton", refuses=refuses, bind=bind)

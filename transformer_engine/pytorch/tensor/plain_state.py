@@ -1,0 +1,94 @@
+"""{name: plain tensor} = plain_state_dict(module): codes and scales under names of their own, for files of tensors.
+
+A quantized parameter `weight` stands under `weight::Float8Tensor.E4M3::_data`, `..::_scale_inv`: the class, the element
+and the attribute. safetensors and the like hold nothing but tensors; the bytes come back as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..constants import DType
+from .quantized_tensor import QuantizedTensor
+
+_BETWEEN = "::"
+
+
+def plain_state_dict(module: nn.Module) -> dict[str, Tensor]:
+    """module.state_dict() with the payload of every quantized tensor in its place.
+
+    As libraries of files want it: row after row, and no two in the same memory. Nothing else is copied.
+    """
+    plain: dict[str, Tensor] = {}
+    for name, value in module.state_dict().items():
+        if isinstance(value, QuantizedTensor):
+            told: set[int] = set()
+            for part, held in _parts(value).items():
+                shared = held.data_ptr() in told
+                told.add(held.data_ptr())
+                plain[_BETWEEN.join((name, _kind(value), part))] = (
+                    held.clone() if shared else held.contiguous()
+                )
+        else:
+            plain[name] = value
+    return plain
+
+
+def load_plain_state_dict(module: nn.Module, tensors: Mapping[str, Tensor], strict: bool = True) -> Any:
+    """module.load_state_dict of what `plain_state_dict` made. Plain values are quantized where the module is.
+
+    ValueError, and nothing is loaded, for codes of another kind than the module's parameter, or for parts of them.
+    """
+    own = module.state_dict()
+    state: dict[str, Any] = {}
+    payloads: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        name, *rest = key.split(_BETWEEN)
+        if rest:
+            payloads.setdefault(name, {})[_BETWEEN.join(rest)] = tensor
+        else:
+            state[name] = tensor
+    for name, payload in payloads.items():
+        state[name] = _together(name, own.get(name), payload)
+    return module.load_state_dict(state, strict=strict)
+
+
+def _kind(tensor: QuantizedTensor) -> str:
+    """The class and the element of the codes, which their bytes do not tell."""
+    constants = (getattr(tensor, name) for name in tensor.CONSTANTS)
+    return ".".join((type(tensor).__name__, *(value.name for value in constants if isinstance(value, DType))))
+
+
+def _parts(tensor: QuantizedTensor) -> dict[str, Tensor]:
+    parts = {part: getattr(tensor, part) for part in tensor.TENSORS}
+    return {part: held for part, held in parts.items() if held is not None}
+
+
+def _together(name: str, own: Any, payload: dict[str, Tensor]) -> Any:
+    """A tensor of own's kind around a payload."""
+    kinds = sorted({key.partition(_BETWEEN)[0] for key in payload})
+    wanted = _kind(own) if isinstance(own, QuantizedTensor) else "plain"
+    if kinds != [wanted]:
+        raise ValueError(
+            f"{name} is stored in codes of {', '.join(kinds)}, the module's is {wanted}; make the module under "
+            "quantized_model_init with the recipe that it was saved under"
+        )
+    given = {key.partition(_BETWEEN)[2]: tensor for key, tensor in payload.items()}
+    parts = _parts(own)
+    for part, held in parts.items():
+        found = given.get(part)
+        if found is None or found.shape != held.shape or found.dtype != held.dtype:
+            described = "missing" if found is None else f"{found.dtype} {list(found.shape)}"
+            raise ValueError(
+                f"{name}: {part} is {described}, the module's is {held.dtype} {list(held.shape)}; save the "
+                "module again with the directions that this one has"
+            )
+    made = own.detach().clone()
+    with torch.no_grad():
+        for part in parts:
+            getattr(made, part).copy_(given[part])
+    return made
