@@ -204,9 +204,13 @@ PAIRS = {
         "zero_centered_gamma": True, "low_rank_adaptation_scope": "exclude_mlp", "low_rank_adaptation_dim": 2,
     },
 }  # fmt: skip
+QUICK = (
+    "encoder-rms-gated", "encoder-bias-zero-centred", "encoder-padding", "encoder-rope-halves", "encoder-window-sink",
+    "encoder-low-rank", "decoder-all",
+)  # fmt: skip
 LAYERS = [
-    *(pytest.param(fields, id=name) for name, fields in CONFIGURATIONS.items()),
-    *(pytest.param(fields, id=name, marks=pytest.mark.slow) for name, fields in PAIRS.items()),
+    pytest.param(fields, id=name, marks=[] if name in QUICK else pytest.mark.slow)
+    for name, fields in (CONFIGURATIONS | PAIRS).items()
 ]
 
 
@@ -298,9 +302,9 @@ def test_fused_kernels_are_drawn_part_by_part():
     ("name", "settings", "tolerance"),
     [
         ("encoder-gqa", recipe.DelayedScaling(amax_history_len=4), 0.2),
-        ("encoder-rms-gated", recipe.Float8CurrentScaling(), 0.2),
-        ("decoder", recipe.MXFP8BlockScaling(), 0.15),
-        ("encoder", recipe.Float8BlockScaling(), 0.15),
+        pytest.param(*("encoder-rms-gated", recipe.Float8CurrentScaling(), 0.2), marks=pytest.mark.slow),
+        pytest.param(*("decoder", recipe.MXFP8BlockScaling(), 0.15), marks=pytest.mark.slow),
+        pytest.param(*("encoder", recipe.Float8BlockScaling(), 0.15), marks=pytest.mark.slow),
     ],
 )
 def test_a_quantized_layer_stays_near_the_plain_one(name, settings, tolerance):
