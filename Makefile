@@ -14,13 +14,21 @@ SUPPORTED := import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13)
 # OpenMP threads that wait by spinning slow a busy machine down twentyfold; sleeping costs an idle one little.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: train test check coverage docs clean
+.PHONY: train test test-clients check coverage docs clean
 
 train: $(VENV)/.cli
 	$(BIN)/te train $(ARGS)
 
 test: check $(VENV)/.jax-plugin
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+# Published clients of the original, as they are; without what they would bring along and do not need here.
+test-clients: $(VENV)/.test $(VENV)/.clients
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m clients tests/clients $(ARGS)
+
+$(VENV)/.clients: tests/clients/requirements.txt | $(VENV)/.test
+	$(BIN)/python -m pip install --quiet --no-deps --ignore-requires-python -r $<
+	@touch $@
 
 check: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -102,11 +102,29 @@ from .norm import (
     rmsnorm_fwd,
 )
 from .packing import fa_prepare_bwd, fa_prepare_fwd
+from .permutation import (
+    fused_multi_row_padding,
+    fused_multi_row_unpadding,
+    moe_permute_bwd,
+    moe_permute_fwd,
+    moe_unpermute_bwd,
+    moe_unpermute_fwd,
+)
 from .rope import (
     fused_qkv_rope_backward,
     fused_qkv_rope_forward,
     fused_rope_backward,
     fused_rope_forward,
+)
+from .router import (
+    NVTERoutingMapFormat,
+    fused_moe_aux_loss_bwd,
+    fused_moe_aux_loss_fwd,
+    fused_moe_aux_loss_fwd_graph_safe,
+    fused_score_for_moe_aux_loss_bwd,
+    fused_score_for_moe_aux_loss_fwd,
+    fused_topk_with_score_function_bwd,
+    fused_topk_with_score_function_fwd,
 )
 from .scaling import FP8TensorMeta, fused_amax_and_scale_update_after_reduction
 from .softmax import (
@@ -125,6 +143,7 @@ __all__ = [
     "FP8BwdTensors",
     "FP8FwdTensors",
     "FP8TensorMeta",
+    "NVTERoutingMapFormat",
     "NVTE_Bias_Type",
     "NVTE_Fused_Attn_Backend",
     "NVTE_Mask_Type",
@@ -165,10 +184,19 @@ __all__ = [
     "fused_amax_and_scale_update_after_reduction",
     "fused_attn_bwd",
     "fused_attn_fwd",
+    "fused_moe_aux_loss_bwd",
+    "fused_moe_aux_loss_fwd",
+    "fused_moe_aux_loss_fwd_graph_safe",
+    "fused_multi_row_padding",
+    "fused_multi_row_unpadding",
     "fused_qkv_rope_backward",
     "fused_qkv_rope_forward",
     "fused_rope_backward",
     "fused_rope_forward",
+    "fused_score_for_moe_aux_loss_bwd",
+    "fused_score_for_moe_aux_loss_fwd",
+    "fused_topk_with_score_function_bwd",
+    "fused_topk_with_score_function_fwd",
     "geglu",
     "gelu",
     "generic_gemm",
@@ -178,6 +206,10 @@ __all__ = [
     "layernorm_bwd",
     "layernorm_fwd",
     "mha_fill",
+    "moe_permute_bwd",
+    "moe_permute_fwd",
+    "moe_unpermute_bwd",
+    "moe_unpermute_fwd",
     "multi_tensor_adam",
     "multi_tensor_adam_capturable",
     "multi_tensor_adam_capturable_master",

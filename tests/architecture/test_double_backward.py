@@ -19,6 +19,7 @@ TWICE = {
     "functions.dropout._Dropout",
     "functions.norm._Normalize",
     "functions.softmax._ScaledSoftmax",
+    "functions.split_along.SplitAlongDim",
     "functions.split_heads._SplitHeads",
     "tensor.quantized_tensor._Dequantize",
     "tensor.quantizer._Quantize",

@@ -38,7 +38,10 @@ from transformer_engine.common.kernels import (
     norm,
     nvfp4,
     packed_sequences,
+    permutation,
     rope,
+    router,
+    routes,
     softmax,
     statistics,
     transpose,
@@ -221,6 +224,46 @@ def grouped() -> Iterator[Case]:
             yield f"grouped gradient by_address={by_address} accumulates={accumulates}", launch, inputs
 
 
+def experts() -> Iterator[Case]:
+    counting, ranking = (part.launch for part in routes.map_of_mask(512, 64, (64, 1)).steps)
+    yield "count", counting, (BYTES,)
+    yield "rank", ranking, (BYTES, INDEX)
+    chunks, segments = (part.launch for part in routes.map_of_chunks(512, 24).steps)
+    yield "chunks", chunks, (ADDRESS, ADDRESS)
+    yield "segments", segments, (INDEX,)
+    for by_mask in (False, True):
+        pads = ADDRESS if by_mask else None
+        sizes = (SHAPE, 4096, 64, by_mask)
+        for probs in (None, "float32"):
+            beside = FLOAT if probs else None
+            sending, clearing = (
+                part.launch for part in permutation.send(*sizes, "bfloat16", probs, False).steps
+            )
+            yield f"send by_mask={by_mask} probs={probs}", sending, (HALF, INDEX, pads, beside)
+            yield f"clear by_mask={by_mask} probs={probs}", clearing, (HALF, beside, BYTES)
+            (every,) = (part.launch for part in permutation.send(*sizes, "bfloat16", probs, True).steps)
+            yield f"send every row by_mask={by_mask} probs={probs}", every, (HALF, INDEX, pads, beside)
+            launch = permutation.collect(*sizes, "bfloat16", probs)
+            yield f"collect by_mask={by_mask} values={probs}", launch, (HALF, INDEX, pads, FLOAT, beside)
+        weighted = permutation.send_weighted(*sizes, ("bfloat16", "float32")).steps[0].launch
+        yield f"send weighted by_mask={by_mask}", weighted, (HALF, INDEX, pads, FLOAT, HALF)
+
+    for name, kind in router.SCORES.items():
+        for way, number in router.MAPS.items():
+            biased = name in ("sigmoid", "sqrtsoftplus")
+            written = INDEX if way == "indices" else None
+            chosen = router.choose(512, 160, 8, kind, False, (8, 4), 1.0, number, "bfloat16", True)
+            yield f"choose {name} {way}", chosen, (HALF, FLOAT if biased else None, written)
+            back = router.gradient(512, 160, 8, kind, False, 1.0, number, "bfloat16")
+            yield f"gradient {name} {way}", back, (INDEX if written else BYTES, FLOAT, HALF)
+        whole = router.choose(512, 256, 8, kind, True, None, 1.0, 0, "float32", False)
+        yield f"scores {name}", whole, (HALF, None, None)
+    for total in (None, ADDRESS):
+        parts, summing = (part.launch for part in router.loss(512, 256, 0.1, "float32").steps)
+        yield f"loss parts total={total}", parts, (FLOAT, ADDRESS)
+        yield f"loss total={total}", summing, (FLOAT, total)
+
+
 def attentions() -> Iterator[Case]:
     plain, biased = problem(227 << 10), problem(227 << 10, biased=True)
     lengths, masks = (INDEX, INDEX, None, None), (None, None, None)
@@ -267,7 +310,7 @@ def facts_of(launch: Launch, inputs: tuple[str | None, ...]) -> dict[str, list[s
 
 
 def main() -> None:
-    groups = (casts, activations, norms, others, losses, steps, grouped, attentions)
+    groups = (casts, activations, norms, others, losses, steps, grouped, experts, attentions)
     print(
         json.dumps({name: facts_of(launch, inputs) for group in groups for name, launch, inputs in group()})
     )

@@ -9,7 +9,9 @@ from . import requirements  # isort: skip
 from ..common.dispatch import use_backend
 from . import float8_tensor as float8_tensor
 from . import fp8 as fp8
+from . import ops as ops
 from . import optimizers, quantization, tensor
+from . import router as router
 from .attention import (
     DotProductAttention,
     InferenceParams,
@@ -26,7 +28,25 @@ from .inspect.deterministic import deterministic
 from .inspect.explain import explain
 from .inspect.memory_plan import memory_plan
 from .inspect.observation import Observation, observe
-from .module import GroupedLinear, LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm
+from .module import (
+    Fp8Padding,
+    Fp8Unpadding,
+    GroupedLinear,
+    LayerNorm,
+    LayerNormLinear,
+    LayerNormMLP,
+    Linear,
+    RMSNorm,
+)
+from .module.userbuffers import UserBufferQuantizationMode, destroy_ub, initialize_ub
+from .permutation import (
+    moe_permute,
+    moe_permute_and_pad_with_probs,
+    moe_permute_with_probs,
+    moe_sort_chunks_by_index,
+    moe_sort_chunks_by_index_with_probs,
+    moe_unpermute,
+)
 from .quantization import (
     DelayedScalingRequest,
     QuantizerRequest,
@@ -48,28 +68,9 @@ from .transformer import TransformerLayer
 # The quantizers and containers of every format, and is_<kind>_available of every kind of format.
 globals().update(tensor.EXPORTS | quantization.availability())
 
-# Names of the original's API that later releases bring; named here so that asking for one says so.
-_NOT_YET = (
-    "Fp8Padding",
-    "Fp8Unpadding",
-    "moe_permute",
-    "moe_permute_with_probs",
-    "moe_permute_and_pad_with_probs",
-    "moe_unpermute",
-    "moe_sort_chunks_by_index",
-    "moe_sort_chunks_by_index_with_probs",
-    "initialize_ub",
-    "destroy_ub",
-    "UserBufferQuantizationMode",
-)
-
 
 def __getattr__(name: str) -> Any:
     if name == "cpp_extensions":
         # At its first use: it is made of transformer_engine_torch, which is made of what this package imports.
         return importlib.import_module(f"{__name__}.cpp_extensions")
-    if name in _NOT_YET:
-        raise AttributeError(
-            f"transformer_engine.pytorch.{name} is not implemented in this release; see docs/support.md"
-        )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,5 +1,104 @@
-"""Alias of names that callers of the original import from here."""
+"""Small functions that other libraries import from here: splits, sizes, ranges of the profiler, initial values."""
 
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..common.checks import whole
+from .functions.split_along import SplitAlongDim
 from .graph import make_weak_ref
+from .module.parameters import default_init_method
+from .runtime.device import get_cudnn_version, get_device_compute_capability
 
-__all__ = ["make_weak_ref"]
+__all__ = [
+    "SplitAlongDim",
+    "assert_dim_for_fp8_exec",
+    "cast_if_needed",
+    "check_dim_for_fp8_exec",
+    "divide",
+    "get_cudnn_version",
+    "get_default_init_method",
+    "get_device_compute_capability",
+    "init_method_normal",
+    "make_weak_ref",
+    "nvtx_range_pop",
+    "nvtx_range_push",
+    "round_up_to_nearest_multiple",
+    "scaled_init_method_normal",
+    "split_tensor_along_dim",
+]
+
+_ROWS, _DEPTH = 8, 16  # what FP8 products of tensors with one scale take: multiples of these
+
+
+def round_up_to_nearest_multiple(value: int, multiple: int) -> int:
+    """The smallest multiple that is not below value; ValueError for a multiple of 0."""
+    if multiple == 0:
+        raise ValueError("multiple=0; give the number whose multiple is wanted")
+    return -(-value // multiple) * multiple
+
+
+def divide(numerator: int, denominator: int) -> int:
+    """numerator / denominator; ValueError where a rest stays."""
+    if numerator % denominator:
+        raise ValueError(f"{denominator} does not divide {numerator}; pad it to a multiple")
+    return numerator // denominator
+
+
+def check_dim_for_fp8_exec(tensor: Tensor) -> bool:
+    """Can a matrix [M, K] go into an FP8 product: is M a multiple of 8, and K one of 16?"""
+    return tensor.shape[0] % _ROWS == 0 and tensor.shape[-1] % _DEPTH == 0
+
+
+def assert_dim_for_fp8_exec(*tensors: Tensor) -> None:
+    """ValueError unless all of the matrices can."""
+    for tensor in tensors:
+        if not check_dim_for_fp8_exec(tensor):
+            raise ValueError(
+                f"FP8 products take [multiple of {_ROWS}, multiple of {_DEPTH}], this is {list(tensor.shape)}; pad it"
+            )
+
+
+def cast_if_needed(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """The tensor in dtype; itself, or None, where there is nothing to do."""
+    return tensor if tensor is None or tensor.dtype == dtype else tensor.to(dtype)
+
+
+def split_tensor_along_dim(
+    tensor: Tensor, dim: int, num_partitions: int, contiguous_split_chunks: bool = False
+) -> tuple[Tensor, ...]:
+    """Equal parts along a dimension; ValueError where they cannot be equal."""
+    whole("num_partitions", num_partitions)
+    parts = torch.split(tensor, divide(tensor.shape[dim], num_partitions), dim=dim)
+    return tuple(part.contiguous() for part in parts) if contiguous_split_chunks else tuple(parts)
+
+
+def get_default_init_method() -> Callable[[Tensor], Tensor]:
+    """What fills a weight when nobody says otherwise: N(0, 0.023)."""
+    return default_init_method
+
+
+def init_method_normal(sigma: float) -> Callable[[Tensor], Tensor]:
+    """Fills a tensor by N(0, sigma)."""
+    return lambda tensor: torch.nn.init.normal_(tensor, mean=0.0, std=sigma)
+
+
+def scaled_init_method_normal(sigma: float, num_layers: int) -> Callable[[Tensor], Tensor]:
+    """Fills a tensor by N(0, sigma / sqrt(2 num_layers)), for the layers that add to a residual stream."""
+    return init_method_normal(sigma / math.sqrt(2.0 * num_layers))
+
+
+def nvtx_range_push(name: str) -> None:
+    """Begin a range of the profiler, where there is CUDA."""
+    if torch.cuda.is_available():
+        torch.cuda.nvtx.range_push(name)
+
+
+def nvtx_range_pop(name: str | None = None) -> None:
+    """End the innermost range; its name is for the reader."""
+    if torch.cuda.is_available():
+        torch.cuda.nvtx.range_pop()

@@ -1,6 +1,8 @@
 """Ranks working together: collectives, the tensor-parallel boundary, random states, recomputation."""
 
+from ...common.formats import TENSOR_FORMATS
 from .collectives import (
+    DeferredGather,
     allreduce,
     gather_along_first_dim,
     rank,
@@ -8,9 +10,11 @@ from .collectives import (
     symmetric_all_reduce,
     world_size,
 )
+from .fully_sharded import prepare_te_modules_for_fsdp
 from .recompute import (
     activation_recompute_forward,
     checkpoint,
+    get_activation_recompute_contexts,
     has_te_modules,
     in_fp8_activation_recompute_phase,
     is_fp8_activation_recompute_enabled,
@@ -24,17 +28,20 @@ from .tensor_parallel import (
 
 __all__ = [
     "CudaRNGStatesTracker",
+    "DeferredGather",
     "TensorParallel",
     "activation_recompute_forward",
     "allreduce",
     "checkpoint",
     "gather_along_first_dim",
+    "get_activation_recompute_contexts",
     "get_all_rng_states",
     "graph_safe_rng_available",
     "has_te_modules",
     "in_fp8_activation_recompute_phase",
     "initialize_affine_weight_gpu",
     "is_fp8_activation_recompute_enabled",
+    "prepare_te_modules_for_fsdp",
     "rank",
     "reduce_scatter_along_first_dim",
     "set_all_rng_states",
@@ -42,3 +49,12 @@ __all__ = [
     "symmetric_all_reduce",
     "world_size",
 ]
+
+# What callers ask the class of a handle for: has the gather of packed codes, of whichever format, to be finished?
+globals().update(
+    {
+        f"_{form.name.upper()}AllGatherAsyncHandle": DeferredGather
+        for form in TENSOR_FORMATS
+        if form.packing > 1
+    }
+)

@@ -6,6 +6,7 @@ Codes of fp8 dtypes travel as uint8 views, which every process-group backend can
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,6 +37,30 @@ def rank(group: dist_group_type | None) -> int:
     return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
 
 
+class DeferredGather:
+    """The handle of a gather whose result is put together from what has arrived: quantized tensors, by `wait`.
+
+    async_handle   of the collective; None where the caller coalesces it with others and waits for all of them
+    output         the result, whole after `wait`
+    """
+
+    # Callers that gather many at once set these to None, to let go of the buffers of the original's handle.
+    columnwise_data_interleaved: None = None
+    columnwise_scale_inv_interleaved: None = None
+
+    def __init__(self, finish: Callable[[], object], output: Any, async_handle: Any) -> None:
+        self.async_handle, self.output = async_handle, output
+        self._finish: Callable[[], object] | None = finish
+
+    def wait(self) -> None:
+        if self._finish is None:
+            return
+        if self.async_handle is not None:
+            self.async_handle.wait()
+        finish, self._finish = self._finish, None
+        finish()
+
+
 def gather_along_first_dim(
     inp: Tensor | QuantizedTensorStorage,
     process_group: dist_group_type | None,
@@ -43,32 +68,28 @@ def gather_along_first_dim(
     quantizer: Quantizer | None = None,
     output_tensor: Tensor | QuantizedTensorStorage | None = None,
     external_coalescing: bool = False,
-) -> tuple[Any, dist.Work | None]:
+) -> tuple[Any, dist.Work | DeferredGather | None]:
     """[n * M, ...] from [M, ...] of each of n ranks, in rank order; then quantized, if a quantizer is given.
 
     Quantizing after the gather needs no agreement on scales between the ranks. An input that is quantized
     already travels as codes and scales; a scale of the whole tensor must then be the same on all ranks.
-    Only plain tensors can be gathered asynchronously; ValueError otherwise.
 
     output_tensor         written and returned: plain [n * M, ...], or quantized where the result is
-    external_coalescing   the caller coalesces collectives: the result is valid when its block ends. Plain tensors only
+    external_coalescing   the caller coalesces collectives: the result is valid when its block ends, and where it is
+                          quantized, when then the handle has waited
     """
     quantized = isinstance(inp, QuantizedTensorStorage)
     if not quantized:
         _check(inp, process_group, async_op, "process_group")
     function_or_none("quantizer", quantizer)
-    if (async_op or external_coalescing) and (quantized or quantizer is not None):
-        named = "async_op" if async_op else "external_coalescing"
-        raise ValueError(
-            f"{named}=True gathers plain tensors only; quantize after waiting, or gather synchronously"
-        )
     _check_output(inp, process_group, quantized or quantizer is not None, output_tensor)
+    if (async_op or external_coalescing) and (quantized or quantizer is not None):
+        return _gather_later(inp, process_group, async_op, quantizer, output_tensor)
     if quantized:
         whole = _gather_quantized(inp, process_group)
         if output_tensor is None:
             return whole, None
-        output_tensor.copy_from_storage(whole)  # pyright: ignore[reportAttributeAccessIssue]
-        return output_tensor, None
+        return _filled(output_tensor, whole), None
     if quantizer is None:
         return _gather(inp, process_group, async_op, output_tensor)  # pyright: ignore[reportArgumentType]
     gathered, _ = _gather(inp, process_group, False)
@@ -97,17 +118,59 @@ def _check_output(
         raise ValueError("output_tensor is not contiguous; give a contiguous one")
 
 
-def _gather_quantized(
-    inp: QuantizedTensorStorage, group: dist_group_type | None
-) -> QuantizedTensorStorage | QuantizedTensor:
+def _gather_later(
+    inp: Tensor | QuantizedTensorStorage,
+    group: dist_group_type | None,
+    async_op: bool,
+    quantizer: Quantizer | None,
+    output: Any,
+) -> tuple[Any, DeferredGather | None]:
+    """The quantized result, filled when the handle has waited; no handle where nothing is sent."""
     if world_size(group) == 1:
-        return inp
+        whole = inp if isinstance(inp, QuantizedTensorStorage) else quantizer(inp)  # pyright: ignore
+        return (whole, None) if output is None else (_filled(output, whole), None)
+    if isinstance(inp, QuantizedTensorStorage):
+        _check_blocks(inp)
+        if output is None:
+            maker: Any = quantizer or getattr(inp, "_quantizer", None) or inp._default_quantizer()  # pyright: ignore
+            shape = (world_size(group) * inp.shape[0], *inp.shape[1:])
+            output = maker.make_empty(shape, dtype=inp.dtype, device=inp.device)
+        parts, payload = gather_payload(inp)
+        sent = [_gather(part, group, async_op) for part in parts]
+        handle = sent[-1][1]  # a group's collectives end in their order
+
+        def finish() -> None:
+            _filled(output, join_payload([part for part, _ in sent], payload, inp.dtype))
+
+        return output, DeferredGather(finish, output, handle)
+    assert quantizer is not None
+    gathered, handle = _gather(inp, group, async_op)
+    if output is None:
+        output = quantizer.make_empty(gathered.shape, dtype=inp.dtype, device=inp.device)
+    return output, DeferredGather(lambda: quantizer.update_quantized(gathered, output), output, handle)
+
+
+def _filled(output: Any, whole: Any) -> Any:
+    output.copy_from_storage(whole)
+    return output
+
+
+def _check_blocks(inp: QuantizedTensorStorage) -> None:
+    """ValueError where a rank's rows end inside a block of one scale."""
     rows, granularity = matrix_shape(inp.shape)[0], inp.row_granularity()
     if rows % granularity:
         raise ValueError(
             f"a {type(inp).__name__} of {rows} rows ends inside a block of {granularity} rows of one scale, "
             "where another rank's rows cannot follow; gather before quantizing"
         )
+
+
+def _gather_quantized(
+    inp: QuantizedTensorStorage, group: dist_group_type | None
+) -> QuantizedTensorStorage | QuantizedTensor:
+    if world_size(group) == 1:
+        return inp
+    _check_blocks(inp)
     parts, payload = gather_payload(inp)
     joined = join_payload([_gather(part, group, False)[0] for part in parts], payload, inp.dtype)
     return type(inp).from_storage(joined) if isinstance(inp, QuantizedTensor) else joined
@@ -132,13 +195,15 @@ def _gather(
 
 
 def reduce_scatter_along_first_dim(
-    inp: Tensor, tp_group: dist_group_type | None, async_op: bool = False
+    inp: Tensor, tp_group: dist_group_type | None, async_op: bool = False, output: Tensor | None = None
 ) -> tuple[Tensor, dist.Work | None]:
-    """[M / n, ...]: this rank's part of the sum over n ranks of inp [M, ...]."""
+    """[M / n, ...]: this rank's part of the sum over n ranks of inp [M, ...], in output where one is given."""
     _check(inp, tp_group, async_op)
     size = world_size(tp_group)
+    if output is not None:
+        _check_part(inp, size, output)
     if size == 1:
-        return inp, None
+        return (inp if output is None else output.copy_(inp)), None
     if inp.shape[0] % size:
         raise ValueError(
             f"the first dimension, {inp.shape[0]}, is not a multiple of the {size} ranks it is scattered to; "
@@ -146,10 +211,21 @@ def reduce_scatter_along_first_dim(
         )
     inp = inp.contiguous()
     if torch.compiler.is_compiling():
-        scattered = functional.reduce_scatter_tensor(inp, "sum", 0, _group(tp_group))
-        return functional.wait_tensor(scattered), None
-    scattered = inp.new_empty((inp.shape[0] // size, *inp.shape[1:]))
+        made = functional.wait_tensor(functional.reduce_scatter_tensor(inp, "sum", 0, _group(tp_group)))
+        return (made if output is None else output.copy_(made)), None
+    scattered = inp.new_empty((inp.shape[0] // size, *inp.shape[1:])) if output is None else output
     return scattered, dist.reduce_scatter_tensor(scattered, inp, group=tp_group, async_op=async_op)
+
+
+def _check_part(inp: Tensor, size: int, output: Tensor) -> None:
+    """Error unless output can hold a rank's rows of the sum, before anything is sent."""
+    tensor("output", output)
+    shape = (inp.shape[0] // size, *inp.shape[1:])
+    if tuple(output.shape) != shape or output.dtype != inp.dtype or not output.is_contiguous():
+        raise ValueError(
+            f"output is {output.dtype} {list(output.shape)} with strides {list(output.stride())}; "
+            f"a rank's rows of the sum are {inp.dtype} {list(shape)}: give a contiguous tensor of that kind"
+        )
 
 
 def allreduce(

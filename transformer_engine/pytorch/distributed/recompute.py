@@ -59,6 +59,12 @@ class activation_recompute_forward(running):
         super().__init__(marked_by_hand, recompute_phase, activation_recompute)
 
 
+def get_activation_recompute_contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
+    """The marks of the two runs of one checkpoint, as torch.utils.checkpoint's context_fn gives them."""
+    states = ReplayStates()
+    return running(states, False), running(states, True)
+
+
 def has_te_modules(network: Callable[..., Any]) -> bool:
     """Does the network hold a module of this package? A callable that is not a Module is taken to do so."""
     if not isinstance(network, torch.nn.Module):

@@ -136,14 +136,19 @@ class RngSnapshot:
         before = RngSnapshot()
         tracked_before = None if self.get_tracker is None else self.get_tracker().get_states()
         self._restore()
-        if self.get_tracker is not None and self.tracked is not None:
+        # Trackers of other libraries take a write, even of no states, for a sign that they have been set up.
+        if self.get_tracker is not None and self.tracked:
             # Copies again: a generator advances in place, and the block may be replayed more than once.
             self.get_tracker().set_states(_copied(self.tracked))
         try:
             yield
         finally:
             before._restore()
-            if self.get_tracker is not None and tracked_before is not None:
+            if (
+                self.get_tracker is not None
+                and tracked_before is not None
+                and (tracked_before or self.tracked)
+            ):
                 self.get_tracker().set_states(tracked_before)
 
     def _restore(self) -> None:

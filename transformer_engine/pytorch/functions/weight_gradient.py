@@ -69,6 +69,28 @@ class WeightGradient:
             return self._placeholder(dtype)
         return gemm(dy, x, Epilogue(dtype, exact=exact))
 
+    def place(self, gradient: Tensor) -> Tensor | None:
+        """Put dw [N, K], which somebody else computed, where `compute` puts its own."""
+        if self.store is not None:
+            self.store.put(functools.partial(self._place_late, gradient))
+            return self._placeholder(gradient.dtype) if self.fused else None
+        if not self.fused:
+            return gradient
+        self._add_to_main(gradient)
+        return self._placeholder(gradient.dtype)
+
+    def _place_late(self, gradient: Tensor) -> None:
+        with torch.no_grad():
+            if self.fused:
+                self._add_to_main(gradient)
+            else:
+                _add_to_grads(self.parameters, gradient)
+
+    def _add_to_main(self, gradient: Tensor) -> None:
+        main_grad = main_grad_of(self.parameter)
+        overwrite = self.overwrite or getattr(self.parameter, "overwrite_main_grad", False)
+        (main_grad.copy_ if overwrite else main_grad.add_)(gradient)
+
     def _late(self, dy: Operand, x: Operand, exact: bool, dtype: torch.dtype) -> None:
         with torch.no_grad():
             if self.fused:

@@ -1,6 +1,8 @@
 """The layers: nn.Modules that hold parameters and turn their state into the specs that functions take."""
 
 from .base import TransformerEngineBaseModule
+from .fp8_padding import Fp8Padding
+from .fp8_unpadding import Fp8Unpadding
 from .grouped_linear import GroupedLinear
 from .layernorm import LayerNorm
 from .layernorm_linear import LayerNormLinear
@@ -9,6 +11,8 @@ from .linear import Linear
 from .rmsnorm import RMSNorm
 
 __all__ = [
+    "Fp8Padding",
+    "Fp8Unpadding",
     "GroupedLinear",
     "LayerNorm",
     "LayerNormLinear",

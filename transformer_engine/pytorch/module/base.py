@@ -13,6 +13,7 @@ from torch import Tensor
 from ...common.recipe import Recipe
 from ..functions.scale_update import ScaleUpdate, in_a_backward, of_the_pass
 from ..functions.weight_gradient import WeightGradientStore, dummy_gradient
+from ..functions.weight_gradient import _dummies as _dummy_wgrads  # noqa: F401
 from ..quantization import (
     QuantizerRole,
     check_extra_state,
@@ -36,6 +37,8 @@ from .parameters import InitMethod, ParameterInit, default_init_method
 from .products import ProductQuantizers, slots
 from .repetition import may_be_repeated, refuse_other_repetition, repeatable
 from .specs import common_dtype
+from .userbuffers import UserBufferQuantizationMode, destroy_ub, initialize_ub  # noqa: F401
+from .workspace import _cublas_workspace, get_workspace  # noqa: F401
 
 # The accumulation flags of the original for delayed scaling, under the names that its users read.
 _2X_ACC_FPROP = False
@@ -122,6 +125,10 @@ class TransformerEngineBaseModule(torch.nn.Module):
             _kind=type(self).__name__,
         )
         self.numerics = Numerics()
+        if model_init.recipe is not None:
+            self.numerics.meta["recipe"] = (
+                model_init.recipe
+            )  # read before the first call, also of modules on "meta"
         self.param_init_meta: dict[str, ParameterInit] = {}
         self.wgrad_store: WeightGradientStore | None = None
         self._model_init_recipe = model_init.recipe

@@ -88,7 +88,8 @@ def _setting(
         if name in fixed:
             refuse_if_made(self, name, before, value)
         if before is not value:
-            self.__dict__["_config"] = replace(known, **{name: value})
+            known = replace(known, **{name: value})
+        self.__dict__["_config"] = known
         hand_down(self, name, value, handed_down)
         if written is not None:
             written(self, name, value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,11 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..functions.by_name import (
+    NormByName,
+    _LayerNormLinear,
+    called_by_name,
+    general_gemm,
+    refuse_quantized,
+)
+from ..functions.fusions import APART
 from ..functions.linear_spec import changed
 from ..functions.norm_linear import NormLinearSpec, norm_linear
 from ..functions.normalization import Norm
 from ..functions.weight_gradient import WeightGradientStore
 from ..runtime.device import canonical_device, is_meta
+from ..runtime.replaceable import watched
+from ._common import apply_normalization
 from .arguments import check_arguments
 from .config import configured, early
 from .linear_base import SIZES, LinearConfig, OverlapOptions, ProductsModule, check_parallel_mode
@@ -170,7 +181,8 @@ class LayerNormLinear(ProductsModule):
         if inp.dtype != dtype:
             inp = inp.to(dtype)
         added = None if config.return_bias else bias
-        y, norm_output = norm_linear(inp, gamma, beta, weight, added, spec)
+        layer = _by_name if _replaced.names else norm_linear
+        y, norm_output = layer(inp, gamma, beta, weight, added, spec)
         if not (config.return_bias or config.return_layernorm_output):
             return y
         outputs: tuple[Any, ...] = (y, bias) if config.return_bias else (y,)
@@ -180,3 +192,27 @@ class LayerNormLinear(ProductsModule):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"
+
+
+def _by_name(
+    inp: Tensor, gamma: Tensor, beta: Tensor | None, weight: Tensor, bias: Tensor | None, spec: NormLinearSpec
+) -> tuple[Tensor, Tensor | None]:
+    """`norm_linear` by what stands in this file's names; products keep their formats where only the norm is another."""
+    file = sys.modules[__name__]
+    if _replaced.names == {"apply_normalization"}:
+        named = changed(spec, norm=NormByName(spec.norm, file), way=APART)  # pyright: ignore[reportArgumentType]
+        return norm_linear(inp, gamma, beta, weight, bias, named)
+    refuse_quantized(spec.linear, _replaced.names, "LayerNormLinear")
+    records = torch.is_grad_enabled()
+    y = called_by_name(_LayerNormLinear, records, inp, gamma, beta, weight, bias, spec, file)
+    return y if spec.returns_norm_output else (y, None)
+
+
+_replaced = watched(
+    __name__,
+    {
+        "_LayerNormLinear": _LayerNormLinear,
+        "general_gemm": general_gemm,
+        "apply_normalization": apply_normalization,
+    },
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,12 +12,16 @@ from torch import Tensor
 
 from ...common.checks import switch
 from ..distributed.tensor_parallel import TensorParallel, set_tensor_model_parallel_attributes
+from ..functions.by_name import NormByName
+from ..functions.fusions import APART
 from ..functions.linear_spec import LinearSpec, changed
 from ..functions.norm_mlp import NormMLPSpec, NormMLPTensors, norm_mlp
 from ..functions.normalization import Norm
 from ..functions.weight_gradient import WeightGradientStore
 from ..primitives.activation import ACTIVATIONS, ActivationParams
 from ..runtime.device import canonical_device, is_meta
+from ..runtime.replaceable import watched
+from ._common import apply_normalization
 from .arguments import check_arguments
 from .config import configured
 from .linear_base import OverlapOptions, ProductsConfig, ProductsModule
@@ -228,6 +233,8 @@ class LayerNormMLP(ProductsModule):
         )
         if is_first_microbatch is not None:
             spec = self._with_cached_weights(spec, is_first_microbatch)
+        if _replaced.names:
+            spec = _with_norm_by_name(spec)
         dtype = spec.fc1.dtype
         if fc1_bias is not None and fc2_bias is not None:
             fc1_bias, fc2_bias = fc1_bias.to(dtype), fc2_bias.to(dtype)
@@ -255,3 +262,13 @@ class LayerNormMLP(ProductsModule):
             )
         )
         return changed(spec, fc1=fc1, fc2=fc2)
+
+
+def _with_norm_by_name(spec: NormMLPSpec) -> NormMLPSpec:
+    """The spec with the norm that stands in this file's apply_normalization."""
+    assert spec.ways is not None
+    norm: Any = NormByName(spec.norm, sys.modules[__name__])
+    return changed(spec, norm=norm, ways=spec.ways._replace(norm=APART))
+
+
+_replaced = watched(__name__, {"apply_normalization": apply_normalization})

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..functions.by_name import _Linear, called_by_name, general_gemm, refuse_quantized
 from ..functions.linear import linear
 from ..functions.linear_spec import LinearSpec
 from ..functions.weight_gradient import WeightGradientStore
 from ..runtime.device import is_meta
+from ..runtime.replaceable import watched
 from .arguments import check_arguments
 from .config import configured
 from .linear_base import SIZES, LinearConfig, OverlapOptions, ProductsModule, check_parallel_mode
 from .linear_parameters import create_parameters, joined, mark_parameters
 from .parameters import InitMethod
 from .specs import Call, check_call, product_spec, quantizable, scale_update
+from .workspace import get_workspace as get_workspace
 
 
 def build(key: tuple[Any, ...]) -> LinearSpec:
@@ -130,18 +134,29 @@ class Linear(ProductsModule):
         weight = joined(self, config.weight_names)
         bias = joined(self, config.bias_names) if config.use_bias else None
         spec = self.spec(inp, (weight, bias), (is_first_microbatch, fp8_output, fp8_grad))
+        product = _linear_by_name if _replaced.names else linear
         if is_first_microbatch is not None:
             spec = self.with_cached_weight("weight", weight, spec, is_first_microbatch)
         if bias is None:
-            y = linear(inp, weight, None, spec)
+            y = product(inp, weight, None, spec)
             return (y, None) if config.return_bias else y
         if bias.dtype != spec.dtype:
             bias = bias.to(spec.dtype)
         if config.return_bias:
-            return linear(inp, weight, None, spec), bias
+            return product(inp, weight, None, spec), bias
         if config.adds_bias_late:
-            return linear(inp, weight, None, spec) + bias
-        return linear(inp, weight, bias, spec)
+            return product(inp, weight, None, spec) + bias
+        return product(inp, weight, bias, spec)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"
+
+
+def _linear_by_name(inp: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Tensor:
+    """`linear` by what stands in this file's names."""
+    refuse_quantized(spec, _replaced.names, "Linear")
+    records = torch.is_grad_enabled()
+    return called_by_name(_Linear, records, weight, inp, bias, spec, sys.modules[__name__])
+
+
+_replaced = watched(__name__, {"_Linear": _Linear, "general_gemm": general_gemm})

@@ -56,9 +56,12 @@ class Numerics:
     observer     what calls get in place of the recipe that they would compute by; None: that itself
     """
 
-    def __init__(self) -> None:
+    def __init__(self, recipe: Recipe | None = None) -> None:
+        """recipe: that of quantized_model_init, which callers read before the first call and on the meta device."""
         self._active = Active()
         self.meta = WatchedDict(self._active, {"fp8_checkpoint": False, "fp8_group": None})
+        if recipe is not None:
+            self.meta["recipe"] = recipe
         self.quantizers: dict[str, Slots] = {
             "scaling_fwd": Slots(self._active),
             "scaling_bwd": Slots(self._active),

@@ -29,6 +29,8 @@ _TORCH_FUNCTIONS = (
     ("torch._utils", "_rebuild_tensor_v2"),
     ("torch._utils", "_rebuild_parameter"),
     ("torch.storage", "_load_from_bytes"),
+    # Megatron-core puts this function of its own in the place of the one above, and pickle writes its name down.
+    ("megatron.core.safe_globals", "safe_load_from_bytes"),
     ("torch", "Size"),
     ("collections", "OrderedDict"),
 )
@@ -342,7 +344,7 @@ def _recipe(kind: Any, attributes: Any) -> Recipe:
 
 
 def _torch_object(name: str, arguments: list[Any]) -> Any:
-    if name == "_load_from_bytes":
+    if name in ("_load_from_bytes", "safe_load_from_bytes"):
         (data,) = arguments
         if not isinstance(data, bytes):
             raise ExtraStateError(f"a tensor's storage is a {type(data).__name__}; it must be bytes")

@@ -36,6 +36,15 @@ def _bytes(codes: Tensor) -> Tensor:
     return codes if codes.dtype is torch.uint8 else codes.view(torch.uint8)
 
 
+def _owning(tensor: Tensor | None) -> Tensor | None:
+    """The tensor as no view of another: sharded optimizers refuse to put a buffer of theirs in the place of a view."""
+    if tensor is None or torch.compiler.is_compiling() or tensor._base is None:
+        return tensor
+    with torch.no_grad():
+        own = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return own.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
 class BlockScaledStorage(QuantizedTensorStorage):
     """Two independent directions, each with codes and scales. A subclass needs a format, and nothing else.
 
@@ -170,10 +179,10 @@ class BlockScaledStorage(QuantizedTensorStorage):
             codes = None if codes is None else codes.view(cls._rowwise_shape(shape))
             transpose = None if transpose is None else transpose.reshape(cls._columnwise_shape(shape))
         return cls(
-            rowwise_data=codes,
-            rowwise_scale_inv=scale,
-            columnwise_data=transpose,
-            columnwise_scale_inv=scale_t,
+            rowwise_data=_owning(codes),
+            rowwise_scale_inv=_owning(scale),
+            columnwise_data=_owning(transpose),
+            columnwise_scale_inv=_owning(scale_t),
             **cls._maxima(quantized),
             **constants,
         )

@@ -29,13 +29,19 @@ class MXFP8TensorStorage(BlockScaledStorage):
     }
     format = MXFP8
     COLUMNS_TRANSPOSED = False
+    _with_gemm_swizzled_scales = False
 
     def __init__(
         self, rowwise_data: Tensor | None, rowwise_scale_inv: Tensor | None,
         columnwise_data: Tensor | None, columnwise_scale_inv: Tensor | None, fp8_dtype: DType,
-        quantizer: Writer | None = None, *, square_tiles: bool = False,
-        dtype: torch.dtype = torch.float32,
+        quantizer: Writer | None = None, with_gemm_swizzled_scales: bool = False, *,
+        square_tiles: bool = False, dtype: torch.dtype = torch.float32,
     ):  # fmt: skip
+        if with_gemm_swizzled_scales:
+            raise ValueError(
+                "with_gemm_swizzled_scales=True: scales are kept row by row here and brought into a product's order "
+                "when it is planned; give them as the quantizer makes them, and leave it False"
+            )
         rowwise, columnwise = (rowwise_data, rowwise_scale_inv), (columnwise_data, columnwise_scale_inv)
         self._hold(rowwise, columnwise, fp8_dtype, quantizer, dtype)
         self._square_tiles = square_tiles

@@ -1,0 +1,328 @@
+"""Megatron-core as published, on a CPU: cases that print {name: result} as JSON; the traceback of one that raises.
+
+Importing Megatron changes torch, and its models write environment variables, so all of it runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import os
+import socket
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+VOCABULARY, LENGTH, BATCH = 96, 32, 2
+BF16 = {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
+LLAMA = {
+    "normalization": "RMSNorm",
+    "gated_linear_unit": True,
+    "activation_func": torch.nn.functional.silu,
+    "add_bias_linear": False,
+    "num_query_groups": 2,
+}
+TRAINED: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "bfloat16": BF16,
+    "delayed": {**BF16, "fp8": "hybrid", "fp8_recipe": "delayed"},
+    "tensorwise": {**BF16, "fp8": "hybrid", "fp8_recipe": "tensorwise"},
+    "blockwise": {**BF16, "fp8": "e4m3", "fp8_recipe": "blockwise"},
+    "mxfp8": {**BF16, "fp8": "e4m3", "fp8_recipe": "mxfp8"},
+    "nvfp4": {**BF16, "fp4": "e2m1", "fp4_recipe": "nvfp4"},
+    "fp8_parameters": {**BF16, "fp8": "hybrid", "fp8_recipe": "tensorwise", "fp8_param": True},
+    "llama": LLAMA,
+    "qk_layernorm": {"qk_layernorm": True, "normalization": "RMSNorm"},
+    "cross_entropy": {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"},
+}
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def start() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=0, world_size=1)
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import initialize_rng_tracker
+
+    parallel_state.initialize_model_parallel()
+    initialize_rng_tracker(use_te_rng_tracker=True)
+
+
+def config(**settings: Any) -> Any:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    common: dict[str, Any] = {
+        "num_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "ffn_hidden_size": 128,
+        "use_cpu_initialization": True,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "params_dtype": torch.float32,
+        "pipeline_dtype": torch.float32,
+    }
+    return TransformerConfig(**{**common, **settings})
+
+
+def model(settings: dict[str, Any], ours: bool = False) -> Any:
+    """A GPT on the layer spec for this engine; ours: with our SelfAttention in Megatron's place."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.module import Float16Module
+
+    torch.manual_seed(0)
+    made = config(**settings)
+    spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=made.qk_layernorm)
+    if ours:
+        from transformer_engine.pytorch.integrations.megatron import SelfAttention
+
+        spec = copy.deepcopy(spec)
+        spec.submodules.self_attention.module = SelfAttention
+    gpt = GPTModel(
+        config=made,
+        transformer_layer_spec=spec,
+        vocab_size=VOCABULARY,
+        max_sequence_length=LENGTH,
+        position_embedding_type="learned_absolute",
+    )
+    return Float16Module(made, gpt) if made.bf16 else gpt
+
+
+def batch() -> tuple[Any, ...]:
+    tokens = torch.randint(0, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
+    return tokens, torch.arange(LENGTH).expand(BATCH, LENGTH), None
+
+
+def loss_of(gpt: Any) -> torch.Tensor:
+    tokens, positions, mask = batch()
+    return gpt(tokens, positions, mask, labels=torch.roll(tokens, -1, 1)).float().mean()
+
+
+def trained(gpt: Any, make_optimizer: Callable[..., Any] = torch.optim.AdamW, steps: int = 3) -> list[float]:
+    optimizer = make_optimizer(gpt.parameters(), lr=5e-3)
+    losses = []
+    for _ in range(steps):
+        gpt.set_is_first_microbatch()
+        loss = loss_of(gpt)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def flags() -> dict[str, bool]:
+    import megatron.core.fp4_utils
+    import megatron.core.fp8_utils
+    import megatron.core.optimizer
+    import megatron.core.tensor_parallel.generalized_tensor_parallelism as gtp
+    import megatron.core.transformer.attention as attention
+    import megatron.core.transformer.cuda_graphs as cuda_graphs
+    from megatron.core.extensions import transformer_engine as extension
+    from megatron.core.transformer.moe import moe_utils
+
+    return {
+        "HAVE_TE": extension.HAVE_TE,
+        "fp8 HAVE_TE": megatron.core.fp8_utils.HAVE_TE,
+        "fp4 HAVE_TE": megatron.core.fp4_utils.HAVE_TE,
+        "HAVE_TE_GRAPHS": cuda_graphs.HAVE_TE_GRAPHS,
+        "HAVE_GTP": gtp.HAVE_GTP if hasattr(gtp, "HAVE_GTP") else gtp.HAVE_TE,
+        "HAVE_FUSED_QKV_ROPE": attention.HAVE_FUSED_QKV_ROPE,
+        "SplitAlongDim": extension.SplitAlongDim is not None,
+        "FusedAdam": not megatron.core.optimizer.USING_PYTORCH_OPTIMIZER,
+        "fused_permute": extension.fused_permute is not None,
+        "fused_permute_with_probs": extension.fused_permute_with_probs is not None,
+        "fused_permute_and_pad_with_probs": extension.fused_permute_and_pad_with_probs is not None,
+        "fused_unpermute": extension.fused_unpermute is not None,
+        "fused_sort_chunks_by_index": extension.fused_sort_chunks_by_index is not None,
+        "fused_topk": extension.fused_topk_with_score_function is not None,
+        "parallel_cross_entropy": extension.te_parallel_cross_entropy is not None,
+        "te_general_gemm": moe_utils.te_general_gemm is not None,
+        "Fp8Padding": extension.Fp8Padding is not None,
+        "get_cpu_offload_context": extension.get_cpu_offload_context is not None,
+    }
+
+
+def fused_adam() -> list[float]:
+    import transformer_engine.pytorch as te
+
+    return trained(model({}), te.optimizers.FusedAdam)
+
+
+def recomputed() -> bool:
+    """Gradients with and without recomputation under delayed scaling, bit for bit."""
+    grads = []
+    for settings in (TRAINED["delayed"], {**TRAINED["delayed"], **RECOMPUTED}):
+        gpt = model(settings)
+        for _ in range(2):
+            gpt.zero_grad()
+            loss_of(gpt).backward()
+        grads.append([parameter.grad for parameter in gpt.parameters()])
+    return all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def own_attention(settings: dict[str, Any]) -> dict[str, float]:
+    """Greatest differences of logits and gradients between Megatron's SelfAttention and ours, with the same weights."""
+    theirs, ours = model(settings), model(settings, ours=True)
+    ours.load_state_dict(theirs.state_dict())
+    logits = [gpt(*batch()) for gpt in (theirs, ours)]
+    for gpt in (theirs, ours):
+        loss_of(gpt).backward()
+    pairs = zip(theirs.parameters(), ours.parameters(), strict=True)
+    return {
+        "logits": (logits[0] - logits[1]).abs().max().item(),
+        "gradients": max((a.grad - b.grad).abs().max().item() for a, b in pairs),
+    }
+
+
+def own_generation() -> float:
+    """Greatest difference between logits of a step-by-step run with Megatron's static context and of one call."""
+    from megatron.core.inference.contexts import StaticInferenceContext
+
+    gpt = model({}, ours=True).eval()
+    tokens, positions, mask = batch()
+    with torch.no_grad():
+        whole = gpt(tokens, positions, mask)
+        context = StaticInferenceContext(BATCH, LENGTH)
+        parts = []
+        for begin, end in ((0, 20), (20, 21), (21, 22), (22, LENGTH)):
+            part = gpt(
+                tokens[:, begin:end],
+                positions[:, begin:end],
+                mask,
+                inference_context=context,
+                runtime_gather_output=True,
+            )
+            parts.append(part[:, -1])
+            context.sequence_len_offset = end
+    last = whole[:, [19, 20, 21, LENGTH - 1]]
+    return (torch.stack(parts, 1) - last).abs().max().item()
+
+
+def extra_states() -> dict[str, bool]:
+    """Extra states that were saved after Megatron replaced torch's loader of storages are loaded again."""
+    gpt = model(TRAINED["delayed"])
+    trained(gpt, steps=1)
+    state = gpt.state_dict()
+    saved = [value for key, value in state.items() if key.endswith("_extra_state") and value is not None]
+    names = any(b"safe_load_from_bytes" in bytes(value.numpy()) for value in saved if value.numel())
+    fresh = model(TRAINED["delayed"])
+    fresh.load_state_dict(state)
+    gpt.set_is_first_microbatch()
+    return {"named": names, "same": abs(loss_of(gpt).item() - loss_of(fresh).item()) < 1e-6}
+
+
+def distributed_checkpoint() -> bool:
+    """Does a model saved and loaded as a sharded checkpoint go on as if nothing had been?"""
+    from megatron.core import dist_checkpointing
+
+    gpt = model(TRAINED["delayed"])
+    trained(gpt, steps=2)
+    fresh = model(TRAINED["delayed"])
+    loss_of(fresh).backward()
+    with tempfile.TemporaryDirectory() as folder:
+        torch.cuda.synchronize = lambda device=None: None  # asked for on a CPU, too
+        dist_checkpointing.save(gpt.module.sharded_state_dict(), folder)
+        loaded = dist_checkpointing.load(fresh.module.sharded_state_dict(), folder)
+    fresh.module.load_state_dict(loaded)
+    return all(torch.equal(a, b) for a, b in zip(gpt.parameters(), fresh.parameters(), strict=True))
+
+
+def permutation() -> dict[str, float]:
+    """Tokens to experts and back, fused by this engine and in Megatron's own torch: greatest differences."""
+    from megatron.core.transformer.moe.moe_utils import permute, unpermute
+
+    torch.manual_seed(0)
+    routing = torch.zeros(16, 4, dtype=torch.bool)
+    routing.scatter_(1, torch.rand(16, 4).topk(2, dim=1).indices, True)
+    probs = torch.rand(16, 4) * routing
+    made = []
+    for fused in (False, True):
+        tokens = torch.randn(16, 8, generator=torch.Generator().manual_seed(3)).requires_grad_()
+        weights = probs.clone().requires_grad_()
+        out, permuted_probs, order, *_ = permute(
+            tokens, routing, probs=weights, num_out_tokens=32, fused=fused
+        )
+        back = unpermute(
+            out * permuted_probs.unsqueeze(-1), order, tokens.shape, routing_map=routing, fused=fused
+        )
+        back.square().sum().backward()
+        made.append((out, back, tokens.grad, weights.grad))
+    names = ("out", "back", "tokens", "probabilities")
+    return {name: (a - b).abs().max().item() for name, a, b in zip(names, *made, strict=True)}
+
+
+def router() -> dict[str, float]:
+    """Probabilities and gradients of fused top-k routing against Megatron's own."""
+    from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+
+    differences = {}
+    for function, bias in (("softmax", None), ("sigmoid", torch.linspace(-0.1, 0.1, 8))):
+        made = []
+        for fused in (False, True):
+            logits = torch.randn(16, 8, generator=torch.Generator().manual_seed(2)).requires_grad_()
+            probs, routing = topk_routing_with_score_function(
+                logits, 2, score_function=function, expert_bias=bias, fused=fused
+            )
+            (probs * torch.linspace(0, 1, 8)).sum().backward()
+            made.append((probs, routing.float(), logits.grad))
+        for name, a, b in zip(("probabilities", "map", "gradient"), *made, strict=True):
+            differences[f"{function} {name}"] = (a - b).abs().max().item()
+    return differences
+
+
+def public_attributes() -> list[str]:
+    """Layers of a model that have an attribute which Megatron's data parallelism empties."""
+    return [type(m).__name__ for m in model({}).modules() if hasattr(m, "weight_tensor")]
+
+
+CASES: dict[str, Callable[[], Any]] = {
+    "flags": flags,
+    **{
+        f"train {name}": lambda settings=settings: trained(model(settings))
+        for name, settings in TRAINED.items()
+    },
+    "fused_adam": fused_adam,
+    "recomputed": recomputed,
+    **{
+        f"own attention {name}": lambda settings=TRAINED[name]: own_attention(settings)
+        for name in ("float32", "llama", "qk_layernorm")
+    },
+    "own generation": own_generation,
+    "extra_states": extra_states,
+    "distributed_checkpoint": distributed_checkpoint,
+    "permutation": permutation,
+    "router": router,
+    "public_attributes": public_attributes,
+}
+
+
+def main(names: list[str]) -> None:
+    warnings.simplefilter("ignore")
+    said, sys.stdout = sys.stdout, io.StringIO()  # Megatron prints
+    start()
+    results = {}
+    for name, case in CASES.items():
+        if names and name not in names:
+            continue
+        try:
+            results[name] = case()
+        except Exception:
+            results[name] = traceback.format_exc()
+    dist.destroy_process_group()
+    said.write(json.dumps(results) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,83 @@
+"""Every name that a client of the original writes down is here, or has its reason in the list below."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from typing import Any
+
+import pytest
+from walk_surface import SURFACE
+
+CLIENTS: dict[str, Any] = json.loads(SURFACE.read_text())
+
+# Beginnings of names that are not here, and why that stops nobody.
+ABSENT = {
+    "transformer_engine.pytorch.cpp_extensions.cast_to_fp8": "asked for below version 2.0 only",
+    "transformer_engine.pytorch.cpu_offload_v1": "tried before cpu_offload, which is here",
+    "transformer_engine.pytorch.ep": "expert parallelism over symmetric memory: optional in Megatron-core",
+    "transformer_engine.pytorch.module.layernorm_linear._og_LayerNormLinear": "made by nvidia-modelopt itself",
+    "transformer_engine.pytorch.module.layernorm_linear.tex": "asked for below version 2.0 only",
+    "transformer_engine.pytorch.onnx_export": "export to ONNX is not implemented",
+    "transformer_engine.pytorch.ops": "operations of a fusing Sequential are not implemented: see docs/support.md",
+    "transformer_engine.pytorch.module.grouped_linear.is_module_grouped_tensor_path_supported": "GroupedTensor",
+    "transformer_engine.pytorch.tensor.grouped_tensor": "GroupedTensor: one parameter for all experts",
+    "transformer_engine.debug": "optional in megatron-bridge",
+    "transformer_engine.pytorch.available": "of physicsnemo's own wrapper of the import",
+}
+PRESENT_ALL_THE_SAME = {
+    "transformer_engine.pytorch.ops.BasicOperation",
+    "transformer_engine.pytorch.ops.FusibleOperation",
+    "transformer_engine.pytorch.ops.op",
+    "transformer_engine.pytorch.ops.op.BasicOperation",
+    "transformer_engine.pytorch.ops.op.BasicOperation.set_extra_state",
+    "transformer_engine.pytorch.ops",
+}
+
+
+def resolved(name: str) -> Any:
+    """The object of a dotted name: its longest beginning that is a module, then attributes."""
+    parts = name.split(".")
+    for count in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:count]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[count:]:
+            found = getattr(found, part)
+        return found
+    raise ModuleNotFoundError(name)
+
+
+def absent(name: str) -> bool:
+    if name in PRESENT_ALL_THE_SAME:
+        return False
+    return any(name == start or name.startswith(f"{start}.") for start in ABSENT)
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_every_name_of_a_client_is_here(client):
+    missing = []
+    for name in CLIENTS[client]["names"]:
+        if absent(name):
+            continue
+        try:
+            resolved(name)
+        except (AttributeError, ModuleNotFoundError) as error:
+            missing.append(f"{name}: {error}")
+    assert missing == []
+
+
+def test_every_absence_is_one_that_a_client_asks_for():
+    names = {name for client in CLIENTS.values() for name in client["names"]}
+    for start in ABSENT:
+        assert any(name == start or name.startswith(f"{start}.") for name in names), start
+
+
+def test_what_is_told_absent_is_absent():
+    """A row of the list goes when what it names has come."""
+    for start in ABSENT:
+        if start in PRESENT_ALL_THE_SAME:
+            continue
+        with pytest.raises((AttributeError, ModuleNotFoundError)):
+            resolved(start)

@@ -1,0 +1,104 @@
+"""Megatron-core as published runs on this engine, on a CPU: models, parts of experts, checkpoints, our attention."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).parent
+LOSSES = ("float32", "bfloat16", "delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4", "fp8_parameters", "llama",
+          "qk_layernorm", "cross_entropy")  # fmt: skip
+
+pytestmark = [
+    pytest.mark.clients,
+    pytest.mark.skipif(
+        importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None,
+        reason="megatron-core is not installed; `make test-clients` installs it",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, Any]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, HERE / "megatron_cases.py"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def of(results: dict[str, Any], case: str) -> Any:
+    """What a case gave; its traceback as the failure's message where it raised."""
+    assert not isinstance(results[case], str), results[case]
+    return results[case]
+
+
+def test_every_feature_of_the_engine_is_found(results):
+    assert [name for name, there in of(results, "flags").items() if not there] == []
+
+
+@pytest.mark.parametrize("case", LOSSES)
+def test_a_model_trains(results, case):
+    first, *_, last = of(results, f"train {case}")
+    assert last < first - 0.5
+
+
+@pytest.mark.parametrize("case", ["delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4"])
+def test_a_recipe_begins_where_high_precision_does(results, case):
+    assert of(results, f"train {case}")[0] == pytest.approx(of(results, "train bfloat16")[0], abs=5e-3)
+    assert of(results, f"train {case}")[0] != of(results, "train bfloat16")[0]  # it does quantize
+
+
+def test_this_engine_s_cross_entropy_is_megatron_s(results):
+    assert of(results, "train cross_entropy") == pytest.approx(of(results, "train float32"), abs=1e-5)
+
+
+def test_this_engine_s_optimizer_is_adamw(results):
+    assert of(results, "fused_adam") == pytest.approx(of(results, "train float32"), abs=1e-3)
+
+
+def test_recomputation_changes_no_bit(results):
+    assert of(results, "recomputed") is True
+
+
+@pytest.mark.parametrize("case", ["float32", "llama", "qk_layernorm"])
+def test_our_attention_in_the_layer_spec_gives_megatron_s_logits_and_gradients(results, case):
+    differences = of(results, f"own attention {case}")
+    assert differences["logits"] <= 1e-6
+    assert differences["gradients"] <= 1e-6
+
+
+def test_generation_with_megatron_s_static_context_is_the_full_computation(results):
+    assert of(results, "own generation") <= 1e-5
+
+
+def test_extra_states_that_name_megatron_s_loader_are_loaded(results):
+    assert of(results, "extra_states") == {"named": True, "same": True}
+
+
+def test_a_distributed_checkpoint_comes_back(results):
+    assert of(results, "distributed_checkpoint") is True
+
+
+@pytest.mark.parametrize("case", ["permutation", "router"])
+def test_fused_parts_of_experts_are_megatron_s_own(results, case):
+    for name, difference in of(results, case).items():
+        assert difference <= 1e-6, name
+
+
+def test_no_layer_has_an_attribute_that_data_parallelism_empties(results):
+    assert of(results, "public_attributes") == []

@@ -1,0 +1,193 @@
+"""The router's public functions: formats of maps, indices, leading dimensions, gradients, losses, and refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch.router import (
+    RoutingMapFormat,
+    fused_compute_score_for_moe_aux_loss,
+    fused_moe_aux_loss,
+    fused_topk_with_score_function,
+)
+
+T, E, K = 12, 20, 4
+
+
+@pytest.fixture
+def logits(device) -> torch.Tensor:
+    return torch.stack([torch.linspace(-3, 3, E)[torch.randperm(E)] for _ in range(T)]).to(device)
+
+
+def topk(logits, k=K, score="softmax", pre=False, groups=(None, None), scale=None, bias=None, **options):
+    return fused_topk_with_score_function(logits, k, pre, *groups, scale, score, bias, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_softmax_over_those_chosen_is_that_of_plain_pytorch(logits, dtype):
+    x = logits.to(dtype).requires_grad_()
+    probs, routing_map = topk(x)
+    values, indices = x.float().topk(K)
+    expected = torch.zeros_like(x).scatter(1, indices, values.softmax(1).to(dtype))
+    tolerance = {torch.float32: 1e-6, torch.bfloat16: 2**-7}[dtype]
+    assert probs.dtype is dtype and routing_map.dtype is torch.bool
+    torch.testing.assert_close(probs, expected, rtol=tolerance, atol=1e-6)
+    gradient = torch.randn_like(probs)
+    mine, theirs = (torch.autograd.grad(y, x, gradient)[0] for y in (probs, expected))
+    torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+
+
+def test_leading_dimensions_are_kept(logits):
+    probs, routing_map = topk(logits.view(3, 4, E), score="sigmoid", pre=True)
+    flat, flat_map = topk(logits, score="sigmoid")
+    assert torch.equal(probs.flatten(0, 1), flat) and torch.equal(routing_map.flatten(0, 1), flat_map)
+
+
+@pytest.mark.parametrize("named", [RoutingMapFormat.BITMAP_U8, 1, "bitmap_u8"])
+def test_a_map_of_bits_holds_what_a_map_of_bytes_does(logits, named):
+    x = logits.requires_grad_()
+    probs, bits = topk(x, routing_map_format=named)
+    expected, bytemap = topk(x)
+    assert bits.dtype is torch.uint8 and bits.shape == (T, 3)
+    places = torch.arange(E, device=x.device)
+    assert torch.equal(((bits[:, places // 8] >> (places % 8)) & 1).bool(), bytemap)
+    gradient = torch.randn_like(probs)
+    mine, theirs = (torch.autograd.grad(y, x, gradient)[0] for y in (probs, expected))
+    assert torch.equal(probs, expected) and torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64])
+def test_indices_are_written_and_returned_in_place_of_a_map(logits, dtype):
+    x = logits.requires_grad_()
+    given = torch.full((T, K), -1, dtype=dtype, device=x.device)
+    probs, indices = topk(x, score="sigmoid", topk_indices=given)
+    assert indices is given
+    assert torch.equal(given.long(), x.topk(K).indices)
+    expected = topk(x, score="sigmoid")[0]
+    gradient = torch.randn_like(probs)
+    mine, theirs = (torch.autograd.grad(y, x, gradient)[0] for y in (probs, expected))
+    assert torch.equal(mine, theirs)
+
+
+def test_one_expert_of_a_sigmoid_keeps_its_score(logits):
+    probs, routing_map = topk(logits, 1, "sigmoid", scale=2.0)
+    torch.testing.assert_close(probs[routing_map], 2 * logits.amax(1).sigmoid())
+
+
+def test_experts_come_from_the_best_groups_only(logits):
+    _, routing_map = topk(logits, score="sigmoid", groups=(5, 2))
+    assert (routing_map.view(T, 5, 4).any(2).sum(1) <= 2).all() and (routing_map.sum(1) == K).all()
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrtsoftplus"])
+def test_scores_of_all_experts_add_up_to_one_and_have_a_gradient(logits, score):
+    x = logits.requires_grad_()
+    routing_map, scores = fused_compute_score_for_moe_aux_loss(x, K, score)
+    assert scores.dtype is torch.float32 and (routing_map.sum(1) == K).all()
+    torch.testing.assert_close(scores.sum(1), torch.ones(T, device=x.device))
+    plain = {"softmax": lambda: x.softmax(1), "sigmoid": x.sigmoid}.get(
+        score, lambda: torch.nn.functional.softplus(x).sqrt()
+    )()
+    expected = plain / plain.sum(1, keepdim=True)
+    gradient = torch.randn_like(scores)
+    mine, theirs = (torch.autograd.grad(y, x, gradient)[0] for y in (scores, expected))
+    torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_the_loss_and_its_gradient_are_those_of_plain_pytorch(device, kind, dynamic):
+    probs = torch.rand(T, 2 * E, device=device, requires_grad=True)
+    tokens = torch.arange(2 * E, device=device).to(kind)
+    total = torch.tensor(T, device=device) if dynamic else T
+    loss = fused_moe_aux_loss(probs, tokens, total, E, K, 0.01)
+    expected = (probs.sum(0) * tokens).sum() * (E * 0.01 / (K * T * T))
+    assert loss.shape == ()
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    mine, theirs = (torch.autograd.grad(y, probs)[0] for y in (loss, expected))
+    torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=0)
+
+
+X = torch.ones(T, E)
+REFUSED = {
+    "float64": (lambda: topk(X.double()), ValueError, r"logits is torch\.float64"),
+    "no experts": (lambda: topk(X[:, :0]), ValueError, "at least one of each"),
+    "k": (lambda: topk(X, 21), ValueError, "topk=21 > 20 experts"),
+    "k of none": (lambda: topk(X, 0), ValueError, "topk=0 is below 1"),
+    "score": (lambda: topk(X, score="relu"), ValueError, "choose one of softmax, sigmoid, sqrtsoftplus"),
+    "bias": (lambda: topk(X, bias=X[0]), ValueError, "expert_bias goes with 'sigmoid' and 'sqrtsoftplus'"),
+    "bias dtype": (
+        lambda: topk(X, score="sigmoid", bias=X[0].half()),
+        TypeError,
+        r"expert_bias is torch\.float16",
+    ),
+    "groups": (lambda: topk(X, groups=(3, 2)), ValueError, "num_groups=3 does not divide 20 experts"),
+    "many groups": (lambda: topk(X, groups=(4, 5)), ValueError, "group_topk=5 > num_groups=4"),
+    "uneven": (lambda: topk(X, groups=(5, 3)), ValueError, "a topk that group_topk divides"),
+    "format": (lambda: topk(X, routing_map_format="list"), ValueError, "choose one of bytemap, bitmap_u8"),
+    "format type": (lambda: topk(X, routing_map_format=1.0), TypeError, "routing_map_format=1.0 is a float"),
+    "indices": (
+        lambda: topk(X, topk_indices=torch.zeros(T, 3, dtype=torch.int32)),
+        ValueError,
+        r"topk_indices is torch\.int32 \[12, 3\]",
+    ),
+    "indices and bits": (
+        lambda: topk(X, topk_indices=torch.zeros(T, K, dtype=torch.int32), routing_map_format=1),
+        ValueError,
+        "leave routing_map_format 'bytemap'",
+    ),
+    "columns": (
+        lambda: fused_moe_aux_loss(X, X[0], T, 7, K, 0.1),
+        ValueError,
+        "a multiple of num_experts=7",
+    ),
+    "counts": (
+        lambda: fused_moe_aux_loss(X, X[0, :5], T, E, K, 0.1),
+        ValueError,
+        r"tokens_per_expert is \[5\]; give \[20\]",
+    ),
+    "total": (lambda: fused_moe_aux_loss(X, X[0], 0, E, K, 0.1), ValueError, "total_num_tokens=0 is below 1"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_bad_call_is_refused_by_name(name):
+    call, kind, words = REFUSED[name]
+    with pytest.raises(kind, match=words):
+        call()
+
+
+def route(x, bias):
+    probs, routing_map = topk(x, score="sigmoid", scale=1.5, bias=bias, groups=(5, 2))
+    _, scores = fused_compute_score_for_moe_aux_loss(x, K, "sigmoid")
+    loss = fused_moe_aux_loss(scores, routing_map.sum(0), x.shape[0], E, K, 0.01)
+    return (probs * x).sum() + loss
+
+
+def test_a_compiler_traces_them_whole(logits):
+    bias = torch.zeros(E, device=logits.device)
+    x = logits.requires_grad_()
+    compiled = torch.compile(route, fullgraph=True, backend="aot_eager")
+    found, expected = compiled(x, bias), route(x, bias)
+    torch.testing.assert_close(found, expected)
+    mine, theirs = (torch.autograd.grad(y, x)[0] for y in (found, expected))
+    torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.gpu
+def test_a_graph_captures_them(logits):
+    x, bias = logits.cuda(), torch.zeros(E, device="cuda")
+    route(x, bias)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = route(x, bias)
+    x.copy_(x.flip(1))
+    graph.replay()
+    torch.testing.assert_close(found, route(x, bias))
+
+
+def test_the_names_stand_where_clients_import_them():
+    assert te.router.fused_moe_aux_loss is fused_moe_aux_loss

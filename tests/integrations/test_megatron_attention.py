@@ -1,0 +1,283 @@
+"""Attention layers with Megatron's calls, without Megatron: gradients, generation from caches, clipping, refusals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import transformer_engine.pytorch as te
+from transformer_engine.common import recipe
+from transformer_engine.pytorch.integrations.megatron import (
+    AttnMaskType,
+    CrossAttention,
+    PackedSequences,
+    PagedContext,
+    SelfAttention,
+    StaticContext,
+    TransformerConfig,
+    cross_attention_submodules,
+    self_attention_submodules,
+)
+
+HIDDEN, HEADS, SIZE, LENGTH = 32, 4, 8, 10
+CONFIG = TransformerConfig(HIDDEN, HEADS, num_query_groups=2, rotary_interleaved=False, device="cpu")
+
+
+def angles(length: int = LENGTH, size: int = SIZE) -> torch.Tensor:
+    frequencies = 1.0 / 100 ** (torch.arange(0, size, 2) / size)
+    half = torch.arange(length)[:, None] * frequencies
+    return torch.cat((half, half), dim=-1)[:, None, None]
+
+
+def self_attention(config: TransformerConfig = CONFIG, **keywords) -> SelfAttention:
+    torch.manual_seed(0)
+    return SelfAttention(config, self_attention_submodules(config), 1, AttnMaskType.causal, **keywords)
+
+
+def hidden(batch: int = 2, length: int = LENGTH) -> torch.Tensor:
+    return torch.randn(length, batch, HIDDEN, generator=torch.Generator().manual_seed(1))
+
+
+def turned(x: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * freqs.cos() + torch.cat((-second, first), dim=-1) * freqs.sin()
+
+
+def plain(layer: SelfAttention, x: torch.Tensor, freqs: torch.Tensor | None = None) -> torch.Tensor:
+    """The same attention in torch, from the layer's own weights."""
+    config = layer.config
+    each = config.num_attention_heads // config.num_query_groups
+    gates = config.attention_output_gate
+    mixed = F.linear(x, layer.linear_qkv.weight, layer.linear_qkv.bias)
+    mixed = mixed.view(*x.shape[:2], config.num_query_groups, -1, SIZE)
+    q = mixed[..., :each, :].flatten(2, 3)
+    k, v = mixed[..., -2, :], mixed[..., -1, :]
+    if freqs is not None:
+        q, k = turned(q, freqs), turned(k, freqs)
+    q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    out = out.permute(2, 0, 1, 3).flatten(2)
+    if gates:
+        out = out * mixed[..., each : 2 * each, :].reshape(out.shape).sigmoid()
+    return F.linear(out, layer.linear_proj.weight)
+
+
+@pytest.mark.parametrize("gates", [False, True])
+def test_self_attention_and_its_gradients_are_those_of_torch(gates):
+    layer = self_attention(replace(CONFIG, attention_output_gate=gates))
+    x, freqs = hidden().requires_grad_(), angles()
+    y, bias = layer(x, None, rotary_pos_emb=freqs)
+    expected = plain(layer, x, freqs)
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+    assert bias.shape == (HIDDEN,)
+    parameters = [x, layer.linear_qkv.weight, layer.linear_proj.weight]
+    for ours, theirs in zip(
+        torch.autograd.grad(y.square().sum(), parameters),
+        torch.autograd.grad(expected.square().sum(), parameters),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_a_rotation_of_the_unsplit_projection_is_that_of_its_parts(interleaved):
+    split = self_attention(replace(CONFIG, rotary_interleaved=interleaved))
+    whole = self_attention(replace(CONFIG, rotary_interleaved=interleaved, fused_single_qkv_rope=True))
+    x, freqs = hidden(), angles()
+    torch.testing.assert_close(
+        whole(x, None, rotary_pos_emb=freqs)[0], split(x, None, rotary_pos_emb=(freqs, freqs))[0]
+    )
+
+
+def test_a_recomputed_core_gives_the_same_gradients():
+    kept = self_attention()
+    recomputed = self_attention(replace(CONFIG, recompute_granularity="selective"))
+    assert recomputed.checkpoint_core_attention
+    grads = []
+    for layer in (kept, recomputed):
+        x = hidden().requires_grad_()
+        layer(x, None)[0].square().sum().backward()
+        grads += [x.grad, layer.linear_qkv.weight.grad]
+    torch.testing.assert_close(grads[0], grads[2])
+    torch.testing.assert_close(grads[1], grads[3])
+
+
+def test_packed_sequences_are_those_of_single_calls():
+    layer, lengths = self_attention(), (3, 7)
+    x, freqs = hidden(1), angles()
+    ends = torch.tensor([0, 3, 10], dtype=torch.int32)
+    y, _ = layer(
+        x,
+        None,
+        rotary_pos_emb=freqs,
+        packed_seq_params=PackedSequences(ends, ends, max(lengths), max(lengths)),
+    )
+    parts = [layer(part, None, rotary_pos_emb=freqs[: len(part)])[0] for part in x.split(lengths)]
+    torch.testing.assert_close(y, torch.cat(parts), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("steps", [(6, 1, 1, 2), (1, 9), (10,)])
+def test_generation_with_a_static_context_is_the_full_computation(steps):
+    layer = self_attention().eval()
+    x, freqs = hidden(), angles()
+    with torch.no_grad():
+        expected, _ = layer(x, None, rotary_pos_emb=freqs)
+        context, parts = StaticContext(2, LENGTH), []
+        for part in x.split(steps):
+            parts.append(layer(part, None, inference_context=context, rotary_pos_emb=freqs)[0])
+            context.sequence_len_offset += len(part)
+    torch.testing.assert_close(torch.cat(parts), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_flash_decode_is_the_full_computation(interleaved):
+    config = replace(CONFIG, flash_decode=True, rotary_interleaved=interleaved)
+    layer = self_attention(config).eval()
+    whole = self_attention(replace(config, flash_decode=False)).eval()
+    half = angles()[:, 0, 0, : SIZE // 2]
+    freqs = half.repeat_interleave(2, dim=-1) if interleaved else torch.cat((half, half), dim=-1)
+    x, context, parts = hidden(), StaticContext(2, LENGTH), []
+    with torch.no_grad():
+        expected, _ = whole(x, None, rotary_pos_emb=freqs[:, None, None])
+        for part in x.split((6, 1, 1, 2)):
+            offset = torch.full((2,), context.sequence_len_offset, dtype=torch.int32)
+            parts.append(
+                layer(
+                    part,
+                    None,
+                    inference_context=context,
+                    rotary_pos_cos=half.cos(),
+                    rotary_pos_sin=half.sin(),
+                    sequence_len_offset=offset,
+                )[0]
+            )
+            context.sequence_len_offset += len(part)
+    torch.testing.assert_close(torch.cat(parts), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("by_table", [False, True])
+@pytest.mark.parametrize("softmax_type", ["vanilla", "learnable"])
+def test_generation_with_pages_is_the_full_computation(by_table, softmax_type):
+    """Three requests in flight: prompts of 5, 2 and 1 tokens, steps that mix prompts and single tokens."""
+    config = replace(CONFIG, softmax_type=softmax_type)
+    layer = self_attention(config).eval()
+    if softmax_type == "learnable":
+        layer.core_attention.softmax_offset.data.uniform_(-1, 1)
+    x, freqs = hidden(3), angles()
+    half = freqs[:, 0, 0, : SIZE // 2]
+    rotary = {"rotary_pos_emb": freqs}
+    context = PagedContext(3, 1, pages=12, page_size=2, groups=2, size=SIZE)
+    if by_table:
+        context.use_flashinfer_fused_rope = True
+        rotary = {"rotary_pos_cos_sin": torch.cat((half.cos(), half.sin()), dim=-1)}
+    done, seen = [0, 0, 0], [[], [], []]
+    with torch.no_grad():
+        expected, _ = layer(x, None, rotary_pos_emb=freqs)
+        for counts in ([5, 2, 0], [1, 1, 1], [1, 1, 1], [1, 3, 2]):
+            context.begin_step(counts)
+            new = [x[at : at + n, i] for i, (at, n) in enumerate(zip(done, counts, strict=True))]
+            y, _ = layer(torch.cat(new).unsqueeze(1), None, inference_context=context, **rotary)
+            for i, part in enumerate(y.squeeze(1).split(counts)):
+                seen[i].append(part)
+                done[i] += counts[i]
+    for i, parts in enumerate(seen):
+        torch.testing.assert_close(torch.cat(parts), expected[: done[i], i], rtol=1e-5, atol=1e-5)
+
+
+def test_an_encoder_and_a_decoder_like_t5_are_those_of_torch():
+    config = replace(CONFIG, num_query_groups=HEADS)
+    torch.manual_seed(0)
+    encoder = SelfAttention(config, self_attention_submodules(config), 1, AttnMaskType.no_mask)
+    decoder = SelfAttention(config, self_attention_submodules(config), 1, AttnMaskType.causal)
+    cross = CrossAttention(config, cross_attention_submodules(config), 1, AttnMaskType.no_mask)
+    source, target = hidden(length=7), hidden(length=4).requires_grad_()
+
+    def summed(made: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return made[0] + made[1]
+
+    memory = source + summed(encoder(source, None))
+    state = target + summed(decoder(target, None))
+    y = state + summed(cross(state, None, key_value_states=memory))
+    q = F.linear(state, cross.linear_q.weight, cross.linear_q.bias).unflatten(-1, (HEADS, SIZE))
+    kv = F.linear(memory, cross.linear_kv.weight, cross.linear_kv.bias).unflatten(-1, (HEADS, 2 * SIZE))
+    k, v = kv.chunk(2, dim=-1)
+    out = F.scaled_dot_product_attention(*(t.permute(1, 2, 0, 3) for t in (q, k, v)))
+    out = out.permute(2, 0, 1, 3).flatten(2)
+    expected = state + F.linear(out, cross.linear_proj.weight, cross.linear_proj.bias)
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+    ours, theirs = (
+        torch.autograd.grad(made.square().sum(), target, retain_graph=True)[0] for made in (y, expected)
+    )
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("groups", [HEADS, 2])
+def test_clipped_projections_keep_logits_below_the_threshold(groups):
+    config = replace(
+        CONFIG, num_query_groups=groups, add_bias_linear=False, qk_clip=True, qk_clip_threshold=0.5
+    )
+    layer, x = self_attention(config), hidden()
+    layer.linear_qkv.weight.data.mul_(40)
+    layer(x, None)
+    before = layer.core_attention.current_max_attn_logits
+    values = layer.linear_qkv.weight.detach().clone().view(groups, -1, SIZE, HIDDEN)[:, -1]
+    assert (before > 0.5).any()
+    layer.clip_qk()
+    assert layer.core_attention.current_max_attn_logits is None
+    layer(x, None)
+    after = layer.core_attention.current_max_attn_logits
+    assert (after <= 0.5 + 1e-4).all()
+    assert torch.equal(layer.linear_qkv.weight.view(groups, -1, SIZE, HIDDEN)[:, -1], values)
+    with pytest.raises(ValueError, match="qk_clip=False"):
+        self_attention().clip_qk()
+
+
+@pytest.mark.parametrize("norm", ["qk_layernorm", "qk_l2_norm"])
+def test_queries_and_keys_are_normalized(norm):
+    layer = self_attention(replace(CONFIG, **{norm: True}))
+    query, key, _ = layer.get_query_key_value_tensors(hidden())
+    for x in (query, key):
+        torch.testing.assert_close(x.square().mean(-1), torch.ones(x.shape[:-1]), rtol=1e-2, atol=5e-2)
+
+
+def test_it_trains_under_a_recipe_and_puts_weight_gradients_off():
+    config = replace(CONFIG, delay_wgrad_compute=True, params_dtype=torch.bfloat16)
+    torch.manual_seed(0)
+    layer = SelfAttention(config, self_attention_submodules(config, input_norm=True), 1, AttnMaskType.causal)
+    x = hidden(4, 16).bfloat16()
+    with te.autocast(recipe=recipe.MXFP8BlockScaling()):
+        y, _ = layer(x, None)
+    y.float().square().sum().backward()
+    assert layer.linear_qkv.weight.grad is None
+    layer.backward_dw()
+    assert layer.linear_qkv.weight.grad.isfinite().all()
+    assert layer.linear_proj.weight.grad.abs().sum() > 0
+
+
+def test_what_it_cannot_do_is_refused_by_a_sentence():
+    with pytest.raises(ValueError, match="cross-attention has no groups"):
+        CrossAttention(CONFIG, cross_attention_submodules(CONFIG), 1)
+    config = replace(CONFIG, num_query_groups=HEADS)
+    cross = CrossAttention(config, cross_attention_submodules(config), 1)
+    with pytest.raises(ValueError, match="key_value_states is None"):
+        cross(hidden(), None)
+    with pytest.raises(NotImplementedError, match="use SelfAttention"):
+        cross.clip_qk()
+    layer = self_attention().eval()
+    context = StaticContext(1, 4)
+    with pytest.raises(ValueError, match="make the context larger"):
+        layer(hidden(1), None, inference_context=context)
+    with pytest.raises(ValueError, match="more pages are needed"):
+        PagedContext(1, 1, 1, 2, 2, SIZE).begin_step([5])
+    with pytest.raises(ValueError, match="turn it off"):
+        self_attention(replace(CONFIG, fused_single_qkv_rope=True))(hidden(), None)
+
+
+def test_the_input_of_the_projection_is_kept_where_a_norm_is_computed_again():
+    layer = self_attention()
+    layer.set_for_recompute_input_layernorm()
+    assert layer.linear_qkv.save_original_input
+    layer.run_realtime_tests()  # one rank agrees with itself

@@ -1,0 +1,25 @@
+"""Compile the kernels of a mixture of experts for sm90, without a GPU; print sizes of PTX and shared memory as JSON."""
+
+from __future__ import annotations
+
+import json
+
+from compile_cases import ptx_of
+from written_cases import experts
+
+
+def main() -> None:
+    facts = {}
+    for name, launch, inputs in experts():
+        names = launch.kernel.arg_names
+        pointers = dict(zip(names, inputs, strict=False))
+        kinds = {"bfloat16": "*bf16", "float32": "*fp32", "int32": "*i32", "uint8": "*u8"}
+        for argument, output in zip(names[launch.inputs :], launch.outputs, strict=False):
+            pointers[argument] = None if output is None else kinds[output.dtype]
+        ptx, shared = ptx_of(launch, pointers, 90)
+        facts[name] = {"ptx": len(ptx), "shared": shared}
+    print(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,212 @@
+"""Choosing experts: the reference against autograd through plain PyTorch, the Triton kernels against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from by_kernels import Kernels
+from support.kernels import DEVICE, runs_kernels, sized
+from support.tolerances import CURVED, UNIT
+
+from transformer_engine.common.dispatch import use_backend
+from transformer_engine.pytorch.primitives import router
+from transformer_engine.pytorch.primitives.router import (
+    BITS,
+    BYTES,
+    INDICES,
+    SIGMOID,
+    SOFTMAX,
+    SOFTMAX_AFTER,
+    SQRTSOFTPLUS,
+    Choice,
+    reference,
+    triton,
+)
+
+kernels = Kernels(router, "router")
+SCORES = pytest.mark.parametrize("score", [SOFTMAX, SOFTMAX_AFTER, SIGMOID, SQRTSOFTPLUS])
+GROUPS = pytest.mark.parametrize("groups", [None, (4, 2)], ids=["any", "groups"])
+
+
+class ByReference:
+    """The operation's public functions, computed by its reference."""
+
+    def __getattr__(self, name):
+        def call(*arguments, **keywords):
+            with use_backend(router="reference"):
+                return getattr(router, name)(*arguments, **keywords)
+
+        return call
+
+
+literal = ByReference()
+
+
+def logits_of(tokens, experts, device="cpu", dtype=torch.float32):
+    """A grid of distinct numbers a token, so that no two scores are equal; a few beyond softplus' straight end."""
+    grid = torch.linspace(-6, 6, experts)
+    generator = torch.Generator().manual_seed(0)
+    shuffled = torch.stack([grid[torch.randperm(experts, generator=generator)] for _ in range(tokens)])
+    shuffled[0] += 18.0
+    return shuffled.to(device, dtype)
+
+
+def plain(x, choice, bias=None):
+    """The weights, by the operations that autograd differentiates."""
+    scores = {
+        SOFTMAX: lambda: x.softmax(1),
+        SOFTMAX_AFTER: lambda: x,
+        SIGMOID: lambda: x.sigmoid(),
+        SQRTSOFTPLUS: lambda: torch.nn.functional.softplus(x).sqrt(),
+    }[choice.score]()
+    if choice.whole:
+        return scores if choice.score == SOFTMAX else scores / scores.sum(1, keepdim=True)
+    key = scores.detach() if bias is None else scores.detach() + bias
+    if choice.groups is not None:
+        count, kept = choice.groups
+        within = key.unflatten(1, (count, -1))
+        best = within.topk(choice.k // kept, 2).values.sum(2).topk(kept, 1).indices
+        allowed = torch.zeros_like(key).unflatten(1, (count, -1))
+        allowed[torch.arange(x.shape[0])[:, None], best] = 1
+        key = key.masked_fill(allowed.flatten(1) == 0, -torch.inf)
+    chosen = key.topk(choice.k, 1).indices
+    picked = scores.gather(1, chosen)
+    if choice.score == SOFTMAX_AFTER:
+        picked = picked.softmax(1)
+    elif choice.score != SOFTMAX and choice.k > 1:
+        picked = picked / picked.sum(1, keepdim=True)
+    return torch.zeros_like(x).scatter(1, chosen, picked * choice.scale)
+
+
+class TestReference:
+    @SCORES
+    @GROUPS
+    @pytest.mark.parametrize("k", [1, 2, 4])
+    def test_weights_and_their_gradient_are_those_of_autograd(self, score, groups, k):
+        if groups is not None and k % groups[1]:
+            groups = (4, 1)
+        x = logits_of(9, 16).requires_grad_()
+        bias = torch.linspace(-0.3, 0.3, 16) if score in (SIGMOID, SQRTSOFTPLUS) else None
+        choice = Choice(k, score, groups=groups, scale=2.5)
+        probs, map, scores = literal.choose(x.detach(), choice, torch.float32, bias)
+        expected = plain(x, choice, bias)
+        torch.testing.assert_close(probs, expected.detach())
+        assert torch.equal(map != 0, expected != 0) and int(map.sum()) == 9 * k
+        gradient = torch.randn_like(probs)
+        (theirs,) = torch.autograd.grad(expected, x, gradient)
+        mine = literal.choose_backward(map, scores, gradient, choice, torch.float32)
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+    @pytest.mark.parametrize("score", [SOFTMAX, SIGMOID, SQRTSOFTPLUS])
+    def test_the_scores_of_all_experts_add_up_to_one(self, score):
+        x, choice = logits_of(9, 12).requires_grad_(), Choice(3, score, whole=True)
+        probs, map, scores = literal.choose(x.detach(), choice, torch.float32)
+        expected = plain(x, choice)
+        torch.testing.assert_close(probs, expected.detach())
+        torch.testing.assert_close(probs.sum(1), torch.ones(9))
+        gradient = torch.randn_like(probs)
+        (theirs,) = torch.autograd.grad(expected, x, gradient)
+        torch.testing.assert_close(
+            literal.choose_backward(map, scores, gradient, choice, torch.float32),
+            theirs,
+            rtol=1e-5,
+            atol=1e-6,
+        )
+
+    def test_a_bias_changes_the_choice_and_not_the_weights(self):
+        bias = torch.tensor([0.0, 0.0, 0.0, 0.9])
+        choice = Choice(2, SIGMOID, scale=2.5)
+        probs, _, _ = literal.choose(torch.tensor([[2.0, 1.0, 0.0, -1.0]]), choice, torch.float32, bias)
+        torch.testing.assert_close(probs, torch.tensor([[1.91521, 0, 0, 0.58479]]), rtol=0, atol=1e-5)
+
+    def test_of_equal_scores_the_lower_number_is_chosen(self):
+        indices = torch.zeros(1, 3, dtype=torch.int64)
+        literal.choose(torch.ones(1, 40), Choice(3, SOFTMAX, map=INDICES), torch.float32, None, indices)
+        assert indices.tolist() == [[0, 1, 2]]
+
+    def test_bits_are_counted_from_the_lowest(self):
+        chosen = torch.zeros(1, 12, dtype=torch.uint8)
+        chosen[0, [0, 3, 9]] = 1
+        assert reference.packed(chosen).tolist() == [[0x09, 0x02]]
+
+    def test_the_loss_of_even_probabilities(self):
+        probs, tokens = torch.full((4, 4), 0.25), torch.tensor([4, 2, 1, 1])
+        loss = literal.balance_loss(probs, tokens, 4 * 0.01 / 2, torch.tensor([4]))
+        torch.testing.assert_close(loss, torch.tensor([0.01]))
+
+
+@runs_kernels
+class TestKernels:
+    @sized("tokens, experts", [(6, 16), (5, 40)], [(4096, 256), (1031, 160), (64, 2048)])
+    @SCORES
+    @GROUPS
+    @pytest.mark.parametrize("map", [BYTES, BITS, INDICES])
+    def test_weights_and_gradients_are_those_of_the_reference(self, tokens, experts, score, groups, map):
+        x = logits_of(tokens, experts, DEVICE)
+        bias = torch.linspace(-0.3, 0.3, experts, device=DEVICE) if score in (SIGMOID, SQRTSOFTPLUS) else None
+        choice = Choice(4, score, groups=groups, scale=1.5, map=map)
+        found = [torch.zeros(tokens, 4, dtype=torch.int32, device=DEVICE) for _ in range(2)]
+        given = found if map == INDICES else [None, None]
+        ours, theirs = (
+            by.choose(x, choice, torch.float32, bias, indices)
+            for by, indices in zip((kernels, literal), given, strict=True)
+        )
+        torch.testing.assert_close(ours[0], theirs[0], rtol=CURVED[torch.float32], atol=1e-6)
+        torch.testing.assert_close(ours[2], theirs[2], rtol=CURVED[torch.float32], atol=1e-6)
+        assert torch.equal(*found)
+        assert (ours[1] is None) == (theirs[1] is None) == (map == INDICES)
+        assert ours[1] is None or torch.equal(ours[1], theirs[1])
+        gradient = torch.randn_like(theirs[0])
+        read = found[0] if map == INDICES else theirs[1]
+        mine, expected = (
+            by.choose_backward(read, theirs[2], gradient, choice, torch.float32) for by in (kernels, literal)
+        )
+        torch.testing.assert_close(mine, expected, rtol=CURVED[torch.float32], atol=2e-6)
+
+    @pytest.mark.parametrize("score", [SOFTMAX, SIGMOID, SQRTSOFTPLUS])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_the_scores_of_all_experts_are_those_of_the_reference(self, score, dtype):
+        x, choice = logits_of(6, 24, DEVICE).to(dtype), Choice(3, score, whole=True)
+        ours, theirs = (by.choose(x, choice, torch.float32) for by in (kernels, literal))
+        torch.testing.assert_close(ours[0], theirs[0], rtol=CURVED[torch.float32], atol=1e-6)
+        gradient = torch.randn_like(theirs[0])
+        mine, expected = (
+            by.choose_backward(theirs[1], theirs[2], gradient, choice, dtype) for by in (kernels, literal)
+        )
+        torch.testing.assert_close(mine, expected, rtol=UNIT[dtype], atol=UNIT[dtype])
+
+    def test_small_scores_keep_their_digits(self):
+        x = torch.linspace(-40, -1, 16, device=DEVICE)[None]
+        ours, theirs = (
+            by.choose(x, Choice(2, SQRTSOFTPLUS, whole=True), torch.float32) for by in (kernels, literal)
+        )
+        torch.testing.assert_close(ours[0], theirs[0], rtol=CURVED[torch.float32], atol=0)
+
+    def test_of_equal_scores_the_lower_number_is_chosen(self):
+        indices = torch.zeros(2, 3, dtype=torch.int64, device=DEVICE)
+        x = torch.ones(2, 40, device=DEVICE)
+        x[1, 30] = 2.0
+        kernels.choose(x, Choice(3, SOFTMAX, map=INDICES), torch.float32, None, indices)
+        assert indices.tolist() == [[0, 1, 2], [30, 0, 1]]
+
+    @sized("rows, columns", [(3, 5), (33, 40)], [(16384, 256), (4096, 2048)])
+    @pytest.mark.parametrize("dynamic", [False, True])
+    def test_the_loss_is_that_of_the_reference(self, rows, columns, dynamic):
+        probs = torch.rand(rows, columns, device=DEVICE)
+        tokens = torch.arange(columns, device=DEVICE)
+        total = torch.tensor([rows], device=DEVICE) if dynamic else None
+        ours, theirs = (by.balance_loss(probs, tokens, 0.01, total) for by in (kernels, literal))
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"shape": (8, 5000)}, "5000 experts > 4096"),
+        ({"shape": (1 << 31, 2)}, "it numbers fewer than"),
+        ({}, "it needs a CUDA device"),
+    ],
+)
+def test_the_kernels_refuse_what_they_cannot_by_name(changes, reason):
+    request = router.RouterRequest("choose", (8, 4), torch.float32, torch.float32, torch.device("cpu"))
+    assert reason in triton.refuses(request._replace(**changes))

@@ -1,0 +1,276 @@
+"""y[row of (t, j)] = x[t], and x[t] = sum over j of w[t, j] * y[row of (t, j)]: tokens [T, H] to experts and back.
+
+Legend: token t has routes j, one for each expert that takes it, each with a row of y and a column of probabilities.
+    by mask    map int32 [T, 2 E + 1]: a token's rows, the highest first; from E on their experts; at 2 E their number.
+               A route's column is its expert; pad_offsets int64 [E] shift an expert's rows
+    by index   map int32 [J, T]: the row of token t's route j, -1 where it is dropped. A route's column is j
+Rows at or beyond those of y are dropped too. Values that are only moved may be of any dtype.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..formats import ceil_div
+from .launch import Launch, Output
+from .program import Program, Step, step
+
+_CLEARED = 32  # rows that a program of clear_kernel looks at
+
+
+@triton.jit
+def _routes(map, token, columns, BY_MASK: tl.constexpr):
+    """How many routes a token has."""
+    count = columns
+    if BY_MASK:
+        count = tl.load(map + token.to(tl.int64) * (2 * columns + 1) + 2 * columns)
+    return count
+
+
+@triton.jit
+def _route(map, pad_offsets, token, j, tokens, columns, BY_MASK: tl.constexpr):
+    """(row int64, column) of a token's route j."""
+    if BY_MASK:
+        start = map + token.to(tl.int64) * (2 * columns + 1) + j
+        row = tl.load(start).to(tl.int64)
+        column = tl.load(start + columns)
+        if pad_offsets is not None:
+            row += tl.load(pad_offsets + column)
+    else:
+        row = tl.load(map + tl.cast(j, tl.int64) * tokens + token).to(tl.int64)
+        column = j
+    return row, column
+
+
+@triton.jit
+def send_kernel(
+    x,
+    map,
+    pad_offsets,
+    probs,
+    y,
+    row_probs,
+    taken,
+    tokens,
+    rows,
+    hidden,
+    columns,
+    BY_MASK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """BLOCK values of a token to all of its rows; with probs, a row whose probability is 0 is zero.
+
+    taken [rows] is marked where a row is written.
+    """
+    token = tl.program_id(0)
+    feature = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = feature < hidden
+    values = tl.load(x + token.to(tl.int64) * hidden + feature, mask=inside, other=0)
+    for j in range(_routes(map, token, columns, BY_MASK)):
+        row, column = _route(map, pad_offsets, token, j, tokens, columns, BY_MASK)
+        if (row >= 0) & (row < rows):
+            sent = values
+            if probs is not None:
+                weight = tl.load(probs + token.to(tl.int64) * columns + column)
+                sent = tl.where(weight == 0.0, tl.zeros_like(values), values)
+                tl.store(row_probs + row, weight)
+            tl.store(y + row * hidden + feature, sent, mask=inside)
+            if taken is not None:
+                tl.store(taken + row, tl.full([], 1, tl.uint8))
+
+
+@triton.jit
+def clear_kernel(y, row_probs, taken, rows, hidden, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """The rows that nothing was sent to become zero."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    free = tl.load(taken + row, mask=row < rows, other=1) == 0
+    if tl.max(free.to(tl.int32), 0) != 0:
+        if row_probs is not None:
+            tl.store(row_probs + row, tl.zeros([ROWS], row_probs.dtype.element_ty), mask=free)
+        for first in range(0, hidden, BLOCK):
+            feature = first + tl.arange(0, BLOCK)
+            place = row.to(tl.int64)[:, None] * hidden + feature[None, :]
+            nothing = tl.zeros([ROWS, BLOCK], y.dtype.element_ty)
+            tl.store(y + place, nothing, mask=free[:, None] & (feature < hidden)[None, :])
+
+
+@triton.jit
+def collect_kernel(
+    y,
+    map,
+    pad_offsets,
+    weights,
+    row_values,
+    x,
+    values,
+    tokens,
+    rows,
+    hidden,
+    columns,
+    BY_MASK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """x[t] = sum over routes of weight * y[row], from the lowest row on; values[t, column] = row_values[row]."""
+    token = tl.program_id(0)
+    feature = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = feature < hidden
+    lane = tl.arange(0, COLUMNS)
+    total = tl.zeros([BLOCK], tl.float32)
+    beside = tl.zeros([COLUMNS], tl.float32)
+    count = _routes(map, token, columns, BY_MASK)
+    for i in range(count):
+        row, column = _route(map, pad_offsets, token, count - 1 - i, tokens, columns, BY_MASK)
+        there = (row >= 0) & (row < rows)
+        part = tl.load(y + row * hidden + feature, mask=inside & there, other=0.0).to(tl.float32)
+        if weights is not None:
+            part *= tl.load(weights + token.to(tl.int64) * columns + column).to(tl.float32)
+        total += part
+        if row_values is not None:
+            value = tl.load(row_values + row, mask=there, other=0.0).to(tl.float32)
+            beside = tl.where(lane == column, value, beside)
+    tl.store(x + token.to(tl.int64) * hidden + feature, total.to(x.dtype.element_ty), mask=inside)
+    if row_values is not None:
+        target = values + token.to(tl.int64) * columns + lane
+        tl.store(target, beside.to(values.dtype.element_ty), mask=(lane < columns) & (tl.program_id(1) == 0))
+
+
+@triton.jit
+def send_weighted_kernel(
+    dx,
+    map,
+    pad_offsets,
+    weights,
+    y,
+    dy,
+    grad_weights,
+    taken,
+    tokens,
+    rows,
+    hidden,
+    columns,
+    BY_MASK: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """dy[row] = weight * dx[t] and grad_weights[t, column] = sum(y[row] * dx[t]) of one token: collect's gradients.
+
+    WHOLE: a row is one BLOCK.
+    """
+    token = tl.program_id(0)
+    lane = tl.arange(0, COLUMNS)
+    feature = tl.arange(0, BLOCK)
+    source = dx + token.to(tl.int64) * hidden
+    sums = tl.zeros([COLUMNS], tl.float32)
+    if WHOLE:
+        whole = tl.load(source + feature, mask=feature < hidden, other=0.0).to(tl.float32)
+    for j in range(_routes(map, token, columns, BY_MASK)):
+        row, column = _route(map, pad_offsets, token, j, tokens, columns, BY_MASK)
+        if (row >= 0) & (row < rows):
+            weight = tl.load(weights + token.to(tl.int64) * columns + column).to(tl.float32)
+            products = tl.zeros([BLOCK], tl.float32)
+            for first in range(0, hidden, BLOCK):
+                inside = first + feature < hidden
+                if WHOLE:
+                    gradient = whole
+                else:
+                    gradient = tl.load(source + first + feature, mask=inside, other=0.0).to(tl.float32)
+                place = row * hidden + first + feature
+                products += gradient * tl.load(y + place, mask=inside, other=0.0).to(tl.float32)
+                tl.store(dy + place, (gradient * weight).to(dy.dtype.element_ty), mask=inside)
+            sums = tl.where(lane == column, tl.sum(products, 0), sums)
+            tl.store(taken + row, tl.full([], 1, tl.uint8))
+    target = grad_weights + token.to(tl.int64) * columns + lane
+    tl.store(target, sums.to(grad_weights.dtype.element_ty), mask=lane < columns)
+
+
+def send(
+    shape: tuple[int, int],
+    rows: int,
+    columns: int,
+    by_mask: bool,
+    dtype: str,
+    probs: str | None,
+    every_row: bool,
+) -> Program:
+    """(x [T, H], map, pad_offsets | None, probs [T, columns] | None) -> y [rows, H], row_probs [rows].
+
+    probs       dtype of the probabilities, None without
+    every_row   is every row of y sent something? Else those that are not become zero
+    """
+    tokens, hidden = shape
+    block, warps = _tile(hidden)
+    outputs = (
+        Output((rows, hidden), dtype),
+        None if probs is None else Output((rows,), probs),
+        None if every_row else Output((rows,), "uint8", begins=0.0),
+    )
+    grid = (tokens, ceil_div(hidden, block), 1)
+    sending = Launch(send_kernel, grid, outputs, (tokens, rows, hidden, columns), (by_mask, block), warps)
+    given = ("x", "map", "pad_offsets", "probs")
+    steps = [step(sending, given, ("y", "row_probs", "taken"))]
+    row_probs = None if probs is None else "row_probs"
+    if not every_row:
+        steps.append(_clearing(rows, hidden, "y", row_probs))
+    return Program(given, tuple(steps), ("y", row_probs))
+
+
+def collect(
+    shape: tuple[int, int], rows: int, columns: int, by_mask: bool, dtype: str, values: str | None
+) -> Launch:
+    """(y [rows, H], map, pad_offsets | None, weights [T, columns] | None, row_values [rows] | None) -> x, values.
+
+    x [T, H] and values [T, columns], of dtype and of values; without row_values there are no values.
+    """
+    tokens, hidden = shape
+    block, warps = _tile(hidden)
+    outputs = (Output(shape, dtype), None if values is None else Output((tokens, columns), values))
+    constants = (by_mask, block, triton.next_power_of_2(columns))
+    grid = (tokens, ceil_div(hidden, block), 1)
+    return Launch(collect_kernel, grid, outputs, (tokens, rows, hidden, columns), constants, warps)
+
+
+def send_weighted(
+    shape: tuple[int, int], rows: int, columns: int, by_mask: bool, dtypes: tuple[str, str]
+) -> Program:
+    """(dx [T, H], map, pad_offsets | None, weights [T, columns], y [rows, H]) -> dy [rows, H], grad_weights.
+
+    dtypes of dy and of the weights' gradient [T, columns]; rows that no route leads to are zero.
+    """
+    tokens, hidden = shape
+    block = min(triton.next_power_of_2(hidden), 8192)
+    outputs = (
+        Output((rows, hidden), dtypes[0]),
+        Output((tokens, columns), dtypes[1]),
+        Output((rows,), "uint8", begins=0.0),
+    )
+    constants = (by_mask, hidden <= block, block, triton.next_power_of_2(columns))
+    sending = Launch(
+        send_weighted_kernel,
+        (tokens, 1, 1),
+        outputs,
+        (tokens, rows, hidden, columns),
+        constants,
+        warps=min(max(block // 1024, 1), 8),
+    )
+    given = ("dx", "map", "pad_offsets", "weights", "y")
+    steps = (step(sending, given, ("dy", "grad_weights", "taken")), _clearing(rows, hidden, "dy", None))
+    return Program(given, steps, ("dy", "grad_weights"))
+
+
+def _clearing(rows: int, hidden: int, y: str, row_probs: str | None) -> Step:
+    block = min(triton.next_power_of_2(hidden), 128)
+    grid = (ceil_div(rows, _CLEARED), 1, 1)
+    launch = Launch(clear_kernel, grid, (), (rows, hidden), (_CLEARED, block), warps=4, in_place=(0, 1))
+    return Step(launch, (y, row_probs, "taken"), ())
+
+
+def _tile(hidden: int) -> tuple[int, int]:
+    """(values, warps) of a program: the largest power of two that leaves at most an eighth of its lanes idle."""
+    for block in (4096, 2048):
+        if ceil_div(hidden, block) * block <= hidden * 1.125:
+            return block, block // 1024
+    block = min(triton.next_power_of_2(hidden), 1024)
+    return block, max(block // 1024, 1)

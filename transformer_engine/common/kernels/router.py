@@ -1,0 +1,362 @@
+"""probs [T, E] = weights of the k experts of each token, their gradient, and loss = c * sum(tokens[e] * probs[t, e]).
+
+From logits x in float32: scores s = softmax(x), x itself (softmax after the choice), sigmoid(x) or sqrt(softplus(x)).
+Chosen are the k largest s + bias; of experts in groups only those of the best groups count, by the sum of a group's
+largest. Of equal ones the lower number comes first. Rows of experts are tiles [groups, experts of a group].
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..formats import ceil_div
+from .launch import Launch, Output
+from .program import Program, step
+
+EPSILON = tl.constexpr(1e-20)
+SOFTMAX, SOFTMAX_AFTER, SIGMOID, SQRTSOFTPLUS = range(4)
+SCORES = {
+    "softmax": SOFTMAX,
+    "softmax_after": SOFTMAX_AFTER,
+    "sigmoid": SIGMOID,
+    "sqrtsoftplus": SQRTSOFTPLUS,
+}
+BYTES, BITS, INDICES = range(3)
+MAPS = {"bytes": BYTES, "bits": BITS, "indices": INDICES}
+
+_SOFTMAX = tl.constexpr(SOFTMAX)
+_AFTER = tl.constexpr(SOFTMAX_AFTER)
+_SIGMOID = tl.constexpr(SIGMOID)
+_SQRTSOFTPLUS = tl.constexpr(SQRTSOFTPLUS)
+_BYTES = tl.constexpr(BYTES)
+_BITS = tl.constexpr(BITS)
+_NONE = tl.constexpr(1 << 30)  # above every number of an expert
+_LINEAR = tl.constexpr(20.0)  # softplus(x) is x beyond, in float32
+
+
+@triton.jit
+def _over(x):
+    """Sum over the experts [rows, groups, experts], keeping the axes."""
+    return tl.expand_dims(tl.expand_dims(tl.sum(tl.sum(x, 2), 1), 1), 2)
+
+
+@triton.jit
+def _greatest(x):
+    return tl.expand_dims(tl.expand_dims(tl.max(tl.max(x, 2), 1), 1), 2)
+
+
+@triton.jit
+def _softmax(x):
+    weight = tl.exp(x - _greatest(x))
+    return weight / _over(weight)
+
+
+@triton.jit
+def _softplus(x):
+    """log(1 + e^x), where 1 + e^x has rounded e^x off by Kahan's quotient."""
+    power = tl.exp(tl.minimum(x, _LINEAR))
+    above = 1.0 + power
+    exact = tl.where(above == 1.0, power, tl.log(above) * (power / tl.where(above == 1.0, 1.0, above - 1.0)))
+    return tl.where(x > _LINEAR, x, exact)
+
+
+@triton.jit
+def _score(x, inside, KIND: tl.constexpr):
+    """Scores of logits, 0 outside."""
+    score = x
+    if KIND == _SOFTMAX:
+        score = _softmax(tl.where(inside, x, float("-inf")))
+    if KIND == _SIGMOID:
+        score = 1.0 / (1.0 + tl.exp(-x))
+    if KIND == _SQRTSOFTPLUS:
+        score = tl.sqrt(_softplus(x))
+    return tl.where(inside, score, 0.0)
+
+
+@triton.jit
+def _best_groups(key, group, PLACES: tl.constexpr, KEPT: tl.constexpr):
+    """bool [rows, groups]: the KEPT groups with the largest sum of PLACES keys [rows, groups, experts]."""
+    expert = tl.arange(0, key.shape[2])[None, None, :] + tl.zeros_like(key).to(tl.int32)
+    total = tl.zeros([key.shape[0], key.shape[1]], tl.float32)
+    for _ in range(PLACES):
+        best = tl.max(key, 2)
+        total += best
+        first = tl.min(tl.where(key == best[:, :, None], expert, _NONE), 2)
+        key = tl.where(expert == first[:, :, None], float("-inf"), key)
+    kept = group < 0
+    for _ in range(KEPT):
+        best = tl.max(total, 1)
+        first = tl.min(tl.where((total == best[:, None]) & (kept == 0), group, _NONE), 1)
+        chosen = group == first[:, None]
+        kept = kept | chosen
+        total = tl.where(chosen, float("-inf"), total)
+    return kept
+
+
+@triton.jit
+def choose_kernel(
+    logits,
+    bias,
+    indices,
+    probs,
+    map,
+    scores,
+    tokens,
+    experts,
+    groups,
+    places,
+    scale,
+    K: tl.constexpr,
+    KIND: tl.constexpr,
+    WHOLE: tl.constexpr,
+    GROUP_PLACES: tl.constexpr,
+    KEPT: tl.constexpr,
+    MAP: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PLACES: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """probs, the map of those chosen, and the scores that the gradient is made of.
+
+    WHOLE   probs are those of all experts, which add up to 1, for a loss; else of those chosen
+    KEPT    groups that may be chosen from, by the sum of their GROUP_PLACES largest; 0: all
+    WIDTH   bytes of a map of bits, padded
+    """
+    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    group = tl.arange(0, GROUPS)[None, :]
+    place = tl.arange(0, PLACES)[None, None, :]
+    here = (token < tokens)[:, None, None]
+    inside = (group < groups)[:, :, None] & (place < places) & here
+    expert = group[:, :, None] * places + place + tl.zeros([ROWS, GROUPS, PLACES], tl.int32)
+    row = token.to(tl.int64)[:, None, None] * experts
+    x = tl.load(logits + row + expert, mask=inside, other=0.0).to(tl.float32)
+    score = _score(x, inside, KIND)
+    key = score
+    if bias is not None:
+        key += tl.load(bias + expert, mask=inside, other=0.0).to(tl.float32)
+    key = tl.where(inside, key, float("-inf"))
+    if KEPT > 0:
+        numbers = group + tl.zeros([ROWS, GROUPS], tl.int32)
+        kept = _best_groups(key, numbers, GROUP_PLACES, KEPT)
+        key = tl.where(kept[:, :, None], key, float("-inf"))
+    chosen = expert < 0
+    lane = tl.arange(0, WIDTH)[None, :]
+    bits = tl.zeros([ROWS, WIDTH], tl.int32)
+    for i in range(K):
+        best = _greatest(key)
+        first = tl.min(tl.min(tl.where((key == best) & inside & (chosen == 0), expert, experts), 2), 1)
+        taken = (expert == first[:, None, None]) & inside
+        chosen = chosen | taken
+        key = tl.where(taken, float("-inf"), key)
+        bits |= tl.where(lane == (first // 8)[:, None], (1 << (first % 8))[:, None], 0)
+        if indices is not None:
+            target = indices + token.to(tl.int64) * K + i
+            tl.store(target, first.to(indices.dtype.element_ty), mask=token < tokens)
+    if map is not None:
+        if MAP == _BITS:
+            width = (experts + 7) // 8
+            target = map + token.to(tl.int64)[:, None] * width + lane
+            tl.store(target, bits.to(tl.uint8), mask=(token < tokens)[:, None] & (lane < width))
+        else:
+            tl.store(map + row + expert, chosen.to(tl.uint8), mask=inside)
+    saved = score
+    if WHOLE:
+        weight = score
+        if KIND != _SOFTMAX:
+            weight = score / (_over(score) + EPSILON)
+    else:
+        if KIND == _AFTER:
+            weight = _softmax(tl.where(chosen, x, float("-inf")))
+            saved = tl.where(chosen, weight, float("-inf"))
+        elif KIND == _SOFTMAX or K == 1:
+            weight = tl.where(chosen, score, 0.0)
+        else:
+            weight = tl.where(chosen, score, 0.0)
+            weight = weight / (_over(weight) + EPSILON)
+        weight *= scale
+    if KIND == _SQRTSOFTPLUS:
+        saved = x
+    tl.store(probs + row + expert, weight.to(probs.dtype.element_ty), mask=inside)
+    if scores is not None:
+        tl.store(scores + row + expert, saved, mask=inside)
+
+
+@triton.jit
+def gradient_kernel(
+    map,
+    scores,
+    grad_probs,
+    grad_logits,
+    tokens,
+    experts,
+    scale,
+    K: tl.constexpr,
+    KIND: tl.constexpr,
+    WHOLE: tl.constexpr,
+    MAP: tl.constexpr,
+    ROWS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    """The gradient of the logits from the scores that choose_kernel saved."""
+    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    expert = tl.arange(0, EXPERTS)[None, :]
+    inside = (token < tokens)[:, None] & (expert < experts)
+    row = token.to(tl.int64)[:, None]
+    offset = row * experts + expert
+    saved = tl.load(scores + offset, mask=inside, other=0.0)
+    gradient = tl.load(grad_probs + offset, mask=inside, other=0.0).to(tl.float32)
+    counts = inside
+    if not WHOLE:
+        gradient *= scale
+        if MAP == _BYTES:
+            counts = tl.load(map + offset, mask=inside, other=0) != 0
+        elif MAP == _BITS:
+            byte = tl.load(map + row * ((experts + 7) // 8) + expert // 8, mask=inside, other=0)
+            counts = ((byte.to(tl.int32) >> (expert % 8)) & 1) != 0
+        else:
+            counts = expert + tl.zeros_like(saved).to(tl.int32) < 0
+            for i in range(K):
+                index = tl.load(map + token.to(tl.int64) * K + i, mask=token < tokens, other=-1)
+                counts = counts | (expert == index.to(tl.int32)[:, None])
+    gradient = tl.where(counts, gradient, 0.0)
+    if KIND <= _AFTER:  # a softmax
+        active = saved
+        if KIND == _AFTER:
+            active = tl.where(counts, saved, 0.0)
+        result = active * (gradient - tl.sum(gradient * active, 1)[:, None])
+    else:
+        active = saved
+        if KIND == _SQRTSOFTPLUS:
+            active = tl.sqrt(_softplus(saved))
+        share = tl.where(counts, active, 0.0)
+        if WHOLE or K > 1:
+            total = tl.sum(share, 1)[:, None] + EPSILON
+            # Divided twice: the square of a small total is 0 in float32.
+            gradient = gradient / total - tl.sum(gradient * share, 1)[:, None] / total / total
+        if KIND == _SIGMOID:
+            slope = active * (1.0 - active)
+        else:
+            slope = tl.where(saved > _LINEAR, 1.0, 1.0 / (1.0 + tl.exp(-saved))) / (2.0 * active + EPSILON)
+        result = tl.where(counts, gradient * slope, 0.0)
+    tl.store(grad_logits + offset, result.to(grad_logits.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def loss_part_kernel(
+    probs, tokens_of, parts, rows, columns, share, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """parts [programs] = sum of tokens_of[c] * probs[r, c] over a program's share of the rows."""
+    first = tl.program_id(0) * share
+    total = tl.zeros([COLUMNS], tl.float32)
+    for begin in range(0, columns, COLUMNS):
+        column = begin + tl.arange(0, COLUMNS)
+        number = tl.load(tokens_of + column, mask=column < columns, other=0).to(tl.float32)
+        sums = tl.zeros([COLUMNS], tl.float32)
+        for start in range(first, tl.minimum(first + share, rows), ROWS):
+            row = start + tl.arange(0, ROWS)
+            inside = (row < tl.minimum(first + share, rows))[:, None] & (column < columns)[None, :]
+            place = row.to(tl.int64)[:, None] * columns + column[None, :]
+            sums += tl.sum(tl.load(probs + place, mask=inside, other=0.0).to(tl.float32), 0)
+        total += sums * number
+    tl.store(parts + tl.program_id(0), tl.sum(total, 0))
+
+
+@triton.jit
+def loss_kernel(parts, total, loss, count, factor, BLOCK: tl.constexpr):
+    """loss [1] = factor / total^2 * sum(parts); total is that of the tokens, and None where factor has it."""
+    lane = tl.arange(0, BLOCK)
+    value = tl.sum(tl.load(parts + lane, mask=lane < count, other=0.0), 0) * factor
+    if total is not None:
+        tokens = tl.load(total).to(tl.float32)
+        value = value / tokens / tokens
+    tl.store(loss, value.to(loss.dtype.element_ty))
+
+
+def choose(
+    tokens: int,
+    experts: int,
+    k: int,
+    kind: int,
+    whole: bool,
+    groups: tuple[int, int] | None,
+    scale: float,
+    map: int,
+    probs: str,
+    keeps: bool,
+) -> Launch:
+    """(logits [T, E], bias [E] | None, indices [T, k] | None) -> probs, map, scores.
+
+    kind     a number of SCORES
+    groups   (how many, how many of them are chosen from); None: any expert
+    map      a number of MAPS: uint8 [T, E], uint8 [T, ceil(E / 8)], or none, with indices, which are written
+    keeps    float32 [T, E] for the gradient: scores, with softmax after the choice its result (-inf for others),
+             for sqrt(softplus) the logits
+    """
+    count, kept = groups or (1, 0)
+    places = experts // count
+    tile = (triton.next_power_of_2(count), triton.next_power_of_2(places))
+    width = ceil_div(experts, 8)
+    shapes = {BYTES: (tokens, experts), BITS: (tokens, width)}
+    outputs = (
+        Output((tokens, experts), probs),
+        Output(shapes[map], "uint8") if map in shapes else None,
+        Output((tokens, experts), "float32") if keeps else None,
+    )
+    rows, warps = _rows(tile[0] * tile[1])
+    # Without a map of bits one lane is enough.
+    lanes = triton.next_power_of_2(width) if map == BITS else 1
+    constants = (k, kind, whole, k // kept if kept else 0, kept, map, rows, *tile, lanes)
+    scalars = (tokens, experts, count, places, float(scale))
+    grid = (ceil_div(tokens, rows), 1, 1)
+    in_place = (2,) if map == INDICES else ()
+    return Launch(choose_kernel, grid, outputs, scalars, constants, warps, in_place=in_place)
+
+
+def gradient(
+    tokens: int, experts: int, k: int, kind: int, whole: bool, scale: float, map: int, dtype: str
+) -> Launch:
+    """(map | indices, scores, grad_probs) -> grad_logits [T, E], of choose's probs; whole: no map is read."""
+    width = triton.next_power_of_2(experts)
+    rows, warps = _rows(width)
+    outputs = (Output((tokens, experts), dtype),)
+    constants = (k, kind, whole, map, rows, width)
+    grid = (ceil_div(tokens, rows), 1, 1)
+    return Launch(gradient_kernel, grid, outputs, (tokens, experts, float(scale)), constants, warps)
+
+
+def loss(rows: int, columns: int, factor: float, dtype: str) -> Program:
+    """(probs [rows, columns], tokens [columns], total [1] | None) -> loss [1]."""
+    block = min(triton.next_power_of_2(columns), 1024)
+    tile = max(4096 // block, 1)
+    share = ceil_div(max(ceil_div(rows, 256), 1), tile) * tile
+    programs = ceil_div(rows, share)
+    parts = Launch(
+        loss_part_kernel,
+        (programs, 1, 1),
+        (Output((programs,), "float32"),),
+        (rows, columns, share),
+        (tile, block),
+        warps=4,
+    )
+    sum_up = Launch(
+        loss_kernel,
+        (1, 1, 1),
+        (Output((1,), dtype),),
+        (programs, float(factor)),
+        (triton.next_power_of_2(programs),),
+        warps=4,
+    )
+    steps = (
+        step(parts, ("probs", "tokens"), ("parts",)),
+        step(sum_up, ("parts", "total"), ("loss",)),
+    )
+    return Program(("probs", "tokens", "total"), steps, ("loss",))
+
+
+def _rows(width: int) -> tuple[int, int]:
+    """(tokens, warps) of a program: up to 1024 experts of a token stay within a warp, where sums need no barrier."""
+    if width > 1024:
+        return 1, 4
+    return max(256 // width, 1), 1

@@ -1,0 +1,187 @@
+"""Layers by the names that others replace: y = norm(x) @ w.T + b through a file's general_gemm and apply_normalization.
+
+Other libraries put functions of their own into `module.linear` and its neighbours. The classes here carry the names
+and the arguments that those libraries look for, and look every function up in the file when they call it, forward and
+backward. They multiply unquantized matrices only; while nothing is replaced, no layer comes here.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..primitives.column_sums import column_sums
+from ..runtime.double_backward import once_differentiable
+from ..runtime.replaceable import ReplaceableFunction
+from .linear import leading_shape
+from .linear_spec import LinearSpec
+from .norm_linear import NormLinearSpec
+from .normalization import Norm, NormStatistics
+
+_EXTENSIONS = f"{__name__.rpartition('.functions')[0]}.cpp_extensions"
+
+
+def general_gemm(*args: Any, **kwargs: Any) -> Any:
+    """cpp_extensions.general_gemm, which is made of all that lies above this file: asked for at the first call."""
+    return importlib.import_module(f"{_EXTENSIONS}.gemm").general_gemm(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class NormByName:
+    """A Norm whose forward is the apply_normalization of a file."""
+
+    norm: Norm
+    file: ModuleType
+
+    def forward(
+        self, x: Tensor, gamma: Tensor, beta: Tensor | None, cast: None = None
+    ) -> tuple[Tensor, NormStatistics]:
+        norm = self.norm
+        y, mean, rstdev = self.file.apply_normalization(
+            x, None, gamma, beta, norm.eps, None, x.dtype, norm.kind, 0, norm.zero_centered
+        )
+        return y, NormStatistics(mean, rstdev)
+
+    def by_torch(self, x: Tensor, gamma: Tensor) -> Tensor:
+        return self.norm.by_torch(x, gamma)
+
+    def backward(
+        self, dy: Tensor, x: Tensor, statistics: NormStatistics, gamma: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self.norm.backward(dy, x, statistics, gamma)
+
+
+class _Products(NamedTuple):
+    """The gradients of one product."""
+
+    input: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+
+def _product(inp: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec, file: ModuleType) -> Tensor:
+    """y [M, N] = inp [M, K] @ weight.T + bias, what tensor parallelism sends included."""
+    x = spec.parallel.enter_forward(inp)
+    y = file.general_gemm(weight, x, out_dtype=spec.dtype, layout="TN", bias=bias)[0]
+    return spec.parallel.leave_forward(y)
+
+
+def _gradients(
+    dy: Tensor, inp: Tensor, weight: Tensor, spec: LinearSpec, file: ModuleType, dtypes: Any
+) -> _Products:
+    """dx [M, K] = dy @ w first, then dw [N, K] = dy.T @ x: replacements tell the two apart by their order."""
+    dy = spec.parallel.enter_backward(dy.contiguous())
+    dx = dw = None
+    if spec.needs_grad_input:
+        dx = file.general_gemm(weight, dy, out_dtype=spec.dtype, layout="NN", grad=True)[0]
+        dx = spec.parallel.leave_backward(dx)
+    if spec.needs_grad_weight:
+        x = spec.parallel.enter_forward(inp)
+        dw = file.general_gemm(x, dy, out_dtype=dtypes[0], layout="NT", grad=True)[0]
+        dw = spec.weight_gradient.place(dw)
+    return _Products(dx, dw, column_sums(dy, dtypes[1]) if spec.needs_grad_bias else None)
+
+
+def _dtypes(weight: Tensor, bias: Tensor | None) -> tuple[torch.dtype, torch.dtype]:
+    return weight.dtype, weight.dtype if bias is None else bias.dtype
+
+
+class _Linear(torch.autograd.Function, metaclass=ReplaceableFunction):
+    """y [.., N] of Linear. ctx is None where no gradient is recorded."""
+
+    @staticmethod
+    def forward(ctx, weight, inp, bias, spec, file):
+        flat = inp.reshape(-1, inp.shape[-1])
+        weight = weight.to(spec.dtype)
+        y = _product(flat, weight, bias, spec, file)
+        if ctx is not None:
+            ctx.save_for_backward(flat, weight)
+            ctx.spec, ctx.file, ctx.shape, ctx.dtypes = spec, file, inp.shape, _dtypes(weight, bias)
+        return y.view(*leading_shape(inp, y), y.shape[-1])
+
+    @staticmethod
+    @once_differentiable("Linear")
+    def backward(ctx, grad_output):  # pyright: ignore[reportIncompatibleMethodOverride]
+        inp, weight = ctx.saved_tensors
+        dy = grad_output.reshape(-1, grad_output.shape[-1])
+        grads = _gradients(dy, inp, weight, ctx.spec, ctx.file, ctx.dtypes)
+        dx = None if grads.input is None else grads.input.view(ctx.shape)
+        return grads.weight, dx, grads.bias, None, None
+
+
+class _LayerNormLinear(torch.autograd.Function, metaclass=ReplaceableFunction):
+    """y [.., N], or (y, norm(x)), of LayerNormLinear. ctx is None where no gradient is recorded."""
+
+    @staticmethod
+    def forward(ctx, inp, ln_weight, ln_bias, weight, bias, spec: NormLinearSpec, file):
+        flat = inp.reshape(-1, inp.shape[-1])
+        normed, statistics = NormByName(spec.norm, file).forward(flat, ln_weight, ln_bias)
+        weight = weight.to(spec.linear.dtype)
+        y = _product(normed, weight, bias, spec.linear, file)
+        if ctx is not None:
+            ctx.save_for_backward(flat, ln_weight, *statistics, normed, weight)
+            ctx.spec, ctx.file, ctx.shape, ctx.dtypes = spec, file, inp.shape, _dtypes(weight, bias)
+        y = y.view(*leading_shape(inp, y), y.shape[-1])
+        return (y, normed.view(inp.shape)) if spec.returns_norm_output else y
+
+    @staticmethod
+    @once_differentiable("LayerNormLinear")
+    def backward(ctx, grad_output, grad_norm_output=None):  # pyright: ignore[reportIncompatibleMethodOverride]
+        inp, gamma, mean, rstdev, normed, weight = ctx.saved_tensors
+        spec: NormLinearSpec = ctx.spec
+        dy = grad_output.reshape(-1, grad_output.shape[-1])
+        grads = _gradients(dy, normed, weight, spec.linear, ctx.file, ctx.dtypes)
+        d_normed = grads.input
+        if grad_norm_output is not None:
+            also = grad_norm_output.reshape(inp.shape)
+            d_normed = also if d_normed is None else d_normed + also
+        if d_normed is None:
+            return None, None, None, grads.weight, grads.bias, None, None
+        dx, dgamma, dbeta = spec.norm.backward(d_normed, inp, NormStatistics(mean, rstdev), gamma)
+        return dx.view(ctx.shape), dgamma, dbeta, grads.weight, grads.bias, None, None
+
+
+class _GroupedLinear(torch.autograd.Function, metaclass=ReplaceableFunction):
+    """y [sum M_i, N] of GroupedLinear, weights before biases. ctx is None where no gradient is recorded."""
+
+    @staticmethod
+    def forward(ctx, inp, spec, file, *weights_and_biases):
+        count = len(spec.rows)
+        weights = [weight.to(spec.groups[0].dtype) for weight in weights_and_biases[:count]]
+        biases = weights_and_biases[count:]
+        parts = zip(inp.split(spec.rows), weights, biases, spec.groups, strict=True)
+        y = torch.cat([_product(x, weight, bias, group, file) for x, weight, bias, group in parts])
+        if ctx is not None:
+            ctx.save_for_backward(inp, *weights)
+            ctx.spec, ctx.file, ctx.dtypes = spec, file, _dtypes(weights_and_biases[0], biases[0])
+        return y
+
+    @staticmethod
+    @once_differentiable("GroupedLinear")
+    def backward(ctx, grad_output):  # pyright: ignore[reportIncompatibleMethodOverride]
+        inp, *weights = ctx.saved_tensors
+        spec = ctx.spec
+        parts = zip(grad_output.split(spec.rows), inp.split(spec.rows), weights, spec.groups, strict=True)
+        grads = [_gradients(dy, x, weight, group, ctx.file, ctx.dtypes) for dy, x, weight, group in parts]
+        inputs = [grad.input for grad in grads if grad.input is not None]
+        dx = torch.cat(inputs) if inputs else None
+        return dx, None, None, *(grad.weight for grad in grads), *(grad.bias for grad in grads)
+
+
+def called_by_name(function: Any, records: bool, *args: Any) -> Any:
+    """function.apply(*args), or its forward without a node where nothing records: others replace either."""
+    return function.apply(*args) if records else function.forward(None, *args)
+
+
+def refuse_quantized(spec: LinearSpec, replaced: set[str], layer: str) -> None:
+    """NotImplementedError where a product that another library replaced would get quantized operands."""
+    if not spec.plain:
+        raise NotImplementedError(
+            f"{', '.join(sorted(replaced))} of {layer}'s file is replaced, and goes with unquantized products only; "
+            "leave the autocast (or quantized parameters), or put the original back"
+        )

@@ -1,0 +1,155 @@
+"""Tokens [T, H] sent to the rows of experts and collected from them, differentiable in tokens and probabilities.
+
+Quantized tokens are moved as codes and scales: their rows must not share a scale's block with other rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from ..primitives.operand import Operand
+from ..primitives.permutation import Routes, collect, send, send_weighted
+from ..primitives.quantize import Quantized
+from ..runtime.double_backward import once_differentiable
+from ..tensor import QuantizedTensor
+from ..tensor.axis import COLS
+
+
+def permute(
+    x: Tensor, routes: Routes, rows: int, probs: Tensor | None = None, *, every_row: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """(y [rows, H], row_probs [rows]): y[row] = x[token]; see `primitives.permutation.send`.
+
+    The gradient of x adds up those of its rows, whatever their probability; that of probs [T, columns] is 0 where a
+    token has no such route.
+    """
+    if probs is None:
+        return _Permute.apply(x, routes, rows, every_row), None  # pyright: ignore[reportReturnType]
+    return _PermuteWithProbs.apply(x, probs, routes, rows, every_row)  # pyright: ignore[reportReturnType]
+
+
+def unpermute(y: Tensor, routes: Routes, probs: Tensor | None = None) -> Tensor:
+    """x [T, H] = sum over a token's rows of probs[t, column] * y[row], in float32, in y's dtype."""
+    if probs is None:
+        return _Unpermute.apply(y, routes)  # pyright: ignore[reportReturnType]
+    return _Merge.apply(y, probs, routes)  # pyright: ignore[reportReturnType]
+
+
+def quantized_refusal(x: Tensor) -> str | None:
+    """Why the rows of a quantized tensor cannot be moved; None for those that can, and for plain ones."""
+    if not isinstance(x, QuantizedTensor):
+        return None
+    if torch.compiler.is_compiling():
+        return "its codes are moved in eager mode only; dequantize() it in compiled code"
+    block = getattr(x, "format", None) and x.format.block
+    if block is not None and block[0] > 1:
+        return f"{block[0]} rows of {x.format.name} share a scale; quantize it in blocks of one row"
+    if not x.get_usages()["rowwise"]:
+        return "it has no row-wise data; quantize it with rowwise=True"
+    return None
+
+
+def _sent(
+    x: Tensor, routes: Routes, rows: int, probs: Tensor | None, every_row: bool
+) -> tuple[Tensor, Tensor | None]:
+    """`send` of plain or quantized tokens."""
+    if not isinstance(x, QuantizedTensor):
+        return send(x, routes, rows, probs, every_row=every_row)
+    operand = x.contract(COLS)
+    codes, row_probs = send(_bytes(operand.codes), routes, rows, probs, every_row=every_row)
+    scale = operand.scale
+    if scale is not None and _one_a_row(operand):
+        scale = send(_bytes(scale), routes, rows, None, every_row=every_row)[0].view(scale.dtype)
+    moved = Quantized(codes.view(operand.codes.dtype), scale, None, None, operand.amax, None)
+    constants = {**x.constants(), "quantizer": None}
+    if "square_tiles" in constants:  # rows of a tile have parted
+        constants["square_tiles"] = False
+    storage = x.storage_class().pack(moved, (rows, x.shape[-1]), **constants)
+    return type(x).from_storage(storage), row_probs
+
+
+def _one_a_row(operand: Operand) -> bool:
+    """Has each row scales of its own?"""
+    return operand.format is not None and operand.format.block is not None
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """Codes and scales as a dtype that kernels move: float32 scales as they are."""
+    return x.contiguous() if x.dtype is torch.float32 else x.contiguous().view(torch.uint8)
+
+
+def _plain(name: str, gradient: Tensor) -> Tensor:
+    if isinstance(gradient, QuantizedTensor):
+        raise TypeError(
+            f"the gradient of {name} is a {type(gradient).__name__}, which cannot be added up; dequantize() it"
+        )
+    return gradient
+
+
+def _keep(ctx: Any, routes: Routes, *tensors: Tensor | None) -> None:
+    ctx.save_for_backward(routes.map, routes.pad_offsets, *tensors)
+    ctx.routes = routes._replace(map=None, pad_offsets=None)  # pyright: ignore[reportArgumentType]
+
+
+def _kept(ctx: Any) -> tuple[Routes, tuple[Tensor, ...]]:
+    map, pad_offsets, *tensors = ctx.saved_tensors
+    return ctx.routes._replace(map=map, pad_offsets=pad_offsets), tuple(tensors)
+
+
+class _Permute(Function):
+    @staticmethod
+    def forward(ctx, x, routes, rows, every_row):
+        _keep(ctx, routes)
+        return _sent(x, routes, rows, None, every_row)[0]
+
+    @staticmethod
+    @once_differentiable("moe_permute")
+    def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
+        routes, _ = _kept(ctx)
+        return collect(_plain("moe_permute", dy), routes)[0], None, None, None
+
+
+class _PermuteWithProbs(Function):
+    @staticmethod
+    def forward(ctx, x, probs, routes, rows, every_row):
+        _keep(ctx, routes)
+        return _sent(x, routes, rows, probs, every_row)
+
+    @staticmethod
+    @once_differentiable("moe_permute_with_probs")
+    def backward(ctx, dy, row_gradient):  # pyright: ignore[reportIncompatibleMethodOverride]
+        routes, _ = _kept(ctx)
+        dx, dprobs = collect(_plain("moe_permute_with_probs", dy), routes, None, row_gradient)
+        return dx, dprobs, None, None, None
+
+
+class _Unpermute(Function):
+    @staticmethod
+    def forward(ctx, y, routes):
+        _keep(ctx, routes)
+        ctx.rows = y.shape[0]
+        return collect(y, routes)[0]
+
+    @staticmethod
+    @once_differentiable("moe_unpermute")
+    def backward(ctx, dx):  # pyright: ignore[reportIncompatibleMethodOverride]
+        routes, _ = _kept(ctx)
+        return _sent(dx, routes, ctx.rows, None, False)[0], None
+
+
+class _Merge(Function):
+    @staticmethod
+    def forward(ctx, y, probs, routes):
+        _keep(ctx, routes, y, probs)
+        return collect(y, routes, probs)[0]
+
+    @staticmethod
+    @once_differentiable("moe_unpermute")
+    def backward(ctx, dx):  # pyright: ignore[reportIncompatibleMethodOverride]
+        routes, (y, probs) = _kept(ctx)
+        dy, dprobs = send_weighted(_plain("moe_unpermute", dx), routes, probs, y)
+        return dy, dprobs, None

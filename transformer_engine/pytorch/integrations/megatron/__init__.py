@@ -1,0 +1,32 @@
+"""Attention layers with Megatron-core's constructors and calls, for its layer specs and for programs without it.
+
+    spec.submodules.self_attention.module = SelfAttention      # in a layer spec of Megatron-core
+
+They take Megatron-core's TransformerConfig, ModuleSpec, process groups and inference contexts, and derive from its
+MegatronModule, where it is installed. Where it is not, the small equivalents here do: `TransformerConfig`,
+`self_attention_submodules()`, `cross_attention_submodules()`, `StaticContext`, `PagedContext`.
+"""
+
+from .attention import Attention
+from .contexts import PagedContext, StaticContext
+from .cross_attention import CrossAttention
+from .equivalents import AttnMaskType, ModuleSpec, PackedSequences, TransformerConfig
+from .layers import cross_attention_submodules, self_attention_submodules
+from .self_attention import SelfAttention
+from .submodules import CrossAttentionSubmodules, SelfAttentionSubmodules
+
+__all__ = [
+    "Attention",
+    "AttnMaskType",
+    "CrossAttention",
+    "CrossAttentionSubmodules",
+    "ModuleSpec",
+    "PackedSequences",
+    "PagedContext",
+    "SelfAttention",
+    "SelfAttentionSubmodules",
+    "StaticContext",
+    "TransformerConfig",
+    "cross_attention_submodules",
+    "self_attention_submodules",
+]

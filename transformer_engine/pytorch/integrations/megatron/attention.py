@@ -1,0 +1,278 @@
+"""Attention: y [s, b, h] = proj(core(q, k, v)), what self- and cross-attention share, with Megatron-core's calls."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...attention.rope import apply_fused_qkv_rotary_pos_emb
+from ...distributed import checkpoint
+from .cached import CachedAttention
+from .equivalents import (
+    built,
+    process_groups,
+    ranks_of,
+    rng_tracker,
+    setting,
+)
+from .rotation import rotated
+from .submodules import CrossAttentionSubmodules, SelfAttentionSubmodules
+
+
+class Attention(CachedAttention, ABC):
+    """(y [s, b, h], bias) of hidden states [s, b, h]; the caller adds the bias of the output projection.
+
+    layer_number     counted from 1; pp_layer_offset: how many layers earlier pipeline stages have
+    attn_mask_type   which keys a query sees where no cache says otherwise
+    pg_collection    its tp and cp groups; None: Megatron's, or none
+    """
+
+    def __init__(
+        self, config: Any, submodules: SelfAttentionSubmodules | CrossAttentionSubmodules,
+        layer_number: int, attn_mask_type: Any, attention_type: str, cp_comm_type: str | None = None,
+        pg_collection: Any = None, pp_layer_offset: int | None = None, name: str | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(config=config)
+        self.config = config
+        self.layer_number, self._pp_layer_offset = layer_number, pp_layer_offset
+        self.attn_mask_type, self.attention_type = attn_mask_type, attention_type
+        self.pg_collection = process_groups(pg_collection)
+        self.world_size = ranks_of(self.pg_collection.tp)
+        heads, groups = config.num_attention_heads, config.num_query_groups
+        for label, count in (("num_attention_heads", heads), ("num_query_groups", groups)):
+            if count % self.world_size:
+                raise ValueError(
+                    f"{self.world_size} tensor-parallel ranks do not divide {label}={count}; choose fewer ranks"
+                )
+        self.hidden_size_per_attention_head = config.kv_channels
+        self.query_projection_size = config.kv_channels * heads
+        self.kv_projection_size = config.kv_channels * groups
+        self.num_attention_heads_per_partition = heads // self.world_size
+        self.num_query_groups_per_partition = groups // self.world_size
+        self.key_hidden_size = self.val_hidden_size = config.kv_channels
+        self.core_attention = built(
+            submodules.core_attention,
+            config=config,
+            layer_number=layer_number,
+            attn_mask_type=attn_mask_type,
+            attention_type=attention_type,
+            cp_comm_type=cp_comm_type,
+            softmax_scale=config.softmax_scale,
+            pg_collection=self.pg_collection,
+        )
+        self.checkpoint_core_attention = (
+            config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
+        )
+        self.linear_proj = self._projection(
+            submodules.linear_proj, name, "proj", self.query_projection_size, config.hidden_size
+        )
+        if (config.fp8 and config.fp8_recipe != "delayed") or setting(config, "fp4"):
+            # The core attention keeps its output for its own backward; a quantized copy beside it would be one more.
+            save_original_input(self.linear_proj)
+
+    def _projection(
+        self, spec: Any, name: str | None, part: str, inputs: int, outputs: int, bias: bool | None = None
+    ) -> Any:
+        """A linear layer of the attention; `part` "proj" is the one behind the core."""
+        config, last = self.config, part == "proj"
+        kind: dict[str, Any] = {"input_is_parallel": True} if last else {"gather_output": False}
+        return built(
+            spec,
+            inputs,
+            outputs,
+            config=config,
+            init_method=config.output_layer_init_method if last else config.init_method,
+            bias=config.add_bias_linear if bias is None else bias,
+            skip_bias_add=last,
+            is_expert=False,
+            tp_comm_buffer_name=part,
+            tp_group=self.pg_collection.tp,
+            name=None if name is None else f"{name}.linear_{part}",
+            **kind,
+        )
+
+    @abstractmethod
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        output_gate: bool = False,
+        split_qkv: bool = True,
+    ) -> tuple[Any, ...]:
+        """(q [s, b, heads, size], k, v [s, b, groups, size][, gate]); unsplit: (all of them, sizes of the parts)"""
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Any, key_value_states: Tensor | None = None,
+        inference_context: Any = None, rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None = None,
+        rotary_pos_cos: Tensor | None = None, rotary_pos_sin: Tensor | None = None,
+        rotary_pos_cos_sin: Tensor | None = None, attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None, sequence_len_offset: Tensor | int | None = None, *,
+        inference_params: Any = None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """(y [s, b, h], bias or None)
+
+        attention_mask      True: masked out
+        key_value_states    cross-attention: what keys and values are made of
+        rotary_pos_emb      angles [s, 1, 1, d], of queries and keys or one for each; with caches those of all positions
+        rotary_pos_cos, rotary_pos_sin    [positions, d / 2], under flash_decode
+        rotary_pos_cos_sin  [positions, d], for contexts that turn queries and keys by themselves
+        packed_seq_params   where packed sequences begin; hidden_states are [t, 1, h] then
+        sequence_len_offset int32 [b] tokens in the caches, under flash_decode
+        """
+        context = inference_context if inference_params is None else inference_params
+        config = self.config
+        if config.no_rope_freq and config.no_rope_freq[self.layer_number - 1]:
+            rotary_pos_emb = None
+        if rotary_pos_emb is not None and not isinstance(rotary_pos_emb, tuple):
+            rotary_pos_emb = (rotary_pos_emb, rotary_pos_emb)
+        packed = packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
+        gates = setting(config, "attention_output_gate", False)
+        if self._rotates_unsplit(rotary_pos_emb, context, packed):
+            assert rotary_pos_emb is not None
+            mixed, sizes = self.get_query_key_value_tensors(hidden_states, key_value_states, split_qkv=False)
+            query, key, value = apply_fused_qkv_rotary_pos_emb(
+                mixed, *rotary_pos_emb, sizes, interleaved=config.rotary_interleaved
+            )
+            gate, mask_type, table, rotary_pos_emb = None, self.attn_mask_type, None, None
+        else:
+            query, key, value, *rest = self.get_query_key_value_tensors(
+                hidden_states, key_value_states, output_gate=gates
+            )
+            gate = rest[0] if rest else None
+            if context is not None and config.flash_decode and context.is_decode_only():
+                tables = rotary_pos_cos, rotary_pos_sin
+                return self._decoded(context, query, key, value, tables, sequence_len_offset, gate)
+            query, key, value, rotary_pos_emb, mask_type, table = self._adjust_key_value_for_inference(
+                context, query, key, value, rotary_pos_emb, rotary_pos_cos, rotary_pos_sin, rotary_pos_cos_sin,
+                sequence_len_offset,
+            )  # fmt: skip
+        if packed:
+            query, key, value = (x.squeeze(1) for x in (query, key, value))
+        if rotary_pos_emb is not None:
+            query, key = self._rotated(
+                query, key, rotary_pos_emb, context, packed_seq_params if packed else None
+            )
+        if context is not None and not context.is_static_batching():
+            out = self._attended_in_pages(context, query, key, value, table)
+        elif self.checkpoint_core_attention and self.training:
+            out = self._checkpointed_attention_forward(
+                query, key, value, attention_mask, None, mask_type, attention_bias, packed_seq_params
+            )
+        else:
+            out = self.core_attention(
+                query,
+                key,
+                value,
+                attention_mask,
+                attn_mask_type=mask_type,
+                attention_bias=attention_bias,
+                packed_seq_params=packed_seq_params,
+            )
+        if packed:
+            out = out.reshape(out.shape[0], 1, -1)
+        return self.linear_proj(out if gate is None else _gated(out, gate))
+
+    def _rotates_unsplit(self, rotary_pos_emb: Any, context: Any, packed: bool) -> bool:
+        """Are queries and keys turned on their way out of the projection?"""
+        if not setting(self.config, "fused_single_qkv_rope", False) or self.attention_type == "cross":
+            return False
+        if rotary_pos_emb is None or context is not None or packed:
+            raise ValueError(
+                "fused_single_qkv_rope=True needs rotary_pos_emb, and neither a cache nor packed sequences; turn it off"
+            )
+        return True
+
+    def _rotated(
+        self, query: Tensor, key: Tensor, embeddings: Any, context: Any, packed: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Queries and keys turned, each by its embedding, where it has one."""
+        config, (of_query, of_key) = self.config, embeddings
+        if context is not None and not context.is_static_batching():
+            cp_group = self.pg_collection.cp
+            query = context.apply_rotary_emb_query(query, of_query, config, None, cp_group)
+            return query, key  # the cache holds keys that are turned
+        size = ranks_of(self.pg_collection.cp)
+        cp = (size, 0 if size == 1 else torch.distributed.get_rank(self.pg_collection.cp))
+        bounds = (None, None) if packed is None else _bounds(packed)
+        if of_query is not None:
+            query = rotated(query, of_query, config.rotary_interleaved, cu_seqlens=bounds[0], cp=cp)
+        if of_key is not None:
+            key = rotated(key, of_key, config.rotary_interleaved, cu_seqlens=bounds[1], cp=cp)
+        return query, key
+
+    def _checkpointed_attention_forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, rotary_pos_emb: Any = None,
+        attn_mask_type: Any = None, attention_bias: Tensor | None = None, packed_seq_params: Any = None,
+    ) -> Tensor:  # fmt: skip
+        """The core attention, computed again in the backward pass; only its inputs are kept."""
+        return checkpoint(
+            self.core_attention,
+            query,
+            key,
+            value,
+            attention_mask,
+            get_rng_state_tracker=rng_tracker(),
+            attn_mask_type=self.attn_mask_type if attn_mask_type is None else attn_mask_type,
+            attention_bias=attention_bias,
+            packed_seq_params=packed_seq_params,
+        )
+
+    def _decoded(
+        self, context: Any, query: Tensor, key: Tensor, value: Tensor, tables: Any, offset: Any, gate: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """A decoding step of static caches: one call that turns, writes and attends."""
+        keys, values = self._static_caches(context, key, value)
+        if not isinstance(offset, Tensor):
+            begin = context.sequence_len_offset if offset is None else offset
+            offset = torch.full((query.shape[1],), begin, dtype=torch.int32, device=query.device)
+        out = self.flash_decode(
+            offset, query, key, value, keys, values, tables[0], tables[1], self.config.rotary_interleaved
+        )
+        out = out.transpose(0, 1).flatten(-2)
+        return self.linear_proj(out if gate is None else _gated(out, gate))
+
+    def _attended_in_pages(
+        self, context: Any, query: Tensor, key: Tensor, value: Tensor, table: Tensor | None
+    ) -> Tensor:
+        assert table is not None
+        cu_queries, longest_query = context.cu_query_lengths()
+        cu_keys, lengths, longest_key = context.cu_kv_lengths()
+        out = self.flash_decode_and_prefill(
+            query, key, value, longest_query, longest_key, cu_queries, cu_keys, lengths, table,
+            context.is_decode_only(), self._softmax_offset(),
+        ).flatten(-2)  # fmt: skip
+        if self.config.fp8 or setting(self.config, "fp4"):
+            out[context.padding_slice] = 0.0  # what lies there must not enter a maximum
+        return out
+
+    def set_for_recompute_input_layernorm(self) -> None:
+        """Keep the norm's input for a norm that is computed again, instead of quantized codes."""
+        raise NotImplementedError(f"{type(self).__name__} has no norm of its input; use SelfAttention")
+
+    def clip_qk(self) -> None:
+        """Scale the projections of queries and keys so that logits stay below qk_clip_threshold."""
+        raise NotImplementedError(f"{type(self).__name__} does not clip; use SelfAttention")
+
+
+def save_original_input(linear: Any) -> None:
+    """Have a linear layer keep its input as it came; ValueError for one that cannot."""
+    if not hasattr(linear, "save_original_input"):
+        raise ValueError(f"{type(linear).__name__} has no save_original_input; use this package's Linear")
+    linear.save_original_input = True
+
+
+def _gated(out: Tensor, gate: Tensor) -> Tensor:
+    """out * sigmoid(gate), the sigmoid in float32."""
+    return (out * torch.sigmoid(gate.reshape(out.shape).float())).to(out.dtype)
+
+
+def _bounds(packed: Any) -> tuple[Tensor, Tensor]:
+    """Where packed queries and keys begin, the padding between sequences included."""
+    queries, keys = packed.cu_seqlens_q_padded, packed.cu_seqlens_kv_padded
+    return (
+        packed.cu_seqlens_q if queries is None else queries,
+        packed.cu_seqlens_kv if keys is None else keys,
+    )

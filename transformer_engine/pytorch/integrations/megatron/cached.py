@@ -1,0 +1,194 @@
+"""CachedAttention: keys and values of earlier tokens, in static caches or in pages, under Megatron's method names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .equivalents import AttnMaskType, MegatronModule, ranks_of, setting
+from .packed_core import Rows, attend, of_pages, packed_core
+from .rotation import rotated_by_tables
+
+
+class CachedAttention(MegatronModule):
+    """What an attention layer does with an inference context."""
+
+    config: Any
+    layer_number: int
+    attn_mask_type: Any
+    pg_collection: Any
+    core_attention: Any
+    linear_proj: Any
+    key_hidden_size: int
+    val_hidden_size: int
+    num_attention_heads_per_partition: int
+    num_query_groups_per_partition: int
+    _pp_layer_offset: int | None
+
+    def _allocate_memory(
+        self, inference_max_sequence_length: int, batch_size: int, dim: int, dtype: torch.dtype
+    ) -> Tensor:
+        """A cache [longest, batch, groups of this rank, dim]."""
+        device = next(self.linear_proj.parameters()).device
+        shape = (inference_max_sequence_length, batch_size, self.num_query_groups_per_partition, dim)
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    def _get_pp_layer_offset_for_inference(self) -> int:
+        """Layers of earlier pipeline stages, so that a stage's caches begin with its own first layer."""
+        if self._pp_layer_offset is not None:
+            return self._pp_layer_offset
+        pp = getattr(self.pg_collection, "pp", None)
+        if ranks_of(pp) == 1:
+            return 0
+        if self.config.num_layers % ranks_of(pp):
+            raise ValueError(
+                f"{ranks_of(pp)} stages do not divide num_layers={self.config.num_layers}; give pp_layer_offset"
+            )
+        return torch.distributed.get_rank(pp) * (self.config.num_layers // ranks_of(pp))
+
+    def _adjust_key_value_for_inference(
+        self, inference_context: Any, query: Tensor, key: Tensor, value: Tensor, rotary_pos_emb: Any,
+        rotary_pos_cos: Tensor | None = None, rotary_pos_sin: Tensor | None = None,
+        rotary_pos_cos_sin: Tensor | None = None, sequence_len_offset: Any = None, *,
+        inference_params: Any = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Any, Any, Tensor | None]:  # fmt: skip
+        """(query, key, value, rotary_pos_emb, mask type, page table): keys and values of all tokens so far.
+
+        New ones are written to the context's caches. Of static caches they come back with the embeddings of their
+        positions, of pages as the pages themselves and their table.
+        """
+        context = inference_context if inference_params is None else inference_params
+        if context is None:
+            return query, key, value, rotary_pos_emb, self.attn_mask_type, None
+        if context.is_static_batching():
+            return self._in_static_cache(
+                context, query, key, value, rotary_pos_emb, (rotary_pos_cos, rotary_pos_sin)
+            )
+        if context.use_flashinfer_fused_rope and rotary_pos_cos_sin is not None:
+            query, key = context.apply_fused_qk_rotary_emb(query, key, rotary_pos_cos_sin, self.config)
+            rotary_pos_emb = None
+        elif rotary_pos_emb is not None:
+            of_query, of_key = rotary_pos_emb
+            key = context.apply_rotary_emb_key(key, of_key, self.config, self.pg_collection.cp)
+            rotary_pos_emb = (of_query, None)
+        layer = self.layer_number - self._get_pp_layer_offset_for_inference()
+        context.append_key_value_cache(layer, key, value)
+        key, value, table = context.key_value_cache(layer)
+        return query, key, value, rotary_pos_emb, AttnMaskType.no_mask, table
+
+    def _in_static_cache(
+        self, context: Any, query: Tensor, key: Tensor, value: Tensor, rotary_pos_emb: Any, tables: Any
+    ) -> tuple[Tensor, Tensor, Tensor, Any, Any, None]:
+        begin, first = context.sequence_len_offset, context.batch_size_offset
+        end, last = begin + key.shape[0], first + key.shape[1]
+        keys, values = self._static_caches(context, key, value)
+        if end > keys.shape[0] or last > keys.shape[1]:
+            raise ValueError(
+                f"tokens {begin}:{end} of sequences {first}:{last} do not fit caches of {keys.shape[0]} tokens and "
+                f"{keys.shape[1]} sequences; make the context larger"
+            )
+        if self.config.flash_decode and tables[0] is not None:
+            cos, sin = (table[begin:end, None, None] for table in tables)
+            query, key = (
+                rotated_by_tables(x, cos, sin, self.config.rotary_interleaved) for x in (query, key)
+            )
+        with torch.no_grad():
+            keys[begin:end, first:last], values[begin:end, first:last] = key, value
+        mask_type = self.attn_mask_type
+        if begin and not self.training:
+            # One query sees every key; of several each sees those up to its own position.
+            mask_type = AttnMaskType.no_mask if query.shape[0] == 1 else AttnMaskType.causal_bottom_right
+        if rotary_pos_emb is not None:
+            rotary_pos_emb = (rotary_pos_emb[0][begin:end], rotary_pos_emb[1][:end])
+        return query, keys[:end, first:last], values[:end, first:last], rotary_pos_emb, mask_type, None
+
+    def _static_caches(self, context: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        memory = context.key_value_memory_dict
+        if self.layer_number not in memory:
+            longest, batch = context.max_sequence_length, context.max_batch_size
+            memory[self.layer_number] = (
+                self._allocate_memory(longest, batch, self.key_hidden_size, key.dtype),
+                self._allocate_memory(longest, batch, self.val_hidden_size, value.dtype),
+            )
+        return memory[self.layer_number]
+
+    def flash_decode(
+        self, sequence_len_offset: Tensor, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor,
+        inference_key_memory: Tensor, inference_value_memory: Tensor, rotary_cos: Tensor | None,
+        rotary_sin: Tensor | None, rotary_interleaved: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """out [b, s, heads, size]: q and k turned by their positions, k and v written behind what is cached, attention.
+
+        sequence_len_offset   int32 [b] tokens in the caches [longest, b, groups, size]; nothing waits for it
+        rotary_cos, rotary_sin   [positions, d / 2]
+        """
+        new, batch = query_layer.shape[:2]
+        positions = sequence_len_offset.long() + torch.arange(new, device=query_layer.device)[:, None]
+        if rotary_cos is not None and rotary_sin is not None:
+            tables = (table[positions][:, :, None] for table in (rotary_cos, rotary_sin))
+            cos, sin = tables
+            query_layer, key_layer = (
+                rotated_by_tables(x, cos, sin, rotary_interleaved) for x in (query_layer, key_layer)
+            )
+        rows = torch.arange(batch, device=query_layer.device).expand(new, batch)
+        with torch.no_grad():
+            inference_key_memory[positions, rows] = key_layer.to(inference_key_memory.dtype)
+            inference_value_memory[positions, rows] = value_layer.to(inference_value_memory.dtype)
+        cu_queries = torch.arange(batch + 1, dtype=torch.int32, device=query_layer.device) * new
+        lengths = (sequence_len_offset + new).int()
+        out = attend(
+            self._packed_core(),
+            query_layer.transpose(0, 1).flatten(0, 1),
+            inference_key_memory[:, :batch].transpose(0, 1),
+            inference_value_memory[:, :batch].transpose(0, 1),
+            Rows(cu_queries, new, lengths, inference_key_memory.shape[0]),
+        )
+        return out.view(batch, new, *out.shape[1:])
+
+    def flash_decode_and_prefill(
+        self, q: Tensor, k: Tensor, v: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+        cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None, seqlens_k: Tensor, block_table: Tensor,
+        is_decode_only: bool = False, softmax_offset: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """out [t, 1, heads, size] of queries [t, 1, heads, size] over keys in pages, prompts and single tokens mixed.
+
+        k, v            [pages, page_size, groups, size]; block_table int32 [requests, pages of a request]
+        seqlens_k       int32 [requests] keys of each; softmax_offset   [heads], a logit of the denominator alone
+        """
+        if self.training:
+            raise RuntimeError("caches in pages serve inference; call eval() on the layer first")
+        keys, values = of_pages(k, block_table), of_pages(v, block_table)
+        rows = Rows(cu_seqlens_q.int(), max_seqlen_q, seqlens_k.int(), keys.shape[1])
+        core = self._packed_core()
+        if softmax_offset is not None and core.softmax_offset is not None:
+            core.softmax_offset.data = softmax_offset.detach().float().reshape(core.softmax_offset.shape)
+        return attend(core, q.squeeze(1), keys, values, rows).unsqueeze(1)
+
+    def _softmax_offset(self) -> Tensor | None:
+        return getattr(self.core_attention, "softmax_offset", None)
+
+    def _packed_core(self) -> Any:
+        """The attention over caches; it has no parameters, and is no child: checkpoints do not know it."""
+        core = self.__dict__.get("_core_of_caches")
+        if core is None:
+            core = packed_core(
+                self.config,
+                self.num_attention_heads_per_partition,
+                self.num_query_groups_per_partition,
+                self._window(),
+                self.config.softmax_scale,
+            ).to(next(self.linear_proj.parameters()).device)
+            self.__dict__["_core_of_caches"] = core
+        return core
+
+    def _window(self) -> tuple[int, int] | None:
+        """This layer's sliding window: every so many layers see everything."""
+        window = self.config.window_size
+        skip = setting(self.config, "window_attn_skip_freq")
+        if window is None or skip is None:
+            return window
+        if isinstance(skip, int):
+            return None if self.layer_number % skip == 0 else window
+        return window if skip[self.layer_number - 1] else None

@@ -1,0 +1,155 @@
+"""Where keys and values of earlier tokens lie: one block a batch (static), or pages that requests own (dynamic).
+
+Both have the methods that attention layers call on Megatron-core's inference contexts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .rotation import rotated_at, rotated_by_tables
+
+
+class StaticContext:
+    """A batch that is prefilled and decoded together: caches [max_sequence_length, max_batch_size, groups, size].
+
+    sequence_len_offset   tokens that every sequence has in the caches; the caller moves it on after each step
+    """
+
+    def __init__(self, max_batch_size: int, max_sequence_length: int) -> None:
+        self.max_batch_size, self.max_sequence_length = max_batch_size, max_sequence_length
+        self.sequence_len_offset = 0
+        self.batch_size_offset = 0
+        self.key_value_memory_dict: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def is_static_batching(self) -> bool:
+        return True
+
+    def is_dynamic_batching(self) -> bool:
+        return False
+
+    def is_decode_only(self) -> bool:
+        """Is the prompt in the caches?"""
+        return self.sequence_len_offset > 0
+
+
+class PagedContext:
+    """Requests of different lengths in pages of a common pool; new tokens of a step come packed, request by request.
+
+        context.begin_step([7, 1, 1])      # request 0 brings a prompt of 7, the others decode
+        y, bias = attention(hidden [9, 1, h], None, inference_context=context, ..)
+
+    Pages are handed out in order of need and never taken back: the context serves one batch of requests.
+    """
+
+    use_flashinfer_fused_rope = False
+
+    def __init__(
+        self, requests: int, layers: int, pages: int, page_size: int, groups: int, size: int,
+        dtype: torch.dtype = torch.float32, device: Any = "cpu",
+    ) -> None:  # fmt: skip
+        shape = (layers, pages, page_size, groups, size)
+        self._keys = torch.zeros(shape, dtype=dtype, device=device)
+        self._values = torch.zeros(shape, dtype=dtype, device=device)
+        self._page_size, self._free = page_size, list(range(pages))
+        self._pages: list[list[int]] = [[] for _ in range(requests)]
+        self._lengths = [0] * requests
+        self._new: list[int] = []
+        self._table = torch.zeros((requests, 1), dtype=torch.int32, device=device)
+        self._slots = torch.zeros(0, dtype=torch.int64, device=device)
+        self._positions = torch.zeros(0, dtype=torch.int64, device=device)
+
+    def begin_step(self, new_tokens: list[int]) -> None:
+        """How many tokens each request brings; ValueError, with nothing changed, where pages do not suffice."""
+        if len(new_tokens) != len(self._pages) or min(new_tokens) < 0 or sum(new_tokens) == 0:
+            raise ValueError(
+                f"new_tokens={new_tokens}; give {len(self._pages)} numbers >= 0 that are not all 0"
+            )
+        lengths = [have + new for have, new in zip(self._lengths, new_tokens, strict=True)]
+        wanted = [
+            -(-length // self._page_size) - len(own) for length, own in zip(lengths, self._pages, strict=True)
+        ]
+        if sum(wanted) > len(self._free):
+            raise ValueError(
+                f"{sum(wanted)} more pages are needed, {len(self._free)} are free; make the context larger"
+            )
+        for own, count in zip(self._pages, wanted, strict=True):
+            own += [self._free.pop(0) for _ in range(count)]
+        positions = [range(end - new, end) for end, new in zip(lengths, new_tokens, strict=True)]
+        slots = [
+            own[p // self._page_size] * self._page_size + p % self._page_size
+            for own, of_request in zip(self._pages, positions, strict=True)
+            for p in of_request
+        ]
+        device = self._keys.device
+        widest = max(len(own) for own in self._pages)
+        table = [own + [0] * (widest - len(own)) for own in self._pages]
+        self._table = torch.tensor(table, dtype=torch.int32, device=device)
+        self._slots = torch.tensor(slots, device=device)
+        self._positions = torch.tensor([p for of_request in positions for p in of_request], device=device)
+        self._lengths, self._new = lengths, new_tokens
+
+    def is_static_batching(self) -> bool:
+        return False
+
+    def is_dynamic_batching(self) -> bool:
+        return True
+
+    def is_decode_only(self) -> bool:
+        """Does each request bring one token?"""
+        return set(self._new) == {1}
+
+    @property
+    def padding_slice(self) -> slice:
+        """Rows of a step's output that belong to no request: none."""
+        return slice(len(self._positions), None)
+
+    def cu_query_lengths(self) -> tuple[Tensor, int]:
+        """(int32 [requests + 1], the longest)"""
+        return _cumulative(self._new, self._keys.device), max(self._new)
+
+    def cu_kv_lengths(self) -> tuple[Tensor, Tensor, int]:
+        """(int32 [requests + 1], int32 [requests], the longest), this step's tokens included"""
+        lengths = torch.tensor(self._lengths, dtype=torch.int32, device=self._keys.device)
+        return _cumulative(self._lengths, self._keys.device), lengths, max(self._lengths)
+
+    def append_key_value_cache(self, layer_number: int, key: Tensor, value: Tensor) -> None:
+        """Keys and values [t, 1, groups, size] of this step, of a layer counted from 1."""
+        for cache, new in ((self._keys, key), (self._values, value)):
+            flat = cache[layer_number - 1].flatten(0, 1)
+            flat.index_copy_(0, self._slots, new.squeeze(1).to(flat.dtype))
+
+    def key_value_cache(self, layer_number: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(keys, values [pages, page_size, groups, size], int32 [requests, pages of a request])"""
+        return self._keys[layer_number - 1], self._values[layer_number - 1], self._table
+
+    def apply_rotary_emb_query(
+        self, query: Tensor, freqs: Tensor, config: Any, cu_seqlens: Tensor | None = None,
+        cp_group: Any = None, mscale: float = 1.0,
+    ) -> Tensor:  # fmt: skip
+        """query [t, 1, h, d] turned by the angles of its tokens' positions."""
+        return rotated_at(query, freqs, self._positions, config.rotary_interleaved, mscale)
+
+    def apply_rotary_emb_key(
+        self, key: Tensor, freqs: Tensor, config: Any, cp_group: Any = None, mscale: float = 1.0
+    ) -> Tensor:
+        """The same of keys."""
+        return rotated_at(key, freqs, self._positions, config.rotary_interleaved, mscale)
+
+    def apply_fused_qk_rotary_emb(
+        self, query: Tensor, key: Tensor, cos_sin: Tensor, config: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Both, by one table [positions, d], cosines before sines."""
+        cos, sin = cos_sin[self._positions].chunk(2, dim=-1)
+        tables = cos[:, None, None], sin[:, None, None]
+        return tuple(rotated_by_tables(x, *tables, config.rotary_interleaved) for x in (query, key))  # pyright: ignore
+
+
+def _cumulative(lengths: list[int], device: torch.device) -> Tensor:
+    ends = [0]
+    for length in lengths:
+        ends.append(ends[-1] + length)
+    return torch.tensor(ends, dtype=torch.int32, device=device)

@@ -1,0 +1,186 @@
+"""What the attention layers take from Megatron-core where it is installed, and what stands for it where it is not.
+
+Settings are read by name, so that a record of either kind serves. A module's class, its enum of masks and its process
+groups have to be Megatron's own in a model of Megatron's.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....common import optional
+from ...module.parameters import default_init_method
+
+
+class _LightMaskType(enum.Enum):
+    """Which keys a query sees."""
+
+    padding = 1
+    causal = 2
+    no_mask = 3
+    padding_causal = 4
+    arbitrary = 5
+    causal_bottom_right = 6
+
+
+class _LightModule(torch.nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+
+
+def _of_megatron(module: str, name: str, otherwise: Any) -> Any:
+    if not optional.installed("megatron") or not _has_core():
+        return otherwise
+    return getattr(importlib.import_module(f"megatron.core.{module}"), name)
+
+
+def _has_core() -> bool:
+    return optional.failure("megatron.core", "parallel_state") is None
+
+
+AttnMaskType: Any = _of_megatron("transformer.enums", "AttnMaskType", _LightMaskType)
+MegatronModule: Any = _of_megatron("transformer.module", "MegatronModule", _LightModule)
+_ProcessGroups: Any = _of_megatron("process_groups_config", "ProcessGroupCollection", None)
+_get_rng_tracker: Any = _of_megatron("tensor_parallel.random", "get_cuda_rng_tracker", None)
+
+
+@dataclass
+class TransformerConfig:
+    """Settings of attention layers, under Megatron-core's names; None: what follows from the others.
+
+    attention_output_gate   a gate of the queries' size is projected too, and its sigmoid multiplies the output
+    no_rope_freq            a flag for each layer: does it leave rotary embeddings out?
+    flash_decode            caches hold rotated keys, and a decoding step is one call
+    qk_clip                 scale the projections of queries and keys back where logits pass qk_clip_threshold
+    """
+
+    hidden_size: int
+    num_attention_heads: int
+    num_layers: int = 1
+    num_query_groups: int | None = None
+    kv_channels: int | None = None
+    add_bias_linear: bool = True
+    add_qkv_bias: bool = False
+    normalization: str = "LayerNorm"
+    layernorm_epsilon: float = 1e-5
+    layernorm_zero_centered_gamma: bool = False
+    attention_dropout: float = 0.0
+    softmax_scale: float | None = None
+    softmax_type: str = "vanilla"
+    window_size: tuple[int, int] | None = None
+    qk_layernorm: bool = False
+    qk_l2_norm: bool = False
+    attention_output_gate: bool = False
+    rotary_interleaved: bool = False
+    fused_single_qkv_rope: bool = False
+    no_rope_freq: list[int] | None = None
+    flash_decode: bool = False
+    qk_clip: bool = False
+    qk_clip_threshold: float = 100.0
+    qk_clip_alpha: float = 0.5
+    recompute_granularity: str | None = None
+    recompute_modules: list[str] = field(default_factory=lambda: ["core_attn"])
+    delay_wgrad_compute: bool = False
+    gradient_accumulation_fusion: bool = False
+    sequence_parallel: bool = False
+    test_mode: bool = False
+    fp8: str | None = None
+    fp8_recipe: str | None = None
+    fp4: str | None = None
+    params_dtype: torch.dtype = torch.float32
+    device: Any = "cuda"
+    init_method: Callable[[Tensor], Any] = default_init_method
+    output_layer_init_method: Callable[[Tensor], Any] = default_init_method
+
+    def __post_init__(self) -> None:
+        if self.num_query_groups is None:
+            self.num_query_groups = self.num_attention_heads
+        if self.kv_channels is None:
+            if self.hidden_size % self.num_attention_heads:
+                raise ValueError(
+                    f"num_attention_heads={self.num_attention_heads} does not divide hidden_size={self.hidden_size}; "
+                    "give kv_channels"
+                )
+            self.kv_channels = self.hidden_size // self.num_attention_heads
+
+
+@dataclass
+class ModuleSpec:
+    """A class, or a function that makes a module, with the arguments that it gets beside the layer's."""
+
+    module: Any
+    params: dict[str, Any] = field(default_factory=dict)
+    submodules: Any = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        inner = {} if self.submodules is None else {"submodules": self.submodules}
+        return self.module(*args, **self.params, **inner, **kwargs)
+
+
+@dataclass(frozen=True)
+class ProcessGroups:
+    """None: one rank."""
+
+    tp: Any = None
+    cp: Any = None
+    pp: Any = None
+
+
+@dataclass(frozen=True)
+class PackedSequences:
+    """Where the sequences of a packed ("thd") batch begin and end, under the names of Megatron's PackedSeqParams."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_kv: Tensor
+    max_seqlen_q: int
+    max_seqlen_kv: int
+    cu_seqlens_q_padded: Tensor | None = None
+    cu_seqlens_kv_padded: Tensor | None = None
+    qkv_format: str = "thd"
+
+
+def process_groups(given: Any) -> Any:
+    """The groups of an attention layer: the caller's, Megatron's where it has been set up, or none."""
+    if given is not None:
+        for name in ("tp", "cp"):
+            if not hasattr(given, name):
+                raise ValueError(f"pg_collection has no {name} group; make one with tp and cp")
+        return given
+    if _ProcessGroups is not None and torch.distributed.is_initialized():
+        return _ProcessGroups.use_mpu_process_groups(required_pgs=["tp", "cp"])
+    return ProcessGroups()
+
+
+def ranks_of(group: Any) -> int:
+    """Ranks of a group; 1 for None."""
+    return 1 if group is None else torch.distributed.get_world_size(group)
+
+
+def rng_tracker() -> Callable[[], Any] | None:
+    """Megatron's random states, where they are in use: a recomputed function is to draw the same numbers."""
+    if _get_rng_tracker is None or not _get_rng_tracker().is_initialized():
+        return None
+    return _get_rng_tracker
+
+
+def built(spec: Any, *args: Any, **kwargs: Any) -> Any:
+    """The module of a spec, of a class, or of a function that makes one."""
+    make = spec
+    if not callable(spec) and hasattr(spec, "module"):
+        make = ModuleSpec(spec.module, dict(spec.params or {}), getattr(spec, "submodules", None))
+    if make is None:
+        raise ValueError("a submodule is None; give a ModuleSpec, a class or a function that makes it")
+    return make(*args, **kwargs)
+
+
+def setting(config: Any, name: str, default: Any = None) -> Any:
+    """A setting that not every version of Megatron's record has."""
+    return getattr(config, name, default)

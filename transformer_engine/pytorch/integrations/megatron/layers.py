@@ -1,0 +1,184 @@
+"""The layers an attention is made of, with the constructors of Megatron-core's: linear, norm and core attention.
+
+They are this package's own, read their settings from a config, and return (output, bias) as Megatron's linear layers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import attention as attentions
+from ...module import LayerNorm, LayerNormLinear, Linear, RMSNorm
+from .equivalents import ranks_of, rng_tracker, setting
+from .submodules import CrossAttentionSubmodules, SelfAttentionSubmodules
+
+
+def self_attention_submodules(config: Any, input_norm: bool = False) -> SelfAttentionSubmodules:
+    """The submodules of a SelfAttention; input_norm: the projection of queries, keys and values begins with a norm."""
+    norm = head_norm if config.qk_layernorm else None
+    qkv = NormColumnLinear if input_norm else ColumnLinear
+    return SelfAttentionSubmodules(qkv, CoreAttention, RowLinear, norm, norm)
+
+
+def cross_attention_submodules(config: Any) -> CrossAttentionSubmodules:
+    """The submodules of a CrossAttention."""
+    return CrossAttentionSubmodules(ColumnLinear, ColumnLinear, CoreAttention, RowLinear)
+
+
+def _arguments(config: Any, init_method: Any, bias: bool, tp_group: Any) -> dict[str, Any]:
+    tp_size = ranks_of(tp_group)
+    return {
+        "bias": bias,
+        "tp_group": tp_group,
+        "tp_size": tp_size,
+        "sequence_parallel": config.sequence_parallel and tp_size > 1,
+        "params_dtype": config.params_dtype,
+        "device": setting(config, "device", "cuda"),
+        "init_method": init_method,
+        "get_rng_state_tracker": rng_tracker(),
+        "fuse_wgrad_accumulation": config.gradient_accumulation_fusion,
+        "delay_wgrad_compute": config.delay_wgrad_compute,
+    }
+
+
+class ColumnLinear(Linear):
+    """(y, None), y [.., output_size / ranks] = x @ weight.T + bias"""
+
+    def __init__(
+        self, input_size: int, output_size: int, *, config: Any, init_method: Any, bias: bool,
+        tp_group: Any = None, name: str | None = None, **_: Any,
+    ) -> None:  # fmt: skip
+        arguments = _arguments(config, init_method, bias, tp_group)
+        super().__init__(input_size, output_size, parallel_mode="column", name=name, **arguments)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().forward(x), None  # pyright: ignore[reportReturnType]
+
+
+class NormColumnLinear(LayerNormLinear):
+    """(y, None), y [.., output_size / ranks] = norm(x) @ weight.T + bias"""
+
+    def __init__(
+        self, input_size: int, output_size: int, *, config: Any, init_method: Any, bias: bool,
+        tp_group: Any = None, name: str | None = None, **_: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            input_size,
+            output_size,
+            eps=config.layernorm_epsilon,
+            normalization=config.normalization,
+            zero_centered_gamma=config.layernorm_zero_centered_gamma,
+            parallel_mode="column",
+            name=name,
+            **_arguments(config, init_method, bias, tp_group),
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().forward(x), None  # pyright: ignore[reportReturnType]
+
+
+class RowLinear(Linear):
+    """(y, bias or None), y [.., output_size] = sum over ranks of x @ weight.T; the caller adds the bias."""
+
+    def __init__(
+        self, input_size: int, output_size: int, *, config: Any, init_method: Any, bias: bool,
+        tp_group: Any = None, name: str | None = None, **_: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            input_size,
+            output_size,
+            parallel_mode="row",
+            return_bias=bias,
+            name=name,
+            **_arguments(config, init_method, bias, tp_group),
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        made = super().forward(x)
+        return made if isinstance(made, tuple) else (made, None)
+
+
+def head_norm(hidden_size: int, config: Any, eps: float) -> LayerNorm | RMSNorm:
+    """norm(x [.., hidden_size]), of the kind that the config says."""
+    kind = LayerNorm if config.normalization == "LayerNorm" else RMSNorm
+    return kind(
+        hidden_size,
+        eps,
+        zero_centered_gamma=config.layernorm_zero_centered_gamma,
+        dtype=config.params_dtype,
+        device=setting(config, "device", "cuda"),
+    )
+
+
+class HeadL2Norm(torch.nn.Module):
+    """y [.., d] = x / sqrt(mean(x^2) + eps) in float32, returned in x's dtype; it has no parameters."""
+
+    def __init__(self, hidden_size: int, config: Any, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+_PACKED_KINDS: dict[str, str] = {"causal": "padding_causal", "no_mask": "padding"}
+
+
+class CoreAttention(attentions.DotProductAttention):
+    """[s, b, heads * size] of q, k, v [s, b, heads, size], or [t, ..] of packed ones.
+
+    current_max_attn_logits   [heads] under qk_clip: the greatest logit of each head since it was last set to None
+    """
+
+    def __init__(
+        self, *, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str,
+        cp_comm_type: str | None = None, softmax_scale: float | None = None, pg_collection: Any = None,
+    ) -> None:  # fmt: skip
+        tp_group = None if pg_collection is None else pg_collection.tp
+        super().__init__(
+            config.num_attention_heads,
+            config.kv_channels,
+            num_gqa_groups=config.num_query_groups,
+            attention_dropout=config.attention_dropout,
+            qkv_format="sbhd",
+            attn_mask_type=attn_mask_type.name,
+            window_size=config.window_size,
+            tp_size=ranks_of(tp_group),
+            tp_group=tp_group,
+            get_rng_state_tracker=rng_tracker(),
+            layer_number=layer_number,
+            attention_type=attention_type,
+            softmax_scale=softmax_scale,
+            softmax_type=config.softmax_type,
+            return_max_logit=config.qk_clip,
+        )
+        self.current_max_attn_logits: Tensor | None = None
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
+        attn_mask_type: Any, attention_bias: Tensor | None = None, packed_seq_params: Any = None,
+    ) -> Tensor:  # fmt: skip
+        kind: str = attn_mask_type.name
+        options: dict[str, Any] = {}
+        if packed_seq_params is not None:
+            for name in (
+                "qkv_format", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded",
+                "max_seqlen_q", "max_seqlen_kv",
+            ):  # fmt: skip
+                options[name] = getattr(packed_seq_params, name)
+            kind = _PACKED_KINDS.get(kind, kind)
+        if attention_bias is not None:
+            options |= {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": attention_bias}
+        mask = attention_mask if kind == "arbitrary" or "padding" in kind else None
+        made = super().forward(query, key, value, mask, attn_mask_type=kind, **options)
+        if not self.return_max_logit:
+            return made  # pyright: ignore[reportReturnType]
+        output, logits = made
+        known = self.current_max_attn_logits
+        logits = logits.detach()
+        self.current_max_attn_logits = logits if known is None else torch.maximum(known, logits)
+        return output

@@ -1,0 +1,159 @@
+"""SelfAttention: queries, keys and values of one projection, group by group in its rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...functions.split_along import SplitAlongDim
+from . import clipping
+from .attention import Attention, save_original_input
+from .equivalents import AttnMaskType, built, ranks_of, setting
+from .layers import HeadL2Norm, head_norm
+from .submodules import SelfAttentionSubmodules
+
+
+class SelfAttention(Attention):
+    """(y [s, b, h], bias) of x [s, b, h]
+
+    The projection's rows are, for each group: its queries (then their gate, where there is one), its key, its value.
+    """
+
+    linear_qkv: Any
+    q_layernorm: Any
+    k_layernorm: Any
+
+    def __init__(
+        self, config: Any, submodules: SelfAttentionSubmodules, layer_number: int,
+        attn_mask_type: Any = AttnMaskType.padding, cp_comm_type: str | None = None,
+        pg_collection: Any = None, pp_layer_offset: int | None = None, name: str | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            config, submodules, layer_number, attn_mask_type, "self", cp_comm_type, pg_collection,
+            pp_layer_offset, name,
+        )  # fmt: skip
+        self._gates = bool(setting(config, "attention_output_gate", False))
+        rows = self.query_projection_size * (1 + self._gates) + 2 * self.kv_projection_size
+        self.linear_qkv_out_dim = rows
+        bias = config.add_bias_linear or config.add_qkv_bias
+        self.linear_qkv = self._projection(submodules.linear_qkv, name, "qkv", config.hidden_size, rows, bias)
+        self.q_layernorm = self._head_norm("q_layernorm", submodules.q_layernorm)
+        self.k_layernorm = self._head_norm("k_layernorm", submodules.k_layernorm)
+
+    def _head_norm(self, name: str, spec: Any) -> Any:
+        """The norm of each query or key; None where the config asks for none."""
+        config = self.config
+        if not (config.qk_layernorm or setting(config, "qk_l2_norm", False)):
+            if spec is not None and getattr(spec, "__name__", "") != "IdentityOp":
+                raise ValueError(
+                    f"{name} is given, qk_layernorm and qk_l2_norm are False; set one, or give no {name}"
+                )
+            return None
+        if spec is None:
+            spec = HeadL2Norm if setting(config, "qk_l2_norm", False) else head_norm
+        return built(
+            spec, hidden_size=self.hidden_size_per_attention_head, config=config, eps=config.layernorm_epsilon
+        )
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        output_gate: bool = False,
+        split_qkv: bool = True,
+    ) -> tuple[Any, ...]:
+        mixed, _ = self.linear_qkv(hidden_states)
+        size, groups = self.hidden_size_per_attention_head, self.num_query_groups_per_partition
+        each = self.num_attention_heads_per_partition // groups
+        sizes = [each * size, *([each * size] if self._gates else ()), size, size]
+        mixed = mixed.view(*mixed.shape[:-1], groups, sum(sizes))
+        if not split_qkv:
+            if self._gates:
+                raise ValueError("split_qkv=False with an output gate: the gate is no query; leave it True")
+            return mixed, sizes
+        query, *gate, key, value = SplitAlongDim.apply(mixed, 3, sizes)  # pyright: ignore[reportGeneralTypeIssues]
+        query = query.reshape(*query.shape[:2], -1, size)
+        if self.q_layernorm is not None:
+            query = self.q_layernorm(query)
+        if self.k_layernorm is not None:
+            key = self.k_layernorm(key)
+        if self.config.test_mode:
+            self.run_realtime_tests()
+        if not output_gate:
+            return query, key, value
+        return query, key, value, gate[0].reshape(query.shape)
+
+    def run_realtime_tests(self) -> None:
+        """RuntimeError where ranks that should hold the same norms of queries and keys do not."""
+        if not self.config.qk_layernorm or not torch.distributed.is_initialized():
+            return
+        parameters = {
+            f"{side}_layernorm.{name}": parameter.detach()
+            for side, norm in (("q", self.q_layernorm), ("k", self.k_layernorm))
+            for name in ("weight", "bias")
+            if (parameter := getattr(norm, name, None)) is not None
+        }
+        mine = torch.stack(list(parameters.values()))
+        groups = {"tensor": self.pg_collection.tp, "data": getattr(self.pg_collection, "dp", None)}
+        for kind, group in groups.items():
+            if ranks_of(group) == 1:
+                continue
+            theirs = [torch.empty_like(mine) for _ in range(ranks_of(group))]
+            torch.distributed.all_gather(theirs, mine, group=group)
+            for rank, other in enumerate(theirs):
+                wrong = [
+                    name for name, a, b in zip(parameters, mine, other, strict=True) if not torch.equal(a, b)
+                ]
+                if wrong:
+                    raise RuntimeError(
+                        f"{', '.join(wrong)} of {kind}-parallel rank {rank} are not this rank's; "
+                        "load the checkpoint again, and look at that rank's hardware"
+                    )
+
+    def backward_dw(self) -> None:
+        """Compute the weight gradients that the backward pass put off."""
+        self._backward_qkv_proj()
+        self._backward_output_proj()
+
+    def _backward_qkv_proj(self) -> None:
+        self.linear_qkv.backward_dw()
+
+    def _backward_output_proj(self) -> None:
+        self.linear_proj.backward_dw()
+
+    def set_for_recompute_input_layernorm(self) -> None:
+        save_original_input(self.linear_qkv)
+
+    def clip_qk(self) -> None:
+        """Where a head's logits passed qk_clip_threshold, scale its group's queries and its key back; then forget them.
+
+        Queries go by factor^qk_clip_alpha and keys by the rest of factor = threshold / logit, in the weight and in the
+        optimizer's copy (weight.main_param).
+        """
+        config = self.config
+        if not config.qk_clip:
+            raise ValueError("qk_clip=False in the config; set it, so that the core attention records logits")
+        greatest = self.core_attention.current_max_attn_logits
+        if greatest is None:
+            raise ValueError("no logits are recorded; run a forward pass before clip_qk()")
+        if greatest.shape != (self.num_attention_heads_per_partition,):
+            raise ValueError(
+                f"logits are {list(greatest.shape)}, one a head would be [{self.num_attention_heads_per_partition}]; "
+                "record return_max_logit of this layer"
+            )
+        groups = self.num_query_groups_per_partition
+        factor = clipping.factors(greatest, config.qk_clip_threshold, groups)
+        if bool((factor < 1).any()):
+            weight = self.linear_qkv.weight
+            if hasattr(weight, "main_param"):
+                self._clip_linear_qkv(weight.main_param.data, factor)
+            self._clip_linear_qkv(weight.data, factor)
+        self.core_attention.current_max_attn_logits = None
+
+    def _clip_linear_qkv(self, weight: Tensor, factor: Tensor) -> None:
+        groups = self.num_query_groups_per_partition
+        each = self.num_attention_heads_per_partition // groups
+        heads = clipping.Heads(groups, each, each * self._gates, self.hidden_size_per_attention_head)
+        clipping.clip(weight, factor, self.config.qk_clip_alpha, heads)

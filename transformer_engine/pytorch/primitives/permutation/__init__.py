@@ -1,0 +1,150 @@
+"""y[row of a route] = x[its token], and back: tokens [T, H] in the order of experts, and the table of backends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....common.dispatch import Table
+from . import reference, triton
+from .operators import define, operator_of
+from .request import INDEX, MASK, PermutationRequest, Routes
+
+__all__ = [
+    "INDEX",
+    "MASK",
+    "TABLE",
+    "PermutationRequest",
+    "Routes",
+    "collect",
+    "rows_of_chunks",
+    "rows_of_indices",
+    "rows_of_mask",
+    "rows_of_segments",
+    "send",
+    "send_weighted",
+]
+
+
+def rows_of_mask(mask: Tensor) -> Tensor:
+    """The map by mask, int32 [T, 2 E + 1], of a mask [T, E]: not 0 where an expert takes a token.
+
+    Rows go by expert, those of an expert by token.
+    """
+    key = ("map", mask.shape, mask.dtype, mask.device, MASK, 0, 0, None, False, mask.stride())
+    return TABLE.bound(key)(mask)
+
+
+def rows_of_indices(experts: Tensor, rows: int) -> Tensor:
+    """The map by index, int32 [J * T], of the experts [T, J] of each token.
+
+    Rows go by expert, those of an expert by token and route; routes beyond the last of the rows are dropped, -1.
+    """
+    order = (
+        experts.reshape(-1).sort(stable=True).indices
+    )  # torch's own: a radix sort on a GPU, without a wait
+    row = torch.arange(order.shape[0], dtype=torch.int32, device=experts.device)
+    row = torch.where(row < rows, row, -1)
+    return torch.empty_like(row).scatter_(0, order, row).view(experts.shape).t().reshape(-1)
+
+
+def rows_of_chunks(splits: Tensor, order: Tensor, tokens: int) -> Tensor:
+    """The map by index, int32 [T], that puts chunk order[i] of splits rows in place i; rows in no chunk stay."""
+    key = ("chunks", (tokens, splits.shape[0]), splits.dtype, splits.device)
+    return TABLE.bound(key)(splits, order)
+
+
+def rows_of_segments(segments: Tensor, tokens: int) -> Tensor:
+    """The map by index, int32 [T]: segments int32 [3, N] are first row, rows and first row in the result."""
+    key = ("segments", (tokens, segments.shape[1]), segments.dtype, segments.device)
+    return TABLE.bound(key)(segments)
+
+
+def send(
+    x: Tensor, routes: Routes, rows: int, probs: Tensor | None = None, *, every_row: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """(y [rows, H], row_probs [rows]): y[row] = x[token], row_probs[row] = probs[token, column].
+
+    A row that nothing is sent to is zero, and so is, with probs, one whose probability is 0.
+    every_row   every row is sent something, nobody needs to look
+    """
+    key = _key("send", (routes.tokens, x.shape[1]), x, routes, rows, probs, every_row)
+    return TABLE.bound(key)(x, routes.map, routes.pad_offsets, probs)
+
+
+def collect(
+    y: Tensor, routes: Routes, weights: Tensor | None = None, row_values: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """(x [T, H], values [T, columns]): x[t] = sum over routes of weights[t, column] * y[row], in float32.
+
+    values[t, column] = row_values[row], 0 where a token has no such route.
+    """
+    beside = weights if row_values is None else row_values
+    key = _key("collect", (routes.tokens, y.shape[1]), y, routes, y.shape[0], beside, False)
+    return TABLE.bound(key)(y, routes.map, routes.pad_offsets, weights, row_values)
+
+
+def send_weighted(dx: Tensor, routes: Routes, weights: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """(dy [rows, H] = weight * dx[token], gradient of weights [T, columns] = sum(y[row] * dx[token])), of `collect`."""
+    key = _key("send_weighted", (routes.tokens, dx.shape[1]), dx, routes, y.shape[0], weights, False)
+    return TABLE.bound(key)(dx, routes.map, routes.pad_offsets, weights, y)
+
+
+def _key(
+    operation: str,
+    shape: tuple[int, int],
+    x: Tensor,
+    routes: Routes,
+    rows: int,
+    weights: Tensor | None,
+    every_row: bool,
+) -> tuple[Any, ...]:
+    dtype = None if weights is None else weights.dtype
+    return (operation, shape, x.dtype, x.device, routes.layout, rows, routes.columns, dtype, every_row)
+
+
+TABLE: Table[PermutationRequest] = Table(
+    "permutation", (triton.BACKEND, reference.BACKEND), describe=PermutationRequest, operator=operator_of
+)
+
+
+def _send(
+    x: Tensor, map: Tensor, pad_offsets: Tensor | None, probs: Tensor | None, *facts: Any
+) -> list[Tensor]:
+    layout, tokens, columns, rows, every_row = facts
+    routes = Routes(map, layout, tokens, columns, pad_offsets)
+    return [made for made in send(x, routes, rows, probs, every_row=every_row) if made is not None]
+
+
+def _collect(
+    y: Tensor,
+    map: Tensor,
+    pad_offsets: Tensor | None,
+    weights: Tensor | None,
+    row_values: Tensor | None,
+    *facts: Any,
+) -> list[Tensor]:
+    layout, tokens, columns = facts
+    routes = Routes(map, layout, tokens, columns, pad_offsets)
+    return [made for made in collect(y, routes, weights, row_values) if made is not None]
+
+
+def _send_weighted(
+    dx: Tensor, map: Tensor, pad_offsets: Tensor | None, weights: Tensor, y: Tensor, *facts: Any
+) -> list[Tensor]:
+    layout, tokens, columns = facts
+    return list(send_weighted(dx, Routes(map, layout, tokens, columns, pad_offsets), weights, y))
+
+
+define(
+    {
+        "map": rows_of_mask,
+        "chunks": rows_of_chunks,
+        "segments": rows_of_segments,
+        "send": _send,
+        "collect": _collect,
+        "send_weighted": _send_weighted,
+    }
+)

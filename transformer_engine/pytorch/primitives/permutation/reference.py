@@ -1,0 +1,135 @@
+"""Permutations of tokens in float32 torch operations of fixed shapes, on any device: by the token of every row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....common.dispatch import Backend
+from .request import MASK, PermutationRequest, Routes
+
+
+def bind(request: PermutationRequest) -> Callable[..., Any]:
+    """What computes the operation, on the tensors that `__init__` hands over."""
+    if request.operation == "map":
+        return map_of_mask
+    if request.operation == "chunks":
+        return lambda splits, order: map_of_chunks(splits, order, request.shape[0])
+    if request.operation == "segments":
+        return lambda segments: map_of_segments(segments, request.shape[0])
+    operation = {"send": send, "collect": collect, "send_weighted": send_weighted}[request.operation]
+    layout, tokens, columns, rows = request.layout, request.shape[0], request.columns, request.rows
+
+    def compute(x: Tensor, map: Tensor, pad_offsets: Tensor | None, *others: Tensor | None) -> Any:
+        return operation(x, Routes(map, layout, tokens, columns, pad_offsets), rows, *others)
+
+    return compute
+
+
+def map_of_mask(mask: Tensor) -> Tensor:
+    """int32 [T, 2 E + 1] of a mask [T, E]; -1 in the cells that hold nothing."""
+    tokens, experts = mask.shape
+    ones = (mask != 0).long()
+    counts = ones.sum(0)
+    rows = (counts.cumsum(0) - counts) + ones.cumsum(0) - ones
+    number = ones.sum(1, keepdim=True)
+    place = torch.where(ones != 0, number - ones.cumsum(1), 2 * experts + 1)  # the last cell is cut off
+    cells = torch.full((tokens, 2 * experts + 2), -1, dtype=torch.int32, device=mask.device)
+    expert = torch.arange(experts, dtype=torch.int32, device=mask.device).expand(tokens, experts)
+    cells.scatter_(1, place, rows.int())
+    cells.scatter_(1, torch.where(ones != 0, place + experts, place), expert)
+    cells.narrow(1, 2 * experts, 1).copy_(number)
+    return cells[:, : 2 * experts + 1].contiguous()
+
+
+def map_of_chunks(splits: Tensor, order: Tensor, tokens: int) -> Tensor:
+    """By index [T]: chunk order[i] of splits rows comes in place i."""
+    splits, order = splits.long(), order.long()
+    starts = splits.cumsum(0) - splits
+    sizes = splits[order]
+    return map_of_segments(torch.stack((starts[order], sizes, sizes.cumsum(0) - sizes)), tokens)
+
+
+def map_of_segments(segments: Tensor, tokens: int) -> Tensor:
+    """By index [T]: a row moves with the segment (first row, rows, first row in the result) that it is in."""
+    begin, size, target = segments.long().unbind(0)
+    row = torch.arange(tokens, device=segments.device)
+    within = row[:, None] - begin
+    holds = (within >= 0) & (within < size)
+    return (row + torch.where(holds, target - begin, 0).sum(1)).int()
+
+
+def send(x: Tensor, routes: Routes, rows: int, probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """(y [rows, H], row_probs [rows]); zero where a row's probability is 0, or where nothing is sent."""
+    token, column = _origins(routes, rows)
+    y = _with_zero(x)[token]
+    if probs is None:
+        return y, None
+    row_probs = _with_zero(probs)[token, column]
+    return torch.where((row_probs == 0)[:, None], torch.zeros_like(y), y), row_probs
+
+
+def collect(
+    y: Tensor, routes: Routes, rows: int, weights: Tensor | None, row_values: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """(x [T, H] = sum of weight * y, values [T, columns] of row_values)."""
+    token, column = _origins(routes, rows)
+    wide = _wide(y)
+    if weights is not None:
+        wide = wide * _with_zero(_wide(weights))[token, column][:, None].to(wide.dtype)
+    total = wide.new_zeros(routes.tokens + 1, y.shape[1]).index_add_(0, token, wide)
+    x = total[: routes.tokens].to(y.dtype)
+    return x, None if row_values is None else _by_column(row_values, token, column, routes)
+
+
+def send_weighted(dx: Tensor, routes: Routes, rows: int, weights: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """(dy [rows, H] = weight * dx, gradient of the weights [T, columns] = sum(y * dx))."""
+    token, column = _origins(routes, rows)
+    gradient = _with_zero(_wide(dx))[token]
+    weight = _with_zero(_wide(weights))[token, column][:, None].to(gradient.dtype)
+    sums = (gradient * y.to(gradient.dtype)).sum(1)
+    return (gradient * weight).to(dx.dtype), _by_column(sums, token, column, routes).to(weights.dtype)
+
+
+def _origins(routes: Routes, rows: int) -> tuple[Tensor, Tensor]:
+    """Of every row its token (T where nothing is sent) and its column."""
+    tokens, columns, device = routes.tokens, routes.columns, routes.map.device
+    if routes.layout == MASK:
+        cells = routes.map.long()
+        there = torch.arange(columns, device=device) < cells[:, 2 * columns :]
+        column = torch.where(there, cells[:, columns : 2 * columns], 0)
+        row = cells[:, :columns]
+        if routes.pad_offsets is not None:
+            row = row + routes.pad_offsets[column]
+        token = torch.arange(tokens, device=device)[:, None].expand(tokens, columns)
+    else:
+        row = routes.map.long().view(columns, tokens)
+        there = row >= 0
+        column = torch.arange(columns, device=device)[:, None].expand(columns, tokens)
+        token = torch.arange(tokens, device=device).expand(columns, tokens)
+    target = torch.where(there & (row >= 0) & (row < rows), row, rows).reshape(-1)  # the last is cut off
+    tokens_of = torch.full((rows + 1,), tokens, device=device)
+    columns_of = torch.zeros(rows + 1, dtype=torch.long, device=device)
+    tokens_of = tokens_of.scatter(0, target, token.reshape(-1))[:rows]
+    return tokens_of, columns_of.scatter(0, target, column.reshape(-1))[:rows]
+
+
+def _by_column(values: Tensor, token: Tensor, column: Tensor, routes: Routes) -> Tensor:
+    """[T, columns] with the value of each route's row, 0 where there is no route."""
+    whole = values.new_zeros(routes.tokens + 1, routes.columns)
+    return whole.index_put((token, column), values)[: routes.tokens]
+
+
+def _with_zero(x: Tensor) -> Tensor:
+    """x with a row of zeros behind it."""
+    return torch.cat((x, x.new_zeros(1, x.shape[1])))
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+BACKEND: Backend[PermutationRequest] = Backend("reference", bind=bind)

@@ -1,0 +1,179 @@
+"""probs [T, E] of the k experts of each token, their gradient, and the loss that balances experts, by backends."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....common.dispatch import Operator, Table
+from ...runtime.launching import operator
+from . import reference, triton
+from .request import (
+    BITS,
+    BYTES,
+    INDICES,
+    SIGMOID,
+    SOFTMAX,
+    SOFTMAX_AFTER,
+    SQRTSOFTPLUS,
+    Choice,
+    RouterRequest,
+)
+
+__all__ = [
+    "BITS",
+    "BYTES",
+    "INDICES",
+    "SIGMOID",
+    "SOFTMAX",
+    "SOFTMAX_AFTER",
+    "SQRTSOFTPLUS",
+    "TABLE",
+    "Choice",
+    "RouterRequest",
+    "balance_loss",
+    "choose",
+    "choose_backward",
+]
+
+
+def choose(
+    logits: Tensor,
+    choice: Choice,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+    indices: Tensor | None = None,
+    keeps: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(probs [T, E] in dtype, map, scores float32 [T, E]) of logits [T, E]; computed in float32.
+
+    bias      [E], added to the scores to choose by; weights are without it
+    indices   [T, k], written in place with the experts, the best first; then there is no map
+    keeps     scores for `choose_backward` are made: those, of a softmax after the choice its result (-inf elsewhere),
+              of sqrtsoftplus the logits
+    """
+    key = ("choose", logits.shape, logits.dtype, dtype, logits.device, choice, keeps)
+    return TABLE.bound(key)(logits, bias, indices)
+
+
+def choose_backward(
+    map: Tensor | None, scores: Tensor, grad_probs: Tensor, choice: Choice, dtype: torch.dtype
+) -> Tensor:
+    """The gradient of the logits [T, E] in dtype, of choose's probs; map, or indices as choice says."""
+    key = ("gradient", scores.shape, grad_probs.dtype, dtype, scores.device, choice)
+    return TABLE.bound(key)(map, scores, grad_probs)
+
+
+def balance_loss(probs: Tensor, tokens: Tensor, factor: float, total: Tensor | None = None) -> Tensor:
+    """[1] = factor * sum over c of tokens[c] * sum over r of probs[r, c], in float32, in probs' dtype.
+
+    total   one number on the device whose square it is divided by
+    """
+    key = (
+        "loss",
+        probs.shape,
+        probs.dtype,
+        probs.dtype,
+        probs.device,
+        _NO_CHOICE,
+        False,
+        factor,
+        total is not None,
+    )
+    return TABLE.bound(key)(probs, tokens, total)
+
+
+_NO_CHOICE = Choice(1, SOFTMAX)
+_CHOICE = "int k, str score, bool whole, int[]? groups, float scale, str map"
+
+
+def _read(k: int, score: str, whole: bool, groups: list[int] | None, scale: float, map: str) -> Choice:
+    return Choice(k, score, whole, None if groups is None else (groups[0], groups[1]), scale, map)
+
+
+def _choose(
+    logits: Tensor, bias: Tensor | None, indices: Tensor | None, dtype: torch.dtype, keeps: bool, *choice: Any
+) -> list[Tensor]:
+    made = choose(logits, _read(*choice), dtype, bias, indices, keeps)
+    return [tensor for tensor in made if tensor is not None]
+
+
+def _choose_results(
+    logits: Tensor, bias: Tensor | None, indices: Tensor | None, dtype: torch.dtype, keeps: bool, *choice: Any
+) -> list[Tensor]:
+    tokens, experts = logits.shape
+    widths = {BYTES: experts, BITS: (experts + 7) // 8}
+    results = [logits.new_empty((tokens, experts), dtype=dtype)]
+    if choice[-1] in widths:
+        results.append(logits.new_empty((tokens, widths[choice[-1]]), dtype=torch.uint8))
+    return results + [logits.new_empty((tokens, experts), dtype=torch.float32)] * keeps
+
+
+def _backward(
+    map: Tensor | None, scores: Tensor, grad_probs: Tensor, dtype: torch.dtype, *choice: Any
+) -> Tensor:
+    return choose_backward(map, scores, grad_probs, _read(*choice), dtype)
+
+
+def _backward_results(
+    map: Tensor | None, scores: Tensor, grad_probs: Tensor, dtype: torch.dtype, *choice: Any
+) -> Tensor:
+    return scores.new_empty(scores.shape, dtype=dtype)
+
+
+def _loss(probs: Tensor, tokens: Tensor, total: Tensor | None, factor: float) -> Tensor:
+    return balance_loss(probs, tokens, factor, total)
+
+
+def _loss_results(probs: Tensor, tokens: Tensor, total: Tensor | None, factor: float) -> Tensor:
+    return probs.new_empty(1)
+
+
+_OPERATORS = {
+    "choose": operator(
+        "router_choose(Tensor logits, Tensor? bias, Tensor(a!)? indices, ScalarType dtype, bool keeps, "
+        f"{_CHOICE}) -> Tensor[]",
+        _choose,
+        _choose_results,
+    ),
+    "gradient": operator(
+        f"router_choose_backward(Tensor? map, Tensor scores, Tensor grad_probs, ScalarType dtype, {_CHOICE}) -> Tensor",
+        _backward,
+        _backward_results,
+    ),
+    "loss": operator(
+        "router_balance_loss(Tensor probs, Tensor tokens, Tensor? total, float factor) -> Tensor",
+        _loss,
+        _loss_results,
+    ),
+}
+
+
+def _operator_of(request: RouterRequest) -> Operator:
+    made = _OPERATORS[request.operation]
+    if request.operation == "loss":
+        return made.given(factor=request.factor)
+    if request.operation == "gradient":
+        shell = functools.partial(_with_choice, request)
+        return Operator(functools.partial(shell, made.call), functools.partial(shell, made.results))
+    shell = functools.partial(_three, request)
+    return Operator(functools.partial(shell, made.call), functools.partial(shell, made.results))
+
+
+def _with_choice(request: RouterRequest, call: Any, *tensors: Tensor | None) -> Any:
+    return call(*tensors, request.made, *request.choice)
+
+
+def _three(request: RouterRequest, call: Any, *tensors: Tensor | None) -> Any:
+    made = iter(call(*tensors, request.made, request.keeps, *request.choice))
+    probs = next(made)
+    map = None if request.choice.map == INDICES else next(made)
+    return probs, map, next(made) if request.keeps else None
+
+
+TABLE: Table[RouterRequest] = Table(
+    "router", (triton.BACKEND, reference.BACKEND), describe=RouterRequest, operator=_operator_of
+)

@@ -1,0 +1,140 @@
+"""Choosing experts, its gradient and the loss that balances them, in float32 torch operations on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....common.dispatch import Backend
+from .request import BITS, BYTES, EPSILON, LINEAR, SIGMOID, SOFTMAX, SOFTMAX_AFTER, Choice, RouterRequest
+
+
+def bind(request: RouterRequest) -> Callable[..., Any]:
+    """(logits, bias, indices) -> (probs, map, scores), (map, scores, grad_probs) -> grad_logits, or
+    (probs, tokens, total) -> loss [1]."""
+    choice, made = request.choice, request.made
+    if request.operation == "choose":
+        return lambda logits, bias, indices: choose(logits, bias, indices, choice, made, request.keeps)
+    if request.operation == "gradient":
+        return lambda map, scores, grad_probs: gradient(map, scores, grad_probs, choice, made)
+    return lambda probs, tokens, total: loss(probs, tokens, total, request.factor)
+
+
+def choose(
+    logits: Tensor,
+    bias: Tensor | None,
+    indices: Tensor | None,
+    choice: Choice,
+    made: torch.dtype,
+    keeps: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(probs [T, E], map, scores float32 [T, E]); indices [T, k] are written in place."""
+    x = logits.to(torch.float32)
+    score = _score(x, choice.score)
+    key = score if bias is None else score + bias.to(torch.float32)
+    experts = _first(_of_best_groups(key, choice), choice.k)
+    if indices is not None:
+        indices.copy_(experts)
+    chosen = torch.zeros_like(x, dtype=torch.uint8).scatter(1, experts, 1)
+    saved = score
+    if choice.whole:
+        weight = score if choice.score == SOFTMAX else score / (score.sum(1, keepdim=True) + EPSILON)
+    else:
+        weight = torch.where(chosen != 0, score, 0.0)
+        if choice.score == SOFTMAX_AFTER:
+            weight = torch.where(chosen != 0, x, -torch.inf).softmax(1)
+            saved = torch.where(chosen != 0, weight, -torch.inf)
+        elif choice.score != SOFTMAX and choice.k > 1:
+            weight = weight / (weight.sum(1, keepdim=True) + EPSILON)
+        weight = weight * choice.scale
+    if choice.score not in (SOFTMAX, SOFTMAX_AFTER, SIGMOID):
+        saved = x
+    map = {BYTES: lambda: chosen, BITS: lambda: packed(chosen)}.get(choice.map, lambda: None)()
+    return weight.to(made), map, saved.clone() if keeps else None
+
+
+def gradient(
+    map: Tensor | None, scores: Tensor, grad_probs: Tensor, choice: Choice, made: torch.dtype
+) -> Tensor:
+    """grad_logits [T, E]"""
+    g = grad_probs.to(torch.float32)
+    counts = torch.ones_like(scores, dtype=torch.bool) if choice.whole else _chosen(map, scores, choice)
+    if not choice.whole:
+        g = g * choice.scale
+    g = torch.where(counts, g, 0.0)
+    if choice.score in (SOFTMAX, SOFTMAX_AFTER):
+        active = torch.where(counts, scores, 0.0) if choice.score == SOFTMAX_AFTER else scores
+        return (active * (g - (g * active).sum(1, keepdim=True))).to(made)
+    active = scores if choice.score == SIGMOID else softplus(scores).sqrt()
+    share = torch.where(counts, active, 0.0)
+    if choice.whole or choice.k > 1:
+        total = share.sum(1, keepdim=True) + EPSILON
+        g = g / total - (g * share).sum(1, keepdim=True) / total / total
+    if choice.score == SIGMOID:
+        slope = active * (1 - active)
+    else:
+        slope = torch.where(scores > LINEAR, 1.0, scores.sigmoid()) / (2 * active + EPSILON)
+    return torch.where(counts, g * slope, 0.0).to(made)
+
+
+def loss(probs: Tensor, tokens: Tensor, total: Tensor | None, factor: float) -> Tensor:
+    """[1] = factor / total^2 * sum over c of tokens[c] * sum over r of probs[r, c], in probs' dtype."""
+    sums = probs.to(torch.float32).sum(0) * tokens.to(torch.float32)
+    value = sums.sum().view(1) * factor
+    if total is not None:
+        count = total.to(torch.float32)
+        value = value / count / count
+    return value.to(probs.dtype)
+
+
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + e^x); x beyond 20"""
+    return torch.where(x > LINEAR, x, torch.log1p(torch.exp(x.clamp(max=LINEAR))))
+
+
+def packed(chosen: Tensor) -> Tensor:
+    """uint8 [T, ceil(E / 8)] of uint8 [T, E], expert e in bit e % 8 of byte e // 8."""
+    rows, experts = chosen.shape
+    whole = torch.nn.functional.pad(chosen.to(torch.int32), (0, -experts % 8)).view(rows, -1, 8)
+    return (whole << torch.arange(8, device=chosen.device, dtype=torch.int32)).sum(2).to(torch.uint8)
+
+
+def _score(x: Tensor, kind: str) -> Tensor:
+    if kind == SOFTMAX:
+        return x.softmax(1)
+    if kind == SOFTMAX_AFTER:
+        return x
+    return x.sigmoid() if kind == SIGMOID else softplus(x).sqrt()
+
+
+def _first(key: Tensor, count: int) -> Tensor:
+    """The indices [T, count] of the largest keys, the largest first; of equal ones the lower first."""
+    return key.sort(dim=1, descending=True, stable=True).indices[:, :count]
+
+
+def _of_best_groups(key: Tensor, choice: Choice) -> Tensor:
+    """The keys, -inf where an expert's group is not among the best."""
+    if choice.groups is None:
+        return key
+    count, kept = choice.groups
+    within = key.view(key.shape[0], count, -1)
+    total = within.topk(choice.k // kept, dim=2).values.sum(2)
+    best = torch.zeros_like(total, dtype=torch.bool).scatter(1, _first(total, kept), True)
+    return torch.where(best[:, :, None], within, -torch.inf).view(key.shape)
+
+
+def _chosen(map: Tensor | None, scores: Tensor, choice: Choice) -> Tensor:
+    """bool [T, E]"""
+    assert map is not None
+    if choice.map == BYTES:
+        return map != 0
+    if choice.map == BITS:
+        places = torch.arange(8, device=map.device, dtype=torch.int32)
+        return (((map.to(torch.int32)[:, :, None] >> places) & 1) != 0).flatten(1)[:, : scores.shape[1]]
+    return torch.zeros_like(scores, dtype=torch.bool).scatter(1, map.long(), True)
+
+
+BACKEND: Backend[RouterRequest] = Backend("reference", bind=bind)

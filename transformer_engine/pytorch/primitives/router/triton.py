@@ -1,0 +1,85 @@
+"""Choosing experts on GPUs: logits read once, a warm row of experts stays in registers from scores to weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....common.dispatch import Backend
+from ...runtime.launching import DTYPE_NAMES, perform, refuses_elementwise, run
+from .request import RouterRequest
+
+_EXPERTS = 4096  # that a program holds
+_LIMIT = 1 << 31  # tokens are numbered in 32 bits
+
+
+def refuses(request: RouterRequest) -> str | None:
+    rows, experts = request.shape
+    if rows >= _LIMIT:
+        return f"{rows} tokens; it numbers fewer than {_LIMIT}"
+    if request.operation != "loss" and experts > _EXPERTS:
+        return f"{experts} experts > {_EXPERTS}"
+    return refuses_elementwise(request.device, request.dtype, request.made)
+
+
+def bind(request: RouterRequest) -> Callable[..., Any]:
+    """What `reference.bind` answers, on the same tensors."""
+    return {"choose": _choose, "gradient": _gradient, "loss": _loss}[request.operation](request)
+
+
+def _choose(request: RouterRequest) -> Callable[..., Any]:
+    from ....common.kernels import router  # it imports triton
+
+    choice = request.choice
+    launch = router.choose(
+        *request.shape,
+        choice.k,
+        router.SCORES[choice.score],
+        choice.whole,
+        choice.groups,
+        choice.scale,
+        router.MAPS[choice.map],
+        DTYPE_NAMES[request.made],
+        request.keeps,
+    )
+
+    def choose(logits: Tensor, bias: Tensor | None, indices: Tensor | None) -> Any:
+        bias = None if bias is None else bias.contiguous()
+        return tuple(run(launch, (logits.contiguous(), bias, indices)))
+
+    return choose
+
+
+def _gradient(request: RouterRequest) -> Callable[..., Tensor]:
+    from ....common.kernels import router  # it imports triton
+
+    choice = request.choice
+    facts = (choice.k, router.SCORES[choice.score], choice.whole, choice.scale, router.MAPS[choice.map])
+    launch = router.gradient(*request.shape, *facts, DTYPE_NAMES[request.made])
+
+    def gradient(map: Tensor | None, scores: Tensor, grad_probs: Tensor) -> Tensor:
+        # Without a map, which a loss does not need, the scores stand in its place: the first input says the device.
+        read = scores if map is None or choice.whole else map.contiguous()
+        return run(launch, (read, scores.contiguous(), grad_probs.contiguous()))[0]
+
+    return gradient
+
+
+def _loss(request: RouterRequest) -> Callable[..., Tensor]:
+    rows, columns = request.shape
+    if rows * columns == 0:
+        return lambda probs, tokens, total: torch.zeros(1, dtype=probs.dtype, device=probs.device)
+    from ....common.kernels import router  # it imports triton
+
+    program = router.loss(rows, columns, request.factor, DTYPE_NAMES[request.made])
+
+    def loss(probs: Tensor, tokens: Tensor, total: Tensor | None) -> Tensor:
+        return perform(program, (probs.contiguous(), tokens.contiguous(), total))[0]
+
+    return loss
+
+
+BACKEND: Backend[RouterRequest] = Backend("triton", refuses=refuses, bind=bind, opaque=True)

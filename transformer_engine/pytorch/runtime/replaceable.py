@@ -1,0 +1,66 @@
+"""Which names of a file of this package another library has put its own into, and which of its classes it has changed.
+
+Tools for fake quantization and for batch-invariant results replace the original's private functions by assigning to
+its files. A layer asks `replaced.names` in every call, an empty set nearly always, and else goes another way.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+
+
+class Replaced:
+    """names   those of a file that hold something else than they held when the file was read"""
+
+    def __init__(self, originals: Mapping[str, Any]) -> None:
+        self._originals = originals
+        self.names: set[str] = set()
+
+    def assigned(self, name: str, value: Any) -> None:
+        if name in self._originals:
+            (self.names.discard if value is self._originals[name] else self.names.add)(name)
+
+
+class _File(ModuleType):
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        self.__dict__["_replaced"].assigned(name, value)
+
+
+def watched(file: str, originals: Mapping[str, Any]) -> Replaced:
+    """The record of a file's names, to be kept there as `_replaced`; classes among them may be changed as well."""
+    module = sys.modules[file]
+    replaced = Replaced(originals)
+    for kind in originals.values():
+        if isinstance(kind, ReplaceableFunction):
+            kind.watchers.append(replaced)
+    module.__class__ = _File
+    return replaced
+
+
+class ReplaceableFunction(type(torch.autograd.Function)):
+    """The class of autograd functions whose apply, forward or backward others replace."""
+
+    watchers: list[Replaced]
+
+    def __init__(cls, name: str, bases: tuple[type, ...], attributes: dict[str, Any]) -> None:
+        super().__init__(name, bases, attributes)
+        originals = {step: getattr(cls, step) for step in ("apply", "forward", "backward")}
+        type.__setattr__(cls, "watchers", [])
+        type.__setattr__(cls, "_steps", Replaced(originals))
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name not in ("apply", "forward", "backward"):
+            return
+        steps: Replaced = cls.__dict__["_steps"]
+        # A bound method is another object each time it is asked for.
+        known = steps._originals[name]
+        steps.assigned(name, known if value == known else value)
+        for replaced in cls.watchers:
+            (replaced.names.add if steps.names else replaced.names.discard)(f"{cls.__name__}.{name}")
