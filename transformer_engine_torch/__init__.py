@@ -3,6 +3,8 @@
 Thin adapters: every function here calls what the modules of transformer_engine.pytorch are made of.
 """
 
+from transformer_engine.pytorch import requirements  # isort: skip  (says what is missing, first)
+
 from transformer_engine.pytorch.functions.multi_tensor import (
     multi_tensor_adam,
     multi_tensor_adam_capturable,

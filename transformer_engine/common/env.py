@@ -118,6 +118,16 @@ _QUANTIZATION = (
         None,
         "1: compute formats that the hardware lacks by emulation; unset: only on a machine without a GPU.",
     ),
+    _text(
+        "NVTE_JAX_CUSTOM_CALLS",
+        None,
+        "JAX: true or false for all kernels, or Name=false,.. with the names of the original's primitives.",
+    ),
+    _flag(
+        "TE_JAX_KERNELS",
+        False,
+        "1: JAX programs that are traced on a machine without a GPU get Triton kernels for CUDA, for export.",
+    ),
     _flag(
         "NVTE_FP8_AUTO",
         False,
