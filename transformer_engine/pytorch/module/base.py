@@ -41,8 +41,7 @@ from .workspace import _cublas_workspace, get_workspace  # noqa: F401
 
 # The accumulation flags of the original for delayed scaling, under the names that its users read.
 _2X_ACC_FPROP = False
-_2X_ACC_DGRAD = True
-_2X_ACC_WGRAD = True
+_2X_ACC_DGRAD = _2X_ACC_WGRAD = True
 
 
 def get_dummy_wgrad(shape: list[int], dtype: torch.dtype, zero: bool = False) -> Tensor:
