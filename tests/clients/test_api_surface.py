@@ -232,6 +232,7 @@ def test_element_types_pickle_under_the_extension_module():
         "tensor.utils",
         "graph",
         "cpu_offload",
+        "cpu_offload_v1",
         "utils",
     ],
 )

@@ -338,6 +338,11 @@ def test_a_reset_graph_says_so(rerun):
         module(_x())
 
 
+def test_a_graphed_module_is_copied_before_and_not_after(rerun):
+    with pytest.raises(TypeError, match="copy it before make_graphed_callables"):
+        copy.deepcopy(_graphed(_layer("Linear")))
+
+
 def test_scales_are_updated_after_the_global_state_was_reset(rerun):
     recipe = RECIPES["delayed"]
     eager = _layer("Linear")
@@ -416,7 +421,7 @@ def test_weight_gradients_may_have_a_place_in_the_order(rerun):
 @pytest.mark.parametrize(
     ("order", "layers", "per_chunk", "message"),
     [
-        ([1, 2, -2], 2, None, "each goes forward and backward once a microbatch"),
+        ([1, 2, -2], 2, None, "give each once forward and once backward a microbatch"),
         ([1, -1], 2, [1], "not for 1 chunks of 2 modules"),
         ([1, 2, -1, -2], 3, None, "no whole number a chunk of 2"),
         ([-1, 1], 1, None, "has no forward before it"),

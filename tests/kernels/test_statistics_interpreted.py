@@ -13,33 +13,27 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 
-def test_the_kernels_pass_their_tests_in_the_interpreter():
-    paths = os.pathsep.join((str(ROOT), str(ROOT / "tests" / "kernels")))
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "norm_interpreter", "-p", "no:cacheprovider"]
-    finished = subprocess.run(
-        [*command, "tests/primitives/test_statistics.py"],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=False,
+def printed(*arguments: str, **variables: str) -> str:
+    """What a Python of its own prints; its words where it fails."""
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'kernels'}", **variables}
+    made = subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
     )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert made.returncode == 0, made.stdout + made.stderr
+    return made.stdout
+
+
+def test_the_kernels_pass_their_tests_in_the_interpreter():
+    options = ("-q", "-x", "-p", "norm_interpreter", "-p", "no:cacheprovider", "-k", "triton")
+    interpreted = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    assert " passed" in printed(
+        "-m", "pytest", *options, "tests/primitives/test_statistics.py", **interpreted
+    )
 
 
 def test_the_kernels_compile_for_hopper_and_blackwell():
-    finished = subprocess.run(
-        [sys.executable, "-W", "ignore", "tests/kernels/statistics_compile.py"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr
-    sizes = json.loads(finished.stdout.splitlines()[-1])
+    sizes = json.loads(printed("-W", "ignore", "tests/kernels/statistics_compile.py").splitlines()[-1])
     assert len(sizes) == 11 and min(sizes.values()) > 1000

@@ -13,18 +13,10 @@ import torch
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
 from transformer_engine.common.optional import installed
+from transformer_engine.pytorch.quantization import all_families
 from transformer_engine.pytorch.tensor.observing import Observing
 
-RECIPES = pytest.mark.parametrize(
-    "kind",
-    [
-        recipes.DelayedScaling,
-        recipes.Float8CurrentScaling,
-        recipes.Float8BlockScaling,
-        recipes.MXFP8BlockScaling,
-        recipes.NVFP4BlockScaling,
-    ],
-)
+RECIPES = pytest.mark.parametrize("kind", [row.recipe for row in all_families() if row.checkpointed])
 
 
 class Grouped(torch.nn.Module):

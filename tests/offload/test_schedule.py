@@ -66,6 +66,16 @@ def test_a_tensor_goes_to_the_host_and_comes_back_equal(link):
     assert link.log == ["buffer", "out", "wait", "back", "wait"]
 
 
+def test_memory_that_nobody_read_goes_when_its_copy_is_done(link):
+    state = _state(link)
+    state.push_tensor(torch.randn(LARGE))
+    state.start_offload()
+    state.release_activation_forward_gpu_memory()
+    state.start_reload()
+    state.release_all_memory()
+    assert link.log == ["buffer", "out", "wait", "back", "wait"]
+
+
 def test_a_tensor_and_its_views_are_copied_once(link):
     state, x = _state(link), torch.randn(LARGE)
     pushed = [

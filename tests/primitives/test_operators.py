@@ -12,7 +12,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from transformer_engine.common import dispatch
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, E5M2, FLOAT8, MXFP8, NVFP4
+from transformer_engine.common.labels import Labels
 from transformer_engine.pytorch.primitives import column_sums as sums
+from transformer_engine.pytorch.primitives import cross_entropy as losses
 from transformer_engine.pytorch.primitives import quantize as quantization
 from transformer_engine.pytorch.primitives.gemm import Epilogue, fused, plain, product
 from transformer_engine.pytorch.primitives.gemm.fused_request import GELU, GELU_GRADIENT, FusedRequest
@@ -63,6 +65,17 @@ def quantize_case(name: str, scaled: bool = False) -> Case:
     return quantization.TABLE, request, (x, scale, None, None, None)
 
 
+def loss_case(operation: str) -> Case:
+    x, targets = torch.randn(M, N, dtype=HALF), torch.randint(0, N, (M,))
+    request = losses.CrossEntropyRequest(operation, M, N, HALF, x.device, Labels(-100, 0.1, 0, N))
+    tensors = {
+        "statistics": (x, targets),
+        "losses": (torch.rand(1, M, 4), targets),
+        "gradient": (x, targets, torch.ones(M, 2), torch.ones(1)),
+    }
+    return losses.TABLE, request, tensors[operation]
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "column sums": sums_case,
     "product": product_case,
@@ -71,6 +84,9 @@ CASES: dict[str, Callable[[], Case]] = {
     "gelu": lambda: gelu_case(True),
     "gelu alone": lambda: gelu_case(False),
     "gradient of gelu": gradient_case,
+    "statistics of logits": lambda: loss_case("statistics"),
+    "losses": lambda: loss_case("losses"),
+    "gradient of logits": lambda: loss_case("gradient"),
     "quantize float8 scaled": lambda: quantize_case("float8", True),
     **{f"quantize {name}": lambda name=name: quantize_case(name) for name in SPECS},
 }

@@ -107,8 +107,15 @@ def test_what_cannot_be_written_is_refused(device):
         quantize_master_weights([weight_of("block_1d", device)], [flat], [0], None)
     with pytest.raises(ValueError, match="align shards to bytes"):
         quantize_master_weights([weight_of("nvfp4_2d", device)], [flat[:31]], [0], None)
-    with pytest.raises(TypeError, match="IdentityTensor has no master weights"):
-        quantize_master_weights([weight_of("identity", device)], [flat], [0], None)
+    with pytest.raises(TypeError, match="HybridQuantizedTensor has no master weights"):
+        quantize_master_weights([weight_of("hybrid", device)], [flat], [0], None)
+
+
+def test_weights_without_codes_are_written_as_they_are(device):
+    flat, weight = master(device).view(-1), weight_of("identity", device)
+    quantize_master_weights([weight], [flat[:100]], [7], None)
+    assert torch.equal(weight.dequantize().view(-1)[7:107], flat[:100].bfloat16())
+    assert (weight.dequantize().view(-1)[107:] == 1).all()
 
 
 @pytest.mark.parametrize("name", ["current", "block_2d"])

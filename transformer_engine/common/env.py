@@ -128,11 +128,7 @@ _QUANTIZATION = (
         False,
         "1: the delayed-scaling update rolls every history, also of tensors that were not quantized.",
     ),
-    _flag(
-        "NVTE_STRICT_EXTRA_STATE",
-        False,
-        "1: a state dict without a module's extra state, as other libraries write it, does not load strictly.",
-    ),
+    _flag("NVTE_STRICT_EXTRA_STATE", False, "1: a state dict without extra states does not load strictly."),
     _flag(
         "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE",
         False,
@@ -276,8 +272,8 @@ _PLATFORM = (
     _text(
         "TE_CHECK",
         "0",
-        "1: sequence lengths, positions and pages that lie on a GPU are checked too, without waiting for it; a later "
-        "call raises, or te.check(). 2: each call waits and raises itself. On a CPU they are always checked.",
+        "1: sequence lengths, positions, pages and labels that lie on a GPU are checked too, without waiting for it; a "
+        "later call raises, or te.check(). 2: each call waits and raises itself. On a CPU they are always checked.",
         ("0", "1", "2"),
     ),
     _flag(

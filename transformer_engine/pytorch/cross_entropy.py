@@ -93,22 +93,7 @@ def fused_linear_cross_entropy(
 
     The other arguments are those of `parallel_cross_entropy`.
     """
-    for name, value in (("hidden", hidden), ("weight", weight), ("bias", bias)):
-        if value is not None or name != "bias":
-            floating(name, value)
-            same_device(name, value, "hidden", hidden.device)
-            if value.dtype != hidden.dtype:
-                raise TypeError(
-                    f"{name} is {value.dtype}, hidden {hidden.dtype}; convert one with .to(), which is differentiable"
-                )
-    _check_logits(hidden, "hidden")
-    if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[-1]:
-        raise ValueError(
-            f"hidden is {list(hidden.shape)} and weight {list(weight.shape)}; give [.., features] and "
-            "[vocabulary, features]"
-        )
-    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
-        raise ValueError(f"bias is {list(bias.shape)}; give [{weight.shape[0]}], one number an id")
+    _check_head(hidden, weight, bias)
     switch("reduce_loss", reduce_loss)
     shape = (*hidden.shape[:-1], weight.shape[0])
     labels = _labels(target, shape, label_smoothing, ignore_idx, 0, weight.shape[0])
@@ -118,6 +103,26 @@ def fused_linear_cross_entropy(
     rows = hidden.contiguous().view(-1, hidden.shape[-1])
     loss = linear_cross_entropy(rows, weight.contiguous(), bias, _ids(target), labels, reduce_loss)
     return loss if reduce_loss else loss.view(shape[:-1])
+
+
+def _check_head(hidden: Any, weight: Any, bias: Any) -> None:
+    """TypeError or ValueError unless they are features, weights and biases of a linear head."""
+    given = {"hidden": hidden, "weight": weight} | ({} if bias is None else {"bias": bias})
+    for name, value in given.items():
+        floating(name, value)
+        same_device(name, value, "hidden", hidden.device)
+        if value.dtype != hidden.dtype:
+            raise TypeError(
+                f"{name} is {value.dtype}, hidden {hidden.dtype}; convert one with .to(), which is differentiable"
+            )
+    _check_logits(hidden, "hidden")
+    if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[-1]:
+        raise ValueError(
+            f"hidden is {list(hidden.shape)} and weight {list(weight.shape)}; give [.., features] and "
+            "[vocabulary, features]"
+        )
+    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+        raise ValueError(f"bias is {list(bias.shape)}; give [{weight.shape[0]}], one number an id")
 
 
 def _check_logits(value: Any, name: str = "inp") -> None:

@@ -23,7 +23,7 @@ class ByteGPT(nn.Module):
 
     def __init__(self, config: Config, offload_layers: int = 0):
         super().__init__()
-        self.offloaded, self.arrived = te.get_cpu_offload_context(
+        self.offloaded, self.arrived, *_ = te.get_cpu_offload_context(
             enabled=offload_layers > 0, num_layers=offload_layers, model_layers=config.layers
         )
         device, dtype = torch.device(config.device), config.parameter_dtype

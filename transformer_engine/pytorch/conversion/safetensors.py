@@ -9,7 +9,6 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,8 +45,7 @@ class Described(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class SafetensorsFile:
+class SafetensorsFile(NamedTuple):
     """The table of a file; nothing of the data is in memory until `read` is called for it."""
 
     path: Path

@@ -81,6 +81,12 @@ class Door:
                 say_first(first)
         return self.runs.run(tensors, first, cuda_graph_stream, cuda_graph_event)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Door:
+        raise TypeError(
+            "a graphed module cannot be copied: its graphs write to its own memory; copy it before "
+            "make_graphed_callables, or use te.graphed(), whose copies begin without graphs"
+        )
+
     def backward_dw(self) -> None:
         """The weight gradients that delay_wgrad_compute=True has put off in the last backward."""
         self.runs.backward_dw()

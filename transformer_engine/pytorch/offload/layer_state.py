@@ -83,6 +83,7 @@ class OffloadableLayerState:
         self._views: list[_View] = []
         self._wholes: dict[tuple[Any, ...], int] = {}
         self._devices: list[torch.device] = []
+        self._unread: set[int] = set()
 
     def push_tensor(self, tensor: Tensor) -> Any:
         """What stands for a saved tensor: a number, or the like of a quantized one; the tensor itself if it stays."""
@@ -124,6 +125,7 @@ class OffloadableLayerState:
         if self.state != RELOAD_STARTED:
             return view.of(self.fwd_gpu_tensor_group.tensor_list[view.number])
         self.link.wait(self.bwd_gpu_tensor_group.events[view.number])
+        self._unread.discard(view.number)
         return view.of(self.bwd_gpu_tensor_group.tensor_list[view.number])
 
     def start_offload(self) -> None:
@@ -171,10 +173,14 @@ class OffloadableLayerState:
             group.tensor_list.append(values)
             group.events.append(event)
         self.bwd_gpu_tensor_group = group
+        self._unread = set(range(len(group.tensor_list)))
         self.state = RELOAD_STARTED
 
     def release_all_memory(self) -> None:
         """Forget everything but the host's buffers that are to be used again; what was pushed is of no use any more."""
+        for number in self._unread:  # a copy that nobody waited for may still be writing memory that goes now
+            self.link.wait(self.bwd_gpu_tensor_group.events[number])
+        self._unread = set()
         self.fwd_gpu_tensor_group = TensorGroup()
         self.bwd_gpu_tensor_group = TensorGroup()
         if not self.retain_pinned_cpu_buffers:

@@ -18,6 +18,7 @@ from ..primitives.quantize import Quantized, QuantizeSpec, absolute_maximum, qua
 from .block_scaling import BlockScalingQuantizer
 from .elements import element_of
 from .float8_tensor import Float8Quantizer, Float8Tensor
+from .identity_tensor import IdentityTensor
 from .quantized_tensor import QuantizedTensor
 from .storage.quantized_tensor_storage import matrix_shape
 
@@ -55,13 +56,33 @@ def _reduced(maxima: list[Tensor], group: Any) -> list[Tensor]:
     return [part.view(amax.shape) for part, amax in zip(parts, maxima, strict=True)]
 
 
-def _writer(shard: Shard) -> _TensorScaled | _BlockScaled:
+def _writer(shard: Shard) -> _Copied | _TensorScaled | _BlockScaled:
+    if isinstance(shard.weight, IdentityTensor):
+        return _Copied(shard)
     if isinstance(shard.weight, Float8Tensor):
         return _TensorScaled(shard)
     quantizer = shard.weight.writer()
     if isinstance(quantizer, BlockScalingQuantizer):
         return _BlockScaled(shard, quantizer)
     raise TypeError(f"{type(shard.weight).__name__} has no master weights; give FP8 or block-scaled weights")
+
+
+class _Copied:
+    """No codes: the values themselves are written."""
+
+    directions = 0
+
+    def __init__(self, shard: Shard):
+        self.shard = shard
+
+    def maxima(self) -> list[Tensor]:
+        return []
+
+    def write(self, maxima: list[Tensor]) -> None:
+        shard, (target, _) = self.shard, self.shard.targets
+        weight: Any = shard.weight
+        run = weight._data.view(-1)[shard.start : shard.stop] if target is None else target.view(-1)
+        run.copy_(shard.values)
 
 
 class _TensorScaled:

@@ -30,10 +30,6 @@ class Observing(Quantizer):
         self.quantizer, self.record = quantizer, record
         self.is_identity = quantizer.is_identity
 
-    @property
-    def column_signs(self) -> bool | None:
-        return self.quantizer.column_signs
-
     def encode(
         self, tensor: Tensor, rowwise: bool, columnwise: bool, *, noop_flag: Tensor | None = None
     ) -> QuantizedTensorStorage:
@@ -72,6 +68,10 @@ class Observing(Quantizer):
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None, pin_memory: bool
     ) -> QuantizedTensorStorage:
         return self.quantizer.empty(shape, dtype, device, pin_memory)
+
+    @property
+    def column_signs(self) -> bool | None:
+        return self.quantizer.column_signs
 
     def calibrate(self, tensor: Tensor) -> None:
         self.quantizer.calibrate(tensor)

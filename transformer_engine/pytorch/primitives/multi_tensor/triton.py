@@ -52,7 +52,7 @@ def bind(request: MultiTensorRequest) -> Callable[..., Any]:
             return chunks.each.to(torch.float32)
         launch = _launches["squares", kinds, None, chunks.count, chunks.aligned]
         (partials,) = run(launch, (chunks.table, factor))
-        return torch.segment_reduce(partials, "sum", lengths=chunks.each, initial=0.0)
+        return torch.segment_reduce(partials, "sum", lengths=chunks.each, unsafe=True, initial=0.0)
 
     return squares if request.operation == "squares" else write
 

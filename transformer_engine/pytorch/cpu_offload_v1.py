@@ -1,0 +1,23 @@
+"""Alias of transformer_engine.pytorch.cpu_offload, under the name of the original's first form."""
+
+from .cpu_offload import (
+    AsyncDoubleBufferGroupOffloadHandler,
+    CPUOffloadEnabled,
+    CpuOffloadHookWithOffloadHandler,
+    GroupCommitFunction,
+    SynchronizedGroupOffloadHandler,
+    get_cpu_offload_context,
+    is_cpu_offload_enabled,
+    mark_activation_offload,
+)
+
+__all__ = [
+    "AsyncDoubleBufferGroupOffloadHandler",
+    "CPUOffloadEnabled",
+    "CpuOffloadHookWithOffloadHandler",
+    "GroupCommitFunction",
+    "SynchronizedGroupOffloadHandler",
+    "get_cpu_offload_context",
+    "is_cpu_offload_enabled",
+    "mark_activation_offload",
+]
