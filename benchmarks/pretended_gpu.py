@@ -36,8 +36,6 @@ def pretend() -> None:
     everywhere("get_device_compute_capability", lambda: HOPPER)
     everywhere("processors", functools.cache(_processors))
     everywhere("current_stream", lambda device: 0)
-    everywhere("current_device", lambda: 0)
-    everywhere("device_of", lambda device: torch.device("cpu"))
     everywhere("is_current_device", lambda index: True)
     _pretend_memory()
     _pretend_launches()
@@ -138,6 +136,8 @@ def _pretend_library() -> None:
     library.missing = library._missing = _takes_all
     library.bindings = lambda: fake
     library.handle = lambda device: 1
+    library.device_of = lambda device: torch.device("cpu")
+    library.current_device = lambda: 0
     library._workspaces[0, 0] = (0, None)
     planned = _module("pytorch.primitives.gemm.cublaslt").problem_of
     # A GPU's allocations are multiples of 512 bytes, a CPU's of 64.
