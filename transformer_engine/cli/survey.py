@@ -9,6 +9,7 @@ import torch
 
 from .. import pytorch as te
 from ..common.dispatch import Verdict, observing, tables
+from ..common.explanation import chosen_of
 from ..pytorch.quantization import all_families, support_of
 from .demo.config import RECIPES, make_recipe
 
@@ -41,7 +42,7 @@ class Finding:
 
     @property
     def chosen(self) -> str | None:
-        return next((verdict.backend for verdict in self.verdicts if verdict.chosen), None)
+        return chosen_of(self.verdicts)
 
 
 @dataclass(frozen=True)

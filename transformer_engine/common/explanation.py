@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from .dispatch import Verdict, observing, tables
+
+
+def chosen_of(verdicts: Iterable[Verdict]) -> str | None:
+    """The name of the backend that was chosen."""
+    return next((verdict.backend for verdict in verdicts if verdict.chosen), None)
 
 
 @dataclass(frozen=True)
@@ -21,7 +26,7 @@ class Decision:
     @property
     def chosen(self) -> str | None:
         """The backend that was used."""
-        return next((verdict.backend for verdict in self.verdicts if verdict.chosen), None)
+        return chosen_of(self.verdicts)
 
 
 @dataclass(frozen=True)

@@ -118,8 +118,6 @@ def forward_tile(problem: Problem) -> tuple[int, int, int, int]:
 def keys_tile(problem: Problem) -> tuple[int, int, int, int]:
     """(rows, keys, warps, stages) of the gradients of keys and values."""
     width = sum(problem.widths)
-    if problem.bytes == 4:
-        return (32, 32, 8, 1) if width <= 256 else (16, 16, 4, 1)
     if width <= 128:
         candidates = ((64, 64, 4, 2), (32, 64, 4, 1))
     elif width <= 256:
@@ -132,8 +130,6 @@ def keys_tile(problem: Problem) -> tuple[int, int, int, int]:
 def queries_tile(problem: Problem) -> tuple[int, int, int, int]:
     """(rows, keys, warps, stages) of the gradients of queries."""
     width = sum(problem.widths)
-    if problem.bytes == 4:
-        return (32, 32, 8, 1) if width <= 256 else (16, 16, 4, 1)
     if width <= 256:
         candidates = ((64, 64, 4, 2), (64, 32, 4, 1))
     else:
@@ -177,7 +173,9 @@ def decode_tile(problem: Problem, rows: int) -> tuple[int, int, int, int]:
 def _fitting(
     problem: Problem, candidates: tuple[tuple[int, int, int, int], ...]
 ) -> tuple[int, int, int, int]:
-    """The first tile whose fixed operands, stages and tiles of logits fit the shared memory."""
+    """The first tile whose fixed operands, stages and tiles of logits fit the shared memory; float32 has its own."""
+    if problem.bytes == 4:
+        return (32, 32, 8, 1) if sum(problem.widths) <= 256 else (16, 16, 4, 1)
     for rows, keys, warps, stages in candidates:
         staged = stages * min(rows, keys) + max(rows, keys)
         extra = (stages * 5 if problem.varied else 2) * rows * keys

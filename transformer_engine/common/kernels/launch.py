@@ -26,6 +26,9 @@ from ..formats import E2M1, E4M3, E5M2, Element
 if TYPE_CHECKING:
     from torch import Tensor
 
+    Tensors = Sequence[Tensor | None]
+    Pointers = list[int | None]
+
 _DTYPES = {E4M3.name: "float8_e4m3fn", E5M2.name: "float8_e5m2", E2M1.name: "uint8"}
 
 _FAST_VERSIONS = ("3.6", "3.7", "3.8", "3.9")
@@ -120,15 +123,13 @@ def codes_dtype(element: Element) -> str:
     return _DTYPES[element.name]
 
 
-def start(
-    launch: Launch, tensors: Sequence[Tensor | None], device: int, made: Sequence[Tensor | None] = ()
-) -> None:
+def start(launch: Launch, tensors: Tensors, device: int, made: Tensors = ()) -> None:
     """Queue the kernel on the device's current stream; tensors are the inputs, then the outputs.
 
     The device must be the current one. A tensor that the kernel's constants make unnecessary is None. Outputs that
     were allocated as the record says may come as `made` instead: their dtypes and alignment are known.
     """
-    pointers: list[int | None] = []
+    pointers: Pointers = []
     key: list[Any] = [device]  # with everything that Triton specialises on and the record leaves open
     together = 0
     for tensor in tensors:
@@ -150,12 +151,12 @@ def start(
     handle(device, pointers, tensors, made)
 
 
-def starter(launch: Launch, tensors: Sequence[Tensor | None]) -> Any:
+def starter(launch: Launch, tensors: Tensors) -> Any:
     """What `start` finds or compiles for tensors of these dtypes and alignment: f(device, pointers, tensors, made)."""
     return _compile(launch, tensors)
 
 
-def _compile(launch: Launch, tensors: Sequence[Tensor | None]) -> Any:
+def _compile(launch: Launch, tensors: Tensors) -> Any:
     """A callable (device, pointers, tensors, made) that starts the kernel compiled for tensors of this alignment."""
     _check(launch, tensors)
     arguments = (*launch.scalars, *launch.constants)
@@ -167,12 +168,7 @@ def _compile(launch: Launch, tensors: Sequence[Tensor | None]) -> Any:
     # Under TRITON_INTERPRET=1 kernels are of another class.
     if not (_calling_convention_is_known() and isinstance(launch.kernel, triton.JITFunction)):
 
-        def start_publicly(
-            device: int,
-            pointers: list[int | None],
-            tensors: Sequence[Tensor | None],
-            made: Sequence[Tensor | None],
-        ) -> None:
+        def start_publicly(device: int, pointers: Pointers, tensors: Tensors, made: Tensors) -> None:
             launch.kernel[launch.grid](*tensors, *made, *arguments, **options)
 
         return start_publicly
@@ -187,18 +183,13 @@ def _compile(launch: Launch, tensors: Sequence[Tensor | None]) -> Any:
         before = (*before, *flags)
     columns, rows, planes = launch.grid
 
-    def start_compiled(
-        device: int,
-        pointers: list[int | None],
-        tensors: Sequence[Tensor | None],
-        made: Sequence[Tensor | None],
-    ) -> None:
+    def start_compiled(device: int, pointers: Pointers, tensors: Tensors, made: Tensors) -> None:
         run(columns, rows, planes, current_stream(device), *before, *after, *pointers, *arguments)
 
     return start_compiled
 
 
-def _check(launch: Launch, tensors: Sequence[Tensor | None]) -> None:
+def _check(launch: Launch, tensors: Tensors) -> None:
     """Raise AssertionError unless tensors are what the record declares: as many, and outputs of its dtypes."""
     name = launch.kernel.fn.__name__
     inputs = launch.inputs

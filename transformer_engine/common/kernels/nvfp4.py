@@ -125,6 +125,20 @@ def _store_direction(
 
 
 @triton.jit
+def _square_tile(x, M, K, TILE: tl.constexpr, EVEN: tl.constexpr):
+    """(values [TILE, TILE], first row, first column) of this program's tile of x [M, K]."""
+    program = tl.program_id(0)
+    tiles_k = tl.cdiv(K, TILE)
+    m = tl.arange(0, TILE)
+    k = tl.arange(0, TILE)
+    first_m = (program // tiles_k * TILE).to(tl.int64)
+    first_k = (program % tiles_k * TILE).to(tl.int64)
+    inside = (first_m + m < M)[:, None] & (first_k + k < K)[None, :]
+    values = tile.load(x + (first_m * K + first_k) + (m[:, None] * K + k[None, :]), inside, EVEN)
+    return values, first_m, first_k
+
+
+@triton.jit
 def block_kernel(
     x,
     amax,
@@ -145,14 +159,7 @@ def block_kernel(
 ):
     """Both directions of a TILE x TILE tile; SQUARE: the columnwise one repeats the rowwise random numbers."""
     GROUPS: tl.constexpr = TILE // GROUP
-    program = tl.program_id(0)
-    tiles_k = tl.cdiv(K, TILE)
-    m = tl.arange(0, TILE)
-    k = tl.arange(0, TILE)
-    first_m = (program // tiles_k * TILE).to(tl.int64)
-    first_k = (program % tiles_k * TILE).to(tl.int64)
-    inside = (first_m + m < M)[:, None] & (first_k + k < K)[None, :]
-    values = tile.load(x + (first_m * K + first_k) + (m[:, None] * K + k[None, :]), inside, EVEN)
+    values, first_m, first_k = _square_tile(x, M, K, TILE, EVEN)
     bits = tl.max(magnitude_bits(values).reshape(TILE, GROUPS, GROUP), 2)
     if SQUARE:
         square = tl.max(bits.reshape(GROUPS, GROUP, GROUPS), 1)
@@ -177,14 +184,7 @@ def transformed_maximum_kernel(
     x, amax, M, K, RANDOM_SIGN: tl.constexpr, TILE: tl.constexpr, EVEN: tl.constexpr
 ):
     """amax = max(amax, max|transform of x.T|)."""
-    program = tl.program_id(0)
-    tiles_k = tl.cdiv(K, TILE)
-    m = tl.arange(0, TILE)
-    k = tl.arange(0, TILE)
-    first_m = (program // tiles_k * TILE).to(tl.int64)
-    first_k = (program % tiles_k * TILE).to(tl.int64)
-    inside = (first_m + m < M)[:, None] & (first_k + k < K)[None, :]
-    values = tile.load(x + (first_m * K + first_k) + (m[:, None] * K + k[None, :]), inside, EVEN)
+    values, _, _ = _square_tile(x, M, K, TILE, EVEN)
     turned = _transform(tl.trans(values), RANDOM_SIGN, TILE, TILE)
     tl.atomic_max(amax.to(tl.pointer_type(tl.int32)), tl.max(magnitude_bits(turned)), sem="relaxed")
 

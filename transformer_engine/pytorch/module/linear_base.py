@@ -107,6 +107,19 @@ def check_parallel_mode(mode: str | None, tp_size: int, in_features: int, out_fe
         raise ValueError(f"tp_size={tp_size} does not divide {sharded[0]}={sharded[1]}; pad it to {padded}")
 
 
+def _role(kept: str) -> property:
+    """A role that quantizers are asked for anew after a write of."""
+
+    def read(self: ProductsModule) -> QuantizerRole | None:
+        return getattr(self, kept)
+
+    def write(self: ProductsModule, role: QuantizerRole | None) -> None:
+        setattr(self, kept, role)
+        self.numerics.forget()
+
+    return property(read, write)
+
+
 @configured(ProductsConfig)
 class ProductsModule(TransformerEngineBaseModule):
     """A module whose forward is made of linear products.
@@ -149,25 +162,10 @@ class ProductsModule(TransformerEngineBaseModule):
         """Does a product make the module's output, or the gradient of its input?"""
         return True
 
-    @property
-    def output_quantizer_role(self) -> QuantizerRole | None:
-        """What a custom recipe's factory is told the output is for, such as an attention's "qkv"."""
-        return self._output_role
-
-    @output_quantizer_role.setter
-    def output_quantizer_role(self, role: QuantizerRole | None) -> None:
-        self._output_role = role
-        self.numerics.forget()  # quantizers are asked for anew
-
-    @property
-    def grad_input_quantizer_role(self) -> QuantizerRole | None:
-        """The same of the input's gradient."""
-        return self._grad_input_role
-
-    @grad_input_quantizer_role.setter
-    def grad_input_quantizer_role(self, role: QuantizerRole | None) -> None:
-        self._grad_input_role = role
-        self.numerics.forget()
+    # What a custom recipe's factory is told the output is for, such as an attention's "qkv"; the same of the input's
+    # gradient.
+    output_quantizer_role = _role("_output_role")
+    grad_input_quantizer_role = _role("_grad_input_role")
 
     def spec(self, inp: Tensor, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> Any:
         """build(key) of a call: made in the first call, found in those that agree in all that it may depend on."""

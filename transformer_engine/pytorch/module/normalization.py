@@ -47,6 +47,18 @@ def _written(module: Normalization, name: str, value: Any) -> None:
         module._mark_parameters()
 
 
+def _margin_of(stage: str) -> property:
+    """One entry of sm_margin, under the name that older callers set."""
+
+    def read(self: Normalization) -> int:
+        return self._sm_margins[stage]
+
+    def write(self: Normalization, margin: int) -> None:
+        self._sm_margins[stage] = margin
+
+    return property(read, write)
+
+
 @configured(NormalizationConfig, fixed=frozenset({"normalized_shape"}), written=_written)
 class Normalization(torch.nn.Module):
     """y = normalize(x) * gamma (+ beta) over the last dimensions of x, gamma = weight or 1 + weight.
@@ -161,32 +173,9 @@ class Normalization(torch.nn.Module):
     def extra_repr(self) -> str:
         return f"{self.normalized_shape}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
 
-    @property
-    def fwd_ln_sm_margin(self) -> int:
-        """The `forward` entry of sm_margin, under the name that older callers set."""
-        return self._sm_margins["forward"]
-
-    @fwd_ln_sm_margin.setter
-    def fwd_ln_sm_margin(self, margin: int) -> None:
-        self._sm_margins["forward"] = margin
-
-    @property
-    def bwd_ln_sm_margin(self) -> int:
-        """The `backward` entry of sm_margin, under the name that older callers set."""
-        return self._sm_margins["backward"]
-
-    @bwd_ln_sm_margin.setter
-    def bwd_ln_sm_margin(self, margin: int) -> None:
-        self._sm_margins["backward"] = margin
-
-    @property
-    def inf_ln_sm_margin(self) -> int:
-        """The `inference` entry of sm_margin, under the name that older callers set."""
-        return self._sm_margins["inference"]
-
-    @inf_ln_sm_margin.setter
-    def inf_ln_sm_margin(self, margin: int) -> None:
-        self._sm_margins["inference"] = margin
+    fwd_ln_sm_margin = _margin_of("forward")
+    bwd_ln_sm_margin = _margin_of("backward")
+    inf_ln_sm_margin = _margin_of("inference")
 
 
 def _renamed(old_name: str, old, new_name: str, new):

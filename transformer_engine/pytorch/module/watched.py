@@ -39,9 +39,6 @@ class WatchedDict(dict[str, Any]):
         super().__init__(content)
         self.active = active
 
-    def noticed(self) -> None:
-        self.active.forget()
-
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.active, dict(self))
 
@@ -53,22 +50,21 @@ class Slots(list[Quantizer]):
         super().__init__(quantizers)
         self.active = active
 
-    def noticed(self) -> None:
-        self.active.regroup()
-
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.active, list(self))
 
 
-def _writes(base: type, name: str, watched: Callable[[Any], object]) -> Callable[..., Any]:
-    """The method of base, followed by `noticed` where it has changed what is watched."""
+def _writes(
+    base: type, name: str, watched: Callable[[Any], object], notice: Callable[[Active], None]
+) -> Callable[..., Any]:
+    """The method of base, followed by `notice` where it has changed what is watched."""
     plain = getattr(base, name)
 
     def write(self: Any, *arguments: Any, **options: Any) -> Any:
         before = watched(self)
         result = plain(self, *arguments, **options)
         if watched(self) != before:
-            self.noticed()
+            notice(self.active)
         return result
 
     write.__name__ = name
@@ -85,8 +81,8 @@ def _members(slots: Slots) -> object:
 
 
 for _name in ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", "setdefault", "update"):
-    setattr(WatchedDict, _name, _writes(dict, _name, _states))
+    setattr(WatchedDict, _name, _writes(dict, _name, _states, Active.forget))
 for _name in (
     "__setitem__", "__delitem__", "__iadd__", "append", "clear", "extend", "insert", "pop", "remove", "reverse", "sort",
 ):  # fmt: skip
-    setattr(Slots, _name, _writes(list, _name, _members))
+    setattr(Slots, _name, _writes(list, _name, _members, Active.regroup))

@@ -44,7 +44,15 @@ def _arguments(config: Any, init_method: Any, bias: bool, tp_group: Any) -> dict
     }
 
 
-class ColumnLinear(Linear):
+class _WithBias(torch.nn.Module):
+    """forward(x) returns (y, bias): the bias that the caller is to add, None where there is none or it is in y."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        made = super().forward(x)  # pyright: ignore[reportAttributeAccessIssue]
+        return made if isinstance(made, tuple) else (made, None)
+
+
+class ColumnLinear(_WithBias, Linear):
     """(y, None), y [.., output_size / ranks] = x @ weight.T + bias"""
 
     def __init__(
@@ -54,11 +62,8 @@ class ColumnLinear(Linear):
         arguments = _arguments(config, init_method, bias, tp_group)
         super().__init__(input_size, output_size, parallel_mode="column", name=name, **arguments)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return super().forward(x), None  # pyright: ignore[reportReturnType]
 
-
-class NormColumnLinear(LayerNormLinear):
+class NormColumnLinear(_WithBias, LayerNormLinear):
     """(y, None), y [.., output_size / ranks] = norm(x) @ weight.T + bias"""
 
     def __init__(
@@ -76,11 +81,8 @@ class NormColumnLinear(LayerNormLinear):
             **_arguments(config, init_method, bias, tp_group),
         )
 
-    def forward(self, x: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return super().forward(x), None  # pyright: ignore[reportReturnType]
 
-
-class RowLinear(Linear):
+class RowLinear(_WithBias, Linear):
     """(y, bias or None), y [.., output_size] = sum over ranks of x @ weight.T; the caller adds the bias."""
 
     def __init__(
@@ -95,10 +97,6 @@ class RowLinear(Linear):
             name=name,
             **_arguments(config, init_method, bias, tp_group),
         )
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        made = super().forward(x)
-        return made if isinstance(made, tuple) else (made, None)
 
 
 def head_norm(hidden_size: int, config: Any, eps: float) -> LayerNorm | RMSNorm:

@@ -105,20 +105,12 @@ class Tensors:
             return self.description.tensor(role, shape, placed, dtype, ragged)
         return self.description.output(role, result, shape, placed, dtype, ragged)
 
-    def dense(
-        self,
-        role: str,
-        heads: int,
-        depth: int,
-        of_queries: bool,
-        result: Any = None,
-        dtype: torch.dtype | None = None,
-    ) -> Any:
+    def dense(self, role: str, heads: int, depth: int, of_queries: bool, *result: Any, **dtype: Any) -> Any:
         """The same for a contiguous tensor of our own."""
         tensor_format = self.r.shape.q_format if of_queries else self.r.shape.kv_format
         size = self.r.shape.seqlen_q if of_queries else self.r.shape.seqlen_kv
         shape = format_shape(tensor_format, self.r.shape.batch, size, heads, depth, 1)
-        return self.given(role, heads, depth, contiguous_strides(shape), of_queries, result, dtype)
+        return self.given(role, heads, depth, contiguous_strides(shape), of_queries, *result, **dtype)
 
     def paged(self, role: str, depth: int, strides: Strides) -> Any:
         """Keys or values of a paged cache [pages, page_size, g, d]."""
