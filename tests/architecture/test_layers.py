@@ -28,6 +28,8 @@ LAYERS = {
     "transformer_engine.pytorch.transformer_checks": 9,
     "transformer_engine.pytorch.transformer_config": 9,
     "transformer_engine.pytorch.cross_entropy": 8,
+    "transformer_engine.pytorch.permutation": 8,
+    "transformer_engine.pytorch.router": 8,
     "transformer_engine.pytorch.optimizers": 8,
     "transformer_engine.pytorch.conversion": 10,
     "transformer_engine.pytorch.graphs": 10,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -102,3 +103,18 @@ def test_fused_parts_of_experts_are_megatron_s_own(results, case):
 
 def test_no_layer_has_an_attribute_that_data_parallelism_empties(results):
     assert of(results, "public_attributes") == []
+
+
+def test_the_example_of_the_page_runs(tmp_path):
+    page = (ROOT / "docs" / "megatron.md").read_text()
+    (example,) = re.findall(r"```python-clients\n(.*?)```", page, re.DOTALL)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", example],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -9,6 +9,7 @@ from ranks import run_on_ranks
 
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.distributed import (
+    _NVFP4AllGatherAsyncHandle,
     allreduce,
     gather_along_first_dim,
     rank,
@@ -104,12 +105,33 @@ def _into_given(x, group):
         assert torch.equal(
             target.dequantize(), gather_along_first_dim(source, group, **options)[0].dequantize()
         )
+    _quantized_later(quantizer, rows, group)
     with pytest.raises(ValueError, match="the gathered rows are"):
         gather_along_first_dim(x, group, output_tensor=held[0][1:])
     with pytest.raises(TypeError, match="give a plain tensor"):
         gather_along_first_dim(x, group, output_tensor=target)
     assert torch.equal(codes.float(), held[0].to(codes.dtype).float())
     return torch.stack([held[0], held[1], held[2] / 2])
+
+
+def _quantized_later(quantizer, rows, group):
+    """Asynchronous and coalesced gathers of quantized tensors are whole when their handles have waited."""
+    for source, options in ((rows, {"quantizer": quantizer}), (quantizer(rows), {})):
+        expected = gather_along_first_dim(source, group, **options)[0].dequantize()
+        found, handle = gather_along_first_dim(source, group, async_op=True, **options)
+        handle.wait()
+        handle.wait()  # once more changes nothing
+        assert torch.equal(found.dequantize(), expected)
+        target = quantizer.make_empty((256, 128), device=rows.device)
+        with dist._coalescing_manager(group, async_ops=False):
+            found, handle = gather_along_first_dim(
+                source, group, external_coalescing=True, output_tensor=target, **options
+            )
+        assert isinstance(handle, _NVFP4AllGatherAsyncHandle)
+        assert handle.async_handle is None
+        handle.wait()
+        assert found is target
+        assert torch.equal(target.dequantize(), expected)
 
 
 def _all_three(x):
@@ -194,14 +216,13 @@ def test_without_a_process_group_every_collective_is_the_identity():
         assert result is x and handle is None
 
 
-def test_an_asynchronous_gather_cannot_quantize():
-    with pytest.raises(ValueError, match="async_op"):
-        gather_along_first_dim(torch.ones(2, 2), None, async_op=True, quantizer=lambda t: t)
-
-
-def test_a_coalesced_gather_cannot_quantize():
-    with pytest.raises(ValueError, match="external_coalescing"):
-        gather_along_first_dim(torch.ones(2, 2), None, external_coalescing=True, quantizer=lambda t: t)
+@pytest.mark.parametrize("later", ["async_op", "external_coalescing"])
+def test_a_quantized_gather_of_one_rank_has_nothing_to_wait_for(later):
+    quantizer = Float8BlockQuantizer(DType.kFloat8E4M3, rowwise=True, columnwise=False)
+    rows = torch.randn(128, 128)
+    gathered, handle = gather_along_first_dim(rows, None, quantizer=quantizer, **{later: True})
+    assert handle is None
+    assert torch.equal(gathered.dequantize(), quantizer(rows).dequantize())
 
 
 def test_a_gather_of_one_rank_fills_the_given_tensor_too():

@@ -136,11 +136,13 @@ def _gather_later(
             shape = (world_size(group) * inp.shape[0], *inp.shape[1:])
             output = maker.make_empty(shape, dtype=inp.dtype, device=inp.device)
         parts, payload = gather_payload(inp)
-        sent = [_gather(part, group, async_op) for part in parts]
+        # As bytes: collectives that a caller coalesces have one dtype.
+        sent = [_gather(part.view(torch.uint8), group, async_op) for part in parts]
         handle = sent[-1][1]  # a group's collectives end in their order
 
         def finish() -> None:
-            _filled(output, join_payload([part for part, _ in sent], payload, inp.dtype))
+            arrived = [part.view(kind.dtype) for (part, _), kind in zip(sent, parts, strict=True)]
+            _filled(output, join_payload(arrived, payload, inp.dtype))
 
         return output, DeferredGather(finish, output, handle)
     assert quantizer is not None

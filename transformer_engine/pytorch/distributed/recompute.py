@@ -61,8 +61,8 @@ class activation_recompute_forward(running):
 
 def get_activation_recompute_contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
     """The marks of the two runs of one checkpoint, as torch.utils.checkpoint's context_fn gives them."""
-    states = ReplayStates()
-    return running(states, False), running(states, True)
+    replay = _Replay(None)
+    return running(replay.states, False), replay
 
 
 def has_te_modules(network: Callable[..., Any]) -> bool:

@@ -145,7 +145,7 @@ def _empty(key: Placeholder) -> Tensor:
 
 # As large as the weights they stand for, so only those of the shapes that a model uses again and again are kept.
 _KEPT = 32
-_dummies: Memory[Placeholder, Tensor] = Memory(_empty, _KEPT)
+_dummy_wgrads: Memory[Placeholder, Tensor] = Memory(_empty, _KEPT)
 
 
 def dummy_gradient(
@@ -154,7 +154,7 @@ def dummy_gradient(
     """One shared tensor per shape, dtype and device, whose values nobody reads (zeros when asked for)."""
     if torch.compiler.is_compiling():
         return torch.zeros(shape, dtype=dtype, device=device)
-    dummy = _dummies[shape, dtype, device]
+    dummy = _dummy_wgrads[shape, dtype, device]
     if zero:
         dummy.zero_()
     return dummy.detach()

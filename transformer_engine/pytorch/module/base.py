@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ...common.recipe import Recipe
 from ..functions.scale_update import ScaleUpdate, in_a_backward, of_the_pass
-from ..functions.weight_gradient import WeightGradientStore, dummy_gradient
-from ..functions.weight_gradient import _dummies as _dummy_wgrads  # noqa: F401
+from ..functions.weight_gradient import WeightGradientStore, _dummy_wgrads, dummy_gradient  # noqa: F401
 from ..quantization import (
     QuantizerRole,
     check_extra_state,
@@ -42,8 +41,7 @@ from .workspace import _cublas_workspace, get_workspace  # noqa: F401
 
 # The accumulation flags of the original for delayed scaling, under the names that its users read.
 _2X_ACC_FPROP = False
-_2X_ACC_DGRAD = True
-_2X_ACC_WGRAD = True
+_2X_ACC_DGRAD = _2X_ACC_WGRAD = True
 
 
 def get_dummy_wgrad(shape: list[int], dtype: torch.dtype, zero: bool = False) -> Tensor:
@@ -124,11 +122,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
             preserve_high_precision_init_val=model_init.preserve_high_precision_init_val,
             _kind=type(self).__name__,
         )
-        self.numerics = Numerics()
-        if model_init.recipe is not None:
-            self.numerics.meta["recipe"] = (
-                model_init.recipe
-            )  # read before the first call, also of modules on "meta"
+        self.numerics = Numerics(model_init.recipe)
         self.param_init_meta: dict[str, ParameterInit] = {}
         self.wgrad_store: WeightGradientStore | None = None
         self._model_init_recipe = model_init.recipe

@@ -96,12 +96,9 @@ class Attention(CachedAttention, ABC):
 
     @abstractmethod
     def get_query_key_value_tensors(
-        self,
-        hidden_states: Tensor,
-        key_value_states: Tensor | None = None,
-        output_gate: bool = False,
+        self, hidden_states: Tensor, key_value_states: Tensor | None = None, output_gate: bool = False,
         split_qkv: bool = True,
-    ) -> tuple[Any, ...]:
+    ) -> tuple[Any, ...]:  # fmt: skip
         """(q [s, b, heads, size], k, v [s, b, groups, size][, gate]); unsplit: (all of them, sizes of the parts)"""
 
     def forward(

@@ -39,12 +39,9 @@ class CrossAttention(Attention):
         )
 
     def get_query_key_value_tensors(
-        self,
-        hidden_states: Tensor,
-        key_value_states: Tensor | None = None,
-        output_gate: bool = False,
+        self, hidden_states: Tensor, key_value_states: Tensor | None = None, output_gate: bool = False,
         split_qkv: bool = True,
-    ) -> tuple[Any, ...]:
+    ) -> tuple[Any, ...]:  # fmt: skip
         if key_value_states is None:
             raise ValueError("key_value_states is None; give the sequence that keys and values are made of")
         if output_gate or not split_qkv:

@@ -58,12 +58,9 @@ class SelfAttention(Attention):
         )
 
     def get_query_key_value_tensors(
-        self,
-        hidden_states: Tensor,
-        key_value_states: Tensor | None = None,
-        output_gate: bool = False,
+        self, hidden_states: Tensor, key_value_states: Tensor | None = None, output_gate: bool = False,
         split_qkv: bool = True,
-    ) -> tuple[Any, ...]:
+    ) -> tuple[Any, ...]:  # fmt: skip
         mixed, _ = self.linear_qkv(hidden_states)
         size, groups = self.hidden_size_per_attention_head, self.num_query_groups_per_partition
         each = self.num_attention_heads_per_partition // groups

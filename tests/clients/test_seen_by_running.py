@@ -1,0 +1,333 @@
+"""What clients do beyond the documented calls: each has stopped one of them once."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import pickle
+import pickletools
+import sys
+import types
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+import torch
+
+import transformer_engine.pytorch as te
+from transformer_engine.common import recipe
+from transformer_engine.pytorch import cpp_extensions
+from transformer_engine.pytorch.distributed import (
+    gather_along_first_dim,
+    get_activation_recompute_contexts,
+    prepare_te_modules_for_fsdp,
+    reduce_scatter_along_first_dim,
+)
+from transformer_engine.pytorch.module import (
+    _common,
+    grouped_linear,
+    layernorm_linear,
+    layernorm_mlp,
+    linear,
+)
+from transformer_engine.pytorch.ops.op import BasicOperation
+from transformer_engine.pytorch.tensor.utils import post_all_gather_processing, replace_raw_data
+from transformer_engine.pytorch.utils import SplitAlongDim
+
+LAYERS = {
+    "Linear": lambda **k: te.Linear(32, 32, **k),
+    "LayerNormLinear": lambda **k: te.LayerNormLinear(32, 32, **k),
+    "LayerNormMLP": lambda **k: te.LayerNormMLP(32, 64, **k),
+    "GroupedLinear": lambda **k: te.GroupedLinear(2, 32, 32, **k),
+    "LayerNorm": lambda **k: te.LayerNorm(32, **k),
+    "RMSNorm": lambda **k: te.RMSNorm(32, **k),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_no_layer_has_a_name_that_data_parallelism_empties(name):
+    """Megatron's distributed optimizer sets weight_tensor = None wherever it exists."""
+    assert not hasattr(LAYERS[name](), "weight_tensor")
+
+
+def trained_linear() -> te.Linear:
+    torch.manual_seed(0)
+    layer = te.Linear(32, 32)
+    with te.autocast(recipe=recipe.DelayedScaling()):
+        layer(torch.randn(16, 32)).sum().backward()
+    return layer
+
+
+def test_an_extra_state_may_name_megatrons_loader_of_storages(monkeypatch):
+    """Megatron puts safe_load_from_bytes in torch's place, and pickle writes the name down; nothing of it runs."""
+    module = types.ModuleType("megatron.core.safe_globals")
+    ran = []
+
+    def safe_load_from_bytes(data: bytes) -> object:
+        ran.append(data)
+        return torch.load(io.BytesIO(data), weights_only=True)
+
+    safe_load_from_bytes.__module__ = module.__name__
+    safe_load_from_bytes.__qualname__ = "safe_load_from_bytes"
+    module.safe_load_from_bytes = safe_load_from_bytes
+    for name in ("megatron", "megatron.core"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(torch.storage, "_load_from_bytes", safe_load_from_bytes)
+    layer = trained_linear()
+    state = layer.state_dict()
+    names = [
+        op[1] for op in pickletools.genops(bytes(state["_extra_state"].numpy())) if isinstance(op[1], str)
+    ]
+    assert any("safe_load_from_bytes" in name for name in names)
+    fresh = te.Linear(32, 32)
+    fresh.load_state_dict(state)
+    assert torch.equal(fresh.fp8_meta["scaling_fwd"].amax_history, layer.fp8_meta["scaling_fwd"].amax_history)
+    assert ran == []
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("name", ["Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear"])
+def test_the_recipe_of_quantized_parameters_is_there_after_construction(name, device):
+    chosen = recipe.MXFP8BlockScaling()
+    with te.quantized_model_init(recipe=chosen):
+        layer = LAYERS[name](device=device)
+    assert layer.fp8_meta["recipe"] is chosen
+    assert layer.fp8_meta["recipe"].mxfp8()
+
+
+def test_codes_of_mxfp8_are_no_views_and_may_lie_in_a_callers_buffer():
+    chosen = recipe.MXFP8BlockScaling()
+    torch.manual_seed(0)
+    with te.quantized_model_init(recipe=chosen):
+        layer = te.Linear(64, 32, bias=False)
+    weight = layer.weight
+    for name in ("_rowwise_data", "_columnwise_data", "_rowwise_scale_inv", "_columnwise_scale_inv"):
+        assert getattr(weight, name)._base is None
+    x = torch.randn(32, 64, requires_grad=True)
+
+    def results() -> tuple[torch.Tensor, torch.Tensor]:
+        with te.autocast(recipe=chosen):
+            y = layer(x)
+        return y, torch.autograd.grad(y.square().sum(), x)[0]
+
+    before = results()
+    replace_raw_data(weight, torch.empty_like(weight._rowwise_data))
+    weight._columnwise_data = weight._columnwise_data.clone(memory_format=torch.contiguous_format)
+    assert all(torch.equal(a, b) for a, b in zip(results(), before, strict=True))
+
+
+def test_mxfp8_tensors_say_that_their_scales_are_not_swizzled():
+    made = te.MXFP8Quantizer(te.DType.kFloat8E4M3)(torch.randn(32, 64))
+    parts = {
+        name: getattr(made, f"_{name}")
+        for name in ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
+    }
+    build = partial(
+        te.MXFP8Tensor, shape=made.shape, dtype=made.dtype, fp8_dtype=made._fp8_dtype, quantizer=None, **parts
+    )
+    assert torch.equal(build(with_gemm_swizzled_scales=False).dequantize(), made.dequantize())
+    assert made._with_gemm_swizzled_scales is False
+    with pytest.raises(ValueError, match="leave it False"):
+        build(with_gemm_swizzled_scales=True)
+
+
+def test_one_weight_is_processed_after_a_gather_as_a_list_of_them():
+    quantizer = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, device=torch.device("cpu"))
+    weight = quantizer(torch.randn(32, 32))
+    weight.update_usage(columnwise_usage=False)
+    post_all_gather_processing(weight)
+    assert weight.get_usages()["columnwise"]
+
+
+def test_collectives_write_into_a_callers_tensor():
+    x = torch.randn(4, 8)
+    out = torch.empty(4, 8)
+    for collective in (
+        lambda: gather_along_first_dim(x, None, output_tensor=out, external_coalescing=True),
+        lambda: reduce_scatter_along_first_dim(x, None, output=out),
+    ):
+        assert collective()[0] is out
+        assert torch.equal(out, x)
+        out.zero_()
+    with pytest.raises(ValueError, match="a rank's rows"):
+        reduce_scatter_along_first_dim(x, None, output=torch.empty(3, 8))
+
+
+@contextmanager
+def replaced(owner, name, value):
+    """As nvidia-modelopt replaces a function: the former one is kept beside it."""
+    former = getattr(owner, name)
+    setattr(owner, name, value)
+    setattr(owner, f"_{name}", former)
+    try:
+        yield
+    finally:
+        setattr(owner, name, former)
+        delattr(owner, f"_{name}")
+
+
+def gradients(layer, x, *arguments):
+    y = layer(x, *arguments)
+    return y, *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])
+
+
+@pytest.mark.parametrize("name", ["Linear", "LayerNormLinear", "GroupedLinear"])
+def test_a_replaced_general_gemm_makes_every_product(name):
+    file = {"Linear": linear, "LayerNormLinear": layernorm_linear, "GroupedLinear": grouped_linear}[name]
+    torch.manual_seed(0)
+    layer, x = LAYERS[name](), torch.randn(16, 32, requires_grad=True)
+    arguments = ([6, 10],) if name == "GroupedLinear" else ()
+    before, calls = gradients(layer, x, *arguments), []
+
+    def counted(*args, **kwargs):
+        calls.append(kwargs["layout"])
+        return cpp_extensions.general_gemm(*args, **kwargs)
+
+    with replaced(file, "general_gemm", counted):
+        during = gradients(layer, x, *arguments)
+        with torch.no_grad():
+            layer(x, *arguments)
+    groups = 2 if name == "GroupedLinear" else 1
+    assert calls == ["TN"] * groups + ["NN", "NT"] * groups + ["TN"] * groups
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(before, during, strict=True))
+    after = gradients(layer, x, *arguments)
+    assert len(calls) == 4 * groups
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_a_replaced_product_refuses_quantized_operands():
+    layer = te.Linear(32, 32)
+    own = partial(cpp_extensions.general_gemm)
+    refused = pytest.raises(NotImplementedError, match="put the original back")
+    with replaced(linear, "general_gemm", own), refused, te.autocast():
+        layer(torch.randn(16, 32))
+
+
+@pytest.mark.parametrize("chosen", [None, recipe.MXFP8BlockScaling()])
+@pytest.mark.parametrize("name", ["LayerNormLinear", "LayerNormMLP"])
+def test_a_replaced_norm_is_the_one_that_runs(name, chosen):
+    file = {"LayerNormLinear": layernorm_linear, "LayerNormMLP": layernorm_mlp}[name]
+    torch.manual_seed(0)
+    layer, x = LAYERS[name](normalization="RMSNorm"), torch.randn(32, 32, requires_grad=True)
+    calls = []
+
+    def counted(*args):
+        calls.append(args[7])
+        return _common.apply_normalization(*args)
+
+    with te.autocast(enabled=chosen is not None, recipe=chosen):
+        before = gradients(layer, x)
+        with replaced(file, "apply_normalization", counted):
+            during = gradients(layer, x)
+    assert calls == ["RMSNorm"]
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(before, during, strict=True))
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("name", ["Linear", "GroupedLinear"])
+def test_a_replaced_step_of_an_autograd_class_gets_input_and_weight_by_name(name, grad):
+    """As nvidia-modelopt quantizes them: it looks for the parameters called inp and weight, or the trailing tensors."""
+    owner = linear._Linear if name == "Linear" else grouped_linear._GroupedLinear
+    torch.manual_seed(0)
+    layer, x = LAYERS[name](), torch.randn(16, 32)
+    arguments = ([6, 10],) if name == "GroupedLinear" else ()
+    expected = layer(2 * x, *arguments)
+    step, kept = ("apply", "_apply") if grad else ("forward", "_forward")
+    place = list(inspect.signature(owner.forward).parameters).index("inp") - (1 if grad else 0)
+
+    def doubled(*args):
+        args = list(args)
+        args[place] = 2 * args[place]
+        return getattr(owner, kept)(*args)
+
+    with torch.set_grad_enabled(grad), replaced(owner, step, doubled):
+        y = layer(x, *arguments)
+    assert torch.allclose(y, expected, rtol=1e-5, atol=1e-5)
+    assert not linear._replaced.names
+    assert not grouped_linear._replaced.names
+
+
+def test_a_replaced_autograd_class_runs_in_place_of_the_layers():
+    """The order of arguments is inp, ln_weight, ln_bias, weight."""
+    seen = []
+
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, inp, ln_weight, ln_bias, weight, *args):
+            seen.append((inp.shape, ln_weight.shape, ln_bias.shape, weight.shape))
+            former = vars(layernorm_linear)["__LayerNormLinear"]
+            return former.forward(ctx, inp, ln_weight, ln_bias, weight, *args)
+
+        @staticmethod
+        def backward(ctx, *grads):
+            return layernorm_linear._LayerNormLinear.backward(ctx, *grads)
+
+    torch.manual_seed(0)
+    layer, x = te.LayerNormLinear(32, 48), torch.randn(16, 32, requires_grad=True)
+    before = gradients(layer, x)
+    with replaced(layernorm_linear, "_LayerNormLinear", Own):
+        y = layer(x)
+    during = y, *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])
+    assert seen == [((16, 32), (32,), (32,), (48, 32))]
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(before, during, strict=True))
+
+
+def test_an_operation_of_ones_own_is_a_module():
+    class Double(BasicOperation):
+        def op_forward(self, ctx, input_, **options):
+            return 2 * input_
+
+        def op_backward(self, ctx, grad_output):
+            return 2 * grad_output, ()
+
+    x = torch.randn(4, requires_grad=True)
+    operation = Double()
+    y = operation(x)
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.full((4,), 2.0))
+    assert operation.get_extra_state().numel() == 0
+    operation.load_state_dict(operation.state_dict())
+    with pytest.raises(ValueError, match="has no scales"):
+        operation.set_extra_state(torch.ones(3, dtype=torch.uint8))
+
+
+def test_parts_of_a_split_are_views_and_gradients_that_lie_together_are_not_copied():
+    x = torch.randn(3, 10, dtype=torch.float64, requires_grad=True)
+    parts = SplitAlongDim.apply(x, 1, [4, 6])
+    assert all(part.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for part in parts)
+    whole = torch.randn(3, 10, dtype=torch.float64)
+    (grad,) = torch.autograd.grad(parts, x, whole.split([4, 6], dim=1))
+    assert grad.data_ptr() == whole.data_ptr()
+    assert torch.equal(grad, whole)
+    assert SplitAlongDim.apply(x[:, :2], 1, 1, True)[0].shape == (3,)
+    split = partial(lambda t: tuple(p.sin() for p in SplitAlongDim.apply(t, 1, [4, 6])))
+    assert torch.autograd.gradgradcheck(split, (x,))
+
+
+def test_contexts_of_recomputation_serve_torchs_checkpoint():
+    layer = trained_linear()
+    x = torch.randn(16, 32, requires_grad=True)
+    with te.autocast(recipe=recipe.DelayedScaling()):
+        y = torch.utils.checkpoint.checkpoint(
+            layer, x, use_reentrant=False, context_fn=get_activation_recompute_contexts
+        )
+    y.sum().backward()
+    assert x.grad.isfinite().all()
+
+
+def test_preparing_what_is_not_sharded_is_refused():
+    with pytest.raises(TypeError, match="FullyShardedDataParallel"):
+        prepare_te_modules_for_fsdp(te.Linear(32, 32))
+
+
+def test_communication_that_overlaps_is_accepted():
+    modes = [te.UserBufferQuantizationMode.NONE, te.UserBufferQuantizationMode.FP8]
+    assert te.initialize_ub([128, 32], 2, quantization_modes=modes) is None
+    te.destroy_ub()
+    with pytest.raises(TypeError, match="UserBufferQuantizationMode"):
+        te.initialize_ub([128, 32], 2, quantization_modes=["fp8"])
+
+
+def test_recipes_pickle_by_their_public_path():
+    assert pickle.loads(pickle.dumps(recipe.DelayedScaling())) == recipe.DelayedScaling()
