@@ -2,7 +2,7 @@
 
 Variables are read when asked for, so that a change takes effect at the next question; whoever needs the value
 of import time (the recipes) asks once at import. The sentence of a variable that nothing reads begins with
-"Accepted" and says what happens instead.
+"Accepted" and says what happens instead. Longer than other files, because the table is one.
 """
 
 from __future__ import annotations

@@ -55,27 +55,15 @@ def layernorm_mlp(
     x = with_sharding_constraint_by_logical_axes(x, norm_input_axes)
     normalized = layernorm(x, gamma, beta, norm_type, zero_centered_gamma, epsilon)
     hidden = dense(
-        normalized,
-        kernels[0],
-        biases[0],
-        contracting_dims=((last,), (0,)),
-        transpose_batch_sequence=transpose_batch_sequence,
-        input_axes=dot_1_input_axes,
-        kernel_axes=kernel_1_axes,
-        collective_op_set=collective_op_sets[0],
-        quantizer_set=quantizer_sets[0],
-    )
+        normalized, kernels[0], biases[0], contracting_dims=((last,), (0,)),
+        transpose_batch_sequence=transpose_batch_sequence, input_axes=dot_1_input_axes, kernel_axes=kernel_1_axes,
+        collective_op_set=collective_op_sets[0], quantizer_set=quantizer_sets[0],
+    )  # fmt: skip
     hidden = checkpoint_name(hidden, ffn1_ckpt_name)
     activated = activation(hidden, activation_type, act_params=activation_params)
     y = dense(
-        activated,
-        kernels[1],
-        biases[1],
-        contracting_dims=((last,), (0,)),
-        transpose_batch_sequence=transpose_batch_sequence,
-        input_axes=dot_2_input_axes,
-        kernel_axes=kernel_2_axes,
-        collective_op_set=collective_op_sets[1],
-        quantizer_set=quantizer_sets[1],
-    )
+        activated, kernels[1], biases[1], contracting_dims=((last,), (0,)),
+        transpose_batch_sequence=transpose_batch_sequence, input_axes=dot_2_input_axes, kernel_axes=kernel_2_axes,
+        collective_op_set=collective_op_sets[1], quantizer_set=quantizer_sets[1],
+    )  # fmt: skip
     return checkpoint_name(y, ffn2_ckpt_name)

@@ -82,35 +82,15 @@ class Experts:
 
 
 def moe(
-    x: Array,
-    gate_kernel: Array,
-    wi_0: Array,
-    wi_1: Array,
-    wo: Array,
-    wi_0_bias: Array | None = None,
-    wi_1_bias: Array | None = None,
-    wo_bias: Array | None = None,
-    expert_bias: Array | None = None,
-    *,
-    num_experts: int,
-    num_experts_per_tok: int,
-    activation_type: str = "silu",
-    score_function: Any = "softmax",
-    use_pre_softmax: bool = False,
-    num_groups: int = -1,
-    group_topk: int = -1,
-    scaling_factor: float = 1.0,
-    aux_loss_coeff: float = 0.0,
-    apply_topk_weights_early: bool = False,
-    ep_axis: str | None = None,
-    data_parallelism_axes: tuple[str, ...] = (),
-    input_axes: Axes = (),
-    gate_kernel_axes: Axes = (),
-    wi_kernel_axes: Axes = ("exp", "embed", "mlp"),
-    wo_kernel_axes: Axes = ("exp", "mlp", "embed"),
-    quantizer_sets: tuple[QuantizerSet, ...] = (noop_quantizer_set,) * 3,
-    dtype: Any = None,
-) -> tuple[Array, Array | None, Array]:
+    x: Array, gate_kernel: Array, wi_0: Array, wi_1: Array, wo: Array, wi_0_bias: Array | None = None,
+    wi_1_bias: Array | None = None, wo_bias: Array | None = None, expert_bias: Array | None = None, *,
+    num_experts: int, num_experts_per_tok: int, activation_type: str = "silu", score_function: Any = "softmax",
+    use_pre_softmax: bool = False, num_groups: int = -1, group_topk: int = -1, scaling_factor: float = 1.0,
+    aux_loss_coeff: float = 0.0, apply_topk_weights_early: bool = False, ep_axis: str | None = None,
+    data_parallelism_axes: tuple[str, ...] = (), input_axes: Axes = (), gate_kernel_axes: Axes = (),
+    wi_kernel_axes: Axes = ("exp", "embed", "mlp"), wo_kernel_axes: Axes = ("exp", "mlp", "embed"),
+    quantizer_sets: tuple[QuantizerSet, ...] = (noop_quantizer_set,) * 3, dtype: Any = None,
+) -> tuple[Array, Array | None, Array]:  # fmt: skip
     """(y [b, s, h], the loss that balances experts or None, rows that this device's experts received).
 
     x [b, s, h], gate_kernel [h, E], wi_0 and wi_1 [E, h, f], wo [E, f, h]; biases [E, f] and [E, h]; expert_bias [E].

@@ -35,8 +35,7 @@ class _Activation:
 
     names: tuple[str, ...]
     params: ActivationParams
-    replicated = ("w", "v")
-    summed = ()
+    replicated, summed = ("w", "v"), ()
 
     @property
     def gated(self) -> bool:

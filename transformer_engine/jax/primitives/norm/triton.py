@@ -32,8 +32,7 @@ class Forward:
     centered: bool
     zero_centered: bool
     epsilon: float
-    replicated = ("w",)
-    summed = ()
+    replicated, summed = ("w",), ()
 
     @property
     def rule(self) -> str:

@@ -29,8 +29,7 @@ class Rotation:
     interleaved: bool
     sequence_first: bool
     back: bool
-    replicated = ("s", "d", "p", "e")
-    summed = ()
+    replicated, summed = ("s", "d", "p", "e"), ()
 
     @property
     def rule(self) -> str:

@@ -34,8 +34,7 @@ class Forward:
     """(x [b, h, q, k], hidden uint8 with 1 in place of an extent) -> p"""
 
     masked: bool
-    replicated = ("q", "k")
-    summed = ()
+    replicated, summed = ("q", "k"), ()
 
     @property
     def rule(self) -> str:
@@ -63,8 +62,7 @@ class Forward:
 class Backward:
     """(dp, p [b, h, q, k]) -> dx"""
 
-    replicated = ("q", "k")
-    summed = ()
+    replicated, summed = ("q", "k"), ()
     rule = "b h q k, b h q k -> b h q k"
 
     def results(self, dp: Any, p: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
