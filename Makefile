@@ -19,7 +19,7 @@ export OMP_WAIT_POLICY ?= passive
 train: $(VENV)/.cli
 	$(BIN)/te train $(ARGS)
 
-test: check
+test: check $(VENV)/.jax-plugin
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 # Published clients of the original, as they are; without what they would bring along and do not need here.
@@ -35,7 +35,7 @@ check: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-coverage: $(VENV)/.test
+coverage: $(VENV)/.test $(VENV)/.jax-plugin
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --cov --cov-report=term-missing:skip-covered --cov-fail-under=90 $(ARGS)
 
 docs: $(VENV)/.docs
@@ -48,6 +48,13 @@ $(BIN)/python:
 	@$(PYTHON) -c '$(SUPPORTED)' || { \
 		echo "$(PYTHON) is `$(PYTHON) --version 2>&1`; Python 3.10 to 3.13 is needed: make PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
+
+# JAX's CUDA plugin of jax's own version, 8 MB without its libraries: with it kernels are lowered for CUDA on any machine.
+# Where it is missing, the tests of lowering are skipped with that sentence.
+JAX_VERSION := import importlib.metadata as m; print(m.version("jax"))
+$(VENV)/.jax-plugin: $(VENV)/.test
+	-test "`uname`" != Linux || $(INSTALL) --no-deps jax-cuda13-plugin==`$(BIN)/python -c '$(JAX_VERSION)'`
+	@touch $@
 
 # One stamp for each extra: the package is installed in place, so that only its requirements can go stale.
 $(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python

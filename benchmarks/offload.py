@@ -90,15 +90,20 @@ def step(layers, recipe, context, synchronize) -> Callable[[], None]:
     def run() -> None:
         for leaf in (x, *parameters):
             leaf.grad = None
-        y = x
         with te.autocast(enabled=recipe is not None, recipe=recipe):
-            for layer in layers:
-                with context:
-                    y = layer(y)
-                y = synchronize(y)
+            y = through(layers, x, context, synchronize)
         y.backward(torch.ones_like(y))
 
     return run
+
+
+def through(layers, y, context, synchronize) -> torch.Tensor:
+    """layers(y), each in the context."""
+    for layer in layers:
+        with context:
+            y = layer(y)
+        y = synchronize(y)
+    return y
 
 
 def moved(context, call: Callable[[], None]) -> float:

@@ -3,6 +3,23 @@
 Thin adapters: every function here calls what the modules of transformer_engine.pytorch are made of.
 """
 
+from transformer_engine.pytorch import requirements  # isort: skip  (says what is missing, first)
+
+from transformer_engine.pytorch.functions.multi_tensor import (
+    multi_tensor_adam,
+    multi_tensor_adam_capturable,
+    multi_tensor_adam_capturable_master,
+    multi_tensor_adam_fp8,
+    multi_tensor_adam_param_remainder,
+    multi_tensor_compute_scale_and_scale_inv,
+    multi_tensor_compute_scale_inv_e8m0,
+    multi_tensor_l2norm,
+    multi_tensor_scale,
+    multi_tensor_scale_tensor,
+    multi_tensor_sgd,
+    multi_tensor_unscale_l2norm,
+)
+
 from .activation import (
     clamped_dswiglu,
     clamped_swiglu,
@@ -78,20 +95,6 @@ from .enums import (
 from .gemm import generic_gemm, te_general_grouped_gemm
 from .kv_cache import convert_bshd_to_thd, convert_thd_to_bshd, copy_to_kv_cache, mha_fill
 from .machine import device_supports_multicast, get_cudnn_version, ubuf_built_with_mpi
-from .multi_tensor import (
-    multi_tensor_adam,
-    multi_tensor_adam_capturable,
-    multi_tensor_adam_capturable_master,
-    multi_tensor_adam_fp8,
-    multi_tensor_adam_param_remainder,
-    multi_tensor_compute_scale_and_scale_inv,
-    multi_tensor_compute_scale_inv_e8m0,
-    multi_tensor_l2norm,
-    multi_tensor_scale,
-    multi_tensor_scale_tensor,
-    multi_tensor_sgd,
-    multi_tensor_unscale_l2norm,
-)
 from .norm import (
     layernorm_bwd,
     layernorm_fwd,

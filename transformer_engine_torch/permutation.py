@@ -82,7 +82,9 @@ def moe_unpermute_bwd(
     weights = _probs(prob, routes)
     if weights is None:
         return send(input_bwd, routes, input_fwd.shape[0])[0], input_bwd.new_empty(0, dtype=torch.float32)
-    return send_weighted(input_bwd, routes, weights, input_fwd)
+    gradient, of_weights = send_weighted(input_bwd, routes, input_fwd.shape[0], weights, input_fwd)
+    assert of_weights is not None
+    return gradient, of_weights
 
 
 def fused_multi_row_padding(

@@ -30,17 +30,11 @@ NVTERoutingMapFormat = RoutingMapFormat
 
 
 def fused_topk_with_score_function_fwd(
-    logits: Tensor,
-    topk: int,
-    use_pre_softmax: bool,
-    num_groups: int | None,
-    group_topk: int | None,
-    scaling_factor: float | None,
-    score_function: str,
-    expert_bias: Tensor | None,
+    logits: Tensor, topk: int, use_pre_softmax: bool, num_groups: int | None, group_topk: int | None,
+    scaling_factor: float | None, score_function: str, expert_bias: Tensor | None,
     routing_map_format: RoutingMapFormat | int | str = RoutingMapFormat.BYTEMAP,
     topk_indices: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(probs [.., E], routing map or topk_indices, intermediate float32 [T, E] for the gradient)."""
     groups = check_choice(logits, topk, num_groups, group_topk, scaling_factor, score_function)
     check_bias(expert_bias, logits, score_function)
@@ -103,38 +97,24 @@ def fused_score_for_moe_aux_loss_bwd(
 
 
 def fused_moe_aux_loss_fwd(
-    probs: Tensor,
-    tokens_per_expert: Tensor,
-    total_num_tokens: int,
-    num_experts: int,
-    num_rows: int,
-    num_cols: int,
-    topk: int,
-    coeff: float,
-) -> tuple[Tensor, Tensor]:
-    """(loss, its constant C = num_experts coeff / (topk total_num_tokens^2) as float32 [1])."""
+    probs: Tensor, tokens_per_expert: Tensor, total_num_tokens: int | Tensor, num_experts: int, num_rows: int,
+    num_cols: int, topk: int, coeff: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(loss, its constant C = num_experts coeff / (topk total_num_tokens^2) as float32 [1]).
+
+    total_num_tokens   an int, or one whole number on the device, which the host does not read
+    """
     constant = _constant(probs, tokens_per_expert, (num_rows, num_cols), num_experts, topk, coeff)
+    if isinstance(total_num_tokens, Tensor):
+        loss = balance_loss(probs, tokens_per_expert, constant, total_num_tokens)[0]
+        return loss, constant / total_num_tokens.view(1).float().square()
     whole("total_num_tokens", total_num_tokens)
     constant /= total_num_tokens**2
     loss = balance_loss(probs, tokens_per_expert, constant)[0]
     return loss, torch.full((1,), constant, dtype=torch.float32, device=probs.device)
 
 
-def fused_moe_aux_loss_fwd_graph_safe(
-    probs: Tensor,
-    tokens_per_expert: Tensor,
-    total_num_tokens: Tensor,
-    num_experts: int,
-    num_rows: int,
-    num_cols: int,
-    topk: int,
-    coeff: float,
-) -> tuple[Tensor, Tensor]:
-    """The same with total_num_tokens, one whole number, on the device, which the host does not read."""
-    constant = _constant(probs, tokens_per_expert, (num_rows, num_cols), num_experts, topk, coeff)
-    tensor("total_num_tokens", total_num_tokens)
-    loss = balance_loss(probs, tokens_per_expert, constant, total_num_tokens)[0]
-    return loss, constant / total_num_tokens.view(1).float().square()
+fused_moe_aux_loss_fwd_graph_safe = fused_moe_aux_loss_fwd
 
 
 def fused_moe_aux_loss_bwd(

@@ -60,7 +60,8 @@ def test_a_case_counts_the_work_of_its_products():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_engine_runs_every_family(family: str, device: torch.device):
-    recipes = {"norm": ("bf16",), "rope": ("bf16",), "attention": ("bf16", "current", "delayed")}
+    recipes = dict.fromkeys(("norm", "rope", "permute", "router"), ("bf16",))
+    recipes["attention"] = ("bf16", "current", "delayed")
     rows = engine_rows(recipes.get(family, ("bf16", "current")), family, device)
     assert rows
     for row in rows:

@@ -28,6 +28,12 @@ def leaf(*shape, device, dtype=torch.float32):
     return torch.randn(*shape, device=device).to(dtype).requires_grad_()
 
 
+def assert_same_gradients(found, expected, leaves, gradient):
+    ours, theirs = (torch.autograd.grad(y, leaves, gradient) for y in (found, expected))
+    for mine, exact in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, exact)
+
+
 class TestByMask:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_values_and_gradients_are_those_of_an_index(self, mask, device, dtype):
@@ -74,10 +80,7 @@ class TestByMask:
         found = moe_unpermute(y, row_id_map, probs if merges else None, torch.Size((T, H)))
         torch.testing.assert_close(found, expected)
         dx, leaves = torch.randn_like(found), [y, probs][: 1 + merges]
-        for mine, theirs in zip(
-            torch.autograd.grad(found, leaves, dx), torch.autograd.grad(expected, leaves, dx), strict=True
-        ):
-            torch.testing.assert_close(mine, theirs)
+        assert_same_gradients(found, expected, leaves, dx)
 
     def test_gradients_are_those_of_finite_differences(self, mask):
         x = torch.randn(T, 4, dtype=torch.float64, requires_grad=True)
@@ -132,12 +135,7 @@ class TestPadding:
         expected = moe_unpermute(plain, moe_permute(x, mask)[1], probs)
         torch.testing.assert_close(back, expected)
         dx = torch.randn_like(back)
-        for mine, theirs in zip(
-            torch.autograd.grad(back, (x, probs), dx),
-            torch.autograd.grad(expected, (x, probs), dx),
-            strict=True,
-        ):
-            torch.testing.assert_close(mine, theirs)
+        assert_same_gradients(back, expected, (x, probs), dx)
 
     def test_nothing_is_padded_where_all_experts_are_aligned(self, device):
         mask = torch.ones(8, 3, dtype=torch.bool, device=device)
@@ -166,12 +164,7 @@ class TestByIndex:
         expected = (probs.sum(1, keepdim=True)) * x
         torch.testing.assert_close(back, expected)
         dx = torch.randn_like(back)
-        for mine, theirs in zip(
-            torch.autograd.grad(back, (x, probs), dx),
-            torch.autograd.grad(expected, (x, probs), dx),
-            strict=True,
-        ):
-            torch.testing.assert_close(mine, theirs)
+        assert_same_gradients(back, expected, (x, probs), dx)
 
     def test_rows_beyond_the_last_are_dropped(self, device):
         experts = torch.tensor([[1, 0], [0, 1]], dtype=torch.int32, device=device)

@@ -9,13 +9,26 @@ import pytest
 # This folder's parent is on the path, so that without jax its name is found here, as a folder without an origin.
 if getattr(find_spec("jax"), "origin", None) is None:
     collect_ignore_glob = ["test_*.py"]
+else:
+    import jax
+
+    # A test compiles more than it computes, and half of that is optimization.
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.fixture(scope="module")
+def as_users_compile():
+    """XLA with its optimizations, for modules that compare bits: fusions are what breaks them."""
+    jax.clear_caches()
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+    jax.clear_caches()
 
 
 @pytest.fixture(autouse=True)
 def _no_array_outlives_a_test():
     """Deleting every live array is what users' test suites do: an array kept in a module or a cache would be gone."""
-    import jax
-
     yield
     for array in jax.live_arrays():
         array.delete()

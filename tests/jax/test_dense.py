@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled import values_and_gradients, variables_of
 from flax import linen as nn
 
 import transformer_engine.jax as te
@@ -53,18 +54,17 @@ def test_without_a_recipe_dense_is_the_plain_product(dtype):
     def plain(x, kernel, bias):
         return x @ kernel.astype(dtype) + bias.astype(dtype)
 
-    y, pullback = jax.vjp(ours, x, kernel, bias)
-    want, plain_pullback = jax.vjp(plain, x, kernel, bias)
-    assert y.dtype == dtype
+    found = values_and_gradients(ours, dy, x, kernel, bias)
+    assert found[0].dtype == dtype
     tolerance = 1e-5 if dtype == jnp.float32 else 1e-2
-    for got, expected in zip((y, *pullback(dy)), (want, *plain_pullback(dy)), strict=True):
+    for got, expected in zip(found, values_and_gradients(plain, dy, x, kernel, bias), strict=True):
         assert got.dtype == expected.dtype
         assert relative_error(got, expected) < tolerance
 
 
-@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_stays_within_its_formats_tolerance(name, compiled):
+def test_the_products_are_those_of_the_dequantized_tensors(name):
+    """Three products of the tensors that the quantizers make, within the format's tolerance of the plain ones."""
     x, kernel, dy = inputs()
     with te.autocast(True, RECIPES[name]):
         quantizers = QuantizerFactory.create_set()
@@ -72,42 +72,41 @@ def test_a_recipe_stays_within_its_formats_tolerance(name, compiled):
     def ours(x, kernel):
         return dense(x, kernel, contracting_dims=((2,), (0,)), quantizer_set=quantizers)
 
-    def both(x, kernel, dy):
-        y, pullback = jax.vjp(ours, x, kernel)
-        return y, *pullback(dy)
+    @jax.jit
+    def of_dequantized(x, kernel, dy):
+        made = (
+            quantizers.x.encode(x, flatten_axis=2)[0],
+            quantizers.kernel.encode(kernel, flatten_axis=1)[0],
+            quantizers.dgrad.encode(dy, flatten_axis=2)[0],
+        )
+        x_rows, kernel_rows, dy_rows = (t.get_tensor(TensorUsage.LHS).dequantize() for t in made)
+        x_columns, kernel_columns, dy_columns = (
+            t.get_tensor(TensorUsage.LHS_TRANS).dequantize() for t in made
+        )
+        # Under a Hadamard transform both factors are transformed, which leaves their product as it is.
+        dkernel = jnp.einsum("bsk,bsn->kn", x_columns, dy_columns)
+        return x_rows @ kernel_columns, dy_rows @ kernel_rows.T, dkernel
 
-    y, dx, dkernel = (jax.jit(both) if compiled else both)(x, kernel, dy)
-    assert relative_error(y, x @ kernel) < TOLERANCES[name]
-    assert relative_error(dx, dy @ kernel.T) < GRADIENT_TOLERANCES[name]
-    assert relative_error(dkernel, jnp.einsum("bsk,bsn->kn", x, dy)) < GRADIENT_TOLERANCES[name]
+    found = values_and_gradients(ours, dy, x, kernel)
+    exact = of_dequantized(x, kernel, dy)
+    plain = x @ kernel, dy @ kernel.T, jnp.einsum("bsk,bsn->kn", x, dy)
+    tolerances = TOLERANCES[name], GRADIENT_TOLERANCES[name], GRADIENT_TOLERANCES[name]
+    for got, want, near, tolerance in zip(found, exact, plain, tolerances, strict=True):
+        assert relative_error(got, want) < 1e-5
+        assert relative_error(got, near) < tolerance
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_the_products_are_those_of_the_dequantized_tensors(name):
-    """Exactly three products, of the tensors that the quantizers make: nothing else rounds."""
+def test_operation_by_operation_gives_what_one_program_gives():
     x, kernel, dy = inputs()
-    with te.autocast(True, RECIPES[name]):
+    with te.autocast(True, RECIPES["delayed"]):
         quantizers = QuantizerFactory.create_set()
-    y, pullback = jax.vjp(
-        lambda x, k: dense(x, k, contracting_dims=((2,), (0,)), quantizer_set=quantizers), x, kernel
-    )
-    dx, dkernel = pullback(dy)
-    rows, columns = TensorUsage.LHS, TensorUsage.LHS_TRANS
-    made = {
-        "x": quantizers.x.encode(x, flatten_axis=2)[0],
-        "kernel": quantizers.kernel.encode(kernel, flatten_axis=1)[0],
-        "dy": quantizers.dgrad.encode(dy, flatten_axis=2)[0],
-    }
-    values = {
-        (tensor, usage): made[tensor].get_tensor(usage).dequantize()
-        for tensor in made
-        for usage in (rows, columns)
-    }
-    assert relative_error(y, values["x", rows] @ values["kernel", columns]) < 1e-6
-    assert relative_error(dx, values["dy", rows] @ values["kernel", rows].T) < 1e-6
-    # Under a Hadamard transform both factors are transformed, which leaves their product as it is.
-    want = jnp.einsum("bsk,bsn->kn", values["x", columns], values["dy", columns])
-    assert relative_error(dkernel, want) < 1e-5
+
+    def ours(x, kernel):
+        return dense(x, kernel, contracting_dims=((2,), (0,)), quantizer_set=quantizers)
+
+    y, pullback = jax.vjp(ours, x, kernel)
+    for one, other in zip((y, *pullback(dy)), values_and_gradients(ours, dy, x, kernel), strict=True):
+        assert relative_error(one, other) < 1e-6
 
 
 @pytest.mark.parametrize("dims", [((0, 2), (0, 1)), ((-1, 0), (1, 0)), ((1,), (2,))])
@@ -115,11 +114,11 @@ def test_any_axes_are_contracted(dims):
     x = jax.random.normal(jax.random.key(0), (4, 6, 8))
     shapes = {((0, 2), (0, 1)): (4, 8, 5, 3), ((-1, 0), (1, 0)): (4, 8, 5), ((1,), (2,)): (3, 5, 6)}
     kernel = jax.random.normal(jax.random.key(1), shapes[dims])
-    want, pullback = jax.vjp(lambda x, k: jnp.tensordot(x, k, dims), x, kernel)
-    got, ours = jax.vjp(lambda x, k: dense(x, k, contracting_dims=dims), x, kernel)
-    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
-    dy = jax.random.normal(jax.random.key(2), want.shape)
-    for one, other in zip(ours(dy), pullback(dy), strict=True):
+    shape = jax.eval_shape(lambda: jnp.tensordot(x, kernel, dims)).shape
+    dy = jax.random.normal(jax.random.key(2), shape)
+    got = values_and_gradients(lambda x, k: dense(x, k, contracting_dims=dims), dy, x, kernel)
+    want = values_and_gradients(lambda x, k: jnp.tensordot(x, k, dims), dy, x, kernel)
+    for one, other in zip(got, want, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
 
 
@@ -127,15 +126,16 @@ def test_stochastic_rounding_draws_from_its_own_stream():
     x = jax.random.normal(jax.random.key(0), (32, 64))
     with te.autocast(True, recipe.NVFP4BlockScaling()):
         model = te_flax.DenseGeneral(features=32)
-        variables = model.init({"params": jax.random.key(0), "sr_rng": jax.random.key(1)}, x)
+        variables = variables_of(model, {"params": jax.random.key(0), "sr_rng": jax.random.key(1)}, x)
 
-        def gradient(seed):
+        @jax.jit
+        def gradient(key):
             def loss(variables):
-                return (model.apply(variables, x, rngs={"sr_rng": jax.random.key(seed)}) ** 2).sum()
+                return (model.apply(variables, x, rngs={"sr_rng": key}) ** 2).sum()
 
-            return nn.meta.unbox(jax.grad(loss)(variables))["params"]["kernel"]
+            return jax.grad(loss)(variables)["params"]["kernel"]
 
-        first, again, other = gradient(1), gradient(1), gradient(2)
+        first, again, other = (gradient(jax.random.key(seed)) for seed in (1, 1, 2))
         with pytest.raises(flax.errors.InvalidRngError):
             model.apply(variables, x)
     np.testing.assert_array_equal(first, again)
@@ -143,15 +143,14 @@ def test_stochastic_rounding_draws_from_its_own_stream():
     assert relative_error(first, other) < 0.3
 
 
-@pytest.mark.parametrize("features", [5, (3, 4)])
-@pytest.mark.parametrize("axis", [-1, (-2, -1), (0, 2)])
+@pytest.mark.parametrize(("axis", "features"), [(-1, 5), ((-2, -1), (3, 4)), ((0, 2), (3, 4))])
 def test_dense_general_has_the_tree_and_values_of_flaxs(axis, features):
     x = jax.random.normal(jax.random.key(0), (6, 7, 8))
     ours = te_flax.DenseGeneral(features=features, axis=axis)
     plain = nn.DenseGeneral(features=features, axis=axis)
-    variables = nn.meta.unbox(ours.init(jax.random.key(1), x))
+    variables = variables_of(ours, jax.random.key(1), x)
     shapes = jax.tree.map(jnp.shape, variables)
-    assert shapes == jax.tree.map(jnp.shape, plain.init(jax.random.key(1), x))
+    assert shapes == jax.tree.map(jnp.shape, jax.eval_shape(plain.init, jax.random.key(1), x))
     bias = jax.random.normal(jax.random.key(2), variables["params"]["bias"].shape)
     variables["params"]["bias"] = bias
     np.testing.assert_allclose(ours.apply(variables, x), plain.apply(variables, x), rtol=1e-4, atol=1e-5)
@@ -172,8 +171,7 @@ def test_parameters_carry_their_axis_names():
     assert params["bias"].names == ("mlp",)
 
 
-@pytest.mark.parametrize("alpha", [None, 8.0])
-@pytest.mark.parametrize("features", [(6,), (3, 6)])
+@pytest.mark.parametrize(("alpha", "features"), [(None, (6,)), (8.0, (3, 6))])
 def test_low_rank_adaptation_adds_the_scaled_product(alpha, features):
     x = jax.random.normal(jax.random.key(0), (4, 16))
     model = te_flax.DenseGeneral(
@@ -183,7 +181,7 @@ def test_low_rank_adaptation_adds_the_scaled_product(alpha, features):
         low_rank_adaptation_alpha=alpha,
         use_bias=False,
     )
-    params = nn.meta.unbox(model.init(jax.random.key(1), x))["params"]
+    params = variables_of(model, jax.random.key(1), x)["params"]
     assert params["lora_a_kernel"].shape == (16, *features[:-1], 2)
     assert params["lora_b_kernel"].shape == (*features[:-1], 2, features[-1])
     assert not np.asarray(params["lora_b_kernel"]).any()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "jax.md"
 
@@ -30,6 +33,23 @@ def test_the_quickstart_is_the_one_of_the_original():
     lines = [line for line in blocks()[0].splitlines() if line.strip() and not line.strip().startswith("#")]
     assert "    model = te_flax.DenseGeneral(features=HIDDEN)" in lines
     assert lines[-1] == "        loss, (param_grads, other_grads) = fwd_bwd_fn(params, other_variables, inp)"
+
+
+@pytest.mark.slow
+def test_the_other_examples_of_the_page_run_as_printed_one_after_the_other():
+    program = "\n".join(block for block in blocks()[2:])
+    checks = (
+        "\nassert y.shape == (2, 16, 4, 8) and balance.shape == () and int(received) == 2 * 2 * 16"
+        "\nassert int(cache['attention']['cache_index']) == 3"
+    )
+    quickly = os.environ | {
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"
+    }  # operation by operation, each is a program
+    done = subprocess.run(
+        [sys.executable, "-c", program + checks], capture_output=True, text=True, env=quickly
+    )
+    assert done.returncode == 0, done.stderr
+    assert "jax_gemm: " in done.stdout
 
 
 def test_the_train_step_of_the_page_trains():

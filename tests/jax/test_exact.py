@@ -9,6 +9,8 @@ import pytest
 
 from transformer_engine.jax.primitives import exact
 
+pytestmark = pytest.mark.usefixtures("as_users_compile")
+
 EDGES = [
     0,
     1,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -53,6 +54,37 @@ def test_a_missing_framework_is_named_with_its_remedy(name, missing):
     last = done.stderr.strip().splitlines()[-1]
     assert f"transformer_engine.{name} needs {missing}, which is not installed" in last
     assert f'pip install "transformer-engine[{name}]"' in last
+
+
+@pytest.mark.parametrize("module", ["transformer_engine.pytorch", "transformer_engine_torch"])
+def test_an_import_without_torch_says_what_to_install(module):
+    done = run(BLOCK.format(name="torch") + f"import {module}")
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith(
+        "ModuleNotFoundError: transformer_engine.pytorch needs torch, which is not installed"
+    )
+    assert 'pip install "transformer-engine[pytorch]"' in last
+
+
+def test_the_command_without_torch_says_what_to_install():
+    done = run(BLOCK.format(name="torch") + "from transformer_engine.cli import main\nmain()")
+    assert done.returncode == 1
+    assert done.stderr.strip() == "te needs torch; install with: pip install transformer-engine[cli]"
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="the standard library reads TOML from Python 3.11 on")
+def test_the_core_needs_no_framework_and_the_extras_bring_them():
+    import tomllib
+
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert not [need for need in project["dependencies"] if need.startswith(("torch", "jax", "flax"))]
+    extras = project["optional-dependencies"]
+    torch = next(package for package in frameworks.PYTORCH.packages if package.name == "torch")
+    assert extras["pytorch"] == [f"torch>={torch.least}"]
+    for package, need in zip(frameworks.JAX.packages, extras["jax"], strict=True):
+        assert need.startswith(f"{package.name}>={package.least},<{package.below};")
+    for extra in ("cli", "cuda", "flash", "test", "docs"):
+        assert any("transformer-engine[" in need for need in extras[extra]), extra
 
 
 def test_an_unknown_attribute_is_an_attribute_error():

@@ -22,12 +22,19 @@ PROGRAM = Path(__file__).with_name("host_devices.py")
 
 @pytest.fixture(scope="module")
 def facts() -> dict:
+    return printed_by(PROGRAM)
+
+
+def printed_by(program: Path, *options: str) -> dict:
+    """The JSON of a program's last line, on eight host devices."""
     environment = os.environ | {
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
         "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(PROGRAM.parents[2]),
+        "PYTHONPATH": os.pathsep.join((str(program.parents[2]), str(program.parent))),
     }
-    done = subprocess.run([sys.executable, str(PROGRAM)], capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        [sys.executable, str(program), *options], capture_output=True, text=True, env=environment
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -47,6 +54,49 @@ def test_the_state_of_delayed_scaling_sees_the_whole_mesh(facts, entered):
 @pytest.mark.parametrize("entered", ["with mesh", "set_mesh"])
 def test_no_kernel_is_gathered(facts, entered):
     assert facts[f"{entered} all-gathers"] == 0
+
+
+@pytest.fixture(scope="module")
+def compositions() -> dict:
+    return printed_by(PROGRAM.with_name("host_compositions.py"))
+
+
+@pytest.mark.parametrize("name", ["fsdp", "dp and tp with sequences"])
+def test_a_sharded_layer_keeps_loss_gradients_and_state(compositions, name):
+    assert compositions[name] < 1e-5
+
+
+def test_experts_on_several_devices_compute_what_those_on_one_do(compositions):
+    found = compositions["dp and ep in fp8"]
+    assert found["difference"] < 1e-5
+    assert found["received"] == found["slots"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "RING causal balanced", "RING padded with sinks and a window", "RING packed in stripes", "RING bottom right",
+        "ALL_GATHER packed in stripes",
+    ],
+)  # fmt: skip
+def test_attention_of_a_sequence_over_devices(compositions, name):
+    assert compositions[name] < 5e-5
+
+
+@pytest.mark.slow
+def test_every_composition_on_eight_devices():
+    found = printed_by(PROGRAM.with_name("host_compositions.py"), "--all")
+    numbers = [value for value in found.values() if isinstance(value, float)]
+    assert len(numbers) == 2 + 10 + 1 and max(numbers) < 5e-5
+    assert found["ep"]["difference"] < 1e-5 and found["ep"]["received"] == found["ep"]["slots"]
+
+
+def test_the_partitioner_cuts_a_kernel_along_its_rows(compositions):
+    assert compositions["kernels"] == {
+        "difference": pytest.approx(0, abs=1e-6),
+        "all-gathers": 0,
+        "rows a device": 2,
+    }
 
 
 @pytest.fixture

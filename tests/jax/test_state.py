@@ -27,6 +27,8 @@ from transformer_engine.jax.quantize import (
 )
 from transformer_engine.pytorch.primitives.scale_update import reference as torch_update
 
+pytestmark = pytest.mark.usefixtures("as_users_compile")
+
 RECIPE = recipe.DelayedScaling(amax_history_len=4, fp8_format=recipe.Format.HYBRID)
 
 
@@ -239,6 +241,51 @@ def test_a_kernel_used_twice_gets_the_scale_of_its_larger_amax():
     assert np.asarray(following.x.scale)[0] == np.float32(448) / amax
     kernel_amax = np.abs(np.asarray(kernel)).max()
     assert np.asarray(following.kernel.scale)[0] == np.float32(448) / kernel_amax
+
+
+class Twice(nn.Module):
+    """One layer read twice."""
+
+    @nn.compact
+    def __call__(self, x):
+        layer = te_flax.DenseGeneral(8, name="dense")
+        return layer(x) + layer(5.0 * x)
+
+
+def test_a_module_called_twice_merges_its_states_by_itself():
+    x = jax.random.normal(jax.random.key(0), (16, 32))
+    with te.autocast(True, RECIPE):
+        model = Twice()
+        state, params = flax.core.pop(nn.meta.unbox(model.init(jax.random.key(1), x)), "params")
+
+        def loss(state, x):
+            return (model.apply({"params": params, **state}, x) ** 2).sum()
+
+        following = jax.jit(jax.grad(loss))(state, x)["fp8_metas"]["dense"]
+        again = jax.grad(loss)(state, x)["fp8_metas"]["dense"]
+    amax = np.float32(jnp.abs(5.0 * x).max())
+    assert following["x_amax_history"][-1] == amax
+    assert following["x_scale"][0] == np.float32(448) / amax
+    kernel = np.float32(jnp.abs(params["dense"]["kernel"]).max())
+    assert following["kernel_scale"][0] == np.float32(448) / kernel
+    jax.tree.map(np.testing.assert_array_equal, following, again)
+
+
+def test_a_state_that_no_branch_used_stays_as_it_is():
+    state = delayed_set()
+    state.x.scale = jnp.full(1, 7.0)
+
+    def loss(quantizers, taken):
+        one, _ = fan_out(quantizers, 2)
+
+        def product(q):
+            return dense(jnp.ones((8, 16)), jnp.ones((16, 4)), quantizer_set=q).sum()
+
+        return jax.lax.cond(taken, product, lambda q: 0.0, one)
+
+    following = jax.jit(jax.grad(loss))
+    assert following(state, False).x.scale[0] == 7.0
+    assert following(state, True).x.scale[0] == 448.0
 
 
 def test_a_public_quantizer_advances_itself():

@@ -16,31 +16,26 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 
+def printed(*arguments: str, **variables: str) -> str:
+    """What a Python process prints; it has to succeed."""
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=os.environ | variables, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 @pytest.mark.parametrize("name", ["permutation", "router"])
 def test_the_kernels_pass_their_tests_in_the_interpreter(name):
     paths = os.pathsep.join((str(ROOT), str(ROOT / "tests" / "kernels")))
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "norm_interpreter", "-p", "no:cacheprovider"]
-    finished = subprocess.run(
-        [*command, f"tests/primitives/test_{name}.py"],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
+    plugins = ("-p", "norm_interpreter", "-p", "no:cacheprovider")
+    tests = f"tests/primitives/test_{name}.py"
+    variables = {"TRITON_INTERPRET": "1", "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
+    assert "passed" in printed("-m", "pytest", "-q", "-x", *plugins, tests, **variables)
 
 
 def test_the_kernels_compile_for_hopper():
-    finished = subprocess.run(
-        [sys.executable, "-W", "ignore", "tests/kernels/experts_compile.py"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr
-    facts = json.loads(finished.stdout.splitlines()[-1])
+    output = printed("-W", "ignore", "tests/kernels/experts_compile.py", PYTHONPATH=str(ROOT))
+    facts = json.loads(output.splitlines()[-1])
     assert min(case["ptx"] for case in facts.values()) > 1000
     assert max(case["shared"] for case in facts.values()) <= 227 * 1024

@@ -247,6 +247,8 @@ def experts() -> Iterator[Case]:
             yield f"collect by_mask={by_mask} values={probs}", launch, (HALF, INDEX, pads, FLOAT, beside)
         weighted = permutation.send_weighted(*sizes, ("bfloat16", "float32")).steps[0].launch
         yield f"send weighted by_mask={by_mask}", weighted, (HALF, INDEX, pads, FLOAT, HALF)
+        alone = permutation.send_weighted(*sizes, ("bfloat16", None)).steps[0].launch
+        yield f"send weighted alone by_mask={by_mask}", alone, (HALF, INDEX, pads, FLOAT, None)
 
     for name, kind in router.SCORES.items():
         for way, number in router.MAPS.items():

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import sys
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import llama_layers
 import pytest
 import torch
 from llama_layers import BF16, HEAD, HIDDEN, INNER, TOKENS
+from support.memories import forget
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -49,8 +51,8 @@ FORWARD_LAYER = 864.0  # Transformer Engine 2.20's forward pass of the layer wit
 
 
 @pytest.fixture
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products are planned as where cuBLASLt is, wherever the plan is made."""
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Products are planned as where cuBLASLt is, wherever the plan is made; what is remembered of here is put aside."""
     described = request.described
 
     def on_gpu(*key: Any) -> GemmRequest:
@@ -58,6 +60,9 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(cublaslt_library, "missing", lambda: None)
     monkeypatch.setattr(request, "described", on_gpu)
+    forget()
+    yield
+    forget()
 
 
 def planned(model: nn.Module, recipe: recipes.Recipe | None) -> float:

@@ -40,6 +40,12 @@ def _state(link, **options):
     return OffloadableLayerState(None, link=link, **options)
 
 
+def _there_and_back(state):
+    state.start_offload()
+    state.release_activation_forward_gpu_memory()
+    state.start_reload()
+
+
 def _stages(synchronizer):
     return [synchronizer.layer_states[i].state for i in range(synchronizer.num_layers)]
 
@@ -69,9 +75,7 @@ def test_a_tensor_goes_to_the_host_and_comes_back_equal(link):
 def test_memory_that_nobody_read_goes_when_its_copy_is_done(link):
     state = _state(link)
     state.push_tensor(torch.randn(LARGE))
-    state.start_offload()
-    state.release_activation_forward_gpu_memory()
-    state.start_reload()
+    _there_and_back(state)
     state.release_all_memory()
     assert link.log == ["buffer", "out", "wait", "back", "wait"]
 
@@ -84,9 +88,7 @@ def test_a_tensor_and_its_views_are_copied_once(link):
         state.push_tensor(x.t()),
         state.push_tensor(x.view(-1)),
     ]
-    state.start_offload()
-    state.release_activation_forward_gpu_memory()
-    state.start_reload()
+    _there_and_back(state)
     first, second, turned, flat = (state.pop_tensor(p) for p in pushed)
     assert link.copied == x.nbytes
     assert first.data_ptr() == second.data_ptr() == turned.data_ptr()
@@ -103,9 +105,7 @@ def test_parts_of_one_tensor_share_a_copy_where_their_maker_asks_for_it(link):
         start_offload(*parts, offload_base_tensor=True)
         state = context.offload_synchronizer.layer_states[0]
         pushed = [state.push_tensor(part) for part in parts]
-    state.start_offload()
-    state.release_activation_forward_gpu_memory()
-    state.start_reload()
+    _there_and_back(state)
     assert link.copied == qkv.nbytes
     assert all(torch.equal(state.pop_tensor(p), part) for p, part in zip(pushed, parts, strict=True))
 
@@ -114,9 +114,7 @@ def test_a_view_with_gaps_takes_along_what_it_is_a_view_of(link):
     state, qkv = _state(link), torch.randn(64, 3, 64)
     parts = qkv.unbind(1)
     pushed = [state.push_tensor(part) for part in parts]
-    state.start_offload()
-    state.release_activation_forward_gpu_memory()
-    state.start_reload()
+    _there_and_back(state)
     assert link.copied == qkv.nbytes
     assert all(torch.equal(state.pop_tensor(p), part) for p, part in zip(pushed, parts, strict=True))
 
@@ -125,9 +123,7 @@ def test_values_in_another_order_come_back_in_it(link):
     state = _state(link)
     x = torch.empty_strided((4, 2, 16, 32), (64, 32, 256, 1)).normal_()
     pushed = state.push_tensor(x)
-    state.start_offload()
-    state.release_activation_forward_gpu_memory()
-    state.start_reload()
+    _there_and_back(state)
     again = state.pop_tensor(pushed)
     assert torch.equal(again, x)
     assert again.stride() == x.stride()
@@ -166,9 +162,7 @@ def test_the_parts_of_a_quantized_tensor_move_and_make_it_again(link):
     x = quantizer(torch.randn(LARGE))
     state = _state(link)
     pushed = state.push_tensor(x)
-    state.start_offload()
-    state.release_activation_forward_gpu_memory()
-    state.start_reload()
+    _there_and_back(state)
     again = state.pop_tensor(pushed)
     assert type(again) is type(x)
     assert torch.equal(again.dequantize(), x.dequantize())

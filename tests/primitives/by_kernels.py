@@ -41,6 +41,21 @@ def norm_fuses(x: Tensor, spec: QuantizeSpec, *, centered: bool) -> bool:
     return norm_triton.fuses(request, request.cast)
 
 
+class Reference:
+    """The functions of a module, while one operation's reference is forced."""
+
+    def __init__(self, module: ModuleType, operation: str):
+        self.module = module
+        self.operation = operation
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            with use_backend(**{self.operation: "reference"}):
+                return getattr(self.module, name)(*arguments, **keywords)
+
+        return call
+
+
 class Kernels:
     """The functions of a module, while one operation's kernels are forced; what else they call is left alone.
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from by_kernels import Kernels
+from by_kernels import Kernels, Reference
 from support.kernels import DEVICE, INTERPRETED, runs_kernels, sized
 from support.tolerances import DTYPES, SUMMED, UNIT
 
-from transformer_engine.common.dispatch import use_backend
 from transformer_engine.pytorch.primitives import permutation
 from transformer_engine.pytorch.primitives.permutation import (
     INDEX,
@@ -22,18 +21,7 @@ from transformer_engine.pytorch.primitives.permutation import (
 kernels = Kernels(permutation, "permutation")
 
 
-class ByReference:
-    """The operation's public functions, computed by its reference."""
-
-    def __getattr__(self, name):
-        def call(*arguments, **keywords):
-            with use_backend(permutation="reference"):
-                return getattr(permutation, name)(*arguments, **keywords)
-
-        return call
-
-
-literal = ByReference()
+literal = Reference(permutation, "permutation")
 
 
 def mask_of(tokens, experts, places, device="cpu", seed=0):
@@ -168,9 +156,11 @@ class TestKernels:
         dx, y = (torch.randn(n, hidden, device=DEVICE).to(dtype) for n in (TOKENS, rows))
         weights = torch.rand(TOKENS, 6, device=DEVICE)
         (dy, dw), (dy_expected, dw_expected) = (
-            by.send_weighted(dx, routes, weights, y) for by in (kernels, literal)
+            by.send_weighted(dx, routes, rows, weights, y) for by in (kernels, literal)
         )
         assert torch.equal(dy, dy_expected)
+        alone, nothing = kernels.send_weighted(dx, routes, rows, weights, None)
+        assert torch.equal(alone, dy) and nothing is None
         scale = hidden**0.5
         torch.testing.assert_close(dw, dw_expected, rtol=SUMMED[torch.float32], atol=scale * 1e-6)
 
@@ -183,8 +173,8 @@ class TestKernels:
         mine, theirs = (by.collect(y, routes, weights)[0] for by in (kernels, literal))
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
         for ours, expected in zip(
-            kernels.send_weighted(x, routes, weights, y),
-            literal.send_weighted(x, routes, weights, y),
+            kernels.send_weighted(x, routes, 50, weights, y),
+            literal.send_weighted(x, routes, 50, weights, y),
             strict=True,
         ):
             torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-5)

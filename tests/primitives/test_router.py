@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from by_kernels import Kernels
+from by_kernels import Kernels, Reference
 from support.kernels import DEVICE, runs_kernels, sized
 from support.tolerances import CURVED, UNIT
 
-from transformer_engine.common.dispatch import use_backend
 from transformer_engine.pytorch.primitives import router
 from transformer_engine.pytorch.primitives.router import (
     BITS,
@@ -28,18 +27,7 @@ SCORES = pytest.mark.parametrize("score", [SOFTMAX, SOFTMAX_AFTER, SIGMOID, SQRT
 GROUPS = pytest.mark.parametrize("groups", [None, (4, 2)], ids=["any", "groups"])
 
 
-class ByReference:
-    """The operation's public functions, computed by its reference."""
-
-    def __getattr__(self, name):
-        def call(*arguments, **keywords):
-            with use_backend(router="reference"):
-                return getattr(router, name)(*arguments, **keywords)
-
-        return call
-
-
-literal = ByReference()
+literal = Reference(router, "router")
 
 
 def logits_of(tokens, experts, device="cpu", dtype=torch.float32):

@@ -135,6 +135,6 @@ def test_tables_of_addresses_of_the_dead_are_not_used(device):
 def test_placeholders_of_gradients_do_not_add_up(device):
     for width in range(1, 100):
         weight_gradient.dummy_gradient((width, 8), torch.float32, device)
-    assert len(weight_gradient._dummies) <= weight_gradient._KEPT
+    assert len(weight_gradient._dummy_wgrads) <= weight_gradient._KEPT
     first = weight_gradient.dummy_gradient((8, 8), torch.float32, device)
     assert first.data_ptr() == weight_gradient.dummy_gradient((8, 8), torch.float32, device).data_ptr()

@@ -12,7 +12,7 @@ from ..common import env
 if TYPE_CHECKING:
     from typer import Typer
 
-REQUIRED = ("typer", "rich", "matplotlib")
+REQUIRED = ("torch", "typer", "rich", "matplotlib")
 
 
 def application() -> Typer:

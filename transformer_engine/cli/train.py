@@ -54,6 +54,10 @@ def train(
         int | None, typer.Option(help="Width, a multiple of 32 (128 suits block scaling)")
     ] = None,
     heads: Annotated[int | None, typer.Option(help="Attention heads")] = None,
+    experts: Annotated[
+        int | None,
+        typer.Option(help="Experts of each feed-forward layer, of which two compute a byte (0: none)"),
+    ] = None,
     lr: Annotated[float | None, typer.Option(help="Peak learning rate")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the weights and the batches (default: 0)")] = None,
     data: Annotated[
@@ -86,6 +90,7 @@ def train(
         "layers": layers,
         "hidden": hidden,
         "heads": heads,
+        "experts": experts,
         "learning_rate": lr,
         "seed": seed,
         "data": data,
@@ -135,9 +140,10 @@ def _describe(console: Console, trainer: Trainer) -> None:
         f"text    {escape(corpus.source)}: {corpus.train.numel() + corpus.validation.numel():,} bytes",
         soft_wrap=True,
     )
+    experts = f", {config.experts} experts" if config.experts else ""
     console.print(
         f"model   {parameters:,} parameters in {config.label(HIGH_PRECISION)}, "
-        f"{layers}, hidden {config.hidden}, {config.heads} heads, on {config.device}"
+        f"{layers}, hidden {config.hidden}, {config.heads} heads{experts}, on {config.device}"
     )
     console.print(
         f"runs    {' and '.join(config.label(name) for name in config.runs)}, seed {config.seed}, "

@@ -118,6 +118,16 @@ _QUANTIZATION = (
         None,
         "1: compute formats that the hardware lacks by emulation; unset: only on a machine without a GPU.",
     ),
+    _text(
+        "NVTE_JAX_CUSTOM_CALLS",
+        None,
+        "JAX: true or false for all kernels, or Name=false,.. with the names of the original's primitives.",
+    ),
+    _flag(
+        "TE_JAX_KERNELS",
+        False,
+        "1: JAX programs that are traced on a machine without a GPU get Triton kernels for CUDA, for export.",
+    ),
     _flag(
         "NVTE_FP8_AUTO",
         False,
@@ -254,15 +264,11 @@ _LAYERS = (
     _flag(
         "NVTE_CUTLASS_GROUPED_GEMM_WARN_FALLBACK", False, "Accepted; no grouped product warns of a fallback."
     ),
-    _flag("NVTE_GROUPED_LINEAR_SINGLE_PARAM", False, "Accepted; GroupedLinear keeps one weight a group."),
-    _flag("NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM", False, "Accepted; grouped products choose by table."),
+    _flag("NVTE_GROUPED_LINEAR_SINGLE_PARAM", False, "1: single_grouped_* of GroupedLinear are refused."),
+    _flag("NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM", False, "Former name of use_grouped_tensor."),
     _flag("NVTE_CUTEDSL_FUSED_GROUPED_MLP", False, "Accepted; there is no such fusion here."),
     _flag("NVTE_FUSED_MLA_Q_UPROJ", False, "Accepted; there is no such fusion here."),
-    _flag(
-        "NVTE_CPU_OFFLOAD_V1",
-        False,
-        "1: get_cpu_offload_context returns the original's first form of context, whose layers end by a commit.",
-    ),
+    _flag("NVTE_CPU_OFFLOAD_V1", False, "1: get_cpu_offload_context returns its first form."),
     _flag("NVTE_NVTX_ENABLED", False, "Accepted; no ranges are marked for profilers."),
     _number("NVTE_PRINT_LAYER_NUMBER", 1, "Accepted; nothing is logged by layer."),
     _number("NVTE_PRINT_RANK", 0, "Accepted; nothing is logged by rank."),

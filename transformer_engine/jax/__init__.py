@@ -4,15 +4,22 @@ from . import requirements  # isort: skip
 from . import (
     activation,
     attention,
+    checkpoint_policies,
+    cpp_extensions,
     dense,
+    ep,
     flax,
     layernorm,
     layernorm_dense,
     layernorm_mlp,
+    moe,
+    permutation,
     quantize,
+    router,
     sharding,
     softmax,
 )
+from .explain import explain
 from .quantize import NVTE_FP8_COLLECTION_NAME, autocast, fp8_autocast, update_collections
 from .sharding import MeshResource
 
@@ -22,13 +29,20 @@ __all__ = [
     "activation",
     "attention",
     "autocast",
+    "checkpoint_policies",
+    "cpp_extensions",
     "dense",
+    "ep",
+    "explain",
     "flax",
     "fp8_autocast",
     "layernorm",
     "layernorm_dense",
     "layernorm_mlp",
+    "moe",
+    "permutation",
     "quantize",
+    "router",
     "sharding",
     "softmax",
     "update_collections",

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax import Array
 
-from .dense import check_values
+from .checks import check_values
 from .primitives.activation import ACTIVATIONS, ActivationParams, activation_backward, activation_forward
 from .quantize.quantizers import Quantizer
 from .quantized_identity import quantized_identity

@@ -10,12 +10,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ..common.checks import described
+from .checks import check_axis_names, check_bias, check_values
+from .collective import CollectiveOpSet, noop_collective_op_set
+from .grouped_dense import grouped_dense
 from .products import column_operand, encode, forward_product, gradient_product, row_operand
 from .quantize.quantizers import QuantizerSet, advanced_together, as_cotangent, noop_quantizer_set
 from .sharding import with_sharding_constraint_by_logical_axes
 
-__all__ = ["dense"]
+__all__ = ["dense", "grouped_dense"]
 
 Dims = tuple[Sequence[int], Sequence[int]]
 
@@ -29,6 +31,7 @@ def dense(
     input_axes: tuple[str | None, ...] | None = None,
     kernel_axes: tuple[str | None, ...] | None = None,
     output_axes: tuple[str | None, ...] | None = None,
+    collective_op_set: CollectiveOpSet = noop_collective_op_set,
     quantizer_set: QuantizerSet = noop_quantizer_set,
 ) -> Array:
     """y [*batch, *features] = x @ kernel (+ bias [*features]), in x's dtype.
@@ -36,6 +39,7 @@ def dense(
     contracting_dims          axes of x and of kernel that are summed over
     transpose_batch_sequence  is the sequence in front of the batch? Any order computes the same
     input_axes, kernel_axes, output_axes   logical names of the axes, for sharding
+    collective_op_set         what surrounds the product: XLA places it as axes are laid, the values are the same
     quantizer_set             differentiable: the cotangent of its state is the state of the next step
     Without quantizers the kernel is cast to x's dtype. Raises ValueError for extents that do not match.
     """
@@ -86,29 +90,6 @@ def check_contraction(x: Array, kernel: Array, dims: Dims) -> tuple[tuple[int, .
     return found[0], found[1]
 
 
-def check_values(name: str, array: Any) -> None:
-    """TypeError unless an array holds float32, bfloat16 or float16."""
-    dtype = getattr(array, "dtype", None)
-    if dtype is None or dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        raise TypeError(f"{name} is {described(array)}; it must hold float32, bfloat16 or float16, cast it")
-
-
-def check_bias(bias: Array | None, features: Sequence[int]) -> None:
-    """ValueError unless a bias is one number a feature."""
-    if bias is not None and tuple(bias.shape) != tuple(features):
-        raise ValueError(
-            f"bias has shape {tuple(bias.shape)}; it must be {tuple(features)}, one number a feature"
-        )
-
-
-def check_axis_names(name: str, axes: Sequence[str | None] | None, ndim: int) -> None:
-    """ValueError unless there is one name an axis, or none at all."""
-    if axes and len(axes) != ndim:
-        raise ValueError(
-            f"{name}={tuple(axes)} names {len(axes)} axes of {ndim}; give one name, or None, an axis"
-        )
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _dense(x: Array, kernel: Array, quantizer_set: QuantizerSet, contracted: int) -> Array:
     return _dense_fwd(x, kernel, quantizer_set, contracted)[0]
@@ -118,23 +99,23 @@ def _dense_fwd(x: Array, kernel: Array, quantizers: QuantizerSet, contracted: in
     batch = x.ndim - contracted
     x_codes, x_amax = encode(quantizers.x, x, batch)
     kernel_codes, kernel_amax = encode(quantizers.kernel, kernel, contracted)
-    following = advanced_together((quantizers.x, quantizers.kernel), (x_amax, kernel_amax))
     y = forward_product(row_operand(x_codes, batch), column_operand(kernel_codes, contracted), x.dtype)
     saved = column_operand(x_codes, batch), row_operand(kernel_codes, contracted)
     # Arrays without elements carry shapes and dtypes of the gradients.
     likes = jnp.zeros((0, *x.shape), x.dtype), jnp.zeros((0, *kernel.shape), kernel.dtype)
     y = y.reshape(*x.shape[:batch], *kernel.shape[contracted:])
-    return y, (saved, likes, following, quantizers.dgrad)
+    return y, (saved, likes, quantizers, (x_amax, kernel_amax))
 
 
 def _dense_bwd(contracted: int, residuals: Any, dy: Array) -> tuple[Array, Array, QuantizerSet]:
-    (x_columns, kernel_rows), (x_like, kernel_like), (next_x, next_kernel), quantizer = residuals
+    (x_columns, kernel_rows), (x_like, kernel_like), quantizers, amaxes = residuals
     batch = x_like.ndim - 1 - contracted
-    codes, amax = encode(quantizer, dy, batch)
-    (next_dgrad,) = advanced_together((quantizer,), (amax,))
+    codes, amax = encode(quantizers.dgrad, dy, batch)
     dx = gradient_product(row_operand(codes, batch), kernel_rows, x_like.dtype)
     dkernel = gradient_product(x_columns, column_operand(codes, batch), kernel_like.dtype)
-    following = as_cotangent(QuantizerSet(next_x, next_kernel, next_dgrad))
+    # The three states advance here, in one operation, because the last of their maxima is known here.
+    states = (quantizers.x, quantizers.kernel, quantizers.dgrad)
+    following = as_cotangent(QuantizerSet(*advanced_together(states, (*amaxes, amax))))
     return dx.reshape(x_like.shape[1:]), dkernel.reshape(kernel_like.shape[1:]), following
 
 

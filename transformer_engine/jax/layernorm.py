@@ -10,7 +10,7 @@ from jax import Array
 
 from ..common.checks import described
 from ..common.checks import epsilon as check_epsilon
-from .dense import check_values
+from .checks import check_values
 from .primitives.norm import norm_backward, norm_forward
 from .quantize.quantizers import Quantizer
 from .quantized_identity import quantized_identity

@@ -8,6 +8,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from .activation import ActivationParams, activation
+from .collective import CollectiveOpSet, noop_collective_op_set
 from .dense import dense
 from .layernorm import layernorm
 from .quantize.quantizers import QuantizerSet, noop_quantizer_set
@@ -37,6 +38,10 @@ def layernorm_mlp(
     ffn2_ckpt_name: str = "ffn2",
     activation_type: Sequence[str] = ("gelu",),
     activation_params: ActivationParams | Mapping[str, float] | None = None,
+    collective_op_sets: tuple[CollectiveOpSet, CollectiveOpSet] = (
+        noop_collective_op_set,
+        noop_collective_op_set,
+    ),
     quantizer_sets: tuple[QuantizerSet, QuantizerSet] = (noop_quantizer_set, noop_quantizer_set),
 ) -> Array:
     """y [*batch, h] in x's dtype, of x [*batch, h], kernels [h, n_act, f], [f, h] and biases [n_act, f], [h] or None.
@@ -57,6 +62,7 @@ def layernorm_mlp(
         transpose_batch_sequence=transpose_batch_sequence,
         input_axes=dot_1_input_axes,
         kernel_axes=kernel_1_axes,
+        collective_op_set=collective_op_sets[0],
         quantizer_set=quantizer_sets[0],
     )
     hidden = checkpoint_name(hidden, ffn1_ckpt_name)
@@ -69,6 +75,7 @@ def layernorm_mlp(
         transpose_batch_sequence=transpose_batch_sequence,
         input_axes=dot_2_input_axes,
         kernel_axes=kernel_2_axes,
+        collective_op_set=collective_op_sets[1],
         quantizer_set=quantizer_sets[1],
     )
     return checkpoint_name(y, ffn2_ckpt_name)

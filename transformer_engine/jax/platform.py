@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -51,3 +52,23 @@ def xla_flag(name: str) -> str | None:
         if key == name:
             found = value or "true"
     return found
+
+
+@dataclass(frozen=True)
+class Processors:
+    """Multiprocessors of a GPU, and the bytes of shared memory that one program may have."""
+
+    count: int
+    shared_memory: int
+
+
+_SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 103: 232448, 120: 101376}
+_H100 = 132  # multiprocessors that programs are planned for on a machine without a GPU
+
+
+def processors() -> Processors:
+    """Of the first GPU; on a CPU those of an H100, for programs that are lowered for CUDA there."""
+    capability, gpus = compute_capability(), _gpus()
+    count = _H100 if not gpus else int(getattr(gpus[0], "core_count", None) or _H100)
+    known = [least for least in _SHARED_MEMORY if least <= capability]
+    return Processors(count, _SHARED_MEMORY[max(known)] if known else _SHARED_MEMORY[86])

@@ -30,6 +30,11 @@ W_TP_AXES = "nvte_w_tp"
 W_JOINED_AXES = "nvte_w_joined"
 
 
+def token_axes(transposed: bool, sequence: str, hidden: str) -> tuple[str, str, str]:
+    """Names of the axes of [b, s, hidden], or of [s, b, hidden] when transposed."""
+    return (sequence, BATCH_AXES, hidden) if transposed else (BATCH_AXES, sequence, hidden)
+
+
 @dataclass(frozen=True)
 class MeshResource:
     """The names of a mesh's axes by the kind of parallelism they serve; None: there is none of that kind."""
@@ -96,6 +101,14 @@ def _mesh() -> Mesh | jax.sharding.AbstractMesh | None:
     return None if physical.empty else physical
 
 
+def mesh_in_use() -> Mesh | jax.sharding.AbstractMesh:
+    """The mesh in use here; ValueError where there is none."""
+    mesh = _mesh()
+    if mesh is None:
+        raise ValueError("no mesh is in use; enter `with mesh:` or jax.set_mesh(mesh)")
+    return mesh
+
+
 def is_mesh_available() -> bool:
     """Is a mesh in use here?"""
     return _mesh() is not None
@@ -153,6 +166,8 @@ def with_sharding_constraint(x: Array, pspec: PartitionSpec | None) -> Array:
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
 
     def usable(entry: object) -> object:
+        if entry is PartitionSpec.UNCONSTRAINED:
+            return entry
         names = entry if isinstance(entry, tuple) else (entry,)
         kept = tuple(name for name in names if name in kinds and kinds[name] is not AxisType.Manual)
         return None if not kept else kept[0] if len(kept) == 1 else kept

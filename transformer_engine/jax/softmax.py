@@ -7,7 +7,7 @@ import enum
 import jax.numpy as jnp
 from jax import Array
 
-from .dense import check_values
+from .checks import check_values
 from .primitives.softmax import masked_softmax
 
 __all__ = ["SoftmaxFusionType", "softmax"]

@@ -243,6 +243,24 @@ def _rope(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
         )
 
 
+def _permute(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
+    """Tokens to their experts and, by weights without a gradient, back; a pass moves a token and its rows once."""
+    tokens, hidden, experts, places = (256, 128, 8, 2) if quick else (16384, 4096, 64, 8)
+    sizes = {"tokens": tokens, "hidden": hidden, "experts": experts, "places": places}
+    name = f"permute_fb/bf16/t{tokens}_h{hidden}_e{experts}_k{places}"
+    if "bf16" in recipes:
+        yield Case(name, "permute", "bf16", sizes, moved=4 * tokens * (1 + places) * hidden * BYTES)
+
+
+def _router(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
+    """Float32 logits, weights, scores and the gradients of the first two; the map is written and read."""
+    tokens, experts, places = (256, 16, 2) if quick else (16384, 256, 8)
+    for score in ("softmax", "sigmoid") if "bf16" in recipes else ():
+        sizes = {"tokens": tokens, "experts": experts, "places": places, "score": score}
+        name = f"router_fb/{score}/t{tokens}_e{experts}_k{places}"
+        yield Case(name, "router", "bf16", sizes, moved=tokens * experts * (4 * 6 + 2))
+
+
 def _cross_entropy(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
     """Logits are read for the loss, and read and written for the gradient."""
     rows, ids = (64, 1000) if quick else (8192, 128256)
@@ -295,6 +313,8 @@ FAMILIES: dict[str, Callable[[tuple[str, ...], bool], Iterator[Case]]] = {
     "layer_graphed": _layer_graphed,
     "offload": _offload,
     "rope": _rope,
+    "permute": _permute,
+    "router": _router,
     "cross_entropy": _cross_entropy,
     "linear_cross_entropy": _linear_cross_entropy,
     "adam": _adam,

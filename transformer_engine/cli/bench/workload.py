@@ -57,3 +57,13 @@ class Workload:
             y.backward(gradient)
 
         return step
+
+
+def routed_tokens(case: Any, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens [T, hidden], bool [T, experts] of those that take each token of a case, and probabilities [T, experts]."""
+    a = case.arguments
+    shape = (a["tokens"], a["experts"])
+    chosen = torch.rand(*shape, device=device).topk(a["places"], dim=1).indices
+    mask = torch.zeros(*shape, dtype=torch.bool, device=device).scatter_(1, chosen, True)
+    tokens = torch.randn(a["tokens"], a["hidden"], device=device, dtype=torch.bfloat16)
+    return tokens, mask, torch.rand(*shape, device=device)

@@ -59,6 +59,7 @@ class Config:
     learning_rate: float
     seed: int = 0
     data: str | None = None
+    experts: int = 0
     optimizer: str = "adamw"
 
     def __post_init__(self) -> None:
@@ -85,6 +86,10 @@ class Config:
             raise ValueError(
                 f"hidden={self.hidden} and heads={self.heads} give a head width of "
                 f"{self.hidden / self.heads:g}, not a multiple of 16; try heads={max(1, self.hidden // 32)}"
+            )
+        if self.experts < 0 or self.experts == 1:
+            raise ValueError(
+                f"experts={self.experts} must be 2 or more, two compute each byte; or 0 for none"
             )
         if not 0 < self.learning_rate < 1:
             raise ValueError(f"lr={self.learning_rate} is outside 0 < lr < 1; 0.001 is a usual value")
@@ -181,7 +186,7 @@ def restore(
 def saved_config(saved: dict[str, Any], source: str) -> Config:
     """The Config in source, fields of other versions left out; ValueError, naming source, where it is none."""
     known = {field.name for field in fields(Config)}
-    missing = sorted(known - set(saved) - {"seed", "data", "optimizer"})
+    missing = sorted(known - set(saved) - {"seed", "data", "experts", "optimizer"})
     if missing:
         raise ValueError(f"the config in {source} has no {missing[0]!r}; train again without --resume")
     try:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ... import pytorch as te
 from .config import VOCABULARY, Config
+from .experts import ExpertsLayer
 
 
 class ByteGPT(nn.Module):
@@ -53,9 +54,11 @@ class ByteGPT(nn.Module):
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
-def _block(config: Config, number: int) -> te.TransformerLayer:
+def _block(config: Config, number: int) -> nn.Module:
     # Residual branches shrink with depth, as in GPT-2: the sum of 2 * layers branches keeps its variance.
     residual = 0.02 / (2 * config.layers) ** 0.5
+    if config.experts:
+        return ExpertsLayer(config, number, residual)
     return te.TransformerLayer(
         config.hidden,
         config.feed_forward,

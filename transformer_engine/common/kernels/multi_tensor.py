@@ -62,7 +62,7 @@ def _scale(
     FROM: tl.constexpr,
     TO: tl.constexpr,
     ALIGNED: tl.constexpr,
-    CHUNK_SIZE: tl.constexpr,
+    SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     count = _count(table, None, 3, ALIGNED)
@@ -70,7 +70,7 @@ def _scale(
     y = _tensor(table, 2, 3, TO, ALIGNED)
     by = tl.load(factor)
     bad = 0
-    for first in range(0, CHUNK_SIZE, BLOCK):
+    for first in range(0, SIZE, BLOCK):
         place = first + tl.arange(0, BLOCK)
         inside = place < count
         value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
@@ -87,7 +87,7 @@ def _squares(
     partials,
     FROM: tl.constexpr,
     ALIGNED: tl.constexpr,
-    CHUNK_SIZE: tl.constexpr,
+    SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     count = _count(table, None, 2, ALIGNED)
@@ -96,7 +96,7 @@ def _squares(
     if factor is not None:
         by = tl.load(factor)
     total = tl.zeros([BLOCK], tl.float32)
-    for first in range(0, CHUNK_SIZE, BLOCK):
+    for first in range(0, SIZE, BLOCK):
         place = first + tl.arange(0, BLOCK)
         value = tl.load(x + place, mask=place < count, other=0.0).to(tl.float32) * by
         total += value * value
@@ -125,7 +125,7 @@ def _adam(
     COLUMNS: tl.constexpr,
     DECOUPLED: tl.constexpr,
     ALIGNED: tl.constexpr,
-    CHUNK_SIZE: tl.constexpr,
+    SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """m = b1 m + (1 - b1) g, v = b2 v + (1 - b2) g^2, p -= lr (m / c1 / (sqrt(v / c2) + eps) + decay p)
@@ -150,7 +150,7 @@ def _adam(
     first_bias = tl.load(rates + 7)
     second_bias = tl.load(rates + 8)
     by = tl.load(rates + 9)
-    for first in range(0, CHUNK_SIZE, BLOCK):
+    for first in range(0, SIZE, BLOCK):
         place = first + tl.arange(0, BLOCK)
         inside = place < count
         g = tl.load(g_ptr + place, mask=inside, other=0.0).to(tl.float32) * by
@@ -199,7 +199,7 @@ def _sgd(
     FIRST: tl.constexpr,
     LATE: tl.constexpr,
     ALIGNED: tl.constexpr,
-    CHUNK_SIZE: tl.constexpr,
+    SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """g = scale g (+ decay p), m = momentum m + (1 - dampening) g, p -= lr (nesterov: g + momentum m, else m)
@@ -218,7 +218,7 @@ def _sgd(
     takes = tl.load(rates + 2)
     lr = tl.load(rates + 3)
     by = tl.load(rates + 4)
-    for first in range(0, CHUNK_SIZE, BLOCK):
+    for first in range(0, SIZE, BLOCK):
         place = first + tl.arange(0, BLOCK)
         inside = place < count
         g = tl.load(g_ptr + place, mask=inside, other=0.0).to(tl.float32) * by

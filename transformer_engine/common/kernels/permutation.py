@@ -45,20 +45,9 @@ def _route(map, pad_offsets, token, j, tokens, columns, BY_MASK: tl.constexpr):
 
 @triton.jit
 def send_kernel(
-    x,
-    map,
-    pad_offsets,
-    probs,
-    y,
-    row_probs,
-    taken,
-    tokens,
-    rows,
-    hidden,
-    columns,
-    BY_MASK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x, map, pad_offsets, probs, y, row_probs, taken, tokens, rows, hidden, columns,
+    BY_MASK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """BLOCK values of a token to all of its rows; with probs, a row whose probability is 0 is zero.
 
     taken [rows] is marked where a row is written.
@@ -97,21 +86,9 @@ def clear_kernel(y, row_probs, taken, rows, hidden, ROWS: tl.constexpr, BLOCK: t
 
 @triton.jit
 def collect_kernel(
-    y,
-    map,
-    pad_offsets,
-    weights,
-    row_values,
-    x,
-    values,
-    tokens,
-    rows,
-    hidden,
-    columns,
-    BY_MASK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    y, map, pad_offsets, weights, row_values, x, values, tokens, rows, hidden, columns,
+    BY_MASK: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """x[t] = sum over routes of weight * y[row], from the lowest row on; values[t, column] = row_values[row]."""
     token = tl.program_id(0)
     feature = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -138,26 +115,12 @@ def collect_kernel(
 
 @triton.jit
 def send_weighted_kernel(
-    dx,
-    map,
-    pad_offsets,
-    weights,
-    y,
-    dy,
-    grad_weights,
-    taken,
-    tokens,
-    rows,
-    hidden,
-    columns,
-    BY_MASK: tl.constexpr,
-    WHOLE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    dx, map, pad_offsets, weights, y, dy, grad_weights, taken, tokens, rows, hidden, columns,
+    BY_MASK: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """dy[row] = weight * dx[t] and grad_weights[t, column] = sum(y[row] * dx[t]) of one token: collect's gradients.
 
-    WHOLE: a row is one BLOCK.
+    Without y the weights want no gradient. WHOLE: a row is one BLOCK.
     """
     token = tl.program_id(0)
     lane = tl.arange(0, COLUMNS)
@@ -178,12 +141,15 @@ def send_weighted_kernel(
                 else:
                     gradient = tl.load(source + first + feature, mask=inside, other=0.0).to(tl.float32)
                 place = row * hidden + first + feature
-                products += gradient * tl.load(y + place, mask=inside, other=0.0).to(tl.float32)
+                if y is not None:
+                    products += gradient * tl.load(y + place, mask=inside, other=0.0).to(tl.float32)
                 tl.store(dy + place, (gradient * weight).to(dy.dtype.element_ty), mask=inside)
-            sums = tl.where(lane == column, tl.sum(products, 0), sums)
+            if y is not None:
+                sums = tl.where(lane == column, tl.sum(products, 0), sums)
             tl.store(taken + row, tl.full([], 1, tl.uint8))
-    target = grad_weights + token.to(tl.int64) * columns + lane
-    tl.store(target, sums.to(grad_weights.dtype.element_ty), mask=lane < columns)
+    if grad_weights is not None:
+        target = grad_weights + token.to(tl.int64) * columns + lane
+        tl.store(target, sums.to(grad_weights.dtype.element_ty), mask=lane < columns)
 
 
 def send(
@@ -233,17 +199,17 @@ def collect(
 
 
 def send_weighted(
-    shape: tuple[int, int], rows: int, columns: int, by_mask: bool, dtypes: tuple[str, str]
+    shape: tuple[int, int], rows: int, columns: int, by_mask: bool, dtypes: tuple[str, str | None]
 ) -> Program:
-    """(dx [T, H], map, pad_offsets | None, weights [T, columns], y [rows, H]) -> dy [rows, H], grad_weights.
+    """(dx [T, H], map, pad_offsets | None, weights [T, columns], y [rows, H] | None) -> dy [rows, H], grad_weights.
 
-    dtypes of dy and of the weights' gradient [T, columns]; rows that no route leads to are zero.
+    dtypes of dy and of the weights' gradient [T, columns], None without y; rows that no route leads to are zero.
     """
     tokens, hidden = shape
     block = min(triton.next_power_of_2(hidden), 8192)
     outputs = (
         Output((rows, hidden), dtypes[0]),
-        Output((tokens, columns), dtypes[1]),
+        None if dtypes[1] is None else Output((tokens, columns), dtypes[1]),
         Output((rows,), "uint8", begins=0.0),
     )
     constants = (by_mask, hidden <= block, block, triton.next_power_of_2(columns))
@@ -257,7 +223,7 @@ def send_weighted(
     )
     given = ("dx", "map", "pad_offsets", "weights", "y")
     steps = (step(sending, given, ("dy", "grad_weights", "taken")), _clearing(rows, hidden, "dy", None))
-    return Program(given, steps, ("dy", "grad_weights"))
+    return Program(given, steps, ("dy", None if dtypes[1] is None else "grad_weights"))
 
 
 def _clearing(rows: int, hidden: int, y: str, row_probs: str | None) -> Step:

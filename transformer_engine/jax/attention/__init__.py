@@ -9,7 +9,7 @@ from .enums import (
     QKVLayout,
     canonicalize_attn_mask_type,
 )
-from .fused import fused_attn, is_fused_attn_kernel_available
+from .fused import fused_attn, fused_attn_thd, is_fused_attn_kernel_available
 from .masks import make_swa_mask, run_length_fill
 from .reorder import (
     CPStrategy,
@@ -29,6 +29,7 @@ __all__ = [
     "SequenceDescriptor",
     "canonicalize_attn_mask_type",
     "fused_attn",
+    "fused_attn_thd",
     "inverse_reorder_causal_load_balancing",
     "is_fused_attn_kernel_available",
     "make_swa_mask",

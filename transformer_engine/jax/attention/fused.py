@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
 from ...common.checks import described, drop_rate, number, whole
-from ...common.dispatch import Backend, Table
-from ..dense import check_values
+from ...common.dispatch import Table
+from ..checks import check_values
+from ..context_parallel.plan import ContextParallel, plan_of
+from ..context_parallel.ring import ring_attention
+from ..platform import has_gpu
 from ..primitives.platforms import chosen
-from . import reference
+from ..sharding import with_sharding_constraint
+from . import cudnn, reference
 from .descriptor import SequenceDescriptor
 from .enums import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout
 from .masks import Window, check_window, hidden_keys
-from .request import AttentionRequest
+from .reorder import CPStrategy
+from .request import AttentionRequest, Call
+from .score_mod import check_score_mod, modifier
 
-__all__ = ["TABLE", "fused_attn", "is_fused_attn_kernel_available"]
+__all__ = ["TABLE", "fused_attn", "fused_attn_thd", "is_fused_attn_kernel_available"]
 
-TABLE: Table[AttentionRequest] = Table(
-    "jax_attention", (Backend("reference", bind=lambda request: reference.attend),)
-)
+TABLE: Table[AttentionRequest] = Table("jax_attention", (cudnn.BACKEND, reference.BACKEND))
 
 
 def fused_attn(
@@ -41,8 +47,16 @@ def fused_attn(
     is_training: bool,
     max_segments_per_seq: int = 1,
     window_size: Window | None = None,
+    context_parallel_strategy: CPStrategy = CPStrategy.DEFAULT,
+    context_parallel_causal_load_balanced: bool = False,
+    context_parallel_axis: str = "",
     context_checkpoint_name: str = "context",
     softmax_offset: Array | None = None,
+    stripe_size: int | None = None,
+    score_mod: Callable[..., Array] | None = None,
+    score_mod_bprop: Callable[..., Array] | None = None,
+    score_mod_tensors: Any = None,
+    score_mod_bprop_tensors: Any = None,
 ) -> Array:
     """out [b, q, h, dv] in query's dtype.
 
@@ -50,31 +64,161 @@ def fused_attn(
     bias                 [1 or b, 1 or h, q, k], differentiable
     sequence_descriptor  which tokens belong together; or a mask, True hides a key; None: each row is one sequence
     seed                 a key of jax.random, for dropout
+    context_parallel_*   tokens are laid over a mesh axis: ALL_GATHER (the default) gathers keys and values, RING passes
+                         them round; load-balanced: tokens lie as `reorder_causal_load_balancing` puts them
     softmax_offset       [1, h, 1, 1], differentiable, of LEARNABLE_SOFTMAX
+    stripe_size          tokens of a stripe, of packed rows that are load-balanced
+    score_mod            (scores [b, h, q, k], score_mod_tensors) -> scores, in jnp operations, before the softmax;
+                         differentiable, or by score_mod_bprop (gradient, scores, score_mod_bprop_tensors)
     Rows of tokens that belong to no sequence, and rows that see no key, are zero.
     """
     query, key, value = separated(qkv, qkv_layout)
     check_attention(query, key, value, bias, attn_bias_type, dropout_probability, scaling_factor)
     whole("max_segments_per_seq", max_segments_per_seq)
     window = check_window(window_size)
-    batch, queries, heads, _ = query.shape
-    keys = key.shape[1]
-    hidden = hidden_of(sequence_descriptor, attn_mask_type, qkv_layout, window, (batch, queries, keys))
-    request = _request(query, key, value, qkv_layout, attn_bias_type, attn_mask_type, softmax_type)
-    request = request._replace(dropout=dropout_probability, window=window, training=is_training)
-    calls = chosen(TABLE, lambda platform: request._replace(platform=platform))
-    dropped = None
-    if is_training and dropout_probability > 0:
-        if seed is None:
-            raise ValueError(
-                f"dropout_probability={dropout_probability} without a seed; give a key of jax.random"
-            )
-        dropped = dropout_of(seed, dropout_probability)
-    run = calls["cpu"]
-    assert all(call is run for call in calls.values()), "every platform has one backend so far"
-    sink = sink_of(softmax_type, softmax_offset, heads)
-    out = run(query, key, value, bias, attn_bias_type, hidden, scaling_factor, sink, dropped)
+    plan = plan_of(
+        context_parallel_axis, context_parallel_strategy, context_parallel_causal_load_balanced, qkv_layout, stripe_size
+    )  # fmt: skip
+    others = {
+        "sequence_descriptor": sequence_descriptor is not None, "window_size": window,
+        "dropout_probability": dropout_probability, "context_parallel_axis": "" if plan is None else plan.axis,
+    }  # fmt: skip
+    check_score_mod(
+        score_mod, score_mod_bprop, qkv_layout, attn_bias_type, attn_mask_type, softmax_type, others
+    )
+    call = Call(
+        query, key, value, bias, attn_bias_type, attn_mask_type, window,
+        functools.partial(
+            _hidden, sequence_descriptor, attn_mask_type, qkv_layout, window, plan,
+            (query.shape[0], query.shape[1], key.shape[1]),
+        ),
+        _lengths(sequence_descriptor, attn_mask_type), scaling_factor,
+        sink_of(softmax_type, softmax_offset, query.shape[2]),
+        _dropout(seed, dropout_probability) if is_training else None,
+        None if score_mod is None
+        else modifier(score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors),
+    )  # fmt: skip
+    if plan is not None:
+        out = _over_devices(plan, call, sequence_descriptor, qkv_layout)
+    else:
+        request = _request(query, key, value, qkv_layout, attn_bias_type, attn_mask_type, softmax_type)
+        request = request._replace(
+            dropout=dropout_probability, window=window, training=is_training, modified=score_mod is not None,
+            rows=_rows(sequence_descriptor, attn_mask_type, qkv_layout),
+        )  # fmt: skip
+        out = _by_platform(request, call)
     return checkpoint_name(out, context_checkpoint_name)
+
+
+def fused_attn_thd(
+    qkv: tuple[Array, ...], bias: Array | None, q_seq_lens: Array, kv_seq_lens: Array, q_seq_offsets: Array,
+    kv_seq_offsets: Array, seed: Array | None, attn_bias_type: AttnBiasType, attn_mask_type: AttnMaskType,
+    qkv_layout: QKVLayout, softmax_type: AttnSoftmaxType, scaling_factor: float, dropout_probability: float,
+    is_training: bool, max_segments_per_seq: int = 1, window_size: Window | None = None, **options: Any,
+) -> Array:  # fmt: skip
+    """`fused_attn` of packed rows, under its former arguments: lengths [b, n] and offsets [b, n + 1]."""
+    if not qkv_layout.is_thd():
+        raise ValueError(f"qkv_layout={qkv_layout.name} has one sequence a row; call fused_attn")
+    descriptor = SequenceDescriptor.from_seqlens_and_offsets(
+        (q_seq_lens, kv_seq_lens), (q_seq_offsets, kv_seq_offsets)
+    )
+    return fused_attn(
+        qkv, bias, descriptor, seed, attn_bias_type, attn_mask_type, qkv_layout, softmax_type, scaling_factor,
+        dropout_probability, is_training, max_segments_per_seq, window_size, **options,
+    )  # fmt: skip
+
+
+def _by_platform(request: AttentionRequest, call: Call) -> Array:
+    """The call by the backend of every platform that the program may be lowered for."""
+    calls = chosen(TABLE, lambda platform: request._replace(platform=platform))
+    on_gpu, elsewhere = calls["cuda"], calls["cpu"]
+    if on_gpu is elsewhere:
+        return elsewhere(call)
+    return lax.platform_dependent(cuda=lambda: on_gpu(call), default=lambda: elsewhere(call))
+
+
+def _over_devices(
+    plan: ContextParallel, call: Call, descriptor: SequenceDescriptor | Array | None, layout: QKVLayout
+) -> Array:
+    """Tokens laid over plan.axis: keys and values gathered by XLA, or going round."""
+    if plan.ring:
+        for name, value in (("bias", call.bias), ("dropout", call.dropped)):
+            if value is not None:
+                raise NotImplementedError(
+                    f"context_parallel_strategy=RING with {name}; use CPStrategy.ALL_GATHER"
+                )
+        if isinstance(descriptor, Array):
+            raise NotImplementedError(
+                "context_parallel_strategy=RING with a mask; give a SequenceDescriptor, or use CPStrategy.ALL_GATHER"
+            )
+        segments = plan.segments(
+            descriptor, call.mask_type, layout, (call.query.shape[0], call.query.shape[1], call.key.shape[1])
+        )
+        return ring_attention(
+            plan,
+            call.query,
+            call.key,
+            call.value,
+            segments,
+            call.mask_type,
+            call.window,
+            call.scale,
+            call.sink,
+        )
+    query, key, value = (_laid(x, plan.axis) for x in (call.query, call.key, call.value))
+    # Asked for whole, keys and values are gathered by XLA, and their gradients scattered.
+    out = reference.attend(
+        query, _laid(key, None), _laid(value, None), call.bias, call.bias_type, call.hidden(), call.scale, call.sink,
+        call.dropped,
+    )  # fmt: skip
+    return _laid(out, plan.axis)
+
+
+def _laid(x: Array, axis: str | None) -> Array:
+    """x [b, s, h, d] with its tokens over an axis of the mesh, or whole; the others lie as XLA likes."""
+    free = PartitionSpec.UNCONSTRAINED
+    return with_sharding_constraint(x, PartitionSpec(free, axis, free, free))
+
+
+def _hidden(
+    descriptor: SequenceDescriptor | Array | None,
+    mask_type: AttnMaskType,
+    layout: QKVLayout,
+    window: Window | None,
+    plan: ContextParallel | None,
+    extents: tuple[int, int, int],
+) -> Array | None:
+    if plan is None or isinstance(descriptor, Array):
+        return hidden_of(descriptor, mask_type, layout, window, extents)
+    segments = plan.segments(descriptor, mask_type, layout, extents)
+    # Places of bottom-right masks are counted from the end already.
+    kind = AttnMaskType.PADDING_CAUSAL_MASK if mask_type.is_causal() else AttnMaskType.PADDING_MASK
+    return hidden_keys(kind, window, segments, *extents[1:])
+
+
+def _lengths(
+    descriptor: SequenceDescriptor | Array | None, mask_type: AttnMaskType
+) -> tuple[Array, Array] | None:
+    if isinstance(descriptor, SequenceDescriptor) and mask_type.is_padding():
+        return descriptor.seqlens
+    return None
+
+
+def _rows(descriptor: SequenceDescriptor | Array | None, mask_type: AttnMaskType, layout: QKVLayout) -> str:
+    if not mask_type.is_padding() and not layout.is_thd():
+        return "whole"
+    if not isinstance(descriptor, SequenceDescriptor):
+        return "whole" if descriptor is None else "mask"
+    only_lengths = descriptor.seqlens[0].size and not descriptor.seq_offsets[0].size
+    return "lengths" if only_lengths else "segments"
+
+
+def _dropout(seed: Array | None, rate: float) -> Callable[[Array], Array] | None:
+    if rate == 0:
+        return None
+    if seed is None:
+        raise ValueError(f"dropout_probability={rate} without a seed; give a key of jax.random")
+    return dropout_of(seed, rate)
 
 
 def is_fused_attn_kernel_available(
@@ -100,7 +244,7 @@ def is_fused_attn_kernel_available(
     request = AttentionRequest(
         jnp.dtype(q_dtype), qkv_layout, attn_bias_type, attn_mask_type, softmax_type, dropout_probability,
         q_num_heads, kv_num_heads, q_max_seqlen, kv_max_seqlen, head_dim_qk, head_dim_v, check_window(window_size),
-        is_training, "cuda",
+        is_training, "cuda" if has_gpu() else "cpu",
     )  # fmt: skip
     return any(b.name != "reference" and b.refusal(request) is None for b in TABLE.candidates(request))
 

@@ -28,22 +28,22 @@ def reorder_causal_load_balancing(
     tensor: Array, strategy: ReorderStrategy, cp_size: int, seq_dim: int, stripe_size: int | None = None
 ) -> Array:
     """The tensor with its sequence in the order of ranks."""
-    return jnp.take(tensor, _order(tensor, strategy, cp_size, seq_dim, stripe_size), axis=seq_dim)
+    order = order_of_tokens(tensor.shape[seq_dim], strategy, cp_size, stripe_size)
+    return jnp.take(tensor, order, axis=seq_dim)
 
 
 def inverse_reorder_causal_load_balancing(
     tensor: Array, strategy: ReorderStrategy, cp_size: int, seq_dim: int, stripe_size: int | None = None
 ) -> Array:
     """The tensor with its sequence in order again."""
-    order = _order(tensor, strategy, cp_size, seq_dim, stripe_size)
+    order = order_of_tokens(tensor.shape[seq_dim], strategy, cp_size, stripe_size)
     return jnp.take(tensor, np.argsort(order), axis=seq_dim)
 
 
-def _order(
-    tensor: Array, strategy: ReorderStrategy, cp_size: int, seq_dim: int, stripe_size: int | None
+def order_of_tokens(
+    length: int, strategy: ReorderStrategy, cp_size: int, stripe_size: int | None
 ) -> np.ndarray:
-    """Which token stands at each place."""
-    length = tensor.shape[seq_dim]
+    """Which of `length` tokens stands at each place."""
     if strategy is ReorderStrategy.DualChunkSwap:
         if stripe_size is not None:
             raise ValueError(f"stripe_size={stripe_size} belongs to Striped; give None with DualChunkSwap")

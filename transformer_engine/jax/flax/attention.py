@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,14 +12,38 @@ from flax import linen as nn
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
+from ...common import env
 from ...common.checks import described, drop_rate, whole
 from ..attention import reference
 from ..attention.descriptor import SequenceDescriptor
-from ..attention.enums import AttnBiasType, AttnSoftmaxType, QKVLayout, canonicalize_attn_mask_type
-from ..attention.fused import check_attention, dropout_of, hidden_of, separated, sink_of
-from ..attention.masks import check_window
-from ..sharding import HEAD_AXES
+from ..attention.enums import (
+    AttnBiasType,
+    AttnMaskType,
+    AttnSoftmaxType,
+    QKVLayout,
+    canonicalize_attn_mask_type,
+)
+from ..attention.fused import (
+    check_attention,
+    dropout_of,
+    fused_attn,
+    hidden_of,
+    is_fused_attn_kernel_available,
+    separated,
+    sink_of,
+)
+from ..attention.masks import Window, check_window
+from ..attention.reorder import CPStrategy
+from ..sharding import HEAD_AXES, get_mesh_axis_size
 from .base import parameter
+
+
+def softmax_offset(module: nn.Module, softmax_type: AttnSoftmaxType, heads: int) -> Array | None:
+    """The module's parameter of learnable sinks, float32 [1, h, 1, 1]; None for other softmaxes."""
+    if softmax_type is not AttnSoftmaxType.LEARNABLE_SOFTMAX:
+        return None
+    axes = (None, HEAD_AXES, None, None)
+    return parameter(module, "softmax_offset", nn.initializers.zeros, axes, (1, heads, 1, 1), jnp.float32)
 
 
 class _UnfusedDotProductAttention(nn.Module):
@@ -42,11 +67,7 @@ class _UnfusedDotProductAttention(nn.Module):
         deterministic: bool,
     ) -> Array:
         heads = query.shape[2]
-        offset = None
-        if self.softmax_type is AttnSoftmaxType.LEARNABLE_SOFTMAX:
-            axes = (None, HEAD_AXES, None, None)
-            zeros = nn.initializers.zeros
-            offset = parameter(self, "softmax_offset", zeros, axes, (1, heads, 1, 1), jnp.float32)
+        offset = softmax_offset(self, self.softmax_type, heads)
         dropped = None
         if self.attention_dropout > 0 and not deterministic:
             dropped = dropout_of(self.make_rng(self.dropout_rng_name), self.attention_dropout)
@@ -54,6 +75,41 @@ class _UnfusedDotProductAttention(nn.Module):
         return reference.attend(
             query, key, value, bias, self.bias_type, hidden, self.scale, sink, dropped, self.float32_logits
         )
+
+
+class _FusedDotProductAttention(nn.Module):
+    """`fused_attn`; of learnable sinks it holds `softmax_offset` [1, h, 1, 1]."""
+
+    attention_dropout: float
+    dropout_rng_name: str
+    scale: float
+    layout: QKVLayout
+    bias_type: AttnBiasType
+    mask_type: AttnMaskType
+    softmax_type: AttnSoftmaxType
+    window: Window | None
+    max_segments_per_seq: int
+    balanced: bool
+    axis: str
+    strategy: CPStrategy
+    context_checkpoint_name: str
+    score_mod: Callable[..., Array] | None
+    score_mod_bprop: Callable[..., Array] | None
+
+    @nn.compact
+    def __call__(
+        self, query: Array, key: Array, value: Array, descriptor: SequenceDescriptor | Array | None, bias: Array | None,
+        deterministic: bool, score_mod_tensors: Any, score_mod_bprop_tensors: Any,
+    ) -> Array:  # fmt: skip
+        rate = 0.0 if deterministic else self.attention_dropout
+        return fused_attn(
+            (query, key, value), bias, descriptor, self.make_rng(self.dropout_rng_name) if rate > 0 else None,
+            self.bias_type, self.mask_type, self.layout, self.softmax_type, self.scale, rate, not deterministic,
+            self.max_segments_per_seq, self.window, self.strategy, self.balanced, self.axis,
+            self.context_checkpoint_name, softmax_offset(self, self.softmax_type, query.shape[2]),
+            score_mod=self.score_mod, score_mod_bprop=self.score_mod_bprop, score_mod_tensors=score_mod_tensors,
+            score_mod_bprop_tensors=score_mod_bprop_tensors,
+        )  # fmt: skip
 
 
 class DotProductAttention(nn.Module):
@@ -64,6 +120,8 @@ class DotProductAttention(nn.Module):
     float32_logits       scores in float32 before the softmax; else in the inputs' dtype
     qkv_layout           "bshd_bshd_bshd", "bshd_bs2hd", "bs3hd", or with "t" for rows of several sequences
     scale_factor         None: 1 / sqrt(head_dim)
+    context_parallel_*   lay tokens over a mesh axis, "ALL_GATHER" or "RING", see `attention.fused_attn`
+    score_mod            a function of scores before the softmax, see `attention.fused_attn`
     window_size          (left, right) tokens that a query sees, -1 for no limit
     softmax_type         "vanilla", "off_by_one" or "learnable"
     """
@@ -82,8 +140,13 @@ class DotProductAttention(nn.Module):
     transpose_batch_sequence: bool | None = None
     window_size: tuple[int, int] | None = None
     max_segments_per_seq: int = 1
+    context_parallel_causal_load_balanced: bool = False
+    context_parallel_axis: str = ""
+    context_parallel_strategy: str | CPStrategy = "DEFAULT"
     context_checkpoint_name: str = "context"
     softmax_type: str = "vanilla"
+    score_mod: Callable[..., Array] | None = None
+    score_mod_bprop: Callable[..., Array] | None = None
 
     @nn.compact
     def __call__(
@@ -96,6 +159,8 @@ class DotProductAttention(nn.Module):
         *,
         deterministic: bool = False,
         mask: Array | None = None,
+        score_mod_tensors: Any = None,
+        score_mod_bprop_tensors: Any = None,
     ) -> Array:
         """query, key, value as qkv_layout has them; sequence_descriptor or a mask, True of which hides a key."""
         if mask is not None:
@@ -118,6 +183,19 @@ class DotProductAttention(nn.Module):
         self._check_heads(query, key)
         scale = 1.0 / math.sqrt(self.head_dim) if self.scale_factor is None else self.scale_factor
         check_attention(query, key, value, bias, bias_type, self.attention_dropout, scale)
+        softmax_type = AttnSoftmaxType.from_str(self.softmax_type)
+        if self._goes_fused(
+            query, key, value, layout, bias_type, mask_type, softmax_type, window, deterministic
+        ):
+            out = _FusedDotProductAttention(
+                self.attention_dropout, self.dropout_rng_name, scale, layout.to_separate(), bias_type, mask_type,
+                softmax_type, window, self.max_segments_per_seq, self.context_parallel_causal_load_balanced,
+                self.context_parallel_axis, self._strategy(), self.context_checkpoint_name, self.score_mod,
+                self.score_mod_bprop,
+            )(
+                query, key, value, sequence_descriptor, bias, deterministic, score_mod_tensors, score_mod_bprop_tensors
+            )  # fmt: skip
+            return jnp.swapaxes(out, 0, 1) if self._transposed() else out
         extents = (query.shape[0], query.shape[1], key.shape[1])
         hidden = hidden_of(sequence_descriptor, mask_type, layout, window, extents)
         out = _UnfusedDotProductAttention(
@@ -126,10 +204,41 @@ class DotProductAttention(nn.Module):
             self.float32_logits,
             scale,
             bias_type,
-            AttnSoftmaxType.from_str(self.softmax_type),
+            softmax_type,
         )(query, key, value, bias, hidden, deterministic)
         out = checkpoint_name(out, self.context_checkpoint_name)
         return jnp.swapaxes(out, 0, 1) if self._transposed() else out
+
+    def _goes_fused(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        layout: QKVLayout,
+        bias_type: AttnBiasType,
+        mask_type: AttnMaskType,
+        softmax_type: AttnSoftmaxType,
+        window: Window | None,
+        deterministic: bool,
+    ) -> bool:
+        """Several devices and a score_mod need fused_attn; else a kernel does, unless NVTE_FUSED_ATTN=0."""
+        if self.score_mod is not None or get_mesh_axis_size(self.context_parallel_axis or None) > 1:
+            return True
+        return env.flag("NVTE_FUSED_ATTN") and is_fused_attn_kernel_available(
+            not deterministic, query.dtype, key.dtype, layout.to_separate(), bias_type, mask_type, softmax_type,
+            0.0 if deterministic else self.attention_dropout, query.shape[2], key.shape[2], query.shape[1],
+            key.shape[1], query.shape[3], value.shape[3], window,
+        )  # fmt: skip
+
+    def _strategy(self) -> CPStrategy:
+        strategy = self.context_parallel_strategy
+        if isinstance(strategy, CPStrategy):
+            return strategy
+        if not isinstance(strategy, str) or strategy.upper() not in CPStrategy.__members__:
+            raise ValueError(
+                f"context_parallel_strategy={described(strategy)}; choose one of {', '.join(CPStrategy.__members__)}"
+            )
+        return CPStrategy[strategy.upper()]
 
     def _layout(self) -> QKVLayout:
         try:

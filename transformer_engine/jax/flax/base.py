@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from flax.core import tracers
 from jax import Array
 
 from ...common.recipe import Recipe
-from ..dense import check_axis_names
+from ..checks import check_axis_names
 from ..quantize.config import QuantizeConfig, get_global_quantize_recipe
 from ..quantize.factory import QuantizeMeta, QuantizeMetaSet, QuantizerFactory
 from ..quantize.quantizers import QuantizerSet, noop_quantizer_set
+from ..quantize.sharing import fan_out
 
 Initializer = Callable[..., Array]
 Axes = tuple[str | None, ...]
@@ -39,6 +42,18 @@ def kernel_initializer(
     )
 
 
+@dataclass(frozen=True)
+class _Unread:
+    """What is left of a state for further calls of its module: the copy, and where and what it is a copy of."""
+
+    trace: Any
+    leaves: list[Array]
+    rest: QuantizerSet
+
+    def is_of(self, trace: Any, leaves: list[Array]) -> bool:
+        return self.trace == trace and all(a is b for a, b in zip(self.leaves, leaves, strict=True))
+
+
 class TransformerEngineBase(nn.Module):
     """A Flax module whose products are quantized by the recipe of the surrounding autocast."""
 
@@ -55,31 +70,47 @@ class TransformerEngineBase(nn.Module):
         postfix               tells the states of several products apart
         variable_collection   where they lie; None: "fp8_metas"
         fp8_recipe            instead of the recipe of autocast
+        n_groups              of a grouped product: every group has a state of its own
         """
         config = QuantizeConfig(get_global_quantize_recipe() if fp8_recipe is None else fp8_recipe)
         if config.recipe is None:
             return noop_quantizer_set
         collection = config.COLLECTION_NAME if variable_collection is None else variable_collection
-        metas = {tensor: self._quantizer_state(tensor, postfix, collection, config) for tensor in _TENSORS}
-        return QuantizerFactory.create_set(  # pyright: ignore[reportReturnType]
+        metas = {
+            tensor: self._quantizer_state(tensor, postfix, collection, config, n_groups)
+            for tensor in _TENSORS
+        }
+        quantizers: Any = QuantizerFactory.create_set(
             fp8_recipe=config.recipe,
             quantize_meta_set=QuantizeMetaSet(**metas),
             checkpoint_name=quantization_checkpoint_name,
             n_groups=n_groups,
         )
+        if not config.stateful or self.is_initializing():
+            return quantizers
+        return self._one_use(collection + postfix, quantizers)
+
+    def _one_use(self, name: str, quantizers: QuantizerSet) -> QuantizerSet:
+        """A copy of the set for this call: the next states of all calls of a module merge, see `fan_out`.
+
+        Calls under another transformation of JAX than the first (jit or grad within the model) do not belong together.
+        """
+        unread: dict[str, _Unread] = self.__dict__.setdefault("_unread_states", {})
+        trace, leaves = tracers.current_trace(), jax.tree.leaves(quantizers)
+        earlier = unread.get(name)
+        source = earlier.rest if earlier is not None and earlier.is_of(trace, leaves) else quantizers
+        one, rest = fan_out(source, 2)
+        unread[name] = _Unread(trace, leaves, rest)
+        return one
 
     def _quantizer_state(
-        self, tensor: str, postfix: str, collection: str, config: QuantizeConfig
+        self, tensor: str, postfix: str, collection: str, config: QuantizeConfig, n_groups: int | None
     ) -> QuantizeMeta:
         if config.stateful:
-            scale = self.variable(collection, f"{tensor}{postfix}_scale", jnp.ones, (1,), jnp.float32)
-            history = self.variable(
-                collection,
-                f"{tensor}{postfix}_amax_history",
-                jnp.zeros,
-                (config.AMAX_HISTORY_LEN,),
-                jnp.float32,
-            )
+            name, length = f"{tensor}{postfix}", config.AMAX_HISTORY_LEN
+            shape, steps = ((1,), (length,)) if n_groups is None else ((n_groups,), (n_groups, length))
+            scale = self.variable(collection, f"{name}_scale", jnp.ones, shape, jnp.float32)
+            history = self.variable(collection, f"{name}_amax_history", jnp.zeros, steps, jnp.float32)
             return QuantizeMeta(scale=scale.value, amax_history=history.value)
         if config.random and tensor == "grad":
             key = self.make_rng("sr_rng")

@@ -10,7 +10,8 @@ from flax import linen as nn
 from jax import Array
 
 from ...common.checks import whole
-from ..dense import check_values, dense
+from ..checks import check_values
+from ..dense import dense
 from .base import Axes, Initializer, TransformerEngineBase, kernel_initializer, parameter
 from .dense_general import checked_axes
 from .low_rank import _canonicalize_tuple, low_rank_term

@@ -13,7 +13,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ...common.checks import described, drop_rate, whole
 from ..activation import ActivationParams, activation, is_known
-from ..dense import check_values, dense
+from ..checks import check_values
+from ..dense import dense
 from ..quantize.quantizers import QuantizerSet
 from .base import Axes, Initializer, TransformerEngineBase, kernel_initializer, parameter
 from .dense_general import checked_axes

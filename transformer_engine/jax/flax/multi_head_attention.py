@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jax import Array
+from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from ...common.checks import whole
-from ..sharding import W_FSDP_AXES, W_JOINED_AXES, W_NO_SHARD_AXES, W_TP_AXES
+from ..attention.enums import canonicalize_attn_mask_type
+from ..sharding import (
+    HIDDEN_AXES,
+    HIDDEN_TP_AXES,
+    SEQLEN_AXES,
+    SEQLEN_TP_AXES,
+    W_FSDP_AXES,
+    W_JOINED_AXES,
+    W_NO_SHARD_AXES,
+    W_TP_AXES,
+    token_axes,
+)
 from .attention import DotProductAttention
 from .base import Initializer, kernel_initializer
 from .dense_general import DenseGeneral
+from .kv_cache import KeyValueCache
 from .layernorm_dense_general import LayerNormDenseGeneral
 from .lora_scope import _canonicalize_lora_scope
-from .positions import rotary_pos_emb
+from .positions import rotated
 
 
 class MultiHeadAttention(nn.Module):
@@ -27,6 +40,9 @@ class MultiHeadAttention(nn.Module):
     Parameters: `qkv` (kernel [h, 3, heads * d]) for self-attention with as many heads of keys, else `query` and `kv`
     (kernel [h, 2, groups * d]); without fuse_qkv_params `query`, `key` and `value`; `out`.
 
+    decode              keys and values lie in the collection "cache", which init makes for the tokens of its inputs; a
+                        step then takes one token
+    enable_sequence_parallel   norms see tokens laid over the tensor-parallel axis
     scale_attn_logits   scores are divided by sqrt(head_dim); else the query's kernel begins divided by it
                         (scaled_query_init)
     """
@@ -55,11 +71,14 @@ class MultiHeadAttention(nn.Module):
     dtype: Any = jnp.float32
     fuse_qkv_params: bool = True
     transpose_batch_sequence: bool | None = None
+    enable_sequence_parallel: bool = False
     scale_attn_logits: bool = False
     scaled_query_init: bool = True
     float32_logits: bool = False
     window_size: tuple[int, int] | None = None
     softmax_type: str = "vanilla"
+    score_mod: Callable[..., Array] | None = None
+    score_mod_bprop: Callable[..., Array] | None = None
 
     def __post_init__(self) -> None:
         self.kernel_init = kernel_initializer(self.kernel_init, self.dtype, "normal")
@@ -67,14 +86,10 @@ class MultiHeadAttention(nn.Module):
 
     @nn.compact
     def __call__(
-        self,
-        inputs_q: Array,
-        inputs_kv: Array,
-        mask: Array | None = None,
-        bias: Array | None = None,
-        *,
-        deterministic: bool = False,
-    ) -> tuple[Array, Array | None]:
+        self, inputs_q: Array, inputs_kv: Array, mask: Array | None = None, bias: Array | None = None, *,
+        decode: bool = False, deterministic: bool = False, score_mod_tensors: Any = None,
+        score_mod_bprop_tensors: Any = None,
+    ) -> tuple[Array, Array | None]:  # fmt: skip
         """inputs_q [b, q, h] and inputs_kv [b, k, h], the same array for self-attention; mask True hides a key."""
         for name in ("head_dim", "num_attention_heads"):
             whole(name, getattr(self, name))
@@ -89,25 +104,33 @@ class MultiHeadAttention(nn.Module):
         query, key, value, normalized = self._projected(inputs_q, inputs_kv)
         query = query.reshape(*query.shape[:2], self.num_attention_heads, self.head_dim)
         key, value = (x.reshape(*x.shape[:2], groups, self.head_dim) for x in (key, value))
+        cache = KeyValueCache.of(self, key, value, 0 if transposed else 1) if decode else None
         if self.enable_rotary_pos_emb:
-            method = self.rotary_pos_emb_group_method
-            query, key = (
-                rotary_pos_emb(x, self.rotary_pos_emb_windows, transposed, method) for x in (query, key)
-            )
+            query, key = (self._rotated(x, cache) for x in (query, key))
+        mask_type, window = self.attn_mask_type, self.window_size
+        if cache is not None and cache.filled:
+            mask, bias = self._of_step(cache, mask, bias)
+            key, value = cache.extended(key, value)
+            mask_type, window = "padding", None
         attended = DotProductAttention(
             head_dim=self.head_dim,
             num_attention_heads=self.num_attention_heads,
             num_gqa_groups=groups,
             attention_dropout=self.attention_dropout,
-            attn_mask_type=self.attn_mask_type,
+            attn_mask_type=mask_type,
             attn_bias_type=self.attn_bias_type,
             dropout_rng_name=self.dropout_rng_name,
             float32_logits=self.float32_logits,
             scale_factor=1.0 / math.sqrt(self.head_dim) if self.scale_attn_logits else 1.0,
             transpose_batch_sequence=transposed,
-            window_size=self.window_size,
+            window_size=window,
             softmax_type=self.softmax_type,
-        )(query, key, value, mask, bias, deterministic=deterministic)
+            score_mod=self.score_mod,
+            score_mod_bprop=self.score_mod_bprop,
+        )(
+            query, key, value, mask, bias, deterministic=deterministic, score_mod_tensors=score_mod_tensors,
+            score_mod_bprop_tensors=score_mod_bprop_tensors,
+        )  # fmt: skip
         attended = attended.reshape(*attended.shape[:2], self.num_attention_heads * self.head_dim)
         out = self._dense(
             "out",
@@ -119,6 +142,25 @@ class MultiHeadAttention(nn.Module):
         )(attended)
         out = checkpoint_name(out, "out_proj")
         return out, normalized if self.return_layernorm_output else None
+
+    def _rotated(self, x: Array, cache: KeyValueCache | None) -> Array:
+        transposed = bool(self.transpose_batch_sequence)
+        position, length = 0, x.shape[0 if transposed else 1]
+        if cache is not None and cache.filled:
+            position, length = cache.position, cache.length
+        method = self.rotary_pos_emb_group_method
+        return rotated(x, self.rotary_pos_emb_windows, transposed, method, position, length)
+
+    def _of_step(
+        self, cache: KeyValueCache, mask: Array | None, bias: Array | None
+    ) -> tuple[Array, Array | None]:
+        """What a step hides beside its mask, and its row of a bias [1, h, length, length]."""
+        hidden = cache.hidden(self.window_size)
+        if mask is not None and canonicalize_attn_mask_type(self.attn_mask_type).is_padding():
+            hidden = hidden | mask.astype(bool)
+        if bias is not None and bias.shape[2] != 1:
+            bias = lax.dynamic_slice_in_dim(bias, cache.position, 1, axis=2)
+        return hidden, bias
 
     @property
     def _groups(self) -> int:
@@ -161,44 +203,35 @@ class MultiHeadAttention(nn.Module):
         self, name: str, features: Any, init: Any, kernel_axes: Any, bias_axes: Any, adapted: bool
     ) -> DenseGeneral:
         return DenseGeneral(
-            features=features,
-            kernel_init=init,
-            kernel_axes=kernel_axes,
-            use_bias=self.use_bias,
-            bias_init=self.bias_init,
-            bias_axes=bias_axes,
-            enable_low_rank_adaptation=adapted,
+            features=features, kernel_init=init, kernel_axes=kernel_axes, use_bias=self.use_bias,
+            bias_init=self.bias_init, bias_axes=bias_axes, enable_low_rank_adaptation=adapted,
             low_rank_adaptation_dim=self.low_rank_adaptation_dim,
-            low_rank_adaptation_alpha=self.low_rank_adaptation_alpha,
-            dtype=self.dtype,
-            transpose_batch_sequence=bool(self.transpose_batch_sequence),
-            name=name,
-        )
+            low_rank_adaptation_alpha=self.low_rank_adaptation_alpha, dtype=self.dtype,
+            input_axes=self._input_axes(HIDDEN_TP_AXES) if name == "out" else (),
+            transpose_batch_sequence=bool(self.transpose_batch_sequence), name=name,
+        )  # fmt: skip
+
+    def _input_axes(self, hidden: str) -> tuple[str, ...]:
+        """Names of the axes of what a product reads; none without sequence parallelism, where XLA decides."""
+        if not self.enable_sequence_parallel:
+            return ()
+        return token_axes(bool(self.transpose_batch_sequence), SEQLEN_AXES, hidden)
 
     def _norm_dense(
         self, name: str, features: Any, init: Any, kernel_axes: Any, bias_axes: Any, returned: bool
     ) -> LayerNormDenseGeneral:
         return LayerNormDenseGeneral(
-            features=features,
-            enable_layernorm=self.input_layernorm,
-            layernorm_type=self.layernorm_type,
-            epsilon=self.layernorm_epsilon,
-            zero_centered_gamma=self.zero_centered_gamma,
-            scale_axes=(W_NO_SHARD_AXES,),
-            ln_bias_axes=(W_NO_SHARD_AXES,),
-            kernel_init=init,
-            kernel_axes=kernel_axes,
-            use_bias=self.use_bias,
-            bias_init=self.bias_init,
-            bias_axes=bias_axes,
-            return_layernorm_output=returned,
+            features=features, enable_layernorm=self.input_layernorm, layernorm_type=self.layernorm_type,
+            epsilon=self.layernorm_epsilon, zero_centered_gamma=self.zero_centered_gamma,
+            scale_axes=(W_NO_SHARD_AXES,), ln_bias_axes=(W_NO_SHARD_AXES,), kernel_init=init, kernel_axes=kernel_axes,
+            use_bias=self.use_bias, bias_init=self.bias_init, bias_axes=bias_axes, return_layernorm_output=returned,
             enable_low_rank_adaptation=_canonicalize_lora_scope(self.low_rank_adaptation_scope).qkv_proj,
             low_rank_adaptation_dim=self.low_rank_adaptation_dim,
-            low_rank_adaptation_alpha=self.low_rank_adaptation_alpha,
-            dtype=self.dtype,
-            transpose_batch_sequence=bool(self.transpose_batch_sequence),
-            name=name,
-        )
+            low_rank_adaptation_alpha=self.low_rank_adaptation_alpha, dtype=self.dtype,
+            layernorm_input_axes=token_axes(bool(self.transpose_batch_sequence), SEQLEN_TP_AXES, HIDDEN_AXES)
+            if self.enable_sequence_parallel else None, dot_input_axes=self._input_axes(HIDDEN_AXES) or None,
+            transpose_batch_sequence=bool(self.transpose_batch_sequence), name=name,
+        )  # fmt: skip
 
     def _query_init(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
         assert self.kernel_init is not None, "__post_init__ sets it"

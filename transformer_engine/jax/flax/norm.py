@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax import Array
 
-from ..dense import check_values
+from ..checks import check_values
 from ..layernorm import canonicalize_norm_type, layernorm
 from ..sharding import with_sharding_constraint_by_logical_axes
 from .base import Axes, Initializer, parameter

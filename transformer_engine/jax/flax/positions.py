@@ -9,9 +9,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
-from jax import Array
+from jax import Array, lax
 
 from ...common.checks import described, whole
+from ..primitives.rope import rotate
 
 _METHODS = ("consecutive", "alternate")
 
@@ -25,6 +26,19 @@ def rotary_pos_emb(
     group_method   "consecutive": pairs (2 i, 2 i + 1); "alternate": pairs (i, i + d / 2)
     RoFormer, arXiv:2104.09864.
     """
+    tokens = x.shape[0 if transpose_batch_sequence else 1]
+    return rotated(x, windows, transpose_batch_sequence, group_method, 0, tokens)
+
+
+def rotated(
+    x: Array,
+    windows: tuple[float, float],
+    transposed: bool,
+    group_method: str,
+    position: Array | int,
+    length: int,
+) -> Array:
+    """`rotary_pos_emb` of tokens that stand at position and behind it in a sequence of at most length tokens."""
     if group_method not in _METHODS:
         raise ValueError(f"group_method={described(group_method)}; choose 'consecutive' or 'alternate'")
     if x.ndim != 4 or x.shape[-1] % 2:
@@ -34,19 +48,12 @@ def rotary_pos_emb(
         raise ValueError(f"windows={windows}; give 0 < least <= greatest timescale")
     half = x.shape[-1] // 2
     timescales = least * (greatest / least) ** (2 * np.arange(half) / x.shape[-1])
-    tokens = x.shape[0 if transpose_batch_sequence else 1]
-    angles = np.arange(tokens)[:, None] / timescales
-    shape = (tokens, 1, 1, half) if transpose_batch_sequence else (1, tokens, 1, half)
-    cos, sin = (jnp.asarray(f(angles), jnp.float32).reshape(shape) for f in (np.cos, np.sin))
-    wide = x.astype(jnp.float32)
-    if group_method == "alternate":
-        first, second = wide[..., :half], wide[..., half:]
-    else:
-        first, second = wide[..., 0::2], wide[..., 1::2]
-    turned = first * cos - second * sin, second * cos + first * sin
-    if group_method == "alternate":
-        return jnp.concatenate(turned, axis=-1).astype(x.dtype)
-    return jnp.stack(turned, axis=-1).reshape(x.shape).astype(x.dtype)
+    tokens = x.shape[0 if transposed else 1]
+    angles = np.arange(length)[:, None] / timescales
+    table = jnp.asarray(angles, jnp.float32)
+    if tokens != length:
+        table = lax.dynamic_slice_in_dim(table, position, tokens)
+    return rotate(x, table, group_method == "consecutive", transposed)
 
 
 class RelativePositionBiases(nn.Module):

@@ -8,7 +8,7 @@ from jax import Array
 
 from ..attention.enums import AttnSoftmaxType
 from ..attention.fused import sink_of
-from ..dense import check_values
+from ..checks import check_values
 from ..softmax import SoftmaxFusionType, scaled_softmax
 
 

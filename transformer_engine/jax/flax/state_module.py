@@ -13,6 +13,7 @@ from jax import Array
 from ...common.checks import described
 from ...common.recipe import Recipe
 from ..dense import dense
+from ..grouped_dense import grouped_dense
 from ..quantize.quantizers import QuantizerSet
 from .base import TransformerEngineBase
 
@@ -75,3 +76,24 @@ def make_dot_general_cls(recipe: Recipe | None) -> type[TransformerEngineBase]:
         return y if preferred_element_type is None else y.astype(jnp.dtype(preferred_element_type))
 
     return wrap_function_in_te_state_module(te_dot_general, recipe, "dot_general")
+
+
+def make_grouped_dense_cls(
+    recipe: Recipe | None, quantization_checkpoint_name: str | None = None
+) -> TransformerEngineBase:
+    """An instance, called as module(x [M, K], kernel [G, K, N], group_sizes [G]): products in groups, of the recipe."""
+
+    def te_grouped_dense(
+        generate_quantizer_set: Callable[..., QuantizerSet],
+        x: Array,
+        kernel: Array,
+        group_sizes: Array,
+        **options: Any,
+    ) -> Array:
+        quantizers = generate_quantizer_set(n_groups=kernel.shape[0])
+        return grouped_dense(x, kernel, group_sizes, quantizer_set=quantizers, **options)
+
+    made = wrap_function_in_te_state_module(
+        te_grouped_dense, recipe, "grouped_dense", quantization_checkpoint_name
+    )
+    return made()

@@ -12,8 +12,18 @@ from jax import Array
 
 from ...common.checks import described, drop_rate, whole
 from ..activation import ActivationParams
-from ..dense import check_values
-from ..sharding import W_FSDP_AXES, W_JOINED_AXES, W_NO_SHARD_AXES, W_TP_AXES
+from ..checks import check_values
+from ..sharding import (
+    HIDDEN_AXES,
+    HIDDEN_TP_AXES,
+    SEQLEN_AXES,
+    SEQLEN_TP_AXES,
+    W_FSDP_AXES,
+    W_JOINED_AXES,
+    W_NO_SHARD_AXES,
+    W_TP_AXES,
+    token_axes,
+)
 from .attention import DotProductAttention
 from .base import Initializer, kernel_initializer
 from .layernorm_mlp import LayerNormMLP
@@ -51,6 +61,7 @@ class TransformerLayer(nn.Module):
     apply_residual_connection_post_layernorm      add the norm of a block's input instead of the input
     output_layernorm                              normalise the layer's output instead of the attention's input
     enable_relative_embedding                     add T5's relative biases, those of relative_embedding if given
+    enable_sequence_parallel                      norms see tokens laid over the tensor-parallel axis
     drop_path                                     rate at which a row of the batch skips a block
     """
 
@@ -91,10 +102,13 @@ class TransformerLayer(nn.Module):
     drop_path: float = 0.0
     fuse_qkv_params: bool = True
     transpose_batch_sequence: bool = False
+    enable_sequence_parallel: bool = False
     scale_attn_logits: bool = False
     scaled_query_init: bool = True
     window_size: tuple[int, int] | None = None
     softmax_type: str = "vanilla"
+    score_mod: Callable[..., Array] | None = None
+    score_mod_bprop: Callable[..., Array] | None = None
 
     def __post_init__(self) -> None:
         self.mha_kernel_init = kernel_initializer(self.mha_kernel_init, self.dtype, "normal")
@@ -109,10 +123,19 @@ class TransformerLayer(nn.Module):
         attention_mask: Array | None = None,
         encoder_decoder_mask: Array | None = None,
         deterministic: bool = False,
+        decode: bool = False,
+        max_decode_length: int | None = None,
+        score_mod_tensors: Any = None,
+        score_mod_bprop_tensors: Any = None,
     ) -> Array:
-        """inputs [b, s, hidden_size]; encoded [b, k, hidden_size] of a decoder; a mask's True hides a key."""
+        """inputs [b, s, hidden_size]; encoded [b, k, hidden_size] of a decoder; a mask's True hides a key.
+
+        decode              self-attention keeps keys and values in the collection "cache", see MultiHeadAttention
+        max_decode_length   the tokens that the cache is made for, which relative biases depend on
+        """
         self._check(inputs, encoded)
         decoder = self.layer_type is TransformerLayerType.DECODER
+        bias = self._relative_bias(inputs, max_decode_length if decode else None, decode)
         x, normalized = self._attention(
             "self_attention" if decoder else "attention",
             self.self_attn_mask_type,
@@ -122,7 +145,12 @@ class TransformerLayer(nn.Module):
             rotary_pos_emb_windows=self.rotary_pos_emb_windows,
             rotary_pos_emb_group_method=self.rotary_pos_emb_group_method,
             window_size=self.window_size,
-        )(inputs, inputs, attention_mask, self._relative_bias(inputs), deterministic=deterministic)
+            score_mod=self.score_mod,
+            score_mod_bprop=self.score_mod_bprop,
+        )(
+            inputs, inputs, attention_mask, bias, decode=decode, deterministic=deterministic,
+            score_mod_tensors=score_mod_tensors, score_mod_bprop_tensors=score_mod_bprop_tensors,
+        )  # fmt: skip
         x = self._joined(x, inputs, normalized, deterministic)
         if encoded is not None:
             y, normalized = self._attention("encoder_decoder_attention", "padding", "no_bias")(
@@ -163,9 +191,14 @@ class TransformerLayer(nn.Module):
             given = "None" if encoded is None else f"an array of shape {encoded.shape}"
             raise ValueError(f"layer_type={self.layer_type.name} and encoded={given}; a decoder takes one")
 
-    def _relative_bias(self, inputs: Array) -> Array | None:
+    def _relative_bias(self, inputs: Array, length: int | None, decode: bool) -> Array | None:
         if not self.enable_relative_embedding:
             return None
+        if decode and length is None:
+            raise ValueError(
+                "decode=True and enable_relative_embedding=True without max_decode_length; give the tokens that the "
+                "cache is made for"
+            )
         bias = self.relative_embedding
         if bias is None:
             bias = RelativePositionBiases(
@@ -175,69 +208,54 @@ class TransformerLayer(nn.Module):
                 dtype=self.dtype,
                 name="relpos_bias",
             )
-        tokens = inputs.shape[0 if self.transpose_batch_sequence else 1]
+        tokens = inputs.shape[0 if self.transpose_batch_sequence else 1] if length is None else length
         return bias(tokens, tokens, self.layer_type is TransformerLayerType.ENCODER)
 
     def _attention(
         self, name: str, mask_type: str, bias_type: str | None, **options: Any
     ) -> MultiHeadAttention:
         return MultiHeadAttention(
-            head_dim=self.hidden_size // self.num_attention_heads,
-            num_attention_heads=self.num_attention_heads,
-            num_gqa_groups=self.num_gqa_groups,
-            attention_dropout=self.attention_dropout,
-            dropout_rng_name=self.dropout_rng_name,
-            layernorm_type=self.layernorm_type,
+            head_dim=self.hidden_size // self.num_attention_heads, num_attention_heads=self.num_attention_heads,
+            num_gqa_groups=self.num_gqa_groups, attention_dropout=self.attention_dropout,
+            dropout_rng_name=self.dropout_rng_name, layernorm_type=self.layernorm_type,
             layernorm_epsilon=self.layernorm_epsilon,
             return_layernorm_output=self.apply_residual_connection_post_layernorm,
-            zero_centered_gamma=self.zero_centered_gamma,
-            kernel_init=self.mha_kernel_init,
-            use_bias=self.use_bias,
-            bias_init=self.bias_init,
-            attn_mask_type=mask_type,
-            attn_bias_type=bias_type,
+            zero_centered_gamma=self.zero_centered_gamma, kernel_init=self.mha_kernel_init, use_bias=self.use_bias,
+            bias_init=self.bias_init, attn_mask_type=mask_type, attn_bias_type=bias_type,
             low_rank_adaptation_scope=self.low_rank_adaptation_scope,
             low_rank_adaptation_dim=self.low_rank_adaptation_dim,
-            low_rank_adaptation_alpha=self.low_rank_adaptation_alpha,
-            dtype=self.dtype,
-            fuse_qkv_params=self.fuse_qkv_params,
-            transpose_batch_sequence=self.transpose_batch_sequence,
-            scale_attn_logits=self.scale_attn_logits,
-            scaled_query_init=self.scaled_query_init,
-            float32_logits=self.float32_attention_logits,
-            softmax_type=self.softmax_type,
-            name=name,
-            **options,
-        )
+            low_rank_adaptation_alpha=self.low_rank_adaptation_alpha, dtype=self.dtype,
+            fuse_qkv_params=self.fuse_qkv_params, transpose_batch_sequence=self.transpose_batch_sequence,
+            enable_sequence_parallel=self.enable_sequence_parallel, scale_attn_logits=self.scale_attn_logits,
+            scaled_query_init=self.scaled_query_init, float32_logits=self.float32_attention_logits,
+            softmax_type=self.softmax_type, name=name, **options,
+        )  # fmt: skip
 
     def _mlp(self) -> LayerNormMLP:
         return LayerNormMLP(
-            intermediate_dim=self.mlp_hidden_size,
-            layernorm_type=self.layernorm_type,
-            epsilon=self.layernorm_epsilon,
-            zero_centered_gamma=self.zero_centered_gamma,
-            scale_axes=(W_NO_SHARD_AXES,),
-            ln_bias_axes=(W_NO_SHARD_AXES,),
-            kernel_init=self.mlp_kernel_init,
-            kernel_axes_1=(W_FSDP_AXES, W_JOINED_AXES, W_TP_AXES),
-            kernel_axes_2=(W_TP_AXES, W_FSDP_AXES),
-            use_bias=self.use_bias,
-            bias_init=self.bias_init,
-            bias_axes_1=(W_JOINED_AXES, W_TP_AXES),
-            bias_axes_2=(W_NO_SHARD_AXES,),
-            return_layernorm_output=self.apply_residual_connection_post_layernorm,
-            activations=self.mlp_activations,
-            activation_params=self.mlp_activation_params,
-            intermediate_dropout_rng_name=self.dropout_rng_name,
-            intermediate_dropout_rate=self.intermediate_dropout,
+            intermediate_dim=self.mlp_hidden_size, layernorm_type=self.layernorm_type, epsilon=self.layernorm_epsilon,
+            zero_centered_gamma=self.zero_centered_gamma, scale_axes=(W_NO_SHARD_AXES,),
+            ln_bias_axes=(W_NO_SHARD_AXES,), kernel_init=self.mlp_kernel_init,
+            kernel_axes_1=(W_FSDP_AXES, W_JOINED_AXES, W_TP_AXES), kernel_axes_2=(W_TP_AXES, W_FSDP_AXES),
+            use_bias=self.use_bias, bias_init=self.bias_init, bias_axes_1=(W_JOINED_AXES, W_TP_AXES),
+            bias_axes_2=(W_NO_SHARD_AXES,), return_layernorm_output=self.apply_residual_connection_post_layernorm,
+            activations=self.mlp_activations, activation_params=self.mlp_activation_params,
+            intermediate_dropout_rng_name=self.dropout_rng_name, intermediate_dropout_rate=self.intermediate_dropout,
             intermediate_hidden_dropout_dims=self.intermediate_dropout_dims,
             enable_low_rank_adaptation=_canonicalize_lora_scope(self.low_rank_adaptation_scope).mlp,
             low_rank_adaptation_dim=self.low_rank_adaptation_dim,
-            low_rank_adaptation_alpha=self.low_rank_adaptation_alpha,
-            dtype=self.dtype,
-            transpose_batch_sequence=self.transpose_batch_sequence,
-            name="mlp",
-        )
+            low_rank_adaptation_alpha=self.low_rank_adaptation_alpha, dtype=self.dtype,
+            layernorm_input_axes=self._token_axes(SEQLEN_TP_AXES, HIDDEN_AXES),
+            dot_1_input_axes=self._token_axes(SEQLEN_AXES, HIDDEN_AXES),
+            dot_2_input_axes=self._token_axes(SEQLEN_AXES, HIDDEN_TP_AXES),
+            transpose_batch_sequence=self.transpose_batch_sequence, name="mlp",
+        )  # fmt: skip
+
+    def _token_axes(self, sequence: str, hidden: str) -> tuple[str, str, str] | None:
+        """Names of axes under sequence parallelism; None without it, where XLA decides."""
+        if not self.enable_sequence_parallel:
+            return None
+        return token_axes(self.transpose_batch_sequence, sequence, hidden)
 
     def _joined(self, x: Array, residual: Array, normalized: Array | None, deterministic: bool) -> Array:
         """A block's output, thinned out, and what goes round the block."""

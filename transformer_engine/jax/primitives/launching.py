@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from math import prod
 from types import ModuleType
@@ -19,9 +19,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ...common import optional
+from ...common import env, optional
 from ...common.kernels.launch import Launch, Output, missing
-from ..platform import compute_capability
+from ...common.kernels.program import Program
+from ..platform import compute_capability, has_gpu
+from .custom_calls import switched_off
 
 _TARGET = "triton_kernel_call_ffi"
 _CLASSES = ("TritonKernel", "TritonKernelCall", "create_array_parameter", "create_scalar_parameter")
@@ -32,6 +34,17 @@ def refuses_kernels() -> str | None:
     if (reason := missing()) is not None:
         return reason
     return _bridge_failure()
+
+
+def refuses_on(platform: str, primitive: str) -> str | None:
+    """Why a program for a platform gets no Triton kernel, None if it does; primitive: see `custom_calls`."""
+    if platform != "cuda":
+        return f"it needs a CUDA device, the program is for {platform}"
+    if not has_gpu() and not env.flag("TE_JAX_KERNELS"):
+        return (
+            "this process has no GPU; set TE_JAX_KERNELS=1 for programs that are lowered for CUDA elsewhere"
+        )
+    return switched_off(primitive) or refuses_kernels()
 
 
 @functools.cache
@@ -83,6 +96,32 @@ def run(
     answers = call(*arrays, opaque=opaque)
     by_place = dict(zip(written, answers[len(fresh) :], strict=True))
     return _gathered(launch, len(inputs), filled, iter(answers[: len(fresh)]), by_place)
+
+
+def perform(
+    program: Program,
+    inputs: Sequence[Array | None],
+    into: Mapping[str, jax.ShapeDtypeStruct] | None = None,
+) -> list[Array | None]:
+    """The program's results: its launches in order, on the inputs and on what launches before them made.
+
+    into   what the buffers are that the record leaves to its caller, by name
+    """
+    assert len(inputs) == len(program.inputs), f"{len(inputs)} inputs of {program.inputs}"
+    kept: dict[str, Array | None] = dict(zip(program.inputs, inputs, strict=True))
+    made: dict[str, Array | None] = {}
+    for launch, reads, writes in program.steps:
+        shapes = [None if name is None else (into or {}).get(name) for name in writes]
+        answers = run(launch, [None if name is None else kept[name] for name in reads], shapes)
+        for name, output, answer in zip(writes, launch.outputs, answers, strict=False):
+            if name is not None and output is not None and answer is not None:
+                made[name] = answer
+                kept[name] = answer.T if output.transposed else answer  # as it lies in memory
+        for place, answer in zip(launch.in_place, answers[len(launch.outputs) :], strict=True):
+            name = reads[place]
+            if name is not None:
+                kept[name] = made[name] = answer
+    return [None if name is None else made.get(name, kept.get(name)) for name in program.results]
 
 
 def _check(launch: Launch, inputs: Sequence[Array | None]) -> None:

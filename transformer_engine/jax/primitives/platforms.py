@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
+
+from jax import lax
 
 from ...common.dispatch import Refusal, Table
 from ..platform import has_gpu
@@ -33,3 +36,14 @@ def _first(table: Table[Request], request: Request) -> Callable[..., Any]:
             if not isinstance(call, Refusal):
                 return call
     raise AssertionError(f"the reference of {table.operation} takes every request")
+
+
+def computed(
+    table: Table[Request], request_on: Callable[[str], Request], *arrays: Any, **options: Any
+) -> Any:
+    """What the backend of the platform that the program is lowered for makes of the arrays."""
+    calls = chosen(table, request_on)
+    on_gpu, elsewhere = (functools.partial(calls[platform], **options) for platform in ("cuda", "cpu"))
+    if on_gpu.func is elsewhere.func:
+        return elsewhere(*arrays)
+    return lax.platform_dependent(*arrays, cuda=on_gpu, default=elsewhere)

@@ -17,6 +17,7 @@ from .config import (
     update_collections,
 )
 from .factory import QuantizeMeta, QuantizeMetaSet, QuantizerFactory
+from .grouped import GroupedNoScaleTensor, GroupedQuantizer, GroupedScaledTensor1x
 from .hadamard import apply_rht, get_rht_matrix, get_wgrad_sign_vector
 from .quantizers import (
     BlockScaleQuantizer,

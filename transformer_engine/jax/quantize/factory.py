@@ -8,11 +8,13 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
+from ...common.checks import whole_or_none
 from ...common.recipe import Recipe
 from ..platform import compute_capability
 from . import recipes
 from .config import get_global_quantize_recipe
-from .quantizers import Quantizer, QuantizerSet, noop_quantizer_set
+from .grouped import GroupedQuantizer
+from .quantizers import DelayedScaleQuantizer, Quantizer, QuantizerSet, noop_quantizer_set
 from .scaling_modes import QuantizeLayout, ScalingMode, TensorSource
 
 _NATIVE_BLOCKS = 100  # from this compute capability on a product reads FP8 operands in any order of axes
@@ -53,16 +55,17 @@ class QuantizerFactory:
         n_groups: int | None = None,
         checkpoint_name: str | None = None,
         **kwargs: Any,
-    ) -> Quantizer | tuple[Quantizer | None, ...] | None:
-        """One quantizer, or a tuple of several; NO_SCALING gives None.
+    ) -> Quantizer | GroupedQuantizer | tuple[Quantizer | GroupedQuantizer | None, ...] | None:
+        """One quantizer, or a tuple of several; NO_SCALING gives None; n_groups gives GroupedQuantizers.
 
-        Raises ValueError for n_quantizers below 1 and NotImplementedError for groups.
+        Raises ValueError for n_quantizers or n_groups below 1.
         """
-        _no_groups(n_groups)
+        whole_or_none("n_groups", n_groups)
         if n_quantizers < 1:
             raise ValueError(f"n_quantizers={n_quantizers} is below 1; ask for at least one")
         made = tuple(
-            _one(scaling_mode, q_dtype, q_layout, checkpoint_name, kwargs) for _ in range(n_quantizers)
+            _of_groups(_one(scaling_mode, q_dtype, q_layout, checkpoint_name, kwargs), n_groups)
+            for _ in range(n_quantizers)
         )
         return made[0] if n_quantizers == 1 else made
 
@@ -84,7 +87,7 @@ class QuantizerFactory:
         autocast; without any of these nothing is quantized.
         is_2x2x    make both directions of every tensor; None: where products need them
         """
-        _no_groups(n_groups)
+        whole_or_none("n_groups", n_groups)
         if scaling_mode is not None and fp8_recipe is not None:
             raise ValueError(
                 f"scaling_mode={scaling_mode} and fp8_recipe={fp8_recipe!r} exclude each other; give one of them"
@@ -111,6 +114,10 @@ class QuantizerFactory:
                     ]
                 )
                 for _ in range(n_quantizer_sets)
+            )
+        if n_groups is not None:
+            sets = tuple(
+                QuantizerSet(*[_of_groups(q, n_groups) for q in (s.x, s.kernel, s.dgrad)]) for s in sets
             )
         return sets[0] if n_quantizer_sets == 1 else sets
 
@@ -161,8 +168,13 @@ def _of_recipe(
     return QuantizerSet(*made)
 
 
-def _no_groups(n_groups: int | None) -> None:
-    if n_groups is not None:
-        raise NotImplementedError(
-            f"n_groups={n_groups}: quantizers of groups are not part of transformer_engine.jax yet; give None"
+def _of_groups(quantizer: Quantizer | None, n_groups: int | None) -> Quantizer | GroupedQuantizer | None:
+    """The quantizer for several groups; a state that belongs to one tensor becomes that of every group."""
+    if quantizer is None or n_groups is None:
+        return quantizer
+    if isinstance(quantizer, DelayedScaleQuantizer) and quantizer.amax_history.ndim == 1:
+        quantizer.scale = jnp.broadcast_to(quantizer.scale, (n_groups,))
+        quantizer.amax_history = jnp.broadcast_to(
+            quantizer.amax_history, (n_groups, *quantizer.amax_history.shape)
         )
+    return GroupedQuantizer(quantizer, n_groups)

@@ -335,11 +335,14 @@ def advanced_together(
 @jax.tree_util.register_pytree_node_class
 @dataclass(eq=False)
 class QuantizerSet:
-    """The quantizers of a linear layer's input, kernel and output gradient; None: not quantized."""
+    """The quantizers of a linear layer's input, kernel and output gradient; None: not quantized.
 
-    x: Quantizer | None
-    kernel: Quantizer | None
-    dgrad: Quantizer | None
+    Each is a Quantizer, or of grouped products a GroupedQuantizer.
+    """
+
+    x: Any
+    kernel: Any
+    dgrad: Any
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], None]:
         return (self.x, self.kernel, self.dgrad), None

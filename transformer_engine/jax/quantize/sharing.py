@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
+from jax.custom_derivatives import SymbolicZero
 
 from ...common.checks import whole
+from .grouped import GroupedQuantizer
 from .quantizers import DelayedScaleQuantizer, Quantizer, QuantizerSet, as_cotangent
 
-State = TypeVar("State", Quantizer, QuantizerSet)
+State = TypeVar("State", Quantizer, GroupedQuantizer, QuantizerSet)
 
 
 def fan_out(quantizer_set: State, n: int) -> tuple[State, ...]:
@@ -23,41 +27,92 @@ def fan_out(quantizer_set: State, n: int) -> tuple[State, ...]:
     that were not used do not count; where none was, the state stays as it is.
     """
     whole("n", n)
-    return _copies(quantizer_set, n)
+    return _copies(n)(quantizer_set)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _copies(state: State, n: int) -> tuple[State, ...]:
-    return (state,) * n
+@functools.cache
+def _copies(n: int) -> Any:
+    """state -> n of it, whose cotangents merge; a copy that nothing read costs nothing."""
+
+    @jax.custom_vjp
+    def copies(state: State) -> tuple[State, ...]:
+        return (state,) * n
+
+    def forward(state: Any) -> tuple[tuple[Any, ...], Any]:
+        state = jax.tree.map(lambda leaf: leaf.value, state)
+        return (state,) * n, state
+
+    def backward(state: Any, following: tuple[Any, ...]) -> tuple[Any]:
+        if isinstance(state, QuantizerSet):
+            parts = ("x", "kernel", "dgrad")
+            merged = [_merged(getattr(state, p), [getattr(copy, p) for copy in following]) for p in parts]
+            return (QuantizerSet(*merged),)
+        return (_merged(state, following),)
+
+    copies.defvjp(forward, backward, symbolic_zeros=True)
+    return copies
 
 
-def _copies_fwd(state: State, n: int) -> tuple[tuple[State, ...], State]:
-    return (state,) * n, state
+def merged_over(quantizer_set: QuantizerSet, axes: tuple[str, ...]) -> QuantizerSet:
+    """The set within shard_map, where devices along axes hold copies of it: next states merge as in `fan_out`."""
+    return _over(axes)(quantizer_set) if axes else quantizer_set
 
 
-def _copies_bwd(n: int, state: State, following: tuple[State, ...]) -> tuple[State]:
-    if isinstance(state, Quantizer):
-        return (_merged(state, following),)  # pyright: ignore[reportReturnType]
-    parts = ("x", "kernel", "dgrad")
-    merged = [_merged(getattr(state, part), [getattr(copy, part) for copy in following]) for part in parts]
-    return (QuantizerSet(*merged),)  # pyright: ignore[reportReturnType]
+@functools.cache
+def _over(axes: tuple[str, ...]) -> Any:
+    @jax.custom_vjp
+    def over(state: QuantizerSet) -> QuantizerSet:
+        return state
+
+    def backward(_: None, following: QuantizerSet) -> tuple[QuantizerSet]:
+        # shard_map adds what copies answer, so that one of them answers for all.
+        first = lax.axis_index(axes) == 0
+        parts = (following.x, following.kernel, following.dgrad)
+        return (QuantizerSet(*[_of_devices(part, axes, first) for part in parts]),)
+
+    over.defvjp(lambda state: (state, None), backward)
+    return over
 
 
-def _merged(state: Quantizer | None, following) -> Quantizer | None:
+def _of_devices(state: Any, axes: tuple[str, ...], first: Array) -> Any:
+    if isinstance(state, GroupedQuantizer):
+        return GroupedQuantizer(_of_devices(state.quantizer, axes, first), state.n_groups)
+    if not isinstance(state, DelayedScaleQuantizer):
+        return state
+    merged = {"scale": lax.pmin(state.scale, axes), "amax_history": lax.pmax(state.amax_history, axes)}
+    return dataclasses.replace(state, **{n: jnp.where(first, leaf, 0) for n, leaf in merged.items()})
+
+
+def _merged(state: Any, following: Sequence[Any]) -> Any:
+    if isinstance(state, GroupedQuantizer):
+        return GroupedQuantizer(
+            _merged(state.quantizer, [copy.quantizer for copy in following]), state.n_groups
+        )
     if not isinstance(state, DelayedScaleQuantizer):
         return as_cotangent(state)
-    scales = jnp.stack([copy.scale for copy in following])
-    histories = jnp.stack([copy.amax_history for copy in following])
-    # A state's scale is above zero, the cotangent of a copy without a use is zero.
-    used: Array = scales > 0
-    least = jnp.min(jnp.where(used, scales, jnp.inf), axis=0)
-    any_used = jnp.any(used, axis=0)
+    read = [copy for copy in following if not isinstance(copy.scale, SymbolicZero)]
+    if not read:
+        return state
+    scale, history = functools.reduce(
+        _of_both, [(copy.scale, _instantiated(copy.amax_history)) for copy in read]
+    )
+    used = scale > 0
     leaves = {
-        "scale": jnp.where(any_used, least, state.scale),
-        "amax_history": jnp.where(any_used, jnp.max(histories, axis=0), state.amax_history),
+        "scale": jnp.where(used, scale, state.scale),
+        # [length] of one tensor, [groups, length] of several
+        "amax_history": jnp.where(used if history.ndim == 1 else used[:, None], history, state.amax_history),
     }
     _, tree = jax.tree.flatten(state)
     return jax.tree.unflatten(tree, [leaves[name] for name in state.STATE])
 
 
-_copies.defvjp(_copies_fwd, _copies_bwd)
+def _of_both(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Scale and history of two copies; a scale is above zero but for a copy that was not used."""
+    both_used = (one[0] > 0) & (other[0] > 0)
+    scale = jnp.where(both_used, jnp.minimum(one[0], other[0]), jnp.maximum(one[0], other[0]))
+    return scale, jnp.maximum(one[1], other[1])
+
+
+def _instantiated(leaf: Any) -> Array:
+    symbolic: Any = SymbolicZero
+    return jnp.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, symbolic) else leaf

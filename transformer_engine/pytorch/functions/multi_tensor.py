@@ -26,7 +26,7 @@ from ..tensor.elements import element_of
 Lists = Sequence[Sequence[Tensor]]
 
 _VALUES = (torch.float32, torch.float16, torch.bfloat16)
-_MOMENTS = (torch.float32, torch.bfloat16)
+_MOMENTS = (torch.float32, torch.bfloat16, torch.float16)
 _FLOAT32 = (torch.float32,)
 
 
@@ -86,36 +86,16 @@ def multi_tensor_adam(
     """The step-th step of Adam on [gradients, parameters, exp_avg, exp_avg_sq(, masters)].
 
     mode   0: weight decay goes into the gradient, 1: to the parameter (AdamW)
-    With masters these are stepped, and the parameters are copies of them.
+    With masters these are stepped, and the parameters are copies of them. Masters of int16 are remainders: a bfloat16
+    parameter and its remainder are the upper and the lower half of one float32 number.
     """
     how = _adam_mode(mode)
     rates = _host_rates(lr, beta1, beta2, epsilon, step, bias_correction, weight_decay)
-    if checked(noop_flag, tensor_lists, _VALUES, _VALUES, _MOMENTS, _MOMENTS, optional=_VALUES):
+    if adam_checked(noop_flag, tensor_lists):
         adam_step(tensor_lists, on_device(rates, noop_flag.device), how)
 
 
-def multi_tensor_adam_param_remainder(
-    chunk_size: int,
-    noop_flag: Tensor,
-    tensor_lists: Lists,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: int,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
-) -> None:
-    """`multi_tensor_adam` on [gradients, parameters bfloat16, exp_avg, exp_avg_sq, remainders int16].
-
-    A parameter and its remainder are the upper and the lower half of one float32 number.
-    """
-    how = _adam_mode(mode)
-    rates = _host_rates(lr, beta1, beta2, epsilon, step, bias_correction, weight_decay)
-    kinds = (_VALUES, (torch.bfloat16,), _MOMENTS, _MOMENTS, (torch.int16,))
-    if checked(noop_flag, tensor_lists, *kinds):
-        adam_step(tensor_lists, on_device(rates, noop_flag.device), how)
+multi_tensor_adam_param_remainder = multi_tensor_adam
 
 
 def multi_tensor_adam_fp8(
@@ -171,36 +151,15 @@ def multi_tensor_adam_capturable(
     """`multi_tensor_adam` with lr, step and the factor of the gradients on the device, for graphs that are captured.
 
     noop_flag   where it is not 0 nothing is changed
+    Masters, if there are any, are float32.
     """
-    how, rates = (
-        _adam_mode(mode),
-        device_rates(lr, (beta1, beta2), epsilon, step, bias_correction, weight_decay, inv_scale),
-    )
-    if checked(noop_flag, tensor_lists, _VALUES, _VALUES, _MOMENTS, _MOMENTS):
+    how = _adam_mode(mode)
+    rates = device_rates(lr, (beta1, beta2), epsilon, step, bias_correction, weight_decay, inv_scale)
+    if checked(noop_flag, tensor_lists, _VALUES, _VALUES, _MOMENTS, _MOMENTS, optional=_FLOAT32):
         adam_step(tensor_lists, rates, how, noop_flag)
 
 
-def multi_tensor_adam_capturable_master(
-    chunk_size: int,
-    noop_flag: Tensor,
-    tensor_lists: Lists,
-    lr: Tensor,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: Tensor,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
-    inv_scale: Tensor,
-) -> None:
-    """`multi_tensor_adam_capturable` on [gradients, parameters, exp_avg, exp_avg_sq, masters float32]."""
-    how, rates = (
-        _adam_mode(mode),
-        device_rates(lr, (beta1, beta2), epsilon, step, bias_correction, weight_decay, inv_scale),
-    )
-    if checked(noop_flag, tensor_lists, _VALUES, _VALUES, _MOMENTS, _MOMENTS, _FLOAT32):
-        adam_step(tensor_lists, rates, how, noop_flag)
+multi_tensor_adam_capturable_master = multi_tensor_adam_capturable
 
 
 def multi_tensor_sgd(
@@ -288,6 +247,17 @@ def device_rates(
         rates[place] = 1.0 - torch.pow(beta, steps) if bias_correction else 1.0
     rates[9] = 1.0 if inv_scale is None else _factor("inv_scale", inv_scale)[0]
     return rates
+
+
+def adam_checked(noop_flag: Any, tensor_lists: Any) -> bool:
+    """`checked` of the lists of a step of Adam; remainders stand beside parameters of bfloat16 alone."""
+    last = (*_VALUES, torch.int16)
+    there = checked(noop_flag, tensor_lists, _VALUES, _VALUES, _MOMENTS, _MOMENTS, optional=last)
+    if there and len(tensor_lists) == 5 and tensor_lists[4][0].dtype == torch.int16:
+        parameters = tensor_lists[1][0].dtype
+        if parameters != torch.bfloat16:
+            raise TypeError(f"parameters beside remainders are {parameters}; give bfloat16 ones")
+    return there
 
 
 def checked(

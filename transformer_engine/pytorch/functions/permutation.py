@@ -144,12 +144,14 @@ class _Unpermute(Function):
 class _Merge(Function):
     @staticmethod
     def forward(ctx, y, probs, routes):
-        _keep(ctx, routes, y, probs)
+        # Only the gradient of the probabilities reads y.
+        _keep(ctx, routes, probs, y if ctx.needs_input_grad[1] else None)
+        ctx.rows = y.shape[0]
         return collect(y, routes, probs)[0]
 
     @staticmethod
     @once_differentiable("moe_unpermute")
     def backward(ctx, dx):  # pyright: ignore[reportIncompatibleMethodOverride]
-        routes, (y, probs) = _kept(ctx)
-        dy, dprobs = send_weighted(_plain("moe_unpermute", dx), routes, probs, y)
+        routes, (probs, y) = _kept(ctx)
+        dy, dprobs = send_weighted(_plain("moe_unpermute", dx), routes, ctx.rows, probs, y)
         return dy, dprobs, None

@@ -11,12 +11,8 @@ from ..runtime.double_backward import once_differentiable
 
 
 def chosen_experts(
-    logits: Tensor,
-    choice: Choice,
-    dtype: torch.dtype,
-    bias: Tensor | None = None,
-    indices: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor, choice: Choice, dtype: torch.dtype, bias: Tensor | None = None, indices: Tensor | None = None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(probs [T, E], map, or indices [T, k] where they are given), see `primitives.router.choose`.
 
     The choice and the bias have no gradient.

@@ -55,15 +55,15 @@ class Sample:
 class Options:
     """Everything beside callables and samples."""
 
-    warm_ups: int = 3
-    allow_unused_input: bool = False
-    pool: Any = None
-    retain_graph: bool = False
-    reuses_buffers: bool = False
-    clones_gradients: bool = True
-    pre_warmup_hook: Any = None
-    post_warmup_hook: Any = None
-    caches: bool = False
+    warm_ups: int
+    pool: Any
+    allow_unused_input: bool
+    pre_warmup_hook: Any
+    retain_graph: bool
+    post_warmup_hook: Any
+    reuses_buffers: bool
+    clones_gradients: bool
+    caches: bool
 
 
 @dataclass(frozen=True)

@@ -162,7 +162,7 @@ class AutomaticGraph:
         graph = Replayed(block, clones_outputs=True)
         modules = [] if self.module is None else [self.module]
         try:
-            recorded([graph], Plan(tuple(plain_steps(1)), _WARM_UPS, modules), made)
+            recorded([graph], Plan(_WARM_UPS, tuple(plain_steps(1)), modules), made)
         except RuntimeError as error:
             # A capture refuses what it cannot hold, such as a value that the host reads, by errors of many texts.
             entry.failure = f"it could not be captured: {str(error).splitlines()[0]}"

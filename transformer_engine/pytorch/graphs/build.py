@@ -26,29 +26,22 @@ class Plan:
     modules          whose state is as before afterwards
     hooks            what looks on, for each graph
     reuses_buffers   may later graphs write over what earlier ones leave?
-    before, after    called round the warm-up
+    around           what is called before and after the warm-up
     """
 
-    steps: tuple[Step, ...]
     warm_ups: int
+    steps: tuple[Step, ...]
     modules: Sequence[torch.nn.Module]
+    around: tuple[Callable[[], Any] | None, Callable[[], Any] | None] = (None, None)
     hooks: Sequence[dict[str, dict[int, Any]]] = ()
     reuses_buffers: bool = False
-    before: Callable[[], Any] | None = None
-    after: Callable[[], Any] | None = None
 
     @staticmethod
     def of(asked: Asked) -> Plan:
         options = asked.options
-        return Plan(
-            asked.steps,
-            options.warm_ups,
-            asked.modules,
-            [asked.hooks[which] for which in asked.which],
-            options.reuses_buffers,
-            options.pre_warmup_hook,
-            options.post_warmup_hook,
-        )
+        around = options.pre_warmup_hook, options.post_warmup_hook
+        hooks = [asked.hooks[which] for which in asked.which]
+        return Plan(options.warm_ups, asked.steps, asked.modules, around, hooks, options.reuses_buffers)
 
 
 def recorded(graphs: list[Replayed], plan: Plan, recorder: Recorder) -> list[Replayed]:
@@ -57,8 +50,9 @@ def recorded(graphs: list[Replayed], plan: Plan, recorder: Recorder) -> list[Rep
     hooks = plan.hooks or [{}] * len(graphs)
     separate = {step.callable for step in plan.steps if step.kind is Kind.WEIGHT_GRADIENT}
     with capturing(), left_as_it_was(plan.modules):
-        if plan.before is not None:
-            plan.before()
+        before, after = plan.around
+        if before is not None:
+            before()
         for graph in graphs:
             graph.expect_nothing()
         with recorder.warming():
@@ -68,8 +62,8 @@ def recorded(graphs: list[Replayed], plan: Plan, recorder: Recorder) -> list[Rep
                     _run(blocks[step.callable], step.kind, hooks[step.callable], first=turn == 0)
                 for block in blocks:
                     block.forget()
-        if plan.after is not None:
-            plan.after()
+        if after is not None:
+            after()
         for graph in graphs:
             graph.note_what_showed()
         for step in plan.steps:

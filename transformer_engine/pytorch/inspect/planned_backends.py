@@ -49,16 +49,16 @@ def planning(quantized: Callable[[Tensor, Quantized], None]) -> Iterator[None]:
         return _PLANNERS.get(table.operation, _results)(table, request)
 
     pools, moment = delayed_scaling._registry.pools, snapshot()
-    dummies = dict(weight_gradient._dummies)
+    dummies = dict(weight_gradient._dummy_wgrads)
     delayed_scaling._registry.pools = {}
-    weight_gradient._dummies.clear()
+    weight_gradient._dummy_wgrads.clear()
     try:
         with binding(bind):
             yield
     finally:
         delayed_scaling._registry.pools = pools
-        weight_gradient._dummies.clear()
-        weight_gradient._dummies.update(dummies)
+        weight_gradient._dummy_wgrads.clear()
+        weight_gradient._dummy_wgrads.update(dummies)
         reinstate(moment)
 
 

@@ -4,37 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from ...common.checks import whole, whole_or_none
-from ..functions.row_padding import unpad_rows, up_to
-from .fp8_padding import alignment, check_rows, check_splits
+from ..functions.row_padding import unpad_rows
+from .row_groups import RowGroups, as_rows
 
 
-class Fp8Unpadding(nn.Module):
+class Fp8Unpadding(RowGroups):
     """y [sum of m_splits, K]: the first rows of each group of x, whose groups are padded to a multiple.
 
     num_gemms    number of groups
     align_size   the multiple; None: that of the recipe in force at the first call, which is kept from then on
     """
 
-    def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
-        super().__init__()
-        whole("num_gemms", num_gemms)
-        whole_or_none("align_size", align_size)
-        self.num_gemms = num_gemms
-        self.align_size = align_size
-
     def forward(self, inp: Tensor, m_splits: Sequence[int]) -> Tensor:
         """m_splits: rows of each group without its padding. x itself where there is none."""
-        check_splits(inp, m_splits, self.num_gemms)
-        self.align_size = alignment(self.align_size)
-        padded = [up_to(rows, self.align_size) for rows in m_splits]
+        padded = self.padded_rows(inp, m_splits)
         if padded == list(m_splits):
             return inp
-        x = inp.reshape(-1, inp.shape[-1])
-        check_rows(x, padded, "the padded m_splits")
-        return unpad_rows(x, m_splits, padded)
-
-    def extra_repr(self) -> str:
-        return f"num_gemms={self.num_gemms}, align_size={self.align_size}"
+        return unpad_rows(as_rows(inp, padded, "the padded m_splits"), m_splits, padded)

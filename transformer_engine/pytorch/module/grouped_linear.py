@@ -26,6 +26,7 @@ from ..runtime.device import canonical_device, is_meta
 from ..runtime.replaceable import watched
 from .arguments import check_arguments
 from .config import configured
+from .grouped_keywords import check_device_splits, check_single, uses_grouped_tensor
 from .grouped_path import TogetherPath
 from .linear_base import SIZES, LinearConfig, ProductsModule, check_parallel_mode
 from .numerics import traced_update
@@ -37,6 +38,7 @@ from .specs import Call, product_refusal, product_spec, scale_update
 @dataclass(frozen=True, eq=False)
 class GroupedLinearConfig(LinearConfig):
     num_gemms: int = 0
+    use_grouped_tensor: bool = False
 
 
 def build(call: Call, rows: tuple[int, ...], products: tuple[ProductQuantizers, ...]) -> GroupedLinearSpec:
@@ -65,7 +67,9 @@ class GroupedLinear(ProductsModule):
     num_gemms             number of groups; parameters weight0 .. and bias0 ..
     parallel_mode, tp_size, tp_group   decide the shapes of the parameters; communication is the caller's
     save_original_input   keep the unquantized input for the backward; not with delayed scaling
-    single_grouped_weight, single_grouped_bias, use_grouped_tensor   one parameter for all groups: not implemented
+    single_grouped_weight, single_grouped_bias   one parameter for all groups; without effect, and with
+                          NVTE_GROUPED_LINEAR_SINGLE_PARAM=1 refused: there is one a group
+    use_grouped_tensor    on a GPU m_splits is an int64 tensor there, and the host does not wait for it
     Other parameters as in Linear. Every group is quantized as a Linear would, bit for bit. On a GPU all groups are
     quantized and multiplied together where `grouped_path` allows it; NVTE_USE_CUTLASS_GROUPED_GEMM=0 multiplies
     group by group, which gives the bits of a loop of Linear layers.
@@ -74,6 +78,7 @@ class GroupedLinear(ProductsModule):
     quantized_as = "grouped_linear"
     _config: GroupedLinearConfig
     num_gemms: int
+    use_grouped_tensor: bool
     fuse_wgrad_accumulation: bool
     save_original_input: bool
     in_features: int
@@ -106,12 +111,10 @@ class GroupedLinear(ProductsModule):
                 f"bias=True with tp_size={tp_size} and parallel_mode='row' would be added {tp_size} times; "
                 "set return_bias=True or bias=False"
             )
-        if single_grouped_weight or single_grouped_bias or use_grouped_tensor:
-            raise NotImplementedError(
-                "one parameter for all groups is not implemented; leave single_grouped_* False"
-            )
+        check_single(single_grouped_weight=single_grouped_weight, single_grouped_bias=single_grouped_bias)
         self._configure(
             num_gemms=num_gemms,
+            use_grouped_tensor=uses_grouped_tensor(use_grouped_tensor),
             in_features=in_features // tp_size if parallel_mode == "row" else in_features,
             out_features=out_features // tp_size if parallel_mode == "column" else out_features,
             parallel_mode=parallel_mode,
@@ -294,6 +297,8 @@ class GroupedLinear(ProductsModule):
     ) -> None:
         """TypeError unless the input is a tensor and the splits are whole numbers, by their types alone."""
         tensor("the input", inp)
+        if self.use_grouped_tensor:
+            check_device_splits(m_splits, inp.device)
         if isinstance(m_splits, Tensor):
             if m_splits.is_floating_point() or m_splits.dim() != 1:
                 raise TypeError(

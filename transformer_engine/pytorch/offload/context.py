@@ -29,16 +29,10 @@ def _unchanged(tensor: Tensor) -> Tensor:
 
 
 def get_cpu_offload_context(
-    enabled: bool = False,
-    num_layers: int | None = 1,
-    model_layers: int = 1,
-    offload_activations: bool = True,
-    offload_weights: bool = False,
-    double_buffering: bool = False,
-    manual_synchronization: bool = False,
-    retain_pinned_cpu_buffers: bool = False,
-    offload_stream: Any = None,
-) -> tuple[Any, Callable[[Tensor], Tensor]] | tuple[Any, Callable[[Tensor], Tensor], Any]:
+    enabled: bool = False, num_layers: int | None = 1, model_layers: int = 1,
+    offload_activations: bool = True, offload_weights: bool = False, double_buffering: bool = False,
+    manual_synchronization: bool = False, retain_pinned_cpu_buffers: bool = False, offload_stream: Any = None,
+) -> tuple[Any, Callable[[Tensor], Tensor]] | tuple[Any, Callable[[Tensor], Tensor], Any]:  # fmt: skip
     """(context, synchronize), and with manual_synchronization a ManualOffloadSynchronizer: see the top of this file.
 
     num_layers                 how many layers, from the first on, wait on the host

@@ -122,14 +122,9 @@ class DefaultOffloadSynchronizer(OffloadSynchronizer):
     """Layers 0 .. num_offloaded_layers - 1 wait on the host, by the times at the top of this file."""
 
     def __init__(
-        self,
-        num_layers: int,
-        num_offloaded_layers: int | None = None,
-        retain_pinned_cpu_buffers: bool = False,
-        offload_stream: Any = None,
-        *,
-        link: Link | None = None,
-    ):
+        self, num_layers: int, num_offloaded_layers: int | None = None, retain_pinned_cpu_buffers: bool = False,
+        offload_stream: Any = None, *, link: Link | None = None,
+    ):  # fmt: skip
         super().__init__(num_layers, retain_pinned_cpu_buffers, offload_stream, link=link)
         offloaded = num_layers - 1 if num_offloaded_layers is None else num_offloaded_layers
         whole("num_offloaded_layers", offloaded, 0)

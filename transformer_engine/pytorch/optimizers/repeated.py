@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from operator import is_
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ...common.steps import Adam
-from ..functions.multi_tensor import checked
+from ..functions.multi_tensor import adam_checked
 from ..primitives.multi_tensor import adam_step
-
-_VALUES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class RepeatedAdam:
@@ -41,9 +38,7 @@ class RepeatedAdam:
         skips: bool,
     ) -> None:
         if not self._are_known(tensor_lists):
-            kinds = [_VALUES] * 4
-            last = (*_VALUES, torch.int16)
-            checked(noop_flag, tensor_lists, *kinds, optional=last)
+            adam_checked(noop_flag, tensor_lists)
             self.known = [list(tensors) for tensors in tensor_lists[1:]]
             self.sizes = tuple(map(Tensor.numel, tensor_lists[1]))
         adam_step(tensor_lists, rates, how, noop_flag if skips else None, self.sizes)

@@ -8,8 +8,9 @@ import torch
 
 from ...common.folder import exports_of, modules_of
 from ..constants import DType
-from . import quantized_tensor
+from . import grouped_tensor, quantized_tensor
 from .axis import COLS, ROWS
+from .grouped_tensor import GroupedTensor, GroupedTensorStorage
 from .module_conversion import keep_quantized_parameters
 from .quantized_tensor import (
     QuantizedTensor,
@@ -37,7 +38,8 @@ if TYPE_CHECKING:
 
 # A format is a file here, `<format>_tensor.py`: what it lists in __all__ is a name of this package, and PICKLED the
 # functions that its pickles call.
-_FILES = [module for module in modules_of(__name__, __path__, "_tensor") if module is not quantized_tensor]
+_NO_FORMATS = (grouped_tensor, quantized_tensor)
+_FILES = [module for module in modules_of(__name__, __path__, "_tensor") if module not in _NO_FORMATS]
 EXPORTS = exports_of(_FILES)
 globals().update(EXPORTS)
 

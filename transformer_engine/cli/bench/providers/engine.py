@@ -16,8 +16,9 @@ from .... import pytorch as te
 from ....common import recipe as recipes
 from ....pytorch.attention.rope import RotaryPositionEmbedding, apply_rotary_pos_emb
 from ....pytorch.quantization import family_named
+from ....pytorch.router import fused_topk_with_score_function
 from ..cases import QUANTIZATIONS, RECIPES, Case
-from ..workload import Workload
+from ..workload import Workload, routed_tokens
 from .provider import Builders, Provider
 
 BF16 = torch.bfloat16
@@ -213,6 +214,29 @@ def _rope(case: Case, device: torch.device) -> Workload:
     angles = RotaryPositionEmbedding(a["size"])(max_seq_len=a["sequence"]).to(device)
     x = _random(device, a["sequence"], a["batch"], a["heads"], a["size"])
     return Workload(functools.partial(apply_rotary_pos_emb, freqs=angles, tensor_format="sbhd"), (x,))
+
+
+@BUILDERS.of("permute")
+def _permute(case: Case, device: torch.device) -> Workload:
+    tokens, mask, probs = routed_tokens(case, device)
+    rows = case.arguments["tokens"] * case.arguments["places"]
+
+    def there_and_back(x: Tensor, probs: Tensor) -> Tensor:
+        y, row_id_map = te.moe_permute(x, mask, rows)
+        return te.moe_unpermute(y, row_id_map, probs)
+
+    return Workload(there_and_back, (tokens,), {"probs": probs})
+
+
+@BUILDERS.of("router")
+def _router(case: Case, device: torch.device) -> Workload:
+    a = case.arguments
+
+    def weights(logits: Tensor) -> Tensor:
+        options = (a["places"], False, None, None, None, a["score"], None)
+        return fused_topk_with_score_function(logits, *options)[0]
+
+    return Workload(weights, (torch.randn(a["tokens"], a["experts"], device=device),))
 
 
 @BUILDERS.of("cross_entropy")

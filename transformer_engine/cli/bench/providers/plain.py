@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..cases import Case
-from ..workload import Workload
+from ..workload import Workload, routed_tokens
 from .engine import ids_of, parameters_of, stepping
 from .provider import Builder, Builders, Provider
 
@@ -206,6 +206,36 @@ def _rope(case: Case, device: torch.device) -> Workload:
     return Workload(Rope(a["sequence"], a["size"], device), (x,))
 
 
+@BUILDERS.of("permute")
+def _permute(case: Case, device: torch.device) -> Workload:
+    """By the token and the expert of every row, sorted by expert."""
+    tokens, mask, probs = routed_tokens(case, device)
+
+    def there_and_back(x: Tensor, probs: Tensor) -> Tensor:
+        expert, token = mask.t().nonzero(as_tuple=True)
+        rows = x.index_select(0, token) * probs[token, expert].to(x.dtype)[:, None]
+        return torch.zeros_like(x).index_add(0, token, rows)
+
+    return Workload(there_and_back, (tokens,), {"probs": probs})
+
+
+@BUILDERS.of("router")
+def _router(case: Case, device: torch.device) -> Workload:
+    a = case.arguments
+
+    def weights(logits: Tensor) -> Tensor:
+        if a["score"] == "softmax":
+            values, chosen = logits.topk(a["places"], dim=1)
+            values = values.softmax(1)
+        else:
+            values, chosen = logits.sigmoid().topk(a["places"], dim=1)
+            values = values / (values.sum(1, keepdim=True) + 1e-20)
+        mask = torch.zeros_like(logits, dtype=torch.int32).scatter(1, chosen, 1).bool()
+        return torch.zeros_like(logits).scatter(1, chosen, values) * mask
+
+    return Workload(weights, (torch.randn(a["tokens"], a["experts"], device=device),))
+
+
 @BUILDERS.of("cross_entropy")
 def _cross_entropy(case: Case, device: torch.device) -> Workload:
     a = case.arguments
@@ -242,8 +272,9 @@ def _compiled(build: Builder) -> Builder:
     return build_compiled
 
 
-# The library calls of these are opaque to the compiler: the figures would be those of the plain rows.
-LEFT_AS_THEY_ARE = ("attention", "grouped_linear", "adam")
+# The library calls of these are opaque to the compiler, as is a number of rows that the data decide: the figures would
+# be those of the plain rows.
+LEFT_AS_THEY_ARE = ("attention", "grouped_linear", "permute", "adam")
 
 PLAIN = Provider("torch", ("bf16",), BUILDERS, quantizations=("delayed",))
 COMPILED = Provider(

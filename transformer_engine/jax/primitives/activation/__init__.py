@@ -5,7 +5,8 @@ from __future__ import annotations
 from jax import Array
 
 from ....common.dispatch import Table
-from . import reference
+from ..platforms import computed
+from . import reference, triton
 from .request import ACTIVATIONS, ActivationParams, ActivationRequest
 
 __all__ = [
@@ -17,14 +18,20 @@ __all__ = [
     "activation_forward",
 ]
 
-TABLE: Table[ActivationRequest] = Table("jax_activation", (reference.BACKEND,))
+TABLE: Table[ActivationRequest] = Table("jax_activation", (triton.BACKEND, reference.BACKEND))
 
 
 def activation_forward(x: Array, names: tuple[str, ...], params: ActivationParams) -> Array:
     """y [..., F] in x's dtype, computed in float32."""
-    return TABLE.bind(ActivationRequest("forward", names, x.dtype))(x, names, params)
+    return computed(
+        TABLE, lambda platform: ActivationRequest("forward", names, x.dtype, x.size, platform), x, names=names,
+        params=params,
+    )  # fmt: skip
 
 
 def activation_backward(dy: Array, x: Array, names: tuple[str, ...], params: ActivationParams) -> Array:
     """dx [..., n, F] in x's dtype."""
-    return TABLE.bind(ActivationRequest("backward", names, x.dtype))(dy, x, names, params)
+    return computed(
+        TABLE, lambda platform: ActivationRequest("backward", names, x.dtype, x.size, platform), dy, x, names=names,
+        params=params,
+    )  # fmt: skip

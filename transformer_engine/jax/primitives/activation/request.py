@@ -52,3 +52,5 @@ class ActivationRequest(NamedTuple):
     operation: str
     names: tuple[str, ...]
     dtype: jnp.dtype
+    elements: int
+    platform: str

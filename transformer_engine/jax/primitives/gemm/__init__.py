@@ -8,6 +8,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 
 from ....common.dispatch import Table
 from ..operand import Operand
@@ -23,6 +24,7 @@ TABLE: Table[GemmRequest] = Table(
 
 
 Product = Callable[..., Array]
+NAME = "transformer_engine_gemm"  # of every product, for recomputation policies
 
 
 def gemm(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool = True) -> Array:
@@ -37,7 +39,7 @@ def gemm(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool = True) -> Array:
         )
     dtype = jnp.dtype(dtype)
     calls = chosen(TABLE, lambda platform: GemmRequest.of(a, b, dtype, exact, platform))
-    return _product(a, b, dtype, exact, calls["cuda"], calls["cpu"])
+    return checkpoint_name(_product(a, b, dtype, exact, calls["cuda"], calls["cpu"]), NAME)
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "exact", "cuda", "cpu"))

@@ -7,12 +7,17 @@ direct   dot(codes, codes) * scales: the scales come after it; without the flag 
 
 from __future__ import annotations
 
+import functools
+import warnings
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jax import Array, lax
 
 from ....common.dispatch import Backend
 from ....common.formats import FLOAT8
-from ...platform import xla_flag
+from ...platform import has_gpu, xla_flag
+from ..custom_calls import switched_off
 from ..operand import Operand
 from .reference import LAST_AXES
 from .request import GemmRequest
@@ -20,9 +25,27 @@ from .request import GemmRequest
 FLAG = "xla_gpu_enable_triton_gemm"
 
 
+@functools.cache
+def _warn_of_the_flag() -> None:
+    """Once a process, on a GPU."""
+    warnings.warn(
+        f"set XLA_FLAGS=--{FLAG}=false before jax starts: without it each shape of an FP8 product takes about 30 s to "
+        "compile, and its scales are a kernel of their own",
+        stacklevel=2,
+    )
+
+
+def bind_direct(request: GemmRequest) -> Callable[..., Array]:
+    if has_gpu() and request.dtype == jnp.bfloat16 and xla_flag(FLAG) not in ("false", "0"):
+        _warn_of_the_flag()
+    return run_direct
+
+
 def _refuses(request: GemmRequest) -> str | None:
     if request.platform != "cuda":
         return f"it needs a CUDA device, the program is for {request.platform}"
+    if (reason := switched_off("GemmPrimitive")) is not None:
+        return reason
     if request.capability < 89:
         return f"compute capability {request.capability / 10} < 8.9"
     for form in (request.a_format, request.b_format):
@@ -77,4 +100,4 @@ def _precision(exact: bool) -> lax.Precision:
 
 
 SCALED = Backend[GemmRequest]("scaled", refuses=refuses_scaled, bind=lambda request: run_scaled)
-DIRECT = Backend[GemmRequest]("direct", refuses=_refuses, bind=lambda request: run_direct)
+DIRECT = Backend[GemmRequest]("direct", refuses=_refuses, bind=bind_direct)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from jax import Array
 
 from ....common.dispatch import Table
-from . import reference
+from ..platforms import computed
+from . import reference, triton
 from .request import NormRequest
 
 __all__ = ["TABLE", "NormRequest", "norm_backward", "norm_forward"]
 
-TABLE: Table[NormRequest] = Table("jax_norm", (reference.BACKEND,))
+TABLE: Table[NormRequest] = Table("jax_norm", (triton.BACKEND, reference.BACKEND))
 
 
 def norm_forward(
@@ -20,13 +21,17 @@ def norm_forward(
 
     centered   layernorm, with mean and beta; else rmsnorm
     """
-    run = TABLE.bind(NormRequest("forward", x.shape[-1], x.dtype))
-    return run(x, gamma, beta, centered, zero_centered, epsilon)
+    return computed(
+        TABLE, lambda platform: NormRequest.of("forward", x, platform), x, gamma, beta, centered=centered,
+        zero_centered=zero_centered, epsilon=epsilon,
+    )  # fmt: skip
 
 
 def norm_backward(
     dy: Array, x: Array, mean: Array | None, rstdev: Array, gamma: Array, zero_centered: bool
 ) -> tuple[Array, Array, Array]:
     """dx in x's dtype, dgamma and dbeta float32 [width]."""
-    run = TABLE.bind(NormRequest("backward", x.shape[-1], x.dtype))
-    return run(dy, x, mean, rstdev, gamma, zero_centered)
+    return computed(
+        TABLE, lambda platform: NormRequest.of("backward", x, platform), dy, x, mean, rstdev, gamma,
+        zero_centered=zero_centered,
+    )  # fmt: skip

@@ -5,12 +5,13 @@ from __future__ import annotations
 from jax import Array
 
 from ....common.dispatch import Table
-from . import reference
+from ..platforms import computed
+from . import reference, triton
 from .request import SoftmaxRequest
 
 __all__ = ["TABLE", "SoftmaxRequest", "masked_softmax"]
 
-TABLE: Table[SoftmaxRequest] = Table("jax_softmax", (reference.BACKEND,))
+TABLE: Table[SoftmaxRequest] = Table("jax_softmax", (triton.BACKEND, reference.BACKEND))
 
 
 def masked_softmax(scores: Array, hidden: Array | None, sink: Array | None) -> Array:
@@ -20,5 +21,7 @@ def masked_softmax(scores: Array, hidden: Array | None, sink: Array | None) -> A
     hidden   True where a key is not seen, to be broadcast against scores
     sink     float32 [1, h or 1, 1, 1]: one more score, of no key; None: none
     """
-    request = SoftmaxRequest(scores.shape[-1], hidden is not None, sink is not None)
-    return TABLE.bind(request)(scores, hidden, sink)
+    hides, sinks = hidden is not None, sink is not None
+    return computed(
+        TABLE, lambda platform: SoftmaxRequest(scores.shape, hides, sinks, platform), scores, hidden, sink
+    )

@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 
 class SoftmaxRequest(NamedTuple):
-    """How many keys there are, and whether some are hidden or a sink takes part."""
+    """The scores' shape [b, h, q, k], whether some are hidden or a sink takes part, and the platform."""
 
-    keys: int
+    shape: tuple[int, ...]
     hidden: bool
     sink: bool
+    platform: str

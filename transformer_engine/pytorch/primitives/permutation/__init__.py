@@ -86,9 +86,15 @@ def collect(
     return TABLE.bound(key)(y, routes.map, routes.pad_offsets, weights, row_values)
 
 
-def send_weighted(dx: Tensor, routes: Routes, weights: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """(dy [rows, H] = weight * dx[token], gradient of weights [T, columns] = sum(y[row] * dx[token])), of `collect`."""
-    key = _key("send_weighted", (routes.tokens, dx.shape[1]), dx, routes, y.shape[0], weights, False)
+def send_weighted(
+    dx: Tensor, routes: Routes, rows: int, weights: Tensor, y: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """(dy [rows, H] = weight * dx[token], gradient of weights [T, columns] = sum(y[row] * dx[token])), of `collect`.
+
+    y   None where the weights want no gradient
+    """
+    beside = None if y is None else weights
+    key = _key("send_weighted", (routes.tokens, dx.shape[1]), dx, routes, rows, beside, False)
     return TABLE.bound(key)(dx, routes.map, routes.pad_offsets, weights, y)
 
 
@@ -132,10 +138,11 @@ def _collect(
 
 
 def _send_weighted(
-    dx: Tensor, map: Tensor, pad_offsets: Tensor | None, weights: Tensor, y: Tensor, *facts: Any
+    dx: Tensor, map: Tensor, pad_offsets: Tensor | None, weights: Tensor, y: Tensor | None, *facts: Any
 ) -> list[Tensor]:
-    layout, tokens, columns = facts
-    return list(send_weighted(dx, Routes(map, layout, tokens, columns, pad_offsets), weights, y))
+    layout, tokens, columns, rows = facts
+    made = send_weighted(dx, Routes(map, layout, tokens, columns, pad_offsets), rows, weights, y)
+    return [tensor for tensor in made if tensor is not None]
 
 
 define(

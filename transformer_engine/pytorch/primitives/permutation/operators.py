@@ -22,8 +22,8 @@ _SCHEMAS = {
     "bool every_row) -> Tensor[]",
     "collect": "moe_collect(Tensor y, Tensor map, Tensor? pad_offsets, Tensor? weights, Tensor? row_values, "
     f"{_PLACE}) -> Tensor[]",
-    "send_weighted": "moe_send_weighted(Tensor dx, Tensor map, Tensor? pad_offsets, Tensor weights, Tensor y, "
-    f"{_PLACE}) -> Tensor[]",
+    "send_weighted": "moe_send_weighted(Tensor dx, Tensor map, Tensor? pad_offsets, Tensor weights, Tensor? y, "
+    f"{_PLACE}, SymInt rows) -> Tensor[]",
 }
 _defined: dict[str, TorchOperator] = {}
 
@@ -53,8 +53,10 @@ def _facts(request: PermutationRequest) -> dict[str, Any]:
     if request.operation in ("chunks", "segments"):
         return {"tokens": request.shape[0]}
     facts = {"layout": request.layout, "tokens": request.shape[0], "columns": request.columns}
+    if request.operation != "collect":
+        facts |= {"rows": request.rows}
     if request.operation == "send":
-        facts |= {"rows": request.rows, "every_row": request.every_row}
+        facts |= {"every_row": request.every_row}
     return facts
 
 
@@ -87,10 +89,11 @@ def _collect(
 
 
 def _send_weighted(
-    dx: Tensor, map: Tensor, pad_offsets: Tensor | None, weights: Tensor, y: Tensor, layout: str, tokens: int,
-    columns: int,
+    dx: Tensor, map: Tensor, pad_offsets: Tensor | None, weights: Tensor, y: Tensor | None, layout: str,
+    tokens: int, columns: int, rows: int,
 ) -> list[Tensor]:  # fmt: skip
-    return [dx.new_empty(y.shape[0], dx.shape[1]), weights.new_empty(tokens, columns)]
+    beside = [] if y is None else [weights.new_empty(tokens, columns)]
+    return [dx.new_empty(rows, dx.shape[1]), *beside]
 
 
 _RESULTS: dict[str, Callable[..., Any]] = {

@@ -85,13 +85,18 @@ def collect(
     return x, None if row_values is None else _by_column(row_values, token, column, routes)
 
 
-def send_weighted(dx: Tensor, routes: Routes, rows: int, weights: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """(dy [rows, H] = weight * dx, gradient of the weights [T, columns] = sum(y * dx))."""
+def send_weighted(
+    dx: Tensor, routes: Routes, rows: int, weights: Tensor, y: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """(dy [rows, H] = weight * dx, gradient of the weights [T, columns] = sum(y * dx), None without y)."""
     token, column = _origins(routes, rows)
     gradient = _with_zero(_wide(dx))[token]
     weight = _with_zero(_wide(weights))[token, column][:, None].to(gradient.dtype)
+    dy = (gradient * weight).to(dx.dtype)
+    if y is None:
+        return dy, None
     sums = (gradient * y.to(gradient.dtype)).sum(1)
-    return (gradient * weight).to(dx.dtype), _by_column(sums, token, column, routes).to(weights.dtype)
+    return dy, _by_column(sums, token, column, routes).to(weights.dtype)
 
 
 def _origins(routes: Routes, rows: int) -> tuple[Tensor, Tensor]:

@@ -130,23 +130,23 @@ def _collect(request: PermutationRequest) -> Callable[..., tuple[Tensor, Tensor 
     return collect
 
 
-def _send_weighted(request: PermutationRequest) -> Callable[..., tuple[Tensor, Tensor]]:
+def _send_weighted(request: PermutationRequest) -> Callable[..., tuple[Tensor, Tensor | None]]:
     (tokens, hidden), rows, columns = request.shape, request.rows, request.columns
     if _is_empty(request):
         return lambda dx, map, pad_offsets, weights, y: (
             dx.new_zeros(rows, hidden),
-            weights.new_zeros(tokens, columns),
+            None if y is None else weights.new_zeros(tokens, columns),
         )
     from ....common.kernels import permutation  # it imports triton
 
-    assert request.weights is not None
-    dtypes = (_NAMES[request.dtype], _NAMES[request.weights])
+    dtypes = (_NAMES[request.dtype], None if request.weights is None else _NAMES[request.weights])
     program = permutation.send_weighted(request.shape, rows, columns, request.layout == MASK, dtypes)
 
-    def send_weighted(dx: Tensor, map: Tensor, pad_offsets: Tensor | None, weights: Tensor, y: Tensor) -> Any:
-        return tuple(
-            perform(program, (dx.contiguous(), map, pad_offsets, weights.contiguous(), y.contiguous()))
-        )
+    def send_weighted(
+        dx: Tensor, map: Tensor, pad_offsets: Tensor | None, weights: Tensor, y: Tensor | None
+    ) -> Any:
+        y = None if y is None else y.contiguous()
+        return tuple(perform(program, (dx.contiguous(), map, pad_offsets, weights.contiguous(), y)))
 
     return send_weighted
 

@@ -1,0 +1,241 @@
+"""Experts, long sequences and sharded layers on eight host devices against one: {case: differences} as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+from host_devices import difference
+from jax.interpreters import mlir
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import transformer_engine.jax as te
+import transformer_engine.jax.flax as te_flax
+from transformer_engine.common import recipe
+from transformer_engine.jax.attention import (
+    AttnBiasType,
+    AttnMaskType,
+    AttnSoftmaxType,
+    CPStrategy,
+    QKVLayout,
+    ReorderStrategy,
+    SequenceDescriptor,
+    fused_attn,
+    inverse_reorder_causal_load_balancing,
+    reorder_causal_load_balancing,
+)
+from transformer_engine.jax.primitives import kernels
+
+TOKENS, HEADS, DIM = 32, 4, 8
+
+
+def mesh_of(**axes: int) -> Mesh:
+    devices = np.asarray(jax.devices()[: int(np.prod(list(axes.values())))]).reshape(tuple(axes.values()))
+    return Mesh(devices, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+
+
+def both(function, *arguments):
+    """(value, gradients of all arguments) of a scalar function."""
+    return jax.jit(jax.value_and_grad(function, argnums=tuple(range(len(arguments)))))(*arguments)
+
+
+def layer_case(mesh: Mesh, resource: te.MeshResource, settings, **fields) -> float:
+    """A Transformer layer with its parameters laid over the mesh: loss, gradients and state."""
+    x = jax.random.normal(jax.random.key(0), (8, 16, 32))
+    model = te_flax.TransformerLayer(
+        hidden_size=32, mlp_hidden_size=64, num_attention_heads=HEADS, hidden_dropout=0.0, attention_dropout=0.0,
+        **fields,
+    )  # fmt: skip
+
+    def run(params, state, x):
+        def loss(params, state):
+            return (model.apply({"params": params, **state}, x, deterministic=True) ** 2).mean()
+
+        return jax.value_and_grad(loss, argnums=(0, 1))(params, state)
+
+    with te.autocast(settings is not None, settings):
+        boxed = jax.jit(lambda key: model.init(key, x, deterministic=True))(jax.random.key(1))
+        state, params = flax.core.pop(nn.meta.unbox(boxed), "params")
+        want = jax.jit(run)(params, state, x)
+    with jax.set_mesh(mesh), te.autocast(settings is not None, settings, mesh_resource=resource):
+        rules = te_flax.extend_logical_axis_rules((("heads", None), ("relpos_buckets", None)))
+        with nn.logical_axis_rules(rules):
+            specs = nn.logical_to_mesh(nn.get_partition_spec(boxed)["params"])
+            placed = jax.tree.map(
+                lambda p, s: jax.device_put(p, NamedSharding(mesh, s)), params, specs,
+                is_leaf=lambda leaf: isinstance(leaf, PartitionSpec),
+            )  # fmt: skip
+            got = jax.jit(run)(placed, state, jax.device_put(x, NamedSharding(mesh, batch_of(resource))))
+    return difference(got, want)
+
+
+def batch_of(resource: te.MeshResource) -> PartitionSpec:
+    return PartitionSpec(resource.fsdp_resource or resource.dp_resource)
+
+
+def experts_case(mesh: Mesh, data_axes: tuple[str, ...], settings) -> dict[str, float]:
+    """_MoEBlock with experts over "ep": output, loss of balance, gradients; and which rows every device received."""
+    x = jax.random.normal(jax.random.key(0), (8, 8, 16))
+    fields = {"num_experts": 8, "intermediate_size": 24, "aux_loss_coeff": 0.1, "score_function": "sigmoid"}
+    one = te_flax._MoEBlock(**fields)
+    many = te_flax._MoEBlock(**fields, ep_axis="ep", data_parallelism_axes=data_axes)
+    with te.autocast(settings is not None, settings):
+        state, params = flax.core.pop(nn.meta.unbox(jax.jit(one.init)(jax.random.key(1), x)), "params")
+
+    def loss(model):
+        def value(params, state, x):
+            y, balance, _ = model.apply({"params": params, **state}, x)
+            return (y**2).mean() + balance
+
+        return value
+
+    with te.autocast(settings is not None, settings):
+        want = both(loss(one), params, state, x)
+    with jax.set_mesh(mesh), te.autocast(settings is not None, settings):
+        got = both(loss(many), params, state, x)
+        received = jax.jit(lambda p, s, x: many.apply({"params": p, **s}, x)[2])(params, state, x)
+    return {
+        "difference": difference(got, want),
+        "received": int(received.sum()),
+        "slots": 2 * x.shape[0] * x.shape[1],
+    }
+
+
+def attention(layout, mask, softmax=AttnSoftmaxType.VANILLA_SOFTMAX, window=None):
+    def run(q, k, v, offset, descriptor, **options):
+        return fused_attn(
+            (q, k, v), None, descriptor, None, AttnBiasType.NO_BIAS, mask, layout, softmax, 0.3, 0.0, True,
+            max_segments_per_seq=4, window_size=window, softmax_offset=offset, **options,
+        )  # fmt: skip
+
+    return run
+
+
+def sequence_case(mesh: Mesh, strategy, balanced, layout, mask, softmax, window=None, stripe=None) -> float:
+    """Attention of tokens laid over "cp": output and gradients of q, k, v and the sinks."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    q, dy = (jax.random.normal(key, (2, TOKENS, HEADS, DIM)) for key in keys[:2])
+    k, v = (jax.random.normal(key, (2, TOKENS, HEADS // 2, DIM)) for key in keys[2:])
+    learnt = softmax is AttnSoftmaxType.LEARNABLE_SOFTMAX
+    offset = jnp.linspace(-1, 1, HEADS).reshape(1, HEADS, 1, 1) if learnt else None
+    packed = layout.is_thd()
+    ids = jnp.asarray([[1] * 10 + [2] * 15 + [3] * 5 + [0] * 2, [1] * 32])
+    places = jnp.asarray([[*range(10), *range(15), *range(5), 0, 0], list(range(32))])
+    lengths = jnp.asarray([TOKENS - 5, TOKENS])
+    devices = mesh.shape["cp"]
+    run = attention(layout, mask, softmax, window)
+    order = ReorderStrategy.Striped if packed else ReorderStrategy.DualChunkSwap
+
+    def laid(x, undo=False):
+        if not balanced:
+            return x
+        move = inverse_reorder_causal_load_balancing if undo else reorder_causal_load_balancing
+        return move(x, order, devices, 1, stripe)
+
+    def descriptor(move):
+        if packed:
+            return SequenceDescriptor.from_segment_ids_and_pos(move(ids), move(places))
+        return SequenceDescriptor.from_seqlens(lengths) if mask.is_padding() else None
+
+    def plain(q, k, v, offset):
+        return (run(q, k, v, offset, descriptor(lambda x: x)) * dy).sum()
+
+    def over_devices(q, k, v, offset):
+        out = run(
+            laid(q), laid(k), laid(v), offset, descriptor(laid), context_parallel_axis="cp",
+            context_parallel_strategy=strategy, context_parallel_causal_load_balanced=balanced, stripe_size=stripe,
+        )  # fmt: skip
+        return (laid(out, undo=True) * dy).sum()
+
+    which = (0, 1, 2, 3) if learnt else (0, 1, 2)
+    want = jax.jit(jax.value_and_grad(plain, argnums=which))(q, k, v, offset)
+    with jax.set_mesh(mesh), te.sharding.global_shard_guard(te.MeshResource(cp_resource="cp")):
+        got = jax.jit(jax.value_and_grad(over_devices, argnums=which))(q, k, v, offset)
+    return difference(got, want)
+
+
+@dataclass(frozen=True)
+class DoubledAndSummed:
+    """A stand-in for a kernel: (2 x [rows, width], sums of columns), lowered for a CPU too."""
+
+    rule = "r w -> r w, w"
+    replicated = ("w",)
+    summed = (1,)
+
+    def results(self, x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+
+    def run(self, x):
+        return 2 * x, x.sum(axis=0)
+
+
+def kernel_case(mesh: Mesh) -> dict[str, float]:
+    """A kernel on rows that eight devices hold: results, all-gathers in the program, and rows a device has."""
+    mlir.register_lowering(kernels._kernel, kernels._lowered, platform="cpu")
+    x = jax.random.normal(jax.random.key(0), (16, 24))
+    step = jax.jit(lambda x: kernels.call(DoubledAndSummed(), x))
+    placed = jax.device_put(x, NamedSharding(mesh, PartitionSpec("dp")))
+    doubled, sums = step(placed)
+    with jax.set_mesh(mesh):
+        laid = PartitionSpec("dp")
+        mapped = jax.shard_map(
+            lambda x: kernels.call(DoubledAndSummed(), x)[0], in_specs=laid, out_specs=laid, check_vma=False
+        )
+        manual = jax.jit(mapped)(placed)
+    return {
+        "difference": difference((doubled, sums, manual), (2 * x, x.sum(axis=0), 2 * x)),
+        "all-gathers": step.lower(placed).compile().as_text().count("all-gather("),
+        "rows a device": doubled.addressable_shards[0].data.shape[0],
+    }
+
+
+def main() -> None:
+    assert jax.device_count() == 8
+    everything = "--all" in sys.argv
+    jax.config.update("jax_disable_most_optimizations", True)
+    delayed = recipe.DelayedScaling(amax_history_len=4)
+    found = {
+        "fsdp": layer_case(mesh_of(fsdp=8), te.MeshResource(fsdp_resource="fsdp"), delayed),
+        "dp and tp with sequences": layer_case(
+            mesh_of(dp=2, tpsp=4), te.MeshResource(dp_resource="dp", tpsp_resource="tpsp"), None,
+            enable_sequence_parallel=True,
+        ),
+        "ep": experts_case(mesh_of(ep=4), (), None) if everything else None,
+        "dp and ep in fp8": experts_case(mesh_of(dp=2, ep=4), ("dp",), delayed),
+    }  # fmt: skip
+    bshd, thd = QKVLayout.BSHD_BSHD_BSHD, QKVLayout.THD_THD_THD
+    vanilla, learnt = AttnSoftmaxType.VANILLA_SOFTMAX, AttnSoftmaxType.LEARNABLE_SOFTMAX
+    causal, padding = AttnMaskType.CAUSAL_MASK, AttnMaskType.PADDING_CAUSAL_MASK
+    mesh = mesh_of(dp=2, cp=4)
+    for strategy in (CPStrategy.ALL_GATHER, CPStrategy.RING):
+        cases = {
+            "causal balanced": (True, bshd, causal, vanilla),
+            "padded with sinks and a window": (True, bshd, padding, learnt, (9, 0)),
+            "unbalanced": (False, bshd, AttnMaskType.NO_MASK, vanilla),
+            "packed in stripes": (True, thd, padding, vanilla),
+            "bottom right": (False, bshd, AttnMaskType.PADDING_CAUSAL_BOTTOM_RIGHT_MASK, vanilla),
+        }
+        for name, case in cases.items():
+            if (
+                (name == "unbalanced" or strategy is CPStrategy.ALL_GATHER)
+                and "packed" not in name
+                and not everything
+            ):
+                continue  # beside the slow ones
+            found[f"{strategy.name} {name}"] = sequence_case(mesh, strategy, *case)
+    if everything:
+        found["stripes of several tokens"] = sequence_case(
+            mesh, CPStrategy.ALL_GATHER, True, thd, padding, vanilla, stripe=4
+        )
+    found["kernels"] = kernel_case(mesh_of(dp=8))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""What stands beside the layers: explain, policies, dumps, names of the extension, switches of kernels, NNX."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import transformer_engine.jax as te
+import transformer_engine.jax.flax as te_flax
+import transformer_engine_jax as tex_enums
+from transformer_engine.common import recipe
+from transformer_engine.jax import cpp_extensions as tex
+from transformer_engine.jax.cpp_extensions.misc import get_xla_flag
+from transformer_engine.jax.debug.experimental import inspect_array, load_array_dump
+from transformer_engine.jax.nnx import bridged, state_type, value_and_grad
+from transformer_engine.jax.primitives.custom_calls import switched_off
+from transformer_engine.jax.primitives.gemm import float8
+from transformer_engine.jax.version_utils import jax_version_meet_requirement
+
+DELAYED = recipe.DelayedScaling(amax_history_len=4)
+
+
+def test_explain_names_every_operation_and_why_not_the_others():
+    model = te_flax.LayerNormMLP(intermediate_dim=32)
+    x = jnp.ones((4, 16))
+    with te.autocast(True, DELAYED):
+        variables = jax.eval_shape(model.init, jax.random.key(0), x)
+        explanation = te.explain(model.apply, jax.tree.map(jnp.zeros_like, variables), x, deterministic=True)
+    found = {d.operation: d for d in explanation.decisions if getattr(d.request, "platform", "cpu") == "cpu"}
+    assert {"jax_gemm", "jax_quantize", "jax_norm", "jax_activation", "jax_scale_update"} <= set(found)
+    assert found["jax_gemm"].chosen == "reference"
+    reasons = {v.backend: v.refusal for v in found["jax_gemm"].verdicts}
+    assert "it needs a CUDA device" in reasons["scaled"]
+    assert "jax_norm: reference" in str(explanation)
+    operations = [d.request.operation for d in explanation.decisions if d.operation == "jax_norm"]
+    assert set(operations) == {"forward", "backward"}
+    forward = te.explain(
+        model.apply, {"params": jax.tree.map(jnp.zeros_like, variables)["params"]}, x, backward=False
+    )
+    assert all(d.request.operation == "forward" for d in forward.decisions if d.operation == "jax_norm")
+
+
+@pytest.mark.parametrize("name", te.checkpoint_policies.__all__)
+def test_policies_keep_the_results_of_products(name):
+    x, kernel = jnp.ones((8, 16)), jnp.ones((16, 4))
+
+    def products(policy):
+        function = jax.checkpoint(lambda k: jnp.tanh(te.dense.dense(x, k)).sum(), policy=policy)
+        return str(jax.make_jaxpr(jax.grad(function))(kernel)).count("dot_general")
+
+    kept = products(getattr(te.checkpoint_policies, name))
+    assert kept < products(jax.checkpoint_policies.nothing_saveable)
+
+
+def test_an_inspected_array_is_on_the_disk(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    x = jnp.arange(6.0).reshape(2, 3)
+    y = jax.jit(lambda x: inspect_array(x, "scores") * 1)(x)
+    jax.effects_barrier()
+    np.testing.assert_array_equal(y, x)
+    np.testing.assert_array_equal(load_array_dump("my_tensor_gpu0_scores.bin", (2, 3), jnp.float32), x)
+    facts = json.loads((tmp_path / "my_tensor_gpu0_scores_meta.json").read_text())
+    assert (facts["shape"], facts["max"], facts["mean"]) == ([2, 3], 5.0, 2.5)
+    assert "my_tensor_gpu0_scores" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="holds 6 elements"):
+        load_array_dump("my_tensor_gpu0_scores.bin", (7,), jnp.float32)
+    with pytest.raises(ValueError, match="part of a file's name"):
+        inspect_array(x, "a/b")
+
+
+def test_names_of_the_extension_compute():
+    x, gamma = jax.random.normal(jax.random.key(0), (4, 16)), jnp.ones(16)
+    y, rstdev = tex.rmsnorm_fwd(x, gamma, False, 1e-6, None)
+    np.testing.assert_allclose(y.dequantize(), x * rstdev[:, None], rtol=1e-5)
+    y, mean, _ = tex.layernorm_fwd(x, gamma, jnp.zeros(16), False, 1e-6, None)
+    np.testing.assert_allclose(mean, x.mean(-1), atol=1e-6)
+    with te.autocast(True, recipe.Float8CurrentScaling()):
+        quantizer = te.quantize.QuantizerFactory.create_set().x
+    codes, dbias = tex.quantize_dbias(x, quantizer)
+    np.testing.assert_allclose(dbias, x.sum(0), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(codes.dequantize(), x, atol=0.2)
+    hidden = x.reshape(2, 2, 2, 8)
+    z = tex.act_lu(hidden, ("silu", "linear")).data
+    np.testing.assert_allclose(z, jax.nn.silu(hidden[..., 0, :]) * hidden[..., 1, :], rtol=1e-4, atol=1e-6)
+    assert tex.dact_lu(z, hidden, ("silu", "linear")).data.shape == hidden.shape
+    np.testing.assert_allclose(
+        tex.gemm(x, jnp.ones((16, 3))), x.sum(1, keepdims=True).repeat(3, 1), rtol=1e-4, atol=1e-4
+    )
+    groups = tex.grouped_gemm(x, jnp.ones((2, 16, 3)), jnp.asarray([1, 3]))
+    np.testing.assert_allclose(groups, x.sum(1, keepdims=True).repeat(3, 1), rtol=1e-4, atol=1e-4)
+    assert tex.grouped_quantize(x, None, jnp.asarray([1, 3])).dequantize() is x
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "dtype", "there"),
+    [
+        (16, 16, jnp.bfloat16, True),
+        (16, 8, jnp.bfloat16, False),
+        (16, 16, jnp.float32, False),
+        (12, 64, jnp.float16, False),
+    ],
+)
+def test_which_scores_a_softmax_kernel_takes(queries, keys, dtype, there):
+    kind, vanilla = te.softmax.SoftmaxFusionType.SCALED, te.attention.AttnSoftmaxType.VANILLA_SOFTMAX
+    assert tex.is_softmax_kernel_available(kind, vanilla, 2, 2, queries, keys, dtype) is there
+
+
+def test_collectives_change_no_value_and_have_a_counterpart():
+    gather = tex.CollectiveOpSet.create(tex.CollectiveOp.ALL_GATHER)
+    assert gather.backward is tex.CollectiveOp.REDUCE_SCATTER
+    x, kernel = jnp.ones((4, 8)), jnp.ones((8, 2))
+    np.testing.assert_array_equal(
+        te.dense.dense(x, kernel, collective_op_set=gather), te.dense.dense(x, kernel)
+    )
+    tex.collective_gemm_bootstrap(8, 4, 1, 2)
+    with pytest.raises(ValueError, match="does not divide num_total_devices=8"):
+        tex.collective_gemm_bootstrap(8, 3, 0, 2)
+    with pytest.raises(ValueError, match="process_id=2"):
+        tex.collective_gemm_bootstrap(8, 4, 2, 2)
+    with pytest.raises(TypeError, match="give a CollectiveOp"):
+        tex.CollectiveOpSet.create("ALL_GATHER")
+
+
+def test_enumerations_have_the_numbers_of_the_torch_side():
+    import transformer_engine_torch as torch_enums
+
+    for name in ("NVTE_Bias_Type", "NVTE_Mask_Type", "NVTE_QKV_Layout", "NVTE_Softmax_Type"):
+        assert getattr(tex_enums, name) is getattr(torch_enums, name)
+    for member in torch_enums.DType:
+        assert tex_enums.DType[member.name] == member
+    assert [m.value for m in tex_enums.JAXX_Scaling_Mode] == list(range(6))
+    assert tex_enums.get_device_compute_capability(0) == te.quantize.get_device_compute_capability(0)
+    assert not tex_enums.nvte_built_with_cublasmp()
+
+
+def test_kernels_are_switched_off_by_their_names(monkeypatch):
+    assert switched_off("GemmPrimitive") is None
+    monkeypatch.setenv("NVTE_JAX_CUSTOM_CALLS", "GemmPrimitive=false,ActLuPrimitive=true")
+    assert "GemmPrimitive=false" in (switched_off("GemmPrimitive") or "")
+    assert switched_off("ActLuPrimitive") is None and switched_off("NormFwdPrimitive") is None
+    monkeypatch.setenv("NVTE_JAX_CUSTOM_CALLS", "false")
+    assert switched_off("NormFwdPrimitive") == "NVTE_JAX_CUSTOM_CALLS=false"
+    for wrong in ("maybe", "GemmPrimitive=no"):
+        monkeypatch.setenv("NVTE_JAX_CUSTOM_CALLS", wrong)
+        with pytest.raises(ValueError, match="neither true nor false"):
+            switched_off("GemmPrimitive")
+
+
+def test_a_missing_flag_of_xla_is_said_once(monkeypatch):
+    monkeypatch.setattr(float8, "has_gpu", lambda: True)
+    monkeypatch.setenv("XLA_FLAGS", "")
+    float8._warn_of_the_flag.cache_clear()
+    request = float8.GemmRequest(
+        None, None, jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e4m3fn), 16, 16, 16, jnp.dtype(jnp.bfloat16),
+        "cuda", 90, False,
+    )  # fmt: skip
+    with pytest.warns(UserWarning, match="--xla_gpu_enable_triton_gemm=false") as seen:
+        float8.bind_direct(request)
+        float8.bind_direct(request)
+    assert len(seen) == 1
+    float8._warn_of_the_flag.cache_clear()
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")
+    assert get_xla_flag("--xla_gpu_enable_triton_gemm") == "false"
+
+
+def test_versions_of_jax_are_compared_as_numbers():
+    assert jax_version_meet_requirement("0.5.3") and not jax_version_meet_requirement("1.0")
+
+
+def test_a_module_within_nnx_trains_and_keeps_its_state():
+    x = jax.random.normal(jax.random.key(0), (8, 16))
+    with te.autocast(True, DELAYED):
+        model = bridged(te_flax.DenseGeneral(features=4), nnx.Rngs(0), x)
+
+        @nnx.jit
+        def step(model, x):
+            value, gradients = value_and_grad(lambda model, x: (model(x) ** 2).mean(), model, x)
+            nnx.update(model, jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(model, nnx.Param), gradients))
+            return value
+
+        losses = [float(step(model, x)) for _ in range(3)]
+    assert losses == sorted(losses, reverse=True)
+    metas = nnx.state(model, state_type())
+    scales = {path[-1]: leaf for path, leaf in nnx.to_flat_state(metas)}
+    np.testing.assert_array_equal(scales["x_amax_history"][...][-3:], jnp.full(3, jnp.abs(x).max()))
+    with pytest.raises(TypeError, match=r"give a module of flax\.linen"):
+        bridged(nn.Dense, nnx.Rngs(0), x)

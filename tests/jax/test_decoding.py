@@ -1,0 +1,87 @@
+"""Token by token with a cache of keys and values, a layer computes what it computes of the whole sequence."""
+
+from __future__ import annotations
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compiled import variables_of
+from flax import linen as nn
+
+import transformer_engine.jax as te
+import transformer_engine.jax.flax as te_flax
+from transformer_engine.common import recipe
+
+TOKENS, HIDDEN = 6, 16
+FIELDS = {
+    "relative": {},
+    "rope-gqa": {"enable_rotary_pos_emb": True, "enable_relative_embedding": False, "num_gqa_groups": 2},
+    "window-transposed": {
+        "window_size": (2, 0), "transpose_batch_sequence": True, "enable_relative_embedding": False,
+    },
+    "decoder": {"layer_type": te_flax.TransformerLayerType.DECODER},
+}  # fmt: skip
+
+
+def layer(**fields) -> te_flax.TransformerLayer:
+    return te_flax.TransformerLayer(
+        hidden_size=HIDDEN, mlp_hidden_size=24, num_attention_heads=4, hidden_dropout=0.0, attention_dropout=0.0,
+        **fields,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_steps_give_the_rows_of_the_whole(name):
+    model = layer(**FIELDS[name])
+    axis = 0 if "transposed" in name else 1
+    shape = (TOKENS, 2, HIDDEN) if axis == 0 else (2, TOKENS, HIDDEN)
+    x = jax.random.normal(jax.random.key(0), shape)
+    encoded = jax.random.normal(jax.random.key(1), (2, 3, HIDDEN)) if name == "decoder" else None
+    variables = variables_of(
+        model, jax.random.key(2), x, encoded, deterministic=True, decode=True, max_decode_length=TOKENS
+    )
+    rest, cache = flax.core.pop(variables, "cache")
+    whole = jax.jit(lambda x: model.apply(rest, x, encoded, deterministic=True))(x)
+    layouts = {k[-1]: v.shape for k, v in flax.traverse_util.flatten_dict(cache).items()}
+    kept = [*shape[:2], 2 if "gqa" in name else 4, 4]
+    assert layouts == {"cached_key": tuple(kept), "cached_value": tuple(kept), "cache_index": ()}
+
+    @jax.jit
+    def step(cache, token):
+        y, changed = model.apply(
+            {**rest, "cache": cache}, token, encoded, deterministic=True, decode=True, max_decode_length=TOKENS,
+            mutable=["cache"],
+        )  # fmt: skip
+        return y, changed["cache"]
+
+    rows = []
+    for token in jnp.split(x, TOKENS, axis):
+        y, cache = step(cache, token)
+        rows.append(y)
+    np.testing.assert_allclose(jnp.concatenate(rows, axis), whole, rtol=1e-4, atol=1e-5)
+
+
+def test_a_quantized_layer_decodes_near_the_whole():
+    model = layer(enable_relative_embedding=False)
+    x = jax.random.normal(jax.random.key(0), (2, TOKENS, HIDDEN))
+    with te.autocast(True, recipe.MXFP8BlockScaling()):
+        variables = nn.meta.unbox(model.init(jax.random.key(1), x, deterministic=True, decode=True))
+        whole = model.apply({"params": variables["params"]}, x, deterministic=True)
+        first, _ = model.apply(variables, x[:, :1], deterministic=True, decode=True, mutable=["cache"])
+    np.testing.assert_array_equal(first, whole[:, :1])
+
+
+def test_what_does_not_fit_the_cache_is_refused_with_the_remedy():
+    model = te_flax.MultiHeadAttention(4, 4)
+    x = jnp.ones((2, 2, HIDDEN))
+    variables = model.init(jax.random.key(0), x, x, decode=True, deterministic=True)
+    with pytest.raises(ValueError, match="a step takes one token"):
+        model.apply(variables, x, x, decode=True, deterministic=True, mutable=["cache"])
+    full = {**variables, "cache": variables["cache"] | {"cache_index": jnp.asarray(2)}}
+    token = x[:, :1]
+    with pytest.raises(ValueError, match="cache of 2 tokens is full"):
+        model.apply(full, token, token, decode=True, deterministic=True, mutable=["cache"])
+    with pytest.raises(ValueError, match="give the tokens that the cache is made for"):
+        layer().init(jax.random.key(0), x, decode=True, deterministic=True)

@@ -1,0 +1,166 @@
+"""Quantizers and products of groups against one group at a time."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compiled import values_and_gradients
+from flax import linen as nn
+
+import transformer_engine.jax as te
+import transformer_engine.jax.flax as te_flax
+from transformer_engine.common import recipe
+from transformer_engine.jax.dense import dense, grouped_dense
+from transformer_engine.jax.quantize import GroupedQuantizer, QuantizerFactory, ScalingMode, fan_out
+
+SIZES = (32, 0, 64)
+M, K, N = 112, 64, 48  # sixteen rows belong to no group
+RECIPES = {
+    "none": (None, 1e-5),
+    "delayed": (recipe.DelayedScaling(amax_history_len=4), 0.09),
+    "current": (recipe.Float8CurrentScaling(), 0.09),
+    "block": (recipe.Float8BlockScaling(), 0.06),
+    "mxfp8": (recipe.MXFP8BlockScaling(), 0.06),
+    "nvfp4": (recipe.NVFP4BlockScaling(disable_stochastic_rounding=True), 0.25),
+}
+
+
+def inputs():
+    keys = jax.random.split(jax.random.key(0), 4)
+    sizes = np.repeat(np.float32([1.0, 9.0, 0.1, 1.0]), [32, 0, 64, 16])  # of the elements of a group
+    x = jax.random.normal(keys[0], (M, K)) * sizes[:, None]
+    kernel = jax.random.normal(keys[1], (3, K, N)) * jnp.asarray([1.0, 2.0, 5.0])[:, None, None]
+    return x, kernel, jax.random.normal(keys[2], (M, N)), jax.random.normal(keys[3], (3, N))
+
+
+def plain(x, kernel, bias):
+    """One product after the other."""
+    rows, begin = [], 0
+    for group, size in enumerate(SIZES):
+        rows.append(x[begin : begin + size] @ kernel[group] + bias[group])
+        begin += size
+    return jnp.concatenate([*rows, jnp.zeros((M - begin, N))])
+
+
+def relative_error(got, want) -> float:
+    return float(np.linalg.norm(np.asarray(got) - np.asarray(want)) / np.linalg.norm(np.asarray(want)))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_grouped_product_is_a_product_for_every_group(name):
+    settings, tolerance = RECIPES[name]
+    x, kernel, dy, bias = inputs()
+    sizes = jnp.asarray(SIZES)
+    with te.autocast(settings is not None, settings):
+        quantizers = QuantizerFactory.create_set(n_groups=3)
+
+    def ours(x, kernel, bias):
+        return grouped_dense(x, kernel, sizes, bias=bias, quantizer_set=quantizers)
+
+    found = values_and_gradients(ours, dy, x, kernel, bias)
+    for got, want in zip(found, values_and_gradients(plain, dy, x, kernel, bias), strict=True):
+        assert relative_error(got, want) < tolerance
+    assert not np.asarray(found[0][96:]).any()
+    assert not np.asarray(found[2][1]).any()
+
+
+@pytest.mark.parametrize("name", ["delayed", "current"])
+def test_a_group_has_the_bits_of_a_product_of_its_own(name):
+    x, kernel, dy, _ = inputs()
+    with te.autocast(True, RECIPES[name][0]):
+        quantizers, own = QuantizerFactory.create_set(n_groups=3), QuantizerFactory.create_set()
+    y, dx, dkernel = values_and_gradients(
+        lambda x, k: grouped_dense(x, k, jnp.asarray(SIZES), quantizer_set=quantizers), dy, x, kernel
+    )
+    rows = slice(32, 96)
+    alone = values_and_gradients(lambda x, k: dense(x, k, quantizer_set=own), dy[rows], x[rows], kernel[2])
+    for got, want in zip((y[rows], dx[rows], dkernel[2]), alone, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
+
+
+def test_every_group_advances_a_state_of_its_own():
+    x, kernel, _, _ = inputs()
+    with te.autocast(True, RECIPES["delayed"][0]):
+        quantizers = QuantizerFactory.create_set(n_groups=3)
+
+    @jax.jit
+    def following(quantizers):
+        def loss(quantizers):
+            one, other = fan_out(quantizers, 2)
+            y = grouped_dense(x, kernel, jnp.asarray(SIZES), quantizer_set=one)
+            return (y + grouped_dense(2 * x, kernel, jnp.asarray(SIZES), quantizer_set=other)).sum()
+
+        return jax.grad(loss)(quantizers)
+
+    after = following(quantizers)
+    amaxes = [2 * jnp.abs(x[:32]).max(), 0, 2 * jnp.abs(x[32:96]).max()]
+    np.testing.assert_array_equal(after.x.quantizer.amax_history[:, -1], jnp.asarray(amaxes))
+    np.testing.assert_allclose(after.x.quantizer.scale, [448 / amaxes[0], 1, 448 / amaxes[2]], rtol=1e-6)
+    np.testing.assert_array_equal(
+        after.kernel.quantizer.amax_history[:, -1], jnp.abs(kernel).max(axis=(1, 2))
+    )
+
+
+@pytest.mark.parametrize("mode", [ScalingMode.CURRENT_TENSOR_SCALING, ScalingMode.MXFP8_1D_SCALING])
+def test_codes_of_groups_come_back_within_the_format(mode):
+    x, kernel, _, _ = inputs()
+    quantizer = QuantizerFactory.create(scaling_mode=mode, q_dtype=jnp.float8_e4m3fn, n_groups=3)
+    assert isinstance(quantizer, GroupedQuantizer)
+    rows = quantizer.quantize(x, group_sizes=jnp.asarray(SIZES))
+    stack = quantizer.quantize(kernel)
+    for tensor, values in ((rows, x), (stack, kernel)):
+        for direction in (tensor.rowwise_tensor, tensor.colwise_tensor):
+            assert relative_error(direction.dequantize(), values) < 0.04
+    # One scale a group: a small group keeps its precision beside a large one.
+    assert relative_error(rows.dequantize()[32:96], x[32:96]) < 0.04
+
+
+def test_the_module_of_grouped_products_keeps_a_state_a_group():
+    x, kernel, _, _ = inputs()
+    module = te_flax.make_grouped_dense_cls(RECIPES["delayed"][0])
+    variables = module.init(jax.random.key(0), x, kernel, jnp.asarray(SIZES))
+    state = variables["_overwrite_with_gradient"]
+    assert state["kernel_scale"].shape == (3,)
+    assert state["grad_amax_history"].shape == (3, 4)
+    after = jax.jit(jax.grad(lambda v: module.apply(v, x, kernel, jnp.asarray(SIZES)).sum()))(variables)
+    assert not np.array_equal(after["_overwrite_with_gradient"]["kernel_scale"], state["kernel_scale"])
+
+    class Experts(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return te_flax.make_grouped_dense_cls(None)(x, kernel, jnp.asarray(SIZES))
+
+    np.testing.assert_allclose(
+        Experts().apply({}, x), plain(x, kernel, jnp.zeros((3, N))), rtol=1e-4, atol=1e-3
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "sentence"),
+    [
+        ({"group_sizes": jnp.ones(2, jnp.int32)}, ValueError, "give 3 whole numbers"),
+        ({"group_sizes": jnp.ones(3)}, ValueError, "give 3 whole numbers"),
+        ({"kernel": jnp.ones((3, 8, N))}, ValueError, "both must be equal"),
+        ({"bias": jnp.ones(3)}, ValueError, r"it must be \(3, 48\)"),
+        ({"contracting_dims": ((0,), (1,))}, ValueError, "contracting_dims"),
+        ({"group_offset": jnp.zeros(1)}, NotImplementedError, "kernels of all groups"),
+        ({"x": jnp.ones((2, 3, 4))}, ValueError, r"give \[M, K\]"),
+        ({"x": jnp.ones((M, K), jnp.int32)}, TypeError, "cast it"),
+    ],
+)
+def test_a_bad_grouped_call_is_refused_with_value_limit_and_remedy(change, error, sentence):
+    x, kernel, _, _ = inputs()
+    with pytest.raises(error, match=sentence):
+        grouped_dense(**({"x": x, "kernel": kernel, "group_sizes": jnp.asarray(SIZES)} | change))
+
+
+def test_quantizers_of_one_tensor_are_not_those_of_groups():
+    x, kernel, _, _ = inputs()
+    with te.autocast(True, RECIPES["current"][0]):
+        single, five = QuantizerFactory.create_set(), QuantizerFactory.create_set(n_groups=5)
+    with pytest.raises(TypeError, match="make the set with n_groups=3"):
+        grouped_dense(x, kernel, jnp.asarray(SIZES), quantizer_set=single)
+    with pytest.raises(ValueError, match="the quantizer was made for 5"):
+        grouped_dense(x, kernel, jnp.asarray(SIZES), quantizer_set=five)

@@ -1,0 +1,97 @@
+"""The Triton rows of norms, activations, softmax and rotations: traced without a GPU, lowered for CUDA, partitioned."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compiled import values_and_gradients
+
+from transformer_engine.common import env
+from transformer_engine.jax.activation import activation
+from transformer_engine.jax.layernorm import layernorm
+from transformer_engine.jax.primitives import activation as activations
+from transformer_engine.jax.primitives import launching, norm, rope, softmax
+
+REFUSAL = launching.refuses_kernels()
+pytestmark = pytest.mark.skipif(
+    REFUSAL is not None, reason=f"no kernel can be lowered for CUDA here: {REFUSAL}"
+)
+
+
+@pytest.fixture(autouse=True)
+def _kernels_without_a_gpu(monkeypatch):
+    monkeypatch.setenv("TE_JAX_KERNELS", "1")
+    yield
+
+
+def x_of(*shape, dtype=jnp.bfloat16, seed=0):
+    return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
+
+
+GAMMA, BETA = (np.linspace(low, low + 1, 64, dtype=np.float32) for low in (0.5, -1.0))
+CASES = {
+    "layernorm": (lambda x: layernorm(x, jnp.asarray(GAMMA), jnp.asarray(BETA), "layernorm", True), (4, 6, 64), 1 + 2),
+    "rmsnorm": (lambda x: layernorm(x, jnp.asarray(GAMMA), None, "rmsnorm"), (4, 6, 64), 1 + 2),
+    "gelu": (lambda x: activation(x, ("gelu",)), (4, 1, 64), 2),
+    "swiglu": (lambda x: activation(x, ("silu", "linear")), (4, 2, 64), 2),
+    "clamped": (lambda x: activation(x, ("clamped_silu", "clamped_linear")), (4, 2, 64), 2),
+    "softmax": (lambda x: softmax.masked_softmax(x, jnp.arange(16) > 12, None), (2, 3, 8, 16), 2),
+    "rope": (lambda x: rope.rotate(x, jnp.ones((6, 8)), True, False), (2, 6, 3, 16), 2),
+}  # fmt: skip
+
+
+def gradient(name):
+    function, shape, _ = CASES[name]
+    x = x_of(*shape, dtype=jnp.float32 if name == "softmax" else jnp.bfloat16)
+    return jax.jit(jax.value_and_grad(lambda x: function(x).astype(jnp.float32).sum())), x
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_both_passes_are_kernels_on_cuda_and_the_reference_here(name, monkeypatch):
+    step, x = gradient(name)
+    text = step.trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("triton_kernel_call_ffi") == CASES[name][2]
+    if jax.default_backend() != "cpu":
+        return
+    found = step(x)
+    monkeypatch.delenv("TE_JAX_KERNELS")
+    jax.tree.map(np.testing.assert_array_equal, found, gradient(name)[0](x))
+
+
+def test_without_a_gpu_no_kernel_is_asked_for_unless_one_says_so(monkeypatch):
+    request = norm.NormRequest("forward", 64, jnp.dtype(jnp.bfloat16), 4, "cuda")
+    row = norm.triton.BACKEND
+    assert row.refusal(request) is None
+    assert "it needs a CUDA device" in (row.refusal(request._replace(platform="cpu")) or "")
+    monkeypatch.delenv("TE_JAX_KERNELS")
+    assert not env.flag("TE_JAX_KERNELS")
+    assert "set TE_JAX_KERNELS=1" in (row.refusal(request) or "")
+    assert "a sink" in (
+        softmax.triton.refuses(softmax.SoftmaxRequest((1, 1, 2, 2), False, True, "cuda")) or ""
+    )
+    empty = activations.ActivationRequest("forward", ("gelu",), jnp.dtype(jnp.float32), 0, "cuda")
+    assert "without elements" in (activations.triton.refuses(empty) or "")
+
+
+def test_a_kernel_lowers_under_vmap_and_runs_as_the_reference_here():
+    def norms(x):
+        return jax.vmap(lambda x: layernorm(x, jnp.asarray(GAMMA), None, "rmsnorm"))(x)
+
+    x = x_of(3, 4, 64)
+    assert "triton_kernel_call_ffi" in jax.jit(norms).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    np.testing.assert_array_equal(jax.jit(norms)(x), layernorm(x, jnp.asarray(GAMMA), None, "rmsnorm"))
+
+
+def test_the_rotation_and_its_gradient_are_those_of_complex_numbers():
+    x, dy = x_of(2, 6, 3, 16, dtype=jnp.float32), x_of(2, 6, 3, 16, dtype=jnp.float32, seed=1)
+    angles = jnp.arange(6.0)[:, None] * jnp.linspace(0.1, 1, 8)
+
+    def plain(x):
+        z = (x[..., 0::2] + 1j * x[..., 1::2]) * jnp.exp(1j * angles)[None, :, None]
+        return jnp.stack((z.real, z.imag), -1).reshape(x.shape)
+
+    found = values_and_gradients(lambda x: rope.rotate(x, angles, True, False), dy, x)
+    for got, want in zip(found, values_and_gradients(plain, dy, x), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,310 @@
+"""Router, permutation and mixtures of experts against loops over tokens in NumPy."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compiled import values_and_gradients, variables_of
+
+import transformer_engine.jax as te
+import transformer_engine.jax.flax as te_flax
+from transformer_engine.common import recipe
+from transformer_engine.jax import ep, permutation, router
+from transformer_engine.jax.moe import moe
+from transformer_engine.jax.primitives.topk import topk
+
+T, E, H, F = 24, 8, 16, 12
+
+
+def logits(seed=0):
+    return jax.random.normal(jax.random.key(seed), (T, E))
+
+
+def plain_weights(values, k, function="softmax", pre=False, groups=None, bias=None, scale=1.0):
+    """One token after the other."""
+    out = np.zeros_like(values)
+    for t, row in enumerate(values):
+        soft = np.exp(row - row.max()) / np.exp(row - row.max()).sum()
+        scores = 1 / (1 + np.exp(-row)) if function == "sigmoid" else soft if pre else row
+        judged = scores + (0 if bias is None else bias)
+        if groups is not None:
+            count, best = groups
+            parts = judged.reshape(count, -1)
+            strength = np.sort(parts, axis=1)[:, -(k // best) :].sum(axis=1)
+            kept = np.argsort(-strength)[:best]
+            judged = np.where(np.isin(np.arange(E) // parts.shape[1], kept), judged, -np.inf)
+        chosen = np.argsort(-judged, kind="stable")[:k]
+        weights = scores[chosen]
+        if function == "softmax" and not pre:
+            weights = np.exp(weights) / np.exp(weights).sum()
+        if function == "sigmoid" and k > 1:
+            weights = weights / weights.sum()
+        out[t, chosen] = weights * scale
+    return out
+
+
+@pytest.mark.parametrize(
+    ("k", "options"),
+    [
+        (2, {}),
+        (2, {"use_pre_softmax": True, "scaling_factor": 1.5}),
+        (1, {"score_function": "sigmoid"}),
+        (3, {"score_function": router.ScoreFunction.SIGMOID, "expert_bias": True}),
+        (4, {"num_groups": 4, "group_topk": 2, "score_function": "sigmoid"}),
+        (2, {"num_groups": 2, "group_topk": 1}),
+    ],
+)
+def test_the_router_chooses_as_a_loop_over_tokens(k, options):
+    values = logits()
+    bias = jnp.linspace(-1, 1, E) if options.get("expert_bias") else None
+    options = options | {"expert_bias": bias}
+    probs, chosen = router.fused_topk_with_score_function(values, k, **options)
+    sigmoid = options.get("score_function") in ("sigmoid", router.ScoreFunction.SIGMOID)
+    groups = (options["num_groups"], options["group_topk"]) if "num_groups" in options else None
+    want = plain_weights(
+        np.asarray(values), k, "sigmoid" if sigmoid else "softmax", options.get("use_pre_softmax", False), groups,
+        None if bias is None else np.asarray(bias), options.get("scaling_factor", 1.0),
+    )  # fmt: skip
+    np.testing.assert_allclose(probs, want, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(chosen, want > 0)
+    packed = router.fused_topk_with_score_function(values, k, **options, routing_map_format="bitmap_u8")[1]
+    np.testing.assert_array_equal(packed, np.packbits(want > 0, axis=1, bitorder="little"))
+
+
+def test_the_gradient_of_the_router_is_that_of_finite_differences():
+    values, dy = np.asarray(logits(), np.float64)[:3], np.asarray(logits(1))[:3]
+    for function in ("softmax", "sigmoid"):
+
+        def loss(x, function=function):
+            return (router.fused_topk_with_score_function(x, 2, score_function=function)[0] * dy).sum()
+
+        gradient = np.asarray(jax.grad(loss)(jnp.asarray(values, jnp.float32)))
+        for t, e in ((0, 1), (1, 3), (2, 7)):
+            step = np.zeros_like(values)
+            step[t, e] = 1e-6
+            ahead, behind = (
+                (plain_weights(x, 2, function) * dy).sum() for x in (values + step, values - step)
+            )
+            assert abs(gradient[t, e] - (ahead - behind) / 2e-6) < 1e-4
+
+
+def test_the_balancing_loss_is_its_equation():
+    scores, plain = router.fused_topk_with_score_function(logits(), 2, compute_aux_scores=True)
+    np.testing.assert_allclose(scores, jax.nn.softmax(logits()), rtol=1e-6)
+    counts = plain.sum(axis=0)
+    loss = router.fused_moe_aux_loss(scores, counts, 2, 0.1)
+    want = E * 0.1 / (2 * T * T) * sum(float(counts[e]) * float(scores[:, e].sum()) for e in range(E))
+    np.testing.assert_allclose(loss, want, rtol=1e-5)
+
+
+@pytest.mark.parametrize("align", [None, 8])
+def test_tokens_are_sorted_by_expert_and_come_back(align):
+    x = jax.random.normal(jax.random.key(2), (T, H))
+    probs, chosen = router.fused_topk_with_score_function(logits(), 2)
+    rows, weights, row_id_map, pads, sizes = permutation.token_dispatch(x, chosen, 2 * T, probs, align)
+    begin = 0
+    for e, size in enumerate(np.asarray(sizes)):
+        tokens = np.flatnonzero(np.asarray(chosen)[:, e])
+        assert size == (len(tokens) if align is None else -(-len(tokens) // align) * align)
+        np.testing.assert_array_equal(rows[begin : begin + len(tokens)], x[tokens])
+        np.testing.assert_array_equal(weights[begin : begin + len(tokens)], probs[tokens, e])
+        assert not np.asarray(rows[begin + len(tokens) : begin + size]).any()
+        begin += size
+    assert row_id_map.shape == (T, 2 * E + 1)
+    np.testing.assert_allclose(permutation.token_combine(rows, row_id_map, None, pads), 2 * x, rtol=1e-6)
+    merged = permutation.token_combine(rows, row_id_map, probs, pads)
+    np.testing.assert_allclose(merged, x * probs.sum(axis=1, keepdims=True), rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_go_the_way_of_the_tokens():
+    x, dy = jax.random.normal(jax.random.key(2), (2, T, H))
+    probs, chosen = router.fused_topk_with_score_function(logits(), 2)
+
+    def there_and_back(x, probs):
+        rows, weights, row_id_map, pads, _ = permutation.token_dispatch(x, chosen, 2 * T, probs, 4)
+        return permutation.token_combine(rows * weights[:, None], row_id_map, None, pads)
+
+    found = values_and_gradients(there_and_back, dy, x, probs)
+    want = values_and_gradients(lambda x, p: x * (p * chosen).sum(axis=1, keepdims=True), dy, x, probs)
+    for got, expected in zip(found, want, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_rows_behind_the_buffer_are_dropped():
+    x = jnp.ones((T, H))
+    _, chosen = router.fused_topk_with_score_function(logits(), 2)
+    rows, _, row_id_map, _, _ = permutation.token_dispatch(x, chosen, 10)
+    assert rows.shape == (10, H)
+    assert int(row_id_map[:, -1].sum()) == 10
+    assert float(permutation.token_combine(rows, row_id_map).sum()) == 10 * H
+
+
+@pytest.mark.parametrize("align", [0, 4])
+@pytest.mark.parametrize("roll", [None, 3])
+def test_the_plain_permutation_sorts_and_restores(align, roll):
+    x = jax.random.normal(jax.random.key(2), (T, H))
+    probs, chosen = router.fused_topk_with_score_function(logits(), 2)
+    picked, weights = permutation.routing_map_to_selected_experts(probs, chosen, 2)
+    rows, state, sizes = permutation.pure_jax_token_dispatch(x, picked, E, 2, align, roll)
+    first = 0 if roll is None else roll
+    count = int(np.asarray(chosen)[:, first].sum())
+    np.testing.assert_array_equal(rows[:count], x[np.flatnonzero(np.asarray(chosen)[:, first])])
+    assert align == 0 or not (np.asarray(sizes) % align).any()
+    y = permutation.pure_jax_token_combine(rows, state, weights, 2)
+    np.testing.assert_allclose(y, x, rtol=1e-5, atol=1e-6)
+
+
+def test_chunks_are_put_in_another_order():
+    x = jnp.arange(7.0)[:, None]
+    rows, goes_to = permutation.sort_chunks_by_index(x, jnp.asarray([2, 1, 3]), jnp.asarray([2, 0, 1]))
+    np.testing.assert_array_equal(rows[:, 0], [3, 4, 5, 0, 1, 2, 6])
+    np.testing.assert_array_equal(rows[goes_to], x)
+
+
+def test_ragged_offsets_move_every_row_there_and_back():
+    """The four numbers a shard, played through in NumPy."""
+    counts = np.random.default_rng(0).integers(0, 4, (4, 8))
+    sent = counts.reshape(4, 4, 2).sum(-1)
+    held = [[(s, i) for i in range(sent[s].sum())] for s in range(4)]
+    buffers = [[None] * sent[:, d].sum() for d in range(4)]
+
+    def play(compute, source, target):
+        for s in range(4):
+            begins, sizes, lands, _ = (np.asarray(v) for v in compute(jnp.asarray(counts), s, 4))
+            for d in range(4):
+                for i in range(sizes[d]):
+                    target[d][lands[d] + i] = source[s][begins[d] + i]
+
+    play(permutation.compute_ragged_all_to_all_params, held, buffers)
+    assert all(row is not None for buffer in buffers for row in buffer)
+    back = [[None] * len(rows) for rows in held]
+    play(permutation.compute_reverse_ragged_all_to_all_params, buffers, back)
+    assert back == held
+    arrived = jnp.arange(float(sent[:, 1].sum()))[:, None]
+    rows, sizes, goes_to = permutation.local_permute_after_a2a(arrived, jnp.asarray(counts), 1, 4)
+    np.testing.assert_array_equal(sizes, counts[:, 2:4].sum(0))
+    np.testing.assert_array_equal(permutation.local_unpermute_before_a2a(rows, goes_to), arrived)
+
+
+def parameters():
+    keys = jax.random.split(jax.random.key(5), 8)
+    shapes = {"gate_kernel": (H, E), "wi_0": (E, H, F), "wi_1": (E, H, F), "wo": (E, F, H)}
+    return {n: 0.3 * jax.random.normal(k, s) for k, (n, s) in zip(keys, shapes.items(), strict=False)}
+
+
+def plain_moe(p, x, k=2):
+    """Every expert for every token, weighted."""
+    weights, _ = router.fused_topk_with_score_function(x @ p["gate_kernel"], k)
+    hidden = jax.nn.silu(jnp.einsum("th,ehf->tef", x, p["wi_0"])) * jnp.einsum("th,ehf->tef", x, p["wi_1"])
+    return jnp.einsum("te,tef,efh->th", weights, hidden, p["wo"])
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_mixture_is_every_expert_weighted(early):
+    x, dy = 2 * jax.random.normal(jax.random.key(2), (2, 2, T // 2, H))
+    params = parameters()
+
+    def ours(params, x):
+        return moe(
+            x, params["gate_kernel"], params["wi_0"], params["wi_1"], params["wo"], num_experts=E,
+            num_experts_per_tok=2, apply_topk_weights_early=early,
+        )[0]  # fmt: skip
+
+    found = values_and_gradients(ours, dy, params, x)
+    want = values_and_gradients(lambda p, x: plain_moe(p, x.reshape(-1, H)).reshape(x.shape), dy, params, x)
+    for got, expected in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_the_block_has_its_tree_and_a_state_a_product_and_expert():
+    x = jax.random.normal(jax.random.key(0), (2, T // 2, H))
+    model = te_flax._MoEBlock(
+        num_experts=E, intermediate_size=F, use_ffn_bias=True, use_expert_routing_bias=True,
+        score_function="sigmoid", aux_loss_coeff=0.01,
+    )  # fmt: skip
+    with te.autocast(True, recipe.DelayedScaling(amax_history_len=4)):
+        variables = variables_of(model, jax.random.key(1), x)
+        y, loss, received = jax.jit(model.apply)(variables, x)
+    assert jax.tree.map(jnp.shape, variables["params"]) == {
+        "gate_kernel": (H, E), "wi_0": (E, H, F), "wi_1": (E, H, F), "wo": (E, F, H), "wi_0_bias": (E, F),
+        "wi_1_bias": (E, F), "wo_bias": (E, H), "expert_bias": (E,),
+    }  # fmt: skip
+    assert variables["fp8_metas"]["kernel_2_scale"].shape == (E,)
+    plain, _, _ = jax.jit(model.apply)({"params": variables["params"]}, x)
+    assert float(jnp.linalg.norm(y - plain) / jnp.linalg.norm(plain)) < 0.1
+    assert loss.shape == () and int(received) == 2 * T
+
+
+def test_top_elements_of_rows():
+    x = jax.random.normal(jax.random.key(0), (3, 20))
+    values, places = topk(x, 5)
+    np.testing.assert_array_equal(np.take_along_axis(np.asarray(x), np.asarray(places), 1), values)
+    np.testing.assert_array_equal(np.sort(values), np.sort(x)[:, -5:])
+    with pytest.raises(ValueError, match="at most n"):
+        topk(x, 21)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "sentence"),
+    [
+        (lambda: router.fused_topk_with_score_function(logits(), 9), ValueError, "at most 8"),
+        (lambda: router.fused_topk_with_score_function(logits(), 0), ValueError, "topk=0"),
+        (
+            lambda: router.fused_topk_with_score_function(logits(), 2, expert_bias=jnp.zeros(E)),
+            ValueError,
+            "steers 'sigmoid' alone",
+        ),
+        (
+            lambda: router.fused_topk_with_score_function(logits(), 2, scaling_factor=jnp.ones(())),
+            TypeError,
+            "scaling_factor",
+        ),
+        (
+            lambda: router.fused_topk_with_score_function(logits(), 2, score_function="tanh"),
+            ValueError,
+            "choose one of",
+        ),
+        (
+            lambda: router.fused_topk_with_score_function(logits(), 2, num_groups=3, group_topk=1),
+            ValueError,
+            "must divide the experts",
+        ),
+        (
+            lambda: permutation.token_dispatch(jnp.ones((T, H)), jnp.ones((T, E)), 0),
+            ValueError,
+            "num_out_tokens=0",
+        ),
+        (
+            lambda: permutation.token_dispatch(jnp.ones((3, H)), jnp.ones((T, E)), 4),
+            ValueError,
+            r"give \[T, H\]",
+        ),
+        (lambda: ep.ep_bootstrap(3, 0, 8, 4, 4, 4), ValueError, "does not divide num_experts"),
+        (lambda: ep.ep_bootstrap(2, 2, 8, 4, 4, 4), ValueError, "give one from 0 to 1"),
+        (lambda: ep.ep_bootstrap(2, 0, 8, 4, 4, 4, jnp.int32), TypeError, "max_token_dtype"),
+    ],
+)
+def test_a_bad_call_is_refused_with_value_limit_and_remedy(call, error, sentence):
+    with pytest.raises(error, match=sentence):
+        call()
+    ep.ep_finalize()
+
+
+def test_a_bootstrap_holds_later_calls_to_its_sizes():
+    cfg = ep.ep_bootstrap(1, 0, E, T, 2 * T, H)
+    picked = jnp.zeros((T + 1, 2), jnp.int32)
+    with pytest.raises(RuntimeError, match="call ep_finalize first"):
+        ep.ep_bootstrap(1, 0, E, T, 2 * T, H)
+    with pytest.raises(ValueError, match=f"at most {T}"):
+        ep.ep_dispatch(cfg, picked, jnp.ones((T + 1, H)), jnp.ones((T + 1, 2)), 2 * T)
+    ep.ep_finalize()
+    x = jax.random.normal(jax.random.key(0), (T, H))
+    probs, chosen = router.fused_topk_with_score_function(logits(), 2)
+    picked, weights = permutation.routing_map_to_selected_experts(probs, chosen, 2)
+    rows, _, handle, counts, total = ep.ep_dispatch(cfg, picked, x, weights, 2 * T)
+    np.testing.assert_array_equal(counts, chosen.sum(axis=0))
+    np.testing.assert_allclose(ep.ep_combine(cfg, handle, counts, rows, T), 2 * x, rtol=1e-6)
+    short = ep.ep_dispatch(cfg, picked, x, weights, 5)
+    assert int(short[3].sum()) == 5 and int(short[4]) == int(total) == 2 * T  # what was dropped is counted

@@ -1,0 +1,69 @@
+"""cuDNN's fused attention, through the public call of jax.nn."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ...common.dispatch import Backend
+from ..primitives.custom_calls import switched_off
+from .enums import AttnBiasType, AttnSoftmaxType
+from .request import AttentionRequest, Call
+
+_MOST_HEAD_DIM = 128  # from compute capability 9.0 on cuDNN takes 256, in the forward pass alone
+
+
+def refuses(request: AttentionRequest) -> str | None:
+    if request.platform != "cuda":
+        return f"it needs a CUDA device, the program is for {request.platform}"
+    if (reason := switched_off("FusedAttnFwdPrimitive")) is not None:
+        return reason
+    if request.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"{request.dtype}; it takes bfloat16 and float16"
+    if request.softmax is not AttnSoftmaxType.VANILLA_SOFTMAX:
+        return f"a sink ({request.softmax.name}); jax.nn has none"
+    if request.bias is AttnBiasType.PRE_SCALE_BIAS:
+        return "a bias before the scale; jax.nn adds it after"
+    if request.layout.is_thd() or request.rows not in ("whole", "lengths"):
+        return f"rows given by {request.rows}; jax.nn takes whole rows or lengths"
+    if request.mask.is_bottom_right() and request.queries != request.keys:
+        return f"a bottom-right mask of {request.queries} queries and {request.keys} keys"
+    if request.window is not None and request.window[1] not in (0, -1):
+        return f"a window of {request.window[1]} tokens to the right"
+    if request.window is not None and not request.mask.is_causal():
+        return "a window without a causal mask"
+    if request.training and request.dropout > 0:
+        return f"dropout of {request.dropout}; jax.nn draws none from a run-time key"
+    if request.value_dim != request.head_dim:
+        return f"values of {request.value_dim} elements beside keys of {request.head_dim}"
+    if request.head_dim % 8 or request.head_dim > _MOST_HEAD_DIM:
+        return f"head_dim={request.head_dim}; it takes multiples of 8 up to {_MOST_HEAD_DIM}"
+    if request.modified:
+        return "a score_mod; jax.nn takes none"
+    return None
+
+
+def run(call: Call) -> Array:
+    """out [b, q, h, d]; rows behind a length are zero."""
+    queries, keys = (None, None) if call.lengths is None else call.lengths
+    window = None if call.window is None or call.window[0] < 0 else (call.window[0], 0)
+    out = jax.nn.dot_product_attention(
+        call.query,
+        call.key,
+        call.value,
+        bias=call.bias,
+        scale=call.scale,
+        is_causal=call.mask_type.is_causal(),
+        query_seq_lengths=queries,
+        key_value_seq_lengths=keys,
+        local_window_size=window,
+        implementation="cudnn",
+    )
+    if queries is None:
+        return out
+    inside = jnp.arange(out.shape[1])[None, :] < queries[:, None]
+    return jnp.where(inside[:, :, None, None], out, 0)
+
+
+BACKEND = Backend[AttentionRequest]("cudnn", refuses=refuses, bind=lambda request: run)

@@ -1,0 +1,89 @@
+"""score_mod: scores [b, h, q, k] -> scores, a function in jnp operations between the scaled product and the softmax."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import Array
+
+from ...common.checks import described, function_or_none
+from .enums import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout
+
+ScoreMod = Callable[[Array, Any], Array]
+
+
+def check_score_mod(
+    score_mod: object,
+    score_mod_bprop: object,
+    layout: QKVLayout,
+    bias: AttnBiasType,
+    mask: AttnMaskType,
+    softmax: AttnSoftmaxType,
+    others: dict[str, object],
+) -> None:
+    """An error unless a score_mod stands alone: it takes the place of masks, biases, windows, sinks and dropout."""
+    function_or_none("score_mod", score_mod)
+    function_or_none("score_mod_bprop", score_mod_bprop)
+    if score_mod is None:
+        if score_mod_bprop is not None:
+            raise ValueError("score_mod_bprop without score_mod; give both, or neither")
+        return
+    if layout is not QKVLayout.BSHD_BSHD_BSHD:
+        raise ValueError(f"score_mod with qkv_layout={layout.name}; it takes BSHD_BSHD_BSHD alone")
+    given = {"attn_bias_type": bias, "attn_mask_type": mask, "softmax_type": softmax}
+    plain = (AttnBiasType.NO_BIAS, AttnMaskType.NO_MASK, AttnSoftmaxType.VANILLA_SOFTMAX)
+    for (name, value), wanted in zip(given.items(), plain, strict=True):
+        if value is not wanted:
+            raise ValueError(
+                f"score_mod with {name}={value.name}; set it to {wanted.name}, and let score_mod do it"
+            )
+    for name, value in others.items():
+        if value:
+            raise ValueError(
+                f"score_mod with {name}={described(value)}; leave it out, and let score_mod do it"
+            )
+    for name, called in (("score_mod", score_mod), ("score_mod_bprop", score_mod_bprop)):
+        if called is not None:
+            _check_parameters(name, called, 2 if name == "score_mod" else 3)
+
+
+def _check_parameters(name: str, called: Any, most: int) -> None:
+    required = [
+        parameter
+        for parameter in inspect.signature(called).parameters.values()
+        if parameter.default is parameter.empty and parameter.kind in (0, 1)
+    ]
+    if len(required) > most:
+        wanted = "(scores, tensors)" if most == 2 else "(gradient, scores, tensors)"
+        raise NotImplementedError(
+            f"{name} has {len(required)} parameters, as a builder of cuDNN graphs has; give a function {wanted} in "
+            "jnp operations"
+        )
+
+
+def modifier(
+    score_mod: ScoreMod, score_mod_bprop: Callable[..., Array] | None, tensors: Any, bprop_tensors: Any
+) -> Callable[[Array], Array]:
+    """scores -> score_mod(scores, tensors), differentiated by JAX, in scores and tensors.
+
+    With score_mod_bprop the gradient of the scores is score_mod_bprop(gradient, scores, bprop_tensors), and the tensors
+    have none.
+    """
+    if score_mod_bprop is None:
+        return lambda scores: score_mod(scores, tensors)
+
+    @jax.custom_vjp
+    def modified(scores: Array) -> Array:
+        return score_mod(scores, tensors)
+
+    def forward(scores: Array) -> tuple[Array, Array]:
+        return score_mod(scores, tensors), scores
+
+    def backward(scores: Array, gradient: Array) -> tuple[Array]:
+        return (score_mod_bprop(gradient, scores, bprop_tensors),)
+
+    modified.defvjp(forward, backward)
+    return modified

@@ -1,0 +1,17 @@
+"""Policies of jax.checkpoint that keep the results of this engine's products, which are tagged by name."""
+
+from __future__ import annotations
+
+import jax
+
+from .primitives.gemm import NAME
+
+__all__ = ["checkpoint_dots_and_te_gemms", "dots_and_te_gemms_with_no_batch_dims", "te_gemms_saveable"]
+
+te_gemms_saveable = jax.checkpoint_policies.save_only_these_names(NAME)
+dots_and_te_gemms_with_no_batch_dims = jax.checkpoint_policies.save_from_both_policies(
+    jax.checkpoint_policies.dots_with_no_batch_dims_saveable, te_gemms_saveable
+)
+checkpoint_dots_and_te_gemms = jax.checkpoint_policies.save_from_both_policies(
+    jax.checkpoint_policies.dots_saveable, te_gemms_saveable
+)

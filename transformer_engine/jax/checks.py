@@ -1,0 +1,34 @@
+"""What every function of arrays asks of its arguments before it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from ..common.checks import described
+
+
+def check_values(name: str, array: Any) -> None:
+    """TypeError unless an array holds float32, bfloat16 or float16."""
+    dtype = getattr(array, "dtype", None)
+    if dtype is None or dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise TypeError(f"{name} is {described(array)}; it must hold float32, bfloat16 or float16, cast it")
+
+
+def check_bias(bias: Array | None, features: Sequence[int]) -> None:
+    """ValueError unless a bias is one number a feature."""
+    if bias is not None and tuple(bias.shape) != tuple(features):
+        raise ValueError(
+            f"bias has shape {tuple(bias.shape)}; it must be {tuple(features)}, one number a feature"
+        )
+
+
+def check_axis_names(name: str, axes: Sequence[str | None] | None, ndim: int) -> None:
+    """ValueError unless there is one name an axis, or none at all."""
+    if axes and len(axes) != ndim:
+        raise ValueError(
+            f"{name}={tuple(axes)} names {len(axes)} axes of {ndim}; give one name, or None, an axis"
+        )

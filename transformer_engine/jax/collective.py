@@ -1,0 +1,69 @@
+"""Collectives beside a product: which one surrounds it in the forward pass, hence which in the backward."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from ..common.checks import described, whole
+
+__all__ = ["CollectiveOp", "CollectiveOpSet", "collective_gemm_bootstrap", "noop_collective_op_set"]
+
+
+class CollectiveOp(enum.Enum):
+    """What is done to an operand before a product, or to its result."""
+
+    NONE = 0
+    ALL_GATHER = 1
+    REDUCE_SCATTER = 2
+
+    @property
+    def is_none(self) -> bool:
+        return self is CollectiveOp.NONE
+
+    @property
+    def backward(self) -> CollectiveOp:
+        """What the gradient needs: one undoes the other."""
+        others = {self.ALL_GATHER: self.REDUCE_SCATTER, self.REDUCE_SCATTER: self.ALL_GATHER}
+        return others.get(self, self.NONE)
+
+
+@dataclass(frozen=True)
+class CollectiveOpSet:
+    """Of one layer; XLA puts the collectives where the sharding of input and output asks for them."""
+
+    forward: CollectiveOp
+    backward: CollectiveOp
+
+    @staticmethod
+    def create(forward_collective_op: CollectiveOp) -> CollectiveOpSet:
+        if not isinstance(forward_collective_op, CollectiveOp):
+            raise TypeError(f"forward_collective_op={described(forward_collective_op)}; give a CollectiveOp")
+        return CollectiveOpSet(forward_collective_op, forward_collective_op.backward)
+
+
+noop_collective_op_set = CollectiveOpSet(CollectiveOp.NONE, CollectiveOp.NONE)
+
+
+def collective_gemm_bootstrap(
+    num_total_devices: int, num_devices_per_process: int, process_id: int, tensor_parallel_size: int,
+    num_max_streams: int = 3, compute_stream_priority: int = 0, communication_stream_priority: int = 0,
+    num_sm_for_communication: int = 2, use_ce: bool = True, aggregate_all_gather: bool = False,
+    use_cublasmp: bool = False,
+) -> None:  # fmt: skip
+    """Check that the sizes fit together; there is nothing to prepare, since XLA schedules the collectives."""
+    for name, value in (
+        ("num_total_devices", num_total_devices), ("num_devices_per_process", num_devices_per_process),
+        ("tensor_parallel_size", tensor_parallel_size), ("num_max_streams", num_max_streams),
+    ):  # fmt: skip
+        whole(name, value)
+    for name, divisor in (
+        ("num_devices_per_process", num_devices_per_process), ("tensor_parallel_size", tensor_parallel_size),
+    ):  # fmt: skip
+        if num_total_devices % divisor:
+            raise ValueError(
+                f"{name}={divisor} does not divide num_total_devices={num_total_devices}; it must"
+            )
+    processes = num_total_devices // num_devices_per_process
+    if not 0 <= process_id < processes:
+        raise ValueError(f"process_id={process_id}; there are {processes} processes, give one from 0 on")

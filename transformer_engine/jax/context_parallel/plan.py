@@ -1,0 +1,85 @@
+"""How an attention is laid over devices: the axis, the strategy, and the order in which tokens lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+
+from ...common.checks import described, switch
+from ..attention.descriptor import Segments, SequenceDescriptor
+from ..attention.enums import AttnMaskType, QKVLayout
+from ..attention.masks import run_length_fill
+from ..attention.reorder import CPStrategy, ReorderStrategy, order_of_tokens
+from ..sharding import get_mesh_axis_size
+
+
+@dataclass(frozen=True)
+class ContextParallel:
+    """One attention over `devices` devices of the mesh axis `axis`.
+
+    ring       keys and values go round; else every device gathers all of them
+    balanced   tokens lie in the order of `reorder_causal_load_balancing`: chunks swapped, or of packed rows in stripes
+    """
+
+    axis: str
+    devices: int
+    ring: bool
+    balanced: bool
+
+    def order(self, tokens: int, packed: bool) -> np.ndarray:
+        """Which token of the sequence stands at each place."""
+        if tokens % self.devices:
+            raise ValueError(
+                f"{tokens} tokens over {self.devices} devices of {self.axis!r}; pad them to a multiple of it"
+            )
+        if not self.balanced or packed:
+            return np.arange(tokens)  # the places of packed rows come with their descriptor
+        return order_of_tokens(tokens, ReorderStrategy.DualChunkSwap, self.devices, None)
+
+    def segments(
+        self,
+        descriptor: object,
+        mask_type: AttnMaskType,
+        layout: QKVLayout,
+        extents: tuple[int, int, int],
+    ) -> Segments:
+        """The sequence and the place of every token as it lies, counted from the end for bottom-right masks."""
+        batch, queries, keys = extents
+        orders = [self.order(tokens, layout.is_thd()) for tokens in (queries, keys)]
+        if isinstance(descriptor, SequenceDescriptor) and (mask_type.is_padding() or layout.is_thd()):
+            found = descriptor.segments(batch, queries, keys)
+            if descriptor.seqlens[0].size and not descriptor.seq_offsets[0].size:
+                # Lengths say nothing of the order; ids and places are those of the tokens as they lie.
+                found = Segments(*(part[:, orders[i % 2]] for i, part in enumerate(found)))
+        else:
+            ones = [jnp.ones((batch, tokens), jnp.int32) for tokens in (queries, keys)]
+            places = [jnp.broadcast_to(jnp.asarray(o, jnp.int32), (batch, o.size)) for o in orders]
+            found = Segments(*ones, *places)
+        if not mask_type.is_bottom_right():
+            return found
+        return found._replace(
+            query_position=found.query_position - run_length_fill(found.query),
+            key_position=found.key_position - run_length_fill(found.key),
+        )
+
+
+def plan_of(
+    axis: str,
+    strategy: CPStrategy,
+    balanced: bool,
+    layout: QKVLayout,
+    stripe_size: int | None,
+) -> ContextParallel | None:
+    """The plan of a call; None where its axis has one device."""
+    switch("context_parallel_causal_load_balanced", balanced)
+    if not isinstance(strategy, CPStrategy):
+        raise TypeError(f"context_parallel_strategy={described(strategy)}; give a CPStrategy")
+    devices = get_mesh_axis_size(axis or None)
+    ring = strategy is CPStrategy.RING
+    if stripe_size is not None and stripe_size > 1 and (ring or not layout.is_thd() or not balanced):
+        raise ValueError(
+            f"stripe_size={stripe_size}; stripes of several tokens are for packed rows, load-balanced, with ALL_GATHER"
+        )
+    return None if devices == 1 else ContextParallel(axis, devices, ring, balanced)

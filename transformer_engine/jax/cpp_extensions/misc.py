@@ -1,0 +1,45 @@
+"""What the machine and a kernel can do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from ..attention.enums import AttnSoftmaxType
+from ..platform import compute_capability, xla_flag
+from ..softmax import SoftmaxFusionType
+
+__all__ = ["get_min_device_compute_capability", "get_xla_flag", "is_softmax_kernel_available"]
+
+_THREADS, _WARP = 128, 32
+
+
+def get_xla_flag(name: str, default: str | None = None) -> str | None:
+    """The value of a flag in XLA_FLAGS, with or without its leading dashes."""
+    found = xla_flag(name.lstrip("-"))
+    return default if found is None else found
+
+
+def get_min_device_compute_capability() -> int:
+    """Ten times the least compute capability of this process's GPUs; 90 on a CPU."""
+    return compute_capability()
+
+
+def is_softmax_kernel_available(
+    fusion_type: SoftmaxFusionType,
+    softmax_type: AttnSoftmaxType,
+    batch: int,
+    heads: int,
+    q_seqlen: int,
+    k_seqlen: int,
+    dtype: Any,
+) -> bool:
+    """Would a kernel of 128 threads a block, two rows a warp up to 128 keys and one beyond, take these scores?"""
+    if softmax_type is not AttnSoftmaxType.VANILLA_SOFTMAX or jnp.dtype(dtype).itemsize != 2:
+        return False
+    if not 16 <= k_seqlen <= 16384 or q_seqlen % 4 or (batch * heads) % 4:
+        return False
+    padded = 1 << (k_seqlen - 1).bit_length()
+    rows = _THREADS // min(padded, _WARP) * (2 if padded <= 128 else 1)
+    return q_seqlen % rows == 0

@@ -1,0 +1,35 @@
+"""Codes of a tensor, with the sums of its columns beside them, and of groups of rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from ..quantize.grouped import GroupedNoScaleTensor, GroupedQuantizer
+from ..quantize.quantizers import Quantizer
+from ..quantize.tensors import NoScaleTensor, positive_axis
+
+
+def quantize(x: Array, quantizer: Quantizer | None, flatten_axis: int = -1) -> Any:
+    """The quantized tensor, whose state advances; a NoScaleTensor without a quantizer."""
+    return NoScaleTensor(x) if quantizer is None else quantizer.quantize(x, flatten_axis=flatten_axis)
+
+
+def quantize_dbias(
+    dz: Array, quantizer: Quantizer | None, is_dbias: bool = True, flatten_axis: int = -1
+) -> tuple[Any, Array | None]:
+    """(quantized dz, its sums over the axes in front of flatten_axis in dz's dtype)."""
+    dbias = None
+    if is_dbias:
+        rows = tuple(range(positive_axis(flatten_axis, dz.ndim)))
+        dbias = dz.astype(jnp.float32).sum(axis=rows).astype(dz.dtype)
+    return quantize(dz, quantizer, flatten_axis), dbias
+
+
+def grouped_quantize(x: Array, quantizer: GroupedQuantizer | None, group_sizes: Array | None = None) -> Any:
+    """The groups of x [M, K], or of a stack, as their quantizer makes them."""
+    if quantizer is None:
+        return GroupedNoScaleTensor(x, group_sizes=group_sizes)
+    return quantizer.quantize(x, group_sizes=group_sizes)

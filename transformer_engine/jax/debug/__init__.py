@@ -1,0 +1,5 @@
+"""Looking at arrays while a program runs."""
+
+from . import experimental
+
+__all__ = ["experimental"]

@@ -1,0 +1,53 @@
+"""x = inspect_array(x, name): the array as it is, its bytes and statistics in files, and a line on the screen."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from ...common.checks import described
+
+__all__ = ["inspect_array", "load_array_dump"]
+
+
+def inspect_array(x: Array, name: str) -> Array:
+    """x; when the program runs, `my_tensor_gpu{i}_{name}.bin` and `.._meta.json` are written to the working folder.
+
+    i is the number of this process's first device: of an array that is laid over several the whole is written. It
+    stops the device until the host has the array, and is for debugging alone.
+    """
+    if not isinstance(name, str) or not name or "/" in name:
+        raise ValueError(f"name={described(name)}; give a word that can be part of a file's name")
+    jax.debug.callback(functools.partial(_write, name), x)
+    return x
+
+
+def load_array_dump(filename: str, shape: Sequence[int], dtype: Any) -> Array:
+    """The array that inspect_array wrote."""
+    stored = np.fromfile(filename, np.dtype(dtype))
+    if stored.size != int(np.prod(shape)):
+        raise ValueError(
+            f"{filename} holds {stored.size} elements of {np.dtype(dtype)}; shape={tuple(shape)}"
+        )
+    return jnp.asarray(stored.reshape(shape))
+
+
+def _write(name: str, x: Any) -> None:
+    array = np.asarray(x)
+    stem = f"my_tensor_gpu{jax.local_devices()[0].id}_{name}"
+    array.tofile(f"{stem}.bin")
+    wide = array.astype(np.float64)
+    facts = {
+        "name": name, "shape": list(array.shape), "dtype": str(array.dtype), "min": float(wide.min()),
+        "max": float(wide.max()), "mean": float(wide.mean()), "std": float(wide.std()),
+    }  # fmt: skip
+    Path(f"{stem}_meta.json").write_text(json.dumps(facts))
+    print(f"{stem}: {facts}")

@@ -1,0 +1,174 @@
+"""Experts on several devices: tokens go to the device of their expert and come back.
+
+Called inside shard_map, where the axis of experts is manual. Between devices a dense all_to_all of the greatest
+possible size is used, which every platform has; lax.ragged_all_to_all would move only what there is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from ..common.checks import described, switch, whole
+from .sharding import with_sharding_constraint
+
+__all__ = ["EpConfig", "EpHandle", "ep_bootstrap", "ep_combine", "ep_dispatch", "ep_finalize"]
+
+
+@dataclass(frozen=True)
+class EpConfig:
+    """What a dispatch is made for.
+
+    axis       the mesh axis that experts are laid over
+    devices    how many it has; each holds num_experts / devices of them, one behind the other
+    """
+
+    num_experts: int
+    devices: int
+    axis: str = "ep"
+
+    @property
+    def local_experts(self) -> int:
+        return self.num_experts // self.devices
+
+
+class EpHandle(NamedTuple):
+    """What the way back needs.
+
+    sent      int32 [T, k]: place in the send buffer of every choice of a token
+    arrived   int32 [devices * slots]: row of the receive buffer that every arrived slot went to, or behind it
+    """
+
+    sent: Array
+    arrived: Array
+
+
+_sizes: dict[str, Any] = {}
+
+
+def ep_bootstrap(
+    world_size: int,
+    rank: int,
+    num_experts: int,
+    max_tokens_per_rank: int,
+    recv_capacity_per_rank: int,
+    hidden_dim: int,
+    max_token_dtype: Any = jnp.bfloat16,
+    max_num_sms: int = 0,
+    drop_on_overflow: bool = False,
+) -> EpConfig:
+    """Check sizes once and remember them, so that later calls are held to them; answers the config of those calls.
+
+    max_num_sms        taken for compatibility: XLA's collectives take what they need
+    drop_on_overflow   rows that pass recv_capacity_per_rank are dropped and counted; else they are too, and the
+                       caller compares total_recv_tokens with the capacity
+    """
+    for name, value in (
+        ("world_size", world_size), ("num_experts", num_experts), ("max_tokens_per_rank", max_tokens_per_rank),
+        ("recv_capacity_per_rank", recv_capacity_per_rank), ("hidden_dim", hidden_dim),
+    ):  # fmt: skip
+        whole(name, value)
+    switch("drop_on_overflow", drop_on_overflow)
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank={rank} of world_size={world_size}; give one from 0 to {world_size - 1}")
+    if num_experts % world_size:
+        raise ValueError(
+            f"world_size={world_size} does not divide num_experts={num_experts}; every device holds as many"
+        )
+    if jnp.dtype(max_token_dtype) not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise TypeError(f"max_token_dtype={described(max_token_dtype)}; give float32, bfloat16 or float16")
+    if _sizes:
+        raise RuntimeError(f"ep_bootstrap was called with {_sizes}; call ep_finalize first")
+    _sizes.update(tokens=max_tokens_per_rank, capacity=recv_capacity_per_rank, hidden=hidden_dim)
+    return EpConfig(num_experts, world_size)
+
+
+def ep_finalize() -> None:
+    """Forget the sizes of ep_bootstrap."""
+    _sizes.clear()
+
+
+def ep_dispatch(
+    cfg: EpConfig, topk_idx: Array, tokens: Array, topk_weights: Array, recv_capacity_per_rank: int
+) -> tuple[Array, Array, EpHandle, Array, Array]:
+    """(recv_tokens [capacity, H], recv_topk_weights [capacity], handle, token_counts, total_recv_tokens).
+
+    tokens [T, H], topk_idx int [T, k] and topk_weights [T, k] of this device. Rows arrive sorted by local expert.
+    token_counts int32 [local experts] counts the rows that fit; total_recv_tokens int32 [] all that were sent here.
+    """
+    count, picks = topk_idx.shape
+    _check_sizes(count, recv_capacity_per_rank, tokens.shape[-1])
+    slots = count * min(picks, cfg.local_experts)
+    device = topk_idx // cfg.local_experts
+    place = _place_among(device.ravel(), cfg.devices).reshape(count, picks)
+    sent = device * slots + place
+    filled = (cfg.devices * slots,)
+    sources = jnp.broadcast_to(jnp.arange(count)[:, None], (count, picks)).ravel()
+    source = jnp.full(filled, count, jnp.int32).at[sent.ravel()].set(sources.astype(jnp.int32), mode="drop")
+    local = jnp.full(filled, cfg.local_experts, jnp.int32)
+    local = local.at[sent.ravel()].set((topk_idx % cfg.local_experts).ravel().astype(jnp.int32), mode="drop")
+    weights = jnp.zeros(filled, topk_weights.dtype).at[sent.ravel()].set(topk_weights.ravel(), mode="drop")
+    rows = tokens.at[source].get(mode="fill", fill_value=0)
+    rows, weights, local = (_exchanged(x, cfg) for x in (rows, weights, local))
+    order = jnp.argsort(local, stable=True)
+    arrived = jnp.zeros_like(order).at[order].set(jnp.arange(order.size))
+    total = (local < cfg.local_experts).sum(dtype=jnp.int32)
+    kept = order[:recv_capacity_per_rank]
+    inside = jnp.where(jnp.arange(kept.size) < total, kept, order.size)
+    recv, recv_weights = (x.at[inside].get(mode="fill", fill_value=0) for x in (rows, weights))
+    missing = recv_capacity_per_rank - kept.size
+    if missing > 0:
+        recv, recv_weights = jnp.pad(recv, ((0, missing), (0, 0))), jnp.pad(recv_weights, (0, missing))
+    counts = jnp.bincount(local, length=cfg.local_experts + 1)[:-1]
+    ends = jnp.minimum(jnp.cumsum(counts), recv_capacity_per_rank)
+    counts = jnp.diff(ends, prepend=0).astype(jnp.int32)
+    return recv, recv_weights, EpHandle(sent, arrived.astype(jnp.int32)), counts, total
+
+
+def ep_combine(
+    cfg: EpConfig,
+    handle_mem: EpHandle,
+    token_counts: Array,
+    expert_out: Array,
+    num_local_tokens: int,
+    out_sharding: Any = None,
+) -> Array:
+    """out [T, H]: the sum of the rows that the experts made of a token; rows that were dropped count as zero."""
+    if handle_mem.sent.shape[0] != num_local_tokens:
+        raise ValueError(
+            f"num_local_tokens={num_local_tokens}; {handle_mem.sent.shape[0]} tokens were dispatched"
+        )
+    valid = jnp.arange(expert_out.shape[0]) < token_counts.sum()
+    rows = jnp.where(valid[:, None], expert_out, 0)
+    back = _exchanged(rows.at[handle_mem.arrived].get(mode="fill", fill_value=0), cfg)
+    found = back.at[handle_mem.sent].get(mode="fill", fill_value=0)
+    return with_sharding_constraint(
+        found.astype(jnp.float32).sum(axis=1).astype(expert_out.dtype), out_sharding
+    )
+
+
+def _exchanged(x: Array, cfg: EpConfig) -> Array:
+    """Slots [devices * slots, ..]: those for device d go there, those of device d come at its place."""
+    if cfg.devices == 1:
+        return x
+    parts = x.reshape(cfg.devices, -1, *x.shape[1:])
+    return lax.all_to_all(parts, cfg.axis, split_axis=0, concat_axis=0).reshape(x.shape)
+
+
+def _place_among(kinds: Array, count: int) -> Array:
+    """int32: how many earlier elements are of the same kind."""
+    same = jax.nn.one_hot(kinds, count, dtype=jnp.int32)
+    return jnp.take_along_axis(jnp.cumsum(same, axis=0), kinds[:, None], axis=1)[:, 0] - 1
+
+
+def _check_sizes(tokens: int, capacity: int, hidden: int) -> None:
+    whole("recv_capacity_per_rank", capacity)
+    for name, value, key in (
+        ("tokens", tokens, "tokens"), ("recv_capacity_per_rank", capacity, "capacity"), ("hidden", hidden, "hidden"),
+    ):  # fmt: skip
+        if _sizes and value > _sizes[key]:
+            raise ValueError(f"{name}={value}; ep_bootstrap was called for at most {_sizes[key]}")

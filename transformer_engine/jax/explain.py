@@ -1,0 +1,46 @@
+"""explain(function, *args): which backend every operation of a traced call chose, and why the others were not taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..common.checks import function as checked_function
+from ..common.checks import switch
+from ..common.explanation import Explanation, explained
+
+__all__ = ["Explanation", "explain"]
+
+
+def explain(function: Callable[..., Any], *args: Any, backward: bool = True, **kwargs: Any) -> Explanation:
+    """Trace function(*args, **kwargs), `model.apply` for example, and report the choice of every operation's backend.
+
+    backward   also trace the gradient of the sum of its first result, with respect to args
+    Nothing is computed. Each choice is reported for this machine and for the other platform that the program may be
+    lowered for; requests say which.
+    """
+    checked_function("function", function)
+    switch("backward", backward)
+    traced: Any = function
+    if hasattr(function, "lower") and hasattr(function, "__wrapped__"):
+        traced = function.__wrapped__  # what jax.jit has traced before would not ask again
+
+    def run(*args: Any) -> Any:
+        if not backward:
+            return traced(*args, **kwargs)
+        leaves, tree = jax.tree.flatten(args)
+        floats = [place for place, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+
+        def first(*values: Any) -> Any:
+            filled = list(leaves)
+            for place, value in zip(floats, values, strict=True):
+                filled[place] = value
+            return jax.tree.leaves(traced(*jax.tree.unflatten(tree, filled), **kwargs))[0]
+
+        out, pullback = jax.vjp(first, *(leaves[place] for place in floats))
+        return pullback(jnp.ones_like(out))
+
+    return explained(lambda: jax.eval_shape(run, *args))

@@ -1,0 +1,81 @@
+"""Keys and values of earlier tokens: a decoding step adds one token to them and attends to all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from flax import linen as nn
+from jax import Array, lax
+from jax.core import Tracer
+
+
+@dataclass(frozen=True)
+class KeyValueCache:
+    """The variables `cached_key`, `cached_value` and `cache_index` of a module's collection "cache".
+
+    filled   were they there before this call? The call that makes them gives their length and computes as without
+    axis     of tokens: 1, or 0 where the sequence comes first
+    """
+
+    key: Any
+    value: Any
+    index: Any
+    filled: bool
+    axis: int
+
+    @classmethod
+    def of(cls, module: nn.Module, key: Array, value: Array, axis: int) -> KeyValueCache:
+        """The cache of a module that is called with decode=True; ValueError unless a step is one token that fits."""
+        filled = module.has_variable("cache", "cached_key")
+        cache = cls(
+            module.variable("cache", "cached_key", jnp.zeros, key.shape, key.dtype),
+            module.variable("cache", "cached_value", jnp.zeros, value.shape, value.dtype),
+            module.variable("cache", "cache_index", lambda: jnp.zeros((), jnp.int32)),
+            filled,
+            axis,
+        )
+        if filled:
+            cache._check(key, value)
+        return cache
+
+    @property
+    def length(self) -> int:
+        return self.key.value.shape[self.axis]
+
+    @property
+    def position(self) -> Array | int:
+        """Where the first token of this call stands in the sequence."""
+        return self.index.value if self.filled else 0
+
+    def extended(self, key: Array, value: Array) -> tuple[Array, Array]:
+        """All keys and values, those of this step among them, which stay for the next."""
+        position = self.index.value
+        self.key.value = lax.dynamic_update_slice_in_dim(self.key.value, key, position, self.axis)
+        self.value.value = lax.dynamic_update_slice_in_dim(self.value.value, value, position, self.axis)
+        self.index.value = position + 1
+        return self.key.value, self.value.value
+
+    def hidden(self, window: tuple[int, int] | None) -> Array:
+        """[1, 1, 1, length], True for a token that this step does not see: later ones, and those outside its window."""
+        distance = self.position - jnp.arange(self.length)
+        hidden = distance < 0
+        if window is not None and window[0] >= 0:
+            hidden = hidden | (distance > window[0])
+        return hidden[None, None, None]
+
+    def _check(self, key: Array, value: Array) -> None:
+        for name, array, kept in (("key", key, self.key.value), ("value", value, self.value.value)):
+            wanted = tuple(1 if axis == self.axis else n for axis, n in enumerate(kept.shape))
+            if array.shape != wanted:
+                raise ValueError(
+                    f"decode=True with a {name} of shape {array.shape}; a step takes one token, {wanted}; the cache is "
+                    f"made for {self.length} tokens by init with decode=True"
+                )
+        index = self.index.value
+        if not isinstance(index, Tracer) and int(index) >= self.length:
+            raise ValueError(
+                f"cache_index={int(index)}: the cache of {self.length} tokens is full; begin with a fresh one, or "
+                "make a longer one by init"
+            )

@@ -1,0 +1,107 @@
+"""_MoEBlock: a router and its experts, as the MLP of a Transformer layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax import Array
+
+from ...common.checks import whole
+from ..checks import check_values
+from ..moe import moe
+from .base import Axes, Initializer, TransformerEngineBase, kernel_initializer, parameter
+
+
+class _MoEBlock(TransformerEngineBase):
+    """(y [b, s, h], the loss that balances experts or None, received rows), in x's dtype.
+
+    Parameters: gate_kernel [h, E], wi_0 and wi_1 [E, h, f], wo [E, f, h], with use_ffn_bias wi_0_bias, wi_1_bias and
+    wo_bias, with use_expert_routing_bias expert_bias [E] float32. The fields of routing are those of
+    `router.fused_topk_with_score_function`, the others those of `moe.moe`.
+    """
+
+    num_experts: int = 8
+    num_experts_per_tok: int = 2
+    intermediate_size: int = 2048
+    activation_type: str = "silu"
+    score_function: str = "softmax"
+    use_pre_softmax: bool = False
+    num_groups: int = -1
+    group_topk: int = -1
+    scaling_factor: float = 1.0
+    use_expert_routing_bias: bool = False
+    aux_loss_coeff: float = 0.0
+    use_ffn_bias: bool = False
+    apply_topk_weights_early: bool = False
+    kernel_init: Initializer | None = None
+    bias_init: Initializer = nn.initializers.zeros
+    input_axes: Axes = ()
+    gate_kernel_axes: Axes = ()
+    wi_kernel_axes: Axes = ("exp", "embed", "mlp")
+    wo_kernel_axes: Axes = ("exp", "mlp", "embed")
+    ep_axis: str | None = None
+    data_parallelism_axes: tuple[str, ...] = ()
+    dtype: Any = jnp.float32
+    quantization_checkpoint_name: str | None = None
+
+    def __post_init__(self) -> None:
+        self.kernel_init = kernel_initializer(self.kernel_init, self.dtype)
+        super().__post_init__()
+
+    @nn.compact
+    def __call__(self, inputs: Array) -> tuple[Array, Array | None, Array]:
+        """inputs [b, s, h]."""
+        assert self.kernel_init is not None, "__post_init__ sets it"
+        check_values("inputs", inputs)
+        for name in ("num_experts", "num_experts_per_tok", "intermediate_size"):
+            whole(name, getattr(self, name))
+        count, width, inner = self.num_experts, inputs.shape[-1], self.intermediate_size
+        # Axes [E, in, out]: an expert's fan-in is that of its own matrix.
+        init: Any = self.kernel_init
+        gate = parameter(self, "gate_kernel", init, self.gate_kernel_axes, (width, count), self.dtype)
+        shapes = {"wi_0": (count, width, inner), "wi_1": (count, width, inner), "wo": (count, inner, width)}
+        kernels, biases, sets = [], [], []
+        for place, (name, shape) in enumerate(shapes.items()):
+            axes = self.wo_kernel_axes if name == "wo" else self.wi_kernel_axes
+            kernels.append(parameter(self, name, _by_expert(init), axes, shape, self.dtype))
+            bias = None
+            if self.use_ffn_bias:
+                bias_axes = (axes[0], axes[-1]) if axes else ()
+                bias = parameter(
+                    self, f"{name}_bias", self.bias_init, bias_axes, (count, shape[-1]), self.dtype
+                )
+            biases.append(bias)
+            sets.append(
+                self.generate_quantizer_set(
+                    f"_{place}", None, self.quantization_checkpoint_name, n_groups=count
+                )
+            )
+        bias = None
+        if self.use_expert_routing_bias:
+            bias = parameter(
+                self, "expert_bias", nn.initializers.zeros, self.gate_kernel_axes[1:], (count,), jnp.float32
+            )
+        routing = {
+            name: getattr(self, name)
+            for name in ("num_experts_per_tok", "activation_type", "score_function", "use_pre_softmax", "num_groups",
+                         "group_topk", "scaling_factor", "aux_loss_coeff", "apply_topk_weights_early")
+        }  # fmt: skip
+        return moe(
+            inputs, gate, kernels[0], kernels[1], kernels[2], biases[0], biases[1], biases[2], bias, num_experts=count,
+            ep_axis=self.ep_axis, data_parallelism_axes=self.data_parallelism_axes, input_axes=self.input_axes,
+            gate_kernel_axes=self.gate_kernel_axes, wi_kernel_axes=self.wi_kernel_axes,
+            wo_kernel_axes=self.wo_kernel_axes, quantizer_sets=tuple(sets), **routing,
+        )  # fmt: skip
+
+
+def _by_expert(init: Initializer) -> Initializer:
+    """Draws [E, in, out] expert by expert."""
+
+    def draw(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+        keys = jax.random.split(key, shape[0])
+        return jnp.stack([init(one, shape[1:], dtype) for one in keys])
+
+    return draw

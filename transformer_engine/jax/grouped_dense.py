@@ -1,0 +1,138 @@
+"""y [M, N] = rows of group g of x [M, K] @ kernel[g] (+ bias[g]), in the precision that quantizers ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ..common.checks import described
+from .checks import check_values
+from .primitives.grouped_gemm import grouped_contraction, grouped_gemm
+from .quantize.grouped import GroupedNoScaleTensor, GroupedQuantizer, group_of_rows
+from .quantize.quantizers import QuantizerSet, as_cotangent, noop_quantizer_set
+from .quantize.scaling_modes import TensorUsage
+
+__all__ = ["grouped_dense"]
+
+ROWS, COLUMNS = TensorUsage.LHS, TensorUsage.LHS_TRANS
+
+
+def grouped_dense(
+    x: Array,
+    kernel: Array,
+    group_sizes: Array,
+    contracting_dims: tuple[Sequence[int], Sequence[int]] = ((1,), (1,)),
+    bias: Array | None = None,
+    precision: jax.lax.Precision = jax.lax.Precision.DEFAULT,
+    preferred_element_type: Any = None,
+    group_offset: Array | None = None,
+    quantizer_set: QuantizerSet = noop_quantizer_set,
+    kernel_fsdp_info: tuple[str | None, int] = (None, -1),
+) -> Array:
+    """y [M, N] of x [M, K], kernel [G, K, N] and bias [G, N]; the first group_sizes[0] rows are group 0, and so on.
+
+    group_sizes              int32 [G]; rows behind their sum come out as zero
+    contracting_dims         ((1,), (1,)); ((1,), (2,)) for a kernel [G, N, K]
+    precision                taken for compatibility: sums are float32
+    preferred_element_type   y's dtype; None: x's
+    quantizer_set            of GroupedQuantizers; differentiable: the cotangent of its state is the next state
+    kernel_fsdp_info         (mesh axis, dimension) that the kernel is laid over; XLA gathers it by itself
+    """
+    kernel = _checked_kernel(x, kernel, group_sizes, contracting_dims)
+    groups, _, features = kernel.shape
+    if group_offset is not None:
+        raise NotImplementedError(
+            f"group_offset={described(group_offset)}: kernels of some groups alone are not taken; give None and the "
+            "kernels of all groups"
+        )
+    if bias is not None and tuple(bias.shape) != (groups, features):
+        raise ValueError(f"bias has shape {tuple(bias.shape)}; it must be {(groups, features)}")
+    for name in ("x", "kernel", "dgrad"):
+        quantizer = getattr(quantizer_set, name)
+        if quantizer is not None and not isinstance(quantizer, GroupedQuantizer):
+            raise TypeError(
+                f"quantizer_set.{name} is a {type(quantizer).__name__}; make the set with n_groups={groups}"
+            )
+    if quantizer_set.is_noop:
+        kernel = kernel.astype(x.dtype)
+    y: Any = _grouped_dense(x, kernel, group_sizes.astype(jnp.int32), quantizer_set)
+    if bias is not None:
+        wide = jnp.concatenate((bias.astype(y.dtype), jnp.zeros((1, features), y.dtype)))
+        y = y + wide[group_of_rows(group_sizes, x.shape[0])]
+    return y if preferred_element_type is None else y.astype(preferred_element_type)
+
+
+def _checked_kernel(x: Array, kernel: Array, group_sizes: Array, dims: Any) -> Array:
+    """kernel as [G, K, N]; an error where the arguments do not fit together."""
+    check_values("x", x)
+    check_values("kernel", kernel)
+    if x.ndim != 2 or kernel.ndim != 3:
+        raise ValueError(f"x {x.shape} and kernel {kernel.shape}; give [M, K] and [G, K, N]")
+    axes = tuple(tuple(d % a.ndim for d in side) for side, a in zip(dims, (x, kernel), strict=True))
+    if axes not in (((1,), (1,)), ((1,), (2,))):
+        raise ValueError(f"contracting_dims={dims}; give ((1,), (1,)), or ((1,), (2,)) for [G, N, K]")
+    if axes[1] == (2,):
+        kernel = jnp.swapaxes(kernel, 1, 2)
+    if x.shape[1] != kernel.shape[1]:
+        raise ValueError(
+            f"x {x.shape} contracts {x.shape[1]} elements, kernel {kernel.shape[1]}; both must be equal"
+        )
+    integers = getattr(group_sizes, "dtype", None) is not None and jnp.issubdtype(
+        group_sizes.dtype, jnp.integer
+    )
+    if not integers or tuple(group_sizes.shape) != kernel.shape[:1]:
+        raise ValueError(
+            f"group_sizes={described(group_sizes)}; give {kernel.shape[0]} whole numbers, the rows of every group"
+        )
+    return kernel
+
+
+def _encode(quantizer: GroupedQuantizer | None, x: Array, group_sizes: Array | None) -> tuple[Any, Any]:
+    if quantizer is None:
+        return GroupedNoScaleTensor(x, group_sizes=group_sizes), None
+    return quantizer.encode(x, group_sizes)
+
+
+def _values(tensor: Any, usage: TensorUsage) -> Array:
+    """What a product reads: values in high precision, float32 of codes."""
+    return tensor.get_tensor(usage).dequantize()
+
+
+@jax.custom_vjp
+def _grouped_dense(x: Array, kernel: Array, group_sizes: Array, quantizer_set: QuantizerSet) -> Array:
+    return _forward(x, kernel, group_sizes, quantizer_set)[0]
+
+
+def _forward(
+    x: Array, kernel: Array, group_sizes: Array, quantizers: QuantizerSet
+) -> tuple[Array, tuple[Any, ...]]:
+    x_codes, x_amax = _encode(quantizers.x, x, group_sizes)
+    kernel_codes, kernel_amax = _encode(quantizers.kernel, kernel, None)
+    y = grouped_gemm(_values(x_codes, ROWS), _values(kernel_codes, COLUMNS), group_sizes, x.dtype)
+    saved = x_codes.get_tensor(COLUMNS), kernel_codes.get_tensor(ROWS)
+    likes = jnp.zeros((0, *x.shape), x.dtype), jnp.zeros((0, *kernel.shape), kernel.dtype)
+    return y, (saved, likes, group_sizes, quantizers, (x_amax, kernel_amax))
+
+
+def _backward(residuals: tuple[Any, ...], dy: Array) -> tuple[Any, ...]:
+    (x_codes, kernel_codes), (x_like, kernel_like), group_sizes, quantizers, amaxes = residuals
+    codes, amax = _encode(quantizers.dgrad, dy, group_sizes)
+    kernel_rows = jnp.swapaxes(_values(kernel_codes, ROWS), 1, 2)
+    dx = grouped_gemm(_values(codes, ROWS), kernel_rows, group_sizes, x_like.dtype)
+    dkernel = grouped_contraction(
+        _values(x_codes, COLUMNS), _values(codes, COLUMNS), group_sizes, kernel_like.dtype
+    )
+    following = [
+        None if quantizer is None else quantizer.advanced(maximum)
+        for quantizer, maximum in zip(
+            (quantizers.x, quantizers.kernel, quantizers.dgrad), (*amaxes, amax), strict=True
+        )
+    ]
+    return dx, dkernel, as_cotangent(group_sizes), as_cotangent(QuantizerSet(*following))
+
+
+_grouped_dense.defvjp(_forward, _backward)

@@ -1,0 +1,233 @@
+"""y = sum over the chosen experts of weight * (act(x @ wi_0[e]) * (x @ wi_1[e])) @ wo[e]: a mixture of experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import PartitionSpec
+
+from ..common.checks import whole
+from .activation import activation
+from .checks import check_values
+from .ep import EpConfig, ep_combine, ep_dispatch
+from .grouped_dense import grouped_dense
+from .permutation import routing_map_to_selected_experts, token_combine, token_dispatch
+from .quantize.grouped import GroupedQuantizer
+from .quantize.quantizers import QuantizerSet, noop_quantizer_set
+from .quantize.sharing import merged_over
+from .router import fused_moe_aux_loss, fused_topk_with_score_function
+from .sharding import get_mesh_axis_size, with_sharding_constraint_by_logical_axes
+
+__all__ = ["moe"]
+
+_ALIGN_SIZE = (
+    128  # rows of an expert are a multiple of it, as blocks of every format and tiles of kernels want
+)
+Axes = tuple[str | None, ...]
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How experts are chosen; see `fused_topk_with_score_function`."""
+
+    num_experts: int
+    topk: int
+    use_pre_softmax: bool
+    num_groups: int
+    group_topk: int
+    scaling_factor: float
+    score_function: Any
+    aux_loss_coeff: float
+
+    def __call__(self, logits: Array, expert_bias: Array | None) -> tuple[Array, Array]:
+        return fused_topk_with_score_function(
+            logits, self.topk, self.use_pre_softmax, self.num_groups, self.group_topk, self.scaling_factor,
+            self.score_function, expert_bias,
+        )  # fmt: skip
+
+    def aux_loss(self, logits: Array, chosen: Array, axes: tuple[str, ...]) -> Array | None:
+        """The loss of all tokens, those on other devices along axes too."""
+        if self.aux_loss_coeff == 0.0:
+            return None
+        scores, _ = fused_topk_with_score_function(
+            logits, self.topk, score_function=self.score_function, compute_aux_scores=True
+        )
+        if axes:
+            chosen = lax.all_gather(chosen, axes, axis=0, tiled=True)
+            scores = lax.all_gather(scores, axes, axis=0, tiled=True)
+        return fused_moe_aux_loss(scores, chosen.sum(axis=0), self.topk, self.aux_loss_coeff)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """How the experts compute."""
+
+    activation_type: str
+    weights_early: bool
+    quantizer_sets: tuple[QuantizerSet, ...] = field(hash=False, compare=False)
+
+    def __call__(self, params: Any, rows: Array, weights: Array | None, sizes: Array) -> Array:
+        """[rows, h] -> [rows, h], the first sizes[0] of them by expert 0; weights multiply the hidden values."""
+        first, second, last = self.quantizer_sets
+        gate = grouped_dense(rows, params["wi_0"], sizes, bias=params["wi_0_bias"], quantizer_set=first)
+        linear = grouped_dense(rows, params["wi_1"], sizes, bias=params["wi_1_bias"], quantizer_set=second)
+        hidden = activation(jnp.stack((gate, linear), axis=-2), (self.activation_type, "linear"))
+        if self.weights_early and weights is not None:
+            hidden = hidden * weights[:, None].astype(hidden.dtype)
+        return grouped_dense(hidden, params["wo"], sizes, bias=params["wo_bias"], quantizer_set=last)
+
+
+def moe(
+    x: Array,
+    gate_kernel: Array,
+    wi_0: Array,
+    wi_1: Array,
+    wo: Array,
+    wi_0_bias: Array | None = None,
+    wi_1_bias: Array | None = None,
+    wo_bias: Array | None = None,
+    expert_bias: Array | None = None,
+    *,
+    num_experts: int,
+    num_experts_per_tok: int,
+    activation_type: str = "silu",
+    score_function: Any = "softmax",
+    use_pre_softmax: bool = False,
+    num_groups: int = -1,
+    group_topk: int = -1,
+    scaling_factor: float = 1.0,
+    aux_loss_coeff: float = 0.0,
+    apply_topk_weights_early: bool = False,
+    ep_axis: str | None = None,
+    data_parallelism_axes: tuple[str, ...] = (),
+    input_axes: Axes = (),
+    gate_kernel_axes: Axes = (),
+    wi_kernel_axes: Axes = ("exp", "embed", "mlp"),
+    wo_kernel_axes: Axes = ("exp", "mlp", "embed"),
+    quantizer_sets: tuple[QuantizerSet, ...] = (noop_quantizer_set,) * 3,
+    dtype: Any = None,
+) -> tuple[Array, Array | None, Array]:
+    """(y [b, s, h], the loss that balances experts or None, rows that this device's experts received).
+
+    x [b, s, h], gate_kernel [h, E], wi_0 and wi_1 [E, h, f], wo [E, f, h]; biases [E, f] and [E, h]; expert_bias [E].
+
+    apply_topk_weights_early   multiply the hidden values by a token's weights, not the output
+    ep_axis                    mesh axis that experts are laid over; tokens are laid over it and data_parallelism_axes
+    .._axes                    logical names of axes, for sharding
+    quantizer_sets             of wi_0, wi_1 and wo, made with n_groups
+    dtype                      of the computation; None: x's
+    """
+    check_values("x", x)
+    for name, value in (("num_experts", num_experts), ("num_experts_per_tok", num_experts_per_tok)):
+        whole(name, value)
+    if x.ndim != 3 or gate_kernel.shape != (x.shape[-1], num_experts):
+        raise ValueError(
+            f"x {x.shape} and gate_kernel {gate_kernel.shape}; give [b, s, h] and [h, {num_experts}]"
+        )
+    x = with_sharding_constraint_by_logical_axes(x if dtype is None else x.astype(dtype), input_axes or None)
+    routing = Routing(
+        num_experts, num_experts_per_tok, use_pre_softmax, num_groups, group_topk, float(scaling_factor),
+        score_function, float(aux_loss_coeff),
+    )  # fmt: skip
+    experts = Experts(activation_type, apply_topk_weights_early, quantizer_sets)
+    gate_kernel = with_sharding_constraint_by_logical_axes(gate_kernel, gate_kernel_axes or None)
+    params = {
+        "wi_0": wi_0, "wi_1": wi_1, "wo": wo, "wi_0_bias": wi_0_bias, "wi_1_bias": wi_1_bias, "wo_bias": wo_bias,
+    }  # fmt: skip
+    devices = get_mesh_axis_size(ep_axis)
+    if devices == 1:
+        for name, axes in (("wi_0", wi_kernel_axes), ("wi_1", wi_kernel_axes), ("wo", wo_kernel_axes)):
+            params[name] = _constrained(params[name], axes)
+        return _on_one_device(x, gate_kernel, expert_bias, params, routing, experts)
+    assert ep_axis is not None
+    if num_experts % devices:
+        raise ValueError(
+            f"ep_axis={ep_axis!r} has {devices} devices, which do not divide num_experts={num_experts}"
+        )
+    return _on_many(
+        x, gate_kernel, expert_bias, params, routing, experts,
+        EpConfig(num_experts, devices, ep_axis), tuple(data_parallelism_axes),
+    )  # fmt: skip
+
+
+def _constrained(kernel: Array, axes: Axes) -> Array:
+    from flax import linen
+
+    known = {name for name, _ in linen.get_logical_axis_rules()}
+    return with_sharding_constraint_by_logical_axes(kernel, axes) if known & set(axes) else kernel
+
+
+def _routed(
+    x: Array, gate_kernel: Array, expert_bias: Array | None, routing: Routing
+) -> tuple[Array, Array, Array]:
+    """(logits, weights, choice) [T, E] of tokens [T, h], in float32: a choice must not hang on rounding."""
+    logits = jnp.matmul(
+        x.astype(jnp.float32), gate_kernel.astype(jnp.float32), precision=lax.Precision.HIGHEST
+    )
+    return logits, *routing(logits, expert_bias)
+
+
+def _on_one_device(
+    x: Array, gate_kernel: Array, expert_bias: Array | None, params: Any, routing: Routing, experts: Experts
+) -> tuple[Array, Array | None, Array]:
+    tokens = x.reshape(-1, x.shape[-1])
+    logits, weights, chosen = _routed(tokens, gate_kernel, expert_bias, routing)
+    slots = tokens.shape[0] * routing.topk
+    rows, row_weights, row_id_map, pads, sizes = token_dispatch(tokens, chosen, slots, weights, _ALIGN_SIZE)
+    made = experts(params, rows, row_weights, sizes)
+    y = token_combine(made, row_id_map, None if experts.weights_early else weights, pads)
+    return y.reshape(x.shape), routing.aux_loss(logits, chosen, ()), jnp.asarray(slots, jnp.int32)
+
+
+def _on_many(
+    x: Array,
+    gate_kernel: Array,
+    expert_bias: Array | None,
+    params: Any,
+    routing: Routing,
+    experts: Experts,
+    cfg: EpConfig,
+    data_axes: tuple[str, ...],
+) -> tuple[Array, Array | None, Array]:
+    """Every device chooses for its tokens, sends them to their experts, and sums what comes back."""
+    batch = (*[axis for axis in data_axes if axis != cfg.axis], cfg.axis)
+
+    def local(
+        x: Array, gate_kernel: Array, bias: Array | None, params: Any, sets: Any
+    ) -> tuple[Array, Any, Array]:
+        own = replace(experts, quantizer_sets=tuple(_of_own(s, cfg.local_experts, batch[:-1]) for s in sets))
+        tokens = x.reshape(-1, x.shape[-1])
+        logits, weights, chosen = _routed(tokens, gate_kernel, bias, routing)
+        picked, of_picked = routing_map_to_selected_experts(weights, chosen, routing.topk)
+        capacity = tokens.shape[0] * cfg.devices * min(routing.topk, cfg.local_experts)
+        rows, row_weights, handle, counts, total = ep_dispatch(cfg, picked, tokens, of_picked, capacity)
+        made = own(params, rows, row_weights, counts)
+        if not experts.weights_early:
+            made = made * row_weights[:, None].astype(made.dtype)
+        y = ep_combine(cfg, handle, counts, made, tokens.shape[0])
+        return y.reshape(x.shape), routing.aux_loss(logits, chosen, batch), total[None]
+
+    whole_axes, by_expert = PartitionSpec(), PartitionSpec(cfg.axis)
+    # States lie an expert; a random key is everyone's.
+    of_sets = jax.tree.map(
+        lambda leaf: by_expert if jnp.issubdtype(leaf.dtype, jnp.floating) else whole_axes,
+        experts.quantizer_sets,
+    )
+    mapped = jax.shard_map(
+        local,
+        in_specs=(PartitionSpec(batch), whole_axes, whole_axes, by_expert, of_sets),
+        out_specs=(PartitionSpec(batch), whole_axes, PartitionSpec(batch)),
+        check_vma=False,
+    )
+    return mapped(x, gate_kernel, expert_bias, params, experts.quantizer_sets)
+
+
+def _of_own(quantizers: QuantizerSet, count: int, axes: tuple[str, ...]) -> QuantizerSet:
+    """The part of a set that belongs to this device's experts, whose states devices along axes share."""
+    parts = (quantizers.x, quantizers.kernel, quantizers.dgrad)
+    own = [None if part is None else GroupedQuantizer(part.quantizer, count) for part in parts]
+    return merged_over(QuantizerSet(*own), axes)

@@ -1,0 +1,43 @@
+"""Modules of transformer_engine.jax.flax within Flax NNX: bridged, differentiated with their state, kept up to date."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import linen, nnx
+from jax import Array
+
+from .flax.state_module import OVERWRITE_WITH_GRADIENT
+from .quantize.config import NVTE_FP8_COLLECTION_NAME
+
+__all__ = ["bridged", "state_type", "value_and_grad"]
+
+
+def bridged(module: linen.Module, rngs: nnx.Rngs, *inputs: Any, **options: Any) -> Any:
+    """The linen module as one of NNX, its parameters and state made for inputs."""
+    if not isinstance(module, linen.Module):
+        raise TypeError(f"module is a {type(module).__name__}; give a module of flax.linen")
+    return nnx.bridge.lazy_init(nnx.bridge.ToNNX(module, rngs=rngs), *inputs, **options)
+
+
+def state_type(collection: str = NVTE_FP8_COLLECTION_NAME) -> type[nnx.Variable]:
+    """NNX's type of the variables of a collection: "fp8_metas", or "_overwrite_with_gradient"."""
+    return nnx.variable_type_from_name(collection, allow_register=True)
+
+
+def value_and_grad(
+    loss: Callable[..., Array], model: Any, *args: Any, **kwargs: Any
+) -> tuple[Array, nnx.State]:
+    """(loss(model, *args), gradients of its nnx.Params); the model's quantizers are brought one step forward.
+
+    The gradient of a state is its next state, which is written into the model.
+    """
+    states = (state_type(), state_type(OVERWRITE_WITH_GRADIENT))
+    wanted = nnx.DiffState(0, nnx.Any(nnx.Param, *states))
+    value, gradients = nnx.value_and_grad(loss, argnums=wanted)(model, *args, **kwargs)
+    parameters, following, _ = nnx.split_state(gradients, nnx.Param, nnx.Any(*states), ...)
+    if jax.tree.leaves(following):
+        nnx.update(model, following)
+    return value, parameters

@@ -1,0 +1,246 @@
+"""Tokens in the order of the experts that they go to, and back."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ..common.checks import whole
+from .checks import check_values
+
+__all__ = [
+    "PureJaxPermState",
+    "compute_ragged_all_to_all_params",
+    "compute_reverse_ragged_all_to_all_params",
+    "local_permute_after_a2a",
+    "local_unpermute_before_a2a",
+    "pure_jax_token_combine",
+    "pure_jax_token_dispatch",
+    "routing_map_to_selected_experts",
+    "sort_chunks_by_index",
+    "token_combine",
+    "token_dispatch",
+]
+
+
+def token_dispatch(
+    inp: Array,
+    routing_map: Array,
+    num_out_tokens: int,
+    probs: Array | None = None,
+    align_size: int | None = None,
+) -> tuple[Array, Array | None, Array, Array | None, Array]:
+    """(rows sorted by expert, their weights, row_id_map, pad_offsets, tokens_per_expert) of inp [T, H].
+
+    routing_map        [T, E], nonzero where token t goes to expert e
+    num_out_tokens     rows of the result, those of all pairs (t, e) before padding; rows behind it are dropped
+    probs              [T, E]: weights come along as [rows]
+    align_size         pads the rows of every expert with zeros to a multiple of it
+    row_id_map         int32 [T, 2 E + 1]: for the n experts of a token its rows without padding, from E on the experts,
+                       -1 behind either, and last n
+    pad_offsets        int32 [E]: what padding adds to the rows of an expert; None without it
+    tokens_per_expert  int32 [E], with padding
+    Differentiable in inp and probs.
+    """
+    check_values("inp", inp)
+    whole("num_out_tokens", num_out_tokens)
+    if inp.ndim != 2 or routing_map.ndim != 2 or routing_map.shape[0] != inp.shape[0]:
+        raise ValueError(f"inp {inp.shape} and routing_map {routing_map.shape}; give [T, H] and [T, E]")
+    if probs is not None and probs.shape != routing_map.shape:
+        raise ValueError(f"probs has shape {probs.shape}; routing_map has {routing_map.shape}")
+    chosen = routing_map.astype(bool)
+    tokens, experts = chosen.shape
+    counts = chosen.sum(axis=0, dtype=jnp.int32)
+    starts = jnp.cumsum(counts) - counts
+    rows = jnp.where(chosen, starts + jnp.cumsum(chosen, axis=0, dtype=jnp.int32) - 1, -1)
+    rows = jnp.where(rows < num_out_tokens, rows, -1)
+    row_id_map = _row_id_map(rows, chosen)
+    pad_offsets, size = None, num_out_tokens
+    if align_size is not None:
+        whole("align_size", align_size)
+        size = (num_out_tokens + experts * (align_size - 1)) // align_size * align_size
+        padded = -(-counts // align_size) * align_size
+        pad_offsets = jnp.cumsum(padded) - padded - starts
+        rows, counts = jnp.where(rows < 0, -1, rows + pad_offsets), padded
+    # Of every row of the result the pair (t, e) that it holds, T * E for padding.
+    pairs = jnp.arange(tokens * experts, dtype=jnp.int32)
+    places = jnp.where(rows.ravel() < 0, size, rows.ravel())
+    source = jnp.full(size, tokens * experts, jnp.int32).at[places].set(pairs, mode="drop")
+    out = inp.at[source // experts].get(mode="fill", fill_value=0)
+    weights = None if probs is None else probs.ravel().at[source].get(mode="fill", fill_value=0)
+    return out, weights, row_id_map, pad_offsets, counts
+
+
+def token_combine(
+    inp: Array,
+    row_id_map: Array,
+    merging_probs: Array | None = None,
+    pad_offsets: Array | None = None,
+) -> Array:
+    """out [T, H]: the sum of a token's rows of inp [rows, H], times merging_probs [T, E] where given."""
+    check_values("inp", inp)
+    experts = (row_id_map.shape[1] - 1) // 2
+    rows, of = row_id_map[:, :experts], row_id_map[:, experts : 2 * experts]
+    absent = rows < 0
+    if pad_offsets is not None:
+        rows = rows + pad_offsets[jnp.maximum(of, 0)]
+    places = jnp.where(absent, inp.shape[0], rows)
+    found = inp.at[places].get(mode="fill", fill_value=0).astype(jnp.float32)
+    if merging_probs is not None:
+        weights = jnp.take_along_axis(merging_probs.astype(jnp.float32), jnp.maximum(of, 0), axis=1)
+        found = found * jnp.where(absent, 0.0, weights)[..., None]
+    return found.sum(axis=1).astype(inp.dtype)
+
+
+def _row_id_map(rows: Array, chosen: Array) -> Array:
+    """See `token_dispatch`; rows [T, E], -1 where there is none."""
+    experts = chosen.shape[1]
+    order = jnp.argsort(rows < 0, axis=1, stable=True)
+    sorted_rows = jnp.take_along_axis(rows, order, axis=1)
+    of = jnp.where(sorted_rows < 0, -1, order)
+    count = (rows >= 0).sum(axis=1, keepdims=True)
+    assert of.shape[1] == experts
+    return jnp.concatenate((sorted_rows, of, count), axis=1).astype(jnp.int32)
+
+
+def sort_chunks_by_index(inp: Array, split_sizes: Array, sorted_indices: Array) -> tuple[Array, Array]:
+    """(chunks of inp [rows, H] in the order of sorted_indices, row_id_map [rows]: where every row went).
+
+    split_sizes   rows of every chunk as they lie; rows behind their sum stay where they are
+    """
+    check_values("inp", inp)
+    if split_sizes.shape != sorted_indices.shape or split_sizes.ndim != 1:
+        raise ValueError(
+            f"split_sizes {split_sizes.shape} and sorted_indices {sorted_indices.shape}; give one number a chunk"
+        )
+    starts = jnp.cumsum(split_sizes) - split_sizes
+    moved = split_sizes[sorted_indices]
+    moved_starts = jnp.zeros_like(starts).at[sorted_indices].set(jnp.cumsum(moved) - moved)
+    row = jnp.arange(inp.shape[0], dtype=jnp.int32)
+    chunk = jnp.searchsorted(jnp.cumsum(split_sizes), row, side="right")
+    inside = jnp.minimum(chunk, starts.shape[0] - 1)
+    goes_to = jnp.where(chunk < starts.shape[0], row - starts[inside] + moved_starts[inside], row)
+    goes_to = goes_to.astype(jnp.int32)
+    source = jnp.zeros_like(row).at[goes_to].set(row)
+    return inp[source], goes_to
+
+
+class PureJaxPermState(NamedTuple):
+    """How `pure_jax_token_dispatch` sorted: the order of all slots, and how many of them are tokens and padding."""
+
+    sorted_indices: Array
+    num_real_tokens: int
+    padding_size: int
+
+
+def pure_jax_token_dispatch(
+    inputs: Array,
+    selected_experts: Array,
+    num_experts: int,
+    num_experts_per_tok: int,
+    align_size: int = 0,
+    roll_to_expert_id: int | None = None,
+) -> tuple[Array, PureJaxPermState, Array]:
+    """(rows sorted by expert, state, rows of every expert) of inputs [.., H] and selected_experts [.., k].
+
+    align_size          above 0: zeros pad every expert's rows to a multiple of it
+    roll_to_expert_id   the expert that comes first; those before it come last
+    """
+    whole("num_experts", num_experts)
+    whole("num_experts_per_tok", num_experts_per_tok)
+    flat = inputs.reshape(-1, inputs.shape[-1])
+    experts = selected_experts.reshape(-1).astype(jnp.int32)
+    if experts.size != flat.shape[0] * num_experts_per_tok:
+        raise ValueError(
+            f"selected_experts {selected_experts.shape} of inputs {inputs.shape}; give {num_experts_per_tok} a token"
+        )
+    if roll_to_expert_id is not None:
+        experts = (experts - roll_to_expert_id) % num_experts
+    counts = jnp.bincount(experts, length=num_experts)
+    padding = num_experts * (align_size - 1) if align_size > 0 else 0
+    if padding:
+        missing = -counts % align_size
+        spare = jnp.arange(padding, dtype=jnp.int32)
+        owner, place = spare // (align_size - 1), spare % (align_size - 1)
+        # Padding that an expert does not need goes behind all experts.
+        experts = jnp.concatenate((experts, jnp.where(place < missing[owner], owner, num_experts)))
+        counts = counts + missing
+    order = jnp.argsort(experts, stable=True)
+    rows = flat.at[order // num_experts_per_tok].get(mode="fill", fill_value=0)
+    state = PureJaxPermState(order, flat.shape[0] * num_experts_per_tok, padding)
+    return rows, state, counts.astype(jnp.int32)
+
+
+def pure_jax_token_combine(
+    expert_outputs: Array, perm_state: PureJaxPermState, routing_weights: Array, num_experts_per_tok: int
+) -> Array:
+    """out [T, H]: the sum of a token's rows, times routing_weights [.., k]."""
+    back = jnp.argsort(perm_state.sorted_indices)[: perm_state.num_real_tokens]
+    rows = expert_outputs[back].astype(jnp.float32)
+    rows = rows.reshape(-1, num_experts_per_tok, expert_outputs.shape[-1])
+    weights = routing_weights.reshape(-1, num_experts_per_tok, 1).astype(jnp.float32)
+    return (rows * weights).sum(axis=1).astype(expert_outputs.dtype)
+
+
+def routing_map_to_selected_experts(
+    sparse_probs: Array, routing_map: Array, topk: int
+) -> tuple[Array, Array]:
+    """(experts int32 [T, topk] in their order, their weights [T, topk]) of weights and a choice [T, E]."""
+    _, experts = jax.lax.top_k(routing_map.astype(jnp.int32), topk)
+    return experts.astype(jnp.int32), jnp.take_along_axis(sparse_probs, experts, axis=-1)
+
+
+def compute_ragged_all_to_all_params(
+    all_shards_tokens_per_expert: Array, shard_id: Array | int, num_expert_shards: int
+) -> tuple[Array, Array, Array, Array]:
+    """(input_offsets, send_sizes, output_offsets, recv_sizes), each [R], for lax.ragged_all_to_all of one shard.
+
+    all_shards_tokens_per_expert   [R, E]: rows that every shard holds for every expert; expert e lives on e // (E / R)
+    """
+    sent = _sent_between(all_shards_tokens_per_expert, num_expert_shards)
+    mine = sent[shard_id]
+    before = jnp.cumsum(sent, axis=0) - sent  # rows that shards in front of a shard send to each shard
+    return jnp.cumsum(mine) - mine, mine, before[shard_id], sent[:, shard_id]
+
+
+def compute_reverse_ragged_all_to_all_params(
+    all_shards_tokens_per_expert: Array, shard_id: Array | int, num_expert_shards: int
+) -> tuple[Array, Array, Array, Array]:
+    """The same for the way back: what was received is sent, and lands where it came from."""
+    sent = _sent_between(all_shards_tokens_per_expert, num_expert_shards)
+    received = sent[:, shard_id]
+    offsets = jnp.cumsum(sent, axis=1) - sent  # where a shard keeps the rows of each shard
+    return jnp.cumsum(received) - received, received, offsets[:, shard_id], sent[shard_id]
+
+
+def _sent_between(tokens_per_expert: Array, shards: int) -> Array:
+    """[from, to]: rows that go from a shard to a shard."""
+    if tokens_per_expert.shape[0] != shards or tokens_per_expert.shape[1] % shards:
+        raise ValueError(
+            f"all_shards_tokens_per_expert has shape {tokens_per_expert.shape}; give [{shards}, experts], of which "
+            f"{shards} is a divisor"
+        )
+    return tokens_per_expert.reshape(shards, shards, -1).sum(axis=-1)
+
+
+def local_permute_after_a2a(
+    x_recv: Array, all_shards_tokens_per_expert: Array, shard_id: Array | int, num_expert_shards: int
+) -> tuple[Array, Array, Array]:
+    """(rows sorted by local expert, rows of every local expert, where every received row went).
+
+    x_recv   rows as they arrive: shard after shard, and of each shard expert after expert
+    """
+    shards = num_expert_shards
+    counts = all_shards_tokens_per_expert.reshape(shards, shards, -1)[:, shard_id]
+    local = counts.shape[1]
+    order = jnp.arange(shards * local, dtype=jnp.int32).reshape(shards, local).T.ravel()
+    rows, goes_to = sort_chunks_by_index(x_recv, counts.ravel(), order)
+    return rows, counts.sum(axis=0), goes_to
+
+
+def local_unpermute_before_a2a(expert_outputs: Array, goes_to: Array) -> Array:
+    """The rows of `local_permute_after_a2a` as they arrived."""
+    return expert_outputs[goes_to]

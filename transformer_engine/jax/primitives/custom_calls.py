@@ -1,0 +1,30 @@
+"""NVTE_JAX_CUSTOM_CALLS: which kernels are switched off, by the original's names of primitives."""
+
+from __future__ import annotations
+
+from ...common import env
+
+_VARIABLE = "NVTE_JAX_CUSTOM_CALLS"
+
+
+def switched_off(primitive: str) -> str | None:
+    """Why kernels of that name are not used: "false" for all, or "Name=false,Other=true"; None: nobody said so."""
+    value = str(env.get(_VARIABLE) or "true")
+    if "=" not in value:
+        return f"{_VARIABLE}={value}" if not _truth(value) else None
+    for entry in value.split(","):
+        name, separator, said = entry.partition("=")
+        if not separator:
+            raise ValueError(
+                f"{_VARIABLE}={value!r}: {entry!r} is no Name=true or Name=false; separate them by ','"
+            )
+        if name.strip() == primitive and not _truth(said):
+            return f"{_VARIABLE} sets {primitive}=false"
+    return None
+
+
+def _truth(word: str) -> bool:
+    word = word.strip().lower()
+    if word not in ("true", "false", "1", "0"):
+        raise ValueError(f"{_VARIABLE}: {word!r} is neither true nor false; say one of them")
+    return word in ("true", "1")

@@ -1,0 +1,34 @@
+"""Grouped products by XLA's ragged products, in float32."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from ....common.dispatch import Backend
+from .request import GroupedGemmRequest
+
+_CONTRACT_ROWS = lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
+)
+
+
+def of_rows(a: Array, b: Array, group_sizes: Array, dtype: jnp.dtype) -> Array:
+    """See `grouped_gemm`."""
+    product = lax.ragged_dot(
+        a, b, group_sizes, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+    )
+    return product.astype(dtype)
+
+
+def over_rows(a: Array, b: Array, group_sizes: Array, dtype: jnp.dtype) -> Array:
+    """See `grouped_contraction`."""
+    product = lax.ragged_dot_general(
+        a, b, group_sizes, _CONTRACT_ROWS, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+    )
+    return product.astype(dtype)
+
+
+BACKEND = Backend[GroupedGemmRequest](
+    "ragged_dot", bind=lambda request: over_rows if request.contracts_rows else of_rows
+)

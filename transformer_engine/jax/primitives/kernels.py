@@ -1,0 +1,126 @@
+"""results = kernel(*arrays): a Triton kernel as a primitive of JAX, made when a program is lowered for CUDA.
+
+Tracing asks for shapes alone, so that a program traced on a CPU compiles no kernel and still has its kernels where it
+is lowered for CUDA. There the partitioner learns by a Shardy rule which axes it may cut; under vmap a kernel runs
+once for each element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.core import ShapedArray
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
+
+Shape = jax.ShapeDtypeStruct
+
+
+class Kernel(Protocol):
+    """What computes; hashable.
+
+    rule         factors of the axes of operands and results, as Shardy writes them: "r w, w -> r w"
+    replicated   factors that are not cut
+    summed       results that every part of the rows makes its own sum of
+    """
+
+    @property
+    def rule(self) -> str: ...
+    @property
+    def replicated(self) -> tuple[str, ...]: ...
+    @property
+    def summed(self) -> tuple[int, ...]: ...
+
+    @property
+    def results(self) -> Callable[..., tuple[Shape, ...]]:
+        """operands -> shapes and dtypes of what run answers."""
+        ...
+
+    @property
+    def run(self) -> Callable[..., tuple[Array, ...]]:
+        """arrays of any extents -> the kernel's results, as calls of the bridge."""
+        ...
+
+
+_kernel = Primitive("transformer_engine_kernel")
+_kernel.multiple_results = True
+
+
+def call(kernel: Kernel, *arrays: Array) -> tuple[Array, ...]:
+    """The kernel's results; only to be run, or lowered, on CUDA."""
+    return tuple(_kernel.bind(*arrays, kernel=kernel))
+
+
+@_kernel.def_abstract_eval
+def _shapes(*operands: Any, kernel: Kernel) -> list[Any]:
+    return [ShapedArray(shape.shape, shape.dtype) for shape in kernel.results(*operands)]
+
+
+def _batched(arrays: Any, axes: Any, *, kernel: Kernel) -> tuple[Any, tuple[int, ...]]:
+    mapped = [axis is not None for axis in axes]
+    moved = [
+        jnp.moveaxis(x, axis, 0) if is_mapped else x
+        for x, axis, is_mapped in zip(arrays, axes, mapped, strict=True)
+    ]
+
+    def one(parts: Any) -> tuple[Array, ...]:
+        remaining = iter(parts)
+        return call(kernel, *(next(remaining) if m else x for x, m in zip(moved, mapped, strict=True)))
+
+    out = lax.map(one, tuple(x for x, m in zip(moved, mapped, strict=True) if m))
+    return out, (0,) * len(out)
+
+
+batching.primitive_batchers[_kernel] = _batched
+
+
+def _on_one_device(*arrays: Array, kernel: Kernel) -> list[Array]:
+    return list(kernel.run(*arrays))
+
+
+def _on_many(*arrays: Array, kernel: Kernel) -> list[Array]:
+    """The kernel on every device's part of its arrays."""
+
+    def run(*arrays: Array) -> tuple[Array, ...]:
+        return kernel.run(*arrays)
+
+    def partition(mesh: Any, operands: Any, results: Any) -> tuple[Any, ...]:
+        axes = _axes_of_rows(operands[0].sharding)
+
+        def local(*arrays: Array) -> tuple[Array, ...]:
+            made = kernel.run(*arrays)
+            return tuple(lax.psum(x, axes) if axes and i in kernel.summed else x for i, x in enumerate(made))
+
+        whole = NamedSharding(operands[0].sharding.mesh, PartitionSpec())
+        placed = tuple(whole if i in kernel.summed else r.sharding for i, r in enumerate(results))
+        return mesh, local, placed, tuple(operand.sharding for operand in operands)
+
+    cut: Any = custom_partitioning(run)
+    cut.def_partition(
+        partition=partition, sharding_rule=kernel.rule, need_replication_factors=kernel.replicated
+    )
+    return list(cut(*arrays))
+
+
+def _axes_of_rows(sharding: Any) -> tuple[str, ...]:
+    spec: Any = getattr(sharding, "spec", ())
+    first = spec[0] if len(spec) else None
+    return () if first is None else first if isinstance(first, tuple) else (first,)
+
+
+def _lowered(context: Any, *values: Any, kernel: Kernel) -> Any:
+    """On several devices cut by the partitioner, which has to know them; it does not where a program is exported."""
+    placed = context.module_context.axis_context
+    devices = getattr(placed, "device_assignment", None)
+    many = getattr(placed, "manual_axes", None) or (devices is not None and len(devices) > 1)
+    function = _on_many if many else _on_one_device
+    return mlir.lower_fun(function, multiple_results=True)(context, *values, kernel=kernel)
+
+
+mlir.register_lowering(_kernel, _lowered, platform="cuda")

@@ -1,0 +1,238 @@
+"""Quantizers of matrices in groups: rows [M, K] in ragged groups, or a stack [G, *rows, *columns].
+
+One scale a tensor becomes one a group. Blocks lie as in the whole matrix: one that reaches over the boundary of two
+groups has one scale for both, and so does the second level of NVFP4 for all groups of rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ..primitives import exact
+from ..primitives.quantize import cast, scale_from_amax
+from ..primitives.scale_update import advance_scales
+from .quantizers import DelayedScaleQuantizer, Quantizer, element_of
+from .scaling_modes import ScalingMode, TensorUsage
+from .tensors import ScaledTensor, ScaledTensor1x, ScaledTensor2x, ScaledTensorFactory
+
+__all__ = ["GroupedNoScaleTensor", "GroupedQuantizer", "GroupedScaledTensor1x", "group_of_rows"]
+
+
+def group_of_rows(group_sizes: Array, rows: int) -> Array:
+    """int32 [rows]: the group of every row, G for those behind the last group."""
+    ends = jnp.cumsum(group_sizes.astype(jnp.int32))
+    return jnp.searchsorted(ends, jnp.arange(rows, dtype=jnp.int32), side="right").astype(jnp.int32)
+
+
+def _of_rows(values: Array, group_sizes: Array, rows: int) -> Array:
+    """values [G] -> [rows]: each row's own; 1 behind the last group."""
+    return jnp.append(values, jnp.ones(1, values.dtype))[group_of_rows(group_sizes, rows)]
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["data", "scale_inv", "amax", "group_sizes"],
+    meta_fields=["scaling_mode", "dq_dtype", "is_colwise", "data_layout", "flatten_axis", "has_rht_applied"],
+)
+@dataclass
+class GroupedScaledTensor1x(ScaledTensor):
+    """codes and scales of one direction of all groups.
+
+    data          as a ScaledTensor1x has them, of a stack with the groups in front
+    scale_inv     one scale a tensor: float32 [G]; else as a ScaledTensor1x has them
+    group_sizes   rows of every group, int32 [G]; None of a stack
+    """
+
+    data: Array
+    scale_inv: Array
+    amax: Array
+    group_sizes: Array | None
+    scaling_mode: ScalingMode
+    dq_dtype: Any
+    is_colwise: bool
+    data_layout: str
+    flatten_axis: int
+    has_rht_applied: bool = False
+
+    @property
+    def ndim(self) -> int:
+        return self.data.ndim
+
+    def get_tensor(self, usage: TensorUsage) -> GroupedScaledTensor1x:
+        """This tensor, if it is the direction that a product needs it in."""
+        self._one(self.data, self.scale_inv, self.amax).get_tensor(usage)
+        return self
+
+    def dequantize(self) -> Array:
+        """The values in dq_dtype: [M, K], or the stack."""
+        if self.group_sizes is None:
+            values: Any = jax.vmap(lambda *leaves: self._one(*leaves).dequantize())
+            return values(self.data, self.scale_inv, self.amax)
+        if not self.scaling_mode.is_tensor_scaling():
+            return self._one(self.data, self.scale_inv, self.amax).dequantize()
+        codes = self.data.T if self.data_layout == "T" else self.data
+        scales = _of_rows(self.scale_inv, self.group_sizes, codes.shape[0])
+        return exact.scaled(codes.astype(jnp.float32), scales[:, None]).astype(self.dq_dtype)
+
+    def _one(self, data: Array, scale_inv: Array, amax: Array) -> ScaledTensor1x:
+        return ScaledTensorFactory.create_1x(
+            data, scale_inv, amax, self.scaling_mode, self.dq_dtype, self.is_colwise, self.data_layout,
+            self.flatten_axis, self.has_rht_applied,
+        )  # fmt: skip
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["data", "amax", "group_sizes"], meta_fields=[]
+)
+@dataclass
+class GroupedNoScaleTensor:
+    """Groups that are not quantized, in the place of those that are."""
+
+    data: Array
+    amax: Array | None = None
+    group_sizes: Array | None = None
+
+    @property
+    def ndim(self) -> int:
+        return self.data.ndim
+
+    def dequantize(self) -> Array:
+        return self.data
+
+    def get_tensor(self, usage: TensorUsage) -> GroupedNoScaleTensor:
+        """Itself: a product takes its values in any order of axes."""
+        return self
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["quantizer"], meta_fields=["n_groups"])
+@dataclass
+class GroupedQuantizer:
+    """One way to quantize n_groups tensors.
+
+    quantizer   the settings of all; of delayed scaling its scale is [G] and its history [G, length]
+    """
+
+    quantizer: Quantizer
+    n_groups: int
+
+    @property
+    def scaling_mode(self) -> ScalingMode:
+        return self.quantizer.scaling_mode
+
+    def quantize(
+        self,
+        x: Array,
+        is_rowwise: bool | None = None,
+        is_colwise: bool | None = None,
+        dq_dtype: Any = None,
+        flatten_axis: int = -1,
+        group_sizes: Array | None = None,
+    ) -> GroupedScaledTensor1x | ScaledTensor2x:
+        """x [M, K] with group_sizes [G], or a stack [G, ..]; delayed scaling is brought one step forward."""
+        tensor, amaxes = self.encode(x, group_sizes, is_rowwise, is_colwise, dq_dtype, flatten_axis)
+        self.quantizer = self.advanced(amaxes).quantizer
+        return tensor
+
+    def encode(
+        self,
+        x: Array,
+        group_sizes: Array | None,
+        is_rowwise: bool | None = None,
+        is_colwise: bool | None = None,
+        dq_dtype: Any = None,
+        flatten_axis: int = -1,
+    ) -> tuple[GroupedScaledTensor1x | ScaledTensor2x, Array | None]:
+        """(tensor, the absolute maximum of every group or None) without a change of state."""
+        self._check(x, group_sizes)
+        options = (is_rowwise, is_colwise, dq_dtype, flatten_axis)
+        if group_sizes is None:
+            return self._stack(x, options)
+        if self.scaling_mode.is_tensor_scaling():
+            return self._rows(x, group_sizes, *options[:3])
+        tensor, amax = self.quantizer.encode(x, *options)
+        return _grouped(tensor, group_sizes), amax
+
+    def advanced(self, amaxes: Array | None) -> GroupedQuantizer:
+        """The quantizer of the next step: all groups in one operation."""
+        state = self.quantizer
+        if not isinstance(state, DelayedScaleQuantizer):
+            return self
+        assert amaxes is not None
+        histories, scales = advance_scales(
+            state.amax_history,
+            state.scale,
+            amaxes.reshape(-1),
+            state.amax_compute_algo.value,
+            (element_of(state.q_dtype).maximum,) * self.n_groups,
+            state.margin,
+        )
+        return GroupedQuantizer(
+            dataclasses.replace(state, amax_history=histories, scale=scales), self.n_groups
+        )
+
+    def _stack(self, x: Array, options: tuple[Any, ...]) -> tuple[Any, Array | None]:
+        stateful = isinstance(self.quantizer, DelayedScaleQuantizer)
+
+        def one(x: Array, quantizer: Quantizer) -> Any:
+            return quantizer.encode(x, *options)
+
+        state = self.quantizer
+        if isinstance(state, DelayedScaleQuantizer):
+            state = dataclasses.replace(state, scale=state.scale[:, None])
+        tensors, amaxes = jax.vmap(one, in_axes=(0, 0 if stateful else None))(x, state)
+        return _grouped(tensors, None), amaxes
+
+    def _rows(
+        self, x: Array, group_sizes: Array, is_rowwise: bool | None, is_colwise: bool | None, dq_dtype: Any
+    ) -> tuple[Any, Array]:
+        """One scale a group: codes = cast(x * scale of the row's group)."""
+        quantizer: Any = self.quantizer
+        element = element_of(quantizer.q_dtype)
+        of_row = exact.magnitude_bits(x).max(axis=1, initial=0)
+        belongs = group_of_rows(group_sizes, x.shape[0]) == jnp.arange(self.n_groups)[:, None]
+        amaxes = exact.float_of(jnp.where(belongs, of_row, 0).max(axis=1, initial=0))
+        if isinstance(quantizer, DelayedScaleQuantizer):
+            scales = quantizer.scale
+        else:
+            scales = scale_from_amax(
+                amaxes, element.maximum, power_of_two=quantizer.power_of_two, epsilon=quantizer.epsilon
+            )
+        codes = cast(x.astype(jnp.float32) * _of_rows(scales, group_sizes, x.shape[0])[:, None], element)
+        layout = quantizer.q_layout
+        rowwise = layout.has_rowwise if is_rowwise is None else is_rowwise
+        colwise = layout.has_colwise if is_colwise is None else is_colwise
+        dtype = jnp.dtype(x.dtype if dq_dtype is None else dq_dtype)
+        directions = [
+            GroupedScaledTensor1x(
+                codes.T if columns else codes, exact.reciprocal(scales), amaxes, group_sizes, self.scaling_mode,
+                dtype, columns, "T" if columns else "N", 1,
+            )
+            for columns, made in ((False, rowwise), (True, colwise))
+            if made
+        ]  # fmt: skip
+        return directions[0] if len(directions) == 1 else ScaledTensor2x(*directions), amaxes  # pyright: ignore
+
+    def _check(self, x: Array, group_sizes: Array | None) -> None:
+        groups = x.shape[0] if group_sizes is None else group_sizes.shape[0]
+        if groups != self.n_groups:
+            raise ValueError(f"{groups} groups of x {x.shape}; the quantizer was made for {self.n_groups}")
+        if group_sizes is not None and x.ndim != 2:
+            raise ValueError(f"x has shape {x.shape}; rows in groups are a matrix [M, K], reshape it")
+
+
+def _grouped(tensor: Any, group_sizes: Array | None) -> Any:
+    """The tensor of one quantizer, or what vmap made of it, with its groups."""
+    if isinstance(tensor, ScaledTensor2x):
+        parts: Any = (tensor.rowwise_tensor, tensor.colwise_tensor)
+        return ScaledTensor2x(*(_grouped(part, group_sizes) for part in parts))
+    return GroupedScaledTensor1x(
+        tensor.data, tensor.scale_inv, tensor.amax, group_sizes, tensor.scaling_mode, tensor.dq_dtype,
+        tensor.is_colwise, tensor.data_layout, tensor.flatten_axis, tensor.has_rht_applied,
+    )  # fmt: skip

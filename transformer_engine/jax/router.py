@@ -1,0 +1,174 @@
+"""Which experts a token goes to, with which weight, and the loss that balances them."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from ..common.checks import described, number, switch, whole
+from .checks import check_values
+
+__all__ = ["RoutingMapFormat", "ScoreFunction", "fused_moe_aux_loss", "fused_topk_with_score_function"]
+
+_TINY = 1e-20  # keeps a row of sigmoids that are all zero from dividing by zero
+
+
+class ScoreFunction(enum.Enum):
+    """How logits become scores."""
+
+    SIGMOID = 0
+    SOFTMAX = 1
+
+
+class RoutingMapFormat(enum.Enum):
+    """How the choice is stored: a bool an expert, or a bit."""
+
+    BYTEMAP = 0
+    BITMAP_U8 = 1
+
+
+def fused_topk_with_score_function(
+    logits: Array,
+    topk: int,
+    use_pre_softmax: bool = False,
+    num_groups: int = -1,
+    group_topk: int = -1,
+    scaling_factor: float = 1.0,
+    score_function: str | ScoreFunction = "softmax",
+    expert_bias: Array | None = None,
+    compute_aux_scores: bool = False,
+    routing_map_format: str | int | RoutingMapFormat = "bytemap",
+) -> tuple[Array, Array]:
+    """(weights [T, E] in logits' dtype, zero where not chosen; choice bool [T, E] or uint8 [T, ceil(E / 8)]).
+
+    use_pre_softmax      softmax over all experts before the choice; else over the chosen ones
+    num_groups, group_topk   choose among the experts of the group_topk best of num_groups groups; -1: of all
+    scaling_factor       multiplies the weights
+    score_function       "softmax", or "sigmoid", whose weights are divided by their sum if topk > 1
+    expert_bias          [E], with sigmoid: added for the choice alone
+    compute_aux_scores   normalised scores of all experts and the plain choice, for the loss
+    Bit e % 8 of byte e // 8 stands for expert e. arXiv:2408.15664 (bias), arXiv:2412.19437 (groups).
+    """
+    function = _member(ScoreFunction, "score_function", score_function)
+    form = _member(RoutingMapFormat, "routing_map_format", routing_map_format)
+    softmax = function is ScoreFunction.SOFTMAX
+    _check(logits, topk, num_groups, group_topk, scaling_factor, softmax, expert_bias)
+    switch("use_pre_softmax", use_pre_softmax)
+    wide = logits.astype(jnp.float32)
+    if compute_aux_scores:
+        scores = _normalised(wide, softmax)
+        chosen = _chosen(scores, topk)
+        return scores.astype(logits.dtype), _stored(chosen, form)
+    if softmax:
+        scores = jax.nn.softmax(wide) if use_pre_softmax else wide
+    else:
+        scores = jax.nn.sigmoid(wide)
+    judged = scores if expert_bias is None else scores + expert_bias.astype(jnp.float32)
+    if group_topk > 0:
+        judged = _of_best_groups(judged, topk, num_groups, group_topk)
+    chosen = _chosen(judged, topk)
+    if softmax and not use_pre_softmax:
+        weights = jax.nn.softmax(jnp.where(chosen, scores, -jnp.inf))
+    else:
+        weights = jnp.where(chosen, scores, 0.0)
+    if not softmax and topk > 1:
+        weights = weights / (weights.sum(axis=-1, keepdims=True) + _TINY)
+    return (weights * scaling_factor).astype(logits.dtype), _stored(chosen, form)
+
+
+def fused_moe_aux_loss(probs: Array, tokens_per_expert: Array, topk: int, coeff: float) -> Array:
+    """loss [] = E * coeff / (topk * T^2) * sum over e of tokens_per_expert[e] * sum over t of probs[t, e].
+
+    Differentiable in probs [T, E] alone. arXiv:2101.03961, equation 4, for topk choices.
+    """
+    check_values("probs", probs)
+    whole("topk", topk)
+    number("coeff", coeff)
+    if probs.ndim != 2 or tokens_per_expert.shape != probs.shape[1:]:
+        raise ValueError(
+            f"probs {probs.shape} and tokens_per_expert {tokens_per_expert.shape}; give [T, E] and [E]"
+        )
+    tokens, experts = probs.shape
+    share = probs.astype(jnp.float32).sum(axis=0) * tokens_per_expert.astype(jnp.float32)
+    return (share.sum() * (experts * coeff / (topk * tokens * tokens))).astype(probs.dtype)
+
+
+def bits_of(chosen: Array) -> Array:
+    """bool [T, E] -> uint8 [T, ceil(E / 8)]."""
+    return jnp.packbits(chosen, axis=-1, bitorder="little")
+
+
+def _stored(chosen: Array, form: RoutingMapFormat) -> Array:
+    return bits_of(chosen) if form is RoutingMapFormat.BITMAP_U8 else chosen
+
+
+def _normalised(logits: Array, softmax: bool) -> Array:
+    if softmax:
+        return jax.nn.softmax(logits)
+    scores = jax.nn.sigmoid(logits)
+    return scores / (scores.sum(axis=-1, keepdims=True) + _TINY)
+
+
+def _chosen(scores: Array, topk: int) -> Array:
+    """bool [T, E]: the topk greatest of every row, the first of equal ones."""
+    _, places = lax.top_k(lax.stop_gradient(scores), topk)
+    return jax.nn.one_hot(places, scores.shape[-1], dtype=jnp.bool_).any(axis=-2)
+
+
+def _of_best_groups(scores: Array, topk: int, num_groups: int, group_topk: int) -> Array:
+    """scores, -inf outside of the groups whose topk / group_topk best experts have the greatest sum."""
+    tokens, experts = scores.shape
+    grouped = lax.stop_gradient(scores).reshape(tokens, num_groups, experts // num_groups)
+    best, _ = lax.top_k(grouped, topk // group_topk)
+    kept = jnp.repeat(_chosen(best.sum(axis=-1), group_topk), experts // num_groups, axis=-1)
+    return jnp.where(kept, scores, -jnp.inf)
+
+
+def _member(kind: type[enum.Enum], name: str, value: Any) -> Any:
+    """A member by itself, by its name in any case, or by its number."""
+    if isinstance(value, kind):
+        return value
+    for member in kind:
+        if value == member.value or (isinstance(value, str) and value.upper() == member.name):
+            return member
+    choices = ", ".join(repr(member.name.lower()) for member in kind)
+    raise ValueError(f"{name}={described(value)}; choose one of {choices}")
+
+
+def _check(
+    logits: Array,
+    topk: int,
+    num_groups: int,
+    group_topk: int,
+    scaling_factor: float,
+    softmax: bool,
+    expert_bias: Array | None,
+) -> None:
+    check_values("logits", logits)
+    number("scaling_factor", scaling_factor)
+    whole("topk", topk)
+    if logits.ndim != 2:
+        raise ValueError(f"logits have shape {logits.shape}; give [tokens, experts]")
+    experts = logits.shape[1]
+    if topk > experts:
+        raise ValueError(f"topk={topk} of {experts} experts; choose at most {experts}")
+    if expert_bias is not None and softmax:
+        raise ValueError("expert_bias with score_function='softmax'; it steers 'sigmoid' alone, give None")
+    if expert_bias is not None and expert_bias.shape != (experts,):
+        raise ValueError(f"expert_bias has shape {expert_bias.shape}; it must be ({experts},)")
+    if group_topk > 0:
+        whole("num_groups", num_groups)
+        if experts % num_groups or group_topk > num_groups or topk % group_topk:
+            raise ValueError(
+                f"num_groups={num_groups}, group_topk={group_topk}, topk={topk} of {experts} experts; num_groups "
+                "must divide the experts, group_topk be at most num_groups and divide topk"
+            )
+        if topk // group_topk > experts // num_groups:
+            raise ValueError(
+                f"topk={topk} in group_topk={group_topk} groups of {experts // num_groups} experts; "
+                "choose fewer experts or more groups"
+            )

@@ -1,0 +1,63 @@
+"""GroupedLinear's keywords for one parameter, or one tensor, of all groups: what they mean and what is refused."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...common import env
+from ...common.checks import described
+
+_SINGLE = "NVTE_GROUPED_LINEAR_SINGLE_PARAM"
+_FUSED = "NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM"
+
+
+def check_single(**asked: bool) -> None:
+    """single_grouped_weight and single_grouped_bias: without their variable a warning, as in the original."""
+    names = [name for name, wanted in asked.items() if wanted]
+    if not names:
+        return
+    if env.get(_SINGLE):
+        raise NotImplementedError(
+            f"{names[0]}=True under {_SINGLE}=1 asks for one parameter of all groups, which is not implemented; "
+            "unset the variable, and the layer has one a group"
+        )
+    warnings.warn(
+        f"{names[0]}=True has no effect without {_SINGLE}=1; the layer has one parameter a group",
+        UserWarning,
+        stacklevel=3,
+    )
+
+
+def uses_grouped_tensor(value: Any) -> bool:
+    """use_grouped_tensor: True or False; None follows the variable of its former name, which warns."""
+    if value is None:
+        if env.get(_FUSED):
+            warnings.warn(
+                f"{_FUSED} is deprecated; give use_grouped_tensor=True", FutureWarning, stacklevel=3
+            )
+        return bool(env.get(_FUSED))
+    if type(value) is not bool:
+        raise TypeError(
+            f"use_grouped_tensor={described(value)} is a {type(value).__name__}; give a bool or None"
+        )
+    return value
+
+
+def check_device_splits(m_splits: Sequence[int] | Tensor, device: torch.device) -> None:
+    """ValueError where the rows of groups are not on the GPU, of a layer that promises not to wait for it."""
+    if device.type != "cuda":
+        return
+    if not isinstance(m_splits, Tensor) or not m_splits.is_cuda or m_splits.dtype != torch.int64:
+        found = (
+            f"{m_splits.dtype} on {m_splits.device}"
+            if isinstance(m_splits, Tensor)
+            else f"a {type(m_splits).__name__}"
+        )
+        raise ValueError(
+            f"m_splits is {found}; with use_grouped_tensor=True give int64 on the GPU, or leave the keyword False"
+        )

@@ -1,0 +1,54 @@
+"""Enumerations by the names of the original's extension module."""
+
+from __future__ import annotations
+
+import enum
+
+from transformer_engine.common.attention_enums import (
+    NVTE_Bias_Type,
+    NVTE_Mask_Type,
+    NVTE_QKV_Format,
+    NVTE_QKV_Layout,
+    NVTE_Softmax_Type,
+)  # fmt: skip
+
+__all__ = [
+    "DType", "JAXX_Collective_Op", "JAXX_Quantize_Layout", "JAXX_Routing_Map_Format", "JAXX_Scaling_Mode",
+    "JAXX_Score_Function", "NVTE_Bias_Type", "NVTE_Fused_Attn_Backend", "NVTE_Mask_Type", "NVTE_QKV_Format",
+    "NVTE_QKV_Layout", "NVTE_Softmax_Type",
+]  # fmt: skip
+
+DType = enum.IntEnum(
+    "DType",
+    {
+        "kByte": 0, "kInt32": 2, "kInt64": 3, "kFloat32": 4, "kFloat16": 5, "kBFloat16": 6, "kFloat8E4M3": 7,
+        "kFloat8E5M2": 8, "kFloat8E8M0": 9, "kFloat4E2M1": 10,
+    },
+    module=__name__,
+)  # fmt: skip
+
+
+class NVTE_Fused_Attn_Backend(enum.IntEnum):
+    """Kinds of fused attention."""
+
+    NVTE_No_Backend = -1
+    NVTE_F16_arbitrary_seqlen = 1
+    NVTE_FP8 = 2
+
+
+JAXX_Scaling_Mode = enum.IntEnum(
+    "JAXX_Scaling_Mode",
+    "NO_SCALING DELAYED_TENSOR_SCALING MXFP8_1D_SCALING CURRENT_TENSOR_SCALING NVFP4_1D_SCALING NVFP4_2D_SCALING",
+    start=0,
+    module=__name__,
+)
+JAXX_Quantize_Layout = enum.IntEnum(
+    "JAXX_Quantize_Layout", "ROWWISE COLWISE ROWWISE_COLWISE", start=0, module=__name__
+)
+JAXX_Score_Function = enum.IntEnum("JAXX_Score_Function", "SIGMOID SOFTMAX", start=0, module=__name__)
+JAXX_Routing_Map_Format = enum.IntEnum(
+    "JAXX_Routing_Map_Format", "BYTEMAP BITMAP_U8", start=0, module=__name__
+)
+JAXX_Collective_Op = enum.IntEnum(
+    "JAXX_Collective_Op", "NONE ALL_GATHER REDUCE_SCATTER", start=0, module=__name__
+)
