@@ -28,9 +28,13 @@ def cross_attention_submodules(config: Any) -> CrossAttentionSubmodules:
     return CrossAttentionSubmodules(ColumnLinear, ColumnLinear, CoreAttention, RowLinear)
 
 
-def _arguments(config: Any, init_method: Any, bias: bool, tp_group: Any) -> dict[str, Any]:
+def _arguments(
+    config: Any, *, init_method: Any, bias: bool, tp_group: Any = None, name: str | None = None, **_: Any
+) -> dict[str, Any]:
+    """Of this package's constructors, from those of Megatron's; the rest of them says what a class here is anyway."""
     tp_size = ranks_of(tp_group)
     return {
+        "name": name,
         "bias": bias,
         "tp_group": tp_group,
         "tp_size": tp_size,
@@ -47,12 +51,8 @@ def _arguments(config: Any, init_method: Any, bias: bool, tp_group: Any) -> dict
 class ColumnLinear(Linear):
     """(y, None), y [.., output_size / ranks] = x @ weight.T + bias"""
 
-    def __init__(
-        self, input_size: int, output_size: int, *, config: Any, init_method: Any, bias: bool,
-        tp_group: Any = None, name: str | None = None, **_: Any,
-    ) -> None:  # fmt: skip
-        arguments = _arguments(config, init_method, bias, tp_group)
-        super().__init__(input_size, output_size, parallel_mode="column", name=name, **arguments)
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **given: Any) -> None:
+        super().__init__(input_size, output_size, parallel_mode="column", **_arguments(config, **given))
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return super().forward(x), None  # pyright: ignore[reportReturnType]
@@ -61,10 +61,7 @@ class ColumnLinear(Linear):
 class NormColumnLinear(LayerNormLinear):
     """(y, None), y [.., output_size / ranks] = norm(x) @ weight.T + bias"""
 
-    def __init__(
-        self, input_size: int, output_size: int, *, config: Any, init_method: Any, bias: bool,
-        tp_group: Any = None, name: str | None = None, **_: Any,
-    ) -> None:  # fmt: skip
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **given: Any) -> None:
         super().__init__(
             input_size,
             output_size,
@@ -72,8 +69,7 @@ class NormColumnLinear(LayerNormLinear):
             normalization=config.normalization,
             zero_centered_gamma=config.layernorm_zero_centered_gamma,
             parallel_mode="column",
-            name=name,
-            **_arguments(config, init_method, bias, tp_group),
+            **_arguments(config, **given),
         )
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -83,17 +79,13 @@ class NormColumnLinear(LayerNormLinear):
 class RowLinear(Linear):
     """(y, bias or None), y [.., output_size] = sum over ranks of x @ weight.T; the caller adds the bias."""
 
-    def __init__(
-        self, input_size: int, output_size: int, *, config: Any, init_method: Any, bias: bool,
-        tp_group: Any = None, name: str | None = None, **_: Any,
-    ) -> None:  # fmt: skip
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **given: Any) -> None:
         super().__init__(
             input_size,
             output_size,
             parallel_mode="row",
-            return_bias=bias,
-            name=name,
-            **_arguments(config, init_method, bias, tp_group),
+            return_bias=given["bias"],
+            **_arguments(config, **given),
         )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:  # pyright: ignore[reportIncompatibleMethodOverride]
