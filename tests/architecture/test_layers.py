@@ -34,6 +34,7 @@ LAYERS = {
     "transformer_engine.pytorch.conversion": 10,
     "transformer_engine.pytorch.graphs": 10,
     "transformer_engine.pytorch.inspect": 10,
+    "transformer_engine.pytorch.integrations": 10,
     "transformer_engine.jax": 11,
     "transformer_engine.jax.requirements": 0,
     "transformer_engine.jax.platform": 1,

@@ -14,14 +14,12 @@ CLIENTS: dict[str, Any] = json.loads(SURFACE.read_text())
 # Beginnings of names that are not here, and why that stops nobody.
 ABSENT = {
     "transformer_engine.pytorch.cpp_extensions.cast_to_fp8": "asked for below version 2.0 only",
-    "transformer_engine.pytorch.cpu_offload_v1": "tried before cpu_offload, which is here",
     "transformer_engine.pytorch.ep": "expert parallelism over symmetric memory: optional in Megatron-core",
     "transformer_engine.pytorch.module.layernorm_linear._og_LayerNormLinear": "made by nvidia-modelopt itself",
     "transformer_engine.pytorch.module.layernorm_linear.tex": "asked for below version 2.0 only",
     "transformer_engine.pytorch.onnx_export": "export to ONNX is not implemented",
     "transformer_engine.pytorch.ops": "operations of a fusing Sequential are not implemented: see docs/support.md",
     "transformer_engine.pytorch.module.grouped_linear.is_module_grouped_tensor_path_supported": "GroupedTensor",
-    "transformer_engine.pytorch.tensor.grouped_tensor": "GroupedTensor: one parameter for all experts",
     "transformer_engine.debug": "optional in megatron-bridge",
     "transformer_engine.pytorch.available": "of physicsnemo's own wrapper of the import",
 }

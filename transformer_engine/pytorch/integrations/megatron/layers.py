@@ -28,9 +28,13 @@ def cross_attention_submodules(config: Any) -> CrossAttentionSubmodules:
     return CrossAttentionSubmodules(ColumnLinear, ColumnLinear, CoreAttention, RowLinear)
 
 
-def _arguments(config: Any, init_method: Any, bias: bool, tp_group: Any) -> dict[str, Any]:
+def _arguments(
+    config: Any, *, init_method: Any, bias: bool, tp_group: Any = None, name: str | None = None, **_: Any
+) -> dict[str, Any]:
+    """Of this package's constructors, from those of Megatron's; the rest of them says what a class here is anyway."""
     tp_size = ranks_of(tp_group)
     return {
+        "name": name,
         "bias": bias,
         "tp_group": tp_group,
         "tp_size": tp_size,
@@ -55,21 +59,14 @@ class _WithBias(torch.nn.Module):
 class ColumnLinear(_WithBias, Linear):
     """(y, None), y [.., output_size / ranks] = x @ weight.T + bias"""
 
-    def __init__(
-        self, input_size: int, output_size: int, *, config: Any, init_method: Any, bias: bool,
-        tp_group: Any = None, name: str | None = None, **_: Any,
-    ) -> None:  # fmt: skip
-        arguments = _arguments(config, init_method, bias, tp_group)
-        super().__init__(input_size, output_size, parallel_mode="column", name=name, **arguments)
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **given: Any) -> None:
+        super().__init__(input_size, output_size, parallel_mode="column", **_arguments(config, **given))
 
 
 class NormColumnLinear(_WithBias, LayerNormLinear):
     """(y, None), y [.., output_size / ranks] = norm(x) @ weight.T + bias"""
 
-    def __init__(
-        self, input_size: int, output_size: int, *, config: Any, init_method: Any, bias: bool,
-        tp_group: Any = None, name: str | None = None, **_: Any,
-    ) -> None:  # fmt: skip
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **given: Any) -> None:
         super().__init__(
             input_size,
             output_size,
@@ -77,25 +74,20 @@ class NormColumnLinear(_WithBias, LayerNormLinear):
             normalization=config.normalization,
             zero_centered_gamma=config.layernorm_zero_centered_gamma,
             parallel_mode="column",
-            name=name,
-            **_arguments(config, init_method, bias, tp_group),
+            **_arguments(config, **given),
         )
 
 
 class RowLinear(_WithBias, Linear):
     """(y, bias or None), y [.., output_size] = sum over ranks of x @ weight.T; the caller adds the bias."""
 
-    def __init__(
-        self, input_size: int, output_size: int, *, config: Any, init_method: Any, bias: bool,
-        tp_group: Any = None, name: str | None = None, **_: Any,
-    ) -> None:  # fmt: skip
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **given: Any) -> None:
         super().__init__(
             input_size,
             output_size,
             parallel_mode="row",
-            return_bias=bias,
-            name=name,
-            **_arguments(config, init_method, bias, tp_group),
+            return_bias=given["bias"],
+            **_arguments(config, **given),
         )
 
 

@@ -1,0 +1,67 @@
+"""NeMo Automodel and Model Optimizer as published: the examples of their page, each in a process of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = re.findall(
+    r"```python-clients\n(.*?)```", (ROOT / "docs" / "other_clients.md").read_text(), re.DOTALL
+)
+NEEDED = {"nemo_automodel": ("nemo_automodel", "transformers"), "modelopt": ("modelopt", "omegaconf")}
+
+WINDOWED = """
+import torch
+from nemo_automodel._transformers.te_attention import get_te_attention_stats, inject_te_attention
+import transformers
+
+torch.manual_seed(0)
+common = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+              num_key_value_heads=2, max_position_embeddings=64)
+qwen = transformers.Qwen2Config(**common, use_sliding_window=True, sliding_window=4, max_window_layers=1)
+gemma = transformers.Gemma2Config(**common, head_dim=8, sliding_window=4, query_pre_attn_scalar=8,
+                                  attn_logit_softcapping=None, attn_implementation="sdpa")
+for config, kind in ((qwen, transformers.Qwen2ForCausalLM), (gemma, transformers.Gemma2ForCausalLM)):
+    model = kind(config).eval()
+    tokens = torch.randint(0, 64, (2, 16))
+    before = model(tokens).logits
+    inject_te_attention(model)
+    torch.testing.assert_close(before, model(tokens).logits, rtol=1e-4, atol=1e-5)
+    print(get_te_attention_stats())
+"""
+
+
+def run(client: str, program: str, folder: Path) -> str:
+    """The program's output; skipped where the client, or what it needs, is not installed."""
+    absent = [name for name in NEEDED[client] if importlib.util.find_spec(name) is None]
+    if absent:
+        pytest.skip(f"{', '.join(absent)} is not installed; `make test-clients` installs it")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+        cwd=folder,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.clients
+@pytest.mark.parametrize("client, example", list(zip(NEEDED, EXAMPLES, strict=True)), ids=list(NEEDED))
+def test_an_example_of_the_page_runs(client, example, tmp_path):
+    run(client, example, tmp_path)
+
+
+@pytest.mark.clients
+def test_windows_of_qwen2_and_gemma2_are_those_of_transformers(tmp_path):
+    run("nemo_automodel", WINDOWED, tmp_path)
