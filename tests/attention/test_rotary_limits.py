@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from attention_oracle import cumulative
+from support.sequences import int32, refuses
 
 import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
@@ -21,16 +22,6 @@ def _numbers_on_a_gpu_are_checked_too(monkeypatch):
 
 def angles(device, length, dim=8):
     return RotaryPositionEmbedding(dim)(length).to(device)
-
-
-def int32(values, device):
-    return torch.tensor(values, dtype=torch.int32, device=device)
-
-
-def refuses(match, call):
-    with pytest.raises(ValueError, match=match):
-        call()
-        te.check()
 
 
 @pytest.mark.parametrize("tensor_format", ["sbhd", "bshd"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from attention_oracle import cumulative
+from support.sequences import int32, refuses
 
 import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
@@ -21,16 +22,6 @@ HEADS, SIZE, TOKENS = 2, 8, 12
 def _numbers_on_a_gpu_are_checked_too(monkeypatch):
     # At once: these numbers would have kernels read outside of their tensors, which ends a process on a GPU.
     monkeypatch.setenv("TE_CHECK", "2")
-
-
-def int32(values, device):
-    return torch.tensor(values, dtype=torch.int32, device=device)
-
-
-def refuses(match, call):
-    with pytest.raises(ValueError, match=match):
-        call()
-        te.check()
 
 
 def attention(**options):

@@ -1,0 +1,21 @@
+"""Lengths as tensors, and calls whose numbers are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+import transformer_engine.pytorch as te
+
+
+def int32(values: Sequence[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def refuses(match: str, call: Callable[[], object]) -> None:
+    """The call, or the check of numbers that follows it, raises a ValueError of these words."""
+    with pytest.raises(ValueError, match=match):
+        call()
+        te.check()
