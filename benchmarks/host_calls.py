@@ -17,13 +17,13 @@ import gc
 import os
 import pstats
 import sys
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from pretended_gpu import pretend
 from record import parser, write
+from shortest import shortest
 from torch import Tensor
 
 import transformer_engine.pytorch as te
@@ -180,17 +180,6 @@ def calls(work: Callable[[], object]) -> Calls:
     return Calls(python, ours, c)
 
 
-def best(work: Callable[[], object], times: int) -> float:
-    """Microseconds of the shortest of so many calls."""
-    clock = time.perf_counter_ns
-    shortest = 1 << 62
-    for _ in range(times):
-        begin = clock()
-        work()
-        shortest = min(shortest, clock() - begin)
-    return shortest / 1e3
-
-
 def main() -> None:
     options = parser(__doc__, only="run the cases whose name contains one of these, with commas between them")
     options.add_argument("--calls", type=int, default=1000, help="how many calls the shortest is taken of")
@@ -219,7 +208,7 @@ def _measured(work: Callable[[], object], times: int) -> dict[str, Any]:
     gc.collect()
     gc.disable()
     # The fewest of a few: now and then a call refills what others take from.
-    us, counted = best(work, times), min(calls(work) for _ in range(5))
+    us, counted = shortest(work, times), min(calls(work) for _ in range(5))
     gc.enable()
     return {"us": round(us, 1), **counted._asdict()}
 

@@ -17,13 +17,13 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
+from shortest import shortest
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Recipe
@@ -93,7 +93,7 @@ def measured(only: str) -> dict[str, dict[str, float]]:
                 for _ in range(WARM):
                     case.call()
                 counted = count(case.call)
-                rows[case.name] = {**counted._asdict(), "us": best(case.call)}
+                rows[case.name] = {**counted._asdict(), "us": shortest(case.call, TIMED)}
     return rows
 
 
@@ -155,16 +155,6 @@ def count(call: Callable[[], object]) -> Counted:
     if os.environ.get("SHOW_CALLS"):
         print("\n".join(entered))
     return Counted(before[0] if before else len(entered), len(entered))
-
-
-def best(call: Callable[[], object]) -> float:
-    """Microseconds of the shortest of many calls."""
-    times = []
-    for _ in range(TIMED):
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return min(times) * 1e6
 
 
 def cases() -> Iterator[Case]:

@@ -59,6 +59,7 @@ def test_options_left_out_take_the_sizes_of_the_device():
         "seed": 0,
         "data": None,
         "optimizer": "adamw",
+        "experts": 0,
         **CPU_SIZES,
     }
     assert default.parameter_dtype == torch.float32
