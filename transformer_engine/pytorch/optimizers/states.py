@@ -36,7 +36,7 @@ def unscaled(state: Tensor, scale: Tensor | None) -> Tensor:
     if state.dtype in (torch.float32, torch.int16):
         return state
     values = state.to(torch.float32)
-    return values if scale is None else values * scale
+    return values if scale is None else values * scale.view(())
 
 
 def scale_of(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -59,7 +59,7 @@ def store(values: Tensor, state: Tensor, scale: Tensor | None) -> None:
         state.quantize_(values)
         of_codes.copy_(scale)  # of zeros 0: the inverse of 0 would make NaN of their codes
     else:
-        state.copy_(values * inverse)
+        state.copy_(values * inverse.view(()))
 
 
 def remainders(values: Tensor) -> Tensor:
