@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..functions.multi_tensor import check_sgd_rates, multi_tensor_sgd, sgd_checked
+from .copied import CopiedWhole
 from .local import like, local_of
 from .multi_tensor_apply import multi_tensor_applier
 
@@ -29,13 +30,22 @@ class _Batch:
     first: bool
 
 
-class FusedSGD(torch.optim.Optimizer):
+class FusedSGD(CopiedWhole):
     """Gradient descent with momentum, dampening, Nesterov's form and weight decay; the numbers of torch.optim.SGD.
 
     wd_after_momentum         weight decay is added behind the momentum
     materialize_master_grads  taken for its callers' sake: gradients are read as they are
     most_recent_scale         gradients are divided by it, once; scale_set_by_backward is cleared with it
     """
+
+    SETTINGS = (
+        "wd_after_momentum",
+        "materialize_master_grads",
+        "set_grad_none",
+        "most_recent_scale",
+        "scale_set_by_backward",
+        "_dummy_overflow_buf",
+    )
 
     def __init__(
         self,
