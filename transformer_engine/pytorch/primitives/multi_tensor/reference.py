@@ -114,7 +114,9 @@ def halves(values: Tensor) -> tuple[Tensor, Tensor]:
 def _write(pairs: Sequence[tuple[Tensor, Tensor]], flag: Tensor | None) -> None:
     """target = value, unless the flag is set."""
     for target, value in pairs:
-        target.copy_(value if flag is None else torch.where(flag.reshape(()) == 0, value.to(target.dtype), target))
+        target.copy_(
+            value if flag is None else torch.where(flag.reshape(()) == 0, value.to(target.dtype), target)
+        )
 
 
 BACKEND: Backend[MultiTensorRequest] = Backend("reference", bind=bind)
