@@ -135,6 +135,11 @@ def test_a_pass_that_is_captured_by_a_compiler_is_the_eager_one(device):
         ({"target": torch.full((3, 5), 37)}, ValueError, r"target 37 is outside of a vocabulary of 37 ids"),
         ({"target": torch.full((3, 5), -1)}, ValueError, r"target -1 is outside"),
         ({"target": torch.zeros(3, 4, dtype=torch.int64)}, ValueError, r"give one id a row, \[3, 5\]"),
+        (
+            {"target": torch.zeros(5, 3, dtype=torch.int64)},
+            ValueError,
+            r"target is \[5, 3\]; give one id a row",
+        ),
         ({"target": torch.zeros(3, 5)}, TypeError, r"target is torch.float32; give ids"),
         ({"inp": torch.zeros(3, 5, 37, dtype=torch.float64)}, TypeError, "give bfloat16, float16 or float32"),
         ({"inp": torch.zeros(15, 37)}, ValueError, r"give logits \[batch, sequence, vocabulary\]"),
@@ -248,6 +253,50 @@ def test_a_head_that_does_not_fit_is_refused(device):
         fused_linear_cross_entropy(hidden, weight, target, bias[:3])
     with pytest.raises(ValueError, match="target 61 is outside"):
         fused_linear_cross_entropy(hidden, weight, torch.full_like(target, 61))
+
+
+@pytest.mark.parametrize("shape", [(13, 8), (2, 52), (1, 104)])
+def test_targets_in_another_order_of_rows_are_refused(shape, device):
+    (hidden, weight, _), target = head(torch.float32, device)
+    with pytest.raises(ValueError, match=r"give one id a row, \[8, 13\]"):
+        fused_linear_cross_entropy(hidden, weight, target.reshape(shape))
+    expected = fused_linear_cross_entropy(hidden, weight, target)
+    for same in (target.reshape(-1), target.unsqueeze(-1)):
+        assert torch.equal(fused_linear_cross_entropy(hidden, weight, same), expected)
+
+
+@MEAN
+def test_a_head_over_no_rows_has_gradients_of_zero(mean, device):
+    (hidden, weight, bias), target = head(torch.float32, device)
+    nothing = hidden.detach()[:0].requires_grad_()
+    fused_linear_cross_entropy(nothing, weight, target[:0], bias, reduce_loss=mean).sum().backward()
+    assert torch.equal(weight.grad, torch.zeros_like(weight)) and torch.equal(
+        bias.grad, torch.zeros_like(bias)
+    )
+    assert nothing.grad.shape == nothing.shape
+
+
+@MEAN
+def test_the_losses_are_traced_with_dynamic_shapes(mean, device):
+    def both(logits, hidden, weight, target, smoothing):
+        how = {"label_smoothing": smoothing, "reduce_loss": mean}
+        return parallel_cross_entropy(logits, target, **how), fused_linear_cross_entropy(
+            hidden, weight, target, **how
+        )
+
+    compiled = torch.compile(both, fullgraph=True, dynamic=True, backend="aot_eager")
+    for rows, smoothing in ((5, 0.0), (7, 0.1), (9, 0.2)):
+        logits, target = drawn(torch.float32, device, (2, rows, 13))
+        leaves = (logits, torch.randn(2, rows, 4, device=device), torch.randn(13, 4, device=device))
+        leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+        twins = [leaf.detach().clone().requires_grad_() for leaf in leaves]
+        found, expected = compiled(*leaves, target, smoothing), both(*twins, target, smoothing)
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs)
+        for losses in (found, expected):
+            (losses[0].sum() + losses[1].sum()).backward()
+        for leaf, twin in zip(leaves, twins, strict=True):
+            torch.testing.assert_close(leaf.grad, twin.grad)
 
 
 @pytest.mark.gpu

@@ -89,6 +89,18 @@ def test_as_a_switch_it_stays_and_as_a_decorator_it_is_of_a_call():
     assert not torch.are_deterministic_algorithms_enabled()
 
 
+def test_one_object_is_entered_again_and_inside_of_itself():
+    block = te.deterministic()
+    te.deterministic(False)
+    for _ in range(2):
+        with block:
+            assert torch.are_deterministic_algorithms_enabled()
+            with block, te.deterministic(False):
+                assert not torch.are_deterministic_algorithms_enabled()
+            assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.are_deterministic_algorithms_enabled()
+
+
 def test_algorithms_are_not_chosen_by_time(monkeypatch):
     with te.deterministic(), pytest.raises(RuntimeError, match="a choice of algorithms by time"):
         te.autotune().__enter__()

@@ -98,3 +98,37 @@ def test_parameters_that_cannot_be_stepped_are_refused(device):
     p.grad = torch.ones_like(p)
     with pytest.raises(RuntimeError, match=r"torch\.float64"):
         FusedSGD([p], 0.1).step()
+
+
+def test_a_refused_step_changes_nothing(device):
+    good = torch.nn.Parameter(torch.ones(6, 4, device=device))
+    bad = torch.nn.Parameter(torch.ones(4, 6, dtype=torch.bfloat16, device=device))
+    exact = torch.nn.Parameter(torch.ones(6, 4, device=device))
+    how = {"momentum": 0.9, "dampening": 0.5}
+    ours, theirs = FusedSGD([good, bad], 1.0, **how), torch.optim.SGD([exact], 1.0, **how)
+    good.grad, bad.grad = torch.ones_like(good), torch.ones(6, 4, dtype=torch.bfloat16, device=device).t()
+    ours.most_recent_scale = 2.0
+    for _ in range(2):
+        with pytest.raises(ValueError, match="give contiguous tensors"):
+            ours.step()
+        assert torch.equal(good, torch.ones_like(good)) and not ours.state
+        assert ours.most_recent_scale == 2.0
+    ours.most_recent_scale = 1.0
+    ours.param_groups[0]["lr"] = float("nan")
+    bad.grad = torch.ones_like(bad)
+    with pytest.raises(ValueError, match="lr=nan is not finite"):
+        ours.step()
+    assert not ours.state
+    ours.param_groups[0]["lr"] = 1.0
+    exact.grad = torch.ones_like(exact)
+    ours.step()
+    theirs.step()
+    assert torch.equal(good, exact) and torch.equal(bad.float(), exact.view(4, 6))
+
+
+def test_a_parameter_without_dimensions_is_stepped(device):
+    scale, exact = (torch.nn.Parameter(torch.tensor(1.0, device=device)) for _ in range(2))
+    ours, theirs = FusedSGD([scale], 0.1, momentum=0.9), torch.optim.SGD([exact], 0.1, momentum=0.9)
+    for _ in range(3):
+        step_both(ours, theirs, [scale], [exact])
+    torch.testing.assert_close(scale, exact)

@@ -99,7 +99,7 @@ def fused_linear_cross_entropy(
     labels = _labels(target, shape, label_smoothing, ignore_idx, 0, weight.shape[0])
     same_device("target", target, "hidden", hidden.device)
     if math.prod(shape) == 0 or hidden.shape[-1] == 0:
-        return _of_nothing(hidden, reduce_loss)
+        return _of_nothing(hidden, reduce_loss, weight, bias)
     rows = hidden.contiguous().view(-1, hidden.shape[-1])
     loss = linear_cross_entropy(rows, weight.contiguous(), bias, _ids(target), labels, reduce_loss)
     return loss if reduce_loss else loss.view(shape[:-1])
@@ -142,8 +142,9 @@ def _labels(
     tensor("target", target)
     if target.dtype not in _INTEGERS:
         raise TypeError(f"target is {target.dtype}; give ids of the vocabulary, for example target.long()")
-    if target.numel() != math.prod(shape[:-1]):
-        raise ValueError(f"target is {list(target.shape)}; give one id a row, {list(shape[:-1])}")
+    rows = tuple(shape[:-1])
+    if tuple(target.shape) not in (rows, (*rows, 1), (math.prod(rows),)):
+        raise ValueError(f"target is {list(target.shape)}; give one id a row, {list(rows)}, or all in a line")
     demand(_inside, (target,), total, ignored)
     return Labels(ignored, float(smoothing), first, total)
 
@@ -166,7 +167,10 @@ def _ids(target: Tensor) -> Tensor:
     return target.detach().to(torch.int64).reshape(-1).contiguous()
 
 
-def _of_nothing(inp: Tensor, mean: bool) -> Tensor:
-    """The loss of no rows, in the graph of inp."""
+def _of_nothing(inp: Tensor, mean: bool, *others: Tensor | None) -> Tensor:
+    """The loss of no rows, in the graph of inp and of others, whose gradients are 0."""
     nothing = inp.to(torch.float32).sum(-1) * 0.0
+    for other in others:
+        if other is not None:
+            nothing = nothing + other.reshape(-1)[:0].to(torch.float32).sum()
     return nothing.sum() if mean else nothing

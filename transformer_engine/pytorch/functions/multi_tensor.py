@@ -181,9 +181,7 @@ def multi_tensor_sgd(
     scale       what gradients are multiplied by
     noop_flag   where it is not 0 nothing is changed
     """
-    rates = {"wd": wd, "momentum": momentum, "dampening": dampening, "lr": lr, "scale": scale}
-    for name, value in rates.items():
-        number(name, value)
+    check_sgd_rates(wd, momentum, dampening, lr, scale)
     how = Sgd(momentum != 0.0, bool(nesterov), bool(first_run), bool(wd_after_momentum))
     if checked(noop_flag, tensor_lists, _VALUES, _VALUES, _VALUES, optional=_VALUES):
         numbers = (wd, momentum, 1.0 - dampening, lr, scale)
@@ -247,6 +245,18 @@ def device_rates(
         rates[place] = 1.0 - torch.pow(beta, steps) if bias_correction else 1.0
     rates[9] = 1.0 if inv_scale is None else _factor("inv_scale", inv_scale)[0]
     return rates
+
+
+def check_sgd_rates(wd: float, momentum: float, dampening: float, lr: float, scale: float) -> None:
+    """TypeError or ValueError for a number that no step of gradient descent can be made with."""
+    rates = {"wd": wd, "momentum": momentum, "dampening": dampening, "lr": lr, "scale": scale}
+    for name, value in rates.items():
+        number(name, value)
+
+
+def sgd_checked(noop_flag: Any, tensor_lists: Any) -> bool:
+    """`checked` of [gradients, parameters(, momenta)]: what is known of a step before its first momenta are made."""
+    return checked(noop_flag, tensor_lists, _VALUES, _VALUES, optional=_VALUES)
 
 
 def adam_checked(noop_flag: Any, tensor_lists: Any) -> bool:

@@ -27,13 +27,9 @@ class deterministic(ContextDecorator):
 
     def __init__(self, enabled: bool = True):
         switch("enabled", enabled)
-        if enabled and wanted():
-            how = "te.autotune()" if Switch.depth > 0 else "NVTE_AUTOTUNE=1"
-            raise RuntimeError(
-                f"{how} chooses algorithms by time, which differs from run to run; end it before te.deterministic()"
-            )
         self._enabled = enabled
-        self._before = _settings()
+        self._made_before: tuple[bool, bool, bool] | None = _settings()
+        self._before: list[tuple[bool, bool, bool]] = []
         _set(enabled)
 
     def _recreate_cm(self) -> deterministic:
@@ -41,10 +37,15 @@ class deterministic(ContextDecorator):
         return deterministic(self._enabled)
 
     def __enter__(self) -> deterministic:
+        """The first block gives back what was before the object was made, any other what was before the block."""
+        before = self._made_before or _settings()
+        _set(self._enabled)
+        self._before.append(before)
+        self._made_before = None
         return self
 
     def __exit__(self, *exception: object) -> None:
-        _restore(*self._before)
+        _restore(*self._before.pop())
 
 
 def _settings() -> tuple[bool, bool, bool]:
@@ -61,6 +62,12 @@ def _restore(enabled: bool, warns_only: bool, fills: bool) -> None:
 
 
 def _set(enabled: bool) -> None:
+    """RuntimeError where algorithms are chosen by time, before anything is set."""
+    if enabled and wanted():
+        how = "te.autotune()" if Switch.depth > 0 else "NVTE_AUTOTUNE=1"
+        raise RuntimeError(
+            f"{how} chooses algorithms by time, which differs from run to run; end it before te.deterministic()"
+        )
     if enabled:
         env.keep_cublas_repeatable()
     torch.use_deterministic_algorithms(enabled)

@@ -25,12 +25,13 @@ from ..quantization.family import family_of
 from ..quantization.model_init import current_model_init
 from ..quantization.resizable_state import ResizableState
 from ..runtime.device import autocast_dtype, canonical_device
+from ..tensor.initial_values import keep_initial_values
 from ..tensor.quantized_tensor import QuantizedTensor, QuantizedTensorStorage
 from ..tensor.quantizer import Quantizer
 from . import forward_protocol as protocol
 from . import loading
 from .config import Config, configured
-from .initial_values import empty_like, keep_initial_values
+from .initial_values import empty_like
 from .numerics import Numerics, new_tracing_key, of_the_last_call, of_traced_call, traced_update
 from .parameters import InitMethod, ParameterInit, default_init_method
 from .products import ProductQuantizers, slots

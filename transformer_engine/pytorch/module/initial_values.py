@@ -1,8 +1,6 @@
-"""First values of a parameter: where they are written, and how an optimizer gets at them once it is quantized."""
+"""First values of a parameter: where init methods write them."""
 
 from __future__ import annotations
-
-from types import MethodType
 
 import torch
 from torch import Tensor
@@ -18,18 +16,3 @@ def empty_like(param: Tensor) -> Tensor:
     if param.is_meta:
         return torch.empty_like(param, device=canonical_device("cuda"), requires_grad=False)
     return param
-
-
-def keep_initial_values(param: torch.nn.Parameter, values: Tensor) -> None:
-    """Attach accessors of the high-precision initial values, kept on the CPU for an optimizer's master weights."""
-    param._high_precision_init_val = values.detach().cpu().clone()  # pyright: ignore[reportAttributeAccessIssue]
-    param.get_high_precision_init_val = MethodType(_initial_values, param)  # pyright: ignore
-    param.clear_high_precision_init_val = MethodType(_forget_initial_values, param)  # pyright: ignore
-
-
-def _initial_values(param: Tensor) -> Tensor | None:
-    return getattr(param, "_high_precision_init_val", None)
-
-
-def _forget_initial_values(param: Tensor) -> None:
-    vars(param).pop("_high_precision_init_val", None)

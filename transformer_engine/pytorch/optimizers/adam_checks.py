@@ -53,8 +53,24 @@ def check_numbers(defaults: dict[str, Any]) -> None:
         raise ValueError(f"betas={described(defaults['betas'])} are not two numbers in 0 .. 1; give such")
 
 
+def step_of_torchs(group: dict[str, Any], of_parameters: dict[Any, dict[str, Any]]) -> int | None:
+    """The number of steps of a saved group of torch's optimizers, which count by parameter; None: there is no such."""
+    if "step" in group:
+        return None
+    counts = [of_parameters.get(place, {}).get("step") for place in group["params"]]
+    found = {int(count) for count in counts if count is not None}
+    if len(found) > 1:
+        raise ValueError(
+            f"parameters of one group have made {sorted(found)} steps, and FusedAdam counts by group; load into "
+            "groups of parameters that have made one number of steps, or go on with torch.optim.AdamW"
+        )
+    return found.pop() if found else None
+
+
 def check_parameter(parameter: Tensor, grad: Tensor, master_weights: bool, capturable: bool) -> None:
     """RuntimeError or ValueError for a parameter that cannot be stepped with this gradient."""
+    if grad.is_sparse:
+        raise RuntimeError("FusedAdam takes no sparse gradients; use torch.optim.SparseAdam")
     local, local_grad = local_of(parameter), local_of(grad)
     if isinstance(local, QuantizedTensor):
         delayed = isinstance(getattr(local, "_quantizer", None), Float8Quantizer)
@@ -76,3 +92,10 @@ def check_parameter(parameter: Tensor, grad: Tensor, master_weights: bool, captu
         raise ValueError(
             f"a parameter is {list(local.shape)}, its gradient {list(local_grad.shape)}; give both one shape"
         )
+    if local_grad.dtype not in _PLAIN:
+        raise TypeError(f"a gradient is {local_grad.dtype}; give float32, float16 or bfloat16 ones")
+    for name, held in (("parameter", local), ("gradient", local_grad)):
+        if not held.is_contiguous():
+            raise ValueError(
+                f"a {name} of {list(held.shape)} has strides {held.stride()}; give contiguous tensors"
+            )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..functions.multi_tensor import multi_tensor_sgd
+from ..functions.multi_tensor import check_sgd_rates, multi_tensor_sgd, sgd_checked
+from .copied import CopiedWhole
 from .local import like, local_of
 from .multi_tensor_apply import multi_tensor_applier
 
@@ -18,13 +20,32 @@ __all__ = ["FusedSGD"]
 _PLAIN = (torch.float32, torch.float16, torch.bfloat16)
 
 
-class FusedSGD(torch.optim.Optimizer):
+@dataclass(frozen=True)
+class _Batch:
+    """Parameters of a group that one launch steps; first: they have no momenta yet."""
+
+    group: dict[str, Any]
+    params: list[Tensor]
+    device: torch.device
+    first: bool
+
+
+class FusedSGD(CopiedWhole):
     """Gradient descent with momentum, dampening, Nesterov's form and weight decay; the numbers of torch.optim.SGD.
 
     wd_after_momentum         weight decay is added behind the momentum
     materialize_master_grads  taken for its callers' sake: gradients are read as they are
     most_recent_scale         gradients are divided by it, once; scale_set_by_backward is cleared with it
     """
+
+    SETTINGS = (
+        "wd_after_momentum",
+        "materialize_master_grads",
+        "set_grad_none",
+        "most_recent_scale",
+        "scale_set_by_backward",
+        "_dummy_overflow_buf",
+    )
 
     def __init__(
         self,
@@ -74,10 +95,11 @@ class FusedSGD(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        groups = [(group, self._lists(group["params"])) for group in self.param_groups]
-        for group, found in groups:
-            for lists, first in found:
-                self._step_lists(group, lists, first)
+        batches = [batch for group in self.param_groups for batch in self._batches(group)]
+        for batch in batches:
+            self._check(batch)
+        for batch in batches:
+            self._step_batch(batch)
         self.most_recent_scale = 1.0
         self.scale_set_by_backward = False
         return loss
@@ -87,10 +109,10 @@ class FusedSGD(torch.optim.Optimizer):
         given = self.set_grad_none if set_to_none is None else set_to_none
         super().zero_grad(set_to_none=True if given is None else given)
 
-    def _lists(self, params: list[Tensor]) -> list[tuple[list[list[Tensor]], bool]]:
-        """([gradients, parameters, momenta], has none of them a momentum yet?) of each device and dtypes."""
-        found: dict[tuple[Any, ...], list[list[Tensor]]] = {}
-        for parameter in params:
+    def _batches(self, group: dict[str, Any]) -> list[_Batch]:
+        """A group's parameters that have gradients, together where device, dtypes and states are alike."""
+        found: dict[tuple[Any, ...], list[Tensor]] = {}
+        for parameter in group["params"]:
             grad = parameter.grad
             if grad is None:
                 continue
@@ -102,21 +124,40 @@ class FusedSGD(torch.optim.Optimizer):
                     f"a parameter is a {type(local).__name__} of {local.dtype}; give plain ones of float32, float16 "
                     "or bfloat16, or use FusedAdam(master_weights=True)"
                 )
-            is_first = "momentum_buffer" not in self.state[parameter]
-            lists = found.setdefault((local.device, local.dtype, grad.dtype, is_first), [[], [], []])
-            for part, tensor in zip(lists, (grad, parameter, self._momentum(parameter)), strict=True):
-                part.append(tensor)
-        return [(lists, key[-1]) for key, lists in found.items()]
+            is_first = "momentum_buffer" not in self.state.get(parameter, {})
+            found.setdefault((local.device, local.dtype, grad.dtype, is_first), []).append(parameter)
+        return [_Batch(group, params, local_of(params[0]).device, key[-1]) for key, params in found.items()]
 
-    def _momentum(self, parameter: Tensor) -> Tensor:
-        state = self.state[parameter]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = like(parameter, torch.zeros_like(local_of(parameter).detach()))
-        return state["momentum_buffer"]
+    def _check(self, batch: _Batch) -> None:
+        """ValueError or TypeError for numbers and tensors that cannot be stepped; nothing is made or changed."""
+        check_sgd_rates(*self._rates(batch.group))
+        multi_tensor_applier(
+            lambda chunk_size, flag, lists: sgd_checked(flag, lists), self._flag(batch), self._lists(batch)
+        )
 
-    def _step_lists(self, group: dict[str, Any], lists: list[list[Tensor]], first: bool) -> None:
-        rates = [group[name] for name in ("weight_decay", "momentum", "dampening", "lr")]
-        ways = (group["nesterov"], first, self.wd_after_momentum)
-        device = local_of(lists[1][0]).device
-        flag = self._dummy_overflow_buf.to(device)
-        multi_tensor_applier(multi_tensor_sgd, flag, lists, *rates, *ways, 1.0 / self.most_recent_scale)
+    def _step_batch(self, batch: _Batch) -> None:
+        if batch.first:
+            for parameter in batch.params:
+                zeros = torch.zeros_like(local_of(parameter).detach())
+                self.state[parameter]["momentum_buffer"] = like(parameter, zeros)
+        wd, momentum, dampening, lr, scale = self._rates(batch.group)
+        ways = (batch.group["nesterov"], batch.first, self.wd_after_momentum)
+        lists = self._lists(batch)
+        multi_tensor_applier(
+            multi_tensor_sgd, self._flag(batch), lists, wd, momentum, dampening, lr, *ways, scale
+        )
+
+    def _lists(self, batch: _Batch) -> list[list[Tensor]]:
+        """[gradients, parameters(, momenta, where there are any)]."""
+        lists = [[p.grad for p in batch.params if p.grad is not None], batch.params]
+        kept = [self.state[p] for p in batch.params if p in self.state]
+        momenta = [state["momentum_buffer"] for state in kept if "momentum_buffer" in state]
+        return [*lists, momenta] if momenta else lists
+
+    def _rates(self, group: dict[str, Any]) -> tuple[float, float, float, float, float]:
+        names = ("weight_decay", "momentum", "dampening", "lr")
+        decay, momentum, dampening, lr = (group[name] for name in names)
+        return decay, momentum, dampening, lr, 1.0 / self.most_recent_scale
+
+    def _flag(self, batch: _Batch) -> Tensor:
+        return self._dummy_overflow_buf.to(batch.device)

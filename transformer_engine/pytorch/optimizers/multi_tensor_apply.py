@@ -34,16 +34,22 @@ class MultiTensorApply:
         *args: Any,
     ) -> Any:
         """What op answers; None where no tensor has an element. RuntimeError for lists of different lengths."""
-        lists = [_local(tensors) for tensors in tensor_lists]
-        lengths = [len(tensors) for tensors in lists]
-        if len(set(lengths)) > 1:
-            raise RuntimeError(f"the lists have {lengths} tensors; give lists of one length")
-        if lists and not all(map(Tensor.numel, lists[0])):
-            kept = [place for place, tensor in enumerate(lists[0]) if tensor.numel()]
-            lists = [[tensors[place] for place in kept] for tensors in lists]
+        lists = worked_on(tensor_lists)
         if not lists or not lists[0]:
             return None
         return op(self.chunk_size, noop_flag_buffer, lists, *args)
+
+
+def worked_on(tensor_lists: Sequence[Sequence[Tensor]]) -> list[Sequence[Tensor]]:
+    """What a rank holds of the lists, without empty tensors; RuntimeError for lists of different lengths."""
+    lists = [_local(tensors) for tensors in tensor_lists]
+    lengths = [len(tensors) for tensors in lists]
+    if len(set(lengths)) > 1:
+        raise RuntimeError(f"the lists have {lengths} tensors; give lists of one length")
+    if lists and not all(map(Tensor.numel, lists[0])):
+        kept = [place for place, tensor in enumerate(lists[0]) if tensor.numel()]
+        return [[tensors[place] for place in kept] for tensors in lists]
+    return lists
 
 
 def _local(tensors: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -11,10 +11,13 @@ from torch.autograd.graph import increment_version
 from ...common.steps import Adam
 from ..functions.multi_tensor import adam_checked
 from ..primitives.multi_tensor import adam_step
+from .multi_tensor_apply import worked_on
 
 
 class RepeatedAdam:
     """An `op` for `multi_tensor_applier`: (chunk_size, flag, lists, rates, how, skips); skips: heed the flag.
+
+    The lists of every call have passed `check`, all of a step before the first of them is stepped.
 
     Of a thousand tensors the host has a microsecond each. Parameters and states that are the very tensors of the last
     call have their dtypes and extents still. Gradients may have been made anew; those that autograd holds (`.grad`)
@@ -28,6 +31,14 @@ class RepeatedAdam:
         self.known: list[Sequence[Tensor]] = []
         self.sizes: tuple[int, ...] = ()
 
+    def check(self, noop_flag: Tensor, tensor_lists: Sequence[Sequence[Tensor]]) -> None:
+        """ValueError or TypeError unless the lists can be stepped, states as they are kept; nothing is changed."""
+        lists = worked_on(tensor_lists)
+        if not self._are_known(lists):
+            adam_checked(noop_flag, lists)
+            self.known = [list(tensors) for tensors in lists[1:]]
+            self.sizes = tuple(map(Tensor.numel, lists[1]))
+
     def __call__(
         self,
         chunk_size: int,
@@ -37,10 +48,6 @@ class RepeatedAdam:
         how: Adam,
         skips: bool,
     ) -> None:
-        if not self._are_known(tensor_lists):
-            adam_checked(noop_flag, tensor_lists)
-            self.known = [list(tensors) for tensors in tensor_lists[1:]]
-            self.sizes = tuple(map(Tensor.numel, tensor_lists[1]))
         adam_step(tensor_lists, rates, how, noop_flag if skips else None, self.sizes)
         increment_version(list(tensor_lists[1]))
 

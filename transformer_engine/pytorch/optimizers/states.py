@@ -22,11 +22,20 @@ RANGES = {torch.float16: torch.finfo(torch.float16).max / 2.0, torch.uint8: 448.
 def zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
     """The state of numbers that are all 0, of the shape of a tensor."""
     if dtype == torch.uint8:
-        one = torch.ones(1, dtype=torch.float32, device=like.device)
-        quantizer = Float8Quantizer(one, torch.zeros_like(one), DType.kFloat8E4M3, columnwise=False)
         nothing = torch.zeros(like.shape, dtype=torch.float32, device=like.device)
-        return Float8Tensor.from_storage(quantizer.encode(nothing, True, False))
+        return Float8Tensor.from_storage(_writer(like.device).encode(nothing, True, False))
     return torch.zeros(like.shape, dtype=dtype, device=like.device)
+
+
+def make_writable(state: Tensor) -> None:
+    """Give a state that comes from a pickle, which holds no quantizer, one of its own."""
+    if isinstance(state, Float8Tensor) and state._quantizer is None:
+        state._quantizer = _writer(state.device)
+
+
+def _writer(device: torch.device) -> Float8Quantizer:
+    one = torch.ones(1, dtype=torch.float32, device=device)
+    return Float8Quantizer(one, torch.zeros_like(one), DType.kFloat8E4M3, columnwise=False)
 
 
 def unscaled(state: Tensor, scale: Tensor | None) -> Tensor:
@@ -36,7 +45,7 @@ def unscaled(state: Tensor, scale: Tensor | None) -> Tensor:
     if state.dtype in (torch.float32, torch.int16):
         return state
     values = state.to(torch.float32)
-    return values if scale is None else values * scale
+    return values if scale is None else values * scale.view(())
 
 
 def scale_of(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -59,7 +68,7 @@ def store(values: Tensor, state: Tensor, scale: Tensor | None) -> None:
         state.quantize_(values)
         of_codes.copy_(scale)  # of zeros 0: the inverse of 0 would make NaN of their codes
     else:
-        state.copy_(values * inverse)
+        state.copy_(values * inverse.view(()))
 
 
 def remainders(values: Tensor) -> Tensor:

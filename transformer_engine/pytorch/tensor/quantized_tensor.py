@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.checks import values_dtype
-from . import aten
+from . import aten, initial_values
 from .storage.fsdp import (
     DerivedTensors,
     GatheredPayload,
@@ -288,13 +288,13 @@ class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
         is_parameter = isinstance(self, torch.nn.Parameter)
         if self.requires_grad or is_parameter:
             made = _rebuild_trained, (*made, self.requires_grad, is_parameter)
-        state = {name: value for name, value in aten.attributes(self).items() if name != DerivedTensors.NAME}
+        state = initial_values.pickled(aten.attributes(self))
+        state = {name: value for name, value in state.items() if name != DerivedTensors.NAME}
         return (*made, state) if state else made
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take the attributes that users had set before the tensor was pickled."""
-        for name, value in state.items():
-            setattr(self, name, value)
+        initial_values.restore(self, state)
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
         names = [name for name in self.TENSORS if getattr(self, name) is not None]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .float8_tensor import Float8Tensor
+from .initial_values import forget_initial_values
 from .master_weights import Shard, write_shards
 from .quantized_tensor import QuantizedTensor
 
@@ -67,7 +68,7 @@ def quantize_master_weights(
     with torch.no_grad():
         write_shards(shards, _group(group))
         for weight in model_weights:
-            vars(weight).pop("_high_precision_init_val", None)  # as its clear_high_precision_init_val does
+            forget_initial_values(weight)
             if not manual_post_all_gather_processing:
                 clear_columnwise_cache(weight)
 

@@ -36,7 +36,7 @@ def scale(lists: Lists, factor: Tensor, flag: Tensor) -> None:
     for x, y in zip(*lists, strict=True):
         values = x.to(torch.float32)
         flag.masked_fill_(~torch.isfinite(values).all(), 1)
-        y.copy_(values * factor)
+        y.copy_(values * factor.reshape(()))
 
 
 def squares(tensors: Sequence[Tensor], factor: Tensor | None) -> Tensor:
@@ -114,7 +114,9 @@ def halves(values: Tensor) -> tuple[Tensor, Tensor]:
 def _write(pairs: Sequence[tuple[Tensor, Tensor]], flag: Tensor | None) -> None:
     """target = value, unless the flag is set."""
     for target, value in pairs:
-        target.copy_(value if flag is None else torch.where(flag == 0, value.to(target.dtype), target))
+        target.copy_(
+            value if flag is None else torch.where(flag.reshape(()) == 0, value.to(target.dtype), target)
+        )
 
 
 BACKEND: Backend[MultiTensorRequest] = Backend("reference", bind=bind)

@@ -1,0 +1,189 @@
+"""What FusedAdam keeps of each parameter: moments and a master in any dtype, and how they are read, set and saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..primitives.multi_tensor import halves, joined
+from ..tensor.quantized_tensor import QuantizedTensor
+from . import states
+from .adam_checks import step_of_torchs
+from .copied import CopiedWhole
+from .local import like, local_of
+
+NAMES = ("exp_avg", "exp_avg_sq", "master_param")
+
+
+class AdamStates(CopiedWhole):
+    """An optimizer with the states of Adam; the attributes are those that FusedAdam is made with."""
+
+    capturable: bool
+    master_weights: bool
+    store_param_remainders: bool
+    name_to_dtype_map: dict[str, torch.dtype]
+    _scales: dict[Tensor, dict[str, Tensor]]
+    _dummy_overflow_buf: Tensor
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over what a copy or a pickle holds; a parameter that was its own master is so again."""
+        super().__setstate__(state)
+        for parameter in self._parameters():
+            local = local_of(parameter).detach()
+            for name, value in self.state.get(parameter, {}).items():
+                if name in NAMES:
+                    states.make_writable(local_of(value))
+            if "master_param" in self.state.get(parameter, {}) and _is_own(local):
+                self.state[parameter]["master_param"] = like(parameter, local)
+
+    def get_unscaled_state(self, param: Tensor, state_name: str, skip_unscale: bool = False) -> Tensor:
+        """A state as float32 numbers (remainders: int16), distributed as the parameter is.
+
+        skip_unscale   as it is kept
+        """
+        state = self.state[param][state_name]
+        if skip_unscale:
+            return state
+        local = local_of(state)
+        numbers = states.unscaled(local, self._scale(param, state_name))
+        return state if numbers is local else like(param, numbers)
+
+    def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
+        """Keep float32 numbers (remainders: int16) as a state, in its dtype."""
+        remainder = state_name == "master_param" and self._keeps_remainder(param)
+        dtype = torch.int16 if remainder else torch.float32
+        values = local_of(unscaled_state).detach()
+        if values.dtype != dtype:
+            raise RuntimeError(f"{state_name} is {values.dtype}; give {dtype}")
+        if state_name not in self.state[param]:
+            self._initialize_state(param, state_name, False, remainder)
+        state = local_of(self.state[param][state_name])
+        with torch.no_grad():
+            states.store(values.view(state.shape).to(state.device), state, self._scale(param, state_name))
+
+    def initialize_state(self, param: Tensor, store_param_remainders: bool | None = None) -> None:
+        """The moments of a parameter, zeros, and its master, if it has one."""
+        self.state[param] = {}
+        self._complete(param, store_param_remainders)
+
+    def _complete(self, param: Tensor, store_param_remainders: bool | None = None) -> None:
+        """Make the states that a parameter has not got."""
+        kept = self.state[param]
+        for name in ("exp_avg", "exp_avg_sq"):
+            if name not in kept:
+                self._initialize_state(param, name, True)
+        if not self.master_weights or "master_param" in kept:
+            return
+        keeps = self._keeps_remainder(param) if store_param_remainders is None else store_param_remainders
+        self._initialize_state(param, "master_param", keeps, keeps)
+        local = local_of(param).detach()
+        if not keeps and (isinstance(local, QuantizedTensor) or local.dtype != torch.float32):
+            self.set_scaled_state(param, "master_param", numbers_of(local))
+
+    def _initialize_state(
+        self, param: Tensor, state_name: str, zero_buffer: bool, store_param_remainders: bool = False
+    ) -> None:
+        """Make room for a state: zeros, or of a float32 parameter's master the parameter itself."""
+        local = local_of(param).detach()
+        dtype = torch.int16 if store_param_remainders else self.name_to_dtype_map[state_name]
+        own = state_name == "master_param" and _is_own(local)
+        made = local if own else states.zeros(local, dtype)
+        if dtype in states.RANGES and not own:
+            one = torch.ones(1, dtype=torch.float32, device=local.device)
+            self._scales.setdefault(param, {})[state_name] = one
+        self.state[param][state_name] = like(param, made)
+
+    def _keeps_remainder(self, param: Tensor) -> bool:
+        local = local_of(param)
+        plain = local.dtype == torch.bfloat16 and not isinstance(local, QuantizedTensor)
+        return self.store_param_remainders and self.master_weights and plain
+
+    def _scale(self, param: Tensor, state_name: str) -> Tensor | None:
+        return self._scales.get(param, {}).get(state_name)
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's, with every state as float32 numbers, whatever it is kept in (remainders: int16).
+
+        A group holds its number of steps, a parameter none: torch.optim.AdamW, which reads it there, cannot go on.
+        """
+        found = super().state_dict()
+        found["state"] = {
+            place: {
+                name: self.get_unscaled_state(parameter, name) if name in NAMES else value
+                for name, value in self.state[parameter].items()
+            }
+            for place, parameter in enumerate(self._parameters())
+            if parameter in self.state
+        }
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave, of whatever dtypes the states are kept in here; one of torch.optim.AdamW
+        too, whose number of steps stands with each parameter: ValueError unless it is one in a group."""
+        steps = [step_of_torchs(group, state_dict["state"]) for group in state_dict["param_groups"]]
+        super().load_state_dict(state_dict)
+        places = [place for group in state_dict["param_groups"] for place in group["params"]]
+        for place, parameter in zip(places, self._parameters(), strict=True):
+            saved = state_dict["state"].get(place)
+            if saved is None:
+                continue
+            self.state[parameter] = {}
+            for name in ("exp_avg", "exp_avg_sq"):
+                if saved.get(name) is not None:
+                    self.set_scaled_state(parameter, name, saved[name].float())
+            if self.master_weights and saved.get("master_param") is not None:
+                self._load_master(parameter, saved["master_param"])
+        self._take_steps(state_dict, steps)
+
+    def _load_master(self, parameter: Tensor, saved: Tensor) -> None:
+        """A master of float32, or the lower half of one, as whichever of the two is kept here."""
+        keeps, local, given = self._keeps_remainder(parameter), local_of(parameter).detach(), local_of(saved)
+        given = given.to(local.device)
+        if given.dtype == torch.int16 and not keeps:
+            given = joined(local.to(torch.bfloat16), given)
+        elif given.dtype != torch.int16 and keeps:
+            upper, given = halves(given.float())
+            local.copy_(upper)
+        self.set_scaled_state(parameter, "master_param", given if keeps else given.float())
+
+    def _take_steps(self, state_dict: dict[str, Any], steps: list[int | None]) -> None:
+        """Of torch's optimizers, whose groups have no count, those of their parameters."""
+        for group, saved, step in zip(self.param_groups, state_dict["param_groups"], steps, strict=True):
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+            if "step" not in saved and step is not None:
+                group["step"] = step
+            if "step" in group and not self.capturable:
+                group["step"] = int(group["step"])
+            if self.capturable:
+                lr = torch.as_tensor(group["lr"], dtype=torch.float32)
+                group["lr"] = lr.to(self._dummy_overflow_buf.device)
+
+    def master_values(self, param: Tensor) -> Tensor:
+        """float32: the parameter's master, whatever it is kept in; RuntimeError without master_weights."""
+        if not self.master_weights:
+            raise RuntimeError("there are no masters; say FusedAdam(master_weights=True)")
+        if param not in self.state or "master_param" not in self.state[param]:
+            self.initialize_state(param)
+        if self._keeps_remainder(param):
+            remainder = local_of(self.state[param]["master_param"])
+            return like(param, joined(local_of(param).detach(), remainder))
+        return self.get_unscaled_state(param, "master_param")
+
+    def _parameters(self) -> Iterable[Tensor]:
+        return (parameter for group in self.param_groups for parameter in group["params"])
+
+
+def _is_own(local: Tensor) -> bool:
+    """Is a parameter, detached, its own master?"""
+    return type(local) is Tensor and local.dtype == torch.float32
+
+
+def numbers_of(parameter: Tensor) -> Tensor:
+    """float32: what a parameter of fewer bits stands for."""
+    if isinstance(parameter, QuantizedTensor):
+        return parameter.dequantize(dtype=torch.float32)
+    return parameter.to(torch.float32)

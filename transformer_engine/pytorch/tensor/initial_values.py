@@ -1,0 +1,51 @@
+"""First values of a quantized parameter, in high precision: how an optimizer gets at them, and how a pickle holds them.
+
+The accessors are methods bound to the parameter, as the original's are. A pickle holds the values instead, None once
+they are cleared, and binds the accessors to the tensor that it makes: a bound method's pickle names an attribute.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+from torch import Tensor
+
+VALUES = "_high_precision_init_val"
+
+
+def keep_initial_values(param: Any, values: Tensor | None) -> None:
+    """Attach accessors of the values, which are kept on the CPU for an optimizer's master weights; None: cleared."""
+    if values is not None:
+        setattr(param, VALUES, values.detach().cpu().clone())
+    param.get_high_precision_init_val = MethodType(_initial_values, param)
+    param.clear_high_precision_init_val = MethodType(forget_initial_values, param)
+
+
+def forget_initial_values(param: Tensor) -> None:
+    """What clear_high_precision_init_val does."""
+    vars(param).pop(VALUES, None)
+
+
+def pickled(attributes: dict[str, Any]) -> dict[str, Any]:
+    """A tensor's attributes without accessors; where it has them, with the values, or None once they are cleared."""
+    if "get_high_precision_init_val" not in attributes:
+        return attributes
+    plain = {name: value for name, value in attributes.items() if name not in _ACCESSORS}
+    return {VALUES: None} | plain
+
+
+def restore(tensor: Any, attributes: dict[str, Any]) -> None:
+    """Set the attributes that `pickled` gave, and the accessors that belong to them."""
+    for name, value in attributes.items():
+        if name == VALUES:
+            keep_initial_values(tensor, value)
+        else:
+            setattr(tensor, name, value)
+
+
+def _initial_values(param: Tensor) -> Tensor | None:
+    return getattr(param, VALUES, None)
+
+
+_ACCESSORS = ("get_high_precision_init_val", "clear_high_precision_init_val")
