@@ -47,9 +47,8 @@ def number(name: str, value: Any) -> None:
     """A finite number."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}={described(value)} must be a number; give a float")
-    if (
-        not -math.inf < value < math.inf
-    ):  # compared, as a tracer's symbol may be, which isfinite does not take
+    # Compared, as a tracer's symbol can be, which isfinite does not take.
+    if not -math.inf < value < math.inf:  # pyright: ignore[reportOperatorIssue]
         raise ValueError(f"{name}={value} is not finite; give a finite number")
 
 

@@ -236,8 +236,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
             keep_initial_values(param, values)  # pyright: ignore[reportArgumentType]
 
     def _replace_parameter(self, name: str, new: torch.nn.Parameter) -> None:
-        old = self._parameters[name]
-        assert old is not None
+        old = self.get_parameter(name)
         new.requires_grad_(old.requires_grad)
         for key, value in vars(old).items():
             if not hasattr(new, key):
