@@ -57,6 +57,8 @@ def main() -> None:
                 refused[name] = "table"
             elif launch.dependent:
                 refused[name] = "dependent"
+            elif not DTYPES.keys() >= set(kinds) - {None}:
+                refused[name] = "dtype"  # float64, which JAX has only when all of a process is told so
             else:
                 seen.add(launch.kernel)
                 found[name] = facts_of(launch, kinds)

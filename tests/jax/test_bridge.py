@@ -42,7 +42,7 @@ def report(*options: str) -> dict:
 
 def check(facts: dict) -> None:
     assert all(case["calls"] == 1 for case in facts["lowered"].values()), facts["lowered"]
-    assert set(facts["refused"].values()) <= {"table", "dependent"}
+    assert set(facts["refused"].values()) <= {"table", "dependent", "dtype"}
 
 
 @needs_bridge

@@ -110,7 +110,7 @@ def activations() -> Iterator[Case]:
 def _statistics() -> Iterator[Case]:
     codes = statistics.Codes(statistics.TWO_LEVELS, True, (1, 16), 6.0, 7 / 6, (512, 1, 64, 1))
     measure, add = (step.launch for step in statistics.statistics(SHAPE, (1024, 1), codes).steps)
-    yield "statistics", measure, (HALF, BYTES, CODES, FLOAT)
+    yield "statistics of codes", measure, (HALF, BYTES, CODES, FLOAT)
     yield "sum of statistics", add, (FLOAT, "*fp64")
 
 
@@ -166,7 +166,7 @@ def others() -> Iterator[Case]:
 
 def losses() -> Iterator[Case]:
     labels = Labels(-100, 0.1, 0, 1024)
-    yield "statistics", cross_entropy.statistics(*SHAPE, 2, labels), (HALF, ADDRESS)
+    yield "statistics of logits", cross_entropy.statistics(*SHAPE, 2, labels), (HALF, ADDRESS)
     yield "losses", cross_entropy.losses(512, 2, labels), (FLOAT, ADDRESS)
     for in_place in (False, True):
         launch = cross_entropy.gradient(*SHAPE, labels, "bfloat16", True, in_place)
@@ -176,7 +176,7 @@ def losses() -> Iterator[Case]:
 def steps() -> Iterator[Case]:
     half, full = "bfloat16", "float32"
     yield "scaling", multi_tensor.scale(3, (half, full), True), (ADDRESS, FLOAT, INDEX)
-    yield "squares", multi_tensor.squares(3, half, True), (ADDRESS, None)
+    yield "sums of squares", multi_tensor.squares(3, half, True), (ADDRESS, None)
     states = {"masters": (full,), "remainders": ("int16",), "no masters": ()}
     for name, masters in states.items():
         launch = multi_tensor.adam(3, (half, half, full, full, *masters), Adam(), not masters)
@@ -313,9 +313,13 @@ def facts_of(launch: Launch, inputs: tuple[str | None, ...]) -> dict[str, list[s
 
 def main() -> None:
     groups = (casts, activations, norms, others, losses, steps, grouped, experts, attentions)
-    print(
-        json.dumps({name: facts_of(launch, inputs) for group in groups for name, launch, inputs in group()})
-    )
+    found: dict[str, dict[str, list[str] | str]] = {}
+    for group in groups:
+        for name, launch, inputs in group():
+            if name in found:
+                raise ValueError(f"two cases are called {name!r}: one would hide the other")
+            found[name] = facts_of(launch, inputs)
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

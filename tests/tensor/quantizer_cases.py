@@ -25,6 +25,10 @@ class State:
         self.scale = torch.full((3,), 2.0, device=device)
         self.amax_history = torch.zeros(4, 3, device=device)
 
+    @property
+    def scale_in_place(self) -> torch.Tensor:
+        return self.scale
+
 
 CASES = {
     "delayed": lambda device, **usage: Float8Quantizer(
