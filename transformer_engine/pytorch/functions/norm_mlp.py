@@ -153,9 +153,9 @@ def _ways(spec: NormMLPSpec) -> Ways:
     return spec.ways
 
 
-def _times_gelu_gradient(x: Tensor, dy: Operand, w: Operand, epilogue: Epilogue) -> Tensor:
-    """(dy [M, H] @ w [F, H].T) * gelu'(x [M, F])"""
-    return gemm_gelu_gradient(dy, w, x, epilogue)
+def _times_gelu_gradient(handed: list[Tensor], dy: Operand, w: Operand, epilogue: Epilogue) -> Tensor:
+    """(dy [M, H] @ w [F, H].T) * gelu'(x [M, F]), x taken out of its list: callers hold what they call."""
+    return gemm_gelu_gradient(dy, w, handed.pop(), epilogue)
 
 
 def _forward(tensors: NormMLPTensors, spec: NormMLPSpec) -> tuple[Tensor, Tensor | None, NormMLPSaved | None]:
@@ -203,10 +203,10 @@ def _backward(
     of_fc1, of_fc2 = list(fc1_saved), list(fc2_saved)
     del fc1_saved, fc2_saved
     if _ways(spec).gradient == IN_PRODUCT:
-        product = [partial(_times_gelu_gradient, fc1_output)]
+        product = partial(_times_gelu_gradient, [fc1_output])
         del fc1_output
         made, fc2_weight, fc2_bias = linear_backward(
-            grad_output, of_fc2, spec.fc2, dtypes[1], dtypes[1], product.pop()
+            grad_output, of_fc2, spec.fc2, dtypes[1], dtypes[1], product
         )
         assert made is not None
         grad_fc1_output: list[Tensor | QuantizedGradient] = [made]
