@@ -52,6 +52,6 @@ torch.serialization.add_safe_globals(
         Rebuild,
         _rebuild_trained,
         *EXPORTS.values(),
-        *(made for module in _FILES for made in module.PICKLED),
+        *(made for module in (*_FILES, grouped_tensor) for made in module.PICKLED),
     ]
 )
