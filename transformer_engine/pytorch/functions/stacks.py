@@ -15,7 +15,7 @@ from .weight_gradient import WeightGradient, main_grad_of
 def members_of(stack: Tensor) -> list[Any]:
     """The n matrices, or vectors, of a stack: views; storages where it is quantized."""
     if isinstance(stack, QuantizedTensorStorage):
-        return storage_of(stack).split()  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
+        return storage_of(stack).members()  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
     return list(stack.unbind(0))
 
 

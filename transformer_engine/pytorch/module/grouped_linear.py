@@ -78,9 +78,7 @@ def build(call: Call, rows: tuple[int, ...], products: tuple[ProductQuantizers, 
     )
 
 
-@configured(
-    GroupedLinearConfig, fixed=SIZES | {"num_gemms", "single_grouped_weight", "single_grouped_bias"}
-)
+@configured(GroupedLinearConfig, fixed=SIZES | {"num_gemms", "single_grouped_weight", "single_grouped_bias"})
 class GroupedLinear(ProductsModule):
     """y [sum m_i, out_features]: rows of x in num_gemms consecutive groups, each with a weight and bias of its own.
 

@@ -51,6 +51,7 @@ torch.serialization.add_safe_globals(
         DType,
         Rebuild,
         _rebuild_trained,
+        GroupedTensor,
         *EXPORTS.values(),
         *(made for module in (*_FILES, grouped_tensor) for made in module.PICKLED),
     ]

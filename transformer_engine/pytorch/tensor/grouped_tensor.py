@@ -64,9 +64,7 @@ class StackQuantizer(Quantizer):
     ) -> GroupedTensorStorage:
         shapes = self._shapes(shape)
         if self.quantizers is None:
-            data = torch.empty(
-                sum(map(prod, shapes)), dtype=dtype, device=device, pin_memory=pin_memory
-            )
+            data = torch.empty(sum(map(prod, shapes)), dtype=dtype, device=device, pin_memory=pin_memory)
             return GroupedTensorStorage.around(shapes, data, self)
         members = []
         for quantizer, one in zip(self.quantizers, shapes, strict=True):
@@ -140,14 +138,14 @@ class GroupedTensor(QuantizedTensor, GroupedTensorStorage):
 
     def split_into_quantized_tensors(self) -> list[Tensor]:
         """The matrices, as tensors of their format around views of the buffers."""
-        members = GroupedTensorStorage.split(self)
+        members = GroupedTensorStorage.members(self)
         writers: Any = self._quantizer
         if writers is None or writers.quantizers is None:
             return [member.detach() for member in members]
         return [q.wrap(member) for q, member in zip(writers.quantizers, members, strict=True)]
 
     def quantize(self, tensors: Sequence[Tensor], noop_flag: Tensor | None = None) -> list[Tensor]:
-        """Write values into the matrices, unless the flag on the device is set; nothing is changed where one misfits."""
+        """Write values into the matrices, unless the flag on the device is set; nothing is changed if one misfits."""
         if [value.shape for value in tensors] != self.tensor_shapes:
             raise ValueError(
                 f"tensors are {[list(value.shape) for value in tensors]}; give {[list(s) for s in self.tensor_shapes]}"
@@ -158,7 +156,11 @@ class GroupedTensor(QuantizedTensor, GroupedTensorStorage):
                 if isinstance(into, QuantizedTensor):
                     into.quantize_(value, noop_flag=noop_flag)
                 else:
-                    kept = value if noop_flag is None else torch.where(noop_flag != 0, into, value.to(into.dtype))
+                    kept = (
+                        value
+                        if noop_flag is None
+                        else torch.where(noop_flag != 0, into, value.to(into.dtype))
+                    )
                     into.copy_(kept)
         return held
 
@@ -186,16 +188,10 @@ class GroupedTensor(QuantizedTensor, GroupedTensorStorage):
 
     @classmethod
     def make_grouped_tensor(
-        cls,
-        num_tensors: int,
-        first_dims: Tensor | None,
-        last_dims: Tensor | None,
-        logical_first_dim: int,
-        logical_last_dim: int,
-        quantizer: Quantizer | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> GroupedTensor:
+        cls, num_tensors: int, first_dims: Tensor | None, last_dims: Tensor | None,
+        logical_first_dim: int, logical_last_dim: int, quantizer: Quantizer | None = None,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> GroupedTensor:  # fmt: skip
         """Uninitialised matrices whose extents are numbers of the device, which the host reads; None: all are equal."""
         whole("num_tensors", num_tensors)
         firsts = _extents_of("first_dims", first_dims, num_tensors, logical_first_dim, last_dims is None)
@@ -235,9 +231,7 @@ class GroupedTensor(QuantizedTensor, GroupedTensorStorage):
         return _make_grouped_tensor_in_reduce_ex, (self.split_into_quantized_tensors(),)
 
 
-def _extents_of(
-    name: str, given: Tensor | None, count: int, logical: int, is_sum: bool
-) -> list[int]:
+def _extents_of(name: str, given: Tensor | None, count: int, logical: int, is_sum: bool) -> list[int]:
     """One extent of each matrix; where none are given all have `logical`, or an equal share of it."""
     if given is None:
         if is_sum and logical % max(count, 1):

@@ -1,4 +1,4 @@
-"""GroupedTensorStorage: n matrices [M_i, N_i] of one format, whose codes and scales lie member behind member in buffers.
+"""GroupedTensorStorage: n matrices [M_i, N_i] of one format, their codes and scales member behind member in buffers.
 
 Every buffer is flat. A member is a storage (or, of plain values, a tensor) of views of the buffers: what is written
 into it is written into the group.
@@ -91,8 +91,7 @@ class GroupedTensorStorage(QuantizedTensorStorage):
         dtype: torch.dtype = torch.float32,
         **buffers: Tensor | None,
     ):
-        for name, keyword in self.TENSORS.items():
-            setattr(self, name, buffers.get(keyword))
+        self.__dict__ |= {name: buffers.get(keyword) for name, keyword in self.TENSORS.items()}
         self._members = members
         self._quantizer = quantizer
         self._dtype = dtype
@@ -106,7 +105,7 @@ class GroupedTensorStorage(QuantizedTensorStorage):
     ) -> GroupedTensorStorage:
         """A group that holds a copy of the members; NotImplementedError where their format has other tensors."""
         parts = [_parts(member) for member in members]
-        ends = dict.fromkeys((*_ROWWISE, *_COLUMNWISE), 0)
+        ends: dict[str, int] = dict.fromkeys((*_ROWWISE, *_COLUMNWISE), 0)
         made = []
         for member, held in zip(members, parts, strict=True):
             places = []
@@ -149,7 +148,7 @@ class GroupedTensorStorage(QuantizedTensorStorage):
             **_extents(members, data.device),
         )
 
-    def split(self) -> list[Any]:
+    def members(self) -> list[Any]:
         """The members: storages, or plain tensors, of views of the buffers."""
         return [self._member(member) for member in self._members]
 
@@ -175,7 +174,7 @@ class GroupedTensorStorage(QuantizedTensorStorage):
 
     @property
     def format(self) -> TensorFormat:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.split()[0].format
+        return self.members()[0].format
 
     @property
     def num_tensors(self) -> int:
@@ -256,11 +255,13 @@ class GroupedTensorStorage(QuantizedTensorStorage):
         return extents[0]
 
     def contract(self, axis: str) -> Operand:
-        raise TypeError(f"a group of {self.num_tensors} matrices is no operand; multiply its members, split()")
+        raise TypeError(f"a group of {self.num_tensors} matrices is no operand; multiply its members()")
 
     @classmethod
     def pack(cls, quantized: Quantized, shape: Sequence[int], **constants: Any) -> QuantizedTensorStorage:
-        raise TypeError("a group has codes of each member; make it of its members, GroupedTensorStorage.of(..)")
+        raise TypeError(
+            "a group has codes of each member; make it of its members, GroupedTensorStorage.of(..)"
+        )
 
     def get_usages(self) -> dict[str, bool]:
         return {"rowwise": self.has_data(), "columnwise": self.has_columnwise_data()}
@@ -269,20 +270,20 @@ class GroupedTensorStorage(QuantizedTensorStorage):
         if self._members[0].rebuild is None:
             assert self.rowwise_data is not None
             return self.rowwise_data.view(self.shape).to(dtype)
-        return torch.cat([member.decode(dtype).view(-1) for member in self.split()]).view(self.shape)
+        return torch.cat([member.decode(dtype).view(-1) for member in self.members()]).view(self.shape)
 
     def viewed(self, shape: Sequence[int]) -> GroupedTensorStorage | None:
         return None
 
     @property
     def transposable(self) -> bool:
-        return all(not isinstance(member, Tensor) and member.transposable for member in self.split())
+        return all(not isinstance(member, Tensor) and member.transposable for member in self.members())
 
     def _mirror(self, direction: str, usage: str) -> None:
         """Make the direction that is missing by transposing the other one, member by member."""
         if not self.transposable:
             raise self._cannot_create(direction, usage)
-        members = self.split()
+        members = self.members()
         for member in members:
             member.update_usage(rowwise_usage=True, columnwise_usage=True)
         whole = GroupedTensorStorage.of(members, self._quantizer, self._dtype)
@@ -294,8 +295,7 @@ class GroupedTensorStorage(QuantizedTensorStorage):
         return _ROWWISE * rowwise + _COLUMNWISE * columnwise
 
     def byte_layout(self) -> tuple[Any, ...]:
-        kinds = [None if m.rebuild is None else m.rebuild.storage_class for m in self._members]
-        return tuple((kind, m.shape, m.places) for kind, m in zip(kinds, self._members, strict=True))
+        return self._members
 
     def row_granularity(self) -> int:
         """A cut between members is none of codes that products read, so only the whole is a slice."""
