@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from ..checks import epsilon, integer, switch, whole
 from . import defaults
 from .field_checks import require, require_fp8, require_kind, require_switches
-from .living import (  # noqa: F401
+from .living import (
     assign,
     description_of,
     recipe_class,
