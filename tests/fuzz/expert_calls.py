@@ -124,5 +124,5 @@ def _optimizers() -> list[Call]:
              {**flags, "lr": (*NUMBER, None), "eps": ("1", None), "weight_decay": ("1", None),
               "betas": (0.9, "ab", (0.9,), None), "amsgrad": (True,), "exp_avg_dtype": ("float32", torch.int32)}),
         Call("FusedSGD", lambda: Made(sgd, {"lr": 0.1}),
-             {"lr": ("1", None), "momentum": ("1", None, -1.0), "weight_decay": ("1", None), "nesterov": (True, 2)}),
+             {"lr": ("1", None), "momentum": ("1", None, -1.0), "weight_decay": ("1", None), "nesterov": FLAG}),
     ]  # fmt: skip

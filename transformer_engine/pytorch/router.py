@@ -266,7 +266,7 @@ def check_histogram(
         missing = ("qb_histogram", histogram), ("qb_bin_bounds", bounds), ("qb_histogram_mode", mode)
         names = ", ".join(name for name, value in missing if value is None)
         raise ValueError(
-            f"{names} is None; qb_histogram, qb_bin_bounds and qb_histogram_mode are provided together"
+            f"{names} is None; qb_histogram, qb_bin_bounds and qb_histogram_mode are provided together: give all three"
         )
     if not isinstance(mode, QBHistogramMode):
         one_of("qb_histogram_mode", mode, tuple(member.value for member in QBHistogramMode))
