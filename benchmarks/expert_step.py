@@ -22,6 +22,7 @@ from transformer_engine.cli.bench.measure import measure
 from transformer_engine.cli.demo.config import RECIPES, Config
 from transformer_engine.cli.demo.experts import CHOSEN, MixtureOfExperts
 from transformer_engine.pytorch.module.row_groups import alignment
+from transformer_engine.pytorch.quantization import family_named
 
 SIZES = (
     (768, 16384),
@@ -39,7 +40,7 @@ class Step(NamedTuple):
     tokens: int
 
     def under(self) -> AbstractContextManager[Any]:
-        made = RECIPES[self.recipe]
+        made = None if self.recipe == "none" else family_named(self.recipe).recipe()
         return te.autocast(enabled=made is not None, recipe=made)
 
 

@@ -13,17 +13,8 @@ import torch
 from torch import Tensor
 
 from ..common.checks import described, number, number_or_none, one_of, switch, whole, whole_or_none
-from .functions.router import balancing_loss, chosen_experts
-from .primitives.router import (
-    BITS,
-    BYTES,
-    INDICES,
-    SIGMOID,
-    SOFTMAX,
-    SOFTMAX_AFTER,
-    Choice,
-    count_margins,
-)
+from .functions.router import balancing_loss, chosen_experts, counted_margins
+from .primitives.router import BITS, BYTES, INDICES, SOFTMAX, SOFTMAX_AFTER, Choice
 from .runtime.checks import floating, same_device, tensor
 from .runtime.device_checks import demand
 
@@ -108,7 +99,7 @@ def fused_topk_with_score_function(
     indices = None if topk_indices is None else topk_indices.view(-1, topk)
     probs, chosen = chosen_experts(_matrix(logits), choice, logits.dtype, expert_bias, indices)
     if counted is not None and expert_bias is not None:
-        count_margins(_matrix(logits).detach(), expert_bias.detach(), topk, *counted)
+        counted_margins(_matrix(logits), expert_bias, topk, *counted)
     routing = routing_map(chosen, map, logits) if topk_indices is None else topk_indices
     return probs.view(logits.shape), routing
 
@@ -296,7 +287,7 @@ def check_margins(
     topk: int, groups: tuple[int, int] | None, score_function: str, bias: Tensor | None, logits: Tensor
 ) -> None:
     """ValueError for a choice whose margins are not counted."""
-    if score_function != SIGMOID or bias is None or groups is not None or topk >= logits.shape[-1]:
+    if score_function != "sigmoid" or bias is None or groups is not None or topk >= logits.shape[-1]:
         given = f"score_function={score_function!r}, expert_bias {'None' if bias is None else 'given'}"
         raise ValueError(
             f"qb_histogram with {given}, topk={topk} of {logits.shape[-1]} experts"

@@ -244,45 +244,6 @@ def gradient_kernel(
 
 
 @triton.jit
-def margins_kernel(
-    logits,
-    bias,
-    histogram,
-    bounds,
-    tokens,
-    experts,
-    bins,
-    K: tl.constexpr,
-    ROWS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-):
-    """histogram[e, bin] += 1 for every token, by how much the score of e lacks to the largest that is not chosen."""
-    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    expert = tl.arange(0, EXPERTS)[None, :] + tl.zeros([ROWS, EXPERTS], tl.int32)
-    inside = (token < tokens)[:, None] & (expert < experts)
-    x = tl.load(logits + token.to(tl.int64)[:, None] * experts + expert, mask=inside, other=0.0).to(
-        tl.float32
-    )
-    score = 1.0 / (1.0 + tl.exp(-x))
-    key = score + tl.load(bias + expert, mask=inside, other=0.0)
-    key = tl.where(inside, key, float("-inf"))
-    left = inside
-    for _ in range(K):
-        best = tl.max(key, 1)[:, None]
-        first = tl.min(tl.where((key == best) & left, expert, _NONE), 1)[:, None]
-        taken = expert == first
-        left = left & (taken == 0)
-        key = tl.where(taken, float("-inf"), key)
-    cutoff = tl.max(key, 1)[:, None]
-    lower = tl.load(bounds)
-    place = tl.floor((cutoff - score - lower) * bins.to(tl.float32) / (tl.load(bounds + 1) - lower))
-    # What is no number falls into the first bin, as what lies below it.
-    place = tl.where(place > 0.0, tl.minimum(place, (bins - 1).to(tl.float32)), 0.0)
-    target = histogram + expert.to(tl.int64) * bins + place.to(tl.int32)
-    tl.atomic_add(target, tl.full([ROWS, EXPERTS], 1, tl.int32), mask=inside, sem="relaxed")
-
-
-@triton.jit
 def loss_part_kernel(
     probs, tokens_of, parts, rows, columns, share, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
@@ -343,7 +304,7 @@ def choose(
         Output(shapes[map], "uint8") if map in shapes else None,
         Output((tokens, experts), "float32") if keeps else None,
     )
-    rows, warps = _rows(tile[0] * tile[1])
+    rows, warps = tokens_of_program(tile[0] * tile[1])
     # Without a map of bits one lane is enough.
     lanes = triton.next_power_of_2(width) if map == BITS else 1
     constants = (k, kind, whole, k // kept if kept else 0, kept, map, rows, *tile, lanes)
@@ -358,20 +319,11 @@ def gradient(
 ) -> Launch:
     """(map | indices, scores, grad_probs) -> grad_logits [T, E], of choose's probs; whole: no map is read."""
     width = triton.next_power_of_2(experts)
-    rows, warps = _rows(width)
+    rows, warps = tokens_of_program(width)
     outputs = (Output((tokens, experts), dtype),)
     constants = (k, kind, whole, map, rows, width)
     grid = (ceil_div(tokens, rows), 1, 1)
     return Launch(gradient_kernel, grid, outputs, (tokens, experts, float(scale)), constants, warps)
-
-
-def margins(tokens: int, experts: int, k: int, bins: int) -> Launch:
-    """(logits [T, E], bias [E], histogram int32 [E, bins], bounds [2]): the histogram is added to."""
-    width = triton.next_power_of_2(experts)
-    rows, warps = _rows(width)
-    grid = (ceil_div(tokens, rows), 1, 1)
-    scalars = (tokens, experts, bins)
-    return Launch(margins_kernel, grid, (), scalars, (k, rows, width), warps, in_place=(2,))
 
 
 def loss(rows: int, columns: int, factor: float, dtype: str) -> Program:
@@ -403,7 +355,7 @@ def loss(rows: int, columns: int, factor: float, dtype: str) -> Program:
     return Program(("probs", "tokens", "total"), steps, ("loss",))
 
 
-def _rows(width: int) -> tuple[int, int]:
+def tokens_of_program(width: int) -> tuple[int, int]:
     """(tokens, warps) of a program: up to 1024 experts of a token stay within a warp, where sums need no barrier."""
     if width > 1024:
         return 1, 4

@@ -6,33 +6,30 @@ import functools
 import warnings
 import weakref
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from . import defaults
 
-if TYPE_CHECKING:
-    from . import Recipe
-
-_living: weakref.WeakValueDictionary[int, Recipe] = weakref.WeakValueDictionary()
+_living: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
-def description_of(recipe: Recipe | None) -> str:
+def description_of(recipe: Any) -> str:
     """repr(recipe), which its constructor left on it: in a graph of dynamic shapes floats are symbols without text."""
     known = getattr(recipe, "_description", None)
     return repr(recipe) if known is None else known
 
 
-def revision_of(recipe: Recipe | None) -> object:
+def revision_of(recipe: Any) -> object:
     """An object that is another one after each write to a field: who keeps what follows from a recipe compares it."""
     return getattr(recipe, "_description", None)
 
 
-def still_says(kept: Recipe, revision: object, recipe: Recipe) -> bool:
+def still_says(kept: Any, revision: object, recipe: Any) -> bool:
     """Is recipe, in the same object or another, what `kept` was at that revision?"""
     return revision is revision_of(kept) and kept == recipe
 
 
-def recipe_described_as(description: str) -> Recipe:
+def recipe_described_as(description: str) -> Any:
     """The living recipe whose repr is `description`: a compiler can hand on a string where it cannot an object."""
     for recipe in list(_living.values()):
         if repr(recipe) == description:
@@ -70,7 +67,7 @@ def recipe_class(cls: RecipeClass) -> RecipeClass:
     return cls
 
 
-def assign(recipe: Recipe, name: str, value: Any) -> None:
+def assign(recipe: Any, name: str, value: Any) -> None:
     """recipe.name = value after construction: fields that follow from it follow, and what the constructor refuses is.
 
     Of a derived field (`fp8_quant_*`, `fp4_quant_*`) that changes which the written switch decides; what a caller has

@@ -71,9 +71,9 @@ def _gradient(request: RouterRequest) -> Callable[..., Tensor]:
 
 
 def _margins(request: RouterRequest) -> Callable[..., None]:
-    from ....common.kernels import router  # it imports triton
+    from ....common.kernels import router_margins  # it imports triton
 
-    launch = router.margins(*request.shape, request.choice.k, request.bins)
+    launch = router_margins.margins(*request.shape, request.choice.k, request.bins)
 
     def margins(logits: Tensor, bias: Tensor, histogram: Tensor, bounds: Tensor) -> None:
         run(launch, (logits.contiguous(), bias.contiguous(), histogram, bounds.contiguous()))
