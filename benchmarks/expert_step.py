@@ -62,7 +62,7 @@ def measured(step: Step) -> dict[str, float]:
     """Milliseconds of the whole and of its products, and the share that is not products."""
     config = Config(step.recipe, "cuda", 1, 1, 32, 1, step.hidden, step.hidden // 64, 1e-3, experts=EXPERTS)
     layer = MixtureOfExperts(config, 0.02)
-    x = torch.randn(step.tokens, step.hidden, device=GPU, dtype=layer.fc1.weight0.dtype)
+    x = torch.randn(step.tokens, step.hidden, device=GPU, dtype=config.parameter_dtype)
     with step.under():
         whole = measure(trained(step, layer, x), GPU)
         counts = -(-layer._route(layer.norm(x))[1].sum(0) // alignment()) * alignment()
