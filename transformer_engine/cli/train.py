@@ -133,13 +133,21 @@ def _prepare(folder: Path, device: str, given: dict[str, Any], execution: Execut
             trainer.observed_path.unlink(missing_ok=True)
         return trainer
     path = folder / "checkpoint"
-    kept_by = "jax" if path.is_dir() or given["framework"] == "jax" else "torch"
+    kept_by = _keeper(path, given["framework"])
     _demand(kept_by)
     state = runs_of(kept_by).load(path)
     config = restore(state["config"], device, given, str(path))
     trainer = Trainer(config, load_corpus(config.data, config.sequence), folder, execution)
     trainer.load(state)
     return trainer
+
+
+def _keeper(path: Path, asked: str | None) -> str:
+    """The framework whose checkpoint lies at path: torch's is a file, JAX's a folder, or one left aside."""
+    if path.is_file():
+        return "torch"
+    folders = path.is_dir() or path.with_name("checkpoint.old").is_dir()
+    return "jax" if folders else asked or default_framework()
 
 
 def _demand(framework: str) -> None:
@@ -246,7 +254,9 @@ def _table(trainer: Trainer) -> Table:
     config = trainer.config
     results = summarize(config, trainer.history)
     base = results[-1]
-    table = Table(title=f"{config.steps} steps in {config.framework} on {config.device}, losses in nats a byte")
+    table = Table(
+        title=f"{config.steps} steps in {config.framework} on {config.device}, losses in nats a byte"
+    )
     table.add_column("run")
     for heading in ("train loss", "validation loss", "ratio", "tokens/s", "time"):
         table.add_column(heading, justify="right")

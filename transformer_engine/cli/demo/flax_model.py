@@ -66,7 +66,7 @@ def initial_variables(config: Config, key: Array) -> dict[str, Any]:
     """
     model = ByteGPT(config)
     tokens = jnp.zeros((1, config.sequence), jnp.int32)
-    variables = nn.meta.unbox(jax.jit(model.init)({"params": key, "sr_rng": key}, tokens))
+    variables: Any = nn.meta.unbox(model.init({"params": key, "sr_rng": key}, tokens))
     shrink = (2 * config.layers) ** -0.5
 
     def shrunk(path: Any, weight: Array) -> Array:

@@ -54,7 +54,9 @@ class Run:
 
         A GPU is read back once, so that its queue never drains.
         """
-        return torch.stack([self.step(*batch, rate) for batch, rate in zip(batches, rates, strict=True)]).tolist()
+        return torch.stack(
+            [self.step(*batch, rate) for batch, rate in zip(batches, rates, strict=True)]
+        ).tolist()
 
     def step(self, inputs: Any, targets: Any, rate: float) -> Tensor:
         """The loss of one batch before its optimizer step."""
@@ -98,7 +100,6 @@ class Run:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
