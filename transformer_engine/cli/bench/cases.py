@@ -95,6 +95,19 @@ def _linear(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
             )
 
 
+def _dense(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
+    """Square products: below some size quantizing costs more than it saves."""
+    for recipe in recipes:
+        for side in (128,) if quick else (8192, 4096, 2048):
+            yield Case(
+                f"dense_fb/{recipe}/{side}x{side}x{side}",
+                "dense",
+                recipe,
+                {"rows": side, "depth": side, "width": side, "bias": False},
+                operations=_product(side, side, side, True),
+            )
+
+
 def _layernorm_linear(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
     rows, depth, width = (256, 256, 384) if quick else (8192, 4096, 6144)
     for recipe in recipes:
@@ -304,6 +317,7 @@ FAMILIES: dict[str, Callable[[tuple[str, ...], bool], Iterator[Case]]] = {
     "quantize": _quantize,
     "norm": _norm,
     "linear": _linear,
+    "dense": _dense,
     "layernorm_linear": _layernorm_linear,
     "layernorm_mlp": _layernorm_mlp,
     "grouped_linear": _grouped_linear,

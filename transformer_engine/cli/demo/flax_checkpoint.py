@@ -1,4 +1,4 @@
-"""A checkpoint is a folder: about.json, and the arrays of every run by orbax; replaced whole, read without running code.
+"""A checkpoint is a folder: about.json and the arrays of every run by orbax, replaced whole, read without running code.
 
 The folder is written beside the old one and takes its place by renaming. Between the two renames the old one lies in
 NAME.old, where `load` finds it.
