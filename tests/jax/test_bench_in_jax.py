@@ -42,7 +42,9 @@ def result_shapes(provider, case: Case):
     return [x.shape for x in workload.inputs], jax.tree.leaves(jax.tree.map(lambda leaf: leaf.shape, y))
 
 
-@pytest.mark.parametrize("family", [family for family in JAX.builders if family not in ("quantize", "layer_small")])
+@pytest.mark.parametrize(
+    "family", [family for family in JAX.builders if family not in ("quantize", "layer_small")]
+)
 def test_plain_jax_does_the_same_work_and_torch_work_of_the_same_size(family: str):
     case = small(family, "bf16")
     ours, plain = (result_shapes(provider, case) for provider in (JAX, XLA))
