@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.core import Tracer
 
 from ...common.checks import described
 
@@ -94,11 +95,7 @@ class SequenceDescriptor:
     def check_segments(self, most: int) -> None:
         """ValueError where a row is seen to hold more sequences than `most`; offsets that are traced are not seen."""
         for lengths, offsets in zip(self.seqlens, self.seq_offsets, strict=True):
-            if (
-                not offsets.size
-                or isinstance(lengths, jax.core.Tracer)
-                or isinstance(offsets, jax.core.Tracer)
-            ):
+            if not offsets.size or isinstance(lengths, Tracer) or isinstance(offsets, Tracer):
                 continue
             held = int(((np.asarray(lengths) > 0) & (np.asarray(offsets)[:, :-1] >= 0)).sum(axis=1).max())
             if held > most:
