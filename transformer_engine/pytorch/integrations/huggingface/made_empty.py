@@ -1,0 +1,16 @@
+"""Layers of this package in the place of others: on the same device, in the same dtype, before they hold weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+
+def place_of(weight: Tensor) -> dict[str, Any]:
+    """The keywords of a layer that lies where weight does."""
+    return {"device": weight.device, "params_dtype": weight.dtype}
+
+
+def unfilled(weight: Tensor) -> None:
+    """An init_method for weights that are copied next."""
