@@ -30,7 +30,7 @@ from .convertible import check_decoder, decoder_config, decoders_of
 from .fused_attention import FusedAttention
 from .hooks import drop_hooks
 from .layer_names import LayerNames, LoadsTheirNames, SavesTheirNames
-from .made_empty import place_of, unfilled
+from .made_empty import norm_of, place_of, unfilled
 from .rotary_angles import give_angles, give_cosines
 from .under_recipe import enter_recipe, leave_recipe
 
@@ -78,7 +78,9 @@ def revert_hf(model: M) -> M:
 
     Weights of codes (te.quantized_model_init) come back as the values that the codes stand for.
     """
-    decoders = [module for module in model.modules() if isinstance(getattr(module, "converted", None), Converted)]
+    decoders = [
+        module for module in model.modules() if isinstance(getattr(module, "converted", None), Converted)
+    ]
     if not decoders:
         raise ValueError(f"{type(model).__name__} is not converted; there is nothing to revert")
     for decoder in decoders:
@@ -90,7 +92,7 @@ def revert_hf(model: M) -> M:
     return model
 
 
-def _take_causal_loss(model: nn.Module) -> None:
+def _take_causal_loss(model: Any) -> None:
     """Compute the library's loss of next tokens, where a model has that one, from logits in their own dtype."""
     library = importlib.import_module("transformers.loss.loss_utils")
     if getattr(model, "loss_function", None) is library.ForCausalLMLoss:
@@ -100,13 +102,14 @@ def _take_causal_loss(model: nn.Module) -> None:
 def _keep_extra_states_out_of_files(model: nn.Module) -> None:
     """save_pretrained leaves out what only this package reads; state_dict has it."""
     for module in model.modules():
+        ignored = getattr(module, "_keys_to_ignore_on_save", None)
         if hasattr(module, "_keys_to_ignore_on_save"):
             states = [
                 f"{name}.{EXTRA_STATE}"
                 for name, part in module.named_modules()
                 if isinstance(part, TransformerEngineBaseModule)
             ]
-            module._keys_to_ignore_on_save = [*(module._keys_to_ignore_on_save or ()), *states]
+            module.__dict__["_keys_to_ignore_on_save"] = [*(ignored or ()), *states]
 
 
 @torch.no_grad()
@@ -133,13 +136,11 @@ def _convert_layer(layer: Any, number: int, config: DecoderConfig, names: LayerN
     mlp = LayerNormMLP(
         config.hidden,
         config.feed_forward,
-        eps=config.epsilon,
         bias=config.mlp_bias,
-        normalization=config.norm,
         activation=config.activation,
-        zero_centered_gamma=config.zero_centered,
         init_method=unfilled,
         output_layer_init_method=unfilled,
+        **norm_of(config),
         **place,
     )
     attention = FusedAttention(layer.self_attn, config, number)

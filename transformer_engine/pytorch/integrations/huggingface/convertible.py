@@ -27,7 +27,9 @@ def decoders_of(model: Any) -> list[nn.Module]:
     if reason is not None:
         raise ImportError(f"convert_hf takes models of transformers: {reason}; pip install transformers")
     if not isinstance(model, nn.Module) or not hasattr(model, "config"):
-        raise TypeError(f"model={described(model)} is no model of transformers; give what from_pretrained returns")
+        raise TypeError(
+            f"model={described(model)} is no model of transformers; give what from_pretrained returns"
+        )
     if any(type(module).__module__.startswith("peft.") for module in model.modules()):
         raise ValueError(
             f"{type(model).__name__} holds adapters of peft; convert the model first, then give it to get_peft_model"
@@ -100,11 +102,13 @@ def _check_alike(parameters: dict[str, nn.Parameter], place: str) -> None:
         raise ValueError(f"the parameters of {place} differ: {listed}; bring them together with model.to()")
     ((dtype, _),) = kinds
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(f"the parameters of {place} are {dtype}; convert the model in float32, bfloat16 or float16")
+        raise ValueError(
+            f"the parameters of {place} are {dtype}; convert the model in float32, bfloat16 or float16"
+        )
 
 
 def _check_activation(activation: nn.Module, named: str, place: str) -> None:
-    """Is the module the function that our layer computes? "gelu" names the exact one in some configs, tanh's in others."""
+    """Is the module what our layer computes? "gelu" names the exact function in some configs, tanh's in others."""
     x: Tensor = torch.linspace(-4.0, 4.0, 65)
     if not torch.allclose(activation(x), _ACTIVATIONS[named](x), rtol=1e-5, atol=1e-6):
         raise ValueError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +13,7 @@ from ...conversion import DecoderConfig
 from ...module.layernorm_linear import LayerNormLinear
 from ...module.linear import Linear
 from ...module.rmsnorm import RMSNorm
-from .made_empty import place_of, unfilled
+from .made_empty import norm_of, place_of, unfilled
 from .rotary_angles import Turns
 
 
@@ -25,27 +24,25 @@ class FusedAttention(nn.Module):
     stock layer calls it. Attributes that such functions, and caches, read of a stock layer are here too.
     """
 
-    def __init__(self, stock: nn.Module, decoder: DecoderConfig, index: int):
+    def __init__(self, stock: Any, decoder: DecoderConfig, index: int):
         super().__init__()
         self.config: Any = stock.config
         self.layer_idx = index
         self.heads, self.groups, self.head_dim = decoder.heads, decoder.groups, decoder.head_size
         self.num_key_value_groups = decoder.heads // decoder.groups
-        self.scaling: float = stock.scaling  # pyright: ignore[reportAttributeAccessIssue]
-        self.attention_dropout: float = stock.attention_dropout  # pyright: ignore[reportAttributeAccessIssue]
-        self.is_causal: bool = stock.is_causal  # pyright: ignore[reportAttributeAccessIssue]
+        self.scaling: float = stock.scaling
+        self.attention_dropout: float = stock.attention_dropout
+        self.is_causal: bool = stock.is_causal
         self.sliding_window = decoder.windows[index]
         self.eager: Callable[..., Any] = sys.modules[type(stock).__module__].eager_attention_forward
         attended, grouped = self.heads * self.head_dim, 2 * self.groups * self.head_dim
-        place: dict[str, Any] = place_of(stock.o_proj.weight)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+        place: dict[str, Any] = place_of(stock.o_proj.weight)
         self.layernorm_qkv = LayerNormLinear(
             decoder.hidden,
             attended + grouped,
-            eps=decoder.epsilon,
             bias=decoder.qkv_bias,
-            normalization=decoder.norm,
-            zero_centered_gamma=decoder.zero_centered,
             init_method=unfilled,
+            **norm_of(decoder),
             **place,
         )
         self.o_proj = Linear(
@@ -85,7 +82,7 @@ class FusedAttention(nn.Module):
         return self.o_proj(attended), weights
 
     def _attention(self) -> Callable[..., tuple[Tensor, Tensor | None]]:
-        library = importlib.import_module("transformers.modeling_utils")
+        library: Any = sys.modules["transformers.modeling_utils"]  # loaded: this was made from one of its layers
         return library.ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, self.eager)
 
     def _queries_keys_values(self, qkv: Tensor, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:

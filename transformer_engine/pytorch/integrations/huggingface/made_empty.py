@@ -6,10 +6,21 @@ from typing import Any
 
 from torch import Tensor
 
+from ...conversion import DecoderConfig
+
 
 def place_of(weight: Tensor) -> dict[str, Any]:
     """The keywords of a layer that lies where weight does."""
     return {"device": weight.device, "params_dtype": weight.dtype}
+
+
+def norm_of(config: DecoderConfig) -> dict[str, Any]:
+    """The keywords of the norm that a layer begins with."""
+    return {
+        "normalization": config.norm,
+        "eps": config.epsilon,
+        "zero_centered_gamma": config.zero_centered,
+    }
 
 
 def unfilled(weight: Tensor) -> None:
