@@ -26,11 +26,11 @@ from ...module.loading import EXTRA_STATE
 from ...module.rmsnorm import RMSNorm
 from ...quantization.support import check_block
 from .causal_loss import causal_loss
-from .convertible import check_decoder, decoder_config, decoders_of
+from .convertible import check_decoder, decoder_config, decoders_of, refuse_adapters
 from .fused_attention import FusedAttention
 from .hooks import drop_hooks
 from .layer_names import LayerNames, LoadsTheirNames, SavesTheirNames
-from .made_empty import norm_of, place_of, unfilled
+from .made_empty import norm_of, norm_place_of, place_of, unfilled
 from .rotary_angles import give_angles, give_cosines
 from .under_recipe import enter_recipe, leave_recipe
 
@@ -83,6 +83,7 @@ def revert_hf(model: M) -> M:
     ]
     if not decoders:
         raise ValueError(f"{type(model).__name__} is not converted; there is nothing to revert")
+    refuse_adapters(model, "take them out with unload() first")
     for decoder in decoders:
         _revert(decoder)
     for module in model.modules():
@@ -119,7 +120,7 @@ def _convert(decoder: Any, config: DecoderConfig, recipe: Recipe | None) -> None
         _convert_layer(layer, number, config, names)
     norm = decoder.norm
     decoder.norm = RMSNorm(
-        config.hidden, eps=config.epsilon, zero_centered_gamma=config.zero_centered, **place_of(norm.weight)
+        config.hidden, eps=config.epsilon, zero_centered_gamma=config.zero_centered, **norm_place_of(norm.weight)
     )
     decoder.norm.weight = norm.weight
     give_angles(decoder.rotary_emb)

@@ -30,10 +30,7 @@ def decoders_of(model: Any) -> list[nn.Module]:
         raise TypeError(
             f"model={described(model)} is no model of transformers; give what from_pretrained returns"
         )
-    if any(type(module).__module__.startswith("peft.") for module in model.modules()):
-        raise ValueError(
-            f"{type(model).__name__} holds adapters of peft; convert the model first, then give it to get_peft_model"
-        )
+    refuse_adapters(model, "convert the model first, then give it to get_peft_model")
     named = {type(module): _model_type(module) for module in model.modules()}
     found = [module for module in model.modules() if named[type(module)] in FAMILIES and _is_stack(module)]
     if not found:
@@ -42,6 +39,12 @@ def decoders_of(model: Any) -> list[nn.Module]:
             "inject_te_attention(model) serves the attention of other models"
         )
     return found
+
+
+def refuse_adapters(model: nn.Module, remedy: str) -> None:
+    """ValueError for a model that peft has put adapters into."""
+    if any(type(module).__module__.startswith("peft.") for module in model.modules()):
+        raise ValueError(f"{type(model).__name__} holds adapters of peft; {remedy}")
 
 
 def _model_type(module: nn.Module) -> str | None:

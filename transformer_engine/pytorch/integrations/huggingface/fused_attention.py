@@ -13,7 +13,7 @@ from ...conversion import DecoderConfig
 from ...module.layernorm_linear import LayerNormLinear
 from ...module.linear import Linear
 from ...module.rmsnorm import RMSNorm
-from .made_empty import norm_of, place_of, unfilled
+from .made_empty import norm_of, norm_place_of, place_of, unfilled
 from .rotary_angles import Turns
 
 
@@ -50,7 +50,7 @@ class FusedAttention(nn.Module):
         )
         if decoder.qk_norm:
             self.q_norm, self.k_norm = (
-                RMSNorm(self.head_dim, eps=decoder.epsilon, **place) for _ in range(2)
+                RMSNorm(self.head_dim, eps=decoder.epsilon, **norm_place_of(stock.q_norm.weight)) for _ in range(2)
             )
         self.qk_norm = decoder.qk_norm
 

@@ -14,6 +14,11 @@ def place_of(weight: Tensor) -> dict[str, Any]:
     return {"device": weight.device, "params_dtype": weight.dtype}
 
 
+def norm_place_of(weight: Tensor) -> dict[str, Any]:
+    """The same for a norm by itself."""
+    return {"device": weight.device, "dtype": weight.dtype}
+
+
 def norm_of(config: DecoderConfig) -> dict[str, Any]:
     """The keywords of the norm that a layer begins with."""
     return {
