@@ -147,6 +147,11 @@ _QUANTIZATION = (
 )
 
 _ATTENTION = (
+    _number(
+        "TE_ATTENTION_LOG_EVERY",
+        0,
+        "n: each n-th attention of a Hugging Face model logs how many were computed here; 0: none.",
+    ),
     _flag("NVTE_FLASH_ATTN", True, "0: never choose a flash-attention backend."),
     _flag("NVTE_FLASH_ATTN_V2", True, "0: never choose flash-attention 2."),
     _flag("NVTE_FLASH_ATTN_V3", True, "0: never choose flash-attention 3."),

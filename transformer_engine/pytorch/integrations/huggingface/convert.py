@@ -29,6 +29,7 @@ from .causal_loss import causal_loss
 from .convertible import check_decoder, decoder_config, decoders_of, refuse_adapters
 from .fused_attention import FusedAttention
 from .hooks import drop_hooks
+from .interface import NAME, register_te_attention
 from .layer_names import LayerNames, LoadsTheirNames, SavesTheirNames
 from .made_empty import norm_of, norm_place_of, place_of, unfilled
 from .rotary_angles import give_angles, give_cosines
@@ -46,9 +47,8 @@ class Absorbed(nn.Identity):
 
 @dataclass(frozen=True)
 class Converted:
-    """What `revert_hf` has to know of a decoder."""
+    """What `revert_hf` has to know of a decoder: the attention that it had."""
 
-    config: DecoderConfig
     attention: str
 
 
@@ -66,6 +66,7 @@ def convert_hf(model: M, recipe: Recipe | None = None) -> M:
     found = [(decoder, decoder_config(decoder)) for decoder in decoders_of(model)]
     for decoder, config in found:
         check_decoder(decoder, config)
+    register_te_attention()
     for decoder, config in found:
         _convert(decoder, config, recipe)
     _take_causal_loss(model)
@@ -125,7 +126,8 @@ def _convert(decoder: Any, config: DecoderConfig, recipe: Recipe | None) -> None
     decoder.norm.weight = norm.weight
     give_angles(decoder.rotary_emb)
     enter_recipe(decoder, recipe)
-    decoder.converted = Converted(config, decoder.config._attn_implementation)
+    decoder.converted = Converted(decoder.config._attn_implementation)
+    decoder.set_attn_implementation(NAME)
 
 
 def _convert_layer(layer: Any, number: int, config: DecoderConfig, names: LayerNames) -> None:
@@ -162,6 +164,8 @@ def _revert(decoder: Any) -> None:
     decoder.norm.weight = norm.weight
     give_cosines(decoder.rotary_emb)
     leave_recipe(decoder)
+    if decoder.config._attn_implementation == NAME:
+        decoder.set_attn_implementation(decoder.converted.attention)
     del decoder.converted
 
 
