@@ -17,7 +17,11 @@ def needs(*clients: str) -> list[pytest.MarkDecorator]:
     """The marks of a file whose tests run these packages."""
     absent = [name for name in clients if importlib.util.find_spec(name) is None]
     reason = f"{', '.join(absent)} is not installed; `make test-clients` installs it"
-    return [pytest.mark.clients, pytest.mark.skipif(bool(absent), reason=reason)]
+    return [
+        pytest.mark.clients,
+        pytest.mark.skipif(bool(absent), reason=reason),
+        pytest.mark.usefixtures("emulated"),
+    ]
 
 
 def tiny_llama(**settings: Any) -> Any:

@@ -54,19 +54,9 @@ class Training:
         return loss.detach()
 
 
-def training(recipe: str, **settings: Any) -> Training:
-    """Such a training; skipped where accelerate finds the recipe not supported, which it says in its own words."""
-    supported, reason = te.fp8.check_mxfp8_support()
-    if recipe == "mxfp8" and not supported:
-        with pytest.raises(ValueError, match="MXFP8 block scaling is not available"):
-            Training(recipe, **settings)
-        pytest.skip(reason)
-    return Training(recipe, **settings)
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_llama_trains_on_this_engine_s_layers(recipe):
-    run = training(recipe)
+    run = Training(recipe)
     kinds = {type(module) for module in run.model.modules()}
     assert te.Linear in kinds and torch.nn.Linear not in kinds
     installed.assert_falls(installed.losses(run.step, 8))
@@ -74,24 +64,24 @@ def test_a_llama_trains_on_this_engine_s_layers(recipe):
 
 def test_the_recipes_quantize():
     """E4M3 and HYBRID differ in gradients alone, so that first losses are equal and second ones are not."""
-    first, second = (installed.losses(training(recipe).step, 3) for recipe in ("hybrid", "e4m3"))
+    first, second = (installed.losses(Training(recipe).step, 3) for recipe in ("hybrid", "e4m3"))
     assert first[1:] != second[1:]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("convert", [False, True], ids=["accelerate's layers", "convert_hf"])
 def test_a_saved_training_resumes_bit_for_bit(recipe, convert, tmp_path):
-    run = training(recipe, convert=convert)
+    run = Training(recipe, convert=convert)
     installed.losses(run.step, 3)
     run.accelerator.save_state(tmp_path / "state")
     expected = installed.losses(run.step, 3)
-    again = training(recipe, convert=convert)
+    again = Training(recipe, convert=convert)
     again.accelerator.load_state(tmp_path / "state")
     assert installed.losses(again.step, 3) == expected
 
 
 def test_a_converted_model_keeps_its_layers():
-    run = training("hybrid", convert=True)
+    run = Training("hybrid", convert=True)
     assert type(run.model.model.layers[0].mlp) is te.LayerNormMLP
     installed.assert_falls(installed.losses(run.step, 8))
 
@@ -101,7 +91,7 @@ def test_a_converted_model_keeps_its_layers():
 @pytest.mark.parametrize("convert", [False, True], ids=["accelerate's layers", "convert_hf"])
 def test_a_gpu_trains_in_fp8(recipe, convert):
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
-    run = training(recipe, convert=convert, **sizes)
+    run = Training(recipe, convert=convert, **sizes)
     assert all(parameter.is_cuda for parameter in run.model.parameters())
     values = installed.losses(run.step, 8)
     installed.assert_falls(values)

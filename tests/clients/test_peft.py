@@ -1,4 +1,4 @@
-"""peft as published adapts this engine's layers: it trains beside frozen weights, quantized ones too, saves and loads."""
+"""peft as published adapts this engine's layers: trains beside frozen weights, quantized ones too, saves and loads."""
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ def trained(model: Any, recipe: Any, steps: int = 30) -> list[float]:
 
 
 def values(parameter: Tensor) -> Tensor:
-    return (parameter.dequantize() if isinstance(parameter, te.QuantizedTensor) else parameter).detach().clone()
+    return (
+        (parameter.dequantize() if isinstance(parameter, te.QuantizedTensor) else parameter).detach().clone()
+    )
 
 
 @pytest.mark.parametrize("recipe", QUANTIZED.values(), ids=QUANTIZED)
@@ -134,7 +136,8 @@ def test_a_converted_llama_is_adapted(recipe, tmp_path):
     def tuned(model: Any) -> Any:
         torch.manual_seed(3)
         return peft.get_peft_model(
-            model, peft.LoraConfig(r=8, target_modules=["layernorm_qkv", "o_proj", "mlp"], task_type="CAUSAL_LM")
+            model,
+            peft.LoraConfig(r=8, target_modules=["layernorm_qkv", "o_proj", "mlp"], task_type="CAUSAL_LM"),
         )
 
     llama = tuned(model())

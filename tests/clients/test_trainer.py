@@ -50,7 +50,9 @@ def test_accelerate_s_fp8_trains(tmp_path, monkeypatch):
     installed.assert_falls(logged(run))
 
 
-@pytest.mark.parametrize("recipe", [None, DelayedScaling(), Float8CurrentScaling()], ids=["high precision", "delayed", "current"])
+@pytest.mark.parametrize(
+    "recipe", [None, DelayedScaling(), Float8CurrentScaling()], ids=["high precision", "delayed", "current"]
+)
 @pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
 def test_a_converted_model_trains(recipe, recomputed, tmp_path):
     model = te.convert_hf(installed.tiny_llama(), recipe=recipe)

@@ -80,7 +80,7 @@ def core_of(module: torch.nn.Module, kind: Kind) -> DotProductAttention:
             cores = module.__dict__["_te_cores"] = Cores()
         return cores.of(kind)
     text = " ".join([float(getattr(kind, part.name)).hex() for part in fields(kind)])
-    name = f"of_{id(module)}_{text}"
+    name = f"of_{id(module)}_{text.replace('.', '_')}"
     _make_while_tracing(name, text)
     return getattr(_traced, name)
 
