@@ -73,8 +73,9 @@ class InjectedForward:
         functools.update_wrapper(self, forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        context = sdpa.traced if torch.compiler.is_compiling() else sdpa.replaced
-        with context(self.replacement):
+        if torch.compiler.is_compiling():
+            return sdpa.traced(self.replacement, self.forward, *args, **kwargs)
+        with sdpa.replaced(self.replacement):
             return self.forward(*args, **kwargs)
 
 

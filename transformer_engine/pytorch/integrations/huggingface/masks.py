@@ -74,7 +74,7 @@ def as_it_is(mask: Tensor) -> Masking:
 def of_mask(mask: Tensor, batch: int) -> Masking | None:
     """The masking of a mask [batch | 1, 1, q, kv], boolean (True = visible) or additive; None: no mask type is like it.
 
-    None too for a mask that cannot be read: while a compiler traces or a CUDA graph is captured.
+    None too for a mask that cannot be read: while a compiler traces, a CUDA graph is captured, or memory is planned.
     """
     if mask.ndim != 4 or mask.shape[0] not in (1, batch) or not 0 < mask.shape[-1] or not 0 < mask.shape[2]:
         return None
@@ -84,9 +84,12 @@ def of_mask(mask: Tensor, batch: int) -> Masking | None:
         mask = mask[:, :1]
     if mask.shape[2] == 1 and mask.dtype == torch.bool:
         return of_one_query(mask.expand(batch, -1, -1, -1))
-    if torch.compiler.is_compiling() or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if torch.compiler.is_compiling() or mask.is_meta:
         return None
-    return _remembered(mask, batch)
+    if mask.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    # Nobody counts the writes into an inference tensor, so that what was found for it may not be true in the next layer.
+    return _recognised(mask, batch) if mask.is_inference() else _remembered(mask, batch)
 
 
 _last: dict[int, tuple[weakref.ref[Tensor], int, int, Masking | None]] = {}

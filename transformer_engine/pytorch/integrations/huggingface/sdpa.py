@@ -1,20 +1,20 @@
 """with replaced(function): in this thread, torch's scaled_dot_product_attention is a function of the caller's.
 
 torch.nn.functional's name is exchanged while any thread is inside, for one function that looks at what its own thread
-has asked for, and put back when the last one leaves. A compiler is given a TorchFunctionMode instead, which it resolves
-while tracing.
+has asked for, and put back when the last one leaves.
 """
 
 from __future__ import annotations
 
+import dis
 import sys
 import threading
 from collections.abc import Callable
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 Function = Callable[..., Any]
 TORCH_SDPA: Function = F.scaled_dot_product_attention
@@ -63,29 +63,41 @@ class replaced:  # noqa: N801 - reads as a verb where it is used
                 F.scaled_dot_product_attention = _exchanged.before
 
 
-class traced(TorchFunctionMode):  # noqa: N801
-    """The same for a compiler."""
-
-    def __init__(self, function: Function) -> None:
-        super().__init__()
-        self.function = function
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return (self.function if func is TORCH_SDPA else func)(*args, **(kwargs or {}))
+def traced(function: Function, call: Function, *args: Any, **kwargs: Any) -> Any:
+    """call(..) in the same way while a compiler traces: it keeps the exchange to itself, and knows no locks."""
+    before = F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = function
+    try:
+        return call(*args, **kwargs)
+    finally:
+        F.scaled_dot_product_attention = before
 
 
 def original() -> Function:
     """What the name stands for outside of every context."""
+    if torch.compiler.is_compiling():
+        return TORCH_SDPA
     return _exchanged.before if _exchanged.inside else F.scaled_dot_product_attention
 
 
 def imported_by_name(module: torch.nn.Module) -> str | None:
-    """The name under which the module's file has imported torch's attention, which an exchange does not reach."""
+    """The name of its own file by which the module calls torch's attention, which an exchange does not reach."""
     for owner in type(module).__mro__:
-        if owner.__module__.startswith("torch.nn"):
-            continue
-        for name, value in vars(sys.modules.get(owner.__module__, object)).items():
-            if value is TORCH_SDPA:
+        names = vars(sys.modules.get(owner.__module__, object))
+        own = [f for f in names.values() if getattr(f, "__module__", None) == owner.__module__]
+        called = _globals_of([*vars(owner).values(), *own])
+        for name, value in names.items():
+            if value is TORCH_SDPA and name in called and names is not vars(F):
                 return f"{owner.__module__}.{name}"
     return None
 
+
+def _globals_of(functions: list[Any]) -> set[str]:
+    """Names of their file that the code of functions, and of functions within them, looks up."""
+    codes = [f.__code__ for f in functions if isinstance(f, FunctionType)]
+    found: set[str] = set()
+    while codes:
+        code = codes.pop()
+        found.update(step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL")
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return found
