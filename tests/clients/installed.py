@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 VOCABULARY = 96
+EMULATED = pytest.mark.usefixtures("emulated")  # conftest.py
 
 
 def needs(*clients: str) -> list[pytest.MarkDecorator]:
@@ -20,7 +21,6 @@ def needs(*clients: str) -> list[pytest.MarkDecorator]:
     return [
         pytest.mark.clients,
         pytest.mark.skipif(bool(absent), reason=reason),
-        pytest.mark.usefixtures("emulated"),
     ]
 
 

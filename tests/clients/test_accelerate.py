@@ -10,7 +10,7 @@ import torch
 
 import transformer_engine.pytorch as te
 
-pytestmark = installed.needs("accelerate", "transformers")
+pytestmark = [*installed.needs("accelerate", "transformers"), installed.EMULATED]
 
 RECIPES = {
     "hybrid": {"fp8_format": "HYBRID", "amax_history_len": 16, "amax_compute_algo": "max"},

@@ -22,7 +22,7 @@ from transformer_engine.pytorch.integrations.huggingface.convertible import deco
 from transformer_engine.pytorch.integrations.huggingface.layer_names import LayerNames
 from transformer_engine.pytorch.quantization.autocast import current
 
-pytestmark = [*installed.needs("transformers"), pytest.mark.filterwarnings("ignore")]
+pytestmark = [*installed.needs("transformers"), installed.EMULATED, pytest.mark.filterwarnings("ignore")]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RECIPES = {
@@ -80,7 +80,9 @@ def their_gradients(model: Any) -> dict[str, Tensor]:
 
 
 def close(ours: Tensor, theirs: Tensor) -> None:
-    torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-6)
+    """Equal to the rounding of float32; a GPU's float32 attention adds up in another order."""
+    near = {"rtol": 2e-5, "atol": 2e-6} if DEVICE == "cpu" else {"rtol": 1e-3, "atol": 1e-4}
+    torch.testing.assert_close(ours, theirs, **near)
 
 
 def train(model: Any, steps: int = 4) -> list[float]:

@@ -20,6 +20,7 @@ TRAINER, FABRIC = (
 )
 pytestmark = [
     *installed.needs(TRAINER.split(".")[0], FABRIC.split(".")[0]),
+    installed.EMULATED,
     pytest.mark.filterwarnings("ignore"),  # its own, of a Trainer without loaders' workers
 ]
 

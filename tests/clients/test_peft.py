@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 
-pytestmark = installed.needs("peft", "transformers")
+pytestmark = [*installed.needs("peft", "transformers"), installed.EMULATED]
 
 FEATURES = 64
 LAYERS = {

@@ -13,7 +13,11 @@ from torch import nn
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 
-pytestmark = [*installed.needs("transformers", "accelerate"), pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    *installed.needs("transformers", "accelerate"),
+    installed.EMULATED,
+    pytest.mark.filterwarnings("ignore"),
+]
 
 
 @pytest.fixture(autouse=True)
