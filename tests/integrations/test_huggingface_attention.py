@@ -305,6 +305,14 @@ class Clipped(nn.Module):
         self.linear = nn.Linear(HIDDEN, rows)
 
 
+class Adapted(nn.Module):
+    """As PEFT wraps a projection."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.base_layer = nn.Linear(HIDDEN, rows)
+
+
 class Conv1D(nn.Module):
     """transformers' projection of GPT-2, whose weight is [in, out]."""
 
@@ -340,6 +348,7 @@ LAYOUTS = {
     "a config": (module(three(linear), config=CONFIG), EXPECTED),
     "weights alone, on meta": (module(three(WeightOnly), head_dim=SIZE), EXPECTED),
     "wrapped projections": (module(three(Clipped), head_dim=SIZE), EXPECTED),
+    "projections with adapters": (module(three(Adapted), head_dim=SIZE), EXPECTED),
     "one projection": (module({"qkv_proj": linear((HEADS + 2 * GROUPS) * SIZE)}, config=CONFIG), EXPECTED),
     "GPT-2": (
         module({"c_attn": Conv1D(3 * HEADS * SIZE)}, num_heads=HEADS, head_dim=SIZE),

@@ -18,8 +18,10 @@ HEADS, SIZE = 2, 8
 CORES = {causal: Kind(HEADS, HEADS, SIZE, SIZE, SIZE**-0.5, causal=causal).made() for causal in (False, True)}
 
 
-def band(queries: int, keys: int, ahead: int, window: int | None, padding: list[tuple[int, int]]) -> torch.Tensor:
-    """visible [b, 1, queries, keys]: keys up to i + ahead, as many as a window has, of begin .. end of each sequence."""
+def band(
+    queries: int, keys: int, ahead: int, window: int | None, padding: list[tuple[int, int]]
+) -> torch.Tensor:
+    """visible [b, 1, queries, keys]: keys up to i + ahead, as many as a window has, of each sequence's own."""
     i, j = torch.arange(queries)[:, None], torch.arange(keys)[None, :]
     visible = j <= i + ahead
     if window is not None:
@@ -32,7 +34,9 @@ def additive(visible: torch.Tensor, hidden: float = torch.finfo(torch.float32).m
     return torch.zeros(visible.shape).masked_fill(~visible, hidden)
 
 
-def assert_attends_as(visible: torch.Tensor, masking: masks.Masking, skipped: torch.Tensor | None = None) -> None:
+def assert_attends_as(
+    visible: torch.Tensor, masking: masks.Masking, skipped: torch.Tensor | None = None
+) -> None:
     """Attention under the masking is torch's under the mask; skipped [b, q] are padded queries, whose output is 0."""
     batch, _, queries, keys = visible.shape
     q, k, v = (torch.randn(batch, HEADS, s, SIZE) for s in (queries, keys, keys))
@@ -77,7 +81,11 @@ def test_all_keys_visible_is_no_mask():
     assert masks.of_mask(torch.ones(2, 1, 4, 6, dtype=torch.bool), 2) == masks.NO_MASK
 
 
-PADDING = {"right": [(0, 8), (0, 5), (0, 1)], "left": [(0, 8), (3, 8), (7, 8)], "both": [(2, 7), (1, 8), (3, 4)]}
+PADDING = {
+    "right": [(0, 8), (0, 5), (0, 1)],
+    "left": [(0, 8), (3, 8), (7, 8)],
+    "both": [(2, 7), (1, 8), (3, 4)],
+}
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -137,12 +145,28 @@ def test_without_a_mask_a_causal_call_begins_in_the_first_key():
     assert masks.without_tensor(False, 4, 16, 3) == masks.NO_MASK
 
 
+@pytest.mark.parametrize("lengths", [[(3, 5), (8,), (1, 1, 6)], [(4, 4), (4, 4), (4, 4)]])
+@pytest.mark.parametrize("shared", [False, True])
+def test_packed_sequences_are_lengths(lengths, shared):
+    """Sequences behind one another in a row, each causal, as position ids that begin again make them."""
+    segments = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths])
+    if shared:
+        segments = segments[:1].expand(3, -1)
+    same = segments[:, None, :, None] == segments[:, None, None, :]
+    visible = same & band(8, 8, 0, None, [(0, 8)])
+    masking = masks.of_mask(visible[:1].expand(3, -1, -1, -1) if shared else visible, 3)
+    assert masking is not None
+    assert (masking.name, masking.packed) == ("padding_causal", True)
+    assert masking.arguments["cu_seqlens_q"] is masking.arguments["cu_seqlens_kv"]
+    assert_attends_as(visible, masking)
+
+
 def others() -> dict[str, torch.Tensor]:
     """Masks that no mask type describes, some of which agree with one in corners, first and last rows."""
     causal = band(8, 8, 0, None, [(0, 8)])
     segment = torch.arange(8) // 4
     hole, block, second = (causal.clone() for _ in range(3))
-    hole[..., 5, 2] = False
+    hole[..., 6, 5] = False
     block[..., 2:5, 2:5] = True
     second[..., 3] = False
     return {
@@ -150,7 +174,9 @@ def others() -> dict[str, torch.Tensor]:
         "one key more": causal | F.one_hot(torch.tensor(7), 8).bool() & (torch.arange(8)[:, None] == 1),
         "an image in a text": block,
         "a hole in the keys": second,
-        "packed sequences": causal & (segment[:, None] == segment),
+        "packed sequences with a hole": hole & (segment[:, None] == segment),
+        "packed windows": band(8, 8, 0, 2, [(0, 8)]) & (segment[:, None] == segment),
+        "packed sequences that see all of theirs": (segment[:, None] == segment)[None, None],
         "two diagonals": torch.cat((causal, band(8, 8, 1, None, [(0, 8)]))),
         "two windows": torch.cat((band(8, 8, 0, 3, [(0, 8)]), band(8, 8, 0, 4, [(0, 8)]))),
         "more queries than keys": band(8, 4, -4, None, [(0, 4)]),
@@ -167,7 +193,7 @@ def test_a_mask_that_no_type_describes_is_not_recognised(name):
 
 
 def test_one_flipped_pair_is_seen_wherever_it_is():
-    """Every mask that differs from a padded window in one pair is refused, or another one that is recognised rightly."""
+    """A mask that differs from a padded window in one pair is refused, or is another one that is recognised."""
     visible = band(6, 6, 0, 3, [(0, 6), (0, 5)])
     for place in range(visible.numel()):
         flipped = visible.clone()

@@ -1,7 +1,7 @@
 """out [b, q, h, d_v] = softmax(scale q k^T, masked) v of q, k, v [b, h, s, d], the layout of transformers' attentions.
 
-One DotProductAttention for each kind of call of a layer: heads, sizes, scale and dropout are its constructor's. They are
-no children of the layer, whose checkpoints stay those of the stock model, and have no parameters.
+One DotProductAttention for each kind of call of a layer: heads, sizes, scale and dropout are its constructor's. They
+are no children of the layer, whose checkpoints stay those of the stock model, and have no parameters.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ _traced = _Traced()
 def _make_while_tracing(name: str, text: str) -> bool:
     if not hasattr(_traced, name):
         numbers = [float.fromhex(part) for part in text.split()]
-        setattr(_traced, name, Kind(*[int(n) for n in numbers[:4]], *numbers[4:6], causal=bool(numbers[6])).made())
+        setattr(
+            _traced, name, Kind(*[int(n) for n in numbers[:4]], *numbers[4:6], causal=bool(numbers[6])).made()
+        )
     return True
 
 
@@ -97,7 +99,13 @@ def attend(core: DotProductAttention, q: Tensor, k: Tensor, v: Tensor, masking: 
     else:
         q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
         out = core(
-            q, k, v, qkv_format="thd", attn_mask_type=masking.name, window_size=masking.window, **masking.arguments
+            q,
+            k,
+            v,
+            qkv_format="thd",
+            attn_mask_type=masking.name,
+            window_size=masking.window,
+            **masking.arguments,
         )
     return out.view(batch, queries, core.num_attention_heads, -1)
 

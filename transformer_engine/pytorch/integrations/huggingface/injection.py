@@ -93,16 +93,9 @@ class Replacement:
         return self.cores.of(Kind(a.heads, a.groups, a.size, a.size_v, a.scale, dropout, causal))
 
     def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
         q, k, v = in_autocast(query, key, value)
         masking = None
         k, v = self._once(k), self._once(v)
@@ -128,7 +121,13 @@ class Replacement:
     def _refusal(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> str | None:
         a = self.layout
         shapes = (q.shape[1:2], k.shape[1:2], v.shape[1:2], q.shape[3:], k.shape[3:], v.shape[3:])
-        if q.ndim != 4 or k.ndim != 4 or v.ndim != 4 or q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
+        if (
+            q.ndim != 4
+            or k.ndim != 4
+            or v.ndim != 4
+            or q.dtype not in DTYPES
+            or not q.dtype == k.dtype == v.dtype
+        ):
             return "fallback_input"
         if shapes != ((a.heads,), (a.groups,), (a.groups,), (a.size,), (a.size,), (a.size_v,)):
             return "fallback_input"
@@ -148,8 +147,8 @@ class Replacement:
             return
         self.warned = True
         logger.warning(
-            "scale=%s, the layer was injected with %s; its attention is left to torch. Set the layer's `scaling` before "
-            "inject_te_attention",
+            "scale=%s, the layer was injected with %s; its attention is left to torch. Set the layer's `scaling` "
+            "before inject_te_attention",
             scale,
             self.layout.scale,
         )

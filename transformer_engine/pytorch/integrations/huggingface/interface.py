@@ -67,7 +67,9 @@ def te_attention_forward(
         masking = masks.without_tensor(causal, q.shape[2], k.shape[2], sliding_window)
     else:
         masking = masks.of_mask(attention_mask, q.shape[0]) or masks.as_it_is(attention_mask)
-    core = core_of(module, Kind(q.shape[1], k.shape[1], q.shape[3], v.shape[3], scale, dropout, masking.causal))
+    core = core_of(
+        module, Kind(q.shape[1], k.shape[1], q.shape[3], v.shape[3], scale, dropout, masking.causal)
+    )
     count("te_hits")
     return attend(core, q, k, v, masking), None
 
@@ -81,5 +83,5 @@ def _refuse(options: dict[str, Any]) -> None:
     ):
         if options.get(name) is not None:
             raise NotImplementedError(
-                f"{name} is not computed by attn_implementation={NAME!r}; use attn_implementation=\"eager\" or {remedy}"
+                f'{name} is not computed by attn_implementation={NAME!r}; use attn_implementation="eager" or {remedy}'
             )

@@ -1,21 +1,23 @@
 """Masking = of_mask(mask [b | 1, 1, q, kv]): the mask type, window and lengths that say the same as a mask tensor.
 
 Libraries give an attention a mask of every pair. Whoever sees an interval of keys in each row needs two numbers a row:
-its first and its last visible key. From these [b, q] follows all that is asked: is the last key the query's own (causal,
-from some diagonal on), is the first one everybody's (no window) or as many keys before it (a window), and where do the
-keys of a sequence begin and end (padding, on either side). The judgement is exact: a mask that differs from what was
-recognised in one place is not recognised. It reads the mask once, not in every layer, and waits for the device once.
+its first and its last visible key. From these [b, q] follows all that is asked: is the last key the query's own
+(causal, from some diagonal on), is the first one everybody's (no window), as many keys before it (a window) or where
+its own sequence begins (packed sequences), and where do the keys of a sequence begin and end (padding, on either side).
+The judgement is exact: a mask that differs from what was recognised in one place is not recognised. It reads the mask
+once, not in every layer, and waits for the device once.
 """
 
 from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ....common.formats import round_up
 from ...primitives.attention.packed import cumulative
 
 # An additive mask hides a key by any number below this: finfo.min, -inf, -1e9 and half precision's -65504.
@@ -74,9 +76,10 @@ def as_it_is(mask: Tensor) -> Masking:
 def of_mask(mask: Tensor, batch: int) -> Masking | None:
     """The masking of a mask [batch | 1, 1, q, kv], boolean (True = visible) or additive; None: no mask type is like it.
 
-    None too for a mask that cannot be read: while a compiler traces, a CUDA graph is captured, or memory is planned.
+    None too for a mask that cannot be read: while a compiler traces, a CUDA graph is captured, or memory is planned;
+    and for one that is trained.
     """
-    if mask.ndim != 4 or mask.shape[0] not in (1, batch) or not 0 < mask.shape[-1] or not 0 < mask.shape[2]:
+    if mask.ndim != 4 or mask.shape[0] not in (1, batch) or not mask.shape[-1] * mask.shape[2]:
         return None
     if mask.shape[1] != 1:
         if mask.stride(1):
@@ -84,11 +87,11 @@ def of_mask(mask: Tensor, batch: int) -> Masking | None:
         mask = mask[:, :1]
     if mask.shape[2] == 1 and mask.dtype == torch.bool:
         return of_one_query(mask.expand(batch, -1, -1, -1))
-    if torch.compiler.is_compiling() or mask.is_meta:
+    if torch.compiler.is_compiling() or mask.is_meta or mask.requires_grad:
         return None
     if mask.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
-    # Nobody counts the writes into an inference tensor, so that what was found for it may not be true in the next layer.
+    # Nobody counts writes into an inference tensor: what was found for it may not be true in the next layer.
     return _recognised(mask, batch) if mask.is_inference() else _remembered(mask, batch)
 
 
@@ -118,23 +121,47 @@ def _recognised(mask: Tensor, batch: int) -> Masking | None:
         visible = rows == 0
         agrees = (visible | (rows < HIDDEN)).all()
         rows = visible
-    begin, end, facts = _read(rows, agrees)
-    if facts is None:
-        return None
-    return _everything(facts, begin, end, batch) if facts.everything else _banded(facts, begin, end, batch)
+    seen = _read(rows)
+    facts = _judged(seen, agrees)
+    if facts.everything:
+        return _everything(facts, seen.begin, seen.end, batch)
+    if facts.banded:
+        return _banded(facts, seen.begin, seen.end, batch)
+    return _packed(seen.first, facts.longest, batch) if facts.longest else None
+
+
+class _Intervals(NamedTuple):
+    """Of each query its first and last key [b, q], and is it blind; of each sequence where its keys lie [b].
+
+    intervals   bool, of the whole mask: does every query see all keys between its first and its last?
+    """
+
+    first: Tensor
+    last: Tensor
+    blind: Tensor
+    intervals: Tensor
+    begin: Tensor
+    end: Tensor
+    keys: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """diagonal: query i sees keys up to i + diagonal; window: so many at most, 0: all; the rest: of every sequence."""
+    """What holds of every row. everything: a query sees all keys of its sequence.
 
-    queries: int
-    keys: int
+    banded    query i sees keys up to i + diagonal, at most window of them (0: all)
+    longest   tokens of the longest of packed sequences, 0: there are none; begins, ends: (least, greatest) of them
+    """
+
     everything: bool
-    diagonal: int
-    window: int
+    banded: bool
     begins: tuple[int, int]
     ends: tuple[int, int]
+    diagonal: int
+    window: int
+    longest: int
+    queries: int
+    keys: int
 
     @property
     def alike(self) -> bool:
@@ -142,27 +169,31 @@ class _Facts:
         return self.begins[0] == self.begins[1] and self.ends[0] == self.ends[1]
 
 
-def _read(visible: Tensor, agrees: Tensor | None) -> tuple[Tensor, Tensor, _Facts | None]:
-    """(begin [b], end [b]) of each sequence's keys, and the facts that every row [b, q] agrees with, None: no such."""
-    _, queries, keys = visible.shape
+def _read(visible: Tensor) -> _Intervals:
+    """The intervals of visible [b, q, keys]."""
+    keys = visible.shape[-1]
     bits = visible.view(torch.uint8)
     count = visible.sum(-1)
     first = bits.argmax(-1)
     last = keys - 1 - bits.flip(-1).argmax(-1)
     blind = count == 0
     intervals = ((last - first + 1 == count) | blind).all()
-    if agrees is not None:
-        intervals = intervals & agrees
     end = (last + 1).masked_fill(blind, 0).amax(1)
     begin = torch.minimum(first.masked_fill(blind, keys).amin(1), end)
-    low, high = begin[:, None], end[:, None] - 1
-    empty = end == 0
-    everything = (((first == low) & (last == high) & ~blind) | empty[:, None]).all()
+    return _Intervals(first, last, blind, intervals, begin, end, keys)
 
-    row = torch.arange(queries, device=visible.device)
-    seeing = (~blind).view(torch.uint8).argmax(1)
-    ahead = last.gather(1, seeing[:, None])[:, 0] - seeing
-    diagonal = ahead.masked_fill(empty, -queries).amax()
+
+def _judged(seen: _Intervals, agrees: Tensor | None) -> _Facts:
+    """The facts, computed where the mask is and read at once."""
+    first, last, blind = seen.first, seen.last, seen.blind
+    queries = first.shape[1]
+    low, high = seen.begin[:, None], seen.end[:, None] - 1
+    empty = high < 0
+    everything = (((first == low) & (last == high) & ~blind) | empty).all()
+
+    row = torch.arange(queries, device=first.device)
+    sees = (~blind).view(torch.uint8).argmax(1, keepdim=True)
+    diagonal = (last.gather(1, sees) - sees).masked_fill(empty, -queries).amax()
     place = row + diagonal
     cut = (first > low) & ~blind
     window = (place + 1 - first).masked_fill(~cut, 0).amax()
@@ -170,12 +201,28 @@ def _read(visible: Tensor, agrees: Tensor | None) -> tuple[Tensor, Tensor, _Fact
     high = torch.minimum(place, high)
     banded = torch.where(blind, high < low, (first == low) & (last == high)).all()
 
-    numbers = (intervals & everything, intervals & banded, diagonal, window, *begin.aminmax(), *end.aminmax())
-    alike, fits, ahead_of, width, *bounds = torch.stack([number.long() for number in numbers]).tolist()
-    if not (alike or fits):
-        return begin, end, None
-    facts = _Facts(queries, keys, bool(alike), ahead_of, width, (bounds[0], bounds[1]), (bounds[2], bounds[3]))
-    return begin, end, facts
+    goes_on = first == torch.cat((torch.zeros_like(first[:, :1]), first[:, :-1]), dim=1)
+    packed = ((last == row) & (goes_on | (first == row)) & ~blind).all()
+    longest = (row - first + 1).amax() * packed if queries == seen.keys else packed * 0
+
+    whole = seen.intervals if agrees is None else seen.intervals & agrees
+    bounds = (*seen.begin.aminmax(), *seen.end.aminmax())
+    numbers = (whole & everything, whole & banded, *bounds, diagonal, window, longest * whole)
+    fits, fits_band, *n = torch.stack([number.long() for number in numbers]).tolist()
+    return _Facts(
+        bool(fits), bool(fits_band), (n[0], n[1]), (n[2], n[3]), n[4], n[5], n[6], queries, seen.keys
+    )
+
+
+def _packed(first: Tensor, longest: int, batch: int) -> Masking:
+    """Causal sequences behind one another: a sequence begins in every query whose first key is its own."""
+    tokens = batch * first.shape[1]
+    begins = first == torch.arange(first.shape[1], device=first.device)
+    places = begins.expand(batch, -1).flatten().nonzero()[:, 0]
+    bounds = torch.cat((places, places.new_tensor([tokens]))).int()
+    size = min(round_up(longest, 64), first.shape[1])  # one of few sizes, for which backends plan
+    arguments = {"cu_seqlens_q": bounds, "cu_seqlens_kv": bounds, "max_seqlen_q": size, "max_seqlen_kv": size}
+    return Masking("padding_causal", packed=True, arguments=arguments)
 
 
 def _everything(facts: _Facts, begin: Tensor, end: Tensor, batch: int) -> Masking:
@@ -194,7 +241,9 @@ def _banded(facts: _Facts, begin: Tensor, end: Tensor, batch: int) -> Masking | 
     if diagonal < 0 or (diagonal + facts.queries > facts.keys and not square):
         return None
     two_sided = square and diagonal > 0
-    if two_sided:  # as far ahead as diagonal says, and the window has to reach back at least to the query's own key
+    if (
+        two_sided
+    ):  # as far ahead as diagonal says, and the window has to reach back at least to the query's own key
         left = left - diagonal if facts.window else facts.keys
         if left < 0:
             return None
@@ -234,7 +283,9 @@ def _ranges(
             arguments[f"cu_seqlens_{side}_padded"] = torch.cat((whole[:1], places, whole[1:])).int()
             arguments[f"max_seqlen_{side}"] = size
         arguments[f"cu_seqlens_{side}"] = cumulative(lengths)
-    if facts.queries == facts.keys and name != "padding":  # the same numbers; as one tensor they are known to be
+    if (
+        facts.queries == facts.keys and name != "padding"
+    ):  # the same numbers; as one tensor they are known to be
         for end_of_name in ("", "_padded"):
             if f"cu_seqlens_q{end_of_name}" in arguments:
                 arguments[f"cu_seqlens_kv{end_of_name}"] = arguments[f"cu_seqlens_q{end_of_name}"]

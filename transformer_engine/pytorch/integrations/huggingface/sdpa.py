@@ -41,7 +41,7 @@ def _of_this_thread(*args: Any, **kwargs: Any) -> Any:
     return (_asked.function or _exchanged.before)(*args, **kwargs)
 
 
-class replaced:  # noqa: N801 - reads as a verb where it is used
+class replaced:
     """The context; a function that calls torch's attention itself takes `TORCH_SDPA`."""
 
     def __init__(self, function: Function) -> None:
