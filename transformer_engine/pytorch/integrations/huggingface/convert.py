@@ -121,7 +121,10 @@ def _convert(decoder: Any, config: DecoderConfig, recipe: Recipe | None) -> None
         _convert_layer(layer, number, config, names)
     norm = decoder.norm
     decoder.norm = RMSNorm(
-        config.hidden, eps=config.epsilon, zero_centered_gamma=config.zero_centered, **norm_place_of(norm.weight)
+        config.hidden,
+        eps=config.epsilon,
+        zero_centered_gamma=config.zero_centered,
+        **norm_place_of(norm.weight),
     )
     decoder.norm.weight = norm.weight
     give_angles(decoder.rotary_emb)

@@ -50,7 +50,8 @@ class FusedAttention(nn.Module):
         )
         if decoder.qk_norm:
             self.q_norm, self.k_norm = (
-                RMSNorm(self.head_dim, eps=decoder.epsilon, **norm_place_of(stock.q_norm.weight)) for _ in range(2)
+                RMSNorm(self.head_dim, eps=decoder.epsilon, **norm_place_of(stock.q_norm.weight))
+                for _ in range(2)
             )
         self.qk_norm = decoder.qk_norm
 
@@ -82,7 +83,9 @@ class FusedAttention(nn.Module):
         return self.o_proj(attended), weights
 
     def _attention(self) -> Callable[..., tuple[Tensor, Tensor | None]]:
-        library: Any = sys.modules["transformers.modeling_utils"]  # loaded: this was made from one of its layers
+        library: Any = sys.modules[
+            "transformers.modeling_utils"
+        ]  # loaded: this was made from one of its layers
         return library.ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, self.eager)
 
     def _queries_keys_values(self, qkv: Tensor, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
