@@ -22,17 +22,16 @@ from transformer_engine.pytorch.integrations.huggingface.rotary_angles import gi
 from transformer_engine.pytorch.integrations.huggingface.under_recipe import enter_recipe, leave_recipe
 from transformer_engine.pytorch.quantization.autocast import current
 
-DECODER = DecoderConfig(
-    vocabulary=8,
-    hidden=6,
-    feed_forward=5,
-    layers=1,
-    heads=4,
-    groups=2,
-    head_size=3,
-    positions=8,
-    windows=(None,),
-)
+_SIZES = {
+    "vocabulary": 8,
+    "hidden": 6,
+    "feed_forward": 5,
+    "layers": 1,
+    "heads": 4,
+    "groups": 2,
+    "head_size": 3,
+}
+DECODER = DecoderConfig(**_SIZES, positions=8, windows=(None,))
 SHAPES = {
     "input_layernorm.weight": (6,), "post_attention_layernorm.weight": (6,), "self_attn.q_proj.weight": (12, 6),
     "self_attn.k_proj.weight": (6, 6), "self_attn.v_proj.weight": (6, 6), "self_attn.o_proj.weight": (6, 12),
