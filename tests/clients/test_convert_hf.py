@@ -335,11 +335,13 @@ def test_what_cannot_be_converted_is_named():
     halves, partly, converted = stock(), stock(), te.convert_hf(stock())
     halves.model.layers[1].mlp.half()
     partly.model.layers[1].self_attn.q_proj.requires_grad_(False)
-    adapted = stock()
+    adapted, dispatched = stock(), stock()
+    dispatched.model.layers[0].mlp._hf_hook = object()
     adapted.model.layers[0].self_attn.q_proj = te.Linear(64, 64, bias=False)
     for wrong, sentence in (
         (gpt2, "has no decoder of llama, mistral"), (exact, "gelu by tanh"), (halves, "differ"),
         (partly, "freeze all or none"), (converted, "revert_hf"), (adapted, "is a Linear, not a torch.nn.Linear"),
+        (dispatched, "without device_map"),
     ):  # fmt: skip
         before = [type(module) for module in wrong.modules()]
         with pytest.raises(ValueError, match=sentence):
