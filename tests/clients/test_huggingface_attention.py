@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import pickle
 import re
 from pathlib import Path
 
@@ -227,6 +228,13 @@ def test_a_softcap_is_refused_by_name_and_left_out_where_the_stock_attention_lea
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_a_pickled_model_is_the_same(way):
+    ours = engine(stock("llama"), way)
+    before = ours(tokens()).logits
+    torch.testing.assert_close(pickle.loads(pickle.dumps(ours))(tokens()).logits, before)
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_packed_sequences_do_not_see_each_other(way):
     model = stock("llama")
     positions = torch.cat((torch.arange(5), torch.arange(LENGTH - 5))).expand(3, -1)
@@ -237,8 +245,7 @@ def test_packed_sequences_do_not_see_each_other(way):
     assert all_computed(LAYERS)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("side", ["none", "right"])
+@pytest.mark.parametrize("way, side", [("injected", "right"), ("attn_implementation", "none")])
 def test_a_compiled_model_is_one_graph(way, side):
     model = stock("llama")
     ours = torch.compile(engine(model, way), fullgraph=True, backend="aot_eager")
@@ -291,11 +298,13 @@ def test_logits_and_gradients_on_a_gpu(family, way, side, dtype):
     theirs = grown(model, side, "cuda")
     ours = grown(engine(model, way), side, "cuda")
     assert all_computed(LAYERS)
+    # Gradients of biases of keys are 0 but for rounding: errors are measured by what the others are.
+    least = 0.01 * max(right.norm() for right in exact)
     for mine, stocks, right in zip(ours, theirs, exact, strict=True):
         if dtype == torch.float32:
             torch.testing.assert_close(mine.cpu(), right, rtol=1e-3, atol=1e-4)
             continue
-        errors = [(x.float().cpu() - right).norm() / right.norm().clamp_min(1e-6) for x in (mine, stocks)]
+        errors = [(x.float().cpu() - right).norm() / max(right.norm(), least) for x in (mine, stocks)]
         assert errors[0] <= 2 * errors[1] + 2**-7
 
 

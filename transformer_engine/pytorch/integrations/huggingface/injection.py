@@ -6,7 +6,6 @@ passes on what it can describe to DotProductAttention and the rest to torch, and
 
 from __future__ import annotations
 
-import functools
 import logging
 from typing import Any
 
@@ -70,7 +69,11 @@ class InjectedForward:
 
     def __init__(self, forward: Any, replacement: Replacement) -> None:
         self.forward, self.replacement = forward, replacement
-        functools.update_wrapper(self, forward)
+
+    @property
+    def __wrapped__(self) -> Any:
+        """What `inspect.signature` reads; kept out of pickles, which know functions by their names."""
+        return self.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
