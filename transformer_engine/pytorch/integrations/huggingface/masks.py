@@ -156,9 +156,9 @@ class _Facts:
     everything: bool
     banded: bool
     begins: tuple[int, int]
-    ends: tuple[int, int]
     diagonal: int
     window: int
+    ends: tuple[int, int]
     longest: int
     queries: int
     keys: int
@@ -207,10 +207,10 @@ def _judged(seen: _Intervals, agrees: Tensor | None) -> _Facts:
 
     whole = seen.intervals if agrees is None else seen.intervals & agrees
     bounds = (*seen.begin.aminmax(), *seen.end.aminmax())
-    numbers = (whole & everything, whole & banded, *bounds, diagonal, window, longest * whole)
-    fits, fits_band, *n = torch.stack([number.long() for number in numbers]).tolist()
+    numbers = (whole & everything, whole & banded, diagonal, window, longest * whole, *bounds)
+    fits, fits_band, ahead, wide, most, *n = torch.stack([number.long() for number in numbers]).tolist()
     return _Facts(
-        bool(fits), bool(fits_band), (n[0], n[1]), (n[2], n[3]), n[4], n[5], n[6], queries, seen.keys
+        bool(fits), bool(fits_band), (n[0], n[1]), ahead, wide, (n[2], n[3]), most, queries, seen.keys
     )
 
 
