@@ -1,7 +1,8 @@
 # PYTHON      the interpreter of the virtual environment, 3.10 to 3.13
 # PIP_FLAGS   further options for pip: on a machine without a GPU, the index of PyTorch's CPU builds
 #             avoids several gigabytes of CUDA libraries
-# ARGS        options for `te train` or for pytest: make train ARGS="--recipe mxfp8 --steps 100"
+# ARGS        options for `te train` or for pytest: make train ARGS="--recipe mxfp8 --steps 100",
+#             make test ARGS="-m slow" for the tests that are not run always: all pairs of what a cover goes through
 PYTHON ?= python3
 VENV ?= .venv
 PIP_FLAGS ?=
@@ -20,7 +21,7 @@ train: $(VENV)/.cli
 	$(BIN)/te train $(ARGS)
 
 test: check $(VENV)/.jax-plugin
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(ARGS)
 
 # Published clients of the original, as they are; without what they would bring along and do not need here.
 test-clients: $(VENV)/.test $(VENV)/.clients
