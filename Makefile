@@ -9,13 +9,14 @@ PIP_FLAGS ?=
 ARGS ?=
 
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt $(PIP_FLAGS)
+# A module is compiled when it is first imported: pip would compile all of torch's and JAX's, a third of its time.
+INSTALL := $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt $(PIP_FLAGS)
 SUPPORTED := import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))
 
 # OpenMP threads that wait by spinning slow a busy machine down twentyfold; sleeping costs an idle one little.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: train test test-clients check coverage docs clean
+.PHONY: train test test-clients check coverage docs setup clean
 
 train: $(VENV)/.cli
 	$(BIN)/te train $(ARGS)
@@ -41,6 +42,13 @@ coverage: $(VENV)/.test $(VENV)/.jax-plugin
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# What both `docs` and `test` need, resolved and installed at once.
+setup: $(VENV)/.setup
+
+$(VENV)/.setup: pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) -e '.[docs,test]'
+	@touch $(VENV)/.docs $(VENV)/.test $@
 
 clean:
 	rm -rf $(VENV) site build dist .pytest_cache .ruff_cache .hypothesis
