@@ -62,7 +62,7 @@ def test_delayed_scaling_traces_with_a_slice_of_its_state(device):
     spec = SPECS["float8"]
 
     def delayed(x, scales):
-        return quantize(x, spec, scale=scales[1:2])
+        return quantize(x, spec, multiplier=scales[1:2])
 
     compiled = torch.compile(delayed, backend="aot_eager", fullgraph=True)
     assert_same(compiled(x, scales), delayed(x, scales))
