@@ -9,6 +9,11 @@ import subprocess
 import pytest
 from source import ROOT, modules, nodes
 
+# One word for taking one of several, `choose`; docs/architecture.md. The other names are the original's.
+OTHER_WORDS_FOR_CHOOSING = re.compile(
+    r"(?<![a-z])(pick(s|ed|ing)?|select(s|ed|ion)?|decides?|decided)(?![a-z])"
+)
+OF_THE_ORIGINAL = {"routing_map_to_selected_experts"}
 MACHINE_PATHS = re.compile(r"(?<![\w.])/(work|root|home)/\w")
 
 
@@ -24,6 +29,18 @@ def test_no_file_names_a_path_of_one_machine():
     for path in tracked_text_files():
         match = MACHINE_PATHS.search(path.read_text(errors="ignore"))
         assert match is None, f"{path.relative_to(ROOT)}: {match}"
+
+
+def test_what_chooses_is_called_so():
+    defined = {
+        node.name: f"{name}:{node.lineno}"
+        for name, path in modules().items()
+        for node in nodes(path)
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+    }
+    assert OTHER_WORDS_FOR_CHOOSING.search("_picking") and not OTHER_WORDS_FOR_CHOOSING.search("pickled")
+    others = {n: place for n, place in defined.items() if OTHER_WORDS_FOR_CHOOSING.search(n.lower())}
+    assert others.keys() <= OF_THE_ORIGINAL, others
 
 
 def unpickles_anything(node: ast.AST) -> bool:
