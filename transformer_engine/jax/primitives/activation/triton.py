@@ -11,7 +11,7 @@ import jax
 from jax import Array
 
 from ....common.dispatch import Backend
-from ..kernels import call
+from ..kernels import Kernel, call
 from ..launching import refuses_on, run
 from .request import ActivationParams, ActivationRequest
 
@@ -30,7 +30,7 @@ def refuses(request: ActivationRequest) -> str | None:
 
 
 @dataclass(frozen=True)
-class _Activation:
+class _Activation(Kernel):
     """One activation, and its constants."""
 
     names: tuple[str, ...]

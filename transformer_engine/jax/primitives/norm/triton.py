@@ -13,7 +13,7 @@ from jax import Array
 
 from ....common.dispatch import Backend
 from ...platform import processors
-from ..kernels import call
+from ..kernels import Kernel, call
 from ..launching import perform, refuses_on, run
 from .request import NormRequest
 
@@ -26,7 +26,7 @@ def refuses(request: NormRequest) -> str | None:
 
 
 @dataclass(frozen=True)
-class Forward:
+class Forward(Kernel):
     """(x [rows, width], gamma, [beta]) -> y, [mean [rows]], rstdev [rows]"""
 
     centered: bool
@@ -61,7 +61,7 @@ class Forward:
 
 
 @dataclass(frozen=True)
-class Backward:
+class Backward(Kernel):
     """(dy, x [rows, width], gamma, [mean], rstdev) -> dx, dgamma, [dbeta]"""
 
     centered: bool

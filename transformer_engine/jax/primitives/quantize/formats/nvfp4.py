@@ -18,6 +18,7 @@ from ..format_row import FormatRow
 from ..hadamard import GROUP, hadamard_transform
 from ..spec import Given, Quantized, QuantizeSpec
 from ..tile_scaled import scale_a_row
+from ..triton_nvfp4 import plan
 
 _RANGE = E2M1.maximum * E4M3.maximum
 
@@ -110,4 +111,4 @@ def check(rows: int, depth: int, spec: QuantizeSpec) -> None:
         )
 
 
-ROWS = (FormatRow(NVFP4, quantize, dequantize, check),)
+ROWS = (FormatRow(NVFP4, quantize, dequantize, check, plan),)
