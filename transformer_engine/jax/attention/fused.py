@@ -20,7 +20,7 @@ from ..context_parallel.ring import ring_attention
 from ..platform import has_gpu
 from ..primitives.platforms import chosen
 from ..sharding import with_sharding_constraint
-from . import cudnn, reference
+from . import cudnn, reference, triton
 from .descriptor import SequenceDescriptor
 from .enums import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout
 from .masks import Window, check_window, hidden_keys
@@ -30,7 +30,7 @@ from .score_mod import check_score_mod, modifier
 
 __all__ = ["TABLE", "fused_attn", "fused_attn_thd", "is_fused_attn_kernel_available"]
 
-TABLE: Table[AttentionRequest] = Table("jax_attention", (cudnn.BACKEND, reference.BACKEND))
+TABLE: Table[AttentionRequest] = Table("jax_attention", (cudnn.BACKEND, triton.BACKEND, reference.BACKEND))
 
 
 def fused_attn(
@@ -97,6 +97,11 @@ def fused_attn(
         _dropout(seed, dropout_probability) if is_training else None,
         None if score_mod is None
         else modifier(score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors),
+        functools.partial(
+            _bounds, sequence_descriptor, qkv_layout, (query.shape[0], query.shape[1], key.shape[1]),
+            max_segments_per_seq,
+        ),
+        functools.partial(jax.random.bits, seed, (3,), jnp.uint32) if is_training and dropout_probability else None,
     )  # fmt: skip
     if plan is not None:
         out = _over_devices(plan, call, sequence_descriptor, qkv_layout)
@@ -105,6 +110,7 @@ def fused_attn(
         request = request._replace(
             dropout=dropout_probability, window=window, training=is_training, modified=score_mod is not None,
             rows=_rows(sequence_descriptor, attn_mask_type, qkv_layout),
+            segments=_segments(sequence_descriptor, max_segments_per_seq),
         )  # fmt: skip
         out = _by_platform(request, call)
     return checkpoint_name(out, context_checkpoint_name)
@@ -202,6 +208,27 @@ def _lengths(
     if isinstance(descriptor, SequenceDescriptor) and mask_type.is_padding():
         return descriptor.seqlens
     return None
+
+
+def _segments(descriptor: SequenceDescriptor | Array | None, most: int) -> int:
+    """Sequences that a packed row has at most: as many as it has lengths, else as many as its caller says."""
+    if isinstance(descriptor, SequenceDescriptor) and descriptor.seq_offsets[0].size:
+        return descriptor.seqlens[0].shape[1]
+    return most
+
+
+def _bounds(
+    descriptor: SequenceDescriptor | Array | None, layout: QKVLayout, extents: tuple[int, int, int], most: int
+) -> tuple[Array, Array, Array, Array]:
+    if not isinstance(descriptor, SequenceDescriptor):
+        raise _no_descriptor(layout)
+    return descriptor.bounds(*extents, most)
+
+
+def _no_descriptor(layout: QKVLayout) -> ValueError:
+    return ValueError(
+        f"qkv_layout={layout.name} without a SequenceDescriptor; make one with its from_ methods"
+    )
 
 
 def _rows(descriptor: SequenceDescriptor | Array | None, mask_type: AttnMaskType, layout: QKVLayout) -> str:
@@ -322,9 +349,7 @@ def hidden_of(
             segments = descriptor.segments(batch, queries, keys)
         return hidden_keys(mask_type, window, segments, queries, keys)
     if layout.is_thd():
-        raise ValueError(
-            f"qkv_layout={layout.name} without a SequenceDescriptor; make one with its from_ methods"
-        )
+        raise _no_descriptor(layout)
     hidden = hidden_keys(mask_type, window, None, queries, keys)
     if descriptor is None or not mask_type.is_padding():
         return hidden
