@@ -46,7 +46,12 @@ def library_failure() -> str | None:
 
 
 def attend(
-    query: Array, key: Array, value: Array, bounds: tuple[Array, Array, Array, Array], scale: float, causal: bool
+    query: Array,
+    key: Array,
+    value: Array,
+    bounds: tuple[Array, Array, Array, Array],
+    scale: float,
+    causal: bool,
 ) -> Array:
     """out [b, q, h, d]; bounds as `SequenceDescriptor.bounds` makes them; rows of no sequence are zero."""
     lengths_q, lengths_kv, starts_q, starts_kv = bounds

@@ -88,7 +88,9 @@ class Given(NamedTuple):
             elif name in ("masked", "bias"):
                 factors.append(broadcast(array, name))
             else:
-                factors.append({"sink": head, "words": "w", "row": "b"}.get(name, "b n" if array.ndim == 2 else "b"))
+                factors.append(
+                    {"sink": head, "words": "w", "row": "b"}.get(name, "b n" if array.ndim == 2 else "b")
+                )
         return tuple(factors), (groups, heads // groups)
 
 
@@ -145,7 +147,9 @@ class _Attention(Kernel):
         bounds: list[Array | None] = [*given[:4]]
         if self.facts.packed:
             lengths, starts = bounds[:2], bounds[2:]
-            begins = [x + jnp.arange(x.shape[0])[:, None] * y.shape[1] for x, y in zip(starts, (q, k), strict=True)]  # pyright: ignore
+            begins = [
+                x + jnp.arange(x.shape[0])[:, None] * y.shape[1] for x, y in zip(starts, (q, k), strict=True)
+            ]  # pyright: ignore
             bounds = [x.ravel().astype(jnp.int32) for x in (*lengths, *begins)]  # pyright: ignore
         return [q, k, v, *bounds, None, None, given.masked, given.bias, None]
 
@@ -258,7 +262,10 @@ class Backward(_Attention):
             attention_backward.keys(problem, strides[0], strides[1], parts, packed),
             bias,
         )
-        into = {"delta": jax.ShapeDtypeStruct(lse.shape, lse.dtype), "dq": jax.ShapeDtypeStruct(q.shape, q.dtype)}
+        into = {
+            "delta": jax.ShapeDtypeStruct(lse.shape, lse.dtype),
+            "dq": jax.ShapeDtypeStruct(q.shape, q.dtype),
+        }
         into |= {name: _in_parts(x, parts) for name, x in (("dk", k), ("dv", v))}
         if given.bias is not None:
             whole = bias_shape == given.bias.shape

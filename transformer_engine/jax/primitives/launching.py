@@ -121,7 +121,9 @@ def perform(
             name = reads[place]
             if name is not None:
                 kept[name] = made[name] = answer
-    return [None if name is None else made.get(name, kept.get(name)) for name in (*program.results, *program.into)]
+    return [
+        None if name is None else made.get(name, kept.get(name)) for name in (*program.results, *program.into)
+    ]
 
 
 def _check(launch: Launch, inputs: Sequence[Array | None]) -> None:

@@ -34,7 +34,9 @@ class Rule(NamedTuple):
 
 def _axes(array: str) -> tuple[Factors, ...]:
     """ "r (k b)" -> (("r",), ("k", "b"))"""
-    return tuple(tuple(one.split()) for found in re.findall(r"\(([^)]*)\)|(\S+)", array) for one in found if one)
+    return tuple(
+        tuple(one.split()) for found in re.findall(r"\(([^)]*)\)|(\S+)", array) for one in found if one
+    )
 
 
 def unknown_sizes(text: str, sizes: dict[str, int]) -> dict[str, int]:

@@ -18,8 +18,8 @@ def refuses(request: Request) -> str | None:
     for name in _NAMES:
         if (reason := refuses_on(request.platform, name)) is not None:
             return reason
-    if compute_capability() < _CAPABILITY:
-        return f"compute capability {compute_capability() / 10} < 9.0: Triton rounds a cast to FP8 twice there, or has none"
+    if (capability := compute_capability()) < _CAPABILITY:
+        return f"compute capability {capability / 10} < 9.0: Triton rounds a cast to FP8 twice there, or has none"
     if 0 in request.shape:
         return "there is nothing to quantize"
     if max(request.shape) >= _LIMIT:

@@ -68,7 +68,10 @@ class Blocks(Kernel):
     def rule(self) -> str:
         m, k = self._extents
         matrix, turned = f"{m.whole} {k.whole}", f"{k.whole} {m.whole}"
-        takes = [matrix, *(one for one, there in zip(("p", "q", matrix, turned), self.given, strict=True) if there)]
+        takes = [
+            matrix,
+            *(one for one, there in zip(("p", "q", matrix, turned), self.given, strict=True) if there),
+        ]
         made = []
         if self.spec.rowwise:
             made += [f"{m.whole} {k.bytes}", f"{m.whole} {k.blocks}"]

@@ -90,7 +90,10 @@ class Tiles(Kernel):
     @property
     def replicated(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return tuple(
-            name for one in self._extents for name in one.replicated if name in self.rule.replace(",", " ").split()
+            name
+            for one in self._extents
+            for name in one.replicated
+            if name in self.rule.replace(",", " ").split()
         )
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
