@@ -119,7 +119,8 @@ class Attention:
             out, pullback = jax.vjp(lambda arrays: self.out(arrays, key), arrays)
             return out, pullback(cotangent)[0]
 
-        with use_backend(jax_attention=backend):
+        # By default XLA rounds float32 operands of products to TF32 on a GPU.
+        with use_backend(jax_attention=backend), jax.default_matmul_precision("float32"):
             return jax.jit(run)(arrays, self.cotangent, key)
 
 
@@ -175,7 +176,7 @@ def test_dropout_drops_its_share_and_gradients_follow_it(name):
     np.testing.assert_array_equal(dropped, again)
     assert (np.asarray(dropped) != np.asarray(other)).any(), "another key draws other numbers"
     probe.dropout = 0.0
-    with use_backend(jax_attention="reference"):
+    with use_backend(jax_attention="reference"), jax.default_matmul_precision("float32"):
         whole = jax.jit(probe.out)(probe.arrays)
     seen = np.asarray(whole) > 1e-5
     kept = seen & (np.asarray(dropped) != 0)
@@ -196,7 +197,7 @@ def test_dropout_drops_its_share_and_gradients_follow_it(name):
         probe_arrays = {**arrays, "value": probe.arrays["value"]}
         return probe.out(probe_arrays)
 
-    with use_backend(jax_attention="reference"):
+    with use_backend(jax_attention="reference"), jax.default_matmul_precision("float32"):
         want, pullback = jax.vjp(plain, attention.arrays)
         exact = pullback(attention.cotangent)[0]
     out, gradients = attention.both("triton", key=key)

@@ -7,6 +7,7 @@ import inspect
 from importlib.metadata import version
 from types import ModuleType
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -56,16 +57,32 @@ def attend(
     """out [b, q, h, d]; bounds as `SequenceDescriptor.bounds` makes them; rows of no sequence are zero."""
     lengths_q, lengths_kv, starts_q, starts_kv = bounds
     module = _module()
+    seen_q = _inside(starts_q, lengths_q, query.shape[1])
+    seen_kv = _inside(starts_kv, lengths_kv, key.shape[1])
+    query, key, value = (_within(x, seen) for x, seen in ((query, seen_q), (key, seen_kv), (value, seen_kv)))
     out = module.dot_product_attention(
         query, key, value,
         q_seqlen=_or_absent(lengths_q, lengths_q), kv_seqlen=_or_absent(lengths_kv, lengths_q),
         q_offsets=_with_end(_or_absent(starts_q, lengths_q)), kv_offsets=_with_end(_or_absent(starts_kv, lengths_q)),
         scale=scale, mask_type=module.MaskType.PADDING_CAUSAL if causal else module.MaskType.PADDING, qkv_layout="BTNH",
     )  # fmt: skip
-    place = jnp.arange(query.shape[1], dtype=jnp.int32)
-    begins, ends = starts_q[:, :, None], (starts_q + lengths_q)[:, :, None]
-    inside = ((place >= begins) & (place < ends)).any(axis=1)
-    return jnp.where(inside[:, :, None, None], out, 0)
+    return jnp.where(seen_q, out, 0)
+
+
+def _inside(starts: Array, lengths: Array, tokens: int) -> Array:
+    """[b, tokens, 1, 1]: does a token belong to a sequence?"""
+    place = jnp.arange(tokens, dtype=jnp.int32)
+    begins = starts[:, :, None]
+    return ((place >= begins) & (place < begins + lengths[:, :, None])).any(axis=1)[:, :, None, None]
+
+
+@jax.custom_vjp
+def _within(x: Array, seen: Array) -> Array:
+    """x, whose gradient is zero where nobody is: cuDNN leaves there what lay in memory."""
+    return x
+
+
+_within.defvjp(lambda x, seen: (x, seen), lambda seen, dy: (jnp.where(seen, dy, 0), None))
 
 
 def _or_absent(values: Array, lengths: Array) -> Array:

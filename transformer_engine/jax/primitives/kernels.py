@@ -17,7 +17,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from .partitioning import placement, unknown_sizes
+from .partitioning import mesh_of, placement, unknown_sizes
 
 Shape = jax.ShapeDtypeStruct
 
@@ -96,8 +96,8 @@ def _on_many(*arrays: Array, kernel: Kernel) -> list[Array]:
         return kernel.run(*arrays)
 
     def partition(mesh: Any, operands: Any, results: Any) -> tuple[Any, ...]:
-        found = next(operand.sharding.mesh for operand in operands)
-        placed = placement(kernel.rule, kernel.sizes, kernel.replicated, found, operands)
+        mesh = mesh_of(operands)
+        placed = placement(kernel.rule, kernel.sizes, kernel.replicated, mesh, operands)
 
         def local(*arrays: Array) -> tuple[Array, ...]:
             return tuple(map(reduced, range(len(results)), kernel.run(*arrays), placed.reduced))

@@ -7,11 +7,13 @@ cuts k. Shardy follows the rule as far as it can; here operands and results are 
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 Axes = tuple[str, ...]
@@ -85,6 +87,20 @@ def placement(
         for factors in rule.results
     )
     return Placement(tuple(map(laid, rule.operands)), tuple(map(laid, rule.results)), reduced)
+
+
+def mesh_of(operands: Sequence[Any]) -> Mesh:
+    """The mesh that operands lie on; one of all their devices, without names that cut anything, where none is known."""
+    for operand in operands:
+        if isinstance(operand.sharding, NamedSharding) and isinstance(operand.sharding.mesh, Mesh):
+            return operand.sharding.mesh
+    warnings.warn(
+        "a program over several devices was compiled without a mesh in force: every device computes the whole of its "
+        "kernels; enter the mesh by jax.set_mesh(mesh), or `with mesh:`",
+        stacklevel=2,
+    )
+    devices = sorted(operands[0].sharding.device_set, key=lambda device: device.id)
+    return Mesh(np.asarray(devices), ("device",))
 
 
 def _axes_of(sharding: Any) -> list[Axes]:

@@ -20,6 +20,7 @@ from .flag import FLAG, is_triton_off, warn_of_the_flag
 from .reference import LAST_AXES
 from .request import GemmRequest
 
+
 def bind_direct(request: GemmRequest) -> Callable[..., Array]:
     warn_of_the_flag(request)
     return run_direct

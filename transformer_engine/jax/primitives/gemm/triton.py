@@ -77,7 +77,9 @@ class Product(Kernel):
         n, k = self._extents
         scales = "p, q"
         if self.blocks is not None:
-            scales = f"{k.blocks} m, " + (f"{k.blocks} {n.whole}" if self.blocks == 1 else f"{n.blocks} {k.blocks}")
+            scales = f"{k.blocks} m, " + (
+                f"{k.blocks} {n.whole}" if self.blocks == 1 else f"{n.blocks} {k.blocks}"
+            )
         return f"m {k.whole}, {n.whole} {k.whole}, {scales} -> m {n.whole}"
 
     @property
@@ -111,7 +113,13 @@ class Product(Kernel):
         else:
             scaling = kernels.TENSOR_SCALES if self.blocks is None else kernels.BLOCK_SCALES
             launch = kernels.product_of_rows(
-                m, n, k, 1, scaling=scaling, exact=self.exact and self.blocks is None, shared_memory=shared_memory
+                m,
+                n,
+                k,
+                1,
+                scaling=scaling,
+                exact=self.exact and self.blocks is None,
+                shared_memory=shared_memory,
             )
             inputs = [a, b, None, scale_a, scale_b, None, _one_group(m)]
             (out,) = run(launch, inputs, [jax.ShapeDtypeStruct((m, n), self.dtype)])

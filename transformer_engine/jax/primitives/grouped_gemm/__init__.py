@@ -16,7 +16,12 @@ TABLE: Table[GroupedGemmRequest] = Table("jax_grouped_gemm", (triton.BACKEND, re
 
 
 def grouped_gemm(
-    a: Array, b: Array, group_sizes: Array, dtype: jnp.dtype, scales: Scales = None, features_first: bool = False
+    a: Array,
+    b: Array,
+    group_sizes: Array,
+    dtype: jnp.dtype,
+    scales: Scales = None,
+    features_first: bool = False,
 ) -> Array:
     """out [M, N] in dtype: rows of group g of a [M, K] @ b[g] of b [G, K, N]; rows behind the last group are zero.
 

@@ -72,7 +72,9 @@ class OfRows(Kernel):
             exact=self.scaled, transposed=not self.features_first, shared_memory=processors().shared_memory,
         )  # fmt: skip
         # Rows behind the last group are nobody's.
-        launch = dataclasses.replace(launch, outputs=(Output(out.shape, self.dtype.name, begins=0.0),), handles={})
+        launch = dataclasses.replace(
+            launch, outputs=(Output(out.shape, self.dtype.name, begins=0.0),), handles={}
+        )
         scale_a, scale_b = (_slots(scale, kernels.SCALE_SLOT) for scale in scales) if scales else (None, None)
         layout = _layout(sizes, a.shape[0])
         (made,) = run(launch, [a, b, None, scale_a, scale_b, None, layout])
@@ -131,7 +133,9 @@ def over_rows(a: Array, b: Array, group_sizes: Array, scales: Scales, dtype: jnp
     """See `grouped_contraction`; codes are bfloat16 to the kernel, which holds each of them."""
     if scales is None:
         return call(OverRows(jnp.dtype(dtype)), a, b, group_sizes)[0]
-    wide = call(OverRows(jnp.dtype(jnp.float32)), a.astype(jnp.bfloat16), b.astype(jnp.bfloat16), group_sizes)[0]
+    wide = call(
+        OverRows(jnp.dtype(jnp.float32)), a.astype(jnp.bfloat16), b.astype(jnp.bfloat16), group_sizes
+    )[0]
     return (wide * (scales[0] * scales[1])[:, None, None]).astype(dtype)
 
 
