@@ -1,4 +1,4 @@
-"""Products of codes and of rows in groups by kernels from JAX, against the reference, on a GPU or in the interpreter."""
+"""Products of codes and of rows in groups by kernels, against the reference, on a GPU or in the interpreter."""
 
 from __future__ import annotations
 

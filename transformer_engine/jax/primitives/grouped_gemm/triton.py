@@ -46,7 +46,7 @@ def refuses(request: GroupedGemmRequest) -> str | None:
 
 @dataclass(frozen=True)
 class OfRows(Kernel):
-    """(a [M, K], b [G, K, N] or [G, N, K], sizes [G], [scales of a [G], of b [G]]) -> out [M, N], 0 behind the groups"""
+    """(a [M, K], b [G, K, N] or [G, N, K], sizes [G], [scales [G] of a, of b]) -> out [M, N], 0 behind the groups"""
 
     dtype: jnp.dtype
     features_first: bool
