@@ -50,6 +50,7 @@ def test_devices_cut_kernels_as_their_rules_say_and_agree_with_one_device():
     assert "jax.set_mesh(mesh)" in done.stderr, "a program without a mesh says so"
     found = json.loads(done.stdout.splitlines()[-1])
     gathers = {name: found.pop(name) for name in [*found] if name.endswith(": gathers")}
+    assert found.pop("ragged exchanges between GPUs") >= 4, "rows and weights, there and back"
     assert max(found.values()) < 1e-5, found
     # Nothing travels but where a block would be cut, an operand lies otherwise, or both rows lie over one axis.
     free = ("rows", "both axes", "one axis twice", "blocks", "columns", "contraction", "heads")
