@@ -24,7 +24,10 @@ Shape = jax.ShapeDtypeStruct
 class Measured(Kernel):
     """x [r, w] -> x * 2, its transpose, max|x| [1]"""
 
-    rule = "r w -> r w, w r, o"
+    @property
+    def rule(self):
+        return "r w -> r w, w r, o"
+
     maxed = (2,)
 
     def results(self, *operands):
@@ -48,12 +51,8 @@ class Blocks(Kernel):
         return f"m {k.whole} -> m {k.blocks}"
 
     @property
-    def sizes(self):
-        return extent("k", self.shape[1], 16).sizes
-
-    @property
-    def replicated(self):
-        return extent("k", self.shape[1], 16).replicated[:2]
+    def extents(self):
+        return (extent("k", self.shape[1], 16),)
 
     def results(self, *operands):
         (x,) = operands
@@ -69,7 +68,10 @@ class Blocks(Kernel):
 class Product(Kernel):
     """a [m, k], b [n, k] -> a @ b.T, of parts of k summed"""
 
-    rule = "m k, n k -> m n"
+    @property
+    def rule(self):
+        return "m k, n k -> m n"
+
     summed = (0,)
 
     def results(self, *operands):
@@ -86,8 +88,12 @@ class Heads(Kernel):
     """q [b, h, s], k [b, g, s] -> q * its head of k, and what every head of k is summed to [b, g]"""
 
     members: int
-    rule = "b (g r) s, b g s -> b (g r) s, b g"
-    replicated = ("r", "s")
+
+    @property
+    def rule(self):
+        return "b (g r) s, b g s -> b (g r) s, b g"
+
+    whole = ("r", "s")
 
     @property
     def sizes(self):

@@ -101,7 +101,8 @@ def fused_attn(
             _bounds, sequence_descriptor, qkv_layout, (query.shape[0], query.shape[1], key.shape[1]),
             max_segments_per_seq,
         ),
-        functools.partial(jax.random.bits, seed, (3,), jnp.uint32) if is_training and dropout_probability else None,
+        None if seed is None or not is_training or not dropout_probability
+        else functools.partial(jax.random.bits, seed, (3,), jnp.uint32),
     )  # fmt: skip
     if plan is not None:
         out = _over_devices(plan, call, sequence_descriptor, qkv_layout)

@@ -66,7 +66,10 @@ def run(call: Call, request: AttentionRequest) -> Array:
         lengths = call.lengths if request.rows == "lengths" and call.lengths is not None else (None, None)
         bounds = (*lengths, None, None)
     given = Given(
-        *bounds,
+        bounds[0],
+        bounds[1],
+        bounds[2],
+        bounds[3],
         None if hidden is None else hidden.astype(jnp.uint8),
         call.bias,
         None if call.sink is None else jnp.broadcast_to(call.sink.ravel(), (request.query_heads,)),
@@ -95,7 +98,7 @@ def _backward(facts: Facts, saved: Any, dout: Array) -> tuple[Any, ...]:
     dq, dk, dv, *rest = call_kernel(kernel, *arrays)
     dbias = rest.pop(0) if given.bias is not None else None
     dsink = rest.pop(0).sum(axis=0) if given.sink is not None else None
-    return dq, dk, dv, Given(*(None,) * 5, dbias, dsink, None, None)
+    return dq, dk, dv, Given(bias=dbias, sink=dsink)
 
 
 attend.defvjp(_forward, _backward)

@@ -125,7 +125,7 @@ class _Attention(Kernel):
         return dict(zip("gr", self.heads, strict=True)) if self.heads[1] > 1 else {}
 
     @property
-    def replicated(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def replicated(self) -> tuple[str, ...]:
         words = set(self.rule.replace("(", " ").replace(")", " ").replace(",", " ").split())
         never = {"s", "t", "d", "e", "r", "n", "w"} | ({"g"} if self.facts.dropout else set())
         return tuple(sorted(words & never))
@@ -146,10 +146,12 @@ class _Attention(Kernel):
         """What every kernel reads first."""
         bounds: list[Array | None] = [*given[:4]]
         if self.facts.packed:
-            lengths, starts = bounds[:2], bounds[2:]
+            lengths, starts = given[:2], given[2:4]
             begins = [
-                x + jnp.arange(x.shape[0])[:, None] * y.shape[1] for x, y in zip(starts, (q, k), strict=True)
-            ]  # pyright: ignore
+                x + jnp.arange(x.shape[0])[:, None] * y.shape[1]
+                for x, y in zip(starts, (q, k), strict=True)
+                if x is not None
+            ]
             bounds = [x.ravel().astype(jnp.int32) for x in (*lengths, *begins)]  # pyright: ignore
         return [q, k, v, *bounds, None, None, given.masked, given.bias, None]
 

@@ -17,7 +17,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from .partitioning import mesh_of, placement, unknown_sizes
+from .partitioning import Extent, mesh_of, placement, unknown_sizes
 
 Shape = jax.ShapeDtypeStruct
 
@@ -25,12 +25,12 @@ Shape = jax.ShapeDtypeStruct
 class Kernel:
     """What computes; hashable.
 
-    replicated   factors that are not cut
-    summed       results that devices make parts of, which are added up
-    maxed        results that devices make parts of, of which the greatest counts
+    whole    factors that are not cut
+    summed   results that devices make parts of, which are added up
+    maxed    results that devices make parts of, of which the greatest counts
     """
 
-    replicated: tuple[str, ...] = ()
+    whole: tuple[str, ...] = ()
     summed: tuple[int, ...] = ()
     maxed: tuple[int, ...] = ()
 
@@ -40,9 +40,21 @@ class Kernel:
         raise NotImplementedError
 
     @property
+    def extents(self) -> tuple[Extent, ...]:
+        """The axes that blocks lie along."""
+        return ()
+
+    @property
     def sizes(self) -> dict[str, int]:
         """Sizes of the factors that share an axis with another."""
-        return {}
+        return {name: size for one in self.extents for name, size in one.sizes.items()}
+
+    @property
+    def replicated(self) -> tuple[str, ...]:
+        """Factors of the rule that are not cut, those of extents with a block that is not full among them."""
+        words = self.rule.replace(",", " ").split()
+        blocks = (name for one in self.extents for name in one.replicated)
+        return (*self.whole, *(name for name in blocks if name in words))
 
     def results(self, *operands: Any) -> tuple[Shape, ...]:
         """Shapes and dtypes of what run answers."""

@@ -72,7 +72,8 @@ def placement(
     rule = Rule.of(text)
     cuts: dict[str, Axes] = dict.fromkeys(replicated, ())
     for factors, operand in zip(rule.operands, operands, strict=True):
-        for (factor, *_), size, axes in zip(factors, operand.shape, _axes_of(operand.sharding), strict=False):
+        extents: tuple[int, ...] = operand.shape
+        for (factor, *_), size, axes in zip(factors, extents, _axes_of(operand.sharding), strict=False):
             parts = prod(mesh.shape[axis] for axis in axes)
             free = not any(set(axes) & set(others) for others in cuts.values())
             if axes and free and factor not in cuts and sizes.get(factor, size) % parts == 0:

@@ -67,30 +67,20 @@ class Product(Kernel):
     summed = (0,)
 
     @property
-    def _extents(self) -> tuple[Extent, Extent]:
+    def extents(self) -> tuple[Extent, Extent]:
         if self.blocks is None:
             return extent("n", self.n, 1), extent("k", self.k, 1)
         return extent("n", self.n, self.blocks), extent("k", self.k, _BLOCK)
 
     @property
     def rule(self) -> str:
-        n, k = self._extents
+        n, k = self.extents
         scales = "p, q"
         if self.blocks is not None:
             scales = f"{k.blocks} m, " + (
                 f"{k.blocks} {n.whole}" if self.blocks == 1 else f"{n.blocks} {k.blocks}"
             )
         return f"m {k.whole}, {n.whole} {k.whole}, {scales} -> m {n.whole}"
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        n, k = self._extents
-        return n.sizes | k.sizes
-
-    @property
-    def replicated(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        words = self.rule.replace(",", " ").split()
-        return tuple(name for one in self._extents for name in one.replicated if name in words)
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         return (jax.ShapeDtypeStruct((operands[0].shape[0], operands[1].shape[0]), self.dtype),)

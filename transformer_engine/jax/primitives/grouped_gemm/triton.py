@@ -51,7 +51,7 @@ class OfRows(Kernel):
     dtype: jnp.dtype
     features_first: bool
     scaled: bool
-    replicated = ("m", "g")
+    whole = ("m", "g")
     summed = (0,)
 
     @property
@@ -87,8 +87,12 @@ class OverRows(Kernel):
     """(a [M, K], b [M, N], sizes [G]) -> out [G, K, N]"""
 
     dtype: jnp.dtype
-    rule = "m k, m n, g -> g k n"
-    replicated = ("m", "g")
+
+    @property
+    def rule(self) -> str:
+        return "m k, m n, g -> g k n"
+
+    whole = ("m", "g")
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         a, b, sizes = operands

@@ -32,7 +32,7 @@ class Forward(Kernel):
     centered: bool
     zero_centered: bool
     epsilon: float
-    replicated, summed = ("w",), ()
+    whole = ("w",)
 
     @property
     def rule(self) -> str:
@@ -66,14 +66,14 @@ class Backward(Kernel):
 
     centered: bool
     zero_centered: bool
-    replicated = ("w",)
+    whole = ("w",)
 
     @property
     def rule(self) -> str:
         return "r w, r w, w, r, r -> r w, w, w" if self.centered else "r w, r w, w, r -> r w, w"
 
     @property
-    def summed(self) -> tuple[int, ...]:
+    def summed(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return (1, 2) if self.centered else (1,)
 
     def results(self, dy: Any, x: Any, *_: Any) -> tuple[jax.ShapeDtypeStruct, ...]:

@@ -22,7 +22,10 @@ _ONE = jax.ShapeDtypeStruct((1,), jnp.float32)
 class Maximum(Kernel):
     """x [rows, width] -> max|x| [1]"""
 
-    rule = "r w -> o"
+    @property
+    def rule(self) -> str:
+        return "r w -> o"
+
     maxed = (0,)
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:

@@ -62,7 +62,7 @@ class Tiles(Kernel):
     shape: tuple[int, int]
 
     @property
-    def _extents(self) -> tuple[Extent, Extent]:
+    def extents(self) -> tuple[Extent, Extent]:
         spec = self.spec
         assert spec.tile is not None
         down, along = spec.tile
@@ -72,7 +72,7 @@ class Tiles(Kernel):
 
     @property
     def rule(self) -> str:
-        spec, (m, k) = self.spec, self._extents
+        spec, (m, k) = self.spec, self.extents
         # Of 128 x 128 blocks one scale; else every row has its own.
         rows, columns = (m.blocks, k.blocks) if spec.format == BLOCK_2D else (m.whole, k.whole)
         made = []
@@ -81,20 +81,6 @@ class Tiles(Kernel):
         if spec.columnwise:
             made += [f"{k.whole} {m.whole}", f"{columns} {m.blocks}"]
         return f"{m.whole} {k.whole} -> {', '.join(made)}"
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        m, k = self._extents
-        return m.sizes | k.sizes
-
-    @property
-    def replicated(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return tuple(
-            name
-            for one in self._extents
-            for name in one.replicated
-            if name in self.rule.replace(",", " ").split()
-        )
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         spec, (rows, depth) = self.spec, operands[0].shape

@@ -29,7 +29,7 @@ class Rotation(Kernel):
     interleaved: bool
     sequence_first: bool
     back: bool
-    replicated, summed = ("s", "d", "p", "e"), ()
+    whole = ("s", "d", "p", "e")
 
     @property
     def rule(self) -> str:

@@ -34,7 +34,7 @@ class Forward(Kernel):
     """(x [b, h, q, k], hidden uint8 with 1 in place of an extent) -> p"""
 
     masked: bool
-    replicated, summed = ("q", "k"), ()
+    whole = ("q", "k")
 
     @property
     def rule(self) -> str:
@@ -62,8 +62,11 @@ class Forward(Kernel):
 class Backward(Kernel):
     """(dp, p [b, h, q, k]) -> dx"""
 
-    replicated, summed = ("q", "k"), ()
-    rule = "b h q k, b h q k -> b h q k"
+    whole = ("q", "k")
+
+    @property
+    def rule(self) -> str:
+        return "b h q k, b h q k -> b h q k"
 
     def results(self, dp: Any, p: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         return (jax.ShapeDtypeStruct(p.shape, p.dtype),)
