@@ -17,6 +17,8 @@ from .enums import AttnBiasType, AttnSoftmaxType
 from .request import AttentionRequest, Call
 
 _PACKED_CAPABILITY = 90
+# H200, jax 0.11.2: gradients of keys were wrong where rows are no sequence's; `_within` of cudnn_packed is unproven.
+PACKED_GRADIENTS = False
 _MOST_HEAD_DIM = 128  # from compute capability 9.0 on cuDNN takes 256, in the forward pass alone
 
 
@@ -57,6 +59,8 @@ def _refuses_packed(request: AttentionRequest) -> str | None:
         return reason
     if compute_capability() < _PACKED_CAPABILITY:
         return f"packed rows at compute capability {compute_capability() / 10} < 9.0"
+    if request.training and not PACKED_GRADIENTS:
+        return "packed rows with gradients"
     if request.segments == 1:
         return "packed rows of one sequence, which may begin anywhere"
     if request.mask.is_bottom_right():
