@@ -30,12 +30,10 @@ class Measured(Kernel):
 
     maxed = (2,)
 
-    def results(self, *operands):
-        (x,) = operands
+    def results(self, x):
         return Shape(x.shape, x.dtype), Shape(x.shape[::-1], x.dtype), Shape((1,), x.dtype)
 
-    def run(self, *arrays):
-        (x,) = arrays
+    def run(self, x):
         return x * 2, x.T * 2, jnp.abs(x).max().reshape(1)
 
 

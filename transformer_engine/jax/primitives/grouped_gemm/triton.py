@@ -37,11 +37,10 @@ def refuses(request: GroupedGemmRequest) -> str | None:
         return f"{request.dtype}; it takes bfloat16 and float16"
     if 0 in (request.groups, request.m, request.n, request.k):
         return "a product without elements"
-    if request.n % 16 or request.k % 16:
-        return f"N={request.n} or K={request.k} is not a multiple of 16"
     if request.result not in _RESULTS:
         return f"a result in {request.result}; it writes bfloat16, float16 and float32"
-    return None
+    odd = [extent for extent in (request.n, request.k) if extent % 16]
+    return f"an extent of {odd[0]} is not a multiple of 16" if odd else None
 
 
 @dataclass(frozen=True)

@@ -26,13 +26,19 @@ def refuses(request: NormRequest) -> str | None:
 
 
 @dataclass(frozen=True)
-class Forward(Kernel):
-    """(x [rows, width], gamma, [beta]) -> y, [mean [rows]], rstdev [rows]"""
+class _Norm(Kernel):
+    """A norm, which needs whole rows."""
 
     centered: bool
     zero_centered: bool
-    epsilon: float
     whole = ("w",)
+
+
+@dataclass(frozen=True)
+class Forward(_Norm):
+    """(x [rows, width], gamma, [beta]) -> y, [mean [rows]], rstdev [rows]"""
+
+    epsilon: float
 
     @property
     def rule(self) -> str:
@@ -61,12 +67,8 @@ class Forward(Kernel):
 
 
 @dataclass(frozen=True)
-class Backward(Kernel):
+class Backward(_Norm):
     """(dy, x [rows, width], gamma, [mean], rstdev) -> dx, dgamma, [dbeta]"""
-
-    centered: bool
-    zero_centered: bool
-    whole = ("w",)
 
     @property
     def rule(self) -> str:

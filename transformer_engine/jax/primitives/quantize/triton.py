@@ -20,19 +20,16 @@ def refuses(request: Request) -> str | None:
             return reason
     if (capability := compute_capability()) < _CAPABILITY:
         return f"compute capability {capability / 10} < 9.0: Triton rounds a cast to FP8 twice there, or has none"
-    if 0 in request.shape:
-        return "there is nothing to quantize"
-    if max(request.shape) >= _LIMIT:
-        return f"an extent of {list(request.shape)} reaches {_LIMIT}"
-    if FORMATS[request.spec.format.name].plan is None:
-        return f"there is no kernel for format {request.spec.format.name}"
+    rows, depth = request.shape
+    if not rows * depth:
+        return "a matrix without elements"
+    if rows >= _LIMIT or depth >= _LIMIT:
+        return f"{rows} rows or {depth} columns reach {_LIMIT}"
     return None
 
 
 def _bind(request: Request) -> PlannedCall:
-    plan = FORMATS[request.spec.format.name].plan
-    assert plan is not None, "refuses says so"
-    return plan(request)
+    return FORMATS[request.spec.format.name].plan(request)
 
 
 BACKEND: Backend[Request] = Backend("triton", refuses=refuses, bind=_bind)

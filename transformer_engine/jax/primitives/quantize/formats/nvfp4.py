@@ -242,4 +242,4 @@ def _maxima(x: Array, spec: QuantizeSpec, given: Given) -> tuple[Array | None, A
     return amax, amax_t
 
 
-ROWS = (FormatRow(NVFP4, quantize, dequantize, check, plan),)
+ROWS = (FormatRow(NVFP4, quantize, dequantize, plan, check),)
