@@ -147,6 +147,13 @@ class SequenceDescriptor:
         return made[0][0], made[1][0], made[0][1], made[1][1]
 
 
+def segments_at_most(descriptor: SequenceDescriptor | Array | None, most: int) -> int:
+    """Sequences that a packed row has at most: as many as it has lengths, else as many as its caller says."""
+    if isinstance(descriptor, SequenceDescriptor) and descriptor.seq_offsets[0].size:
+        return descriptor.seqlens[0].shape[1]
+    return most
+
+
 def _fits(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
     if found != wanted:
         raise ValueError(f"{name} has shape {found}; these queries and keys need {wanted}")

@@ -21,7 +21,7 @@ from ..platform import has_gpu
 from ..primitives.platforms import chosen
 from ..sharding import with_sharding_constraint
 from . import cudnn, reference, triton
-from .descriptor import SequenceDescriptor
+from .descriptor import SequenceDescriptor, segments_at_most
 from .enums import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout
 from .masks import Window, check_window, hidden_keys
 from .reorder import CPStrategy
@@ -113,7 +113,7 @@ def fused_attn(
         request = request._replace(
             dropout=dropout_probability, window=window, training=is_training, modified=score_mod is not None,
             rows=_rows(sequence_descriptor, attn_mask_type, qkv_layout),
-            segments=_segments(sequence_descriptor, max_segments_per_seq),
+            segments=segments_at_most(sequence_descriptor, max_segments_per_seq),
         )  # fmt: skip
         out = _by_platform(request, call)
     return checkpoint_name(out, context_checkpoint_name)
@@ -211,13 +211,6 @@ def _lengths(
     if isinstance(descriptor, SequenceDescriptor) and mask_type.is_padding():
         return descriptor.seqlens
     return None
-
-
-def _segments(descriptor: SequenceDescriptor | Array | None, most: int) -> int:
-    """Sequences that a packed row has at most: as many as it has lengths, else as many as its caller says."""
-    if isinstance(descriptor, SequenceDescriptor) and descriptor.seq_offsets[0].size:
-        return descriptor.seqlens[0].shape[1]
-    return most
 
 
 def _bounds(
