@@ -7,7 +7,7 @@ import sys
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from ..common import env
+from ..common import env, extras
 
 if TYPE_CHECKING:
     from typer import Typer
@@ -43,7 +43,7 @@ def main() -> None:
     """Entry point of the `te` console script."""
     missing = [name for name in REQUIRED if find_spec(name) is None]
     if missing:
-        sys.exit(f"te needs {', '.join(missing)}; install with: pip install transformer-engine[cli]")
+        sys.exit(f"te needs {', '.join(missing)}; install with {extras.command('cli')}")
     try:
         env.check_all()
     except ValueError as error:

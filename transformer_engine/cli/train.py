@@ -79,6 +79,9 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue exactly from the run's checkpoint")
     ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Train anew where a run of that name has its checkpoint")
+    ] = False,
 ) -> None:
     """Train a byte-level GPT under a recipe and in high precision, side by side, and compare the losses."""
     console = Console(highlight=False)
@@ -99,6 +102,7 @@ def train(
     execution = Execution(graphs=graphs, offload_layers=offload_layers, observe=observe)
     folder = out / (name or given["recipe"] or "delayed")
     with reporting(console), fitting(SMALLER):
+        _check_replacing(folder, resume, overwrite)
         trainer = _prepare(folder, device.value, given, execution, resume)
     _describe(console, trainer)
     with _interrupts(console) as stopping, reporting_failures(console), fitting(SMALLER):
@@ -112,6 +116,19 @@ def train(
         raise typer.Exit(130)
     with reporting_failures(console):
         _conclude(console, trainer)
+
+
+def _check_replacing(folder: Path, resume: bool, overwrite: bool) -> None:
+    """ValueError where a run would replace a checkpoint unasked: it may be hours of work."""
+    if resume and overwrite:
+        raise ValueError("--resume continues a run and --overwrite replaces it; give one of them")
+    with writing(folder, ELSEWHERE):
+        stands = (folder / "checkpoint").exists()
+    if stands and not (resume or overwrite):
+        raise ValueError(
+            f"{folder} holds the checkpoint of an earlier run; name this one with --name, continue that one with "
+            "--resume, or replace it with --overwrite"
+        )
 
 
 def _prepare(folder: Path, device: str, given: dict[str, Any], execution: Execution, resume: bool) -> Trainer:

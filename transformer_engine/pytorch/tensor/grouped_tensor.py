@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...common.checks import whole
 from ..runtime.checks import tensor, values_dtype
+from ..runtime.device import canonical_device
 from .quantizer import Quantizer
 
 __all__ = ["GroupedTensor", "GroupedTensorStorage"]
@@ -148,8 +149,10 @@ class GroupedTensorStorage:
             raise ValueError(f"{len(shapes)} shapes for num_tensors={num_tensors}; give one a tensor")
         dtype = torch.get_default_dtype() if dtype is None else dtype
         values_dtype("dtype", dtype)
-        total = sum(prod(shape) for shape in shapes)
-        return GroupedTensor.of(shapes, torch.empty(total, dtype=dtype, device=device), quantizer)
+        values = torch.empty(
+            sum(prod(shape) for shape in shapes), dtype=dtype, device=canonical_device(device)
+        )
+        return GroupedTensor.of(shapes, values, quantizer)
 
     @classmethod
     def make_grouped_tensor_from_rowwise_data(
