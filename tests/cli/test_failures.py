@@ -180,7 +180,7 @@ def test_a_full_disk_keeps_the_old_checkpoint_and_says_where(
     before = (run / "checkpoint").read_bytes()
     monkeypatch.setattr(checkpoint.os, "fsync", full)
     arguments = ["--data", text, "--device", "cpu", "--out", str(tmp_path), "--recipe", "current"]
-    refused(te("train", *TINY, *arguments), str(run / "checkpoint"), "No space left", "--out")
+    refused(te("train", *TINY, *arguments, "--overwrite"), str(run / "checkpoint"), "No space left", "--out")
     assert (run / "checkpoint").read_bytes() == before
     assert not (run / "checkpoint.partial").exists()
 

@@ -1,5 +1,5 @@
 """The `te` command: train the demonstration (`te train`), sample from it (`te generate`), convert checkpoints
-(`te convert`), describe this machine (`te info`), time it (`te bench`)."""
+(`te convert`), describe this machine (`te info`), check the installation (`te doctor`), time it (`te bench`)."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def application() -> Typer:
 
     from .bench.command import bench
     from .convert import convert
+    from .doctor.options import doctor
     from .generate import generate
     from .info import info
     from .train import train
@@ -35,6 +36,7 @@ def application() -> Typer:
     app.command()(generate)
     app.command()(convert)
     app.command()(info)
+    app.command()(doctor)
     app.command()(bench)
     return app
 
@@ -42,10 +44,15 @@ def application() -> Typer:
 def main() -> None:
     """Entry point of the `te` console script."""
     missing = [name for name in REQUIRED if find_spec(name) is None]
+    if missing and sys.argv[1:2] == ["doctor"]:
+        from .doctor.command import main as diagnose
+
+        sys.exit(diagnose(sys.argv[2:]))
     if missing:
         sys.exit(f"te needs {', '.join(missing)}; install with {extras.command('cli')}")
     try:
-        env.check_all()
+        if sys.argv[1:2] != ["doctor"]:  # which says it among the rest
+            env.check_all()
     except ValueError as error:
         sys.exit(f"error: {error}")
     application()()

@@ -98,13 +98,13 @@ def _check_number(device: torch.device, name: str) -> None:
     """ValueError unless torch finds the GPU of this number."""
     if not has_cuda():
         raise ValueError(
-            f"{name}={str(device)!r}: torch finds no CUDA device; give 'cpu', or 'cuda', which means the CPU where there "
-            "is no GPU (te doctor says why a GPU is not found)"
+            f"{name}={str(device)!r}: torch finds no CUDA device; give 'cpu', or 'cuda', which means the CPU where "
+            "there is no GPU (te doctor says why a GPU is not found)"
         )
     if device.index >= _device_count():
         raise ValueError(
-            f"{name}={str(device)!r}: torch finds {_device_count()} CUDA device(s); give a number below that, or 'cuda' "
-            "for the current one"
+            f"{name}={str(device)!r}: torch finds {_device_count()} CUDA device(s); give a number below that, or "
+            "'cuda' for the current one"
         )
 
 

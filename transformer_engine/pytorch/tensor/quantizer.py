@@ -212,7 +212,7 @@ class Quantizer:
         requires_grad: bool = False,
         pin_memory: bool = False,
     ) -> Any:
-        """An uninitialised quantized tensor, to be filled by `update_quantized`; device=None: where modules are made."""
+        """An uninitialised quantized tensor, to be filled by `update_quantized`, made where modules are."""
         extents("shape", shape)
         values_dtype("dtype", dtype)
         switch("requires_grad", requires_grad)
