@@ -31,7 +31,8 @@ ESM_FP8 = """
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
 
 expected = plain(x)[0]
-for recipe in (DelayedScaling(fp8_format=Format.HYBRID, amax_history_len=1, amax_compute_algo="most_recent"), Float8CurrentScaling()):
+delayed = DelayedScaling(fp8_format=Format.HYBRID, amax_history_len=1, amax_compute_algo="most_recent")
+for recipe in (delayed, Float8CurrentScaling()):
     with torch.no_grad(), te.autocast(enabled=True, recipe=recipe):
         for _ in range(2):
             found = fused(x)[0]

@@ -93,7 +93,7 @@ def test_the_core_needs_no_framework_and_the_extras_bring_them():
 def test_an_unknown_attribute_is_an_attribute_error():
     import transformer_engine
 
-    with pytest.raises(AttributeError, match="transformer_engine.tensorflow is not in this package"):
+    with pytest.raises(AttributeError, match=r"transformer_engine\.tensorflow is not in this package"):
         transformer_engine.tensorflow  # noqa: B018
 
 
