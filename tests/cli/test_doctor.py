@@ -52,6 +52,11 @@ CPU = replace(
 )
 
 
+def with_another(environment: Environment, **versions: str) -> Environment:
+    """The environment with these versions installed."""
+    return replace(environment, distributions={**environment.distributions, **having(**versions)})
+
+
 def said(environment: Environment, check: str) -> list[Finding]:
     return [finding for finding in examine(environment) if finding.check == check]
 
@@ -85,7 +90,7 @@ PROBLEMS = {
         ("package", "2.21.0 in b", "pip uninstall -y transformer-engine"),
     ),
     "metadata of another version": (
-        replace(H200, distributions={**LIBRARIES, **having(transformer_engine="2.21.0")}),
+        with_another(H200, transformer_engine="2.21.0"),
         ("package", "the metadata says 2.21.0", "pip uninstall -y transformer-engine"),
     ),
     "another copy on the path": (
@@ -93,7 +98,7 @@ PROBLEMS = {
         ("package", "2.19.0 is on the path too, in elsewhere", "remove that folder"),
     ),
     "the original beside it": (
-        replace(H200, distributions={**LIBRARIES, **having(transformer_engine_torch="2.20.2")}),
+        with_another(H200, transformer_engine_torch="2.20.2"),
         ("original", "transformer-engine-torch 2.20.2", "pip uninstall -y transformer-engine"),
     ),
     "the original's extension": (
@@ -101,7 +106,7 @@ PROBLEMS = {
         ("original", "would load the original's site-packages/transformer_engine_torch", "pip uninstall"),
     ),
     "an old torch": (
-        replace(CPU, distributions={**LIBRARIES, **having(torch="2.8.0")}),
+        with_another(CPU, torch="2.8.0"),
         ("torch", "torch 2.8.0 is installed, torch>=2.9 is needed", 'pip install ".[pytorch]"'),
     ),
     "a broken torch": (
@@ -121,7 +126,7 @@ PROBLEMS = {
         ("triton", "triton is not installed", "pip install triton"),
     ),
     "another frontend of cuDNN": (
-        replace(H200, distributions={**LIBRARIES, **having(nvidia_cudnn_frontend="1.26.0")}),
+        with_another(H200, nvidia_cudnn_frontend="1.26.0"),
         ("libraries", "nvidia-cudnn-frontend 1.26.0 is not 1.23", 'pip install ".[cuda]"'),
     ),
     "bindings that do not load": (
