@@ -41,6 +41,7 @@ from transformer_engine.common.kernels import (
     permutation,
     rope,
     router,
+    router_margins,
     routes,
     softmax,
     statistics,
@@ -260,6 +261,7 @@ def experts() -> Iterator[Case]:
             yield f"gradient {name} {way}", back, (INDEX if written else BYTES, FLOAT, HALF)
         whole = router.choose(512, 256, 8, kind, True, None, 1.0, 0, "float32", False)
         yield f"scores {name}", whole, (HALF, None, None)
+    yield "margins", router_margins.margins(512, 160, 8, 64), (HALF, FLOAT, INDEX, FLOAT)
     for total in (None, ADDRESS):
         parts, summing = (part.launch for part in router.loss(512, 256, 0.1, "float32").steps)
         yield f"loss parts total={total}", parts, (FLOAT, ADDRESS)

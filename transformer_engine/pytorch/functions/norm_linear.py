@@ -104,4 +104,5 @@ class _NormLinear(torch.autograd.Function):
         if dy is None:  # nothing before the linear layer is trained
             return None, None, None, grads.weight, grads.bias, None
         dx, dgamma, dbeta = spec.norm.backward(dy, flat, NormStatistics(mean, rstdev), gamma)
+        dbeta = dbeta if ctx.needs_input_grad[2] else None
         return dx.view(x.shape), dgamma, dbeta, grads.weight, grads.bias, None

@@ -291,4 +291,5 @@ class _NormMLP(torch.autograd.Function):
             handed = [_restored(tuple(kept), operands)]
             del kept, operands
         grad_output = grad_output.reshape(-1, grad_output.shape[-1])
-        return None, *_backward(grad_output, grad_norm_output, x, gamma, handed, spec, ctx.dtypes)
+        grads = _backward(grad_output, grad_norm_output, x, gamma, handed, spec, ctx.dtypes)
+        return None, *(grads if ctx.needs_input_grad[3] else grads._replace(beta=None))

@@ -37,6 +37,7 @@ __all__ = [
     "balance_loss",
     "choose",
     "choose_backward",
+    "count_margins",
 ]
 
 
@@ -65,6 +66,29 @@ def choose_backward(
     """The gradient of the logits [T, E] in dtype, of choose's probs; map, or indices as choice says."""
     key = ("gradient", scores.shape, grad_probs.dtype, dtype, scores.device, choice)
     return TABLE.bound(key)(map, scores, grad_probs)
+
+
+def count_margins(logits: Tensor, bias: Tensor, k: int, histogram: Tensor, bounds: Tensor) -> None:
+    """histogram int32 [E, bins] += 1 for each token and expert, in the bin of how much the expert lacks.
+
+    That is c - sigmoid(logit), where c is the (k + 1)st largest sigmoid(logit) + bias of the token, of which the lower
+    expert comes first where they are equal. bounds float32 [2]: the lower end of the first bin, the upper of the last.
+    """
+    choice = _NO_CHOICE._replace(k=k, score=SIGMOID)
+    bins = histogram.shape[1]
+    key = (
+        "margins",
+        logits.shape,
+        logits.dtype,
+        bounds.dtype,
+        logits.device,
+        choice,
+        False,
+        1.0,
+        False,
+        bins,
+    )
+    TABLE.bound(key)(logits, bias, histogram, bounds)
 
 
 def balance_loss(probs: Tensor, tokens: Tensor, factor: float, total: Tensor | None = None) -> Tensor:
@@ -96,20 +120,22 @@ def _read(k: int, score: str, whole: bool, groups: list[int] | None, scale: floa
 
 def _choose(
     logits: Tensor, bias: Tensor | None, indices: Tensor | None, dtype: torch.dtype, keeps: bool, *choice: Any
-) -> list[Tensor]:
+) -> tuple[Tensor, ...]:
+    """Three, an empty one for what is not made: no operator that writes an argument can return a list, or nothing."""
     made = choose(logits, _read(*choice), dtype, bias, indices, keeps)
-    return [tensor for tensor in made if tensor is not None]
+    return tuple(logits.new_empty(0) if tensor is None else tensor for tensor in made)
 
 
 def _choose_results(
     logits: Tensor, bias: Tensor | None, indices: Tensor | None, dtype: torch.dtype, keeps: bool, *choice: Any
-) -> list[Tensor]:
+) -> tuple[Tensor, ...]:
     tokens, experts = logits.shape
-    widths = {BYTES: experts, BITS: (experts + 7) // 8}
-    results = [logits.new_empty((tokens, experts), dtype=dtype)]
-    if choice[-1] in widths:
-        results.append(logits.new_empty((tokens, widths[choice[-1]]), dtype=torch.uint8))
-    return results + [logits.new_empty((tokens, experts), dtype=torch.float32)] * keeps
+    width = {BYTES: experts, BITS: (experts + 7) // 8}.get(choice[-1])
+    return (
+        logits.new_empty((tokens, experts), dtype=dtype),
+        logits.new_empty(0) if width is None else logits.new_empty((tokens, width), dtype=torch.uint8),
+        logits.new_empty((tokens, experts), dtype=torch.float32) if keeps else logits.new_empty(0),
+    )
 
 
 def _backward(
@@ -124,6 +150,14 @@ def _backward_results(
     return scores.new_empty(scores.shape, dtype=dtype)
 
 
+def _margins(logits: Tensor, bias: Tensor, histogram: Tensor, bounds: Tensor, k: int) -> None:
+    count_margins(logits, bias, k, histogram, bounds)
+
+
+def _margins_results(logits: Tensor, bias: Tensor, histogram: Tensor, bounds: Tensor, k: int) -> None:
+    return None
+
+
 def _loss(probs: Tensor, tokens: Tensor, total: Tensor | None, factor: float) -> Tensor:
     return balance_loss(probs, tokens, factor, total)
 
@@ -135,7 +169,7 @@ def _loss_results(probs: Tensor, tokens: Tensor, total: Tensor | None, factor: f
 _OPERATORS = {
     "choose": operator(
         "router_choose(Tensor logits, Tensor? bias, Tensor(a!)? indices, ScalarType dtype, bool keeps, "
-        f"{_CHOICE}) -> Tensor[]",
+        f"{_CHOICE}) -> (Tensor, Tensor, Tensor)",
         _choose,
         _choose_results,
     ),
@@ -143,6 +177,11 @@ _OPERATORS = {
         f"router_choose_backward(Tensor? map, Tensor scores, Tensor grad_probs, ScalarType dtype, {_CHOICE}) -> Tensor",
         _backward,
         _backward_results,
+    ),
+    "margins": operator(
+        "router_count_margins(Tensor logits, Tensor bias, Tensor(a!) histogram, Tensor bounds, int k) -> ()",
+        _margins,
+        _margins_results,
     ),
     "loss": operator(
         "router_balance_loss(Tensor probs, Tensor tokens, Tensor? total, float factor) -> Tensor",
@@ -156,6 +195,8 @@ def _operator_of(request: RouterRequest) -> Operator:
     made = _OPERATORS[request.operation]
     if request.operation == "loss":
         return made.given(factor=request.factor)
+    if request.operation == "margins":
+        return made.given(k=request.choice.k)
     if request.operation == "gradient":
         shell = functools.partial(_with_choice, request)
         return Operator(functools.partial(shell, made.call), functools.partial(shell, made.results))
@@ -168,10 +209,8 @@ def _with_choice(request: RouterRequest, call: Any, *tensors: Tensor | None) -> 
 
 
 def _three(request: RouterRequest, call: Any, *tensors: Tensor | None) -> Any:
-    made = iter(call(*tensors, request.made, request.keeps, *request.choice))
-    probs = next(made)
-    map = None if request.choice.map == INDICES else next(made)
-    return probs, map, next(made) if request.keeps else None
+    probs, map, scores = call(*tensors, request.made, request.keeps, *request.choice)
+    return probs, None if request.choice.map == INDICES else map, scores if request.keeps else None
 
 
 TABLE: Table[RouterRequest] = Table(

@@ -9,17 +9,20 @@ import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
+from ...runtime.tracing import result_as
 from .request import BITS, BYTES, EPSILON, LINEAR, SIGMOID, SOFTMAX, SOFTMAX_AFTER, Choice, RouterRequest
 
 
 def bind(request: RouterRequest) -> Callable[..., Any]:
-    """(logits, bias, indices) -> (probs, map, scores), (map, scores, grad_probs) -> grad_logits, or
-    (probs, tokens, total) -> loss [1]."""
+    """(logits, bias, indices) -> (probs, map, scores), (map, scores, grad_probs) -> grad_logits,
+    (logits, bias, histogram, bounds) -> None, or (probs, tokens, total) -> loss [1]."""
     choice, made = request.choice, request.made
     if request.operation == "choose":
         return lambda logits, bias, indices: choose(logits, bias, indices, choice, made, request.keeps)
     if request.operation == "gradient":
         return lambda map, scores, grad_probs: gradient(map, scores, grad_probs, choice, made)
+    if request.operation == "margins":
+        return lambda logits, bias, histogram, bounds: margins(logits, bias, histogram, bounds, choice.k)
     return lambda probs, tokens, total: loss(probs, tokens, total, request.factor)
 
 
@@ -53,9 +56,7 @@ def choose(
     if choice.score not in (SOFTMAX, SOFTMAX_AFTER, SIGMOID):
         saved = x
     map = {BYTES: lambda: chosen, BITS: lambda: packed(chosen)}.get(choice.map, lambda: None)()
-    # A copy also where the dtype is the same: torch 2.11 loses the gradient of what a traced function gives back and
-    # has under a second name.
-    return weight.to(made, copy=True), map, saved.clone() if keeps else None
+    return result_as(weight, made), map, saved.clone() if keeps else None
 
 
 def gradient(
@@ -82,6 +83,20 @@ def gradient(
     return torch.where(counts, g * slope, 0.0).to(made)
 
 
+def margins(logits: Tensor, bias: Tensor, histogram: Tensor, bounds: Tensor, k: int) -> None:
+    """histogram[e, bin] += 1 for every token, by how much e lacks, c - score; c: the k + 1st largest biased score.
+
+    bin = floor((c - score - lower) * bins / (upper - lower)), at least 0 and at most the last
+    """
+    bins = histogram.shape[1]
+    score = logits.to(torch.float32).sigmoid()
+    cutoff = (score + bias).topk(k + 1, dim=1).values[:, -1:]
+    lower, upper = bounds.to(torch.float32).unbind(0)
+    place = ((cutoff - score - lower) * bins / (upper - lower)).floor()
+    place = torch.where(place > 0, place.clamp(max=bins - 1), 0.0).long()
+    histogram.scatter_add_(1, place.t(), torch.ones_like(place.t(), dtype=histogram.dtype))
+
+
 def loss(probs: Tensor, tokens: Tensor, total: Tensor | None, factor: float) -> Tensor:
     """[1] = factor / total^2 * sum over c of tokens[c] * sum over r of probs[r, c], in probs' dtype."""
     sums = probs.to(torch.float32).sum(0) * tokens.to(torch.float32)
@@ -89,7 +104,7 @@ def loss(probs: Tensor, tokens: Tensor, total: Tensor | None, factor: float) -> 
     if total is not None:
         count = total.to(torch.float32)
         value = value / count / count
-    return value.to(probs.dtype)
+    return result_as(value, probs.dtype)
 
 
 def softplus(x: Tensor) -> Tensor:
