@@ -1,7 +1,8 @@
 """The `te` command: train the demonstration (`te train`), sample from it (`te generate`), convert checkpoints
 (`te convert`), describe this machine (`te info`), check the installation (`te doctor`), time it (`te bench`).
 
-`te train` works with either framework and `te doctor` without one; the other commands read torch's side, and say so where torch is missing.
+`te train` works with either framework and `te doctor` without one; the other commands read torch's side, and say so
+where torch is missing.
 """
 
 from __future__ import annotations

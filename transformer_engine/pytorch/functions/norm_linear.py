@@ -25,7 +25,7 @@ class NormLinearSpec:
     needs_grad: bool = True
     way: str = APART
 
-    def decided(self) -> NormLinearSpec:
+    def chosen(self) -> NormLinearSpec:
         """The spec with the way that norm(x) is made, of `fusions`."""
         return replace(self, way=norm_output(self.linear, self.returns_norm_output))
 

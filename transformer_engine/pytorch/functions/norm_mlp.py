@@ -48,7 +48,7 @@ class NormMLPSpec:
     needs_grad: bool = True
     ways: Ways | None = None
 
-    def decided(self) -> NormMLPSpec:
+    def chosen(self) -> NormMLPSpec:
         """The spec with the ways that its matrices are made."""
         return replace(
             self,
@@ -239,7 +239,7 @@ def _replaying(spec: NormMLPSpec, states: list[Tensor]) -> NormMLPSpec:
         spec,
         fc1=replace(spec.fc1, input=replayed[0], weight=replayed[1]),
         fc2=replace(spec.fc2, input=replayed[2], weight=replayed[3]),
-    ).decided()
+    ).chosen()
 
 
 def _recompute(tensors: NormMLPTensors, spec: NormMLPSpec) -> NormMLPSaved:

@@ -94,7 +94,7 @@ class TogetherPath:
                 features += (SINGLE_QUANTIZERS,) if quantizers is _NONE else ()
             if self._recipe(state).backward != "quantized":
                 features += (OTHER_BACKWARD,)
-        if TABLE.decide((features, *key[1:])) != TOGETHER:
+        if TABLE.choose((features, *key[1:])) != TOGETHER:
             return None
         assert weights is not None and biases is not None, "the table does not let such parameters pass"
         groups = self._groups(m_splits, x)
