@@ -6,12 +6,13 @@ other, and need not have it.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import TYPE_CHECKING, Any
 
 from . import common
 from ._version import __version__
-from .common import frameworks
+from .common import absent, frameworks
 
 if TYPE_CHECKING:
     from . import jax as jax
@@ -22,12 +23,15 @@ __all__ = ["__version__", "common"]
 _FRAMEWORKS = {framework.module: framework for framework in (frameworks.PYTORCH, frameworks.JAX)}
 
 
-def __getattr__(name: str) -> Any:
-    framework = _FRAMEWORKS.get(name)
-    if framework is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def _imported(framework: frameworks.Framework) -> Any:
     frameworks.demand(framework)
-    return importlib.import_module(f"{__name__}.{name}")
+    return importlib.import_module(f"{__name__}.{framework.module}")
+
+
+__getattr__ = absent.getter(
+    __name__, {name: functools.partial(_imported, framework) for name, framework in _FRAMEWORKS.items()}
+)
+absent.install()
 
 
 def __dir__() -> list[str]:

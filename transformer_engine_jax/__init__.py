@@ -1,5 +1,7 @@
 """transformer_engine_jax: enumerations and queries of the machine, by the names of the original's extension module."""
 
+from transformer_engine.common import absent
+
 from .enums import (
     DType,
     JAXX_Collective_Op,
@@ -22,3 +24,5 @@ __all__ = [
     "NVTE_QKV_Layout", "NVTE_Softmax_Type", "get_device_compute_capability", "is_collective_gemm_with_cublasmp",
     "nvte_built_with_cublasmp",
 ]  # fmt: skip
+
+absent.answer_in(__name__)

@@ -5,6 +5,7 @@ Thin adapters: every function here calls what the modules of transformer_engine.
 
 from transformer_engine.pytorch import requirements  # isort: skip  (says what is missing, first)
 
+from transformer_engine.common import absent
 from transformer_engine.pytorch.functions.multi_tensor import (
     multi_tensor_adam,
     multi_tensor_adam_capturable,
@@ -257,3 +258,5 @@ __all__ = [
     "thd_sequence_order_to_cp_rank_order",
     "ubuf_built_with_mpi",
 ]
+
+absent.answer_in(__name__)

@@ -16,6 +16,9 @@ OTHER_WORDS_FOR_CHOOSING = re.compile(
 OF_THE_ORIGINAL = {"routing_map_to_selected_experts"}
 MACHINE_PATHS = re.compile(r"(?<![\w.])/(work|root|home)/\w")
 
+# With or without quotes; the name of a part of the original ends otherwise.
+FROM_AN_INDEX = re.compile(r"pip install[^\n;,]{0,20}transformer[-_]engine\b(?!-)")
+
 
 def tracked_text_files():
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -28,6 +31,15 @@ def tracked_text_files():
 def test_no_file_names_a_path_of_one_machine():
     for path in tracked_text_files():
         match = MACHINE_PATHS.search(path.read_text(errors="ignore"))
+        assert match is None, f"{path.relative_to(ROOT)}: {match}"
+
+
+def test_no_message_installs_the_package_from_an_index():
+    """By its name an index has the original: extras are installed from a checkout (common/extras.py)."""
+    for path in tracked_text_files():
+        if (ROOT / "benchmarks" / "results") in path.parents:  # records of runs, as they were printed
+            continue
+        match = FROM_AN_INDEX.search(path.read_text(errors="ignore"))
         assert match is None, f"{path.relative_to(ROOT)}: {match}"
 
 

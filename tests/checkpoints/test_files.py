@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 from pathlib import Path
 
@@ -104,6 +105,36 @@ def test_safetensors(trained, tmp_path: Path):
     save_file(te.plain_state_dict(module), tmp_path / "model.safetensors")
     te.load_plain_state_dict(fresh, load_file(tmp_path / "model.safetensors"))
     assert torch.equal(output(fresh, recipe, x), output(module, recipe, x))
+
+
+@pytest.mark.skipif(
+    not installed("safetensors"), reason="safetensors is not installed: pip install safetensors"
+)
+def test_a_sharded_checkpoint_of_plain_layers_loads_strictly(
+    device: torch.device, tmp_path: Path, monkeypatch
+):
+    """As Hugging Face writes it: two files with the metadata {"format": "pt"}, and an index of them."""
+    from safetensors.torch import load_file, save_file
+
+    theirs = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.LayerNorm(64), torch.nn.Linear(64, 32))
+    state = theirs.state_dict()
+    where = {name: f"model-0000{1 + name.startswith('2')}-of-00002.safetensors" for name in state}
+    for file in set(where.values()):
+        part = {name: value for name, value in state.items() if where[name] == file}
+        save_file(part, tmp_path / file, metadata={"format": "pt"})
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    read = {name: load_file(tmp_path / file)[name] for name, file in index.items()}
+    ours = torch.nn.Sequential(
+        te.Linear(32, 64, device=device), te.LayerNorm(64, device=device), te.Linear(64, 32, device=device)
+    )
+    assert not any(ours.load_state_dict(read, strict=True))
+    x = torch.randn(16, 32)
+    torch.testing.assert_close(ours(x.to(device)).cpu(), theirs(x), rtol=1e-3, atol=1e-3)
+    monkeypatch.setenv("NVTE_STRICT_EXTRA_STATE", "1")
+    with pytest.raises(RuntimeError, match=r"0\._extra_state"):
+        ours.load_state_dict(read, strict=True)
 
 
 def test_codes_of_another_kind_are_refused_and_nothing_is_loaded(device: torch.device):

@@ -70,9 +70,35 @@ def test_ctrl_c_saves_and_says_how_to_continue(text: str, tmp_path: Path, monkey
     assert [record.step for record in read_metrics(tmp_path / "mine" / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
+def test_a_run_is_replaced_only_when_asked(text: str, tmp_path: Path):
+    arguments = [
+        "train",
+        *TINY,
+        "--data",
+        text,
+        "--device",
+        "cpu",
+        "--out",
+        str(tmp_path),
+        "--recipe",
+        "none",
+    ]
+    assert te(*arguments).exit_code == 0
+    run = tmp_path / "none"
+    before = {path.name: path.read_bytes() for path in run.iterdir()}
+    again = te(*arguments, "--seed", "1")
+    assert again.exit_code == 2
+    assert f"{run} holds the checkpoint of an earlier run" in again.output
+    assert "--name" in again.output and "--resume" in again.output and "--overwrite" in again.output
+    assert {path.name: path.read_bytes() for path in run.iterdir()} == before
+    assert te(*arguments, "--seed", "1", "--overwrite").exit_code == 0
+    assert (run / "metrics.jsonl").read_bytes() != before["metrics.jsonl"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--resume", "--overwrite"], "--resume continues a run and --overwrite replaces it"),
         (["--data", "/nonexistent"], "--data /nonexistent: there is no such file or folder"),
         (["--hidden", "100"], "hidden=100 is not a positive multiple of 32; try 96"),
         (["--resume", "--name", "absent"], "there is no checkpoint at"),
@@ -89,4 +115,7 @@ def test_without_the_extra_te_says_how_to_install_it(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(cli, "find_spec", lambda name: None if name == "typer" else object())
     with pytest.raises(SystemExit) as stopped:
         cli.main()
-    assert stopped.value.code == "te needs typer; install with: pip install transformer-engine[cli]"
+    assert (
+        stopped.value.code
+        == 'te needs typer; install with pip install ".[cli]" in a checkout of this package'
+    )

@@ -47,7 +47,10 @@ def test_the_documented_defaults_are_those_of_the_program(name: str):
     "page",
     [
         "README.md",
-        *(f"docs/{name}.md" for name in ("quickstart", "cli", "index", "megatron", "checkpoints", "observe")),
+        *(
+            f"docs/{name}.md"
+            for name in ("quickstart", "install", "cli", "index", "megatron", "checkpoints", "observe")
+        ),
     ],
 )
 def test_every_relative_link_leads_to_a_file(page: str):
@@ -61,7 +64,7 @@ def test_every_relative_link_leads_to_a_file(page: str):
     assert missing == []
 
 
-@pytest.mark.parametrize("page", ["checkpoints.md", "megatron.md", "observe.md", "training.md"])
+@pytest.mark.parametrize("page", ["checkpoints.md", "install.md", "megatron.md", "observe.md", "training.md"])
 def test_the_examples_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write_checkpoint(tmp_path / "Llama-3.2-1B", "llama-3.1")
     monkeypatch.chdir(tmp_path)

@@ -180,7 +180,7 @@ def test_a_full_disk_keeps_the_old_checkpoint_and_says_where(
     before = (run / "checkpoint").read_bytes()
     monkeypatch.setattr(checkpoint.os, "fsync", full)
     arguments = ["--data", text, "--device", "cpu", "--out", str(tmp_path), "--recipe", "current"]
-    refused(te("train", *TINY, *arguments), str(run / "checkpoint"), "No space left", "--out")
+    refused(te("train", *TINY, *arguments, "--overwrite"), str(run / "checkpoint"), "No space left", "--out")
     assert (run / "checkpoint").read_bytes() == before
     assert not (run / "checkpoint.partial").exists()
 
@@ -299,7 +299,7 @@ def module(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
 def test_the_package_runs_as_te():
     result = module("--help")
     assert result.returncode == 0, result.stderr
-    for command in ("train", "generate", "info", "bench"):
+    for command in ("train", "generate", "info", "doctor", "bench"):
         assert command in result.stdout
 
 
@@ -311,7 +311,7 @@ def test_the_package_without_the_extra_names_it(tmp_path: Path):
     )
     result = module("--help", PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)]))
     assert result.returncode == 1
-    assert "transformer-engine[cli]" in result.stderr
+    assert 'pip install ".[cli]" in a checkout' in result.stderr
     assert "Traceback" not in result.stderr
 
 

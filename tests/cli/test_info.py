@@ -10,7 +10,9 @@ from typer.testing import CliRunner
 
 from transformer_engine import cli
 from transformer_engine.cli.demo.config import RECIPES
+from transformer_engine.cli.jax_machine import fp8_route, jax_machine
 from transformer_engine.cli.survey import Survey, survey
+from transformer_engine.common import optional
 from transformer_engine.common.dispatch import tables, undisturbed
 
 
@@ -24,7 +26,16 @@ def test_json_has_the_documented_keys():
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     assert set(report) == {"machine", "recipes", "operations", "unused_operations"}
-    assert set(report["machine"]) == {"version", "python", "device", "capability", "memory", "libraries"}
+    assert set(report["machine"]) == {
+        "version",
+        "python",
+        "device",
+        "capability",
+        "memory",
+        "libraries",
+        "jax",
+    }
+    assert set(report["machine"]["jax"]) == {"versions", "devices", "fp8"}
     assert report["machine"]["libraries"]["torch"] == torch.__version__
     assert [entry["recipe"] for entry in report["recipes"]] == list(RECIPES)
     for operation in report["operations"]:
@@ -64,3 +75,38 @@ def test_without_a_gpu_every_quantized_recipe_is_emulated(found: Survey):
 
 def test_the_survey_leaves_the_tables_as_they_were(found: Survey):
     assert found.findings and undisturbed()
+
+
+def test_jax_has_its_versions_its_devices_and_the_way_of_fp8():
+    jax = pytest.importorskip("jax")
+    described = jax_machine()
+    assert described.versions["jax"] == jax.__version__ and set(described.versions) == {
+        "jax",
+        "jaxlib",
+        "flax",
+    }
+    assert all(device.device_kind in described.devices for device in jax.devices())
+    assert "--xla_gpu_enable_triton_gemm is" in described.fp8
+
+
+def test_without_jax_that_is_said_with_its_remedy(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(optional, "installed", lambda module: False)
+    described = jax_machine()
+    assert described.devices == 'not installed; pip install ".[jax]" in a checkout of this package'
+    assert not described.versions and not described.fp8
+
+
+@pytest.mark.parametrize(
+    ("capability", "value", "words"),
+    [
+        (None, None, "reference, in float32 on the CPU; --flag is not set"),
+        (80, None, "compute capability 8.0 < 8.9"),
+        (90, "false", "scaled: cuBLASLt takes codes and scales; --flag is false"),
+        (90, None, "set XLA_FLAGS=--flag=false"),
+        (90, "true", "direct: the scales come after cuBLASLt; --flag is true"),
+    ],
+)
+def test_the_way_of_fp8_follows_from_the_gpu_and_the_flag(
+    capability: int | None, value: str | None, words: str
+):
+    assert words in fp8_route(capability, "flag", value)

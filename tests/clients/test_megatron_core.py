@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import ROOT, output
 
-ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
 LOSSES = ("float32", "bfloat16", "delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4", "fp8_parameters", "llama",
           "qk_layernorm", "cross_entropy")  # fmt: skip
@@ -29,17 +26,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, Any]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, HERE / "megatron_cases.py"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-        cwd=ROOT,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(output([str(HERE / "megatron_cases.py")], ROOT).splitlines()[-1])
 
 
 def of(results: dict[str, Any], case: str) -> Any:
@@ -108,13 +95,4 @@ def test_no_layer_has_an_attribute_that_data_parallelism_empties(results):
 def test_the_example_of_the_page_runs(tmp_path):
     page = (ROOT / "docs" / "megatron.md").read_text()
     (example,) = re.findall(r"```python-clients\n(.*?)```", page, re.DOTALL)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", example],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    output(["-c", example], tmp_path)

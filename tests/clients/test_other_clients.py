@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from processes import ROOT, run
 
-ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = re.findall(
     r"```python-clients\n(.*?)```", (ROOT / "docs" / "other_clients.md").read_text(), re.DOTALL
 )
@@ -38,30 +33,12 @@ for config, kind in ((qwen, transformers.Qwen2ForCausalLM), (gemma, transformers
 """
 
 
-def run(client: str, program: str, folder: Path) -> str:
-    """The program's output; skipped where the client, or what it needs, is not installed."""
-    absent = [name for name in NEEDED[client] if importlib.util.find_spec(name) is None]
-    if absent:
-        pytest.skip(f"{', '.join(absent)} is not installed; `make test-clients` installs it")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-        cwd=folder,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
 @pytest.mark.clients
 @pytest.mark.parametrize("client, example", list(zip(NEEDED, EXAMPLES, strict=True)), ids=list(NEEDED))
 def test_an_example_of_the_page_runs(client, example, tmp_path):
-    run(client, example, tmp_path)
+    run(example, NEEDED[client], tmp_path)
 
 
 @pytest.mark.clients
 def test_windows_of_qwen2_and_gemma2_are_those_of_transformers(tmp_path):
-    run("nemo_automodel", WINDOWED, tmp_path)
+    run(WINDOWED, NEEDED["nemo_automodel"], tmp_path)

@@ -106,7 +106,10 @@ def test_they_are_measured_where_they_are_named():
 
 def test_a_device_that_one_framework_alone_has_is_refused():
     assert JAX.refusal(CPU) is None
-    assert JAX.refusal(torch.device("cuda")) == "jax finds no GPU; pip install transformer-engine[jax-cuda13]"
+    assert (
+        JAX.refusal(torch.device("cuda"))
+        == 'jax finds no GPU; pip install ".[jax-cuda13]" in a checkout of this package'
+    )
 
 
 def test_a_file_of_theirs_is_compared_by_the_rows_of_this_engine(tmp_path: Path):

@@ -248,7 +248,7 @@ def test_a_missing_library_is_a_reason_with_a_remedy(monkeypatch):
     monkeypatch.setattr(cublaslt_library.optional, "installed", lambda name: False)
     cublaslt_library._missing.cache_clear()
     try:
-        assert "pip install 'transformer-engine[cuda]'" in (cublaslt_library.missing() or "")
+        assert 'pip install ".[cuda]"' in (cublaslt_library.missing() or "")
     finally:
         cublaslt_library._missing.cache_clear()
 

@@ -190,3 +190,18 @@ def test_the_skip_flag_is_one_device_tensor_written_in_place(device):
     assert flag.tolist() == [0.0]
     Manager.set_skip_fp8_weight_update_tensor(torch.ones(1, device=flag.device))
     assert flag.tolist() == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("block", "given", "remedy"),
+    [
+        (q.autocast, "fp8_recipe", "use recipe="),
+        (q.autocast, "fp8_group", "use amax_reduction_group="),
+        (q.autocast, "recipes", "leave it out"),
+        (q.fp8_autocast, "recipe", "use fp8_recipe="),
+    ],
+)
+def test_a_keyword_of_the_other_name_is_told_its_own(block, given, remedy):
+    with pytest.raises(TypeError, match=rf"{block.__name__}\(\) takes no {given}=; {remedy}"):
+        block(**{given: None})
+    assert q.current() == q.AutocastState()

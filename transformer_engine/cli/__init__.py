@@ -1,7 +1,8 @@
 """The `te` command: train the demonstration (`te train`), sample from it (`te generate`), convert checkpoints
-(`te convert`), describe this machine (`te info`), time it (`te bench`).
+(`te convert`), describe this machine (`te info`), check the installation (`te doctor`), time it (`te bench`).
 
-`te train` works with either framework; the other commands read torch's side, and say so where torch is missing.
+`te train` works with either framework and `te doctor` without one; the other commands read torch's side, and say so
+where torch is missing.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from ..common import env
+from ..common import env, extras
 
 if TYPE_CHECKING:
     from typer import Typer
@@ -25,6 +26,7 @@ COMMANDS = {
     "generate": (".generate", False),
     "convert": (".convert", False),
     "info": (".info", False),
+    "doctor": (".doctor.options", True),
     "bench": (".bench.command", False),
 }
 
@@ -50,7 +52,7 @@ def application() -> Typer:
 
 def _refusing(name: str) -> Callable[[], None]:
     def refuse() -> None:
-        sys.exit(f"te {name} needs torch; install with: pip install transformer-engine[cli]")
+        sys.exit(f"te {name} needs torch; install with {extras.command('cli')}")
 
     refuse.__doc__ = "Needs torch, which is not installed."
     return refuse
@@ -61,10 +63,15 @@ def main() -> None:
     missing = [name for name in REQUIRED if find_spec(name) is None]
     if all(find_spec(name) is None for name in FRAMEWORKS):
         missing.insert(0, "torch")
+    if missing and sys.argv[1:2] == ["doctor"]:
+        from .doctor.command import main as diagnose
+
+        sys.exit(diagnose(sys.argv[2:]))
     if missing:
-        sys.exit(f"te needs {', '.join(missing)}; install with: pip install transformer-engine[cli]")
+        sys.exit(f"te needs {', '.join(missing)}; install with {extras.command('cli')}")
     try:
-        env.check_all()
+        if sys.argv[1:2] != ["doctor"]:  # which says it among the rest
+            env.check_all()
     except ValueError as error:
         sys.exit(f"error: {error}")
     application()()

@@ -16,17 +16,19 @@ from rich.markup import escape
 from rich.table import Table
 
 from .._version import __version__
+from ..common import extras
 from ..common.dispatch import LATER
 from ..pytorch.runtime.device import cuda_version, get_cudnn_version, get_device_compute_capability, has_cuda
+from .jax_machine import JaxMachine, jax_machine
 from .survey import Survey, survey
 
 # Distribution name, and the sentence for a machine without it.
 LIBRARIES = {
     "torch": "not installed; pip install torch",
     "triton": "not installed; it comes with the CUDA builds of torch",
-    "nvmath-python": "not installed; pip install transformer-engine[cuda]",
-    "nvidia-cudnn-frontend": "not installed; pip install transformer-engine[cuda]",
-    "flash-attn-4": "not installed; pip install transformer-engine[flash]",
+    "nvmath-python": f"not installed; {extras.command('cuda')}",
+    "nvidia-cudnn-frontend": f"not installed; {extras.command('cuda')}",
+    "flash-attn-4": f"not installed; {extras.command('flash')}",
 }
 
 
@@ -40,6 +42,7 @@ class Machine:
     capability: str
     memory: str
     libraries: dict[str, str]
+    jax: JaxMachine
 
 
 def info(
@@ -71,7 +74,9 @@ def machine() -> Machine:
     )  # with its build, which the distribution's metadata may leave out
     versions["CUDA"] = _dotted(cuda_version(), "none: this torch is built without CUDA")
     versions["cuDNN"] = _dotted(get_cudnn_version(), "none: torch loads it with a CUDA device only")
-    return Machine(__version__, platform.python_version(), device, capability, memory, versions)
+    return Machine(
+        __version__, platform.python_version(), device, capability, memory, versions, jax_machine()
+    )
 
 
 def as_dict(described: Machine, found: Survey) -> dict[str, Any]:
@@ -111,6 +116,9 @@ def _print_machine(console: Console, described: Machine) -> None:
         "compute capability": described.capability,
         "python": described.python,
         **described.libraries,
+        **described.jax.versions,
+        "JAX devices": described.jax.devices,
+        "JAX FP8": described.jax.fp8 or "none: there is no JAX",
     }
     for name, value in rows.items():
         table.add_row(name, escape(value))

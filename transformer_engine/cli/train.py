@@ -84,6 +84,9 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue exactly from the run's checkpoint")
     ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Train anew where a run of that name has its checkpoint")
+    ] = False,
 ) -> None:
     """Train a byte-level GPT under a recipe and in high precision, side by side, and compare the losses."""
     console = Console(highlight=False)
@@ -106,6 +109,7 @@ def train(
     beside = "-jax" if (given["framework"] or default_framework()) == "jax" else ""
     folder = out / (name or (given["recipe"] or "delayed") + beside)
     with reporting(console), fitting(SMALLER):
+        _check_replacing(folder, resume, overwrite)
         trainer = _prepare(folder, device.value, given, execution, resume)
     _describe(console, trainer)
     with _interrupts(console) as stopping, reporting_failures(console), fitting(SMALLER):
@@ -119,6 +123,19 @@ def train(
         raise typer.Exit(130)
     with reporting_failures(console):
         _conclude(console, trainer)
+
+
+def _check_replacing(folder: Path, resume: bool, overwrite: bool) -> None:
+    """ValueError where a run would replace a checkpoint unasked: it may be hours of work."""
+    if resume and overwrite:
+        raise ValueError("--resume continues a run and --overwrite replaces it; give one of them")
+    with writing(folder, ELSEWHERE):
+        stands = (folder / "checkpoint").exists()
+    if stands and not (resume or overwrite):
+        raise ValueError(
+            f"{folder} holds the checkpoint of an earlier run; name this one with --name, continue that one with "
+            "--resume, or replace it with --overwrite"
+        )
 
 
 def _prepare(folder: Path, device: str, given: dict[str, Any], execution: Execution, resume: bool) -> Trainer:

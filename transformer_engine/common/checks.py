@@ -7,7 +7,7 @@ libraries (numpy's) count as what they are; a bool is no number, and a number ot
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -21,6 +21,13 @@ def described(value: Any) -> str:
         return f"a {type(value).__name__} of shape {list(shape)} and {dtype}"
     text = repr(value)
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}... ({type(value).__name__})"
+
+
+def refuse_keywords(function: str, given: Collection[str], renamed: Mapping[str, str]) -> None:
+    """TypeError for keywords that a function does not take; an earlier name is told the present one."""
+    for name in given:
+        remedy = f"use {renamed[name]}=" if name in renamed else "leave it out"
+        raise TypeError(f"{function}() takes no {name}=; {remedy}")
 
 
 def whole(name: str, value: Any, least: int = 1) -> None:

@@ -1,6 +1,7 @@
 """transformer_engine.jax: layers, recipes and quantized tensors for JAX and Flax, on a GPU or a CPU."""
 
 from . import requirements  # isort: skip
+from ..common import absent
 from . import (
     activation,
     attention,
@@ -47,3 +48,5 @@ __all__ = [
     "softmax",
     "update_collections",
 ]
+
+absent.answer_in(__name__)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
 
 from . import requirements  # isort: skip
+from ..common import absent
 from ..common.dispatch import use_backend
 from . import float8_tensor as float8_tensor
 from . import fp8 as fp8
@@ -70,8 +70,8 @@ from .transformer import TransformerLayer
 globals().update(tensor.EXPORTS | quantization.availability())
 
 
-def __getattr__(name: str) -> Any:
-    if name == "cpp_extensions":
-        # At its first use: it is made of transformer_engine_torch, which is made of what this package imports.
-        return importlib.import_module(f"{__name__}.cpp_extensions")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# cpp_extensions at its first use: it is made of transformer_engine_torch, which is made of what this package imports.
+__getattr__ = absent.getter(
+    __name__, {"cpp_extensions": lambda: importlib.import_module(f"{__name__}.cpp_extensions")}
+)
+absent.answer_in(__name__)

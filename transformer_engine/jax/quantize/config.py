@@ -15,7 +15,7 @@ from typing import Any
 
 from flax.core.frozen_dict import FrozenDict
 
-from ...common.checks import described, switch
+from ...common.checks import described, refuse_keywords, switch
 from ...common.recipe import DelayedScaling, Recipe
 from .. import sharding
 from ..platform import compute_capability
@@ -40,7 +40,10 @@ def get_device_compute_capability(gpu_id: int = 0) -> int:
 
 @contextmanager
 def autocast(
-    enabled: bool = False, recipe: Recipe | None = None, mesh_resource: MeshResource | None = None
+    enabled: bool = False,
+    recipe: Recipe | None = None,
+    mesh_resource: MeshResource | None = None,
+    **others: Any,
 ) -> Iterator[None]:
     """Quantize the products of the layers that are traced in this block.
 
@@ -49,6 +52,7 @@ def autocast(
     mesh_resource   what the axes of the mesh are for; None: as outside of the block
     Raises ValueError for a recipe that this machine, or JAX's side, does not compute.
     """
+    refuse_keywords("autocast", others, {"fp8_recipe": "recipe"})
     switch("enabled", enabled)
     if recipe is not None and not isinstance(recipe, Recipe):
         raise TypeError(

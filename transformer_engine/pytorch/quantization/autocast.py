@@ -10,10 +10,11 @@ import threading
 from contextlib import ContextDecorator
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from ...common.checks import switch
+from ...common.checks import refuse_keywords, switch
 from ...common.recipe import Recipe
 from ..constants import dist_group_type
 from ..runtime.checks import group_or_none
@@ -175,7 +176,9 @@ class autocast(ContextDecorator):
         recipe: Recipe | None = None,
         amax_reduction_group: dist_group_type | None = None,
         _graph: bool = False,
+        **others: Any,
     ):
+        refuse_keywords("autocast", others, {"fp8_recipe": "recipe", "fp8_group": "amax_reduction_group"})
         check_block(enabled, recipe)
         switch("calibrating", calibrating)
         group_or_none("amax_reduction_group", amax_reduction_group)
@@ -217,8 +220,9 @@ class autocast(ContextDecorator):
 
 def fp8_autocast(
     enabled: bool = True, calibrating: bool = False, fp8_recipe: Recipe | None = None,
-    fp8_group: dist_group_type | None = None, _graph: bool = False,
+    fp8_group: dist_group_type | None = None, _graph: bool = False, **others: Any,
 ) -> autocast:  # fmt: skip
     """autocast by its earlier name."""
+    refuse_keywords("fp8_autocast", others, {"recipe": "fp8_recipe", "amax_reduction_group": "fp8_group"})
     warn_deprecated("fp8_autocast", "autocast(enabled, calibrating, recipe, amax_reduction_group)")
     return autocast(enabled, calibrating, fp8_recipe, fp8_group, _graph)

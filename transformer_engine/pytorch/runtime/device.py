@@ -33,8 +33,13 @@ def autocast_dtype(kind: str) -> torch.dtype | None:
 
 
 @functools.cache
+def _device_count() -> int:
+    return torch.cuda.device_count() if has_cuda() else 0
+
+
+@functools.cache
 def _only_device() -> bool:
-    return torch.cuda.device_count() == 1
+    return _device_count() == 1
 
 
 def is_current_device(index: int | None) -> bool:
@@ -65,7 +70,8 @@ def cuda_version() -> tuple[int, int]:
 def canonical_device(device: torch.device | str | int | None = "cuda", name: str = "device") -> torch.device:
     """The device a module allocates on: "cuda", the default everywhere, means the CPU where there is no GPU.
 
-    Raises ValueError or TypeError, with the argument's name, for what is no device.
+    Raises ValueError or TypeError, with the argument's name, for what is no device, and for a GPU by a number that no
+    GPU has.
     """
     if device is None:
         device = "cuda"
@@ -82,9 +88,24 @@ def canonical_device(device: torch.device | str | int | None = "cuda", name: str
         ) from None
     if device.type != "cuda":
         return device
+    if device.index is not None:
+        _check_number(device, name)
+        return device
+    return torch.device("cuda", torch.cuda.current_device()) if has_cuda() else torch.device("cpu")
+
+
+def _check_number(device: torch.device, name: str) -> None:
+    """ValueError unless torch finds the GPU of this number."""
     if not has_cuda():
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+        raise ValueError(
+            f"{name}={str(device)!r}: torch finds no CUDA device; give 'cpu', or 'cuda', which means the CPU where "
+            "there is no GPU (te doctor says why a GPU is not found)"
+        )
+    if device.index >= _device_count():
+        raise ValueError(
+            f"{name}={str(device)!r}: torch finds {_device_count()} CUDA device(s); give a number below that, or "
+            "'cuda' for the current one"
+        )
 
 
 def is_meta(device: torch.device | str | int | None) -> bool:

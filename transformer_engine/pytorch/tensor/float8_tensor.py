@@ -18,6 +18,7 @@ from ..constants import DType
 from ..primitives.operand import Operand
 from ..primitives.quantize import Cast, Quantized, QuantizeSpec, absolute_maximum, quantize
 from ..runtime.checks import group_or_none, tensor
+from ..runtime.device import canonical_device
 from .allocation import empty_quantized
 from .elements import element_of, float8_dtype, float8_number
 from .quantized_tensor import QuantizedTensor
@@ -313,6 +314,8 @@ class Float8CurrentScalingQuantizer(ReducesMaximum, _PerTensorQuantizer):
                     DeprecationWarning,
                     stacklevel=2,
                 )
+        if device is not None:
+            canonical_device(device)
         self.dtype = float8_number(fp8_dtype)
         self.device = device
         self.with_amax_reduction = with_amax_reduction

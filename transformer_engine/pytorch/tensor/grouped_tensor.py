@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...common.checks import whole
 from ..runtime.checks import extents, tensor, values_dtype
+from ..runtime.device import canonical_device
 from .quantized_tensor import QuantizedTensor
 from .quantizer import Quantizer
 from .storage.grouped_tensor_storage import GroupedTensorStorage
@@ -184,7 +185,8 @@ class GroupedTensor(QuantizedTensor, GroupedTensorStorage):
         given = [tuple(shape) for shape in shapes]
         quantizers = None if quantizer is None else [quantizer.copy() for _ in given]
         stack = StackQuantizer(quantizers, None if len(set(given)) == 1 else given)
-        return cls.from_storage(stack.empty((num_tensors, *given[0]), dtype, device, False))
+        place = canonical_device(device)
+        return cls.from_storage(stack.empty((num_tensors, *given[0]), dtype, place, False))
 
     @classmethod
     def make_grouped_tensor(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.checks import values_dtype
+from ..runtime.device import canonical_device
 from . import aten, initial_values
 from .storage.fsdp import (
     DerivedTensors,
@@ -135,6 +136,10 @@ class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
         device: torch.device | str | None = None,
         **payload: Any,
     ) -> QuantizedTensor:
+        if device is not None:
+            canonical_device(
+                device
+            )  # the payload says where the tensor lies; a device that is none is a fault
         storage = cls.STORAGE(**payload, dtype=dtype)  # pyright: ignore[reportCallIssue]
         return cls.from_storage(storage, shape=shape, requires_grad=requires_grad)
 

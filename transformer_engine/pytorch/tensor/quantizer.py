@@ -212,14 +212,14 @@ class Quantizer:
         requires_grad: bool = False,
         pin_memory: bool = False,
     ) -> Any:
-        """An uninitialised quantized tensor, to be filled by `update_quantized`."""
+        """An uninitialised quantized tensor, to be filled by `update_quantized`, made where modules are."""
         extents("shape", shape)
         values_dtype("dtype", dtype)
-        if device is not None:
-            canonical_device(device)
         switch("requires_grad", requires_grad)
         switch("pin_memory", pin_memory)
-        storage = self.empty(tuple(shape), dtype, device, pin_memory)
+        # Only host memory is pinned.
+        place = canonical_device("cpu" if device is None and pin_memory else device)
+        storage = self.empty(tuple(shape), dtype, place, pin_memory)
         return storage if self.internal else self.wrap(storage, requires_grad=requires_grad)
 
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...runtime.device import canonical_device
 from .rotation import rotated_at, rotated_by_tables
 
 
@@ -51,7 +52,7 @@ class PagedContext:
         self, requests: int, layers: int, pages: int, page_size: int, groups: int, size: int,
         dtype: torch.dtype = torch.float32, device: Any = "cpu",
     ) -> None:  # fmt: skip
-        shape = (layers, pages, page_size, groups, size)
+        shape, device = (layers, pages, page_size, groups, size), canonical_device(device)
         self._keys = torch.zeros(shape, dtype=dtype, device=device)
         self._values = torch.zeros(shape, dtype=dtype, device=device)
         self._page_size, self._free = page_size, list(range(pages))

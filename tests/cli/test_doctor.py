@@ -1,0 +1,316 @@
+"""`te doctor`: what each check says of environments that are made up, and of the one that is here."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from transformer_engine import __version__, cli
+from transformer_engine.cli.doctor import environment as gathering
+from transformer_engine.cli.doctor.checks import CHECKS, Finding, examine, healthy
+from transformer_engine.cli.doctor.clients import CLIENTS, installed, pins
+from transformer_engine.cli.doctor.command import as_dict, as_text, main
+from transformer_engine.cli.doctor.environment import Distribution, Environment, Gpu, gather
+
+ROOT = Path(cli.__file__).resolve().parents[2]
+
+
+def having(**versions: str) -> dict[str, tuple[Distribution, ...]]:
+    return {name.replace("_", "-"): (Distribution(version),) for name, version in versions.items()}
+
+
+LIBRARIES = having(
+    transformer_engine=__version__,
+    torch="2.11.0",
+    triton="3.6.0",
+    nvmath_python="1.0.1",
+    nvidia_cudnn_frontend="1.23.0",
+    typer="0.20",
+    rich="14",
+    matplotlib="3.10",
+)
+H200 = Environment(
+    distributions=LIBRARIES,
+    extension="transformer_engine_torch/__init__.py",
+    driver="580.65.06",
+    gpu=Gpu((13, 0), "NVIDIA H200", (9, 0), (9, 19, 0)),
+)
+CPU = replace(
+    H200,
+    distributions={
+        name: several for name, several in LIBRARIES.items() if not name.startswith("nv") and name != "triton"
+    },
+    driver=None,
+    gpu=Gpu(),
+)
+
+
+def with_another(environment: Environment, **versions: str) -> Environment:
+    """The environment with these versions installed."""
+    return replace(environment, distributions={**environment.distributions, **having(**versions)})
+
+
+def said(environment: Environment, check: str) -> list[Finding]:
+    return [finding for finding in examine(environment) if finding.check == check]
+
+
+@pytest.mark.parametrize("environment", [H200, CPU], ids=["H200", "CPU"])
+def test_a_sound_environment_has_no_problem(environment: Environment):
+    findings = examine(environment)
+    assert healthy(findings)
+    assert {finding.check for finding in findings} <= {check.name for check in CHECKS}
+    assert all(bool(finding.remedy) is (finding.status != "good") for finding in findings)
+
+
+JAX = having(jax="0.11.2", flax="0.12.12")
+PROBLEMS = {
+    "an old Python": (
+        replace(H200, python=(3, 9)),
+        ("python", "Python 3.9; 3.10 to 3.13 is supported", "Python 3.13"),
+    ),
+    "no metadata": (
+        replace(CPU, distributions={}),
+        ("package", "without the metadata", 'pip install ".[pytorch]"'),
+    ),
+    "two versions": (
+        replace(
+            H200,
+            distributions={
+                **LIBRARIES,
+                "transformer-engine": (Distribution(__version__, "a"), Distribution("2.21.0", "b")),
+            },
+        ),
+        ("package", "2.21.0 in b", "pip uninstall -y transformer-engine"),
+    ),
+    "metadata of another version": (
+        with_another(H200, transformer_engine="2.21.0"),
+        ("package", "the metadata says 2.21.0", "pip uninstall -y transformer-engine"),
+    ),
+    "another copy on the path": (
+        replace(H200, copies=(("elsewhere/transformer_engine", "2.19.0"),)),
+        ("package", "2.19.0 is on the path too, in elsewhere", "remove that folder"),
+    ),
+    "the original beside it": (
+        with_another(H200, transformer_engine_torch="2.20.2"),
+        ("original", "transformer-engine-torch 2.20.2", "pip uninstall -y transformer-engine"),
+    ),
+    "the original's extension": (
+        replace(H200, extension="site-packages/transformer_engine_torch.cpython-312.so"),
+        ("original", "would load the original's site-packages/transformer_engine_torch", "pip uninstall"),
+    ),
+    "an old torch": (
+        with_another(CPU, torch="2.8.0"),
+        ("torch", "torch 2.8.0 is installed, torch>=2.9 is needed", 'pip install ".[pytorch]"'),
+    ),
+    "a broken torch": (
+        replace(CPU, failures={"torch": "importing torch failed: OSError: libcudart.so.13"}),
+        ("torch", "libcudart.so.13", 'pip install ".[pytorch]"'),
+    ),
+    "torch without CUDA": (
+        replace(H200, gpu=Gpu()),
+        ("gpu", "built without CUDA", "install a CUDA build of torch"),
+    ),
+    "an old driver": (
+        replace(H200, driver="470.1", gpu=Gpu((13, 0))),
+        ("gpu", "torch for CUDA 13.0 finds no device under driver 470.1", "update the driver"),
+    ),
+    "a GPU without triton": (
+        replace(H200, distributions={name: each for name, each in LIBRARIES.items() if name != "triton"}),
+        ("triton", "triton is not installed", "pip install triton"),
+    ),
+    "another frontend of cuDNN": (
+        with_another(H200, nvidia_cudnn_frontend="1.26.0"),
+        ("libraries", "nvidia-cudnn-frontend 1.26.0 is not 1.23", 'pip install ".[cuda]"'),
+    ),
+    "bindings that do not load": (
+        replace(H200, failures={"nvmath": "importing nvmath failed: OSError: libcublasLt"}),
+        ("libraries", "libcublasLt", 'pip install ".[cuda]"'),
+    ),
+    "a broken flash-attn": (
+        replace(H200, failures={"flash_attn": "importing flash_attn failed: ImportError: undefined symbol"}),
+        ("flash-attention", "undefined symbol", "pip uninstall flash-attn"),
+    ),
+    "a JAX out of range": (
+        replace(CPU, distributions={**CPU.distributions, **JAX, **having(jax="0.13.0")}),
+        ("jax", "jax 0.13.0 is installed, jax>=0.10.2,<0.13 is needed", 'pip install ".[jax]"'),
+    ),
+    "our side does not import": (
+        replace(
+            CPU,
+            distributions={**CPU.distributions, **JAX},
+            failures={"transformer_engine.jax": "importing transformer_engine.jax failed: TypeError"},
+        ),
+        ("jax", "importing transformer_engine.jax failed", 'pip install ".[jax]"'),
+    ),
+    "a client that asks for metadata": (
+        replace(CPU, distributions=having(accelerate="1.15.0")),
+        ("clients", "accelerate 1.15.0 will not find this package", "pip uninstall -y transformer-engine"),
+    ),
+    "a variable": (
+        replace(CPU, variables="NVTE_DEBUG='x' is not 0 or 1"),
+        ("variables", "NVTE_DEBUG='x'", "docs/environment.md"),
+    ),
+    "a cache that cannot be written": (
+        replace(CPU, cache="/cache: Permission denied"),
+        ("cache", "Permission denied", "TE_CACHE_DIR"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_a_problem_is_named_with_its_remedy(name: str):
+    environment, (check, words, remedy) = PROBLEMS[name]
+    problems = [finding for finding in said(environment, check) if finding.status == "problem"]
+    assert any(words in found.said and remedy in found.remedy for found in problems), problems
+    assert not healthy(examine(environment))
+
+
+NOTES = {
+    "no JAX": (CPU, "jax", "jax, flax not installed"),
+    "no torch": (
+        replace(CPU, distributions=having(transformer_engine=__version__)),
+        "torch",
+        "torch not inst",
+    ),
+    "no commands": (
+        replace(CPU, distributions=having(transformer_engine=__version__)),
+        "command",
+        "typer, rich",
+    ),
+    "JAX on the CPU": (
+        replace(H200, distributions={**LIBRARIES, **JAX}, jax_devices=("cpu",)),
+        "jax",
+        "JAX computes on the CPU, although there is an NVIDIA driver",
+    ),
+    "an A100": (replace(H200, gpu=Gpu((13, 0), "A100", (8, 0), (9, 19, 0))), "gpu", "no FP8 products"),
+    "an old cuDNN": (
+        replace(H200, gpu=replace(H200.gpu, cudnn=(9, 10, 2))),
+        "libraries",
+        "cuDNN 9.10.2; its attention needs 9.13.1",
+    ),
+    "a client for another version": (
+        replace(
+            CPU,
+            distributions={
+                **CPU.distributions,
+                "llm-foundry": (
+                    Distribution("0.22.0", requires=("transformer-engine[pytorch]<2.0,>=1.13",)),
+                ),
+            },
+        ),
+        "clients",
+        "llm-foundry 0.22.0 asks for transformer-engine<2.0,>=1.13",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOTES)
+def test_what_could_be_had_is_a_note_and_no_problem(name: str):
+    environment, check, words = NOTES[name]
+    notes = [finding for finding in said(environment, check) if finding.status == "note"]
+    assert any(words in note.said and note.remedy for note in notes), notes
+    assert healthy(examine(environment))
+
+
+@pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.name)
+def test_a_client_finds_the_package(client):
+    environment = replace(CPU, distributions={**CPU.distributions, client.name: (Distribution("1"),)})
+    (finding,) = said(environment, "clients")
+    assert finding.status == "good" and finding.said == f"{client.name} 1 finds it by {client.by}"
+
+
+def test_a_requirement_makes_a_client_and_a_broken_one_does_not():
+    needs = Distribution("0.7", requires=("numpy", "this is; no requirement", "Transformer_Engine>=2.19"))
+    assert pins(needs) == ">=2.19"
+    assert pins(Distribution("1", requires=("torch",))) is None
+    assert pins(Distribution("1", requires=("transformer-engine",))) == ""
+    environment = replace(CPU, distributions={**CPU.distributions, "theirs": (needs,)})
+    assert [name for name, *_ in installed(environment)] == ["theirs"]
+    assert said(environment, "clients")[0].said == "theirs 0.7 finds it by its requirement"
+
+
+def test_the_version_is_taken_by_what_clients_ask_for():
+    for asked in (">=2.19.0", "<3,>=2", ">=2.14.0", "==2.20.2", ""):
+        needs = (Distribution("1", requires=(f"transformer-engine[pytorch]{asked}",)),)
+        environment = replace(CPU, distributions={**CPU.distributions, "theirs": needs})
+        assert said(environment, "clients")[0].status == "good", asked
+
+
+def test_text_and_json_say_the_same():
+    findings = examine(PROBLEMS["a broken torch"][0])
+    text, data = as_text(findings), as_dict(findings)
+    assert data["healthy"] is False
+    assert text.count("FAIL") == 2 and text.endswith("1 problem(s), marked FAIL")
+    assert all(finding.said in text and finding.remedy in text for finding in findings)
+    assert as_text(examine(CPU)).endswith("nothing stands in the way")
+
+
+def test_the_command_prints_json_and_exits_by_what_it_found(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("transformer_engine.cli.doctor.command.gather", lambda: CPU)
+    sound = CliRunner().invoke(cli.application(), ["doctor", "--json"])
+    assert sound.exit_code == 0 and json.loads(sound.stdout)["healthy"] is True
+    monkeypatch.setattr("transformer_engine.cli.doctor.command.gather", lambda: PROBLEMS["a variable"][0])
+    broken = CliRunner().invoke(cli.application(), ["doctor"])
+    assert broken.exit_code == 1 and "NVTE_DEBUG='x'" in broken.stdout
+
+
+def test_it_runs_without_torch_and_without_the_command_line(tmp_path: Path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.util as u, sys\nhidden = ('torch', 'typer', 'rich')\nfind = u.find_spec\n"
+        "sys.modules.update(dict.fromkeys(hidden))\n"
+        "u.find_spec = lambda name, *a: None if name in hidden else find(name, *a)\n"
+    )
+    path = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "NVTE_DEBUG": "maybe"}
+    done = subprocess.run(
+        [sys.executable, "-m", "transformer_engine", "doctor", "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **path},
+        cwd=tmp_path,
+    )
+    assert done.returncode == 1, done.stderr
+    variables = [f for f in json.loads(done.stdout)["findings"] if f["check"] == "variables"]
+    assert variables[0]["status"] == "problem" and "NVTE_DEBUG='maybe'" in variables[0]["said"]
+
+
+def test_an_unknown_option_is_refused(capsys: pytest.CaptureFixture[str]):
+    assert main(["--verbose"]) == 2
+    assert "te doctor takes no --verbose" in capsys.readouterr().err
+
+
+def test_what_is_gathered_is_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    import torch
+
+    other = tmp_path / "transformer_engine"
+    other.mkdir()
+    (other / "__init__.py").touch()
+    (other / "_version.py").write_text('__version__ = "2.0.0"\n')
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("TE_CACHE_DIR", str(other / "_version.py"))
+    found = gather()
+    assert found.python == sys.version_info[:2] and found.version == __version__
+    assert (str(other), "2.0.0") in found.copies
+    assert found.cache is not None and str(other / "_version.py") in found.cache
+    assert found.version_of("torch") is not None and not set(found.failures) & {"torch", "jax"}
+    assert (found.gpu.name is None) is not torch.cuda.is_available()
+    assert found.extension is not None and found.extension.endswith("__init__.py")
+
+
+def test_metadata_of_two_versions_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for version in ("2.20.2", "2.21.0"):
+        folder = tmp_path / f"Transformer_Engine-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: Transformer_Engine\nVersion: {version}\n"
+        )
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    several = gathering._distributions()["transformer-engine"]
+    assert {each.version for each in several} == {"2.20.2", "2.21.0"}

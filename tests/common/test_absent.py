@@ -1,0 +1,108 @@
+"""What the original has and this package lacks: said in one sentence, without a change of how Python answers."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+from transformer_engine import __version__
+from transformer_engine.common import absent
+
+USE = {
+    "transformer_engine.debug": "use te.observe",
+    "transformer_engine.tensorflow": "use transformer_engine.pytorch",
+    "transformer_engine.pytorch.ep": "torch.distributed.all_to_all_single",
+    "transformer_engine.pytorch.custom_recipes.quantization": "recipe.CustomRecipe",
+}
+NAMES = {
+    ("transformer_engine", "debug"): "use te.observe",
+    ("transformer_engine", "nothing"): "docs/support.md",
+    ("transformer_engine.common.recipe", "Nothing"): "docs/support.md",
+    ("transformer_engine.pytorch", "onnx_export"): "docs/checkpoints.md",
+    ("transformer_engine.pytorch.fp8", "nothing"): r"dir\(transformer_engine.pytorch.fp8\)",
+    ("transformer_engine.pytorch.module.linear", "nothing"): "docs/support.md",
+    ("transformer_engine_torch", "nothing"): "docs/support.md",
+}
+
+
+@pytest.mark.parametrize("name", USE)
+def test_an_import_says_what_is_missing_and_what_to_use(name: str):
+    with pytest.raises(ModuleNotFoundError, match=USE[name]) as raised:
+        importlib.import_module(name)
+    assert str(raised.value).startswith(name.removesuffix(".quantization"))
+    assert __version__ in str(raised.value)
+
+
+@pytest.mark.parametrize(("module", "name"), NAMES)
+def test_a_name_that_is_imported_says_so_too(module: str, name: str):
+    with pytest.raises(ImportError, match=NAMES[module, name]) as raised:
+        exec(f"from {module} import {name}")
+    assert type(raised.value) is ImportError and raised.value.name == module
+    assert name in str(raised.value)
+
+
+def test_a_name_behind_many_others_is_seen_as_an_import():
+    """Beyond 256 names the instruction carries a prefix."""
+    names = ", ".join(["Linear"] * 300)
+    many = "; ".join(f"a{i} = {i}" for i in range(300))
+    with pytest.raises(ImportError, match=r"docs/support\.md"):
+        exec(f"{many}\nfrom transformer_engine.pytorch import {names}, nothing")
+
+
+@pytest.mark.parametrize(("module", "name"), NAMES)
+def test_an_attribute_is_an_attribute_error_with_the_same_words(module: str, name: str):
+    found = importlib.import_module(module)
+    assert not hasattr(found, name) and getattr(found, name, None) is None
+    with pytest.raises(AttributeError, match=NAMES[module, name]) as raised:
+        getattr(found, name)
+    assert raised.value.name == name and raised.value.obj is found
+
+
+@pytest.mark.parametrize("name", ["transformer_engine.debug", "transformer_engine.pytorch.ep"])
+def test_a_search_finds_nothing_and_raises_nothing(name: str):
+    assert importlib.util.find_spec(name) is None
+
+
+def test_a_guarded_import_of_a_client_goes_on():
+    try:
+        importlib.import_module("transformer_engine.debug.features")
+
+        found = True
+    except ModuleNotFoundError as error:
+        found = False
+        assert error.name == "transformer_engine.debug"
+    assert not found
+
+
+def test_what_python_asks_every_module_for_keeps_its_words():
+    import transformer_engine.pytorch as te
+
+    with pytest.raises(
+        AttributeError, match=r"module 'transformer_engine\.pytorch' has no attribute '__wrapped__'"
+    ):
+        te.__wrapped__  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_packages_of_others_are_left_alone():
+    assert absent.Finder().find_spec("transformer_engine_extensions") is None
+    with pytest.raises(ModuleNotFoundError, match="No module named 'transformer_engine_extensions'"):
+        importlib.import_module("transformer_engine_extensions")
+
+
+def test_the_sentence_is_there_before_a_framework_is():
+    done = subprocess.run(
+        [sys.executable, "-c", "import transformer_engine.tensorflow"], capture_output=True, text=True
+    )
+    assert "transformer_engine.tensorflow is not in this package" in done.stderr
+
+
+@pytest.mark.parametrize("start", absent.ABSENT)
+def test_a_row_goes_when_what_it_names_has_come(start: str):
+    if start == "transformer_engine.pytorch.ops":
+        pytest.skip("the package holds the base class; its operations are what is absent")
+    module, _, name = start.rpartition(".")
+    assert not hasattr(importlib.import_module(module), name)

@@ -1,0 +1,259 @@
+"""The checks of `te doctor`: each a row, a name and a function from the environment to findings.
+
+A finding is good, a note (something that could be had and is not) or a problem, which has a remedy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from packaging.version import Version
+
+from ...common import extras, frameworks
+from . import clients
+from .clients import PACKAGE
+from .environment import Environment
+
+Status = Literal["good", "note", "problem"]
+
+PYTHONS = ((3, 10), (3, 13))
+ORIGINALS = (
+    "transformer-engine-torch",
+    "transformer-engine-jax",
+    "transformer-engine-cu12",
+    "transformer-engine-cu13",
+)
+FLASH = {"flash_attn": "flash-attn", "flash_attn_interface": "flash-attn-3"}
+REINSTALL = f"pip uninstall -y {PACKAGE} until none is left, then {extras.command('pytorch')}"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check says; `remedy` is empty where there is nothing to do."""
+
+    check: str
+    status: Status
+    said: str
+    remedy: str = ""
+
+
+Answer = Iterator[tuple[Status, str, str]]
+
+
+@dataclass(frozen=True)
+class Check:
+    """`examine` yields (status, what was found, remedy)."""
+
+    name: str
+    examine: Callable[[Environment], Answer]
+
+
+def examine(environment: Environment) -> list[Finding]:
+    """All findings, in the order of the rows."""
+    return [Finding(check.name, *answer) for check in CHECKS for answer in check.examine(environment)]
+
+
+def healthy(findings: list[Finding]) -> bool:
+    """Is nothing a problem?"""
+    return all(finding.status != "problem" for finding in findings)
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+def _python(e: Environment) -> Answer:
+    least, most = PYTHONS
+    if not least <= e.python <= most:
+        words = f"Python {_dotted(e.python)}; {_dotted(least)} to {_dotted(most)} is supported"
+        yield "problem", words, f"make an environment with Python {_dotted(most)}"
+    else:
+        yield "good", f"Python {_dotted(e.python)}", ""
+
+
+def _package(e: Environment) -> Answer:
+    found = e.distributions.get(PACKAGE, ())
+    if not found:
+        yield (
+            "problem",
+            f"the code in {e.folder} runs without the metadata of a package, which several clients ask for",
+            extras.command("pytorch"),
+        )
+    elif len({each.version for each in found}) > 1:
+        versions = ", ".join(f"{each.version} in {each.place}" for each in found)
+        yield "problem", f"the metadata of several versions is there: {versions}", REINSTALL
+    elif found[0].version != e.version:
+        words = f"the metadata says {found[0].version}, the code in {e.folder} is {e.version}"
+        yield "problem", words, REINSTALL
+    else:
+        yield "good", f"{PACKAGE} {e.version} in {e.folder}", ""
+    for folder, version in e.copies:
+        status = "note" if version == e.version else "problem"
+        yield status, f"{version} is on the path too, in {folder}", "remove that folder from the path"
+
+
+def _original(e: Environment) -> Answer:
+    there = [f"{name} {e.version_of(name)}" for name in ORIGINALS if e.version_of(name) is not None]
+    remedy = f"pip uninstall -y {PACKAGE} {' '.join(ORIGINALS)}, then {extras.command('pytorch')}"
+    if there:
+        words = f"the original is installed beside this package, over the same files: {', '.join(there)}"
+        yield "problem", words, remedy
+    foreign = e.extension is not None and not e.extension.endswith("__init__.py")
+    if foreign:
+        yield "problem", f"import transformer_engine_torch would load the original's {e.extension}", remedy
+    if not there and not foreign:
+        yield "good", "the original is not installed", ""
+
+
+def _torch(e: Environment) -> Answer:
+    yield from _framework(e, frameworks.PYTORCH)
+
+
+def _jax(e: Environment) -> Answer:
+    yield from _framework(e, frameworks.JAX)
+    if e.jax_devices:
+        if e.driver is not None and e.jax_devices == ("cpu",):
+            words = "JAX computes on the CPU, although there is an NVIDIA driver"
+            yield "note", words, extras.command("jax-cuda13")
+        else:
+            yield "good", f"devices of JAX: {', '.join(e.jax_devices)}", ""
+
+
+def _framework(e: Environment, framework: frameworks.Framework) -> Answer:
+    """The packages of a framework, in versions that work, and does our side of it import?"""
+    remedy = extras.command(framework.extra)
+    missing = [package.name for package in framework.packages if e.version_of(package.name) is None]
+    if missing:
+        words = f"{', '.join(missing)} not installed: transformer_engine.{framework.module} cannot be used"
+        yield "note", words, remedy
+        return
+    for package in framework.packages:
+        version = e.version_of(package.name) or ""
+        refusal = package.refuses(version) or e.failures.get(package.name)
+        yield ("problem", refusal, remedy) if refusal else ("good", f"{package.name} {version}", "")
+    ours = f"transformer_engine.{framework.module}"
+    if ours in e.failures and not any(package.name in e.failures for package in framework.packages):
+        yield "problem", e.failures[ours], remedy
+
+
+def _gpu(e: Environment) -> Answer:
+    if e.version_of("torch") is None:
+        return
+    if e.gpu.name is not None:
+        words = f"{e.gpu.name}, compute capability {_dotted(e.gpu.capability)}, driver {e.driver}"
+        yield "good", f"{words}, CUDA {_dotted(e.gpu.build)}", ""
+        if e.gpu.capability < (8, 9):
+            yield "note", "this GPU has no FP8 products", "set TE_EMULATE=1 to compute recipes by emulation"
+    elif e.driver is None:
+        yield "good", "no NVIDIA driver: everything is computed on the CPU", ""
+    elif e.gpu.build == (0, 0):
+        words = f"NVIDIA's driver {e.driver} is there, but this torch is built without CUDA"
+        yield "problem", words, "install a CUDA build of torch, as pytorch.org describes"
+    else:
+        words = f"torch for CUDA {_dotted(e.gpu.build)} finds no device under driver {e.driver}"
+        yield (
+            "problem",
+            words,
+            "update the driver, or install torch for an older CUDA; see that CUDA_VISIBLE_DEVICES names a GPU",
+        )
+
+
+def _triton(e: Environment) -> Answer:
+    status: Status = "note" if e.gpu.name is None else "problem"
+    if "triton" in e.failures:
+        yield status, e.failures["triton"], "pip install --force-reinstall triton"
+    elif e.version_of("triton") is None and e.gpu.name is not None:
+        yield "problem", "triton is not installed: no kernel of this package runs", "pip install triton"
+    elif e.version_of("triton") is not None:
+        yield "good", f"triton {e.version_of('triton')}", ""
+    else:
+        yield "good", "triton is not installed; it is needed on a GPU only", ""
+
+
+def _libraries(e: Environment) -> Answer:
+    """Bindings of cuBLASLt and cuDNN."""
+    if e.gpu.name is None:
+        return
+    for module, name, brings in (
+        ("nvmath", "nvmath-python", "the fastest products"),
+        ("cudnn", "nvidia-cudnn-frontend", "cuDNN's attention, FP8 attention among it"),
+    ):
+        version = e.version_of(name)
+        if version is None:
+            yield "note", f"{name} is not installed, which brings {brings}", extras.command("cuda")
+        elif module in e.failures:
+            yield "problem", e.failures[module], extras.command("cuda")
+        elif name == "nvidia-cudnn-frontend" and Version(version).release[:2] != (1, 23):
+            yield "problem", f"{name} {version} is not 1.23", extras.command("cuda")
+        else:
+            yield "good", f"{name} {version}", ""
+    if e.gpu.cudnn < (9, 13, 1):
+        words = f"cuDNN {_dotted(e.gpu.cudnn)}; its attention needs 9.13.1"
+        yield "note", words, "pip install --upgrade nvidia-cudnn-cu13 (or -cu12, as torch's build)"
+    else:
+        yield "good", f"cuDNN {_dotted(e.gpu.cudnn)}", ""
+
+
+def _flash(e: Environment) -> Answer:
+    broken = [module for module in FLASH if module in e.failures]
+    for module in broken:
+        yield "problem", e.failures[module], f"pip uninstall {FLASH[module]}, or build it for this torch"
+    names = ("flash-attn", "flash-attn-3", "flash-attn-4")
+    there = [f"{name} {e.version_of(name)}" for name in names if e.version_of(name) is not None]
+    if not broken:
+        yield "good", f"FlashAttention: {', '.join(there) or 'not installed, not needed'}", ""
+
+
+def _command(e: Environment) -> Answer:
+    missing = [name for name in ("typer", "rich", "matplotlib") if e.version_of(name) is None]
+    if missing:
+        words = f"{', '.join(missing)} not installed: no command but te doctor runs"
+        yield "note", words, extras.command("cli")
+    else:
+        yield "good", "all commands run", ""
+
+
+def _clients(e: Environment) -> Answer:
+    for name, found, row in clients.installed(e):
+        pin, label = clients.pins(found), f"{name} {found.version}"
+        if pin and not clients.takes(pin, e.version):
+            words = f"{label} asks for {PACKAGE}{pin}, this is {e.version}: it may call what is not there"
+            yield "note", words, f"install a version of {name} that takes {e.version}"
+        elif row is not None and row.metadata and e.version_of(PACKAGE) is None:
+            yield "problem", f"{label} will not find this package: it asks for {row.by}", REINSTALL
+        else:
+            yield "good", f"{label} finds it by {row.by if row is not None else 'its requirement'}", ""
+
+
+def _variables(e: Environment) -> Answer:
+    if e.variables is None:
+        yield "good", "environment variables have values that they can have", ""
+    else:
+        yield "problem", e.variables, "docs/environment.md has the table"
+
+
+def _cache(e: Environment) -> Answer:
+    if e.cache is None:
+        yield "good", "the cache folder can be written", ""
+    else:
+        words = f"the cache folder cannot be written: {e.cache}"
+        yield "problem", words, "set TE_CACHE_DIR to a folder that can be written"
+
+
+CHECKS = (
+    Check("python", _python),
+    Check("package", _package),
+    Check("original", _original),
+    Check("torch", _torch),
+    Check("gpu", _gpu),
+    Check("triton", _triton),
+    Check("libraries", _libraries),
+    Check("flash-attention", _flash),
+    Check("jax", _jax),
+    Check("command", _command),
+    Check("clients", _clients),
+    Check("variables", _variables),
+    Check("cache", _cache),
+)

@@ -1,0 +1,204 @@
+"""What an installation consists of, as data: `gather()` looks once, the checks read the record.
+
+Nothing here needs a framework: a package that is missing or broken is a fact like any other.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+from packaging.utils import canonicalize_name
+
+from ..._version import __version__
+from ...common import env, optional
+
+# Modules whose import is tried where they are installed.
+TRIED = (
+    "torch",
+    "triton",
+    "nvmath",
+    "cudnn",
+    "flash_attn",
+    "flash_attn_interface",
+    "jax",
+    "flax",
+    "transformer_engine.pytorch",
+    "transformer_engine.jax",
+)
+_FRAMEWORK_OF = {"transformer_engine.pytorch": ("torch",), "transformer_engine.jax": ("jax", "flax")}
+_VERSION = re.compile(r"""__version__\s*=\s*["']([^"']+)""")
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """One installed distribution: `requires` are the lines of its metadata."""
+
+    version: str
+    place: str = ""
+    requires: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What torch says of CUDA; `name` is None where it finds no device."""
+
+    build: tuple[int, int] = (0, 0)
+    name: str | None = None
+    capability: tuple[int, int] = (0, 0)
+    cudnn: tuple[int, int, int] = (0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Environment:
+    """
+    python         (major, minor) of the interpreter
+    version        of the code that runs, and `folder`, where it lies
+    distributions  by normalized name; several where the metadata of several versions is there
+    copies         folder and version of other packages called transformer_engine on the path
+    extension      the file that `import transformer_engine_torch` would load, None where there is none
+    failures       module: why its import fails, of those that are installed
+    driver         version of NVIDIA's driver, None without one
+    jax_devices    platforms of JAX's devices
+    variables      what is wrong with an environment variable, None if nothing is
+    cache          why the folder of the cache cannot be written, None if it can
+    """
+
+    python: tuple[int, int] = (3, 12)
+    version: str = __version__
+    folder: str = "transformer_engine"
+    distributions: Mapping[str, tuple[Distribution, ...]] = field(default_factory=dict)
+    copies: tuple[tuple[str, str], ...] = ()
+    extension: str | None = None
+    failures: Mapping[str, str] = field(default_factory=dict)
+    driver: str | None = None
+    gpu: Gpu = Gpu()
+    jax_devices: tuple[str, ...] = ()
+    variables: str | None = None
+    cache: str | None = None
+
+    def version_of(self, name: str) -> str | None:
+        """The version of a distribution that Python finds first, None where it is not installed."""
+        found = self.distributions.get(name, ())
+        return found[0].version if found else None
+
+
+def gather() -> Environment:
+    """The environment of this process."""
+    folder = Path(__file__).resolve().parents[2]
+    failures = _failures()
+    return Environment(
+        python=sys.version_info[:2],
+        folder=str(folder),
+        distributions=_distributions(),
+        copies=_copies(folder),
+        extension=_extension(),
+        failures=failures,
+        driver=_driver(),
+        gpu=Gpu() if not _usable("transformer_engine.pytorch", failures) else _gpu(),
+        jax_devices=() if not _usable("transformer_engine.jax", failures) else _jax_devices(),
+        variables=_variables(),
+        cache=_cache(),
+    )
+
+
+def _distributions() -> dict[str, tuple[Distribution, ...]]:
+    found: dict[str, list[Distribution]] = {}
+    for each in metadata.distributions():
+        name = each.metadata["Name"]
+        if name is None:  # what is left of a package that was half removed
+            continue
+        made = Distribution(each.version, str(each.locate_file("")), tuple(each.requires or ()))
+        same = found.setdefault(canonicalize_name(name), [])
+        if made not in same:
+            same.append(made)
+    return {name: tuple(several) for name, several in found.items()}
+
+
+def _copies(folder: Path) -> tuple[tuple[str, str], ...]:
+    places = (Path(entry or ".").resolve() / "transformer_engine" for entry in sys.path)
+    others = {place for place in places if (place / "__init__.py").is_file()} - {folder}
+    return tuple((str(place), _written_version(place)) for place in sorted(others))
+
+
+def _written_version(folder: Path) -> str:
+    file = folder / "_version.py"
+    said = _VERSION.search(file.read_text()) if file.is_file() else None
+    return said.group(1) if said else "another package"
+
+
+def _extension() -> str | None:
+    spec = importlib.util.find_spec("transformer_engine_torch")
+    return None if spec is None else spec.origin
+
+
+def _failures() -> dict[str, str]:
+    tried = (module for module in TRIED if _there(module))
+    return {module: said for module in tried if (said := optional.failure(module)) is not None}
+
+
+def _there(module: str) -> bool:
+    return all(optional.installed(name) for name in _FRAMEWORK_OF.get(module, (module,)))
+
+
+def _usable(module: str, failures: Mapping[str, str]) -> bool:
+    return _there(module) and module not in failures
+
+
+def _gpu() -> Gpu:
+    import torch
+
+    from ...pytorch.runtime import device
+
+    name = torch.cuda.get_device_name() if device.has_cuda() else None
+    return Gpu(
+        device.cuda_version(), name, device.get_device_compute_capability(), device.get_cudnn_version()
+    )
+
+
+def _jax_devices() -> tuple[str, ...]:
+    import jax
+
+    return tuple(sorted({device.platform for device in jax.devices()}))
+
+
+def _driver() -> str | None:
+    kernel = Path("/proc/driver/nvidia/version")
+    if kernel.is_file():
+        said = re.search(r"\b(\d{3}\.\d+(?:\.\d+)?)\b", kernel.read_text())
+        return said.group(1) if said else "of unknown version"
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    asked = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    done = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=60)
+    return done.stdout.split()[0] if done.returncode == 0 and done.stdout.split() else None
+
+
+def _variables() -> str | None:
+    try:
+        env.check_all()
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _cache() -> str | None:
+    try:
+        folder = env.cache_directory()
+    except RuntimeError as error:  # no home to expand ~ to
+        return str(error)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return None
+    except OSError as error:
+        return f"{folder}: {error.strerror or error}"

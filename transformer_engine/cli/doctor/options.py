@@ -1,0 +1,14 @@
+"""`te doctor` as a command of the application."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from .command import run
+
+
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs")] = False) -> None:
+    """Check this installation: versions, GPU, libraries and clients; exit code 1 where something stands in the way."""
+    raise typer.Exit(run(as_json))

@@ -1,0 +1,102 @@
+"""Names of the original that are not here: `import` and `from .. import` say what is missing and what to use.
+
+Python keeps its own words for a failed import and drops those of a module's `__getattr__`. Two places have ours heard
+all the same: a finder that is asked last (`import transformer_engine.debug`), and a `__getattr__` that sees that it is
+`from module import name` that asks. Everybody else is answered as ever: `hasattr` by an AttributeError, `find_spec` by
+None, and what an `except ImportError` or `except ModuleNotFoundError` of a caller catches is what it was.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from importlib.machinery import ModuleSpec
+from opcode import opmap
+from typing import Any, NoReturn
+
+from .._version import __version__
+
+PACKAGES = ("transformer_engine", "transformer_engine_torch", "transformer_engine_jax")
+
+# What the original has and this package lacks, by the beginning of its name: what it is, and what to use.
+ABSENT = {
+    "transformer_engine.debug": "the original's inspection of tensors; use te.observe (docs/observe.md)",
+    "transformer_engine.tensorflow": "given up by the original; use transformer_engine.pytorch, or .jax",
+    "transformer_engine.paddle": "given up by the original; use transformer_engine.pytorch, or .jax",
+    "transformer_engine.common.load_framework_extension": "there is no shared library to load; import the framework's "
+    "package, transformer_engine.pytorch or transformer_engine.jax",
+    "transformer_engine.pytorch.custom_recipes": "factories of the original's examples; give recipe.CustomRecipe a "
+    "factory that returns te.Float8CurrentScalingQuantizer and the like",
+    "transformer_engine.pytorch.ep": "expert parallelism over symmetric memory; exchange tokens with "
+    "torch.distributed.all_to_all_single round te.moe_permute (docs/experts.md)",
+    "transformer_engine.pytorch.export": "export to ONNX; convert the weights (docs/checkpoints.md) and export "
+    "the model in torch.nn layers",
+    "transformer_engine.pytorch.onnx_export": "export to ONNX; convert the weights (docs/checkpoints.md) and "
+    "export the model in torch.nn layers",
+    "transformer_engine.pytorch.ops": "operations that a Sequential fuses; use the layers of "
+    "transformer_engine.pytorch, whose norms, products and activations are fused already",
+    "transformer_engine.pytorch.triton": "kernels under the original's paths; call the functions of "
+    "transformer_engine.pytorch that use them",
+}
+
+
+def sentence(name: str) -> str:
+    """What is missing and what to use, for a dotted name."""
+    for start, words in ABSENT.items():
+        if f"{name}.".startswith(f"{start}."):
+            return f"{name} is not in this package, {__version__}: {words}"
+    place, _, last = name.rpartition(".")
+    return (
+        f"{place} has no {last!r} in this package, {__version__}; docs/support.md lists what there is, and "
+        f"dir({place}) its names"
+    )
+
+
+def answer_in(package: str) -> None:
+    """Every module below a package that has been imported says what it lacks."""
+    for name, module in list(sys.modules.items()):
+        if f"{name}.".startswith(f"{package}.") and "__getattr__" not in vars(module):
+            vars(module)["__getattr__"] = getter(name)
+
+
+def getter(module: str, late: Mapping[str, Callable[[], Any]] | None = None) -> Callable[[str], Any]:
+    """The `__getattr__` of a module, some of whose names may be made when they are asked for."""
+    late = late or {}
+
+    def __getattr__(name: str) -> Any:
+        return late[name]() if name in late else _refuse(module, name, _imports(sys._getframe(1)))
+
+    return __getattr__
+
+
+def _refuse(module: str, name: str, imported: bool) -> NoReturn:
+    """Raise what is missing: ImportError for an import statement, AttributeError for everybody else."""
+    here = sys.modules.get(module)
+    if name.startswith("__"):  # Python and its tools ask every module for such names
+        raise AttributeError(f"module {module!r} has no attribute {name!r}", name=name, obj=here)
+    words = sentence(f"{module}.{name}")
+    if imported:
+        raise ImportError(words, name=module, path=getattr(here, "__file__", None))
+    raise AttributeError(words, name=name, obj=here)
+
+
+def _imports(frame: Any) -> bool:
+    """Is the instruction that runs in this frame the second half of `from module import name`?"""
+    return frame.f_lasti >= 0 and frame.f_code.co_code[frame.f_lasti] == opmap["IMPORT_FROM"]
+
+
+class Finder:
+    """Asked last for a module of ours that no finder has found."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """None, or ModuleNotFoundError where the module is being imported and not only looked for."""
+        asker = sys._getframe(2).f_code.co_name if name.startswith(PACKAGES) else ""
+        if asker != "_find_and_load_unlocked" or name.partition(".")[0] not in PACKAGES:
+            return None
+        raise ModuleNotFoundError(sentence(name), name=name)
+
+
+def install() -> None:
+    """Have the finder asked, once a process."""
+    if not any(isinstance(finder, Finder) for finder in sys.meta_path):
+        sys.meta_path.append(Finder())
