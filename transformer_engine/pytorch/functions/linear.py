@@ -16,7 +16,7 @@ from ..primitives.operand import Operand, plain
 from ..primitives.quantize import Cast, dequantize
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from ..tensor.quantizer import Matrix, Operands, Quantizer, turned
-from .linear_operands import linear_operands
+from .linear_operands import linear_operands, plain_matrices
 from .linear_spec import IDENTITY, LinearSaved, LinearSpec, gradient_cast, sums_over_ranks
 from .saving import backward_of, restore, save
 
@@ -32,8 +32,16 @@ def linear_forward(
     x: Tensor | Operands, weight: Tensor, bias: Tensor | None, spec: LinearSpec
 ) -> tuple[Tensor, LinearSaved]:
     """y [M, N] = x [M, K] @ weight [N, K].T + bias [N], with the operands that the backward needs."""
-    x_operand, w_operand, saved = linear_operands(x, weight, spec)
-    y = gemm(x_operand, w_operand, Epilogue(spec.dtype, bias=bias, exact=spec.accumulation.forward))
+    products = spec.products
+    if spec.plain and products is not None:
+        matrices, saved = plain_matrices(x, weight, spec)  # pyright: ignore[reportArgumentType]
+        y = products.forward.of_matrices(*matrices, bias)
+    else:
+        x_operand, w_operand, saved = linear_operands(x, weight, spec)
+        if products is None:
+            y = gemm(x_operand, w_operand, Epilogue(spec.dtype, bias=bias, exact=spec.accumulation.forward))
+        else:
+            y = products.forward.of_operands(x_operand, w_operand, bias)
     return spec.parallel.leave_forward(y) if spec.communicates else y, saved
 
 
@@ -49,7 +57,7 @@ def linear_backward(
     spec: LinearSpec,
     weight_dtype: torch.dtype,
     bias_dtype: torch.dtype,
-    input_product: Callable[[Operand, Operand, Epilogue], Tensor] = gemm,
+    input_product: Callable[[Operand, Operand, Epilogue], Tensor] | None = None,
 ) -> LinearGradients:
     """dx [M, K] = dy [M, N] @ w [N, K];  dw [N, K] = dy.T @ x [M, K];  db [N] = sum over rows of dy, in float32.
 
@@ -59,44 +67,67 @@ def linear_backward(
     """
     w, x = saved.pop(), saved.pop()
     if spec.plain:
-        dy_row, dy_column, grad_bias = _plain_gradient(
-            grad_output, w is not None, x is not None, spec, bias_dtype
-        )
-    else:
-        (dy_row, dy_column), grad_bias = _read_by_products(
-            grad_output, w is not None, x is not None, spec, bias_dtype
-        )
-        dy_column = None if dy_column is None else turned(dy_column)
-    del grad_output  # what is not read any more makes room for the results
+        dy = _values(grad_output, spec)  # pyright: ignore[reportArgumentType]
+        grad_bias = column_sums(dy, bias_dtype) if spec.needs_grad_bias else None
+        del grad_output  # what is not read any more makes room for the results
+        grad_input = None if w is None else _plain_grad_input(dy, w, spec, input_product)
+        del w, input_product
+        grad_weight = None if x is None else _plain_grad_weight(dy, x, spec, weight_dtype)
+        return LinearGradients(grad_input, grad_weight, grad_bias)
+    (dy_row, dy_column), grad_bias = _read_by_products(
+        grad_output, w is not None, x is not None, spec, bias_dtype
+    )
+    dy_column = None if dy_column is None else turned(dy_column)
+    del grad_output
     grad_input = grad_weight = None
     if w is not None:
         assert dy_row is not None
-        grad_input = input_product(
-            dy_row,
-            plain(w.t()) if spec.plain else _backward_operand(w, spec),
-            Epilogue(spec.dtype, exact=spec.accumulation.grad_input),
-        )
-        if spec.communicates:
-            grad_input = spec.parallel.leave_backward(grad_input)
+        grad_input = _grad_input(dy_row, _backward_operand(w, spec), spec, input_product)
     del dy_row, w, input_product
     if x is not None:
         assert dy_column is not None
-        grad_weight = spec.weight_gradient.compute(
-            dy_column,
-            plain(x.t()) if spec.plain else _input_operand(x, spec),
-            spec.accumulation.grad_weight,
-            weight_dtype,
-        )
+        grad_weight = _grad_weight(dy_column, _input_operand(x, spec), spec, weight_dtype)
     return LinearGradients(grad_input, grad_weight, grad_bias)
 
 
-def _plain_gradient(
-    grad_output: Any, by_rows: bool, by_columns: bool, spec: LinearSpec, bias_dtype: torch.dtype
-) -> tuple[Operand | None, Operand | None, Tensor | None]:
-    """dy [M, N], dy.T and the sum of dy's rows as the products and the bias read them, unquantized."""
-    dy = _values(grad_output, spec)
-    grad_bias = column_sums(dy, bias_dtype) if spec.needs_grad_bias else None
-    return plain(dy) if by_rows else None, plain(dy.t()) if by_columns else None, grad_bias
+def _plain_grad_input(
+    dy: Tensor, w: Tensor, spec: LinearSpec, product: Callable[..., Tensor] | None
+) -> Tensor:
+    """dx [M, K] = dy [M, N] @ w [N, K], unquantized."""
+    if spec.products is None or product is not None:
+        return _grad_input(plain(dy), plain(w.t()), spec, product)
+    dx = spec.products.grad_input.of_matrices(dy, w)
+    return spec.parallel.leave_backward(dx) if spec.communicates else dx
+
+
+def _grad_input(dy: Operand, w: Operand, spec: LinearSpec, product: Callable[..., Tensor] | None) -> Tensor:
+    """dx [M, K] of dy [M, N] and w.T [K, N]."""
+    if spec.products is not None and product is None:
+        dx = spec.products.grad_input.of_operands(dy, w)
+    else:
+        dx = (product or gemm)(dy, w, Epilogue(spec.dtype, exact=spec.accumulation.grad_input))
+    return spec.parallel.leave_backward(dx) if spec.communicates else dx
+
+
+def _plain_grad_weight(dy: Tensor, x: Tensor, spec: LinearSpec, dtype: torch.dtype) -> Tensor | None:
+    """dw [N, K] = dy.T [N, M] @ x [M, K], unquantized, to where it goes."""
+    if _multiplies_again(spec, dtype):
+        return spec.products.grad_weight.of_matrices(dy, x)  # pyright: ignore[reportOptionalMemberAccess]
+    exact = spec.accumulation.grad_weight
+    return spec.weight_gradient.compute(plain(dy.t()), plain(x.t()), exact, dtype)
+
+
+def _grad_weight(dy: Operand, x: Operand, spec: LinearSpec, dtype: torch.dtype) -> Tensor | None:
+    """dw [N, K] of dy.T [N, M] and x.T [K, M], to where it goes."""
+    if _multiplies_again(spec, dtype):
+        return spec.products.grad_weight.of_operands(dy, x)  # pyright: ignore[reportOptionalMemberAccess]
+    return spec.weight_gradient.compute(dy, x, spec.accumulation.grad_weight, dtype)
+
+
+def _multiplies_again(spec: LinearSpec, dtype: torch.dtype) -> bool:
+    """Is the weight's gradient, in dtype, the product that the spec has?"""
+    products = spec.products
+    return products is not None and spec.weight_gradient.is_returned and products.grad_weight.dtype is dtype
 
 
 def _values(grad_output: Tensor, spec: LinearSpec) -> Tensor:
@@ -210,7 +241,7 @@ class _Linear(torch.autograd.Function):
             grad_output = grad_output.reshape(-1, grad_output.shape[-1])
         quantizer = spec.grad_input
         cast = None if quantizer is None else _cast_of_product(quantizer, spec, "column")
-        product: Any = gemm if cast is None else partial(gemm, cast=cast)
+        product: Any = None if cast is None else partial(gemm, cast=cast)
         grad_input, grad_weight, grad_bias = linear_backward(
             grad_output, saved, spec, ctx.weight_dtype, ctx.bias_dtype, product
         )

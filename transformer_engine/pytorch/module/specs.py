@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...common.checks import switch
 from ..distributed.tensor_parallel import TensorParallel
-from ..functions.linear_spec import LinearSpec
+from ..functions.linear_spec import LinearProducts, LinearSpec
 from ..functions.scale_update import OF_THE_PASS, ScaleUpdate
 from ..functions.weight_gradient import WeightGradient, WeightGradientStore
 from ..runtime.backward_thread import keep_backward_here
@@ -277,12 +277,15 @@ def product_spec(
     needs_grad_input, needs_grad_weight, needs_grad_bias = needs
     if not call.traced and call.x[3].type == "cuda":
         keep_backward_here()
+    dtype = computing_dtype(call)
+    weight_dtype = dtype if weight is None else weight.dtype
+    exact = call.active.accumulation
     return LinearSpec(
-        dtype=computing_dtype(call),
+        dtype=dtype,
         input=quantizers.input,
         weight=quantizers.weight,
         grad_output=quantizers.grad_output,
-        accumulation=call.active.accumulation,
+        accumulation=exact,
         parallel=parallel,
         weight_gradient=weight_gradient(call, number),
         output=quantizers.output if results[0] else None,
@@ -296,4 +299,5 @@ def product_spec(
         traced=call.traced,
         plain=_is_plain(call, quantizers, weight),
         communicates=parallel.mode is not None and parallel.size > 1,
+        products=None if call.traced else LinearProducts.of(call.x[3], dtype, weight_dtype, exact),
     )
