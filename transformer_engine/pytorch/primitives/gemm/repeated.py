@@ -23,6 +23,7 @@ from .tuning_switch import Switch, asked
 _KEPT = 64
 _NATIVE = (Tensor, torch.nn.Parameter)
 _Turns = tuple[bool, bool]
+_Facts = tuple[Any, Any, torch.dtype, type, torch.device, str | None]
 
 
 class RepeatedProduct:
@@ -97,8 +98,8 @@ def _of_matrices(
 
 
 def _bound(
-    a: tuple[Any, ...],
-    b: tuple[Any, ...],
+    a: _Facts,
+    b: _Facts,
     device: torch.device,
     dtype: torch.dtype,
     exact: bool,
