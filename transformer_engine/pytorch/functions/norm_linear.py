@@ -48,9 +48,11 @@ def _forward(
     norm_output, linear_input, statistics = normalized_input(
         flat, gamma, beta, spec.norm, spec.linear, spec.way, spec.returns_norm_output
     )
-    y, saved = linear_forward(linear_input, weight, bias, spec.linear)
-    leading = leading_shape(x, y) if spec.linear.communicates else x.shape[:-1]
-    y = y.view(*leading, y.shape[-1])
+    if spec.linear.communicates:
+        y, saved = linear_forward(linear_input, weight, bias, spec.linear)
+        y = y.view(*leading_shape(x, y), y.shape[-1])
+    else:
+        y, saved = linear_forward(linear_input, weight, bias, spec.linear, x.shape[:-1])
     if spec.linear.output is not None:
         y = spec.linear.output.quantize(y)
     norm_output = None if norm_output is None else norm_output.view(x.shape)

@@ -163,10 +163,11 @@ def _forward(tensors: NormMLPTensors, spec: NormMLPSpec) -> tuple[Tensor, Tensor
     x = tensors.x
     keeps = spec.needs_grad and not spec.recompute
     norm_output, statistics, fc1_saved, fc1_output, activated = _first_half(tensors, spec, keeps)
-    y, fc2_saved = linear_forward(activated, tensors.fc2_weight, tensors.fc2_bias, spec.fc2)
     communicates = spec.fc1.communicates or spec.fc2.communicates
-    leading = leading_shape(x, y) if communicates else x.shape[:-1]
-    y = y.view(*leading, y.shape[-1])
+    leading = None if communicates else x.shape[:-1]
+    y, fc2_saved = linear_forward(activated, tensors.fc2_weight, tensors.fc2_bias, spec.fc2, leading)
+    if communicates:
+        y = y.view(*leading_shape(x, y), y.shape[-1])
     norm_output = None if norm_output is None else norm_output.view(x.shape)
     if fc1_saved is None or fc1_output is None:
         return y, norm_output, None

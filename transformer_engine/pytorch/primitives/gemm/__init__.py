@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..operand import Operand, plain
 from .fused import gemm, gemm_gelu, gemm_gelu_gradient
 from .product import TABLE
-from .repeated import RepeatedProduct
+from .repeated import RepeatedProduct, as_matrix
 from .request import Epilogue, GemmRequest
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "GemmRequest",
     "Operand",
     "RepeatedProduct",
+    "as_matrix",
     "gemm",
     "gemm_gelu",
     "gemm_gelu_gradient",
