@@ -138,8 +138,8 @@ def test_on_a_gpu_it_has_the_bits_of_anybodys(turns, with_bias):
     a, b = torch.randn(64, 96, device="cuda").bfloat16(), torch.randn(32, 96, device="cuda").bfloat16()
     bias = torch.randn(32, device="cuda").bfloat16() if with_bias else None
     given = (a.t().contiguous() if turns[0] else a), (b.t().contiguous() if turns[1] else b)
-    operands = [plain(x.t() if turned else x) for x, turned in zip(given, turns, strict=True)]
+    left, right = (plain(x.t() if turned else x) for x, turned in zip(given, turns, strict=True))
     product = RepeatedProduct(a.device, torch.bfloat16, True, turns)
-    expected = gemm(*operands, Epilogue(torch.bfloat16, bias))
+    expected = gemm(left, right, Epilogue(torch.bfloat16, bias))
     assert torch.equal(product.of_matrices(*given, bias), expected)
     assert torch.equal(product.of_matrices(*given, bias, torch.Size((2, 32))), expected.view(2, 32, 32))

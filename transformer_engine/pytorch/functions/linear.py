@@ -14,6 +14,7 @@ from ..primitives.gemm import Epilogue, as_matrix, gemm
 from ..primitives.gemm.request import Layout
 from ..primitives.operand import Operand, plain
 from ..primitives.quantize import Cast, dequantize
+from ..runtime.applying import applier
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from ..tensor.quantizer import Matrix, Operands, Quantizer, turned
 from .linear_operands import linear_operands, plain_matrices
@@ -73,7 +74,7 @@ def linear_backward(
     saved           the two of LinearSaved, which are taken out of the list
     input_product   makes dx where something follows it in the same pass: the gradient of an activation, a cast
     leading         dimensions of dx in place of M, where nothing does, of a spec that does not communicate
-    Of a plain spec dy, and x in saved, may have several dimensions in place of M, which are dx's then.
+    Of a plain spec dy, and x in saved, may have several dimensions in place of M, which dx has then by default.
     Operands go as soon as they have been read: give what saved and input_product hold without holding it.
     """
     w, x = saved.pop(), saved.pop()
@@ -81,7 +82,7 @@ def linear_backward(
         dy = _values(grad_output, spec)  # pyright: ignore[reportArgumentType]
         grad_bias = column_sums(as_matrix(dy), bias_dtype) if spec.needs_grad_bias else None
         del grad_output  # what is not read any more makes room for the results
-        grad_input = None if w is None else _plain_grad_input(dy, w, spec, input_product)
+        grad_input = None if w is None else _plain_grad_input(dy, w, spec, input_product, leading)
         del w, input_product
         grad_weight = None if x is None else _plain_grad_weight(dy, x, spec, weight_dtype)
         return LinearGradients(grad_input, grad_weight, grad_bias)
@@ -102,12 +103,16 @@ def linear_backward(
 
 
 def _plain_grad_input(
-    dy: Tensor, w: Tensor, spec: LinearSpec, product: Callable[..., Tensor] | None
+    dy: Tensor,
+    w: Tensor,
+    spec: LinearSpec,
+    product: Callable[..., Tensor] | None,
+    leading: torch.Size | None,
 ) -> Tensor:
     """dx [M, K] = dy [M, N] @ w [N, K], unquantized."""
     if spec.products is None or product is not None:
         return _grad_input(plain(as_matrix(dy)), plain(w.t()), spec, product)
-    dx = spec.products.grad_input.of_matrices(dy, w)
+    dx = spec.products.grad_input.of_matrices(dy, w, None, leading)
     return spec.parallel.leave_backward(dx) if spec.communicates else dx
 
 
@@ -201,7 +206,7 @@ def _input_operand(saved: Operand | Matrix, spec: LinearSpec) -> Operand:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Tensor:
     """y [.., N] = x [.., K] @ weight [N, K].T + bias [N], differentiable in all three."""
     if spec.needs_grad_input or spec.needs_grad_weight or spec.needs_grad_bias:
-        return _Linear.apply(x, weight, bias, spec)  # pyright: ignore[reportReturnType]
+        return _applied(x, weight, bias, spec)  # pyright: ignore[reportReturnType]
     return _forward(x, weight, bias, spec)[0]
 
 
@@ -289,3 +294,6 @@ class _Linear(torch.autograd.Function):
                 grad_input = grad_input if grad_input.shape == shape else grad_input.view(shape)
                 grad_input = grad_input if quantizer is None else quantizer.quantize(grad_input)
         return grad_input, grad_weight, grad_bias, None
+
+
+_applied = applier(_Linear)

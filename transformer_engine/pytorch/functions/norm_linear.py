@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..primitives.gemm import as_matrix
+from ..runtime.applying import applier
 from ..tensor.quantizer import Operands
 from .fusions import APART, IN_CODES, norm_output
-from .linear import leading_shape, linear_backward, linear_forward
+from .linear import is_repeated, leading_shape, linear_backward, linear_forward
 from .linear_spec import LinearSaved, LinearSpec
 from .normalization import Norm, NormStatistics
 from .saving import backward_of, restore, save
@@ -37,14 +39,14 @@ def norm_linear(
     if not spec.needs_grad:
         y, norm_output, _, _ = _forward(x, gamma, beta, weight, bias, spec)
         return y, norm_output
-    outputs = _NormLinear.apply(x, gamma, beta, weight, bias, spec)
+    outputs = _applied(x, gamma, beta, weight, bias, spec)
     return outputs if spec.returns_norm_output else (outputs, None)  # pyright: ignore[reportReturnType]
 
 
 def _forward(
     x: Tensor, gamma: Tensor, beta: Tensor | None, weight: Tensor, bias: Tensor | None, spec: NormLinearSpec
 ) -> tuple[Tensor, Tensor | None, NormStatistics, LinearSaved]:
-    flat = x.reshape(-1, x.shape[-1])
+    flat = as_matrix(x)
     norm_output, linear_input, statistics = normalized_input(
         flat, gamma, beta, spec.norm, spec.linear, spec.way, spec.returns_norm_output
     )
@@ -96,9 +98,12 @@ class _NormLinear(torch.autograd.Function):
         spec = ctx.spec
         # The operands are handed over, not lent: norm(x) is gone when the norm's backward allocates.
         (x, gamma, mean, rstdev), saved = restore(ctx, 4)
-        grad_output = grad_output.reshape(-1, grad_output.shape[-1])
-        grads = linear_backward(grad_output, saved, spec.linear, ctx.weight_dtype, ctx.bias_dtype)
-        flat = x.reshape(-1, x.shape[-1])
+        flat = as_matrix(x)
+        leading = flat.shape[:1] if is_repeated(spec.linear) and spec.linear.plain else None
+        if leading is None:
+            grad_output = as_matrix(grad_output)
+        dtypes = ctx.weight_dtype, ctx.bias_dtype
+        grads = linear_backward(grad_output, saved, spec.linear, *dtypes, leading=leading)
         dy = grads.input
         if grad_norm_output is not None:
             of_norm_output = grad_norm_output.reshape(flat.shape)
@@ -107,3 +112,6 @@ class _NormLinear(torch.autograd.Function):
             return None, None, None, grads.weight, grads.bias, None
         dx, dgamma, dbeta = spec.norm.backward(dy, flat, NormStatistics(mean, rstdev), gamma)
         return dx.view(x.shape), dgamma, dbeta, grads.weight, grads.bias, None
+
+
+_applied = applier(_NormLinear)

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..primitives.activation import ActivationParams, activation_backward, activation_forward
 from ..primitives.gemm import Epilogue, gemm_gelu, gemm_gelu_gradient
 from ..primitives.operand import Operand
+from ..runtime.applying import applier
 from ..tensor.quantizer import Operands, Quantizer
 from .fusions import APART, IN_CODES, IN_PRODUCT, mlp_activation, mlp_gradient, norm_output
 from .linear import QuantizedGradient, leading_shape, linear_backward, linear_forward
@@ -86,7 +87,7 @@ def norm_mlp(tensors: NormMLPTensors, spec: NormMLPSpec) -> tuple[Tensor, Tensor
     if not spec.needs_grad:
         y, norm_output, _ = _forward(tensors, spec)
         return y, norm_output
-    outputs = _NormMLP.apply(spec, *tensors)
+    outputs = _applied(spec, *tensors)
     return outputs if spec.returns_norm_output else (outputs, None)  # pyright: ignore[reportReturnType]
 
 
@@ -293,3 +294,6 @@ class _NormMLP(torch.autograd.Function):
             del kept, operands
         grad_output = grad_output.reshape(-1, grad_output.shape[-1])
         return None, *_backward(grad_output, grad_norm_output, x, gamma, handed, spec, ctx.dtypes)
+
+
+_applied = applier(_NormMLP)
