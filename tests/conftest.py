@@ -5,12 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager, emulate
 
 
 @pytest.fixture
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def emulated():
+    """Every recipe runs, by emulation where the hardware lacks its format."""
+    with emulate():
+        yield
 
 
 @pytest.fixture(autouse=True)

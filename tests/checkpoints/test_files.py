@@ -16,6 +16,8 @@ from transformer_engine.common.optional import installed
 from transformer_engine.pytorch.conversion.safetensors import Described, SafetensorsFile, write
 from transformer_engine.pytorch.quantization import all_families
 
+pytestmark = pytest.mark.usefixtures("emulated")
+
 RECIPES = pytest.mark.parametrize("kind", [row.recipe for row in all_families() if row.checkpointed])
 PARAMETERS = pytest.mark.parametrize("quantized", [False, True], ids=["plain", "quantized"])
 

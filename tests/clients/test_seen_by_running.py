@@ -34,6 +34,8 @@ from transformer_engine.pytorch.ops.op import BasicOperation
 from transformer_engine.pytorch.tensor.utils import post_all_gather_processing, replace_raw_data
 from transformer_engine.pytorch.utils import SplitAlongDim
 
+pytestmark = pytest.mark.usefixtures("emulated")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYERS = {
     "Linear": lambda **k: te.Linear(32, 32, **k),
     "LayerNormLinear": lambda **k: te.LayerNormLinear(32, 32, **k),
@@ -54,7 +56,7 @@ def trained_linear() -> te.Linear:
     torch.manual_seed(0)
     layer = te.Linear(32, 32)
     with te.autocast(recipe=recipe.DelayedScaling()):
-        layer(torch.randn(16, 32)).sum().backward()
+        layer(torch.randn(16, 32, device=DEVICE)).sum().backward()
     return layer
 
 
@@ -104,7 +106,7 @@ def test_codes_of_mxfp8_are_no_views_and_may_lie_in_a_callers_buffer():
     weight = layer.weight
     for name in ("_rowwise_data", "_columnwise_data", "_rowwise_scale_inv", "_columnwise_scale_inv"):
         assert getattr(weight, name)._base is None
-    x = torch.randn(32, 64, requires_grad=True)
+    x = torch.randn(32, 64, device=DEVICE, requires_grad=True)
 
     def results() -> tuple[torch.Tensor, torch.Tensor]:
         with te.autocast(recipe=chosen):
@@ -176,7 +178,7 @@ def gradients(layer, x, *arguments):
 def test_a_replaced_general_gemm_makes_every_product(name):
     file = {"Linear": linear, "LayerNormLinear": layernorm_linear, "GroupedLinear": grouped_linear}[name]
     torch.manual_seed(0)
-    layer, x = LAYERS[name](), torch.randn(16, 32, requires_grad=True)
+    layer, x = LAYERS[name](), torch.randn(16, 32, device=DEVICE, requires_grad=True)
     arguments = ([6, 10],) if name == "GroupedLinear" else ()
     before, calls = gradients(layer, x, *arguments), []
 
@@ -201,7 +203,7 @@ def test_a_replaced_product_refuses_quantized_operands():
     own = partial(cpp_extensions.general_gemm)
     refused = pytest.raises(NotImplementedError, match="put the original back")
     with replaced(linear, "general_gemm", own), refused, te.autocast():
-        layer(torch.randn(16, 32))
+        layer(torch.randn(16, 32, device=DEVICE))
 
 
 @pytest.mark.parametrize("chosen", [None, recipe.MXFP8BlockScaling()])
@@ -209,7 +211,7 @@ def test_a_replaced_product_refuses_quantized_operands():
 def test_a_replaced_norm_is_the_one_that_runs(name, chosen):
     file = {"LayerNormLinear": layernorm_linear, "LayerNormMLP": layernorm_mlp}[name]
     torch.manual_seed(0)
-    layer, x = LAYERS[name](normalization="RMSNorm"), torch.randn(32, 32, requires_grad=True)
+    layer, x = LAYERS[name](normalization="RMSNorm"), torch.randn(32, 32, device=DEVICE, requires_grad=True)
     calls = []
 
     def counted(*args):
@@ -230,7 +232,7 @@ def test_a_replaced_step_of_an_autograd_class_gets_input_and_weight_by_name(name
     """As nvidia-modelopt quantizes them: it looks for the parameters called inp and weight, or the trailing tensors."""
     owner = linear._Linear if name == "Linear" else grouped_linear._GroupedLinear
     torch.manual_seed(0)
-    layer, x = LAYERS[name](), torch.randn(16, 32)
+    layer, x = LAYERS[name](), torch.randn(16, 32, device=DEVICE)
     arguments = ([6, 10],) if name == "GroupedLinear" else ()
     expected = layer(2 * x, *arguments)
     step, kept = ("apply", "_apply") if grad else ("forward", "_forward")
@@ -264,7 +266,7 @@ def test_a_replaced_autograd_class_runs_in_place_of_the_layers():
             return layernorm_linear._LayerNormLinear.backward(ctx, *grads)
 
     torch.manual_seed(0)
-    layer, x = te.LayerNormLinear(32, 48), torch.randn(16, 32, requires_grad=True)
+    layer, x = te.LayerNormLinear(32, 48), torch.randn(16, 32, device=DEVICE, requires_grad=True)
     before = gradients(layer, x)
     with replaced(layernorm_linear, "_LayerNormLinear", Own):
         y = layer(x)
@@ -307,7 +309,7 @@ def test_parts_of_a_split_are_views_and_gradients_that_lie_together_are_not_copi
 
 def test_contexts_of_recomputation_serve_torchs_checkpoint():
     layer = trained_linear()
-    x = torch.randn(16, 32, requires_grad=True)
+    x = torch.randn(16, 32, device=DEVICE, requires_grad=True)
     with te.autocast(recipe=recipe.DelayedScaling()):
         y = torch.utils.checkpoint.checkpoint(
             layer, x, use_reentrant=False, context_fn=get_activation_recompute_contexts

@@ -6,13 +6,11 @@ import pytest
 from support.recorder import RerunRecorder
 
 from transformer_engine.pytorch.graphs import automatic, recorder
-from transformer_engine.pytorch.quantization import emulate
 
 
 @pytest.fixture(autouse=True)
-def _emulation():
-    with emulate():
-        yield
+def _emulation(emulated):
+    """In every test of this folder."""
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import transformer_engine.pytorch as te
 from transformer_engine.pytorch import graph
 from transformer_engine.pytorch.distributed import CudaRNGStatesTracker
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+from transformer_engine.pytorch.runtime.capture import CudaRecorder
 
 HIDDEN, TOKENS, BATCH = 64, 16, 4
 
@@ -353,13 +354,19 @@ def test_scales_are_updated_after_the_global_state_was_reset(rerun):
     assert _equal(_state(replayed), _state(eager))
 
 
+def _numbers(tracker):
+    """The tracked state, which on a GPU may be kept as a generator."""
+    state = tracker.get_states()["model-parallel-rng"]
+    return state.get_state() if isinstance(state, torch.Generator) else state.clone()
+
+
 def test_tracked_random_states_are_where_they_were(rerun):
     tracker = CudaRNGStatesTracker()
     tracker.add("model-parallel-rng", 5)
     layer = _layer("MultiheadAttention", attention_dropout=0.3, get_rng_state_tracker=lambda: tracker)
-    before = tracker.get_states()["model-parallel-rng"].clone()
+    before = _numbers(tracker)
     _graphed(layer)
-    assert torch.equal(tracker.get_states()["model-parallel-rng"], before)
+    assert torch.equal(_numbers(tracker), before)
 
 
 def test_dropout_draws_what_an_eager_layer_draws(rerun):
@@ -650,3 +657,32 @@ def test_cuda_graphs_renew_cached_weights_in_the_first_microbatch(recipe):
             for p, q in zip(eager.parameters(), replayed.parameters(), strict=True):
                 p.mul_(1.25)
                 q.mul_(1.25)
+
+
+FAILING = {
+    "an error of Python": lambda: 1 // 0,
+    "a copy from the host": lambda: torch.tensor([1.0, 2.0], device="cuda"),
+    "a wait": lambda: torch.ones(1, device="cuda").item(),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FAILING)
+def test_after_a_capture_that_failed_everything_goes_on(name):
+    recorder, stream = CudaRecorder(), torch.cuda.current_stream()
+
+    def body():
+        torch.rand(4, device="cuda")
+        return (FAILING[name](),)
+
+    with pytest.raises((ZeroDivisionError, RuntimeError)):
+        recorder.record(body)
+    assert torch.cuda.current_stream() == stream
+    torch.manual_seed(3)
+    first = torch.rand(4, device="cuda")
+    torch.manual_seed(3)
+    assert torch.equal(torch.rand(4, device="cuda"), first)
+    recording = CudaRecorder().record(lambda: (torch.rand(4, device="cuda"),))
+    torch.manual_seed(3)
+    recording.replay()
+    assert torch.equal(recording.results[0], first)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from transformer_engine.pytorch.quantization import emulate
-
 
 @pytest.fixture(autouse=True)
-def _emulation():
-    with emulate():
-        yield
+def _emulation(emulated):
+    """In every test of this folder."""

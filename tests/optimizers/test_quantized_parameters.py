@@ -11,6 +11,8 @@ from transformer_engine.common.recipe import MXFP8BlockScaling
 from transformer_engine.pytorch.optimizers import FusedAdam
 from transformer_engine.pytorch.tensor.utils import replace_raw_data
 
+pytestmark = pytest.mark.usefixtures("emulated")
+
 WIDTH, ROWS, STEPS = 64, 32, 12
 
 

@@ -148,10 +148,8 @@ def test_every_refusal_is_a_sentence():
         assert verdict.chosen or len(verdict.refusal) > 10
 
 
-@pytest.mark.parametrize(
-    ("b_format", "reason"), [(formats.BLOCK_2D, "no E5M2 operand"), (formats.BLOCK_1D, None)]
-)
-def test_the_library_is_asked_for_no_gradient_beside_square_blocks(b_format, reason):
+@pytest.mark.parametrize("b_format", [formats.BLOCK_2D, formats.BLOCK_1D])
+def test_torch_is_asked_for_no_gradient_in_blocks(b_format):
     operands = operand("block1d", 256, 256, "cpu"), operand("block1d", 256, 256, "cpu")
     request = dataclasses.replace(
         GemmRequest.of(*operands, Epilogue(torch.bfloat16)),
@@ -160,5 +158,4 @@ def test_the_library_is_asked_for_no_gradient_beside_square_blocks(b_format, rea
         a_element=torch.float8_e5m2,
         b_format=b_format,
     )
-    refusal = TABLE.named("scaled_mm_block").refuses(request)
-    assert (refusal is None) if reason is None else reason in str(refusal)
+    assert "no E5M2 operand" in str(TABLE.named("scaled_mm_block").refuses(request))

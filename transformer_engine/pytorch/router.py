@@ -173,6 +173,8 @@ def map_format(value: Any) -> str:
         names = {member.name.lower(): member for member in RoutingMapFormat}
         one_of("routing_map_format", value, tuple(names))
         return _MAPS[names[value]]
+    if isinstance(value, RoutingMapFormat):
+        return _MAPS[value]
     if isinstance(value, bool) or not hasattr(value, "__int__") or isinstance(value, float):
         raise TypeError(
             f"routing_map_format={described(value)} is a {type(value).__name__}; give a RoutingMapFormat, "

@@ -16,6 +16,7 @@ from ..module.layernorm_linear import LayerNormLinear
 from ..module.linear import Linear
 from ..primitives.attention.mask import check_set_window_size
 from ..quantization.autocast import AutocastState, current, here_in_eager_mode
+from ..runtime.device import canonical_device
 from .call_check import (
     MAX_CALLS,
     check_encoder,
@@ -160,7 +161,7 @@ class MultiheadAttention(nn.Module):
             tp_group=tp_group if set_parallel_mode else None,
             name=_name(name, "core_attention"),
             **{argument: given[argument] for argument in _OF_CORE},
-        )
+        ).to(canonical_device(device))  # which the original's core attention is not told: its softmax_offset
         self.proj = Linear(
             q_size,
             hidden_size,

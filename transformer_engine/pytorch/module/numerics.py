@@ -191,7 +191,8 @@ class Numerics:
         stale = cached is None or (columnwise and not cached.get_usages()["columnwise"])
         skip = FP8GlobalStateManager.get_skip_fp8_weight_update_tensor() if self.state.graph else None
         if skip is not None and cached is not None and not stale:
-            quantizer.update_quantized(weight, cached, noop_flag=skip)
+            # There is one flag, on the GPU where there is one; a layer on the CPU reads a copy.
+            quantizer.update_quantized(weight, cached, noop_flag=skip.to(weight.device))
         elif first or stale:
             cached = made_to_keep(lambda: quantizer.encode(weight, True, columnwise))
             self.workspaces[key] = cached

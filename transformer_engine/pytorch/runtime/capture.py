@@ -123,9 +123,27 @@ class CudaRecorder:
         recording = torch.cuda.graph(
             graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"
         )
-        with _without_collection(), recording:
-            results = body()
+        here = torch.cuda.current_stream()
+        try:
+            with _without_collection(), recording:
+                results = body()
+        except BaseException:
+            torch.cuda.set_stream(here)
+            self._leave_capture()
+            raise
         return CudaRecording(graph, results)
+
+    def _leave_capture(self) -> None:
+        """Let random states go on after a capture that failed.
+
+        torch tells them that a capture has ended only where it ended well; until then they refuse to draw. So another
+        one ends well.
+        """
+        graph = torch.cuda.CUDAGraph()
+        for generator in self.generators:
+            graph.register_generator_state(generator)
+        with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+            torch.zeros(1, device="cuda")
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ... import attention as attentions
 from ...module import LayerNorm, LayerNormLinear, Linear, RMSNorm
+from ...runtime.device import canonical_device
 from .equivalents import ranks_of, rng_tracker, setting
 from .submodules import CrossAttentionSubmodules, SelfAttentionSubmodules
 
@@ -147,6 +148,7 @@ class CoreAttention(attentions.DotProductAttention):
             return_max_logit=config.qk_clip,
         )
         self.current_max_attn_logits: Tensor | None = None
+        self.to(canonical_device(setting(config, "device", "cuda")))
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,

@@ -8,11 +8,6 @@ from torch import Tensor
 from ....common.formats import E2M1
 
 
-def _magnitudes() -> tuple[float, ...]:
-    # Not a global: of its floats a compiler makes symbols while shapes are dynamic, see Element.greatest.
-    return (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-
-
 def encode_e2m1(x: Tensor, random: Tensor | None = None) -> Tensor:
     """codes uint8 of float32 x: the nearest, ties to the even code, beyond 6 the code of 6, NaN as +6.
 
@@ -43,8 +38,13 @@ def encode_e2m1(x: Tensor, random: Tensor | None = None) -> Tensor:
 
 def decode_e2m1(codes: Tensor) -> Tensor:
     """float32 values of uint8 codes 0..15, the sign in bit 3."""
-    values = (*_magnitudes(), *[-v for v in _magnitudes()])
-    table = torch.tensor(values, dtype=torch.float32, device=codes.device)
+    # Computed, not copied from the host, which a graph under capture refuses.
+    every = torch.arange(16, dtype=torch.float32, device=codes.device)
+    place = every % 8.0
+    magnitudes = (
+        place.clamp(max=4.0) * 0.5 + (place.clamp(4.0, 6.0) - 4.0) + (place.clamp(min=6.0) - 6.0) * 2.0
+    )
+    table = torch.where(every < 8.0, magnitudes, -magnitudes)
     return table.index_select(0, codes.flatten().to(torch.int32)).view(codes.shape)
 
 

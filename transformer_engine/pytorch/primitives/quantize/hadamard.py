@@ -8,9 +8,13 @@ from torch import Tensor
 GROUP = 16
 
 
-def _signs() -> tuple[float, ...]:
-    # Not a global: of its floats a compiler makes symbols while shapes are dynamic, see Element.greatest.
-    return (1.0, 1.0, 1.0, -1.0, 1.0, -1.0, -1.0, -1.0, -1.0, -1.0, -1.0, 1.0, -1.0, 1.0, -1.0, -1.0)
+_NEGATIVE = 0b1101_0111_1110_1000  # bit i: element i of a group changes its sign
+
+
+def _signs(device: torch.device) -> Tensor:
+    """float32 [16]; computed, not copied from the host, which a graph under capture refuses."""
+    bits = torch.arange(GROUP, dtype=torch.int32, device=device)
+    return (1 - 2 * ((_NEGATIVE >> bits) & 1)).to(torch.float32)
 
 
 def hadamard_transform(x: Tensor, random_sign: bool = True) -> Tensor:
@@ -26,7 +30,7 @@ def hadamard_transform(x: Tensor, random_sign: bool = True) -> Tensor:
         )
     groups = x.to(torch.float32).reshape(-1, GROUP)
     if random_sign:
-        groups = groups * torch.tensor(_signs(), dtype=torch.float32, device=x.device)
+        groups = groups * _signs(x.device)
     for distance in (1, 2, 4, 8):
         first, second = groups.view(-1, GROUP // (2 * distance), 2, distance).unbind(2)
         groups = torch.stack((first + second, first - second), dim=2).view(-1, GROUP)

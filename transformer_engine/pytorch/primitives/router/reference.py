@@ -53,7 +53,9 @@ def choose(
     if choice.score not in (SOFTMAX, SOFTMAX_AFTER, SIGMOID):
         saved = x
     map = {BYTES: lambda: chosen, BITS: lambda: packed(chosen)}.get(choice.map, lambda: None)()
-    return weight.to(made), map, saved.clone() if keeps else None
+    # A copy also where the dtype is the same: torch 2.11 loses the gradient of what a traced function gives back and
+    # has under a second name.
+    return weight.to(made, copy=True), map, saved.clone() if keeps else None
 
 
 def gradient(
