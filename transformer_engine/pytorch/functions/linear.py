@@ -133,23 +133,17 @@ def _grad_input(
 
 def _plain_grad_weight(dy: Tensor, x: Tensor, spec: LinearSpec, dtype: torch.dtype) -> Tensor | None:
     """dw [N, K] = dy.T [N, M] @ x [M, K], unquantized, to where it goes."""
-    if _multiplies_again(spec, dtype):
-        return spec.products.grad_weight.of_matrices(dy, x)  # pyright: ignore[reportOptionalMemberAccess]
+    if spec.products is not None and spec.products.grad_weight is not None:
+        return spec.products.grad_weight.of_matrices(dy, x)
     exact = spec.accumulation.grad_weight
     return spec.weight_gradient.compute(plain(as_matrix(dy).t()), plain(as_matrix(x).t()), exact, dtype)
 
 
 def _grad_weight(dy: Operand, x: Operand, spec: LinearSpec, dtype: torch.dtype) -> Tensor | None:
     """dw [N, K] of dy.T [N, M] and x.T [K, M], to where it goes."""
-    if _multiplies_again(spec, dtype):
-        return spec.products.grad_weight.of_operands(dy, x)  # pyright: ignore[reportOptionalMemberAccess]
+    if spec.products is not None and spec.products.grad_weight is not None:
+        return spec.products.grad_weight.of_operands(dy, x)
     return spec.weight_gradient.compute(dy, x, spec.accumulation.grad_weight, dtype)
-
-
-def _multiplies_again(spec: LinearSpec, dtype: torch.dtype) -> bool:
-    """Is the weight's gradient, in dtype, the product that the spec has?"""
-    products = spec.products
-    return products is not None and spec.weight_gradient.is_returned and products.grad_weight.dtype is dtype
 
 
 def _values(grad_output: Tensor, spec: LinearSpec) -> Tensor:
@@ -211,12 +205,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> 
 
 
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> tuple[Tensor, LinearSaved]:
-    if is_repeated(spec) and spec.plain and spec.output is None:
+    repeated = spec.products is not None
+    if repeated and spec.plain and spec.output is None:
         return linear_forward(x, weight, bias, spec)
     matrix = x.dim() == 2
     flat = x if matrix or isinstance(x, QuantizedTensorStorage) else x.reshape(-1, x.shape[-1])
     cast = None if spec.output is None else _cast_of_product(spec.output, spec, "row")
-    if cast is None and is_repeated(spec):
+    if cast is None and repeated:
         y, saved = linear_forward(flat, weight, bias, spec, x.shape[:-1])
     elif cast is None:
         y, saved = linear_forward(flat, weight, bias, spec)
@@ -232,11 +227,6 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -
         shape = (*leading_shape(x, made.codes), made.codes.shape[-1])
         return spec.output.adopted(made, shape, spec.dtype), saved  # pyright: ignore[reportReturnType]
     return y if spec.output is None else spec.output.quantize(y), saved  # pyright: ignore[reportReturnType]
-
-
-def is_repeated(spec: LinearSpec) -> bool:
-    """Do products make their results in the shape that callers see?"""
-    return spec.products is not None and not spec.communicates
 
 
 def _cast_of_product(quantizer: Quantizer, spec: LinearSpec, mode: str) -> Cast | None:
@@ -270,7 +260,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, grad_output):  # pyright: ignore[reportIncompatibleMethodOverride]
         spec = ctx.spec
         _, saved = restore(ctx)
-        repeated = is_repeated(spec)
+        repeated = spec.products is not None
         if not (repeated and spec.plain):
             grad_output = as_matrix(grad_output)
         quantizer = spec.grad_input

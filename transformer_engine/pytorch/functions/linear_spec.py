@@ -31,20 +31,25 @@ class Accumulation:
 
 
 class LinearProducts(NamedTuple):
-    """y = x @ w.T, dx = dy @ w and dw = dy.T @ x of one layer; matrices that are not quantized come as they lie."""
+    """y = x @ w.T, dx = dy @ w and dw = dy.T @ x of one layer; matrices that are not quantized come as they lie.
+
+    grad_weight   None where dw goes somewhere else than to autograd
+    """
 
     forward: RepeatedProduct
     grad_input: RepeatedProduct
-    grad_weight: RepeatedProduct
+    grad_weight: RepeatedProduct | None
 
     @staticmethod
     def of(
-        device: torch.device, dtype: torch.dtype, weight_dtype: torch.dtype, exact: Accumulation
+        device: torch.device, dtype: torch.dtype, weight_dtype: torch.dtype | None, exact: Accumulation
     ) -> LinearProducts:
         return LinearProducts(
             RepeatedProduct(device, dtype, exact.forward),
             RepeatedProduct(device, dtype, exact.grad_input, (False, True)),
-            RepeatedProduct(device, weight_dtype, exact.grad_weight, (True, True)),
+            None
+            if weight_dtype is None
+            else RepeatedProduct(device, weight_dtype, exact.grad_weight, (True, True)),
         )
 
 
@@ -60,7 +65,7 @@ class LinearSpec:
     traced               a compiler is tracing
     communicates         does `parallel` send anything? False spares it the questions
     plain                input, weight and gradients are multiplied as they are: no operands to make and to choose from
-    products             None where a compiler traces
+    products             None where a compiler traces, and where ranks communicate
     Defaults are plain constants: torch 2.11 cannot trace a default that is an object.
     """
 

@@ -11,7 +11,7 @@ from ..primitives.gemm import as_matrix
 from ..runtime.applying import applier
 from ..tensor.quantizer import Operands
 from .fusions import APART, IN_CODES, norm_output
-from .linear import is_repeated, leading_shape, linear_backward, linear_forward
+from .linear import leading_shape, linear_backward, linear_forward
 from .linear_spec import LinearSaved, LinearSpec
 from .normalization import Norm, NormStatistics
 from .saving import backward_of, restore, save
@@ -99,7 +99,7 @@ class _NormLinear(torch.autograd.Function):
         # The operands are handed over, not lent: norm(x) is gone when the norm's backward allocates.
         (x, gamma, mean, rstdev), saved = restore(ctx, 4)
         flat = as_matrix(x)
-        leading = flat.shape[:1] if is_repeated(spec.linear) and spec.linear.plain else None
+        leading = flat.shape[:1] if spec.linear.products is not None and spec.linear.plain else None
         if leading is None:
             grad_output = as_matrix(grad_output)
         dtypes = ctx.weight_dtype, ctx.bias_dtype

@@ -56,11 +56,6 @@ class WeightGradient:
         """The weight, where it is one parameter."""
         return self.parameters[0] if self.parameters else None
 
-    @property
-    def is_returned(self) -> bool:
-        """Is it neither accumulated here nor put off?"""
-        return not self.fused and self.store is None
-
     def compute(self, dy: Operand, x: Operand, exact: bool, dtype: torch.dtype) -> Tensor | None:
         """dw [N, K] in dtype, of dy.T [N, M] and x.T [K, M].
 

@@ -278,7 +278,10 @@ def product_spec(
     if not call.traced and call.x[3].type == "cuda":
         keep_backward_here()
     dtype = computing_dtype(call)
-    weight_dtype = dtype if weight is None else weight.dtype
+    gradient = weight_gradient(call, number)
+    returned = None if weight is None or gradient.fused or gradient.store is not None else weight.dtype
+    communicates = parallel.mode is not None and parallel.size > 1
+    alone = not (call.traced or communicates)
     exact = call.active.accumulation
     return LinearSpec(
         dtype=dtype,
@@ -287,7 +290,7 @@ def product_spec(
         grad_output=quantizers.grad_output,
         accumulation=exact,
         parallel=parallel,
-        weight_gradient=weight_gradient(call, number),
+        weight_gradient=gradient,
         output=quantizers.output if results[0] else None,
         grad_input=quantizers.grad_input if results[1] else None,
         backward=call.active.backward,
@@ -298,6 +301,6 @@ def product_spec(
         scale_update=update,
         traced=call.traced,
         plain=_is_plain(call, quantizers, weight),
-        communicates=parallel.mode is not None and parallel.size > 1,
-        products=None if call.traced else LinearProducts.of(call.x[3], dtype, weight_dtype, exact),
+        communicates=communicates,
+        products=LinearProducts.of(call.x[3], dtype, returned, exact) if alone else None,
     )
