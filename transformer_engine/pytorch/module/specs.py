@@ -282,13 +282,12 @@ def product_spec(
     returned = None if weight is None or gradient.fused or gradient.store is not None else weight.dtype
     communicates = parallel.mode is not None and parallel.size > 1
     alone = not (call.traced or communicates)
-    exact = call.active.accumulation
     return LinearSpec(
         dtype=dtype,
         input=quantizers.input,
         weight=quantizers.weight,
         grad_output=quantizers.grad_output,
-        accumulation=exact,
+        accumulation=call.active.accumulation,
         parallel=parallel,
         weight_gradient=gradient,
         output=quantizers.output if results[0] else None,
@@ -302,5 +301,5 @@ def product_spec(
         traced=call.traced,
         plain=_is_plain(call, quantizers, weight),
         communicates=communicates,
-        products=LinearProducts.of(call.x[3], dtype, returned, exact) if alone else None,
+        products=LinearProducts.of(call.x[3], dtype, returned, call.active.accumulation) if alone else None,
     )
