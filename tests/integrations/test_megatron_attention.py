@@ -243,6 +243,7 @@ def test_queries_and_keys_are_normalized(norm):
         torch.testing.assert_close(x.square().mean(-1), torch.ones(x.shape[:-1]), rtol=1e-2, atol=5e-2)
 
 
+@pytest.mark.usefixtures("emulated")
 def test_it_trains_under_a_recipe_and_puts_weight_gradients_off():
     config = replace(CONFIG, delay_wgrad_compute=True, params_dtype=torch.bfloat16)
     torch.manual_seed(0)

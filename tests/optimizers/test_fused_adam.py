@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import copy
 import inspect
-import time
 
 import pytest
 import torch
 from support.tolerances import UNIT
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.optimizers import FusedAdam, fused_adam, multi_tensor_applier, repeated
+from transformer_engine.pytorch.optimizers import FusedAdam, fused_adam, multi_tensor_applier
 from transformer_engine.pytorch.primitives.multi_tensor import joined
-from transformer_engine.pytorch.primitives.multi_tensor.addresses import chunks_of
 
 SHAPES = ((7, 5), (33,), (0,), (16, 16))
 # After fifty steps, relative to a parameter: what a state in fewer bits costs its moment.
@@ -247,7 +245,7 @@ def test_a_saved_optimizer_goes_on_where_it_stopped(options, device, tmp_path):
         ours.step()
         resumed.step()
     assert_equal_within(params, again, 1e-5 if "exp_avg_dtype" not in options else 1e-3)
-    assert resumed.param_groups[0]["lr"] == pytest.approx(1e-2)
+    assert float(resumed.param_groups[0]["lr"]) == pytest.approx(1e-2)
 
 
 def test_masters_and_remainders_are_taken_for_each_other(device):
@@ -370,22 +368,6 @@ def test_the_old_keyword_of_zero_grad_is_deprecated(device):
         ours = FusedAdam(parameters(device), set_grad_none=True)
     with pytest.raises(ValueError, match="give one"):
         ours.zero_grad(set_to_none=False)
-
-
-def test_the_host_has_a_few_microseconds_a_tensor(monkeypatch):
-    """1 ms for a thousand tensors beside a GPU; on whatever runs the tests, in time of this thread, thrice that."""
-    params = [torch.nn.Parameter(torch.ones(16)) for _ in range(1000)]
-    ours = FusedAdam(params)
-    monkeypatch.setattr(
-        repeated, "adam_step", lambda lists, rates, how, flag, sizes: chunks_of(lists, sizes, 8192)
-    )
-    give_gradients(params)
-    best = float("inf")
-    for _ in range(20):
-        start = time.thread_time()
-        ours.step()
-        best = min(best, time.thread_time() - start)
-    assert best < 3e-3
 
 
 @pytest.mark.gpu

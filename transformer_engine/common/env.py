@@ -353,9 +353,11 @@ def stored(names: tuple[str, ...]) -> tuple[str | bytes | None, ...]:
 
 
 def watch(name: str) -> Callable[[], str | bytes | None]:
-    """stored((name,))[0] as a function, for a key that every call makes: 20 ns."""
+    """stored((name,))[0] as a function, for a key that every call makes: 50 ns."""
     variable(name)
-    return functools.partial(os.environ._data.get, os.environ.encodekey(name))  # pyright: ignore[reportAttributeAccessIssue]
+    texts = os.environ._data  # pyright: ignore[reportAttributeAccessIssue]
+    key = os.environ.encodekey(name)  # pyright: ignore[reportAttributeAccessIssue]
+    return lambda: texts.get(key)  # as a partial of texts.get no compiler would trace it
 
 
 def generation() -> int:

@@ -238,12 +238,12 @@ def device_rates(
     host = adam_rates(0.0, betas, eps, 1, False, weight_decay)
     rates = torch.empty(len(host), dtype=torch.float32, device=lr.device)
     for place in range(1, 7):
-        rates[place] = host[place]
+        rates[place].fill_(host[place])  # an assignment would copy it from the host, which no graph captures
     rates[0] = lr.reshape(())
     steps = step.reshape(()).to(torch.float64)
     for place, beta in ((7, betas[0]), (8, betas[1])):
-        rates[place] = 1.0 - torch.pow(beta, steps) if bias_correction else 1.0
-    rates[9] = 1.0 if inv_scale is None else _factor("inv_scale", inv_scale)[0]
+        rates[place].copy_(1.0 - torch.pow(beta, steps)) if bias_correction else rates[place].fill_(1.0)
+    rates[9].fill_(1.0) if inv_scale is None else rates[9].copy_(_factor("inv_scale", inv_scale)[0])
     return rates
 
 

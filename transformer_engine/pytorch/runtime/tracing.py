@@ -1,4 +1,4 @@
-"""constant_while_tracing(function): torch.compile calls it for real while tracing, and keeps the answer."""
+"""What is done otherwise while torch.compile traces."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 F = TypeVar("F", bound=Callable)
 
@@ -21,6 +22,15 @@ def warn_deprecated(name: str, instead: str) -> None:
     """A DeprecationWarning at the caller of the function of that name; none while a compiler traces."""
     if not torch.compiler.is_compiling():
         warnings.warn(f"{name} is deprecated; use {instead}", DeprecationWarning, stacklevel=3)
+
+
+def result_as(y: Tensor, dtype: torch.dtype) -> Tensor:
+    """y in a dtype, for what an autograd function gives back; while a compiler traces, a tensor of its own.
+
+    torch 2.11 loses the gradient of a traced function's result that it knows under a second name, as y is where the
+    dtype is y's.
+    """
+    return y.to(dtype, copy=torch.compiler.is_compiling())
 
 
 def text_of_number(value: float) -> str:

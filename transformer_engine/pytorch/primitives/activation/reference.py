@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
+from ...runtime.tracing import result_as
 from ..quantize import Cast, Quantized, quantize_as
 from .request import ACTIVATIONS, ActivationRequest, Constants
 
@@ -56,7 +57,7 @@ def value(name: str, x: Tensor, constants: Constants) -> Tensor:
     """y = f(x) for x [...], or y [..., F] = f(a) * b for x = [a, b] [..., 2F]."""
     x_wide = x.to(torch.float32)
     if not ACTIVATIONS[name].gated:
-        return _CURVES[name].value(x_wide).to(x.dtype)
+        return result_as(_CURVES[name].value(x_wide), x.dtype)
     gate, linear = x_wide.chunk(2, dim=-1)
     if name == "clamped_swiglu":
         limit, alpha, offset = constants
@@ -65,7 +66,7 @@ def value(name: str, x: Tensor, constants: Constants) -> Tensor:
         y = gate * torch.sigmoid(alpha * gate) * (linear + offset)
     else:
         y = _CURVES[name].value(gate) * linear
-    return y.to(x.dtype)
+    return result_as(y, x.dtype)
 
 
 def gradient(name: str, dy: Tensor, x: Tensor, constants: Constants) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
+from ...runtime.tracing import result_as
 from .request import DropoutRequest, factor_of, threshold_of
 
 _WORD = 0xFFFFFFFF
@@ -45,7 +46,7 @@ def bias_add(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
 
 def _sum(x: Tensor, y: Tensor) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
-    return (x.to(wide) + y.to(wide)).to(x.dtype)
+    return result_as(x.to(wide) + y.to(wide), x.dtype)
 
 
 def backward(dy: Tensor, mask: Tensor, p: float) -> Tensor:
@@ -57,7 +58,7 @@ def backward(dy: Tensor, mask: Tensor, p: float) -> Tensor:
 
 def _scaled(x: Tensor, kept: Tensor, p: float) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
-    return torch.where(kept.view(x.shape), x.to(wide) * factor_of(p), 0.0).to(x.dtype)
+    return result_as(torch.where(kept.view(x.shape), x.to(wide) * factor_of(p), 0.0), x.dtype)
 
 
 def _kept(size: int, seed: Tensor, p: float) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
+from ...runtime.tracing import result_as
 from ..quantize import Cast, Quantized, quantize_as
 from .request import NormRequest
 
@@ -67,7 +68,7 @@ def layernorm_forward(
     y = centered * rstdev[:, None] * _gamma(weight, zero_centered)
     if bias is not None:
         y = y + bias.to(torch.float32)
-    return y.to(x.dtype), mean, rstdev
+    return result_as(y, x.dtype), mean, rstdev
 
 
 def layernorm_backward(
@@ -89,7 +90,7 @@ def rmsnorm_forward(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) 
     x_wide = x.to(torch.float32)
     rstdev = torch.rsqrt(x_wide.square().mean(dim=-1) + eps)
     y = x_wide * rstdev[:, None] * _gamma(weight, zero_centered)
-    return y.to(x.dtype), rstdev
+    return result_as(y, x.dtype), rstdev
 
 
 def rmsnorm_backward(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
+from ...runtime.tracing import result_as
 from .request import MASK, PermutationRequest, Routes
 
 
@@ -81,9 +82,7 @@ def collect(
     if weights is not None:
         wide = wide * _with_zero(_wide(weights))[token, column][:, None].to(wide.dtype)
     total = wide.new_zeros(routes.tokens + 1, y.shape[1]).index_add_(0, token, wide)
-    # A copy also where the dtype is the same: torch 2.11 loses the gradient of what a traced function gives back and
-    # has under a second name.
-    x = total[: routes.tokens].to(y.dtype, copy=True)
+    x = result_as(total[: routes.tokens], y.dtype)
     return x, None if row_values is None else _by_column(row_values, token, column, routes)
 
 

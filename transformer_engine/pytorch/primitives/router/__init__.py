@@ -96,20 +96,22 @@ def _read(k: int, score: str, whole: bool, groups: list[int] | None, scale: floa
 
 def _choose(
     logits: Tensor, bias: Tensor | None, indices: Tensor | None, dtype: torch.dtype, keeps: bool, *choice: Any
-) -> list[Tensor]:
+) -> tuple[Tensor, ...]:
+    """Three, an empty one for what is not made: no operator that writes an argument can return a list, or nothing."""
     made = choose(logits, _read(*choice), dtype, bias, indices, keeps)
-    return [tensor for tensor in made if tensor is not None]
+    return tuple(logits.new_empty(0) if tensor is None else tensor for tensor in made)
 
 
 def _choose_results(
     logits: Tensor, bias: Tensor | None, indices: Tensor | None, dtype: torch.dtype, keeps: bool, *choice: Any
-) -> list[Tensor]:
+) -> tuple[Tensor, ...]:
     tokens, experts = logits.shape
-    widths = {BYTES: experts, BITS: (experts + 7) // 8}
-    results = [logits.new_empty((tokens, experts), dtype=dtype)]
-    if choice[-1] in widths:
-        results.append(logits.new_empty((tokens, widths[choice[-1]]), dtype=torch.uint8))
-    return results + [logits.new_empty((tokens, experts), dtype=torch.float32)] * keeps
+    width = {BYTES: experts, BITS: (experts + 7) // 8}.get(choice[-1])
+    return (
+        logits.new_empty((tokens, experts), dtype=dtype),
+        logits.new_empty(0) if width is None else logits.new_empty((tokens, width), dtype=torch.uint8),
+        logits.new_empty((tokens, experts), dtype=torch.float32) if keeps else logits.new_empty(0),
+    )
 
 
 def _backward(
@@ -135,7 +137,7 @@ def _loss_results(probs: Tensor, tokens: Tensor, total: Tensor | None, factor: f
 _OPERATORS = {
     "choose": operator(
         "router_choose(Tensor logits, Tensor? bias, Tensor(a!)? indices, ScalarType dtype, bool keeps, "
-        f"{_CHOICE}) -> Tensor[]",
+        f"{_CHOICE}) -> (Tensor, Tensor, Tensor)",
         _choose,
         _choose_results,
     ),
@@ -168,10 +170,8 @@ def _with_choice(request: RouterRequest, call: Any, *tensors: Tensor | None) -> 
 
 
 def _three(request: RouterRequest, call: Any, *tensors: Tensor | None) -> Any:
-    made = iter(call(*tensors, request.made, request.keeps, *request.choice))
-    probs = next(made)
-    map = None if request.choice.map == INDICES else next(made)
-    return probs, map, next(made) if request.keeps else None
+    probs, map, scores = call(*tensors, request.made, request.keeps, *request.choice)
+    return probs, None if request.choice.map == INDICES else map, scores if request.keeps else None
 
 
 TABLE: Table[RouterRequest] = Table(

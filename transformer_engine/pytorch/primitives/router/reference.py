@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
+from ...runtime.tracing import result_as
 from .request import BITS, BYTES, EPSILON, LINEAR, SIGMOID, SOFTMAX, SOFTMAX_AFTER, Choice, RouterRequest
 
 
@@ -53,9 +54,7 @@ def choose(
     if choice.score not in (SOFTMAX, SOFTMAX_AFTER, SIGMOID):
         saved = x
     map = {BYTES: lambda: chosen, BITS: lambda: packed(chosen)}.get(choice.map, lambda: None)()
-    # A copy also where the dtype is the same: torch 2.11 loses the gradient of what a traced function gives back and
-    # has under a second name.
-    return weight.to(made, copy=True), map, saved.clone() if keeps else None
+    return result_as(weight, made), map, saved.clone() if keeps else None
 
 
 def gradient(
@@ -89,7 +88,7 @@ def loss(probs: Tensor, tokens: Tensor, total: Tensor | None, factor: float) -> 
     if total is not None:
         count = total.to(torch.float32)
         value = value / count / count
-    return value.to(probs.dtype)
+    return result_as(value, probs.dtype)
 
 
 def softplus(x: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
+from ...runtime.tracing import result_as
 from .request import SoftmaxRequest, shift_of
 
 
@@ -31,7 +32,7 @@ def forward(x: Tensor, scale: float, mask: Tensor | None, causal: str | None) ->
     greatest = score.amax(-1, keepdim=True)
     weight = torch.exp(score - torch.where(greatest == -torch.inf, 0.0, greatest))
     total = weight.sum(-1, keepdim=True)
-    return torch.where(total == 0.0, 0.0, weight / total).to(x.dtype)
+    return result_as(torch.where(total == 0.0, 0.0, weight / total), x.dtype)
 
 
 def backward(dy: Tensor, y: Tensor, scale: float, causal: str | None) -> Tensor:
