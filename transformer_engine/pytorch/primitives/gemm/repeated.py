@@ -20,7 +20,7 @@ from ..operand import Operand, plain
 from . import cublaslt_plan
 from .product import TABLE, product
 from .request import Epilogue, described, dispatch_modes, is_compiling
-from .tuning_switch import Switch, asked
+from .tuning_switch import Switch, asked_in_eager_mode
 
 _KEPT = 64
 _NATIVE = (Tensor, torch.nn.Parameter)
@@ -101,7 +101,9 @@ def _shaped(result: Tensor, leading: torch.Size | None) -> Tensor:
 
 def _undisturbed() -> bool:
     """Is a product one that depends on its matrices alone?"""
-    return undisturbed() and not (is_compiling() or dispatch_modes() or Switch.depth or asked() is not None)
+    if is_compiling() or not undisturbed():
+        return False
+    return not (dispatch_modes() or Switch.depth or asked_in_eager_mode() is not None)
 
 
 def _of_operands(device: torch.device, dtype: torch.dtype, exact: bool, key: Any) -> _Way | None:
