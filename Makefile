@@ -1,26 +1,28 @@
 # PYTHON      the interpreter of the virtual environment, 3.10 to 3.13
 # PIP_FLAGS   further options for pip: on a machine without a GPU, the index of PyTorch's CPU builds
 #             avoids several gigabytes of CUDA libraries
-# ARGS        options for `te train` or for pytest: make train ARGS="--recipe mxfp8 --steps 100"
+# ARGS        options for `te train` or for pytest: make train ARGS="--recipe mxfp8 --steps 100",
+#             make test ARGS="-m slow" for the tests that are not run always: all pairs of what a cover goes through
 PYTHON ?= python3
 VENV ?= .venv
 PIP_FLAGS ?=
 ARGS ?=
 
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt $(PIP_FLAGS)
+# A module is compiled when it is first imported: pip would compile all of torch's and JAX's, a third of its time.
+INSTALL := $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt $(PIP_FLAGS)
 SUPPORTED := import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))
 
 # OpenMP threads that wait by spinning slow a busy machine down twentyfold; sleeping costs an idle one little.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: train test test-clients check coverage docs clean
+.PHONY: train test test-clients check coverage docs setup clean
 
 train: $(VENV)/.cli
 	$(BIN)/te train $(ARGS)
 
 test: check $(VENV)/.jax-plugin
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(ARGS)
 
 # Published clients of the original, as they are; without what they would bring along and do not need here.
 test-clients: $(VENV)/.test $(VENV)/.clients
@@ -40,6 +42,13 @@ coverage: $(VENV)/.test $(VENV)/.jax-plugin
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# What both `docs` and `test` need, resolved and installed at once.
+setup: $(VENV)/.setup
+
+$(VENV)/.setup: pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) -e '.[docs,test]'
+	@touch $(VENV)/.docs $(VENV)/.test $@
 
 clean:
 	rm -rf $(VENV) site build dist .pytest_cache .ruff_cache .hypothesis

@@ -25,9 +25,10 @@ import transformer_engine
 import transformer_engine.pytorch as te
 from transformer_engine.cli.demo.config import HIGH_PRECISION, RECIPES, Config, resolve
 from transformer_engine.cli.demo.data import Corpus, load_corpus
-from transformer_engine.cli.demo.optimizer import learning_rate
 from transformer_engine.cli.demo.plot import smooth
-from transformer_engine.cli.demo.trainer import EVALUATION_BATCHES, Run
+from transformer_engine.cli.demo.run import Run
+from transformer_engine.cli.demo.schedule import learning_rate
+from transformer_engine.cli.demo.trainer import EVALUATION_BATCHES
 
 SIZES = {
     "cpu": {"steps": 400, "batch": 8, "sequence": 64, "layers": 2, "hidden": 128, "heads": 4},
@@ -65,18 +66,17 @@ class Row:
 
 def train(name: str, config: Config, corpus: Corpus) -> Curve:
     """Train one model to the end."""
-    device = torch.device(config.device)
     run = Run(name, config)
     start = time.perf_counter()
     losses = []
     for step in range(config.steps):
         inputs, targets = corpus.batch(config.seed, step, config.batch, config.sequence)
         rate = learning_rate(step, config.steps, config.learning_rate)
-        losses.append(run.step(inputs.to(device), targets.to(device), rate))
+        losses.append(run.step(inputs, targets, rate))
     curve = torch.stack(losses).tolist()
     seconds = time.perf_counter() - start
     batches = corpus.validation_batches(EVALUATION_BATCHES, config.batch, config.sequence)
-    final = run.evaluate([(inputs.to(device), targets.to(device)) for inputs, targets in batches])
+    final = run.evaluate(batches)
     return Curve(name, config.seed, curve, final, seconds)
 
 

@@ -198,7 +198,7 @@ def _step_fp8(x, w, dy, form, weight_form, scale) -> None:
 
 
 def _both(tensor: torch.Tensor, spec: QuantizeSpec, scale: torch.Tensor | None) -> tuple[Operand, Operand]:
-    q = quantize(tensor, spec, scale=scale)
+    q = quantize(tensor, spec, multiplier=scale)
     assert q.codes is not None and q.codes_t is not None
     return (
         Operand(q.codes, q.scale, spec.format, None, torch.bfloat16),

@@ -47,7 +47,7 @@ def benchmark(rows: int, depth: int, backend: str, only: str) -> dict[str, Any]:
             continue
         scale = one if scaled else None
         with use_backend(quantize=backend):
-            timing = measure(lambda spec=spec, scale=scale: quantize(x, spec, scale=scale), GPU)
+            timing = measure(lambda spec=spec, scale=scale: quantize(x, spec, multiplier=scale), GPU)
         assert timing.cpu_ms is not None
         gpu_ms, host_us = timing.busiest, 1e3 * timing.cpu_ms
         rate = size * x.numel() / gpu_ms / 1e6

@@ -7,6 +7,7 @@ that is alike in shape only has to say something: four tokens a line on average,
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections import defaultdict
@@ -82,8 +83,13 @@ def _assigns(shape: tuple[str, ...]) -> bool:
     )
 
 
-def runs(file: str, text: str) -> Iterator[tuple[tuple, Place]]:
+@functools.cache
+def runs(file: str, text: str) -> tuple[tuple[tuple, Place], ...]:
     """(what would be shared, where) of every run of a file, to the letter and, where it says enough, by shape."""
+    return tuple(_runs(file, text))
+
+
+def _runs(file: str, text: str) -> Iterator[tuple[tuple, Place]]:
     lines = counted(text)
     for start in range(len(lines) - RUN + 1):
         run = lines[start : start + RUN]

@@ -24,7 +24,18 @@ def modules() -> dict[str, Path]:
 
 @functools.cache
 def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+    return ast.parse(text(path))
+
+
+@functools.cache
+def text(path: Path) -> str:
+    return path.read_text()
+
+
+@functools.cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """Every node of a file's tree: walking costs more than parsing, and most rules walk."""
+    return tuple(ast.walk(tree(path)))
 
 
 def is_package(name: str) -> bool:
@@ -37,7 +48,7 @@ def imports(name: str) -> list[tuple[str, int]]:
     Imports under TYPE_CHECKING and inside of functions count: who reads a file follows them like any other.
     """
     found: list[tuple[str, int]] = []
-    for node in ast.walk(tree(modules()[name])):
+    for node in nodes(modules()[name]):
         if isinstance(node, ast.Import):
             found += [(alias.name, node.lineno) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from source import modules, tree
+from source import modules, nodes
 
 # Functions whose backward autograd may record; tests/module/test_double_backward.py compares each with float64.
 TWICE = {
@@ -31,7 +31,7 @@ def autograd_functions() -> dict[str, ast.FunctionDef]:
     """{dotted name without the root: its backward} of every class that derives from autograd's Function."""
     found = {}
     for name, path in modules().items():
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             if isinstance(node, ast.ClassDef) and any(
                 ast.unparse(base).split(".")[-1] == "Function" for base in node.bases
             ):

@@ -9,8 +9,8 @@ from repeats import repeated
 from source import PACKAGES, ROOT
 
 # Pairs of files. Most of those left are lists of a kernel's or a public function's arguments.
-MOST_IN_THE_PRODUCT = 114
-MOST = 160
+MOST_IN_THE_PRODUCT = 111
+MOST = 156
 # Pairs with a file of transformer_engine.jax: the references of both frameworks, each in its own array type, and the
 # fields of modules that hold one another.
 MOST_WITH_JAX = 42

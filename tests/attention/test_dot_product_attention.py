@@ -402,3 +402,13 @@ def test_empty_tensors_give_empty_results(empty, device):
     out = DotProductAttention(2, 4, qkv_format="bshd")(q, k, v)
     out.sum().backward()
     assert out.shape == (*q.shape[:2], 8) and q.grad.shape == q.shape
+
+
+def test_second_derivatives_of_attention_are_refused_by_name():
+    attention = DotProductAttention(2, 16)
+    q, k, v = (torch.randn(8, 2, 2, 16, requires_grad=True) for _ in range(3))
+    (gradient,) = torch.autograd.grad(attention(q, k, v).sum(), q, create_graph=True)
+    with pytest.raises(
+        RuntimeError, match="the gradients of DotProductAttention by torch_sdpa have no derivative"
+    ):
+        gradient.square().sum().backward()

@@ -13,7 +13,9 @@ import record
 import torch
 
 SCRIPTS = sorted(path.stem for path in (Path(__file__).parents[2] / "benchmarks").glob("*.py"))
-ON_A_GPU = sorted({"decode", "epilogues", "fused", "kv_cache", "norms", "products", "quantize"})
+ON_A_GPU = sorted(
+    {"decode", "epilogues", "expert_step", "fused", "kv_cache", "norms", "products", "quantize"}
+)
 
 
 class Case(NamedTuple):

@@ -10,7 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from transformer_engine import cli
-from transformer_engine.cli.demo.trainer import Trainer, read_metrics
+from transformer_engine.cli.demo.records import read_metrics
+from transformer_engine.cli.demo.trainer import Trainer
 
 TINY = ["--steps", "4", "--batch", "2", "--seq", "32", "--layers", "1", "--hidden", "32", "--heads", "1"]
 

@@ -16,7 +16,8 @@ from transformer_engine.cli.demo.config import (
     resolve,
     restore,
 )
-from transformer_engine.cli.demo.optimizer import MasterAdamW, learning_rate
+from transformer_engine.cli.demo.optimizer import MasterAdamW
+from transformer_engine.cli.demo.schedule import learning_rate
 
 
 def config(**changes: Any) -> Config:
@@ -60,9 +61,10 @@ def test_options_left_out_take_the_sizes_of_the_device():
         "data": None,
         "optimizer": "adamw",
         "experts": 0,
+        "framework": "torch",
         **CPU_SIZES,
     }
-    assert default.parameter_dtype == torch.float32
+    assert default.precision == "float32"
 
 
 def test_the_recipe_none_trains_one_model():

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from transformer_engine.cli.demo.data import VALIDATION_SHARE, load_corpus
+from transformer_engine.cli.demo.data import VALIDATION_SHARE, _spaced, load_corpus
 
 
 @pytest.fixture
@@ -20,28 +21,28 @@ def folder(tmp_path: Path) -> Path:
 def test_the_split_is_the_same_every_time(folder: Path):
     first, second = load_corpus(str(folder), 32), load_corpus(str(folder), 32)
     assert first.fingerprint == second.fingerprint
-    assert torch.equal(first.train, second.train)
-    assert torch.equal(first.validation, second.validation)
+    assert np.array_equal(first.train, second.train)
+    assert np.array_equal(first.validation, second.validation)
 
 
 def test_training_and_validation_share_no_byte_and_lose_none(folder: Path):
     corpus = load_corpus(str(folder), 32)
-    assert corpus.train.numel() + corpus.validation.numel() == 12_000
-    assert corpus.validation.numel() == int(12_000 * VALIDATION_SHARE)
-    whole = torch.cat([corpus.train, corpus.validation])
-    assert torch.equal(whole.bincount(), torch.tensor([0] * 65 + [2000] * 6))
+    assert corpus.train.size + corpus.validation.size == 12_000
+    assert corpus.validation.size == int(12_000 * VALIDATION_SHARE)
+    whole = np.concatenate([corpus.train, corpus.validation])
+    assert np.bincount(whole).tolist() == [0] * 65 + [2000] * 6
 
 
 def test_a_batch_depends_on_seed_and_step_only(folder: Path):
     corpus = load_corpus(str(folder), 32)
     inputs, targets = corpus.batch(3, 7, 4, 32)
-    torch.manual_seed(99)
+    np.random.seed(99)
     again, _ = corpus.batch(3, 7, 4, 32)
     other, _ = corpus.batch(3, 8, 4, 32)
-    assert torch.equal(inputs, again)
-    assert not torch.equal(inputs, other)
+    assert np.array_equal(inputs, again)
+    assert not np.array_equal(inputs, other)
     assert inputs.shape == targets.shape == (4, 32)
-    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    assert np.array_equal(inputs[:, 1:], targets[:, :-1])
 
 
 def test_validation_batches_cover_the_text_from_start_to_end(tmp_path: Path):
@@ -49,13 +50,28 @@ def test_validation_batches_cover_the_text_from_start_to_end(tmp_path: Path):
     text.write_text("".join(chr(97 + i % 26) for i in range(8000)))
     corpus = load_corpus(str(text), 32)
     batches = corpus.validation_batches(3, 2, 32)
-    assert torch.equal(batches[0][0][0], corpus.validation[:32].long())
-    assert torch.equal(batches[-1][1][-1], corpus.validation[-32:].long())
+    assert np.array_equal(batches[0][0][0], corpus.validation[:32])
+    assert np.array_equal(batches[-1][1][-1], corpus.validation[-32:])
+
+
+@pytest.mark.parametrize(("seed", "step"), [(0, 0), (3, 7), (-5, 1), (2**39, 799)])
+def test_batches_are_those_that_torch_draws(seed: int, step: int, folder: Path):
+    corpus = load_corpus(str(folder), 32)
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+    starts = torch.randint(0, corpus.train.size - 32, (64,), generator=generator)
+    inputs, _ = corpus.batch(seed, step, 64, 32)
+    assert np.array_equal(inputs[:, 0], corpus.train[starts.numpy()])
+
+
+@pytest.mark.parametrize("last", [7, 3333, 654_321, 12_345_678])
+@pytest.mark.parametrize("count", [32, 64, 1024])
+def test_validation_lies_where_torch_puts_it(last: int, count: int):
+    assert np.array_equal(_spaced(last, count), torch.linspace(0, last, count).long().numpy())
 
 
 def test_the_default_text_is_the_standard_library():
     corpus = load_corpus(None, 128)
-    assert corpus.train.numel() > 1_000_000
+    assert corpus.train.size > 1_000_000
     assert b"import" in bytes(corpus.train[:100_000].tolist())
 
 

@@ -10,8 +10,8 @@ from transformer_engine.cli.demo.config import RECIPES, Config, resolve
 from transformer_engine.cli.demo.data import Corpus, load_corpus
 from transformer_engine.cli.demo.experts import MixtureOfExperts
 from transformer_engine.cli.demo.model import ByteGPT
+from transformer_engine.cli.demo.run import Run
 from transformer_engine.cli.demo.sample import generate
-from transformer_engine.cli.demo.trainer import Run
 
 SIZES = {"steps": 12, "batch": 2, "sequence": 64, "layers": 1, "hidden": 128, "heads": 2, "experts": 4}
 # Nats a byte, mean of the last four steps: the standard deviation over four seeds in high precision.
@@ -46,7 +46,7 @@ def test_the_loss_under_a_recipe_is_that_of_high_precision_within_noise(recipe: 
 
 def test_every_expert_and_the_router_get_gradients_and_the_loss_stays_that_of_the_text(corpus: Corpus):
     model = ByteGPT(tiny("none"))
-    inputs, targets = corpus.batch(0, 0, 4, 64)
+    inputs, targets = map(torch.from_numpy, corpus.batch(0, 0, 4, 64))
     loss = model.loss(inputs, targets)
     with torch.no_grad():
         assert torch.equal(loss, model.loss(inputs, targets))

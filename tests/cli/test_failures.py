@@ -17,7 +17,7 @@ import torch
 from typer.testing import CliRunner
 
 from transformer_engine import cli
-from transformer_engine.cli.demo import checkpoint, trainer
+from transformer_engine.cli.demo import checkpoint, records
 
 TINY = ["--steps", "4", "--batch", "2", "--seq", "32", "--layers", "1", "--hidden", "32", "--heads", "1"]
 ROOT = Path(cli.__file__).resolve().parents[2]
@@ -205,7 +205,7 @@ def test_a_full_disk_under_other_files_is_a_sentence(
     if what == "plot":
         monkeypatch.setattr("transformer_engine.cli.train.plot_losses", full)
     else:
-        monkeypatch.setattr(trainer.Progress, "as_json", full)
+        monkeypatch.setattr(records.Progress, "as_json", full)
     out = ["--data", text, "--device", "cpu", "--out", str(tmp_path), "--recipe", "none"]
     refused(te("train", *TINY, *out), "loss.png" if what == "plot" else "metrics.jsonl", "No space left")
 

@@ -220,13 +220,13 @@ def test_a_table_of_ways_to_go_decides_and_is_observed():
     left = Backend("left", takes=frozenset({"rain"}), refuses=lambda r: None if r.n < 0 else f"n={r.n} >= 0")
     table = Table("ways", (left, Backend("right", takes=frozenset({"rain"}))), describe=Doubling)
     try:
-        assert [table.decide((n, ("rain",))) for n in (-1, 1, -1)] == ["left", "right", "left"]
+        assert [table.choose((n, ("rain",))) for n in (-1, 1, -1)] == ["left", "right", "left"]
         seen = []
         with dispatch.observing(lambda operation, request: seen.append(request.n)), use_backend(ways="right"):
-            assert table.decide((-1, ())) == "right"
+            assert table.choose((-1, ())) == "right"
         assert seen == [-1]
         with pytest.raises(Unsupported, match="right: it does not know snow"):
-            table.decide((1, ("snow",)))
+            table.choose((1, ("snow",)))
     finally:
         del dispatch.tables["ways"]
 
@@ -244,9 +244,9 @@ def test_a_backend_whose_results_vary_refuses_where_they_must_not(demanded):
     slow = Backend("slow", bind=lambda n: lambda: "slow")
     table = Table("sum", (fast, slow), describe=lambda n: n)
     try:
-        assert [table.bound((1,))(), table.name_of((1,)), table.decide((1,))] == ["fast"] * 3
+        assert [table.bound((1,))(), table.name_of((1,)), table.choose((1,))] == ["fast"] * 3
         demanded["on"] = True
-        assert [table.bound((1,))(), table.name_of((1,)), table.decide((1,))] == ["slow"] * 3
+        assert [table.bound((1,))(), table.name_of((1,)), table.choose((1,))] == ["slow"] * 3
         assert (
             table.explain(1)[0].refusal
             == "its results differ from run to run, it adds in the order of arrival"

@@ -3,6 +3,7 @@ import dataclasses
 import inspect
 import os
 import pickle
+import re
 import subprocess
 import sys
 import warnings
@@ -71,7 +72,8 @@ def test_recipes_pickle_copy_and_compare_by_value(kind):
 
 @pytest.mark.parametrize("kind", [DelayedScaling, MXFP8BlockScaling])
 def test_a_repr_without_derived_fields_evaluates_to_its_recipe(kind):
-    recipe = kind(fp8_dpa=True, margin=2, fp8_format=Format.E4M3)
+    margin = {"margin": 2} if kind is DelayedScaling else {}
+    recipe = kind(fp8_dpa=True, fp8_format=Format.E4M3, **margin)
     assert eval(repr(recipe), {**vars(recipes)}) == recipe
 
 
@@ -240,3 +242,64 @@ def test_environment_variables_are_defaults_from_import_on(name, value, expressi
             [sys.executable, "-c", source, root], env={**clean, **environment}, capture_output=True, text=True
         )
         assert answer.stdout.strip() == expected, answer.stderr
+
+
+@pytest.mark.parametrize(
+    ("recipe", "switch", "changed"),
+    [
+        (Float8CurrentScaling, "use_power_2_scales", {"power_2_scale": True}),
+        (Float8BlockScaling, "use_f32_scales", {"power_2_scale": False}),
+        (NVFP4BlockScaling, "disable_rht", {"random_hadamard_transform": False}),
+        (NVFP4BlockScaling, "disable_stochastic_rounding", {"stochastic_rounding": False}),
+        (NVFP4BlockScaling, "disable_2d_quantization", {"fp4_2d_quantization": False}),
+    ],
+)
+def test_a_switch_that_is_assigned_counts_as_one_that_was_given(recipe, switch, changed):
+    assigned, given = recipe(), recipe(**{switch: True})
+    assert repr(assigned) != repr(given)
+    setattr(assigned, switch, True)
+    assert assigned == given and repr(assigned) == repr(given)
+    setattr(assigned, switch, False)
+    assert assigned == recipe()
+
+
+def test_what_a_caller_has_assigned_to_a_derived_field_stays():
+    recipe = Float8CurrentScaling()
+    recipe.fp8_quant_fwd_inp = QParams(amax_epsilon=0.5)
+    recipe.use_power_2_scales = True
+    assert recipe.fp8_quant_fwd_inp == QParams(power_2_scale=True, amax_epsilon=0.5)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name", "value", "error", "message"),
+    [
+        (DelayedScaling, "amax_history_len", 0, ValueError, "amax_history_len=0"),
+        (
+            Float8CurrentScaling,
+            "use_power_2_scales",
+            2,
+            TypeError,
+            "use_power_2_scales=2 is neither True nor False",
+        ),
+        (Float8CurrentScaling, "fp8_quant_bwd_grad", 1, TypeError, "give QParams"),
+        (
+            Float8BlockScaling,
+            "x_block_scaling_dim",
+            2,
+            ValueError,
+            "x_block_scaling_dim and w_block_scaling_dim are 2",
+        ),
+        (NVFP4BlockScaling, "nvfp4_4over6", "some", ValueError, "nvfp4_4over6='some'"),
+        (MXFP8BlockScaling, "fp8_format", Format.E5M2, ValueError, "gradients alone may use E5M2"),
+    ],
+)
+def test_an_assignment_that_the_constructor_would_refuse_changes_nothing(recipe, name, value, error, message):
+    changed = recipe()
+    with pytest.raises(error, match=re.escape(message)):
+        setattr(changed, name, value)
+    assert changed == recipe() and repr(changed) == repr(recipe())
+
+
+def test_a_margin_of_mxfp8_is_said_to_be_without_effect():
+    with pytest.warns(UserWarning, match="margin=2 has no effect"):
+        MXFP8BlockScaling(margin=2)

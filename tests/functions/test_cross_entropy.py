@@ -267,6 +267,25 @@ def test_targets_in_another_order_of_rows_are_refused(shape, device):
 
 
 @MEAN
+def test_a_head_without_features_has_the_loss_of_its_bias(mean, device):
+    bias = torch.randn(7, device=device, requires_grad=True)
+    hidden = torch.zeros(5, 0, device=device, requires_grad=True)
+    weight = torch.zeros(7, 0, device=device, requires_grad=True)
+    target = torch.tensor([0, 6, 3, -100, 3], device=device)
+    for given in (bias, None):
+        loss = te.fused_linear_cross_entropy(hidden, weight, target, given, reduce_loss=mean)
+        logits = torch.zeros(5, 7, device=device) if given is None else given.expand(5, 7)
+        reduction = "mean" if mean else "none"
+        expected = torch.nn.functional.cross_entropy(logits, target, reduction=reduction)
+        torch.testing.assert_close(loss, expected)
+        if given is not None:
+            (mine,), (theirs,) = (torch.autograd.grad(x.sum(), bias) for x in (loss, expected))
+            torch.testing.assert_close(mine, theirs)
+    loss.sum().backward()
+    assert hidden.grad.shape == (5, 0) and weight.grad.shape == (7, 0)
+
+
+@MEAN
 def test_a_head_over_no_rows_has_gradients_of_zero(mean, device):
     (hidden, weight, bias), target = head(torch.float32, device)
     nothing = hidden.detach()[:0].requires_grad_()
@@ -277,7 +296,8 @@ def test_a_head_over_no_rows_has_gradients_of_zero(mean, device):
     assert nothing.grad.shape == nothing.shape
 
 
-@MEAN
+# The tracer takes 16 s on one core for each.
+@pytest.mark.parametrize("mean", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_losses_are_traced_with_dynamic_shapes(mean, device):
     def both(logits, hidden, weight, target, smoothing):
         how = {"label_smoothing": smoothing, "reduce_loss": mean}

@@ -7,6 +7,7 @@ import torch
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.router import (
+    QBHistogramMode,
     RoutingMapFormat,
     fused_compute_score_for_moe_aux_loss,
     fused_moe_aux_loss,
@@ -194,3 +195,65 @@ def test_a_graph_captures_them(logits):
 
 def test_the_names_stand_where_clients_import_them():
     assert te.router.fused_moe_aux_loss is fused_moe_aux_loss
+
+
+def counted(logits, bias, k, bounds, bins, mode="two_kernel"):
+    histogram = torch.zeros(logits.shape[-1], bins, dtype=torch.int32, device=logits.device)
+    limits = torch.tensor(bounds, device=logits.device)
+    options = {"qb_histogram": histogram, "qb_bin_bounds": limits, "qb_histogram_mode": mode}
+    return topk(logits, k, "sigmoid", bias=bias, **options), histogram
+
+
+@pytest.mark.parametrize("mode", ["two_kernel", QBHistogramMode.FUSED_ATOMIC])
+def test_margins_of_quantile_balancing_are_counted_and_accumulate(logits, mode):
+    bias = torch.linspace(-0.2, 0.2, E, device=logits.device)
+    (probs, _), histogram = counted(logits, bias, K, (-1.0, 1.0), 16, mode)
+    assert torch.equal(probs, topk(logits, score="sigmoid", bias=bias)[0])
+    expected = torch.zeros_like(histogram)
+    for token in logits.sigmoid():
+        cutoff = (token + bias).sort(descending=True).values[K]
+        for expert, score in enumerate(token):
+            expected[expert, int(((cutoff - score + 1) * 16 / 2).floor().clamp(0, 15))] += 1
+    assert (histogram - expected).abs().sum() <= 2 * (
+        logits.device.type == "cuda"
+    )  # a margin on a bin's border
+    assert histogram.sum() == T * E
+    limits = torch.tensor([-1.0, 1.0], device=logits.device)
+    options = {"qb_histogram": histogram, "qb_bin_bounds": limits, "qb_histogram_mode": mode}
+    topk(logits, score="sigmoid", bias=bias, **options)
+    assert histogram.sum() == 2 * T * E
+
+
+def test_of_equal_scores_the_cut_off_is_theirs_and_what_lies_outside_counts_at_the_ends(device):
+    x = torch.tensor([[1.0, 1.0, 1.0, -9.0, 9.0]], device=device)
+    (_, chosen), histogram = counted(x, torch.zeros(5, device=device), 2, (0.0, 0.25), 4)
+    assert chosen.tolist() == [[True, False, False, False, True]]
+    assert histogram.tolist() == [[1, 0, 0, 0]] * 3 + [[0, 0, 0, 1], [1, 0, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"qb_bin_bounds": None}, "qb_bin_bounds is None; .* provided together"),
+        ({"qb_histogram_mode": "three_kernel"}, "qb_histogram_mode='three_kernel'"),
+        ({"score": "softmax", "bias": None}, "it takes 'sigmoid' with a bias"),
+        ({"bias": None}, "expert_bias None"),
+        ({"groups": (4, 2)}, "in groups"),
+        ({"k": E}, "fewer than all"),
+        ({"qb_histogram": torch.zeros(E, 4)}, "give contiguous int32"),
+        ({"qb_bin_bounds": torch.tensor([1.0, 1.0])}, "give two finite numbers"),
+    ],
+)
+def test_histograms_that_cannot_be_counted_are_refused(logits, change, message):
+    given = {
+        "k": K,
+        "score": "sigmoid",
+        "bias": torch.zeros(E),
+        "qb_histogram": torch.zeros(E, 4, dtype=torch.int32),
+        "qb_bin_bounds": torch.tensor([0.0, 1.0]),
+        "qb_histogram_mode": "two_kernel",
+    }
+    histogram = given["qb_histogram"]
+    with pytest.raises(ValueError, match=message):
+        topk(logits.cpu(), **(given | change))
+    assert not histogram.any()

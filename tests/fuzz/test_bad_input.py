@@ -12,6 +12,7 @@ import pytest
 from attention_calls import attention_calls
 from bad_values import Made, names_it, shown
 from constructor_calls import constructor_calls
+from expert_calls import expert_calls
 from fingerprint import differences, fingerprint
 from forward_calls import forward_calls
 from function_calls import function_calls
@@ -20,7 +21,7 @@ from training_calls import training_calls
 import transformer_engine
 
 SOURCES = Path(transformer_engine.__file__).resolve().parents[1]
-TABLES = (constructor_calls, forward_calls, attention_calls, function_calls, training_calls)
+TABLES = (constructor_calls, forward_calls, attention_calls, function_calls, training_calls, expert_calls)
 NAMED = (ValueError, TypeError, NotImplementedError, RuntimeError)
 REMEDY = re.compile(
     r"\b(give|choose|pass|use|set|leave|move|convert|call|make|must|pad|needs?|run|unset|ask|drop|raise|takes?|"

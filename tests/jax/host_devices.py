@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import tempfile
+from pathlib import Path
 
 import flax
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 from flax import linen as nn
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -54,6 +57,28 @@ class Block(nn.Module):
         )(nn.gelu(hidden))
 
 
+def shards(params) -> int:
+    """In how many parts the first kernel lies."""
+    kernel = params["DenseGeneral_0"]["kernel"]
+    return kernel.size // kernel.addressable_shards[0].data.size
+
+
+def restored_onto(mesh: Mesh, tree, placed):
+    """What orbax saves of one device's tree, parameters restored as `placed` lie, the rest on every device."""
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    laid = {
+        "params": jax.tree.map(lambda leaf: leaf.sharding, placed),
+        "state": jax.tree.map(lambda leaf: everywhere, tree["state"]),
+    }
+    shapes = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree, laid
+    )
+    with tempfile.TemporaryDirectory() as folder, ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(Path(folder) / "run", tree)
+        checkpointer.wait_until_finished()
+        return checkpointer.restore(Path(folder) / "run", shapes)
+
+
 def main() -> None:
     assert jax.device_count() == 8
     x = jax.random.normal(jax.random.key(0), (64, 32))
@@ -81,11 +106,15 @@ def main() -> None:
                 run = jax.jit(lambda x, *a: step(model, x, *a))
                 text = run.lower(x_placed, placed, state).compile().as_text()
                 got = run(x_placed, placed, state)
+                if name == "set_mesh":
+                    kept = restored_onto(mesh, {"params": params, "state": state}, placed)
+                    again = run(x_placed, kept["params"], kept["state"])
+                    found["restored"] = difference(again, got)
+                    found["restored shards"] = shards(kept["params"])
         found[name] = difference(got[0], want[0])
         found[f"{name} gradients"] = difference(got[1][0], want[1][0])
         found[f"{name} state"] = difference(got[1][1]["fp8_metas"], want[1][1]["fp8_metas"])
-        kernel = placed["DenseGeneral_0"]["kernel"]
-        found[f"{name} shards"] = kernel.size // kernel.addressable_shards[0].data.size
+        found[f"{name} shards"] = shards(placed)
         found[f"{name} all-gathers"] = text.count("all-gather(")
     print(json.dumps(found))
 

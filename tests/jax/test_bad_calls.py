@@ -49,6 +49,13 @@ def attend(**fields):
     return attention.fused_attn(**(defaults | fields))
 
 
+def packed_rows():
+    """Two rows of four tokens: two sequences in the first, one in the second."""
+    lengths = np.asarray([[1, 3], [4, -1]], np.int32)
+    offsets = np.asarray([[0, 1, 4], [0, -1, -1]], np.int32)
+    return attention.SequenceDescriptor.from_seqlens_and_offsets(lengths, offsets)
+
+
 def quantizer_call(**arguments):
     quantizer = quantize.QuantizerFactory.create(
         scaling_mode=ScalingMode.CURRENT_TENSOR_SCALING, q_dtype=jnp.float8_e4m3fn
@@ -302,6 +309,16 @@ CASES = [
         ).quantize(ones(4, 8)),
         "q_dtype",
         {"none": None, "wide": jnp.float32, "integer": jnp.int8},
+    ),
+    (
+        lambda most: attend(
+            sequence_descriptor=packed_rows(),
+            qkv_layout=attention.QKVLayout.THD_THD_THD,
+            attn_mask_type=attention.AttnMaskType.PADDING_MASK,
+            max_segments_per_seq=most,
+        ),
+        "max_segments_per_seq",
+        {"too few": 1, **COUNTS},
     ),
     (lambda n: quantize.QuantizerFactory.create(n), "n_quantizers", {"zero": 0, "negative": -1}),
     (lambda n: quantize.fan_out(quantize.noop_quantizer_set, n), "fan_out", COUNTS),

@@ -41,6 +41,8 @@ def test_the_other_examples_of_the_page_run_as_printed_one_after_the_other():
     checks = (
         "\nassert y.shape == (2, 16, 4, 8) and balance.shape == () and int(received) == 2 * 2 * 16"
         "\nassert int(cache['attention']['cache_index']) == 3"
+        "\nassert y_sharded.shape == (8, 32) and bool(jnp.isfinite(y_sharded).all())"
+        "\njax.tree.map(np.testing.assert_array_equal, restored, run)"
     )
     quickly = os.environ | {
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"

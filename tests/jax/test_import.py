@@ -66,10 +66,20 @@ def test_an_import_without_torch_says_what_to_install(module):
     assert 'pip install "transformer-engine[pytorch]"' in last
 
 
-def test_the_command_without_torch_says_what_to_install():
-    done = run(BLOCK.format(name="torch") + "from transformer_engine.cli import main\nmain()")
+@pytest.mark.parametrize(
+    ("missing", "arguments", "sentence"),
+    [
+        (("torch",), ["info"], "te info needs torch"),
+        (("torch",), ["bench", "--quick"], "te bench needs torch"),
+        (("torch", "jax"), ["train"], "te needs torch"),
+    ],
+)
+def test_a_command_without_its_framework_says_what_to_install(missing, arguments, sentence):
+    blocked = "".join(BLOCK.format(name=name) for name in missing)
+    call = f"sys.argv = {['te', *arguments]!r}\nfrom transformer_engine.cli import main\nmain()"
+    done = run(blocked + call)
     assert done.returncode == 1
-    assert done.stderr.strip() == "te needs torch; install with: pip install transformer-engine[cli]"
+    assert done.stderr.strip() == f"{sentence}; install with: pip install transformer-engine[cli]"
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="the standard library reads TOML from Python 3.11 on")
@@ -83,7 +93,7 @@ def test_the_core_needs_no_framework_and_the_extras_bring_them():
     assert extras["pytorch"] == [f"torch>={torch.least}"]
     for package, need in zip(frameworks.JAX.packages, extras["jax"], strict=True):
         assert need.startswith(f"{package.name}>={package.least},<{package.below};")
-    for extra in ("cli", "cuda", "flash", "test", "docs"):
+    for extra in ("cli", "cli-jax", "cuda", "flash", "test", "docs"):
         assert any("transformer-engine[" in need for need in extras[extra]), extra
 
 

@@ -99,7 +99,7 @@ def compare(spec: QuantizeSpec, x: np.ndarray, scale: float | None = None, compi
         expected = theirs.quantize(
             to_torch(x),
             torch_spec(spec),
-            scale=None if scale is None else torch.full((1,), scale),
+            multiplier=None if scale is None else torch.full((1,), scale),
             random=None if random is None else tuple(map(torch.from_numpy, random)),  # pyright: ignore
         )
     for name in expected._fields:

@@ -122,7 +122,7 @@ def test_the_older_call_of_packed_rows_is_the_newer_one():
     q, k, v, _ = data()
     lengths, offsets = jnp.asarray([[2, 3], [4, -1]]), jnp.asarray([[0, 2, 5], [0, 4, -1]])
     kinds = (AttnBiasType.NO_BIAS, AttnMaskType.PADDING_CAUSAL_MASK, QKVLayout.THD_THD_THD)
-    rest = (*kinds, AttnSoftmaxType.VANILLA_SOFTMAX, 0.3, 0.0, True)
+    rest = (*kinds, AttnSoftmaxType.VANILLA_SOFTMAX, 0.3, 0.0, True, 2)
     old = fused_attn_thd((q, k, v), None, lengths, lengths, offsets, offsets, None, *rest)
     descriptor = SequenceDescriptor.from_seqlens_and_offsets(lengths, offsets)
     np.testing.assert_array_equal(old, fused_attn((q, k, v), None, descriptor, None, *rest))

@@ -56,6 +56,11 @@ def test_no_kernel_is_gathered(facts, entered):
     assert facts[f"{entered} all-gathers"] == 0
 
 
+def test_a_checkpoint_of_one_device_restores_on_eight(facts):
+    assert facts["restored"] == 0.0
+    assert facts["restored shards"] == 2
+
+
 @pytest.fixture(scope="module")
 def compositions() -> dict:
     return printed_by(PROGRAM.with_name("host_compositions.py"))

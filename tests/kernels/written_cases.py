@@ -41,6 +41,7 @@ from transformer_engine.common.kernels import (
     permutation,
     rope,
     router,
+    router_margins,
     routes,
     softmax,
     statistics,
@@ -119,12 +120,12 @@ def norms() -> Iterator[Case]:
     for centered in (False, True):
         beta = HALF if centered else None
         for width in (1024, 5120, 9000, 20480):
-            plain = (64, width, width, "bfloat16", 1e-5, False, centered, 3)
+            plain = norm.Rows(64, width, width, "bfloat16", 1e-5, False, centered, 3)
             name = f"norm {width} centered={centered}"
-            yield name, norm.forward(*plain), (HALF, HALF, beta, None, None)
-            yield f"{name} measured", norm.forward(*plain), (HALF, HALF, beta, None, FLOAT)
-            yield f"{name} codes", norm.forward(*plain, E4M3), (HALF, HALF, beta, FLOAT, FLOAT)
-            yield f"{name} blocks", norm.forward(*plain, None, rows), (HALF, HALF, beta, None, None)
+            yield name, norm.forward(plain), (HALF, HALF, beta, None, None)
+            yield f"{name} measured", norm.forward(plain), (HALF, HALF, beta, None, FLOAT)
+            yield f"{name} codes", norm.forward(plain, E4M3), (HALF, HALF, beta, FLOAT, FLOAT)
+            yield f"{name} blocks", norm.forward(plain, None, rows), (HALF, HALF, beta, None, None)
             given = ("bfloat16", "float32", False, centered, 6, 3, 1 << 17)
             program = norm.backward(64, width, (width, width, width), *given)
             types = {"dy": HALF, "x": HALF, "add": HALF, "gamma": HALF, "rstdev": FLOAT, "workspace": FLOAT}
@@ -161,7 +162,7 @@ def others() -> Iterator[Case]:
         launch = kv_cache.append(4, 16, 8, (128, 96), strides, packed=paged, **sizes)
         inputs = (HALF, HALF, HALF, HALF, INDEX if paged else None, INDEX, INDEX)
         yield f"kv cache paged={paged}", launch, inputs
-    yield "clear tail", packed_sequences.clear_tail_launch(300, 48, 2), (HALF, INDEX)
+    yield "zero behind", packed_sequences.zero_behind_launch(300, 48, 2), (HALF, INDEX)
 
 
 def losses() -> Iterator[Case]:
@@ -260,6 +261,7 @@ def experts() -> Iterator[Case]:
             yield f"gradient {name} {way}", back, (INDEX if written else BYTES, FLOAT, HALF)
         whole = router.choose(512, 256, 8, kind, True, None, 1.0, 0, "float32", False)
         yield f"scores {name}", whole, (HALF, None, None)
+    yield "margins", router_margins.margins(512, 160, 8, 64), (HALF, FLOAT, INDEX, FLOAT)
     for total in (None, ADDRESS):
         parts, summing = (part.launch for part in router.loss(512, 256, 0.1, "float32").steps)
         yield f"loss parts total={total}", parts, (FLOAT, ADDRESS)

@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+from support.cases import crossed
 from support.layers import HIDDEN, LAYERS, QUANTIZED, RECIPES, same, same_as_eager, sample, step
 
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format, MXFP8BlockScaling
@@ -82,8 +83,15 @@ def test_a_recipe_quantizes_and_stays_near_high_precision(kind, name, device):
     assert not torch.equal(quantized[0], exact[0])
 
 
-@pytest.mark.parametrize("kind", LAYERS)
-@pytest.mark.parametrize("name", RECIPES)
+# tests/module/test_compiled_layers.py compiles all three within whole layers under every recipe.
+COMPILED = {
+    *((name, "linear") for name in RECIPES),
+    *((name, "layernorm_linear") for name in ("delayed", "current", "nvfp4")),
+    *((name, "layernorm_mlp") for name in ("none", "delayed", "current", "block", "mxfp8")),
+}
+
+
+@pytest.mark.parametrize(("name", "kind"), crossed(RECIPES, LAYERS, COMPILED))
 def test_compiled_in_one_graph_it_gives_the_same_bits(kind, name, device):
     def train(wrap):
         torch.manual_seed(7)
@@ -443,8 +451,19 @@ def test_quantized_parameters_train(kind, name, device):
     assert not torch.equal(weights[0].dequantize().cpu(), initial)
 
 
-@pytest.mark.parametrize("kind", LAYERS)
-@pytest.mark.parametrize("name", ["current", "block", "mxfp8"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    crossed(
+        ["current", "block", "mxfp8"],
+        LAYERS,
+        {
+            ("current", "linear"),
+            ("block", "layernorm_linear"),
+            ("mxfp8", "linear"),
+            ("current", "layernorm_mlp"),
+        },
+    ),
+)
 def test_quantized_parameters_compile_in_one_graph(kind, name, device):
     with quantized_model_init(recipe=RECIPES[name]):
         layer = LAYERS[kind](device=device)

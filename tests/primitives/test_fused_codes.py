@@ -87,7 +87,7 @@ def test_a_norm_gives_the_codes_of_its_quantized_output(shape, delayed, columnwi
     else:
         y, *statistics = norms.layernorm_forward(x, weight, bias, *how)
         made = norms.layernorm_forward(x, weight, bias, *how, Cast(spec, *second))
-    _same(made[0], quantize(y, spec, scale=first.scale, record=first.record))
+    _same(made[0], quantize(y, spec, multiplier=first.scale, record=first.record))
     _same(made[1:], statistics)
     assert made[0].amax is not None and (not delayed or made[0].amax is second.record)
 
@@ -107,10 +107,10 @@ def test_an_activation_and_its_gradient_give_the_codes_of_their_quantized_output
     spec, first, second = _spec(columnwise), _scaling(delayed), _scaling(delayed)
     y = activations.activation_forward(name, x, PARAMS)
     made = activations.activation_forward(name, x, PARAMS, Cast(spec, *second))
-    _same(made, quantize(y, spec, scale=first.scale, record=first.record))
+    _same(made, quantize(y, spec, multiplier=first.scale, record=first.record))
     spec = _spec(columnwise, E5M2)
     dx = activations.activation_backward(name, dy, x, PARAMS)
-    expected = quantize(dx, spec, scale=first.scale, record=first.record)
+    expected = quantize(dx, spec, multiplier=first.scale, record=first.record)
     cast = Cast(spec, *second)
     made, sums = activations.activation_backward(name, dy, x, PARAMS, cast, torch.float32)
     _same(made, expected)
@@ -128,7 +128,7 @@ def test_a_cast_with_column_sums_gives_the_codes_of_the_cast(dtype, shape):
     x = torch.randn(shape, device=DEVICE).to(dtype)
     spec, first, second = _spec(True), _scaling(True), _scaling(True)
     made, sums = sums_of.column_sums(x, dtype, Cast(spec, *second))
-    _same(made, quantize(x, spec, scale=first.scale, record=first.record))
+    _same(made, quantize(x, spec, multiplier=first.scale, record=first.record))
     assert sums.dtype == dtype
     tolerance = ROUNDED[dtype]
     torch.testing.assert_close(sums.float(), x.double().sum(0).float(), rtol=tolerance, atol=1e-4)
@@ -157,7 +157,7 @@ def test_the_recorded_maximum_is_that_of_the_separate_steps_for_strange_numbers(
     x[3, 7] = bad
     first, second = _scaling(True), _scaling(True)
     activations.activation_forward("relu", x, PARAMS, Cast(_spec(True), *second))
-    quantize(torch.relu(x), _spec(True), scale=first.scale, record=first.record)
+    quantize(torch.relu(x), _spec(True), multiplier=first.scale, record=first.record)
     assert first.record is not None and second.record is not None
     torch.testing.assert_close(second.record, first.record, rtol=0, atol=0, equal_nan=True)
 
@@ -176,19 +176,19 @@ def test_the_public_functions_are_the_two_steps_everywhere(spec, delayed, device
     cast = Cast(spec, scale)
     y, mean, rstdev = norm.layernorm_forward(x, weight, weight, 1e-5, False)
     made = norm.layernorm_forward(x, weight, weight, 1e-5, False, cast)
-    _same(made[0], quantize(y, spec, scale=scale))
+    _same(made[0], quantize(y, spec, multiplier=scale))
     _same(made[1:], (mean, rstdev))
     y, rstdev = norm.rmsnorm_forward(x, weight, 1e-5, False)
     made = norm.rmsnorm_forward(x, weight, 1e-5, False, cast)
-    _same((*made[0], made[1]), (*quantize(y, spec, scale=scale), rstdev))
+    _same((*made[0], made[1]), (*quantize(y, spec, multiplier=scale), rstdev))
     y = activation_forward("swiglu", x, PARAMS)
-    _same(activation_forward("swiglu", x, PARAMS, cast), quantize(y, spec, scale=scale))
+    _same(activation_forward("swiglu", x, PARAMS, cast), quantize(y, spec, multiplier=scale))
     dx = activation_backward("swiglu", y, x, PARAMS)
     made, sums = activation_backward("swiglu", y, x, PARAMS, cast, torch.float32)
-    _same(made, quantize(dx, spec, scale=scale))
+    _same(made, quantize(dx, spec, multiplier=scale))
     torch.testing.assert_close(sums, dx.float().sum(0), rtol=1e-4, atol=1e-4)
     made, sums = column_sums(x, torch.float32, cast)
-    _same(made, quantize(x, spec, scale=scale))
+    _same(made, quantize(x, spec, multiplier=scale))
     torch.testing.assert_close(sums, x.float().sum(0), rtol=1e-4, atol=1e-4)
 
 

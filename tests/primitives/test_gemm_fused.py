@@ -184,7 +184,7 @@ def test_a_product_takes_every_cast_and_gives_what_quantizing_it_gives(spec, giv
     a, b, bias = operand(M, K, device), operand(N, K, device), torch.randn(N, device=device).to(BF16)
     cast = Cast(spec, torch.tensor([3.0], device=device) if given else None)
     made = gemm(a, b, Epilogue(BF16, bias), cast)
-    expected = quantize(gemm(a, b, Epilogue(BF16, bias)), spec, scale=cast.multiplier)
+    expected = quantize(gemm(a, b, Epilogue(BF16, bias)), spec, multiplier=cast.multiplier)
     for mine, theirs in zip(made[:4], expected[:4], strict=True):
         assert (mine is None) == (theirs is None)
         assert mine is None or torch.equal(mine.float(), theirs.float())

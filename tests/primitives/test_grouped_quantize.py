@@ -65,7 +65,7 @@ def test_each_group_of_rows_is_quantized_as_if_alone(name, splits, directions, d
         rows, padded = len(part), -(-len(part) // 128) * 128
         scale = None if slots is None else slots.of_group(group)[0]
         with use_backend(quantize="reference"):
-            alone = quantize(part, spec, scale=scale)
+            alone = quantize(part, spec, multiplier=scale)
         if slots is not None:
             recorded = slots.of_group(group)[1]
             start = 100.0 if group == 0 else 0.0
@@ -103,7 +103,7 @@ def test_each_matrix_is_quantized_as_if_alone(name, shape, directions, device):
     made = quantize_matrices(Matrices.of(matrices), spec, slots)
     for group, matrix in enumerate(matrices):
         with use_backend(quantize="reference"):
-            alone = quantize(matrix, spec, scale=None if slots is None else slots.of_group(group)[0])
+            alone = quantize(matrix, spec, multiplier=None if slots is None else slots.of_group(group)[0])
         for ours, theirs in zip(made, alone[:4], strict=True):
             assert (ours is None) == (theirs is None)
             if ours is not None:

@@ -255,7 +255,9 @@ class TestRefusals:
 
     def test_only_float8_takes_a_scale(self, device):
         with pytest.raises(ValueError, match="not to mxfp8"):
-            quantize(torch.zeros(2, 4, device=device), SPECS["mxfp8"], scale=torch.ones(1, device=device))
+            quantize(
+                torch.zeros(2, 4, device=device), SPECS["mxfp8"], multiplier=torch.ones(1, device=device)
+            )
 
     @pytest.mark.parametrize(
         "name, rows, depth, message",

@@ -205,7 +205,7 @@ class TestFloat8:
     def test_given_scale_multiplies_and_amax_is_still_measured(self, dtype, element, power_of_two, device):
         spec = QuantizeSpec(FLOAT8, element, columnwise=True, power_of_two=power_of_two)
         for x in inputs(dtype, SHAPES[:2]):
-            q = quantize(x.to(device), spec, scale=torch.tensor([3.7], device=device))
+            q = quantize(x.to(device), spec, multiplier=torch.tensor([3.7], device=device))
             self.check(q, x, F(3.7), element)
             assert q.amax is not None
             np.testing.assert_array_equal(q.amax.cpu().numpy(), np.array([amax_of(wide(x))]))

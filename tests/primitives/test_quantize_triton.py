@@ -157,8 +157,8 @@ def test_a_given_scale_multiplies_and_amax_is_still_reported(columnwise, content
     for shape in SHAPES:
         x = matrix(shape, torch.bfloat16, content)
         with use_backend(quantize="reference"):
-            expected = quantize(x, spec, scale=scale)
-        assert_same(quantize(x, spec, scale=scale), expected)
+            expected = quantize(x, spec, multiplier=scale)
+        assert_same(quantize(x, spec, multiplier=scale), expected)
 
 
 @pytest.mark.gpu

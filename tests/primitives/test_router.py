@@ -186,6 +186,27 @@ class TestKernels:
         ours, theirs = (by.balance_loss(probs, tokens, 0.01, total) for by in (kernels, literal))
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
 
+    @sized("tokens, experts, k", [(5, 24, 3), (9, 40, 1)], [(16384, 256, 8), (4096, 2048, 4)])
+    def test_margins_are_counted_as_by_the_reference(self, tokens, experts, k):
+        x = torch.randn(tokens, experts, device=DEVICE)
+        bias = torch.linspace(-0.1, 0.1, experts, device=DEVICE)
+        bounds = torch.tensor([-0.5, 0.5], device=DEVICE)
+        made = []
+        for by in (kernels, literal):
+            histogram = torch.ones(experts, 16, dtype=torch.int32, device=DEVICE)
+            by.count_margins(x, bias, k, histogram, bounds)
+            made.append(histogram)
+        assert all(int(histogram.sum()) == experts * (tokens + 16) for histogram in made)
+        # A margin within rounding of a bin's border may count in the bin beside it.
+        assert (made[0] - made[1]).abs().sum() <= max(2, tokens * experts // 10_000)
+
+    def test_margins_that_are_no_numbers_count_in_the_first_bin(self):
+        x = torch.full((1, 8), float("nan"), device=DEVICE)
+        for by in (kernels, literal):
+            histogram = torch.zeros(8, 4, dtype=torch.int32, device=DEVICE)
+            by.count_margins(x, torch.zeros(8, device=DEVICE), 2, histogram, torch.zeros(2, device=DEVICE))
+            assert histogram.tolist() == [[1, 0, 0, 0]] * 8
+
 
 @pytest.mark.parametrize(
     ("changes", "reason"),

@@ -165,3 +165,12 @@ def test_layers_may_register_from_many_threads_at_once(device):
         for layer in layers:
             layer(torch.randn(16, WIDTH, device=device))
     assert all(bool((layer.fp8_meta["scaling_fwd"].scale[:2] != 1).all()) for layer in layers)
+
+
+def test_a_thread_outside_of_a_model_init_block_makes_plain_weights(device):
+    with te.quantized_model_init(recipe=Float8CurrentScaling()):
+        elsewhere = in_a_thread(lambda: te.Linear(16, 16, device=device))
+        copied = contextvars.copy_context()
+        inside = in_a_thread(lambda: copied.run(te.Linear, 16, 16, device=device))
+    assert type(elsewhere.weight.data) is torch.Tensor
+    assert isinstance(inside.weight, te.QuantizedTensor)

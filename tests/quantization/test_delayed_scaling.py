@@ -4,7 +4,8 @@ import pickle
 
 import pytest
 import torch
-import torch.multiprocessing
+import torch.distributed
+from ranks import run_on_ranks
 
 from transformer_engine.common.formats import FLOAT32_MAX
 from transformer_engine.common.recipe import DelayedScaling, Format
@@ -250,28 +251,24 @@ def test_recomputation_sees_the_values_of_its_first_forward_pass_and_leaves_the_
         Manager.get_old_fp8_meta_tensors_for_recompute(module)
 
 
-def _reduce_on_two_ranks(rank: int, path: str, results) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+def _reduced(device) -> list[list[list[float]]]:
     group = torch.distributed.group.WORLD
+    rank = torch.distributed.get_rank()
     outcome = []
     for reduce_amax, algorithm in ((True, "max"), (False, "max"), (True, lambda history: history[0])):
         Manager.reset()
         recipe = DelayedScaling(amax_history_len=2, reduce_amax=reduce_amax, amax_compute_algo=algorithm)
-        modules = [meta(recipe, group=group, slots=n) for n in (1, 2)]
+        modules = [meta(recipe, device, group=group, slots=n) for n in (1, 2)]
         for i, module in enumerate(modules):
             module["scaling_fwd"].amax_history[0].fill_(7.0 * (rank + 1) * (i + 1))
         with q.autocast(recipe=recipe, amax_reduction_group=group):
             pass
         outcome.append([module["scaling_fwd"].scale.tolist() for module in modules])
-    results[rank] = outcome
-    torch.distributed.destroy_process_group()
+    return outcome
 
 
 def test_amaxes_are_reduced_over_the_group_when_the_recipe_says_so(tmp_path):
-    with torch.multiprocessing.get_context("spawn").Manager() as manager:
-        results = manager.dict()
-        torch.multiprocessing.spawn(_reduce_on_two_ranks, (str(tmp_path / "store"), results), nprocs=2)
-        results = dict(results)
+    results = run_on_ranks(_reduced, 2, tmp_path)
     reduced, alone = [[32.0], [16.0, 16.0]], [[64.0], [32.0, 32.0]]
     assert results[0] == [reduced, alone, reduced]
     assert results[1] == [reduced, reduced, reduced]

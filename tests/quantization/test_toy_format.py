@@ -170,6 +170,10 @@ SUITES = (
 LIKE = "mxfp8"
 
 
+def _runs_always(case: Any) -> bool:
+    return isinstance(case, type(pytest.param())) and all(mark.name != "slow" for mark in case.marks)
+
+
 def _arguments(test) -> list[dict[str, Any]]:
     """The keywords of each of a test's cases that are for LIKE, with the name replaced; none: it is not for formats."""
     choices: list[list[dict[str, Any]]] = []
@@ -186,7 +190,10 @@ def _arguments(test) -> list[dict[str, Any]]:
         elif len(keys) == 1:
             choices.append([{keys[0]: value} for value in mark.args[1]])
         elif "name" in keys:
-            return []
+            # Of pairs, those of LIKE that run always; lists of other kinds are not for every format.
+            pairs = [dict(zip(keys, case.values, strict=True)) for case in mark.args[1] if _runs_always(case)]
+            named = any(pair["name"] == LIKE for pair in pairs)
+            choices.append([{**pair, "name": "toy"} for pair in pairs if pair["name"] == LIKE])
         else:
             choices.append([dict(zip(keys, value, strict=True)) for value in mark.args[1]])
     if not named:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
+from quantizer_cases import DETERMINISTIC, QUANTIZED, quantizer_of, same_payload, values
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.tensor.grouped_tensor import GroupedTensor, GroupedTensorStorage
+
+GROUPED = [name for name in QUANTIZED if name != "hybrid"]
 
 
 def test_matrices_of_one_shape_are_a_stack_whose_members_share_its_memory():
@@ -49,17 +55,77 @@ def test_what_does_not_fit_is_refused():
         GroupedTensor.make_grouped_tensor_from_rowwise_data(
             num_tensors=2, tensor_shape=(3, 4), rowwise_data=torch.zeros(23)
         )
-    with pytest.raises(NotImplementedError, match="groups are not quantized by a MXFP8Quantizer"):
-        GroupedTensor.make_grouped_tensor_with_shapes(1, [(32, 32)], te.MXFP8Quantizer(te.DType.kFloat8E4M3))
+    with pytest.raises(ValueError, match="1 of 2 matrices are quantized"):
+        code = te.MXFP8Quantizer(te.DType.kFloat8E4M3)(torch.ones(32, 32))
+        GroupedTensor.of_members([code, torch.ones(32, 32)])
+    with pytest.raises(
+        ValueError, match="num_tensors=3 does not divide the logical extent 4; give first_dims"
+    ):
+        GroupedTensor.make_grouped_tensor(3, None, None, 4, 8)
 
 
-def test_one_parameter_for_all_groups_warns_or_is_refused(monkeypatch):
+@pytest.mark.parametrize("name", GROUPED)
+def test_matrices_of_other_shapes_are_quantized_each_by_itself(name, device):
+    shapes, quantizer = [(32, 64), (96, 64)], quantizer_of(name, device)
+    grouped = GroupedTensor.make_grouped_tensor_with_shapes(2, shapes, quantizer, device, torch.bfloat16)
+    tensors = [values(device, *shape) for shape in shapes]
+    held = grouped.quantize(tensors)
+    assert grouped.shape == (128, 64) and grouped.tensor_offsets.tolist() == [0, 2048, 8192]
+    assert grouped.first_dims.tolist() == [32, 96] and type(grouped.quantizer) is type(quantizer)
+    assert torch.equal(grouped.dequantize(), torch.cat([member.dequantize() for member in held]))
+    if name in DETERMINISTIC:
+        assert all(same_payload(h, quantizer(t)) for h, t in zip(held, tensors, strict=True))
+
+
+def test_extents_may_lie_on_the_device(device):
+    firsts = torch.tensor([16, 0, 48], device=device)
+    grouped = GroupedTensor.make_grouped_tensor(3, firsts, None, 64, 32, device=device)
+    assert grouped.tensor_shapes == [(16, 32), (0, 32), (48, 32)] and grouped.shape == (64, 32)
+    assert GroupedTensor.make_grouped_tensor(4, None, None, 64, 32).shape == (4, 16, 32)
+
+
+@pytest.mark.parametrize("name", [name for name in GROUPED if name in DETERMINISTIC])
+def test_a_group_is_a_quantized_tensor_of_its_members(name, device):
+    members = [quantizer_of(name, device)(values(device, 32, 64)) for _ in range(3)]
+    grouped = GroupedTensor.of_members(members)
+    for copied in (
+        grouped.clone(),
+        copy.deepcopy(grouped),
+        pickle.loads(pickle.dumps(grouped)),
+        grouped.detach(),
+    ):
+        assert type(copied) is GroupedTensor and copied.shape == (3, 32, 64)
+        ours = copied.split_into_quantized_tensors()
+        assert all(same_payload(a, b) for a, b in zip(ours, members, strict=True))
+    assert type(grouped + 1) is torch.Tensor and float(grouped.amax()) == float(grouped.dequantize().amax())
+    grouped.mul_(0.5)
+    assert type(grouped) is GroupedTensor
+    with pytest.raises(TypeError, match="a group of 3 matrices is no operand"):
+        grouped.contract("cols")
+
+
+@pytest.mark.parametrize("name", [name for name in GROUPED if name in DETERMINISTIC])
+def test_directions_are_dropped_and_made_again(name, device):
+    members = [quantizer_of(name, device)(values(device, 32, 64)) for _ in range(2)]
+    grouped = GroupedTensor.of_members(members)
+    whole = grouped.dequantize()
+    grouped.update_usage(columnwise_usage=False)
+    assert not grouped.has_columnwise_data() and torch.equal(grouped.dequantize(), whole)
+    if grouped.transposable:
+        grouped.update_usage(columnwise_usage=True)
+        assert all(same_payload(a, b) for a, b in zip(grouped.quantized_tensors, members, strict=True))
+    else:
+        with pytest.raises(RuntimeError, match="cannot make column-wise data"):
+            grouped.update_usage(columnwise_usage=True)
+
+
+def test_one_parameter_for_all_groups_needs_its_variable(monkeypatch):
     with pytest.warns(UserWarning, match="single_grouped_weight=True has no effect"):
         layer = te.GroupedLinear(2, 16, 16, single_grouped_weight=True)
     assert [name for name, _ in layer.named_parameters()][:2] == ["weight0", "bias0"]
     monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
-    with pytest.raises(NotImplementedError, match="one parameter of all groups, which is not implemented"):
-        te.GroupedLinear(2, 16, 16, single_grouped_bias=True)
+    layer = te.GroupedLinear(2, 16, 16, single_grouped_bias=True)
+    assert [name for name, _ in layer.named_parameters()] == ["weight0", "weight1", "bias"]
 
 
 def test_the_variable_of_use_grouped_tensor_warns(monkeypatch):

@@ -172,7 +172,7 @@ def test_delayed_scaling_multiplies_by_its_scale_and_accumulates_the_maximum(dev
     assert q._scale_inv.item() == 0.25
     assert amax.item() == x.abs().max().item()
     expected = quantize(
-        x, QuantizeSpec(FLOAT8, ELEMENT_E4M3), scale=torch.full((1,), 4.0, device=device)
+        x, QuantizeSpec(FLOAT8, ELEMENT_E4M3), multiplier=torch.full((1,), 4.0, device=device)
     ).codes
     assert torch.equal(q._data.view(torch.float8_e4m3fn).float(), expected.float())
     quantizer(x / 2)

@@ -1,9 +1,14 @@
 """The `te` command: train the demonstration (`te train`), sample from it (`te generate`), convert checkpoints
-(`te convert`), describe this machine (`te info`), time it (`te bench`)."""
+(`te convert`), describe this machine (`te info`), time it (`te bench`).
+
+`te train` works with either framework; the other commands read torch's side, and say so where torch is missing.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -12,18 +17,21 @@ from ..common import env
 if TYPE_CHECKING:
     from typer import Typer
 
-REQUIRED = ("torch", "typer", "rich", "matplotlib")
+REQUIRED = ("typer", "rich", "matplotlib")
+FRAMEWORKS = ("torch", "jax")
+# The module of each command, and whether it works without torch.
+COMMANDS = {
+    "train": (".train", True),
+    "generate": (".generate", False),
+    "convert": (".convert", False),
+    "info": (".info", False),
+    "bench": (".bench.command", False),
+}
 
 
 def application() -> Typer:
     """The command-line application with its commands."""
     from typer import Typer
-
-    from .bench.command import bench
-    from .convert import convert
-    from .generate import generate
-    from .info import info
-    from .train import train
 
     app = Typer(
         help="Train and run Transformers in 8 and 4 bits.",
@@ -31,17 +39,28 @@ def application() -> Typer:
         add_completion=False,
         pretty_exceptions_enable=False,
     )
-    app.command()(train)
-    app.command()(generate)
-    app.command()(convert)
-    app.command()(info)
-    app.command()(bench)
+    for name, (module, without_torch) in COMMANDS.items():
+        if without_torch or find_spec("torch") is not None:
+            app.command(name)(getattr(import_module(module, __package__), name))
+        else:
+            options = {"allow_extra_args": True, "ignore_unknown_options": True}
+            app.command(name, context_settings=options)(_refusing(name))
     return app
+
+
+def _refusing(name: str) -> Callable[[], None]:
+    def refuse() -> None:
+        sys.exit(f"te {name} needs torch; install with: pip install transformer-engine[cli]")
+
+    refuse.__doc__ = "Needs torch, which is not installed."
+    return refuse
 
 
 def main() -> None:
     """Entry point of the `te` console script."""
     missing = [name for name in REQUIRED if find_spec(name) is None]
+    if all(find_spec(name) is None for name in FRAMEWORKS):
+        missing.insert(0, "torch")
     if missing:
         sys.exit(f"te needs {', '.join(missing)}; install with: pip install transformer-engine[cli]")
     try:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -52,8 +51,15 @@ def fitting(remedy: str) -> Iterator[None]:
     """Failure, with the remedy, where the GPU's memory does not suffice."""
     try:
         yield
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:
+        if not _is_out_of_memory(error):
+            raise
         raise Failure(f"the GPU's memory does not suffice; {remedy}") from None
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    """Is it torch.OutOfMemoryError, or JAX's error with XLA's word for it? Neither framework need be installed."""
+    return type(error).__name__ == "OutOfMemoryError" or "RESOURCE_EXHAUSTED" in str(error)
 
 
 def reason(error: OSError) -> str:

@@ -15,13 +15,13 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from .demo import checkpoint
 from .demo.config import HIGH_PRECISION, OPTIMIZERS, RECIPES, Execution, resolve, restore
 from .demo.data import load_corpus
+from .demo.frameworks import FRAMEWORKS, default_framework, missing_for
 from .demo.plot import plot_losses
-from .demo.sample import generate
-from .demo.trainer import Progress as Record
-from .demo.trainer import Trainer, summarize
+from .demo.records import Progress as Record
+from .demo.records import summarize
+from .demo.trainer import Trainer, runs_of
 from .failure import Failure, fitting, reporting, reporting_failures, writing
 
 SMALLER = "give a smaller --batch, --seq, --hidden or --layers"
@@ -30,6 +30,7 @@ ELSEWHERE = "choose another folder with --out, or make this one writable"
 # The recipes and optimizers as typer lists them.
 RecipeName = enum.Enum("RecipeName", {name: name for name in RECIPES}, type=str)
 OptimizerName = enum.Enum("OptimizerName", {name: name for name in OPTIMIZERS}, type=str)
+FrameworkName = enum.Enum("FrameworkName", {name: name for name in FRAMEWORKS}, type=str)
 
 
 class DeviceName(str, enum.Enum):
@@ -44,6 +45,10 @@ def train(
     recipe: Annotated[
         RecipeName | None,  # pyright: ignore[reportInvalidTypeForm]
         typer.Option(help="How the products are quantized (default: delayed)"),
+    ] = None,
+    framework: Annotated[
+        FrameworkName | None,  # pyright: ignore[reportInvalidTypeForm]
+        typer.Option(help="torch, or jax: the same model in Flax (default: torch where it is installed)"),
     ] = None,
     device: Annotated[DeviceName, typer.Option(help="auto takes CUDA when there is a GPU")] = DeviceName.auto,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps")] = None,
@@ -95,9 +100,11 @@ def train(
         "seed": seed,
         "data": data,
         "optimizer": optimizer.value if optimizer is not None else None,
+        "framework": framework.value if framework is not None else None,
     }
     execution = Execution(graphs=graphs, offload_layers=offload_layers, observe=observe)
-    folder = out / (name or given["recipe"] or "delayed")
+    beside = "-jax" if (given["framework"] or default_framework()) == "jax" else ""
+    folder = out / (name or (given["recipe"] or "delayed") + beside)
     with reporting(console), fitting(SMALLER):
         trainer = _prepare(folder, device.value, given, execution, resume)
     _describe(console, trainer)
@@ -118,32 +125,50 @@ def _prepare(folder: Path, device: str, given: dict[str, Any], execution: Execut
     """A trainer at its first step, or where the folder's checkpoint left off."""
     if not resume:
         config = resolve(device, given)
+        _demand(config.framework)
         trainer = Trainer(config, load_corpus(config.data, config.sequence), folder, execution)
         with writing(folder, ELSEWHERE):
             folder.mkdir(parents=True, exist_ok=True)
             trainer.metrics_path.unlink(missing_ok=True)
             trainer.observed_path.unlink(missing_ok=True)
         return trainer
-    state = checkpoint.load(folder / "checkpoint")
-    config = restore(state["config"], device, given, str(folder / "checkpoint"))
+    path = folder / "checkpoint"
+    kept_by = _keeper(path, given["framework"])
+    _demand(kept_by)
+    state = runs_of(kept_by).load(path)
+    config = restore(state["config"], device, given, str(path))
     trainer = Trainer(config, load_corpus(config.data, config.sequence), folder, execution)
     trainer.load(state)
     return trainer
 
 
+def _keeper(path: Path, asked: str | None) -> str:
+    """The framework whose checkpoint lies at path: torch's is a file, JAX's a folder, or one left aside."""
+    if path.is_file():
+        return "torch"
+    folders = path.is_dir() or path.with_name("checkpoint.old").is_dir()
+    return "jax" if folders else asked or default_framework()
+
+
+def _demand(framework: str) -> None:
+    """Failure unless everything that a run in the framework needs is installed."""
+    missing = missing_for(framework)
+    if missing is not None:
+        raise Failure(missing)
+
+
 def _describe(console: Console, trainer: Trainer) -> None:
     config, corpus = trainer.config, trainer.corpus
     layers = "1 layer" if config.layers == 1 else f"{config.layers} layers"
-    model = next(iter(trainer.runs.values())).model
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    parameters = next(iter(trainer.runs.values())).parameters
     console.print(
-        f"text    {escape(corpus.source)}: {corpus.train.numel() + corpus.validation.numel():,} bytes",
+        f"text    {escape(corpus.source)}: {corpus.train.size + corpus.validation.size:,} bytes",
         soft_wrap=True,
     )
     experts = f", {config.experts} experts" if config.experts else ""
     console.print(
         f"model   {parameters:,} parameters in {config.label(HIGH_PRECISION)}, "
-        f"{layers}, hidden {config.hidden}, {config.heads} heads{experts}, on {config.device}"
+        f"{layers}, hidden {config.hidden}, {config.heads} heads{experts}, in {config.framework} on {config.device}"
     )
     console.print(
         f"runs    {' and '.join(config.label(name) for name in config.runs)}, seed {config.seed}, "
@@ -204,7 +229,7 @@ def _conclude(console: Console, trainer: Trainer) -> None:
     _show_observed(console, trainer)
     prompt = bytes(trainer.corpus.validation[: min(32, config.sequence // 2)].tolist())
     run = trainer.runs[config.runs[0]]
-    text = generate(run.model, config, prompt, config.sequence - len(prompt), seed=config.seed)
+    text = run.sample(prompt, config.sequence - len(prompt))
     console.print(
         f"sample of the {config.label(config.runs[0])} model (prompt in bold, drawn with a KV cache):"
     )
@@ -229,7 +254,9 @@ def _table(trainer: Trainer) -> Table:
     config = trainer.config
     results = summarize(config, trainer.history)
     base = results[-1]
-    table = Table(title=f"{config.steps} steps on {config.device}, losses in nats a byte")
+    table = Table(
+        title=f"{config.steps} steps in {config.framework} on {config.device}, losses in nats a byte"
+    )
     table.add_column("run")
     for heading in ("train loss", "validation loss", "ratio", "tokens/s", "time"):
         table.add_column(heading, justify="right")

@@ -9,7 +9,7 @@ remembers, forces, observes, and hands a tracing compiler the operator that it d
     SUMS: Table[SumsRequest] = Table("column_sums", (triton, reference), describe=SumsRequest, operator=...)
     SUMS.bound((x.shape, x.dtype, dtype, x.device))(x)
 
-A table of ways to go, whose rows bind nothing, is asked by `decide`.
+A table of ways to go, whose rows bind nothing, is asked by `choose`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Backend(Generic[Request]):
     takes     the features it knows; a request whose `features` hold another one is refused by that one's name
     refuses   why it does not take a request, None if it does: extents, alignment, the hardware, a missing library
     bind      plans for a request: a callable of tensors that computes it and all equal ones, or a Refusal;
-              None in a table of ways to go, see `Table.decide`
+              None in a table of ways to go, see `Table.choose`
     opaque    a tracing compiler does not look into what bind answers, but calls the table's operator
     varies    why two runs on one machine may differ in bits, for example sums in the order in which threads arrive;
               None: they do not. Where repeatable results are demanded, such a backend refuses by this sentence
@@ -208,7 +208,7 @@ class Table(Generic[Request]):
             self._remember_what_is_demanded()
         return self.chosen(self.described(key)) if _disturbances or _tracing() else self._names[key]
 
-    def decide(self, key: tuple[Any, ...]) -> str:
+    def choose(self, key: tuple[Any, ...]) -> str:
         """The row that takes the request of a key, in a table of ways to go, whose rows bind nothing; observers hear.
 
         Raises Unsupported as `bound` does.

@@ -147,6 +147,11 @@ _QUANTIZATION = (
 )
 
 _ATTENTION = (
+    _number(
+        "TE_ATTENTION_LOG_EVERY",
+        0,
+        "n: each n-th attention of a Hugging Face model logs how many were computed here; 0: none.",
+    ),
     _flag("NVTE_FLASH_ATTN", True, "0: never choose a flash-attention backend."),
     _flag("NVTE_FLASH_ATTN_V2", True, "0: never choose flash-attention 2."),
     _flag("NVTE_FLASH_ATTN_V3", True, "0: never choose flash-attention 3."),
@@ -264,7 +269,7 @@ _LAYERS = (
     _flag(
         "NVTE_CUTLASS_GROUPED_GEMM_WARN_FALLBACK", False, "Accepted; no grouped product warns of a fallback."
     ),
-    _flag("NVTE_GROUPED_LINEAR_SINGLE_PARAM", False, "1: single_grouped_* of GroupedLinear are refused."),
+    _flag("NVTE_GROUPED_LINEAR_SINGLE_PARAM", False, "1: single_grouped_* of GroupedLinear take effect."),
     _flag("NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM", False, "Former name of use_grouped_tensor."),
     _flag("NVTE_CUTEDSL_FUSED_GROUPED_MLP", False, "Accepted; there is no such fusion here."),
     _flag("NVTE_FUSED_MLA_Q_UPROJ", False, "Accepted; there is no such fusion here."),

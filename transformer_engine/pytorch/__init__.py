@@ -28,6 +28,7 @@ from .inspect.deterministic import deterministic
 from .inspect.explain import explain
 from .inspect.memory_plan import memory_plan
 from .inspect.observation import Observation, observe
+from .integrations.huggingface import convert_hf, revert_hf
 from .module import (
     Fp8Padding,
     Fp8Unpadding,

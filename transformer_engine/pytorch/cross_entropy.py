@@ -22,6 +22,7 @@ __all__ = ["fused_linear_cross_entropy", "parallel_cross_entropy"]
 
 _LOGITS = (torch.float32, torch.bfloat16, torch.float16)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_NO_FEATURES = 16  # zeros that stand for none, as many as a product likes
 
 
 def parallel_cross_entropy(
@@ -98,8 +99,10 @@ def fused_linear_cross_entropy(
     shape = (*hidden.shape[:-1], weight.shape[0])
     labels = _labels(target, shape, label_smoothing, ignore_idx, 0, weight.shape[0])
     same_device("target", target, "hidden", hidden.device)
-    if math.prod(shape) == 0 or hidden.shape[-1] == 0:
+    if math.prod(shape) == 0:
         return _of_nothing(hidden, reduce_loss, weight, bias)
+    if hidden.shape[-1] == 0:  # the logits are the bias alone, as those of features that are 0
+        hidden, weight = (torch.nn.functional.pad(part, (0, _NO_FEATURES)) for part in (hidden, weight))
     rows = hidden.contiguous().view(-1, hidden.shape[-1])
     loss = linear_cross_entropy(rows, weight.contiguous(), bias, _ids(target), labels, reduce_loss)
     return loss if reduce_loss else loss.view(shape[:-1])

@@ -6,15 +6,17 @@ Everything is computed in float32. Leading dimensions of the logits [.., E] coun
 from __future__ import annotations
 
 import enum
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..common.checks import described, number, number_or_none, one_of, switch, whole, whole_or_none
-from .functions.router import balancing_loss, chosen_experts
+from .functions.router import balancing_loss, chosen_experts, counted_margins
 from .primitives.router import BITS, BYTES, INDICES, SOFTMAX, SOFTMAX_AFTER, Choice
 from .runtime.checks import floating, same_device, tensor
+from .runtime.device_checks import demand
 
 __all__ = [
     "QBHistogramMode",
@@ -73,18 +75,20 @@ def fused_topk_with_score_function(
     routing_map_format   what the routing map is; "bytemap" and "bitmap_u8" stand for the formats
     topk_indices         int16, int32 or int64 [.., topk], contiguous: the experts are written there, the best first,
                          and it is returned in place of a map
-    qb_*                 histograms of quantile balancing are not counted here
+    qb_histogram         int32 [E, bins], contiguous, of quantile balancing: 1 is added for every token and expert, in
+                         the bin of c - sigmoid(logit), c the (topk + 1)st largest biased score, the cut-off
+    qb_bin_bounds        float32 [2], where the first bin begins and the last ends; what lies outside counts in these
+    qb_histogram_mode    "two_kernel" or "fused_atomic", the original's ways to count; here the counts, and the way, are
+                         the same. All three go together, with "sigmoid", a bias, no groups and fewer than all experts
 
     Of equal scores the expert with the lower number is chosen. The gradient goes to the logits alone.
     """
     groups = check_choice(logits, topk, num_groups, group_topk, scaling_factor, score_function)
     switch("use_pre_softmax", use_pre_softmax)
     check_bias(expert_bias, logits, score_function)
-    if not (qb_histogram is None and qb_bin_bounds is None and qb_histogram_mode is None):
-        raise NotImplementedError(
-            "histograms of quantile balancing are not counted; leave qb_histogram, qb_bin_bounds and "
-            "qb_histogram_mode None"
-        )
+    counted = check_histogram(qb_histogram, qb_bin_bounds, qb_histogram_mode, logits)
+    if counted is not None:
+        check_margins(topk, groups, score_function, expert_bias, logits)
     map = map_format(routing_map_format)
     if topk_indices is not None:
         check_indices(topk_indices, logits, topk, map)
@@ -94,6 +98,8 @@ def fused_topk_with_score_function(
     choice = Choice(topk, kind, False, groups, scale, map)
     indices = None if topk_indices is None else topk_indices.view(-1, topk)
     probs, chosen = chosen_experts(_matrix(logits), choice, logits.dtype, expert_bias, indices)
+    if counted is not None and expert_bias is not None:
+        counted_margins(_matrix(logits), expert_bias, topk, *counted)
     routing = routing_map(chosen, map, logits) if topk_indices is None else topk_indices
     return probs.view(logits.shape), routing
 
@@ -239,6 +245,55 @@ def check_bias(bias: Tensor | None, logits: Tensor, score_function: str) -> None
     if tuple(bias.shape) != logits.shape[-1:]:
         raise ValueError(f"expert_bias is {list(bias.shape)}; give [{logits.shape[-1]}], one an expert")
     same_device("expert_bias", bias, "logits", logits.device)
+
+
+def check_histogram(
+    histogram: Tensor | None, bounds: Tensor | None, mode: QBHistogramMode | str | None, logits: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    """(histogram, bounds) of quantile balancing; None where none is counted."""
+    if histogram is None and bounds is None and mode is None:
+        return None
+    if histogram is None or bounds is None or mode is None:
+        missing = ("qb_histogram", histogram), ("qb_bin_bounds", bounds), ("qb_histogram_mode", mode)
+        names = ", ".join(name for name, value in missing if value is None)
+        raise ValueError(
+            f"{names} is None; qb_histogram, qb_bin_bounds and qb_histogram_mode are provided together: give all three"
+        )
+    if not isinstance(mode, QBHistogramMode):
+        one_of("qb_histogram_mode", mode, tuple(member.value for member in QBHistogramMode))
+    tensor("qb_histogram", histogram)
+    tensor("qb_bin_bounds", bounds)
+    experts = logits.shape[-1]
+    fits = histogram.dim() == 2 and histogram.shape[0] == experts and histogram.shape[1] > 0
+    if histogram.dtype != torch.int32 or not fits or not histogram.is_contiguous():
+        raise ValueError(
+            f"qb_histogram is {histogram.dtype} {list(histogram.shape)}; give contiguous int32 [{experts}, bins]"
+        )
+    if bounds.dtype != torch.float32 or tuple(bounds.shape) != (2,):
+        raise ValueError(f"qb_bin_bounds is {bounds.dtype} {list(bounds.shape)}; give float32 [2]")
+    same_device("qb_histogram", histogram, "logits", logits.device)
+    same_device("qb_bin_bounds", bounds, "logits", logits.device)
+    demand(_check_bounds, (bounds,))
+    return histogram, bounds
+
+
+def _check_bounds(bounds: list[float]) -> None:
+    lower, upper = bounds
+    if not (math.isfinite(lower) and math.isfinite(upper) and lower < upper):
+        raise ValueError(f"qb_bin_bounds={bounds}; give two finite numbers, the lower one first")
+
+
+def check_margins(
+    topk: int, groups: tuple[int, int] | None, score_function: str, bias: Tensor | None, logits: Tensor
+) -> None:
+    """ValueError for a choice whose margins are not counted."""
+    if score_function != "sigmoid" or bias is None or groups is not None or topk >= logits.shape[-1]:
+        given = f"score_function={score_function!r}, expert_bias {'None' if bias is None else 'given'}"
+        raise ValueError(
+            f"qb_histogram with {given}, topk={topk} of {logits.shape[-1]} experts"
+            f"{'' if groups is None else ' in groups'}; it takes 'sigmoid' with a bias, no groups, and fewer than all "
+            "experts"
+        )
 
 
 def check_indices(indices: Tensor, logits: Tensor, topk: int, map: str) -> None:

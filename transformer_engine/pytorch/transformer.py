@@ -322,9 +322,9 @@ class TransformerLayer(nn.Module):
         )
         self.inter_attention.check_call(hidden_states, encoder_output, None, arguments)
 
-    def _add(self, branch: tuple[Tensor | None, ...], residual: Tensor) -> Tensor:
-        """residual + drop_path(dropout(x + bias)) of branch (x, bias[, another residual])."""
-        x, bias, *normed = branch
+    def _add(self, branch: Tensor | tuple[Tensor | None, ...], residual: Tensor) -> Tensor:
+        """residual + drop_path(dropout(x + bias)) of branch (x, bias[, another residual]), or x alone."""
+        x, bias, *normed = branch if isinstance(branch, tuple) else (branch, None)
         assert x is not None
         if normed:
             assert normed[0] is not None

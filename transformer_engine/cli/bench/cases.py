@@ -85,14 +85,26 @@ def _linear(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
     for recipe in recipes:
         for rows, depth, width, bias in (*(small if quick else large), with_bias):
             kind = "linear_bias_f" if bias else "linear_fb"
-            yield Case(
-                f"{kind}/{recipe}/{rows}x{depth}x{width}",
-                "linear",
-                recipe,
-                {"rows": rows, "depth": depth, "width": width, "bias": bias},
-                not bias,
-                operations=_product(rows, depth, width, not bias),
-            )
+            yield _products(kind, "linear", recipe, (rows, depth, width), bias)
+
+
+def _dense(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
+    """Square products: below some size quantizing costs more than it saves."""
+    for recipe in recipes:
+        for side in (128,) if quick else (8192, 4096, 2048):
+            yield _products("dense_fb", "dense", recipe, (side, side, side), False)
+
+
+def _products(kind: str, family: str, recipe: str, sizes: tuple[int, int, int], bias: bool) -> Case:
+    """A linear layer of rows x depth times depth x width; with a bias the forward pass alone."""
+    return Case(
+        f"{kind}/{recipe}/{'x'.join(map(str, sizes))}",
+        family,
+        recipe,
+        {**dict(zip(("rows", "depth", "width"), sizes, strict=True)), "bias": bias},
+        not bias,
+        operations=_product(*sizes, not bias),
+    )
 
 
 def _layernorm_linear(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
@@ -304,6 +316,7 @@ FAMILIES: dict[str, Callable[[tuple[str, ...], bool], Iterator[Case]]] = {
     "quantize": _quantize,
     "norm": _norm,
     "linear": _linear,
+    "dense": _dense,
     "layernorm_linear": _layernorm_linear,
     "layernorm_mlp": _layernorm_mlp,
     "grouped_linear": _grouped_linear,

@@ -78,7 +78,9 @@ def _providers(given: list[str] | None) -> list[Provider]:
     for name in given or ():
         if name not in known:
             raise ValueError(f"provider {name!r} does not exist; choose from {', '.join(known)}")
-    return [provider for name, provider in known.items() if not given or name in given]
+    if given:
+        return [provider for name, provider in known.items() if name in given]
+    return [provider for provider in known.values() if not provider.on_request]
 
 
 def _chosen(recipes: tuple[str, ...], quick: bool, family: list[str] | None, only: str) -> list[Case]:

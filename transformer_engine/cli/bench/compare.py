@@ -37,7 +37,8 @@ class Pair:
 def read(path: Path) -> dict[str, dict[str, float]]:
     """{case: figures} of a file: a list of objects with "case", or an object that has such a list as "results".
 
-    Rows of another provider than "te", and rows without figures, are left out. ValueError for another file.
+    The rows are those of "te", or of "jax" where there are none of "te"; those without figures are left out. ValueError
+    for another file.
     """
     try:
         content = json.loads(path.read_text())
@@ -50,7 +51,11 @@ def read(path: Path) -> dict[str, dict[str, float]]:
         isinstance(row, dict) and isinstance(row.get("case"), str) for row in rows
     ):
         raise ValueError(f"{path} holds no list of cases; give a file that te bench --json wrote")
-    return {row["case"]: _figures(row) for row in rows if row.get("provider", "te") == "te" and _figures(row)}
+    by_engine = [
+        {row["case"]: row for row in rows if row.get("provider", "te") == name} for name in ("te", "jax")
+    ]
+    ours = by_engine[0] or by_engine[1]
+    return {case: _figures(row) for case, row in ours.items() if _figures(row)}
 
 
 def _figures(row: dict[str, Any]) -> dict[str, float]:

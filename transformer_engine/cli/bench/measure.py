@@ -28,6 +28,10 @@ class Effort(NamedTuple):
     fewest: int = 8
     most: int = 40
 
+    def runs(self, one_ms: float) -> int:
+        """How often a call of so many milliseconds is repeated."""
+        return max(self.fewest, min(self.most, int(self.budget_ms / max(one_ms, 1e-3))))
+
 
 FULL = Effort()
 QUICK = Effort(warmup=2, budget_ms=30.0, fewest=3, most=10)
@@ -46,6 +50,20 @@ class Timing(NamedTuple):
         return self.eager_ms if self.gpu_ms is None else self.gpu_ms
 
 
+class Figures(NamedTuple):
+    """What is measured of a case.
+
+    peak_mib   memory that a call takes beyond what was there
+    compile_s  seconds until the call could be made, where a program was compiled for it
+    fp8_calls  products of FP8 operands that the program hands to cuBLASLt
+    """
+
+    timing: Timing
+    peak_mib: float | None = None
+    compile_s: float | None = None
+    fp8_calls: int | None = None
+
+
 def measure(call: Callable[[], object], device: torch.device, effort: Effort = FULL) -> Timing:
     """The timing of a call whose work runs on the device."""
     for _ in range(effort.warmup):
@@ -57,7 +75,7 @@ def measure(call: Callable[[], object], device: torch.device, effort: Effort = F
     call()
     host = time.perf_counter() - start
     torch.cuda.synchronize()
-    runs = _runs(1e3 * (time.perf_counter() - start), effort)
+    runs = effort.runs(1e3 * (time.perf_counter() - start))
     gpu, cpu = _queued(call, host, runs)
     start = time.perf_counter()
     for _ in range(runs):
@@ -116,15 +134,11 @@ def _wall(call: Callable[[], object], effort: Effort) -> float:
     start = time.perf_counter()
     call()
     times = [1e3 * (time.perf_counter() - start)]
-    for _ in range(_runs(times[0], effort) - 1):
+    for _ in range(effort.runs(times[0]) - 1):
         start = time.perf_counter()
         call()
         times.append(1e3 * (time.perf_counter() - start))
     return statistics.median(times)
-
-
-def _runs(one_ms: float, effort: Effort) -> int:
-    return max(effort.fewest, min(effort.most, int(effort.budget_ms / max(one_ms, 1e-3))))
 
 
 def peak_mib(call: Callable[[], object], device: torch.device) -> float | None:

@@ -19,6 +19,8 @@ COLOURS = {
     "torchao": "#1d4ed8",
     "liger": "#15803d",
     "quack": "#7e22ce",
+    "jax": "#b45309",
+    "xla": "#0e7490",
 }
 OTHER = "#000000"
 LOGARITHMIC_FROM = 20  # times the smallest bar, above which it would vanish on a linear axis

@@ -21,10 +21,21 @@ from .run import Row
 MEANING = (
     "gpu_ms: GPU time, launches queued ahead and L2 evicted; cpu_ms: host time to queue one call; eager_ms: wall "
     "time of a call in a loop; rate: over gpu_ms (eager_ms on a CPU); roof: part of the measured roof; "
-    "peak_mib: memory of one call beyond what was there"
+    "peak_mib: memory of one call beyond what was there; of programs that JAX compiles also compile_s, and fp8_calls: "
+    "their products of FP8 operands in cuBLASLt; there gpu_ms is kernel time by the profiler, peak_mib XLA's plan"
 )
 
-HEADINGS = ("GPU ms", "host ms", "wall ms", "x torch", "rate", "of roof", "peak MiB")
+HEADINGS = (
+    "GPU ms",
+    "host ms",
+    "wall ms",
+    "x torch",
+    "rate",
+    "of roof",
+    "peak MiB",
+    "compile s",
+    "FP8 calls",
+)
 
 
 def families(rows: Iterable[Row]) -> dict[str, list[Row]]:
@@ -81,6 +92,8 @@ def _figures(row: Row, plain: dict[str, float]) -> dict[str, str]:
         "" if row.rate is None else f"{_significant(row.rate)} {row.unit}",
         "" if row.roof is None else f"{100 * row.roof:.0f} %",
         _figure(row.peak_mib, 0),
+        _figure(row.compile_s, 1),
+        _figure(row.fp8_calls, 0),
     )
     return dict(zip(HEADINGS, cells, strict=True))
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .cases import Case
-from .measure import FULL, Effort, measure, peak_mib
+from .measure import FULL, Effort
 from .providers import Provider
 from .roofs import Roofs
 
@@ -23,7 +23,7 @@ class Row:
     gpu_ms, cpu_ms, eager_ms   see `measure`
     rate, unit   "TFLOP/s" of the products or "GB/s" of the bytes, over gpu_ms (eager_ms on a CPU)
     roof         rate as a part of this machine's measured roof
-    peak_mib     memory that a call takes beyond what was there
+    peak_mib, compile_s, fp8_calls   see `measure.Figures`
     error        why there are no figures
     """
 
@@ -38,6 +38,8 @@ class Row:
     unit: str | None = None
     roof: float | None = None
     peak_mib: float | None = None
+    compile_s: float | None = None
+    fp8_calls: int | None = None
     error: str | None = None
 
     @property
@@ -77,14 +79,13 @@ def _row(case: Case, provider: Provider, device: torch.device, roofs: Roofs, eff
         workload = provider.workload(case, device)
         if workload is None:
             return None
-        step = workload.step(case.backward)
-        timing = measure(step, device, effort)
-        peak = peak_mib(step, device)
+        figures = workload.measured(case.backward, device, effort)
     except Exception as error:  # whatever a library or a compiler raises about a case is the case's result
         sentence = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         return Row(case.name, case.family, case.recipe, provider.name, error=sentence)
     finally:
         _release(device)
+    timing = figures.timing
     work = case.moved or case.operations
     return Row(
         case.name,
@@ -95,7 +96,9 @@ def _row(case: Case, provider: Provider, device: torch.device, roofs: Roofs, eff
         rate=work / timing.busiest / (1e6 if case.moved else 1e9) if work else None,
         unit=("GB/s" if case.moved else "TFLOP/s") if work else None,
         roof=roofs.share(case, timing.busiest),
-        peak_mib=peak,
+        peak_mib=figures.peak_mib,
+        compile_s=figures.compile_s,
+        fp8_calls=figures.fp8_calls,
     )
 
 

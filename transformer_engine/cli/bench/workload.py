@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .measure import Effort, Figures, measure, peak_mib
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -29,6 +31,11 @@ class Workload:
     def compiled(self) -> Workload:
         """The same with torch.compile around the function."""
         return replace(self, function=torch.compile(self.function))
+
+    def measured(self, backward: bool, device: torch.device, effort: Effort) -> Figures:
+        """The figures of a forward, or of a forward and backward, pass."""
+        step = self.step(backward)
+        return Figures(measure(step, device, effort), peak_mib(step, device))
 
     def step(self, backward: bool) -> Callable[[], None]:
         """One forward pass without gradients, or one forward and backward pass that fills every .grad anew."""

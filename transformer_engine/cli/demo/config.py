@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-import torch
-
 from ...common import recipe as recipes
-from ...pytorch.quantization import all_families, family_named
+from .frameworks import FRAMEWORKS, default_framework, has_gpu, recipes_here
 
 HIGH_PRECISION = "high_precision"
-RECIPES = (*(family.name for family in all_families() if family.samples), "none")
+RECIPES = (*recipes_here(), "none")
 OPTIMIZERS = ("adamw", "fused_adam")
 # Types of the fields of Config as they are written there.
 KINDS: dict[str, tuple[type, ...]] = {
@@ -61,16 +59,17 @@ class Config:
     data: str | None = None
     experts: int = 0
     optimizer: str = "adamw"
+    framework: str = "torch"
 
     def __post_init__(self) -> None:
         if self.recipe not in RECIPES:
             raise ValueError(f"recipe {self.recipe!r} does not exist; choose one of {', '.join(RECIPES)}")
         for field in fields(self):
             self._check_type(field.name, field.type)
-        if self.optimizer not in OPTIMIZERS:
-            raise ValueError(
-                f"optimizer {self.optimizer!r} does not exist; choose one of {', '.join(OPTIMIZERS)}"
-            )
+        for name, choices in (("optimizer", OPTIMIZERS), ("framework", FRAMEWORKS)):
+            value = getattr(self, name)
+            if value not in choices:
+                raise ValueError(f"{name} {value!r} does not exist; choose one of {', '.join(choices)}")
         for name in ("steps", "batch", "layers", "heads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} is below 1; give a positive number")
@@ -93,8 +92,21 @@ class Config:
             )
         if not 0 < self.learning_rate < 1:
             raise ValueError(f"lr={self.learning_rate} is outside 0 < lr < 1; 0.001 is a usual value")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("device 'cuda' was asked for but torch finds no CUDA device; use --device cpu")
+        if self.framework == "jax":
+            self._check_jax()
+        if self.device == "cuda" and not has_gpu(self.framework):
+            raise ValueError(
+                f"device 'cuda' was asked for but {self.framework} finds no CUDA device; use --device cpu"
+            )
+
+    def _check_jax(self) -> None:
+        """ValueError for what the demonstration in JAX does not have."""
+        absent = {"--experts": self.experts, "--optimizer fused_adam": self.optimizer == "fused_adam"}
+        for option, asked in absent.items():
+            if asked:
+                raise ValueError(
+                    f"{option} is of the demonstration in torch; leave it out, or take --framework torch"
+                )
 
     def _check_type(self, name: str, annotation: Any) -> None:
         """ValueError unless the field is of its type: a checkpoint may have been written by anyone."""
@@ -108,9 +120,9 @@ class Config:
         return -(-self.hidden * 8 // (3 * 128)) * 128
 
     @property
-    def parameter_dtype(self) -> torch.dtype:
+    def precision(self) -> str:
         """float32 on a CPU, bfloat16 on CUDA."""
-        return torch.bfloat16 if self.device == "cuda" else torch.float32
+        return "bfloat16" if self.device == "cuda" else "float32"
 
     @property
     def runs(self) -> tuple[str, ...]:
@@ -119,7 +131,7 @@ class Config:
 
     def label(self, run: str) -> str:
         """How a run is shown: the recipe's name, or the dtype of the parameters for high precision."""
-        return str(self.parameter_dtype).removeprefix("torch.") if run == HIGH_PRECISION else run
+        return self.precision if run == HIGH_PRECISION else run
 
     @property
     def tokens_a_step(self) -> int:
@@ -143,7 +155,12 @@ class Execution:
     observe: bool = False
 
     def check(self, config: Config) -> None:
-        """ValueError for what cannot be had together, or with a model of this depth."""
+        """ValueError for what cannot be had together, or with a model of this depth or framework."""
+        if config.framework == "jax" and self != Execution():
+            raise ValueError(
+                "--graphs, --offload-layers and --observe are of the demonstration in torch; leave them out, or take "
+                "--framework torch"
+            )
         if not 0 <= self.offload_layers < config.layers:
             raise ValueError(
                 f"offload_layers={self.offload_layers} is outside 0 to {config.layers - 1}: the last of "
@@ -161,10 +178,11 @@ def resolve(device: str, given: dict[str, Any]) -> Config:
     """A Config for "auto", "cpu" or "cuda": the values given that are not None, else the device's sizes."""
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device {device!r} does not exist; choose auto, cpu or cuda")
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    sizes = CUDA_SIZES if device == "cuda" else CPU_SIZES
     chosen = {name: value for name, value in given.items() if value is not None}
+    framework = chosen.setdefault("framework", default_framework())
+    if device == "auto":
+        device = "cuda" if has_gpu(framework) else "cpu"
+    sizes = CUDA_SIZES if device == "cuda" else CPU_SIZES
     return Config(**{"recipe": "delayed", "device": device, **sizes, **chosen})
 
 
@@ -186,7 +204,7 @@ def restore(
 def saved_config(saved: dict[str, Any], source: str) -> Config:
     """The Config in source, fields of other versions left out; ValueError, naming source, where it is none."""
     known = {field.name for field in fields(Config)}
-    missing = sorted(known - set(saved) - {"seed", "data", "experts", "optimizer"})
+    missing = sorted(known - set(saved) - {"seed", "data", "experts", "optimizer", "framework"})
     if missing:
         raise ValueError(f"the config in {source} has no {missing[0]!r}; train again without --resume")
     try:
@@ -201,4 +219,4 @@ def make_recipe(name: str) -> recipes.Recipe | None:
         return None
     # A short window: the activations of a new model grow quickly in its first steps.
     options = {"amax_history_len": 16} if name == "delayed" else {}
-    return family_named(name).recipe(**options)
+    return recipes_here()[name](**options)

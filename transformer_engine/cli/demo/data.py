@@ -7,8 +7,7 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from ..failure import reason
 
@@ -26,33 +25,48 @@ SKIPPED = {
     "encodings",
 }
 
+Batch = tuple[np.ndarray, np.ndarray]  # inputs and targets
+
 
 @dataclass(frozen=True)
 class Corpus:
-    """train [T] and validation [V]: the bytes of a text (uint8), and a fingerprint of both."""
+    """train [T] and validation [V]: the bytes of a text (uint8), and a fingerprint of both.
 
-    train: Tensor
-    validation: Tensor
+    Batches are NumPy's, and drawn by its Mersenne twister, so that every framework is given the same ones.
+    """
+
+    train: np.ndarray
+    validation: np.ndarray
     fingerprint: str
     source: str
 
-    def batch(self, seed: int, step: int, batch: int, sequence: int) -> tuple[Tensor, Tensor]:
+    def batch(self, seed: int, step: int, batch: int, sequence: int) -> Batch:
         """inputs, targets [batch, sequence] int64: the same windows for every run and after every resume."""
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
-        last = self.train.numel() - sequence - 1
-        starts = torch.randint(0, last + 1, (batch,), generator=generator)
+        # The raw 32-bit numbers of torch.Generator().manual_seed(..), which earlier runs drew from.
+        generator = np.random.RandomState((seed * 1_000_003 + step) % 2**32)
+        last = self.train.size - sequence - 1
+        starts = generator.randint(0, 2**32, batch, dtype=np.uint32).astype(np.int64) % (last + 1)
         return _windows(self.train, starts, sequence)
 
-    def validation_batches(self, count: int, batch: int, sequence: int) -> list[tuple[Tensor, Tensor]]:
+    def validation_batches(self, count: int, batch: int, sequence: int) -> list[Batch]:
         """count batches at evenly spaced places of the validation text."""
-        last = self.validation.numel() - sequence - 1
-        starts = torch.linspace(0, last, count * batch).long().view(count, batch)
+        last = self.validation.size - sequence - 1
+        starts = _spaced(last, count * batch).reshape(count, batch)
         return [_windows(self.validation, row, sequence) for row in starts]
 
 
-def _windows(text: Tensor, starts: Tensor, sequence: int) -> tuple[Tensor, Tensor]:
-    windows = text[starts[:, None] + torch.arange(sequence + 1)].long()
-    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+def _spaced(last: int, count: int) -> np.ndarray:
+    """count places from 0 to last: torch.linspace(0, last, count) with its float32 rounding, which decides places."""
+    step = np.float64(np.float32(last) / np.float32(count - 1))
+    index = np.arange(count)
+    rising = (step * index).astype(np.float32)
+    falling = (np.float64(np.float32(last)) - step * (count - 1 - index)).astype(np.float32)
+    return np.where(index < count // 2, rising, falling).astype(np.int64)
+
+
+def _windows(text: np.ndarray, starts: np.ndarray, sequence: int) -> Batch:
+    windows = text[starts[:, None] + np.arange(sequence + 1)].astype(np.int64)
+    return np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:])
 
 
 def load_corpus(path: str | None, sequence: int) -> Corpus:
@@ -78,10 +92,10 @@ def load_corpus(path: str | None, sequence: int) -> Corpus:
             f"{source} holds {len(text)} bytes of UTF-8 text; a sequence of {sequence} needs at least "
             f"{needed}: give more text with --data, or a shorter --seq"
         )
-    tensor = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    content = np.frombuffer(text, np.uint8)
     split = len(text) - max(int(len(text) * VALIDATION_SHARE), sequence + 2)
     fingerprint = hashlib.sha256(text).hexdigest()[:16]
-    return Corpus(tensor[:split], tensor[split:], fingerprint, source)
+    return Corpus(content[:split], content[split:], fingerprint, source)
 
 
 def _files(root: Path) -> list[Path]:

@@ -37,7 +37,7 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(self, config: Config, deviation: float):
         super().__init__()
-        device, dtype, count = config.device, config.parameter_dtype, config.experts
+        device, dtype, count = config.device, getattr(torch, config.precision), config.experts
         inner = (
             -(-config.feed_forward // (CHOSEN * 128)) * 128
         )  # as much work a token as one feed-forward layer
@@ -89,7 +89,7 @@ class ExpertsLayer(nn.Module):
             normalization="RMSNorm",
             fuse_qkv_params=True,
             bias=False,
-            params_dtype=config.parameter_dtype,
+            params_dtype=getattr(torch, config.precision),
             device=config.device,
             qkv_format="bshd",
         )

@@ -27,7 +27,7 @@ class ByteGPT(nn.Module):
         self.offloaded, self.arrived, *_ = te.get_cpu_offload_context(
             enabled=offload_layers > 0, num_layers=offload_layers, model_layers=config.layers
         )
-        device, dtype = torch.device(config.device), config.parameter_dtype
+        device, dtype = torch.device(config.device), parameter_dtype(config)
         self.embedding = nn.Embedding(VOCABULARY, config.hidden, device=device, dtype=dtype)
         self.rotary = te.attention.RotaryPositionEmbedding(config.hidden // config.heads).to(device)
         self.layers = nn.ModuleList(_block(config, number) for number in range(1, config.layers + 1))
@@ -54,6 +54,11 @@ class ByteGPT(nn.Module):
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
+def parameter_dtype(config: Config) -> torch.dtype:
+    """torch's name for the precision of a config."""
+    return getattr(torch, config.precision)
+
+
 def _block(config: Config, number: int) -> nn.Module:
     # Residual branches shrink with depth, as in GPT-2: the sum of 2 * layers branches keeps its variance.
     residual = 0.02 / (2 * config.layers) ** 0.5
@@ -69,7 +74,7 @@ def _block(config: Config, number: int) -> nn.Module:
         output_layer_init_method=lambda weight: nn.init.normal_(weight, std=residual),
         layer_number=number,
         self_attn_mask_type="causal",
-        params_dtype=config.parameter_dtype,
+        params_dtype=parameter_dtype(config),
         fuse_qkv_params=True,
         bias=False,
         activation="swiglu",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,17 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...pytorch.optimizers import FusedAdam
-
-CLIP = 1.0
-
-
-def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Linear warm-up over the first tenth (at most 100 steps), then a cosine down to a tenth of the peak."""
-    warmup = max(1, min(100, steps // 10))
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    progress = (step - warmup) / max(1, steps - warmup)
-    return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+from .schedule import BETAS, CLIP, DECAY
 
 
 class MasterAdamW:
@@ -32,10 +21,10 @@ class MasterAdamW:
         matrices = [master for master in self.masters if master.dim() >= 2]
         vectors = [master for master in self.masters if master.dim() < 2]
         groups: list[dict[str, Any]] = [
-            {"params": matrices, "weight_decay": 0.1},
+            {"params": matrices, "weight_decay": DECAY},
             {"params": vectors, "weight_decay": 0.0},
         ]
-        self.adam = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
+        self.adam = torch.optim.AdamW(groups, betas=BETAS, fused=True)
 
     @torch.no_grad()
     def step(self, rate: float) -> None:
@@ -80,11 +69,11 @@ class FusedAdamW:
         matrices = [parameter for parameter in self.parameters if parameter.dim() >= 2]
         vectors = [parameter for parameter in self.parameters if parameter.dim() < 2]
         groups: list[dict[str, Any]] = [
-            {"params": matrices, "weight_decay": 0.1},
+            {"params": matrices, "weight_decay": DECAY},
             {"params": vectors, "weight_decay": 0.0},
         ]
         narrow = any(parameter.dtype != torch.float32 for parameter in self.parameters)
-        self.adam = FusedAdam(groups, betas=(0.9, 0.95), master_weights=narrow)
+        self.adam = FusedAdam(groups, betas=BETAS, master_weights=narrow)
 
     def step(self, rate: float) -> None:
         """Clip the gradients, take one step at this learning rate, and clear the gradients."""

@@ -8,7 +8,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from .config import HIGH_PRECISION, Config
-from .trainer import Progress
+from .records import Progress
 
 COLOURS = {HIGH_PRECISION: "#555555"}
 RECIPE_COLOUR = "#c2410c"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ... import pytorch as te
 from .config import SEEDS, Config
-from .model import ByteGPT
+from .model import ByteGPT, parameter_dtype
 
 
 @torch.no_grad()
@@ -103,7 +103,7 @@ def _cache(config: Config, page_size: int | None) -> te.InferenceParams:
         max_sequence_length=config.sequence,
         num_heads_kv=config.heads,
         head_dim_k=config.hidden // config.heads,
-        dtype=config.parameter_dtype,
+        dtype=parameter_dtype(config),
         is_paged=page_size is not None,
         page_size=page_size,
         qkv_format="bshd",

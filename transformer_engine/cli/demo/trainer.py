@@ -1,104 +1,88 @@
-"""The same model, seed and batches under a recipe and in high precision, in lockstep."""
+"""The same model, seed and batches under a recipe and in high precision, in lockstep, in either framework."""
 
 from __future__ import annotations
 
-import json
 import os
-import statistics
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast
 
-import torch
-from torch import Tensor
-
-from ... import pytorch as te
-from ...pytorch.quantization import check_recipe_support
 from ..failure import writing
-from . import checkpoint
-from .config import Config, Execution, make_recipe
-from .data import Corpus
-from .model import ByteGPT
-from .optimizer import OPTIMIZERS, learning_rate
+from .config import Config, Execution
+from .data import Batch, Corpus
+from .records import WITHOUT_METRICS, Progress, read_metrics
+from .schedule import learning_rate
 
 EVALUATION_BATCHES = 32
 PLAINLY = Execution()
 
 
-@dataclass(frozen=True)
-class Progress:
-    """Where the training stands: one record of metrics.jsonl, losses and seconds by the run's name."""
-
-    step: int
-    learning_rate: float
-    loss: dict[str, float]
-    seconds: dict[str, float]
-    validation: dict[str, float] | None = None
-
-    def as_json(self) -> str:
-        record = {name: value for name, value in vars(self).items() if value is not None}
-        return json.dumps(record) + "\n"
-
-
-class Run:
+class Run(Protocol):
     """One model with its optimizer and the recipe it computes under."""
 
-    def __init__(self, name: str, config: Config, execution: Execution = PLAINLY):
-        self.recipe = make_recipe(name)
-        supported, reason = (True, "") if self.recipe is None else check_recipe_support(self.recipe)
-        if not supported:
-            raise ValueError(f"the recipe {name} does not run here: {reason}")
-        torch.manual_seed(config.seed)
-        self.model = ByteGPT(config, execution.offload_layers)
-        self.optimizer = OPTIMIZERS[config.optimizer](self.model.parameters())
-        self.observation: te.Observation | None = None
-        if execution.graphs:
-            te.graphed(self.model)
+    observation: Any
+
+    def __init__(self, name: str, config: Config, execution: Execution = PLAINLY): ...
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers the model learns."""
+        ...
+
+    def train(self, batches: Sequence[Batch], rates: Sequence[float], first: int) -> list[float]:
+        """The losses of the steps from `first` on, one a batch, each before its optimizer step."""
+        ...
+
+    def evaluate(self, batches: Sequence[Batch]) -> float:
+        """Mean loss over batches."""
+        ...
+
+    def sample(self, prompt: bytes, count: int) -> bytes:
+        """The bytes that follow a prompt."""
+        ...
 
     def observe(self, log: Path) -> None:
         """Look at the tensors of the first of every ten steps from here on."""
-        self.observation = te.observe(self.model, log=log)
+        ...
 
-    def precision(self) -> te.autocast:
-        return te.autocast(enabled=self.recipe is not None, recipe=self.recipe)
-
-    def step(self, inputs: Tensor, targets: Tensor, rate: float) -> Tensor:
-        """The loss of one batch before its optimizer step."""
-        with self.precision():
-            loss = self.model.loss(inputs, targets)
-        loss.backward()
-        self.optimizer.step(rate)
-        if self.observation is not None:
-            self.observation.step()
-        return loss.detach()
-
-    @torch.no_grad()
-    def evaluate(self, batches: list[tuple[Tensor, Tensor]]) -> float:
-        """Mean loss over batches."""
-        self.model.eval()
-        paused = nullcontext() if self.observation is None else self.observation.paused()
-        with paused, self.precision():
-            losses = [self.model.loss(inputs, targets) for inputs, targets in batches]
-        self.model.train()
-        return torch.stack(losses).mean().item()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+    def state_dict(self) -> dict[str, Any]: ...
 
     def refusal(self, state: dict[str, Any] | None) -> str | None:
         """Why a state is not one of this model and optimizer; None when it is."""
-        if state is None:
-            return "it has no such run"
-        return checkpoint.misfit(state["model"], self.model.state_dict()) or self.optimizer.refusal(
-            state["optimizer"]
-        )
+        ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Runs(Protocol):
+    """A framework's runs and how their checkpoints are kept."""
+
+    Run: type[Run]
+
+    @staticmethod
+    def save(path: Path, state: dict[str, Any]) -> None:
+        """Write the state of the runs to path; what was there stays whole until that is complete."""
+        ...
+
+    @staticmethod
+    def load(path: Path) -> dict[str, Any]:
+        """The state in path; ValueError, naming the path, for what is no checkpoint of te train."""
+        ...
+
+    @staticmethod
+    def continue_from(state: dict[str, Any]) -> None:
+        """Bring what belongs to the process, such as random numbers, to where the checkpoint has it."""
+        ...
+
+
+_MODULES = {"torch": ".run", "jax": ".flax_run"}
+
+
+def runs_of(framework: str) -> Runs:
+    """The runs of a framework, which is imported here: the other one need not be installed."""
+    return cast(Runs, import_module(_MODULES[framework], __package__))
 
 
 class Trainer:
@@ -112,10 +96,9 @@ class Trainer:
         self.config, self.corpus, self.folder, self.execution = config, corpus, folder, execution
         self.step = 0
         self.history: list[Progress] = []
-        self.runs = {name: Run(name, config, execution) for name in config.runs}
-        self.device = torch.device(config.device)
-        batches = corpus.validation_batches(EVALUATION_BATCHES, config.batch, config.sequence)
-        self.validation = [self._to_device(batch) for batch in batches]
+        self.framework = runs_of(config.framework)
+        self.runs = {name: self.framework.Run(name, config, execution) for name in config.runs}
+        self.validation = corpus.validation_batches(EVALUATION_BATCHES, config.batch, config.sequence)
 
     @property
     def checkpoint_path(self) -> Path:
@@ -130,7 +113,7 @@ class Trainer:
         return self.folder / "observed.jsonl"
 
     @property
-    def observation(self) -> te.Observation | None:
+    def observation(self) -> Any:
         """Of the first run, where it is observed."""
         return self.runs[self.config.runs[0]].observation
 
@@ -169,19 +152,18 @@ class Trainer:
 
     def _advance(self) -> list[Progress]:
         """Every run takes the next few steps, up to the next evaluation at most."""
-        # A CUDA device is read back once in a chunk, so that its queue never drains.
+        # A GPU is read back once in a chunk.
         interval = max(1, self.config.steps // 10)
-        chunk = 1 if self.device.type == "cpu" else 10
+        chunk = 1 if self.config.device == "cpu" else 10
         end = min(self.step + chunk, self.config.steps, (self.step // interval + 1) * interval)
         steps = range(self.step, end)
         rates = [learning_rate(step, self.config.steps, self.config.learning_rate) for step in steps]
-        batches = [self._to_device(self._batch(step)) for step in steps]
+        batches = [self._batch(step) for step in steps]
         losses: dict[str, list[float]] = {}
         seconds: dict[str, float] = {}
         for name, run in self.runs.items():
             start = time.perf_counter()
-            taken = [run.step(*batch, rate) for batch, rate in zip(batches, rates, strict=True)]
-            losses[name] = torch.stack(taken).tolist()
+            losses[name] = run.train(batches, rates, steps.start)
             seconds[name] = (time.perf_counter() - start) / len(steps)
         self.step = end
         evaluates = end % interval == 0 or self.finished
@@ -199,22 +181,18 @@ class Trainer:
             for index, (step, rate) in enumerate(zip(steps, rates, strict=True))
         ]
 
-    def _batch(self, step: int) -> tuple[Tensor, Tensor]:
+    def _batch(self, step: int) -> Batch:
         return self.corpus.batch(self.config.seed, step, self.config.batch, self.config.sequence)
 
-    def _to_device(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        return batch[0].to(self.device), batch[1].to(self.device)
-
     def save(self) -> None:
-        """Everything the next step depends on, in one file."""
+        """Everything the next step depends on."""
         state = {
             "config": self.config.as_dict(),
             "fingerprint": self.corpus.fingerprint,
             "step": self.step,
-            "random": checkpoint.random_state(),
             "runs": {name: run.state_dict() for name, run in self.runs.items()},
         }
-        checkpoint.save(self.checkpoint_path, state)
+        self.framework.save(self.checkpoint_path, state)
 
     def load(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint's state: the losses that follow are those of an uninterrupted run."""
@@ -235,7 +213,7 @@ class Trainer:
             set(record.loss) != set(self.runs) or set(record.seconds) != set(self.runs) for record in history
         ):
             raise ValueError(
-                f"{self.metrics_path} has records of other runs than {', '.join(self.runs)}; {_WITHOUT_METRICS}"
+                f"{self.metrics_path} has records of other runs than {', '.join(self.runs)}; {WITHOUT_METRICS}"
             )
         self.step = state["step"]
         for name, run in self.runs.items():
@@ -245,83 +223,4 @@ class Trainer:
         with writing(self.metrics_path, "free some space there, or make the folder writable"):
             partial.write_text("".join(record.as_json() for record in self.history))
             os.replace(partial, self.metrics_path)
-        checkpoint.set_random_state(state["random"])
-
-
-def read_metrics(path: Path, last_step: int | None = None) -> list[Progress]:
-    """The records of a metrics.jsonl up to last_step; a line cut short by a crash is left out.
-
-    ValueError, with the file and the line, for one that is damaged otherwise.
-    """
-    if not path.is_file():
-        return []
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read: {error}; {_WITHOUT_METRICS}") from None
-    records = []
-    for number, line in enumerate(text.splitlines(keepends=True), start=1):
-        if line.endswith("\n"):
-            records.append(_record(path, number, line))
-    return [record for record in records if last_step is None or record.step <= last_step]
-
-
-_WITHOUT_METRICS = (
-    "remove the file or what is damaged in it: the curve loses those steps, the training goes on exactly"
-)
-
-
-def _is(kind: type, value: Any) -> bool:
-    """Is value of a kind, a dict one of numbers?"""
-    if kind is dict:
-        return isinstance(value, dict) and all(isinstance(number, (int, float)) for number in value.values())
-    return isinstance(value, kind) and not isinstance(value, bool)
-
-
-def _record(path: Path, number: int, line: str) -> Progress:
-    """The record in a line of a metrics file."""
-    try:
-        content = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"line {number} of {path} is no JSON ({error.msg}); {_WITHOUT_METRICS}") from None
-    kinds = {"step": int, "learning_rate": float, "loss": dict, "seconds": dict, "validation": dict}
-    known = content if isinstance(content, dict) else {}
-    optional = {"validation": {}}
-    wrong = [name for name, kind in kinds.items() if not _is(kind, {**optional, **known}.get(name))]
-    wrong += [name for name in known if name not in kinds]
-    if wrong:
-        raise ValueError(f"line {number} of {path} has no good {wrong[0]!r}; {_WITHOUT_METRICS}")
-    return Progress(**known)
-
-
-@dataclass(frozen=True)
-class Result:
-    """How one run ended: losses in nats a byte, speed over all its steps without evaluation."""
-
-    name: str
-    train: float
-    validation: float
-    tokens_a_second: float
-    seconds: float
-
-
-def summarize(config: Config, history: list[Progress]) -> list[Result]:
-    """One Result a run: the training loss is the mean of the last twentieth of the steps (at least ten).
-
-    The tokens a second are those of the median step: the first ones compile kernels.
-    """
-    last = history[-max(10, len(history) // 20) :]
-    final = history[-1].validation or {}
-    results = []
-    for name in config.runs:
-        seconds = [record.seconds[name] for record in history]
-        results.append(
-            Result(
-                name=name,
-                train=sum(record.loss[name] for record in last) / len(last),
-                validation=final.get(name, float("nan")),
-                tokens_a_second=config.tokens_a_step / statistics.median(seconds),
-                seconds=sum(seconds),
-            )
-        )
-    return results
+        self.framework.continue_from(state)

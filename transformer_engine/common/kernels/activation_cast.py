@@ -13,7 +13,7 @@ from ..formats import Element, ceil_div
 from . import tile
 from .activation import CURVES, curve, curve_and_slope, gated, gated_gradients
 from .launch import Launch, Output, codes_dtype
-from .norm import known_maximum, multiplier_of, record_maximum
+from .norm import maximum_before, multiplier_of, record_maximum
 from .rounding import magnitude_bits
 
 
@@ -113,7 +113,7 @@ def forward_kernel(
     """A tile of y [M, width]."""
     program = tl.program_id(0)
     factor = multiplier_of(multiplier, scale, program)
-    known = known_maximum(amax)
+    known = maximum_before(amax)
     tile_m, tile_n = tile.position(program, tl.cdiv(M, BLOCK_M), tl.cdiv(width, BLOCK_N), BAND)
     half = tl.arange(0, BLOCK_M // 2)
     column = tl.arange(0, BLOCK_N)
@@ -211,7 +211,7 @@ def backward_kernel(
     """
     program = tl.program_id(0)
     factor = multiplier_of(multiplier, scale, program)
-    known = known_maximum(amax)
+    known = maximum_before(amax)
     strip, tile_n = tile.position(program, tl.cdiv(M, BLOCK_M * TILES), tl.cdiv(width, BLOCK_N), BAND)
     half = tl.arange(0, BLOCK_M // 2)
     column = tl.arange(0, BLOCK_N)

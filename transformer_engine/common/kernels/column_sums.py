@@ -11,7 +11,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from ..formats import ceil_div
 from .activation_cast import store_column_sums
 from .launch import Launch, Output
-from .norm import known_maximum, record_maximum, sum_partials
+from .norm import maximum_before, record_maximum, sum_partials
 from .program import Program, Step, step
 from .rounding import magnitude_bits
 
@@ -37,7 +37,7 @@ def column_sums_kernel(
     """
     if OVERLAPS:
         gdc_launch_dependents()
-    known = known_maximum(amax)
+    known = maximum_before(amax)
     tiles_n = tl.cdiv(N, BLOCK_N)
     strip = tl.program_id(0) // tiles_n
     row = tl.arange(0, BLOCK_M)

@@ -55,6 +55,24 @@ def _count(table, flag, columns: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
+def _stepped(
+    table,
+    flag,
+    G: tl.constexpr,
+    P: tl.constexpr,
+    M: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """The elements of this program's chunk, and where its gradients, parameters and first states begin."""
+    count = _count(table, flag, COLUMNS, ALIGNED)
+    g = _tensor(table, 1, COLUMNS, G, ALIGNED)
+    p = _tensor(table, 2, COLUMNS, P, ALIGNED)
+    m = _tensor(table, 3, COLUMNS, M, ALIGNED)
+    return count, g, p, m
+
+
+@triton.jit
 def _scale(
     table,
     factor,
@@ -132,10 +150,7 @@ def _adam(
 
     rates  lr, b1, 1 - b1, b2, 1 - b2, eps, decay, c1, c2, what a gradient is multiplied by
     """
-    count = _count(table, flag, COLUMNS, ALIGNED)
-    g_ptr = _tensor(table, 1, COLUMNS, G, ALIGNED)
-    p_ptr = _tensor(table, 2, COLUMNS, P, ALIGNED)
-    m_ptr = _tensor(table, 3, COLUMNS, M, ALIGNED)
+    count, g_ptr, p_ptr, m_ptr = _stepped(table, flag, G, P, M, COLUMNS, ALIGNED)
     v_ptr = _tensor(table, 4, COLUMNS, V, ALIGNED)
     master_ptr = p_ptr
     if MASTER is not None:
@@ -206,10 +221,7 @@ def _sgd(
 
     rates  decay, momentum, 1 - dampening, lr, scale
     """
-    count = _count(table, flag, COLUMNS, ALIGNED)
-    g_ptr = _tensor(table, 1, COLUMNS, G, ALIGNED)
-    p_ptr = _tensor(table, 2, COLUMNS, P, ALIGNED)
-    m_ptr = _tensor(table, 3, COLUMNS, M, ALIGNED)
+    count, g_ptr, p_ptr, m_ptr = _stepped(table, flag, G, P, M, COLUMNS, ALIGNED)
     copy_ptr = p_ptr
     if COPY is not None:
         copy_ptr = _tensor(table, 4, COLUMNS, COPY, ALIGNED)

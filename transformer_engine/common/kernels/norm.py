@@ -12,6 +12,8 @@ Longer than 400 lines because the kernels share the tables that size them.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -36,7 +38,7 @@ def multiplier_of(multiplier, scale, program):
 
 
 @triton.jit
-def known_maximum(amax):
+def maximum_before(amax):
     """int32 bits of what amax held when the program began: most programs have nothing to add to it."""
     known = 0
     if amax is not None:
@@ -142,7 +144,7 @@ def forward_rows(
 ):
     """BLOCK_ROWS whole rows a program, in registers."""
     factor = multiplier_of(multiplier, scale, tl.program_id(0))
-    known = known_maximum(amax)
+    known = maximum_before(amax)
     column = tl.arange(0, BLOCK_WIDTH)[None, :]
     inside = column < width
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -188,7 +190,7 @@ def forward_streamed(
 ):
     """A whole row in registers, the next ones on their way through shared memory; each program takes many rows."""
     factor = multiplier_of(multiplier, scale, tl.program_id(0))
-    known = known_maximum(amax)
+    known = maximum_before(amax)
     greatest = 0
     column = tl.arange(0, BLOCK_WIDTH)
     inside = column < width
@@ -245,7 +247,7 @@ def forward_wide(
     """A row of any length a program, read once for each statistic and once to scale it: later reads hit the cache."""
     row = tl.program_id(0)
     factor = multiplier_of(multiplier, scale, row)
-    known = known_maximum(amax)
+    known = maximum_before(amax)
     greatest = tl.zeros([BLOCK_WIDTH], tl.int32)
     source = x + row.to(tl.int64) * x_stride
     target = row.to(tl.int64) * width
@@ -479,15 +481,21 @@ def sum_partials(
             tl.store(dbeta + column, result.to(dbeta.dtype.element_ty), mask=inside)
 
 
+class Rows(NamedTuple):
+    """What every forward depends on: x [rows, width] and the elements between two of its rows, the norm, the GPU."""
+
+    rows: int
+    width: int
+    stride: int
+    dtype: str
+    eps: float
+    zero_centered: bool
+    centered: bool
+    processors: int
+
+
 def forward(
-    rows: int,
-    width: int,
-    x_stride: int,
-    dtype: str,
-    eps: float,
-    zero_centered: bool,
-    centered: bool,
-    processors: int,
+    x: Rows,
     element: Element | None = None,
     blocks: Blocks | None = None,
     *,
@@ -501,6 +509,7 @@ def forward(
     blocks    how codes are made in blocks of 1 x 128 in rows alone; no multiplier is given, scale is [blocks, rows]
     measures  amax is the first of the outputs instead: max|y|
     """
+    rows, width, x_stride, dtype, eps, zero_centered, centered, processors = x
     fixed = (zero_centered, *((0.0, 0.0, False, 0.0) if blocks is None else blocks.steps))
     statistic = Output((rows,), "float32")
     statistics = (statistic if centered else None, statistic)

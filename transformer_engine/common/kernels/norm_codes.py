@@ -5,7 +5,7 @@ from __future__ import annotations
 from .block_cast import Blocks
 from .cast import OneScale
 from .launch import Launch, codes_dtype
-from .norm import forward
+from .norm import Rows, forward
 from .program import Program, Step, step
 from .transpose import transpose
 
@@ -14,54 +14,32 @@ _MADE = ("codes", "scale", "y", "mean", "rstdev")
 _STATISTICS = ("mean", "rstdev")
 
 
-def one_scale(
-    rows: int,
-    width: int,
-    x_stride: int,
-    dtype: str,
-    eps: float,
-    zero_centered: bool,
-    centered: bool,
-    processors: int,
-    how: OneScale,
-) -> Program:
+def one_scale(x: Rows, how: OneScale) -> Program:
     """(x, gamma, beta | None, multiplier | None, record | None) -> codes, scale, codes_t, scale_t, amax, mean, rstdev.
 
     The transpose is one of codes, a quarter of the bytes of y's. Without a given scale, y is stored and cast.
     """
     element = how.element if how.given else None
-    plain = (rows, width, x_stride, dtype, eps, zero_centered, centered, processors)
     if how.records:
-        first = step(forward(*plain, element), _GIVEN, _MADE)
+        first = step(forward(x, element), _GIVEN, _MADE)
     else:
-        first = step(forward(*plain, element, measures=True), _GIVEN[:4], ("amax", *_MADE))
+        first = step(forward(x, element, measures=True), _GIVEN[:4], ("amax", *_MADE))
     steps: list[Step] = [first]
     if not how.given:
-        steps.append(how.after("y", (rows, width)))
+        steps.append(how.after("y", (x.rows, x.width)))
     elif how.columnwise:
-        turn: Launch = transpose((rows, width), codes_dtype(how.element))
+        turn: Launch = transpose((x.rows, x.width), codes_dtype(how.element))
         steps.append(Step(turn, ("codes",), ("codes_t",)))
-    return Program(_GIVEN, tuple(steps), (*how.results, *_statistics(centered)))
+    return Program(_GIVEN, tuple(steps), (*how.results, *_statistics(x.centered)))
 
 
-def row_blocks(
-    rows: int,
-    width: int,
-    x_stride: int,
-    dtype: str,
-    eps: float,
-    zero_centered: bool,
-    centered: bool,
-    processors: int,
-    blocks: Blocks,
-) -> Program:
+def row_blocks(x: Rows, blocks: Blocks) -> Program:
     """(x, gamma, beta | None) -> codes, scale, None, None, None, mean, rstdev.
 
     The kernel that makes y holds whole rows, and so every 1 x 128 block of them.
     """
-    plain = (rows, width, x_stride, dtype, eps, zero_centered, centered, processors)
-    first = step(forward(*plain, None, blocks), (*_GIVEN[:3], None, None), _MADE)
-    results = ("codes", "scale", None, None, None, *_statistics(centered))
+    first = step(forward(x, None, blocks), (*_GIVEN[:3], None, None), _MADE)
+    results = ("codes", "scale", None, None, None, *_statistics(x.centered))
     return Program(_GIVEN[:3], (first,), results)
 
 

@@ -10,7 +10,7 @@ from .launch import Launch
 
 
 @triton.jit
-def clear_tail_kernel(x, starts, tokens, width, sequences, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def zero_behind_kernel(x, starts, tokens, width, sequences, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """x [tokens, width] in place; starts int32 [sequences + 1]."""
     first = tl.load(starts + sequences)
     begin = tl.program_id(0) * ROWS
@@ -24,11 +24,11 @@ def clear_tail_kernel(x, starts, tokens, width, sequences, ROWS: tl.constexpr, C
             tl.store(x + place, tl.zeros([ROWS, COLUMNS], tl.float32).to(x.dtype.element_ty), mask=inside)
 
 
-def clear_tail_launch(tokens: int, width: int, sequences: int) -> Launch:
+def zero_behind_launch(tokens: int, width: int, sequences: int) -> Launch:
     """Inputs x [tokens, width], which is written, and starts int32 [sequences + 1]."""
     rows, columns = 64, 128
     return Launch(
-        clear_tail_kernel,
+        zero_behind_kernel,
         (ceil_div(tokens, rows), 1, 1),
         (),
         (tokens, width, sequences),

@@ -304,7 +304,7 @@ def choose(
         Output(shapes[map], "uint8") if map in shapes else None,
         Output((tokens, experts), "float32") if keeps else None,
     )
-    rows, warps = _rows(tile[0] * tile[1])
+    rows, warps = tokens_of_program(tile[0] * tile[1])
     # Without a map of bits one lane is enough.
     lanes = triton.next_power_of_2(width) if map == BITS else 1
     constants = (k, kind, whole, k // kept if kept else 0, kept, map, rows, *tile, lanes)
@@ -319,7 +319,7 @@ def gradient(
 ) -> Launch:
     """(map | indices, scores, grad_probs) -> grad_logits [T, E], of choose's probs; whole: no map is read."""
     width = triton.next_power_of_2(experts)
-    rows, warps = _rows(width)
+    rows, warps = tokens_of_program(width)
     outputs = (Output((tokens, experts), dtype),)
     constants = (k, kind, whole, map, rows, width)
     grid = (ceil_div(tokens, rows), 1, 1)
@@ -355,7 +355,7 @@ def loss(rows: int, columns: int, factor: float, dtype: str) -> Program:
     return Program(("probs", "tokens", "total"), steps, ("loss",))
 
 
-def _rows(width: int) -> tuple[int, int]:
+def tokens_of_program(width: int) -> tuple[int, int]:
     """(tokens, warps) of a program: up to 1024 experts of a token stay within a warp, where sums need no barrier."""
     if width > 1024:
         return 1, 4

@@ -2,8 +2,8 @@
 
 Every class is a dataclass that compares by value, pickles as itself and has a repr that tells apart what
 differs (delayed scaling keys its shared amax buffers by it). `MMParams` and `QParams` are frozen. The recipes
-are not, because code written against the original assigns to `fp8_gemm_*`, `fp8_quant_*` and `fp4_quant_*`;
-assign right after construction, never while the recipe is in use.
+are not, because code written against the original assigns to `fp8_gemm_*`, `fp8_quant_*` and `fp4_quant_*`. An
+assignment is checked as the constructor's arguments are, and derived fields follow the switch that decides them.
 
 Environment variables give defaults and are read once, when this module is imported.
 """
@@ -11,16 +11,22 @@ Environment variables give defaults and are read once, when this module is impor
 from __future__ import annotations
 
 import enum
-import functools
 import warnings
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-from ..checks import described, epsilon, integer, switch, whole
+from ..checks import epsilon, integer, switch, whole
 from . import defaults
 from .field_checks import require, require_fp8, require_kind, require_switches
+from .living import (
+    assign,
+    description_of,
+    recipe_class,
+    recipe_described_as,
+    revision_of,
+    still_says,
+)
 
 __all__ = [
     "CustomRecipe",
@@ -99,9 +105,23 @@ class Recipe:
     fp8_format: Format
 
     def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        if "_description" in self.__dict__:
-            self.__dict__["_description"] = repr(self)
+        if "_description" in self.__dict__:  # the constructor has run
+            assign(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __post_init__(self) -> None:
+        self._check()
+        for name, value in self._derived().items():
+            if not hasattr(self, name):  # else a subclass has fixed it as a class attribute
+                setattr(self, name, value)
+
+    def _check(self) -> None:
+        """TypeError or ValueError for fields that do not go together."""
+
+    def _derived(self) -> dict[str, QParams]:
+        """The fields that follow from the switches, as these have them."""
+        return {}
 
     def __repr__(self) -> str:
         return _describe(self)
@@ -128,70 +148,14 @@ class Recipe:
         return isinstance(self, CustomRecipe)
 
 
-_living: weakref.WeakValueDictionary[int, Recipe] = weakref.WeakValueDictionary()
-
-
-def description_of(recipe: Recipe | None) -> str:
-    """repr(recipe), which its constructor left on it: in a graph of dynamic shapes floats are symbols without text."""
-    known = getattr(recipe, "_description", None)
-    return repr(recipe) if known is None else known
-
-
-def revision_of(recipe: Recipe | None) -> object:
-    """An object that is another one after each write to a field: who keeps what follows from a recipe compares it."""
-    return getattr(recipe, "_description", None)
-
-
-def still_says(kept: Recipe, revision: object, recipe: Recipe) -> bool:
-    """Is recipe, in the same object or another, what `kept` was at that revision?"""
-    return revision is revision_of(kept) and kept == recipe
-
-
-def recipe_described_as(description: str) -> Recipe:
-    """The living recipe whose repr is `description`: a compiler can hand on a string where it cannot an object."""
-    for recipe in list(_living.values()):
-        if repr(recipe) == description:
-            return recipe
-    raise LookupError(f"no recipe is {description}; keep a reference to the recipe while it is in use")
-
-
-RecipeClass = TypeVar("RecipeClass", bound=type)
-
-
-def recipe_class(cls: RecipeClass) -> RecipeClass:
-    """Of every recipe: its instances are found by their description, and keywords of other versions are dropped.
-
-    Callers pass such keywords, which cost one warning.
-    """
-    strict = cls.__init__
-    known = frozenset(f.name for f in fields(cls) if f.init)
-
-    @functools.wraps(strict)
-    def __init__(self, *args: Any, **keywords: Any) -> None:
-        defaults.demand_readable()
-        unknown = [name for name in keywords if name not in known]
-        if unknown:
-            warnings.warn(
-                f"{cls.__name__} ignores unknown arguments: {', '.join(unknown)}", UserWarning, stacklevel=2
-            )
-            for name in unknown:
-                del keywords[name]
-        self.__dict__.pop("_description", None)
-        strict(self, *args, **keywords)
-        self.__dict__["_description"] = repr(self)
-        _living[id(self)] = self
-
-    cls.__init__ = __init__
-    return cls
-
-
 _SCOPES = ("none", "weights", "activations", "all")
+_FP8_QUANT = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
+_FP4_QUANT = ("fp4_quant_fwd_inp", "fp4_quant_fwd_weight", "fp4_quant_bwd_grad")
 
 
-def _default(recipe: Recipe, name: str, value: QParams) -> None:
-    """Set a derived field unless a subclass fixed it as a class attribute."""
-    if not hasattr(recipe, name):
-        setattr(recipe, name, value)
+def _require_params(recipe: Recipe, names: tuple[str, ...]) -> None:
+    """TypeError unless the derived fields, where they are there already, are QParams."""
+    require_kind(recipe, QParams, *(name for name in names if hasattr(recipe, name)))
 
 
 @recipe_class
@@ -214,7 +178,7 @@ class DelayedScaling(Recipe):
     fp8_mha: bool = False
     backward_override: str | None = defaults.of("NVTE_BACKWARD_OVERRIDE")
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         require_fp8(self, (Format.E4M3, Format.HYBRID))
         require(self, "backward_override", (None,), "use another recipe or unset NVTE_BACKWARD_OVERRIDE")
         integer("DelayedScaling: margin", self.margin)
@@ -249,12 +213,14 @@ class Float8CurrentScaling(Recipe):
     fp8_quant_fwd_weight: QParams = field(init=False)
     fp8_quant_bwd_grad: QParams = field(init=False)
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         require_fp8(self, (Format.E4M3, Format.HYBRID))
         require_switches(self, "use_power_2_scales")
         require_kind(self, MMParams, "fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad")
-        for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
-            _default(self, name, QParams(power_2_scale=self.use_power_2_scales))
+        _require_params(self, _FP8_QUANT)
+
+    def _derived(self) -> dict[str, QParams]:
+        return dict.fromkeys(_FP8_QUANT, QParams(power_2_scale=self.use_power_2_scales))
 
 
 @recipe_class
@@ -280,7 +246,7 @@ class Float8BlockScaling(Recipe):
     fp8_quant_fwd_weight: QParams = field(init=False)
     fp8_quant_bwd_grad: QParams = field(init=False)
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         require_fp8(self, (Format.E4M3, Format.HYBRID))
         require_switches(self, "use_f32_scales")
         dimensions = ("x_block_scaling_dim", "w_block_scaling_dim", "grad_block_scaling_dim")
@@ -296,8 +262,10 @@ class Float8BlockScaling(Recipe):
             require(self, name, (MMParams(use_split_accumulator=True),), "block scales need split sums")
         require(self, "fp8_dpa", (False,), "attention takes DelayedScaling or Float8CurrentScaling")
         require(self, "fp8_mha", (False,), "attention takes DelayedScaling or Float8CurrentScaling")
-        for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
-            _default(self, name, QParams(power_2_scale=not self.use_f32_scales, amax_epsilon=0.0))
+        _require_params(self, _FP8_QUANT)
+
+    def _derived(self) -> dict[str, QParams]:
+        return dict.fromkeys(_FP8_QUANT, QParams(power_2_scale=not self.use_f32_scales))
 
 
 @recipe_class
@@ -305,7 +273,8 @@ class Float8BlockScaling(Recipe):
 class MXFP8BlockScaling(Recipe):
     """One power-of-two scale (E8M0) for 32 consecutive elements of the contracted axis.
 
-    enable_2d_quantization: weights share a scale over 32 x 32 elements, equal in both directions.
+    margin                  without effect, and with a warning where it is not 0: scales follow from blocks alone
+    enable_2d_quantization  weights share a scale over 32 x 32 elements, equal in both directions
     """
 
     margin: int = 0
@@ -315,9 +284,16 @@ class MXFP8BlockScaling(Recipe):
     backward_override: str | None = defaults.of("NVTE_BACKWARD_OVERRIDE")
     enable_2d_quantization: bool = False
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         require_fp8(self, (Format.E4M3, Format.HYBRID))
         integer("MXFP8BlockScaling: margin", self.margin)
+        if self.margin:
+            warnings.warn(
+                f"MXFP8BlockScaling: margin={self.margin} has no effect, as scales follow from each block's maximum; "
+                "leave it 0, or use DelayedScaling, which takes a margin",
+                UserWarning,
+                stacklevel=5,
+            )
         require_switches(self, "enable_2d_quantization")
 
 
@@ -346,7 +322,7 @@ class NVFP4BlockScaling(Recipe):
     fp4_quant_fwd_weight: QParams = field(init=False)
     fp4_quant_bwd_grad: QParams = field(init=False)
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         require(self, "fp4_format", (Format.E2M1,))
         require(self, "fp8_format", (Format.E4M3,), "it is the format of the block scales")
         require(self, "nvfp4_4over6", _SCOPES)
@@ -360,17 +336,16 @@ class NVFP4BlockScaling(Recipe):
             "disable_2d_quantization",
             "row_scaled_activation",
         )
-        transform = not self.disable_rht
-        _default(self, "fp4_quant_fwd_inp", QParams(random_hadamard_transform=transform))
-        _default(self, "fp4_quant_fwd_weight", QParams(fp4_2d_quantization=not self.disable_2d_quantization))
-        _default(
-            self,
-            "fp4_quant_bwd_grad",
-            QParams(
-                random_hadamard_transform=transform,
-                stochastic_rounding=not self.disable_stochastic_rounding,
-            ),
+        _require_params(self, _FP4_QUANT)
+
+    def _derived(self) -> dict[str, QParams]:
+        transform, draws = not self.disable_rht, not self.disable_stochastic_rounding
+        made = (
+            QParams(random_hadamard_transform=transform),
+            QParams(fp4_2d_quantization=not self.disable_2d_quantization),
+            QParams(random_hadamard_transform=transform, stochastic_rounding=draws),
         )
+        return dict(zip(_FP4_QUANT, made, strict=True))
 
 
 @recipe_class
@@ -391,7 +366,7 @@ class CustomRecipe(Recipe):
     quantization_alignment: int = 128
     backward_override: str | None = defaults.of("NVTE_BACKWARD_OVERRIDE")
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         if not callable(self.qfactory):
             raise ValueError(f"CustomRecipe: qfactory={self.qfactory!r}; pass a callable(role) -> quantizer")
         whole("CustomRecipe: quantization_alignment", self.quantization_alignment)

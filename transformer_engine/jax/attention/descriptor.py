@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.core import Tracer
 
 from ...common.checks import described
 
@@ -90,6 +91,18 @@ class SequenceDescriptor:
                     f"segment_pos has shape {other.shape}; segment_ids has {one.shape}, both must agree"
                 )
         return cls(_empty(), _empty(), ids, positions)
+
+    def check_segments(self, most: int) -> None:
+        """ValueError where a row is seen to hold more sequences than `most`; offsets that are traced are not seen."""
+        for lengths, offsets in zip(self.seqlens, self.seq_offsets, strict=True):
+            if not offsets.size or isinstance(lengths, Tracer) or isinstance(offsets, Tracer):
+                continue
+            held = int(((np.asarray(lengths) > 0) & (np.asarray(offsets)[:, :-1] >= 0)).sum(axis=1).max())
+            if held > most:
+                raise ValueError(
+                    f"max_segments_per_seq={most}, but the given offsets put {held} sequences into a row; give "
+                    f"max_segments_per_seq={held} or more"
+                )
 
     def segments(self, batch: int, queries: int, keys: int) -> Segments:
         """The sequences of b x q query tokens and b x k key tokens."""

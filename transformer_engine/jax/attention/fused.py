@@ -75,6 +75,8 @@ def fused_attn(
     query, key, value = separated(qkv, qkv_layout)
     check_attention(query, key, value, bias, attn_bias_type, dropout_probability, scaling_factor)
     whole("max_segments_per_seq", max_segments_per_seq)
+    if isinstance(sequence_descriptor, SequenceDescriptor):
+        sequence_descriptor.check_segments(max_segments_per_seq)
     window = check_window(window_size)
     plan = plan_of(
         context_parallel_axis, context_parallel_strategy, context_parallel_causal_load_balanced, qkv_layout, stripe_size

@@ -39,6 +39,7 @@ X, KERNEL, DGRAD = TensorSource.X, TensorSource.KERNEL, TensorSource.DGRAD
 class Family:
     """What is different about one kind of recipe.
 
+    name       on command lines, as on the PyTorch side
     modes      (recipe, source) -> how that tensor is scaled
     options    (recipe, source) -> further arguments of its quantizer
     check      raises ValueError for settings that JAX's side does not have
@@ -48,6 +49,7 @@ class Family:
     random     does it round by random numbers?
     """
 
+    name: str
     recipe: type[Recipe]
     modes: Callable[[Any, TensorSource], ScalingMode]
     options: Callable[[Any, TensorSource], dict[str, Any]]
@@ -128,6 +130,7 @@ FAMILIES: dict[type[Recipe], Family] = {
     family.recipe: family
     for family in (
         Family(
+            "delayed",
             DelayedScaling,
             lambda recipe, source: ScalingMode.DELAYED_TENSOR_SCALING,
             _delayed,
@@ -136,14 +139,16 @@ FAMILIES: dict[type[Recipe], Family] = {
             stateful=True,
         ),
         Family(
+            "current",
             Float8CurrentScaling,
             lambda recipe, source: ScalingMode.CURRENT_TENSOR_SCALING,
             _scale_options,
             89,
         ),
-        Family(Float8BlockScaling, _block_mode, _scale_options, 90),
-        Family(MXFP8BlockScaling, _mxfp8_mode, lambda recipe, source: {}, 100, 120),
+        Family("block", Float8BlockScaling, _block_mode, _scale_options, 90),
+        Family("mxfp8", MXFP8BlockScaling, _mxfp8_mode, lambda recipe, source: {}, 100, 120),
         Family(
+            "nvfp4",
             NVFP4BlockScaling,
             _nvfp4_mode,
             lambda recipe, source: {

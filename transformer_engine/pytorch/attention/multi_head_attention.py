@@ -287,7 +287,9 @@ class MultiheadAttention(nn.Module):
         projected = modules["proj"](context, is_first_microbatch=is_first_microbatch)
         if not (config.return_bias or config.return_layernorm_output):
             return projected
-        outputs: list[Any] = list(projected) if config.return_bias else [projected]
+        outputs: list[Any] = [projected]
+        if config.return_bias:  # a module in proj's place may have added its own
+            outputs = list(projected) if isinstance(projected, tuple) else [projected, None]
         if config.return_layernorm_output:
             outputs.append(norm_output)
         return tuple(outputs)

@@ -143,6 +143,7 @@ class _LayerNormLinear(torch.autograd.Function, metaclass=ReplaceableFunction):
         if d_normed is None:
             return None, None, None, grads.weight, grads.bias, None, None
         dx, dgamma, dbeta = spec.norm.backward(d_normed, inp, NormStatistics(mean, rstdev), gamma)
+        dbeta = dbeta if ctx.needs_input_grad[2] else None
         return dx.view(ctx.shape), dgamma, dbeta, grads.weight, grads.bias, None, None
 
 

@@ -96,13 +96,13 @@ MLP_GRADIENT: Table[Fusion] = Table(
 def norm_output(linear: LinearSpec, returned: bool) -> str:
     """How the matrix between a norm and a linear layer is made; returned: the caller gets norm(x) too."""
     features = (RETURNED,) * returned + _features_of_input(linear)
-    return NORM_OUTPUT.decide(Fusion(features, codes=_format(None if features else input_cast(linear))))
+    return NORM_OUTPUT.choose(Fusion(features, codes=_format(None if features else input_cast(linear))))
 
 
 def mlp_activation(activation: str, fc1: LinearSpec, fc2: LinearSpec) -> str:
     """How the matrix between an activation and fc2 is made."""
     features = _features_of_input(fc2)
-    return MLP_ACTIVATION.decide(
+    return MLP_ACTIVATION.choose(
         Fusion(
             features,
             activation,
@@ -117,7 +117,7 @@ def mlp_gradient(activation: str, fc1: LinearSpec, fc2: LinearSpec) -> str:
     """How the gradient of fc1's output is made."""
     features = _features_of_gradient(fc1)
     cast = None if features else gradient_cast(fc1)
-    return MLP_GRADIENT.decide(
+    return MLP_GRADIENT.choose(
         Fusion(
             features,
             activation,

@@ -15,22 +15,29 @@ from .caller_buffers import CallerBuffers, handed_out
 from .linear import linear_backward, linear_forward
 from .linear_spec import LinearSaved, LinearSpec
 from .saving import backward_of, restore, save
+from .stacks import members_of, stacked_gradient
+from .weight_gradient import WeightGradient
 
 
 @dataclass(frozen=True)
 class GroupedLinearSpec:
-    """rows of each group, the spec of each group's linear layer, and where the caller wants the results."""
+    """rows of each group, the spec of each group's linear layer, and where the caller wants the results.
+
+    stacked_weight, stacked_bias   all groups' are one parameter [n, ..]
+    """
 
     rows: tuple[int, ...]
     groups: tuple[LinearSpec, ...]
     needs_grad: bool = True
     buffers: CallerBuffers | None = None
+    stacked_weight: bool = False
+    stacked_bias: bool = False
 
 
 def grouped_linear(
     x: Tensor, weights: list[Tensor], biases: list[Tensor | None], spec: GroupedLinearSpec
 ) -> Tensor:
-    """y [sum M_i, N], differentiable in x, every weight and every bias."""
+    """y [sum M_i, N], differentiable in x, every weight and every bias; of stacks there is one in its list."""
     if spec.needs_grad:
         return _GroupedLinear.apply(x, spec, *weights, *biases)  # pyright: ignore[reportReturnType]
     return _forward(x, weights, biases, spec)[0]
@@ -39,6 +46,10 @@ def grouped_linear(
 def _forward(
     x: Tensor, weights: list[Tensor], biases: list[Tensor | None], spec: GroupedLinearSpec
 ) -> tuple[Tensor, list[LinearSaved]]:
+    if spec.stacked_weight:
+        weights = members_of(weights[0])
+    if spec.stacked_bias and biases[0] is not None:
+        biases = members_of(biases[0])
     outputs: list[Tensor] = []
     saved: list[LinearSaved] = []
     for part, weight, bias, group in zip(x.split(spec.rows), weights, biases, spec.groups, strict=True):
@@ -55,7 +66,7 @@ def _joined(parts: list[Tensor], buffer: Tensor | None) -> Tensor:
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, spec, *parameters):
-        count = len(spec.rows)
+        count = 1 if spec.stacked_weight else len(spec.rows)
         weights, biases = parameters[:count], parameters[count:]
         y, saved = _forward(x, list(weights), list(biases), spec)
         save(ctx, (), [operand for operands in saved for operand in operands], spec.groups[0].scale_update)
@@ -76,4 +87,9 @@ class _GroupedLinear(torch.autograd.Function):
         grad_input = None
         if inputs:
             grad_input = _joined(inputs, None if spec.buffers is None else spec.buffers.grad_input)
-        return grad_input, None, *(grad.weight for grad in grads), *(grad.bias for grad in grads)
+        weights, biases = [grad.weight for grad in grads], [grad.bias for grad in grads]
+        if spec.stacked_weight:
+            weights = [stacked_gradient(weights, spec.groups[0].weight_gradient)]
+        if spec.stacked_bias:
+            biases = [stacked_gradient(biases, WeightGradient())]
+        return grad_input, None, *weights, *biases

@@ -30,6 +30,7 @@ from .grouped_quantizer import GroupedQuantizer
 from .linear_spec import Accumulation
 from .saving import backward_of
 from .scale_update import ScaleUpdate
+from .stacks import stacked_gradient
 from .weight_gradient import WeightGradient, main_grad_of
 
 
@@ -41,6 +42,7 @@ class TogetherSpec(NamedTuple):
     weight_gradients   where each group's goes when that is its main_grad; None: autograd gets them
     cached_weight      the weights as quantized for an earlier microbatch
     scale_update       what delayed scaling updates when this backward has run
+    stacked_weight, stacked_bias   all groups' are one parameter [n, ..]
     buffers            where the caller wants the results
     """
 
@@ -55,6 +57,8 @@ class TogetherSpec(NamedTuple):
     needs_grad_weight: bool
     needs_grad_bias: bool
     weight_gradients: tuple[WeightGradient, ...] | None = None
+    stacked_weight: bool = False
+    stacked_bias: bool = False
     cached_weight: GroupedQuantized | None = None
     scale_update: ScaleUpdate | None = None
     buffers: CallerBuffers = NO_BUFFERS
@@ -67,7 +71,10 @@ def grouped_linear_together(
     groups: Groups,
     spec: TogetherSpec,
 ) -> Tensor:
-    """y [total, N] of x [total, K], differentiable in x, every weight [N, K] and every bias [N]."""
+    """y [total, N] of x [total, K], differentiable in x, every weight [N, K] and every bias [N].
+
+    Of stacks there is one in its list.
+    """
     if spec.needs_grad_input or spec.needs_grad_weight or spec.needs_grad_bias:
         return _Together.apply(x, groups, spec, len(weights), *weights, *(biases or ()))  # pyright: ignore[reportReturnType]
     return _forward(x, weights, biases, groups, spec)[0]
@@ -82,16 +89,19 @@ def _forward(
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
     """y, and the tensors that the backward reads: those of x, then those of the weights."""
     x = x.contiguous()
-    bias = torch.stack(biases) if biases else None
+    bias = None
+    if biases:
+        bias = biases[0] if spec.stacked_bias else torch.stack(biases)
+    matrices_of_groups = weights[0].unbind(0) if spec.stacked_weight else weights
     saved: tuple[Tensor | None, ...]
     if spec.input is None or spec.weight is None:
-        rows, matrices = GroupedRows(x), GroupedMatrices(Matrices.of(weights))
+        rows, matrices = GroupedRows(x), GroupedMatrices(Matrices.of(matrices_of_groups))
         saved = (x if spec.needs_grad_weight else None, *(weights if spec.needs_grad_input else ()))
     else:
         made = spec.input.rows(x, groups, True, spec.needs_grad_weight)
         held = spec.cached_weight
         if held is None:
-            held = spec.weight.matrices(Matrices.of(weights), True, spec.needs_grad_input)
+            held = spec.weight.matrices(Matrices.of(matrices_of_groups), True, spec.needs_grad_input)
         assert made.codes is not None
         rows = GroupedRows(made.codes, made.scale, spec.input.format)
         matrices = GroupedMatrices(codes=held.codes, scale=held.scale, format=spec.weight.format)
@@ -117,11 +127,13 @@ def _backward(
     dy = grad_output.contiguous()
     grad_biases: tuple[Tensor | None, ...] = ()
     if spec.needs_grad_bias:
-        grad_biases = row_sums(dy, groups).to(spec.weight_dtype).unbind(0)
+        sums = row_sums(dy, groups).to(spec.weight_dtype)
+        grad_biases = (sums,) if spec.stacked_bias else sums.unbind(0)
     if spec.grad_output is None or spec.input is None or spec.weight is None:
         by_rows, by_columns = GroupedRows(dy), GroupedColumns(dy)
         x_columns = None if saved[0] is None else GroupedColumns(saved[0])
-        weights = GroupedMatrices(Matrices.of(saved[1:]), transposed=True) if saved[1:] else None  # pyright: ignore
+        kept = saved[1].unbind(0) if saved[1:] and spec.stacked_weight else saved[1:]  # pyright: ignore
+        weights = GroupedMatrices(Matrices.of(kept), transposed=True) if kept else None  # pyright: ignore
     else:
         made = spec.grad_output.rows(dy, groups, spec.needs_grad_input, spec.needs_grad_weight)
         kind = spec.grad_output.format
@@ -139,7 +151,7 @@ def _backward(
             by_rows, weights, groups, spec.dtype, exact=spec.accumulation.grad_input, out=out
         )
         grad_input = grad_input if out is None else handed_out(grad_input)
-    grad_weights: tuple[Tensor | None, ...] = (None,) * groups.count
+    grad_weights: tuple[Tensor | None, ...] = (None,) * (1 if spec.stacked_weight else groups.count)
     if spec.needs_grad_weight:
         assert by_columns is not None and x_columns is not None
         grad_weights = _weight_gradients(by_columns, x_columns, groups, spec)
@@ -156,7 +168,7 @@ def _weight_gradients(
     if fused is None:
         stack = torch.empty(groups.count, n, k, dtype=spec.weight_dtype, device=dy.codes.device)
         product_of_columns(dy, x, groups, (n, k), stack, exact=exact)
-        return stack.unbind(0)
+        return (stack,) if spec.stacked_weight else stack.unbind(0)
     results = [main_grad_of(gradient.parameter) for gradient in fused]
     overwritten = [
         gradient.overwrite or getattr(gradient.parameter, "overwrite_main_grad", False) for gradient in fused
@@ -173,6 +185,8 @@ def _weight_gradients(
         product_of_columns(dy, x, groups, (n, k), stack, exact=exact)
         for result, gradient in zip(results, stack.unbind(0), strict=True):
             result.copy_(gradient) if overwrite else result.add_(gradient)
+    if spec.stacked_weight:
+        return (stacked_gradient((), fused[0]),)
     return tuple(gradient._placeholder(spec.weight_dtype) for gradient in fused)
 
 

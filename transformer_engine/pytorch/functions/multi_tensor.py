@@ -128,7 +128,7 @@ def multi_tensor_adam_fp8(
     adam_step([grads, masters, first, second], on_device(rates, noop_flag.device), how)
     for target, master, scale, amax, inverse in zip(codes, masters, *scales, strict=True):
         if target.numel():
-            made = quantize(master.view(1, -1), spec, scale=scale.view(1), record=amax.view(1))
+            made = quantize(master.view(1, -1), spec, multiplier=scale.view(1), record=amax.view(1))
             assert made.codes is not None and made.scale is not None
             target.view(-1).copy_(made.codes.view(-1).view(torch.uint8))
             inverse.copy_(made.scale.view(inverse.shape))

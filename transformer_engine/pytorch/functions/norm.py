@@ -58,7 +58,7 @@ class _Normalize(Function):
         if is_recorded():
             return *_differentiable_gradients(dy, x, gamma, ctx.norm, ctx.needs_input_grad[2]), None
         dx, dgamma, dbeta = normalize_backward(dy, x, NormStatistics(mean, rstdev), gamma, ctx.norm)
-        return dx, dgamma, dbeta, None
+        return dx, dgamma, dbeta if ctx.needs_input_grad[2] else None, None
 
 
 def _differentiable_gradients(

@@ -27,7 +27,7 @@ class NormLinearSpec:
     needs_grad: bool = True
     way: str = APART
 
-    def decided(self) -> NormLinearSpec:
+    def chosen(self) -> NormLinearSpec:
         """The spec with the way that norm(x) is made, of `fusions`."""
         return replace(self, way=norm_output(self.linear, self.returns_norm_output))
 
@@ -111,6 +111,7 @@ class _NormLinear(torch.autograd.Function):
         if dy is None:  # nothing before the linear layer is trained
             return None, None, None, grads.weight, grads.bias, None
         dx, dgamma, dbeta = spec.norm.backward(dy, flat, NormStatistics(mean, rstdev), gamma)
+        dbeta = dbeta if ctx.needs_input_grad[2] else None
         return dx.view(x.shape), dgamma, dbeta, grads.weight, grads.bias, None
 
 

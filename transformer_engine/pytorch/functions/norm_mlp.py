@@ -49,7 +49,7 @@ class NormMLPSpec:
     needs_grad: bool = True
     ways: Ways | None = None
 
-    def decided(self) -> NormMLPSpec:
+    def chosen(self) -> NormMLPSpec:
         """The spec with the ways that its matrices are made."""
         return replace(
             self,
@@ -241,7 +241,7 @@ def _replaying(spec: NormMLPSpec, states: list[Tensor]) -> NormMLPSpec:
         spec,
         fc1=replace(spec.fc1, input=replayed[0], weight=replayed[1]),
         fc2=replace(spec.fc2, input=replayed[2], weight=replayed[3]),
-    ).decided()
+    ).chosen()
 
 
 def _recompute(tensors: NormMLPTensors, spec: NormMLPSpec) -> NormMLPSaved:
@@ -293,7 +293,8 @@ class _NormMLP(torch.autograd.Function):
             handed = [_restored(tuple(kept), operands)]
             del kept, operands
         grad_output = grad_output.reshape(-1, grad_output.shape[-1])
-        return None, *_backward(grad_output, grad_norm_output, x, gamma, handed, spec, ctx.dtypes)
+        grads = _backward(grad_output, grad_norm_output, x, gamma, handed, spec, ctx.dtypes)
+        return None, *(grads if ctx.needs_input_grad[3] else grads._replace(beta=None))
 
 
 _applied = applier(_NormMLP)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..primitives.router import Choice, balance_loss, choose, choose_backward
+from ..primitives.router import Choice, balance_loss, choose, choose_backward, count_margins
 from ..runtime.double_backward import once_differentiable
 
 
@@ -18,6 +18,12 @@ def chosen_experts(
     The choice and the bias have no gradient.
     """
     return _ChosenExperts.apply(logits, bias, indices, choice, dtype)  # pyright: ignore[reportReturnType]
+
+
+def counted_margins(logits: Tensor, bias: Tensor, k: int, histogram: Tensor, bounds: Tensor) -> None:
+    """The histogram is added to, see `primitives.router.count_margins`; it has no gradient."""
+    with torch.no_grad():
+        count_margins(logits.detach(), bias.detach(), k, histogram, bounds)
 
 
 def balancing_loss(probs: Tensor, tokens: Tensor, factor: float, total: Tensor | None = None) -> Tensor:

@@ -119,7 +119,7 @@ class AutomaticGraph:
             self.kept,
             self.signatures,
         )
-        chosen = TABLE.decide(situation)
+        chosen = TABLE.choose(situation)
         if chosen == EAGER or not undisturbed():  # whoever observes wants to see what happens inside
             entry.calls += 1
             return self.call(*args, **kwargs)

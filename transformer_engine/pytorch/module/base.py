@@ -224,7 +224,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
             if isinstance(param, QuantizedTensor) and not param.is_meta:
                 self._fill_again(param, values)
             elif self.primary_weights_in_fp8 and init.fp8_meta_index is not None:
-                self._replace_parameter(name, self._quantized_parameter(values, init.fp8_meta_index))
+                self._replace_parameter(name, self._quantized_parameter(values, init))
             elif param.is_meta or values is not param:
                 self._replace_parameter(name, torch.nn.Parameter(values, requires_grad=param.requires_grad))
 
@@ -243,12 +243,12 @@ class TransformerEngineBaseModule(torch.nn.Module):
                 setattr(new, key, value)
         self._parameters[name] = new
 
-    def _quantized_parameter(self, values: Tensor, index: int) -> torch.nn.Parameter:
+    def _quantized_parameter(self, values: Tensor, init: ParameterInit) -> torch.nn.Parameter:
         """The parameter as its weight quantizer holds it; both directions while gradients are wanted."""
         recipe = self._model_init_recipe
         assert recipe is not None
         self.numerics.renew(self, recipe, self.fp8_meta["fp8_group"])
-        quantizer = self.quantizers["scaling_fwd"][index].copy()
+        quantizer = init.quantizer_among(self.quantizers["scaling_fwd"])
         quantizer.set_usage(rowwise=True, columnwise=torch.is_grad_enabled())
         quantizer.internal = False
         with torch.no_grad():
@@ -342,11 +342,11 @@ class TransformerEngineBaseModule(torch.nn.Module):
     def _trained_products(self) -> int:
         """How many products have a weight that gets a gradient; the pieces of a split weight share a product."""
         slots = {
-            init.fp8_meta_index
+            init.fp8_meta_index: init.members or 1
             for name, init in self.param_init_meta.items()
             if init.fp8_meta_index is not None and getattr(self, name).requires_grad
         }
-        return len(slots)
+        return sum(slots.values())
 
     def register_wgrad_accumulation_and_reduce_hooks(
         self, wgrad_accumulation_and_reduce_hook: Callable[[], object]

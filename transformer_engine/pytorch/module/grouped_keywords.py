@@ -16,21 +16,17 @@ _SINGLE = "NVTE_GROUPED_LINEAR_SINGLE_PARAM"
 _FUSED = "NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM"
 
 
-def check_single(**asked: bool) -> None:
-    """single_grouped_weight and single_grouped_bias: without their variable a warning, as in the original."""
+def honoured(**asked: bool) -> dict[str, bool]:
+    """single_grouped_weight and single_grouped_bias; without their variable False and a warning, as in the original."""
     names = [name for name, wanted in asked.items() if wanted]
-    if not names:
-        return
-    if env.get(_SINGLE):
-        raise NotImplementedError(
-            f"{names[0]}=True under {_SINGLE}=1 asks for one parameter of all groups, which is not implemented; "
-            "unset the variable, and the layer has one a group"
-        )
+    if not names or env.get(_SINGLE):
+        return asked
     warnings.warn(
         f"{names[0]}=True has no effect without {_SINGLE}=1; the layer has one parameter a group",
         UserWarning,
         stacklevel=3,
     )
+    return dict.fromkeys(asked, False)
 
 
 def uses_grouped_tensor(value: Any) -> bool:

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from ...common.checks import whole_numbers
-from ..distributed.tensor_parallel import TensorParallel, set_tensor_model_parallel_attributes
+from ..distributed.tensor_parallel import TensorParallel
 from ..functions.by_name import _GroupedLinear, called_by_name, general_gemm, refuse_quantized
 from ..functions.caller_buffers import CallerBuffers, checked
 from ..functions.grouped_linear import GroupedLinearSpec, grouped_linear
 from ..functions.grouped_together import grouped_linear_together
-from ..functions.linear_spec import LinearSpec
+from ..functions.linear_spec import LinearSpec, changed
 from ..functions.scale_update import of_the_pass
+from ..functions.stacks import StackMember, members_of
 from ..functions.weight_gradient import WeightGradientStore
 from ..quantization.autocast import current
 from ..runtime.checks import tensor
@@ -26,7 +27,8 @@ from ..runtime.device import canonical_device, is_meta
 from ..runtime.replaceable import watched
 from .arguments import check_arguments
 from .config import configured
-from .grouped_keywords import check_device_splits, check_single, uses_grouped_tensor
+from .grouped_keywords import check_device_splits, honoured, uses_grouped_tensor
+from .grouped_parameters import create_parameters, load_other_form, mark_parameters, names_of
 from .grouped_path import TogetherPath
 from .linear_base import SIZES, LinearConfig, ProductsModule, check_parallel_mode
 from .numerics import traced_update
@@ -39,13 +41,17 @@ from .specs import Call, product_refusal, product_spec, scale_update
 class GroupedLinearConfig(LinearConfig):
     num_gemms: int = 0
     use_grouped_tensor: bool = False
+    single_grouped_weight: bool = False
+    single_grouped_bias: bool = False
 
 
 def build(call: Call, rows: tuple[int, ...], products: tuple[ProductQuantizers, ...]) -> GroupedLinearSpec:
     """The spec of a call whose groups go one by one, of so many rows and with these quantizers each."""
     config: GroupedLinearConfig = call.config
-    parameters = call.parameters
-    weights, biases = parameters[: config.num_gemms], parameters[config.num_gemms :]
+    count, parameters = config.num_gemms, call.parameters
+    weights, biases = parameters[: len(config.weight_names)], parameters[len(config.weight_names) :]
+    weights = weights * count if config.single_grouped_weight else weights
+    biases = biases * count if config.single_grouped_bias else biases
     update = scale_update(call, call.wants)
     groups = []
     for i, weight in enumerate(weights):
@@ -56,19 +62,31 @@ def build(call: Call, rows: tuple[int, ...], products: tuple[ProductQuantizers, 
             call.gradients and bias is not None and bias.requires_grad,
         )
         # Communication is the caller's.
-        groups.append(product_spec(call, i, products[i], TensorParallel(), needs, update, weight))
-    return GroupedLinearSpec(rows, tuple(groups), call.wants)
+        group = product_spec(call, i, products[i], TensorParallel(), needs, update, weight)
+        if config.single_grouped_weight and call.holders is not None:
+            gradient = group.weight_gradient
+            member = StackMember(gradient.parameter, i)
+            group = changed(group, weight_gradient=replace(gradient, parameters=(member,)))
+        groups.append(group)
+    stacked_bias = config.single_grouped_bias and config.use_bias and not config.return_bias
+    return GroupedLinearSpec(
+        rows,
+        tuple(groups),
+        call.wants,
+        stacked_weight=config.single_grouped_weight,
+        stacked_bias=stacked_bias,
+    )
 
 
-@configured(GroupedLinearConfig, fixed=SIZES | {"num_gemms"})
+@configured(GroupedLinearConfig, fixed=SIZES | {"num_gemms", "single_grouped_weight", "single_grouped_bias"})
 class GroupedLinear(ProductsModule):
     """y [sum m_i, out_features]: rows of x in num_gemms consecutive groups, each with a weight and bias of its own.
 
     num_gemms             number of groups; parameters weight0 .. and bias0 ..
     parallel_mode, tp_size, tp_group   decide the shapes of the parameters; communication is the caller's
     save_original_input   keep the unquantized input for the backward; not with delayed scaling
-    single_grouped_weight, single_grouped_bias   one parameter for all groups; without effect, and with
-                          NVTE_GROUPED_LINEAR_SINGLE_PARAM=1 refused: there is one a group
+    single_grouped_weight, single_grouped_bias   one parameter of all groups, `weight` [num_gemms, out, in] and `bias`
+                          [num_gemms, out]; with NVTE_GROUPED_LINEAR_SINGLE_PARAM=1, else without effect
     use_grouped_tensor    on a GPU m_splits is an int64 tensor there, and the host does not wait for it
     Other parameters as in Linear. Every group is quantized as a Linear would, bit for bit. On a GPU all groups are
     quantized and multiplied together where `grouped_path` allows it; NVTE_USE_CUTLASS_GROUPED_GEMM=0 multiplies
@@ -79,6 +97,8 @@ class GroupedLinear(ProductsModule):
     _config: GroupedLinearConfig
     num_gemms: int
     use_grouped_tensor: bool
+    single_grouped_weight: bool
+    single_grouped_bias: bool
     fuse_wgrad_accumulation: bool
     save_original_input: bool
     in_features: int
@@ -111,7 +131,9 @@ class GroupedLinear(ProductsModule):
                 f"bias=True with tp_size={tp_size} and parallel_mode='row' would be added {tp_size} times; "
                 "set return_bias=True or bias=False"
             )
-        check_single(single_grouped_weight=single_grouped_weight, single_grouped_bias=single_grouped_bias)
+        single = honoured(
+            single_grouped_weight=single_grouped_weight, single_grouped_bias=single_grouped_bias
+        )
         self._configure(
             num_gemms=num_gemms,
             use_grouped_tensor=uses_grouped_tensor(use_grouped_tensor),
@@ -124,13 +146,15 @@ class GroupedLinear(ProductsModule):
             save_original_input=save_original_input,
             use_bias=bias,
             return_bias=return_bias,
-            weight_names=tuple(f"weight{i}" for i in range(num_gemms)),
-            bias_names=tuple(f"bias{i}" for i in range(num_gemms)),
+            weight_names=names_of("weight", num_gemms, single["single_grouped_weight"]),
+            bias_names=names_of("bias", num_gemms, single["single_grouped_bias"]),
+            **single,
         )
         config = self._config
+        weights = [(name,) for name in config.weight_names]
         self._configure(
             _tensors=config.weight_names + config.bias_names,
-            _weights=tuple((name,) for name in config.weight_names),
+            _weights=tuple(weights * num_gemms if config.single_grouped_weight else weights),
         )
         self.ub_name = ub_name
         if tp_group is not None:
@@ -138,9 +162,9 @@ class GroupedLinear(ProductsModule):
         if delay_wgrad_compute:
             self.wgrad_store = WeightGradientStore()
         options = {"dtype": params_dtype or torch.get_default_dtype(), "device": canonical_device(device)}
-        self._create_parameters(
-            init_method or default_init_method, get_rng_state_tracker, rng_tracker_name, options
-        )
+        fill = ParameterInit(init_method or default_init_method, get_rng_state_tracker, rng_tracker_name)
+        create_parameters(self, fill, options)
+        self.register_load_state_dict_pre_hook(load_other_form)
         self._together = TogetherPath(self)
         self.reset_parameters(defer_init=is_meta(device))
 
@@ -149,28 +173,10 @@ class GroupedLinear(ProductsModule):
         """One product a group."""
         return self.num_gemms
 
-    def _create_parameters(self, init_method, rng_tracker, rng_tracker_name, options: dict[str, Any]) -> None:
-        """weight0 [N, K], bias0 [N], weight1, bias1, ..: optimizers go by position (without biases: empty tensors)."""
-        for i in range(self.num_gemms):
-            weight = torch.nn.Parameter(torch.empty(self.out_features, self.in_features, **options))
-            init = ParameterInit(init_method, rng_tracker, rng_tracker_name, fp8_meta_index=3 * i + 1)
-            self.register_parameter(f"weight{i}", weight, init)
-            if self.use_bias:
-                bias = torch.nn.Parameter(torch.empty(self.out_features, **options))
-                self.register_parameter(f"bias{i}", bias, ParameterInit(torch.nn.init.zeros_))
-            else:
-                setattr(self, f"bias{i}", torch.empty(0, **options))
-
     def reset_parameters(self, defer_init: bool = False) -> None:
         super().reset_parameters(defer_init=defer_init)
-        if defer_init:
-            return
-        sharded = self.tp_size > 1 and self.parallel_mode is not None
-        for i in range(self.num_gemms):
-            axis = 1 if self.parallel_mode == "row" else 0
-            set_tensor_model_parallel_attributes(getattr(self, f"weight{i}"), sharded, axis, 1)
-            if self.use_bias and self.parallel_mode == "column":
-                set_tensor_model_parallel_attributes(getattr(self, f"bias{i}"), sharded, 0, 1)
+        if not defer_init:
+            mark_parameters(self)
 
     def forward(
         self,
@@ -199,7 +205,7 @@ class GroupedLinear(ProductsModule):
                 spec = spec if buffers is None else spec._replace(buffers=buffers)
                 y = grouped_linear_together(flat, weights, None if self.return_bias else biases, groups, spec)
                 y = y.view(*inp.shape[:-1], self.out_features)
-                return (y, biases or []) if self.return_bias else y
+                return (y, self._of_each_group(biases or [])) if self.return_bias else y
         return self._one_by_one(inp, m_splits, is_first_microbatch, buffers)
 
     def _caller_buffers(self, inp: Tensor, out: Tensor | None, dgrad_out: Tensor | None) -> CallerBuffers:
@@ -228,19 +234,23 @@ class GroupedLinear(ProductsModule):
             raise ValueError(
                 f"m_splits={list(rows)} must be {self.num_gemms} numbers >= 0 that add up to the {flat.shape[0]} rows"
             )
-        weights: list[Any] = list(tensors[: self.num_gemms])
+        count = len(self._config.weight_names)
+        weights: list[Any] = list(tensors[:count])
         spec = self._spec(inp, tensors, rows, is_first_microbatch)
         if is_first_microbatch is not None:
-            spec = replace(spec, groups=self._with_cached_weights(spec.groups, weights, is_first_microbatch))
+            spec = replace(spec, groups=self._with_cached_weights(spec, weights, is_first_microbatch))
         if buffers is not None:
             spec = replace(spec, buffers=buffers)
         dtype = spec.groups[0].dtype
-        biases = [None if bias is None else bias.to(dtype) for bias in tensors[self.num_gemms :]]
-        added: list[Tensor | None] = [None] * len(rows) if self.return_bias else biases
+        biases = [bias.to(dtype) for bias in tensors[count:] if bias is not None]
+        added: list[Any] = biases if biases and not self.return_bias else [None] * len(rows)
         grouped = _by_name if _replaced.names else grouped_linear
         y = grouped(flat, weights, added, spec)
         y = y.view(*inp.shape[:-1], self.out_features)
-        return (y, [bias for bias in biases if bias is not None]) if self.return_bias else y
+        return (y, self._of_each_group(biases)) if self.return_bias else y
+
+    def _of_each_group(self, biases: list[Tensor]) -> list[Tensor]:
+        return list(biases[0].unbind(0)) if biases and self.single_grouped_bias else biases
 
     def _spec(
         self,
@@ -278,18 +288,19 @@ class GroupedLinear(ProductsModule):
         return tuple(chosen)
 
     def _with_cached_weights(
-        self, groups: tuple[LinearSpec, ...], weights: list[Tensor], first: bool
+        self, spec: GroupedLinearSpec, weights: list[Tensor], first: bool
     ) -> tuple[LinearSpec, ...]:
+        members = members_of(weights[0]) if spec.stacked_weight else weights
         return tuple(
-            self.with_cached_weight(name, weight, spec, first)
-            for name, weight, spec in zip(self._config.weight_names, weights, groups, strict=True)
+            self.with_cached_weight(f"weight{i}", member, group, first)
+            for i, (member, group) in enumerate(zip(members, spec.groups, strict=True))
         )
 
     def _tensors(self) -> tuple[Tensor | None, ...]:
         """All weights, then all biases."""
         weights = [getattr(self, name) for name in self._config.weight_names]
         if not self.use_bias:
-            return (*weights, *[None] * len(weights))
+            return (*weights, *[None] * len(self._config.bias_names))
         return (*weights, *[getattr(self, name) for name in self._config.bias_names])
 
     def _check_splits(
@@ -324,6 +335,11 @@ def _by_name(
         raise NotImplementedError(
             "out and dgrad_out while a name of GroupedLinear's file is replaced; leave them None"
         )
+    if spec.stacked_weight:
+        weights = list(weights[0].unbind(0))
+    if spec.stacked_bias and biases[0] is not None:
+        biases = list(biases[0].unbind(0))
+    spec = replace(spec, stacked_weight=False, stacked_bias=False)
     file = sys.modules[__name__]
     return called_by_name(_GroupedLinear, torch.is_grad_enabled(), x, spec, file, *weights, *biases)
 

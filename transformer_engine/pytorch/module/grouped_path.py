@@ -12,6 +12,7 @@ from ...common import env
 from ..distributed.recompute import is_fp8_activation_recompute_enabled
 from ..functions.grouped_quantizer import GroupedQuantizer, grouped
 from ..functions.grouped_together import TogetherSpec
+from ..functions.stacks import StackMember
 from ..functions.weight_gradient import WeightGradient
 from ..primitives.grouped_gemm import Groups, Matrices, groups_of
 from ..primitives.grouped_quantize import GroupedQuantized
@@ -58,6 +59,7 @@ class GroupedModule(Protocol):
     numerics: Any
     wgrad_store: Any
     _parameters: Any
+    _config: Any
     _product_quantizers: Any
     _scale_update: Any
 
@@ -67,9 +69,9 @@ class TogetherPath:
 
     def __init__(self, module: GroupedModule):
         self._module = module
-        count = range(module.num_gemms)
-        self._weight_names = [f"weight{i}" for i in count]
-        self._bias_names = [f"bias{i}" for i in count] if module.use_bias else []
+        config = module._config
+        self._weight_names = list(config.weight_names)
+        self._bias_names = list(config.bias_names) if module.use_bias else []
         self._quantizers: tuple[ModuleRecipe, Quantizers] | None = None
 
     def plan(
@@ -92,7 +94,7 @@ class TogetherPath:
                 features += (SINGLE_QUANTIZERS,) if quantizers is _NONE else ()
             if self._recipe(state).backward != "quantized":
                 features += (OTHER_BACKWARD,)
-        if TABLE.decide((features, *key[1:])) != TOGETHER:
+        if TABLE.choose((features, *key[1:])) != TOGETHER:
             return None
         assert weights is not None and biases is not None, "the table does not let such parameters pass"
         groups = self._groups(m_splits, x)
@@ -193,9 +195,13 @@ class TogetherPath:
         module = self._module
         grad = torch.is_grad_enabled()
         needs_grad_input = grad and x.requires_grad
+        stacked = module._config.single_grouped_weight
         fused = None
         if module.fuse_wgrad_accumulation and grad:
-            fused = tuple(WeightGradient((w,), True, bool(is_first_microbatch)) for w in weights)
+            trained = weights
+            if stacked:
+                trained = [StackMember(weights[0], i) for i in range(module.num_gemms)]
+            fused = tuple(WeightGradient((w,), True, bool(is_first_microbatch)) for w in trained)
         cached = None
         if is_first_microbatch is not None and quantizers[1] is not None:
             cached = self._cached_weights(weights, quantizers[1], needs_grad_input, is_first_microbatch)
@@ -209,6 +215,8 @@ class TogetherPath:
             grad and weights[0].requires_grad,
             grad and bool(biases) and biases[0].requires_grad and not module.return_bias,
             fused,
+            stacked,
+            module._config.single_grouped_bias,
             cached,
             module._scale_update(state, grad),
         )
@@ -220,7 +228,9 @@ class TogetherPath:
         workspaces: dict[str, Any] = self._module.numerics.workspaces
         cached = workspaces.get(_WEIGHTS)
         if is_first_microbatch or cached is None or (columnwise and cached.codes_t is None):
-            cached = made_to_keep(lambda: quantizer.matrices(Matrices.of(weights), True, columnwise))
+            stacked = self._module._config.single_grouped_weight
+            matrices = Matrices.of(weights[0].unbind(0) if stacked else weights)
+            cached = made_to_keep(lambda: quantizer.matrices(matrices, True, columnwise))
             workspaces.clear()
             workspaces[_WEIGHTS] = cached
         return cached

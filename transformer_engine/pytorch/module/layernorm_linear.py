@@ -64,7 +64,7 @@ def build(key: tuple[Any, ...]) -> NormLinearSpec:
         linear,
         config.return_layernorm_output,
         any(needs),
-    ).decided()
+    ).chosen()
 
 
 @configured(NormLinearConfig, fixed=SIZES)

@@ -84,7 +84,7 @@ def build(key: tuple[Any, ...]) -> NormMLPSpec:
         config.return_layernorm_output,
         config.checkpoint and wants,
         wants,
-    ).decided()
+    ).chosen()
 
 
 def _check_rows(config: NormMLPConfig, rows: int) -> None:

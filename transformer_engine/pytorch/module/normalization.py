@@ -136,7 +136,7 @@ class Normalization(torch.nn.Module):
         self._mark_parameters()
         with torch.no_grad():
             self.weight.fill_(0.0 if self.zero_centered_gamma else 1.0)
-            if self.has_bias:
+            if self.bias is not None:
                 self.bias.zero_()
 
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:

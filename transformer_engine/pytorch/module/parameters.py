@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 
 from ...common.checks import described, whole
+from ..tensor.grouped_tensor import StackQuantizer
+from ..tensor.quantizer import Quantizer
+from .products import FORWARD_SLOTS
 
 InitMethod = Callable[[Tensor], object]
 
@@ -24,12 +27,25 @@ def default_init_method(weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ParameterInit:
-    """How a parameter gets its first values, and which of the weight quantizers holds it when it is quantized."""
+    """How a parameter gets its first values, and which of the forward quantizers holds it when it is quantized.
+
+    members   how many products' weights it is a stack of, each with a quantizer of its own; None: it is one weight
+    """
 
     init: InitMethod
     rng_tracker: Callable | None = None
     rng_tracker_name: str | None = None
     fp8_meta_index: int | None = None
+    members: int | None = None
+
+    def quantizer_among(self, forward: Sequence[Quantizer]) -> Quantizer:
+        """A copy of the quantizer of the parameter's slot; of a stack, of its members' slots as one."""
+        first = self.fp8_meta_index
+        assert first is not None, "only such parameters are quantized"
+        if self.members is None:
+            return forward[first].copy()
+        last = first + FORWARD_SLOTS * self.members
+        return StackQuantizer([forward[slot].copy() for slot in range(first, last, FORWARD_SLOTS)])
 
     def fill(self, tensor: Tensor) -> None:
         """Initialise in place, under the tensor-parallel random state when there is one."""

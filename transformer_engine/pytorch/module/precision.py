@@ -52,4 +52,4 @@ def kind_of(recipe: Recipe) -> str | None:
 def quantizes(recipe: Recipe, m: int, n: int, k: int) -> bool:
     """Is a layer of these extents to be quantized under the recipe?"""
     kind = kind_of(recipe)
-    return kind is None or TABLE.decide((m, n, k, kind, env.flag("NVTE_FP8_AUTO"))) == "quantized"
+    return kind is None or TABLE.choose((m, n, k, kind, env.flag("NVTE_FP8_AUTO"))) == "quantized"

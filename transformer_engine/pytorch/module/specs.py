@@ -8,6 +8,7 @@ it here. One function, `product_spec`, makes the spec of every linear product.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -192,12 +193,20 @@ def quantizable(call: Call, shapes: Sequence[tuple[int, int]]) -> tuple[ProductQ
         reason = product_refusal(product, rows, k, n)
         if reason is not None:
             if not call.traced:
-                warnings.warn(
-                    f"{call.config._kind} runs in high precision, not under {type(active.recipe).__name__}: {reason}",
-                    stacklevel=5,
-                )
+                _announce(call.config, f"not under {type(active.recipe).__name__}: {reason}")
             return unquantized(len(active.products)).products
     return active.products if _pays(call, rows, shapes) else unquantized(len(active.products)).products
+
+
+# Layers, by their settings, that have said so. Sizes that vary from call to call would say it again for each.
+_announced: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _announce(config: Any, reason: str) -> None:
+    """One warning a layer, until its settings change."""
+    if config not in _announced:
+        _announced.add(config)
+        warnings.warn(f"{config._kind} runs in high precision, {reason}", stacklevel=6)
 
 
 def _pays(call: Call, rows: int, shapes: Sequence[tuple[int, int]]) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...common.checks import described
+from ...common.checks import described, number, switch
 from ..tensor.float8_tensor import Float8Quantizer
 from ..tensor.quantized_tensor import QuantizedTensor
 from .local import local_of
@@ -44,13 +44,32 @@ def check_capturable(
 
 
 def check_numbers(defaults: dict[str, Any]) -> None:
-    """ValueError for a number that no step can be made with."""
+    """TypeError or ValueError for a number that no step can be made with."""
     for name in ("lr", "eps", "weight_decay"):
-        value = defaults[name]
-        if not isinstance(value, Tensor) and not value >= 0.0:
-            raise ValueError(f"{name}={value} is below 0; give a number of at least 0")
-    if len(defaults["betas"]) != 2 or not all(0.0 <= beta < 1.0 for beta in defaults["betas"]):
-        raise ValueError(f"betas={described(defaults['betas'])} are not two numbers in 0 .. 1; give such")
+        not_below_zero(name, defaults[name])
+    betas = defaults["betas"]
+    pair = isinstance(betas, (tuple, list)) and len(betas) == 2 and all(map(_is_share, betas))
+    if not pair:
+        raise ValueError(f"betas={described(betas)} are not two numbers in 0 .. 1; give such")
+
+
+def _is_share(value: Any) -> bool:
+    return isinstance(value, (int, float)) and 0.0 <= value < 1.0
+
+
+def not_below_zero(name: str, value: Any) -> None:
+    """TypeError or ValueError unless the value is a number of at least 0; one on a device is not read."""
+    if isinstance(value, Tensor):
+        return
+    number(name, value)
+    if not value >= 0.0:
+        raise ValueError(f"{name}={value} is below 0; give a number of at least 0")
+
+
+def check_switches(**switches: Any) -> None:
+    """TypeError unless all are True or False."""
+    for name, value in switches.items():
+        switch(name, value)
 
 
 def step_of_torchs(group: dict[str, Any], of_parameters: dict[Any, dict[str, Any]]) -> int | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...common.steps import Adam
 from ..tensor.quantized_tensor import QuantizedTensor
 from . import states
-from .adam_checks import check_capturable, check_dtypes, check_numbers, check_parameter
+from .adam_checks import check_capturable, check_dtypes, check_numbers, check_parameter, check_switches
 from .adam_numbers import next_step, rates_of
 from .adam_states import NAMES, AdamStates, numbers_of
 from .amp import heed
@@ -87,6 +87,14 @@ class FusedAdam(AdamStates):
     ):
         if amsgrad:
             raise RuntimeError("FusedAdam has no AMSGrad; use torch.optim.AdamW(amsgrad=True)")
+        check_switches(
+            bias_correction=bias_correction,
+            adam_w_mode=adam_w_mode,
+            capturable=capturable,
+            master_weights=master_weights,
+            use_decoupled_grad=use_decoupled_grad,
+            store_param_remainders=store_param_remainders,
+        )
         check_dtypes(master_weights, master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype)
         halves_masters = bool(
             store_param_remainders and master_weights and master_weight_dtype == torch.float32
@@ -95,7 +103,7 @@ class FusedAdam(AdamStates):
             check_capturable(
                 master_weights, master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype, halves_masters
             )
-        self.adam_w_mode = int(adam_w_mode)
+        self.adam_w_mode = int(bool(adam_w_mode))
         self.capturable = capturable
         self.master_weights = master_weights
         self.master_weight_dtype = master_weight_dtype

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..functions.multi_tensor import check_sgd_rates, multi_tensor_sgd, sgd_checked
+from .adam_checks import check_switches, not_below_zero
 from .copied import CopiedWhole
 from .local import like, local_of
 from .multi_tensor_apply import multi_tensor_applier
@@ -61,8 +62,12 @@ class FusedSGD(CopiedWhole):
         set_grad_none: bool | None = None,
     ):
         for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
-            if value < 0.0:
-                raise ValueError(f"{name}={value} is below 0; give a number of at least 0")
+            not_below_zero(name, value)
+        check_switches(
+            nesterov=nesterov,
+            wd_after_momentum=wd_after_momentum,
+            materialize_master_grads=materialize_master_grads,
+        )
         if nesterov and (momentum <= 0.0 or dampening != 0.0):
             raise ValueError(
                 f"nesterov=True with momentum={momentum} and dampening={dampening}; give a momentum and no dampening"

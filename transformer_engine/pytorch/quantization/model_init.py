@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 from ...common.checks import switch
@@ -22,22 +23,18 @@ class ModelInitState:
 _OUTSIDE = ModelInitState()
 
 
-class _Holder:
-    def __init__(self) -> None:
-        self.state = _OUTSIDE
-
-
-_holder = _Holder()
+# Whose block it is: the thread's that entered it, and that of tasks and threads in a copy of its context.
+_entered: ContextVar[ModelInitState] = ContextVar("transformer_engine_model_init", default=_OUTSIDE)
 
 
 def current_model_init() -> ModelInitState:
     """The record of the innermost block; outside of all blocks one that is not enabled."""
-    return _holder.state
+    return _entered.get()
 
 
 def reset() -> None:
-    """Forget all blocks, also open ones."""
-    _holder.state = _OUTSIDE
+    """Forget all blocks of this context, also open ones."""
+    _entered.set(_OUTSIDE)
 
 
 class quantized_model_init:
@@ -68,12 +65,12 @@ class quantized_model_init:
             supported, reason = check_recipe_support(recipe)
             if not supported:
                 raise RuntimeError(f"{type(recipe).__name__} cannot run here: {reason}")
-        self._outer = _holder.state
-        _holder.state = self._state
+        self._outer = _entered.get()
+        _entered.set(self._state)
 
     def __exit__(self, *exception: object) -> None:
         assert self._outer is not None, "left without having been entered"
-        _holder.state = self._outer
+        _entered.set(self._outer)
         self._outer = None
 
 

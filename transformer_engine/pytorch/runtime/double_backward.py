@@ -97,6 +97,23 @@ class _Refusal(Function):
         )
 
 
+def refuse_second(operation: str, node: Any, *inputs: Tensor) -> None:
+    """`once_differentiable` for a node of torch's own, which computed something of these inputs."""
+
+    def refuse(gradients: tuple[Any, ...], grads: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if not is_recorded():
+            return None
+        links = [t for t in (*inputs, *grads) if isinstance(t, Tensor) and t.requires_grad]
+        places = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        results = list(gradients)
+        behind = _Refusal.apply(operation, [results[i] for i in places], *links)
+        for i, result in zip(places, behind, strict=True):  # pyright: ignore[reportArgumentType]
+            results[i] = result
+        return tuple(results)
+
+    node.register_hook(refuse)
+
+
 def replayed(
     program: Callable[..., Tensor | tuple[Tensor, ...]],
     tensors: Sequence[Tensor | None],

@@ -70,8 +70,8 @@ class Performed:
         self.index = device.index
         self.may_be_elsewhere = device.type == "cuda"
         self.launches, self.makers, self.zeroed, places, results = _planned(program, device)
-        self.picks = tuple(_picking(of_step) for of_step in places)
-        self.results = _picking(results)
+        self.picks = tuple(_taking(of_step) for of_step in places)
+        self.results = _taking(results)
         self.starters: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
     def __call__(self, *given: Tensor | None) -> tuple[Any, ...]:
@@ -158,7 +158,7 @@ def _planned(program: Program, device: torch.device) -> _Planned:
     )
 
 
-def _picking(places: tuple[int, ...]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+def _taking(places: tuple[int, ...]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
     """The function that takes the elements at these places out of a sequence."""
     if len(places) > 1:
         return itemgetter(*places)

@@ -51,7 +51,8 @@ torch.serialization.add_safe_globals(
         DType,
         Rebuild,
         _rebuild_trained,
+        GroupedTensor,
         *EXPORTS.values(),
-        *(made for module in _FILES for made in module.PICKLED),
+        *(made for module in (*_FILES, grouped_tensor) for made in module.PICKLED),
     ]
 )

@@ -201,11 +201,11 @@ class Float8Quantizer(_PerTensorQuantizer):
         spec = _spec(self.dtype, rowwise, columnwise)
         scale = self.scale.reshape(1)
         if noop_flag is None and not torch.compiler.is_compiling():
-            quantized = quantize(as_matrix(tensor), spec, scale=scale, record=self.amax.view(1))
+            quantized = quantize(as_matrix(tensor), spec, multiplier=scale, record=self.amax.view(1))
             if self.amax_reduction_group is not None:
                 self._agree_on_amax()
             return self._packed(quantized, tensor.shape, tensor.dtype)
-        quantized = quantize(as_matrix(tensor), spec, scale=scale)
+        quantized = quantize(as_matrix(tensor), spec, multiplier=scale)
         assert quantized.amax is not None
         self.record(quantized.amax, noop_flag)
         return self._packed(quantized, tensor.shape, tensor.dtype)
@@ -215,7 +215,7 @@ class Float8Quantizer(_PerTensorQuantizer):
             return super().operands(matrix, rowwise, columnwise)
         scale, amax = self._views()
         spec = _spec(self.dtype, rowwise, columnwise)
-        return _operands(quantize(matrix, spec, scale=scale, record=amax), matrix.dtype)
+        return _operands(quantize(matrix, spec, multiplier=scale, record=amax), matrix.dtype)
 
     def cast(self, rowwise: bool, columnwise: bool) -> Cast | None:
         return Cast(_spec(self.dtype, rowwise, columnwise), *self._views())

@@ -1,11 +1,12 @@
 """GroupedTensor: the matrices of n groups in one buffer, a tensor [n, M, N] where their shapes are equal.
 
-Values are plain: a quantized group is a tensor of its own format.
+Values are plain, or codes of one format: then each matrix has the codes and scales that its own quantizer makes of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Hashable, Sequence
 from math import prod
 from typing import Any
 
@@ -13,143 +14,191 @@ import torch
 from torch import Tensor
 
 from ...common.checks import whole
-from ..runtime.checks import tensor, values_dtype
+from ..runtime.checks import extents, tensor, values_dtype
+from .quantized_tensor import QuantizedTensor
 from .quantizer import Quantizer
+from .storage.grouped_tensor_storage import GroupedTensorStorage
+from .storage.quantized_tensor_storage import QuantizedTensorStorage
 
 __all__ = ["GroupedTensor", "GroupedTensorStorage"]
 
+Shapes = Sequence[Sequence[int]]
 
-class GroupedTensorStorage:
-    """n matrices [M_i, N_i], one behind the other in a flat buffer.
 
-    rowwise_data     the buffer, flat
-    tensor_shapes    of each matrix
-    offsets          where each begins in the buffer
-    logical_shape    (n M, N) of equal shapes; (sum M_i, N), (M, sum N_i) where one extent is common; else (1, total)
-    columnwise_data, scale_inv, quantizer   None: the values are plain
+class StackQuantizer(Quantizer):
+    """codes_i = quantizer_i(x_i) for the matrices x_i of a group, into one buffer.
+
+    quantizers   one a matrix; None: the values stay plain
+    shapes       of the matrices; None: those of a stack [n, M, N]
     """
 
-    def __init__(self, shapes: Sequence[Sequence[int]], data: Tensor, quantizer: Quantizer | None = None):
-        if quantizer is not None:
-            raise NotImplementedError(
-                f"groups are not quantized by a {type(quantizer).__name__} into one buffer; quantize their tensors one "
-                "by one"
-            )
-        self.tensor_shapes = [torch.Size(shape) for shape in shapes]
-        total = sum(prod(shape) for shape in self.tensor_shapes)
-        if not self.tensor_shapes or data.numel() != total:
+    def __init__(self, quantizers: Sequence[Quantizer] | None, shapes: Shapes | None = None):
+        usages = quantizers[0].get_usages() if quantizers else {"rowwise": True, "columnwise": False}
+        super().__init__(**usages)
+        self.quantizers = None if quantizers is None else tuple(quantizers)
+        self.shapes = None if shapes is None else tuple(tuple(shape) for shape in shapes)
+
+    def _shapes(self, shape: Sequence[int]) -> Shapes:
+        return [tuple(shape[1:])] * shape[0] if self.shapes is None else self.shapes
+
+    def encode(
+        self, tensor: Tensor, rowwise: bool, columnwise: bool, *, noop_flag: Tensor | None = None
+    ) -> GroupedTensorStorage:
+        if isinstance(tensor, QuantizedTensorStorage):
+            tensor = tensor.decode(tensor.dtype)
+        shapes = self._shapes(tensor.shape)
+        pieces = tensor.reshape(-1).split([prod(shape) for shape in shapes])
+        members: list[Any] = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+        if self.quantizers is not None:
+            members = [
+                quantizer.encode(member, rowwise, columnwise, noop_flag=noop_flag)
+                for quantizer, member in zip(self.quantizers, members, strict=True)
+            ]
+        return GroupedTensorStorage.of(members, self, tensor.dtype)
+
+    def wrap(self, storage: QuantizedTensorStorage, *, requires_grad: bool = False) -> GroupedTensor:
+        return GroupedTensor.from_storage(storage, requires_grad=requires_grad)
+
+    def empty(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None, pin_memory: bool
+    ) -> GroupedTensorStorage:
+        shapes = self._shapes(shape)
+        if self.quantizers is None:
+            data = torch.empty(sum(map(prod, shapes)), dtype=dtype, device=device, pin_memory=pin_memory)
+            return GroupedTensorStorage.around(shapes, data, self)
+        members = []
+        for quantizer, one in zip(self.quantizers, shapes, strict=True):
+            quantizer = quantizer.copy()
+            quantizer.set_usage(rowwise=self.rowwise_usage, columnwise=self.columnwise_usage)
+            members.append(quantizer.empty(one, dtype, device, False))
+        group = GroupedTensorStorage.of(members, self, dtype)
+        return group.mapped(Tensor.pin_memory) if pin_memory else group  # pyright: ignore[reportReturnType]
+
+    def calibrate(self, tensor: Tensor) -> None:
+        for quantizer, member in zip(self.quantizers or (), tensor.unbind(0), strict=False):
+            quantizer.calibrate(member)
+
+    def shape_refusal(self, shape: Sequence[int], rowwise: bool, columnwise: bool) -> str | None:
+        for quantizer, one in zip(self.quantizers or (), self._shapes(shape), strict=False):
+            refusal = quantizer.shape_refusal(one, rowwise, columnwise)
+            if refusal is not None:
+                return refusal
+        return None
+
+    def copy(self) -> StackQuantizer:
+        """One whose usages can change alone, and those of its members' quantizers with it."""
+        twin = copy.copy(self)
+        twin.quantizers = None if self.quantizers is None else tuple(q.copy() for q in self.quantizers)
+        return twin
+
+    def _configuration(self) -> Hashable:
+        return self.quantizers, self.shapes
+
+
+class GroupedTensor(QuantizedTensor, GroupedTensorStorage):
+    """The matrices as a tensor: [n, M, N] of equal shapes, else their logical shape. Operations give plain tensors."""
+
+    STORAGE = GroupedTensorStorage
+    amax = torch.Tensor.amax  # pyright: ignore[reportAssignmentType]
+
+    def __new__(cls, *_: Any, **__: Any) -> GroupedTensor:
+        raise TypeError(
+            "a GroupedTensor is made by make_grouped_tensor_with_shapes, make_grouped_tensor_from_rowwise_data or "
+            "of_members"
+        )
+
+    @classmethod
+    def of_members(cls, members: Sequence[Tensor]) -> GroupedTensor:
+        """A group that holds a copy of these matrices, all plain or all of one format: their codes, as they are."""
+        shapes = [tuple(member.shape) for member in members]
+        quantizers = [m.writer() for m in members if isinstance(m, QuantizedTensor)]
+        if not members or len(quantizers) not in (0, len(members)):
             raise ValueError(
-                f"{len(self.tensor_shapes)} tensors of {total} elements do not fill a buffer of {data.numel()}; give "
-                "one shape a tensor and a buffer of all elements"
+                f"{len(quantizers)} of {len(members)} matrices are quantized; give at least one, and all alike"
             )
-        self.rowwise_data = data.reshape(-1)
-        self.offsets = make_tensor_offsets([prod(shape) for shape in self.tensor_shapes], 1)[:-1]
-        self.quantizer: Quantizer | None = None
-        self.columnwise_data: Tensor | None = None
-        self.scale_inv: Tensor | None = None
-        self.columnwise_scale_inv: Tensor | None = None
-        self.quantized_tensors: list[Tensor] | None = None
+        equal = len(set(shapes)) == 1
+        quantizer = StackQuantizer(quantizers or None, None if equal else shapes)  # pyright: ignore[reportArgumentType]
+        with torch.no_grad():
+            storage = GroupedTensorStorage.of(
+                [m.as_storage() if isinstance(m, QuantizedTensor) else m.detach() for m in members],
+                quantizer,
+                members[0].dtype,
+            )
+        return cls.from_storage(storage)
 
     @property
-    def num_tensors(self) -> int:
-        return len(self.tensor_shapes)
+    def quantizer(self) -> Quantizer | None:
+        """That of the first matrix; None: the values are plain."""
+        own: Any = self._quantizer
+        return None if own is None or own.quantizers is None else own.quantizers[0]
 
     @property
-    def fake_dtype(self) -> torch.dtype:
-        return self.rowwise_data.dtype
-
-    @property
-    def logical_shape(self) -> torch.Size:
-        firsts, lasts = self._extents(0), self._extents(-1)
-        if self.all_same_last_dim():
-            return torch.Size((sum(firsts), lasts[0]))
-        if self.all_same_first_dim():
-            return torch.Size((firsts[0], sum(lasts)))
-        return torch.Size((1, self.rowwise_data.numel()))
-
-    def has_data(self) -> bool:
-        return True
-
-    def has_columnwise_data(self) -> bool:
-        return False
-
-    def all_same_first_dim(self) -> bool:
-        return len(set(self._extents(0))) == 1
-
-    def all_same_last_dim(self) -> bool:
-        return len(set(self._extents(-1))) == 1
-
-    def all_same_shape(self) -> bool:
-        return len(set(self.tensor_shapes)) == 1
-
-    def varying_both_dims(self) -> bool:
-        return not (self.all_same_first_dim() or self.all_same_last_dim())
-
-    def get_common_first_dim(self) -> int:
-        """The first extent of every matrix; RuntimeError where they differ."""
-        return self._common(0, "first")
-
-    def get_common_last_dim(self) -> int:
-        """The last extent of every matrix; RuntimeError where they differ."""
-        return self._common(-1, "last")
-
-    def get_dtype(self) -> torch.dtype:
-        return self.fake_dtype
+    def quantized_tensors(self) -> list[Tensor]:
+        return self.split_into_quantized_tensors()
 
     def split_into_quantized_tensors(self) -> list[Tensor]:
-        """The matrices, as views of the buffer; the same objects at every call."""
-        if self.quantized_tensors is None:
-            flat = self.rowwise_data.detach()
-            self.quantized_tensors = [
-                flat[begin : begin + prod(shape)].view(shape)
-                for begin, shape in zip(self.offsets, self.tensor_shapes, strict=True)
-            ]
-        return self.quantized_tensors
+        """The matrices, as tensors of their format around views of the buffers."""
+        members = GroupedTensorStorage.members(self)
+        writers: Any = self._quantizer
+        if writers is None or writers.quantizers is None:
+            return [member.detach() for member in members]
+        return [q.wrap(member) for q, member in zip(writers.quantizers, members, strict=True)]
 
     def quantize(self, tensors: Sequence[Tensor], noop_flag: Tensor | None = None) -> list[Tensor]:
-        """Copy values into the matrices, unless the flag on the device is set; nothing is changed where one misfits."""
+        """Write values into the matrices, unless the flag on the device is set; nothing is changed if one misfits."""
         if [value.shape for value in tensors] != self.tensor_shapes:
             raise ValueError(
                 f"tensors are {[list(value.shape) for value in tensors]}; give {[list(s) for s in self.tensor_shapes]}"
             )
         held = self.split_into_quantized_tensors()
-        for into, value in zip(held, tensors, strict=True):
-            into.copy_(
-                value if noop_flag is None else torch.where(noop_flag != 0, into, value.to(into.dtype))
-            )
+        with torch.no_grad():
+            for into, value in zip(held, tensors, strict=True):
+                if isinstance(into, QuantizedTensor):
+                    into.quantize_(value, noop_flag=noop_flag)
+                else:
+                    kept = (
+                        value
+                        if noop_flag is None
+                        else torch.where(noop_flag != 0, into, value.to(into.dtype))
+                    )
+                    into.copy_(kept)
         return held
-
-    def _extents(self, axis: int) -> list[int]:
-        return [shape[axis] for shape in self.tensor_shapes]
-
-    def _common(self, axis: int, name: str) -> int:
-        extents = self._extents(axis)
-        if len(set(extents)) > 1:
-            raise RuntimeError(f"the {name} extents {extents} differ; ask all_same_{name}_dim() before")
-        return extents[0]
-
-    @staticmethod
-    def make_tensor_offsets(split_dims: Sequence[int], common_dim: int) -> list[int]:
-        """[0, cumulative split * common]: where each matrix begins, and the end."""
-        return make_tensor_offsets(split_dims, common_dim)
 
     @classmethod
     def make_grouped_tensor_with_shapes(
         cls,
         num_tensors: int,
-        shapes: Sequence[Sequence[int]],
+        shapes: Shapes,
         quantizer: Quantizer | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> GroupedTensor:
-        """Uninitialised matrices of these shapes."""
+        """Uninitialised matrices of these shapes, each quantized as the quantizer has it."""
         whole("num_tensors", num_tensors)
-        if len(shapes) != num_tensors:
+        if len(shapes) != num_tensors or not shapes:
             raise ValueError(f"{len(shapes)} shapes for num_tensors={num_tensors}; give one a tensor")
+        for shape in shapes:
+            extents("shapes", shape)
         dtype = torch.get_default_dtype() if dtype is None else dtype
         values_dtype("dtype", dtype)
-        total = sum(prod(shape) for shape in shapes)
-        return GroupedTensor.of(shapes, torch.empty(total, dtype=dtype, device=device), quantizer)
+        given = [tuple(shape) for shape in shapes]
+        quantizers = None if quantizer is None else [quantizer.copy() for _ in given]
+        stack = StackQuantizer(quantizers, None if len(set(given)) == 1 else given)
+        return cls.from_storage(stack.empty((num_tensors, *given[0]), dtype, device, False))
+
+    @classmethod
+    def make_grouped_tensor(
+        cls, num_tensors: int, first_dims: Tensor | None, last_dims: Tensor | None,
+        logical_first_dim: int, logical_last_dim: int, quantizer: Quantizer | None = None,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> GroupedTensor:  # fmt: skip
+        """Uninitialised matrices whose extents are numbers of the device, which the host reads; None: all are equal."""
+        whole("num_tensors", num_tensors)
+        firsts = _extents_of("first_dims", first_dims, num_tensors, logical_first_dim, last_dims is None)
+        lasts = _extents_of("last_dims", last_dims, num_tensors, logical_last_dim, False)
+        return cls.make_grouped_tensor_with_shapes(
+            num_tensors, list(zip(firsts, lasts, strict=True)), quantizer, device, dtype
+        )
 
     @classmethod
     def make_grouped_tensor_from_rowwise_data(
@@ -168,40 +217,37 @@ class GroupedTensorStorage:
             raise ValueError(
                 f"dtype={dtype} is not that of rowwise_data, {rowwise_data.dtype}; convert the buffer"
             )
-        shapes = [tensor_shape] * num_tensors
-        if internal:
-            return GroupedTensorStorage(shapes, rowwise_data)
-        return GroupedTensor.of(shapes, rowwise_data)
+        shapes = [tuple(tensor_shape)] * num_tensors
+        storage = GroupedTensorStorage.around(shapes, rowwise_data.detach(), StackQuantizer(None))
+        return storage if internal else cls.from_storage(storage, requires_grad=rowwise_data.requires_grad)
 
-
-class GroupedTensor(torch.Tensor, GroupedTensorStorage):
-    """The matrices as a tensor: [n, M, N] of equal shapes, else their logical shape. Operations give plain tensors."""
-
-    def __new__(cls, *_: Any, **__: Any) -> GroupedTensor:
-        raise TypeError(
-            "a GroupedTensor is made by make_grouped_tensor_with_shapes or make_grouped_tensor_from_rowwise_data"
+    def fsdp_pre_all_gather(self, *_: Any) -> Any:
+        raise NotImplementedError(
+            "a quantized parameter of all groups is not sharded as codes; use single_grouped_weight=False, one "
+            "parameter a group, under fully_shard"
         )
 
-    @classmethod
-    def of(
-        cls, shapes: Sequence[Sequence[int]], data: Tensor, quantizer: Quantizer | None = None
-    ) -> GroupedTensor:
-        """Matrices of these shapes around a buffer, which is shared."""
-        storage = GroupedTensorStorage(shapes, data, quantizer)
-        stacked = (storage.num_tensors, *storage.tensor_shapes[0])
-        shape = stacked if storage.all_same_shape() else storage.logical_shape
-        self = torch.Tensor._make_subclass(cls, storage.rowwise_data.detach().view(shape), data.requires_grad)
-        vars(self).update(vars(storage))
-        return self
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
+    def _rebuilding(self) -> tuple[Any, tuple[Any, ...]]:
+        return _make_grouped_tensor_in_reduce_ex, (self.split_into_quantized_tensors(),)
 
 
-def make_tensor_offsets(split_dims: Sequence[int], common_dim: int) -> list[int]:
-    """[0, cumulative split * common]"""
-    offsets = [0]
-    for split in split_dims:
-        offsets.append(offsets[-1] + split * common_dim)
-    return offsets
+def _extents_of(name: str, given: Tensor | None, count: int, logical: int, is_sum: bool) -> list[int]:
+    """One extent of each matrix; where none are given all have `logical`, or an equal share of it."""
+    if given is None:
+        if is_sum and logical % max(count, 1):
+            raise ValueError(f"num_tensors={count} does not divide the logical extent {logical}; give {name}")
+        return [logical // count if is_sum else logical] * count
+    tensor(name, given)
+    if given.dim() != 1 or given.numel() != count or given.is_floating_point():
+        raise ValueError(
+            f"{name} is {given.dtype} {list(given.shape)} for num_tensors={count}; give one whole number a tensor"
+        )
+    return given.tolist()
+
+
+def _make_grouped_tensor_in_reduce_ex(members: Sequence[Tensor]) -> GroupedTensor:
+    """A GroupedTensor from its pickle."""
+    return GroupedTensor.of_members(members)
+
+
+PICKLED = (_make_grouped_tensor_in_reduce_ex,)

@@ -107,7 +107,7 @@ class _TensorScaled:
             epsilon=0.0 if delayed else self.quantizer.amax_epsilon,
         )
         scale = self.quantizer.scale.reshape(1) if delayed else None
-        quantized = quantize(self.shard.values.view(1, -1), spec, scale=scale, amax=maxima[0])
+        quantized = quantize(self.shard.values.view(1, -1), spec, multiplier=scale, amax=maxima[0])
         assert quantized.codes is not None
         if delayed:
             self.quantizer.record(maxima[0])

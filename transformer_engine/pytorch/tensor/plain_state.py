@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..constants import DType
+from .grouped_tensor import GroupedTensor
 from .quantized_tensor import QuantizedTensor
 
 _BETWEEN = "::"
@@ -58,7 +59,11 @@ def load_plain_state_dict(module: nn.Module, tensors: Mapping[str, Tensor], stri
 
 
 def _kind(tensor: QuantizedTensor) -> str:
-    """The class and the element of the codes, which their bytes do not tell."""
+    """The class and the element of the codes, which their bytes do not tell; of a group those of its members too."""
+    if isinstance(tensor, GroupedTensor):
+        member = tensor.split_into_quantized_tensors()[0]
+        inner = _kind(member) if isinstance(member, QuantizedTensor) else str(tensor.dtype).rpartition(".")[2]
+        return f"{type(tensor).__name__}.{inner}"
     constants = (getattr(tensor, name) for name in tensor.CONSTANTS)
     return ".".join((type(tensor).__name__, *(value.name for value in constants if isinstance(value, DType))))
 

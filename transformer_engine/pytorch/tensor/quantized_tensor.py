@@ -96,7 +96,12 @@ def _rebuild_trained(
 
 
 def storage_of(tensor: QuantizedTensor) -> QuantizedTensorStorage:
-    """The payload of a quantized tensor, shared; a function, as torch.compile traces no methods of tensors."""
+    """The payload of a quantized tensor, shared; a function, as torch.compile traces no methods of tensors.
+
+    A storage is its own.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        return tensor
     cls = type(tensor)
     tensors = {keyword: getattr(tensor, name) for name, keyword in cls.TENSORS.items()}
     constants = {keyword: getattr(tensor, name) for name, keyword in cls.CONSTANTS.items()}

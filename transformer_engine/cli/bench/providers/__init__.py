@@ -1,6 +1,7 @@
 """Who runs a case: this engine, plain PyTorch, and other libraries where they are installed."""
 
 from .engine import ENGINE
+from .in_jax import JAX, XLA
 from .liger import LIGER
 from .plain import COMPILED, PLAIN
 from .provider import Provider
@@ -8,6 +9,6 @@ from .quack import QUACK
 from .torchao import TORCHAO
 
 # The engine comes first: the others are shown in relation to it.
-PROVIDERS: tuple[Provider, ...] = (ENGINE, PLAIN, COMPILED, TORCHAO, LIGER, QUACK)
+PROVIDERS: tuple[Provider, ...] = (ENGINE, PLAIN, COMPILED, TORCHAO, LIGER, QUACK, JAX, XLA)
 
 __all__ = ["ENGINE", "PROVIDERS", "Provider"]

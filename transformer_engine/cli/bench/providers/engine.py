@@ -65,7 +65,7 @@ def _norm(case: Case, device: torch.device) -> Workload:
     return _module(norm(a["width"], dtype=BF16, device=device), _random(device, a["rows"], a["width"]), case)
 
 
-@BUILDERS.of("linear")
+@BUILDERS.of("linear", "dense")
 def _linear(case: Case, device: torch.device) -> Workload:
     a = case.arguments
     module = te.Linear(a["depth"], a["width"], bias=a["bias"], params_dtype=BF16, device=device)

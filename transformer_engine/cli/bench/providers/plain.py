@@ -112,7 +112,7 @@ def _norm(case: Case, device: torch.device) -> Workload:
     return Workload(norm, (_random(device, a["rows"], a["width"]),))
 
 
-@BUILDERS.of("linear")
+@BUILDERS.of("linear", "dense")
 def _linear(case: Case, device: torch.device) -> Workload:
     a = case.arguments
     module = nn.Linear(a["depth"], a["width"], bias=a["bias"], device=device, dtype=BF16)

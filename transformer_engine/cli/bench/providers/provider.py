@@ -5,14 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any, Protocol
 
 import torch
 
 from ..cases import Case
-from ..workload import Workload
+from ..measure import Effort, Figures
+
+
+class Measurable(Protocol):
+    """What a builder makes of a case."""
+
+    def measured(self, backward: bool, device: torch.device, effort: Effort) -> Figures:
+        """The figures of a forward, or of a forward and backward, pass."""
+        ...
+
 
 # None: the builder's library has no such case, though it has the family.
-Builder = Callable[[Case, torch.device], Workload | None]
+Builder = Callable[[Case, torch.device], Any]
 
 
 class Builders(dict[str, Builder]):
@@ -37,6 +47,8 @@ class Provider:
     module    what has to be importable
     remedy    the command that installs it
     gpu_only  why it does not run on a CPU
+    refuses   what else speaks against a device, of a library that is installed
+    on_request   measured only where it is named
     """
 
     name: str
@@ -46,14 +58,18 @@ class Provider:
     remedy: str = ""
     gpu_only: str | None = None
     quantizations: tuple[str, ...] = ()
+    refuses: Callable[[torch.device], str | None] = lambda device: None
+    on_request: bool = False
 
     def refusal(self, device: torch.device) -> str | None:
         """Why nothing of this provider is measured here; None when it is."""
         if self.module is not None and find_spec(self.module) is None:
             return f"not installed; {self.remedy}"
-        return self.gpu_only if device.type != "cuda" else None
+        if self.gpu_only is not None and device.type != "cuda":
+            return self.gpu_only
+        return self.refuses(device)
 
-    def workload(self, case: Case, device: torch.device) -> Workload | None:
+    def workload(self, case: Case, device: torch.device) -> Measurable | None:
         """The case as this provider runs it; None when it has no such thing."""
         build = self.builders.get(case.family)
         takes = self.quantizations if case.family == "quantize" else self.recipes

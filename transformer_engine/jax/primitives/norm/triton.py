@@ -46,16 +46,8 @@ class Forward:
         from ....common.kernels import norm  # it imports triton
 
         rows, width = x.shape
-        launch = norm.forward(
-            rows,
-            width,
-            width,
-            x.dtype.name,
-            self.epsilon,
-            self.zero_centered,
-            self.centered,
-            processors().count,
-        )
+        norms = (self.epsilon, self.zero_centered, self.centered)
+        launch = norm.forward(norm.Rows(rows, width, width, x.dtype.name, *norms, processors().count))
         _, _, y, mean, rstdev, *_ = run(launch, [x, gamma, beta, None, None])
         return tuple(made for made in (y, mean, rstdev) if made is not None)
 

@@ -103,6 +103,38 @@ class Call(NamedTuple):
 Key = tuple[Any, ...]
 
 
+def _key(
+    config: AttentionConfig,
+    training: bool,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gradient: bool,
+    qkv_format: str | None,
+    attn_mask_type: str | None,
+) -> Key:
+    """The parts of a `Call` that every call has; a plain tuple, which is made in half the time of a named one."""
+    return (
+        config,
+        training,
+        q.shape,
+        k.shape,
+        v.shape,
+        q.dtype,
+        k.dtype,
+        v.dtype,
+        q.device,
+        k.device,
+        v.device,
+        gradient,
+        torch.are_deterministic_algorithms_enabled(),
+        env.generation(),
+        last_choice.renewed,
+        qkv_format,
+        attn_mask_type,
+    )
+
+
 def plan_of(key: Key) -> Plan:
     """The plan of a key, after every check that the call's tensors and names need."""
     request, sequences = Call(*key).judged()
@@ -133,26 +165,10 @@ def plain_call(
     sink = None
     if config.softmax_type != "vanilla":
         sink = sink_of(config.softmax_type, offset, config.heads, q.device)
-    key = (
-        config,
-        training,
-        q.shape,
-        k.shape,
-        v.shape,
-        q.dtype,
-        k.dtype,
-        v.dtype,
-        q.device,
-        k.device,
-        v.device,
-        torch.is_grad_enabled()
-        and (q.requires_grad or k.requires_grad or v.requires_grad or _any_wants(sink)),
-        torch.are_deterministic_algorithms_enabled(),
-        env.generation(),
-        last_choice.renewed,
-        qkv_format,
-        attn_mask_type,
+    gradient = torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad or _any_wants(sink)
     )
+    key = _key(config, training, q, k, v, gradient, qkv_format, attn_mask_type)
     plan = memory[key] if undisturbed() else plan_of(key)
     last_choice.seen = plan
     if q.stride(-1) != 1:
@@ -277,30 +293,9 @@ def _found_plan(
 ) -> Plan:
     """The plan of a call, looked up where one like it was met before; `last_choice` learns of it."""
     q, k, v = qkv
-    deterministic = torch.are_deterministic_algorithms_enabled()
     try:
-        key = (
-            config,
-            training,
-            q.shape,
-            k.shape,
-            v.shape,
-            q.dtype,
-            k.dtype,
-            v.dtype,
-            q.device,
-            k.device,
-            v.device,
-            gradient,
-            deterministic,
-            env.generation(),
-            last_choice.renewed,
-            a.qkv_format,
-            a.attn_mask_type,
-            facts_of(a),
-            cached,
-            same,
-        )
+        plain = _key(config, training, q, k, v, gradient, a.qkv_format, a.attn_mask_type)
+        key = (*plain, facts_of(a), cached, same)
         if not undisturbed():
             plan = plan_of(key)
         else:
@@ -311,7 +306,8 @@ def _found_plan(
         last_choice.seen = plan
         return plan
     # An argument of a wrong kind is no part of a key; the checks say what it should be.
-    judged(config, config.numbers(training), qkv, a, Modes(gradient, deterministic), cached, same)
+    modes = Modes(gradient, torch.are_deterministic_algorithms_enabled())
+    judged(config, config.numbers(training), qkv, a, modes, cached, same)
     raise stumbled
 
 

@@ -51,7 +51,7 @@ def _each(parts: Sequence[Tensor], spec: QuantizeSpec, slots: ScaleSlots | None)
     made = []
     for group, part in enumerate(parts):
         scale, amax = slots.of_group(group)
-        made.append(quantize(part, spec, scale=scale, record=amax))
+        made.append(quantize(part, spec, multiplier=scale, record=amax))
     return made
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,7 @@ def bind(request: MultiTensorRequest) -> Callable[..., Any]:
     ) -> None:
         chunks = chunks_of(lists, sizes, CHUNK)
         if chunks is None:
+            _say_captured(request.operation)
             captured(lists, sizes, numbers, flag)
         elif chunks.count:
             launch = _launches[request.operation, kinds, request.how, chunks.count, chunks.aligned]
@@ -55,6 +57,16 @@ def bind(request: MultiTensorRequest) -> Callable[..., Any]:
         return torch.segment_reduce(partials, "sum", lengths=chunks.each, unsafe=True, initial=0.0)
 
     return squares if request.operation == "squares" else write
+
+
+def _say_captured(operation: str) -> None:
+    warnings.warn(
+        f"a CUDA graph is capturing {operation} of tensors that no step before has met, whose addresses cannot be sent "
+        "to the device meanwhile: it goes tensor by tensor. Let the steps before keep the gradients that are captured, "
+        "zero_grad(set_to_none=False), and it is one launch",
+        UserWarning,
+        stacklevel=2,
+    )
 
 
 def _launch(key: tuple[str, tuple[str, ...], Adam | Sgd | None, int, bool]) -> Launch:

@@ -17,6 +17,7 @@ from .reference import with_cast
 from .request import Lies, NormRequest
 
 if TYPE_CHECKING:
+    from ....common.kernels.norm import Rows
     from ....common.kernels.program import Program
 
 _WIDEST_CENTERED = 4096  # columns of a LayerNorm that makes the codes of blocks
@@ -55,7 +56,7 @@ def _forward(request: NormRequest) -> Callable[..., tuple[Tensor, ...]]:
         return empty_layernorm if request.centered else empty_rmsnorm
     from ....common.kernels import norm  # it imports triton
 
-    launch = norm.forward(*_plain(request))
+    launch = norm.forward(_rows(request))
 
     def layernorm(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
         bias = None if bias is None else bias.contiguous()
@@ -68,12 +69,13 @@ def _forward(request: NormRequest) -> Callable[..., tuple[Tensor, ...]]:
     return layernorm if request.centered else rmsnorm
 
 
-def _plain(request: NormRequest) -> tuple[int, int, int, str, float, bool, bool, int]:
-    """Of every forward: rows, width, stride of x, dtype, eps, zero_centered, centered, processors."""
+def _rows(request: NormRequest) -> Rows:
+    from ....common.kernels.norm import Rows  # it imports triton
+
     rows, width = request.shape
     processors = launching.processors(request.device.index).count
     stride, dtype = _row_stride(request.shape, request.strides), DTYPE_NAMES[request.dtype]
-    return rows, width, stride, dtype, request.eps, request.zero_centered, request.centered, processors
+    return Rows(rows, width, stride, dtype, request.eps, request.zero_centered, request.centered, processors)
 
 
 def _row_stride(shape: tuple[int, int], strides: tuple[int, ...]) -> int:
@@ -87,9 +89,9 @@ def _codes(request: NormRequest, cast: CastRequest) -> Callable[..., tuple[Any, 
 
     if fused_codes.in_blocks(cast.spec):
         blocks = fused_codes.blocks(cast.spec, request.dtype)
-        program = norm_codes.row_blocks(*_plain(request), blocks)
+        program = norm_codes.row_blocks(_rows(request), blocks)
     else:
-        program = norm_codes.one_scale(*_plain(request), fused_codes.one_scale(cast))
+        program = norm_codes.one_scale(_rows(request), fused_codes.one_scale(cast))
     taken = len(program.inputs)
     performed = Performed(program, request.device)
 

@@ -50,7 +50,7 @@ def quantize(
     x: Tensor,
     spec: QuantizeSpec,
     *,
-    scale: Tensor | None = None,
+    multiplier: Tensor | None = None,
     amax: Tensor | None = None,
     amax_t: Tensor | None = None,
     random: tuple[Tensor, Tensor] | None = None,
@@ -58,18 +58,18 @@ def quantize(
 ) -> Quantized:
     """x [M, K] -> codes and scales of the directions that spec asks for.
 
-    scale     FLOAT8: multiply by this instead of a scale made from the absolute maximum (delayed scaling)
-    amax      FLOAT8, NVFP4: the absolute maximum to use, for example one reduced over a group
-    amax_t    NVFP4: the same for the columnwise direction
-    record    FLOAT8 with a given scale: float32 [1] that keeps the larger of itself and max|x|; the result's
-              amax is then this tensor. Not while compiling, where a write has to go through its base tensor
-    random    NVFP4, stochastic: uniform float32 in [0, 1), shaped [M, K] for the rowwise codes and [K, M] for
-              the columnwise (two_dimensional: the first alone, the columnwise codes being its transpose)
+    multiplier  FLOAT8: values are multiplied with it, not with what their maximum gives; the scale is its inverse
+    amax        FLOAT8, NVFP4: the absolute maximum to use, for example one reduced over a group
+    amax_t      NVFP4: the same for the columnwise direction
+    record      FLOAT8 with a given multiplier: float32 [1] that keeps the larger of itself and max|x|; the result's
+                amax is then this tensor. Not while compiling, where a write has to go through its base tensor
+    random      NVFP4, stochastic: uniform float32 in [0, 1), shaped [M, K] for the rowwise codes and [K, M] for
+                the columnwise (two_dimensional: the first alone, the columnwise codes being its transpose)
     """
     if spec.stochastic:
         _check_random(x.shape, spec, random)
-    key = (spec, x.shape, x.dtype, x.device, scale is not None, amax is not None)
-    return TABLE.bound(key)(x, scale, amax, amax_t, record, random)
+    key = (spec, x.shape, x.dtype, x.device, multiplier is not None, amax is not None)
+    return TABLE.bound(key)(x, multiplier, amax, amax_t, record, random)
 
 
 @overload
@@ -82,7 +82,7 @@ def quantize_as(x: Tensor, cast: Cast | None) -> Tensor | Quantized: ...
 
 def quantize_as(x: Tensor, cast: Cast | None) -> Tensor | Quantized:
     """x [M, K] in the codes that a cast asks for; x where none is asked for."""
-    return x if cast is None else quantize(x, cast.spec, scale=cast.multiplier, record=cast.record)
+    return x if cast is None else quantize(x, cast.spec, multiplier=cast.multiplier, record=cast.record)
 
 
 def _described(
@@ -90,7 +90,7 @@ def _described(
     shape: Sequence[int],
     dtype: torch.dtype,
     device: torch.device,
-    scale_given: bool,
+    multiplier_given: bool,
     amax_given: bool,
 ) -> Request:
     """The request of a key; ValueError or TypeError for a matrix that the format cannot take."""
@@ -98,11 +98,13 @@ def _described(
         raise ValueError(f"quantize takes a matrix [M, K], not {list(shape)}; flatten the leading axes")
     if not dtype.is_floating_point:
         raise TypeError(f"quantize takes floating-point values, not {dtype}; convert them first")
-    if scale_given and spec.format.block is not None:
-        raise ValueError(f"a given scale belongs to format float8, not to {spec.format.name}; leave it out")
+    if multiplier_given and spec.format.block is not None:
+        raise ValueError(
+            f"a given multiplier belongs to format float8, not to {spec.format.name}; leave it out"
+        )
     rows, depth = shape
     FORMATS[spec.format.name].check(rows, depth, spec)
-    return Request(spec, (rows, depth), dtype, device, scale_given, amax_given)
+    return Request(spec, (rows, depth), dtype, device, multiplier_given, amax_given)
 
 
 def _check_random(shape: Sequence[int], spec: QuantizeSpec, random: tuple[Tensor, Tensor] | None) -> None:

@@ -19,7 +19,7 @@ _SCALE_DTYPES = {"float32": torch.float32, "e8m0": torch.uint8, "e4m3": torch.fl
 class Given(NamedTuple):
     """What a quantization may be given beside the matrix: see `quantize`."""
 
-    scale: Tensor | None = None
+    multiplier: Tensor | None = None
     amax: Tensor | None = None
     amax_t: Tensor | None = None
     random: tuple[Tensor, Tensor] | None = None
@@ -32,7 +32,7 @@ class PlannedCall(Protocol):
     def __call__(
         self,
         x: Tensor,
-        scale: Tensor | None,
+        multiplier: Tensor | None,
         amax: Tensor | None,
         amax_t: Tensor | None,
         record: Tensor | None,

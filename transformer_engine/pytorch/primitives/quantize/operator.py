@@ -29,7 +29,7 @@ _OPTIONS = {
 _SCHEMA = (
     "quantize(Tensor x, str format, str element, "
     + ", ".join(f"{kind} {name}" for name, kind in _OPTIONS.items())
-    + ", Tensor? scale, Tensor? amax, Tensor? amax_t, Tensor? random_rows, Tensor? random_columns) -> Tensor[]"
+    + ", Tensor? multiplier, Tensor? amax, Tensor? amax_t, Tensor? random_rows, Tensor? random_columns) -> Tensor[]"
 )
 
 
@@ -37,11 +37,13 @@ def operator_of(quantize: Callable[..., Quantized]) -> Callable[[Request], Opera
     """(request) -> the operator that runs quantize(x, spec, ...), for `Table`."""
 
     def now(x: Tensor, format: str, element: str, *rest: Any) -> list[Tensor]:
-        options, (scale, amax, amax_t, *random) = rest[: len(_OPTIONS)], rest[len(_OPTIONS) :]
+        options, (multiplier, amax, amax_t, *random) = rest[: len(_OPTIONS)], rest[len(_OPTIONS) :]
         spec = QuantizeSpec(FORMATS[format].format, _ELEMENTS[element], *options)
         drawn = None if random[0] is None or random[1] is None else tuple(random)
         return _separate(
-            quantize(x, spec, scale=scale, amax=amax, amax_t=amax_t, random=drawn), spec, amax is None
+            quantize(x, spec, multiplier=multiplier, amax=amax, amax_t=amax_t, random=drawn),
+            spec,
+            amax is None,
         )
 
     made = launching.operator(_SCHEMA, now, _results)
@@ -88,7 +90,7 @@ def _as_operator(
     operator: Callable[..., list[Tensor]],
     spec: QuantizeSpec,
     x: Tensor,
-    scale: Tensor | None,
+    multiplier: Tensor | None,
     amax: Tensor | None,
     amax_t: Tensor | None,
     record: Tensor | None,
@@ -112,7 +114,7 @@ def _as_operator(
             spec.hadamard,
             spec.random_sign,
             spec.stochastic,
-            scale,
+            multiplier,
             amax,
             amax_t,
             random_rows,

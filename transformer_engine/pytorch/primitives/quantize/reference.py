@@ -15,13 +15,13 @@ def _bind(request: Request) -> PlannedCall:
 
     def call(
         x: Tensor,
-        scale: Tensor | None,
+        multiplier: Tensor | None,
         amax: Tensor | None,
         amax_t: Tensor | None,
         record: Tensor | None,
         random: tuple[Tensor, Tensor] | None = None,
     ) -> Quantized:
-        return encode(x, spec, Given(scale, amax, amax_t, random, record))
+        return encode(x, spec, Given(multiplier, amax, amax_t, random, record))
 
     return call
 

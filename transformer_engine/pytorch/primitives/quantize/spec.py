@@ -73,7 +73,7 @@ class Request:
     shape: tuple[int, int]
     dtype: torch.dtype
     device: torch.device
-    scale_given: bool = False
+    multiplier_given: bool = False
     amax_given: bool = False
 
     @property

@@ -47,7 +47,7 @@ def tile_scaled(
 def _plan(launch: LaunchOf) -> Plan:
     def plan(request: Request) -> PlannedCall:
         tiled = tiled_call(launch, request)
-        return lambda x, scale, amax, amax_t, record, random=None: tiled(x)
+        return lambda x, multiplier, amax, amax_t, record, random=None: tiled(x)
 
     return plan
 

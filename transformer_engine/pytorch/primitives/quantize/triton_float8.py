@@ -23,29 +23,29 @@ def plan(request: Request) -> PlannedCall:
 
     if request.amax_given:
         return _by_amax(performed(kernels.GIVEN))
-    if request.scale_given:
-        return _by_scale(performed(kernels.RECORDED), performed(kernels.MEASURED))
+    if request.multiplier_given:
+        return _by_multiplier(performed(kernels.RECORDED), performed(kernels.MEASURED))
     measured = performed(kernels.SCALES)
-    return lambda x, scale, amax, amax_t, record, random=None: Quantized(*measured(_contiguous(x)))
+    return lambda x, multiplier, amax, amax_t, record, random=None: Quantized(*measured(_contiguous(x)))
 
 
 def _by_amax(given: Performed) -> PlannedCall:
     def call(
-        x: Tensor, scale: Tensor | None, amax: Tensor | None, amax_t: Tensor | None,
+        x: Tensor, multiplier: Tensor | None, amax: Tensor | None, amax_t: Tensor | None,
         record: Tensor | None, random: tuple[Tensor, Tensor] | None = None,
     ) -> Quantized:  # fmt: skip
-        return Quantized(*given(_contiguous(x), as_float32(scale), as_float32(amax)))._replace(amax=amax)
+        return Quantized(*given(_contiguous(x), as_float32(multiplier), as_float32(amax)))._replace(amax=amax)
 
     return call
 
 
-def _by_scale(recorded: Performed, measured: Performed) -> PlannedCall:
+def _by_multiplier(recorded: Performed, measured: Performed) -> PlannedCall:
     def call(
-        x: Tensor, scale: Tensor | None, amax: Tensor | None, amax_t: Tensor | None,
+        x: Tensor, multiplier: Tensor | None, amax: Tensor | None, amax_t: Tensor | None,
         record: Tensor | None, random: tuple[Tensor, Tensor] | None = None,
     ) -> Quantized:  # fmt: skip
-        x, scale = _contiguous(x), as_float32(scale)
-        return Quantized(*(measured(x, scale) if record is None else recorded(x, scale, record)))
+        x, multiplier = _contiguous(x), as_float32(multiplier)
+        return Quantized(*(measured(x, multiplier) if record is None else recorded(x, multiplier, record)))
 
     return call
 

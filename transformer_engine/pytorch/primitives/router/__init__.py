@@ -37,6 +37,7 @@ __all__ = [
     "balance_loss",
     "choose",
     "choose_backward",
+    "count_margins",
 ]
 
 
@@ -65,6 +66,29 @@ def choose_backward(
     """The gradient of the logits [T, E] in dtype, of choose's probs; map, or indices as choice says."""
     key = ("gradient", scores.shape, grad_probs.dtype, dtype, scores.device, choice)
     return TABLE.bound(key)(map, scores, grad_probs)
+
+
+def count_margins(logits: Tensor, bias: Tensor, k: int, histogram: Tensor, bounds: Tensor) -> None:
+    """histogram int32 [E, bins] += 1 for each token and expert, in the bin of how much the expert lacks.
+
+    That is c - sigmoid(logit), where c is the (k + 1)st largest sigmoid(logit) + bias of the token, of which the lower
+    expert comes first where they are equal. bounds float32 [2]: the lower end of the first bin, the upper of the last.
+    """
+    choice = _NO_CHOICE._replace(k=k, score=SIGMOID)
+    bins = histogram.shape[1]
+    key = (
+        "margins",
+        logits.shape,
+        logits.dtype,
+        bounds.dtype,
+        logits.device,
+        choice,
+        False,
+        1.0,
+        False,
+        bins,
+    )
+    TABLE.bound(key)(logits, bias, histogram, bounds)
 
 
 def balance_loss(probs: Tensor, tokens: Tensor, factor: float, total: Tensor | None = None) -> Tensor:
@@ -126,6 +150,14 @@ def _backward_results(
     return scores.new_empty(scores.shape, dtype=dtype)
 
 
+def _margins(logits: Tensor, bias: Tensor, histogram: Tensor, bounds: Tensor, k: int) -> None:
+    count_margins(logits, bias, k, histogram, bounds)
+
+
+def _margins_results(logits: Tensor, bias: Tensor, histogram: Tensor, bounds: Tensor, k: int) -> None:
+    return None
+
+
 def _loss(probs: Tensor, tokens: Tensor, total: Tensor | None, factor: float) -> Tensor:
     return balance_loss(probs, tokens, factor, total)
 
@@ -146,6 +178,11 @@ _OPERATORS = {
         _backward,
         _backward_results,
     ),
+    "margins": operator(
+        "router_count_margins(Tensor logits, Tensor bias, Tensor(a!) histogram, Tensor bounds, int k) -> ()",
+        _margins,
+        _margins_results,
+    ),
     "loss": operator(
         "router_balance_loss(Tensor probs, Tensor tokens, Tensor? total, float factor) -> Tensor",
         _loss,
@@ -158,6 +195,8 @@ def _operator_of(request: RouterRequest) -> Operator:
     made = _OPERATORS[request.operation]
     if request.operation == "loss":
         return made.given(factor=request.factor)
+    if request.operation == "margins":
+        return made.given(k=request.choice.k)
     if request.operation == "gradient":
         shell = functools.partial(_with_choice, request)
         return Operator(functools.partial(shell, made.call), functools.partial(shell, made.results))

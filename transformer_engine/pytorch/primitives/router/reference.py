@@ -14,13 +14,15 @@ from .request import BITS, BYTES, EPSILON, LINEAR, SIGMOID, SOFTMAX, SOFTMAX_AFT
 
 
 def bind(request: RouterRequest) -> Callable[..., Any]:
-    """(logits, bias, indices) -> (probs, map, scores), (map, scores, grad_probs) -> grad_logits, or
-    (probs, tokens, total) -> loss [1]."""
+    """(logits, bias, indices) -> (probs, map, scores), (map, scores, grad_probs) -> grad_logits,
+    (logits, bias, histogram, bounds) -> None, or (probs, tokens, total) -> loss [1]."""
     choice, made = request.choice, request.made
     if request.operation == "choose":
         return lambda logits, bias, indices: choose(logits, bias, indices, choice, made, request.keeps)
     if request.operation == "gradient":
         return lambda map, scores, grad_probs: gradient(map, scores, grad_probs, choice, made)
+    if request.operation == "margins":
+        return lambda logits, bias, histogram, bounds: margins(logits, bias, histogram, bounds, choice.k)
     return lambda probs, tokens, total: loss(probs, tokens, total, request.factor)
 
 
@@ -79,6 +81,20 @@ def gradient(
     else:
         slope = torch.where(scores > LINEAR, 1.0, scores.sigmoid()) / (2 * active + EPSILON)
     return torch.where(counts, g * slope, 0.0).to(made)
+
+
+def margins(logits: Tensor, bias: Tensor, histogram: Tensor, bounds: Tensor, k: int) -> None:
+    """histogram[e, bin] += 1 for every token, by how much e lacks, c - score; c: the k + 1st largest biased score.
+
+    bin = floor((c - score - lower) * bins / (upper - lower)), at least 0 and at most the last
+    """
+    bins = histogram.shape[1]
+    score = logits.to(torch.float32).sigmoid()
+    cutoff = (score + bias).topk(k + 1, dim=1).values[:, -1:]
+    lower, upper = bounds.to(torch.float32).unbind(0)
+    place = ((cutoff - score - lower) * bins / (upper - lower)).floor()
+    place = torch.where(place > 0, place.clamp(max=bins - 1), 0.0).long()
+    histogram.scatter_add_(1, place.t(), torch.ones_like(place.t(), dtype=histogram.dtype))
 
 
 def loss(probs: Tensor, tokens: Tensor, total: Tensor | None, factor: float) -> Tensor:

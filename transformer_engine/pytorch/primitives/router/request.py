@@ -31,11 +31,12 @@ class Choice(NamedTuple):
 
 
 class RouterRequest(NamedTuple):
-    """One operation: "choose" and "gradient" of logits [T, E], or the "loss" of probabilities [rows, columns].
+    """One operation: "choose", "gradient" and "margins" of logits [T, E], the "loss" of probabilities [rows, columns].
 
     dtype   of the logits or probabilities that are read;  made  of what is made of them
     keeps   are scores kept for the gradient?
     factor  of a loss; dynamic: it is yet to be divided by a number of tokens on the device, squared
+    bins    of a histogram of margins
     """
 
     operation: str
@@ -47,3 +48,4 @@ class RouterRequest(NamedTuple):
     keeps: bool = True
     factor: float = 1.0
     dynamic: bool = False
+    bins: int = 0

@@ -27,7 +27,9 @@ def refuses(request: RouterRequest) -> str | None:
 
 def bind(request: RouterRequest) -> Callable[..., Any]:
     """What `reference.bind` answers, on the same tensors."""
-    return {"choose": _choose, "gradient": _gradient, "loss": _loss}[request.operation](request)
+    return {"choose": _choose, "gradient": _gradient, "loss": _loss, "margins": _margins}[request.operation](
+        request
+    )
 
 
 def _choose(request: RouterRequest) -> Callable[..., Any]:
@@ -66,6 +68,17 @@ def _gradient(request: RouterRequest) -> Callable[..., Tensor]:
         return run(launch, (read, scores.contiguous(), grad_probs.contiguous()))[0]
 
     return gradient
+
+
+def _margins(request: RouterRequest) -> Callable[..., None]:
+    from ....common.kernels import router_margins  # it imports triton
+
+    launch = router_margins.margins(*request.shape, request.choice.k, request.bins)
+
+    def margins(logits: Tensor, bias: Tensor, histogram: Tensor, bounds: Tensor) -> None:
+        run(launch, (logits.contiguous(), bias.contiguous(), histogram, bounds.contiguous()))
+
+    return margins
 
 
 def _loss(request: RouterRequest) -> Callable[..., Tensor]:

@@ -50,6 +50,19 @@ class Rebuild:
         fields = dict(zip(self.storage_class.TENSORS.values(), tensors, strict=True))
         return self.storage_class(**fields, **dict(self.constants))
 
+    def __eq__(self, other: object) -> bool:
+        """Do the bytes mean the same? Who made them, and the nominal dtype, do not count."""
+        if not isinstance(other, Rebuild):
+            return NotImplemented
+        return self._meaning() == other._meaning()
+
+    def __hash__(self) -> int:
+        return hash(self.storage_class)
+
+    def _meaning(self) -> tuple[Any, ...]:
+        constants = [pair for pair in self.constants if pair[0] not in ("quantizer", "dtype")]
+        return self.storage_class, constants
+
 
 class Writer(Protocol):
     """What a storage asks of the quantizer that made it; `Quantizer` is one."""

@@ -14,7 +14,7 @@ from .....common.dispatch import Backend, Refusal
 from .....common.memory import Memory
 from ....runtime.device import get_cudnn_version, has_cuda
 from ..dropout import random_state
-from ..packed import clear_tail
+from ..packed import zero_behind
 from ..passes import Passes
 from ..request import Attended, AttentionInputs, AttentionRequest, Feature, Gradients
 from .cudnn_graph import MOST_PLANS, Plan, Strides, contiguous_strides, missing, planned, ragged_offsets
@@ -263,7 +263,7 @@ def _fresh(r: AttentionRequest, like: Tensor, depth: int, starts: Tensor | None)
     if starts is None or not r.options.padded_between:
         x = torch.empty(shape, dtype=r.shape.dtype, device=like.device)
         if starts is not None:
-            clear_tail(x, starts)
+            zero_behind(x, starts)
         return x
     return torch.zeros(shape, dtype=r.shape.dtype, device=like.device)
 

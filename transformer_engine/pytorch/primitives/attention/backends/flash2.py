@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from .....common import optional
 from .....common.dispatch import Backend
 from ..layout import batch_first
-from ..packed import clear_tail
+from ..packed import zero_behind
 from ..passes import Whole
 from ..request import AttentionInputs, AttentionRequest, AttentionResult, Feature
 from .limits import FLASH, refuses_beyond_flash
@@ -60,7 +60,7 @@ def run(request: AttentionRequest, inputs: AttentionInputs) -> AttentionResult:
     bounds = (inputs.starts_q, inputs.starts_kv, request.shape.seqlen_q, request.shape.seqlen_kv)
     out = flash_attn_varlen_func(*inputs[:3], *bounds, **options)
     assert inputs.starts_q is not None
-    clear_tail(out.detach(), inputs.starts_q)
+    zero_behind(out.detach(), inputs.starts_q)
     return AttentionResult(out.flatten(-2))
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from .....common import optional
 from .....common.dispatch import Backend
 from ..layout import batch_first
-from ..packed import clear_tail
+from ..packed import zero_behind
 from ..passes import Passes
 from ..request import Attended, AttentionInputs, AttentionRequest, Feature, Gradients
 from .limits import FLASH, refuses_beyond_flash
@@ -96,7 +96,7 @@ def forward(request: AttentionRequest, inputs: AttentionInputs) -> Attended:
     )
     if request.packed and not rewrites:
         assert inputs.starts_q is not None
-        clear_tail(out, inputs.starts_q)
+        zero_behind(out, inputs.starts_q)
     return Attended(out, found[1])
 
 
@@ -131,9 +131,9 @@ def backward(
     )
     if request.packed and not rewrites:
         assert inputs.starts_q is not None and inputs.starts_kv is not None
-        clear_tail(grad_q, inputs.starts_q)
-        clear_tail(grad_k, inputs.starts_kv)
-        clear_tail(grad_v, inputs.starts_kv)
+        zero_behind(grad_q, inputs.starts_q)
+        zero_behind(grad_k, inputs.starts_kv)
+        zero_behind(grad_v, inputs.starts_kv)
     return Gradients(grad_q, grad_k, grad_v, None, None if inputs.sink is None else found[3])
 
 

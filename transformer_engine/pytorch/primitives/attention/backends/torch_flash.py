@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .....common.dispatch import Backend
 from ..layout import batch_first
-from ..packed import clear_tail
+from ..packed import zero_behind
 from ..passes import Passes
 from ..request import Attended, AttentionInputs, AttentionRequest, Feature, Gradients
 from .limits import FLASH, refuses_beyond_flash
@@ -55,7 +55,7 @@ def forward(request: AttentionRequest, inputs: AttentionInputs) -> Attended:
     out = batch_first(request.shape.q_format, out).contiguous()
     if request.packed:
         assert inputs.starts_q is not None
-        clear_tail(out, inputs.starts_q)
+        zero_behind(out, inputs.starts_q)
     return Attended(out, lse, rng_state.view(torch.int64) if request.options.dropout > 0.0 else None)
 
 
@@ -88,9 +88,9 @@ def backward(
     gradients = Gradients(*(batch_first(request.shape.q_format, x) for x in found))
     if request.packed:
         assert inputs.starts_q is not None and inputs.starts_kv is not None
-        clear_tail(gradients.q, inputs.starts_q)
-        clear_tail(gradients.k, inputs.starts_kv)
-        clear_tail(gradients.v, inputs.starts_kv)
+        zero_behind(gradients.q, inputs.starts_q)
+        zero_behind(gradients.k, inputs.starts_kv)
+        zero_behind(gradients.v, inputs.starts_kv)
     return gradients
 
 

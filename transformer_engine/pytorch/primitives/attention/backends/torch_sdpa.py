@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from .....common.dispatch import Backend
+from ....runtime.double_backward import refuse_second
 from .. import layout
 from ..passes import Whole
 from ..request import AttentionInputs, AttentionRequest, AttentionResult, Feature
@@ -70,9 +71,17 @@ def attend(request: AttentionRequest, inputs: AttentionInputs) -> AttentionResul
         scale=request.options.scale,
         enable_gqa=request.shape.groups != request.shape.heads and native_groups,
     )
+    _named(out, q, k, v)
     if seeing is not None:
         out = torch.where(seeing, out, 0)
     return _guarded(layout.from_bhsd(request, inputs, out).flatten(-2))
+
+
+def _named(out: Tensor, *inputs: Tensor) -> None:
+    """torch's fused attentions have no second derivative, and say so by the name of their kernel's gradient."""
+    node = out.grad_fn
+    if node is not None and not torch.compiler.is_compiling() and node.name().startswith("ScaledDotProduct"):
+        refuse_second("DotProductAttention by torch_sdpa", node, *inputs)
 
 
 def _guarded(out: Tensor) -> AttentionResult:
@@ -125,6 +134,7 @@ def _dense(r: AttentionRequest) -> Callable[[AttentionRequest, AttentionInputs],
             scale=scale,
             enable_gqa=grouped,
         )
+        _named(out, inputs.q, inputs.k, inputs.v)
         # A copy even where the view is contiguous, as in layout.from_bhsd.
         return _guarded(out.permute(back).clone(memory_format=torch.contiguous_format).flatten(-2))
 

@@ -17,16 +17,16 @@ from ..triton_float8 import plan
 
 def quantize(x: Tensor, spec: QuantizeSpec, given: Given) -> Quantized:
     """x [M, K] -> codes in the directions that spec asks for, one scale [1] for both, and the maximum."""
-    scale, amax, record = given.scale, given.amax, given.record
+    multiplier, amax, record = given.multiplier, given.amax, given.record
     if amax is None:
         amax = absolute_maximum(x)
-    if scale is None:
-        scale = scale_from_amax(
+    if multiplier is None:
+        multiplier = scale_from_amax(
             amax, spec.element.maximum, power_of_two=spec.power_of_two, epsilon=spec.epsilon
         )
-    codes = float8.encode(x, spec.element, scale).contiguous()
+    codes = float8.encode(x, spec.element, multiplier).contiguous()
     codes_t = transposed(codes) if spec.columnwise else None
-    inverse = scale.to(torch.float32).reciprocal()
+    inverse = multiplier.to(torch.float32).reciprocal()
     if record is not None:
         record.copy_(torch.maximum(record, amax.reshape(record.shape)))
         amax = record

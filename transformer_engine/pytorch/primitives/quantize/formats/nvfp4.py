@@ -126,7 +126,7 @@ def _plan(request: Request) -> PlannedCall:
     spec, bound = request.spec, functools.cache(functools.partial(_performed, request))
 
     def call(
-        x: Tensor, scale: Tensor | None, amax: Tensor | None, amax_t: Tensor | None,
+        x: Tensor, multiplier: Tensor | None, amax: Tensor | None, amax_t: Tensor | None,
         record: Tensor | None, random: tuple[Tensor, Tensor] | None = None,
     ) -> Quantized:  # fmt: skip
         rows, columns = random if spec.stochastic and random is not None else (None, None)

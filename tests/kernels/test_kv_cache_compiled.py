@@ -1,4 +1,4 @@
-"""The kernel that appends to a key-value cache, without a GPU: its tests in the interpreter, and that it compiles."""
+"""The kernel that appends to a key-value cache compiles for every architecture, without a GPU."""
 
 from __future__ import annotations
 
@@ -15,20 +15,6 @@ ROOT = Path(__file__).parents[2]
 
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-
-
-def test_the_kernel_passes_its_tests_in_the_interpreter():
-    paths = os.pathsep.join((str(ROOT), str(ROOT / "tests" / "kernels")))
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "norm_interpreter", "-p", "no:cacheprovider"]
-    finished = subprocess.run(
-        [*command, "tests/primitives/test_kv_cache.py"],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
 
 
 def test_the_kernel_compiles_for_every_architecture():

@@ -1,4 +1,4 @@
-"""The kernels of a mixture of experts without a GPU: tests in the interpreter, and that they compile for Hopper."""
+"""The kernels of a mixture of experts compile for Hopper without a GPU."""
 
 from __future__ import annotations
 
@@ -23,15 +23,6 @@ def printed(*arguments: str, **variables: str) -> str:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-@pytest.mark.parametrize("name", ["permutation", "router"])
-def test_the_kernels_pass_their_tests_in_the_interpreter(name):
-    paths = os.pathsep.join((str(ROOT), str(ROOT / "tests" / "kernels")))
-    plugins = ("-p", "norm_interpreter", "-p", "no:cacheprovider")
-    tests = f"tests/primitives/test_{name}.py"
-    variables = {"TRITON_INTERPRET": "1", "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
-    assert "passed" in printed("-m", "pytest", "-q", "-x", *plugins, tests, **variables)
 
 
 def test_the_kernels_compile_for_hopper():

@@ -1,0 +1,105 @@
+"""Milliseconds of a mixture of experts, forward and backward, and the share of them outside of its grouped products.
+
+    python benchmarks/expert_step.py [--json FILE] [--only TEXT]
+
+The layer is that of `te train --experts 8` (router in float32, permutation with padding, two GroupedLinear, SwiGLU,
+unpermutation, the loss that balances experts), by recipe. Products are the two GroupedLinear by themselves, forward and
+backward, quantization included, on as many rows for each expert as the layer's router sent. GPU times are medians with
+the L2 cache overwritten before each call; those of a call in a loop hold what the host adds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from record import GPU, chosen_of, options, parser, write
+
+import transformer_engine.pytorch as te
+from transformer_engine.cli.bench.measure import measure
+from transformer_engine.cli.demo.config import RECIPES, Config
+from transformer_engine.cli.demo.experts import CHOSEN, MixtureOfExperts
+from transformer_engine.pytorch.module.row_groups import alignment
+from transformer_engine.pytorch.quantization import family_named
+
+SIZES = (
+    (768, 16384),
+    (4096, 16384),
+)  # hidden and tokens: the demonstration's large preset, and a large model's
+EXPERTS = 8
+
+
+class Step(NamedTuple):
+    """A recipe and a size."""
+
+    name: str
+    recipe: str
+    hidden: int
+    tokens: int
+
+    def under(self) -> AbstractContextManager[Any]:
+        made = None if self.recipe == "none" else family_named(self.recipe).recipe()
+        return te.autocast(enabled=made is not None, recipe=made)
+
+
+def main() -> None:
+    chosen = options(parser(__doc__))
+    steps = [
+        Step(f"{name}_h{hidden}_t{tokens}", name, hidden, tokens)
+        for hidden, tokens in SIZES
+        for name in RECIPES
+    ]
+    rows = []
+    for step in chosen_of(steps, chosen.only):
+        rows.append({"case": step.name, **measured(step)})
+        print(*(f"{key} {value}" for key, value in rows[-1].items()))
+    write(chosen.json, rows=rows)
+
+
+def measured(step: Step) -> dict[str, float]:
+    """Milliseconds of the whole and of its products, and the share that is not products."""
+    config = Config(step.recipe, "cuda", 1, 1, 32, 1, step.hidden, step.hidden // 64, 1e-3, experts=EXPERTS)
+    layer = MixtureOfExperts(config, 0.02)
+    x = torch.randn(step.tokens, step.hidden, device=GPU, dtype=config.parameter_dtype)
+    with step.under():
+        whole = measure(trained(step, layer, x), GPU)
+        counts = -(-layer._route(layer.norm(x))[1].sum(0) // alignment()) * alignment()
+        splits = counts.tolist()
+    rows = sum(splits)
+    first = torch.randn(rows, step.hidden, device=GPU, dtype=x.dtype)
+    second = torch.randn(rows, layer.fc2.in_features, device=GPU, dtype=x.dtype)
+    parts = [
+        measure(trained(step, lambda x, fc=fc: fc(x, splits), given), GPU)
+        for fc, given in ((layer.fc1, first), (layer.fc2, second))
+    ]
+    products = sum(part.busiest for part in parts)
+    return {
+        "step_ms": round(whole.busiest, 3),
+        "in_a_loop_ms": round(whole.eager_ms, 3),
+        "products_ms": round(products, 3),
+        "share_outside": round(1 - products / whole.busiest, 3),
+        "rows_a_token": round(rows / step.tokens / CHOSEN, 3),
+    }
+
+
+def trained(
+    step: Step, module: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
+) -> Callable[[], object]:
+    """A forward and backward pass of the module under the step's recipe."""
+    given = x.detach().requires_grad_()
+    gradient: list[torch.Tensor] = []
+
+    def run() -> None:
+        with step.under():
+            y = module(given)
+        if not gradient:
+            gradient.append(torch.randn_like(y))
+        y.backward(gradient[0])
+
+    return run
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,380 @@
+"""Converted models of transformers compute, train, generate, save and load as the stock ones do, and turn back."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import installed
+import pytest
+import torch
+from torch import Tensor, nn
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+)
+from transformer_engine.pytorch.integrations.huggingface.convertible import decoder_config
+from transformer_engine.pytorch.integrations.huggingface.layer_names import LayerNames
+from transformer_engine.pytorch.quantization.autocast import current
+
+pytestmark = [*installed.needs("transformers"), installed.EMULATED, pytest.mark.filterwarnings("ignore")]
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+RECIPES = {
+    "high precision": None, "delayed": DelayedScaling(), "current": Float8CurrentScaling(),
+    "mxfp8": MXFP8BlockScaling(), "blocks": Float8BlockScaling(),
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama, biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3}),
+    "llama, tied, yarn": ("Llama", {"tie_word_embeddings": True, "rope_parameters": YARN}),
+    "llama, dynamic": ("Llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": 16}),
+    "mistral": ("Mistral", {"sliding_window": 8, "head_dim": 32}),
+    "qwen2": ("Qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
+    "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+    "gemma": ("Gemma", {"head_dim": 32, "num_key_value_heads": 1}),
+}
+
+
+def stock(family: str = "llama", kind: str = "ForCausalLM", **more: Any) -> Any:
+    """A tiny seeded model whose norms and biases are not what they begin as."""
+    import transformers
+
+    name, settings = FAMILIES[family]
+    torch.manual_seed(0)
+    small = {
+        "vocab_size": installed.VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0,
+    }  # fmt: skip
+    config = getattr(transformers, f"{name}Config")(**{**small, **settings, **more})
+    model = getattr(transformers, f"{name}{kind}")(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    return model.to(DEVICE)
+
+
+def both(family: str = "llama", recipe: Any = None, **more: Any) -> tuple[Any, Any]:
+    theirs = stock(family, **more)
+    return theirs, te.convert_hf(copy.deepcopy(theirs), recipe=recipe)
+
+
+def their_gradients(model: Any) -> dict[str, Tensor]:
+    """Gradients of a converted causal model under the names of the stock one."""
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    names = LayerNames.of(model.config.model_type, decoder_config(model.model))
+    for number in range(len(model.model.layers)):
+        names.to_theirs(gradients, f"model.layers.{number}.")
+    return gradients
+
+
+def close(ours: Tensor, theirs: Tensor) -> None:
+    """Equal to the rounding of float32; a GPU's float32 attention adds up in another order."""
+    near = {"rtol": 2e-5, "atol": 2e-6} if DEVICE == "cpu" else {"rtol": 1e-3, "atol": 1e-4}
+    torch.testing.assert_close(ours, theirs, **near)
+
+
+def train(model: Any, steps: int = 4) -> list[float]:
+    model.train()
+    tokens = installed.tokens(DEVICE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+
+    def step() -> Tensor:
+        loss = model(tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return installed.losses(step, steps)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_loss_and_gradients_are_those_of_the_stock_model(family):
+    theirs, ours = both(family)
+    tokens = installed.tokens(DEVICE)
+    expected, found = (model(tokens, labels=tokens, output_hidden_states=True) for model in (theirs, ours))
+    close(found.logits, expected.logits)
+    close(found.loss, expected.loss)
+    for mine, other in zip(found.hidden_states, expected.hidden_states, strict=True):
+        close(mine, other)
+    expected.loss.backward()
+    found.loss.backward()
+    gradients = their_gradients(ours)
+    assert set(gradients) == {name for name, _ in theirs.named_parameters()}
+    for name, parameter in theirs.named_parameters():
+        close(gradients[name], parameter.grad)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_state_dict_has_the_stock_model_s_names_and_values(family):
+    theirs, ours = both(family)
+    state = {name: value for name, value in ours.state_dict().items() if not name.endswith("_extra_state")}
+    assert set(state) == set(theirs.state_dict())
+    assert all(torch.equal(state[name], value) for name, value in theirs.state_dict().items())
+    other = te.convert_hf(stock(family).to(DEVICE))
+    nn.init.zeros_(other.model.layers[0].mlp.fc1_weight)
+    other.load_state_dict(theirs.state_dict(), strict=True)
+    tokens = installed.tokens(DEVICE)
+    assert torch.equal(other(tokens).logits, ours(tokens).logits)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_turning_back_gives_the_stock_model(family):
+    theirs, ours = both(family)
+    te.revert_hf(ours)
+    assert [type(module) for module in ours.modules()] == [type(module) for module in theirs.modules()]
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    assert ours.config._attn_implementation == theirs.config._attn_implementation
+    tokens = installed.tokens(DEVICE)
+    assert torch.equal(ours(tokens, labels=tokens).loss, theirs(tokens, labels=tokens).loss)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("cache", ["dynamic", "static", None])
+def test_generation_is_the_stock_model_s(family, cache):
+    theirs, ours = (model.eval() for model in both(family))
+    prompt = installed.tokens(DEVICE)[:, :9]
+    seen = torch.ones_like(prompt)
+    seen[0, :4] = 0  # left padding: positions of the first sequence begin later
+    how: dict[str, Any] = {
+        "max_new_tokens": 8,
+        "do_sample": False,
+        "attention_mask": seen,
+        "use_cache": cache is not None,
+    }
+    if cache == "static":
+        how["cache_implementation"] = "static"
+        how["disable_compile"] = True
+    assert torch.equal(ours.generate(prompt, **how), theirs.generate(prompt, **how))
+
+
+def test_padded_batches_and_positions_of_their_own():
+    theirs, ours = both()
+    tokens = installed.tokens(DEVICE)
+    seen = torch.ones_like(tokens)
+    seen[1, 20:] = 0
+    places = torch.stack([torch.arange(32), torch.arange(32) + 5]).to(DEVICE)
+    for given in ({"attention_mask": seen}, {"position_ids": places}):
+        kept = seen.bool() if "attention_mask" in given else torch.ones_like(seen).bool()
+        close(ours(tokens, **given).logits[kept], theirs(tokens, **given).logits[kept])
+
+
+@pytest.mark.parametrize("kind", ["Model", "ForSequenceClassification"])
+def test_models_with_another_head_are_converted_too(kind):
+    theirs = stock(kind=kind)
+    ours = te.convert_hf(copy.deepcopy(theirs))
+    tokens = installed.tokens(DEVICE)
+    for mine, other in zip(ours(tokens).to_tuple()[:1], theirs(tokens).to_tuple()[:1], strict=True):
+        close(mine, other)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_quantizes_training_and_generation(name):
+    recipe = RECIPES[name]
+    theirs, ours = both(recipe=recipe)
+    losses = train(ours)
+    installed.assert_falls(losses, least=0.1)
+    assert losses[0] == pytest.approx(train(theirs)[0], abs=2e-2)
+    plain = train(te.convert_hf(stock()))
+    assert (losses == plain) == (recipe is None)
+    assert not current().enabled
+    generated = ours.eval().generate(installed.tokens(DEVICE)[:, :16], max_new_tokens=3, do_sample=False)
+    assert generated.shape == (2, 19)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
+def test_recomputed_layers_change_no_bit(name, reentrant):
+    kept = train(te.convert_hf(stock(), recipe=RECIPES[name]))
+    model = te.convert_hf(stock(), recipe=RECIPES[name])
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    assert train(model) == kept
+
+
+def test_recomputation_that_forgets_the_recipe_is_refused():
+    model = te.convert_hf(stock(), recipe=DelayedScaling()).train()
+    model.gradient_checkpointing_enable(offload=True)
+    tokens = installed.tokens(DEVICE)
+    with pytest.raises(ValueError, match="does not repeat a recipe"):
+        model(tokens, labels=tokens)
+    assert not current().enabled
+
+
+def test_a_forward_that_raises_leaves_the_recipe():
+    model = te.convert_hf(stock(), recipe=DelayedScaling())
+
+    def stop(*call: Any) -> None:
+        assert current().enabled
+        raise InterruptedError
+
+    hook = model.model.layers[1].register_forward_hook(stop)
+    with pytest.raises(InterruptedError):
+        train(model, 1)
+    assert not current().enabled
+    hook.remove()
+    assert len(train(model, 2)) == 2
+
+
+def test_the_caller_s_recipe_is_followed_where_none_was_given():
+    model = te.convert_hf(stock())
+    tokens = installed.tokens(DEVICE)
+    plain = model(tokens).logits
+    with te.autocast(recipe=Float8CurrentScaling()):
+        quantized = model(tokens).logits
+    assert 0 < (plain - quantized).abs().max() < 0.5
+
+
+def test_products_are_in_bfloat16_under_torch_autocast():
+    theirs, ours = both()
+    tokens = installed.tokens(DEVICE)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        expected, found = theirs(tokens, labels=tokens).loss, ours(tokens, labels=tokens).loss
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("recipe", [DelayedScaling(), MXFP8BlockScaling()], ids=["delayed", "mxfp8"])
+def test_weights_become_codes(recipe):
+    theirs = stock()
+    with te.quantized_model_init(recipe=recipe):
+        ours = te.convert_hf(copy.deepcopy(theirs), recipe=recipe)
+    weight = ours.model.layers[0].mlp.fc1_weight
+    assert isinstance(weight, te.QuantizedTensor)
+    state = ours.state_dict()
+    for name, value in theirs.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=0.07, atol=2e-3)
+    other = te.convert_hf(stock())
+    other.load_state_dict(state)
+    te.revert_hf(ours)
+    assert type(ours.model.layers[0].mlp.gate_proj.weight) is nn.Parameter
+
+
+@pytest.mark.parametrize("recipe", [None, DelayedScaling()], ids=["high precision", "delayed"])
+@pytest.mark.parametrize("family", ["llama", "llama, tied, yarn"])
+def test_saved_files_are_the_stock_model_s(family, recipe, tmp_path):
+    theirs, ours = both(family, recipe)
+    train(ours, 2)
+    ours.save_pretrained(tmp_path)
+    loaded, about = type(theirs).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(about[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert loaded.config.architectures == [type(theirs).__name__]
+    te.revert_hf(ours)
+    assert all(
+        torch.equal(value.to(DEVICE), ours.state_dict()[name]) for name, value in loaded.state_dict().items()
+    )
+    if "tied" in family:
+        assert ours.lm_head.weight is ours.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("recipe", [None, DelayedScaling()], ids=["high precision", "delayed"])
+def test_states_of_a_recipe_come_back_with_a_state_dict(recipe):
+    model = te.convert_hf(stock(), recipe=recipe)
+    train(model, 3)
+    other = te.convert_hf(stock(), recipe=recipe)
+    other.load_state_dict(model.state_dict())
+    tokens = installed.tokens(DEVICE)
+    assert torch.equal(other(tokens).logits, model(tokens).logits)
+
+
+def test_copies_and_pickles_are_models_of_their_own():
+    model = te.convert_hf(stock(), recipe=Float8CurrentScaling())
+    tokens = installed.tokens(DEVICE)
+    expected = model(tokens).logits
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(tokens).logits, expected)
+        te.revert_hf(other)
+    assert torch.equal(model(tokens).logits, expected)
+
+
+def test_frozen_weights_stay_frozen_both_ways():
+    model = stock()
+    for layer in model.model.layers:
+        layer.self_attn.requires_grad_(False)
+        layer.input_layernorm.requires_grad_(False)
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    te.convert_hf(model)
+    attention = model.model.layers[0].self_attn
+    assert not any(parameter.requires_grad for parameter in attention.parameters())
+    assert model.model.layers[0].mlp.fc1_weight.requires_grad
+    te.revert_hf(model)
+    assert {name for name, parameter in model.named_parameters() if not parameter.requires_grad} == frozen
+
+
+@pytest.mark.slow
+def test_a_compiler_traces_a_converted_model_whole():
+    model = te.convert_hf(stock(num_hidden_layers=1), recipe=Float8CurrentScaling())
+    tokens = installed.tokens(DEVICE)
+    expected = model(tokens, labels=tokens, use_cache=False).loss
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    found = compiled(tokens, labels=tokens, use_cache=False).loss
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    found.backward()
+    assert model.model.layers[0].mlp.fc1_weight.grad is not None
+
+
+def test_what_cannot_be_converted_is_named():
+    import transformers
+
+    gpt2 = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=32)
+    )
+    model = stock()
+    exact = stock("gemma", hidden_act="gelu")
+    halves, partly, converted = stock(), stock(), te.convert_hf(stock())
+    halves.model.layers[1].mlp.half()
+    partly.model.layers[1].self_attn.q_proj.requires_grad_(False)
+    adapted, dispatched = stock(), stock()
+    dispatched.model.layers[0].mlp._hf_hook = object()
+    adapted.model.layers[0].self_attn.q_proj = te.Linear(64, 64, bias=False)
+    for wrong, sentence in (
+        (gpt2, "has no decoder of llama, mistral"), (exact, "gelu by tanh"), (halves, "differ"),
+        (partly, "freeze all or none"), (converted, "revert_hf"), (adapted, "is a Linear, not a torch.nn.Linear"),
+        (dispatched, "without device_map"),
+    ):  # fmt: skip
+        before = [type(module) for module in wrong.modules()]
+        with pytest.raises(ValueError, match=sentence):
+            te.convert_hf(wrong)
+        assert [type(module) for module in wrong.modules()] == before
+    with pytest.raises(ValueError, match="not converted"):
+        te.revert_hf(model)
+    with pytest.raises(TypeError, match="recipe="):
+        te.convert_hf(model, recipe="fp8")
+    with pytest.raises(TypeError, match="no model of transformers"):
+        te.convert_hf(nn.Linear(2, 2))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma"])
+def test_bf16_logits_on_a_gpu_are_as_near_to_float32_as_the_stock_model_s(family):
+    exact = stock(family, hidden_size=256, intermediate_size=512)
+    theirs = copy.deepcopy(exact).to(torch.bfloat16)
+    ours = te.convert_hf(copy.deepcopy(theirs))
+    tokens = installed.tokens(DEVICE, length=128)
+    with torch.no_grad():
+        expected = exact(tokens).logits
+        error = {
+            name: (model(tokens).logits - expected).norm()
+            for name, model in (("theirs", theirs), ("ours", ours))
+        }
+    assert error["ours"] <= 1.1 * error["theirs"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["delayed", "current", "blocks"])
+def test_a_bf16_model_trains_in_fp8_on_a_gpu(name):
+    model = te.convert_hf(
+        stock(hidden_size=256, intermediate_size=512).to(torch.bfloat16), recipe=RECIPES[name]
+    )
+    installed.assert_falls(train(model, 8), least=0.1)

@@ -1,0 +1,121 @@
+"""`te bench --provider jax --provider xla`: the same work, as compiled programs whose state goes round."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("torch", reason="te bench measures the roofs by torch")
+pytest.importorskip("typer", reason="the command-line tool is another extra")
+
+import jax
+import numpy as np
+import torch
+
+from transformer_engine.cli.bench import jax_workload
+from transformer_engine.cli.bench.cases import RECIPES, Case, cases
+from transformer_engine.cli.bench.command import _providers
+from transformer_engine.cli.bench.compare import read
+from transformer_engine.cli.bench.measure import Effort
+from transformer_engine.cli.bench.providers import ENGINE
+from transformer_engine.cli.bench.providers.in_jax import JAX, XLA
+from transformer_engine.cli.bench.report import as_dict
+from transformer_engine.cli.bench.roofs import Roofs
+from transformer_engine.cli.bench.run import run
+
+BRIEF = Effort(warmup=1, budget_ms=1.0, fewest=1, most=2)
+ROOFS = Roofs(copy=1e12, bf16=1e14, fp8=2e14)
+CPU = torch.device("cpu")
+
+
+def small(family: str, recipe: str) -> Case:
+    return cases([recipe], True, [family])[-1]
+
+
+def result_shapes(provider, case: Case):
+    workload = provider.workload(case, CPU)
+    with workload.context():
+        y = jax.eval_shape(workload.function, workload.params, workload.state, *workload.inputs)
+    return [x.shape for x in workload.inputs], jax.tree.leaves(jax.tree.map(lambda leaf: leaf.shape, y))
+
+
+@pytest.mark.parametrize(
+    "family", [family for family in JAX.builders if family not in ("quantize", "layer_small")]
+)
+def test_plain_jax_does_the_same_work_and_torch_work_of_the_same_size(family: str):
+    case = small(family, "bf16")
+    ours, plain = (result_shapes(provider, case) for provider in (JAX, XLA))
+    assert ours == plain
+    torchs = ENGINE.workload(case, CPU)
+    assert [np.prod(shape) for shape in ours[0]] == [x.numel() for x in torchs.inputs]
+
+
+def test_a_row_has_the_figures_of_a_program():
+    case = small("dense", "current")
+    (row,) = run([case], [JAX, XLA], CPU, ROOFS, BRIEF)
+    assert (row.error, row.provider, row.recipe) == (None, "jax", "current")
+    assert row.eager_ms > 0 and row.compile_s > 0 and row.peak_mib > 0
+    assert (row.gpu_ms, row.cpu_ms, row.fp8_calls) == (None, None, 0)
+    assert row.rate == pytest.approx(case.operations / row.eager_ms / 1e9)
+
+
+@pytest.mark.parametrize("kind", ["delayed", "block1d", "block2d", "mxfp8", "nvfp4"])
+def test_every_quantization_makes_codes_of_both_directions(kind: str):
+    case = next(case for case in cases(RECIPES, True, ["quantize"]) if f"{kind}_both" in case.name)
+    workload = JAX.workload(case, CPU)
+    made = jax.eval_shape(workload.function, {}, workload.state, *workload.inputs)
+    assert {made.rowwise_tensor.data.shape, made.colwise_tensor.data.shape} <= {(256, 512), (512, 256)}
+
+
+def test_a_call_takes_the_state_that_the_call_before_has_left():
+    workload = JAX.workload(small("dense", "delayed"), CPU)
+    with workload.context():
+        call = jax_workload._Call(workload, backward=True)
+    amax = np.abs(np.asarray(workload.inputs[0], np.float32)).max()
+    (params, (x,)), state = call(), call.state["fp8_metas"]
+    assert state["x_scale"][0] == np.float32(448) / amax
+    assert (state["x_amax_history"] != 0).sum() == 1
+    call()
+    assert (call.state["fp8_metas"]["x_amax_history"] != 0).sum() == 2
+    assert params["kernel"].shape == (128, 128) and x.shape == (128, 128)
+
+
+def test_time_that_streams_share_counts_once():
+    def line(name, *spans):
+        events = [SimpleNamespace(start_ns=start, duration_ns=length) for start, length in spans]
+        return SimpleNamespace(name=name, events=events)
+
+    planes = [
+        SimpleNamespace(name="/device:GPU:0", lines=[
+            line("Stream #1(Compute)", (0, 10), (20, 10)), line("Stream #2", (5, 10), (100, 1)),
+            line("XLA Ops", (0, 99)),
+        ]),
+        SimpleNamespace(name="/host:CPU", lines=[line("python", (0, 1000))]),
+    ]  # fmt: skip
+    spans = list(jax_workload._kernels(SimpleNamespace(planes=planes)))
+    assert jax_workload.covered(spans) == 15 + 10 + 1
+
+
+def test_they_are_measured_where_they_are_named():
+    assert not {"jax", "xla"} & {provider.name for provider in _providers(None)}
+    assert [provider.name for provider in _providers(["xla", "jax"])] == ["jax", "xla"]
+
+
+def test_a_device_that_one_framework_alone_has_is_refused():
+    assert JAX.refusal(CPU) is None
+    assert JAX.refusal(torch.device("cuda")) == "jax finds no GPU; pip install transformer-engine[jax-cuda13]"
+
+
+def test_a_file_of_theirs_is_compared_by_the_rows_of_this_engine(tmp_path: Path):
+    rows = [
+        {"case": "dense_fb/bf16/8", "provider": "jax", "eager_ms": 2.0},
+        {"case": "dense_fb/bf16/8", "provider": "xla", "eager_ms": 3.0},
+    ]
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps({**as_dict([], ROOFS, {}), "results": rows}))
+    assert read(path) == {"dense_fb/bf16/8": {"eager_ms": 2.0}}
+    path.write_text(json.dumps([*rows, {"case": "dense_fb/bf16/8", "provider": "te", "eager_ms": 1.0}]))
+    assert read(path) == {"dense_fb/bf16/8": {"eager_ms": 1.0}}

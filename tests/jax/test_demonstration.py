@@ -1,0 +1,180 @@
+"""`te train --framework jax`: the same text and records as torch's, exact continuation, and what it refuses."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+pytest.importorskip("typer", reason="the command-line tool is another extra")
+
+from typer.testing import CliRunner
+
+from transformer_engine import cli
+from transformer_engine.cli.demo import flax_checkpoint, flax_run
+from transformer_engine.cli.demo.config import HIGH_PRECISION, RECIPES, Config, resolve
+from transformer_engine.cli.demo.data import Corpus, load_corpus
+from transformer_engine.cli.demo.records import Progress, read_metrics
+from transformer_engine.cli.demo.trainer import Trainer
+
+SIZES = {"steps": 8, "batch": 2, "sequence": 32, "layers": 1, "hidden": 32, "heads": 1, "framework": "jax"}
+TEXT = "".join(f"def function_{i}(x):\n    return x + {i}\n\n" for i in range(300))
+
+
+def tiny(recipe: str = "delayed", **changes: Any) -> Config:
+    return resolve("cpu", {**SIZES, "recipe": recipe, **changes})
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(TEXT)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def corpus(text: str) -> Corpus:
+    return load_corpus(text, 32)
+
+
+class Killed(BaseException):
+    """What ends a program between two checkpoints."""
+
+
+def losses(history: list[Progress]) -> list[Any]:
+    return [(record.step, record.loss, record.validation) for record in history]
+
+
+def killed_after(step: int):
+    def observe(record: Progress) -> None:
+        if record.step == step:
+            raise Killed
+
+    return observe
+
+
+def continued(config: Config, corpus: Corpus, folder: Path) -> Trainer:
+    trainer = Trainer(config, corpus, folder)
+    trainer.load(flax_checkpoint.load(trainer.checkpoint_path))
+    return trainer
+
+
+def test_a_run_killed_in_the_middle_continues_bit_for_bit(corpus: Corpus, tmp_path: Path):
+    whole = Trainer(tiny(), corpus, tmp_path / "whole")
+    assert whole.train()
+    killed = Trainer(tiny(), corpus, tmp_path / "killed")
+    with pytest.raises(Killed):
+        killed.train(killed_after(5))
+    resumed = continued(tiny(), corpus, tmp_path / "killed")
+    assert resumed.step == 4  # checkpoints are written every quarter of a run
+    assert resumed.train()
+    assert losses(resumed.history) == losses(whole.history)
+    assert losses(read_metrics(resumed.metrics_path)) == losses(whole.history)
+    first, last = whole.history[0].loss, whole.history[-1].loss
+    assert all(last[name] < first[name] - 0.1 for name in last)
+    assert last["delayed"] != last[HIGH_PRECISION]
+
+
+def test_a_recipe_of_blocks_trains_near_high_precision(corpus: Corpus, tmp_path: Path):
+    trainer = Trainer(tiny("mxfp8", steps=3), corpus, tmp_path)
+    trainer.train()
+    validation = trainer.history[-1].validation or {}
+    assert 0 < abs(validation["mxfp8"] / validation[HIGH_PRECISION] - 1) < 0.01
+
+
+@pytest.mark.parametrize("recipe", RECIPES[:-1])
+def test_the_step_of_every_recipe_traces_and_leaves_a_state_of_the_same_kind(recipe: str):
+    config, key = tiny(recipe), jax.random.key(0)
+    named = {"config": config, "name": recipe}
+    before = jax.eval_shape(functools.partial(flax_run._initial_state, **named), key)
+    batch = jax.ShapeDtypeStruct((config.batch, config.sequence), np.int32)
+    rate = jax.ShapeDtypeStruct((), np.float32)
+    after, loss = jax.eval_shape(functools.partial(flax_run._step, **named), before, batch, batch, rate, key)
+    assert jax.tree.map(lambda leaf: leaf.shape, after) == jax.tree.map(lambda leaf: leaf.shape, before)
+    assert (loss.shape, loss.dtype) == ((), np.float32)
+
+
+def test_both_frameworks_train_on_the_same_batches_with_models_of_the_same_size(
+    corpus: Corpus, tmp_path: Path
+):
+    pytest.importorskip("torch")
+    ours = Trainer(tiny("none"), corpus, tmp_path)
+    theirs = Trainer(tiny("none", framework="torch"), corpus, tmp_path)
+    assert ours.runs[HIGH_PRECISION].parameters == theirs.runs[HIGH_PRECISION].parameters
+    for one, other in zip(ours._batch(3), theirs._batch(3), strict=True):
+        assert np.array_equal(one, other)
+
+
+def te(*arguments: str):
+    return CliRunner().invoke(cli.application(), [*arguments], env={"COLUMNS": "200"})
+
+
+OPTIONS = ["--steps", "4", "--batch", "2", "--seq", "32", "--layers", "1", "--hidden", "32", "--heads", "1"]
+
+
+def test_the_command_writes_the_same_files_prints_the_same_table_and_continues(text: str, tmp_path: Path):
+    command = ["train", "--framework", "jax", "--device", "cpu", "--recipe", "none", "--out", str(tmp_path)]
+    result = te(*command, *OPTIONS, "--data", text)
+    assert result.exit_code == 0, result.output
+    folder = tmp_path / "none-jax"
+    assert {path.name for path in folder.iterdir()} == {"loss.png", "metrics.jsonl", "checkpoint"}
+    for expected in ("in jax on cpu", "validation loss", "ratio", "tokens/s", "sample of the float32 model"):
+        assert expected in result.output
+    (folder / "checkpoint").rename(folder / "checkpoint.old")  # a program killed between the two renames
+    again = te("train", "--resume", "--name", "none-jax", "--out", str(tmp_path))
+    assert again.exit_code == 0, again.output
+    assert [record.step for record in read_metrics(folder / "metrics.jsonl")] == [1, 2, 3, 4]
+    other = te(*command, "--resume", "--hidden", "64")
+    assert other.exit_code == 2
+    assert "hidden=64 contradicts the checkpoint's hidden=32" in other.output
+    (folder / "checkpoint" / "about.json").write_text("{}")
+    damaged = te(*command, "--resume")
+    assert damaged.exit_code == 2
+    assert "is no checkpoint that te train wrote: its 'config' is a NoneType" in damaged.output
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--experts", "4"], "--experts is of the demonstration in torch; leave it out"),
+        (["--optimizer", "fused_adam"], "--optimizer fused_adam is of the demonstration in torch"),
+        (["--graphs"], "--graphs, --offload-layers and --observe are of the demonstration in torch"),
+        (["--resume"], "there is no checkpoint at"),
+    ],
+)
+def test_what_the_flax_model_does_not_have_is_refused(
+    options: list[str], words: str, text: str, tmp_path: Path
+):
+    result = te(
+        "train", "--framework", "jax", "--device", "cpu", "--data", text, "--out", str(tmp_path), *options
+    )
+    assert result.exit_code == 2, result.output
+    assert words in result.output
+
+
+def test_a_missing_library_is_named_with_its_extra(
+    monkeypatch: pytest.MonkeyPatch, text: str, tmp_path: Path
+):
+    monkeypatch.setitem(sys.modules, "optax", None)
+    result = te("train", "--framework", "jax", "--data", text, "--out", str(tmp_path))
+    assert result.exit_code == 1
+    assert (
+        "--framework jax needs optax; install with: pip install transformer-engine[cli-jax]" in result.output
+    )
+
+
+def test_it_trains_where_torch_is_not_installed(text: str, tmp_path: Path):
+    command = ["te", "train", *OPTIONS, "--data", text, "--recipe", "none", "--out", str(tmp_path)]
+    program = (
+        f"import sys; sys.modules['torch'] = None; sys.argv = {command!r}\n"
+        "from transformer_engine.cli import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "in jax on cpu" in done.stdout

@@ -1,0 +1,59 @@
+"""Layers some part of which a user has replaced or taken away."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from support.layers import RECIPES, call_of, layer_of
+
+import transformer_engine.pytorch as te
+
+
+@pytest.mark.parametrize(
+    ("name", "bias"),
+    [("LayerNorm", "bias"), ("LayerNormLinear", "layer_norm_bias"), ("LayerNormMLP", "layer_norm_bias")],
+)
+def test_a_norm_whose_bias_was_taken_away_trains(name, bias):
+    without, zero = layer_of(name), layer_of(name)
+    setattr(without, bias, None)
+    torch.nn.init.zeros_(getattr(zero, bias))
+    results = []
+    for layer in (without, zero):
+        x, call = call_of(layer)
+        y = call()
+        y.sin().sum().backward()
+        results.append([y, x.grad, *(p.grad for n, p in layer.named_parameters() if n != bias)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_projection_that_adds_its_own_bias_takes_the_place_of_one_that_returns_it():
+    layer, other = layer_of("TransformerLayer"), layer_of("TransformerLayer")
+    proj = other.self_attention.proj
+    torch.nn.init.normal_(proj.bias)
+    layer.load_state_dict(other.state_dict())
+    own = te.Linear(proj.in_features, proj.out_features, device=proj.weight.device)
+    own.load_state_dict(proj.state_dict())
+    layer.self_attention.proj = own
+    (_, ours), (_, theirs) = call_of(layer), call_of(other)
+    torch.testing.assert_close(ours(), theirs(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_layer_says_once_that_it_runs_in_high_precision():
+    layer = layer_of("Linear")
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for rows in (7, 9, 11):
+            with te.autocast(recipe=RECIPES["mxfp8"]):
+                layer(torch.randn(rows, layer.in_features, device=layer.weight.device))
+    assert (
+        len(
+            [
+                w
+                for w in seen
+                if "Linear runs in high precision, not under MXFP8BlockScaling" in str(w.message)
+            ]
+        )
+        == 1
+    )

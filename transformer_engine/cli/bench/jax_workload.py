@@ -1,0 +1,152 @@
+"""JaxWorkload: y = function(params, state, *inputs) as one compiled program, measured with its state donated.
+
+gpu_ms    of a call's kernels on the GPU, by XLA's profiler; time that streams share counts once
+cpu_ms    until the call returns to the host
+eager_ms  of a call in a loop of calls, each of which waits for the state of the one before on the device
+peak_mib  by XLA's plan of the executable: scratch and results that take no argument's place
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import torch
+from jax import Array
+
+from .measure import Effort, Figures, Timing
+
+# A product of FP8 operands that XLA has handed to cuBLASLt.
+FP8_CALL = 'custom_call_target="__cublas$lt$matmul$f8"'
+PROFILED = 5  # calls
+
+
+@dataclass(frozen=True)
+class JaxWorkload:
+    """What a provider built for a case.
+
+    function   y from parameters, state and inputs
+    state      its gradient is its next value, as of scales and histories; a call is given the one before's
+    inputs     arrays, with gradients in a backward step
+    context    entered while the program is traced
+    """
+
+    function: Callable[..., Any]
+    inputs: tuple[Array, ...]
+    params: Any = field(default_factory=dict)
+    state: Any = field(default_factory=dict)
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def measured(self, backward: bool, device: torch.device, effort: Effort) -> Figures:
+        """The figures of a forward, or of a forward and backward, program."""
+        start = time.perf_counter()
+        with self.context():
+            call = _Call(self, backward)
+        compiling = time.perf_counter() - start
+        timing = _timing(call, device, effort)
+        plan = call.program.memory_analysis()
+        beyond = plan.temp_size_in_bytes + plan.output_size_in_bytes - plan.alias_size_in_bytes
+        return Figures(
+            timing,
+            peak_mib=beyond / 2**20,
+            compile_s=compiling,
+            fp8_calls=call.program.as_text().count(FP8_CALL),
+        )
+
+
+class _Call:
+    """One call of a compiled program: it takes the state that the call before has left, whose buffers it reuses."""
+
+    def __init__(self, workload: JaxWorkload, backward: bool):
+        self.state = workload.state
+        self.rest = (workload.params, *workload.inputs)
+        if backward:
+            y = jax.eval_shape(workload.function, workload.params, workload.state, *workload.inputs)
+            key = jax.random.key(1)
+            gradient = jax.tree.map(lambda leaf: jax.random.normal(key, leaf.shape, leaf.dtype), y)
+            self.rest = (gradient, *self.rest)
+        step = _training_step(workload.function) if backward else _forward_step(workload.function)
+        self.program: Any = jax.jit(step, donate_argnums=0).lower(self.state, *self.rest).compile()
+
+    def __call__(self) -> Any:
+        self.state, results = self.program(self.state, *self.rest)
+        return results
+
+
+def _forward_step(function: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
+    def step(state: Any, params: Any, *inputs: Array) -> tuple[Any, Any]:
+        return state, function(params, state, *inputs)
+
+    return step
+
+
+def _training_step(function: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
+    def step(state: Any, gradient: Any, params: Any, *inputs: Array) -> tuple[Any, Any]:
+        _, pullback = jax.vjp(function, params, state, *inputs)
+        params_gradient, state, *inputs_gradient = pullback(gradient)
+        return state, (params_gradient, inputs_gradient)
+
+    return step
+
+
+def _timing(call: _Call, device: torch.device, effort: Effort) -> Timing:
+    for _ in range(effort.warmup):
+        jax.block_until_ready(call())
+    start = time.perf_counter()
+    jax.block_until_ready(call())
+    runs = effort.runs(1e3 * (time.perf_counter() - start))
+    start = time.perf_counter()
+    for _ in range(runs):
+        results = call()
+    jax.block_until_ready(results)
+    wall = 1e3 * (time.perf_counter() - start) / runs
+    if device.type != "cuda":
+        return Timing(None, None, wall)
+    return Timing(_on_the_gpu(call), statistics.median(_until_return(call) for _ in range(runs)), wall)
+
+
+def _until_return(call: _Call) -> float:
+    """Milliseconds until a call on an idle device returns."""
+    start = time.perf_counter()
+    results = call()
+    returned = 1e3 * (time.perf_counter() - start)
+    jax.block_until_ready(results)
+    return returned
+
+
+def _on_the_gpu(call: _Call) -> float | None:
+    """Milliseconds a call that kernels ran, None where the profiler saw none of them."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(PROFILED):
+                results = call()
+            jax.block_until_ready(results)
+        files = sorted(Path(folder).rglob("*.xplane.pb"))
+        spans = [span for file in files for span in _kernels(jax.profiler.ProfileData.from_file(str(file)))]
+    return covered(spans) / 1e6 / PROFILED if spans else None
+
+
+def _kernels(profile: Any) -> Iterable[tuple[float, float]]:
+    """(start, end) in nanoseconds of what ran on the streams of the GPUs."""
+    for plane in profile.planes:
+        if not plane.name.startswith("/device:GPU"):
+            continue
+        for line in plane.lines:
+            if line.name.startswith("Stream"):
+                yield from ((event.start_ns, event.start_ns + event.duration_ns) for event in line.events)
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """The length of the union of spans (start, end)."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total

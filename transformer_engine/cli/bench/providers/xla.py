@@ -1,0 +1,156 @@
+"""Plain JAX in bfloat16, as XLA compiles it: Flax's own modules, jnp, and cuDNN's attention on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from flax import linen as nn
+from jax import Array
+
+from ..cases import Case
+from ..jax_workload import JaxWorkload
+from .jax_engine import BF16, module_workload, random
+from .provider import Builders
+
+BUILDERS = Builders()
+E4M3_MAXIMUM = 448.0
+
+
+def _dense(width: int, bias: bool = False) -> nn.Dense:
+    return nn.Dense(width, use_bias=bias, dtype=BF16, param_dtype=BF16)
+
+
+def _rms_norm() -> nn.RMSNorm:
+    return nn.RMSNorm(dtype=BF16, param_dtype=BF16)
+
+
+def _layer_norm() -> nn.LayerNorm:
+    return nn.LayerNorm(dtype=BF16, param_dtype=BF16)
+
+
+def _attend(q: Array, k: Array, v: Array, window: int | None, cudnn: bool) -> Array:
+    implementation = "cudnn" if cudnn else "xla"
+    sides = None if window is None else (window, 0)
+    return jax.nn.dot_product_attention(
+        q, k, v, is_causal=True, local_window_size=sides, implementation=implementation
+    )
+
+
+class GatedMLP(nn.Module):
+    """y = wo(silu(a) * b), (a, b) = wi(norm(x))"""
+
+    inner: int
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        a, b = jnp.split(_dense(2 * self.inner)(_rms_norm()(x)), 2, axis=-1)
+        return _dense(x.shape[-1])(nn.silu(a) * b)
+
+
+class Layer(nn.Module):
+    """A causal pre-norm layer on x [b, s, hidden] with grouped heads, and rotary positions if asked for."""
+
+    sizes: Any
+    cudnn: bool
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        a = self.sizes
+        extent = a["hidden"] // a["heads"]
+        widths = (a["heads"], a["groups"], a["groups"])
+        qkv = _dense(sum(widths) * extent)(_rms_norm()(x))
+        qkv = qkv.reshape(*x.shape[:2], sum(widths), extent)
+        q, k, v = jnp.split(qkv, (a["heads"], a["heads"] + a["groups"]), axis=2)
+        if a["rotary"]:
+            q, k = _rotated(q), _rotated(k)
+        x = x + _dense(a["hidden"])(_attend(q, k, v, None, self.cudnn).reshape(x.shape))
+        return x + GatedMLP(a["inner"])(x)
+
+
+def _rotated(x: Array) -> Array:
+    """x [b, s, h, d] by the angles of its positions."""
+    half = x.shape[-1] // 2
+    frequency = 10000.0 ** -(jnp.arange(half) / half)
+    angles = jnp.arange(x.shape[1])[:, None] * frequency
+    cos, sin = (f(angles).astype(x.dtype)[None, :, None] for f in (jnp.cos, jnp.sin))
+    first, second = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)
+
+
+@BUILDERS.of("quantize")
+def _quantize(case: Case, device: torch.device) -> JaxWorkload:
+    """codes = saturate(x scale), and of both directions their transpose."""
+    a = case.arguments
+
+    def function(params: Any, state: Any, x: Array) -> tuple[Array, ...]:
+        scaled = jnp.clip(x.astype(jnp.float32) * params, -E4M3_MAXIMUM, E4M3_MAXIMUM)
+        codes = scaled.astype(jnp.float8_e4m3fn)
+        return (codes, codes.T) if a["both"] else (codes,)
+
+    return JaxWorkload(function, (random(a["rows"], a["depth"]),), jnp.ones(1))
+
+
+@BUILDERS.of("norm")
+def _norm(case: Case, device: torch.device) -> JaxWorkload:
+    a = case.arguments
+    module = {"LayerNorm": _layer_norm, "RMSNorm": _rms_norm}[a["kind"]]()
+    return module_workload(module, random(a["rows"], a["width"]))
+
+
+@BUILDERS.of("linear", "dense")
+def _linear(case: Case, device: torch.device) -> JaxWorkload:
+    a = case.arguments
+    return module_workload(_dense(a["width"], a["bias"]), random(a["rows"], a["depth"]))
+
+
+@BUILDERS.of("layernorm_linear")
+def _layernorm_linear(case: Case, device: torch.device) -> JaxWorkload:
+    a = case.arguments
+    return module_workload(nn.Sequential([_rms_norm(), _dense(a["width"])]), random(a["rows"], a["depth"]))
+
+
+@BUILDERS.of("layernorm_mlp")
+def _layernorm_mlp(case: Case, device: torch.device) -> JaxWorkload:
+    a = case.arguments
+    module: nn.Module = GatedMLP(a["inner"])
+    if a["activation"] != "swiglu":
+        module = nn.Sequential([_layer_norm(), _dense(a["inner"], True), nn.gelu, _dense(a["hidden"], True)])
+    return module_workload(module, random(a["rows"], a["hidden"]))
+
+
+@BUILDERS.of("grouped_linear")
+def _grouped_linear(case: Case, device: torch.device) -> JaxWorkload:
+    a = case.arguments
+    sizes = jnp.full(a["groups"], a["rows"] // a["groups"], jnp.int32)
+    kernel = random(a["groups"], a["depth"], a["width"], seed=1) * 0.02
+
+    def function(params: Any, state: Any, x: Array) -> Array:
+        return jax.lax.ragged_dot(x, params, sizes)
+
+    return JaxWorkload(function, (random(a["rows"], a["depth"]),), kernel)
+
+
+@BUILDERS.of("attention")
+def _attention(case: Case, device: torch.device) -> JaxWorkload | None:
+    """By jax.nn, which has no form for packed sequences."""
+    a = case.arguments
+    if a["packed"]:
+        return None
+    cudnn = device.type == "cuda"
+
+    def function(params: Any, state: Any, q: Array, k: Array, v: Array) -> Array:
+        return _attend(q, k, v, a["window"], cudnn)
+
+    heads = (a["heads"], a["groups"], a["groups"])
+    tokens = (a["batch"], a["sequence"])
+    return JaxWorkload(function, tuple(random(*tokens, n, a["size"], seed=i) for i, n in enumerate(heads)))
+
+
+@BUILDERS.of("layer", "layer_small")
+def _layer(case: Case, device: torch.device) -> JaxWorkload:
+    a = case.arguments
+    module = Layer(nn.FrozenDict(a), device.type == "cuda")
+    return module_workload(module, random(1, a["sequence"], a["hidden"]))

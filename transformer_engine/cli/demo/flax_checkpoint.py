@@ -1,0 +1,128 @@
+"""A checkpoint is a folder: about.json and the arrays of every run by orbax, replaced whole, read without running code.
+
+The folder is written beside the old one and takes its place by renaming. Between the two renames the old one lies in
+NAME.old, where `load` finds it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from ..failure import Failure, writing
+from ..failure import reason as reason_of
+
+T = TypeVar("T")
+ABOUT: dict[str, type] = {"config": dict, "fingerprint": str, "step": int}
+
+
+def save(path: Path, state: dict[str, Any]) -> None:
+    """Write state to the folder path: the old one stays whole until this one is complete, also where writing fails."""
+    partial, old = _beside(path, "partial"), _beside(path, "old")
+    remedy = "free some space there and continue with --resume, or choose another folder with --out"
+    with writing(path, remedy):
+        _restore_old(path)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        try:
+            _write(partial, state)
+        except OSError:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        if path.is_dir():
+            os.replace(path, old)
+        elif path.exists():
+            path.unlink()
+        os.replace(partial, path)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _write(folder: Path, state: dict[str, Any]) -> None:
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save((folder / "runs").absolute(), state["runs"])
+        checkpointer.wait_until_finished()
+    with (folder / "about.json").open("w") as file:
+        json.dump({name: state[name] for name in ABOUT}, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def load(path: Path) -> dict[str, Any]:
+    """The state in path, arrays as NumPy's; ValueError, naming the path, for what is no checkpoint of te train."""
+    remedy = "leave --resume out to start this run again, or fix --name"
+    _restore_old(path)
+    if path.is_file():
+        raise ValueError(f"{path} is a checkpoint of --framework torch; continue with that, or fix --name")
+    if not path.is_dir():
+        raise ValueError(
+            f"there is no checkpoint at {path}; leave --resume out to start this run, or fix --name"
+        )
+    try:
+        about = json.loads((path / "about.json").read_text())
+        with ocp.PyTreeCheckpointer() as checkpointer:
+            folder = (path / "runs").absolute()
+            shapes = checkpointer.metadata(folder).item_metadata.tree
+            args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), shapes)
+            runs = checkpointer.restore(folder, ocp.args.PyTreeRestore(restore_args=args))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        line = str(error).strip().partition("\n")[0][:120]
+        raise ValueError(f"{path} cannot be read as a checkpoint ({line}); {remedy}") from None
+    for name, kind in ABOUT.items():
+        value = about.get(name) if isinstance(about, dict) else None
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise ValueError(
+                f"{path} is no checkpoint that te train wrote: its {name!r} is a {type(value).__name__}; {remedy}"
+            )
+    return {**about, "runs": runs}
+
+
+def _restore_old(path: Path) -> None:
+    """Bring back what a program that ended between the two renames has left aside."""
+    old = _beside(path, "old")
+    if old.is_dir() and not path.exists():
+        try:
+            os.replace(old, path)
+        except OSError as error:
+            raise Failure(
+                f"cannot rename {old} to {path}: {reason_of(error)}; make the folder writable"
+            ) from None
+
+
+def _beside(path: Path, suffix: str) -> Path:
+    return path.with_name(f"{path.name}.{suffix}")
+
+
+def flattened(tree: Any) -> dict[str, Any]:
+    """{path: leaf} of a tree."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def rebuilt(leaves: Mapping[str, Any], like: T) -> T:
+    """The tree with the structure and dtypes of another one and the leaves of `flattened`."""
+
+    def leaf(path: Any, own: Any) -> Any:
+        return jax.numpy.asarray(leaves[jax.tree_util.keystr(path, simple=True, separator=".")], own.dtype)
+
+    return jax.tree_util.tree_map_with_path(leaf, like)
+
+
+def misfit(saved: Any, own: Mapping[str, Any]) -> str | None:
+    """Why saved leaves are not those of a run; None when they are."""
+    if not isinstance(saved, Mapping):
+        return "it has no such run"
+    if set(saved) != set(own):
+        return f"its arrays are not the model's ({', '.join(sorted(set(saved) ^ set(own))[:3])})"
+    for name, leaf in own.items():
+        shape = getattr(saved[name], "shape", None)
+        if shape != leaf.shape:
+            return f"{name} is {shape}, the model's is {leaf.shape}"
+    return None

@@ -1,0 +1,83 @@
+"""logits [batch, sequence, 256] of bytes, in Flax: embedding, causal TransformerLayer blocks, RMSNorm, head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+from jax import Array
+
+from ...jax import flax as te_flax
+from .config import VOCABULARY, Config
+
+# Fields of every block; what a module computes in follows from its inputs, parameters are float32.
+_BLOCK: dict[str, Any] = {
+    "layernorm_type": "rmsnorm",
+    "layernorm_epsilon": 1e-5,
+    "mlp_activations": ("silu", "linear"),
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "self_attn_mask_type": "causal",
+    "enable_relative_embedding": False,
+    "enable_rotary_pos_emb": True,
+    "scaled_query_init": False,
+    "scale_attn_logits": True,
+}
+_NORMAL = nn.initializers.normal(0.02)
+
+
+class ByteGPT(nn.Module):
+    """The torch demonstration's blocks: causal, rotary positions, RMSNorm and SwiGLU, no biases.
+
+    The blocks' products follow the recipe in force where the model is traced; embedding, last norm and head do not.
+    """
+
+    config: Config
+
+    @nn.compact
+    def __call__(self, tokens: Array, decode: bool = False) -> Array:
+        """tokens [batch, sequence]; decode keeps keys and values, and takes one token a call once they are made."""
+        config, dtype = self.config, jnp.dtype(self.config.precision)
+        embedding = self.param("embedding", _NORMAL, (VOCABULARY, config.hidden), jnp.float32)
+        hidden = embedding.astype(dtype)[tokens]
+        for number in range(config.layers):
+            layer = te_flax.TransformerLayer(
+                hidden_size=config.hidden,
+                mlp_hidden_size=config.feed_forward,
+                num_attention_heads=config.heads,
+                mha_kernel_init=_NORMAL,
+                mlp_kernel_init=_NORMAL,
+                name=f"layer_{number}",
+                **_BLOCK,
+            )
+            hidden = layer(hidden, deterministic=True, decode=decode)
+        hidden = te_flax.LayerNorm(epsilon=1e-5, layernorm_type="rmsnorm", name="norm")(hidden)
+        head = self.param("head", _NORMAL, (config.hidden, VOCABULARY), jnp.float32)
+        return hidden @ head.astype(dtype)
+
+
+def initial_variables(config: Config, key: Array) -> dict[str, Any]:
+    """The model's variables without boxes; residual branches shrink with depth, as in GPT-2.
+
+    The sum of 2 * layers branches then keeps its variance.
+    """
+    model = ByteGPT(config)
+    tokens = jnp.zeros((1, config.sequence), jnp.int32)
+    variables: Any = nn.meta.unbox(model.init({"params": key, "sr_rng": key}, tokens))
+    shrink = (2 * config.layers) ** -0.5
+
+    def shrunk(path: Any, weight: Array) -> Array:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        return weight * shrink if name.endswith(("out/kernel", "wo_kernel")) else weight
+
+    return {**variables, "params": jax.tree_util.tree_map_with_path(shrunk, variables["params"])}
+
+
+def mean_loss(config: Config, variables: Any, tokens: Array, targets: Array, key: Array) -> Array:
+    """Mean cross-entropy in nats a byte, in float32; key: of stochastic rounding."""
+    logits = ByteGPT(config).apply(variables, tokens, rngs={"sr_rng": key})
+    losses = optax.softmax_cross_entropy_with_integer_labels(jnp.asarray(logits, jnp.float32), targets)
+    return losses.mean()

@@ -1,0 +1,180 @@
+"""One model in Flax with its optimizer and the recipe it computes under; a step is one compiled program."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+
+from ... import jax as te
+from . import flax_checkpoint
+from .config import Config, Execution, make_recipe
+from .data import Batch
+from .flax_model import ByteGPT, initial_variables, mean_loss
+from .schedule import BETAS, CLIP, DECAY
+
+PLAINLY = Execution()
+TEMPERATURE = 0.7  # of samples
+load, save = flax_checkpoint.load, flax_checkpoint.save
+
+
+class State(NamedTuple):
+    """All that a step changes: parameters, scales and histories, and the optimizer's moments."""
+
+    params: Any
+    scaling: Any
+    optimizer: Any
+
+
+class Run:
+    """Trains one model; the parameters are float32, computed with in the precision of the config."""
+
+    observation = None
+
+    def __init__(self, name: str, config: Config, execution: Execution = PLAINLY):
+        execution.check(config)
+        self.name, self.config = name, config
+        with self._device():
+            self.key = jax.random.key(config.seed % 2**32)
+            self.state = _initial_state(self.key, config=config, name=name)
+
+    def _device(self) -> AbstractContextManager[Any]:
+        platform = "gpu" if self.config.device == "cuda" else "cpu"
+        return jax.default_device(jax.local_devices(backend=platform)[0])
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers the model learns."""
+        return sum(leaf.size for leaf in jax.tree.leaves(self.state.params))
+
+    def train(self, batches: Sequence[Batch], rates: Sequence[float], first: int) -> list[float]:
+        """The losses of the steps from `first` on, one a batch, each before its optimizer step."""
+        losses = []
+        with self._device():
+            for step, (batch, rate) in enumerate(zip(batches, rates, strict=True), start=first):
+                key = jax.random.fold_in(self.key, step)
+                self.state, loss = _step(
+                    self.state, *_placed(batch), jnp.float32(rate), key, config=self.config, name=self.name
+                )
+                losses.append(loss)
+        return [float(loss) for loss in losses]
+
+    def evaluate(self, batches: Sequence[Batch]) -> float:
+        """Mean loss over batches, by the scales as they are."""
+        params, scaling, _ = self.state
+        with self._device():
+            losses = [
+                _loss(params, scaling, *_placed(batch), self.key, config=self.config, name=self.name)
+                for batch in batches
+            ]
+        return float(np.mean([np.float32(loss) for loss in losses]))
+
+    def sample(self, prompt: bytes, count: int) -> bytes:
+        """The bytes that follow a prompt, drawn with a KV cache, outside of any recipe."""
+        text = list(prompt)
+        with self._device():
+            cache = _empty_cache(self.config, len(prompt) + count)
+            for place in range(len(prompt) + count - 1):
+                key = jax.random.fold_in(self.key, place)
+                cache, drawn = _following(
+                    self.state.params, cache, jnp.int32(text[place]), key, config=self.config
+                )
+                if place >= len(prompt) - 1:
+                    text.append(int(drawn))
+        return bytes(text[len(prompt) :])
+
+    def observe(self, log: Path) -> None:
+        """Execution refuses it before."""
+        raise NotImplementedError("--observe is of the demonstration in torch; take --framework torch")
+
+    def state_dict(self) -> dict[str, Any]:
+        """{path: array}."""
+        return flax_checkpoint.flattened(self.state)
+
+    def refusal(self, state: dict[str, Any] | None) -> str | None:
+        """Why a state is not one of this model and optimizer; None when it is."""
+        return flax_checkpoint.misfit(state, self.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        with self._device():
+            self.state = flax_checkpoint.rebuilt(state, self.state)
+
+
+def continue_from(state: dict[str, Any]) -> None:
+    """Nothing: random numbers follow from the seed and the step."""
+
+
+def _precision(name: str) -> AbstractContextManager[Any]:
+    """The recipe that is traced under; ValueError, with the reason, where it does not run."""
+    recipe = make_recipe(name)
+    return te.autocast(enabled=recipe is not None, recipe=recipe)
+
+
+def _adamw() -> optax.GradientTransformation:
+    """AdamW without its learning rate, by which the step multiplies. Only matrices decay."""
+    matrices = functools.partial(jax.tree.map, lambda weight: weight.ndim >= 2)
+    return optax.chain(
+        optax.clip_by_global_norm(CLIP),
+        optax.scale_by_adam(*BETAS),
+        optax.add_decayed_weights(DECAY, mask=matrices),
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("config", "name"))
+def _initial_state(key: Array, *, config: Config, name: str) -> State:
+    with _precision(name):
+        variables = initial_variables(config, key)
+    params = variables.pop("params")
+    return State(params, variables, _adamw().init(params))
+
+
+def _loss_of(
+    params: Any, scaling: Any, inputs: Array, targets: Array, key: Array, config: Config, name: str
+) -> Array:
+    with _precision(name):
+        return mean_loss(config, {"params": params, **scaling}, inputs, targets, key)
+
+
+_loss = jax.jit(_loss_of, static_argnames=("config", "name"))
+
+
+@functools.partial(jax.jit, static_argnames=("config", "name"), donate_argnums=0)
+def _step(
+    state: State, inputs: Array, targets: Array, rate: Array, key: Array, *, config: Config, name: str
+) -> tuple[State, Array]:
+    """The next state and the loss before it; the gradient with respect to scales and histories is their next value."""
+    differentiated = jax.value_and_grad(_loss_of, argnums=(0, 1))
+    loss, (gradients, scaling) = differentiated(
+        state.params, state.scaling, inputs, targets, key, config, name
+    )
+    updates, optimizer = _adamw().update(gradients, state.optimizer, state.params)
+    params = jax.tree.map(lambda weight, update: weight - rate * update, state.params, updates)
+    return State(params, scaling, optimizer), loss
+
+
+def _empty_cache(config: Config, length: int) -> Any:
+    """A cache of keys and values for so many tokens."""
+    tokens = jnp.zeros((1, length), jnp.int32)
+    variables = jax.eval_shape(lambda key: ByteGPT(config).init(key, tokens, decode=True), jax.random.key(0))
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), variables["cache"])
+
+
+@functools.partial(jax.jit, static_argnames="config", donate_argnums=1)
+def _following(params: Any, cache: Any, byte: Array, key: Array, *, config: Config) -> tuple[Any, Array]:
+    """The cache with one more byte, and a draw of the byte behind it."""
+    variables = {"params": params, "cache": cache}
+    logits, changed = ByteGPT(config).apply(variables, byte[None, None], decode=True, mutable=["cache"])
+    return changed["cache"], jax.random.categorical(key, jnp.float32(logits[0, 0]) / TEMPERATURE)
+
+
+def _placed(batch: Batch) -> tuple[Array, Array]:
+    inputs, targets = (jnp.asarray(part.astype(np.int32)) for part in batch)
+    return inputs, targets

@@ -1,0 +1,105 @@
+"""The records of a run: a line of metrics.jsonl a step, and what they add up to."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .config import Config
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where the training stands: one record of metrics.jsonl, losses and seconds by the run's name."""
+
+    step: int
+    learning_rate: float
+    loss: dict[str, float]
+    seconds: dict[str, float]
+    validation: dict[str, float] | None = None
+
+    def as_json(self) -> str:
+        record = {name: value for name, value in vars(self).items() if value is not None}
+        return json.dumps(record) + "\n"
+
+
+def read_metrics(path: Path, last_step: int | None = None) -> list[Progress]:
+    """The records of a metrics.jsonl up to last_step; a line cut short by a crash is left out.
+
+    ValueError, with the file and the line, for one that is damaged otherwise.
+    """
+    if not path.is_file():
+        return []
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}; {WITHOUT_METRICS}") from None
+    records = []
+    for number, line in enumerate(text.splitlines(keepends=True), start=1):
+        if line.endswith("\n"):
+            records.append(_record(path, number, line))
+    return [record for record in records if last_step is None or record.step <= last_step]
+
+
+WITHOUT_METRICS = (
+    "remove the file or what is damaged in it: the curve loses those steps, the training goes on exactly"
+)
+
+
+def _is(kind: type, value: Any) -> bool:
+    """Is value of a kind, a dict one of numbers?"""
+    if kind is dict:
+        return isinstance(value, dict) and all(isinstance(number, (int, float)) for number in value.values())
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _record(path: Path, number: int, line: str) -> Progress:
+    """The record in a line of a metrics file."""
+    try:
+        content = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"line {number} of {path} is no JSON ({error.msg}); {WITHOUT_METRICS}") from None
+    kinds = {"step": int, "learning_rate": float, "loss": dict, "seconds": dict, "validation": dict}
+    known = content if isinstance(content, dict) else {}
+    optional = {"validation": {}}
+    wrong = [name for name, kind in kinds.items() if not _is(kind, {**optional, **known}.get(name))]
+    wrong += [name for name in known if name not in kinds]
+    if wrong:
+        raise ValueError(f"line {number} of {path} has no good {wrong[0]!r}; {WITHOUT_METRICS}")
+    return Progress(**known)
+
+
+@dataclass(frozen=True)
+class Result:
+    """How one run ended: losses in nats a byte, speed over all its steps without evaluation."""
+
+    name: str
+    train: float
+    validation: float
+    tokens_a_second: float
+    seconds: float
+
+
+def summarize(config: Config, history: list[Progress]) -> list[Result]:
+    """One Result a run: the training loss is the mean of the last twentieth of the steps (at least ten).
+
+    The tokens a second are those of the median step: the first ones compile kernels.
+    """
+    last = history[-max(10, len(history) // 20) :]
+    final = history[-1].validation or {}
+    results = []
+    for name in config.runs:
+        seconds = [record.seconds[name] for record in history]
+        results.append(
+            Result(
+                name=name,
+                train=sum(record.loss[name] for record in last) / len(last),
+                validation=final.get(name, float("nan")),
+                tokens_a_second=config.tokens_a_step / statistics.median(seconds),
+                seconds=sum(seconds),
+            )
+        )
+    return results

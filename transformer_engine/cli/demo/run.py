@@ -1,0 +1,116 @@
+"""One model in torch with its optimizer and the recipe it computes under, and how its checkpoint is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import pytorch as te
+from ...pytorch.quantization import check_recipe_support
+from . import checkpoint
+from .config import Config, Execution, make_recipe
+from .data import Batch
+from .model import ByteGPT
+from .optimizer import OPTIMIZERS
+from .sample import generate
+
+PLAINLY = Execution()
+
+
+class Run:
+    """One model with its optimizer and the recipe it computes under."""
+
+    def __init__(self, name: str, config: Config, execution: Execution = PLAINLY):
+        self.config, self.recipe = config, make_recipe(name)
+        supported, reason = (True, "") if self.recipe is None else check_recipe_support(self.recipe)
+        if not supported:
+            raise ValueError(f"the recipe {name} does not run here: {reason}")
+        torch.manual_seed(config.seed)
+        self.model = ByteGPT(config, execution.offload_layers)
+        self.optimizer = OPTIMIZERS[config.optimizer](self.model.parameters())
+        self.observation: te.Observation | None = None
+        if execution.graphs:
+            te.graphed(self.model)
+
+    def observe(self, log: Path) -> None:
+        """Look at the tensors of the first of every ten steps from here on."""
+        self.observation = te.observe(self.model, log=log)
+
+    def precision(self) -> te.autocast:
+        return te.autocast(enabled=self.recipe is not None, recipe=self.recipe)
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers the model learns."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    def train(self, batches: Sequence[Batch], rates: Sequence[float], first: int) -> list[float]:
+        """The losses of the steps from `first` on, one a batch, each before its optimizer step.
+
+        A GPU is read back once, so that its queue never drains.
+        """
+        return torch.stack(
+            [self.step(*batch, rate) for batch, rate in zip(batches, rates, strict=True)]
+        ).tolist()
+
+    def step(self, inputs: Any, targets: Any, rate: float) -> Tensor:
+        """The loss of one batch before its optimizer step."""
+        with self.precision():
+            loss = self.model.loss(*self._placed((inputs, targets)))
+        loss.backward()
+        self.optimizer.step(rate)
+        if self.observation is not None:
+            self.observation.step()
+        return loss.detach()
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[Batch]) -> float:
+        """Mean loss over batches."""
+        self.model.eval()
+        paused = nullcontext() if self.observation is None else self.observation.paused()
+        with paused, self.precision():
+            losses = [self.model.loss(*self._placed(batch)) for batch in batches]
+        self.model.train()
+        return torch.stack(losses).mean().item()
+
+    def sample(self, prompt: bytes, count: int) -> bytes:
+        """The bytes that follow a prompt, drawn with a KV cache."""
+        return generate(self.model, self.config, prompt, count, seed=self.config.seed)
+
+    def _placed(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        inputs, targets = (torch.as_tensor(part, device=self.config.device) for part in batch)
+        return inputs, targets
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def refusal(self, state: dict[str, Any] | None) -> str | None:
+        """Why a state is not one of this model and optimizer; None when it is."""
+        if state is None:
+            return "it has no such run"
+        return checkpoint.misfit(state["model"], self.model.state_dict()) or self.optimizer.refusal(
+            state["optimizer"]
+        )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+def save(path: Path, state: dict[str, Any]) -> None:
+    """A checkpoint of runs, with the random numbers that the next step would draw."""
+    checkpoint.save(path, {**state, "random": checkpoint.random_state()})
+
+
+def load(path: Path) -> dict[str, Any]:
+    return checkpoint.load(path)
+
+
+def continue_from(state: dict[str, Any]) -> None:
+    """Draw the random numbers that the checkpoint's next step would have drawn."""
+    checkpoint.set_random_state(state["random"])

@@ -1,0 +1,63 @@
+"""histogram[e, bin] += 1 for each token: how much the score of expert e lacks to the largest that is not chosen.
+
+Counts are whole numbers, so that the order in which programs add does not matter.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..formats import ceil_div
+from .launch import Launch
+from .router import tokens_of_program
+
+NONE = tl.constexpr(1 << 30)  # above every number of an expert
+
+
+@triton.jit
+def margins_kernel(
+    logits,
+    bias,
+    histogram,
+    bounds,
+    tokens,
+    experts,
+    bins,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    """histogram[e, bin] += 1 for every token, by how much the score of e lacks to the largest that is not chosen."""
+    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    expert = tl.arange(0, EXPERTS)[None, :] + tl.zeros([ROWS, EXPERTS], tl.int32)
+    inside = (token < tokens)[:, None] & (expert < experts)
+    x = tl.load(logits + token.to(tl.int64)[:, None] * experts + expert, mask=inside, other=0.0).to(
+        tl.float32
+    )
+    score = 1.0 / (1.0 + tl.exp(-x))
+    key = score + tl.load(bias + expert, mask=inside, other=0.0)
+    key = tl.where(inside, key, float("-inf"))
+    left = inside
+    for _ in range(K):
+        best = tl.max(key, 1)[:, None]
+        first = tl.min(tl.where((key == best) & left, expert, NONE), 1)[:, None]
+        taken = expert == first
+        left = left & (taken == 0)
+        key = tl.where(taken, float("-inf"), key)
+    cutoff = tl.max(key, 1)[:, None]
+    lower = tl.load(bounds)
+    place = tl.floor((cutoff - score - lower) * bins.to(tl.float32) / (tl.load(bounds + 1) - lower))
+    # What is no number falls into the first bin, as what lies below it.
+    place = tl.where(place > 0.0, tl.minimum(place, (bins - 1).to(tl.float32)), 0.0)
+    target = histogram + expert.to(tl.int64) * bins + place.to(tl.int32)
+    tl.atomic_add(target, tl.full([ROWS, EXPERTS], 1, tl.int32), mask=inside, sem="relaxed")
+
+
+def margins(tokens: int, experts: int, k: int, bins: int) -> Launch:
+    """(logits [T, E], bias [E], histogram int32 [E, bins], bounds [2]): the histogram is added to."""
+    width = triton.next_power_of_2(experts)
+    rows, warps = tokens_of_program(width)
+    grid = (ceil_div(tokens, rows), 1, 1)
+    scalars = (tokens, experts, bins)
+    return Launch(margins_kernel, grid, (), scalars, (k, rows, width), warps, in_place=(2,))

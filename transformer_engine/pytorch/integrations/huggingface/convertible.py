@@ -1,0 +1,120 @@
+"""Which models convert_hf takes: decoders of a few families whose layers are as their library made them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ....common import optional
+from ....common.checks import described
+from ...conversion import DecoderConfig
+from ...conversion.families import family_named
+from ...conversion.families.settings import Settings
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma")
+# Tensors that become one, and so want gradients together.
+_JOINED = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))
+_LINEAR = (*_JOINED[0], "self_attn.o_proj", *_JOINED[1], "mlp.down_proj")
+_ACTIVATIONS = {"swiglu": F.silu, "geglu": lambda x: F.gelu(x, approximate="tanh")}
+
+
+def decoders_of(model: Any) -> list[nn.Module]:
+    """The stacks of decoder layers in a model of transformers; ValueError where there is none that is known."""
+    reason = optional.failure("transformers")
+    if reason is not None:
+        raise ImportError(f"convert_hf takes models of transformers: {reason}; pip install transformers")
+    if not isinstance(model, nn.Module) or not hasattr(model, "config"):
+        raise TypeError(
+            f"model={described(model)} is no model of transformers; give what from_pretrained returns"
+        )
+    refuse_adapters(model, "convert the model first, then give it to get_peft_model")
+    named = {type(module): _model_type(module) for module in model.modules()}
+    found = [module for module in model.modules() if named[type(module)] in FAMILIES and _is_stack(module)]
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} (model_type={_model_type(model)!r}) has no decoder of {', '.join(FAMILIES)}; "
+            "inject_te_attention(model) serves the attention of other models"
+        )
+    return found
+
+
+def refuse_adapters(model: nn.Module, remedy: str) -> None:
+    """ValueError for a model that peft has put adapters into."""
+    if any(type(module).__module__.startswith("peft.") for module in model.modules()):
+        raise ValueError(f"{type(model).__name__} holds adapters of peft; {remedy}")
+
+
+def _model_type(module: nn.Module) -> str | None:
+    return getattr(getattr(module, "config", None), "model_type", None)
+
+
+def _is_stack(module: nn.Module) -> bool:
+    parts = dict(module.named_children())
+    return {"layers", "norm", "rotary_emb"} <= set(parts)
+
+
+def decoder_config(decoder: nn.Module) -> DecoderConfig:
+    """What the layers of a decoder are made of. How tokens turn is the library's to compute, whichever it is."""
+    config: Any = decoder.config
+    content = config.to_dict() | {"rope_parameters": None, "rope_scaling": None}
+    settings = Settings(content, f"the config of {type(decoder).__name__}")
+    return family_named(config.model_type).settings(settings)
+
+
+def check_decoder(decoder: nn.Module, config: DecoderConfig) -> None:
+    """ValueError for a layer that was changed, or whose parts cannot be one tensor."""
+    for number, layer in enumerate(decoder.layers):  # pyright: ignore[reportArgumentType]
+        place = f"layer {number} of {type(decoder).__name__}"
+        if not hasattr(layer.self_attn, "q_proj"):
+            raise ValueError(f"{place} is converted already; call revert_hf(model) first")
+        _check_products(layer, place)
+        _check_activation(layer.mlp.act_fn, config.activation, place)
+
+
+def _check_products(layer: nn.Module, place: str) -> None:
+    parts = {name: layer.get_submodule(name) for name in _LINEAR}
+    for name, part in parts.items():
+        if type(part) is not nn.Linear:
+            raise ValueError(
+                f"{name} of {place} is a {type(part).__name__}, not a torch.nn.Linear; convert the model before it is "
+                "quantized, adapted or parallelized"
+            )
+    for module in layer.modules():
+        if hasattr(module, "_hf_hook"):
+            raise ValueError(
+                f"{place} has hooks of accelerate's dispatch; load the model without device_map, convert it, then "
+                "dispatch it"
+            )
+    _check_alike(dict(layer.named_parameters()), place)
+    for names in _JOINED:
+        wanted = {parameter.requires_grad for name in names for parameter in parts[name].parameters()}
+        if len(wanted) > 1:
+            raise ValueError(
+                f"{', '.join(names)} of {place} become one weight, but only some of them want gradients; freeze all "
+                "or none of them"
+            )
+
+
+def _check_alike(parameters: dict[str, nn.Parameter], place: str) -> None:
+    kinds = {(parameter.dtype, parameter.device): name for name, parameter in parameters.items()}
+    if len(kinds) > 1:
+        listed = ", ".join(f"{name} {dtype} on {device}" for (dtype, device), name in kinds.items())
+        raise ValueError(f"the parameters of {place} differ: {listed}; bring them together with model.to()")
+    ((dtype, _),) = kinds
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"the parameters of {place} are {dtype}; convert the model in float32, bfloat16 or float16"
+        )
+
+
+def _check_activation(activation: nn.Module, named: str, place: str) -> None:
+    """Is the module what our layer computes? "gelu" names the exact function in some configs, tanh's in others."""
+    x: Tensor = torch.linspace(-4.0, 4.0, 65)
+    if not torch.allclose(activation(x), _ACTIVATIONS[named](x), rtol=1e-5, atol=1e-6):
+        raise ValueError(
+            f"the activation of {place} is {activation}, which LayerNormMLP does not compute; it has silu and gelu "
+            "by tanh (gelu_pytorch_tanh)"
+        )

@@ -1,0 +1,107 @@
+"""y [b, s, h] = attention(turned(norm(x) @ qkv_weight.T)) @ o_weight.T: a layer's attention with the norm before it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...attention.rope import apply_fused_qkv_rotary_pos_emb, apply_rotary_pos_emb
+from ...conversion import DecoderConfig
+from ...module.layernorm_linear import LayerNormLinear
+from ...module.linear import Linear
+from ...module.rmsnorm import RMSNorm
+from .made_empty import norm_of, norm_place_of, place_of, unfilled
+from .rotary_angles import Turns
+
+
+class FusedAttention(nn.Module):
+    """Queries, keys and values in one product behind their norm, for a decoder layer of transformers.
+
+    The attention itself is whatever `config._attn_implementation` names in transformers' registry, called as the
+    stock layer calls it. Attributes that such functions, and caches, read of a stock layer are here too.
+    """
+
+    def __init__(self, stock: Any, decoder: DecoderConfig, index: int):
+        super().__init__()
+        self.config: Any = stock.config
+        self.layer_idx = index
+        self.heads, self.groups, self.head_dim = decoder.heads, decoder.groups, decoder.head_size
+        self.num_key_value_groups = decoder.heads // decoder.groups
+        self.scaling: float = stock.scaling
+        self.attention_dropout: float = stock.attention_dropout
+        self.is_causal: bool = stock.is_causal
+        self.sliding_window = decoder.windows[index]
+        self.eager: Callable[..., Any] = sys.modules[type(stock).__module__].eager_attention_forward
+        attended, grouped = self.heads * self.head_dim, 2 * self.groups * self.head_dim
+        place: dict[str, Any] = place_of(stock.o_proj.weight)
+        self.layernorm_qkv = LayerNormLinear(
+            decoder.hidden,
+            attended + grouped,
+            bias=decoder.qkv_bias,
+            init_method=unfilled,
+            **norm_of(decoder),
+            **place,
+        )
+        self.o_proj = Linear(
+            attended, decoder.hidden, bias=decoder.output_bias, init_method=unfilled, **place
+        )
+        if decoder.qk_norm:
+            self.q_norm, self.k_norm = (
+                RMSNorm(self.head_dim, eps=decoder.epsilon, **norm_place_of(stock.q_norm.weight))
+                for _ in range(2)
+            )
+        self.qk_norm = decoder.qk_norm
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: Turns,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """(y, the attention's weights where its function gives them)."""
+        parts = self._queries_keys_values(self.layernorm_qkv(hidden_states), position_embeddings.angles)
+        query, key, value = (part.transpose(1, 2) for part in parts)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        attended, weights = self._attention()(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling * position_embeddings.scale**2,
+            sliding_window=self.sliding_window,
+            **kwargs,
+        )
+        attended = attended.reshape(*hidden_states.shape[:-1], -1).contiguous()
+        return self.o_proj(attended), weights
+
+    def _attention(self) -> Callable[..., tuple[Tensor, Tensor | None]]:
+        library: Any = sys.modules[
+            "transformers.modeling_utils"
+        ]  # loaded: this was made from one of its layers
+        return library.ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, self.eager)
+
+    def _queries_keys_values(self, qkv: Tensor, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[b, s, heads | groups | groups, d] of qkv [b, s, ..], queries and keys turned by angles [1 | b, s, d]."""
+        batch, length, _ = qkv.shape
+        if angles.shape[0] > 1:  # every sequence has positions of its own: one sequence of all tokens
+            qkv = qkv.reshape(1, batch * length, -1)
+        table = angles.reshape(-1, 1, 1, self.head_dim)
+        qkv = qkv.unflatten(-1, (self.groups, -1))
+        sizes = [self.num_key_value_groups * self.head_dim, self.head_dim, self.head_dim]
+        if self.qk_norm:
+            query, key, value = qkv.split(sizes, dim=-1)
+            query = self.q_norm(query.reshape(*qkv.shape[:2], self.heads, self.head_dim))
+            query = apply_rotary_pos_emb(query, table, "bshd")
+            key = apply_rotary_pos_emb(self.k_norm(key.contiguous()), table, "bshd")
+        else:
+            query, key, value = apply_fused_qkv_rotary_pos_emb(qkv, table, table, sizes, "bshd")
+        shape = (batch, length, -1, self.head_dim)
+        return query.reshape(shape), key.reshape(shape), value.reshape(shape)

@@ -1,0 +1,168 @@
+"""inject_te_attention(model): every attention layer computes scaled_dot_product_attention by DotProductAttention.
+
+A layer's forward stays the library's own. While it runs, torch's scaled_dot_product_attention is `Replacement`, which
+passes on what it can describe to DotProductAttention and the rest to torch, and counts both (`stats`).
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...attention import DotProductAttention
+from . import masks, sdpa
+from .core import DTYPES, Cores, Kind, attend, in_autocast
+from .layouts import Layout, layout_of
+from .stats import count
+
+logger = logging.getLogger(__name__)
+
+# Scales that differ by less are the same number, rounded on two ways.
+SCALE_TOLERANCE = 1e-6
+
+
+def inject_te_attention(model: torch.nn.Module) -> None:
+    """Inject into every attention layer of a model, after its weights are loaded and before it is sharded.
+
+    Layers that carry an `attn_module` are left as they are. model._te_attention_injected says whether any layer has
+    been changed.
+    """
+    injected = sum([inject_te_attention_into_module(module) for module in list(model.modules())])
+    if injected:
+        object.__setattr__(model, "_te_attention_injected", True)
+        _warn_unless_sdpa(model)
+    else:
+        logger.warning(
+            "no attention layer of %s was changed: none has projections of a known layout, such as q_proj, k_proj and "
+            'v_proj; transformers\' attn_implementation="transformer_engine" needs none',
+            type(model).__name__,
+        )
+
+
+def inject_te_attention_into_module(module: torch.nn.Module) -> bool:
+    """Inject into one attention layer; False: it is none, its layout is unknown, or it carries an `attn_module`."""
+    if hasattr(module, "attn_module"):
+        return False
+    layout = layout_of(module)
+    if layout is None:
+        return False
+    name = sdpa.imported_by_name(module)
+    if name is not None:
+        logger.warning(
+            "%s is left as it is: its file imports scaled_dot_product_attention as %s, which cannot be exchanged; "
+            "let it call torch.nn.functional.scaled_dot_product_attention",
+            type(module).__name__,
+            name,
+        )
+        return False
+    replacement = Replacement(layout)
+    object.__setattr__(module, "attn_module", replacement.core(0.0, causal=True))
+    module.forward = InjectedForward(module.forward, replacement)
+    return True
+
+
+class InjectedForward:
+    """forward(..) of a layer with torch's attention replaced; an object, so that copies of the layer call their own."""
+
+    def __init__(self, forward: Any, replacement: Replacement) -> None:
+        self.forward, self.replacement = forward, replacement
+
+    @property
+    def __wrapped__(self) -> Any:
+        """What `inspect.signature` reads; kept out of pickles, which know functions by their names."""
+        return self.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return sdpa.traced(self.replacement, self.forward, *args, **kwargs)
+        with sdpa.replaced(self.replacement):
+            return self.forward(*args, **kwargs)
+
+
+class Replacement:
+    """out [b, h, q, d_v] of torch's scaled_dot_product_attention, of queries, keys and values of one layer."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.cores = Cores()
+        self.warned = False
+
+    def core(self, dropout: float, causal: bool) -> DotProductAttention:
+        """The layer's DotProductAttention with a dropout, for masks that are causal or for the others."""
+        a = self.layout
+        return self.cores.of(Kind(a.heads, a.groups, a.size, a.size_v, a.scale, dropout, causal))
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        q, k, v = in_autocast(query, key, value)
+        masking = None
+        k, v = self._once(k), self._once(v)
+        refusal = self._refusal(q, k, v, scale)
+        if refusal is None:
+            masking = self._masking(q, k, attn_mask, is_causal)
+            refusal = "fallback_mask" if masking is None else None
+        count(refusal or "te_hits")
+        if masking is None or refusal is not None:
+            return sdpa.original()(
+                query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
+                enable_gqa=enable_gqa,
+            )  # fmt: skip
+        core = self.core(dropout_p, masking.causal)
+        return attend(core, q, k, v, masking).transpose(1, 2)
+
+    def _once(self, x: Tensor) -> Tensor:
+        """Keys or values without the repetitions that give each query head its own."""
+        a = self.layout
+        repeated = a.repeats > 1 and x.ndim == 4 and x.shape[1] == a.heads
+        return x[:, :: a.repeats] if repeated else x
+
+    def _refusal(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> str | None:
+        a = self.layout
+        shapes = (q.shape[1:2], k.shape[1:2], v.shape[1:2], q.shape[3:], k.shape[3:], v.shape[3:])
+        if (
+            q.ndim != 4
+            or k.ndim != 4
+            or v.ndim != 4
+            or q.dtype not in DTYPES
+            or not q.dtype == k.dtype == v.dtype
+        ):
+            return "fallback_input"
+        if shapes != ((a.heads,), (a.groups,), (a.groups,), (a.size,), (a.size,), (a.size_v,)):
+            return "fallback_input"
+        asked = a.size**-0.5 if scale is None else scale
+        if abs(asked - a.scale) > SCALE_TOLERANCE:
+            self._warn_of_scale(asked)
+            return "fallback_scale_mismatch"
+        return None
+
+    def _masking(self, q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> masks.Masking | None:
+        if mask is None:
+            return masks.without_tensor(causal, q.shape[2], k.shape[2], self.layout.window)
+        return None if causal else masks.of_mask(mask, q.shape[0])
+
+    def _warn_of_scale(self, scale: float) -> None:
+        if self.warned or torch.compiler.is_compiling():
+            return
+        self.warned = True
+        logger.warning(
+            "scale=%s, the layer was injected with %s; its attention is left to torch. Set the layer's `scaling` "
+            "before inject_te_attention",
+            scale,
+            self.layout.scale,
+        )
+
+
+def _warn_unless_sdpa(model: torch.nn.Module) -> None:
+    asked = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if isinstance(asked, str) and asked not in ("sdpa", "transformer_engine"):
+        logger.warning(
+            "%s computes its attention as %r, without scaled_dot_product_attention, and nothing changes; call "
+            'model.set_attn_implementation("sdpa")',
+            type(model).__name__,
+            asked,
+        )

@@ -1,0 +1,111 @@
+"""{our tensor: their tensors} of one decoder layer, and the hooks by which its state dict keeps their names.
+
+    self_attn.layernorm_qkv.weight  =  self_attn.q_proj.weight, .k_proj.weight, .v_proj.weight, group by group
+    mlp.fc1_weight                  =  mlp.gate_proj.weight over mlp.up_proj.weight
+
+The rows are those of `te convert` (conversion/families), under the names that a converted layer has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...conversion import DecoderConfig
+from ...conversion.families import family_named
+from ...conversion.layouts import Layout
+from ...tensor import QuantizedTensor
+
+_THEIR_LAYER = "model.layers.{i}."
+# What the table calls a part of TransformerLayer, and what it is called in a converted layer.
+_PLACES = {
+    "layers.{i}.self_attention.layernorm_qkv.": "self_attn.layernorm_qkv.",
+    "layers.{i}.self_attention.proj.": "self_attn.o_proj.",
+    "layers.{i}.self_attention.": "self_attn.",
+    "layers.{i}.layernorm_mlp.": "mlp.",
+}
+
+
+@dataclass(frozen=True)
+class Match:
+    """One tensor of a converted layer, made of those of the stock layer."""
+
+    ours: str
+    theirs: tuple[str, ...]
+    layout: Layout
+
+    @property
+    def is_renamed(self) -> bool:
+        return self.theirs != (self.ours,)
+
+
+@dataclass(frozen=True)
+class LayerNames:
+    """The tensors of a layer, of which a model without biases, for example, has some only."""
+
+    matches: tuple[Match, ...]
+
+    @staticmethod
+    def of(model_type: str, decoder: DecoderConfig) -> LayerNames:
+        matches = []
+        for row in family_named(model_type).rows:
+            for place, ours in _PLACES.items():
+                if row.ours.startswith(place):
+                    theirs = tuple(name.removeprefix(_THEIR_LAYER) for name in row.theirs)
+                    matches.append(Match(ours + row.ours.removeprefix(place), theirs, row.layout(decoder)))
+                    break
+        return LayerNames(tuple(matches))
+
+    def to_ours(self, state: MutableMapping[str, Any], prefix: str = "") -> None:
+        """Put ours in the place of theirs, where all parts of a tensor are there."""
+        for match in self._renamed():
+            theirs = [prefix + name for name in match.theirs]
+            if all(name in state for name in theirs):
+                state[prefix + match.ours] = match.layout.join([state.pop(name) for name in theirs])
+
+    def to_theirs(self, state: MutableMapping[str, Any], prefix: str = "") -> None:
+        """Put theirs in the place of ours, in memory of their own: files refuse tensors that share it."""
+        for match in self._renamed():
+            if prefix + match.ours in state:
+                values = _values(state.pop(prefix + match.ours))
+                for name, part in zip(match.theirs, match.layout.split(values), strict=True):
+                    state[prefix + name] = part.clone(memory_format=torch.contiguous_format)
+
+    def pairs(self) -> Iterator[tuple[str, str]]:
+        """(ours, theirs), one part of ours after the other."""
+        return ((match.ours, name) for match in self.matches for name in match.theirs)
+
+    def _renamed(self) -> Iterator[Match]:
+        return (match for match in self.matches if match.is_renamed)
+
+
+def _values(tensor: Tensor) -> Tensor:
+    """In high precision: the names are those of checkpoints that hold no codes."""
+    return tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
+
+
+@dataclass
+class SavesTheirNames:
+    """A hook of `state_dict`, which torch marks as registered."""
+
+    names: LayerNames
+
+    def __call__(self, layer: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        self.names.to_theirs(state, prefix)
+
+
+@dataclass(frozen=True)
+class LoadsTheirNames:
+    """A hook of `load_state_dict`."""
+
+    names: LayerNames
+
+    def __call__(
+        self, layer: nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any], strict: bool,
+        missing: list[str], unexpected: list[str], errors: list[str],
+    ) -> None:  # fmt: skip
+        self.names.to_ours(state, prefix)

@@ -1,0 +1,113 @@
+"""heads, groups, size = layout(attention): what an attention's projections say of its queries, keys and values.
+
+Read once, when a model is prepared. A projection is a Linear, a module with a weight alone, transformers' Conv1D, or a
+wrapper round one of them; on "meta" its shapes are as good.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+# (query, key, value) as three modules; one module of all three.
+SEPARATE = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q_lin", "k_lin", "v_lin"))
+FUSED = ("qkv_proj", "query_key_value", "c_attn", "qkv", "Wqkv", "W_pack")
+
+_HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head")
+_GROUPS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
+_SIZE = ("head_dim", "attention_head_size", "head_size")
+_SCALE = ("scaling", "scale", "softmax_scale")
+# Modules that hold the projection that they change: Gemma's clipped Linear, PEFT's adapters.
+_WRAPPED = ("linear", "base_layer")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """size of queries and keys; groups: heads of keys and values; window: keys that a query sees, its own included."""
+
+    heads: int
+    groups: int
+    size: int
+    size_v: int
+    scale: float
+    window: int | None
+
+    @property
+    def repeats(self) -> int:
+        """Query heads that read the same keys."""
+        return self.heads // self.groups
+
+
+def layout_of(module: torch.nn.Module) -> Layout | None:
+    """The layout of an attention module; None: it is none, or none whose projections are known here."""
+    found = _of_separate(module) or _of_fused(module)
+    if found is None:
+        return None
+    heads, groups, size, size_v = found
+    if min(found) < 1 or heads % groups:
+        return None
+    scale = next((s for name in _SCALE if isinstance(s := getattr(module, name, None), float)), None)
+    window = getattr(module, "sliding_window", None)
+    window = window if isinstance(window, int) and window > 0 else None
+    return Layout(heads, groups, size, size_v, size**-0.5 if scale is None else scale, window)
+
+
+def out_features(projection: object) -> int | None:
+    """Columns that a projection makes: what it says, what its weight says, what it wraps."""
+    if not isinstance(projection, torch.nn.Module):
+        return None
+    for name in ("out_features", "nf"):
+        stated = getattr(projection, name, None)
+        if isinstance(stated, int):
+            return stated
+    for name in _WRAPPED:
+        inner = projection._modules.get(name)
+        if inner is not None:
+            return out_features(inner)
+    weight = getattr(projection, "weight", None)
+    return weight.shape[0] if isinstance(weight, torch.Tensor) and weight.ndim == 2 else None
+
+
+def _of_separate(module: torch.nn.Module) -> tuple[int, int, int, int] | None:
+    for names in SEPARATE:
+        widths = [out_features(module._modules.get(name)) for name in names]
+        q, k, v = widths
+        if q is None or k is None or v is None:
+            continue
+        size = _stated(module, _SIZE)
+        heads = _stated(module, _HEADS)
+        if size is None:
+            if heads is None or q % heads:
+                return None
+            size = q // heads
+        if q % size or k % size:
+            return None
+        # Of a tensor-parallel rank's share the projections know; attributes and configs speak of the whole.
+        heads, groups = q // size, k // size
+        return (heads, groups, size, v // groups) if groups and v % groups == 0 else None
+    return None
+
+
+def _of_fused(module: torch.nn.Module) -> tuple[int, int, int, int] | None:
+    for name in FUSED:
+        width = out_features(module._modules.get(name))
+        heads = _stated(module, _HEADS)
+        if width is None or heads is None:
+            continue
+        groups = _stated(module, _GROUPS) or heads
+        size = _stated(module, _SIZE) or width // (heads + 2 * groups)
+        if width == (heads + 2 * groups) * size:
+            return heads, groups, size, size
+    return None
+
+
+def _stated(module: torch.nn.Module, names: tuple[str, ...]) -> int | None:
+    """A number under one of these names in the module, else in its config."""
+    for owner in (module, getattr(module, "config", None)):
+        for name in names:
+            value: Any = getattr(owner, name, None)
+            if isinstance(value, int) and not isinstance(value, bool):
+                return value
+    return None

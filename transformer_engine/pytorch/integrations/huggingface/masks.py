@@ -1,0 +1,292 @@
+"""Masking = of_mask(mask [b | 1, 1, q, kv]): the mask type, window and lengths that say the same as a mask tensor.
+
+Libraries give an attention a mask of every pair. Whoever sees an interval of keys in each row needs two numbers a row:
+its first and its last visible key. From these [b, q] follows all that is asked: is the last key the query's own
+(causal, from some diagonal on), is the first one everybody's (no window), as many keys before it (a window) or where
+its own sequence begins (packed sequences), and where do the keys of a sequence begin and end (padding, on either side).
+The judgement is exact: a mask that differs from what was recognised in one place is not recognised. It reads the mask
+once, not in every layer, and waits for the device once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ....common.formats import round_up
+from ...primitives.attention.packed import cumulative
+
+# An additive mask hides a key by any number below this: finfo.min, -inf, -1e9 and half precision's -65504.
+HIDDEN = -1e4
+
+
+@dataclass(frozen=True, slots=True)
+class Masking:
+    """How DotProductAttention is to be called.
+
+    window     (left, right) keys beside its own, None: no limit
+    keys       (begin, end) of the keys that anyone sees, None: all
+    packed     sequences lie in [b * s, h, d] with tokens of none between them
+    arguments  lengths and masks, under the names of its forward
+    """
+
+    name: str
+    window: tuple[int, int] | None = None
+    keys: tuple[int, int] | None = None
+    packed: bool = False
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def causal(self) -> bool:
+        """Does a query see no key behind its own?"""
+        return "causal" in self.name
+
+
+NO_MASK, CAUSAL = Masking("no_mask"), Masking("causal")
+
+
+def without_tensor(causal: bool, queries: int, keys: int, window: int | None) -> Masking:
+    """The masking of a call without a mask; a causal one begins in the first query and key."""
+    if not causal:
+        return NO_MASK
+    cut = (0, queries) if keys > queries else None
+    if window is None or window >= keys:
+        return CAUSAL if cut is None else Masking("causal", keys=cut)
+    return Masking("causal", (window - 1, 0), cut)
+
+
+def of_one_query(mask: Tensor) -> Masking:
+    """Of a boolean mask [b, 1, 1, kv], True = visible, which is a padding mask as it is: nothing has to be read."""
+    query = mask.new_zeros(()).expand(mask.shape[0], 1, 1, 1)
+    return Masking("padding", arguments={"attention_mask": (query, ~mask)})
+
+
+def as_it_is(mask: Tensor) -> Masking:
+    """Of any mask [b, h, q, kv]: boolean, or numbers that are added to the logits."""
+    if mask.dtype == torch.bool:
+        return Masking("arbitrary", arguments={"attention_mask": ~mask})
+    bias = {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": mask}
+    return Masking("no_mask", arguments=bias)
+
+
+def of_mask(mask: Tensor, batch: int) -> Masking | None:
+    """The masking of a mask [batch | 1, 1, q, kv], boolean (True = visible) or additive; None: no mask type is like it.
+
+    None too for a mask that cannot be read: while a compiler traces, a CUDA graph is captured, or memory is planned;
+    and for one that is trained.
+    """
+    if mask.ndim != 4 or mask.shape[0] not in (1, batch) or not mask.shape[-1] * mask.shape[2]:
+        return None
+    if mask.shape[1] != 1:
+        if mask.stride(1):
+            return None
+        mask = mask[:, :1]
+    if mask.shape[2] == 1 and mask.dtype == torch.bool:
+        return of_one_query(mask.expand(batch, -1, -1, -1))
+    if torch.compiler.is_compiling() or mask.is_meta or mask.requires_grad:
+        return None
+    if mask.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    # Nobody counts writes into an inference tensor: what was found for it may not be true in the next layer.
+    return _recognised(mask, batch) if mask.is_inference() else _remembered(mask, batch)
+
+
+_last: dict[int, tuple[weakref.ref[Tensor], int, int, Masking | None]] = {}
+# Masks of a model that are alive at once: one of each kind of layer, for a few models.
+_MANY = 64
+
+
+def _remembered(mask: Tensor, batch: int) -> Masking | None:
+    """What was found for this very tensor, which all layers of a forward pass are given."""
+    known = _last.get(id(mask))
+    if known is not None and known[0]() is mask and known[1:3] == (mask._version, batch):
+        return known[3]
+    found = _recognised(mask, batch)
+    if len(_last) >= _MANY:
+        _last.clear()
+    _last[id(mask)] = (weakref.ref(mask), mask._version, batch, found)
+    return found
+
+
+def _recognised(mask: Tensor, batch: int) -> Masking | None:
+    if mask.stride(0) == 0:
+        mask = mask[:1]
+    rows = mask[:, 0]
+    agrees = None
+    if rows.dtype != torch.bool:
+        visible = rows == 0
+        agrees = (visible | (rows < HIDDEN)).all()
+        rows = visible
+    seen = _read(rows)
+    facts = _judged(seen, agrees)
+    if facts.everything:
+        return _everything(facts, seen.begin, seen.end, batch)
+    if facts.banded:
+        return _banded(facts, seen.begin, seen.end, batch)
+    return _packed(seen.first, facts.longest, batch) if facts.longest else None
+
+
+class _Intervals(NamedTuple):
+    """Of each query its first and last key [b, q], and is it blind; of each sequence where its keys lie [b].
+
+    intervals   bool, of the whole mask: does every query see all keys between its first and its last?
+    """
+
+    first: Tensor
+    last: Tensor
+    blind: Tensor
+    intervals: Tensor
+    begin: Tensor
+    end: Tensor
+    keys: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What holds of every row. everything: a query sees all keys of its sequence.
+
+    banded    query i sees keys up to i + diagonal, at most window of them (0: all)
+    longest   tokens of the longest of packed sequences, 0: there are none; begins, ends: (least, greatest) of them
+    """
+
+    everything: bool
+    banded: bool
+    begins: tuple[int, int]
+    diagonal: int
+    window: int
+    ends: tuple[int, int]
+    longest: int
+    queries: int
+    keys: int
+
+    @property
+    def alike(self) -> bool:
+        """Do all sequences see the same keys?"""
+        return self.begins[0] == self.begins[1] and self.ends[0] == self.ends[1]
+
+
+def _read(visible: Tensor) -> _Intervals:
+    """The intervals of visible [b, q, keys]."""
+    keys = visible.shape[-1]
+    bits = visible.view(torch.uint8)
+    count = visible.sum(-1)
+    first = bits.argmax(-1)
+    last = keys - 1 - bits.flip(-1).argmax(-1)
+    blind = count == 0
+    intervals = ((last - first + 1 == count) | blind).all()
+    end = (last + 1).masked_fill(blind, 0).amax(1)
+    begin = torch.minimum(first.masked_fill(blind, keys).amin(1), end)
+    return _Intervals(first, last, blind, intervals, begin, end, keys)
+
+
+def _judged(seen: _Intervals, agrees: Tensor | None) -> _Facts:
+    """The facts, computed where the mask is and read at once."""
+    first, last, blind = seen.first, seen.last, seen.blind
+    queries = first.shape[1]
+    low, high = seen.begin[:, None], seen.end[:, None] - 1
+    empty = high < 0
+    everything = (((first == low) & (last == high) & ~blind) | empty).all()
+
+    row = torch.arange(queries, device=first.device)
+    sees = (~blind).view(torch.uint8).argmax(1, keepdim=True)
+    diagonal = (last.gather(1, sees) - sees).masked_fill(empty, -queries).amax()
+    place = row + diagonal
+    cut = (first > low) & ~blind
+    window = (place + 1 - first).masked_fill(~cut, 0).amax()
+    low = torch.where(window > 0, torch.maximum(low, place - window + 1), low)
+    high = torch.minimum(place, high)
+    banded = torch.where(blind, high < low, (first == low) & (last == high)).all()
+
+    goes_on = first == torch.cat((torch.zeros_like(first[:, :1]), first[:, :-1]), dim=1)
+    packed = ((last == row) & (goes_on | (first == row)) & ~blind).all()
+    longest = (row - first + 1).amax() * packed if queries == seen.keys else packed * 0
+
+    whole = seen.intervals if agrees is None else seen.intervals & agrees
+    bounds = (*seen.begin.aminmax(), *seen.end.aminmax())
+    numbers = (whole & everything, whole & banded, diagonal, window, longest * whole, *bounds)
+    fits, fits_band, ahead, wide, most, *n = torch.stack([number.long() for number in numbers]).tolist()
+    return _Facts(
+        bool(fits), bool(fits_band), (n[0], n[1]), ahead, wide, (n[2], n[3]), most, queries, seen.keys
+    )
+
+
+def _packed(first: Tensor, longest: int, batch: int) -> Masking:
+    """Causal sequences behind one another: a sequence begins in every query whose first key is its own."""
+    tokens = batch * first.shape[1]
+    begins = first == torch.arange(first.shape[1], device=first.device)
+    places = begins.expand(batch, -1).flatten().nonzero()[:, 0]
+    bounds = torch.cat((places, places.new_tensor([tokens]))).int()
+    size = min(round_up(longest, 64), first.shape[1])  # one of few sizes, for which backends plan
+    arguments = {"cu_seqlens_q": bounds, "cu_seqlens_kv": bounds, "max_seqlen_q": size, "max_seqlen_kv": size}
+    return Masking("padding_causal", packed=True, arguments=arguments)
+
+
+def _everything(facts: _Facts, begin: Tensor, end: Tensor, batch: int) -> Masking:
+    """Every query sees all keys of its sequence."""
+    if facts.alike:
+        whole = (facts.begins[0], facts.ends[0]) == (0, facts.keys)
+        return NO_MASK if whole else Masking("no_mask", keys=(facts.begins[0], facts.ends[0]))
+    queries = (torch.zeros_like(begin), torch.full_like(end, facts.queries))
+    return _ranges("padding", None, facts, queries, (begin, end), batch)
+
+
+def _banded(facts: _Facts, begin: Tensor, end: Tensor, batch: int) -> Masking | None:
+    """A query sees keys up to a diagonal, as many as a window has."""
+    square = facts.queries == facts.keys
+    diagonal, left = facts.diagonal, facts.window - 1
+    if diagonal < 0 or (diagonal + facts.queries > facts.keys and not square):
+        return None
+    two_sided = square and diagonal > 0
+    if (
+        two_sided
+    ):  # as far ahead as diagonal says, and the window has to reach back at least to the query's own key
+        left = left - diagonal if facts.window else facts.keys
+        if left < 0:
+            return None
+    window = (left, diagonal if two_sided else 0) if facts.window or two_sided else None
+    shift = 0 if two_sided else diagonal
+    complete = facts.begins[1] <= shift and facts.ends[0] >= shift + facts.queries
+    if facts.alike and complete:
+        keys = (facts.begins[0], facts.ends[0])
+        name = "causal" if keys[1] - keys[0] == facts.queries else "causal_bottom_right"
+        return Masking("no_mask" if two_sided else name, window, None if keys == (0, facts.keys) else keys)
+    queries = tuple((x - shift).clamp(0, facts.queries) for x in (begin, end))
+    name = "padding" if two_sided else "padding_causal" if square else "padding_causal_bottom_right"
+    return _ranges(name, window, facts, (queries[0], queries[1]), (begin, end), batch)
+
+
+def _ranges(
+    name: str,
+    window: tuple[int, int] | None,
+    facts: _Facts,
+    queries: tuple[Tensor, Tensor],
+    keys: tuple[Tensor, Tensor],
+    batch: int,
+) -> Masking:
+    """Sequences of (begin, end) [b]: their lengths where all begin in their first token, else their places too.
+
+    What a packed tensor has before its first sequence counts as an empty one, for the first place has to be 0.
+    """
+    arguments: dict[str, Any] = {}
+    packed = facts.begins[1] > 0
+    for side, (begin, end), size in (("q", queries, facts.queries), ("kv", keys, facts.keys)):
+        begin, end = begin.expand(batch), end.expand(batch)
+        lengths = end - begin
+        if packed:
+            lengths = torch.cat((lengths.new_zeros(1), lengths))
+            places = torch.arange(batch, device=begin.device) * size + begin
+            whole = places.new_tensor([0, batch * size])
+            arguments[f"cu_seqlens_{side}_padded"] = torch.cat((whole[:1], places, whole[1:])).int()
+            arguments[f"max_seqlen_{side}"] = size
+        arguments[f"cu_seqlens_{side}"] = cumulative(lengths)
+    if (
+        facts.queries == facts.keys and name != "padding"
+    ):  # the same numbers; as one tensor they are known to be
+        for end_of_name in ("", "_padded"):
+            if f"cu_seqlens_q{end_of_name}" in arguments:
+                arguments[f"cu_seqlens_kv{end_of_name}"] = arguments[f"cu_seqlens_q{end_of_name}"]
+    return Masking(name, window, None, packed, arguments)

@@ -1,0 +1,103 @@
+"""with replaced(function): in this thread, torch's scaled_dot_product_attention is a function of the caller's.
+
+torch.nn.functional's name is exchanged while any thread is inside, for one function that looks at what its own thread
+has asked for, and put back when the last one leaves.
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+import threading
+from collections.abc import Callable
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+Function = Callable[..., Any]
+TORCH_SDPA: Function = F.scaled_dot_product_attention
+_lock = threading.Lock()
+
+
+class _Asked(threading.local):
+    """The function of each thread; None: torch's own."""
+
+    function: Function | None = None
+
+
+class _Exchanged:
+    """How many threads are inside, and what the name stood for before the first of them came."""
+
+    inside = 0
+    before: Function = TORCH_SDPA
+
+
+_asked, _exchanged = _Asked(), _Exchanged()
+
+
+def _of_this_thread(*args: Any, **kwargs: Any) -> Any:
+    return (_asked.function or _exchanged.before)(*args, **kwargs)
+
+
+class replaced:
+    """The context; a function that calls torch's attention itself takes `TORCH_SDPA`."""
+
+    def __init__(self, function: Function) -> None:
+        self.function, self.outer = function, None
+
+    def __enter__(self) -> None:
+        with _lock:
+            if not _exchanged.inside:
+                _exchanged.before = F.scaled_dot_product_attention
+                F.scaled_dot_product_attention = _of_this_thread
+            _exchanged.inside += 1
+        self.outer, _asked.function = _asked.function, self.function
+
+    def __exit__(self, *_: object) -> None:
+        _asked.function = self.outer
+        with _lock:
+            _exchanged.inside -= 1
+            if not _exchanged.inside and F.scaled_dot_product_attention is _of_this_thread:
+                F.scaled_dot_product_attention = _exchanged.before
+
+
+def traced(function: Function, call: Function, *args: Any, **kwargs: Any) -> Any:
+    """call(..) in the same way while a compiler traces: it keeps the exchange to itself, and knows no locks."""
+    before = F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = function
+    try:
+        return call(*args, **kwargs)
+    finally:
+        F.scaled_dot_product_attention = before
+
+
+def original() -> Function:
+    """What the name stands for outside of every context."""
+    if torch.compiler.is_compiling():
+        return TORCH_SDPA
+    return _exchanged.before if _exchanged.inside else F.scaled_dot_product_attention
+
+
+def imported_by_name(module: torch.nn.Module) -> str | None:
+    """The name of its own file by which the module calls torch's attention, which an exchange does not reach."""
+    for owner in type(module).__mro__:
+        names = vars(sys.modules.get(owner.__module__, object))
+        own = [f for f in names.values() if getattr(f, "__module__", None) == owner.__module__]
+        called = _globals_of([*vars(owner).values(), *own])
+        for name, value in names.items():
+            if value is TORCH_SDPA and name in called and names is not vars(F):
+                return f"{owner.__module__}.{name}"
+    return None
+
+
+def _globals_of(functions: list[Any]) -> set[str]:
+    """Names of their file that the code of functions, and of functions within them, looks up."""
+    codes = [f.__code__ for f in functions if isinstance(f, FunctionType)]
+    found: set[str] = set()
+    while codes:
+        code = codes.pop()
+        found.update(step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL")
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return found

@@ -1,0 +1,103 @@
+"""Parameters of a GroupedLinear: weight0 [N, K], bias0 [N], weight1, .., or one weight [n, N, K] and one bias [n, N].
+
+A checkpoint of either form loads into the other.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..distributed.tensor_parallel import set_tensor_model_parallel_attributes
+from ..tensor.grouped_tensor import GroupedTensor
+from ..tensor.quantized_tensor import QuantizedTensor
+from .linear_base import LinearConfig, ProductsModule
+from .parameters import InitMethod, ParameterInit
+
+
+def names_of(kind: str, count: int, single: bool) -> tuple[str, ...]:
+    """The parameters of a kind, "weight" or "bias"."""
+    return (kind,) if single else tuple(f"{kind}{i}" for i in range(count))
+
+
+def create_parameters(module: ProductsModule, init: ParameterInit, options: dict[str, Any]) -> None:
+    """Register the parameters, unfilled: optimizers go by their order (without biases: empty tensors)."""
+    config: Any = module._config
+    weight, bias = (config.out_features, config.in_features), (config.out_features,)
+    shapes = {name: _shape(config, "weight", weight) for name in config.weight_names}
+    biases = {name: _shape(config, "bias", bias) for name in config.bias_names}
+    if len(shapes) == len(biases):
+        order = [name for pair in zip(shapes, biases, strict=True) for name in pair]
+    else:
+        order = [*shapes, *biases]
+    for name in order:
+        if name in biases and not config.use_bias:
+            setattr(module, name, torch.empty(0, **options))
+            continue
+        parameter = torch.nn.Parameter(torch.empty((shapes | biases)[name], **options))
+        if name in biases:
+            fill = ParameterInit(torch.nn.init.zeros_)
+        elif config.single_grouped_weight:
+            fill = _of_members(init, config.num_gemms)
+        else:
+            fill = ParameterInit(init.init, init.rng_tracker, init.rng_tracker_name, 3 * int(name[6:]) + 1)
+        module.register_parameter(name, parameter, fill)
+
+
+def _shape(config: Any, kind: str, member: tuple[int, ...]) -> tuple[int, ...]:
+    single = config.single_grouped_weight if kind == "weight" else config.single_grouped_bias
+    return (config.num_gemms, *member) if single else member
+
+
+def _of_members(init: ParameterInit, count: int) -> ParameterInit:
+    """Each matrix is filled as a parameter of its own would be, one after the other."""
+    each = functools.partial(_fill_members, init.init)
+    return ParameterInit(each, init.rng_tracker, init.rng_tracker_name, fp8_meta_index=1, members=count)
+
+
+def _fill_members(init_method: InitMethod, stack: Tensor) -> None:
+    for member in stack.unbind(0):
+        init_method(member)
+
+
+def mark_parameters(module: ProductsModule) -> None:
+    """Say how weights and biases are split over ranks; again whenever they are reset."""
+    config: Any = module._config
+    sharded = config.tp_size > 1 and config.parallel_mode is not None
+    axis = int(config.parallel_mode == "row") + int(config.single_grouped_weight)
+    for name in config.weight_names:
+        set_tensor_model_parallel_attributes(getattr(module, name), sharded, axis, 1)
+    if config.use_bias and config.parallel_mode == "column":
+        for name in config.bias_names:
+            axis = int(config.single_grouped_bias)
+            set_tensor_model_parallel_attributes(getattr(module, name), sharded, axis, 1)
+
+
+def load_other_form(module: Any, state_dict: MutableMapping[str, Any], prefix: str, *_: Any) -> None:
+    """A hook before loading: parameters that were saved in the other form, one a group or one of all."""
+    config: LinearConfig = module._config
+    for kind in ("weight", "bias") if config.use_bias else ("weight",):
+        whole = prefix + kind
+        members = [f"{prefix}{name}" for name in names_of(kind, module.num_gemms, False)]
+        if getattr(module, f"single_grouped_{kind}"):
+            if whole not in state_dict and all(name in state_dict for name in members):
+                state_dict[whole] = _together([state_dict.pop(name) for name in members])
+        elif whole in state_dict and len(state_dict[whole]) == len(members):
+            state_dict.update(zip(members, _apart(state_dict.pop(whole)), strict=True))
+
+
+def _together(members: Sequence[Tensor]) -> Tensor:
+    """One tensor of them; codes stay codes."""
+    if all(isinstance(member, QuantizedTensor) for member in members):
+        return GroupedTensor.of_members(members)
+    return torch.stack([m.dequantize() if isinstance(m, QuantizedTensor) else m for m in members])
+
+
+def _apart(stack: Tensor) -> Sequence[Tensor]:
+    if isinstance(stack, GroupedTensor):
+        return stack.split_into_quantized_tensors()
+    return stack.unbind(0)
