@@ -250,7 +250,7 @@ def literal(
 
 
 def philox_kept(rng_state: Tensor, shape: tuple[int, int, int, int], probability: float) -> Tensor:
-    """Philox4x32-7 (Salmon et al., Parallel Random Numbers, 2011), key = seed, counter = (j, i, head ^ high, low)."""
+    """Philox4x32-7 (Salmon et al., Parallel Random Numbers, 2011), key = seed, counter = (j, i, head + high, low)."""
     b, h, size_q, size_kv = shape
     seed, offset = (int(x) for x in rng_state.tolist())
     low = (1 << 32) - 1
@@ -258,7 +258,7 @@ def philox_kept(rng_state: Tensor, shape: tuple[int, int, int, int], probability
     one, two, three, four = torch.broadcast_tensors(
         torch.arange(size_kv, device=device)[None, None, None, :],
         torch.arange(size_q, device=device)[None, None, :, None],
-        (torch.arange(b * h, device=device).reshape(b, h, 1, 1) ^ (offset >> 32)),
+        (torch.arange(b * h, device=device).reshape(b, h, 1, 1) + (offset >> 32)) & low,
         torch.full((1, 1, 1, 1), offset & low, device=device),
     )
     key_one, key_two = seed & low, (seed >> 32) & low

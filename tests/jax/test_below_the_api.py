@@ -20,7 +20,7 @@ from transformer_engine.jax.cpp_extensions.misc import get_xla_flag
 from transformer_engine.jax.debug.experimental import inspect_array, load_array_dump
 from transformer_engine.jax.nnx import bridged, state_type, value_and_grad
 from transformer_engine.jax.primitives.custom_calls import switched_off
-from transformer_engine.jax.primitives.gemm import float8
+from transformer_engine.jax.primitives.gemm import flag, float8
 from transformer_engine.jax.version_utils import jax_version_meet_requirement
 
 DELAYED = recipe.DelayedScaling(amax_history_len=4)
@@ -153,9 +153,9 @@ def test_kernels_are_switched_off_by_their_names(monkeypatch):
 
 
 def test_a_missing_flag_of_xla_is_said_once(monkeypatch):
-    monkeypatch.setattr(float8, "has_gpu", lambda: True)
+    monkeypatch.setattr(flag, "has_gpu", lambda: True)
     monkeypatch.setenv("XLA_FLAGS", "")
-    float8._warn_of_the_flag.cache_clear()
+    flag._warn.cache_clear()
     request = float8.GemmRequest(
         None, None, jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e4m3fn), 16, 16, 16, jnp.dtype(jnp.bfloat16),
         "cuda", 90, False,
@@ -164,7 +164,7 @@ def test_a_missing_flag_of_xla_is_said_once(monkeypatch):
         float8.bind_direct(request)
         float8.bind_direct(request)
     assert len(seen) == 1
-    float8._warn_of_the_flag.cache_clear()
+    flag._warn.cache_clear()
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")
     assert get_xla_flag("--xla_gpu_enable_triton_gemm") == "false"
 

@@ -1,7 +1,7 @@
 """Experts on several devices: tokens go to the device of their expert and come back.
 
-Called inside shard_map, where the axis of experts is manual. Between devices a dense all_to_all of the greatest
-possible size is used, which every platform has; lax.ragged_all_to_all would move only what there is.
+Called inside shard_map, where the axis of experts is manual. Between GPUs lax.ragged_all_to_all moves only the rows
+that there are; other platforms, which lack it, a dense all_to_all of the greatest possible size.
 """
 
 from __future__ import annotations
@@ -41,10 +41,12 @@ class EpHandle(NamedTuple):
 
     sent      int32 [T, k]: place in the send buffer of every choice of a token
     arrived   int32 [devices * slots]: row of the receive buffer that every arrived slot went to, or behind it
+    sizes     int32 [2, devices]: how many slots went to every device, and how many came from it
     """
 
     sent: Array
     arrived: Array
+    sizes: Array
 
 
 _sizes: dict[str, Any] = {}
@@ -113,7 +115,9 @@ def ep_dispatch(
     local = local.at[sent.ravel()].set((topk_idx % cfg.local_experts).ravel().astype(jnp.int32), mode="drop")
     weights = jnp.zeros(filled, topk_weights.dtype).at[sent.ravel()].set(topk_weights.ravel(), mode="drop")
     rows = tokens.at[source].get(mode="fill", fill_value=0)
-    rows, weights, local = (_exchanged(x, cfg) for x in (rows, weights, local))
+    sizes = _sizes_of(device, cfg)
+    rows, weights = (_exchanged(x, sizes, 0, cfg) for x in (rows, weights))
+    local = _exchanged(local, sizes, cfg.local_experts, cfg)
     order = jnp.argsort(local, stable=True)
     arrived = jnp.zeros_like(order).at[order].set(jnp.arange(order.size))
     total = (local < cfg.local_experts).sum(dtype=jnp.int32)
@@ -126,7 +130,7 @@ def ep_dispatch(
     counts = jnp.bincount(local, length=cfg.local_experts + 1)[:-1]
     ends = jnp.minimum(jnp.cumsum(counts), recv_capacity_per_rank)
     counts = jnp.diff(ends, prepend=0).astype(jnp.int32)
-    return recv, recv_weights, EpHandle(sent, arrived.astype(jnp.int32)), counts, total
+    return recv, recv_weights, EpHandle(sent, arrived.astype(jnp.int32), sizes), counts, total
 
 
 def ep_combine(
@@ -144,19 +148,43 @@ def ep_combine(
         )
     valid = jnp.arange(expert_out.shape[0]) < token_counts.sum()
     rows = jnp.where(valid[:, None], expert_out, 0)
-    back = _exchanged(rows.at[handle_mem.arrived].get(mode="fill", fill_value=0), cfg)
+    made = rows.at[handle_mem.arrived].get(mode="fill", fill_value=0)
+    back = _exchanged(made, handle_mem.sizes[::-1], 0, cfg)
     found = back.at[handle_mem.sent].get(mode="fill", fill_value=0)
     return with_sharding_constraint(
         found.astype(jnp.float32).sum(axis=1).astype(expert_out.dtype), out_sharding
     )
 
 
-def _exchanged(x: Array, cfg: EpConfig) -> Array:
-    """Slots [devices * slots, ..]: those for device d go there, those of device d come at its place."""
+def _sizes_of(device: Array, cfg: EpConfig) -> Array:
+    """int32 [2, devices]: how many choices of experts are on every device, and how many came from it."""
+    out = (device.ravel() == jnp.arange(cfg.devices)[:, None]).sum(axis=1, dtype=jnp.int32)
+    back = out if cfg.devices == 1 else lax.all_to_all(out, cfg.axis, 0, 0, tiled=True)
+    return jnp.stack((out, back))
+
+
+def _exchanged(x: Array, sizes: Array, empty: int, cfg: EpConfig) -> Array:
+    """Slots [devices * slots, ..]: the first of those for device d go there, those of device d come at its place.
+
+    sizes   int32 [2, devices], how many go and come; the slots behind them are `empty` at both ends
+    """
     if cfg.devices == 1:
         return x
-    parts = x.reshape(cfg.devices, -1, *x.shape[1:])
-    return lax.all_to_all(parts, cfg.axis, split_axis=0, concat_axis=0).reshape(x.shape)
+    slots = x.shape[0] // cfg.devices
+
+    def dense(x: Array, sizes: Array) -> Array:
+        parts = x.reshape(cfg.devices, slots, *x.shape[1:])
+        return lax.all_to_all(parts, cfg.axis, split_axis=0, concat_axis=0).reshape(x.shape)
+
+    def ragged(x: Array, sizes: Array) -> Array:
+        starts = jnp.arange(cfg.devices, dtype=jnp.int32) * slots
+        # At every receiver the place of this device.
+        there = jnp.full(cfg.devices, lax.axis_index(cfg.axis) * slots, jnp.int32)
+        return lax.ragged_all_to_all(
+            x, jnp.full(x.shape, empty, x.dtype), starts, sizes[0], there, sizes[1], axis_name=cfg.axis
+        )
+
+    return lax.platform_dependent(x, sizes, cuda=ragged, default=dense)
 
 
 def _place_among(kinds: Array, count: int) -> Array:

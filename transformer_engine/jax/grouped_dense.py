@@ -11,7 +11,7 @@ from jax import Array
 
 from ..common.checks import described
 from .checks import check_values
-from .primitives.grouped_gemm import grouped_contraction, grouped_gemm
+from .primitives.grouped_gemm import Scales, grouped_contraction, grouped_gemm
 from .quantize.grouped import GroupedNoScaleTensor, GroupedQuantizer, group_of_rows
 from .quantize.quantizers import QuantizerSet, as_cotangent, noop_quantizer_set
 from .quantize.scaling_modes import TensorUsage
@@ -37,7 +37,7 @@ def grouped_dense(
 
     group_sizes              int32 [G]; rows behind their sum come out as zero
     contracting_dims         ((1,), (1,)); ((1,), (2,)) for a kernel [G, N, K]
-    precision                taken for compatibility: sums are float32
+    precision                taken for compatibility: partial sums are kept in float32
     preferred_element_type   y's dtype; None: x's
     quantizer_set            of GroupedQuantizers; differentiable: the cotangent of its state is the next state
     kernel_fsdp_info         (mesh axis, dimension) that the kernel is laid over; XLA gathers it by itself
@@ -97,9 +97,29 @@ def _encode(quantizer: GroupedQuantizer | None, x: Array, group_sizes: Array | N
     return quantizer.encode(x, group_sizes)
 
 
-def _values(tensor: Any, usage: TensorUsage) -> Array:
-    """What a product reads: values in high precision, float32 of codes."""
-    return tensor.get_tensor(usage).dequantize()
+def _scales(a: Any, b: Any) -> Scales:
+    """The scales of two quantized tensors, where each has one a group, so that a product takes their codes."""
+    return None if a.scales is None or b.scales is None else (a.scales, b.scales)
+
+
+def _of_rows(x: Any, kernel: Any, group_sizes: Array, dtype: Any, backward: bool) -> Array:
+    """Rows of group g of x [M, K] @ kernel[g] [K, N]; backward: x is dy [M, N], to be contracted over N."""
+    rows, stack = x.get_tensor(ROWS), kernel.get_tensor(ROWS if backward else COLUMNS)
+    scales = _scales(rows, stack)
+    if scales is None:
+        return grouped_gemm(
+            rows.dequantize(), stack.dequantize(), group_sizes, dtype, features_first=backward
+        )
+    # Codes of both directions end in what is contracted.
+    return grouped_gemm(rows.codes, stack.codes, group_sizes, dtype, scales, features_first=True)
+
+
+def _over_rows(x: Any, dy: Any, group_sizes: Array, dtype: Any) -> Array:
+    """dkernel[g] [K, N] = (rows of group g of x).T @ (those of dy)."""
+    columns = x.get_tensor(COLUMNS), dy.get_tensor(COLUMNS)
+    scales = _scales(*columns)
+    a, b = (tensor.dequantize() if scales is None else tensor.codes for tensor in columns)
+    return grouped_contraction(a, b, group_sizes, dtype, scales)
 
 
 @jax.custom_vjp
@@ -112,7 +132,7 @@ def _forward(
 ) -> tuple[Array, tuple[Any, ...]]:
     x_codes, x_amax = _encode(quantizers.x, x, group_sizes)
     kernel_codes, kernel_amax = _encode(quantizers.kernel, kernel, None)
-    y = grouped_gemm(_values(x_codes, ROWS), _values(kernel_codes, COLUMNS), group_sizes, x.dtype)
+    y = _of_rows(x_codes, kernel_codes, group_sizes, x.dtype, backward=False)
     saved = x_codes.get_tensor(COLUMNS), kernel_codes.get_tensor(ROWS)
     likes = jnp.zeros((0, *x.shape), x.dtype), jnp.zeros((0, *kernel.shape), kernel.dtype)
     return y, (saved, likes, group_sizes, quantizers, (x_amax, kernel_amax))
@@ -121,11 +141,8 @@ def _forward(
 def _backward(residuals: tuple[Any, ...], dy: Array) -> tuple[Any, ...]:
     (x_codes, kernel_codes), (x_like, kernel_like), group_sizes, quantizers, amaxes = residuals
     codes, amax = _encode(quantizers.dgrad, dy, group_sizes)
-    kernel_rows = jnp.swapaxes(_values(kernel_codes, ROWS), 1, 2)
-    dx = grouped_gemm(_values(codes, ROWS), kernel_rows, group_sizes, x_like.dtype)
-    dkernel = grouped_contraction(
-        _values(x_codes, COLUMNS), _values(codes, COLUMNS), group_sizes, kernel_like.dtype
-    )
+    dx = _of_rows(codes, kernel_codes, group_sizes, x_like.dtype, backward=True)
+    dkernel = _over_rows(x_codes, codes, group_sizes, kernel_like.dtype)
     following = [
         None if quantizer is None else quantizer.advanced(maximum)
         for quantizer, maximum in zip(

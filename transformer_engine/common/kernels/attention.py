@@ -135,11 +135,14 @@ def logits(
 
 @triton.jit
 def survives(rng, row, column, stream, dropout):
-    """Does the probability (row, column) of a head survive: Philox of (seed, offset), the same in both passes."""
+    """Does the probability (row, column) of a head survive: Philox of (seed, offset), the same in both passes.
+
+    The offset's upper half counts heads of sequences that other devices have.
+    """
     zero = row * 0 + column * 0
     offset = tl.load(rng + 1)
     low, high = offset.to(tl.int32), (offset >> 32).to(tl.int32)
-    bits, _, _, _ = tl.philox(tl.load(rng), zero + column, zero + row, zero + (stream ^ high), zero + low, 7)
+    bits, _, _, _ = tl.philox(tl.load(rng), zero + column, zero + row, zero + (stream + high), zero + low, 7)
     return tl.uint_to_uniform_float(bits) >= dropout
 
 

@@ -1,16 +1,24 @@
-"""cuDNN's fused attention, through the public call of jax.nn."""
+"""cuDNN's fused attention, through the public call of jax.nn; packed rows through `cudnn_packed`."""
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from ...common.dispatch import Backend
+from ..platform import compute_capability
 from ..primitives.custom_calls import switched_off
+from . import cudnn_packed
 from .enums import AttnBiasType, AttnSoftmaxType
 from .request import AttentionRequest, Call
 
+_PACKED_CAPABILITY = 90
+# H200, jax 0.11.2: gradients of keys were wrong where rows are no sequence's; `_within` of cudnn_packed is unproven.
+PACKED_GRADIENTS = False
 _MOST_HEAD_DIM = 128  # from compute capability 9.0 on cuDNN takes 256, in the forward pass alone
 
 
@@ -19,13 +27,15 @@ def refuses(request: AttentionRequest) -> str | None:
         return f"it needs a CUDA device, the program is for {request.platform}"
     if (reason := switched_off("FusedAttnFwdPrimitive")) is not None:
         return reason
+    if (reason := cudnn_packed.library_failure()) is not None:
+        return reason
     if request.dtype not in (jnp.bfloat16, jnp.float16):
         return f"{request.dtype}; it takes bfloat16 and float16"
     if request.softmax is not AttnSoftmaxType.VANILLA_SOFTMAX:
         return f"a sink ({request.softmax.name}); jax.nn has none"
     if request.bias is AttnBiasType.PRE_SCALE_BIAS:
         return "a bias before the scale; jax.nn adds it after"
-    if request.layout.is_thd() or request.rows not in ("whole", "lengths"):
+    if not request.layout.is_thd() and request.rows not in ("whole", "lengths"):
         return f"rows given by {request.rows}; jax.nn takes whole rows or lengths"
     if request.mask.is_bottom_right() and request.queries != request.keys:
         return f"a bottom-right mask of {request.queries} queries and {request.keys} keys"
@@ -41,11 +51,30 @@ def refuses(request: AttentionRequest) -> str | None:
         return f"head_dim={request.head_dim}; it takes multiples of 8 up to {_MOST_HEAD_DIM}"
     if request.modified:
         return "a score_mod; jax.nn takes none"
+    return _refuses_packed(request) if request.layout.is_thd() else None
+
+
+def _refuses_packed(request: AttentionRequest) -> str | None:
+    if (reason := cudnn_packed.failure()) is not None:
+        return reason
+    if compute_capability() < _PACKED_CAPABILITY:
+        return f"packed rows at compute capability {compute_capability() / 10} < 9.0"
+    if request.training and not PACKED_GRADIENTS:
+        return "packed rows with gradients"
+    if request.segments == 1:
+        return "packed rows of one sequence, which may begin anywhere"
+    if request.mask.is_bottom_right():
+        return "a bottom-right mask of packed rows"
+    if request.window is not None or request.bias is not AttnBiasType.NO_BIAS:
+        return "packed rows with a window or a bias"
     return None
 
 
-def run(call: Call) -> Array:
+def run(call: Call, packed: bool) -> Array:
     """out [b, q, h, d]; rows behind a length are zero."""
+    if packed:
+        causal = call.mask_type.is_causal()
+        return cudnn_packed.attend(call.query, call.key, call.value, call.bounds(), call.scale, causal)
     queries, keys = (None, None) if call.lengths is None else call.lengths
     window = None if call.window is None or call.window[0] < 0 else (call.window[0], 0)
     out = jax.nn.dot_product_attention(
@@ -66,4 +95,8 @@ def run(call: Call) -> Array:
     return jnp.where(inside[:, :, None, None], out, 0)
 
 
-BACKEND = Backend[AttentionRequest]("cudnn", refuses=refuses, bind=lambda request: run)
+def bind(request: AttentionRequest) -> Callable[[Call], Array]:
+    return functools.partial(run, packed=request.layout.is_thd())
+
+
+BACKEND = Backend[AttentionRequest]("cudnn", refuses=refuses, bind=bind)

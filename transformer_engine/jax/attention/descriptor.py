@@ -124,6 +124,35 @@ class SequenceDescriptor:
             made.append(((place_of < lengths[:, None]).astype(jnp.int32), place_of))
         return Segments(made[0][0], made[1][0], made[0][1], made[1][1])
 
+    def bounds(self, batch: int, queries: int, keys: int, most: int) -> tuple[Array, Array, Array, Array]:
+        """Lengths of queries and of keys, then their first tokens, int32 [b, n]; 0 where there is no sequence.
+
+        most   n where sequences are given by their numbers, whose tokens lie side by side
+        """
+        made: list[Pair] = []
+        for ids, lengths, offsets, tokens in zip(
+            self.segment_ids, self.seqlens, self.seq_offsets, (queries, keys), strict=True
+        ):
+            if ids.size:
+                _fits("segment_ids", ids.shape, (batch, tokens))
+                made.append(_runs(ids, most))
+            elif offsets.size:
+                _fits("seqlens", lengths.shape[:1], (batch,))
+                begins = offsets[:, :-1]
+                real = (begins >= 0) & (lengths > 0)
+                made.append((jnp.where(real, lengths, 0), jnp.where(real, begins, 0)))
+            else:
+                _fits("seqlens", lengths.shape, (batch,))
+                made.append((lengths[:, None], jnp.zeros((batch, 1), jnp.int32)))
+        return made[0][0], made[1][0], made[0][1], made[1][1]
+
+
+def segments_at_most(descriptor: SequenceDescriptor | Array | None, most: int) -> int:
+    """Sequences that a packed row has at most: as many as it has lengths, else as many as its caller says."""
+    if isinstance(descriptor, SequenceDescriptor) and descriptor.seq_offsets[0].size:
+        return descriptor.seqlens[0].shape[1]
+    return most
+
 
 def _fits(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
     if found != wanted:
@@ -140,3 +169,9 @@ def _packed(lengths: Array, offsets: Array, tokens: int) -> Pair:
     ids = jnp.where(inside, numbers, 0).max(axis=1)
     places = jnp.where(inside, token - begins, 0).max(axis=1)
     return ids, places
+
+
+def _runs(ids: Array, most: int) -> Pair:
+    """Lengths and first places [b, most] of the sequences numbered 1 to most."""
+    inside = ids[:, None, :] == jnp.arange(1, most + 1, dtype=jnp.int32)[:, None]
+    return inside.sum(axis=2, dtype=jnp.int32), jnp.argmax(inside, axis=2).astype(jnp.int32)

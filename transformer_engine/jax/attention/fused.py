@@ -20,8 +20,8 @@ from ..context_parallel.ring import ring_attention
 from ..platform import has_gpu
 from ..primitives.platforms import chosen
 from ..sharding import with_sharding_constraint
-from . import cudnn, reference
-from .descriptor import SequenceDescriptor
+from . import cudnn, reference, triton
+from .descriptor import SequenceDescriptor, segments_at_most
 from .enums import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout
 from .masks import Window, check_window, hidden_keys
 from .reorder import CPStrategy
@@ -30,7 +30,7 @@ from .score_mod import check_score_mod, modifier
 
 __all__ = ["TABLE", "fused_attn", "fused_attn_thd", "is_fused_attn_kernel_available"]
 
-TABLE: Table[AttentionRequest] = Table("jax_attention", (cudnn.BACKEND, reference.BACKEND))
+TABLE: Table[AttentionRequest] = Table("jax_attention", (cudnn.BACKEND, triton.BACKEND, reference.BACKEND))
 
 
 def fused_attn(
@@ -99,6 +99,12 @@ def fused_attn(
         _dropout(seed, dropout_probability) if is_training else None,
         None if score_mod is None
         else modifier(score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors),
+        functools.partial(
+            _bounds, sequence_descriptor, qkv_layout, (query.shape[0], query.shape[1], key.shape[1]),
+            max_segments_per_seq,
+        ),
+        None if seed is None or not is_training or not dropout_probability
+        else functools.partial(jax.random.bits, seed, (3,), jnp.uint32),
     )  # fmt: skip
     if plan is not None:
         out = _over_devices(plan, call, sequence_descriptor, qkv_layout)
@@ -107,6 +113,7 @@ def fused_attn(
         request = request._replace(
             dropout=dropout_probability, window=window, training=is_training, modified=score_mod is not None,
             rows=_rows(sequence_descriptor, attn_mask_type, qkv_layout),
+            segments=segments_at_most(sequence_descriptor, max_segments_per_seq),
         )  # fmt: skip
         out = _by_platform(request, call)
     return checkpoint_name(out, context_checkpoint_name)
@@ -204,6 +211,20 @@ def _lengths(
     if isinstance(descriptor, SequenceDescriptor) and mask_type.is_padding():
         return descriptor.seqlens
     return None
+
+
+def _bounds(
+    descriptor: SequenceDescriptor | Array | None, layout: QKVLayout, extents: tuple[int, int, int], most: int
+) -> tuple[Array, Array, Array, Array]:
+    if not isinstance(descriptor, SequenceDescriptor):
+        raise _no_descriptor(layout)
+    return descriptor.bounds(*extents, most)
+
+
+def _no_descriptor(layout: QKVLayout) -> ValueError:
+    return ValueError(
+        f"qkv_layout={layout.name} without a SequenceDescriptor; make one with its from_ methods"
+    )
 
 
 def _rows(descriptor: SequenceDescriptor | Array | None, mask_type: AttnMaskType, layout: QKVLayout) -> str:
@@ -324,9 +345,7 @@ def hidden_of(
             segments = descriptor.segments(batch, queries, keys)
         return hidden_keys(mask_type, window, segments, queries, keys)
     if layout.is_thd():
-        raise ValueError(
-            f"qkv_layout={layout.name} without a SequenceDescriptor; make one with its from_ methods"
-        )
+        raise _no_descriptor(layout)
     hidden = hidden_keys(mask_type, window, None, queries, keys)
     if descriptor is None or not mask_type.is_padding():
         return hidden

@@ -16,6 +16,7 @@ class AttentionRequest(NamedTuple):
     """Shapes, dtypes and options of one call; never values.
 
     rows       what says which tokens belong together: "whole" rows, "lengths", "segments" or a "mask"
+    segments   sequences that a packed row has at most
     modified   does a score_mod stand between scores and softmax?
     """
 
@@ -36,6 +37,7 @@ class AttentionRequest(NamedTuple):
     platform: str
     rows: str = "whole"
     modified: bool = False
+    segments: int = 1
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class Call:
 
     hidden    all that hides keys: mask, window and sequences
     lengths   of queries and keys [b], where they alone hide tokens
+    bounds    of packed rows, see `SequenceDescriptor.bounds`
+    draw      32-bit words [3] of the key that dropout draws from; None without dropout
     """
 
     query: Array
@@ -59,3 +63,5 @@ class Call:
     sink: Array | None
     dropped: Callable[[Array], Array] | None
     modified: Callable[[Array], Array] | None
+    bounds: Callable[[], tuple[Array, Array, Array, Array]]
+    draw: Callable[[], Array] | None

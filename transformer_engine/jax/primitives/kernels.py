@@ -7,8 +7,7 @@ once for each element.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,35 +16,53 @@ from jax.core import ShapedArray
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
-from jax.sharding import NamedSharding, PartitionSpec
+
+from .partitioning import Extent, mesh_of, placement, unknown_sizes
 
 Shape = jax.ShapeDtypeStruct
 
 
-class Kernel(Protocol):
+class Kernel:
     """What computes; hashable.
 
-    rule         factors of the axes of operands and results, as Shardy writes them: "r w, w -> r w"
-    replicated   factors that are not cut
-    summed       results that every part of the rows makes its own sum of
+    whole    factors that are not cut
+    summed   results that devices make parts of, which are added up
+    maxed    results that devices make parts of, of which the greatest counts
     """
 
-    @property
-    def rule(self) -> str: ...
-    @property
-    def replicated(self) -> tuple[str, ...]: ...
-    @property
-    def summed(self) -> tuple[int, ...]: ...
+    whole: tuple[str, ...] = ()
+    summed: tuple[int, ...] = ()
+    maxed: tuple[int, ...] = ()
 
     @property
-    def results(self) -> Callable[..., tuple[Shape, ...]]:
-        """operands -> shapes and dtypes of what run answers."""
-        ...
+    def rule(self) -> str:
+        """Factors of the axes of operands and results, as Shardy writes them: "r w, w -> r w"."""
+        raise NotImplementedError
 
     @property
-    def run(self) -> Callable[..., tuple[Array, ...]]:
+    def extents(self) -> tuple[Extent, ...]:
+        """The axes that blocks lie along."""
+        return ()
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Sizes of the factors that share an axis with another."""
+        return {name: size for one in self.extents for name, size in one.sizes.items()}
+
+    @property
+    def replicated(self) -> tuple[str, ...]:
+        """Factors of the rule that are not cut, those of extents with a block that is not full among them."""
+        words = self.rule.replace(",", " ").split()
+        blocks = (name for one in self.extents for name in one.replicated)
+        return (*self.whole, *(name for name in blocks if name in words))
+
+    def results(self, *operands: Any) -> tuple[Shape, ...]:
+        """Shapes and dtypes of what run answers."""
+        raise NotImplementedError
+
+    def run(self, *arrays: Array) -> tuple[Array, ...]:
         """arrays of any extents -> the kernel's results, as calls of the bridge."""
-        ...
+        raise NotImplementedError
 
 
 _kernel = Primitive("transformer_engine_kernel")
@@ -91,27 +108,27 @@ def _on_many(*arrays: Array, kernel: Kernel) -> list[Array]:
         return kernel.run(*arrays)
 
     def partition(mesh: Any, operands: Any, results: Any) -> tuple[Any, ...]:
-        axes = _axes_of_rows(operands[0].sharding)
+        mesh = mesh_of(operands)
+        placed = placement(kernel.rule, kernel.sizes, kernel.replicated, mesh, operands)
 
         def local(*arrays: Array) -> tuple[Array, ...]:
-            made = kernel.run(*arrays)
-            return tuple(lax.psum(x, axes) if axes and i in kernel.summed else x for i, x in enumerate(made))
+            return tuple(map(reduced, range(len(results)), kernel.run(*arrays), placed.reduced))
 
-        whole = NamedSharding(operands[0].sharding.mesh, PartitionSpec())
-        placed = tuple(whole if i in kernel.summed else r.sharding for i, r in enumerate(results))
-        return mesh, local, placed, tuple(operand.sharding for operand in operands)
+        return mesh, local, placed.results, placed.operands
+
+    def reduced(place: int, part: Array, axes: tuple[str, ...]) -> Array:
+        if axes and place in kernel.summed:
+            return lax.psum(part, axes)
+        return lax.pmax(part, axes) if axes and place in kernel.maxed else part
 
     cut: Any = custom_partitioning(run)
     cut.def_partition(
-        partition=partition, sharding_rule=kernel.rule, need_replication_factors=kernel.replicated
+        partition=partition,
+        sharding_rule=kernel.rule,
+        need_replication_factors=kernel.replicated,
+        **unknown_sizes(kernel.rule, kernel.sizes),
     )
     return list(cut(*arrays))
-
-
-def _axes_of_rows(sharding: Any) -> tuple[str, ...]:
-    spec: Any = getattr(sharding, "spec", ())
-    first = spec[0] if len(spec) else None
-    return () if first is None else first if isinstance(first, tuple) else (first,)
 
 
 def _lowered(context: Any, *values: Any, kernel: Kernel) -> Any:

@@ -105,7 +105,7 @@ def perform(
 ) -> list[Array | None]:
     """The program's results: its launches in order, on the inputs and on what launches before them made.
 
-    into   what the buffers are that the record leaves to its caller, by name
+    into   what the buffers are that the record leaves to its caller, by name; they follow the results
     """
     assert len(inputs) == len(program.inputs), f"{len(inputs)} inputs of {program.inputs}"
     kept: dict[str, Array | None] = dict(zip(program.inputs, inputs, strict=True))
@@ -121,7 +121,9 @@ def perform(
             name = reads[place]
             if name is not None:
                 kept[name] = made[name] = answer
-    return [None if name is None else made.get(name, kept.get(name)) for name in program.results]
+    return [
+        None if name is None else made.get(name, kept.get(name)) for name in (*program.results, *program.into)
+    ]
 
 
 def _check(launch: Launch, inputs: Sequence[Array | None]) -> None:
@@ -169,7 +171,7 @@ def _call(
     """The kernel and how to start it, as XLA's runtime reads it."""
     from ...common.kernels.compiled import compiled
 
-    dtypes = [None if x is None else jnp.dtype(x.dtype).name for x in (*inputs, *made)]
+    dtypes = [None if x is None else _dtype_of(x) for x in (*inputs, *made)]
     kernel = compiled(launch, dtypes, compute_capability())
     bridge = _bridge()
     sizes = [prod(shape.shape) * shape.dtype.itemsize for shape in fresh]
@@ -179,6 +181,12 @@ def _call(
     parameters += [bridge.create_scalar_parameter(scalar.value, scalar.kind) for scalar in kernel.scalars]
     call = bridge.TritonKernelCall(_kernel(kernel), *launch.grid, parameters)
     return zlib.compress(call.to_proto(kernel.name, b""))
+
+
+def _dtype_of(x: Any) -> str:
+    """What a kernel is told; pairs of uint32 stand for int64, which JAX has only where a whole process is told so."""
+    name = jnp.dtype(x.dtype).name
+    return "int64" if name == "uint32" else name
 
 
 def _kernel(kernel: Any) -> Any:

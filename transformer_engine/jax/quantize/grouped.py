@@ -70,6 +70,16 @@ class GroupedScaledTensor1x(ScaledTensor):
         self._one(self.data, self.scale_inv, self.amax).get_tensor(usage)
         return self
 
+    @property
+    def scales(self) -> Array | None:
+        """What codes are multiplied by, float32 [G], where a group has one scale."""
+        return self.scale_inv.reshape(-1) if self.scaling_mode.is_tensor_scaling() else None
+
+    @property
+    def codes(self) -> Array:
+        """[M, K] of rows in groups; of a stack as they lie, [G, columns, rows] with data_layout "T"."""
+        return self.data.T if self.group_sizes is not None and self.data_layout == "T" else self.data
+
     def dequantize(self) -> Array:
         """The values in dq_dtype: [M, K], or the stack."""
         if self.group_sizes is None:
@@ -102,6 +112,15 @@ class GroupedNoScaleTensor:
     @property
     def ndim(self) -> int:
         return self.data.ndim
+
+    @property
+    def scales(self) -> Array | None:
+        """None: values need no scale."""
+        return None
+
+    @property
+    def codes(self) -> Array:
+        return self.data
 
     def dequantize(self) -> Array:
         return self.data

@@ -11,7 +11,7 @@ import jax
 from jax import Array
 
 from ....common.dispatch import Backend
-from ..kernels import call
+from ..kernels import Kernel, call
 from ..launching import refuses_on, run
 from .request import ActivationParams, ActivationRequest
 
@@ -30,12 +30,12 @@ def refuses(request: ActivationRequest) -> str | None:
 
 
 @dataclass(frozen=True)
-class _Activation:
+class _Activation(Kernel):
     """One activation, and its constants."""
 
     names: tuple[str, ...]
     params: ActivationParams
-    replicated, summed = ("w", "v"), ()
+    whole = ("w", "v")
 
     @property
     def gated(self) -> bool:
@@ -56,7 +56,9 @@ class _Activation:
 class Forward(_Activation):
     """x [rows, n * width] -> y [rows, width]"""
 
-    rule = "r w -> r v"
+    @property
+    def rule(self) -> str:
+        return "r w -> r v"
 
     def results(self, x: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         return (jax.ShapeDtypeStruct((x.shape[0], x.shape[1] // len(self.names)), x.dtype),)
@@ -75,7 +77,9 @@ class Forward(_Activation):
 class Backward(_Activation):
     """(dy [rows, width], x [rows, n * width]) -> dx like x"""
 
-    rule = "r v, r w -> r w"
+    @property
+    def rule(self) -> str:
+        return "r v, r w -> r w"
 
     def results(self, dy: Any, x: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         return (jax.ShapeDtypeStruct(x.shape, x.dtype),)

@@ -7,8 +7,6 @@ direct   dot(codes, codes) * scales: the scales come after it; without the flag 
 
 from __future__ import annotations
 
-import functools
-import warnings
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -16,28 +14,15 @@ from jax import Array, lax
 
 from ....common.dispatch import Backend
 from ....common.formats import FLOAT8
-from ...platform import has_gpu, xla_flag
 from ..custom_calls import switched_off
 from ..operand import Operand
+from .flag import FLAG, is_triton_off, warn_of_the_flag
 from .reference import LAST_AXES
 from .request import GemmRequest
 
-FLAG = "xla_gpu_enable_triton_gemm"
-
-
-@functools.cache
-def _warn_of_the_flag() -> None:
-    """Once a process, on a GPU."""
-    warnings.warn(
-        f"set XLA_FLAGS=--{FLAG}=false before jax starts: without it each shape of an FP8 product takes about 30 s to "
-        "compile, and its scales are a kernel of their own",
-        stacklevel=2,
-    )
-
 
 def bind_direct(request: GemmRequest) -> Callable[..., Array]:
-    if has_gpu() and request.dtype == jnp.bfloat16 and xla_flag(FLAG) not in ("false", "0"):
-        _warn_of_the_flag()
+    warn_of_the_flag(request)
     return run_direct
 
 
@@ -64,7 +49,7 @@ def _refuses(request: GemmRequest) -> str | None:
 def refuses_scaled(request: GemmRequest) -> str | None:
     if (reason := _refuses(request)) is not None:
         return reason
-    if xla_flag(FLAG) not in ("false", "0"):
+    if not is_triton_off():
         return f"XLA would compute it in bfloat16; set XLA_FLAGS=--{FLAG}=false before jax starts"
     if request.dtype != jnp.bfloat16:
         return f"a result in {request.dtype}; it makes bfloat16"

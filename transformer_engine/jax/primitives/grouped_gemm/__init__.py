@@ -6,22 +6,48 @@ import jax.numpy as jnp
 from jax import Array
 
 from ....common.dispatch import Table
-from . import reference
-from .request import GroupedGemmRequest
+from ..platforms import computed
+from . import reference, triton
+from .request import GroupedGemmRequest, Scales
 
-__all__ = ["TABLE", "GroupedGemmRequest", "grouped_contraction", "grouped_gemm"]
+__all__ = ["TABLE", "GroupedGemmRequest", "Scales", "grouped_contraction", "grouped_gemm"]
 
-TABLE: Table[GroupedGemmRequest] = Table("jax_grouped_gemm", (reference.BACKEND,))
-
-
-def grouped_gemm(a: Array, b: Array, group_sizes: Array, dtype: jnp.dtype) -> Array:
-    """out [M, N] in dtype: rows of group g of a [M, K] @ b[g] of b [G, K, N]; rows behind the last group are zero."""
-    request = GroupedGemmRequest(b.shape[0], a.shape[0], b.shape[2], a.shape[1], a.dtype, False)
-    return TABLE.bind(request)(a, b, group_sizes, dtype)
+TABLE: Table[GroupedGemmRequest] = Table("jax_grouped_gemm", (triton.BACKEND, reference.BACKEND))
 
 
-def grouped_contraction(a: Array, b: Array, group_sizes: Array, dtype: jnp.dtype) -> Array:
-    """out [G, K, N] in dtype: out[g] = (rows of group g of a [M, K]).T @ (those of b [M, N])."""
-    groups = group_sizes.shape[0]
-    request = GroupedGemmRequest(groups, a.shape[0], b.shape[1], a.shape[1], a.dtype, True)
-    return TABLE.bind(request)(a, b, group_sizes, dtype)
+def grouped_gemm(
+    a: Array,
+    b: Array,
+    group_sizes: Array,
+    dtype: jnp.dtype,
+    scales: Scales = None,
+    features_first: bool = False,
+) -> Array:
+    """out [M, N] in dtype: rows of group g of a [M, K] @ b[g] of b [G, K, N]; rows behind the last group are zero.
+
+    scales           float32 [G] of a and of b, where they are codes
+    features_first   b is [G, N, K]
+    """
+    groups, n = b.shape[0], b.shape[1 if features_first else 2]
+    dtype = jnp.dtype(dtype)
+    return computed(
+        TABLE,
+        lambda platform: GroupedGemmRequest(
+            groups, a.shape[0], n, a.shape[1], a.dtype, dtype, False, features_first, scales is not None, platform
+        ),
+        a, b, group_sizes, scales, dtype=dtype, features_first=features_first,
+    )  # fmt: skip
+
+
+def grouped_contraction(
+    a: Array, b: Array, group_sizes: Array, dtype: jnp.dtype, scales: Scales = None
+) -> Array:
+    """out [G, K, N] in dtype: out[g] = (rows of group g of a [M, K]).T @ (those of b [M, N]); scales as above."""
+    groups, dtype = group_sizes.shape[0], jnp.dtype(dtype)
+    return computed(
+        TABLE,
+        lambda platform: GroupedGemmRequest(
+            groups, a.shape[0], b.shape[1], a.shape[1], a.dtype, dtype, True, False, scales is not None, platform
+        ),
+        a, b, group_sizes, scales, dtype=dtype,
+    )  # fmt: skip

@@ -13,7 +13,7 @@ from jax import Array
 
 from ....common.dispatch import Backend
 from ...platform import processors
-from ..kernels import call
+from ..kernels import Kernel, call
 from ..launching import perform, refuses_on, run
 from .request import NormRequest
 
@@ -26,13 +26,19 @@ def refuses(request: NormRequest) -> str | None:
 
 
 @dataclass(frozen=True)
-class Forward:
-    """(x [rows, width], gamma, [beta]) -> y, [mean [rows]], rstdev [rows]"""
+class _Norm(Kernel):
+    """A norm, which needs whole rows."""
 
     centered: bool
     zero_centered: bool
+    whole = ("w",)
+
+
+@dataclass(frozen=True)
+class Forward(_Norm):
+    """(x [rows, width], gamma, [beta]) -> y, [mean [rows]], rstdev [rows]"""
+
     epsilon: float
-    replicated, summed = ("w",), ()
 
     @property
     def rule(self) -> str:
@@ -53,19 +59,15 @@ class Forward:
 
 
 @dataclass(frozen=True)
-class Backward:
+class Backward(_Norm):
     """(dy, x [rows, width], gamma, [mean], rstdev) -> dx, dgamma, [dbeta]"""
-
-    centered: bool
-    zero_centered: bool
-    replicated = ("w",)
 
     @property
     def rule(self) -> str:
         return "r w, r w, w, r, r -> r w, w, w" if self.centered else "r w, r w, w, r -> r w, w"
 
     @property
-    def summed(self) -> tuple[int, ...]:
+    def summed(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return (1, 2) if self.centered else (1,)
 
     def results(self, dy: Any, x: Any, *_: Any) -> tuple[jax.ShapeDtypeStruct, ...]:

@@ -8,7 +8,8 @@ from jax import Array
 from ....common.checks import described
 from ....common.dispatch import Table
 from ..operand import Operand
-from . import reference
+from ..platforms import computed
+from . import reference, triton
 from .float8 import absolute_maximum, cast, scale_from_amax
 from .formats import FORMATS
 from .hadamard import hadamard_transform, inverse_transform
@@ -30,7 +31,7 @@ __all__ = [
     "scale_from_amax",
 ]
 
-TABLE: Table[Request] = Table("jax_quantize", (reference.BACKEND,))
+TABLE: Table[Request] = Table("jax_quantize", (triton.BACKEND, reference.BACKEND))
 _VALUES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
@@ -52,8 +53,11 @@ def quantize(
               the columnwise (two_dimensional: the first alone, the columnwise codes being its transpose)
     """
     _check(x, spec, scale, random)
-    request = Request(spec, (x.shape[0], x.shape[1]), x.dtype, "cpu", scale is not None)
-    return TABLE.bind(request)(x, spec, Given(scale, amax, amax_t, random))
+    shape = (x.shape[0], x.shape[1])
+    return computed(
+        TABLE, lambda platform: Request(spec, shape, x.dtype, platform, scale is not None), x,
+        Given(scale, amax, amax_t, random),
+    )  # fmt: skip
 
 
 def dequantize(operand: Operand) -> Array:

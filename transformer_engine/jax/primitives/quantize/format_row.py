@@ -9,7 +9,9 @@ from jax import Array
 
 from ....common.formats import TensorFormat
 from ..operand import Operand
-from .spec import Given, Quantized, QuantizeSpec
+from .spec import Given, Quantized, QuantizeSpec, Request
+
+PlannedCall = Callable[[Array, Given], Quantized]
 
 
 def takes_any_shape(rows: int, depth: int, spec: QuantizeSpec) -> None:
@@ -24,9 +26,11 @@ class FormatRow:
     quantize     the reference: codes of x [M, K] by literal float32 operations on any device
     dequantize   (operand, its scale) -> values [rows, K] in float32
     check        (rows, depth, spec): ValueError where the shape does not fit
+    plan         (request) -> what computes it by kernels
     """
 
     format: TensorFormat
     quantize: Callable[[Array, QuantizeSpec, Given], Quantized]
     dequantize: Callable[[Operand, Array], Array]
+    plan: Callable[[Request], PlannedCall]
     check: Callable[[int, int, QuantizeSpec], None] = takes_any_shape

@@ -12,6 +12,7 @@ from ..operand import Operand
 from . import tiles
 from .format_row import FormatRow
 from .spec import Given, Quantized, QuantizeSpec
+from .triton_tiles import plan
 
 Encode = Callable[[Array, QuantizeSpec], tuple[Array, Array]]
 
@@ -31,7 +32,7 @@ def tile_scaled(form: TensorFormat, encode: Encode, apply: Callable[[Array, Arra
         values = tiles.cut(operand.codes.astype(jnp.float32), form.block)
         return tiles.join(apply(values, tiles.spread(scale)), (operand.rows, operand.depth))
 
-    return FormatRow(form, quantize, dequantize)
+    return FormatRow(form, quantize, dequantize, plan=plan)
 
 
 def _both(x: Array, spec: QuantizeSpec, encode: Encode) -> Quantized:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ....common.dispatch import Backend
-from ..kernels import call
+from ..kernels import Kernel, call
 from ..launching import refuses_on, run
 from .request import RopeRequest
 
@@ -23,13 +23,13 @@ def refuses(request: RopeRequest) -> str | None:
 
 
 @dataclass(frozen=True)
-class Rotation:
+class Rotation(Kernel):
     """(x [outer, inner, heads, features], angles [positions, features]) -> y"""
 
     interleaved: bool
     sequence_first: bool
     back: bool
-    replicated, summed = ("s", "d", "p", "e"), ()
+    whole = ("s", "d", "p", "e")
 
     @property
     def rule(self) -> str:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ....common.dispatch import Backend
-from ..kernels import call
+from ..kernels import Kernel, call
 from ..launching import refuses_on, run
 from .request import SoftmaxRequest
 
@@ -30,11 +30,11 @@ def refuses(request: SoftmaxRequest) -> str | None:
 
 
 @dataclass(frozen=True)
-class Forward:
+class Forward(Kernel):
     """(x [b, h, q, k], hidden uint8 with 1 in place of an extent) -> p"""
 
     masked: bool
-    replicated, summed = ("q", "k"), ()
+    whole = ("q", "k")
 
     @property
     def rule(self) -> str:
@@ -59,11 +59,14 @@ class Forward:
 
 
 @dataclass(frozen=True)
-class Backward:
+class Backward(Kernel):
     """(dp, p [b, h, q, k]) -> dx"""
 
-    replicated, summed = ("q", "k"), ()
-    rule = "b h q k, b h q k -> b h q k"
+    whole = ("q", "k")
+
+    @property
+    def rule(self) -> str:
+        return "b h q k, b h q k -> b h q k"
 
     def results(self, dp: Any, p: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         return (jax.ShapeDtypeStruct(p.shape, p.dtype),)

@@ -11,6 +11,7 @@ from ...operand import Operand
 from .. import float8, tiles
 from ..format_row import FormatRow
 from ..spec import Given, Quantized, QuantizeSpec
+from ..triton_float8 import plan
 
 
 def quantize(x: Array, spec: QuantizeSpec, given: Given) -> Quantized:
@@ -37,4 +38,4 @@ def dequantize(operand: Operand, scale: Array) -> Array:
     return exact.scaled(operand.codes.astype(jnp.float32), scale)
 
 
-ROWS = (FormatRow(FLOAT8, quantize, dequantize),)
+ROWS = (FormatRow(FLOAT8, quantize, dequantize, plan=plan),)

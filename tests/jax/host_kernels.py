@@ -1,0 +1,187 @@
+"""Kernels cut over eight host devices, plain operations standing in for their calls: {case: difference} as JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.interpreters import mlir
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from transformer_engine.jax import ep
+from transformer_engine.jax.primitives import kernels
+from transformer_engine.jax.primitives.kernels import Kernel, call
+from transformer_engine.jax.primitives.partitioning import extent
+
+Shape = jax.ShapeDtypeStruct
+
+
+@dataclass(frozen=True)
+class Measured(Kernel):
+    """x [r, w] -> x * 2, its transpose, max|x| [1]"""
+
+    @property
+    def rule(self):
+        return "r w -> r w, w r, o"
+
+    maxed = (2,)
+
+    def results(self, x):
+        return Shape(x.shape, x.dtype), Shape(x.shape[::-1], x.dtype), Shape((1,), x.dtype)
+
+    def run(self, x):
+        return x * 2, x.T * 2, jnp.abs(x).max().reshape(1)
+
+
+@dataclass(frozen=True)
+class Blocks(Kernel):
+    """x [m, k] -> the sums of its blocks of 16 columns, [m, k / 16]; shape: of the whole"""
+
+    shape: tuple[int, int]
+
+    @property
+    def rule(self):
+        k = extent("k", self.shape[1], 16)
+        return f"m {k.whole} -> m {k.blocks}"
+
+    @property
+    def extents(self):
+        return (extent("k", self.shape[1], 16),)
+
+    def results(self, *operands):
+        (x,) = operands
+        return (Shape((x.shape[0], -(-x.shape[1] // 16)), x.dtype),)
+
+    def run(self, *arrays):
+        (x,) = arrays
+        x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % 16)))
+        return (x.reshape(x.shape[0], -1, 16).sum(axis=2),)
+
+
+@dataclass(frozen=True)
+class Product(Kernel):
+    """a [m, k], b [n, k] -> a @ b.T, of parts of k summed"""
+
+    @property
+    def rule(self):
+        return "m k, n k -> m n"
+
+    summed = (0,)
+
+    def results(self, *operands):
+        a, b = operands
+        return (Shape((a.shape[0], b.shape[0]), a.dtype),)
+
+    def run(self, *arrays):
+        a, b = arrays
+        return (lax.dot_general(a, b, (((1,), (1,)), ((), ())), precision="highest"),)
+
+
+@dataclass(frozen=True)
+class Heads(Kernel):
+    """q [b, h, s], k [b, g, s] -> q * its head of k, and what every head of k is summed to [b, g]"""
+
+    members: int
+
+    @property
+    def rule(self):
+        return "b (g r) s, b g s -> b (g r) s, b g"
+
+    whole = ("r", "s")
+
+    @property
+    def sizes(self):
+        return {"g": 4, "r": self.members}
+
+    def results(self, *operands):
+        q, k = operands
+        return Shape(q.shape, q.dtype), Shape(k.shape[:2], k.dtype)
+
+    def run(self, *arrays):
+        q, k = arrays
+        return q * jnp.repeat(k, self.members, axis=1), k.sum(axis=2)
+
+
+def random(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+CASES = {
+    "rows": (Measured(), [random(0, 16, 32)], [("dp",)]),
+    "both axes": (Measured(), [random(0, 16, 32)], [("dp", "tp")]),
+    "one axis twice": (Measured(), [random(0, 16, 32)], [(("dp", "tp"),)]),
+    "blocks": (Blocks((16, 64)), [random(1, 16, 64)], [("dp", "tp")]),
+    "blocks that are not full": (Blocks((16, 72)), [random(1, 16, 72)], [("dp", "tp")]),
+    "columns": (Product(), [random(2, 16, 32), random(3, 24, 32)], [("dp", None), ("tp", None)]),
+    "contraction": (Product(), [random(2, 16, 32), random(3, 24, 32)], [("dp", "tp"), (None, "tp")]),
+    "one of both": (Product(), [random(2, 16, 32), random(3, 24, 32)], [(None, "tp"), (None, None)]),
+    "the same axis": (Product(), [random(2, 16, 32), random(3, 24, 32)], [("dp", None), ("dp", None)]),
+    "heads": (Heads(2), [random(4, 8, 8, 3), random(5, 8, 4, 3)], [("dp", "tp"), ("dp", "tp")]),
+}  # fmt: skip
+
+
+def experts_there_and_back(x):
+    """x [t, h] that two experts a token pass on at half its size each, over four devices: x again."""
+    mesh = Mesh(np.asarray(jax.devices()[:4]), ("ep",), axis_types=(AxisType.Auto,))
+    config = ep.EpConfig(8, 4)
+
+    def local(x, picked):
+        weights = jnp.full(picked.shape, 0.5, x.dtype)
+        rows, scales, handle, counts, _ = ep.ep_dispatch(config, picked, x, weights, 64)
+        return ep.ep_combine(config, handle, counts, rows * scales[:, None], x.shape[0])
+
+    first = jnp.asarray(np.random.default_rng(0).integers(0, 8, (x.shape[0], 1)), jnp.int32)
+    spec = PartitionSpec("ep")
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    return mapped(x, jnp.concatenate((first, (first + 3) % 8), axis=1))
+
+
+def main() -> None:
+    assert jax.device_count() == 8
+    mlir.register_lowering(kernels._kernel, kernels._lowered, platform="cpu")
+    mesh = Mesh(np.asarray(jax.devices()).reshape(4, 2), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
+    found = {}
+    for name, (kernel, arrays, specs) in CASES.items():
+        placed = [
+            jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
+            for x, spec in zip(arrays, specs, strict=True)
+        ]
+        run = jax.jit(lambda *a, kernel=kernel: call(kernel, *a))
+        with jax.set_mesh(mesh):
+            compiled = run.lower(*placed).compile().as_text()
+            made = run(*placed)
+        pairs = zip(made, kernel.run(*arrays), strict=True)
+        found[name] = max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs)
+        found[f"{name}: gathers"] = compiled.count("all-gather(") + compiled.count("all-gather-start(")
+    x = jax.device_put(random(6, 16, 32), NamedSharding(mesh, PartitionSpec("dp", "tp")))
+    made = jax.jit(lambda x: call(Measured(), x))(x)  # says on stderr that there is no mesh
+    pairs = zip(made, Measured().run(random(6, 16, 32)), strict=True)
+    found["without a mesh"] = max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs)
+    spec = PartitionSpec("dp", "tp")
+    mapped = jax.shard_map(
+        lambda x: call(Measured(), x)[0], mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+    )
+    x = random(6, 16, 32)
+    found["inside shard_map"] = float(np.abs(np.asarray(jax.jit(mapped)(x)) - np.asarray(x) * 2).max())
+    partly = jax.shard_map(
+        lambda x: call(Measured(), x)[0], mesh=mesh, in_specs=PartitionSpec("dp"), out_specs=PartitionSpec("dp"),
+        axis_names={"dp"}, check_vma=False,
+    )  # fmt: skip
+    found["inside shard_map of one axis"] = float(
+        np.abs(np.asarray(jax.jit(partly)(x)) - np.asarray(x) * 2).max()
+    )
+    x = random(7, 24, 16)
+    found["experts"] = float(np.abs(np.asarray(jax.jit(experts_there_and_back)(x)) - np.asarray(x)).max())
+    gradient = jax.jit(jax.grad(lambda x: (experts_there_and_back(x) ** 2).sum()))
+    found["gradient of experts"] = float(np.abs(np.asarray(gradient(x)) - 2 * np.asarray(x)).max())
+    text = gradient.trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    found["ragged exchanges between GPUs"] = text.count("ragged_all_to_all")
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

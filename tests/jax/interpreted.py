@@ -1,0 +1,112 @@
+"""A pytest plugin: with TRITON_INTERPRET=1 tests of kernels on a GPU run on the CPU, in Triton's repaired interpreter.
+
+Programs run operation by operation, where a platform is chosen it is CUDA, and the call that XLA would make is made
+here: operands, then results, in the order of the kernel's pointers; results behind them are what was written in place.
+"""
+
+from __future__ import annotations
+
+import interpreter
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from jax import lax
+from triton.runtime import interpreter as triton_interpreter
+
+from transformer_engine.jax.primitives import kernels, launching, platforms
+
+_NAMES = {
+    "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "uint8": torch.uint8,
+    "float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2, "int32": torch.int32, "bool": torch.bool,
+    "uint32": torch.int64,
+}  # fmt: skip
+_POISON = 0xA5
+_calls = {}
+
+
+def _to_torch(x) -> torch.Tensor:
+    array = np.ascontiguousarray(np.asarray(x))
+    flat = torch.from_numpy(array.reshape(-1).view(np.uint8).copy()).view(_NAMES[str(x.dtype)])
+    return flat if str(x.dtype) == "uint32" else flat.reshape(x.shape)
+
+
+def _to_jax(tensor: torch.Tensor, shape) -> jax.Array:
+    data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return jnp.asarray(data.view(jnp.dtype(shape.dtype)).reshape(shape.shape))
+
+
+def _record(launch, inputs, made, operands, fresh, zeroed):
+    key = str(len(_calls)).encode()
+    _calls[key] = (launch, [x is not None for x in (*inputs, *made)], fresh, zeroed)
+    return key
+
+
+def _ffi_call(target, results, vmap_method, input_output_aliases):
+    assert target == "triton_kernel_call_ffi"
+
+    def call(*arrays, opaque):
+        launch, there, fresh, zeroed = _calls.pop(opaque)
+        tensors = [_to_torch(x) for x in arrays]
+        made = []
+        for shape, zero in zip(fresh, zeroed, strict=True):
+            size = int(np.prod(shape.shape)) * jnp.dtype(shape.dtype).itemsize
+            memory = torch.full((size,), 0 if zero else _POISON, dtype=torch.uint8)
+            made.append(memory.view(_NAMES[str(jnp.dtype(shape.dtype))]).reshape(shape.shape))
+        kept = [tensor.clone() for tensor in tensors]
+        remaining = iter([*tensors, *made])
+        pointers = [next(remaining) if is_there else None for is_there in there]
+        launch.kernel[launch.grid](
+            *pointers, *launch.scalars, *launch.constants, num_warps=launch.warps, num_stages=1
+        )
+        for place, (before, after) in enumerate(zip(kept, tensors, strict=True)):
+            if place not in input_output_aliases:
+                assert interpreter._same_memory(after, before), (
+                    f"operand {place} is written and no result aliases it"
+                )
+        written = sorted(input_output_aliases.items(), key=lambda pair: pair[1])
+        answers = [*made, *(tensors[place] for place, _ in written)]
+        return [_to_jax(tensor, shape) for tensor, shape in zip(answers, results, strict=True)]
+
+    return call
+
+
+def _dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+    """a @ b + d in float32: the interpreter multiplies the bits of bfloat16 as if they were integers."""
+    product = np.matmul(_numbers(a), _numbers(b), dtype=np.float32)
+    return triton_interpreter.TensorHandle((product + d.data).astype(d.data.dtype), d.dtype.scalar)
+
+
+def _numbers(handle):
+    narrow = {"bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
+    dtype = narrow.get(str(handle.dtype.scalar))
+    if dtype is None:
+        return handle.data.astype(np.float32)
+    bits = torch.from_numpy(np.ascontiguousarray(handle.data).view(f"i{dtype.itemsize}"))
+    return bits.view(dtype).float().numpy()
+
+
+def pytest_configure() -> None:
+    interpreter.repair()
+    triton_interpreter.InterpreterBuilder.create_dot = _dot
+    np.seterr(all="ignore")  # kernels divide by the maximum of nothing
+    launching._call = _record
+    launching.refuses_kernels = lambda: None
+    jax.ffi.ffi_call = _ffi_call
+    lax.platform_dependent = lambda *arrays, cuda, default: cuda(*arrays)
+    platforms.has_gpu = lambda: True
+    kernels._kernel.def_impl(lambda *arrays, kernel: list(kernel.run(*arrays)))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items) -> None:
+    for item in items:
+        item.own_markers = [mark for mark in item.own_markers if mark.name != "skip"]
+
+
+@pytest.fixture(autouse=True)
+def _operation_by_operation(monkeypatch):
+    monkeypatch.setenv("TE_JAX_KERNELS", "1")
+    with jax.disable_jit():
+        yield

@@ -1,0 +1,211 @@
+"""Attention by kernels from JAX: values and every gradient are the reference's, on a GPU or in the interpreter."""
+
+from __future__ import annotations
+
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from transformer_engine.common.dispatch import use_backend
+from transformer_engine.jax.attention import (
+    AttnBiasType,
+    AttnMaskType,
+    AttnSoftmaxType,
+    QKVLayout,
+    SequenceDescriptor,
+    cudnn,
+    fused_attn,
+)
+from transformer_engine.jax.attention.fused import TABLE
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("as_users_compile")]
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+BATCH, QUERIES, KEYS, HEADS, GROUPS, SIZE = 2, 96, 112, 4, 2, 32
+
+LENGTHS = ([70, 96], [100, 61])
+# Three sequences and padding in a row of 96 tokens; two in the other.
+IDS = np.stack([np.repeat([1, 2, 3, 0], [20, 40, 26, 10]), np.repeat([1, 2, 0], [50, 30, 16])]).astype(
+    np.int32
+)
+PLACES = np.stack(
+    [np.concatenate([np.arange(n) for n in rows]) for rows in ([20, 40, 26, 10], [50, 30, 16])]
+).astype(np.int32)
+
+
+def by_lengths():
+    return SequenceDescriptor.from_seqlens(tuple(jnp.asarray(n, jnp.int32) for n in LENGTHS))
+
+
+def by_ids():
+    return SequenceDescriptor.from_segment_ids_and_pos(jnp.asarray(IDS), jnp.asarray(PLACES))
+
+
+def by_offsets():
+    lengths = jnp.asarray([[20, 40, 26], [50, 30, -1]], jnp.int32)
+    offsets = jnp.asarray([[0, 20, 60, 86], [0, 50, -1, -1]], jnp.int32)
+    return SequenceDescriptor.from_seqlens_and_offsets(lengths, offsets)
+
+
+M = AttnMaskType
+PACKED = {"layout": QKVLayout.THD_THD_THD, "keys": QUERIES, "segments": 3}
+CASES: dict[str, dict] = {
+    "whole": {"mask": M.NO_MASK},
+    "causal": {"mask": M.CAUSAL_MASK},
+    "bottom-right": {"mask": M.CAUSAL_BOTTOM_RIGHT_MASK},
+    "window": {"mask": M.CAUSAL_MASK, "window": (20, 0)},
+    "both-sides": {"mask": M.NO_MASK, "window": (20, 9)},
+    "off-by-one": {"mask": M.CAUSAL_MASK, "softmax": AttnSoftmaxType.OFF_BY_ONE_SOFTMAX},
+    "sink": {"mask": M.CAUSAL_MASK, "softmax": AttnSoftmaxType.LEARNABLE_SOFTMAX},
+    "bias": {"mask": M.CAUSAL_MASK, "bias": (1, HEADS, QUERIES, KEYS)},
+    "bias-a-batch": {"mask": M.NO_MASK, "bias": (BATCH, 1, QUERIES, KEYS)},
+    "bias-before-scale": {"mask": M.NO_MASK, "bias": (1, HEADS, 1, KEYS), "bias_type": AttnBiasType.PRE_SCALE_BIAS},
+    "other-values": {"mask": M.CAUSAL_MASK, "value_size": 16},
+    "lengths": {"mask": M.PADDING_MASK, "descriptor": by_lengths},
+    "lengths-causal-sink": {
+        "mask": M.PADDING_CAUSAL_MASK, "descriptor": by_lengths, "softmax": AttnSoftmaxType.LEARNABLE_SOFTMAX
+    },
+    "lengths-bottom-right": {"mask": M.PADDING_CAUSAL_BOTTOM_RIGHT_MASK, "descriptor": by_lengths},
+    "numbers-in-whole-rows": {"mask": M.PADDING_CAUSAL_MASK, "descriptor": by_ids, "keys": QUERIES},
+    "packed": {"mask": M.PADDING_MASK, "descriptor": by_ids, **PACKED},
+    "packed-causal": {"mask": M.PADDING_CAUSAL_MASK, "descriptor": by_ids, **PACKED},
+    "packed-offsets": {"mask": M.PADDING_CAUSAL_MASK, "descriptor": by_offsets, **PACKED},
+    "packed-bottom-right": {"mask": M.PADDING_CAUSAL_BOTTOM_RIGHT_MASK, "descriptor": by_offsets, **PACKED},
+    "packed-window-sink": {
+        "mask": M.PADDING_CAUSAL_MASK, "descriptor": by_ids, "window": (10, 0),
+        "softmax": AttnSoftmaxType.LEARNABLE_SOFTMAX, **PACKED,
+    },
+}  # fmt: skip
+FEW = ("causal", "lengths-causal-sink", "packed-window-sink", "bias")
+# What cuDNN takes too.
+LIBRARY = ("whole", "causal", "window", "lengths", "packed", "packed-causal", "packed-offsets", "bias")
+
+
+class Attention:
+    """One case: its arrays, and a function of those that have gradients."""
+
+    def __init__(self, name: str, dtype, dropout: float = 0.0):
+        case = CASES[name]
+        keys, size_v = case.get("keys", KEYS), case.get("value_size", SIZE)
+        draw = np.random.default_rng(7).standard_normal
+        shapes = {
+            "query": (BATCH, QUERIES, HEADS, SIZE), "key": (BATCH, keys, GROUPS, SIZE),
+            "value": (BATCH, keys, GROUPS, size_v),
+        }  # fmt: skip
+        self.arrays = {name: jnp.asarray(draw(shape), dtype) for name, shape in shapes.items()}
+        if "bias" in case:
+            self.arrays["bias"] = jnp.asarray(draw(case["bias"]), dtype)
+        if case.get("softmax") is AttnSoftmaxType.LEARNABLE_SOFTMAX:
+            self.arrays["sink"] = jnp.asarray(draw((1, HEADS, 1, 1)), jnp.float32)
+        self.cotangent = jnp.asarray(draw((BATCH, QUERIES, HEADS, size_v)), dtype)
+        self.case, self.dropout = case, dropout
+
+    def out(self, arrays, key=None):
+        case = self.case
+        default = AttnBiasType.POST_SCALE_BIAS if "bias" in case else AttnBiasType.NO_BIAS
+        return fused_attn(
+            (arrays["query"], arrays["key"], arrays["value"]), arrays.get("bias"),
+            case["descriptor"]() if "descriptor" in case else None, key, case.get("bias_type", default), case["mask"],
+            case.get("layout", QKVLayout.BSHD_BSHD_BSHD), case.get("softmax", AttnSoftmaxType.VANILLA_SOFTMAX), 0.2,
+            self.dropout, True, max_segments_per_seq=case.get("segments", 1), window_size=case.get("window"),
+            softmax_offset=arrays.get("sink"),
+        )  # fmt: skip
+
+    def both(self, backend: str, arrays=None, key=None):
+        """The output, and the gradients by name."""
+        arrays = self.arrays if arrays is None else arrays
+
+        def run(arrays, cotangent, key):
+            out, pullback = jax.vjp(lambda arrays: self.out(arrays, key), arrays)
+            return out, pullback(cotangent)[0]
+
+        # By default XLA rounds float32 operands of products to TF32 on a GPU.
+        with use_backend(jax_attention=backend), jax.default_matmul_precision("float32"):
+            return jax.jit(run)(arrays, self.cotangent, key)
+
+
+def near(got, want, tolerance: float, name: str) -> None:
+    """Equal relative to the largest element; NaN equals nothing."""
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    assert np.isfinite(got).all(), f"{name} is not finite"
+    error = np.abs(got - want).max() / max(np.abs(want).max(), 1e-6)
+    assert error <= tolerance, f"{name}: {error:.2e} > {tolerance:.2e}"
+
+
+def check(name: str, dtype, backend: str, tolerance: float) -> None:
+    attention = Attention(name, dtype)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), attention.arrays)
+    out, gradients = attention.both(backend)
+    attention.cotangent = attention.cotangent.astype(jnp.float32)
+    want, exact = attention.both("reference", wide)
+    near(out, want, tolerance, "out")
+    for part, gradient in gradients.items():
+        near(gradient, exact[part], tolerance, f"d{part}")
+    if attention.case.get("segments"):
+        assert not np.asarray(out, np.float32)[IDS == 0].any(), "rows of no sequence must be zero"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_our_kernels_give_the_reference_in_float32(name):
+    check(name, jnp.float32, "triton", 2e-4)
+
+
+@pytest.mark.parametrize("name", CASES if not INTERPRETED else FEW)
+def test_our_kernels_give_the_reference_in_bfloat16(name):
+    check(name, jnp.bfloat16, "triton", 0.02)
+
+
+@pytest.mark.parametrize("name", LIBRARY)
+@pytest.mark.skipif(INTERPRETED, reason="cuDNN runs on a GPU alone")
+def test_cudnn_gives_the_reference(name, monkeypatch):
+    # With packed rows too, whose gradients calls outside of this test leave to our kernels.
+    monkeypatch.setattr(cudnn, "PACKED_GRADIENTS", True)
+    TABLE.forget()
+    check(name, jnp.bfloat16, "cudnn", 0.02)
+
+
+@pytest.mark.parametrize("name", ["causal", "packed-causal"])
+def test_dropout_drops_its_share_and_gradients_follow_it(name):
+    rate, key = 0.25, jax.random.key(11)
+    attention = Attention(name, jnp.float32, rate)
+    # Values that are one-hot show the probabilities: the mask is where they are zero.
+    keys = attention.arrays["key"].shape[1]
+    probe = Attention(name, jnp.float32, rate)
+    probe.arrays["value"] = jnp.broadcast_to(jnp.eye(keys)[None, :, None], (BATCH, keys, GROUPS, keys))
+    with use_backend(jax_attention="triton"):
+        dropped = jax.jit(probe.out)(probe.arrays, key)
+        again = jax.jit(probe.out)(probe.arrays, key)
+        other = jax.jit(probe.out)(probe.arrays, jax.random.key(12))
+    np.testing.assert_array_equal(dropped, again)
+    assert (np.asarray(dropped) != np.asarray(other)).any(), "another key draws other numbers"
+    probe.dropout = 0.0
+    with use_backend(jax_attention="reference"), jax.default_matmul_precision("float32"):
+        whole = jax.jit(probe.out)(probe.arrays)
+    seen = np.asarray(whole) > 1e-5
+    kept = seen & (np.asarray(dropped) != 0)
+    share = kept.sum() / seen.sum()
+    assert abs(share - (1 - rate)) < 0.03, share
+    np.testing.assert_allclose(
+        np.asarray(dropped)[kept], np.asarray(whole)[kept] / (1 - rate), rtol=2e-4, atol=1e-6
+    )
+    # The same mask in plain operations.
+    factor = jnp.asarray(np.where(kept, 1 / (1 - rate), 0.0), jnp.float32)
+
+    def plain(arrays):
+        members = HEADS // GROUPS
+        weights = jnp.asarray(probability(arrays) * factor)
+        return jnp.einsum("bqhk,bkhd->bqhd", weights, jnp.repeat(arrays["value"], members, axis=2))
+
+    def probability(arrays):
+        probe_arrays = {**arrays, "value": probe.arrays["value"]}
+        return probe.out(probe_arrays)
+
+    with use_backend(jax_attention="reference"), jax.default_matmul_precision("float32"):
+        want, pullback = jax.vjp(plain, attention.arrays)
+        exact = pullback(attention.cotangent)[0]
+    out, gradients = attention.both("triton", key=key)
+    near(out, want, 2e-4, "out")
+    for part, gradient in gradients.items():
+        near(gradient, exact[part], 5e-4, f"d{part}")

@@ -1,0 +1,190 @@
+"""Kernels of ours run from JAX: codes have the reference's bits, values its size, on a GPU or in the interpreter."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from bits import assert_same_bytes, matrix, to_torch
+from jax.sharding import AxisType, PartitionSpec
+from support.tolerances import ROUNDED
+from test_quantize_bits import CHOSEN, SPECS, fits, random_numbers, theirs_forced, torch_spec
+
+from transformer_engine.common.dispatch import use_backend
+from transformer_engine.common.formats import E4M3, FLOAT8
+from transformer_engine.common.quantize_spec import QuantizeSpec
+from transformer_engine.jax.activation import activation
+from transformer_engine.jax.layernorm import layernorm
+from transformer_engine.jax.platform import has_gpu
+from transformer_engine.jax.primitives import launching, quantize, rope, softmax
+from transformer_engine.jax.primitives.operand import Operand
+from transformer_engine.pytorch.primitives import quantize as theirs
+from transformer_engine.pytorch.primitives.operand import Operand as TorchOperand
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("as_users_compile")]
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+ALL = ("jax_norm", "jax_activation", "jax_softmax", "jax_rope", "jax_quantize")
+
+
+def test_first_of_all_a_kernel_can_be_handed_to_xla_here():
+    """If this fails every other test of this file does: read this one's message."""
+    assert has_gpu() or INTERPRETED, (
+        f"jax sees no GPU, only {jax.devices()}; install jax-cuda13-plugin and jax-cuda13-pjrt of jax {jax.__version__}"
+    )
+    assert launching.refuses_kernels() is None, launching.refuses_kernels()
+
+
+def test_second_a_kernel_runs_and_its_result_begins_at_zero():
+    from transformer_engine.common.kernels import cast
+
+    x = jnp.linspace(-3, 2, 8 * 64).reshape(8, 64)
+    for _ in range(3):
+        (amax,) = jax.jit(lambda x: launching.run(cast.absolute_maximum(x.size), [x]))(x)
+        assert amax.shape == (1,) and float(amax[0]) == 3.0
+
+
+def test_third_what_a_kernel_writes_in_place_is_its_last_result():
+    from transformer_engine.common.kernels import cast
+
+    launch = cast.cast((64, 128), E4M3, True, True, records=True)
+    x = jnp.linspace(-1, 1, 64 * 128).reshape(64, 128).astype(jnp.bfloat16)
+    scale, record = jnp.full(1, 2.0), jnp.full(1, 0.25)
+    codes, codes_t, inverse, kept = jax.jit(lambda *a: launching.run(launch, a))(x, scale, record)
+    want = (x.astype(jnp.float32) * 2).astype(jnp.float8_e4m3fn)
+    np.testing.assert_array_equal(np.asarray(codes, np.float32), np.asarray(want, np.float32))
+    np.testing.assert_array_equal(np.asarray(codes_t, np.float32), np.asarray(want.T, np.float32))
+    assert (float(inverse[0]), float(kept[0]), float(record[0])) == (0.5, 1.0, 0.25)
+
+
+def test_a_kernel_runs_in_a_loop_under_vmap_and_inside_shard_map():
+    from transformer_engine.common.kernels import cast
+
+    def maximum(x):
+        return launching.run(cast.absolute_maximum(512), [x])[0]
+
+    x = jnp.arange(3 * 8 * 64, dtype=jnp.float32).reshape(3, 8, 64)
+    want = np.asarray(x).max(axis=(1, 2))[:, None]
+    np.testing.assert_array_equal(jax.jit(lambda x: jax.lax.map(maximum, x))(x), want)
+    if INTERPRETED:
+        return  # what follows is traced, and the interpreter has no trace
+    np.testing.assert_array_equal(jax.jit(jax.vmap(maximum))(x), want)
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
+    spec = PartitionSpec("x")
+    mapped = jax.shard_map(maximum, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    np.testing.assert_array_equal(jax.jit(mapped)(x[0]), want[0])
+
+
+# Quantization: the bytes of PyTorch's reference.
+
+
+def compare(name: str, spec: QuantizeSpec, x: np.ndarray, scale: float | None = None) -> None:
+    random = random_numbers(spec, x.shape)
+    given = None if scale is None else jnp.full(1, scale, jnp.float32)
+    drawn = None if random is None else tuple(map(jnp.asarray, random))
+    with use_backend(jax_quantize="triton"):
+        call = jax.jit(lambda x, scale, random: quantize.quantize(x, spec, scale=scale, random=random))
+        made = call(jnp.asarray(x), given, drawn)
+    with theirs_forced():
+        expected = theirs.quantize(
+            to_torch(x), torch_spec(spec), scale=None if scale is None else torch.full((1,), scale),
+            random=None if random is None else tuple(map(torch.from_numpy, random)),  # pyright: ignore
+        )  # fmt: skip
+    for field in expected._fields:
+        assert_same_bytes(getattr(made, field), getattr(expected, field), f"{name} {field}")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", SPECS)
+def test_codes_and_scales_have_the_bytes_of_the_torch_reference(name, dtype):
+    for seed, kind in enumerate(("normal", "special", "small", "zero")):
+        if kind == "small" and "hadamard" in name:
+            continue  # differences of small elements are subnormal
+        compare(f"{name} {kind}", SPECS[name], matrix(kind, (144, 130), dtype, seed))
+    if dtype == "bfloat16":
+        compare(name, SPECS[name], matrix("spread", (256, 128), dtype))
+
+
+@pytest.mark.parametrize("direction", ["rowwise", "columnwise"])
+@pytest.mark.parametrize("name", SPECS)
+def test_one_direction_alone_has_them_too(name, direction):
+    only = {"rowwise": direction == "rowwise", "columnwise": direction == "columnwise"}
+    spec = dataclasses.replace(SPECS[name], **only)
+    if fits(spec, (48, 62)):
+        compare(name, spec, matrix("spread", (48, 62), "bfloat16"))
+
+
+@pytest.mark.parametrize("scale", [0.37, 2.0**40])
+def test_a_given_scale_is_used_and_the_maximum_found_on_the_way(scale):
+    compare(
+        "given", QuantizeSpec(FLOAT8, E4M3, columnwise=True), matrix("spread", (33, 40), "float32"), scale
+    )
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_dequantized_values_are_those_of_the_torch_reference(name):
+    spec, x = SPECS[name], matrix("spread", (144, 130), "bfloat16")
+    made = jax.jit(lambda x: quantize.quantize(x, spec))(jnp.asarray(x))
+    operand = Operand(made.codes, made.scale, made.amax, spec.format, jnp.dtype(x.dtype))
+    got = jax.jit(quantize.dequantize)(operand)
+    expected, dtype = theirs.quantize(to_torch(x), torch_spec(spec)), to_torch(x).dtype
+    want = theirs.dequantize(
+        TorchOperand(expected.codes, expected.scale, spec.format, expected.amax, dtype)  # pyright: ignore
+    )
+    np.testing.assert_array_equal(np.asarray(got, np.float32), want.float().numpy())
+
+
+# Values: those of the reference, up to the rounding of their dtype.
+
+
+def x_of(*shape, dtype=jnp.bfloat16, seed=0):
+    return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
+
+
+GAMMA, BETA = (np.linspace(low, low + 1, 64, dtype=np.float32) for low in (0.5, -1.0))
+CASES = {
+    "layernorm": (lambda x, g, b: layernorm(x, g, b, "layernorm", True), [x_of, (4, 6, 64)], [GAMMA, BETA]),
+    "rmsnorm": (lambda x, g: layernorm(x, g, None, "rmsnorm"), [x_of, (40, 64)], [GAMMA]),
+    "gelu": (lambda x: activation(x, ("gelu",)), [x_of, (4, 1, 64)], []),
+    "swiglu": (lambda x: activation(x, ("silu", "linear")), [x_of, (4, 2, 64)], []),
+    "srelu": (lambda x: activation(x, ("squared_relu", "linear")), [x_of, (4, 2, 64)], []),
+    "clamped": (lambda x: activation(x, ("clamped_silu", "clamped_linear")), [x_of, (4, 2, 64)], []),
+    "softmax": (lambda x: softmax.masked_softmax(x, jnp.arange(16) > 12, None), [x_of, (2, 3, 8, 16)], []),
+    "rope": (lambda x: rope.rotate(x, jnp.ones((6, 8)), True, False), [x_of, (2, 6, 3, 16)], []),
+    "rope-halves": (lambda x: rope.rotate(x, jnp.ones((6, 8)), False, True), [x_of, (6, 2, 3, 16)], []),
+}  # fmt: skip
+
+
+@contextlib.contextmanager
+def reference():
+    with use_backend(**dict.fromkeys(ALL, "reference")):
+        yield
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients_are_those_of_the_reference(name, dtype):
+    function, (make, shape), rest = CASES[name]
+    if name == "softmax" and dtype == "bfloat16":
+        pytest.skip("scores are float32")
+    x, rest = make(*shape, dtype=jnp.dtype(dtype)), [jnp.asarray(r) for r in rest]
+
+    def both(x, *rest):
+        y, pullback = jax.vjp(function, x, *rest)
+        return y, pullback(jnp.cos(jnp.arange(y.size)).reshape(y.shape).astype(y.dtype))
+
+    found = jax.jit(both)(x, *rest)
+    with reference():
+        want = jax.jit(lambda *a: both(*a))(x, *rest)
+    near = 2 * ROUNDED[getattr(torch, dtype)]
+    for got, expected in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        exact = np.asarray(expected, np.float64)
+        scale = np.abs(exact).max()
+        np.testing.assert_allclose(
+            np.asarray(got, np.float64), exact, rtol=near, atol=near * scale, err_msg=name
+        )

@@ -1,0 +1,177 @@
+"""Kernels over several devices: cut as their rules say, with the values of one device; lowered for CUDA with no GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, FLOAT8, MXFP8, NVFP4
+from transformer_engine.common.quantize_spec import QuantizeSpec
+from transformer_engine.jax.attention import (
+    AttnBiasType,
+    AttnMaskType,
+    AttnSoftmaxType,
+    QKVLayout,
+    fused_attn,
+)
+from transformer_engine.jax.attention import SequenceDescriptor as Descriptor
+from transformer_engine.jax.attention.request import AttentionRequest
+from transformer_engine.jax.attention.triton import refuses as attention_refuses
+from transformer_engine.jax.primitives import launching
+from transformer_engine.jax.primitives.gemm import gemm
+from transformer_engine.jax.primitives.grouped_gemm import grouped_contraction, grouped_gemm
+from transformer_engine.jax.primitives.operand import Operand
+from transformer_engine.jax.primitives.partitioning import Rule, extent, unknown_sizes
+from transformer_engine.jax.primitives.quantize import quantize
+
+ROOT = Path(__file__).resolve().parents[2]
+REFUSAL = launching.refuses_kernels()
+needs_bridge = pytest.mark.skipif(
+    REFUSAL is not None, reason=f"no kernel can be lowered for CUDA here: {REFUSAL}"
+)
+
+
+def test_devices_cut_kernels_as_their_rules_say_and_agree_with_one_device():
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "jax")))
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "jax" / "host_kernels.py")], capture_output=True, text=True,
+        env=os.environ | flags | {"PYTHONPATH": paths},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "jax.set_mesh(mesh)" in done.stderr, "a program without a mesh says so"
+    found = json.loads(done.stdout.splitlines()[-1])
+    gathers = {name: found.pop(name) for name in [*found] if name.endswith(": gathers")}
+    assert found.pop("ragged exchanges between GPUs") >= 4, "rows and weights, there and back"
+    assert max(found.values()) < 1e-5, found
+    # Nothing travels but where a block would be cut, an operand lies otherwise, or both rows lie over one axis.
+    free = ("rows", "both axes", "one axis twice", "blocks", "columns", "contraction", "heads")
+    assert not any(gathers[f"{name}: gathers"] for name in free), gathers
+
+
+def test_a_rule_tells_factors_and_the_sizes_that_no_axis_tells():
+    assert Rule.of("r (k b), w -> k r").operands == ((("r",), ("k", "b")), (("w",),))
+    assert unknown_sizes("r (k b) -> k r, (k c)", {"k": 2, "b": 3, "c": 4}) == {"b": 3, "c": 4}
+    assert extent("m", 256, 128).whole == "(m min)"
+    assert extent("m", 200, 128).replicated == ("m", "min", "mhalf")
+    assert extent("m", 200, 1).blocks == "m"
+
+
+def lowered(function, *arguments) -> int:
+    text = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    return text.count("triton_kernel_call_ffi")
+
+
+SPECS = {
+    "delayed": (QuantizeSpec(FLOAT8, E4M3, columnwise=True), True, 1),
+    "current": (QuantizeSpec(FLOAT8, E4M3, columnwise=True), False, 2),
+    "blocks": (QuantizeSpec(BLOCK_1D, E4M3, columnwise=True), False, 1),
+    "squares": (QuantizeSpec(BLOCK_2D, E4M3, columnwise=True), False, 1),
+    "mxfp8": (QuantizeSpec(MXFP8, E4M3, columnwise=True), False, 1),
+    "nvfp4": (QuantizeSpec(NVFP4, E2M1, columnwise=True, hadamard=True, stochastic=True), False, 3),
+}
+
+
+@needs_bridge
+@pytest.mark.parametrize("name", SPECS)
+def test_quantization_is_kernels_on_cuda_also_inside_shard_map(name, monkeypatch):
+    monkeypatch.setenv("TE_JAX_KERNELS", "1")
+    spec, scaled, kernels = SPECS[name]
+    x = jnp.ones((128, 256), jnp.bfloat16)
+    random = (jnp.zeros(x.shape), jnp.zeros(x.shape[::-1])) if spec.stochastic else None
+
+    def made(x):
+        return quantize(x, spec, scale=jnp.ones(1) if scaled else None, random=random)
+
+    assert lowered(made, x) == kernels
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
+    whole = PartitionSpec()
+    mapped = jax.shard_map(made, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+    assert lowered(mapped, x) == kernels
+
+
+def operand(form, rows, depth):
+    scales = {"float8": (1,), "block1d": (rows, depth // 128), "block2d": (-(-rows // 128), depth // 128)}
+    codes = jnp.ones((rows, depth), jnp.float8_e4m3fn)
+    return Operand(codes, jnp.ones(scales[form.name]), None, form, jnp.dtype(jnp.bfloat16))
+
+
+@needs_bridge
+@pytest.mark.parametrize("forms", [(FLOAT8, FLOAT8), (BLOCK_1D, BLOCK_2D), (BLOCK_1D, BLOCK_1D)])
+def test_products_of_codes_are_a_kernel_on_cuda_with_the_values_of_the_reference_here(forms, monkeypatch):
+    monkeypatch.setenv("TE_JAX_KERNELS", "1")
+    a, b = operand(forms[0], 64, 256), operand(forms[1], 160, 256)
+    product = jax.jit(lambda a, b: gemm(a, b, jnp.dtype(jnp.bfloat16)))
+    assert lowered(product, a, b) == 1
+    if jax.default_backend() == "cpu":
+        assert float(product(a, b)[0, 0]) == 256
+
+
+@needs_bridge
+def test_products_in_groups_are_kernels_on_cuda(monkeypatch):
+    monkeypatch.setenv("TE_JAX_KERNELS", "1")
+    a, b, sizes = (
+        jnp.ones((64, 32), jnp.bfloat16),
+        jnp.ones((3, 32, 48), jnp.bfloat16),
+        jnp.ones(3, jnp.int32),
+    )
+    assert (
+        lowered(lambda a, b: grouped_gemm(a, b, sizes, jnp.bfloat16), a, b) == 2
+    )  # the layout of groups first
+    dy = jnp.ones((64, 48), jnp.bfloat16)
+    assert lowered(lambda a, dy: grouped_contraction(a, dy, sizes, jnp.bfloat16), a, dy) == 2
+
+
+def attention(mask, descriptor=None, layout=QKVLayout.BSHD_BSHD_BSHD, dropout=0.0):
+    def loss(q, k, v, offset, key):
+        out = fused_attn(
+            (q, k, v), None, descriptor, key, AttnBiasType.NO_BIAS, mask, layout, AttnSoftmaxType.LEARNABLE_SOFTMAX,
+            0.1, dropout, True, max_segments_per_seq=2, softmax_offset=offset,
+        )  # fmt: skip
+        return out.astype(jnp.float32).sum()
+
+    return jax.grad(loss, argnums=(0, 1, 2, 3))
+
+
+@needs_bridge
+@pytest.mark.parametrize("kind", ["lengths", "packed"])
+def test_both_passes_of_attention_are_kernels_on_cuda_and_may_be_cut(kind, monkeypatch):
+    monkeypatch.setenv("TE_JAX_KERNELS", "1")
+    q, k = jnp.ones((2, 64, 4, 32), jnp.bfloat16), jnp.ones((2, 64, 2, 32), jnp.bfloat16)
+    offset = jnp.zeros((1, 4, 1, 1))
+    if kind == "lengths":
+        step = attention(AttnMaskType.PADDING_CAUSAL_MASK, Descriptor.from_seqlens(jnp.asarray([40, 64])))
+    else:
+        ids = jnp.repeat(jnp.asarray([[1, 2], [1, 0]]), 32, axis=1)
+        descriptor = Descriptor.from_segment_ids_and_pos(ids, jnp.tile(jnp.arange(32), (2, 2)))
+        step = attention(AttnMaskType.PADDING_CAUSAL_MASK, descriptor, QKVLayout.THD_THD_THD, 0.1)
+    # The forward, then the rows' sums, the gradients of queries, and of keys and values.
+    assert lowered(step, q, k, k, offset, jax.random.key(0)) == 4
+    mesh = jax.sharding.AbstractMesh((2, 2), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
+    cut = NamedSharding(mesh, PartitionSpec("dp", None, "tp"))
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=cut) for x in (q, k, k)]
+    traced = jax.jit(step).trace(*shapes, offset, jax.random.key(0))
+    assert "triton_kernel_call_ffi" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_what_our_attention_does_not_take_has_a_reason(monkeypatch):
+    monkeypatch.setattr("transformer_engine.jax.attention.triton.refuses_on", lambda platform, name: None)
+    request = AttentionRequest(
+        jnp.dtype(jnp.bfloat16), QKVLayout.THD_THD_THD, AttnBiasType.NO_BIAS, AttnMaskType.PADDING_MASK,
+        AttnSoftmaxType.VANILLA_SOFTMAX, 0.0, 4, 4, 64, 64, 64, 64, None, True, "cuda",
+    )  # fmt: skip
+    assert attention_refuses(request) is None
+    for change, reason in (
+        ({"dtype": jnp.dtype(jnp.float8_e4m3fn)}, "it takes bfloat16"), ({"head_dim": 512}, "512 elements > 256"),
+        ({"modified": True}, "a score_mod"), ({"bias": AttnBiasType.POST_SCALE_BIAS}, "a bias of packed rows"),
+        ({"queries": 0}, "without elements"),
+    ):  # fmt: skip
+        assert reason in (attention_refuses(request._replace(**change)) or "")

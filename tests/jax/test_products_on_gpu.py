@@ -1,0 +1,210 @@
+"""Products of codes and of rows in groups by kernels, against the reference, on a GPU or in the interpreter."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import transformer_engine.jax as te
+from transformer_engine.common import recipe
+from transformer_engine.common.dispatch import use_backend
+from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E4M3, E5M2, FLOAT8
+from transformer_engine.common.quantize_spec import QuantizeSpec
+from transformer_engine.jax.dense import dense, grouped_dense
+from transformer_engine.jax.primitives.gemm import gemm
+from transformer_engine.jax.primitives.grouped_gemm import grouped_contraction, grouped_gemm
+from transformer_engine.jax.primitives.operand import Operand
+from transformer_engine.jax.primitives.quantize import quantize
+from transformer_engine.jax.quantize import QuantizerFactory
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("as_users_compile")]
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+on_a_gpu = pytest.mark.skipif(INTERPRETED, reason="XLA's own products run on a GPU alone")
+
+
+def normal(seed, *shape, dtype=jnp.bfloat16):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def operand(form, element, seed, rows, depth):
+    x = normal(seed, rows, depth)
+    with use_backend(jax_quantize="reference"):
+        made = jax.jit(lambda x: quantize(x, QuantizeSpec(form, element)))(x)
+    return Operand(made.codes, made.scale, made.amax, form, x.dtype)
+
+
+def near(got, want, tolerance, name=""):
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    assert np.isfinite(got).all(), name
+    error = np.abs(got - want).max() / np.abs(want).max()
+    assert error <= tolerance, f"{name}: {error:.2e} > {tolerance:.2e}"
+
+
+PAIRS = {
+    "tensor": ((FLOAT8, E4M3), (FLOAT8, E4M3)),
+    "tensor-gradient": ((FLOAT8, E5M2), (FLOAT8, E4M3)),
+    "blocks-by-squares": ((BLOCK_1D, E4M3), (BLOCK_2D, E4M3)),
+    "blocks-by-blocks": ((BLOCK_1D, E4M3), (BLOCK_1D, E5M2)),
+}
+# 160 = K of a last block that is not full.
+SHAPES = ((144, 80, 256), (48, 144, 160))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("name", PAIRS)
+def test_our_kernel_multiplies_codes_as_the_reference_does(name, exact, dtype):
+    first, second = PAIRS[name]
+    for m, n, k in SHAPES:
+        a, b = operand(*first, 1, m, k), operand(*second, 2, n, k)
+        found = []
+        for backend in ("triton", "reference"):
+            with use_backend(jax_gemm=backend):
+                found.append(jax.jit(lambda a, b: gemm(a, b, jnp.dtype(dtype), exact))(a, b))
+        assert found[0].dtype == jnp.dtype(dtype)
+        near(*found, 2e-3 if dtype == "float32" else 1e-2, f"{name} {(m, n, k)}")
+
+
+@on_a_gpu
+def test_the_direct_product_of_xla_is_the_reference():
+    a, b = operand(FLOAT8, E4M3, 1, 256, 512), operand(FLOAT8, E4M3, 2, 128, 512)
+    found = []
+    for backend in ("direct", "reference"):
+        with use_backend(jax_gemm=backend):
+            found.append(jax.jit(lambda a, b: gemm(a, b, jnp.dtype(jnp.bfloat16)))(a, b))
+    near(*found, 1e-2)
+
+
+SCALED = """
+import json, jax, jax.numpy as jnp, numpy as np
+import test_products_on_gpu as tests
+from transformer_engine.common.dispatch import use_backend
+from transformer_engine.jax.primitives.gemm import gemm
+a, b = tests.operand(tests.FLOAT8, tests.E4M3, 1, 256, 512), tests.operand(tests.FLOAT8, tests.E4M3, 2, 128, 512)
+found, texts = [], []
+for backend in ("scaled", "reference"):
+    with use_backend(jax_gemm=backend):
+        call = jax.jit(lambda a, b: gemm(a, b, jnp.dtype(jnp.bfloat16)))
+        found.append(np.asarray(call(a, b), np.float64))
+        texts.append(call.lower(a, b).compile().as_text())
+error = abs(found[0] - found[1]).max() / abs(found[1]).max()
+print(json.dumps({"error": error, "library": "cublas$lt$matmul$f8" in texts[0], "text": texts[0][-1500:]}))
+"""
+
+
+@on_a_gpu
+def test_with_the_flag_a_product_is_one_call_of_cublaslt_with_its_scales():
+    flags = "--xla_gpu_enable_triton_gemm=false"
+    done = subprocess.run(
+        [sys.executable, "-c", SCALED], capture_output=True, text=True,
+        env=os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    facts = json.loads(done.stdout.splitlines()[-1])
+    assert facts["library"], facts["text"]
+    assert facts["error"] < 1e-2
+
+
+SIZES = ([40, 0, 72, 16], [0, 128, 1, 3])
+GROUPS, K, N = 4, 96, 160
+
+
+def on_both(call, *arrays):
+    found = []
+    for backend in ("triton", "ragged_dot"):
+        with use_backend(jax_grouped_gemm=backend):
+            found.append(jax.jit(lambda *a: call(*a))(*arrays))
+    return found
+
+
+@pytest.mark.parametrize("features_first", [False, True])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_rows_in_groups_are_multiplied_as_by_ragged_dot(sizes, features_first):
+    a = normal(1, 144, K)
+    b = normal(2, *((GROUPS, N, K) if features_first else (GROUPS, K, N)))
+    sizes = jnp.asarray(sizes, jnp.int32)
+    got, want = on_both(
+        lambda a, b, s: grouped_gemm(a, b, s, jnp.bfloat16, features_first=features_first), a, b, sizes
+    )
+    near(got, want, 1e-2)
+    assert not np.asarray(got, np.float32)[int(sizes.sum()) :].any(), "rows behind the last group are zero"
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_rows_in_groups_are_contracted_as_by_ragged_dot(sizes, scaled):
+    dtypes = (jnp.float8_e4m3fn, jnp.float8_e5m2) if scaled else (jnp.bfloat16,) * 2
+    a, b = normal(1, 144, K, dtype=dtypes[0]), normal(2, 144, N, dtype=dtypes[1])
+    scales = (jnp.arange(1.0, 5.0), jnp.arange(2.0, 6.0)) if scaled else None
+    got, want = on_both(
+        lambda a, b, s: grouped_contraction(a, b, s, jnp.float32, scales), a, b, jnp.asarray(sizes, jnp.int32)
+    )
+    near(got, want, 1e-5)
+
+
+@pytest.mark.parametrize("element", [jnp.float8_e4m3fn, jnp.float8_e5m2])
+def test_codes_in_groups_are_multiplied_as_by_ragged_dot(element):
+    a, b = normal(1, 144, K, dtype=element), normal(2, GROUPS, N, K, dtype=jnp.float8_e4m3fn)
+    scales = jnp.arange(1.0, 5.0), jnp.arange(2.0, 6.0)
+    got, want = on_both(
+        lambda a, b, s: grouped_gemm(a, b, s, jnp.bfloat16, scales, features_first=True), a, b,
+        jnp.asarray(SIZES[0], jnp.int32),
+    )  # fmt: skip
+    near(got, want, 1e-2)
+
+
+RECIPES = {
+    "delayed": recipe.DelayedScaling(amax_history_len=4), "current": recipe.Float8CurrentScaling(),
+    "block": recipe.Float8BlockScaling(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_dense_layer_and_its_gradients_are_those_of_the_references(name):
+    x, kernel = normal(1, 256, 128), normal(2, 128, 160, dtype=jnp.float32)
+
+    def run():
+        with te.autocast(True, RECIPES[name]):
+            quantizers = QuantizerFactory.create_set()
+
+            def loss(x, kernel, quantizers):
+                return (dense(x, kernel, quantizer_set=quantizers).astype(jnp.float32) ** 2).mean()
+
+            return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(x, kernel, quantizers)
+
+    found = run()
+    with use_backend(jax_gemm="reference", jax_quantize="reference"):
+        want = run()
+    near(found[0], want[0], 0.03, "dx")
+    near(found[1], want[1], 0.03, "dkernel")
+    for got, expected in zip(jax.tree.leaves(found[2]), jax.tree.leaves(want[2]), strict=True):
+        near(got, expected, 0.03, "state")
+
+
+@pytest.mark.parametrize("name", ["none", "delayed", "current"])
+def test_a_grouped_dense_layer_and_its_gradients_are_those_of_the_references(name):
+    x, kernel = normal(1, 144, K), normal(2, GROUPS, K, N)
+    sizes = jnp.asarray(SIZES[0], jnp.int32)
+
+    def run():
+        with te.autocast(name != "none", RECIPES.get(name)):
+            quantizers = QuantizerFactory.create_set(n_groups=GROUPS)
+
+            def loss(x, kernel):
+                y = grouped_dense(x, kernel, sizes, quantizer_set=quantizers)
+                return (y.astype(jnp.float32) ** 2).mean()
+
+            return jax.jit(jax.grad(loss, argnums=(0, 1)))(x, kernel)
+
+    found = run()
+    with use_backend(jax_grouped_gemm="ragged_dot", jax_quantize="reference"):
+        want = run()
+    near(found[0], want[0], 0.03, "dx")
+    near(found[1], want[1], 0.03, "dkernel")

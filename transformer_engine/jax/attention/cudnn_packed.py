@@ -1,0 +1,94 @@
+"""cuDNN's fused attention of packed rows: the only reader of the private module of jax that has it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from importlib.metadata import version
+from types import ModuleType
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ...common import optional
+
+_MODULE = "jax._src.cudnn.fused_attention_stablehlo"
+_WANTED = ("q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets", "scale", "mask_type", "qkv_layout")
+
+
+def _module() -> ModuleType:
+    from jax._src.cudnn import fused_attention_stablehlo
+
+    return fused_attention_stablehlo
+
+
+@functools.cache
+def failure() -> str | None:
+    """Why this jax cannot be asked, None if it can."""
+    if (reason := optional.failure(_MODULE)) is not None:
+        return reason
+    call = getattr(_module(), "dot_product_attention", None)
+    known = () if call is None else inspect.signature(call).parameters
+    absent = [name for name in _WANTED if name not in known]
+    return f"jax {version('jax')} has no {absent[0]} in {_MODULE}" if absent else None
+
+
+@functools.cache
+def library_failure() -> str | None:
+    """Why cuDNN itself is not there, None if it is."""
+    if (reason := optional.failure(_MODULE)) is not None:
+        return reason
+    try:
+        _module().check_cudnn_version()
+    except RuntimeError as error:
+        return f"this process has no cuDNN ({error})"
+    return None
+
+
+def attend(
+    query: Array,
+    key: Array,
+    value: Array,
+    bounds: tuple[Array, Array, Array, Array],
+    scale: float,
+    causal: bool,
+) -> Array:
+    """out [b, q, h, d]; bounds as `SequenceDescriptor.bounds` makes them; rows of no sequence are zero."""
+    lengths_q, lengths_kv, starts_q, starts_kv = bounds
+    module = _module()
+    seen_q = _inside(starts_q, lengths_q, query.shape[1])
+    seen_kv = _inside(starts_kv, lengths_kv, key.shape[1])
+    query, key, value = (_within(x, seen) for x, seen in ((query, seen_q), (key, seen_kv), (value, seen_kv)))
+    out = module.dot_product_attention(
+        query, key, value,
+        q_seqlen=_or_absent(lengths_q, lengths_q), kv_seqlen=_or_absent(lengths_kv, lengths_q),
+        q_offsets=_with_end(_or_absent(starts_q, lengths_q)), kv_offsets=_with_end(_or_absent(starts_kv, lengths_q)),
+        scale=scale, mask_type=module.MaskType.PADDING_CAUSAL if causal else module.MaskType.PADDING, qkv_layout="BTNH",
+    )  # fmt: skip
+    return jnp.where(seen_q, out, 0)
+
+
+def _inside(starts: Array, lengths: Array, tokens: int) -> Array:
+    """[b, tokens, 1, 1]: does a token belong to a sequence?"""
+    place = jnp.arange(tokens, dtype=jnp.int32)
+    begins = starts[:, :, None]
+    return ((place >= begins) & (place < begins + lengths[:, :, None])).any(axis=1)[:, :, None, None]
+
+
+@jax.custom_vjp
+def _within(x: Array, seen: Array) -> Array:
+    """x, whose gradient is zero where nobody is: cuDNN leaves there what lay in memory."""
+    return x
+
+
+_within.defvjp(lambda x, seen: (x, seen), lambda seen, dy: (jnp.where(seen, dy, 0), None))
+
+
+def _or_absent(values: Array, lengths: Array) -> Array:
+    """-1 where there is no sequence."""
+    return jnp.where(lengths > 0, values, -1)
+
+
+def _with_end(starts: Array) -> Array:
+    return jnp.pad(starts, ((0, 0), (0, 1)), constant_values=-1)

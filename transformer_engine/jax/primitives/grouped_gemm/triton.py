@@ -1,0 +1,149 @@
+"""Grouped products by the kernels of common/kernels/grouped_gemm.py: all groups in one launch, whatever their sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ....common.dispatch import Backend
+from ....common.kernels.launch import Output
+from ...platform import compute_capability, processors
+from ..kernels import Kernel, call
+from ..launching import refuses_on, run
+from .request import GroupedGemmRequest, Scales
+
+_HALVES = (jnp.bfloat16, jnp.float16)
+_CODES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
+_RESULTS = (*_HALVES, jnp.float32)
+
+
+def refuses(request: GroupedGemmRequest) -> str | None:
+    if (reason := refuses_on(request.platform, "GroupedGemmPrimitive")) is not None:
+        return reason
+    if request.scaled:
+        if request.dtype not in _CODES:
+            return f"codes in {request.dtype}; it takes FP8"
+        if compute_capability() < 89:
+            return f"compute capability {compute_capability() / 10} < 8.9 has no FP8 tensor cores"
+        if not request.contracts_rows and not request.features_first:
+            return "codes of kernels [G, K, N]; tensor cores take FP8 with the contracted axis last"
+    elif request.dtype not in _HALVES:
+        return f"{request.dtype}; it takes bfloat16 and float16"
+    if 0 in (request.groups, request.m, request.n, request.k):
+        return "a product without elements"
+    if request.result not in _RESULTS:
+        return f"a result in {request.result}; it writes bfloat16, float16 and float32"
+    odd = [extent for extent in (request.n, request.k) if extent % 16]
+    return f"an extent of {odd[0]} is not a multiple of 16" if odd else None
+
+
+@dataclass(frozen=True)
+class OfRows(Kernel):
+    """(a [M, K], b [G, K, N] or [G, N, K], sizes [G], [scales [G] of a, of b]) -> out [M, N], 0 behind the groups"""
+
+    dtype: jnp.dtype
+    features_first: bool
+    scaled: bool
+    whole = ("m", "g")
+    summed = (0,)
+
+    @property
+    def rule(self) -> str:
+        return f"m k, g {'n k' if self.features_first else 'k n'}, g{', g, g' * self.scaled} -> m n"
+
+    def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+        a, b = operands[:2]
+        return (jax.ShapeDtypeStruct((a.shape[0], b.shape[1 if self.features_first else 2]), self.dtype),)
+
+    def run(self, *arrays: Array) -> tuple[Array, ...]:
+        from ....common.kernels import grouped_gemm as kernels  # it imports triton
+
+        a, b, sizes, *scales = arrays
+        (out,) = self.results(a, b)
+        launch = kernels.product_of_rows(
+            *out.shape, a.shape[1], b.shape[0], scaling=kernels.TENSOR_SCALES if self.scaled else kernels.UNSCALED,
+            exact=self.scaled, transposed=not self.features_first, shared_memory=processors().shared_memory,
+        )  # fmt: skip
+        # Rows behind the last group are nobody's.
+        launch = dataclasses.replace(
+            launch, outputs=(Output(out.shape, self.dtype.name, begins=0.0),), handles={}
+        )
+        scale_a, scale_b = (_slots(scale, kernels.SCALE_SLOT) for scale in scales) if scales else (None, None)
+        layout = _layout(sizes, a.shape[0])
+        (made,) = run(launch, [a, b, None, scale_a, scale_b, None, layout])
+        assert made is not None
+        return (made,)
+
+
+@dataclass(frozen=True)
+class OverRows(Kernel):
+    """(a [M, K], b [M, N], sizes [G]) -> out [G, K, N]"""
+
+    dtype: jnp.dtype
+
+    @property
+    def rule(self) -> str:
+        return "m k, m n, g -> g k n"
+
+    whole = ("m", "g")
+
+    def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+        a, b, sizes = operands
+        return (jax.ShapeDtypeStruct((sizes.shape[0], a.shape[1], b.shape[1]), self.dtype),)
+
+    def run(self, *arrays: Array) -> tuple[Array, ...]:
+        from ....common.kernels import grouped_gemm as kernels  # it imports triton
+
+        a, b, sizes = arrays
+        launch = kernels.product_of_columns(
+            a.shape[1], b.shape[1], sizes.shape[0], scaling=kernels.UNSCALED,
+            shared_memory=processors().shared_memory,
+        )  # fmt: skip
+        inputs = [a, b, None, None, _layout(sizes, a.shape[0]), None]
+        (out,) = run(launch, inputs, self.results(a, b, sizes))
+        assert out is not None
+        return (out,)
+
+
+def _layout(sizes: Array, rows: int) -> Array:
+    from ....common.kernels import grouped_gemm as kernels
+
+    (layout,) = run(kernels.layout_of(rows, sizes.shape[0]), [sizes])
+    assert layout is not None
+    return layout
+
+
+def _slots(scale: Array, width: int) -> Array:
+    """[G] -> [G, width], the scale in front."""
+    return jnp.pad(scale.reshape(-1, 1), ((0, 0), (0, width - 1)))
+
+
+def of_rows(
+    a: Array, b: Array, group_sizes: Array, scales: Scales, dtype: jnp.dtype, features_first: bool
+) -> Array:
+    """See `grouped_gemm`."""
+    kernel = OfRows(jnp.dtype(dtype), features_first, scales is not None)
+    return call(kernel, a, b, group_sizes, *(scales or ()))[0]
+
+
+def over_rows(a: Array, b: Array, group_sizes: Array, scales: Scales, dtype: jnp.dtype) -> Array:
+    """See `grouped_contraction`; codes are bfloat16 to the kernel, which holds each of them."""
+    if scales is None:
+        return call(OverRows(jnp.dtype(dtype)), a, b, group_sizes)[0]
+    wide = call(
+        OverRows(jnp.dtype(jnp.float32)), a.astype(jnp.bfloat16), b.astype(jnp.bfloat16), group_sizes
+    )[0]
+    return (wide * (scales[0] * scales[1])[:, None, None]).astype(dtype)
+
+
+def bind(request: GroupedGemmRequest) -> Callable[..., Array]:
+    return over_rows if request.contracts_rows else of_rows
+
+
+BACKEND = Backend[GroupedGemmRequest]("triton", refuses=refuses, bind=bind)

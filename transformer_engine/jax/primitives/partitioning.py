@@ -1,0 +1,136 @@
+"""Which axes of a mesh cut a kernel's operands and results, from the rule that Shardy is given.
+
+A rule names the factors of every axis, "r (k b) -> k r": an axis of k * b elements is cut between blocks of b, by what
+cuts k. Shardy follows the rule as far as it can; here operands and results are held to it.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+Axes = tuple[str, ...]
+
+
+Factors = tuple[str, ...]
+
+
+class Rule(NamedTuple):
+    """The factors of every axis of the operands and of the results."""
+
+    operands: tuple[tuple[Factors, ...], ...]
+    results: tuple[tuple[Factors, ...], ...]
+
+    @classmethod
+    def of(cls, text: str) -> Rule:
+        operands, results = (side.split(",") for side in text.split("->"))
+        return cls(*(tuple(_axes(array) for array in side) for side in (operands, results)))
+
+
+def _axes(array: str) -> tuple[Factors, ...]:
+    """ "r (k b)" -> (("r",), ("k", "b"))"""
+    return tuple(
+        tuple(one.split()) for found in re.findall(r"\(([^)]*)\)|(\S+)", array) for one in found if one
+    )
+
+
+def unknown_sizes(text: str, sizes: dict[str, int]) -> dict[str, int]:
+    """The sizes of those factors of a rule that no axis tells."""
+    rule = Rule.of(text)
+    axes = [axis for array in (*rule.operands, *rule.results) for axis in array]
+    told = {factor for axis in axes if len(axis) == 1 for factor in axis}
+    return {name: sizes[name] for axis in axes for name in axis if name not in told}
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How a kernel's arrays lie on a mesh.
+
+    operands, results   one sharding an array; results that devices make parts of are whole
+    reduced             of every result, the axes whose devices make parts of it
+    """
+
+    operands: tuple[NamedSharding, ...]
+    results: tuple[NamedSharding, ...]
+    reduced: tuple[Axes, ...]
+
+
+def placement(
+    text: str, sizes: dict[str, int], replicated: Sequence[str], mesh: Mesh, operands: Sequence[Any]
+) -> Placement:
+    """The placement of operands, whose shardings Shardy proposes, and of results by the rule `text`.
+
+    sizes   of factors that lead an axis of several; replicated: factors that are not cut
+    """
+    rule = Rule.of(text)
+    cuts: dict[str, Axes] = dict.fromkeys(replicated, ())
+    for factors, operand in zip(rule.operands, operands, strict=True):
+        extents: tuple[int, ...] = operand.shape
+        for (factor, *_), size, axes in zip(factors, extents, _axes_of(operand.sharding), strict=False):
+            parts = prod(mesh.shape[axis] for axis in axes)
+            free = not any(set(axes) & set(others) for others in cuts.values())
+            if axes and free and factor not in cuts and sizes.get(factor, size) % parts == 0:
+                cuts[factor] = axes
+    used = {axis for axes in cuts.values() for axis in axes}
+
+    def laid(factors: tuple[Factors, ...]) -> NamedSharding:
+        return NamedSharding(mesh, PartitionSpec(*(cuts.get(axis[0], ()) or None for axis in factors)))
+
+    reduced = tuple(
+        tuple(sorted(used - {name for axis in factors for name in cuts.get(axis[0], ())}))
+        for factors in rule.results
+    )
+    return Placement(tuple(map(laid, rule.operands)), tuple(map(laid, rule.results)), reduced)
+
+
+def mesh_of(operands: Sequence[Any]) -> Mesh:
+    """The mesh that operands lie on; one of all their devices, without names that cut anything, where none is known."""
+    for operand in operands:
+        if isinstance(operand.sharding, NamedSharding) and isinstance(operand.sharding.mesh, Mesh):
+            return operand.sharding.mesh
+    warnings.warn(
+        "a program over several devices was compiled without a mesh in force: every device computes the whole of its "
+        "kernels; enter the mesh by jax.set_mesh(mesh), or `with mesh:`",
+        stacklevel=2,
+    )
+    devices = sorted(operands[0].sharding.device_set, key=lambda device: device.id)
+    return Mesh(np.asarray(devices), ("device",))
+
+
+def _axes_of(sharding: Any) -> list[Axes]:
+    """The mesh axes that cut each axis of an array."""
+    spec = getattr(sharding, "spec", ())
+    return [() if part is None else part if isinstance(part, tuple) else (part,) for part in spec]
+
+
+class Extent(NamedTuple):
+    """One axis of a matrix in rules.
+
+    whole, blocks, bytes   its elements, its blocks, its elements two to a byte
+    sizes                  of the factors that stand within blocks, and of those that count them
+    replicated             factors that are not cut
+    """
+
+    whole: str
+    blocks: str
+    bytes: str
+    sizes: dict[str, int]
+    replicated: tuple[str, ...]
+
+
+def extent(name: str, size: int, block: int) -> Extent:
+    """An axis that may be cut between blocks; not at all where the last of them is not full."""
+    if block == 1:
+        return Extent(name, name, name, {}, ())
+    inner, half = f"{name}in", f"{name}half"
+    if size % block:
+        return Extent(name, inner, half, {}, (name, inner, half))
+    sizes = {name: size // block, inner: block, half: block // 2}
+    return Extent(f"({name} {inner})", name, f"({name} {half})", sizes, ())
