@@ -365,6 +365,12 @@ def watch(name: str) -> Callable[[], str | bytes | None]:
     return lambda: texts.get(key)  # as a partial of texts.get no compiler would trace it
 
 
+def watch_in_eager_mode(name: str) -> Callable[[], str | bytes | None]:
+    """watch(name) for a caller that has asked whether a compiler is tracing: 20 ns."""
+    variable(name)
+    return functools.partial(os.environ._data.get, os.environ.encodekey(name))  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def generation() -> int:
     """A number that is another one whenever a variable of the table that anything reads has changed: for keys.
 

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from ..primitives.column_sums import column_sums
-from ..primitives.gemm import Epilogue, gemm
+from ..primitives.gemm import Epilogue, as_matrix, gemm
 from ..primitives.gemm.request import Layout
 from ..primitives.operand import Operand, plain
 from ..primitives.quantize import Cast, dequantize
+from ..runtime.applying import applier
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from ..tensor.quantizer import Matrix, Operands, Quantizer, turned
-from .linear_operands import linear_operands
+from .linear_operands import linear_operands, plain_matrices
 from .linear_spec import IDENTITY, LinearSaved, LinearSpec, gradient_cast, sums_over_ranks
 from .saving import backward_of, restore, save
 
@@ -29,11 +30,27 @@ class QuantizedGradient(NamedTuple):
 
 
 def linear_forward(
-    x: Tensor | Operands, weight: Tensor, bias: Tensor | None, spec: LinearSpec
+    x: Tensor | Operands,
+    weight: Tensor,
+    bias: Tensor | None,
+    spec: LinearSpec,
+    leading: torch.Size | None = None,
 ) -> tuple[Tensor, LinearSaved]:
-    """y [M, N] = x [M, K] @ weight [N, K].T + bias [N], with the operands that the backward needs."""
-    x_operand, w_operand, saved = linear_operands(x, weight, spec)
-    y = gemm(x_operand, w_operand, Epilogue(spec.dtype, bias=bias, exact=spec.accumulation.forward))
+    """y [M, N] = x [M, K] @ weight [N, K].T + bias [N], with the operands that the backward needs.
+
+    leading   dimensions of y in place of M, of a spec that does not communicate
+    """
+    products = spec.products
+    if spec.plain and products is not None:
+        matrices, saved = plain_matrices(x, weight, spec)  # pyright: ignore[reportArgumentType]
+        y = products.forward.of_matrices(*matrices, bias, leading)
+    else:
+        x_operand, w_operand, saved = linear_operands(x, weight, spec)
+        if products is None:
+            y = gemm(x_operand, w_operand, Epilogue(spec.dtype, bias=bias, exact=spec.accumulation.forward))
+            y = y if leading is None else y.view(*leading, y.shape[-1])
+        else:
+            y = products.forward.of_operands(x_operand, w_operand, bias, leading)
     return spec.parallel.leave_forward(y) if spec.communicates else y, saved
 
 
@@ -49,54 +66,84 @@ def linear_backward(
     spec: LinearSpec,
     weight_dtype: torch.dtype,
     bias_dtype: torch.dtype,
-    input_product: Callable[[Operand, Operand, Epilogue], Tensor] = gemm,
+    input_product: Callable[[Operand, Operand, Epilogue], Tensor] | None = None,
+    leading: torch.Size | None = None,
 ) -> LinearGradients:
     """dx [M, K] = dy [M, N] @ w [N, K];  dw [N, K] = dy.T @ x [M, K];  db [N] = sum over rows of dy, in float32.
 
     saved           the two of LinearSaved, which are taken out of the list
     input_product   makes dx where something follows it in the same pass: the gradient of an activation, a cast
+    leading         dimensions of dx in place of M, where nothing does, of a spec that does not communicate
+    Of a plain spec dy, and x in saved, may have several dimensions in place of M, which dx has then by default.
     Operands go as soon as they have been read: give what saved and input_product hold without holding it.
     """
     w, x = saved.pop(), saved.pop()
     if spec.plain:
-        dy_row, dy_column, grad_bias = _plain_gradient(
-            grad_output, w is not None, x is not None, spec, bias_dtype
-        )
-    else:
-        (dy_row, dy_column), grad_bias = _read_by_products(
-            grad_output, w is not None, x is not None, spec, bias_dtype
-        )
-        dy_column = None if dy_column is None else turned(dy_column)
-    del grad_output  # what is not read any more makes room for the results
+        dy = _values(grad_output, spec)  # pyright: ignore[reportArgumentType]
+        grad_bias = column_sums(as_matrix(dy), bias_dtype) if spec.needs_grad_bias else None
+        del grad_output  # what is not read any more makes room for the results
+        grad_input = None if w is None else _plain_grad_input(dy, w, spec, input_product, leading)
+        del w, input_product
+        grad_weight = None if x is None else _plain_grad_weight(dy, x, spec, weight_dtype)
+        return LinearGradients(grad_input, grad_weight, grad_bias)
+    (dy_row, dy_column), grad_bias = _read_by_products(
+        grad_output, w is not None, x is not None, spec, bias_dtype
+    )
+    dy_column = None if dy_column is None else turned(dy_column)
+    del grad_output
     grad_input = grad_weight = None
     if w is not None:
         assert dy_row is not None
-        grad_input = input_product(
-            dy_row,
-            plain(w.t()) if spec.plain else _backward_operand(w, spec),
-            Epilogue(spec.dtype, exact=spec.accumulation.grad_input),
-        )
-        if spec.communicates:
-            grad_input = spec.parallel.leave_backward(grad_input)
+        grad_input = _grad_input(dy_row, _backward_operand(w, spec), spec, input_product, leading)
     del dy_row, w, input_product
     if x is not None:
         assert dy_column is not None
-        grad_weight = spec.weight_gradient.compute(
-            dy_column,
-            plain(x.t()) if spec.plain else _input_operand(x, spec),
-            spec.accumulation.grad_weight,
-            weight_dtype,
-        )
+        grad_weight = _grad_weight(dy_column, _input_operand(x, spec), spec, weight_dtype)
     return LinearGradients(grad_input, grad_weight, grad_bias)
 
 
-def _plain_gradient(
-    grad_output: Any, by_rows: bool, by_columns: bool, spec: LinearSpec, bias_dtype: torch.dtype
-) -> tuple[Operand | None, Operand | None, Tensor | None]:
-    """dy [M, N], dy.T and the sum of dy's rows as the products and the bias read them, unquantized."""
-    dy = _values(grad_output, spec)
-    grad_bias = column_sums(dy, bias_dtype) if spec.needs_grad_bias else None
-    return plain(dy) if by_rows else None, plain(dy.t()) if by_columns else None, grad_bias
+def _plain_grad_input(
+    dy: Tensor,
+    w: Tensor,
+    spec: LinearSpec,
+    product: Callable[..., Tensor] | None,
+    leading: torch.Size | None,
+) -> Tensor:
+    """dx [M, K] = dy [M, N] @ w [N, K], unquantized."""
+    if spec.products is None or product is not None:
+        return _grad_input(plain(as_matrix(dy)), plain(w.t()), spec, product)
+    dx = spec.products.grad_input.of_matrices(dy, w, None, leading)
+    return spec.parallel.leave_backward(dx) if spec.communicates else dx
+
+
+def _grad_input(
+    dy: Operand,
+    w: Operand,
+    spec: LinearSpec,
+    product: Callable[..., Tensor] | None,
+    leading: torch.Size | None = None,
+) -> Tensor:
+    """dx [M, K] of dy [M, N] and w.T [K, N]."""
+    if spec.products is not None and product is None:
+        dx = spec.products.grad_input.of_operands(dy, w, None, leading)
+    else:
+        dx = (product or gemm)(dy, w, Epilogue(spec.dtype, exact=spec.accumulation.grad_input))
+    return spec.parallel.leave_backward(dx) if spec.communicates else dx
+
+
+def _plain_grad_weight(dy: Tensor, x: Tensor, spec: LinearSpec, dtype: torch.dtype) -> Tensor | None:
+    """dw [N, K] = dy.T [N, M] @ x [M, K], unquantized, to where it goes."""
+    if spec.products is not None and spec.products.grad_weight is not None:
+        return spec.products.grad_weight.of_matrices(dy, x)
+    exact = spec.accumulation.grad_weight
+    return spec.weight_gradient.compute(plain(as_matrix(dy).t()), plain(as_matrix(x).t()), exact, dtype)
+
+
+def _grad_weight(dy: Operand, x: Operand, spec: LinearSpec, dtype: torch.dtype) -> Tensor | None:
+    """dw [N, K] of dy.T [N, M] and x.T [K, M], to where it goes."""
+    if spec.products is not None and spec.products.grad_weight is not None:
+        return spec.products.grad_weight.of_operands(dy, x)
+    return spec.weight_gradient.compute(dy, x, spec.accumulation.grad_weight, dtype)
 
 
 def _values(grad_output: Tensor, spec: LinearSpec) -> Tensor:
@@ -104,8 +151,11 @@ def _values(grad_output: Tensor, spec: LinearSpec) -> Tensor:
     dy = spec.parallel.enter_backward(grad_output) if spec.communicates else grad_output
     if isinstance(dy, QuantizedTensorStorage):
         dy = dy.dequantize()
+    if dy.is_contiguous():
+        return dy
     # Where no axis is contiguous (a sum's gradient is one value everywhere), each reader would copy it.
-    return dy if dy.is_contiguous() or Layout.of(dy).stride else dy.contiguous()
+    dy = as_matrix(dy)
+    return dy if Layout.of(dy).stride else dy.contiguous()
 
 
 def _read_by_products(
@@ -150,16 +200,25 @@ def _input_operand(saved: Operand | Matrix, spec: LinearSpec) -> Operand:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Tensor:
     """y [.., N] = x [.., K] @ weight [N, K].T + bias [N], differentiable in all three."""
     if spec.needs_grad_input or spec.needs_grad_weight or spec.needs_grad_bias:
-        return _Linear.apply(x, weight, bias, spec)  # pyright: ignore[reportReturnType]
+        return _applied(x, weight, bias, spec)  # pyright: ignore[reportReturnType]
     return _forward(x, weight, bias, spec)[0]
 
 
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> tuple[Tensor, LinearSaved]:
+    repeated = spec.products is not None
+    if repeated and spec.plain and spec.output is None:
+        return linear_forward(x, weight, bias, spec)
     matrix = x.dim() == 2
     flat = x if matrix or isinstance(x, QuantizedTensorStorage) else x.reshape(-1, x.shape[-1])
     cast = None if spec.output is None else _cast_of_product(spec.output, spec, "row")
-    if cast is None:
+    if cast is None and repeated:
+        y, saved = linear_forward(flat, weight, bias, spec, x.shape[:-1])
+    elif cast is None:
         y, saved = linear_forward(flat, weight, bias, spec)
+        # torch 2.11 traces a backward of zeros for an output that is the product itself.
+        if not matrix or spec.traced:
+            leading = leading_shape(x, y) if spec.communicates else x.shape[:-1]
+            y = y.view(*leading, y.shape[-1])
     else:
         x_operand, w_operand, saved = linear_operands(flat, weight, spec)
         epilogue = Epilogue(spec.dtype, bias=bias, exact=spec.accumulation.forward)
@@ -167,10 +226,6 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -
         assert made.codes is not None and spec.output is not None
         shape = (*leading_shape(x, made.codes), made.codes.shape[-1])
         return spec.output.adopted(made, shape, spec.dtype), saved  # pyright: ignore[reportReturnType]
-    # torch 2.11 traces a backward of zeros for an output that is the product itself.
-    if not matrix or spec.traced:
-        leading = leading_shape(x, y) if spec.communicates else x.shape[:-1]
-        y = y.view(*leading, y.shape[-1])
     return y if spec.output is None else spec.output.quantize(y), saved  # pyright: ignore[reportReturnType]
 
 
@@ -205,20 +260,30 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, grad_output):  # pyright: ignore[reportIncompatibleMethodOverride]
         spec = ctx.spec
         _, saved = restore(ctx)
-        matrix = grad_output.dim() == 2
-        if not matrix:
-            grad_output = grad_output.reshape(-1, grad_output.shape[-1])
+        repeated = spec.products is not None
+        if not (repeated and spec.plain):
+            grad_output = as_matrix(grad_output)
         quantizer = spec.grad_input
         cast = None if quantizer is None else _cast_of_product(quantizer, spec, "column")
-        product: Any = gemm if cast is None else partial(gemm, cast=cast)
+        product: Any = None if cast is None else partial(gemm, cast=cast)
         grad_input, grad_weight, grad_bias = linear_backward(
-            grad_output, saved, spec, ctx.weight_dtype, ctx.bias_dtype, product
+            grad_output,
+            saved,
+            spec,
+            ctx.weight_dtype,
+            ctx.bias_dtype,
+            product,
+            ctx.input_shape[:-1] if repeated and cast is None else None,
         )
         if grad_input is not None:
             if cast is not None:
                 assert quantizer is not None
                 grad_input = quantizer.adopted(grad_input, ctx.input_shape, spec.dtype)
             else:
-                grad_input = grad_input if matrix else grad_input.view(ctx.input_shape)
+                shape = ctx.input_shape
+                grad_input = grad_input if grad_input.shape == shape else grad_input.view(shape)
                 grad_input = grad_input if quantizer is None else quantizer.quantize(grad_input)
         return grad_input, grad_weight, grad_bias, None
+
+
+_applied = applier(_Linear)

@@ -20,7 +20,8 @@ def linear_operands(
 ) -> tuple[Operand, Operand, LinearSaved]:
     """x and weight as the forward product reads them, and as the backward will."""
     if spec.plain:
-        return _plain_operands(x, weight, spec)  # pyright: ignore[reportArgumentType]
+        matrices, saved = plain_matrices(x, weight, spec)  # pyright: ignore[reportArgumentType]
+        return plain(matrices[0]), plain(matrices[1]), saved
     quantized_backward = spec.backward == "quantized"
     if isinstance(x, Operands):
         x_operands = x
@@ -44,7 +45,8 @@ def linear_operands(
     return x_operands.rowwise, w_operands.rowwise, saved
 
 
-def _plain_operands(x: Tensor, weight: Tensor, spec: LinearSpec) -> tuple[Operand, Operand, LinearSaved]:
+def plain_matrices(x: Tensor, weight: Tensor, spec: LinearSpec) -> tuple[tuple[Tensor, Tensor], LinearSaved]:
+    """x and weight of a plain spec as the product multiplies them, and what the backward reads."""
     dtype = spec.dtype
     if spec.communicates:
         x = spec.parallel.enter_forward(x)
@@ -53,7 +55,7 @@ def _plain_operands(x: Tensor, weight: Tensor, spec: LinearSpec) -> tuple[Operan
     saved = LinearSaved(x if spec.needs_grad_weight else None, weight if spec.needs_grad_input else None)
     if offloading.synchronizer is not None:
         keep_weight(saved.weight)
-    return plain(x), plain(weight), saved
+    return (x, weight), saved
 
 
 def input_operands(x: Tensor, quantizer: Quantizer, columnwise: bool) -> Operands:

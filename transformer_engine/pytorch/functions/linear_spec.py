@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..distributed.tensor_parallel import TensorParallel
+from ..primitives.gemm import RepeatedProduct
 from ..primitives.operand import Operand
 from ..primitives.quantize import Cast
 from ..tensor.identity_tensor import IdentityQuantizer
@@ -29,6 +30,29 @@ class Accumulation:
     grad_weight: bool = True
 
 
+class LinearProducts(NamedTuple):
+    """y = x @ w.T, dx = dy @ w and dw = dy.T @ x of one layer; matrices that are not quantized come as they lie.
+
+    grad_weight   None where dw goes somewhere else than to autograd
+    """
+
+    forward: RepeatedProduct
+    grad_input: RepeatedProduct
+    grad_weight: RepeatedProduct | None
+
+    @staticmethod
+    def of(
+        device: torch.device, dtype: torch.dtype, weight_dtype: torch.dtype | None, exact: Accumulation
+    ) -> LinearProducts:
+        return LinearProducts(
+            RepeatedProduct(device, dtype, exact.forward),
+            RepeatedProduct(device, dtype, exact.grad_input, (False, True)),
+            None
+            if weight_dtype is None
+            else RepeatedProduct(device, weight_dtype, exact.grad_weight, (True, True)),
+        )
+
+
 @dataclass(frozen=True)
 class LinearSpec:
     """Everything a linear layer's forward and backward need beside the tensors, resolved once per forward.
@@ -41,6 +65,7 @@ class LinearSpec:
     traced               a compiler is tracing
     communicates         does `parallel` send anything? False spares it the questions
     plain                input, weight and gradients are multiplied as they are: no operands to make and to choose from
+    products             None where a compiler traces, and where ranks communicate
     Defaults are plain constants: torch 2.11 cannot trace a default that is an object.
     """
 
@@ -63,6 +88,7 @@ class LinearSpec:
     traced: bool = False
     communicates: bool = True
     plain: bool = False
+    products: LinearProducts | None = None
 
 
 Spec = TypeVar("Spec")

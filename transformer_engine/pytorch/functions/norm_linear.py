@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..primitives.gemm import as_matrix
+from ..runtime.applying import applier
 from ..tensor.quantizer import Operands
 from .fusions import APART, IN_CODES, norm_output
 from .linear import leading_shape, linear_backward, linear_forward
@@ -37,20 +39,22 @@ def norm_linear(
     if not spec.needs_grad:
         y, norm_output, _, _ = _forward(x, gamma, beta, weight, bias, spec)
         return y, norm_output
-    outputs = _NormLinear.apply(x, gamma, beta, weight, bias, spec)
+    outputs = _applied(x, gamma, beta, weight, bias, spec)
     return outputs if spec.returns_norm_output else (outputs, None)  # pyright: ignore[reportReturnType]
 
 
 def _forward(
     x: Tensor, gamma: Tensor, beta: Tensor | None, weight: Tensor, bias: Tensor | None, spec: NormLinearSpec
 ) -> tuple[Tensor, Tensor | None, NormStatistics, LinearSaved]:
-    flat = x.reshape(-1, x.shape[-1])
+    flat = as_matrix(x)
     norm_output, linear_input, statistics = normalized_input(
         flat, gamma, beta, spec.norm, spec.linear, spec.way, spec.returns_norm_output
     )
-    y, saved = linear_forward(linear_input, weight, bias, spec.linear)
-    leading = leading_shape(x, y) if spec.linear.communicates else x.shape[:-1]
-    y = y.view(*leading, y.shape[-1])
+    if spec.linear.communicates:
+        y, saved = linear_forward(linear_input, weight, bias, spec.linear)
+        y = y.view(*leading_shape(x, y), y.shape[-1])
+    else:
+        y, saved = linear_forward(linear_input, weight, bias, spec.linear, x.shape[:-1])
     if spec.linear.output is not None:
         y = spec.linear.output.quantize(y)
     norm_output = None if norm_output is None else norm_output.view(x.shape)
@@ -94,9 +98,12 @@ class _NormLinear(torch.autograd.Function):
         spec = ctx.spec
         # The operands are handed over, not lent: norm(x) is gone when the norm's backward allocates.
         (x, gamma, mean, rstdev), saved = restore(ctx, 4)
-        grad_output = grad_output.reshape(-1, grad_output.shape[-1])
-        grads = linear_backward(grad_output, saved, spec.linear, ctx.weight_dtype, ctx.bias_dtype)
-        flat = x.reshape(-1, x.shape[-1])
+        flat = as_matrix(x)
+        leading = flat.shape[:1] if spec.linear.products is not None and spec.linear.plain else None
+        if leading is None:
+            grad_output = as_matrix(grad_output)
+        dtypes = ctx.weight_dtype, ctx.bias_dtype
+        grads = linear_backward(grad_output, saved, spec.linear, *dtypes, leading=leading)
         dy = grads.input
         if grad_norm_output is not None:
             of_norm_output = grad_norm_output.reshape(flat.shape)
@@ -106,3 +113,6 @@ class _NormLinear(torch.autograd.Function):
         dx, dgamma, dbeta = spec.norm.backward(dy, flat, NormStatistics(mean, rstdev), gamma)
         dbeta = dbeta if ctx.needs_input_grad[2] else None
         return dx.view(x.shape), dgamma, dbeta, grads.weight, grads.bias, None
+
+
+_applied = applier(_NormLinear)

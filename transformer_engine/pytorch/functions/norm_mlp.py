@@ -16,6 +16,7 @@ from torch import Tensor
 from ..primitives.activation import ActivationParams, activation_backward, activation_forward
 from ..primitives.gemm import Epilogue, gemm_gelu, gemm_gelu_gradient
 from ..primitives.operand import Operand
+from ..runtime.applying import applier
 from ..tensor.quantizer import Operands, Quantizer
 from .fusions import APART, IN_CODES, IN_PRODUCT, mlp_activation, mlp_gradient, norm_output
 from .linear import QuantizedGradient, leading_shape, linear_backward, linear_forward
@@ -86,7 +87,7 @@ def norm_mlp(tensors: NormMLPTensors, spec: NormMLPSpec) -> tuple[Tensor, Tensor
     if not spec.needs_grad:
         y, norm_output, _ = _forward(tensors, spec)
         return y, norm_output
-    outputs = _NormMLP.apply(spec, *tensors)
+    outputs = _applied(spec, *tensors)
     return outputs if spec.returns_norm_output else (outputs, None)  # pyright: ignore[reportReturnType]
 
 
@@ -163,10 +164,11 @@ def _forward(tensors: NormMLPTensors, spec: NormMLPSpec) -> tuple[Tensor, Tensor
     x = tensors.x
     keeps = spec.needs_grad and not spec.recompute
     norm_output, statistics, fc1_saved, fc1_output, activated = _first_half(tensors, spec, keeps)
-    y, fc2_saved = linear_forward(activated, tensors.fc2_weight, tensors.fc2_bias, spec.fc2)
     communicates = spec.fc1.communicates or spec.fc2.communicates
-    leading = leading_shape(x, y) if communicates else x.shape[:-1]
-    y = y.view(*leading, y.shape[-1])
+    leading = None if communicates else x.shape[:-1]
+    y, fc2_saved = linear_forward(activated, tensors.fc2_weight, tensors.fc2_bias, spec.fc2, leading)
+    if communicates:
+        y = y.view(*leading_shape(x, y), y.shape[-1])
     norm_output = None if norm_output is None else norm_output.view(x.shape)
     if fc1_saved is None or fc1_output is None:
         return y, norm_output, None
@@ -293,3 +295,6 @@ class _NormMLP(torch.autograd.Function):
         grad_output = grad_output.reshape(-1, grad_output.shape[-1])
         grads = _backward(grad_output, grad_norm_output, x, gamma, handed, spec, ctx.dtypes)
         return None, *(grads if ctx.needs_input_grad[3] else grads._replace(beta=None))
+
+
+_applied = applier(_NormMLP)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -207,7 +206,7 @@ def of_the_last_call(flag: str, what: str) -> Any:
         return getattr(self.numerics.state, flag)
 
     def write(self: Any, value: bool) -> None:
-        self.numerics.state = replace(self.numerics.state, **{flag: value})
+        self.numerics.state = self.numerics.state._replace(**{flag: value})
 
     return property(read, write, doc=what)
 

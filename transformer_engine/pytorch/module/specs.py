@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...common.checks import switch
 from ..distributed.tensor_parallel import TensorParallel
-from ..functions.linear_spec import LinearSpec
+from ..functions.linear_spec import LinearProducts, LinearSpec
 from ..functions.scale_update import OF_THE_PASS, ScaleUpdate
 from ..functions.weight_gradient import WeightGradient, WeightGradientStore
 from ..runtime.backward_thread import keep_backward_here
@@ -286,14 +286,19 @@ def product_spec(
     needs_grad_input, needs_grad_weight, needs_grad_bias = needs
     if not call.traced and call.x[3].type == "cuda":
         keep_backward_here()
+    dtype = computing_dtype(call)
+    gradient = weight_gradient(call, number)
+    returned = None if weight is None or gradient.fused or gradient.store is not None else weight.dtype
+    communicates = parallel.mode is not None and parallel.size > 1
+    alone = not (call.traced or communicates)
     return LinearSpec(
-        dtype=computing_dtype(call),
+        dtype=dtype,
         input=quantizers.input,
         weight=quantizers.weight,
         grad_output=quantizers.grad_output,
         accumulation=call.active.accumulation,
         parallel=parallel,
-        weight_gradient=weight_gradient(call, number),
+        weight_gradient=gradient,
         output=quantizers.output if results[0] else None,
         grad_input=quantizers.grad_input if results[1] else None,
         backward=call.active.backward,
@@ -304,5 +309,6 @@ def product_spec(
         scale_update=update,
         traced=call.traced,
         plain=_is_plain(call, quantizers, weight),
-        communicates=parallel.mode is not None and parallel.size > 1,
+        communicates=communicates,
+        products=LinearProducts.of(call.x[3], dtype, returned, call.active.accumulation) if alone else None,
     )

@@ -9,8 +9,7 @@ from __future__ import annotations
 import threading
 from contextlib import ContextDecorator
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,8 +22,7 @@ from . import delayed_scaling
 from .support import check_block, check_recipe_support, default_recipe
 
 
-@dataclass(frozen=True)
-class AutocastState:
+class AutocastState(NamedTuple):
     """What a module has to know about the innermost autocast block.
 
     enabled     quantize by recipe
@@ -72,7 +70,8 @@ class _Holder:
                 self.first_module = True
             self.enabled_blocks += 1
         self.state = state
-        self.tell_context(traced)
+        if not traced:
+            self.tell_context()
         return outer
 
     def leave(self, state: AutocastState, outer: AutocastState, traced: bool) -> bool:
@@ -80,14 +79,14 @@ class _Holder:
         self.state = outer
         if state.enabled:
             self.enabled_blocks -= 1
-        self.tell_context(traced)
+        if not traced:
+            self.tell_context()
         return state.enabled and self.enabled_blocks == 0
 
-    def tell_context(self, traced: bool) -> None:
+    def tell_context(self) -> None:
         """Let tasks that copy this context from here on start with what it is in; a compiler cannot write there."""
-        if not traced:
-            self.entered = (self.state, self.enabled_blocks)
-            _entered.set(self.entered)
+        self.entered = entered = (self.state, self.enabled_blocks)
+        _entered.set(entered)
 
     def take_first(self) -> bool:
         first = self.first_module
@@ -154,7 +153,8 @@ def reset() -> None:
     holder = here()
     holder.state, holder.enabled_blocks = OUTSIDE, 0
     holder.first_module = False
-    holder.tell_context(_is_compiling())
+    if not _is_compiling():
+        holder.tell_context()
 
 
 class autocast(ContextDecorator):
@@ -178,10 +178,13 @@ class autocast(ContextDecorator):
         _graph: bool = False,
         **others: Any,
     ):
-        refuse_keywords("autocast", others, {"fp8_recipe": "recipe", "fp8_group": "amax_reduction_group"})
+        if others:
+            refuse_keywords("autocast", others, {"fp8_recipe": "recipe", "fp8_group": "amax_reduction_group"})
         check_block(enabled, recipe)
-        switch("calibrating", calibrating)
-        group_or_none("amax_reduction_group", amax_reduction_group)
+        if calibrating is not False:
+            switch("calibrating", calibrating)
+        if amax_reduction_group is not None:
+            group_or_none("amax_reduction_group", amax_reduction_group)
         if recipe is None and (enabled or calibrating):
             recipe = default_recipe()
         self._state = AutocastState(enabled, calibrating, recipe, amax_reduction_group, _graph)

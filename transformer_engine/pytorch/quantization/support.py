@@ -134,7 +134,8 @@ def check_recipe_support(recipe: Recipe) -> tuple[bool, str]:
 
 def check_block(enabled: bool, recipe: Recipe | None) -> None:
     """What the context managers take: a switch, and a recipe's instance or None."""
-    switch("enabled", enabled)
+    if enabled is not True and enabled is not False:
+        switch("enabled", enabled)
     if recipe is not None and not isinstance(recipe, Recipe):
         raise TypeError(
             f"recipe={described(recipe)} is a {type(recipe).__name__}; pass an instance of a class of "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..operand import Operand, plain
 from .fused import gemm, gemm_gelu, gemm_gelu_gradient
 from .product import TABLE
+from .repeated import RepeatedProduct, as_matrix
 from .request import Epilogue, GemmRequest
 
 __all__ = [
@@ -12,6 +13,8 @@ __all__ = [
     "Epilogue",
     "GemmRequest",
     "Operand",
+    "RepeatedProduct",
+    "as_matrix",
     "gemm",
     "gemm_gelu",
     "gemm_gelu_gradient",

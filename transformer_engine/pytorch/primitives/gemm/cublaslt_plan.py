@@ -191,6 +191,7 @@ class Plan:
         a, b = a._replace(codes=a.codes.clone()), b._replace(codes=b.codes.clone())
         compact = problem._replace(accumulate=False, result_leading=problem.m)
         product = plan_for(compact).run(a, b, Epilogue(problem.result, bias))
+        product = product.view(epilogue.out.shape)  # a repeated product's result may have more dimensions
         return epilogue._replace(bias=None, accumulate=problem.accumulate).store(product)
 
     def candidates(self, count: int) -> list[bytes]:

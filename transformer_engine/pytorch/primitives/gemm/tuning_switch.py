@@ -14,6 +14,7 @@ class Switch:
 
 _NAME = "NVTE_AUTOTUNE"
 asked = env.watch(_NAME)  # what the variable holds, None where it is not set
+asked_in_eager_mode = env.watch_in_eager_mode(_NAME)
 
 
 def wanted() -> bool:
