@@ -89,6 +89,7 @@ FAMILIES = {
 }
 DECODERS = [name for name in FAMILIES if name != "bert"]
 WAYS = ("injected", "attn_implementation")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PADDING = {"none": (LENGTH,) * 3, "right": (LENGTH, 8, 3), "left": (LENGTH, 8, 3)}
 
 
@@ -262,21 +263,22 @@ def test_a_compiled_model_is_one_graph(way, side):
 )
 def test_fp8_attention_trains_under_autocast(way, scaling):
     """The loss falls, and the logits differ from those of bfloat16 by the codes of 8 bits."""
-    model = engine(stock("llama", initializer_range=0.1).bfloat16(), way)
-    mask, labels = attention_mask("right"), tokens().masked_fill(~real("right"), -100)
+    model = engine(stock("llama", initializer_range=0.1).bfloat16().to(DEVICE), way)
+    ids, seen, mask = tokens().to(DEVICE), real("right").to(DEVICE), attention_mask("right").to(DEVICE)
+    labels = ids.masked_fill(~seen, -100)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []
     for _ in range(4):
         with te.autocast(enabled=True, recipe=scaling):
-            made = model(tokens(), attention_mask=mask, labels=labels, use_cache=False)
+            made = model(ids, attention_mask=mask, labels=labels, use_cache=False)
         made.loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(made.loss.item())
     assert losses[-1] < losses[0]
     with te.autocast(enabled=True, recipe=scaling), torch.no_grad():
-        coded = model(tokens(), attention_mask=mask).logits[real("right")].float()
-    plain = model(tokens(), attention_mask=mask).logits[real("right")].float()
+        coded = model(ids, attention_mask=mask).logits[seen].float()
+    plain = model(ids, attention_mask=mask).logits[seen].float()
     assert 0 < (coded - plain).norm() / plain.norm() < 2**-3
 
 

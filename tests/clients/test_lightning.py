@@ -140,5 +140,4 @@ def test_init_module_makes_this_engine_s_layers():
 def test_a_trainer_on_a_gpu_quantizes(how, tmp_path):
     losses, _, task = fitted(tmp_path, accelerator="gpu", **chosen(how, TRAINER))
     installed.assert_falls(losses)
-    assert all(parameter.is_cuda for parameter in task.parameters())
     assert task.network[0].fp8_meta["scaling_fwd"].amax_history.any()

@@ -92,7 +92,7 @@ def compare(name: str, spec: QuantizeSpec, x: np.ndarray, scale: float | None = 
         made = call(jnp.asarray(x), given, drawn)
     with theirs_forced():
         expected = theirs.quantize(
-            to_torch(x), torch_spec(spec), scale=None if scale is None else torch.full((1,), scale),
+            to_torch(x), torch_spec(spec), multiplier=None if scale is None else torch.full((1,), scale),
             random=None if random is None else tuple(map(torch.from_numpy, random)),  # pyright: ignore
         )  # fmt: skip
     for field in expected._fields:

@@ -475,3 +475,17 @@ def test_tuning_leaves_a_choice_behind(tmp_path, monkeypatch):
     torch.testing.assert_close(out, expected(a, b) + 1, rtol=1e-3, atol=1e-2)
     (path,) = (tmp_path / "autotune").iterdir()
     assert len(json.loads(path.read_text())) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["cublaslt", "scaled_mm"])
+def test_scales_may_lie_side_by_side(backend):
+    """As those of the members of a stack: cuBLASLt itself reads multiples of 16 bytes alone."""
+    a, b = on_gpu(FLOAT8, 64, 128), on_gpu(FLOAT8, 64, 128)
+    scales = torch.cat([torch.ones(1, device="cuda"), a.scale, b.scale])
+    epilogue = Epilogue(torch.bfloat16)
+    skip_unless_taken(a, b, epilogue)
+    with use_backend(gemm=backend):
+        expected = gemm(a, b, epilogue)
+        found = gemm(a._replace(scale=scales[1:2]), b._replace(scale=scales[2:3]), epilogue)
+    assert torch.equal(found, expected)

@@ -33,7 +33,7 @@ def test_matrices_of_other_shapes_lie_one_behind_the_other():
     grouped = GroupedTensor.make_grouped_tensor_with_shapes(3, shapes, dtype=torch.bfloat16)
     assert grouped.shape == grouped.logical_shape == (5, 4)
     assert grouped.offsets == [0, 8, 8] and grouped.get_common_last_dim() == 4
-    values = [torch.randn(shape) for shape in shapes]
+    values = [torch.randn(shape, device=grouped.device) for shape in shapes]
     assert all(torch.equal(a, b.bfloat16()) for a, b in zip(grouped.quantize(values), values, strict=True))
     with pytest.raises(RuntimeError, match=r"the first extents \[2, 0, 3\] differ"):
         grouped.get_common_first_dim()
@@ -42,7 +42,7 @@ def test_matrices_of_other_shapes_lie_one_behind_the_other():
 def test_a_set_flag_leaves_the_values():
     grouped = GroupedTensor.make_grouped_tensor_with_shapes(1, [(2, 2)])
     grouped.quantize([torch.ones(2, 2)])
-    grouped.quantize([torch.zeros(2, 2)], torch.ones(1))
+    grouped.quantize([torch.zeros(2, 2)], torch.ones(1, device=grouped.device))
     assert grouped.rowwise_data.sum() == 4
 
 

@@ -7,6 +7,8 @@ once for each element.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -72,6 +74,17 @@ _kernel.multiple_results = True
 def call(kernel: Kernel, *arrays: Array) -> tuple[Array, ...]:
     """The kernel's results; only to be run, or lowered, on CUDA."""
     return tuple(_kernel.bind(*arrays, kernel=kernel))
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled(kernel: Kernel) -> Callable[..., list[Any]]:
+    return jax.jit(functools.partial(_kernel.bind, kernel=kernel))
+
+
+@_kernel.def_impl
+def _outside_of_jit(*arrays: Array, kernel: Kernel) -> list[Any]:
+    """A program of the one kernel, as any primitive of JAX runs where nothing is jitted."""
+    return _compiled(kernel)(*arrays)
 
 
 @_kernel.def_abstract_eval

@@ -127,7 +127,9 @@ def _grad_input(
     if spec.products is not None and product is None:
         dx = spec.products.grad_input.of_operands(dy, w, None, leading)
     else:
-        dx = (product or gemm)(dy, w, Epilogue(spec.dtype, exact=spec.accumulation.grad_input))
+        # `product or gemm` would ask a partial whether it is true, which torch 2.11 does not trace.
+        multiplied = gemm if product is None else product
+        dx = multiplied(dy, w, Epilogue(spec.dtype, exact=spec.accumulation.grad_input))
     return spec.parallel.leave_backward(dx) if spec.communicates else dx
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -354,7 +353,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         """
         scaling = scaling_of(recipe)
         if recipe is not state.recipe:
-            state = replace(state, recipe=recipe)
+            state = state._replace(recipe=recipe)
         products = self._product_quantizers(state)
         qkv, output, softmax = products
         slots = Slots(

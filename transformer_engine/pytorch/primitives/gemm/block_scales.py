@@ -43,3 +43,11 @@ def _padded(scale: Tensor, rows: int, columns: int) -> Tensor:
 def _column_major(scale: Tensor) -> Tensor:
     """The same matrix with strides (1, rows); contiguous() would keep other strides where a size is 1."""
     return scale.t().clone(memory_format=torch.contiguous_format).t()
+
+
+def aligned_scale(scale: Tensor) -> Tensor:
+    """The one scale of a tensor at a multiple of 16 bytes, as cuBLASLt has to have it.
+
+    A copy where it lies elsewhere, as those of a stack's members do, which lie side by side.
+    """
+    return scale.clone() if scale.data_ptr() % 16 else scale

@@ -19,7 +19,7 @@ from torch import Tensor
 from ....common.memory import Memory
 from ..operand import Operand
 from . import cublaslt_library as library
-from .block_scales import block_scale_memory
+from .block_scales import aligned_scale, block_scale_memory
 from .cublaslt_problem import NO_BIAS, NO_SCALE, POINTERS, SCALAR, Descriptor, Problem, make_descriptor
 from .request import Epilogue
 
@@ -133,8 +133,12 @@ class Plan:
         if quantized:
             # Converted block scales must live until the product is queued; the stream keeps the order after it.
             left_scale, right_scale = (b[1], a[1]) if tensor_scales else _block_scales(b, a)
-            pointers[0] = left_scale.data_ptr()  # pyright: ignore[reportOptionalMemberAccess]
-            pointers[1] = right_scale.data_ptr()  # pyright: ignore[reportOptionalMemberAccess]
+            left_address = left_scale.data_ptr()  # pyright: ignore[reportOptionalMemberAccess]
+            right_address = right_scale.data_ptr()  # pyright: ignore[reportOptionalMemberAccess]
+            if (left_address | right_address) & 15:
+                left_scale, right_scale = aligned_scale(left_scale), aligned_scale(right_scale)  # pyright: ignore
+                left_address, right_address = left_scale.data_ptr(), right_scale.data_ptr()
+            pointers[0], pointers[1] = left_address, right_address
             set_attribute(operation, left_scale_pointer, address, 8)
             set_attribute(operation, right_scale_pointer, address + 8, 8)
         if bias is not None:
@@ -165,7 +169,8 @@ class Plan:
             descriptor = self._make_descriptor()
         operation, pointers, address = descriptor
         set_attribute, attributes = self._lib.matmul_desc_set_attribute, self._attributes
-        for i, tensor in enumerate((b.scale, a.scale, *attached)):
+        scales = [scale if scale is None else aligned_scale(scale) for scale in (b.scale, a.scale)]
+        for i, tensor in enumerate((*scales, *attached)):
             if tensor is not None:
                 pointers[i] = tensor.data_ptr()
                 set_attribute(operation, attributes[i], address + 8 * i, 8)

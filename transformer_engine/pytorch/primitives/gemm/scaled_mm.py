@@ -11,7 +11,7 @@ from torch import Tensor
 from ....common.dispatch import Backend
 from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8, round_up
 from ..operand import Operand
-from .block_scales import BLOCK, block_scale
+from .block_scales import BLOCK, aligned_scale, block_scale
 from .request import EPILOGUES, Epilogue, GemmRequest
 
 # cuBLASLt wants 16-byte rows; zero codes added to K add nothing, zero rows of b are cut off again.
@@ -49,8 +49,8 @@ def _run_tensor_scales(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
     product = torch._scaled_mm(
         a_codes,
         b_codes.t(),
-        scale_a=a.scale,
-        scale_b=b.scale,
+        scale_a=aligned_scale(a.scale),
+        scale_b=aligned_scale(b.scale),
         bias=epilogue.bias if fused else None,
         out_dtype=_result_dtype(epilogue),
         use_fast_accum=not epilogue.exact,

@@ -57,7 +57,8 @@ class Rebuild:
         return self._meaning() == other._meaning()
 
     def __hash__(self) -> int:
-        return hash(self.storage_class)
+        # torch 2.11 asks it of one that has no attributes yet.
+        return hash(getattr(self, "storage_class", None))
 
     def _meaning(self) -> tuple[Any, ...]:
         constants = [pair for pair in self.constants if pair[0] not in ("quantizer", "dtype")]
