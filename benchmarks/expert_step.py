@@ -21,6 +21,7 @@ import transformer_engine.pytorch as te
 from transformer_engine.cli.bench.measure import measure
 from transformer_engine.cli.demo.config import RECIPES, Config
 from transformer_engine.cli.demo.experts import CHOSEN, MixtureOfExperts
+from transformer_engine.cli.demo.model import parameter_dtype
 from transformer_engine.pytorch.module.row_groups import alignment
 from transformer_engine.pytorch.quantization import family_named
 
@@ -62,7 +63,7 @@ def measured(step: Step) -> dict[str, float]:
     """Milliseconds of the whole and of its products, and the share that is not products."""
     config = Config(step.recipe, "cuda", 1, 1, 32, 1, step.hidden, step.hidden // 64, 1e-3, experts=EXPERTS)
     layer = MixtureOfExperts(config, 0.02)
-    x = torch.randn(step.tokens, step.hidden, device=GPU, dtype=config.parameter_dtype)
+    x = torch.randn(step.tokens, step.hidden, device=GPU, dtype=parameter_dtype(config))
     with step.under():
         whole = measure(trained(step, layer, x), GPU)
         counts = -(-layer._route(layer.norm(x))[1].sum(0) // alignment()) * alignment()

@@ -157,11 +157,7 @@ class GroupedTensor(QuantizedTensor, GroupedTensorStorage):
                 if isinstance(into, QuantizedTensor):
                     into.quantize_(value, noop_flag=noop_flag)
                 else:
-                    kept = (
-                        value
-                        if noop_flag is None
-                        else torch.where(noop_flag != 0, into, value.to(into.dtype))
-                    )
+                    kept = value if noop_flag is None else torch.where(noop_flag != 0, into, value.to(into))
                     into.copy_(kept)
         return held
 

@@ -48,6 +48,9 @@ def _column_major(scale: Tensor) -> Tensor:
 def aligned_scale(scale: Tensor) -> Tensor:
     """The one scale of a tensor at a multiple of 16 bytes, as cuBLASLt has to have it.
 
-    A copy where it lies elsewhere, as those of a stack's members do, which lie side by side.
+    A copy where it lies elsewhere, as those of a stack's members do, which lie side by side. A compiler that traces
+    knows no addresses; members of a stack then have copies, see `GroupedTensorStorage`.
     """
+    if torch.compiler.is_compiling():
+        return scale
     return scale.clone() if scale.data_ptr() % 16 else scale

@@ -91,7 +91,8 @@ class GroupedTensorStorage(QuantizedTensorStorage):
         dtype: torch.dtype = torch.float32,
         **buffers: Tensor | None,
     ):
-        self.__dict__ |= {name: buffers.get(keyword) for name, keyword in self.TENSORS.items()}
+        for name, keyword in self.TENSORS.items():
+            setattr(self, name, buffers.get(keyword))
         self._members = members
         self._quantizer = quantizer
         self._dtype = dtype
@@ -158,6 +159,10 @@ class GroupedTensorStorage(QuantizedTensorStorage):
             return parts["rowwise_data"]
         keywords = member.rebuild.storage_class.TENSORS.values()
         scale = parts.get("scale_inv", parts.get("columnwise_scale_inv"))
+        if scale is not None and torch.compiler.is_compiling():
+            scale = (
+                scale.clone()
+            )  # products take no scale at 4 bytes from another, and see no address while traced
         return member.rebuild([scale if k == _ONE_SCALE else parts.get(_BUFFERS[k]) for k in keywords])
 
     def _at(self, place: Place) -> Tensor:
