@@ -11,7 +11,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "experts.md"
 
 
 def test_the_example_runs_as_printed_and_every_parameter_gets_a_gradient():
-    (program,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    program, *_ = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     names: dict = {}
     exec(compile(program, str(PAGE), "exec"), names)
     assert torch.isfinite(names["y"]).all() and names["y"].shape == names["x"].shape

@@ -161,10 +161,11 @@ def sequence_case(mesh: Mesh, strategy, balanced, layout, mask, softmax, window=
 
 
 @dataclass(frozen=True)
-class DoubledAndSummed:
+class DoubledAndSummed(kernels.Kernel):
     """A stand-in for a kernel: (2 x [rows, width], sums of columns), lowered for a CPU too."""
 
     rule = "r w -> r w, w"
+    sizes = {}
     replicated = ("w",)
     summed = (1,)
 
