@@ -91,11 +91,9 @@ class GroupedTensorStorage(QuantizedTensorStorage):
         dtype: torch.dtype = torch.float32,
         **buffers: Tensor | None,
     ):
+        self._members, self._quantizer, self._dtype = members, quantizer, dtype
         for name, keyword in self.TENSORS.items():
             setattr(self, name, buffers.get(keyword))
-        self._members = members
-        self._quantizer = quantizer
-        self._dtype = dtype
 
     @classmethod
     def of(
