@@ -27,9 +27,15 @@ def te(*arguments: str):
     return CliRunner().invoke(cli.application(), [*arguments], env={"COLUMNS": "200"})
 
 
+def training(text: str, out: Path, recipe: str) -> list[str]:
+    """The words of a command that trains a tiny model on a text."""
+    where = ("--data", text, "--device", "cpu", "--out", str(out))
+    return ["train", *TINY, *where, "--recipe", recipe]
+
+
 def test_train_writes_the_three_files_and_prints_a_table_and_a_sample(text: str, tmp_path: Path):
     out = tmp_path / "runs"
-    result = te("train", *TINY, "--data", text, "--device", "cpu", "--out", str(out), "--recipe", "current")
+    result = te(*training(text, out, "current"))
     assert result.exit_code == 0, result.output
     assert {path.name for path in (out / "current").iterdir()} == {"loss.png", "metrics.jsonl", "checkpoint"}
     for expected in ("validation loss", "ratio", "tokens/s", "sample of the current model", "float32"):
@@ -40,18 +46,7 @@ def test_train_writes_the_three_files_and_prints_a_table_and_a_sample(text: str,
 
 
 def test_ctrl_c_saves_and_says_how_to_continue(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    arguments = [
-        "train",
-        *TINY,
-        "--data",
-        text,
-        "--device",
-        "cpu",
-        "--out",
-        str(tmp_path),
-        "--recipe",
-        "none",
-    ]
+    arguments = training(text, tmp_path, "none")
     advance = Trainer._advance
 
     def interrupted(trainer: Trainer):
@@ -71,18 +66,7 @@ def test_ctrl_c_saves_and_says_how_to_continue(text: str, tmp_path: Path, monkey
 
 
 def test_a_run_is_replaced_only_when_asked(text: str, tmp_path: Path):
-    arguments = [
-        "train",
-        *TINY,
-        "--data",
-        text,
-        "--device",
-        "cpu",
-        "--out",
-        str(tmp_path),
-        "--recipe",
-        "none",
-    ]
+    arguments = training(text, tmp_path, "none")
     assert te(*arguments).exit_code == 0
     run = tmp_path / "none"
     before = {path.name: path.read_bytes() for path in run.iterdir()}

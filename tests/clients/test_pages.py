@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import installed
+import processes
 import pytest
+from processes import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = {
     "accelerate": ("accelerate", "transformers"),
     "lightning": ("lightning",),
@@ -27,12 +24,4 @@ def test_the_examples_of_a_page_run(page, tmp_path):
     text = (ROOT / "docs" / f"{page}.md").read_text()
     examples = re.findall(r"```python-clients\n(.*?)```", text, re.DOTALL)
     assert examples
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join(examples)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    processes.output(["-c", "\n".join(examples)], tmp_path)

@@ -334,9 +334,8 @@ def variable(name: str) -> Variable:
 def get(name: str) -> Value:
     """The typed value of the variable, or its default where it is unset."""
     row = variable(name)
-    text = os.environ.get(
-        name
-    )  # which every supported compiler traces; what runs often is keyed by generation()
+    # Every supported compiler traces this; what runs often is keyed by generation().
+    text = os.environ.get(name)
     return row.default if text is None else row.parse(text)
 
 
