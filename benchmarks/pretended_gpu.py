@@ -33,6 +33,7 @@ def pretend() -> None:
     _module("pytorch")
     everywhere("refuses_elementwise", _takes_all)
     everywhere("refuses_casts", _takes_all)
+    everywhere("repeats_on", lambda device: True)
     everywhere("get_device_compute_capability", lambda: HOPPER)
     everywhere("processors", functools.cache(_processors))
     everywhere("current_stream", lambda device: 0)
@@ -94,14 +95,11 @@ class _Device:
 def _pretend_launches() -> None:
     launching = _module("common.kernels.launch")
 
-    def compiled(launch: Any, tensors: Sequence[Tensor | None]) -> Callable[..., None]:
-        arguments, (columns, rows, planes) = (*launch.scalars, *launch.constants), launch.grid
-        before, after = (0, False, False, None, None), (None, None, None, None)
-
-        def start(device: int, pointers: list[int | None], *_: Any) -> None:
-            _nowhere(columns, rows, planes, 0, *before, *after, *pointers, *arguments)
-
-        return start
+    def compiled(launch: Any, tensors: Sequence[Tensor | None]) -> Any:
+        middle = (0, 0, False, False, None, None, None, None, None, None)
+        return launching.Handle(
+            _nowhere, launch.grid, lambda device: 0, middle, (*launch.scalars, *launch.constants)
+        )
 
     launching._compile = compiled
 

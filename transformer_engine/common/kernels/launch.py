@@ -123,8 +123,8 @@ def codes_dtype(element: Element) -> str:
     return _DTYPES[element.name]
 
 
-def start(launch: Launch, tensors: Tensors, device: int, made: Tensors = ()) -> None:
-    """Queue the kernel on the device's current stream; tensors are the inputs, then the outputs.
+def start(launch: Launch, tensors: Tensors, device: int, made: Tensors = ()) -> Any:
+    """Queue the kernel on the device's current stream, and answer what starts it; tensors are inputs, then outputs.
 
     The device must be the current one. A tensor that the kernel's constants make unnecessary is None. Outputs that
     were allocated as the record says may come as `made` instead: their dtypes and alignment are known.
@@ -149,6 +149,7 @@ def start(launch: Launch, tensors: Tensors, device: int, made: Tensors = ()) -> 
     if handle is None:
         handle = launch.handles[tuple(key)] = _compile(launch, (*tensors, *made))
     handle(device, pointers, tensors, made)
+    return handle
 
 
 def starter(launch: Launch, tensors: Tensors) -> Any:
@@ -174,19 +175,38 @@ def _compile(launch: Launch, tensors: Tensors) -> Any:
         return start_publicly
 
     compiled = launch.kernel.warmup(*tensors, *arguments, grid=launch.grid, **options)
-    current_stream = _stream_of()
     run = compiled.run  # reading it loads the module; `function` is unset before
     before = (compiled.function,)
     after = (compiled.packed_metadata, None, None, None)
     if direct := _without_wrapper(run):
         run, *flags = direct
         before = (*before, *flags)
-    columns, rows, planes = launch.grid
+    return Handle(run, launch.grid, _stream_of(), (*before, *after), arguments)
 
-    def start_compiled(device: int, pointers: Pointers, tensors: Tensors, made: Tensors) -> None:
-        run(columns, rows, planes, current_stream(device), *before, *after, *pointers, *arguments)
 
-    return start_compiled
+class Handle:
+    """A compiled kernel: run(*grid, stream, *middle, *pointers, *arguments)."""
+
+    __slots__ = ("arguments", "current_stream", "grid", "middle", "run")
+
+    def __init__(
+        self,
+        run: Any,
+        grid: tuple[int, int, int],
+        current_stream: Any,
+        middle: tuple[Any, ...],
+        arguments: tuple[Any, ...],
+    ):
+        self.run = run
+        self.grid = grid
+        self.current_stream = current_stream
+        self.middle = middle
+        self.arguments = arguments
+
+    def __call__(self, device: int, pointers: Pointers, tensors: Tensors, made: Tensors) -> None:
+        columns, rows, planes = self.grid
+        stream = self.current_stream(device)
+        self.run(columns, rows, planes, stream, *self.middle, *pointers, *self.arguments)
 
 
 def _check(launch: Launch, tensors: Tensors) -> None:

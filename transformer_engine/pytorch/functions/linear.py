@@ -18,8 +18,9 @@ from ..runtime.applying import applier
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from ..tensor.quantizer import Matrix, Operands, Quantizer, turned
 from .linear_operands import linear_operands, plain_matrices
-from .linear_spec import IDENTITY, LinearSaved, LinearSpec, gradient_cast, sums_over_ranks
-from .saving import backward_of, restore, save
+from .linear_spec import IDENTITY, LinearSaved, LinearSpec, changed, gradient_cast, sums_over_ranks
+from .repetition import Repeated, Repeats, repeats_on, save_repeated
+from .saving import backward_of, pack, restore, save, take_saved, unpack
 
 
 class QuantizedGradient(NamedTuple):
@@ -203,7 +204,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> 
     """y [.., N] = x [.., K] @ weight [N, K].T + bias [N], differentiable in all three."""
     if spec.needs_grad_input or spec.needs_grad_weight or spec.needs_grad_bias:
         return _applied(x, weight, bias, spec)  # pyright: ignore[reportReturnType]
-    return _forward(x, weight, bias, spec)[0]
+    if spec.repeats is None:
+        return _forward(x, weight, bias, spec)[0]
+    return spec.repeats.forward([x, weight, bias], spec)[0][0]
 
 
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> tuple[Tensor, LinearSaved]:
@@ -248,11 +251,64 @@ def leading_shape(x: Tensor, y: Tensor) -> tuple[int, ...]:
     return (leading[0] * y.shape[0] // rows, *leading[1:])
 
 
+def repeating(spec: LinearSpec, device: torch.device) -> LinearSpec:
+    """The spec of a layer that is this product alone, whose passes may become lines."""
+    quantizes_results = spec.output is not None or spec.grad_input is not None
+    if spec.products is None or quantizes_results or not repeats_on(device):
+        return spec
+    forward = Repeated(_forward_pass, device, (spec.input, spec.weight))
+    returned = spec.products.grad_weight is not None  # else it is put off, or goes where no line can know
+    backward = Repeated(_backward_pass, device if returned else None, (spec.grad_output, spec.input))
+    return changed(spec, repeats=Repeats(forward, backward))
+
+
+def _forward_pass(given: list[Any], spec: LinearSpec) -> tuple[tuple[Any, ...], list[Any]]:
+    """x, weight, bias -> y and what is saved; the forms of that"""
+    y, saved = _forward(*given, spec)
+    kept, forms = pack(*saved)
+    return (y, *kept), forms
+
+
+def _backward_pass(given: list[Any], spec: LinearSpec, ctx: Any) -> tuple[tuple[Any, ...], None]:
+    """dy and what was saved -> dx, dw, db"""
+    grad_output = given.pop(0)
+    saved = unpack(given, ctx.forms)
+    given.clear()
+    return _gradients(grad_output, saved, spec, ctx), None
+
+
+def _gradients(grad_output: Tensor, saved: list[Any], spec: LinearSpec, ctx: Any) -> tuple[Any, ...]:
+    """dx, dw, db, as the node answers them."""
+    repeated = spec.products is not None
+    if not (repeated and spec.plain):
+        grad_output = as_matrix(grad_output)
+    quantizer = spec.grad_input
+    cast = None if quantizer is None else _cast_of_product(quantizer, spec, "column")
+    product: Any = None if cast is None else partial(gemm, cast=cast)
+    leading = ctx.input_shape[:-1] if repeated and cast is None else None
+    grad_input, grad_weight, grad_bias = linear_backward(
+        grad_output, saved, spec, ctx.weight_dtype, ctx.bias_dtype, product, leading
+    )
+    if grad_input is not None:
+        if cast is not None:
+            assert quantizer is not None
+            grad_input = quantizer.adopted(grad_input, ctx.input_shape, spec.dtype)
+        else:
+            shape = ctx.input_shape
+            grad_input = grad_input if grad_input.shape == shape else grad_input.view(shape)
+            grad_input = grad_input if quantizer is None else quantizer.quantize(grad_input)
+    return grad_input, grad_weight, grad_bias
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, spec):
-        y, saved = _forward(x, weight, bias, spec)
-        save(ctx, (), saved, spec.scale_update)
+        if spec.repeats is None:
+            y, saved = _forward(x, weight, bias, spec)
+            save(ctx, (), saved, spec.scale_update)
+        else:
+            (y, *kept), forms = spec.repeats.forward([x, weight, bias], spec)
+            save_repeated(ctx, kept, forms, spec.scale_update)
         ctx.spec, ctx.input_shape = spec, x.shape
         ctx.weight_dtype, ctx.bias_dtype = weight.dtype, weight.dtype if bias is None else bias.dtype
         return y
@@ -261,30 +317,12 @@ class _Linear(torch.autograd.Function):
     @backward_of("Linear")
     def backward(ctx, grad_output):  # pyright: ignore[reportIncompatibleMethodOverride]
         spec = ctx.spec
-        _, saved = restore(ctx)
-        repeated = spec.products is not None
-        if not (repeated and spec.plain):
-            grad_output = as_matrix(grad_output)
-        quantizer = spec.grad_input
-        cast = None if quantizer is None else _cast_of_product(quantizer, spec, "column")
-        product: Any = None if cast is None else partial(gemm, cast=cast)
-        grad_input, grad_weight, grad_bias = linear_backward(
-            grad_output,
-            saved,
-            spec,
-            ctx.weight_dtype,
-            ctx.bias_dtype,
-            product,
-            ctx.input_shape[:-1] if repeated and cast is None else None,
+        if spec.repeats is None:
+            _, saved = restore(ctx)
+            return *_gradients(grad_output, saved, spec, ctx), None
+        (grad_input, grad_weight, grad_bias), _ = spec.repeats.backward(
+            [grad_output, *take_saved(ctx)], spec, ctx
         )
-        if grad_input is not None:
-            if cast is not None:
-                assert quantizer is not None
-                grad_input = quantizer.adopted(grad_input, ctx.input_shape, spec.dtype)
-            else:
-                shape = ctx.input_shape
-                grad_input = grad_input if grad_input.shape == shape else grad_input.view(shape)
-                grad_input = grad_input if quantizer is None else quantizer.quantize(grad_input)
         return grad_input, grad_weight, grad_bias, None
 
 

@@ -66,6 +66,7 @@ class LinearSpec:
     communicates         does `parallel` send anything? False spares it the questions
     plain                input, weight and gradients are multiplied as they are: no operands to make and to choose from
     products             None where a compiler traces, and where ranks communicate
+    repeats              the passes of a layer that is this product alone, repeated (`repetition.Repeats`); None: not
     Defaults are plain constants: torch 2.11 cannot trace a default that is an object.
     """
 
@@ -89,6 +90,7 @@ class LinearSpec:
     communicates: bool = True
     plain: bool = False
     products: LinearProducts | None = None
+    repeats: Any = None
 
 
 Spec = TypeVar("Spec")
@@ -99,7 +101,8 @@ def changed(spec: Spec, **fields: Any) -> Spec:
     if torch.compiler.is_compiling():
         return replace(spec, **fields)  # pyright: ignore[reportArgumentType]
     made = object.__new__(type(spec))
-    made.__dict__.update(spec.__dict__, **fields)
+    # What repeats are the passes of the spec that it was.
+    made.__dict__.update({**spec.__dict__, "repeats": None, **fields})
     return made
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,8 @@ from .fusions import APART, IN_CODES, norm_output
 from .linear import leading_shape, linear_backward, linear_forward
 from .linear_spec import LinearSaved, LinearSpec
 from .normalization import Norm, NormStatistics
-from .saving import backward_of, restore, save
+from .repetition import Repeated, Repeats, repeats_on, save_repeated
+from .saving import backward_of, pack, restore, save, take_saved, unpack
 
 
 @dataclass(frozen=True)
@@ -26,10 +28,23 @@ class NormLinearSpec:
     returns_norm_output: bool = False
     needs_grad: bool = True
     way: str = APART
+    repeats: Repeats | None = None
 
     def chosen(self) -> NormLinearSpec:
         """The spec with the way that norm(x) is made, of `fusions`."""
         return replace(self, way=norm_output(self.linear, self.returns_norm_output))
+
+    def repeating(self, device: torch.device) -> NormLinearSpec:
+        """The spec of a layer whose passes may become lines."""
+        linear = self.linear
+        if linear.products is None or linear.output is not None or not repeats_on(device):
+            return self
+        returned = (
+            linear.products.grad_weight is not None
+        )  # else it is put off, or goes where no line can know
+        forward = Repeated(_forward_pass, device, (linear.input, linear.weight))
+        backward = Repeated(_backward_pass, device if returned else None, (linear.grad_output, linear.input))
+        return replace(self, repeats=Repeats(forward, backward))
 
 
 def norm_linear(
@@ -37,7 +52,9 @@ def norm_linear(
 ) -> tuple[Tensor, Tensor | None]:
     """(y [.., N], norm(x) [.., K] or None), differentiable in every tensor."""
     if not spec.needs_grad:
-        y, norm_output, _, _ = _forward(x, gamma, beta, weight, bias, spec)
+        if spec.repeats is None:
+            return _forward(x, gamma, beta, weight, bias, spec)[:2]
+        (y, norm_output, *_), _ = spec.repeats.forward([x, gamma, beta, weight, bias], spec)
         return y, norm_output
     outputs = _applied(x, gamma, beta, weight, bias, spec)
     return outputs if spec.returns_norm_output else (outputs, None)  # pyright: ignore[reportReturnType]
@@ -82,11 +99,61 @@ def normalized_input(
     return None, linear.input.adopt(quantized, x.dtype), statistics
 
 
+def _forward_pass(given: list[Any], spec: NormLinearSpec) -> tuple[tuple[Any, ...], list[Any]]:
+    """x, gamma, beta, weight, bias -> y, norm(x) and what is saved; the forms of the operands"""
+    x, gamma = given[:2]
+    y, norm_output, statistics, saved = _forward(*given, spec)
+    kept, forms = pack(*saved)
+    return (y, norm_output, x, gamma, *statistics, *kept), forms
+
+
+def _backward_pass(given: list[Any], spec: NormLinearSpec, ctx: Any) -> tuple[tuple[Any, ...], None]:
+    """dy, dnorm(x) and what was saved -> gradients, as `_NormLinear.forward` takes tensors"""
+    grad_output, grad_norm_output, *kept = given[:6]
+    operands = unpack(given[6:], ctx.forms)
+    given.clear()
+    return _gradients(grad_output, grad_norm_output, tuple(kept), operands, spec, ctx), None
+
+
+def _gradients(
+    grad_output: Tensor,
+    grad_norm_output: Tensor | None,
+    kept: tuple[Any, ...],
+    saved: list[Any],
+    spec: NormLinearSpec,
+    ctx: Any,
+) -> tuple[Any, ...]:
+    """Of x, gamma, beta, weight and bias, as the node answers them.
+
+    The operands are handed over, not lent: norm(x) is gone when the norm's backward allocates.
+    """
+    x, gamma, mean, rstdev = kept
+    flat = as_matrix(x)
+    leading = flat.shape[:1] if spec.linear.products is not None and spec.linear.plain else None
+    if leading is None:
+        grad_output = as_matrix(grad_output)
+    dtypes = ctx.weight_dtype, ctx.bias_dtype
+    grads = linear_backward(grad_output, saved, spec.linear, *dtypes, leading=leading)
+    dy = grads.input
+    if grad_norm_output is not None:
+        of_norm_output = grad_norm_output.reshape(flat.shape)
+        dy = of_norm_output if dy is None else dy + of_norm_output
+    if dy is None:  # nothing before the linear layer is trained
+        return None, None, None, grads.weight, grads.bias
+    dx, dgamma, dbeta = spec.norm.backward(dy, flat, NormStatistics(mean, rstdev), gamma)
+    dbeta = dbeta if ctx.needs_input_grad[2] else None
+    return dx.view(x.shape), dgamma, dbeta, grads.weight, grads.bias
+
+
 class _NormLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, gamma, beta, weight, bias, spec):
-        y, norm_output, statistics, saved = _forward(x, gamma, beta, weight, bias, spec)
-        save(ctx, (x, gamma, statistics.mean, statistics.rstdev), saved, spec.linear.scale_update)
+        if spec.repeats is None:
+            y, norm_output, statistics, saved = _forward(x, gamma, beta, weight, bias, spec)
+            save(ctx, (x, gamma, statistics.mean, statistics.rstdev), saved, spec.linear.scale_update)
+        else:
+            (y, norm_output, *kept), forms = spec.repeats.forward([x, gamma, beta, weight, bias], spec)
+            save_repeated(ctx, kept, forms, spec.linear.scale_update)
         ctx.spec = spec
         ctx.weight_dtype, ctx.bias_dtype = weight.dtype, weight.dtype if bias is None else bias.dtype
         # torch 2.11 cannot trace the backward of an output that is None.
@@ -96,23 +163,12 @@ class _NormLinear(torch.autograd.Function):
     @backward_of("LayerNormLinear")
     def backward(ctx, grad_output, grad_norm_output=None):  # pyright: ignore[reportIncompatibleMethodOverride]
         spec = ctx.spec
-        # The operands are handed over, not lent: norm(x) is gone when the norm's backward allocates.
-        (x, gamma, mean, rstdev), saved = restore(ctx, 4)
-        flat = as_matrix(x)
-        leading = flat.shape[:1] if spec.linear.products is not None and spec.linear.plain else None
-        if leading is None:
-            grad_output = as_matrix(grad_output)
-        dtypes = ctx.weight_dtype, ctx.bias_dtype
-        grads = linear_backward(grad_output, saved, spec.linear, *dtypes, leading=leading)
-        dy = grads.input
-        if grad_norm_output is not None:
-            of_norm_output = grad_norm_output.reshape(flat.shape)
-            dy = of_norm_output if dy is None else dy + of_norm_output
-        if dy is None:  # nothing before the linear layer is trained
-            return None, None, None, grads.weight, grads.bias, None
-        dx, dgamma, dbeta = spec.norm.backward(dy, flat, NormStatistics(mean, rstdev), gamma)
-        dbeta = dbeta if ctx.needs_input_grad[2] else None
-        return dx.view(x.shape), dgamma, dbeta, grads.weight, grads.bias, None
+        if spec.repeats is None:
+            kept, saved = restore(ctx, 4)
+            return *_gradients(grad_output, grad_norm_output, kept, saved, spec, ctx), None
+        given = [grad_output, grad_norm_output, *take_saved(ctx)]
+        (dx, dgamma, dbeta, dweight, dbias), _ = spec.repeats.backward(given, spec, ctx)
+        return dx, dgamma, dbeta, dweight, dbias, None
 
 
 _applied = applier(_NormLinear)

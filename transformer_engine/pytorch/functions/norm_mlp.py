@@ -24,7 +24,8 @@ from .linear_operands import linear_operands
 from .linear_spec import LinearSaved, LinearSpec
 from .norm_linear import normalized_input
 from .normalization import Norm, NormStatistics
-from .saving import backward_of, restore, save, take_saved
+from .repetition import Repeated, Repeats, repeats_on, save_repeated
+from .saving import backward_of, pack, restore, save, take_saved, unpack
 
 
 class Ways(NamedTuple):
@@ -48,6 +49,7 @@ class NormMLPSpec:
     recompute: bool = False
     needs_grad: bool = True
     ways: Ways | None = None
+    repeats: Repeats | None = None
 
     def chosen(self) -> NormMLPSpec:
         """The spec with the ways that its matrices are made."""
@@ -59,6 +61,18 @@ class NormMLPSpec:
                 mlp_gradient(self.activation, self.fc1, self.fc2) if self.needs_grad else APART,
             ),
         )
+
+    def repeating(self, device: torch.device) -> NormMLPSpec:
+        """The spec of a layer whose passes may become lines."""
+        fc1, fc2 = self.fc1, self.fc2
+        if fc1.products is None or fc2.products is None or self.recompute or not repeats_on(device):
+            return self
+        # Else one is put off, or goes where no line can know.
+        returned = fc1.products.grad_weight is not None and fc2.products.grad_weight is not None
+        forward = Repeated(_forward_pass, device, _quantizers(self))
+        of_backward = (fc1.grad_output, fc2.grad_output, fc1.input, fc2.input)
+        backward = Repeated(_backward_pass, device if returned else None, of_backward)
+        return replace(self, repeats=Repeats(forward, backward))
 
 
 class NormMLPTensors(NamedTuple):
@@ -85,7 +99,9 @@ class NormMLPSaved(NamedTuple):
 def norm_mlp(tensors: NormMLPTensors, spec: NormMLPSpec) -> tuple[Tensor, Tensor | None]:
     """(y [.., H], norm(x) or None), differentiable in every tensor."""
     if not spec.needs_grad:
-        y, norm_output, _ = _forward(tensors, spec)
+        if spec.repeats is None:
+            return _forward(tensors, spec)[:2]
+        (y, norm_output, *_), _ = spec.repeats.forward([*tensors], spec)
         return y, norm_output
     outputs = _applied(spec, *tensors)
     return outputs if spec.returns_norm_output else (outputs, None)  # pyright: ignore[reportReturnType]
@@ -259,22 +275,48 @@ def _restored(tensors: tuple[Any, ...], operands: list[Any]) -> NormMLPSaved:
     return NormMLPSaved(NormStatistics(mean, rstdev), fc1, fc1_output, fc2)
 
 
+def _forward_pass(given: list[Any], spec: NormMLPSpec) -> tuple[tuple[Any, ...], list[Any]]:
+    """The fields of NormMLPTensors -> y, norm(x) and what is saved; the forms of the operands"""
+    x, gamma = given[:2]
+    y, norm_output, saved = _forward(NormMLPTensors(*given), spec)
+    if saved is None:
+        return (y, norm_output), []
+    kept, forms = pack(*saved.fc1, *saved.fc2)
+    return (y, norm_output, x, gamma, *saved.statistics, saved.fc1_output, *kept), forms
+
+
+def _backward_pass(given: list[Any], spec: NormMLPSpec, ctx: Any) -> tuple[tuple[Any, ...], None]:
+    """dy, dnorm(x) and what was saved -> gradients by the fields of NormMLPTensors"""
+    grad_output, grad_norm_output, x, gamma = given[:4]
+    handed = [_restored(tuple(given[4:7]), unpack(given[7:], ctx.forms))]
+    given.clear()
+    grad_output = grad_output.reshape(-1, grad_output.shape[-1])
+    return tuple(_backward(grad_output, grad_norm_output, x, gamma, handed, spec, ctx.dtypes)), None
+
+
 class _NormMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, spec, *tensors):
-        tensors = NormMLPTensors(*tensors)
-        states = (
-            [s for quantizer in _quantizers(spec) for s in quantizer.replay_state()] if spec.recompute else []
-        )
-        y, norm_output, saved = _forward(tensors, spec)
         ctx.spec = spec
-        ctx.dtypes = (tensors.fc1_weight.dtype, tensors.fc2_weight.dtype)
-        if spec.recompute:
-            save(ctx, (*tensors, *states), (), spec.fc1.scale_update)
+        ctx.dtypes = (tensors[3].dtype, tensors[5].dtype)
+        update = spec.fc1.scale_update
+        if spec.repeats is not None:
+            (y, norm_output, *kept), forms = spec.repeats.forward([*tensors], spec)
+            save_repeated(ctx, kept, forms, update)
         else:
-            assert saved is not None
-            kept = (tensors.x, tensors.gamma, *saved.statistics, saved.fc1_output)
-            save(ctx, kept, (*saved.fc1, *saved.fc2), spec.fc1.scale_update)
+            tensors = NormMLPTensors(*tensors)
+            states = (
+                [s for quantizer in _quantizers(spec) for s in quantizer.replay_state()]
+                if spec.recompute
+                else []
+            )
+            y, norm_output, saved = _forward(tensors, spec)
+            if spec.recompute:
+                save(ctx, (*tensors, *states), (), update)
+            else:
+                assert saved is not None
+                kept = (tensors.x, tensors.gamma, *saved.statistics, saved.fc1_output)
+                save(ctx, kept, (*saved.fc1, *saved.fc2), update)
         # torch 2.11 cannot trace the backward of an output that is None.
         return y if norm_output is None else (y, norm_output)
 
@@ -282,6 +324,10 @@ class _NormMLP(torch.autograd.Function):
     @backward_of("LayerNormMLP")
     def backward(ctx, grad_output, grad_norm_output=None):  # pyright: ignore[reportIncompatibleMethodOverride]
         spec = ctx.spec
+        if spec.repeats is not None:
+            given = [grad_output, grad_norm_output, *take_saved(ctx)]
+            (dx, dgamma, dbeta, *rest), _ = spec.repeats.backward(given, spec, ctx)
+            return None, dx, dgamma, dbeta if ctx.needs_input_grad[3] else None, *rest
         if spec.recompute:
             count = len(NormMLPTensors._fields)
             kept = take_saved(ctx)

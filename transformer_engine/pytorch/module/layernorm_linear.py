@@ -59,12 +59,13 @@ def build(key: tuple[Any, ...]) -> NormLinearSpec:
     linear = product_spec(
         call, 0, quantizers, config.parallel(), needs, update, weight, (call.options[1], False)
     )
-    return NormLinearSpec(
+    spec = NormLinearSpec(
         Norm(config.normalization, config.eps, config.zero_centered_gamma),
         linear,
         config.return_layernorm_output,
         any(needs),
     ).chosen()
+    return spec.repeating(call.x[3]) if call.begin is None else spec
 
 
 @configured(NormLinearConfig, fixed=SIZES)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..functions.by_name import _Linear, called_by_name, general_gemm, refuse_quantized
-from ..functions.linear import linear
+from ..functions.linear import linear, repeating
 from ..functions.linear_spec import LinearSpec
 from ..functions.weight_gradient import WeightGradientStore
 from ..runtime.device import is_meta
@@ -39,7 +39,8 @@ def build(key: tuple[Any, ...]) -> LinearSpec:
         call.gradients and adds_bias and bias is not None and bias.requires_grad,
     )
     update = scale_update(call, any(needs))
-    return product_spec(call, 0, quantizers, config.parallel(), needs, update, weight, call.options[1:])
+    spec = product_spec(call, 0, quantizers, config.parallel(), needs, update, weight, call.options[1:])
+    return repeating(spec, call.x[3]) if call.begin is None else spec
 
 
 @configured(LinearConfig, fixed=SIZES)

@@ -38,14 +38,15 @@ def _device_count() -> int:
 
 
 @functools.cache
-def _only_device() -> bool:
+def only_device() -> bool:
+    """Is there one CUDA device, which every launch goes to?"""
     return _device_count() == 1
 
 
 def is_current_device(index: int | None) -> bool:
     """Is this the CUDA device that launches go to?"""
     # torch.cuda.current_device asks first whether CUDA is initialised, for five times as long: a tensor is there.
-    return _only_device() or torch._C._cuda_getDevice() == index
+    return only_device() or torch._C._cuda_getDevice() == index
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from ...common.dispatch import Operator
 from ...common.kernels.launch import ALIGNMENT, Launch, Output, missing, start, starter
 from ...common.kernels.program import Program
 from .device import get_device_compute_capability, is_current_device
+from .recording import active
 from .zeros import numbers, zero
 
 DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -42,9 +43,11 @@ def run(launch: Launch, inputs: Sequence[Tensor | None]) -> list[Tensor]:
     outputs = [None if make is None else make() for make in makers]
     if device.type == "cuda" and not is_current_device(device.index):
         with torch.cuda.device(device):
-            start(launch, inputs, device.index, outputs)
+            handle = start(launch, inputs, device.index, outputs)
     else:
-        start(launch, inputs, device.index, outputs)
+        handle = start(launch, inputs, device.index, outputs)
+    if active.recording is not None:
+        active.recording.launch(makers, handle, inputs, outputs)
     return outputs  # pyright: ignore[reportReturnType]
 
 
@@ -102,6 +105,9 @@ class Performed:
             starters = self.starters[tuple(key)] = self._compiled(buffers)
         for begin, pick in starters:
             begin(self.index, pick(addresses), pick(buffers), ())
+        if active.recording is not None:
+            started = [(begin, pick(buffers)) for begin, pick in starters]
+            active.recording.program(self.makers, self.zeroed, made, started)
         return self.results(buffers)
 
     def _compiled(self, buffers: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
@@ -167,6 +173,8 @@ def _taking(places: tuple[int, ...]) -> Callable[[Sequence[Any]], tuple[Any, ...
 
 def run_into(launch: Launch, tensors: Sequence[Tensor | None], device: torch.device) -> None:
     """Start the launch on its inputs and, behind them, the outputs, which the caller has made on the device."""
+    if active.recording is not None:
+        active.recording.refuse("a launch writes to what its caller has made")
     if device.type == "cuda" and not is_current_device(device.index):
         with torch.cuda.device(device):
             start(launch, tensors, device.index)

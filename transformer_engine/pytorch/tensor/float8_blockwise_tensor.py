@@ -109,6 +109,9 @@ class Float8BlockQuantizer(BlockScalingQuantizer):
     def _get_compatible_recipe(self) -> type[recipes.Recipe]:
         return recipes.Float8BlockScaling
 
+    def kept(self) -> tuple[Hashable, tuple[Tensor, ...]] | None:
+        return (self._configuration(), ()) if type(self) is Float8BlockQuantizer else None
+
     def _configuration(self) -> Hashable:
         return (self.dtype, self.amax_epsilon, self.force_pow_2_scales, self.block_scaling_dim)
 

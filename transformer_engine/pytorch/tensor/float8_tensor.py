@@ -232,6 +232,11 @@ class Float8Quantizer(_PerTensorQuantizer):
         slot = self._slot = _Slot(state.scale_in_place, state.amax_history, self.scale, self.amax)
         return slot[2:]
 
+    def kept(self) -> tuple[Hashable, tuple[Tensor, ...]] | None:
+        if type(self) is not Float8Quantizer or self.amax_reduction_group is not None:
+            return None
+        return self.dtype, self._views()
+
     def __getstate__(self) -> dict[str, Any]:
         # A process group lives as long as its process.
         return self.__dict__ | {"_slot": None, "amax_reduction_group": None}
@@ -331,6 +336,11 @@ class Float8CurrentScalingQuantizer(ReducesMaximum, _PerTensorQuantizer):
 
     def operands(self, matrix: Tensor, rowwise: bool, columnwise: bool) -> Operands:
         return _operands(self._quantized(matrix, rowwise, columnwise), matrix.dtype)
+
+    def kept(self) -> tuple[Hashable, tuple[Tensor, ...]] | None:
+        if type(self) is not Float8CurrentScalingQuantizer or self.with_amax_reduction:
+            return None
+        return (self.dtype, self.force_pow_2_scales, self.amax_epsilon), ()
 
     def _quantized(self, matrix: Tensor, rowwise: bool, columnwise: bool) -> Quantized:
         spec = _spec(self.dtype, rowwise, columnwise, self.force_pow_2_scales, self.amax_epsilon)

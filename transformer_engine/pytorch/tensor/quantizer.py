@@ -259,6 +259,13 @@ class Quantizer:
         """Why the format cannot take this shape in these directions; None when it can."""
         return None
 
+    def kept(self) -> tuple[Hashable, tuple[Tensor, ...]] | None:
+        """All that `operands` and `cast` depend on beside their arguments: settings, and the tensors of a state.
+
+        None: nobody says what that is, as of a quantizer written elsewhere.
+        """
+        return None
+
     def replay_state(self) -> tuple[Tensor, ...]:
         """Copies of the tensors that `encode` depends on beside its input, for repeating it during recomputation."""
         return ()

@@ -10,13 +10,15 @@ from __future__ import annotations
 import ctypes
 import struct
 import weakref
+from collections.abc import Callable
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ....common.memory import Memory
+from ...runtime.recording import active
 from ..operand import Operand
 from . import cublaslt_library as library
 from .block_scales import aligned_scale, block_scale_memory
@@ -49,6 +51,27 @@ class Attached(NamedTuple):
     amax: Tensor | None = None
 
 
+class Way(NamedTuple):
+    """What starting a plan takes, but for addresses, as `straight_line` writes it down.
+
+    idle        descriptors to take from and to give back to; describe makes one where there is none
+    attributes  the numbers of the pointers to both scales and the bias
+    layouts     left, right, result; the address of the algorithm
+    """
+
+    idle: list[Descriptor]
+    describe: Callable[[], Descriptor]
+    set_attribute: Callable[..., Any]
+    matmul: Callable[..., Any]
+    attributes: tuple[int, ...]
+    scalars: tuple[int, int, int]
+    layouts: tuple[int, int, int, int]
+    alignment: int
+    current_stream: Callable[[int], int]
+    workspace: Callable[[int, int], int]
+    workspace_bytes: int
+
+
 class Plan:
     """A problem's descriptors and algorithm; NoAlgorithm when the library has none."""
 
@@ -61,6 +84,7 @@ class Plan:
         self._beta = ctypes.c_float(1.0 if problem.accumulate else 0.0)
         self._attributes = tuple(int(lib.MatmulDescAttribute[name]) for name in POINTERS)
         self._idle: list[Descriptor] = []  # a thread that runs the plan takes one out meanwhile
+        self._algorithm: ctypes.Array[ctypes.c_char] | None = None
         try:
             self._layouts = self._make_layouts()
             # The library may be gone when the interpreter exits: then nothing is destroyed.
@@ -75,7 +99,11 @@ class Plan:
     def _use(self, algorithm: ctypes.Array[ctypes.c_char]) -> None:
         """What a run reads, in one tuple: a look-up of each would cost the host as much as the library call."""
         p = self.problem
-        self._algorithm = algorithm
+        if self._algorithm is None:
+            self._algorithm = algorithm
+        else:  # whoever holds its address finds the other one there
+            ctypes.memmove(self._algorithm, algorithm, library.ALGORITHM_BYTES)
+            return
         self._constants = (
             (p.n, p.m),
             (p.m, 1),
@@ -152,13 +180,35 @@ class Plan:
         )
         # fmt: on
         self._idle.append(descriptor)
+        if active.recording is not None:
+            scales = (left_scale, right_scale) if quantized else (None, None)
+            active.recording.product(self, b[0], a[0], out, scales, bias)
         return out
+
+    def way(self) -> Way:
+        """What a start reads of the plan."""
+        *_, attributes, set_attribute, matmul, scalars, layouts = self._constants
+        return Way(
+            self._idle,
+            self._make_descriptor,
+            set_attribute,
+            matmul,
+            attributes,
+            scalars,
+            layouts,
+            self.problem.alignment,
+            library.current_stream,
+            library.workspace,
+            library.WORKSPACE_BYTES,
+        )
 
     def run_attached(self, a: Operand, b: Operand, out: Tensor, attached: Attached) -> None:
         """epilogue(a [M, K] @ b [N, K].T) into out [M, N], for problems with an activation or an FP8 result.
 
         Scales are tensor scales; the matrices, aux included, are aligned as the problem says.
         """
+        if active.recording is not None:
+            active.recording.refuse("an activation is part of a product")
         index = self.problem.device
         if library.current_device() != index:
             with torch.cuda.device(index):
@@ -188,6 +238,8 @@ class Plan:
 
     def _run_unaligned(self, a: Operand, b: Operand, epilogue: Epilogue, alignment: int) -> Tensor:
         """The same where a pointer is a multiple of fewer bytes than planned for; epilogue.out is never None."""
+        if active.recording is not None:
+            active.recording.refuse("an operand of a product is aligned to fewer bytes than planned for")
         problem = self.problem
         assert epilogue.out is not None
         if problem.left_scale == NO_SCALE or alignment >= _FP8_ALIGNMENT:
@@ -244,6 +296,7 @@ class Plan:
 
     @property
     def algorithm(self) -> bytes:
+        assert self._algorithm is not None
         return self._algorithm.raw
 
     def adopt(self, algorithm: bytes) -> bool:

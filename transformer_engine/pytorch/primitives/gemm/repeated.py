@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ....common.dispatch import undisturbed
 from ....common.memory import Memory
+from ...runtime.recording import active
 from ..operand import Operand, plain
 from . import cublaslt_plan
 from .product import TABLE, product
@@ -61,11 +62,11 @@ class RepeatedProduct:
         An a that is not turned may have several such dimensions itself, which are the result's then; as may one that
         is, with those of b.
         """
-        if type(a) in _NATIVE and type(b) in _NATIVE and _undisturbed():
+        if type(a) in _NATIVE and type(b) in _NATIVE and undisturbed_products():
             facts = None if bias is None else (bias.dtype, bias.shape)
             way = self._matrices[a.shape, a.stride(), a.dtype, b.shape, b.stride(), b.dtype, facts, leading]
             if way is not None:
-                return way[0]((a,), (b,), (self.dtype, bias, way[1](), False, self._exact))
+                return way[0]((a,), (b,), (self.dtype, bias, _fresh(way), False, self._exact))
         of_a, of_b = self._turns
         if leading is None:
             leading = a.shape[-1:] if of_a else a.shape[:-1]
@@ -77,7 +78,7 @@ class RepeatedProduct:
         self, a: Operand, b: Operand, bias: Tensor | None = None, leading: torch.Size | None = None
     ) -> Tensor:
         """[.., N] of operands, which `turns` does not concern."""
-        if type(a) is Operand is type(b) and _undisturbed():
+        if type(a) is Operand is type(b) and undisturbed_products():
             x, _, x_format, _, _ = a
             y, _, y_format, _, _ = b
             if x_format is not None and y_format is not None and type(x) is Tensor is type(y):
@@ -86,8 +87,16 @@ class RepeatedProduct:
                 key = (x.shape, x.stride(), x.dtype, y.shape, y.stride(), y.dtype, names, facts, leading)
                 way = self._operands[key]
                 if way is not None:
-                    return way[0](a, b, (self.dtype, bias, way[1](), False, self._exact))
+                    return way[0](a, b, (self.dtype, bias, _fresh(way), False, self._exact))
         return _shaped(product(a, b, Epilogue(self.dtype, bias, exact=self._exact)), leading)
+
+
+def _fresh(way: _Way) -> Tensor:
+    """Room for a result."""
+    made = way[1]()
+    if active.recording is not None:
+        active.recording.fresh = made
+    return made
 
 
 def as_matrix(tensor: Tensor) -> Tensor:
@@ -99,7 +108,7 @@ def _shaped(result: Tensor, leading: torch.Size | None) -> Tensor:
     return result if leading is None or len(leading) == 1 else result.view(*leading, result.shape[-1])
 
 
-def _undisturbed() -> bool:
+def undisturbed_products() -> bool:
     """Is a product one that depends on its matrices alone?"""
     if is_compiling() or not undisturbed():
         return False

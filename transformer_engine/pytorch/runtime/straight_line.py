@@ -1,0 +1,233 @@
+"""results = line(given): a recorded pass, written as one function that allocates, launches and multiplies.
+
+The function's source is made of the recording as `namedtuple` makes a class: every handle, form and constant is a name
+of it, every buffer a local variable that is deleted behind the step that reads it last, as the pass itself does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ...common.kernels.launch import ALIGNMENT
+from .device import only_device
+from .recording import Called, Form, Made, Multiplied, Numbers, Place, Recording, Result, Started
+from .zeros import numbers
+
+Line = Callable[[list[Any]], "tuple[Any, ...] | None"]
+
+
+def straight_line(recording: Recording, results: Sequence[Result | None]) -> Line:
+    """line(given) -> results; None, with nothing done, where given is not aligned or its device not the current one.
+
+    The line empties the list that it is given, so that it alone holds what a node of the graph has let go of.
+    """
+    return _Writer(recording, results).function()
+
+
+class _Writer:
+    """The source of a line, and what its names stand for."""
+
+    def __init__(self, recording: Recording, results: Sequence[Result | None]):
+        self.recording = recording
+        self.results = results
+        self.names: dict[str, Any] = {"empty": torch.empty_strided, "device": recording.device}
+        self.named: dict[int, str] = {}
+        self.forms = self._forms_wanted()
+
+    def function(self) -> Line:
+        body = [line for step, dead in self._steps() for line in (*self._written(step), *dead)]
+        given = [f"b{i}" for i in range(self.recording.given)]
+        answers = ", ".join([self._answer(result) for result in self.results])  # may refuse
+        here = [i for i in range(self.recording.given) if self.recording.buffers[i] is not None]
+        source = "\n    ".join(
+            [
+                "def line(given):",
+                f"{', '.join(given)}, = given",
+                *[f"p{i} = b{i}.data_ptr()" for i in here],
+                *self._leaves_at_once(here),
+                "given.clear()",
+                *self._context(),
+                *body,
+                f"return ({answers},)",
+            ]
+        )
+        exec(compile(source, f"<a line of {len(self.recording.steps)} steps>", "exec"), self.names)
+        line = self.names.pop("line")
+        line.source = source
+        return line
+
+    def _leaves_at_once(self, given: list[int]) -> list[str]:
+        """Where not all is as it was recorded, before anything is done."""
+        by_alignment: dict[int, list[str]] = {}
+        for i in given:
+            if self.recording.is_aligned(i):
+                by_alignment.setdefault(self._alignment_of(i), []).append(f"p{i}")
+        checks = []
+        for alignment, addresses in by_alignment.items():
+            checks += [f"if ({' | '.join(addresses)}) & {alignment - 1}:", "    return None"]
+        if self.recording.device.type == "cuda" and not only_device():
+            self.names["current_device"] = torch._C._cuda_getDevice
+            checks += [f"if current_device() != {self.recording.device.index}:", "    return None"]
+        return checks
+
+    def _alignment_of(self, given: int) -> int:
+        """What kernels, and products that multiply or add it, count on."""
+        counted_on = [ALIGNMENT]
+        for step in self.recording.steps:
+            if isinstance(step, Multiplied):
+                places = (step.left, step.right, step.bias)
+                if any(place is not None and place.buffer == given for place in places):
+                    counted_on.append(step.plan.way().alignment)
+        return max(counted_on)
+
+    def _context(self) -> list[str]:
+        """The stream, and what products of a library share on it."""
+        started = [step for step in self.recording.steps if isinstance(step, Started)]
+        multiplied = [step.plan for step in self.recording.steps if isinstance(step, Multiplied)]
+        if not started and not multiplied:
+            return []
+        ways = [step.plan.way() for step in self.recording.steps if isinstance(step, Multiplied)]
+        of_stream = ways[0].current_stream if ways else started[0].handle.current_stream
+        self.names["current_stream"] = of_stream
+        index = multiplied[0].problem.device if multiplied else self.recording.device.index
+        lines = [f"stream = current_stream({index})"]
+        if multiplied:
+            self.names["workspace_of"] = ways[0].workspace
+            lines.append(f"workspace = workspace_of({index}, stream)")
+        return lines
+
+    # Which buffer is last read where.
+
+    def _steps(self) -> list[tuple[Any, list[str]]]:
+        """The steps, and what is deleted behind each."""
+        answered = {result.place.buffer for result in self.results if result is not None}
+        last: dict[int, int] = {}
+        for number, step in enumerate(self.recording.steps):
+            for buffer in _read(step):
+                last[buffer] = number
+        deleted: dict[int, list[str]] = {}
+        for buffer, number in last.items():
+            if buffer not in answered:
+                deleted.setdefault(number, []).append(f"del b{buffer}")
+        return [(step, deleted.get(number, [])) for number, step in enumerate(self.recording.steps)]
+
+    def _forms_wanted(self) -> dict[int, Form]:
+        """By made buffer, the one form that it is answered in: it is made in that."""
+        made = {step.buffer: step.form for step in self.recording.steps if isinstance(step, Made)}
+        wanted: dict[int, set[Form]] = {}
+        for result in self.results:
+            if result is not None:
+                wanted.setdefault(result.place.buffer, set()).add(result.form)
+        forms = dict(made)
+        for buffer, of_buffer in wanted.items():
+            if buffer in made and len(of_buffer) == 1:
+                (form,) = of_buffer
+                if form.dtype is made[buffer].dtype and _elements(form) == _elements(made[buffer]):
+                    forms[buffer] = form
+        return forms
+
+    # How a step reads.
+
+    def _written(self, step: Any) -> list[str]:
+        if isinstance(step, Made):
+            shape, strides, dtype = self.forms[step.buffer]
+            value = f"empty({shape}, {strides}, dtype={self._name(dtype)}, device=device)"
+            return [f"b{step.buffer} = {value}", f"p{step.buffer} = b{step.buffer}.data_ptr()"]
+        if isinstance(step, Called):
+            value = f"{self._name(step.make)}()"
+            return [f"b{step.buffer} = {value}", f"p{step.buffer} = b{step.buffer}.data_ptr()"]
+        if isinstance(step, Numbers):
+            self.names["numbers"] = numbers
+            targets = "".join([f"b{buffer}, " for buffer in step.buffers])
+            made = [f"{targets}= numbers(device, {step.zeroed})"]
+            return made + [f"p{buffer} = b{buffer}.data_ptr()" for buffer in step.buffers]
+        return self._started(step) if isinstance(step, Started) else self._multiplied(step)
+
+    def _started(self, step: Started) -> list[str]:
+        handle = step.handle
+        before = ", ".join(map(str, handle.grid))
+        values = [self._constant(value) for value in handle.middle]
+        values += [self._address(place) for place in step.places]
+        values += [self._constant(value) for value in handle.arguments]
+        return [f"{self._name(handle.run)}({before}, stream, {', '.join(values)})"]
+
+    def _multiplied(self, step: Multiplied) -> list[str]:
+        way = step.plan.way()
+        pop, describe = self._name(way.idle.pop), self._name(way.describe)
+        push, attribute = self._name(way.idle.append), self._name(way.set_attribute)
+        lines = [
+            "try:",
+            f"    descriptor = {pop}()",
+            "except IndexError:",
+            f"    descriptor = {describe}()",
+            "operation, pointers, at = descriptor",
+        ]
+        places = (step.left_scale, step.right_scale, step.bias)
+        for i, (place, number) in enumerate(zip(places, way.attributes, strict=True)):
+            if place is not None:
+                lines.append(f"pointers[{i}] = {self._address(place)}")
+                lines.append(f"{attribute}(operation, {number}, at + {8 * i}, 8)")
+        left, right, result = (self._address(place) for place in (step.left, step.right, step.result))
+        handle, alpha, beta = way.scalars
+        of_left, of_right, layout, algorithm = way.layouts
+        lines.append(
+            f"{self._name(way.matmul)}({handle}, operation, {alpha}, {left}, {of_left}, {right}, {of_right}, {beta}, "
+            f"{result}, {layout}, {result}, {layout}, {algorithm}, workspace, {way.workspace_bytes}, stream)"
+        )
+        return [*lines, f"{push}(descriptor)"]
+
+    def _address(self, place: Place | None) -> str:
+        if place is None:
+            return "None"
+        return f"p{place.buffer} + {place.offset}" if place.offset else f"p{place.buffer}"
+
+    def _answer(self, result: Result | None) -> str:
+        if result is None:
+            return "None"
+        buffer, form = result.place.buffer, result.form
+        there = self.recording.buffers[buffer]
+        assert there is not None
+        lies = self.forms.get(buffer, there.form)
+        if not result.place.offset and form == lies:
+            return f"b{buffer}"
+        if result.place.offset or not _is_view(lies, form):
+            self.recording.refuse("it answers a part of a tensor")
+        return f"b{buffer}.view({form.shape})"
+
+    def _constant(self, value: Any) -> str:
+        """A literal where there is one, else a name."""
+        return repr(value) if value is None or type(value) in (bool, int) else self._name(value)
+
+    def _name(self, value: Any) -> str:
+        name = self.named.get(id(value))
+        if name is None:
+            name = self.named[id(value)] = f"c{len(self.named)}"
+            self.names[name] = value
+        return name
+
+
+def _read(step: Any) -> list[int]:
+    """The buffers whose addresses a step reads, its own results included."""
+    if isinstance(step, Started):
+        return [place.buffer for place in step.places if place is not None]
+    if isinstance(step, Multiplied):
+        return [place.buffer for place in step[1:] if place is not None]
+    return list(step.buffers) if isinstance(step, Numbers) else [step.buffer]
+
+
+def _is_view(lies: Form, form: Form) -> bool:
+    """Does a tensor's view of a shape lie as a form says?"""
+    tensor = torch.empty_strided(lies.shape, lies.strides, dtype=lies.dtype, device="meta")
+    try:
+        return Form.of(tensor.view(form.shape)) == form
+    except RuntimeError:
+        return False
+
+
+def _elements(form: Form) -> int:
+    """How many elements the memory of a form has."""
+    reach = [(size - 1) * stride for size, stride in zip(form.shape, form.strides, strict=True)]
+    return sum(reach) + 1
