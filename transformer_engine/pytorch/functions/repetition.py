@@ -1,10 +1,10 @@
-"""results, told = repeated(given, facts): a pass of a layer, in a straight line where it was the same a few times before.
+"""results, told = repeated(given, facts): a pass of a layer, as a straight line once it has been the same a few times.
 
-A pass is a plain function of the tensors that it is given and of facts that the layer's spec decides; it answers tensors,
-and what is no tensor (`told`: the forms of saved operands), which is the same in every call of a kind. The third call
-of a kind is recorded (`runtime/recording.py`); those after it run the line. The pass itself stays the one place where
-anything is decided, and runs whenever something else than the kind of call could decide: a forced backend, an observer,
-a dispatch mode, an offloading context.
+A pass is a plain function of the tensors that it is given and of facts that the layer's spec decides. It answers
+tensors, and what is no tensor (`told`: the forms of saved operands), which is the same in every call of a kind. The
+third call of a kind is recorded (`runtime/recording.py`); those after it run the line. The pass itself stays the one
+place where anything is decided, and runs whenever something else than the kind of call could decide: a forced backend,
+an observer, a dispatch mode, an offloading context.
 """
 
 from __future__ import annotations

@@ -1,0 +1,171 @@
+"""A recorded pass starts what the pass starts, on the same tensors: its results are those of the pass, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+
+import transformer_engine.pytorch as te
+from transformer_engine.common import recipe as recipes
+from transformer_engine.pytorch.functions import linear, norm_linear, norm_mlp, repetition
+
+pytestmark = pytest.mark.gpu
+
+ROWS, WIDTH = 256, 512
+RECIPES = {
+    "none": lambda: None,
+    "delayed": recipes.DelayedScaling,
+    "current": recipes.Float8CurrentScaling,
+    "block": recipes.Float8BlockScaling,
+}
+BF16 = {"params_dtype": torch.bfloat16, "device": "cuda"}
+LAYERS = {
+    "linear": lambda: te.Linear(WIDTH, WIDTH, bias=False, **BF16),
+    "linear_bias": lambda: te.Linear(WIDTH, 3 * WIDTH, **BF16),
+    "layernorm_linear": lambda: te.LayerNormLinear(WIDTH, WIDTH, **BF16),
+    "rmsnorm_linear": lambda: te.LayerNormLinear(WIDTH, WIDTH, bias=False, normalization="RMSNorm", **BF16),
+    "norm_returned": lambda: te.LayerNormLinear(WIDTH, WIDTH, return_layernorm_output=True, **BF16),
+    "swiglu": lambda: te.LayerNormMLP(
+        WIDTH, WIDTH, bias=False, activation="swiglu", normalization="RMSNorm", **BF16
+    ),
+    "relu": lambda: te.LayerNormMLP(WIDTH, 2 * WIDTH, activation="relu", **BF16),
+    "gelu": lambda: te.LayerNormMLP(WIDTH, 2 * WIDTH, **BF16),
+    "transformer": lambda: te.TransformerLayer(
+        WIDTH, 2 * WIDTH, 4, hidden_dropout=0.0, attention_dropout=0.0, **BF16
+    ),
+}
+# Those whose passes may stay as they are: a product with GELU is not written down.
+UNWRITTEN = {"gelu": {"none"}, "transformer": {"none"}}
+
+
+@pytest.fixture
+def unwritten(monkeypatch):
+    """Call it, and specs that are built from then on have no lines."""
+
+    def never() -> None:
+        for module in (linear, norm_linear, norm_mlp):
+            monkeypatch.setattr(module, "repeats_on", lambda device: False)
+
+    return never
+
+
+def repeated_passes(module: torch.nn.Module) -> list[repetition.Repeated]:
+    """The passes of all specs of a layer and its children."""
+    specs = [
+        spec
+        for child in module.modules()
+        for spec in getattr(child, "_specs", {}).values()
+        if spec.repeats is not None
+    ]
+    return [repeated for spec in specs for repeated in spec.repeats]
+
+
+def lines(module: torch.nn.Module) -> list[repetition.Line]:
+    kinds = [kind for repeated in repeated_passes(module) for kind in repeated.kinds.values()]
+    return [kind.line for kind in kinds if kind.line is not None]
+
+
+def refusals(module: torch.nn.Module) -> set[str]:
+    kinds = [kind for repeated in repeated_passes(module) for kind in repeated.kinds.values()]
+    return {kind.refusal for kind in kinds if kind.refusal is not None}
+
+
+def step(module, recipe, x, dy, microbatches: int = 1) -> list[torch.Tensor]:
+    """Results and gradients of one step; every forward before the first backward."""
+    for parameter in module.parameters():
+        parameter.grad = None
+    inputs = [(x + i).detach().requires_grad_() for i in range(microbatches)]
+    with te.autocast(enabled=recipe is not None, recipe=recipe):
+        outputs = [module(values) for values in inputs]
+    made = []
+    for output in outputs:
+        output = output[0] + output[1] if isinstance(output, tuple) else output
+        output.backward(dy[..., : output.shape[-1]].contiguous())
+        made.append(output.detach())
+    return made + [values.grad for values in inputs] + [parameter.grad for parameter in module.parameters()]
+
+
+def random(*shape: int, seed: int) -> torch.Tensor:
+    torch.manual_seed(seed)
+    return torch.randn(*shape, dtype=torch.bfloat16, device="cuda")
+
+
+@pytest.mark.parametrize("microbatches", (1, 2))
+@pytest.mark.parametrize("kind", RECIPES)
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_line_has_the_bits_of_its_pass(name, kind, microbatches, unwritten):
+    torch.manual_seed(0)
+    written = LAYERS[name]()
+    plain = copy.deepcopy(written)
+    recipe = RECIPES[kind]()
+    data = [(random(ROWS, 1, WIDTH, seed=i), random(ROWS, 1, 3 * WIDTH, seed=100 + i)) for i in range(7)]
+    found = [step(written, recipe, *given, microbatches) for given in data]
+    unwritten()
+    expected = [step(plain, recipe, *given, microbatches) for given in data]
+    for number, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+        for a, b in zip(mine, theirs, strict=True):
+            assert torch.equal(a, b), f"step {number}: {a.shape}"
+    assert lines(written) and not lines(plain), refusals(written)
+    if kind not in UNWRITTEN.get(name, ()):
+        assert not refusals(written)
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+def test_a_line_takes_no_more_memory_than_its_pass(kind, unwritten):
+    def peak(module) -> int:
+        recipe = RECIPES[kind]()
+        x, dy = random(2048, 1, WIDTH, seed=0), random(2048, 1, WIDTH, seed=1)
+        for _ in range(6):
+            step(module, recipe, x, dy)
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step(module, recipe, x, dy)
+        return torch.cuda.max_memory_allocated() - before
+
+    written = peak(LAYERS["swiglu"]())
+    unwritten()
+    assert written <= peak(LAYERS["swiglu"]()) + 4096
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+def test_a_line_is_captured_and_replayed(kind):
+    module, recipe = LAYERS["swiglu"](), RECIPES[kind]()
+    x = random(ROWS, 1, WIDTH, seed=0)
+    with torch.no_grad(), te.autocast(enabled=recipe is not None, recipe=recipe):
+        for _ in range(5):
+            expected = module(x)
+        assert lines(module)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = module(x)
+    y.zero_()
+    graph.replay()
+    assert torch.equal(y, expected)
+
+
+def test_a_line_follows_the_current_stream():
+    module, x = LAYERS["swiglu"](), random(ROWS, 1, WIDTH, seed=0)
+    with torch.no_grad():
+        for _ in range(5):
+            expected = module(x)
+        aside = torch.cuda.Stream()
+        with torch.cuda.stream(aside):
+            torch.cuda._sleep(50_000_000)
+            y = module(x)
+        assert not torch.cuda.current_stream().query() or not aside.query()
+        aside.synchronize()
+    assert torch.equal(y, expected)
+
+
+def test_what_lies_elsewhere_goes_the_way_of_the_pass():
+    module = LAYERS["linear"]()
+    memory = random(ROWS * WIDTH + 8, seed=0)
+    with torch.no_grad():
+        for _ in range(5):
+            module(memory[: ROWS * WIDTH].view(ROWS, WIDTH))
+        there = memory[1 : 1 + ROWS * WIDTH].view(ROWS, WIDTH)
+        assert torch.allclose(module(there), there @ module.weight.t(), rtol=2e-2, atol=2e-2)
