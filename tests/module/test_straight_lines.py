@@ -60,7 +60,7 @@ def repeated_passes(module: torch.nn.Module) -> list[repetition.Repeated]:
         for spec in getattr(child, "_specs", {}).values()
         if spec.repeats is not None
     ]
-    return [repeated for spec in specs for repeated in spec.repeats]
+    return [repeated for spec in specs for repeated in spec.repeats.passes]
 
 
 def lines(module: torch.nn.Module) -> list[repetition.Line]:

@@ -19,8 +19,8 @@ from ..tensor.quantized_tensor import QuantizedTensorStorage
 from ..tensor.quantizer import Matrix, Operands, Quantizer, turned
 from .linear_operands import linear_operands, plain_matrices
 from .linear_spec import IDENTITY, LinearSaved, LinearSpec, changed, gradient_cast, sums_over_ranks
-from .repetition import Repeated, Repeats, repeats_on, save_repeated
-from .saving import backward_of, pack, restore, save, take_saved, unpack
+from .repetition import Repeated, Repeats, repeats_on
+from .saving import backward_of, pack, restore, save, unpack
 
 
 class QuantizedGradient(NamedTuple):
@@ -259,7 +259,7 @@ def repeating(spec: LinearSpec, device: torch.device) -> LinearSpec:
     forward = Repeated(_forward_pass, device, (spec.input, spec.weight))
     returned = spec.products.grad_weight is not None  # else it is put off, or goes where no line can know
     backward = Repeated(_backward_pass, device if returned else None, (spec.grad_output, spec.input))
-    return changed(spec, repeats=Repeats(forward, backward))
+    return changed(spec, repeats=Repeats(forward, backward, 1))
 
 
 def _forward_pass(given: list[Any], spec: LinearSpec) -> tuple[tuple[Any, ...], list[Any]]:
@@ -307,8 +307,8 @@ class _Linear(torch.autograd.Function):
             y, saved = _forward(x, weight, bias, spec)
             save(ctx, (), saved, spec.scale_update)
         else:
-            (y, *kept), forms = spec.repeats.forward([x, weight, bias], spec)
-            save_repeated(ctx, kept, forms, spec.scale_update)
+            (y, *kept), kind = spec.repeats.forward([x, weight, bias], spec)
+            spec.repeats.save(ctx, kept, kind, spec.scale_update)
         ctx.spec, ctx.input_shape = spec, x.shape
         ctx.weight_dtype, ctx.bias_dtype = weight.dtype, weight.dtype if bias is None else bias.dtype
         return y
@@ -320,10 +320,7 @@ class _Linear(torch.autograd.Function):
         if spec.repeats is None:
             _, saved = restore(ctx)
             return *_gradients(grad_output, saved, spec, ctx), None
-        (grad_input, grad_weight, grad_bias), _ = spec.repeats.backward(
-            [grad_output, *take_saved(ctx)], spec, ctx
-        )
-        return grad_input, grad_weight, grad_bias, None
+        return *spec.repeats.backward(ctx, (grad_output,), spec), None
 
 
 _applied = applier(_Linear)

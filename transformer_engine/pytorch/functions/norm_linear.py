@@ -15,8 +15,8 @@ from .fusions import APART, IN_CODES, norm_output
 from .linear import leading_shape, linear_backward, linear_forward
 from .linear_spec import LinearSaved, LinearSpec
 from .normalization import Norm, NormStatistics
-from .repetition import Repeated, Repeats, repeats_on, save_repeated
-from .saving import backward_of, pack, restore, save, take_saved, unpack
+from .repetition import Repeated, Repeats, repeats_on
+from .saving import backward_of, pack, restore, save, unpack
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class NormLinearSpec:
         )  # else it is put off, or goes where no line can know
         forward = Repeated(_forward_pass, device, (linear.input, linear.weight))
         backward = Repeated(_backward_pass, device if returned else None, (linear.grad_output, linear.input))
-        return replace(self, repeats=Repeats(forward, backward))
+        return replace(self, repeats=Repeats(forward, backward, 2))
 
 
 def norm_linear(
@@ -152,8 +152,8 @@ class _NormLinear(torch.autograd.Function):
             y, norm_output, statistics, saved = _forward(x, gamma, beta, weight, bias, spec)
             save(ctx, (x, gamma, statistics.mean, statistics.rstdev), saved, spec.linear.scale_update)
         else:
-            (y, norm_output, *kept), forms = spec.repeats.forward([x, gamma, beta, weight, bias], spec)
-            save_repeated(ctx, kept, forms, spec.linear.scale_update)
+            (y, norm_output, *kept), kind = spec.repeats.forward([x, gamma, beta, weight, bias], spec)
+            spec.repeats.save(ctx, kept, kind, spec.linear.scale_update)
         ctx.spec = spec
         ctx.weight_dtype, ctx.bias_dtype = weight.dtype, weight.dtype if bias is None else bias.dtype
         # torch 2.11 cannot trace the backward of an output that is None.
@@ -166,9 +166,7 @@ class _NormLinear(torch.autograd.Function):
         if spec.repeats is None:
             kept, saved = restore(ctx, 4)
             return *_gradients(grad_output, grad_norm_output, kept, saved, spec, ctx), None
-        given = [grad_output, grad_norm_output, *take_saved(ctx)]
-        (dx, dgamma, dbeta, dweight, dbias), _ = spec.repeats.backward(given, spec, ctx)
-        return dx, dgamma, dbeta, dweight, dbias, None
+        return *spec.repeats.backward(ctx, (grad_output, grad_norm_output), spec), None
 
 
 _applied = applier(_NormLinear)

@@ -24,7 +24,7 @@ from .linear_operands import linear_operands
 from .linear_spec import LinearSaved, LinearSpec
 from .norm_linear import normalized_input
 from .normalization import Norm, NormStatistics
-from .repetition import Repeated, Repeats, repeats_on, save_repeated
+from .repetition import Repeated, Repeats, repeats_on
 from .saving import backward_of, pack, restore, save, take_saved, unpack
 
 
@@ -72,7 +72,7 @@ class NormMLPSpec:
         forward = Repeated(_forward_pass, device, _quantizers(self))
         of_backward = (fc1.grad_output, fc2.grad_output, fc1.input, fc2.input)
         backward = Repeated(_backward_pass, device if returned else None, of_backward)
-        return replace(self, repeats=Repeats(forward, backward))
+        return replace(self, repeats=Repeats(forward, backward, 2))
 
 
 class NormMLPTensors(NamedTuple):
@@ -301,8 +301,8 @@ class _NormMLP(torch.autograd.Function):
         ctx.dtypes = (tensors[3].dtype, tensors[5].dtype)
         update = spec.fc1.scale_update
         if spec.repeats is not None:
-            (y, norm_output, *kept), forms = spec.repeats.forward([*tensors], spec)
-            save_repeated(ctx, kept, forms, update)
+            (y, norm_output, *kept), kind = spec.repeats.forward([*tensors], spec)
+            spec.repeats.save(ctx, kept, kind, update)
         else:
             tensors = NormMLPTensors(*tensors)
             states = (
@@ -325,8 +325,7 @@ class _NormMLP(torch.autograd.Function):
     def backward(ctx, grad_output, grad_norm_output=None):  # pyright: ignore[reportIncompatibleMethodOverride]
         spec = ctx.spec
         if spec.repeats is not None:
-            given = [grad_output, grad_norm_output, *take_saved(ctx)]
-            (dx, dgamma, dbeta, *rest), _ = spec.repeats.backward(given, spec, ctx)
+            dx, dgamma, dbeta, *rest = spec.repeats.backward(ctx, (grad_output, grad_norm_output), spec)
             return None, dx, dgamma, dbeta if ctx.needs_input_grad[3] else None, *rest
         if spec.recompute:
             count = len(NormMLPTensors._fields)

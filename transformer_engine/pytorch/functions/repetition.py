@@ -1,26 +1,32 @@
-"""results, told = repeated(given, facts): a pass of a layer, as a straight line once it has been the same a few times.
+"""A layer's passes, each as a straight line once it has been the same a few times.
 
 A pass is a plain function of the tensors that it is given and of facts that the layer's spec decides. It answers
 tensors, and what is no tensor (`told`: the forms of saved operands), which is the same in every call of a kind. The
 third call of a kind is recorded (`runtime/recording.py`); those after it run the line. The pass itself stays the one
 place where anything is decided, and runs whenever something else than the kind of call could decide: a forced backend,
 an observer, a dispatch mode, an offloading context.
+
+A kind is what the spec leaves open: how the tensors lie, and the settings of quantizers. Of what a forward has saved
+its backward looks at the caller's own tensors, which may have got other memory meanwhile, and at all of it where hooks
+gave it back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...common.dispatch import undisturbed
 from ...common.memory import Memory
 from ..offload.marks import active as offloading
 from ..primitives.gemm import undisturbed_products
-from ..runtime.recording import Recording
+from ..runtime.recording import Recording, Result
 from ..runtime.straight_line import Line, straight_line
 from ..tensor.quantizer import Quantizer
+from .saving import take_saved
 
 # (given, *facts) -> (results, told); given is emptied
 Pass = Callable[..., "tuple[tuple[Any, ...], Any]"]
@@ -30,25 +36,29 @@ _TRIES = 8
 _KEPT = 16
 _NATIVE = (Tensor, torch.nn.Parameter, type(None))
 _SUBCLASS = "a tensor is of a subclass"
+_hooks_on_saved: Any = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
 
 
-class _Kind:
-    """The calls whose tensors lie alike.
+class Kind:
+    """The calls of a pass whose tensors lie alike.
 
-    refusal   why there is no line; None: not yet, or there is one
+    told     by the pass
+    given    which of the results are tensors that the pass was given
+    refusal  why there is no line; None: not yet, or there is one
     """
 
-    __slots__ = ("calls", "line", "refusal", "told")
+    __slots__ = ("calls", "given", "line", "refusal", "told")
 
-    def __init__(self) -> None:
+    def __init__(self, told: Any = None) -> None:
         self.calls = 0
         self.line: Line | None = None
-        self.told: Any = None
+        self.told = told
+        self.given: tuple[int, ...] = ()
         self.refusal: str | None = None
 
 
-def _kind(key: tuple[Any, ...]) -> _Kind:
-    return _Kind()
+def _kind(key: tuple[Any, ...]) -> Kind:
+    return Kind()
 
 
 class Repeated:
@@ -63,55 +73,96 @@ class Repeated:
         self.passed = passed
         self.device = device
         self.quantizers = tuple([quantizer for quantizer in quantizers if not quantizer.is_identity])
-        self.kinds: Memory[Any, _Kind] = Memory(_kind, _KEPT)
+        self.kinds: Memory[Any, Kind] = Memory(_kind, _KEPT)
 
-    def __call__(self, given: list[Any], *facts: Any) -> tuple[tuple[Any, ...], Any]:
-        if self.device is None or offloading.synchronizer is not None or not undisturbed_products():
-            return self.passed(given, *facts)
-        key: list[Any] = [None if t is None else (type(t), t.shape, t.stride(), t.dtype) for t in given]
+    def __call__(
+        self, key: list[Any], given: list[Any], facts: tuple[Any, ...]
+    ) -> tuple[tuple[Any, ...], Kind]:
+        """The results of what is given, whose kind the key and the quantizers tell."""
         states: list[Tensor] = []
         for quantizer in self.quantizers:
             kept = quantizer.kept()
             if kept is None:
-                return self.passed(given, *facts)
+                return self.as_it_is(given, facts)
             key.append(kept[0])
             states += kept[1]
         kind = self.kinds[tuple(key)]
         if kind.line is not None:
-            results = kind.line([*given, *states])
+            results = kind.line(given + states if states else given)
             if results is not None:
-                return results, kind.told
-        elif kind.calls < _RECORDED + _TRIES:
-            return self._learnt(kind, given, states, facts)
-        return self.passed(given, *facts)
+                return results, kind
+        elif kind.calls < _RECORDED + _TRIES and self.device is not None:
+            return self._learnt(kind, given, states, facts, self.device)
+        return self.as_it_is(given, facts)
+
+    def as_it_is(self, given: list[Any], facts: tuple[Any, ...]) -> tuple[tuple[Any, ...], Kind]:
+        results, told = self.passed(given, *facts)
+        return results, Kind(told)
 
     def _learnt(
-        self, kind: _Kind, given: list[Any], states: list[Tensor], facts: tuple[Any, ...]
-    ) -> tuple[tuple[Any, ...], Any]:
+        self, kind: Kind, given: list[Any], states: list[Tensor], facts: tuple[Any, ...], device: torch.device
+    ) -> tuple[tuple[Any, ...], Kind]:
         """The pass, recorded when its time has come."""
-        assert self.device is not None
         kind.calls += 1
         if any(type(tensor) not in _NATIVE for tensor in given):
             kind.calls, kind.refusal = _RECORDED + _TRIES, _SUBCLASS
-        if kind.calls < _RECORDED or kind.refusal == _SUBCLASS or _is_captured(self.device):
-            return self.passed(given, *facts)
-        with Recording([*given, *states], self.device) as recording:
+        if kind.calls < _RECORDED or kind.refusal == _SUBCLASS or _is_captured(device):
+            return self.as_it_is(given, facts)
+        with Recording([*given, *states], device) as recording:
             results, told = self.passed(given, *facts)
         answered = recording.results(results)
         line = straight_line(recording, answered) if recording.refusal is None else None
         if recording.refusal is None:
-            kind.line, kind.told = line, told
+            kind.told, kind.given = told, _given(answered, recording.given)
+            kind.line = line
         elif not recording.passing:
             kind.calls = _RECORDED + _TRIES
         kind.refusal = recording.refusal
-        return results, told
+        return results, Kind(told)
 
 
-class Repeats(NamedTuple):
-    """The passes of a layer."""
+class Repeats:
+    """The passes of a layer.
 
-    forward: Repeated
-    backward: Repeated
+    answers   how many of the forward's results are not saved, and how many gradients the backward is given
+    """
+
+    __slots__ = ("_answers", "_backward", "_forward")
+
+    def __init__(self, forward: Repeated, backward: Repeated, answers: int):
+        self._forward = forward
+        self._backward = backward
+        self._answers = answers
+
+    @property
+    def passes(self) -> tuple[Repeated, Repeated]:
+        return self._forward, self._backward
+
+    def forward(self, given: list[Any], spec: Any) -> tuple[tuple[Any, ...], Kind]:
+        """(results, the kind of the call); the spec says all of what is given but its strides."""
+        if _is_disturbed():
+            return self._forward.as_it_is(given, (spec,))
+        key = [None if tensor is None else tensor.stride() for tensor in given]
+        return self._forward(key, given, (spec,))
+
+    def save(self, ctx: Any, kept: Sequence[Tensor | None], kind: Kind, update: Any) -> None:
+        """`saving.save` of what a forward of a kind has answered."""
+        ctx.save_for_backward(*kept)
+        ctx.forms, ctx.scale_update = kind.told, update
+        ctx.kind, ctx.hooked = kind, _hooks_on_saved(False) is not None
+
+    def backward(self, ctx: Any, grads: Sequence[Tensor | None], spec: Any) -> tuple[Any, ...]:
+        """The gradients, of those of the forward's answers."""
+        kind: Kind = ctx.kind
+        given = [*grads, *take_saved(ctx)]
+        if kind.line is None or _is_disturbed():
+            return self._backward.as_it_is(given, (spec, ctx))[0]
+        key: list[Any] = [kind]
+        looked_at = given if ctx.hooked else [*grads, *[given[i] for i in kind.given]]
+        for tensor in looked_at:
+            key += (None,) if tensor is None else (type(tensor), tensor.shape, tensor.stride(), tensor.dtype)
+        del looked_at
+        return self._backward(key, given, (spec, ctx))[0]
 
 
 def repeats_on(device: torch.device) -> bool:
@@ -119,10 +170,15 @@ def repeats_on(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def save_repeated(ctx: Any, kept: Sequence[Tensor | None], forms: list[Any], update: Any) -> None:
-    """`saving.save` of what a pass has packed."""
-    ctx.save_for_backward(*kept)
-    ctx.forms, ctx.scale_update = forms, update
+def _is_disturbed() -> bool:
+    """May something else decide than the kind of a call?"""
+    return offloading.synchronizer is not None or not (undisturbed() and undisturbed_products())
+
+
+def _given(results: Sequence[Result | None], given: int) -> tuple[int, ...]:
+    return tuple(
+        [i for i, result in enumerate(results) if result is not None and result.place.buffer < given]
+    )
 
 
 def _is_captured(device: torch.device) -> bool:

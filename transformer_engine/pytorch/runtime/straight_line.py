@@ -1,7 +1,8 @@
 """results = line(given): a recorded pass, written as one function that allocates, launches and multiplies.
 
 The function's source is made of the recording as `namedtuple` makes a class: every handle, form and constant is a name
-of it, every buffer a local variable that is deleted behind the step that reads it last, as the pass itself does.
+of it, every buffer a local variable that is deleted behind the step that reads it last, as the pass itself does. What
+small passes make for themselves alone lies in one piece of memory: an allocation takes as long as half a launch.
 """
 
 from __future__ import annotations
@@ -14,7 +15,11 @@ import torch
 from ...common.kernels.launch import ALIGNMENT
 from .device import only_device
 from .recording import Called, Form, Made, Multiplied, Numbers, Place, Recording, Result, Started
+from .scratch import Life, Plan, plan
 from .zeros import numbers
+
+# An allocation takes 3.3 us of an H200's host, a launch 5. Larger passes wait for the GPU, and for memory.
+_SMALL = 4 << 20
 
 Line = Callable[[list[Any]], "tuple[Any, ...] | None"]
 
@@ -35,7 +40,9 @@ class _Writer:
         self.results = results
         self.names: dict[str, Any] = {"empty": torch.empty_strided, "device": recording.device}
         self.named: dict[int, str] = {}
+        self.last = self._last_reads()
         self.forms = self._forms_wanted()
+        self.scratch = self._scratch()
 
     def function(self) -> Line:
         body = [line for step, dead in self._steps() for line in (*self._written(step), *dead)]
@@ -97,20 +104,48 @@ class _Writer:
         if multiplied:
             self.names["workspace_of"] = ways[0].workspace
             lines.append(f"workspace = workspace_of({index}, stream)")
-        return lines
+        if self.scratch.bytes:
+            self.names["uint8"] = torch.uint8
+            lines.append(f"scratch = empty(({self.scratch.bytes},), (1,), dtype=uint8, device=device)")
+            lines.append("of_scratch = scratch.data_ptr()")
+        return lines + self._numbers()
+
+    def _numbers(self) -> list[str]:
+        """All numbers at once: they are slots of a tensor that is there."""
+        steps = [step for step in self.recording.steps if isinstance(step, Numbers)]
+        if not steps:
+            return []
+        self.names["numbers"] = numbers
+        buffers = [buffer for step in steps for buffer in step.buffers]
+        zeroed = tuple([zero for step in steps for zero in step.zeroed])
+        lines = [f"{''.join(f'b{buffer}, ' for buffer in buffers)}= numbers(device, {zeroed})"]
+        return lines + [f"p{buffer} = b{buffer}.data_ptr()" for buffer in buffers]
 
     # Which buffer is last read where.
 
-    def _steps(self) -> list[tuple[Any, list[str]]]:
-        """The steps, and what is deleted behind each."""
+    def _last_reads(self) -> dict[int, int]:
+        """The step that reads a buffer last, of those that the pass does not answer."""
         answered = {result.place.buffer for result in self.results if result is not None}
         last: dict[int, int] = {}
         for number, step in enumerate(self.recording.steps):
-            for buffer in _read(step):
-                last[buffer] = number
+            last.update((buffer, number) for buffer in _read(step) if buffer not in answered)
+        return last
+
+    def _scratch(self) -> Plan:
+        """Where the buffers of a small pass lie that it makes for itself alone."""
+        lives = [
+            Life(step.buffer, number, self.last[step.buffer], _elements(step.form) * step.form.dtype.itemsize)
+            for number, step in enumerate(self.recording.steps)
+            if isinstance(step, Made) and step.buffer in self.last
+        ]
+        planned = plan(lives)
+        return planned if len(lives) > 1 and planned.bytes <= _SMALL else Plan({}, 0)
+
+    def _steps(self) -> list[tuple[Any, list[str]]]:
+        """The steps, and what is deleted behind each."""
         deleted: dict[int, list[str]] = {}
-        for buffer, number in last.items():
-            if buffer not in answered:
+        for buffer, number in self.last.items():
+            if buffer not in self.scratch.offsets:
                 deleted.setdefault(number, []).append(f"del b{buffer}")
         return [(step, deleted.get(number, [])) for number, step in enumerate(self.recording.steps)]
 
@@ -132,6 +167,8 @@ class _Writer:
     # How a step reads.
 
     def _written(self, step: Any) -> list[str]:
+        if isinstance(step, Made) and step.buffer in self.scratch.offsets:
+            return [f"p{step.buffer} = of_scratch + {self.scratch.offsets[step.buffer]}"]
         if isinstance(step, Made):
             shape, strides, dtype = self.forms[step.buffer]
             value = f"empty({shape}, {strides}, dtype={self._name(dtype)}, device=device)"
@@ -140,10 +177,7 @@ class _Writer:
             value = f"{self._name(step.make)}()"
             return [f"b{step.buffer} = {value}", f"p{step.buffer} = b{step.buffer}.data_ptr()"]
         if isinstance(step, Numbers):
-            self.names["numbers"] = numbers
-            targets = "".join([f"b{buffer}, " for buffer in step.buffers])
-            made = [f"{targets}= numbers(device, {step.zeroed})"]
-            return made + [f"p{buffer} = b{buffer}.data_ptr()" for buffer in step.buffers]
+            return []
         return self._started(step) if isinstance(step, Started) else self._multiplied(step)
 
     def _started(self, step: Started) -> list[str]:
