@@ -18,7 +18,15 @@ from ..runtime.applying import applier
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from ..tensor.quantizer import Matrix, Operands, Quantizer, turned
 from .linear_operands import linear_operands, plain_matrices
-from .linear_spec import IDENTITY, LinearSaved, LinearSpec, changed, gradient_cast, sums_over_ranks
+from .linear_spec import (
+    IDENTITY,
+    LinearSaved,
+    LinearSpec,
+    backward_quantizers,
+    changed,
+    gradient_cast,
+    sums_over_ranks,
+)
 from .repetition import Repeated, Repeats, repeats_on
 from .saving import backward_of, pack, restore, save, unpack
 
@@ -258,7 +266,7 @@ def repeating(spec: LinearSpec, device: torch.device) -> LinearSpec:
         return spec
     forward = Repeated(_forward_pass, device, (spec.input, spec.weight))
     returned = spec.products.grad_weight is not None  # else it is put off, or goes where no line can know
-    backward = Repeated(_backward_pass, device if returned else None, (spec.grad_output, spec.input))
+    backward = Repeated(_backward_pass, device if returned else None, backward_quantizers(spec))
     return changed(spec, repeats=Repeats(forward, backward, 1))
 
 

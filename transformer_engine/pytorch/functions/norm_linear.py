@@ -13,7 +13,7 @@ from ..runtime.applying import applier
 from ..tensor.quantizer import Operands
 from .fusions import APART, IN_CODES, norm_output
 from .linear import leading_shape, linear_backward, linear_forward
-from .linear_spec import LinearSaved, LinearSpec
+from .linear_spec import LinearSaved, LinearSpec, backward_quantizers
 from .normalization import Norm, NormStatistics
 from .repetition import Repeated, Repeats, repeats_on
 from .saving import backward_of, pack, restore, save, unpack
@@ -43,7 +43,7 @@ class NormLinearSpec:
             linear.products.grad_weight is not None
         )  # else it is put off, or goes where no line can know
         forward = Repeated(_forward_pass, device, (linear.input, linear.weight))
-        backward = Repeated(_backward_pass, device if returned else None, (linear.grad_output, linear.input))
+        backward = Repeated(_backward_pass, device if returned else None, backward_quantizers(linear))
         return replace(self, repeats=Repeats(forward, backward, 2))
 
 

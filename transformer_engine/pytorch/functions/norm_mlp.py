@@ -21,7 +21,7 @@ from ..tensor.quantizer import Operands, Quantizer
 from .fusions import APART, IN_CODES, IN_PRODUCT, mlp_activation, mlp_gradient, norm_output
 from .linear import QuantizedGradient, leading_shape, linear_backward, linear_forward
 from .linear_operands import linear_operands
-from .linear_spec import LinearSaved, LinearSpec
+from .linear_spec import LinearSaved, LinearSpec, backward_quantizers
 from .norm_linear import normalized_input
 from .normalization import Norm, NormStatistics
 from .repetition import Repeated, Repeats, repeats_on
@@ -70,7 +70,7 @@ class NormMLPSpec:
         # Else one is put off, or goes where no line can know.
         returned = fc1.products.grad_weight is not None and fc2.products.grad_weight is not None
         forward = Repeated(_forward_pass, device, _quantizers(self))
-        of_backward = (fc1.grad_output, fc2.grad_output, fc1.input, fc2.input)
+        of_backward = (*backward_quantizers(fc1), *backward_quantizers(fc2))
         backward = Repeated(_backward_pass, device if returned else None, of_backward)
         return replace(self, repeats=Repeats(forward, backward, 2))
 

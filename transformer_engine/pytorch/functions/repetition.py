@@ -19,10 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...common.dispatch import undisturbed
 from ...common.memory import Memory
 from ..offload.marks import active as offloading
-from ..primitives.gemm import undisturbed_products
+from ..primitives.gemm import undisturbed_in_eager_mode
 from ..runtime.recording import Recording, Result
 from ..runtime.straight_line import Line, straight_line
 from ..tensor.quantizer import Quantizer
@@ -88,9 +87,11 @@ class Repeated:
             states += kept[1]
         kind = self.kinds[tuple(key)]
         if kind.line is not None:
-            results = kind.line(given + states if states else given)
+            given += states  # one list, which the line empties: it alone holds what is saved
+            results = kind.line(given)
             if results is not None:
                 return results, kind
+            del given[len(given) - len(states) :]
         elif kind.calls < _RECORDED + _TRIES and self.device is not None:
             return self._learnt(kind, given, states, facts, self.device)
         return self.as_it_is(given, facts)
@@ -172,7 +173,7 @@ def repeats_on(device: torch.device) -> bool:
 
 def _is_disturbed() -> bool:
     """May something else decide than the kind of a call?"""
-    return offloading.synchronizer is not None or not (undisturbed() and undisturbed_products())
+    return offloading.synchronizer is not None or not undisturbed_in_eager_mode()
 
 
 def _given(results: Sequence[Result | None], given: int) -> tuple[int, ...]:

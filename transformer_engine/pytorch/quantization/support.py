@@ -77,8 +77,13 @@ def _hardware_refusal(kind: str) -> str:
     """Empty if the current device computes the format in hardware, else a sentence."""
     if not has_cuda():
         return f"There is no CUDA device for {kind} execution."
+    return _refusal_of(kind, get_device_compute_capability())
+
+
+@functools.cache
+def _refusal_of(kind: str, capability: tuple[int, int]) -> str:
+    """The same of a device: every block asks, and the families are many."""
     needs = _requirement(kind)
-    capability = get_device_compute_capability()
     if needs.below is not None and capability >= needs.below:
         limit = f"{needs.below[0]}.{needs.below[1]}"
         return f"{needs.title} execution is not supported on device compute capability {limit} and higher."

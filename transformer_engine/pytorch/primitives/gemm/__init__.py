@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..operand import Operand, plain
 from .fused import gemm, gemm_gelu, gemm_gelu_gradient
 from .product import TABLE
-from .repeated import RepeatedProduct, as_matrix, undisturbed_products
+from .repeated import RepeatedProduct, as_matrix, undisturbed_in_eager_mode
 from .request import Epilogue, GemmRequest
 
 __all__ = [
@@ -19,5 +19,5 @@ __all__ = [
     "gemm_gelu",
     "gemm_gelu_gradient",
     "plain",
-    "undisturbed_products",
+    "undisturbed_in_eager_mode",
 ]

@@ -110,7 +110,12 @@ def _shaped(result: Tensor, leading: torch.Size | None) -> Tensor:
 
 def undisturbed_products() -> bool:
     """Is a product one that depends on its matrices alone?"""
-    if is_compiling() or not undisturbed():
+    return not is_compiling() and undisturbed_in_eager_mode()
+
+
+def undisturbed_in_eager_mode() -> bool:
+    """undisturbed_products(), for a caller that knows that no compiler is tracing."""
+    if not undisturbed():
         return False
     return not (dispatch_modes() or Switch.depth or asked_in_eager_mode() is not None)
 

@@ -1,0 +1,163 @@
+"""Prints {layer and recipe: what differs} between a step by passes and steps by lines, on a GPU that does nothing.
+
+Memory holds symbols in place of numbers: what a kernel or a product writes is the symbol of its name, its scalars and
+the symbols that it reads. Two steps that leave the same symbols in results, gradients and scaling states have started
+the same on the same, whatever else their memory was used for in between.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import host_calls
+import pretended_gpu
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.kernels import launch as launches
+from transformer_engine.pytorch.primitives.gemm import cublaslt_library
+
+LAYERS = {
+    "linear": host_calls._linear,
+    "linear_bias": host_calls._linear_bias,
+    "layernorm_linear": host_calls._layernorm_linear,
+    "layernorm_mlp": host_calls._mlp,
+    "biased_mlp": lambda: te.LayerNormMLP(512, 512, activation="relu", params_dtype=torch.bfloat16),
+}
+STEPS = (
+    6  # the third call of a kind is recorded, of a backward's, which begins when its forward is, the sixth
+)
+RECORDED = 7
+
+memory: dict[int | None, Any] = {}
+
+
+def read(address: int | None) -> Any:
+    return None if address is None else memory.get(address, "?")
+
+
+class Kernel:
+    """A launcher that computes symbols."""
+
+    def __init__(self, launch: Any):
+        self.launch = launch
+
+    def __call__(self, *arguments: Any) -> None:
+        launch = self.launch
+        count = launch.inputs + len(launch.outputs)
+        pointers = arguments[len(arguments) - len(launch.scalars + launch.constants) - count :][:count]
+        inputs, outputs = pointers[: launch.inputs], pointers[launch.inputs :]
+        name = launch.kernel.fn.__name__
+        made = hash(
+            (name, launch.grid, launch.scalars, tuple(map(str, launch.constants)), *map(read, inputs))
+        )
+        for number, address in enumerate((*outputs, *[inputs[place] for place in launch.in_place])):
+            if address is not None:
+                memory[address] = hash((made, number))
+
+
+class Names(dict):
+    """Every name is a number of its own."""
+
+    def __missing__(self, name: str) -> int:
+        return self.setdefault(name, len(self))
+
+    def __getattr__(self, name: str) -> int:
+        return self[name]
+
+
+class Library:
+    """cuBLASLt's two calls on symbols."""
+
+    def __init__(self) -> None:
+        self.attributes: dict[tuple[int, int], int] = {}
+
+    def set_attribute(self, operation: int, attribute: int, address: int, size: int) -> None:
+        if size == 8:
+            self.attributes[operation, attribute] = ctypes.c_uint64.from_address(address).value
+
+    def matmul(self, handle, operation, alpha, a, of_a, b, of_b, beta, c, of_c, d, of_d, *_) -> None:
+        pointers = {name: at for (of, name), at in self.attributes.items() if of == operation}
+        read_too = tuple([(name, read(at)) for name, at in sorted(pointers.items())])
+        memory[d] = hash(("product", read(a), read(b), read_too))
+
+
+def pretend() -> None:
+    pretended_gpu.pretend()
+    middle = (0, 0, False, False, None, None, None, None, None, None)
+
+    def compiled(launch: Any, tensors: Any) -> Any:
+        arguments = (*launch.scalars, *launch.constants)
+        return launches.Handle(Kernel(launch), launch.grid, lambda device: 0, middle, arguments)
+
+    launches._compile = compiled
+    fake, library = cublaslt_library.bindings(), Library()
+    numbers = itertools.count(1)
+    fake.MatmulDescAttribute = Names()
+    fake.matmul_desc_create = lambda *_: next(numbers)
+    fake.matmul_desc_set_attribute, fake.matmul = library.set_attribute, library.matmul
+
+
+def step(module: torch.nn.Module, recipe: Any) -> dict[str, Any]:
+    """The symbols of results, gradients and states after a step."""
+    x = torch.zeros(128, 1, 512, dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.zeros(128, 1, 512, dtype=torch.bfloat16)
+    states = {
+        f"{key}.{name}": getattr(state, name)
+        for key, state in module.numerics.meta.items()
+        if hasattr(state, "amax_history")
+        for name in ("scale_in_place", "amax_history")
+    }
+    given = {"x": x, "dy": dy, **states, **dict(module.named_parameters())}
+    memory.clear()
+    for name, tensor in given.items():
+        memory[tensor.data_ptr()] = name
+    for parameter in module.parameters():
+        parameter.grad = None
+    with te.autocast(enabled=recipe is not None, recipe=recipe):
+        y = module(x)
+    y.backward(dy)
+    left = {"y": y, "dx": x.grad, **states}
+    left |= {f"d{name}": parameter.grad for name, parameter in module.named_parameters()}
+    return {name: read(tensor.data_ptr()) for name, tensor in left.items()}
+
+
+def lines(module: Any) -> list[int]:
+    """How many lines each pass of a layer has."""
+    specs = [spec for spec in module._specs.values() if spec.repeats is not None]
+    return [
+        sum(kind.line is not None for kind in repeated.kinds.values())
+        for spec in specs
+        for repeated in spec.repeats.passes
+    ]
+
+
+def differences(name: str, kind: str) -> str | None:
+    module, recipe = LAYERS[name](), host_calls.RECIPES[kind]()
+    steps = [step(module, recipe) for _ in range(RECORDED + 3)]
+    if lines(module) != [1, 1]:
+        return f"lines: {lines(module)}"
+    expected = steps[1]  # the first has no states yet to be named
+    if "?" in expected.values():
+        return f"{expected}"
+    for number, found in enumerate(steps[2:], 2):
+        unlike = [part for part in expected if found[part] != expected[part]]
+        if unlike:
+            return f"step {number}: {unlike}"
+    return None
+
+
+if __name__ == "__main__":
+    pretend()
+    print(
+        json.dumps(
+            {f"{name}/{kind}": differences(name, kind) for name in LAYERS for kind in host_calls.RECIPES}
+        )
+    )
