@@ -18,6 +18,7 @@ TWICE = {
     "functions.dropout._BiasDropoutAdd",
     "functions.dropout._Dropout",
     "functions.norm._Normalize",
+    "functions.pieces._Whole",
     "functions.softmax._ScaledSoftmax",
     "functions.split_along.SplitAlongDim",
     "functions.split_heads._SplitHeads",

@@ -272,7 +272,8 @@ def repeating(spec: LinearSpec, device: torch.device) -> LinearSpec:
 
 def _forward_pass(given: list[Any], spec: LinearSpec) -> tuple[tuple[Any, ...], list[Any]]:
     """x, weight, bias -> y and what is saved; the forms of that"""
-    y, saved = _forward(*given, spec)
+    x, weight, bias = given
+    y, saved = _forward(x, weight, bias, spec)
     kept, forms = pack(*saved)
     return (y, *kept), forms
 
@@ -294,9 +295,8 @@ def _gradients(grad_output: Tensor, saved: list[Any], spec: LinearSpec, ctx: Any
     cast = None if quantizer is None else _cast_of_product(quantizer, spec, "column")
     product: Any = None if cast is None else partial(gemm, cast=cast)
     leading = ctx.input_shape[:-1] if repeated and cast is None else None
-    grad_input, grad_weight, grad_bias = linear_backward(
-        grad_output, saved, spec, ctx.weight_dtype, ctx.bias_dtype, product, leading
-    )
+    made = linear_backward(grad_output, saved, spec, ctx.weight_dtype, ctx.bias_dtype, product, leading)
+    grad_input: Any = made.input
     if grad_input is not None:
         if cast is not None:
             assert quantizer is not None
@@ -305,7 +305,7 @@ def _gradients(grad_output: Tensor, saved: list[Any], spec: LinearSpec, ctx: Any
             shape = ctx.input_shape
             grad_input = grad_input if grad_input.shape == shape else grad_input.view(shape)
             grad_input = grad_input if quantizer is None else quantizer.quantize(grad_input)
-    return grad_input, grad_weight, grad_bias
+    return grad_input, made.weight, made.bias
 
 
 class _Linear(torch.autograd.Function):

@@ -101,8 +101,8 @@ def normalized_input(
 
 def _forward_pass(given: list[Any], spec: NormLinearSpec) -> tuple[tuple[Any, ...], list[Any]]:
     """x, gamma, beta, weight, bias -> y, norm(x) and what is saved; the forms of the operands"""
-    x, gamma = given[:2]
-    y, norm_output, statistics, saved = _forward(*given, spec)
+    x, gamma, beta, weight, bias = given
+    y, norm_output, statistics, saved = _forward(x, gamma, beta, weight, bias, spec)
     kept, forms = pack(*saved)
     return (y, norm_output, x, gamma, *statistics, *kept), forms
 

@@ -28,7 +28,7 @@ from ._common import apply_normalization
 from .arguments import check_arguments
 from .config import configured, early
 from .linear_base import SIZES, LinearConfig, OverlapOptions, ProductsModule, check_parallel_mode
-from .linear_parameters import create_parameters, joined, mark_parameters
+from .linear_parameters import create_parameters, mark_parameters, weight_and_bias
 from .norm_parameters import mark_norm_parameters, register_norm_parameters
 from .parameters import InitMethod, parameter_of
 from .specs import Call, check_call, product_spec, quantizable, scale_update
@@ -167,8 +167,7 @@ class LayerNormLinear(ProductsModule):
                 f"fp8_grad={fp8_grad!r}: a norm's gradient is not quantized; use Linear, or leave it False"
             )
         config = self._config
-        weight = joined(self, config.weight_names)
-        bias = joined(self, config.bias_names) if config.use_bias else None
+        weight, bias = weight_and_bias(self)
         gamma, beta = parameter_of(self, "layer_norm_weight"), parameter_of(self, "layer_norm_bias")
         spec: NormLinearSpec = self.spec(
             inp, (weight, bias, gamma, beta), (is_first_microbatch, fp8_output, fp8_grad)

@@ -75,7 +75,7 @@ def build(key: tuple[Any, ...]) -> NormMLPSpec:
         needs = (wants, wants and weight.requires_grad, wants and bias is not None and bias.requires_grad)
         return product_spec(call, number, products[number], parallel, needs, update, weight)
 
-    spec = NormMLPSpec(
+    made = NormMLPSpec(
         Norm(config.normalization, config.eps, config.zero_centered_gamma),
         spec(0, "column", fc1_weight, fc1_bias),
         spec(1, "row", fc2_weight, None if config.adds_bias_late else fc2_bias),
@@ -85,7 +85,7 @@ def build(key: tuple[Any, ...]) -> NormMLPSpec:
         config.checkpoint and wants,
         wants,
     ).chosen()
-    return spec.repeating(call.x[3]) if call.begin is None else spec
+    return made.repeating(call.x[3]) if call.begin is None else made
 
 
 def _check_rows(config: NormMLPConfig, rows: int) -> None:

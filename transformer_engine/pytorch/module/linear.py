@@ -18,7 +18,7 @@ from ..runtime.replaceable import watched
 from .arguments import check_arguments
 from .config import configured
 from .linear_base import SIZES, LinearConfig, OverlapOptions, ProductsModule, check_parallel_mode
-from .linear_parameters import create_parameters, joined, mark_parameters
+from .linear_parameters import create_parameters, mark_parameters, weight_and_bias
 from .parameters import InitMethod
 from .specs import Call, check_call, product_spec, quantizable, scale_update
 from .workspace import get_workspace as get_workspace
@@ -132,8 +132,7 @@ class Linear(ProductsModule):
         Raises ValueError or TypeError for an input whose last dimension, dtype or device does not fit.
         """
         config = self._config
-        weight = joined(self, config.weight_names)
-        bias = joined(self, config.bias_names) if config.use_bias else None
+        weight, bias = weight_and_bias(self)
         spec = self.spec(inp, (weight, bias), (is_first_microbatch, fp8_output, fp8_grad))
         product = _linear_by_name if _replaced.names else linear
         if is_first_microbatch is not None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..distributed.tensor_parallel import set_tensor_model_parallel_attributes
+from ..functions.pieces import whole
 from ..runtime.device import canonical_device
 from .linear_base import LinearConfig, ProductsModule
 from .parameters import InitMethod, ParameterInit, default_init_method, parameter_of, split_names
 
+_ALIGNMENT = 512  # bytes; that of an allocation on a GPU
 Split = Sequence[str] | Mapping[str, int] | None
 
 
@@ -50,14 +53,15 @@ def create_parameters(
         "dtype": dtype or torch.get_default_dtype(),
         "device": canonical_device(device),
     }
-    for name, rows in zip(weights, pieces.values(), strict=True):
-        parameter = torch.nn.Parameter(torch.empty(rows, config.in_features, **options))
-        module.register_parameter(name, parameter, init)
-    for name, rows in zip(biases, pieces.values(), strict=True):
-        if config.use_bias:
-            zeros = ParameterInit(torch.nn.init.zeros_)
-            module.register_parameter(name, torch.nn.Parameter(torch.empty(rows, **options)), zeros)
-        else:
+    rows = list(pieces.values())
+    for name, values in zip(weights, _neighbours(rows, config.in_features, **options), strict=True):
+        module.register_parameter(name, torch.nn.Parameter(values), init)
+    if config.use_bias:
+        zeros = ParameterInit(torch.nn.init.zeros_)
+        for name, values in zip(biases, _neighbours(rows, **options), strict=True):
+            module.register_parameter(name, torch.nn.Parameter(values), zeros)
+    else:
+        for name in biases:
             setattr(module, name, torch.empty(0, **options))
     module._configure(weight_names=tuple(weights), bias_names=tuple(biases), _weights=(tuple(weights),))
 
@@ -76,8 +80,18 @@ def mark_parameters(module: ProductsModule) -> None:
             set_tensor_model_parallel_attributes(getattr(module, name), sharded, 0, 1)
 
 
-def joined(module: torch.nn.Module, names: tuple[str, ...]) -> Tensor:
-    """The parameter, or the pieces of it one below the other."""
-    if len(names) == 1:
-        return parameter_of(module, names[0])
-    return torch.cat([getattr(module, name) for name in names])
+def weight_and_bias(module: ProductsModule) -> tuple[Tensor, Tensor | None]:
+    """The parameters, or their pieces one below the other; None for a layer without bias."""
+    config: Any = module._config
+    weights, biases = config.weight_names, config.bias_names if config.use_bias else ()
+    if len(weights) == 1:
+        return parameter_of(module, weights[0]), parameter_of(module, biases[0]) if biases else None
+    return whole([getattr(module, name) for name in weights], [getattr(module, name) for name in biases])
+
+
+def _neighbours(rows: Sequence[int], *columns: int, **options: Any) -> list[Tensor]:
+    """Uninitialised pieces [rows, *columns], one behind another where each is as aligned as an allocation."""
+    sizes = [row * prod(columns) * options["dtype"].itemsize for row in rows]
+    if len(rows) == 1 or any(size % _ALIGNMENT for size in sizes):
+        return [torch.empty(row, *columns, **options) for row in rows]
+    return list(torch.empty(sum(rows), *columns, **options).split(list(rows)))

@@ -266,14 +266,14 @@ class Recording(TorchFunctionMode):
         buffer = self.buffers[number]
         return buffer is not None and buffer.begin % ALIGNMENT == 0
 
-    def results(self, tensors: Sequence[Any]) -> list[Result | None]:
+    def results(self, tensors: Sequence[Tensor | None]) -> list[Result | None]:
         """Of what the pass has answered, what it is."""
         found: list[Result | None] = []
         for tensor in tensors:
             if tensor is not None and type(tensor) not in (Tensor, torch.nn.Parameter):
                 self.refuse("it answers something that is no plain tensor")
-            place = self._place(tensor) if isinstance(tensor, Tensor) else None
-            found.append(None if place is None else Result(place, Form.of(tensor)))
+            place = self._place(tensor)
+            found.append(None if place is None or tensor is None else Result(place, Form.of(tensor)))
         return found
 
 

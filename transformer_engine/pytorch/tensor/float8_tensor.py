@@ -233,9 +233,8 @@ class Float8Quantizer(_PerTensorQuantizer):
         return slot[2:]
 
     def kept(self) -> tuple[Hashable, tuple[Tensor, ...]] | None:
-        if type(self) is not Float8Quantizer or self.amax_reduction_group is not None:
-            return None
-        return self.dtype, self._views()
+        alone = type(self) is Float8Quantizer and self.amax_reduction_group is None
+        return (self.dtype, self._views()) if alone else None
 
     def __getstate__(self) -> dict[str, Any]:
         # A process group lives as long as its process.
@@ -249,9 +248,7 @@ class Float8Quantizer(_PerTensorQuantizer):
         return together
 
     def _agree_on_amax(self) -> None:
-        torch.distributed.all_reduce(
-            self.amax, op=torch.distributed.ReduceOp.MAX, group=self.amax_reduction_group
-        )
+        torch.distributed.all_reduce(self.amax, torch.distributed.ReduceOp.MAX, self.amax_reduction_group)
 
     def calibrate(self, tensor: Tensor) -> None:
         self.record(absolute_maximum(tensor))
@@ -277,9 +274,6 @@ class Float8Quantizer(_PerTensorQuantizer):
 
     def _get_compatible_recipe(self) -> type[recipes.Recipe]:
         return recipes.DelayedScaling
-
-    def _configuration(self) -> Hashable:
-        return id(self)
 
     def __eq__(self, other: object) -> bool:
         return self is other
@@ -338,9 +332,8 @@ class Float8CurrentScalingQuantizer(ReducesMaximum, _PerTensorQuantizer):
         return _operands(self._quantized(matrix, rowwise, columnwise), matrix.dtype)
 
     def kept(self) -> tuple[Hashable, tuple[Tensor, ...]] | None:
-        if type(self) is not Float8CurrentScalingQuantizer or self.with_amax_reduction:
-            return None
-        return (self.dtype, self.force_pow_2_scales, self.amax_epsilon), ()
+        alone = type(self) is Float8CurrentScalingQuantizer and not self.with_amax_reduction
+        return ((self.dtype, self.force_pow_2_scales, self.amax_epsilon), ()) if alone else None
 
     def _quantized(self, matrix: Tensor, rowwise: bool, columnwise: bool) -> Quantized:
         spec = _spec(self.dtype, rowwise, columnwise, self.force_pow_2_scales, self.amax_epsilon)

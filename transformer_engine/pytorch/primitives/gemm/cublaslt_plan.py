@@ -148,8 +148,7 @@ class Plan:
         left, right, result = b[0].data_ptr(), a[0].data_ptr(), out.data_ptr()
         joined = left | right | result
         if bias is not None:
-            if bias.dtype is not bias_dtype:
-                bias = bias.to(bias_dtype)
+            bias = bias if bias.dtype is bias_dtype else bias.to(bias_dtype)
             joined |= bias.data_ptr()
         if joined & alignment_mask:
             return self._run_unaligned(a, b, Epilogue(dtype, bias, out), joined & -joined)
@@ -158,6 +157,7 @@ class Plan:
         except IndexError:
             descriptor = self._make_descriptor()
         operation, pointers, address = descriptor
+        left_scale = right_scale = None
         if quantized:
             # Converted block scales must live until the product is queued; the stream keeps the order after it.
             left_scale, right_scale = (b[1], a[1]) if tensor_scales else _block_scales(b, a)
@@ -181,8 +181,7 @@ class Plan:
         # fmt: on
         self._idle.append(descriptor)
         if active.recording is not None:
-            scales = (left_scale, right_scale) if quantized else (None, None)
-            active.recording.product(self, b[0], a[0], out, scales, bias)
+            active.recording.product(self, b[0], a[0], out, (left_scale, right_scale), bias)
         return out
 
     def way(self) -> Way:
@@ -231,7 +230,7 @@ class Plan:
         self._lib.matmul(
             handle, operation, alpha, b.codes.data_ptr(), left, a.codes.data_ptr(), right,
             beta, result if addend == layout else 0, addend, result, layout,
-            ctypes.addressof(self._algorithm), library.workspace(index, stream), library.WORKSPACE_BYTES, stream,
+            self._constants[-1][-1], library.workspace(index, stream), library.WORKSPACE_BYTES, stream,
         )
         # fmt: on
         self._idle.append(descriptor)

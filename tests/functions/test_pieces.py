@@ -1,0 +1,91 @@
+"""The pieces of a weight are one tensor: without a copy while they are neighbours, with the same gradients always."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch.functions.pieces import whole
+
+WIDTH = 256
+SPLIT = ("query", "key", "value")
+
+
+def layer(kind: type = te.Linear, split: bool = True, **given) -> torch.nn.Module:
+    torch.manual_seed(0)
+    pieces = {"parameters_split": SPLIT} if split else {}
+    return kind(WIDTH, 3 * WIDTH, params_dtype=torch.float32, device="cpu", **pieces, **given)
+
+
+def pieces_of(module: torch.nn.Module, what: str) -> list[torch.nn.Parameter]:
+    return [getattr(module, f"{name}_{what}") for name in SPLIT]
+
+
+def test_a_layers_pieces_are_made_as_neighbours_and_joined_without_a_copy():
+    module = layer()
+    weight, bias = whole(pieces_of(module, "weight"), pieces_of(module, "bias"))
+    assert weight.shape == (3 * WIDTH, WIDTH) and bias.shape == (3 * WIDTH,)
+    assert weight.data_ptr() == module.query_weight.data_ptr()
+    assert bias.data_ptr() == module.query_bias.data_ptr()
+    assert torch.equal(weight, torch.cat(pieces_of(module, "weight")))
+
+
+def test_pieces_that_lie_apart_are_copied():
+    module = copy.deepcopy(layer())
+    weight, _ = whole(pieces_of(module, "weight"), ())
+    assert weight.data_ptr() != module.query_weight.data_ptr()
+    assert torch.equal(weight, torch.cat(pieces_of(module, "weight")))
+
+
+@pytest.mark.parametrize("kind", (te.Linear, te.LayerNormLinear))
+@pytest.mark.parametrize("neighbours", (True, False))
+def test_gradients_are_those_of_the_whole_parameter(kind, neighbours):
+    split, one = layer(kind), layer(kind, split=False)
+    if not neighbours:
+        split = copy.deepcopy(split)
+    with torch.no_grad():
+        one.weight.copy_(torch.cat(pieces_of(split, "weight")))
+    x = torch.randn(4, WIDTH)
+    results = []
+    for module in (split, one):
+        y = module(x)
+        y.square().sum().backward()
+        results.append(y)
+    assert torch.equal(*results)
+    for what in ("weight", "bias"):
+        grads = [piece.grad for piece in pieces_of(split, what)]
+        assert torch.equal(torch.cat(grads), getattr(one, what).grad)
+
+
+def test_a_frozen_weight_gets_no_gradient_while_its_bias_does():
+    module = layer()
+    for piece in pieces_of(module, "weight"):
+        piece.requires_grad_(False)
+    weight, bias = whole(pieces_of(module, "weight"), pieces_of(module, "bias"))
+    assert not weight.requires_grad and bias.requires_grad
+    module(torch.randn(4, WIDTH)).sum().backward()
+    assert all(piece.grad is None for piece in pieces_of(module, "weight"))
+    assert all(piece.grad is not None for piece in pieces_of(module, "bias"))
+
+
+def test_a_piece_that_is_changed_before_the_backward_is_noticed():
+    module = layer()
+    y = module(torch.randn(4, WIDTH))
+    with torch.no_grad():
+        module.value_weight.mul_(2.0)
+    with pytest.raises(RuntimeError, match=r"a piece \[256, 256\] of a weight was changed in place"):
+        y.sum().backward()
+
+
+def test_the_gradients_of_pieces_can_be_differentiated():
+    pieces = [torch.randn(2, 3, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    assert torch.autograd.gradgradcheck(lambda *parts: whole(parts, ())[0].square(), pieces)
+
+
+def test_pieces_that_would_not_be_aligned_are_made_apart():
+    module = te.Linear(6, 9, parameters_split=SPLIT, params_dtype=torch.float32, device="cpu")
+    storages = {piece.untyped_storage().data_ptr() for piece in pieces_of(module, "weight")}
+    assert len(storages) == 3

@@ -1,0 +1,78 @@
+"""weight [N, K], bias [N] of their pieces along N: without a copy while the pieces lie one behind another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ..runtime.applying import applier
+
+_NATIVE = (Tensor, torch.nn.Parameter)
+
+
+def whole(weights: Sequence[Tensor], biases: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+    """The pieces of each as one tensor, differentiable in every piece; None of no biases.
+
+    One node for both, whose backward hands out slices of the gradients.
+    """
+    if torch.compiler.is_compiling() or any(type(piece) not in _NATIVE for piece in (*weights, *biases)):
+        return torch.cat(list(weights)), torch.cat(list(biases)) if biases else None
+    if not torch.is_grad_enabled():
+        return _joined(weights), _joined(biases) if biases else None
+    return _applied(len(weights), *weights, *biases)  # pyright: ignore[reportReturnType]
+
+
+def _joined(pieces: Sequence[Tensor]) -> Tensor:
+    """The pieces below each other: one view of them all, where they are neighbours in one storage."""
+    first = pieces[0]
+    if not all(piece.is_contiguous() for piece in pieces) or not _are_neighbours(pieces):
+        return torch.cat(list(pieces))
+    rows = sum(piece.shape[0] for piece in pieces)
+    return first.detach().as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
+
+
+def _are_neighbours(pieces: Sequence[Tensor]) -> bool:
+    storage = pieces[0].untyped_storage().data_ptr()
+    return all(
+        before.data_ptr() + before.nbytes == after.data_ptr()
+        and after.dtype is before.dtype
+        and after.untyped_storage().data_ptr() == storage
+        for before, after in pairwise(pieces)
+    )
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weights, *pieces):
+        parts = pieces[:weights], pieces[weights:]
+        made = [_joined(part) if part else None for part in parts]
+        frozen = [
+            whole
+            for whole, part in zip(made, parts, strict=True)
+            if whole is not None and not any(piece.requires_grad for piece in part)
+        ]
+        ctx.mark_non_differentiable(*frozen)
+        ctx.set_materialize_grads(False)
+        ctx.rows = [[piece.shape[0] for piece in part] for part in parts]
+        # What autograd checks of a saved tensor: a view of several knows the writes to the first alone.
+        ctx.pieces, ctx.versions = pieces, [piece._version for piece in pieces]
+        return tuple(made)
+
+    @staticmethod
+    def backward(ctx, *grads):  # pyright: ignore[reportIncompatibleMethodOverride]
+        for piece, version in zip(ctx.pieces, ctx.versions, strict=True):
+            if piece._version != version:
+                raise RuntimeError(
+                    f"a piece {list(piece.shape)} of a weight was changed in place between forward and backward; "
+                    "change it after the backward pass"
+                )
+        results: list[Tensor | None] = [None]
+        for grad, rows in zip(grads, ctx.rows, strict=True):
+            results += [None] * len(rows) if grad is None else grad.split(rows)
+        return tuple(results)
+
+
+_applied = applier(_Whole)
