@@ -16,7 +16,7 @@ from ..module.layernorm_linear import LayerNormLinear
 from ..module.linear import Linear
 from ..primitives.attention.mask import check_set_window_size
 from ..quantization.autocast import AutocastState, current, here_in_eager_mode
-from ..runtime.device import canonical_device
+from ..runtime.bare_call import is_bare
 from .call_check import (
     MAX_CALLS,
     check_encoder,
@@ -27,6 +27,7 @@ from .call_check import (
 )
 from .dot_product_attention import DotProductAttention
 from .dot_product_attention.arguments import RULES, check_heads
+from .dot_product_attention.call import Judged
 from .dot_product_attention.fp8_recipe import outputs_codes, projects_codes
 from .dot_product_attention.sequences import Sequences
 from .dot_product_attention.settings import NOTHING_GIVEN, CallArguments
@@ -35,6 +36,8 @@ from .inference import InferenceParams
 from .layer_settings import AS_GIVEN, FIXED, WORKED_BY, LayerConfig
 from .qk_norm import query_key_norm
 from .rotation import Rotation
+
+_attention = DotProductAttention.forward
 
 # Arguments that children are made with.
 _OF_PROJECTIONS = (
@@ -161,7 +164,9 @@ class MultiheadAttention(nn.Module):
             tp_group=tp_group if set_parallel_mode else None,
             name=_name(name, "core_attention"),
             **{argument: given[argument] for argument in _OF_CORE},
-        ).to(canonical_device(device))  # which the original's core attention is not told: its softmax_offset
+        )
+        if softmax_type == "learnable":  # the one tensor of a core attention, which takes no device from callers
+            self.core_attention.make_softmax_offset(device)
         self.proj = Linear(
             q_size,
             hidden_size,
@@ -267,7 +272,9 @@ class MultiheadAttention(nn.Module):
         # fmt: on
         tracing = torch.compiler.is_compiling()
         state = current() if tracing else here_in_eager_mode().state
-        rotation = self._checked(hidden_states, encoder_output, rotary_pos_emb, arguments, state, tracing)
+        rotation, judged = self._checked(
+            hidden_states, encoder_output, rotary_pos_emb, arguments, state, tracing
+        )
         codes = state.enabled and inference_params is None and outputs_codes(state)
         config = self._config
         q, k, v, norm_output = self._project(
@@ -275,11 +282,9 @@ class MultiheadAttention(nn.Module):
         )
         modules: dict[str, Any] = self._modules
         core = modules["core_attention"]
-        if (
-            arguments is NOTHING_GIVEN
-            and not (checkpoint_core_attention or codes)
-            and type(core) is DotProductAttention
-        ):
+        if not tracing and type(core) is DotProductAttention and core.score_mod is None and is_bare(core, _attention):
+            context = core.attend_judged(q, k, v, judged, checkpoint_core_attention, codes)
+        elif arguments is NOTHING_GIVEN and not (checkpoint_core_attention or codes):
             context = core(q, k, v)
         else:
             given = {"checkpoint_core_attention": checkpoint_core_attention, "fp8_output": codes}
@@ -313,19 +318,18 @@ class MultiheadAttention(nn.Module):
         arguments: CallArguments,
         state: AutocastState,
         tracing: bool,
-    ) -> Rotation | None:
-        """How q and k turn, after every check; a compiler traces the shapes that were met, and the core's checks."""
+    ) -> tuple[Rotation | None, Judged | None]:
+        """How q and k turn and what the core attends to, after every check; a compiler traces the core's own."""
         config, rotation = self._config, None
         if rotary_pos_emb is not None:
             rotation = rotation_of_call(config, rotary_pos_emb, arguments)
         if tracing:
             check_encoder(config, encoder_output)
-            return rotation
+            return rotation, None
         core = self._modules["core_attention"]
-        check_layer_call(
+        return rotation, check_layer_call(
             self._judged, config, core, hidden_states, encoder_output, arguments, rotation, state
         )
-        return rotation
 
     def _project(
         self,

@@ -24,10 +24,10 @@ from ...primitives.attention import mask as masks
 from ...primitives.attention.request import AttentionInputs, AttentionRequest
 from ...quantization import QuantizerRole
 from ...quantization.autocast import AutocastState, current, here_in_eager_mode
-from ...runtime.device import canonical_device
+from ...runtime.device import canonical_device, is_meta
 from ..inference import InferenceParams
 from .arguments import RULES, accept_older_state, check_heads, check_switches, unpacked
-from .call import MAX_PLANS, Plan, any_call, plain_call, plan_of
+from .call import MAX_PLANS, PLAIN, Judged, Plan, any_call, judged_call, plain_call, plan_of
 from .context_parallel_group import check_context_parallel_group
 from .forked import computed, forked
 from .fp8_recipe import attention_recipe, scaling_of
@@ -165,14 +165,18 @@ class DotProductAttention(TransformerEngineBaseModule):
         if softmax_type != "learnable":
             self.register_parameter("softmax_offset", None)
         else:
-            offset = torch.nn.Parameter(
-                torch.empty(self.heads, dtype=torch.float32, device=canonical_device("cuda"))
-            )
-            set_tensor_model_parallel_attributes(offset, self.tp_size > 1, 0, 1)
-            # 0: a learnable sink begins as "off-by-one"
-            self.register_parameter("softmax_offset", offset, ParameterInit(torch.nn.init.zeros_))
-            self.reset_parameters()
+            self.make_softmax_offset("cuda")
         self._register_load_state_dict_pre_hook(accept_older_state)
+
+    def make_softmax_offset(self, device: torch.device | str | int) -> None:
+        """The parameter softmax_offset [h], made on a device."""
+        offset = torch.nn.Parameter(
+            torch.empty(self.heads, dtype=torch.float32, device=canonical_device(device))
+        )
+        set_tensor_model_parallel_attributes(offset, self.tp_size > 1, 0, 1)
+        # 0: a learnable sink begins as "off-by-one"
+        self.register_parameter("softmax_offset", offset, ParameterInit(torch.nn.init.zeros_))
+        self.reset_parameters(defer_init=is_meta(device))
 
     @property
     def heads(self) -> int:
@@ -293,6 +297,24 @@ class DotProductAttention(TransformerEngineBaseModule):
         return self._attend(
             plan, inputs, tracing, checkpoint_core_attention, fp8_output, bf16_backward, append
         )
+
+    def attend_judged(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        judged: Judged | None,
+        checkpoint_core_attention: bool,
+        fp8_output: bool,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """forward() of an attention layer in eager mode; judged: None where q, k and v are all that is given."""
+        known = (self._plans, self._config, self.training, self._parameters["softmax_offset"])
+        append = None
+        if judged is None and type(q) is type(k) is type(v) is Tensor:
+            plan, inputs = plain_call(*known, q, k, v, None, None)
+        else:
+            plan, inputs, append = judged_call(*known, (q, k, v), PLAIN if judged is None else judged)
+        return self._attend(plan, inputs, False, checkpoint_core_attention, fp8_output, None, append)
 
     def _attend(
         self,
