@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ...common.checks import switch
 from ...common.memory import Memory
+from ..functions.attention.projected import Projection
 from ..module.arguments import check_arguments
 from ..module.config import configured
 from ..module.layernorm_linear import LayerNormLinear
@@ -165,7 +166,9 @@ class MultiheadAttention(nn.Module):
             name=_name(name, "core_attention"),
             **{argument: given[argument] for argument in _OF_CORE},
         )
-        if softmax_type == "learnable":  # the one tensor of a core attention, which takes no device from callers
+        if (
+            softmax_type == "learnable"
+        ):  # the one tensor of a core attention, which takes no device from callers
             self.core_attention.make_softmax_offset(device)
         self.proj = Linear(
             q_size,
@@ -277,13 +280,25 @@ class MultiheadAttention(nn.Module):
         )
         codes = state.enabled and inference_params is None and outputs_codes(state)
         config = self._config
-        q, k, v, norm_output = self._project(
-            config, hidden_states, encoder_output, is_first_microbatch, rotation, state if codes else None
-        )
         modules: dict[str, Any] = self._modules
         core = modules["core_attention"]
-        if not tracing and type(core) is DotProductAttention and core.score_mod is None and is_bare(core, _attention):
-            context = core.attend_judged(q, k, v, judged, checkpoint_core_attention, codes)
+        joint = (
+            not tracing
+            and type(core) is DotProductAttention
+            and core.score_mod is None
+            and is_bare(core, _attention)
+        )
+        q, k, v, norm_output, projection = self._project(
+            config,
+            hidden_states,
+            encoder_output,
+            is_first_microbatch,
+            rotation,
+            state if codes else None,
+            joint,
+        )
+        if joint:
+            context = core.attend_judged(q, k, v, judged, checkpoint_core_attention, codes, projection)
         elif arguments is NOTHING_GIVEN and not (checkpoint_core_attention or codes):
             context = core(q, k, v)
         else:
@@ -339,8 +354,12 @@ class MultiheadAttention(nn.Module):
         is_first_microbatch: bool | None,
         rotation: Rotation | None,
         codes: AutocastState | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        joint: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Projection | None]:
         """q, k, v by heads, normed and rotated, and the normalized input when it is to be returned.
+
+        joint   the attention can be differentiated together with the split of a projection: then the three may be
+                views of the projection that comes last, unknown to autograd
 
         codes   the autocast state where an FP8 attention follows that takes codes; they are made by the projection
                 of a self attention unless norms or a rotation, which work on values, come between
@@ -362,7 +381,9 @@ class MultiheadAttention(nn.Module):
             q, k, v = heads.split_q(mixed), *heads.split_kv(keys_values)
         elif rotation is not None and not norms_first and (grouped := heads.grouped(mixed)) is not None:
             q, k, v = rotation.of_projection(grouped, heads)
-            return *(self._normed(q, k) if q_norm is not None else (q, k)), v, norm_output
+            return *(self._normed(q, k) if q_norm is not None else (q, k)), v, norm_output, None
+        elif joint and rotation is None and q_norm is None and type(mixed) is Tensor and mixed.requires_grad:
+            return *heads.split_qkv(mixed.detach()), norm_output, Projection(mixed, heads.interleaved)
         else:
             q, k, v = heads.split_qkv(mixed)
         if norms_first:
@@ -371,7 +392,7 @@ class MultiheadAttention(nn.Module):
             q, k = rotation(q, k)
         if q_norm is not None and not norms_first:
             q, k = self._normed(q, k)
-        return q, k, v, norm_output
+        return q, k, v, norm_output, None
 
     def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         assert self.q_norm is not None and self.k_norm is not None

@@ -157,16 +157,19 @@ def plain_call(
     v: Tensor,
     qkv_format: str | None,
     attn_mask_type: str | None,
+    wanted: bool = False,
 ) -> tuple[Plan, AttentionInputs]:
     """The plan of a call and its inputs; there are no numbers in tensors to look at.
 
     offset   the layer's learnable softmax_offset
+    wanted   a gradient is, of what q, k and v are views of
     """
     sink = None
     if config.softmax_type != "vanilla":
         sink = sink_of(config.softmax_type, offset, config.heads, q.device)
     gradient = torch.is_grad_enabled() and (
-        q.requires_grad
+        wanted
+        or q.requires_grad
         or k.requires_grad
         or v.requires_grad
         or (sink is not None and sink.requires_grad)
@@ -286,15 +289,17 @@ def judged_call(
     offset: Tensor | None,
     qkv: tuple[Tensor, Tensor, Tensor],
     judged_before: Judged,
+    wanted: bool = False,
 ) -> Prepared:
-    """The same of arguments in order; what the layer has found out is not found out again."""
+    """The same of arguments in order; what the layer has found out is not found out again. wanted: as plain_call's."""
     (a, same, cached, facts), given, looked_at = judged_before
     q, k, v = qkv
     sink = None
     if config.softmax_type != "vanilla":
         sink = sink_of(config.softmax_type, offset, config.heads, q.device)
     gradient = torch.is_grad_enabled() and (
-        q.requires_grad
+        wanted
+        or q.requires_grad
         or k.requires_grad
         or v.requires_grad
         or (a.bias is not None and a.bias.requires_grad)
@@ -311,7 +316,9 @@ def judged_call(
         else:
             cached = cache.step(config.layer_number, k, v, tensor_format)
             facts = Cached.of(cached, None, tensor_format == "thd" and not a.max_seqlens[0])
-            plan = _traced_plan(*known, facts) if memory is None else _found_plan(memory, *known, facts, given)
+            plan = (
+                _traced_plan(*known, facts) if memory is None else _found_plan(memory, *known, facts, given)
+            )
     elif memory is not None and plan.sequences.bounded and plan.sequences != looked_at:
         demand_lengths(plan.sequences, a)
     slopes = None if a.bias_type != "alibi" else _slopes(config, a, q.device)

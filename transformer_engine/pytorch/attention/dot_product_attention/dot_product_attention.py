@@ -16,11 +16,13 @@ from ...distributed.tensor_parallel import set_tensor_model_parallel_attributes
 from ...functions.attention import fp8
 from ...functions.attention.autograd import apart
 from ...functions.attention.fp8_call import Call, Slots
+from ...functions.attention.projected import Projection, attend_projection, split_anew
 from ...module.arguments import check_arguments, head_sizes
 from ...module.base import TransformerEngineBaseModule
 from ...module.config import configured
 from ...module.parameters import ParameterInit
 from ...primitives.attention import mask as masks
+from ...primitives.attention.passes import passes_apart
 from ...primitives.attention.request import AttentionInputs, AttentionRequest
 from ...quantization import QuantizerRole
 from ...quantization.autocast import AutocastState, current, here_in_eager_mode
@@ -306,15 +308,22 @@ class DotProductAttention(TransformerEngineBaseModule):
         judged: Judged | None,
         checkpoint_core_attention: bool,
         fp8_output: bool,
+        projection: Projection | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """forward() of an attention layer in eager mode; judged: None where q, k and v are all that is given."""
+        """forward() of an attention layer in eager mode; judged: None where q, k and v are all that is given.
+
+        projection   q, k and v are views of it that autograd knows nothing of, and it wants a gradient
+        """
         known = (self._plans, self._config, self.training, self._parameters["softmax_offset"])
-        append = None
+        append, wanted = None, projection is not None
         if judged is None and type(q) is type(k) is type(v) is Tensor:
-            plan, inputs = plain_call(*known, q, k, v, None, None)
+            plan, inputs = plain_call(*known, q, k, v, None, None, wanted)
         else:
-            plan, inputs, append = judged_call(*known, (q, k, v), PLAIN if judged is None else judged)
-        return self._attend(plan, inputs, False, checkpoint_core_attention, fp8_output, None, append)
+            judged = PLAIN if judged is None else judged
+            plan, inputs, append = judged_call(*known, (q, k, v), judged, wanted)
+        return self._attend(
+            plan, inputs, False, checkpoint_core_attention, fp8_output, None, append, projection
+        )
 
     def _attend(
         self,
@@ -325,6 +334,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         fp8_output: bool | None,
         bf16_backward: bool | None,
         append: Callable[[], object] | None = None,
+        projection: Projection | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """What was planned; append: writes a step's keys and values into its cache, when nothing can be refused."""
         request, backend, _ = plan
@@ -354,6 +364,13 @@ class DotProductAttention(TransformerEngineBaseModule):
         tracker = None
         if options.dropout > 0.0 and not self._config.sequence_parallel:
             tracker = self.get_rng_state_tracker
+        if projection is not None:
+            alone = recipe is None and tracker is None and not recompute
+            passes = passes_apart(backend, request, inputs) if alone else None  # pyright: ignore[reportArgumentType]
+            if passes is not None:
+                output, max_logit = attend_projection(passes, request, projection, inputs)
+                return output if max_logit is None else (output, max_logit)
+            inputs = split_anew(inputs, request, projection)
         if recompute or tracker is not None:
             output, max_logit = forked(backend, request, inputs, tracker, recompute, self.tp_group)
         else:

@@ -177,9 +177,7 @@ class Cached(NamedTuple):
     limits: StepLimits | None
 
     @classmethod
-    def of(
-        cls, cached: CachedKeysValues, limits: StepLimits | None, needs_longest: bool = False
-    ) -> Cached:
+    def of(cls, cached: CachedKeysValues, limits: StepLimits | None, needs_longest: bool = False) -> Cached:
         """The facts. Where the longest is needed and the manager does not know it, it is read from the device."""
         longest = cached.max_seqlen_q
         if needs_longest and not longest:
