@@ -24,9 +24,9 @@ from ..runtime.checks import floating
 from ..runtime.device import autocast_dtype
 from .dot_product_attention import DotProductAttention
 from .dot_product_attention.arguments import check_angles, check_cache_kind
-from .dot_product_attention.call import Judged, in_order
 from .dot_product_attention.facts import described_arguments, facts_of
 from .dot_product_attention.fp8_recipe import attention_recipe, scaling_of
+from .dot_product_attention.in_order import Judged, in_order
 from .dot_product_attention.prepare import Modes, judged
 from .dot_product_attention.sequences import Cached, Sequences, demand_lengths
 from .dot_product_attention.settings import (

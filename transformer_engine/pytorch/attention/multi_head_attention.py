@@ -28,8 +28,8 @@ from .call_check import (
 )
 from .dot_product_attention import DotProductAttention
 from .dot_product_attention.arguments import RULES, check_heads
-from .dot_product_attention.call import Judged
 from .dot_product_attention.fp8_recipe import outputs_codes, projects_codes
+from .dot_product_attention.in_order import Judged
 from .dot_product_attention.sequences import Sequences
 from .dot_product_attention.settings import NOTHING_GIVEN, CallArguments
 from .heads import Heads, head_size
@@ -282,12 +282,7 @@ class MultiheadAttention(nn.Module):
         config = self._config
         modules: dict[str, Any] = self._modules
         core = modules["core_attention"]
-        joint = (
-            not tracing
-            and type(core) is DotProductAttention
-            and core.score_mod is None
-            and is_bare(core, _attention)
-        )
+        joint = not tracing and is_bare(core, DotProductAttention, _attention) and core.score_mod is None
         q, k, v, norm_output, projection = self._project(
             config,
             hidden_states,

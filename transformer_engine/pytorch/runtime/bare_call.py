@@ -1,4 +1,4 @@
-"""is_bare(module, forward): does module(x) come to forward(module, x) and nothing else?
+"""is_bare(module, kind, forward): does module(x) come to forward(module, x) and nothing else?
 
 A layer may then hand its child what it knows beside the arguments that the child's forward takes from everybody.
 """
@@ -15,11 +15,12 @@ from torch.nn.modules import module as everywhere
 _called: Any = nn.Module.__call__
 
 
-def is_bare(module: nn.Module, forward: Callable[..., Any]) -> bool:
-    """No hook would see the call, nobody has replaced its forward or compiled it, and torch.jit traces nothing."""
+def is_bare(module: nn.Module, kind: type[nn.Module], forward: Callable[..., Any]) -> bool:
+    """No hook would see the call, nobody has replaced forward or compiled the module, and torch.jit traces nothing."""
     return (
-        type(module).forward is forward
-        and type(module).__call__ is _called
+        type(module) is kind
+        and kind.forward is forward
+        and kind.__call__ is _called
         and "forward" not in module.__dict__
         and module._compiled_call_impl is None
         and not (

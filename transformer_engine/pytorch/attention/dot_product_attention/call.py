@@ -23,18 +23,17 @@ from ...primitives.attention.passes import Bound
 from ...primitives.attention.request import AttentionInputs, AttentionRequest
 from ...runtime.backward_thread import keep_backward_here
 from ..inference import CachedKeysValues
-from .arguments import check_cache, check_slopes, check_tensors, settled, sink_of
+from .arguments import sink_of
 from .facts import described_arguments, facts_of
+from .in_order import Judged, in_order
 from .last_choice import last_choice
-from .prepare import Modes, judged, mask_name, sequences_of
+from .prepare import Modes, judged
 from .sequences import (
     Cached,
     Sequences,
-    are_same,
     cached_tensors,
     demand_lengths,
     tensors_of,
-    with_longest,
 )
 from .settings import NOTHING_GIVEN, AttentionConfig, CallArguments, Described
 
@@ -167,13 +166,7 @@ def plain_call(
     sink = None
     if config.softmax_type != "vanilla":
         sink = sink_of(config.softmax_type, offset, config.heads, q.device)
-    gradient = torch.is_grad_enabled() and (
-        wanted
-        or q.requires_grad
-        or k.requires_grad
-        or v.requires_grad
-        or (sink is not None and sink.requires_grad)
-    )
+    gradient = torch.is_grad_enabled() and (wanted or _any_wants(q, k, v, None, sink))
     key = _key(config, training, q, k, v, gradient, qkv_format, attn_mask_type)
     plan = memory[key] if undisturbed() else plan_of(key)
     last_choice.seen = plan
@@ -186,75 +179,14 @@ def plain_call(
     return plan, AttentionInputs(q, k, v) if sink is None else AttentionInputs(q, k, v, sink=sink)
 
 
-class InOrder(NamedTuple):
-    """The arguments of a call as a key takes them.
-
-    same       `are_same` of them
-    upcoming   what a cache will give the step, nothing written yet; None where there is none, and where its custom
-               manager alone knows
-    cached     the facts of that
-    """
-
-    arguments: CallArguments
-    same: bool = True
-    upcoming: CachedKeysValues | None = None
-    cached: Cached | None = None
-
-
-Shapes = Callable[[], tuple[Any, Any, Any]]
-
-
-def in_order(
-    config: AttentionConfig, arguments: CallArguments, qkv: Shapes, tracing: bool = False
-) -> InOrder:
-    """The arguments checked as far as a key cannot have them; qkv(): shapes will do, and are rarely asked for."""
-    a = settled(arguments)
-    same = are_same(a)
-    tensor_format = config.qkv_format if a.qkv_format is None else a.qkv_format
-    if a.alibi_slopes is not None:
-        check_slopes(a.alibi_slopes, a.bias_type, qkv()[0], config.heads)
-    if a.inference_params is not None:
-        return _over_cache(config, a, same, tensor_format, qkv, tracing)
-    if tensor_format == "thd" and (a.max_seqlens[0] is None or a.max_seqlens[1] is None):
-        a = with_longest(sequences_of(config, qkv(), a, None, same)[1], a)
-    return InOrder(a, same)
-
-
-def _over_cache(
-    config: AttentionConfig, a: CallArguments, same: bool, tensor_format: str, qkv: Shapes, tracing: bool
-) -> InOrder:
-    """Those of a step. What its keys and values have to be like is judged with the call: `Cached` has it."""
-    cache: Any = a.inference_params
-    number = config.layer_number
-    known = cache.upcoming if tracing else cache.upcoming_again
-    upcoming = None if number is None else known(number)
-    if upcoming is None:
-        q, k, v = qkv()
-        check_tensors(q, k, v, tensor_format, config)
-        if "arbitrary" in (a.attn_mask_type or config.attn_mask_type):
-            mask_name(config, a)  # refuses it
-        number = check_cache(number, cache.dtype, q.dtype)
-        if not cache.foresees:
-            return InOrder(a, same)
-        cache.limits(tensor_format).check(k, v, tensor_format)
-        cache.allocate_memory(number)
-        upcoming = known(number)
-    return InOrder(a, same, upcoming, Cached.of(upcoming, cache.limits(tensor_format)))
-
-
-class Judged(NamedTuple):
-    """A call that its layer has judged before there were q, k and v.
-
-    facts       `facts_of` the arguments
-    sequences   those that the numbers in its lengths were looked at for
-    """
-
-    ordered: InOrder
-    facts: tuple[Any, ...] | None = None
-    sequences: Sequences | None = None
-
-
-PLAIN = Judged(InOrder(NOTHING_GIVEN))
+def _any_wants(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None) -> bool:
+    return (
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or (bias is not None and bias.requires_grad)
+        or (sink is not None and sink.requires_grad)
+    )
 
 
 class Prepared(NamedTuple):
@@ -297,14 +229,7 @@ def judged_call(
     sink = None
     if config.softmax_type != "vanilla":
         sink = sink_of(config.softmax_type, offset, config.heads, q.device)
-    gradient = torch.is_grad_enabled() and (
-        wanted
-        or q.requires_grad
-        or k.requires_grad
-        or v.requires_grad
-        or (a.bias is not None and a.bias.requires_grad)
-        or (sink is not None and sink.requires_grad)
-    )
+    gradient = torch.is_grad_enabled() and (wanted or _any_wants(q, k, v, a.bias, sink))
     known = (config, training, qkv, a, gradient, same)
     plan = _traced_plan(*known, facts) if memory is None else _found_plan(memory, *known, facts, given)
     cache, append = a.inference_params, None

@@ -16,23 +16,23 @@ from ...distributed.tensor_parallel import set_tensor_model_parallel_attributes
 from ...functions.attention import fp8
 from ...functions.attention.autograd import apart
 from ...functions.attention.fp8_call import Call, Slots
-from ...functions.attention.projected import Projection, attend_projection, split_anew
+from ...functions.attention.projected import Projection
 from ...module.arguments import check_arguments, head_sizes
 from ...module.base import TransformerEngineBaseModule
 from ...module.config import configured
 from ...module.parameters import ParameterInit
 from ...primitives.attention import mask as masks
-from ...primitives.attention.passes import passes_apart
 from ...primitives.attention.request import AttentionInputs, AttentionRequest
 from ...quantization import QuantizerRole
 from ...quantization.autocast import AutocastState, current, here_in_eager_mode
 from ...runtime.device import canonical_device, is_meta
 from ..inference import InferenceParams
 from .arguments import RULES, accept_older_state, check_heads, check_switches, unpacked
-from .call import MAX_PLANS, PLAIN, Judged, Plan, any_call, judged_call, plain_call, plan_of
+from .call import MAX_PLANS, Plan, any_call, judged_call, plain_call, plan_of
 from .context_parallel_group import check_context_parallel_group
 from .forked import computed, forked
 from .fp8_recipe import attention_recipe, scaling_of
+from .in_order import PLAIN, Judged
 from .last_choice import last_choice as _attention_backends
 from .roles import attention_roles
 from .score_mod import resolved
@@ -364,17 +364,11 @@ class DotProductAttention(TransformerEngineBaseModule):
         tracker = None
         if options.dropout > 0.0 and not self._config.sequence_parallel:
             tracker = self.get_rng_state_tracker
-        if projection is not None:
-            alone = recipe is None and tracker is None and not recompute
-            passes = passes_apart(backend, request, inputs) if alone else None  # pyright: ignore[reportArgumentType]
-            if passes is not None:
-                output, max_logit = attend_projection(passes, request, projection, inputs)
-                return output if max_logit is None else (output, max_logit)
-            inputs = split_anew(inputs, request, projection)
         if recompute or tracker is not None:
-            output, max_logit = forked(backend, request, inputs, tracker, recompute, self.tp_group)
+            forks = (tracker, recompute, self.tp_group)
+            output, max_logit = forked(backend, request, inputs, *forks, projection)
         else:
-            output, max_logit = computed(backend, request, inputs)
+            output, max_logit = computed(backend, request, inputs, projection)
         return output if max_logit is None else (output, max_logit)
 
     def _in_fp8(
@@ -394,15 +388,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         if recipe is not state.recipe:
             state = state._replace(recipe=recipe)
         products = self._product_quantizers(state)
-        qkv, output, softmax = products
-        slots = Slots(
-            qkv.output,
-            output.input,
-            softmax.output,
-            qkv.grad_output,
-            output.grad_input,
-            softmax.grad_input,
-        )
+        slots = Slots.of(*products)
         asked: Any = False if bf16_backward else None
         if asked is None and _backward_asked_for() is not None:
             asked = env.get("NVTE_FP8_DPA_BWD")

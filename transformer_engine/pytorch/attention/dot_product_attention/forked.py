@@ -12,14 +12,23 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from ...distributed.recompute import checkpoint as recompute_checkpoint
 from ...functions.attention.autograd import attend
 from ...functions.attention.fp8 import Attention, Recomputed
-from ...primitives.attention.passes import Bound, Passes, Whole
+from ...functions.attention.projected import Projection, attend_projection, split_anew
+from ...primitives.attention.passes import Bound, Passes, Whole, passes_apart
 from ...primitives.attention.request import AttentionInputs, AttentionRequest, AttentionResult
 
 
 def computed(
-    backend: Bound | Attention | Recomputed, request: AttentionRequest, inputs: AttentionInputs
+    backend: Bound | Attention | Recomputed,
+    request: AttentionRequest,
+    inputs: AttentionInputs,
+    projection: Projection | None = None,
 ) -> AttentionResult:
-    """The attention by what was chosen for it."""
+    """The attention by what was chosen for it; projection: what q, k and v are views of, unknown to autograd."""
+    if projection is not None:
+        passes = passes_apart(backend, request, inputs)
+        if passes is not None:
+            return attend_projection(passes, request, projection, inputs)
+        inputs = split_anew(inputs, request, projection)
     if type(backend) is Whole:
         return backend.run(request, inputs)
     if isinstance(backend, Passes):
@@ -34,8 +43,11 @@ def forked(
     tracker: Callable[[], Any] | None,
     recompute: bool,
     tp_group: Any,
+    projection: Projection | None = None,
 ) -> AttentionResult:
     """The same in the fork of a random state, if there is a tracker of one; recomputed in the backward if asked."""
+    if projection is not None:
+        inputs = split_anew(inputs, request, projection)
 
     def run(*tensors: Tensor | None) -> AttentionResult:
         with nullcontext() if tracker is None else tracker().fork():

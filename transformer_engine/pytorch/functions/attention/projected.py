@@ -25,6 +25,7 @@ from ...runtime.applying import applier
 from ...runtime.double_backward import is_recorded, once_differentiable, replayed
 from ..saving import take_saved
 from ..split_heads import joined, parts_of, split_heads
+from .autograd import gradients_of
 
 # AttentionInputs begins with q, k and v.
 _QKV = 3
@@ -74,8 +75,8 @@ class _ProjectedAttention(torch.autograd.Function):
     ) -> Any:
         attended = passes.forward(request, inputs)
         output = attended.output.flatten(-2)
-        ctx.passes, ctx.request, ctx.interleaved = passes, request, interleaved
         ctx.save_for_backward(x, output, attended.lse, attended.rng_state, *beside)
+        ctx.passes, ctx.request, ctx.interleaved = passes, request, interleaved
         if attended.max_logit is not None:
             ctx.mark_non_differentiable(attended.max_logit)
         return output, attended.max_logit
@@ -103,16 +104,12 @@ def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
 
 def _of_passes(ctx: Any, kept: list[Any], grad_output: Tensor) -> Gradients:
     """The gradients of q, k and v; what was kept for them is let go of."""
-    request = ctx.request
-    shape = request.shape
+    shape = ctx.request.shape
     x, output, lse, rng_state, *beside = kept
     kept.clear()
-    q, k, v = parts_of(x, shape.heads, shape.groups, shape.head_dim_qk, ctx.interleaved)
-    heads = (shape.heads, shape.head_dim_v)
-    attended = Attended(output.unflatten(-1, heads), lse, rng_state)
-    # In the output's layout: some kernels take another one for it, and give wrong gradients.
-    grad_output = grad_output.unflatten(-1, heads).contiguous()
-    return ctx.passes.backward(request, AttentionInputs(q, k, v, *beside), attended, grad_output)
+    qkv = parts_of(x, shape.heads, shape.groups, shape.head_dim_qk, ctx.interleaved)
+    inputs, attended = AttentionInputs(*qkv, *beside), Attended(output, lse, rng_state)
+    return gradients_of(ctx.passes, ctx.request, inputs, attended, grad_output)
 
 
 def _differentiable_gradients(

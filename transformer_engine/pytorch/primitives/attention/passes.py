@@ -49,9 +49,8 @@ class Whole(NamedTuple):
 Bound = Passes | Whole
 
 
-def passes_apart(bound: Bound, request: AttentionRequest, inputs: AttentionInputs) -> Passes | None:
+def passes_apart(bound: object, request: AttentionRequest, inputs: AttentionInputs) -> Passes | None:
     """The two passes of what a request is bound to; None where there are none."""
     if type(bound) is Passes:
         return bound
-    apart = bound.apart  # pyright: ignore[reportAttributeAccessIssue]
-    return None if apart is None else apart(request, inputs)
+    return bound.apart(request, inputs) if type(bound) is Whole and bound.apart is not None else None

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .....common.memory import Memory
+from ..layout import heads_first, heads_last
 from ..passes import Passes
 from ..request import Attended, AttentionInputs, AttentionRequest, Gradients
 from . import torch_cudnn, torch_flash
@@ -46,21 +47,20 @@ def _chosen(key: Key) -> Passes | None:
     """What torch would take for such tensors: it is asked with some that hold nothing."""
     request: AttentionRequest = key[0]
     strides, device = key[1], key[2]
-    shape, needs_gradient = request.shape, request.options.needs_gradient
-    first = (shape.seqlen_q, shape.batch) if shape.q_format == "sbhd" else (shape.batch, shape.seqlen_q)
-    other = (shape.seqlen_kv, shape.batch) if shape.q_format == "sbhd" else (shape.batch, shape.seqlen_kv)
+    shape, wanted = request.shape, request.options.needs_gradient
     sizes = (
-        (*first, shape.heads, shape.head_dim_qk),
-        (*other, shape.heads, shape.head_dim_qk),
-        (*other, shape.heads, shape.head_dim_v),
+        (shape.seqlen_q, shape.head_dim_qk),
+        (shape.seqlen_kv, shape.head_dim_qk),
+        (shape.seqlen_kv, shape.head_dim_v),
     )
-    q, k, v = (
-        _bhsd(
-            request,
-            torch.empty_strided(size, stride, dtype=shape.dtype, device=device, requires_grad=needs_gradient),
+    asked = []
+    for (tokens, size), stride in zip(sizes, strides, strict=True):
+        leading = (tokens, shape.batch) if shape.q_format == "sbhd" else (shape.batch, tokens)
+        x = torch.empty_strided(
+            (*leading, shape.heads, size), stride, dtype=shape.dtype, device=device, requires_grad=wanted
         )
-        for size, stride in zip(sizes, strides, strict=True)
-    )
+        asked.append(heads_first(shape.q_format, x))
+    q, k, v = asked
     taken = torch._fused_sdp_choice(
         q, k, v, None, 0.0, _causal(request), scale=request.options.scale, enable_gqa=False
     )
@@ -73,41 +73,25 @@ _CHOSEN: Memory[Key, Passes | None] = Memory(_chosen, _MOST)
 
 
 def _forward_on_a_cpu(request: AttentionRequest, inputs: AttentionInputs) -> Attended:
-    q, k, v = (_bhsd(request, x) for x in inputs[:3])
-    out, lse = torch._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, _causal(request), scale=request.options.scale
-    )
-    return Attended(_from_bhsd(request, out).contiguous(), lse)
+    form, scale = request.shape.q_format, request.options.scale
+    q, k, v = (heads_first(form, x) for x in inputs[:3])
+    out, lse = torch._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, _causal(request), scale=scale)
+    return Attended(heads_last(form, out).contiguous(), lse)
 
 
 def _backward_on_a_cpu(
     request: AttentionRequest, inputs: AttentionInputs, attended: Attended, grad_output: Tensor
 ) -> Gradients:
-    q, k, v = (_bhsd(request, x) for x in inputs[:3])
+    form, scale = request.shape.q_format, request.options.scale
+    given = [heads_first(form, x) for x in (grad_output, *inputs[:3], attended.output)]
     found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        _bhsd(request, grad_output),
-        q,
-        k,
-        v,
-        _bhsd(request, attended.output),
-        attended.lse,
-        0.0,
-        _causal(request),
-        scale=request.options.scale,
+        *given, attended.lse, 0.0, _causal(request), scale=scale
     )
-    return Gradients(*(_from_bhsd(request, x) for x in found))
+    return Gradients(*(heads_last(form, x) for x in found))
 
 
 def _causal(request: AttentionRequest) -> bool:
     return request.options.mask.banded
-
-
-def _bhsd(request: AttentionRequest, x: Tensor) -> Tensor:
-    return x.permute(1, 2, 0, 3) if request.shape.q_format == "sbhd" else x.transpose(1, 2)
-
-
-def _from_bhsd(request: AttentionRequest, x: Tensor) -> Tensor:
-    return x.permute(2, 0, 1, 3) if request.shape.q_format == "sbhd" else x.transpose(1, 2)
 
 
 CPU = Passes("torch_sdpa", _forward_on_a_cpu, _backward_on_a_cpu)
