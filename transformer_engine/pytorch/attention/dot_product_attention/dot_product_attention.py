@@ -319,8 +319,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         if judged is None and type(q) is type(k) is type(v) is Tensor:
             plan, inputs = plain_call(*known, q, k, v, None, None, wanted)
         else:
-            judged = PLAIN if judged is None else judged
-            plan, inputs, append = judged_call(*known, (q, k, v), judged, wanted)
+            plan, inputs, append = judged_call(*known, (q, k, v), judged or PLAIN, wanted)
         return self._attend(
             plan, inputs, False, checkpoint_core_attention, fp8_output, None, append, projection
         )
