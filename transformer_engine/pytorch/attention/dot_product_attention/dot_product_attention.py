@@ -30,7 +30,7 @@ from ..inference import InferenceParams
 from .arguments import RULES, accept_older_state, check_heads, check_switches, unpacked
 from .call import MAX_PLANS, Plan, any_call, judged_call, plain_call, plan_of
 from .context_parallel_group import check_context_parallel_group
-from .forked import computed, forked
+from .forked import Forks, computed
 from .fp8_recipe import attention_recipe, scaling_of
 from .in_order import PLAIN, Judged
 from .last_choice import last_choice as _attention_backends
@@ -363,11 +363,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         tracker = None
         if options.dropout > 0.0 and not self._config.sequence_parallel:
             tracker = self.get_rng_state_tracker
-        if recompute or tracker is not None:
-            forks = (tracker, recompute, self.tp_group)
-            output, max_logit = forked(backend, request, inputs, *forks, projection)
-        else:
-            output, max_logit = computed(backend, request, inputs, projection)
+        forks = Forks(tracker, recompute, self.tp_group) if recompute or tracker is not None else None
+        output, max_logit = computed(backend, request, inputs, projection, forks)
         return output if max_logit is None else (output, max_logit)
 
     def _in_fp8(

@@ -75,10 +75,10 @@ class _ProjectedAttention(torch.autograd.Function):
     ) -> Any:
         attended = passes.forward(request, inputs)
         output = attended.output.flatten(-2)
-        ctx.save_for_backward(x, output, attended.lse, attended.rng_state, *beside)
-        ctx.passes, ctx.request, ctx.interleaved = passes, request, interleaved
         if attended.max_logit is not None:
             ctx.mark_non_differentiable(attended.max_logit)
+        ctx.passes, ctx.request, ctx.interleaved = passes, request, interleaved
+        ctx.save_for_backward(x, output, attended.lse, attended.rng_state, *beside)
         return output, attended.max_logit
 
     @staticmethod
