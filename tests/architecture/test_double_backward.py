@@ -9,6 +9,7 @@ from source import modules, nodes
 # Functions whose backward autograd may record; tests/module/test_double_backward.py compares each with float64.
 TWICE = {
     "functions.attention.autograd.Attention",
+    "functions.attention.projected._ProjectedAttention",
     "attention.rope.ApplyPackedRope",
     "attention.rope.ApplyRope",
     "runtime.double_backward._LinearMap",

@@ -24,9 +24,9 @@ from ..runtime.checks import floating
 from ..runtime.device import autocast_dtype
 from .dot_product_attention import DotProductAttention
 from .dot_product_attention.arguments import check_angles, check_cache_kind
-from .dot_product_attention.call import in_order, needs_shapes
 from .dot_product_attention.facts import described_arguments, facts_of
 from .dot_product_attention.fp8_recipe import attention_recipe, scaling_of
+from .dot_product_attention.in_order import Judged, in_order
 from .dot_product_attention.prepare import Modes, judged
 from .dot_product_attention.sequences import Cached, Sequences, demand_lengths
 from .dot_product_attention.settings import (
@@ -81,16 +81,20 @@ def judge(key: Key) -> Sequences | None:
 
 
 def _judge(call: LayerCall, a: CallArguments) -> Sequences | None:
-    x = Described(call.x_shape, call.x_dtype, call.x_device, call.gradient)
-    _check_inputs(call.config, x, call.encoder, call.lowered is not None)
-    core = call.core
+    qkv, core = _projections_of(call), call.core
     if core is None:
         return None
-    qkv = _projections(call.config, x, call.encoder, call.lowered)
     modes = Modes(call.gradient, call.deterministic)
     request, sequences = judged(core, core.numbers(call.training), qkv, a, modes, call.cached, call.same)
     check(request)
     return sequences
+
+
+def _projections_of(call: LayerCall) -> tuple[Described, Described, Described]:
+    """q, k, v as the projections of a call will give them, whose inputs are right; ValueError if they are not."""
+    x = Described(call.x_shape, call.x_dtype, call.x_device, call.gradient)
+    _check_inputs(call.config, x, call.encoder, call.lowered is not None)
+    return _projections(call.config, x, call.encoder, call.lowered)
 
 
 def check_variant(
@@ -119,39 +123,48 @@ def check_layer_call(
     arguments: CallArguments,
     rotation: Rotation | None,
     state: AutocastState,
-) -> None:
+) -> Judged | None:
     """Raise what a call that no compiler traces would be refused with, before anything is recorded.
 
     core   the core attention;  rotation  how q and k turn, which has numbers to be looked at in each call
+    Returns what the core need not find out again; None where it is given nothing, or is not ours.
     """
     if (config.attention_type == "cross") != (encoder_output is not None):
         check_encoder(config, encoder_output)
     if state.enabled and (recipe := attention_recipe(state.recipe)) is not None:
         scaling_of(recipe)
+    if type(x) not in _PLAIN_TENSORS or not x.is_floating_point():
+        floating("hidden_states", x)
+    encoder = None
+    if encoder_output is not None:
+        floating("encoder_output", encoder_output)
+        encoder = described_of(encoder_output)
     ours = isinstance(core, DotProductAttention)
-    plain = arguments is NOTHING_GIVEN and encoder_output is None and type(x) in _PLAIN_TENSORS
-    if not (plain and ours) or not x.is_floating_point():
-        _check_any(memory, config, core if ours else None, x, encoder_output, arguments, rotation)
-        return
     device = x.device
-    key = (
+    lowered = autocast_dtype(device.type)
+    key: Key = (
         config,
-        core._config,
-        core.training,
+        core._config if ours else None,
+        ours and core.training,
         x.shape,
         x.dtype,
         device,
         torch.is_grad_enabled(),
-        autocast_dtype(device.type),
+        lowered,
         torch.are_deterministic_algorithms_enabled(),
         env.generation(),
+        encoder,
     )
-    if undisturbed():
+    found = None
+    if arguments is not NOTHING_GIVEN and ours:
+        found = _judged_with(memory, key, core._config, arguments)
+    elif undisturbed():
         memory[key]
     else:
         judge(key)
     if rotation is not None:
-        rotation.check(*_projections(config, described_of(x), None, key[7])[:2])
+        rotation.check(*_projections(config, described_of(x), encoder, lowered)[:2])
+    return found
 
 
 def check_encoder(config: LayerConfig, encoder_output: Any) -> None:
@@ -164,65 +177,23 @@ def check_encoder(config: LayerConfig, encoder_output: Any) -> None:
         )
 
 
-def _check_any(
-    memory: Memory[Key, Sequences | None],
-    config: LayerConfig,
-    core: DotProductAttention | None,
-    x: Any,
-    encoder_output: Any,
-    arguments: CallArguments,
-    rotation: Rotation | None,
-) -> None:
-    """The check of any call: its key, and the numbers in its lengths and its rotation."""
-    floating("hidden_states", x)
-    if encoder_output is not None:
-        floating("encoder_output", encoder_output)
-    lowered = autocast_dtype(x.device.type)
-    encoder = None if encoder_output is None else described_of(encoder_output)
-    key: Key = (
-        config,
-        None if core is None else core._config,
-        core is not None and core.training,
-        x.shape,
-        x.dtype,
-        x.device,
-        torch.is_grad_enabled(),
-        lowered,
-        torch.are_deterministic_algorithms_enabled(),
-        env.generation(),
-        encoder,
-    )
-    qkv = None
-    if rotation is not None or core is None or needs_shapes(core._config, arguments):
-        here = described_of(x)
-        _check_inputs(config, here, encoder, lowered is not None)
-        qkv = _projections(config, here, encoder, lowered)
-    if core is not None:
-        _check_core(memory, key, core, qkv, arguments)
-    if rotation is not None:
-        assert qkv is not None
-        rotation.check(*qkv[:2])
-
-
-def _check_core(
-    memory: Memory[Key, Sequences | None],
-    key: Key,
-    core: DotProductAttention,
-    qkv: tuple[Described, Described, Described] | None,
-    arguments: CallArguments,
-) -> None:
+def _judged_with(
+    memory: Memory[Key, Sequences | None], key: Key, core: AttentionConfig, arguments: CallArguments
+) -> Judged:
     """What the core attention would refuse of q, k and v; key: without the arguments."""
-    a, same, _, cached = in_order(core._config, qkv, arguments)
+    ordered = in_order(core, arguments, lambda: _projections_of(LayerCall(*key)))
+    a, same, _, cached = ordered
     try:
-        if arguments is not NOTHING_GIVEN:
-            key = (*key, facts_of(a), cached, same)
+        facts = facts_of(a)
+        key = (*key, facts, cached, same)
         sequences = memory[key] if undisturbed() else judge(key)
     except (AttributeError, TypeError) as error:
         stumbled = error
     else:
-        if sequences is not None:
+        assert sequences is not None, "a core of ours has sequences"
+        if sequences.bounded:
             demand_lengths(sequences, a)
-        return
+        return Judged(ordered, facts, sequences)
     # An argument of a wrong kind is no part of a key; the checks say what it should be.
     _judge(LayerCall(*key[:11], cached=cached, same=same), a)
     raise stumbled

@@ -26,6 +26,8 @@ from .kv_cache import KVCacheManager, NonPagedKVCacheManager, whole_step
 from .kv_cache_paged import PagedKVCacheManager
 
 FORMATS = ("sbhd", "bshd", "thd")
+# Managers whose steps are known before they are made.
+_OURS = (NonPagedKVCacheManager, PagedKVCacheManager)
 
 
 class CachedKeysValues(NamedTuple):
@@ -47,6 +49,56 @@ class CachedKeysValues(NamedTuple):
     lengths_q: Tensor | None = None
     lengths_kv: Tensor | None = None
     max_seqlen_q: int = 0
+
+
+class StepLimits(NamedTuple):
+    """What new keys and values of a step have to be like: those of the cache, and of what pre_step announced."""
+
+    dtype: torch.dtype
+    heads: int
+    head_dim_k: int
+    head_dim_v: int
+    batch: int
+    tokens: int
+    longest: int
+    max_sequence_length: int
+
+    def check(self, new_k: Any, new_v: Any, qkv_format: str) -> None:
+        """ValueError unless shapes, of tensors or of descriptions, are within the limits."""
+        if qkv_format not in FORMATS:
+            raise ValueError(f"qkv_format={qkv_format!r}; choose one of {', '.join(FORMATS)}")
+        if new_k.shape[:-2] != new_v.shape[:-2]:
+            raise ValueError(
+                f"new_k is {list(new_k.shape)} and new_v {list(new_v.shape)}; give keys and values of the same tokens"
+            )
+        expected = (self.heads, self.head_dim_k), (self.heads, self.head_dim_v)
+        given = tuple(new_k.shape[-2:]), tuple(new_v.shape[-2:])
+        if given != expected:
+            raise ValueError(
+                f"keys and values have (heads, size) {given}, the cache holds {expected}; "
+                "make it with num_heads_kv, head_dim_k and head_dim_v of the layer"
+            )
+        if qkv_format == "thd":
+            if self.batch == 0 and new_k.shape[0]:
+                raise ValueError(
+                    f"keys of {new_k.shape[0]} tokens, no step is announced; call pre_step first"
+                )
+            if new_k.shape[0] < self.tokens:
+                raise ValueError(
+                    f"keys of {new_k.shape[0]} tokens, pre_step announced {self.tokens}; give all of them"
+                )
+            return
+        size, batch = new_k.shape[:2] if qkv_format == "sbhd" else (new_k.shape[1], new_k.shape[0])
+        if batch != self.batch:
+            raise ValueError(
+                f"keys of {batch} sequences, pre_step announced {self.batch}; call pre_step first, or reshape "
+                f"new_k {list(new_k.shape)}"
+            )
+        if not self.longest <= size <= self.max_sequence_length:
+            raise ValueError(
+                f"keys have {size} tokens a sequence, this step needs {self.longest}.."
+                f"{self.max_sequence_length}; pad or cut them"
+            )
 
 
 class InferenceParams:
@@ -118,6 +170,8 @@ class InferenceParams:
         # One copy from the host fills all lengths; sections begin at multiples of 16 bytes.
         self._section = round_up(max_batch_size + 1, 4)
         self._lengths = torch.zeros(5 * self._section, dtype=torch.int32, device=self.device)
+        # `upcoming` of each layer, beside the cache and the page table that it was made of.
+        self._upcoming: dict[int, tuple[tuple[Tensor, Tensor], Tensor | None, CachedKeysValues]] = {}
         self._set_batch_size(0)
 
     def _pages(self, page_size: int | None, total_num_pages: int | None) -> tuple[int | None, int | None]:
@@ -202,24 +256,53 @@ class InferenceParams:
         """
         tensor("new_k", new_k)
         tensor("new_v", new_v)
-        self._check_tokens(new_k, new_v, qkv_format)
+        self.limits(qkv_format).check(new_k, new_v, qkv_format)
         self.allocate_memory(layer_number)
         return self._with_lengths(*self.write(layer_number, new_k, new_v, qkv_format))
 
-    def upcoming(self, layer_number: int, new_k: Any, new_v: Any, qkv_format: str) -> CachedKeysValues | None:
+    @property
+    def foresees(self) -> bool:
+        """Can `upcoming` say what a step will return? A custom manager may do anything."""
+        return type(self.cache_manager) in _OURS
+
+    def limits(self, qkv_format: str) -> StepLimits:
+        """What the step's new keys and values have to be like. Of packed tokens alone the number is one of them."""
+        tokens = self.step_tokens if qkv_format == "thd" else 0
+        return StepLimits(
+            self.dtype, self.num_heads_kv, self.head_dim_k, self.head_dim_v,
+            self.batch_size, tokens, self.longest_step, self.max_sequence_length,
+        )  # fmt: skip
+
+    def upcoming(self, layer_number: int) -> CachedKeysValues | None:
         """What `step` will return, nothing written yet: whoever may still refuse the call asks for it first.
 
-        None: a custom manager alone knows. new_k and new_v need shapes only. Raises what `step` raises.
+        None: a custom manager alone knows, or the layer has no memory yet.
         """
         manager = self.cache_manager
-        if type(manager) not in (NonPagedKVCacheManager, PagedKVCacheManager):
+        if not self.foresees or layer_number not in manager.cache:
             return None
-        self._check_tokens(new_k, new_v, qkv_format)
-        manager.allocate_memory(layer_number)
         k, v = manager.cache[layer_number]
-        if isinstance(manager, PagedKVCacheManager):
+        if manager.page_table is not None:
             return self._with_lengths(k, v, manager.page_table[: self.batch_size])
         return self._with_lengths(k[: self.batch_size], v[: self.batch_size], None)
+
+    def upcoming_again(self, layer_number: int) -> CachedKeysValues | None:
+        """`upcoming`, made once for all steps of as many sequences and tokens; for calls that no compiler traces."""
+        manager = self.cache_manager
+        made = self._upcoming.get(layer_number)
+        if made is not None and type(manager) in _OURS:
+            pair, table, answer = made
+            if (
+                pair is manager.cache.get(layer_number)
+                and table is manager.page_table
+                and answer.cu_seqlens_q is self._cu_new
+                and answer.max_seqlen_q == self.longest_step
+            ):
+                return answer
+        answer = self.upcoming(layer_number)
+        if answer is not None:
+            self._upcoming[layer_number] = manager.cache[layer_number], manager.page_table, answer
+        return answer
 
     def write(
         self, layer_number: int, new_k: Tensor, new_v: Tensor, qkv_format: str
@@ -244,42 +327,6 @@ class InferenceParams:
         )
 
     step_kv_cache = step
-
-    def _check_tokens(self, new_k: Tensor, new_v: Tensor, qkv_format: str) -> None:
-        if qkv_format not in FORMATS:
-            raise ValueError(f"qkv_format={qkv_format!r}; choose one of {', '.join(FORMATS)}")
-        if new_k.shape[:-2] != new_v.shape[:-2]:
-            raise ValueError(
-                f"new_k is {list(new_k.shape)} and new_v {list(new_v.shape)}; give keys and values of the same tokens"
-            )
-        expected = (self.num_heads_kv, self.head_dim_k), (self.num_heads_kv, self.head_dim_v)
-        given = tuple(new_k.shape[-2:]), tuple(new_v.shape[-2:])
-        if given != expected:
-            raise ValueError(
-                f"keys and values have (heads, size) {given}, the cache holds {expected}; "
-                "make it with num_heads_kv, head_dim_k and head_dim_v of the layer"
-            )
-        if qkv_format == "thd":
-            if self.batch_size == 0 and new_k.shape[0]:
-                raise ValueError(
-                    f"keys of {new_k.shape[0]} tokens, no step is announced; call pre_step first"
-                )
-            if new_k.shape[0] < self.step_tokens:
-                raise ValueError(
-                    f"keys of {new_k.shape[0]} tokens, pre_step announced {self.step_tokens}; give all of them"
-                )
-            return
-        size, batch = new_k.shape[:2] if qkv_format == "sbhd" else (new_k.shape[1], new_k.shape[0])
-        if batch != self.batch_size:
-            raise ValueError(
-                f"keys of {batch} sequences, pre_step announced {self.batch_size}; call pre_step first, or reshape "
-                f"new_k {list(new_k.shape)}"
-            )
-        if not self.longest_step <= size <= self.max_sequence_length:
-            raise ValueError(
-                f"keys have {size} tokens a sequence, this step needs {self.longest_step}.."
-                f"{self.max_sequence_length}; pad or cut them"
-            )
 
     def convert_paged_to_nonpaged(self, layer_number: int) -> tuple[Tensor, Tensor]:
         """Keys and values [b, s, h, d] of a layer for the step's sequences, each in one stretch.

@@ -24,6 +24,7 @@ class KVCacheManager(ABC):
     """The caches of all layers: cache[layer] = (keys, values), and sequences {id: tokens} in batch order."""
 
     page_size = 0  # tokens a page; 0: no pages
+    page_table: Any = None
 
     def __init__(self) -> None:
         self.cache: dict[int, tuple[Tensor, Tensor]] = {}

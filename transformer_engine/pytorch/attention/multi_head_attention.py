@@ -10,13 +10,14 @@ from torch import Tensor, nn
 
 from ...common.checks import switch
 from ...common.memory import Memory
+from ..functions.attention.projected import Projection
 from ..module.arguments import check_arguments
 from ..module.config import configured
 from ..module.layernorm_linear import LayerNormLinear
 from ..module.linear import Linear
 from ..primitives.attention.mask import check_set_window_size
 from ..quantization.autocast import AutocastState, current, here_in_eager_mode
-from ..runtime.device import canonical_device
+from ..runtime.bare_call import is_bare
 from .call_check import (
     MAX_CALLS,
     check_encoder,
@@ -28,6 +29,7 @@ from .call_check import (
 from .dot_product_attention import DotProductAttention
 from .dot_product_attention.arguments import RULES, check_heads
 from .dot_product_attention.fp8_recipe import outputs_codes, projects_codes
+from .dot_product_attention.in_order import Judged
 from .dot_product_attention.sequences import Sequences
 from .dot_product_attention.settings import NOTHING_GIVEN, CallArguments
 from .heads import Heads, head_size
@@ -35,6 +37,8 @@ from .inference import InferenceParams
 from .layer_settings import AS_GIVEN, FIXED, WORKED_BY, LayerConfig
 from .qk_norm import query_key_norm
 from .rotation import Rotation
+
+_attention = DotProductAttention.forward
 
 # Arguments that children are made with.
 _OF_PROJECTIONS = (
@@ -161,7 +165,11 @@ class MultiheadAttention(nn.Module):
             tp_group=tp_group if set_parallel_mode else None,
             name=_name(name, "core_attention"),
             **{argument: given[argument] for argument in _OF_CORE},
-        ).to(canonical_device(device))  # which the original's core attention is not told: its softmax_offset
+        )
+        if (
+            softmax_type == "learnable"
+        ):  # the one tensor of a core attention, which takes no device from callers
+            self.core_attention.make_softmax_offset(device)
         self.proj = Linear(
             q_size,
             hidden_size,
@@ -267,19 +275,26 @@ class MultiheadAttention(nn.Module):
         # fmt: on
         tracing = torch.compiler.is_compiling()
         state = current() if tracing else here_in_eager_mode().state
-        rotation = self._checked(hidden_states, encoder_output, rotary_pos_emb, arguments, state, tracing)
+        rotation, judged = self._checked(
+            hidden_states, encoder_output, rotary_pos_emb, arguments, state, tracing
+        )
         codes = state.enabled and inference_params is None and outputs_codes(state)
         config = self._config
-        q, k, v, norm_output = self._project(
-            config, hidden_states, encoder_output, is_first_microbatch, rotation, state if codes else None
-        )
         modules: dict[str, Any] = self._modules
         core = modules["core_attention"]
-        if (
-            arguments is NOTHING_GIVEN
-            and not (checkpoint_core_attention or codes)
-            and type(core) is DotProductAttention
-        ):
+        joint = not tracing and is_bare(core, DotProductAttention, _attention) and core.score_mod is None
+        q, k, v, norm_output, projection = self._project(
+            config,
+            hidden_states,
+            encoder_output,
+            is_first_microbatch,
+            rotation,
+            state if codes else None,
+            joint,
+        )
+        if joint:
+            context = core.attend_judged(q, k, v, judged, checkpoint_core_attention, codes, projection)
+        elif arguments is NOTHING_GIVEN and not (checkpoint_core_attention or codes):
             context = core(q, k, v)
         else:
             given = {"checkpoint_core_attention": checkpoint_core_attention, "fp8_output": codes}
@@ -313,19 +328,18 @@ class MultiheadAttention(nn.Module):
         arguments: CallArguments,
         state: AutocastState,
         tracing: bool,
-    ) -> Rotation | None:
-        """How q and k turn, after every check; a compiler traces the shapes that were met, and the core's checks."""
+    ) -> tuple[Rotation | None, Judged | None]:
+        """How q and k turn and what the core attends to, after every check; a compiler traces the core's own."""
         config, rotation = self._config, None
         if rotary_pos_emb is not None:
             rotation = rotation_of_call(config, rotary_pos_emb, arguments)
         if tracing:
             check_encoder(config, encoder_output)
-            return rotation
+            return rotation, None
         core = self._modules["core_attention"]
-        check_layer_call(
+        return rotation, check_layer_call(
             self._judged, config, core, hidden_states, encoder_output, arguments, rotation, state
         )
-        return rotation
 
     def _project(
         self,
@@ -335,8 +349,12 @@ class MultiheadAttention(nn.Module):
         is_first_microbatch: bool | None,
         rotation: Rotation | None,
         codes: AutocastState | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        joint: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Projection | None]:
         """q, k, v by heads, normed and rotated, and the normalized input when it is to be returned.
+
+        joint   the attention can be differentiated together with the split of a projection: then the three may be
+                views of the projection that comes last, unknown to autograd
 
         codes   the autocast state where an FP8 attention follows that takes codes; they are made by the projection
                 of a self attention unless norms or a rotation, which work on values, come between
@@ -358,7 +376,9 @@ class MultiheadAttention(nn.Module):
             q, k, v = heads.split_q(mixed), *heads.split_kv(keys_values)
         elif rotation is not None and not norms_first and (grouped := heads.grouped(mixed)) is not None:
             q, k, v = rotation.of_projection(grouped, heads)
-            return *(self._normed(q, k) if q_norm is not None else (q, k)), v, norm_output
+            return *(self._normed(q, k) if q_norm is not None else (q, k)), v, norm_output, None
+        elif joint and rotation is None and q_norm is None and type(mixed) is Tensor and mixed.requires_grad:
+            return *heads.split_qkv(mixed.detach()), norm_output, Projection(mixed, heads.interleaved)
         else:
             q, k, v = heads.split_qkv(mixed)
         if norms_first:
@@ -367,7 +387,7 @@ class MultiheadAttention(nn.Module):
             q, k = rotation(q, k)
         if q_norm is not None and not norms_first:
             q, k = self._normed(q, k)
-        return q, k, v, norm_output
+        return q, k, v, norm_output, None
 
     def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         assert self.q_norm is not None and self.k_norm is not None

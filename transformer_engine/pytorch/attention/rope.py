@@ -18,6 +18,7 @@ from ..primitives.rope import (
     rope_qkv_backward,
     rope_qkv_forward,
 )
+from ..runtime.applying import applier
 from ..runtime.device import canonical_device
 from ..runtime.double_backward import is_recorded, transposed
 
@@ -152,6 +153,9 @@ class ApplyPackedRope(torch.autograd.Function):
         return grad_qkv, None, None, None, None, None, None
 
 
+_apply, _apply_packed = applier(ApplyRope), applier(ApplyPackedRope)
+
+
 def apply_rotary_pos_emb(
     t: Tensor,
     freqs: Tensor,
@@ -179,7 +183,7 @@ def apply_rotary_pos_emb(
 
 def rotated(t: Tensor, freqs: Tensor, spec: RopeSpec, positions: Positions) -> Tensor:
     """apply_rotary_pos_emb of what `check_rotation` has seen."""
-    return ApplyRope.apply(t, _angles(freqs), positions.start, positions.cu_seqlens, spec)
+    return _apply(t, _angles(freqs), positions.start, positions.cu_seqlens, spec)
 
 
 def apply_fused_qkv_rotary_pos_emb(
@@ -227,7 +231,7 @@ def rotated_qkv(
     """apply_fused_qkv_rotary_pos_emb of what has been checked; freqs: of queries, of keys."""
     q_angles, k_angles = _angles(freqs[0]), _angles(freqs[1])
     start, bounds = positions
-    return ApplyPackedRope.apply(qkv, q_angles, k_angles, start, bounds, sizes, spec)
+    return _apply_packed(qkv, q_angles, k_angles, start, bounds, sizes, spec)
 
 
 def _angles(freqs: Tensor) -> Tensor:

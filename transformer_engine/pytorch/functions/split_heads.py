@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..runtime.applying import applier
 from ..tensor.float8_tensor import Float8Tensor, Float8TensorStorage
 
 
@@ -15,34 +16,58 @@ def split_heads(
 
     interleaved   group by group (the group's queries, its key, its value), else all queries, all keys, all values
     """
-    return _SplitHeads.apply(x, queries, groups, size, interleaved)  # pyright: ignore[reportReturnType]
+    if (
+        type(x) is Tensor
+        and not (x.requires_grad and torch.is_grad_enabled())
+        and not torch.compiler.is_compiling()
+    ):
+        return parts_of(x, queries, groups, size, interleaved)
+    return _apply(x, queries, groups, size, interleaved)
+
+
+def parts_of(
+    x: Tensor, queries: int, groups: int, size: int, interleaved: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same views, of which autograd sees nothing but views."""
+    return _parts(x, queries, groups, size, -2 if interleaved else -3)
+
+
+def joined(dq: Tensor, dk: Tensor, dv: Tensor, interleaved: bool) -> Tensor:
+    """dx [.., (h + 2 g) d] of the gradients of the three."""
+    axis = -2 if interleaved else -3
+    groups, size = dk.shape[-2:]
+    each = dq.shape[-2] // groups
+    inner = (groups, each) if interleaved else (each, groups)
+    dq = dq.reshape(*dk.shape[:-2], *inner, size)
+    return torch.cat((dq, dk.unsqueeze(axis), dv.unsqueeze(axis)), dim=axis).flatten(-3)
 
 
 class _SplitHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, queries, groups, size, interleaved):
-        ctx.each, ctx.groups, ctx.size, ctx.axis = queries // groups, groups, size, -2 if interleaved else -3
+        ctx.interleaved, axis = interleaved, -2 if interleaved else -3
         if isinstance(x, Float8Tensor):
             if x._data is None:
                 raise ValueError("the projection's codes are column-wise alone; keep rowwise_usage=True")
             # Dense, as kernels of FP8 attention read them; a copy moves one byte a value.
-            codes = (part.contiguous() for part in _parts(x._data, queries, groups, size, ctx.axis))
+            codes = (part.contiguous() for part in _parts(x._data, queries, groups, size, axis))
             return tuple(_with_codes(x, part) for part in codes)
-        return _parts(x, queries, groups, size, ctx.axis)
+        return _parts(x, queries, groups, size, axis)
 
     @staticmethod
     def backward(ctx, dq, dk, dv):  # pyright: ignore[reportIncompatibleMethodOverride]
-        leading = dk.shape[:-2]
-        inner = (ctx.groups, ctx.each) if ctx.axis == -2 else (ctx.each, ctx.groups)
-        dq = dq.reshape(*leading, *inner, ctx.size)
-        dx = torch.cat((dq, dk.unsqueeze(ctx.axis), dv.unsqueeze(ctx.axis)), dim=ctx.axis)
-        return dx.flatten(-3), None, None, None, None
+        return joined(dq, dk, dv, ctx.interleaved), None, None, None, None
+
+
+_apply = applier(_SplitHeads)
 
 
 def _parts(x: Tensor, queries: int, groups: int, size: int, axis: int) -> tuple[Tensor, Tensor, Tensor]:
     """The three, axis (-2 or -3) being the one of a group's heads."""
     each, leading = queries // groups, x.shape[:-1]
     parts = x.reshape(*leading, *((groups, each + 2) if axis == -2 else (each + 2, groups)), size)
+    if each == 1:
+        return parts.select(axis, 0), parts.select(axis, 1), parts.select(axis, 2)
     q = parts.narrow(axis, 0, each).reshape(*leading, queries, size)
     return q, parts.select(axis, each), parts.select(axis, each + 1)
 

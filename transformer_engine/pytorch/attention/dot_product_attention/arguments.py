@@ -94,7 +94,8 @@ def settled(a: CallArguments) -> CallArguments:
     Two that compare equal are then the same to an attention, so that they can be parts of a key. Tensors are checked
     where they are read.
     """
-    one_of("core_attention_bias_type", a.bias_type, BIAS_TYPES)
+    if a.bias_type != "no_bias":
+        one_of("core_attention_bias_type", a.bias_type, BIAS_TYPES)
     if a.bottom_right_diagonal is not None:
         switch("bottom_right_diagonal", a.bottom_right_diagonal)
     if a.pad_between_seqs is not None:
@@ -111,10 +112,6 @@ def settled(a: CallArguments) -> CallArguments:
         one_of("qkv_format", a.qkv_format, QKV_FORMATS)
     if a.attn_mask_type is not None and not isinstance(a.attn_mask_type, str):
         canonical_name(a.attn_mask_type)
-    return _with_ints(a)
-
-
-def _with_ints(a: CallArguments) -> CallArguments:
     if a.window_size is not None:
         a = a._replace(window_size=window_pair(a.window_size))
     longest_q, longest_kv = a.max_seqlens

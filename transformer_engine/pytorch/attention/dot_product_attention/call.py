@@ -23,18 +23,17 @@ from ...primitives.attention.passes import Bound
 from ...primitives.attention.request import AttentionInputs, AttentionRequest
 from ...runtime.backward_thread import keep_backward_here
 from ..inference import CachedKeysValues
-from .arguments import check_cache, check_slopes, check_tensors, settled, sink_of
+from .arguments import sink_of
 from .facts import described_arguments, facts_of
+from .in_order import Judged, in_order
 from .last_choice import last_choice
-from .prepare import Modes, judged, mask_name, sequences_of
+from .prepare import Modes, judged
 from .sequences import (
     Cached,
     Sequences,
-    are_same,
     cached_tensors,
     demand_lengths,
     tensors_of,
-    with_longest,
 )
 from .settings import NOTHING_GIVEN, AttentionConfig, CallArguments, Described
 
@@ -157,17 +156,17 @@ def plain_call(
     v: Tensor,
     qkv_format: str | None,
     attn_mask_type: str | None,
+    wanted: bool = False,
 ) -> tuple[Plan, AttentionInputs]:
     """The plan of a call and its inputs; there are no numbers in tensors to look at.
 
     offset   the layer's learnable softmax_offset
+    wanted   a gradient is, of what q, k and v are views of
     """
     sink = None
     if config.softmax_type != "vanilla":
         sink = sink_of(config.softmax_type, offset, config.heads, q.device)
-    gradient = torch.is_grad_enabled() and (
-        q.requires_grad or k.requires_grad or v.requires_grad or _any_wants(sink)
-    )
+    gradient = torch.is_grad_enabled() and (wanted or _any_wants(q, k, v, None, sink))
     key = _key(config, training, q, k, v, gradient, qkv_format, attn_mask_type)
     plan = memory[key] if undisturbed() else plan_of(key)
     last_choice.seen = plan
@@ -180,61 +179,14 @@ def plain_call(
     return plan, AttentionInputs(q, k, v) if sink is None else AttentionInputs(q, k, v, sink=sink)
 
 
-def _any_wants(*inputs: Tensor | None) -> bool:
-    for x in inputs:  # noqa: SIM110  a generator would be called once for each of them
-        if x is not None and x.requires_grad:
-            return True
-    return False
-
-
-class InOrder(NamedTuple):
-    """The arguments of a call as a key takes them.
-
-    same       `are_same` of them
-    upcoming   what a cache will give the step, nothing written yet; None where there is none, and where its custom
-               manager alone knows
-    cached     the facts of that
-    """
-
-    arguments: CallArguments
-    same: bool
-    upcoming: CachedKeysValues | None
-    cached: Cached | None
-
-
-def needs_shapes(config: AttentionConfig, a: CallArguments) -> bool:
-    """Does `in_order` of these arguments look at q, k and v?"""
-    if a.inference_params is not None or a.alibi_slopes is not None:
-        return True
-    packed = (config.qkv_format if a.qkv_format is None else a.qkv_format) == "thd"
-    return packed and (a.max_seqlens[0] is None or a.max_seqlens[1] is None)
-
-
-def in_order(config: AttentionConfig, qkv: tuple[Any, Any, Any] | None, arguments: CallArguments) -> InOrder:
-    """The arguments checked as far as a key cannot have them; qkv: shapes will do, see `needs_shapes`."""
-    if arguments is NOTHING_GIVEN:
-        return InOrder(arguments, True, None, None)
-    a = settled(arguments)
-    same = are_same(a)
-    if not needs_shapes(config, a):
-        return InOrder(a, same, None, None)
-    assert qkv is not None
-    q, k, v = qkv
-    tensor_format = config.qkv_format if a.qkv_format is None else a.qkv_format
-    if a.alibi_slopes is not None:
-        check_slopes(a.alibi_slopes, a.bias_type, q, config.heads)
-    cache = a.inference_params
-    if cache is not None:
-        check_tensors(q, k, v, tensor_format, config)
-        if "arbitrary" in (a.attn_mask_type or config.attn_mask_type):
-            mask_name(config, a)  # refuses it
-        number = check_cache(config.layer_number, cache.dtype, q.dtype)
-        upcoming = cache.upcoming(number, k, v, tensor_format)
-        unnamed = tensor_format == "thd" and not a.max_seqlens[0]
-        return InOrder(a, same, upcoming, None if upcoming is None else Cached.of(upcoming, unnamed))
-    if tensor_format == "thd":
-        a = with_longest(sequences_of(config, qkv, a, None, same)[1], a)
-    return InOrder(a, same, None, None)
+def _any_wants(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None) -> bool:
+    return (
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or (bias is not None and bias.requires_grad)
+        or (sink is not None and sink.requires_grad)
+    )
 
 
 class Prepared(NamedTuple):
@@ -258,14 +210,28 @@ def any_call(
     arguments: CallArguments,
 ) -> Prepared:
     """A call with masks, lengths, a bias or a cache; memory: None while a compiler traces, which looks nothing up."""
+    ordered = in_order(config, arguments, lambda: qkv, memory is None)
+    return judged_call(memory, config, training, offset, qkv, Judged(ordered))
+
+
+def judged_call(
+    memory: Memory[Key, Plan] | None,
+    config: AttentionConfig,
+    training: bool,
+    offset: Tensor | None,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    judged_before: Judged,
+    wanted: bool = False,
+) -> Prepared:
+    """The same of arguments in order; what the layer has found out is not found out again. wanted: as plain_call's."""
+    (a, same, cached, facts), given, looked_at = judged_before
     q, k, v = qkv
-    a, same, cached, facts = in_order(config, qkv, arguments)
     sink = None
     if config.softmax_type != "vanilla":
         sink = sink_of(config.softmax_type, offset, config.heads, q.device)
-    gradient = torch.is_grad_enabled() and _any_wants(q, k, v, a.bias, sink)
+    gradient = torch.is_grad_enabled() and (wanted or _any_wants(q, k, v, a.bias, sink))
     known = (config, training, qkv, a, gradient, same)
-    plan = _traced_plan(*known, facts) if memory is None else _found_plan(memory, *known, facts)
+    plan = _traced_plan(*known, facts) if memory is None else _found_plan(memory, *known, facts, given)
     cache, append = a.inference_params, None
     if cache is not None:
         tensor_format = config.qkv_format if a.qkv_format is None else a.qkv_format
@@ -274,11 +240,14 @@ def any_call(
             append = partial(cache.write, config.layer_number, k, v, tensor_format)
         else:
             cached = cache.step(config.layer_number, k, v, tensor_format)
-            facts = Cached.of(cached, tensor_format == "thd" and not a.max_seqlens[0])
-            plan = _traced_plan(*known, facts) if memory is None else _found_plan(memory, *known, facts)
-    if cache is None and memory is not None:
+            facts = Cached.of(cached, None, tensor_format == "thd" and not a.max_seqlens[0])
+            plan = (
+                _traced_plan(*known, facts) if memory is None else _found_plan(memory, *known, facts, given)
+            )
+    elif memory is not None and plan.sequences.bounded and plan.sequences != looked_at:
         demand_lengths(plan.sequences, a)
-    return Prepared(plan, _inputs(plan.sequences, qkv, a, cached, _slopes(config, a, q.device), sink), append)
+    slopes = None if a.bias_type != "alibi" else _slopes(config, a, q.device)
+    return Prepared(plan, _inputs(plan.sequences, qkv, a, cached, slopes, sink), append)
 
 
 def _found_plan(
@@ -290,12 +259,16 @@ def _found_plan(
     gradient: bool,
     same: bool,
     cached: Cached | None,
+    given: tuple[Any, ...] | None,
 ) -> Plan:
-    """The plan of a call, looked up where one like it was met before; `last_choice` learns of it."""
+    """The plan of a call, looked up where one like it was met before; `last_choice` learns of it.
+
+    given   `facts_of` a where they are known
+    """
     q, k, v = qkv
     try:
         plain = _key(config, training, q, k, v, gradient, a.qkv_format, a.attn_mask_type)
-        key = (*plain, facts_of(a), cached, same)
+        key = (*plain, facts_of(a) if given is None else given, cached, same)
         if not undisturbed():
             plan = plan_of(key)
         else:
@@ -353,9 +326,9 @@ def _inputs(
     )
 
 
-def _slopes(config: AttentionConfig, a: CallArguments, device: torch.device) -> Tensor | None:
+def _slopes(config: AttentionConfig, a: CallArguments, device: torch.device) -> Tensor:
     """ALiBi's slopes of this rank's heads, as given or the usual ones."""
-    if a.alibi_slopes is not None or a.bias_type != "alibi":
+    if a.alibi_slopes is not None:
         return a.alibi_slopes
     rank = torch.distributed.get_rank(config.tp_group) if config.tp_group is not None else 0
     slopes = default_slopes(config.num_attention_heads, device)

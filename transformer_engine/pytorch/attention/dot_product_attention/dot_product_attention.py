@@ -16,6 +16,7 @@ from ...distributed.tensor_parallel import set_tensor_model_parallel_attributes
 from ...functions.attention import fp8
 from ...functions.attention.autograd import apart
 from ...functions.attention.fp8_call import Call, Slots
+from ...functions.attention.projected import Projection
 from ...module.arguments import check_arguments, head_sizes
 from ...module.base import TransformerEngineBaseModule
 from ...module.config import configured
@@ -24,13 +25,14 @@ from ...primitives.attention import mask as masks
 from ...primitives.attention.request import AttentionInputs, AttentionRequest
 from ...quantization import QuantizerRole
 from ...quantization.autocast import AutocastState, current, here_in_eager_mode
-from ...runtime.device import canonical_device
+from ...runtime.device import canonical_device, is_meta
 from ..inference import InferenceParams
 from .arguments import RULES, accept_older_state, check_heads, check_switches, unpacked
-from .call import MAX_PLANS, Plan, any_call, plain_call, plan_of
+from .call import MAX_PLANS, Plan, any_call, judged_call, plain_call, plan_of
 from .context_parallel_group import check_context_parallel_group
-from .forked import computed, forked
+from .forked import Forks, computed
 from .fp8_recipe import attention_recipe, scaling_of
+from .in_order import PLAIN, Judged
 from .last_choice import last_choice as _attention_backends
 from .roles import attention_roles
 from .score_mod import resolved
@@ -165,14 +167,18 @@ class DotProductAttention(TransformerEngineBaseModule):
         if softmax_type != "learnable":
             self.register_parameter("softmax_offset", None)
         else:
-            offset = torch.nn.Parameter(
-                torch.empty(self.heads, dtype=torch.float32, device=canonical_device("cuda"))
-            )
-            set_tensor_model_parallel_attributes(offset, self.tp_size > 1, 0, 1)
-            # 0: a learnable sink begins as "off-by-one"
-            self.register_parameter("softmax_offset", offset, ParameterInit(torch.nn.init.zeros_))
-            self.reset_parameters()
+            self.make_softmax_offset("cuda")
         self._register_load_state_dict_pre_hook(accept_older_state)
+
+    def make_softmax_offset(self, device: torch.device | str | int) -> None:
+        """The parameter softmax_offset [h], made on a device."""
+        offset = torch.nn.Parameter(
+            torch.empty(self.heads, dtype=torch.float32, device=canonical_device(device))
+        )
+        set_tensor_model_parallel_attributes(offset, self.tp_size > 1, 0, 1)
+        # 0: a learnable sink begins as "off-by-one"
+        self.register_parameter("softmax_offset", offset, ParameterInit(torch.nn.init.zeros_))
+        self.reset_parameters(defer_init=is_meta(device))
 
     @property
     def heads(self) -> int:
@@ -294,6 +300,30 @@ class DotProductAttention(TransformerEngineBaseModule):
             plan, inputs, tracing, checkpoint_core_attention, fp8_output, bf16_backward, append
         )
 
+    def attend_judged(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        judged: Judged | None,
+        checkpoint_core_attention: bool,
+        fp8_output: bool,
+        projection: Projection | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """forward() of an attention layer in eager mode; judged: None where q, k and v are all that is given.
+
+        projection   q, k and v are views of it that autograd knows nothing of, and it wants a gradient
+        """
+        known = (self._plans, self._config, self.training, self._parameters["softmax_offset"])
+        append, wanted = None, projection is not None
+        if judged is None and type(q) is type(k) is type(v) is Tensor:
+            plan, inputs = plain_call(*known, q, k, v, None, None, wanted)
+        else:
+            plan, inputs, append = judged_call(*known, (q, k, v), judged or PLAIN, wanted)
+        return self._attend(
+            plan, inputs, False, checkpoint_core_attention, fp8_output, None, append, projection
+        )
+
     def _attend(
         self,
         plan: Plan,
@@ -303,6 +333,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         fp8_output: bool | None,
         bf16_backward: bool | None,
         append: Callable[[], object] | None = None,
+        projection: Projection | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """What was planned; append: writes a step's keys and values into its cache, when nothing can be refused."""
         request, backend, _ = plan
@@ -332,10 +363,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         tracker = None
         if options.dropout > 0.0 and not self._config.sequence_parallel:
             tracker = self.get_rng_state_tracker
-        if recompute or tracker is not None:
-            output, max_logit = forked(backend, request, inputs, tracker, recompute, self.tp_group)
-        else:
-            output, max_logit = computed(backend, request, inputs)
+        forks = Forks(tracker, recompute, self.tp_group) if recompute or tracker is not None else None
+        output, max_logit = computed(backend, request, inputs, projection, forks)
         return output if max_logit is None else (output, max_logit)
 
     def _in_fp8(
@@ -355,15 +384,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         if recipe is not state.recipe:
             state = state._replace(recipe=recipe)
         products = self._product_quantizers(state)
-        qkv, output, softmax = products
-        slots = Slots(
-            qkv.output,
-            output.input,
-            softmax.output,
-            qkv.grad_output,
-            output.grad_input,
-            softmax.grad_input,
-        )
+        slots = Slots.of(*products)
         asked: Any = False if bf16_backward else None
         if asked is None and _backward_asked_for() is not None:
             asked = env.get("NVTE_FP8_DPA_BWD")

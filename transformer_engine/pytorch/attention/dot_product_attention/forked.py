@@ -1,10 +1,10 @@
-"""result = forked(backend, request, inputs, ..): an attention with random numbers of its own, or computed twice."""
+"""result = computed(backend, request, inputs, ..): an attention straight away, in a fork of random numbers, or twice."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -12,14 +12,38 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from ...distributed.recompute import checkpoint as recompute_checkpoint
 from ...functions.attention.autograd import attend
 from ...functions.attention.fp8 import Attention, Recomputed
-from ...primitives.attention.passes import Bound, Passes, Whole
+from ...functions.attention.projected import Projection, attend_projection, split_anew
+from ...primitives.attention.passes import Bound, Passes, Whole, passes_apart
 from ...primitives.attention.request import AttentionInputs, AttentionRequest, AttentionResult
 
 
+class Forks(NamedTuple):
+    """How an attention is computed where that is not straight away.
+
+    tracker     of the random states, in whose fork it runs; None: in none
+    recompute   in the backward once more
+    """
+
+    tracker: Callable[[], Any] | None
+    recompute: bool
+    tp_group: Any
+
+
 def computed(
-    backend: Bound | Attention | Recomputed, request: AttentionRequest, inputs: AttentionInputs
+    backend: Bound | Attention | Recomputed,
+    request: AttentionRequest,
+    inputs: AttentionInputs,
+    projection: Projection | None = None,
+    forks: Forks | None = None,
 ) -> AttentionResult:
-    """The attention by what was chosen for it."""
+    """The attention by what was chosen for it; projection: what q, k and v are views of, unknown to autograd."""
+    if projection is not None:
+        passes = passes_apart(backend, request, inputs) if forks is None else None
+        if passes is not None:
+            return attend_projection(passes, request, projection, inputs)
+        inputs = split_anew(inputs, request, projection)
+    if forks is not None:
+        return _forked(backend, request, inputs, forks)
     if type(backend) is Whole:
         return backend.run(request, inputs)
     if isinstance(backend, Passes):
@@ -27,15 +51,11 @@ def computed(
     return backend.run(request, inputs)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def forked(
-    backend: Bound | Attention | Recomputed,
-    request: AttentionRequest,
-    inputs: AttentionInputs,
-    tracker: Callable[[], Any] | None,
-    recompute: bool,
-    tp_group: Any,
+def _forked(
+    backend: Bound | Attention | Recomputed, request: AttentionRequest, inputs: AttentionInputs, forks: Forks
 ) -> AttentionResult:
     """The same in the fork of a random state, if there is a tracker of one; recomputed in the backward if asked."""
+    tracker, recompute, tp_group = forks
 
     def run(*tensors: Tensor | None) -> AttentionResult:
         with nullcontext() if tracker is None else tracker().fork():

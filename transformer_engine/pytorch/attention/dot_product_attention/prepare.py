@@ -22,7 +22,7 @@ from ...primitives.attention.request import (
     Switches,
 )
 from ...runtime.device import get_device_compute_capability
-from .arguments import check_bias, check_tensors, one_of
+from .arguments import check_bias, check_cache, check_tensors, one_of
 from .sequences import Cached, Sequences, cached_sequences, given_sequences, unknown_sequences
 from .settings import AttentionConfig, CallArguments, Numbers
 
@@ -48,6 +48,9 @@ def sequences_of(
     check_tensors(q, k, v, tensor_format, config)
     mask = _mask(config, a)
     if cached is not None:
+        if cached.limits is not None:
+            check_cache(config.layer_number, cached.limits.dtype, q.dtype)
+            cached.limits.check(k, v, tensor_format)
         return mask, cached_sequences(q, tensor_format, a.max_seqlens[0], cached)
     if a.inference_params is not None:
         return mask, unknown_sequences(q, tensor_format)

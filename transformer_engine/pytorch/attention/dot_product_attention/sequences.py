@@ -13,7 +13,7 @@ from ...primitives.attention.mask import Mask
 from ...primitives.attention.packed import cumulative, lengths_of, lengths_of_mask
 from ...primitives.attention.sequence_rules import are_bounds
 from ...runtime.device_checks import demand
-from ..inference import CachedKeysValues
+from ..inference import CachedKeysValues, StepLimits
 from .arguments import whole_length
 from .settings import CallArguments, Described, is_pair, is_tensor
 
@@ -161,7 +161,11 @@ def demand_lengths(s: Sequences, a: CallArguments) -> None:
 
 
 class Cached(NamedTuple):
-    """What a cache gives a step, as facts; longest: new tokens of the sequence that brings most."""
+    """What a cache gives a step, as facts.
+
+    longest   new tokens of the sequence that brings most
+    limits    what the new keys and values have to be like; None where a custom manager has looked at them itself
+    """
 
     key: Described
     value: Described
@@ -170,9 +174,10 @@ class Cached(NamedTuple):
     batch: int
     longest: int
     max_seqlen_kv: int
+    limits: StepLimits | None
 
     @classmethod
-    def of(cls, cached: CachedKeysValues, needs_longest: bool) -> Cached:
+    def of(cls, cached: CachedKeysValues, limits: StepLimits | None, needs_longest: bool = False) -> Cached:
         """The facts. Where the longest is needed and the manager does not know it, it is read from the device."""
         longest = cached.max_seqlen_q
         if needs_longest and not longest:
@@ -186,6 +191,7 @@ class Cached(NamedTuple):
             cached.cu_seqlens_q.shape[0] - 1,
             longest,
             cached.max_seqlen_kv,
+            limits,
         )
 
 

@@ -13,7 +13,13 @@ from torch import Tensor
 from ...primitives.attention import reference
 from ...primitives.attention.operators import BIAS, SINK, as_traced
 from ...primitives.attention.passes import Bound, Passes
-from ...primitives.attention.request import Attended, AttentionInputs, AttentionRequest, AttentionResult
+from ...primitives.attention.request import (
+    Attended,
+    AttentionInputs,
+    AttentionRequest,
+    AttentionResult,
+    Gradients,
+)
 from ...runtime.double_backward import is_recorded, once_differentiable, replayed
 
 
@@ -59,17 +65,28 @@ class Attention(torch.autograd.Function):
 def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
     request = ctx.request
     *tensors, output, lse, rng_state = ctx.saved_tensors
-    inputs = AttentionInputs(*tensors)
-    heads = (request.shape.heads, request.shape.head_dim_v)
-    attended = Attended(output.unflatten(-1, heads), lse, rng_state)
     passes = as_traced(ctx.passes) if torch.compiler.is_compiling() else ctx.passes
-    # In the output's layout: some kernels take another one for it, and give wrong gradients.
-    grad_output = grad_output.unflatten(-1, heads).contiguous()
-    gradients = passes.backward(request, inputs, attended, grad_output)
+    gradients = gradients_of(
+        passes, request, AttentionInputs(*tensors), Attended(output, lse, rng_state), grad_output
+    )
     given: list[Tensor | None] = [None] * len(tensors)
     given[:3] = gradients[:3]
     given[BIAS], given[SINK] = gradients.bias, gradients.sink
     return None, None, *given
+
+
+def gradients_of(
+    passes: Passes,
+    request: AttentionRequest,
+    inputs: AttentionInputs,
+    attended: Attended,
+    grad_output: Tensor,
+) -> Gradients:
+    """The gradients by a backend's pass; output and gradient [.., h * d_v], as the nodes have them."""
+    heads = (request.shape.heads, request.shape.head_dim_v)
+    attended = attended._replace(output=attended.output.unflatten(-1, heads))
+    # In the output's layout: some kernels take another one for it, and give wrong gradients.
+    return passes.backward(request, inputs, attended, grad_output.unflatten(-1, heads).contiguous())
 
 
 def _differentiable_gradients(ctx: Any, grad_output: Tensor) -> list[Tensor | None]:

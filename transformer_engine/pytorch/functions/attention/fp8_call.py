@@ -37,6 +37,13 @@ class Slots(NamedTuple):
     grad_output: Quantizer
     grad_softmax: Quantizer
 
+    @classmethod
+    def of(cls, qkv: Any, output: Any, softmax: Any) -> Slots:
+        """Those of the three products of a recipe state: see `fp8`."""
+        return cls(
+            qkv.output, output.input, softmax.output, qkv.grad_output, output.grad_input, softmax.grad_input
+        )
+
 
 class Call(NamedTuple):
     """One FP8 attention.

@@ -24,6 +24,16 @@ def batch_first(tensor_format: str, x: Tensor) -> Tensor:
     return x.transpose(0, 1) if tensor_format == "sbhd" else x
 
 
+def heads_first(tensor_format: str, x: Tensor) -> Tensor:
+    """A view [b, h, s, d] of a tensor that is not packed."""
+    return x.permute(1, 2, 0, 3) if tensor_format == "sbhd" else x.transpose(1, 2)
+
+
+def heads_last(tensor_format: str, x_bhsd: Tensor) -> Tensor:
+    """A view of [b, h, s, d] in a format that is not packed."""
+    return x_bhsd.permute(2, 0, 1, 3) if tensor_format == "sbhd" else x_bhsd.transpose(1, 2)
+
+
 def gathered_pages(pages: Tensor, page_table: Tensor, size: int) -> Tensor:
     """[b, size, g, d] of pages [n, page size, g, d]: token j of sequence i lies in page page_table[i, j // size]."""
     return pages[page_table.long()].flatten(1, 2)[:, :size]

@@ -31,10 +31,15 @@ class Passes(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """An attention that is differentiable by itself in all that its backend takes."""
+    """An attention that is differentiable by itself in all that its backend takes.
+
+    apart   the same kernels as two passes, for a node that computes more than an attention; None where the library
+            does not give them for these inputs
+    """
 
     name: str
     run: Callable[[AttentionRequest, AttentionInputs], AttentionResult]
+    apart: Callable[[AttentionRequest, AttentionInputs], Passes | None] | None = None
 
     def __call__(self, request: AttentionRequest, inputs: AttentionInputs) -> AttentionResult:
         """The attention of a request."""
@@ -42,3 +47,10 @@ class Whole(NamedTuple):
 
 
 Bound = Passes | Whole
+
+
+def passes_apart(bound: object, request: AttentionRequest, inputs: AttentionInputs) -> Passes | None:
+    """The two passes of what a request is bound to; None where there are none."""
+    if type(bound) is Passes:
+        return bound
+    return bound.apart(request, inputs) if type(bound) is Whole and bound.apart is not None else None

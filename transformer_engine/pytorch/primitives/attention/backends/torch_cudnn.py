@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .....common.dispatch import Backend
+from ..layout import heads_first, heads_last
 from ..passes import Passes
 from ..request import Attended, AttentionInputs, AttentionRequest, Feature, Gradients
 from .limits import refuses_beyond_flash
@@ -31,7 +32,8 @@ def refuses(r: AttentionRequest) -> str | None:
 
 def forward(request: AttentionRequest, inputs: AttentionInputs) -> Attended:
     """Attention by PyTorch's operator, in the layout of the request."""
-    q, k, v = (_to_bhsd(request, x) for x in inputs[:3])
+    form = request.shape.q_format
+    q, k, v = (heads_first(form, x) for x in inputs[:3])
     found = torch.ops.aten._scaled_dot_product_cudnn_attention(
         q,
         k,
@@ -44,7 +46,7 @@ def forward(request: AttentionRequest, inputs: AttentionInputs) -> Attended:
         scale=request.options.scale,
     )
     lse = found[1].squeeze(-1) if request.options.needs_gradient else None
-    return Attended(_from_bhsd(request, found[0]).contiguous(), lse)
+    return Attended(heads_last(form, found[0]).contiguous(), lse)
 
 
 def backward(
@@ -52,14 +54,15 @@ def backward(
 ) -> Gradients:
     """Gradients by PyTorch's operator."""
     assert attended.lse is not None
-    q, k, v = (_to_bhsd(request, x) for x in inputs[:3])
+    form = request.shape.q_format
+    q, k, v = (heads_first(form, x) for x in inputs[:3])
     nothing = torch.empty((), dtype=torch.int64, device=q.device)  # seed and offset of a dropout that is 0
     found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        _to_bhsd(request, grad_output),
+        heads_first(form, grad_output),
         q,
         k,
         v,
-        _to_bhsd(request, attended.output),
+        heads_first(form, attended.output),
         attended.lse.unsqueeze(-1),
         nothing,
         nothing,
@@ -72,19 +75,11 @@ def backward(
         _causal(request),
         scale=request.options.scale,
     )
-    return Gradients(*(_from_bhsd(request, x) for x in found))
+    return Gradients(*(heads_last(form, x) for x in found))
 
 
 def _causal(request: AttentionRequest) -> bool:
     return request.options.mask.banded
-
-
-def _to_bhsd(request: AttentionRequest, x: Tensor) -> Tensor:
-    return x.permute(1, 2, 0, 3) if request.shape.q_format == "sbhd" else x.transpose(1, 2)
-
-
-def _from_bhsd(request: AttentionRequest, x: Tensor) -> Tensor:
-    return x.permute(2, 0, 1, 3) if request.shape.q_format == "sbhd" else x.transpose(1, 2)
 
 
 PASSES = Passes("torch_cudnn", forward, backward)

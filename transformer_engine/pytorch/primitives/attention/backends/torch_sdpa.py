@@ -14,6 +14,7 @@ from .. import layout
 from ..passes import Whole
 from ..request import AttentionInputs, AttentionRequest, AttentionResult, Feature
 from ..visible import visible as visible_of
+from .torch_passes import torch_passes
 
 TAKES = frozenset(Feature) - {
     Feature.EMPTY,
@@ -108,7 +109,10 @@ def _repeat_heads(x: Tensor, heads: int) -> Tensor:
 
 def bind(request: AttentionRequest) -> Whole:
     """The attention of a request; of dense tensors whose mask torch has by name, in a few operations."""
-    return Whole("torch_sdpa", _dense(request)) if _is_plain(request) else WHOLE
+    if not _is_plain(request):
+        return WHOLE
+    has_passes = request.options.dropout == 0.0 and request.shape.groups == request.shape.heads
+    return Whole("torch_sdpa", _dense(request), torch_passes if has_passes else None)
 
 
 def _is_plain(r: AttentionRequest) -> bool:

@@ -1,0 +1,97 @@
+"""forward, backward = torch_passes(request, inputs): the kernels that torch's own attention takes, one by one.
+
+`scaled_dot_product_attention` chooses among libraries by shapes, strides and torch's switches, and ties both passes to
+nodes of its own. A node that computes more than an attention asks for the same choice, and calls the same kernels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .....common.memory import Memory
+from ..layout import heads_first, heads_last
+from ..passes import Passes
+from ..request import Attended, AttentionInputs, AttentionRequest, Gradients
+from . import torch_cudnn, torch_flash
+
+# What torch answers where it chooses: torch.nn.attention.SDPBackend has the same numbers.
+_FLASH, _CUDNN = 1, 3
+_MOST = 1 << 10
+
+Key = tuple[Any, ...]
+
+
+def torch_passes(request: AttentionRequest, inputs: AttentionInputs) -> Passes | None:
+    """The passes of dense q, k, v with as many keys' heads as queries', without dropout; None if torch has them not."""
+    if torch.is_autocast_enabled(request.device.type):
+        return None  # which casts what its own attention is given
+    q, k, v = inputs.q, inputs.k, inputs.v
+    has = torch._C
+    return _CHOSEN[
+        request,
+        (q.stride(), k.stride(), v.stride()),
+        q.device,
+        has._get_deterministic_algorithms(),
+        has._get_flash_sdp_enabled(),
+        has._get_cudnn_sdp_enabled(),
+        has._get_mem_efficient_sdp_enabled(),
+        has._get_math_sdp_enabled(),
+        tuple(has._get_sdp_priority_order()),
+    ]
+
+
+def _chosen(key: Key) -> Passes | None:
+    """What torch would take for such tensors: it is asked with some that hold nothing."""
+    request: AttentionRequest = key[0]
+    strides, device = key[1], key[2]
+    shape, wanted = request.shape, request.options.needs_gradient
+    sizes = (
+        (shape.seqlen_q, shape.head_dim_qk),
+        (shape.seqlen_kv, shape.head_dim_qk),
+        (shape.seqlen_kv, shape.head_dim_v),
+    )
+    asked = []
+    for (tokens, size), stride in zip(sizes, strides, strict=True):
+        leading = (tokens, shape.batch) if shape.q_format == "sbhd" else (shape.batch, tokens)
+        x = torch.empty_strided(
+            (*leading, shape.heads, size), stride, dtype=shape.dtype, device=device, requires_grad=wanted
+        )
+        asked.append(heads_first(shape.q_format, x))
+    q, k, v = asked
+    taken = torch._fused_sdp_choice(
+        q, k, v, None, 0.0, _causal(request), scale=request.options.scale, enable_gqa=False
+    )
+    if device.type == "cpu":
+        return CPU if taken == _FLASH else None
+    return {_FLASH: torch_flash.PASSES, _CUDNN: torch_cudnn.PASSES}.get(taken)
+
+
+_CHOSEN: Memory[Key, Passes | None] = Memory(_chosen, _MOST)
+
+
+def _forward_on_a_cpu(request: AttentionRequest, inputs: AttentionInputs) -> Attended:
+    form, scale = request.shape.q_format, request.options.scale
+    q, k, v = (heads_first(form, x) for x in inputs[:3])
+    out, lse = torch._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, _causal(request), scale=scale)
+    return Attended(heads_last(form, out).contiguous(), lse)
+
+
+def _backward_on_a_cpu(
+    request: AttentionRequest, inputs: AttentionInputs, attended: Attended, grad_output: Tensor
+) -> Gradients:
+    form, scale = request.shape.q_format, request.options.scale
+    given = [heads_first(form, x) for x in (grad_output, *inputs[:3], attended.output)]
+    found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *given, attended.lse, 0.0, _causal(request), scale=scale
+    )
+    return Gradients(*(heads_last(form, x) for x in found))
+
+
+def _causal(request: AttentionRequest) -> bool:
+    return request.options.mask.banded
+
+
+CPU = Passes("torch_sdpa", _forward_on_a_cpu, _backward_on_a_cpu)
