@@ -1,31 +1,31 @@
 """loss = mean(cross_entropy(hidden [M, K] @ weight [V, K].T + bias [V], target [M])), never holding [M, V] logits.
 
 Rows go through in chunks: logits of a chunk, its losses, their gradient in place of the logits, and from it the chunk's
-part of every gradient, all in the forward pass. The backward multiplies by the gradient of the loss, one number. A loss
-a row has M numbers to multiply by, unknown beforehand: its logits are made again, chunk by chunk, in the backward.
+part of every gradient, all in the forward pass. The backward multiplies by the gradient of the loss, one number, in
+place and only where it is not 1. A loss a row has M numbers to multiply by, unknown beforehand: its logits are made
+again, chunk by chunk, in the backward.
 
-The gradient of the weight is added up in float32, four bytes an element; so is that of the bias.
+The weight's gradient is one tensor of its dtype, which products of later chunks are added to; the first K rows need no
+chunks, see `lent_logits`. Each addition rounds once more. Of 8192 rows and 4096 features eleven chunks are left.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
 from ...common.labels import Labels
-from ..primitives.column_sums import column_sums
-from ..primitives.cross_entropy import cross_entropy_gradient
+from ..primitives.cross_entropy import cross_entropy_rescaled
 from ..primitives.gemm import Epilogue, gemm, plain
 from ..runtime.double_backward import once_differentiable
-from .cross_entropy import CrossEntropy, counted, row_losses
+from .cross_entropy import CrossEntropy, counted, is_needed_again, row_losses
+from .head_gradients import HeadGradients, RowFacts, whole_tiles
+from .lent_logits import LentLogits
 
-_CHUNKS = 24  # a chunk has at most this part of the rows, 4.2 %: of 8192 rows 320
-_FEWEST_ROWS = 16
-_TILE = 64  # rows that a product's tile has at least: chunks are whole tiles
+_SHARE = 21  # memory for this part of the logits, 4.8 %
 
 
 def linear_cross_entropy(
@@ -38,70 +38,42 @@ def linear_cross_entropy(
 
 def chunk_rows(rows: int) -> int:
     """How many rows go through together."""
-    part = rows // _CHUNKS
-    return part // _TILE * _TILE if part >= _TILE else max(part, _FEWEST_ROWS)
-
-
-@dataclass
-class _Gradients:
-    """What chunks add to; None: nobody asks."""
-
-    hidden: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-
-    @classmethod
-    def wanted(cls, ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> _Gradients:
-        """Those of the function's first three inputs that need one; weight and bias as zeros of float32."""
-        of_hidden, of_weight, of_bias, *_ = ctx.needs_input_grad
-        return cls(
-            torch.empty_like(hidden) if of_hidden else None,
-            torch.zeros_like(weight, dtype=torch.float32) if of_weight else None,
-            torch.zeros_like(bias, dtype=torch.float32) if of_bias and bias is not None else None,
-        )
-
-    def add(self, rows: slice, grad_logits: Tensor, hidden: Tensor, weight: Tensor) -> None:
-        """The part of one chunk: grad_logits [m, V] and hidden [m, K]."""
-        if self.hidden is not None:
-            into = Epilogue(hidden.dtype, out=self.hidden[rows])
-            gemm(plain(grad_logits), plain(weight.t()), into)
-        if self.weight is not None:
-            added = Epilogue(torch.float32, out=self.weight, accumulate=True)
-            gemm(plain(grad_logits.t()), plain(hidden.t()), added)
-        if self.bias is not None:
-            self.bias += column_sums(grad_logits, torch.float32)
-
-    def results(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor | None, ...]:
-        """In the dtypes of the inputs."""
-        of_weight = None if self.weight is None else self.weight.to(weight.dtype)
-        self.weight = None
-        of_bias = None if self.bias is None or bias is None else self.bias.to(bias.dtype)
-        return self.hidden, of_weight, of_bias
+    return whole_tiles(rows // _SHARE)
 
 
 class _Mean(Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, labels):
         count = counted(targets, labels)
-        gradients = _Gradients.wanted(ctx, hidden, weight, bias)
+        gradients = HeadGradients.wanted(ctx.needs_input_grad, hidden, weight, bias)
         differentiated = any(ctx.needs_input_grad)
-        total = torch.zeros(1, dtype=torch.float32, device=hidden.device)
         factor = 1.0 / count
-        for rows, logits in _chunks(hidden, weight, bias):
+        total = torch.zeros(1, dtype=torch.float32, device=hidden.device)
+        lent = _lent(gradients, hidden, weight, bias)
+        done = 0 if lent is None else lent.hidden.shape[0]
+        if lent is not None:
+            losses, statistics = lent.losses(targets[:done], labels)
+            total += losses.sum()
+            lent.spend(RowFacts(targets[:done], statistics, factor, labels), gradients)
+        for rows, logits in _chunks(done, hidden, weight, bias):
             losses, statistics = row_losses(logits, targets[rows], CrossEntropy(labels))
             total += losses.sum()
             if differentiated:
-                of_logits = cross_entropy_gradient(logits, targets[rows], statistics, factor, labels, True)
-                gradients.add(rows, of_logits, hidden[rows], weight)
-        ctx.save_for_backward(*gradients.results(weight, bias))
+                facts = RowFacts(targets[rows], statistics, factor, labels)
+                gradients.take_rows(rows, facts.gradient(logits, in_place=True), hidden, weight)
+        ctx.save_for_backward(*gradients.results(bias))
         return (total / count)[0]
 
     @staticmethod
     @once_differentiable("fused_linear_cross_entropy")
     def backward(ctx, grad_loss):  # pyright: ignore[reportIncompatibleMethodOverride]
-        saved = ctx.saved_tensors
-        # The product is rounded once more: the gradient of a mean is multiplied by 1 as a rule.
-        return *(None if grad is None else grad * grad_loss.to(grad.dtype) for grad in saved), None, None
+        factor = grad_loss.to(torch.float32).view(1)
+        scaled = _product if is_needed_again() else cross_entropy_rescaled
+        return *(None if grad is None else scaled(grad, factor) for grad in ctx.saved_tensors), None, None
+
+
+def _product(gradient: Tensor, factor: Tensor) -> Tensor:
+    return (gradient * factor).to(gradient.dtype)
 
 
 class _Rows(Function):
@@ -109,7 +81,7 @@ class _Rows(Function):
     def forward(ctx, hidden, weight, bias, targets, labels):
         parts = [
             row_losses(logits, targets[rows], CrossEntropy(labels))
-            for rows, logits in _chunks(hidden, weight, bias)
+            for rows, logits in _chunks(0, hidden, weight, bias)
         ]
         ctx.save_for_backward(hidden, weight, bias, targets, torch.cat([part[1] for part in parts]))
         ctx.labels = labels
@@ -119,21 +91,45 @@ class _Rows(Function):
     @once_differentiable("fused_linear_cross_entropy")
     def backward(ctx, grad_loss):  # pyright: ignore[reportIncompatibleMethodOverride]
         hidden, weight, bias, targets, statistics = ctx.saved_tensors
-        factors = grad_loss.to(torch.float32).contiguous()
-        gradients = _Gradients.wanted(ctx, hidden, weight, bias)
-        for rows, logits in _chunks(hidden, weight, bias):
-            facts = (targets[rows], statistics[rows], factors[rows])
-            of_logits = cross_entropy_gradient(logits, *facts, ctx.labels, True)
-            gradients.add(rows, of_logits, hidden[rows], weight)
-        return *gradients.results(weight, bias), None, None
+        facts = RowFacts(targets, statistics, grad_loss.to(torch.float32).contiguous(), ctx.labels)
+        gradients = HeadGradients.wanted(ctx.needs_input_grad, hidden, weight, bias)
+        lent = _lent(gradients, hidden, weight, bias)
+        done = 0 if lent is None else lent.hidden.shape[0]
+        if lent is not None:
+            for _ in lent.fill():
+                pass
+            lent.spend(facts.part(slice(0, done)), gradients)
+        for rows, logits in _chunks(done, hidden, weight, bias):
+            of_logits = facts.part(rows).gradient(logits, in_place=True)
+            gradients.take_rows(rows, of_logits, hidden, weight)
+        return *gradients.results(bias), None, None
 
 
-def _chunks(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
-    """(rows, their logits [m, V] in hidden's dtype), chunk after chunk, in one buffer."""
+def _lent(gradients: HeadGradients, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> LentLogits | None:
+    """The first rows, which need no chunks; None where there is no gradient of a weight, whose memory they take.
+
+    A compiler's graph writes every tensor through one base, so it has chunks alone.
+    """
+    if gradients.weight is None or torch.compiler.is_compiling():
+        return None
+    rows, features = hidden.shape
+    count = rows if rows <= features else whole_tiles(features)
+    if not chunk_rows(rows) <= count <= features:
+        return None
+    room = rows * weight.shape[0] // _SHARE
+    return LentLogits.within(room, hidden[:count], weight, bias, gradients.weight)
+
+
+def _chunks(
+    start: int, hidden: Tensor, weight: Tensor, bias: Tensor | None
+) -> Iterator[tuple[slice, Tensor]]:
+    """(rows, their logits [m, V] in hidden's dtype), chunk after chunk from a row on, in one buffer."""
     total = hidden.shape[0]
-    most = min(chunk_rows(total), total)
+    if start == total:
+        return
+    most = min(chunk_rows(total), total - start)
     buffer = hidden.new_empty(most, weight.shape[0])
-    for start in range(0, total, most):
-        rows = slice(start, min(start + most, total))
-        logits = buffer[: rows.stop - start]
+    for first in range(start, total, most):
+        rows = slice(first, min(first + most, total))
+        logits = buffer[: rows.stop - first]
         yield rows, gemm(plain(hidden[rows]), plain(weight), Epilogue(hidden.dtype, bias, logits))
