@@ -1,11 +1,12 @@
 """loss = ln(sum(exp(x))) - x[target] of every row, and dx = (softmax(x) - one_hot(target)) * factor, in float32.
 
 x is contiguous [rows, width]: the columns first .. first + width of a vocabulary of `total` ids, which other ranks may
-hold the rest of. Three launches:
+hold the rest of. Four launches:
 
     statistics   x -> partials [strips, rows, 4]: of each strip of columns max, sum(exp(x - max)), x[target], sum(x)
     losses       partials of all strips of all ranks -> loss [rows], and max and sum(exp(x - max)) of whole rows
     gradient     x, max, sum -> dx, in place of x where asked
+    rescale      x *= factor, which nothing is read for where the factor is 1
 
 Label smoothing s takes the place of one_hot(target) by (1 - s) one_hot(target) + s / total. A row whose target is
 `ignored` has loss 0 and gradient 0.
@@ -23,6 +24,8 @@ from .launch import Launch, Output
 _BLOCK = 8192  # columns a program holds at once: 16 KiB of bfloat16
 _STRIP = 4  # numbers of a strip
 _ROWS = 128  # rows of a program that adds up strips
+_SCALED = 4096  # values that a program multiplies at once
+_PROGRAMS = 2112  # sixteen for each processor of an H200: as many as it holds
 
 
 @triton.jit
@@ -133,6 +136,19 @@ def _gradient(
         tl.store(dx + offset, result.to(dx.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _rescale(x, factor, rows, width, parts, BLOCK: tl.constexpr):
+    """So many parts of BLOCK values a program, a grid apart; it returns at once where the factor is 1."""
+    multiplier = tl.load(factor)
+    if multiplier != 1.0:
+        elements = tl.cast(rows, tl.int64) * width
+        for i in range(parts):
+            part = tl.program_id(0).to(tl.int64) + tl.cast(i, tl.int64) * tl.num_programs(0)
+            place = part * BLOCK + tl.arange(0, BLOCK)
+            value = tl.load(x + place, mask=place < elements, other=0.0).to(tl.float32)
+            tl.store(x + place, (value * multiplier).to(x.dtype.element_ty), mask=place < elements)
+
+
 def statistics(rows: int, width: int, strips: int, labels: Labels) -> Launch:
     """(x [rows, width], targets int64 [rows]) -> partials float32 [strips, rows, 4]"""
     block = _block(width)
@@ -171,6 +187,14 @@ def gradient(rows: int, width: int, labels: Labels, dtype: str, per_row: bool, i
         warps=8 if block == _BLOCK else 4,
         in_place=(0,) if in_place else (),
     )
+
+
+def rescale(rows: int, width: int) -> Launch:
+    """(x [rows, width], factor float32 [1]): x becomes x * factor"""
+    parts = ceil_div(rows * width, _SCALED)
+    programs = min(parts, _PROGRAMS)
+    scalars = (rows, width, ceil_div(parts, programs))
+    return Launch(_rescale, (programs, 1, 1), (), scalars, (_SCALED,), warps=4, in_place=(0,))
 
 
 def _block(width: int) -> int:

@@ -58,7 +58,7 @@ class _CrossEntropy(Function):
         x, targets, statistics, count = ctx.saved_tensors
         factor = grad_loss.to(torch.float32)
         factor = factor.contiguous() if count is None else factor / count
-        in_place = not (ctx.how.keeps_logits or _is_needed_again())
+        in_place = not (ctx.how.keeps_logits or is_needed_again())
         with torch.no_grad():
             plain = x.detach()
             grad_x = cross_entropy_gradient(plain, targets, statistics, factor, ctx.how.labels, in_place)
@@ -82,7 +82,7 @@ def counted(targets: Tensor, labels: Labels) -> Tensor:
     return (targets != labels.ignored).sum(dtype=torch.float32).clamp_(min=1.0).view(1)
 
 
-def _is_needed_again() -> bool:
+def is_needed_again() -> bool:
     """May a later pass read what this backward was given: a kept graph, one that is compiled, a call by hand?"""
     engine: Any = torch._C
     if torch.compiler.is_compiling() or engine._current_graph_task_id() == -1:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import is_
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..tensor.quantized_tensor import QuantizedTensor
@@ -33,16 +35,39 @@ class Bucket(NamedTuple):
     step: RepeatedAdam
 
 
+class Facts(NamedTuple):
+    """What the buckets of a group follow from: equal facts, equal buckets.
+
+    grads   the dtype of each parameter's gradient, None where it has none
+    """
+
+    params: list[Tensor]
+    grads: list[torch.dtype | None]
+    master_weights: bool
+    decoupled: bool
+
+    @classmethod
+    def of(
+        cls, params: Sequence[Tensor], grads: Sequence[Tensor | None], master_weights: bool, decoupled: bool
+    ) -> Facts:
+        """The facts of a group's parameters and their gradients."""
+        dtypes = [None if grad is None else grad.dtype for grad in grads]
+        return cls(list(params), dtypes, master_weights, decoupled)
+
+    def equal(self, other: Facts) -> bool:
+        """The same parameters, not equal ones."""
+        return (
+            self[1:] == other[1:]
+            and len(self.params) == len(other.params)
+            and all(map(is_, self.params, other.params))
+        )
+
+
 class Layout(NamedTuple):
     """The buckets of a group, and the facts that decide them."""
 
-    facts: tuple[Any, ...]
+    facts: Facts
     buckets: list[Bucket]
-
-
-def facts_of(params: Sequence[Tensor], grads: Sequence[Tensor | None], *more: Any) -> tuple[Any, ...]:
-    """What buckets follow from: equal facts, equal buckets."""
-    return (*more, *map(id, params), *[None if grad is None else grad.dtype for grad in grads])
 
 
 def buckets_of(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import is_
 from typing import Any
 
@@ -17,9 +17,9 @@ from .adam_checks import check_capturable, check_dtypes, check_numbers, check_pa
 from .adam_numbers import next_step, rates_of
 from .adam_states import NAMES, AdamStates, numbers_of
 from .amp import heed
-from .buckets import Bucket, Layout, buckets_of, facts_of
+from .buckets import Bucket, Facts, Layout, buckets_of
 from .local import local_of
-from .multi_tensor_apply import multi_tensor_applier
+from .multi_tensor_apply import Checked, multi_tensor_applier
 
 __all__ = ["FusedAdam"]
 
@@ -177,21 +177,25 @@ class FusedAdam(AdamStates):
                 self._step_bucket(bucket, of_bucket, rates)
         return loss
 
-    def _lists(self, grads: list[Tensor | None], bucket: Bucket) -> list[list[Tensor]]:
+    def _lists(self, grads: list[Tensor | None], bucket: Bucket) -> Checked:
         """[gradients, parameters, moments, moments(, masters)] as they are kept, checked."""
         of_members = grads if len(grads) == len(bucket.params) else [grads[place] for place in bucket.members]
         kept = [[state[name] for state in bucket.states] for name in self._names(bucket)]
         lists: list[Any] = [of_members, bucket.parameters, *kept]
-        bucket.step.check(self._dummy_overflow_buf.to(bucket.parameters[0].device), lists)
-        return lists
+        flag = self._dummy_overflow_buf.to(bucket.parameters[0].device)
+        return bucket.step.check(flag, lists)
 
     def _names(self, bucket: Bucket) -> tuple[str, ...]:
         """The states that a step of the bucket changes."""
         return NAMES if self.master_weights and not bucket.own else NAMES[:2]
 
-    def _step_bucket(self, bucket: Bucket, lists: list[list[Tensor]], rates: dict[Any, Tensor]) -> None:
-        grads, stepped, *kept = lists
+    def _step_bucket(self, bucket: Bucket, lists: Checked, rates: dict[Any, Tensor]) -> None:
         names, device = self._names(bucket), bucket.parameters[0].device
+        how = (rates[device], Adam(decoupled=bool(self.adam_w_mode)), self.capturable)
+        if not bucket.quantized and all(self.name_to_dtype_map[name] not in states.RANGES for name in names):
+            multi_tensor_applier(bucket.step, self._dummy_overflow_buf.to(device), lists, *how)
+            return
+        grads, stepped, *kept = lists
         read = [self._read(bucket.params, *state) for state in zip(kept, names, strict=True)]
         moments, masters = read[:2], read[2:]
         if bucket.quantized:
@@ -200,9 +204,7 @@ class FusedAdam(AdamStates):
             bucket.step,
             self._dummy_overflow_buf.to(device),
             [grads, stepped, *moments, *masters],
-            rates[device],
-            Adam(decoupled=bool(self.adam_w_mode)),
-            self.capturable,
+            *how,
         )
         for state, name, values in zip(kept, names, read, strict=True):
             self._write(bucket.params, state, name, values)
@@ -211,7 +213,7 @@ class FusedAdam(AdamStates):
                 if isinstance(parameter, QuantizedTensor) and parameter.numel():
                     parameter.quantize_(local_of(numbers).view(parameter.shape))
 
-    def _read(self, members: list[Tensor], kept: list[Tensor], name: str) -> list[Tensor]:
+    def _read(self, members: list[Tensor], kept: Sequence[Tensor], name: str) -> Sequence[Tensor]:
         """A state of each parameter: itself where the kernel takes its dtype, else float32 numbers."""
         if self.name_to_dtype_map[name] not in states.RANGES or kept[0].dtype == torch.int16:
             return kept
@@ -220,7 +222,9 @@ class FusedAdam(AdamStates):
             for parameter, state in zip(members, kept, strict=True)
         ]
 
-    def _write(self, members: list[Tensor], kept: list[Tensor], name: str, values: list[Tensor]) -> None:
+    def _write(
+        self, members: list[Tensor], kept: Sequence[Tensor], name: str, values: Sequence[Tensor]
+    ) -> None:
         """What `_read` made float32 numbers of is kept as it was."""
         if self.name_to_dtype_map[name] in states.RANGES:
             for parameter, state, numbers in zip(members, kept, values, strict=True):
@@ -243,9 +247,9 @@ class FusedAdam(AdamStates):
         """
         groups = [group["params"] for group in self.param_groups]
         ways = (self.master_weights, self.use_decoupled_grad)
-        facts = [facts_of(*lists, *ways) for lists in zip(groups, grads, strict=True)]
-        known = {place: layout.facts for place, layout in self._layouts.items()}
-        new = [place for place in range(len(facts)) if known.get(place) != facts[place]]
+        facts = [Facts.of(*lists, *ways) for lists in zip(groups, grads, strict=True)]
+        known = self._layouts
+        new = [i for i, fact in enumerate(facts) if i not in known or not known[i].facts.equal(fact)]
         for place in new:
             for parameter, grad in zip(groups[place], grads[place], strict=True):
                 if grad is not None:

@@ -40,9 +40,24 @@ class MultiTensorApply:
         return op(self.chunk_size, noop_flag_buffer, lists, *args)
 
 
+class Checked(tuple[Sequence[Tensor], ...]):
+    """Parallel lists, and what `worked_on` makes of them, which somebody knows already."""
+
+    worked: list[Sequence[Tensor]]
+
+    @classmethod
+    def of(cls, tensor_lists: Sequence[Sequence[Tensor]], worked: list[Sequence[Tensor]]) -> Checked:
+        """The lists with what is known of them."""
+        made = cls(tensor_lists)
+        made.worked = worked
+        return made
+
+
 def worked_on(tensor_lists: Sequence[Sequence[Tensor]]) -> list[Sequence[Tensor]]:
     """What a rank holds of the lists, without empty tensors; RuntimeError for lists of different lengths."""
-    lists = [_local(tensors) for tensors in tensor_lists]
+    if isinstance(tensor_lists, Checked):
+        return tensor_lists.worked
+    lists = [local_tensors(tensors) for tensors in tensor_lists]
     lengths = [len(tensors) for tensors in lists]
     if len(set(lengths)) > 1:
         raise RuntimeError(f"the lists have {lengths} tensors; give lists of one length")
@@ -52,7 +67,8 @@ def worked_on(tensor_lists: Sequence[Sequence[Tensor]]) -> list[Sequence[Tensor]
     return lists
 
 
-def _local(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+def local_tensors(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """What a rank holds of each tensor."""
     return tensors if set(map(type, tensors)) <= _PLAIN else [local_of(tensor) for tensor in tensors]
 
 

@@ -22,6 +22,7 @@ __all__ = [
     "Labels",
     "cross_entropy_gradient",
     "cross_entropy_losses",
+    "cross_entropy_rescaled",
     "cross_entropy_statistics",
 ]
 
@@ -56,6 +57,14 @@ def cross_entropy_gradient(
     return TABLE.bound(key)(x, targets, statistics, factor)
 
 
+def cross_entropy_rescaled(x: Tensor, factor: Tensor) -> Tensor:
+    """x [.., V] contiguous, multiplied in place by factor float32 [1]; a kernel reads it only if that is not 1."""
+    rows = x.numel() // x.shape[-1] if x.numel() else 0
+    key = ("rescale", rows, x.shape[-1], x.dtype, x.device, _NO_LABELS)
+    return TABLE.bound(key)(x, factor)
+
+
+_NO_LABELS = Labels(0, 0.0, 0, 0)
 _FACTS = "int ignored, float smoothing, int first, int total"
 
 
@@ -88,6 +97,14 @@ def _gradient_results(
     return x.new_empty(x.shape)
 
 
+def _rescaled(x: Tensor, factor: Tensor, **labels: int | float) -> Tensor:
+    return cross_entropy_rescaled(x.clone(), factor)
+
+
+def _rescaled_results(x: Tensor, factor: Tensor, **labels: int | float) -> Tensor:
+    return x.new_empty(x.shape)
+
+
 _OPERATORS = {
     "statistics": operator(
         f"cross_entropy_statistics(Tensor x, Tensor targets, *, {_FACTS}) -> Tensor",
@@ -104,6 +121,11 @@ _OPERATORS = {
         f"{_FACTS}) -> Tensor",
         _gradient,
         _gradient_results,
+    ),
+    "rescale": operator(
+        f"cross_entropy_rescaled(Tensor x, Tensor factor, *, {_FACTS}) -> Tensor",
+        _rescaled,
+        _rescaled_results,
     ),
 }
 

@@ -14,12 +14,16 @@ from .request import CrossEntropyRequest
 
 
 def bind(request: CrossEntropyRequest) -> Callable[..., Any]:
-    """(x, targets) -> partials; (partials, targets) -> (loss, statistics); or (x, targets, statistics, factor) -> dx"""
+    """(x, targets) -> partials; (partials, targets) -> (loss, statistics); or (x, targets, statistics, factor) -> dx;
+    or (x, factor) -> x
+    """
     labels, in_place = request.labels, request.in_place
     if request.operation == "statistics":
         return lambda x, targets: statistics(x, targets, labels)
     if request.operation == "losses":
         return lambda partials, targets: losses(partials, targets, labels)
+    if request.operation == "rescale":
+        return lambda x, factor: x.copy_(x.to(torch.float32) * factor)
     return lambda x, targets, of_rows, factor: gradient(x, targets, of_rows, factor, labels, in_place)
 
 

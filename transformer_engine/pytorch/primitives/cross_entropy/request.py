@@ -11,7 +11,7 @@ from ....common.labels import Labels
 
 
 class CrossEntropyRequest(NamedTuple):
-    """One of "statistics", "losses", "gradient" on logits [rows, width].
+    """One of "statistics", "losses", "gradient" on logits [rows, width], or "rescale" of gradients.
 
     strips     how many partial statistics a row has
     per_row    a gradient has a factor a row, not one for all

@@ -34,6 +34,14 @@ def bind(request: CrossEntropyRequest) -> Callable[..., Any]:
     if request.operation == "losses":
         losses = kernels.losses(rows, request.strips, labels)
         return lambda partials, targets: tuple(run(losses, (partials, targets)))
+    if request.operation == "rescale":
+        rescale = kernels.rescale(rows, width)
+
+        def rescaled(x: Tensor, factor: Tensor) -> Tensor:
+            run(rescale, (x, factor))
+            return x
+
+        return rescaled
     dtype, in_place = DTYPE_NAMES[request.dtype], request.in_place
     launch = kernels.gradient(rows, width, labels, dtype, request.per_row, in_place)
 

@@ -1,7 +1,7 @@
 """One operation on all tensors of parallel lists: a scaling, sums of squares, a step of Adam or of gradient descent.
 
 Lists are of one device; the tensors of one list have one dtype, and the i-th of all lists one number of elements,
-contiguous. A caller that calls again and again gives `sizes`, those numbers, rather than have them asked for.
+contiguous. A caller that calls again and again gives the `Extents`, those numbers, rather than have them asked for.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from torch import Tensor
 from ....common.dispatch import Table
 from ....common.steps import Adam, Sgd
 from . import reference, triton
+from .addresses import Extents
 from .reference import halves, joined
 from .request import MultiTensorRequest
 
 __all__ = [
     "TABLE",
+    "Extents",
     "MultiTensorRequest",
     "adam_rates",
     "adam_step",
@@ -39,17 +41,17 @@ Lists = Sequence[Sequence[Tensor]]
 
 def scale_all(lists: Lists, factor: Tensor, flag: Tensor) -> None:
     """lists[1][i] = lists[0][i] * factor [1], in float32; flag int32 [1] becomes 1 where an input is not finite."""
-    TABLE.bound(("scale", *_facts(lists)))(lists, sizes_of(lists), factor, flag)
+    TABLE.bound(("scale", *_facts(lists)))(lists, extents_of(lists), factor, flag)
 
 
 def squares_of_all(tensors: Sequence[Tensor], factor: Tensor | None = None) -> Tensor:
     """float32 [n]: the sum of (x * factor [1])^2 over each tensor."""
     lists = (tensors,)
-    return TABLE.bound(("squares", *_facts(lists)))(lists, sizes_of(lists), factor)
+    return TABLE.bound(("squares", *_facts(lists)))(lists, extents_of(lists), factor)
 
 
 def adam_step(
-    lists: Lists, rates: Tensor, how: Adam, flag: Tensor | None = None, sizes: tuple[int, ...] | None = None
+    lists: Lists, rates: Tensor, how: Adam, flag: Tensor | None = None, extents: Extents | None = None
 ) -> None:
     """One step of [gradients, parameters, first moments, second moments(, masters)], in place but for the gradients.
 
@@ -59,8 +61,8 @@ def adam_step(
     flag      int32 [1]: not 0, and nothing is changed
     """
     facts = _facts(lists)
-    sizes = sizes_of(lists) if sizes is None else sizes
-    TABLE.bound(("adam", *facts, how, flag is not None))(lists, sizes, rates, flag)
+    extents = extents_of(lists) if extents is None else extents
+    TABLE.bound(("adam", *facts, how, flag is not None))(lists, extents, rates, flag)
 
 
 def sgd_step(lists: Lists, rates: Tensor, how: Sgd, flag: Tensor) -> None:
@@ -68,7 +70,7 @@ def sgd_step(lists: Lists, rates: Tensor, how: Sgd, flag: Tensor) -> None:
 
     rates   float32 [5]: weight decay, momentum, 1 - dampening, learning rate, what a gradient is multiplied by
     """
-    TABLE.bound(("sgd", *_facts(lists), how, True))(lists, sizes_of(lists), rates, flag)
+    TABLE.bound(("sgd", *_facts(lists), how, True))(lists, extents_of(lists), rates, flag)
 
 
 def adam_rates(
@@ -87,8 +89,8 @@ def on_device(numbers: Sequence[float], device: torch.device) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float32, pin_memory=True).to(device, non_blocking=True)
 
 
-def sizes_of(lists: Lists) -> tuple[int, ...]:
-    return tuple(map(Tensor.numel, lists[0]))
+def extents_of(lists: Lists) -> Extents:
+    return Extents(map(Tensor.numel, lists[0]))
 
 
 def _facts(lists: Lists) -> tuple[torch.device, tuple[torch.dtype, ...]]:

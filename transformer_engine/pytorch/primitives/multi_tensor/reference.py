@@ -19,16 +19,16 @@ Lists = Sequence[Sequence[Tensor]]
 
 
 def bind(request: MultiTensorRequest) -> Callable[..., Any]:
-    """(lists, factor, flag) for "scale", (lists, factor) -> sums, or (lists, rates, flag) for a step"""
+    """(lists, extents, factor, flag) for "scale", (.., factor) -> sums, or (.., rates, flag) for a step"""
     how = request.how
     if request.operation == "scale":
-        return lambda lists, sizes, factor, flag: scale(lists, factor, flag)
+        return lambda lists, extents, factor, flag: scale(lists, factor, flag)
     if request.operation == "squares":
-        return lambda lists, sizes, factor: squares(lists[0], factor)
+        return lambda lists, extents, factor: squares(lists[0], factor)
     if isinstance(how, Sgd):
-        return lambda lists, sizes, rates, flag: sgd(lists, rates, flag, how)
+        return lambda lists, extents, rates, flag: sgd(lists, rates, flag, how)
     assert isinstance(how, Adam)
-    return lambda lists, sizes, rates, flag: adam(lists, rates, flag, how)
+    return lambda lists, extents, rates, flag: adam(lists, rates, flag, how)
 
 
 def scale(lists: Lists, factor: Tensor, flag: Tensor) -> None:

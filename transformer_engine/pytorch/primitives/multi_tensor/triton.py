@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +14,7 @@ from ....common.memory import Memory
 from ....common.steps import Adam, Sgd
 from ...runtime.launching import DTYPE_NAMES, refuses_elementwise, run
 from . import reference
-from .addresses import chunks_of
+from .addresses import Extents, Lists, chunks_of
 from .request import MultiTensorRequest
 
 if TYPE_CHECKING:
@@ -30,26 +30,24 @@ def refuses(request: MultiTensorRequest) -> str | None:
 
 
 def bind(request: MultiTensorRequest) -> Callable[..., Any]:
-    """What `reference.bind` answers, on the same lists; sizes: the elements of the i-th tensors."""
+    """What `reference.bind` answers, on the same lists."""
     captured = reference.bind(request)
     kinds = tuple(_NAMES[kind] for kind in request.kinds)
     from ....common.kernels.multi_tensor import CHUNK  # it imports triton
 
-    def write(
-        lists: Sequence[Sequence[Tensor]], sizes: tuple[int, ...], numbers: Tensor, flag: Tensor | None
-    ) -> None:
-        chunks = chunks_of(lists, sizes, CHUNK)
+    def write(lists: Lists, extents: Extents, numbers: Tensor, flag: Tensor | None) -> None:
+        chunks = chunks_of(lists, extents, CHUNK)
         if chunks is None:
             _say_captured(request.operation)
-            captured(lists, sizes, numbers, flag)
+            captured(lists, extents, numbers, flag)
         elif chunks.count:
             launch = _launches[request.operation, kinds, request.how, chunks.count, chunks.aligned]
             run(launch, (chunks.table, numbers, flag))
 
-    def squares(lists: Sequence[Sequence[Tensor]], sizes: tuple[int, ...], factor: Tensor | None) -> Tensor:
-        chunks = chunks_of(lists, sizes, CHUNK)
+    def squares(lists: Lists, extents: Extents, factor: Tensor | None) -> Tensor:
+        chunks = chunks_of(lists, extents, CHUNK)
         if chunks is None:
-            return captured(lists, sizes, factor)
+            return captured(lists, extents, factor)
         if chunks.count == 0:
             return chunks.each.to(torch.float32)
         launch = _launches["squares", kinds, None, chunks.count, chunks.aligned]
