@@ -5,7 +5,8 @@
 The layer is that of `te train --experts 8` (router in float32, permutation with padding, two GroupedLinear, SwiGLU,
 unpermutation, the loss that balances experts), by recipe. Products are the two GroupedLinear by themselves, forward and
 backward, quantization included, on as many rows for each expert as the layer's router sent. GPU times are medians with
-the L2 cache overwritten before each call; those of a call in a loop hold what the host adds.
+the L2 cache overwritten before each call; those of a call in a loop hold what the host adds. A recipe that this GPU
+does not compute is a row with the reason.
 """
 
 from __future__ import annotations
@@ -23,12 +24,10 @@ from transformer_engine.cli.demo.config import RECIPES, Config
 from transformer_engine.cli.demo.experts import CHOSEN, MixtureOfExperts
 from transformer_engine.cli.demo.model import parameter_dtype
 from transformer_engine.pytorch.module.row_groups import alignment
-from transformer_engine.pytorch.quantization import family_named
+from transformer_engine.pytorch.quantization import check_recipe_support, family_named
 
-SIZES = (
-    (768, 16384),
-    (4096, 16384),
-)  # hidden and tokens: the demonstration's large preset, and a large model's
+# Hidden and tokens: the demonstration's large preset, and two larger models'.
+SIZES = ((768, 16384), (2048, 8192), (4096, 16384))
 EXPERTS = 8
 
 
@@ -40,9 +39,18 @@ class Step(NamedTuple):
     hidden: int
     tokens: int
 
+    def made(self) -> Any:
+        """The recipe; None computes in bfloat16."""
+        return None if self.recipe == "none" else family_named(self.recipe).recipe()
+
     def under(self) -> AbstractContextManager[Any]:
-        made = None if self.recipe == "none" else family_named(self.recipe).recipe()
+        made = self.made()
         return te.autocast(enabled=made is not None, recipe=made)
+
+    def refusal(self) -> str | None:
+        """Why this machine does not compute the recipe; None where it does."""
+        supported, reason = (True, "") if self.recipe == "none" else check_recipe_support(self.made())
+        return None if supported else reason
 
 
 def main() -> None:
@@ -54,8 +62,10 @@ def main() -> None:
     ]
     rows = []
     for step in chosen_of(steps, chosen.only):
-        rows.append({"case": step.name, **measured(step)})
-        print(*(f"{key} {value}" for key, value in rows[-1].items()))
+        refusal = step.refusal()
+        figures = measured(step) if refusal is None else {"skipped": refusal}
+        rows.append({"case": step.name, **figures})
+        print(*(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
     write(chosen.json, rows=rows)
 
 
