@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..offload.marks import active as offloading
-from ..offload.marks import arrived, asking_early
+from ..offload.marks import arrived, asking_early, read_late
 from ..primitives.operand import Operand
 from ..runtime.double_backward import once_differentiable
 from ..tensor.custom_operand import CustomOperand
@@ -30,6 +30,8 @@ def save(
 ) -> None:
     """Keep tensors and operands for `restore`, and what is updated when the backward has run."""
     parts, ctx.forms = pack(*operands)
+    if offloading.synchronizer is not None and not torch.compiler.is_compiling():
+        tensors, parts = [read_late(part) for part in tensors], [read_late(part) for part in parts]
     ctx.save_for_backward(*tensors, *parts)
     ctx.scale_update = update
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from ...common.checks import switch
 from ..tensor.quantized_tensor import QuantizedTensor
 from .link import CudaLink, Link, NoLink
-from .marks import comes_later, moment_of, moves, whole_of
+from .marks import READ_LATE, comes_later, moment_of, moves, whole_of
 
 NOT_OFFLOADED, OFFLOAD_STARTED = "not_offloaded", "offload_started"
 OFFLOAD_FINISHED, RELOAD_STARTED = "offload_finished", "reload_started"
@@ -43,6 +43,7 @@ class _View:
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
+    read_late: bool
 
     def of(self, whole: Tensor) -> Tensor:
         return whole.as_strided(self.shape, self.stride, whole.storage_offset() + self.offset)
@@ -118,7 +119,8 @@ class OffloadableLayerState:
             self.fwd_gpu_tensor_group.events.append(moment_of(tensor, self.link))
             self._devices.append(whole.device)
         offset = int(tensor.storage_offset()) - int(whole.storage_offset())
-        self._views.append(_View(number, tensor.shape, tensor.stride(), offset))
+        late = getattr(tensor, READ_LATE, False)
+        self._views.append(_View(number, tensor.shape, tensor.stride(), offset, late))
         return len(self._views) - 1
 
     def pop_tensor(self, pushed: Any) -> Tensor:
@@ -132,7 +134,7 @@ class OffloadableLayerState:
         if self.state != RELOAD_STARTED:
             return view.of(self.fwd_gpu_tensor_group.tensor_list[view.number])
         tensor = view.of(self.bwd_gpu_tensor_group.tensor_list[view.number])
-        if not comes_later(tensor, partial(self._arrive, view.number, self.generation)):
+        if not (view.read_late and comes_later(tensor, partial(self._arrive, view.number, self.generation))):
             self._arrive(view.number, self.generation)
         return tensor
 

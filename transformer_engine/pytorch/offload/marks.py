@@ -29,7 +29,7 @@ from ..tensor.quantizer import Matrix
 # Fewer elements take longer to schedule than their memory is worth.
 SMALLEST = 256 * 1024
 STAYS, READY, BY_BASE = "_TE_do_not_offload", "start_reload_event", "offload_base_tensor"
-WHOLE = "_TE_whole"
+WHOLE, READ_LATE = "_TE_whole", "_TE_read_late"
 
 
 class _Active:
@@ -88,9 +88,29 @@ def moment_of(tensor: Tensor, link: Any) -> Any:
     return whole.moment if whole is not None and whole.version == tensor._version else link.mark()
 
 
+def read_late(tensor: Tensor | None) -> Tensor | None:
+    """The tensor for a node to save whose backward asks for it early: under a name that nothing else can have saved."""
+    if (
+        tensor is None
+        or isinstance(tensor, QuantizedTensorStorage)
+        or not moves(tensor)
+        or not _is_dense(tensor)
+    ):
+        return tensor
+    own = tensor.detach()
+    for mark in (READY, WHOLE):
+        if hasattr(tensor, mark):
+            setattr(own, mark, getattr(tensor, mark))
+    setattr(own, READ_LATE, True)
+    return own
+
+
 @contextmanager
 def asking_early() -> Iterator[None]:
-    """Saved tensors that are asked for inside may come without their values: the caller calls `arrived` for each."""
+    """Tensors saved by `read_late` and asked for inside may come without values: the caller calls `arrived` for each.
+
+    Others have them: a checkpoint that has to make one of them again runs its function in here.
+    """
     _expected.arrivals.clear()
     _expected.open = True
     try:
@@ -100,11 +120,10 @@ def asking_early() -> Iterator[None]:
 
 
 def comes_later(tensor: Tensor, arrive: Callable[[], None]) -> bool:
-    """Will whoever asks for a tensor call `arrived`, which calls arrive?"""
-    if not _expected.open:
-        return False
-    _expected.arrivals[tensor.untyped_storage()._cdata] = arrive
-    return True
+    """Will whoever asks for a tensor that was saved by `read_late` call `arrived`, which calls arrive?"""
+    if _expected.open:
+        _expected.arrivals[tensor.untyped_storage()._cdata] = arrive
+    return _expected.open
 
 
 def arrived(tensor: Tensor | None) -> None:
