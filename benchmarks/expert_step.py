@@ -4,9 +4,9 @@
 
 The layer is that of `te train --experts 8` (router in float32, permutation with padding, two GroupedLinear, SwiGLU,
 unpermutation, the loss that balances experts), by recipe. Products are the two GroupedLinear by themselves, forward and
-backward, quantization included, on as many rows for each expert as the layer's router sent. GPU times are medians with
-the L2 cache overwritten before each call; those of a call in a loop hold what the host adds. A recipe that this GPU
-does not compute is a row with the reason.
+backward, quantization included, on as many rows for each expert as the layer's router sent. Milliseconds of kernels are
+what the profiler saw them run, those of a loop a call's wall time in it: the host waits for the counts of the router
+once a call. A recipe that this GPU does not compute is a row with the reason.
 """
 
 from __future__ import annotations
@@ -74,25 +74,39 @@ def measured(step: Step) -> dict[str, float]:
     config = Config(step.recipe, "cuda", 1, 1, 32, 1, step.hidden, step.hidden // 64, 1e-3, experts=EXPERTS)
     layer = MixtureOfExperts(config, 0.02)
     x = torch.randn(step.tokens, step.hidden, device=GPU, dtype=parameter_dtype(config))
+    run = trained(step, layer, x)
     with step.under():
-        whole = measure(trained(step, layer, x), GPU)
         counts = -(-layer._route(layer.norm(x))[1].sum(0) // alignment()) * alignment()
         splits = counts.tolist()
     rows = sum(splits)
     first = torch.randn(rows, step.hidden, device=GPU, dtype=x.dtype)
     second = torch.randn(rows, layer.fc2.in_features, device=GPU, dtype=x.dtype)
-    parts = [
-        measure(trained(step, lambda x, fc=fc: fc(x, splits), given), GPU)
+    products = [
+        trained(step, lambda x, fc=fc: fc(x, splits), given)
         for fc, given in ((layer.fc1, first), (layer.fc2, second))
     ]
-    products = sum(part.busiest for part in parts)
+    loop, products_loop = measure(run, GPU).eager_ms, sum(measure(call, GPU).eager_ms for call in products)
+    kernels, products_kernels = kernel_ms(run), sum(map(kernel_ms, products))
     return {
-        "step_ms": round(whole.busiest, 3),
-        "in_a_loop_ms": round(whole.eager_ms, 3),
-        "products_ms": round(products, 3),
-        "share_outside": round(1 - products / whole.busiest, 3),
+        "kernels_ms": round(kernels, 3),
+        "products_kernels_ms": round(products_kernels, 3),
+        "share_outside": round(1 - products_kernels / kernels, 3),
+        "loop_ms": round(loop, 3),
+        "products_loop_ms": round(products_loop, 3),
         "rows_a_token": round(rows / step.tokens / CHOSEN, 3),
     }
+
+
+def kernel_ms(call: Callable[[], object], runs: int = 10) -> float:
+    """Milliseconds that a call's kernels run, the mean of some calls."""
+    call()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        for _ in range(runs):
+            call()
+        torch.cuda.synchronize()
+    kernels = [event for event in seen.events() or () if event.device_type == torch.autograd.DeviceType.CUDA]
+    return sum(event.time_range.elapsed_us() for event in kernels) / 1e3 / runs
 
 
 def trained(
