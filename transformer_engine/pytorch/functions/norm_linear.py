@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..offload.marks import active as offloading
+from ..offload.marks import whole_now
 from ..primitives.gemm import as_matrix
 from ..runtime.applying import applier
 from ..tensor.quantizer import Operands
@@ -16,7 +18,7 @@ from .linear import leading_shape, linear_backward, linear_forward
 from .linear_spec import LinearSaved, LinearSpec, backward_quantizers
 from .normalization import Norm, NormStatistics
 from .repetition import Repeated, Repeats, repeats_on
-from .saving import backward_of, pack, restore, save, unpack
+from .saving import arrives, backward_of, pack, restore, save, unpack
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ def norm_linear(
 def _forward(
     x: Tensor, gamma: Tensor, beta: Tensor | None, weight: Tensor, bias: Tensor | None, spec: NormLinearSpec
 ) -> tuple[Tensor, Tensor | None, NormStatistics, LinearSaved]:
+    if offloading.synchronizer is not None:
+        whole_now(x)
     flat = as_matrix(x)
     norm_output, linear_input, statistics = normalized_input(
         flat, gamma, beta, spec.norm, spec.linear, spec.way, spec.returns_norm_output
@@ -140,6 +144,8 @@ def _gradients(
         dy = of_norm_output if dy is None else dy + of_norm_output
     if dy is None:  # nothing before the linear layer is trained
         return None, None, None, grads.weight, grads.bias
+    if offloading.used:
+        arrives(x, mean, rstdev, gamma)
     dx, dgamma, dbeta = spec.norm.backward(dy, flat, NormStatistics(mean, rstdev), gamma)
     dbeta = dbeta if ctx.needs_input_grad[2] else None
     return dx.view(x.shape), dgamma, dbeta, grads.weight, grads.bias
@@ -164,7 +170,7 @@ class _NormLinear(torch.autograd.Function):
     def backward(ctx, grad_output, grad_norm_output=None):  # pyright: ignore[reportIncompatibleMethodOverride]
         spec = ctx.spec
         if spec.repeats is None:
-            kept, saved = restore(ctx, 4)
+            kept, saved = restore(ctx, 4, early=True)
             return *_gradients(grad_output, grad_norm_output, kept, saved, spec, ctx), None
         return *spec.repeats.backward(ctx, (grad_output, grad_norm_output), spec), None
 

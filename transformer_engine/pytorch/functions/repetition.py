@@ -25,7 +25,7 @@ from ..primitives.gemm import undisturbed_in_eager_mode
 from ..runtime.recording import Recording, Result
 from ..runtime.straight_line import Line, straight_line
 from ..tensor.quantizer import Quantizer
-from .saving import take_saved
+from .saving import keep, take_early
 
 # (given, *facts) -> (results, told); given is emptied
 Pass = Callable[..., "tuple[tuple[Any, ...], Any]"]
@@ -148,15 +148,15 @@ class Repeats:
 
     def save(self, ctx: Any, kept: Sequence[Tensor | None], kind: Kind, update: Any) -> None:
         """`saving.save` of what a forward of a kind has answered."""
-        ctx.save_for_backward(*kept)
+        keep(ctx, kept)
         ctx.forms, ctx.scale_update = kind.told, update
         ctx.kind, ctx.hooked = kind, _hooks_on_saved(False) is not None
 
     def backward(self, ctx: Any, grads: Sequence[Tensor | None], spec: Any) -> tuple[Any, ...]:
         """The gradients, of those of the forward's answers."""
         kind: Kind = ctx.kind
-        given = [*grads, *take_saved(ctx)]
-        if kind.line is None or _is_disturbed():
+        given = [*grads, *take_early(ctx)]
+        if kind.line is None or _is_disturbed() or (ctx.hooked and offloading.used):
             return self._backward.as_it_is(given, (spec, ctx))[0]
         key: list[Any] = [kind]
         looked_at = given if ctx.hooked else [*grads, *[given[i] for i in kind.given]]

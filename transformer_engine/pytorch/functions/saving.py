@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..offload.marks import active as offloading
+from ..offload.marks import arrived, asking_early, read_late
 from ..primitives.operand import Operand
 from ..runtime.double_backward import once_differentiable
 from ..tensor.custom_operand import CustomOperand
@@ -28,14 +30,30 @@ def save(
 ) -> None:
     """Keep tensors and operands for `restore`, and what is updated when the backward has run."""
     parts, ctx.forms = pack(*operands)
-    ctx.save_for_backward(*tensors, *parts)
+    keep(ctx, (*tensors, *parts))
     ctx.scale_update = update
 
 
-def restore(ctx: Any, count: int = 0) -> tuple[tuple[Any, ...], list[Any]]:
-    """(the first `count` tensors that were saved, the operands), which the node itself lets go of: see `take_saved`."""
-    kept = take_saved(ctx)
+def keep(ctx: Any, tensors: Sequence[Tensor | None]) -> None:
+    """save_for_backward, for a backward that asks for them early."""
+    if offloading.synchronizer is not None and not torch.compiler.is_compiling():
+        tensors = [read_late(tensor) for tensor in tensors]
+    ctx.save_for_backward(*tensors)
+
+
+def restore(ctx: Any, count: int = 0, early: bool = False) -> tuple[tuple[Any, ...], list[Any]]:
+    """(the first `count` tensors that were saved, the operands), which the node itself lets go of: see `take_saved`.
+
+    early   as in `take_early`
+    """
+    kept = take_early(ctx) if early else take_saved(ctx)
     return kept[:count], unpack(kept[count:] if count else kept, ctx.forms)
+
+
+def arrives(*saved: Saved) -> None:
+    """Let the computation go on only when these, of an early `restore`, have their values."""
+    for part in () if torch.compiler.is_compiling() else pack(*saved)[0]:
+        arrived(part)
 
 
 def backward_of(operation: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -89,6 +107,14 @@ def take_saved(ctx: Any) -> tuple[Any, ...]:
     if not torch.compiler.is_compiling():  # a compiler plans memory itself, and traces no such call
         ctx.maybe_clear_saved_tensors()
     return tensors
+
+
+def take_early(ctx: Any) -> tuple[Any, ...]:
+    """`take_saved` of tensors that may still be on their way from the host: `arrives` is called before they are read."""
+    if offloading.used and not torch.compiler.is_compiling():
+        with asking_early():
+            return take_saved(ctx)
+    return take_saved(ctx)
 
 
 def unpack(tensors: Sequence[Tensor | None], forms: list[Any]) -> list[Any]:
