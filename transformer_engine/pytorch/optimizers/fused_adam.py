@@ -78,7 +78,8 @@ class FusedAdam(AdamStates):
         adam_w_mode: bool = True,
         capturable: bool = False,
         master_weights: bool = False,
-        master_weight_dtype: torch.dtype | None = torch.float32,  # None, which NeMo Automodel gives, is float32
+        master_weight_dtype: torch.dtype
+        | None = torch.float32,  # None, which NeMo Automodel gives, is float32
         exp_avg_dtype: torch.dtype = torch.float32,
         exp_avg_sq_dtype: torch.dtype = torch.float32,
         use_decoupled_grad: bool = False,
