@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import socket
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+PATIENCE = 100  # seconds that a group of processes may take
+
+
+def environment(**more: str) -> dict[str, str]:
+    """This process's environment, with this tree before whatever else packages are found in."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **more}
 
 
 def output(arguments: list[str], folder: Path) -> str:
@@ -20,11 +30,51 @@ def output(arguments: list[str], folder: Path) -> str:
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env=environment(),
         cwd=folder,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
+
+
+def on_ranks(arguments: list[str], ranks: int, **more: str) -> str:
+    """What the first of several processes of one group prints; the last words of the first that fails."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, WORLD_SIZE=str(ranks), **more)
+    with tempfile.TemporaryDirectory() as folder:
+        said = [Path(folder, f"{rank}.out") for rank in range(ranks)]
+        errors = [Path(folder, f"{rank}.err") for rank in range(ranks)]
+        started = []
+        for rank in range(ranks):
+            with said[rank].open("w") as out, errors[rank].open("w") as error:
+                of_rank = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                started.append(
+                    subprocess.Popen([sys.executable, *arguments], stdout=out, stderr=error, env=of_rank)
+                )
+        failed = _first_to_fail(started)
+        assert failed is None, errors[failed].read_text()[-3000:]
+        return said[0].read_text()
+
+
+def _first_to_fail(started: list[subprocess.Popen[bytes]]) -> int | None:
+    """Which process failed, or was still running when patience ended; the others wait for it no longer."""
+    end = time.monotonic() + PATIENCE
+    try:
+        while time.monotonic() < end:
+            codes = [process.poll() for process in started]
+            for rank, code in enumerate(codes):
+                if code:
+                    return rank
+            if None not in codes:
+                return None
+            time.sleep(0.1)
+        return next(rank for rank, process in enumerate(started) if process.poll() is None)
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
 
 
 def run(program: str, needed: tuple[str, ...], folder: Path) -> str:

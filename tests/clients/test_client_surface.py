@@ -24,6 +24,9 @@ ABSENT = {
     "transformer_engine.pytorch.available": "of physicsnemo's own wrapper of the import",
 }
 PRESENT_ALL_THE_SAME = {
+    "transformer_engine.pytorch.ops.BasicLinear",
+    "transformer_engine.pytorch.ops.BasicLinear._functional_backward",
+    "transformer_engine.pytorch.ops.BasicLinear._functional_forward",
     "transformer_engine.pytorch.ops.BasicOperation",
     "transformer_engine.pytorch.ops.FusibleOperation",
     "transformer_engine.pytorch.ops.op",

@@ -1,4 +1,4 @@
-"""ESM-C, OLMo-core and vortex as published: what each calls of the engine, beside its own PyTorch."""
+"""Clients that use a part of the engine, as published: what each calls of it, beside its own PyTorch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,18 @@ NEEDED = {
     "esm": ("esm", "attr", "accelerate", "pandas"),
     "olmo_core": ("olmo_core", "cached_path", "dill"),
     "vortex": ("vortex",),
+    "nemo_automodel": ("nemo_automodel", "transformers"),
+    "modelopt": ("modelopt", "omegaconf"),
+    "composer": ("composer", "torchvision"),
+    "thunder": ("thunder", "looseversion", "optree"),
+    "physicsnemo": ("physicsnemo", "warp", "pyvers"),
 }
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.mark.clients
-@pytest.mark.parametrize("client", CASES)
-def test_a_small_client_computes_what_its_own_pytorch_does(client: str, tmp_path: Path):
-    run("\n".join(CASES[client]), NEEDED[client], tmp_path)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", CASES)
+def test_a_small_client_computes_what_its_own_pytorch_does(case: str, device: str, tmp_path: Path):
+    begin = f"import torch\ndevice = {device!r}\ntorch.set_default_device(device)\n"
+    run("\n".join((begin, *CASES[case])), NEEDED[case.split()[0]], tmp_path)

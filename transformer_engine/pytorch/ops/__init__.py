@@ -1,7 +1,8 @@
-"""Operations that a Sequential fuses: the base class only, for callers that look for it. See docs/support.md."""
+"""Operations that a Sequential fuses: the base class, and the passes of a product, for callers that look for them."""
 
 from __future__ import annotations
 
+from .basic_linear import BasicLinear
 from .op import BasicOperation, FusibleOperation
 
-__all__ = ["BasicOperation", "FusibleOperation"]
+__all__ = ["BasicLinear", "BasicOperation", "FusibleOperation"]

@@ -78,7 +78,8 @@ class FusedAdam(AdamStates):
         adam_w_mode: bool = True,
         capturable: bool = False,
         master_weights: bool = False,
-        master_weight_dtype: torch.dtype = torch.float32,
+        master_weight_dtype: torch.dtype
+        | None = torch.float32,  # None, which NeMo Automodel gives, is float32
         exp_avg_dtype: torch.dtype = torch.float32,
         exp_avg_sq_dtype: torch.dtype = torch.float32,
         use_decoupled_grad: bool = False,
@@ -95,6 +96,7 @@ class FusedAdam(AdamStates):
             use_decoupled_grad=use_decoupled_grad,
             store_param_remainders=store_param_remainders,
         )
+        master_weight_dtype = master_weight_dtype or torch.float32
         check_dtypes(master_weights, master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype)
         halves_masters = bool(
             store_param_remainders and master_weights and master_weight_dtype == torch.float32

@@ -1,0 +1,149 @@
+"""Megatron-core as published trains on this engine on a GPU, by its own schedule, data parallelism and optimizer."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import processes
+import pytest
+import torch
+
+CASES = str(Path(__file__).parent / "megatron_gpu_cases.py")
+EMULATED = ("mxfp8", "nvfp4")  # by bfloat16 products, where the hardware lacks the format
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.clients,
+    pytest.mark.skipif(
+        importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None,
+        reason="megatron-core is not installed; `make test-clients` installs it",
+    ),
+]
+two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@cache
+def of(case: str, ranks: int = 1) -> Any:
+    """What a case prints, in processes of its own."""
+    emulation = {"TE_EMULATE": "1"} if case.endswith(EMULATED) else {}
+    said = processes.on_ranks([CASES, case], ranks, **emulation)
+    return json.loads(said.splitlines()[-1])
+
+
+def assert_trains(losses: list[float]) -> None:
+    assert losses[-1] < losses[0] - 0.5, losses
+
+
+def assert_alike(found: list[float], expected: list[float], tolerance: float) -> None:
+    assert found == pytest.approx(expected, abs=tolerance)
+
+
+def test_a_model_is_made_of_this_engine_s_layers():
+    counts = {"LayerNormLinear": 2, "Linear": 2, "GroupedLinear": 4, "DotProductAttention": 2}
+    assert of("layers") == counts
+
+
+@pytest.mark.parametrize("recipe", ["bfloat16", "delayed", "tensorwise", "blockwise", *EMULATED])
+def test_a_model_trains(recipe):
+    losses = of(f"train {recipe}")
+    assert_trains(losses)
+    if recipe != "bfloat16":
+        plain = of("train bfloat16")
+        assert losses[0] != plain[0]  # it does quantize
+        assert losses[0] == pytest.approx(plain[0], abs=0.02)
+
+
+@pytest.mark.parametrize("recipe", ["bfloat16", "delayed"])
+def test_gated_layers_with_grouped_heads_train(recipe):
+    assert_trains(of(f"llama {recipe}"))
+
+
+@pytest.mark.parametrize("recipe", ["bfloat16", "delayed"])
+def test_recomputation_changes_no_loss(recipe):
+    assert_alike(of(f"recompute {recipe}"), of(f"train {recipe}"), 1e-3)
+
+
+def test_this_engine_s_cross_entropy_is_megatron_s():
+    assert_alike(of("cross entropy"), of("train bfloat16"), 0.02)
+
+
+def test_this_engine_s_rotary_embedding_is_megatron_s():
+    found = of("rope fusion")
+    plain, fused = found["losses"]
+    assert fused == pytest.approx(plain, abs=5e-3)
+    assert found["gradient"] < 0.03
+
+
+@pytest.mark.parametrize("recipe", ["bfloat16", "delayed"])
+def test_the_distributed_optimizer_is_the_plain_one(recipe):
+    assert_alike(of(f"distributed {recipe}"), of(f"train {recipe}"), 0.02)
+
+
+@pytest.mark.parametrize("case", ["overlapped", "precision-aware", "fused accumulation"])
+def test_options_of_the_optimizer_change_little(case):
+    assert_alike(of(case), of("train bfloat16"), 0.05)
+
+
+@pytest.mark.parametrize(
+    "recipe, kind",
+    [
+        ("delayed", "Float8Tensor"),
+        ("tensorwise", "Float8Tensor"),
+        ("blockwise", "Float8BlockwiseQTensor"),
+    ],
+)
+def test_fp8_parameters_train_as_bfloat16_ones(recipe, kind):
+    found = of(f"parameters {recipe}")
+    assert found["kinds"] == [kind]
+    assert_alike(found["losses"], of(f"train {recipe}"), 0.1)
+
+
+@pytest.mark.parametrize("whose", ["the engine", "megatron"])
+@pytest.mark.parametrize("recipe", ["bfloat16", "delayed", "tensorwise", "blockwise"])
+def test_graphs_train_as_plain_layers(whose, recipe):
+    assert_alike(of(f"graphs of {whose} {recipe}"), of(f"train {recipe}"), 0.05)
+
+
+def test_fused_router_and_permutation_are_megatron_s():
+    assert_alike(of("experts bfloat16"), of("experts plain"), 0.05)
+
+
+@pytest.mark.parametrize("recipe", ["bfloat16", "delayed", "tensorwise", "blockwise"])
+def test_four_experts_train(recipe):
+    assert_trains(of(f"experts {recipe}"))
+
+
+@pytest.mark.parametrize("recipe", ["bfloat16", "delayed"])
+def test_multi_latent_attention_trains(recipe):
+    assert_trains(of(f"latent {recipe}"))
+
+
+def test_a_distributed_checkpoint_goes_on():
+    found = of("checkpoint")
+    assert_alike(found["found"], found["expected"], 1e-3)
+
+
+@two
+@pytest.mark.parametrize("recipe", ["bfloat16", "delayed", "blockwise"])
+def test_two_gpus_train_a_tensor_parallel_model(recipe):
+    assert_trains(of(f"two tensor-parallel {recipe}", 2))
+
+
+@two
+def test_two_gpus_share_fp8_parameters():
+    assert_alike(of("two data-parallel parameters", 2)["losses"], of("train delayed"), 0.1)
+
+
+@two
+def test_two_gpus_hold_two_experts_each():
+    assert_trains(of("two expert-parallel", 2))
+
+
+@two
+def test_two_gpus_go_on_from_a_distributed_checkpoint():
+    found = of("two data-parallel checkpoint", 2)
+    assert_alike(found["found"], found["expected"], 1e-3)
