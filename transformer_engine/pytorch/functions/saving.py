@@ -110,7 +110,7 @@ def take_saved(ctx: Any) -> tuple[Any, ...]:
 
 
 def take_early(ctx: Any) -> tuple[Any, ...]:
-    """`take_saved` of tensors that may still be on their way from the host: `arrives` is called before they are read."""
+    """`take_saved` of tensors that may still come back from the host: `arrives` is called before they are read."""
     if offloading.used and not torch.compiler.is_compiling():
         with asking_early():
             return take_saved(ctx)
