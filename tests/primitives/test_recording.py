@@ -43,6 +43,8 @@ def started(monkeypatch) -> list[tuple[str, list[int]]]:
 
         return Handle(start, launch.grid, lambda device: 0, (), ())
 
+    for launch in (SQUARED, ADDED):
+        launch.handles.clear()  # which write into another test's list
     monkeypatch.setattr(records, "_compile", compiled)
     return seen
 
