@@ -137,9 +137,11 @@ def _pretend_library() -> None:
     library.device_of = lambda device: torch.device("cpu")
     library.current_device = lambda: 0
     library._workspaces[0, 0] = (0, None)
-    planned = _module("pytorch.primitives.gemm.cublaslt").problem_of
+    products = _module("pytorch.primitives.gemm.cublaslt")
+    planned = products.problem_of
     # A GPU's allocations are multiples of 512 bytes, a CPU's of 64.
-    everywhere("problem_of", lambda request: planned(request)._replace(alignment=_ALIGNMENT))
+    products.problem_of = lambda request: planned(request)._replace(alignment=_ALIGNMENT)
+    _module("pytorch.primitives.gemm.cublaslt_fused").ALIGNMENT = _ALIGNMENT
 
 
 def _pretend_requests() -> None:

@@ -89,3 +89,8 @@ def test_pieces_that_would_not_be_aligned_are_made_apart():
     module = te.Linear(6, 9, parameters_split=SPLIT, params_dtype=torch.float32, device="cpu")
     storages = {piece.untyped_storage().data_ptr() for piece in pieces_of(module, "weight")}
     assert len(storages) == 3
+
+
+def test_a_plan_of_memory_knows_that_neighbours_are_not_copied():
+    kept = [te.memory_plan(module, None, 64).saved for module in (layer(), copy.deepcopy(layer()))]
+    assert kept[0] < kept[1]

@@ -29,6 +29,7 @@ LAYERS = {
     "linear_bias": host_calls._linear_bias,
     "layernorm_linear": host_calls._layernorm_linear,
     "layernorm_mlp": host_calls._mlp,
+    "gelu_mlp": lambda: te.LayerNormMLP(512, 512, params_dtype=torch.bfloat16),
     "biased_mlp": lambda: te.LayerNormMLP(512, 512, activation="relu", params_dtype=torch.bfloat16),
 }
 STEPS = (
@@ -78,6 +79,7 @@ class Library:
 
     def __init__(self) -> None:
         self.attributes: dict[tuple[int, int], int] = {}
+        self.names = Names()
 
     def set_attribute(self, operation: int, attribute: int, address: int, size: int) -> None:
         if size == 8:
@@ -87,6 +89,9 @@ class Library:
         pointers = {name: at for (of, name), at in self.attributes.items() if of == operation}
         read_too = tuple([(name, read(at)) for name, at in sorted(pointers.items())])
         memory[d] = hash(("product", read(a), read(b), read_too))
+        aux = pointers.get(self.names["EPILOGUE_AUX_POINTER"])
+        if aux is not None:
+            memory[aux] = hash(("aux", memory[d], read(aux)))
 
 
 def pretend() -> None:
@@ -100,7 +105,7 @@ def pretend() -> None:
     launches._compile = compiled
     fake, library = cublaslt_library.bindings(), Library()
     numbers = itertools.count(1)
-    fake.MatmulDescAttribute = Names()
+    fake.MatmulDescAttribute = library.names
     fake.matmul_desc_create = lambda *_: next(numbers)
     fake.matmul_desc_set_attribute, fake.matmul = library.set_attribute, library.matmul
 

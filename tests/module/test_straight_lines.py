@@ -15,6 +15,7 @@ from transformer_engine.pytorch.functions import linear, norm_linear, norm_mlp, 
 pytestmark = pytest.mark.gpu
 
 ROWS, WIDTH = 256, 512
+SCRATCH = 1 << 20  # what small buffers of a line share, for all of its time
 RECIPES = {
     "none": lambda: None,
     "delayed": recipes.DelayedScaling,
@@ -37,8 +38,6 @@ LAYERS = {
         WIDTH, 2 * WIDTH, 4, hidden_dropout=0.0, attention_dropout=0.0, **BF16
     ),
 }
-# Those whose passes may stay as they are: a product with GELU is not written down.
-UNWRITTEN = {"gelu": {"none"}, "transformer": {"none"}}
 
 
 @pytest.fixture
@@ -82,8 +81,10 @@ def step(module, recipe, x, dy, microbatches: int = 1) -> list[torch.Tensor]:
         outputs = [module(values) for values in inputs]
     made = []
     for output in outputs:
-        output = output[0] + output[1] if isinstance(output, tuple) else output
-        output.backward(dy[..., : output.shape[-1]].contiguous())
+        of_norm = output[1:] if isinstance(output, tuple) else ()
+        output = output[0] if isinstance(output, tuple) else output
+        outputs_and_grads = [(part, dy[..., -part.shape[-1] :].contiguous()) for part in (*of_norm, output)]
+        torch.autograd.backward(*zip(*outputs_and_grads, strict=True))
         made.append(output.detach())
     return made + [values.grad for values in inputs] + [parameter.grad for parameter in module.parameters()]
 
@@ -109,8 +110,7 @@ def test_a_line_has_the_bits_of_its_pass(name, kind, microbatches, unwritten):
         for a, b in zip(mine, theirs, strict=True):
             assert torch.equal(a, b), f"step {number}: {a.shape}"
     assert lines(written) and not lines(plain), refusals(written)
-    if kind not in UNWRITTEN.get(name, ()):
-        assert not refusals(written)
+    assert not refusals(written)
 
 
 @pytest.mark.parametrize("kind", RECIPES)
@@ -128,7 +128,7 @@ def test_a_line_takes_no_more_memory_than_its_pass(kind, unwritten):
 
     written = peak(LAYERS["swiglu"]())
     unwritten()
-    assert written <= peak(LAYERS["swiglu"]()) + 4096
+    assert written <= peak(LAYERS["swiglu"]()) + SCRATCH
 
 
 @pytest.mark.parametrize("kind", RECIPES)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..runtime.applying import applier
 
-_NATIVE = (Tensor, torch.nn.Parameter)
+# What a plan of memory has in their place shares storages, too.
+_NATIVE = (Tensor, torch.nn.Parameter, torch._subclasses.FakeTensor)
 
 
 def whole(weights: Sequence[Tensor], biases: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
@@ -35,11 +36,11 @@ def _joined(pieces: Sequence[Tensor]) -> Tensor:
 
 
 def _are_neighbours(pieces: Sequence[Tensor]) -> bool:
-    storage = pieces[0].untyped_storage().data_ptr()
+    storage = pieces[0].untyped_storage()._cdata
     return all(
-        before.data_ptr() + before.nbytes == after.data_ptr()
+        before.storage_offset() + before.numel() == after.storage_offset()
         and after.dtype is before.dtype
-        and after.untyped_storage().data_ptr() == storage
+        and after.untyped_storage()._cdata == storage
         for before, after in pairwise(pieces)
     )
 

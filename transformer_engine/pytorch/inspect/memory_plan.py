@@ -289,11 +289,12 @@ def _processors(device: torch.device) -> int:
 def _without_memory(model: nn.Module, device: torch.device, mode: FakeTensorMode) -> nn.Module:
     """A copy of the model whose tensors have no memory, and whose modules know no recipe yet."""
     replaced: dict[int, Any] = {}
+    storages: dict[int, Tensor] = {}
     attributes = (value for module in model.modules() for value in vars(module).values())
     with mode:
         for tensor in (*model.parameters(), *model.buffers(), *attributes):
             if isinstance(tensor, Tensor):
-                replaced[id(tensor)] = _empty_like(tensor, device)
+                replaced[id(tensor)] = _empty_like(tensor, device, storages)
     for module in model.modules():
         if isinstance(module, TransformerEngineBaseModule):
             replaced[id(module.numerics)] = Numerics()
@@ -305,19 +306,27 @@ def _without_memory(model: nn.Module, device: torch.device, mode: FakeTensorMode
     return copied
 
 
-def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
+def _empty_like(tensor: Tensor, device: torch.device, storages: dict[int, Tensor] | None = None) -> Tensor:
+    """Of tensors that share a storage, parts of what storages has for it; None: each for itself."""
     if isinstance(tensor, QuantizedTensor):
         codes = tensor.as_storage().mapped(
             lambda part: torch.empty(part.shape, dtype=part.dtype, device=device)
         )
         empty = type(tensor).from_storage(codes, shape=tensor.shape)
+    elif storages is not None and tensor.untyped_storage().nbytes() > tensor.nbytes:
+        whole, elements = tensor.untyped_storage(), tensor.untyped_storage().nbytes() // tensor.itemsize
+        if whole._cdata not in storages:
+            storages[whole._cdata] = torch.empty(elements, dtype=tensor.dtype, device=device)
+        place = tensor.shape, tensor.stride(), tensor.storage_offset()
+        empty = storages[whole._cdata].view(tensor.dtype).as_strided(*place)
     else:
         empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     if not isinstance(tensor, nn.Parameter):
         return empty
     parameter = nn.Parameter(empty, requires_grad=tensor.requires_grad)
     for name, value in vars(tensor).items():
-        setattr(parameter, name, _empty_like(value, device) if isinstance(value, Tensor) else value)
+        made = _empty_like(value, device, storages) if isinstance(value, Tensor) else value
+        setattr(parameter, name, made)
     return parameter
 
 

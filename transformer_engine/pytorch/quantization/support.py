@@ -77,11 +77,11 @@ def _hardware_refusal(kind: str) -> str:
     """Empty if the current device computes the format in hardware, else a sentence."""
     if not has_cuda():
         return f"There is no CUDA device for {kind} execution."
-    return _refusal_of(kind, get_device_compute_capability())
+    return _refusal_of(kind, get_device_compute_capability(), cuda_version())
 
 
 @functools.cache
-def _refusal_of(kind: str, capability: tuple[int, int]) -> str:
+def _refusal_of(kind: str, capability: tuple[int, int], cuda: tuple[int, int]) -> str:
     """The same of a device: every block asks, and the families are many."""
     needs = _requirement(kind)
     if needs.below is not None and capability >= needs.below:
@@ -89,7 +89,7 @@ def _refusal_of(kind: str, capability: tuple[int, int]) -> str:
         return f"{needs.title} execution is not supported on device compute capability {limit} and higher."
     if capability < needs.least:
         return _needs(f"{needs.least[0]}.{needs.least[1]}", needs.title)
-    if cuda_version() < needs.cuda:
+    if cuda < needs.cuda:
         return f"CUDA {needs.cuda[0]}.{needs.cuda[1]} or higher required for {needs.title} execution."
     return ""
 

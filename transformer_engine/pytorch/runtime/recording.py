@@ -70,15 +70,13 @@ class Started(NamedTuple):
 
 
 class Multiplied(NamedTuple):
-    """A product of a library: what starts it, and its operands, result, scales and bias."""
+    """A product of a library: what starts it, its operands and result, and the rest by the library's numbers."""
 
     plan: Any
     left: Place
     right: Place
     result: Place
-    left_scale: Place | None
-    right_scale: Place | None
-    bias: Place | None
+    pointers: tuple[Place | None, ...]
 
 
 class Result(NamedTuple):
@@ -125,7 +123,7 @@ class Recording(TorchFunctionMode):
         self.steps: list[Step] = []
         self.refusal: str | None = None
         self.passing = False
-        self.fresh: Tensor | None = None
+        self.fresh: tuple[Tensor, ...] = ()
         self.buffers: list[_Buffer | None] = []
         self._thread = threading.get_ident()
         for tensor in given:
@@ -189,22 +187,23 @@ class Recording(TorchFunctionMode):
         self._start(handle, (*inputs, *made))
 
     def product(
-        self, plan: Any, left: Tensor, right: Tensor, result: Tensor, scales: Any, bias: Tensor | None
+        self, plan: Any, left: Tensor, right: Tensor, result: Tensor, pointers: Sequence[Tensor | None]
     ) -> None:
-        """A product into a result that was made for it (`fresh`)."""
+        """A product into a result that was made for it (`fresh`), as what else it writes may be."""
         if self._is_not_mine():
             return
-        if result is not self.fresh:
+        if not any(result is tensor for tensor in self.fresh):
             self.refuse("a product is none that a layer repeats")
             return
-        self.steps.append(Made(len(self.buffers), Form.of(result)))
-        self._add(result)
-        left_scale, right_scale = scales
-        read = (left, right, left_scale, right_scale, bias)
-        if not all(self._begins_aligned(tensor) for tensor in read if tensor is not None):
+        for tensor in self.fresh:
+            self.steps.append(Made(len(self.buffers), Form.of(tensor)))
+            self._add(tensor)
+        self.fresh = ()
+        if not all(self._begins_aligned(tensor) for tensor in (left, right, *pointers) if tensor is not None):
             self.refuse("a product reads what is not aligned", passing=True)
-        places = [self._place(tensor) for tensor in (left, right, result, left_scale, right_scale, bias)]
-        self.steps.append(Multiplied(plan, *places))  # pyright: ignore[reportArgumentType]
+        places = [self._place(tensor) for tensor in (left, right, result)]
+        others = tuple([self._place(tensor) for tensor in pointers])
+        self.steps.append(Multiplied(plan, *places, others))  # pyright: ignore[reportArgumentType]
 
     def _is_not_mine(self) -> bool:
         return threading.get_ident() != self._thread or self.refusal is not None

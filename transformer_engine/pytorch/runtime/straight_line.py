@@ -19,7 +19,8 @@ from .scratch import Life, Plan, plan
 from .zeros import numbers
 
 # An allocation takes 3.3 us of an H200's host, a launch 5. Larger passes wait for the GPU, and for memory.
-_SMALL = 4 << 20
+_SMALL = 1 << 20
+_SCALES = 2  # the first pointers of a product, which count on less than a matrix
 
 Line = Callable[[list[Any]], "tuple[Any, ...] | None"]
 
@@ -85,7 +86,7 @@ class _Writer:
         counted_on = [ALIGNMENT]
         for step in self.recording.steps:
             if isinstance(step, Multiplied):
-                places = (step.left, step.right, step.bias)
+                places = (step.left, step.right, *step.pointers[_SCALES:])
                 if any(place is not None and place.buffer == given for place in places):
                     counted_on.append(step.plan.way().alignment)
         return max(counted_on)
@@ -138,8 +139,9 @@ class _Writer:
             for number, step in enumerate(self.recording.steps)
             if isinstance(step, Made) and step.buffer in self.last
         ]
-        planned = plan(lives)
-        return planned if len(lives) > 1 and planned.bytes <= _SMALL else Plan({}, 0)
+        small = [life for life in lives if life.bytes <= _SMALL // 4]
+        planned = plan(small)
+        return planned if len(small) > 1 and planned.bytes <= _SMALL else Plan({}, 0)
 
     def _steps(self) -> list[tuple[Any, list[str]]]:
         """The steps, and what is deleted behind each."""
@@ -199,8 +201,7 @@ class _Writer:
             f"    descriptor = {describe}()",
             "operation, pointers, at = descriptor",
         ]
-        places = (step.left_scale, step.right_scale, step.bias)
-        for i, (place, number) in enumerate(zip(places, way.attributes, strict=True)):
+        for i, (place, number) in enumerate(zip(step.pointers, way.attributes, strict=False)):
             if place is not None:
                 lines.append(f"pointers[{i}] = {self._address(place)}")
                 lines.append(f"{attribute}(operation, {number}, at + {8 * i}, 8)")
@@ -248,7 +249,8 @@ def _read(step: Any) -> list[int]:
     if isinstance(step, Started):
         return [place.buffer for place in step.places if place is not None]
     if isinstance(step, Multiplied):
-        return [place.buffer for place in step[1:] if place is not None]
+        places = (step.left, step.right, step.result, *step.pointers)
+        return [place.buffer for place in places if place is not None]
     return list(step.buffers) if isinstance(step, Numbers) else [step.buffer]
 
 

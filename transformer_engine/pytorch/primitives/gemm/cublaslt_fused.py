@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ....common.dispatch import Backend, Refusal
 from ....common.formats import FLOAT8
+from ...runtime.recording import active
 from ..operand import Operand
 from ..quantize import Cast, Quantized, torch_dtype
 from . import composed, cublaslt
@@ -113,6 +114,8 @@ def _gelu(
         return composed.gelu(keeps, a, b, epilogue)
     out = _result(plan, epilogue.dtype, a)
     x = torch.empty_like(out) if keeps else None
+    if active.recording is not None:
+        active.recording.fresh = (out,) if x is None else (out, x)
     aligned.run_attached(a, b, out, Attached(bias, x))
     return out, x
 
@@ -122,6 +125,8 @@ def _gelu_gradient(plan: Plan, second: bool, a: Operand, b: Operand, epilogue: E
     if aligned is None:
         return composed.gelu_gradient(second, a, b, epilogue, x)
     out = _result(plan, epilogue.dtype, a)
+    if active.recording is not None:
+        active.recording.fresh = (out,)
     aligned.run_attached(a, b, out, Attached(aux=x))
     return out
 

@@ -55,7 +55,7 @@ class Way(NamedTuple):
     """What starting a plan takes, but for addresses, as `straight_line` writes it down.
 
     idle        descriptors to take from and to give back to; describe makes one where there is none
-    attributes  the numbers of the pointers to both scales and the bias
+    attributes  the numbers of POINTERS
     layouts     left, right, result; the address of the algorithm
     """
 
@@ -181,18 +181,18 @@ class Plan:
         # fmt: on
         self._idle.append(descriptor)
         if active.recording is not None:
-            active.recording.product(self, b[0], a[0], out, (left_scale, right_scale), bias)
+            active.recording.product(self, b[0], a[0], out, (left_scale, right_scale, bias))
         return out
 
     def way(self) -> Way:
         """What a start reads of the plan."""
-        *_, attributes, set_attribute, matmul, scalars, layouts = self._constants
+        *_, set_attribute, matmul, scalars, layouts = self._constants
         return Way(
             self._idle,
             self._make_descriptor,
             set_attribute,
             matmul,
-            attributes,
+            self._attributes,
             scalars,
             layouts,
             self.problem.alignment,
@@ -206,8 +206,6 @@ class Plan:
 
         Scales are tensor scales; the matrices, aux included, are aligned as the problem says.
         """
-        if active.recording is not None:
-            active.recording.refuse("an activation is part of a product")
         index = self.problem.device
         if library.current_device() != index:
             with torch.cuda.device(index):
@@ -234,6 +232,10 @@ class Plan:
         )
         # fmt: on
         self._idle.append(descriptor)
+        if active.recording is not None:
+            if addend != layout:
+                active.recording.refuse("a product makes codes")
+            active.recording.product(self, b.codes, a.codes, out, (*scales, *attached[:2]))
 
     def _run_unaligned(self, a: Operand, b: Operand, epilogue: Epilogue, alignment: int) -> Tensor:
         """The same where a pointer is a multiple of fewer bytes than planned for; epilogue.out is never None."""

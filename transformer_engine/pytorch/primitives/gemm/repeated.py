@@ -95,7 +95,7 @@ def _fresh(way: _Way) -> Tensor:
     """Room for a result."""
     made = way[1]()
     if active.recording is not None:
-        active.recording.fresh = made
+        active.recording.fresh = (made,)
     return made
 
 
