@@ -18,7 +18,7 @@ from ...common.checks import described
 from ...common.dispatch import undisturbed
 from ...common.memory import Memory
 from ..primitives.attention.choose import check
-from ..primitives.rope import RopeSpec
+from ..primitives.rope import Positions, RopeSpec, check_rotation
 from ..quantization.autocast import AutocastState
 from ..runtime.checks import floating
 from ..runtime.device import autocast_dtype
@@ -50,6 +50,7 @@ class LayerCall(NamedTuple):
     training        the core's
     *_shape, _dtype, _device   of hidden_states
     encoder         encoder_output, described
+    turned          shapes of the tables of queries and keys, and the spec, of a rotation that reads no numbers
     gradient        torch's mode;  lowered  torch.autocast's dtype;  deterministic  torch's switch
     environment     env.generation()
     given, cached, same    as in the core's `Call`
@@ -66,6 +67,7 @@ class LayerCall(NamedTuple):
     deterministic: bool
     environment: int
     encoder: Described | None = None
+    turned: tuple[torch.Size, torch.Size, RopeSpec] | None = None
     given: tuple[Any, ...] | None = None
     cached: Cached | None = None
     same: bool = True
@@ -82,6 +84,11 @@ def judge(key: Key) -> Sequences | None:
 
 def _judge(call: LayerCall, a: CallArguments) -> Sequences | None:
     qkv, core = _projections_of(call), call.core
+    if call.turned is not None:
+        *tables, spec = call.turned
+        for heads, shape in zip(qkv, tables, strict=False):
+            angles: Any = Described(shape, torch.float32, call.x_device, False)
+            check_rotation(heads, angles, Positions(), spec, heads.shape[-1])  # pyright: ignore[reportArgumentType]
     if core is None:
         return None
     modes = Modes(call.gradient, call.deterministic)
@@ -140,6 +147,7 @@ def check_layer_call(
         floating("encoder_output", encoder_output)
         encoder = described_of(encoder_output)
     ours = isinstance(core, DotProductAttention)
+    turned = None if rotation is None else rotation.facts()
     device = x.device
     lowered = autocast_dtype(device.type)
     key: Key = (
@@ -154,6 +162,7 @@ def check_layer_call(
         torch.are_deterministic_algorithms_enabled(),
         env.generation(),
         encoder,
+        turned,
     )
     found = None
     if arguments is not NOTHING_GIVEN and ours:
@@ -162,7 +171,7 @@ def check_layer_call(
         memory[key]
     else:
         judge(key)
-    if rotation is not None:
+    if rotation is not None and turned is None:
         rotation.check(*_projections(config, described_of(x), encoder, lowered)[:2])
     return found
 
@@ -195,7 +204,7 @@ def _judged_with(
             demand_lengths(sequences, a)
         return Judged(ordered, facts, sequences)
     # An argument of a wrong kind is no part of a key; the checks say what it should be.
-    _judge(LayerCall(*key[:11], cached=cached, same=same), a)
+    _judge(LayerCall(*key[:12], cached=cached, same=same), a)
     raise stumbled
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..functions.split_heads import split_heads
+from ..functions.split_heads import parts_of, split_heads
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,10 @@ class Heads:
     def split_qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [.., h, d], k [.., g, d], v [.., g, d] of x [.., (h + 2 g) d]."""
         return split_heads(x, self.queries, self.groups, self.size, self.interleaved)
+
+    def views(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The same in eager mode, for whoever looks after their gradients."""
+        return parts_of(x, self.queries, self.groups, self.size, self.interleaved)
 
     def grouped(self, x: Tensor) -> Tensor | None:
         """x [.., (h + 2 g) d] as [.., g, (h / g + 2) d], group by group; None where groups do not lie so."""

@@ -10,7 +10,7 @@ after every `pre_step` of as many sequences with as many new tokens.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -101,6 +101,16 @@ class StepLimits(NamedTuple):
             )
 
 
+class Foreseen(NamedTuple):
+    """What a cache will give a step, its description, and what both hold for: limits, a layer's cache, a page table."""
+
+    upcoming: CachedKeysValues
+    described: Any
+    limits: StepLimits
+    pair: tuple[Tensor, Tensor]
+    table: Tensor | None
+
+
 class InferenceParams:
     """The key-value caches of a model's attention layers, and which sequence is how long.
 
@@ -170,8 +180,7 @@ class InferenceParams:
         # One copy from the host fills all lengths; sections begin at multiples of 16 bytes.
         self._section = round_up(max_batch_size + 1, 4)
         self._lengths = torch.zeros(5 * self._section, dtype=torch.int32, device=self.device)
-        # `upcoming` of each layer, beside the cache and the page table that it was made of.
-        self._upcoming: dict[int, tuple[tuple[Tensor, Tensor], Tensor | None, CachedKeysValues]] = {}
+        self._foreseen: dict[int, Foreseen] = {}
         self._set_batch_size(0)
 
     def _pages(self, page_size: int | None, total_num_pages: int | None) -> tuple[int | None, int | None]:
@@ -267,11 +276,12 @@ class InferenceParams:
 
     def limits(self, qkv_format: str) -> StepLimits:
         """What the step's new keys and values have to be like. Of packed tokens alone the number is one of them."""
+        return StepLimits(*self._limits(qkv_format))
+
+    def _limits(self, qkv_format: str) -> tuple[Any, ...]:
         tokens = self.step_tokens if qkv_format == "thd" else 0
-        return StepLimits(
-            self.dtype, self.num_heads_kv, self.head_dim_k, self.head_dim_v,
-            self.batch_size, tokens, self.longest_step, self.max_sequence_length,
-        )  # fmt: skip
+        heads = (self.dtype, self.num_heads_kv, self.head_dim_k, self.head_dim_v)
+        return (*heads, self.batch_size, tokens, self.longest_step, self.max_sequence_length)
 
     def upcoming(self, layer_number: int) -> CachedKeysValues | None:
         """What `step` will return, nothing written yet: whoever may still refuse the call asks for it first.
@@ -286,23 +296,29 @@ class InferenceParams:
             return self._with_lengths(k, v, manager.page_table[: self.batch_size])
         return self._with_lengths(k[: self.batch_size], v[: self.batch_size], None)
 
-    def upcoming_again(self, layer_number: int) -> CachedKeysValues | None:
-        """`upcoming`, made once for all steps of as many sequences and tokens; for calls that no compiler traces."""
+    def foreseen(
+        self, layer_number: int, qkv_format: str, describe: Callable[[CachedKeysValues, StepLimits], Any]
+    ) -> Foreseen | None:
+        """`upcoming` and describe(of it, limits), made once for equal steps; for calls that no compiler traces."""
         manager = self.cache_manager
-        made = self._upcoming.get(layer_number)
-        if made is not None and type(manager) in _OURS:
-            pair, table, answer = made
-            if (
-                pair is manager.cache.get(layer_number)
-                and table is manager.page_table
-                and answer.cu_seqlens_q is self._cu_new
-                and answer.max_seqlen_q == self.longest_step
-            ):
-                return answer
-        answer = self.upcoming(layer_number)
-        if answer is not None:
-            self._upcoming[layer_number] = manager.cache[layer_number], manager.page_table, answer
-        return answer
+        pair = manager.cache.get(layer_number) if type(manager) in _OURS else None
+        made = self._foreseen.get(layer_number)
+        if (
+            made is not None
+            and made.pair is pair
+            and made.table is manager.page_table
+            and made.upcoming.cu_seqlens_q is self._cu_new
+            and made.limits == self._limits(qkv_format)
+        ):
+            return made
+        upcoming = self.upcoming(layer_number)
+        if upcoming is None:
+            return None
+        assert pair is not None, "a custom manager's steps are not known"
+        limits = self.limits(qkv_format)
+        made = Foreseen(upcoming, describe(upcoming, limits), limits, pair, manager.page_table)
+        self._foreseen[layer_number] = made
+        return made
 
     def write(
         self, layer_number: int, new_k: Tensor, new_v: Tensor, qkv_format: str

@@ -202,8 +202,9 @@ class NonPagedKVCacheManager(KVCacheManager):
         cu_cached_seqlens: Tensor,
         qkv_format: str,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        check_layer(self.cache, layer_number)
-        check_batch(self.sequences, cu_new_seqlens)
+        if layer_number not in self.cache or cu_new_seqlens.shape[0] - 1 != len(self.sequences):
+            check_layer(self.cache, layer_number)
+            check_batch(self.sequences, cu_new_seqlens)
         k, v = self.cache[layer_number]
         check_append(new_k, k, None, cu_new_seqlens, cu_cached_seqlens, qkv_format, self.longest_step)
         append(new_k, new_v, k, v, None, cu_new_seqlens, cu_cached_seqlens, qkv_format, self.longest_step)

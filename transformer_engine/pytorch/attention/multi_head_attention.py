@@ -377,8 +377,9 @@ class MultiheadAttention(nn.Module):
         elif rotation is not None and not norms_first and (grouped := heads.grouped(mixed)) is not None:
             q, k, v = rotation.of_projection(grouped, heads)
             return *(self._normed(q, k) if q_norm is not None else (q, k)), v, norm_output, None
-        elif joint and rotation is None and q_norm is None and type(mixed) is Tensor and mixed.requires_grad:
-            return *heads.split_qkv(mixed.detach()), norm_output, Projection(mixed, heads.interleaved)
+        elif joint and rotation is None and q_norm is None and type(mixed) is Tensor:
+            whole = Projection.of(mixed, heads.interleaved)
+            return *heads.views(mixed if whole is None else mixed.detach()), norm_output, whole
         else:
             q, k, v = heads.split_qkv(mixed)
         if norms_first:

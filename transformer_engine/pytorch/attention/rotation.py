@@ -27,6 +27,12 @@ class Rotation(NamedTuple):
     before: Tensor | None
     bounds: tuple[Tensor | None, Tensor | None]
 
+    def facts(self) -> tuple[torch.Size, torch.Size, RopeSpec] | None:
+        """All that `check` depends on beside q and k, where that is no number in a tensor; None where it is."""
+        if self.before is not None or self.spec.tensor_format == "thd":
+            return None
+        return self.angles[0].shape, self.angles[1].shape, self.spec
+
     def check(self, q: Any, k: Any) -> None:
         """ValueError unless the tables fit q [.., h, d] and k [.., g, d], of which shapes are read."""
         for x, angles, bounds in zip((q, k), self.angles, self.bounds, strict=True):
@@ -66,7 +72,9 @@ def rotation_of(
         before = cache.get_seqlens_pre_step()
         if bounds[0] is None:
             bounds = (cache.cu_seqlens_q, bounds[1])
-    starts_q, starts_kv = (b if p is None else p for b, p in zip(bounds, padded, strict=True))
+    (starts_q, starts_kv), (padded_q, padded_kv) = bounds, padded
+    starts_q = starts_q if padded_q is None else padded_q
+    starts_kv = starts_kv if padded_kv is None else padded_kv
     gaps = spec.tensor_format == "thd" and not (padded[0] is None and padded[1] is None)
     if gaps and before is None:
         # Padding behind a sequence may lie past the table; the sequences themselves may not.

@@ -25,6 +25,7 @@ from ..primitives.grouped_gemm import (
     product_of_rows,
 )
 from ..primitives.grouped_quantize import GroupedQuantized, row_sums
+from ..runtime.applying import applier
 from .caller_buffers import NO_BUFFERS, CallerBuffers, handed_out
 from .grouped_quantizer import GroupedQuantizer
 from .linear_spec import Accumulation
@@ -76,7 +77,7 @@ def grouped_linear_together(
     Of stacks there is one in its list.
     """
     if spec.needs_grad_input or spec.needs_grad_weight or spec.needs_grad_bias:
-        return _Together.apply(x, groups, spec, len(weights), *weights, *(biases or ()))  # pyright: ignore[reportReturnType]
+        return _apply(x, groups, spec, len(weights), *weights, *(biases or ()))
     return _forward(x, weights, biases, groups, spec)[0]
 
 
@@ -209,3 +210,6 @@ class _Together(torch.autograd.Function):
         grads = _backward(grad_output, tuple(saved), groups, ctx.spec)
         biases = grads.biases or (None,) * ctx.more
         return grads.input, None, None, None, *grads.weights, *biases
+
+
+_apply = applier(_Together)

@@ -21,7 +21,7 @@ from ..functions.linear_spec import LinearSpec, changed
 from ..functions.scale_update import of_the_pass
 from ..functions.stacks import StackMember, members_of
 from ..functions.weight_gradient import WeightGradientStore
-from ..quantization.autocast import current
+from ..quantization.autocast import current, here_in_eager_mode
 from ..runtime.checks import tensor
 from ..runtime.device import canonical_device, is_meta
 from ..runtime.replaceable import watched
@@ -196,16 +196,21 @@ class GroupedLinear(ProductsModule):
         """
         self._check_splits(inp, m_splits, is_first_microbatch)
         buffers = None if out is None and dgrad_out is None else self._caller_buffers(inp, out, dgrad_out)
-        flat = inp.reshape(-1, self.in_features) if inp.shape[-1:] == (self.in_features,) else inp
+        config, shape = self._config, inp.shape
+        flat = inp
+        if len(shape) != 2 and shape[-1:] == (config.in_features,):
+            flat = inp.reshape(-1, config.in_features)
         if not torch.compiler.is_compiling() and not _replaced.names:
-            self.check_repetition(current())
-            planned = self._together.plan(flat, m_splits, is_first_microbatch)
+            state = here_in_eager_mode().state
+            self.check_repetition(state)
+            planned = self._together.plan(flat, m_splits, is_first_microbatch, state)
             if planned is not None:
                 weights, biases, groups, spec = planned
                 spec = spec if buffers is None else spec._replace(buffers=buffers)
-                y = grouped_linear_together(flat, weights, None if self.return_bias else biases, groups, spec)
-                y = y.view(*inp.shape[:-1], self.out_features)
-                return (y, self._of_each_group(biases or [])) if self.return_bias else y
+                added = None if config.return_bias else biases
+                y = grouped_linear_together(flat, weights, added, groups, spec)
+                y = y if flat is inp else y.view(*shape[:-1], config.out_features)
+                return (y, self._of_each_group(biases or [])) if config.return_bias else y
         return self._one_by_one(inp, m_splits, is_first_microbatch, buffers)
 
     def _caller_buffers(self, inp: Tensor, out: Tensor | None, dgrad_out: Tensor | None) -> CallerBuffers:
@@ -307,8 +312,9 @@ class GroupedLinear(ProductsModule):
         self, inp: Tensor, m_splits: Sequence[int] | Tensor, is_first_microbatch: bool | None
     ) -> None:
         """TypeError unless the input is a tensor and the splits are whole numbers, by their types alone."""
-        tensor("the input", inp)
-        if self.use_grouped_tensor:
+        if not isinstance(inp, Tensor):
+            tensor("the input", inp)
+        if self._config.use_grouped_tensor:
             check_device_splits(m_splits, inp.device)
         if isinstance(m_splits, Tensor):
             if m_splits.is_floating_point() or m_splits.dim() != 1:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...common import env
+from ...common.dispatch import undisturbed
 from ..distributed.recompute import is_fp8_activation_recompute_enabled
 from ..functions.grouped_quantizer import GroupedQuantizer, grouped
 from ..functions.grouped_together import TogetherSpec
@@ -17,7 +18,7 @@ from ..functions.weight_gradient import WeightGradient
 from ..primitives.grouped_gemm import Groups, Matrices, groups_of
 from ..primitives.grouped_quantize import GroupedQuantized
 from ..quantization import FP8GlobalStateManager
-from ..quantization.autocast import AutocastState, current
+from ..quantization.autocast import AutocastState
 from ..runtime.device import autocast_dtype
 from .grouped_way import (
     CALIBRATION,
@@ -37,6 +38,7 @@ from .numerics import made_to_keep
 from .parameters import parameter_of
 from .products import ModuleRecipe, unquantized
 
+_asked_for = env.watch_in_eager_mode("NVTE_USE_CUTLASS_GROUPED_GEMM")
 _WEIGHTS = "all weights"  # their key among the module's cached weights
 
 Planned = tuple[list[Tensor], list[Tensor] | None, Groups, TogetherSpec]
@@ -48,14 +50,7 @@ _NONE: Quantizers = (None, None, None)
 class GroupedModule(Protocol):
     """What a TogetherPath asks of its module."""
 
-    num_gemms: int
-    in_features: int
-    out_features: int
     use_bias: bool
-    return_bias: bool
-    fuse_wgrad_accumulation: bool
-    save_original_input: bool
-    primary_weights_in_fp8: bool
     numerics: Any
     wgrad_store: Any
     _parameters: Any
@@ -75,59 +70,76 @@ class TogetherPath:
         self._quantizers: tuple[ModuleRecipe, Quantizers] | None = None
 
     def plan(
-        self, x: Tensor, m_splits: Sequence[int] | Tensor, is_first_microbatch: bool | None
+        self,
+        x: Tensor,
+        m_splits: Sequence[int] | Tensor,
+        is_first_microbatch: bool | None,
+        state: AutocastState,
     ) -> Planned | None:
         """(weights, biases, groups, spec) of one forward; None where the groups go one by one."""
         module = self._module
-        state = current()
-        weights, biases = (self._parameters_called(names) for names in (self._weight_names, self._bias_names))
-        features, quantizers = self._features(state), _NONE
-        key = self._key(x, features, state)
+        weights = self._parameters_called(self._weight_names)
+        biases = self._parameters_called(self._bias_names)
+        asked = self._features(state)
+        key = self._key(x, asked, state)
+        found, quantizers, way, recipe = asked, _NONE, None, None
         if weights is None or biases is None:
-            features += (OTHER_PARAMETERS,)
-        elif TABLE.name_of(key) == TOGETHER:  # else the rest need not be looked at
-            if not self._are_regular(weights, biases):
-                features += (IRREGULAR,)
-            module._product_quantizers(state)
-            if state.enabled:
-                quantizers = self._quantizers_of(module.numerics.active)
-                features += (SINGLE_QUANTIZERS,) if quantizers is _NONE else ()
-            if self._recipe(state).backward != "quantized":
-                features += (OTHER_BACKWARD,)
-        if TABLE.choose((features, *key[1:])) != TOGETHER:
+            found += (OTHER_PARAMETERS,)
+        else:
+            way = TABLE.name_of(key)
+            if way == TOGETHER:  # else the rest need not be looked at
+                if not self._are_regular(weights, biases):
+                    found += (IRREGULAR,)
+                module._product_quantizers(state)
+                if state.enabled:
+                    quantizers = self._quantizers_of(module.numerics.active)
+                    found += (SINGLE_QUANTIZERS,) if quantizers is _NONE else ()
+                recipe = self._recipe(state)
+                if recipe.backward != "quantized":
+                    found += (OTHER_BACKWARD,)
+        if (
+            found is not asked or not undisturbed()
+        ):  # else the answer is known, and nobody is to be told of it
+            way = TABLE.choose((found, *key[1:]))
+        if way != TOGETHER:
             return None
         assert weights is not None and biases is not None, "the table does not let such parameters pass"
         groups = self._groups(m_splits, x)
-        spec = self._spec(x, weights, biases, quantizers, state, is_first_microbatch)
+        recipe = self._recipe(state) if recipe is None else recipe
+        spec = self._spec(x, weights, biases, quantizers, state, recipe, is_first_microbatch)
         return weights, [bias.to(x.dtype) for bias in biases] or None, groups, spec
 
     def _features(self, state: AutocastState) -> tuple[str, ...]:
         """What the module and the thread ask for beside products, the parameters apart."""
-        module = self._module
-        asked = {
-            DELAYED_WEIGHT_GRADIENTS: module.wgrad_store is not None,
-            KEPT_INPUT: module.save_original_input,
-            QUANTIZED_PARAMETERS: module.primary_weights_in_fp8,
-            CALIBRATION: state.calibrating,
-            RECOMPUTATION: state.enabled and is_fp8_activation_recompute_enabled(),
-            FLAGGED_WEIGHTS: state.graph
-            and FP8GlobalStateManager.get_skip_fp8_weight_update_tensor() is not None,
-        }
-        return tuple(feature for feature, wanted in asked.items() if wanted)
+        module, config = self._module, self._module._config
+        features: tuple[str, ...] = ()
+        if module.wgrad_store is not None:
+            features += (DELAYED_WEIGHT_GRADIENTS,)
+        if config.save_original_input:
+            features += (KEPT_INPUT,)
+        if config.primary_weights_in_fp8:
+            features += (QUANTIZED_PARAMETERS,)
+        if state.calibrating:
+            features += (CALIBRATION,)
+        if state.enabled and is_fp8_activation_recompute_enabled():
+            features += (RECOMPUTATION,)
+        if state.graph and FP8GlobalStateManager.get_skip_fp8_weight_update_tensor() is not None:
+            features += (FLAGGED_WEIGHTS,)
+        return features
 
     def _key(self, x: Tensor, features: tuple[str, ...], state: AutocastState) -> tuple[Any, ...]:
         """What `GroupedWay` describes of this forward."""
-        module, device = self._module, x.device
+        module, config, device = self._module, self._module._config, x.device
         weight = parameter_of(module, self._weight_names[0])  # pyright: ignore[reportArgumentType]
         narrowed = autocast_dtype(device.type)
         return (
             features,
-            env.get("NVTE_USE_CUTLASS_GROUPED_GEMM"),
+            None if _asked_for() is None else env.get("NVTE_USE_CUTLASS_GROUPED_GEMM"),
             type(x) is Tensor or type(x) is torch.nn.Parameter,
             x.shape,
             x.dtype,
             device,
-            (module.out_features, module.in_features),
+            (config.out_features, config.in_features),
             weight.device,
             narrowed or weight.dtype,
             None if state.enabled else weight.dtype,
@@ -172,15 +184,14 @@ class TogetherPath:
     def _recipe(self, state: AutocastState) -> ModuleRecipe:
         """What the recipe says of products; that of high precision where nothing is quantized."""
         active = self._module.numerics.active
-        return active if state.enabled and active is not None else unquantized(self._module.num_gemms)
+        return active if state.enabled and active is not None else unquantized(self._module._config.num_gemms)
 
     def _groups(self, m_splits: Sequence[int] | Tensor, x: Tensor) -> Groups:
         if not isinstance(m_splits, Tensor):
             m_splits = tuple(m_splits)
-        if len(m_splits) != self._module.num_gemms:
-            raise ValueError(
-                f"m_splits has {len(m_splits)} numbers for {self._module.num_gemms} groups; give one a group"
-            )
+        count = self._module._config.num_gemms
+        if len(m_splits) != count:
+            raise ValueError(f"m_splits has {len(m_splits)} numbers for {count} groups; give one a group")
         return groups_of(m_splits, x.shape[0], x.device)
 
     def _spec(
@@ -190,17 +201,18 @@ class TogetherPath:
         biases: list[Tensor],
         quantizers: Quantizers,
         state: AutocastState,
+        recipe: ModuleRecipe,
         is_first_microbatch: bool | None,
     ) -> TogetherSpec:
-        module = self._module
+        module, config = self._module, self._module._config
         grad = torch.is_grad_enabled()
         needs_grad_input = grad and x.requires_grad
-        stacked = module._config.single_grouped_weight
+        stacked = config.single_grouped_weight
         fused = None
-        if module.fuse_wgrad_accumulation and grad:
+        if config.fuse_wgrad_accumulation and grad:
             trained = weights
             if stacked:
-                trained = [StackMember(weights[0], i) for i in range(module.num_gemms)]
+                trained = [StackMember(weights[0], i) for i in range(config.num_gemms)]
             fused = tuple(WeightGradient((w,), True, bool(is_first_microbatch)) for w in trained)
         cached = None
         if is_first_microbatch is not None and quantizers[1] is not None:
@@ -208,15 +220,15 @@ class TogetherPath:
         return TogetherSpec(
             x.dtype,
             *quantizers,
-            self._recipe(state).accumulation,
-            (module.out_features, module.in_features),
+            recipe.accumulation,
+            (config.out_features, config.in_features),
             weights[0].dtype,
             needs_grad_input,
             grad and weights[0].requires_grad,
-            grad and bool(biases) and biases[0].requires_grad and not module.return_bias,
+            grad and bool(biases) and biases[0].requires_grad and not config.return_bias,
             fused,
             stacked,
-            module._config.single_grouped_bias,
+            config.single_grouped_bias,
             cached,
             module._scale_update(state, grad),
         )

@@ -15,6 +15,7 @@ from ...module.arguments import Rule
 from ...primitives.attention.mask import canonical_name, window_pair
 from ...primitives.attention.request import BIAS_TYPES, QKV_FORMATS, SOFTMAX_TYPES, AttentionRequest
 from ...runtime import checks
+from ..inference import InferenceParams
 from .settings import AttentionConfig, CallArguments, Described
 
 # What the constructors of attention layers have beside the arguments of all layers.
@@ -106,7 +107,7 @@ def settled(a: CallArguments) -> CallArguments:
         function("score_mod", a.score_mod)
     if a.bias is not None and not isinstance(a.bias, Tensor):
         checks.tensor("core_attention_bias", a.bias)
-    if a.inference_params is not None:
+    if a.inference_params is not None and type(a.inference_params) is not InferenceParams:
         check_cache_kind(a.inference_params)
     if a.qkv_format is not None:
         one_of("qkv_format", a.qkv_format, QKV_FORMATS)

@@ -1,4 +1,4 @@
-"""result = computed(backend, request, inputs, ..): an attention straight away, in a fork of random numbers, or twice."""
+"""result = computed(backend, request, inputs, ..): an attention at once, in a fork of random numbers, or recomputed."""
 
 from __future__ import annotations
 

@@ -52,20 +52,22 @@ def _over_cache(
     """Those of a step. What its keys and values have to be like is judged with the call: `Cached` has it."""
     cache: Any = a.inference_params
     number = config.layer_number
-    known = cache.upcoming if tracing else cache.upcoming_again
-    upcoming = None if number is None else known(number)
-    if upcoming is None:
-        q, k, v = qkv()
-        check_tensors(q, k, v, tensor_format, config)
-        if "arbitrary" in (a.attn_mask_type or config.attn_mask_type):
-            mask_name(config, a)  # refuses it
-        number = check_cache(number, cache.dtype, q.dtype)
-        if not cache.foresees:
-            return InOrder(a, same)
-        cache.limits(tensor_format).check(k, v, tensor_format)
-        cache.allocate_memory(number)
-        upcoming = known(number)
-    return InOrder(a, same, upcoming, Cached.of(upcoming, cache.limits(tensor_format)))
+    if not tracing and number is not None:
+        foreseen = cache.foreseen(number, tensor_format, Cached.of)
+        if foreseen is not None:
+            return InOrder(a, same, foreseen.upcoming, foreseen.described)
+    q, k, v = qkv()
+    check_tensors(q, k, v, tensor_format, config)
+    if "arbitrary" in (a.attn_mask_type or config.attn_mask_type):
+        mask_name(config, a)  # refuses it
+    number = check_cache(number, cache.dtype, q.dtype)
+    if not cache.foresees:
+        return InOrder(a, same)
+    limits = cache.limits(tensor_format)
+    limits.check(k, v, tensor_format)
+    cache.allocate_memory(number)
+    upcoming = cache.upcoming(number)
+    return InOrder(a, same, upcoming, Cached.of(upcoming, limits))
 
 
 class Judged(NamedTuple):

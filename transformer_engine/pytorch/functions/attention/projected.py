@@ -38,6 +38,11 @@ class Projection(NamedTuple):
     x: Tensor
     interleaved: bool
 
+    @classmethod
+    def of(cls, x: Tensor, interleaved: bool) -> Projection | None:
+        """The record; None where no gradient is wanted, and the heads are all that is needed."""
+        return cls(x, interleaved) if x.requires_grad and torch.is_grad_enabled() else None
+
 
 def attend_projection(
     passes: Passes, request: AttentionRequest, projection: Projection, inputs: AttentionInputs

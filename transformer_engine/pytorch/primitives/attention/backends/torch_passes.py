@@ -25,7 +25,7 @@ Key = tuple[Any, ...]
 
 
 def torch_passes(request: AttentionRequest, inputs: AttentionInputs) -> Passes | None:
-    """The passes of dense q, k, v with as many keys' heads as queries', without dropout; None if torch has them not."""
+    """The passes of dense q, k, v without dropout; None where torch has none that stand apart."""
     if torch.is_autocast_enabled(request.device.type):
         return None  # which casts what its own attention is given
     q, k, v = inputs.q, inputs.k, inputs.v
@@ -47,25 +47,26 @@ def _chosen(key: Key) -> Passes | None:
     """What torch would take for such tensors: it is asked with some that hold nothing."""
     request: AttentionRequest = key[0]
     strides, device = key[1], key[2]
+    grouped = request.shape.groups != request.shape.heads
     shape, wanted = request.shape, request.options.needs_gradient
     sizes = (
-        (shape.seqlen_q, shape.head_dim_qk),
-        (shape.seqlen_kv, shape.head_dim_qk),
-        (shape.seqlen_kv, shape.head_dim_v),
+        (shape.seqlen_q, shape.heads, shape.head_dim_qk),
+        (shape.seqlen_kv, shape.groups, shape.head_dim_qk),
+        (shape.seqlen_kv, shape.groups, shape.head_dim_v),
     )
     asked = []
-    for (tokens, size), stride in zip(sizes, strides, strict=True):
+    for (tokens, heads, size), stride in zip(sizes, strides, strict=True):
         leading = (tokens, shape.batch) if shape.q_format == "sbhd" else (shape.batch, tokens)
         x = torch.empty_strided(
-            (*leading, shape.heads, size), stride, dtype=shape.dtype, device=device, requires_grad=wanted
+            (*leading, heads, size), stride, dtype=shape.dtype, device=device, requires_grad=wanted
         )
         asked.append(heads_first(shape.q_format, x))
     q, k, v = asked
     taken = torch._fused_sdp_choice(
-        q, k, v, None, 0.0, _causal(request), scale=request.options.scale, enable_gqa=False
+        q, k, v, None, 0.0, _causal(request), scale=request.options.scale, enable_gqa=grouped
     )
     if device.type == "cpu":
-        return CPU if taken == _FLASH else None
+        return CPU if taken == _FLASH and not grouped else None  # its kernel takes no grouped heads
     return {_FLASH: torch_flash.PASSES, _CUDNN: torch_cudnn.PASSES}.get(taken)
 
 

@@ -111,8 +111,7 @@ def bind(request: AttentionRequest) -> Whole:
     """The attention of a request; of dense tensors whose mask torch has by name, in a few operations."""
     if not _is_plain(request):
         return WHOLE
-    has_passes = request.options.dropout == 0.0 and request.shape.groups == request.shape.heads
-    return Whole("torch_sdpa", _dense(request), torch_passes if has_passes else None)
+    return Whole("torch_sdpa", _dense(request), torch_passes if request.options.dropout == 0.0 else None)
 
 
 def _is_plain(r: AttentionRequest) -> bool:

@@ -1,0 +1,182 @@
+"""A projection's heads and their attention are one node, with the bits of two, and the core is seen by who looks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from transformer_engine.pytorch.attention import DotProductAttention, InferenceParams, MultiheadAttention
+from transformer_engine.pytorch.functions.attention.projected import Projection, attend_projection
+from transformer_engine.pytorch.functions.split_heads import parts_of
+from transformer_engine.pytorch.primitives.attention import reference
+from transformer_engine.pytorch.primitives.attention.request import AttentionInputs
+
+HIDDEN, HEADS, TOKENS, BATCH = 32, 4, 12, 2
+JOINT = "_ProjectedAttentionBackward"
+SHAPES = {"sbhd": (TOKENS, BATCH), "bshd": (BATCH, TOKENS), "thd": (TOKENS * BATCH,)}
+
+
+def make(device, **options):
+    torch.manual_seed(0)
+    options = {"attention_dropout": 0.0, "device": device, **options}
+    return MultiheadAttention(HIDDEN, HEADS, **options)
+
+
+def call(layer, form="sbhd", dtype=torch.float32):
+    """The output and every gradient; whether the joint node is in the graph."""
+    torch.manual_seed(1)
+    device = layer.proj.weight.device
+    x = torch.randn(*SHAPES[form], HIDDEN, dtype=dtype).to(device).requires_grad_()
+    bounds = torch.tensor([0, TOKENS - 2, TOKENS * BATCH], dtype=torch.int32, device=device)
+    longest = TOKENS + 2
+    given = {
+        "cu_seqlens_q": bounds,
+        "cu_seqlens_kv": bounds,
+        "max_seqlen_q": longest,
+        "max_seqlen_kv": longest,
+    }
+    y = layer(x, **(given if form == "thd" else {}))
+    joint = JOINT in nodes(y)
+    y.backward(torch.randn(y.shape).to(y))
+    results = [y.detach(), x.grad, *[p.grad for p in layer.parameters()]]
+    return results, joint
+
+
+def nodes(y):
+    """The names of all nodes below y."""
+    found, waiting = set(), [y.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        found.add(type(node).__name__)
+        waiting += [below for below, _ in node.next_functions if below is not None]
+    return found
+
+
+def apart(layer):
+    """The layer, with a hook that keeps its core from being called in any way but its own."""
+    layer.core_attention.register_forward_hook(lambda *_: None)
+    return layer
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
+@pytest.mark.parametrize("groups", [HEADS, 2])
+@pytest.mark.parametrize("form", SHAPES)
+def test_the_joint_node_has_the_bits_of_two(form, groups, fused, device):
+    mask = "padding_causal" if form == "thd" else "causal"
+    options = {"qkv_format": form, "attn_mask_type": mask, "num_gqa_groups": groups}
+    options |= {"fuse_qkv_params": fused, "params_dtype": torch.bfloat16}
+    ours, _ = call(make(device, **options), form, torch.bfloat16)
+    theirs, joint = call(apart(make(device, **options)), form, torch.bfloat16)
+    assert not joint
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_node_is_there_where_torch_has_its_passes_apart(device):
+    assert call(make(device), dtype=torch.float32)[1] or device == "cuda"
+    with sdpa_kernel(SDPBackend.MATH):
+        results, joint = call(make(device))
+    assert not joint or device == "cuda"
+    assert all(torch.isfinite(x).all() for x in results)
+
+
+@pytest.mark.parametrize(
+    "place", ["hook before", "hook behind", "forward of the object", "forward of the class", "all modules"]
+)
+def test_whoever_looks_at_the_core_sees_its_call(place, device, monkeypatch):
+    layer = make(device)
+    call(layer)
+    core, seen = layer.core_attention, []
+    forward = DotProductAttention.forward
+
+    def watched(self, *args, **given):
+        seen.append(len(args))
+        return forward(self, *args, **given)
+
+    removed = None
+    if place == "hook before":
+        core.register_forward_pre_hook(lambda _, args: seen.append(len(args)))
+    elif place == "hook behind":
+        core.register_forward_hook(lambda _, args, out: seen.append(len(args)))
+    elif place == "forward of the object":
+        monkeypatch.setattr(core, "forward", lambda *args, **given: watched(core, *args, **given))
+    elif place == "forward of the class":
+        monkeypatch.setattr(DotProductAttention, "forward", watched)
+    else:
+        removed = torch.nn.modules.module.register_module_forward_pre_hook(
+            lambda module, args: seen.append(len(args)) if module is core else None
+        )
+    call(layer)
+    if removed is not None:
+        removed.remove()
+    assert seen == [3]
+
+
+def test_its_second_derivative_is_right(device):
+    layer = make(device)
+    core = layer.core_attention
+    x = torch.randn(TOKENS, BATCH, 3 * HIDDEN).to(device)
+    size = HIDDEN // HEADS
+    core(*parts_of(x, HEADS, HEADS, size, True))
+    (plan,) = core._plans.values()
+    request = plan.request.changed(needs_gradient=True)
+
+    def ours(x):
+        inputs = AttentionInputs(*parts_of(x.detach(), HEADS, HEADS, size, True))
+        return attend_projection(reference.PASSES, request, Projection(x, True), inputs).output
+
+    def plain(x):
+        q, k, v = (part.permute(1, 2, 0, 3) for part in parts_of(x, HEADS, HEADS, size, True))
+        hidden = torch.ones(TOKENS, TOKENS, device=device).triu(1).bool()
+        p = torch.softmax((q @ k.transpose(-1, -2) * size**-0.5).masked_fill(hidden, -torch.inf), -1)
+        return (p @ v).permute(2, 0, 1, 3).flatten(-2)
+
+    found = []
+    for function, at in ((ours, x.requires_grad_()), (plain, x.detach().double().requires_grad_())):
+        (first,) = torch.autograd.grad(function(at).sin().sum(), at, create_graph=True)
+        found += [(first.detach(), *torch.autograd.grad(first.square().sum(), at))]
+    for a, b in zip(*found, strict=True):
+        assert float((a - b).norm()) <= 2e-5 * float(b.norm()) + 1e-6
+
+
+def test_dropout_recomputation_and_no_gradient_take_no_joint_node(device):
+    layer = make(device, attention_dropout=0.5)
+    x = torch.randn(TOKENS, BATCH, HIDDEN, device=device, requires_grad=True)
+    assert JOINT not in nodes(layer(x)) or device == "cuda"
+    assert JOINT not in nodes(make(device)(x, checkpoint_core_attention=True))
+    with torch.no_grad():
+        assert make(device)(x).grad_fn is None
+
+
+def test_what_a_cache_has_become_is_seen_by_the_next_step(device):
+    """A step's facts are remembered; a batch, a limit, a cache or a page table of another kind is none of theirs."""
+    layer = make(device, qkv_format="bshd", layer_number=1).eval()
+    options = {"num_heads_kv": HEADS, "head_dim_k": HIDDEN // HEADS, "dtype": torch.float32, "device": device}
+    cache = InferenceParams(2, 16, **options)
+    x = torch.randn(2, 1, HIDDEN, device=device)
+
+    def step(rows=2):
+        cache.pre_step(dict.fromkeys(range(rows), 1))
+        with torch.no_grad():
+            return layer(x[:rows], inference_params=cache, attn_mask_type="padding_causal")
+
+    for _ in range(3):
+        step()
+    held = cache.cache_manager.cache[1]
+    cache.cache_manager.cache[1] = tuple(tensor.clone() for tensor in held)
+    before = held[0].clone()
+    step()
+    assert torch.equal(held[0], before), "the new cache is written"
+    cache.num_heads_kv = HEADS + 1
+    with pytest.raises(ValueError, match="the cache holds"):
+        step()
+    cache.num_heads_kv = HEADS
+    cache.dtype = torch.bfloat16
+    with pytest.raises(ValueError, match="inference_params has dtype"):
+        step()
+    cache.dtype = torch.float32
+    assert step(1).shape[0] == 1
+    cache.pre_step(dict.fromkeys(range(1), 1))
+    with pytest.raises(ValueError, match="pre_step announced 1"), torch.no_grad():
+        layer(x, inference_params=cache, attn_mask_type="padding_causal")
