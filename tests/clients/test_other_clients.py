@@ -1,4 +1,4 @@
-"""NeMo Automodel and Model Optimizer as published: the examples of their page, each in a process of its own."""
+"""Clients that share a page, as published: the example of each, in a process of its own."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import re
 
 import pytest
 from processes import ROOT, run
+from test_small_clients import NEEDED
 
 EXAMPLES = re.findall(
     r"```python-clients\n(.*?)```", (ROOT / "docs" / "other_clients.md").read_text(), re.DOTALL
 )
-NEEDED = {"nemo_automodel": ("nemo_automodel", "transformers"), "modelopt": ("modelopt", "omegaconf")}
+CLIENTS = ("nemo_automodel", "modelopt", "esm", "olmo_core", "vortex", "composer", "thunder", "physicsnemo")
 
 WINDOWED = """
 import torch
@@ -34,7 +35,7 @@ for config, kind in ((qwen, transformers.Qwen2ForCausalLM), (gemma, transformers
 
 
 @pytest.mark.clients
-@pytest.mark.parametrize("client, example", list(zip(NEEDED, EXAMPLES, strict=True)), ids=list(NEEDED))
+@pytest.mark.parametrize("client, example", list(zip(CLIENTS, EXAMPLES, strict=True)), ids=list(CLIENTS))
 def test_an_example_of_the_page_runs(client, example, tmp_path):
     run(example, NEEDED[client], tmp_path)
 

@@ -1,4 +1,4 @@
-"""y [.., N] = x [.., K] @ w [N, K].T + b as two plain functions, for libraries that place products in graphs of their own.
+"""y [.., N] = x [.., K] @ w [N, K].T + b as two functions, for libraries that place products in graphs of their own.
 
 lightning-thunder keeps quantizers and what a backward needs in its own traces, and calls these by their names.
 """
