@@ -21,6 +21,7 @@ import host_calls
 import pretended_gpu
 
 import transformer_engine.pytorch as te
+from transformer_engine.common.dispatch import observing
 from transformer_engine.common.kernels import launch as launches
 from transformer_engine.pytorch.primitives.gemm import cublaslt_library
 
@@ -167,6 +168,19 @@ def differences(name: str, kind: str, cached: bool) -> str | None:
     return None
 
 
+def overlooked_setting() -> str | None:
+    """What a step by a line misses of a quantizer that was written to."""
+    module, recipe = LAYERS["linear"](), host_calls.RECIPES["current"]()
+    before = [step(module, recipe, None) for _ in range(RECORDED + 3)][-1]
+    module.quantizers["scaling_fwd"][0].force_pow_2_scales = True
+    found = [step(module, recipe, None) for _ in range(RECORDED + 3)]
+    with observing(lambda operation, request: None):  # by the pass
+        expected = step(module, recipe, None)
+    if expected == before or lines(module) != [2, 2]:
+        return f"the setting changes nothing, or there are no lines: {lines(module)}"
+    return None if all(made == expected for made in found) else "a line as it was before"
+
+
 if __name__ == "__main__":
     pretend()
     cases = [
@@ -176,4 +190,5 @@ if __name__ == "__main__":
         for cached in (False, True)
         if kind != "none" or not cached
     ]
-    print(json.dumps({"/".join(map(str, case)): differences(*case) for case in cases}))
+    found = {"/".join(map(str, case)): differences(*case) for case in cases}
+    print(json.dumps(found | {"a quantizer's setting": overlooked_setting()}))
