@@ -21,6 +21,7 @@ import host_calls
 import pretended_gpu
 
 import transformer_engine.pytorch as te
+from transformer_engine.common.dispatch import observing
 from transformer_engine.common.kernels import launch as launches
 from transformer_engine.pytorch.primitives.gemm import cublaslt_library
 
@@ -110,8 +111,8 @@ def pretend() -> None:
     fake.matmul_desc_set_attribute, fake.matmul = library.set_attribute, library.matmul
 
 
-def step(module: torch.nn.Module, recipe: Any) -> dict[str, Any]:
-    """The symbols of results, gradients and states after a step."""
+def step(module: Any, recipe: Any, first: bool | None) -> dict[str, Any]:
+    """The symbols of results, gradients and states after a step; first: the microbatch whose weights are kept."""
     x = torch.zeros(128, 1, 512, dtype=torch.bfloat16, requires_grad=True)
     dy = torch.zeros(128, 1, 512, dtype=torch.bfloat16)
     states = {
@@ -120,14 +121,20 @@ def step(module: torch.nn.Module, recipe: Any) -> dict[str, Any]:
         if hasattr(state, "amax_history")
         for name in ("scale_in_place", "amax_history")
     }
-    given = {"x": x, "dy": dy, **states, **dict(module.named_parameters())}
+    kept = {
+        f"{name} {number}": part
+        for name, cached in module.numerics.workspaces.items()
+        for number, part in enumerate(cached.flatten()[0])
+        if part is not None
+    }
+    given = {**kept, "x": x, "dy": dy, **states, **dict(module.named_parameters())}
     memory.clear()
     for name, tensor in given.items():
         memory[tensor.data_ptr()] = name
     for parameter in module.parameters():
         parameter.grad = None
     with te.autocast(enabled=recipe is not None, recipe=recipe):
-        y = module(x)
+        y = module(x, is_first_microbatch=first)
     y.backward(dy)
     left = {"y": y, "dx": x.grad, **states}
     left |= {f"d{name}": parameter.grad for name, parameter in module.named_parameters()}
@@ -144,10 +151,12 @@ def lines(module: Any) -> list[int]:
     ]
 
 
-def differences(name: str, kind: str) -> str | None:
+def differences(name: str, kind: str, cached: bool) -> str | None:
     module, recipe = LAYERS[name](), host_calls.RECIPES[kind]()
-    steps = [step(module, recipe) for _ in range(RECORDED + 3)]
-    if lines(module) != [1, 1]:
+    if cached:
+        step(module, recipe, True)
+    steps = [step(module, recipe, False if cached else None) for _ in range(RECORDED + 3)]
+    if lines(module)[-2:] != [1, 1]:  # those of the spec that was made last
         return f"lines: {lines(module)}"
     expected = steps[1]  # the first has no states yet to be named
     if "?" in expected.values():
@@ -159,10 +168,27 @@ def differences(name: str, kind: str) -> str | None:
     return None
 
 
+def overlooked_setting() -> str | None:
+    """What a step by a line misses of a quantizer that was written to."""
+    module, recipe = LAYERS["linear"](), host_calls.RECIPES["current"]()
+    before = [step(module, recipe, None) for _ in range(RECORDED + 3)][-1]
+    module.quantizers["scaling_fwd"][0].force_pow_2_scales = True
+    found = [step(module, recipe, None) for _ in range(RECORDED + 3)]
+    with observing(lambda operation, request: None):  # by the pass
+        expected = step(module, recipe, None)
+    if expected == before or lines(module) != [2, 2]:
+        return f"the setting changes nothing, or there are no lines: {lines(module)}"
+    return None if all(made == expected for made in found) else "a line as it was before"
+
+
 if __name__ == "__main__":
     pretend()
-    print(
-        json.dumps(
-            {f"{name}/{kind}": differences(name, kind) for name in LAYERS for kind in host_calls.RECIPES}
-        )
-    )
+    cases = [
+        (name, kind, cached)
+        for name in LAYERS
+        for kind in host_calls.RECIPES
+        for cached in (False, True)
+        if kind != "none" or not cached
+    ]
+    found = {"/".join(map(str, case)): differences(*case) for case in cases}
+    print(json.dumps(found | {"a quantizer's setting": overlooked_setting()}))

@@ -27,5 +27,5 @@ def test_steps_by_lines_leave_what_steps_by_passes_leave():
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == 24
+    assert len(found) == 43
     assert {case: what for case, what in found.items() if what is not None} == {}

@@ -113,6 +113,35 @@ def test_a_line_has_the_bits_of_its_pass(name, kind, microbatches, unwritten):
     assert not refusals(written)
 
 
+@pytest.mark.parametrize("kind", ("delayed", "current", "block"))
+@pytest.mark.parametrize("name", ("linear_bias", "layernorm_linear", "swiglu", "gelu"))
+def test_microbatches_by_lines_read_the_weights_that_are_kept(name, kind, unwritten):
+    torch.manual_seed(0)
+    written = LAYERS[name]()
+    plain = copy.deepcopy(written)
+    recipe = RECIPES[kind]()
+
+    def steps(module) -> list[torch.Tensor]:
+        made = []
+        for i in range(24):
+            x, dy = random(ROWS, 1, WIDTH, seed=i), random(ROWS, 1, 3 * WIDTH, seed=100 + i)
+            if i % 4 == 0:
+                with torch.no_grad():
+                    for parameter in module.parameters():
+                        parameter.mul_(1.125)
+                        parameter.grad = None
+            with te.autocast(recipe=recipe):
+                y = module(x.requires_grad_(), is_first_microbatch=i % 4 == 0)
+            y.backward(dy[..., : y.shape[-1]].contiguous())
+            made += [y.detach(), x.grad]
+        return made + [parameter.grad for parameter in module.parameters()]
+
+    found = steps(written)
+    unwritten()
+    assert all(torch.equal(a, b) for a, b in zip(found, steps(plain), strict=True))
+    assert len(lines(written)) >= 2 and not refusals(written)
+
+
 @pytest.mark.parametrize("kind", RECIPES)
 def test_a_line_takes_no_more_memory_than_its_pass(kind, unwritten):
     def peak(module) -> int:

@@ -24,6 +24,7 @@ from .linear_spec import (
     LinearSaved,
     LinearSpec,
     backward_quantizers,
+    cached_parts,
     changed,
     gradient_cast,
     sums_over_ranks,
@@ -223,7 +224,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> 
         return _applied(x, weight, bias, spec)  # pyright: ignore[reportReturnType]
     if spec.repeats is None:
         return _forward(x, weight, bias, spec)[0]
-    return spec.repeats.forward([x, weight, bias], spec)[0][0]
+    return spec.repeats.forward([x, weight, bias], spec, cached_parts(spec))[0][0]
 
 
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> tuple[Tensor, LinearSaved]:
@@ -324,7 +325,7 @@ class _Linear(torch.autograd.Function):
             y, saved = _forward(x, weight, bias, spec)
             save(ctx, (), saved, spec.scale_update)
         else:
-            (y, *kept), kind = spec.repeats.forward([x, weight, bias], spec)
+            (y, *kept), kind = spec.repeats.forward([x, weight, bias], spec, cached_parts(spec))
             spec.repeats.save(ctx, kept, kind, spec.scale_update)
         ctx.spec, ctx.input_shape = spec, x.shape
         ctx.weight_dtype, ctx.bias_dtype = weight.dtype, weight.dtype if bias is None else bias.dtype

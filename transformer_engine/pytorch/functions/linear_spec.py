@@ -139,6 +139,15 @@ def gradient_cast(spec: LinearSpec) -> Cast | None:
     return spec.grad_output.cast(True, spec.needs_grad_weight)
 
 
+def cached_parts(*specs: LinearSpec) -> list[Tensor]:
+    """The tensors of weights that were quantized for an earlier microbatch."""
+    parts: list[Tensor] = []
+    for spec in specs:
+        if spec.cached_weight is not None:
+            parts += [part for part in spec.cached_weight.flatten()[0] if part is not None]
+    return parts
+
+
 def backward_quantizers(spec: LinearSpec) -> tuple[Quantizer, ...]:
     """Which quantizers a backward asks: the input's where that is quantized again."""
     return (spec.grad_output, spec.input) if spec.keep_input else (spec.grad_output,)

@@ -15,7 +15,7 @@ from ..runtime.applying import applier
 from ..tensor.quantizer import Operands
 from .fusions import APART, IN_CODES, norm_output
 from .linear import leading_shape, linear_backward, linear_forward
-from .linear_spec import LinearSaved, LinearSpec, backward_quantizers
+from .linear_spec import LinearSaved, LinearSpec, backward_quantizers, cached_parts
 from .normalization import Norm, NormStatistics
 from .repetition import Repeated, Repeats, repeats_on
 from .saving import arrives, backward_of, pack, restore, save, unpack
@@ -56,7 +56,8 @@ def norm_linear(
     if not spec.needs_grad:
         if spec.repeats is None:
             return _forward(x, gamma, beta, weight, bias, spec)[:2]
-        (y, norm_output, *_), _ = spec.repeats.forward([x, gamma, beta, weight, bias], spec)
+        given = [x, gamma, beta, weight, bias]
+        (y, norm_output, *_), _ = spec.repeats.forward(given, spec, cached_parts(spec.linear))
         return y, norm_output
     outputs = _applied(x, gamma, beta, weight, bias, spec)
     return outputs if spec.returns_norm_output else (outputs, None)  # pyright: ignore[reportReturnType]
@@ -158,7 +159,8 @@ class _NormLinear(torch.autograd.Function):
             y, norm_output, statistics, saved = _forward(x, gamma, beta, weight, bias, spec)
             save(ctx, (x, gamma, statistics.mean, statistics.rstdev), saved, spec.linear.scale_update)
         else:
-            (y, norm_output, *kept), kind = spec.repeats.forward([x, gamma, beta, weight, bias], spec)
+            given = [x, gamma, beta, weight, bias]
+            (y, norm_output, *kept), kind = spec.repeats.forward(given, spec, cached_parts(spec.linear))
             spec.repeats.save(ctx, kept, kind, spec.linear.scale_update)
         ctx.spec = spec
         ctx.weight_dtype, ctx.bias_dtype = weight.dtype, weight.dtype if bias is None else bias.dtype

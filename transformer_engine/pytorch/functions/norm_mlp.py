@@ -23,7 +23,7 @@ from ..tensor.quantizer import Operands, Quantizer
 from .fusions import APART, IN_CODES, IN_PRODUCT, mlp_activation, mlp_gradient, norm_output
 from .linear import QuantizedGradient, leading_shape, linear_backward, linear_forward
 from .linear_operands import linear_operands
-from .linear_spec import LinearSaved, LinearSpec, backward_quantizers
+from .linear_spec import LinearSaved, LinearSpec, backward_quantizers, cached_parts
 from .norm_linear import normalized_input
 from .normalization import Norm, NormStatistics
 from .repetition import Repeated, Repeats, repeats_on
@@ -103,7 +103,7 @@ def norm_mlp(tensors: NormMLPTensors, spec: NormMLPSpec) -> tuple[Tensor, Tensor
     if not spec.needs_grad:
         if spec.repeats is None:
             return _forward(tensors, spec)[:2]
-        (y, norm_output, *_), _ = spec.repeats.forward([*tensors], spec)
+        (y, norm_output, *_), _ = spec.repeats.forward([*tensors], spec, cached_parts(spec.fc1, spec.fc2))
         return y, norm_output
     outputs = _applied(spec, *tensors)
     return outputs if spec.returns_norm_output else (outputs, None)  # pyright: ignore[reportReturnType]
@@ -309,7 +309,9 @@ class _NormMLP(torch.autograd.Function):
         ctx.dtypes = (tensors[3].dtype, tensors[5].dtype)
         update = spec.fc1.scale_update
         if spec.repeats is not None:
-            (y, norm_output, *kept), kind = spec.repeats.forward([*tensors], spec)
+            (y, norm_output, *kept), kind = spec.repeats.forward(
+                [*tensors], spec, cached_parts(spec.fc1, spec.fc2)
+            )
             spec.repeats.save(ctx, kept, kind, update)
         else:
             tensors = NormMLPTensors(*tensors)

@@ -75,10 +75,10 @@ class Repeated:
         self.kinds: Memory[Any, Kind] = Memory(_kind, _KEPT)
 
     def __call__(
-        self, key: list[Any], given: list[Any], facts: tuple[Any, ...]
+        self, key: list[Any], given: list[Any], facts: tuple[Any, ...], beside: Sequence[Tensor] = ()
     ) -> tuple[tuple[Any, ...], Kind]:
-        """The results of what is given, whose kind the key and the quantizers tell."""
-        states: list[Tensor] = []
+        """The results of what is given, whose kind the key and the quantizers tell; beside: tensors in facts."""
+        states = [*beside]
         for quantizer in self.quantizers:
             kept = quantizer.kept()
             if kept is None:
@@ -139,12 +139,20 @@ class Repeats:
     def passes(self) -> tuple[Repeated, Repeated]:
         return self._forward, self._backward
 
-    def forward(self, given: list[Any], spec: Any) -> tuple[tuple[Any, ...], Kind]:
-        """(results, the kind of the call); the spec says all of what is given but its strides."""
+    def forward(
+        self, given: list[Any], spec: Any, beside: Sequence[Tensor] = ()
+    ) -> tuple[tuple[Any, ...], Kind]:
+        """(results, the kind of the call); the spec says all of what is given but its strides.
+
+        beside   the tensors of weights that the spec holds as they were quantized for an earlier microbatch
+        """
         if _is_disturbed():
             return self._forward.as_it_is(given, (spec,))
         key = [None if tensor is None else tensor.stride() for tensor in given]
-        return self._forward(key, given, (spec,))
+        if not beside:
+            return self._forward(key, given, (spec,))
+        key += [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in beside]
+        return self._forward(key, given, (spec,), beside)
 
     def save(self, ctx: Any, kept: Sequence[Tensor | None], kind: Kind, update: Any) -> None:
         """`saving.save` of what a forward of a kind has answered."""

@@ -262,7 +262,7 @@ class LayerNormMLP(ProductsModule):
                 ("fc2", parameter_of(self, "fc2_weight"), spec.fc2),
             )
         )
-        return changed(spec, fc1=fc1, fc2=fc2)
+        return changed(spec, fc1=fc1, fc2=fc2, repeats=spec.repeats)
 
 
 def _with_norm_by_name(spec: NormMLPSpec) -> NormMLPSpec:

@@ -201,9 +201,10 @@ class Recording(TorchFunctionMode):
         self.fresh = ()
         if not all(self._begins_aligned(tensor) for tensor in (left, right, *pointers) if tensor is not None):
             self.refuse("a product reads what is not aligned", passing=True)
-        places = [self._place(tensor) for tensor in (left, right, result)]
-        others = tuple([self._place(tensor) for tensor in pointers])
-        self.steps.append(Multiplied(plan, *places, others))  # pyright: ignore[reportArgumentType]
+        of_left, of_right, of_result = (self._place(tensor) for tensor in (left, right, result))
+        if of_left is not None and of_right is not None and of_result is not None:  # else it was refused
+            others = tuple([self._place(tensor) for tensor in pointers])
+            self.steps.append(Multiplied(plan, of_left, of_right, of_result, others))
 
     def _is_not_mine(self) -> bool:
         return threading.get_ident() != self._thread or self.refusal is not None

@@ -228,6 +228,9 @@ class _Writer:
         lies = self.forms.get(buffer, there.form)
         if not result.place.offset and form == lies:
             return f"b{buffer}"
+        bytewise = lies == form._replace(dtype=lies.dtype) and lies.dtype.itemsize == form.dtype.itemsize
+        if not result.place.offset and bytewise:  # codes, as bytes and as what they are
+            return f"b{buffer}.view({self._name(form.dtype)})"
         if result.place.offset or not _is_view(lies, form):
             self.recording.refuse("it answers a part of a tensor")
         return f"b{buffer}.view({form.shape})"
