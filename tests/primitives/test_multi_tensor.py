@@ -200,5 +200,6 @@ def test_a_table_is_kept_while_its_tensors_stay_where_they_are(monkeypatch):
     assert addresses.chunks_of(lists, extents, 16) is first
     lists[1][0].data = torch.ones(40)
     moved = addresses.chunks_of(lists, extents, 16)
+    assert first is not None and moved is not None
     assert moved.table[0].tolist() == [16, lists[0][0].data_ptr(), lists[1][0].data_ptr()]
     assert first.table[0, 2] != moved.table[0, 2]
