@@ -57,7 +57,9 @@ class _Mean(Function):
         differentiated = any(ctx.needs_input_grad)
         total, factor = torch.zeros(1, dtype=torch.float32, device=hidden.device), 1.0 / count
         done = 0
-        for rows, logits in _by_ids(gradients, hidden, weight, bias, precise):
+        # A compiler's graph writes every tensor through one base.
+        how = (not torch.compiler.is_compiling(), precise)
+        for rows, logits in _by_ids(gradients, hidden, weight, bias, *how):
             losses, statistics = logits.losses(targets[rows], labels)
             total += losses.sum()
             facts = RowFacts(targets[rows], statistics, factor, labels)
@@ -106,37 +108,41 @@ class _Rows(Function):
         hidden, weight, bias, targets, statistics = ctx.saved_tensors
         facts = RowFacts(targets, statistics, grad_loss.to(torch.float32).contiguous(), ctx.labels)
         gradients = HeadGradients.wanted(ctx.needs_input_grad, hidden, weight, bias)
-        for rows, logits in LogitsByIds.in_turn(
-            _room(hidden, weight), slice(0, hidden.shape[0]), hidden, weight, bias
+        done = 0
+        # Chunks are fewer operations for a compiler, which writes down each.
+        for rows, logits in _by_ids(
+            gradients, hidden, weight, bias, False, not torch.compiler.is_compiling()
         ):
             logits.spend(facts.part(rows), gradients.of(rows), begin=rows.start == 0)
+            done = rows.stop
+        for rows, logits in _chunks(done, hidden, weight, bias):
+            of_logits = facts.part(rows).gradient(logits, in_place=True)
+            gradients.take_rows(rows, of_logits, hidden, weight)
         return *gradients.results(bias), None, None
 
 
-def _room(hidden: Tensor, weight: Tensor) -> int:
-    """How many logits there may be at a time."""
-    return hidden.shape[0] * weight.shape[0] // _SHARE
-
-
 def _by_ids(
-    gradients: HeadGradients, hidden: Tensor, weight: Tensor, bias: Tensor | None, precise: bool
+    gradients: HeadGradients, hidden: Tensor, weight: Tensor, bias: Tensor | None, lend: bool, rest: bool
 ) -> Iterator[tuple[slice, LogitsByIds]]:
-    """The first rows, in groups that add to the weight's gradient once each; the rest goes by chunks.
+    """The first rows, in groups that add to the weight's gradient once each; what is left goes by chunks.
 
-    None where no gradient of a weight is wanted: chunks have nothing to add to there.
+    lend   the memory of that gradient holds the logits of those rows that it can
+    rest   no row is left
+    Where no gradient of a weight is wanted there is nothing to add to, and nothing is gained.
     """
     if gradients.weight is None:
         return
-    (rows, features), room = hidden.shape, _room(hidden, weight)
-    count = rows if rows <= features else whole_tiles(features)
-    # A compiler's graph writes every tensor through one base.
-    lends = chunk_rows(rows) <= count <= features and not torch.compiler.is_compiling()
-    start = count if lends else 0
-    if lends:
-        head = (hidden[:count], weight, bias)
-        yield slice(0, count), LogitsByIds.in_gradient(room, *head, gradients.weight)
-    if precise:
-        yield from LogitsByIds.in_turn(room, slice(start, rows), hidden, weight, bias)
+    rows, features = hidden.shape
+    room = rows * weight.shape[0] // _SHARE
+    lent = 0
+    if lend:
+        most = rows if rows <= features else whole_tiles(features)
+        lent = most if chunk_rows(rows) <= most <= features else 0
+    if lent:
+        head = (hidden[:lent], weight, bias)
+        yield slice(0, lent), LogitsByIds.in_gradients(room, *head, gradients)
+    if rest:
+        yield from LogitsByIds.in_turn(room, slice(lent, rows), hidden, weight, bias)
 
 
 def _chunks(
