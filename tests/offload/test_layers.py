@@ -11,6 +11,7 @@ from support.layers import RECIPES, layer_of
 from support.link import RecordedLink
 
 import transformer_engine.pytorch as te
+from transformer_engine.pytorch.functions import linear_operands, norm_linear, norm_mlp
 from transformer_engine.pytorch.offload import legacy, marks
 from transformer_engine.pytorch.offload.hooks import OffloadContext
 from transformer_engine.pytorch.offload.synchronizer import (
@@ -65,6 +66,29 @@ def test_two_steps_have_the_bits_of_a_model_that_offloads_nothing(kind, recipe):
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), step
     assert link.log.count("out") == link.log.count("back") > 0
     assert context.offload_synchronizer.get_offloaded_total_size_mb() == 0
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP", "TransformerLayer"])
+def test_what_is_said_to_be_whole_is_not_written_any_more(kind, recipe, monkeypatch):
+    """From that moment on it may be copied, while its layer goes on."""
+    seen = []
+
+    def noted(saved):
+        seen.extend((values, values.clone()) for values in marks._tensors_of(saved))
+        marks.whole_now(saved)
+
+    for module in (linear_operands, norm_linear, norm_mlp):
+        monkeypatch.setattr(module, "whole_now", noted)
+    context = OffloadContext(DefaultOffloadSynchronizer(LAYERS, OFFLOADED, link=RecordedLink()))
+    x = torch.randn(TOKENS, BATCH, HIDDEN)
+    _step(_model(kind), x, RECIPES[recipe], context, context.synchronize)
+    assert len(seen) >= LAYERS
+    assert all(torch.equal(_bytes(now), _bytes(then)) for now, then in seen)
+
+
+def _bytes(values):
+    return values.detach().contiguous().view(torch.uint8)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
