@@ -4,8 +4,9 @@
 
 The layer is that of `te train --experts 8` (router in float32, permutation with padding, two GroupedLinear, SwiGLU,
 unpermutation, the loss that balances experts), by recipe. Products are the two GroupedLinear by themselves, forward and
-backward, quantization included, on as many rows for each expert as the layer's router sent. GPU times are medians with
-the L2 cache overwritten before each call; those of a call in a loop hold what the host adds.
+backward, quantization included, on as many rows for each expert as the layer's router sent. Milliseconds of kernels are
+what the profiler saw them run, those of a loop a call's wall time in it: the host waits for the counts of the router
+once a call. A recipe that this GPU does not compute is a row with the reason.
 """
 
 from __future__ import annotations
@@ -23,12 +24,10 @@ from transformer_engine.cli.demo.config import RECIPES, Config
 from transformer_engine.cli.demo.experts import CHOSEN, MixtureOfExperts
 from transformer_engine.cli.demo.model import parameter_dtype
 from transformer_engine.pytorch.module.row_groups import alignment
-from transformer_engine.pytorch.quantization import family_named
+from transformer_engine.pytorch.quantization import check_recipe_support, family_named
 
-SIZES = (
-    (768, 16384),
-    (4096, 16384),
-)  # hidden and tokens: the demonstration's large preset, and a large model's
+# Hidden and tokens: the demonstration's large preset, and two larger models'.
+SIZES = ((768, 16384), (2048, 8192), (4096, 16384))
 EXPERTS = 8
 
 
@@ -40,9 +39,18 @@ class Step(NamedTuple):
     hidden: int
     tokens: int
 
+    def made(self) -> Any:
+        """The recipe; None computes in bfloat16."""
+        return None if self.recipe == "none" else family_named(self.recipe).recipe()
+
     def under(self) -> AbstractContextManager[Any]:
-        made = None if self.recipe == "none" else family_named(self.recipe).recipe()
+        made = self.made()
         return te.autocast(enabled=made is not None, recipe=made)
+
+    def refusal(self) -> str | None:
+        """Why this machine does not compute the recipe; None where it does."""
+        supported, reason = (True, "") if self.recipe == "none" else check_recipe_support(self.made())
+        return None if supported else reason
 
 
 def main() -> None:
@@ -54,8 +62,10 @@ def main() -> None:
     ]
     rows = []
     for step in chosen_of(steps, chosen.only):
-        rows.append({"case": step.name, **measured(step)})
-        print(*(f"{key} {value}" for key, value in rows[-1].items()))
+        refusal = step.refusal()
+        figures = measured(step) if refusal is None else {"skipped": refusal}
+        rows.append({"case": step.name, **figures})
+        print(*(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
     write(chosen.json, rows=rows)
 
 
@@ -64,25 +74,39 @@ def measured(step: Step) -> dict[str, float]:
     config = Config(step.recipe, "cuda", 1, 1, 32, 1, step.hidden, step.hidden // 64, 1e-3, experts=EXPERTS)
     layer = MixtureOfExperts(config, 0.02)
     x = torch.randn(step.tokens, step.hidden, device=GPU, dtype=parameter_dtype(config))
+    run = trained(step, layer, x)
     with step.under():
-        whole = measure(trained(step, layer, x), GPU)
         counts = -(-layer._route(layer.norm(x))[1].sum(0) // alignment()) * alignment()
         splits = counts.tolist()
     rows = sum(splits)
     first = torch.randn(rows, step.hidden, device=GPU, dtype=x.dtype)
     second = torch.randn(rows, layer.fc2.in_features, device=GPU, dtype=x.dtype)
-    parts = [
-        measure(trained(step, lambda x, fc=fc: fc(x, splits), given), GPU)
+    products = [
+        trained(step, lambda x, fc=fc: fc(x, splits), given)
         for fc, given in ((layer.fc1, first), (layer.fc2, second))
     ]
-    products = sum(part.busiest for part in parts)
+    loop, products_loop = measure(run, GPU).eager_ms, sum(measure(call, GPU).eager_ms for call in products)
+    kernels, products_kernels = kernel_ms(run), sum(map(kernel_ms, products))
     return {
-        "step_ms": round(whole.busiest, 3),
-        "in_a_loop_ms": round(whole.eager_ms, 3),
-        "products_ms": round(products, 3),
-        "share_outside": round(1 - products / whole.busiest, 3),
+        "kernels_ms": round(kernels, 3),
+        "products_kernels_ms": round(products_kernels, 3),
+        "share_outside": round(1 - products_kernels / kernels, 3),
+        "loop_ms": round(loop, 3),
+        "products_loop_ms": round(products_loop, 3),
         "rows_a_token": round(rows / step.tokens / CHOSEN, 3),
     }
+
+
+def kernel_ms(call: Callable[[], object], runs: int = 10) -> float:
+    """Milliseconds that a call's kernels run, the mean of some calls."""
+    call()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        for _ in range(runs):
+            call()
+        torch.cuda.synchronize()
+    kernels = [event for event in seen.events() or () if event.device_type == torch.autograd.DeviceType.CUDA]
+    return sum(event.time_range.elapsed_us() for event in kernels) / 1e3 / runs
 
 
 def trained(

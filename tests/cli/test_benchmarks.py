@@ -12,6 +12,8 @@ import pytest
 import record
 import torch
 
+import transformer_engine.pytorch as te
+
 SCRIPTS = sorted(path.stem for path in (Path(__file__).parents[2] / "benchmarks").glob("*.py"))
 ON_A_GPU = sorted(
     {"decode", "epilogues", "expert_step", "fused", "kv_cache", "norms", "products", "quantize"}
@@ -56,11 +58,36 @@ def test_only_chooses_by_what_a_name_contains():
 def test_no_script_times_by_itself():
     """One code takes times, transformer_engine.cli.bench.measure, and one of the host alone, of any checkout."""
     folder = Path(record.__file__).parent
-    timing = {
-        "convergence",
-        "shortest",
-    }  # the first: of a training run; of what tuning a product takes: `products`
+    # Of training runs: `convergence`, `train_switches`; of what tuning a product takes: `products`.
+    timing = {"convergence", "shortest", "train_switches"}
     for name in set(SCRIPTS) - timing:
         source = (folder / f"{name}.py").read_text()
         assert "elapsed_time" not in source and "cuda.Event" not in source, name
         assert source.count("perf_counter") <= (2 if name == "products" else 0), name
+
+
+def test_a_step_of_experts_names_why_a_recipe_is_left_out():
+    step = importlib.import_module("expert_step").Step
+    with te.emulate(False):
+        assert step("bf16", "none", 128, 32).refusal() is None
+        refusal = step("mxfp8", "mxfp8", 128, 32).refusal()
+    if refusal is not None or not torch.cuda.is_available():
+        assert "Set TE_EMULATE=1" in refusal
+
+
+@pytest.mark.filterwarnings("ignore:CPU offload")
+def test_switches_that_leave_the_losses_alone_do_in_the_table(tmp_path, monkeypatch):
+    (text := tmp_path / "text.txt").write_text(
+        "\n".join(f"def function_{i}(x): return {i}" for i in range(900))
+    )
+    path = tmp_path / "switches.json"
+    script = importlib.import_module("train_switches")
+    options = ["--small", "--steps", "3", "--data", str(text), "--json", str(path)]
+    monkeypatch.setattr(sys, "argv", ["train_switches.py", *options])
+    monkeypatch.setitem(script.SIZES, "cpu", {**script.SIZES["cpu"], "hidden": 32, "heads": 1})
+    script.main()
+    rows = {row["variant"]: row for row in json.loads(path.read_text())["rows"]}
+    assert set(rows) == {variant.name for variant in script.variants(3)}
+    assert rows["graphs"]["loss"] == rows["offload-layers 1"]["loss"] == rows["observe"]["loss"]
+    assert rows["graphs"]["loss"] == rows["plain"]["loss"] != rows["high_precision"]["loss"]
+    assert all(row["tokens_s"] > 0 for row in rows.values())

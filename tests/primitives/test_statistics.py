@@ -111,6 +111,20 @@ def test_what_is_not_finite_is_counted_and_left_out(run, dtype: torch.dtype):
 
 
 @RUN
+@pytest.mark.parametrize("shape", [(64, 256), (40, 200)], ids=["whole tiles", "parts"])
+def test_what_is_not_finite_is_left_out_of_what_its_codes_are_compared_with(run, shape):
+    x = sample(*shape).clamp(-7, 7)
+    expected, kept = new_row(DEVICE), new_row(DEVICE)
+    broken = x.clone()
+    for place, value in (((3, 5), math.nan), ((17, shape[1] - 1), math.inf)):
+        x[place], broken[place] = 0.0, value
+    by_reference(x, QUANTIZERS["delayed"]().encode(x, True, False).contract(COLS), expected)
+    run(broken, QUANTIZERS["delayed"]().encode(broken, True, False).contract(COLS), kept)
+    torch.testing.assert_close(kept[:-1], expected[:-1], rtol=1e-5, atol=0.0)
+    assert kept[-1] == 2
+
+
+@RUN
 def test_a_row_takes_in_one_matrix_after_another(run):
     kept = new_row(DEVICE)
     run(torch.full((8, 16), 2.0, device=DEVICE), None, kept)

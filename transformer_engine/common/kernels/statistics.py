@@ -15,6 +15,7 @@ from .program import Program, Step
 # The statistics in their order; the first is a maximum, the others are sums.
 FIELDS = ("maximum", "underflow", "saturation", "signal", "noise", "nonfinite")
 _WIDTH = tl.constexpr(8)  # of a row of partial results: the next power of two
+_NEIGHBOURS = tl.constexpr(8)  # elements of two bytes that one thread loads together
 NO_CODES, ONE_SCALE, FLOAT_BLOCKS, EXPONENT_BLOCKS, TWO_LEVELS = range(5)  # how codes are scaled
 _NO_CODES, _ONE_SCALE = tl.constexpr(NO_CODES), tl.constexpr(ONE_SCALE)
 _EXPONENT_BLOCKS, _TWO_LEVELS = tl.constexpr(EXPONENT_BLOCKS), tl.constexpr(TWO_LEVELS)
@@ -39,9 +40,8 @@ class Codes(NamedTuple):
 
 
 @triton.jit
-def _fourbit(byte, column):
-    """E2M1 of the nibble that belongs to a column."""
-    code = (byte >> ((column % 2) * 4).to(tl.uint8)) & 15
+def _fourbit(code):
+    """The number that four bits of E2M1 are."""
     exponent = ((code >> 1) & 3).to(tl.int32)
     mantissa = (code & 1).to(tl.float32)
     power = tl.where(exponent == 3, 4.0, tl.where(exponent == 2, 2.0, 1.0))
@@ -50,11 +50,151 @@ def _fourbit(byte, column):
 
 
 @triton.jit
+def _fourbits_of_tile(
+    codes, row, column, M, K, code_row, code_column, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """The codes of a tile [M, K] as numbers, from its bytes [M, K / 2]."""
+    pair = tl.min(column, axis=0) // 2 + tl.arange(0, BLOCK_K // 2)
+    inside = (row < M)[:, None] & (pair * 2 < K)[None, :]
+    byte = tl.load(codes + row[:, None] * code_row + pair[None, :] * code_column, mask=inside, other=0)
+    return tl.reshape(tl.join(_fourbit(byte & 15), _fourbit(byte >> 4)), [BLOCK_M, BLOCK_K])
+
+
+@triton.jit
 def _power_of_two(exponent):
     """2^(exponent - 127) of a byte; 255 is NaN."""
     bits = tl.where(exponent == 0, 0x00400000, exponent.to(tl.int32) << 23)
     bits = tl.where(exponent == 255, 0x7FC00000, bits)
     return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _neighbours(values):
+    """[M, K / 8, 8] of values [M, K]: eight neighbours lie in one thread, which adds them without asking another."""
+    groups: tl.constexpr = values.shape[1] // _NEIGHBOURS
+    return tl.reshape(values, [values.shape[0], groups, _NEIGHBOURS])
+
+
+@triton.jit
+def _scales_of_tile(
+    scales,
+    row,
+    column,
+    M,
+    K,
+    scale_row,
+    scale_column,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """The scales of a tile's elements, [M, 1] or [1, K] where an axis of the tile has one."""
+    of_row, of_column = (row // ROWS) * scale_row, (column // COLUMNS) * scale_column
+    if COLUMNS % BLOCK_K == 0:
+        found = tl.load(scales + of_row + tl.min(of_column, axis=0), mask=row < M, other=0.0)[:, None]
+    elif ROWS % BLOCK_M == 0:
+        found = tl.load(scales + of_column + tl.min(of_row, axis=0), mask=column < K, other=0.0)[None, :]
+    elif COLUMNS > 1:
+        groups: tl.constexpr = BLOCK_K // COLUMNS
+        group = tl.min(column, axis=0) // COLUMNS + tl.arange(0, groups)
+        inside = (row < M)[:, None] & (group * COLUMNS < K)[None, :]
+        lies = of_row[:, None] + (group * scale_column)[None, :]
+        once = tl.load(scales + lies, mask=inside, other=0.0)[:, :, None]
+        found = tl.reshape(tl.broadcast_to(once, [BLOCK_M, groups, COLUMNS]), [BLOCK_M, BLOCK_K])
+    else:
+        inside = (row < M)[:, None] & (column < K)[None, :]
+        found = tl.load(scales + of_row[:, None] + of_column[None, :], mask=inside, other=0.0)
+    return found
+
+
+@triton.jit
+def _of_strip(
+    x,
+    codes,
+    scales,
+    second,
+    first_row,
+    column,
+    M,
+    K,
+    x_row,
+    x_column,
+    code_row,
+    code_column,
+    scale_row,
+    scale_column,
+    SCALING: tl.constexpr,
+    PACKED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GREATEST: tl.constexpr,
+    BEYOND: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TILES: tl.constexpr,
+    WHOLE: tl.constexpr,
+    GUARDED: tl.constexpr,
+):
+    """The six statistics of BLOCK_M * TILES rows from first_row on.
+
+    WHOLE    every tile that begins inside of the matrix ends there: nothing is masked
+    GUARDED  values may be infinite or NaN; else they count as any other, and the signal is not finite
+    """
+    greatest = tl.zeros([BLOCK_M, BLOCK_K // _NEIGHBOURS], tl.float32)
+    underflow = tl.zeros([BLOCK_M, BLOCK_K // _NEIGHBOURS], tl.float32)
+    saturation = tl.zeros([BLOCK_M, BLOCK_K // _NEIGHBOURS], tl.float32)
+    signal = tl.zeros([BLOCK_M, BLOCK_K // _NEIGHBOURS], tl.float32)
+    noise = tl.zeros([BLOCK_M, BLOCK_K // _NEIGHBOURS], tl.float32)
+    nonfinite = tl.zeros([BLOCK_M, BLOCK_K // _NEIGHBOURS], tl.float32)
+    tiles = tl.minimum(TILES, tl.cdiv(M - first_row, BLOCK_M)).to(tl.int32)
+    for index in range(tiles):
+        row = first_row + index * BLOCK_M + tl.arange(0, BLOCK_M)
+        inside = (row < M)[:, None] & (column < K)[None, :]
+        values_lie = x + row[:, None] * x_row + column[None, :] * x_column
+        values = tl.load(values_lie) if WHOLE else tl.load(values_lie, mask=inside, other=0.0)
+        values = values.to(tl.float32)
+        magnitude = tl.abs(values)
+        if GUARDED:
+            finite = magnitude < float("inf")
+            nonfinite += tl.sum(_neighbours(tl.where(finite, 0.0, 1.0)), axis=2)
+            values = tl.where(finite, values, 0.0)
+            magnitude = tl.where(finite, magnitude, 0.0)
+        greatest = tl.maximum(greatest, tl.max(_neighbours(magnitude), axis=2))
+        signal += tl.sum(_neighbours(values * values), axis=2)
+        if SCALING != _NO_CODES:
+            if PACKED:
+                code = _fourbits_of_tile(codes, row, column, M, K, code_row, code_column, BLOCK_M, BLOCK_K)
+            else:
+                codes_lie = codes + row[:, None] * code_row + column[None, :] * code_column
+                code = tl.load(codes_lie) if WHOLE else tl.load(codes_lie, mask=inside, other=0.0)
+                code = code.to(tl.float32)
+            if SCALING == _ONE_SCALE:
+                scale = tl.load(scales)
+            else:
+                scale = _scales_of_tile(
+                    scales, row, column, M, K, scale_row, scale_column, ROWS, COLUMNS, BLOCK_M, BLOCK_K
+                )
+                scale = _power_of_two(scale) if SCALING == _EXPONENT_BLOCKS else scale.to(tl.float32)
+            quantized, largest = code * scale, GREATEST * scale
+            if SCALING == _TWO_LEVELS:
+                quantized, largest = quantized * tl.load(second), largest * tl.load(second)
+            error = values - quantized
+            if GUARDED:
+                error = tl.where(finite, error, 0.0)
+            noise += tl.sum(_neighbours(error * error), axis=2)
+            lost = (magnitude > 0.0) & (code == 0.0)
+            underflow += tl.sum(_neighbours(tl.where(lost, 1.0, 0.0)), axis=2)
+            saturated = (tl.abs(code) == GREATEST) & (magnitude > tl.abs(largest) * BEYOND)
+            saturation += tl.sum(_neighbours(tl.where(saturated, 1.0, 0.0)), axis=2)
+    return (
+        tl.max(greatest),
+        tl.sum(underflow),
+        tl.sum(saturation),
+        tl.sum(signal),
+        tl.sum(noise),
+        tl.sum(nonfinite),
+    )
 
 
 @triton.jit
@@ -81,61 +221,32 @@ def statistics_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     TILES: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     """partials [programs, 8]: the six statistics of BLOCK_M * TILES rows and BLOCK_K columns, and two zeros.
 
-    ROWS, COLUMNS: elements that share a scale. A value that is not finite counts as such and nowhere else.
+    ROWS, COLUMNS: elements that share a scale. A value that is not finite counts as such and nowhere else: what holds
+    one is read a second time, which spares all others five instructions an element.
     """
     tiles_k = tl.cdiv(K, BLOCK_K)
-    strip = tl.program_id(0) // tiles_k
+    first_row = (tl.program_id(0) // tiles_k).to(tl.int64) * (TILES * BLOCK_M)
     column = (tl.program_id(0) % tiles_k).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
-    greatest = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
-    underflow = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
-    saturation = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
-    signal = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
-    noise = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
-    nonfinite = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
-    for index in range(TILES):
-        row = (strip * TILES + index).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-        inside = (row < M)[:, None] & (column < K)[None, :]
-        values = tl.load(x + row[:, None] * x_row + column[None, :] * x_column, mask=inside, other=0.0)
-        values = values.to(tl.float32)
-        magnitude = tl.abs(values)
-        finite = magnitude < float("inf")
-        nonfinite += tl.where(finite, 0.0, 1.0)
-        values = tl.where(finite, values, 0.0)
-        magnitude = tl.where(finite, magnitude, 0.0)
-        greatest = tl.maximum(greatest, magnitude)
-        signal += values * values
-        if SCALING != _NO_CODES:
-            place = column // 2 if PACKED else column
-            code = tl.load(
-                codes + row[:, None] * code_row + place[None, :] * code_column, mask=inside, other=0.0
-            )
-            code = _fourbit(code, column[None, :]) if PACKED else code.to(tl.float32)
-            if SCALING == _ONE_SCALE:
-                quantized = code * tl.load(scales)
-            else:
-                lies = (row // ROWS)[:, None] * scale_row + (column // COLUMNS)[None, :] * scale_column
-                scale = tl.load(scales + lies, mask=inside, other=0.0)
-                if SCALING == _EXPONENT_BLOCKS:
-                    quantized = code * _power_of_two(scale)
-                else:
-                    quantized = code * scale.to(tl.float32)
-                if SCALING == _TWO_LEVELS:
-                    quantized = quantized * tl.load(second)
-            error = tl.where(finite, values - quantized, 0.0)
-            noise += error * error
-            underflow += tl.where((magnitude > 0.0) & (code == 0.0), 1.0, 0.0)
-            saturated = (tl.abs(code) == GREATEST) & (magnitude > tl.abs(quantized) * BEYOND)
-            saturation += tl.where(saturated, 1.0, 0.0)
+    greatest, underflow, saturation, signal, noise, nonfinite = _of_strip(
+        x, codes, scales, second, first_row, column, M, K, x_row, x_column, code_row, code_column, scale_row,
+        scale_column, SCALING, PACKED, ROWS, COLUMNS, GREATEST, BEYOND, BLOCK_M, BLOCK_K, TILES, WHOLE, False,
+    )  # fmt: skip
+    if not (signal < float("inf")):
+        greatest, underflow, saturation, signal, noise, nonfinite = _of_strip(
+            x, codes, scales, second, first_row, column, M, K, x_row, x_column, code_row, code_column, scale_row,
+            scale_column, SCALING, PACKED, ROWS, COLUMNS, GREATEST, BEYOND, BLOCK_M, BLOCK_K, TILES, WHOLE, True,
+        )  # fmt: skip
     row_of_results = partials + tl.program_id(0).to(tl.int64) * _WIDTH
-    tl.store(row_of_results, tl.max(greatest))
-    tl.store(row_of_results + 1, tl.sum(underflow))
-    tl.store(row_of_results + 2, tl.sum(saturation))
-    tl.store(row_of_results + 3, tl.sum(signal))
-    tl.store(row_of_results + 4, tl.sum(noise))
-    tl.store(row_of_results + 5, tl.sum(nonfinite))
+    tl.store(row_of_results, greatest)
+    tl.store(row_of_results + 1, underflow)
+    tl.store(row_of_results + 2, saturation)
+    tl.store(row_of_results + 3, signal)
+    tl.store(row_of_results + 4, noise)
+    tl.store(row_of_results + 5, nonfinite)
     tl.store(row_of_results + 6, 0.0)
     tl.store(row_of_results + 7, 0.0)
 
@@ -169,14 +280,25 @@ def statistics(shape: tuple[int, int], strides: tuple[int, int], codes: Codes) -
     rows, columns = shape
     block_m, block_k = _TILE
     tiles_k, tiles_m = ceil_div(columns, block_k), ceil_div(rows, block_m)
-    tiles = max(1, min(16, tiles_m * tiles_k // 1056))  # eight programs or more for each of 132 processors
+    # Eight programs for each of 132 processors: more of them would be more rows for the one program that adds.
+    tiles = max(1, min(tiles_m, tiles_m * tiles_k // 1056))
     programs = ceil_div(tiles_m, tiles) * tiles_k
     measure = Launch(
         statistics_kernel,
         (programs, 1, 1),
         (Output((programs, 8), "float32"),),
         (rows, columns, *strides, *codes.strides),
-        (codes.scaling, codes.packed, *codes.block, codes.greatest, codes.beyond, block_m, block_k, tiles),
+        (
+            codes.scaling,
+            codes.packed,
+            *codes.block,
+            codes.greatest,
+            codes.beyond,
+            block_m,
+            block_k,
+            tiles,
+            rows % block_m == 0 and columns % block_k == 0,
+        ),
         warps=4,
     )
     add = Launch(add_statistics, (1, 1, 1), (), (programs,), (_ADDED,), warps=4, in_place=(1,))
@@ -188,4 +310,4 @@ def statistics(shape: tuple[int, int], strides: tuple[int, int], codes: Codes) -
 
 
 _TILE = (16, 128)
-_ADDED = 256  # rows of partial results that are added at a time
+_ADDED = 512  # rows of partial results that are added at a time

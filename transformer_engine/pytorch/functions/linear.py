@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..offload.marks import active as offloading
 from ..primitives.column_sums import column_sums
 from ..primitives.gemm import Epilogue, as_matrix, gemm
 from ..primitives.gemm.request import Layout
@@ -19,7 +20,7 @@ from ..tensor.quantized_tensor import QuantizedTensorStorage
 from ..tensor.quantizer import Matrix, Operands, Quantizer, turned
 from .linear_operands import linear_operands, plain_matrices
 from .linear_spec import IDENTITY, LinearSaved, LinearSpec, gradient_cast, sums_over_ranks
-from .saving import backward_of, restore, save
+from .saving import arrives, backward_of, restore, save
 
 
 class QuantizedGradient(NamedTuple):
@@ -82,8 +83,12 @@ def linear_backward(
         dy = _values(grad_output, spec)  # pyright: ignore[reportArgumentType]
         grad_bias = column_sums(as_matrix(dy), bias_dtype) if spec.needs_grad_bias else None
         del grad_output  # what is not read any more makes room for the results
+        if offloading.used:
+            arrives(w)
         grad_input = None if w is None else _plain_grad_input(dy, w, spec, input_product, leading)
         del w, input_product
+        if offloading.used:
+            arrives(x)
         grad_weight = None if x is None else _plain_grad_weight(dy, x, spec, weight_dtype)
         return LinearGradients(grad_input, grad_weight, grad_bias)
     (dy_row, dy_column), grad_bias = _read_by_products(
@@ -94,10 +99,14 @@ def linear_backward(
     grad_input = grad_weight = None
     if w is not None:
         assert dy_row is not None
+        if offloading.used:
+            arrives(w)
         grad_input = _grad_input(dy_row, _backward_operand(w, spec), spec, input_product, leading)
     del dy_row, w, input_product
     if x is not None:
         assert dy_column is not None
+        if offloading.used:
+            arrives(x)
         grad_weight = _grad_weight(dy_column, _input_operand(x, spec), spec, weight_dtype)
     return LinearGradients(grad_input, grad_weight, grad_bias)
 
@@ -261,7 +270,7 @@ class _Linear(torch.autograd.Function):
     @backward_of("Linear")
     def backward(ctx, grad_output):  # pyright: ignore[reportIncompatibleMethodOverride]
         spec = ctx.spec
-        _, saved = restore(ctx)
+        _, saved = restore(ctx, early=True)
         repeated = spec.products is not None
         if not (repeated and spec.plain):
             grad_output = as_matrix(grad_output)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..offload.marks import active as offloading
-from ..offload.marks import keep_weight
+from ..offload.marks import keep_weight, whole_now
 from ..primitives.operand import Operand, plain
 from ..tensor.axis import COLS, ROWS
 from ..tensor.quantized_tensor import QuantizedTensorStorage, storage_of
@@ -42,6 +42,7 @@ def linear_operands(
         saved = _saved_otherwise(x, x_operands, weight, w_operands, spec)
     if offloading.synchronizer is not None:
         keep_weight(saved.weight)
+        whole_now(saved.input)
     return x_operands.rowwise, w_operands.rowwise, saved
 
 
@@ -55,6 +56,7 @@ def plain_matrices(x: Tensor, weight: Tensor, spec: LinearSpec) -> tuple[tuple[T
     saved = LinearSaved(x if spec.needs_grad_weight else None, weight if spec.needs_grad_input else None)
     if offloading.synchronizer is not None:
         keep_weight(saved.weight)
+        whole_now(saved.input)
     return (x, weight), saved
 
 

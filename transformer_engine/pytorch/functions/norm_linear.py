@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..offload.marks import active as offloading
+from ..offload.marks import whole_now
 from ..primitives.gemm import as_matrix
 from ..runtime.applying import applier
 from ..tensor.quantizer import Operands
@@ -14,7 +16,7 @@ from .fusions import APART, IN_CODES, norm_output
 from .linear import leading_shape, linear_backward, linear_forward
 from .linear_spec import LinearSaved, LinearSpec
 from .normalization import Norm, NormStatistics
-from .saving import backward_of, restore, save
+from .saving import arrives, backward_of, restore, save
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ def norm_linear(
 def _forward(
     x: Tensor, gamma: Tensor, beta: Tensor | None, weight: Tensor, bias: Tensor | None, spec: NormLinearSpec
 ) -> tuple[Tensor, Tensor | None, NormStatistics, LinearSaved]:
+    if offloading.synchronizer is not None:
+        whole_now(x)
     flat = as_matrix(x)
     norm_output, linear_input, statistics = normalized_input(
         flat, gamma, beta, spec.norm, spec.linear, spec.way, spec.returns_norm_output
@@ -97,7 +101,7 @@ class _NormLinear(torch.autograd.Function):
     def backward(ctx, grad_output, grad_norm_output=None):  # pyright: ignore[reportIncompatibleMethodOverride]
         spec = ctx.spec
         # The operands are handed over, not lent: norm(x) is gone when the norm's backward allocates.
-        (x, gamma, mean, rstdev), saved = restore(ctx, 4)
+        (x, gamma, mean, rstdev), saved = restore(ctx, 4, early=True)
         flat = as_matrix(x)
         leading = flat.shape[:1] if spec.linear.products is not None and spec.linear.plain else None
         if leading is None:
@@ -110,6 +114,8 @@ class _NormLinear(torch.autograd.Function):
             dy = of_norm_output if dy is None else dy + of_norm_output
         if dy is None:  # nothing before the linear layer is trained
             return None, None, None, grads.weight, grads.bias, None
+        if offloading.used:
+            arrives(x, mean, rstdev, gamma)
         dx, dgamma, dbeta = spec.norm.backward(dy, flat, NormStatistics(mean, rstdev), gamma)
         dbeta = dbeta if ctx.needs_input_grad[2] else None
         return dx.view(x.shape), dgamma, dbeta, grads.weight, grads.bias, None

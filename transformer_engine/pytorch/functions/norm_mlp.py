@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..offload.marks import active as offloading
+from ..offload.marks import whole_now
 from ..primitives.activation import ActivationParams, activation_backward, activation_forward
 from ..primitives.gemm import Epilogue, gemm_gelu, gemm_gelu_gradient
 from ..primitives.operand import Operand
@@ -24,7 +26,7 @@ from .linear_operands import linear_operands
 from .linear_spec import LinearSaved, LinearSpec
 from .norm_linear import normalized_input
 from .normalization import Norm, NormStatistics
-from .saving import backward_of, restore, save, take_saved
+from .saving import arrives, backward_of, restore, save, take_saved
 
 
 class Ways(NamedTuple):
@@ -163,6 +165,8 @@ def _forward(tensors: NormMLPTensors, spec: NormMLPSpec) -> tuple[Tensor, Tensor
     """(y [.., H], norm(x) where it is returned, what the backward reads: None where it computes that again)"""
     x = tensors.x
     keeps = spec.needs_grad and not spec.recompute
+    if offloading.synchronizer is not None:
+        whole_now(x)
     norm_output, statistics, fc1_saved, fc1_output, activated = _first_half(tensors, spec, keeps)
     communicates = spec.fc1.communicates or spec.fc2.communicates
     leading = None if communicates else x.shape[:-1]
@@ -204,6 +208,8 @@ def _backward(
     statistics, fc1_saved, fc1_output, fc2_saved = handed.pop()
     of_fc1, of_fc2 = list(fc1_saved), list(fc2_saved)
     del fc1_saved, fc2_saved
+    if offloading.used:
+        arrives(fc1_output)
     if _ways(spec).gradient == IN_PRODUCT:
         product = partial(_times_gelu_gradient, [fc1_output])
         del fc1_output
@@ -220,6 +226,8 @@ def _backward(
     del made
     fc1 = linear_backward(grad_fc1_output.pop(), of_fc1, spec.fc1, dtypes[0], dtypes[0])
     assert fc1.input is not None
+    if offloading.used:
+        arrives(x, *statistics, gamma)
     flat = x.reshape(-1, x.shape[-1])
     dy = fc1.input if grad_norm_output is None else fc1.input + grad_norm_output.reshape(flat.shape)
     dx, dgamma, dbeta = spec.norm.backward(dy, flat, statistics, gamma)
@@ -289,7 +297,7 @@ class _NormMLP(torch.autograd.Function):
             x, gamma = tensors.x, tensors.gamma
             handed = [_recompute(tensors, _replaying(spec, list(kept[count:])))]
         else:
-            (x, gamma, *kept), operands = restore(ctx, 5)
+            (x, gamma, *kept), operands = restore(ctx, 5, early=True)
             handed = [_restored(tuple(kept), operands)]
             del kept, operands
         grad_output = grad_output.reshape(-1, grad_output.shape[-1])

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..offload.marks import active as offloading
+from ..offload.marks import arrived, asking_early, read_late
 from ..primitives.operand import Operand
 from ..runtime.double_backward import once_differentiable
 from ..tensor.custom_operand import CustomOperand
@@ -28,14 +30,29 @@ def save(
 ) -> None:
     """Keep tensors and operands for `restore`, and what is updated when the backward has run."""
     parts, ctx.forms = pack(*operands)
+    if offloading.synchronizer is not None and not torch.compiler.is_compiling():
+        tensors, parts = [read_late(part) for part in tensors], [read_late(part) for part in parts]
     ctx.save_for_backward(*tensors, *parts)
     ctx.scale_update = update
 
 
-def restore(ctx: Any, count: int = 0) -> tuple[tuple[Any, ...], list[Any]]:
-    """(the first `count` tensors that were saved, the operands), which the node itself lets go of: see `take_saved`."""
-    kept = take_saved(ctx)
+def restore(ctx: Any, count: int = 0, early: bool = False) -> tuple[tuple[Any, ...], list[Any]]:
+    """(the first `count` tensors that were saved, the operands), which the node itself lets go of: see `take_saved`.
+
+    early   before it reads what may be large, the backward calls `arrives`: tensors may still come back from the host
+    """
+    if early and offloading.used and not torch.compiler.is_compiling():
+        with asking_early():
+            kept = take_saved(ctx)
+    else:
+        kept = take_saved(ctx)
     return kept[:count], unpack(kept[count:] if count else kept, ctx.forms)
+
+
+def arrives(*saved: Saved) -> None:
+    """Let the computation go on only when these, of an early `restore`, have their values."""
+    for part in () if torch.compiler.is_compiling() else pack(*saved)[0]:
+        arrived(part)
 
 
 def backward_of(operation: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -33,7 +33,7 @@ class OffloadContext(ContextDecorator):
             self.offload_synchronizer.push_tensor, self.offload_synchronizer.pop_tensor
         )
         self._hooks.__enter__()
-        active.synchronizer = self.offload_synchronizer
+        active.synchronizer, active.used = self.offload_synchronizer, True
         self.inside_context = True
         return self
 

@@ -4,12 +4,14 @@
           ^                                                                                            |
           +------------release_all_memory------------ reload_started <------------start_reload---------+
 
-A tensor that is saved several times, or in several views of the same memory, is copied once.
+A tensor that is saved several times, or in several views of the same memory, is copied once. Tensors go in the order in
+which their values were there, and come back in the opposite one, in which a backward asks for them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from torch import Tensor
 from ...common.checks import switch
 from ..tensor.quantized_tensor import QuantizedTensor
 from .link import CudaLink, Link, NoLink
-from .marks import READY, moves, whole_of
+from .marks import READ_LATE, comes_later, moment_of, moves, whole_of
 
 NOT_OFFLOADED, OFFLOAD_STARTED = "not_offloaded", "offload_started"
 OFFLOAD_FINISHED, RELOAD_STARTED = "offload_finished", "reload_started"
@@ -27,7 +29,7 @@ _MEBIBYTE = 1 << 20
 
 @dataclass
 class TensorGroup:
-    """Tensors in the order of their numbers, and for each the moment at which its values are there."""
+    """Tensors by number, and for each the moment at which its values are there."""
 
     tensor_list: list[Tensor] = field(default_factory=list)
     events: list[Any] = field(default_factory=list)
@@ -41,6 +43,7 @@ class _View:
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
+    read_late: bool
 
     def of(self, whole: Tensor) -> Tensor:
         return whole.as_strided(self.shape, self.stride, whole.storage_offset() + self.offset)
@@ -63,7 +66,10 @@ class OffloadableLayerState:
     """One layer's saved tensors. Each method raises RuntimeError where the drawing above has no such arrow.
 
     offload_stream              the stream to copy on
-    retain_pinned_cpu_buffers   use the host's buffers again in the next step, whose tensors must have the same shapes
+    retain_pinned_cpu_buffers   use the host's buffers again in the next step, whose tensors must have the same shapes;
+                                without it those are used that fit. torch's own store of pinned memory would hand out
+                                a buffer again when the GPU is done with it, which a host that queues several steps
+                                ahead does not wait for: each of these steps would pin memory, for milliseconds
     """
 
     def __init__(
@@ -84,6 +90,8 @@ class OffloadableLayerState:
         self._wholes: dict[tuple[Any, ...], int] = {}
         self._devices: list[torch.device] = []
         self._unread: set[int] = set()
+        self._spare: list[Tensor] = []
+        self._coming_back: list[int] = []
 
     def push_tensor(self, tensor: Tensor) -> Any:
         """What stands for a saved tensor: a number, or the like of a quantized one; the tensor itself if it stays."""
@@ -108,10 +116,11 @@ class OffloadableLayerState:
         if number is None:
             number = self._wholes[key] = len(self.fwd_gpu_tensor_group.tensor_list)
             self.fwd_gpu_tensor_group.tensor_list.append(whole)
-            self.fwd_gpu_tensor_group.events.append(getattr(tensor, READY, None))
+            self.fwd_gpu_tensor_group.events.append(moment_of(tensor, self.link))
             self._devices.append(whole.device)
         offset = int(tensor.storage_offset()) - int(whole.storage_offset())
-        self._views.append(_View(number, tensor.shape, tensor.stride(), offset))
+        late = getattr(tensor, READ_LATE, False)
+        self._views.append(_View(number, tensor.shape, tensor.stride(), offset, late))
         return len(self._views) - 1
 
     def pop_tensor(self, pushed: Any) -> Tensor:
@@ -124,32 +133,47 @@ class OffloadableLayerState:
         view = self._views[pushed]
         if self.state != RELOAD_STARTED:
             return view.of(self.fwd_gpu_tensor_group.tensor_list[view.number])
-        self.link.wait(self.bwd_gpu_tensor_group.events[view.number])
-        self._unread.discard(view.number)
-        return view.of(self.bwd_gpu_tensor_group.tensor_list[view.number])
+        tensor = view.of(self.bwd_gpu_tensor_group.tensor_list[view.number])
+        if not (view.read_late and comes_later(tensor, partial(self._arrive, view.number, self.generation))):
+            self._arrive(view.number, self.generation)
+        return tensor
+
+    def _arrive(self, number: int, generation: int) -> None:
+        """Let the computation wait for a tensor; `release_all_memory` has done so for an earlier generation's."""
+        if generation == self.generation:
+            self.link.wait(self.bwd_gpu_tensor_group.events[number])
+            self._unread.discard(number)
 
     def start_offload(self) -> None:
         """Begin to copy every tensor to the host; they stay on the device until they are released."""
         self._demand(NOT_OFFLOADED)
-        here = self.link.mark() if self.fwd_gpu_tensor_group.tensor_list else None
-        host = self._host_buffers()
-        events = [
-            self.link.to_host(values, buffer, here if ready is None else ready)
-            for values, ready, buffer in zip(
-                self.fwd_gpu_tensor_group.tensor_list, self.fwd_gpu_tensor_group.events, host, strict=True
-            )
-        ]
+        group, host = self.fwd_gpu_tensor_group, self._host_buffers()
+        events: list[Any] = [None] * len(host)
+        for number in self._by_readiness():
+            events[number] = self.link.to_host(group.tensor_list[number], host[number], group.events[number])
         self.cpu_tensor_group = TensorGroup(host, events)
         self.state = OFFLOAD_STARTED
 
+    def _by_readiness(self) -> list[int]:
+        """The numbers of the tensors in the order in which their values were there."""
+        moments = self.fwd_gpu_tensor_group.events
+        return sorted(range(len(moments)), key=moments.__getitem__)
+
     def _host_buffers(self) -> list[Tensor]:
-        """A buffer a tensor: the last step's where those are retained; ValueError where one does not fit."""
+        """A buffer a tensor: the last step's where those are retained; ValueError where one does not fit.
+
+        Copies out of and into a buffer are in order on the link, so it needs no event to be written again.
+        """
         tensors, kept = self.fwd_gpu_tensor_group.tensor_list, self.cpu_tensor_group.tensor_list
         if not self.retain_pinned_cpu_buffers or not kept:
-            return [self.link.buffer(values) for values in tensors]
-        if len(kept) != len(tensors) or any(
-            (a.shape, a.dtype) != (b.shape, b.dtype) for a, b in zip(kept, tensors, strict=True)
-        ):
+            spare, self._spare = self._spare, []
+            return [
+                spare[number]
+                if number < len(spare) and _fits(spare[number], values)
+                else self.link.buffer(values)
+                for number, values in enumerate(tensors)
+            ]
+        if len(kept) != len(tensors) or not all(map(_fits, kept, tensors)):
             raise ValueError(
                 f"retain_pinned_cpu_buffers=True: a layer saved {_extents(kept)} and now saves {_extents(tensors)}; "
                 "keep shapes and types from step to step, or set it to False"
@@ -161,19 +185,20 @@ class OffloadableLayerState:
         self._demand(OFFLOAD_STARTED)
         for event in self.cpu_tensor_group.events:
             self.link.wait(event)
+        self._coming_back = self._by_readiness()[::-1]
         self.fwd_gpu_tensor_group = TensorGroup()
         self.state = OFFLOAD_FINISHED
 
     def start_reload(self) -> None:
         """Begin to copy every tensor back, into new memory of the device."""
         self._demand(OFFLOAD_FINISHED)
-        group = TensorGroup()
-        for buffer, device in zip(self.cpu_tensor_group.tensor_list, self._devices, strict=True):
-            values, event = self.link.to_device(buffer, device)
-            group.tensor_list.append(values)
-            group.events.append(event)
-        self.bwd_gpu_tensor_group = group
-        self._unread = set(range(len(group.tensor_list)))
+        host = self.cpu_tensor_group.tensor_list
+        tensors: list[Any] = [None] * len(host)
+        events: list[Any] = [None] * len(host)
+        for number in self._coming_back:
+            tensors[number], events[number] = self.link.to_device(host[number], self._devices[number])
+        self.bwd_gpu_tensor_group = TensorGroup(tensors, events)
+        self._unread = set(self._coming_back)
         self.state = RELOAD_STARTED
 
     def release_all_memory(self) -> None:
@@ -184,6 +209,7 @@ class OffloadableLayerState:
         self.fwd_gpu_tensor_group = TensorGroup()
         self.bwd_gpu_tensor_group = TensorGroup()
         if not self.retain_pinned_cpu_buffers:
+            self._spare = self.cpu_tensor_group.tensor_list or self._spare
             self.cpu_tensor_group = TensorGroup()
         self._views, self._wholes, self._devices = [], {}, []
         self.generation += 1
@@ -201,6 +227,10 @@ class OffloadableLayerState:
                 f"Invalid state: {self.state}, but this is a step from {' or '.join(states)}; call start_offload, "
                 "release_activation_forward_gpu_memory, start_reload and release_all_memory in this order"
             )
+
+
+def _fits(buffer: Tensor, values: Tensor) -> bool:
+    return buffer.shape == values.shape and buffer.dtype == values.dtype
 
 
 def _extents(tensors: list[Tensor]) -> str:

@@ -6,7 +6,8 @@ of a machine without a GPU, takes no tensor, so that nothing moves. Tests schedu
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from itertools import count
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ class Link(Protocol):
     """One direction at a time, in the order of the calls.
 
     takes      does this tensor lie where copies begin?
-    mark       a moment of the computation, for `to_host` to wait for
+    mark       a moment of the computation, for `to_host` to wait for; a later one is greater
     to_host    copy values into a host buffer, once the moment `after` has passed; returns the moment it is done
     to_device  (a new tensor with the host's values, the moment at which it has them)
     wait       let the computation go on only when a moment of the link has passed
@@ -36,6 +37,16 @@ class Link(Protocol):
     def buffer(self, values: Tensor) -> Tensor: ...
 
 
+class Moment(NamedTuple):
+    """A point of the computing stream; numbers grow from one to the next."""
+
+    number: int
+    event: Any
+
+
+_numbers = count()
+
+
 class CudaLink:
     """Copies on one stream, the given one or a new one, so that a layer's copies are done in their order."""
 
@@ -45,11 +56,11 @@ class CudaLink:
     def takes(self, values: Tensor) -> bool:
         return values.is_cuda
 
-    def mark(self) -> Any:
-        return torch.cuda.current_stream().record_event()
+    def mark(self) -> Moment:
+        return Moment(next(_numbers), torch.cuda.current_stream().record_event())
 
-    def to_host(self, values: Tensor, buffer: Tensor, after: Any) -> Any:
-        self.stream.wait_event(after)
+    def to_host(self, values: Tensor, buffer: Tensor, after: Moment) -> Any:
+        self.stream.wait_event(after.event)
         with torch.cuda.stream(self.stream):
             buffer.copy_(values, non_blocking=True)
             return self.stream.record_event()
@@ -57,7 +68,7 @@ class CudaLink:
     def to_device(self, buffer: Tensor, device: torch.device) -> tuple[Tensor, Any]:
         # Allocated on the computing stream, which will free it: the link has to wait for the block's earlier reader.
         values = torch.empty_like(buffer, device=device, pin_memory=False)
-        self.stream.wait_event(self.mark())
+        self.stream.wait_event(self.mark().event)
         with torch.cuda.stream(self.stream):
             values.copy_(buffer, non_blocking=True)
             return values, self.stream.record_event()

@@ -5,12 +5,18 @@ Three marks are attributes of a tensor, which a saved tensor keeps on its way th
     _TE_do_not_offload    parameters, and what was made of them
     start_reload_event    the moment from which its values are whole
     offload_base_tensor   copy all that this is a view of, once for all its views; views with gaps do without
+
+Two more make copies overlap with the layer that saved their tensors: the moment at which a matrix was whole, well
+before the layer ends (`whole_now`), and the moment at which a backward reads what it asked for (`arrived`).
 """
 
 from __future__ import annotations
 
+import threading
 import warnings
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,15 +29,35 @@ from ..tensor.quantizer import Matrix
 # Fewer elements take longer to schedule than their memory is worth.
 SMALLEST = 256 * 1024
 STAYS, READY, BY_BASE = "_TE_do_not_offload", "start_reload_event", "offload_base_tensor"
+WHOLE, READ_LATE = "_TE_whole", "_TE_read_late"
 
 
 class _Active:
-    """The synchronizer of the context that is open; None outside of all."""
+    """The synchronizer of the context that is open, None outside of all; has any context been opened so far?"""
 
     synchronizer: Any = None
+    used: bool = False
+
+
+class _Expected(threading.local):
+    """What the node that this thread runs has asked for: {storage: what lets the computation wait for its values}"""
+
+    arrivals: dict[int, Callable[[], None]]
+    open: bool = False
+
+    def __init__(self) -> None:
+        self.arrivals = {}
 
 
 active = _Active()
+_expected = _Expected()
+
+
+class Whole(NamedTuple):
+    """A moment, and the version of the tensor that was whole then: one that is written later is whole later."""
+
+    version: int
+    moment: Any
 
 
 def is_cpu_offload_enabled() -> bool:
@@ -45,14 +71,81 @@ def mark_not_offload(*tensors: Tensor | QuantizedTensorStorage | None) -> None:
         setattr(part, STAYS, True)
 
 
+def whole_now(saved: Operand | Matrix | Tensor | None) -> None:
+    """What a layer inside of a context saves of its input has its values from here on."""
+    link = active.synchronizer.link
+    for values in () if torch.compiler.is_compiling() else _tensors_of(saved):
+        if link.takes(values):
+            setattr(values, WHOLE, Whole(values._version, link.mark()))
+
+
+def moment_of(tensor: Tensor, link: Any) -> Any:
+    """From when on a tensor, which is being saved, may be copied."""
+    ready = getattr(tensor, READY, None)
+    if ready is not None:
+        return ready
+    whole = getattr(tensor, WHOLE, None)
+    return whole.moment if whole is not None and whole.version == tensor._version else link.mark()
+
+
+def read_late(tensor: Tensor | None) -> Tensor | None:
+    """The tensor for a node to save whose backward asks for it early: under a name that nothing else can have saved."""
+    if (
+        tensor is None
+        or isinstance(tensor, QuantizedTensorStorage)
+        or not moves(tensor)
+        or not _is_dense(tensor)
+    ):
+        return tensor
+    own = tensor.detach()
+    for mark in (READY, WHOLE):
+        if hasattr(tensor, mark):
+            setattr(own, mark, getattr(tensor, mark))
+    setattr(own, READ_LATE, True)
+    return own
+
+
+@contextmanager
+def asking_early() -> Iterator[None]:
+    """Tensors saved by `read_late` and asked for inside may come without values: the caller calls `arrived` for each.
+
+    Others have them: a checkpoint that has to make one of them again runs its function in here.
+    """
+    _expected.arrivals.clear()
+    _expected.open = True
+    try:
+        yield
+    finally:
+        _expected.open = False
+
+
+def comes_later(tensor: Tensor, arrive: Callable[[], None]) -> bool:
+    """Will whoever asks for a tensor that was saved by `read_late` call `arrived`, which calls arrive?"""
+    if _expected.open:
+        _expected.arrivals[tensor.untyped_storage()._cdata] = arrive
+    return _expected.open
+
+
+def arrived(tensor: Tensor | None) -> None:
+    """Let the computation go on only when a tensor that was asked for early has its values."""
+    if tensor is not None and _expected.arrivals:
+        # By storage: autograd makes a tensor of its own of the one that a hook gives it.
+        arrive = _expected.arrivals.pop(tensor.untyped_storage()._cdata, None)
+        if arrive is not None:
+            arrive()
+
+
 def keep_weight(weight: Operand | Matrix | Tensor | None) -> None:
     """What a layer saves of its weight stays on the device: it is there anyway, or made anew in every step."""
-    if isinstance(weight, Operand):
-        weight = weight.codes
-    elif isinstance(weight, Matrix):
-        weight = weight.values
-    if isinstance(weight, Tensor):
-        setattr(weight, STAYS, True)
+    for values in _tensors_of(weight):
+        setattr(values, STAYS, True)
+
+
+def _tensors_of(saved: Operand | Matrix | Tensor | None) -> list[Tensor]:
+    if isinstance(saved, Operand):
+        return [part for part in (saved.codes, saved.scale) if part is not None]
+    values = saved.values if isinstance(saved, Matrix) else saved
+    return [values] if isinstance(values, Tensor) else []
 
 
 def mark_activation_offload(*tensors: Tensor | QuantizedTensorStorage | None, offload: bool = True) -> None:

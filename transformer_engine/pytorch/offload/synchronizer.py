@@ -14,6 +14,9 @@ so that saved tensors of at most n - k layers are on the device at any time. Wit
     backward of     3    2         1                 0
     copied back          ..        0 <-              (1 <- began with that of 2)
 
+That is when the host asks for copies, which is ahead of the device. There a tensor is copied from the moment on that it
+is whole, and its backward waits for it alone (`marks`).
+
 A `ManualOffloadSynchronizer` copies when it is told to.
 """
 
