@@ -1,4 +1,4 @@
-"""torch.compile(fullgraph=True, dynamic=True) of a layer of experts: one graph for several batches, the bits of eager mode."""
+"""torch.compile(fullgraph=True, dynamic=True) of experts: one graph for several batches, the bits of eager mode."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_two_calls_stand_in_one_graph(name):
     mask = torch.zeros(5, 3, dtype=torch.int32)
     mask[:, 1] = 1
     x = torch.randn(5, 6, requires_grad=True)
-    found = torch.compile(twice, fullgraph=True, dynamic=True, backend="aot_eager")(x, mask)
+    found = torch.compile(twice, fullgraph=True, dynamic=True, backend="eager")(x, mask)
     expected = twice(x, mask)
     assert torch.equal(found, expected)
     mine, theirs = (torch.autograd.grad(y.sin().sum(), x)[0] for y in (found, expected))
