@@ -1,10 +1,11 @@
 """Final loss of the demonstration model under every recipe against high precision, with seeds for the noise.
 
-    python benchmarks/convergence.py [--device auto|cpu|cuda] [--seeds 3] [--steps N] [--out FOLDER]
+    python benchmarks/convergence.py [--device auto|cpu|cuda] [--seeds 3] [--steps N] [--experts N] [--out FOLDER]
 
 Every recipe starts from the same weights and sees the same batches as the high-precision run of its seed. It
 passes when its mean final validation loss lies within the larger of 1 % (NVFP4: 2 %) and three standard
-deviations of high precision over the seeds. Writes convergence.json, .md and .png; exits 1 when one fails.
+deviations of high precision over the seeds. Writes convergence.json, .md and .png, with experts convergence_experts.*;
+exits 1 when one fails.
 """
 
 from __future__ import annotations
@@ -104,10 +105,11 @@ def _deviation(values: list[float]) -> float:
 def markdown(config: Config, curves: list[Curve], rows: list[Row], machine: str) -> str:
     """The table as a page of its own."""
     seeds = len({curve.seed for curve in curves})
+    experts = f", {config.experts} experts" if config.experts else ""
     lines = [
         "# Convergence of the recipes",
         "",
-        f"Byte-level GPT, {config.layers} layers, hidden {config.hidden}, {config.steps} steps of "
+        f"Byte-level GPT, {config.layers} layers, hidden {config.hidden}{experts}, {config.steps} steps of "
         f"{config.batch} x {config.sequence} bytes, {seeds} seeds, {machine}. "
         "Losses are validation losses in nats a byte after the last step.",
         "",
@@ -160,12 +162,14 @@ def main() -> int:
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int)
+    parser.add_argument("--experts", type=int, default=0)
     parser.add_argument("--data")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()
     te.emulate()  # formats that the GPU lacks take part too
     device = resolve(options.device, {}).device
     sizes = {**SIZES[device], **({"steps": options.steps} if options.steps else {}), "data": options.data}
+    sizes["experts"], name = options.experts, "convergence_experts" if options.experts else "convergence"
     configs = [resolve(device, {**sizes, "seed": seed}) for seed in range(options.seeds)]
     corpus = load_corpus(options.data, configs[0].sequence)
     curves = []
@@ -181,15 +185,15 @@ def main() -> int:
     machine += f", torch {torch.__version__}, transformer-engine {transformer_engine.__version__}"
     page = markdown(configs[0], curves, rows, machine)
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "convergence.md").write_text(page)
+    (options.out / f"{name}.md").write_text(page)
     record = {
         "machine": machine,
         "config": configs[0].as_dict(),
         "rows": [{**asdict(row), "passes": row.passes} for row in rows],
         "curves": [asdict(curve) for curve in curves],
     }
-    (options.out / "convergence.json").write_text(json.dumps(record) + "\n")
-    plot(options.out / "convergence.png", configs[0], curves)
+    (options.out / f"{name}.json").write_text(json.dumps(record) + "\n")
+    plot(options.out / f"{name}.png", configs[0], curves)
     print(page)
     return 0 if all(row.passes for row in rows) else 1
 

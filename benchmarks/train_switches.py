@@ -1,10 +1,13 @@
 """Tokens a second, loss and peak memory of the demonstration's training, plainly and with each switch of `te train`.
 
-    python benchmarks/train_switches.py [--json FILE] [--only TEXT] [--recipe NAME] [--steps N] [--small]
+    python benchmarks/train_switches.py [--json FILE] [--only TEXT] [--recipe NAME] [--steps N] [--deterministic]
+        [--small]
 
 Every row trains a model from the same weights on the same batches, one after another; `experts` is another model, of as
 much work a token. Tokens a second are those of the median ten steps, the first twenty left out; the loss is the mean of
-the last twenty steps, in nats a byte. --small is for a machine without a GPU, where nothing moves and no graph is made.
+the last twenty steps, in nats a byte. With --deterministic, graphs and offloading leave every bit of it; without, the
+order of sums on a GPU changes it by itself, as `plain, again` shows. --small is for a machine without a GPU, where
+nothing moves and no graph is made.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import gc
 import statistics
 import tempfile
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +24,7 @@ from typing import Any
 import torch
 from record import chosen_of, parser, write
 
+import transformer_engine.pytorch as te
 from transformer_engine.cli.demo.config import HIGH_PRECISION, RECIPES, Config, Execution, resolve
 from transformer_engine.cli.demo.data import Corpus, load_corpus
 from transformer_engine.cli.demo.run import Run
@@ -47,6 +52,7 @@ def variants(layers: int) -> list[Variant]:
     return [
         Variant(HIGH_PRECISION),
         Variant("plain"),
+        Variant("plain, again"),
         Variant("optimizer fused_adam", options={"optimizer": "fused_adam"}),
         Variant("graphs", Execution(graphs=True)),
         Variant(f"offload-layers {layers - 2}", Execution(offload_layers=layers - 2)),
@@ -61,6 +67,7 @@ def main() -> None:
     arguments.add_argument("--recipe", choices=RECIPES, default="delayed")
     arguments.add_argument("--steps", type=int)
     arguments.add_argument("--data", help="text to train on, as for te train")
+    arguments.add_argument("--deterministic", action="store_true", help="equal bits from run to run")
     arguments.add_argument("--small", action="store_true", help="a small model")
     chosen = arguments.parse_args()
     device = "cuda" if torch.cuda.is_available() and not chosen.small else "cpu"
@@ -72,7 +79,8 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for variant in chosen_of(variants(sizes["layers"]), chosen.only):
         config = resolve(device, {**sizes, **variant.options})
-        rows.append({"variant": variant.name, **trained(variant, config, corpus)})
+        with te.deterministic() if chosen.deterministic else nullcontext():
+            rows.append({"variant": variant.name, **trained(variant, config, corpus)})
         plain = next((row["tokens_s"] for row in rows if row["variant"] == "plain"), None)
         print(_line(rows[-1], plain), flush=True)
     write(chosen.json, config={**sizes, "device": device}, rows=rows)

@@ -82,12 +82,17 @@ def test_switches_that_leave_the_losses_alone_do_in_the_table(tmp_path, monkeypa
     )
     path = tmp_path / "switches.json"
     script = importlib.import_module("train_switches")
-    options = ["--small", "--steps", "3", "--data", str(text), "--json", str(path)]
+    options = ["--small", "--deterministic", "--steps", "3", "--data", str(text), "--json", str(path)]
     monkeypatch.setattr(sys, "argv", ["train_switches.py", *options])
     monkeypatch.setitem(script.SIZES, "cpu", {**script.SIZES["cpu"], "hidden": 32, "heads": 1})
     script.main()
     rows = {row["variant"]: row for row in json.loads(path.read_text())["rows"]}
     assert set(rows) == {variant.name for variant in script.variants(3)}
     assert rows["graphs"]["loss"] == rows["offload-layers 1"]["loss"] == rows["observe"]["loss"]
-    assert rows["graphs"]["loss"] == rows["plain"]["loss"] != rows["high_precision"]["loss"]
+    assert (
+        rows["graphs"]["loss"]
+        == rows["plain"]["loss"]
+        == rows["plain, again"]["loss"]
+        != rows["high_precision"]["loss"]
+    )
     assert all(row["tokens_s"] > 0 for row in rows.values())

@@ -14,6 +14,7 @@ from transformer_engine.pytorch.functions.linear_cross_entropy import chunk_rows
 
 IGNORED = -100
 SMOOTHING = pytest.mark.parametrize("smoothing", [0.0, 0.1])
+PRECISE = pytest.mark.parametrize("precise", [False, True], ids=["chunks", "precise"])
 MEAN = pytest.mark.parametrize("mean", [True, False], ids=["mean", "rows"])
 
 
@@ -207,11 +208,56 @@ def test_the_loss_of_a_linear_head_is_that_of_its_logits(dtype, smoothing, mean,
             assert_as_good_as(ours, theirs, right)
 
 
-def test_only_the_gradients_that_are_asked_for_are_made(device):
+@pytest.mark.parametrize("features", [8, 24, 128], ids="{} features".format)
+@PRECISE
+def test_rows_by_ids_and_rows_by_chunks_make_the_gradients_of_the_logits(features, precise, device):
+    leaves, target = head(torch.float32, device, (8, 13), features)
+    hidden, weight, bias = leaves
+    expected = gradients(torch_loss(linear(*leaves), target, 0.1, True), leaves)
+    how = {"label_smoothing": 0.1, "precise": precise}
+    loss = fused_linear_cross_entropy(hidden, weight, target, bias, **how)
+    for ours, theirs in zip(gradients(3 * loss, leaves), expected, strict=True):
+        torch.testing.assert_close(ours, 3 * theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_precise_gradient_of_the_weight_is_as_good_as_that_of_two_steps(device):
+    (hidden, weight, _), target = head(torch.bfloat16, device, (4, 256), 32, 2048)
+    leaves = [hidden, weight]
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    _, right = gradients(torch_loss(linear(*exact), target, 0.0, True), exact)
+
+    def error(loss):
+        return (gradients(loss, leaves)[1].double() - right).norm() / right.norm()
+
+    in_steps = error(parallel_cross_entropy(linear(hidden, weight), target, reduce_loss=True))
+    assert error(fused_linear_cross_entropy(hidden, weight, target, precise=True)) < 1.5 * in_steps
+    assert error(fused_linear_cross_entropy(hidden, weight, target)) < 4 * in_steps
+
+
+def test_gradients_are_multiplied_where_they_lie_unless_the_graph_is_kept(device):
     (hidden, weight, bias), target = head(torch.float32, device)
-    weight.requires_grad_(False)
-    fused_linear_cross_entropy(hidden, weight, target, bias).backward()
-    assert weight.grad is None and hidden.grad is not None and bias.grad is not None
+    leaves = [hidden, weight, bias]
+    expected = torch.autograd.grad(torch_loss(linear(*leaves), target, 0.0, True), leaves)
+    loss = fused_linear_cross_entropy(hidden, weight, target, bias)
+    for factor, kept in ((2.0, True), (3.0, True), (0.5, False)):
+        found = torch.autograd.grad(loss, leaves, torch.tensor(factor, device=device), retain_graph=kept)
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, factor * theirs, rtol=1e-4, atol=1e-5)
+    with pytest.raises(RuntimeError, match="a second time"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("frozen", [0, 1, 2], ids=["hidden", "weight", "bias"])
+@PRECISE
+def test_only_the_gradients_that_are_asked_for_are_made(frozen, precise, device):
+    leaves, target = head(torch.float32, device)
+    hidden, weight, bias = leaves
+    leaves[frozen].requires_grad_(False)
+    expected = gradients(torch_loss(linear(*leaves), target, 0.0, True), leaves)
+    fused_linear_cross_entropy(hidden, weight, target, bias, precise=precise).backward()
+    assert leaves[frozen].grad is None
+    for leaf, theirs in zip(leaves, expected, strict=True):
+        assert theirs is None or torch.allclose(leaf.grad, theirs, rtol=1e-4, atol=1e-5)
     with torch.no_grad():
         loss = fused_linear_cross_entropy(hidden, weight, target)
     torch.testing.assert_close(
@@ -330,6 +376,53 @@ def test_a_step_holds_one_tensor_of_logits():
     parallel_cross_entropy(leaf, target, 0.0, True).backward()
     peak = torch.cuda.max_memory_allocated() - before
     assert peak < 1.01 * logits.nbytes
+
+
+@pytest.mark.gpu
+@PRECISE
+def test_a_head_takes_a_twentieth_of_its_logits_beside_the_gradients(precise):
+    hidden = torch.randn(4096, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(32768, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    target = torch.randint(0, 32768, (4096,), device="cuda")
+    for _ in range(2):  # the first call makes the workspace of products
+        hidden.grad = weight.grad = None
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        fused_linear_cross_entropy(hidden, weight, target, precise=precise).backward()
+        peak = torch.cuda.max_memory_allocated() - before
+    assert peak < hidden.nbytes + weight.nbytes + 0.05 * 4096 * 32768 * 2
+
+
+@pytest.mark.gpu
+def test_a_captured_head_is_replayed_with_other_features():
+    weight = torch.randn(1000, 64, device="cuda", requires_grad=True)
+    static = torch.randn(256, 64, device="cuda", requires_grad=True)
+    target = torch.randint(0, 1000, (256,), device="cuda")
+
+    def step():
+        static.grad = weight.grad = None
+        loss = fused_linear_cross_entropy(static, weight, target)
+        (2 * loss).backward()
+        return loss
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step()
+    captured = [static.grad, weight.grad]
+    with torch.no_grad():
+        static.copy_(torch.randn_like(static))
+    graph.replay()
+    plain = [x.detach().clone().requires_grad_() for x in (static, weight)]
+    expected = torch_loss(linear(*plain), target, 0.0, True)
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-5)
+    (2 * expected).backward()
+    for ours, theirs in zip(captured, plain, strict=True):
+        torch.testing.assert_close(ours, theirs.grad, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.gpu

@@ -36,7 +36,7 @@ def _losses() -> list[Call]:
         Call("fused_linear_cross_entropy",
              lambda: Made(te.fused_linear_cross_entropy,
                           {"hidden": tensor(2, 3, 8), "weight": tensor(11, 8), "target": target}),
-             {**shared, "hidden": hidden, "weight": weights,
+             {**shared, "hidden": hidden, "weight": weights, "precise": FLAG,
               "bias": (3, "bias", tensor(10), tensor(11, 1), tensor(11).half())}),
     ]  # fmt: skip
 

@@ -172,6 +172,7 @@ def losses() -> Iterator[Case]:
     for in_place in (False, True):
         launch = cross_entropy.gradient(*SHAPE, labels, "bfloat16", True, in_place)
         yield f"gradient of logits in_place={in_place}", launch, (HALF, ADDRESS, FLOAT, FLOAT)
+    yield "rescaled gradient", cross_entropy.rescale(*SHAPE), (HALF, FLOAT)
 
 
 def steps() -> Iterator[Case]:

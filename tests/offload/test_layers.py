@@ -11,6 +11,7 @@ from support.layers import RECIPES, layer_of
 from support.link import RecordedLink
 
 import transformer_engine.pytorch as te
+from transformer_engine.pytorch.functions import linear_operands, norm_linear, norm_mlp
 from transformer_engine.pytorch.offload import legacy, marks
 from transformer_engine.pytorch.offload.hooks import OffloadContext
 from transformer_engine.pytorch.offload.synchronizer import (
@@ -65,6 +66,29 @@ def test_two_steps_have_the_bits_of_a_model_that_offloads_nothing(kind, recipe):
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), step
     assert link.log.count("out") == link.log.count("back") > 0
     assert context.offload_synchronizer.get_offloaded_total_size_mb() == 0
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP", "TransformerLayer"])
+def test_what_is_said_to_be_whole_is_not_written_any_more(kind, recipe, monkeypatch):
+    """From that moment on it may be copied, while its layer goes on."""
+    seen = []
+
+    def noted(saved):
+        seen.extend((values, values.clone()) for values in marks._tensors_of(saved))
+        marks.whole_now(saved)
+
+    for module in (linear_operands, norm_linear, norm_mlp):
+        monkeypatch.setattr(module, "whole_now", noted)
+    context = OffloadContext(DefaultOffloadSynchronizer(LAYERS, OFFLOADED, link=RecordedLink()))
+    x = torch.randn(TOKENS, BATCH, HIDDEN)
+    _step(_model(kind), x, RECIPES[recipe], context, context.synchronize)
+    assert len(seen) >= LAYERS
+    assert all(torch.equal(_bytes(now), _bytes(then)) for now, then in seen)
+
+
+def _bytes(values):
+    return values.detach().contiguous().view(torch.uint8)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -168,6 +192,39 @@ def test_the_first_form_commits_groups_and_gives_the_same_gradients(monkeypatch)
     assert all(torch.equal(a, b) for a, b in zip(found, _plainly(plain, x, None), strict=True))
     with pytest.raises(ValueError, match="no manual_synchronization"):
         te.get_cpu_offload_context(True, 1, 3, manual_synchronization=True)
+
+
+def _on_a_gpu(kind):
+    options = {"params_dtype": torch.bfloat16, "device": "cuda"}
+    if kind == "TransformerLayer":
+        dropout = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+        return te.TransformerLayer(1024, 4096, 8, fuse_qkv_params=True, **dropout, **options)
+    return getattr(te, kind)(1024, 4096 if kind == "LayerNormMLP" else 1024, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["none", "current", "delayed", "block"])
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP", "TransformerLayer"])
+def test_steps_that_are_queued_behind_one_another_have_the_bits_of_a_model_that_offloads_nothing(
+    kind, recipe
+):
+    """The host never waits, so that every copy that is read too early, or memory given away too early, would show."""
+    with te.deterministic():
+        plain = torch.nn.ModuleList([_on_a_gpu(kind) for _ in range(LAYERS)])
+        offloading = copy.deepcopy(plain)
+        context, synchronize = te.get_cpu_offload_context(True, OFFLOADED, LAYERS)
+        inputs = [torch.randn(2048, 1, 1024, dtype=torch.bfloat16, device="cuda") for _ in range(4)]
+        expected = [_kept(plain, x, RECIPES[recipe], contextlib.nullcontext(), lambda y: y) for x in inputs]
+        found = [_kept(offloading, x, RECIPES[recipe], context, synchronize) for x in inputs]
+    for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), step
+
+
+def _kept(model, x, recipe, context, synchronize):
+    """The results of a step, whose gradients no later step adds to."""
+    results = [result.clone() for result in _step(model, x, recipe, context, synchronize)]
+    model.zero_grad()
+    return results
 
 
 @pytest.mark.gpu

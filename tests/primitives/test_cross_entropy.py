@@ -72,6 +72,17 @@ def test_rows_that_are_infinite_leave_their_neighbours_alone():
     assert torch.isfinite(dx[2:]).all() and (dx[2] == 0).all()
 
 
+@runs_kernels
+@DTYPES
+@sized("shape", [(3, 17), (5, 4096)], [(4096, 4099)], ids=str)
+def test_a_gradient_is_multiplied_where_it_lies(shape, dtype):
+    gradient = torch.randn(shape, device=DEVICE).to(dtype)
+    for factor in (1.0, 0.3, 0.0):
+        own = gradient.clone()
+        assert kernels.cross_entropy_rescaled(own, torch.tensor([factor], device=DEVICE)) is own
+        assert torch.equal(own, (gradient.float() * torch.tensor(factor, device=DEVICE)).to(dtype))
+
+
 def test_columns_of_two_ranks_make_the_loss_and_the_gradient_of_the_whole(device):
     x, targets, labels = drawn((6, 24), torch.float32, device)
     halves = [(x[:, :10].contiguous(), 0), (x[:, 10:].contiguous(), 10)]

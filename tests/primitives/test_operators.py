@@ -72,6 +72,7 @@ def loss_case(operation: str) -> Case:
         "statistics": (x, targets),
         "losses": (torch.rand(1, M, 4), targets),
         "gradient": (x, targets, torch.ones(M, 2), torch.ones(1)),
+        "rescale": (x, torch.full((1,), 0.5)),
     }
     return losses.TABLE, request, tensors[operation]
 
@@ -87,6 +88,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "statistics of logits": lambda: loss_case("statistics"),
     "losses": lambda: loss_case("losses"),
     "gradient of logits": lambda: loss_case("gradient"),
+    "rescaled gradient": lambda: loss_case("rescale"),
     "quantize float8 scaled": lambda: quantize_case("float8", True),
     **{f"quantize {name}": lambda name=name: quantize_case(name) for name in SPECS},
 }

@@ -85,6 +85,7 @@ def fused_linear_cross_entropy(
     label_smoothing: float = 0.0,
     reduce_loss: bool = True,
     ignore_idx: int = -100,
+    precise: bool = False,
 ) -> Tensor:
     """float32 [] = mean(-ln(softmax(hidden [.., K] @ weight [V, K].T + bias [V])[target [..]])), without the logits.
 
@@ -96,6 +97,7 @@ def fused_linear_cross_entropy(
     """
     _check_head(hidden, weight, bias)
     switch("reduce_loss", reduce_loss)
+    switch("precise", precise)
     shape = (*hidden.shape[:-1], weight.shape[0])
     labels = _labels(target, shape, label_smoothing, ignore_idx, 0, weight.shape[0])
     same_device("target", target, "hidden", hidden.device)
@@ -104,7 +106,7 @@ def fused_linear_cross_entropy(
     if hidden.shape[-1] == 0:  # the logits are the bias alone, as those of features that are 0
         hidden, weight = (torch.nn.functional.pad(part, (0, _NO_FEATURES)) for part in (hidden, weight))
     rows = hidden.contiguous().view(-1, hidden.shape[-1])
-    loss = linear_cross_entropy(rows, weight.contiguous(), bias, _ids(target), labels, reduce_loss)
+    loss = linear_cross_entropy(rows, weight.contiguous(), bias, _ids(target), labels, reduce_loss, precise)
     return loss if reduce_loss else loss.view(shape[:-1])
 
 

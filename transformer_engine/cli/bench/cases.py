@@ -228,6 +228,23 @@ def _layer_graphed(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
         yield replace(case, name=case.name.replace("layer_small", "layer_graphed"), family="layer_graphed")
 
 
+def _layer_recomputed(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
+    """The layer under te.checkpoint, which keeps its input alone and runs the forward pass a second time."""
+    for case in _layer(recipes, quick):
+        if case.backward:
+            again = case.operations * 4 / 3
+            name = case.name.replace("layer_fb", "layer_recomputed_fb")
+            yield replace(case, name=name, family="layer_recomputed", operations=again)
+
+
+def _layer_observed(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
+    """The layer in a step that te.observe looks at, up to the reading of the results."""
+    for case in _layer(recipes, quick):
+        if case.backward:
+            name = case.name.replace("layer_fb", "layer_observed_fb")
+            yield replace(case, name=name, family="layer_observed")
+
+
 def _offload(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
     """Linear layers most of whose saved inputs wait on the host."""
     sizes = {"rows": 8192, "width": 8192, "layers": 8, "offloaded": 6}
@@ -262,6 +279,15 @@ def _permute(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
     name = f"permute_fb/bf16/t{tokens}_h{hidden}_e{experts}_k{places}"
     if "bf16" in recipes:
         yield Case(name, "permute", "bf16", sizes, moved=4 * tokens * (1 + places) * hidden * BYTES)
+
+
+def _padding(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
+    """Rows of experts padded for a recipe and cut again; both passes read and write every row twice."""
+    groups, rows, width = (4, 300, 128) if quick else (64, 65601, 4096)
+    if "bf16" in recipes:
+        name = f"padding_fb/bf16/{groups}x{rows}x{width}"
+        sizes = {"groups": groups, "rows": rows, "width": width}
+        yield Case(name, "padding", "bf16", sizes, moved=8 * rows * width * BYTES)
 
 
 def _router(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
@@ -306,6 +332,31 @@ def _adam(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
             backward=False,
             moved=7 * 4 * count * size,
         )
+    yield from _adam_of_codes(recipes, quick)
+
+
+def _adam_of_codes(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
+    """bfloat16 gradients are read, float32 masters and moments read and written, codes in both directions written."""
+    count, width = (2, 128) if quick else (15, 8192)
+    for recipe in recipes:
+        if recipe != "bf16":
+            yield Case(
+                f"adam_step/{recipe}/{count}x{width}x{width}_codes",
+                "adam",
+                recipe,
+                {"count": count, "width": width},
+                backward=False,
+                moved=(2 + 3 * 8 + 2) * count * width * width,
+            )
+
+
+def _sgd(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
+    """Float32 gradients are read, parameters and momentum read and written."""
+    count, size = (4, 1 << 12) if quick else (60, 1 << 24)
+    if "bf16" in recipes:
+        name = f"sgd_step/bf16/{count}x{size}_fp32"
+        sizes = {"count": count, "size": size}
+        yield Case(name, "sgd", "bf16", sizes, backward=False, moved=5 * 4 * count * size)
 
 
 def _product(rows: int, depth: int, width: int, backward: bool) -> float:
@@ -324,11 +375,15 @@ FAMILIES: dict[str, Callable[[tuple[str, ...], bool], Iterator[Case]]] = {
     "layer": _layer,
     "layer_small": _layer_small,
     "layer_graphed": _layer_graphed,
+    "layer_recomputed": _layer_recomputed,
+    "layer_observed": _layer_observed,
     "offload": _offload,
     "rope": _rope,
     "permute": _permute,
+    "padding": _padding,
     "router": _router,
     "cross_entropy": _cross_entropy,
     "linear_cross_entropy": _linear_cross_entropy,
     "adam": _adam,
+    "sgd": _sgd,
 }

@@ -138,12 +138,13 @@ def _gradient(
 
 @triton.jit
 def _rescale(x, factor, rows, width, parts, BLOCK: tl.constexpr):
-    """Every so many parts of BLOCK values a program; it returns at once where the factor is 1."""
+    """So many parts of BLOCK values a program, a grid apart; it returns at once where the factor is 1."""
     multiplier = tl.load(factor)
     if multiplier != 1.0:
         elements = tl.cast(rows, tl.int64) * width
-        for part in range(tl.program_id(0), parts, tl.num_programs(0)):
-            place = tl.cast(part, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        for i in range(parts):
+            part = tl.program_id(0).to(tl.int64) + tl.cast(i, tl.int64) * tl.num_programs(0)
+            place = part * BLOCK + tl.arange(0, BLOCK)
             value = tl.load(x + place, mask=place < elements, other=0.0).to(tl.float32)
             tl.store(x + place, (value * multiplier).to(x.dtype.element_ty), mask=place < elements)
 
@@ -191,8 +192,9 @@ def gradient(rows: int, width: int, labels: Labels, dtype: str, per_row: bool, i
 def rescale(rows: int, width: int) -> Launch:
     """(x [rows, width], factor float32 [1]): x becomes x * factor"""
     parts = ceil_div(rows * width, _SCALED)
-    grid = (min(parts, _PROGRAMS), 1, 1)
-    return Launch(_rescale, grid, (), (rows, width, parts), (_SCALED,), warps=4, in_place=(0,))
+    programs = min(parts, _PROGRAMS)
+    scalars = (rows, width, ceil_div(parts, programs))
+    return Launch(_rescale, (programs, 1, 1), (), scalars, (_SCALED,), warps=4, in_place=(0,))
 
 
 def _block(width: int) -> int:

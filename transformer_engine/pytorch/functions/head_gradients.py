@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -64,6 +64,10 @@ class HeadGradients:
             torch.zeros_like(bias, dtype=torch.float32) if of_bias and bias is not None else None,
         )
 
+    def of(self, rows: slice) -> HeadGradients:
+        """Those that some of the rows have a part in."""
+        return replace(self, hidden=None if self.hidden is None else self.hidden[rows])
+
     def take_rows(self, rows: slice, of_logits: Tensor, hidden: Tensor, weight: Tensor) -> None:
         """The part of some rows, of_logits [m, V]: the first rows begin the sums, later ones are added."""
         if self.hidden is not None:
@@ -74,13 +78,13 @@ class HeadGradients:
         if self.bias is not None:
             self.bias += column_sums(of_logits, torch.float32)
 
-    def take_ids(self, ids: slice, of_logits: Tensor, hidden: Tensor) -> None:
-        """The part of some ids for weight and bias, of_logits [m, n] of the first rows: it begins the sums."""
+    def take_ids(self, ids: slice, of_logits: Tensor, hidden: Tensor, begin: bool) -> None:
+        """The part of some ids for weight and bias, of_logits [m, n]: it begins the sums or is added."""
         if self.weight is not None:
-            into = Epilogue(self.weight.dtype, out=self.weight[ids])
-            gemm(plain(of_logits.t()), plain(hidden.t()), into)
+            summed = Epilogue(self.weight.dtype, out=self.weight[ids], accumulate=not begin)
+            gemm(plain(of_logits.t()), plain(hidden.t()), summed)
         if self.bias is not None:
-            self.bias[ids] = column_sums(of_logits, torch.float32)
+            self.bias[ids] += column_sums(of_logits, torch.float32)
 
     def results(self, bias: Tensor | None) -> tuple[Tensor | None, ...]:
         """In the dtypes of the inputs."""

@@ -3,10 +3,11 @@
 Rows go through in chunks: logits of a chunk, its losses, their gradient in place of the logits, and from it the chunk's
 part of every gradient, all in the forward pass. The backward multiplies by the gradient of the loss, one number, in
 place and only where it is not 1. A loss a row has M numbers to multiply by, unknown beforehand: its logits are made
-again, chunk by chunk, in the backward.
+again in the backward.
 
-The weight's gradient is one tensor of its dtype, which products of later chunks are added to; the first K rows need no
-chunks, see `lent_logits`. Each addition rounds once more. Of 8192 rows and 4096 features eleven chunks are left.
+The weight's gradient is one tensor of its dtype, which products are added to, and each addition rounds it once more.
+The first K rows begin it (`logits_by_ids`). Of 8192 rows and 4096 features eleven chunks are left to add; where it is
+to be precise, their logits are made twice, and all of them are added at once.
 """
 
 from __future__ import annotations
@@ -23,17 +24,24 @@ from ..primitives.gemm import Epilogue, gemm, plain
 from ..runtime.double_backward import once_differentiable
 from .cross_entropy import CrossEntropy, counted, is_needed_again, row_losses
 from .head_gradients import HeadGradients, RowFacts, whole_tiles
-from .lent_logits import LentLogits
+from .logits_by_ids import LogitsByIds
 
 _SHARE = 21  # memory for this part of the logits, 4.8 %
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, labels: Labels, mean: bool
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    labels: Labels,
+    mean: bool,
+    precise: bool = False,
 ) -> Tensor:
     """float32 [] or, without mean, [M]; hidden, weight and bias of one dtype, targets int64 [M]."""
-    function = _Mean if mean else _Rows
-    return function.apply(hidden, weight, bias, targets, labels)  # pyright: ignore[reportReturnType]
+    if mean:
+        return _Mean.apply(hidden, weight, bias, targets, labels, precise)  # pyright: ignore[reportReturnType]
+    return _Rows.apply(hidden, weight, bias, targets, labels)  # pyright: ignore[reportReturnType]
 
 
 def chunk_rows(rows: int) -> int:
@@ -43,18 +51,20 @@ def chunk_rows(rows: int) -> int:
 
 class _Mean(Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, labels):
+    def forward(ctx, hidden, weight, bias, targets, labels, precise):
         count = counted(targets, labels)
         gradients = HeadGradients.wanted(ctx.needs_input_grad, hidden, weight, bias)
         differentiated = any(ctx.needs_input_grad)
-        factor = 1.0 / count
-        total = torch.zeros(1, dtype=torch.float32, device=hidden.device)
-        lent = _lent(gradients, hidden, weight, bias)
-        done = 0 if lent is None else lent.hidden.shape[0]
-        if lent is not None:
-            losses, statistics = lent.losses(targets[:done], labels)
+        total, factor = torch.zeros(1, dtype=torch.float32, device=hidden.device), 1.0 / count
+        done = 0
+        # A compiler's graph writes every tensor through one base.
+        how = (not torch.compiler.is_compiling(), precise)
+        for rows, logits in _by_ids(gradients, hidden, weight, bias, *how):
+            losses, statistics = logits.losses(targets[rows], labels)
             total += losses.sum()
-            lent.spend(RowFacts(targets[:done], statistics, factor, labels), gradients)
+            facts = RowFacts(targets[rows], statistics, factor, labels)
+            logits.spend(facts, gradients.of(rows), begin=rows.start == 0)
+            done = rows.stop
         for rows, logits in _chunks(done, hidden, weight, bias):
             losses, statistics = row_losses(logits, targets[rows], CrossEntropy(labels))
             total += losses.sum()
@@ -69,7 +79,12 @@ class _Mean(Function):
     def backward(ctx, grad_loss):  # pyright: ignore[reportIncompatibleMethodOverride]
         factor = grad_loss.to(torch.float32).view(1)
         scaled = _product if is_needed_again() else cross_entropy_rescaled
-        return *(None if grad is None else scaled(grad, factor) for grad in ctx.saved_tensors), None, None
+        return (
+            *(None if grad is None else scaled(grad, factor) for grad in ctx.saved_tensors),
+            None,
+            None,
+            None,
+        )
 
 
 def _product(gradient: Tensor, factor: Tensor) -> Tensor:
@@ -93,31 +108,41 @@ class _Rows(Function):
         hidden, weight, bias, targets, statistics = ctx.saved_tensors
         facts = RowFacts(targets, statistics, grad_loss.to(torch.float32).contiguous(), ctx.labels)
         gradients = HeadGradients.wanted(ctx.needs_input_grad, hidden, weight, bias)
-        lent = _lent(gradients, hidden, weight, bias)
-        done = 0 if lent is None else lent.hidden.shape[0]
-        if lent is not None:
-            for _ in lent.fill():
-                pass
-            lent.spend(facts.part(slice(0, done)), gradients)
+        done = 0
+        # Chunks are fewer operations for a compiler, which writes down each.
+        for rows, logits in _by_ids(
+            gradients, hidden, weight, bias, False, not torch.compiler.is_compiling()
+        ):
+            logits.spend(facts.part(rows), gradients.of(rows), begin=rows.start == 0)
+            done = rows.stop
         for rows, logits in _chunks(done, hidden, weight, bias):
             of_logits = facts.part(rows).gradient(logits, in_place=True)
             gradients.take_rows(rows, of_logits, hidden, weight)
         return *gradients.results(bias), None, None
 
 
-def _lent(gradients: HeadGradients, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> LentLogits | None:
-    """The first rows, which need no chunks; None where there is no gradient of a weight, whose memory they take.
+def _by_ids(
+    gradients: HeadGradients, hidden: Tensor, weight: Tensor, bias: Tensor | None, lend: bool, rest: bool
+) -> Iterator[tuple[slice, LogitsByIds]]:
+    """The first rows, in groups that add to the weight's gradient once each; what is left goes by chunks.
 
-    A compiler's graph writes every tensor through one base, so it has chunks alone.
+    lend   the memory of that gradient holds the logits of those rows that it can
+    rest   no row is left
+    Where no gradient of a weight is wanted there is nothing to add to, and nothing is gained.
     """
-    if gradients.weight is None or torch.compiler.is_compiling():
-        return None
+    if gradients.weight is None:
+        return
     rows, features = hidden.shape
-    count = rows if rows <= features else whole_tiles(features)
-    if not chunk_rows(rows) <= count <= features:
-        return None
     room = rows * weight.shape[0] // _SHARE
-    return LentLogits.within(room, hidden[:count], weight, bias, gradients.weight)
+    lent = 0
+    if lend:
+        most = rows if rows <= features else whole_tiles(features)
+        lent = most if chunk_rows(rows) <= most <= features else 0
+    if lent:
+        head = (hidden[:lent], weight, bias)
+        yield slice(0, lent), LogitsByIds.in_gradient(room, *head, gradients.weight)
+    if rest:
+        yield from LogitsByIds.in_turn(room, slice(lent, rows), hidden, weight, bias)
 
 
 def _chunks(

@@ -49,6 +49,7 @@ class Observation:
         self.first_nonfinite: StepReport | None = None
         self._model: nn.Module | None = model
         self._rows = ObservedRows()
+        self._observers: dict[str, Callable[[ModuleRecipe], ModuleRecipe]] = {}  # by module
         self._hooks: list[Any] = []
         self._serial = 0  # of the observed stretch: gradients of an earlier one are none of this one's
         self._observes = False
@@ -63,13 +64,16 @@ class Observation:
         """End a step; its report if it was observed, which is read from the device here."""
         model = self._opened()
         self.steps += 1
-        report = None
+        taken = None
         if self._observes:
-            report = StepReport(self.steps, self._rows.read())
+            taken = self._rows.take_out()
             self._end(model)
-            self._keep(report)
         if self.steps % self.every == 0:
             self._begin()
+        if taken is None:
+            return None
+        report = StepReport(self.steps, taken.read())  # after all that the device need not be waited for
+        self._keep(report)
         return report
 
     @contextmanager
@@ -133,7 +137,7 @@ class Observation:
         self._serial += 1
         for name, module in self._opened().named_modules():
             if isinstance(module, ProductsModule):
-                module.numerics.observe(partial(self._observed, name))
+                module.numerics.observe(self._observers.setdefault(name, partial(self._observed, name)))
             if isinstance(module, ProductsModule) or not any(True for _ in module.children()):
                 self._hooks.append(module.register_forward_hook(partial(self._see_output, name)))
 

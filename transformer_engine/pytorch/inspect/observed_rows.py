@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +32,18 @@ class _Slot:
     elements: int = 0
 
 
+class TakenRows(NamedTuple):
+    """The rows of a step, on their devices, and whose they are."""
+
+    held: dict[torch.device, Tensor]
+    slots: list[tuple[tuple[str, str], _Slot]]
+
+    def read(self) -> tuple[TensorReport, ...]:
+        """Reports; the host waits for the devices here, and nowhere else."""
+        values = {device: rows.tolist() for device, rows in self.held.items()}
+        return tuple(_report(*key, slot, values[slot.place[0]][slot.place[1]]) for key, slot in self.slots)
+
+
 class ObservedRows:
     """{(module, tensor): row}, in the order in which a step first saw them."""
 
@@ -52,17 +65,10 @@ class ObservedRows:
         with torch.no_grad():
             take_in_statistics(x, operand, slot.row)
 
-    def read(self) -> tuple[TensorReport, ...]:
-        """What the step has recorded; the host waits for the devices here, and nowhere else."""
-        held = {
-            device: torch.cat(rows.chunks).tolist() for device, rows in self._devices.items() if rows.chunks
-        }
-        reports = []
-        for module, tensor in self._order:
-            slot = self._slots[module, tensor]
-            device, number = slot.place
-            reports.append(_report(module, tensor, slot, held[device][number]))
-        return tuple(reports)
+    def take_out(self) -> TakenRows:
+        """What the step has recorded, as it is here and in the order of the device's work."""
+        held = {device: torch.cat(rows.chunks) for device, rows in self._devices.items() if rows.chunks}
+        return TakenRows(held, [(key, replace(self._slots[key])) for key in self._order])
 
     def clear(self) -> None:
         """Begin a step."""

@@ -7,9 +7,10 @@ what is here, and a write into them, also of one slot of a list, takes effect in
 from __future__ import annotations
 
 import itertools
+import operator
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -44,6 +45,18 @@ class Owner(Protocol):
     def _warn_once(self, key: str, message: str) -> None: ...
 
 
+class _PutTogether(NamedTuple):
+    """A recipe that was put together of quantizers, for an observer or for none."""
+
+    observer: Callable[[ModuleRecipe], ModuleRecipe] | None
+    quantizers: tuple[Quantizer, ...]
+    made: ModuleRecipe
+
+    def serves(self, quantizers: tuple[Quantizer, ...], recipe: Recipe, group: Any) -> bool:
+        same = len(quantizers) == len(self.quantizers) and all(map(operator.is_, quantizers, self.quantizers))
+        return same and self.made.still_serves(recipe, group)
+
+
 class Numerics:
     """Of one module.
 
@@ -70,11 +83,13 @@ class Numerics:
         self.state_without_gradients: AutocastState | None = None
         self.initialized = False
         self.observer: Callable[[ModuleRecipe], ModuleRecipe] | None = None
+        self._put_together: list[_PutTogether] = []
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has been called as the original was, by no block of its own, and nobody observes it."""
         called = AutocastState(self.state.enabled, self.state.calibrating)
-        return self.__dict__ | {"state": called, "state_without_gradients": None, "observer": None}
+        own = {"state": called, "state_without_gradients": None, "observer": None, "_put_together": []}
+        return self.__dict__ | own
 
     def observe(self, observer: Callable[[ModuleRecipe], ModuleRecipe] | None) -> None:
         """From the next call on, compute by observer(recipe), a recipe of the same results; None: as before."""
@@ -132,10 +147,26 @@ class Numerics:
         before = self._active.before
         if before is None or not before.still_serves(recipe, group):
             self._make(owner, recipe, group)
-        made = ModuleRecipe.of(recipe, group, self.quantizers["scaling_fwd"], self.quantizers["scaling_bwd"])
+        made = self._of_slots(recipe, group)
+        self._active.be(made)
+        return made
+
+    def _of_slots(self, recipe: Recipe, group: Any) -> ModuleRecipe:
+        """The recipe by the quantizers in the slots, observed where somebody observes.
+
+        Put together once for each observer: what calls remember hangs on the object.
+        """
+        forward, backward = self.quantizers["scaling_fwd"], self.quantizers["scaling_bwd"]
+        quantizers = (*forward, *backward)
+        for kept in self._put_together:
+            if kept.observer is self.observer and kept.serves(quantizers, recipe, group):
+                kept.made.recipe, kept.made.revision, kept.made.pools = recipe, revision_of(recipe), None
+                return kept.made
+        made = ModuleRecipe.of(recipe, group, forward, backward)
         if self.observer is not None:
             made = self.observer(made)
-        self._active.be(made)
+        others = [kept for kept in self._put_together if kept.observer is not self.observer]
+        self._put_together = [*others[-1:], _PutTogether(self.observer, quantizers, made)]
         return made
 
     def _make(self, owner: Owner, recipe: Recipe, group: Any) -> None:

@@ -84,7 +84,8 @@ def moment_of(tensor: Tensor, link: Any) -> Any:
     ready = getattr(tensor, READY, None)
     if ready is not None:
         return ready
-    whole = getattr(tensor, WHOLE, None)
+    # Taken off: a tensor may outlive what the moment belongs to, such as the capture of a graph.
+    whole = vars(tensor).pop(WHOLE, None)
     return whole.moment if whole is not None and whole.version == tensor._version else link.mark()
 
 
@@ -98,10 +99,9 @@ def read_late(tensor: Tensor | None) -> Tensor | None:
     ):
         return tensor
     own = tensor.detach()
-    for mark in (READY, WHOLE):
-        if hasattr(tensor, mark):
-            setattr(own, mark, getattr(tensor, mark))
-    setattr(own, READ_LATE, True)
+    if hasattr(tensor, READY):
+        setattr(own, READY, getattr(tensor, READY))
+    vars(own).update({WHOLE: vars(tensor).pop(WHOLE, None), READ_LATE: True})
     return own
 
 

@@ -181,6 +181,30 @@ def _layer_graphed(case: Case, device: torch.device) -> Workload:
     return replace(eager, function=te.graphed(eager.function, after=1))
 
 
+@BUILDERS.of("layer_recomputed")
+def _layer_recomputed(case: Case, device: torch.device) -> Workload:
+    eager = _layer(case, device)
+    return replace(eager, function=Recomputed(eager.function, te.checkpoint))
+
+
+class Recomputed(torch.nn.Module):
+    """y = layer(x), run again in the backward pass by the checkpoint given."""
+
+    def __init__(self, layer: Any, checkpoint: Any):
+        super().__init__()
+        self.layer, self.checkpoint = layer, checkpoint
+
+    def forward(self, x: Tensor, **keywords: Any) -> Tensor:
+        return self.checkpoint(self.layer, x, use_reentrant=False, **keywords)
+
+
+@BUILDERS.of("layer_observed")
+def _layer_observed(case: Case, device: torch.device) -> Workload:
+    eager = _layer(case, device)
+    te.observe(eager.function)  # of a step that never ends
+    return eager
+
+
 class OffloadedStack(torch.nn.Module):
     """y = layers(x), what the first of them save waiting on the host; on a CPU it is there already."""
 
@@ -228,6 +252,25 @@ def _permute(case: Case, device: torch.device) -> Workload:
     return Workload(there_and_back, (tokens,), {"probs": probs})
 
 
+@BUILDERS.of("padding")
+def _padding(case: Case, device: torch.device) -> Workload:
+    a, splits = case.arguments, splits_of(case)
+    padding, unpadding = te.Fp8Padding(a["groups"], 128), te.Fp8Unpadding(a["groups"], 128)
+
+    def there_and_back(x: Tensor) -> Tensor:
+        rows, _ = padding(x, splits)
+        return unpadding(rows, splits)
+
+    return Workload(there_and_back, (_random(device, a["rows"], a["width"]),))
+
+
+def splits_of(case: Case) -> list[int]:
+    """Rows of each group, no two groups with as many; they add up to the case's."""
+    groups, rows = case.arguments["groups"], case.arguments["rows"]
+    splits = [rows // groups + number - groups // 2 for number in range(groups)]
+    return [*splits[:-1], rows - sum(splits[:-1])]
+
+
 @BUILDERS.of("router")
 def _router(case: Case, device: torch.device) -> Workload:
     a = case.arguments
@@ -260,7 +303,25 @@ def ids_of(case: Case, device: torch.device) -> Tensor:
 
 @BUILDERS.of("adam")
 def _adam(case: Case, device: torch.device) -> Workload:
+    recipe = recipe_named(case.recipe)
+    if recipe is not None:
+        return stepping(_adam_of_codes(case, recipe, device))
     return stepping(te.optimizers.FusedAdam(parameters_of(case, device), lr=1e-4))
+
+
+def _adam_of_codes(case: Case, recipe: recipes.Recipe, device: torch.device) -> torch.optim.Optimizer:
+    """FusedAdam of quantized parameters, which it writes from float32 masters."""
+    count, width = case.arguments["count"], case.arguments["width"]
+    with te.quantized_model_init(recipe=recipe):
+        layers = [te.Linear(width, width, bias=False, params_dtype=BF16, device=device) for _ in range(count)]
+    for layer in layers:
+        layer.weight.grad = _random(device, width, width)
+    return te.optimizers.FusedAdam([layer.weight for layer in layers], lr=1e-4, master_weights=True)
+
+
+@BUILDERS.of("sgd")
+def _sgd(case: Case, device: torch.device) -> Workload:
+    return stepping(te.optimizers.FusedSGD(parameters_of(case, device), lr=1e-4, momentum=0.9))
 
 
 def parameters_of(case: Case, device: torch.device) -> list[torch.nn.Parameter]:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ..cases import Case
 from ..workload import Workload, routed_tokens
-from .engine import ids_of, parameters_of, stepping
+from .engine import Recomputed, ids_of, parameters_of, splits_of, stepping
 from .provider import Builder, Builders, Provider
 
 BF16 = torch.bfloat16
@@ -193,10 +195,16 @@ def _offload(case: Case, device: torch.device) -> Workload:
     return Workload(SavedOnHost(layers, a["offloaded"]), (_random(device, a["rows"], a["width"]),))
 
 
-@BUILDERS.of("layer", "layer_small", "layer_graphed")
+@BUILDERS.of("layer", "layer_small", "layer_graphed", "layer_observed")
 def _layer(case: Case, device: torch.device) -> Workload:
     a = case.arguments
     return Workload(Layer(a, device), (_random(device, a["sequence"], 1, a["hidden"]),))
+
+
+@BUILDERS.of("layer_recomputed")
+def _layer_recomputed(case: Case, device: torch.device) -> Workload:
+    kept = _layer(case, device)
+    return replace(kept, function=Recomputed(kept.function, checkpoint))
 
 
 @BUILDERS.of("rope")
@@ -217,6 +225,18 @@ def _permute(case: Case, device: torch.device) -> Workload:
         return torch.zeros_like(x).index_add(0, token, rows)
 
     return Workload(there_and_back, (tokens,), {"probs": probs})
+
+
+@BUILDERS.of("padding")
+def _padding(case: Case, device: torch.device) -> Workload:
+    a, splits = case.arguments, splits_of(case)
+
+    def there_and_back(x: Tensor) -> Tensor:
+        padded = torch.cat([F.pad(part, (0, 0, 0, -len(part) % 128)) for part in x.split(splits)])
+        parts = padded.split([-(-rows // 128) * 128 for rows in splits])
+        return torch.cat([part[:rows] for part, rows in zip(parts, splits, strict=True)])
+
+    return Workload(there_and_back, (_random(device, a["rows"], a["width"]),))
 
 
 @BUILDERS.of("router")
@@ -264,6 +284,12 @@ def _adam(case: Case, device: torch.device) -> Workload:
     return stepping(torch.optim.AdamW(parameters_of(case, device), lr=1e-4, fused=fused))
 
 
+@BUILDERS.of("sgd")
+def _sgd(case: Case, device: torch.device) -> Workload:
+    fused = device.type == "cuda"
+    return stepping(torch.optim.SGD(parameters_of(case, device), lr=1e-4, momentum=0.9, fused=fused))
+
+
 def _compiled(build: Builder) -> Builder:
     def build_compiled(case: Case, device: torch.device) -> Workload | None:
         workload = build(case, device)
@@ -274,7 +300,7 @@ def _compiled(build: Builder) -> Builder:
 
 # The library calls of these are opaque to the compiler, as is a number of rows that the data decide: the figures would
 # be those of the plain rows.
-LEFT_AS_THEY_ARE = ("attention", "grouped_linear", "permute", "adam")
+LEFT_AS_THEY_ARE = ("attention", "grouped_linear", "permute", "adam", "sgd")
 
 PLAIN = Provider("torch", ("bf16",), BUILDERS, quantizations=("delayed",))
 COMPILED = Provider(

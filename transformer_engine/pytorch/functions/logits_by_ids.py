@@ -1,0 +1,135 @@
+"""Logits [m, V] of some rows in blocks of ids, made for the sums over the rows and once more for the gradients.
+
+A block is [m, n]. When all have been seen, the sum over each row is known. Then d, the gradient of block after block,
+gives
+
+    grad_hidden [m, K] += d @ weight[block]    summed in float32
+    grad_weight[block] [n, K] += d.T @ hidden
+
+so that the weight's gradient is written, or added to, once for all of these rows. A chunk of rows, whose logits are
+made once, reads and writes all of it: 1 GB each for [128256, 4096] in bfloat16, and rounds it once more.
+
+The first m <= K rows need not have their logits made twice. There is no sum yet that they would be added to, and its
+memory [V, K], which waits, holds them: a block takes the beginning of its n rows there, until its d.T @ hidden does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...common.labels import Labels
+from ..primitives.cross_entropy import cross_entropy_losses, cross_entropy_statistics
+from ..primitives.gemm import Epilogue, gemm, plain
+from .head_gradients import HeadGradients, RowFacts, whole_tiles
+
+
+@dataclass(frozen=True)
+class LogitsByIds:
+    """Logits of hidden [m, K] in blocks of `width` ids.
+
+    memory  of one block, whose place the next one takes, or
+    lent    that of the weight's gradient, which holds all blocks
+    rows    how many have their sums kept in float32 at a time, all unless the memory is lent
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    memory: Tensor
+    lent: bool
+    width: int
+    rows: int
+
+    @classmethod
+    def in_gradient(
+        cls, room: int, hidden: Tensor, weight: Tensor, bias: Tensor | None, memory: Tensor
+    ) -> LogitsByIds:
+        """Those that take about as much memory as `room` logits beside that of the weight's gradient."""
+        count, features = hidden.shape
+        rows = min(_summed_at_once(room, hidden), count)
+        width = whole_tiles((room - rows * features * _sum_in_logits(hidden)) // count)
+        return cls(hidden, weight, bias, memory, True, width, rows)
+
+    @classmethod
+    def in_turn(
+        cls, room: int, among: slice, hidden: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Iterator[tuple[slice, LogitsByIds]]:
+        """(rows, their logits) for groups among the rows, each of which takes about as much memory as `room` logits."""
+        if among.start == among.stop:
+            return
+        features = hidden.shape[1]
+        most = min(_summed_at_once(room, hidden), among.stop - among.start)
+        width = min(whole_tiles((room - most * features * _sum_in_logits(hidden)) // most), weight.shape[0])
+        memory = hidden.new_empty(most * width)
+        for start in range(among.start, among.stop, most):
+            rows = slice(start, min(start + most, among.stop))
+            yield rows, cls(hidden[rows], weight, bias, memory, False, width, rows.stop - start)
+
+    def losses(self, targets: Tensor, labels: Labels) -> tuple[Tensor, Tensor]:
+        """(loss [m], statistics [m, 2])"""
+        partials = [
+            cross_entropy_statistics(self._make(ids, logits), targets, labels._replace(first=ids.start))
+            for ids, logits in self._blocks()
+        ]
+        return cross_entropy_losses(torch.cat(partials), targets, labels)
+
+    def spend(self, facts: RowFacts, gradients: HeadGradients, begin: bool) -> None:
+        """What these rows begin of the gradients, or add to them; gradients.weight is the memory where it is lent."""
+        count = self.hidden.shape[0]
+        at_once = gradients.hidden is not None and self.rows == count
+        if gradients.hidden is not None:
+            for start in range(0, count, self.rows):
+                rows = slice(start, min(start + self.rows, count))
+                self._sum_over_ids(rows, facts.part(rows), gradients, at_once, begin)
+        if not at_once:
+            for ids, logits in self._blocks():
+                gradients.take_ids(ids, self._gradient(ids, logits, facts), self.hidden, begin)
+
+    def _sum_over_ids(
+        self, rows: slice, facts: RowFacts, gradients: HeadGradients, whole: bool, begin: bool
+    ) -> None:
+        """The gradient of hidden[rows]; whole: there are no other rows, and each block has had its last reader."""
+        assert gradients.hidden is not None
+        total = self.hidden.new_empty(rows.stop - rows.start, self.hidden.shape[1], dtype=torch.float32)
+        for ids, logits in self._blocks():
+            of_logits = self._gradient(ids, logits[rows], facts)
+            summed = Epilogue(total.dtype, out=total, accumulate=ids.start > 0)
+            gemm(plain(of_logits), plain(self.weight[ids].t()), summed)
+            if whole:
+                gradients.take_ids(ids, of_logits, self.hidden, begin)
+            del of_logits  # before the next block's is made
+        gradients.hidden[rows] = total
+
+    def _gradient(self, ids: slice, logits: Tensor, facts: RowFacts) -> Tensor:
+        """Of logits that lie there, beside them; else of logits made again, in place."""
+        if not self.lent:
+            self._make(ids, logits)
+        return facts.gradient(logits, ids.start, in_place=not self.lent)
+
+    def _make(self, ids: slice, logits: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias[ids]
+        return gemm(plain(self.hidden), plain(self.weight[ids]), Epilogue(logits.dtype, bias, logits))
+
+    def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """(ids, memory of their logits [m, n]), block after block."""
+        count, flat = self.hidden.shape[0], self.memory.view(-1)
+        total, features = self.weight.shape
+        for start in range(0, total, self.width):
+            ids = slice(start, min(start + self.width, total))
+            size = ids.stop - start
+            place = start * features if self.lent else 0
+            yield ids, flat[place:][: count * size].view(count, size)
+
+
+def _sum_in_logits(hidden: Tensor) -> int:
+    """How many logits take the memory of a sum in float32."""
+    return 4 // hidden.itemsize
+
+
+def _summed_at_once(room: int, hidden: Tensor) -> int:
+    """Rows whose sums take two thirds of the room."""
+    return whole_tiles(2 * room // (3 * hidden.shape[1] * _sum_in_logits(hidden)))
