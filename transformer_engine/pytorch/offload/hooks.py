@@ -59,9 +59,7 @@ class OffloadContext(ContextDecorator):
         if isinstance(tensor, Tensor) and not tensor.requires_grad:
             return tensor
         if not isinstance(tensor, Tensor) or tensor.grad_fn is None:
-            raise ValueError(
-                f"{described(tensor)} has no backward; give the output of the layer"
-            )
+            raise ValueError(f"{described(tensor)} has no backward; give the output of the layer")
         begins = partial(begin_backward, self.offload_synchronizer, self.current_layer)
         tensor.grad_fn.register_prehook(begins)
         return tensor
