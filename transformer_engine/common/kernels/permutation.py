@@ -17,6 +17,7 @@ from .launch import Launch, Output
 from .program import Program, Step, step
 
 _CLEARED = 32  # rows that a program of clear_kernel looks at
+_TOGETHER = 4  # rows that a program of collect_kernel waits for at once
 
 
 @triton.jit
@@ -87,9 +88,12 @@ def clear_kernel(y, row_probs, taken, rows, hidden, ROWS: tl.constexpr, BLOCK: t
 @triton.jit
 def collect_kernel(
     y, map, pad_offsets, weights, row_values, x, values, tokens, rows, hidden, columns,
-    BY_MASK: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+    BY_MASK: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """x[t] = sum over routes of weight * y[row], from the lowest row on; values[t, column] = row_values[row]."""
+    """x[t] = sum over routes of weight * y[row], from the lowest row on; values[t, column] = row_values[row].
+
+    The rows of TOGETHER routes are on their way at once.
+    """
     token = tl.program_id(0)
     feature = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = feature < hidden
@@ -97,16 +101,19 @@ def collect_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     beside = tl.zeros([COLUMNS], tl.float32)
     count = _routes(map, token, columns, BY_MASK)
-    for i in range(count):
-        row, column = _route(map, pad_offsets, token, count - 1 - i, tokens, columns, BY_MASK)
-        there = (row >= 0) & (row < rows)
-        part = tl.load(y + row * hidden + feature, mask=inside & there, other=0.0).to(tl.float32)
-        if weights is not None:
-            part *= tl.load(weights + token.to(tl.int64) * columns + column).to(tl.float32)
-        total += part
-        if row_values is not None:
-            value = tl.load(row_values + row, mask=there, other=0.0).to(tl.float32)
-            beside = tl.where(lane == column, value, beside)
+    for i in range(0, count, TOGETHER):
+        for k in tl.static_range(TOGETHER):
+            j = count - 1 - i - k
+            row, column = _route(map, pad_offsets, token, tl.maximum(j, 0), tokens, columns, BY_MASK)
+            there = (row >= 0) & (row < rows) & (j >= 0)
+            part = tl.load(y + row * hidden + feature, mask=inside & there, other=0.0).to(tl.float32)
+            if weights is not None:
+                place = token.to(tl.int64) * columns + column
+                part *= tl.load(weights + place, mask=j >= 0, other=0.0).to(tl.float32)
+            total += part
+            if row_values is not None:
+                value = tl.load(row_values + row, mask=there, other=0.0).to(tl.float32)
+                beside = tl.where((lane == column) & (j >= 0), value, beside)
     tl.store(x + token.to(tl.int64) * hidden + feature, total.to(x.dtype.element_ty), mask=inside)
     if row_values is not None:
         target = values + token.to(tl.int64) * columns + lane
@@ -193,7 +200,7 @@ def collect(
     tokens, hidden = shape
     block, warps = _tile(hidden)
     outputs = (Output(shape, dtype), None if values is None else Output((tokens, columns), values))
-    constants = (by_mask, block, triton.next_power_of_2(columns))
+    constants = (by_mask, block, triton.next_power_of_2(columns), min(columns, _TOGETHER))
     grid = (tokens, ceil_div(hidden, block), 1)
     return Launch(collect_kernel, grid, outputs, (tokens, rows, hidden, columns), constants, warps)
 
