@@ -3,8 +3,8 @@
 x is contiguous [rows, width]: the columns first .. first + width of a vocabulary of `total` ids, which other ranks may
 hold the rest of. Four launches:
 
-    statistics   x -> partials [strips, rows, 4]: of each strip of columns max, sum(exp(x - max)), x[target], and what it
-                 adds to the mean of x over all ids
+    statistics   x -> partials [strips, rows, 4]: of each strip of columns max, sum(exp(x - max)), x[target], and what
+                 it adds to the mean of x over all ids
     losses       partials of all strips of all ranks -> loss [rows], and max and sum(exp(x - max)) of whole rows
     gradient     x, max, sum -> dx, in place of x where asked
     rescale      x *= factor, which nothing is read for where the factor is 1
