@@ -57,6 +57,30 @@ def test_the_worked_values_of_one_row(device):
     assert logits.grad.flatten().tolist() == pytest.approx([0.0566972, 0.2113951, -0.2680924], abs=1e-6)
 
 
+def test_a_vocabulary_without_ids_is_refused(device):
+    target = torch.full((2, 3), IGNORED, device=device)
+    with pytest.raises(ValueError, match=r"the logits are \[2, 3, 0\], of a vocabulary of 0 ids"):
+        parallel_cross_entropy(torch.ones(2, 3, 0, device=device), target)
+    with pytest.raises(ValueError, match=r"of a vocabulary of 0 ids; give at least one"):
+        fused_linear_cross_entropy(
+            torch.ones(2, 3, 8, device=device), torch.ones(0, 8, device=device), target
+        )
+
+
+@pytest.mark.parametrize("value", [8e37, -8e37, 3e38])
+def test_large_logits_have_the_smoothed_loss_of_torch(value, device):
+    logits = torch.full((1, 2, 40), value, device=device, requires_grad=True)
+    theirs = logits.detach().clone().requires_grad_()
+    target = torch.tensor([[0, 39]], device=device)
+    loss, expected = parallel_cross_entropy(logits, target, 0.1), torch_loss(theirs, target, 0.1, False)
+    # The mean of equal logits is off by a rounding of theirs, which weighs what they do.
+    torch.testing.assert_close(loss, expected, rtol=0.0, atol=abs(value) * 0.1 * 2**-20)
+    assert torch.isfinite(loss).all()
+    loss.sum().backward()
+    expected.sum().backward()
+    torch.testing.assert_close(logits.grad, theirs.grad)
+
+
 def test_a_gradient_in_bfloat16_is_that_in_float32_rounded_once(device):
     logits, target = drawn(torch.bfloat16, device)
     wide = logits.detach().float().requires_grad_()

@@ -315,8 +315,9 @@ def test_a_placeholder_of_a_gradient_that_went_elsewhere_stays_out_of_graphs(dev
     assert not placeholder.requires_grad
 
 
-def test_a_reentrant_checkpoint_refuses(device):
-    layer = te.LayerNorm(HIDDEN, device=device)
+@pytest.mark.parametrize("make", [te.LayerNorm, torch.nn.LayerNorm], ids=["ours", "torch's"])
+def test_a_reentrant_checkpoint_refuses(make, device):
+    layer = make(HIDDEN, device=device)
     x = torch.randn(TOKENS, HIDDEN, device=device, requires_grad=True)
     te.checkpoint(layer, x, use_reentrant=True).sin().sum().backward(create_graph=True)
     with pytest.raises(RuntimeError, match=REFUSED.format("a reentrant checkpoint")):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import pickle
 from pathlib import Path
 
 import pytest
@@ -263,6 +264,34 @@ def test_tensorboard_gets_the_scalars(tmp_path: Path, device: torch.device):
         linear(torch.randn(32, 64, device=device)).sum().backward()
         observation.step()
     assert any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"]
+)
+def test_a_copy_of_an_observed_model_is_not_observed(copied, device: torch.device):
+    module = torch.nn.Sequential(te.Linear(64, 64, device=device), torch.nn.ReLU())
+    with te.observe(module, every=1) as observation:
+        other = copied(module)
+        other(torch.randn(32, 64, device=device)).sum().backward()
+        report = observation.step()
+    assert report is not None and not report.tensors
+    with te.observe(other, every=1) as observation:
+        other(torch.randn(32, 64, device=device)).sum().backward()
+        report = observation.step()
+    assert report is not None and len([row for row in report.tensors if row.tensor == "forward"]) == 2
+
+
+def test_an_observed_model_in_a_compiled_function_is_refused(device: torch.device):
+    module = torch.nn.Sequential(torch.nn.ReLU(), te.Linear(64, 64, device=device))
+    compiled = torch.compile(lambda x: module(x).sum(), backend="eager", fullgraph=True)
+    x = torch.randn(32, 64, device=device)
+    with (
+        te.observe(module, every=1),
+        pytest.raises(RuntimeError, match="0 is compiled, and a compiled graph shows no"),
+    ):
+        compiled(x)
+    assert torch.equal(compiled(x), module(x).sum())
 
 
 def test_bad_calls_are_refused(device: torch.device):

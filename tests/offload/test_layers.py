@@ -106,6 +106,38 @@ def test_no_parameter_and_nothing_made_of_one_is_moved(recipe, quantized):
     assert link.log == []
 
 
+@pytest.mark.parametrize("trained", range(LAYERS))
+def test_layers_below_the_trained_ones_and_evaluations_move_nothing(trained):
+    plain = _model("LayerNormLinear")
+    plain[:trained].requires_grad_(False)
+    offloading = copy.deepcopy(plain)
+    link = RecordedLink()
+    context = OffloadContext(DefaultOffloadSynchronizer(LAYERS, OFFLOADED, link=link))
+    x = torch.randn(TOKENS, BATCH, HIDDEN)
+
+    def output(model, forward_context, synchronize):
+        y = x
+        for layer in model:
+            with forward_context:
+                y = layer(y)
+            y = synchronize(y)
+        return y
+
+    for _ in range(2):
+        y = output(offloading, context, context.synchronize)
+        expected = output(plain, contextlib.nullcontext(), lambda y: y)
+        y.square().sum().backward()
+        expected.square().sum().backward()
+        assert torch.equal(y, expected)
+        for mine, theirs in zip(offloading.parameters(), plain.parameters(), strict=True):
+            assert mine.grad is None if theirs.grad is None else torch.equal(mine.grad, theirs.grad)
+        moved = link.log.count("out")
+        assert moved == link.log.count("back") and (moved > 0) == (trained < OFFLOADED)
+        with torch.no_grad():
+            assert torch.equal(output(offloading, context, context.synchronize), expected)
+        assert link.log.count("out") == moved
+
+
 def test_a_layers_saved_activations_move_and_are_copied_once():
     """A linear layer in high precision saves its input for the gradient of its weight, and its weight."""
     model = _model("Linear")

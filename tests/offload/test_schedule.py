@@ -358,7 +358,7 @@ def test_the_context_tells_where_it_is(link):
             context.synchronize(torch.ones(2, requires_grad=True) * 2)
     assert not is_cpu_offload_enabled()
     with pytest.raises(ValueError, match="has no backward"):
-        context.synchronize(torch.ones(2))
+        context.synchronize(torch.ones(2, requires_grad=True))
 
 
 def test_a_step_that_raises_begins_again_with_the_first_layer(link):

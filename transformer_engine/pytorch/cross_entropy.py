@@ -150,6 +150,8 @@ def _labels(
     if not 0.0 <= smoothing <= 1.0:
         raise ValueError(f"label_smoothing={smoothing} is outside 0 .. 1; give a share of the probability")
     integer("ignore_idx", ignored)
+    if total == 0:
+        raise ValueError(f"the logits are {list(shape)}, of a vocabulary of 0 ids; give at least one id")
     tensor("target", target)
     if target.dtype not in _INTEGERS:
         raise TypeError(f"target is {target.dtype}; give ids of the vocabulary, for example target.long()")

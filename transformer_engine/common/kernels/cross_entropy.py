@@ -3,7 +3,8 @@
 x is contiguous [rows, width]: the columns first .. first + width of a vocabulary of `total` ids, which other ranks may
 hold the rest of. Four launches:
 
-    statistics   x -> partials [strips, rows, 4]: of each strip of columns max, sum(exp(x - max)), x[target], sum(x)
+    statistics   x -> partials [strips, rows, 4]: of each strip of columns max, sum(exp(x - max)), x[target], and what
+                 it adds to the mean of x over all ids
     losses       partials of all strips of all ranks -> loss [rows], and max and sum(exp(x - max)) of whole rows
     gradient     x, max, sum -> dx, in place of x where asked
     rescale      x *= factor, which nothing is read for where the factor is 1
@@ -30,7 +31,7 @@ _PROGRAMS = 2112  # sixteen for each processor of an H200: as many as it holds
 
 @triton.jit
 def _statistics(
-    x, targets, partials, rows, width, strip_width, first_id, SUMS: tl.constexpr, BLOCK: tl.constexpr
+    x, targets, partials, rows, width, strip_width, first_id, share, SUMS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """One row's strip of columns a program."""
     row = tl.program_id(0)
@@ -50,7 +51,7 @@ def _statistics(
         total = total * tl.exp(greatest - base) + tl.sum(tl.exp(value - base), 0)
         greatest = highest
         if SUMS:
-            plain += tl.sum(tl.where(inside, value, 0.0), 0)
+            plain += tl.sum(tl.where(inside, value * share, 0.0), 0)  # the sum of large logits is infinite
     place = tl.load(targets + row) - first_id
     mine = (place >= start) & (place < end)
     chosen = tl.load(source + place, mask=mine, other=float("-inf")).to(tl.float32)
@@ -71,7 +72,6 @@ def _losses(
     strips,
     ignored,
     smoothing,
-    total_ids,
     BLOCK: tl.constexpr,
 ):
     """BLOCK rows a program, strip after strip."""
@@ -92,7 +92,7 @@ def _losses(
         chosen = tl.maximum(chosen, tl.load(source + 2, mask=inside, other=float("-inf")))
         plain += tl.load(source + 3, mask=inside, other=0.0)
     exact = (greatest - chosen) + tl.log(total)
-    spread = (greatest - plain / total_ids) + tl.log(total)
+    spread = (greatest - plain) + tl.log(total)
     result = exact
     if smoothing != 0.0:
         result = (1.0 - smoothing) * exact + smoothing * spread
@@ -157,7 +157,7 @@ def statistics(rows: int, width: int, strips: int, labels: Labels) -> Launch:
         _statistics,
         (rows, strips, 1),
         (Output((strips, rows, _STRIP), "float32"),),
-        (rows, width, strip_width, labels.first),
+        (rows, width, strip_width, labels.first, 1.0 / labels.total),
         (labels.smoothing != 0.0, block),
         warps=8 if block == _BLOCK else 4,
     )
@@ -169,7 +169,7 @@ def losses(rows: int, strips: int, labels: Labels) -> Launch:
         _losses,
         (ceil_div(rows, _ROWS), 1, 1),
         (Output((rows,), "float32"), Output((rows, 2), "float32")),
-        (rows, strips, labels.ignored, float(labels.smoothing), float(labels.total)),
+        (rows, strips, labels.ignored, float(labels.smoothing)),
         (_ROWS,),
         warps=4,
     )

@@ -123,7 +123,7 @@ def checkpoint(
         )
     needs_ours = distribute_saved_activations or get_rng_state_tracker is not None or kwargs
     if not needs_ours and not has_te_modules(function):
-        return torch_checkpoint(function, *args, use_reentrant=True)
+        return torch_checkpoint(function, *map(_of_torchs, args), use_reentrant=True)
     return _reentrant(
         function,
         args,
@@ -284,6 +284,26 @@ def _reentrant(
     outputs = _Checkpoint.apply(region, _anchor(function, tensors), *tensors)
     assert region.output_structure is not None
     return pytree.tree_unflatten(list(outputs), region.output_structure)  # pyright: ignore[reportArgumentType]
+
+
+def _of_torchs(argument: Any) -> Any:
+    """An argument of torch's reentrant checkpoint, whose gradient is made without a graph of its own."""
+    if torch.compiler.is_compiling() or not isinstance(argument, Tensor) or not argument.requires_grad:
+        return argument
+    return _OfTorchs.apply(argument)
+
+
+class _OfTorchs(torch.autograd.Function):
+    """y = x, whose gradient has no derivative."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable("a reentrant checkpoint")
+    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad
 
 
 def _anchor(function: Callable[..., Any], tensors: list[Tensor]) -> Tensor | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ..primitives.operand import Operand
-from ..primitives.permutation import Routes, collect, send, send_weighted
+from ..primitives.permutation import INDEX, MASK, Routes, collect, send, send_weighted
 from ..primitives.quantize import Quantized
 from ..runtime.double_backward import once_differentiable
 from ..tensor import QuantizedTensor
@@ -91,13 +91,22 @@ def _plain(name: str, gradient: Tensor) -> Tensor:
 
 
 def _keep(ctx: Any, routes: Routes, *tensors: Tensor | None) -> None:
-    ctx.save_for_backward(routes.map, routes.pad_offsets, *tensors)
-    ctx.routes = routes._replace(map=None, pad_offsets=None)  # pyright: ignore[reportArgumentType]
+    """Save the tensors and the routes, whose numbers the map's shape tells the backward.
+
+    A size that no step of a forward reads gets lost where a compiler keeps it beside them (torch 2.13, dynamic shapes).
+    """
+    map = routes.map if routes.layout == MASK else routes.map.view(routes.columns, routes.tokens)
+    ctx.save_for_backward(map, routes.pad_offsets, *tensors)
+    ctx.layout = routes.layout
 
 
 def _kept(ctx: Any) -> tuple[Routes, tuple[Tensor, ...]]:
     map, pad_offsets, *tensors = ctx.saved_tensors
-    return ctx.routes._replace(map=map, pad_offsets=pad_offsets), tuple(tensors)
+    if ctx.layout == MASK:
+        tokens, cells = map.shape
+        return Routes(map, MASK, tokens, cells // 2, pad_offsets), tuple(tensors)
+    columns, tokens = map.shape
+    return Routes(map.view(-1), INDEX, tokens, columns), tuple(tensors)
 
 
 class _Permute(Function):

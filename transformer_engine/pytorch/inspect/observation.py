@@ -32,6 +32,7 @@ from .observed_rows import ObservedRows
 _ROLES = ("input", "weight", "output", "grad_output", "grad_input")
 _OF_FORWARD = frozenset({"input", "weight", "output"})
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_COMPILED = "{name} is compiled, and a compiled graph shows no tensors; observe the model in eager mode"
 _KEPT = 1000  # reports that an observation holds
 
 
@@ -139,7 +140,7 @@ class Observation:
             if isinstance(module, ProductsModule):
                 module.numerics.observe(self._observers.setdefault(name, partial(self._observed, name)))
             if isinstance(module, ProductsModule) or not any(True for _ in module.children()):
-                self._hooks.append(module.register_forward_hook(partial(self._see_output, name)))
+                self._hooks.append(module.register_forward_hook(_OutputHook(partial(self._see_output, name))))
 
     def _end(self, model: nn.Module) -> None:
         self._observes = False
@@ -175,6 +176,8 @@ class Observation:
         return record
 
     def _see_output(self, name: str, module: nn.Module, arguments: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            raise ValueError(_COMPILED.format(name=name or "the model"))
         value = _plain_of(output[0] if isinstance(output, (tuple, list)) and output else output)
         if not self._observes or in_a_backward() or value is None:
             return
@@ -189,6 +192,23 @@ class Observation:
 
     def _see(self, name: str, tensor: str, value: Tensor) -> None:
         self._rows.take_in(name, tensor, as_matrix(value.detach()), None)
+
+
+class _OutputHook:
+    """see(module, arguments, output) of a module; a copy of the module, or its pickle, is not observed."""
+
+    def __init__(self, see: Callable[[nn.Module, Any, Any], None]):
+        self.see = see
+
+    def __call__(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        self.see(module, arguments, output)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _OutputHook, (_sees_nothing,)
+
+
+def _sees_nothing(module: nn.Module, arguments: Any, output: Any) -> None:
+    pass
 
 
 def observe(
@@ -209,10 +229,7 @@ def observe(
     whole("every", every)
     for name, module in model.named_modules():
         if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
-            raise ValueError(
-                f"{name or 'the model'} is compiled, and a compiled graph shows no tensors; observe the model in eager "
-                "mode"
-            )
+            raise ValueError(_COMPILED.format(name=name or "the model"))
         if isinstance(module, ProductsModule) and module.numerics.observer is not None:
             raise ValueError(f"{name or 'the model'} is observed already; close that observation first")
     if log is not None:

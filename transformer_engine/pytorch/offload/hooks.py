@@ -46,17 +46,20 @@ class OffloadContext(ContextDecorator):
             self.offload_synchronizer.num_of_fwds = None
 
     def synchronize(self, tensor: Tensor) -> Tensor:
-        """The tensor itself, the output of the layer called last: its backward begins where the tensor's does."""
+        """The tensor itself, the output of the layer called last: its backward begins where the tensor's does.
+
+        One that needs no gradient (an evaluation, frozen first layers) has no backward, and its layer saved nothing.
+        """
         if self.inside_context:
             raise RuntimeError("the synchronizing function was called inside of the context; call it behind")
         if self.current_layer is None:
             raise RuntimeError(
                 "the synchronizing function was called before any layer; enter the context first"
             )
-        if not isinstance(tensor, Tensor) or not tensor.requires_grad or tensor.grad_fn is None:
-            raise ValueError(
-                f"{described(tensor)} has no backward; give the output of the layer, made with gradients on"
-            )
+        if isinstance(tensor, Tensor) and not tensor.requires_grad:
+            return tensor
+        if not isinstance(tensor, Tensor) or tensor.grad_fn is None:
+            raise ValueError(f"{described(tensor)} has no backward; give the output of the layer")
         begins = partial(begin_backward, self.offload_synchronizer, self.current_layer)
         tensor.grad_fn.register_prehook(begins)
         return tensor

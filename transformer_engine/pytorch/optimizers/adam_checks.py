@@ -10,6 +10,7 @@ from torch import Tensor
 from ...common.checks import described, number, switch
 from ..tensor.float8_tensor import Float8Quantizer
 from ..tensor.quantized_tensor import QuantizedTensor
+from .judged import refuse_absent
 from .local import local_of
 
 _PLAIN = (torch.float32, torch.float16, torch.bfloat16)
@@ -43,14 +44,19 @@ def check_capturable(
         raise RuntimeError("capturable=True keeps no remainders; say store_param_remainders=False")
 
 
-def check_numbers(defaults: dict[str, Any]) -> None:
-    """TypeError or ValueError for a number that no step can be made with."""
+NUMBERS = ("lr", "betas", "eps", "weight_decay", "bias_correction")
+
+
+def check_numbers(group: dict[str, Any]) -> None:
+    """TypeError, ValueError or RuntimeError for what no step can be made with."""
     for name in ("lr", "eps", "weight_decay"):
-        not_below_zero(name, defaults[name])
-    betas = defaults["betas"]
+        not_below_zero(name, group.get(name))
+    betas = group.get("betas")
     pair = isinstance(betas, (tuple, list)) and len(betas) == 2 and all(map(_is_share, betas))
     if not pair:
         raise ValueError(f"betas={described(betas)} are not two numbers in 0 .. 1; give such")
+    switch("bias_correction", group.get("bias_correction"))
+    refuse_absent(group, "FusedAdam", "torch.optim.AdamW")
 
 
 def _is_share(value: Any) -> bool:
@@ -58,9 +64,13 @@ def _is_share(value: Any) -> bool:
 
 
 def not_below_zero(name: str, value: Any) -> None:
-    """TypeError or ValueError unless the value is a number of at least 0; one on a device is not read."""
+    """TypeError or ValueError unless the value is one number of at least 0; one on a device is not read."""
     if isinstance(value, Tensor):
-        return
+        if value.numel() != 1:
+            raise ValueError(f"{name}={described(value)} has {value.numel()} numbers; give one")
+        if not value.is_cpu:
+            return
+        value = value.item()
     number(name, value)
     if not value >= 0.0:
         raise ValueError(f"{name}={value} is below 0; give a number of at least 0")
@@ -70,20 +80,6 @@ def check_switches(**switches: Any) -> None:
     """TypeError unless all are True or False."""
     for name, value in switches.items():
         switch(name, value)
-
-
-def step_of_torchs(group: dict[str, Any], of_parameters: dict[Any, dict[str, Any]]) -> int | None:
-    """The number of steps of a saved group of torch's optimizers, which count by parameter; None: there is no such."""
-    if "step" in group:
-        return None
-    counts = [of_parameters.get(place, {}).get("step") for place in group["params"]]
-    found = {int(count) for count in counts if count is not None}
-    if len(found) > 1:
-        raise ValueError(
-            f"parameters of one group have made {sorted(found)} steps, and FusedAdam counts by group; load into "
-            "groups of parameters that have made one number of steps, or go on with torch.optim.AdamW"
-        )
-    return found.pop() if found else None
 
 
 def check_parameter(parameter: Tensor, grad: Tensor, master_weights: bool, capturable: bool) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..primitives.multi_tensor import halves, joined
 from ..tensor.quantized_tensor import QuantizedTensor
 from . import states
-from .adam_checks import step_of_torchs
+from .adam_loading import check_saved
 from .copied import CopiedWhole
 from .local import like, local_of
 
@@ -122,18 +122,20 @@ class AdamStates(CopiedWhole):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` gave, of whatever dtypes the states are kept in here; one of torch.optim.AdamW
-        too, whose number of steps stands with each parameter: ValueError unless it is one in a group."""
-        steps = [step_of_torchs(group, state_dict["state"]) for group in state_dict["param_groups"]]
+        too, whose number of steps stands with each parameter: ValueError unless it is one in a group.
+
+        A state that cannot be loaded is refused before any of it replaces something.
+        """
+        steps = check_saved(state_dict, self.param_groups, self.defaults, self.master_weights)
         super().load_state_dict(state_dict)
         places = [place for group in state_dict["param_groups"] for place in group["params"]]
         for place, parameter in zip(places, self._parameters(), strict=True):
             saved = state_dict["state"].get(place)
-            if saved is None:
+            if not saved:
                 continue
             self.state[parameter] = {}
             for name in ("exp_avg", "exp_avg_sq"):
-                if saved.get(name) is not None:
-                    self.set_scaled_state(parameter, name, saved[name].float())
+                self.set_scaled_state(parameter, name, saved[name].float())
             if self.master_weights and saved.get("master_param") is not None:
                 self._load_master(parameter, saved["master_param"])
         self._take_steps(state_dict, steps)

@@ -13,11 +13,19 @@ from torch import Tensor
 from ...common.steps import Adam
 from ..tensor.quantized_tensor import QuantizedTensor
 from . import states
-from .adam_checks import check_capturable, check_dtypes, check_numbers, check_parameter, check_switches
+from .adam_checks import (
+    NUMBERS,
+    check_capturable,
+    check_dtypes,
+    check_numbers,
+    check_parameter,
+    check_switches,
+)
 from .adam_numbers import next_step, rates_of
 from .adam_states import NAMES, AdamStates, numbers_of
 from .amp import heed
 from .buckets import Bucket, Facts, Layout, buckets_of
+from .judged import JudgedGroups
 from .local import local_of
 from .multi_tensor_apply import Checked, multi_tensor_applier
 
@@ -126,6 +134,7 @@ class FusedAdam(AdamStates):
         self._scales = {}
         self._layouts: dict[int, Layout] = {}
         self._known_states: list[dict[str, Tensor]] = []
+        self._judged = JudgedGroups(NUMBERS, check_numbers)
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -146,6 +155,13 @@ class FusedAdam(AdamStates):
         """Take over what a copy or a pickle holds; layouts are made anew."""
         super().__setstate__(state)
         self._layouts, self._known_states = {}, []
+        self._judged = JudgedGroups(NUMBERS, check_numbers)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """torch's, for a group that a step can be made with."""
+        if isinstance(param_group, dict):
+            check_numbers({**self.defaults, **param_group})
+        super().add_param_group(param_group)
 
     # The step.
 
@@ -160,10 +176,12 @@ class FusedAdam(AdamStates):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._judged.check(self.param_groups)
         flag = self._dummy_overflow_buf
         inverse = heed(grad_scaler, self, flag) if grad_scaler is not None and self.capturable else None
         if not self._states_are_known():
             self._layouts.clear()
+            self._begin_anew()
         grads = [self._grads(group["params"]) for group in self.param_groups]
         layouts = self._layouts_for(grads)
         self._known_states = list(self.state.values())
@@ -182,7 +200,13 @@ class FusedAdam(AdamStates):
     def _lists(self, grads: list[Tensor | None], bucket: Bucket) -> Checked:
         """[gradients, parameters, moments, moments(, masters)] as they are kept, checked."""
         of_members = grads if len(grads) == len(bucket.params) else [grads[place] for place in bucket.members]
-        kept = [[state[name] for state in bucket.states] for name in self._names(bucket)]
+        try:
+            kept = [[state[name] for state in bucket.states] for name in self._names(bucket)]
+        except KeyError as missing:
+            raise RuntimeError(
+                f"the state of a parameter has no {missing.args[0]} any more; delete its whole entry of "
+                "optimizer.state, which then begins anew, or load_state_dict()"
+            ) from None
         lists: list[Any] = [of_members, bucket.parameters, *kept]
         flag = self._dummy_overflow_buf.to(bucket.parameters[0].device)
         return bucket.step.check(flag, lists)
@@ -241,6 +265,12 @@ class FusedAdam(AdamStates):
         """Are the dictionaries of the states those of the last step? Whoever owns an optimizer may replace them."""
         known = self._known_states
         return len(self.state) == len(known) and all(map(is_, self.state.values(), known))
+
+    def _begin_anew(self) -> None:
+        """Where the states of the last step have all been cleared, their steps count no more."""
+        if self._known_states and not self.state:
+            for group in self.param_groups:
+                group.pop("step", None)
 
     def _layouts_for(self, grads: list[list[Tensor | None]]) -> list[Layout]:
         """The buckets of each group, remembered while the facts are the same; every parameter there has its states.

@@ -10,14 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...common.checks import described, number, switch
 from ..functions.multi_tensor import check_sgd_rates, multi_tensor_sgd, sgd_checked
 from .adam_checks import check_switches, not_below_zero
 from .copied import CopiedWhole
+from .judged import JudgedGroups, refuse_absent
 from .local import like, local_of
 from .multi_tensor_apply import multi_tensor_applier
 
 __all__ = ["FusedSGD"]
 
+NUMBERS = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
 _PLAIN = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -61,17 +64,10 @@ class FusedSGD(CopiedWhole):
         materialize_master_grads: bool = True,
         set_grad_none: bool | None = None,
     ):
-        for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
-            not_below_zero(name, value)
         check_switches(
-            nesterov=nesterov,
             wd_after_momentum=wd_after_momentum,
             materialize_master_grads=materialize_master_grads,
         )
-        if nesterov and (momentum <= 0.0 or dampening != 0.0):
-            raise ValueError(
-                f"nesterov=True with momentum={momentum} and dampening={dampening}; give a momentum and no dampening"
-            )
         if set_grad_none is not None:
             warnings.warn(
                 "set_grad_none is deprecated; say zero_grad(set_to_none=..)", DeprecationWarning, stacklevel=2
@@ -83,6 +79,8 @@ class FusedSGD(CopiedWhole):
             "weight_decay": weight_decay,
             "nesterov": nesterov,
         }
+        check_numbers(defaults)
+        self._judged = JudgedGroups(NUMBERS, check_numbers)
         super().__init__(params, defaults)
         self.wd_after_momentum = wd_after_momentum
         self.materialize_master_grads = materialize_master_grads
@@ -93,6 +91,28 @@ class FusedSGD(CopiedWhole):
         device = torch.device("cpu") if first is None else local_of(first).device
         self._dummy_overflow_buf = torch.zeros(1, dtype=torch.int32, device=device)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over what a copy or a pickle holds."""
+        super().__setstate__(state)
+        self._judged = JudgedGroups(NUMBERS, check_numbers)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """torch's, for a group that a step can be made with."""
+        if isinstance(param_group, dict):
+            check_numbers({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """torch's, its own states too; refused before any of it replaces something."""
+        for group, into in zip(state_dict["param_groups"], self.param_groups, strict=False):
+            check_numbers({**self.defaults, **group})
+            for place, parameter in zip(group["params"], into["params"], strict=False):
+                _check_momentum(place, state_dict["state"].get(place, {}), local_of(parameter))
+        super().load_state_dict(state_dict)
+        for state in self.state.values():
+            if "momentum_buffer" in state and state["momentum_buffer"] is None:  # torch's, of no momentum
+                del state["momentum_buffer"]
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of every parameter that has a gradient; what closure() answers."""
@@ -100,6 +120,7 @@ class FusedSGD(CopiedWhole):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._judged.check(self.param_groups)
         batches = [batch for group in self.param_groups for batch in self._batches(group)]
         for batch in batches:
             self._check(batch)
@@ -166,3 +187,31 @@ class FusedSGD(CopiedWhole):
 
     def _flag(self, batch: _Batch) -> Tensor:
         return self._dummy_overflow_buf.to(batch.device)
+
+
+def check_numbers(group: dict[str, Any]) -> None:
+    """TypeError, ValueError or RuntimeError for what no step can be made with."""
+    for name in ("lr", "momentum", "dampening", "weight_decay"):
+        number(name, group.get(name))
+    for name in ("lr", "momentum", "weight_decay"):
+        not_below_zero(name, group[name])
+    momentum, dampening, nesterov = (group.get(name) for name in ("momentum", "dampening", "nesterov"))
+    switch("nesterov", nesterov)
+    if nesterov and (momentum == 0.0 or dampening != 0.0):
+        raise ValueError(
+            f"nesterov=True with momentum={momentum} and dampening={dampening}; give a momentum and no dampening"
+        )
+    refuse_absent(group, "FusedSGD", "torch.optim.SGD")
+
+
+def _check_momentum(place: Any, state: dict[str, Any], local: Tensor) -> None:
+    momentum = state.get("momentum_buffer")
+    if momentum is None:
+        return
+    if not isinstance(momentum, Tensor):
+        raise TypeError(f"momentum_buffer of parameter {place} is {described(momentum)}; give a tensor")
+    if local_of(momentum).shape != local.shape:
+        raise ValueError(
+            f"momentum_buffer of parameter {place} is {list(local_of(momentum).shape)}, the parameter "
+            f"{list(local.shape)}; load the state of these parameters, in their order"
+        )

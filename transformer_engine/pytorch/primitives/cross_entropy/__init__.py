@@ -30,7 +30,7 @@ __all__ = [
 def cross_entropy_statistics(x: Tensor, targets: Tensor, labels: Labels) -> Tensor:
     """partials float32 [S, M, 4] of x [M, V], targets int64 [M]: of each of S strips of columns, S
     being the backend's, max, sum(exp(x - max)),
-    x[target] (-inf where it is not there), sum(x)."""
+    x[target] (-inf where it is not there), sum(x / vocabulary)."""
     key = ("statistics", *x.shape, x.dtype, x.device, labels, strips_of(*x.shape))
     return TABLE.bound(key)(x, targets)
 

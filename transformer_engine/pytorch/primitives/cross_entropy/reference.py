@@ -28,7 +28,7 @@ def bind(request: CrossEntropyRequest) -> Callable[..., Any]:
 
 
 def statistics(x: Tensor, targets: Tensor, labels: Labels) -> Tensor:
-    """[1, rows, 4]: max, sum(exp(x - max)), x[target] or -inf where another rank holds it, sum(x)"""
+    """[1, rows, 4]: max, sum(exp(x - max)), x[target] or -inf where another rank holds it, sum(x / vocabulary)"""
     values = x.to(torch.float32)
     greatest = values.amax(1)
     base = torch.where(greatest == -torch.inf, 0.0, greatest)
@@ -37,19 +37,20 @@ def statistics(x: Tensor, targets: Tensor, labels: Labels) -> Tensor:
     mine = (place >= 0) & (place < x.shape[1])
     chosen = values.gather(1, torch.where(mine, place, 0)[:, None])[:, 0]
     chosen = torch.where(mine, chosen, -torch.inf)
-    return torch.stack((greatest, total, chosen, values.sum(1)), dim=1)[None]
+    mean = (values / labels.total).sum(1)  # the sum of large logits is infinite
+    return torch.stack((greatest, total, chosen, mean), dim=1)[None]
 
 
 def losses(partials: Tensor, targets: Tensor, labels: Labels) -> tuple[Tensor, Tensor]:
     """(loss [rows], statistics [rows, 2]) of partials [strips, rows, 4]"""
-    greatest, total, chosen, plain = partials.unbind(2)
+    greatest, total, chosen, means = partials.unbind(2)
     highest = greatest.amax(0)
     base = torch.where(highest == -torch.inf, 0.0, highest)
     together = (total * torch.exp(greatest - base)).sum(0)
     logarithm = torch.log(together)
     loss = (highest - chosen.amax(0)) + logarithm
     if labels.smoothing:
-        spread = (highest - plain.sum(0) / labels.total) + logarithm
+        spread = (highest - means.sum(0)) + logarithm
         loss = (1.0 - labels.smoothing) * loss + labels.smoothing * spread
     loss = torch.where(targets == labels.ignored, 0.0, loss)
     return loss, torch.stack((highest, together), dim=1)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ....common.dispatch import Backend
 from ...runtime.tracing import result_as
-from .request import BITS, BYTES, EPSILON, LINEAR, SIGMOID, SOFTMAX, SOFTMAX_AFTER, Choice, RouterRequest
+from .request import BITS, BYTES, SIGMOID, SOFTMAX, SOFTMAX_AFTER, Choice, RouterRequest
 
 
 def bind(request: RouterRequest) -> Callable[..., Any]:
@@ -26,6 +26,8 @@ def bind(request: RouterRequest) -> Callable[..., Any]:
     return lambda probs, tokens, total: loss(probs, tokens, total, request.factor)
 
 
+# Constants stand where they are used: of a global float a compiler makes a symbol while shapes are dynamic, which it
+# cannot use in two calls of one graph. 1e-20 keeps sums from being 0.
 def choose(
     logits: Tensor,
     bias: Tensor | None,
@@ -44,14 +46,14 @@ def choose(
     chosen = torch.zeros_like(x, dtype=torch.uint8).scatter(1, experts, 1)
     saved = score
     if choice.whole:
-        weight = score if choice.score == SOFTMAX else score / (score.sum(1, keepdim=True) + EPSILON)
+        weight = score if choice.score == SOFTMAX else score / (score.sum(1, keepdim=True) + 1e-20)
     else:
         weight = torch.where(chosen != 0, score, 0.0)
         if choice.score == SOFTMAX_AFTER:
             weight = torch.where(chosen != 0, x, -torch.inf).softmax(1)
             saved = torch.where(chosen != 0, weight, -torch.inf)
         elif choice.score != SOFTMAX and choice.k > 1:
-            weight = weight / (weight.sum(1, keepdim=True) + EPSILON)
+            weight = weight / (weight.sum(1, keepdim=True) + 1e-20)
         weight = weight * choice.scale
     if choice.score not in (SOFTMAX, SOFTMAX_AFTER, SIGMOID):
         saved = x
@@ -74,12 +76,12 @@ def gradient(
     active = scores if choice.score == SIGMOID else softplus(scores).sqrt()
     share = torch.where(counts, active, 0.0)
     if choice.whole or choice.k > 1:
-        total = share.sum(1, keepdim=True) + EPSILON
+        total = share.sum(1, keepdim=True) + 1e-20
         g = g / total - (g * share).sum(1, keepdim=True) / total / total
     if choice.score == SIGMOID:
         slope = active * (1 - active)
     else:
-        slope = torch.where(scores > LINEAR, 1.0, scores.sigmoid()) / (2 * active + EPSILON)
+        slope = torch.where(scores > 20.0, 1.0, scores.sigmoid()) / (2 * active + 1e-20)
     return torch.where(counts, g * slope, 0.0).to(made)
 
 
@@ -108,8 +110,8 @@ def loss(probs: Tensor, tokens: Tensor, total: Tensor | None, factor: float) -> 
 
 
 def softplus(x: Tensor) -> Tensor:
-    """log(1 + e^x); x beyond 20"""
-    return torch.where(x > LINEAR, x, torch.log1p(torch.exp(x.clamp(max=LINEAR))))
+    """log(1 + e^x); x beyond 20, in float32"""
+    return torch.where(x > 20.0, x, torch.log1p(torch.exp(x.clamp(max=20.0))))
 
 
 def packed(chosen: Tensor) -> Tensor:

@@ -8,8 +8,6 @@ import torch
 
 SOFTMAX, SOFTMAX_AFTER, SIGMOID, SQRTSOFTPLUS = "softmax", "softmax_after", "sigmoid", "sqrtsoftplus"
 BYTES, BITS, INDICES = "bytes", "bits", "indices"
-EPSILON = 1e-20
-LINEAR = 20.0  # softplus(x) is x beyond, in float32
 
 
 class Choice(NamedTuple):

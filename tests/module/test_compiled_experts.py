@@ -1,0 +1,90 @@
+"""torch.compile(fullgraph=True, dynamic=True) of experts: one graph for several batches, the bits of eager mode."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.layers import same_as_eager
+
+import transformer_engine.pytorch as te
+
+HIDDEN, INNER, EXPERTS, K = 16, 24, 3, 2
+
+
+@pytest.fixture(autouse=True)
+def _no_compiled_code_left():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Mixture(torch.nn.Module):
+    """(y [T, HIDDEN], the loss that balances experts), with as many tokens for each expert as it is told."""
+
+    def __init__(self, device: torch.device):
+        super().__init__()
+        self.scale = 2.5  # found in an object, it is a symbol in the graph
+        self.router = torch.nn.Linear(HIDDEN, EXPERTS, bias=False, device=device)
+        self.fc1 = te.GroupedLinear(EXPERTS, HIDDEN, 2 * INNER, bias=False, device=device)
+        self.fc2 = te.GroupedLinear(EXPERTS, INNER, HIDDEN, bias=False, device=device)
+
+    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits = self.router(x)
+        return logits, *te.router.fused_topk_with_score_function(
+            logits, K, False, None, None, self.scale, "sigmoid", None
+        )
+
+    def forward(self, x: torch.Tensor, splits: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        logits, probs, routing_map = self.route(x)
+        _, scores = te.router.fused_compute_score_for_moe_aux_loss(logits, K, "sigmoid")
+        counts, tokens = routing_map.sum(0), x.shape[0]
+        balance = te.router.fused_moe_aux_loss(scores, counts, tokens, EXPERTS, K, 0.01)
+        rows, row_id_map = te.moe_permute(x, routing_map, tokens * K)
+        gate, linear = self.fc1(rows, splits).chunk(2, dim=-1)
+        return te.moe_unpermute(self.fc2(F.silu(gate) * linear, splits), row_id_map, probs), balance
+
+
+def trained(device: torch.device, compiles: bool) -> list[torch.Tensor]:
+    """Results and gradients of a step with each number of tokens."""
+    torch.manual_seed(0)
+    layer = Mixture(device)
+    model = torch.compile(layer, fullgraph=True, dynamic=True, backend="eager") if compiles else layer
+    seen = []
+    for tokens in (32, 48):
+        x = torch.randn(tokens, HIDDEN, device=device, requires_grad=True)
+        splits = layer.route(x.detach())[2].sum(0).tolist()
+        y, balance = model(x, splits)
+        (y.square().mean() + balance).backward()
+        seen += [y.detach(), balance.detach(), x.grad, *(p.grad.clone() for p in layer.parameters())]
+        layer.zero_grad()
+    return seen
+
+
+def test_a_layer_of_experts_is_one_graph_for_several_batches(device):
+    assert same_as_eager(trained(device, False), trained(device, True))
+
+
+CALLS = {
+    "by mask, back": lambda x, mask: te.moe_unpermute(*te.moe_permute(x, mask, 5)),
+    "by index, back": lambda x, mask: te.moe_unpermute(
+        *te.moe_permute(x, mask[:, :2], map_type="index"), torch.ones(5, 2), map_type="index"
+    ),
+    "by chunks": lambda x, mask: te.moe_sort_chunks_by_index(x, mask[:2, 1], torch.arange(2)),
+    "scores of softplus": lambda x, mask: te.router.fused_compute_score_for_moe_aux_loss(x, 2, "sqrtsoftplus")[1],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_two_calls_stand_in_one_graph(name):
+    def twice(x, mask):
+        return CALLS[name](x, mask) + CALLS[name](x * 2, mask)
+
+    mask = torch.zeros(5, 3, dtype=torch.int32)
+    mask[:, 1] = 1
+    x = torch.randn(5, 6, requires_grad=True)
+    found = torch.compile(twice, fullgraph=True, dynamic=True, backend="eager")(x, mask)
+    expected = twice(x, mask)
+    assert torch.equal(found, expected)
+    mine, theirs = (torch.autograd.grad(y.sin().sum(), x)[0] for y in (found, expected))
+    assert torch.equal(mine, theirs)
