@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from functools import cache
 from pathlib import Path
 
@@ -65,3 +66,9 @@ def test_a_model_without_storage_is_made_when_it_is_sharded(case, ranks):
 @pytest.mark.parametrize("ranks", GPUS)
 def test_this_engine_s_optimizer_takes_decoupled_gradients(ranks):
     assert_alike(losses("decoupled", ranks), losses("zero 3"), 0.02)
+
+
+def test_the_example_of_the_page_runs(tmp_path):
+    page = (processes.ROOT / "docs" / "megatron.md").read_text()
+    (example,) = re.findall(r"```python-clients-gpu\n(.*?)```", page, re.DOTALL)
+    processes.output(["-c", example], tmp_path)
