@@ -88,7 +88,6 @@ def start(parallel: dict[str, Any]) -> None:
         dist.init_process_group("nccl")
     sys.modules["fused_weight_gradient_mlp_cuda"] = apex()
     from megatron.core import parallel_state
-
     from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 
     parallel_state.initialize_model_parallel(**parallel)
