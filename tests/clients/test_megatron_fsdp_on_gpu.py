@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-from functools import cache
 from pathlib import Path
 
 import processes
@@ -27,10 +26,9 @@ two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 GPUS = [pytest.param(1, id="one_gpu"), pytest.param(2, id="two_gpus", marks=two)]
 
 
-@cache
 def losses(case: str, ranks: int = 1) -> list[float]:
     """Losses that a case prints, in processes of its own; all ranks have the same data."""
-    return json.loads(processes.on_ranks([CASES, case], ranks).splitlines()[-1])
+    return json.loads(processes.once([CASES, case], ranks).splitlines()[-1])
 
 
 def assert_alike(found: list[float], expected: list[float], tolerance: float) -> None:
