@@ -6,15 +6,18 @@ Importing Megatron changes torch, and its models write environment variables, so
 from __future__ import annotations
 
 import copy
+import importlib
 import io
 import json
 import os
+import re
 import socket
 import sys
 import tempfile
 import traceback
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -122,35 +125,36 @@ def trained(gpt: Any, make_optimizer: Callable[..., Any] = torch.optim.AdamW, st
     return losses
 
 
+# What a file of Megatron's says of this engine in one word. Others are of apex, flashinfer and the like.
+FLAG = re.compile(
+    r"^\s*((?:HAVE_TE|HAVE_GTP|HAVE_FUSED_QKV|USING_TE|USING_PYTORCH|HAVE_APEX_OR_TE)\w*)\s*=", re.MULTILINE
+)
+
+
 def flags() -> dict[str, bool]:
-    import megatron.core.fp4_utils
-    import megatron.core.fp8_utils
-    import megatron.core.optimizer
-    import megatron.core.tensor_parallel.generalized_tensor_parallelism as gtp
-    import megatron.core.transformer.attention as attention
-    import megatron.core.transformer.cuda_graphs as cuda_graphs
+    """Every flag of Megatron's files that depends on the engine, and the names that it sets to None instead."""
+    import megatron.core
     from megatron.core.extensions import transformer_engine as extension
     from megatron.core.transformer.moe import moe_utils
 
+    root = Path(megatron.core.__path__[0])
+    found: dict[str, bool] = {}
+    for file in sorted(root.rglob("*.py")):
+        names = set(FLAG.findall(file.read_text()))
+        if not names:
+            continue
+        place = ".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+        module = importlib.import_module(f"megatron.core.{place}")
+        for name in sorted(names):
+            if hasattr(module, name):  # some are a function's own
+                found[f"{place} {name}"] = bool(getattr(module, name)) != name.startswith("USING_PYTORCH")
+    optional = ("SplitAlongDim", "fused_permute", "fused_permute_with_probs", "fused_permute_and_pad_with_probs",
+                "fused_unpermute", "fused_sort_chunks_by_index", "fused_topk_with_score_function",
+                "te_parallel_cross_entropy", "Fp8Padding", "get_cpu_offload_context")  # fmt: skip
     return {
-        "HAVE_TE": extension.HAVE_TE,
-        "fp8 HAVE_TE": megatron.core.fp8_utils.HAVE_TE,
-        "fp4 HAVE_TE": megatron.core.fp4_utils.HAVE_TE,
-        "HAVE_TE_GRAPHS": cuda_graphs.HAVE_TE_GRAPHS,
-        "HAVE_GTP": gtp.HAVE_GTP if hasattr(gtp, "HAVE_GTP") else gtp.HAVE_TE,
-        "HAVE_FUSED_QKV_ROPE": attention.HAVE_FUSED_QKV_ROPE,
-        "SplitAlongDim": extension.SplitAlongDim is not None,
-        "FusedAdam": not megatron.core.optimizer.USING_PYTORCH_OPTIMIZER,
-        "fused_permute": extension.fused_permute is not None,
-        "fused_permute_with_probs": extension.fused_permute_with_probs is not None,
-        "fused_permute_and_pad_with_probs": extension.fused_permute_and_pad_with_probs is not None,
-        "fused_unpermute": extension.fused_unpermute is not None,
-        "fused_sort_chunks_by_index": extension.fused_sort_chunks_by_index is not None,
-        "fused_topk": extension.fused_topk_with_score_function is not None,
-        "parallel_cross_entropy": extension.te_parallel_cross_entropy is not None,
+        **found,
+        **{name: getattr(extension, name) is not None for name in optional},
         "te_general_gemm": moe_utils.te_general_gemm is not None,
-        "Fp8Padding": extension.Fp8Padding is not None,
-        "get_cpu_offload_context": extension.get_cpu_offload_context is not None,
     }
 
 

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 VOCABULARY, LENGTH, BATCH, STEPS = 512, 128, 2, 6
+MICROBATCHES = 2
 
 BF16 = {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
 RECIPES: dict[str, dict[str, Any]] = {
@@ -87,8 +88,11 @@ def start(parallel: dict[str, Any]) -> None:
         dist.init_process_group("nccl")
     sys.modules["fused_weight_gradient_mlp_cuda"] = apex()
     from megatron.core import parallel_state
+    from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 
     parallel_state.initialize_model_parallel(**parallel)
+    copies = parallel_state.get_data_parallel_world_size()
+    init_num_microbatches_calculator(rank, None, MICROBATCHES * BATCH * copies, BATCH, copies)
 
 
 def apex() -> types.ModuleType:
@@ -202,9 +206,9 @@ class Training:
         self.optimizer.zero_grad()
         said = get_forward_backward_func()(
             forward_step_func=self.forward,
-            data_iterator=iter([self.batch, self.batch]),
+            data_iterator=iter([self.batch] * MICROBATCHES),
             model=[self.model],
-            num_microbatches=2,
+            num_microbatches=MICROBATCHES,
             seq_length=LENGTH,
             micro_batch_size=BATCH,
         )
@@ -255,7 +259,6 @@ def graphs_of_the_engine(run: Run) -> list[float]:
     helper = TECudaGraphHelper([training.model], training.config, LENGTH, BATCH, [training.optimizer])
     helper.create_cudagraphs()
     assert helper.graphs_created()
-    helper.cuda_graph_set_manual_hooks()
     return losses + training.losses(STEPS - 2)
 
 
@@ -321,7 +324,7 @@ PARAMETERS = {"fp8_param": True}
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 GRAPHS = {"cuda_graph_warmup_steps": 2}
 
-# name: (what is computed, of which run, with how many processes)
+# name: (what is computed, of which run)
 CASES: dict[str, tuple[Callable[[Run], Any], Run]] = {
     "layers": (engine_layers, Run(model=EXPERTS)),
     **{f"train {name}": (trained, Run(model=recipe(name))) for name in RECIPES},

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from processes import ROOT, output
 
 HERE = Path(__file__).parent
@@ -36,7 +37,11 @@ def of(results: dict[str, Any], case: str) -> Any:
 
 
 def test_every_feature_of_the_engine_is_found(results):
-    assert [name for name, there in of(results, "flags").items() if not there] == []
+    """But for what docs/megatron.md gives a reason for."""
+    assert len(of(results, "flags")) > 30
+    absent = {name for name, there in of(results, "flags").items() if not there}
+    asks_for_cuda = set() if torch.cuda.is_available() else {"dist_checkpointing.strategies.torch HAVE_TE"}
+    assert absent == {"transformer.moe.fused_a2a HAVE_TE_EP"} | asks_for_cuda
 
 
 @pytest.mark.parametrize("case", LOSSES)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +25,10 @@ pytestmark = [
 two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
-@cache
 def of(case: str, ranks: int = 1) -> Any:
     """What a case prints, in processes of its own."""
     emulation = {"TE_EMULATE": "1"} if case.endswith(EMULATED) else {}
-    said = processes.on_ranks([CASES, case], ranks, **emulation)
+    said = processes.once([CASES, case], ranks, **emulation)
     return json.loads(said.splitlines()[-1])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from functools import cache
+import re
 from pathlib import Path
 
 import processes
@@ -26,10 +26,9 @@ two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 GPUS = [pytest.param(1, id="one_gpu"), pytest.param(2, id="two_gpus", marks=two)]
 
 
-@cache
 def losses(case: str, ranks: int = 1) -> list[float]:
     """Losses that a case prints, in processes of its own; all ranks have the same data."""
-    return json.loads(processes.on_ranks([CASES, case], ranks).splitlines()[-1])
+    return json.loads(processes.once([CASES, case], ranks).splitlines()[-1])
 
 
 def assert_alike(found: list[float], expected: list[float], tolerance: float) -> None:
@@ -65,3 +64,9 @@ def test_a_model_without_storage_is_made_when_it_is_sharded(case, ranks):
 @pytest.mark.parametrize("ranks", GPUS)
 def test_this_engine_s_optimizer_takes_decoupled_gradients(ranks):
     assert_alike(losses("decoupled", ranks), losses("zero 3"), 0.02)
+
+
+def test_the_example_of_the_page_runs(tmp_path):
+    page = (processes.ROOT / "docs" / "megatron.md").read_text()
+    (example,) = re.findall(r"```python-clients-gpu\n(.*?)```", page, re.DOTALL)
+    processes.output(["-c", example], tmp_path)

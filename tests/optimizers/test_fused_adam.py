@@ -143,6 +143,14 @@ def test_a_master_of_float16_and_moments_of_bfloat16_are_taken(device):
     assert_equal_within(params, exact, 2e-2)
 
 
+def test_no_dtype_of_masters_is_float32(device):
+    """NeMo Automodel gives None."""
+    assert (
+        FusedAdam(parameters(device), master_weights=True, master_weight_dtype=None).master_weight_dtype
+        == torch.float32
+    )
+
+
 def test_a_float32_parameter_is_its_own_master(device):
     (p,) = parameters(device, shapes=((4,),))
     ours = FusedAdam([p], master_weights=True)

@@ -49,15 +49,15 @@ class BasicLinear(BasicOperation):
 
         with_quantized_compute   x and w are quantized by their quantizers, along both axes where a gradient needs it
         """
-        dtype = dtype or weight.dtype
+        computed: torch.dtype = dtype or weight.dtype
         if with_quantized_compute:
             input = _quantized("input", input, input_quantizer, columnwise=weight_requires_grad)
             weight = _quantized("weight", weight, weight_quantizer, columnwise=input_requires_grad)
         else:
-            input, weight = _plain(input, dtype), _plain(weight, dtype)
-        bias = None if bias is None else bias.to(dtype)
+            input, weight = _plain(input, computed), _plain(weight, computed)
+        bias = None if bias is None else bias.to(computed)
         y = general_gemm(
-            weight, input, out_dtype=dtype, bias=bias, layout="TN", quantization_params=output_quantizer
+            weight, input, out_dtype=computed, bias=bias, layout="TN", quantization_params=output_quantizer
         )[0]
         return y, input, weight
 
