@@ -287,6 +287,21 @@ def test_the_trees_of_an_encoder_and_a_decoder():
     assert decoder["encoder_decoder_attention"]["query"]["kernel"].shape == (32, 32)
 
 
+@pytest.mark.parametrize(
+    ("former", "name", "value"),
+    [
+        ("num_heads", "num_attention_heads", 2), ("dropout_rate", "attention_dropout", 0.25),
+        ("output_layernorm", "input_layernorm", False), ("fuse_qkv", "fuse_qkv_params", False),
+        ("apply_residual_connection_post_layernorm", "return_layernorm_output", True),
+    ],
+)  # fmt: skip
+def test_a_former_name_of_a_field_is_taken_with_a_warning(former, name, value):
+    with pytest.warns(DeprecationWarning, match=f"{former} of MultiHeadAttention is deprecated; give {name}"):
+        model = te_flax.MultiHeadAttention(8, HEADS, **{former: value})
+    assert getattr(model, name) == value
+    assert getattr(model.copy(), name) == value  # which warns no more
+
+
 def test_fused_kernels_are_drawn_part_by_part():
     x = jnp.ones((1, 4, HIDDEN))
     drawn = nn.initializers.normal(1.0)
