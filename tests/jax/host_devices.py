@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from compiled import compile_quickly
 from flax import linen as nn
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -108,6 +109,7 @@ def reduced(mesh: Mesh) -> dict[str, list[float]]:
 
 def main() -> None:
     assert jax.device_count() == 8
+    compile_quickly(True)
     x = jax.random.normal(jax.random.key(0), (64, 32))
     model = Block()
     with te.autocast(True, RECIPE):
