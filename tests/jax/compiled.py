@@ -25,8 +25,12 @@ def compile_quickly(quickly: bool) -> None:
     compiler.get_compile_options = _quick_options if quickly else _as_users
 
 
-def _quick_options(*arguments: Any, env_options_overrides: dict[str, Any] | None = None, **options: Any) -> Any:
-    overrides = {name: value for name, value in _QUICK.items() if _known(name)} | (env_options_overrides or {})
+def _quick_options(
+    *arguments: Any, env_options_overrides: dict[str, Any] | None = None, **options: Any
+) -> Any:
+    overrides = {name: value for name, value in _QUICK.items() if _known(name)} | (
+        env_options_overrides or {}
+    )
     return _as_users(*arguments, env_options_overrides=overrides, **options)
 
 
