@@ -56,10 +56,10 @@ def _sorted_into_place(scales: Scales) -> Scales:
     The barrier is gone when XLA fuses for a CPU: a step of a small model under current scaling took 0.12 s with it,
     0.03 s with the sort (0.03 s in float32).
     """
-    return jax.tree.map(lambda s: _sorted(s) if s.shape == (1,) else lax.optimization_barrier(s), scales)
+    return jax.tree.map(lambda s: _sorted(s) if s.size == 1 else lax.optimization_barrier(s), scales)
 
 
 def _sorted(scale: Array) -> Array:
     places = lax.iota(jnp.int32, 2)  # of two copies: a sort of one element is no operation
-    _, bits = lax.sort((places, jnp.tile(exact.bits_of(scale), 2)), num_keys=1)
-    return exact.float_of(bits[:1])
+    _, bits = lax.sort((places, jnp.tile(exact.bits_of(scale.reshape(1)), 2)), num_keys=1)
+    return exact.float_of(bits[:1]).reshape(scale.shape)
