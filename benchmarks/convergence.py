@@ -1,35 +1,36 @@
 """Final loss of the demonstration model under every recipe against high precision, with seeds for the noise.
 
-    python benchmarks/convergence.py [--device auto|cpu|cuda] [--seeds 3] [--steps N] [--experts N] [--out FOLDER]
+    python benchmarks/convergence.py [--framework torch|jax] [--device auto|cpu|cuda] [--seeds 3] [--steps N]
+        [--recipes delayed,current] [--experts N] [--out FOLDER]
 
 Every recipe starts from the same weights and sees the same batches as the high-precision run of its seed. It
 passes when its mean final validation loss lies within the larger of 1 % (NVFP4: 2 %) and three standard
-deviations of high precision over the seeds. Writes convergence.json, .md and .png, with experts convergence_experts.*;
-exits 1 when one fails.
+deviations of high precision over the seeds. Writes convergence.json, .md and .png (with experts convergence_experts.*,
+of JAX convergence_jax.*); exits 1 when one fails.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import time
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 
-import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 import transformer_engine
-import transformer_engine.pytorch as te
 from transformer_engine.cli.demo.config import HIGH_PRECISION, RECIPES, Config, resolve
 from transformer_engine.cli.demo.data import Corpus, load_corpus
+from transformer_engine.cli.demo.frameworks import FRAMEWORKS
 from transformer_engine.cli.demo.plot import smooth
-from transformer_engine.cli.demo.run import Run
 from transformer_engine.cli.demo.schedule import learning_rate
-from transformer_engine.cli.demo.trainer import EVALUATION_BATCHES
+from transformer_engine.cli.demo.trainer import EVALUATION_BATCHES, runs_of
 
 SIZES = {
     "cpu": {"steps": 400, "batch": 8, "sequence": 64, "layers": 2, "hidden": 128, "heads": 4},
@@ -67,23 +68,27 @@ class Row:
 
 def train(name: str, config: Config, corpus: Corpus) -> Curve:
     """Train one model to the end."""
-    run = Run(name, config)
+    run = runs_of(config.framework).Run(name, config)
     start = time.perf_counter()
-    losses = []
+    curve: list[float] = []
     for step in range(config.steps):
-        inputs, targets = corpus.batch(config.seed, step, config.batch, config.sequence)
+        batch = corpus.batch(config.seed, step, config.batch, config.sequence)
         rate = learning_rate(step, config.steps, config.learning_rate)
-        losses.append(run.step(inputs, targets, rate))
-    curve = torch.stack(losses).tolist()
+        curve += run.train([batch], [rate], step)
     seconds = time.perf_counter() - start
     batches = corpus.validation_batches(EVALUATION_BATCHES, config.batch, config.sequence)
     final = run.evaluate(batches)
     return Curve(name, config.seed, curve, final, seconds)
 
 
+def trained(curves: list[Curve]) -> list[str]:
+    """The names of what was trained, high precision last."""
+    return [name for name in NAMES if any(curve.name == name for curve in curves)]
+
+
 def compare(curves: list[Curve]) -> list[Row]:
     """One Row a name, high precision last; deviations are those of the sample."""
-    finals = {name: [curve.final for curve in curves if curve.name == name] for name in NAMES}
+    finals = {name: [curve.final for curve in curves if curve.name == name] for name in trained(curves)}
     base = statistics.mean(finals[HIGH_PRECISION])
     noise = _deviation(finals[HIGH_PRECISION])
     return [
@@ -129,7 +134,7 @@ def markdown(config: Config, curves: list[Curve], rows: list[Row], machine: str)
 def plot(path: Path, config: Config, curves: list[Curve]) -> None:
     """Mean training loss over the seeds above, relative difference from high precision below."""
     means = {}
-    for name in NAMES:
+    for name in trained(curves):
         losses = [curve.losses for curve in curves if curve.name == name]
         means[name] = smooth([statistics.mean(values) for values in zip(*losses, strict=True)])
     figure = Figure(figsize=(8, 6), dpi=130, layout="constrained")
@@ -140,7 +145,7 @@ def plot(path: Path, config: Config, curves: list[Curve]) -> None:
     upper.plot(steps, base, color="#555555", linewidth=2.4, label=config.label(HIGH_PRECISION))
     lower.axhspan(-1, 1, color="#16a34a", alpha=0.12, label="within 1 %")
     lower.axhline(0, color="#555555", linewidth=0.8)
-    for index, name in enumerate(NAMES[:-1]):
+    for index, name in enumerate(trained(curves)[:-1]):
         upper.plot(steps, means[name], "--", color=f"C{index}", linewidth=1.2, label=name)
         difference = [
             100 * (value / reference - 1) for value, reference in zip(means[name], base, strict=True)
@@ -159,6 +164,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--framework", default="torch", choices=FRAMEWORKS)
+    parser.add_argument("--recipes", default=",".join(NAMES[:-1]), help="names, separated by commas")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int)
@@ -166,34 +173,36 @@ def main() -> int:
     parser.add_argument("--data")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()
-    te.emulate()  # formats that the GPU lacks take part too
-    device = resolve(options.device, {}).device
+    os.environ["TE_EMULATE"] = "1"  # formats that the GPU lacks take part too
+    device = resolve(options.device, {"framework": options.framework}).device
     sizes = {**SIZES[device], **({"steps": options.steps} if options.steps else {}), "data": options.data}
-    sizes["experts"], name = options.experts, "convergence_experts" if options.experts else "convergence"
+    sizes["framework"], sizes["experts"] = options.framework, options.experts
     configs = [resolve(device, {**sizes, "seed": seed}) for seed in range(options.seeds)]
     corpus = load_corpus(options.data, configs[0].sequence)
     curves = []
     for config in configs:
-        for name in NAMES:
+        for name in (*options.recipes.split(","), HIGH_PRECISION):
             curves.append(train(name, config, corpus))
             print(
                 f"seed {config.seed}  {name:15} {curves[-1].final:.4f}  {curves[-1].seconds:.1f} s",
                 flush=True,
             )
     rows = compare(curves)
-    machine = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    machine += f", torch {torch.__version__}, transformer-engine {transformer_engine.__version__}"
+    machine = f"{'GPU' if device == 'cuda' else 'CPU'}, {options.framework} {version(options.framework)}"
+    machine += f", transformer-engine {transformer_engine.__version__}"
+    stem = "convergence" if options.framework == "torch" else f"convergence_{options.framework}"
+    stem += "_experts" if options.experts else ""
     page = markdown(configs[0], curves, rows, machine)
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / f"{name}.md").write_text(page)
+    (options.out / f"{stem}.md").write_text(page)
     record = {
         "machine": machine,
         "config": configs[0].as_dict(),
         "rows": [{**asdict(row), "passes": row.passes} for row in rows],
         "curves": [asdict(curve) for curve in curves],
     }
-    (options.out / f"{name}.json").write_text(json.dumps(record) + "\n")
-    plot(options.out / f"{name}.png", configs[0], curves)
+    (options.out / f"{stem}.json").write_text(json.dumps(record) + "\n")
+    plot(options.out / f"{stem}.png", configs[0], curves)
     print(page)
     return 0 if all(row.passes for row in rows) else 1
 

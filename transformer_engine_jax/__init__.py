@@ -2,6 +2,7 @@
 
 from transformer_engine.common import absent
 
+from .attention import get_fused_attn_backend, nvte_get_qkv_format
 from .enums import (
     DType,
     JAXX_Collective_Op,
@@ -9,20 +10,35 @@ from .enums import (
     JAXX_Routing_Map_Format,
     JAXX_Scaling_Mode,
     JAXX_Score_Function,
+    NVTE_Activation_Type,
     NVTE_Bias_Type,
     NVTE_Fused_Attn_Backend,
     NVTE_Mask_Type,
+    NVTE_Norm_Type,
     NVTE_QKV_Format,
     NVTE_QKV_Layout,
     NVTE_Softmax_Type,
 )  # fmt: skip
-from .machine import get_device_compute_capability, is_collective_gemm_with_cublasmp, nvte_built_with_cublasmp
+from .machine import (
+    get_cgemm_num_max_streams,
+    get_cublasLt_version,
+    get_cuda_version,
+    get_cudnn_frontend_version,
+    get_cudnn_version,
+    get_device_compute_capability,
+    get_num_compute_streams,
+    is_collective_gemm_with_cublasmp,
+    nvte_built_with_cublasmp,
+    registrations,
+)
 
 __all__ = [
     "DType", "JAXX_Collective_Op", "JAXX_Quantize_Layout", "JAXX_Routing_Map_Format", "JAXX_Scaling_Mode",
-    "JAXX_Score_Function", "NVTE_Bias_Type", "NVTE_Fused_Attn_Backend", "NVTE_Mask_Type", "NVTE_QKV_Format",
-    "NVTE_QKV_Layout", "NVTE_Softmax_Type", "get_device_compute_capability", "is_collective_gemm_with_cublasmp",
-    "nvte_built_with_cublasmp",
+    "JAXX_Score_Function", "NVTE_Activation_Type", "NVTE_Bias_Type", "NVTE_Fused_Attn_Backend", "NVTE_Mask_Type",
+    "NVTE_Norm_Type", "NVTE_QKV_Format", "NVTE_QKV_Layout", "NVTE_Softmax_Type", "get_cgemm_num_max_streams",
+    "get_cublasLt_version", "get_cuda_version", "get_cudnn_frontend_version", "get_cudnn_version",
+    "get_device_compute_capability", "get_fused_attn_backend", "get_num_compute_streams",
+    "is_collective_gemm_with_cublasmp", "nvte_built_with_cublasmp", "nvte_get_qkv_format", "registrations",
 ]  # fmt: skip
 
 absent.answer_in(__name__)

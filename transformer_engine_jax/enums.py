@@ -11,6 +11,7 @@ from transformer_engine.common.attention_enums import (
     NVTE_QKV_Layout,
     NVTE_Softmax_Type,
 )  # fmt: skip
+from transformer_engine.common.dtypes import DType
 
 __all__ = [
     "DType", "JAXX_Collective_Op", "JAXX_Quantize_Layout", "JAXX_Routing_Map_Format", "JAXX_Scaling_Mode",
@@ -18,14 +19,28 @@ __all__ = [
     "NVTE_QKV_Layout", "NVTE_Softmax_Type",
 ]  # fmt: skip
 
-DType = enum.IntEnum(
-    "DType",
-    {
-        "kByte": 0, "kInt32": 2, "kInt64": 3, "kFloat32": 4, "kFloat16": 5, "kBFloat16": 6, "kFloat8E4M3": 7,
-        "kFloat8E5M2": 8, "kFloat8E8M0": 9, "kFloat4E2M1": 10,
-    },
-    module=__name__,
-)  # fmt: skip
+
+class NVTE_Activation_Type(enum.IntEnum):
+    """Activations; of pairs with a GLU in their name the second half multiplies."""
+
+    GELU = 0
+    GEGLU = 1
+    SILU = 2
+    SWIGLU = 3
+    RELU = 4
+    REGLU = 5
+    QGELU = 6
+    QGEGLU = 7
+    SRELU = 8
+    SREGLU = 9
+    CLAMPED_SWIGLU = 10
+
+
+class NVTE_Norm_Type(enum.IntEnum):
+    """Norms."""
+
+    LayerNorm = 0
+    RMSNorm = 1
 
 
 class NVTE_Fused_Attn_Backend(enum.IntEnum):

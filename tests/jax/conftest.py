@@ -11,19 +11,17 @@ if getattr(find_spec("jax"), "origin", None) is None:
     collect_ignore_glob = ["test_*.py"]
 else:
     import jax
+    from compiled import compile_quickly
 
-    # A test compiles more than it computes, and half of that is optimization.
-    jax.config.update("jax_disable_most_optimizations", True)
+    compile_quickly(True)
 
 
 @pytest.fixture(scope="module")
 def as_users_compile():
     """XLA with its optimizations, for modules that compare bits: fusions are what breaks them."""
-    jax.clear_caches()
-    jax.config.update("jax_disable_most_optimizations", False)
+    compile_quickly(False)
     yield
-    jax.config.update("jax_disable_most_optimizations", True)
-    jax.clear_caches()
+    compile_quickly(True)
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
+from compiled import compile_quickly
 from flax import linen as nn
 from host_devices import difference
 from jax.interpreters import mlir
@@ -199,7 +200,7 @@ def kernel_case(mesh: Mesh) -> dict[str, float]:
 def main() -> None:
     assert jax.device_count() == 8
     everything = "--all" in sys.argv
-    jax.config.update("jax_disable_most_optimizations", True)
+    compile_quickly(True)
     delayed = recipe.DelayedScaling(amax_history_len=4)
     found = {
         "fsdp": layer_case(mesh_of(fsdp=8), te.MeshResource(fsdp_resource="fsdp"), delayed),

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import flax
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from compiled import compile_quickly
 from flax import linen as nn
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -79,8 +82,34 @@ def restored_onto(mesh: Mesh, tree, placed):
         return checkpointer.restore(Path(folder) / "run", shapes)
 
 
+def reduced(mesh: Mesh) -> dict[str, list[float]]:
+    """What the collectives of te.sharding make of the numbers 0 to 7, one a device of 4 x 2: the first of each."""
+
+    def body(x):
+        return jnp.concatenate(
+            [
+                sharding.all_reduce_max_along_all_axes_except_PP(x),
+                sharding.all_reduce_sum_along_dp_fsdp(x),
+                sharding.all_reduce_sum_along_dp_fsdp_tpsp(x),
+            ]
+        )
+
+    found = {}
+    for name, resource in (
+        ("dp and tpsp", te.MeshResource(dp_resource="dp", tpsp_resource="tp")),
+        ("pp and fsdp", te.MeshResource(pp_resource="dp", fsdp_resource="tp")),
+    ):
+        with jax.set_mesh(mesh), sharding.global_shard_guard(resource):
+            mapped = jax.shard_map(
+                body, in_specs=PartitionSpec(("dp", "tp")), out_specs=PartitionSpec(("dp", "tp"))
+            )
+            found[name] = np.asarray(jax.jit(mapped)(jnp.arange(8.0)))[:3].tolist()
+    return found
+
+
 def main() -> None:
     assert jax.device_count() == 8
+    compile_quickly(True)
     x = jax.random.normal(jax.random.key(0), (64, 32))
     model = Block()
     with te.autocast(True, RECIPE):
@@ -90,7 +119,7 @@ def main() -> None:
     devices = np.asarray(jax.devices()).reshape(4, 2)
     kinds = (AxisType.Auto,) * 2
     mesh = Mesh(devices, ("dp", "tp"), axis_types=kinds)
-    found = {}
+    found: dict[str, Any] = {"reduced": reduced(mesh)}
     for name, entered in (("with mesh", lambda: mesh), ("set_mesh", lambda: jax.set_mesh(mesh))):
         with entered(), te.autocast(True, RECIPE, mesh_resource=RESOURCE):
             rules = te_flax.extend_logical_axis_rules(())

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
+from compiled import compile_quickly
 from jax import lax
 from jax.interpreters import mlir
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -142,6 +143,7 @@ def experts_there_and_back(x):
 
 def main() -> None:
     assert jax.device_count() == 8
+    compile_quickly(True)
     mlir.register_lowering(kernels._kernel, kernels._lowered, platform="cpu")
     mesh = Mesh(np.asarray(jax.devices()).reshape(4, 2), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
     found = {}

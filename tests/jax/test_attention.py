@@ -180,6 +180,14 @@ def test_packed_rows_are_sequences_of_their_own_in_every_form():
     np.testing.assert_array_equal(attend(by_ids, QKVLayout.THD_T2HD, (query, packed)), attend(by_ids))
     np.testing.assert_allclose(jax.jit(attend)(by_ids), attend(by_ids), rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(run_length_fill(ids), [[3, 3, 3, 2, 2, 0, 2, 2], [2, 2, 0, 0, 4, 4, 4, 4]])
+    for descriptor in (by_ids, by_offsets):
+        said = descriptor.get_seqlens_and_offsets(
+            AttnMaskType.PADDING_CAUSAL_MASK, QKVLayout.THD_THD_THD, None, 3
+        )
+        for found, wanted in zip(said, (lengths, lengths, offsets, offsets), strict=True):
+            np.testing.assert_array_equal(found, wanted)
+    said = by_ids.get_seqlens_and_offsets(AttnMaskType.PADDING_MASK, QKVLayout.BSHD_BSHD_BSHD, None, 1)
+    np.testing.assert_array_equal(said[0], [7, 6])
 
 
 @pytest.mark.parametrize("right", [-1, 0, 1])

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import random
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from transformer_engine.common import recipe
-from transformer_engine.jax import attention, quantize
+from transformer_engine.common import dispatch, recipe
+from transformer_engine.jax import attention, quantize, sharding
 from transformer_engine.jax.flax.transformer import _canonicalize_lora_scope, rotary_pos_emb
+from transformer_engine.jax.primitives import custom_calls
 from transformer_engine.jax.quantize import ScalingMode
 
 ARRAYS = {
@@ -28,6 +34,45 @@ COUNTS = {"zero": 0, "negative": -2, "half": 1.5, "text": "x", "none": None, "tr
 NAMES = {"unknown": "nosuch", "number": 3, "empty": "", "list": ["layernorm"]}
 RATES = {"one": 1.0, "above": 1.5, "negative": -0.1, "text": "x", "nan": float("nan")}
 SWITCHES = {"text": "x", "two": 2, "number": 0.5}
+
+
+class Held:
+    """The quantizers with a state that the calls of one test are given."""
+
+    quantizers: quantize.QuantizerSet
+
+
+def held() -> quantize.QuantizerSet:
+    return Held.quantizers
+
+
+def _delayed(dtype):
+    state = {"scale": jnp.full(1, 3.0), "amax_history": jnp.arange(4.0)}
+    return quantize.DelayedScaleQuantizer(q_dtype=jnp.dtype(dtype), **state)
+
+
+@pytest.fixture(autouse=True)
+def _quantizers():
+    made = [_delayed(dtype) for dtype in (jnp.float8_e4m3fn, jnp.float8_e4m3fn, jnp.float8_e5m2)]
+    Held.quantizers = quantize.QuantizerSet(*made)
+
+
+def state(value) -> dict[str, object]:
+    """Everything that outlives a call: contexts, switches, random numbers, quantizers, and what the call was given."""
+    arrays = [leaf for leaf in jax.tree.leaves((held(), value)) if isinstance(leaf, (np.ndarray, jax.Array))]
+    return {
+        "recipe": quantize.get_global_quantize_recipe(),
+        "mesh resource": sharding.mesh_resource_or_default(),
+        "rules": nn.get_logical_axis_rules(),
+        "kernels": dict(custom_calls._said),
+        "experts": dict(te.ep._sizes),
+        "backends": [dispatch.forced(name) for name in ("jax_gemm", "jax_quantize", "jax_norm")],
+        "environment": dict(os.environ),
+        "settings of jax": dict(jax.config.values),
+        "warnings": list(warnings.filters),
+        "random": (random.getstate(), np.random.get_state()[1].tobytes()),  # pyright: ignore
+        "arrays": [(array.dtype, array.shape, np.asarray(array).tobytes()) for array in arrays],
+    }
 
 
 def ones(*shape):
@@ -57,10 +102,7 @@ def packed_rows():
 
 
 def quantizer_call(**arguments):
-    quantizer = quantize.QuantizerFactory.create(
-        scaling_mode=ScalingMode.CURRENT_TENSOR_SCALING, q_dtype=jnp.float8_e4m3fn
-    )
-    return quantizer.quantize(**({"x": ones(4, 8)} | arguments))
+    return held().x.quantize(**({"x": ones(4, 8)} | arguments))
 
 
 def entered(**arguments):
@@ -71,11 +113,15 @@ def entered(**arguments):
 LAYER = {"hidden_size": 16, "mlp_hidden_size": 16, "num_attention_heads": 2}
 # (what is called with one argument replaced, that argument, its bad values)
 CASES = [
-    (lambda x: te.dense.dense(x, ones(8, 2)), "dense x", ARRAYS | SHAPES),
-    (lambda k: te.dense.dense(ones(4, 8), k), "dense kernel", ARRAYS | SHAPES),
-    (lambda b: te.dense.dense(ones(4, 8), ones(8, 2), b), "dense bias", SHAPES | {"matrix": ones(2, 2)}),
+    (lambda x: te.dense.dense(x, ones(8, 2), quantizer_set=held()), "dense x", ARRAYS | SHAPES),
+    (lambda k: te.dense.dense(ones(4, 8), k, quantizer_set=held()), "dense kernel", ARRAYS | SHAPES),
     (
-        lambda d: te.dense.dense(ones(4, 8), ones(8, 2), contracting_dims=d),
+        lambda b: te.dense.dense(ones(4, 8), ones(8, 2), b, quantizer_set=held()),
+        "dense bias",
+        SHAPES | {"matrix": ones(2, 2)},
+    ),
+    (
+        lambda d: te.dense.dense(ones(4, 8), ones(8, 2), contracting_dims=d, quantizer_set=held()),
         "dense contracting_dims",
         {
             "none at all": ((), ()),
@@ -91,8 +137,16 @@ CASES = [
         "dense input_axes",
         {"one": ("a",), "three": ("a", "b", "c")},
     ),
-    (lambda x: te.layernorm.layernorm(x, ones(8), ones(8), "layernorm"), "norm x", ARRAYS | SHAPES),
-    (lambda g: te.layernorm.layernorm(ones(4, 8), g, ones(8), "layernorm"), "norm gamma", SHAPES),
+    (
+        lambda x: te.layernorm.layernorm(x, ones(8), ones(8), "layernorm", quantizer=held().x),
+        "norm x",
+        ARRAYS | SHAPES,
+    ),
+    (
+        lambda g: te.layernorm.layernorm(ones(4, 8), g, ones(8), "layernorm", quantizer=held().x),
+        "norm gamma",
+        SHAPES,
+    ),
     (
         lambda b: te.layernorm.layernorm(ones(4, 8), ones(8), b, "layernorm"),
         "norm beta",
@@ -104,7 +158,7 @@ CASES = [
         "norm epsilon",
         NUMBERS | {"negative": -1e-6},
     ),
-    (lambda x: te.activation.activation(x, ("gelu",)), "activation x", ARRAYS | SHAPES),
+    (lambda x: te.activation.activation(x, ("gelu",), held().x), "activation x", ARRAYS | SHAPES),
     (
         lambda n: te.activation.activation(ones(4, 1, 8), n),
         "activation names",
@@ -349,25 +403,25 @@ CALLS = [
 
 
 @pytest.mark.parametrize(("call", "value"), CALLS)
-def test_a_bad_call_is_refused_in_a_sentence(call, value):
+def test_a_bad_call_is_refused_in_a_sentence_and_changes_nothing(call, value):
+    before = state(value)
     with pytest.raises((ValueError, TypeError)) as refused:
         call(value)
     sentence = str(refused.value)
     module = refused.traceback[-1].frame.f_globals.get("__name__", "")
     assert module.startswith("transformer_engine."), f"{module}: {sentence}"
     assert any(word in sentence for word in ("; ", "give ", "must ")), sentence
-    assert quantize.get_global_quantize_recipe() is None
+    after = state(value)
+    assert [name for name in before if before[name] != after[name]] == []
 
 
 def test_there_are_three_hundred():
     assert len(CALLS) >= 300
 
 
-@pytest.mark.parametrize("x", [np.ones((4, 8), np.int32), np.ones(3, np.float32)])
-def test_a_refused_tensor_leaves_the_state_of_a_quantizer_as_it_was(x):
-    quantizer = quantize.DelayedScaleQuantizer(q_dtype=jnp.dtype(jnp.float8_e4m3fn))
-    before = np.asarray(quantizer.scale), np.asarray(quantizer.amax_history)
-    with pytest.raises((ValueError, TypeError)):
-        quantizer.quantize(x)
-    np.testing.assert_array_equal(before[0], quantizer.scale)
-    np.testing.assert_array_equal(before[1], quantizer.amax_history)
+def test_a_good_call_changes_what_is_looked_at():
+    before = state(None)
+    quantizer_call()
+    with te.autocast(True, mesh_resource=te.MeshResource(dp_resource="dp")):
+        after = state(None)
+    assert {name for name in before if before[name] != after[name]} == {"recipe", "mesh resource", "arrays"}

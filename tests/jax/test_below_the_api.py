@@ -16,9 +16,17 @@ import transformer_engine.jax.flax as te_flax
 import transformer_engine_jax as tex_enums
 from transformer_engine.common import recipe
 from transformer_engine.jax import cpp_extensions as tex
-from transformer_engine.jax.cpp_extensions.misc import get_xla_flag
+from transformer_engine.jax.attention import fused
+from transformer_engine.jax.cpp_extensions import activation as tex_activation
+from transformer_engine.jax.cpp_extensions import normalization as tex_normalization
+from transformer_engine.jax.cpp_extensions import quantization as tex_quantization
+from transformer_engine.jax.cpp_extensions.gemm import GemmPrimitive
+from transformer_engine.jax.cpp_extensions.misc import get_cudnn_version, get_xla_flag
+from transformer_engine.jax.cpp_extensions.normalization import NormFwdPrimitive
 from transformer_engine.jax.debug.experimental import inspect_array, load_array_dump
 from transformer_engine.jax.nnx import bridged, state_type, value_and_grad
+from transformer_engine.jax.platform import has_gpu
+from transformer_engine.jax.primitives import custom_calls
 from transformer_engine.jax.primitives.custom_calls import switched_off
 from transformer_engine.jax.primitives.gemm import flag, float8
 from transformer_engine.jax.version_utils import jax_version_meet_requirement
@@ -150,6 +158,83 @@ def test_kernels_are_switched_off_by_their_names(monkeypatch):
         monkeypatch.setenv("NVTE_JAX_CUSTOM_CALLS", wrong)
         with pytest.raises(ValueError, match="neither true nor false"):
             switched_off("GemmPrimitive")
+
+
+def test_a_primitive_is_switched_off_by_its_class(monkeypatch):
+    monkeypatch.setattr(custom_calls, "_said", {})
+    assert GemmPrimitive.enabled() and NormFwdPrimitive.enabled()
+    GemmPrimitive.set_enabled(False)
+    assert not GemmPrimitive.enabled() and NormFwdPrimitive.enabled()
+    assert switched_off("GemmPrimitive") == "GemmPrimitive.set_enabled(False) was called"
+    monkeypatch.setenv("NVTE_JAX_CUSTOM_CALLS", "false")
+    GemmPrimitive.set_enabled(True)
+    assert GemmPrimitive.enabled() and not NormFwdPrimitive.enabled()
+    with pytest.raises(NotImplementedError, match=r"jax\.ffi, or in Triton"):
+        tex.register_primitive(GemmPrimitive)
+
+
+def test_plain_versions_compute_what_the_operations_do():
+    x, gamma = jax.random.normal(jax.random.key(0), (4, 16)), jnp.ones(16)
+    hidden = x.reshape(2, 2, 2, 8)
+    plain = tex_quantization._jax_quantize_dbias(x, None)
+    np.testing.assert_array_equal(plain[1], tex.quantize_dbias(x, None)[1])
+    assert tex_quantization._jax_quantize(x, None).data is x
+    y = tex_activation._jax_act_lu(hidden, ("silu", "linear")).data
+    np.testing.assert_array_equal(y, tex.act_lu(hidden, ("silu", "linear")).data)
+    dx, dbias = tex_activation._jax_quantize_dact_dbias(y, hidden, ("silu", "linear"))
+    np.testing.assert_array_equal(dx.data, tex.dact_lu(y, hidden, ("silu", "linear")).data)
+    np.testing.assert_allclose(dbias, dx.data.sum((0, 1)), rtol=1e-5, atol=1e-6)
+    found = tex_normalization._jax_rmsnorm(x, gamma, False, 1e-6)
+    np.testing.assert_array_equal(found[0].data, tex.rmsnorm_fwd(x, gamma, False, 1e-6, None)[0].data)
+    assert tex_normalization._jax_layernorm(x, gamma, gamma, False, 1e-6)[1].shape == (4,)
+    scaling = te.quantize.ScalingMode.NO_SCALING
+    assert not tex_normalization.is_norm_zero_centered_gamma_in_weight_dtype(scaling)
+
+
+def test_libraries_have_versions_where_there_is_a_gpu():
+    numbers = (tex_enums.get_cuda_version(), tex_enums.get_cudnn_version(), tex_enums.get_cublasLt_version())
+    assert [number > 0 for number in numbers] == [has_gpu()] * 3
+    assert any(get_cudnn_version()) is has_gpu()
+    assert tex_enums.registrations() == {} and tex_enums.get_num_compute_streams() == 1
+
+
+@pytest.mark.parametrize(
+    ("layout", "axes"),
+    [
+        ("SB3HD", "SBHD"),
+        ("BSHD_BSH2D", "BSHD"),
+        ("THD_THD_THD", "THD"),
+        ("Paged_KV_SBHD_BSHD_BSHD", "SBHD_2BSHD"),
+    ],
+)
+def test_a_layout_has_an_order_of_axes(layout, axes):
+    layouts, formats = tex_enums.NVTE_QKV_Layout, tex_enums.NVTE_QKV_Format
+    assert tex_enums.nvte_get_qkv_format(layouts[f"NVTE_{layout}"]) is formats[f"NVTE_{axes}"]
+
+
+def test_no_fused_attention_is_found_where_the_reference_computes(monkeypatch):
+    def asked(dtype, layout):
+        return tex_enums.get_fused_attn_backend(
+            True, dtype, dtype, layout, tex_enums.NVTE_Bias_Type.NVTE_NO_BIAS,
+            tex_enums.NVTE_Mask_Type.NVTE_CAUSAL_MASK, tex_enums.NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX, 0.0, 8, 8, 128,
+            128, 64, 64,
+        ).name  # fmt: skip
+
+    monkeypatch.setattr(fused, "has_gpu", lambda: False)
+    half, whole = tex_enums.DType.kBFloat16, tex_enums.NVTE_QKV_Layout.NVTE_BSHD_BSHD_BSHD
+    assert asked(half, whole) == asked(tex_enums.DType.kByte, whole) == "NVTE_No_Backend"
+    with pytest.raises(ValueError, match="choose one of NVTE_BS3HD"):
+        asked(half, tex_enums.NVTE_QKV_Layout.NVTE_SBH3D)
+    taken = lambda self: True  # noqa: E731
+    monkeypatch.setattr(tex.FusedAttnHelper, "is_fused_attn_kernel_available", taken)
+    assert asked(half, whole) == "NVTE_F16_arbitrary_seqlen"
+
+
+def test_a_score_mod_of_one_record_is_that_of_its_arguments():
+    config = tex.make_fused_attn_score_mod_config(jnp.tanh, score_mod_tensors=1.0)
+    assert vars(config)["score_mod"] is jnp.tanh and vars(config)["score_mod_tensors"] == 1.0
+    with pytest.raises(ValueError, match="give both, or neither"):
+        tex.make_fused_attn_score_mod_config(None, jnp.tanh)
 
 
 def test_a_missing_flag_of_xla_is_said_once(monkeypatch):

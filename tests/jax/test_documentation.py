@@ -1,4 +1,4 @@
-"""The code of the JAX page runs as it is printed."""
+"""The code of the pages of JAX runs as it is printed."""
 
 from __future__ import annotations
 
@@ -7,14 +7,47 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "jax.md"
+HERE = Path(__file__).resolve().parent
+PAGES = HERE.parents[1] / "docs"
 
 
-def blocks() -> list[str]:
-    return re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+def blocks(page: str = "jax") -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (PAGES / f"{page}.md").read_text(), re.DOTALL)
+
+
+def test_an_encoder_learns_to_name_images():
+    names: dict[str, Any] = {}
+    exec(blocks("jax_examples")[0], names)
+    assert names["accuracy"] > 0.9
+    assert set(names["state"]["fp8_metas"]) == {"DenseGeneral_0", "TransformerLayer_0"}
+
+
+def test_a_scanned_decoder_with_rope_and_grouped_queries_learns_to_count():
+    names: dict[str, Any] = {}
+    exec(blocks("jax_examples")[1], names)
+    assert names["losses"][-1] < 0.1 * names["losses"][0]
+    qkv = names["params"]["blocks"]["TransformerLayer_0"]["attention"]["kv"]["kernel"]
+    assert qkv.shape == (2, 64, 2, 32)
+
+
+def test_experts_on_four_devices_learn():
+    program = blocks("jax_examples")[2].replace(
+        "import flax\n", "from compiled import compile_quickly\ncompile_quickly(True)\nimport flax\n", 1
+    )
+    checks = (
+        "\nassert losses[-1] < 0.8 * losses[0], losses"
+        "\nassert received.shape == (4,) and int(received.sum()) == 2 * 8 * 16"
+    )
+    paths = os.pathsep.join((str(HERE.parents[1]), str(HERE)))
+    done = subprocess.run(
+        [sys.executable, "-c", program + checks], capture_output=True, text=True,
+        env=os.environ | {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_quickstart_runs_as_printed_without_torch_and_triton():

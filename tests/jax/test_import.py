@@ -27,25 +27,29 @@ def test_the_package_alone_imports_no_framework():
     assert not imported_by("import transformer_engine") & {"torch", "jax", "flax"}
 
 
-def test_the_jax_side_imports_no_torch():
-    assert "torch" not in imported_by("import transformer_engine.jax")
+# As an attribute of the package, where the other framework fails as if it were not installed.
+OF_JAX = (
+    BLOCK.format(name="torch") + BLOCK.format(name="triton") + "import time, flax, transformer_engine\n"
+    "begun = time.process_time()\n"
+    "transformer_engine.jax\n"
+    "print(time.process_time() - begun)\n"
+    "from jax._src import xla_bridge\n"
+    "assert not xla_bridge._backends, 'a device was asked for'\n"
+)
+
+
+def test_the_jax_side_works_without_torch_and_asks_for_no_device():
+    done = run(OF_JAX)
+    assert done.returncode == 0, done.stderr
+    seconds = [float(done.stdout)]
+    while min(seconds) > 0.5 and len(seconds) < 3:  # a busy machine is asked again
+        seconds.append(float(run(OF_JAX).stdout))
+    assert min(seconds) <= 0.5, "of a core, above what flax takes"
 
 
 def test_the_pytorch_side_imports_no_jax():
-    assert not imported_by("import transformer_engine.pytorch") & {"jax", "flax"}
-
-
-@pytest.mark.parametrize("name", ["pytorch", "jax"])
-def test_a_framework_is_an_attribute_of_the_package(name):
-    assert f"transformer_engine.{name}" in imported_by(
-        f"import transformer_engine\ntransformer_engine.{name}"
-    )
-
-
-def test_the_jax_side_works_without_torch():
-    assert "transformer_engine.jax" in imported_by(
-        BLOCK.format(name="torch") + "import transformer_engine.jax"
-    )
+    found = imported_by("import transformer_engine\ntransformer_engine.pytorch")
+    assert "transformer_engine.pytorch" in found and not found & {"jax", "flax"}
 
 
 @pytest.mark.parametrize(("name", "missing"), [("pytorch", "torch"), ("jax", "jax"), ("jax", "flax")])
@@ -66,21 +70,24 @@ def test_an_import_without_torch_says_what_to_install(module):
     assert 'pip install ".[pytorch]" in a checkout' in last
 
 
-@pytest.mark.parametrize(
-    ("missing", "arguments", "sentence"),
-    [
-        (("torch",), ["info"], "te info needs torch"),
-        (("torch",), ["bench", "--quick"], "te bench needs torch"),
-        (("torch", "jax"), ["train"], "te needs torch"),
-    ],
-)
-def test_a_command_without_its_framework_says_what_to_install(missing, arguments, sentence):
-    blocked = "".join(BLOCK.format(name=name) for name in missing)
-    call = f"sys.argv = {['te', *arguments]!r}\nfrom transformer_engine.cli import main\nmain()"
-    done = run(blocked + call)
-    assert done.returncode == 1
-    remedy = 'pip install ".[cli]" in a checkout of this package'
-    assert done.stderr.strip() == f"{sentence}; install with {remedy}"
+def test_a_command_without_its_framework_says_what_to_install():
+    called = (
+        "from transformer_engine.cli import main\n"
+        "def call(*arguments):\n"
+        "    sys.argv = ['te', *arguments]\n"
+        "    try:\n"
+        "        main()\n"
+        "    except SystemExit as end:\n"
+        "        print(end.code)\n"  # a sentence, with which Python exits by 1
+        "call('info')\n"
+        "call('bench', '--quick')\n"
+    )
+    without_jax = BLOCK.format(name="jax") + "call('train')\n"
+    done = run(BLOCK.format(name="torch") + called + without_jax)
+    assert done.returncode == 0, done.stderr
+    remedy = 'install with pip install ".[cli]" in a checkout of this package'
+    said = ("te info needs torch", "te bench needs torch", "te needs torch")
+    assert done.stdout.strip().splitlines() == [f"{sentence}; {remedy}" for sentence in said]
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="the standard library reads TOML from Python 3.11 on")
@@ -121,12 +128,3 @@ def test_an_old_python_is_refused_with_the_least_version(monkeypatch):
         ImportError, match=r"transformer_engine.jax needs Python 3.11 or newer, this is Python 3.10"
     ):
         frameworks.demand(frameworks.JAX)
-
-
-def test_importing_asks_for_no_device():
-    program = (
-        "import transformer_engine.jax, jax\n"
-        "from jax._src import xla_bridge\n"
-        "assert not xla_bridge._backends, xla_bridge._backends"
-    )
-    assert run(program).returncode == 0

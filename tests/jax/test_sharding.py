@@ -61,6 +61,11 @@ def test_a_checkpoint_of_one_device_restores_on_eight(facts):
     assert facts["restored shards"] == 2
 
 
+def test_collectives_go_over_the_axes_of_the_resource(facts):
+    """The numbers 0 to 7 on 4 x 2 devices: maximum but for the pipeline, sum over batches, sum over tokens."""
+    assert facts["reduced"] == {"dp and tpsp": [7, 0 + 2 + 4 + 6, 28], "pp and fsdp": [1, 1, 1]}
+
+
 @pytest.fixture(scope="module")
 def compositions() -> dict:
     return printed_by(PROGRAM.with_name("host_compositions.py"))

@@ -271,20 +271,123 @@ def test_a_layer_is_the_plain_one(fields):
         np.testing.assert_allclose(got / scale, expected / scale, atol=2e-4, err_msg=str(path))
 
 
-def test_the_trees_of_an_encoder_and_a_decoder():
-    x, encoded, mask, cross = data(DECODER)
-    encoder = parameters(layer({"use_bias": True, "output_layernorm": True}), x, None, mask, cross)[0]
-    shapes = {"/".join(k): v.shape for k, v in flax.traverse_util.flatten_dict(encoder).items()}
-    assert shapes == {
-        "attention/qkv/kernel": (32, 3, 32), "attention/qkv/bias": (3, 32), "attention/out/kernel": (32, 32),
-        "attention/out/bias": (32,), "mlp/scale": (32,), "mlp/ln_bias": (32,), "mlp/wi_kernel": (32, 1, 48),
-        "mlp/wi_bias": (1, 48), "mlp/wo_kernel": (48, 32), "mlp/wo_bias": (32,), "relpos_bias/rel_embedding": (4, 32),
-        "output_layernorm/scale": (32,), "output_layernorm/ln_bias": (32,),
+FSDP, TP, JOINED, WHOLE = "nvte_w_fsdp", "nvte_w_tp", "nvte_w_joined", "nvte_w_no_shard"
+ONES, ZEROS = 1.0, 0.0
+
+
+def projection(inputs, features, axes, fields, adapted=False):
+    """{name: (shape, axes, first values: a constant, or the standard deviation of what is drawn)}."""
+    features = features if isinstance(features, tuple) else (features,)
+    bias_axes = axes[1:] if axes[-1] == TP else (WHOLE,)
+    made = {"kernel": ((inputs, *features), axes, None)}
+    if fields.get("use_bias"):
+        made["bias"] = (features, bias_axes, ZEROS)
+    if adapted:
+        rank = fields["low_rank_adaptation_dim"]
+        made["lora_a_kernel"] = ((inputs, *features[:-1], rank), (None,) * (1 + len(features)), None)
+        made["lora_b_kernel"] = ((*features[:-1], rank, features[-1]), (None,) * (1 + len(features)), ZEROS)
+    return made
+
+
+def norm_parameters(fields):
+    made = {"scale": ((HIDDEN,), (WHOLE,), ZEROS if fields.get("zero_centered_gamma") else ONES)}
+    bias = {"ln_bias": ((HIDDEN,), (WHOLE,), ZEROS)}
+    return made | (bias if fields.get("layernorm_type", "layernorm") == "layernorm" else {})
+
+
+def attention_parameters(fields, self_attention, normed):
+    groups = fields.get("num_gqa_groups") or HEADS
+    narrow, scope = HIDDEN // HEADS * groups, fields.get("low_rank_adaptation_scope", "none")
+    adapted, out_adapted = scope in ("exclude_mlp", "qkv_proj"), scope in ("exclude_mlp", "output_proj")
+    norms = norm_parameters(fields) if normed else {}
+    one, several = (FSDP, TP), (FSDP, JOINED, TP)
+    made = {"out": projection(HIDDEN, HIDDEN, (TP, FSDP), fields, out_adapted)}
+    if fields.get("fuse_qkv_params", True) and self_attention and groups == HEADS:
+        made["qkv"] = projection(HIDDEN, (3, HIDDEN), several, fields, adapted) | norms
+    else:
+        made["query"] = projection(HIDDEN, HIDDEN, one, fields, adapted) | norms
+        if fields.get("fuse_qkv_params", True):
+            made["kv"] = projection(HIDDEN, (2, narrow), several, fields, adapted)
+        else:
+            made |= {name: projection(HIDDEN, narrow, one, fields, adapted) for name in ("key", "value")}
+    if fields.get("softmax_type") == "learnable":
+        sink = {"softmax_offset": ((1, HEADS, 1, 1), (None, "nvte_head", None, None), ZEROS)}
+        made["DotProductAttention_0"] = {"_UnfusedDotProductAttention_0": sink}
+    return made
+
+
+def layer_parameters(fields):
+    """The tree that checkpoints of a layer have."""
+    decoder = fields.get("layer_type") is TransformerLayerType.DECODER
+    parts = len(fields.get("mlp_activations", ("gelu",)))
+    wide = fields.get("output_layernorm", False)
+    mlp = norm_parameters(fields) | {
+        "wi_kernel": ((HIDDEN, parts, 48), (FSDP, JOINED, TP), None), "wo_kernel": ((48, HIDDEN), (TP, FSDP), None),
     }  # fmt: skip
-    decoder = parameters(layer(DECODER | {"num_gqa_groups": 2}), x, encoded, mask, cross)[0]
-    assert set(decoder) == {"self_attention", "encoder_decoder_attention", "mlp", "relpos_bias"}
-    assert decoder["self_attention"]["kv"]["kernel"].shape == (32, 2, 16)
-    assert decoder["encoder_decoder_attention"]["query"]["kernel"].shape == (32, 32)
+    if fields.get("use_bias"):
+        mlp |= {"wi_bias": ((parts, 48), (JOINED, TP), ZEROS), "wo_bias": ((HIDDEN,), (WHOLE,), ZEROS)}
+    made = {"self_attention" if decoder else "attention": attention_parameters(fields, True, not wide)}
+    if decoder:
+        made["encoder_decoder_attention"] = attention_parameters(fields, False, True)
+    if fields.get("enable_relative_embedding", True):
+        made["relpos_bias"] = {"rel_embedding": ((HEADS, 32), ("heads", "relpos_buckets"), None)}
+    return made | {"mlp": mlp} | ({"output_layernorm": norm_parameters(fields)} if wide else {})
+
+
+def boxed_and_initial(fields):
+    x, encoded, mask, cross = data(fields)
+    x = jnp.swapaxes(x, 0, 1) if fields.get("transpose_batch_sequence") else x
+    model = layer(fields)
+
+    def init(key):
+        return model.init(key, x, encoded, mask, cross, deterministic=True)["params"]
+
+    return flax.traverse_util.flatten_dict(jax.eval_shape(init, jax.random.key(1))), init
+
+
+@pytest.mark.parametrize("fields", (CONFIGURATIONS | PAIRS).values(), ids=CONFIGURATIONS | PAIRS)
+def test_the_parameters_of_a_layer_have_their_paths_shapes_and_axes(fields):
+    boxed, _ = boxed_and_initial(fields)
+    wanted = flax.traverse_util.flatten_dict(layer_parameters(fields))
+    assert set(boxed) == set(wanted)
+    for path, (shape, axes, _) in wanted.items():
+        assert boxed[path].value.shape == shape, path
+        assert boxed[path].names == axes, path
+        assert boxed[path].value.dtype == jnp.float32, path
+
+
+@pytest.mark.parametrize("fields", LAYERS)
+def test_the_parameters_of_a_layer_begin_as_they_should(fields):
+    _, init = boxed_and_initial(fields)
+    drawn = flax.traverse_util.flatten_dict(nn.meta.unbox(jax.jit(init)(jax.random.key(1))))
+    for path, (shape, _, constant) in flax.traverse_util.flatten_dict(layer_parameters(fields)).items():
+        if constant is not None:
+            np.testing.assert_array_equal(
+                drawn[path], np.full(shape, constant, np.float32), err_msg=str(path)
+            )
+            continue
+        inputs = shape[0] if path[-1] != "rel_embedding" else np.mean(shape)
+        wanted = inputs**-0.5
+        kernel = np.asarray(drawn[path])
+        if path[-2] in ("qkv", "query") and fields.get("scaled_query_init", True):
+            query = kernel[:, 0] if path[-2] == "qkv" else kernel
+            kernel = query * (HIDDEN // HEADS) ** 0.5
+        assert abs(kernel.std() / wanted - 1) < 5 / (2 * kernel.size) ** 0.5, path
+
+
+@pytest.mark.parametrize(
+    ("former", "name", "value"),
+    [
+        ("num_heads", "num_attention_heads", 2), ("dropout_rate", "attention_dropout", 0.25),
+        ("output_layernorm", "input_layernorm", False), ("fuse_qkv", "fuse_qkv_params", False),
+        ("apply_residual_connection_post_layernorm", "return_layernorm_output", True),
+    ],
+)  # fmt: skip
+def test_a_former_name_of_a_field_is_taken_with_a_warning(former, name, value):
+    with pytest.warns(DeprecationWarning, match=f"{former} of MultiHeadAttention is deprecated; give {name}"):
+        model = te_flax.MultiHeadAttention(8, HEADS, **{former: value})
+    assert getattr(model, name) == value
+    assert getattr(model.copy(), name) == value  # which warns no more
 
 
 def test_fused_kernels_are_drawn_part_by_part():
@@ -330,6 +433,48 @@ def test_a_quantized_layer_stays_near_the_plain_one(name, settings, tolerance):
             for k, s in flax.traverse_util.flatten_dict(state).items()
             if k[-1].endswith("scale")
         )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "dtype", "tolerance"),
+    [
+        pytest.param(None, jnp.bfloat16, 0.06, id="bfloat16"),
+        pytest.param(recipe.DelayedScaling(amax_history_len=4), jnp.float32, 0.4, id="fp8"),
+    ],
+)
+@pytest.mark.parametrize("fields", (CONFIGURATIONS | PAIRS).values(), ids=CONFIGURATIONS | PAIRS)
+def test_every_gradient_in_low_precision_stays_near_the_plain_one(fields, settings, dtype, tolerance):
+    x, encoded, mask, cross = data(fields)
+    swap = (lambda y: jnp.swapaxes(y, 0, 1)) if fields.get("transpose_batch_sequence") else (lambda y: y)
+    model, dy = layer(fields), jax.random.normal(jax.random.key(3), x.shape)
+    low = jax.tree.map(lambda y: y.astype(dtype), (swap(x), encoded))
+    with te.autocast(settings is not None, settings):
+        params, state = parameters(model, swap(x), encoded, mask, cross)
+        # The first step measures, the second multiplies by what it measured.
+        ours = jax.jit(
+            jax.value_and_grad(
+                lambda params, state: (
+                    swap(model.apply({"params": params, **state}, *low, mask, cross, deterministic=True)) * dy
+                ).sum(),
+                argnums=(0, 1),
+            )
+        )
+        _, (_, state) = ours(params, state)
+        value, (grads, _) = ours(params, state)
+
+    def plain(params):
+        return (plain_layer(params, x, encoded, mask, cross, fields) * dy).sum()
+
+    want_value, want = jax.jit(jax.value_and_grad(plain))(params)
+    norms = [float(jnp.linalg.norm(leaf)) for leaf in jax.tree.leaves(want)]
+    assert abs(float(value) - float(want_value)) < tolerance * float(jnp.linalg.norm(dy))
+    for (path, got), expected, size in zip(
+        jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(want), norms, strict=True
+    ):
+        # A bias of keys moves all scores of a query alike: its gradient is zero but for rounding.
+        error = float(jnp.linalg.norm(got - expected)) / max(size, 0.05 * max(norms))
+        assert error < tolerance, path
 
 
 def test_dropout_repeats_with_its_key_and_is_shared_along_its_dims():

@@ -6,11 +6,14 @@ Nothing here is asked at import: the first question starts JAX's backends.
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import jax
+from packaging.version import Version
 
 from ..common import env
 
@@ -52,6 +55,35 @@ def xla_flag(name: str) -> str | None:
         if key == name:
             found = value or "true"
     return found
+
+
+_LIBRARIES = {
+    "cuda": "cuda_runtime_get_version",
+    "cudnn": "cudnn_get_version",
+    "cublas": "cublas_get_version",
+}
+
+
+def library_version(name: str) -> int:
+    """The number of CUDA, cuDNN or cuBLAS as XLA uses them, 0 without a GPU; cudnn_frontend: of the Python package."""
+    if name == "cudnn_frontend":
+        return _frontend_version()
+    if not has_gpu():
+        return 0
+    versions: Any = importlib.import_module(
+        "jax._src.lib"
+    ).cuda_versions  # private: jax has no other door to them
+    return int(getattr(versions, _LIBRARIES[name])())
+
+
+def _frontend_version() -> int:
+    """10000 major + 100 minor + patch."""
+    try:
+        numbers = Version(version("nvidia-cudnn-frontend")).release
+    except PackageNotFoundError:
+        return 0
+    major, minor, patch = (*numbers, 0, 0)[:3]
+    return 10000 * major + 100 * minor + patch
 
 
 @dataclass(frozen=True)

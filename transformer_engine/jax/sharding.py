@@ -6,7 +6,7 @@ Nothing here moves data: a constraint is a hint to XLA's partitioner, and withou
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -235,3 +235,31 @@ def dp_or_fsdp_axis_size() -> int:
 def ep_axis_size() -> int:
     """Devices along the expert-parallel axis."""
     return get_mesh_axis_size(global_mesh_resource().ep_resource)
+
+
+def all_reduce_max_along_all_axes_except_PP(x: Array, mesh: Mesh | None = None) -> Array:
+    """The maximum of x over every axis of the MeshResource but the pipeline's; for shard_map, where axes are manual."""
+    resource = global_mesh_resource()
+    axes = [axis for name, axis in vars(resource).items() if name != "pp_resource"]
+    return _reduced(jax.lax.pmax, x, axes, mesh)
+
+
+def all_reduce_sum_along_dp_fsdp(x: Array, mesh: Mesh | None = None) -> Array:
+    """The sum of x over the axes that batches are laid over; for shard_map."""
+    resource = global_mesh_resource()
+    return _reduced(jax.lax.psum, x, [resource.dp_resource, resource.fsdp_resource], mesh)
+
+
+def all_reduce_sum_along_dp_fsdp_tpsp(x: Array, mesh: Mesh | None = None) -> Array:
+    """The sum of x over the axes that tokens are laid over: batches, and sequences; for shard_map."""
+    resource = global_mesh_resource()
+    axes = [resource.dp_resource, resource.fsdp_resource, resource.tpsp_resource]
+    return _reduced(jax.lax.psum, x, axes, mesh)
+
+
+def _reduced(
+    operation: Callable[..., Array], x: Array, axes: Sequence[str | None], mesh: Mesh | None
+) -> Array:
+    """operation over those of the axes that have several devices, each once."""
+    several = tuple(dict.fromkeys(axis for axis in axes if axis and get_mesh_axis_size(axis, mesh) > 1))
+    return operation(x, several) if several else x

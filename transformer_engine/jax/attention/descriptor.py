@@ -12,6 +12,7 @@ from jax import Array
 from jax.core import Tracer
 
 from ...common.checks import described
+from .enums import AttnMaskType, QKVLayout
 
 Pair = tuple[Array, Array]
 
@@ -124,6 +125,26 @@ class SequenceDescriptor:
             made.append(((place_of < lengths[:, None]).astype(jnp.int32), place_of))
         return Segments(made[0][0], made[1][0], made[0][1], made[1][1])
 
+    def get_seqlens_and_offsets(
+        self,
+        attn_mask_type: AttnMaskType,
+        qkv_layout: QKVLayout,
+        window_size: tuple[int, int] | None,
+        max_segments_per_seq: int,
+    ) -> tuple[Array, Array, Array, Array]:
+        """Lengths of queries and keys, then their offsets: what was given, else counted from the segment numbers.
+
+        Of packed rows [b, n] and [b, n + 1], -1 where there is no sequence; of others lengths [b], and no offsets.
+        Neither the mask's type nor a window changes how long a sequence is.
+        """
+        lengths, offsets = list(self.seqlens), list(self.seq_offsets)
+        for place, ids in enumerate(self.segment_ids):
+            if ids.size and qkv_layout.is_thd():
+                lengths[place], offsets[place] = _absent_as_minus_one(*_runs(ids, max_segments_per_seq))
+            elif ids.size:
+                lengths[place] = (ids != 0).sum(axis=1, dtype=jnp.int32)
+        return lengths[0], lengths[1], offsets[0], offsets[1]
+
     def bounds(self, batch: int, queries: int, keys: int, most: int) -> tuple[Array, Array, Array, Array]:
         """Lengths of queries and of keys, then their first tokens, int32 [b, n]; 0 where there is no sequence.
 
@@ -145,6 +166,13 @@ class SequenceDescriptor:
                 _fits("seqlens", lengths.shape, (batch,))
                 made.append((lengths[:, None], jnp.zeros((batch, 1), jnp.int32)))
         return made[0][0], made[1][0], made[0][1], made[1][1]
+
+
+def _absent_as_minus_one(lengths: Array, begins: Array) -> Pair:
+    """Lengths [b, n] and offsets [b, n + 1], -1 where there is no sequence."""
+    real = lengths > 0
+    offsets = jnp.pad(jnp.where(real, begins, -1), ((0, 0), (0, 1)), constant_values=-1)
+    return jnp.where(real, lengths, -1), offsets
 
 
 def segments_at_most(descriptor: SequenceDescriptor | Array | None, most: int) -> int:

@@ -12,6 +12,15 @@ from ..collective import CollectiveOp
 from ..dense import dense
 from ..primitives.grouped_gemm import grouped_gemm as grouped_product
 from ..quantize.quantizers import Quantizer, QuantizerSet
+from .base import BasePrimitive
+
+
+class GemmPrimitive(BasePrimitive):
+    """Products."""
+
+
+class GroupedGemmPrimitive(BasePrimitive):
+    """Products of rows in groups."""
 
 
 def gemm(
@@ -34,3 +43,12 @@ def grouped_gemm(lhs: Any, rhs: Any, group_sizes: Array, preferred_element_type:
     values = [x.dequantize() if hasattr(x, "dequantize") else x for x in (lhs, rhs)]
     dtype = jnp.dtype(values[0].dtype if preferred_element_type is None else preferred_element_type)
     return grouped_product(values[0], values[1].astype(values[0].dtype), group_sizes, dtype)
+
+
+def grouped_gemm_copy_group_sizes(group_sizes: Array, num_gemms: int) -> Array:
+    """group_sizes [num_gemms] as they are: the kernel reads them on the device, nothing is copied to the host."""
+    if group_sizes.shape != (num_gemms,):
+        raise ValueError(
+            f"group_sizes has shape {list(group_sizes.shape)}; give one number a group, [{num_gemms}]"
+        )
+    return group_sizes

@@ -7,10 +7,15 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..attention.enums import AttnSoftmaxType
-from ..platform import compute_capability, xla_flag
+from ..platform import compute_capability, library_version, xla_flag
 from ..softmax import SoftmaxFusionType
 
-__all__ = ["get_min_device_compute_capability", "get_xla_flag", "is_softmax_kernel_available"]
+__all__ = [
+    "get_cudnn_version",
+    "get_min_device_compute_capability",
+    "get_xla_flag",
+    "is_softmax_kernel_available",
+]
 
 _THREADS, _WARP = 128, 32
 
@@ -19,6 +24,12 @@ def get_xla_flag(name: str, default: str | None = None) -> str | None:
     """The value of a flag in XLA_FLAGS, with or without its leading dashes."""
     found = xla_flag(name.lstrip("-"))
     return default if found is None else found
+
+
+def get_cudnn_version() -> tuple[int, int, int]:
+    """(major, minor, patch) of the cuDNN that XLA uses; zeros without a GPU."""
+    number = library_version("cudnn")
+    return number // 10000, number // 100 % 100, number % 100
 
 
 def get_min_device_compute_capability() -> int:

@@ -8,7 +8,17 @@ from jax import Array
 
 from ..primitives.norm import norm_forward
 from ..quantize.quantizers import Quantizer
-from .quantization import quantize
+from ..quantize.scaling_modes import ScalingMode
+from .base import BasePrimitive
+from .quantization import by_reference, quantize
+
+
+class NormFwdPrimitive(BasePrimitive):
+    """Norms."""
+
+
+class NormBwdPrimitive(BasePrimitive):
+    """Gradients of norms."""
 
 
 def layernorm_fwd(
@@ -17,7 +27,7 @@ def layernorm_fwd(
     beta: Array,
     zero_centered_gamma: bool,
     epsilon: float,
-    quantizer: Quantizer | None,
+    quantizer: Quantizer | None = None,
 ) -> tuple[Any, Array, Array]:
     """(y, mean [..], rstdev [..]), statistics in float32."""
     y, mean, rstdev = norm_forward(x, gamma, beta, True, zero_centered_gamma, float(epsilon))
@@ -26,8 +36,17 @@ def layernorm_fwd(
 
 
 def rmsnorm_fwd(
-    x: Array, gamma: Array, zero_centered_gamma: bool, epsilon: float, quantizer: Quantizer | None
+    x: Array, gamma: Array, zero_centered_gamma: bool, epsilon: float, quantizer: Quantizer | None = None
 ) -> tuple[Any, Array]:
     """(y, rstdev [..]), rstdev in float32."""
     y, _, rstdev = norm_forward(x, gamma, None, False, zero_centered_gamma, float(epsilon))
     return quantize(y, quantizer), rstdev[..., 0]
+
+
+def is_norm_zero_centered_gamma_in_weight_dtype(scaling_mode: ScalingMode) -> bool:
+    """Is the 1 of 1 + gamma added in gamma's dtype? Under no scaling mode: in float32."""
+    return False
+
+
+_jax_layernorm = by_reference(layernorm_fwd)
+_jax_rmsnorm = by_reference(rmsnorm_fwd)

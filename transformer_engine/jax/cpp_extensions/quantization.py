@@ -2,14 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 from jax import Array
 
+from ...common.dispatch import use_backend
 from ..quantize.grouped import GroupedNoScaleTensor, GroupedQuantizer
 from ..quantize.quantizers import Quantizer
 from ..quantize.tensors import NoScaleTensor, positive_axis
+from .base import BasePrimitive
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class QuantizePrimitive(BasePrimitive):
+    """Quantization."""
+
+
+class DBiasQuantizePrimitive(BasePrimitive):
+    """Quantization with the sums of columns beside it."""
+
+
+def by_reference(function: Function) -> Function:
+    """The function as the references in jnp compute it, on any device."""
+
+    @functools.wraps(function)
+    def plain(*arguments: Any, **options: Any) -> Any:
+        with use_backend(jax_quantize="reference", jax_activation="reference", jax_norm="reference"):
+            return function(*arguments, **options)
+
+    return plain  # pyright: ignore[reportReturnType]
 
 
 def quantize(x: Array, quantizer: Quantizer | None, flatten_axis: int = -1) -> Any:
@@ -33,3 +58,7 @@ def grouped_quantize(x: Array, quantizer: GroupedQuantizer | None, group_sizes: 
     if quantizer is None:
         return GroupedNoScaleTensor(x, group_sizes=group_sizes)
     return quantizer.quantize(x, group_sizes=group_sizes)
+
+
+_jax_quantize = by_reference(quantize)
+_jax_quantize_dbias = by_reference(quantize_dbias)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +34,14 @@ from .layernorm_dense_general import LayerNormDenseGeneral
 from .lora_scope import _canonicalize_lora_scope
 from .positions import rotated
 
+_FORMER_NAMES = {
+    "num_heads": "num_attention_heads",
+    "dropout_rate": "attention_dropout",
+    "output_layernorm": "input_layernorm",
+    "apply_residual_connection_post_layernorm": "return_layernorm_output",
+    "fuse_qkv": "fuse_qkv_params",
+}
+
 
 class MultiHeadAttention(nn.Module):
     """(out [b, q, h], norm of inputs_q or None) in the inputs' dtype; with transpose_batch_sequence [q, b, h].
@@ -45,6 +54,7 @@ class MultiHeadAttention(nn.Module):
     enable_sequence_parallel   norms see tokens laid over the tensor-parallel axis
     scale_attn_logits   scores are divided by sqrt(head_dim); else the query's kernel begins divided by it
                         (scaled_query_init)
+    num_heads and what follows are former names: what is given is taken for the field of today, with a warning
     """
 
     head_dim: int
@@ -79,8 +89,22 @@ class MultiHeadAttention(nn.Module):
     softmax_type: str = "vanilla"
     score_mod: Callable[..., Array] | None = None
     score_mod_bprop: Callable[..., Array] | None = None
+    num_heads: int | None = None
+    dropout_rate: float | None = None
+    output_layernorm: bool | None = None
+    apply_residual_connection_post_layernorm: bool | None = None
+    fuse_qkv: bool | None = None
 
     def __post_init__(self) -> None:
+        for former, name in _FORMER_NAMES.items():
+            if (given := getattr(self, former)) is not None:
+                warnings.warn(
+                    f"{former} of MultiHeadAttention is deprecated; give {name}",
+                    DeprecationWarning,
+                    stacklevel=3,
+                )
+                setattr(self, name, given)
+                setattr(self, former, None)  # Flax makes copies of a module by its fields
         self.kernel_init = kernel_initializer(self.kernel_init, self.dtype, "normal")
         super().__post_init__()
 

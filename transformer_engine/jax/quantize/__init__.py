@@ -1,5 +1,6 @@
 """Quantizers, quantized tensors and recipes of transformer_engine.jax."""
 
+from . import helper
 from .config import (
     NVTE_FP8_COLLECTION_NAME,
     QuantizeConfig,

@@ -107,13 +107,9 @@ class Quantizer:
     checkpoint_name: str | None = None
 
     def quantize(
-        self,
-        x: Array,
-        is_rowwise: bool | None = None,
-        is_colwise: bool | None = None,
-        dq_dtype: Any = None,
+        self, x: Array, is_rowwise: bool | None = None, is_colwise: bool | None = None, dq_dtype: Any = None,
         flatten_axis: int = -1,
-    ) -> ScaledTensor:
+    ) -> ScaledTensor:  # fmt: skip
         """codes and scales of x [*rows, *columns] in the layout's directions, or in those asked for.
 
         A quantizer with a state is brought one step forward.
@@ -123,13 +119,9 @@ class Quantizer:
         return tensor
 
     def encode(
-        self,
-        x: Array,
-        is_rowwise: bool | None = None,
-        is_colwise: bool | None = None,
-        dq_dtype: Any = None,
+        self, x: Array, is_rowwise: bool | None = None, is_colwise: bool | None = None, dq_dtype: Any = None,
         flatten_axis: int = -1,
-    ) -> tuple[ScaledTensor, Array | None]:
+    ) -> tuple[ScaledTensor, Array | None]:  # fmt: skip
         """(tensor, its absolute maximum or None) without a change of state."""
         rowwise = self.q_layout.has_rowwise if is_rowwise is None else is_rowwise
         colwise = self.q_layout.has_colwise if is_colwise is None else is_colwise

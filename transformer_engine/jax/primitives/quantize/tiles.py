@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -46,4 +47,19 @@ def repeat_rows(values: Array, rows_a_tile: int, rows: int) -> Array:
 
 def settled(scales: Scales) -> Scales:
     """The scales, computed once: XLA would compute them anew for every element that they multiply."""
-    return lax.optimization_barrier(scales)
+    return lax.platform_dependent(scales, cpu=_sorted_into_place, default=lax.optimization_barrier)
+
+
+def _sorted_into_place(scales: Scales) -> Scales:
+    """Scales of whole tensors through a sort by their places, which XLA fuses with nothing; tables behind a barrier.
+
+    The barrier is gone when XLA fuses for a CPU: a step of a small model under current scaling took 0.12 s with it,
+    0.03 s with the sort (0.03 s in float32).
+    """
+    return jax.tree.map(lambda s: _sorted(s) if s.size == 1 else lax.optimization_barrier(s), scales)
+
+
+def _sorted(scale: Array) -> Array:
+    places = lax.iota(jnp.int32, 2)  # of two copies: a sort of one element is no operation
+    _, bits = lax.sort((places, jnp.tile(exact.bits_of(scale.reshape(1)), 2)), num_keys=1)
+    return exact.float_of(bits[:1]).reshape(scale.shape)

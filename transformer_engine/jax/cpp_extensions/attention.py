@@ -1,0 +1,74 @@
+"""Which attention a fused kernel takes, and what a score_mod is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from jax import Array
+
+from ...common.checks import function_or_none
+from ..attention import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout, is_fused_attn_kernel_available
+from .base import BasePrimitive
+
+__all__ = ["FusedAttnFwdPrimitive", "FusedAttnHelper", "ScoreModConfig", "make_fused_attn_score_mod_config"]
+
+_F16, _NONE = 1, -1  # numbers of NVTE_Fused_Attn_Backend
+
+
+class FusedAttnFwdPrimitive(BasePrimitive):
+    """Attention by cuDNN or by our kernels."""
+
+
+@dataclass(frozen=True)
+class FusedAttnHelper:
+    """The facts of an attention that decide what computes it."""
+
+    is_training: bool
+    q_dtype: Any
+    kv_dtype: Any
+    qkv_layout: QKVLayout
+    attn_bias_type: AttnBiasType
+    attn_mask_type: AttnMaskType
+    softmax_type: AttnSoftmaxType
+    dropout_probability: float
+    q_num_heads: int
+    kv_num_heads: int
+    q_max_seqlen: int
+    kv_max_seqlen: int
+    head_dim_qk: int
+    head_dim_v: int
+    window_size: tuple[int, int] = (-1, -1)
+
+    def is_fused_attn_kernel_available(self) -> bool:
+        """Would another backend than the reference take it on this machine?"""
+        return is_fused_attn_kernel_available(**vars(self))
+
+    def get_fused_attn_backend(self) -> int:
+        """The number of the kind of backend: of 16-bit attention, or of none."""
+        return _F16 if self.is_fused_attn_kernel_available() else _NONE
+
+
+@dataclass(frozen=True)
+class ScoreModConfig:
+    """A score_mod with its tensors, by the names of the arguments of `fused_attn` that they are."""
+
+    score_mod: Callable[..., Array] | None = None
+    score_mod_bprop: Callable[..., Array] | None = None
+    score_mod_tensors: Any = None
+    score_mod_bprop_tensors: Any = None
+
+
+def make_fused_attn_score_mod_config(
+    score_mod: Callable[..., Array] | None,
+    score_mod_bprop: Callable[..., Array] | None = None,
+    score_mod_tensors: Any = None,
+    score_mod_bprop_tensors: Any = None,
+) -> ScoreModConfig:
+    """The four arguments in one: `fused_attn(.., **vars(config))`."""
+    function_or_none("score_mod", score_mod)
+    function_or_none("score_mod_bprop", score_mod_bprop)
+    if score_mod is None and score_mod_bprop is not None:
+        raise ValueError("score_mod_bprop without score_mod; give both, or neither")
+    return ScoreModConfig(score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors)

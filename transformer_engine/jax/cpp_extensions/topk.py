@@ -1,0 +1,5 @@
+"""Alias of transformer_engine.jax.primitives.topk."""
+
+from ..primitives.topk import topk
+
+__all__ = ["topk"]
