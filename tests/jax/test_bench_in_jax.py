@@ -75,12 +75,12 @@ def test_a_call_takes_the_state_that_the_call_before_has_left():
     with workload.context():
         call = jax_workload._Call(workload, backward=True)
     amax = np.abs(np.asarray(workload.inputs[0], np.float32)).max()
-    (params, (x,)), state = call(), call.state["fp8_metas"]
+    (y, params, (x,)), state = call(), call.state["fp8_metas"]
     assert state["x_scale"][0] == np.float32(448) / amax
     assert (state["x_amax_history"] != 0).sum() == 1
     call()
     assert (call.state["fp8_metas"]["x_amax_history"] != 0).sum() == 2
-    assert params["kernel"].shape == (128, 128) and x.shape == (128, 128)
+    assert y.shape == params["kernel"].shape == x.shape == (128, 128)
 
 
 def test_time_that_streams_share_counts_once():

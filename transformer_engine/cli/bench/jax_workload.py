@@ -89,9 +89,10 @@ def _forward_step(function: Callable[..., Any]) -> Callable[..., tuple[Any, Any]
 
 def _training_step(function: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
     def step(state: Any, gradient: Any, params: Any, *inputs: Array) -> tuple[Any, Any]:
-        _, pullback = jax.vjp(function, params, state, *inputs)
+        y, pullback = jax.vjp(function, params, state, *inputs)
         params_gradient, state, *inputs_gradient = pullback(gradient)
-        return state, (params_gradient, inputs_gradient)
+        # Without y among the results XLA would leave out what computes it alone: the last product.
+        return state, (y, params_gradient, inputs_gradient)
 
     return step
 

@@ -13,11 +13,12 @@ from . import reference, triton
 from .float8 import absolute_maximum, cast, scale_from_amax
 from .formats import FORMATS
 from .hadamard import hadamard_transform, inverse_transform
-from .spec import Given, Quantized, QuantizeSpec, Request, jax_dtype
+from .spec import Cast, Given, Quantized, QuantizeSpec, Request, jax_dtype
 
 __all__ = [
     "FORMATS",
     "TABLE",
+    "Cast",
     "QuantizeSpec",
     "Quantized",
     "Request",
