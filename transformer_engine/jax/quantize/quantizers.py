@@ -21,7 +21,7 @@ from ...common.formats import E2M1, E4M3, E5M2, Element
 from ...common.quantize_spec import QuantizeSpec
 from ..primitives import quantize as primitive
 from ..primitives.quantize import Cast
-from ..primitives.scale_update import advance_scales
+from ..primitives.scale_update import State, advance_scales, advance_states
 from .scaling_modes import AmaxComputeAlgo, QuantizeLayout, ScalingMode
 from .tensors import ScaledTensor, ScaledTensor1x, ScaledTensorFactory, positive_axis
 
@@ -343,18 +343,17 @@ def advanced_together(
             alike.setdefault(key, []).append(place)
     for (_, algorithm, margin), places in alike.items():
         states: list[Any] = [quantizers[place] for place in places]
-        histories, scales = advance_scales(
-            jnp.stack([state.amax_history for state in states]),
-            jnp.concatenate([state.scale for state in states]),
-            jnp.concatenate([jnp.reshape(amaxes[place], 1) for place in places]),  # pyright: ignore
+        advanced = advance_states(
+            [
+                State(state.amax_history, state.scale, jnp.reshape(amaxes[place], 1))  # pyright: ignore
+                for place, state in zip(places, states, strict=True)
+            ],
             algorithm.value,
             tuple(element_of(state.q_dtype).maximum for state in states),
             margin,
         )
-        for row, (place, state) in enumerate(zip(places, states, strict=True)):
-            following[place] = dataclasses.replace(
-                state, amax_history=histories[row], scale=scales[row : row + 1]
-            )
+        for place, state, (history, scale) in zip(places, states, advanced, strict=True):
+            following[place] = dataclasses.replace(state, amax_history=history, scale=scale)
     return tuple(following)
 
 

@@ -46,4 +46,14 @@ def run(
     return lax.optimization_barrier((exact.float_of(moved), new_scales))
 
 
-BACKEND = Backend[ScaleUpdateRequest]("reference", bind=lambda request: run)
+def run_apart(
+    states: tuple[tuple[Array, Array, Array], ...], algorithm: str, maxima: tuple[float, ...], margin: float
+) -> tuple[tuple[Array, Array], ...]:
+    """(history [length], scale [1]) of every state (history, scale, amax), made as those of one stack."""
+    histories, scales, amaxes = zip(*states, strict=True)
+    stacked = jnp.stack(histories), jnp.concatenate(scales), jnp.concatenate(amaxes)
+    moved, made = run(*stacked, algorithm, maxima, margin)
+    return tuple((moved[place], made[place : place + 1]) for place in range(len(states)))
+
+
+BACKEND = Backend[ScaleUpdateRequest]("reference", bind=lambda request: run_apart)
