@@ -151,6 +151,14 @@ class TestPadding:
         assert made[3] is not None and made[3].tolist() == [0, 1] and made[4].tolist() == [4, 4]
         assert made[0].abs().sum(1).bool().tolist() == [True] * 3 + [False, True] + [False] * 3
 
+    def test_a_row_of_probability_0_is_zeros_and_its_gradient_goes_to_its_token(self, device):
+        x, probs = leaf(2, 3, device=device), torch.tensor([[0.0], [0.5]], device=device)
+        mask = torch.ones(2, 1, dtype=torch.int32, device=device)
+        y, _, _ = moe_permute_with_probs(x, probs, mask, 2)
+        y.sum().backward()
+        assert y[0].tolist() == [0.0] * 3 and torch.equal(y[1], x[1])
+        assert x.grad is not None and x.grad.tolist() == [[1.0] * 3] * 2
+
 
 class TestByIndex:
     def test_values_and_gradients_are_those_of_a_stable_sort(self, device):
@@ -173,6 +181,14 @@ class TestByIndex:
         assert y.flatten().tolist() == [1.0, 2.0, 1.0] and row_id_map.tolist() == [2, 1, 0, -1]
         ones = torch.ones(2, 2, device=device)
         assert moe_unpermute(y, row_id_map, ones, map_type="index").flatten().tolist() == [2.0, 2.0]
+
+    def test_without_probs_the_shape_of_the_tokens_tells_how_many_rows_are_added_up(self, device):
+        x = torch.tensor([[1.0], [2.0], [3.0]], device=device)
+        experts = torch.tensor([[0, 1], [1, 0], [0, 1]], dtype=torch.int32, device=device)
+        y, row_id_map = moe_permute(x, experts, map_type="index")
+        back = moe_unpermute(y, row_id_map, restore_shape=(3, 1), map_type="index")
+        assert back.flatten().tolist() == [2.0, 4.0, 6.0]
+        assert moe_unpermute(y, row_id_map, map_type="index").shape == (6, 1)
 
     def test_other_integers_are_converted_with_a_warning(self, device):
         experts = torch.zeros(T, 1, dtype=torch.int64, device=device)
@@ -265,6 +281,23 @@ REFUSED = {
         lambda: moe_unpermute(X, MAP, restore_shape=(5, 8)),
         ValueError,
         r"restore_shape=\(5, 8\) is not that of the tokens, \(4, 8\)",
+    ),
+    "an expert below 0": (
+        lambda: moe_permute(X, MASK - 2, map_type="index"),
+        ValueError,
+        "routing_map holds expert -1; by index give experts 0, 1",
+    ),
+    "rows that are not there": (
+        lambda: moe_unpermute(X[:3], moe_permute(X, MASK)[1], torch.ones(4, 2)),
+        ValueError,
+        "row_id_map leads to row 7 of inp, which has 3",
+    ),
+    "rows by index that are not there": (
+        lambda: moe_unpermute(
+            X, moe_permute(X, MASK, map_type="index")[1], torch.ones(4, 2), map_type="index"
+        ),
+        ValueError,
+        "row_id_map leads to row 7 of inp, which has 4",
     ),
     "row map": (lambda: moe_unpermute(X, MAP[:, :4]), ValueError, r"by mask it is \[T, 2 E \+ 1\]"),
     "row map dtype": (lambda: moe_unpermute(X, MAP.long()), TypeError, "row_id_map is torch.int64"),

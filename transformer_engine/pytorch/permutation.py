@@ -41,6 +41,7 @@ def moe_permute(
     num_out_tokens   rows of y. By mask as many as ones, more are zero; -1 counts them, for which the host waits.
                      By index up to T k, rows beyond are dropped; -1 or 0: none is
     max_token_num    kept for its callers: no memory is held between calls
+    No tokens go to no rows, whatever num_out_tokens is.
     Of quantized tokens (FP8, MXFP8, NVFP4, blocks of one row) the row-wise codes and scales are moved.
     """
     one_of("map_type", map_type, _MAPS)
@@ -56,6 +57,7 @@ def moe_permute(
         warnings.warn(f"routing_map is {routing_map.dtype}; by index it is int32, converted", stacklevel=2)
         routing_map = routing_map.int()
     rows = min(num_out_tokens, tokens * places) if num_out_tokens > 0 else tokens * places
+    demand(_are_experts, (_least(routing_map),))
     row_id_map = rows_of_indices(routing_map, rows)
     return permute(inp, Routes(row_id_map, INDEX, tokens, places), rows, every_row=True)[0], row_id_map
 
@@ -65,7 +67,9 @@ def moe_permute_with_probs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(y, permuted_probs [num_out_tokens], row_id_map) by mask: probs [T, E] go with the tokens.
 
-    A row whose probability is exactly 0 is a row of zeros. Other parameters as in moe_permute.
+    A row whose probability is exactly 0 is a row of zeros, for experts that get rows to fill them up. Its gradient
+    goes to its token as that of any row does: a token is not asked what its rows weigh. Other parameters as in
+    moe_permute.
     """
     _check(inp, routing_map, num_out_tokens, MASK)
     _check_probs("probs", probs, inp, routing_map.shape)
@@ -127,7 +131,8 @@ def moe_unpermute(
 
     row_id_map      as moe_permute made it, by the same map_type
     merging_probs   by mask [T, E], by index float32 [T, k]; None: the rows are added up
-    restore_shape   (T, H), which row_id_map says too
+    restore_shape   (T, H), which row_id_map says too but by index without merging_probs: there it tells k, and None
+                    means k = 1
     probs           merging_probs by its former name
     pad_offsets     as moe_permute_and_pad_with_probs made them
     """
@@ -146,7 +151,8 @@ def moe_unpermute(
             f"merging_probs is {merging_probs.dtype}; by index it is float32, converted", stacklevel=2
         )
         merging_probs = merging_probs.float()
-    routes = _routes_of(row_id_map, map_type, merging_probs, pad_offsets)
+    places = _places(row_id_map, merging_probs, restore_shape) if map_type == INDEX else 0
+    routes = _routes_of(row_id_map, map_type, places, pad_offsets)
     if merging_probs is not None:
         _check_probs("merging_probs", merging_probs, inp, torch.Size((routes.tokens, routes.columns)))
     if restore_shape is not None and tuple(restore_shape) != (routes.tokens, inp.shape[1]):
@@ -154,6 +160,7 @@ def moe_unpermute(
             f"restore_shape={tuple(restore_shape)} is not that of the tokens, {(routes.tokens, inp.shape[1])}, "
             "by row_id_map; give that, or None"
         )
+    demand(_are_there, (_last_row(routes),), inp.shape[0])
     return unpermute(inp, routes, merging_probs)
 
 
@@ -200,7 +207,17 @@ def _by_chunks(inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> Routes
     return Routes(rows_of_chunks(split_sizes, sorted_index, inp.shape[0]), INDEX, inp.shape[0], 1)
 
 
-def _routes_of(row_id_map: Tensor, map_type: str, probs: Tensor | None, pad_offsets: Tensor | None) -> Routes:
+def _places(row_id_map: Tensor, probs: Tensor | None, restore_shape: tuple[int, ...] | None) -> int:
+    """k of a map by index [T k]: of what tells it, 1 where nothing does."""
+    if probs is not None:
+        return probs.shape[-1]
+    if restore_shape is None or not restore_shape[0]:
+        return 1
+    return max(1, row_id_map.shape[0] // restore_shape[0])
+
+
+def _routes_of(row_id_map: Tensor, map_type: str, places: int, pad_offsets: Tensor | None) -> Routes:
+    """places: k of a map by index."""
     if map_type == MASK:
         tokens, cells = row_id_map.shape if row_id_map.dim() == 2 else (0, 0)
         if cells % 2 == 0:
@@ -213,7 +230,6 @@ def _routes_of(row_id_map: Tensor, map_type: str, probs: Tensor | None, pad_offs
         return Routes(row_id_map.contiguous(), MASK, tokens, experts, pad_offsets)
     if pad_offsets is not None:
         raise ValueError("pad_offsets belong to map_type='mask'; leave them None by index")
-    places = 1 if probs is None else probs.shape[-1]
     if row_id_map.dim() != 1 or row_id_map.shape[0] % max(places, 1):
         raise ValueError(
             f"row_id_map is {list(row_id_map.shape)} for {places} experts a token; by index it is [T k], as "
@@ -230,6 +246,36 @@ def _have_rows(numbers: list[int], rows: int) -> None:
     if sum(numbers) > rows:
         raise ValueError(
             f"num_out_tokens={rows} < {sum(numbers)}, the ones of routing_map; give at least as many, or -1"
+        )
+
+
+def _least(indices: Tensor) -> Tensor | None:
+    """The lowest index, where asking for it makes no device wait."""
+    return indices.min() if indices.is_cpu and indices.numel() else None
+
+
+def _last_row(routes: Routes) -> Tensor | None:
+    """The last row that the routes read, where asking for it makes no device wait."""
+    if not routes.map.is_cpu or not routes.columns:
+        return None
+    if routes.layout == INDEX:
+        return routes.map.max()
+    rows, experts, number = routes.map.split((routes.columns, routes.columns, 1), dim=1)
+    if routes.pad_offsets is not None:
+        rows = rows + routes.pad_offsets[experts.clamp(min=0).long()]
+    return torch.where(torch.arange(routes.columns) < number, rows, -1).max()
+
+
+def _are_experts(least: int | None) -> None:
+    if least is not None and least < 0:
+        raise ValueError(f"routing_map holds expert {least}; by index give experts 0, 1, ... of each token")
+
+
+def _are_there(last: int | None, rows: int) -> None:
+    if last is not None and last >= rows:
+        raise ValueError(
+            f"row_id_map leads to row {last} of inp, which has {rows}; give all rows that moe_permute made, in "
+            "their order"
         )
 
 

@@ -54,7 +54,8 @@ def multi_tensor_l2norm(
 ) -> tuple[Tensor, Tensor]:
     """(norm float32 [1] of all tensors together, float32 [n] of each, or [0] unless per_tensor).
 
-    noop_flag becomes 1 where the norm is not finite.
+    noop_flag becomes 1 where the norm is not finite. `multi_tensor_applier` hands on no tensor without elements, as
+    the original's: n counts the others, and where there are none its answer is None.
     """
     return _norms(noop_flag, tensor_lists, None, per_tensor)
 

@@ -1,4 +1,4 @@
-"""codes [R, K] = saturate(x * scale), with one float32 scale for the whole matrix."""
+"""codes [R, K] = saturate(x * multiplier), with one float32 multiplier for the whole matrix."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ def cast(x: Tensor, element: Element) -> Tensor:
     return x.clamp(-element.maximum, element.maximum).to(torch_dtype(element))
 
 
-def encode(x: Tensor, element: Element, scale: Tensor) -> Tensor:
-    """codes [R, K] = cast(float32(x) * scale)."""
-    return cast(x.to(torch.float32) * scale, element)
+def encode(x: Tensor, element: Element, multiplier: Tensor) -> Tensor:
+    """codes [R, K] = cast(float32(x) * multiplier)."""
+    return cast(x.to(torch.float32) * multiplier, element)
 
 
 def widen(codes: Tensor) -> Tensor:
