@@ -12,7 +12,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,21 +44,15 @@ class Layout:
 
     name: str
     devices: int = 1
-    resource: te.MeshResource = te.MeshResource()
+    axis: str = "one"
     sequences: int = 1
-    options: tuple[tuple[str, Any], ...] = ()
 
     @property
-    def axis(self) -> str:
-        named = [axis for axis in asdict(self.resource).values() if axis is not None]
-        return named[0] if named else "one"
+    def resource(self) -> te.MeshResource:
+        return te.MeshResource(**{} if self.axis == "one" else {f"{self.axis}_resource": self.axis})
 
 
-LAYOUTS = (
-    Layout("one"),
-    Layout("dp 2", 2, te.MeshResource(dp_resource="dp"), 2),
-    Layout("tp 2", 2, te.MeshResource(tpsp_resource="tpsp"), 1, (("enable_sequence_parallel", True),)),
-)
+LAYOUTS = (Layout("one"), Layout("dp 2", 2, "dp", 2), Layout("tp 2", 2, "tpsp"))
 
 
 def mesh_of(axis: str, devices: int) -> Mesh:
@@ -79,11 +73,13 @@ def milliseconds(step: Callable[..., Any], state: Any, *rest: Any, runs: int = 1
 
 def layer(layout: Layout, settings: recipe.Recipe | None, sizes: dict[str, Any], tokens: int) -> float:
     """Milliseconds of the layer's step."""
-    model = te_flax.TransformerLayer(**sizes, **dict(layout.options))
+    model = te_flax.TransformerLayer(**sizes, enable_sequence_parallel=layout.axis == "tpsp")
     mesh = mesh_of(layout.axis, layout.devices)
     resource = layout.resource
-    with jax.set_mesh(mesh), te.autocast(settings is not None, settings, mesh_resource=resource):
-        with nn.logical_axis_rules(te_flax.extend_logical_axis_rules(())):
+    precision = te.autocast(settings is not None, settings, mesh_resource=resource)
+    with jax.set_mesh(mesh), precision:
+        rules = te_flax.extend_logical_axis_rules(())
+        with nn.logical_axis_rules(rules):
             batch = PartitionSpec(resource.dp_resource, resource.tpsp_resource)
             shape = (layout.sequences, tokens, sizes["hidden_size"])
             x, dy = (
@@ -166,7 +162,9 @@ def main() -> None:
             row = {"case": name, "layout": what, "error": f"{type(error).__name__}: {error}"[:400]}
         rows.append(row)
         machine = jax.devices()[0].device_kind
-        options.json.write_text(json.dumps({"machine": machine, "jax": jax.__version__, "rows": rows}, indent=1))
+        options.json.write_text(
+            json.dumps({"machine": machine, "jax": jax.__version__, "rows": rows}, indent=1)
+        )
         print(row, flush=True)
 
     for name in options.recipe or ("bf16", "delayed"):

@@ -1,4 +1,4 @@
-"""Codes that kernels make of their own results, from JAX: the bytes of separate steps, on a GPU or in the interpreter."""
+"""Codes that kernels make of their own results: the bytes of separate steps, on a GPU or in the interpreter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two GPUs compute what one does: sharded layers, experts, and sequences over devices, with kernels cut or exchanged."""
+"""Two GPUs compute what one does: sharded layers, experts, and sequences over devices, whose kernels are cut."""
 
 from __future__ import annotations
 
@@ -30,7 +30,11 @@ MESHES = {
     "tp": ({"tp": 2}, {"tp_resource": "tp"}, {}),
     "tp and sequence": ({"tpsp": 2}, {"tpsp_resource": "tpsp"}, {"enable_sequence_parallel": True}),
 }
-GATED = {"mlp_activations": ("silu", "linear"), "layernorm_type": "rmsnorm", "enable_relative_embedding": False}
+GATED = {
+    "mlp_activations": ("silu", "linear"),
+    "layernorm_type": "rmsnorm",
+    "enable_relative_embedding": False,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +43,9 @@ def _precise_products():
         yield
 
 
-@pytest.mark.parametrize("settings", [None, DELAYED, recipe.Float8CurrentScaling()], ids=["plain", "delayed", "current"])
+@pytest.mark.parametrize(
+    "settings", [None, DELAYED, recipe.Float8CurrentScaling()], ids=["plain", "delayed", "current"]
+)
 @pytest.mark.parametrize("name", MESHES)
 def test_a_sharded_layer_keeps_loss_gradients_and_state(name, settings):
     axes, resource, options = MESHES[name]

@@ -62,7 +62,14 @@ def _forward(plan: Plan, given: Any, kernels: Any, bias: Array | None, sets: Any
     # Arrays without elements carry shapes and dtypes of the gradients.
     likes = tuple(jnp.zeros((0, *array.shape), array.dtype) for array in kernels)
     bias_like = None if bias is None else jnp.zeros((0, *bias.shape), bias.dtype)
-    kept = (first.saved, second.saved), columns, (kernel_1.rows, kernel_2.rows), (likes, bias_like), sets, amaxes
+    kept = (
+        (first.saved, second.saved),
+        columns,
+        (kernel_1.rows, kernel_2.rows),
+        (likes, bias_like),
+        sets,
+        amaxes,
+    )
     return y, kept
 
 
@@ -95,11 +102,18 @@ def _backward(plan: Plan, residuals: Any, dy: Array) -> tuple[Any, ...]:
     dx = gradient_product(row_operand(codes_1, batch), rows[0], dtype)
     d_kernel_1 = gradient_product(columns[0], column_operand(codes_1, batch), likes[0].dtype)
     gradients = plan.source.gradients(saved, dx.reshape(*dy.shape[:batch], dx.shape[-1]))
-    kernels = tuple(d.reshape(like.shape[1:]) for d, like in zip((d_kernel_1, d_kernel_2), likes, strict=True))
+    kernels = tuple(
+        d.reshape(like.shape[1:]) for d, like in zip((d_kernel_1, d_kernel_2), likes, strict=True)
+    )
     bias = None if bias_like is None else sums.astype(bias_like.dtype)
     states = [state for one in sets for state in (one.x, one.kernel, one.dgrad)]
     following = advanced_together(states, (*amaxes[:2], amax_1, *amaxes[2:], amax_2))
-    return gradients, kernels, bias, tuple(as_cotangent(QuantizerSet(*part)) for part in (following[:3], following[3:]))
+    return (
+        gradients,
+        kernels,
+        bias,
+        tuple(as_cotangent(QuantizerSet(*part)) for part in (following[:3], following[3:])),
+    )
 
 
 _mlp.defvjp(_forward, _backward)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...common.formats import E4M3, FLOAT32_MAX
 
@@ -21,8 +21,7 @@ SCALES = {"power_of_two": False, "epsilon": 0.0, "value_for_inf": FLOAT32_MAX}
 Given = tuple[tuple[int, ...], str] | None
 
 
-@dataclass(frozen=True)
-class Machine:
+class Machine(NamedTuple):
     """Multiprocessors of the GPU, and the bytes of shared memory that one program may have."""
 
     processors: int
@@ -72,12 +71,6 @@ def _squares(rows: int, width: int, machine: Machine) -> Started:
     return _alone(block_cast.square_blocks((rows, width), E4M3, True, True, **SCALES), ((rows, width), HALF))  # pyright: ignore
 
 
-def _mxfp8(rows: int, width: int, machine: Machine) -> Started:
-    from ...common.kernels import mxfp8
-
-    return _alone(mxfp8.blocks((rows, width), E4M3, True, True, square=False), ((rows, width), HALF))
-
-
 def _rows(rows: int, width: int, machine: Machine) -> Any:
     from ...common.kernels import norm
 
@@ -87,7 +80,9 @@ def _rows(rows: int, width: int, machine: Machine) -> Any:
 def _norm(rows: int, width: int, machine: Machine) -> Started:
     from ...common.kernels import norm
 
-    return _alone(norm.forward(_rows(rows, width, machine)), ((rows, width), HALF), ((width,), HALF), *[None] * 3)
+    return _alone(
+        norm.forward(_rows(rows, width, machine)), ((rows, width), HALF), ((width,), HALF), *[None] * 3
+    )
 
 
 def _norm_codes(rows: int, width: int, machine: Machine) -> Started:
@@ -156,7 +151,6 @@ KERNELS: dict[str, tuple[Callable[[int, int, Machine], Started], float]] = {
     "cast": (_cast, 4),
     "row_blocks": (_row_blocks, 4),
     "square_blocks": (_squares, 4),
-    "mxfp8": (_mxfp8, 4),
     "norm": (_norm, 4),
     "norm_codes": (_norm_codes, 4),
     "norm_backward": (_norm_backward, 6),

@@ -141,11 +141,11 @@ def advance_given(
     state = tl.program_id(0)
     if state == 0:
         _step(history_0, scale_0, amax_0, LENGTH, TAKES_MAXIMUM, MAX_0, DIVISOR, ROWS)
-    if history_1 is not None:
-        if state == 1:
+    elif state == 1:
+        if history_1 is not None:
             _step(history_1, scale_1, amax_1, LENGTH, TAKES_MAXIMUM, MAX_1, DIVISOR, ROWS)
-    if history_2 is not None:
-        if state == 2:
+    else:
+        if history_2 is not None:
             _step(history_2, scale_2, amax_2, LENGTH, TAKES_MAXIMUM, MAX_2, DIVISOR, ROWS)
 
 

@@ -100,7 +100,9 @@ class LayerNormMLP(TransformerEngineBase):
 
     def _in_one(self, deterministic: bool) -> bool:
         """Are norm and activation read by quantized products alone, so that nothing but their codes has to exist?"""
-        alone = self.enable_layernorm and not (self.return_layernorm_output or self.enable_low_rank_adaptation)
+        alone = self.enable_layernorm and not (
+            self.return_layernorm_output or self.enable_low_rank_adaptation
+        )
         drops = self.intermediate_dropout_rate > 0 and not deterministic
         quantizes = get_global_quantize_recipe() is not None
         return alone and not drops and quantizes and is_known(self.activations)
@@ -128,7 +130,8 @@ class LayerNormMLP(TransformerEngineBase):
     def _quantizer_sets(self) -> tuple[QuantizerSet, QuantizerSet]:
         name = self.quantization_checkpoint_name
         first, second = (
-            self.generate_quantizer_set(postfix, quantization_checkpoint_name=name) for postfix in ("_0", "_1")
+            self.generate_quantizer_set(postfix, quantization_checkpoint_name=name)
+            for postfix in ("_0", "_1")
         )
         return first, second
 

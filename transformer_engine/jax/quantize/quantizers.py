@@ -23,7 +23,7 @@ from ..primitives import quantize as primitive
 from ..primitives.quantize import Cast
 from ..primitives.scale_update import State, advance_scales, advance_states
 from .scaling_modes import AmaxComputeAlgo, QuantizeLayout, ScalingMode
-from .tensors import ScaledTensor, ScaledTensor1x, ScaledTensorFactory, positive_axis
+from .tensors import ScaledTensor, ScaledTensor1x, ScaledTensor2x, ScaledTensorFactory, positive_axis
 
 __all__ = [
     "BlockScaleQuantizer",
@@ -157,10 +157,10 @@ class Quantizer:
         self, made: primitive.Quantized, spec: QuantizeSpec, shape: tuple[int, ...], dtype: Any, axis: int
     ) -> ScaledTensor:
         """The codes of a matrix as tensors of its array [*shape], whose columns begin at axis."""
-        tensors: list[ScaledTensor1x | None] = [None, None]
+        tensors: list[ScaledTensor1x] = []
         if spec.rowwise:
             assert made.codes is not None and made.scale is not None
-            tensors[0] = self._tensor(made.codes.reshape(shape), made.scale, made.amax, dtype, False, axis)
+            tensors.append(self._tensor(made.codes.reshape(shape), made.scale, made.amax, dtype, False, axis))
         if spec.columnwise:
             assert made.codes_t is not None and made.scale_t is not None
             amax = made.amax if self.scaling_mode.is_tensor_scaling() else made.amax_t
@@ -169,13 +169,8 @@ class Quantizer:
                 turned, at = (*shape[axis:], *shape[:axis]), len(shape) - axis
             else:
                 codes, scale, turned, at = codes.T, scale if scale.ndim == 1 else scale.T, shape, axis
-            tensors[1] = self._tensor(codes.reshape(turned), scale, amax, dtype, True, at, spec.hadamard)
-        layout = (
-            QuantizeLayout.ROWWISE_COLWISE
-            if spec.rowwise and spec.columnwise
-            else QuantizeLayout.ROWWISE if spec.rowwise else QuantizeLayout.COLWISE
-        )  # fmt: skip
-        return ScaledTensorFactory.create(tensors[0], tensors[1], layout)
+            tensors.append(self._tensor(codes.reshape(turned), scale, amax, dtype, True, at, spec.hadamard))
+        return tensors[0] if len(tensors) == 1 else ScaledTensor2x(*tensors)
 
     def update(self, amax: Array | None) -> None:
         """Bring the state one step forward; without a state nothing happens."""

@@ -213,12 +213,12 @@ class NoScaleTensor:
     def ndim(self) -> int:
         return self.data.ndim
 
+    def dequantize(self) -> Array:
+        return self.data
+
     @property
     def shape(self) -> tuple[int, ...]:
         return self.data.shape
-
-    def dequantize(self) -> Array:
-        return self.data
 
     def get_tensor(self, usage: TensorUsage) -> NoScaleTensor:
         """Itself: a product takes its values in any order of axes."""

@@ -11,7 +11,7 @@ from ..activation import ActivationParams, ActivationRequest
 from ..platforms import computed
 from ..quantize import Cast, Quantized, Request
 from . import separate, triton
-from .request import ActivationCodesRequest
+from .request import ActivationCodesRequest, How
 
 __all__ = ["TABLE", "ActivationCodesRequest", "activation_backward_codes", "activation_codes"]
 
@@ -23,24 +23,24 @@ def activation_codes(x: Array, cast: Cast, names: tuple[str, ...], params: Activ
 
     On a GPU they are made where y is, which is never stored, unless one scale is to be made of its maximum.
     """
-    how = {"names": names, "params": params, "spec": cast.spec}
-    return computed(TABLE, lambda platform: _request("forward", x, cast, names, platform), x, cast.scale, **how)
+    how = How(names, params, cast.spec)
+    return computed(
+        TABLE, lambda platform: _request("forward", x, cast, how, platform), x, cast.scale, how=how
+    )
 
 
 def activation_backward_codes(
     dy: Array, x: Array, cast: Cast, names: tuple[str, ...], params: ActivationParams, sums: bool
 ) -> tuple[Quantized, Array | None]:
     """Codes of dx as a matrix [rows, n * F], and the sums of its columns, float32 [n * F], if asked for."""
-    how = {"names": names, "params": params, "spec": cast.spec, "sums": sums}
+    how = How(names, params, cast.spec, sums)
     return computed(
-        TABLE, lambda platform: _request("backward", x, cast, names, platform, sums), dy, x, cast.scale, **how
+        TABLE, lambda platform: _request("backward", x, cast, how, platform), dy, x, cast.scale, how=how
     )
 
 
-def _request(
-    operation: str, x: Array, cast: Cast, names: tuple[str, ...], platform: str, sums: bool = False
-) -> ActivationCodesRequest:
-    width = x.shape[-1] * (len(names) if operation == "backward" else 1)
+def _request(operation: str, x: Array, cast: Cast, how: How, platform: str) -> ActivationCodesRequest:
+    width = x.shape[-1] * (len(how.names) if operation == "backward" else 1)
     made = Request(cast.spec, (prod(x.shape[:-2]), width), x.dtype, platform, cast.scale is not None)
-    activation = ActivationRequest(operation, names, x.dtype, x.size, platform)
-    return ActivationCodesRequest(activation, made, x.shape[-1], sums)
+    activation = ActivationRequest(operation, how.names, x.dtype, x.size, platform)
+    return ActivationCodesRequest(activation, made, x.shape[-1], how.sums)

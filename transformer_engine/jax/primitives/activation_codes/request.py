@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..activation import ActivationRequest
-from ..quantize import Request
+from ..activation import ActivationParams, ActivationRequest
+from ..quantize import QuantizeSpec, Request
+
+
+@dataclass(frozen=True)
+class How:
+    """The activation and the quantization of its result; sums: of the gradient's columns, too."""
+
+    names: tuple[str, ...]
+    params: ActivationParams
+    spec: QuantizeSpec
+    sums: bool = False
 
 
 class ActivationCodesRequest(NamedTuple):

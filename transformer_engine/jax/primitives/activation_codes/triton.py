@@ -18,7 +18,6 @@ from ....common.dispatch import Backend
 from ....common.formats import BLOCK_1D, BLOCK_2D, ceil_div
 from ....common.kernels.program import Program
 from ...platform import processors
-from ..activation import ActivationParams
 from ..activation import triton as activation
 from ..activation.triton import ActivationKernel, units
 from ..kernels import call
@@ -26,7 +25,7 @@ from ..launching import perform, run
 from ..partitioning import Extent, extent
 from ..quantize import FORMATS, Quantized, QuantizeSpec, Request, fused_codes, jax_dtype
 from ..quantize.spec import Given
-from .request import ActivationCodesRequest
+from .request import ActivationCodesRequest, How
 
 _LIMIT = 1 << 24  # offsets inside a tile of 128 rows are 32-bit integers
 _BLOCK = 128
@@ -34,9 +33,7 @@ _ONE = jax.ShapeDtypeStruct((1,), jnp.float32)
 
 
 def refuses(request: ActivationCodesRequest) -> str | None:
-    if (
-        reason := activation.refuses(request.activation) or fused_codes.refuses(request.cast)
-    ) is not None:
+    if (reason := activation.refuses(request.activation) or fused_codes.refuses(request.cast)) is not None:
         return reason
     spec, backward = request.cast.spec, request.activation.operation == "backward"
     columns = request.width * len(request.activation.names)
@@ -74,40 +71,46 @@ class _Codes(ActivationKernel):
         down = _BLOCK if self.square or self.spec.columnwise else 1
         return extent("r", self.shape[0], down), extent("w", self.width, _BLOCK)
 
+    @property
+    def maxed(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return () if fused_codes.in_blocks(self.spec) else (2 + self.spec.columnwise,)
+
+    def made(self, unit: str) -> list[str]:
+        """The rule's part of `coded`, whose columns have an axis of units in front of them, "n ", or none, ""."""
+        (r, w), spec = self.extents, self.spec
+        codes, codes_t = f"{r.whole} {unit}{w.whole}", [f"{unit}{w.whole} {r.whole}"] * spec.columnwise
+        if not fused_codes.in_blocks(spec):
+            return [codes, *codes_t, "i", "o"]
+        rows, columns = (r.blocks, w.blocks) if self.square else (r.whole, w.whole)
+        return [
+            codes,
+            f"{rows} {unit}{w.blocks}",
+            *codes_t,
+            *[f"{unit}{columns} {r.blocks}"] * spec.columnwise,
+        ]
+
+    @property
+    def x_and_scale(self) -> str:
+        r, w = self.extents
+        return f"{r.whole} n {w.whole}" + ("" if fused_codes.in_blocks(self.spec) else ", s")
+
     def machine(self, bytes_read: int) -> Any:
         from ....common.kernels import block_fused  # it imports triton
 
         found = processors()
         return block_fused.Machine(found.count, found.shared_memory, bytes_read)
 
-    def constants_of(self, module: Any) -> tuple[str, bool]:
-        return self.made_by(module), self.gated
-
 
 @dataclass(frozen=True)
 class Forward(_Codes):
-    """(x, [multiplier [1]]) -> codes, [codes_t], scale [1], max|y| [1]; or of blocks codes, scale, [codes_t, scale_t]"""
+    """(x, [multiplier [1]]) -> `coded` of y [rows, width]"""
 
     @property
     def rule(self) -> str:
-        r, w = self.extents
-        spec = self.spec
-        if not fused_codes.in_blocks(spec):
-            codes = ["r w", "w r"] if spec.columnwise else ["r w"]
-            return f"r n w, s -> {', '.join([*codes, 'i', 'o'])}"
-        rows, columns = (r.blocks, w.blocks) if self.square else (r.whole, w.whole)
-        made = [f"{r.whole} {w.whole}", f"{rows} {w.blocks}"]
-        if spec.columnwise:
-            made += [f"{w.whole} {r.whole}", f"{columns} {r.blocks}"]
-        return f"{r.whole} n {w.whole} -> {', '.join(made)}"
+        return f"{self.x_and_scale} -> {', '.join(self.made(''))}"
 
-    @property
-    def maxed(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return () if fused_codes.in_blocks(self.spec) else (2 + self.spec.columnwise,)
-
-    def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
-        rows, _, width = operands[0].shape
-        return coded(self.spec, rows, width)
+    def results(self, x: Any, *_: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return coded(self.spec, x.shape[0], x.shape[2])
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
         from ....common.kernels import activation as curves
@@ -115,7 +118,7 @@ class Forward(_Codes):
 
         x, *multiplier = arrays
         rows, parts, width = x.shape
-        plain = (*self.constants_of(curves), (rows, width), parts * width)
+        plain = (self.made_by(curves), self.gated, (rows, width), parts * width)
         if fused_codes.in_blocks(self.spec):
             blocks = fused_codes.blocks(self.spec, x.dtype)
             machine = self.machine(parts * x.dtype.itemsize)
@@ -128,27 +131,15 @@ class Forward(_Codes):
 
 @dataclass(frozen=True)
 class Backward(_Codes):
-    """(dy [rows, width], x, [multiplier [1]]) -> of dx [rows, n, width] what `Forward` makes of y, [sums [n, width]]"""
+    """(dy [rows, width], x, [multiplier [1]]) -> `coded` of dx [rows, n, width], [the sums of its rows [n, width]]"""
 
     sums: bool
 
     @property
     def rule(self) -> str:
         r, w = self.extents
-        spec, operands = self.spec, f"{self.extents[0].whole} {self.extents[1].whole}"
-        sums = [f"n {w.whole}"] * self.sums
-        if not fused_codes.in_blocks(spec):
-            codes = ["r n w", "n w r"] if spec.columnwise else ["r n w"]
-            return f"r w, r n w, s -> {', '.join([*codes, 'i', 'o', *sums])}"
-        rows, columns = (r.blocks, w.blocks) if self.square else (r.whole, w.whole)
-        made = [f"{r.whole} n {w.whole}", f"{rows} n {w.blocks}"]
-        if spec.columnwise:
-            made += [f"n {w.whole} {r.whole}", f"n {columns} {r.blocks}"]
-        return f"{operands}, {r.whole} n {w.whole} -> {', '.join([*made, *sums])}"
-
-    @property
-    def maxed(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return () if fused_codes.in_blocks(self.spec) else (2 + self.spec.columnwise,)
+        made = [*self.made("n "), *[f"n {w.whole}"] * self.sums]
+        return f"{r.whole} {w.whole}, {self.x_and_scale} -> {', '.join(made)}"
 
     @property
     def summed(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -167,7 +158,7 @@ class Backward(_Codes):
 
         dy, x, *multiplier = arrays
         rows, parts, width = x.shape
-        plain = (*self.constants_of(curves), (rows, width), (width, parts * width))
+        plain = (self.made_by(curves), self.gated, (rows, width), (width, parts * width))
         sums = "float32" if self.sums else None
         if fused_codes.in_blocks(self.spec):
             blocks = fused_codes.blocks(self.spec, x.dtype)
@@ -233,7 +224,9 @@ class Measured(ActivationKernel):
 
 
 def coded(spec: QuantizeSpec, rows: int, width: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """What a kernel makes of a matrix [rows, width] but for the sums of its columns."""
+    """The codes of a matrix [rows, width]: codes, [codes_t], scale [1], maximum [1]; of blocks codes, scale, [codes_t,
+    scale_t].
+    """
     dtype = jax_dtype(spec.element)
     made = [jax.ShapeDtypeStruct((rows, width), dtype)]
     if not fused_codes.in_blocks(spec):
@@ -270,43 +263,30 @@ def _in_units(
     return tuple(split)
 
 
-def forward(
-    x: Array,
-    scale: Array | None,
-    names: tuple[str, ...],
-    params: ActivationParams,
-    spec: QuantizeSpec,
-    cast: Request,
-) -> Quantized:
+def forward(x: Array, scale: Array | None, how: How, cast: Request) -> Quantized:
     """See `activation_codes`."""
-    if scale is None and not fused_codes.in_blocks(spec):
-        amax, y = call(Measured(names, params, False), units(x))
-        return FORMATS[spec.format.name].plan(cast)(y, Given(amax=amax))
-    kernel = Forward(names, params, spec, cast.shape, x.shape[-1])
-    return _quantized(list(call(kernel, units(x), *_multiplier(scale))), spec)
+    if scale is None and not fused_codes.in_blocks(how.spec):
+        amax, y = call(Measured(how.names, how.params, False), units(x))
+        return FORMATS[how.spec.format.name].plan(cast)(y, Given(amax=amax))
+    kernel = Forward(how.names, how.params, how.spec, cast.shape, x.shape[-1])
+    return _quantized(list(call(kernel, units(x), *_multiplier(scale))), how.spec)
 
 
 def backward(
-    dy: Array,
-    x: Array,
-    scale: Array | None,
-    names: tuple[str, ...],
-    params: ActivationParams,
-    spec: QuantizeSpec,
-    sums: bool,
-    cast: Request,
+    dy: Array, x: Array, scale: Array | None, how: How, cast: Request
 ) -> tuple[Quantized, Array | None]:
     """See `activation_backward_codes`."""
     given = dy.reshape(-1, dy.shape[-1]), units(x)
-    if scale is None and not fused_codes.in_blocks(spec):
-        amax, dx, *total = call(Measured(names, params, True, sums), *given)
-        made = FORMATS[spec.format.name].plan(cast)(dx.reshape(cast.shape), Given(amax=amax))
-        return made, total[0].ravel() if sums else None
-    kernel = Backward(names, params, spec, cast.shape, x.shape[-1], sums)
+    if scale is None and not fused_codes.in_blocks(how.spec):
+        amax, dx, *total = call(Measured(how.names, how.params, True, how.sums), *given)
+        made = FORMATS[how.spec.format.name].plan(cast)(dx.reshape(cast.shape), Given(amax=amax))
+        return made, total[0].ravel() if how.sums else None
+    kernel = Backward(how.names, how.params, how.spec, cast.shape, x.shape[-1], how.sums)
     results = list(call(kernel, *given, *_multiplier(scale)))
-    total = results.pop().ravel() if sums else None
-    flat = coded(spec, *cast.shape)
-    return _quantized([a.reshape(b.shape) for a, b in zip(results, flat, strict=True)], spec), total
+    total = results.pop().ravel() if how.sums else None
+    flat = coded(how.spec, *cast.shape)
+    matrices = [array.reshape(shape.shape) for array, shape in zip(results, flat, strict=True)]
+    return _quantized(matrices, how.spec), total
 
 
 def _multiplier(scale: Array | None) -> list[Array]:

@@ -11,7 +11,7 @@ from ..norm import NormRequest
 from ..platforms import computed
 from ..quantize import Cast, Quantized, Request
 from . import separate, triton
-from .request import NormCodesRequest
+from .request import How, NormCodesRequest
 
 __all__ = ["TABLE", "NormCodesRequest", "norm_codes"]
 
@@ -38,5 +38,5 @@ def norm_codes(
         made = Request(cast.spec, shape, x.dtype, platform, cast.scale is not None)
         return NormCodesRequest(NormRequest.of("forward", x, platform), made, centered)
 
-    norm = {"centered": centered, "zero_centered": zero_centered, "epsilon": epsilon, "spec": cast.spec}
-    return computed(TABLE, request, x, gamma, beta, cast.scale, **norm)
+    how = How(centered, zero_centered, epsilon, cast.spec)
+    return computed(TABLE, request, x, gamma, beta, cast.scale, how=how)

@@ -6,23 +6,16 @@ from jax import Array
 
 from ....common.dispatch import Backend
 from ..norm import norm_forward
-from ..quantize import Quantized, QuantizeSpec, quantize
-from .request import NormCodesRequest
+from ..quantize import Quantized, quantize
+from .request import How, NormCodesRequest
 
 
 def run(
-    x: Array,
-    gamma: Array,
-    beta: Array | None,
-    scale: Array | None,
-    centered: bool,
-    zero_centered: bool,
-    epsilon: float,
-    spec: QuantizeSpec,
+    x: Array, gamma: Array, beta: Array | None, scale: Array | None, how: How
 ) -> tuple[Quantized, Array | None, Array]:
     """See `norm_codes`."""
-    y, mean, rstdev = norm_forward(x, gamma, beta, centered, zero_centered, epsilon)
-    return quantize(y.reshape(-1, x.shape[-1]), spec, scale=scale), mean, rstdev
+    y, mean, rstdev = norm_forward(x, gamma, beta, how.centered, how.zero_centered, how.epsilon)
+    return quantize(y.reshape(-1, x.shape[-1]), how.spec, scale=scale), mean, rstdev
 
 
 BACKEND = Backend[NormCodesRequest]("separate", bind=lambda request: run)

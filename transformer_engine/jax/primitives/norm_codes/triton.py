@@ -22,12 +22,14 @@ from ..launching import perform, run
 from ..norm import triton as norm
 from ..quantize import FORMATS, Quantized, QuantizeSpec, Request, fused_codes, jax_dtype
 from ..quantize.spec import Given
-from .request import NormCodesRequest
+from .request import How, NormCodesRequest
 
 if TYPE_CHECKING:
     from ....common.kernels.norm import Rows
 
-_WIDEST_CENTERED = 4096  # columns of a LayerNorm that makes the codes of blocks: beyond, its registers do not suffice
+_WIDEST_CENTERED = (
+    4096  # columns of a LayerNorm that makes the codes of blocks: beyond, its registers do not suffice
+)
 _ONE = jax.ShapeDtypeStruct((1,), jnp.float32)
 
 
@@ -40,7 +42,9 @@ def refuses(request: NormCodesRequest) -> str | None:
     if spec.format != BLOCK_1D or spec.columnwise:
         return "blocks that span rows; the kernel that makes y holds single rows"
     if request.centered and request.norm.width > _WIDEST_CENTERED:
-        return f"blocks of a LayerNorm of {request.norm.width} columns; it makes them up to {_WIDEST_CENTERED}"
+        return (
+            f"blocks of a LayerNorm of {request.norm.width} columns; it makes them up to {_WIDEST_CENTERED}"
+        )
     return None
 
 
@@ -130,12 +134,13 @@ class Measured(_Norm):
 class RowBlocks(_Norm):
     """(x, gamma, [beta]) -> codes, what codes are multiplied by [rows, ceil(width / 128)], .."""
 
-    spec: QuantizeSpec
     whole = ("w", "b")
+    spec: QuantizeSpec
 
     @property
     def rule(self) -> str:
-        return f"{self.given} -> {', '.join(['r w', 'r b', *self.statistics])}"
+        made = ["r w", "r b", *self.statistics]
+        return f"{self.given} -> {', '.join(made)}"
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         x = operands[0]
@@ -157,33 +162,25 @@ def bind(request: NormCodesRequest) -> Callable[..., Any]:
 
 
 def _run(
-    x: Array,
-    gamma: Array,
-    beta: Array | None,
-    scale: Array | None,
-    centered: bool,
-    zero_centered: bool,
-    epsilon: float,
-    spec: QuantizeSpec,
-    cast: Request,
+    x: Array, gamma: Array, beta: Array | None, scale: Array | None, how: How, cast: Request
 ) -> tuple[Quantized, Array | None, Array]:
     """See `norm_codes`."""
-    how = (centered, zero_centered, epsilon)
+    norm_of, spec = (how.centered, how.zero_centered, how.epsilon), how.spec
     given = [x.reshape(cast.shape), gamma, *([] if beta is None else [beta])]
     if fused_codes.in_blocks(spec):
-        codes, scales, *statistics = call(RowBlocks(*how, spec), *given)
+        codes, scales, *statistics = call(RowBlocks(*norm_of, spec), *given)
         made = Quantized(codes, scales)
     elif scale is not None:
         multiplier = scale.astype(jnp.float32).reshape(1)
-        codes, *rest = call(Scaled(*how, spec), *given, multiplier)
+        codes, *rest = call(Scaled(*norm_of, spec), *given, multiplier)
         codes_t = rest.pop(0) if spec.columnwise else None
         inverse, amax, *statistics = rest
         made = Quantized(codes, inverse, codes_t, inverse if spec.columnwise else None, amax)
     else:
-        amax, y, *statistics = call(Measured(*how), *given)
+        amax, y, *statistics = call(Measured(*norm_of), *given)
         made = FORMATS[spec.format.name].plan(cast)(y, Given(amax=amax))
     shape = (*x.shape[:-1], 1)
-    mean = statistics[0].reshape(shape) if centered else None
+    mean = statistics[0].reshape(shape) if how.centered else None
     return made, mean, statistics[-1].reshape(shape)
 
 

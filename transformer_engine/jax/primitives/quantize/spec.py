@@ -11,7 +11,7 @@ from jax import Array
 from ....common.formats import E2M1, E4M3, E5M2, Element
 from ....common.quantize_spec import QuantizeSpec
 
-__all__ = ["Cast", "Given", "QuantizeSpec", "Quantized", "Request", "jax_dtype"]
+__all__ = ["Given", "QuantizeSpec", "Quantized", "Request", "jax_dtype"]
 
 _DTYPES = {E4M3.name: jnp.float8_e4m3fn, E5M2.name: jnp.float8_e5m2, E2M1.name: jnp.float4_e2m1fn}
 
@@ -45,13 +45,6 @@ class Quantized(NamedTuple):
     scale_t: Array | None = None
     amax: Array | None = None
     amax_t: Array | None = None
-
-
-class Cast(NamedTuple):
-    """How an operation's result is quantized: its spec, and where a scale is given, FLOAT8's multiplier [1]."""
-
-    spec: QuantizeSpec
-    scale: Array | None = None
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from jax import Array
 from ....common.dispatch import Table
 from ..platforms import computed
 from . import reference, triton
+from .reference import advance_scales
 from .request import ScaleUpdateRequest
 
 __all__ = ["TABLE", "ScaleUpdateRequest", "State", "advance_scales", "advance_states"]
@@ -35,20 +36,3 @@ def advance_states(
         algorithm=algorithm, maxima=maxima, margin=margin,
     )  # fmt: skip
     return [(history, scale) for history, scale in made]
-
-
-def advance_scales(
-    histories: Array,
-    scales: Array,
-    amaxes: Array,
-    algorithm: str,
-    maxima: tuple[float, ...],
-    margin: float,
-) -> tuple[Array, Array]:
-    """histories float32 [n, length], scales [n] and the amaxes [n] of this step -> both after it.
-
-    algorithm   "max" over the history, or "most_recent"
-    maxima      the greatest number of each state's element
-    The amax takes place 0, which then becomes the last; place 1 is dropped, and place 0 is cleared.
-    """
-    return reference.run(histories, scales, amaxes, algorithm, maxima, margin)
