@@ -105,7 +105,7 @@ def _backward(plan: Plan, residuals: Any, dy: Array) -> tuple[Any, ...]:
     kernels = tuple(
         d.reshape(like.shape[1:]) for d, like in zip((d_kernel_1, d_kernel_2), likes, strict=True)
     )
-    bias = None if bias_like is None else sums.astype(bias_like.dtype)
+    bias = None if bias_like is None or sums is None else sums.astype(bias_like.dtype)
     states = [state for one in sets for state in (one.x, one.kernel, one.dgrad)]
     following = advanced_together(states, (*amaxes[:2], amax_1, *amaxes[2:], amax_2))
     return (

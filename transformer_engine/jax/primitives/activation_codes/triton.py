@@ -298,7 +298,9 @@ def _quantized(made: list[Array], spec: QuantizeSpec) -> Quantized:
     if fused_codes.in_blocks(spec):
         return Quantized(*made)
     codes, *codes_t, scale, amax = made
-    return Quantized(codes, scale, *(codes_t or [None]), scale if codes_t else None, amax)
+    if not codes_t:
+        return Quantized(codes, scale, amax=amax)
+    return Quantized(codes, scale, codes_t[0], scale, amax)
 
 
 OPERATIONS: dict[str, Callable[..., Any]] = {"forward": forward, "backward": backward}
