@@ -77,7 +77,7 @@ def run_direct(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool) -> Array:
 
 def _dequantized(operand: Operand, dtype: jnp.dtype) -> Array:
     assert operand.scale is not None
-    # A scalar before it is converted: XLA then takes both conversions away and cuBLASLt reads the float32 scale. Of an
+    # A scalar, as kernels make it: XLA then takes both conversions away and cuBLASLt reads the float32 scale. Of an
     # array [1] it would read one that was rounded to bfloat16.
     return operand.codes.astype(dtype) * operand.scale.reshape(()).astype(dtype)
 
