@@ -43,6 +43,8 @@ LAYERS = {
     "transformer_engine.jax.primitives": 2,
     "transformer_engine.jax.quantize": 4,
     "transformer_engine.jax.products": 7,
+    "transformer_engine.jax.sources": 7,
+    "transformer_engine.jax.quantized_mlp": 7,
     "transformer_engine.jax.quantized_identity": 7,
     "transformer_engine.jax.dense": 7,
     "transformer_engine.jax.grouped_dense": 7,

@@ -16,10 +16,8 @@ from transformer_engine.jax.attention import (
     AttnSoftmaxType,
     QKVLayout,
     SequenceDescriptor,
-    cudnn,
     fused_attn,
 )
-from transformer_engine.jax.attention.fused import TABLE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("as_users_compile")]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -159,10 +157,7 @@ def test_our_kernels_give_the_reference_in_bfloat16(name):
 
 @pytest.mark.parametrize("name", LIBRARY)
 @pytest.mark.skipif(INTERPRETED, reason="cuDNN runs on a GPU alone")
-def test_cudnn_gives_the_reference(name, monkeypatch):
-    # With packed rows too, whose gradients calls outside of this test leave to our kernels.
-    monkeypatch.setattr(cudnn, "PACKED_GRADIENTS", True)
-    TABLE.forget()
+def test_cudnn_gives_the_reference(name):
     check(name, jnp.bfloat16, "cudnn", 0.02)
 
 

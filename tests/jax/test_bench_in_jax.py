@@ -25,6 +25,7 @@ from transformer_engine.cli.bench.providers.in_jax import JAX, XLA
 from transformer_engine.cli.bench.report import as_dict
 from transformer_engine.cli.bench.roofs import Roofs
 from transformer_engine.cli.bench.run import run
+from transformer_engine.jax.primitives import launching
 
 BRIEF = Effort(warmup=1, budget_ms=1.0, fewest=1, most=2)
 ROOFS = Roofs(copy=1e12, bf16=1e14, fp8=2e14)
@@ -43,7 +44,7 @@ def result_shapes(provider, case: Case):
 
 
 @pytest.mark.parametrize(
-    "family", [family for family in JAX.builders if family not in ("quantize", "layer_small")]
+    "family", [family for family in JAX.builders if family not in ("quantize", "layer_small", "kernel")]
 )
 def test_plain_jax_does_the_same_work_and_torch_work_of_the_same_size(family: str):
     case = small(family, "bf16")
@@ -75,12 +76,36 @@ def test_a_call_takes_the_state_that_the_call_before_has_left():
     with workload.context():
         call = jax_workload._Call(workload, backward=True)
     amax = np.abs(np.asarray(workload.inputs[0], np.float32)).max()
-    (params, (x,)), state = call(), call.state["fp8_metas"]
+    (y, params, (x,)), state = call(), call.state["fp8_metas"]
     assert state["x_scale"][0] == np.float32(448) / amax
     assert (state["x_amax_history"] != 0).sum() == 1
     call()
     assert (call.state["fp8_metas"]["x_amax_history"] != 0).sum() == 2
-    assert params["kernel"].shape == (128, 128) and x.shape == (128, 128)
+    assert y.shape == params["kernel"].shape == x.shape == (128, 128)
+
+
+@pytest.mark.skipif(launching.refuses_kernels() is not None, reason="no kernel can be lowered for CUDA here")
+def test_both_frameworks_start_a_kernel_of_every_family_from_the_same_record():
+    known = cases(["bf16"], True, ["kernel"])
+    assert len(known) >= 12
+    for case in known:
+        assert ENGINE.workload(case, CPU) is None and JAX.workload(case, CPU) is None, "it needs a GPU"
+        workload = JAX.workload(case, torch.device("cuda"))
+        call = jax.jit(lambda *x, workload=workload: workload.function({}, {}, *x))
+        text = call.trace(*workload.inputs).lower(lowering_platforms=("cuda",)).as_text()
+        assert "triton_kernel_call_ffi" in text, case.name
+
+
+def test_a_program_comes_out_of_the_cache_on_disk_once_it_was_compiled():
+    before = jax.config.jax_compilation_cache_dir
+    workload = JAX.workload(small("dense", "bf16"), CPU)
+    with jax_workload._cache_on_disk():
+        folder = Path(jax.config.jax_compilation_cache_dir)
+        workload._compiled(False)
+        written = len(list(folder.iterdir()))
+        workload._again(False)
+        assert written > 0 and len(list(folder.iterdir())) == written
+    assert jax.config.jax_compilation_cache_dir == before
 
 
 def test_time_that_streams_share_counts_once():

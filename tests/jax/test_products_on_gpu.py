@@ -95,7 +95,13 @@ for backend in ("scaled", "reference"):
         found.append(np.asarray(call(a, b), np.float64))
         texts.append(call.lower(a, b).compile().as_text())
 error = abs(found[0] - found[1]).max() / abs(found[1]).max()
-print(json.dumps({"error": error, "library": "cublas$lt$matmul$f8" in texts[0], "text": texts[0][-1500:]}))
+# 1 + 2^-8 * 0.9 is 1 in bfloat16, but its square rounds up to the next number.
+scale, codes, dtype = jnp.full(1, 1 + 0.9 / 256), jnp.ones((64, 256), jnp.float8_e4m3fn), jnp.dtype(jnp.bfloat16)
+ones = tests.Operand(codes, scale, None, tests.FLOAT8, dtype)
+with use_backend(jax_gemm="scaled"):
+    product = float(jax.jit(lambda a, b: gemm(a, b, dtype))(ones, ones)[0, 0])
+library = "cublas$lt$matmul$f8" in texts[0]
+print(json.dumps({"error": error, "product": product, "library": library, "text": texts[0][-1500:]}))
 """
 
 
@@ -110,6 +116,7 @@ def test_with_the_flag_a_product_is_one_call_of_cublaslt_with_its_scales():
     facts = json.loads(done.stdout.splitlines()[-1])
     assert facts["library"], facts["text"]
     assert facts["error"] < 1e-2
+    assert facts["product"] == 256 * (1 + 2**-7), "the scales were rounded to bfloat16"
 
 
 SIZES = ([40, 0, 72, 16], [0, 128, 1, 3])

@@ -78,6 +78,11 @@ def casts() -> Iterator[Case]:
     yield "transformed maximum", nvfp4.transformed_maximum(SHAPE, True), (HALF,)
     yield "transpose", transpose.transpose(SHAPE), (BYTES,)
     yield "scale update", delayed_scaling.advance(4, 16, 3, True, True, 448.0, 0), (ADDRESS,)
+    yield (
+        "scale update, given",
+        delayed_scaling.given(1024, True, (448.0, 57344.0), 0.0),
+        ((FLOAT, FLOAT, None) * 3),
+    )
 
 
 def activations() -> Iterator[Case]:

@@ -35,14 +35,20 @@ def activation(
     act_params        limit, alpha and glu_linear_offset of ("clamped_silu", "clamped_linear")
     """
     check_values("x", x)
+    names = check_activation(activation_type, x.shape)
+    y: Any = _activation(x, names, ActivationParams.of(act_params))
+    return y if quantizer is None else quantized_identity(y, quantizer)
+
+
+def check_activation(activation_type: Sequence[str], shape: Sequence[int]) -> tuple[str, ...]:
+    """The names, which must be an activation's; ValueError for others, or where shape is not [..., n_act, h]."""
     names = tuple(activation_type)
     if names not in ACTIVATIONS:
         choices = ", ".join(str(names) for names in ACTIVATIONS)
         raise ValueError(f"activation_type={names} is none of the activations; choose one of {choices}")
-    if x.ndim < 2 or x.shape[-2] != len(names):
-        raise ValueError(f"x has shape {x.shape}; {names} takes [..., {len(names)}, h]")
-    y: Any = _activation(x, names, ActivationParams.of(act_params))
-    return y if quantizer is None else quantized_identity(y, quantizer)
+    if len(shape) < 2 or shape[-2] != len(names):
+        raise ValueError(f"x has shape {tuple(shape)}; {names} takes [..., {len(names)}, h]")
+    return names
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))

@@ -16,6 +16,7 @@ from .grouped_dense import grouped_dense
 from .products import column_operand, encode, forward_product, gradient_product, row_operand
 from .quantize.quantizers import QuantizerSet, advanced_together, as_cotangent, noop_quantizer_set
 from .sharding import with_sharding_constraint_by_logical_axes
+from .sources import Source, Values
 
 __all__ = ["dense", "grouped_dense"]
 
@@ -54,7 +55,7 @@ def dense(
     kernel = jnp.moveaxis(kernel, kernel_dims, range(contracted))
     if quantizer_set.is_noop:
         kernel = kernel.astype(x.dtype)
-    y: Any = _dense(x, kernel, quantizer_set, contracted)
+    y = product_of(Values(), (x,), kernel, quantizer_set, contracted)
     if bias is not None:
         y = y + bias.astype(y.dtype)
     return with_sharding_constraint_by_logical_axes(y, output_axes)
@@ -90,25 +91,42 @@ def check_contraction(x: Array, kernel: Array, dims: Dims) -> tuple[tuple[int, .
     return found[0], found[1]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _dense(x: Array, kernel: Array, quantizer_set: QuantizerSet, contracted: int) -> Array:
-    return _dense_fwd(x, kernel, quantizer_set, contracted)[0]
+def product_of(
+    source: Source, given: tuple[Any, ...], kernel: Array, quantizer_set: QuantizerSet, contracted: int
+) -> Array:
+    """y [*batch, *features] = operand @ kernel, the operand [*batch, *contracted] being made of given by its source.
+
+    contracted   how many axes are summed over: the operand's last, the kernel's first
+    """
+    y: Any = _product(source, contracted, given, kernel, quantizer_set)
+    return y
 
 
-def _dense_fwd(x: Array, kernel: Array, quantizers: QuantizerSet, contracted: int) -> tuple[Array, Any]:
-    batch = x.ndim - contracted
-    x_codes, x_amax = encode(quantizers.x, x, batch)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _product(
+    source: Source, contracted: int, given: tuple[Any, ...], kernel: Array, quantizer_set: QuantizerSet
+) -> Array:
+    return _product_fwd(source, contracted, given, kernel, quantizer_set)[0]
+
+
+def _product_fwd(
+    source: Source, contracted: int, given: tuple[Any, ...], kernel: Array, quantizers: QuantizerSet
+) -> tuple[Array, Any]:
+    dtype = given[0].dtype
+    made = source.make(given, quantizers.x, -contracted)
+    shape = made.tensor.shape
+    batch = len(shape) - contracted
     kernel_codes, kernel_amax = encode(quantizers.kernel, kernel, contracted)
-    y = forward_product(row_operand(x_codes, batch), column_operand(kernel_codes, contracted), x.dtype)
-    saved = column_operand(x_codes, batch), row_operand(kernel_codes, contracted)
+    y = forward_product(row_operand(made.tensor, batch), column_operand(kernel_codes, contracted), dtype)
+    saved = column_operand(made.tensor, batch), row_operand(kernel_codes, contracted)
     # Arrays without elements carry shapes and dtypes of the gradients.
-    likes = jnp.zeros((0, *x.shape), x.dtype), jnp.zeros((0, *kernel.shape), kernel.dtype)
-    y = y.reshape(*x.shape[:batch], *kernel.shape[contracted:])
-    return y, (saved, likes, quantizers, (x_amax, kernel_amax))
+    likes = jnp.zeros((0, *shape), dtype), jnp.zeros((0, *kernel.shape), kernel.dtype)
+    y = y.reshape(*shape[:batch], *kernel.shape[contracted:])
+    return y, (saved, likes, quantizers, (made.amax, kernel_amax), made.saved)
 
 
-def _dense_bwd(contracted: int, residuals: Any, dy: Array) -> tuple[Array, Array, QuantizerSet]:
-    (x_columns, kernel_rows), (x_like, kernel_like), quantizers, amaxes = residuals
+def _product_bwd(source: Source, contracted: int, residuals: Any, dy: Array) -> tuple[Any, ...]:
+    (x_columns, kernel_rows), (x_like, kernel_like), quantizers, amaxes, kept = residuals
     batch = x_like.ndim - 1 - contracted
     codes, amax = encode(quantizers.dgrad, dy, batch)
     dx = gradient_product(row_operand(codes, batch), kernel_rows, x_like.dtype)
@@ -116,7 +134,8 @@ def _dense_bwd(contracted: int, residuals: Any, dy: Array) -> tuple[Array, Array
     # The three states advance here, in one operation, because the last of their maxima is known here.
     states = (quantizers.x, quantizers.kernel, quantizers.dgrad)
     following = as_cotangent(QuantizerSet(*advanced_together(states, (*amaxes, amax))))
-    return dx.reshape(x_like.shape[1:]), dkernel.reshape(kernel_like.shape[1:]), following
+    gradients = source.gradients(kept, dx.reshape(x_like.shape[1:]))
+    return gradients, dkernel.reshape(kernel_like.shape[1:]), following
 
 
-_dense.defvjp(_dense_fwd, _dense_bwd)
+_product.defvjp(_product_fwd, _product_bwd)

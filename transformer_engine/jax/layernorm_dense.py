@@ -1,13 +1,15 @@
-"""y = norm(x) @ kernel + bias: the composition of both, which saves x, the statistics and the codes of the norm."""
+"""y = norm(x) @ kernel + bias, which saves x, the statistics and, of a quantized product, the codes of the norm."""
 
 from __future__ import annotations
 
 from jax import Array
 
-from .dense import dense
-from .layernorm import layernorm
+from .checks import check_axis_names, check_bias
+from .dense import check_contraction, dense, product_of
+from .layernorm import check_norm, layernorm
 from .quantize.quantizers import QuantizerSet, noop_quantizer_set
 from .sharding import with_sharding_constraint_by_logical_axes
+from .sources import Norm
 
 __all__ = ["layernorm_dense"]
 
@@ -31,6 +33,16 @@ def layernorm_dense(
 ) -> Array:
     """y [*batch, *features] in x's dtype, of x [*batch, width] and kernel [width, *features]."""
     x = with_sharding_constraint_by_logical_axes(x, layernorm_input_axes)
+    if not quantizer_set.is_noop:
+        name = check_norm(x, gamma, beta, norm_type, zero_centered_gamma, epsilon)
+        check_contraction(x, kernel, ((x.ndim - 1,), (0,)))
+        check_bias(bias, kernel.shape[1:])
+        check_axis_names("dot_input_axes", dot_input_axes, x.ndim)
+        check_axis_names("kernel_axes", kernel_axes, kernel.ndim)
+        norm = Norm(name == "layernorm", zero_centered_gamma, float(epsilon), dot_input_axes)
+        kernel = with_sharding_constraint_by_logical_axes(kernel, kernel_axes)
+        y = product_of(norm, (x, gamma, beta), kernel, quantizer_set, 1)
+        return y if bias is None else y + bias.astype(y.dtype)
     normalized = layernorm(x, gamma, beta, norm_type, zero_centered_gamma, epsilon)
     return dense(
         normalized,

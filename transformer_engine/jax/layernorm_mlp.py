@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+import jax
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from .activation import ActivationParams, activation
+from .activation import ActivationParams, activation, check_activation
+from .checks import check_axis_names, check_bias
 from .collective import CollectiveOpSet, noop_collective_op_set
-from .dense import dense
-from .layernorm import layernorm
+from .dense import check_contraction, dense
+from .layernorm import check_norm, layernorm
 from .quantize.quantizers import QuantizerSet, noop_quantizer_set
+from .quantized_mlp import Plan, quantized_mlp
 from .sharding import with_sharding_constraint_by_logical_axes
+from .sources import Activation, Norm
 
 __all__ = ["layernorm_mlp"]
 
@@ -53,6 +58,21 @@ def layernorm_mlp(
             raise ValueError(f"{name} has {len(pair)} members; give two, one for each product")
     last = x.ndim - 1
     x = with_sharding_constraint_by_logical_axes(x, norm_input_axes)
+    if not (quantizer_sets[0].is_noop or quantizer_sets[1].is_noop):
+        name = check_norm(x, gamma, beta, norm_type, zero_centered_gamma, epsilon)
+        names = _check_products(x, kernels, biases, activation_type)
+        axes = ((dot_1_input_axes, kernel_1_axes), (dot_2_input_axes, kernel_2_axes))
+        for place, (kernel, (input_axes, kernel_axes)) in enumerate(zip(kernels, axes, strict=True), 1):
+            check_axis_names(f"dot_{place}_input_axes", input_axes, x.ndim)
+            check_axis_names(f"kernel_{place}_axes", kernel_axes, kernel.ndim)
+        norm = Norm(name == "layernorm", zero_centered_gamma, float(epsilon), dot_1_input_axes)
+        between = Activation(names, ActivationParams.of(activation_params), dot_2_input_axes)
+        laid = [with_sharding_constraint_by_logical_axes(k, a[1]) for k, a in zip(kernels, axes, strict=True)]
+        y = quantized_mlp(
+            Plan(norm, between, ffn1_ckpt_name), (x, gamma, beta), laid, biases[0], quantizer_sets
+        )
+        y = y if biases[1] is None else y + biases[1].astype(y.dtype)
+        return checkpoint_name(y, ffn2_ckpt_name)
     normalized = layernorm(x, gamma, beta, norm_type, zero_centered_gamma, epsilon)
     hidden = dense(
         normalized, kernels[0], biases[0], contracting_dims=((last,), (0,)),
@@ -67,3 +87,17 @@ def layernorm_mlp(
         collective_op_set=collective_op_sets[1], quantizer_set=quantizer_sets[1],
     )  # fmt: skip
     return checkpoint_name(y, ffn2_ckpt_name)
+
+
+def _check_products(
+    x: Array, kernels: Sequence[Array], biases: Sequence[Array | None], activation_type: Sequence[str]
+) -> tuple[str, ...]:
+    """The activation's names; an error where extents do not fit together."""
+    last = ((x.ndim - 1,), (0,))
+    check_contraction(x, kernels[0], last)
+    names = check_activation(activation_type, kernels[0].shape)
+    activated: Any = jax.ShapeDtypeStruct((*x.shape[:-1], kernels[0].shape[-1]), x.dtype)
+    check_contraction(activated, kernels[1], last)
+    for kernel, bias in zip(kernels, biases, strict=True):
+        check_bias(bias, kernel.shape[1:])
+    return names

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...pytorch.quantization import all_families
+from .kernel_cases import KERNELS
 
 # Recipes of modules; the first is no recipe, parameters and arithmetic in bfloat16.
 RECIPES = ("bf16", *(family.name for family in all_families() if family.samples))
@@ -359,6 +360,15 @@ def _sgd(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
         yield Case(name, "sgd", "bf16", sizes, backward=False, moved=5 * 4 * count * size)
 
 
+def _kernel(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
+    """One kernel of each family of common/kernels, which torch and JAX start from the same record."""
+    rows, width = (128, 256) if quick else (8192, 8192)
+    for name, (_, moved) in KERNELS.items() if "bf16" in recipes else ():
+        sizes = {"kernel": name, "rows": rows, "width": width}
+        title = f"kernel/{name}/{rows}x{width}"
+        yield Case(title, "kernel", "bf16", sizes, backward=False, moved=moved * rows * width)
+
+
 def _product(rows: int, depth: int, width: int, backward: bool) -> float:
     return (6.0 if backward else 2.0) * rows * depth * width
 
@@ -386,4 +396,5 @@ FAMILIES: dict[str, Callable[[tuple[str, ...], bool], Iterator[Case]]] = {
     "linear_cross_entropy": _linear_cross_entropy,
     "adam": _adam,
     "sgd": _sgd,
+    "kernel": _kernel,
 }

@@ -55,12 +55,14 @@ class Figures(NamedTuple):
 
     peak_mib   memory that a call takes beyond what was there
     compile_s  seconds until the call could be made, where a program was compiled for it
+    cached_s   the same again, the program taken from the compiler's cache on disk
     fp8_calls  products of FP8 operands that the program hands to cuBLASLt
     """
 
     timing: Timing
     peak_mib: float | None = None
     compile_s: float | None = None
+    cached_s: float | None = None
     fp8_calls: int | None = None
 
 

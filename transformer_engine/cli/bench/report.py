@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import sys
 from collections.abc import Iterable, Sequence
@@ -21,8 +22,9 @@ from .run import Row
 MEANING = (
     "gpu_ms: GPU time, launches queued ahead and L2 evicted; cpu_ms: host time to queue one call; eager_ms: wall "
     "time of a call in a loop; rate: over gpu_ms (eager_ms on a CPU); roof: part of the measured roof; "
-    "peak_mib: memory of one call beyond what was there; of programs that JAX compiles also compile_s, and fp8_calls: "
-    "their products of FP8 operands in cuBLASLt; there gpu_ms is kernel time by the profiler, peak_mib XLA's plan"
+    "peak_mib: memory of one call beyond what was there; of programs that JAX compiles also compile_s, cached_s from "
+    "JAX's cache on disk, and fp8_calls: their products of FP8 operands in cuBLASLt; there gpu_ms is kernel time by "
+    "the profiler, peak_mib XLA's plan"
 )
 
 HEADINGS = (
@@ -34,6 +36,7 @@ HEADINGS = (
     "of roof",
     "peak MiB",
     "compile s",
+    "cached s",
     "FP8 calls",
 )
 
@@ -93,6 +96,7 @@ def _figures(row: Row, plain: dict[str, float]) -> dict[str, str]:
         "" if row.roof is None else f"{100 * row.roof:.0f} %",
         _figure(row.peak_mib, 0),
         _figure(row.compile_s, 1),
+        _figure(row.cached_s, 1),
         _figure(row.fp8_calls, 0),
     )
     return dict(zip(HEADINGS, cells, strict=True))
@@ -117,7 +121,7 @@ def print_roofs(console: Console, roofs: Roofs) -> None:
 
 
 def as_dict(rows: Iterable[Row], roofs: Roofs, missing: dict[str, str]) -> dict[str, Any]:
-    """What the JSON file holds: keys machine, torch, command, meaning, roofs, missing and results."""
+    """What the JSON file holds: keys machine, torch, command, xla_flags, meaning, roofs, missing and results."""
     described = machine()
     return {
         "machine": described.device,
@@ -126,6 +130,7 @@ def as_dict(rows: Iterable[Row], roofs: Roofs, missing: dict[str, str]) -> dict[
         "python": platform.python_version(),
         "libraries": described.libraries,
         "command": " ".join(["te", *sys.argv[1:]]),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "meaning": MEANING,
         "roofs": {
             "copy_gb_s": round(roofs.copy / 1e9, 2),

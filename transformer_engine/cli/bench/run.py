@@ -23,7 +23,7 @@ class Row:
     gpu_ms, cpu_ms, eager_ms   see `measure`
     rate, unit   "TFLOP/s" of the products or "GB/s" of the bytes, over gpu_ms (eager_ms on a CPU)
     roof         rate as a part of this machine's measured roof
-    peak_mib, compile_s, fp8_calls   see `measure.Figures`
+    peak_mib, compile_s, cached_s, fp8_calls   see `measure.Figures`
     error        why there are no figures
     """
 
@@ -39,6 +39,7 @@ class Row:
     roof: float | None = None
     peak_mib: float | None = None
     compile_s: float | None = None
+    cached_s: float | None = None
     fp8_calls: int | None = None
     error: str | None = None
 
@@ -98,6 +99,7 @@ def _row(case: Case, provider: Provider, device: torch.device, roofs: Roofs, eff
         roof=roofs.share(case, timing.busiest),
         peak_mib=figures.peak_mib,
         compile_s=figures.compile_s,
+        cached_s=figures.cached_s,
         fp8_calls=figures.fp8_calls,
     )
 

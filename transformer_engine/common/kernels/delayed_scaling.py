@@ -1,4 +1,4 @@
-"""One step of delayed scaling for many states in one launch, reached through a table of their addresses."""
+"""One step of delayed scaling for many states in one launch: reached through a table of their addresses, or given."""
 
 from __future__ import annotations
 
@@ -86,4 +86,83 @@ def advance(
         ),
         warps=8 if length * block > 1024 else 1,
         tables=(Table(0, (WRITTEN, WRITTEN, NUMBER)),),
+    )
+
+
+@triton.jit
+def _step(
+    history,
+    scale,
+    amax,
+    LENGTH: tl.constexpr,
+    TAKES_MAXIMUM: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    DIVISOR: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """One state: history [LENGTH] takes amax [1] at its end, scale [1] is made anew."""
+    row = tl.arange(0, ROWS)
+    latest = tl.load(amax)
+    moved = tl.load(history + row + 1, mask=row < LENGTH - 1, other=0.0)
+    moved = tl.where(row == LENGTH - 1, latest, moved)
+    # As integers: the order of non-negative floats, with NaN on top.
+    bits = latest.to(tl.int32, bitcast=True)
+    if TAKES_MAXIMUM:
+        bits = tl.max(moved.to(tl.int32, bitcast=True), 0)
+    old_scale = tl.load(scale)
+    made = tl.div_rn(tl.div_rn(FP8_MAX, bits.to(tl.float32, bitcast=True)), DIVISOR)
+    made = tl.where(made == float("inf"), _LARGEST, made)
+    made = tl.where((bits > 0) & (bits < 0x7F800000), made, old_scale)
+    tl.debug_barrier()  # the whole history has been read before it is written
+    tl.store(history + row, tl.where(row == 0, 0.0, moved), mask=row < LENGTH)
+    tl.store(scale, made)
+
+
+@triton.jit
+def advance_given(
+    history_0,
+    history_1,
+    history_2,
+    scale_0,
+    scale_1,
+    scale_2,
+    amax_0,
+    amax_1,
+    amax_2,
+    LENGTH: tl.constexpr,
+    TAKES_MAXIMUM: tl.constexpr,
+    MAX_0: tl.constexpr,
+    MAX_1: tl.constexpr,
+    MAX_2: tl.constexpr,
+    DIVISOR: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """A program a state."""
+    state = tl.program_id(0)
+    if state == 0:
+        _step(history_0, scale_0, amax_0, LENGTH, TAKES_MAXIMUM, MAX_0, DIVISOR, ROWS)
+    elif state == 1:
+        if history_1 is not None:
+            _step(history_1, scale_1, amax_1, LENGTH, TAKES_MAXIMUM, MAX_1, DIVISOR, ROWS)
+    else:
+        if history_2 is not None:
+            _step(history_2, scale_2, amax_2, LENGTH, TAKES_MAXIMUM, MAX_2, DIVISOR, ROWS)
+
+
+GIVEN = 3  # states that one launch of `given` advances: those of a product
+
+
+def given(length: int, takes_maximum: bool, maxima: tuple[float, ...], margin: float) -> Launch:
+    """Inputs: GIVEN histories float32 [length], GIVEN scales float32 [1], which are updated where they are, and the
+    maxima float32 [1] of this step; None behind the last state. maxima: the greatest number of each state's element.
+    """
+    filled = (*maxima, *[1.0] * (GIVEN - len(maxima)))
+    return Launch(
+        advance_given,
+        grid=(len(maxima), 1, 1),
+        outputs=(),
+        scalars=(),
+        constants=(length, takes_maximum, *filled, float(2.0**margin), triton.next_power_of_2(length)),
+        warps=4 if length > 512 else 1,
+        in_place=tuple(range(2 * GIVEN)),
     )

@@ -46,6 +46,11 @@ def library_failure() -> str | None:
     return None
 
 
+def library_version() -> int:
+    """The version of cuDNN as one number, 91900 for 9.19; of a process that has it."""
+    return int(_module().check_cudnn_version())
+
+
 def attend(
     query: Array,
     key: Array,

@@ -17,7 +17,7 @@ from ..checks import check_axis_names
 from ..quantize.config import QuantizeConfig, get_global_quantize_recipe
 from ..quantize.factory import QuantizeMeta, QuantizeMetaSet, QuantizerFactory
 from ..quantize.quantizers import QuantizerSet, noop_quantizer_set
-from ..quantize.sharing import fan_out
+from ..quantize.sharing import one_and_rest
 
 Initializer = Callable[..., Array]
 Axes = tuple[str | None, ...]
@@ -99,7 +99,7 @@ class TransformerEngineBase(nn.Module):
         trace, leaves = tracers.current_trace(), jax.tree.leaves(quantizers)
         earlier = unread.get(name)
         source = earlier.rest if earlier is not None and earlier.is_of(trace, leaves) else quantizers
-        one, rest = fan_out(source, 2)
+        one, rest = one_and_rest(source)
         unread[name] = _Unread(trace, leaves, rest)
         return one
 

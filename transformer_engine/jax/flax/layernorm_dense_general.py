@@ -12,10 +12,13 @@ from jax import Array
 from ...common.checks import whole
 from ..checks import check_values
 from ..dense import dense
+from ..layernorm_dense import layernorm_dense
+from ..quantize.config import get_global_quantize_recipe
+from ..quantize.quantizers import QuantizerSet
 from .base import Axes, Initializer, TransformerEngineBase, kernel_initializer, parameter
 from .dense_general import checked_axes
 from .low_rank import _canonicalize_tuple, low_rank_term
-from .norm import norm_of_inputs, scale_initializer
+from .norm import norm_of_inputs, norm_parameters, scale_initializer
 
 
 class LayerNormDenseGeneral(TransformerEngineBase):
@@ -65,13 +68,10 @@ class LayerNormDenseGeneral(TransformerEngineBase):
         for extent in features:
             whole("features", extent)
         axis = checked_axes(self.axis, inputs.ndim)
+        if self._in_one(axis, inputs.ndim):
+            return self._depth_scaled(self._normalized_product(inputs, features)), None
         normalized = norm_of_inputs(self, inputs)
-        sizes = tuple(inputs.shape[d] for d in axis)
-        shape = (*sizes, *features)
-        kernel = parameter(self, "kernel", self.kernel_init, self.kernel_axes, shape, self.dtype)
-        quantizer_set = self.generate_quantizer_set(
-            quantization_checkpoint_name=self.quantization_checkpoint_name
-        )
+        kernel, quantizer_set = self._kernel(tuple(inputs.shape[d] for d in axis), features)
         y = dense(
             normalized,
             kernel,
@@ -87,8 +87,36 @@ class LayerNormDenseGeneral(TransformerEngineBase):
                 self.low_rank_adaptation_alpha,
             )  # fmt: skip
         if self.use_bias:
-            bias = parameter(self, "bias", self.bias_init, self.bias_axes, features, self.dtype)
-            y = y + bias.astype(y.dtype)
-        if self.depth_scaling is not None:
-            y = y / self.depth_scaling
-        return y, normalized if self.return_layernorm_output else None
+            y = y + self._bias(features).astype(y.dtype)
+        return self._depth_scaled(y), normalized if self.return_layernorm_output else None
+
+    def _in_one(self, axis: tuple[int, ...], ndim: int) -> bool:
+        """Is the norm's result read by a quantized product alone, so that nothing but its codes has to exist?"""
+        alone = self.enable_layernorm and not (
+            self.return_layernorm_output or self.enable_low_rank_adaptation
+        )
+        return alone and axis == (ndim - 1,) and get_global_quantize_recipe() is not None
+
+    def _normalized_product(self, inputs: Array, features: tuple[int, ...]) -> Array:
+        scale, ln_bias = norm_parameters(self, inputs.shape[-1], self.ln_bias_init, self.ln_bias_axes)
+        kernel, quantizer_set = self._kernel(inputs.shape[-1:], features)
+        bias = self._bias(features) if self.use_bias else None
+        return layernorm_dense(
+            inputs, kernel, scale, ln_bias, bias, self.layernorm_type, self.zero_centered_gamma, self.epsilon,
+            self.transpose_batch_sequence, self.layernorm_input_axes, self.dot_input_axes, self.kernel_axes,
+            quantizer_set,
+        )  # fmt: skip
+
+    def _kernel(self, sizes: tuple[int, ...], features: tuple[int, ...]) -> tuple[Array, QuantizerSet]:
+        """kernel [*sizes, *features] and the quantizers of its product."""
+        assert self.kernel_init is not None, "__post_init__ sets it"
+        shape = (*sizes, *features)
+        kernel = parameter(self, "kernel", self.kernel_init, self.kernel_axes, shape, self.dtype)
+        name = self.quantization_checkpoint_name
+        return kernel, self.generate_quantizer_set(quantization_checkpoint_name=name)
+
+    def _bias(self, features: tuple[int, ...]) -> Array:
+        return parameter(self, "bias", self.bias_init, self.bias_axes, features, self.dtype)
+
+    def _depth_scaled(self, y: Array) -> Array:
+        return y if self.depth_scaling is None else y / self.depth_scaling

@@ -15,11 +15,13 @@ from ...common.checks import described, drop_rate, whole
 from ..activation import ActivationParams, activation, is_known
 from ..checks import check_values
 from ..dense import dense
+from ..layernorm_mlp import layernorm_mlp
+from ..quantize.config import get_global_quantize_recipe
 from ..quantize.quantizers import QuantizerSet
 from .base import Axes, Initializer, TransformerEngineBase, kernel_initializer, parameter
 from .dense_general import checked_axes
 from .low_rank import low_rank_term
-from .norm import norm_of_inputs, scale_initializer
+from .norm import norm_of_inputs, norm_parameters, scale_initializer
 
 
 class LayerNormMLP(TransformerEngineBase):
@@ -82,28 +84,56 @@ class LayerNormMLP(TransformerEngineBase):
             raise ValueError(
                 f"axis={self.axis} of {inputs.ndim} axes; LayerNormMLP contracts the last, give -1"
             )
+        if self._in_one(deterministic):
+            return self._quantized(inputs), None
         normalized = norm_of_inputs(self, inputs)
-        width, parts = inputs.shape[-1], len(self.activations)
-        shape = (width, parts, self.intermediate_dim)
-        kernel_1 = parameter(self, "wi_kernel", self._stacked_init, self.kernel_axes_1, shape, self.dtype)
-        assert self.kernel_init is not None, "__post_init__ sets it"
-        shape = (self.intermediate_dim, width)
-        kernel_2 = parameter(self, "wo_kernel", self.kernel_init, self.kernel_axes_2, shape, self.dtype)
-        sets = [
-            self.generate_quantizer_set(
-                postfix, quantization_checkpoint_name=self.quantization_checkpoint_name
-            )
-            for postfix in ("_0", "_1")
-        ]
-        hidden = self._product("wi", normalized, kernel_1, sets[0])
+        kernels, sets = self._kernels(inputs.shape[-1]), self._quantizer_sets()
+        hidden = self._product("wi", normalized, kernels[0], sets[0])
         hidden = self._activated(checkpoint_name(hidden, self.ffn1_ckpt_name))
         hidden = nn.Dropout(
             rate=self.intermediate_dropout_rate,
             broadcast_dims=self.intermediate_hidden_dropout_dims,
             rng_collection=self.intermediate_dropout_rng_name,
         )(hidden, deterministic=deterministic)
-        y = checkpoint_name(self._product("wo", hidden, kernel_2, sets[1]), self.ffn2_ckpt_name)
+        y = checkpoint_name(self._product("wo", hidden, kernels[1], sets[1]), self.ffn2_ckpt_name)
         return y, normalized if self.return_layernorm_output else None
+
+    def _in_one(self, deterministic: bool) -> bool:
+        """Are norm and activation read by quantized products alone, so that nothing but their codes has to exist?"""
+        alone = self.enable_layernorm and not (
+            self.return_layernorm_output or self.enable_low_rank_adaptation
+        )
+        drops = self.intermediate_dropout_rate > 0 and not deterministic
+        quantizes = get_global_quantize_recipe() is not None
+        return alone and not drops and quantizes and is_known(self.activations)
+
+    def _quantized(self, inputs: Array) -> Array:
+        scale, ln_bias = norm_parameters(self, inputs.shape[-1], self.ln_bias_init, self.ln_bias_axes)
+        kernels, sets = self._kernels(inputs.shape[-1]), self._quantizer_sets()
+        biases = [self._bias(name, k.shape[1:]) for name, k in zip(("wi", "wo"), kernels, strict=True)]
+        names: Any = self.activations
+        return layernorm_mlp(
+            inputs, scale, ln_bias, kernels, biases, self.layernorm_type, self.zero_centered_gamma, self.epsilon,
+            self.transpose_batch_sequence, self.layernorm_input_axes, self.dot_1_input_axes, self.dot_2_input_axes,
+            self.kernel_axes_1, self.kernel_axes_2, self.ffn1_ckpt_name, self.ffn2_ckpt_name, names,
+            self.activation_params, quantizer_sets=sets,
+        )  # fmt: skip
+
+    def _kernels(self, width: int) -> tuple[Array, Array]:
+        """wi_kernel [h, n_act, f] and wo_kernel [f, h]"""
+        assert self.kernel_init is not None, "__post_init__ sets it"
+        shape = (width, len(self.activations), self.intermediate_dim)
+        first = parameter(self, "wi_kernel", self._stacked_init, self.kernel_axes_1, shape, self.dtype)
+        shape = (self.intermediate_dim, width)
+        return first, parameter(self, "wo_kernel", self.kernel_init, self.kernel_axes_2, shape, self.dtype)
+
+    def _quantizer_sets(self) -> tuple[QuantizerSet, QuantizerSet]:
+        name = self.quantization_checkpoint_name
+        first, second = (
+            self.generate_quantizer_set(postfix, quantization_checkpoint_name=name)
+            for postfix in ("_0", "_1")
+        )
+        return first, second
 
     def _stacked_init(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
         """[h, n_act, f], drawn activation by activation."""
@@ -137,12 +167,14 @@ class LayerNormMLP(TransformerEngineBase):
                 self, f"{name}_", x, (last,), features, init, self.low_rank_adaptation_dim,
                 self.low_rank_adaptation_alpha,
             )  # fmt: skip
-        if self.use_bias:
-            axes = self.bias_axes_1 if first else self.bias_axes_2
-            y = y + parameter(self, f"{name}_bias", self.bias_init, axes, features, self.dtype).astype(
-                y.dtype
-            )
-        return y
+        bias = self._bias(name, features)
+        return y if bias is None else y + bias.astype(y.dtype)
+
+    def _bias(self, name: str, features: tuple[int, ...]) -> Array | None:
+        if not self.use_bias:
+            return None
+        axes = self.bias_axes_1 if name == "wi" else self.bias_axes_2
+        return parameter(self, f"{name}_bias", self.bias_init, axes, features, self.dtype)
 
     def _activated(self, x: Array) -> Array:
         """Product of the activations of x [.., n_act, f]."""

@@ -29,13 +29,20 @@ def norm_of_inputs(module: Any, inputs: Array) -> Array:
     return _norm(module, inputs, module.ln_bias_init, module.ln_bias_axes)
 
 
-def _norm(module: Any, x: Array, bias_init: Initializer, bias_axes: Axes) -> Array:
-    """The norm of x by the module's fields and its parameters `scale` and, of layernorm alone, `ln_bias`."""
-    shape = x.shape[-1:]
+def norm_parameters(
+    module: Any, width: int, bias_init: Initializer, bias_axes: Axes
+) -> tuple[Array, Array | None]:
+    """The module's `scale` [width] and, of layernorm alone, `ln_bias`."""
+    shape = (width,)
     scale = parameter(module, "scale", module.scale_init, module.scale_axes, shape, module.dtype)
-    bias = None
-    if canonicalize_norm_type(module.layernorm_type) == "layernorm":
-        bias = parameter(module, "ln_bias", bias_init, bias_axes, shape, module.dtype)
+    if canonicalize_norm_type(module.layernorm_type) != "layernorm":
+        return scale, None
+    return scale, parameter(module, "ln_bias", bias_init, bias_axes, shape, module.dtype)
+
+
+def _norm(module: Any, x: Array, bias_init: Initializer, bias_axes: Axes) -> Array:
+    """The norm of x by the module's fields and its parameters."""
+    scale, bias = norm_parameters(module, x.shape[-1], bias_init, bias_axes)
     return layernorm(x, scale, bias, module.layernorm_type, module.zero_centered_gamma, module.epsilon)
 
 

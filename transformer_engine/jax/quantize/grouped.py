@@ -17,6 +17,7 @@ from jax import Array
 
 from ..primitives import exact
 from ..primitives.quantize import cast, scale_from_amax
+from ..primitives.quantize.tiles import settled
 from ..primitives.scale_update import advance_scales
 from .quantizers import DelayedScaleQuantizer, Quantizer, element_of
 from .scaling_modes import ScalingMode, TensorUsage
@@ -216,7 +217,8 @@ class GroupedQuantizer:
         element = element_of(quantizer.q_dtype)
         of_row = exact.magnitude_bits(x).max(axis=1, initial=0)
         belongs = group_of_rows(group_sizes, x.shape[0]) == jnp.arange(self.n_groups)[:, None]
-        amaxes = exact.float_of(jnp.where(belongs, of_row, 0).max(axis=1, initial=0))
+        # Once: fused into what reads it, one thread would look at all rows (H200, 16384 of them: 0.44 ms a reader).
+        amaxes = settled(exact.float_of(jnp.where(belongs, of_row, 0).max(axis=1, initial=0)))
         if isinstance(quantizer, DelayedScaleQuantizer):
             scales = quantizer.scale
         else:

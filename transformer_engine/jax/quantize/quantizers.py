@@ -20,9 +20,10 @@ from jax import Array
 from ...common.formats import E2M1, E4M3, E5M2, Element
 from ...common.quantize_spec import QuantizeSpec
 from ..primitives import quantize as primitive
-from ..primitives.scale_update import advance_scales
+from ..primitives.quantize import Cast
+from ..primitives.scale_update import State, advance_scales, advance_states
 from .scaling_modes import AmaxComputeAlgo, QuantizeLayout, ScalingMode
-from .tensors import ScaledTensor, ScaledTensor1x, ScaledTensorFactory, positive_axis
+from .tensors import ScaledTensor, ScaledTensor1x, ScaledTensor2x, ScaledTensorFactory, positive_axis
 
 __all__ = [
     "BlockScaleQuantizer",
@@ -129,25 +130,39 @@ class Quantizer:
         axis = positive_axis(flatten_axis, x.ndim)
         made = self._codes(x.reshape(prod(x.shape[:axis]), prod(x.shape[axis:])), spec)
         dtype = jnp.dtype(x.dtype if dq_dtype is None else dq_dtype)
-        tensors: list[ScaledTensor1x | None] = [None, None]
-        if rowwise:
+        return self._tensors(made, spec, x.shape, dtype, axis), made.amax
+
+    def cast(self) -> Cast | None:
+        """How an operation quantizes its own result as `encode` would; None where it cannot."""
+        return Cast(self.spec(self.q_layout.has_rowwise, self.q_layout.has_colwise))
+
+    def taken(
+        self, made: primitive.Quantized, shape: tuple[int, ...], dtype: Any, flatten_axis: int
+    ) -> tuple[ScaledTensor, Array | None]:
+        """What `encode` answers of a result [*shape], from the codes that its operation made by `cast`."""
+        cast = self.cast()
+        assert cast is not None, "its operation was told how"
+        axis = positive_axis(flatten_axis, len(shape))
+        return self._tensors(made, cast.spec, shape, jnp.dtype(dtype), axis), made.amax
+
+    def _tensors(
+        self, made: primitive.Quantized, spec: QuantizeSpec, shape: tuple[int, ...], dtype: Any, axis: int
+    ) -> ScaledTensor:
+        """The codes of a matrix as tensors of its array [*shape], whose columns begin at axis."""
+        tensors: list[ScaledTensor1x] = []
+        if spec.rowwise:
             assert made.codes is not None and made.scale is not None
-            tensors[0] = self._tensor(made.codes.reshape(x.shape), made.scale, made.amax, dtype, False, axis)
-        if colwise:
+            tensors.append(self._tensor(made.codes.reshape(shape), made.scale, made.amax, dtype, False, axis))
+        if spec.columnwise:
             assert made.codes_t is not None and made.scale_t is not None
             amax = made.amax if self.scaling_mode.is_tensor_scaling() else made.amax_t
             codes, scale = made.codes_t, made.scale_t
             if self.data_layout[1] == "T":
-                shape, at = (*x.shape[axis:], *x.shape[:axis]), x.ndim - axis
+                turned, at = (*shape[axis:], *shape[:axis]), len(shape) - axis
             else:
-                codes, scale, shape, at = codes.T, scale if scale.ndim == 1 else scale.T, x.shape, axis
-            tensors[1] = self._tensor(codes.reshape(shape), scale, amax, dtype, True, at, spec.hadamard)
-        layout = (
-            QuantizeLayout.ROWWISE_COLWISE
-            if rowwise and colwise
-            else QuantizeLayout.ROWWISE if rowwise else QuantizeLayout.COLWISE
-        )  # fmt: skip
-        return ScaledTensorFactory.create(tensors[0], tensors[1], layout), made.amax
+                codes, scale, turned, at = codes.T, scale if scale.ndim == 1 else scale.T, shape, axis
+            tensors.append(self._tensor(codes.reshape(turned), scale, amax, dtype, True, at, spec.hadamard))
+        return tensors[0] if len(tensors) == 1 else ScaledTensor2x(*tensors)
 
     def update(self, amax: Array | None) -> None:
         """Bring the state one step forward; without a state nothing happens."""
@@ -248,6 +263,9 @@ class DelayedScaleQuantizer(Quantizer):
         assert amax is not None
         return advanced_together((self,), (amax,))[0]  # pyright: ignore[reportReturnType]
 
+    def cast(self) -> Cast | None:
+        return Cast(self.spec(self.q_layout.has_rowwise, self.q_layout.has_colwise), self.scale)
+
     def _codes(self, matrix: Array, spec: QuantizeSpec) -> primitive.Quantized:
         return primitive.quantize(matrix, spec, scale=self.scale)
 
@@ -286,6 +304,9 @@ class NVFP4Quantizer(Quantizer):
     use_rht: bool = False
     stochastic_rounding_rng_state: Array | None = None
 
+    def cast(self) -> Cast | None:
+        return None  # its kernels read a matrix that lies in memory
+
     def _options(self) -> dict[str, Any]:
         return {"hadamard": self.use_rht, "stochastic": self.stochastic_rounding_rng_state is not None}
 
@@ -309,18 +330,17 @@ def advanced_together(
             alike.setdefault(key, []).append(place)
     for (_, algorithm, margin), places in alike.items():
         states: list[Any] = [quantizers[place] for place in places]
-        histories, scales = advance_scales(
-            jnp.stack([state.amax_history for state in states]),
-            jnp.concatenate([state.scale for state in states]),
-            jnp.concatenate([jnp.reshape(amaxes[place], 1) for place in places]),  # pyright: ignore
+        advanced = advance_states(
+            [
+                State(state.amax_history, state.scale, jnp.reshape(amaxes[place], 1))  # pyright: ignore
+                for place, state in zip(places, states, strict=True)
+            ],
             algorithm.value,
             tuple(element_of(state.q_dtype).maximum for state in states),
             margin,
         )
-        for row, (place, state) in enumerate(zip(places, states, strict=True)):
-            following[place] = dataclasses.replace(
-                state, amax_history=histories[row], scale=scales[row : row + 1]
-            )
+        for place, state, (history, scale) in zip(places, states, advanced, strict=True):
+            following[place] = dataclasses.replace(state, amax_history=history, scale=scale)
     return tuple(following)
 
 

@@ -27,12 +27,23 @@ def fan_out(quantizer_set: State, n: int) -> tuple[State, ...]:
     that were not used do not count; where none was, the state stays as it is.
     """
     whole("n", n)
-    return _copies(n)(quantizer_set)
+    return _copies(n, False)(quantizer_set)
+
+
+def one_and_rest(quantizer_set: State) -> tuple[State, State]:
+    """Two copies, of which a product reads the first, and the second is for uses that may follow.
+
+    Where none does, the first one's next state is taken as it is: its kernels then update the state's own memory.
+    """
+    return _copies(2, True)(quantizer_set)
 
 
 @functools.cache
-def _copies(n: int) -> Any:
-    """state -> n of it, whose cotangents merge; a copy that nothing read costs nothing."""
+def _copies(n: int, certain: bool) -> Any:
+    """state -> n of it, whose cotangents merge; a copy that nothing read costs nothing.
+
+    certain   a copy whose cotangent is no symbolic zero has been read; else its values tell
+    """
 
     @jax.custom_vjp
     def copies(state: State) -> tuple[State, ...]:
@@ -45,9 +56,11 @@ def _copies(n: int) -> Any:
     def backward(state: Any, following: tuple[Any, ...]) -> tuple[Any]:
         if isinstance(state, QuantizerSet):
             parts = ("x", "kernel", "dgrad")
-            merged = [_merged(getattr(state, p), [getattr(copy, p) for copy in following]) for p in parts]
+            merged = [
+                _merged(getattr(state, p), [getattr(copy, p) for copy in following], certain) for p in parts
+            ]
             return (QuantizerSet(*merged),)
-        return (_merged(state, following),)
+        return (_merged(state, following, certain),)
 
     copies.defvjp(forward, backward, symbolic_zeros=True)
     return copies
@@ -83,16 +96,17 @@ def _of_devices(state: Any, axes: tuple[str, ...], first: Array) -> Any:
     return dataclasses.replace(state, **{n: jnp.where(first, leaf, 0) for n, leaf in merged.items()})
 
 
-def _merged(state: Any, following: Sequence[Any]) -> Any:
+def _merged(state: Any, following: Sequence[Any], certain: bool) -> Any:
     if isinstance(state, GroupedQuantizer):
-        return GroupedQuantizer(
-            _merged(state.quantizer, [copy.quantizer for copy in following]), state.n_groups
-        )
+        merged = _merged(state.quantizer, [copy.quantizer for copy in following], certain)
+        return GroupedQuantizer(merged, state.n_groups)
     if not isinstance(state, DelayedScaleQuantizer):
         return as_cotangent(state)
     read = [copy for copy in following if not isinstance(copy.scale, SymbolicZero)]
     if not read:
         return state
+    if certain and len(read) == 1:
+        return dataclasses.replace(read[0], amax_history=_instantiated(read[0].amax_history))
     scale, history = functools.reduce(
         _of_both, [(copy.scale, _instantiated(copy.amax_history)) for copy in read]
     )

@@ -40,6 +40,11 @@ def positive_axis(flatten_axis: int, ndim: int) -> int:
 class ScaledTensor:
     """What ScaledTensor1x and ScaledTensor2x have in common."""
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the tensor, in its own order of axes."""
+        raise NotImplementedError
+
 
 @functools.partial(
     jax.tree_util.register_dataclass,
@@ -79,6 +84,15 @@ class ScaledTensor1x(ScaledTensor):
     @property
     def ndim(self) -> int:
         return self.data.ndim
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the tensor, in its own order of axes."""
+        shape = self.data.shape
+        if not self.transposed:
+            return shape
+        axis = positive_axis(self.flatten_axis, self.ndim)
+        return (*shape[axis:], *shape[:axis])
 
     @property
     def transposed(self) -> bool:
@@ -156,6 +170,10 @@ class ScaledTensor2x(ScaledTensor):
         return self.rowwise_tensor.ndim
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        return self.rowwise_tensor.shape
+
+    @property
     def flatten_axis(self) -> int:
         return self.rowwise_tensor.flatten_axis
 
@@ -197,6 +215,10 @@ class NoScaleTensor:
 
     def dequantize(self) -> Array:
         return self.data
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.data.shape
 
     def get_tensor(self, usage: TensorUsage) -> NoScaleTensor:
         """Itself: a product takes its values in any order of axes."""

@@ -17,7 +17,9 @@ from ....common import recipe as recipes
 from ....pytorch.attention.rope import RotaryPositionEmbedding, apply_rotary_pos_emb
 from ....pytorch.quantization import family_named
 from ....pytorch.router import fused_topk_with_score_function
+from ....pytorch.runtime import launching
 from ..cases import QUANTIZATIONS, RECIPES, Case
+from ..kernel_cases import KERNELS, Machine, Started
 from ..workload import Workload, routed_tokens
 from .provider import Builders, Provider
 
@@ -322,6 +324,25 @@ def _adam_of_codes(case: Case, recipe: recipes.Recipe, device: torch.device) -> 
 @BUILDERS.of("sgd")
 def _sgd(case: Case, device: torch.device) -> Workload:
     return stepping(te.optimizers.FusedSGD(parameters_of(case, device), lr=1e-4, momentum=0.9))
+
+
+@BUILDERS.of("kernel")
+def _kernel(case: Case, device: torch.device) -> Workload | None:
+    """The launch itself, which a GPU alone can run."""
+    a = case.arguments
+    if device.type != "cuda":
+        return None
+    machine = Machine(*launching.processors(device.index))
+    program, given = _started(KERNELS[a["kernel"]][0](a["rows"], a["width"], machine), device)
+    return Workload(lambda *x: launching.perform(program, given), ())
+
+
+def _started(started: Started, device: torch.device) -> tuple[Any, list[Tensor | None]]:
+    given = [
+        None if one is None else torch.randn(*one[0], device=device, dtype=getattr(torch, one[1])).abs()
+        for one in started.given
+    ]
+    return started.program, given
 
 
 def parameters_of(case: Case, device: torch.device) -> list[torch.nn.Parameter]:

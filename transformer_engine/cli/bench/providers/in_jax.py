@@ -28,11 +28,11 @@ _BOTH = (
 )
 
 
-def _builders(module: str) -> dict[str, Builder]:
+def _builders(module: str, *more: str) -> dict[str, Builder]:
     def build(case: Case, device: torch.device):
         return import_module(module, __package__).BUILDERS[case.family](case, device)
 
-    return dict.fromkeys(_BOTH, build)
+    return dict.fromkeys((*_BOTH, *more), build)
 
 
 def _refuses(device: torch.device) -> str | None:
@@ -52,7 +52,7 @@ _OPTIONS = {"module": "jax", "remedy": extras.command("jax")}
 JAX = Provider(
     "jax",
     RECIPES,
-    _builders(".jax_engine"),
+    _builders(".jax_engine", "kernel"),
     quantizations=tuple(QUANTIZATIONS),
     refuses=_refuses,
     on_request=True,

@@ -16,9 +16,12 @@ from .... import jax as te
 from ....jax import attention, quantize
 from ....jax import flax as te_flax
 from ....jax.dense import grouped_dense
+from ....jax.platform import processors
+from ....jax.primitives.launching import perform
 from ....jax.quantize.recipes import FAMILIES
 from ..cases import QUANTIZATIONS, Case
 from ..jax_workload import JaxWorkload
+from ..kernel_cases import KERNELS, Machine
 from .provider import Builders
 
 BF16 = jnp.bfloat16
@@ -168,3 +171,26 @@ def _layer(case: Case, device: torch.device) -> JaxWorkload:
         dtype=BF16,
     )
     return module_workload(module, random(1, a["sequence"], a["hidden"]), case.recipe, deterministic=True)
+
+
+@BUILDERS.of("kernel")
+def _kernel(case: Case, device: torch.device) -> JaxWorkload | None:
+    """The launch itself, as XLA's runtime starts it on a GPU."""
+    a = case.arguments
+    if device.type != "cuda":
+        return None
+    found = processors()
+    machine = Machine(found.count, found.shared_memory)
+    started = KERNELS[a["kernel"]][0](a["rows"], a["width"], machine)
+    given = tuple(
+        jnp.abs(jax.random.normal(jax.random.key(place), one[0], jnp.dtype(one[1])))
+        for place, one in enumerate(started.given)
+        if one is not None
+    )
+
+    def function(params: Any, state: Any, *arrays: Array) -> list[Array]:
+        remaining = iter(arrays)
+        inputs = [None if one is None else next(remaining) for one in started.given]
+        return [made for made in perform(started.program, inputs) if made is not None]
+
+    return JaxWorkload(function, given)

@@ -1,4 +1,4 @@
-"""The activations by the kernels of common/kernels/activation.py, on matrices [rows, n * width]."""
+"""The activations by the kernels of common/kernels/activation.py, on arrays [rows, n, width]."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def refuses(request: ActivationRequest) -> str | None:
 
 
 @dataclass(frozen=True)
-class _Activation(Kernel):
+class ActivationKernel(Kernel):
     """One activation, and its constants."""
 
     names: tuple[str, ...]
     params: ActivationParams
-    whole = ("w", "v")
+    whole = ("n",)
 
     @property
     def gated(self) -> bool:
@@ -53,33 +53,33 @@ class _Activation(Kernel):
 
 
 @dataclass(frozen=True)
-class Forward(_Activation):
-    """x [rows, n * width] -> y [rows, width]"""
+class Forward(ActivationKernel):
+    """x [rows, n, width] -> y [rows, width]"""
 
     @property
     def rule(self) -> str:
-        return "r w -> r v"
+        return "r n w -> r w"
 
     def results(self, x: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
-        return (jax.ShapeDtypeStruct((x.shape[0], x.shape[1] // len(self.names)), x.dtype),)
+        return (jax.ShapeDtypeStruct((x.shape[0], x.shape[2]), x.dtype),)
 
     def run(self, x: Array) -> tuple[Array, ...]:
         from ....common.kernels import activation  # it imports triton
 
-        rows, wide = x.shape
+        rows, parts, width = x.shape
         launch = activation.forward(
-            self.made_by(activation), self.gated, rows, wide // len(self.names), wide, x.dtype.name, self.constants
-        )  # fmt: skip
-        return (run(launch, [x])[0],)  # pyright: ignore[reportReturnType]
+            self.made_by(activation), self.gated, rows, width, parts * width, x.dtype.name, self.constants
+        )
+        return (run(launch, [x.reshape(rows, parts * width)])[0],)  # pyright: ignore[reportReturnType]
 
 
 @dataclass(frozen=True)
-class Backward(_Activation):
-    """(dy [rows, width], x [rows, n * width]) -> dx like x"""
+class Backward(ActivationKernel):
+    """(dy [rows, width], x [rows, n, width]) -> dx like x"""
 
     @property
     def rule(self) -> str:
-        return "r v, r w -> r w"
+        return "r w, r n w -> r n w"
 
     def results(self, dy: Any, x: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         return (jax.ShapeDtypeStruct(x.shape, x.dtype),)
@@ -87,25 +87,30 @@ class Backward(_Activation):
     def run(self, dy: Array, x: Array) -> tuple[Array, ...]:
         from ....common.kernels import activation  # it imports triton
 
-        rows, width = dy.shape
+        rows, parts, width = x.shape
         launch = activation.backward(
-            self.made_by(activation), self.gated, rows, width, (width, x.shape[1]), x.dtype.name, self.constants
+            self.made_by(activation), self.gated, rows, width, (width, parts * width), x.dtype.name, self.constants
         )  # fmt: skip
-        return (run(launch, [dy, x])[0],)  # pyright: ignore[reportReturnType]
+        (dx,) = run(launch, [dy, x.reshape(rows, parts * width)])
+        assert dx is not None
+        return (dx.reshape(x.shape),)
 
 
 def forward(x: Array, names: tuple[str, ...], params: ActivationParams) -> Array:
     """See `activation_forward`."""
-    rows, width = prod(x.shape[:-2]), x.shape[-1]
-    (y,) = call(Forward(names, params), x.reshape(rows, len(names) * width))
-    return y.reshape(*x.shape[:-2], width)
+    (y,) = call(Forward(names, params), units(x))
+    return y.reshape(*x.shape[:-2], x.shape[-1])
 
 
 def backward(dy: Array, x: Array, names: tuple[str, ...], params: ActivationParams) -> Array:
     """See `activation_backward`."""
-    rows, width = prod(x.shape[:-2]), x.shape[-1]
-    (dx,) = call(Backward(names, params), dy.reshape(rows, width), x.reshape(rows, len(names) * width))
+    (dx,) = call(Backward(names, params), dy.reshape(prod(dy.shape[:-1]), dy.shape[-1]), units(x))
     return dx.reshape(x.shape)
+
+
+def units(x: Array) -> Array:
+    """x [..., n, width] as [rows, n, width]: devices may cut rows and columns, but no unit from its gate."""
+    return x.reshape(prod(x.shape[:-2]), *x.shape[-2:])
 
 
 OPERATIONS: dict[str, Callable[..., Any]] = {"forward": forward, "backward": backward}

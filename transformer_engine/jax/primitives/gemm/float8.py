@@ -77,7 +77,9 @@ def run_direct(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool) -> Array:
 
 def _dequantized(operand: Operand, dtype: jnp.dtype) -> Array:
     assert operand.scale is not None
-    return operand.codes.astype(dtype) * operand.scale.astype(dtype)
+    # A scalar, as kernels make it: XLA then takes both conversions away and cuBLASLt reads the float32 scale. Of an
+    # array [1] it would read one that was rounded to bfloat16.
+    return operand.codes.astype(dtype) * operand.scale.reshape(()).astype(dtype)
 
 
 def _precision(exact: bool) -> lax.Precision:

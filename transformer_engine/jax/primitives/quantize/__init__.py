@@ -10,6 +10,7 @@ from ....common.dispatch import Table
 from ..operand import Operand
 from ..platforms import computed
 from . import reference, triton
+from .casting import Cast
 from .float8 import absolute_maximum, cast, scale_from_amax
 from .formats import FORMATS
 from .hadamard import hadamard_transform, inverse_transform
@@ -18,6 +19,7 @@ from .spec import Given, Quantized, QuantizeSpec, Request, jax_dtype
 __all__ = [
     "FORMATS",
     "TABLE",
+    "Cast",
     "QuantizeSpec",
     "Quantized",
     "Request",

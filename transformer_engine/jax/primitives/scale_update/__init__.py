@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 from jax import Array
 
 from ....common.dispatch import Table
-from . import reference
+from ..platforms import computed
+from . import reference, triton
+from .reference import advance_scales
 from .request import ScaleUpdateRequest
 
-__all__ = ["TABLE", "ScaleUpdateRequest", "advance_scales"]
+__all__ = ["TABLE", "ScaleUpdateRequest", "State", "advance_scales", "advance_states"]
 
-TABLE: Table[ScaleUpdateRequest] = Table("jax_scale_update", (reference.BACKEND,))
+TABLE: Table[ScaleUpdateRequest] = Table("jax_scale_update", (triton.BACKEND, reference.BACKEND))
 
 
-def advance_scales(
-    histories: Array,
-    scales: Array,
-    amaxes: Array,
-    algorithm: str,
-    maxima: tuple[float, ...],
-    margin: float,
-) -> tuple[Array, Array]:
-    """histories float32 [n, length], scales [n] and the amaxes [n] of this step -> both after it.
+class State(NamedTuple):
+    """history float32 [length] and scale [1] of one tensor; amax [1] of this step."""
 
-    algorithm   "max" over the history, or "most_recent"
-    maxima      the greatest number of each state's element
-    The amax takes place 0, which then becomes the last; place 1 is dropped, and place 0 is cleared.
-    """
-    request = ScaleUpdateRequest(histories.shape[0], histories.shape[1])
-    return TABLE.bind(request)(histories, scales, amaxes, algorithm, maxima, margin)
+    history: Array
+    scale: Array
+    amax: Array
+
+
+def advance_states(
+    states: Sequence[State], algorithm: str, maxima: tuple[float, ...], margin: float
+) -> list[tuple[Array, Array]]:
+    """(history, scale) of every state after this step, as of `advance_scales`; they are not moved together for it."""
+    length = states[0].history.shape[0]
+    made = computed(
+        TABLE, lambda platform: ScaleUpdateRequest(len(states), length, platform), tuple(map(tuple, states)),
+        algorithm=algorithm, maxima=maxima, margin=margin,
+    )  # fmt: skip
+    return [(history, scale) for history, scale in made]

@@ -27,7 +27,7 @@ def scale_of(amax: Array, scale: Array, maxima: tuple[float, ...], margin: float
 
 
 @functools.partial(jax.jit, static_argnames=("algorithm", "maxima", "margin"))
-def run(
+def advance_scales(
     histories: Array,
     scales: Array,
     amaxes: Array,
@@ -35,7 +35,12 @@ def run(
     maxima: tuple[float, ...],
     margin: float,
 ) -> tuple[Array, Array]:
-    """One step for every state."""
+    """histories float32 [n, length], scales [n] and the amaxes [n] of this step -> both after it.
+
+    algorithm   "max" over the history, or "most_recent"
+    maxima      the greatest number of each state's element
+    The amax takes place 0, which then becomes the last; place 1 is dropped, and place 0 is cleared.
+    """
     latest = exact.bits_of(amaxes)[:, None]
     steps = jnp.concatenate((latest, exact.bits_of(histories)[:, 1:]), axis=1)
     reference = steps.max(axis=1) if algorithm == "max" else steps[:, 0]
@@ -44,6 +49,16 @@ def run(
     moved = cleared if steps.shape[1] == 1 else jnp.concatenate((cleared, steps[:, 2:], latest), axis=1)
     # Once a step, not once for every reader of a scale.
     return lax.optimization_barrier((exact.float_of(moved), new_scales))
+
+
+def run(
+    states: tuple[tuple[Array, Array, Array], ...], algorithm: str, maxima: tuple[float, ...], margin: float
+) -> tuple[tuple[Array, Array], ...]:
+    """(history [length], scale [1]) of every state (history, scale, amax), made as those of one stack."""
+    histories, scales, amaxes = zip(*states, strict=True)
+    stacked = jnp.stack(histories), jnp.concatenate(scales), jnp.concatenate(amaxes)
+    moved, made = advance_scales(*stacked, algorithm, maxima, margin)
+    return tuple((moved[place], made[place : place + 1]) for place in range(len(states)))
 
 
 BACKEND = Backend[ScaleUpdateRequest]("reference", bind=lambda request: run)

@@ -10,3 +10,4 @@ class ScaleUpdateRequest(NamedTuple):
 
     states: int
     length: int
+    platform: str = "cpu"

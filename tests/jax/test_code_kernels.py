@@ -1,0 +1,148 @@
+"""Kernels that quantize what they make: their rules fit their arrays, and a quantized MLP for CUDA is made of them."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from compiled import values_and_gradients
+
+from transformer_engine.common.dispatch import observing
+from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E4M3, FLOAT8, MXFP8
+from transformer_engine.common.quantize_spec import QuantizeSpec
+from transformer_engine.common.recipe import DelayedScaling
+from transformer_engine.jax.layernorm_mlp import layernorm_mlp
+from transformer_engine.jax.primitives import launching
+from transformer_engine.jax.primitives.activation import ActivationParams
+from transformer_engine.jax.primitives.activation import triton as activations
+from transformer_engine.jax.primitives.activation_codes import TABLE as ACTIVATION_CODES
+from transformer_engine.jax.primitives.activation_codes import activation_backward_codes
+from transformer_engine.jax.primitives.activation_codes import triton as activation_codes
+from transformer_engine.jax.primitives.norm_codes import triton as norm_codes
+from transformer_engine.jax.primitives.partitioning import Rule
+from transformer_engine.jax.primitives.quantize import Cast
+from transformer_engine.jax.primitives.scale_update import triton as scale_update
+from transformer_engine.jax.quantize import QuantizeMeta, QuantizeMetaSet, QuantizerFactory
+
+REFUSAL = launching.refuses_kernels()
+needs_bridge = pytest.mark.skipif(
+    REFUSAL is not None, reason=f"no kernel can be lowered for CUDA here: {REFUSAL}"
+)
+NAMES, PARAMS = ("silu", "linear"), ActivationParams()
+SPECS = {
+    f"{form.name}{' both' * both}": QuantizeSpec(form, E4M3, columnwise=both)
+    for form, both in itertools.product((FLOAT8, BLOCK_1D, BLOCK_2D), (False, True))
+}
+
+
+def shape(*extents, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(extents, dtype)
+
+
+ONE = shape(1, dtype=jnp.float32)
+X, DY, ROWS, GAMMA = shape(256, 2, 384), shape(256, 384), shape(256, 384), shape(384)
+
+
+def kernels_with_operands():
+    for name, spec in SPECS.items():
+        scale = [ONE] * (spec.format == FLOAT8)
+        yield f"forward {name}", activation_codes.Forward(NAMES, PARAMS, spec, (256, 384), 384), [X, *scale]
+        for sums in (False, True):
+            kernel = activation_codes.Backward(NAMES, PARAMS, spec, (256, 768), 384, sums)
+            yield f"backward {name} sums={sums}", kernel, [DY, X, *scale]
+    yield "measured", activation_codes.Measured(NAMES, PARAMS, False), [X]
+    yield "measured backward", activation_codes.Measured(NAMES, PARAMS, True, True), [DY, X]
+    yield "plain", activations.Forward(NAMES, PARAMS), [X]
+    yield "plain backward", activations.Backward(NAMES, PARAMS), [DY, X]
+    for centered in (False, True):
+        given = [ROWS, GAMMA, *[GAMMA] * centered]
+        for both in (False, True):
+            kernel = norm_codes.Scaled(centered, False, 1e-5, QuantizeSpec(FLOAT8, E4M3, columnwise=both))
+            yield f"norm {centered} {both}", kernel, [*given, ONE]
+        yield f"norm measured {centered}", norm_codes.Measured(centered, False, 1e-5), given
+        blocks = norm_codes.RowBlocks(centered, False, 1e-5, QuantizeSpec(BLOCK_1D, E4M3))
+        yield f"norm blocks {centered}", blocks, given
+    for states in (1, 3):
+        kernel = scale_update.Advance(True, (448.0,) * states, 0.0)
+        history = shape(16, dtype=jnp.float32)
+        yield f"{states} states", kernel, [*[history] * states, *[ONE] * (2 * states)]
+
+
+def test_a_rule_has_a_factor_for_every_axis_of_a_kernels_arrays():
+    for name, kernel, operands in kernels_with_operands():
+        rule, results = Rule.of(kernel.rule), kernel.results(*operands)
+        for arrays, said in ((operands, rule.operands), (results, rule.results)):
+            assert [array.ndim for array in arrays] == [len(axes) for axes in said], (name, kernel.rule)
+        assert all(place < len(results) for place in (*kernel.summed, *kernel.maxed)), name
+        for place in kernel.maxed:
+            assert results[place].shape == (1,), name
+        for place in kernel.summed:
+            assert results[place].dtype == jnp.float32, name
+
+
+def quantizers():
+    metas = [QuantizeMeta(scale=jnp.full(1, scale), amax_history=jnp.zeros(4)) for scale in (3.0, 5.0, 7.0)]
+    return QuantizerFactory.create_set(
+        fp8_recipe=DelayedScaling(amax_history_len=4), quantize_meta_set=QuantizeMetaSet(*metas)
+    )
+
+
+def mlp(x, gamma, kernels, sets):
+    return layernorm_mlp(
+        x, gamma, None, kernels, (None, None), "rmsnorm", activation_type=NAMES, quantizer_sets=sets
+    )
+
+
+ARGUMENTS = (
+    lambda: jnp.ones((32, 128), jnp.bfloat16), lambda: jnp.ones(128),
+    lambda: [jnp.ones((128, 2, 256), jnp.bfloat16) * 0.1, jnp.ones((256, 128), jnp.bfloat16) * 0.1],
+    lambda: (quantizers(), quantizers()),
+)  # fmt: skip
+
+
+@needs_bridge
+def test_a_quantized_mlp_on_cuda_is_as_many_kernels_as_it_has_tensors(monkeypatch):
+    monkeypatch.setenv("TE_JAX_KERNELS", "1")
+    arguments = [make() for make in ARGUMENTS]
+
+    def step(*arguments):
+        y, pullback = jax.vjp(mlp, *arguments)
+        return y, pullback(jnp.ones_like(y))
+
+    text = jax.jit(step).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    # Norm and its transpose, two kernels, the activation; dy, the activation's gradient; the norm's gradient and its
+    # sums; six states; six products.
+    assert len(re.findall("triton_kernel_call_ffi", text)) == 2 + 2 + 1 + 1 + 1 + 2 + 2 + 6
+
+
+def test_both_products_of_an_mlp_advance_their_states():
+    arguments = [make() for make in ARGUMENTS]
+    dy = jnp.ones((32, 128), jnp.bfloat16)
+    y, _, _, kernels, sets = values_and_gradients(mlp, dy, *arguments)
+    assert y.shape == dy.shape and [k.shape for k in kernels] == [(128, 2, 256), (256, 128)]
+    for one in sets:
+        for quantizer in (one.x, one.kernel, one.dgrad):
+            assert float(quantizer.amax_history[-1]) > 0 and float(quantizer.scale[0]) > 0
+
+
+def test_what_a_kernel_does_not_quantize_has_a_reason(monkeypatch):
+    for module in ("activation.triton", "quantize.triton"):
+        monkeypatch.setattr(
+            f"transformer_engine.jax.primitives.{module}.refuses_on", lambda platform, name: None
+        )
+    seen = []
+    with observing(lambda operation, request: seen.append((operation, request))):
+        for spec, width in ((QuantizeSpec(MXFP8, E4M3), 256), (SPECS["block2d both"], 160)):
+            x, dy = jnp.ones((64, 2, width), jnp.bfloat16), jnp.ones((64, width), jnp.bfloat16)
+            jax.eval_shape(
+                lambda dy, x, s=spec: activation_backward_codes(dy, x, Cast(s), NAMES, PARAMS, False)[0],
+                dy,
+                x,
+            )
+    requests = [request for operation, request in seen if operation == ACTIVATION_CODES.operation]
+    reasons = [activation_codes.refuses(request) for request in requests]
+    assert any("format mxfp8" in (reason or "") for reason in reasons)
+    assert any("no multiple of 128" in (reason or "") for reason in reasons)

@@ -1,0 +1,176 @@
+"""Codes that kernels make of their own results: the bytes of separate steps, on a GPU or in the interpreter."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from bits import assert_same_bytes, matrix
+
+from transformer_engine.common.dispatch import use_backend
+from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E4M3, E5M2, FLOAT8
+from transformer_engine.common.quantize_spec import QuantizeSpec
+from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from transformer_engine.jax.layernorm_dense import layernorm_dense
+from transformer_engine.jax.layernorm_mlp import layernorm_mlp
+from transformer_engine.jax.primitives.activation import ActivationParams
+from transformer_engine.jax.primitives.activation_codes import activation_backward_codes, activation_codes
+from transformer_engine.jax.primitives.norm_codes import norm_codes
+from transformer_engine.jax.primitives.quantize import Cast
+from transformer_engine.jax.primitives.scale_update import State, advance_states
+from transformer_engine.jax.quantize import QuantizeMeta, QuantizeMetaSet, QuantizerFactory
+from transformer_engine.pytorch.primitives.scale_update import reference as torch_update
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("as_users_compile")]
+SPECS = {
+    "delayed": QuantizeSpec(FLOAT8, E4M3, columnwise=True),
+    "delayed rows": QuantizeSpec(FLOAT8, E5M2),
+    "current": QuantizeSpec(FLOAT8, E4M3, columnwise=True),
+    "blocks": QuantizeSpec(BLOCK_1D, E4M3, columnwise=True, power_of_two=True),
+    "blocks of rows": QuantizeSpec(BLOCK_1D, E4M3, power_of_two=True),
+    "squares": QuantizeSpec(BLOCK_2D, E4M3, columnwise=True, power_of_two=True),
+}
+RECIPES = {"delayed": DelayedScaling, "current": Float8CurrentScaling, "block": Float8BlockScaling}
+
+
+def cast_of(name: str) -> Cast:
+    return Cast(SPECS[name], jnp.full(1, 3.7) if "delayed" in name else None)
+
+
+def both_ways(operation: str, function, *arrays):
+    """The leaves of what kernels make where values are made, and of what separate ones make."""
+    made = []
+    for backend in ("triton", "separate"):
+        with use_backend(**{operation: backend}):
+            made.append(jax.tree.leaves(jax.jit(lambda *a: function(*a))(*arrays)))
+    return zip(*made, strict=True)
+
+
+def assert_equal(pairs, name: str) -> None:
+    for place, (ours, want) in enumerate(pairs):
+        ours, want = np.asarray(ours), np.asarray(want)
+        assert ours.shape == want.shape and ours.dtype == want.dtype, f"{name} {place}"
+        np.testing.assert_array_equal(ours.astype(np.float32), want.astype(np.float32), f"{name} {place}")
+
+
+@pytest.mark.parametrize("centered", [False, True])
+@pytest.mark.parametrize("name", ["delayed", "delayed rows", "current", "blocks of rows"])
+def test_a_norm_makes_the_codes_of_what_it_would_store(name, centered):
+    x = jnp.asarray(matrix("normal", (48, 256), "bfloat16")).reshape(4, 12, 256)
+    gamma, beta = jnp.linspace(0.5, 1.5, 256), jnp.linspace(-1, 1, 256) if centered else None
+
+    def made(x, gamma, beta):
+        return norm_codes(x, gamma, beta, cast_of(name), centered, centered, 1e-5)
+
+    assert_equal(both_ways("jax_norm_codes", made, x, gamma, beta), name)
+
+
+@pytest.mark.parametrize("names", [("gelu",), ("silu", "linear")])
+@pytest.mark.parametrize("name", SPECS)
+def test_an_activation_makes_the_codes_of_what_it_would_store(name, names):
+    x = jnp.asarray(matrix("normal", (144, len(names) * 256), "bfloat16")).reshape(12, 12, len(names), 256)
+    dy = jnp.asarray(matrix("normal", (144, 256), "bfloat16", 1)).reshape(12, 12, 256)
+    params = ActivationParams()
+    made = both_ways("jax_activation_codes", lambda x: activation_codes(x, cast_of(name), names, params), x)
+    assert_equal(made, f"{name} forward")
+    made = both_ways(
+        "jax_activation_codes",
+        lambda dy, x: activation_backward_codes(dy, x, cast_of(name), names, params, False)[0], dy, x,
+    )  # fmt: skip
+    assert_equal(made, f"{name} backward")
+
+
+@pytest.mark.parametrize("name", ["delayed", "current", "blocks"])
+def test_sums_of_columns_come_with_the_codes_of_a_gradient(name):
+    names, params = ("silu", "linear"), ActivationParams()
+    x = jnp.asarray(matrix("normal", (144, 512), "bfloat16")).reshape(144, 2, 256)
+    dy = jnp.asarray(matrix("normal", (144, 256), "bfloat16", 1))
+
+    def sums(dy, x):
+        total = activation_backward_codes(dy, x, cast_of(name), names, params, True)[1]
+        return total
+
+    for ours, want in both_ways("jax_activation_codes", sums, dy, x):
+        np.testing.assert_allclose(ours, want, rtol=2e-2, atol=2e-2 * float(jnp.abs(want).max()))
+
+
+def quantizers(recipe: str):
+    metas = [
+        QuantizeMeta(scale=jnp.full(1, scale), amax_history=jnp.zeros(4)) if recipe == "delayed" else QuantizeMeta()
+        for scale in (3.0, 5.0, 7.0)
+    ]  # fmt: skip
+    return QuantizerFactory.create_set(
+        fp8_recipe=RECIPES[recipe](), quantize_meta_set=QuantizeMetaSet(*metas)
+    )
+
+
+def gradients(function, *arguments):
+    y, pullback = jax.vjp(function, *arguments)
+    return y, pullback(jnp.cos(jnp.arange(y.size)).reshape(y.shape).astype(y.dtype))
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_quantized_mlp_has_values_gradients_and_states_of_separate_steps(recipe, biased):
+    x = jnp.asarray(matrix("normal", (32, 128), "bfloat16"))
+    kernels = [jnp.asarray(matrix("normal", s, "bfloat16", 2) * 0.1) for s in ((128, 512), (256, 128))]
+    kernels[0] = kernels[0].reshape(128, 2, 256)
+    biases = [jnp.ones((2, 256), jnp.bfloat16), jnp.ones(128, jnp.bfloat16)] if biased else [None, None]
+    sets = quantizers(recipe), quantizers(recipe)
+
+    def both(x, gamma, kernels, biases, sets):
+        def mlp(x, gamma, kernels, biases, sets):
+            return layernorm_mlp(
+                x, gamma, None, kernels, biases, "rmsnorm", activation_type=("silu", "linear"), quantizer_sets=sets
+            )  # fmt: skip
+
+        return gradients(mlp, x, gamma, kernels, biases, sets)
+
+    arguments = (x, jnp.ones(128), kernels, biases, sets)
+    with use_backend(jax_norm_codes="separate", jax_activation_codes="separate"):
+        want = jax.tree.leaves(jax.jit(lambda *a: both(*a))(*arguments))
+    for ours, exact in zip(jax.tree.leaves(jax.jit(both)(*arguments)), want, strict=True):
+        exact = np.asarray(exact, np.float64)
+        np.testing.assert_allclose(np.asarray(ours, np.float64), exact, atol=1e-2 * np.abs(exact).max())
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_a_normalized_product_has_those_of_separate_steps(recipe):
+    x, kernel = (
+        jnp.asarray(matrix("normal", s, "bfloat16", i)) for i, s in enumerate(((32, 128), (128, 64)))
+    )
+
+    def both(x, kernel, quantizer_set):
+        def product(x, kernel, quantizer_set):
+            gamma, beta = jnp.ones(128), jnp.zeros(128)
+            return layernorm_dense(x, kernel, gamma, beta, quantizer_set=quantizer_set)
+
+        return gradients(product, x, kernel, quantizer_set)
+
+    for ours, want in both_ways("jax_norm_codes", both, x, kernel, quantizers(recipe)):
+        exact = np.asarray(want, np.float64)
+        np.testing.assert_allclose(np.asarray(ours, np.float64), exact, atol=1e-2 * np.abs(exact).max())
+
+
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+@pytest.mark.parametrize(("length", "margin"), [(1, 0), (5, 2), (1024, -1)])
+def test_states_advance_by_the_bytes_of_the_torch_reference(algorithm, length, margin):
+    rng = np.random.default_rng(0)
+    maxima = (448.0, 448.0, 57344.0, 448.0, 57344.0)
+    history = np.ldexp(rng.random((length, 5), np.float32), rng.integers(-120, 120, (length, 5))).astype("f")
+    history[0] = [0.0, np.inf, np.nan, 3e38, 1.0]
+    scale = rng.random(5, np.float32)
+    states = [
+        State(jnp.asarray(history[:, i]), jnp.asarray(scale[i : i + 1]), jnp.asarray(history[:1, i])) for i in range(5)
+    ]  # fmt: skip
+    with use_backend(jax_scale_update="triton"):
+        made = jax.jit(lambda states: advance_states(states, algorithm, maxima, margin))(states)
+    for place, (ours, fp8_max) in enumerate(zip(made, maxima, strict=True)):
+        want = torch_update._next(
+            torch.from_numpy(history[:, place : place + 1]), torch.from_numpy(scale[place : place + 1]), algorithm,
+            fp8_max, margin, keep_idle=False,
+        )  # fmt: skip
+        assert_same_bytes(ours[0], want[0].ravel(), f"history {place}")
+        assert_same_bytes(ours[1], want[1], f"scale {place}")

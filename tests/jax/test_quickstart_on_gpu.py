@@ -1,0 +1,58 @@
+"""The quickstart of the JAX page on a GPU, with XLA's default flags and the recommended one: the loss of a CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from test_documentation import blocks
+
+from transformer_engine.jax.platform import has_gpu
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not has_gpu(), reason="what XLA compiles for CUDA is looked at, on a GPU alone"),
+]
+RECOMMENDED = "--xla_gpu_enable_triton_gemm=false"
+CHECKS = """
+import json
+from collections import Counter
+with te.fp8_autocast(enabled=True, fp8_recipe=fp8_recipe):
+    text = jax.jit(fwd_bwd_fn).lower(params, other_variables, inp).compile().as_text()
+    said = te.explain(fwd_bwd_fn, params, other_variables, inp, backward=False)
+here = "cpu" if jax.default_backend() == "cpu" else "cuda"
+products = Counter()
+for decision in said.decisions:
+    if decision.operation == "jax_gemm" and decision.request.platform == here:
+        products[decision.chosen] += decision.count
+print(json.dumps({
+    "loss": float(loss), "library": text.count('custom_call_target="__cublas$lt$matmul$f8"'), "products": products,
+}))
+"""
+
+
+def ran(**environment: str) -> dict:
+    done = subprocess.run(
+        [sys.executable, "-c", blocks()[0] + CHECKS], capture_output=True, text=True,
+        env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def loss_on_a_cpu() -> float:
+    return ran(JAX_PLATFORMS="cpu", XLA_FLAGS="")["loss"]
+
+
+@pytest.mark.parametrize("flags", ["", RECOMMENDED], ids=["default", "recommended"])
+def test_the_loss_is_that_of_a_cpu_and_the_step_holds_three_products_of_fp8(flags, loss_on_a_cpu):
+    found = ran(XLA_FLAGS=flags)
+    assert found["loss"] == pytest.approx(loss_on_a_cpu, abs=1e-5)
+    if flags:
+        assert found["library"] == 3
+    else:
+        assert found["products"] == {"triton": 3}, "without the flag our kernels compute them"

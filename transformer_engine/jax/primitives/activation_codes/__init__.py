@@ -1,0 +1,46 @@
+"""codes = quantize(f(x [..., n, F])), and the codes of its gradient with the sums of their columns."""
+
+from __future__ import annotations
+
+from math import prod
+
+from jax import Array
+
+from ....common.dispatch import Table
+from ..activation import ActivationParams, ActivationRequest
+from ..platforms import computed
+from ..quantize import Cast, Quantized, Request
+from . import separate, triton
+from .request import ActivationCodesRequest, How
+
+__all__ = ["TABLE", "ActivationCodesRequest", "activation_backward_codes", "activation_codes"]
+
+TABLE: Table[ActivationCodesRequest] = Table("jax_activation_codes", (triton.BACKEND, separate.BACKEND))
+
+
+def activation_codes(x: Array, cast: Cast, names: tuple[str, ...], params: ActivationParams) -> Quantized:
+    """Codes of y as a matrix [rows, F], y rounded to x's dtype.
+
+    On a GPU they are made where y is, which is never stored, unless one scale is to be made of its maximum.
+    """
+    how = How(names, params, cast.spec)
+    return computed(
+        TABLE, lambda platform: _request("forward", x, cast, how, platform), x, cast.scale, how=how
+    )
+
+
+def activation_backward_codes(
+    dy: Array, x: Array, cast: Cast, names: tuple[str, ...], params: ActivationParams, sums: bool
+) -> tuple[Quantized, Array | None]:
+    """Codes of dx as a matrix [rows, n * F], and the sums of its columns, float32 [n * F], if asked for."""
+    how = How(names, params, cast.spec, sums)
+    return computed(
+        TABLE, lambda platform: _request("backward", x, cast, how, platform), dy, x, cast.scale, how=how
+    )
+
+
+def _request(operation: str, x: Array, cast: Cast, how: How, platform: str) -> ActivationCodesRequest:
+    width = x.shape[-1] * (len(how.names) if operation == "backward" else 1)
+    made = Request(cast.spec, (prod(x.shape[:-2]), width), x.dtype, platform, cast.scale is not None)
+    activation = ActivationRequest(operation, how.names, x.dtype, x.size, platform)
+    return ActivationCodesRequest(activation, made, x.shape[-1], how.sums)

@@ -1,0 +1,313 @@
+"""Codes where the kernels of common/kernels/activation_codes.py make the values, of x [rows, n, width].
+
+By a given scale or in blocks; or by the maximum that the kernel has found, in a second pass.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ....common.dispatch import Backend
+from ....common.formats import BLOCK_1D, BLOCK_2D, ceil_div
+from ....common.kernels.program import Program
+from ...platform import processors
+from ..activation import triton as activation
+from ..activation.triton import ActivationKernel, units
+from ..kernels import call
+from ..launching import perform, run
+from ..partitioning import Extent, extent
+from ..quantize import FORMATS, Quantized, QuantizeSpec, Request, fused_codes, jax_dtype
+from ..quantize.spec import Given
+from .request import ActivationCodesRequest, How
+
+_LIMIT = 1 << 24  # offsets inside a tile of 128 rows are 32-bit integers
+_BLOCK = 128
+_ONE = jax.ShapeDtypeStruct((1,), jnp.float32)
+
+
+def refuses(request: ActivationCodesRequest) -> str | None:
+    if (reason := activation.refuses(request.activation) or fused_codes.refuses(request.cast)) is not None:
+        return reason
+    spec, backward = request.cast.spec, request.activation.operation == "backward"
+    columns = request.width * len(request.activation.names)
+    if columns >= _LIMIT:
+        return f"{columns} columns reach {_LIMIT}"
+    if not backward or not fused_codes.in_blocks(spec):
+        return None
+    if len(request.activation.names) == 2 and request.width % _BLOCK:
+        return f"width={request.width} is no multiple of {_BLOCK}: a block would reach from the gate into the unit"
+    if request.sums and spec.format == BLOCK_1D and not spec.columnwise:
+        # H200, 8192 x 14336, SwiGLU: 0.772 ms, 0.573 in two steps.
+        return "blocks of rows alone beside sums of columns, which are faster in two steps"
+    return None
+
+
+@dataclass(frozen=True)
+class _Codes(ActivationKernel):
+    """What a kernel makes of x [rows, n, width]: y [rows, width], or dx like x.
+
+    spec, shape   of the codes, and of the whole matrix that they are made of, whose blocks are not cut
+    """
+
+    spec: QuantizeSpec
+    shape: tuple[int, int]
+    width: int
+
+    @property
+    def square(self) -> bool:
+        return self.spec.format == BLOCK_2D
+
+    @property
+    def extents(self) -> tuple[Extent, ...]:
+        if not fused_codes.in_blocks(self.spec):
+            return extent("r", self.shape[0], 1), extent("w", self.width, 1)
+        down = _BLOCK if self.square or self.spec.columnwise else 1
+        return extent("r", self.shape[0], down), extent("w", self.width, _BLOCK)
+
+    @property
+    def maxed(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return () if fused_codes.in_blocks(self.spec) else (2 + self.spec.columnwise,)
+
+    def made(self, unit: str) -> list[str]:
+        """The rule's part of `coded`, whose columns have an axis of units in front of them, "n ", or none, ""."""
+        (r, w), spec = self.extents, self.spec
+        codes, codes_t = f"{r.whole} {unit}{w.whole}", [f"{unit}{w.whole} {r.whole}"] * spec.columnwise
+        if not fused_codes.in_blocks(spec):
+            return [codes, *codes_t, "i", "o"]
+        rows, columns = (r.blocks, w.blocks) if self.square else (r.whole, w.whole)
+        return [
+            codes,
+            f"{rows} {unit}{w.blocks}",
+            *codes_t,
+            *[f"{unit}{columns} {r.blocks}"] * spec.columnwise,
+        ]
+
+    @property
+    def x_and_scale(self) -> str:
+        r, w = self.extents
+        return f"{r.whole} n {w.whole}" + ("" if fused_codes.in_blocks(self.spec) else ", s")
+
+    def machine(self, bytes_read: int) -> Any:
+        from ....common.kernels import block_fused  # it imports triton
+
+        found = processors()
+        return block_fused.Machine(found.count, found.shared_memory, bytes_read)
+
+
+@dataclass(frozen=True)
+class Forward(_Codes):
+    """(x, [multiplier [1]]) -> `coded` of y [rows, width]"""
+
+    @property
+    def rule(self) -> str:
+        return f"{self.x_and_scale} -> {', '.join(self.made(''))}"
+
+    def results(self, x: Any, *_: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return coded(self.spec, x.shape[0], x.shape[2])
+
+    def run(self, *arrays: Array) -> tuple[Array, ...]:
+        from ....common.kernels import activation as curves
+        from ....common.kernels import activation_codes  # they import triton
+
+        x, *multiplier = arrays
+        rows, parts, width = x.shape
+        plain = (self.made_by(curves), self.gated, (rows, width), parts * width)
+        if fused_codes.in_blocks(self.spec):
+            blocks = fused_codes.blocks(self.spec, x.dtype)
+            machine = self.machine(parts * x.dtype.itemsize)
+            program = activation_codes.forward_blocks(*plain, self.constants, blocks, machine)
+        else:
+            how = fused_codes.one_scale(self.spec)
+            program = activation_codes.forward(*plain, x.dtype.name, self.constants, how)
+        return _performed(program, self.spec, [x.reshape(rows, parts * width), *multiplier])
+
+
+@dataclass(frozen=True)
+class Backward(_Codes):
+    """(dy [rows, width], x, [multiplier [1]]) -> `coded` of dx [rows, n, width], [the sums of its rows [n, width]]"""
+
+    sums: bool
+
+    @property
+    def rule(self) -> str:
+        r, w = self.extents
+        made = [*self.made("n "), *[f"n {w.whole}"] * self.sums]
+        return f"{r.whole} {w.whole}, {self.x_and_scale} -> {', '.join(made)}"
+
+    @property
+    def summed(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        made = 2 + 2 * self.spec.columnwise if fused_codes.in_blocks(self.spec) else 3 + self.spec.columnwise
+        return (made,) if self.sums else ()
+
+    def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+        rows, parts, width = operands[1].shape
+        in_units = _in_units(coded(self.spec, rows, parts * width), self.spec, parts)
+        sums = jax.ShapeDtypeStruct((parts, width), jnp.float32)
+        return (*in_units, *[sums] * self.sums)
+
+    def run(self, *arrays: Array) -> tuple[Array, ...]:
+        from ....common.kernels import activation as curves
+        from ....common.kernels import activation_codes  # they import triton
+
+        dy, x, *multiplier = arrays
+        rows, parts, width = x.shape
+        plain = (self.made_by(curves), self.gated, (rows, width), (width, parts * width))
+        sums = "float32" if self.sums else None
+        if fused_codes.in_blocks(self.spec):
+            blocks = fused_codes.blocks(self.spec, x.dtype)
+            machine = self.machine(dy.dtype.itemsize + parts * x.dtype.itemsize)
+            program = activation_codes.backward_blocks(*plain, self.constants, blocks, sums, machine)
+        else:
+            how = fused_codes.one_scale(self.spec)
+            program = activation_codes.backward(*plain, x.dtype.name, self.constants, how, sums)
+        made = _performed(program, self.spec, [dy, x.reshape(rows, parts * width), *multiplier])
+        return tuple(
+            array.reshape(shape.shape) for array, shape in zip(made, self.results(dy, x), strict=True)
+        )
+
+
+@dataclass(frozen=True)
+class Measured(ActivationKernel):
+    """x [rows, n, width] -> max|y| [1], y [rows, width]; with backward (dy, x) -> max|dx| [1], dx, [sums [n, width]]"""
+
+    backward: bool
+    sums: bool = False
+    maxed = (0,)
+
+    @property
+    def summed(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return (2,) if self.sums else ()
+
+    @property
+    def rule(self) -> str:
+        if not self.backward:
+            return "r n w -> o, r w"
+        return f"r w, r n w -> {', '.join(['o', 'r n w', *['n w'] * self.sums])}"
+
+    def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+        rows, parts, width = operands[-1].shape
+        shape = (rows, parts, width) if self.backward else (rows, width)
+        sums = jax.ShapeDtypeStruct((parts, width), jnp.float32)
+        return (_ONE, jax.ShapeDtypeStruct(shape, operands[-1].dtype), *[sums] * self.sums)
+
+    def run(self, *arrays: Array) -> tuple[Array, ...]:
+        from ....common.kernels import activation as curves
+        from ....common.kernels import activation_cast, column_sums  # they import triton
+
+        x = arrays[-1]
+        rows, parts, width = x.shape
+        flat = x.reshape(rows, parts * width)
+        plain = (self.made_by(curves), self.gated, (rows, width))
+        if not self.backward:
+            launch = activation_cast.forward(
+                *plain, parts * width, x.dtype.name, self.constants, None, False, measures=True
+            )
+            made = run(launch, [flat, None])
+            return tuple(array for array in made if array is not None)
+        launch = activation_cast.backward(
+            *plain, (width, parts * width), x.dtype.name, self.constants, None, False, self.sums, measures=True
+        )  # fmt: skip
+        amax, *_, dx, partials = run(launch, [arrays[0], flat, None])
+        assert amax is not None and dx is not None
+        if partials is None:
+            return amax, dx.reshape(x.shape)
+        total = run(column_sums.sum_strips(launch.outputs[-1], "float32").launch, [partials])[0]
+        assert total is not None
+        return amax, dx.reshape(x.shape), total.reshape(parts, width)
+
+
+def coded(spec: QuantizeSpec, rows: int, width: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """The codes of a matrix [rows, width]: codes, [codes_t], scale [1], maximum [1]; of blocks codes, scale, [codes_t,
+    scale_t].
+    """
+    dtype = jax_dtype(spec.element)
+    made = [jax.ShapeDtypeStruct((rows, width), dtype)]
+    if not fused_codes.in_blocks(spec):
+        made += [jax.ShapeDtypeStruct((width, rows), dtype)] * spec.columnwise
+        return (*made, _ONE, _ONE)
+    down = _BLOCK if spec.format == BLOCK_2D else 1
+    made += [jax.ShapeDtypeStruct((ceil_div(rows, down), ceil_div(width, _BLOCK)), jnp.float32)]
+    if spec.columnwise:
+        scale_t = (ceil_div(width, down), ceil_div(rows, _BLOCK))
+        made += [jax.ShapeDtypeStruct((width, rows), dtype), jax.ShapeDtypeStruct(scale_t, jnp.float32)]
+    return tuple(made)
+
+
+def _performed(program: Program, spec: QuantizeSpec, inputs: list[Array]) -> tuple[Array, ...]:
+    """The program's results in the order of `coded`, then the sums."""
+    given: list[Array | None] = [*inputs, *[None] * (len(program.inputs) - len(inputs))]
+    codes, scale, codes_t, scale_t, *rest = perform(program, given)
+    made = (codes, scale, codes_t, scale_t) if fused_codes.in_blocks(spec) else (codes, codes_t, scale)
+    return tuple(array for array in (*made, *rest) if array is not None)
+
+
+def _in_units(
+    made: tuple[jax.ShapeDtypeStruct, ...], spec: QuantizeSpec, parts: int
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """`coded` of a matrix [rows, n * width] with n as an axis of its own, rows [.., n, ..] and columns [n, .., ..]."""
+    a_direction = 2 if fused_codes.in_blocks(spec) else 1
+    split = []
+    for place, (shape, dtype) in enumerate((one.shape, one.dtype) for one in made):
+        if place < a_direction:
+            shape = (shape[0], parts, shape[1] // parts)
+        elif place < 2 * a_direction and spec.columnwise:
+            shape = (parts, shape[0] // parts, shape[1])
+        split.append(jax.ShapeDtypeStruct(shape, dtype))
+    return tuple(split)
+
+
+def forward(x: Array, scale: Array | None, how: How, cast: Request) -> Quantized:
+    """See `activation_codes`."""
+    if scale is None and not fused_codes.in_blocks(how.spec):
+        amax, y = call(Measured(how.names, how.params, False), units(x))
+        return FORMATS[how.spec.format.name].plan(cast)(y, Given(amax=amax))
+    kernel = Forward(how.names, how.params, how.spec, cast.shape, x.shape[-1])
+    return _quantized(list(call(kernel, units(x), *_multiplier(scale))), how.spec)
+
+
+def backward(
+    dy: Array, x: Array, scale: Array | None, how: How, cast: Request
+) -> tuple[Quantized, Array | None]:
+    """See `activation_backward_codes`."""
+    given = dy.reshape(-1, dy.shape[-1]), units(x)
+    if scale is None and not fused_codes.in_blocks(how.spec):
+        amax, dx, *total = call(Measured(how.names, how.params, True, how.sums), *given)
+        made = FORMATS[how.spec.format.name].plan(cast)(dx.reshape(cast.shape), Given(amax=amax))
+        return made, total[0].ravel() if how.sums else None
+    kernel = Backward(how.names, how.params, how.spec, cast.shape, x.shape[-1], how.sums)
+    results = list(call(kernel, *given, *_multiplier(scale)))
+    total = results.pop().ravel() if how.sums else None
+    flat = coded(how.spec, *cast.shape)
+    matrices = [array.reshape(shape.shape) for array, shape in zip(results, flat, strict=True)]
+    return _quantized(matrices, how.spec), total
+
+
+def _multiplier(scale: Array | None) -> list[Array]:
+    return [] if scale is None else [scale.astype(jnp.float32).reshape(1)]
+
+
+def _quantized(made: list[Array], spec: QuantizeSpec) -> Quantized:
+    """What is in the order of `coded` by its names."""
+    if fused_codes.in_blocks(spec):
+        return Quantized(*made)
+    codes, *codes_t, scale, amax = made
+    if not codes_t:
+        return Quantized(codes, scale, amax=amax)
+    return Quantized(codes, scale, codes_t[0], scale, amax)
+
+
+OPERATIONS: dict[str, Callable[..., Any]] = {"forward": forward, "backward": backward}
+
+
+def bind(request: ActivationCodesRequest) -> Callable[..., Any]:
+    return functools.partial(OPERATIONS[request.activation.operation], cast=request.cast)
+
+
+BACKEND = Backend[ActivationCodesRequest]("triton", refuses=refuses, bind=bind)

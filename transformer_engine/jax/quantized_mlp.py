@@ -1,0 +1,119 @@
+"""y = activation(norm(x) @ kernel_1 + bias_1) @ kernel_2, every operand quantized in the kernel that makes it.
+
+One rule of differentiation for the whole: the gradient of the first product is quantized where the activation's
+gradient is made, and the states of both products advance in one operation.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+
+from .primitives.operand import Operand
+from .products import column_operand, encode, forward_product, gradient_product, row_operand
+from .quantize.quantizers import QuantizerSet, advanced_together, as_cotangent
+from .sources import Activation, Made, Source
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is in front of the first product, what is between both, and the name of what the first makes."""
+
+    source: Source
+    activation: Activation
+    name: str
+
+
+def quantized_mlp(
+    plan: Plan,
+    given: tuple[Any, ...],
+    kernels: Sequence[Array],
+    bias: Array | None,
+    quantizer_sets: Sequence[QuantizerSet],
+) -> Array:
+    """y [*batch, h] of given, whose first is x [*batch, h]; kernels [h, n_act, f], [f, h]; bias [n_act, f] or None."""
+    y: Any = _mlp(plan, given, tuple(kernels), bias, tuple(quantizer_sets))
+    return y
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _mlp(plan: Plan, given: Any, kernels: Any, bias: Array | None, sets: Any) -> Array:
+    return _forward(plan, given, kernels, bias, sets)[0]
+
+
+def _forward(plan: Plan, given: Any, kernels: Any, bias: Array | None, sets: Any) -> tuple[Array, Any]:
+    dtype, batch = given[0].dtype, given[0].ndim - 1
+    first = plan.source.make(given, sets[0].x, -1)
+    hidden, kernel_1 = _product(first, kernels[0], sets[0], dtype, batch)
+    if bias is not None:
+        hidden = hidden + bias.astype(dtype)
+    hidden = checkpoint_name(hidden, plan.name)
+    second = plan.activation.make((hidden,), sets[1].x, -1)
+    y, kernel_2 = _product(second, kernels[1], sets[1], dtype, batch)
+    columns = column_operand(first.tensor, batch), column_operand(second.tensor, batch)
+    amaxes = (first.amax, kernel_1.amax, second.amax, kernel_2.amax)
+    # Arrays without elements carry shapes and dtypes of the gradients.
+    likes = tuple(jnp.zeros((0, *array.shape), array.dtype) for array in kernels)
+    bias_like = None if bias is None else jnp.zeros((0, *bias.shape), bias.dtype)
+    kept = (
+        (first.saved, second.saved),
+        columns,
+        (kernel_1.rows, kernel_2.rows),
+        (likes, bias_like),
+        sets,
+        amaxes,
+    )
+    return y, kept
+
+
+class _Kernel(NamedTuple):
+    """A kernel as the gradient of its product's operand reads it, and its maximum."""
+
+    rows: Operand
+    amax: Array | None
+
+
+def _product(
+    made: Made, kernel: Array, quantizers: QuantizerSet, dtype: Any, batch: int
+) -> tuple[Array, _Kernel]:
+    """made @ kernel [*batch, *features]"""
+    codes, amax = encode(quantizers.kernel, kernel, 1)
+    y = forward_product(row_operand(made.tensor, batch), column_operand(codes, 1), dtype)
+    return y.reshape(*made.tensor.shape[:batch], *kernel.shape[1:]), _Kernel(row_operand(codes, 1), amax)
+
+
+def _backward(plan: Plan, residuals: Any, dy: Array) -> tuple[Any, ...]:
+    (saved, hidden), columns, rows, (likes, bias_like), sets, amaxes = residuals
+    batch, dtype = dy.ndim - 1, dy.dtype
+    codes_2, amax_2 = encode(sets[1].dgrad, dy, batch)
+    d_activated = gradient_product(row_operand(codes_2, batch), rows[1], dtype)
+    d_kernel_2 = gradient_product(columns[1], column_operand(codes_2, batch), likes[1].dtype)
+    d_activated = d_activated.reshape(*dy.shape[:batch], hidden.shape[-1])
+    codes_1, amax_1, sums = plan.activation.encoded_gradient(
+        hidden, d_activated, sets[0].dgrad, bias_like is not None
+    )
+    dx = gradient_product(row_operand(codes_1, batch), rows[0], dtype)
+    d_kernel_1 = gradient_product(columns[0], column_operand(codes_1, batch), likes[0].dtype)
+    gradients = plan.source.gradients(saved, dx.reshape(*dy.shape[:batch], dx.shape[-1]))
+    kernels = tuple(
+        d.reshape(like.shape[1:]) for d, like in zip((d_kernel_1, d_kernel_2), likes, strict=True)
+    )
+    bias = None if bias_like is None or sums is None else sums.astype(bias_like.dtype)
+    states = [state for one in sets for state in (one.x, one.kernel, one.dgrad)]
+    following = advanced_together(states, (*amaxes[:2], amax_1, *amaxes[2:], amax_2))
+    return (
+        gradients,
+        kernels,
+        bias,
+        tuple(as_cotangent(QuantizerSet(*part)) for part in (following[:3], following[3:])),
+    )
+
+
+_mlp.defvjp(_forward, _backward)

@@ -1,0 +1,125 @@
+"""What the first operand of a product is: values as they lie in memory, a norm of them, or an activation of them.
+
+A quantized operand is made in the kernel that makes its values. What a backward pass keeps is the codes and what the
+norm or the activation began with; their result is not kept beside them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from jax import Array
+
+from .primitives.activation import ActivationParams, activation_backward, activation_forward
+from .primitives.activation_codes import activation_backward_codes, activation_codes
+from .primitives.norm import norm_backward, norm_forward
+from .primitives.norm_codes import norm_codes
+from .products import Tensor, encode
+from .quantize.quantizers import Quantizer
+from .sharding import with_sharding_constraint_by_logical_axes
+
+Axes = tuple[str | None, ...] | None
+
+
+class Made(NamedTuple):
+    """An operand, its absolute maximum where a state asks for it, and what its gradient needs."""
+
+    tensor: Tensor
+    amax: Array | None
+    saved: Any
+
+
+class Source(Protocol):
+    """Hashable: a static argument of the rules of differentiation."""
+
+    def make(self, given: tuple[Any, ...], quantizer: Quantizer | None, flatten_axis: int) -> Made:
+        """The operand [*batch, *contracted], made of given; flatten_axis: where the contracted axes begin."""
+        ...
+
+    def gradients(self, saved: Any, gradient: Array) -> tuple[Any, ...]:
+        """Of what was given, by the gradient of the operand."""
+        ...
+
+
+@dataclass(frozen=True)
+class Values:
+    """x itself."""
+
+    def make(self, given: tuple[Any, ...], quantizer: Quantizer | None, flatten_axis: int) -> Made:
+        (x,) = given
+        return Made(*encode(quantizer, x, flatten_axis), None)
+
+    def gradients(self, saved: Any, gradient: Array) -> tuple[Any, ...]:
+        return (gradient,)
+
+
+@dataclass(frozen=True)
+class Norm:
+    """layernorm(x, gamma, beta) if centered, else rmsnorm(x, gamma); axes: names of those of its result."""
+
+    centered: bool
+    zero_centered: bool
+    epsilon: float
+    axes: Axes = None
+
+    def make(self, given: tuple[Any, ...], quantizer: Quantizer | None, flatten_axis: int) -> Made:
+        x, gamma, beta = given
+        how = (self.centered, self.zero_centered, self.epsilon)
+        cast = None if quantizer is None else quantizer.cast()
+        if quantizer is None or cast is None:
+            y, mean, rstdev = norm_forward(x, gamma, beta, *how)
+            tensor, amax = encode(quantizer, y, flatten_axis)
+        else:
+            codes, mean, rstdev = norm_codes(x, gamma, beta, cast, *how)
+            tensor, amax = quantizer.taken(codes, x.shape, x.dtype, flatten_axis)
+        return Made(_laid(tensor, self.axes), amax, (x, gamma, beta, mean, rstdev))
+
+    def gradients(self, saved: Any, gradient: Array) -> tuple[Any, ...]:
+        x, gamma, beta, mean, rstdev = saved
+        gradient = with_sharding_constraint_by_logical_axes(gradient, self.axes)
+        dx, dgamma, dbeta = norm_backward(gradient, x, mean, rstdev, gamma, self.zero_centered)
+        return dx, dgamma.astype(gamma.dtype), None if beta is None else dbeta.astype(beta.dtype)
+
+
+@dataclass(frozen=True)
+class Activation:
+    """The product of activations by name of x [*batch, n, F]; axes: names of those of its result."""
+
+    names: tuple[str, ...]
+    params: ActivationParams
+    axes: Axes = None
+
+    def make(self, given: tuple[Any, ...], quantizer: Quantizer | None, flatten_axis: int) -> Made:
+        (x,) = given
+        cast = None if quantizer is None else quantizer.cast()
+        if quantizer is None or cast is None:
+            y = activation_forward(x, self.names, self.params)
+            tensor, amax = encode(quantizer, y, flatten_axis)
+        else:
+            codes = activation_codes(x, cast, self.names, self.params)
+            tensor, amax = quantizer.taken(codes, (*x.shape[:-2], x.shape[-1]), x.dtype, flatten_axis)
+        return Made(_laid(tensor, self.axes), amax, x)
+
+    def gradients(self, saved: Any, gradient: Array) -> tuple[Any, ...]:
+        return (activation_backward(gradient, saved, self.names, self.params),)
+
+    def encoded_gradient(
+        self, saved: Array, gradient: Array, quantizer: Quantizer | None, sums: bool
+    ) -> tuple[Tensor, Array | None, Array | None]:
+        """The gradient of x in both directions, its maximum, and the sums over the batch [n, F] if asked for."""
+        cast = None if quantizer is None else quantizer.cast()
+        if quantizer is None or cast is None:
+            dx = activation_backward(gradient, saved, self.names, self.params)
+            total = dx.sum(axis=tuple(range(dx.ndim - 2))) if sums else None
+            return *encode(quantizer, dx, -2), total
+        codes, total = activation_backward_codes(gradient, saved, cast, self.names, self.params, sums)
+        tensor, amax = quantizer.taken(codes, saved.shape, saved.dtype, -2)
+        return tensor, amax, None if total is None else total.reshape(saved.shape[-2:])
+
+
+def _laid(tensor: Tensor, axes: Axes) -> Tensor:
+    """The operand laid over the mesh as the names of its axes say: codes are exchanged, not values."""
+    if not axes:
+        return tensor
+    return tensor.apply_sharding_constraint_by_logical_axes(axes)  # pyright: ignore[reportAttributeAccessIssue]
