@@ -83,10 +83,10 @@ def gradients_of(
     grad_output: Tensor,
 ) -> Gradients:
     """The gradients by a backend's pass; output and gradient [.., h * d_v], as the nodes have them."""
-    heads = (request.shape.heads, request.shape.head_dim_v)
-    attended = attended._replace(output=attended.output.unflatten(-1, heads))
+    shape = (*grad_output.shape[:-1], request.shape.heads, request.shape.head_dim_v)
+    attended = Attended(attended.output.view(shape), attended.lse, attended.rng_state)
     # In the output's layout: some kernels take another one for it, and give wrong gradients.
-    return passes.backward(request, inputs, attended, grad_output.unflatten(-1, heads).contiguous())
+    return passes.backward(request, inputs, attended, grad_output.contiguous().view(shape))
 
 
 def _differentiable_gradients(ctx: Any, grad_output: Tensor) -> list[Tensor | None]:

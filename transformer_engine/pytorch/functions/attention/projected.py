@@ -53,7 +53,10 @@ def attend_projection(
     """
     x, interleaved = projection
     beside = inputs[_QKV:]
-    if all(tensor is None for tensor in beside):
+    for tensor in beside:
+        if tensor is not None:
+            break
+    else:
         beside = ()
     return AttentionResult(*_apply(passes, request, interleaved, inputs, x, *beside))
 
