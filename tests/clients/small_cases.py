@@ -324,6 +324,7 @@ for config in (mtq.INT8_DEFAULT_CFG, mtq.FP8_DEFAULT_CFG):
 
 COMPOSER = """
 import torch
+torch.set_default_device(None)      # composer's own tensors lie on the CPU
 from composer import Trainer
 from composer.models import ComposerModel
 
@@ -347,7 +348,7 @@ class Regression(ComposerModel):
 losses = []
 torch.manual_seed(0)
 dtype = torch.bfloat16 if device == "cuda" else torch.float32
-x = torch.randn(64, 64, device="cpu").to(dtype)
+x = torch.randn(64, 64).to(dtype)
 data = [(x, x.roll(1, 0))]
 model = Regression().to(dtype)
 trainer = Trainer(
@@ -368,6 +369,7 @@ assert bool(linear.fp8_initialized) == (device == "cuda")
 
 THUNDER_MODEL = """
 import torch
+torch.set_default_device(None)      # thunder's traces would hold it
 import thunder
 from thunder.executors.transformer_engineex import TransformerEngineTransform, transformer_engine_ex
 
@@ -375,8 +377,8 @@ import transformer_engine.pytorch as te
 
 torch.manual_seed(0)
 plain = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.GELU(), torch.nn.Linear(128, 64))
-plain = plain.to(torch.bfloat16)
-x = torch.randn(64, 64, dtype=torch.bfloat16)
+plain = plain.to(device, torch.bfloat16)
+x = torch.randn(64, 64, dtype=torch.bfloat16, device=device)
 expected = plain(x)
 
 
