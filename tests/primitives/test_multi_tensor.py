@@ -14,6 +14,7 @@ from transformer_engine.pytorch.primitives.multi_tensor import (
     MultiTensorRequest,
     adam_rates,
     adam_step,
+    addresses,
     halves,
     joined,
     on_device,
@@ -186,3 +187,19 @@ def test_what_the_kernels_do_not_take_is_said():
     if triton.refuses_elementwise(torch.device("cpu"), torch.float32):
         request = MultiTensorRequest("adam", CPU, kinds, Adam())
         assert [v.backend for v in multi_tensor.TABLE.explain(request) if v.chosen] == ["reference"]
+
+
+def test_a_table_is_kept_while_its_tensors_stay_where_they_are(monkeypatch):
+    def all_lie_at(tensors, where, places):
+        return [tensors[place].data_ptr() for place in places] == where
+
+    monkeypatch.setattr(addresses, "_all_lie_at", all_lie_at)
+    lists = [[torch.zeros(40), torch.zeros(7)], [torch.ones(40), torch.ones(7)]]
+    extents = addresses.Extents((40, 7))
+    first = addresses.chunks_of(lists, extents, 16)
+    assert addresses.chunks_of(lists, extents, 16) is first
+    lists[1][0].data = torch.ones(40)
+    moved = addresses.chunks_of(lists, extents, 16)
+    assert first is not None and moved is not None
+    assert moved.table[0].tolist() == [16, lists[0][0].data_ptr(), lists[1][0].data_ptr()]
+    assert first.table[0, 2] != moved.table[0, 2]

@@ -53,8 +53,10 @@ def send_kernel(
 
     taken [rows] is marked where a row is written.
     """
-    token = tl.program_id(0)
-    feature = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    parts = tl.cdiv(hidden, BLOCK)
+    token = tl.program_id(0) // parts
+    part = tl.program_id(0) % parts
+    feature = part * BLOCK + tl.arange(0, BLOCK)
     inside = feature < hidden
     values = tl.load(x + token.to(tl.int64) * hidden + feature, mask=inside, other=0)
     for j in range(_routes(map, token, columns, BY_MASK)):
@@ -65,7 +67,7 @@ def send_kernel(
                 weight = tl.load(probs + token.to(tl.int64) * columns + column)
                 sent = tl.where(weight == 0.0, tl.zeros_like(values), values)
                 tl.store(row_probs + row, weight)
-            tl.store(y + row * hidden + feature, sent, mask=inside)
+            tl.store(y + row * hidden + feature, sent, mask=inside, cache_modifier=".cs")
             if taken is not None:
                 tl.store(taken + row, tl.full([], 1, tl.uint8))
 
@@ -94,8 +96,10 @@ def collect_kernel(
 
     The rows of TOGETHER routes are on their way at once.
     """
-    token = tl.program_id(0)
-    feature = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    parts = tl.cdiv(hidden, BLOCK)
+    token = tl.program_id(0) // parts
+    part = tl.program_id(0) % parts
+    feature = part * BLOCK + tl.arange(0, BLOCK)
     inside = feature < hidden
     lane = tl.arange(0, COLUMNS)
     total = tl.zeros([BLOCK], tl.float32)
@@ -106,18 +110,18 @@ def collect_kernel(
             j = count - 1 - i - k
             row, column = _route(map, pad_offsets, token, tl.maximum(j, 0), tokens, columns, BY_MASK)
             there = (row >= 0) & (row < rows) & (j >= 0)
-            part = tl.load(y + row * hidden + feature, mask=inside & there, other=0.0).to(tl.float32)
+            value = tl.load(y + row * hidden + feature, mask=inside & there, other=0.0).to(tl.float32)
             if weights is not None:
                 place = token.to(tl.int64) * columns + column
-                part *= tl.load(weights + place, mask=j >= 0, other=0.0).to(tl.float32)
-            total += part
+                value *= tl.load(weights + place, mask=j >= 0, other=0.0).to(tl.float32)
+            total += value
             if row_values is not None:
-                value = tl.load(row_values + row, mask=there, other=0.0).to(tl.float32)
-                beside = tl.where((lane == column) & (j >= 0), value, beside)
+                one = tl.load(row_values + row, mask=there, other=0.0).to(tl.float32)
+                beside = tl.where((lane == column) & (j >= 0), one, beside)
     tl.store(x + token.to(tl.int64) * hidden + feature, total.to(x.dtype.element_ty), mask=inside)
     if row_values is not None:
         target = values + token.to(tl.int64) * columns + lane
-        tl.store(target, beside.to(values.dtype.element_ty), mask=(lane < columns) & (tl.program_id(1) == 0))
+        tl.store(target, beside.to(values.dtype.element_ty), mask=(lane < columns) & (part == 0))
 
 
 @triton.jit
@@ -150,7 +154,8 @@ def send_weighted_kernel(
                 place = row * hidden + first + feature
                 if y is not None:
                     products += gradient * tl.load(y + place, mask=inside, other=0.0).to(tl.float32)
-                tl.store(dy + place, (gradient * weight).to(dy.dtype.element_ty), mask=inside)
+                weighted = (gradient * weight).to(dy.dtype.element_ty)
+                tl.store(dy + place, weighted, mask=inside, cache_modifier=".cs")
             if y is not None:
                 sums = tl.where(lane == column, tl.sum(products, 0), sums)
             tl.store(taken + row, tl.full([], 1, tl.uint8))
@@ -180,7 +185,7 @@ def send(
         None if probs is None else Output((rows,), probs),
         None if every_row else Output((rows,), "uint8", begins=0.0),
     )
-    grid = (tokens, ceil_div(hidden, block), 1)
+    grid = (tokens * ceil_div(hidden, block), 1, 1)
     sending = Launch(send_kernel, grid, outputs, (tokens, rows, hidden, columns), (by_mask, block), warps)
     given = ("x", "map", "pad_offsets", "probs")
     steps = [step(sending, given, ("y", "row_probs", "taken"))]
@@ -201,7 +206,7 @@ def collect(
     block, warps = _tile(hidden)
     outputs = (Output(shape, dtype), None if values is None else Output((tokens, columns), values))
     constants = (by_mask, block, triton.next_power_of_2(columns), min(columns, _TOGETHER))
-    grid = (tokens, ceil_div(hidden, block), 1)
+    grid = (tokens * ceil_div(hidden, block), 1, 1)
     return Launch(collect_kernel, grid, outputs, (tokens, rows, hidden, columns), constants, warps)
 
 
@@ -241,9 +246,12 @@ def _clearing(rows: int, hidden: int, y: str, row_probs: str | None) -> Step:
 
 
 def _tile(hidden: int) -> tuple[int, int]:
-    """(values, warps) of a program: the largest power of two that leaves at most an eighth of its lanes idle."""
-    for block in (4096, 2048):
-        if ceil_div(hidden, block) * block <= hidden * 1.125:
-            return block, block // 1024
+    """(values, warps) of a program: the largest power of two that leaves at most an eighth of its lanes idle.
+
+    Parts of a row follow one another. [16384, 4096] bfloat16 to 131072 rows on an H200: 0.318 ms in parts of 2048,
+    0.326 in one; back again, four rows together, 0.281, where one at a time in one part takes 0.296.
+    """
+    if ceil_div(hidden, 2048) * 2048 <= hidden * 1.125:
+        return 2048, 4
     block = min(triton.next_power_of_2(hidden), 1024)
-    return block, max(block // 1024, 1)
+    return block, max(block // 512, 1)

@@ -140,7 +140,7 @@ def _by_ids(
         lent = most if chunk_rows(rows) <= most <= features else 0
     if lent:
         head = (hidden[:lent], weight, bias)
-        yield slice(0, lent), LogitsByIds.in_gradient(room, *head, gradients.weight)
+        yield slice(0, lent), LogitsByIds.in_gradients(room, *head, gradients)
     if rest:
         yield from LogitsByIds.in_turn(room, slice(lent, rows), hidden, weight, bias)
 
