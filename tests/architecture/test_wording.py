@@ -55,6 +55,42 @@ def test_what_chooses_is_called_so():
     assert others.keys() <= OF_THE_ORIGINAL, others
 
 
+def parameters(node: ast.FunctionDef) -> set[str]:
+    return {argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)}
+
+
+def words_exchanged(node: ast.FunctionDef) -> bool:
+    """Whether a function that makes codes is given a scale without a multiplier, or one that reads them a factor."""
+    name, given = node.name.lstrip("_"), parameters(node)
+    if name.startswith(("encode", "quantize", "cast")):
+        return "scale" in given and "multiplier" not in given
+    return name.startswith(("decode", "dequantize")) and "multiplier" in given
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        ("def encode(x, multiplier): ...", False),
+        ("def _encode(x, scale): ...", True),
+        ("def cast_kernel(x, multiplier, codes, scale): ...", False),
+        ("def dequantize(codes, scale): ...", False),
+        ("def decode_rows(codes, *, multiplier): ...", True),
+    ],
+)
+def test_an_exchange_of_words_is_seen(function, expected):
+    assert words_exchanged(ast.parse(function).body[0]) == expected  # pyright: ignore[reportArgumentType]
+
+
+def test_values_are_multiplied_by_a_multiplier_and_codes_by_a_scale():
+    exchanged = [
+        f"{name}:{node.lineno} {node.name}"
+        for name, path in modules().items()
+        for node in nodes(path)
+        if isinstance(node, ast.FunctionDef) and words_exchanged(node)
+    ]
+    assert not exchanged
+
+
 def unpickles_anything(node: ast.AST) -> bool:
     """Whether a node is pickle.load(s)(..), or torch.load(..) without weights_only=True."""
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):

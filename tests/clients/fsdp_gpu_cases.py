@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import sys
 import warnings
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranked import said_by_the_first
 
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
@@ -120,11 +120,7 @@ def main(name: str) -> None:
     else:
         dist.init_process_group("nccl")
     result = trained(CASES[name])
-    if rank == 0:
-        said.write(json.dumps(result) + "\n")
-        said.flush()
-    dist.barrier()
-    dist.destroy_process_group()
+    said_by_the_first(said, result)
 
 
 if __name__ == "__main__":

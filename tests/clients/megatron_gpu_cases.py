@@ -7,7 +7,6 @@ WORLD_SIZE), every rank runs the case and the first one prints.
 from __future__ import annotations
 
 import io
-import json
 import os
 import sys
 import tempfile
@@ -19,11 +18,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron_cases import BF16, LLAMA
+from ranked import said_by_the_first
 
 VOCABULARY, LENGTH, BATCH, STEPS = 512, 128, 2, 6
 MICROBATCHES = 2
 
-BF16 = {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
 RECIPES: dict[str, dict[str, Any]] = {
     "bfloat16": {},
     "delayed": {"fp8": "hybrid", "fp8_recipe": "delayed"},
@@ -31,13 +31,6 @@ RECIPES: dict[str, dict[str, Any]] = {
     "blockwise": {"fp8": "e4m3", "fp8_recipe": "blockwise"},
     "mxfp8": {"fp8": "e4m3", "fp8_recipe": "mxfp8"},
     "nvfp4": {"fp4": "e2m1", "fp4_recipe": "nvfp4"},
-}
-LLAMA = {
-    "normalization": "RMSNorm",
-    "gated_linear_unit": True,
-    "activation_func": torch.nn.functional.silu,
-    "add_bias_linear": False,
-    "num_query_groups": 2,
 }
 EXPERTS = {
     **LLAMA,
@@ -403,11 +396,7 @@ def main(name: str) -> None:
     start(run.parallel)
     result = case(run)
     torch.cuda.synchronize()
-    if dist.get_rank() == 0:
-        said.write(json.dumps(result) + "\n")
-        said.flush()
-    dist.barrier()
-    dist.destroy_process_group()
+    said_by_the_first(said, result)
 
 
 if __name__ == "__main__":

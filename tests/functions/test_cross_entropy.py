@@ -418,6 +418,18 @@ def test_a_head_takes_a_twentieth_of_its_logits_beside_the_gradients(precise):
     assert peak < hidden.nbytes + weight.nbytes + 0.05 * 4096 * 32768 * 2
 
 
+def captured(step):
+    """(graph, loss) of a step that has run once before, on another stream."""
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step()
+    return graph, loss
+
+
 @pytest.mark.gpu
 def test_a_captured_head_is_replayed_with_other_features():
     weight = torch.randn(1000, 64, device="cuda", requires_grad=True)
@@ -430,14 +442,8 @@ def test_a_captured_head_is_replayed_with_other_features():
         (2 * loss).backward()
         return loss
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        loss = step()
-    captured = [static.grad, weight.grad]
+    graph, loss = captured(step)
+    gradients = [static.grad, weight.grad]
     with torch.no_grad():
         static.copy_(torch.randn_like(static))
     graph.replay()
@@ -445,7 +451,7 @@ def test_a_captured_head_is_replayed_with_other_features():
     expected = torch_loss(linear(*plain), target, 0.0, True)
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-5)
     (2 * expected).backward()
-    for ours, theirs in zip(captured, plain, strict=True):
+    for ours, theirs in zip(gradients, plain, strict=True):
         torch.testing.assert_close(ours, theirs.grad, rtol=1e-3, atol=1e-4)
 
 
@@ -460,13 +466,7 @@ def test_a_captured_step_is_replayed_with_other_logits():
         loss.backward()
         return loss
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        loss = step()
+    graph, loss = captured(step)
     with torch.no_grad():
         static.copy_(torch.randn_like(static))
     graph.replay()

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 
 import pytest
-from source import ROOT
+from support.programs import output_without_gpu
 
 # Functions of the package in one call of `benchmarks/host_calls.py`. Whoever makes a pass shorter lowers its line.
 MOST = {
@@ -30,28 +27,8 @@ MOST = {
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_a_warm_pass_enters_few_functions(tmp_path):
     figures = tmp_path / "figures.json"
-    command = [
-        sys.executable,
-        "benchmarks/host_calls.py",
-        "--json",
-        str(figures),
-        "--calls",
-        "1",
-        "--only",
-        ",".join(MOST),
-    ]
-    # A variable that is set is read at every call.
-    unset = {
-        name: text for name, text in os.environ.items() if not name.startswith(("TE_", "NVTE_", "TRITON_"))
-    }
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=unset | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=300,
+    output_without_gpu(
+        "benchmarks/host_calls.py", "--json", str(figures), "--calls", "1", "--only", ",".join(MOST)
     )
-    assert done.returncode == 0, done.stderr
     entered = {row["case"]: row["ours"] for row in json.loads(figures.read_text())["cases"]}
     assert {name: entered[name] for name, most in MOST.items() if entered[name] > most} == {}

@@ -65,7 +65,7 @@ def _row_blocks(rows: int, width: int, machine: Machine) -> Started:
     return _alone(launch, ((rows, width), HALF))
 
 
-def _squares(rows: int, width: int, machine: Machine) -> Started:
+def _square_blocks(rows: int, width: int, machine: Machine) -> Started:
     from ...common.kernels import block_cast
 
     return _alone(block_cast.square_blocks((rows, width), E4M3, True, True, **SCALES), ((rows, width), HALF))  # pyright: ignore
@@ -145,18 +145,12 @@ def _rope(rows: int, width: int, machine: Machine) -> Started:
     return _alone(launch, ((1, rows, heads, 128), HALF), ((rows, 128), FLOAT), None, None)
 
 
-# Bytes that are moved for one element of x, of two bytes itself.
-KERNELS: dict[str, tuple[Callable[[int, int, Machine], Started], float]] = {
-    "maximum": (_maximum, 2),
-    "cast": (_cast, 4),
-    "row_blocks": (_row_blocks, 4),
-    "square_blocks": (_squares, 4),
-    "norm": (_norm, 4),
-    "norm_codes": (_norm_codes, 4),
-    "norm_backward": (_norm_backward, 6),
-    "swiglu": (_swiglu, 3),
-    "swiglu_backward": (_swiglu_backward, 5),
-    "swiglu_codes": (_swiglu_codes, 3),
-    "softmax": (_softmax, 4),
-    "rope": (_rope, 4),
+# By bytes that are moved for one element of x, of two bytes itself.
+_BY_BYTES: dict[float, tuple[Callable[[int, int, Machine], Started], ...]] = {
+    2: (_maximum,),
+    3: (_swiglu, _swiglu_codes),
+    4: (_cast, _row_blocks, _square_blocks, _norm, _norm_codes, _softmax, _rope),
+    5: (_swiglu_backward,),
+    6: (_norm_backward,),
 }
+KERNELS = {start.__name__.strip("_"): (start, moved) for moved, kinds in _BY_BYTES.items() for start in kinds}
