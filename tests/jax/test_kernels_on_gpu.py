@@ -88,7 +88,7 @@ def compare(name: str, spec: QuantizeSpec, x: np.ndarray, scale: float | None = 
     given = None if scale is None else jnp.full(1, scale, jnp.float32)
     drawn = None if random is None else tuple(map(jnp.asarray, random))
     with use_backend(jax_quantize="triton"):
-        call = jax.jit(lambda x, scale, random: quantize.quantize(x, spec, scale=scale, random=random))
+        call = jax.jit(lambda x, scale, random: quantize.quantize(x, spec, multiplier=scale, random=random))
         made = call(jnp.asarray(x), given, drawn)
     with theirs_forced():
         expected = theirs.quantize(

@@ -89,7 +89,7 @@ def test_quantization_is_kernels_on_cuda_also_inside_shard_map(name, monkeypatch
     random = (jnp.zeros(x.shape), jnp.zeros(x.shape[::-1])) if spec.stochastic else None
 
     def made(x):
-        return quantize(x, spec, scale=jnp.ones(1) if scaled else None, random=random)
+        return quantize(x, spec, multiplier=jnp.ones(1) if scaled else None, random=random)
 
     assert lowered(made, x) == kernels
     mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))

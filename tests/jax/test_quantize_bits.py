@@ -84,7 +84,7 @@ def random_numbers(spec: QuantizeSpec, shape: tuple[int, int]) -> tuple[np.ndarr
 @functools.cache
 def program(spec: QuantizeSpec):
     """One quantization as a program, compiled once for a shape."""
-    return jax.jit(lambda x, scale, random: ours.quantize(x, spec, scale=scale, random=random))
+    return jax.jit(lambda x, scale, random: ours.quantize(x, spec, multiplier=scale, random=random))
 
 
 def compare(spec: QuantizeSpec, x: np.ndarray, scale: float | None = None, compiled: bool = False) -> None:
@@ -206,10 +206,10 @@ def test_a_bad_request_says_what_would_do(x, options, error, sentence):
     spec = QuantizeSpec(form, E2M1 if form == NVFP4 else E4M3, stochastic=options.get("stochastic", False))
     scale = options["scale"](1) if "scale" in options else None
     if error is None:
-        assert ours.quantize(jnp.ones(x), spec, scale=scale).codes is not None
+        assert ours.quantize(jnp.ones(x), spec, multiplier=scale).codes is not None
         return
     with pytest.raises(error, match=sentence):
-        ours.quantize(jnp.ones(x), spec, scale=scale)
+        ours.quantize(jnp.ones(x), spec, multiplier=scale)
 
 
 def test_codes_are_not_quantized_again():

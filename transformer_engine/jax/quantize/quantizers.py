@@ -267,7 +267,7 @@ class DelayedScaleQuantizer(Quantizer):
         return Cast(self.spec(self.q_layout.has_rowwise, self.q_layout.has_colwise), self.scale)
 
     def _codes(self, matrix: Array, spec: QuantizeSpec) -> primitive.Quantized:
-        return primitive.quantize(matrix, spec, scale=self.scale)
+        return primitive.quantize(matrix, spec, multiplier=self.scale)
 
 
 @_register

@@ -25,7 +25,7 @@ def activation_codes(x: Array, cast: Cast, names: tuple[str, ...], params: Activ
     """
     how = How(names, params, cast.spec)
     return computed(
-        TABLE, lambda platform: _request("forward", x, cast, how, platform), x, cast.scale, how=how
+        TABLE, lambda platform: _request("forward", x, cast, how, platform), x, cast.multiplier, how=how
     )
 
 
@@ -35,12 +35,12 @@ def activation_backward_codes(
     """Codes of dx as a matrix [rows, n * F], and the sums of its columns, float32 [n * F], if asked for."""
     how = How(names, params, cast.spec, sums)
     return computed(
-        TABLE, lambda platform: _request("backward", x, cast, how, platform), dy, x, cast.scale, how=how
+        TABLE, lambda platform: _request("backward", x, cast, how, platform), dy, x, cast.multiplier, how=how
     )
 
 
 def _request(operation: str, x: Array, cast: Cast, how: How, platform: str) -> ActivationCodesRequest:
     width = x.shape[-1] * (len(how.names) if operation == "backward" else 1)
-    made = Request(cast.spec, (prod(x.shape[:-2]), width), x.dtype, platform, cast.scale is not None)
+    made = Request(cast.spec, (prod(x.shape[:-2]), width), x.dtype, platform, cast.multiplier is not None)
     activation = ActivationRequest(operation, how.names, x.dtype, x.size, platform)
     return ActivationCodesRequest(activation, made, x.shape[-1], how.sums)

@@ -14,18 +14,18 @@ from ..quantize import Quantized, quantize
 from .request import ActivationCodesRequest, How
 
 
-def forward(x: Array, scale: Array | None, how: How) -> Quantized:
+def forward(x: Array, multiplier: Array | None, how: How) -> Quantized:
     """See `activation_codes`."""
     y = activation_forward(x, how.names, how.params)
-    return quantize(y.reshape(-1, y.shape[-1]), how.spec, scale=scale)
+    return quantize(y.reshape(-1, y.shape[-1]), how.spec, multiplier=multiplier)
 
 
-def backward(dy: Array, x: Array, scale: Array | None, how: How) -> tuple[Quantized, Array | None]:
+def backward(dy: Array, x: Array, multiplier: Array | None, how: How) -> tuple[Quantized, Array | None]:
     """See `activation_backward_codes`."""
     dx = activation_backward(dy, x, how.names, how.params)
     dx = dx.reshape(-1, dx.shape[-2] * dx.shape[-1])
     sums = dx.astype(jnp.float32).sum(axis=0) if how.sums else None
-    return quantize(dx, how.spec, scale=scale), sums
+    return quantize(dx, how.spec, multiplier=multiplier), sums
 
 
 OPERATIONS: dict[str, Callable[..., Any]] = {"forward": forward, "backward": backward}

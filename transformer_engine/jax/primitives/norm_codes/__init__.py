@@ -35,8 +35,8 @@ def norm_codes(
     shape = (prod(x.shape[:-1]), x.shape[-1])
 
     def request(platform: str) -> NormCodesRequest:
-        made = Request(cast.spec, shape, x.dtype, platform, cast.scale is not None)
+        made = Request(cast.spec, shape, x.dtype, platform, cast.multiplier is not None)
         return NormCodesRequest(NormRequest.of("forward", x, platform), made, centered)
 
     how = How(centered, zero_centered, epsilon, cast.spec)
-    return computed(TABLE, request, x, gamma, beta, cast.scale, how=how)
+    return computed(TABLE, request, x, gamma, beta, cast.multiplier, how=how)

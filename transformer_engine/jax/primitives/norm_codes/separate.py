@@ -11,11 +11,11 @@ from .request import How, NormCodesRequest
 
 
 def run(
-    x: Array, gamma: Array, beta: Array | None, scale: Array | None, how: How
+    x: Array, gamma: Array, beta: Array | None, multiplier: Array | None, how: How
 ) -> tuple[Quantized, Array | None, Array]:
     """See `norm_codes`."""
     y, mean, rstdev = norm_forward(x, gamma, beta, how.centered, how.zero_centered, how.epsilon)
-    return quantize(y.reshape(-1, x.shape[-1]), how.spec, scale=scale), mean, rstdev
+    return quantize(y.reshape(-1, x.shape[-1]), how.spec, multiplier=multiplier), mean, rstdev
 
 
 BACKEND = Backend[NormCodesRequest]("separate", bind=lambda request: run)

@@ -41,24 +41,24 @@ def quantize(
     x: Array,
     spec: QuantizeSpec,
     *,
-    scale: Array | None = None,
+    multiplier: Array | None = None,
     amax: Array | None = None,
     amax_t: Array | None = None,
     random: tuple[Array, Array | None] | None = None,
 ) -> Quantized:
     """x [M, K] -> codes and scales of the directions that spec asks for.
 
-    scale     FLOAT8: multiply by this instead of a scale made from the absolute maximum (delayed scaling)
+    multiplier  FLOAT8: multiply by this instead of one made from the absolute maximum (delayed scaling)
     amax      FLOAT8, NVFP4: the absolute maximum to use
     amax_t    NVFP4: the same for the columnwise direction
     random    NVFP4, stochastic: uniform float32 in [0, 1), shaped [M, K] for the rowwise codes and [K, M] for
               the columnwise (two_dimensional: the first alone, the columnwise codes being its transpose)
     """
-    _check(x, spec, scale, random)
+    _check(x, spec, multiplier, random)
     shape = (x.shape[0], x.shape[1])
     return computed(
-        TABLE, lambda platform: Request(spec, shape, x.dtype, platform, scale is not None), x,
-        Given(scale, amax, amax_t, random),
+        TABLE, lambda platform: Request(spec, shape, x.dtype, platform, multiplier is not None), x,
+        Given(multiplier, amax, amax_t, random),
     )  # fmt: skip
 
 
@@ -75,15 +75,15 @@ def dequantize(operand: Operand) -> Array:
 
 
 def _check(
-    x: Array, spec: QuantizeSpec, scale: Array | None, random: tuple[Array, Array | None] | None
+    x: Array, spec: QuantizeSpec, multiplier: Array | None, random: tuple[Array, Array | None] | None
 ) -> None:
     if x.ndim != 2:
         raise ValueError(f"x has shape {x.shape}; quantize takes a matrix [M, K], reshape it")
     if x.dtype not in _VALUES:
         raise TypeError(f"x is {described(x)}; quantize takes float32, bfloat16 and float16, cast it")
-    if scale is not None and spec.format.block is not None:
+    if multiplier is not None and spec.format.block is not None:
         raise ValueError(
-            f"a scale was given for format {spec.format.name}, which makes one a block; give none, or use FLOAT8"
+            f"a multiplier was given for format {spec.format.name}, which makes one a block; give none, or use FLOAT8"
         )
     rows, depth = x.shape
     FORMATS[spec.format.name].check(rows, depth, spec)

@@ -13,4 +13,4 @@ class Cast(NamedTuple):
     """The spec, and FLOAT8's multiplier [1] where one is given instead of made from the maximum."""
 
     spec: QuantizeSpec
-    scale: Array | None = None
+    multiplier: Array | None = None

@@ -1,4 +1,4 @@
-"""codes [R, K] = saturate(x * scale), with one float32 scale for the whole matrix."""
+"""codes [R, K] = saturate(x * multiplier), with one float32 multiplier for the whole matrix."""
 
 from __future__ import annotations
 
@@ -46,6 +46,6 @@ def cast(x: Array, element: Element) -> Array:
     return jnp.clip(x, -element.maximum, element.maximum).astype(jax_dtype(element))
 
 
-def encode(x: Array, element: Element, scale: Array) -> Array:
-    """codes [R, K] = cast(float32(x) * scale)."""
-    return cast(x.astype(jnp.float32) * scale, element)
+def encode(x: Array, element: Element, multiplier: Array) -> Array:
+    """codes [R, K] = cast(float32(x) * multiplier)."""
+    return cast(x.astype(jnp.float32) * multiplier, element)

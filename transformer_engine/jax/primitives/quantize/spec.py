@@ -24,7 +24,7 @@ def jax_dtype(element: Element) -> jnp.dtype:
 class Given(NamedTuple):
     """What a quantization may be given beside the matrix: see `quantize`."""
 
-    scale: Array | None = None
+    multiplier: Array | None = None
     amax: Array | None = None
     amax_t: Array | None = None
     random: tuple[Array, Array | None] | None = None
@@ -55,4 +55,4 @@ class Request:
     shape: tuple[int, int]
     dtype: jnp.dtype
     platform: str
-    scale_given: bool = False
+    multiplier_given: bool = False

@@ -90,8 +90,8 @@ def plan(request: Request) -> PlannedCall:
     directions = (spec.element, spec.rowwise, spec.columnwise)
 
     def quantize(x: Array, given: Given) -> Quantized:
-        if given.scale is not None:
-            kernel, number = Cast(*directions, True, False, 0.0), given.scale
+        if given.multiplier is not None:
+            kernel, number = Cast(*directions, True, False, 0.0), given.multiplier
         else:
             kernel = Cast(*directions, False, spec.power_of_two, spec.epsilon)
             number = call(Maximum(), x)[0] if given.amax is None else given.amax

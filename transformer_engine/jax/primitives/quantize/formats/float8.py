@@ -17,18 +17,18 @@ from ..triton_float8 import plan
 def quantize(x: Array, spec: QuantizeSpec, given: Given) -> Quantized:
     """x [M, K] -> codes in the directions that spec asks for, one scale [1] for both, and the maximum."""
     amax = float8.absolute_maximum(x) if given.amax is None else given.amax
-    scale = given.scale
-    if scale is None:
-        scale = float8.scale_from_amax(
+    multiplier = given.multiplier
+    if multiplier is None:
+        multiplier = float8.scale_from_amax(
             amax, spec.element.maximum, power_of_two=spec.power_of_two, epsilon=spec.epsilon
         )
-    scale, inverse = tiles.settled((scale, exact.reciprocal(scale.astype(jnp.float32))))
-    codes = float8.encode(x, spec.element, scale)
+    multiplier, scale = tiles.settled((multiplier, exact.reciprocal(multiplier.astype(jnp.float32))))
+    codes = float8.encode(x, spec.element, multiplier)
     return Quantized(
         codes=codes if spec.rowwise else None,
-        scale=inverse if spec.rowwise else None,
+        scale=scale if spec.rowwise else None,
         codes_t=codes.T if spec.columnwise else None,
-        scale_t=inverse if spec.columnwise else None,
+        scale_t=scale if spec.columnwise else None,
         amax=amax,
     )
 
