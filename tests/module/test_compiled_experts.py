@@ -56,7 +56,12 @@ def trained(device: torch.device, compiles: bool) -> list[torch.Tensor]:
         splits = layer.route(x.detach())[2].sum(0).tolist()
         y, balance = model(x, splits)
         (y.square().mean() + balance).backward()
-        seen += [y.detach(), balance.detach(), x.grad, *(p.grad.clone() for p in layer.parameters())]
+        seen += [
+            y.detach(),
+            balance.detach(),
+            x.grad,
+            *(p.grad.clone() for p in layer.parameters() if p.grad is not None),
+        ]
         layer.zero_grad()
     return seen
 
