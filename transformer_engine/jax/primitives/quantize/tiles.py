@@ -56,7 +56,11 @@ def _sorted_into_place(scales: Scales) -> Scales:
     The barrier is gone when XLA fuses for a CPU: a step of a small model under current scaling took 0.12 s with it,
     0.03 s with the sort (0.03 s in float32).
     """
-    return jax.tree.map(lambda s: _sorted(s) if s.size == 1 else lax.optimization_barrier(s), scales)
+    return jax.tree.map(lambda s: _sorted(s) if _is_number(s) else lax.optimization_barrier(s), scales)
+
+
+def _is_number(scale: Array) -> bool:
+    return scale.size == 1 and scale.dtype == jnp.float32
 
 
 def _sorted(scale: Array) -> Array:
