@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -71,13 +72,39 @@ def test_a_frozen_weight_gets_no_gradient_while_its_bias_does():
     assert all(piece.grad is not None for piece in pieces_of(module, "bias"))
 
 
-def test_a_piece_that_is_changed_before_the_backward_is_noticed():
+@pytest.mark.parametrize("name", ("query_weight", "value_weight"))
+def test_a_piece_that_is_changed_before_the_backward_that_reads_it_is_noticed(name):
     module = layer()
-    y = module(torch.randn(4, WIDTH))
+    y = module(torch.randn(4, WIDTH, requires_grad=True))
+    with torch.no_grad():
+        getattr(module, name).mul_(2.0)
+    with pytest.raises(RuntimeError, match="has been modified inplace"):
+        y.sum().backward()
+
+
+def test_a_piece_that_counts_its_writes_alone_is_noticed_too():
+    module = pickle.loads(pickle.dumps(layer()))
+    y = module(torch.randn(4, WIDTH, requires_grad=True))
     with torch.no_grad():
         module.value_weight.mul_(2.0)
-    with pytest.raises(RuntimeError, match=r"a piece \[256, 256\] of a weight was changed in place"):
+    with pytest.raises(
+        RuntimeError, match=r"a piece \[256, 256\] of a weight was changed in place|inplace operation"
+    ):
         y.sum().backward()
+
+
+def test_pieces_that_no_gradient_reads_may_change_before_the_backward():
+    module = layer()
+    x = torch.randn(4, WIDTH)
+    first, second = module(x), module(x)
+    first.sum().backward()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.sub_(parameter.grad)
+    second.sum().backward()
+    expected = 2 * x.sum(0).expand(WIDTH, WIDTH)
+    for piece in pieces_of(module, "weight"):
+        torch.testing.assert_close(piece.grad, expected[: piece.shape[0]])
 
 
 def test_the_gradients_of_pieces_can_be_differentiated():

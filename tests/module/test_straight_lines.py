@@ -110,7 +110,9 @@ def test_a_line_has_the_bits_of_its_pass(name, kind, microbatches, unwritten):
         for a, b in zip(mine, theirs, strict=True):
             assert torch.equal(a, b), f"step {number}: {a.shape}"
     assert lines(written) and not lines(plain), refusals(written)
-    assert not refusals(written)
+    # The gradients of norm(x) are added up by torch, whose kernels no line starts.
+    added = {"it reads a tensor that it was not given, and that no kernel of it made"}
+    assert refusals(written) == (added if name == "norm_returned" else set())
 
 
 @pytest.mark.parametrize("kind", ("delayed", "current", "block"))

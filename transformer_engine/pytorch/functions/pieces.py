@@ -58,22 +58,31 @@ class _Whole(torch.autograd.Function):
         ctx.mark_non_differentiable(*frozen)
         ctx.set_materialize_grads(False)
         ctx.rows = [[piece.shape[0] for piece in part] for part in parts]
-        # What autograd checks of a saved tensor: a view of several knows the writes to the first alone.
-        ctx.pieces, ctx.versions = pieces, [piece._version for piece in pieces]
+        ctx.weights, ctx.versions = parts[0], [piece._version for piece in parts[0]]
         return tuple(made)
 
     @staticmethod
     def backward(ctx, *grads):  # pyright: ignore[reportIncompatibleMethodOverride]
-        for piece, version in zip(ctx.pieces, ctx.versions, strict=True):
-            if piece._version != version:
-                raise RuntimeError(
-                    f"a piece {list(piece.shape)} of a weight was changed in place between forward and backward; "
-                    "change it after the backward pass"
-                )
+        _check_unnoticed_writes(ctx.weights, ctx.versions)
         results: list[Tensor | None] = [None]
         for grad, rows in zip(grads, ctx.rows, strict=True):
             results += [None] * len(rows) if grad is None else grad.split(rows)
         return tuple(results)
+
+
+def _check_unnoticed_writes(pieces: Sequence[Tensor], versions: Sequence[int]) -> None:
+    """RuntimeError for a write since the forward that autograd, which looks at the first piece, has not seen.
+
+    Pieces that were made together count writes together, so that whoever has saved them all hears of each. Those
+    that were unpickled count alone.
+    """
+    first, *others = [piece._version != version for piece, version in zip(pieces, versions, strict=True)]
+    if any(others) and not first:
+        piece = pieces[1 + others.index(True)]
+        raise RuntimeError(
+            f"a piece {list(piece.shape)} of a weight was changed in place between forward and backward; "
+            "change it after the backward pass"
+        )
 
 
 _applied = applier(_Whole)

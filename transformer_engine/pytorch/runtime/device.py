@@ -20,9 +20,8 @@ def _capability(index: int) -> tuple[int, int]:
 
 def get_device_compute_capability() -> tuple[int, int]:
     """Compute capability (major, minor) of the current CUDA device; (0, 0) on a machine without one."""
-    if not has_cuda():
-        return (0, 0)
-    return _capability(0 if only_device() else torch.cuda.current_device())
+    # Compilers trace torch's question for the current device, and not the one for their number.
+    return _capability(torch.cuda.current_device()) if has_cuda() else (0, 0)
 
 
 def autocast_dtype(kind: str) -> torch.dtype | None:
