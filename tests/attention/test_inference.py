@@ -122,6 +122,25 @@ def test_a_cached_layer_with_rotary_positions_equals_the_whole_forward(
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
+@PAGED
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("tensor_format", ["bshd", "sbhd"])
+def test_a_cached_layer_reads_the_cache_whether_it_could_be_trained_or_not(
+    tensor_format, grad, pages, device
+):
+    module = MultiheadAttention(
+        32, HEADS, num_gqa_groups=GROUPS, layer_number=3, qkv_format=tensor_format, device=device
+    ).eval()
+    data = tokens(device, 32)
+    cache = params(**pages)
+    with torch.set_grad_enabled(grad):
+        outputs = play(lambda x: module(x.contiguous(), inference_params=cache), cache, data, tensor_format)
+    for name, got in outputs.items():
+        whole = batch([data[name][: len(got)]], tensor_format).contiguous()
+        want = unbatched(module(whole), [len(got)], tensor_format)[0]
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("norm", ["L2Normalization", "RMSNorm", "LayerNorm"])
 @torch.no_grad()

@@ -3,39 +3,34 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.pages import examples
 
 HERE = Path(__file__).resolve().parent
-PAGES = HERE.parents[1] / "docs"
-
-
-def blocks(page: str = "jax") -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (PAGES / f"{page}.md").read_text(), re.DOTALL)
 
 
 def test_an_encoder_learns_to_name_images():
     names: dict[str, Any] = {}
-    exec(blocks("jax_examples")[0], names)
+    exec(examples("jax_examples.md")[0], names)
     assert names["accuracy"] > 0.9
     assert set(names["state"]["fp8_metas"]) == {"DenseGeneral_0", "TransformerLayer_0"}
 
 
 def test_a_scanned_decoder_with_rope_and_grouped_queries_learns_to_count():
     names: dict[str, Any] = {}
-    exec(blocks("jax_examples")[1], names)
+    exec(examples("jax_examples.md")[1], names)
     assert names["losses"][-1] < 0.1 * names["losses"][0]
     qkv = names["params"]["blocks"]["TransformerLayer_0"]["attention"]["kv"]["kernel"]
     assert qkv.shape == (2, 64, 2, 32)
 
 
 def test_experts_on_four_devices_learn():
-    program = blocks("jax_examples")[2].replace(
+    program = examples("jax_examples.md")[2].replace(
         "import flax\n", "from compiled import compile_quickly\ncompile_quickly(True)\nimport flax\n", 1
     )
     checks = (
@@ -51,7 +46,7 @@ def test_experts_on_four_devices_learn():
 
 
 def test_the_quickstart_runs_as_printed_without_torch_and_triton():
-    program = "import sys; sys.modules['torch'] = sys.modules['triton'] = None\n" + blocks()[0]
+    program = "import sys; sys.modules['torch'] = sys.modules['triton'] = None\n" + examples("jax.md")[0]
     checks = (
         "\nassert jnp.isfinite(loss)"
         "\nassert jax.tree.map(jnp.shape, param_grads) == {'kernel': (HIDDEN, HIDDEN), 'bias': (HIDDEN,)}, param_grads"
@@ -63,14 +58,18 @@ def test_the_quickstart_runs_as_printed_without_torch_and_triton():
 
 
 def test_the_quickstart_is_the_one_of_the_original():
-    lines = [line for line in blocks()[0].splitlines() if line.strip() and not line.strip().startswith("#")]
+    lines = [
+        line
+        for line in examples("jax.md")[0].splitlines()
+        if line.strip() and not line.strip().startswith("#")
+    ]
     assert "    model = te_flax.DenseGeneral(features=HIDDEN)" in lines
     assert lines[-1] == "        loss, (param_grads, other_grads) = fwd_bwd_fn(params, other_variables, inp)"
 
 
 @pytest.mark.slow
 def test_the_other_examples_of_the_page_run_as_printed_one_after_the_other():
-    program = "\n".join(block for block in blocks()[2:])
+    program = "\n".join(block for block in examples("jax.md")[2:])
     checks = (
         "\nassert y.shape == (2, 16, 4, 8) and balance.shape == () and int(received) == 2 * 2 * 16"
         "\nassert int(cache['attention']['cache_index']) == 3"
@@ -104,7 +103,7 @@ def test_the_train_step_of_the_page_trains():
 
     names = {"jax": jax, "optax": optax, "loss_fn": loss_fn, "optimizer": optax.adamw(1e-2)}
     with te.autocast(enabled=True):
-        exec(blocks()[1], names)
+        exec(examples("jax.md")[1], names)
         other_variables, params = flax.core.pop(model.init(jax.random.key(1), inp), "params")
         opt_state = names["optimizer"].init(params)
         losses = []

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from test_documentation import blocks
+from support.pages import examples
 
 from transformer_engine.jax.platform import has_gpu
 
@@ -36,7 +36,7 @@ print(json.dumps({
 
 def ran(**environment: str) -> dict:
     done = subprocess.run(
-        [sys.executable, "-c", blocks()[0] + CHECKS], capture_output=True, text=True,
+        [sys.executable, "-c", examples("jax.md")[0] + CHECKS], capture_output=True, text=True,
         env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -258,12 +258,14 @@ def test_a_compiled_norm_takes_the_change(device):
 
 def test_what_a_layer_consists_of_is_not_changed_later(device):
     layer = layer_of("TransformerLayer").to(device)
+    made_fused = te.MultiheadAttention(16, 2, fuse_qkv_params=True, device=device)
     for module, name, value in (
         (layer, "parallel_attention_mlp", True),
         (layer, "output_layernorm", True),
         (layer, "layer_type", "decoder"),
         (layer.self_attention, "input_layernorm", False),
         (layer.self_attention, "num_gqa_groups", 1),
+        (made_fused, "qkv_weight_interleaved", False),
     ):
         with pytest.raises(AttributeError, match=f"{name}=.* make another one"):
             setattr(module, name, value)

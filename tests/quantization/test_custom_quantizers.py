@@ -8,6 +8,7 @@ import torch
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import CustomRecipe
 from transformer_engine.pytorch.cpp_extensions import general_gemm
+from transformer_engine.pytorch.offload.marks import active as offloading
 from transformer_engine.pytorch.quantized_tensor import QuantizedTensorStorage, Quantizer
 
 E4M3 = te.DType.kFloat8E4M3
@@ -160,7 +161,9 @@ def test_tensors_of_another_library_are_multiplied(kind, name, device):
     assert sorted(ByProduct.kinds) == sorted(wanted)
 
 
-def test_both_ways_to_multiply_agree(device):
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_both_ways_to_multiply_agree(offloaded, device, monkeypatch):
+    monkeypatch.setattr(offloading, "used", offloaded)  # then a backward asks early for what was saved
     module = te.Linear(64, 32, device=device)
     x = torch.randn(32, 64, device=device)
     by_values, by_product = (step(module, x, recipe_of(kind, device)) for kind in (ByValues, ByProduct))

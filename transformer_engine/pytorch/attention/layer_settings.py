@@ -44,7 +44,7 @@ AS_GIVEN = (
 FIXED = frozenset(
     {
         *("attention_type", "fuse_qkv_params", "hidden_size", "input_layernorm", "num_attention_heads"),
-        *("num_gqa_groups", "qk_norm_type"),
+        *("num_gqa_groups", "qk_norm_type", "qkv_weight_interleaved"),
     }
 )
 

@@ -282,7 +282,7 @@ class MultiheadAttention(nn.Module):
         config = self._config
         modules: dict[str, Any] = self._modules
         core = modules["core_attention"]
-        joint = not tracing and is_bare(core, DotProductAttention, _attention) and core.score_mod is None
+        judges = not tracing and is_bare(core, DotProductAttention, _attention) and core.score_mod is None
         q, k, v, norm_output, projection = self._project(
             config,
             hidden_states,
@@ -290,9 +290,10 @@ class MultiheadAttention(nn.Module):
             is_first_microbatch,
             rotation,
             state if codes else None,
-            joint,
+            judges
+            and inference_params is None,  # an attention over a cache reads what the projection has not made
         )
-        if joint:
+        if judges:
             context = core.attend_judged(q, k, v, judged, checkpoint_core_attention, codes, projection)
         elif arguments is NOTHING_GIVEN and not (checkpoint_core_attention or codes):
             context = core(q, k, v)

@@ -52,8 +52,18 @@ def restore(ctx: Any, count: int = 0, early: bool = False) -> tuple[tuple[Any, .
 
 def arrives(*saved: Saved) -> None:
     """Let the computation go on only when these, of an early `restore`, have their values."""
-    for part in () if torch.compiler.is_compiling() else pack(*saved)[0]:
-        arrived(part)
+    if not torch.compiler.is_compiling():
+        for operand in saved:
+            for tensor in _tensors_of(operand):
+                arrived(tensor)
+
+
+def _tensors_of(operand: Saved) -> tuple[Tensor | None, ...]:
+    if isinstance(operand, CustomOperand):
+        return operand.tensors()
+    if isinstance(operand, Operand):
+        return operand.codes, operand.scale, operand.amax
+    return (operand.values if isinstance(operand, Matrix) else operand,)
 
 
 def backward_of(operation: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

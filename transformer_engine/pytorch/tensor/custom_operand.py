@@ -59,6 +59,11 @@ class CustomOperand(OwnedOperand):
         self.made, self.columnwise = made, axis != COLS
         return self
 
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Those that products of it read."""
+        halves = _halves(self.made, ROWS if self.columnwise else COLS)
+        return halves.data, halves.scale
+
     def take_apart(self) -> tuple[list[Tensor | None], Callable[[list[Tensor | None]], tuple[Any, int]]]:
         """(tensors for save_for_backward, what makes the operand of them again and says how many it took)."""
         axis = ROWS if self.columnwise else COLS
