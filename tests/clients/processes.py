@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import importlib.util
 import os
 import socket
@@ -14,43 +12,20 @@ import time
 from pathlib import Path
 
 import pytest
+from support import programs
+from support.programs import search_path
 
-ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 120  # seconds that a group of processes may take
 
 
 def environment(**more: str) -> dict[str, str]:
-    """This process's environment, with this tree before whatever else packages are found in."""
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **more}
+    """This process's environment, for programs that import this tree."""
+    return {**os.environ, "PYTHONPATH": search_path(), "OMP_NUM_THREADS": "1", **more}
 
 
 def output(arguments: list[str], folder: Path) -> str:
-    """What Python prints for these arguments; its last words as the failure's message where it fails."""
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment(),
-        cwd=folder,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
-def once(arguments: list[str], ranks: int, **more: str) -> str:
-    """What `on_ranks` gives, computed by one of the processes that pytest runs its tests in and read by the others."""
-    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
-    folder = Path(tempfile.gettempdir(), f"clients-of-{run}")
-    folder.mkdir(exist_ok=True)
-    name = hashlib.sha256(repr((arguments, ranks, more)).encode()).hexdigest()[:16]
-    said = folder / f"{name}.out"
-    with (folder / f"{name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not said.exists():
-            said.write_text(on_ranks(arguments, ranks, **more))
-        return said.read_text()
+    """What Python prints for these arguments: see `programs.output`."""
+    return programs.output(arguments, folder, environment())
 
 
 def on_ranks(arguments: list[str], ranks: int, **more: str) -> str:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from processes import ROOT, output
+from processes import output
+from support.programs import ROOT
 
 HERE = Path(__file__).parent
 LOSSES = ("float32", "bfloat16", "delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4", "fp8_parameters", "llama",

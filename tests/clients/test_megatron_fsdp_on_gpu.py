@@ -10,6 +10,7 @@ from pathlib import Path
 import processes
 import pytest
 import torch
+from support.programs import ROOT
 
 CASES = str(Path(__file__).parent / "fsdp_gpu_cases.py")
 RECIPES = ["delayed", "current", "block"]
@@ -67,6 +68,6 @@ def test_this_engine_s_optimizer_takes_decoupled_gradients(ranks):
 
 
 def test_the_example_of_the_page_runs(tmp_path):
-    page = (processes.ROOT / "docs" / "megatron.md").read_text()
+    page = (ROOT / "docs" / "megatron.md").read_text()
     (example,) = re.findall(r"```python-clients-gpu\n(.*?)```", page, re.DOTALL)
     processes.output(["-c", example], tmp_path)

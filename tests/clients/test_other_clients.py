@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
-from processes import ROOT, run
+from processes import run
+from support.programs import ROOT
 from test_small_clients import NEEDED
 
 EXAMPLES = re.findall(

@@ -7,7 +7,7 @@ import re
 import installed
 import processes
 import pytest
-from processes import ROOT
+from support.programs import ROOT
 
 PAGES = {
     "accelerate": ("accelerate", "transformers"),

@@ -75,7 +75,7 @@ def test_what_is_said_to_be_whole_is_not_written_any_more(kind, recipe, monkeypa
     seen = []
 
     def noted(saved):
-        seen.extend((values, values.clone()) for values in marks._tensors_of(saved))
+        seen.extend((values, values.clone()) for values in marks.tensors_of(saved))
         marks.whole_now(saved)
 
     for module in (linear_operands, norm_linear, norm_mlp):

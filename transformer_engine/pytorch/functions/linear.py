@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..offload.marks import active as offloading
 from ..primitives.column_sums import column_sums
 from ..primitives.gemm import Epilogue, as_matrix, gemm
 from ..primitives.gemm.request import Layout
@@ -93,12 +92,10 @@ def linear_backward(
         dy = _values(grad_output, spec)  # pyright: ignore[reportArgumentType]
         grad_bias = column_sums(as_matrix(dy), bias_dtype) if spec.needs_grad_bias else None
         del grad_output  # what is not read any more makes room for the results
-        if offloading.used:
-            arrives(w)
+        arrives(w)
         grad_input = None if w is None else _plain_grad_input(dy, w, spec, input_product, leading)
         del w, input_product
-        if offloading.used:
-            arrives(x)
+        arrives(x)
         grad_weight = None if x is None else _plain_grad_weight(dy, x, spec, weight_dtype)
         return LinearGradients(grad_input, grad_weight, grad_bias)
     (dy_row, dy_column), grad_bias = _read_by_products(
@@ -109,14 +106,12 @@ def linear_backward(
     grad_input = grad_weight = None
     if w is not None:
         assert dy_row is not None
-        if offloading.used:
-            arrives(w)
+        arrives(w)
         grad_input = _grad_input(dy_row, _backward_operand(w, spec), spec, input_product, leading)
     del dy_row, w, input_product
     if x is not None:
         assert dy_column is not None
-        if offloading.used:
-            arrives(x)
+        arrives(x)
         grad_weight = _grad_weight(dy_column, _input_operand(x, spec), spec, weight_dtype)
     return LinearGradients(grad_input, grad_weight, grad_bias)
 

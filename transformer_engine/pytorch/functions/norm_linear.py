@@ -145,8 +145,7 @@ def _gradients(
         dy = of_norm_output if dy is None else dy + of_norm_output
     if dy is None:  # nothing before the linear layer is trained
         return None, None, None, grads.weight, grads.bias
-    if offloading.used:
-        arrives(x, mean, rstdev, gamma)
+    arrives(x, mean, rstdev, gamma)
     dx, dgamma, dbeta = spec.norm.backward(dy, flat, NormStatistics(mean, rstdev), gamma)
     dbeta = dbeta if ctx.needs_input_grad[2] else None
     return dx.view(x.shape), dgamma, dbeta, grads.weight, grads.bias

@@ -224,8 +224,7 @@ def _backward(
     statistics, fc1_saved, fc1_output, fc2_saved = handed.pop()
     of_fc1, of_fc2 = list(fc1_saved), list(fc2_saved)
     del fc1_saved, fc2_saved
-    if offloading.used:
-        arrives(fc1_output)
+    arrives(fc1_output)
     if _ways(spec).gradient == IN_PRODUCT:
         product = partial(_times_gelu_gradient, [fc1_output])
         del fc1_output
@@ -242,8 +241,7 @@ def _backward(
     del made
     fc1 = linear_backward(grad_fc1_output.pop(), of_fc1, spec.fc1, dtypes[0], dtypes[0])
     assert fc1.input is not None
-    if offloading.used:
-        arrives(x, *statistics, gamma)
+    arrives(x, *statistics, gamma)
     flat = x.reshape(-1, x.shape[-1])
     dy = fc1.input if grad_norm_output is None else fc1.input + grad_norm_output.reshape(flat.shape)
     dx, dgamma, dbeta = spec.norm.backward(dy, flat, statistics, gamma)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..offload.marks import active as offloading
-from ..offload.marks import arrived, asking_early, read_late
+from ..offload.marks import arrived, asking_early, read_late, tensors_of
 from ..primitives.operand import Operand
 from ..runtime.double_backward import once_differentiable
 from ..tensor.custom_operand import CustomOperand
@@ -52,18 +52,10 @@ def restore(ctx: Any, count: int = 0, early: bool = False) -> tuple[tuple[Any, .
 
 def arrives(*saved: Saved) -> None:
     """Let the computation go on only when these, of an early `restore`, have their values."""
-    if not torch.compiler.is_compiling():
+    if offloading.used and not torch.compiler.is_compiling():
         for operand in saved:
-            for tensor in _tensors_of(operand):
+            for tensor in operand.tensors() if isinstance(operand, CustomOperand) else tensors_of(operand):
                 arrived(tensor)
-
-
-def _tensors_of(operand: Saved) -> tuple[Tensor | None, ...]:
-    if isinstance(operand, CustomOperand):
-        return operand.tensors()
-    if isinstance(operand, Operand):
-        return operand.codes, operand.scale, operand.amax
-    return (operand.values if isinstance(operand, Matrix) else operand,)
 
 
 def backward_of(operation: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -74,7 +74,7 @@ def mark_not_offload(*tensors: Tensor | QuantizedTensorStorage | None) -> None:
 def whole_now(saved: Operand | Matrix | Tensor | None) -> None:
     """What a layer inside of a context saves of its input has its values from here on."""
     link = active.synchronizer.link
-    for values in () if torch.compiler.is_compiling() else _tensors_of(saved):
+    for values in () if torch.compiler.is_compiling() else tensors_of(saved):
         if link.takes(values):
             setattr(values, WHOLE, Whole(values._version, link.mark()))
 
@@ -137,11 +137,12 @@ def arrived(tensor: Tensor | None) -> None:
 
 def keep_weight(weight: Operand | Matrix | Tensor | None) -> None:
     """What a layer saves of its weight stays on the device: it is there anyway, or made anew in every step."""
-    for values in _tensors_of(weight):
+    for values in tensors_of(weight):
         setattr(values, STAYS, True)
 
 
-def _tensors_of(saved: Operand | Matrix | Tensor | None) -> list[Tensor]:
+def tensors_of(saved: Operand | Matrix | Tensor | None) -> list[Tensor]:
+    """Those of what a layer saves that may be worth moving."""
     if isinstance(saved, Operand):
         return [part for part in (saved.codes, saved.scale) if part is not None]
     values = saved.values if isinstance(saved, Matrix) else saved
