@@ -173,45 +173,92 @@ RECIPES = {
 }  # fmt: skip
 
 
+def exact_product(a, b):
+    """a @ b of values in float64, and how far a kernel may be from it.
+
+    A result in bfloat16 is rounded by 2^-9 of itself. Tensor cores line up the products of 32 codes and keep 13 bits
+    of them: 2^-13 of the largest for each, which is below 2^-9 of all their magnitudes.
+    """
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    product = a @ b
+    return product, 2.0**-8 * np.abs(product) + 2.0**-9 * (np.abs(a) @ np.abs(b))
+
+
+def assert_product(got, a, b, name):
+    want, bound = exact_product(a, b)
+    got = np.asarray(got, np.float64)
+    assert np.isfinite(got).all(), name
+    beyond = (np.abs(got - want) / bound).max()
+    assert beyond <= 1, f"{name}: {beyond:.2f} times what rounding allows"
+
+
+def gradients_of(product, dy, *arguments):
+    """(y, gradients and next states): dy is given, so that no rounding of y decides a code of it."""
+
+    def both(dy, *arguments):
+        y, pullback = jax.vjp(product, *arguments)
+        return y, *pullback(dy)
+
+    return jax.jit(both)(dy, *arguments)
+
+
+def values(quantizer, *arguments):
+    """What the codes of both directions stand for, as the reference makes them, laid as they were given."""
+    with use_backend(jax_quantize="reference"):
+        tensor = quantizer.encode(*arguments, is_rowwise=True, is_colwise=True, dq_dtype=jnp.float32)[0]
+        return tuple(np.asarray(one.dequantize()) for one in (tensor.rowwise_tensor, tensor.colwise_tensor))
+
+
+def advanced(quantizer, *arguments):
+    return jax.tree.leaves(quantizer.advanced(quantizer.encode(*arguments)[1]))
+
+
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_dense_layer_and_its_gradients_are_those_of_the_references(name):
+def test_a_dense_layer_and_its_gradients_are_exact_products_of_the_codes(name):
     x, kernel = normal(1, 256, 128), normal(2, 128, 160, dtype=jnp.float32)
-
-    def run():
-        with te.autocast(True, RECIPES[name]):
-            quantizers = QuantizerFactory.create_set()
-
-            def loss(x, kernel, quantizers):
-                return (dense(x, kernel, quantizer_set=quantizers).astype(jnp.float32) ** 2).mean()
-
-            return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(x, kernel, quantizers)
-
-    found = run()
-    with use_backend(jax_gemm="reference", jax_quantize="reference"):
-        want = run()
-    near(found[0], want[0], 0.03, "dx")
-    near(found[1], want[1], 0.03, "dkernel")
-    for got, expected in zip(jax.tree.leaves(found[2]), jax.tree.leaves(want[2]), strict=True):
-        near(got, expected, 0.03, "state")
+    dy = normal(3, 256, 160)
+    with te.autocast(True, RECIPES[name]):
+        made = QuantizerFactory.create_set()
+        y, dx, dkernel, following = gradients_of(
+            lambda x, kernel, made: dense(x, kernel, quantizer_set=made), dy, x, kernel, made
+        )
+    (x_rows, x_columns), (kernel_rows, kernel_columns) = values(made.x, x), values(made.kernel, kernel)
+    dy_rows, dy_columns = values(made.dgrad, dy)
+    assert_product(y, x_rows, kernel_columns, "y")
+    assert_product(dx, dy_rows, kernel_rows.T, "dx")
+    assert_product(dkernel, x_columns.T, dy_columns, "dkernel")
+    pairs = zip((made.x, made.kernel, made.dgrad), (x, kernel, dy), strict=True)
+    want = [leaf for quantizer, array in pairs for leaf in advanced(quantizer, array)]
+    for got, expected in zip(jax.tree.leaves(following), want, strict=True):
+        np.testing.assert_array_equal(got, expected, "state")
 
 
 @pytest.mark.parametrize("name", ["none", "delayed", "current"])
-def test_a_grouped_dense_layer_and_its_gradients_are_those_of_the_references(name):
-    x, kernel = normal(1, 144, K), normal(2, GROUPS, K, N)
+def test_a_grouped_dense_layer_and_its_gradients_are_exact_products_of_the_codes(name):
+    x, kernel, dy = normal(1, 144, K), normal(2, GROUPS, K, N), normal(3, 144, N)
     sizes = jnp.asarray(SIZES[0], jnp.int32)
-
-    def run():
-        with te.autocast(name != "none", RECIPES.get(name)):
-            quantizers = QuantizerFactory.create_set(n_groups=GROUPS)
-
-            def loss(x, kernel):
-                y = grouped_dense(x, kernel, sizes, quantizer_set=quantizers)
-                return (y.astype(jnp.float32) ** 2).mean()
-
-            return jax.jit(jax.grad(loss, argnums=(0, 1)))(x, kernel)
-
-    found = run()
-    with use_backend(jax_grouped_gemm="ragged_dot", jax_quantize="reference"):
-        want = run()
-    near(found[0], want[0], 0.03, "dx")
-    near(found[1], want[1], 0.03, "dkernel")
+    with te.autocast(name != "none", RECIPES.get(name)):
+        made = QuantizerFactory.create_set(n_groups=GROUPS)
+        y, dx, dkernel, _ = gradients_of(
+            lambda x, kernel, made: grouped_dense(x, kernel, sizes, quantizer_set=made), dy, x, kernel, made
+        )
+    if name == "none":
+        (x_rows, x_columns), (kernel_rows, kernel_columns), (dy_rows, dy_columns) = (
+            [np.asarray(one, np.float64)] * 2 for one in (x, kernel, dy)
+        )
+    else:
+        x_rows, x_columns = values(made.x, x, sizes)
+        kernel_rows, kernel_columns = values(made.kernel, kernel, None)
+        dy_rows, dy_columns = values(made.dgrad, dy, sizes)
+    ends = np.cumsum(SIZES[0])
+    for group, (begin, end) in enumerate(zip(ends - SIZES[0], ends, strict=True)):
+        rows = slice(begin, end)
+        if begin < end:
+            assert_product(y[rows], x_rows[rows], kernel_columns[group], f"y {group}")
+            assert_product(dx[rows], dy_rows[rows], kernel_rows[group].T, f"dx {group}")
+            assert_product(dkernel[group], x_columns[rows].T, dy_columns[rows], f"dkernel {group}")
+        else:
+            assert not np.asarray(dkernel[group], np.float32).any(), "no row, no gradient"
+    assert (
+        not np.asarray(y[ends[-1] :], np.float32).any() and not np.asarray(dx[ends[-1] :], np.float32).any()
+    )

@@ -88,15 +88,12 @@ def run(
     given = [place for place, operand in enumerate(operands) if operand is not None]
     fresh = [shape for shape in made[filled:] if shape is not None]
     arrays = [operands[place] for place in given]
-    # A single number is a scalar to XLA: cuBLASLt is handed a float32 scale as it is, of an array [1] a rounded one.
-    scalars = [jax.ShapeDtypeStruct((), one.dtype) if one.shape == (1,) else one for one in fresh]
-    results = [*scalars, *[jax.ShapeDtypeStruct(operands[p].shape, operands[p].dtype) for p in written]]  # pyright: ignore
+    results = [*fresh, *[jax.ShapeDtypeStruct(operands[p].shape, operands[p].dtype) for p in written]]  # pyright: ignore
     aliases = {given.index(place): len(fresh) + i for i, place in enumerate(written)}
     zeroed = [output.begins == 0 for output in launch.outputs[filled:] if output is not None]
     opaque = _call(launch, [*inputs], made, len(arrays), fresh, tuple(zeroed))
     call = jax.ffi.ffi_call(_TARGET, results, vmap_method="sequential", input_output_aliases=aliases)
     answers = call(*arrays, opaque=opaque)
-    answers = [a.reshape(s.shape) for a, s in zip(answers, fresh, strict=False)] + [*answers[len(fresh) :]]
     by_place = dict(zip(written, answers[len(fresh) :], strict=True))
     return _gathered(launch, len(inputs), filled, iter(answers[: len(fresh)]), by_place)
 

@@ -77,9 +77,10 @@ def run_direct(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool) -> Array:
 
 def _dequantized(operand: Operand, dtype: jnp.dtype) -> Array:
     assert operand.scale is not None
-    # A scalar, as kernels make it: XLA then takes both conversions away and cuBLASLt reads the float32 scale. Of an
-    # array [1] it would read one that was rounded to bfloat16.
-    return operand.codes.astype(dtype) * operand.scale.reshape(()).astype(dtype)
+    # XLA takes a scalar's conversion to dtype and back to float32 away, and cuBLASLt reads the float32 scale. Without
+    # the barrier the reshape of an array [1] would move between the two, and the scale be one rounded to bfloat16.
+    scale = lax.optimization_barrier(operand.scale.reshape(()))
+    return operand.codes.astype(dtype) * scale.astype(dtype)
 
 
 def _precision(exact: bool) -> lax.Precision:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from ....common.formats import FLOAT32_MAX, Element
 from .. import exact
@@ -43,7 +43,14 @@ def scale_from_amax(
 def cast(x: Array, element: Element) -> Array:
     """The nearest codes of float32 x, ties to even; infinity as the maximum, NaN as a NaN of any sign."""
     # A conversion alone makes NaN (E4M3) or infinity (E5M2) of what exceeds the maximum.
-    return jnp.clip(x, -element.maximum, element.maximum).astype(jax_dtype(element))
+    codes = jnp.clip(x, -element.maximum, element.maximum).astype(jax_dtype(element))
+    # XLA for a GPU takes float32 -> float8 -> float32 for nothing: who reads codes in the program that makes them
+    # would read values that were never rounded.
+    return lax.platform_dependent(codes, cpu=_as_they_are, default=lax.optimization_barrier)
+
+
+def _as_they_are(codes: Array) -> Array:
+    return codes
 
 
 def encode(x: Array, element: Element, multiplier: Array) -> Array:

@@ -1,0 +1,92 @@
+"""Where XLA for a GPU would leave a rounding out, or round what is to stay float32, a barrier stands in the program.
+
+XLA for a CPU does neither, so that programs for CUDA are read here; one marked gpu is run.
+"""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from bits import matrix
+
+from transformer_engine.common.dispatch import use_backend
+from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, E5M2, FLOAT8, MXFP8, NVFP4
+from transformer_engine.common.quantize_spec import QuantizeSpec
+from transformer_engine.jax.primitives.gemm import gemm
+from transformer_engine.jax.primitives.operand import Operand
+from transformer_engine.jax.primitives.quantize import Quantized, dequantize, quantize
+
+SPECS = {
+    "float8": QuantizeSpec(FLOAT8, E4M3),
+    "float8 of gradients": QuantizeSpec(FLOAT8, E5M2),
+    "blocks": QuantizeSpec(BLOCK_1D, E4M3),
+    "squares": QuantizeSpec(BLOCK_2D, E4M3),
+    "mxfp8": QuantizeSpec(MXFP8, E4M3),
+    "nvfp4": QuantizeSpec(NVFP4, E2M1),
+}
+MADE = re.compile(r"(%\w+) = stablehlo\.convert %\w+ : .*-> tensor<(?:\d+x)*f[48]E\w+>")
+
+
+def made_by_the_reference(x, spec: QuantizeSpec) -> Quantized:
+    with use_backend(jax_quantize="reference"):
+        return quantize(x, spec)
+
+
+def values(made: Quantized, spec: QuantizeSpec) -> jax.Array:
+    return dequantize(Operand(made.codes, made.scale, made.amax, spec.format, jnp.dtype(jnp.float32)))
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_codes_are_rounded_before_the_program_that_makes_them_reads_them(name, monkeypatch):
+    monkeypatch.setenv("NVTE_JAX_CUSTOM_CALLS", "false")
+    spec, x = SPECS[name], jax.ShapeDtypeStruct((128, 256), jnp.float32)
+    program = jax.jit(lambda x: values(quantize(x, spec), spec))
+    text = program.trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    assert "triton" not in text
+    found = 0
+    for function in text.split("func.func")[1:]:
+        for code in MADE.findall(function):
+            number = re.compile(re.escape(code) + r"\b")
+            readers = [line for line in function.splitlines() if number.search(line.partition("=")[2])]
+            assert readers and all("optimization_barrier" in line for line in readers), readers
+            found += 1
+    assert found == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("as_users_compile")
+@pytest.mark.parametrize("name", SPECS)
+def test_values_in_the_program_that_makes_codes_are_those_of_the_codes(name):
+    spec, x = SPECS[name], jnp.asarray(matrix("normal", (128, 256), "float32"))
+
+    def both(x):
+        made = made_by_the_reference(x, spec)
+        return made, values(made, spec)
+
+    made, found = jax.jit(both)(x)
+    want = jax.jit(lambda made: values(made, spec))(made)
+    np.testing.assert_array_equal(found, want)
+    assert not np.array_equal(found, x)
+
+
+def test_the_scale_of_a_product_in_cublaslt_stays_float32(monkeypatch):
+    """A barrier between the reshape and the conversion, which XLA takes away together with the one back to float32."""
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")
+    codes, scale = (
+        jax.ShapeDtypeStruct(*one) for one in (((32, 64), jnp.float8_e4m3fn), ((1,), jnp.float32))
+    )
+
+    def product(a, scale_a, b, scale_b):
+        operands = [
+            Operand(c, s, None, FLOAT8, jnp.dtype(jnp.bfloat16)) for c, s in ((a, scale_a), (b, scale_b))
+        ]
+        return gemm(*operands, jnp.dtype(jnp.bfloat16))
+
+    text = jax.jit(product).trace(codes, scale, codes, scale).lower(lowering_platforms=("cuda",)).as_text()
+    narrowed = re.findall(r"stablehlo\.convert (%\w+) : \(tensor<f32>\) -> tensor<bf16>", text)
+    kept = re.findall(r"(%\w+) = stablehlo\.optimization_barrier %\w+ : tensor<f32>", text)
+    assert len(narrowed) == 2 and set(narrowed) == set(kept)
