@@ -17,6 +17,7 @@ from transformer_engine.jax.attention import (
     ReorderStrategy,
     SequenceDescriptor,
     canonicalize_attn_mask_type,
+    fused,
     fused_attn,
     inverse_reorder_causal_load_balancing,
     is_fused_attn_kernel_available,
@@ -24,6 +25,7 @@ from transformer_engine.jax.attention import (
     reorder_causal_load_balancing,
     run_length_fill,
 )
+from transformer_engine.jax.context_parallel.plan import ContextParallel
 from transformer_engine.jax.flax.module import Softmax
 from transformer_engine.jax.softmax import SoftmaxFusionType, softmax
 
@@ -318,6 +320,19 @@ def call(**changed):
         "scaling_factor": 1.0, "dropout_probability": 0.0, "is_training": True,
     }  # fmt: skip
     return fused_attn(**(options | changed))
+
+
+@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray])
+def test_a_mask_of_any_array_holds_over_devices(kind, monkeypatch):
+    hidden = kind(jax.random.bernoulli(jax.random.key(0), 0.5, (2, 1, 7, 9)))
+    masked = {"sequence_descriptor": hidden, "attn_mask_type": AttnMaskType.PADDING_MASK}
+    want = call(**masked)
+    assert not np.allclose(want, call())
+    monkeypatch.setattr(fused, "plan_of", lambda *_: ContextParallel("cp", 1, ring=False, balanced=False))
+    np.testing.assert_allclose(call(**masked), want, rtol=1e-5, atol=1e-6)
+    monkeypatch.setattr(fused, "plan_of", lambda *_: ContextParallel("cp", 1, ring=True, balanced=False))
+    with pytest.raises(NotImplementedError, match="RING with a mask; give a SequenceDescriptor"):
+        call(**masked)
 
 
 def module(**fields):

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from ...common.checks import described, drop_rate, number, whole
 from ...common.dispatch import Table
-from ..checks import check_values
+from ..checks import check_mask, check_member, check_values
 from ..context_parallel.plan import ContextParallel, plan_of
 from ..context_parallel.ring import ring_attention
 from ..platform import has_gpu
@@ -72,8 +72,10 @@ def fused_attn(
                          differentiable, or by score_mod_bprop (gradient, scores, score_mod_bprop_tensors)
     Rows of tokens that belong to no sequence, and rows that see no key, are zero.
     """
+    _check_kinds(attn_bias_type, attn_mask_type, qkv_layout, softmax_type)
     query, key, value = separated(qkv, qkv_layout)
     check_attention(query, key, value, bias, attn_bias_type, dropout_probability, scaling_factor)
+    check_descriptor(sequence_descriptor, attn_mask_type, query, key)
     whole("max_segments_per_seq", max_segments_per_seq)
     if isinstance(sequence_descriptor, SequenceDescriptor):
         sequence_descriptor.check_segments(max_segments_per_seq)
@@ -126,6 +128,7 @@ def fused_attn_thd(
     is_training: bool, max_segments_per_seq: int = 1, window_size: Window | None = None, **options: Any,
 ) -> Array:  # fmt: skip
     """`fused_attn` of packed rows, under its former arguments: lengths [b, n] and offsets [b, n + 1]."""
+    check_member("qkv_layout", qkv_layout, QKVLayout)
     if not qkv_layout.is_thd():
         raise ValueError(f"qkv_layout={qkv_layout.name} has one sequence a row; call fused_attn")
     descriptor = SequenceDescriptor.from_seqlens_and_offsets(
@@ -156,7 +159,7 @@ def _over_devices(
                 raise NotImplementedError(
                     f"context_parallel_strategy=RING with {name}; use CPStrategy.ALL_GATHER"
                 )
-        if isinstance(descriptor, Array):
+        if _is_mask(descriptor):
             raise NotImplementedError(
                 "context_parallel_strategy=RING with a mask; give a SequenceDescriptor, or use CPStrategy.ALL_GATHER"
             )
@@ -197,12 +200,17 @@ def _hidden(
     plan: ContextParallel | None,
     extents: tuple[int, int, int],
 ) -> Array | None:
-    if plan is None or isinstance(descriptor, Array):
+    if plan is None or _is_mask(descriptor):
         return hidden_of(descriptor, mask_type, layout, window, extents)
     segments = plan.segments(descriptor, mask_type, layout, extents)
     # Places of bottom-right masks are counted from the end already.
     kind = AttnMaskType.PADDING_CAUSAL_MASK if mask_type.is_causal() else AttnMaskType.PADDING_MASK
     return hidden_keys(kind, window, segments, *extents[1:])
+
+
+def _is_mask(descriptor: SequenceDescriptor | Array | None) -> bool:
+    """Is it neither absent nor a SequenceDescriptor? Masks may be arrays of numpy too."""
+    return descriptor is not None and not isinstance(descriptor, SequenceDescriptor)
 
 
 def _lengths(
@@ -262,6 +270,7 @@ def is_fused_attn_kernel_available(
     window_size: Window | None = None,
 ) -> bool:
     """Would another backend than the reference take such a call on this machine?"""
+    _check_kinds(attn_bias_type, attn_mask_type, qkv_layout, softmax_type)
     if q_dtype != kv_dtype:
         return False
     request = AttentionRequest(
@@ -270,6 +279,14 @@ def is_fused_attn_kernel_available(
         is_training, "cuda" if has_gpu() else "cpu",
     )  # fmt: skip
     return any(b.name != "reference" and b.refusal(request) is None for b in TABLE.candidates(request))
+
+
+def _check_kinds(bias: AttnBiasType, mask: AttnMaskType, layout: QKVLayout, softmax: AttnSoftmaxType) -> None:
+    """TypeError unless each is a member of its enumeration."""
+    check_member("attn_bias_type", bias, AttnBiasType)
+    check_member("attn_mask_type", mask, AttnMaskType)
+    check_member("qkv_layout", layout, QKVLayout)
+    check_member("softmax_type", softmax, AttnSoftmaxType)
 
 
 def separated(qkv: tuple[Array, ...], layout: QKVLayout) -> tuple[Array, Array, Array]:
@@ -330,6 +347,14 @@ def check_attention(
             raise ValueError(f"bias has shape {bias.shape}; it must be {full}, or 1 in place of an extent")
 
 
+def check_descriptor(
+    descriptor: SequenceDescriptor | Array | None, mask_type: AttnMaskType, query: Array, key: Array
+) -> None:
+    """TypeError or ValueError unless it says which tokens belong together, or is a mask of these scores."""
+    if _is_mask(descriptor) and mask_type.is_padding():
+        check_mask(descriptor, (query.shape[0], query.shape[2], query.shape[1], key.shape[1]))
+
+
 def hidden_of(
     descriptor: SequenceDescriptor | Array | None,
     mask_type: AttnMaskType,
@@ -349,14 +374,13 @@ def hidden_of(
     hidden = hidden_keys(mask_type, window, None, queries, keys)
     if descriptor is None or not mask_type.is_padding():
         return hidden
-    if descriptor.ndim != 4:
-        raise ValueError(f"the mask has shape {descriptor.shape}; it must be [b or 1, 1 or h, q, k]")
     given = descriptor.astype(bool)
     return given if hidden is None else given | hidden
 
 
 def sink_of(softmax_type: AttnSoftmaxType, offset: Array | None, heads: int) -> Array | None:
     """float32 [1, h or 1, 1, 1] in the denominator: nothing, 0, or the learnt offsets."""
+    check_member("softmax_type", softmax_type, AttnSoftmaxType)
     if (offset is not None) is not (softmax_type is AttnSoftmaxType.LEARNABLE_SOFTMAX):
         given = "None" if offset is None else f"an array of shape {offset.shape}"
         raise ValueError(
