@@ -105,6 +105,29 @@ def test_masks_and_windows(mask, window):
         assert not np.asarray(out[0, 5:]).any()
 
 
+@pytest.mark.parametrize("mask", ["no_mask", "causal", "padding_causal"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_in_16_bits_the_error_is_at_most_twice_that_of_jaxs_own_attention(mask, dtype):
+    qkv = tuple(x.astype(dtype) for x in drawn(32, 32, dim=32, value_dim=32))
+    lengths = jnp.asarray([20, 32])
+    out = fused_attn(
+        qkv, None, SequenceDescriptor.from_seqlens(lengths), None, AttnBiasType.NO_BIAS,
+        canonicalize_attn_mask_type(mask), QKVLayout.BSHD_BSHD_BSHD, AttnSoftmaxType.VANILLA_SOFTMAX, 0.3, 0.0, True,
+    )  # fmt: skip
+    given = (lengths, lengths) if "padding" in mask else (None, None)
+    plain = jax.nn.dot_product_attention(
+        *qkv,
+        scale=0.3,
+        is_causal="causal" in mask,
+        query_seq_lengths=given[0],
+        key_value_seq_lengths=given[1],
+    )
+    inside = np.arange(32)[None] < (np.asarray(lengths) if "padding" in mask else np.full(2, 32))[:, None]
+    want = literal(*qkv, rule(mask, [20, 32], [20, 32], queries=32, keys=32), 0.3)[inside]
+    ours, theirs = (np.abs(np.asarray(y, np.float64)[inside] - want) for y in (out, plain))
+    assert out.dtype == dtype and np.sqrt((ours**2).mean()) <= 2 * np.sqrt((theirs**2).mean())
+
+
 @pytest.mark.parametrize("kind", ["vanilla", "off_by_one", "learnable"])
 @pytest.mark.parametrize("bias_type", ["no_bias", "pre_scale_bias", "post_scale_bias"])
 def test_biases_and_sinks_and_their_gradients(bias_type, kind):
