@@ -37,7 +37,9 @@ def check_mask(mask: Any, scores: Sequence[int]) -> None:
     if getattr(mask, "dtype", None) is None:
         raise TypeError(f"mask={described(mask)}; give an array, True of which hides a key")
     if len(mask.shape) != 4 or any(n not in (1, m) for n, m in zip(mask.shape, scores, strict=True)):
-        raise ValueError(f"the mask has shape {mask.shape}; it must be {tuple(scores)}, or 1 in place of an extent")
+        raise ValueError(
+            f"the mask has shape {mask.shape}; it must be {tuple(scores)}, or 1 in place of an extent"
+        )
 
 
 def check_bias(bias: Array | None, features: Sequence[int]) -> None:

@@ -14,13 +14,14 @@ from jax.sharding import PartitionSpec
 
 from ...common.checks import described, drop_rate, number, whole
 from ...common.dispatch import Table
-from ..checks import check_mask, check_member, check_values
+from ..checks import check_member, check_values
 from ..context_parallel.plan import ContextParallel, plan_of
 from ..context_parallel.ring import ring_attention
 from ..platform import has_gpu
 from ..primitives.platforms import chosen
 from ..sharding import with_sharding_constraint
 from . import cudnn, reference, triton
+from .checks import check_descriptor, check_kinds, is_mask
 from .descriptor import SequenceDescriptor, segments_at_most
 from .enums import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout
 from .masks import Window, check_window, hidden_keys
@@ -72,7 +73,7 @@ def fused_attn(
                          differentiable, or by score_mod_bprop (gradient, scores, score_mod_bprop_tensors)
     Rows of tokens that belong to no sequence, and rows that see no key, are zero.
     """
-    _check_kinds(attn_bias_type, attn_mask_type, qkv_layout, softmax_type)
+    check_kinds(attn_bias_type, attn_mask_type, qkv_layout, softmax_type)
     query, key, value = separated(qkv, qkv_layout)
     check_attention(query, key, value, bias, attn_bias_type, dropout_probability, scaling_factor)
     check_descriptor(sequence_descriptor, attn_mask_type, query, key)
@@ -159,7 +160,7 @@ def _over_devices(
                 raise NotImplementedError(
                     f"context_parallel_strategy=RING with {name}; use CPStrategy.ALL_GATHER"
                 )
-        if _is_mask(descriptor):
+        if is_mask(descriptor):
             raise NotImplementedError(
                 "context_parallel_strategy=RING with a mask; give a SequenceDescriptor, or use CPStrategy.ALL_GATHER"
             )
@@ -200,17 +201,12 @@ def _hidden(
     plan: ContextParallel | None,
     extents: tuple[int, int, int],
 ) -> Array | None:
-    if plan is None or _is_mask(descriptor):
+    if plan is None or is_mask(descriptor):
         return hidden_of(descriptor, mask_type, layout, window, extents)
     segments = plan.segments(descriptor, mask_type, layout, extents)
     # Places of bottom-right masks are counted from the end already.
     kind = AttnMaskType.PADDING_CAUSAL_MASK if mask_type.is_causal() else AttnMaskType.PADDING_MASK
     return hidden_keys(kind, window, segments, *extents[1:])
-
-
-def _is_mask(descriptor: SequenceDescriptor | Array | None) -> bool:
-    """Is it neither absent nor a SequenceDescriptor? Masks may be arrays of numpy too."""
-    return descriptor is not None and not isinstance(descriptor, SequenceDescriptor)
 
 
 def _lengths(
@@ -270,7 +266,7 @@ def is_fused_attn_kernel_available(
     window_size: Window | None = None,
 ) -> bool:
     """Would another backend than the reference take such a call on this machine?"""
-    _check_kinds(attn_bias_type, attn_mask_type, qkv_layout, softmax_type)
+    check_kinds(attn_bias_type, attn_mask_type, qkv_layout, softmax_type)
     if q_dtype != kv_dtype:
         return False
     request = AttentionRequest(
@@ -279,14 +275,6 @@ def is_fused_attn_kernel_available(
         is_training, "cuda" if has_gpu() else "cpu",
     )  # fmt: skip
     return any(b.name != "reference" and b.refusal(request) is None for b in TABLE.candidates(request))
-
-
-def _check_kinds(bias: AttnBiasType, mask: AttnMaskType, layout: QKVLayout, softmax: AttnSoftmaxType) -> None:
-    """TypeError unless each is a member of its enumeration."""
-    check_member("attn_bias_type", bias, AttnBiasType)
-    check_member("attn_mask_type", mask, AttnMaskType)
-    check_member("qkv_layout", layout, QKVLayout)
-    check_member("softmax_type", softmax, AttnSoftmaxType)
 
 
 def separated(qkv: tuple[Array, ...], layout: QKVLayout) -> tuple[Array, Array, Array]:
@@ -345,14 +333,6 @@ def check_attention(
         full = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
         if bias.ndim != 4 or any(n not in (1, m) for n, m in zip(bias.shape, full, strict=True)):
             raise ValueError(f"bias has shape {bias.shape}; it must be {full}, or 1 in place of an extent")
-
-
-def check_descriptor(
-    descriptor: SequenceDescriptor | Array | None, mask_type: AttnMaskType, query: Array, key: Array
-) -> None:
-    """TypeError or ValueError unless it says which tokens belong together, or is a mask of these scores."""
-    if _is_mask(descriptor) and mask_type.is_padding():
-        check_mask(descriptor, (query.shape[0], query.shape[2], query.shape[1], key.shape[1]))
 
 
 def hidden_of(

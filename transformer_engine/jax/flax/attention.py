@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from ...common import env
 from ...common.checks import described, drop_rate, switch, whole
 from ..attention import reference
+from ..attention.checks import check_descriptor
 from ..attention.descriptor import SequenceDescriptor
 from ..attention.enums import (
     AttnBiasType,
@@ -25,7 +26,6 @@ from ..attention.enums import (
 )
 from ..attention.fused import (
     check_attention,
-    check_descriptor,
     dropout_of,
     fused_attn,
     hidden_of,
