@@ -49,7 +49,17 @@ def test_the_documented_defaults_are_those_of_the_program(name: str):
         "README.md",
         *(
             f"docs/{name}.md"
-            for name in ("quickstart", "install", "cli", "index", "megatron", "checkpoints", "observe")
+            for name in (
+                "quickstart",
+                "install",
+                "cli",
+                "index",
+                "jax",
+                "jax_examples",
+                "megatron",
+                "checkpoints",
+                "observe",
+            )
         ),
     ],
 )
@@ -62,6 +72,16 @@ def test_every_relative_link_leads_to_a_file(page: str):
         if "://" not in target and not (path.parent / target.split("#")[0]).exists()
     ]
     assert missing == []
+
+
+def test_the_examples_of_the_quickstart_in_torch_run():
+    """The one in JAX, which these do not need, runs in tests/jax."""
+    names: dict[str, object] = {}
+    examples = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "quickstart.md").read_text(), re.DOTALL)
+    in_torch = [example for example in examples if "transformer_engine.jax" not in example]
+    for example in in_torch:
+        exec(compile(example, "quickstart.md", "exec"), names)
+    assert len(in_torch) == len(examples) - 1
 
 
 @pytest.mark.parametrize("page", ["checkpoints.md", "install.md", "megatron.md", "observe.md", "training.md"])

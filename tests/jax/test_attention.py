@@ -17,6 +17,7 @@ from transformer_engine.jax.attention import (
     ReorderStrategy,
     SequenceDescriptor,
     canonicalize_attn_mask_type,
+    fused,
     fused_attn,
     inverse_reorder_causal_load_balancing,
     is_fused_attn_kernel_available,
@@ -24,6 +25,7 @@ from transformer_engine.jax.attention import (
     reorder_causal_load_balancing,
     run_length_fill,
 )
+from transformer_engine.jax.context_parallel.plan import ContextParallel
 from transformer_engine.jax.flax.module import Softmax
 from transformer_engine.jax.softmax import SoftmaxFusionType, softmax
 
@@ -101,6 +103,29 @@ def test_masks_and_windows(mask, window):
     np.testing.assert_allclose(out, want, rtol=1e-4, atol=1e-5)
     if "padding" in mask:
         assert not np.asarray(out[0, 5:]).any()
+
+
+@pytest.mark.parametrize("mask", ["no_mask", "causal", "padding_causal"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_in_16_bits_the_error_is_at_most_twice_that_of_jaxs_own_attention(mask, dtype):
+    qkv = tuple(x.astype(dtype) for x in drawn(32, 32, dim=32, value_dim=32))
+    lengths = jnp.asarray([20, 32])
+    out = fused_attn(
+        qkv, None, SequenceDescriptor.from_seqlens(lengths), None, AttnBiasType.NO_BIAS,
+        canonicalize_attn_mask_type(mask), QKVLayout.BSHD_BSHD_BSHD, AttnSoftmaxType.VANILLA_SOFTMAX, 0.3, 0.0, True,
+    )  # fmt: skip
+    given = (lengths, lengths) if "padding" in mask else (None, None)
+    plain = jax.nn.dot_product_attention(
+        *qkv,
+        scale=0.3,
+        is_causal="causal" in mask,
+        query_seq_lengths=given[0],
+        key_value_seq_lengths=given[1],
+    )
+    inside = np.arange(32)[None] < (np.asarray(lengths) if "padding" in mask else np.full(2, 32))[:, None]
+    want = literal(*qkv, rule(mask, [20, 32], [20, 32], queries=32, keys=32), 0.3)[inside]
+    ours, theirs = (np.abs(np.asarray(y, np.float64)[inside] - want) for y in (out, plain))
+    assert out.dtype == dtype and np.sqrt((ours**2).mean()) <= 2 * np.sqrt((theirs**2).mean())
 
 
 @pytest.mark.parametrize("kind", ["vanilla", "off_by_one", "learnable"])
@@ -274,14 +299,70 @@ def test_dropout_draws_what_a_flax_module_of_the_same_path_would():
     np.testing.assert_array_equal(module.apply({}, query, key, value, deterministic=True), plain)
 
 
-def test_the_jax_and_the_torch_reference_agree():
+BOTH_SIDES = {
+    "whole": {},
+    "causal": {"mask": "causal"},
+    "bottom-right": {"mask": "causal_bottom_right"},
+    "window": {"mask": "causal_bottom_right", "window": (2, 0)},
+    "window-both-sides": {"window": (3, 1)},
+    "off-by-one": {"mask": "causal", "softmax": "off-by-one"},
+    "sinks": {"softmax": "learnable"},
+    "bias": {"mask": "causal", "bias_type": "post_scale_bias"},
+    "lengths": {"mask": "padding"},
+    "lengths-causal": {"mask": "padding_causal"},
+}
+
+
+@pytest.mark.parametrize("case", BOTH_SIDES.values(), ids=BOTH_SIDES)
+def test_the_jax_and_the_torch_side_agree_in_value_and_gradients(case):
     import torch
 
-    query, key, value = drawn(groups=4)
-    got = te_flax.DotProductAttention(8, 4, attn_mask_type="no_mask").apply({}, query, key, value)
-    tensors = [torch.from_numpy(np.array(x)).transpose(1, 2) for x in (query, key, value)]
-    want = torch.nn.functional.scaled_dot_product_attention(*tensors).transpose(1, 2)
-    np.testing.assert_allclose(got, want.numpy(), rtol=1e-4, atol=1e-5)
+    import transformer_engine.pytorch as te_torch
+
+    mask, kind = case.get("mask", "no_mask"), case.get("softmax", "vanilla")
+    window, bias_type = case.get("window"), case.get("bias_type", "no_bias")
+    # Without a causal mask torch counts a window from the last query and key, JAX from the first.
+    query, key, value = drawn(8, 8) if window == (3, 1) else drawn()
+    queries, keys = query.shape[1], key.shape[1]
+    lengths = np.asarray([5, 7], np.int32), np.asarray([9, 6], np.int32)
+    bias = jax.random.normal(jax.random.key(3), (1, 4, queries, keys)) if bias_type != "no_bias" else None
+    offset = jnp.asarray([0.5, -1.0, 0.0, 2.0]).reshape(1, 4, 1, 1) if kind == "learnable" else None
+    dy = jax.random.normal(jax.random.key(4), query.shape)
+
+    def ours(arrays):
+        q, k, v, bias, offset = arrays
+        out = fused_attn(
+            (q, k, v), bias, SequenceDescriptor.from_seqlens(lengths) if "padding" in mask else None, None,
+            AttnBiasType[bias_type.upper()], canonicalize_attn_mask_type(mask), QKVLayout.BSHD_BSHD_BSHD,
+            AttnSoftmaxType.from_str(kind), 8**-0.5, 0.0, True, window_size=window, softmax_offset=offset,
+        )  # fmt: skip
+        return out, (out * dy).sum()
+
+    arrays = (query, key, value, bias, offset)
+    found, out = jax.grad(lambda arrays: ours(arrays)[::-1], has_aux=True)(arrays)
+
+    def tensor(x):
+        return None if x is None else torch.from_numpy(np.array(x)).requires_grad_()
+
+    q, k, v, bias_t, offset_t = (tensor(x) for x in arrays)
+    layer = te_torch.DotProductAttention(4, 8, num_gqa_groups=2, attention_dropout=0.0, softmax_type=kind)
+    if offset_t is not None:
+        layer.softmax_offset = torch.nn.Parameter(offset_t.detach().reshape(layer.softmax_offset.shape))
+        offset_t = layer.softmax_offset
+    hidden = [
+        torch.arange(n)[None] >= torch.from_numpy(each)[:, None]
+        for n, each in zip((queries, keys), lengths, strict=True)
+    ]
+    want = layer(
+        q, k, v, qkv_format="bshd", attn_mask_type=mask, window_size=window, core_attention_bias_type=bias_type,
+        core_attention_bias=bias_t,
+        attention_mask=tuple(each[:, None, None] for each in hidden) if "padding" in mask else None,
+    )  # fmt: skip
+    want.backward(torch.from_numpy(np.array(dy)).reshape(want.shape))
+    np.testing.assert_allclose(out, want.detach().reshape(out.shape), rtol=1e-4, atol=1e-5)
+    for got, expected in zip(found, (q, k, v, bias_t, offset_t), strict=True):
+        if expected is not None:
+            np.testing.assert_allclose(got, expected.grad.reshape(got.shape), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("strategy", list(ReorderStrategy))
@@ -318,6 +399,19 @@ def call(**changed):
         "scaling_factor": 1.0, "dropout_probability": 0.0, "is_training": True,
     }  # fmt: skip
     return fused_attn(**(options | changed))
+
+
+@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray])
+def test_a_mask_of_any_array_holds_over_devices(kind, monkeypatch):
+    hidden = kind(jax.random.bernoulli(jax.random.key(0), 0.5, (2, 1, 7, 9)))
+    masked = {"sequence_descriptor": hidden, "attn_mask_type": AttnMaskType.PADDING_MASK}
+    want = call(**masked)
+    assert not np.allclose(want, call())
+    monkeypatch.setattr(fused, "plan_of", lambda *_: ContextParallel("cp", 1, ring=False, balanced=False))
+    np.testing.assert_allclose(call(**masked), want, rtol=1e-5, atol=1e-6)
+    monkeypatch.setattr(fused, "plan_of", lambda *_: ContextParallel("cp", 1, ring=True, balanced=False))
+    with pytest.raises(NotImplementedError, match="RING with a mask; give a SequenceDescriptor"):
+        call(**masked)
 
 
 def module(**fields):

@@ -16,6 +16,7 @@ import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
 from transformer_engine.common import dispatch, recipe
 from transformer_engine.jax import attention, quantize, sharding
+from transformer_engine.jax.flax.module import Softmax
 from transformer_engine.jax.flax.transformer import _canonicalize_lora_scope, rotary_pos_emb
 from transformer_engine.jax.primitives import custom_calls
 from transformer_engine.jax.quantize import ScalingMode
@@ -34,6 +35,8 @@ COUNTS = {"zero": 0, "negative": -2, "half": 1.5, "text": "x", "none": None, "tr
 NAMES = {"unknown": "nosuch", "number": 3, "empty": "", "list": ["layernorm"]}
 RATES = {"one": 1.0, "above": 1.5, "negative": -0.1, "text": "x", "nan": float("nan")}
 SWITCHES = {"text": "x", "two": 2, "number": 0.5}
+NO_MEMBERS = {"none": None, "number": 1}  # of an enumeration
+DEALT = {"strategy": attention.ReorderStrategy.Striped, "cp_size": 4, "seq_dim": 1}
 
 
 class Held:
@@ -62,7 +65,7 @@ def state(value) -> dict[str, object]:
     arrays = [leaf for leaf in jax.tree.leaves((held(), value)) if isinstance(leaf, (np.ndarray, jax.Array))]
     return {
         "recipe": quantize.get_global_quantize_recipe(),
-        "mesh resource": sharding.mesh_resource_or_default(),
+        "mesh resource": sharding._resource.get(),
         "rules": nn.get_logical_axis_rules(),
         "kernels": dict(custom_calls._said),
         "experts": dict(te.ep._sizes),
@@ -327,6 +330,77 @@ CASES = [
         {"number": 3, "three": (1, 2, 3), "below": (-2, 0), "text": "ab"},
     ),
     (lambda v: attend(bias=v), "attention bias", {"given": ones(1, 2, 4, 4)}),
+    *(
+        (lambda v, name=name: attend(**{name: v}), f"attention {name}", {"name": text} | NO_MEMBERS)
+        for name, text in (
+            ("attn_mask_type", "causal"),
+            ("attn_bias_type", "no_bias"),
+            ("softmax_type", "off_by_one"),
+            ("qkv_layout", "bshd_bshd_bshd"),
+            ("context_parallel_strategy", "RING"),
+        )
+    ),
+    (
+        lambda v: attend(sequence_descriptor=v, attn_mask_type=attention.AttnMaskType.PADDING_MASK),
+        "attention mask",
+        {"axes": ones(4, 4), "queries": ones(2, 1, 5, 4), "heads": ones(2, 3, 4, 4), "text": "x"},
+    ),
+    (
+        lambda v: te_flax.DotProductAttention(8, 2, **v).apply({}, *(ones(2, 4, 2, 8),) * 3),
+        "DotProductAttention",
+        {
+            "strategy": {"context_parallel_strategy": "nosuch"},
+            "transposed": {"transpose_batch_sequence": "x"},
+            "layout": {"qkv_layout": "nosuch"},
+        },
+    ),
+    (
+        lambda m: te_flax.DotProductAttention(8, 2, attn_mask_type="padding").apply(
+            {},
+            *(ones(2, 4, 2, 8),) * 3,
+            attention.SequenceDescriptor.from_seqlens(np.full(2, 4, np.int32)),
+            mask=m,
+        ),
+        "DotProductAttention mask",
+        {"beside a descriptor": np.zeros((2, 1, 4, 4), bool)},
+    ),
+    (
+        lambda v: attention.reorder_causal_load_balancing(ones(2, 16), **(DEALT | v)),
+        "reordering",
+        {
+            "strategy": {"strategy": "nosuch"},
+            "size": {"cp_size": 0},
+            "axis": {"seq_dim": 2},
+            "half an axis": {"seq_dim": 0.5},
+        },
+    ),
+    (
+        lambda k: te.softmax.softmax(ones(1, 1, 4, 4), softmax_fusion_type=k),
+        "softmax kind",
+        {"name": "scaled_upper_triang_masked"} | NO_MEMBERS,
+    ),
+    (
+        lambda m: te.softmax.softmax(
+            ones(1, 2, 4, 4), m, softmax_fusion_type=te.softmax.SoftmaxFusionType.SCALED_MASKED
+        ),
+        "softmax masked",
+        {"axes": ones(4, 4), "heads": ones(1, 3, 4, 4), "text": "x"},
+    ),
+    (
+        lambda t: Softmax(softmax_type=t).apply({}, ones(1, 1, 4, 4)),
+        "Softmax type",
+        {"name": "vanilla"} | NO_MEMBERS,
+    ),
+    (
+        lambda a: te_flax.RelativePositionBiases(32, 128, 4, embedding_axes=a).init(jax.random.key(0), 4, 4),
+        "RelativePositionBiases embedding_axes",
+        {"one": ("a",), "three": ("a", "b", "c")},
+    ),
+    (
+        lambda v: te.dense.dense(ones(4, 8), ones(8, 2), **v),
+        "dense sets",
+        {"quantizers": {"quantizer_set": "x"}, "collectives": {"collective_op_set": "x"}},
+    ),
     (lambda v: attend(softmax_offset=v), "attention sink", {"given": ones(1, 2, 1, 1)}),
     (attention.canonicalize_attn_mask_type, "mask name", NAMES),
     (attention.AttnSoftmaxType.from_str, "softmax name", NAMES),
@@ -374,7 +448,21 @@ CASES = [
         "max_segments_per_seq",
         {"too few": 1, **COUNTS},
     ),
-    (lambda n: quantize.QuantizerFactory.create(n), "n_quantizers", {"zero": 0, "negative": -1}),
+    (lambda n: quantize.QuantizerFactory.create(n), "n_quantizers", COUNTS),
+    (lambda n: quantize.QuantizerFactory.create_set(n), "n_quantizer_sets", COUNTS),
+    (
+        lambda m: quantize.QuantizerFactory.create(scaling_mode=m, q_dtype=jnp.float8_e4m3fn),
+        "scaling_mode",
+        {"name": "DELAYED_TENSOR_SCALING", "number": 1},
+    ),
+    (
+        lambda layout: quantize.QuantizerFactory.create(
+            scaling_mode=ScalingMode.CURRENT_TENSOR_SCALING, q_dtype=jnp.float8_e4m3fn, q_layout=layout
+        ),
+        "q_layout",
+        {"name": "ROWWISE", "number": 1},
+    ),
+    (quantize.is_scaling_mode_supported, "is_scaling_mode_supported", {"name": "NO_SCALING"} | NO_MEMBERS),
     (lambda n: quantize.fan_out(quantize.noop_quantizer_set, n), "fan_out", COUNTS),
     (quantize.get_quantization_recipe, "recipe name", NAMES),
     (

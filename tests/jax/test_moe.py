@@ -237,6 +237,15 @@ def test_the_block_has_its_tree_and_a_state_a_product_and_expert():
     assert loss.shape == () and int(received) == 2 * T
 
 
+def test_arrays_of_numpy_are_taken_operation_by_operation():
+    x = np.asarray(jax.random.normal(jax.random.key(0), (2, T // 2, H)))
+    model = te_flax._MoEBlock(num_experts=E, intermediate_size=F)
+    variables = jax.tree.map(np.asarray, variables_of(model, jax.random.key(1), x))
+    want, _, _ = jax.jit(model.apply)(variables, x)
+    y, _, _ = model.apply(variables, x)
+    np.testing.assert_allclose(y, want, rtol=1e-4, atol=1e-5)
+
+
 def test_top_elements_of_rows():
     x = jax.random.normal(jax.random.key(0), (3, 20))
     values, places = topk(x, 5)

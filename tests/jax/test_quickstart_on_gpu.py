@@ -1,4 +1,4 @@
-"""The quickstart of the JAX page on a GPU, with XLA's default flags and the recommended one: the loss of a CPU."""
+"""The JAX block of the quickstart on a GPU, with XLA's default flags and the recommended one: the loss of a CPU."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ print(json.dumps({
 
 def ran(**environment: str) -> dict:
     done = subprocess.run(
-        [sys.executable, "-c", examples("jax.md")[0] + CHECKS], capture_output=True, text=True,
+        [sys.executable, "-c", examples("quickstart.md")[1] + CHECKS], capture_output=True, text=True,
         env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

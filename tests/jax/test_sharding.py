@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import transformer_engine.jax as te
+import transformer_engine.jax.flax as te_flax
 from transformer_engine.jax import sharding
 
 PROGRAM = Path(__file__).with_name("host_devices.py")
@@ -117,6 +119,24 @@ def mesh():
 def test_a_mesh_without_a_resource_is_refused_with_the_remedy():
     with pytest.raises(ValueError, match=r"autocast\(mesh_resource=MeshResource"):
         sharding.global_mesh_resource()
+
+
+@pytest.mark.parametrize("quantized", [None, False, True])
+@pytest.mark.parametrize("entered", ["with mesh", "set_mesh"])
+def test_names_of_axes_under_a_mesh_without_a_resource_are_refused_with_the_remedy(mesh, entered, quantized):
+    """Also under an autocast without a mesh_resource, which is no resource of no axes."""
+    axes = {
+        "kernel_axes": (sharding.W_FSDP_AXES, sharding.W_TP_AXES),
+        "input_axes": (sharding.BATCH_AXES, None),
+    }
+    scope = contextlib.nullcontext() if quantized is None else te.autocast(quantized)
+    with (
+        mesh if entered == "with mesh" else jax.set_mesh(mesh),
+        scope,
+        pytest.warns(DeprecationWarning),
+        pytest.raises(ValueError, match=r"autocast\(mesh_resource=MeshResource"),
+    ):
+        te_flax.DenseGeneral(4, **axes).init(jax.random.key(0), jnp.ones((4, 8)))
 
 
 def test_tensor_and_sequence_axes_exclude_each_other(monkeypatch):

@@ -48,6 +48,8 @@ def described(found: Any) -> str:
     """What follows a name in the table."""
     if inspect.ismodule(found):
         return ": module"
+    if getattr(found, "__module__", "").endswith(".ad_checkpoint"):
+        return ": policy of jax.checkpoint"  # a function or an object that is called, by jax's version
     if isinstance(found, enum.EnumType):
         return ": " + " ".join(f"{member.name}={said(member.value)}" for member in found)
     if inspect.isroutine(found) or (inspect.isclass(found) and hasattr(found, "__dataclass_fields__")):

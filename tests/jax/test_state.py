@@ -24,6 +24,7 @@ from transformer_engine.jax.quantize import (
     compute_scale_from_amax,
     fan_out,
     noop_quantizer_set,
+    recipes,
 )
 from transformer_engine.pytorch.primitives.scale_update import reference as torch_update
 
@@ -335,6 +336,28 @@ def test_autocast_nests_and_is_restored():
 def test_a_recipe_that_cannot_be_followed_is_refused_when_entered(settings, error, sentence):
     with pytest.raises(error, match=sentence), te.autocast(True, settings):
         pytest.fail("the block was entered")
+
+
+@pytest.mark.parametrize(
+    ("settings", "capability", "limit"),
+    [
+        (recipe.DelayedScaling(), 80, "needs compute capability 8.9, this GPU has 8.0"),
+        (recipe.Float8CurrentScaling(), 80, "needs compute capability 8.9, this GPU has 8.0"),
+        (recipe.MXFP8BlockScaling(), 90, "needs compute capability 10.0, this GPU has 9.0"),
+        (recipe.NVFP4BlockScaling(), 90, "needs compute capability 10.0, this GPU has 9.0"),
+    ],
+)
+def test_a_recipe_that_the_gpu_lacks_is_refused_with_the_switch_that_emulates_it(
+    settings, capability, limit, monkeypatch
+):
+    monkeypatch.setattr(recipes, "compute_capability", lambda gpu_id=0: capability)
+    monkeypatch.setenv("TE_EMULATE", "0")
+    with pytest.raises(ValueError, match=f"{limit}; set TE_EMULATE=1"), te.autocast(True, settings):
+        pytest.fail("the block was entered")
+    assert te.quantize.is_quantize_recipe_supported(type(settings).__name__)[0] is False
+    monkeypatch.setenv("TE_EMULATE", "1")
+    with te.autocast(True, settings):
+        assert te.quantize.get_global_quantize_recipe() is settings
 
 
 def test_the_collection_of_a_module_has_the_names_and_shapes_of_checkpoints():

@@ -390,15 +390,33 @@ def test_a_former_name_of_a_field_is_taken_with_a_warning(former, name, value):
     assert getattr(model.copy(), name) == value  # which warns no more
 
 
-def test_fused_kernels_are_drawn_part_by_part():
-    x = jnp.ones((1, 4, HIDDEN))
-    drawn = nn.initializers.normal(1.0)
-    model = te_flax.MultiHeadAttention(8, HEADS, kernel_init=drawn)
+@pytest.mark.parametrize(
+    ("groups", "child", "parts"), [(HEADS, "qkv", "qkv"), (2, "query", "q"), (2, "kv", "kv")]
+)
+def test_fused_kernels_are_drawn_part_by_part(groups, child, parts):
+    """With the keys that jax.random.split makes of the parameter's own; the query's divided by sqrt(head_dim)."""
+    x, draw = jnp.ones((1, 4, HIDDEN)), nn.initializers.normal(1.0)
+    fields = {"num_gqa_groups": groups, "input_layernorm": False, "kernel_init": draw}
+    model = te_flax.MultiHeadAttention(8, HEADS, **fields)
     variables = jax.jit(lambda key: model.init(key, x, x, deterministic=True))(jax.random.key(0))
-    kernel = nn.meta.unbox(variables)["params"]["qkv"]["kernel"]
-    assert abs(float(kernel[:, 0].std()) - 8**-0.5) < 0.05  # the query's part is divided by sqrt(head_dim)
-    assert abs(float(kernel[:, 1].std()) - 1) < 0.1
-    assert not np.array_equal(kernel[:, 1], kernel[:, 2])
+    kernel = nn.meta.unbox(variables)["params"][child]["kernel"]
+
+    class Key(nn.Module):
+        @nn.compact
+        def __call__(self):
+            return self.param("kernel", lambda key: key)
+
+    class Outer(nn.Module):
+        @nn.compact
+        def __call__(self):
+            return Key(name=child)()
+
+    key = Outer().init(jax.random.key(0))["params"][child]["kernel"]
+    keys = jax.random.split(key, len(parts)) if len(parts) > 1 else [key]
+    for place, (part, its_key) in enumerate(zip(parts, keys, strict=True)):
+        want = draw(its_key, (HIDDEN, 8 * (HEADS if part == "q" else groups)), jnp.float32)
+        found = kernel[:, place] if len(parts) > 1 else kernel
+        np.testing.assert_allclose(found, want / (8**0.5 if part == "q" else 1), rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -528,7 +546,7 @@ def test_axis_rules_are_extended_by_the_mesh_resource():
         ({"hidden_size": 16}, False, "the layer takes"),
         (DECODER, False, "a decoder takes one"),
         ({}, True, "a decoder takes one"),
-        ({"layer_type": "encoder"}, False, "give a TransformerLayerType"),
+        ({"layer_type": "encoder"}, False, "give one of TransformerLayerType.ENCODER"),
         ({"hidden_dropout": 1.0}, False, "outside"),
         ({"low_rank_adaptation_scope": "some"}, False, "choose one of"),
         ({"self_attn_mask_type": "some"}, False, "choose one of"),

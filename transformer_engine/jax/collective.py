@@ -5,7 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from ..common.checks import described, whole
+from ..common.checks import whole
+from .checks import check_member
 
 __all__ = ["CollectiveOp", "CollectiveOpSet", "collective_gemm_bootstrap", "noop_collective_op_set"]
 
@@ -37,8 +38,7 @@ class CollectiveOpSet:
 
     @staticmethod
     def create(forward_collective_op: CollectiveOp) -> CollectiveOpSet:
-        if not isinstance(forward_collective_op, CollectiveOp):
-            raise TypeError(f"forward_collective_op={described(forward_collective_op)}; give a CollectiveOp")
+        check_member("forward_collective_op", forward_collective_op, CollectiveOp)
         return CollectiveOpSet(forward_collective_op, forward_collective_op.backward)
 
 

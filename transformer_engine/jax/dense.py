@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from .checks import check_axis_names, check_bias, check_values
+from .checks import check_axis_names, check_bias, check_instance, check_values
 from .collective import CollectiveOpSet, noop_collective_op_set
 from .grouped_dense import grouped_dense
 from .products import column_operand, encode, forward_product, gradient_product, row_operand
@@ -45,6 +45,8 @@ def dense(
     Without quantizers the kernel is cast to x's dtype. Raises ValueError for extents that do not match.
     """
     x_dims, kernel_dims = check_contraction(x, kernel, contracting_dims)
+    check_instance("collective_op_set", collective_op_set, CollectiveOpSet)
+    check_instance("quantizer_set", quantizer_set, QuantizerSet)
     check_bias(bias, [kernel.shape[axis] for axis in range(kernel.ndim) if axis not in kernel_dims])
     for name, axes, array in (("input_axes", input_axes, x), ("kernel_axes", kernel_axes, kernel)):
         check_axis_names(name, axes, array.ndim)

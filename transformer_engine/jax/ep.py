@@ -114,7 +114,7 @@ def ep_dispatch(
     local = jnp.full(filled, cfg.local_experts, jnp.int32)
     local = local.at[sent.ravel()].set((topk_idx % cfg.local_experts).ravel().astype(jnp.int32), mode="drop")
     weights = jnp.zeros(filled, topk_weights.dtype).at[sent.ravel()].set(topk_weights.ravel(), mode="drop")
-    rows = tokens.at[source].get(mode="fill", fill_value=0)
+    rows = jnp.asarray(tokens).at[source].get(mode="fill", fill_value=0)
     sizes = _sizes_of(device, cfg)
     rows, weights = (_exchanged(x, sizes, 0, cfg) for x in (rows, weights))
     local = _exchanged(local, sizes, cfg.local_experts, cfg)

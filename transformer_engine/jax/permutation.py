@@ -69,8 +69,8 @@ def token_dispatch(
     pairs = jnp.arange(tokens * experts, dtype=jnp.int32)
     places = jnp.where(rows.ravel() < 0, size, rows.ravel())
     source = jnp.full(size, tokens * experts, jnp.int32).at[places].set(pairs, mode="drop")
-    out = inp.at[source // experts].get(mode="fill", fill_value=0)
-    weights = None if probs is None else probs.ravel().at[source].get(mode="fill", fill_value=0)
+    out = jnp.asarray(inp).at[source // experts].get(mode="fill", fill_value=0)
+    weights = None if probs is None else jnp.ravel(probs).at[source].get(mode="fill", fill_value=0)
     return out, weights, row_id_map, pad_offsets, counts
 
 
@@ -88,7 +88,7 @@ def token_combine(
     if pad_offsets is not None:
         rows = rows + pad_offsets[jnp.maximum(of, 0)]
     places = jnp.where(absent, inp.shape[0], rows)
-    found = inp.at[places].get(mode="fill", fill_value=0).astype(jnp.float32)
+    found = jnp.asarray(inp).at[places].get(mode="fill", fill_value=0).astype(jnp.float32)
     if merging_probs is not None:
         weights = jnp.take_along_axis(merging_probs.astype(jnp.float32), jnp.maximum(of, 0), axis=1)
         found = found * jnp.where(absent, 0.0, weights)[..., None]
@@ -151,7 +151,7 @@ def pure_jax_token_dispatch(
     """
     whole("num_experts", num_experts)
     whole("num_experts_per_tok", num_experts_per_tok)
-    flat = inputs.reshape(-1, inputs.shape[-1])
+    flat = jnp.reshape(inputs, (-1, inputs.shape[-1]))
     experts = selected_experts.reshape(-1).astype(jnp.int32)
     if experts.size != flat.shape[0] * num_experts_per_tok:
         raise ValueError(

@@ -7,7 +7,8 @@ import enum
 import jax.numpy as jnp
 from jax import Array
 
-from .checks import check_values
+from ..common.checks import number
+from .checks import check_mask, check_member, check_values
 from .primitives.softmax import masked_softmax
 
 __all__ = ["SoftmaxFusionType", "softmax"]
@@ -33,6 +34,7 @@ def softmax(
     SCALED_UPPER_TRIANG_MASKED hides keys behind the query, counted from the first of both.
     """
     check_values("logits", logits)
+    number("scale_factor", scale_factor)
     return scaled_softmax(logits, mask, scale_factor, softmax_fusion_type, None).astype(logits.dtype)
 
 
@@ -44,6 +46,7 @@ def scaled_softmax(
     sink: Array | None,
 ) -> Array:
     """`softmax` in float32, with a sink."""
+    check_member("softmax_fusion_type", softmax_fusion_type, SoftmaxFusionType)
     if logits.ndim != 4:
         raise ValueError(f"logits have shape {logits.shape}; softmax takes [b, h, q, k]")
     masked = softmax_fusion_type is SoftmaxFusionType.SCALED_MASKED
@@ -52,6 +55,8 @@ def scaled_softmax(
         raise ValueError(
             f"softmax_fusion_type={softmax_fusion_type.name} and mask={given}; SCALED_MASKED takes a mask"
         )
+    if mask is not None:
+        check_mask(mask, logits.shape)
     hidden = None if mask is None else mask.astype(bool)
     if softmax_fusion_type is SoftmaxFusionType.SCALED_UPPER_TRIANG_MASKED:
         queries, keys = logits.shape[-2:]

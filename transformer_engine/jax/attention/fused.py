@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from ...common.checks import described, drop_rate, number, whole
-from ..checks import check_values
+from ..checks import check_member, check_values
 from ..context_parallel.plan import ContextParallel, plan_of
 from ..context_parallel.reorder import CPStrategy
 from ..context_parallel.ring import ring_attention
@@ -25,6 +25,7 @@ from ..primitives.attention.masks import Window, check_window, hidden_keys
 from ..primitives.attention.reference import attend
 from ..primitives.attention.score_mod import check_score_mod, modifier
 from ..sharding import with_sharding_constraint
+from .checks import check_descriptor, check_kinds, is_mask
 
 __all__ = ["fused_attn", "fused_attn_thd", "is_fused_attn_kernel_available"]
 
@@ -68,8 +69,10 @@ def fused_attn(
                          differentiable, or by score_mod_bprop (gradient, scores, score_mod_bprop_tensors)
     Rows of tokens that belong to no sequence, and rows that see no key, are zero.
     """
+    check_kinds(attn_bias_type, attn_mask_type, qkv_layout, softmax_type)
     query, key, value = separated(qkv, qkv_layout)
     check_attention(query, key, value, bias, attn_bias_type, dropout_probability, scaling_factor)
+    check_descriptor(sequence_descriptor, attn_mask_type, query, key)
     whole("max_segments_per_seq", max_segments_per_seq)
     if isinstance(sequence_descriptor, SequenceDescriptor):
         sequence_descriptor.check_segments(max_segments_per_seq)
@@ -122,6 +125,7 @@ def fused_attn_thd(
     is_training: bool, max_segments_per_seq: int = 1, window_size: Window | None = None, **options: Any,
 ) -> Array:  # fmt: skip
     """`fused_attn` of packed rows, under its former arguments: lengths [b, n] and offsets [b, n + 1]."""
+    check_member("qkv_layout", qkv_layout, QKVLayout)
     if not qkv_layout.is_thd():
         raise ValueError(f"qkv_layout={qkv_layout.name} has one sequence a row; call fused_attn")
     descriptor = SequenceDescriptor.from_seqlens_and_offsets(
@@ -143,7 +147,7 @@ def _over_devices(
                 raise NotImplementedError(
                     f"context_parallel_strategy=RING with {name}; use CPStrategy.ALL_GATHER"
                 )
-        if isinstance(descriptor, Array):
+        if is_mask(descriptor):
             raise NotImplementedError(
                 "context_parallel_strategy=RING with a mask; give a SequenceDescriptor, or use CPStrategy.ALL_GATHER"
             )
@@ -184,7 +188,7 @@ def _hidden(
     plan: ContextParallel | None,
     extents: tuple[int, int, int],
 ) -> Array | None:
-    if plan is None or isinstance(descriptor, Array):
+    if plan is None or is_mask(descriptor):
         return hidden_of(descriptor, mask_type, layout, window, extents)
     segments = plan.segments(descriptor, mask_type, layout, extents)
     # Places of bottom-right masks are counted from the end already.
@@ -249,6 +253,7 @@ def is_fused_attn_kernel_available(
     window_size: Window | None = None,
 ) -> bool:
     """Would another backend than the reference take such a call on this machine?"""
+    check_kinds(attn_bias_type, attn_mask_type, qkv_layout, softmax_type)
     if q_dtype != kv_dtype:
         return False
     request = AttentionRequest(
@@ -336,14 +341,13 @@ def hidden_of(
     hidden = hidden_keys(mask_type, window, None, queries, keys)
     if descriptor is None or not mask_type.is_padding():
         return hidden
-    if descriptor.ndim != 4:
-        raise ValueError(f"the mask has shape {descriptor.shape}; it must be [b or 1, 1 or h, q, k]")
     given = descriptor.astype(bool)
     return given if hidden is None else given | hidden
 
 
 def sink_of(softmax_type: AttnSoftmaxType, offset: Array | None, heads: int) -> Array | None:
     """float32 [1, h or 1, 1, 1] in the denominator: nothing, 0, or the learnt offsets."""
+    check_member("softmax_type", softmax_type, AttnSoftmaxType)
     if (offset is not None) is not (softmax_type is AttnSoftmaxType.LEARNABLE_SOFTMAX):
         given = "None" if offset is None else f"an array of shape {offset.shape}"
         raise ValueError(

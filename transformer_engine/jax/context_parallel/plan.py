@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 import numpy as np
 
-from ...common.checks import described, switch
+from ...common.checks import switch
+from ..checks import check_member
 from ..primitives.attention.descriptor import Segments, SequenceDescriptor
 from ..primitives.attention.enums import AttnMaskType, QKVLayout
 from ..primitives.attention.masks import run_length_fill
@@ -74,8 +75,7 @@ def plan_of(
 ) -> ContextParallel | None:
     """The plan of a call; None where its axis has one device."""
     switch("context_parallel_causal_load_balanced", balanced)
-    if not isinstance(strategy, CPStrategy):
-        raise TypeError(f"context_parallel_strategy={described(strategy)}; give a CPStrategy")
+    check_member("context_parallel_strategy", strategy, CPStrategy)
     devices = get_mesh_axis_size(axis or None)
     ring = strategy is CPStrategy.RING
     if stripe_size is not None and stripe_size > 1 and (ring or not layout.is_thd() or not balanced):

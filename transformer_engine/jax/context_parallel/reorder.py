@@ -8,6 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from ...common.checks import integer, whole
+from ..checks import check_member
+
 
 class ReorderStrategy(enum.Enum):
     """Chunks r and 2n - 1 - r of 2n to rank r, or stripes in turn."""
@@ -28,7 +31,7 @@ def reorder_causal_load_balancing(
     tensor: Array, strategy: ReorderStrategy, cp_size: int, seq_dim: int, stripe_size: int | None = None
 ) -> Array:
     """The tensor with its sequence in the order of ranks."""
-    order = order_of_tokens(tensor.shape[seq_dim], strategy, cp_size, stripe_size)
+    order = order_of_tokens(_tokens(tensor, seq_dim), strategy, cp_size, stripe_size)
     return jnp.take(tensor, order, axis=seq_dim)
 
 
@@ -36,14 +39,23 @@ def inverse_reorder_causal_load_balancing(
     tensor: Array, strategy: ReorderStrategy, cp_size: int, seq_dim: int, stripe_size: int | None = None
 ) -> Array:
     """The tensor with its sequence in order again."""
-    order = order_of_tokens(tensor.shape[seq_dim], strategy, cp_size, stripe_size)
+    order = order_of_tokens(_tokens(tensor, seq_dim), strategy, cp_size, stripe_size)
     return jnp.take(tensor, np.argsort(order), axis=seq_dim)
+
+
+def _tokens(tensor: Array, seq_dim: int) -> int:
+    integer("seq_dim", seq_dim)
+    if not -tensor.ndim <= seq_dim < tensor.ndim:
+        raise ValueError(f"seq_dim={seq_dim} of a tensor of shape {tensor.shape}; name an axis that it has")
+    return tensor.shape[seq_dim]
 
 
 def order_of_tokens(
     length: int, strategy: ReorderStrategy, cp_size: int, stripe_size: int | None
 ) -> np.ndarray:
     """Which of `length` tokens stands at each place."""
+    check_member("strategy", strategy, ReorderStrategy)
+    whole("cp_size", cp_size)
     if strategy is ReorderStrategy.DualChunkSwap:
         if stripe_size is not None:
             raise ValueError(f"stripe_size={stripe_size} belongs to Striped; give None with DualChunkSwap")

@@ -13,7 +13,8 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from ...common import env
-from ...common.checks import described, drop_rate, whole
+from ...common.checks import described, drop_rate, switch, whole
+from ..attention.checks import check_descriptor
 from ..attention.fused import (
     check_attention,
     dropout_of,
@@ -183,14 +184,15 @@ class DotProductAttention(nn.Module):
         self._check_heads(query, key)
         scale = 1.0 / math.sqrt(self.head_dim) if self.scale_factor is None else self.scale_factor
         check_attention(query, key, value, bias, bias_type, self.attention_dropout, scale)
-        softmax_type = AttnSoftmaxType.from_str(self.softmax_type)
+        check_descriptor(sequence_descriptor, mask_type, query, key)
+        softmax_type, strategy = AttnSoftmaxType.from_str(self.softmax_type), self._strategy()
         if self._goes_fused(
             query, key, value, layout, bias_type, mask_type, softmax_type, window, deterministic
         ):
             out = _FusedDotProductAttention(
                 self.attention_dropout, self.dropout_rng_name, scale, layout.to_separate(), bias_type, mask_type,
                 softmax_type, window, self.max_segments_per_seq, self.context_parallel_causal_load_balanced,
-                self.context_parallel_axis, self._strategy(), self.context_checkpoint_name, self.score_mod,
+                self.context_parallel_axis, strategy, self.context_checkpoint_name, self.score_mod,
                 self.score_mod_bprop,
             )(
                 query, key, value, sequence_descriptor, bias, deterministic, score_mod_tensors, score_mod_bprop_tensors
@@ -259,9 +261,8 @@ class DotProductAttention(nn.Module):
         return names[kind]
 
     def _transposed(self) -> bool:
-        if self.transpose_batch_sequence is None:
-            return False
-        return self.transpose_batch_sequence
+        switch("transpose_batch_sequence", self.transpose_batch_sequence)
+        return bool(self.transpose_batch_sequence)
 
     def _check_heads(self, query: Array, key: Array) -> None:
         groups = self.num_attention_heads if self.num_gqa_groups is None else self.num_gqa_groups

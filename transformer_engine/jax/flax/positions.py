@@ -13,6 +13,7 @@ from jax import Array, lax
 
 from ...common.checks import described, whole
 from ..primitives.rope import rotate
+from .base import parameter
 
 _METHODS = ("consecutive", "alternate")
 
@@ -76,11 +77,9 @@ class RelativePositionBiases(nn.Module):
         for name in ("num_buckets", "max_distance", "num_attention_heads"):
             whole(name, getattr(self, name), 2 if name == "num_buckets" else 1)
         buckets = _buckets(q_seqlen, k_seqlen, bidirectional, self.num_buckets, self.max_distance)
-        embedding = self.param(
-            "rel_embedding",
-            nn.with_logical_partitioning(self.embedding_init, self.embedding_axes),
-            (self.num_attention_heads, self.num_buckets),
-            self.dtype,
+        shape = (self.num_attention_heads, self.num_buckets)
+        embedding = parameter(
+            self, "rel_embedding", self.embedding_init, self.embedding_axes, shape, self.dtype
         )
         return jnp.asarray(embedding, self.dtype)[None][:, :, buckets]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,7 @@ from flax.core.frozen_dict import FrozenDict
 from ...common.checks import described, refuse_keywords, switch
 from ...common.recipe import DelayedScaling, Recipe
 from .. import sharding
+from ..checks import check_member
 from ..platform import compute_capability
 from ..sharding import MeshResource
 from . import recipes
@@ -66,10 +67,11 @@ def autocast(
         family.check(chosen)
         if (reason := recipes.refusal_of(family)) is not None:
             raise ValueError(reason)
-    resource = sharding.mesh_resource_or_default() if mesh_resource is None else mesh_resource
+    # An empty MeshResource in its place would let layers under a mesh leave every tensor where it lies, in silence.
+    guard = nullcontext() if mesh_resource is None else sharding.global_shard_guard(mesh_resource)
     token = _recipe.set(chosen)
     try:
-        with sharding.global_shard_guard(resource):
+        with guard:
             yield
     finally:
         _recipe.reset(token)
@@ -171,6 +173,7 @@ def get_supported_quantization_recipes() -> list[Recipe]:
 
 def is_scaling_mode_supported(scaling_mode: ScalingMode, gpu_id: int = 0) -> tuple[bool, str]:
     """(can a GPU, or a CPU by emulation, compute the mode, why not)."""
+    check_member("scaling_mode", scaling_mode, ScalingMode)
     if scaling_mode is ScalingMode.NO_SCALING:
         return True, ""
     for cls, family in recipes.FAMILIES.items():

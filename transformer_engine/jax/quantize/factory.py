@@ -8,8 +8,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from ...common.checks import whole_or_none
+from ...common.checks import whole, whole_or_none
 from ...common.recipe import Recipe
+from ..checks import check_member
 from ..platform import compute_capability
 from . import recipes
 from .config import get_global_quantize_recipe
@@ -61,8 +62,7 @@ class QuantizerFactory:
         Raises ValueError for n_quantizers or n_groups below 1.
         """
         whole_or_none("n_groups", n_groups)
-        if n_quantizers < 1:
-            raise ValueError(f"n_quantizers={n_quantizers} is below 1; ask for at least one")
+        whole("n_quantizers", n_quantizers)
         made = tuple(
             _of_groups(_one(scaling_mode, q_dtype, q_layout, checkpoint_name, kwargs), n_groups)
             for _ in range(n_quantizers)
@@ -88,6 +88,7 @@ class QuantizerFactory:
         is_2x2x    make both directions of every tensor; None: where products need them
         """
         whole_or_none("n_groups", n_groups)
+        whole("n_quantizer_sets", n_quantizer_sets)
         if scaling_mode is not None and fp8_recipe is not None:
             raise ValueError(
                 f"scaling_mode={scaling_mode} and fp8_recipe={fp8_recipe!r} exclude each other; give one of them"
@@ -105,6 +106,7 @@ class QuantizerFactory:
         elif scaling_mode is None or scaling_mode is ScalingMode.NO_SCALING:
             sets = (noop_quantizer_set,) * n_quantizer_sets
         else:
+            check_member("scaling_mode", scaling_mode, ScalingMode)
             dtypes = (fwd_dtype, fwd_dtype, bwd_dtype)
             sets = tuple(
                 QuantizerSet(
@@ -129,7 +131,12 @@ def _one(
     checkpoint_name: str | None,
     options: dict[str, Any],
 ) -> Quantizer | None:
-    if mode is None or mode is ScalingMode.NO_SCALING:
+    if mode is None:
+        return None
+    check_member("scaling_mode", mode, ScalingMode)
+    if layout is not None:
+        check_member("q_layout", layout, QuantizeLayout)
+    if mode is ScalingMode.NO_SCALING:
         return None
     if q_dtype is None:
         raise ValueError(f"scaling_mode={mode} without a dtype of the codes; give q_dtype")

@@ -1,0 +1,82 @@
+"""Who takes an attention, on a CPU and on an H200: somebody does in every case, and all others say why not."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import jax.numpy as jnp
+import pytest
+
+from transformer_engine.jax.attention import (
+    AttnBiasType,
+    AttnMaskType,
+    AttnSoftmaxType,
+    QKVLayout,
+    cudnn,
+    cudnn_packed,
+    triton,
+)
+from transformer_engine.jax.primitives.attention import TABLE
+from transformer_engine.jax.primitives.attention.request import AttentionRequest
+
+WHOLE, PACKED = QKVLayout.BSHD_BSHD_BSHD, QKVLayout.THD_THD_THD
+ROWS = ((WHOLE, "whole"), (WHOLE, "lengths"), (WHOLE, "segments"), (WHOLE, "mask"), (PACKED, "segments"))
+WINDOWS = (None, (16, 0), (16, 4))
+# (dtype, heads of keys, tokens of keys, extents of keys and of values, dropout, score_mod)
+REST = (
+    (jnp.bfloat16, 8, 64, 128, 128, 0.0, False),
+    (jnp.float16, 2, 96, 64, 32, 0.0, False),
+    (jnp.bfloat16, 4, 64, 192, 128, 0.1, False),
+    (jnp.float32, 1, 64, 64, 64, 0.0, False),
+    (jnp.bfloat16, 8, 64, 256, 256, 0.0, False),
+    (jnp.bfloat16, 8, 64, 128, 128, 0.0, True),
+)
+
+
+def requests(platform: str) -> Iterator[AttentionRequest]:
+    """Every mask with every bias, sink, window and form of rows, in each of the shapes above, with gradients."""
+    kinds = itertools.product(AttnMaskType, AttnBiasType, AttnSoftmaxType, WINDOWS, ROWS, REST)
+    for mask, bias, softmax, window, (layout, rows), (
+        dtype,
+        groups,
+        keys,
+        d_qk,
+        d_v,
+        dropout,
+        modified,
+    ) in kinds:
+        yield AttentionRequest(
+            jnp.dtype(dtype), layout, bias, mask, softmax, dropout, 8, groups, 64, keys, d_qk, d_v, window, True,
+            platform, rows, modified, 3 if layout is PACKED else 1,
+        )  # fmt: skip
+
+
+@pytest.fixture
+def h200(monkeypatch):
+    """The libraries of an H200 with cuDNN 9.19, as far as choices ask for them."""
+    monkeypatch.setattr(
+        triton, "refuses_on", lambda platform, name: None if platform == "cuda" else "no GPU here"
+    )
+    monkeypatch.setattr(cudnn, "compute_capability", lambda: 90)
+    for name, said in (("library_failure", None), ("failure", None), ("library_version", 91900)):
+        monkeypatch.setattr(cudnn_packed, name, lambda said=said: said)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_every_attention_is_taken_and_every_refusal_is_a_sentence(platform, h200):
+    takers = set()
+    for request in requests(platform):
+        refusals = {backend.name: backend.refusal(request) for backend in TABLE.candidates(request)}
+        assert None in refusals.values(), request
+        assert all(said is None or len(said.split()) > 2 for said in refusals.values()), refusals
+        takers.add(next(name for name, said in refusals.items() if said is None))
+    assert takers == ({"reference"} if platform == "cpu" else {"cudnn", "triton", "reference"})
+
+
+def test_on_a_gpu_the_reference_takes_scores_by_a_function_and_biases_of_packed_rows_alone(h200):
+    """Sinks, bottom-right masks, windows on both sides, packed rows and dropout have kernels, gradients included."""
+    for request in requests("cuda"):
+        taker = next(b.name for b in TABLE.candidates(request) if b.refusal(request) is None)
+        left = request.modified or (request.layout is PACKED and request.bias is not AttnBiasType.NO_BIAS)
+        assert (taker == "reference") is left, request
