@@ -461,3 +461,34 @@ def test_a_captured_decoding_step_replays_as_sequences_grow(pages):
                 got.append(out.clone())
         outputs.append(torch.stack(got))
     torch.testing.assert_close(*outputs, rtol=0, atol=0)
+
+
+@PAGED
+@pytest.mark.parametrize("first", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+@pytest.mark.parametrize("then", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_a_cache_goes_from_one_mode_to_another(first, then, pages, device):
+    """What was allocated in inference mode is written outside of it, page tables and rows that move included."""
+    found = []
+    for modes in ((first, then), (torch.no_grad,)):
+        data, layer, outputs = tokens(device, HEADS * WIDTH), attention_layer(device), []
+        with modes[0]():
+            cache = params(device=device, **pages)
+        for number, entry in enumerate(SCHEDULE):
+            with modes[min(number, len(modes) - 1)]():
+                cache.pre_step(OrderedDict(entry))
+                parts = [data[name][:n] for name, n in entry.items()]
+                outputs.append(
+                    layer(batch(parts, "bshd"), inference_params=cache, attn_mask_type="padding_causal")
+                )
+        with modes[-1]():
+            cache.reset()
+        found.append([out.detach().clone() for out in outputs])
+    for changed, same in zip(*found, strict=True):
+        assert torch.equal(changed, same)
+
+
+def attention_layer(device):
+    torch.manual_seed(0)
+    return MultiheadAttention(
+        HEADS * WIDTH, HEADS, num_gqa_groups=GROUPS, qkv_format="bshd", layer_number=1, device=device
+    ).eval()

@@ -272,6 +272,57 @@ def test_what_a_layer_consists_of_is_not_changed_later(device):
         setattr(module, name, getattr(module, name))
 
 
+# kind, attribute, a value that it cannot have, what is raised
+REFUSED = [
+    (
+        "MultiheadAttention",
+        "return_layernorm_output",
+        True,
+        ValueError,
+        "input_layernorm=False .* make another",
+    ),
+    (
+        "Linear",
+        "return_layernorm_output",
+        True,
+        ValueError,
+        "a Linear has no norm to return; make a LayerNorm",
+    ),
+    ("GroupedLinear", "return_layernorm_output", True, ValueError, "a GroupedLinear has no norm to return"),
+    ("Linear", "return_layernorm_output_gathered", True, ValueError, "a Linear has no norm to return"),
+    ("Linear", "return_bias", "no", TypeError, "return_bias='no' is neither True nor False; give a bool"),
+    ("LayerNorm", "eps", "small", TypeError, "eps='small' must be a number"),
+    ("LayerNormLinear", "eps", None, TypeError, "eps=None must be a number"),
+    ("LayerNormMLP", "activation", "selu", ValueError, "activation='selu' does not exist; choose"),
+    ("LayerNormMLP", "normalization", "BatchNorm", ValueError, "normalization='BatchNorm' does not exist"),
+    ("DotProductAttention", "attention_dropout", 2, ValueError, "attention_dropout=2"),
+    ("DotProductAttention", "qkv_format", "bhsd", ValueError, "qkv_format='bhsd' does not exist; choose"),
+    ("MultiheadAttention", "qkv_format", None, ValueError, "qkv_format=None does not exist; choose"),
+    ("MultiheadAttention", "window_size", 3, TypeError, "window_size=3 must be two numbers"),
+    ("TransformerLayer", "hidden_dropout", None, TypeError, "hidden_dropout=None"),
+    ("TransformerLayer", "attn_input_format", "hsb", ValueError, "attn_input_format='hsb' does not exist"),
+]
+
+
+@pytest.mark.parametrize("change", REFUSED, ids=lambda c: f"{c[0]}-{c[1]}")
+def test_a_value_that_no_layer_can_have_is_refused_where_it_is_written(change, device):
+    kind, name, value, error, sentence = change
+    layer = layer_of(kind).to(device)
+    known, before = layer._config, results(layer, None, device)
+    with pytest.raises(error, match=sentence):
+        setattr(layer, name, value)
+    assert layer._config is known
+    assert same(results(layer, None, device), before)
+
+
+@pytest.mark.parametrize("kind", ["LayerNormLinear", "LayerNormMLP"])
+def test_no_norms_output_is_wanted_with_none(kind, device):
+    layer = layer_of(kind).to(device)
+    before = results(layer, None)
+    layer.return_layernorm_output = None
+    assert same(results(layer, None), before)
+
+
 def test_an_attention_without_a_sink_cannot_learn_one_later(device):
     layer = layer_of("DotProductAttention").to(device)
     layer.softmax_type = "learnable"

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
+from support.plans import PlanByAddress
 from torch import Tensor
 
 from transformer_engine.common.dispatch import observing, use_backend
@@ -14,31 +13,6 @@ from transformer_engine.pytorch.primitives.gemm import repeated as file
 
 M, N, K = 6, 4, 8
 TURNS = [(False, False), (False, True), (True, True), (True, False)]
-
-
-class PlanByAddress:
-    """A library's plan: it reads memory at an operand's address as the request said that it lies, and nothing else."""
-
-    made = 0
-
-    def __init__(self, request: Any):
-        PlanByAddress.made += 1
-        self.request = request
-
-    def run(self, a: Any, b: Any, epilogue: Any) -> Tensor:
-        r = self.request
-        dtype, bias, out, accumulate, exact = epilogue
-        left = _as_described(a[0], (r.m, r.k), r.a_layout)
-        right = _as_described(b[0], (r.n, r.k), r.b_layout)
-        product = left.float() @ right.float().t()
-        product = product if bias is None else product + bias.float()
-        assert (dtype, accumulate, exact) == (r.dtype, False, r.exact)
-        return out.copy_(product.view(out.shape))
-
-
-def _as_described(tensor: Tensor, shape: tuple[int, int], layout: Any) -> Tensor:
-    strides = (layout.stride, 1) if layout.row_major else (1, layout.stride)
-    return torch.as_strided(tensor, shape, strides)
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from . import env
 from .memory import Memory
 
 Request = TypeVar("Request")
@@ -228,9 +229,13 @@ class Table(Generic[Request]):
         return self._taker(self._asked(request), request).name
 
     def forget(self) -> None:
-        """Remember nothing of earlier requests: for measurements, and tests that change what requests depend on."""
+        """Remember nothing of earlier requests: for measurements, and tests that change what requests depend on.
+
+        Nor do layers, whose specs hold plans and lines of earlier requests: their keys have the generation.
+        """
         for memory in (self._bound, self._plans, self._names):
             memory.clear()
+        env.renew()
 
     def report(self, describe: Callable[[], Request]) -> None:
         """Tell observers of describe(): `bind` does, and whoever does the work of a backend's within another kernel."""

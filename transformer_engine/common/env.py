@@ -383,6 +383,12 @@ def generation() -> int:
     return _generation
 
 
+def renew() -> None:
+    """Make generation() another number: whoever keys a decision by it decides again."""
+    global _generation
+    _generation += 1
+
+
 @functools.cache
 def _stored_names(names: tuple[str, ...]) -> tuple[str | bytes, ...]:
     """Names as os.environ stores them: bytes, on Windows capitals."""

@@ -69,7 +69,7 @@ def _written(layer: TransformerLayer, name: str, value: Any) -> None:
         layer.drop_path.batch_dim = batch_dimension(value)
 
 
-@configured(LayerConfig, fixed=FIXED, handed_down=WORKED_BY, written=_written)
+@configured(LayerConfig, fixed=FIXED, handed_down=WORKED_BY, written=_written, rules=RULES)
 class TransformerLayer(nn.Module):
     """One layer of "Attention Is All You Need" on x [s, b, hidden], [b, s, hidden] or [t, hidden].
 

@@ -22,7 +22,7 @@ from ...common.formats import ceil_div, round_up
 from ..primitives.kv_cache import gather_pages
 from ..runtime.checks import tensor, tensor_dtype
 from ..runtime.device import canonical_device
-from .kv_cache import KVCacheManager, NonPagedKVCacheManager, whole_step
+from .kv_cache import KVCacheManager, NonPagedKVCacheManager, lasting_zeros, whole_step
 from .kv_cache_paged import PagedKVCacheManager
 
 FORMATS = ("sbhd", "bshd", "thd")
@@ -179,7 +179,7 @@ class InferenceParams:
         self.step_tokens = 0  # new tokens of all sequences
         # One copy from the host fills all lengths; sections begin at multiples of 16 bytes.
         self._section = round_up(max_batch_size + 1, 4)
-        self._lengths = torch.zeros(5 * self._section, dtype=torch.int32, device=self.device)
+        self._lengths = lasting_zeros(5 * self._section, dtype=torch.int32, device=self.device)
         self._foreseen: dict[int, Foreseen] = {}
         self._set_batch_size(0)
 

@@ -20,6 +20,12 @@ from ..primitives.kv_cache import append, check_append
 from ..runtime.device import canonical_device
 
 
+def lasting_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros for later steps to write, in whatever mode: what is made in inference mode is written nowhere else."""
+    with torch.inference_mode(False):
+        return torch.zeros(*shape, dtype=dtype, device=device)
+
+
 class KVCacheManager(ABC):
     """The caches of all layers: cache[layer] = (keys, values), and sequences {id: tokens} in batch order."""
 
@@ -168,7 +174,7 @@ class NonPagedKVCacheManager(KVCacheManager):
             options = {"dtype": self.dtype, "device": self.device}
             rows = (self.max_batch_size, self.max_seqlen, self.num_heads)
             keys, values = (
-                torch.zeros(*rows, size, **options) for size in (self.head_dim_k, self.head_dim_v)
+                lasting_zeros(*rows, size, **options) for size in (self.head_dim_k, self.head_dim_v)
             )
             self.cache[layer_number] = (keys, values)
 

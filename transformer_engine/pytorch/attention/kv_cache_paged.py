@@ -17,7 +17,7 @@ from torch import Tensor
 from ...common.formats import ceil_div
 from ..primitives.kv_cache import append, check_append
 from ..runtime.device import canonical_device
-from .kv_cache import KVCacheManager, check_batch, check_layer, whole_step
+from .kv_cache import KVCacheManager, check_batch, check_layer, lasting_zeros, whole_step
 
 
 class PagedKVCacheManager(KVCacheManager):
@@ -47,8 +47,8 @@ class PagedKVCacheManager(KVCacheManager):
         self.longest_step = max_seqlen
         self.max_pages_per_seq = ceil_div(max_seqlen, page_size)
         table = (max_batch_size, self.max_pages_per_seq)
-        self.page_table = torch.zeros(table, dtype=torch.int32, device=self.device)
-        self._table = torch.zeros(table, dtype=torch.int32, device="cpu")
+        self.page_table = lasting_zeros(*table, dtype=torch.int32, device=self.device)
+        self._table = lasting_zeros(*table, dtype=torch.int32, device=torch.device("cpu"))
         self._pages: dict[Any, list[int]] = {}
         self._free = list(range(total_num_pages - 1, -1, -1))  # taken from its end: the lowest page first
 
@@ -57,7 +57,7 @@ class PagedKVCacheManager(KVCacheManager):
             options = {"dtype": self.dtype, "device": self.device}
             rows = (self.total_num_pages, self.page_size, self.num_heads)
             keys, values = (
-                torch.zeros(*rows, size, **options) for size in (self.head_dim_k, self.head_dim_v)
+                lasting_zeros(*rows, size, **options) for size in (self.head_dim_k, self.head_dim_v)
             )
             self.cache[layer_number] = (keys, values)
 

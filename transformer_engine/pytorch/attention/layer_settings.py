@@ -78,6 +78,13 @@ class LayerConfig(Config):
     def __post_init__(self) -> None:
         object.__setattr__(self, "attn_mask_type", canonical_name(self.attn_mask_type))
 
+    def check(self) -> None:
+        if self.return_layernorm_output and not self.input_layernorm:
+            raise ValueError(
+                "return_layernorm_output=True: this MultiheadAttention was made with input_layernorm=False and has no "
+                "norm to return; make another one with input_layernorm=True"
+            )
+
     @property
     def ranks(self) -> int:
         """How many share the tokens of a sequence."""

@@ -63,7 +63,7 @@ _OF_CORE = (
 )
 
 
-@configured(LayerConfig, fixed=FIXED, handed_down=WORKED_BY)
+@configured(LayerConfig, fixed=FIXED, handed_down=WORKED_BY, rules=RULES)
 class MultiheadAttention(nn.Module):
     """out [.., hidden] = proj(softmax(q k^T / sqrt(d)) v) for self or cross attention, any mask and bias.
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..primitives.column_sums import column_sums
 from ..runtime.double_backward import once_differentiable
 from ..runtime.replaceable import ReplaceableFunction
+from ..runtime.tracing import result_in
 from .linear import leading_shape
 from .linear_spec import LinearSpec
 from .norm_linear import NormLinearSpec
@@ -102,7 +103,7 @@ class _Linear(torch.autograd.Function, metaclass=ReplaceableFunction):
         if ctx is not None:
             ctx.save_for_backward(flat, weight)
             ctx.spec, ctx.file, ctx.shape, ctx.dtypes = spec, file, inp.shape, _dtypes(weight, bias)
-        return y.view(*leading_shape(inp, y), y.shape[-1])
+        return result_in(y, (*leading_shape(inp, y), y.shape[-1]))
 
     @staticmethod
     @once_differentiable("Linear")
@@ -123,11 +124,13 @@ class _LayerNormLinear(torch.autograd.Function, metaclass=ReplaceableFunction):
         normed, statistics = NormByName(spec.norm, file).forward(flat, ln_weight, ln_bias)
         weight = weight.to(spec.linear.dtype)
         y = _product(normed, weight, bias, spec.linear, file)
+        if spec.returns_norm_output:
+            normed = result_in(normed, inp.shape)
         if ctx is not None:
             ctx.save_for_backward(flat, ln_weight, *statistics, normed, weight)
             ctx.spec, ctx.file, ctx.shape, ctx.dtypes = spec, file, inp.shape, _dtypes(weight, bias)
-        y = y.view(*leading_shape(inp, y), y.shape[-1])
-        return (y, normed.view(inp.shape)) if spec.returns_norm_output else y
+        y = result_in(y, (*leading_shape(inp, y), y.shape[-1]))
+        return (y, normed) if spec.returns_norm_output else y
 
     @staticmethod
     @once_differentiable("LayerNormLinear")
@@ -135,7 +138,7 @@ class _LayerNormLinear(torch.autograd.Function, metaclass=ReplaceableFunction):
         inp, gamma, mean, rstdev, normed, weight = ctx.saved_tensors
         spec: NormLinearSpec = ctx.spec
         dy = grad_output.reshape(-1, grad_output.shape[-1])
-        grads = _gradients(dy, normed, weight, spec.linear, ctx.file, ctx.dtypes)
+        grads = _gradients(dy, normed.reshape(inp.shape), weight, spec.linear, ctx.file, ctx.dtypes)
         d_normed = grads.input
         if grad_norm_output is not None:
             also = grad_norm_output.reshape(inp.shape)

@@ -15,6 +15,7 @@ from ..primitives.gemm.request import Layout
 from ..primitives.operand import Operand, plain
 from ..primitives.quantize import Cast, dequantize
 from ..runtime.applying import applier
+from ..runtime.tracing import result_in
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from ..tensor.quantizer import Matrix, Operands, Quantizer, turned
 from .linear_operands import linear_operands, plain_matrices
@@ -58,7 +59,7 @@ def linear_forward(
         x_operand, w_operand, saved = linear_operands(x, weight, spec)
         if products is None:
             y = gemm(x_operand, w_operand, Epilogue(spec.dtype, bias=bias, exact=spec.accumulation.forward))
-            y = y if leading is None else y.view(*leading, y.shape[-1])
+            y = y if leading is None else result_in(y, (*leading, y.shape[-1]))
         else:
             y = products.forward.of_operands(x_operand, w_operand, bias, leading)
     return spec.parallel.leave_forward(y) if spec.communicates else y, saved
@@ -207,9 +208,11 @@ def _backward_operand(saved: Operand | Matrix, spec: LinearSpec) -> Operand:
 def _input_operand(saved: Operand | Matrix, spec: LinearSpec) -> Operand:
     if spec.keep_input and spec.backward == "quantized":
         assert isinstance(saved, Matrix)
-        again = spec.input.operands(saved.values, False, True).columnwise
+        again = spec.input.operands(as_matrix(saved.values), False, True).columnwise
         assert again is not None
         return turned(again)
+    if isinstance(saved, Matrix):
+        return plain(as_matrix(saved.values).t())
     return _backward_operand(saved, spec)
 
 
@@ -236,7 +239,7 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -
         # torch 2.11 traces a backward of zeros for an output that is the product itself.
         if not matrix or spec.traced:
             leading = leading_shape(x, y) if spec.communicates else x.shape[:-1]
-            y = y.view(*leading, y.shape[-1])
+            y = result_in(y, (*leading, y.shape[-1]))
     else:
         x_operand, w_operand, saved = linear_operands(flat, weight, spec)
         epilogue = Epilogue(spec.dtype, bias=bias, exact=spec.accumulation.forward)

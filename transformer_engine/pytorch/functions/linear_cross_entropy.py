@@ -55,7 +55,7 @@ class _Mean(Function):
         count = counted(targets, labels)
         gradients = HeadGradients.wanted(ctx.needs_input_grad, hidden, weight, bias)
         differentiated = any(ctx.needs_input_grad)
-        total, factor = torch.zeros(1, dtype=torch.float32, device=hidden.device), 1.0 / count
+        total, factor = torch.zeros((), dtype=torch.float32, device=hidden.device), 1.0 / count
         done = 0
         # A compiler's graph writes every tensor through one base.
         how = (not torch.compiler.is_compiling(), precise)
@@ -72,7 +72,7 @@ class _Mean(Function):
                 facts = RowFacts(targets[rows], statistics, factor, labels)
                 gradients.take_rows(rows, facts.gradient(logits, in_place=True), hidden, weight)
         ctx.save_for_backward(*gradients.results(bias))
-        return (total / count)[0]
+        return total / count[0]
 
     @staticmethod
     @once_differentiable("fused_linear_cross_entropy")

@@ -8,6 +8,7 @@ from torch import Tensor
 from ..offload.marks import active as offloading
 from ..offload.marks import keep_weight, whole_now
 from ..primitives.operand import Operand, plain
+from ..runtime.tracing import result_in
 from ..tensor.axis import COLS, ROWS
 from ..tensor.quantized_tensor import QuantizedTensorStorage, storage_of
 from ..tensor.quantizer import Matrix, Operands, Quantizer
@@ -58,6 +59,27 @@ def plain_matrices(x: Tensor, weight: Tensor, spec: LinearSpec) -> tuple[tuple[T
         keep_weight(saved.weight)
         whole_now(saved.input)
     return (x, weight), saved
+
+
+def returned(matrix: Tensor, shape: torch.Size, saved: LinearSaved) -> tuple[Tensor, LinearSaved]:
+    """x [M, K] in the shape that a caller gets it in, and what is saved where x is: that very tensor.
+
+    Autograd then sees when the caller writes to what the backward reads. A view of it, kept by the node that it comes
+    from, would keep the node alive.
+    """
+    if matrix.shape == shape:
+        return matrix, saved
+    x = result_in(matrix, shape)
+    kept: Matrix | Tensor | None = None
+    if saved.input is matrix:
+        kept = x
+    elif isinstance(saved.input, Matrix) and saved.input.values is matrix:
+        kept = Matrix(x)
+    if kept is None or torch.compiler.is_compiling():
+        return x, saved
+    if offloading.synchronizer is not None:
+        whole_now(kept)
+    return x, saved._replace(input=kept)
 
 
 def input_operands(x: Tensor, quantizer: Quantizer, columnwise: bool) -> Operands:

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ..runtime.double_backward import is_recorded, replayed
+from ..runtime.tracing import result_in
 from .normalization import Norm, NormStatistics
 
 
@@ -28,7 +29,7 @@ def normalize_forward(
         beta = None if beta is None else beta.reshape(-1)
         gamma = gamma.reshape(-1)
     y, statistics = norm.forward(x.reshape(-1, gamma.shape[0]), gamma, beta)
-    return y.view(x.shape), statistics
+    return result_in(y, x.shape), statistics
 
 
 def normalize_backward(

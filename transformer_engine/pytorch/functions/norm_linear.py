@@ -12,9 +12,11 @@ from ..offload.marks import active as offloading
 from ..offload.marks import whole_now
 from ..primitives.gemm import as_matrix
 from ..runtime.applying import applier
+from ..runtime.tracing import result_in
 from ..tensor.quantizer import Operands
 from .fusions import APART, IN_CODES, norm_output
 from .linear import leading_shape, linear_backward, linear_forward
+from .linear_operands import returned
 from .linear_spec import LinearSaved, LinearSpec, backward_quantizers, cached_parts
 from .normalization import Norm, NormStatistics
 from .repetition import Repeated, Repeats, repeats_on
@@ -74,12 +76,13 @@ def _forward(
     )
     if spec.linear.communicates:
         y, saved = linear_forward(linear_input, weight, bias, spec.linear)
-        y = y.view(*leading_shape(x, y), y.shape[-1])
+        y = result_in(y, (*leading_shape(x, y), y.shape[-1]))
     else:
         y, saved = linear_forward(linear_input, weight, bias, spec.linear, x.shape[:-1])
     if spec.linear.output is not None:
         y = spec.linear.output.quantize(y)
-    norm_output = None if norm_output is None else norm_output.view(x.shape)
+    if norm_output is not None:
+        norm_output, saved = returned(norm_output, x.shape, saved)
     return y, norm_output, statistics, saved  # pyright: ignore[reportReturnType]
 
 

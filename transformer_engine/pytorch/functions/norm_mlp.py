@@ -19,10 +19,11 @@ from ..primitives.activation import ActivationParams, activation_backward, activ
 from ..primitives.gemm import Epilogue, gemm_gelu, gemm_gelu_gradient
 from ..primitives.operand import Operand
 from ..runtime.applying import applier
+from ..runtime.tracing import result_in
 from ..tensor.quantizer import Operands, Quantizer
 from .fusions import APART, IN_CODES, IN_PRODUCT, mlp_activation, mlp_gradient, norm_output
 from .linear import QuantizedGradient, leading_shape, linear_backward, linear_forward
-from .linear_operands import linear_operands
+from .linear_operands import linear_operands, returned
 from .linear_spec import LinearSaved, LinearSpec, backward_quantizers, cached_parts
 from .norm_linear import normalized_input
 from .normalization import Norm, NormStatistics
@@ -188,10 +189,11 @@ def _forward(tensors: NormMLPTensors, spec: NormMLPSpec) -> tuple[Tensor, Tensor
     leading = None if communicates else x.shape[:-1]
     y, fc2_saved = linear_forward(activated, tensors.fc2_weight, tensors.fc2_bias, spec.fc2, leading)
     if communicates:
-        y = y.view(*leading_shape(x, y), y.shape[-1])
-    norm_output = None if norm_output is None else norm_output.view(x.shape)
+        y = result_in(y, (*leading_shape(x, y), y.shape[-1]))
     if fc1_saved is None or fc1_output is None:
-        return y, norm_output, None
+        return y, None if norm_output is None else result_in(norm_output, x.shape), None
+    if norm_output is not None:
+        norm_output, fc1_saved = returned(norm_output, x.shape, fc1_saved)
     return y, norm_output, NormMLPSaved(statistics, fc1_saved, fc1_output, fc2_saved)
 
 

@@ -27,7 +27,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from .settings import hand_down, refuse_if_made
+from .arguments import RULES, Rule
+from .settings import hand_down, is_made, refuse_if_made
 
 M = TypeVar("M", bound=torch.nn.Module)
 
@@ -35,6 +36,9 @@ M = TypeVar("M", bound=torch.nn.Module)
 @dataclass(frozen=True, eq=False)
 class Config:
     """What the settings of one kind of module are; every field has a default. Two records are never equal."""
+
+    def check(self) -> None:
+        """ValueError for settings that need one another, of which a made layer has been given one."""
 
     def __copy__(self) -> Config:
         return self
@@ -48,12 +52,15 @@ def configured(
     fixed: frozenset[str] = frozenset(),
     handed_down: Mapping[str, tuple[str, ...]] | None = None,
     written: Callable[[Any, str, Any], object] | None = None,
+    rules: Mapping[str, Rule] | None = None,
 ) -> Callable[[type[M]], type[M]]:
     """A class decorator that makes a property of every field of config whose name does not begin with an underscore.
 
     fixed         fields by which children and parameters of the module were made: another value is an AttributeError
     handed_down   {field: ("child.attribute", ..)} that are set to the same value, once the children are there
     written       called as written(module, field, value) after each write
+    rules         what fields can be, beside those of `arguments.RULES`: a write that the constructor would refuse is
+                  refused in its words, as is one that does not go with the other fields (`Config.check`)
     """
     if config.__hash__ is not object.__hash__:
         raise TypeError(
@@ -64,7 +71,10 @@ def configured(
         cls._config_class = config  # pyright: ignore[reportAttributeAccessIssue]
         for field in fields(config):
             if not field.name.startswith("_") and field.name not in vars(cls):
-                setattr(cls, field.name, _setting(field.name, config, fixed, handed_down or {}, written))
+                rule = {**RULES, **(rules or {})}.get(field.name)
+                setattr(
+                    cls, field.name, _setting(field.name, config, fixed, handed_down or {}, written, rule)
+                )
         return cls
 
     return decorate
@@ -76,6 +86,7 @@ def _setting(
     fixed: frozenset[str],
     handed_down: Mapping[str, tuple[str, ...]],
     written: Callable[[Any, str, Any], object] | None,
+    rule: Rule | None,
 ) -> property:
     def read(self: Any) -> Any:
         return getattr(self._config, name)
@@ -87,8 +98,12 @@ def _setting(
         before = getattr(known, name)
         if name in fixed:
             refuse_if_made(self, name, before, value)
+        if rule is not None:
+            rule(name, value)
         if before is not value:
             known = replace(known, **{name: value})
+            if is_made(self):
+                known.check()
         self.__dict__["_config"] = known
         hand_down(self, name, value, handed_down)
         if written is not None:

@@ -62,7 +62,7 @@ def build(key: tuple[Any, ...]) -> NormLinearSpec:
     spec = NormLinearSpec(
         Norm(config.normalization, config.eps, config.zero_centered_gamma),
         linear,
-        config.return_layernorm_output,
+        bool(config.return_layernorm_output),
         any(needs),
     ).chosen()
     return spec.repeating(call.x[3]) if call.begin is None else spec

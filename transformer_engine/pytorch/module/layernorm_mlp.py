@@ -81,7 +81,7 @@ def build(key: tuple[Any, ...]) -> NormMLPSpec:
         spec(1, "row", fc2_weight, None if config.adds_bias_late else fc2_bias),
         config.activation,
         ActivationParams.of(config.activation_params),
-        config.return_layernorm_output,
+        bool(config.return_layernorm_output),
         config.checkpoint and wants,
         wants,
     ).chosen()

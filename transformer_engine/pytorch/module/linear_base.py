@@ -68,6 +68,13 @@ class ProductsConfig(ModuleConfig):
         """The last dimension of the input."""
         raise NotImplementedError
 
+    def check(self) -> None:
+        for name in ("return_layernorm_output", "return_layernorm_output_gathered"):
+            if getattr(self, name) and not hasattr(self, "normalization"):
+                raise ValueError(
+                    f"{name}=True: a {self._kind} has no norm to return; make a LayerNormLinear or a LayerNormMLP"
+                )
+
 
 # Fields by which the parameters of a layer were made.
 SIZES = frozenset({"in_features", "out_features"})

@@ -20,10 +20,15 @@ def hand_down(
             setattr(found, attribute, value)
 
 
+def is_made(module: torch.nn.Module) -> bool:
+    """Has a layer got the children or parameters that its constructor makes?"""
+    held = module.__dict__
+    return bool(held.get("_modules") or held.get("_parameters"))
+
+
 def refuse_if_made(module: torch.nn.Module, name: str, before: Any, value: Any) -> None:
     """AttributeError for another value of an attribute that a layer's children or parameters were made by."""
-    held = module.__dict__
-    if before != value and (held.get("_modules") or held.get("_parameters")):
+    if before != value and is_made(module):
         raise AttributeError(
             f"{name}={value!r}: this {type(module).__name__} was made with {name}={before!r}, which "
             f"decides what it consists of; make another one with {name}={value!r}"

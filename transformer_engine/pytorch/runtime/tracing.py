@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 F = TypeVar("F", bound=Callable)
+_unsafe_view = torch.ops.aten._unsafe_view.default
 
 
 def constant_while_tracing(function: F) -> F:
@@ -31,6 +32,17 @@ def result_as(y: Tensor, dtype: torch.dtype) -> Tensor:
     dtype is y's.
     """
     return y.to(dtype, copy=torch.compiler.is_compiling())
+
+
+def result_in(y: Tensor, shape: Sequence[int]) -> Tensor:
+    """A fresh y in another shape, for what an autograd function gives back: no view to autograd, as y itself is none.
+
+    A view that was made within such a function cannot be written in place. y shares its memory but not its count of
+    writes with the result: whatever else is kept of y has to be the result itself. A compiler follows views by itself.
+    """
+    if torch.compiler.is_compiling():
+        return y.view(shape)
+    return _unsafe_view(y, shape)
 
 
 def text_of_number(value: float) -> str:

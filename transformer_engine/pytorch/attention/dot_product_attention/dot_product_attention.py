@@ -57,7 +57,7 @@ def _divided(layer: Any, name: str, value: Any) -> None:
         layer.num_gqa_groups_per_partition = value // layer.tp_size
 
 
-@configured(AttentionConfig, written=_divided)
+@configured(AttentionConfig, written=_divided, rules=RULES)
 class DotProductAttention(TransformerEngineBaseModule):
     """out [.., h * d_v] = softmax(softmax_scale * q k^T + bias) v where the mask shows; a row it hides is 0.
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from ....common.dispatch import undisturbed
 from ....common.memory import Memory
 from ...runtime.recording import active
+from ...runtime.tracing import result_in
 from ..operand import Operand, plain
 from . import cublaslt_plan
 from .product import TABLE, product
@@ -105,7 +106,9 @@ def as_matrix(tensor: Tensor) -> Tensor:
 
 
 def _shaped(result: Tensor, leading: torch.Size | None) -> Tensor:
-    return result if leading is None or len(leading) == 1 else result.view(*leading, result.shape[-1])
+    if leading is None or len(leading) == 1:
+        return result
+    return result_in(result, (*leading, result.shape[-1]))
 
 
 def undisturbed_products() -> bool:

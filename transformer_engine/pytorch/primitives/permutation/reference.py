@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
-from ...runtime.tracing import result_as
+from ...runtime.tracing import result_as, result_in
 from .request import MASK, PermutationRequest, Routes
 
 
@@ -82,7 +82,8 @@ def collect(
     if weights is not None:
         wide = wide * _with_zero(_wide(weights))[token, column][:, None].to(wide.dtype)
     total = wide.new_zeros(routes.tokens + 1, y.shape[1]).index_add_(0, token, wide)
-    x = result_as(total[: routes.tokens], y.dtype)
+    sums = total[: routes.tokens]
+    x = result_as(result_in(sums, sums.shape), y.dtype)
     return x, None if row_values is None else _by_column(row_values, token, column, routes)
 
 

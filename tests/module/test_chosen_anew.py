@@ -1,0 +1,100 @@
+"""A warm layer, whose spec holds the plans of its products, asks again as soon as the choice may be another one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.layers import LAYERS, same, sample, step
+from support.plans import PlanByAddress
+
+from transformer_engine.common.dispatch import Backend, observing, use_backend
+from transformer_engine.pytorch.primitives.gemm import TABLE, repeated
+from transformer_engine.pytorch.primitives.gemm.request import EPILOGUES
+
+
+class Library:
+    """A backend ahead of all others, whose plans a layer holds as it does cuBLASLt's."""
+
+    refusal: str | None = None
+
+    @classmethod
+    def refuses(cls, request):
+        return cls.refusal if request.a_element is torch.bfloat16 else "it multiplies bfloat16"
+
+
+@pytest.fixture
+def library(monkeypatch):
+    backend = Backend(
+        "library", takes=EPILOGUES, refuses=Library.refuses, bind=lambda request: PlanByAddress(request).run
+    )
+    monkeypatch.setattr(repeated.cublaslt_plan, "Plan", PlanByAddress)
+    monkeypatch.setattr(TABLE, "backends", (backend, *TABLE.backends))
+    monkeypatch.setattr(Library, "refusal", None)
+    PlanByAddress.made = PlanByAddress.runs = 0
+    TABLE.forget()
+    yield Library
+    TABLE.forget()
+
+
+@pytest.fixture(params=LAYERS)
+def warm(request, library):
+    """The call of a layer that has been called before: what comes out of it, and how often the library computed."""
+    layer = LAYERS[request.param](params_dtype=torch.bfloat16, device="cpu")
+    x = sample("cpu", dtype=torch.bfloat16)
+
+    def call():
+        before = PlanByAddress.runs
+        return step(layer, x), PlanByAddress.runs - before
+
+    for _ in range(4):
+        call()
+    made = PlanByAddress.made
+    first, runs = call()
+    assert runs > 0 and PlanByAddress.made == made
+    call.first, call.runs = first, runs
+    return call
+
+
+def test_of_plans_that_are_forgotten_none_is_used(warm, library):
+    library.refusal = "it has been taken away"
+    TABLE.forget()
+    found, runs = warm()
+    assert runs == 0 and len(found) == len(warm.first)
+    library.refusal = None
+    assert warm()[1] == 0  # the choice is remembered until somebody says that it may be another one
+    TABLE.forget()
+    again, runs = warm()
+    assert runs == warm.runs and same(again, warm.first)
+
+
+def test_a_forced_backend_is_used_while_it_is_forced(warm):
+    for name in ("reference", "matmul", "library"):
+        with use_backend(gemm=name):
+            assert (warm()[1] > 0) == (name == "library")
+        again, runs = warm()
+        assert runs == warm.runs and same(again, warm.first)
+
+
+def test_a_backend_that_is_forced_and_refuses_raises(warm, library):
+    library.refusal = "it has been taken away"
+    with use_backend(gemm="library"), pytest.raises(RuntimeError, match="it has been taken away"):
+        warm()
+
+
+def test_a_variable_of_the_environment_makes_another_spec(warm, library, monkeypatch):
+    library.refusal = "it has been taken away"
+    TABLE.forget()
+    assert warm()[1] == 0
+    library.refusal = None
+    assert warm()[1] == 0
+    monkeypatch.setenv("NVTE_FP8_AUTO", "1")
+    assert warm()[1] > 0  # what a spec holds; a product within a GELU is remembered by its table
+
+
+def test_whoever_observes_hears_of_the_products(warm):
+    seen = []
+    with observing(lambda operation, request: seen.append(operation)):
+        warm()
+    assert seen.count("gemm") == warm.runs
+    again, runs = warm()
+    assert runs == warm.runs and same(again, warm.first)
