@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -18,6 +19,7 @@ from transformer_engine.pytorch.integrations.megatron import (
     SelfAttention,
     StaticContext,
     TransformerConfig,
+    attention,
     cross_attention_submodules,
     self_attention_submodules,
 )
@@ -282,3 +284,148 @@ def test_the_input_of_the_projection_is_kept_where_a_norm_is_computed_again():
     layer.set_for_recompute_input_layernorm()
     assert layer.linear_qkv.save_original_input
     layer.run_realtime_tests()  # one rank agrees with itself
+
+
+def in_steps(layer: SelfAttention, x: torch.Tensor, context: StaticContext, **rotary) -> torch.Tensor:
+    """What a layer makes of a prompt of 4 tokens and of one token after the other."""
+    parts = []
+    with torch.no_grad():
+        for part in x.split((4, *[1] * (len(x) - 4))):
+            parts.append(layer(part, None, inference_context=context, **rotary)[0])
+            context.sequence_len_offset += len(part)
+    return torch.cat(parts)
+
+
+def tables(freqs: torch.Tensor) -> dict[str, torch.Tensor]:
+    half = freqs[:, 0, 0, : SIZE // 2]
+    return {"rotary_pos_cos": half.cos(), "rotary_pos_sin": half.sin()}
+
+
+@pytest.mark.parametrize(
+    "case", ["sequences further on", "a logit of the denominator", "no rotation", "both forms"]
+)
+def test_flash_decode_keeps_to_the_layer_and_its_context(case):
+    changes = {
+        "a logit of the denominator": {"softmax_type": "learnable"},
+        "no rotation": {"no_rope_freq": [1]},
+    }
+    config = replace(CONFIG, **changes.get(case, {}))
+    layer, whole = self_attention(replace(config, flash_decode=True)).eval(), self_attention(config).eval()
+    if case == "a logit of the denominator":
+        for each in (layer, whole):
+            each.core_attention.softmax_offset.data.copy_(torch.linspace(-1, 1, HEADS))
+    x, freqs, context = hidden(), angles(), StaticContext(5, LENGTH)
+    if case == "sequences further on":
+        context.batch_size_offset = 3
+    both = {"rotary_pos_emb": freqs} if case == "both forms" else {}
+    expected, _ = whole(x, None, rotary_pos_emb=freqs)
+    torch.testing.assert_close(
+        in_steps(layer, x, context, **tables(freqs), **both), expected, rtol=1e-5, atol=1e-5
+    )
+
+
+def test_rotations_that_nothing_would_compute_are_refused():
+    x, freqs, static = hidden(), angles(), StaticContext(2, LENGTH)
+    flash = self_attention(replace(CONFIG, flash_decode=True)).eval()
+    pages = PagedContext(2, 1, pages=8, page_size=4, groups=2, size=SIZE)
+    pages.begin_step([5, 5])
+    for layer, rotary, said in (
+        (flash, {"rotary_pos_emb": freqs, "inference_context": static}, "in the place of rotary_pos_emb"),
+        (flash, {"inference_context": pages}, "give a static context"),
+        (flash, {**tables(freqs[:3]), "inference_context": static}, "rotary_pos_cos has 3 positions, 10"),
+        (flash, {"rotary_pos_cos": freqs, "inference_context": static}, "give both"),
+        (self_attention(), tables(freqs), "rotary_pos_cos is given"),
+        (self_attention(), {"rotary_pos_cos_sin": freqs}, "rotary_pos_cos_sin is given"),
+        (self_attention(), {"rotary_pos_emb": (freqs,) * 3}, "rotary_pos_emb has 3 tensors"),
+        (self_attention(), {"rotary_pos_emb": freqs[..., :7]}, "7 features, which come in pairs"),
+        (self_attention(), {"rotary_pos_emb": freqs.repeat(1, 3, 1, 1)}, r"give angles \[10, 1 or 2, 1, d\]"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            layer(x, None, **rotary)
+    with pytest.raises(ValueError, match="tokens 10:11 of sequences 0:2 do not fit"):
+        in_steps(flash, hidden(length=LENGTH + 1), static, **tables(angles(LENGTH + 1)))
+
+
+@pytest.mark.parametrize("norm", ["qk_layernorm", "qk_l2_norm"])
+def test_a_fused_rotation_does_not_pass_over_norms_of_heads(norm):
+    layer = self_attention(replace(CONFIG, fused_single_qkv_rope=True, **{norm: True}))
+    with pytest.raises(ValueError, match="norms of them"):
+        layer(hidden(), None, rotary_pos_emb=angles())
+    with pytest.raises(ValueError, match="of queries and of keys"):
+        self_attention(replace(CONFIG, fused_single_qkv_rope=True))(
+            hidden(), None, rotary_pos_emb=(angles(), None)
+        )
+
+
+def test_each_sequence_may_have_angles_of_its_own():
+    layer, x = self_attention(), hidden()
+    freqs = torch.cat((angles(), 0.3 * angles().roll(1, 0)), dim=1)
+    y, _ = layer(x, None, rotary_pos_emb=freqs)
+    each = [layer(x[:, i : i + 1], None, rotary_pos_emb=freqs[:, i : i + 1])[0] for i in range(2)]
+    torch.testing.assert_close(y, torch.cat(each, dim=1), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rotates", ["queries", "keys"])
+def test_pages_take_angles_of_one_side_alone(rotates):
+    layer, x, freqs = self_attention().eval(), hidden(1), angles()
+    pair = (freqs, None) if rotates == "queries" else (None, freqs)
+    context = PagedContext(1, 1, pages=8, page_size=4, groups=2, size=SIZE)
+    context.begin_step([LENGTH])
+    with torch.no_grad():
+        y, _ = layer(x, None, inference_context=context, rotary_pos_emb=pair)
+        expected, _ = layer(x, None, rotary_pos_emb=pair)
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_factor_of_yarn_multiplies_what_is_turned():
+    config = replace(CONFIG)
+    config.yarn_rotary_scaling_factor = 32.0  # Megatron's config has it, ours where a caller sets it
+    layer, x, freqs = self_attention(config).eval(), hidden(), angles()
+    factor = 0.1 * math.log(32.0) + 1.0
+    stronger = self_attention(replace(CONFIG, softmax_scale=factor**2 * SIZE**-0.5)).eval()
+    expected, _ = stronger(x, None, rotary_pos_emb=freqs)
+    torch.testing.assert_close(layer(x, None, rotary_pos_emb=freqs)[0], expected, rtol=1e-5, atol=1e-5)
+    context = PagedContext(2, 1, pages=8, page_size=4, groups=2, size=SIZE)
+    context.begin_step([LENGTH, LENGTH])
+    with torch.no_grad():
+        y, _ = layer(
+            x.transpose(0, 1).reshape(-1, 1, HIDDEN), None, inference_context=context, rotary_pos_emb=freqs
+        )
+    torch.testing.assert_close(y.view(2, LENGTH, HIDDEN).transpose(0, 1), expected, rtol=1e-5, atol=1e-5)
+    config.yarn_mscale, config.yarn_mscale_all_dim = 0.7, 0.7  # their quotient is 1
+    expected, _ = self_attention()(x, None, rotary_pos_emb=freqs)
+    torch.testing.assert_close(layer(x, None, rotary_pos_emb=freqs)[0], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_cache_has_the_causal_mask_in_training_mode_too():
+    layer, x, freqs = self_attention().train(), hidden(), angles()
+    expected, _ = layer(x, None, rotary_pos_emb=freqs)
+    context = StaticContext(2, LENGTH)
+    y = in_steps(layer, x, context, rotary_pos_emb=freqs)
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_contexts_say_what_they_cannot_hold():
+    with pytest.raises(ValueError, match="max_batch_size=0"):
+        StaticContext(0, 4)
+    with pytest.raises(TypeError, match=r"max_sequence_length=2\.5"):
+        StaticContext(1, 2.5)
+    with pytest.raises(ValueError, match="pages=0"):
+        PagedContext(1, 1, 0, 2, 2, SIZE)
+    layer, context = self_attention().eval(), PagedContext(1, 1, 8, 2, 2, SIZE)
+    with pytest.raises(ValueError, match="tell begin_step"):
+        layer(hidden(1), None, inference_context=context)
+    narrow = PagedContext(1, 1, 8, 2, 4, SIZE)
+    narrow.begin_step([LENGTH])
+    with pytest.raises(ValueError, match="the layer's groups and size"):
+        layer(hidden(1), None, inference_context=narrow)
+
+
+def test_a_context_parallel_rank_turns_its_tokens_by_their_own_angles(monkeypatch):
+    layer, own = self_attention(), angles()[LENGTH // 2 :]
+    query, key, _ = layer.get_query_key_value_tensors(hidden(length=LENGTH // 2))
+    expected = layer._rotated(query, key, (own, own), None, None)
+    monkeypatch.setattr(attention, "ranks_of", lambda group: 2)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group=None: 1)
+    for ours, theirs in zip(layer._rotated(query, key, (own, own), None, None), expected, strict=True):
+        assert torch.equal(ours, theirs)

@@ -18,7 +18,7 @@ from .equivalents import (
     rng_tracker,
     setting,
 )
-from .rotation import rotated
+from .rotation import Forms, check_reach, concentration, embeddings_of, rotated
 from .submodules import CrossAttentionSubmodules, SelfAttentionSubmodules
 
 
@@ -113,7 +113,8 @@ class Attention(CachedAttention, ABC):
 
         attention_mask      True: masked out
         key_value_states    cross-attention: what keys and values are made of
-        rotary_pos_emb      angles [s, 1, 1, d], of queries and keys or one for each; with caches those of all positions
+        rotary_pos_emb      angles [s, 1 | b, 1, d], of queries and keys or one for each; with caches those of all
+                            positions. Context-parallel: of this rank's tokens, of whole sequences where they are packed
         rotary_pos_cos, rotary_pos_sin    [positions, d / 2], under flash_decode
         rotary_pos_cos_sin  [positions, d], for contexts that turn queries and keys by themselves
         packed_seq_params   where packed sequences begin; hidden_states are [t, 1, h] then
@@ -122,9 +123,11 @@ class Attention(CachedAttention, ABC):
         context = inference_context if inference_params is None else inference_params
         config = self.config
         if config.no_rope_freq and config.no_rope_freq[self.layer_number - 1]:
-            rotary_pos_emb = None
+            rotary_pos_emb = rotary_pos_cos = rotary_pos_sin = rotary_pos_cos_sin = None
         if rotary_pos_emb is not None and not isinstance(rotary_pos_emb, tuple):
             rotary_pos_emb = (rotary_pos_emb, rotary_pos_emb)
+        forms = Forms(rotary_pos_emb, (rotary_pos_cos, rotary_pos_sin), rotary_pos_cos_sin)
+        rotary_pos_emb = embeddings_of(forms, context, config.flash_decode)
         packed = packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
         gates = setting(config, "attention_output_gate", False)
         if self._rotates_unsplit(rotary_pos_emb, context, packed):
@@ -176,28 +179,39 @@ class Attention(CachedAttention, ABC):
         """Are queries and keys turned on their way out of the projection?"""
         if not setting(self.config, "fused_single_qkv_rope", False) or self.attention_type == "cross":
             return False
-        if rotary_pos_emb is None or context is not None or packed:
+        turns = rotary_pos_emb is not None and all(part is not None for part in rotary_pos_emb)
+        plain = not self._norms_heads() and concentration(self.config) == 1.0
+        if not turns or context is not None or packed or not plain:
             raise ValueError(
-                "fused_single_qkv_rope=True needs rotary_pos_emb, and neither a cache nor packed sequences; turn it off"
+                "fused_single_qkv_rope=True needs rotary_pos_emb of queries and of keys, and neither norms of them "
+                "(qk_layernorm, qk_l2_norm), YaRN's factor, a cache nor packed sequences; turn it off"
             )
         return True
+
+    def _norms_heads(self) -> bool:
+        """Do queries or keys pass a norm between the projection and their rotation?"""
+        norms = (getattr(self, "q_layernorm", None), getattr(self, "k_layernorm", None))
+        return any(norm is not None and type(norm).__name__ != "IdentityOp" for norm in norms)
 
     def _rotated(
         self, query: Tensor, key: Tensor, embeddings: Any, context: Any, packed: Any
     ) -> tuple[Tensor, Tensor]:
         """Queries and keys turned, each by its embedding, where it has one."""
         config, (of_query, of_key) = self.config, embeddings
+        mscale = concentration(config)
         if context is not None and not context.is_static_batching():
-            cp_group = self.pg_collection.cp
-            query = context.apply_rotary_emb_query(query, of_query, config, None, cp_group)
-            return query, key  # the cache holds keys that are turned
-        size = ranks_of(self.pg_collection.cp)
+            if of_query is not None:  # the cache holds keys that are turned
+                group = self.pg_collection.cp
+                query = context.apply_rotary_emb_query(query, of_query, config, None, group, mscale=mscale)
+            return query, key
+        # A rank's own tokens come with their own angles, packed sequences with those of whole sequences.
+        size = 1 if packed is None else ranks_of(self.pg_collection.cp)
         cp = (size, 0 if size == 1 else torch.distributed.get_rank(self.pg_collection.cp))
         bounds = (None, None) if packed is None else _bounds(packed)
         if of_query is not None:
-            query = rotated(query, of_query, config.rotary_interleaved, cu_seqlens=bounds[0], cp=cp)
+            query = rotated(query, of_query, config.rotary_interleaved, mscale, bounds[0], cp)
         if of_key is not None:
-            key = rotated(key, of_key, config.rotary_interleaved, cu_seqlens=bounds[1], cp=cp)
+            key = rotated(key, of_key, config.rotary_interleaved, mscale, bounds[1], cp)
         return query, key
 
     def _checkpointed_attention_forward(
@@ -221,9 +235,12 @@ class Attention(CachedAttention, ABC):
         self, context: Any, query: Tensor, key: Tensor, value: Tensor, tables: Any, offset: Any, gate: Any
     ) -> tuple[Tensor, Tensor | None]:
         """A decoding step of static caches: one call that turns, writes and attends."""
-        keys, values = self._static_caches(context, key, value)
+        # Offsets in a tensor stay on its device; the context knows of the same ones.
+        begin = offset if isinstance(offset, int) else context.sequence_len_offset
+        tokens, rows = self._places(context, key, begin)
+        check_reach(tables, tokens.stop)
+        keys, values = (cache[:, rows] for cache in self._static_caches(context, key, value))
         if not isinstance(offset, Tensor):
-            begin = context.sequence_len_offset if offset is None else offset
             offset = torch.full((query.shape[1],), begin, dtype=torch.int32, device=query.device)
         out = self.flash_decode(
             offset, query, key, value, keys, values, tables[0], tables[1], self.config.rotary_interleaved

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .equivalents import AttnMaskType, MegatronModule, ranks_of, setting
 from .packed_core import Rows, attend, of_pages, packed_core
-from .rotation import rotated_by_tables
+from .rotation import check_reach, concentration, rotated_by_tables
 
 
 class CachedAttention(MegatronModule):
@@ -71,7 +71,9 @@ class CachedAttention(MegatronModule):
             rotary_pos_emb = None
         elif rotary_pos_emb is not None:
             of_query, of_key = rotary_pos_emb
-            key = context.apply_rotary_emb_key(key, of_key, self.config, self.pg_collection.cp)
+            if of_key is not None:
+                group, mscale = self.pg_collection.cp, concentration(self.config)
+                key = context.apply_rotary_emb_key(key, of_key, self.config, group, mscale=mscale)
             rotary_pos_emb = (of_query, None)
         layer = self.layer_number - self._get_pp_layer_offset_for_inference()
         context.append_key_value_cache(layer, key, value)
@@ -81,28 +83,37 @@ class CachedAttention(MegatronModule):
     def _in_static_cache(
         self, context: Any, query: Tensor, key: Tensor, value: Tensor, rotary_pos_emb: Any, tables: Any
     ) -> tuple[Tensor, Tensor, Tensor, Any, Any, None]:
-        begin, first = context.sequence_len_offset, context.batch_size_offset
-        end, last = begin + key.shape[0], first + key.shape[1]
+        tokens, rows = self._places(context, key, context.sequence_len_offset)
+        seen = slice(0, tokens.stop)
         keys, values = self._static_caches(context, key, value)
-        if end > keys.shape[0] or last > keys.shape[1]:
-            raise ValueError(
-                f"tokens {begin}:{end} of sequences {first}:{last} do not fit caches of {keys.shape[0]} tokens and "
-                f"{keys.shape[1]} sequences; make the context larger"
-            )
         if self.config.flash_decode and tables[0] is not None:
-            cos, sin = (table[begin:end, None, None] for table in tables)
+            check_reach(tables, tokens.stop)
+            cos, sin = (table[tokens, None, None] for table in tables)
             query, key = (
                 rotated_by_tables(x, cos, sin, self.config.rotary_interleaved) for x in (query, key)
             )
         with torch.no_grad():
-            keys[begin:end, first:last], values[begin:end, first:last] = key, value
+            keys[tokens, rows], values[tokens, rows] = key, value
         mask_type = self.attn_mask_type
-        if begin and not self.training:
+        # In training a caller's own mask stays (of tokens that are guessed ahead); the causal one means the same there.
+        if tokens.start and (not self.training or mask_type == AttnMaskType.causal):
             # One query sees every key; of several each sees those up to its own position.
             mask_type = AttnMaskType.no_mask if query.shape[0] == 1 else AttnMaskType.causal_bottom_right
         if rotary_pos_emb is not None:
-            rotary_pos_emb = (rotary_pos_emb[0][begin:end], rotary_pos_emb[1][:end])
-        return query, keys[:end, first:last], values[:end, first:last], rotary_pos_emb, mask_type, None
+            parts = zip(rotary_pos_emb, (tokens, seen), strict=True)
+            rotary_pos_emb = tuple(None if angles is None else angles[which] for angles, which in parts)
+        return query, keys[seen, rows], values[seen, rows], rotary_pos_emb, mask_type, None
+
+    def _places(self, context: Any, key: Tensor, begin: int) -> tuple[slice, slice]:
+        """(tokens, sequences) of a context's caches that new keys [s, b, ..] go to; ValueError where they end."""
+        first, longest, most = context.batch_size_offset, context.max_sequence_length, context.max_batch_size
+        end, last = begin + key.shape[0], first + key.shape[1]
+        if end > longest or last > most:
+            raise ValueError(
+                f"tokens {begin}:{end} of sequences {first}:{last} do not fit caches of {longest} tokens and {most} "
+                "sequences; make the context larger"
+            )
+        return slice(begin, end), slice(first, last)
 
     def _static_caches(self, context: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         memory = context.key_value_memory_dict
@@ -139,7 +150,7 @@ class CachedAttention(MegatronModule):
         cu_queries = torch.arange(batch + 1, dtype=torch.int32, device=query_layer.device) * new
         lengths = (sequence_len_offset + new).int()
         out = attend(
-            self._packed_core(),
+            self._packed_core(self._softmax_offset()),
             query_layer.transpose(0, 1).flatten(0, 1),
             inference_key_memory[:, :batch].transpose(0, 1),
             inference_value_memory[:, :batch].transpose(0, 1),
@@ -161,16 +172,14 @@ class CachedAttention(MegatronModule):
             raise RuntimeError("caches in pages serve inference; call eval() on the layer first")
         keys, values = of_pages(k, block_table), of_pages(v, block_table)
         rows = Rows(cu_seqlens_q.int(), max_seqlen_q, seqlens_k.int(), keys.shape[1])
-        core = self._packed_core()
-        if softmax_offset is not None and core.softmax_offset is not None:
-            core.softmax_offset.data = softmax_offset.detach().float().reshape(core.softmax_offset.shape)
+        core = self._packed_core(softmax_offset)
         return attend(core, q.squeeze(1), keys, values, rows).unsqueeze(1)
 
     def _softmax_offset(self) -> Tensor | None:
         return getattr(self.core_attention, "softmax_offset", None)
 
-    def _packed_core(self) -> Any:
-        """The attention over caches; it has no parameters, and is no child: checkpoints do not know it."""
+    def _packed_core(self, softmax_offset: Tensor | None) -> Any:
+        """The attention over caches, with a logit [heads] of the denominator; no child: checkpoints do not know it."""
         core = self.__dict__.get("_core_of_caches")
         if core is None:
             core = packed_core(
@@ -181,6 +190,8 @@ class CachedAttention(MegatronModule):
                 self.config.softmax_scale,
             ).to(next(self.linear_proj.parameters()).device)
             self.__dict__["_core_of_caches"] = core
+        if softmax_offset is not None and core.softmax_offset is not None:
+            core.softmax_offset.data = softmax_offset.detach().float().reshape(core.softmax_offset.shape)
         return core
 
     def _window(self) -> tuple[int, int] | None:

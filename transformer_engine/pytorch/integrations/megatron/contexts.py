@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....common.checks import whole
 from ...runtime.device import canonical_device
 from .rotation import rotated_at, rotated_by_tables
 
@@ -21,6 +22,8 @@ class StaticContext:
     """
 
     def __init__(self, max_batch_size: int, max_sequence_length: int) -> None:
+        whole("max_batch_size", max_batch_size)
+        whole("max_sequence_length", max_sequence_length)
         self.max_batch_size, self.max_sequence_length = max_batch_size, max_sequence_length
         self.sequence_len_offset = 0
         self.batch_size_offset = 0
@@ -53,6 +56,9 @@ class PagedContext:
         dtype: torch.dtype = torch.float32, device: Any = "cpu",
     ) -> None:  # fmt: skip
         shape, device = (layers, pages, page_size, groups, size), canonical_device(device)
+        whole("requests", requests)
+        for name, count in zip(("layers", "pages", "page_size", "groups", "size"), shape, strict=True):
+            whole(name, count)
         self._keys = torch.zeros(shape, dtype=dtype, device=device)
         self._values = torch.zeros(shape, dtype=dtype, device=device)
         self._page_size, self._free = page_size, list(range(pages))
@@ -118,7 +124,13 @@ class PagedContext:
         return _cumulative(self._lengths, self._keys.device), lengths, max(self._lengths)
 
     def append_key_value_cache(self, layer_number: int, key: Tensor, value: Tensor) -> None:
-        """Keys and values [t, 1, groups, size] of this step, of a layer counted from 1."""
+        """Keys and values [t, 1, groups, size] of this step, of a layer counted from 1; ValueError for other shapes."""
+        expected = [len(self._slots), 1, *self._keys.shape[3:]]
+        if list(key.shape) != expected:
+            raise ValueError(
+                f"keys are {list(key.shape)}, begin_step({self._new}) and the pages ask for {expected}; tell begin_step "
+                "how many tokens come, and make the context for the layer's groups and size"
+            )
         for cache, new in ((self._keys, key), (self._values, value)):
             flat = cache[layer_number - 1].flatten(0, 1)
             flat.index_copy_(0, self._slots, new.squeeze(1).to(flat.dtype))

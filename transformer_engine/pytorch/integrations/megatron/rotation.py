@@ -1,11 +1,77 @@
-"""Rotary embeddings in the forms Megatron-core hands them on: angles [s, 1, 1, d], or tables of cosines and sines."""
+"""Rotary embeddings in the forms that Megatron-core hands on: angles [s, 1 | b, 1, d], or tables of cos and sin."""
 
 from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...attention.rope import apply_rotary_pos_emb
+
+
+class Forms(NamedTuple):
+    """What a call was given: angles (of queries, of keys); cosines, sines [positions, d / 2]; one table of both."""
+
+    angles: Any
+    tables: tuple[Tensor | None, Tensor | None]
+    cos_sin: Tensor | None
+
+
+def embeddings_of(given: Forms, context: Any, flash_decode: bool) -> Any:
+    """The angles that queries and keys turn by, None where tables do; ValueError for a form that nothing would read.
+
+    Caches of flash_decode hold keys that are turned, by the tables; contexts that turn by themselves take one table.
+    """
+    pair, tables, cos_sin = given
+    if pair is not None and len(pair) != 2:
+        raise ValueError(
+            f"rotary_pos_emb has {len(pair)} tensors; give one, or one of queries and one of keys"
+        )
+    if (tables[0] is None) != (tables[1] is None):
+        raise ValueError("one of rotary_pos_cos and rotary_pos_sin is None; give both")
+    static = context is not None and context.is_static_batching()
+    if flash_decode and context is not None and not static:
+        raise ValueError("flash_decode=True with a context of pages; give a static context, or turn it off")
+    if flash_decode and static:
+        if pair is not None and tables[0] is None:
+            raise ValueError(
+                "flash_decode=True with a context turns by rotary_pos_cos and rotary_pos_sin, which are None; give "
+                "them in the place of rotary_pos_emb"
+            )
+        return None
+    if context is not None and not static and context.use_flashinfer_fused_rope and cos_sin is not None:
+        return None
+    for name, form in (("rotary_pos_cos", tables[0]), ("rotary_pos_cos_sin", cos_sin)):
+        if form is not None and pair is None:
+            raise ValueError(
+                f"{name} is given, which a cache reads (flash_decode=True with a static context, or a context with "
+                "use_flashinfer_fused_rope), and there is none; give rotary_pos_emb"
+            )
+    return pair
+
+
+def concentration(config: Any) -> float:
+    """What YaRN multiplies turned features with, of Megatron's config; 1 where it has no such settings.
+
+    (0.1 ln(factor) + 1), or the quotient of two such numbers, as in https://arxiv.org/abs/2309.00071 and DeepSeek-V2.
+    """
+    factor = getattr(config, "yarn_rotary_scaling_factor", None)
+    if factor is None or factor <= 1:
+        return 1.0
+    weights = getattr(config, "yarn_mscale", None), getattr(config, "yarn_mscale_all_dim", None)
+    if None in weights:
+        weights = 1.0, 0.0
+    above, below = (0.1 * weight * math.log(factor) + 1.0 for weight in weights)
+    return above / below
+
+
+def check_reach(tables: tuple[Tensor | None, Tensor | None], end: int) -> None:
+    """ValueError unless tables of cosines and sines have positions 0 .. end - 1."""
+    for name, table in zip(("rotary_pos_cos", "rotary_pos_sin"), tables, strict=True):
+        if table is not None and table.shape[0] < end:
+            raise ValueError(f"{name} has {table.shape[0]} positions, {end} are needed; make it longer")
 
 
 def rotated(
@@ -18,8 +84,18 @@ def rotated(
 ) -> Tensor:
     """x [s, b, h, d], or [t, h, d] with cu_seqlens, turned by freqs [s, 1, 1, d]; mscale times what is turned.
 
-    cp   ranks of the context-parallel group, and this one; x holds this rank's part
+    freqs   [s, b, 1, d] where each sequence has angles of its own (multimodal positions); not with cu_seqlens
+    cp      ranks of the context-parallel group, and this one; x holds this rank's part, freqs the whole sequences
     """
+    if cu_seqlens is None and freqs.ndim == 4 and freqs.shape[1] > 1:
+        if freqs.shape[0] < x.shape[0] or freqs.shape[1] != x.shape[1]:
+            raise ValueError(
+                f"freqs are {list(freqs.shape)}, queries or keys {list(x.shape)}; give angles [{x.shape[0]}, 1 or "
+                f"{x.shape[1]}, 1, d]"
+            )
+        # One sequence of all tokens, whose positions are tokens.
+        tokens, table = x.flatten(0, 1).unsqueeze(1), freqs[: x.shape[0]].flatten(0, 1).unsqueeze(1)
+        return rotated(tokens, table, interleaved, mscale).view(x.shape)
     turned = apply_rotary_pos_emb(
         x,
         freqs,

@@ -27,6 +27,12 @@ def check_rotation(x: Tensor, angles: Tensor, positions: Positions, spec: RopeSp
         raise ValueError(
             f"freqs turn {angles.shape[-1]} features, the head has {size}; lower dim, or give fewer"
         )
+    if angles.numel() != angles.shape[0] * angles.shape[-1]:
+        raise ValueError(
+            f"freqs are {list(angles.shape)}; give [positions, 1, 1, d], the same of every sequence"
+        )
+    if angles.shape[-1] % 2:
+        raise ValueError(f"freqs turn {angles.shape[-1]} features, which come in pairs; give an even number")
     if not 0 <= spec.cp_rank < spec.cp_size:
         raise ValueError(f"cp_rank={spec.cp_rank} is outside 0..{spec.cp_size - 1}; give a rank of the group")
     if spec.tensor_format == "thd":
