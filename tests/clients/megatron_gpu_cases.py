@@ -157,11 +157,17 @@ class Training:
         inner = gpt(run)
         self.config = inner.config
         reduction = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": run.distributed}
-        self.model = DistributedDataParallel(
-            config=self.config,
-            ddp_config=DistributedDataParallelConfig(**{**reduction, **run.reduction}),
-            module=inner,
-        )
+        # As Megatron's training script does: gradient accumulators that DDP's hooks keep live on the stream on which
+        # they were made, and a capture cannot take in the default one.
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self.model = DistributedDataParallel(
+                config=self.config,
+                ddp_config=DistributedDataParallelConfig(**{**reduction, **run.reduction}),
+                module=inner,
+            )
+        torch.cuda.current_stream().wait_stream(stream)
         settings = {
             "optimizer": "adam",
             "lr": 2e-3,

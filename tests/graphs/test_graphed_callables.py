@@ -737,3 +737,28 @@ def test_samples_may_be_lists():
     made = te.make_graphed_callables(tuple(layers), [(_x(99),), (_x(98),)], sample_kwargs=[{}, {}])
     for graphed, plain in zip(made, eager, strict=True):
         assert torch.equal(graphed(_x()), plain(_x()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("aside", [True, False])
+def test_gradient_accumulators_that_somebody_keeps_are_captured_from_a_stream_of_their_own(aside):
+    """As wrappers keep them for their hooks; on the default stream no capture takes them in, and the error says so."""
+    layer = te.Linear(HIDDEN, HIDDEN, params_dtype=torch.bfloat16, device="cuda")
+    stream = torch.cuda.Stream() if aside else torch.cuda.current_stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        kept = [p.expand_as(p).grad_fn.next_functions[0][0] for p in layer.parameters()]
+    torch.cuda.current_stream().wait_stream(stream)
+    x = torch.randn(TOKENS, HIDDEN, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    layer(x).sum().backward()
+    expected = [p.grad.clone() for p in layer.parameters()]
+    layer.zero_grad()
+    if not aside:
+        with pytest.raises(RuntimeError, match=r"make the wrapper under torch\.cuda\.stream"):
+            te.make_graphed_callables(layer, (x,))
+        assert torch.rand(2, device="cuda").isfinite().all(), "random states go on"
+        return
+    graphed = te.make_graphed_callables(layer, (x,))
+    graphed(x).sum().backward()
+    assert all(torch.equal(p.grad, e) for p, e in zip(layer.parameters(), expected, strict=True))
+    assert len(kept) == 2

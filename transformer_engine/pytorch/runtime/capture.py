@@ -88,6 +88,18 @@ class CudaRecording:
         self.results = ()
 
 
+_INVALIDATED = (
+    "a CUDA graph was not captured, because something beside the captured stream took part: work of another thread, or "
+    "in a backward a parameter's gradient accumulator that lives on the default stream, where a wrapper such as "
+    "DistributedDataParallel keeps it since it was made; make the wrapper under torch.cuda.stream(torch.cuda.Stream())"
+)
+
+
+def _is_invalidated(error: BaseException) -> bool:
+    """Has CUDA given the capture up, as it says only when it ends?"""
+    return isinstance(error, RuntimeError) and "during capture" in str(error)
+
+
 @functools.cache
 def _capture_stream(device: int) -> torch.cuda.Stream:
     """One for all recorders of a device: libraries keep a workspace for each stream that they have run on."""
@@ -127,9 +139,11 @@ class CudaRecorder:
         try:
             with _without_collection(), recording:
                 results = body()
-        except BaseException:
+        except BaseException as error:
             torch.cuda.set_stream(here)
             self._leave_capture()
+            if _is_invalidated(error):
+                raise RuntimeError(_INVALIDATED) from error
             raise
         return CudaRecording(graph, results)
 
