@@ -26,7 +26,7 @@ from transformer_engine.pytorch.runtime.checks import floating, tensor_or_none
 from transformer_engine.pytorch.tensor.axis import COLS, ROWS
 from transformer_engine.pytorch.tensor.storage.quantized_tensor_storage import (
     QuantizedTensorStorage,
-    as_matrix,
+    plain_matrix,
 )
 
 from .cast import torch_dtype
@@ -111,7 +111,7 @@ def generic_gemm(
     result: Any = made.view(_shape(B, transB, made)) if D is None else D
     if quantizer is not None:
         result = quantizer.quantize(result)
-    grad_bias = column_sums(as_matrix(B), bias.dtype) if grad and bias is not None else None
+    grad_bias = column_sums(plain_matrix(B), bias.dtype) if grad and bias is not None else None
     return [result, grad_bias, gelu_in if grad else before, None]
 
 
@@ -257,7 +257,7 @@ def _operands(A: Any, transA: bool, B: Any, transB: bool) -> tuple[Operand, Oper
 def _operand(x: Any, axis: str) -> Operand:
     if isinstance(x, QuantizedTensorStorage):
         return x.contract(axis)
-    matrix = as_matrix(x)
+    matrix = plain_matrix(x)
     return plain(matrix if axis == COLS else matrix.t())
 
 

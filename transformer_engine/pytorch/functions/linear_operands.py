@@ -12,7 +12,7 @@ from ..runtime.tracing import result_in
 from ..tensor.axis import COLS, ROWS
 from ..tensor.quantized_tensor import QuantizedTensorStorage, storage_of
 from ..tensor.quantizer import Matrix, Operands, Quantizer
-from ..tensor.storage.quantized_tensor_storage import as_matrix
+from ..tensor.storage.quantized_tensor_storage import plain_matrix
 from .linear_spec import LinearSaved, LinearSpec
 
 
@@ -77,8 +77,7 @@ def returned(matrix: Tensor, shape: torch.Size, saved: LinearSaved) -> tuple[Ten
         kept = Matrix(x)
     if kept is None or torch.compiler.is_compiling():
         return x, saved
-    if offloading.synchronizer is not None:
-        whole_now(kept)
+    whole_now(kept)
     return x, saved._replace(input=kept)
 
 
@@ -91,7 +90,7 @@ def input_operands(x: Tensor, quantizer: Quantizer, columnwise: bool) -> Operand
     if isinstance(x, QuantizedTensorStorage):
         if not columnwise or storage_of(x).column_signs == quantizer.column_signs:  # pyright: ignore[reportArgumentType]
             return _operands_of(x, columnwise)
-        x = as_matrix(x)
+        x = plain_matrix(x)
     return quantizer.operands(x, True, columnwise)
 
 
@@ -129,7 +128,7 @@ def _saved_otherwise(
     """What the backward reads when it computes from unquantized or dequantized operands, or quantizes x again."""
     kept_x: Operand | Matrix | None = None
     if spec.needs_grad_weight and (spec.keep_input or spec.backward == "high_precision"):
-        kept_x = Matrix(as_matrix(x))
+        kept_x = Matrix(plain_matrix(x))
     if spec.backward == "high_precision":
         kept_w: Operand | Matrix | None = Matrix(_unquantized(weight, spec.dtype))
     elif spec.backward == "dequantized":

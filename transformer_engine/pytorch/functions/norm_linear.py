@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..offload.marks import active as offloading
 from ..offload.marks import whole_now
 from ..primitives.gemm import as_matrix
 from ..runtime.applying import applier
@@ -68,8 +67,7 @@ def norm_linear(
 def _forward(
     x: Tensor, gamma: Tensor, beta: Tensor | None, weight: Tensor, bias: Tensor | None, spec: NormLinearSpec
 ) -> tuple[Tensor, Tensor | None, NormStatistics, LinearSaved]:
-    if offloading.synchronizer is not None:
-        whole_now(x)
+    whole_now(x)
     flat = as_matrix(x)
     norm_output, linear_input, statistics = normalized_input(
         flat, gamma, beta, spec.norm, spec.linear, spec.way, spec.returns_norm_output

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..offload.marks import active as offloading
 from ..offload.marks import whole_now
 from ..primitives.activation import ActivationParams, activation_backward, activation_forward
 from ..primitives.gemm import Epilogue, gemm_gelu, gemm_gelu_gradient
@@ -182,8 +181,7 @@ def _forward(tensors: NormMLPTensors, spec: NormMLPSpec) -> tuple[Tensor, Tensor
     """(y [.., H], norm(x) where it is returned, what the backward reads: None where it computes that again)"""
     x = tensors.x
     keeps = spec.needs_grad and not spec.recompute
-    if offloading.synchronizer is not None:
-        whole_now(x)
+    whole_now(x)
     norm_output, statistics, fc1_saved, fc1_output, activated = _first_half(tensors, spec, keeps)
     communicates = spec.fc1.communicates or spec.fc2.communicates
     leading = None if communicates else x.shape[:-1]

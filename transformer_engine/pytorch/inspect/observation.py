@@ -24,7 +24,7 @@ from ..module.products import ModuleRecipe, ProductQuantizers
 from ..primitives.operand import Operand
 from ..tensor.observing import Observing
 from ..tensor.quantized_tensor import QuantizedTensor
-from ..tensor.storage.quantized_tensor_storage import as_matrix
+from ..tensor.storage.quantized_tensor_storage import plain_matrix
 from . import observation_views as views
 from .observation_report import StepReport
 from .observed_rows import ObservedRows
@@ -191,7 +191,7 @@ class Observation:
             self._see(name, "backward", value)
 
     def _see(self, name: str, tensor: str, value: Tensor) -> None:
-        self._rows.take_in(name, tensor, as_matrix(value.detach()), None)
+        self._rows.take_in(name, tensor, plain_matrix(value.detach()), None)
 
 
 class _OutputHook:

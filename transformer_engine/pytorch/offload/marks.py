@@ -72,9 +72,11 @@ def mark_not_offload(*tensors: Tensor | QuantizedTensorStorage | None) -> None:
 
 
 def whole_now(saved: Operand | Matrix | Tensor | None) -> None:
-    """What a layer inside of a context saves of its input has its values from here on."""
+    """What a layer inside of a context saves of its input has its values from here on; nothing outside of one."""
+    if active.synchronizer is None or torch.compiler.is_compiling():
+        return
     link = active.synchronizer.link
-    for values in () if torch.compiler.is_compiling() else tensors_of(saved):
+    for values in tensors_of(saved):
         if link.takes(values):
             setattr(values, WHOLE, Whole(values._version, link.mark()))
 

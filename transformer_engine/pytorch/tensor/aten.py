@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from .cut_view import cut_view
 from .row_writes import ROWS_OF, remember_place, same_place, write, write_quantized
 from .storage.fsdp import DerivedTensors, row_slice
 from .storage.quantized_tensor_storage import QuantizedTensorStorage
@@ -36,9 +37,14 @@ def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 def _dequantized(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Dequantize the arguments, run, and quantize again what the operation wrote into."""
-    if func.is_view and torch.is_inference_mode_enabled() and not args[0].is_inference():
-        with torch.inference_mode(False):  # see _view_like
+    if func.is_view and torch.is_inference_mode_enabled():
+        with torch.inference_mode(
+            False
+        ):  # see _view_like; and only what is no inference tensor counts its writes
             return _dequantized(func, args, kwargs)
+    if func.is_view and isinstance(args[0], QuantizedTensorStorage):
+        values = _plain(args[0])
+        return cut_view(func(values, *args[1:], **kwargs), values, args[0])
     plain_args, plain_kwargs = tree_map(_plain, tuple(args)), tree_map(_plain, kwargs)
     result = func(*plain_args, **plain_kwargs)
     written = []

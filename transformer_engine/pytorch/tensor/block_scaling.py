@@ -16,7 +16,7 @@ from .allocation import empty_quantized
 from .quantized_tensor import QuantizedTensor
 from .quantizer import Quantizer
 from .storage.block_scaled import BlockScaledStorage
-from .storage.quantized_tensor_storage import QuantizedTensorStorage, as_matrix, matrix_shape
+from .storage.quantized_tensor_storage import QuantizedTensorStorage, matrix_shape, plain_matrix
 
 
 class BlockScalingQuantizer(Quantizer):
@@ -50,7 +50,7 @@ class BlockScalingQuantizer(Quantizer):
         refusal = self.shape_refusal(tensor.shape, rowwise, columnwise)
         if refusal is not None:
             raise ValueError(f"{type(self).__name__} cannot quantize shape {tuple(tensor.shape)}: {refusal}")
-        quantized = self._quantized(as_matrix(tensor), self.spec(rowwise, columnwise))
+        quantized = self._quantized(plain_matrix(tensor), self.spec(rowwise, columnwise))
         return self._packed(quantized, tensor.shape, tensor.dtype)
 
     def _packed(

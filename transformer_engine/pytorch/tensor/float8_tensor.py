@@ -25,7 +25,7 @@ from .quantized_tensor import QuantizedTensor
 from .quantizer import Operands, Quantizer
 from .reduced_maximum import ReducesMaximum
 from .storage.float8_tensor_storage import Float8TensorStorage
-from .storage.quantized_tensor_storage import QuantizedTensorStorage, as_matrix, matrix_shape
+from .storage.quantized_tensor_storage import QuantizedTensorStorage, matrix_shape, plain_matrix
 
 __all__ = ["Float8CurrentScalingQuantizer", "Float8Quantizer", "Float8Tensor", "Float8TensorStorage"]
 
@@ -202,11 +202,11 @@ class Float8Quantizer(_PerTensorQuantizer):
         spec = _spec(self.dtype, rowwise, columnwise)
         scale = self.scale.reshape(1)
         if noop_flag is None and not torch.compiler.is_compiling():
-            quantized = quantize(as_matrix(tensor), spec, multiplier=scale, record=self.amax.view(1))
+            quantized = quantize(plain_matrix(tensor), spec, multiplier=scale, record=self.amax.view(1))
             if self.amax_reduction_group is not None:
                 self._agree_on_amax()
             return self._packed(quantized, tensor.shape, tensor.dtype)
-        quantized = quantize(as_matrix(tensor), spec, multiplier=scale)
+        quantized = quantize(plain_matrix(tensor), spec, multiplier=scale)
         assert quantized.amax is not None
         self.record(quantized.amax, noop_flag)
         return self._packed(quantized, tensor.shape, tensor.dtype)
@@ -325,7 +325,7 @@ class Float8CurrentScalingQuantizer(ReducesMaximum, _PerTensorQuantizer):
     def encode(
         self, tensor: Tensor, rowwise: bool, columnwise: bool, *, noop_flag: Tensor | None = None
     ) -> Float8TensorStorage:
-        quantized = self._quantized(as_matrix(tensor), rowwise, columnwise)
+        quantized = self._quantized(plain_matrix(tensor), rowwise, columnwise)
         return self._packed(quantized, tensor.shape, tensor.dtype)
 
     def operands(self, matrix: Tensor, rowwise: bool, columnwise: bool) -> Operands:

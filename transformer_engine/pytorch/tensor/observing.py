@@ -12,7 +12,7 @@ from ...common.recipe import Recipe
 from ..primitives.operand import Operand, OwnedOperand
 from .axis import COLS, ROWS
 from .quantizer import Matrix, Operands, Quantizer
-from .storage.quantized_tensor_storage import QuantizedTensorStorage, as_matrix
+from .storage.quantized_tensor_storage import QuantizedTensorStorage, plain_matrix
 
 Record = Callable[[Tensor, Operand | None], None]
 
@@ -37,7 +37,7 @@ class Observing(Quantizer):
         if not torch.compiler.is_compiling() and isinstance(made, QuantizedTensorStorage):
             directions = made.get_usages()
             self._show(
-                as_matrix(tensor),
+                plain_matrix(tensor),
                 Operands(
                     made.contract(COLS) if directions["rowwise"] else None,
                     made.contract(ROWS) if directions["columnwise"] else None,

@@ -12,6 +12,8 @@ from ..operand import Operand
 BLOCK = 128
 _LINE = 4  # blocks of K that a line of 128x128 scales is a multiple of
 
+SCALE_ALIGNMENT = 16  # bytes; cuBLASLt reads the scale of a tensor at multiples of it
+
 
 def block_scale(operand: Operand, codes: Tensor) -> Tensor:
     """Scales in cuBLASLt's layout: 1x128 [rows, K/128] rows contiguous; 128x128 [K/128, rows/128] K contiguous,
@@ -53,4 +55,4 @@ def aligned_scale(scale: Tensor) -> Tensor:
     """
     if torch.compiler.is_compiling():
         return scale
-    return scale.clone() if scale.data_ptr() % 16 else scale
+    return scale.clone() if scale.data_ptr() % SCALE_ALIGNMENT else scale

@@ -21,7 +21,7 @@ from ....common.memory import Memory
 from ...runtime.recording import active
 from ..operand import Operand
 from . import cublaslt_library as library
-from .block_scales import aligned_scale, block_scale_memory
+from .block_scales import SCALE_ALIGNMENT, aligned_scale, block_scale_memory
 from .cublaslt_problem import NO_BIAS, NO_SCALE, POINTERS, SCALAR, Descriptor, Problem, make_descriptor
 from .request import Epilogue
 
@@ -30,6 +30,7 @@ _SIXTEEN_BIT_REDUCTIONS = 2
 _ALL_REDUCTIONS = 7
 _BIAS_DTYPES = {NO_BIAS: None, **{number: dtype for dtype, number in library.DATA_TYPES.items()}}
 _FP8_ALIGNMENT = 16  # bytes; cuBLASLt has no FP8 product of pointers aligned to less
+_SCALE_MASK = SCALE_ALIGNMENT - 1
 
 
 class NoAlgorithm(RuntimeError):
@@ -163,7 +164,7 @@ class Plan:
             left_scale, right_scale = (b[1], a[1]) if tensor_scales else _block_scales(b, a)
             left_address = left_scale.data_ptr()  # pyright: ignore[reportOptionalMemberAccess]
             right_address = right_scale.data_ptr()  # pyright: ignore[reportOptionalMemberAccess]
-            if (left_address | right_address) & 15:
+            if (left_address | right_address) & _SCALE_MASK:
                 left_scale, right_scale = aligned_scale(left_scale), aligned_scale(right_scale)  # pyright: ignore
                 left_address, right_address = left_scale.data_ptr(), right_scale.data_ptr()
             pointers[0], pointers[1] = left_address, right_address

@@ -12,7 +12,7 @@ from ....common.formats import TensorFormat
 from ...primitives.operand import Operand, plain
 from ...primitives.quantize import Quantized
 from ..axis import COLS
-from .quantized_tensor_storage import QuantizedTensorStorage, Writer, as_matrix
+from .quantized_tensor_storage import QuantizedTensorStorage, Writer, plain_matrix
 
 __all__ = ["IdentityTensorStorage"]
 
@@ -38,7 +38,7 @@ class IdentityTensorStorage(QuantizedTensorStorage):
         return self._first_tensor().shape
 
     def contract(self, axis: str) -> Operand:
-        matrix = as_matrix(self._first_tensor())
+        matrix = plain_matrix(self._first_tensor())
         return plain(matrix if axis == COLS else matrix.t())
 
     @classmethod

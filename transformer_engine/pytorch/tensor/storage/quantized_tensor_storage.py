@@ -29,7 +29,7 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     return (prod(shape[:-1]), shape[-1]) if len(shape) else (1, 1)
 
 
-def as_matrix(tensor: Tensor) -> Tensor:
+def plain_matrix(tensor: Tensor) -> Tensor:
     """Values [..., K] -> [rows, K], plain."""
     if isinstance(tensor, QuantizedTensorStorage):
         tensor = tensor.dequantize()
