@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from quantizer_cases import payload, quantizer_of, same_payload, values
 
+import transformer_engine.pytorch as te
+from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch.tensor import (
     cast_master_weights_to_fp8,
     post_all_gather_processing,
@@ -130,6 +133,55 @@ def test_columns_stay_until_the_caller_makes_them_where_it_says_so(name, device)
     post_all_gather_processing([torch.ones(3), weight])
     clear_columnwise_cache(weight)
     assert weight.get_usages() == {"rowwise": True, "columnwise": False}
+
+
+@pytest.mark.parametrize(
+    "recipe", [recipes.DelayedScaling, recipes.Float8CurrentScaling, recipes.Float8BlockScaling]
+)
+@pytest.mark.usefixtures("emulated")
+def test_a_backward_reads_columns_that_were_made_after_its_forward(recipe, device):
+    """As a sharding that gathers before each pass has it: codes, forward, columns, backward."""
+
+    def gradient(columns_before_the_forward: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        with te.quantized_model_init(recipe=recipe()):
+            layer = te.Linear(128, 128, bias=False, params_dtype=torch.bfloat16, device=device)
+        weight: Any = layer.weight
+        x = values(device, 32, 128, dtype=torch.bfloat16).requires_grad_()
+        with te.autocast(recipe=recipe()):
+            layer(x).square().sum().backward()
+        masters = values(device, 128, 128, dtype=torch.float32).view(-1)
+        quantize_master_weights([weight], [masters], [0], None, manual_post_all_gather_processing=True)
+        x.grad = None
+        if columns_before_the_forward:
+            post_all_gather_processing(weight)
+        with te.autocast(recipe=recipe()):
+            y = layer(x)
+        post_all_gather_processing(weight)
+        y.square().sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    found, expected = gradient(False), gradient(True)
+    assert expected.abs().max() > 0
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("name", ["delayed", "current", "block_2d"])
+def test_columns_that_are_there_are_made_again_in_place(name, device):
+    weight = weight_of(name, device)
+    weight.update_usage(columnwise_usage=True)
+    fields = [
+        field
+        for field in ("_transpose", "_columnwise_data", "_columnwise_scale_inv")
+        if hasattr(weight, field)
+    ]
+    before = [getattr(weight, field) for field in fields]
+    arguments = [weight], [master(device).view(-1)], [0], None
+    quantize_master_weights(*arguments, manual_post_all_gather_processing=True)
+    post_all_gather_processing(weight)
+    assert all(getattr(weight, field) is old for field, old in zip(fields, before, strict=True))
+    assert same_payload(weight, quantizer_of(name, device)(master(device).bfloat16()))
 
 
 def test_a_pair_of_shards_may_be_a_list_and_initial_values_are_dropped(device):
