@@ -232,6 +232,10 @@ def main() -> None:
                 continue  # beside the slow ones
             found[f"{strategy.name} {name}"] = sequence_case(mesh, strategy, *case)
     if everything:
+        found["dp"] = layer_case(
+            mesh_of(dp=8), te.MeshResource(dp_resource="dp"), delayed, layernorm_type="rmsnorm",
+            mlp_activations=("silu", "linear"),
+        )  # fmt: skip
         found["stripes of several tokens"] = sequence_case(
             mesh, CPStrategy.ALL_GATHER, True, thd, padding, vanilla, stripe=4
         )

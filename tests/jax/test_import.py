@@ -122,6 +122,24 @@ def test_a_version_out_of_range_is_refused_with_the_range(found, fits):
     assert fits or refusal == f"jax {found} is installed, jax>=0.10.2,<0.13 is needed"
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("jax", "jax 0.13.1 is installed, jax>=0.10.2,<0.13"),
+        ("flax", "flax 0.13.1 is installed, flax>=0.12.8,<0.13"),
+    ],
+)
+def test_an_import_with_a_version_out_of_range_says_which_and_what_to_install(name, said):
+    found = f"lambda of: '0.13.1' if of == {name!r} else found(of)"
+    program = (
+        "import importlib.metadata\nfound = importlib.metadata.version\n"
+        f"importlib.metadata.version = {found}\nimport transformer_engine.jax"
+    )
+    last = run(program).stderr.strip().splitlines()[-1]
+    assert last.startswith(f"ImportError: transformer_engine.jax: {said} is needed; ")
+    assert 'pip install ".[jax]" in a checkout' in last
+
+
 def test_an_old_python_is_refused_with_the_least_version(monkeypatch):
     monkeypatch.setattr(sys, "version_info", (3, 10, 4, "final", 0))
     with pytest.raises(
