@@ -128,8 +128,8 @@ class PagedContext:
         expected = [len(self._slots), 1, *self._keys.shape[3:]]
         if list(key.shape) != expected:
             raise ValueError(
-                f"keys are {list(key.shape)}, begin_step({self._new}) and the pages ask for {expected}; tell begin_step "
-                "how many tokens come, and make the context for the layer's groups and size"
+                f"keys are {list(key.shape)}, begin_step({self._new}) and the pages ask for {expected}; tell "
+                "begin_step how many tokens come, and make the context for the layer's groups and size"
             )
         for cache, new in ((self._keys, key), (self._values, value)):
             flat = cache[layer_number - 1].flatten(0, 1)
