@@ -316,6 +316,20 @@ def test_attentions_are_recorded_again_after_turning_back(when):
     assert len(made.attentions) == layers and len(made.hidden_states) == layers + 1
 
 
+def test_what_callers_set_and_added_is_there_again_after_turning_back():
+    model, tokens = stock().eval(), installed.tokens(DEVICE)
+    attention = model.model.layers[0].self_attn
+    attention.scaling, attention.is_causal, attention.attention_dropout = 0.9, False, 0.25
+    model.model.layers[1].extra = nn.Linear(2, 2)
+    expected = model(tokens).logits
+    close(te.convert_hf(model)(tokens).logits, expected)
+    model.model.layers[0].self_attn.scaling = 0.8
+    expected = model(tokens).logits
+    close(te.revert_hf(model)(tokens).logits, expected)
+    assert model.model.layers[0].self_attn.attention_dropout == 0.25
+    assert model.model.layers[1].extra.weight.requires_grad
+
+
 def test_training_and_evaluation_are_kept():
     for training in (True, False):
         model = stock().train(training)
@@ -390,7 +404,21 @@ def test_what_cannot_be_converted_is_named():
     shared.model.layers[1].mlp.up_proj.weight = shared.model.layers[0].mlp.up_proj.weight
     hooked.model.layers[1].self_attn.q_proj.register_forward_hook(print)
     watched.model.layers[0].mlp.down_proj.weight.register_hook(print)
+
+    class Doubled(type(model.model.layers[0].mlp)):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    doubled, patched, rounder, last = stock(), stock(), stock("gemma"), stock()
+    doubled.model.layers[0].mlp.__class__ = Doubled
+    patched.model.layers[1].post_attention_layernorm.forward = torch.sin
+    rounder.model.layers[1].input_layernorm.eps = 0.5
+    last.model.norm.variance_epsilon = 0.5
     for wrong, sentence in (
+        (doubled, "mlp of layer 0 of LlamaModel is a Doubled"),
+        (patched, "post_attention_layernorm of layer 1 of LlamaModel has a forward of its own"),
+        (rounder, "input_layernorm of layer 1 of GemmaModel has epsilon 0.5"),
+        (last, "the last norm of LlamaModel has epsilon 0.5"),
         (shared, "up_proj.weight of layer 1 of LlamaModel is mlp.up_proj.weight of layer 0"),
         (hooked, "self_attn of layer 1 of LlamaModel has a hook on q_proj"),
         (watched, "mlp of layer 0 of LlamaModel has a hook on down_proj.weight"),

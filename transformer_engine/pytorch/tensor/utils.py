@@ -104,13 +104,24 @@ def clear_columnwise_cache(tensor: QuantizedTensor | Sequence[QuantizedTensor]) 
 
 
 def post_all_gather_processing(model_weights: Tensor | Sequence[Tensor]) -> None:
-    """Make column-wise codes from row-wise ones that were gathered, of one weight or several; plain ones have none."""
-    weights = _weights(model_weights)
-    clear_columnwise_cache(weights)
+    """Make column-wise codes from row-wise ones that were gathered, of one weight or several; plain ones have none.
+
+    Codes that are there are overwritten in place: a forward that has run since the weights were written, and a graph
+    that was captured, hold these very tensors for their backward.
+    """
+    weights = [weight for weight in _weights(model_weights) if weight.transposable]
     with torch.no_grad():
         for weight in weights:
-            if weight.transposable:
-                weight.update_usage(columnwise_usage=True)
+            names = weight._dropped(rowwise=False, columnwise=True)
+            held = [getattr(weight, name) for name in names]
+            clear_columnwise_cache(weight)
+            weight.update_usage(columnwise_usage=True)
+            for name, old in zip(names, held, strict=True):
+                made = getattr(weight, name)
+                if made is not old and old is not None and old.shape == made.shape:
+                    # Through `.data`: autograd would refuse what it saved before as modified, which is the purpose.
+                    old.data.copy_(made)
+                    setattr(weight, name, old)
 
 
 def _weights(given: Tensor | Sequence[Tensor]) -> list[QuantizedTensor]:
