@@ -245,7 +245,7 @@ def test_products_are_in_bfloat16_under_torch_autocast():
 
 
 @pytest.mark.parametrize("recipe", [DelayedScaling(), MXFP8BlockScaling()], ids=["delayed", "mxfp8"])
-def test_weights_become_codes(recipe):
+def test_weights_become_codes(recipe, tmp_path):
     theirs = stock()
     with te.quantized_model_init(recipe=recipe):
         ours = te.convert_hf(copy.deepcopy(theirs), recipe=recipe)
@@ -256,8 +256,14 @@ def test_weights_become_codes(recipe):
         torch.testing.assert_close(state[name], value, rtol=0.07, atol=2e-3)
     other = te.convert_hf(stock())
     other.load_state_dict(state)
+    assert not any(isinstance(value, te.QuantizedTensor) for value in state.values())
+    ours.save_pretrained(tmp_path)
+    saved = type(theirs).from_pretrained(tmp_path).state_dict()
+    ours.load_state_dict(state)  # values become the same codes again
     te.revert_hf(ours)
-    assert type(ours.model.layers[0].mlp.gate_proj.weight) is nn.Parameter
+    assert {type(parameter) for parameter in ours.parameters()} == {nn.Parameter}
+    for name, value in ours.state_dict().items():
+        assert torch.equal(value, state[name]) and torch.equal(value, saved[name].to(DEVICE))
 
 
 @pytest.mark.parametrize("recipe", [None, DelayedScaling()], ids=["high precision", "delayed"])
@@ -275,6 +281,62 @@ def test_saved_files_are_the_stock_model_s(family, recipe, tmp_path):
     )
     if "tied" in family:
         assert ours.lm_head.weight is ours.model.embed_tokens.weight
+
+
+def test_a_part_that_a_state_dict_lacks_is_named_and_kept():
+    model, theirs = te.convert_hf(stock()), stock()
+    before, state = model.state_dict(), theirs.state_dict()
+    name = "model.layers.1.self_attn.q_proj.weight"
+    del state[name]
+    told = model.load_state_dict(state, strict=False)
+    assert told.missing_keys == [name] and not told.unexpected_keys
+    after = model.state_dict()
+    assert torch.equal(after[name], before[name])
+    assert all(torch.equal(after[key], value) for key, value in state.items())
+    with pytest.raises(RuntimeError, match=f"Missing key.*{name}"):
+        model.load_state_dict(state)
+    state[name] = torch.zeros(3, 3)
+    with pytest.raises(RuntimeError, match=f"size mismatch for {name}: its shape is \\[3, 3\\]"):
+        model.load_state_dict(state)
+    assert torch.equal(model.state_dict()[name], before[name])
+
+
+@pytest.mark.parametrize("when", ["before", "between"])
+def test_attentions_are_recorded_again_after_turning_back(when):
+    model, tokens = stock(), installed.tokens(DEVICE)
+    model.set_attn_implementation("eager")
+    if when == "before":
+        model(tokens, output_hidden_states=True)
+    te.convert_hf(model)
+    if when == "between":
+        model(tokens, output_hidden_states=True)
+    te.revert_hf(model)
+    made = model(tokens, output_attentions=True, output_hidden_states=True)
+    layers = len(model.model.layers)
+    assert len(made.attentions) == layers and len(made.hidden_states) == layers + 1
+
+
+def test_what_callers_set_and_added_is_there_again_after_turning_back():
+    model, tokens = stock().eval(), installed.tokens(DEVICE)
+    attention = model.model.layers[0].self_attn
+    attention.scaling, attention.is_causal, attention.attention_dropout = 0.9, False, 0.25
+    model.model.layers[1].extra = nn.Linear(2, 2)
+    expected = model(tokens).logits
+    close(te.convert_hf(model)(tokens).logits, expected)
+    model.model.layers[0].self_attn.scaling = 0.8
+    expected = model(tokens).logits
+    close(te.revert_hf(model)(tokens).logits, expected)
+    assert model.model.layers[0].self_attn.attention_dropout == 0.25
+    assert model.model.layers[1].extra.weight.requires_grad
+
+
+def test_training_and_evaluation_are_kept():
+    for training in (True, False):
+        model = stock().train(training)
+        te.convert_hf(model)
+        assert {module.training for module in model.modules()} == {training}
+        te.revert_hf(model)
+        assert {module.training for module in model.modules()} == {training}
 
 
 @pytest.mark.parametrize("recipe", [None, DelayedScaling()], ids=["high precision", "delayed"])
@@ -338,7 +400,28 @@ def test_what_cannot_be_converted_is_named():
     adapted, dispatched = stock(), stock()
     dispatched.model.layers[0].mlp._hf_hook = object()
     adapted.model.layers[0].self_attn.q_proj = te.Linear(64, 64, bias=False)
+    shared, hooked, watched = stock(), stock(), stock()
+    shared.model.layers[1].mlp.up_proj.weight = shared.model.layers[0].mlp.up_proj.weight
+    hooked.model.layers[1].self_attn.q_proj.register_forward_hook(print)
+    watched.model.layers[0].mlp.down_proj.weight.register_hook(print)
+
+    class Doubled(type(model.model.layers[0].mlp)):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    doubled, patched, rounder, last = stock(), stock(), stock("gemma"), stock()
+    doubled.model.layers[0].mlp.__class__ = Doubled
+    patched.model.layers[1].post_attention_layernorm.forward = torch.sin
+    rounder.model.layers[1].input_layernorm.eps = 0.5
+    last.model.norm.variance_epsilon = 0.5
     for wrong, sentence in (
+        (doubled, "mlp of layer 0 of LlamaModel is a Doubled"),
+        (patched, "post_attention_layernorm of layer 1 of LlamaModel has a forward of its own"),
+        (rounder, "input_layernorm of layer 1 of GemmaModel has epsilon 0.5"),
+        (last, "the last norm of LlamaModel has epsilon 0.5"),
+        (shared, "up_proj.weight of layer 1 of LlamaModel is mlp.up_proj.weight of layer 0"),
+        (hooked, "self_attn of layer 1 of LlamaModel has a hook on q_proj"),
+        (watched, "mlp of layer 0 of LlamaModel has a hook on down_proj.weight"),
         (gpt2, "has no decoder of llama, mistral"), (exact, "gelu by tanh"), (halves, "differ"),
         (partly, "freeze all or none"), (converted, "revert_hf"), (adapted, "is a Linear, not a torch.nn.Linear"),
         (dispatched, "without device_map"),
@@ -347,6 +430,9 @@ def test_what_cannot_be_converted_is_named():
         with pytest.raises(ValueError, match=sentence):
             te.convert_hf(wrong)
         assert [type(module) for module in wrong.modules()] == before
+    converted.model.norm.register_forward_pre_hook(print)
+    with pytest.raises(ValueError, match="the last norm of LlamaModel has a hook and is replaced"):
+        te.revert_hf(converted)
     with pytest.raises(ValueError, match="not converted"):
         te.revert_hf(model)
     with pytest.raises(TypeError, match="recipe="):

@@ -284,6 +284,11 @@ def test_an_attention_imported_by_name_is_skipped_with_a_warning(caplog):
     assert "Imported is left as it is: its file imports scaled_dot_product_attention" in caplog.text
 
 
+def test_what_is_no_model_is_refused():
+    with pytest.raises(TypeError, match="model=None is no"):
+        inject_te_attention(None)  # pyright: ignore[reportArgumentType]
+
+
 def test_a_model_without_a_known_layout_says_so(caplog):
     model = nn.Sequential(nn.Linear(4, 4))
     with caplog.at_level(logging.WARNING):

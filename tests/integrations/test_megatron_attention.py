@@ -379,7 +379,7 @@ def test_pages_take_angles_of_one_side_alone(rotates):
 
 def test_the_factor_of_yarn_multiplies_what_is_turned():
     config = replace(CONFIG)
-    config.yarn_rotary_scaling_factor = 32.0  # Megatron's config has it, ours where a caller sets it
+    vars(config)["yarn_rotary_scaling_factor"] = 32.0  # Megatron's config has it, ours where a caller sets it
     layer, x, freqs = self_attention(config).eval(), hidden(), angles()
     factor = 0.1 * math.log(32.0) + 1.0
     stronger = self_attention(replace(CONFIG, softmax_scale=factor**2 * SIZE**-0.5)).eval()
@@ -392,7 +392,7 @@ def test_the_factor_of_yarn_multiplies_what_is_turned():
             x.transpose(0, 1).reshape(-1, 1, HIDDEN), None, inference_context=context, rotary_pos_emb=freqs
         )
     torch.testing.assert_close(y.view(2, LENGTH, HIDDEN).transpose(0, 1), expected, rtol=1e-5, atol=1e-5)
-    config.yarn_mscale, config.yarn_mscale_all_dim = 0.7, 0.7  # their quotient is 1
+    vars(config).update(yarn_mscale=0.7, yarn_mscale_all_dim=0.7)  # their quotient is 1
     expected, _ = self_attention()(x, None, rotary_pos_emb=freqs)
     torch.testing.assert_close(layer(x, None, rotary_pos_emb=freqs)[0], expected, rtol=1e-5, atol=1e-5)
 
@@ -409,7 +409,7 @@ def test_contexts_say_what_they_cannot_hold():
     with pytest.raises(ValueError, match="max_batch_size=0"):
         StaticContext(0, 4)
     with pytest.raises(TypeError, match=r"max_sequence_length=2\.5"):
-        StaticContext(1, 2.5)
+        StaticContext(1, 2.5)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="pages=0"):
         PagedContext(1, 1, 0, 2, 2, SIZE)
     layer, context = self_attention().eval(), PagedContext(1, 1, 8, 2, 2, SIZE)

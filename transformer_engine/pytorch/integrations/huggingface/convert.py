@@ -26,9 +26,9 @@ from ...module.loading import EXTRA_STATE
 from ...module.rmsnorm import RMSNorm
 from ...quantization.support import check_block
 from .causal_loss import causal_loss
-from .convertible import check_decoder, decoder_config, decoders_of, refuse_adapters
+from .convertible import REPLACED, check_decoder, check_hooks, decoder_config, decoders_of, refuse_adapters
 from .fused_attention import FusedAttention
-from .hooks import drop_hooks
+from .hooks import drop_hooks, renew_recorders
 from .interface import NAME, register_te_attention
 from .layer_names import LayerNames, LoadsTheirNames, SavesTheirNames
 from .made_empty import norm_of, norm_place_of, place_of, unfilled
@@ -36,9 +36,6 @@ from .rotary_angles import give_angles, give_cosines
 from .under_recipe import enter_recipe, leave_recipe
 
 M = TypeVar("M", bound=nn.Module)
-
-_NORMS = ("input_layernorm", "post_attention_layernorm")
-_REPLACED = ("self_attn", "mlp", *_NORMS)
 
 
 class Absorbed(nn.Identity):
@@ -86,7 +83,10 @@ def revert_hf(model: M) -> M:
         raise ValueError(f"{type(model).__name__} is not converted; there is nothing to revert")
     refuse_adapters(model, "take them out with unload() first")
     for decoder in decoders:
+        check_hooks(decoder)
+    for decoder in decoders:
         _revert(decoder)
+    renew_recorders(model)
     for module in model.modules():
         if module.__dict__.get("_loss_function") is causal_loss:
             del module._loss_function
@@ -120,12 +120,13 @@ def _convert(decoder: Any, config: DecoderConfig, recipe: Recipe | None) -> None
     for number, layer in enumerate(decoder.layers):
         _convert_layer(layer, number, config, names)
     norm = decoder.norm
-    decoder.norm = RMSNorm(
+    made = RMSNorm(
         config.hidden,
         eps=config.epsilon,
         zero_centered_gamma=config.zero_centered,
         **norm_place_of(norm.weight),
     )
+    decoder.norm = made.train(norm.training)
     decoder.norm.weight = norm.weight
     give_angles(decoder.rotary_emb)
     enter_recipe(decoder, recipe)
@@ -150,7 +151,7 @@ def _convert_layer(layer: Any, number: int, config: DecoderConfig, names: LayerN
         **place,
     )
     attention = FusedAttention(layer.self_attn, config, number)
-    for name, part in zip(_REPLACED, (attention, mlp, Absorbed(), Absorbed()), strict=True):
+    for name, part in zip(REPLACED, (attention, mlp, Absorbed(), Absorbed()), strict=True):
         setattr(layer, name, part.train(layer.training))
     for name, parameter in layer.named_parameters():
         parameter.copy_(stock[name])
@@ -163,7 +164,7 @@ def _revert(decoder: Any) -> None:
     for number, layer in enumerate(decoder.layers):
         _revert_layer(layer, number, decoder.config)
     norm, stock = decoder.norm, decoder.layers[0].input_layernorm
-    decoder.norm = type(stock)(norm.weight.shape[0], eps=norm.eps)
+    decoder.norm = type(stock)(norm.weight.shape[0], eps=norm.eps).train(norm.training)
     decoder.norm.weight = norm.weight
     give_cosines(decoder.rotary_emb)
     leave_recipe(decoder)
@@ -180,7 +181,7 @@ def _revert_layer(layer: Any, number: int, config: Any) -> None:
     drop_hooks(layer._load_state_dict_pre_hooks, lambda hook: isinstance(hook.hook, LoadsTheirNames))
     with torch.device("meta"):
         stock = type(layer)(config, number)
-    for name in _REPLACED:
+    for name in REPLACED:
         setattr(layer, name, getattr(stock, name).train(layer.training))
     layer.load_state_dict(state, assign=True)
     wants = {theirs: ours not in frozen for ours, theirs in names.pairs()}

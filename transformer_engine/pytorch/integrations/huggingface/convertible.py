@@ -13,10 +13,13 @@ from ....common.checks import described
 from ...conversion import DecoderConfig
 from ...conversion.families import family_named
 from ...conversion.families.settings import Settings
+from .hooks import of_callers
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma")
 # Tensors that become one, and so want gradients together.
 _JOINED = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))
+# Parts of a layer in whose place others come.
+REPLACED = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
 _LINEAR = (*_JOINED[0], "self_attn.o_proj", *_JOINED[1], "mlp.down_proj")
 _ACTIVATIONS = {"swiglu": F.silu, "geglu": lambda x: F.gelu(x, approximate="tanh")}
 
@@ -66,12 +69,31 @@ def decoder_config(decoder: nn.Module) -> DecoderConfig:
 
 def check_decoder(decoder: nn.Module, config: DecoderConfig) -> None:
     """ValueError for a layer that was changed, or whose parts cannot be one tensor."""
+    check_hooks(decoder)
+    owners: dict[int, str] = {}
     for number, layer in enumerate(decoder.layers):  # pyright: ignore[reportArgumentType]
         place = f"layer {number} of {type(decoder).__name__}"
         if not hasattr(layer.self_attn, "q_proj"):
             raise ValueError(f"{place} is converted already; call revert_hf(model) first")
         _check_products(layer, place)
         _check_activation(layer.mlp.act_fn, config.activation, place)
+        _check_sharing(layer, place, owners)
+
+
+def check_hooks(decoder: nn.Module) -> None:
+    """ValueError for a hook on what is replaced: nothing would call it any more."""
+    replaced = [
+        (f"{name} of layer {number} of {type(decoder).__name__}", layer.get_submodule(name))
+        for number, layer in enumerate(decoder.layers)  # pyright: ignore[reportArgumentType]
+        for name in REPLACED
+    ]
+    for place, module in (*replaced, (f"the last norm of {type(decoder).__name__}", decoder.norm)):
+        hooked = next(of_callers(module), None)  # pyright: ignore[reportArgumentType]
+        if hooked is not None:
+            raise ValueError(
+                f"{place} has a hook{f' on {hooked}' if hooked else ''} and is replaced; remove the hook, and register "
+                "it on the model that you get"
+            )
 
 
 def _check_products(layer: nn.Module, place: str) -> None:
@@ -95,6 +117,17 @@ def _check_products(layer: nn.Module, place: str) -> None:
             raise ValueError(
                 f"{', '.join(names)} of {place} become one weight, but only some of them want gradients; freeze all "
                 "or none of them"
+            )
+
+
+def _check_sharing(layer: nn.Module, place: str, owners: dict[int, str]) -> None:
+    """ValueError for a weight that an earlier layer has too: copies of it would train apart."""
+    for name, parameter in layer.named_parameters(remove_duplicate=False):
+        mine = f"{name} of {place}"
+        if owners.setdefault(id(parameter), mine) != mine:
+            raise ValueError(
+                f"{mine} is {owners[id(parameter)]}, and would become a weight of its own; convert models whose layers "
+                "share none"
             )
 
 

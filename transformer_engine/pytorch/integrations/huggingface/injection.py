@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....common.checks import described
 from ...attention import DotProductAttention
 from . import masks, sdpa
 from .core import DTYPES, Cores, Kind, attend, in_autocast
@@ -30,6 +31,8 @@ def inject_te_attention(model: torch.nn.Module) -> None:
     Layers that carry an `attn_module` are left as they are. model._te_attention_injected says whether any layer has
     been changed.
     """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model={described(model)} is no torch.nn.Module; give a model, or a layer of one")
     injected = sum([inject_te_attention_into_module(module) for module in list(model.modules())])
     if injected:
         object.__setattr__(model, "_te_attention_injected", True)
@@ -150,8 +153,8 @@ class Replacement:
             return
         self.warned = True
         logger.warning(
-            "scale=%s, the layer was injected with %s; its attention is left to torch. Set the layer's `scaling` "
-            "before inject_te_attention",
+            "scale=%s, the layer was injected with %s, its own; its attention is left to torch. transformers' "
+            'attn_implementation="transformer_engine" takes the scale of every call',
             scale,
             self.layout.scale,
         )

@@ -44,6 +44,14 @@ class Match:
 
 
 @dataclass(frozen=True)
+class Said:
+    """What load_state_dict tells at its end."""
+
+    missing: list[str]
+    errors: list[str]
+
+
+@dataclass(frozen=True)
 class LayerNames:
     """The tensors of a layer, of which a model without biases, for example, has some only."""
 
@@ -67,8 +75,36 @@ class LayerNames:
             if all(name in state for name in theirs):
                 state[prefix + match.ours] = match.layout.join([state.pop(name) for name in theirs])
 
+    def fill(self, layer: nn.Module, state: MutableMapping[str, Any], prefix: str, said: Said) -> None:
+        """Give a tensor whose parts are missing, or of another shape, the layer's own parts, and name those."""
+        own = dict(layer.named_parameters())
+        for match in self._renamed():
+            theirs = [prefix + name for name in match.theirs]
+            if match.ours not in own or prefix + match.ours in state:
+                continue
+            with torch.no_grad():
+                parts = match.layout.split(_values(own[match.ours]))
+            for name, part in zip(theirs, parts, strict=True):
+                given = state.get(name)
+                if given is None:
+                    said.missing.append(name)
+                elif given.shape != part.shape:
+                    said.errors.append(
+                        f"size mismatch for {name}: its shape is {list(given.shape)} in the state dict, "
+                        f"{list(part.shape)} in the model"
+                    )
+                if given is None or given.shape != part.shape:
+                    state[name] = part.detach()
+
     def to_theirs(self, state: MutableMapping[str, Any], prefix: str = "") -> None:
-        """Put theirs in the place of ours, in memory of their own: files refuse tensors that share it."""
+        """Put theirs in the place of ours, in memory of their own: files refuse tensors that share it.
+
+        Codes become values, also those of a tensor that keeps its name.
+        """
+        for match in self.matches:
+            name = prefix + match.ours
+            if not match.is_renamed and isinstance(state.get(name), QuantizedTensor):
+                state[name] = state[name].dequantize()
         for match in self._renamed():
             if prefix + match.ours in state:
                 values = _values(state.pop(prefix + match.ours))
@@ -108,4 +144,5 @@ class LoadsTheirNames:
         self, layer: nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any], strict: bool,
         missing: list[str], unexpected: list[str], errors: list[str],
     ) -> None:  # fmt: skip
+        self.names.fill(layer, state, prefix, Said(missing, errors))
         self.names.to_ours(state, prefix)

@@ -132,9 +132,10 @@ class Attention(CachedAttention, ABC):
         gates = setting(config, "attention_output_gate", False)
         if self._rotates_unsplit(rotary_pos_emb, context, packed):
             assert rotary_pos_emb is not None
+            of_query, of_key = rotary_pos_emb
             mixed, sizes = self.get_query_key_value_tensors(hidden_states, key_value_states, split_qkv=False)
             query, key, value = apply_fused_qkv_rotary_pos_emb(
-                mixed, *rotary_pos_emb, sizes, interleaved=config.rotary_interleaved
+                mixed, of_query, of_key, sizes, interleaved=config.rotary_interleaved
             )
             gate, mask_type, table, rotary_pos_emb = None, self.attn_mask_type, None, None
         else:

@@ -60,11 +60,10 @@ def concentration(config: Any) -> float:
     factor = getattr(config, "yarn_rotary_scaling_factor", None)
     if factor is None or factor <= 1:
         return 1.0
-    weights = getattr(config, "yarn_mscale", None), getattr(config, "yarn_mscale_all_dim", None)
-    if None in weights:
-        weights = 1.0, 0.0
-    above, below = (0.1 * weight * math.log(factor) + 1.0 for weight in weights)
-    return above / below
+    above, below = getattr(config, "yarn_mscale", None), getattr(config, "yarn_mscale_all_dim", None)
+    if above is None or below is None:
+        above, below = 1.0, 0.0
+    return (0.1 * above * math.log(factor) + 1.0) / (0.1 * below * math.log(factor) + 1.0)
 
 
 def check_reach(tables: tuple[Tensor | None, Tensor | None], end: int) -> None:
