@@ -90,6 +90,17 @@ def test_a_command_without_its_framework_says_what_to_install():
     assert done.stdout.strip().splitlines() == [f"{sentence}; {remedy}" for sentence in said]
 
 
+@pytest.mark.parametrize(("missing", "extra"), [(("typer",), "cli"), (("typer", "torch"), "cli-jax")])
+def test_a_command_beside_jax_alone_is_not_told_to_install_torch(missing, extra):
+    done = run(
+        "".join(BLOCK.format(name=name) for name in missing)
+        + "from transformer_engine.cli import main; main()"
+    )
+    assert done.returncode == 1
+    remedy = f'install with pip install ".[{extra}]" in a checkout of this package'
+    assert done.stderr.strip().splitlines()[-1] == f"te needs typer; {remedy}"
+
+
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="the standard library reads TOML from Python 3.11 on")
 def test_the_core_needs_no_framework_and_the_extras_bring_them():
     import tomllib

@@ -361,19 +361,19 @@ def test_a_recipe_that_the_gpu_lacks_is_refused_with_the_switch_that_emulates_it
 
 
 def test_the_collection_of_a_module_has_the_names_and_shapes_of_checkpoints():
-    with te.autocast(True, recipe.DelayedScaling(amax_history_len=16)):
-        variables = te_flax.DenseGeneral(features=8).init(jax.random.key(0), jnp.ones((2, 4)))
-    shapes = jax.tree.map(jnp.shape, variables["fp8_metas"])
-    assert shapes == {
-        f"{tensor}_{leaf}": shape
+    def made(settings):
+        with te.autocast(True, settings):
+            init = te_flax.DenseGeneral(features=8).init
+            return jax.eval_shape(init, jax.random.key(0), jnp.ones((2, 4)))
+
+    state = made(recipe.DelayedScaling(amax_history_len=16))["fp8_metas"]
+    assert {name: (leaf.shape, leaf.dtype) for name, leaf in state.items()} == {
+        f"{tensor}_{leaf}": (shape, jnp.float32)
         for tensor in ("x", "kernel", "grad")
         for leaf, shape in (("scale", (1,)), ("amax_history", (16,)))
     }
     for settings in (recipe.Float8CurrentScaling(), recipe.MXFP8BlockScaling(), recipe.Float8BlockScaling()):
-        with te.autocast(True, settings):
-            assert set(te_flax.DenseGeneral(features=8).init(jax.random.key(0), jnp.ones((2, 4)))) == {
-                "params"
-            }
+        assert set(made(settings)) == {"params"}
 
 
 def test_collections_are_updated_in_the_type_of_the_original():

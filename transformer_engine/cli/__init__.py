@@ -68,7 +68,10 @@ def main() -> None:
 
         sys.exit(diagnose(sys.argv[2:]))
     if missing:
-        sys.exit(f"te needs {', '.join(missing)}; install with {extras.command('cli')}")
+        # Who has JAX alone is not told to install torch's gigabytes.
+        alone = find_spec("torch") is None and find_spec("jax") is not None
+        remedy = extras.command("cli-jax" if alone else "cli")
+        sys.exit(f"te needs {', '.join(missing)}; install with {remedy}")
     try:
         if sys.argv[1:2] != ["doctor"]:  # which says it among the rest
             env.check_all()
