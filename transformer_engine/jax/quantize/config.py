@@ -62,8 +62,7 @@ def autocast(
     chosen = None
     if enabled:
         chosen = DelayedScaling() if recipe is None else recipe
-        family = recipes.family_of(chosen)
-        family.check(chosen)
+        family = recipes.checked_family(chosen)
         if (reason := recipes.refusal_of(family)) is not None:
             raise ValueError(reason)
     resource = sharding.mesh_resource_or_default() if mesh_resource is None else mesh_resource
