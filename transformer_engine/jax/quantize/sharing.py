@@ -17,6 +17,7 @@ from .grouped import GroupedQuantizer
 from .quantizers import DelayedScaleQuantizer, Quantizer, QuantizerSet, as_cotangent
 
 State = TypeVar("State", Quantizer, GroupedQuantizer, QuantizerSet, Mapping[str, Any])
+Devices = TypeVar("Devices", Quantizer, QuantizerSet)
 _SCALE, _HISTORY = "_scale", "_amax_history"  # how the leaves of a collection end
 
 
@@ -107,20 +108,22 @@ def _copies(n: int, certain: bool) -> Any:
     return copies
 
 
-def merged_over(quantizer_set: QuantizerSet, axes: tuple[str, ...]) -> QuantizerSet:
-    """The set within shard_map, where devices along axes hold copies of it: next states merge as in `fan_out`."""
+def merged_over(quantizer_set: Devices, axes: tuple[str, ...]) -> Devices:
+    """The set, or quantizer, within shard_map, where devices along axes hold copies of it: next states merge as in `fan_out`."""
     return _over(axes)(quantizer_set) if axes else quantizer_set
 
 
 @functools.cache
 def _over(axes: tuple[str, ...]) -> Any:
     @jax.custom_vjp
-    def over(state: QuantizerSet) -> QuantizerSet:
+    def over(state: Any) -> Any:
         return state
 
-    def backward(_: None, following: QuantizerSet) -> tuple[QuantizerSet]:
+    def backward(_: None, following: Any) -> tuple[Any]:
         # shard_map adds what copies answer, so that one of them answers for all.
         first = lax.axis_index(axes) == 0
+        if not isinstance(following, QuantizerSet):
+            return (_of_devices(following, axes, first),)
         parts = (following.x, following.kernel, following.dgrad)
         return (QuantizerSet(*[_of_devices(part, axes, first) for part in parts]),)
 
