@@ -200,6 +200,9 @@ def with_sharding_constraint_by_logical_axes(
     from flax import linen  # the layers below Flax do without it elsewhere
 
     if linen.get_logical_axis_rules():
+        if mesh is not None and (AxisType.Manual in mesh.axis_types or not isinstance(x, Tracer)):
+            # Flax neither drops manual axes nor lays an array that exists already.
+            return with_sharding_constraint(x, linen.logical_to_mesh_axes(tuple(logical_axis_names)))
         return linen.with_logical_constraint(x, tuple(logical_axis_names))
     if not is_mesh_available():
         return x
