@@ -117,12 +117,12 @@ def shared_in_shard_map(mesh: Mesh) -> dict[str, float]:
         ("norm and dense", te_flax.LayerNormDenseGeneral(features=16)),
         ("mlp", te_flax.LayerNormMLP(intermediate_dim=32, use_bias=True, activations=("silu", "linear"))),
     ):
+        options = {"deterministic": True} if name == "mlp" else {}
 
-        def loss(variables, x, model=model):
+        def loss(variables, x, model=model, options=options):
             outputs = model.apply(variables, x, **options)
             return (jax.tree.leaves(outputs)[0] ** 2).mean()
 
-        options = {"deterministic": True} if name == "mlp" else {}
         variables = nn.meta.unbox(model.init(jax.random.key(1), x, **options))
         rows = PartitionSpec(("dp", "tp"))
         mapped = jax.shard_map(

@@ -438,6 +438,17 @@ def test_the_collection_of_a_module_has_the_names_and_shapes_of_checkpoints():
             }
 
 
+def test_a_model_without_its_state_is_refused_with_the_remedy():
+    x = jnp.ones((8, 16))
+    model = te_flax.DenseGeneral(features=4)
+    variables = model.init(jax.random.key(0), x)
+    with (
+        te.autocast(True, RECIPE),
+        pytest.raises(ValueError, match=r'"fp8_metas" has no x_scale .* call init'),
+    ):
+        model.apply(variables, x)
+
+
 def test_collections_are_updated_in_the_type_of_the_original():
     original = flax.core.freeze({"a": 1, "b": 2})
     updated = te.update_collections({"b": 3}, original)

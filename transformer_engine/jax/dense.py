@@ -77,6 +77,8 @@ def check_contraction(x: Array, kernel: Array, dims: Dims) -> tuple[tuple[int, .
                 "that it has"
             )
         found.append(tuple(axis % array.ndim for axis in axes))
+        if len(set(found[-1])) < len(axes):
+            raise ValueError(f"contracting_dims={dims} name an axis of {name} twice; name each once")
     extents = [
         tuple(array.shape[axis] for axis in axes) for array, axes in zip((x, kernel), found, strict=True)
     ]

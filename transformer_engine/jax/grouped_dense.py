@@ -52,6 +52,10 @@ def grouped_dense(
         )
     if bias is not None and tuple(bias.shape) != (groups, features):
         raise ValueError(f"bias has shape {tuple(bias.shape)}; it must be {(groups, features)}")
+    if preferred_element_type is not None and not jnp.issubdtype(preferred_element_type, jnp.floating):
+        raise TypeError(
+            f"preferred_element_type={described(preferred_element_type)} is no floating-point type; give jnp.float32"
+        )
     for name in ("x", "kernel", "dgrad"):
         quantizer = getattr(quantizer_set, name)
         if quantizer is not None and not isinstance(quantizer, GroupedQuantizer):

@@ -31,6 +31,10 @@ def parameter(
 ) -> Array:
     """The module's parameter of that name, boxed with the names of its axes; the names must fit, or be none."""
     check_axis_names(f"axes of {name}", axes, len(shape))
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(
+            f"dtype={jnp.dtype(dtype).name} of {name} is no floating-point type; give jnp.float32"
+        )
     made: Any = module.param(name, nn.with_logical_partitioning(init, axes), tuple(shape), dtype)
     return made
 
@@ -130,6 +134,11 @@ class TransformerEngineBase(nn.Module):
     ) -> QuantizeMeta:
         if config.stateful:
             name, length = f"{tensor}{postfix}", config.AMAX_HISTORY_LEN
+            if not (self.has_variable(collection, f"{name}_scale") or self.is_mutable_collection(collection)):
+                raise ValueError(
+                    f'the collection "{collection}" has no {name}_scale for {"/".join(self.path) or "the model"}; call '
+                    f'init under this recipe, and apply with its state: {{"params": .., "{collection}": ..}}'
+                )
             shape, steps = ((1,), (length,)) if n_groups is None else ((n_groups,), (n_groups, length))
             scale = self.variable(collection, f"{name}_scale", jnp.ones, shape, jnp.float32)
             history = self.variable(collection, f"{name}_amax_history", jnp.zeros, steps, jnp.float32)

@@ -109,7 +109,7 @@ def _copies(n: int, certain: bool) -> Any:
 
 
 def merged_over(quantizer_set: Devices, axes: tuple[str, ...]) -> Devices:
-    """The set, or quantizer, within shard_map, where devices along axes hold copies of it: next states merge as in `fan_out`."""
+    """The set, or quantizer, within shard_map, whose next states merge over devices along axes as in `fan_out`."""
     return _over(axes)(quantizer_set) if axes else quantizer_set
 
 
