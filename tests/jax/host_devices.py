@@ -107,6 +107,32 @@ def reduced(mesh: Mesh) -> dict[str, list[float]]:
     return found
 
 
+def shared_in_shard_map(mesh: Mesh) -> dict[str, float]:
+    """Gradients and next states of what all devices share, where shard_map follows which arrays vary."""
+    x = jax.random.normal(jax.random.key(2), (64, 32))
+    found = {}
+    for name, model in (
+        ("dense", te_flax.DenseGeneral(features=16)),
+        ("norm", te_flax.LayerNorm(layernorm_type="rmsnorm")),
+        ("norm and dense", te_flax.LayerNormDenseGeneral(features=16)),
+        ("mlp", te_flax.LayerNormMLP(intermediate_dim=32, use_bias=True, activations=("silu", "linear"))),
+    ):
+        options = {"deterministic": True} if name == "mlp" else {}
+
+        def loss(variables, x, model=model, options=options):
+            outputs = model.apply(variables, x, **options)
+            return (jax.tree.leaves(outputs)[0] ** 2).mean()
+
+        variables = nn.meta.unbox(model.init(jax.random.key(1), x, **options))
+        rows = PartitionSpec(("dp", "tp"))
+        mapped = jax.shard_map(
+            lambda v, x, loss=loss: jax.grad(lambda v: jax.lax.pmean(loss(v, x), ("dp", "tp")))(v),
+            mesh=mesh, in_specs=(PartitionSpec(), rows), out_specs=PartitionSpec(),
+        )  # fmt: skip
+        found[name] = difference(jax.jit(mapped)(variables, x), jax.jit(jax.grad(loss))(variables, x))
+    return found
+
+
 def main() -> None:
     assert jax.device_count() == 8
     compile_quickly(True)
@@ -120,6 +146,8 @@ def main() -> None:
     kinds = (AxisType.Auto,) * 2
     mesh = Mesh(devices, ("dp", "tp"), axis_types=kinds)
     found: dict[str, Any] = {"reduced": reduced(mesh)}
+    with te.autocast(True, RECIPE):
+        found["shard_map"] = shared_in_shard_map(mesh)
     for name, entered in (("with mesh", lambda: mesh), ("set_mesh", lambda: jax.set_mesh(mesh))):
         with entered(), te.autocast(True, RECIPE, mesh_resource=RESOURCE):
             rules = te_flax.extend_logical_axis_rules(())

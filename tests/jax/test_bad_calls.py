@@ -133,6 +133,7 @@ CASES = [
             "all": ((0, 1), (0, 1)),
             "three": ((1,), (0,), (0,)),
             "negative": ((-3,), (0,)),
+            "twice": ((1, -1), (0, 0)),
         },
     ),
     (
@@ -186,7 +187,29 @@ CASES = [
     (
         lambda a: module_call(te_flax.DenseGeneral, ones(4, 8), features=3, axis=a),
         "DenseGeneral axis",
-        {"outside": 2, "all": (0, 1), "below": -3},
+        {"outside": 2, "all": (0, 1), "below": -3, "none at all": ()},
+    ),
+    (
+        lambda a: module_call(te_flax.DenseGeneral, ones(4, 2, 8), features=3, axis=a),
+        "DenseGeneral axes",
+        {"twice": (1, 1), "twice in two ways": (-1, 2)},
+    ),
+    (
+        lambda d: module_call(te_flax.LayerNorm, ones(4, 8), dtype=d),
+        "LayerNorm dtype",
+        {"integers": jnp.int32, "booleans": jnp.bool_},
+    ),
+    (
+        lambda d: module_call(te_flax.LayerNormDenseGeneral, ones(4, 8), features=3, depth_scaling=d),
+        "LayerNormDenseGeneral depth",
+        {"zero": 0.0, "nan": float("nan"), "text": "x"},
+    ),
+    (
+        lambda d: te.dense.grouped_dense(
+            ones(4, 8), ones(2, 8, 3), np.asarray([1, 3], np.int32), preferred_element_type=d
+        ),
+        "grouped_dense dtype",
+        {"integers": jnp.int32},
     ),
     (lambda x: module_call(te_flax.DenseGeneral, x, features=3), "DenseGeneral inputs", ARRAYS),
     (
@@ -237,7 +260,13 @@ CASES = [
     (
         lambda a: module_call(te_flax.LayerNormMLP, ones(4, 8), intermediate_dim=4, activations=a),
         "LayerNormMLP activations",
-        {"unknown": ("nosuch",), "number": (3,), "second": ("gelu", "nosuch")},
+        {
+            "unknown": ("nosuch",),
+            "number": (3,),
+            "second": ("gelu", "nosuch"),
+            "none at all": (),
+            "text": "gelu",
+        },
     ),
     (
         lambda r: module_call(

@@ -276,3 +276,23 @@ def test_a_module_within_nnx_trains_and_keeps_its_state():
     np.testing.assert_array_equal(scales["x_amax_history"][...][-3:], jnp.full(3, jnp.abs(x).max()))
     with pytest.raises(TypeError, match=r"give a module of flax\.linen"):
         bridged(nn.Dense, nnx.Rngs(0), x)
+
+
+def test_a_model_of_nnx_that_a_loss_calls_twice_keeps_the_larger_amax():
+    x = jax.random.normal(jax.random.key(0), (8, 16))
+    with te.autocast(True, DELAYED):
+        model = bridged(te_flax.DenseGeneral(features=4), nnx.Rngs(0), x)
+        value_and_grad(lambda model: (model(x) ** 2).mean() + (model(5 * x) ** 2).mean(), model)
+    assert model.x_amax_history[...][-1] == jnp.abs(5 * x).max()
+    assert model.x_scale[...][0] == np.float32(448) / jnp.abs(5 * x).max()
+    assert model.kernel_scale[...][0] == np.float32(448) / jnp.abs(model.kernel[...]).max()
+
+
+@pytest.mark.parametrize("module", [te_flax.LayerNorm(), te_flax.LayerNormMLP(intermediate_dim=8)])
+def test_a_module_with_names_of_axes_needs_no_mesh_within_nnx(module):
+    x = jax.random.normal(jax.random.key(0), (8, 16))
+    with te.autocast(True, DELAYED):
+        model = bridged(module, nnx.Rngs(0), x)
+        _, gradients = value_and_grad(lambda model: jax.tree.leaves(model(x))[0].sum(), model)
+    beta = gradients["ln_bias"][...]
+    assert beta.shape == (16,) and float(jnp.abs(beta).max()) > 0

@@ -63,6 +63,11 @@ def test_a_checkpoint_of_one_device_restores_on_eight(facts):
     assert facts["restored shards"] == 2
 
 
+@pytest.mark.parametrize("layer", ["dense", "norm", "norm and dense", "mlp"])
+def test_gradients_and_states_within_shard_map_are_those_of_one_device(facts, layer):
+    assert facts["shard_map"][layer] < 1e-5
+
+
 def test_collectives_go_over_the_axes_of_the_resource(facts):
     """The numbers 0 to 7 on 4 x 2 devices: maximum but for the pipeline, sum over batches, sum over tokens."""
     assert facts["reduced"] == {"dp and tpsp": [7, 0 + 2 + 4 + 6, 28], "pp and fsdp": [1, 1, 1]}

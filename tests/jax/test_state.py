@@ -269,6 +269,82 @@ def test_a_module_called_twice_merges_its_states_by_itself():
     jax.tree.map(np.testing.assert_array_equal, following, again)
 
 
+class Branch(nn.Module):
+    """Two layers, of which a step may leave out the second."""
+
+    @nn.compact
+    def __call__(self, x, both=True):
+        y = te_flax.DenseGeneral(16, name="always")(x)
+        return te_flax.DenseGeneral(8, name="sometimes")(y) if both or self.is_initializing() else y
+
+
+def branch(x):
+    """(loss(state, x, both) of a Branch, its state); called within autocast."""
+    model = Branch()
+    state, params = flax.core.pop(nn.meta.unbox(model.init(jax.random.key(1), x)), "params")
+
+    def loss(state, x, both=True):
+        return (model.apply({"params": params, **state}, x, both) ** 2).sum()
+
+    return loss, state
+
+
+def test_a_layer_that_a_step_left_out_begins_again_as_a_new_one():
+    x = jax.random.normal(jax.random.key(0), (16, 32))
+    with te.autocast(True, RECIPE):
+        loss, new = branch(x)
+        following = jax.grad(loss)(new, x, False)
+        layer = following["fp8_metas"]["sometimes"]
+        assert layer["x_scale"] == 0.0  # JAX's gradient of what was not read
+        as_new = {"fp8_metas": {**following["fp8_metas"], "sometimes": new["fp8_metas"]["sometimes"]}}
+        got, want = (jax.value_and_grad(loss)(state, x) for state in (following, as_new))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert np.isfinite(got[0])
+    assert got[1]["fp8_metas"]["sometimes"]["x_scale"] > 0
+
+
+def test_groups_whose_state_was_not_read_begin_as_new_ones():
+    grouped = te_flax.make_grouped_dense_cls(RECIPE)
+    x, kernel = jax.random.normal(jax.random.key(0), (8, 16)), jnp.ones((2, 16, 4))
+    arguments = x, kernel, jnp.asarray([3, 5])
+    new = grouped.init(jax.random.key(1), *arguments)
+    got = grouped.apply(jax.tree.map(jnp.zeros_like, new), *arguments)
+    np.testing.assert_array_equal(got, grouped.apply(new, *arguments))
+
+
+@pytest.mark.parametrize("uses", ["one after another", "scan", "vmap"])
+def test_a_model_applied_to_two_batches_keeps_the_larger_amax_of_every_state(uses):
+    x = jax.random.normal(jax.random.key(0), (16, 32))
+    batches = jnp.stack([x, 5.0 * x])
+    with te.autocast(True, RECIPE):
+        loss, state = branch(x)
+
+        def both(state):
+            copies = fan_out(state, 2)
+            if uses == "one after another":
+                return loss(copies[0], batches[0]) + loss(copies[1], batches[1])
+            stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *copies)
+            if uses == "vmap":
+                return jax.vmap(loss)(stacked, batches).sum()
+            return jax.lax.scan(lambda sum, one: (sum + loss(*one), None), 0.0, (stacked, batches))[0]
+
+        following = jax.jit(jax.grad(both))(state)["fp8_metas"]
+        alone = [jax.grad(loss)(state, batch)["fp8_metas"] for batch in batches]
+    for layer in ("always", "sometimes"):
+        for tensor in ("x", "kernel", "grad"):
+            scales, histories = (
+                [one[layer][f"{tensor}{name}"] for one in alone] for name in ("_scale", "_amax_history")
+            )
+            np.testing.assert_array_equal(following[layer][f"{tensor}_scale"], jnp.minimum(*scales))
+            np.testing.assert_array_equal(following[layer][f"{tensor}_amax_history"], jnp.maximum(*histories))
+
+
+@pytest.mark.parametrize("given", [{"params": {"kernel": np.ones(4, np.float32)}}, [1], None])
+def test_what_is_no_state_is_not_fanned_out(given):
+    with pytest.raises(TypeError, match=r"quantizer_set.* give"):
+        fan_out(given, 2)
+
+
 def test_a_state_that_no_branch_used_stays_as_it_is():
     state = delayed_set()
     state.x.scale = jnp.full(1, 7.0)
@@ -330,6 +406,8 @@ def test_autocast_nests_and_is_restored():
         (recipe.DelayedScaling(reduce_amax=False), ValueError, "set it to True"),
         (recipe.DelayedScaling(scaling_factor_compute_algo=lambda *a: a[1]), ValueError, "must be None"),
         (recipe.CustomRecipe(qfactory=lambda role: None), ValueError, "choose one of them"),
+        (recipe.Float8CurrentScaling(backward_override="high_precision"), ValueError, "set it to None"),
+        (recipe.Float8BlockScaling(backward_override="dequantized"), ValueError, "set it to None"),
         ("DelayedScaling", TypeError, "pass an instance"),
     ],
 )
@@ -360,6 +438,13 @@ def test_a_recipe_that_the_gpu_lacks_is_refused_with_the_switch_that_emulates_it
         assert te.quantize.get_global_quantize_recipe() is settings
 
 
+def test_a_recipe_that_cannot_be_followed_is_refused_without_autocast():
+    refused = te_flax.make_dot_general_cls(recipe.MXFP8BlockScaling(backward_override="dequantized"))
+    layer = nn.Dense(4, dot_general=refused())
+    with pytest.raises(ValueError, match="backward_override='dequantized'"):
+        layer.init(jax.random.key(0), jnp.ones((8, 16)))
+
+
 def test_the_collection_of_a_module_has_the_names_and_shapes_of_checkpoints():
     def made(settings):
         with te.autocast(True, settings):
@@ -374,6 +459,17 @@ def test_the_collection_of_a_module_has_the_names_and_shapes_of_checkpoints():
     }
     for settings in (recipe.Float8CurrentScaling(), recipe.MXFP8BlockScaling(), recipe.Float8BlockScaling()):
         assert set(made(settings)) == {"params"}
+
+
+def test_a_model_without_its_state_is_refused_with_the_remedy():
+    x = jnp.ones((8, 16))
+    model = te_flax.DenseGeneral(features=4)
+    variables = model.init(jax.random.key(0), x)
+    with (
+        te.autocast(True, RECIPE),
+        pytest.raises(ValueError, match=r'"fp8_metas" has no x_scale .* call init'),
+    ):
+        model.apply(variables, x)
 
 
 def test_collections_are_updated_in_the_type_of_the_original():

@@ -13,6 +13,7 @@ from .checks import check_values
 from .primitives.activation import ACTIVATIONS, ActivationParams, activation_backward, activation_forward
 from .quantize.quantizers import Quantizer
 from .quantized_identity import quantized_identity
+from .varying import vary_alike
 
 __all__ = ["ActivationParams", "activation", "is_known"]
 
@@ -36,6 +37,7 @@ def activation(
     """
     check_values("x", x)
     names = check_activation(activation_type, x.shape)
+    x, quantizer = vary_alike(x, quantizer)
     y: Any = _activation(x, names, ActivationParams.of(act_params))
     return y if quantizer is None else quantized_identity(y, quantizer)
 

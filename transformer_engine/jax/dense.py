@@ -17,6 +17,7 @@ from .products import column_operand, encode, forward_product, gradient_product,
 from .quantize.quantizers import QuantizerSet, advanced_together, as_cotangent, noop_quantizer_set
 from .sharding import with_sharding_constraint_by_logical_axes
 from .sources import Source, Values
+from .varying import vary_alike
 
 __all__ = ["dense", "grouped_dense"]
 
@@ -78,6 +79,8 @@ def check_contraction(x: Array, kernel: Array, dims: Dims) -> tuple[tuple[int, .
                 "that it has"
             )
         found.append(tuple(axis % array.ndim for axis in axes))
+        if len(set(found[-1])) < len(axes):
+            raise ValueError(f"contracting_dims={dims} name an axis of {name} twice; name each once")
     extents = [
         tuple(array.shape[axis] for axis in axes) for array, axes in zip((x, kernel), found, strict=True)
     ]
@@ -100,6 +103,7 @@ def product_of(
 
     contracted   how many axes are summed over: the operand's last, the kernel's first
     """
+    (given, kernel), quantizer_set = vary_alike((given, kernel), quantizer_set)
     y: Any = _product(source, contracted, given, kernel, quantizer_set)
     return y
 

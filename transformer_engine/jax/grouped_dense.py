@@ -15,6 +15,7 @@ from .primitives.grouped_gemm import Scales, grouped_contraction, grouped_gemm
 from .quantize.grouped import GroupedNoScaleTensor, GroupedQuantizer, group_of_rows
 from .quantize.quantizers import QuantizerSet, as_cotangent, noop_quantizer_set
 from .quantize.scaling_modes import TensorUsage
+from .varying import vary_alike
 
 __all__ = ["grouped_dense"]
 
@@ -51,6 +52,10 @@ def grouped_dense(
         )
     if bias is not None and tuple(bias.shape) != (groups, features):
         raise ValueError(f"bias has shape {tuple(bias.shape)}; it must be {(groups, features)}")
+    if preferred_element_type is not None and not jnp.issubdtype(preferred_element_type, jnp.floating):
+        raise TypeError(
+            f"preferred_element_type={described(preferred_element_type)} is no floating-point type; give jnp.float32"
+        )
     for name in ("x", "kernel", "dgrad"):
         quantizer = getattr(quantizer_set, name)
         if quantizer is not None and not isinstance(quantizer, GroupedQuantizer):
@@ -59,7 +64,9 @@ def grouped_dense(
             )
     if quantizer_set.is_noop:
         kernel = kernel.astype(x.dtype)
-    y: Any = _grouped_dense(x, kernel, group_sizes.astype(jnp.int32), quantizer_set)
+    values = x, kernel, group_sizes.astype(jnp.int32)
+    values, quantizer_set = vary_alike(values, quantizer_set)
+    y: Any = _grouped_dense(*values, quantizer_set)
     if bias is not None:
         wide = jnp.concatenate((bias.astype(y.dtype), jnp.zeros((1, features), y.dtype)))
         y = y + wide[group_of_rows(group_sizes, x.shape[0])]

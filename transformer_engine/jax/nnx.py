@@ -9,17 +9,24 @@ import jax
 from flax import linen, nnx
 from jax import Array
 
+from .flax.base import one_step
 from .flax.state_module import OVERWRITE_WITH_GRADIENT
 from .quantize.config import NVTE_FP8_COLLECTION_NAME
+from .sharding import is_mesh_available
 
 __all__ = ["bridged", "state_type", "value_and_grad"]
 
 
 def bridged(module: linen.Module, rngs: nnx.Rngs, *inputs: Any, **options: Any) -> Any:
-    """The linen module as one of NNX, its parameters and state made for inputs."""
+    """The linen module as one of NNX, its parameters and state made for inputs.
+
+    Without a mesh the names of its parameters' axes stay names; NNX would ask for a mesh to lay them over.
+    """
     if not isinstance(module, linen.Module):
         raise TypeError(f"module is a {type(module).__name__}; give a module of flax.linen")
-    return nnx.bridge.lazy_init(nnx.bridge.ToNNX(module, rngs=rngs), *inputs, **options)
+    lays = nnx.using_eager_sharding() and is_mesh_available()
+    with nnx.use_eager_sharding(lays):
+        return nnx.bridge.lazy_init(nnx.bridge.ToNNX(module, rngs=rngs), *inputs, **options)
 
 
 def state_type(collection: str = NVTE_FP8_COLLECTION_NAME) -> type[nnx.Variable]:
@@ -32,11 +39,17 @@ def value_and_grad(
 ) -> tuple[Array, nnx.State]:
     """(loss(model, *args), gradients of its nnx.Params); the model's quantizers are brought one step forward.
 
-    The gradient of a state is its next state, which is written into the model.
+    The gradient of a state is its next state, which is written into the model. Where loss calls the model several times
+    the larger amax of the calls counts; calls inside of jit, scan or vmap within loss have to be one.
     """
+
+    def of_one_step(model: Any, *args: Any, **kwargs: Any) -> Array:
+        with one_step():
+            return loss(model, *args, **kwargs)
+
     states = (state_type(), state_type(OVERWRITE_WITH_GRADIENT))
     wanted = nnx.DiffState(0, nnx.Any(nnx.Param, *states))
-    value, gradients = nnx.value_and_grad(loss, argnums=wanted)(model, *args, **kwargs)
+    value, gradients = nnx.value_and_grad(of_one_step, argnums=wanted)(model, *args, **kwargs)
     parameters, following, _ = nnx.split_state(gradients, nnx.Param, nnx.Any(*states), ...)
     if jax.tree.leaves(following):
         nnx.update(model, following)

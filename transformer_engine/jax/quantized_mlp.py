@@ -20,6 +20,7 @@ from .primitives.operand import Operand
 from .products import column_operand, encode, forward_product, gradient_product, row_operand
 from .quantize.quantizers import QuantizerSet, advanced_together, as_cotangent
 from .sources import Activation, Made, Source
+from .varying import vary_alike
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ def quantized_mlp(
     quantizer_sets: Sequence[QuantizerSet],
 ) -> Array:
     """y [*batch, h] of given, whose first is x [*batch, h]; kernels [h, n_act, f], [f, h]; bias [n_act, f] or None."""
-    y: Any = _mlp(plan, given, tuple(kernels), bias, tuple(quantizer_sets))
+    values, sets = vary_alike((given, tuple(kernels), bias), tuple(quantizer_sets))
+    y: Any = _mlp(plan, *values, sets)
     return y
 
 

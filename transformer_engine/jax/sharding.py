@@ -180,7 +180,8 @@ def with_sharding_constraint_by_logical_axes(
 ) -> Array:
     """x, laid over the mesh by the names of its axes: Flax's axis rules, or the names of this module.
 
-    None or () does nothing; without Flax rules names of this module are mapped with a DeprecationWarning.
+    None or () does nothing, nor does any name where all axes of the mesh are manual (shard_map, pmap); without Flax
+    rules names of this module are mapped with a DeprecationWarning.
     """
     if not logical_axis_names:
         return x
@@ -189,9 +190,14 @@ def with_sharding_constraint_by_logical_axes(
             f"{len(logical_axis_names)} axis names {tuple(logical_axis_names)} for an array of {x.ndim} axes; "
             "give one a dimension, None where it is not laid over the mesh"
         )
+    if (mesh := _mesh()) is not None and all(kind is AxisType.Manual for kind in mesh.axis_types):
+        return x  # inside shard_map or pmap, where no axis is left to lay anything over
     from flax import linen  # the layers below Flax do without it elsewhere
 
     if linen.get_logical_axis_rules():
+        if mesh is not None and (AxisType.Manual in mesh.axis_types or not isinstance(x, Tracer)):
+            # Flax neither drops manual axes nor lays an array that exists already.
+            return with_sharding_constraint(x, linen.logical_to_mesh_axes(tuple(logical_axis_names)))
         return linen.with_logical_constraint(x, tuple(logical_axis_names))
     if not is_mesh_available():
         return x

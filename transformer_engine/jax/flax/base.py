@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +31,10 @@ def parameter(
 ) -> Array:
     """The module's parameter of that name, boxed with the names of its axes; the names must fit, or be none."""
     check_axis_names(f"axes of {name}", axes, len(shape))
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(
+            f"dtype={jnp.dtype(dtype).name} of {name} is no floating-point type; give jnp.float32"
+        )
     made: Any = module.param(name, nn.with_logical_partitioning(init, axes), tuple(shape), dtype)
     return made
 
@@ -42,7 +48,7 @@ def kernel_initializer(
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Unread:
     """What is left of a state for further calls of its module: the copy, and where and what it is a copy of."""
 
@@ -51,7 +57,24 @@ class _Unread:
     rest: QuantizerSet
 
     def is_of(self, trace: Any, leaves: list[Array]) -> bool:
-        return self.trace == trace and all(a is b for a, b in zip(self.leaves, leaves, strict=True))
+        return (
+            self.trace == trace
+            and len(self.leaves) == len(leaves)
+            and all(a is b for a, b in zip(self.leaves, leaves, strict=True))
+        )
+
+
+_of_step: ContextVar[list[_Unread] | None] = ContextVar("transformer_engine_jax_unread_states", default=None)
+
+
+@contextmanager
+def one_step() -> Iterator[None]:
+    """Every call of a model in this block, within one differentiated function, reads its own copy of a state."""
+    token = _of_step.set([])
+    try:
+        yield
+    finally:
+        _of_step.reset(token)
 
 
 class TransformerEngineBase(nn.Module):
@@ -88,19 +111,22 @@ class TransformerEngineBase(nn.Module):
         )
         if not config.stateful or self.is_initializing():
             return quantizers
-        return self._one_use(collection + postfix, quantizers)
+        return self._one_use(quantizers)
 
-    def _one_use(self, name: str, quantizers: QuantizerSet) -> QuantizerSet:
+    def _one_use(self, quantizers: QuantizerSet) -> QuantizerSet:
         """A copy of the set for this call: the next states of all calls of a module merge, see `fan_out`.
 
         Calls under another transformation of JAX than the first (jit or grad within the model) do not belong together.
         """
-        unread: dict[str, _Unread] = self.__dict__.setdefault("_unread_states", {})
+        of_module: list[_Unread] = self.__dict__.setdefault("_unread_states", [])
+        of_step = _of_step.get()
+        unread = of_module if of_step is None else of_step
         trace, leaves = tracers.current_trace(), jax.tree.leaves(quantizers)
-        earlier = unread.get(name)
-        source = earlier.rest if earlier is not None and earlier.is_of(trace, leaves) else quantizers
-        one, rest = one_and_rest(source)
-        unread[name] = _Unread(trace, leaves, rest)
+        earlier = next((state for state in unread if state.is_of(trace, leaves)), None)
+        one, rest = one_and_rest(quantizers if earlier is None else earlier.rest)
+        if earlier is not None:
+            unread.remove(earlier)
+        unread.append(_Unread(trace, leaves, rest))
         return one
 
     def _quantizer_state(
@@ -108,6 +134,11 @@ class TransformerEngineBase(nn.Module):
     ) -> QuantizeMeta:
         if config.stateful:
             name, length = f"{tensor}{postfix}", config.AMAX_HISTORY_LEN
+            if not (self.has_variable(collection, f"{name}_scale") or self.is_mutable_collection(collection)):
+                raise ValueError(
+                    f'the collection "{collection}" has no {name}_scale for {"/".join(self.path) or "the model"}; call '
+                    f'init under this recipe, and apply with its state: {{"params": .., "{collection}": ..}}'
+                )
             shape, steps = ((1,), (length,)) if n_groups is None else ((n_groups,), (n_groups, length))
             scale = self.variable(collection, f"{name}_scale", jnp.ones, shape, jnp.float32)
             history = self.variable(collection, f"{name}_amax_history", jnp.zeros, steps, jnp.float32)

@@ -90,4 +90,7 @@ def checked_axes(axis: Iterable[int] | int, ndim: int) -> tuple[int, ...]:
         raise ValueError(
             f"axis={axis} of an input of {ndim} axes; give axes between {-ndim} and {ndim - 1} and keep at least one"
         )
-    return _normalize_axes(axes, ndim)
+    normalized = _normalize_axes(axes, ndim)
+    if not axes or len(set(normalized)) < len(axes):
+        raise ValueError(f"axis={axis} of an input of {ndim} axes; name at least one axis, and each once")
+    return normalized

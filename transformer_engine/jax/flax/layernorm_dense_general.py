@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax import Array
 
-from ...common.checks import whole
+from ...common.checks import positive, whole
 from ..checks import check_values
 from ..dense import dense
 from ..layernorm_dense import layernorm_dense
@@ -67,6 +67,8 @@ class LayerNormDenseGeneral(TransformerEngineBase):
         features = _canonicalize_tuple(self.features)
         for extent in features:
             whole("features", extent)
+        if self.depth_scaling is not None:
+            positive("depth_scaling", self.depth_scaling)
         axis = checked_axes(self.axis, inputs.ndim)
         if self._in_one(axis, inputs.ndim):
             return self._depth_scaled(self._normalized_product(inputs, features)), None

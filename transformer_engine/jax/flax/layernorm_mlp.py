@@ -79,6 +79,10 @@ class LayerNormMLP(TransformerEngineBase):
         """inputs [*batch, h]; deterministic: without dropout."""
         check_values("inputs", inputs)
         whole("intermediate_dim", self.intermediate_dim)
+        if isinstance(self.activations, str) or not self.activations:
+            raise ValueError(
+                f"activations={described(self.activations)}; give a sequence of at least one, such as ('gelu',)"
+            )
         drop_rate("intermediate_dropout_rate", self.intermediate_dropout_rate)
         if checked_axes(self.axis, inputs.ndim) != (inputs.ndim - 1,):
             raise ValueError(

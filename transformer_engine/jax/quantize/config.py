@@ -63,8 +63,7 @@ def autocast(
     chosen = None
     if enabled:
         chosen = DelayedScaling() if recipe is None else recipe
-        family = recipes.family_of(chosen)
-        family.check(chosen)
+        family = recipes.checked_family(chosen)
         if (reason := recipes.refusal_of(family)) is not None:
             raise ValueError(reason)
     # An empty MeshResource in its place would let layers under a mesh leave every tensor where it lies, in silence.

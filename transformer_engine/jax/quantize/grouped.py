@@ -220,7 +220,7 @@ class GroupedQuantizer:
         # Once: fused into what reads it, one thread would look at all rows (H200, 16384 of them: 0.44 ms a reader).
         amaxes = settled(exact.float_of(jnp.where(belongs, of_row, 0).max(axis=1, initial=0)))
         if isinstance(quantizer, DelayedScaleQuantizer):
-            scales = quantizer.scale
+            scales = quantizer.multiplier
         else:
             scales = scale_from_amax(
                 amaxes, element.maximum, power_of_two=quantizer.power_of_two, epsilon=quantizer.epsilon

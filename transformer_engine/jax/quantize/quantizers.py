@@ -241,7 +241,7 @@ class CurrentScaleQuantizer(Quantizer):
 class DelayedScaleQuantizer(Quantizer):
     """One scale a tensor, made from the absolute maxima of earlier steps.
 
-    scale         float32 [1], what values are multiplied by
+    scale         float32 [1], what values are multiplied by; 0 is read as 1
     amax_history  float32 [length]
     """
 
@@ -263,11 +263,16 @@ class DelayedScaleQuantizer(Quantizer):
         assert amax is not None
         return advanced_together((self,), (amax,))[0]  # pyright: ignore[reportReturnType]
 
+    @property
+    def multiplier(self) -> Array:
+        """The scale; 1 in the place of 0, which is JAX's gradient of a state that a step left unread, and no scale."""
+        return jnp.where(self.scale == 0, jnp.ones_like(self.scale), self.scale)
+
     def cast(self) -> Cast | None:
-        return Cast(self.spec(self.q_layout.has_rowwise, self.q_layout.has_colwise), self.scale)
+        return Cast(self.spec(self.q_layout.has_rowwise, self.q_layout.has_colwise), self.multiplier)
 
     def _codes(self, matrix: Array, spec: QuantizeSpec) -> primitive.Quantized:
-        return primitive.quantize(matrix, spec, multiplier=self.scale)
+        return primitive.quantize(matrix, spec, multiplier=self.multiplier)
 
 
 @_register

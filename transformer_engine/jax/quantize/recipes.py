@@ -183,6 +183,18 @@ def family_of(recipe: Recipe) -> Family:
     raise ValueError(f"recipe={described(recipe)}: transformer_engine.jax takes {names}; choose one of them")
 
 
+def checked_family(recipe: Recipe) -> Family:
+    """The row of a recipe, whose settings JAX's side has; ValueError for those that it has not."""
+    family = family_of(recipe)
+    if recipe.backward_override is not None:
+        raise ValueError(
+            f"{type(recipe).__name__}: backward_override={recipe.backward_override!r}; products of the backward pass "
+            "are quantized as the recipe says here, set it to None or unset NVTE_BACKWARD_OVERRIDE"
+        )
+    family.check(recipe)
+    return family
+
+
 def element_types(recipe: Recipe) -> tuple[Any, Any]:
     """dtypes of the codes in the forward and in the backward pass."""
     form = recipe.fp4_format if isinstance(recipe, NVFP4BlockScaling) else recipe.fp8_format
@@ -205,7 +217,7 @@ def make_quantizer(
     recipe: Recipe, source: TensorSource, layout: QuantizeLayout, checkpoint_name: str | None, **state: Any
 ) -> Quantizer:
     """The quantizer of one tensor of a linear layer."""
-    family = family_of(recipe)
+    family = checked_family(recipe)
     mode = family.modes(recipe, source)
     dtypes = element_types(recipe)
     return QUANTIZERS[mode](  # pyright: ignore[reportCallIssue]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -12,22 +12,61 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
 
-from ...common.checks import whole
+from ...common.checks import described, whole
 from .grouped import GroupedQuantizer
 from .quantizers import DelayedScaleQuantizer, Quantizer, QuantizerSet, as_cotangent
 
-State = TypeVar("State", Quantizer, GroupedQuantizer, QuantizerSet)
+State = TypeVar("State", Quantizer, GroupedQuantizer, QuantizerSet, Mapping[str, Any])
+Devices = TypeVar("Devices", Quantizer, QuantizerSet)
+_SCALE, _HISTORY = "_scale", "_amax_history"  # how the leaves of a collection end
 
 
 def fan_out(quantizer_set: State, n: int) -> tuple[State, ...]:
-    """n copies of a quantizer set (or of one quantizer), one for each use of it within a step.
+    """n copies of a quantizer set, of one quantizer, or of a model's state, one for each use of it within a step.
 
+    quantizer_set   or the variables {"fp8_metas": ..} of a model that is applied several times in one step
     The cotangent of a quantizer is its next state, and JAX adds the cotangents of what is used several times: the sum
     of scales is no scale. Of copies the next states merge instead: the larger amax, hence the smaller scale. Copies
-    that were not used do not count; where none was, the state stays as it is.
+    that were not used do not count; where none was, the state stays as it is. Raises TypeError for what is no state.
     """
     whole("n", n)
+    if isinstance(quantizer_set, Mapping):
+        return _of_collections(quantizer_set, n)
+    if not isinstance(quantizer_set, (Quantizer, GroupedQuantizer, QuantizerSet)):
+        raise TypeError(
+            f"quantizer_set={described(quantizer_set)} is a {type(quantizer_set).__name__}; give a quantizer, a "
+            'quantizer set, or the variables {"fp8_metas": ..} of a model'
+        )
     return _copies(n, False)(quantizer_set)
+
+
+def _of_collections(collections: Any, n: int) -> tuple[Any, ...]:
+    """n copies of nested dicts, in which every `*_scale` lies beside its `*_amax_history`."""
+    found, tree = jax.tree_util.tree_flatten_with_path(collections)
+    places = {jax.tree_util.keystr(path, simple=True, separator="/"): i for i, (path, _) in enumerate(found)}
+    pairs: list[tuple[int, int]] = []
+    for name, place in places.items():
+        stem = name.removesuffix(_SCALE).removesuffix(_HISTORY)
+        scale, history = places.get(stem + _SCALE), places.get(stem + _HISTORY)
+        if scale is None or history is None:
+            raise TypeError(
+                f"quantizer_set holds {name}, which is not the state of a quantizer; give the collections of states "
+                'alone, {"fp8_metas": variables["fp8_metas"]}'
+            )
+        if place == scale:
+            pairs.append((scale, history))
+    leaves = [leaf for _, leaf in found]
+    # Which element their codes have does not matter: nothing is quantized here.
+    states = tuple(
+        DelayedScaleQuantizer(jnp.dtype(jnp.float8_e4m3fn), scale=leaves[scale], amax_history=leaves[history])
+        for scale, history in pairs
+    )
+    copies = []
+    for copy in _copies(n, False)(states):
+        for (scale, history), state in zip(pairs, copy, strict=True):
+            leaves[scale], leaves[history] = state.scale, state.amax_history
+        copies.append(jax.tree.unflatten(tree, leaves))
+    return tuple(copies)
 
 
 def one_and_rest(quantizer_set: State) -> tuple[State, State]:
@@ -46,7 +85,7 @@ def _copies(n: int, certain: bool) -> Any:
     """
 
     @jax.custom_vjp
-    def copies(state: State) -> tuple[State, ...]:
+    def copies(state: Any) -> tuple[Any, ...]:
         return (state,) * n
 
     def forward(state: Any) -> tuple[tuple[Any, ...], Any]:
@@ -60,26 +99,31 @@ def _copies(n: int, certain: bool) -> Any:
                 _merged(getattr(state, p), [getattr(copy, p) for copy in following], certain) for p in parts
             ]
             return (QuantizerSet(*merged),)
+        if isinstance(state, tuple):
+            copies_of = zip(state, zip(*following, strict=True), strict=True)
+            return (tuple(_merged(one, copies, certain) for one, copies in copies_of),)
         return (_merged(state, following, certain),)
 
     copies.defvjp(forward, backward, symbolic_zeros=True)
     return copies
 
 
-def merged_over(quantizer_set: QuantizerSet, axes: tuple[str, ...]) -> QuantizerSet:
-    """The set within shard_map, where devices along axes hold copies of it: next states merge as in `fan_out`."""
+def merged_over(quantizer_set: Devices, axes: tuple[str, ...]) -> Devices:
+    """The set, or quantizer, within shard_map, whose next states merge over devices along axes as in `fan_out`."""
     return _over(axes)(quantizer_set) if axes else quantizer_set
 
 
 @functools.cache
 def _over(axes: tuple[str, ...]) -> Any:
     @jax.custom_vjp
-    def over(state: QuantizerSet) -> QuantizerSet:
+    def over(state: Any) -> Any:
         return state
 
-    def backward(_: None, following: QuantizerSet) -> tuple[QuantizerSet]:
+    def backward(_: None, following: Any) -> tuple[Any]:
         # shard_map adds what copies answer, so that one of them answers for all.
         first = lax.axis_index(axes) == 0
+        if not isinstance(following, QuantizerSet):
+            return (_of_devices(following, axes, first),)
         parts = (following.x, following.kernel, following.dgrad)
         return (QuantizerSet(*[_of_devices(part, axes, first) for part in parts]),)
 
@@ -113,8 +157,10 @@ def _merged(state: Any, following: Sequence[Any], certain: bool) -> Any:
     used = scale > 0
     leaves = {
         "scale": jnp.where(used, scale, state.scale),
-        # [length] of one tensor, [groups, length] of several
-        "amax_history": jnp.where(used if history.ndim == 1 else used[:, None], history, state.amax_history),
+        # [.., 1] and [.., length] of one tensor, [.., groups] and [.., groups, length] of several
+        "amax_history": jnp.where(
+            used if used.ndim == history.ndim else used[..., None], history, state.amax_history
+        ),
     }
     _, tree = jax.tree.flatten(state)
     return jax.tree.unflatten(tree, [leaves[name] for name in state.STATE])
