@@ -26,6 +26,14 @@ def check_bias(bias: Array | None, features: Sequence[int]) -> None:
         )
 
 
+def check_mask(mask: Array, scores: Sequence[int]) -> None:
+    """ValueError unless a mask has the extents of scores [b, h, q, k], or 1 in their place."""
+    if mask.ndim != 4 or any(n not in (1, m) for n, m in zip(mask.shape, scores, strict=True)):
+        raise ValueError(
+            f"the mask has shape {tuple(mask.shape)}; it must be {tuple(scores)}, or 1 in place of an extent"
+        )
+
+
 def check_axis_names(name: str, axes: Sequence[str | None] | None, ndim: int) -> None:
     """ValueError unless there is one name an axis, or none at all."""
     if axes and len(axes) != ndim:

@@ -7,7 +7,8 @@ import enum
 import jax.numpy as jnp
 from jax import Array
 
-from .checks import check_values
+from ..common.checks import member
+from .checks import check_mask, check_values
 from .primitives.softmax import masked_softmax
 
 __all__ = ["SoftmaxFusionType", "softmax"]
@@ -44,6 +45,7 @@ def scaled_softmax(
     sink: Array | None,
 ) -> Array:
     """`softmax` in float32, with a sink."""
+    member("softmax_fusion_type", softmax_fusion_type, SoftmaxFusionType)
     if logits.ndim != 4:
         raise ValueError(f"logits have shape {logits.shape}; softmax takes [b, h, q, k]")
     masked = softmax_fusion_type is SoftmaxFusionType.SCALED_MASKED
@@ -52,6 +54,8 @@ def scaled_softmax(
         raise ValueError(
             f"softmax_fusion_type={softmax_fusion_type.name} and mask={given}; SCALED_MASKED takes a mask"
         )
+    if mask is not None:
+        check_mask(mask, logits.shape)
     hidden = None if mask is None else mask.astype(bool)
     if softmax_fusion_type is SoftmaxFusionType.SCALED_UPPER_TRIANG_MASKED:
         queries, keys = logits.shape[-2:]

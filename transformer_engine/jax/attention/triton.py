@@ -15,6 +15,7 @@ from jax import Array
 from ...common.dispatch import Backend
 from ..primitives.kernels import call as call_kernel
 from ..primitives.launching import refuses_on
+from ..sharding import varying_alike
 from .enums import AttnBiasType
 from .request import AttentionRequest, Call
 from .triton_kernels import Backward, Facts, Forward, Given
@@ -76,7 +77,7 @@ def run(call: Call, request: AttentionRequest) -> Array:
         None if call.draw is None else call.draw(),
         None if call.draw is None else jnp.arange(call.query.shape[0], dtype=jnp.int32),
     )
-    return attend(facts, call.query, call.key, call.value, given)
+    return attend(facts, *varying_alike(call.query, call.key, call.value, given))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

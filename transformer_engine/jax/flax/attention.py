@@ -32,9 +32,10 @@ from ..attention.fused import (
     separated,
     sink_of,
 )
-from ..attention.masks import Window, check_window
+from ..attention.masks import Window, check_tokens, check_window
 from ..attention.reorder import CPStrategy
-from ..sharding import HEAD_AXES, get_mesh_axis_size
+from ..context_parallel.plan import plan_of
+from ..sharding import HEAD_AXES
 from .base import parameter
 
 
@@ -184,6 +185,11 @@ class DotProductAttention(nn.Module):
         scale = 1.0 / math.sqrt(self.head_dim) if self.scale_factor is None else self.scale_factor
         check_attention(query, key, value, bias, bias_type, self.attention_dropout, scale)
         softmax_type = AttnSoftmaxType.from_str(self.softmax_type)
+        extents = (query.shape[0], query.shape[1], key.shape[1])
+        check_tokens(
+            sequence_descriptor, mask_type, window, layout.is_thd(), self.max_segments_per_seq,
+            (query.shape[0], query.shape[2], *extents[1:]),
+        )  # fmt: skip
         if self._goes_fused(
             query, key, value, layout, bias_type, mask_type, softmax_type, window, deterministic
         ):
@@ -196,7 +202,6 @@ class DotProductAttention(nn.Module):
                 query, key, value, sequence_descriptor, bias, deterministic, score_mod_tensors, score_mod_bprop_tensors
             )  # fmt: skip
             return jnp.swapaxes(out, 0, 1) if self._transposed() else out
-        extents = (query.shape[0], query.shape[1], key.shape[1])
         hidden = hidden_of(sequence_descriptor, mask_type, layout, window, extents)
         out = _UnfusedDotProductAttention(
             self.attention_dropout,
@@ -222,7 +227,9 @@ class DotProductAttention(nn.Module):
         deterministic: bool,
     ) -> bool:
         """Several devices and a score_mod need fused_attn; else a kernel does, unless NVTE_FUSED_ATTN=0."""
-        if self.score_mod is not None or get_mesh_axis_size(self.context_parallel_axis or None) > 1:
+        balanced = self.context_parallel_causal_load_balanced
+        plan = plan_of(self.context_parallel_axis, self._strategy(), balanced, layout, None)
+        if self.score_mod is not None or plan is not None:
             return True
         return env.flag("NVTE_FUSED_ATTN") and is_fused_attn_kernel_available(
             not deterministic, query.dtype, key.dtype, layout.to_separate(), bias_type, mask_type, softmax_type,
