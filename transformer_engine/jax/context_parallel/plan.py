@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...common.checks import described, switch, text_or_none
-from ..attention.descriptor import Segments, SequenceDescriptor
-from ..attention.enums import AttnMaskType, QKVLayout
-from ..attention.masks import run_length_fill
-from ..attention.reorder import CPStrategy, ReorderStrategy, order_of_tokens
+from ..primitives.attention.descriptor import Segments, SequenceDescriptor
+from ..primitives.attention.enums import AttnMaskType, QKVLayout
+from ..primitives.attention.masks import run_length_fill
 from ..sharding import check_automatic_axis, get_mesh_axis_size
+from .reorder import CPStrategy, ReorderStrategy, order_of_tokens
 
 
 @dataclass(frozen=True)

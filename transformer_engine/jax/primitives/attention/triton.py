@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ...common.dispatch import Backend
-from ..primitives.kernels import call as call_kernel
-from ..primitives.launching import refuses_on
-from ..sharding import varying_alike
+from ....common.dispatch import Backend
+from ...sharding import varying_alike
+from ..kernels import call as call_kernel
+from ..launching import refuses_on
 from .enums import AttnBiasType
 from .request import AttentionRequest, Call
 from .triton_kernels import Backward, Facts, Forward, Given

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-from ...common.checks import described, member
+from ....common.checks import described, member
 
 
 class AttnBiasType(enum.Enum):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ...common.checks import described, function_or_none
+from ....common.checks import described, function_or_none
 from .enums import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout
 
 ScoreMod = Callable[[Array, Any], Array]

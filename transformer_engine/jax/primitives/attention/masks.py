@@ -7,8 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from ...common.checks import described, whole
-from ..checks import check_mask
+from ....common.checks import described, whole
+from ...checks import check_mask
 from .descriptor import Segments, SequenceDescriptor
 from .enums import AttnMaskType
 
