@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,13 +16,6 @@ def check_values(name: str, array: Any) -> None:
     dtype = getattr(array, "dtype", None)
     if dtype is None or dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise TypeError(f"{name} is {described(array)}; it must hold float32, bfloat16 or float16, cast it")
-
-
-def check_member(name: str, value: Any, kind: type[enum.Enum]) -> None:
-    """TypeError unless value is a member of kind: a name equals no member, and choices would pass over it."""
-    if not isinstance(value, kind):
-        choices = ", ".join(f"{kind.__name__}.{member}" for member in kind.__members__)
-        raise TypeError(f"{name}={described(value)} is no {kind.__name__}; give one of {choices}")
 
 
 def check_instance(name: str, value: Any, kind: type) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 from jax import Array
@@ -115,6 +116,23 @@ def get_mesh_axis_size(axis: str | None, mesh: Mesh | None = None) -> int:
     return 1 if found is None or axis is None else dict(found.shape).get(axis, 1)
 
 
+def check_automatic_axis(name: str, axis: str | None) -> None:
+    """ValueError unless the mesh in use has the axis and leaves it to XLA; without a mesh there is nothing to say."""
+    mesh = _mesh()
+    if mesh is None or axis is None:
+        return
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if axis not in kinds:
+        raise ValueError(
+            f"{name}={axis!r} is no axis of the mesh in use, which has {tuple(kinds)}; give one of them"
+        )
+    if kinds[axis] is AxisType.Manual:
+        raise ValueError(
+            f"{name}={axis!r} is manual here, inside shard_map, where a device sees its own part alone; call it "
+            "outside of it, or leave the axis out of shard_map's axis_names"
+        )
+
+
 def num_of_devices() -> int:
     """Devices of all processes."""
     return jax.device_count()
@@ -148,6 +166,37 @@ def get_sharding_map_logic_axis_to_mesh_axis() -> dict[str, str | None]:
         W_TP_AXES: tensor,
         W_JOINED_AXES: None,
     }
+
+
+def varying_alike(*arrays: Any) -> Any:
+    """The arrays (trees of them), each of which varies over every manual axis that one of them varies over.
+
+    In shard_map, by its default check_vma, a gradient has to vary over the axes that its argument does. A rule of ours
+    answers each device's part, also of a parameter that all devices share; JAX adds the parts of one that was cast.
+    """
+    axes = varies_over(arrays)
+    return vary_over(axes, arrays) if axes else arrays
+
+
+def vary_over(axes: frozenset[str], arrays: Any) -> Any:
+    """The arrays (a tree), each of which varies over these manual axes."""
+
+    def cast(leaf: Any) -> Any:
+        missing = tuple(sorted(axes - varies_over(leaf)))
+        return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(cast, arrays)
+
+
+def varies_over(arrays: Any) -> frozenset[str]:
+    """The manual axes over which one of these arrays (a tree) varies, as far as shard_map keeps count."""
+    return frozenset[str]().union(*map(_varies_over, jax.tree.leaves(arrays)))
+
+
+def _varies_over(leaf: Any) -> frozenset[str]:
+    aval: Any = jax.typeof(leaf)
+    kind = getattr(aval, "manual_axis_type", None)  # its name from jax 0.10.2 on; before 0.12 some say vma
+    return getattr(aval, "vma", frozenset()) if kind is None else kind.varying
 
 
 def with_sharding_constraint(x: Array, pspec: PartitionSpec | None) -> Array:
