@@ -64,6 +64,11 @@ def global_shard_guard(resource: MeshResource) -> Iterator[None]:
         _resource.reset(token)
 
 
+def mesh_resource_or_default() -> MeshResource:
+    """The MeshResource in force, else one of no axes."""
+    return _resource.get() or MeshResource()
+
+
 def global_mesh_resource() -> MeshResource:
     """The MeshResource in force; ValueError where there is none."""
     resource = _resource.get()
