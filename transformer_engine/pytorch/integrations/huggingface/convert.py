@@ -26,8 +26,16 @@ from ...module.loading import EXTRA_STATE
 from ...module.rmsnorm import RMSNorm
 from ...quantization.support import check_block
 from .causal_loss import causal_loss
-from .convertible import REPLACED, check_decoder, check_hooks, decoder_config, decoders_of, refuse_adapters
-from .fused_attention import FusedAttention
+from .convertible import (
+    REPLACED,
+    check_decoder,
+    check_hooks,
+    decoder_config,
+    decoders_of,
+    fresh_layer,
+    refuse_adapters,
+)
+from .fused_attention import SET_BY_CALLERS, FusedAttention
 from .hooks import drop_hooks, renew_recorders
 from .interface import NAME, register_te_attention
 from .layer_names import LayerNames, LoadsTheirNames, SavesTheirNames
@@ -179,11 +187,12 @@ def _revert_layer(layer: Any, number: int, config: Any) -> None:
     names = next(hook.names for hook in layer._state_dict_hooks.values() if isinstance(hook, SavesTheirNames))
     drop_hooks(layer._state_dict_hooks, lambda hook: isinstance(hook, SavesTheirNames))
     drop_hooks(layer._load_state_dict_pre_hooks, lambda hook: isinstance(hook.hook, LoadsTheirNames))
-    with torch.device("meta"):
-        stock = type(layer)(config, number)
+    stock: Any = fresh_layer(layer, config, number)
+    for name in SET_BY_CALLERS:
+        setattr(stock.self_attn, name, getattr(layer.self_attn, name))
     for name in REPLACED:
         setattr(layer, name, getattr(stock, name).train(layer.training))
     layer.load_state_dict(state, assign=True)
     wants = {theirs: ours not in frozen for ours, theirs in names.pairs()}
     for name, parameter in layer.named_parameters():
-        parameter.requires_grad_(wants[name])
+        parameter.requires_grad_(wants.get(name, parameter.requires_grad))

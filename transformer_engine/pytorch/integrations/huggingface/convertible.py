@@ -14,12 +14,14 @@ from ...conversion import DecoderConfig
 from ...conversion.families import family_named
 from ...conversion.families.settings import Settings
 from .hooks import of_callers
+from .injection import InjectedForward
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma")
 # Tensors that become one, and so want gradients together.
 _JOINED = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))
 # Parts of a layer in whose place others come.
-REPLACED = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
+NORMS = ("input_layernorm", "post_attention_layernorm")
+REPLACED = ("self_attn", "mlp", *NORMS)
 _LINEAR = (*_JOINED[0], "self_attn.o_proj", *_JOINED[1], "mlp.down_proj")
 _ACTIVATIONS = {"swiglu": F.silu, "geglu": lambda x: F.gelu(x, approximate="tanh")}
 
@@ -71,13 +73,49 @@ def check_decoder(decoder: nn.Module, config: DecoderConfig) -> None:
     """ValueError for a layer that was changed, or whose parts cannot be one tensor."""
     check_hooks(decoder)
     owners: dict[int, str] = {}
+    _check_epsilon(decoder.norm, config, f"the last norm of {type(decoder).__name__}")
     for number, layer in enumerate(decoder.layers):  # pyright: ignore[reportArgumentType]
         place = f"layer {number} of {type(decoder).__name__}"
         if not hasattr(layer.self_attn, "q_proj"):
             raise ValueError(f"{place} is converted already; call revert_hf(model) first")
         _check_products(layer, place)
+        _check_classes(layer, fresh_layer(layer, decoder.config, number), place)
+        for name in NORMS:
+            _check_epsilon(layer.get_submodule(name), config, f"{name} of {place}")
         _check_activation(layer.mlp.act_fn, config.activation, place)
         _check_sharing(layer, place, owners)
+
+
+def fresh_layer(layer: nn.Module, config: Any, number: int) -> nn.Module:
+    """The layer as its library makes it, without weights."""
+    with torch.device("meta"):
+        return type(layer)(config, number)
+
+
+def _check_classes(layer: nn.Module, fresh: nn.Module, place: str) -> None:
+    """ValueError for a part whose forward is not the library's: what it computes is not known here."""
+    for name in REPLACED:
+        known = dict(fresh.get_submodule(name).named_modules(prefix=name))
+        for path, part in layer.get_submodule(name).named_modules(prefix=name):
+            if type(part) is not type(known.get(path)):
+                raise ValueError(
+                    f"{path} of {place} is a {type(part).__name__}, which is not what transformers puts there; convert "
+                    "the model before it is changed"
+                )
+            forward = vars(part).get("forward")
+            if forward is not None and not isinstance(forward, InjectedForward):
+                raise ValueError(
+                    f"{path} of {place} has a forward of its own, which would be lost; convert the model before its "
+                    "forward is replaced"
+                )
+
+
+def _check_epsilon(norm: Any, config: DecoderConfig, place: str) -> None:
+    epsilon = getattr(norm, "variance_epsilon", getattr(norm, "eps", config.epsilon))
+    if epsilon != config.epsilon:
+        raise ValueError(
+            f"{place} has epsilon {epsilon}, the model's config {config.epsilon}; set both to one number"
+        )
 
 
 def check_hooks(decoder: nn.Module) -> None:
@@ -108,7 +146,7 @@ def _check_products(layer: nn.Module, place: str) -> None:
         if hasattr(module, "_hf_hook"):
             raise ValueError(
                 f"{place} has hooks of accelerate's dispatch; load the model without device_map, convert it, then "
-                "dispatch it"
+                "dispatch it, to devices alone: offloading does not find weights that were fused"
             )
     _check_alike(dict(layer.named_parameters()), place)
     for names in _JOINED:

@@ -16,6 +16,9 @@ from ...module.rmsnorm import RMSNorm
 from .made_empty import norm_of, norm_place_of, place_of, unfilled
 from .rotary_angles import Turns
 
+# Attributes of a stock attention that its calls read, and that callers may have set.
+SET_BY_CALLERS = ("scaling", "attention_dropout", "is_causal")
+
 
 class FusedAttention(nn.Module):
     """Queries, keys and values in one product behind their norm, for a decoder layer of transformers.
@@ -30,9 +33,11 @@ class FusedAttention(nn.Module):
         self.layer_idx = index
         self.heads, self.groups, self.head_dim = decoder.heads, decoder.groups, decoder.head_size
         self.num_key_value_groups = decoder.heads // decoder.groups
-        self.scaling: float = stock.scaling
-        self.attention_dropout: float = stock.attention_dropout
-        self.is_causal: bool = stock.is_causal
+        self.scaling: float
+        self.attention_dropout: float
+        self.is_causal: bool
+        for name in SET_BY_CALLERS:
+            setattr(self, name, getattr(stock, name))
         self.sliding_window = decoder.windows[index]
         self.eager: Callable[..., Any] = sys.modules[type(stock).__module__].eager_attention_forward
         attended, grouped = self.heads * self.head_dim, 2 * self.groups * self.head_dim
