@@ -49,6 +49,13 @@ def unknown_sizes(text: str, sizes: dict[str, int]) -> dict[str, int]:
     return {name: sizes[name] for axis in axes for name in axis if name not in told}
 
 
+def in_order(text: str, factors: Sequence[str]) -> tuple[str, ...]:
+    """Factors as they follow each other in a rule, which Shardy demands of those that it is told not to cut."""
+    rule = Rule.of(text)
+    known = [factor for array in (*rule.operands, *rule.results) for axis in array for factor in axis]
+    return tuple(factor for factor in dict.fromkeys(known) if factor in factors)
+
+
 @dataclass(frozen=True)
 class Placement:
     """How a kernel's arrays lie on a mesh.
