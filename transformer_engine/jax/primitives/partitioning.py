@@ -133,11 +133,11 @@ class Extent(NamedTuple):
 
 
 def extent(name: str, size: int, block: int) -> Extent:
-    """An axis that may be cut between blocks; not at all where the last of them is not full."""
+    """An axis that may be cut between blocks; not at all where the last of them is not full, or there is one alone."""
     if block == 1:
         return Extent(name, name, name, {}, ())
     inner, half = f"{name}in", f"{name}half"
-    if size % block:
+    if size % block or size == block:  # Shardy refuses a factor of one element beside another
         return Extent(name, inner, half, {}, (name, inner, half))
     sizes = {name: size // block, inner: block, half: block // 2}
     return Extent(f"({name} {inner})", name, f"({name} {half})", sizes, ())

@@ -6,6 +6,8 @@ lengths as they lie. XLA's partitioner lays each array as its maker likes: of a 
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +16,7 @@ import jax
 from jax import Array
 
 from ..kernels import Kernel, call
+from .triton_kernels import head_factors
 
 _CUT = ("b", "g")
 
@@ -32,17 +35,17 @@ class Alike(Kernel):
 
     @property
     def rule(self) -> str:
-        arrays = ", ".join(self.axes)
-        return f"{arrays} -> {arrays}"
+        # What is not to be cut has another name behind the arrow: Shardy carries a cut over wherever names agree.
+        made = (re.sub(r"\w+", lambda name: name[0] if name[0] in _CUT else f"{name[0]}o", one) for one in self.axes)
+        return f"{', '.join(self.axes)} -> {', '.join(made)}"
 
     @property
     def sizes(self) -> dict[str, int]:
-        return {"g": self.groups, "r": self.members}
+        return {"g": self.groups, "r": self.members, "ro": self.members}
 
     @property
     def replicated(self) -> tuple[str, ...]:
-        words = set(self.rule.replace("(", " ").replace(")", " ").replace(",", " ").split()) - {"->"}
-        return tuple(sorted(words.difference(_CUT)))
+        return tuple(sorted(set(re.findall(r"\w+", self.rule)).difference(_CUT)))
 
     def under_vmap(self, mapped: Sequence[bool]) -> Alike:
         axes = (f"v{place} {a}" if is_mapped else a for place, (a, is_mapped) in enumerate(zip(self.axes, mapped, strict=True)))
@@ -74,7 +77,7 @@ def _laid(
 ) -> tuple[Array, Array, Array, Bias, tuple[Array, ...]]:
     """primals   query, key, value and bias, as which the arrays are laid"""
     groups, members = key.shape[2], query.shape[2] // key.shape[2]
-    heads = "g" if members == 1 else "(g r)"
+    heads = head_factors(groups, members)
     three = (f"b s {heads} d", "b t g d", "b t g e")
     added: tuple[str, ...] = ()
     if bias is not None:
@@ -98,3 +101,13 @@ def _backward(primals: tuple[Array, ...], gradients: Any) -> tuple[Any, ...]:
 
 
 alike.defvjp(_forward, _backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def apart(out: Array, groups: int) -> Array:
+    """out [b, s, h, e], whose readers' cuts of tokens reach neither the attention nor, in its gradient, theirs."""
+    heads = head_factors(groups, out.shape[2] // groups)
+    return call(Alike((f"b s {heads} e",), groups, out.shape[2] // groups), out)[0]
+
+
+apart.defvjp(lambda out, groups: (apart(out, groups), None), lambda groups, _, gradient: (apart(gradient, groups),))

@@ -13,7 +13,7 @@ from ....common.dispatch import Backend
 from ...platform import compute_capability
 from ..custom_calls import switched_off
 from . import cudnn_packed
-from .alike import alike
+from .alike import alike, apart
 from .enums import AttnBiasType, AttnSoftmaxType
 from .request import AttentionRequest, Call
 
@@ -97,6 +97,7 @@ def run(call: Call, packed: bool) -> Array:
         local_window_size=window,
         implementation="cudnn",
     )
+    out = apart(out, key.shape[2])
     if queries is None:
         return out
     inside = jnp.arange(out.shape[1])[None, :] < queries[:, None]

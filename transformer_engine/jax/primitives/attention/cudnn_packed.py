@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ....common import optional
-from .alike import alike
+from .alike import alike, apart
 
 _MODULE = "jax._src.cudnn.fused_attention_stablehlo"
 _WANTED = ("q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets", "scale", "mask_type", "qkv_layout")
@@ -75,7 +75,7 @@ def attend(
         query, key, value, q_seqlen=given[0], kv_seqlen=given[1], q_offsets=given[2], kv_offsets=given[3],
         scale=scale, mask_type=module.MaskType.PADDING_CAUSAL if causal else module.MaskType.PADDING, qkv_layout="BTNH",
     )  # fmt: skip
-    return jnp.where(seen_q, out, 0)
+    return jnp.where(seen_q, apart(out, key.shape[2]), 0)
 
 
 def _inside(starts: Array, lengths: Array, tokens: int) -> Array:

@@ -11,8 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from ....common.dispatch import Backend
 from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8, ceil_div
@@ -120,8 +119,10 @@ class Product(Kernel):
 def _one_group(rows: int) -> Array:
     """The layout of one group of rows: its first row and its end, its first tile and their end, its tiles' group."""
     tiles = ceil_div(rows, _BLOCK)
-    groups = [0] * tiles + [1] * (rows // _BLOCK + 1 - tiles)
-    return jnp.asarray(np.asarray([0, rows, 0, tiles, *groups], np.int32))
+    groups = lax.iota(jnp.int32, rows // _BLOCK + 1) >= tiles
+    # Operations, no constant: jax partitions no function over devices that holds one.
+    ends = [lax.full((1,), end, jnp.int32) for end in (0, rows, 0, tiles)]
+    return lax.concatenate([*ends, groups.astype(jnp.int32)], 0)
 
 
 def bind(request: GemmRequest) -> Callable[..., Array]:
