@@ -57,6 +57,7 @@ LAYERS = {
     "transformer_engine.jax.layernorm_dense": 7,
     "transformer_engine.jax.layernorm_mlp": 7,
     "transformer_engine.jax.softmax": 7,
+    "transformer_engine.jax.varying": 7,
     "transformer_engine.jax.attention": 7,
     "transformer_engine.jax.context_parallel": 7,
     "transformer_engine.jax.collective": 7,

@@ -186,9 +186,10 @@ def family_of(recipe: Recipe) -> Family:
 def checked_family(recipe: Recipe) -> Family:
     """The row of a recipe, whose settings JAX's side has; ValueError for those that it has not."""
     family = family_of(recipe)
-    if recipe.backward_override is not None:
+    settings: Any = recipe  # every class with a row has the field, their common base has not
+    if settings.backward_override is not None:
         raise ValueError(
-            f"{type(recipe).__name__}: backward_override={recipe.backward_override!r}; products of the backward pass "
+            f"{type(recipe).__name__}: backward_override={settings.backward_override!r}; products of the backward pass "
             "are quantized as the recipe says here, set it to None or unset NVTE_BACKWARD_OVERRIDE"
         )
     family.check(recipe)
