@@ -71,7 +71,7 @@ Bias = Array | None
 def alike(
     query: Array, key: Array, value: Array, bias: Bias, lengths: tuple[Array, ...]
 ) -> tuple[Array, Array, Array, Bias, tuple[Array, ...]]:
-    """What is given: query [b, s, h, d], key and value [b, t, g, d], bias [1 or b, 1 or h, s, t], lengths [b] or [b, n].
+    """What is given: query [b, s, h, d], key and value [b, t, g, d], bias [1 or b, 1 or h, s, t], lengths [b] or [b, n]
 
     Differentiable: gradients lie as what they are of. For programs that are lowered for CUDA.
     """
