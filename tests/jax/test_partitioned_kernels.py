@@ -16,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, FLOAT8, MXFP8, NVFP4
 from transformer_engine.common.quantize_spec import QuantizeSpec
+from transformer_engine.common.recipe import Float8CurrentScaling
 from transformer_engine.jax.attention import (
     AttnBiasType,
     AttnMaskType,
@@ -24,6 +25,7 @@ from transformer_engine.jax.attention import (
     fused_attn,
 )
 from transformer_engine.jax.attention import SequenceDescriptor as Descriptor
+from transformer_engine.jax.dense import grouped_dense
 from transformer_engine.jax.primitives import launching
 from transformer_engine.jax.primitives.attention.request import AttentionRequest
 from transformer_engine.jax.primitives.attention.triton import refuses as attention_refuses
@@ -32,6 +34,7 @@ from transformer_engine.jax.primitives.grouped_gemm import grouped_contraction, 
 from transformer_engine.jax.primitives.operand import Operand
 from transformer_engine.jax.primitives.partitioning import Rule, extent, in_order, unknown_sizes
 from transformer_engine.jax.primitives.quantize import quantize
+from transformer_engine.jax.quantize import QuantizeMeta, QuantizeMetaSet, QuantizerFactory
 
 ROOT = Path(__file__).resolve().parents[2]
 REFUSAL = launching.refuses_kernels()
@@ -78,7 +81,9 @@ def test_a_rule_tells_factors_and_the_sizes_that_no_axis_tells():
     assert unknown_sizes("r (k b) -> k r, (k c)", {"k": 2, "b": 3, "c": 4}) == {"b": 3, "c": 4}
     assert extent("m", 256, 128).whole == "(m min)"
     assert extent("m", 200, 128).replicated == extent("m", 128, 128).replicated == ("m", "min", "mhalf")
-    assert in_order("b s (g r) d, b t -> b s", ("r", "d", "s", "t")) == ("s", "r", "d", "t"), "as Shardy demands"
+    assert in_order("b s (g r) d, b t -> b s", ("r", "d", "s", "t")) == ("s", "r", "d", "t"), (
+        "as Shardy demands"
+    )
     assert extent("m", 200, 1).blocks == "m"
 
 
@@ -161,6 +166,25 @@ def test_products_in_groups_are_kernels_on_cuda(monkeypatch):
     )  # the layout of groups first
     dy = jnp.ones((64, 48), jnp.bfloat16)
     assert lowered(lambda a, dy: grouped_contraction(a, dy, sizes, jnp.bfloat16), a, dy) == 2
+
+
+@needs_bridge
+def test_codes_in_groups_are_kernels_on_cuda_and_no_loop(monkeypatch):
+    monkeypatch.setenv("TE_JAX_KERNELS", "1")
+    x, kernel, sizes = jnp.ones((64, 32)), jnp.ones((3, 32, 48)), jnp.ones(3, jnp.int32)
+    quantizers = QuantizerFactory.create_set(
+        n_groups=3, fp8_recipe=Float8CurrentScaling(),
+        quantize_meta_set=QuantizeMetaSet(QuantizeMeta(), QuantizeMeta(), QuantizeMeta()),
+    )  # fmt: skip
+
+    def step(x, kernel):
+        y, pullback = jax.vjp(lambda x, k: grouped_dense(x, k, sizes, quantizer_set=quantizers), x, kernel)
+        return pullback(y)
+
+    text = jax.jit(step).trace(x, kernel).lower(lowering_platforms=("cuda",)).as_text()
+    # The stack; two products of rows, each behind the layout of its groups; the contraction behind it and two turns.
+    assert text.count("triton_kernel_call_ffi") == 1 + 2 * 2 + 4
+    assert "stablehlo.while" not in text
 
 
 def attention(mask, descriptor=None, layout=QKVLayout.BSHD_BSHD_BSHD, dropout=0.0):
