@@ -24,9 +24,9 @@ class FP8TensorMeta:
     """scale [n], scale_inv [n] and amax_history [length, n] of n tensors, float32; whoever makes it fills them in."""
 
     def __init__(self) -> None:
-        self.scale = torch.empty(0)
-        self.scale_inv = torch.empty(0)
-        self.amax_history = torch.empty(0, 0)
+        self.scale = torch.empty(0, device="cpu")
+        self.scale_inv = torch.empty(0, device="cpu")
+        self.amax_history = torch.empty(0, 0, device="cpu")
 
 
 def fused_amax_and_scale_update_after_reduction(

@@ -58,7 +58,7 @@ LAYERS = {
     "transformer_engine.jax.layernorm_mlp": 7,
     "transformer_engine.jax.softmax": 7,
     "transformer_engine.jax.attention": 7,
-    "transformer_engine.jax.context_parallel": 7,
+    "transformer_engine.jax.context_parallel": 6,
     "transformer_engine.jax.collective": 7,
     "transformer_engine.jax.nnx": 9,
     "transformer_engine.jax.explain": 10,

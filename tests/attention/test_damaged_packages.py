@@ -9,8 +9,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
+from support.programs import search_path
 
 # module -> (distribution, version, the file that raises)
 PACKAGES = {
@@ -91,10 +90,9 @@ def install(folder: Path, module: str, statement: str) -> Path:
 
 
 def run(folder: Path, program: str) -> str:
-    paths = os.pathsep.join((str(folder), str(ROOT)))
     finished = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", textwrap.dedent(program)],
-        env={**os.environ, "PYTHONPATH": paths},
+        env={**os.environ, "PYTHONPATH": search_path(folder)},
         capture_output=True,
         text=True,
         check=False,

@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from support.programs import search_path
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.runtime import device_checks
 from transformer_engine.pytorch.runtime.device_checks import Waiting, collect, demand
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def below(numbers, limit):
@@ -106,7 +104,7 @@ def test_what_nobody_asked_for_is_printed_when_the_process_ends():
         "def rule(numbers): raise ValueError(f'{numbers} will not do')\n"
         "collect(Waiting(rule, [torch.tensor([4])], (), lambda: False, lambda: None))\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": search_path()}
     ended = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
     )

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.programs import search_path
 from typer.testing import CliRunner
 
 from transformer_engine import __version__, cli
@@ -18,8 +19,6 @@ from transformer_engine.cli.doctor.checks import CHECKS, Finding, examine, healt
 from transformer_engine.cli.doctor.clients import CLIENTS, installed, pins
 from transformer_engine.cli.doctor.command import as_dict, as_text, main
 from transformer_engine.cli.doctor.environment import Distribution, Environment, Gpu, gather
-
-ROOT = Path(cli.__file__).resolve().parents[2]
 
 
 def having(**versions: str) -> dict[str, tuple[Distribution, ...]]:
@@ -267,7 +266,7 @@ def test_it_runs_without_torch_and_without_the_command_line(tmp_path: Path):
         "sys.modules.update(dict.fromkeys(hidden))\n"
         "u.find_spec = lambda name, *a: None if name in hidden else find(name, *a)\n"
     )
-    path = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "NVTE_DEBUG": "maybe"}
+    path = {"PYTHONPATH": search_path(tmp_path), "NVTE_DEBUG": "maybe"}
     done = subprocess.run(
         [sys.executable, "-m", "transformer_engine", "doctor", "--json"],
         capture_output=True,

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.programs import search_path
 from typer.testing import CliRunner
 
 from transformer_engine import cli
 from transformer_engine.cli.demo import checkpoint, records
 
 TINY = ["--steps", "4", "--batch", "2", "--seq", "32", "--layers", "1", "--hidden", "32", "--heads", "1"]
-ROOT = Path(cli.__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -290,7 +290,7 @@ def module(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
         [sys.executable, "-m", "transformer_engine", *arguments],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        env={**os.environ, "PYTHONPATH": search_path(), **environment},
         timeout=300,
         check=False,
     )
@@ -309,7 +309,7 @@ def test_the_package_without_the_extra_names_it(tmp_path: Path):
         "import importlib.util as u\nfind = u.find_spec\n"
         "u.find_spec = lambda name, *a: None if name == 'typer' else find(name, *a)\n"
     )
-    result = module("--help", PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)]))
+    result = module("--help", PYTHONPATH=search_path(tmp_path))
     assert result.returncode == 1
     assert 'pip install ".[cli]" in a checkout' in result.stderr
     assert "Traceback" not in result.stderr

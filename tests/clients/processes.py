@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import importlib.util
 import os
 import socket
@@ -9,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,7 @@ from support import programs
 from support.programs import search_path
 
 PATIENCE = 120  # seconds that a group of processes may take
+RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID", uuid.uuid4().hex)  # the same in all of pytest's processes
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -26,6 +30,19 @@ def environment(**more: str) -> dict[str, str]:
 def output(arguments: list[str], folder: Path) -> str:
     """What Python prints for these arguments: see `programs.output`."""
     return programs.output(arguments, folder, environment())
+
+
+def once(arguments: list[str], ranks: int, **more: str) -> str:
+    """What `on_ranks` gives, computed by one of the processes that pytest runs its tests in and read by the others."""
+    folder = Path(tempfile.gettempdir(), f"clients-of-{RUN}")
+    folder.mkdir(exist_ok=True)
+    name = hashlib.sha256(repr((arguments, ranks, more)).encode()).hexdigest()[:16]
+    said = folder / f"{name}.out"
+    with (folder / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not said.exists():
+            said.write_text(on_ranks(arguments, ranks, **more))
+        return said.read_text()
 
 
 def on_ranks(arguments: list[str], ranks: int, **more: str) -> str:

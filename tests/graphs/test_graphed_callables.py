@@ -686,3 +686,54 @@ def test_after_a_capture_that_failed_everything_goes_on(name):
     torch.manual_seed(3)
     recording.replay()
     assert torch.equal(recording.results[0], first)
+
+
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "none"])
+def test_a_capture_of_the_clients_own_renews_cached_weights_by_the_flag(recipe, monkeypatch):
+    """Megatron-core captures layers itself: no call of those is a first microbatch, and the flag is its to set."""
+    layer = _layer("LayerNormMLP", activation="swiglu")
+    with torch.no_grad(), te.autocast(recipe=RECIPES[recipe]):
+        before = layer(_x(), is_first_microbatch=True)
+        layer.fc1_weight.mul_(-1.0)
+        monkeypatch.setattr("transformer_engine.pytorch.quantization.global_state.has_cuda", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert FP8GlobalStateManager.fp8_graph_capturing()
+        FP8GlobalStateManager.set_skip_fp8_weight_update_tensor(True)
+        kept = layer(_x(), is_first_microbatch=False)
+        FP8GlobalStateManager.set_skip_fp8_weight_update_tensor(False)
+        renewed = layer(_x(), is_first_microbatch=False)
+    assert (kept - before).norm() < 0.2 * before.norm()
+    assert (renewed - before).norm() > before.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
+def test_a_replay_of_a_capture_of_the_clients_own_reads_the_flag(recipe):
+    layer = te.Linear(HIDDEN, 128, bias=False, params_dtype=torch.bfloat16, device="cuda")
+    x = torch.randn(128, HIDDEN, device="cuda", dtype=torch.bfloat16)
+    captured = torch.cuda.CUDAGraph()
+    with torch.no_grad(), te.autocast(recipe=RECIPES[recipe]):
+        FP8GlobalStateManager.set_skip_fp8_weight_update_tensor(False)
+        for first in (True, False, False):
+            layer(x, is_first_microbatch=first)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(captured):
+            y = layer(x, is_first_microbatch=False)
+    captured.replay()
+    before = y.clone()
+    with torch.no_grad():
+        layer.weight.neg_()
+    FP8GlobalStateManager.set_skip_fp8_weight_update_tensor(True)
+    captured.replay()
+    assert torch.equal(y, before)
+    FP8GlobalStateManager.set_skip_fp8_weight_update_tensor(False)
+    captured.replay()
+    assert torch.equal(y, -before)
+
+
+def test_samples_may_be_lists():
+    layers = [_layer("Linear"), _layer("Linear")]
+    eager = copy.deepcopy(layers)
+    made = te.make_graphed_callables(tuple(layers), [(_x(99),), (_x(98),)], sample_kwargs=[{}, {}])
+    for graphed, plain in zip(made, eager, strict=True):
+        assert torch.equal(graphed(_x()), plain(_x()))

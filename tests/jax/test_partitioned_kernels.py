@@ -23,9 +23,9 @@ from transformer_engine.jax.attention import (
     fused_attn,
 )
 from transformer_engine.jax.attention import SequenceDescriptor as Descriptor
-from transformer_engine.jax.attention.request import AttentionRequest
-from transformer_engine.jax.attention.triton import refuses as attention_refuses
 from transformer_engine.jax.primitives import launching
+from transformer_engine.jax.primitives.attention.request import AttentionRequest
+from transformer_engine.jax.primitives.attention.triton import refuses as attention_refuses
 from transformer_engine.jax.primitives.gemm import gemm
 from transformer_engine.jax.primitives.grouped_gemm import grouped_contraction, grouped_gemm
 from transformer_engine.jax.primitives.operand import Operand
@@ -163,7 +163,9 @@ def test_both_passes_of_attention_are_kernels_on_cuda_and_may_be_cut(kind, monke
 
 
 def test_what_our_attention_does_not_take_has_a_reason(monkeypatch):
-    monkeypatch.setattr("transformer_engine.jax.attention.triton.refuses_on", lambda platform, name: None)
+    monkeypatch.setattr(
+        "transformer_engine.jax.primitives.attention.triton.refuses_on", lambda platform, name: None
+    )
     request = AttentionRequest(
         jnp.dtype(jnp.bfloat16), QKVLayout.THD_THD_THD, AttnBiasType.NO_BIAS, AttnMaskType.PADDING_MASK,
         AttnSoftmaxType.VANILLA_SOFTMAX, 0.0, 4, 4, 64, 64, 64, 64, None, True, "cuda",

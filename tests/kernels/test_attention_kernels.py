@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.programs import search_path
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,7 +28,7 @@ def compiled() -> dict[str, dict[str, int]]:
 
 
 def test_the_kernels_pass_their_tests_in_the_interpreter():
-    paths = os.pathsep.join((str(ROOT), str(ROOT / "tests" / "kernels")))
+    paths = search_path(ROOT / "tests" / "kernels")
     command = [
         sys.executable,
         "-m",

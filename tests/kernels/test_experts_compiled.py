@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.programs import search_path
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,7 +27,7 @@ def printed(*arguments: str, **variables: str) -> str:
 
 
 def test_the_kernels_compile_for_hopper():
-    output = printed("-W", "ignore", "tests/kernels/experts_compile.py", PYTHONPATH=str(ROOT))
+    output = printed("-W", "ignore", "tests/kernels/experts_compile.py", PYTHONPATH=search_path())
     facts = json.loads(output.splitlines()[-1])
     assert min(case["ptx"] for case in facts.values()) > 1000
     assert max(case["shared"] for case in facts.values()) <= 227 * 1024

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.programs import search_path
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,7 +22,7 @@ def test_the_kernel_compiles_for_every_architecture():
     finished = subprocess.run(
         [sys.executable, "-W", "ignore", "tests/kernels/kv_cache_compile.py"],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": search_path()},
         capture_output=True,
         text=True,
         check=False,

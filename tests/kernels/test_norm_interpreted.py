@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.programs import search_path
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,7 +26,7 @@ FAMILIES = {
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_kernels_pass_their_tests_in_the_interpreter(family):
-    paths = os.pathsep.join((str(ROOT), str(ROOT / "tests" / "kernels")))
+    paths = search_path(ROOT / "tests" / "kernels")
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "norm_interpreter", "-p", "no:cacheprovider"]
     finished = subprocess.run(
         [*command, *(f"tests/primitives/test_{name}.py" for name in FAMILIES[family])],

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.programs import search_path
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 def printed(*arguments: str, **variables: str) -> str:
     """What a Python of its own prints; its words where it fails."""
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'kernels'}", **variables}
+    environment = {**os.environ, "PYTHONPATH": search_path(ROOT / "tests" / "kernels"), **variables}
     made = subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
     )

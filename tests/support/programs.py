@@ -12,9 +12,9 @@ ROOT = Path(__file__).resolve().parents[2]
 OURS = ("TE_", "NVTE_", "TRITON_")
 
 
-def search_path() -> str:
-    """PYTHONPATH with this tree before whatever else packages are found in."""
-    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+def search_path(*folders: Path) -> str:
+    """PYTHONPATH with these folders, then this tree, before whatever else packages are found in."""
+    return os.pathsep.join(filter(None, (*map(str, folders), str(ROOT), os.environ.get("PYTHONPATH"))))
 
 
 def output(

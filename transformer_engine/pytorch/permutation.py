@@ -263,7 +263,7 @@ def _last_row(routes: Routes) -> Tensor | None:
     rows, experts, number = routes.map.split((routes.columns, routes.columns, 1), dim=1)
     if routes.pad_offsets is not None:
         rows = rows + routes.pad_offsets[experts.clamp(min=0).long()]
-    return torch.where(torch.arange(routes.columns) < number, rows, -1).max()
+    return torch.where(torch.arange(routes.columns, device=number.device) < number, rows, -1).max()
 
 
 def _are_experts(least: int | None) -> None:

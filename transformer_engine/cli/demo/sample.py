@@ -48,7 +48,7 @@ def generate(
             f"{_remedy(config.sequence - len(prompt))}"
         )
     model.eval()
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device="cpu").manual_seed(seed)
     device = torch.device(config.device)
     text = torch.tensor([list(prompt)], device=device)
     step = _CachedStep(model, _cache(config, page_size)) if cached else None

@@ -1,7 +1,13 @@
 """Attention of transformer_engine.jax: vocabulary, sequences, masks, and the call."""
 
-from .descriptor import SequenceDescriptor
-from .enums import (
+from ..context_parallel.reorder import (
+    CPStrategy,
+    ReorderStrategy,
+    inverse_reorder_causal_load_balancing,
+    reorder_causal_load_balancing,
+)
+from ..primitives.attention.descriptor import SequenceDescriptor
+from ..primitives.attention.enums import (
     AttnBiasType,
     AttnMaskType,
     AttnSoftmaxType,
@@ -9,14 +15,8 @@ from .enums import (
     QKVLayout,
     canonicalize_attn_mask_type,
 )
+from ..primitives.attention.masks import make_swa_mask, run_length_fill
 from .fused import fused_attn, fused_attn_thd, is_fused_attn_kernel_available
-from .masks import make_swa_mask, run_length_fill
-from .reorder import (
-    CPStrategy,
-    ReorderStrategy,
-    inverse_reorder_causal_load_balancing,
-    reorder_causal_load_balancing,
-)
 
 __all__ = [
     "AttnBiasType",

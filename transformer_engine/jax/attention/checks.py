@@ -5,8 +5,8 @@ from __future__ import annotations
 from jax import Array
 
 from ..checks import check_mask, check_member
-from .descriptor import SequenceDescriptor
-from .enums import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout
+from ..primitives.attention.descriptor import SequenceDescriptor
+from ..primitives.attention.enums import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout
 
 
 def check_kinds(bias: AttnBiasType, mask: AttnMaskType, layout: QKVLayout, softmax: AttnSoftmaxType) -> None:

@@ -8,30 +8,26 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from ...common.checks import described, drop_rate, number, whole
-from ...common.dispatch import Table
 from ..checks import check_member, check_values
 from ..context_parallel.plan import ContextParallel, plan_of
+from ..context_parallel.reorder import CPStrategy
 from ..context_parallel.ring import ring_attention
 from ..platform import has_gpu
-from ..primitives.platforms import chosen
+from ..primitives.attention import TABLE, AttentionRequest, Call, attention
+from ..primitives.attention.descriptor import SequenceDescriptor, segments_at_most
+from ..primitives.attention.enums import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout
+from ..primitives.attention.masks import Window, check_window, hidden_keys
+from ..primitives.attention.reference import attend
+from ..primitives.attention.score_mod import check_score_mod, modifier
 from ..sharding import with_sharding_constraint
-from . import cudnn, reference, triton
 from .checks import check_descriptor, check_kinds, is_mask
-from .descriptor import SequenceDescriptor, segments_at_most
-from .enums import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout
-from .masks import Window, check_window, hidden_keys
-from .reorder import CPStrategy
-from .request import AttentionRequest, Call
-from .score_mod import check_score_mod, modifier
 
-__all__ = ["TABLE", "fused_attn", "fused_attn_thd", "is_fused_attn_kernel_available"]
-
-TABLE: Table[AttentionRequest] = Table("jax_attention", (cudnn.BACKEND, triton.BACKEND, reference.BACKEND))
+__all__ = ["fused_attn", "fused_attn_thd", "is_fused_attn_kernel_available"]
 
 
 def fused_attn(
@@ -118,7 +114,7 @@ def fused_attn(
             rows=_rows(sequence_descriptor, attn_mask_type, qkv_layout),
             segments=segments_at_most(sequence_descriptor, max_segments_per_seq),
         )  # fmt: skip
-        out = _by_platform(request, call)
+        out = attention(request, call)
     return checkpoint_name(out, context_checkpoint_name)
 
 
@@ -139,15 +135,6 @@ def fused_attn_thd(
         qkv, bias, descriptor, seed, attn_bias_type, attn_mask_type, qkv_layout, softmax_type, scaling_factor,
         dropout_probability, is_training, max_segments_per_seq, window_size, **options,
     )  # fmt: skip
-
-
-def _by_platform(request: AttentionRequest, call: Call) -> Array:
-    """The call by the backend of every platform that the program may be lowered for."""
-    calls = chosen(TABLE, lambda platform: request._replace(platform=platform))
-    on_gpu, elsewhere = calls["cuda"], calls["cpu"]
-    if on_gpu is elsewhere:
-        return elsewhere(call)
-    return lax.platform_dependent(cuda=lambda: on_gpu(call), default=lambda: elsewhere(call))
 
 
 def _over_devices(
@@ -180,7 +167,7 @@ def _over_devices(
         )
     query, key, value = (_laid(x, plan.axis) for x in (call.query, call.key, call.value))
     # Asked for whole, keys and values are gathered by XLA, and their gradients scattered.
-    out = reference.attend(
+    out = attend(
         query, _laid(key, None), _laid(value, None), call.bias, call.bias_type, call.hidden(), call.scale, call.sink,
         call.dropped,
     )  # fmt: skip

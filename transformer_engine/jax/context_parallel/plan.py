@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...common.checks import switch
-from ..attention.descriptor import Segments, SequenceDescriptor
-from ..attention.enums import AttnMaskType, QKVLayout
-from ..attention.masks import run_length_fill
-from ..attention.reorder import CPStrategy, ReorderStrategy, order_of_tokens
 from ..checks import check_member
+from ..primitives.attention.descriptor import Segments, SequenceDescriptor
+from ..primitives.attention.enums import AttnMaskType, QKVLayout
+from ..primitives.attention.masks import run_length_fill
 from ..sharding import get_mesh_axis_size
+from .reorder import CPStrategy, ReorderStrategy, order_of_tokens
 
 
 @dataclass(frozen=True)

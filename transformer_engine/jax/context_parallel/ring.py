@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-from ..attention.descriptor import Segments
-from ..attention.enums import AttnMaskType
-from ..attention.masks import Window, hidden_keys
+from ..primitives.attention.descriptor import Segments
+from ..primitives.attention.enums import AttnMaskType
+from ..primitives.attention.masks import Window, hidden_keys
 from ..sharding import mesh_in_use
 from .plan import ContextParallel
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ..attention.enums import AttnSoftmaxType
 from ..platform import compute_capability, library_version, xla_flag
+from ..primitives.attention.enums import AttnSoftmaxType
 from ..softmax import SoftmaxFusionType
 
 __all__ = [

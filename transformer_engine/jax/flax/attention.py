@@ -14,16 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ...common import env
 from ...common.checks import described, drop_rate, switch, whole
-from ..attention import reference
 from ..attention.checks import check_descriptor
-from ..attention.descriptor import SequenceDescriptor
-from ..attention.enums import (
-    AttnBiasType,
-    AttnMaskType,
-    AttnSoftmaxType,
-    QKVLayout,
-    canonicalize_attn_mask_type,
-)
 from ..attention.fused import (
     check_attention,
     dropout_of,
@@ -33,8 +24,17 @@ from ..attention.fused import (
     separated,
     sink_of,
 )
-from ..attention.masks import Window, check_window
-from ..attention.reorder import CPStrategy
+from ..context_parallel.reorder import CPStrategy
+from ..primitives.attention import reference
+from ..primitives.attention.descriptor import SequenceDescriptor
+from ..primitives.attention.enums import (
+    AttnBiasType,
+    AttnMaskType,
+    AttnSoftmaxType,
+    QKVLayout,
+    canonicalize_attn_mask_type,
+)
+from ..primitives.attention.masks import Window, check_window
 from ..sharding import HEAD_AXES, get_mesh_axis_size
 from .base import parameter
 

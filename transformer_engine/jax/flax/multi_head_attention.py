@@ -14,7 +14,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from ...common.checks import whole
-from ..attention.enums import canonicalize_attn_mask_type
+from ..primitives.attention.enums import canonicalize_attn_mask_type
 from ..sharding import (
     HIDDEN_AXES,
     HIDDEN_TP_AXES,

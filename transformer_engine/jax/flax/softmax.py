@@ -6,9 +6,9 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax import Array
 
-from ..attention.enums import AttnSoftmaxType
 from ..attention.fused import sink_of
 from ..checks import check_values
+from ..primitives.attention.enums import AttnSoftmaxType
 from ..softmax import SoftmaxFusionType, scaled_softmax
 
 

@@ -233,7 +233,7 @@ class InferenceParams:
             filled.extend(row)
             filled.extend([0] * (end * self._section - len(filled)))
         # From memory that is not pinned: the copy is staged before the call returns, and waits for nothing.
-        self._lengths.copy_(torch.tensor(filled, dtype=torch.int32), non_blocking=True)
+        self._lengths.copy_(torch.tensor(filled, dtype=torch.int32, device="cpu"), non_blocking=True)
 
     def _set_batch_size(self, size: int) -> None:
         """Cut the lengths to the batch: once for a size, not in every layer of every step."""

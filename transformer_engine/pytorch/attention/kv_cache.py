@@ -186,7 +186,7 @@ class NonPagedKVCacheManager(KVCacheManager):
         """Row target becomes what row source was, for all (source, target) at once."""
         if not moves or not self.cache:
             return
-        where = torch.tensor(moves).t().to(self.device, non_blocking=True)
+        where = torch.tensor(moves, device="cpu").t().to(self.device, non_blocking=True)
         longest = max(self.sequences.values())
         for pair in self.cache.values():
             for tensor in pair:

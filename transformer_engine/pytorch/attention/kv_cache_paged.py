@@ -48,7 +48,7 @@ class PagedKVCacheManager(KVCacheManager):
         self.max_pages_per_seq = ceil_div(max_seqlen, page_size)
         table = (max_batch_size, self.max_pages_per_seq)
         self.page_table = torch.zeros(table, dtype=torch.int32, device=self.device)
-        self._table = torch.zeros(table, dtype=torch.int32)
+        self._table = torch.zeros(table, dtype=torch.int32, device="cpu")
         self._pages: dict[Any, list[int]] = {}
         self._free = list(range(total_num_pages - 1, -1, -1))  # taken from its end: the lowest page first
 
@@ -87,7 +87,7 @@ class PagedKVCacheManager(KVCacheManager):
             pages.extend(self._free.pop() for _ in range(count - len(pages)))
             first_changed = min(first_changed, row)
             self._table[row].zero_()
-            self._table[row, :count] = torch.tensor(pages, dtype=torch.int32)
+            self._table[row, :count] = torch.tensor(pages, dtype=torch.int32, device="cpu")
         if first_changed < len(totals):
             changed = slice(first_changed, len(totals))
             # From memory that is not pinned: the copy is staged before the call returns, and waits for nothing.

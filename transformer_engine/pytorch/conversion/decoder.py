@@ -44,7 +44,7 @@ class Decoder(nn.Module):
         place: dict[str, Any] = {"device": canonical_device(device), "dtype": dtype}
         fill = init_method or (lambda weight: nn.init.normal_(weight, std=0.02))
         self.config, self.source = config, source
-        self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
+        self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype, device="cpu").item()
         self.embedding = _embedding(config.vocabulary, config.hidden, fill, place)
         self.rotary = self.position_embedding = None
         if config.rotary is None:
@@ -100,7 +100,7 @@ class Decoder(nn.Module):
         training = self.training
         self.eval()
         try:
-            generator = torch.Generator().manual_seed(seed)
+            generator = torch.Generator(device="cpu").manual_seed(seed)
             cache = self._cache(prompt, count) if cached else None
             tokens = fresh = prompt
             for _ in range(count):
@@ -220,7 +220,7 @@ def _layer(
 def _rotary(config: RotaryConfig, size: int, device: torch.device) -> RotaryPositionEmbedding:
     """Positions times frequencies; those that a family stretches are in no checkpoint."""
     rotary = RotaryPositionEmbedding(size, rotary_base=config.base)
-    exponent = torch.arange(0, size, 2, dtype=torch.float32) / size
+    exponent = torch.arange(0, size, 2, dtype=torch.float32, device="cpu") / size
     frequency = 1.0 / (config.base**exponent)
     rotary.register_buffer("inv_freq", _stretched(frequency, config).to(device), persistent=False)
     return rotary

@@ -76,7 +76,7 @@ class SafetensorsFile(NamedTuple):
         """The tensor called name, in memory of its own."""
         described = self.tensors[name]
         if described.bytes == 0:
-            return torch.empty(described.shape, dtype=described.dtype)
+            return torch.empty(described.shape, dtype=described.dtype, device="cpu")
         data = bytearray(described.bytes)
         with self.path.open("rb") as file:
             file.seek(self.offsets[name])

@@ -312,7 +312,7 @@ def _anchor(function: Callable[..., Any], tensors: list[Tensor]) -> Tensor | Non
         return None
     if isinstance(function, torch.nn.Module) and not any(p.requires_grad for p in function.parameters()):
         return None
-    return torch.empty(0, requires_grad=True)
+    return torch.empty(0, requires_grad=True, device="cpu")
 
 
 class _Checkpoint(torch.autograd.Function):

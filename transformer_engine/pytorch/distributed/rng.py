@@ -104,7 +104,7 @@ def _default_cuda_generator() -> torch.Generator:
 def _seeded(seed: int) -> RngState:
     if has_cuda():
         return _default_cuda_generator().clone_state().manual_seed(seed)
-    return torch.Generator().manual_seed(seed).get_state()
+    return torch.Generator(device="cpu").manual_seed(seed).get_state()
 
 
 def _current() -> RngState:

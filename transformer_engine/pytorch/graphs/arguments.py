@@ -141,7 +141,7 @@ def samples_of(
     """The samples of `count` callables; TypeError for leaves that are no tensors."""
     args = (sample_args,) if single else sample_args
     if (
-        not isinstance(args, tuple)
+        not isinstance(args, (tuple, list))
         or len(args) != count
         or not all(isinstance(a, (tuple, list)) for a in args)
     ):

@@ -17,8 +17,8 @@ from ..functions.stacks import StackMember
 from ..functions.weight_gradient import WeightGradient
 from ..primitives.grouped_gemm import Groups, Matrices, groups_of
 from ..primitives.grouped_quantize import GroupedQuantized
-from ..quantization import FP8GlobalStateManager
 from ..quantization.autocast import AutocastState
+from ..quantization.global_state import skip_flag_of
 from ..runtime.device import autocast_dtype
 from .grouped_way import (
     CALIBRATION,
@@ -123,7 +123,7 @@ class TogetherPath:
             features += (CALIBRATION,)
         if state.enabled and is_fp8_activation_recompute_enabled():
             features += (RECOMPUTATION,)
-        if state.graph and FP8GlobalStateManager.get_skip_fp8_weight_update_tensor() is not None:
+        if skip_flag_of(state) is not None:
             features += (FLAGGED_WEIGHTS,)
         return features
 

@@ -55,7 +55,7 @@ class BasicOperation(FusibleOperation, metaclass=ABCMeta):
 
     def get_extra_state(self) -> Tensor:
         """Empty: an operation that quantizes nothing has no state beside its parameters."""
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def set_extra_state(self, state: Tensor | None) -> None:
         """Takes what `get_extra_state` gives; ValueError for the state of an operation that quantizes."""

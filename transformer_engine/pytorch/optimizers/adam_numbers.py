@@ -16,7 +16,7 @@ def next_step(step: int | Tensor, flag: Tensor, capturable: bool) -> int | Tenso
     """step + 1: an int, or, capturable, int32 [1] on the flag's device, which stays where the flag skips the step."""
     if not capturable:
         return int(step) + 1
-    steps = torch.as_tensor(step, dtype=torch.int32).reshape(-1)[:1].to(flag.device)
+    steps = torch.as_tensor(step, dtype=torch.int32, device=flag.device).reshape(-1)[:1]
     return steps.add_((flag != 1).to(torch.int32))
 
 
@@ -33,6 +33,6 @@ def rates_of(
     if not capturable:
         numbers = adam_rates(float(group["lr"]), betas, eps, step, *rest)
         return {device: on_device(numbers, device) for device in devices}
-    lr = torch.as_tensor(group["lr"], dtype=torch.float32).to(flag.device)
+    lr = torch.as_tensor(group["lr"], dtype=torch.float32, device=flag.device)
     rates = device_rates(lr, betas, eps, step, *rest, inverse)
     return {device: rates.to(device) for device in devices}

@@ -161,8 +161,8 @@ class AdamStates(CopiedWhole):
             if "step" in group and not self.capturable:
                 group["step"] = int(group["step"])
             if self.capturable:
-                lr = torch.as_tensor(group["lr"], dtype=torch.float32)
-                group["lr"] = lr.to(self._dummy_overflow_buf.device)
+                device = self._dummy_overflow_buf.device
+                group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device)
 
     def master_values(self, param: Tensor) -> Tensor:
         """float32: the parameter's master, whatever it is kept in; RuntimeError without master_weights."""

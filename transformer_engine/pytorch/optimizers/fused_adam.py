@@ -149,7 +149,7 @@ class FusedAdam(AdamStates):
         if capturable:
             self._step_supports_amp_scaling = True
             for group in self.param_groups:
-                group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).to(device)
+                group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over what a copy or a pickle holds; layouts are made anew."""

@@ -63,7 +63,7 @@ def encode_extra_state(fp8_meta: dict[str, Any]) -> Tensor:
     """
     recipe = fp8_meta.get("recipe")
     if recipe is None or not family_of(recipe).checkpointed:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     state: dict[str, Any] = {"recipe": _without_callables(recipe)}
     if family_of(recipe).stateful:
         for direction in ("fwd", "bwd"):
@@ -363,7 +363,9 @@ def _tensor(storage: Any, offset: int, size: Any, stride: Any) -> Tensor:
     """A tensor within its storage; hooks and flags that a pickle may ask for are left out."""
     if not isinstance(storage, torch.storage.TypedStorage):
         raise ExtraStateError(f"a tensor is made of a {type(storage).__name__}")
-    whole = torch.tensor([], dtype=storage.dtype).set_(storage._untyped_storage)
+    whole = torch.tensor([], dtype=storage.dtype, device=storage._untyped_storage.device).set_(
+        storage._untyped_storage
+    )
     extent = offset + 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
     if min((offset, *size, *stride)) < 0 or (0 not in size and extent > whole.numel()):
         raise ExtraStateError(

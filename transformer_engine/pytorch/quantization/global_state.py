@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...common.recipe import DelayedScaling, Recipe
 from ..constants import dist_group_type
-from ..runtime.device import canonical_device
+from ..runtime.device import canonical_device, has_cuda
 from . import delayed_scaling, model_init, replay, support
 from . import families as _rows  # noqa: F401 - before the kinds at the end are read
 from .autocast import AutocastState, autocast, current, is_first_module, reinstate, snapshot
@@ -20,6 +20,20 @@ from .state_attributes import StateAttributes
 
 _RECOMPUTE_POSITION = "global_fp8_buffer_pos_fwd_recompute"
 _UPDATED = "updated_scaling_fwd"
+
+
+def is_captured(state: AutocastState) -> bool:
+    """Does a call under this state go into a graph?"""
+    return state.graph or (has_cuda() and torch.cuda.is_current_stream_capturing())
+
+
+def skip_flag_of(state: AutocastState) -> Tensor | None:
+    """The device flag by which replays of a call keep or renew cached weights; None where the call is not captured.
+
+    A client that captures layers by itself, as Megatron-core does, sets the flag itself.
+    """
+    flag = FP8GlobalStateManager.get_skip_fp8_weight_update_tensor()
+    return flag if flag is not None and is_captured(state) else None
 
 
 class QuantizationState:
@@ -67,7 +81,8 @@ class FP8GlobalStateManager(metaclass=StateAttributes):
 
     @classmethod
     def fp8_graph_capturing(cls) -> bool:
-        return current().graph
+        """Is a graph being captured: by `make_graphed_callables`, or by whoever captures the current stream?"""
+        return is_captured(current())
 
     @classmethod
     def is_first_fp8_module(cls) -> bool:

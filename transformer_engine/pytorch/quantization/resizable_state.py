@@ -60,14 +60,14 @@ class ResizableState(Tensor):
     def narrow(self, dim: int, start: Any, length: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         if start or dim:
             raise ValueError(f"bytes {start} to {start + length} of an extra state; it is read as a whole")
-        self.data = torch.empty(length, dtype=torch.uint8)
+        self.data = torch.empty(length, dtype=torch.uint8, device="cpu")
         return self.plain()
 
     def __create_chunk_list__(self) -> list[Any]:
         """What to read: all there is. Where that is nothing, nothing is left of the bytes that are here."""
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-        self.data = torch.empty(0, dtype=torch.uint8)
+        self.data = torch.empty(0, dtype=torch.uint8, device="cpu")
         return [ChunkStorageMetadata(offsets=torch.Size([0]), sizes=torch.Size([_LONGEST]))]
 
     def __create_write_items__(self, name: str, value: Any) -> list[Any]:

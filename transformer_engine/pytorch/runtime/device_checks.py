@@ -90,7 +90,7 @@ def _demand_later(rule: Rule, tensors: tuple[Tensor | None, ...], facts: tuple[A
 
 
 def _copied(x: Tensor) -> Tensor:
-    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True, device="cpu")
     return host.copy_(x.detach(), non_blocking=True)
 
 

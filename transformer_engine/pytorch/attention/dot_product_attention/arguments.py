@@ -272,4 +272,6 @@ def accept_older_state(state_dict: dict[str, Any], prefix: str, *_: object) -> N
     """Take checkpoints that have this module's extra state one level deeper, or not at all."""
     older = state_dict.pop(prefix + "fused_attention._extra_state", None)
     if prefix + "_extra_state" not in state_dict:
-        state_dict[prefix + "_extra_state"] = torch.empty(0, dtype=torch.uint8) if older is None else older
+        state_dict[prefix + "_extra_state"] = (
+            torch.empty(0, dtype=torch.uint8, device="cpu") if older is None else older
+        )

@@ -112,7 +112,7 @@ def _check_alike(parameters: dict[str, nn.Parameter], place: str) -> None:
 
 def _check_activation(activation: nn.Module, named: str, place: str) -> None:
     """Is the module what our layer computes? "gelu" names the exact function in some configs, tanh's in others."""
-    x: Tensor = torch.linspace(-4.0, 4.0, 65)
+    x: Tensor = torch.linspace(-4.0, 4.0, 65, device="cpu")
     if not torch.allclose(activation(x), _ACTIVATIONS[named](x), rtol=1e-5, atol=1e-6):
         raise ValueError(
             f"the activation of {place} is {activation}, which LayerNormMLP does not compute; it has silu and gelu "

@@ -51,7 +51,7 @@ def on_device(numbers: tuple[int, ...], dtype: torch.dtype, device: torch.device
 def _copied(
     numbers: tuple[int, ...], dtype: torch.dtype, device: torch.device, others: dict[int, Tensor]
 ) -> Tensor:
-    table = torch.tensor(numbers, dtype=dtype)
+    table = torch.tensor(numbers, dtype=dtype, device="cpu")
     if device.type != "cuda":
         return table
     if not torch.cuda.is_current_stream_capturing():

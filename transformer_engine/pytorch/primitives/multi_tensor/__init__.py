@@ -86,7 +86,9 @@ def on_device(numbers: Sequence[float], device: torch.device) -> Tensor:
     """float32 [n] on a device, which the host does not wait for."""
     if device.type != "cuda":
         return torch.tensor(numbers, dtype=torch.float32, device=device)
-    return torch.tensor(numbers, dtype=torch.float32, pin_memory=True).to(device, non_blocking=True)
+    return torch.tensor(numbers, dtype=torch.float32, pin_memory=True, device="cpu").to(
+        device, non_blocking=True
+    )
 
 
 def extents_of(lists: Lists) -> Extents:

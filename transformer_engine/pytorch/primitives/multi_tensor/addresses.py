@@ -100,12 +100,12 @@ def _made(
     size: int,
     device: torch.device,
 ) -> Chunks:
-    bases = torch.tensor(addresses, dtype=torch.int64)
-    elements = torch.tensor(sizes, dtype=torch.int64)
+    bases = torch.tensor(addresses, dtype=torch.int64, device="cpu")
+    elements = torch.tensor(sizes, dtype=torch.int64, device="cpu")
     each = (elements + size - 1) // size
-    owner = torch.repeat_interleave(torch.arange(len(sizes)), each)
+    owner = torch.repeat_interleave(torch.arange(len(sizes), device="cpu"), each)
     first = torch.cumsum(each, 0) - each
-    offset = (torch.arange(owner.numel()) - first[owner]) * size
+    offset = (torch.arange(owner.numel(), device="cpu") - first[owner]) * size
     columns = [(elements[owner] - offset).clamp_(max=size)]
     columns += [base[owner] + offset * width for base, width in zip(bases, widths, strict=True)]
     aligned = not bool((bases % _ALIGNMENT).any() or (elements % _ALIGNMENT).any())

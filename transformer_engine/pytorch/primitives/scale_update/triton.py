@@ -82,7 +82,7 @@ _captured: dict[tuple[tuple[int, int, int], ...], Tensor] = {}
 
 
 def _remember(addresses: tuple[tuple[int, int, int], ...], device: torch.device) -> Tensor:
-    table = torch.tensor(addresses, dtype=torch.int64).to(device)
+    table = torch.tensor(addresses, dtype=torch.int64, device="cpu").to(device)
     _tables[addresses] = table
     if len(_tables) > _KEPT:
         _tables.popitem(last=False)

@@ -50,7 +50,7 @@ def generate_positional_ids_for_cp(
     """[t] positions 0, 1, .. in each sequence, padded to a multiple of divisibility_factor, the padding counted on."""
     _, padded = _padded_lengths(cu_seqlens, divisibility_factor)
     starts = torch.repeat_interleave(padded.cumsum(0) - padded, padded)
-    return (torch.arange(int(padded.sum())) - starts).to(cu_seqlens.device, dtype)
+    return (torch.arange(int(padded.sum()), device="cpu") - starts).to(cu_seqlens.device, dtype)
 
 
 def get_batch_on_this_cp_rank(
@@ -107,7 +107,7 @@ def _padded_lengths(cu_seqlens: Tensor, multiple: int) -> tuple[Tensor, Tensor]:
 def _front_of_each(lengths: Tensor, padded: Tensor) -> Tensor:
     """Where the tokens of packed sequences lie when each has its padding behind it."""
     gaps = torch.repeat_interleave((padded - lengths).cumsum(0) - (padded - lengths), lengths)
-    return torch.arange(int(lengths.sum())) + gaps
+    return torch.arange(int(lengths.sum()), device="cpu") + gaps
 
 
 def _bounds(lengths: Tensor, like: Tensor) -> Tensor:

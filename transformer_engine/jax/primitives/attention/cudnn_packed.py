@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ...common import optional
+from ....common import optional
 
 _MODULE = "jax._src.cudnn.fused_attention_stablehlo"
 _WANTED = ("q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets", "scale", "mask_type", "qkv_layout")

@@ -14,14 +14,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ...common.formats import ceil_div
-from ..platform import processors
-from ..primitives.kernels import Kernel
-from ..primitives.launching import perform
-from ..primitives.launching import run as run_launch
+from ....common.formats import ceil_div
+from ...platform import processors
+from ..kernels import Kernel
+from ..launching import perform
+from ..launching import run as run_launch
 
 if TYPE_CHECKING:
-    from ...common.kernels.attention_problem import Problem
+    from ....common.kernels.attention_problem import Problem
 
 Triple = tuple[int, int, int]
 
@@ -164,7 +164,7 @@ class _Attention(Kernel):
         return jnp.concatenate((given.words, first))
 
     def problem(self, q: Array, k: Array, v: Array, given: Given) -> Problem:
-        from ...common.kernels.attention_problem import Problem
+        from ....common.kernels.attention_problem import Problem
 
         facts = self.facts
         (batch, queries, heads, size), (_, keys, groups, _), size_v = q.shape, k.shape, v.shape[3]
@@ -210,7 +210,7 @@ class Forward(_Attention):
         return out, self.levels_of(query)
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
-        from ...common.kernels import attention  # it imports triton
+        from ....common.kernels import attention  # it imports triton
 
         q, k, v, *rest = arrays
         given, _ = self.given(tuple(rest))
@@ -248,7 +248,7 @@ class Backward(_Attention):
         return tuple(shapes)
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
-        from ...common.kernels import attention_backward, attention_bias, attention_programs
+        from ....common.kernels import attention_backward, attention_bias, attention_programs
 
         q, k, v, *rest = arrays
         given, (out, dout, lse) = self.given(tuple(rest))

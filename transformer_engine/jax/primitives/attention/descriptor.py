@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from ...common.checks import described
+from ....common.checks import described
 from .enums import AttnMaskType, QKVLayout
 
 Pair = tuple[Array, Array]

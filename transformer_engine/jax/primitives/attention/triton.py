@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ...common.dispatch import Backend
-from ..primitives.kernels import call as call_kernel
-from ..primitives.launching import refuses_on
+from ....common.dispatch import Backend
+from ..kernels import call as call_kernel
+from ..launching import refuses_on
 from .enums import AttnBiasType
 from .request import AttentionRequest, Call
 from .triton_kernels import Backward, Facts, Forward, Given

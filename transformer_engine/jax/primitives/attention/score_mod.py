@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax import Array
 
-from ...common.checks import described, function_or_none
+from ....common.checks import described, function_or_none
 from .enums import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout
 
 ScoreMod = Callable[[Array, Any], Array]

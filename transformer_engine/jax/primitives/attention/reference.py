@@ -7,8 +7,8 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jax import Array
 
-from ...common.dispatch import Backend
-from ..primitives.softmax import masked_softmax
+from ....common.dispatch import Backend
+from ..softmax import masked_softmax
 from .enums import AttnBiasType
 from .request import AttentionRequest, Call
 

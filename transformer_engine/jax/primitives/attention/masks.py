@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from ...common.checks import described
+from ....common.checks import described
 from .descriptor import Segments
 from .enums import AttnMaskType
 

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ...common.dispatch import Backend
-from ..platform import compute_capability
-from ..primitives.custom_calls import switched_off
+from ....common.dispatch import Backend
+from ...platform import compute_capability
+from ..custom_calls import switched_off
 from . import cudnn_packed
 from .enums import AttnBiasType, AttnSoftmaxType
 from .request import AttentionRequest, Call

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-from ...common.checks import described
+from ....common.checks import described
 
 
 class AttnBiasType(enum.Enum):

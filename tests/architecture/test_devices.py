@@ -1,0 +1,46 @@
+"""A tensor is made on a device that is named: callers set a default device, and ours are not theirs."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+from source import modules, nodes
+
+# Of torch's functions that make a tensor from numbers alone, those that a default device moves.
+MAKERS = {
+    "arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones", "rand",
+    "randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros",
+}  # fmt: skip
+
+
+def nowhere(tree_nodes) -> list[int]:
+    """Lines of calls torch.MAKER(..) without a device."""
+    return [
+        node.lineno
+        for node in tree_nodes
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and isinstance(node.func.value, ast.Name)
+        and node.func.value.id == "torch"
+        and node.func.attr in MAKERS
+        and not {"device", None} & {keyword.arg for keyword in node.keywords}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("call", "found"),
+    [
+        ("torch.zeros(3)", [1]),
+        ("torch.zeros(3, device=x.device)", []),
+        ("torch.empty(3, **place)", []),
+        ("x.new_zeros(3)", []),
+    ],
+)
+def test_a_maker_without_a_device_is_seen(call, found):
+    assert nowhere(ast.walk(ast.parse(call))) == found
+
+
+def test_every_tensor_is_made_on_a_named_device():
+    loose = {name: lines for name in modules() if (lines := nowhere(nodes(modules()[name])))}
+    assert not loose

@@ -1,0 +1,21 @@
+"""How programs of clients are started: no client is needed for it."""
+
+from __future__ import annotations
+
+import processes
+
+PROGRAM = (
+    "import os; print(os.getpid(), os.environ['RANK'], os.environ['WORLD_SIZE'], os.environ.get('WORD'))"
+)
+
+
+def test_a_program_runs_once_and_is_read_again():
+    first = processes.once(["-c", PROGRAM], 1, WORD="a")
+    assert processes.once(["-c", PROGRAM], 1, WORD="a") == first
+    other = processes.once(["-c", PROGRAM], 1, WORD="b")
+    assert other.split()[0] != first.split()[0]
+    assert (first.split()[1:], other.split()[1:]) == (["0", "1", "a"], ["0", "1", "b"])
+
+
+def test_the_first_rank_of_several_is_heard():
+    assert processes.once(["-c", PROGRAM], 2).split()[1:3] == ["0", "2"]

@@ -1,0 +1,73 @@
+"""Whatever device a caller has made the default one, layers compute where their parameters and inputs lie.
+
+"meta" stands for a GPU: a tensor made there by oversight holds no numbers, and a copy from it fails.
+"""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from support.layers import RECIPES, layer_of
+
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch.optimizers import FusedAdam, FusedSGD
+
+KINDS = [
+    "Linear",
+    "LayerNormLinear",
+    "LayerNormMLP",
+    "GroupedLinear",
+    "MultiheadAttention",
+    "TransformerLayer",
+]
+
+
+def trained(kind: str, recipe: str, device: str | None) -> list[torch.Tensor]:
+    """Parameters after two steps, and what a copy loaded from a checkpoint computes, with a default device."""
+    torch.manual_seed(0)
+    layer = layer_of(kind, device="cpu")
+    other = layer_of(kind, device="cpu")
+    x = torch.randn(16, 4, 64)
+    given = (x.view(64, 64), [32, 32]) if kind == "GroupedLinear" else (x,)
+    with torch.device(device or "cpu"):
+        adam, sgd = (
+            FusedAdam(layer.parameters(), lr=1e-2),
+            FusedSGD(layer.parameters(), lr=1e-2, momentum=0.9),
+        )
+        for optimizer in (adam, sgd):
+            with te.autocast(enabled=recipe != "none", recipe=RECIPES[recipe]):
+                layer(*given).square().mean().backward()
+            optimizer.step()
+        adam.load_state_dict(adam.state_dict())
+        stored = io.BytesIO()
+        torch.save(layer.state_dict(), stored)
+        stored.seek(0)
+        other.load_state_dict(torch.load(stored, weights_only=False, map_location="cpu"))
+        with torch.no_grad(), te.autocast(enabled=recipe != "none", recipe=RECIPES[recipe]):
+            return [*(p.detach() for p in layer.parameters()), other(*given)]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_default_device_changes_nothing(kind, recipe):
+    for found, expected in zip(trained(kind, recipe, "meta"), trained(kind, recipe, None), strict=True):
+        assert found.device.type == "cpu"
+        assert torch.equal(found, expected)
+
+
+def test_experts_and_losses_do_not_ask_for_a_default_device():
+    def computed() -> list[torch.Tensor]:
+        x, probs = torch.randn(8, 16), torch.rand(8, 4)
+        routing = torch.zeros(8, 4, dtype=torch.bool)
+        routing[:, :2] = True
+        with torch.device("meta"):
+            permuted, _, rows = te.moe_permute_with_probs(x, probs, routing, num_out_tokens=16)
+            back = te.moe_unpermute(permuted, rows, restore_shape=x.shape)
+            loss = te.parallel_cross_entropy(
+                x.view(2, 4, 16).clone(), torch.zeros(2, 4, dtype=torch.int64, device="cpu")
+            )
+        return [back, loss]
+
+    assert all(made.device.type == "cpu" and made.isfinite().all() for made in computed())
