@@ -1,4 +1,4 @@
-"""cuDNN's attention over eight host devices: jax's own rules of cutting, plain operations for cuDNN: {case: difference}."""
+"""cuDNN's attention over eight host devices by jax's own rules, plain operations for cuDNN: {case: difference}."""
 
 from __future__ import annotations
 
@@ -55,7 +55,10 @@ def backward(q, k, v, bias, lengths_q, lengths_kv, *rest, scale, variadic_args, 
 
 def stand_in() -> None:
     """Everything down to cuDNN's own call is jax's; its version and the GPU are those of an H200."""
-    pairs = ((library._dot_product_attention_fwd_p, forward), (library._dot_product_attention_bwd_p, backward))
+    pairs = (
+        (library._dot_product_attention_fwd_p, forward),
+        (library._dot_product_attention_bwd_p, backward),
+    )
     for primitive, function in pairs:
         mlir.register_lowering(primitive, mlir.lower_fun(function, multiple_results=True), platform="cpu")
     mlir.register_lowering(kernels._kernel, kernels._lowered, platform="cpu")
@@ -89,7 +92,8 @@ def case(specs, mask=AttnMaskType.CAUSAL_MASK, bias=None, lengths=None) -> tuple
     mesh = mesh_of(dp=2, tp=4)
     with jax.set_mesh(mesh):
         q, k, v = (
-            jax.device_put(x, NamedSharding(mesh, PartitionSpec(*s))) for x, s in zip((q, k, v), specs, strict=True)
+            jax.device_put(x, NamedSharding(mesh, PartitionSpec(*s)))
+            for x, s in zip((q, k, v), specs, strict=True)
         )
         got = run(mask, q, k, v, bias, given)
         text = run.lower(mask, q, k, v, bias, given).compile().as_text()

@@ -36,7 +36,10 @@ class Alike(Kernel):
     @property
     def rule(self) -> str:
         # What is not to be cut has another name behind the arrow: Shardy carries a cut over wherever names agree.
-        made = (re.sub(r"\w+", lambda name: name[0] if name[0] in _CUT else f"{name[0]}o", one) for one in self.axes)
+        made = (
+            re.sub(r"\w+", lambda name: name[0] if name[0] in _CUT else f"{name[0]}o", one)
+            for one in self.axes
+        )
         return f"{', '.join(self.axes)} -> {', '.join(made)}"
 
     @property
@@ -48,7 +51,10 @@ class Alike(Kernel):
         return tuple(sorted(set(re.findall(r"\w+", self.rule)).difference(_CUT)))
 
     def under_vmap(self, mapped: Sequence[bool]) -> Alike:
-        axes = (f"v{place} {a}" if is_mapped else a for place, (a, is_mapped) in enumerate(zip(self.axes, mapped, strict=True)))
+        axes = (
+            f"v{place} {a}" if is_mapped else a
+            for place, (a, is_mapped) in enumerate(zip(self.axes, mapped, strict=True))
+        )
         return replace(self, axes=tuple(axes))
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -61,19 +67,29 @@ class Alike(Kernel):
 Bias = Array | None
 
 
-@jax.custom_vjp
 def alike(
     query: Array, key: Array, value: Array, bias: Bias, lengths: tuple[Array, ...]
 ) -> tuple[Array, Array, Array, Bias, tuple[Array, ...]]:
-    """What is given: query [b, s, h, d], key and value [b, t, g, d], bias [1 or b, 1 or h, s, t], lengths [b] or [b, n].
+    """What is given: query [b, s, h, d], key and value [b, t, g, d], bias [1 or b, 1 or h, s, t], lengths [b, ..].
 
     Differentiable: gradients lie as what they are of. For programs that are lowered for CUDA.
     """
+    made: Any = _alike(query, key, value, bias, lengths)
+    return made
+
+
+@jax.custom_vjp
+def _alike(query: Array, key: Array, value: Array, bias: Bias, lengths: tuple[Array, ...]) -> Any:
     return _laid(query, key, value, bias, lengths)
 
 
 def _laid(
-    query: Array, key: Array, value: Array, bias: Bias, lengths: tuple[Array, ...], primals: tuple[Array, ...] = ()
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Bias,
+    lengths: tuple[Array, ...],
+    primals: tuple[Array, ...] = (),
 ) -> tuple[Array, Array, Array, Bias, tuple[Array, ...]]:
     """primals   query, key, value and bias, as which the arrays are laid"""
     groups, members = key.shape[2], query.shape[2] // key.shape[2]
@@ -90,7 +106,9 @@ def _laid(
     return q, k, v, laid, tuple(rest[: len(lengths)])
 
 
-def _forward(query: Array, key: Array, value: Array, bias: Bias, lengths: tuple[Array, ...]) -> tuple[Any, Any]:
+def _forward(
+    query: Array, key: Array, value: Array, bias: Bias, lengths: tuple[Array, ...]
+) -> tuple[Any, Any]:
     made = _laid(query, key, value, bias, lengths)
     return made, tuple(array for array in made[:4] if array is not None)
 
@@ -100,14 +118,21 @@ def _backward(primals: tuple[Array, ...], gradients: Any) -> tuple[Any, ...]:
     return (*_laid(dq, dk, dv, dbias, (), primals)[:4], None)
 
 
-alike.defvjp(_forward, _backward)
+_alike.defvjp(_forward, _backward)
+
+
+def apart(out: Array, groups: int) -> Array:
+    """out [b, s, h, e], that keeps its readers' cuts of tokens from the attention, and those of its makers too."""
+    made: Any = _apart(out, groups)
+    return made
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def apart(out: Array, groups: int) -> Array:
-    """out [b, s, h, e], whose readers' cuts of tokens reach neither the attention nor, in its gradient, theirs."""
-    heads = head_factors(groups, out.shape[2] // groups)
-    return call(Alike((f"b s {heads} e",), groups, out.shape[2] // groups), out)[0]
+def _apart(out: Array, groups: int) -> Array:
+    members = out.shape[2] // groups
+    return call(Alike((f"b s {head_factors(groups, members)} e",), groups, members), out)[0]
 
 
-apart.defvjp(lambda out, groups: (apart(out, groups), None), lambda groups, _, gradient: (apart(gradient, groups),))
+_apart.defvjp(
+    lambda out, groups: (apart(out, groups), None), lambda groups, _, gradient: (apart(gradient, groups),)
+)
