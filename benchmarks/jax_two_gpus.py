@@ -141,6 +141,11 @@ def sequence(devices: int, strategy: str, tokens: int, heads: int, groups: int) 
         return milliseconds(jax.jit(step), jnp.zeros(()), q, k, v, dy, runs=5)
 
 
+def ended(text: str, most: int = 400) -> str:
+    """Text of which begin and end remain: XLA says what went wrong behind the traceback."""
+    return text if len(text) <= most else f"{text[: most // 4]} .. {text[-3 * most // 4 :]}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("json", type=Path)
@@ -159,7 +164,7 @@ def main() -> None:
             one.setdefault(name, row["eager_ms"])
             row["speedup"] = round(work * one[name] / row["eager_ms"], 3)
         except Exception as error:  # a layout that fails is a row of the file, and the next one runs
-            row = {"case": name, "layout": what, "error": f"{type(error).__name__}: {error}"[:400]}
+            row = {"case": name, "layout": what, "error": ended(f"{type(error).__name__}: {error}")}
         rows.append(row)
         machine = jax.devices()[0].device_kind
         options.json.write_text(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import torch
 from jax import lax
+
+if TYPE_CHECKING:
+    import torch
 
 NUMPY_DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
@@ -40,12 +44,16 @@ def matrix(kind: str, shape: tuple[int, int], dtype: str, seed: int = 0) -> np.n
 
 
 def to_torch(x: np.ndarray) -> torch.Tensor:
+    import torch  # JAX's bits are compared with stored digests where torch is not installed
+
     if x.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(x.view(np.uint16).copy()).view(torch.bfloat16)
     return torch.from_numpy(x.copy())
 
 
 def torch_bytes(tensor: torch.Tensor) -> np.ndarray:
+    import torch
+
     return tensor.detach().clone(memory_format=torch.contiguous_format).view(torch.uint8).numpy()
 
 
@@ -58,7 +66,7 @@ def jax_bytes(array: jax.Array) -> np.ndarray:
     return array.view(np.uint8)
 
 
-def _without_nan_signs(data: np.ndarray, dtype: jnp.dtype) -> np.ndarray:
+def without_nan_signs(data: np.ndarray, dtype: jnp.dtype) -> np.ndarray:
     """NaNs count as equal whatever their sign and payload."""
     if dtype == jnp.float8_e4m3fn:
         return np.where((data & 0x7F) == 0x7F, 0x7F, data)
@@ -77,8 +85,8 @@ def assert_same_bytes(array: jax.Array | None, tensor: torch.Tensor | None, name
         return
     ours, theirs = jax_bytes(array), torch_bytes(tensor)
     assert ours.size == theirs.size, f"{name}: {ours.shape} against {theirs.shape}"
-    ours = _without_nan_signs(ours, array.dtype).ravel()
-    theirs = _without_nan_signs(theirs, array.dtype).ravel()
+    ours = without_nan_signs(ours, array.dtype).ravel()
+    theirs = without_nan_signs(theirs, array.dtype).ravel()
     different = np.flatnonzero(ours != theirs)
     assert not different.size, (
         f"{name}: {different.size} of {ours.size} differ, first at {different[0]}: "

@@ -17,6 +17,7 @@ from transformer_engine.jax.layernorm_dense import layernorm_dense
 from transformer_engine.jax.layernorm_mlp import layernorm_mlp
 from transformer_engine.jax.primitives.activation import ActivationParams
 from transformer_engine.jax.primitives.activation_codes import activation_backward_codes, activation_codes
+from transformer_engine.jax.primitives.grouped_quantize import quantize_stack
 from transformer_engine.jax.primitives.norm_codes import norm_codes
 from transformer_engine.jax.primitives.quantize import Cast
 from transformer_engine.jax.primitives.scale_update import State, advance_states
@@ -94,6 +95,20 @@ def test_sums_of_columns_come_with_the_codes_of_a_gradient(name):
 
     for ours, want in both_ways("jax_activation_codes", sums, dy, x):
         np.testing.assert_allclose(ours, want, rtol=2e-2, atol=2e-2 * float(jnp.abs(want).max()))
+
+
+@pytest.mark.parametrize("directions", [(True, True), (False, True), (True, False)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_stack_has_the_codes_of_its_matrices(dtype, directions):
+    x = jnp.stack([jnp.asarray(matrix("normal", (144, 80), dtype, seed)) for seed in range(3)])
+    x = x.at[1].set(0).at[2, 3, 4].set(jnp.nan)
+    multiplier = jnp.asarray([3.7, 1.0, 0.3], jnp.float32)
+    made = []
+    for backend in ("triton", "reference"):
+        with use_backend(jax_grouped_quantize=backend):
+            made.append(jax.jit(lambda x: quantize_stack(x, multiplier, E4M3, *directions))(x))
+    assert [one is None for one in made[0]] == [one is None for one in made[1]]
+    assert_equal(zip(*map(jax.tree.leaves, made), strict=True), f"{dtype} {directions}")
 
 
 def quantizers(recipe: str):

@@ -79,6 +79,8 @@ def test_a_run_killed_in_the_middle_continues_bit_for_bit(corpus: Corpus, tmp_pa
     first, last = whole.history[0].loss, whole.history[-1].loss
     assert all(last[name] < first[name] - 0.1 for name in last)
     assert last["delayed"] != last[HIGH_PRECISION]
+    validation = whole.history[-1].validation or {}
+    assert abs(validation["delayed"] / validation[HIGH_PRECISION] - 1) < 0.01
 
 
 def test_a_recipe_of_blocks_trains_near_high_precision(corpus: Corpus, tmp_path: Path):

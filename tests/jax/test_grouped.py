@@ -103,6 +103,16 @@ def test_every_group_advances_a_state_of_its_own():
     )
 
 
+def test_checkpoint_names_reach_codes_scales_and_maxima_of_groups():
+    x, kernel, _, _ = inputs()
+    module = te_flax.make_grouped_dense_cls(RECIPES["current"][0], "codes")
+    sizes = jnp.asarray(SIZES)
+    with te.autocast(True, RECIPES["current"][0]):
+        text = str(jax.make_jaxpr(lambda x, kernel: module.apply({}, x, kernel, sizes))(x, kernel))
+    # Two directions of rows and of matrices, which share a scale and a maximum.
+    assert text.count("name=codes") == 2 * (2 + 1 + 1)
+
+
 @pytest.mark.parametrize("mode", [ScalingMode.CURRENT_TENSOR_SCALING, ScalingMode.MXFP8_1D_SCALING])
 def test_codes_of_groups_come_back_within_the_format(mode):
     x, kernel, _, _ = inputs()

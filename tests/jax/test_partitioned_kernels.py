@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -15,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, FLOAT8, MXFP8, NVFP4
 from transformer_engine.common.quantize_spec import QuantizeSpec
+from transformer_engine.common.recipe import Float8CurrentScaling
 from transformer_engine.jax.attention import (
     AttnBiasType,
     AttnMaskType,
@@ -23,14 +25,16 @@ from transformer_engine.jax.attention import (
     fused_attn,
 )
 from transformer_engine.jax.attention import SequenceDescriptor as Descriptor
+from transformer_engine.jax.dense import grouped_dense
 from transformer_engine.jax.primitives import launching
 from transformer_engine.jax.primitives.attention.request import AttentionRequest
 from transformer_engine.jax.primitives.attention.triton import refuses as attention_refuses
 from transformer_engine.jax.primitives.gemm import gemm
 from transformer_engine.jax.primitives.grouped_gemm import grouped_contraction, grouped_gemm
 from transformer_engine.jax.primitives.operand import Operand
-from transformer_engine.jax.primitives.partitioning import Rule, extent, unknown_sizes
+from transformer_engine.jax.primitives.partitioning import Rule, extent, in_order, unknown_sizes
 from transformer_engine.jax.primitives.quantize import quantize
+from transformer_engine.jax.quantize import QuantizeMeta, QuantizeMetaSet, QuantizerFactory
 
 ROOT = Path(__file__).resolve().parents[2]
 REFUSAL = launching.refuses_kernels()
@@ -39,16 +43,21 @@ needs_bridge = pytest.mark.skipif(
 )
 
 
-def test_devices_cut_kernels_as_their_rules_say_and_agree_with_one_device():
+def printed_by(program: str) -> tuple[dict, str]:
+    """What a program on eight host devices prints, and what it says on stderr."""
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "jax")))
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "jax" / "host_kernels.py")], capture_output=True, text=True,
+        [sys.executable, str(ROOT / "tests" / "jax" / program)], capture_output=True, text=True,
         env=os.environ | flags | {"PYTHONPATH": paths},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "jax.set_mesh(mesh)" in done.stderr, "a program without a mesh says so"
-    found = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+
+def test_devices_cut_kernels_as_their_rules_say_and_agree_with_one_device():
+    found, said = printed_by("host_kernels.py")
+    assert "jax.set_mesh(mesh)" in said, "a program without a mesh says so"
     gathers = {name: found.pop(name) for name in [*found] if name.endswith(": gathers")}
     assert found.pop("ragged exchanges between GPUs") >= 4, "rows and weights, there and back"
     assert max(found.values()) < 1e-5, found
@@ -57,11 +66,24 @@ def test_devices_cut_kernels_as_their_rules_say_and_agree_with_one_device():
     assert not any(gathers[f"{name}: gathers"] for name in free), gathers
 
 
+def test_attention_of_cudnn_takes_what_lies_otherwise_over_devices():
+    """By jax's own rules, which refuse a cut of tokens, and keys or lengths that lie otherwise than queries."""
+    found, _ = printed_by("host_cudnn.py")
+    rounded = {name: found.pop(name) for name in ("a bias of all rows", "under vmap")}
+    assert max(difference for difference, _ in rounded.values()) < 1e-2, "sums of bfloat16 in another order"
+    assert rounded["under vmap"][1] == 0, "one call for all"
+    assert max(difference for difference, _ in found.values()) < 1e-5, found
+    assert found["heads"][1] == found["lengths"][1] == 0, "what lies alike does not travel"
+
+
 def test_a_rule_tells_factors_and_the_sizes_that_no_axis_tells():
     assert Rule.of("r (k b), w -> k r").operands == ((("r",), ("k", "b")), (("w",),))
     assert unknown_sizes("r (k b) -> k r, (k c)", {"k": 2, "b": 3, "c": 4}) == {"b": 3, "c": 4}
     assert extent("m", 256, 128).whole == "(m min)"
-    assert extent("m", 200, 128).replicated == ("m", "min", "mhalf")
+    assert extent("m", 200, 128).replicated == extent("m", 128, 128).replicated == ("m", "min", "mhalf")
+    assert in_order("b s (g r) d, b t -> b s", ("r", "d", "s", "t")) == ("s", "r", "d", "t"), (
+        "as Shardy demands"
+    )
     assert extent("m", 200, 1).blocks == "m"
 
 
@@ -116,6 +138,22 @@ def test_products_of_codes_are_a_kernel_on_cuda_with_the_values_of_the_reference
 
 
 @needs_bridge
+@pytest.mark.parametrize("depth", [128, 512])
+@pytest.mark.parametrize("forms", [(FLOAT8, FLOAT8), (BLOCK_1D, BLOCK_2D), (BLOCK_1D, BLOCK_1D)])
+def test_products_of_codes_may_be_cut(forms, depth, monkeypatch):
+    monkeypatch.setenv("TE_JAX_KERNELS", "1")
+    mesh = jax.sharding.AbstractMesh((2,), ("tp",), axis_types=(AxisType.Auto,))
+    laid = NamedSharding(mesh, PartitionSpec("tp"))
+    a, b = (
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operand(form, 256, depth))
+        for form in forms
+    )
+    a = dataclasses.replace(a, codes=jax.ShapeDtypeStruct(a.codes.shape, a.codes.dtype, sharding=laid))
+    traced = jax.jit(lambda a, b: gemm(a, b, jnp.dtype(jnp.bfloat16))).trace(a, b)
+    assert "triton_kernel_call_ffi" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@needs_bridge
 def test_products_in_groups_are_kernels_on_cuda(monkeypatch):
     monkeypatch.setenv("TE_JAX_KERNELS", "1")
     a, b, sizes = (
@@ -130,6 +168,25 @@ def test_products_in_groups_are_kernels_on_cuda(monkeypatch):
     assert lowered(lambda a, dy: grouped_contraction(a, dy, sizes, jnp.bfloat16), a, dy) == 2
 
 
+@needs_bridge
+def test_codes_in_groups_are_kernels_on_cuda_and_no_loop(monkeypatch):
+    monkeypatch.setenv("TE_JAX_KERNELS", "1")
+    x, kernel, sizes = jnp.ones((64, 32)), jnp.ones((3, 32, 48)), jnp.ones(3, jnp.int32)
+    quantizers = QuantizerFactory.create_set(
+        n_groups=3, fp8_recipe=Float8CurrentScaling(),
+        quantize_meta_set=QuantizeMetaSet(QuantizeMeta(), QuantizeMeta(), QuantizeMeta()),
+    )  # fmt: skip
+
+    def step(x, kernel):
+        y, pullback = jax.vjp(lambda x, k: grouped_dense(x, k, sizes, quantizer_set=quantizers), x, kernel)
+        return pullback(y)
+
+    text = jax.jit(step).trace(x, kernel).lower(lowering_platforms=("cuda",)).as_text()
+    # The stack; two products of rows, each behind the layout of its groups; the contraction behind it and two turns.
+    assert text.count("triton_kernel_call_ffi") == 1 + 2 * 2 + 4
+    assert "stablehlo.while" not in text
+
+
 def attention(mask, descriptor=None, layout=QKVLayout.BSHD_BSHD_BSHD, dropout=0.0):
     def loss(q, k, v, offset, key):
         out = fused_attn(
@@ -142,10 +199,11 @@ def attention(mask, descriptor=None, layout=QKVLayout.BSHD_BSHD_BSHD, dropout=0.
 
 
 @needs_bridge
+@pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("kind", ["lengths", "packed"])
-def test_both_passes_of_attention_are_kernels_on_cuda_and_may_be_cut(kind, monkeypatch):
+def test_both_passes_of_attention_are_kernels_on_cuda_and_may_be_cut(kind, groups, monkeypatch):
     monkeypatch.setenv("TE_JAX_KERNELS", "1")
-    q, k = jnp.ones((2, 64, 4, 32), jnp.bfloat16), jnp.ones((2, 64, 2, 32), jnp.bfloat16)
+    q, k = jnp.ones((2, 64, 4, 32), jnp.bfloat16), jnp.ones((2, 64, groups, 32), jnp.bfloat16)
     offset = jnp.zeros((1, 4, 1, 1))
     if kind == "lengths":
         step = attention(AttnMaskType.PADDING_CAUSAL_MASK, Descriptor.from_seqlens(jnp.asarray([40, 64])))
@@ -156,7 +214,7 @@ def test_both_passes_of_attention_are_kernels_on_cuda_and_may_be_cut(kind, monke
     # The forward, then the rows' sums, the gradients of queries, and of keys and values.
     assert lowered(step, q, k, k, offset, jax.random.key(0)) == 4
     mesh = jax.sharding.AbstractMesh((2, 2), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
-    cut = NamedSharding(mesh, PartitionSpec("dp", None, "tp"))
+    cut = NamedSharding(mesh, PartitionSpec("dp", None, "tp" if groups > 1 else None))
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=cut) for x in (q, k, k)]
     traced = jax.jit(step).trace(*shapes, offset, jax.random.key(0))
     assert "triton_kernel_call_ffi" in traced.lower(lowering_platforms=("cuda",)).as_text()

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import functools
+import json
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 from bits import assert_same_bytes, matrix, to_torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from stored_bits import BOTH, FILE, SPECS, fits, of_torch, program, random_numbers, torch_digests
 
-from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, E5M2, FLOAT8, MXFP8, NVFP4
+from transformer_engine.common.formats import E2M1, E4M3, E5M2, FLOAT8, MXFP8, NVFP4
 from transformer_engine.common.quantize_spec import QuantizeSpec
 from transformer_engine.jax.primitives import quantize as ours
 from transformer_engine.jax.primitives.operand import Operand
@@ -22,25 +25,6 @@ from transformer_engine.pytorch.primitives.operand import Operand as TorchOperan
 
 pytestmark = pytest.mark.usefixtures("as_users_compile")
 
-BOTH = {"rowwise": True, "columnwise": True}
-SPECS = {
-    "float8-e4m3": QuantizeSpec(FLOAT8, E4M3, **BOTH),
-    "float8-e5m2": QuantizeSpec(FLOAT8, E5M2, **BOTH),
-    "float8-power-of-two": QuantizeSpec(FLOAT8, E4M3, **BOTH, power_of_two=True, epsilon=1e-3),
-    "block1d": QuantizeSpec(BLOCK_1D, E4M3, **BOTH),
-    "block1d-power-of-two": QuantizeSpec(BLOCK_1D, E4M3, **BOTH, power_of_two=True),
-    "block2d": QuantizeSpec(BLOCK_2D, E4M3, **BOTH),
-    "block2d-power-of-two": QuantizeSpec(BLOCK_2D, E5M2, **BOTH, power_of_two=True),
-    "mxfp8-e4m3": QuantizeSpec(MXFP8, E4M3, **BOTH),
-    "mxfp8-e5m2": QuantizeSpec(MXFP8, E5M2, **BOTH),
-    "mxfp8-2d": QuantizeSpec(MXFP8, E4M3, **BOTH, two_dimensional=True),
-    "nvfp4": QuantizeSpec(NVFP4, E2M1, **BOTH),
-    "nvfp4-2d": QuantizeSpec(NVFP4, E2M1, **BOTH, two_dimensional=True),
-    "nvfp4-hadamard": QuantizeSpec(NVFP4, E2M1, **BOTH, hadamard=True),
-    "nvfp4-hadamard-unsigned": QuantizeSpec(NVFP4, E2M1, **BOTH, hadamard=True, random_sign=False),
-    "nvfp4-stochastic": QuantizeSpec(NVFP4, E2M1, **BOTH, stochastic=True),
-    "nvfp4-2d-stochastic": QuantizeSpec(NVFP4, E2M1, **BOTH, two_dimensional=True, stochastic=True),
-}
 KINDS = ("normal", "spread", "special", "infinite", "large", "small", "zero")
 SHAPES = ((144, 130), (16, 2), (1, 4))
 DTYPES = ("float32", "bfloat16", "float16")
@@ -68,40 +52,14 @@ def torch_spec(spec: QuantizeSpec) -> theirs.QuantizeSpec:
     return theirs.QuantizeSpec(**{name: getattr(spec, name) for name in spec.__dataclass_fields__})
 
 
-def fits(spec: QuantizeSpec, shape: tuple[int, int]) -> bool:
-    if spec.format == NVFP4 and spec.columnwise:
-        return shape[0] % (16 if spec.hadamard else 2) == 0
-    return True
-
-
-def random_numbers(spec: QuantizeSpec, shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray] | None:
-    if not spec.stochastic:
-        return None
-    rng = np.random.default_rng(1)
-    return rng.random(shape, np.float32), rng.random(shape[::-1], np.float32)
-
-
-@functools.cache
-def program(spec: QuantizeSpec):
-    """One quantization as a program, compiled once for a shape."""
-    return jax.jit(lambda x, scale, random: ours.quantize(x, spec, multiplier=scale, random=random))
-
-
 def compare(spec: QuantizeSpec, x: np.ndarray, scale: float | None = None, compiled: bool = False) -> None:
     random = random_numbers(spec, x.shape)
-
     made = (program(spec) if compiled else program(spec).__wrapped__)(
         jnp.asarray(x),
         None if scale is None else jnp.full(1, scale, jnp.float32),
         None if random is None else tuple(map(jnp.asarray, random)),
     )
-    with theirs_forced():
-        expected = theirs.quantize(
-            to_torch(x),
-            torch_spec(spec),
-            multiplier=None if scale is None else torch.full((1,), scale),
-            random=None if random is None else tuple(map(torch.from_numpy, random)),  # pyright: ignore
-        )
+    expected = of_torch(spec, x, scale)
     for name in expected._fields:
         assert_same_bytes(getattr(made, name), getattr(expected, name), name)
 
@@ -110,6 +68,25 @@ def theirs_forced():
     from transformer_engine.common.dispatch import use_backend
 
     return use_backend(quantize="reference")
+
+
+def test_the_stored_digests_are_those_of_the_torch_reference():
+    assert json.loads(FILE.read_text()) == torch_digests()
+
+
+@pytest.mark.parametrize(
+    ("options", "least"), [(["--few"], 16), pytest.param([], 64, marks=pytest.mark.slow)], ids=["few", "all"]
+)
+def test_without_torch_the_bits_are_those_of_the_stored_digests(options, least):
+    code = "import sys; sys.modules['torch'] = None; import stored_bits; stored_bits.main()"
+    folders = (FILE.parents[2], FILE.parent)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders)), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *options], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout.splitlines()[-1])
+    assert facts["different"] == [] and facts["cases"] >= least
 
 
 @pytest.mark.parametrize(("name", "dtype"), variants(SPECS, DTYPES, ("bfloat16",)))

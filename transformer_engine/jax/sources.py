@@ -102,12 +102,14 @@ class Activation:
         return Made(_laid(tensor, self.axes), amax, x)
 
     def gradients(self, saved: Any, gradient: Array) -> tuple[Any, ...]:
+        gradient = with_sharding_constraint_by_logical_axes(gradient, self.axes)
         return (activation_backward(gradient, saved, self.names, self.params),)
 
     def encoded_gradient(
         self, saved: Array, gradient: Array, quantizer: Quantizer | None, sums: bool
     ) -> tuple[Tensor, Array | None, Array | None]:
         """The gradient of x in both directions, its maximum, and the sums over the batch [n, F] if asked for."""
+        gradient = with_sharding_constraint_by_logical_axes(gradient, self.axes)
         cast = None if quantizer is None else quantizer.cast()
         if quantizer is None or cast is None:
             dx = activation_backward(gradient, saved, self.names, self.params)

@@ -231,7 +231,7 @@ class MultiHeadAttention(nn.Module):
             bias_init=self.bias_init, bias_axes=bias_axes, enable_low_rank_adaptation=adapted,
             low_rank_adaptation_dim=self.low_rank_adaptation_dim,
             low_rank_adaptation_alpha=self.low_rank_adaptation_alpha, dtype=self.dtype,
-            input_axes=self._input_axes(HIDDEN_TP_AXES) if name == "out" else (),
+            input_axes=self._input_axes(HIDDEN_TP_AXES if name == "out" else HIDDEN_AXES),
             transpose_batch_sequence=bool(self.transpose_batch_sequence), name=name,
         )  # fmt: skip
 

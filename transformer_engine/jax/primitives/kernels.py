@@ -8,7 +8,7 @@ once for each element.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from jax.interpreters import batching, mlir
 from jax.sharding import PartitionSpec
 
 from ..sharding import varying_alike
-from .partitioning import Extent, mesh_of, placement, unknown_sizes
+from .partitioning import Extent, in_order, mesh_of, placement, unknown_sizes
 
 Shape = jax.ShapeDtypeStruct
 
@@ -59,6 +59,10 @@ class Kernel:
         words = self.rule.replace(",", " ").split()
         blocks = (name for one in self.extents for name in one.replicated)
         return (*self.whole, *(name for name in blocks if name in words))
+
+    def under_vmap(self, mapped: Sequence[bool]) -> Kernel | None:
+        """The kernel of arrays of which some have one axis more in front, results as operands; None: there is none."""
+        return None
 
     def results(self, *operands: Any) -> tuple[Shape, ...]:
         """Shapes and dtypes of what run answers."""
@@ -105,12 +109,14 @@ def _shapes(*operands: Any, kernel: Kernel) -> list[Any]:
     ]  # fmt: skip
 
 
-def _batched(arrays: Any, axes: Any, *, kernel: Kernel) -> tuple[Any, tuple[int, ...]]:
+def _batched(arrays: Any, axes: Any, *, kernel: Kernel) -> tuple[Any, tuple[int | None, ...]]:
     mapped = [axis is not None for axis in axes]
     moved = [
         jnp.moveaxis(x, axis, 0) if is_mapped else x
         for x, axis, is_mapped in zip(arrays, axes, mapped, strict=True)
     ]
+    if (of_all := kernel.under_vmap(mapped)) is not None:
+        return call(of_all, *moved), tuple(0 if is_mapped else batching.not_mapped for is_mapped in mapped)
 
     def one(parts: Any) -> tuple[Array, ...]:
         remaining = iter(parts)
@@ -151,7 +157,7 @@ def _on_many(*arrays: Array, kernel: Kernel) -> list[Array]:
     cut.def_partition(
         partition=partition,
         sharding_rule=kernel.rule,
-        need_replication_factors=kernel.replicated,
+        need_replication_factors=in_order(kernel.rule, kernel.replicated),
         **unknown_sizes(kernel.rule, kernel.sizes),
     )
     return list(cut(*arrays))

@@ -49,6 +49,13 @@ def unknown_sizes(text: str, sizes: dict[str, int]) -> dict[str, int]:
     return {name: sizes[name] for axis in axes for name in axis if name not in told}
 
 
+def in_order(text: str, factors: Sequence[str]) -> tuple[str, ...]:
+    """Factors as they follow each other in a rule, which Shardy demands of those that it is told not to cut."""
+    rule = Rule.of(text)
+    known = [factor for array in (*rule.operands, *rule.results) for axis in array for factor in axis]
+    return tuple(factor for factor in dict.fromkeys(known) if factor in factors)
+
+
 @dataclass(frozen=True)
 class Placement:
     """How a kernel's arrays lie on a mesh.
@@ -126,11 +133,11 @@ class Extent(NamedTuple):
 
 
 def extent(name: str, size: int, block: int) -> Extent:
-    """An axis that may be cut between blocks; not at all where the last of them is not full."""
+    """An axis that may be cut between blocks; not at all where the last of them is not full, or there is one alone."""
     if block == 1:
         return Extent(name, name, name, {}, ())
     inner, half = f"{name}in", f"{name}half"
-    if size % block:
+    if size % block or size == block:  # Shardy refuses a factor of one element beside another
         return Extent(name, inner, half, {}, (name, inner, half))
     sizes = {name: size // block, inner: block, half: block // 2}
     return Extent(f"({name} {inner})", name, f"({name} {half})", sizes, ())

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 
 from ..primitives import exact
+from ..primitives.grouped_quantize import quantize_stack
 from ..primitives.quantize import cast, scale_from_amax
 from ..primitives.quantize.tiles import settled
 from ..primitives.scale_update import advance_scales
@@ -29,7 +32,9 @@ __all__ = ["GroupedNoScaleTensor", "GroupedQuantizer", "GroupedScaledTensor1x", 
 def group_of_rows(group_sizes: Array, rows: int) -> Array:
     """int32 [rows]: the group of every row, G for those behind the last group."""
     ends = jnp.cumsum(group_sizes.astype(jnp.int32))
-    return jnp.searchsorted(ends, jnp.arange(rows, dtype=jnp.int32), side="right").astype(jnp.int32)
+    # Not by a search in steps, each of which is a kernel on a GPU.
+    places = jnp.arange(rows, dtype=jnp.int32)
+    return jnp.searchsorted(ends, places, side="right", method="compare_all").astype(jnp.int32)
 
 
 def _of_rows(values: Array, group_sizes: Array, rows: int) -> Array:
@@ -172,6 +177,8 @@ class GroupedQuantizer:
         """(tensor, the absolute maximum of every group or None) without a change of state."""
         self._check(x, group_sizes)
         options = (is_rowwise, is_colwise, dq_dtype, flatten_axis)
+        if group_sizes is None and x.ndim == 3 and self.scaling_mode.is_tensor_scaling():
+            return self._matrices(x, *options[:3])
         if group_sizes is None:
             return self._stack(x, options)
         if self.scaling_mode.is_tensor_scaling():
@@ -209,36 +216,77 @@ class GroupedQuantizer:
         tensors, amaxes = jax.vmap(one, in_axes=(0, 0 if stateful else None))(x, state)
         return _grouped(tensors, None), amaxes
 
+    def _matrices(
+        self, x: Array, is_rowwise: bool | None, is_colwise: bool | None, dq_dtype: Any
+    ) -> tuple[Any, Array]:
+        """One scale a matrix of a stack [G, R, C], all in one operation."""
+        given = self._multipliers(lambda: exact.float_of(exact.magnitude_bits(x).max(axis=(1, 2), initial=0)))
+        directions = self._directions(is_rowwise, is_colwise)
+        made = quantize_stack(x, given, element_of(self.quantizer.q_dtype), *directions)
+        codes = (made.codes, made.codes_t)
+        return self._tensors(codes, made.scale[:, None], made.amax[:, None], None, x, dq_dtype), made.amax
+
     def _rows(
         self, x: Array, group_sizes: Array, is_rowwise: bool | None, is_colwise: bool | None, dq_dtype: Any
     ) -> tuple[Any, Array]:
         """One scale a group: codes = cast(x * scale of the row's group)."""
-        quantizer: Any = self.quantizer
-        element = element_of(quantizer.q_dtype)
         of_row = exact.magnitude_bits(x).max(axis=1, initial=0)
         belongs = group_of_rows(group_sizes, x.shape[0]) == jnp.arange(self.n_groups)[:, None]
         # Once: fused into what reads it, one thread would look at all rows (H200, 16384 of them: 0.44 ms a reader).
         amaxes = settled(exact.float_of(jnp.where(belongs, of_row, 0).max(axis=1, initial=0)))
+        scales = self._multipliers(lambda: amaxes)
+        of_rows = _of_rows(scales, group_sizes, x.shape[0])[:, None]
+        codes = cast(x.astype(jnp.float32) * of_rows, element_of(self.quantizer.q_dtype))
+        rowwise, colwise = self._directions(is_rowwise, is_colwise)
+        made = codes if rowwise else None, codes.T if colwise else None
+        return self._tensors(made, exact.reciprocal(scales), amaxes, group_sizes, x, dq_dtype), amaxes
+
+    def _multipliers(self, amaxes: Callable[[], Array]) -> Array:
+        """float32 [G] that values are multiplied by: the state's, or what this step's maxima ask for."""
+        quantizer: Any = self.quantizer
         if isinstance(quantizer, DelayedScaleQuantizer):
-            scales = quantizer.multiplier
-        else:
-            scales = scale_from_amax(
-                amaxes, element.maximum, power_of_two=quantizer.power_of_two, epsilon=quantizer.epsilon
-            )
-        codes = cast(x.astype(jnp.float32) * _of_rows(scales, group_sizes, x.shape[0])[:, None], element)
-        layout = quantizer.q_layout
-        rowwise = layout.has_rowwise if is_rowwise is None else is_rowwise
-        colwise = layout.has_colwise if is_colwise is None else is_colwise
+            return quantizer.multiplier
+        maximum = element_of(quantizer.q_dtype).maximum
+        options = {"power_of_two": quantizer.power_of_two, "epsilon": quantizer.epsilon}
+        return settled(scale_from_amax(settled(amaxes()), maximum, **options))
+
+    def _directions(self, is_rowwise: bool | None, is_colwise: bool | None) -> tuple[bool, bool]:
+        layout = self.quantizer.q_layout
+        return (
+            layout.has_rowwise if is_rowwise is None else is_rowwise,
+            layout.has_colwise if is_colwise is None else is_colwise,
+        )
+
+    def _tensors(
+        self,
+        codes: tuple[Array | None, Array | None],
+        scale: Array,
+        amax: Array,
+        group_sizes: Array | None,
+        x: Array,
+        dq_dtype: Any,
+    ) -> GroupedScaledTensor1x | ScaledTensor2x:
+        """The directions of x that were made, each group with one scale."""
         dtype = jnp.dtype(x.dtype if dq_dtype is None else dq_dtype)
-        directions = [
+        name = self.quantizer.checkpoint_name
+        if name is not None:
+            codes, scale, amax = jax.tree.map(lambda leaf: checkpoint_name(leaf, name), (codes, scale, amax))
+        made = [
             GroupedScaledTensor1x(
-                codes.T if columns else codes, exact.reciprocal(scales), amaxes, group_sizes, self.scaling_mode,
-                dtype, columns, "T" if columns else "N", 1,
+                one,
+                scale,
+                amax,
+                group_sizes,
+                self.scaling_mode,
+                dtype,
+                bool(columns),
+                "T" if columns else "N",
+                1,
             )
-            for columns, made in ((False, rowwise), (True, colwise))
-            if made
-        ]  # fmt: skip
-        return directions[0] if len(directions) == 1 else ScaledTensor2x(*directions), amaxes  # pyright: ignore
+            for columns, one in enumerate(codes)
+            if one is not None
+        ]
+        return made[0] if len(made) == 1 else ScaledTensor2x(*made)  # pyright: ignore[reportArgumentType]
 
     def _check(self, x: Array, group_sizes: Array | None) -> None:
         groups = x.shape[0] if group_sizes is None else group_sizes.shape[0]

@@ -13,6 +13,7 @@ from ....common.dispatch import Backend
 from ...platform import compute_capability
 from ..custom_calls import switched_off
 from . import cudnn_packed
+from .alike import alike, apart
 from .enums import AttnBiasType, AttnSoftmaxType
 from .request import AttentionRequest, Call, Parts
 
@@ -85,13 +86,14 @@ def run(call: Call, packed: bool) -> Array:
     if packed:
         causal = call.mask_type.is_causal()
         return cudnn_packed.attend(call.query, call.key, call.value, call.bounds(), call.scale, causal)
-    queries, keys = (None, None) if call.lengths is None else call.lengths
+    query, key, value, bias, lengths = alike(call.query, call.key, call.value, call.bias, call.lengths or ())
+    queries, keys = lengths or (None, None)
     window = None if call.window is None or call.window[0] < 0 else (call.window[0], 0)
     out = jax.nn.dot_product_attention(
-        call.query,
-        call.key,
-        call.value,
-        bias=call.bias,
+        query,
+        key,
+        value,
+        bias=bias,
         scale=call.scale,
         is_causal=call.mask_type.is_causal(),
         query_seq_lengths=queries,
@@ -99,6 +101,7 @@ def run(call: Call, packed: bool) -> Array:
         local_window_size=window,
         implementation="cudnn",
     )
+    out = apart(out, key.shape[2])
     if queries is None:
         return out
     inside = jnp.arange(out.shape[1])[None, :] < queries[:, None]

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ....common import optional
+from .alike import alike, apart
 
 _MODULE = "jax._src.cudnn.fused_attention_stablehlo"
 _WANTED = ("q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets", "scale", "mask_type", "qkv_layout")
@@ -65,13 +66,16 @@ def attend(
     seen_q = _inside(starts_q, lengths_q, query.shape[1])
     seen_kv = _inside(starts_kv, lengths_kv, key.shape[1])
     query, key, value = (_within(x, seen) for x, seen in ((query, seen_q), (key, seen_kv), (value, seen_kv)))
+    given = (
+        _or_absent(lengths_q, lengths_q), _or_absent(lengths_kv, lengths_q),
+        _with_end(_or_absent(starts_q, lengths_q)), _with_end(_or_absent(starts_kv, lengths_q)),
+    )  # fmt: skip
+    query, key, value, _, given = alike(query, key, value, None, given)
     out = module.dot_product_attention(
-        query, key, value,
-        q_seqlen=_or_absent(lengths_q, lengths_q), kv_seqlen=_or_absent(lengths_kv, lengths_q),
-        q_offsets=_with_end(_or_absent(starts_q, lengths_q)), kv_offsets=_with_end(_or_absent(starts_kv, lengths_q)),
+        query, key, value, q_seqlen=given[0], kv_seqlen=given[1], q_offsets=given[2], kv_offsets=given[3],
         scale=scale, mask_type=module.MaskType.PADDING_CAUSAL if causal else module.MaskType.PADDING, qkv_layout="BTNH",
     )  # fmt: skip
-    return jnp.where(seen_q, out, 0)
+    return jnp.where(seen_q, apart(out, key.shape[2]), 0)
 
 
 _RULE = "_dot_product_attention_bwd_rule"

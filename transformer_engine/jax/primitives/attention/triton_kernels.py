@@ -72,7 +72,7 @@ class Given(NamedTuple):
         """The factors of what is given, and the heads of keys and of queries a head of keys."""
         groups = key.shape[2]
         batch, heads = query.shape[0], query.shape[2]
-        head = _head(groups, heads // groups)
+        head = head_factors(groups, heads // groups)
 
         def broadcast(array: Array, name: str) -> str:
             factors = (("b", batch), (head, heads), ("s", query.shape[1]), ("t", key.shape[1]))
@@ -94,9 +94,9 @@ class Given(NamedTuple):
         return tuple(factors), (groups, heads // groups)
 
 
-def _head(groups: int, members: int) -> str:
-    """The factors of the queries' heads."""
-    return "g" if members == 1 else "(g r)"
+def head_factors(groups: int, members: int) -> str:
+    """The factors of the queries' heads, members of them to each of the groups; Shardy refuses one of one element."""
+    return "g" if members == 1 else "r" if groups == 1 else "(g r)"
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class _Attention(Kernel):
 
     @property
     def head(self) -> str:
-        return _head(*self.heads)
+        return head_factors(*self.heads)
 
     @property
     def operands(self) -> str:

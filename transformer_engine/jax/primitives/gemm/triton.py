@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from ....common.dispatch import Backend
 from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8, ceil_div
@@ -119,10 +119,10 @@ class Product(Kernel):
 def _one_group(rows: int) -> Array:
     """The layout of one group of rows: its first row and its end, its first tile and their end, its tiles' group."""
     tiles = ceil_div(rows, _BLOCK)
-    # [0, rows, 0, tiles], 0 a tile and 1 behind them: computed, for custom_partitioning takes no array of constants.
-    place = jnp.arange(4 + max(tiles, rows // _BLOCK + 1), dtype=jnp.int32)
-    ends = jnp.where(place == 1, rows, jnp.where(place == 3, tiles, 0))
-    return jnp.where(place < 4, ends, (place >= 4 + tiles).astype(jnp.int32)).astype(jnp.int32)
+    groups = lax.iota(jnp.int32, rows // _BLOCK + 1) >= tiles
+    # Operations, no constant: jax partitions no function over devices that holds one.
+    ends = [lax.full((1,), end, jnp.int32) for end in (0, rows, 0, tiles)]
+    return lax.concatenate([*ends, groups.astype(jnp.int32)], 0)
 
 
 def bind(request: GemmRequest) -> Callable[..., Array]:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ....common.dispatch import Backend
+from ....common.formats import E4M3, E5M2
 from ....common.kernels.launch import Output
 from ...platform import compute_capability, processors
 from ..kernels import Kernel, call
@@ -19,7 +20,7 @@ from ..launching import refuses_on, run
 from .request import GroupedGemmRequest, Scales
 
 _HALVES = (jnp.bfloat16, jnp.float16)
-_CODES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
+_ELEMENTS = {jnp.dtype(jnp.float8_e4m3fn): E4M3, jnp.dtype(jnp.float8_e5m2): E5M2}
 _RESULTS = (*_HALVES, jnp.float32)
 
 
@@ -27,7 +28,7 @@ def refuses(request: GroupedGemmRequest) -> str | None:
     if (reason := refuses_on(request.platform, "GroupedGemmPrimitive")) is not None:
         return reason
     if request.scaled:
-        if request.dtype not in _CODES:
+        if request.dtype not in _ELEMENTS:
             return f"codes in {request.dtype}; it takes FP8"
         if compute_capability() < 89:
             return f"compute capability {compute_capability() / 10} < 8.9 has no FP8 tensor cores"
@@ -111,6 +112,61 @@ class OverRows(Kernel):
         return (out,)
 
 
+@dataclass(frozen=True)
+class OverRowsOfCodes(Kernel):
+    """(codes a [M, K], codes b [M, N], sizes [G], scales [G] of a and of b) -> out [G, K, N]
+
+    Tensor cores take FP8 with the contracted axis last: both are laid anew, group by group, [K, rows] and [N, rows].
+    """
+
+    dtype: jnp.dtype
+
+    @property
+    def rule(self) -> str:
+        return "m k, m n, g, g, g -> g k n"
+
+    whole = ("m", "g")
+
+    def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+        a, b, sizes = operands[:3]
+        return (jax.ShapeDtypeStruct((sizes.shape[0], a.shape[1], b.shape[1]), self.dtype),)
+
+    def run(self, *arrays: Array) -> tuple[Array, ...]:
+        from ....common.kernels import grouped_gemm as kernels  # it imports triton
+
+        a, b, sizes, *scales = arrays
+        launch = kernels.product_of_columns(
+            a.shape[1], b.shape[1], sizes.shape[0], scaling=kernels.TENSOR_SCALES, exact=True,
+            shared_memory=processors().shared_memory,
+        )  # fmt: skip
+        layout = _layout(sizes, a.shape[0])
+        turned = [_columns(codes, layout, sizes.shape[0]) for codes in (a, b)]
+        slots = [_slots(scale, kernels.SCALE_SLOT) for scale in scales]
+        (out,) = run(launch, [*turned, *slots, layout, None], self.results(a, b, sizes))
+        assert out is not None
+        return (out,)
+
+
+def _columns(codes: Array, layout: Array, groups: int) -> Array:
+    """FP8 codes [M, K] -> [K, rows of a group rounded up to 128], one group after the other: a cast by one."""
+    from ....common.kernels import grouped_cast
+    from ....common.kernels import grouped_gemm as kernels
+
+    element = _ELEMENTS[codes.dtype]
+    (rows, depth) = codes.shape
+    launch = grouped_cast.cast(
+        (rows, depth), groups, True, element, 0, 0, False, 0.0, rowwise=False, columnwise=True, records=False
+    )
+    made = jax.ShapeDtypeStruct(
+        (kernels.tiles_at_most(rows, groups) * kernels.TILE_ROWS * depth,), codes.dtype
+    )
+    # The scale that a group's maximum asks for is 1 where the maximum is the element's greatest.
+    amax = jnp.full(groups, element.maximum, jnp.float32)
+    _, turned, _ = run(launch, [codes, None, layout, None, amax], [None, made, None])
+    assert turned is not None
+    return turned
+
+
 def _layout(sizes: Array, rows: int) -> Array:
     from ....common.kernels import grouped_gemm as kernels
 
@@ -133,13 +189,10 @@ def of_rows(
 
 
 def over_rows(a: Array, b: Array, group_sizes: Array, scales: Scales, dtype: jnp.dtype) -> Array:
-    """See `grouped_contraction`; codes are bfloat16 to the kernel, which holds each of them."""
+    """See `grouped_contraction`."""
     if scales is None:
         return call(OverRows(jnp.dtype(dtype)), a, b, group_sizes)[0]
-    wide = call(
-        OverRows(jnp.dtype(jnp.float32)), a.astype(jnp.bfloat16), b.astype(jnp.bfloat16), group_sizes
-    )[0]
-    return (wide * (scales[0] * scales[1])[:, None, None]).astype(dtype)
+    return call(OverRowsOfCodes(jnp.dtype(dtype)), a, b, group_sizes, *scales)[0]
 
 
 def bind(request: GroupedGemmRequest) -> Callable[..., Array]:

@@ -1,0 +1,131 @@
+"""cuDNN's attention over eight host devices: jax's own rules of cutting, plain operations for cuDNN: {case: difference}."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from compiled import compile_quickly
+from host_compositions import mesh_of
+from host_devices import difference
+from jax._src.cudnn import fused_attention_stablehlo as library
+from jax.interpreters import mlir
+from jax.sharding import NamedSharding, PartitionSpec
+
+from transformer_engine.jax.attention import AttnBiasType, AttnMaskType
+from transformer_engine.jax.primitives import kernels
+from transformer_engine.jax.primitives.attention import Call, cudnn
+
+BATCH, TOKENS, HEADS, GROUPS, DIM = 4, 8, 8, 4, 16
+
+
+def attend(q, k, v, bias, lengths_q, lengths_kv, scale, causal):
+    """out [b, s, h, d] in float32, of what cuDNN's call is given."""
+    batch, queries, heads, _ = q.shape
+    assert lengths_q.size in (0, batch) and lengths_kv.size in (0, batch), "lengths lie as queries do"
+    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+    k, v = (jnp.repeat(x, heads // k.shape[2], axis=2) for x in (k, v))
+    scores = jnp.einsum("bshd,bthd->bhst", q, k) * scale
+    if bias.size:
+        scores = scores + bias.astype(jnp.float32)
+    seen = jnp.ones((1, 1, queries, k.shape[1]), bool)
+    seen = jnp.tril(seen) if causal else seen
+    if lengths_kv.size:
+        seen = seen & (jnp.arange(k.shape[1]) < lengths_kv[:, None, None, None])
+    return jnp.einsum("bhst,bthd->bshd", jax.nn.softmax(jnp.where(seen, scores, -1e9)), v)
+
+
+def forward(q, k, v, bias, lengths_q, lengths_kv, *rest, scale, mask_type, is_training, **options):
+    out = attend(q, k, v, bias, lengths_q, lengths_kv, scale, "CAUSAL" in mask_type.name)
+    levels = jnp.zeros((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
+    return [out.astype(q.dtype), *([levels] if is_training else [])]
+
+
+def backward(q, k, v, bias, lengths_q, lengths_kv, *rest, scale, variadic_args, mask_type, **options):
+    assert rest[-1].shape == q.shape, "the gradient lies as queries do"
+
+    def run(q, k, v, bias):
+        return attend(q, k, v, bias, lengths_q, lengths_kv, scale, "CAUSAL" in mask_type.name)
+
+    made = jax.vjp(run, q, k, v, bias)[1](rest[-1].astype(jnp.float32))
+    return [*made[:3], *([made[3]] if variadic_args[1] else [])]
+
+
+def stand_in() -> None:
+    """Everything down to cuDNN's own call is jax's; its version and the GPU are those of an H200."""
+    pairs = (
+        (library._dot_product_attention_fwd_p, forward),
+        (library._dot_product_attention_bwd_p, backward),
+    )
+    for primitive, function in pairs:
+        mlir.register_lowering(primitive, mlir.lower_fun(function, multiple_results=True), platform="cpu")
+    mlir.register_lowering(kernels._kernel, kernels._lowered, platform="cpu")
+    library.check_cudnn_version = lambda: 91900
+    library.check_compute_capability = lambda least: True
+
+
+def step(mask, q, k, v, bias, lengths):
+    """The loss, and the gradients of queries, keys, values and a bias."""
+
+    def loss(q, k, v, bias):
+        kind = AttnBiasType.NO_BIAS if bias is None else AttnBiasType.POST_SCALE_BIAS
+        call = Call(
+            q, k, v, bias, kind, mask, None, lambda: None, lengths, 0.3, None, None, None,
+            lambda: (lengths, lengths, lengths, lengths), None,
+        )  # fmt: skip
+        out = cudnn.run(call, packed=False).astype(jnp.float32)
+        return (out**2 * jnp.cos(jnp.arange(out.size).reshape(out.shape))).sum()
+
+    return jax.value_and_grad(loss, argnums=(0, 1, 2) if bias is None else (0, 1, 2, 3))(q, k, v, bias)
+
+
+def case(specs, mask=AttnMaskType.CAUSAL_MASK, bias=None, lengths=None) -> tuple[float, int]:
+    """The greatest relative difference to one device, and the gathers, of arrays that lie as specs say."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = [(BATCH, TOKENS, heads, DIM) for heads in (HEADS, GROUPS, GROUPS)]
+    q, k, v = (jax.random.normal(key, s, jnp.bfloat16) for key, s in zip(keys, shapes, strict=True))
+    given = None if lengths is None else (jnp.asarray(lengths, jnp.int32),) * 2
+    run = jax.jit(step, static_argnums=0)
+    want = run(mask, q, k, v, bias, given)
+    mesh = mesh_of(dp=2, tp=4)
+    with jax.set_mesh(mesh):
+        q, k, v = (
+            jax.device_put(x, NamedSharding(mesh, PartitionSpec(*s)))
+            for x, s in zip((q, k, v), specs, strict=True)
+        )
+        got = run(mask, q, k, v, bias, given)
+        text = run.lower(mask, q, k, v, bias, given).compile().as_text()
+    return difference(got, want), text.count("all-gather(") + text.count("all-gather-start(")
+
+
+def main() -> None:
+    assert jax.device_count() == 8
+    compile_quickly(True)
+    stand_in()
+    heads, tokens = ("dp", None, "tp"), ("dp", "tp")
+    padding, lengths = AttnMaskType.PADDING_CAUSAL_MASK, [8, 3, 5, 1]
+    bias = jnp.asarray(np.random.default_rng(0).standard_normal((1, HEADS, TOKENS, TOKENS)), jnp.bfloat16)
+    found = {
+        "heads": case([heads] * 3),
+        "tokens": case([tokens] * 3),
+        "queries by heads, keys by tokens": case([heads, tokens, tokens]),
+        "queries by tokens, values by nothing": case([tokens, heads, ()]),
+        "lengths": case([heads] * 3, padding, None, lengths),
+        "lengths and tokens": case([tokens, heads, tokens], padding, None, lengths),
+        "a bias of all rows": case([heads] * 3, bias=bias),
+        "a bias of every row": case([tokens] * 3, bias=jnp.tile(bias, (BATCH, 1, 1, 1))),
+    }
+    mapped = jax.vmap(lambda q, k, v: step(AttnMaskType.CAUSAL_MASK, q, k, v, None, None)[1])
+    q = jax.random.normal(jax.random.key(1), (3, BATCH, TOKENS, HEADS, DIM), jnp.bfloat16)
+    k = q[:, :, :, :GROUPS]
+    one = [step(AttnMaskType.CAUSAL_MASK, a, b, b, None, None)[1] for a, b in zip(q, k, strict=True)]
+    want = jax.tree.map(lambda *parts: jnp.stack(parts), *one)
+    program = jax.jit(mapped)
+    found["under vmap"] = difference(program(q, k, k), want), program.lower(q, k, k).as_text().count("while")
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

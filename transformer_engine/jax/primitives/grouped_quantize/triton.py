@@ -1,0 +1,78 @@
+"""A stack's codes by one launch of common/kernels/grouped_cast.py."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ....common.dispatch import Backend
+from ....common.formats import Element
+from ..kernels import Kernel, call
+from ..launching import refuses_on, run
+from ..quantize import jax_dtype
+from .request import StackCodes, StackRequest
+
+_VALUES = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+def refuses(request: StackRequest) -> str | None:
+    if (reason := refuses_on(request.platform, "GroupedQuantizePrimitive")) is not None:
+        return reason
+    if request.dtype not in _VALUES:
+        return f"{request.dtype}; it takes float32, bfloat16 and float16"
+    if 0 in request[:3]:
+        return "a stack without elements"
+    odd = [extent for extent in (request.rows, request.columns) if extent % 16]
+    return f"an extent of {odd[0]} is not a multiple of 16" if odd else None
+
+
+@dataclass(frozen=True)
+class Stack(Kernel):
+    """(x [G, R, C], multiplier [G]) -> [codes [G, R, C]], [codes_t [G, C, R]], scale [G], amax [G]"""
+
+    element: Element
+    directions: tuple[bool, bool]
+
+    @property
+    def rule(self) -> str:
+        made = [axes for axes, there in zip(("g r c", "g c r"), self.directions, strict=True) if there]
+        return f"g r c, g -> {', '.join([*made, 'g', 'g'])}"
+
+    @property
+    def maxed(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return (sum(self.directions) + 1,)
+
+    def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+        groups, rows, columns = operands[0].shape
+        shapes = zip(((groups, rows, columns), (groups, columns, rows)), self.directions, strict=True)
+        codes = [jax.ShapeDtypeStruct(shape, jax_dtype(self.element)) for shape, there in shapes if there]
+        return (*codes, *[jax.ShapeDtypeStruct((groups,), jnp.float32)] * 2)
+
+    def run(self, *arrays: Array) -> tuple[Array, ...]:
+        from ....common.kernels import grouped_cast  # it imports triton
+
+        x, multiplier = arrays
+        groups, rows, columns = x.shape
+        launch = grouped_cast.cast(
+            (rows, columns), groups, False, self.element, 1, 0, False, 0.0, *self.directions, records=True
+        )
+        launch = dataclasses.replace(launch, tables=(), handles={})  # the matrices lie one behind the other
+        amax = jnp.zeros(groups, jnp.float32)
+        *codes, scale, amax = run(launch, [x, None, None, multiplier, amax])
+        assert scale is not None and amax is not None
+        return (*(one for one in codes if one is not None), scale[:, 0], amax)
+
+
+def quantize(x: Array, multiplier: Array, element: Element, directions: tuple[bool, bool]) -> StackCodes:
+    """See `quantize_stack`."""
+    made = iter(call(Stack(element, directions), x, multiplier))
+    rows, columns = (next(made) if there else None for there in directions)
+    return StackCodes(rows, columns, next(made), next(made))
+
+
+BACKEND = Backend[StackRequest]("triton", refuses=refuses, bind=lambda request: quantize)
