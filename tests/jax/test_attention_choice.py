@@ -13,11 +13,8 @@ from transformer_engine.jax.attention import (
     AttnMaskType,
     AttnSoftmaxType,
     QKVLayout,
-    cudnn,
-    cudnn_packed,
-    triton,
 )
-from transformer_engine.jax.primitives.attention import TABLE
+from transformer_engine.jax.primitives.attention import TABLE, cudnn, cudnn_packed, triton
 from transformer_engine.jax.primitives.attention.request import AttentionRequest
 
 WHOLE, PACKED = QKVLayout.BSHD_BSHD_BSHD, QKVLayout.THD_THD_THD

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from ..primitives.attention import AttentionRequest, Parts, attention_parts
 from ..primitives.attention.enums import AttnMaskType
-from ..sharding import mesh_in_use
+from ..sharding import mesh_in_use, mesh_resource_or_default
 from .plan import ContextParallel
 
 Pair = tuple[Array, Array]
@@ -83,17 +83,44 @@ def attention_in_parts(
         plan.order(x.shape[1], False)  # refuses tokens that do not go round
     request = request._replace(layout=request.layout.to_separate())
     problem = _Problem(plan, request, scale)
-    tokens = PartitionSpec(None, plan.axis)
+    tokens = _laid(plan, query.shape[0], key.shape[2])
+    heads = tokens[2] if sink is not None and sink.shape[1] > 1 else None
     mapped = jax.shard_map(
         functools.partial(_attend, problem),
         mesh=mesh_in_use(),
-        in_specs=(PartitionSpec(plan.axis), tokens, tokens, tokens, PartitionSpec()),
+        in_specs=(PartitionSpec(plan.axis), tokens, tokens, tokens, PartitionSpec(None, heads)),
         out_specs=tokens,
-        axis_names={plan.axis},
+        axis_names=set(_automatic_axes()),
         check_vma=False,
     )
-    # lax.axis_index has no lowering where XLA cuts other axes of the mesh.
+    # The device's place is given: lax.axis_index is not lowered where another shard_map holds part of the mesh.
     return jax.jit(mapped)(jnp.arange(plan.devices, dtype=jnp.int32), query, key, value, sink)
+
+
+def _automatic_axes() -> dict[str, int]:
+    """The axes of the mesh that no shard_map around us holds, and their devices."""
+    mesh = mesh_in_use()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return {name: mesh.shape[name] for name, kind in kinds if kind is not AxisType.Manual}
+
+
+def _laid(plan: ContextParallel, batch: int, groups: int) -> PartitionSpec:
+    """How [b, s, h, d] lies: tokens over plan.axis, heads over the axes of tensors, the batch over all others.
+
+    Every axis cuts what it divides, also where arrays lay otherwise: partitioners of kernels see no axes beside those
+    that are manual, and would have every device compute the whole.
+    """
+    resource = mesh_resource_or_default()
+    left = {"batch": batch, "heads": groups}
+    cuts: dict[str, list[str]] = {"batch": [], "heads": []}
+    for axis, devices in _automatic_axes().items():
+        first = "heads" if axis in (resource.tp_resource, resource.tpsp_resource) else "batch"
+        for what in sorted(cuts, key=first.__ne__):
+            if axis != plan.axis and left[what] % devices == 0:
+                cuts[what].append(axis)
+                left[what] //= devices
+                break
+    return PartitionSpec(tuple(cuts["batch"]) or None, plan.axis, tuple(cuts["heads"]) or None)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

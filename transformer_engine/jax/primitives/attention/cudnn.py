@@ -110,8 +110,11 @@ def run(call: Call, packed: bool) -> Array:
 
 def bind(request: AttentionRequest) -> Any:
     if request.tokens == "part":
-        both = (cudnn_packed.forward_part, cudnn_packed.backward_part)
-        return Parts(*(functools.partial(one, causal=request.mask.is_causal()) for one in both))
+        causal = request.mask.is_causal()
+        return Parts(
+            functools.partial(cudnn_packed.forward_part, causal=causal),
+            functools.partial(cudnn_packed.backward_part, causal=causal),
+        )
     return functools.partial(run, packed=request.layout.is_thd())
 
 

@@ -117,7 +117,8 @@ def backward_part(
 def bind(request: AttentionRequest) -> Any:
     if request.tokens != "part":
         return run
-    return Parts(*(functools.partial(one, mask=request.mask) for one in (forward_part, backward_part)))
+    of_mask = {"mask": request.mask}
+    return Parts(functools.partial(forward_part, **of_mask), functools.partial(backward_part, **of_mask))
 
 
 BACKEND = Backend[AttentionRequest]("reference", bind=bind)

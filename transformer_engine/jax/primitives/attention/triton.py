@@ -45,7 +45,8 @@ def refuses(request: AttentionRequest) -> str | None:
 def bind(request: AttentionRequest) -> Any:
     if request.tokens != "part":
         return functools.partial(run, request=request)
-    return Parts(*(functools.partial(one, mask=request.mask) for one in (forward_part, backward_part)))
+    of_mask = {"mask": request.mask}
+    return Parts(functools.partial(forward_part, **of_mask), functools.partial(backward_part, **of_mask))
 
 
 def forward_part(
