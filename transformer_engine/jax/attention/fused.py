@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from jax.sharding import PartitionSpec
 
 from ...common.checks import described, drop_rate, member, number
 from ..checks import check_values
+from ..context_parallel.parts import attention_in_parts
 from ..context_parallel.plan import ContextParallel, plan_of
 from ..context_parallel.reorder import CPStrategy
 from ..context_parallel.ring import ring_attention
@@ -22,7 +24,6 @@ from ..primitives.attention import TABLE, AttentionRequest, Call, attention
 from ..primitives.attention.descriptor import SequenceDescriptor, segments_at_most
 from ..primitives.attention.enums import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout, check_kinds
 from ..primitives.attention.masks import Window, check_tokens, check_window, hidden_keys, reads_mask
-from ..primitives.attention.reference import attend
 from ..primitives.attention.score_mod import check_score_mod, modifier
 from ..sharding import with_sharding_constraint
 
@@ -99,16 +100,15 @@ def fused_attn(
         None if seed is None or not is_training or not dropout_probability
         else functools.partial(jax.random.bits, seed, (3,), jnp.uint32),
     )  # fmt: skip
-    if plan is not None:
-        out = _over_devices(plan, call, sequence_descriptor, qkv_layout)
-    else:
-        request = _request(query, key, value, qkv_layout, attn_bias_type, attn_mask_type, softmax_type)
-        request = request._replace(
-            dropout=dropout_probability, window=window, training=is_training, modified=score_mod is not None,
-            rows=_rows(sequence_descriptor, attn_mask_type, qkv_layout, window),
-            segments=segments_at_most(sequence_descriptor, max_segments_per_seq),
-        )  # fmt: skip
-        out = attention(request, call)
+    request = _request(query, key, value, qkv_layout, attn_bias_type, attn_mask_type, softmax_type)
+    request = request._replace(
+        dropout=dropout_probability, window=window, training=is_training, modified=score_mod is not None,
+        rows=_rows(sequence_descriptor, attn_mask_type, qkv_layout, window),
+        segments=segments_at_most(sequence_descriptor, max_segments_per_seq),
+    )  # fmt: skip
+    out = (
+        attention(request, call) if plan is None else _over_devices(plan, request, call, sequence_descriptor)
+    )
     return checkpoint_name(out, context_checkpoint_name)
 
 
@@ -132,9 +132,19 @@ def fused_attn_thd(
 
 
 def _over_devices(
-    plan: ContextParallel, call: Call, descriptor: SequenceDescriptor | Array | None, layout: QKVLayout
+    plan: ContextParallel,
+    request: AttentionRequest,
+    call: Call,
+    descriptor: SequenceDescriptor | Array | None,
 ) -> Array:
-    """Tokens laid over plan.axis: keys and values gathered by XLA, or going round."""
+    """Tokens laid over plan.axis: parts of one device's attention where they serve, else the reference."""
+    if _has_parts(request, call):
+        whole = request._replace(
+            mask=AttnMaskType.CAUSAL_MASK if request.mask.is_causal() else AttnMaskType.NO_MASK,
+            softmax=AttnSoftmaxType.VANILLA_SOFTMAX, dropout=0.0,
+        )  # fmt: skip
+        return attention_in_parts(plan, whole, call.query, call.key, call.value, call.scale, call.sink)
+    layout = request.layout
     if plan.ring:
         for name, value in (("bias", call.bias), ("dropout", call.dropped)):
             if value is not None:
@@ -161,11 +171,15 @@ def _over_devices(
         )
     query, key, value = (_laid(x, plan.axis) for x in (call.query, call.key, call.value))
     # Asked for whole, keys and values are gathered by XLA, and their gradients scattered.
-    out = attend(
-        query, _laid(key, None), _laid(value, None), call.bias, call.bias_type, call.hidden(), call.scale, call.sink,
-        call.dropped,
-    )  # fmt: skip
-    return _laid(out, plan.axis)
+    laid = replace(call, query=query, key=_laid(key, None), value=_laid(value, None))
+    return _laid(attention(request._replace(tokens="spread"), laid), plan.axis)
+
+
+def _has_parts(request: AttentionRequest, call: Call) -> bool:
+    """Does every query see all keys, or all up to its own place, of whole rows without anything else?"""
+    square = not request.mask.is_causal() or request.queries == request.keys
+    plain = request.rows == "whole" and not request.layout.is_thd() and request.window is None
+    return square and plain and call.bias is None and call.dropped is None
 
 
 def _laid(x: Array, axis: str | None) -> Array:

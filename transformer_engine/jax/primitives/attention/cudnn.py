@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from ..custom_calls import switched_off
 from . import cudnn_packed
 from .alike import alike, apart
 from .enums import AttnBiasType, AttnSoftmaxType
-from .request import AttentionRequest, Call
+from .request import AttentionRequest, Call, Parts
 
 _PACKED_CAPABILITY = 90
 _MOST_HEAD_DIM = 128
@@ -52,6 +52,10 @@ def refuses(request: AttentionRequest) -> str | None:
         return f"head_dim={request.head_dim}; it takes multiples of 8 up to {most}"
     if request.modified:
         return "a score_mod; jax.nn takes none"
+    if (reason := request.refuses_tokens()) is not None:
+        return reason
+    if request.tokens == "part" and (reason := cudnn_packed.part_failure()) is not None:
+        return reason
     return _refuses_packed(request) if request.layout.is_thd() else None
 
 
@@ -104,7 +108,13 @@ def run(call: Call, packed: bool) -> Array:
     return jnp.where(inside[:, :, None, None], out, 0)
 
 
-def bind(request: AttentionRequest) -> Callable[[Call], Array]:
+def bind(request: AttentionRequest) -> Any:
+    if request.tokens == "part":
+        causal = request.mask.is_causal()
+        return Parts(
+            functools.partial(cudnn_packed.forward_part, causal=causal),
+            functools.partial(cudnn_packed.backward_part, causal=causal),
+        )
     return functools.partial(run, packed=request.layout.is_thd())
 
 

@@ -1,4 +1,4 @@
-"""cuDNN's fused attention of packed rows: the only reader of the private module of jax that has it."""
+"""cuDNN's fused attention of packed rows, or of parts: the only reader of the private module of jax that has it."""
 
 from __future__ import annotations
 
@@ -76,6 +76,57 @@ def attend(
         scale=scale, mask_type=module.MaskType.PADDING_CAUSAL if causal else module.MaskType.PADDING, qkv_layout="BTNH",
     )  # fmt: skip
     return jnp.where(seen_q, apart(out, key.shape[2]), 0)
+
+
+_RULE = "_dot_product_attention_bwd_rule"
+_RULE_KNOWN = {
+    "scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout", "sliding_window_length", "return_residual",
+    "res", "grad_output",
+}  # fmt: skip
+_RULE_OPTIONAL = {"is_training", "cudnn_version", "score_mod"}  # jax 0.10 and 0.11, and 0.12
+
+
+@functools.cache
+def part_failure() -> str | None:
+    """Why this jax cannot be asked for parts of an attention, None if it can."""
+    if (reason := failure()) is not None:
+        return reason
+    if "return_residual" not in inspect.signature(_module().dot_product_attention).parameters:
+        return f"jax {version('jax')} has no return_residual in {_MODULE}"
+    rule = getattr(_module(), _RULE, None)
+    known = set() if rule is None else set(inspect.signature(rule).parameters)
+    if not known >= _RULE_KNOWN or known - _RULE_KNOWN - _RULE_OPTIONAL:
+        return f"jax {version('jax')} has another {_RULE} in {_MODULE}"
+    return None
+
+
+def forward_part(query: Array, key: Array, value: Array, scale: float, causal: bool) -> tuple[Array, Array]:
+    """See `Parts`."""
+    module = _module()
+    mask = module.MaskType.CAUSAL if causal else module.MaskType.NO_MASK
+    return module.dot_product_attention(
+        query, key, value, scale=float(scale), mask_type=mask, qkv_layout="BTNH", return_residual=True
+    )
+
+
+def backward_part(
+    query: Array, key: Array, value: Array, out: Array, level: Array, dout: Array, scale: float, causal: bool
+) -> tuple[Array, Array, Array]:  # fmt: skip
+    """See `Parts`: jax's rule of the gradient, given an output and a level that other keys have a share in."""
+    module = _module()
+    rule = getattr(module, _RULE)
+    names = inspect.signature(rule).parameters
+    absent = (jnp.zeros(0, query.dtype),) * 7  # bias, lengths, offsets, page tables
+    own = ((),) if "score_mod" in names else ()  # what a score_mod reads
+    values = {
+        "scale": float(scale), "seed": 42, "dropout_rate": 0.0, "variadic_args": (False, False),
+        "mask_type": module.MaskType.CAUSAL if causal else module.MaskType.NO_MASK,
+        "layout": module._normalize_layout("BTNH").value, "sliding_window_length": None, "score_mod": None,
+        "is_training": library_version(), "cudnn_version": library_version(), "return_residual": False,
+        "res": (query, key, value, *absent, *own, level, out), "grad_output": dout,
+    }  # fmt: skip
+    dq, dk, dv, *_ = rule(**{name: values[name] for name in names})
+    return dq, dk, dv
 
 
 def _inside(starts: Array, lengths: Array, tokens: int) -> Array:

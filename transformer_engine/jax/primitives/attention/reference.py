@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
+from jax.nn import logsumexp
 
 from ....common.dispatch import Backend
 from ..softmax import masked_softmax
-from .enums import AttnBiasType
-from .request import AttentionRequest, Call
+from .enums import AttnBiasType, AttnMaskType
+from .masks import hidden_keys
+from .request import AttentionRequest, Call, Parts
 
 
 def attend(
@@ -65,4 +69,56 @@ def run(call: Call) -> Array:
     )  # fmt: skip
 
 
-BACKEND = Backend[AttentionRequest]("reference", bind=lambda request: run)
+def _weights(
+    query: Array, key: Array, level: Array | None, scale: float, mask: AttnMaskType
+) -> tuple[Array, Array]:
+    """exp(scores - level) float32 [b, g, r, q, k], and the level [b, h, q], by default that of these keys."""
+    batch, queries, heads, size = query.shape
+    groups, keys = key.shape[2], key.shape[1]
+    grouped = query.reshape(batch, queries, groups, heads // groups, size)
+    scores = jnp.einsum("bqgrd,bkgd->bgrqk", grouped, key, preferred_element_type=jnp.float32) * scale
+    hidden = hidden_keys(mask, None, None, queries, keys)
+    if hidden is not None:
+        scores = jnp.where(hidden[:, :, None], -jnp.inf, scores)
+    if level is None:
+        level = logsumexp(scores, axis=-1).reshape(batch, heads, queries)
+    return jnp.exp(scores - level.reshape(*scores.shape[:-1], 1)), level
+
+
+def forward_part(
+    query: Array, key: Array, value: Array, scale: float, mask: AttnMaskType
+) -> tuple[Array, Array]:
+    """See `Parts`; scores of these queries and keys alone are in memory."""
+    weights, level = _weights(query, key, None, scale, mask)
+    # Weights in the values' dtype, as in `attend`.
+    out = jnp.einsum(
+        "bgrqk,bkgd->bqgrd", weights.astype(value.dtype), value, preferred_element_type=jnp.float32
+    )
+    return out.reshape(*query.shape[:3], -1).astype(query.dtype), level
+
+
+def backward_part(
+    query: Array, key: Array, value: Array, out: Array, level: Array, dout: Array, scale: float, mask: AttnMaskType
+) -> tuple[Array, Array, Array]:  # fmt: skip
+    """See `Parts`: ds = p * (dout @ v.T - sum(dout * out)), in float32."""
+    product: Any = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    grouped = (*query.shape[:2], key.shape[2], query.shape[2] // key.shape[2], -1)
+    weights, _ = _weights(query, key, level, scale, mask)
+    q, k, v, dy, y = (x.astype(jnp.float32) for x in (query, key, value, dout, out))
+    q, dy, y = (x.reshape(grouped) for x in (q, dy, y))
+    dv = product("bgrqk,bqgrd->bkgd", weights, dy)
+    delta = jnp.einsum("bqgrd,bqgrd->bgrq", dy, y)
+    dscores = weights * (product("bqgrd,bkgd->bgrqk", dy, v) - delta[..., None]) * scale
+    dq = product("bgrqk,bkgd->bqgrd", dscores, k).reshape(query.shape)
+    dk = product("bgrqk,bqgrd->bkgd", dscores, q)
+    return dq.astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype)
+
+
+def bind(request: AttentionRequest) -> Any:
+    if request.tokens != "part":
+        return run
+    of_mask = {"mask": request.mask}
+    return Parts(functools.partial(forward_part, **of_mask), functools.partial(backward_part, **of_mask))
+
+
+BACKEND = Backend[AttentionRequest]("reference", bind=bind)

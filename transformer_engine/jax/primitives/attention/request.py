@@ -18,6 +18,8 @@ class AttentionRequest(NamedTuple):
     rows       what says which tokens belong together: "whole" rows, "lengths", "segments" or a "mask"
     segments   sequences that a packed row has at most
     modified   does a score_mod stand between scores and softmax?
+    tokens     "whole" sequences on one device; a "part" of the keys, as `Parts` computes it; or "spread" over devices,
+               with what parts do not have
     """
 
     dtype: jnp.dtype
@@ -38,6 +40,28 @@ class AttentionRequest(NamedTuple):
     rows: str = "whole"
     modified: bool = False
     segments: int = 1
+    tokens: str = "whole"
+
+    def refuses_tokens(self) -> str | None:
+        """Why kernels of one device do not take tokens that lie over several."""
+        if self.tokens == "spread":
+            return (
+                "tokens over devices with packed or padded rows, a bias, a window, dropout, or a causal mask of other "
+                "keys than queries; parts of an attention have none"
+            )
+        return None
+
+
+class Parts(NamedTuple):
+    """Attention to some of the keys, of which an attention to all of them is put together.
+
+    forward    (q, k, v, scale) -> out [b, q, h, dv] in q's dtype, level float32 [b, h, q]: log(sum(exp(scores)))
+    backward   (q, k, v, out, level, dout, scale) -> dq, dk, dv: the part of these keys in the gradients of the whole
+               attention, whose output and level are given
+    """
+
+    forward: Callable[..., tuple[Array, Array]]
+    backward: Callable[..., tuple[Array, Array, Array]]
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from ....common.dispatch import Backend
 from ...sharding import varying_alike
 from ..kernels import call as call_kernel
 from ..launching import refuses_on
-from .enums import AttnBiasType
-from .request import AttentionRequest, Call
+from .enums import AttnBiasType, AttnMaskType
+from .request import AttentionRequest, Call, Parts
 from .triton_kernels import Backward, Facts, Forward, Given
 
 _LARGEST_HEAD = 256
@@ -31,6 +31,8 @@ def refuses(request: AttentionRequest) -> str | None:
         return f"{request.dtype}; it takes bfloat16, float16 and float32"
     if max(request.head_dim, request.value_dim) > _LARGEST_HEAD:
         return f"a head of {max(request.head_dim, request.value_dim)} elements > {_LARGEST_HEAD}"
+    if (reason := request.refuses_tokens()) is not None:
+        return reason
     if request.modified:
         return "a score_mod; the kernels are fixed"
     if request.layout.is_thd() and request.bias is not AttnBiasType.NO_BIAS:
@@ -41,7 +43,32 @@ def refuses(request: AttentionRequest) -> str | None:
 
 
 def bind(request: AttentionRequest) -> Any:
-    return functools.partial(run, request=request)
+    if request.tokens != "part":
+        return functools.partial(run, request=request)
+    of_mask = {"mask": request.mask}
+    return Parts(functools.partial(forward_part, **of_mask), functools.partial(backward_part, **of_mask))
+
+
+def forward_part(
+    query: Array, key: Array, value: Array, scale: float, mask: AttnMaskType
+) -> tuple[Array, Array]:
+    """See `Parts`."""
+    _, saved = _forward(_part(scale, mask), query, key, value, Given())
+    *_, out, level = saved
+    return out, level
+
+
+def backward_part(
+    query: Array, key: Array, value: Array, out: Array, level: Array, dout: Array, scale: float, mask: AttnMaskType
+) -> tuple[Array, Array, Array]:  # fmt: skip
+    """See `Parts`: the kernels' own gradients, of an output and a level that other keys have a share in."""
+    saved = (query, key, value, Given(), out, level)
+    dq, dk, dv, _ = _backward(_part(scale, mask), saved, dout)
+    return dq, dk, dv
+
+
+def _part(scale: float, mask: AttnMaskType) -> Facts:
+    return Facts(float(scale), False, (-1, 0 if mask.is_causal() else -1), False, 0.0, False)
 
 
 def run(call: Call, request: AttentionRequest) -> Array:
