@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from enum import Enum
 from numbers import Integral, Real
 from typing import Any
 
@@ -122,6 +123,14 @@ def one_of(name: str, value: Any, allowed: Collection[Any]) -> None:
     if not any(value is choice or (type(value) is type(choice) and value == choice) for choice in allowed):
         raise ValueError(
             f"{name}={described(value)} does not exist; choose one of {', '.join(str(a) for a in allowed)}"
+        )
+
+
+def member(name: str, value: Any, kind: type[Enum]) -> None:
+    """A member of an enumeration; its name or its number is none."""
+    if not isinstance(value, kind):
+        raise TypeError(
+            f"{name}={described(value)} is no {kind.__name__}; give one of {', '.join(kind.__members__)}"
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,17 +18,18 @@ def check_values(name: str, array: Any) -> None:
         raise TypeError(f"{name} is {described(array)}; it must hold float32, bfloat16 or float16, cast it")
 
 
-def check_member(name: str, value: Any, kind: type[enum.Enum]) -> None:
-    """TypeError unless value is a member of kind: a name equals no member, and choices would pass over it."""
-    if not isinstance(value, kind):
-        choices = ", ".join(f"{kind.__name__}.{member}" for member in kind.__members__)
-        raise TypeError(f"{name}={described(value)} is no {kind.__name__}; give one of {choices}")
-
-
 def check_instance(name: str, value: Any, kind: type) -> None:
     """TypeError unless value is a `kind`."""
     if not isinstance(value, kind):
         raise TypeError(f"{name}={described(value)} is a {type(value).__name__}; give a {kind.__name__}")
+
+
+def check_bias(bias: Array | None, features: Sequence[int]) -> None:
+    """ValueError unless a bias is one number a feature."""
+    if bias is not None and tuple(bias.shape) != tuple(features):
+        raise ValueError(
+            f"bias has shape {tuple(bias.shape)}; it must be {tuple(features)}, one number a feature"
+        )
 
 
 def check_mask(mask: Any, scores: Sequence[int]) -> None:
@@ -39,14 +39,6 @@ def check_mask(mask: Any, scores: Sequence[int]) -> None:
     if len(mask.shape) != 4 or any(n not in (1, m) for n, m in zip(mask.shape, scores, strict=True)):
         raise ValueError(
             f"the mask has shape {mask.shape}; it must be {tuple(scores)}, or 1 in place of an extent"
-        )
-
-
-def check_bias(bias: Array | None, features: Sequence[int]) -> None:
-    """ValueError unless a bias is one number a feature."""
-    if bias is not None and tuple(bias.shape) != tuple(features):
-        raise ValueError(
-            f"bias has shape {tuple(bias.shape)}; it must be {tuple(features)}, one number a feature"
         )
 
 

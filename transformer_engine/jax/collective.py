@@ -5,8 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from ..common.checks import whole
-from .checks import check_member
+from ..common.checks import member, whole
 
 __all__ = ["CollectiveOp", "CollectiveOpSet", "collective_gemm_bootstrap", "noop_collective_op_set"]
 
@@ -38,7 +37,7 @@ class CollectiveOpSet:
 
     @staticmethod
     def create(forward_collective_op: CollectiveOp) -> CollectiveOpSet:
-        check_member("forward_collective_op", forward_collective_op, CollectiveOp)
+        member("forward_collective_op", forward_collective_op, CollectiveOp)
         return CollectiveOpSet(forward_collective_op, forward_collective_op.backward)
 
 

@@ -15,7 +15,8 @@ from .collective import CollectiveOpSet, noop_collective_op_set
 from .grouped_dense import grouped_dense
 from .products import column_operand, encode, forward_product, gradient_product, row_operand
 from .quantize.quantizers import QuantizerSet, advanced_together, as_cotangent, noop_quantizer_set
-from .sharding import with_sharding_constraint_by_logical_axes
+from .quantize.sharing import shared_by_devices
+from .sharding import varying_alike, with_sharding_constraint_by_logical_axes
 from .sources import Source, Values
 
 __all__ = ["dense", "grouped_dense"]
@@ -100,7 +101,8 @@ def product_of(
 
     contracted   how many axes are summed over: the operand's last, the kernel's first
     """
-    y: Any = _product(source, contracted, given, kernel, quantizer_set)
+    quantizer_set = shared_by_devices(quantizer_set, given, kernel)
+    y: Any = _product(source, contracted, *varying_alike(given, kernel), quantizer_set)
     return y
 
 

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ..common.checks import described, switch, whole
-from .sharding import with_sharding_constraint
+from .checks import check_values
+from .sharding import mesh_resource_or_default, with_sharding_constraint
 
 __all__ = ["EpConfig", "EpHandle", "ep_bootstrap", "ep_combine", "ep_dispatch", "ep_finalize"]
 
@@ -65,6 +66,7 @@ def ep_bootstrap(
 ) -> EpConfig:
     """Check sizes once and remember them, so that later calls are held to them; answers the config of those calls.
 
+    The axis of experts is the ep_resource of the MeshResource in force, "ep" where there is none.
     max_num_sms        taken for compatibility: XLA's collectives take what they need
     drop_on_overflow   rows that pass recv_capacity_per_rank are dropped and counted; else they are too, and the
                        caller compares total_recv_tokens with the capacity
@@ -86,7 +88,7 @@ def ep_bootstrap(
     if _sizes:
         raise RuntimeError(f"ep_bootstrap was called with {_sizes}; call ep_finalize first")
     _sizes.update(tokens=max_tokens_per_rank, capacity=recv_capacity_per_rank, hidden=hidden_dim)
-    return EpConfig(num_experts, world_size)
+    return EpConfig(num_experts, world_size, mesh_resource_or_default().ep_resource or "ep")
 
 
 def ep_finalize() -> None:
@@ -101,13 +103,19 @@ def ep_dispatch(
 
     tokens [T, H], topk_idx int [T, k] and topk_weights [T, k] of this device. Rows arrive sorted by local expert.
     token_counts int32 [local experts] counts the rows that fit; total_recv_tokens int32 [] all that were sent here.
+    An index outside of [0, E) is no choice and goes nowhere. The experts of a token are different ones: of a device
+    with fewer experts than k, choices that pass one for each of its experts may go nowhere either.
     """
+    _check_arrays(topk_idx, tokens, topk_weights)
+    _check_axis(cfg)
     count, picks = topk_idx.shape
     _check_sizes(count, recv_capacity_per_rank, tokens.shape[-1])
     slots = count * min(picks, cfg.local_experts)
-    device = topk_idx // cfg.local_experts
-    place = _place_among(device.ravel(), cfg.devices).reshape(count, picks)
-    sent = device * slots + place
+    chosen = (topk_idx >= 0) & (topk_idx < cfg.num_experts)
+    device = jnp.where(chosen, topk_idx // cfg.local_experts, cfg.devices)
+    place = _place_among(device.ravel(), cfg.devices + 1).reshape(count, picks)
+    # Behind the buffer, where nothing is written, lies what goes nowhere; a place of another device would be its slot.
+    sent = jnp.where(chosen & (place < slots), device * slots + place, cfg.devices * slots)
     filled = (cfg.devices * slots,)
     sources = jnp.broadcast_to(jnp.arange(count)[:, None], (count, picks)).ravel()
     source = jnp.full(filled, count, jnp.int32).at[sent.ravel()].set(sources.astype(jnp.int32), mode="drop")
@@ -115,7 +123,7 @@ def ep_dispatch(
     local = local.at[sent.ravel()].set((topk_idx % cfg.local_experts).ravel().astype(jnp.int32), mode="drop")
     weights = jnp.zeros(filled, topk_weights.dtype).at[sent.ravel()].set(topk_weights.ravel(), mode="drop")
     rows = jnp.asarray(tokens).at[source].get(mode="fill", fill_value=0)
-    sizes = _sizes_of(device, cfg)
+    sizes = _sizes_of(device, slots, cfg)
     rows, weights = (_exchanged(x, sizes, 0, cfg) for x in (rows, weights))
     local = _exchanged(local, sizes, cfg.local_experts, cfg)
     order = jnp.argsort(local, stable=True)
@@ -156,9 +164,10 @@ def ep_combine(
     )
 
 
-def _sizes_of(device: Array, cfg: EpConfig) -> Array:
-    """int32 [2, devices]: how many choices of experts are on every device, and how many came from it."""
+def _sizes_of(device: Array, slots: int, cfg: EpConfig) -> Array:
+    """int32 [2, devices]: how many choices of experts go to every device, and how many came from it."""
     out = (device.ravel() == jnp.arange(cfg.devices)[:, None]).sum(axis=1, dtype=jnp.int32)
+    out = jnp.minimum(out, slots)
     back = out if cfg.devices == 1 else lax.all_to_all(out, cfg.axis, 0, 0, tiled=True)
     return jnp.stack((out, back))
 
@@ -191,6 +200,35 @@ def _place_among(kinds: Array, count: int) -> Array:
     """int32: how many earlier elements are of the same kind."""
     same = jax.nn.one_hot(kinds, count, dtype=jnp.int32)
     return jnp.take_along_axis(jnp.cumsum(same, axis=0), kinds[:, None], axis=1)[:, 0] - 1
+
+
+def _check_arrays(topk_idx: Array, tokens: Array, topk_weights: Array) -> None:
+    check_values("tokens", tokens)
+    if not jnp.issubdtype(topk_idx.dtype, jnp.integer):
+        raise TypeError(
+            f"topk_idx is {described(topk_idx)}; it must hold whole numbers, the experts of every token"
+        )
+    agree = topk_idx.ndim == tokens.ndim == 2 and topk_idx.shape[0] == tokens.shape[0]
+    if not agree or topk_weights.shape != topk_idx.shape:
+        raise ValueError(
+            f"tokens {tokens.shape}, topk_idx {topk_idx.shape}, topk_weights {topk_weights.shape}; give [T, H], [T, k] "
+            "and [T, k]"
+        )
+
+
+def _check_axis(cfg: EpConfig) -> None:
+    """ValueError unless the axis of experts is manual here and has the devices that the config was made for."""
+    if cfg.devices == 1:
+        return
+    try:
+        found = lax.axis_size(cfg.axis)
+    except NameError as error:
+        raise ValueError(
+            f"axis={cfg.axis!r} of the EpConfig is not manual here; call inside shard_map over a mesh with that axis, "
+            "or bootstrap within autocast(mesh_resource=MeshResource(ep_resource=..)), which names it"
+        ) from error
+    if found != cfg.devices:
+        raise ValueError(f"axis {cfg.axis!r} has {found} devices; ep_bootstrap was called for {cfg.devices}")
 
 
 def _check_sizes(tokens: int, capacity: int, hidden: int) -> None:

@@ -15,6 +15,8 @@ from .primitives.grouped_gemm import Scales, grouped_contraction, grouped_gemm
 from .quantize.grouped import GroupedNoScaleTensor, GroupedQuantizer, group_of_rows
 from .quantize.quantizers import QuantizerSet, as_cotangent, noop_quantizer_set
 from .quantize.scaling_modes import TensorUsage
+from .quantize.sharing import shared_by_devices
+from .sharding import varying_alike
 
 __all__ = ["grouped_dense"]
 
@@ -59,7 +61,8 @@ def grouped_dense(
             )
     if quantizer_set.is_noop:
         kernel = kernel.astype(x.dtype)
-    y: Any = _grouped_dense(x, kernel, group_sizes.astype(jnp.int32), quantizer_set)
+    given = varying_alike(x, kernel, group_sizes.astype(jnp.int32))
+    y: Any = _grouped_dense(*given, shared_by_devices(quantizer_set, *given))
     if bias is not None:
         wide = jnp.concatenate((bias.astype(y.dtype), jnp.zeros((1, features), y.dtype)))
         y = y + wide[group_of_rows(group_sizes, x.shape[0])]

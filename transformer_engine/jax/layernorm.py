@@ -14,6 +14,7 @@ from .checks import check_values
 from .primitives.norm import norm_backward, norm_forward
 from .quantize.quantizers import Quantizer
 from .quantized_identity import quantized_identity
+from .sharding import varying_alike
 
 __all__ = ["canonicalize_norm_type", "layernorm"]
 
@@ -46,6 +47,7 @@ def layernorm(
     quantizer            y passes through its codes; differentiable: its cotangent is its next state
     """
     name = check_norm(x, gamma, beta, norm_type, zero_centered_gamma, epsilon)
+    x, gamma, beta = varying_alike(x, gamma, beta)
     y: Any = _norm(x, gamma, beta, name == "layernorm", zero_centered_gamma, float(epsilon))
     return y if quantizer is None else quantized_identity(y, quantizer)
 

@@ -49,9 +49,12 @@ def token_dispatch(
     whole("num_out_tokens", num_out_tokens)
     if inp.ndim != 2 or routing_map.ndim != 2 or routing_map.shape[0] != inp.shape[0]:
         raise ValueError(f"inp {inp.shape} and routing_map {routing_map.shape}; give [T, H] and [T, E]")
+    if 0 in routing_map.shape:
+        raise ValueError(f"routing_map has shape {routing_map.shape}; give at least one token and one expert")
     if probs is not None and probs.shape != routing_map.shape:
         raise ValueError(f"probs has shape {probs.shape}; routing_map has {routing_map.shape}")
-    chosen = routing_map.astype(bool)
+    inp, probs = jnp.asarray(inp), None if probs is None else jnp.asarray(probs)
+    chosen = jnp.asarray(routing_map).astype(bool)
     tokens, experts = chosen.shape
     counts = chosen.sum(axis=0, dtype=jnp.int32)
     starts = jnp.cumsum(counts) - counts
@@ -82,9 +85,18 @@ def token_combine(
 ) -> Array:
     """out [T, H]: the sum of a token's rows of inp [rows, H], times merging_probs [T, E] where given."""
     check_values("inp", inp)
+    if inp.ndim != 2 or row_id_map.ndim != 2 or row_id_map.shape[1] % 2 == 0:
+        raise ValueError(
+            f"inp {inp.shape} and row_id_map {row_id_map.shape}; give [rows, H] and the [T, 2 E + 1] of token_dispatch"
+        )
     experts = (row_id_map.shape[1] - 1) // 2
+    for name, array, wanted in (
+        ("merging_probs", merging_probs, (row_id_map.shape[0], experts)), ("pad_offsets", pad_offsets, (experts,)),
+    ):  # fmt: skip
+        if array is not None and array.shape != wanted:
+            raise ValueError(f"{name} has shape {array.shape}; this row_id_map needs {wanted}")
     rows, of = row_id_map[:, :experts], row_id_map[:, experts : 2 * experts]
-    absent = rows < 0
+    inp, absent = jnp.asarray(inp), rows < 0
     if pad_offsets is not None:
         rows = rows + pad_offsets[jnp.maximum(of, 0)]
     places = jnp.where(absent, inp.shape[0], rows)

@@ -19,6 +19,8 @@ from jax.ad_checkpoint import checkpoint_name
 from .primitives.operand import Operand
 from .products import column_operand, encode, forward_product, gradient_product, row_operand
 from .quantize.quantizers import QuantizerSet, advanced_together, as_cotangent
+from .quantize.sharing import shared_by_devices
+from .sharding import varying_alike
 from .sources import Activation, Made, Source
 
 
@@ -39,7 +41,9 @@ def quantized_mlp(
     quantizer_sets: Sequence[QuantizerSet],
 ) -> Array:
     """y [*batch, h] of given, whose first is x [*batch, h]; kernels [h, n_act, f], [f, h]; bias [n_act, f] or None."""
-    y: Any = _mlp(plan, given, tuple(kernels), bias, tuple(quantizer_sets))
+    arrays = (given, tuple(kernels), bias)
+    sets = tuple(shared_by_devices(one, *arrays) for one in quantizer_sets)
+    y: Any = _mlp(plan, *varying_alike(*arrays), sets)
     return y
 
 

@@ -92,6 +92,8 @@ def fused_moe_aux_loss(probs: Array, tokens_per_expert: Array, topk: int, coeff:
         raise ValueError(
             f"probs {probs.shape} and tokens_per_expert {tokens_per_expert.shape}; give [T, E] and [E]"
         )
+    if not probs.shape[0]:
+        raise ValueError(f"probs has shape {probs.shape}; give at least one token")
     tokens, experts = probs.shape
     share = probs.astype(jnp.float32).sum(axis=0) * tokens_per_expert.astype(jnp.float32)
     return (share.sum() * (experts * coeff / (topk * tokens * tokens))).astype(probs.dtype)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 from jax import Array
@@ -61,6 +62,11 @@ def global_shard_guard(resource: MeshResource) -> Iterator[None]:
         yield
     finally:
         _resource.reset(token)
+
+
+def mesh_resource_or_default() -> MeshResource:
+    """The MeshResource in force, else one of no axes."""
+    return _resource.get() or MeshResource()
 
 
 def global_mesh_resource() -> MeshResource:
@@ -115,6 +121,23 @@ def get_mesh_axis_size(axis: str | None, mesh: Mesh | None = None) -> int:
     return 1 if found is None or axis is None else dict(found.shape).get(axis, 1)
 
 
+def check_automatic_axis(name: str, axis: str | None) -> None:
+    """ValueError unless the mesh in use has the axis and leaves it to XLA; without a mesh there is nothing to say."""
+    mesh = _mesh()
+    if mesh is None or axis is None:
+        return
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if axis not in kinds:
+        raise ValueError(
+            f"{name}={axis!r} is no axis of the mesh in use, which has {tuple(kinds)}; give one of them"
+        )
+    if kinds[axis] is AxisType.Manual:
+        raise ValueError(
+            f"{name}={axis!r} is manual here, inside shard_map, where a device sees its own part alone; call it "
+            "outside of it, or leave the axis out of shard_map's axis_names"
+        )
+
+
 def num_of_devices() -> int:
     """Devices of all processes."""
     return jax.device_count()
@@ -148,6 +171,29 @@ def get_sharding_map_logic_axis_to_mesh_axis() -> dict[str, str | None]:
         W_TP_AXES: tensor,
         W_JOINED_AXES: None,
     }
+
+
+def varying_alike(*arrays: Any) -> Any:
+    """The arrays (trees of them), each of which varies over every manual axis that one of them varies over.
+
+    In shard_map, by its default check_vma, a gradient has to vary over the axes that its argument does. A rule of ours
+    answers each device's part, also of a parameter that all devices share; JAX adds the parts of one that was cast.
+    """
+    over = varies_over(arrays)
+    if not over:
+        return arrays
+
+    def cast(leaf: Any) -> Any:
+        missing = tuple(sorted(over - varies_over(leaf)))
+        return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(cast, arrays)
+
+
+def varies_over(arrays: Any) -> frozenset[str]:
+    """The manual axes over which one of these arrays (a tree) varies, as far as shard_map keeps count."""
+    kinds = (getattr(jax.typeof(leaf), "manual_axis_type", None) for leaf in jax.tree.leaves(arrays))
+    return frozenset[str]().union(*(kind.varying for kind in kinds if kind is not None))
 
 
 def with_sharding_constraint(x: Array, pspec: PartitionSpec | None) -> Array:

@@ -7,8 +7,8 @@ import enum
 import jax.numpy as jnp
 from jax import Array
 
-from ..common.checks import number
-from .checks import check_mask, check_member, check_values
+from ..common.checks import member, number
+from .checks import check_mask, check_values
 from .primitives.softmax import masked_softmax
 
 __all__ = ["SoftmaxFusionType", "softmax"]
@@ -46,7 +46,7 @@ def scaled_softmax(
     sink: Array | None,
 ) -> Array:
     """`softmax` in float32, with a sink."""
-    check_member("softmax_fusion_type", softmax_fusion_type, SoftmaxFusionType)
+    member("softmax_fusion_type", softmax_fusion_type, SoftmaxFusionType)
     if logits.ndim != 4:
         raise ValueError(f"logits have shape {logits.shape}; softmax takes [b, h, q, k]")
     masked = softmax_fusion_type is SoftmaxFusionType.SCALED_MASKED

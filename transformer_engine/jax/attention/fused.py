@@ -12,20 +12,19 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from ...common.checks import described, drop_rate, number, whole
-from ..checks import check_member, check_values
+from ...common.checks import described, drop_rate, member, number
+from ..checks import check_values
 from ..context_parallel.plan import ContextParallel, plan_of
 from ..context_parallel.reorder import CPStrategy
 from ..context_parallel.ring import ring_attention
 from ..platform import has_gpu
 from ..primitives.attention import TABLE, AttentionRequest, Call, attention
 from ..primitives.attention.descriptor import SequenceDescriptor, segments_at_most
-from ..primitives.attention.enums import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout
-from ..primitives.attention.masks import Window, check_window, hidden_keys
+from ..primitives.attention.enums import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout, check_kinds
+from ..primitives.attention.masks import Window, check_tokens, check_window, hidden_keys, reads_mask
 from ..primitives.attention.reference import attend
 from ..primitives.attention.score_mod import check_score_mod, modifier
 from ..sharding import with_sharding_constraint
-from .checks import check_descriptor, check_kinds, is_mask
 
 __all__ = ["fused_attn", "fused_attn_thd", "is_fused_attn_kernel_available"]
 
@@ -59,7 +58,8 @@ def fused_attn(
 
     qkv                  one array [b, s, 3, h, d], two [b, q, h, d] and [b, k, 2, g, d], or three; g divides h
     bias                 [1 or b, 1 or h, q, k], differentiable
-    sequence_descriptor  which tokens belong together; or a mask, True hides a key; None: each row is one sequence
+    sequence_descriptor  which tokens belong together; None: each row is one sequence; or a mask, True hides a key, read
+                         by mask types with padding, and by causal ones with a window
     seed                 a key of jax.random, for dropout
     context_parallel_*   tokens are laid over a mesh axis: ALL_GATHER (the default) gathers keys and values, RING passes
                          them round; load-balanced: tokens lie as `reorder_causal_load_balancing` puts them
@@ -72,11 +72,11 @@ def fused_attn(
     check_kinds(attn_bias_type, attn_mask_type, qkv_layout, softmax_type)
     query, key, value = separated(qkv, qkv_layout)
     check_attention(query, key, value, bias, attn_bias_type, dropout_probability, scaling_factor)
-    check_descriptor(sequence_descriptor, attn_mask_type, query, key)
-    whole("max_segments_per_seq", max_segments_per_seq)
-    if isinstance(sequence_descriptor, SequenceDescriptor):
-        sequence_descriptor.check_segments(max_segments_per_seq)
-    window = check_window(window_size)
+    window, extents = check_window(window_size), (query.shape[0], query.shape[1], key.shape[1])
+    check_tokens(
+        sequence_descriptor, attn_mask_type, window, qkv_layout.is_thd(), max_segments_per_seq,
+        (query.shape[0], query.shape[2], *extents[1:]),
+    )  # fmt: skip
     plan = plan_of(
         context_parallel_axis, context_parallel_strategy, context_parallel_causal_load_balanced, qkv_layout, stripe_size
     )  # fmt: skip
@@ -89,19 +89,13 @@ def fused_attn(
     )
     call = Call(
         query, key, value, bias, attn_bias_type, attn_mask_type, window,
-        functools.partial(
-            _hidden, sequence_descriptor, attn_mask_type, qkv_layout, window, plan,
-            (query.shape[0], query.shape[1], key.shape[1]),
-        ),
-        _lengths(sequence_descriptor, attn_mask_type), scaling_factor,
+        functools.partial(_hidden, sequence_descriptor, attn_mask_type, qkv_layout, window, plan, extents),
+        _lengths(sequence_descriptor, attn_mask_type, extents), scaling_factor,
         sink_of(softmax_type, softmax_offset, query.shape[2]),
         _dropout(seed, dropout_probability) if is_training else None,
         None if score_mod is None
         else modifier(score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors),
-        functools.partial(
-            _bounds, sequence_descriptor, qkv_layout, (query.shape[0], query.shape[1], key.shape[1]),
-            max_segments_per_seq,
-        ),
+        functools.partial(_bounds, sequence_descriptor, qkv_layout, extents, max_segments_per_seq),
         None if seed is None or not is_training or not dropout_probability
         else functools.partial(jax.random.bits, seed, (3,), jnp.uint32),
     )  # fmt: skip
@@ -111,7 +105,7 @@ def fused_attn(
         request = _request(query, key, value, qkv_layout, attn_bias_type, attn_mask_type, softmax_type)
         request = request._replace(
             dropout=dropout_probability, window=window, training=is_training, modified=score_mod is not None,
-            rows=_rows(sequence_descriptor, attn_mask_type, qkv_layout),
+            rows=_rows(sequence_descriptor, attn_mask_type, qkv_layout, window),
             segments=segments_at_most(sequence_descriptor, max_segments_per_seq),
         )  # fmt: skip
         out = attention(request, call)
@@ -125,7 +119,7 @@ def fused_attn_thd(
     is_training: bool, max_segments_per_seq: int = 1, window_size: Window | None = None, **options: Any,
 ) -> Array:  # fmt: skip
     """`fused_attn` of packed rows, under its former arguments: lengths [b, n] and offsets [b, n + 1]."""
-    check_member("qkv_layout", qkv_layout, QKVLayout)
+    member("qkv_layout", qkv_layout, QKVLayout)
     if not qkv_layout.is_thd():
         raise ValueError(f"qkv_layout={qkv_layout.name} has one sequence a row; call fused_attn")
     descriptor = SequenceDescriptor.from_seqlens_and_offsets(
@@ -147,7 +141,7 @@ def _over_devices(
                 raise NotImplementedError(
                     f"context_parallel_strategy=RING with {name}; use CPStrategy.ALL_GATHER"
                 )
-        if is_mask(descriptor):
+        if _is_mask(descriptor):
             raise NotImplementedError(
                 "context_parallel_strategy=RING with a mask; give a SequenceDescriptor, or use CPStrategy.ALL_GATHER"
             )
@@ -188,7 +182,7 @@ def _hidden(
     plan: ContextParallel | None,
     extents: tuple[int, int, int],
 ) -> Array | None:
-    if plan is None or is_mask(descriptor):
+    if plan is None or _is_mask(descriptor):
         return hidden_of(descriptor, mask_type, layout, window, extents)
     segments = plan.segments(descriptor, mask_type, layout, extents)
     # Places of bottom-right masks are counted from the end already.
@@ -196,11 +190,16 @@ def _hidden(
     return hidden_keys(kind, window, segments, *extents[1:])
 
 
+def _is_mask(descriptor: SequenceDescriptor | Array | None) -> bool:
+    """Is it neither absent nor a SequenceDescriptor? Masks may be arrays of numpy too."""
+    return descriptor is not None and not isinstance(descriptor, SequenceDescriptor)
+
+
 def _lengths(
-    descriptor: SequenceDescriptor | Array | None, mask_type: AttnMaskType
+    descriptor: SequenceDescriptor | Array | None, mask_type: AttnMaskType, extents: tuple[int, int, int]
 ) -> tuple[Array, Array] | None:
     if isinstance(descriptor, SequenceDescriptor) and mask_type.is_padding():
-        return descriptor.seqlens
+        return descriptor.lengths_within(*extents[1:])
     return None
 
 
@@ -218,11 +217,13 @@ def _no_descriptor(layout: QKVLayout) -> ValueError:
     )
 
 
-def _rows(descriptor: SequenceDescriptor | Array | None, mask_type: AttnMaskType, layout: QKVLayout) -> str:
+def _rows(
+    descriptor: SequenceDescriptor | Array | None, mask_type: AttnMaskType, layout: QKVLayout, window: Window | None
+) -> str:  # fmt: skip
+    if not isinstance(descriptor, SequenceDescriptor):
+        return "whole" if descriptor is None or not reads_mask(mask_type, window) else "mask"
     if not mask_type.is_padding() and not layout.is_thd():
         return "whole"
-    if not isinstance(descriptor, SequenceDescriptor):
-        return "whole" if descriptor is None else "mask"
     only_lengths = descriptor.seqlens[0].size and not descriptor.seq_offsets[0].size
     return "lengths" if only_lengths else "segments"
 
@@ -339,7 +340,7 @@ def hidden_of(
     if layout.is_thd():
         raise _no_descriptor(layout)
     hidden = hidden_keys(mask_type, window, None, queries, keys)
-    if descriptor is None or not mask_type.is_padding():
+    if descriptor is None or not reads_mask(mask_type, window):
         return hidden
     given = descriptor.astype(bool)
     return given if hidden is None else given | hidden
@@ -347,7 +348,7 @@ def hidden_of(
 
 def sink_of(softmax_type: AttnSoftmaxType, offset: Array | None, heads: int) -> Array | None:
     """float32 [1, h or 1, 1, 1] in the denominator: nothing, 0, or the learnt offsets."""
-    check_member("softmax_type", softmax_type, AttnSoftmaxType)
+    member("softmax_type", softmax_type, AttnSoftmaxType)
     if (offset is not None) is not (softmax_type is AttnSoftmaxType.LEARNABLE_SOFTMAX):
         given = "None" if offset is None else f"an array of shape {offset.shape}"
         raise ValueError(

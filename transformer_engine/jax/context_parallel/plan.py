@@ -7,12 +7,11 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 import numpy as np
 
-from ...common.checks import switch
-from ..checks import check_member
+from ...common.checks import member, switch, text_or_none
 from ..primitives.attention.descriptor import Segments, SequenceDescriptor
 from ..primitives.attention.enums import AttnMaskType, QKVLayout
 from ..primitives.attention.masks import run_length_fill
-from ..sharding import get_mesh_axis_size
+from ..sharding import check_automatic_axis, get_mesh_axis_size
 from .reorder import CPStrategy, ReorderStrategy, order_of_tokens
 
 
@@ -22,12 +21,14 @@ class ContextParallel:
 
     ring       keys and values go round; else every device gathers all of them
     balanced   tokens lie in the order of `reorder_causal_load_balancing`: chunks swapped, or of packed rows in stripes
+    stripe     tokens of a stripe
     """
 
     axis: str
     devices: int
     ring: bool
     balanced: bool
+    stripe: int
 
     def order(self, tokens: int, packed: bool) -> np.ndarray:
         """Which token of the sequence stands at each place."""
@@ -35,8 +36,10 @@ class ContextParallel:
             raise ValueError(
                 f"{tokens} tokens over {self.devices} devices of {self.axis!r}; pad them to a multiple of it"
             )
-        if not self.balanced or packed:
-            return np.arange(tokens)  # the places of packed rows come with their descriptor
+        if not self.balanced:
+            return np.arange(tokens)
+        if packed:
+            return order_of_tokens(tokens, ReorderStrategy.Striped, self.devices, self.stripe)
         return order_of_tokens(tokens, ReorderStrategy.DualChunkSwap, self.devices, None)
 
     def segments(
@@ -51,8 +54,8 @@ class ContextParallel:
         orders = [self.order(tokens, layout.is_thd()) for tokens in (queries, keys)]
         if isinstance(descriptor, SequenceDescriptor) and (mask_type.is_padding() or layout.is_thd()):
             found = descriptor.segments(batch, queries, keys)
-            if descriptor.seqlens[0].size and not descriptor.seq_offsets[0].size:
-                # Lengths say nothing of the order; ids and places are those of the tokens as they lie.
+            if not descriptor.segment_ids[0].size:
+                # Lengths and offsets are those of the sequence in its order; ids and places of the tokens as they lie.
                 found = Segments(*(part[:, orders[i % 2]] for i, part in enumerate(found)))
         else:
             ones = [jnp.ones((batch, tokens), jnp.int32) for tokens in (queries, keys)]
@@ -73,13 +76,15 @@ def plan_of(
     layout: QKVLayout,
     stripe_size: int | None,
 ) -> ContextParallel | None:
-    """The plan of a call; None where its axis has one device."""
+    """The plan of a call; None without an axis, without a mesh, or where its axis has one device."""
     switch("context_parallel_causal_load_balanced", balanced)
-    check_member("context_parallel_strategy", strategy, CPStrategy)
+    member("context_parallel_strategy", strategy, CPStrategy)
+    text_or_none("context_parallel_axis", axis)
+    check_automatic_axis("context_parallel_axis", axis or None)
     devices = get_mesh_axis_size(axis or None)
     ring = strategy is CPStrategy.RING
     if stripe_size is not None and stripe_size > 1 and (ring or not layout.is_thd() or not balanced):
         raise ValueError(
             f"stripe_size={stripe_size}; stripes of several tokens are for packed rows, load-balanced, with ALL_GATHER"
         )
-    return None if devices == 1 else ContextParallel(axis, devices, ring, balanced)
+    return None if devices == 1 else ContextParallel(axis, devices, ring, balanced, stripe_size or 1)

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ...common.checks import integer, whole
-from ..checks import check_member
+from ...common.checks import integer, member, whole, whole_or_none
 
 
 class ReorderStrategy(enum.Enum):
@@ -31,7 +30,7 @@ def reorder_causal_load_balancing(
     tensor: Array, strategy: ReorderStrategy, cp_size: int, seq_dim: int, stripe_size: int | None = None
 ) -> Array:
     """The tensor with its sequence in the order of ranks."""
-    order = order_of_tokens(_tokens(tensor, seq_dim), strategy, cp_size, stripe_size)
+    order = order_of_tokens(_extent(tensor, seq_dim), strategy, cp_size, stripe_size)
     return jnp.take(tensor, order, axis=seq_dim)
 
 
@@ -39,14 +38,16 @@ def inverse_reorder_causal_load_balancing(
     tensor: Array, strategy: ReorderStrategy, cp_size: int, seq_dim: int, stripe_size: int | None = None
 ) -> Array:
     """The tensor with its sequence in order again."""
-    order = order_of_tokens(_tokens(tensor, seq_dim), strategy, cp_size, stripe_size)
+    order = order_of_tokens(_extent(tensor, seq_dim), strategy, cp_size, stripe_size)
     return jnp.take(tensor, np.argsort(order), axis=seq_dim)
 
 
-def _tokens(tensor: Array, seq_dim: int) -> int:
+def _extent(tensor: Array, seq_dim: int) -> int:
     integer("seq_dim", seq_dim)
     if not -tensor.ndim <= seq_dim < tensor.ndim:
-        raise ValueError(f"seq_dim={seq_dim} of a tensor of shape {tensor.shape}; name an axis that it has")
+        raise ValueError(
+            f"seq_dim={seq_dim} of a tensor of shape {tensor.shape}; give the axis of its tokens"
+        )
     return tensor.shape[seq_dim]
 
 
@@ -54,8 +55,9 @@ def order_of_tokens(
     length: int, strategy: ReorderStrategy, cp_size: int, stripe_size: int | None
 ) -> np.ndarray:
     """Which of `length` tokens stands at each place."""
-    check_member("strategy", strategy, ReorderStrategy)
+    member("strategy", strategy, ReorderStrategy)
     whole("cp_size", cp_size)
+    whole_or_none("stripe_size", stripe_size)
     if strategy is ReorderStrategy.DualChunkSwap:
         if stripe_size is not None:
             raise ValueError(f"stripe_size={stripe_size} belongs to Striped; give None with DualChunkSwap")
@@ -68,9 +70,8 @@ def order_of_tokens(
         chunks = np.arange(length).reshape(2 * cp_size, -1)
         return np.concatenate([chunks[[rank, 2 * cp_size - 1 - rank]].ravel() for rank in range(cp_size)])
     stripe = 1 if stripe_size is None else stripe_size
-    if stripe < 1 or length % (cp_size * stripe):
+    if length % (cp_size * stripe):
         raise ValueError(
-            f"stripe_size={stripe_size} and {length} tokens; give stripes >= 1 and pad the tokens to a multiple of "
-            f"{cp_size * max(stripe, 1)}"
+            f"stripe_size={stripe_size} and {length} tokens; pad the tokens to a multiple of {cp_size * stripe}"
         )
     return np.arange(length).reshape(-1, cp_size, stripe).transpose(1, 0, 2).ravel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -45,9 +46,8 @@ def _write(name: str, x: Any) -> None:
     stem = f"my_tensor_gpu{jax.local_devices()[0].id}_{name}"
     array.tofile(f"{stem}.bin")
     wide = array.astype(np.float64)
-    facts = {
-        "name": name, "shape": list(array.shape), "dtype": str(array.dtype), "min": float(wide.min()),
-        "max": float(wide.max()), "mean": float(wide.mean()), "std": float(wide.std()),
-    }  # fmt: skip
+    facts = {"name": name, "shape": list(array.shape), "dtype": str(array.dtype)}
+    for statistic in ("min", "max", "mean", "std"):  # of no element they are NaN
+        facts[statistic] = float(getattr(wide, statistic)()) if wide.size else math.nan
     Path(f"{stem}_meta.json").write_text(json.dumps(facts))
     print(f"{stem}: {facts}")

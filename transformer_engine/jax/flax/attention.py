@@ -14,7 +14,6 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ...common import env
 from ...common.checks import described, drop_rate, switch, whole
-from ..attention.checks import check_descriptor
 from ..attention.fused import (
     check_attention,
     dropout_of,
@@ -24,6 +23,7 @@ from ..attention.fused import (
     separated,
     sink_of,
 )
+from ..context_parallel.plan import plan_of
 from ..context_parallel.reorder import CPStrategy
 from ..primitives.attention import reference
 from ..primitives.attention.descriptor import SequenceDescriptor
@@ -34,8 +34,8 @@ from ..primitives.attention.enums import (
     QKVLayout,
     canonicalize_attn_mask_type,
 )
-from ..primitives.attention.masks import Window, check_window
-from ..sharding import HEAD_AXES, get_mesh_axis_size
+from ..primitives.attention.masks import Window, check_tokens, check_window
+from ..sharding import HEAD_AXES
 from .base import parameter
 
 
@@ -184,8 +184,12 @@ class DotProductAttention(nn.Module):
         self._check_heads(query, key)
         scale = 1.0 / math.sqrt(self.head_dim) if self.scale_factor is None else self.scale_factor
         check_attention(query, key, value, bias, bias_type, self.attention_dropout, scale)
-        check_descriptor(sequence_descriptor, mask_type, query, key)
         softmax_type, strategy = AttnSoftmaxType.from_str(self.softmax_type), self._strategy()
+        extents = (query.shape[0], query.shape[1], key.shape[1])
+        check_tokens(
+            sequence_descriptor, mask_type, window, layout.is_thd(), self.max_segments_per_seq,
+            (query.shape[0], query.shape[2], *extents[1:]),
+        )  # fmt: skip
         if self._goes_fused(
             query, key, value, layout, bias_type, mask_type, softmax_type, window, deterministic
         ):
@@ -198,7 +202,6 @@ class DotProductAttention(nn.Module):
                 query, key, value, sequence_descriptor, bias, deterministic, score_mod_tensors, score_mod_bprop_tensors
             )  # fmt: skip
             return jnp.swapaxes(out, 0, 1) if self._transposed() else out
-        extents = (query.shape[0], query.shape[1], key.shape[1])
         hidden = hidden_of(sequence_descriptor, mask_type, layout, window, extents)
         out = _UnfusedDotProductAttention(
             self.attention_dropout,
@@ -224,7 +227,9 @@ class DotProductAttention(nn.Module):
         deterministic: bool,
     ) -> bool:
         """Several devices and a score_mod need fused_attn; else a kernel does, unless NVTE_FUSED_ATTN=0."""
-        if self.score_mod is not None or get_mesh_axis_size(self.context_parallel_axis or None) > 1:
+        balanced = self.context_parallel_causal_load_balanced
+        plan = plan_of(self.context_parallel_axis, self._strategy(), balanced, layout, None)
+        if self.score_mod is not None or plan is not None:
             return True
         return env.flag("NVTE_FUSED_ATTN") and is_fused_attn_kernel_available(
             not deterministic, query.dtype, key.dtype, layout.to_separate(), bias_type, mask_type, softmax_type,

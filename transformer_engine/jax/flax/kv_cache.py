@@ -50,8 +50,14 @@ class KeyValueCache:
         return self.index.value if self.filled else 0
 
     def extended(self, key: Array, value: Array) -> tuple[Array, Array]:
-        """All keys and values, those of this step among them, which stay for the next."""
+        """All keys and values, those of this step among them, which stay for the next.
+
+        A step behind the end of the cache, which an error tells where the index is known, is NaN where it is traced.
+        """
         position = self.index.value
+        key, value = (
+            jnp.where(position < self.length, x, jnp.asarray(jnp.nan, x.dtype)) for x in (key, value)
+        )
         self.key.value = lax.dynamic_update_slice_in_dim(self.key.value, key, position, self.axis)
         self.value.value = lax.dynamic_update_slice_in_dim(self.value.value, value, position, self.axis)
         self.index.value = position + 1
@@ -72,6 +78,11 @@ class KeyValueCache:
                 raise ValueError(
                     f"decode=True with a {name} of shape {array.shape}; a step takes one token, {wanted}; the cache is "
                     f"made for {self.length} tokens by init with decode=True"
+                )
+            if array.dtype != kept.dtype:
+                raise TypeError(
+                    f"decode=True with a {name} of {array.dtype} and a cache of {kept.dtype}; give inputs of the dtype "
+                    "that init had"
                 )
         index = self.index.value
         if not isinstance(index, Tracer) and int(index) >= self.length:

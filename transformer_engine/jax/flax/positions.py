@@ -44,9 +44,12 @@ def rotated(
         raise ValueError(f"group_method={described(group_method)}; choose 'consecutive' or 'alternate'")
     if x.ndim != 4 or x.shape[-1] % 2:
         raise ValueError(f"x has shape {x.shape}; it must be [b, s, h, d] with an even d")
+    pair = isinstance(windows, (tuple, list)) and len(windows) == 2
+    if not pair or not 0 < windows[0] <= windows[1]:
+        raise ValueError(
+            f"windows={described(windows)}; give (least, greatest) timescale, 0 < least <= greatest"
+        )
     least, greatest = windows
-    if not 0 < least <= greatest:
-        raise ValueError(f"windows={windows}; give 0 < least <= greatest timescale")
     half = x.shape[-1] // 2
     timescales = least * (greatest / least) ** (2 * np.arange(half) / x.shape[-1])
     tokens = x.shape[0 if transposed else 1]
@@ -76,6 +79,8 @@ class RelativePositionBiases(nn.Module):
         """bidirectional: keys behind the query have buckets of their own; else they share that of distance 0."""
         for name in ("num_buckets", "max_distance", "num_attention_heads"):
             whole(name, getattr(self, name), 2 if name == "num_buckets" else 1)
+        whole("q_seqlen", q_seqlen)
+        whole("k_seqlen", k_seqlen)
         buckets = _buckets(q_seqlen, k_seqlen, bidirectional, self.num_buckets, self.max_distance)
         shape = (self.num_attention_heads, self.num_buckets)
         embedding = parameter(
@@ -94,6 +99,11 @@ def _buckets(queries: int, keys: int, bidirectional: bool, count: int, greatest:
         back = np.abs(back)
     back = np.maximum(back, 0)
     exact = count // 2
+    if not 0 < exact < greatest:
+        raise ValueError(
+            f"max_distance={greatest} and {count} buckets a direction, {exact} of which hold one distance each; give "
+            "at least 2 buckets a direction, and a max_distance above those distances"
+        )
     # The logarithm in float32, as T5 computes it: buckets of distances at a boundary follow its rounding.
     ratio = np.log(np.maximum(back, 1).astype(np.float32) / exact + np.finfo(np.float32).eps)
     far = exact + (ratio / math.log(greatest / exact) * (count - exact)).astype(np.int32)

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax import Array
 
+from ...common.checks import member
 from ..attention.fused import sink_of
 from ..checks import check_values
 from ..primitives.attention.enums import AttnSoftmaxType
@@ -29,6 +30,8 @@ class Softmax(nn.Module):
     ) -> Array:
         """inputs [b, h, q, k]; mask True hides a key; softmax_offset [1, h, 1, 1] of LEARNABLE_SOFTMAX."""
         check_values("inputs", inputs)
+        member("softmax_type", self.softmax_type, AttnSoftmaxType)
+        member("softmax_fusion_type", self.softmax_fusion_type, SoftmaxFusionType)
         sink = sink_of(self.softmax_type, softmax_offset, inputs.shape[1])
         scores, scale = inputs, self.scale_factor
         if bias is not None:

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax import Array
 
-from ...common.checks import drop_rate, whole
+from ...common.checks import drop_rate, member, whole
 from ..activation import ActivationParams
-from ..checks import check_member, check_values
+from ..checks import check_values
 from ..sharding import (
     HIDDEN_AXES,
     HIDDEN_TP_AXES,
@@ -184,7 +184,7 @@ class TransformerLayer(nn.Module):
         check_values("inputs", inputs)
         if inputs.ndim != 3 or inputs.shape[-1] != self.hidden_size:
             raise ValueError(f"inputs have shape {inputs.shape}; the layer takes [b, s, {self.hidden_size}]")
-        check_member("layer_type", self.layer_type, TransformerLayerType)
+        member("layer_type", self.layer_type, TransformerLayerType)
         decoder = self.layer_type is TransformerLayerType.DECODER
         if decoder is not (encoded is not None):
             given = "None" if encoded is None else f"an array of shape {encoded.shape}"

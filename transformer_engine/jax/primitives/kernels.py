@@ -18,7 +18,9 @@ from jax.core import ShapedArray
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
+from jax.sharding import PartitionSpec
 
+from ..sharding import varying_alike
 from .partitioning import Extent, mesh_of, placement, unknown_sizes
 
 Shape = jax.ShapeDtypeStruct
@@ -73,7 +75,7 @@ _kernel.multiple_results = True
 
 def call(kernel: Kernel, *arrays: Array) -> tuple[Array, ...]:
     """The kernel's results; only to be run, or lowered, on CUDA."""
-    return tuple(_kernel.bind(*arrays, kernel=kernel))
+    return tuple(_kernel.bind(*varying_alike(*arrays), kernel=kernel))
 
 
 @functools.lru_cache(maxsize=256)
@@ -89,7 +91,18 @@ def _outside_of_jit(*arrays: Array, kernel: Kernel) -> list[Any]:
 
 @_kernel.def_abstract_eval
 def _shapes(*operands: Any, kernel: Kernel) -> list[Any]:
-    return [ShapedArray(shape.shape, shape.dtype) for shape in kernel.results(*operands)]
+    results = kernel.results(*operands)
+    varying = operands[0] if operands else None  # `call` lets all vary alike
+    if varying is None or not getattr(getattr(varying, "manual_axis_type", None), "varying", None):
+        return [ShapedArray(one.shape, one.dtype) for one in results]
+    # Inside shard_map results vary over the axes that operands do; else what devices hold parts of passed for shared.
+    return [
+        varying.update(
+            shape=one.shape, dtype=one.dtype, weak_type=False,
+            sharding=varying.sharding.update(spec=PartitionSpec(*(None,) * len(one.shape))),
+        )
+        for one in results
+    ]  # fmt: skip
 
 
 def _batched(arrays: Any, axes: Any, *, kernel: Kernel) -> tuple[Any, tuple[int, ...]]:

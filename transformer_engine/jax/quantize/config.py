@@ -15,10 +15,9 @@ from typing import Any
 
 from flax.core.frozen_dict import FrozenDict
 
-from ...common.checks import described, refuse_keywords, switch
+from ...common.checks import described, member, refuse_keywords, switch
 from ...common.recipe import DelayedScaling, Recipe
 from .. import sharding
-from ..checks import check_member
 from ..platform import compute_capability
 from ..sharding import MeshResource
 from . import recipes
@@ -173,7 +172,7 @@ def get_supported_quantization_recipes() -> list[Recipe]:
 
 def is_scaling_mode_supported(scaling_mode: ScalingMode, gpu_id: int = 0) -> tuple[bool, str]:
     """(can a GPU, or a CPU by emulation, compute the mode, why not)."""
-    check_member("scaling_mode", scaling_mode, ScalingMode)
+    member("scaling_mode", scaling_mode, ScalingMode)
     if scaling_mode is ScalingMode.NO_SCALING:
         return True, ""
     for cls, family in recipes.FAMILIES.items():

@@ -8,9 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from ...common.checks import whole, whole_or_none
+from ...common.checks import member, whole, whole_or_none
 from ...common.recipe import Recipe
-from ..checks import check_member
 from ..platform import compute_capability
 from . import recipes
 from .config import get_global_quantize_recipe
@@ -106,7 +105,7 @@ class QuantizerFactory:
         elif scaling_mode is None or scaling_mode is ScalingMode.NO_SCALING:
             sets = (noop_quantizer_set,) * n_quantizer_sets
         else:
-            check_member("scaling_mode", scaling_mode, ScalingMode)
+            member("scaling_mode", scaling_mode, ScalingMode)
             dtypes = (fwd_dtype, fwd_dtype, bwd_dtype)
             sets = tuple(
                 QuantizerSet(
@@ -133,9 +132,9 @@ def _one(
 ) -> Quantizer | None:
     if mode is None:
         return None
-    check_member("scaling_mode", mode, ScalingMode)
+    member("scaling_mode", mode, ScalingMode)
     if layout is not None:
-        check_member("q_layout", layout, QuantizeLayout)
+        member("q_layout", layout, QuantizeLayout)
     if mode is ScalingMode.NO_SCALING:
         return None
     if q_dtype is None:

@@ -13,6 +13,7 @@ from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
 
 from ...common.checks import whole
+from ..sharding import varies_over, varying_alike
 from .grouped import GroupedQuantizer
 from .quantizers import DelayedScaleQuantizer, Quantizer, QuantizerSet, as_cotangent
 
@@ -69,6 +70,16 @@ def _copies(n: int, certain: bool) -> Any:
 def merged_over(quantizer_set: QuantizerSet, axes: tuple[str, ...]) -> QuantizerSet:
     """The set within shard_map, where devices along axes hold copies of it: next states merge as in `fan_out`."""
     return _over(axes)(quantizer_set) if axes else quantizer_set
+
+
+def shared_by_devices(quantizer_set: QuantizerSet, *arrays: Any) -> QuantizerSet:
+    """The set for a product of arrays inside shard_map, by its default check_vma: devices that share a state and have
+    parts of the arrays each make a next state, which merge as in `fan_out`."""
+    over = varies_over(arrays) - varies_over(quantizer_set)
+    if not over or not jax.tree.leaves(quantizer_set):
+        return quantizer_set
+    _, cast = varying_alike(arrays, quantizer_set)
+    return merged_over(cast, tuple(sorted(over)))
 
 
 @functools.cache

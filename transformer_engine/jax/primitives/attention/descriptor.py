@@ -94,15 +94,32 @@ class SequenceDescriptor:
         return cls(_empty(), _empty(), ids, positions)
 
     def check_segments(self, most: int) -> None:
-        """ValueError where a row is seen to hold more sequences than `most`; offsets that are traced are not seen."""
-        for lengths, offsets in zip(self.seqlens, self.seq_offsets, strict=True):
-            if not offsets.size or isinstance(lengths, Tracer) or isinstance(offsets, Tracer):
-                continue
-            held = int(((np.asarray(lengths) > 0) & (np.asarray(offsets)[:, :-1] >= 0)).sum(axis=1).max())
+        """ValueError where a row is seen to hold more sequences than `most`; what is traced is not seen."""
+        for ids, lengths, offsets in zip(self.segment_ids, self.seqlens, self.seq_offsets, strict=True):
+            held, given = 0, "offsets put {} sequences into a row"
+            if ids.size and not isinstance(ids, Tracer):
+                held, given = int(np.asarray(ids).max()), "segment numbers go up to {}"
+            elif offsets.size and not isinstance(lengths, Tracer) and not isinstance(offsets, Tracer):
+                there = (np.asarray(lengths) > 0) & (np.asarray(offsets)[:, :-1] >= 0)
+                held = int(there.sum(axis=1).max(initial=0))
             if held > most:
                 raise ValueError(
-                    f"max_segments_per_seq={most}, but the given offsets put {held} sequences into a row; give "
+                    f"max_segments_per_seq={most}, but the given {given.format(held)}; give "
                     f"max_segments_per_seq={held} or more"
+                )
+
+    def check_lengths(self, queries: int, keys: int) -> None:
+        """ValueError where a sequence is seen to end behind its row; what is traced is not seen."""
+        for lengths, offsets, tokens in zip(self.seqlens, self.seq_offsets, (queries, keys), strict=True):
+            if not lengths.size or isinstance(lengths, Tracer) or isinstance(offsets, Tracer):
+                continue
+            ends = np.asarray(lengths)
+            if offsets.size:
+                begins = np.asarray(offsets)[:, :-1]
+                ends = np.where((begins >= 0) & (ends > 0), begins + ends, 0)
+            if ends.max() > tokens:
+                raise ValueError(
+                    f"a sequence ends behind token {ends.max()} of a row of {tokens}; give lengths and offsets within"
                 )
 
     def segments(self, batch: int, queries: int, keys: int) -> Segments:
@@ -145,6 +162,10 @@ class SequenceDescriptor:
                 lengths[place] = (ids != 0).sum(axis=1, dtype=jnp.int32)
         return lengths[0], lengths[1], offsets[0], offsets[1]
 
+    def lengths_within(self, queries: int, keys: int) -> Pair:
+        """The lengths, none of which passes its row."""
+        return _within(self.seqlens[0], queries), _within(self.seqlens[1], keys)
+
     def bounds(self, batch: int, queries: int, keys: int, most: int) -> tuple[Array, Array, Array, Array]:
         """Lengths of queries and of keys, then their first tokens, int32 [b, n]; 0 where there is no sequence.
 
@@ -160,12 +181,18 @@ class SequenceDescriptor:
             elif offsets.size:
                 _fits("seqlens", lengths.shape[:1], (batch,))
                 begins = offsets[:, :-1]
+                lengths = _within(lengths, tokens - begins)
                 real = (begins >= 0) & (lengths > 0)
                 made.append((jnp.where(real, lengths, 0), jnp.where(real, begins, 0)))
             else:
                 _fits("seqlens", lengths.shape, (batch,))
-                made.append((lengths[:, None], jnp.zeros((batch, 1), jnp.int32)))
+                made.append((_within(lengths, tokens)[:, None], jnp.zeros((batch, 1), jnp.int32)))
         return made[0][0], made[1][0], made[0][1], made[1][1]
+
+
+def _within(lengths: Array, room: Array | int) -> Array:
+    """Lengths cut to the room that a row has for them: kernels read as many tokens as they are told."""
+    return jnp.clip(lengths, 0, jnp.maximum(room, 0))
 
 
 def _absent_as_minus_one(lengths: Array, begins: Array) -> Pair:

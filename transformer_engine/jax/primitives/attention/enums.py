@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-from ....common.checks import described
+from ....common.checks import described, member
 
 
 class AttnBiasType(enum.Enum):
@@ -126,3 +126,11 @@ def canonicalize_attn_mask_type(attn_mask_type: str) -> AttnMaskType:
     if not isinstance(attn_mask_type, str) or attn_mask_type not in _MASKS:
         raise ValueError(f"attn_mask_type={described(attn_mask_type)}; choose one of {', '.join(_MASKS)}")
     return _MASKS[attn_mask_type]
+
+
+def check_kinds(bias: AttnBiasType, mask: AttnMaskType, layout: QKVLayout, softmax: AttnSoftmaxType) -> None:
+    """TypeError unless each is a member: a name or a number would be equal to none, and so count as the first."""
+    member("attn_bias_type", bias, AttnBiasType)
+    member("attn_mask_type", mask, AttnMaskType)
+    member("qkv_layout", layout, QKVLayout)
+    member("softmax_type", softmax, AttnSoftmaxType)

@@ -7,8 +7,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from ....common.checks import described
-from .descriptor import Segments
+from ....common.checks import described, whole
+from ...checks import check_mask
+from .descriptor import Segments, SequenceDescriptor
 from .enums import AttnMaskType
 
 Window = tuple[int, int]
@@ -26,6 +27,26 @@ def check_window(window_size: object) -> Window | None:
     if not all(isinstance(side, int) and side >= -1 for side in (left, right)):
         raise ValueError(f"window_size={described(window_size)}; both sides are whole numbers from -1 on")
     return None if (left, right) == (-1, -1) else (left, right)
+
+
+def reads_mask(mask_type: AttnMaskType, window: Window | None) -> bool:
+    """Is a mask that is given looked at? By padding, and by a causal mask with a window, as in the unfused layers."""
+    return mask_type.is_padding() or (mask_type.is_causal() and window is not None)
+
+
+def check_tokens(
+    descriptor: SequenceDescriptor | Array | None, mask_type: AttnMaskType, window: Window | None, packed: bool,
+    most: int, scores: tuple[int, int, int, int],
+) -> None:  # fmt: skip
+    """ValueError where what says which tokens belong together does not fit scores [b, h, q, k]."""
+    whole("max_segments_per_seq", most)
+    if isinstance(descriptor, SequenceDescriptor):
+        if packed:
+            descriptor.check_segments(most)
+        if packed or mask_type.is_padding():
+            descriptor.check_lengths(*scores[2:])
+    elif descriptor is not None and not packed and reads_mask(mask_type, window):
+        check_mask(descriptor, scores)
 
 
 def run_length_fill(segment_ids: Array) -> Array:

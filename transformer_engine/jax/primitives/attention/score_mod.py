@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 from ....common.checks import described, function_or_none
@@ -64,6 +65,20 @@ def _check_parameters(name: str, called: Any, most: int) -> None:
         )
 
 
+def _like(name: str, made: Any, scores: Array) -> Array:
+    """What a function made of scores, in their dtype; an error unless it is an array of as many numbers."""
+    if (
+        not isinstance(made, Array)
+        or made.shape != scores.shape
+        or not jnp.issubdtype(made.dtype, jnp.floating)
+    ):
+        raise ValueError(
+            f"{name} made {described(made)} of scores of shape {list(scores.shape)} and {scores.dtype}; return an "
+            "array of that shape that holds floating-point numbers"
+        )
+    return made.astype(scores.dtype)
+
+
 def modifier(
     score_mod: ScoreMod, score_mod_bprop: Callable[..., Array] | None, tensors: Any, bprop_tensors: Any
 ) -> Callable[[Array], Array]:
@@ -72,18 +87,19 @@ def modifier(
     With score_mod_bprop the gradient of the scores is score_mod_bprop(gradient, scores, bprop_tensors), and the tensors
     have none.
     """
-    if score_mod_bprop is None:
-        return lambda scores: score_mod(scores, tensors)
 
-    @jax.custom_vjp
-    def modified(scores: Array) -> Array:
-        return score_mod(scores, tensors)
+    def scored(scores: Array) -> Array:
+        return _like("score_mod", score_mod(scores, tensors), scores)
+
+    if score_mod_bprop is None:
+        return scored
+    modified = jax.custom_vjp(scored)
 
     def forward(scores: Array) -> tuple[Array, Array]:
-        return score_mod(scores, tensors), scores
+        return scored(scores), scores
 
     def backward(scores: Array, gradient: Array) -> tuple[Array]:
-        return (score_mod_bprop(gradient, scores, bprop_tensors),)
+        return (_like("score_mod_bprop", score_mod_bprop(gradient, scores, bprop_tensors), scores),)
 
     modified.defvjp(forward, backward)
     return modified

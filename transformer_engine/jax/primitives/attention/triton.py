@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ....common.dispatch import Backend
+from ...sharding import varying_alike
 from ..kernels import call as call_kernel
 from ..launching import refuses_on
 from .enums import AttnBiasType
@@ -76,7 +77,7 @@ def run(call: Call, request: AttentionRequest) -> Array:
         None if call.draw is None else call.draw(),
         None if call.draw is None else jnp.arange(call.query.shape[0], dtype=jnp.int32),
     )
-    return attend(facts, call.query, call.key, call.value, given)
+    return attend(facts, *varying_alike(call.query, call.key, call.value, given))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

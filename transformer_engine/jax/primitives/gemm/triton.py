@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from ....common.dispatch import Backend
@@ -120,8 +119,10 @@ class Product(Kernel):
 def _one_group(rows: int) -> Array:
     """The layout of one group of rows: its first row and its end, its first tile and their end, its tiles' group."""
     tiles = ceil_div(rows, _BLOCK)
-    groups = [0] * tiles + [1] * (rows // _BLOCK + 1 - tiles)
-    return jnp.asarray(np.asarray([0, rows, 0, tiles, *groups], np.int32))
+    # [0, rows, 0, tiles], 0 a tile and 1 behind them: computed, for custom_partitioning takes no array of constants.
+    place = jnp.arange(4 + max(tiles, rows // _BLOCK + 1), dtype=jnp.int32)
+    ends = jnp.where(place == 1, rows, jnp.where(place == 3, tiles, 0))
+    return jnp.where(place < 4, ends, (place >= 4 + tiles).astype(jnp.int32)).astype(jnp.int32)
 
 
 def bind(request: GemmRequest) -> Callable[..., Array]:

@@ -1,0 +1,181 @@
+"""Packed rows dealt to host devices, and choices of experts that are none: printed as JSON, {case: difference}."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+from jax.sharding import Mesh, PartitionSpec
+
+import transformer_engine.jax as te
+import transformer_engine.jax.flax as te_flax
+from transformer_engine.common import recipe
+from transformer_engine.jax import attention, ep
+
+LENGTHS = np.asarray([[5, 4, 7], [16, -1, -1]], np.int32)
+OFFSETS = np.asarray([[0, 5, 9, 16], [0, 16, -1, -1]], np.int32)
+EXPERTS, TOKENS, WIDTH = 4, 3, 4
+
+
+def attend(query, key, value, **options):
+    descriptor = attention.SequenceDescriptor.from_seqlens_and_offsets(LENGTHS, OFFSETS)
+    return attention.fused_attn(
+        (query, key, value), None, descriptor, None, attention.AttnBiasType.NO_BIAS,
+        attention.AttnMaskType.PADDING_CAUSAL_MASK, attention.QKVLayout.THD_THD_THD,
+        attention.AttnSoftmaxType.VANILLA_SOFTMAX, 0.4, 0.0, True, 3, **options,
+    )  # fmt: skip
+
+
+def difference(got, want) -> float:
+    return float(np.abs(np.asarray(got) - np.asarray(want)).max())
+
+
+def refusal(call) -> str:
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return "taken"
+
+
+def dealt(mesh: Mesh, strategy: attention.CPStrategy, stripe: int, arrays) -> float:
+    """Attention and its gradients of rows in stripes, put back in order, against one device."""
+    deal = partial(
+        attention.reorder_causal_load_balancing, strategy=attention.ReorderStrategy.Striped, cp_size=4, seq_dim=1,
+        stripe_size=stripe,
+    )  # fmt: skip
+    back = partial(
+        attention.inverse_reorder_causal_load_balancing, strategy=attention.ReorderStrategy.Striped, cp_size=4,
+        seq_dim=1, stripe_size=stripe,
+    )  # fmt: skip
+
+    def over_devices(*arrays):
+        out = attend(
+            *(deal(x) for x in arrays), context_parallel_axis="cp", context_parallel_strategy=strategy,
+            context_parallel_causal_load_balanced=True, stripe_size=stripe,
+        )  # fmt: skip
+        return back(out)
+
+    def with_gradients(call, *arrays):
+        return call(*arrays), jax.grad(lambda *arrays: (call(*arrays) ** 2).sum(), (0, 1, 2))(*arrays)
+
+    want = jax.jit(partial(with_gradients, attend))(*arrays)
+    with jax.set_mesh(mesh), te.autocast(enabled=False, mesh_resource=te.MeshResource(cp_resource="cp")):
+        got = jax.jit(partial(with_gradients, over_devices))(*arrays)
+    return max(map(difference, jax.tree.leaves(got), jax.tree.leaves(want)))
+
+
+def dispatched(mesh: Mesh, choices) -> dict[str, object]:
+    """Expert e multiplies by e + 1; what tokens come to, against a sum over their choices from 0 to E - 1."""
+    tokens = jax.random.normal(jax.random.key(1), (2 * TOKENS, WIDTH))
+    weights = jax.random.uniform(jax.random.key(2), (2 * TOKENS, 2))
+    choices = jnp.broadcast_to(jnp.asarray(choices, jnp.int32), weights.shape)
+    ep.ep_finalize()
+    capacity = 4 * TOKENS
+    cfg = ep.ep_bootstrap(2, 0, EXPERTS, TOKENS, capacity, WIDTH, jnp.float32)
+    specs = PartitionSpec("ep")
+
+    def on_a_device(choices, tokens, weights):
+        rows, of_rows, handle, counts, total = ep.ep_dispatch(cfg, choices, tokens, weights, capacity)
+        local = jnp.searchsorted(jnp.cumsum(counts), jnp.arange(capacity), side="right")
+        scale = jax.lax.axis_index("ep") * cfg.local_experts + local + 1
+        made = rows * (scale * of_rows)[:, None]
+        return ep.ep_combine(cfg, handle, counts, made, TOKENS), total[None]
+
+    mapped = jax.shard_map(
+        on_a_device, mesh=mesh, in_specs=(specs,) * 3, out_specs=(specs, specs), check_vma=False
+    )
+    with jax.set_mesh(mesh):
+        out, total = jax.jit(mapped)(choices, tokens, weights)
+    real = (choices >= 0) & (choices < EXPERTS)
+    factors = jnp.where(real, weights * (choices + 1), 0.0).sum(axis=1)
+    return {
+        "difference": difference(out, tokens * factors[:, None]),
+        "sent": total.tolist(),
+        "real": int(real.sum()),
+    }
+
+
+def counted(mesh: Mesh) -> dict[str, float]:
+    """Gradients and next states inside shard_map, which by default counts over which axes values vary."""
+    model = te_flax.LayerNormMLP(
+        intermediate_dim=32, scale_axes=(None,), ln_bias_axes=(None,), kernel_axes_1=(None,) * 3,
+        kernel_axes_2=(None,) * 2,
+    )  # fmt: skip
+    x = jax.random.normal(jax.random.key(3), (4, 32, 32)) * jnp.arange(1.0, 5.0)[:, None, None]
+
+    def gradients(params, state, x):
+        def loss(params, state):
+            return (model.apply({"params": params, **state}, x)[0] ** 2).sum()
+
+        return jax.grad(loss, (0, 1))(params, state)
+
+    whole, facts = PartitionSpec(), {}
+    for name, enabled in (("values", False), ("delayed scaling", True)):
+        given = {"enabled": enabled, "recipe": recipe.DelayedScaling(amax_history_len=2)}
+        with te.autocast(**given):
+            state, params = flax.core.pop(nn.meta.unbox(jax.jit(model.init)(jax.random.key(4), x)), "params")
+            want = jax.jit(gradients)(params, state, x)
+        with te.autocast(**given, mesh_resource=te.MeshResource(dp_resource="dp")):
+            parts = (whole, whole, PartitionSpec("dp"))
+            got = jax.jit(jax.shard_map(gradients, mesh=mesh, in_specs=parts, out_specs=whole))(
+                params, state, x
+            )
+        pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+        facts[name] = max(difference(a, b) / float(jnp.abs(b).max()) for a, b in pairs)
+    return facts
+
+
+def main() -> None:
+    devices = np.asarray(jax.devices())
+    mesh = Mesh(devices[:4], ("cp",))
+    arrays = jax.random.normal(jax.random.key(0), (3, 2, 16, 2, 4))
+    facts: dict[str, object] = {
+        f"{strategy.name} {stripe}": dealt(mesh, strategy, stripe, arrays)
+        for strategy, stripe in (
+            (attention.CPStrategy.ALL_GATHER, 1), (attention.CPStrategy.ALL_GATHER, 2), (attention.CPStrategy.RING, 1),
+        )
+    }  # fmt: skip
+    manual = jax.shard_map(
+        partial(attend, context_parallel_axis="cp"), mesh=mesh, in_specs=PartitionSpec(None, "cp"),
+        out_specs=PartitionSpec(None, "cp"), check_vma=False,
+    )  # fmt: skip
+    with jax.set_mesh(mesh), te.autocast(enabled=False, mesh_resource=te.MeshResource(cp_resource="cp")):
+        facts["no axis"] = refusal(lambda: attend(*arrays, context_parallel_axis="tp"))
+        facts["no axis, a layer"] = refusal(
+            lambda: te_flax.DotProductAttention(
+                head_dim=4,
+                num_attention_heads=2,
+                context_parallel_axis="tp",
+                context_parallel_causal_load_balanced=True,
+            ).apply({}, *arrays, deterministic=True)
+        )
+        facts["manual"] = refusal(lambda: jax.jit(manual)(*arrays))
+    facts |= counted(Mesh(devices[:2], ("dp",)))
+    experts = Mesh(devices[:2], ("ep",))
+    for name, choices in (("below", [0, -1]), ("all below", [-1, -1]), ("above", [3, EXPERTS])):
+        facts[name] = dispatched(experts, choices)
+    ep.ep_finalize()
+    cfg = ep.ep_bootstrap(4, 0, EXPERTS, TOKENS, 8, WIDTH)
+    given = (cfg, jnp.zeros((TOKENS, 2), jnp.int32), jnp.zeros((TOKENS, WIDTH)), jnp.zeros((TOKENS, 2)), 8)
+    facts["outside"] = refusal(lambda: ep.ep_dispatch(*given))
+    with jax.set_mesh(experts):
+        whole = PartitionSpec()
+        fewer = jax.shard_map(
+            lambda tokens: ep.ep_dispatch(cfg, given[1], tokens, *given[3:])[0], mesh=experts, in_specs=whole,
+            out_specs=whole, check_vma=False,
+        )  # fmt: skip
+        facts["fewer"] = refusal(lambda: jax.jit(fewer)(given[2]))
+    ep.ep_finalize()
+    with te.autocast(enabled=False, mesh_resource=te.MeshResource(ep_resource="experts")):
+        facts["axis"] = ep.ep_bootstrap(2, 0, EXPERTS, TOKENS, 8, WIDTH).axis
+    print(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    main()

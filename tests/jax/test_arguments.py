@@ -1,0 +1,219 @@
+"""Arguments that were once taken for others in silence: members of enumerations, lengths, segments, masks, maps."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_bad_calls import attend, ones
+
+import transformer_engine.jax.flax as te_flax
+from transformer_engine.jax import attention, permutation, router
+from transformer_engine.jax.debug import experimental
+from transformer_engine.jax.flax.module import Softmax
+from transformer_engine.jax.flax.transformer import rotary_pos_emb
+from transformer_engine.jax.primitives.gemm import triton as gemm_triton
+from transformer_engine.jax.softmax import softmax
+
+SCORES = np.linspace(-1.0, 1.0, 16, dtype=np.float32).reshape(1, 1, 4, 4)
+PADDING, PACKED = attention.AttnMaskType.PADDING_MASK, attention.QKVLayout.THD_THD_THD
+MAP = np.tile(np.arange(3) < 2, (5, 1))
+
+
+def rows(key: int, *shape: int):
+    return np.random.default_rng(key).standard_normal(shape, np.float32)
+
+
+def reordered(**arguments):
+    strategy = attention.ReorderStrategy.DualChunkSwap
+    given = {"tensor": ones(2, 8), "strategy": strategy, "cp_size": 2, "seq_dim": 1}
+    return attention.reorder_causal_load_balancing(**(given | arguments))
+
+
+def descriptor(lengths, offsets=None):
+    lengths = np.asarray(lengths, np.int32)
+    if offsets is None:
+        return attention.SequenceDescriptor.from_seqlens(lengths)
+    return attention.SequenceDescriptor.from_seqlens_and_offsets(lengths, np.asarray(offsets, np.int32))
+
+
+NO_MEMBERS = {
+    "softmax_type": lambda: attend(softmax_type="off_by_one"),
+    "softmax_type by its number": lambda: attend(softmax_type=1),
+    "attn_mask_type": lambda: attend(attn_mask_type="causal"),
+    "attn_bias_type": lambda: attend(attn_bias_type="no_bias"),
+    "qkv_layout": lambda: attend(qkv_layout="bshd_bshd_bshd"),
+    "softmax_type of Softmax": lambda: Softmax(softmax_type="off_by_one").apply({}, SCORES),  # pyright: ignore
+    "softmax_fusion_type": lambda: softmax(SCORES, softmax_fusion_type="scaled_upper_triang_masked"),  # pyright: ignore
+    "softmax_fusion_type of Softmax": lambda: Softmax(softmax_fusion_type="scaled").apply({}, SCORES),  # pyright: ignore
+    "strategy": lambda: reordered(strategy=0),
+}
+
+
+@pytest.mark.parametrize("name", NO_MEMBERS)
+def test_what_is_no_member_is_refused(name):
+    with pytest.raises(TypeError, match=rf"^{name.split()[0]}=.* is no \w+; give one of "):
+        NO_MEMBERS[name]()
+
+
+REFUSED = {
+    "a length behind its row": (
+        "a sequence ends behind token 5 of a row of 4",
+        lambda: attend(attn_mask_type=PADDING, sequence_descriptor=descriptor([5, 2])),
+    ),
+    "an offset behind its row": (
+        "a sequence ends behind token 5 of a row of 4",
+        lambda: attend(
+            attn_mask_type=PADDING, qkv_layout=PACKED,
+            sequence_descriptor=descriptor([[1], [3]], [[0, 1], [2, 4]]),
+        ),
+    ),
+    "more numbers than segments": (
+        "max_segments_per_seq=1, but the given segment numbers go up to 2",
+        lambda: attend(
+            attn_mask_type=PADDING, qkv_layout=PACKED,
+            sequence_descriptor=attention.SequenceDescriptor.from_segment_ids_and_pos(
+                np.asarray([[1, 1, 2, 2]] * 2), np.asarray([[0, 1, 0, 1]] * 2)
+            ),
+        ),
+    ),
+    "a mask of other keys": (
+        r"the mask has shape \(2, 1, 4, 3\); it must be \(2, 2, 4, 4\), or 1",
+        lambda: attend(attn_mask_type=PADDING, sequence_descriptor=np.zeros((2, 1, 4, 3), bool)),
+    ),
+    "a mask of other heads": (
+        r"the mask has shape \(2, 3, 4, 4\); it must be \(2, 2, 4, 4\), or 1",
+        lambda: te_flax.DotProductAttention(head_dim=8, num_attention_heads=2, attn_mask_type="padding").apply(
+            {}, *(ones(2, 4, 2, 8),) * 3, np.zeros((2, 3, 4, 4), bool), deterministic=True
+        ),
+    ),
+    "scores in another shape": (
+        "score_mod made .* of scores of shape",
+        lambda: attend(score_mod=lambda scores, tensors: scores.sum(axis=-1, keepdims=True)),
+    ),
+    "scores as booleans": ("score_mod made .* of scores of shape", lambda: attend(score_mod=lambda s, t: s > 0)),
+    "an axis that is none": ("seq_dim=2 of a tensor of shape", lambda: reordered(seq_dim=2)),
+    "no ranks": ("cp_size=0 is below 1", lambda: reordered(cp_size=0)),
+    "a strategy that is none": (
+        "context_parallel_strategy='zz'; choose one of",
+        lambda: te_flax.DotProductAttention(
+            head_dim=8, num_attention_heads=2, context_parallel_strategy="zz"
+        ).apply({}, *(ones(2, 4, 2, 8),) * 3, deterministic=True),
+    ),
+    "weights of other experts": (
+        r"merging_probs has shape \(5, 2\); this row_id_map needs \(5, 3\)",
+        lambda: permutation.token_combine(
+            ones(10, 4), permutation.token_dispatch(ones(5, 4), MAP, 10)[2], ones(5, 2)
+        ),
+    ),
+    "a map of no tokens": (
+        r"routing_map has shape \(0, 3\); give at least one token",
+        lambda: permutation.token_dispatch(ones(0, 4), MAP[:0], 1),
+    ),
+    "a loss of no tokens": (
+        r"probs has shape \(0, 3\); give at least one token",
+        lambda: router.fused_moe_aux_loss(ones(0, 3), ones(3), 1, 0.1),
+    ),
+    "one timescale": (
+        r"windows=\(10,\); give \(least, greatest\)",
+        lambda: rotary_pos_emb(ones(1, 2, 1, 4), (10,), False),  # pyright: ignore[reportArgumentType]
+    ),
+    "distances without a logarithm": (
+        "max_distance=8 and 16 buckets a direction, 8 of which hold one distance each",
+        lambda: te_flax.RelativePositionBiases(32, 8, 2).init(jax.random.key(0), 4, 4),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_refused(name):
+    sentence, call = REFUSED[name]
+    with pytest.raises(ValueError, match=sentence):
+        call()
+
+
+def test_a_length_that_is_traced_is_cut_to_its_row():
+    """Kernels read as many tokens as they are told, those of the next row among them."""
+
+    def bounds(lengths, offsets):
+        made = descriptor([4, 4]) if offsets is None else descriptor([[1, 1]] * 2, [[0, 1, 2]] * 2)
+        leaves = [lengths] * 2 if offsets is None else [lengths] * 2 + [offsets] * 2
+        empty = [leaf for leaf in jax.tree.leaves(made) if not leaf.size]
+        made = jax.tree.unflatten(jax.tree.structure(made), [*leaves, *empty])
+        return made.bounds(2, 4, 4, 2)[:2]
+
+    for found in jax.jit(lambda lengths: bounds(lengths, None))(jnp.asarray([9, -1], jnp.int32)):
+        assert found.tolist() == [[4], [0]]
+    lengths, offsets = (
+        jnp.asarray([[1, 9], [2, -1]], jnp.int32),
+        jnp.asarray([[0, 2, 3], [3, -1, -1]], jnp.int32),
+    )
+    for found in jax.jit(bounds)(lengths, offsets):
+        assert found.tolist() == [[1, 2], [1, 0]]
+
+
+@pytest.mark.parametrize("environment", ["0", "1"])
+@pytest.mark.parametrize("window", [None, (2, 0)])
+def test_a_causal_mask_with_a_window_reads_the_mask_that_it_is_given(environment, window, monkeypatch):
+    monkeypatch.setenv("NVTE_FUSED_ATTN", environment)
+    query, key, value = rows(0, 3, 2, 5, 2, 8)
+    mask = np.zeros((2, 1, 5, 5), bool)
+    mask[0, :, :, 1] = True
+    place = np.arange(5)
+    hidden = np.broadcast_to(place[None, :] > place[:, None], (2, 1, 5, 5))
+    if window is not None:
+        hidden = hidden | (place[None, :] < place[:, None] - window[0]) | mask
+    scores = np.einsum("bqhd,bkhd->bhqk", query, key) / np.sqrt(8.0)
+    weights = np.where(hidden, 0.0, np.exp(scores))
+    weights = weights / np.maximum(weights.sum(axis=-1, keepdims=True), 1e-30)
+    module = te_flax.DotProductAttention(
+        head_dim=8, num_attention_heads=2, attn_mask_type="causal", window_size=window
+    )
+    out = module.apply({}, query, key, value, mask, deterministic=True)
+    np.testing.assert_allclose(out, np.einsum("bhqk,bkhd->bqhd", weights, value), rtol=2e-5, atol=2e-6)
+    fused = attend(
+        qkv=(query, key, value), attn_mask_type=attention.AttnMaskType.CAUSAL_MASK, window_size=window,
+        sequence_descriptor=jnp.asarray(mask), scaling_factor=8.0**-0.5,
+    )  # fmt: skip
+    np.testing.assert_allclose(fused, out, rtol=2e-5, atol=2e-6)
+
+
+def test_a_step_behind_the_cache_is_no_number_where_the_index_is_traced():
+    model = te_flax.MultiHeadAttention(head_dim=4, num_attention_heads=2)
+    x = rows(1, 1, 3, 8)
+    variables = model.init(jax.random.key(0), x, x, deterministic=True, decode=True)
+
+    @jax.jit
+    def step(cache, token):
+        given = {"params": variables["params"], "cache": cache}
+        (y, _), changed = model.apply(given, token, token, deterministic=True, decode=True, mutable=["cache"])
+        return y, changed["cache"]
+
+    cache, finite = variables["cache"], []
+    for place in range(5):
+        y, cache = step(cache, x[:, :1] * (place + 1))
+        finite.append(bool(jnp.isfinite(y).all()))
+    assert finite == [True, True, True, False, False]
+    given = {"params": variables["params"], "cache": variables["cache"]}
+    half = x[:, :1].astype(jnp.bfloat16)
+    with pytest.raises(TypeError, match=r"key of bfloat16 and a cache of float32"):
+        model.apply(given, half, half, deterministic=True, decode=True, mutable=["cache"])
+
+
+def test_an_array_without_elements_is_written_too(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    jax.block_until_ready(jax.jit(lambda x: experimental.inspect_array(x, "empty") * 2)(jnp.zeros((0, 3))))
+    jax.effects_barrier()
+    assert "'shape': [0, 3]" in capsys.readouterr().out
+    assert next(tmp_path.glob("*_empty.bin")).read_bytes() == b""
+
+
+def test_the_layout_of_one_group_is_no_constant():
+    """custom_partitioning, through which a kernel goes on several devices, takes no array of constants."""
+    for rows_of_one in (1, 128, 300):
+        traced = jax.make_jaxpr(lambda rows=rows_of_one: gemm_triton._one_group(rows))()
+        assert not traced.consts
+        tiles = -(-rows_of_one // 128)
+        groups = [0] * tiles + [1] * (rows_of_one // 128 + 1 - tiles)
+        assert gemm_triton._one_group(rows_of_one).tolist() == [0, rows_of_one, 0, tiles, *groups]

@@ -1,0 +1,48 @@
+"""Where tokens go that are dealt to devices: rows given by offsets, choices that are none, axes that are not there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from test_sharding import printed_by
+
+
+@pytest.fixture(scope="module")
+def facts() -> dict:
+    return printed_by(Path(__file__).with_name("host_places.py"))
+
+
+@pytest.mark.parametrize("dealt", ["ALL_GATHER 1", "ALL_GATHER 2", "RING 1"])
+def test_offsets_are_those_of_the_sequence_in_order_however_tokens_are_dealt(facts, dealt):
+    assert facts[dealt] < 1e-5
+
+
+def test_an_axis_that_the_mesh_has_not_is_refused(facts):
+    for name in ("no axis", "no axis, a layer"):
+        assert "context_parallel_axis='tp' is no axis of the mesh in use, which has ('cp',)" in facts[name]
+
+
+def test_a_manual_axis_is_refused_by_its_name(facts):
+    assert "context_parallel_axis='cp' is manual here, inside shard_map" in facts["manual"]
+
+
+@pytest.mark.parametrize("what", ["values", "delayed scaling"])
+def test_shard_map_s_default_adds_gradients_and_merges_states(facts, what):
+    assert facts[what] < 1e-5
+
+
+@pytest.mark.parametrize("choices", ["below", "all below", "above"])
+def test_an_index_that_is_no_expert_goes_nowhere(facts, choices):
+    found = facts[choices]
+    assert found["difference"] < 1e-5
+    assert sum(found["sent"]) == found["real"]
+
+
+def test_experts_are_dispatched_inside_shard_map_alone(facts):
+    assert "axis='ep' of the EpConfig is not manual here" in facts["outside"]
+    assert "axis 'ep' has 2 devices; ep_bootstrap was called for 4" in facts["fewer"]
+
+
+def test_the_axis_of_experts_is_that_of_the_mesh_resource(facts):
+    assert facts["axis"] == "experts"
