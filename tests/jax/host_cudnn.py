@@ -1,4 +1,4 @@
-"""cuDNN's attention over eight host devices: jax's own rules of cutting, plain operations for cuDNN: {case: difference}."""
+"""cuDNN's attention over eight host devices: jax's own rules of cutting, plain operations for cuDNN; {case: error}."""
 
 from __future__ import annotations
 
