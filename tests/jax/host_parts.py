@@ -18,27 +18,17 @@ from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 import transformer_engine.jax as te
-from transformer_engine.jax.attention import (
-    AttnBiasType,
-    AttnMaskType,
-    AttnSoftmaxType,
-    CPStrategy,
-    QKVLayout,
-    ReorderStrategy,
-    fused_attn,
-    inverse_reorder_causal_load_balancing,
-    reorder_causal_load_balancing,
-)
+from transformer_engine.jax import attention as api
 from transformer_engine.jax.context_parallel import parts
 from transformer_engine.jax.primitives.attention import Parts, cudnn, reference
 
-STRATEGIES = (CPStrategy.ALL_GATHER, CPStrategy.RING)
+STRATEGIES = (api.CPStrategy.ALL_GATHER, api.CPStrategy.RING)
 
 
 def attention(q, k, v, **options):
-    return fused_attn(
-        (q, k, v), None, None, None, AttnBiasType.NO_BIAS, AttnMaskType.CAUSAL_MASK, QKVLayout.BSHD_BSHD_BSHD,
-        AttnSoftmaxType.VANILLA_SOFTMAX, 0.2, 0.0, True, **options,
+    return api.fused_attn(
+        (q, k, v), None, None, None, api.AttnBiasType.NO_BIAS, api.AttnMaskType.CAUSAL_MASK, api.QKVLayout.BSHD_BSHD_BSHD,
+        api.AttnSoftmaxType.VANILLA_SOFTMAX, 0.2, 0.0, True, **options,
     )  # fmt: skip
 
 
@@ -54,8 +44,8 @@ def step(function, dy, *arrays):
     return out, *pullback(dy)
 
 
-def mask_of(kind) -> AttnMaskType:
-    return AttnMaskType.CAUSAL_MASK if kind.name == "CAUSAL" else AttnMaskType.NO_MASK
+def mask_of(kind) -> api.AttnMaskType:
+    return api.AttnMaskType.CAUSAL_MASK if kind.name == "CAUSAL" else api.AttnMaskType.NO_MASK
 
 
 def forward(q, k, v, *rest, scale, mask_type, **options):
@@ -83,25 +73,28 @@ def by_cudnn() -> dict[str, float]:
 
     chosen, parts.attention_parts = parts.attention_parts, bound
     keys = jax.random.split(jax.random.key(0), 4)
-    arrays = [jax.random.normal(key, (2, 32, n, 16), jnp.bfloat16) for key, n in zip(keys, (4, 4, 2, 2), strict=True)]
+    arrays = [
+        jax.random.normal(key, (2, 32, n, 16), jnp.bfloat16)
+        for key, n in zip(keys, (4, 4, 2, 2), strict=True)
+    ]
     want = jax.jit(functools.partial(step, attention))(*arrays)
     mesh = mesh_of(dp=2, tp=2, cp=2)
     resource = te.MeshResource(dp_resource="dp", tp_resource="tp", cp_resource="cp")
-    laid = [reorder_causal_load_balancing(x, ReorderStrategy.DualChunkSwap, 2, 1) for x in arrays]
+    laid = [api.reorder_causal_load_balancing(x, api.ReorderStrategy.DualChunkSwap, 2, 1) for x in arrays]
     found = {}
     with jax.set_mesh(mesh), te.sharding.global_shard_guard(resource):
         laid = [jax.device_put(x, NamedSharding(mesh, PartitionSpec("dp", "cp", "tp"))) for x in laid]
         for strategy in STRATEGIES:
             program = jax.jit(functools.partial(step, over_devices(strategy)))
             got = [
-                inverse_reorder_causal_load_balancing(x, ReorderStrategy.DualChunkSwap, 2, 1)
+                api.inverse_reorder_causal_load_balancing(x, api.ReorderStrategy.DualChunkSwap, 2, 1)
                 for x in program(*laid)
             ]
-            calls = "all-gather" if strategy is CPStrategy.ALL_GATHER else "collective-permute"
-            moved = re.findall(r"(\S+?)(?:-start)?\(", program.lower(*laid).compile().as_text())
+            text = program.lower(*laid).compile().as_text()
+            moved = set(re.findall(r" (all-gather|collective-permute|all-to-all)(?:-start)?\(", text))
             found[strategy.name] = {
                 "difference": max(difference(x, y) for x, y in zip(got, want, strict=True)),
-                "moves": sorted({one for one in moved if one in ("all-gather", "collective-permute")} - {calls}),
+                "moves": sorted(moved),
             }
     parts.attention_parts = chosen
     return found
@@ -127,10 +120,20 @@ def lowered() -> dict[str, dict[str, int]]:
     return found
 
 
+def explained() -> dict[str, str]:
+    """Why the kernels take an attention or not."""
+    q, k = jnp.zeros((1, 16, 4, 64), jnp.bfloat16), jnp.zeros((1, 16, 2, 64), jnp.bfloat16)
+    with jax.set_mesh(mesh_of(cp=2)):
+        return {
+            name: str(te.explain(over_devices(api.CPStrategy.ALL_GATHER), q, k, k, window_size=window))
+            for name, window in (("whole", None), ("window", (3, 0)))
+        }
+
+
 def main() -> None:
     assert jax.device_count() == 8
     compile_quickly(True)
-    print(json.dumps({"cuda": lowered(), "cudnn": by_cudnn()}))
+    print(json.dumps({"cuda": lowered(), "explained": explained(), "cudnn": by_cudnn()}))
 
 
 if __name__ == "__main__":

@@ -93,8 +93,8 @@ def test_experts_on_several_devices_compute_what_those_on_one_do(compositions):
     "name",
     [
         "RING causal balanced", "RING padded with sinks and a window", "RING packed in stripes", "RING bottom right",
-        "RING causal with sinks", "RING causal unbalanced", "ALL_GATHER packed in stripes", "ALL_GATHER causal with sinks",
-        "ALL_GATHER causal unbalanced",
+        "RING causal with sinks", "RING causal unbalanced", "ALL_GATHER packed in stripes",
+        "ALL_GATHER causal with sinks", "ALL_GATHER causal unbalanced",
     ],
 )  # fmt: skip
 def test_attention_of_a_sequence_over_devices(compositions, name):
