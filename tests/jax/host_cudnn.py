@@ -1,4 +1,4 @@
-"""cuDNN's attention over eight host devices: jax's own rules of cutting, plain operations for cuDNN; {case: error}."""
+"""cuDNN's attention over eight host devices by jax's own rules, plain operations for cuDNN: {case: difference}."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ STRATEGIES = (api.CPStrategy.ALL_GATHER, api.CPStrategy.RING)
 
 def attention(q, k, v, **options):
     return api.fused_attn(
-        (q, k, v), None, None, None, api.AttnBiasType.NO_BIAS, api.AttnMaskType.CAUSAL_MASK, api.QKVLayout.BSHD_BSHD_BSHD,
-        api.AttnSoftmaxType.VANILLA_SOFTMAX, 0.2, 0.0, True, **options,
+        (q, k, v), None, None, None, api.AttnBiasType.NO_BIAS, api.AttnMaskType.CAUSAL_MASK,
+        api.QKVLayout.BSHD_BSHD_BSHD, api.AttnSoftmaxType.VANILLA_SOFTMAX, 0.2, 0.0, True, **options,
     )  # fmt: skip
 
 

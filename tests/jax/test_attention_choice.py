@@ -8,14 +8,8 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 import pytest
 
-from transformer_engine.jax.attention import (
-    AttnBiasType,
-    AttnMaskType,
-    AttnSoftmaxType,
-    QKVLayout,
-)
-from transformer_engine.jax.primitives.attention import TABLE, cudnn, cudnn_packed, triton
-from transformer_engine.jax.primitives.attention.request import AttentionRequest
+from transformer_engine.jax.attention import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout
+from transformer_engine.jax.primitives.attention import TABLE, AttentionRequest, cudnn, cudnn_packed, triton
 
 WHOLE, PACKED = QKVLayout.BSHD_BSHD_BSHD, QKVLayout.THD_THD_THD
 ROWS = ((WHOLE, "whole"), (WHOLE, "lengths"), (WHOLE, "segments"), (WHOLE, "mask"), (PACKED, "segments"))

@@ -29,7 +29,9 @@ from transformer_engine.jax.dense import grouped_dense
 from transformer_engine.jax.primitives import launching
 from transformer_engine.jax.primitives.attention.request import AttentionRequest
 from transformer_engine.jax.primitives.attention.triton import refuses as attention_refuses
+from transformer_engine.jax.primitives.attention.triton_kernels import head_factors
 from transformer_engine.jax.primitives.gemm import gemm
+from transformer_engine.jax.primitives.gemm.triton import one_group
 from transformer_engine.jax.primitives.grouped_gemm import grouped_contraction, grouped_gemm
 from transformer_engine.jax.primitives.operand import Operand
 from transformer_engine.jax.primitives.partitioning import Rule, extent, in_order, unknown_sizes
@@ -95,6 +97,7 @@ def test_a_rule_tells_factors_and_the_sizes_that_no_axis_tells():
     assert unknown_sizes("r (k b) -> k r, (k c)", {"k": 2, "b": 3, "c": 4}) == {"b": 3, "c": 4}
     assert extent("m", 256, 128).whole == "(m min)"
     assert extent("m", 200, 128).replicated == extent("m", 128, 128).replicated == ("m", "min", "mhalf")
+    assert head_factors(1, 4) == "r", "Shardy refuses a factor of one element beside another"
     assert in_order("b s (g r) d, b t -> b s", ("r", "d", "s", "t")) == ("s", "r", "d", "t"), (
         "as Shardy demands"
     )
@@ -156,6 +159,7 @@ def test_products_of_codes_are_a_kernel_on_cuda_with_the_values_of_the_reference
 @pytest.mark.parametrize("forms", [(FLOAT8, FLOAT8), (BLOCK_1D, BLOCK_2D), (BLOCK_1D, BLOCK_1D)])
 def test_products_of_codes_may_be_cut(forms, depth, monkeypatch):
     monkeypatch.setenv("TE_JAX_KERNELS", "1")
+    assert not jax.make_jaxpr(lambda: one_group(300))().consts, "jax partitions no function with a constant"
     mesh = jax.sharding.AbstractMesh((2,), ("tp",), axis_types=(AxisType.Auto,))
     laid = NamedSharding(mesh, PartitionSpec("tp"))
     a, b = (

@@ -116,7 +116,7 @@ def _batched(arrays: Any, axes: Any, *, kernel: Kernel) -> tuple[Any, tuple[int 
         for x, axis, is_mapped in zip(arrays, axes, mapped, strict=True)
     ]
     if (of_all := kernel.under_vmap(mapped)) is not None:
-        return call(of_all, *moved), tuple(0 if is_mapped else batching.not_mapped for is_mapped in mapped)
+        return call(of_all, *moved), tuple(0 if is_mapped else None for is_mapped in mapped)
 
     def one(parts: Any) -> tuple[Array, ...]:
         remaining = iter(parts)

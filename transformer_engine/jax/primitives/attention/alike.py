@@ -67,14 +67,19 @@ class Alike(Kernel):
 Bias = Array | None
 
 
-@jax.custom_vjp
 def alike(
     query: Array, key: Array, value: Array, bias: Bias, lengths: tuple[Array, ...]
 ) -> tuple[Array, Array, Array, Bias, tuple[Array, ...]]:
-    """What is given: query [b, s, h, d], key and value [b, t, g, d], bias [1 or b, 1 or h, s, t], lengths [b] or [b, n]
+    """What is given: query [b, s, h, d], key and value [b, t, g, d], bias [1 or b, 1 or h, s, t], lengths [b, ..].
 
     Differentiable: gradients lie as what they are of. For programs that are lowered for CUDA.
     """
+    made: Any = _alike(query, key, value, bias, lengths)
+    return made
+
+
+@jax.custom_vjp
+def _alike(query: Array, key: Array, value: Array, bias: Bias, lengths: tuple[Array, ...]) -> Any:
     return _laid(query, key, value, bias, lengths)
 
 
@@ -113,16 +118,21 @@ def _backward(primals: tuple[Array, ...], gradients: Any) -> tuple[Any, ...]:
     return (*_laid(dq, dk, dv, dbias, (), primals)[:4], None)
 
 
-alike.defvjp(_forward, _backward)
+_alike.defvjp(_forward, _backward)
+
+
+def apart(out: Array, groups: int) -> Array:
+    """out [b, s, h, e], that keeps its readers' cuts of tokens from the attention, and those of its makers too."""
+    made: Any = _apart(out, groups)
+    return made
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def apart(out: Array, groups: int) -> Array:
-    """out [b, s, h, e], whose readers' cuts of tokens reach neither the attention nor, in its gradient, theirs."""
-    heads = head_factors(groups, out.shape[2] // groups)
-    return call(Alike((f"b s {heads} e",), groups, out.shape[2] // groups), out)[0]
+def _apart(out: Array, groups: int) -> Array:
+    members = out.shape[2] // groups
+    return call(Alike((f"b s {head_factors(groups, members)} e",), groups, members), out)[0]
 
 
-apart.defvjp(
+_apart.defvjp(
     lambda out, groups: (apart(out, groups), None), lambda groups, _, gradient: (apart(gradient, groups),)
 )

@@ -97,7 +97,7 @@ class Product(Kernel):
             launch = kernels.product_of_columns(
                 m, n, 1, scaling=kernels.BLOCK_SCALES, shared_memory=shared_memory
             )
-            inputs = [a, b, scale_a, scale_b, _one_group(k), None]
+            inputs = [a, b, scale_a, scale_b, one_group(k), None]
             (out,) = run(launch, inputs, [jax.ShapeDtypeStruct((1, m, n), self.dtype)])
         else:
             scaling = kernels.TENSOR_SCALES if self.blocks is None else kernels.BLOCK_SCALES
@@ -110,13 +110,13 @@ class Product(Kernel):
                 exact=self.exact and self.blocks is None,
                 shared_memory=shared_memory,
             )
-            inputs = [a, b, None, scale_a, scale_b, None, _one_group(m)]
+            inputs = [a, b, None, scale_a, scale_b, None, one_group(m)]
             (out,) = run(launch, inputs, [jax.ShapeDtypeStruct((m, n), self.dtype)])
         assert out is not None
         return (out.reshape(m, n),)
 
 
-def _one_group(rows: int) -> Array:
+def one_group(rows: int) -> Array:
     """The layout of one group of rows: its first row and its end, its first tile and their end, its tiles' group."""
     tiles = ceil_div(rows, _BLOCK)
     groups = lax.iota(jnp.int32, rows // _BLOCK + 1) >= tiles

@@ -84,48 +84,18 @@ class OfRows(Kernel):
 
 @dataclass(frozen=True)
 class OverRows(Kernel):
-    """(a [M, K], b [M, N], sizes [G]) -> out [G, K, N]"""
+    """(a [M, K], b [M, N], sizes [G], [scales [G] of a, of b]) -> out [G, K, N]
 
-    dtype: jnp.dtype
-
-    @property
-    def rule(self) -> str:
-        return "m k, m n, g -> g k n"
-
-    whole = ("m", "g")
-
-    def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
-        a, b, sizes = operands
-        return (jax.ShapeDtypeStruct((sizes.shape[0], a.shape[1], b.shape[1]), self.dtype),)
-
-    def run(self, *arrays: Array) -> tuple[Array, ...]:
-        from ....common.kernels import grouped_gemm as kernels  # it imports triton
-
-        a, b, sizes = arrays
-        launch = kernels.product_of_columns(
-            a.shape[1], b.shape[1], sizes.shape[0], scaling=kernels.UNSCALED,
-            shared_memory=processors().shared_memory,
-        )  # fmt: skip
-        inputs = [a, b, None, None, _layout(sizes, a.shape[0]), None]
-        (out,) = run(launch, inputs, self.results(a, b, sizes))
-        assert out is not None
-        return (out,)
-
-
-@dataclass(frozen=True)
-class OverRowsOfCodes(Kernel):
-    """(codes a [M, K], codes b [M, N], sizes [G], scales [G] of a and of b) -> out [G, K, N]
-
-    Tensor cores take FP8 with the contracted axis last: both are laid anew, group by group, [K, rows] and [N, rows].
+    Tensor cores take FP8 with the contracted axis last: codes are laid anew, group by group, [K, rows] and [N, rows].
     """
 
     dtype: jnp.dtype
+    scaled: bool
+    whole = ("m", "g")
 
     @property
     def rule(self) -> str:
-        return "m k, m n, g, g, g -> g k n"
-
-    whole = ("m", "g")
+        return f"m k, m n, g{', g, g' * self.scaled} -> g k n"
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         a, b, sizes = operands[:3]
@@ -135,14 +105,18 @@ class OverRowsOfCodes(Kernel):
         from ....common.kernels import grouped_gemm as kernels  # it imports triton
 
         a, b, sizes, *scales = arrays
+        (made,) = self.results(a, b, sizes)
         launch = kernels.product_of_columns(
-            a.shape[1], b.shape[1], sizes.shape[0], scaling=kernels.TENSOR_SCALES, exact=True,
+            made.shape[1], made.shape[2], made.shape[0], exact=self.scaled,
+            scaling=kernels.TENSOR_SCALES if self.scaled else kernels.UNSCALED,
             shared_memory=processors().shared_memory,
         )  # fmt: skip
         layout = _layout(sizes, a.shape[0])
-        turned = [_columns(codes, layout, sizes.shape[0]) for codes in (a, b)]
-        slots = [_slots(scale, kernels.SCALE_SLOT) for scale in scales]
-        (out,) = run(launch, [*turned, *slots, layout, None], self.results(a, b, sizes))
+        scale_a = scale_b = None
+        if self.scaled:
+            a, b = (_columns(codes, layout, made.shape[0]) for codes in (a, b))
+            scale_a, scale_b = (_slots(scale, kernels.SCALE_SLOT) for scale in scales)
+        (out,) = run(launch, [a, b, scale_a, scale_b, layout, None], [made])
         assert out is not None
         return (out,)
 
@@ -190,9 +164,8 @@ def of_rows(
 
 def over_rows(a: Array, b: Array, group_sizes: Array, scales: Scales, dtype: jnp.dtype) -> Array:
     """See `grouped_contraction`."""
-    if scales is None:
-        return call(OverRows(jnp.dtype(dtype)), a, b, group_sizes)[0]
-    return call(OverRowsOfCodes(jnp.dtype(dtype)), a, b, group_sizes, *scales)[0]
+    kernel = OverRows(jnp.dtype(dtype), scales is not None)
+    return call(kernel, a, b, group_sizes, *(scales or ()))[0]
 
 
 def bind(request: GroupedGemmRequest) -> Callable[..., Array]:

@@ -23,12 +23,11 @@ _VALUES = (jnp.float32, jnp.bfloat16, jnp.float16)
 def refuses(request: StackRequest) -> str | None:
     if (reason := refuses_on(request.platform, "GroupedQuantizePrimitive")) is not None:
         return reason
-    if request.dtype not in _VALUES:
-        return f"{request.dtype}; it takes float32, bfloat16 and float16"
     if 0 in request[:3]:
         return "a stack without elements"
-    odd = [extent for extent in (request.rows, request.columns) if extent % 16]
-    return f"an extent of {odd[0]} is not a multiple of 16" if odd else None
+    if odd := [extent for extent in (request.rows, request.columns) if extent % 16]:
+        return f"an extent of {odd[0]} is not a multiple of 16"
+    return None if request.dtype in _VALUES else f"{request.dtype}; it takes float32, bfloat16 and float16"
 
 
 @dataclass(frozen=True)
