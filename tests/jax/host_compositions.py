@@ -219,6 +219,8 @@ def main() -> None:
         cases = {
             "causal balanced": (True, bshd, causal, vanilla),
             "padded with sinks and a window": (True, bshd, padding, learnt, (9, 0)),
+            "causal with sinks": (True, bshd, AttnMaskType.CAUSAL_BOTTOM_RIGHT_MASK, learnt),
+            "causal unbalanced": (False, bshd, causal, learnt),
             "unbalanced": (False, bshd, AttnMaskType.NO_MASK, vanilla),
             "packed in stripes": (True, thd, padding, vanilla),
             "bottom right": (False, bshd, AttnMaskType.PADDING_CAUSAL_BOTTOM_RIGHT_MASK, vanilla),
@@ -226,7 +228,7 @@ def main() -> None:
         for name, case in cases.items():
             if (
                 (name == "unbalanced" or strategy is CPStrategy.ALL_GATHER)
-                and "packed" not in name
+                and not any(word in name for word in ("packed", "sinks", "causal unbalanced"))
                 and not everything
             ):
                 continue  # beside the slow ones

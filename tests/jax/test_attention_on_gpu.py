@@ -18,6 +18,7 @@ from transformer_engine.jax.attention import (
     SequenceDescriptor,
     fused_attn,
 )
+from transformer_engine.jax.primitives.attention import AttentionRequest, attention_parts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("as_users_compile")]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -159,6 +160,54 @@ def test_our_kernels_give_the_reference_in_bfloat16(name):
 @pytest.mark.skipif(INTERPRETED, reason="cuDNN runs on a GPU alone")
 def test_cudnn_gives_the_reference(name):
     check(name, jnp.bfloat16, "cudnn", 0.02)
+
+
+def whole(query, key, value):
+    return fused_attn(
+        (query, key, value), None, None, None, AttnBiasType.NO_BIAS, M.NO_MASK, QKVLayout.BSHD_BSHD_BSHD,
+        AttnSoftmaxType.VANILLA_SOFTMAX, 0.2, 0.0, True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "tolerance"),
+    [("reference", jnp.float32, 1e-5), ("triton", jnp.float32, 2e-4), ("triton", jnp.bfloat16, 0.02)]
+    + ([] if INTERPRETED else [("cudnn", jnp.bfloat16, 0.02)]),
+)
+def test_attentions_to_parts_of_the_keys_add_up_to_all(backend, dtype, tolerance):
+    """By their levels, and in gradients of the output and the level of the whole; a causal part is one of its own."""
+    arrays = Attention("whole", dtype).arrays
+    query, keys, values = arrays["query"], arrays["key"], arrays["value"]
+    dout = Attention("whole", dtype).cotangent
+    request = AttentionRequest(
+        jnp.dtype(dtype), QKVLayout.BSHD_BSHD_BSHD, AttnBiasType.NO_BIAS, M.NO_MASK, AttnSoftmaxType.VANILLA_SOFTMAX,
+        0.0, HEADS, GROUPS, QUERIES, KEYS, SIZE, SIZE, None, True, "cpu",
+    )  # fmt: skip
+    cuts = (slice(0, 48), slice(48, KEYS))
+    with use_backend(jax_attention=backend), jax.default_matmul_precision("float32"):
+        parts = attention_parts(request, 0.2)
+        made = [parts.forward(query, keys[:, cut], values[:, cut]) for cut in cuts]
+        level = jnp.logaddexp(made[0][1], made[1][1])
+        shares = [jnp.moveaxis(jnp.exp(one - level), 1, 2)[..., None] for _, one in made]
+        out = sum(x.astype(jnp.float32) * share for (x, _), share in zip(made, shares, strict=True))
+        out = jnp.asarray(out, dtype)
+        grads = [parts.backward(query, keys[:, cut], values[:, cut], out, level, dout) for cut in cuts]
+        causal = attention_parts(request._replace(mask=M.CAUSAL_MASK, keys=QUERIES), 0.2)
+        alone, _ = causal.forward(query, keys[:, :QUERIES], values[:, :QUERIES])
+    wide = [x.astype(jnp.float32) for x in (query, keys, values)]
+    with use_backend(jax_attention="reference"), jax.default_matmul_precision("float32"):
+        want, pullback = jax.vjp(whole, *wide)
+        exact = pullback(dout.astype(jnp.float32))
+        half = Attention("causal", jnp.float32)
+        half.arrays = dict(
+            zip(("query", "key", "value"), (wide[0], *(x[:, :QUERIES] for x in wide[1:])), strict=True)
+        )
+        want_alone = half.out(half.arrays)
+    near(out, want, tolerance, "out")
+    near(alone, want_alone, tolerance, "a causal part")
+    near(grads[0][0].astype(jnp.float32) + grads[1][0].astype(jnp.float32), exact[0], tolerance, "dq")
+    for place, name in ((1, "dk"), (2, "dv")):
+        near(jnp.concatenate([one[place] for one in grads], axis=1), exact[place], tolerance, name)
 
 
 @pytest.mark.parametrize("name", ["causal", "packed-causal"])

@@ -78,6 +78,20 @@ def test_attention_of_cudnn_takes_what_lies_otherwise_over_devices():
     assert found["heads"][1] == found["lengths"][1] == 0, "what lies alike does not travel"
 
 
+@needs_bridge
+def test_a_sequence_over_devices_is_attended_to_by_kernels_of_one_device():
+    """Three blocks forward and three of three kernels backward; no array is larger than the queries, scores least."""
+    found, _ = printed_by("host_parts.py")
+    for facts in found["cuda"].values():
+        assert facts["kernels"] == 3 + 3 * 3 and facts["largest"] == facts["queries"], found
+    for strategy, moves in (("ALL_GATHER", "all-gather"), ("RING", "collective-permute")):
+        facts = found["cudnn"][strategy]
+        assert facts["difference"] < 1e-2, "gradients are rounded to bfloat16 block by block"
+        assert facts["moves"] == [moves], "batches and heads stay where they are"
+    assert "triton: tokens over devices with" in found["explained"]["window"]
+    assert "tokens over devices" not in found["explained"]["whole"]
+
+
 def test_a_rule_tells_factors_and_the_sizes_that_no_axis_tells():
     assert Rule.of("r (k b), w -> k r").operands == ((("r",), ("k", "b")), (("w",),))
     assert unknown_sizes("r (k b) -> k r, (k c)", {"k": 2, "b": 3, "c": 4}) == {"b": 3, "c": 4}

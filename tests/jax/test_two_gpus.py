@@ -66,6 +66,8 @@ VANILLA, LEARNT = AttnSoftmaxType.VANILLA_SOFTMAX, AttnSoftmaxType.LEARNABLE_SOF
 SEQUENCES = {
     "causal balanced": (True, BSHD, AttnMaskType.CAUSAL_MASK, VANILLA),
     "padded with sinks and a window": (True, BSHD, AttnMaskType.PADDING_CAUSAL_MASK, LEARNT, (9, 0)),
+    "causal with sinks": (True, BSHD, AttnMaskType.CAUSAL_MASK, LEARNT),
+    "causal unbalanced": (False, BSHD, AttnMaskType.CAUSAL_MASK, VANILLA),
     "unbalanced": (False, BSHD, AttnMaskType.NO_MASK, VANILLA),
     "packed in stripes": (True, THD, AttnMaskType.PADDING_CAUSAL_MASK, VANILLA),
 }

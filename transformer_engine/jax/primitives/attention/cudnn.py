@@ -24,6 +24,8 @@ _WIDE_HEAD_DIM, _WIDE_CAPABILITY, _WIDE_TRAINING = 256, 90, 91900
 
 
 def refuses(request: AttentionRequest) -> str | None:
+    if (reason := request.refuses_tokens()) is not None:
+        return reason
     if request.platform != "cuda":
         return f"it needs a CUDA device, the program is for {request.platform}"
     if (reason := switched_off("FusedAttnFwdPrimitive")) is not None:
@@ -52,8 +54,6 @@ def refuses(request: AttentionRequest) -> str | None:
         return f"head_dim={request.head_dim}; it takes multiples of 8 up to {most}"
     if request.modified:
         return "a score_mod; jax.nn takes none"
-    if (reason := request.refuses_tokens()) is not None:
-        return reason
     if request.tokens == "part" and (reason := cudnn_packed.part_failure()) is not None:
         return reason
     return _refuses_packed(request) if request.layout.is_thd() else None

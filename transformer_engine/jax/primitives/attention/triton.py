@@ -25,14 +25,14 @@ _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
 def refuses(request: AttentionRequest) -> str | None:
+    if (reason := request.refuses_tokens()) is not None:
+        return reason
     if (reason := refuses_on(request.platform, "FusedAttnFwdPrimitive")) is not None:
         return reason
     if request.dtype not in _DTYPES:
         return f"{request.dtype}; it takes bfloat16, float16 and float32"
     if max(request.head_dim, request.value_dim) > _LARGEST_HEAD:
         return f"a head of {max(request.head_dim, request.value_dim)} elements > {_LARGEST_HEAD}"
-    if (reason := request.refuses_tokens()) is not None:
-        return reason
     if request.modified:
         return "a score_mod; the kernels are fixed"
     if request.layout.is_thd() and request.bias is not AttnBiasType.NO_BIAS:

@@ -1,0 +1,140 @@
+"""Attention of a sequence over host devices by kernels: as cuDNN would do it, and lowered for CUDA: {case: facts}."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from compiled import compile_quickly
+from host_compositions import mesh_of
+from host_devices import difference
+from jax._src.cudnn import fused_attention_stablehlo as library
+from jax.interpreters import mlir
+from jax.sharding import NamedSharding, PartitionSpec
+
+import transformer_engine.jax as te
+from transformer_engine.jax import attention as api
+from transformer_engine.jax.context_parallel import parts
+from transformer_engine.jax.primitives.attention import Parts, cudnn, reference
+
+STRATEGIES = (api.CPStrategy.ALL_GATHER, api.CPStrategy.RING)
+
+
+def attention(q, k, v, **options):
+    return api.fused_attn(
+        (q, k, v), None, None, None, api.AttnBiasType.NO_BIAS, api.AttnMaskType.CAUSAL_MASK,
+        api.QKVLayout.BSHD_BSHD_BSHD, api.AttnSoftmaxType.VANILLA_SOFTMAX, 0.2, 0.0, True, **options,
+    )  # fmt: skip
+
+
+def over_devices(strategy):
+    return functools.partial(
+        attention, context_parallel_axis="cp", context_parallel_strategy=strategy,
+        context_parallel_causal_load_balanced=True,
+    )  # fmt: skip
+
+
+def step(function, dy, *arrays):
+    out, pullback = jax.vjp(function, *arrays)
+    return out, *pullback(dy)
+
+
+def mask_of(kind) -> api.AttnMaskType:
+    return api.AttnMaskType.CAUSAL_MASK if kind.name == "CAUSAL" else api.AttnMaskType.NO_MASK
+
+
+def forward(q, k, v, *rest, scale, mask_type, **options):
+    return list(reference.forward_part(q, k, v, scale, mask_of(mask_type)))
+
+
+def backward(q, k, v, *rest, scale, mask_type, **options):
+    level, out, dout = rest[7:]
+    return list(reference.backward_part(q, k, v, out, level, dout, scale, mask_of(mask_type)))
+
+
+def by_cudnn() -> dict[str, float]:
+    """jax's call of cuDNN with plain operations in the library's place, on 2 x 2 x 2 devices against one."""
+    for primitive, function in (
+        (library._dot_product_attention_fwd_p, forward),
+        (library._dot_product_attention_bwd_p, backward),
+    ):
+        mlir.register_lowering(primitive, mlir.lower_fun(function, multiple_results=True), platform="cpu")
+    library.check_cudnn_version = lambda: 91900
+    library.check_compute_capability = lambda least: True
+
+    def bound(request, scale):
+        both = cudnn.BACKEND.bind(request._replace(tokens="part"))
+        return Parts(*(functools.partial(one, scale=scale) for one in both))
+
+    chosen, parts.attention_parts = parts.attention_parts, bound
+    keys = jax.random.split(jax.random.key(0), 4)
+    arrays = [
+        jax.random.normal(key, (2, 32, n, 16), jnp.bfloat16)
+        for key, n in zip(keys, (4, 4, 2, 2), strict=True)
+    ]
+    want = jax.jit(functools.partial(step, attention))(*arrays)
+    mesh = mesh_of(dp=2, tp=2, cp=2)
+    resource = te.MeshResource(dp_resource="dp", tp_resource="tp", cp_resource="cp")
+    laid = [api.reorder_causal_load_balancing(x, api.ReorderStrategy.DualChunkSwap, 2, 1) for x in arrays]
+    found = {}
+    with jax.set_mesh(mesh), te.sharding.global_shard_guard(resource):
+        laid = [jax.device_put(x, NamedSharding(mesh, PartitionSpec("dp", "cp", "tp"))) for x in laid]
+        for strategy in STRATEGIES:
+            program = jax.jit(functools.partial(step, over_devices(strategy)))
+            got = [
+                api.inverse_reorder_causal_load_balancing(x, api.ReorderStrategy.DualChunkSwap, 2, 1)
+                for x in program(*laid)
+            ]
+            text = program.lower(*laid).compile().as_text()
+            moved = set(re.findall(r" (all-gather|collective-permute|all-to-all)(?:-start)?\(", text))
+            found[strategy.name] = {
+                "difference": max(difference(x, y) for x, y in zip(got, want, strict=True)),
+                "moves": sorted(moved),
+            }
+    parts.attention_parts = chosen
+    return found
+
+
+def lowered() -> dict[str, dict[str, int]]:
+    """Both passes of 16384 tokens on two devices for CUDA: calls of our kernels, elements of the largest array."""
+    os.environ["TE_JAX_KERNELS"] = "1"
+    tokens, mesh = 16384, mesh_of(cp=2)
+    cut = NamedSharding(mesh, PartitionSpec(None, "cp"))
+    q, k = (jax.ShapeDtypeStruct((1, tokens, n, 64), jnp.bfloat16, sharding=cut) for n in (4, 2))
+    found = {}
+    for strategy in STRATEGIES:
+        with jax.set_mesh(mesh):
+            program = jax.jit(functools.partial(step, over_devices(strategy)))
+            text = program.trace(q, q, k, k).lower(lowering_platforms=("cuda",)).as_text()
+        shapes = re.findall(r"tensor<((?:\d+x)+)", text)
+        found[strategy.name] = {
+            "kernels": text.count("triton_kernel_call_ffi"),
+            "largest": max(int(np.prod([int(n) for n in one.split("x")[:-1]])) for one in shapes),
+            "queries": tokens * 4 * 64,
+        }
+    return found
+
+
+def explained() -> dict[str, str]:
+    """Why the kernels take an attention or not."""
+    q, k = jnp.zeros((1, 16, 4, 64), jnp.bfloat16), jnp.zeros((1, 16, 2, 64), jnp.bfloat16)
+    with jax.set_mesh(mesh_of(cp=2)):
+        return {
+            name: str(te.explain(over_devices(api.CPStrategy.ALL_GATHER), q, k, k, window_size=window))
+            for name, window in (("whole", None), ("window", (3, 0)))
+        }
+
+
+def main() -> None:
+    assert jax.device_count() == 8
+    compile_quickly(True)
+    print(json.dumps({"cuda": lowered(), "explained": explained(), "cudnn": by_cudnn()}))
+
+
+if __name__ == "__main__":
+    main()
