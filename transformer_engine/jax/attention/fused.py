@@ -209,11 +209,6 @@ def _hidden(
     return hidden_keys(kind, window, segments, *extents[1:])
 
 
-def _is_mask(descriptor: SequenceDescriptor | Array | None) -> bool:
-    """Is it neither absent nor a SequenceDescriptor? Masks may be arrays of numpy too."""
-    return descriptor is not None and not isinstance(descriptor, SequenceDescriptor)
-
-
 def _lengths(
     descriptor: SequenceDescriptor | Array | None, mask_type: AttnMaskType, extents: tuple[int, int, int]
 ) -> tuple[Array, Array] | None:
