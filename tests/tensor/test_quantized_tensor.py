@@ -27,6 +27,7 @@ from transformer_engine.pytorch.tensor import (
     QuantizedTensor,
     storage_of,
 )
+from transformer_engine.pytorch.tensor.cut_view import CutView
 
 
 def quantized(name, device, *shape):
@@ -108,7 +109,9 @@ def test_views_may_be_taken_in_inference_mode(name, made_inside, device):
         x = q.dequantize()
         wanted = (x, x.view(-1), x.view(2, 32, 64), x[:32], x[3:5], x.t(), x[:32], x[32:])
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
-    assert all(view.is_inference() == made_inside for view in views)
+    # A part that has no codes of its own is a copy that counts writes, which no inference tensor does.
+    for view in views:
+        assert view.is_inference() == (made_inside and not isinstance(view, CutView))
 
 
 def test_one_scale_survives_any_view(device):

@@ -18,7 +18,7 @@ from ..functions.weight_gradient import WeightGradient
 from ..primitives.grouped_gemm import Groups, Matrices, groups_of
 from ..primitives.grouped_quantize import GroupedQuantized
 from ..quantization.autocast import AutocastState
-from ..quantization.global_state import skip_flag_of
+from ..quantization.global_state import FP8GlobalStateManager, is_captured
 from ..runtime.device import autocast_dtype
 from .grouped_way import (
     CALIBRATION,
@@ -123,7 +123,8 @@ class TogetherPath:
             features += (CALIBRATION,)
         if state.enabled and is_fp8_activation_recompute_enabled():
             features += (RECOMPUTATION,)
-        if skip_flag_of(state) is not None:
+        flag = FP8GlobalStateManager.quantization_state.skip_fp8_weight_update_tensor
+        if flag is not None and is_captured(state):
             features += (FLAGGED_WEIGHTS,)
         return features
 

@@ -21,7 +21,7 @@ from ..functions.scale_update import ScaleUpdate
 from ..quantization import FP8GlobalStateManager, QuantizerRole, RecipeState, delayed_scaling
 from ..quantization.autocast import OUTSIDE, AutocastState
 from ..quantization.family import family_of
-from ..quantization.global_state import skip_flag_of
+from ..quantization.global_state import is_captured
 from ..runtime.tracing import constant_while_tracing
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from ..tensor.quantizer import Quantizer
@@ -221,7 +221,9 @@ class Numerics:
             return None
         cached = self.workspaces.get(key)
         stale = cached is None or (columnwise and not cached.get_usages()["columnwise"])
-        skip = skip_flag_of(self.state)
+        # Captured by whom does not matter: a client that does it by itself, as Megatron-core, sets the flag itself.
+        flag = FP8GlobalStateManager.quantization_state.skip_fp8_weight_update_tensor
+        skip = flag if flag is not None and is_captured(self.state) else None
         if skip is not None and cached is not None and not stale:
             # There is one flag, on the GPU where there is one; a layer on the CPU reads a copy.
             quantizer.update_quantized(weight, cached, noop_flag=skip.to(weight.device))

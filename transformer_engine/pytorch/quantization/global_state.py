@@ -27,15 +27,6 @@ def is_captured(state: AutocastState) -> bool:
     return state.graph or (has_cuda() and torch.cuda.is_current_stream_capturing())
 
 
-def skip_flag_of(state: AutocastState) -> Tensor | None:
-    """The device flag by which replays of a call keep or renew cached weights; None where the call is not captured.
-
-    A client that captures layers by itself, as Megatron-core does, sets the flag itself.
-    """
-    flag = FP8GlobalStateManager.get_skip_fp8_weight_update_tensor()
-    return flag if flag is not None and is_captured(state) else None
-
-
 class QuantizationState:
     """The part of the global state that callers write: a device flag to skip weight quantization."""
 
