@@ -34,6 +34,7 @@ class Run:
 
     strategy None  plain: no megatron-fsdp
     quantized      weights hold codes of the recipe
+    keep           column-wise codes outlive a pass
     meta           parameters are made when they are sharded
     """
 
@@ -42,6 +43,7 @@ class Run:
     quantized: bool = False
     meta: bool = False
     decoupled: bool = False
+    keep: bool = True
 
 
 def layers(run: Run) -> torch.nn.Module:
@@ -76,7 +78,7 @@ def trained(run: Run) -> list[float]:
             zero_dp_strategy=run.strategy,
             init_model_with_meta_device=run.meta,
             mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=torch.float32),
-            keep_fp8_transpose_cache=run.quantized,
+            keep_fp8_transpose_cache=run.quantized and run.keep,
             use_decoupled_grad=run.decoupled,
         )
     make: Any = te.optimizers.FusedAdam if run.decoupled else torch.optim.AdamW
@@ -104,6 +106,7 @@ CASES: dict[str, Run] = {
     **{f"zero {strategy}": Run(strategy) for strategy in range(4)},
     **{f"zero 3 {recipe}": Run(3, recipe) for recipe in RECIPES},
     **{f"parameters {recipe}": Run(3, recipe, quantized=True) for recipe in RECIPES},
+    **{f"parameters not kept {recipe}": Run(3, recipe, quantized=True, keep=False) for recipe in RECIPES},
     "meta": Run(3, meta=True),
     **{f"meta parameters {recipe}": Run(3, recipe, quantized=True, meta=True) for recipe in RECIPES},
     "decoupled": Run(3, decoupled=True),

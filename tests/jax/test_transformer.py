@@ -81,6 +81,7 @@ def plain_attention(p, x, source, fields, hidden, bias=None, self_attention=True
         sink = p["DotProductAttention_0"]["_UnfusedDotProductAttention_0"]["softmax_offset"]
     weights = jnp.exp(scores)
     total = weights.sum(-1, keepdims=True) + (0 if sink is None else jnp.exp(sink))
+    total = jnp.where(total == 0, 1, total)  # rows that see no key are zero
     out = jnp.einsum("bhqk,bkhd->bqhd", weights / total, v).reshape(*x.shape[:2], HIDDEN)
     return product(out, p["out"]), inner
 
@@ -102,7 +103,9 @@ def plain_layer(params, x, encoded, mask, cross_mask, fields):
     hidden = (j > i) if "causal" in kind else np.zeros_like(j > i)
     if "window_size" in fields:
         hidden = hidden | (j < i - fields["window_size"][0])
-    hidden = hidden[None, None] | (mask if "padding" in kind else False)
+    # A mask is read by padding, and by a causal mask with a window.
+    read = "padding" in kind or ("causal" in kind and "window_size" in fields)
+    hidden = hidden[None, None] | (mask if read else False)
     bias = None
     if fields.get("enable_relative_embedding", True):
         bias = relative(params["relpos_bias"]["rel_embedding"], not decoder)
@@ -546,7 +549,7 @@ def test_axis_rules_are_extended_by_the_mesh_resource():
         ({"hidden_size": 16}, False, "the layer takes"),
         (DECODER, False, "a decoder takes one"),
         ({}, True, "a decoder takes one"),
-        ({"layer_type": "encoder"}, False, "give one of TransformerLayerType.ENCODER"),
+        ({"layer_type": "encoder"}, False, "give one of ENCODER"),
         ({"hidden_dropout": 1.0}, False, "outside"),
         ({"low_rank_adaptation_scope": "some"}, False, "choose one of"),
         ({"self_attn_mask_type": "some"}, False, "choose one of"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -138,8 +140,9 @@ def test_columns_stay_until_the_caller_makes_them_where_it_says_so(name, device)
 @pytest.mark.parametrize(
     "recipe", [recipes.DelayedScaling, recipes.Float8CurrentScaling, recipes.Float8BlockScaling]
 )
+@pytest.mark.parametrize("kept", [True, False])
 @pytest.mark.usefixtures("emulated")
-def test_a_backward_reads_columns_that_were_made_after_its_forward(recipe, device):
+def test_a_backward_reads_columns_that_were_made_after_its_forward(recipe, kept, device):
     """As a sharding that gathers before each pass has it: codes, forward, columns, backward."""
 
     def gradient(columns_before_the_forward: bool) -> torch.Tensor:
@@ -157,6 +160,8 @@ def test_a_backward_reads_columns_that_were_made_after_its_forward(recipe, devic
             post_all_gather_processing(weight)
         with te.autocast(recipe=recipe()):
             y = layer(x)
+        if not kept:
+            weight.update_usage(columnwise_usage=False)
         post_all_gather_processing(weight)
         y.square().sum().backward()
         assert x.grad is not None
@@ -182,6 +187,68 @@ def test_columns_that_are_there_are_made_again_in_place(name, device):
     post_all_gather_processing(weight)
     assert all(getattr(weight, field) is old for field, old in zip(fields, before, strict=True))
     assert same_payload(weight, quantizer_of(name, device)(master(device).bfloat16()))
+
+
+SEEN = {
+    "itself": lambda weight: weight,
+    "an alias": lambda weight: weight.detach(),
+    "a clone": lambda weight: weight.clone(),
+    "a copy": copy.deepcopy,
+    "a pickle": lambda weight: pickle.loads(pickle.dumps(weight)),
+    "a view": lambda weight: weight.view(SHAPE),
+}
+
+
+@pytest.mark.parametrize("seen", SEEN)
+@pytest.mark.parametrize("name", ["delayed", "current", "block_2d"])
+def test_columns_out_of_date_are_made_again_for_who_asks(name, seen, device):
+    weight = weight_of(name, device)
+    weight.update_usage(columnwise_usage=True)
+    arguments = [weight], [master(device).view(-1)], [0], None
+    quantize_master_weights(*arguments, manual_post_all_gather_processing=True)
+    found = SEEN[seen](weight)
+    found.update_usage(rowwise_usage=True, columnwise_usage=True)
+    expected = quantizer_of(name, device)(master(device).bfloat16())
+    expected.update_usage(columnwise_usage=True)
+    assert same_payload(found, expected)
+    again = payload(found)
+    found.update_usage(columnwise_usage=True)
+    assert all(payload(found)[field] is part for field, part in again.items())
+
+
+@pytest.mark.parametrize("name", ["delayed", "current", "block_2d"])
+def test_columns_out_of_date_do_not_stay_alone(name, device):
+    weight = weight_of(name, device)
+    weight.update_usage(columnwise_usage=True)
+    arguments = [weight], [master(device).view(-1)], [0], None
+    quantize_master_weights(*arguments, manual_post_all_gather_processing=True)
+    weight.update_usage(rowwise_usage=False)
+    expected = quantizer_of(name, device)(master(device).bfloat16())
+    assert torch.equal(weight.dequantize(), expected.dequantize())
+
+
+@pytest.mark.parametrize("name", ["delayed", "block_2d"])
+def test_a_weight_that_takes_over_another_knows_whether_its_columns_are_out_of_date(name, device):
+    stale, fresh = weight_of(name, device), quantizer_of(name, device)(master(device).bfloat16())
+    for weight in (stale, fresh):
+        weight.update_usage(columnwise_usage=True)
+    arguments = [stale], [master(device).view(-1)], [0], None
+    quantize_master_weights(*arguments, manual_post_all_gather_processing=True)
+    target = weight_of(name, device)
+    target.data = stale
+    target.update_usage(columnwise_usage=True)
+    assert same_payload(target, fresh)
+
+
+def test_columns_made_again_in_place_are_those_that_a_gather_frees(device):
+    shard = weight_of("current", device)
+    tensors, metadata = shard.fsdp_pre_all_gather(None, None, None, None, None)
+    whole, derived = shard.fsdp_post_all_gather(tensors, metadata, shard.dtype)
+    before = list(derived)
+    assert any(part is whole._transpose for part in before)
+    post_all_gather_processing(whole)
+    assert len(derived) == len(before) and all(a is b for a, b in zip(derived, before, strict=True))
+    assert any(part is whole._transpose for part in derived)
 
 
 def test_a_pair_of_shards_may_be_a_list_and_initial_values_are_dropped(device):

@@ -24,6 +24,14 @@ def check_instance(name: str, value: Any, kind: type) -> None:
         raise TypeError(f"{name}={described(value)} is a {type(value).__name__}; give a {kind.__name__}")
 
 
+def check_bias(bias: Array | None, features: Sequence[int]) -> None:
+    """ValueError unless a bias is one number a feature."""
+    if bias is not None and tuple(bias.shape) != tuple(features):
+        raise ValueError(
+            f"bias has shape {tuple(bias.shape)}; it must be {tuple(features)}, one number a feature"
+        )
+
+
 def check_mask(mask: Any, scores: Sequence[int]) -> None:
     """TypeError or ValueError unless a mask has an element for every score [b, h, q, k], or 1 in place of an extent."""
     if getattr(mask, "dtype", None) is None:
@@ -31,14 +39,6 @@ def check_mask(mask: Any, scores: Sequence[int]) -> None:
     if len(mask.shape) != 4 or any(n not in (1, m) for n, m in zip(mask.shape, scores, strict=True)):
         raise ValueError(
             f"the mask has shape {mask.shape}; it must be {tuple(scores)}, or 1 in place of an extent"
-        )
-
-
-def check_bias(bias: Array | None, features: Sequence[int]) -> None:
-    """ValueError unless a bias is one number a feature."""
-    if bias is not None and tuple(bias.shape) != tuple(features):
-        raise ValueError(
-            f"bias has shape {tuple(bias.shape)}; it must be {tuple(features)}, one number a feature"
         )
 
 

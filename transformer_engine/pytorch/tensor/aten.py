@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from .columns import OUT_OF_DATE
 from .cut_view import cut_view
 from .row_writes import ROWS_OF, remember_place, same_place, write, write_quantized
 from .storage.fsdp import DerivedTensors, row_slice
@@ -75,7 +76,10 @@ def _plain(leaf: Any) -> Any:
 
 def like(tensor: Any, storage: QuantizedTensorStorage, shape: Sequence[int] | None = None) -> Any:
     """A tensor of tensor's class around a storage's payload."""
-    return type(tensor).from_storage(storage, shape=tensor.shape if shape is None else shape)
+    made = type(tensor).from_storage(storage, shape=tensor.shape if shape is None else shape)
+    if OUT_OF_DATE in vars(tensor):
+        setattr(made, OUT_OF_DATE, True)
+    return made
 
 
 def _view_like(tensor: Any, storage: QuantizedTensorStorage, shape: Sequence[int] | None = None) -> Any:
@@ -101,6 +105,9 @@ def take_over(tensor: Any, source: Any) -> None:
         tensor.requires_grad_(requires_grad)
     for name in (*tensor.TENSORS, *tensor.CONSTANTS):
         setattr(tensor, name, getattr(source, name))
+    vars(tensor).pop(OUT_OF_DATE, None)
+    if OUT_OF_DATE in vars(source):
+        setattr(tensor, OUT_OF_DATE, True)
 
 
 def _handles(*operations: Any) -> Callable[[_Handler], _Handler]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..runtime.checks import values_dtype
 from ..runtime.device import canonical_device
 from . import aten, initial_values
+from .columns import OUT_OF_DATE, remake_columns
 from .storage.fsdp import (
     DerivedTensors,
     GatheredPayload,
@@ -368,17 +369,13 @@ class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
         """Create or drop directions in place; None leaves one as it is."""
+        if OUT_OF_DATE in vars(self) and (columnwise_usage or rowwise_usage is False):
+            remake_columns(self)
         derived = vars(self).get(DerivedTensors.NAME)
         before = None if derived is None else QuantizedTensorStorage._named_tensors(self)
         QuantizedTensorStorage.update_usage(self, rowwise_usage, columnwise_usage)
-        if derived is None or before is None:
-            return
-        for name, old in before.items():
-            new = getattr(self, name)
-            if new is None and old is not None:
-                derived.forget(old)
-            elif new is not None and old is None:
-                derived.add(new)
+        if derived is not None and before is not None:
+            derived.follow(before, QuantizedTensorStorage._named_tensors(self))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .columns import mark_columns, remake_columns
 from .float8_tensor import Float8Tensor
 from .initial_values import forget_initial_values
 from .master_weights import Shard, write_shards
@@ -54,7 +55,8 @@ def quantize_master_weights(
     The weights' initial values of high precision, if they were preserved, are dropped.
 
     Column-wise codes that follow from the row-wise ones are dropped, and made again by the next forward. With
-    manual_post_all_gather_processing they stay, out of date, until the caller calls `post_all_gather_processing`.
+    manual_post_all_gather_processing they stay, out of date, until the caller calls `post_all_gather_processing`, or
+    until a forward that is neither compiled nor captured reads them, which makes them in place as that does.
     """
     if not len(model_weights) == len(master_weights) == len(start_offsets):
         raise ValueError(
@@ -71,6 +73,8 @@ def quantize_master_weights(
             forget_initial_values(weight)
             if not manual_post_all_gather_processing:
                 clear_columnwise_cache(weight)
+            else:
+                mark_columns(weight)
 
 
 cast_master_weights_to_fp8 = quantize_master_weights
@@ -109,19 +113,10 @@ def post_all_gather_processing(model_weights: Tensor | Sequence[Tensor]) -> None
     Codes that are there are overwritten in place: a forward that has run since the weights were written, and a graph
     that was captured, hold these very tensors for their backward.
     """
-    weights = [weight for weight in _weights(model_weights) if weight.transposable]
     with torch.no_grad():
-        for weight in weights:
-            names = weight._dropped(rowwise=False, columnwise=True)
-            held = [getattr(weight, name) for name in names]
-            clear_columnwise_cache(weight)
-            weight.update_usage(columnwise_usage=True)
-            for name, old in zip(names, held, strict=True):
-                made = getattr(weight, name)
-                if made is not old and old is not None and old.shape == made.shape:
-                    # Through `.data`: autograd would refuse what it saved before as modified, which is the purpose.
-                    old.data.copy_(made)
-                    setattr(weight, name, old)
+        for weight in _weights(model_weights):
+            if weight.transposable:
+                remake_columns(weight)
 
 
 def _weights(given: Tensor | Sequence[Tensor]) -> list[QuantizedTensor]:

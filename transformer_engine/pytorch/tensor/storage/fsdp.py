@@ -117,6 +117,15 @@ class DerivedTensors(list[Tensor]):
     def forget(self, tensor: Tensor) -> None:
         self[:] = [known for known in self if known is not tensor]
 
+    def follow(self, before: dict[str, Tensor | None], after: dict[str, Tensor | None]) -> None:
+        """Forget the tensors that the parameter let go of between two moments, and add those that it was given."""
+        for name, old in before.items():
+            new = after[name]
+            if new is None and old is not None:
+                self.forget(old)
+            elif new is not None and old is None:
+                self.add(new)
+
 
 def gather_payload(storage: QuantizedTensorStorage) -> tuple[tuple[Tensor, ...], GatheredPayload]:
     """uint8 and float32 matrices whose dimension 0 runs over rows; scales of the whole tensor go beside them."""
