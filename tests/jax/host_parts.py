@@ -130,10 +130,20 @@ def explained() -> dict[str, str]:
         }
 
 
+def within() -> float:
+    """Gradients inside a shard_map that counts what varies over its axis."""
+    q, k, dy = (jax.random.normal(jax.random.key(n), (2, 16, n, 16)) for n in (4, 2, 4))
+    with jax.set_mesh(mesh_of(dp=2, cp=2)):
+        function, laid = over_devices(api.CPStrategy.ALL_GATHER), PartitionSpec("dp")
+        mapped = jax.shard_map(function, in_specs=laid, out_specs=laid, axis_names={"dp"})
+        got, want = (jax.jit(functools.partial(step, one))(dy, q, k, k) for one in (mapped, function))
+    return difference(got, want)
+
+
 def main() -> None:
     assert jax.device_count() == 8
     compile_quickly(True)
-    print(json.dumps({"cuda": lowered(), "explained": explained(), "cudnn": by_cudnn()}))
+    print(json.dumps({"cuda": lowered(), "explained": explained(), "within": within(), "cudnn": by_cudnn()}))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from ..primitives.attention.descriptor import SequenceDescriptor, segments_at_mo
 from ..primitives.attention.enums import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout, check_kinds
 from ..primitives.attention.masks import Window, check_tokens, check_window, hidden_keys, reads_mask
 from ..primitives.attention.score_mod import check_score_mod, modifier
-from ..sharding import with_sharding_constraint
+from ..sharding import varies_over, with_sharding_constraint
 
 __all__ = ["fused_attn", "fused_attn_thd", "is_fused_attn_kernel_available"]
 
@@ -179,7 +179,9 @@ def _has_parts(request: AttentionRequest, call: Call) -> bool:
     """Does every query see all keys, or all up to its own place, of whole rows without anything else?"""
     square = not request.mask.is_causal() or request.queries == request.keys
     plain = request.rows == "whole" and not request.layout.is_thd() and request.window is None
-    return square and plain and call.bias is None and call.dropped is None
+    # A rule of differentiation within our shard_map cannot say that gradients vary over the axes of one around it.
+    counted = varies_over((call.query, call.key, call.value))
+    return square and plain and call.bias is None and call.dropped is None and not counted
 
 
 def _laid(x: Array, axis: str | None) -> Array:
