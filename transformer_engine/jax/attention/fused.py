@@ -85,9 +85,8 @@ def fused_attn(
         "sequence_descriptor": sequence_descriptor is not None, "window_size": window,
         "dropout_probability": dropout_probability, "context_parallel_axis": "" if plan is None else plan.axis,
     }  # fmt: skip
-    check_score_mod(
-        score_mod, score_mod_bprop, qkv_layout, attn_bias_type, attn_mask_type, softmax_type, others
-    )
+    kinds = (qkv_layout, attn_bias_type, attn_mask_type, softmax_type)
+    check_score_mod(score_mod, score_mod_bprop, *kinds, others)
     call = Call(
         query, key, value, bias, attn_bias_type, attn_mask_type, window,
         functools.partial(_hidden, sequence_descriptor, attn_mask_type, qkv_layout, window, plan, extents),
@@ -177,11 +176,11 @@ def _over_devices(
 
 def _has_parts(request: AttentionRequest, call: Call) -> bool:
     """Does every query see all keys, or all up to its own place, of whole rows without anything else?"""
-    square = not request.mask.is_causal() or request.queries == request.keys
-    plain = request.rows == "whole" and not request.layout.is_thd() and request.window is None
+    plain = not request.mask.is_causal() or request.queries == request.keys
+    plain = plain and request.rows == "whole" and not request.layout.is_thd() and request.window is None
     # A rule of differentiation within our shard_map cannot say that gradients vary over the axes of one around it.
-    counted = varies_over((call.query, call.key, call.value))
-    return square and plain and call.bias is None and call.dropped is None and not counted
+    plain = plain and not varies_over((call.query, call.key, call.value))
+    return plain and call.bias is None and call.dropped is None
 
 
 def _laid(x: Array, axis: str | None) -> Array:
