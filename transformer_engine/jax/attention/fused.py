@@ -85,8 +85,9 @@ def fused_attn(
         "sequence_descriptor": sequence_descriptor is not None, "window_size": window,
         "dropout_probability": dropout_probability, "context_parallel_axis": "" if plan is None else plan.axis,
     }  # fmt: skip
-    kinds = (qkv_layout, attn_bias_type, attn_mask_type, softmax_type)
-    check_score_mod(score_mod, score_mod_bprop, *kinds, others)
+    check_score_mod(
+        score_mod, score_mod_bprop, qkv_layout, attn_bias_type, attn_mask_type, softmax_type, others
+    )
     call = Call(
         query, key, value, bias, attn_bias_type, attn_mask_type, window,
         functools.partial(_hidden, sequence_descriptor, attn_mask_type, qkv_layout, window, plan, extents),
@@ -143,7 +144,6 @@ def _over_devices(
             softmax=AttnSoftmaxType.VANILLA_SOFTMAX, dropout=0.0,
         )  # fmt: skip
         return attention_in_parts(plan, whole, call.query, call.key, call.value, call.scale, call.sink)
-    layout = request.layout
     if plan.ring:
         for name, value in (("bias", call.bias), ("dropout", call.dropped)):
             if value is not None:
@@ -155,21 +155,16 @@ def _over_devices(
                 "context_parallel_strategy=RING with a mask; give a SequenceDescriptor, or use CPStrategy.ALL_GATHER"
             )
         segments = plan.segments(
-            descriptor, call.mask_type, layout, (call.query.shape[0], call.query.shape[1], call.key.shape[1])
+            descriptor,
+            call.mask_type,
+            request.layout,
+            (call.query.shape[0], call.query.shape[1], call.key.shape[1]),
         )
         return ring_attention(
-            plan,
-            call.query,
-            call.key,
-            call.value,
-            segments,
-            call.mask_type,
-            call.window,
-            call.scale,
-            call.sink,
-        )
+            plan, call.query, call.key, call.value, segments, call.mask_type, call.window, call.scale, call.sink
+        )  # fmt: skip
     query, key, value = (_laid(x, plan.axis) for x in (call.query, call.key, call.value))
-    # Asked for whole, keys and values are gathered by XLA, and their gradients scattered.
+    # Asked for whole, keys and values are gathered by XLA, their gradients scattered.
     laid = replace(call, query=query, key=_laid(key, None), value=_laid(value, None))
     return _laid(attention(request._replace(tokens="spread"), laid), plan.axis)
 
@@ -179,8 +174,8 @@ def _has_parts(request: AttentionRequest, call: Call) -> bool:
     plain = not request.mask.is_causal() or request.queries == request.keys
     plain = plain and request.rows == "whole" and not request.layout.is_thd() and request.window is None
     # A rule of differentiation within our shard_map cannot say that gradients vary over the axes of one around it.
-    plain = plain and not varies_over((call.query, call.key, call.value))
-    return plain and call.bias is None and call.dropped is None
+    inside = varies_over((call.query, call.key, call.value))
+    return plain and call.bias is None and call.dropped is None and not inside
 
 
 def _laid(x: Array, axis: str | None) -> Array:
