@@ -144,7 +144,6 @@ def _over_devices(
             softmax=AttnSoftmaxType.VANILLA_SOFTMAX, dropout=0.0,
         )  # fmt: skip
         return attention_in_parts(plan, whole, call.query, call.key, call.value, call.scale, call.sink)
-    layout = request.layout
     if plan.ring:
         for name, value in (("bias", call.bias), ("dropout", call.dropped)):
             if value is not None:
@@ -156,32 +155,27 @@ def _over_devices(
                 "context_parallel_strategy=RING with a mask; give a SequenceDescriptor, or use CPStrategy.ALL_GATHER"
             )
         segments = plan.segments(
-            descriptor, call.mask_type, layout, (call.query.shape[0], call.query.shape[1], call.key.shape[1])
+            descriptor,
+            call.mask_type,
+            request.layout,
+            (call.query.shape[0], call.query.shape[1], call.key.shape[1]),
         )
         return ring_attention(
-            plan,
-            call.query,
-            call.key,
-            call.value,
-            segments,
-            call.mask_type,
-            call.window,
-            call.scale,
-            call.sink,
-        )
+            plan, call.query, call.key, call.value, segments, call.mask_type, call.window, call.scale, call.sink
+        )  # fmt: skip
     query, key, value = (_laid(x, plan.axis) for x in (call.query, call.key, call.value))
-    # Asked for whole, keys and values are gathered by XLA, and their gradients scattered.
+    # Asked for whole, keys and values are gathered by XLA, their gradients scattered.
     laid = replace(call, query=query, key=_laid(key, None), value=_laid(value, None))
     return _laid(attention(request._replace(tokens="spread"), laid), plan.axis)
 
 
 def _has_parts(request: AttentionRequest, call: Call) -> bool:
     """Does every query see all keys, or all up to its own place, of whole rows without anything else?"""
-    square = not request.mask.is_causal() or request.queries == request.keys
-    plain = request.rows == "whole" and not request.layout.is_thd() and request.window is None
+    plain = not request.mask.is_causal() or request.queries == request.keys
+    plain = plain and request.rows == "whole" and not request.layout.is_thd() and request.window is None
     # A rule of differentiation within our shard_map cannot say that gradients vary over the axes of one around it.
-    counted = varies_over((call.query, call.key, call.value))
-    return square and plain and call.bias is None and call.dropped is None and not counted
+    inside = varies_over((call.query, call.key, call.value))
+    return plain and call.bias is None and call.dropped is None and not inside
 
 
 def _laid(x: Array, axis: str | None) -> Array:
