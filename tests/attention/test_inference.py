@@ -468,10 +468,10 @@ def test_a_captured_decoding_step_replays_as_sequences_grow(pages):
 @pytest.mark.parametrize("then", [torch.inference_mode, torch.no_grad, torch.enable_grad])
 def test_a_cache_goes_from_one_mode_to_another(first, then, pages, device):
     """What was allocated in inference mode is written outside of it, page tables and rows that move included."""
-    found = []
-    for modes in ((first, then), (torch.no_grad,)):
+    found, modes = [], (first, then)
+    for allocated in (first, torch.no_grad):
         data, layer, outputs = tokens(device, HEADS * WIDTH), attention_layer(device), []
-        with modes[0]():
+        with allocated():
             cache = params(device=device, **pages)
         for number, entry in enumerate(SCHEDULE):
             with modes[min(number, len(modes) - 1)]():

@@ -18,6 +18,7 @@ import pytest
 from support import programs
 from support.programs import search_path
 
+ATTEMPTS = 3
 PATIENCE = 120  # seconds that a group of processes may take
 RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID", uuid.uuid4().hex)  # the same in all of pytest's processes
 
@@ -46,7 +47,20 @@ def once(arguments: list[str], ranks: int, **more: str) -> str:
 
 
 def on_ranks(arguments: list[str], ranks: int, **more: str) -> str:
-    """What the first of several processes of one group prints; the last words of the first that fails."""
+    """What the first of several processes of one group prints; the last words of the first that fails.
+
+    A port that is free when it is looked for may be taken when the group asks for it: then by another one.
+    """
+    for _ in range(ATTEMPTS):
+        try:
+            return _on_ranks(arguments, ranks, **more)
+        except AssertionError as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+    return _on_ranks(arguments, ranks, **more)
+
+
+def _on_ranks(arguments: list[str], ranks: int, **more: str) -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

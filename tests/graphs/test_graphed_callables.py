@@ -12,6 +12,7 @@ from support.layers import RECIPES, layer_of
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import graph
 from transformer_engine.pytorch.distributed import CudaRNGStatesTracker
+from transformer_engine.pytorch.graphs import arguments
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from transformer_engine.pytorch.runtime.capture import CudaRecorder
 
@@ -731,7 +732,7 @@ def test_a_replay_of_a_capture_of_the_clients_own_reads_the_flag(recipe):
     assert torch.equal(y, -before)
 
 
-def test_samples_may_be_lists():
+def test_samples_may_be_lists(rerun):
     layers = [_layer("Linear"), _layer("Linear")]
     eager = copy.deepcopy(layers)
     made = te.make_graphed_callables(tuple(layers), [(_x(99),), (_x(98),)], sample_kwargs=[{}, {}])
@@ -762,3 +763,46 @@ def test_gradient_accumulators_that_somebody_keeps_are_captured_from_a_stream_of
     graphed(x).sum().backward()
     assert all(torch.equal(p.grad, e) for p, e in zip(layer.parameters(), expected, strict=True))
     assert len(kept) == 2
+
+
+class _Called(torch.nn.Module):
+    """As Megatron-core's layers: a call of the class decides what is captured, and gives back another form."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = _layer("Linear")
+
+    def forward(self, x):
+        return self.layer(x), None
+
+    def __call__(self, x):
+        return super().__call__(x)[:1]
+
+
+def test_a_call_of_the_class_says_what_is_captured(rerun):
+    module = _Called()
+    expected = module.layer(_x())
+    (graphed,) = te.make_graphed_callables(
+        (module,), ((_x(99).requires_grad_(),),), _order=[1, -1], allow_unused_input=True
+    )
+    found = graphed(_x().requires_grad_())
+    assert isinstance(found, tuple) and len(found) == 1
+    assert torch.equal(found[0], expected)
+
+
+def test_what_lies_beside_the_gpu_is_refused():
+    """A graph would record nothing of it, and replay nothing."""
+
+    def asked(module, x):
+        samples = arguments.samples_of((x,), None, True, 1, False)
+        return arguments.Asked((module,), (0,), samples, (), None, (), None, (), True)
+
+    module = _layer("Linear")
+    with pytest.raises(ValueError, match=r"sample 0 holds a tensor on cpu; .* give samples on it"):
+        arguments.check_places(asked(module, _x()))
+    with pytest.raises(ValueError, match=r'Linear\.weight is on cpu; .* call module\.to\("cuda"\)'):
+        arguments.check_places(asked(module, torch.ones(1).as_subclass(_OnAGpu)))
+
+
+class _OnAGpu(torch.Tensor):
+    is_cuda = True

@@ -23,6 +23,7 @@ from .graphs.door import Door, Eagerly, hung
 from .graphs.replayed import Replayed
 from .module.base import TransformerEngineBaseModule
 from .runtime.capture import (
+    CudaRecorder,
     is_graph_capturing,
     set_capture_end,
     set_capture_start,
@@ -112,6 +113,8 @@ def make_graphed_callables(
         capture_time_hooks,
     )
     recorder = recorders.recorder_here(pool)
+    if isinstance(recorder, CudaRecorder):
+        arguments.check_places(asked)
     blocks = build.blocks_of(asked)
     if recorder is None:
         warnings.warn(

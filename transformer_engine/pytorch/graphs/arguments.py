@@ -159,6 +159,24 @@ def samples_of(
     return tuple(_sample(tuple(a), k) for a, k in zip(args, keywords, strict=True))
 
 
+def check_places(asked: Asked) -> None:
+    """ValueError for what lies beside the GPU: nothing that is done with it there would be recorded."""
+    for number, sample in enumerate(asked.samples):
+        for tensor in sample.tensors:
+            if not tensor.is_cuda:
+                raise ValueError(
+                    f"sample {number} holds a tensor on {tensor.device}; a CUDA graph records what a GPU does, give "
+                    "samples on it"
+                )
+    for module in asked.modules:
+        for name, parameter in module.named_parameters():
+            if not parameter.is_cuda:
+                raise ValueError(
+                    f"{type(module).__name__}.{name} is on {parameter.device}; a CUDA graph records what a GPU does, "
+                    'call module.to("cuda")'
+                )
+
+
 def _sample(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sample:
     leaves, structure = pytree.tree_flatten((args, kwargs))
     for leaf in leaves:

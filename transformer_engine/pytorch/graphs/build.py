@@ -93,7 +93,7 @@ def blocks_of(asked: Asked) -> list[Block]:
         module = given if isinstance(given, torch.nn.Module) else None
         blocks.append(
             Block(
-                given if module is None else module.forward,
+                given if module is None or _has_call(module) else module.forward,
                 module,
                 sample.structure,
                 inputs[number],
@@ -105,6 +105,11 @@ def blocks_of(asked: Asked) -> list[Block]:
             )
         )
     return blocks
+
+
+def _has_call(module: torch.nn.Module) -> bool:
+    """Has its class a `__call__` of its own, by which it says what of it is captured, as Megatron-core's layers?"""
+    return type(module).__call__ is not torch.nn.Module.__call__
 
 
 def _inputs(asked: Asked) -> list[list[Tensor]]:
