@@ -212,8 +212,8 @@ def test_an_array_without_elements_is_written_too(tmp_path, monkeypatch, capsys)
 def test_the_layout_of_one_group_is_no_constant():
     """custom_partitioning, through which a kernel goes on several devices, takes no array of constants."""
     for rows_of_one in (1, 128, 300):
-        traced = jax.make_jaxpr(lambda rows=rows_of_one: gemm_triton._one_group(rows))()
+        traced = jax.make_jaxpr(lambda rows=rows_of_one: gemm_triton.one_group(rows))()
         assert not traced.consts
         tiles = -(-rows_of_one // 128)
         groups = [0] * tiles + [1] * (rows_of_one // 128 + 1 - tiles)
-        assert gemm_triton._one_group(rows_of_one).tolist() == [0, rows_of_one, 0, tiles, *groups]
+        assert gemm_triton.one_group(rows_of_one).tolist() == [0, rows_of_one, 0, tiles, *groups]

@@ -131,7 +131,7 @@ def test_collectives_change_no_value_and_have_a_counterpart():
         tex.collective_gemm_bootstrap(8, 3, 0, 2)
     with pytest.raises(ValueError, match="process_id=2"):
         tex.collective_gemm_bootstrap(8, 4, 2, 2)
-    with pytest.raises(TypeError, match=r"give one of NONE"):
+    with pytest.raises(TypeError, match=r"give one of CollectiveOp\.NONE"):
         tex.CollectiveOpSet.create("ALL_GATHER")
 
 

@@ -549,7 +549,7 @@ def test_axis_rules_are_extended_by_the_mesh_resource():
         ({"hidden_size": 16}, False, "the layer takes"),
         (DECODER, False, "a decoder takes one"),
         ({}, True, "a decoder takes one"),
-        ({"layer_type": "encoder"}, False, "give one of ENCODER"),
+        ({"layer_type": "encoder"}, False, r"give one of TransformerLayerType\.ENCODER"),
         ({"hidden_dropout": 1.0}, False, "outside"),
         ({"low_rank_adaptation_scope": "some"}, False, "choose one of"),
         ({"self_attn_mask_type": "some"}, False, "choose one of"),
