@@ -32,11 +32,16 @@ def check_bias(bias: Array | None, features: Sequence[int]) -> None:
         )
 
 
+def broadcasts(shape: Sequence[int], extents: Sequence[int]) -> bool:
+    """Has a shape these extents, or 1 in place of one?"""
+    return len(shape) == len(extents) and all(n in (1, m) for n, m in zip(shape, extents, strict=True))
+
+
 def check_mask(mask: Any, scores: Sequence[int]) -> None:
     """TypeError or ValueError unless a mask has an element for every score [b, h, q, k], or 1 in place of an extent."""
     if getattr(mask, "dtype", None) is None:
         raise TypeError(f"mask={described(mask)}; give an array, True of which hides a key")
-    if len(mask.shape) != 4 or any(n not in (1, m) for n, m in zip(mask.shape, scores, strict=True)):
+    if not broadcasts(mask.shape, scores):
         raise ValueError(
             f"the mask has shape {mask.shape}; it must be {tuple(scores)}, or 1 in place of an extent"
         )

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from ...common.checks import described, drop_rate, member, number
-from ..checks import check_values
+from ..checks import broadcasts, check_values
 from ..context_parallel.parts import attention_in_parts
 from ..context_parallel.plan import ContextParallel, plan_of
 from ..context_parallel.reorder import CPStrategy
@@ -329,7 +329,7 @@ def check_attention(
         )
     if bias is not None:
         full = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
-        if bias.ndim != 4 or any(n not in (1, m) for n, m in zip(bias.shape, full, strict=True)):
+        if not broadcasts(bias.shape, full):
             raise ValueError(f"bias has shape {bias.shape}; it must be {full}, or 1 in place of an extent")
 
 

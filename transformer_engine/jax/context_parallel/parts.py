@@ -206,8 +206,7 @@ def _visited(plan: ContextParallel, rank: Array, own: Pair) -> Iterator[tuple[in
 
 
 def _passed_on(plan: ContextParallel, arrays: Pair) -> Pair:
-    ring = [(rank, (rank + 1) % plan.devices) for rank in range(plan.devices)]
-    return tuple(lax.ppermute(x, plan.axis, ring) for x in arrays)  # pyright: ignore[reportReturnType]
+    return tuple(lax.ppermute(x, plan.axis, plan.neighbours) for x in arrays)  # pyright: ignore[reportReturnType]
 
 
 class _Collected:

@@ -30,6 +30,11 @@ class ContextParallel:
     balanced: bool
     stripe: int
 
+    @property
+    def neighbours(self) -> list[tuple[int, int]]:
+        """(device, the one that it hands on to), all the way round."""
+        return [(rank, (rank + 1) % self.devices) for rank in range(self.devices)]
+
     def order(self, tokens: int, packed: bool) -> np.ndarray:
         """Which token of the sequence stands at each place."""
         if tokens % self.devices:

@@ -60,7 +60,6 @@ def _local(
     grouped = query.reshape(batch, queries, groups, heads // groups, -1)
     running = _begin((batch, heads, queries), value.shape[-1], sink)
     travelling = (key, value, segments.key, segments.key_position)
-    ring = [(rank, (rank + 1) % plan.devices) for rank in range(plan.devices)]
     for step in range(plan.devices):
         keys, values, ids, places = travelling
         scores = jnp.einsum("bqgrd,bkgd->bgrqk", grouped, keys, preferred_element_type=jnp.float32)
@@ -69,7 +68,7 @@ def _local(
         hidden = hidden_keys(mask_type, window, seen, queries, keys.shape[1])
         running = _added(running, scores, hidden, values)
         if step + 1 < plan.devices:
-            travelling = tuple(lax.ppermute(x, plan.axis, ring) for x in travelling)
+            travelling = tuple(lax.ppermute(x, plan.axis, plan.neighbours) for x in travelling)
     empty = running.total == 0
     out = jnp.where(empty, 0.0, running.product / jnp.where(empty, 1.0, running.total))
     return jnp.moveaxis(out, 1, 2).astype(query.dtype)

@@ -69,9 +69,10 @@ def configured(
 
     def decorate(cls: type[M]) -> type[M]:
         cls._config_class = config  # pyright: ignore[reportAttributeAccessIssue]
+        known = {**RULES, **(rules or {})}
         for field in fields(config):
             if not field.name.startswith("_") and field.name not in vars(cls):
-                rule = {**RULES, **(rules or {})}.get(field.name)
+                rule = known.get(field.name)
                 setattr(
                     cls, field.name, _setting(field.name, config, fixed, handed_down or {}, written, rule)
                 )
