@@ -195,11 +195,11 @@ def vary_over(axes: frozenset[str], arrays: Any) -> Any:
 
 def varies_over(arrays: Any) -> frozenset[str]:
     """The manual axes over which one of these arrays (a tree) varies, as far as shard_map keeps count."""
-    return frozenset[str]().union(*map(_varies_over, jax.tree.leaves(arrays)))
+    return frozenset[str]().union(*(manual_axes(jax.typeof(leaf)) for leaf in jax.tree.leaves(arrays)))
 
 
-def _varies_over(leaf: Any) -> frozenset[str]:
-    aval: Any = jax.typeof(leaf)
+def manual_axes(aval: Any) -> frozenset[str]:
+    """The manual axes over which an array of this type varies."""
     kind = getattr(aval, "manual_axis_type", None)  # its name from jax 0.10.2 on; before 0.12 some say vma
     return getattr(aval, "vma", frozenset()) if kind is None else kind.varying
 

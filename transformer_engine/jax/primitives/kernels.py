@@ -20,7 +20,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import PartitionSpec
 
-from ..sharding import varying_alike
+from ..sharding import manual_axes, varying_alike
 from .partitioning import Extent, in_order, mesh_of, placement, unknown_sizes
 
 Shape = jax.ShapeDtypeStruct
@@ -97,7 +97,7 @@ def _outside_of_jit(*arrays: Array, kernel: Kernel) -> list[Any]:
 def _shapes(*operands: Any, kernel: Kernel) -> list[Any]:
     results = kernel.results(*operands)
     varying = operands[0] if operands else None  # `call` lets all vary alike
-    if varying is None or not getattr(getattr(varying, "manual_axis_type", None), "varying", None):
+    if varying is None or not manual_axes(varying):
         return [ShapedArray(one.shape, one.dtype) for one in results]
     # Inside shard_map results vary over the axes that operands do; else what devices hold parts of passed for shared.
     return [
