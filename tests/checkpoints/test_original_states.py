@@ -59,6 +59,53 @@ def test_weights_of_another_library_load_strictly(device: torch.device):
     assert torch.equal(ours.weight, theirs.weight) and torch.equal(ours.bias, theirs.bias)
 
 
+@pytest.mark.parametrize("quantized", [False, True], ids=["plain", "codes"])
+@pytest.mark.parametrize(
+    "extra", [{}, {"_extra_state": torch.empty(0, dtype=torch.uint8)}], ids=["none", "empty"]
+)
+def test_weights_without_an_extra_state_find_a_warm_layer_as_a_new_one(
+    quantized, extra, device: torch.device
+):
+    recipe = recipes.DelayedScaling(amax_history_len=4)
+
+    def made() -> te.Linear:
+        with te.quantized_model_init(enabled=quantized, recipe=recipe):
+            return te.Linear(64, 64, device=device, params_dtype=torch.bfloat16)
+
+    def steps(linear: te.Linear, count: int) -> list[torch.Tensor]:
+        results = []
+        for step in range(count):
+            x = torch.linspace(-3 - step, 2, 64 * 64, device=device, dtype=torch.bfloat16).view(64, 64)
+            x.requires_grad_()
+            with te.autocast(recipe=recipe):
+                y = linear(x)
+            y.sum().backward()
+            results += [y.detach(), x.grad]
+        return results
+
+    warm, new = made(), made()
+    steps(warm, 3)
+    weights = {
+        name: torch.randn(param.shape, generator=torch.Generator().manual_seed(1)).mul(30).to(param)
+        for name, param in te.Linear(64, 64, device="cpu", params_dtype=torch.bfloat16).named_parameters()
+    }
+    for linear in (warm, new):
+        linear.load_state_dict({**weights, **extra})
+    assert all(torch.equal(a, b) for a, b in zip(steps(warm, 3), steps(new, 3), strict=True))
+
+
+def test_a_part_without_weights_leaves_scales_as_they_are(device: torch.device):
+    linear = te.Linear(64, 64, device=device)
+    with te.autocast(recipe=recipes.DelayedScaling()):
+        for _ in range(2):
+            linear(torch.randn(32, 64, device=device)).sum().backward()
+    before = [s.scale.clone() for s in linear.numerics.delayed_states("scaling_fwd")]
+    assert not torch.equal(before[0], torch.ones_like(before[0]))
+    torch.nn.Sequential(linear).load_state_dict({}, strict=False)
+    after = [s.scale for s in linear.numerics.delayed_states("scaling_fwd")]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
 def test_a_missing_extra_state_is_an_error_where_that_is_asked_for(device: torch.device, monkeypatch):
     monkeypatch.setenv("NVTE_STRICT_EXTRA_STATE", "1")
     with pytest.raises(RuntimeError, match="_extra_state"):

@@ -377,7 +377,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self.fp8_meta["num_gemms"] = self.num_products
 
     def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing_keys, *args) -> None:
-        loading.rename_earlier(state_dict, prefix, self.earlier_extra_states)
+        loading.prepare(self, state_dict, prefix)
         # Quantized parameters copy with their quantizer's scale, so the scale has to be there first.
         if self.primary_weights_in_fp8 and prefix + loading.EXTRA_STATE in state_dict:
             self.set_extra_state(state_dict[prefix + loading.EXTRA_STATE])

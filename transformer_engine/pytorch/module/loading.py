@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -27,6 +27,26 @@ def forgive_missing(missing_keys: list[str], prefix: str) -> None:
     """
     if prefix + EXTRA_STATE in missing_keys and not env.get("NVTE_STRICT_EXTRA_STATE"):
         missing_keys.remove(prefix + EXTRA_STATE)
+
+
+def prepare(module: Any, state_dict: MutableMapping[str, Any], prefix: str) -> None:
+    """What comes before a module with quantizers takes its part of a state dict."""
+    rename_earlier(state_dict, prefix, module.earlier_extra_states)
+    _forget_scales(module, state_dict, prefix)
+
+
+def _forget_scales(module: Any, state_dict: Mapping[str, Any], prefix: str) -> None:
+    """Parameters that come without an extra state, or with an empty one, find scales and histories as a new module has.
+
+    What delayed scaling has seen was of other weights: larger ones would saturate at their scale. A state dict without
+    a parameter of this module, such as an adapter's, leaves everything as it is.
+    """
+    state = state_dict.get(prefix + EXTRA_STATE)
+    empty = state is None or (isinstance(state, torch.Tensor) and state.numel() == 0)
+    if empty and any(prefix + name in state_dict for name in module._parameters):
+        for direction in ("scaling_fwd", "scaling_bwd"):
+            for delayed in module.numerics.delayed_states(direction):
+                delayed.forget()
 
 
 def forget_stateless(state_dict: MutableMapping[str, Any], prefix: str) -> None:

@@ -156,6 +156,11 @@ class DelayedScalingRecipeState(RecipeState):
                 self.scale.copy_(state.scale)
                 self.load_history(state.amax_history)
 
+    def forget(self) -> None:
+        """Scales and histories as a new state has them, in place."""
+        self.scale_in_place.fill_(1.0)
+        self.amax_history.zero_()
+
     def load_history(self, history: Tensor) -> None:
         """Copy a history of any length: its first rows, and zeros where it is shorter."""
         rows = min(history.shape[0], self.amax_history.shape[0])
