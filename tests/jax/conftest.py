@@ -34,6 +34,13 @@ def _whole_products(request):
         yield
 
 
+@pytest.fixture
+def cpu_alone():
+    """For what holds on a machine without a GPU: no fused attention, no other device to name."""
+    if jax.default_backend() != "cpu":
+        pytest.skip("there is a GPU, and with it another choice")
+
+
 @pytest.fixture(autouse=True)
 def _no_array_outlives_a_test():
     """Deleting every live array is what users' test suites do: an array kept in a module or a cache would be gone."""

@@ -54,7 +54,7 @@ def test_plain_jax_does_the_same_work_and_torch_work_of_the_same_size(family: st
     assert [np.prod(shape) for shape in ours[0]] == [x.numel() for x in torchs.inputs]
 
 
-def test_a_row_has_the_figures_of_a_program():
+def test_a_row_has_the_figures_of_a_program(cpu_alone):
     case = small("dense", "current")
     (row,) = run([case], [JAX, XLA], CPU, ROOFS, BRIEF)
     assert (row.error, row.provider, row.recipe) == (None, "jax", "current")
@@ -129,7 +129,7 @@ def test_they_are_measured_where_they_are_named():
     assert [provider.name for provider in _providers(["xla", "jax"])] == ["jax", "xla"]
 
 
-def test_a_device_that_one_framework_alone_has_is_refused():
+def test_a_device_that_one_framework_alone_has_is_refused(cpu_alone):
     assert JAX.refusal(CPU) is None
     assert (
         JAX.refusal(torch.device("cuda"))

@@ -91,8 +91,10 @@ def test_the_products_are_those_of_the_dequantized_tensors(name):
     exact = of_dequantized(x, kernel, dy)
     plain = x @ kernel, dy @ kernel.T, jnp.einsum("bsk,bsn->kn", x, dy)
     tolerances = TOLERANCES[name], GRADIENT_TOLERANCES[name], GRADIENT_TOLERANCES[name]
+    # Tensor cores keep 13 bits of the products of codes that they line up and add.
+    sums = 1e-5 if jax.default_backend() == "cpu" else 2.0**-13
     for got, want, near, tolerance in zip(found, exact, plain, tolerances, strict=True):
-        assert relative_error(got, want) < 1e-5
+        assert relative_error(got, want) < sums
         assert relative_error(got, near) < tolerance
 
 

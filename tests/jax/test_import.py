@@ -157,3 +157,19 @@ def test_an_old_python_is_refused_with_the_least_version(monkeypatch):
         ImportError, match=r"transformer_engine.jax needs Python 3.11 or newer, this is Python 3.10"
     ):
         frameworks.demand(frameworks.JAX)
+
+
+def test_an_nnx_that_jax_is_too_new_for_is_named():
+    done = run(
+        "import transformer_engine.jax\n"
+        "import sys\n"
+        "class Broken:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'flax.nnx': raise AttributeError('hijax has no HiPrimitive')\n"
+        "for name in [name for name in sys.modules if name.startswith('flax.nnx')]: del sys.modules[name]\n"
+        "sys.meta_path.insert(0, Broken())\n"
+        "import flax; vars(flax).pop('nnx', None)\n"
+        "import transformer_engine.jax.nnx\n"
+    )
+    assert done.returncode == 1
+    assert "cannot be imported beside jax" in done.stderr and "pip install --upgrade flax" in done.stderr

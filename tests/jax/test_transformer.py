@@ -78,7 +78,7 @@ def plain_attention(p, x, source, fields, hidden, bias=None, self_attention=True
     scores = jnp.where(hidden, -jnp.inf, scores)
     sink = {"vanilla": None, "off_by_one": 0.0}.get(fields.get("softmax_type", "vanilla"), "learnt")
     if sink == "learnt":
-        sink = p["DotProductAttention_0"]["_UnfusedDotProductAttention_0"]["softmax_offset"]
+        sink = p["DotProductAttention_0"][scores_of()]["softmax_offset"]
     weights = jnp.exp(scores)
     total = weights.sum(-1, keepdims=True) + (0 if sink is None else jnp.exp(sink))
     total = jnp.where(total == 0, 1, total)  # rows that see no key are zero
@@ -315,8 +315,13 @@ def attention_parameters(fields, self_attention, normed):
             made |= {name: projection(HIDDEN, narrow, one, fields, adapted) for name in ("key", "value")}
     if fields.get("softmax_type") == "learnable":
         sink = {"softmax_offset": ((1, HEADS, 1, 1), (None, "nvte_head", None, None), ZEROS)}
-        made["DotProductAttention_0"] = {"_UnfusedDotProductAttention_0": sink}
+        made["DotProductAttention_0"] = {scores_of(): sink}
     return made
+
+
+def scores_of():
+    """The scope of a sink: where there is a fused kernel, and with it another path, is known before the first call."""
+    return f"_{'Unfused' if jax.default_backend() == 'cpu' else 'Fused'}DotProductAttention_0"
 
 
 def layer_parameters(fields):

@@ -5,9 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import flax
 import jax
-from flax import linen, nnx
+from flax import linen
 from jax import Array
+
+try:
+    from flax import nnx
+except AttributeError as error:  # flax 0.12.8 asks jax.experimental for what jax 0.11.2 no longer has
+    raise ImportError(
+        f"transformer_engine.jax.nnx: flax.nnx of flax {flax.__version__} cannot be imported beside jax "
+        f"{jax.__version__} ({error}); pip install --upgrade flax"
+    ) from error
 
 from .flax.base import one_step
 from .flax.state_module import OVERWRITE_WITH_GRADIENT
