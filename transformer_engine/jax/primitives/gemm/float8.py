@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from ....common.dispatch import Backend
 from ....common.formats import FLOAT8
@@ -87,7 +88,7 @@ class Product(Kernel):
         return (jax.ShapeDtypeStruct((a.shape[0], b.shape[0]), self.dtype),)
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
-        a, b, scale_a, scale_b = arrays
+        (a, b), (scale_a, scale_b) = map(_row_by_row, arrays[:2]), arrays[2:]
         precision = lax.Precision.HIGHEST if self.exact else lax.Precision.DEFAULT
         dot = functools.partial(lax.dot_general, dimension_numbers=_LAST_AXES, precision=precision)
         if self.direct:
@@ -113,6 +114,15 @@ def _run(product: Product, a: Operand, b: Operand) -> Array:
     assert a.scale is not None and b.scale is not None
     counts = {"m": a.axis, "n": b.axis, "k": a.codes.ndim - a.axis}
     return call_on_axes(product, counts, a.codes, b.codes, a.scale.reshape(1), b.scale.reshape(1))[0]
+
+
+def _row_by_row(codes: Array) -> Array:
+    """The codes [rows, K] as cuBLASLt wants them in memory, before anything is made of them.
+
+    XLA would lay codes that devices exchange along K column by column, and turn them there and back; and of square
+    matrices that share a scale it would turn one between its two conversions, where it knows no FP8 product.
+    """
+    return with_layout_constraint(codes, Layout((0, 1)))
 
 
 def _dequantized(codes: Array, scale: Array, dtype: jnp.dtype) -> Array:
