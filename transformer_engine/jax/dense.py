@@ -127,7 +127,6 @@ def _product_fwd(
     saved = column_operand(made.tensor, batch), row_operand(kernel_codes, contracted)
     # Arrays without elements carry shapes and dtypes of the gradients.
     likes = jnp.zeros((0, *shape), dtype), jnp.zeros((0, *kernel.shape), kernel.dtype)
-    y = y.reshape(*shape[:batch], *kernel.shape[contracted:])
     return y, (saved, likes, quantizers, (made.amax, kernel_amax), made.saved)
 
 
@@ -140,8 +139,8 @@ def _product_bwd(source: Source, contracted: int, residuals: Any, dy: Array) -> 
     # The three states advance here, in one operation, because the last of their maxima is known here.
     states = (quantizers.x, quantizers.kernel, quantizers.dgrad)
     following = as_cotangent(QuantizerSet(*advanced_together(states, (*amaxes, amax))))
-    gradients = source.gradients(kept, dx.reshape(x_like.shape[1:]))
-    return gradients, dkernel.reshape(kernel_like.shape[1:]), following
+    gradients = source.gradients(kept, dx)
+    return gradients, dkernel, following
 
 
 _product.defvjp(_product_fwd, _product_bwd)

@@ -1,6 +1,6 @@
 """The three products of a linear layer, and the operands that they take from quantized tensors.
 
-x [M, K] (axes *batch, *contracted), kernel [K, N] (axes *contracted, *features), dy [M, N]:
+x [M, K] (axes *batch, *contracted), kernel [K, N] (axes *contracted, *features), dy [M, N], all axes kept apart:
     y  [M, N] = x.rows @ kernel.columns.T
     dx [M, K] = dy.rows @ kernel.rows.T
     dw [K, N] = x.columns @ dy.columns.T
@@ -8,14 +8,14 @@ x [M, K] (axes *batch, *contracted), kernel [K, N] (axes *contracted, *features)
 
 from __future__ import annotations
 
-from math import prod
+from dataclasses import replace
 from typing import Any
 
 from jax import Array
 
 from ..common import env
 from .primitives.gemm import gemm
-from .primitives.operand import Operand, plain
+from .primitives.operand import Operand, plain, turned
 from .quantize.quantizers import Quantizer
 from .quantize.scaling_modes import TensorUsage
 from .quantize.tensors import NoScaleTensor, ScaledTensor, ScaledTensor1x, positive_axis
@@ -31,16 +31,17 @@ def encode(quantizer: Quantizer | None, x: Array, flatten_axis: int) -> tuple[Te
 
 
 def row_operand(tensor: Tensor, flatten_axis: int) -> Operand:
-    """The matrix [rows, columns], to be contracted over its columns."""
+    """[*rows, *columns], to be contracted over its columns."""
     if isinstance(tensor, NoScaleTensor):
-        return plain(_matrix(tensor.data, flatten_axis))
+        return plain(tensor.data, positive_axis(flatten_axis, tensor.ndim))
     return tensor.get_tensor(TensorUsage.LHS).operand()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def column_operand(tensor: Tensor, flatten_axis: int) -> Operand:
-    """The transposed matrix [columns, rows], to be contracted over the rows."""
+    """[*columns, *rows], to be contracted over the rows."""
     if isinstance(tensor, NoScaleTensor):
-        return plain(_matrix(tensor.data, flatten_axis).T)
+        axis = positive_axis(flatten_axis, tensor.ndim)
+        return plain(turned(tensor.data, axis), tensor.ndim - axis)
     if (
         isinstance(tensor, ScaledTensor1x)
         and not tensor.is_colwise
@@ -48,20 +49,15 @@ def column_operand(tensor: Tensor, flatten_axis: int) -> Operand:
     ):
         # One scale a tensor: the codes of both directions are the same.
         rows = tensor.operand()
-        return Operand(rows.codes.T, rows.scale, rows.amax, rows.format, rows.dtype)
+        return replace(rows, codes=turned(rows.codes, rows.axis), axis=rows.codes.ndim - rows.axis)
     return tensor.get_tensor(TensorUsage.LHS_TRANS).operand()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def forward_product(x: Operand, kernel: Operand, dtype: Any) -> Array:
-    """y [M, N] = x [M, K] @ kernel [N, K].T in dtype."""
+    """y [*M, *N] = x [*M, *K] @ kernel [*N, *K].T in dtype."""
     return gemm(x, kernel, dtype, exact=env.flag("NVTE_FP8_GEMM_HIGH_PRECISION_ACCUMULATION"))
 
 
 def gradient_product(a: Operand, b: Operand, dtype: Any) -> Array:
-    """A product of the backward pass: a [M, K] @ b [N, K].T in dtype, partial sums in float32."""
+    """A product of the backward pass: a [*M, *K] @ b [*N, *K].T in dtype, partial sums in float32."""
     return gemm(a, b, dtype)
-
-
-def _matrix(x: Array, flatten_axis: int) -> Array:
-    axis = positive_axis(flatten_axis, x.ndim)
-    return x.reshape(prod(x.shape[:axis]), prod(x.shape[axis:]))

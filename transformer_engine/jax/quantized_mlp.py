@@ -88,7 +88,7 @@ def _product(
     """made @ kernel [*batch, *features]"""
     codes, amax = encode(quantizers.kernel, kernel, 1)
     y = forward_product(row_operand(made.tensor, batch), column_operand(codes, 1), dtype)
-    return y.reshape(*made.tensor.shape[:batch], *kernel.shape[1:]), _Kernel(row_operand(codes, 1), amax)
+    return y, _Kernel(row_operand(codes, 1), amax)
 
 
 def _backward(plan: Plan, residuals: Any, dy: Array) -> tuple[Any, ...]:
@@ -97,22 +97,18 @@ def _backward(plan: Plan, residuals: Any, dy: Array) -> tuple[Any, ...]:
     codes_2, amax_2 = encode(sets[1].dgrad, dy, batch)
     d_activated = gradient_product(row_operand(codes_2, batch), rows[1], dtype)
     d_kernel_2 = gradient_product(columns[1], column_operand(codes_2, batch), likes[1].dtype)
-    d_activated = d_activated.reshape(*dy.shape[:batch], hidden.shape[-1])
     codes_1, amax_1, sums = plan.activation.encoded_gradient(
         hidden, d_activated, sets[0].dgrad, bias_like is not None
     )
     dx = gradient_product(row_operand(codes_1, batch), rows[0], dtype)
     d_kernel_1 = gradient_product(columns[0], column_operand(codes_1, batch), likes[0].dtype)
-    gradients = plan.source.gradients(saved, dx.reshape(*dy.shape[:batch], dx.shape[-1]))
-    kernels = tuple(
-        d.reshape(like.shape[1:]) for d, like in zip((d_kernel_1, d_kernel_2), likes, strict=True)
-    )
+    gradients = plan.source.gradients(saved, dx)
     bias = None if bias_like is None or sums is None else sums.astype(bias_like.dtype)
     states = [state for one in sets for state in (one.x, one.kernel, one.dgrad)]
     following = advanced_together(states, (*amaxes[:2], amax_1, *amaxes[2:], amax_2))
     return (
         gradients,
-        kernels,
+        (d_kernel_1, d_kernel_2),
         bias,
         tuple(as_cotangent(QuantizerSet(*part)) for part in (following[:3], following[3:])),
     )

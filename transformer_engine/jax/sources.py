@@ -116,7 +116,7 @@ class Activation:
             return *encode(quantizer, dx, -2), total
         codes, total = activation_backward_codes(gradient, saved, cast, self.names, self.params, sums)
         tensor, amax = quantizer.taken(codes, saved.shape, saved.dtype, -2)
-        return tensor, amax, None if total is None else total.reshape(saved.shape[-2:])
+        return tensor, amax, total
 
 
 def _laid(tensor: Tensor, axes: Axes) -> Tensor:

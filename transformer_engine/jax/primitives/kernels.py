@@ -30,11 +30,13 @@ class Kernel:
     """What computes; hashable.
 
     whole    factors that are not cut
+    led_by_results   is it results that say where an axis of the mesh cuts, if operands are cut differently by it?
     summed   results that devices make parts of, which are added up
     maxed    results that devices make parts of, of which the greatest counts
     """
 
     whole: tuple[str, ...] = ()
+    led_by_results: bool = False
     summed: tuple[int, ...] = ()
     maxed: tuple[int, ...] = ()
 
@@ -60,8 +62,8 @@ class Kernel:
         blocks = (name for one in self.extents for name in one.replicated)
         return (*self.whole, *(name for name in blocks if name in words))
 
-    def under_vmap(self, mapped: Sequence[bool]) -> Kernel | None:
-        """The kernel of arrays of which some have one axis more in front, results as operands; None: there is none."""
+    def under_vmap(self, mapped: Sequence[bool]) -> tuple[Kernel, tuple[bool, ...]] | None:
+        """The kernel of arrays of which some have one axis more in front, and which results do; None: there is none."""
         return None
 
     @property
@@ -121,7 +123,7 @@ def _batched(arrays: Any, axes: Any, *, kernel: Kernel) -> tuple[Any, tuple[int 
         for x, axis, is_mapped in zip(arrays, axes, mapped, strict=True)
     ]
     if (of_all := kernel.under_vmap(mapped)) is not None:
-        return call(of_all, *moved), tuple(0 if is_mapped else None for is_mapped in mapped)
+        return call(of_all[0], *moved), tuple(0 if is_mapped else None for is_mapped in of_all[1])
 
     def one(parts: Any) -> tuple[Array, ...]:
         remaining = iter(parts)
@@ -146,7 +148,14 @@ def _on_many(*arrays: Array, kernel: Kernel) -> list[Array]:
 
     def partition(mesh: Any, operands: Any, results: Any) -> tuple[Any, ...]:
         mesh = mesh_of(operands)
-        placed = placement(kernel.rule, kernel.sizes, kernel.replicated, mesh, operands)
+        placed = placement(
+            kernel.rule,
+            kernel.sizes,
+            kernel.replicated,
+            mesh,
+            operands,
+            results if kernel.led_by_results else (),
+        )
 
         def local(*arrays: Array) -> tuple[Array, ...]:
             made = map(reduced, range(len(results)), kernel.in_parts.run(*arrays), placed.reduced)

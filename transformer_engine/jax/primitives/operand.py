@@ -1,9 +1,11 @@
-"""Operand: a matrix [rows, K] as a product reads it, quantized or not."""
+"""Operand: a matrix [rows, K] as a product reads it, quantized or not, whose rows and K may be several axes each."""
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
 
 import jax
 import jax.numpy as jnp
@@ -15,17 +17,20 @@ from ...common.formats import TensorFormat
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["codes", "scale", "amax"],
-    meta_fields=["format", "dtype"],
+    meta_fields=["format", "dtype", "axis"],
 )
 @dataclass(frozen=True)
 class Operand:
-    """codes [rows, K]; the contracted axis K comes last.
+    """codes [*rows, *K]; the contracted axes K come last.
+
+    Axes stay apart as they were given, since devices may hold parts of any of them; scales are those of the matrix.
 
     codes   in a float8 dtype or float4_e2m1fn, or high precision when format is None
     scale   what a code is multiplied by: float32 [1], [rows, ceil(K/128)] or [ceil(rows/128), ceil(K/128)];
             MXFP8: float8_e8m0fnu [rows, ceil(K/32)]; NVFP4: float8_e4m3fn [rows, ceil(K/16)]
     amax    NVFP4 only: float32 [1], the tensor's absolute maximum, whence the second-level scale
     dtype   the nominal high-precision dtype of the values
+    axis    where the contracted axes begin
     """
 
     codes: Array
@@ -33,17 +38,35 @@ class Operand:
     amax: Array | None = None
     format: TensorFormat | None = None
     dtype: jnp.dtype = jnp.dtype(jnp.float32)  # noqa: RUF009 (a dtype is immutable)
+    axis: int = 1
 
     @property
     def rows(self) -> int:
-        return self.codes.shape[0]
+        return prod(self.codes.shape[: self.axis])
 
     @property
     def depth(self) -> int:
         """K, the number of contracted elements."""
-        return self.codes.shape[1]
+        return prod(self.codes.shape[self.axis :])
+
+    def matrix(self) -> Operand:
+        """The same with one axis of rows and one contracted."""
+        return replace(self, codes=self.codes.reshape(self.rows, self.depth), axis=1)
 
 
-def plain(matrix: Array) -> Operand:
-    """A high-precision matrix [rows, K] as an operand."""
-    return Operand(matrix, dtype=matrix.dtype)
+def plain(values: Array, axis: int = 1) -> Operand:
+    """High-precision values [*rows, *K] as an operand, whose contracted axes begin at axis."""
+    return Operand(values, dtype=values.dtype, axis=axis)
+
+
+def turned(x: Array, axis: int) -> Array:
+    """x [*rows, *columns], whose columns begin at axis, as [*columns, *rows]."""
+    return x.transpose(*range(axis, x.ndim), *range(axis))
+
+
+def contraction(
+    a: Operand, b: Operand
+) -> tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], ...]]:
+    """lax.dot_general's dimension numbers of a [*M, *K] and b [*N, *K]."""
+    last = tuple(range(one.axis, one.codes.ndim) for one in (a, b))
+    return (last[0], last[1]), ((), ())

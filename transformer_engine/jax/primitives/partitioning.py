@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -33,6 +33,12 @@ class Rule(NamedTuple):
         operands, results = (side.split(",") for side in text.split("->"))
         return cls(*(tuple(_axes(array) for array in side) for side in (operands, results)))
 
+    @property
+    def factors(self) -> tuple[str, ...]:
+        """All of them, as they follow each other."""
+        arrays = (*self.operands, *self.results)
+        return tuple(dict.fromkeys(factor for array in arrays for axis in array for factor in axis))
+
 
 def _axes(array: str) -> tuple[Factors, ...]:
     """ "r (k b)" -> (("r",), ("k", "b"))"""
@@ -51,9 +57,7 @@ def unknown_sizes(text: str, sizes: dict[str, int]) -> dict[str, int]:
 
 def in_order(text: str, factors: Sequence[str]) -> tuple[str, ...]:
     """Factors as they follow each other in a rule, which Shardy demands of those that it is told not to cut."""
-    rule = Rule.of(text)
-    known = [factor for array in (*rule.operands, *rule.results) for axis in array for factor in axis]
-    return tuple(factor for factor in dict.fromkeys(known) if factor in factors)
+    return tuple(factor for factor in Rule.of(text).factors if factor in factors)
 
 
 @dataclass(frozen=True)
@@ -70,21 +74,30 @@ class Placement:
 
 
 def placement(
-    text: str, sizes: dict[str, int], replicated: Sequence[str], mesh: Mesh, operands: Sequence[Any]
+    text: str,
+    sizes: dict[str, int],
+    replicated: Sequence[str],
+    mesh: Mesh,
+    operands: Sequence[Any],
+    results: Sequence[Any] = (),
 ) -> Placement:
     """The placement of operands, whose shardings Shardy proposes, and of results by the rule `text`.
 
-    sizes   of factors that lead an axis of several; replicated: factors that are not cut
+    sizes     of factors that lead an axis of several; replicated: factors that are not cut
+    results   with their shardings, of a kernel that they lead. An axis of the mesh that cuts several factors cuts
+              what operands are contracted over and agree on; else what the results want; else the first operand's
     """
     rule = Rule.of(text)
     cuts: dict[str, Axes] = dict.fromkeys(replicated, ())
-    for factors, operand in zip(rule.operands, operands, strict=True):
-        extents: tuple[int, ...] = operand.shape
-        for (factor, *_), size, axes in zip(factors, extents, _axes_of(operand.sharding), strict=False):
-            parts = prod(mesh.shape[axis] for axis in axes)
-            free = not any(set(axes) & set(others) for others in cuts.values())
-            if axes and free and factor not in cuts and sizes.get(factor, size) % parts == 0:
-                cuts[factor] = axes
+    proposed = [*_proposals(rule.operands, operands)]
+    if results:
+        first = [one for one in proposed if one.factor in _agreed(rule, proposed)]
+        proposed = [*first, *_proposals(rule.results, results), *proposed]
+    for factor, extent, axes in proposed:
+        parts = prod(mesh.shape[axis] for axis in axes)
+        free = not any(set(axes) & set(others) for others in cuts.values())
+        if axes and free and factor not in cuts and sizes.get(factor, extent) % parts == 0:
+            cuts[factor] = axes
     used = {axis for axes in cuts.values() for axis in axes}
 
     def laid(factors: tuple[Factors, ...]) -> NamedSharding:
@@ -95,6 +108,30 @@ def placement(
         for factors in rule.results
     )
     return Placement(tuple(map(laid, rule.operands)), tuple(map(laid, rule.results)), reduced)
+
+
+class _Proposal(NamedTuple):
+    """The mesh axes that one array would have an axis cut by, whose extent is that of its factors together."""
+
+    factor: str
+    extent: int
+    axes: Axes
+
+
+def _proposals(rule: Sequence[tuple[Factors, ...]], arrays: Sequence[Any]) -> Iterator[_Proposal]:
+    for factors, array in zip(rule, arrays, strict=True):
+        cuts = [*_axes_of(array.sharding), *[()] * len(factors)]
+        for (factor, *_), extent, axes in zip(factors, array.shape, cuts, strict=False):
+            yield _Proposal(factor, extent, axes)
+
+
+def _agreed(rule: Rule, proposed: Sequence[_Proposal]) -> set[str]:
+    """The contracted factors that several operands have, all cut alike."""
+    kept = {factor for axes in rule.results for factor, *_ in axes}
+    found: dict[str, list[Axes]] = {}
+    for factor, _, axes in proposed:
+        found.setdefault(factor, []).append(axes)
+    return {name for name, cuts in found.items() if name not in kept and len(cuts) > 1 == len(set(cuts))}
 
 
 def mesh_of(operands: Sequence[Any]) -> Mesh:

@@ -20,6 +20,7 @@ from jax import Array
 from ...common.formats import E2M1, E4M3, E5M2, Element
 from ...common.quantize_spec import QuantizeSpec
 from ..primitives import quantize as primitive
+from ..primitives.operand import turned
 from ..primitives.quantize import Cast
 from ..primitives.scale_update import State, advance_scales, advance_states
 from .scaling_modes import AmaxComputeAlgo, QuantizeLayout, ScalingMode
@@ -131,7 +132,7 @@ class Quantizer:
         colwise = self.q_layout.has_colwise if is_colwise is None else is_colwise
         spec = self.spec(rowwise, colwise)
         axis = positive_axis(flatten_axis, x.ndim)
-        made = self._codes(x.reshape(prod(x.shape[:axis]), prod(x.shape[axis:])), spec)
+        made = self._codes(x, spec, axis)
         dtype = jnp.dtype(x.dtype if dq_dtype is None else dq_dtype)
         return self._tensors(made, spec, x.shape, dtype, axis), made.amax
 
@@ -160,11 +161,10 @@ class Quantizer:
             assert made.codes_t is not None and made.scale_t is not None
             amax = made.amax if self.scaling_mode.is_tensor_scaling() else made.amax_t
             codes, scale = made.codes_t, made.scale_t
-            if self.data_layout[1] == "T":
-                turned, at = (*shape[axis:], *shape[:axis]), len(shape) - axis
-            else:
-                codes, scale, turned, at = codes.T, scale if scale.ndim == 1 else scale.T, shape, axis
-            tensors.append(self._tensor(codes.reshape(turned), scale, amax, dtype, True, at, spec.hadamard))
+            codes, at = codes.reshape(*shape[axis:], *shape[:axis]), len(shape) - axis
+            if self.data_layout[1] != "T":
+                codes, scale, at = turned(codes, at), scale if scale.ndim == 1 else scale.T, axis
+            tensors.append(self._tensor(codes, scale, amax, dtype, True, at, spec.hadamard))
         return tensors[0] if len(tensors) == 1 else ScaledTensor2x(*tensors)
 
     def update(self, amax: Array | None) -> None:
@@ -197,8 +197,8 @@ class Quantizer:
     def _options(self) -> dict[str, Any]:
         return {}
 
-    def _codes(self, matrix: Array, spec: QuantizeSpec) -> primitive.Quantized:
-        return primitive.quantize(matrix, spec)
+    def _codes(self, x: Array, spec: QuantizeSpec, axis: int) -> primitive.Quantized:
+        return primitive.quantize(x, spec, axis=axis)
 
     def _tensor(
         self,
@@ -270,8 +270,8 @@ class DelayedScaleQuantizer(Quantizer):
     def cast(self) -> Cast | None:
         return Cast(self.spec(self.q_layout.has_rowwise, self.q_layout.has_colwise), self.scale)
 
-    def _codes(self, matrix: Array, spec: QuantizeSpec) -> primitive.Quantized:
-        return primitive.quantize(matrix, spec, multiplier=self.scale)
+    def _codes(self, x: Array, spec: QuantizeSpec, axis: int) -> primitive.Quantized:
+        return primitive.quantize(x, spec, multiplier=self.scale, axis=axis)
 
 
 @_register
@@ -314,9 +314,10 @@ class NVFP4Quantizer(Quantizer):
     def _options(self) -> dict[str, Any]:
         return {"hadamard": self.use_rht, "stochastic": self.stochastic_rounding_rng_state is not None}
 
-    def _codes(self, matrix: Array, spec: QuantizeSpec) -> primitive.Quantized:
+    def _codes(self, x: Array, spec: QuantizeSpec, axis: int) -> primitive.Quantized:
         if self.stochastic_rounding_rng_state is None:
-            return primitive.quantize(matrix, spec)
+            return primitive.quantize(x, spec, axis=axis)
+        matrix = x.reshape(prod(x.shape[:axis]), prod(x.shape[axis:]))
         rows, columns = jax.random.split(jax.random.wrap_key_data(self.stochastic_rounding_rng_state))
         random = jax.random.uniform(rows, matrix.shape), jax.random.uniform(columns, matrix.shape[::-1])
         return primitive.quantize(matrix, spec, random=random)

@@ -9,14 +9,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import prod
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from ..primitives.operand import Operand
+from ..primitives.operand import Operand, turned
 from ..primitives.quantize import dequantize
 from ..primitives.quantize.hadamard import inverse_transform
 from ..sharding import with_sharding_constraint_by_logical_axes
@@ -100,28 +99,24 @@ class ScaledTensor1x(ScaledTensor):
         return self.data_layout == "T"
 
     def operand(self) -> Operand:
-        """The matrix with the contracted axis last."""
+        """The codes with the contracted axes last."""
         axis = positive_axis(self.flatten_axis, self.ndim)
-        shape = self.data.shape
-        codes = self.data.reshape(prod(shape[:axis]), prod(shape[axis:]))
-        scale = self.scale_inv
+        codes, scale = self.data, self.scale_inv
         if self.is_colwise and not self.transposed:
-            codes, scale = codes.T, scale if scale.ndim == 1 else scale.T
+            codes, axis = turned(codes, axis), self.ndim - axis
+            scale = scale if scale.ndim == 1 else scale.T
         amax = self.amax if self.amax.size else None
-        return Operand(codes, scale, amax, self.scaling_mode.format, jnp.dtype(self.dq_dtype))
+        return Operand(codes, scale, amax, self.scaling_mode.format, jnp.dtype(self.dq_dtype), axis)
 
     def dequantize(self) -> Array:
         """The values in dq_dtype, in the tensor's own order of axes."""
         if self._dq_func is not None:
             return self._dq_func(self)
-        values = dequantize(self.operand())
+        operand = self.operand()
+        values = dequantize(operand)
         if self.has_rht_applied:
-            values = inverse_transform(values)
-        shape = self.data.shape
-        axis = positive_axis(self.flatten_axis, self.ndim)
-        if self.transposed:
-            return values.T.reshape(*shape[axis:], *shape[:axis])
-        return (values.T if self.is_colwise else values).reshape(shape)
+            values = inverse_transform(values.reshape(operand.rows, operand.depth)).reshape(values.shape)
+        return turned(values, operand.axis) if self.is_colwise or self.transposed else values
 
     def get_tensor(self, usage: TensorUsage) -> ScaledTensor1x:
         """This tensor, if it is the direction that a product needs it in."""

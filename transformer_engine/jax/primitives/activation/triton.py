@@ -1,18 +1,21 @@
-"""The activations by the kernels of common/kernels/activation.py, on arrays [rows, n, width]."""
+"""The activations by the kernels of common/kernels/activation.py, on arrays [rows, n, width].
+
+Rows may be several axes; devices may cut rows and columns, but no unit from its gate.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import jax
 from jax import Array
 
 from ....common.dispatch import Backend
-from ..kernels import Kernel, call
+from ..kernels import Kernel
 from ..launching import refuses_on, run
+from ..several_axes import call_on_axes, with_rows
 from .request import ActivationParams, ActivationRequest
 
 # What the kernels call an activation: its curve.
@@ -98,19 +101,16 @@ class Backward(ActivationKernel):
 
 def forward(x: Array, names: tuple[str, ...], params: ActivationParams) -> Array:
     """See `activation_forward`."""
-    (y,) = call(Forward(names, params), units(x))
+    of_rows, count = with_rows(x, 2)
+    (y,) = call_on_axes(Forward(names, params), {"r": count}, of_rows)
     return y.reshape(*x.shape[:-2], x.shape[-1])
 
 
 def backward(dy: Array, x: Array, names: tuple[str, ...], params: ActivationParams) -> Array:
     """See `activation_backward`."""
-    (dx,) = call(Backward(names, params), dy.reshape(prod(dy.shape[:-1]), dy.shape[-1]), units(x))
+    (of_rows, count), (gradient, _) = with_rows(x, 2), with_rows(dy, 1)
+    (dx,) = call_on_axes(Backward(names, params), {"r": count}, gradient, of_rows)
     return dx.reshape(x.shape)
-
-
-def units(x: Array) -> Array:
-    """x [..., n, width] as [rows, n, width]: devices may cut rows and columns, but no unit from its gate."""
-    return x.reshape(prod(x.shape[:-2]), *x.shape[-2:])
 
 
 OPERATIONS: dict[str, Callable[..., Any]] = {"forward": forward, "backward": backward}

@@ -19,7 +19,7 @@ TABLE: Table[ActivationCodesRequest] = Table("jax_activation_codes", (triton.BAC
 
 
 def activation_codes(x: Array, cast: Cast, names: tuple[str, ...], params: ActivationParams) -> Quantized:
-    """Codes of y as a matrix [rows, F], y rounded to x's dtype.
+    """Codes of y [*rows, F], see `Quantized`, y rounded to x's dtype.
 
     On a GPU they are made where y is, which is never stored, unless one scale is to be made of its maximum.
     """
@@ -32,7 +32,7 @@ def activation_codes(x: Array, cast: Cast, names: tuple[str, ...], params: Activ
 def activation_backward_codes(
     dy: Array, x: Array, cast: Cast, names: tuple[str, ...], params: ActivationParams, sums: bool
 ) -> tuple[Quantized, Array | None]:
-    """Codes of dx as a matrix [rows, n * F], and the sums of its columns, float32 [n * F], if asked for."""
+    """Codes of dx [*rows, n, F], see `Quantized`, and the sums of its columns, float32 [n, F], if asked for."""
     how = How(names, params, cast.spec, sums)
     return computed(
         TABLE, lambda platform: _request("backward", x, cast, how, platform), dy, x, cast.multiplier, how=how
@@ -41,6 +41,8 @@ def activation_backward_codes(
 
 def _request(operation: str, x: Array, cast: Cast, how: How, platform: str) -> ActivationCodesRequest:
     width = x.shape[-1] * (len(how.names) if operation == "backward" else 1)
-    made = Request(cast.spec, (prod(x.shape[:-2]), width), x.dtype, platform, cast.multiplier is not None)
+    made = Request(
+        cast.spec, (prod(x.shape[:-2]), width), x.dtype, platform, cast.multiplier is not None, max(x.ndim - 2, 1)
+    )  # fmt: skip
     activation = ActivationRequest(operation, how.names, x.dtype, x.size, platform)
     return ActivationCodesRequest(activation, made, x.shape[-1], how.sums)

@@ -11,21 +11,22 @@ from jax import Array
 from ....common.dispatch import Backend
 from ..activation import activation_backward, activation_forward
 from ..quantize import Quantized, quantize
+from ..several_axes import with_rows
 from .request import ActivationCodesRequest, How
 
 
 def forward(x: Array, multiplier: Array | None, how: How) -> Quantized:
     """See `activation_codes`."""
     y = activation_forward(x, how.names, how.params)
-    return quantize(y.reshape(-1, y.shape[-1]), how.spec, multiplier=multiplier)
+    of_rows, axis = with_rows(y, 1)
+    return quantize(of_rows, how.spec, multiplier=multiplier, axis=axis)
 
 
 def backward(dy: Array, x: Array, multiplier: Array | None, how: How) -> tuple[Quantized, Array | None]:
     """See `activation_backward_codes`."""
-    dx = activation_backward(dy, x, how.names, how.params)
-    dx = dx.reshape(-1, dx.shape[-2] * dx.shape[-1])
-    sums = dx.astype(jnp.float32).sum(axis=0) if how.sums else None
-    return quantize(dx, how.spec, multiplier=multiplier), sums
+    dx, axis = with_rows(activation_backward(dy, x, how.names, how.params), 2)
+    sums = dx.astype(jnp.float32).sum(axis=tuple(range(axis))) if how.sums else None
+    return quantize(dx, how.spec, multiplier=multiplier, axis=axis), sums
 
 
 OPERATIONS: dict[str, Callable[..., Any]] = {"forward": forward, "backward": backward}

@@ -19,12 +19,12 @@ from ....common.formats import BLOCK_1D, BLOCK_2D, ceil_div
 from ....common.kernels.program import Program
 from ...platform import processors
 from ..activation import triton as activation
-from ..activation.triton import ActivationKernel, units
-from ..kernels import call
+from ..activation.triton import ActivationKernel
 from ..launching import perform, run
 from ..partitioning import Extent, extent
 from ..quantize import FORMATS, Quantized, QuantizeSpec, Request, fused_codes, jax_dtype
 from ..quantize.spec import Given
+from ..several_axes import call_on_axes, with_rows
 from .request import ActivationCodesRequest, How
 
 _LIMIT = 1 << 24  # offsets inside a tile of 128 rows are 32-bit integers
@@ -265,28 +265,38 @@ def _in_units(
 
 def forward(x: Array, scale: Array | None, how: How, cast: Request) -> Quantized:
     """See `activation_codes`."""
+    x, counts = _rows(x, 2, how.spec)
     if scale is None and not fused_codes.in_blocks(how.spec):
-        amax, y = call(Measured(how.names, how.params, False), units(x))
+        amax, y = call_on_axes(Measured(how.names, how.params, False), counts, x)
         return FORMATS[how.spec.format.name].plan(cast)(y, Given(amax=amax))
     kernel = Forward(how.names, how.params, how.spec, cast.shape, x.shape[-1])
-    return _quantized(list(call(kernel, units(x), *_multiplier(scale))), how.spec)
+    return _quantized(list(call_on_axes(kernel, counts, x, *_multiplier(scale))), how.spec)
 
 
 def backward(
     dy: Array, x: Array, scale: Array | None, how: How, cast: Request
 ) -> tuple[Quantized, Array | None]:
     """See `activation_backward_codes`."""
-    given = dy.reshape(-1, dy.shape[-1]), units(x)
+    (x, counts), (dy, _) = _rows(x, 2, how.spec), _rows(dy, 1, how.spec)
     if scale is None and not fused_codes.in_blocks(how.spec):
-        amax, dx, *total = call(Measured(how.names, how.params, True, how.sums), *given)
-        made = FORMATS[how.spec.format.name].plan(cast)(dx.reshape(cast.shape), Given(amax=amax))
-        return made, total[0].ravel() if how.sums else None
+        amax, dx, *total = call_on_axes(Measured(how.names, how.params, True, how.sums), counts, dy, x)
+        made = FORMATS[how.spec.format.name].plan(cast)(dx, Given(amax=amax))
+        return made, total[0] if how.sums else None
     kernel = Backward(how.names, how.params, how.spec, cast.shape, x.shape[-1], how.sums)
-    results = list(call(kernel, *given, *_multiplier(scale)))
-    total = results.pop().ravel() if how.sums else None
-    flat = coded(how.spec, *cast.shape)
-    matrices = [array.reshape(shape.shape) for array, shape in zip(results, flat, strict=True)]
-    return _quantized(matrices, how.spec), total
+    results = list(call_on_axes(kernel, counts, dy, x, *_multiplier(scale)))
+    total = results.pop() if how.sums else None
+    if fused_codes.in_blocks(how.spec):
+        flat = coded(how.spec, *cast.shape)
+        results = [array.reshape(shape.shape) for array, shape in zip(results, flat, strict=True)]
+    return _quantized(results, how.spec), total
+
+
+def _rows(x: Array, others: int, spec: QuantizeSpec) -> tuple[Array, dict[str, int]]:
+    """x [*rows, ..] with the axes that rows keep, one where blocks lie along them, and their number in rules."""
+    if fused_codes.in_blocks(spec):
+        x = x.reshape(-1, *x.shape[x.ndim - others :])
+    x, count = with_rows(x, others)
+    return x, {"r": count}
 
 
 def _multiplier(scale: Array | None) -> list[Array]:

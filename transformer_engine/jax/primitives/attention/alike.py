@@ -50,12 +50,12 @@ class Alike(Kernel):
     def replicated(self) -> tuple[str, ...]:
         return tuple(sorted(set(re.findall(r"\w+", self.rule)).difference(_CUT)))
 
-    def under_vmap(self, mapped: Sequence[bool]) -> Alike:
+    def under_vmap(self, mapped: Sequence[bool]) -> tuple[Alike, tuple[bool, ...]]:
         axes = (
             f"v{place} {a}" if is_mapped else a
             for place, (a, is_mapped) in enumerate(zip(self.axes, mapped, strict=True))
         )
-        return replace(self, axes=tuple(axes))
+        return replace(self, axes=tuple(axes)), tuple(mapped)
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         return tuple(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in operands)

@@ -1,4 +1,4 @@
-"""out [M, N] = a [M, K] @ b [N, K].T; which backend computes it is chosen while tracing, for each platform."""
+"""out [*M, *N] = a [*M, *K] @ b [*N, *K].T; which backend computes it is chosen while tracing, for each platform."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ NAME = "transformer_engine_gemm"  # of every product, for recomputation policies
 
 
 def gemm(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool = True) -> Array:
-    """out [M, N] = a [M, K] @ b [N, K].T in dtype; both operands end in the contracted axis.
+    """out [*M, *N] = a [*M, *K] @ b [*N, *K].T in dtype; both operands end in the contracted axes.
 
     exact    partial sums are promoted to float32; False allows the tensor cores' faster accumulation
-    Raises ValueError when the extents do not fit. Not differentiable: its callers are forward and backward rules.
+    Raises ValueError when the contracted extents do not fit, axis by axis.
+    Not differentiable: its callers are forward and backward rules.
     """
-    if a.depth != b.depth:
-        raise ValueError(
-            f"the operands contract {a.depth} and {b.depth} elements; both must end in the same K"
-        )
+    contracted = [one.codes.shape[one.axis :] for one in (a, b)]
+    if contracted[0] != contracted[1]:
+        extents = " and ".join(" x ".join(map(str, shape)) for shape in contracted)
+        raise ValueError(f"the operands contract {extents} elements; both must end in the same K")
     dtype = jnp.dtype(dtype)
     calls = chosen(TABLE, lambda platform: GemmRequest.of(a, b, dtype, exact, platform))
     return checkpoint_name(_product(a, b, dtype, exact, calls["cuda"], calls["cpu"]), NAME)

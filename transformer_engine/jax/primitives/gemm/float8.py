@@ -7,18 +7,26 @@ direct   dot(codes, codes) * scales: the scales come after it; without the flag 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from ....common.dispatch import Backend
 from ....common.formats import FLOAT8
 from ..custom_calls import switched_off
+from ..kernels import Kernel
 from ..operand import Operand
+from ..several_axes import OverVmap, call_on_axes
 from .flag import FLAG, is_triton_off, warn_of_the_flag
-from .reference import LAST_AXES
 from .request import GemmRequest
+
+_LAST_AXES = (((1,), (1,)), ((), ()))
 
 
 def bind_direct(request: GemmRequest) -> Callable[..., Array]:
@@ -56,35 +64,71 @@ def refuses_scaled(request: GemmRequest) -> str | None:
     return None
 
 
+@dataclass(frozen=True)
+class Product(Kernel):
+    """(codes a [M, K], codes b [N, K], scale of a [1], scale of b [1]) -> out [M, N]
+
+    A kernel for the partitioner's sake alone: codes are what devices exchange, where it would have them exchange the
+    values that a product dequantizes; and every device's part is a product of matrices, as XLA knows it by.
+    direct   are scales applied to the sums?
+    """
+
+    dtype: jnp.dtype
+    exact: bool
+    direct: bool
+    led_by_results = True
+    summed = (0,)
+
+    @property
+    def rule(self) -> str:
+        return "m k, n k, p, q -> m n"
+
+    def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+        a, b, *_ = operands
+        return (jax.ShapeDtypeStruct((a.shape[0], b.shape[0]), self.dtype),)
+
+    def run(self, *arrays: Array) -> tuple[Array, ...]:
+        (a, b), (scale_a, scale_b) = map(_row_by_row, arrays[:2]), arrays[2:]
+        precision = lax.Precision.HIGHEST if self.exact else lax.Precision.DEFAULT
+        dot = functools.partial(lax.dot_general, dimension_numbers=_LAST_AXES, precision=precision)
+        if self.direct:
+            # Without preferred_element_type the result would be FP8.
+            sums = dot(a, b, preferred_element_type=jnp.float32)
+            return ((sums * (scale_a * scale_b)).astype(self.dtype),)
+        values = (_dequantized(a, scale_a, self.dtype), _dequantized(b, scale_b, self.dtype))
+        return (dot(*values, preferred_element_type=self.dtype),)
+
+    def under_vmap(self, mapped: Sequence[bool]) -> tuple[Kernel, tuple[bool, ...]]:
+        return OverVmap(self, tuple(mapped)), (True,)
+
+
 def run_scaled(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool) -> Array:
-    return lax.dot_general(
-        _dequantized(a, dtype),
-        _dequantized(b, dtype),
-        LAST_AXES,
-        precision=_precision(exact),
-        preferred_element_type=dtype,
-    )
+    return _run(Product(dtype, exact, False), a, b)
 
 
 def run_direct(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool) -> Array:
+    return _run(Product(dtype, exact, True), a, b)
+
+
+def _run(product: Product, a: Operand, b: Operand) -> Array:
     assert a.scale is not None and b.scale is not None
-    # Without preferred_element_type the result would be FP8.
-    product = lax.dot_general(
-        a.codes, b.codes, LAST_AXES, precision=_precision(exact), preferred_element_type=jnp.float32
-    )
-    return (product * (a.scale * b.scale)).astype(dtype)
+    counts = {"m": a.axis, "n": b.axis, "k": a.codes.ndim - a.axis}
+    return call_on_axes(product, counts, a.codes, b.codes, a.scale.reshape(1), b.scale.reshape(1))[0]
 
 
-def _dequantized(operand: Operand, dtype: jnp.dtype) -> Array:
-    assert operand.scale is not None
+def _row_by_row(codes: Array) -> Array:
+    """The codes [rows, K] as cuBLASLt wants them in memory, before anything is made of them.
+
+    XLA would lay codes that devices exchange along K column by column, and turn them there and back; and of square
+    matrices that share a scale it would turn one between its two conversions, where it knows no FP8 product.
+    """
+    return with_layout_constraint(codes, Layout((0, 1)))
+
+
+def _dequantized(codes: Array, scale: Array, dtype: jnp.dtype) -> Array:
     # XLA takes a scalar's conversion to dtype and back to float32 away, and cuBLASLt reads the float32 scale. Without
     # the barrier the reshape of an array [1] would move between the two, and the scale be one rounded to bfloat16.
-    scale = lax.optimization_barrier(operand.scale.reshape(()))
-    return operand.codes.astype(dtype) * scale.astype(dtype)
-
-
-def _precision(exact: bool) -> lax.Precision:
-    return lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
+    return codes.astype(dtype) * lax.optimization_barrier(scale.reshape(())).astype(dtype)
 
 
 SCALED = Backend[GemmRequest]("scaled", refuses=refuses_scaled, bind=lambda request: run_scaled)

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ....common.dispatch import Backend
-from ..operand import Operand
-from .reference import LAST_AXES
+from ..operand import Operand, contraction
 from .request import GemmRequest
 
 
@@ -20,13 +19,13 @@ def refuses(request: GemmRequest) -> str | None:
 
 
 def run(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool) -> Array:
-    product = lax.dot_general(a.codes, b.codes, LAST_AXES, preferred_element_type=jnp.float32)
+    product = lax.dot_general(a.codes, b.codes, contraction(a, b), preferred_element_type=jnp.float32)
     return product.astype(dtype)
 
 
 def run_narrow(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool) -> Array:
     """cuBLASLt sums in float32 and rounds once, where XLA would write float32 and round in a kernel of its own."""
-    return lax.dot_general(a.codes, b.codes, LAST_AXES, preferred_element_type=dtype)
+    return lax.dot_general(a.codes, b.codes, contraction(a, b), preferred_element_type=dtype)
 
 
 def bind(request: GemmRequest) -> Callable[..., Array]:

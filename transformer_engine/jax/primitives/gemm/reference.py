@@ -7,17 +7,18 @@ from jax import Array, lax
 
 from ....common.dispatch import Backend
 from ....common.formats import FLOAT8
-from ..operand import Operand
+from ..operand import Operand, contraction
 from ..quantize import FORMATS
 from .request import GemmRequest
 
-LAST_AXES = (((1,), (1,)), ((), ()))
-
 
 def run(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool) -> Array:
-    """sum_k a[m, k] b[n, k] in float32; one scale for a whole tensor is applied to the sum, block scales before it."""
+    """sum_k a[m, k] b[n, k] in float32, m, n and k being several axes each.
+
+    One scale for a whole tensor is applied to the sum, block scales before it.
+    """
     # HIGHEST: float32 operands would be rounded to TF32 on a GPU.
-    product = lax.dot_general(_values(a), _values(b), LAST_AXES, precision=lax.Precision.HIGHEST)
+    product = lax.dot_general(_values(a), _values(b), contraction(a, b), precision=lax.Precision.HIGHEST)
     for operand in (a, b):
         if operand.format == FLOAT8:
             assert operand.scale is not None
@@ -29,7 +30,8 @@ def _values(operand: Operand) -> Array:
     if operand.format is None or operand.format == FLOAT8:
         return operand.codes.astype(jnp.float32)
     assert operand.scale is not None
-    return FORMATS[operand.format.name].dequantize(operand, operand.scale)
+    values = FORMATS[operand.format.name].dequantize(operand.matrix(), operand.scale)
+    return values.reshape(operand.codes.shape)
 
 
 BACKEND = Backend[GemmRequest]("reference", bind=lambda request: run)

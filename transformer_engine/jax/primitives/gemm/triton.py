@@ -20,6 +20,7 @@ from ..kernels import Kernel, call
 from ..launching import refuses_on, run
 from ..operand import Operand
 from ..partitioning import Extent, extent
+from ..several_axes import call_on_axes
 from .flag import is_triton_off, warn_of_the_flag
 from .request import GemmRequest
 
@@ -63,6 +64,7 @@ class Product(Kernel):
     blocks: int | None
     n: int
     k: int
+    led_by_results = True
     summed = (0,)
 
     @property
@@ -137,7 +139,12 @@ def _run(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool) -> Array:
     if a.format == BLOCK_1D:
         blocks = 1 if b.format == BLOCK_1D else _BLOCK
         scales = (a.scale.T, b.scale.T if blocks == 1 else b.scale)
-    return call(Product(dtype, exact, blocks, b.rows, a.depth), a.codes, b.codes, *scales)[0]
+    kernel = Product(dtype, exact, blocks, b.rows, a.depth)
+    if blocks is None:
+        counts = {"m": a.axis, "n": b.axis, "k": a.codes.ndim - a.axis}
+        return call_on_axes(kernel, counts, a.codes, b.codes, *scales)[0]
+    out = call(kernel, a.matrix().codes, b.matrix().codes, *scales)[0]
+    return out.reshape(*a.codes.shape[: a.axis], *b.codes.shape[: b.axis])
 
 
 BACKEND = Backend[GemmRequest]("triton", refuses=refuses, bind=bind)

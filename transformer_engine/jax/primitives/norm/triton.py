@@ -1,11 +1,10 @@
-"""The norms by the kernels of common/kernels/norm.py, on matrices [rows, width]."""
+"""The norms by the kernels of common/kernels/norm.py, on matrices [rows, width] whose rows may be several axes."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import jax
@@ -14,8 +13,9 @@ from jax import Array
 
 from ....common.dispatch import Backend
 from ...platform import processors
-from ..kernels import Kernel, call
+from ..kernels import Kernel
 from ..launching import perform, refuses_on, run
+from ..several_axes import call_on_axes, with_rows
 from .request import NormRequest
 
 
@@ -100,7 +100,9 @@ def forward(
 ) -> tuple[Array, Array | None, Array]:
     """See `norm_forward`."""
     given = (gamma, beta) if centered and beta is not None else (gamma,)
-    y, *statistics = call(Forward(centered, zero_centered, epsilon), _matrix(x), *given)
+    of_rows, count = with_rows(x, 1)
+    kernel = Forward(centered, zero_centered, epsilon)
+    y, *statistics = call_on_axes(kernel, {"r": count}, of_rows, *given)
     rows = (*x.shape[:-1], 1)
     mean = statistics[0].reshape(rows) if centered else None
     return y.reshape(x.shape), mean, statistics[-1].reshape(rows)
@@ -110,15 +112,13 @@ def backward(
     dy: Array, x: Array, mean: Array | None, rstdev: Array, gamma: Array, zero_centered: bool, dtype: str
 ) -> tuple[Array, Array, Array]:
     """See `norm_backward`."""
-    statistics = (rstdev.ravel(),) if mean is None else (mean.ravel(), rstdev.ravel())
+    (of_rows, count), (gradient, _) = with_rows(x, 1), with_rows(dy, 1)
+    found = (rstdev,) if mean is None else (mean, rstdev)
+    statistics = (one.reshape(of_rows.shape[:-1]) for one in found)
     kernel = Backward(mean is not None, zero_centered, dtype)
-    made = call(kernel, _matrix(dy), _matrix(x), gamma, *statistics)
+    made = call_on_axes(kernel, {"r": count}, gradient, of_rows, gamma, *statistics)
     dbeta = made[2] if mean is not None else jnp.zeros_like(made[1])
     return made[0].reshape(x.shape), made[1], dbeta
-
-
-def _matrix(x: Array) -> Array:
-    return x.reshape(prod(x.shape[:-1]), x.shape[-1])
 
 
 OPERATIONS: dict[str, Callable[..., Any]] = {"forward": forward, "backward": backward}

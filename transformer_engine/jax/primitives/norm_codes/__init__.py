@@ -27,7 +27,7 @@ def norm_codes(
     zero_centered: bool,
     epsilon: float,
 ) -> tuple[Quantized, Array | None, Array]:
-    """Codes of y as a matrix [rows, width], y rounded to x's dtype; mean (None unless centered), rstdev as the norm's.
+    """Codes of y [*rows, width], see `Quantized`, y rounded to x's dtype; mean (None unless centered) and rstdev.
 
     On a GPU they are made where y is, which is never stored, unless one scale is to be made of its maximum: that is
     found on the way.
@@ -35,7 +35,7 @@ def norm_codes(
     shape = (prod(x.shape[:-1]), x.shape[-1])
 
     def request(platform: str) -> NormCodesRequest:
-        made = Request(cast.spec, shape, x.dtype, platform, cast.multiplier is not None)
+        made = Request(cast.spec, shape, x.dtype, platform, cast.multiplier is not None, max(x.ndim - 1, 1))
         return NormCodesRequest(NormRequest.of("forward", x, platform), made, centered)
 
     how = How(centered, zero_centered, epsilon, cast.spec)

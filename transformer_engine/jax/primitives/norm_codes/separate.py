@@ -7,6 +7,7 @@ from jax import Array
 from ....common.dispatch import Backend
 from ..norm import norm_forward
 from ..quantize import Quantized, quantize
+from ..several_axes import with_rows
 from .request import How, NormCodesRequest
 
 
@@ -15,7 +16,9 @@ def run(
 ) -> tuple[Quantized, Array | None, Array]:
     """See `norm_codes`."""
     y, mean, rstdev = norm_forward(x, gamma, beta, how.centered, how.zero_centered, how.epsilon)
-    return quantize(y.reshape(-1, x.shape[-1]), how.spec, multiplier=multiplier), mean, rstdev
+    of_rows, axis = with_rows(y, 1)
+    made = quantize(of_rows, how.spec, multiplier=multiplier, axis=axis)
+    return made, mean, rstdev
 
 
 BACKEND = Backend[NormCodesRequest]("separate", bind=lambda request: run)

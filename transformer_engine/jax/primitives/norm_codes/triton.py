@@ -17,11 +17,12 @@ from jax import Array
 from ....common.dispatch import Backend
 from ....common.formats import BLOCK_1D, ceil_div
 from ...platform import processors
-from ..kernels import Kernel, call
+from ..kernels import Kernel
 from ..launching import perform, run
 from ..norm import triton as norm
 from ..quantize import FORMATS, Quantized, QuantizeSpec, Request, fused_codes, jax_dtype
 from ..quantize.spec import Given
+from ..several_axes import call_on_axes, with_rows
 from .request import How, NormCodesRequest
 
 if TYPE_CHECKING:
@@ -166,18 +167,20 @@ def _run(
 ) -> tuple[Quantized, Array | None, Array]:
     """See `norm_codes`."""
     norm_of, spec = (how.centered, how.zero_centered, how.epsilon), how.spec
-    given = [x.reshape(cast.shape), gamma, *([] if beta is None else [beta])]
+    of_rows, count = with_rows(x, 1)
+    given = [of_rows, gamma, *([] if beta is None else [beta])]
+    counts = {"r": count}
     if fused_codes.in_blocks(spec):
-        codes, scales, *statistics = call(RowBlocks(*norm_of, spec), *given)
-        made = Quantized(codes, scales)
+        codes, scales, *statistics = call_on_axes(RowBlocks(*norm_of, spec), counts, *given)
+        made = Quantized(codes, scales.reshape(-1, scales.shape[-1]))
     elif scale is not None:
         multiplier = scale.astype(jnp.float32).reshape(1)
-        codes, *rest = call(Scaled(*norm_of, spec), *given, multiplier)
+        codes, *rest = call_on_axes(Scaled(*norm_of, spec), counts, *given, multiplier)
         codes_t = rest.pop(0) if spec.columnwise else None
         inverse, amax, *statistics = rest
         made = Quantized(codes, inverse, codes_t, inverse if spec.columnwise else None, amax)
     else:
-        amax, y, *statistics = call(Measured(*norm_of), *given)
+        amax, y, *statistics = call_on_axes(Measured(*norm_of), counts, *given)
         made = FORMATS[spec.format.name].plan(cast)(y, Given(amax=amax))
     shape = (*x.shape[:-1], 1)
     mean = statistics[0].reshape(shape) if how.centered else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import jax.numpy as jnp
 from jax import Array
 
@@ -46,25 +48,30 @@ def quantize(
     amax: Array | None = None,
     amax_t: Array | None = None,
     random: tuple[Array, Array | None] | None = None,
+    axis: int = 1,
 ) -> Quantized:
-    """x [M, K] -> codes and scales of the directions that spec asks for.
+    """x [*M, *K] -> codes and scales of the directions that spec asks for.
 
     multiplier  FLOAT8: multiply by this instead of one made from the absolute maximum (delayed scaling); 0 is read as 1
     amax      FLOAT8, NVFP4: the absolute maximum to use
     amax_t    NVFP4: the same for the columnwise direction
     random    NVFP4, stochastic: uniform float32 in [0, 1), shaped [M, K] for the rowwise codes and [K, M] for
               the columnwise (two_dimensional: the first alone, the columnwise codes being its transpose)
+    axis      where K begins. With one scale for all, codes keep x's axes, [*M, *K] and [*K, *M], so that devices may
+              hold parts of any of them; blocks lie in a matrix, and so do their codes
     """
-    _check(x, spec, multiplier, random)
-    shape = (x.shape[0], x.shape[1])
+    shape = (prod(x.shape[:axis]), prod(x.shape[axis:]))
+    _check(x, shape, axis, spec, multiplier, random)
+    if spec.format.block is not None:
+        x, axis = x.reshape(shape), 1
     return computed(
-        TABLE, lambda platform: Request(spec, shape, x.dtype, platform, multiplier is not None), x,
+        TABLE, lambda platform: Request(spec, shape, x.dtype, platform, multiplier is not None, axis), x,
         Given(multiplier, amax, amax_t, random),
     )  # fmt: skip
 
 
 def dequantize(operand: Operand) -> Array:
-    """values [rows, K] = codes * scale, in float32 with one final rounding to operand.dtype."""
+    """values [*rows, *K] = codes * scale, in float32 with one final rounding to operand.dtype."""
     form = operand.format
     if form is None:
         return operand.codes.astype(operand.dtype)
@@ -72,21 +79,31 @@ def dequantize(operand: Operand) -> Array:
         raise ValueError(
             f"an operand of format {form.name} needs its scale, which is None; pass the one that `quantize` returned"
         )
-    return FORMATS[form.name].dequantize(operand, operand.scale).astype(operand.dtype)
+    blocks = operand if form.block is None else operand.matrix()
+    values = FORMATS[form.name].dequantize(blocks, operand.scale).astype(operand.dtype)
+    return values.reshape(operand.codes.shape)
 
 
 def _check(
-    x: Array, spec: QuantizeSpec, multiplier: Array | None, random: tuple[Array, Array | None] | None
+    x: Array,
+    shape: tuple[int, int],
+    axis: int,
+    spec: QuantizeSpec,
+    multiplier: Array | None,
+    random: tuple[Array, Array | None] | None,
 ) -> None:
-    if x.ndim != 2:
-        raise ValueError(f"x has shape {x.shape}; quantize takes a matrix [M, K], reshape it")
+    if not 0 < axis < x.ndim:
+        raise ValueError(
+            f"x has shape {x.shape}, its columns begin at axis {axis}; quantize takes axes of rows and of columns, "
+            "at least one each: reshape it, or give another axis"
+        )
     if x.dtype not in _VALUES:
         raise TypeError(f"x is {described(x)}; quantize takes float32, bfloat16 and float16, cast it")
     if multiplier is not None and spec.format.block is not None:
         raise ValueError(
             f"a multiplier was given for format {spec.format.name}, which makes one a block; give none, or use FLOAT8"
         )
-    rows, depth = x.shape
+    rows, depth = shape
     FORMATS[spec.format.name].check(rows, depth, spec)
     if spec.stochastic:
         _check_random(rows, depth, spec, random)

@@ -23,7 +23,8 @@ class FormatRow:
     """One format's maths.
 
     format       its description
-    quantize     the reference: codes of x [M, K] by literal float32 operations on any device
+    quantize     the reference: codes of x [M, K] by literal float32 operations on any device; with one scale for all,
+                 codes like x of any shape, whatever the direction
     dequantize   (operand, its scale) -> values [rows, K] in float32
     check        (rows, depth, spec): ValueError where the shape does not fit
     plan         (request) -> what computes it by kernels

@@ -3,20 +3,38 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import jax
 from jax import Array
 
 from ....common.dispatch import Backend
+from ..operand import turned
+from .format_row import PlannedCall
 from .formats import FORMATS
 from .spec import Given, Quantized, QuantizeSpec, Request
 
 
 # Compiled as one program also where the caller is eager: operation by operation it takes seconds.
-@functools.partial(jax.jit, static_argnames=("spec",))
-def run(x: Array, given: Given, spec: QuantizeSpec) -> Quantized:
-    """x [M, K] -> the directions that spec asks for."""
-    return FORMATS[spec.format.name].quantize(x, spec, given)
+@functools.partial(jax.jit, static_argnames=("spec", "axis"))
+def run(x: Array, given: Given, spec: QuantizeSpec, axis: int = 1) -> Quantized:
+    """x [M, K] -> the directions that spec asks for; of [*M, *K] where one scale is that of all."""
+    form = FORMATS[spec.format.name]
+    if spec.format.block is not None:
+        return form.quantize(x, spec, given)
+    made = form.quantize(x, replace(spec, rowwise=True, columnwise=False), given)
+    assert made.codes is not None
+    return Quantized(
+        codes=made.codes if spec.rowwise else None,
+        scale=made.scale if spec.rowwise else None,
+        codes_t=turned(made.codes, axis) if spec.columnwise else None,
+        scale_t=made.scale if spec.columnwise else None,
+        amax=made.amax,
+    )
 
 
-BACKEND = Backend[Request]("reference", bind=lambda request: functools.partial(run, spec=request.spec))
+def _bind(request: Request) -> PlannedCall:
+    return functools.partial(run, spec=request.spec, axis=request.axis)
+
+
+BACKEND = Backend[Request]("reference", bind=_bind)

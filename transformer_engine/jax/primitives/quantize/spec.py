@@ -33,6 +33,8 @@ class Given(NamedTuple):
 class Quantized(NamedTuple):
     """The matrix [M, K] in narrow codes; None where a direction was not asked for.
 
+    Codes with one scale have the axes of what was quantized, [*M, *K] and [*K, *M].
+
     codes    [M, K];   scale    how `Operand` describes it for [M, K]
     codes_t  [K, M];   scale_t  the same for the transposed matrix [K, M]
     amax     float32 [1]: FLOAT8 and NVFP4, the absolute maximum that the row direction was scaled by
@@ -49,10 +51,14 @@ class Quantized(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """What a backend may decide on: the spec, the matrix's shape and dtype, and the platform; never its values."""
+    """What a backend may decide on: the spec, the matrix's shape and dtype, and the platform; never its values.
+
+    axis    where the columns of the array begin, whose rows and columns may be several axes each
+    """
 
     spec: QuantizeSpec
     shape: tuple[int, int]
     dtype: jnp.dtype
     platform: str
     multiplier_given: bool = False
+    axis: int = 1

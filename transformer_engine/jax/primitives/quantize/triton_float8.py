@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from ....common.formats import Element
-from ..kernels import Kernel, call
+from ..kernels import Kernel
 from ..launching import perform, run
+from ..several_axes import call_on_axes
 from .format_row import PlannedCall
 from .spec import Given, Quantized, Request, jax_dtype
 
@@ -89,16 +90,17 @@ class Cast(Kernel):
 def plan(request: Request) -> PlannedCall:
     """The codes and scale of matrices, as one spec asks for them."""
     spec = request.spec
-    directions = (spec.element, spec.rowwise, spec.columnwise)
+    directions, axis = (spec.element, spec.rowwise, spec.columnwise), request.axis
 
     def quantize(x: Array, given: Given) -> Quantized:
+        counts = {"r": axis, "w": x.ndim - axis}
         if given.multiplier is not None:
             kernel, number = Cast(*directions, True, False, 0.0), given.multiplier
         else:
             kernel = Cast(*directions, False, spec.power_of_two, spec.epsilon)
-            number = call(Maximum(), x)[0] if given.amax is None else given.amax
+            number = call_on_axes(Maximum(), counts, x)[0] if given.amax is None else given.amax
         number = number.astype(jnp.float32).reshape(1)
-        made = list(call(kernel, x, number))
+        made = list(call_on_axes(kernel, counts, x, number))
         codes = made.pop(0) if spec.rowwise else None
         codes_t = made.pop(0) if spec.columnwise else None
         scale, found = made[0], made[1] if kernel.measures else number

@@ -15,7 +15,7 @@ from ..triton_float8 import plan
 
 
 def quantize(x: Array, spec: QuantizeSpec, given: Given) -> Quantized:
-    """x [M, K] -> codes in the directions that spec asks for, one scale [1] for both, and the maximum."""
+    """x of any shape -> codes like x, one scale [1], and the maximum; the codes of both directions are the same."""
     amax = float8.absolute_maximum(x) if given.amax is None else given.amax
     if given.multiplier is not None:
         multiplier = float8.given_multiplier(given.multiplier)
@@ -23,15 +23,8 @@ def quantize(x: Array, spec: QuantizeSpec, given: Given) -> Quantized:
         multiplier = float8.scale_from_amax(
             amax, spec.element.maximum, power_of_two=spec.power_of_two, epsilon=spec.epsilon
         )
-    multiplier, scale = tiles.settled((multiplier, exact.reciprocal(multiplier)))
-    codes = float8.encode(x, spec.element, multiplier)
-    return Quantized(
-        codes=codes if spec.rowwise else None,
-        scale=scale if spec.rowwise else None,
-        codes_t=codes.T if spec.columnwise else None,
-        scale_t=scale if spec.columnwise else None,
-        amax=amax,
-    )
+    multiplier, scale = tiles.settled((multiplier, exact.reciprocal(multiplier.astype(jnp.float32))))
+    return Quantized(float8.encode(x, spec.element, multiplier), scale, amax=amax)
 
 
 def dequantize(operand: Operand, scale: Array) -> Array:
