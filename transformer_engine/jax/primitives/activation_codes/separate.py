@@ -25,7 +25,9 @@ def forward(x: Array, multiplier: Array | None, how: How) -> Quantized:
 def backward(dy: Array, x: Array, multiplier: Array | None, how: How) -> tuple[Quantized, Array | None]:
     """See `activation_backward_codes`."""
     dx, axis = with_rows(activation_backward(dy, x, how.names, how.params), 2)
-    sums = dx.astype(jnp.float32).sum(axis=tuple(range(axis))) if how.sums else None
+    sums = None
+    if how.sums is not None:
+        sums = dx.astype(jnp.float32).sum(axis=tuple(range(axis))).astype(how.sums)
     return quantize(dx, how.spec, multiplier=multiplier, axis=axis), sums
 
 
