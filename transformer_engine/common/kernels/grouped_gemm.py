@@ -66,6 +66,22 @@ def group_of_tile(layout, tile_m, GROUPS: tl.constexpr):
 
 
 @triton.jit
+def group_or_none(layout, tile_m, TILES, GROUPS: tl.constexpr):
+    """The group of one of TILES tiles, of which the last is behind all groups whatever their sizes: GROUPS there.
+
+    One tile more than `tiles_at_most` is enough for every row to have one: with S of T rows in groups, at most
+    (S + 127 GROUPS) / 128 tiles are theirs, so that T // 128 + GROUPS + 1 leave (T - S) / 128 or more.
+    """
+    return tl.load(layout + 2 * (GROUPS + 1) + tile_m, mask=tile_m < TILES - 1, other=GROUPS)
+
+
+@triton.jit
+def row_behind(layout, tile_m, GROUPS: tl.constexpr):
+    """The first row of a tile that is no group's: they follow the last row that is one's."""
+    return tl.load(layout + GROUPS) + (tile_m - tl.load(layout + 2 * GROUPS + 1)) * ROWS
+
+
+@triton.jit
 def rows_of_group(layout, group, GROUPS: tl.constexpr):
     """(first row, rows, first tile, tiles) of a group."""
     start = tl.load(layout + group)
@@ -97,6 +113,7 @@ def rows_kernel(
     N,
     K,
     TILES_M,
+    TOTAL,
     GROUPS: tl.constexpr,
     SCALING: tl.constexpr,
     IMPRECISE: tl.constexpr,
@@ -106,14 +123,25 @@ def rows_kernel(
     BAND: tl.constexpr,
     STAGES: tl.constexpr,
     EVEN: tl.constexpr,
+    CLEARS: tl.constexpr,
 ):
     """out [total, N]: rows of group e are a's rows [.., K] @ b_e [N, K].T (TRANSPOSED: @ b_e [K, N]).
 
     scale_a   by tensor [GROUPS, SLOT]; by block, group after group, [ceil(K / 128), rows]
     scale_b   by tensor [GROUPS, SLOT]; by block [GROUPS, ceil(N / 128), ceil(K / 128)]
+    CLEARS    rows behind the last group, up to TOTAL, are zero; else they stay
     """
     tile_m, tile_n = tile.position(tl.program_id(0), TILES_M, tl.cdiv(N, BLOCK_N), BAND)
-    group = group_of_tile(layout, tile_m, GROUPS)
+    if CLEARS:
+        group = group_or_none(layout, tile_m, TILES_M, GROUPS)
+        if group >= GROUPS:
+            first = row_behind(layout, tile_m, GROUPS)
+            n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+            places = out + first.to(tl.int64) * N + (tl.arange(0, ROWS)[:, None] * N + n[None, :])
+            inside = (first + tl.arange(0, ROWS) < TOTAL)[:, None] & (n < N)[None, :]
+            tl.store(places, tl.zeros((ROWS, BLOCK_N), out.dtype.element_ty), mask=inside)
+    else:
+        group = group_of_tile(layout, tile_m, GROUPS)
     if group >= GROUPS:
         return
     start, rows, first_tile, _ = rows_of_group(layout, group, GROUPS)
@@ -278,18 +306,22 @@ def product_of_rows(
     exact: bool = False,
     transposed: bool = False,
     by_address: bool = False,
+    clears: bool = False,
     shared_memory: int = 1 << 30,
 ) -> Launch:
     """Inputs: a [total, depth], b or, by_address, one of its matrices, the table or None, scale_a, scale_b,
-    bias [groups, width] or None, layout; output: out [total, width], whose rows behind the last group stay."""
+    bias [groups, width] or None, layout; output: out [total, width].
+
+    clears   rows behind the last group are zero; else they stay
+    """
     block_n, block_k, band, stages, warps = _tile_of_rows(width, scaling, shared_memory)
     even = depth % block_k == 0 and (not transposed or width % block_n == 0)
-    tiles_m = tiles_at_most(total, groups)
+    tiles_m = tiles_at_most(total, groups) + clears
     return Launch(
         rows_kernel,
         (tiles_m * ceil_div(width, block_n), 1, 1),
         (Output((total, width), None),),
-        (width, depth, tiles_m),
+        (width, depth, tiles_m, total if clears else 0),
         (
             groups,
             scaling,
@@ -300,6 +332,7 @@ def product_of_rows(
             band,
             stages,
             even,
+            clears,
         ),
         warps,
         tables=(Table(2, (READ,)),) if by_address else (),

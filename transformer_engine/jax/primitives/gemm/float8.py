@@ -57,9 +57,15 @@ def refuses_scaled(request: GemmRequest) -> str | None:
 
 
 def run_scaled(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool) -> Array:
+    assert a.scale is not None and b.scale is not None
+    # XLA takes a scalar's conversion to dtype and back to float32 away, and cuBLASLt reads the float32 scale. Without
+    # the barrier the reshape of an array [1] would move between the two, and the scale be one rounded to bfloat16.
+    # Both scales pass one barrier, which belongs to this product: products that share an operand would else share its
+    # dequantized values, and XLA would make one product of them, in bfloat16.
+    scales = lax.optimization_barrier((a.scale.reshape(()), b.scale.reshape(())))
     return lax.dot_general(
-        _dequantized(a, dtype),
-        _dequantized(b, dtype),
+        a.codes.astype(dtype) * scales[0].astype(dtype),
+        b.codes.astype(dtype) * scales[1].astype(dtype),
         LAST_AXES,
         precision=_precision(exact),
         preferred_element_type=dtype,
@@ -73,14 +79,6 @@ def run_direct(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool) -> Array:
         a.codes, b.codes, LAST_AXES, precision=_precision(exact), preferred_element_type=jnp.float32
     )
     return (product * (a.scale * b.scale)).astype(dtype)
-
-
-def _dequantized(operand: Operand, dtype: jnp.dtype) -> Array:
-    assert operand.scale is not None
-    # XLA takes a scalar's conversion to dtype and back to float32 away, and cuBLASLt reads the float32 scale. Without
-    # the barrier the reshape of an array [1] would move between the two, and the scale be one rounded to bfloat16.
-    scale = lax.optimization_barrier(operand.scale.reshape(()))
-    return operand.codes.astype(dtype) * scale.astype(dtype)
 
 
 def _precision(exact: bool) -> lax.Precision:
