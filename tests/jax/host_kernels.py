@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import dataclass
 
@@ -83,6 +84,23 @@ class Product(Kernel):
 
 
 @dataclass(frozen=True)
+class Rounded(Product):
+    """The product as dtype; parts of it are added up before they are rounded."""
+
+    dtype: str = "bfloat16"
+
+    @property
+    def in_parts(self):
+        return dataclasses.replace(self, dtype="float32")
+
+    def results(self, *operands):
+        return tuple(Shape(one.shape, jnp.dtype(self.dtype)) for one in super().results(*operands))
+
+    def run(self, *arrays):
+        return tuple(made.astype(self.dtype) for made in super().run(*arrays))
+
+
+@dataclass(frozen=True)
 class Heads(Kernel):
     """q [b, h, s], k [b, g, s] -> q * its head of k, and what every head of k is summed to [b, g]"""
 
@@ -111,6 +129,11 @@ def random(seed, *shape):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
+def whole(seed, *shape):
+    """Numbers whose sums are exact in any order, and whose partial sums bfloat16 rounds."""
+    return jnp.asarray(np.random.default_rng(seed).integers(-30, 30, shape), jnp.float32)
+
+
 CASES = {
     "rows": (Measured(), [random(0, 16, 32)], [("dp",)]),
     "both axes": (Measured(), [random(0, 16, 32)], [("dp", "tp")]),
@@ -119,6 +142,7 @@ CASES = {
     "blocks that are not full": (Blocks((16, 72)), [random(1, 16, 72)], [("dp", "tp")]),
     "columns": (Product(), [random(2, 16, 32), random(3, 24, 32)], [("dp", None), ("tp", None)]),
     "contraction": (Product(), [random(2, 16, 32), random(3, 24, 32)], [("dp", "tp"), (None, "tp")]),
+    "contraction that is rounded": (Rounded(), [whole(2, 16, 32), whole(3, 24, 32)], [(None, "dp"), (None, "dp")]),
     "one of both": (Product(), [random(2, 16, 32), random(3, 24, 32)], [(None, "tp"), (None, None)]),
     "the same axis": (Product(), [random(2, 16, 32), random(3, 24, 32)], [("dp", None), ("dp", None)]),
     "heads": (Heads(2), [random(4, 8, 8, 3), random(5, 8, 4, 3)], [("dp", "tp"), ("dp", "tp")]),

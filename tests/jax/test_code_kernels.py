@@ -116,6 +116,8 @@ def test_a_quantized_mlp_on_cuda_is_as_many_kernels_as_it_has_tensors(monkeypatc
     # Norm and its transpose, two kernels, the activation; dy, the activation's gradient; the norm's gradient and its
     # sums; six states; six products.
     assert len(re.findall("triton_kernel_call_ffi", text)) == 2 + 2 + 1 + 1 + 1 + 2 + 2 + 6
+    # A scale of 0 is read as 1 by the kernels that load it: an operation before each would be a kernel of XLA's.
+    assert re.findall(r"stablehlo\.(?:compare|select).*tensor<1xf32>", text) == []
 
 
 def test_both_products_of_an_mlp_advance_their_states():

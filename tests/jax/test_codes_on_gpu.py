@@ -19,7 +19,7 @@ from transformer_engine.jax.primitives.activation import ActivationParams
 from transformer_engine.jax.primitives.activation_codes import activation_backward_codes, activation_codes
 from transformer_engine.jax.primitives.grouped_quantize import quantize_stack
 from transformer_engine.jax.primitives.norm_codes import norm_codes
-from transformer_engine.jax.primitives.quantize import Cast
+from transformer_engine.jax.primitives.quantize import Cast, quantize
 from transformer_engine.jax.primitives.scale_update import State, advance_states
 from transformer_engine.jax.quantize import QuantizeMeta, QuantizeMetaSet, QuantizerFactory
 from transformer_engine.pytorch.primitives.scale_update import reference as torch_update
@@ -28,6 +28,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("as_users_compile")]
 SPECS = {
     "delayed": QuantizeSpec(FLOAT8, E4M3, columnwise=True),
     "delayed rows": QuantizeSpec(FLOAT8, E5M2),
+    "delayed from 0": QuantizeSpec(FLOAT8, E4M3, columnwise=True),
     "current": QuantizeSpec(FLOAT8, E4M3, columnwise=True),
     "blocks": QuantizeSpec(BLOCK_1D, E4M3, columnwise=True, power_of_two=True),
     "blocks of rows": QuantizeSpec(BLOCK_1D, E4M3, power_of_two=True),
@@ -37,7 +38,8 @@ RECIPES = {"delayed": DelayedScaling, "current": Float8CurrentScaling, "block": 
 
 
 def cast_of(name: str) -> Cast:
-    return Cast(SPECS[name], jnp.full(1, 3.7) if "delayed" in name else None)
+    scale = 0.0 if "from 0" in name else 3.7
+    return Cast(SPECS[name], jnp.full(1, scale) if "delayed" in name else None)
 
 
 def both_ways(operation: str, function, *arrays):
@@ -57,7 +59,7 @@ def assert_equal(pairs, name: str) -> None:
 
 
 @pytest.mark.parametrize("centered", [False, True])
-@pytest.mark.parametrize("name", ["delayed", "delayed rows", "current", "blocks of rows"])
+@pytest.mark.parametrize("name", ["delayed", "delayed rows", "delayed from 0", "current", "blocks of rows"])
 def test_a_norm_makes_the_codes_of_what_it_would_store(name, centered):
     x = jnp.asarray(matrix("normal", (48, 256), "bfloat16")).reshape(4, 12, 256)
     gamma, beta = jnp.linspace(0.5, 1.5, 256), jnp.linspace(-1, 1, 256) if centered else None
@@ -100,15 +102,37 @@ def test_sums_of_columns_come_with_the_codes_of_a_gradient(name):
 @pytest.mark.parametrize("directions", [(True, True), (False, True), (True, False)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_stack_has_the_codes_of_its_matrices(dtype, directions):
-    x = jnp.stack([jnp.asarray(matrix("normal", (144, 80), dtype, seed)) for seed in range(3)])
+    x = jnp.stack([jnp.asarray(matrix("normal", (144, 80), dtype, seed)) for seed in range(4)])
     x = x.at[1].set(0).at[2, 3, 4].set(jnp.nan)
-    multiplier = jnp.asarray([3.7, 1.0, 0.3], jnp.float32)
+    multiplier = jnp.asarray([3.7, 1.0, 0.3, 0.0], jnp.float32)
     made = []
     for backend in ("triton", "reference"):
         with use_backend(jax_grouped_quantize=backend):
             made.append(jax.jit(lambda x: quantize_stack(x, multiplier, E4M3, *directions))(x))
     assert [one is None for one in made[0]] == [one is None for one in made[1]]
+    assert made[0].scale[-1] == 1.0  # of a multiplier of 0, which is read as 1
     assert_equal(zip(*map(jax.tree.leaves, made), strict=True), f"{dtype} {directions}")
+
+
+@pytest.mark.parametrize("directions", [(True, True), (False, True), (True, False)])
+def test_a_multiplier_of_0_is_read_as_1(directions):
+    x, spec = jnp.asarray(matrix("normal", (144, 80), "bfloat16")), QuantizeSpec(FLOAT8, E4M3, *directions)
+
+    def made(backend: str, multiplier: float):
+        with use_backend(jax_quantize=backend):
+            return jax.jit(lambda x: quantize(x, spec, multiplier=jnp.full(1, multiplier)))(x)
+
+    want = made("reference", 1.0)
+    for backend in ("triton", "reference"):
+        assert_equal(zip(*map(jax.tree.leaves, (made(backend, 0.0), want)), strict=True), backend)
+
+
+def test_a_state_of_0_without_a_maximum_advances_to_1():
+    state = State(jnp.zeros(4), jnp.zeros(1), jnp.zeros(1))
+    for backend in ("triton", "reference"):
+        with use_backend(jax_scale_update=backend):
+            ((history, scale),) = jax.jit(lambda: advance_states([state], "max", (448.0,), 0.0))()
+        assert scale == 1.0 and not history.any(), backend
 
 
 def quantizers(recipe: str):

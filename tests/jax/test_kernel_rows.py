@@ -60,6 +60,26 @@ def test_both_passes_are_kernels_on_cuda_and_the_reference_here(name, monkeypatc
     jax.tree.map(np.testing.assert_array_equal, found, gradient(name)[0](x))
 
 
+@pytest.mark.parametrize(
+    "dtypes", [("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float32", "bfloat16")]
+)
+def test_gradients_of_a_norms_parameters_are_float32_sums_rounded_to_their_dtypes(dtypes):
+    x, dy = x_of(40, 64), x_of(40, 64, seed=1)
+    narrow = [jnp.asarray(p).astype(dtype) for p, dtype in zip((GAMMA, BETA), dtypes, strict=True)]
+
+    def gradients(x, gamma, beta):
+        _, pullback = jax.vjp(lambda *a: layernorm(*a, "layernorm"), x, gamma, beta)
+        return pullback(dy)[1:]
+
+    sums = jax.jit(gradients)(x, *(p.astype(jnp.float32) for p in narrow))
+    for got, want, dtype in zip(jax.jit(gradients)(x, *narrow), sums, dtypes, strict=True):
+        assert got.dtype == dtype
+        np.testing.assert_array_equal(got.astype(jnp.float32), want.astype(dtype).astype(jnp.float32))
+    text = jax.jit(gradients).trace(x, *narrow).lower(lowering_platforms=("cuda",)).as_text()
+    converted = text.count("(tensor<64xf32>) -> tensor<64xbf16>")
+    assert converted == (0 if dtypes[0] == dtypes[1] else 1), "a kernel of XLA's each"
+
+
 def test_without_a_gpu_no_kernel_is_asked_for_unless_one_says_so(monkeypatch):
     request = norm.NormRequest("forward", 64, jnp.dtype(jnp.bfloat16), 4, "cuda")
     row = norm.triton.BACKEND

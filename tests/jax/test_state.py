@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import flax
 import jax
 import jax.numpy as jnp
@@ -301,6 +303,20 @@ def test_a_layer_that_a_step_left_out_begins_again_as_a_new_one():
     jax.tree.map(np.testing.assert_array_equal, got, want)
     assert np.isfinite(got[0])
     assert got[1]["fp8_metas"]["sometimes"]["x_scale"] > 0
+
+
+def test_a_state_of_0_that_sees_nothing_but_0_is_that_of_a_new_one():
+    left_out = DelayedScaleQuantizer(
+        q_dtype=jnp.dtype(jnp.float8_e4m3fn), scale=jnp.zeros(1), amax_history=jnp.zeros(4)
+    )
+    new = dataclasses.replace(left_out, scale=jnp.ones(1))
+    for x in (jnp.zeros((16, 16)), jnp.ones((16, 16))):
+
+        def step(quantizer, x=x):
+            tensor, amax = quantizer.encode(x)
+            return tensor, quantizer.advanced(amax)
+
+        jax.tree.map(np.testing.assert_array_equal, *map(jax.tree.leaves, map(step, (left_out, new))))
 
 
 def test_groups_whose_state_was_not_read_begin_as_new_ones():

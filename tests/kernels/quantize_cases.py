@@ -16,6 +16,7 @@ import interpreter
 import torch
 
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, E5M2, FLOAT8, MXFP8, NVFP4
+from transformer_engine.common.kernels import cast
 from transformer_engine.pytorch.primitives.quantize import (
     FORMATS,
     Quantized,
@@ -72,6 +73,24 @@ def is_equal(spec: QuantizeSpec, x: torch.Tensor, scale: torch.Tensor | None) ->
     )
 
 
+def of_nothing() -> dict[tuple[float, str], bool]:
+    """A given multiplier of 0 is taken as it is, or, where a caller says so, as 1, by both kernels."""
+    x, equal = matrix(80, 130, "normal", torch.bfloat16), {}
+    zero, one = torch.zeros(1), torch.ones(1)
+    for spec in (SPECS["float8"], SPECS["float8-both"]):
+        shape, directions = (80, 130), (spec.element, spec.rowwise, spec.columnwise)
+        request = Request(spec, shape, x.dtype, x.device, True)
+        for zero_is_one, read in ((False, zero), (True, one)):
+            program = cast.one_scale(shape, *directions, cast.MEASURED, zero_is_one=zero_is_one)
+            actual = Quantized(*launching.Performed(program, x.device)(x, zero))
+            expected = reference.BACKEND.bind(request)(x, read, None, None, None, None)
+            equal[float(read), "both" if spec.columnwise else "rows"] = all(
+                interpreter.same_bits(getattr(actual, name), getattr(expected, name))
+                for name in Quantized._fields
+            )
+    return equal
+
+
 def main() -> None:
     interpreter.repair()
     torch.set_num_threads(1)
@@ -87,6 +106,7 @@ def main() -> None:
             given = torch.tensor([1.7]) if scaled and spec.format == FLOAT8 else None
             equal = equal and is_equal(spec, matrix(rows, depth, content, next(dtypes)), given)
         results[f"{name}/{content}"] = equal
+    results |= {f"float8/given {number} {how}": equal for (number, how), equal in of_nothing().items()}
     print(json.dumps(results))
 
 

@@ -88,8 +88,7 @@ def _norm_fwd(
 
 def _norm_bwd(centered: bool, zero_centered: bool, epsilon: float, saved: Any, dy: Array) -> tuple[Any, ...]:
     x, gamma, beta, mean, rstdev = saved
-    dx, dgamma, dbeta = norm_backward(dy, x, mean, rstdev, gamma, zero_centered)
-    return dx, dgamma.astype(gamma.dtype), None if beta is None else dbeta.astype(beta.dtype)
+    return norm_backward(dy, x, gamma, beta, mean, rstdev, zero_centered)
 
 
 _norm.defvjp(_norm_fwd, _norm_bwd)

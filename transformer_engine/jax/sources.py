@@ -78,8 +78,7 @@ class Norm:
     def gradients(self, saved: Any, gradient: Array) -> tuple[Any, ...]:
         x, gamma, beta, mean, rstdev = saved
         gradient = with_sharding_constraint_by_logical_axes(gradient, self.axes)
-        dx, dgamma, dbeta = norm_backward(gradient, x, mean, rstdev, gamma, self.zero_centered)
-        return dx, dgamma.astype(gamma.dtype), None if beta is None else dbeta.astype(beta.dtype)
+        return norm_backward(gradient, x, gamma, beta, mean, rstdev, self.zero_centered)
 
 
 @dataclass(frozen=True)

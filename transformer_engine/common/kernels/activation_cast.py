@@ -104,6 +104,7 @@ def forward_kernel(
     offset,
     CURVE: tl.constexpr,
     GATED: tl.constexpr,
+    ZERO_IS_ONE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BAND: tl.constexpr,
@@ -112,7 +113,7 @@ def forward_kernel(
 ):
     """A tile of y [M, width]."""
     program = tl.program_id(0)
-    factor = multiplier_of(multiplier, scale, program)
+    factor = multiplier_of(multiplier, scale, program, ZERO_IS_ONE)
     known = maximum_before(amax)
     tile_m, tile_n = tile.position(program, tl.cdiv(M, BLOCK_M), tl.cdiv(width, BLOCK_N), BAND)
     half = tl.arange(0, BLOCK_M // 2)
@@ -198,6 +199,7 @@ def backward_kernel(
     offset,
     CURVE: tl.constexpr,
     GATED: tl.constexpr,
+    ZERO_IS_ONE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BAND: tl.constexpr,
@@ -210,7 +212,7 @@ def backward_kernel(
     "identity": dx = dy. Sums of columns are kept for a whole strip: a reduction at every tile costs as much as it.
     """
     program = tl.program_id(0)
-    factor = multiplier_of(multiplier, scale, program)
+    factor = multiplier_of(multiplier, scale, program, ZERO_IS_ONE)
     known = maximum_before(amax)
     strip, tile_n = tile.position(program, tl.cdiv(M, BLOCK_M * TILES), tl.cdiv(width, BLOCK_N), BAND)
     half = tl.arange(0, BLOCK_M // 2)
@@ -266,12 +268,13 @@ def forward(
     columnwise: bool,
     *,
     measures: bool = False,
+    zero_is_one: bool = False,
 ) -> Launch:
     """Inputs: x, multiplier float32 [1] of the codes or None, amax float32 [1] or None, which keeps the larger of
     itself and max|y|. Outputs: codes [M, width], codes_t [width, M] if columnwise, scale float32 [1], None, or, without
     an element for codes, only the last: y [M, width].
 
-    measures: amax is the first of the outputs instead.
+    measures: amax is the first of the outputs instead. zero_is_one: a given multiplier of 0 is read as 1.
     """
     tile, warps = _forward_tile(shape[0] * shape[1], gated, columnwise)
     tiling, grid = _tiling(shape, tile)
@@ -279,7 +282,7 @@ def forward(
     if measures:
         outputs = (_MEASURED, *outputs)
     scalars = (*shape, x_stride, *constants)
-    fixed = (CURVES[name], gated, *tiling)
+    fixed = (CURVES[name], gated, zero_is_one, *tiling)
     recorded = () if measures else (2,)
     return Launch(forward_kernel, grid, outputs, scalars, fixed, warps, in_place=recorded)
 
@@ -296,6 +299,7 @@ def backward(
     sums_columns: bool,
     *,
     measures: bool = False,
+    zero_is_one: bool = False,
 ) -> Launch:
     """Inputs: dy [M, width] and x (their strides are given), then multiplier and amax as of `forward`. Outputs: its
     four, of dx [M, N], and float32 sums [strips, N] of the columns, if asked for; before them amax if it measures.
@@ -313,7 +317,7 @@ def backward(
     )
     curve = "identity" if name == "identity" else CURVES[name]
     scalars = (*shape, *strides, *constants)
-    fixed = (curve, gated, *tiling, tile[3])
+    fixed = (curve, gated, zero_is_one, *tiling, tile[3])
     recorded = () if measures else (3,)
     return Launch(backward_kernel, grid, outputs, scalars, fixed, warps, in_place=recorded)
 

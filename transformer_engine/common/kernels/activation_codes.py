@@ -29,7 +29,7 @@ def forward(
     """(x, multiplier | None, record | None) -> codes, scale, codes_t, scale_t, amax of f(x) [M, width]."""
     codes = (how.element, how.columnwise) if how.given else (None, False)
     plain = (name, gated, shape, x_stride, dtype, constants, *codes)
-    launch = activation_cast.forward(*plain, measures=not how.records)
+    launch = activation_cast.forward(*plain, measures=not how.records, zero_is_one=how.zero_is_one)
     given = ("x", "multiplier", "record")
     return Program(given, _coded(launch, given, shape, how, ()), how.results)
 
@@ -51,7 +51,7 @@ def backward(
     """
     codes = (how.element, how.columnwise) if how.given else (None, False)
     plain = (name, gated, shape, strides, dtype, constants, *codes, sums is not None)
-    launch = activation_cast.backward(*plain, measures=not how.records)
+    launch = activation_cast.backward(*plain, measures=not how.records, zero_is_one=how.zero_is_one)
     given = ("dy", "x", "multiplier", "record")
     whole = (shape[0], 2 * shape[1] if gated else shape[1])
     steps = _coded(launch, given, whole, how, ("partials",))

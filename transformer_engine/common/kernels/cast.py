@@ -13,7 +13,7 @@ from ..formats import FLOAT32_MAX, Element, ceil_div
 from . import tile
 from .launch import Launch, Output, codes_dtype
 from .program import Program, Step, step
-from .rounding import magnitude_bits, scale_from_amax
+from .rounding import given_multiplier, magnitude_bits, scale_from_amax
 
 VALUE_FOR_INF = tl.constexpr(FLOAT32_MAX)
 
@@ -25,6 +25,7 @@ class OneScale(NamedTuple):
     given        the scale is, and the kernel makes the codes itself; else it finds the maximum and a cast follows,
                  of a scale that power_of_two and epsilon belong to
     records      of a given scale: a maximum is given too, which keeps the larger of itself and that of the result
+    zero_is_one  a given scale of 0 is read as 1
     """
 
     element: Element
@@ -33,6 +34,7 @@ class OneScale(NamedTuple):
     records: bool
     power_of_two: bool
     epsilon: float
+    zero_is_one: bool = False
 
     @property
     def results(self) -> tuple[str | None, ...]:
@@ -85,11 +87,12 @@ def _record(amax, bits):
 
 @triton.jit
 def _scale_of(
-    program, multiplier, amax, scale, MAXIMUM: tl.constexpr, EPSILON: tl.constexpr, POWER_OF_TWO: tl.constexpr
-):
+    program, multiplier, amax, scale, MAXIMUM: tl.constexpr, EPSILON: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    ZERO_IS_ONE: tl.constexpr,
+):  # fmt: skip
     """The multiplier, given or made from amax; program 0 stores its inverse."""
     if multiplier is not None:
-        factor = tl.load(multiplier)
+        factor = given_multiplier(multiplier, ZERO_IS_ONE)
         decode = tl.div_rn(1.0, factor)
     else:
         factor, decode = scale_from_amax(tl.load(amax), MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF)
@@ -110,6 +113,7 @@ def cast_kernel(
     MAXIMUM: tl.constexpr,
     EPSILON: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
+    ZERO_IS_ONE: tl.constexpr,
     RECORDS: tl.constexpr,
     FOLLOWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -125,7 +129,7 @@ def cast_kernel(
     values = tile.load(x + start + offsets, inside, EVEN)
     if FOLLOWS:
         gdc_wait()
-    factor = _scale_of(program, multiplier, amax, scale, MAXIMUM, EPSILON, POWER_OF_TWO)
+    factor = _scale_of(program, multiplier, amax, scale, MAXIMUM, EPSILON, POWER_OF_TWO, ZERO_IS_ONE)
     narrow = (values.to(tl.float32) * factor).to(codes.dtype.element_ty)
     if FOLLOWS and EVEN:
         tl.store(codes + start + offsets, narrow, eviction_policy="evict_first")
@@ -148,6 +152,7 @@ def cast_transpose_kernel(
     MAXIMUM: tl.constexpr,
     EPSILON: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
+    ZERO_IS_ONE: tl.constexpr,
     RECORDS: tl.constexpr,
     FOLLOWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -169,7 +174,7 @@ def cast_transpose_kernel(
     odd = tile.load_rows(x, M, K, first_m, first_k, half * 2 + 1, k, EVEN)
     if FOLLOWS:
         gdc_wait()
-    factor = _scale_of(program, multiplier, amax, scale, MAXIMUM, EPSILON, POWER_OF_TWO)
+    factor = _scale_of(program, multiplier, amax, scale, MAXIMUM, EPSILON, POWER_OF_TWO, ZERO_IS_ONE)
     if codes is not None:
         element = codes.dtype.element_ty
         narrow = (even.to(tl.float32) * factor).to(element)
@@ -212,12 +217,13 @@ def cast(
     follows: bool = False,
     power_of_two: bool = False,
     epsilon: float = 0.0,
+    zero_is_one: bool = False,
 ) -> Launch:
     """Inputs: x [M, K] contiguous, multiplier [1] or None, amax float32 [1]; outputs: codes, codes_t, scale [1].
 
     Without a multiplier it is made from amax. records: amax = max(amax, max|x|) instead. measures: amax = max|x| is
     the first of the outputs instead. follows: the launch before is `absolute_maximum(overlaps=True)` of x; this one
-    reads x while that one ends, then waits for amax.
+    reads x while that one ends, then waits for amax. zero_is_one: a given multiplier of 0 is read as 1.
     """
     rows, depth = shape
     dtype = codes_dtype(element)
@@ -228,7 +234,7 @@ def cast(
     )
     if measures:
         outputs = (Output((1,), "float32", begins=0.0), *outputs)
-    steps = (element.maximum, epsilon, power_of_two, records or measures, follows)
+    steps = (element.maximum, epsilon, power_of_two, zero_is_one, records or measures, follows)
     if not columnwise:
         size = rows * depth
         block, warps = _block(size)
@@ -261,6 +267,7 @@ def one_scale(
     overlaps: bool = False,
     power_of_two: bool = False,
     epsilon: float = 0.0,
+    zero_is_one: bool = False,
 ) -> Program:
     """(x [M, K] contiguous, ..) -> codes, scale, codes_t, scale_t, amax; the two directions share a scale.
 
@@ -269,9 +276,10 @@ def one_scale(
     MEASURED   (.., multiplier): amax = max|x|, on the way
     GIVEN      (.., multiplier | None, amax): without a multiplier it is made from amax
     SCALES     (..): a first pass finds max|x|, of which the scale is made; the second may begin while it ends
+    zero_is_one: a given multiplier of 0 is read as 1
     """
     plain = (shape, element, rowwise, columnwise)
-    scaling = {"power_of_two": power_of_two, "epsilon": epsilon}
+    scaling = {"power_of_two": power_of_two, "epsilon": epsilon, "zero_is_one": zero_is_one}
     names = ("codes", "codes_t", "scale")
     given = ("x", "multiplier", "amax")
     if amax == SCALES:

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from ..formats import FLOAT32_MAX, ceil_div
 from .launch import NUMBER, WRITTEN, Launch, Table
+from .rounding import given_multiplier
 
 _LARGEST = tl.constexpr(FLOAT32_MAX)
 LIMIT = 1 << 15  # elements of a history that one program holds in registers: whole columns
@@ -109,7 +110,7 @@ def _step(
     bits = latest.to(tl.int32, bitcast=True)
     if TAKES_MAXIMUM:
         bits = tl.max(moved.to(tl.int32, bitcast=True), 0)
-    old_scale = tl.load(scale)
+    old_scale = given_multiplier(scale, True)
     made = tl.div_rn(tl.div_rn(FP8_MAX, bits.to(tl.float32, bitcast=True)), DIVISOR)
     made = tl.where(made == float("inf"), _LARGEST, made)
     made = tl.where((bits > 0) & (bits < 0x7F800000), made, old_scale)
@@ -155,6 +156,7 @@ GIVEN = 3  # states that one launch of `given` advances: those of a product
 def given(length: int, takes_maximum: bool, maxima: tuple[float, ...], margin: float) -> Launch:
     """Inputs: GIVEN histories float32 [length], GIVEN scales float32 [1], which are updated where they are, and the
     maxima float32 [1] of this step; None behind the last state. maxima: the greatest number of each state's element.
+    A scale of 0 is read as 1.
     """
     filled = (*maxima, *[1.0] * (GIVEN - len(maxima)))
     return Launch(

@@ -29,7 +29,7 @@ from .grouped_gemm import (
 )
 from .launch import READ, Launch, Output, Table, codes_dtype
 from .program import Program, Step, step
-from .rounding import magnitude_bits, scale_from_amax
+from .rounding import given_multiplier, magnitude_bits, scale_from_amax
 
 WIDTH = tl.constexpr(TILE_ROWS)
 VALUE_FOR_INF = tl.constexpr(FLOAT32_MAX)
@@ -136,6 +136,7 @@ def cast_kernel(
     MAXIMUM: tl.constexpr,
     EPSILON: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
+    ZERO_IS_ONE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
@@ -148,13 +149,25 @@ def cast_kernel(
     """
     program = tl.program_id(0)
     if program < GROUPS:
-        _scale_of(program, multiplier, amax, scale, STRIDE, OFFSET, MAXIMUM, EPSILON, POWER_OF_TWO, True)
+        _scale_of(
+            program,
+            multiplier,
+            amax,
+            scale,
+            STRIDE,
+            OFFSET,
+            MAXIMUM,
+            EPSILON,
+            POWER_OF_TWO,
+            ZERO_IS_ONE,
+            True,
+        )
     group, matrix, rows, first_m, tile_k, start, first_tile, tiles = place_of(
         program, x, table, layout, M, K, TILES_K, GROUPS, BY_ROWS, BLOCK_M, REST
     )
     if group < GROUPS:
         factor = _scale_of(
-            group, multiplier, amax, scale, STRIDE, OFFSET, MAXIMUM, EPSILON, POWER_OF_TWO, False
+            group, multiplier, amax, scale, STRIDE, OFFSET, MAXIMUM, EPSILON, POWER_OF_TWO, ZERO_IS_ONE, False
         )
         first_k = (tile_k * BLOCK_K).to(tl.int64)
         half = tl.arange(0, BLOCK_M // 2)
@@ -204,11 +217,12 @@ def _scale_of(
     MAXIMUM: tl.constexpr,
     EPSILON: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
+    ZERO_IS_ONE: tl.constexpr,
     STORES: tl.constexpr,
 ):
     """The multiplier of a group, given or made from its amax; STORES writes its inverse."""
     if multiplier is not None:
-        factor = tl.load(multiplier + OFFSET + group * STRIDE)
+        factor = given_multiplier(multiplier + OFFSET + group * STRIDE, ZERO_IS_ONE)
         decode = tl.div_rn(1.0, factor)
     else:
         factor, decode = scale_from_amax(tl.load(amax + group), MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF)
@@ -278,6 +292,7 @@ def cast(
     rowwise: bool,
     columnwise: bool,
     records: bool,
+    zero_is_one: bool = False,
     rest: bool = False,
 ) -> Launch:
     """Inputs: x [total, K] or one of the matrices [M, K] (M even), the table or None, layout or None, multiplier or
@@ -285,6 +300,7 @@ def cast(
 
     records          the multiplier is given, and amax keeps the larger of itself and max|x|; else amax gives it
     stride, offset   of a given multiplier and its amax: those of group e are at offset + e * stride
+    zero_is_one      a given multiplier of 0 is read as 1
     rest             row codes of the rows behind the last group too, which no multiplier belongs to
     """
     assert not (rest and (columnwise or not by_rows)), "rows that are no group's have codes by rows alone"
@@ -293,7 +309,8 @@ def cast(
     if rest:
         tiles_k = ceil_div(shape[1], block_k)
         grid, scalars = (grid[0] + TILE_ROWS // block_m * tiles_k, 1, 1), (shape[0], *scalars[1:])
-    steps = (groups, by_rows, element.maximum, epsilon, power_of_two, block_m, block_k, even, rest)
+    scale = (element.maximum, epsilon, power_of_two, zero_is_one)
+    steps = (groups, by_rows, *scale, block_m, block_k, even, rest)
     codes, codes_t = codes_of(shape, groups, by_rows, element, rowwise, columnwise)
     return Launch(
         cast_kernel,

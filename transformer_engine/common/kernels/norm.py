@@ -21,17 +21,17 @@ from ..formats import Element, ceil_div
 from .block_cast import Blocks
 from .launch import Launch, Output, codes_dtype
 from .program import Program, Step
-from .rounding import as_float, magnitude_bits, scale_from_amax
+from .rounding import as_float, given_multiplier, magnitude_bits, scale_from_amax
 
 WIDTH = tl.constexpr(128)  # of a block
 
 
 @triton.jit
-def multiplier_of(multiplier, scale, program):
+def multiplier_of(multiplier, scale, program, ZERO_IS_ONE: tl.constexpr):
     """The factor of the codes, 1 where there are none; program 0 stores its inverse."""
     factor = 1.0
     if multiplier is not None:
-        factor = tl.load(multiplier)
+        factor = given_multiplier(multiplier, ZERO_IS_ONE)
         if program == 0:
             tl.store(scale, tl.div_rn(1.0, factor))
     return factor
@@ -135,6 +135,7 @@ def forward_rows(
     x_stride,
     eps,
     ZERO_CENTERED: tl.constexpr,
+    ZERO_IS_ONE: tl.constexpr,
     MAXIMUM: tl.constexpr,
     EPSILON: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
@@ -143,7 +144,7 @@ def forward_rows(
     BLOCK_WIDTH: tl.constexpr,
 ):
     """BLOCK_ROWS whole rows a program, in registers."""
-    factor = multiplier_of(multiplier, scale, tl.program_id(0))
+    factor = multiplier_of(multiplier, scale, tl.program_id(0), ZERO_IS_ONE)
     known = maximum_before(amax)
     column = tl.arange(0, BLOCK_WIDTH)[None, :]
     inside = column < width
@@ -181,6 +182,7 @@ def forward_streamed(
     x_stride,
     eps,
     ZERO_CENTERED: tl.constexpr,
+    ZERO_IS_ONE: tl.constexpr,
     MAXIMUM: tl.constexpr,
     EPSILON: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
@@ -189,7 +191,7 @@ def forward_streamed(
     STAGES: tl.constexpr,
 ):
     """A whole row in registers, the next ones on their way through shared memory; each program takes many rows."""
-    factor = multiplier_of(multiplier, scale, tl.program_id(0))
+    factor = multiplier_of(multiplier, scale, tl.program_id(0), ZERO_IS_ONE)
     known = maximum_before(amax)
     greatest = 0
     column = tl.arange(0, BLOCK_WIDTH)
@@ -238,6 +240,7 @@ def forward_wide(
     x_stride,
     eps,
     ZERO_CENTERED: tl.constexpr,
+    ZERO_IS_ONE: tl.constexpr,
     MAXIMUM: tl.constexpr,
     EPSILON: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
@@ -246,7 +249,7 @@ def forward_wide(
 ):
     """A row of any length a program, read once for each statistic and once to scale it: later reads hit the cache."""
     row = tl.program_id(0)
-    factor = multiplier_of(multiplier, scale, row)
+    factor = multiplier_of(multiplier, scale, row, ZERO_IS_ONE)
     known = maximum_before(amax)
     greatest = tl.zeros([BLOCK_WIDTH], tl.int32)
     source = x + row.to(tl.int64) * x_stride
@@ -500,6 +503,7 @@ def forward(
     blocks: Blocks | None = None,
     *,
     measures: bool = False,
+    zero_is_one: bool = False,
 ) -> Launch:
     """Inputs: x, gamma, beta | None, multiplier float32 [1] of the codes or None, amax float32 [1] or None, which keeps
     the larger of itself and max|y|. Outputs: codes [rows, width], scale, y [rows, width], mean float32 [rows] when
@@ -508,9 +512,10 @@ def forward(
     element   of codes with one multiplier, given; scale is float32 [1], and there is no y
     blocks    how codes are made in blocks of 1 x 128 in rows alone; no multiplier is given, scale is [blocks, rows]
     measures  amax is the first of the outputs instead: max|y|
+    zero_is_one  a given multiplier of 0 is read as 1
     """
     rows, width, x_stride, dtype, eps, zero_centered, centered, processors = x
-    fixed = (zero_centered, *((0.0, 0.0, False, 0.0) if blocks is None else blocks.steps))
+    fixed = (zero_centered, zero_is_one, *((0.0, 0.0, False, 0.0) if blocks is None else blocks.steps))
     statistic = Output((rows,), "float32")
     statistics = (statistic if centered else None, statistic)
     if blocks is not None:

@@ -20,10 +20,11 @@ def one_scale(x: Rows, how: OneScale) -> Program:
     The transpose is one of codes, a quarter of the bytes of y's. Without a given scale, y is stored and cast.
     """
     element = how.element if how.given else None
+    launch = forward(x, element, measures=not how.records, zero_is_one=how.zero_is_one)
     if how.records:
-        first = step(forward(x, element), _GIVEN, _MADE)
+        first = step(launch, _GIVEN, _MADE)
     else:
-        first = step(forward(x, element, measures=True), _GIVEN[:4], ("amax", *_MADE))
+        first = step(launch, _GIVEN[:4], ("amax", *_MADE))
     steps: list[Step] = [first]
     if not how.given:
         steps.append(how.after("y", (x.rows, x.width)))

@@ -25,6 +25,18 @@ def as_float(bits):
 
 
 @triton.jit
+def given_multiplier(multiplier, ZERO_IS_ONE: tl.constexpr):
+    """The multiplier [1] that a caller gives.
+
+    ZERO_IS_ONE: a 0 is read as 1. In JAX it stands for a state that the step before did not read: its gradient is 0.
+    """
+    factor = tl.load(multiplier)
+    if ZERO_IS_ONE:
+        factor = tl.where(factor == 0.0, 1.0, factor)
+    return factor
+
+
+@triton.jit
 def scale_from_amax(
     amax,
     MAXIMUM: tl.constexpr,

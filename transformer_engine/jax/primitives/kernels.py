@@ -64,6 +64,11 @@ class Kernel:
         """The kernel of arrays of which some have one axis more in front, results as operands; None: there is none."""
         return None
 
+    @property
+    def in_parts(self) -> Kernel:
+        """The kernel of a device's part, whose summed results are wide: they are added up, and rounded then."""
+        return self
+
     def results(self, *operands: Any) -> tuple[Shape, ...]:
         """Shapes and dtypes of what run answers."""
         raise NotImplementedError
@@ -144,7 +149,8 @@ def _on_many(*arrays: Array, kernel: Kernel) -> list[Array]:
         placed = placement(kernel.rule, kernel.sizes, kernel.replicated, mesh, operands)
 
         def local(*arrays: Array) -> tuple[Array, ...]:
-            return tuple(map(reduced, range(len(results)), kernel.run(*arrays), placed.reduced))
+            made = map(reduced, range(len(results)), kernel.in_parts.run(*arrays), placed.reduced)
+            return tuple(part.astype(result.dtype) for part, result in zip(made, results, strict=True))
 
         return mesh, local, placed.results, placed.operands
 

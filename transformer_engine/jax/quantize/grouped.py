@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ..primitives import exact
 from ..primitives.grouped_quantize import quantize_stack
-from ..primitives.quantize import cast, scale_from_amax
+from ..primitives.quantize import cast, given_multiplier, scale_from_amax
 from ..primitives.quantize.tiles import settled
 from ..primitives.scale_update import advance_scales
 from .quantizers import DelayedScaleQuantizer, Quantizer, element_of
@@ -234,7 +234,7 @@ class GroupedQuantizer:
         belongs = group_of_rows(group_sizes, x.shape[0]) == jnp.arange(self.n_groups)[:, None]
         # Once: fused into what reads it, one thread would look at all rows (H200, 16384 of them: 0.44 ms a reader).
         amaxes = settled(exact.float_of(jnp.where(belongs, of_row, 0).max(axis=1, initial=0)))
-        scales = self._multipliers(lambda: amaxes)
+        scales = given_multiplier(self._multipliers(lambda: amaxes))
         of_rows = _of_rows(scales, group_sizes, x.shape[0])[:, None]
         codes = cast(x.astype(jnp.float32) * of_rows, element_of(self.quantizer.q_dtype))
         rowwise, colwise = self._directions(is_rowwise, is_colwise)
@@ -245,7 +245,7 @@ class GroupedQuantizer:
         """float32 [G] that values are multiplied by: the state's, or what this step's maxima ask for."""
         quantizer: Any = self.quantizer
         if isinstance(quantizer, DelayedScaleQuantizer):
-            return quantizer.multiplier
+            return quantizer.scale
         maximum = element_of(quantizer.q_dtype).maximum
         options = {"power_of_two": quantizer.power_of_two, "epsilon": quantizer.epsilon}
         return settled(scale_from_amax(settled(amaxes()), maximum, **options))

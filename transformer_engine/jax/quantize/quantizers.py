@@ -59,7 +59,10 @@ def element_of(dtype: Any) -> Element:
 def compute_scale_from_amax(
     amax: Array, q_dtype: Any, margin: float = 0.0, scale: Array | None = None
 ) -> Array:
-    """(max of q_dtype / amax) / 2^margin as float32 [1]; `scale`, by default 1, where amax is 0, inf or NaN."""
+    """(max of q_dtype / amax) / 2^margin as float32 [1]; where amax is 0, inf or NaN `scale`, by default 1.
+
+    A scale of 0 is read as 1.
+    """
     amax = jnp.asarray(amax, jnp.float32).reshape(1)
     old = jnp.ones(1, jnp.float32) if scale is None else scale
     _, computed = advance_scales(
@@ -241,7 +244,8 @@ class CurrentScaleQuantizer(Quantizer):
 class DelayedScaleQuantizer(Quantizer):
     """One scale a tensor, made from the absolute maxima of earlier steps.
 
-    scale         float32 [1], what values are multiplied by; 0 is read as 1
+    scale         float32 [1], what values are multiplied by; 0, JAX's gradient of a state that a step left unread, is
+                  read as 1 where it is loaded: read before, it would take a kernel of XLA's for every tensor
     amax_history  float32 [length]
     """
 
@@ -263,16 +267,11 @@ class DelayedScaleQuantizer(Quantizer):
         assert amax is not None
         return advanced_together((self,), (amax,))[0]  # pyright: ignore[reportReturnType]
 
-    @property
-    def multiplier(self) -> Array:
-        """The scale; 1 in the place of 0, which is JAX's gradient of a state that a step left unread, and no scale."""
-        return jnp.where(self.scale == 0, jnp.ones_like(self.scale), self.scale)
-
     def cast(self) -> Cast | None:
-        return Cast(self.spec(self.q_layout.has_rowwise, self.q_layout.has_colwise), self.multiplier)
+        return Cast(self.spec(self.q_layout.has_rowwise, self.q_layout.has_colwise), self.scale)
 
     def _codes(self, matrix: Array, spec: QuantizeSpec) -> primitive.Quantized:
-        return primitive.quantize(matrix, spec, multiplier=self.multiplier)
+        return primitive.quantize(matrix, spec, multiplier=self.scale)
 
 
 @_register

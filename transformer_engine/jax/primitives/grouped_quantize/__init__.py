@@ -20,7 +20,10 @@ ROWS: Table[RowsRequest] = Table("jax_grouped_quantize_rows", (triton.ROWS, refe
 def quantize_stack(
     x: Array, multiplier: Array, element: Element, rowwise: bool = True, columnwise: bool = True
 ) -> StackCodes:
-    """codes [G, R, C] = saturate(x [G, R, C] * multiplier [G]), their transposes [G, C, R], and every maximum."""
+    """codes [G, R, C] = saturate(x [G, R, C] * multiplier [G]), their transposes [G, C, R], and every maximum.
+
+    A multiplier of 0 is read as 1.
+    """
     groups, rows, columns = x.shape
     directions = (rowwise, columnwise)
     return computed(

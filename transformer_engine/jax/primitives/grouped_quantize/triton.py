@@ -58,8 +58,9 @@ class Stack(Kernel):
         x, multiplier = arrays
         groups, rows, columns = x.shape
         launch = grouped_cast.cast(
-            (rows, columns), groups, False, self.element, 1, 0, False, 0.0, *self.directions, records=True
-        )
+            (rows, columns), groups, False, self.element, 1, 0, False, 0.0, *self.directions,
+            records=True, zero_is_one=True,
+        )  # fmt: skip
         launch = dataclasses.replace(launch, tables=(), handles={})  # the matrices lie one behind the other
         amax = jnp.zeros(groups, jnp.float32)
         *codes, scale, amax = run(launch, [x, None, None, multiplier, amax])

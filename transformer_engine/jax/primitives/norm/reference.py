@@ -35,9 +35,9 @@ def forward(
     return y.astype(x.dtype), mean, rstdev
 
 
-@functools.partial(jax.jit, static_argnames=("zero_centered",))
+@functools.partial(jax.jit, static_argnames=("zero_centered", "dtype"))
 def backward(
-    dy: Array, x: Array, mean: Array | None, rstdev: Array, gamma: Array, zero_centered: bool
+    dy: Array, x: Array, mean: Array | None, rstdev: Array, gamma: Array, zero_centered: bool, dtype: str
 ) -> tuple[Array, Array, Array]:
     """dx = rstdev * (g - E[g] - xhat * E[g * xhat]), g = dy * gamma, E[g] of layernorm alone; dgamma = Σ dy * xhat."""
     wide, dy = x.astype(jnp.float32), dy.astype(jnp.float32)
@@ -47,7 +47,8 @@ def backward(
     if mean is not None:
         inner = inner - g.mean(axis=-1, keepdims=True)
     rows = tuple(range(x.ndim - 1))
-    return (rstdev * inner).astype(x.dtype), (dy * normalized).sum(axis=rows), dy.sum(axis=rows)
+    dgamma, dbeta = (dy * normalized).sum(axis=rows), dy.sum(axis=rows)
+    return (rstdev * inner).astype(x.dtype), dgamma.astype(dtype), dbeta.astype(dtype)
 
 
 def _gamma(gamma: Array, zero_centered: bool) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
@@ -60,7 +61,9 @@ class Forward(_Norm):
 
 @dataclass(frozen=True)
 class Backward(_Norm):
-    """(dy, x [rows, width], gamma, [mean], rstdev) -> dx, dgamma, [dbeta]"""
+    """(dy, x [rows, width], gamma, [mean], rstdev) -> dx, dgamma, [dbeta]; dtype: of the last two"""
+
+    dtype: str
 
     @property
     def rule(self) -> str:
@@ -70,8 +73,12 @@ class Backward(_Norm):
     def summed(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return (1, 2) if self.centered else (1,)
 
+    @property
+    def in_parts(self) -> Backward:
+        return dataclasses.replace(self, dtype="float32")
+
     def results(self, dy: Any, x: Any, *_: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
-        gradient = jax.ShapeDtypeStruct(x.shape[1:], jnp.float32)
+        gradient = jax.ShapeDtypeStruct(x.shape[1:], jnp.dtype(self.dtype))
         return (jax.ShapeDtypeStruct(x.shape, x.dtype), *(gradient,) * (2 if self.centered else 1))
 
     def run(self, dy: Array, x: Array, gamma: Array, *statistics: Array) -> tuple[Array, ...]:
@@ -80,7 +87,7 @@ class Backward(_Norm):
         rows, width = x.shape
         machine = processors()
         program = norm.backward(
-            rows, width, (width, width, 0), x.dtype.name, "float32", self.zero_centered, self.centered,
+            rows, width, (width, width, 0), x.dtype.name, self.dtype, self.zero_centered, self.centered,
             dy.dtype.itemsize + x.dtype.itemsize, machine.count, machine.shared_memory,
         )  # fmt: skip
         mean = statistics[0] if self.centered else None
@@ -100,11 +107,12 @@ def forward(
 
 
 def backward(
-    dy: Array, x: Array, mean: Array | None, rstdev: Array, gamma: Array, zero_centered: bool
+    dy: Array, x: Array, mean: Array | None, rstdev: Array, gamma: Array, zero_centered: bool, dtype: str
 ) -> tuple[Array, Array, Array]:
     """See `norm_backward`."""
     statistics = (rstdev.ravel(),) if mean is None else (mean.ravel(), rstdev.ravel())
-    made = call(Backward(mean is not None, zero_centered), _matrix(dy), _matrix(x), gamma, *statistics)
+    kernel = Backward(mean is not None, zero_centered, dtype)
+    made = call(kernel, _matrix(dy), _matrix(x), gamma, *statistics)
     dbeta = made[2] if mean is not None else jnp.zeros_like(made[1])
     return made[0].reshape(x.shape), made[1], dbeta
 

@@ -11,7 +11,7 @@ from ..operand import Operand
 from ..platforms import computed
 from . import reference, triton
 from .casting import Cast
-from .float8 import absolute_maximum, cast, scale_from_amax
+from .float8 import absolute_maximum, cast, given_multiplier, scale_from_amax
 from .formats import FORMATS
 from .hadamard import hadamard_transform, inverse_transform
 from .spec import Given, Quantized, QuantizeSpec, Request, jax_dtype
@@ -26,6 +26,7 @@ __all__ = [
     "absolute_maximum",
     "cast",
     "dequantize",
+    "given_multiplier",
     "hadamard_transform",
     "inverse_transform",
     "jax_dtype",
@@ -48,7 +49,7 @@ def quantize(
 ) -> Quantized:
     """x [M, K] -> codes and scales of the directions that spec asks for.
 
-    multiplier  FLOAT8: multiply by this instead of one made from the absolute maximum (delayed scaling)
+    multiplier  FLOAT8: multiply by this instead of one made from the absolute maximum (delayed scaling); 0 is read as 1
     amax      FLOAT8, NVFP4: the absolute maximum to use
     amax_t    NVFP4: the same for the columnwise direction
     random    NVFP4, stochastic: uniform float32 in [0, 1), shaped [M, K] for the rowwise codes and [K, M] for

@@ -40,6 +40,13 @@ def scale_from_amax(
     return exact.float_of(jnp.where(usable, scale, exact.bits_of_constant(1.0)))
 
 
+def given_multiplier(multiplier: Array) -> Array:
+    """The multipliers that a caller gives, as float32; a 0, JAX's gradient of a state that was not read, is 1."""
+    multiplier = multiplier.astype(jnp.float32)
+    # By their bits: a comparison of values takes subnormal ones for 0 on a CPU.
+    return jnp.where(exact.magnitude_bits(multiplier) == 0, 1.0, multiplier)
+
+
 def cast(x: Array, element: Element) -> Array:
     """The nearest codes of float32 x, ties to even; infinity as the maximum, NaN as a NaN of any sign."""
     # A conversion alone makes NaN (E4M3) or infinity (E5M2) of what exceeds the maximum.

@@ -36,10 +36,12 @@ def in_blocks(spec: QuantizeSpec) -> bool:
 
 
 def one_scale(spec: QuantizeSpec) -> OneScale:
-    """A cast by a given scale as kernels take it; the maximum is found on the way."""
+    """A cast by a given scale, of which 0 is read as 1, as kernels take it; the maximum is found on the way."""
     from ....common.kernels.cast import OneScale  # it imports triton
 
-    return OneScale(spec.element, spec.columnwise, True, False, spec.power_of_two, spec.epsilon)
+    return OneScale(
+        spec.element, spec.columnwise, True, False, spec.power_of_two, spec.epsilon, zero_is_one=True
+    )
 
 
 def blocks(spec: QuantizeSpec, dtype: jnp.dtype) -> Blocks:

@@ -43,7 +43,8 @@ class Maximum(Kernel):
 class Cast(Kernel):
     """(x [rows, width], scale or maximum [1]) -> [codes], [codes_t], what a code is multiplied by [1], [maximum [1]]
 
-    measures   a scale is given and max|x| found on the way; else a maximum is given, of which the scale is made
+    measures   a scale is given, 0 being read as 1, and max|x| found on the way; else a maximum is given, of which the
+               scale is made
     """
 
     element: Element
@@ -77,6 +78,7 @@ class Cast(Kernel):
         program = cast.one_scale(
             (rows, width), self.element, self.rowwise, self.columnwise,
             cast.MEASURED if self.measures else cast.GIVEN, power_of_two=self.power_of_two, epsilon=self.epsilon,
+            zero_is_one=self.measures,
         )  # fmt: skip
         inputs = [x, given] if self.measures else [x, None, given]
         codes, scale, codes_t, scale_t, amax = perform(program, inputs)

@@ -12,18 +12,19 @@ from jax import Array, lax
 from ....common.dispatch import Backend
 from ....common.formats import FLOAT32_MAX
 from .. import exact
+from ..quantize import given_multiplier
 from .request import ScaleUpdateRequest
 
 
 def scale_of(amax: Array, scale: Array, maxima: tuple[float, ...], margin: float) -> Array:
-    """(fp8_max / amax) / 2^margin; the old scale where amax is 0, inf or NaN; at most FLOAT32_MAX."""
+    """(fp8_max / amax) / 2^margin, at most FLOAT32_MAX; where amax is 0, inf or NaN the old scale, of which 0 is 1."""
     computed = exact.divide(jnp.asarray(np.asarray(maxima, np.float32)), amax)
     if margin:
         computed = exact.divide(computed, jnp.full(amax.shape, 2.0**margin, jnp.float32))
     computed, bits = exact.bits_of(computed), exact.bits_of(amax)
     computed = jnp.where(computed == exact.INFINITY, exact.bits_of_constant(FLOAT32_MAX), computed)
     usable = (bits > 0) & (bits < exact.INFINITY)
-    return exact.float_of(jnp.where(usable, computed, exact.bits_of(scale)))
+    return exact.float_of(jnp.where(usable, computed, exact.bits_of(given_multiplier(scale))))
 
 
 @functools.partial(jax.jit, static_argnames=("algorithm", "maxima", "margin"))

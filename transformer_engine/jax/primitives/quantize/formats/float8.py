@@ -17,12 +17,13 @@ from ..triton_float8 import plan
 def quantize(x: Array, spec: QuantizeSpec, given: Given) -> Quantized:
     """x [M, K] -> codes in the directions that spec asks for, one scale [1] for both, and the maximum."""
     amax = float8.absolute_maximum(x) if given.amax is None else given.amax
-    multiplier = given.multiplier
-    if multiplier is None:
+    if given.multiplier is not None:
+        multiplier = float8.given_multiplier(given.multiplier)
+    else:
         multiplier = float8.scale_from_amax(
             amax, spec.element.maximum, power_of_two=spec.power_of_two, epsilon=spec.epsilon
         )
-    multiplier, scale = tiles.settled((multiplier, exact.reciprocal(multiplier.astype(jnp.float32))))
+    multiplier, scale = tiles.settled((multiplier, exact.reciprocal(multiplier)))
     codes = float8.encode(x, spec.element, multiplier)
     return Quantized(
         codes=codes if spec.rowwise else None,
