@@ -49,6 +49,7 @@ class OfRows(Kernel):
     dtype: jnp.dtype
     features_first: bool
     scaled: bool
+    exact: bool
     whole = ("m", "g")
     summed = (0,)
 
@@ -67,7 +68,7 @@ class OfRows(Kernel):
         (out,) = self.results(a, b)
         launch = kernels.product_of_rows(
             *out.shape, a.shape[1], b.shape[0], scaling=kernels.TENSOR_SCALES if self.scaled else kernels.UNSCALED,
-            exact=self.scaled, transposed=not self.features_first, clears=True,
+            exact=self.scaled and self.exact, transposed=not self.features_first, clears=True,
             shared_memory=processors().shared_memory,
         )  # fmt: skip
         scale_a, scale_b = (_slots(scale, kernels.SCALE_SLOT) for scale in scales) if scales else (None, None)
@@ -150,10 +151,16 @@ def _slots(scale: Array, width: int) -> Array:
 
 
 def of_rows(
-    a: Array, b: Array, group_sizes: Array, scales: Scales, dtype: jnp.dtype, features_first: bool
+    a: Array,
+    b: Array,
+    group_sizes: Array,
+    scales: Scales,
+    dtype: jnp.dtype,
+    features_first: bool,
+    exact: bool,
 ) -> Array:
     """See `grouped_gemm`."""
-    kernel = OfRows(jnp.dtype(dtype), features_first, scales is not None)
+    kernel = OfRows(jnp.dtype(dtype), features_first, scales is not None, exact)
     return call(kernel, a, b, group_sizes, *(scales or ()))[0]
 
 

@@ -9,9 +9,21 @@ from ....common.dispatch import Table
 from ....common.formats import Element
 from ..platforms import computed
 from . import reference, triton
+from .reference import group_of_rows, of_rows
 from .request import RowCodes, RowsRequest, StackCodes, StackRequest
 
-__all__ = ["ROWS", "TABLE", "RowCodes", "RowsRequest", "StackCodes", "StackRequest", "quantize_rows", "quantize_stack"]
+__all__ = [
+    "ROWS",
+    "TABLE",
+    "RowCodes",
+    "RowsRequest",
+    "StackCodes",
+    "StackRequest",
+    "group_of_rows",
+    "of_rows",
+    "quantize_rows",
+    "quantize_stack",
+]
 
 TABLE: Table[StackRequest] = Table("jax_grouped_quantize", (triton.BACKEND, reference.BACKEND))
 ROWS: Table[RowsRequest] = Table("jax_grouped_quantize_rows", (triton.ROWS, reference.ROWS))
