@@ -109,14 +109,14 @@ def test_a_program_comes_out_of_the_cache_on_disk_once_it_was_compiled():
 
 
 def test_time_that_streams_share_counts_once():
-    def line(name, *spans):
-        events = [SimpleNamespace(start_ns=start, duration_ns=length) for start, length in spans]
+    def line(name, *spans, kernel="fusion"):
+        events = [SimpleNamespace(name=kernel, start_ns=start, duration_ns=length) for start, length in spans]
         return SimpleNamespace(name=name, events=events)
 
     planes = [
         SimpleNamespace(name="/device:GPU:0", lines=[
             line("Stream #1(Compute)", (0, 10), (20, 10)), line("Stream #2", (5, 10), (100, 1)),
-            line("XLA Ops", (0, 99)),
+            line("XLA Ops", (0, 99)), line("Stream #7", (200, 50), kernel="at::cuda::spin_kernel(long)"),
         ]),
         SimpleNamespace(name="/host:CPU", lines=[line("python", (0, 1000))]),
     ]  # fmt: skip

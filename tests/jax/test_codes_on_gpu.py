@@ -17,7 +17,7 @@ from transformer_engine.jax.layernorm_dense import layernorm_dense
 from transformer_engine.jax.layernorm_mlp import layernorm_mlp
 from transformer_engine.jax.primitives.activation import ActivationParams
 from transformer_engine.jax.primitives.activation_codes import activation_backward_codes, activation_codes
-from transformer_engine.jax.primitives.grouped_quantize import quantize_stack
+from transformer_engine.jax.primitives.grouped_quantize import quantize_rows, quantize_stack
 from transformer_engine.jax.primitives.norm_codes import norm_codes
 from transformer_engine.jax.primitives.quantize import Cast, quantize
 from transformer_engine.jax.primitives.scale_update import State, advance_states
@@ -215,3 +215,39 @@ def test_states_advance_by_the_bytes_of_the_torch_reference(algorithm, length, m
         )  # fmt: skip
         assert_same_bytes(ours[0], want[0].ravel(), f"history {place}")
         assert_same_bytes(ours[1], want[1], f"scale {place}")
+
+
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("sizes", [(40, 0, 72, 16), (1, 1, 1, 129), (0, 0, 3, 0)])
+def test_rows_in_groups_have_the_codes_of_their_groups(dtype, given, sizes):
+    """And those behind the last group: of the second sizes one row more than the groups' tiles have."""
+    x = jnp.asarray(matrix("normal", (144, 80), dtype, 1)).at[2, 3].set(jnp.nan)
+    multiplier = jnp.asarray([3.7, 1.0, 0.3, 0.0], jnp.float32) if given else None
+    made = []
+    for backend in ("triton", "reference"):
+        with use_backend(jax_grouped_quantize_rows=backend):
+            call = jax.jit(lambda x, sizes: quantize_rows(x, sizes, multiplier, E5M2, True, 1e-3))
+            made.append(call(x, jnp.asarray(sizes, jnp.int32)))
+    assert_equal(zip(*map(jax.tree.leaves, made), strict=True), f"{dtype} {sizes}")
+
+
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+def test_states_of_groups_advance_as_those_of_every_group(algorithm):
+    draw = np.random.default_rng(3)
+    histories, scales, amaxes = (
+        [jnp.asarray(draw.uniform(0, 9, (5, *shape)), jnp.float32) for _ in range(2)] for shape in ((6,), (), ())
+    )  # fmt: skip
+    amaxes[0] = amaxes[0].at[2].set(0).at[3].set(jnp.inf)
+    states = [State(*one) for one in zip(histories, scales, amaxes, strict=True)]
+    alone = [
+        advance_states([State(s.history[g], s.scale[g : g + 1], s.amax[g : g + 1]) for s in states], algorithm, (448.0, 57344.0), 1.0)
+        for g in range(5)
+    ]  # fmt: skip
+    want = [tuple(jnp.stack([one[place][part] for one in alone]) for part in (0, 1)) for place in (0, 1)]
+    for backend in ("triton", "reference"):
+        with use_backend(jax_scale_update=backend):
+            made = jax.jit(lambda states: advance_states(states, algorithm, (448.0, 57344.0), 1.0))(states)
+        for (history, scale), (wanted, scale_wanted) in zip(made, want, strict=True):
+            np.testing.assert_array_equal(history, wanted, backend)
+            np.testing.assert_array_equal(scale[:, None], scale_wanted, backend)

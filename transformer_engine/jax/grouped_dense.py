@@ -9,10 +9,16 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ..common import env
 from ..common.checks import described
 from .checks import check_values
 from .primitives.grouped_gemm import Scales, grouped_contraction, grouped_gemm
-from .quantize.grouped import GroupedNoScaleTensor, GroupedQuantizer, group_of_rows
+from .quantize.grouped import (
+    GroupedNoScaleTensor,
+    GroupedQuantizer,
+    group_of_rows,
+    groups_advanced_together,
+)
 from .quantize.quantizers import QuantizerSet, as_cotangent, noop_quantizer_set
 from .quantize.scaling_modes import TensorUsage
 from .varying import vary_alike
@@ -110,7 +116,10 @@ def _scales(a: Any, b: Any) -> Scales:
 
 
 def _of_rows(x: Any, kernel: Any, group_sizes: Array, dtype: Any, backward: bool) -> Array:
-    """Rows of group g of x [M, K] @ kernel[g] [K, N]; backward: x is dy [M, N], to be contracted over N."""
+    """Rows of group g of x [M, K] @ kernel[g] [K, N]; backward: x is dy [M, N], to be contracted over N.
+
+    Partial sums of codes are promoted to float32 as in products of one matrix, see `products`.
+    """
     rows, stack = x.get_tensor(ROWS), kernel.get_tensor(ROWS if backward else COLUMNS)
     scales = _scales(rows, stack)
     if scales is None:
@@ -118,7 +127,8 @@ def _of_rows(x: Any, kernel: Any, group_sizes: Array, dtype: Any, backward: bool
             rows.dequantize(), stack.dequantize(), group_sizes, dtype, features_first=backward
         )
     # Codes of both directions end in what is contracted.
-    return grouped_gemm(rows.codes, stack.codes, group_sizes, dtype, scales, features_first=True)
+    exact = backward or env.flag("NVTE_FP8_GEMM_HIGH_PRECISION_ACCUMULATION")
+    return grouped_gemm(rows.codes, stack.codes, group_sizes, dtype, scales, features_first=True, exact=exact)
 
 
 def _over_rows(x: Any, dy: Any, group_sizes: Array, dtype: Any) -> Array:
@@ -150,12 +160,8 @@ def _backward(residuals: tuple[Any, ...], dy: Array) -> tuple[Any, ...]:
     codes, amax = _encode(quantizers.dgrad, dy, group_sizes)
     dx = _of_rows(codes, kernel_codes, group_sizes, x_like.dtype, backward=True)
     dkernel = _over_rows(x_codes, codes, group_sizes, kernel_like.dtype)
-    following = [
-        None if quantizer is None else quantizer.advanced(maximum)
-        for quantizer, maximum in zip(
-            (quantizers.x, quantizers.kernel, quantizers.dgrad), (*amaxes, amax), strict=True
-        )
-    ]
+    states = (quantizers.x, quantizers.kernel, quantizers.dgrad)
+    following = groups_advanced_together(states, (*amaxes, amax))
     return dx, dkernel, as_cotangent(group_sizes), as_cotangent(QuantizerSet(*following))
 
 

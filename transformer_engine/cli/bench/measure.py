@@ -18,6 +18,7 @@ import torch
 # Cycles of torch.cuda._sleep in a second. A GPU with a slower clock sleeps longer, which harms nothing.
 CYCLES = 1.9e9
 EVICTING = 256 << 20  # bytes, several times the largest L2 cache
+SLEEP = "spin_kernel"  # by which torch.cuda._sleep sleeps
 
 
 class Effort(NamedTuple):
@@ -101,27 +102,30 @@ def measure_in_turns(calls: Sequence[Callable[[], object]], runs: int) -> list[f
     times: list[list[float]] = [[] for _ in calls]
     for turn in range(runs):
         for call, seen in list(zip(calls, times, strict=True))[:: 1 if turn % 2 else -1]:
-            seen.append(_queued_once(call, other, _head_start(host))[0])
+            seen.append(_queued_once(call, other, host)[0])
     return [statistics.median(seen) for seen in times]
 
 
 def _queued(call: Callable[[], object], host: float, runs: int) -> tuple[float, float]:
     """(GPU ms, host ms) of calls that are wholly queued before they run; host: seconds that queueing takes."""
     other = torch.empty(EVICTING, dtype=torch.uint8, device="cuda")
-    times = [_queued_once(call, other, _head_start(host)) for _ in range(runs)]
+    times = [_queued_once(call, other, host) for _ in range(runs)]
     gpu, cpu = zip(*times, strict=True)
     return statistics.median(gpu), statistics.median(cpu)
 
 
-def _head_start(host: float) -> int:
-    """Cycles that the GPU sleeps while the host queues for so many seconds."""
-    return int(min(2.5 * host + 2e-4, 0.04) * CYCLES)
+def pause(other: torch.Tensor, host: float) -> None:
+    """Queue, for the GPU, to write `other`, which evicts the L2 cache, and to sleep while a call is queued.
 
-
-def _queued_once(call: Callable[[], object], other: torch.Tensor, head_start: int) -> tuple[float, float]:
-    """(GPU ms, host ms) of one call; writing `other` evicts the L2 cache."""
+    host   seconds that queueing takes
+    """
     other.zero_()
-    torch.cuda._sleep(head_start)
+    torch.cuda._sleep(int(min(2.5 * host + 2e-4, 0.04) * CYCLES))
+
+
+def _queued_once(call: Callable[[], object], other: torch.Tensor, host: float) -> tuple[float, float]:
+    """(GPU ms, host ms) of one call."""
+    pause(other, host)
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     first.record()
     start = time.perf_counter()

@@ -138,30 +138,36 @@ def advance_given(
     DIVISOR: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """A program a state."""
+    """A program a state of a group: histories lie one behind the other, [groups, LENGTH]."""
     state = tl.program_id(0)
+    g = tl.program_id(1)
+    row = g * LENGTH
     if state == 0:
-        _step(history_0, scale_0, amax_0, LENGTH, TAKES_MAXIMUM, MAX_0, DIVISOR, ROWS)
+        _step(history_0 + row, scale_0 + g, amax_0 + g, LENGTH, TAKES_MAXIMUM, MAX_0, DIVISOR, ROWS)
     elif state == 1:
         if history_1 is not None:
-            _step(history_1, scale_1, amax_1, LENGTH, TAKES_MAXIMUM, MAX_1, DIVISOR, ROWS)
+            _step(history_1 + row, scale_1 + g, amax_1 + g, LENGTH, TAKES_MAXIMUM, MAX_1, DIVISOR, ROWS)
     else:
         if history_2 is not None:
-            _step(history_2, scale_2, amax_2, LENGTH, TAKES_MAXIMUM, MAX_2, DIVISOR, ROWS)
+            _step(history_2 + row, scale_2 + g, amax_2 + g, LENGTH, TAKES_MAXIMUM, MAX_2, DIVISOR, ROWS)
 
 
 GIVEN = 3  # states that one launch of `given` advances: those of a product
 
 
-def given(length: int, takes_maximum: bool, maxima: tuple[float, ...], margin: float) -> Launch:
-    """Inputs: GIVEN histories float32 [length], GIVEN scales float32 [1], which are updated where they are, and the
-    maxima float32 [1] of this step; None behind the last state. maxima: the greatest number of each state's element.
+def given(
+    length: int, takes_maximum: bool, maxima: tuple[float, ...], margin: float, groups: int = 1
+) -> Launch:
+    """Inputs: GIVEN histories float32 [groups, length], GIVEN scales float32 [groups], which are updated where they
+    are, and the maxima float32 [groups] of this step; None behind the last state.
+
+    maxima   the greatest number of each state's element
     A scale of 0 is read as 1.
     """
     filled = (*maxima, *[1.0] * (GIVEN - len(maxima)))
     return Launch(
         advance_given,
-        grid=(len(maxima), 1, 1),
+        grid=(len(maxima), groups, 1),
         outputs=(),
         scalars=(),
         constants=(length, takes_maximum, *filled, float(2.0**margin), triton.next_power_of_2(length)),

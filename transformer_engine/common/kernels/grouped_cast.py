@@ -16,7 +16,17 @@ import triton.language as tl
 from ..formats import FLOAT32_MAX, Element, ceil_div
 from . import tile
 from .cast import _record
-from .grouped_gemm import SCALE_SLOT, SLOT, TILE_ROWS, base_of, group_of_tile, rows_of_group, tiles_at_most
+from .grouped_gemm import (
+    SCALE_SLOT,
+    SLOT,
+    TILE_ROWS,
+    base_of,
+    group_of_tile,
+    group_or_none,
+    row_behind,
+    rows_of_group,
+    tiles_at_most,
+)
 from .launch import READ, Launch, Output, Table, codes_dtype
 from .program import Program, Step, step
 from .rounding import given_multiplier, magnitude_bits, scale_from_amax
@@ -37,16 +47,21 @@ def place_of(
     GROUPS: tl.constexpr,
     BY_ROWS: tl.constexpr,
     HEIGHT: tl.constexpr,
+    REST: tl.constexpr = False,
 ):
     """(group, its matrix, its rows, first row of the tile, tile column, first row of all, first tile of all, tiles).
 
     HEIGHT   rows of the program's tile, a part of the 128 that count as a tile of the layout
+    REST     there is a tile more than the layout's, see `group_or_none`; M is the rows of all
     """
     if BY_ROWS:
         part = program // TILES_K
         tile_k = program % TILES_K
         tile_m = part // (WIDTH // HEIGHT)
-        group = group_of_tile(layout, tile_m, GROUPS)
+        if REST:
+            group = group_or_none(layout, tile_m, M // WIDTH + GROUPS + 1, GROUPS)
+        else:
+            group = group_of_tile(layout, tile_m, GROUPS)
         start, rows, first_tile, tiles = rows_of_group(layout, tl.minimum(group, GROUPS - 1), GROUPS)
         matrix = x + start.to(tl.int64) * K
         first_m = (tile_m - first_tile) * WIDTH + part % (WIDTH // HEIGHT) * HEIGHT
@@ -125,9 +140,13 @@ def cast_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
+    REST: tl.constexpr,
 ):
     """One multiplier a group: at OFFSET + group * STRIDE, while amax there records max|x|, or, where none is given,
-    made from amax[group]; scale [GROUPS, SLOT], the first of a row being written."""
+    made from amax[group]; scale [GROUPS, SLOT], the first of a row being written.
+
+    REST   rows behind the last group, up to M, have codes too, of a multiplier of 1, and count in no maximum
+    """
     program = tl.program_id(0)
     if program < GROUPS:
         _scale_of(
@@ -144,7 +163,7 @@ def cast_kernel(
             True,
         )
     group, matrix, rows, first_m, tile_k, start, first_tile, tiles = place_of(
-        program, x, table, layout, M, K, TILES_K, GROUPS, BY_ROWS, BLOCK_M
+        program, x, table, layout, M, K, TILES_K, GROUPS, BY_ROWS, BLOCK_M, REST
     )
     if group < GROUPS:
         factor = _scale_of(
@@ -169,6 +188,22 @@ def cast_kernel(
         if multiplier is not None:
             bits = tl.max(tl.maximum(magnitude_bits(even), magnitude_bits(odd)))
             _record(amax + OFFSET + group * STRIDE, bits)
+    elif REST:
+        _cast_behind(x, layout, codes, program, M, K, TILES_K, GROUPS, BLOCK_M, BLOCK_K)
+
+
+@triton.jit
+def _cast_behind(
+    x, layout, codes, program, M, K, TILES_K, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """codes = x in a tile of the rows behind the last group."""
+    part = program // TILES_K
+    row = row_behind(layout, part // (WIDTH // BLOCK_M), GROUPS) + part % (WIDTH // BLOCK_M) * BLOCK_M
+    first_m, first_k = row.to(tl.int64), (program % TILES_K * BLOCK_K).to(tl.int64)
+    m, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
+    values = tile.load_rows(x, M, K, first_m, first_k, m, k, False)
+    narrow = values.to(tl.float32).to(codes.dtype.element_ty)
+    tile.store_rows(codes, M, K, first_m, first_k, m, k, narrow, False)
 
 
 @triton.jit
@@ -258,6 +293,7 @@ def cast(
     columnwise: bool,
     records: bool,
     zero_is_one: bool = False,
+    rest: bool = False,
 ) -> Launch:
     """Inputs: x [total, K] or one of the matrices [M, K] (M even), the table or None, layout or None, multiplier or
     None, amax; outputs: codes if rowwise, codes_t if columnwise, scale [groups, 4].
@@ -265,10 +301,16 @@ def cast(
     records          the multiplier is given, and amax keeps the larger of itself and max|x|; else amax gives it
     stride, offset   of a given multiplier and its amax: those of group e are at offset + e * stride
     zero_is_one      a given multiplier of 0 is read as 1
+    rest             row codes of the rows behind the last group too, which no multiplier belongs to
     """
+    assert not (rest and (columnwise or not by_rows)), "rows that are no group's have codes by rows alone"
     block_m, block_k, warps = _CAST_TILE
     grid, scalars, even = grid_of(shape, groups, by_rows, block_m, block_k)
-    steps = (groups, by_rows, element.maximum, epsilon, power_of_two, zero_is_one, block_m, block_k, even)
+    if rest:
+        tiles_k = ceil_div(shape[1], block_k)
+        grid, scalars = (grid[0] + TILE_ROWS // block_m * tiles_k, 1, 1), (shape[0], *scalars[1:])
+    scale = (element.maximum, epsilon, power_of_two, zero_is_one)
+    steps = (groups, by_rows, *scale, block_m, block_k, even, rest)
     codes, codes_t = codes_of(shape, groups, by_rows, element, rowwise, columnwise)
     return Launch(
         cast_kernel,

@@ -66,6 +66,22 @@ def group_of_tile(layout, tile_m, GROUPS: tl.constexpr):
 
 
 @triton.jit
+def group_or_none(layout, tile_m, TILES, GROUPS: tl.constexpr):
+    """The group of one of TILES tiles, of which the last is behind all groups whatever their sizes: GROUPS there.
+
+    One tile more than `tiles_at_most` is enough for every row to have one: with S of T rows in groups, at most
+    (S + 127 GROUPS) / 128 tiles are theirs, so that T // 128 + GROUPS + 1 leave (T - S) / 128 or more.
+    """
+    return tl.load(layout + 2 * (GROUPS + 1) + tile_m, mask=tile_m < TILES - 1, other=GROUPS)
+
+
+@triton.jit
+def row_behind(layout, tile_m, GROUPS: tl.constexpr):
+    """The first row of a tile that is no group's: they follow the last row that is one's."""
+    return tl.load(layout + GROUPS) + (tile_m - tl.load(layout + 2 * GROUPS + 1)) * ROWS
+
+
+@triton.jit
 def rows_of_group(layout, group, GROUPS: tl.constexpr):
     """(first row, rows, first tile, tiles) of a group."""
     start = tl.load(layout + group)
@@ -97,6 +113,7 @@ def rows_kernel(
     N,
     K,
     TILES_M,
+    TOTAL,
     GROUPS: tl.constexpr,
     SCALING: tl.constexpr,
     IMPRECISE: tl.constexpr,
@@ -106,14 +123,25 @@ def rows_kernel(
     BAND: tl.constexpr,
     STAGES: tl.constexpr,
     EVEN: tl.constexpr,
+    CLEARS: tl.constexpr,
 ):
     """out [total, N]: rows of group e are a's rows [.., K] @ b_e [N, K].T (TRANSPOSED: @ b_e [K, N]).
 
     scale_a   by tensor [GROUPS, SLOT]; by block, group after group, [ceil(K / 128), rows]
     scale_b   by tensor [GROUPS, SLOT]; by block [GROUPS, ceil(N / 128), ceil(K / 128)]
+    CLEARS    rows behind the last group, up to TOTAL, are zero; else they stay
     """
     tile_m, tile_n = tile.position(tl.program_id(0), TILES_M, tl.cdiv(N, BLOCK_N), BAND)
-    group = group_of_tile(layout, tile_m, GROUPS)
+    if CLEARS:
+        group = group_or_none(layout, tile_m, TILES_M, GROUPS)
+        if group >= GROUPS:
+            first = row_behind(layout, tile_m, GROUPS)
+            n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+            places = out + first.to(tl.int64) * N + (tl.arange(0, ROWS)[:, None] * N + n[None, :])
+            inside = (first + tl.arange(0, ROWS) < TOTAL)[:, None] & (n < N)[None, :]
+            tl.store(places, tl.zeros((ROWS, BLOCK_N), out.dtype.element_ty), mask=inside)
+    else:
+        group = group_of_tile(layout, tile_m, GROUPS)
     if group >= GROUPS:
         return
     start, rows, first_tile, _ = rows_of_group(layout, group, GROUPS)
@@ -278,18 +306,22 @@ def product_of_rows(
     exact: bool = False,
     transposed: bool = False,
     by_address: bool = False,
+    clears: bool = False,
     shared_memory: int = 1 << 30,
 ) -> Launch:
     """Inputs: a [total, depth], b or, by_address, one of its matrices, the table or None, scale_a, scale_b,
-    bias [groups, width] or None, layout; output: out [total, width], whose rows behind the last group stay."""
+    bias [groups, width] or None, layout; output: out [total, width].
+
+    clears   rows behind the last group are zero; else they stay
+    """
     block_n, block_k, band, stages, warps = _tile_of_rows(width, scaling, shared_memory)
     even = depth % block_k == 0 and (not transposed or width % block_n == 0)
-    tiles_m = tiles_at_most(total, groups)
+    tiles_m = tiles_at_most(total, groups) + clears
     return Launch(
         rows_kernel,
         (tiles_m * ceil_div(width, block_n), 1, 1),
         (Output((total, width), None),),
-        (width, depth, tiles_m),
+        (width, depth, tiles_m, total if clears else 0),
         (
             groups,
             scaling,
@@ -300,6 +332,7 @@ def product_of_rows(
             band,
             stages,
             even,
+            clears,
         ),
         warps,
         tables=(Table(2, (READ,)),) if by_address else (),
@@ -323,7 +356,7 @@ def product_of_columns(
     by_address   the table's matrices are written; out is one of them, for its dtype
     accumulates  what out holds is added to
     """
-    block_n, block_k, block_m, band, stages, warps = _tile_of_columns(scaling, shared_memory)
+    block_n, block_k, block_m, band, stages, warps = _tile_of_columns(width, depth, scaling, shared_memory)
     programs = groups * ceil_div(width, block_n) * ceil_div(depth, block_k)
     return Launch(
         columns_kernel,
@@ -370,12 +403,18 @@ def _tile_of_rows(width: int, scaling: int, shared_memory: int) -> tuple[int, in
     return (128, 128, 8, 3, 4)
 
 
-def _tile_of_columns(scaling: int, shared_memory: int) -> tuple[int, int, int, int, int, int]:
+def _tile_of_columns(
+    width: int, depth: int, scaling: int, shared_memory: int
+) -> tuple[int, int, int, int, int, int]:
     """(rows of the result, its columns, contracted rows a step, tiles a band, stages, warps)."""
     # H200, TFLOP/s, the same shapes: bfloat16 256 columns 502 and 712, 128 columns 473 and 620; e4m3 promoted 601
     # and 949, 256 columns 353 and 472; block scales 64 x 128 with 4 warps 472 and 676, 128 x 128 with 8 316 and 449.
+    if scaling == UNSCALED and shared_memory > _LARGE:
+        # Long along the axis that leaves less of the last tiles unused: 1408 columns are 5.5 tiles of 256, 11 of 128.
+        along_rows = ceil_div(width, 256) * ceil_div(depth, 128) < ceil_div(width, 128) * ceil_div(depth, 256)
+        return (256, 128, 64, 4, 4, 8) if along_rows else (128, 256, 64, 4, 4, 8)
     if scaling == UNSCALED:
-        return (128, 256, 64, 4, 4, 8) if shared_memory > _LARGE else (128, 128, 64, 4, 3, 4)
+        return (128, 128, 64, 4, 3, 4)
     if scaling == BLOCK_SCALES:
         return (64, 128, 128, 8, 3, 4)
     return (128, 128, 128, 4, 3, 4)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,28 +18,20 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from ..primitives import exact
-from ..primitives.grouped_quantize import quantize_stack
-from ..primitives.quantize import cast, given_multiplier, scale_from_amax
+from ..primitives.grouped_quantize import group_of_rows, of_rows, quantize_rows, quantize_stack
+from ..primitives.quantize import scale_from_amax
 from ..primitives.quantize.tiles import settled
-from ..primitives.scale_update import advance_scales
-from .quantizers import DelayedScaleQuantizer, Quantizer, element_of
+from .quantizers import DelayedScaleQuantizer, Quantizer, advanced_together, element_of
 from .scaling_modes import ScalingMode, TensorUsage
 from .tensors import ScaledTensor, ScaledTensor1x, ScaledTensor2x, ScaledTensorFactory
 
-__all__ = ["GroupedNoScaleTensor", "GroupedQuantizer", "GroupedScaledTensor1x", "group_of_rows"]
-
-
-def group_of_rows(group_sizes: Array, rows: int) -> Array:
-    """int32 [rows]: the group of every row, G for those behind the last group."""
-    ends = jnp.cumsum(group_sizes.astype(jnp.int32))
-    # Not by a search in steps, each of which is a kernel on a GPU.
-    places = jnp.arange(rows, dtype=jnp.int32)
-    return jnp.searchsorted(ends, places, side="right", method="compare_all").astype(jnp.int32)
-
-
-def _of_rows(values: Array, group_sizes: Array, rows: int) -> Array:
-    """values [G] -> [rows]: each row's own; 1 behind the last group."""
-    return jnp.append(values, jnp.ones(1, values.dtype))[group_of_rows(group_sizes, rows)]
+__all__ = [
+    "GroupedNoScaleTensor",
+    "GroupedQuantizer",
+    "GroupedScaledTensor1x",
+    "group_of_rows",
+    "groups_advanced_together",
+]
 
 
 @functools.partial(
@@ -94,7 +86,7 @@ class GroupedScaledTensor1x(ScaledTensor):
         if not self.scaling_mode.is_tensor_scaling():
             return self._one(self.data, self.scale_inv, self.amax).dequantize()
         codes = self.data.T if self.data_layout == "T" else self.data
-        scales = _of_rows(self.scale_inv, self.group_sizes, codes.shape[0])
+        scales = of_rows(self.scale_inv, self.group_sizes, codes.shape[0])
         return exact.scaled(codes.astype(jnp.float32), scales[:, None]).astype(self.dq_dtype)
 
     def _one(self, data: Array, scale_inv: Array, amax: Array) -> ScaledTensor1x:
@@ -188,21 +180,9 @@ class GroupedQuantizer:
 
     def advanced(self, amaxes: Array | None) -> GroupedQuantizer:
         """The quantizer of the next step: all groups in one operation."""
-        state = self.quantizer
-        if not isinstance(state, DelayedScaleQuantizer):
-            return self
-        assert amaxes is not None
-        histories, scales = advance_scales(
-            state.amax_history,
-            state.scale,
-            amaxes.reshape(-1),
-            state.amax_compute_algo.value,
-            (element_of(state.q_dtype).maximum,) * self.n_groups,
-            state.margin,
-        )
-        return GroupedQuantizer(
-            dataclasses.replace(state, amax_history=histories, scale=scales), self.n_groups
-        )
+        (following,) = groups_advanced_together((self,), (amaxes,))
+        assert following is not None
+        return following
 
     def _stack(self, x: Array, options: tuple[Any, ...]) -> tuple[Any, Array | None]:
         stateful = isinstance(self.quantizer, DelayedScaleQuantizer)
@@ -230,16 +210,14 @@ class GroupedQuantizer:
         self, x: Array, group_sizes: Array, is_rowwise: bool | None, is_colwise: bool | None, dq_dtype: Any
     ) -> tuple[Any, Array]:
         """One scale a group: codes = cast(x * scale of the row's group)."""
-        of_row = exact.magnitude_bits(x).max(axis=1, initial=0)
-        belongs = group_of_rows(group_sizes, x.shape[0]) == jnp.arange(self.n_groups)[:, None]
-        # Once: fused into what reads it, one thread would look at all rows (H200, 16384 of them: 0.44 ms a reader).
-        amaxes = settled(exact.float_of(jnp.where(belongs, of_row, 0).max(axis=1, initial=0)))
-        scales = given_multiplier(self._multipliers(lambda: amaxes))
-        of_rows = _of_rows(scales, group_sizes, x.shape[0])[:, None]
-        codes = cast(x.astype(jnp.float32) * of_rows, element_of(self.quantizer.q_dtype))
+        quantizer: Any = self.quantizer
+        delayed = isinstance(quantizer, DelayedScaleQuantizer)
+        scaling = () if delayed else (quantizer.power_of_two, quantizer.epsilon)
+        element = element_of(quantizer.q_dtype)
+        made = quantize_rows(x, group_sizes, quantizer.scale if delayed else None, element, *scaling)
         rowwise, colwise = self._directions(is_rowwise, is_colwise)
-        made = codes if rowwise else None, codes.T if colwise else None
-        return self._tensors(made, exact.reciprocal(scales), amaxes, group_sizes, x, dq_dtype), amaxes
+        codes = made.codes if rowwise else None, made.codes.T if colwise else None
+        return self._tensors(codes, made.scale, made.amax, group_sizes, x, dq_dtype), made.amax
 
     def _multipliers(self, amaxes: Callable[[], Array]) -> Array:
         """float32 [G] that values are multiplied by: the state's, or what this step's maxima ask for."""
@@ -294,6 +272,18 @@ class GroupedQuantizer:
             raise ValueError(f"{groups} groups of x {x.shape}; the quantizer was made for {self.n_groups}")
         if group_sizes is not None and x.ndim != 2:
             raise ValueError(f"x has shape {x.shape}; rows in groups are a matrix [M, K], reshape it")
+
+
+def groups_advanced_together(
+    quantizers: Sequence[GroupedQuantizer | None], amaxes: Sequence[Array | None]
+) -> tuple[GroupedQuantizer | None, ...]:
+    """The quantizers of the next step; states that are alike, of all their groups, advance in one operation."""
+    states = [None if quantizer is None else quantizer.quantizer for quantizer in quantizers]
+    following = advanced_together(states, amaxes)
+    return tuple(
+        None if quantizer is None else GroupedQuantizer(state, quantizer.n_groups)  # pyright: ignore[reportArgumentType]
+        for quantizer, state in zip(quantizers, following, strict=True)
+    )
 
 
 def _grouped(tensor: Any, group_sizes: Array | None) -> Any:

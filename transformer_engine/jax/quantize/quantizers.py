@@ -331,13 +331,13 @@ def advanced_together(
     alike: dict[tuple[Any, ...], list[int]] = {}
     for place, quantizer in enumerate(quantizers):
         if isinstance(quantizer, DelayedScaleQuantizer):
-            key = (quantizer.amax_history.shape[-1], quantizer.amax_compute_algo, quantizer.margin)
+            key = (quantizer.amax_history.shape, quantizer.amax_compute_algo, quantizer.margin)
             alike.setdefault(key, []).append(place)
     for (_, algorithm, margin), places in alike.items():
         states: list[Any] = [quantizers[place] for place in places]
         advanced = advance_states(
             [
-                State(state.amax_history, state.scale, jnp.reshape(amaxes[place], 1))  # pyright: ignore
+                State(state.amax_history, state.scale, jnp.reshape(amaxes[place], -1))  # pyright: ignore
                 for place, state in zip(places, states, strict=True)
             ],
             algorithm.value,

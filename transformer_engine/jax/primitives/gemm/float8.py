@@ -95,7 +95,15 @@ class Product(Kernel):
             # Without preferred_element_type the result would be FP8.
             sums = dot(a, b, preferred_element_type=jnp.float32)
             return ((sums * (scale_a * scale_b)).astype(self.dtype),)
-        values = (_dequantized(a, scale_a, self.dtype), _dequantized(b, scale_b, self.dtype))
+        # XLA takes a scalar's conversion to dtype and back to float32 away, and cuBLASLt reads the float32 scale. Without
+        # the barrier the reshape of an array [1] would move between the two, and the scale be one rounded to bfloat16.
+        # Both scales pass one barrier, which belongs to this product: products that share an operand would else share
+        # its dequantized values, and XLA would make one product of them, in bfloat16.
+        scales = lax.optimization_barrier((scale_a.reshape(()), scale_b.reshape(())))
+        values = (
+            codes.astype(self.dtype) * scale.astype(self.dtype)
+            for codes, scale in zip((a, b), scales, strict=True)
+        )
         return (dot(*values, preferred_element_type=self.dtype),)
 
     def under_vmap(self, mapped: Sequence[bool]) -> tuple[Kernel, tuple[bool, ...]]:
@@ -123,12 +131,6 @@ def _row_by_row(codes: Array) -> Array:
     matrices that share a scale it would turn one between its two conversions, where it knows no FP8 product.
     """
     return with_layout_constraint(codes, Layout((0, 1)))
-
-
-def _dequantized(codes: Array, scale: Array, dtype: jnp.dtype) -> Array:
-    # XLA takes a scalar's conversion to dtype and back to float32 away, and cuBLASLt reads the float32 scale. Without
-    # the barrier the reshape of an array [1] would move between the two, and the scale be one rounded to bfloat16.
-    return codes.astype(dtype) * lax.optimization_barrier(scale.reshape(())).astype(dtype)
 
 
 SCALED = Backend[GemmRequest]("scaled", refuses=refuses_scaled, bind=lambda request: run_scaled)

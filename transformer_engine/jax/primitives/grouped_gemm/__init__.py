@@ -22,11 +22,13 @@ def grouped_gemm(
     dtype: jnp.dtype,
     scales: Scales = None,
     features_first: bool = False,
+    exact: bool = True,
 ) -> Array:
     """out [M, N] in dtype: rows of group g of a [M, K] @ b[g] of b [G, K, N]; rows behind the last group are zero.
 
     scales           float32 [G] of a and of b, where they are codes
     features_first   b is [G, N, K]
+    exact            partial sums of codes are promoted to float32; False allows the tensor cores' faster accumulation
     """
     groups, n = b.shape[0], b.shape[1 if features_first else 2]
     dtype = jnp.dtype(dtype)
@@ -35,7 +37,7 @@ def grouped_gemm(
         lambda platform: GroupedGemmRequest(
             groups, a.shape[0], n, a.shape[1], a.dtype, dtype, False, features_first, scales is not None, platform
         ),
-        a, b, group_sizes, scales, dtype=dtype, features_first=features_first,
+        a, b, group_sizes, scales, dtype=dtype, features_first=features_first, exact=exact,
     )  # fmt: skip
 
 

@@ -14,9 +14,15 @@ _CONTRACT_ROWS = lax.RaggedDotDimensionNumbers(
 
 
 def of_rows(
-    a: Array, b: Array, group_sizes: Array, scales: Scales, dtype: jnp.dtype, features_first: bool
+    a: Array,
+    b: Array,
+    group_sizes: Array,
+    scales: Scales,
+    dtype: jnp.dtype,
+    features_first: bool,
+    exact: bool,
 ) -> Array:
-    """See `grouped_gemm`."""
+    """See `grouped_gemm`; every sum is in float32."""
     if features_first:
         b = jnp.swapaxes(b, 1, 2)
     if scales is not None:

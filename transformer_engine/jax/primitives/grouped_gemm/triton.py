@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,6 @@ from jax import Array
 
 from ....common.dispatch import Backend
 from ....common.formats import E4M3, E5M2
-from ....common.kernels.launch import Output
 from ...platform import compute_capability, processors
 from ..kernels import Kernel, call
 from ..launching import refuses_on, run
@@ -51,6 +49,7 @@ class OfRows(Kernel):
     dtype: jnp.dtype
     features_first: bool
     scaled: bool
+    exact: bool
     whole = ("m", "g")
     summed = (0,)
 
@@ -69,15 +68,12 @@ class OfRows(Kernel):
         (out,) = self.results(a, b)
         launch = kernels.product_of_rows(
             *out.shape, a.shape[1], b.shape[0], scaling=kernels.TENSOR_SCALES if self.scaled else kernels.UNSCALED,
-            exact=self.scaled, transposed=not self.features_first, shared_memory=processors().shared_memory,
+            exact=self.scaled and self.exact, transposed=not self.features_first, clears=True,
+            shared_memory=processors().shared_memory,
         )  # fmt: skip
-        # Rows behind the last group are nobody's.
-        launch = dataclasses.replace(
-            launch, outputs=(Output(out.shape, self.dtype.name, begins=0.0),), handles={}
-        )
         scale_a, scale_b = (_slots(scale, kernels.SCALE_SLOT) for scale in scales) if scales else (None, None)
         layout = _layout(sizes, a.shape[0])
-        (made,) = run(launch, [a, b, None, scale_a, scale_b, None, layout])
+        (made,) = run(launch, [a, b, None, scale_a, scale_b, None, layout], [out])
         assert made is not None
         return (made,)
 
@@ -155,10 +151,16 @@ def _slots(scale: Array, width: int) -> Array:
 
 
 def of_rows(
-    a: Array, b: Array, group_sizes: Array, scales: Scales, dtype: jnp.dtype, features_first: bool
+    a: Array,
+    b: Array,
+    group_sizes: Array,
+    scales: Scales,
+    dtype: jnp.dtype,
+    features_first: bool,
+    exact: bool,
 ) -> Array:
     """See `grouped_gemm`."""
-    kernel = OfRows(jnp.dtype(dtype), features_first, scales is not None)
+    kernel = OfRows(jnp.dtype(dtype), features_first, scales is not None, exact)
     return call(kernel, a, b, group_sizes, *(scales or ()))[0]
 
 

@@ -1,4 +1,4 @@
-"""FP8 codes of a stack of matrices, one multiplier a matrix, in both directions."""
+"""FP8 codes of a stack of matrices, one multiplier a matrix, in both directions; and of rows in groups."""
 
 from __future__ import annotations
 
@@ -9,11 +9,24 @@ from ....common.dispatch import Table
 from ....common.formats import Element
 from ..platforms import computed
 from . import reference, triton
-from .request import StackCodes, StackRequest
+from .reference import group_of_rows, of_rows
+from .request import RowCodes, RowsRequest, StackCodes, StackRequest
 
-__all__ = ["TABLE", "StackCodes", "StackRequest", "quantize_stack"]
+__all__ = [
+    "ROWS",
+    "TABLE",
+    "RowCodes",
+    "RowsRequest",
+    "StackCodes",
+    "StackRequest",
+    "group_of_rows",
+    "of_rows",
+    "quantize_rows",
+    "quantize_stack",
+]
 
 TABLE: Table[StackRequest] = Table("jax_grouped_quantize", (triton.BACKEND, reference.BACKEND))
+ROWS: Table[RowsRequest] = Table("jax_grouped_quantize_rows", (triton.ROWS, reference.ROWS))
 
 
 def quantize_stack(
@@ -28,4 +41,25 @@ def quantize_stack(
     return computed(
         TABLE, lambda platform: StackRequest(groups, rows, columns, jnp.dtype(x.dtype), platform), x,
         multiplier.astype(jnp.float32), element=element, directions=directions,
+    )  # fmt: skip
+
+
+def quantize_rows(
+    x: Array,
+    group_sizes: Array,
+    multiplier: Array | None,
+    element: Element,
+    power_of_two: bool = False,
+    epsilon: float = 0.0,
+) -> RowCodes:
+    """codes [M, K] = saturate(x [M, K] * multiplier of the row's group), and every group's maximum.
+
+    multiplier           float32 [G]; None: made of the maxima, by power_of_two and epsilon
+    group_sizes          int32 [G], rows a group; rows behind their sum have codes by 1 and count in no maximum
+    """
+    rows, columns = x.shape
+    given = None if multiplier is None else multiplier.astype(jnp.float32)
+    return computed(
+        ROWS, lambda platform: RowsRequest(group_sizes.shape[0], rows, columns, jnp.dtype(x.dtype), platform),
+        x, group_sizes.astype(jnp.int32), given, element=element, scaling=(power_of_two, float(epsilon)),
     )  # fmt: skip

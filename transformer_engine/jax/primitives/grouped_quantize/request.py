@@ -1,4 +1,4 @@
-"""What backends judge of a stack that is quantized, and what they make of it."""
+"""What backends judge of a stack, or of rows in groups, that are quantized, and what they make of them."""
 
 from __future__ import annotations
 
@@ -27,5 +27,23 @@ class StackCodes(NamedTuple):
 
     codes: Array | None
     codes_t: Array | None
+    scale: Array
+    amax: Array
+
+
+class RowsRequest(NamedTuple):
+    """Facts of x [rows, columns], whose rows are in groups; never values."""
+
+    groups: int
+    rows: int
+    columns: int
+    dtype: jnp.dtype
+    platform: str
+
+
+class RowCodes(NamedTuple):
+    """codes [M, K]; float32 [G] of the rest, as of `StackCodes`."""
+
+    codes: Array
     scale: Array
     amax: Array

@@ -1,4 +1,4 @@
-"""A stack's codes by one launch of common/kernels/grouped_cast.py."""
+"""Codes of a stack, and of rows in groups, by one launch of common/kernels/grouped_cast.py."""
 
 from __future__ import annotations
 
@@ -15,19 +15,31 @@ from ....common.formats import Element
 from ..kernels import Kernel, call
 from ..launching import refuses_on, run
 from ..quantize import jax_dtype
-from .request import StackCodes, StackRequest
+from .request import RowCodes, RowsRequest, StackCodes, StackRequest
 
 _VALUES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
-def refuses(request: StackRequest) -> str | None:
+def _refuses(request: StackRequest | RowsRequest) -> str | None:
     if (reason := refuses_on(request.platform, "GroupedQuantizePrimitive")) is not None:
         return reason
     if 0 in request[:3]:
-        return "a stack without elements"
+        return "groups without elements"
+    return None if request.dtype in _VALUES else f"{request.dtype}; it takes float32, bfloat16 and float16"
+
+
+def refuses(request: StackRequest) -> str | None:
+    if (reason := _refuses(request)) is not None:
+        return reason
     if odd := [extent for extent in (request.rows, request.columns) if extent % 16]:
         return f"an extent of {odd[0]} is not a multiple of 16"
-    return None if request.dtype in _VALUES else f"{request.dtype}; it takes float32, bfloat16 and float16"
+    return None
+
+
+def refuses_rows(request: RowsRequest) -> str | None:
+    if (reason := _refuses(request)) is not None:
+        return reason
+    return f"{request.columns} columns are no multiple of 16" if request.columns % 16 else None
 
 
 @dataclass(frozen=True)
@@ -76,3 +88,60 @@ def quantize(x: Array, multiplier: Array, element: Element, directions: tuple[bo
 
 
 BACKEND = Backend[StackRequest]("triton", refuses=refuses, bind=lambda request: quantize)
+
+
+@dataclass(frozen=True)
+class Rows(Kernel):
+    """(x [M, K], sizes [G], [multiplier [G]]) -> codes [M, K], scale [G], amax [G]
+
+    scaling   power_of_two and epsilon of multipliers that are made of the maxima
+    """
+
+    element: Element
+    scaling: tuple[bool, float]
+    given: bool
+    maxed = (2,)
+
+    @property
+    def whole(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return ("m", "g") if self.given else ("m", "g", "k")
+
+    @property
+    def rule(self) -> str:
+        return f"m k, g{', g' * self.given} -> m k, g, g"
+
+    def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+        x, sizes = operands[:2]
+        codes = jax.ShapeDtypeStruct(x.shape, jax_dtype(self.element))
+        return (codes, *[jax.ShapeDtypeStruct(sizes.shape, jnp.float32)] * 2)
+
+    def run(self, *arrays: Array) -> tuple[Array, ...]:
+        from ....common.kernels import grouped_cast  # it imports triton
+        from ....common.kernels.grouped_gemm import layout_of
+
+        x, sizes, *multiplier = arrays
+        (groups,) = sizes.shape
+        (layout,) = run(layout_of(x.shape[0], groups), [sizes])
+        if self.given:
+            factor, amax = multiplier[0], jnp.zeros(groups, jnp.float32)
+        else:
+            factor, (amax,) = None, run(grouped_cast.maximum(x.shape, groups, True), [x, None, layout])
+        launch = grouped_cast.cast(
+            x.shape, groups, True, self.element, int(self.given), 0, *self.scaling, True, False,
+            records=self.given, zero_is_one=self.given, rest=True,
+        )  # fmt: skip
+        codes, _, scale, *recorded = run(launch, [x, None, layout, factor, amax])
+        amax = recorded[0] if recorded else amax
+        assert codes is not None and scale is not None and amax is not None
+        return codes, scale[:, 0], amax
+
+
+def quantize_rows(
+    x: Array, group_sizes: Array, multiplier: Array | None, element: Element, scaling: tuple[bool, float]
+) -> RowCodes:
+    """See `quantize_rows`."""
+    given = () if multiplier is None else (multiplier,)
+    return RowCodes(*call(Rows(element, scaling, bool(given)), x, group_sizes, *given))
+
+
+ROWS = Backend[RowsRequest]("triton", refuses=refuses_rows, bind=lambda request: quantize_rows)

@@ -19,7 +19,7 @@ TABLE: Table[ScaleUpdateRequest] = Table("jax_scale_update", (triton.BACKEND, re
 
 
 class State(NamedTuple):
-    """history float32 [length] and scale [1] of one tensor; amax [1] of this step."""
+    """history float32 [length] and scale [1] of one tensor, or [G, length] and [G] of G groups; amax like the scale."""
 
     history: Array
     scale: Array
@@ -29,10 +29,13 @@ class State(NamedTuple):
 def advance_states(
     states: Sequence[State], algorithm: str, maxima: tuple[float, ...], margin: float
 ) -> list[tuple[Array, Array]]:
-    """(history, scale) of every state after this step, as of `advance_scales`; they are not moved together for it."""
-    length = states[0].history.shape[0]
+    """(history, scale) of every state after this step, as of `advance_scales`; they are not moved together for it.
+
+    All are of as many groups and steps.
+    """
+    length, groups = states[0].history.shape[-1], states[0].scale.shape[0]
     made = computed(
-        TABLE, lambda platform: ScaleUpdateRequest(len(states), length, platform), tuple(map(tuple, states)),
+        TABLE, lambda platform: ScaleUpdateRequest(len(states), length, platform, groups), tuple(map(tuple, states)),
         algorithm=algorithm, maxima=maxima, margin=margin,
     )  # fmt: skip
     return [(history, scale) for history, scale in made]

@@ -55,11 +55,16 @@ def advance_scales(
 def run(
     states: tuple[tuple[Array, Array, Array], ...], algorithm: str, maxima: tuple[float, ...], margin: float
 ) -> tuple[tuple[Array, Array], ...]:
-    """(history [length], scale [1]) of every state (history, scale, amax), made as those of one stack."""
+    """(history, scale) of every state (history, scale, amax) as they are shaped, made as those of one stack."""
     histories, scales, amaxes = zip(*states, strict=True)
-    stacked = jnp.stack(histories), jnp.concatenate(scales), jnp.concatenate(amaxes)
-    moved, made = advance_scales(*stacked, algorithm, maxima, margin)
-    return tuple((moved[place], made[place : place + 1]) for place in range(len(states)))
+    shape, groups = histories[0].shape, scales[0].shape[0]
+    rows = jnp.concatenate([history.reshape(groups, -1) for history in histories])
+    of_rows = tuple(maximum for maximum in maxima for _ in range(groups))
+    moved, made = advance_scales(
+        rows, jnp.concatenate(scales), jnp.concatenate(amaxes), algorithm, of_rows, margin
+    )
+    parts = (slice(place * groups, (place + 1) * groups) for place in range(len(states)))
+    return tuple((moved[part].reshape(shape), made[part]) for part in parts)
 
 
 BACKEND = Backend[ScaleUpdateRequest]("reference", bind=lambda request: run)

@@ -28,18 +28,26 @@ def refuses(request: ScaleUpdateRequest) -> str | None:
 
 @dataclass(frozen=True)
 class Advance(Kernel):
-    """(histories [length], scales [1], maxima [1] of this step) -> histories, scales; of up to three states"""
+    """(histories [length], scales [1], maxima [1] of this step) -> histories, scales; of up to three states
+
+    grouped   each is of G groups: histories [G, length], scales and maxima [G]
+    """
 
     takes_maximum: bool
     maxima: tuple[float, ...]
     margin: float
-    whole = ("h", "s", "a")
+    grouped: bool = False
+
+    @property
+    def whole(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return ("h",) if self.grouped else ("h", "s", "a")
 
     @property
     def rule(self) -> str:
+        history, scale, amax = ("g h", "g", "g") if self.grouped else ("h", "s", "a")
         states = len(self.maxima)
-        kept = [*["h"] * states, *["s"] * states]
-        return f"{', '.join([*kept, *['a'] * states])} -> {', '.join(kept)}"
+        kept = [*[history] * states, *[scale] * states]
+        return f"{', '.join([*kept, *[amax] * states])} -> {', '.join(kept)}"
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         kept = operands[: 2 * len(self.maxima)]
@@ -48,11 +56,12 @@ class Advance(Kernel):
     def run(self, *arrays: Array) -> tuple[Array, ...]:
         from ....common.kernels import delayed_scaling  # it imports triton
 
-        states, length = len(self.maxima), arrays[0].shape[0]
-        launch = delayed_scaling.given(length, self.takes_maximum, self.maxima, self.margin)
+        states, length = len(self.maxima), arrays[0].shape[-1]
+        groups = arrays[states].shape[0]
+        launch = delayed_scaling.given(length, self.takes_maximum, self.maxima, self.margin, groups)
         absent = [None] * (delayed_scaling.GIVEN - states)
-        groups = (arrays[start : start + states] for start in (0, states, 2 * states))
-        made = run(launch, [array for group in groups for array in (*group, *absent)])
+        kinds = (arrays[start : start + states] for start in (0, states, 2 * states))
+        made = run(launch, [array for kind in kinds for array in (*kind, *absent)])
         return tuple(array for array in made if array is not None)
 
 
@@ -64,7 +73,7 @@ def advance(
     for first in range(0, len(states), _STATES):
         some, theirs = states[first : first + _STATES], maxima[first : first + _STATES]
         arrays = [array for group in zip(*some, strict=True) for array in group]
-        results = call(Advance(algorithm == "max", theirs, margin), *arrays)
+        results = call(Advance(algorithm == "max", theirs, margin, arrays[0].ndim == 2), *arrays)
         made += zip(results[: len(some)], results[len(some) :], strict=True)
     return tuple(made)
 
