@@ -21,7 +21,6 @@ from plain_layers import PLAIN, Buckets
 from test_transformer import BATCH, DECODER, HEADS, HIDDEN, TOKENS, data
 
 import transformer_engine.jax.flax as te_flax
-from transformer_engine.jax.flax.module import Softmax
 
 normal, uniform = nn.initializers.normal, nn.initializers.uniform
 CLAMPED = ("clamped_silu", "clamped_linear")
