@@ -17,7 +17,9 @@ ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = {"sequence": "--seq", "learning_rate": "--lr"}
 
 
-@pytest.mark.parametrize("script", ["support_table.py", "performance_table.py", "environment_table.py"])
+@pytest.mark.parametrize(
+    "script", ["support_table.py", "performance_table.py", "environment_table.py", "jax_goals_table.py"]
+)
 def test_a_generated_page_is_that_of_its_source(script: str):
     result = subprocess.run(
         [sys.executable, ROOT / "docs" / script, "--check"],

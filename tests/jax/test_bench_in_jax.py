@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,13 +14,15 @@ pytest.importorskip("torch", reason="te bench measures the roofs by torch")
 pytest.importorskip("typer", reason="the command-line tool is another extra")
 
 import jax
+import jax_goals
 import numpy as np
 import torch
+from rich.console import Console
 
 from transformer_engine.cli.bench import jax_workload
 from transformer_engine.cli.bench.cases import RECIPES, Case, cases
 from transformer_engine.cli.bench.command import _providers
-from transformer_engine.cli.bench.compare import read
+from transformer_engine.cli.bench.compare import pairs, print_comparison, read
 from transformer_engine.cli.bench.measure import Effort
 from transformer_engine.cli.bench.providers import ENGINE
 from transformer_engine.cli.bench.providers.in_jax import JAX, XLA
@@ -30,6 +34,7 @@ from transformer_engine.jax.primitives import launching
 BRIEF = Effort(warmup=1, budget_ms=1.0, fewest=1, most=2)
 ROOFS = Roofs(copy=1e12, bf16=1e14, fp8=2e14)
 CPU = torch.device("cpu")
+FIGURES = Path(jax_goals.__file__).parent / "results" / "jax_h200.json"
 
 
 def small(family: str, recipe: str) -> Case:
@@ -137,13 +142,50 @@ def test_a_device_that_one_framework_alone_has_is_refused(cpu_alone):
     )
 
 
-def test_a_file_of_theirs_is_compared_by_the_rows_of_this_engine(tmp_path: Path):
-    rows = [
-        {"case": "dense_fb/bf16/8", "provider": "jax", "eager_ms": 2.0},
-        {"case": "dense_fb/bf16/8", "provider": "xla", "eager_ms": 3.0},
-    ]
-    path = tmp_path / "rows.json"
+def rows_of(path: Path, **times: float) -> Path:
+    """A file of one case, {provider: wall time}."""
+    rows = [{"case": "dense_fb/bf16/8", "provider": name, "eager_ms": time} for name, time in times.items()]
     path.write_text(json.dumps({**as_dict([], ROOFS, {}), "results": rows}))
-    assert read(path) == {"dense_fb/bf16/8": {"eager_ms": 2.0}}
-    path.write_text(json.dumps([*rows, {"case": "dense_fb/bf16/8", "provider": "te", "eager_ms": 1.0}]))
-    assert read(path) == {"dense_fb/bf16/8": {"eager_ms": 1.0}}
+    return path
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "ratios"),
+    [
+        ({"te": 2.0, "xla": 9.0}, {"jax": 3.0, "xla": 8.0}, {"dense_fb/bf16/8": 1.5}),
+        ({"jax": 2.0}, {"te": 4.0, "jax": 3.0}, {"dense_fb/bf16/8": 1.5}),
+        (
+            {"te": 2.0, "jax": 4.0}, {"te": 3.0, "jax": 3.0},
+            {"dense_fb/bf16/8, te": 1.5, "dense_fb/bf16/8, jax": 0.75},
+        ),
+    ],
+)  # fmt: skip
+def test_files_are_compared_by_the_rows_of_each_engine(first, second, ratios, tmp_path: Path):
+    shared = pairs(
+        *(read(rows_of(tmp_path / name, **times)) for name, times in (("a", first), ("b", second)))
+    )
+    assert {pair.case: pair.ratio("eager_ms") for pair in shared} == ratios
+
+
+def test_the_figures_of_an_h200_are_compared_and_their_goals_are_those_of_their_rows(tmp_path: Path):
+    assert read(FIGURES).keys() == {"te", "jax"}
+    content = json.loads(FIGURES.read_text())
+    assert [goal.as_dict() for goal in jax_goals.goals(content)] == content["goals"]
+    print_comparison(console := Console(file=io.StringIO(), width=300), FIGURES, FIGURES)
+    assert "layer_fb/delayed/llama8b_s8192, jax" in console.file.getvalue()  # pyright: ignore
+
+
+def test_a_goal_is_reached_from_its_side():
+    at_least, at_most = (jax_goals.Goal("", sense, 2.0, 3.0) for sense in (">=", "<="))
+    assert (at_least.reached, at_least.share) == (True, 1.5)
+    assert (at_most.reached, at_most.share) == (False, 2 / 3)
+    assert jax_goals.Goal("", "<=", 2.0, None).reached is None
+
+
+def test_goals_are_drawn(tmp_path: Path, monkeypatch):
+    options = ["--plot", str(tmp_path / "goals.png"), "--families", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["jax_goals.py", str(FIGURES), *options])
+    before = FIGURES.read_bytes()
+    jax_goals.main()
+    assert {"goals.png", "dense.png", "layer.png"} <= {path.name for path in tmp_path.iterdir()}
+    assert FIGURES.read_bytes() == before

@@ -503,7 +503,8 @@ def test_every_gradient_in_low_precision_stays_near_the_plain_one(fields, settin
         assert error < tolerance, path
 
 
-def test_dropout_repeats_with_its_key_and_is_shared_along_its_dims():
+def test_dropout_repeats_with_its_key():
+    """Which elements are dropped is in test_module_fields.py."""
     x = data({})[0]
     model = te_flax.TransformerLayer(
         hidden_size=HIDDEN, mlp_hidden_size=48, num_attention_heads=HEADS, hidden_dropout=0.5,

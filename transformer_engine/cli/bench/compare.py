@@ -34,11 +34,15 @@ class Pair:
         return b / a if a and b else None
 
 
-def read(path: Path) -> dict[str, dict[str, float]]:
-    """{case: figures} of a file: a list of objects with "case", or an object that has such a list as "results".
+Figures = dict[str, dict[str, float]]  # {case: figures}
+ENGINES = ("te", "jax")
 
-    The rows are those of "te", or of "jax" where there are none of "te"; those without figures are left out. ValueError
-    for another file.
+
+def read(path: Path) -> dict[str, Figures]:
+    """{provider: {case: figures}} of a file: a list of objects with "case", or an object with such a list as "results".
+
+    Providers are "te" and "jax", each where the file has figures of it; rows that name none are those of "te".
+    ValueError for another file.
     """
     try:
         content = json.loads(path.read_text())
@@ -51,11 +55,13 @@ def read(path: Path) -> dict[str, dict[str, float]]:
         isinstance(row, dict) and isinstance(row.get("case"), str) for row in rows
     ):
         raise ValueError(f"{path} holds no list of cases; give a file that te bench --json wrote")
-    by_engine = [
-        {row["case"]: row for row in rows if row.get("provider", "te") == name} for name in ("te", "jax")
-    ]
-    ours = by_engine[0] or by_engine[1]
-    return {case: _figures(row) for case, row in ours.items() if _figures(row)}
+    found = {
+        name: {
+            row["case"]: _figures(row) for row in rows if row.get("provider", "te") == name and _figures(row)
+        }
+        for name in ENGINES
+    }
+    return {name: figures for name, figures in found.items() if figures}
 
 
 def _figures(row: dict[str, Any]) -> dict[str, float]:
@@ -67,9 +73,19 @@ def _is_figure(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
-def pairs(first: dict[str, dict[str, float]], second: dict[str, dict[str, float]]) -> list[Pair]:
-    """The cases that both have, in the order of the first."""
-    return [Pair(case, figures, second[case]) for case, figures in first.items() if case in second]
+def pairs(first: dict[str, Figures], second: dict[str, Figures]) -> list[Pair]:
+    """The cases that both files have, in the order of the first: torch's with torch's and JAX's with JAX's.
+
+    Where no provider is in both files, the one of the first with the one of the second.
+    """
+    shared = [name for name in first if name in second]
+    together = [(name, name) for name in shared] or [(a, b) for a in first for b in second]
+    return [
+        Pair(case if len(together) == 1 else f"{case}, {a}", figures, second[b][case])
+        for a, b in together
+        for case, figures in first[a].items()
+        if case in second[b]
+    ]
 
 
 def geometric_mean(ratios: Iterable[float | None]) -> float | None:

@@ -1,0 +1,185 @@
+"""What JAX is held to on an H200, read from the rows that `te bench --provider te,jax,xla` wrote: table and pictures.
+
+    python benchmarks/jax_goals.py benchmarks/results/jax_h200.json [--write] [--plot PICTURE] [--families FOLDER]
+
+Prints every goal with what was reached. --write puts them into the file, under "goals"; --plot draws all of them into
+one picture, --families the times of every provider, a picture a family of cases. It needs no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from transformer_engine.cli.bench.plot import plot_families
+from transformer_engine.cli.bench.run import Row
+
+# {case: work a second over that of plain Flax and jnp in bfloat16, at least}
+OVER_XLA = {
+    "dense_fb/delayed/8192": 1.65, "dense_fb/current/8192": 1.6, "dense_fb/delayed/4096": 1.3,
+    "dense_fb/delayed/2048": 1.0, "layernorm_mlp_fb/delayed/swiglu": 1.6, "layer_fb/bf16/llama8b": 1.0,
+    "grouped_linear_fb/bf16/e8": 5.0, "grouped_linear_fb/bf16/e64": 5.0, "dpa_fb/bf16/causal_b2_s8192": 1 / 1.02,
+}  # fmt: skip
+# {case: GPU time over that of this engine in PyTorch, at most}
+OVER_TORCH = {
+    **{f"linear_fb/{recipe}/8192x4096x28672": 1.05 for recipe in ("delayed", "current", "block")},
+    "layernorm_mlp_fb/delayed/swiglu": 1.05,
+    **{f"layer_fb/{recipe}/llama8b": 1.08 for recipe in ("bf16", "delayed", "current", "block")},
+    **{f"grouped_linear_fb/{recipe}/{size}": 1.1 for size in ("e8", "e64") for recipe in ("bf16", "delayed")},
+    "dpa_fb/bf16/thd": 1.02,
+}  # fmt: skip
+KERNELS = 1.1  # a kernel started from JAX over the same record started from torch
+# {case: (figure of a row, unit, at most)}
+FIGURES = {
+    "layer_small_fb/bf16": ("eager_ms", "wall ms", 0.40), "layer_small_fb/delayed": ("eager_ms", "wall ms", 0.60),
+    "quantize/delayed_row": ("gpu_ms", "ms", 0.090), "quantize/delayed_both": ("gpu_ms", "ms", 0.130),
+    "norm_fb/LayerNorm/16384x8192": ("gpu_ms", "ms", 0.37), "norm_fb/RMSNorm/16384x8192": ("gpu_ms", "ms", 0.37),
+    "layer_fb/delayed/llama8b": ("compile_s", "s to compile, cold", 40.0),
+    "layer_fb/delayed/": ("cached_s", "s to compile, from JAX's cache", 5.0),
+}  # fmt: skip
+FP8_PEAK = 1.25  # memory of the layer under delayed scaling over that in bfloat16
+WITHOUT_THE_FLAG = 30.0  # seconds that no program of ours compiles longer
+OF_CUDNN = 0.6  # rate of our attention where cuDNN takes none, over cuDNN's on the same rows
+# {what runs on two cores of a CPU: at most}; the rows of "on_a_cpu".
+ON_A_CPU = {"quickstart, ten eager steps, s": 30.0, "te train, step in FP8 over float32": 2.0}
+TWO_GPUS = {"dp 2": 1.9, "tp 2": 1.7, "cp 2 ring": 1.7, "cp 2 all_gather": 1.7}
+
+SHOWN = 2.0  # where a picture cuts its bars
+
+
+@dataclass(frozen=True)
+class Goal:
+    """found has to be at least, or at most, the limit; found None: not measured."""
+
+    what: str
+    sense: str
+    limit: float
+    found: float | None
+    note: str = ""
+
+    @property
+    def reached(self) -> bool | None:
+        if self.found is None:
+            return None
+        return self.found >= self.limit if self.sense == ">=" else self.found <= self.limit
+
+    @property
+    def share(self) -> float:
+        """How far: 1 at the limit, more beyond it."""
+        assert self.found is not None
+        return self.found / self.limit if self.sense == ">=" else self.limit / self.found
+
+    def as_dict(self) -> dict[str, Any]:
+        goal = f"{self.sense} {self.limit:.3g}"
+        return {
+            "what": self.what,
+            "goal": goal,
+            "found": self.found,
+            "reached": self.reached,
+            "note": self.note,
+        }
+
+
+def _figure(rows: list[dict[str, Any]], case: str, provider: str, key: str = "gpu_ms") -> float | None:
+    """Of the first row by the provider whose case begins so."""
+    found = (row for row in rows if row["provider"] == provider and row["case"].startswith(case))
+    return next(found, {}).get(key)
+
+
+def _over(first: float | None, second: float | None) -> float | None:
+    return first / second if first and second else None
+
+
+def goals(content: dict[str, Any]) -> Iterator[Goal]:
+    """Every goal, with what the rows of a file say of it."""
+    rows = content["results"]
+    for case, limit in OVER_XLA.items():
+        family, _, size = case.split("/")
+        ours, plain = _figure(rows, case, "jax"), _figure(rows, f"{family}/bf16/{size}", "xla")
+        note = f"{ours} ms, plain {plain} ms"
+        yield Goal(f"{case}: faster than XLA in bfloat16", ">=", limit, _over(plain, ours), note)
+    kernels = [row["case"] for row in rows if row["family"] == "kernel" and row["provider"] == "jax"]
+    for case, limit in (OVER_TORCH | dict.fromkeys(kernels, KERNELS)).items():
+        ours, torch = _figure(rows, case, "jax"), _figure(rows, case, "te")
+        yield Goal(
+            f"{case}: time over torch's", "<=", limit, _over(ours, torch), f"{ours} ms, torch {torch} ms"
+        )
+    for case, (key, unit, limit) in FIGURES.items():
+        yield Goal(f"{case}: {unit}", "<=", limit, _figure(rows, case, "jax", key))
+    narrow, wide = (_figure(rows, f"layer_fb/{recipe}", "jax", "peak_mib") for recipe in ("delayed", "bf16"))
+    note = f"{narrow} and {wide} MiB"
+    yield Goal(
+        "layer_fb/delayed: peak memory over that in bfloat16", "<=", FP8_PEAK, _over(narrow, wide), note
+    )
+    bare = content.get("without_the_flag", {}).get("results", [])
+    compiled = {row["case"]: row["compile_s"] for row in bare if row["provider"] == "jax"}
+    slowest = max(compiled, key=lambda case: compiled[case], default="")
+    found = compiled.get(slowest)
+    yield Goal("without the flag: s to compile the slowest case", "<=", WITHOUT_THE_FLAG, found, slowest)
+    attention = content.get("attention", {}).get("rows", []) or [
+        {"case": "dpa_fb/bf16, sinks, bottom right, packed", "by": "triton", "rate": None, "gpu_ms": None}
+    ]
+    for row in (row for row in attention if row["by"] == "triton"):
+        what = f"{row['case']}: rate of our kernel over cuDNN's"
+        yield Goal(what, ">=", OF_CUDNN, row["rate"], f"{row['gpu_ms']} ms")
+    for what, limit in ON_A_CPU.items():
+        yield Goal(f"CPU: {what}", "<=", limit, content.get("on_a_cpu", {}).get(what))
+    for row in content.get("two_gpus", {}).get("rows", []):
+        if row["layout"] in TWO_GPUS:
+            what = f"{row['case']}, {row['layout']}: work a second over one GPU's"
+            yield Goal(what, ">=", TWO_GPUS[row["layout"]], row.get("speedup"), f"{row.get('eager_ms')} ms")
+
+
+def plot(path: Path, found: list[Goal], title: str) -> None:
+    """A bar a goal: how far it is reached, with the figure and the limit beside it."""
+    shown = [goal for goal in found if goal.found is not None]
+    figure = Figure(figsize=(10, 1 + 0.22 * len(shown)), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    axis = figure.subplots()
+    colours = ["#15803d" if goal.reached else "#c2410c" for goal in shown]
+    bars = axis.barh(range(len(shown)), [min(goal.share, SHOWN) for goal in shown], color=colours)
+    texts = [f"{goal.found:.3g} ({goal.sense} {goal.limit:.3g})" for goal in shown]
+    axis.bar_label(bars, labels=texts, padding=12, fontsize=7)
+    axis.axvline(1.0, color="#000000", linewidth=1.0)
+    axis.set_yticks(range(len(shown)), [goal.what for goal in shown], fontsize=7)
+    axis.set_xlim(0.0, SHOWN + 0.4)
+    axis.set_xlabel(f"part of the goal that is reached (cut at {SHOWN:g}); 1 or more: all of it")
+    axis.margins(y=0.01)
+    axis.invert_yaxis()
+    axis.set_title(title, fontsize=9)
+    figure.savefig(path)
+
+
+def main() -> None:
+    made = argparse.ArgumentParser(description=__doc__)
+    made.add_argument("file", type=Path, help="what te bench --json wrote")
+    made.add_argument("--write", action="store_true", help="put the goals into the file")
+    made.add_argument("--plot", type=Path, help="draw the goals into this file")
+    made.add_argument("--families", type=Path, help="draw the times of all providers into this folder")
+    chosen = made.parse_args()
+    content = json.loads(chosen.file.read_text())
+    found = list(goals(content))
+    for goal in found:
+        state = {True: "reached", False: "NOT reached", None: "not measured"}[goal.reached]
+        figure = "" if goal.found is None else f"{goal.found:.3f}"
+        print(f"{state:12} {figure:>8} {goal.sense} {goal.limit:<6.3g} {goal.what}  {goal.note}")
+    if chosen.write:
+        content["goals"] = [goal.as_dict() for goal in found]
+        chosen.file.write_text(json.dumps(content, indent=1) + "\n")
+    if chosen.plot is not None:
+        plot(chosen.plot, found, f"transformer_engine.jax, {content['machine']}")
+    if chosen.families is not None:
+        known = {field.name for field in fields(Row)}
+        rows = [Row(**{name: row[name] for name in known & set(row)}) for row in content["results"]]
+        plot_families(chosen.families, rows, content["machine"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,360 @@
+"""Every field of the Flax modules against layers in plain Flax with the same keys: first values, values, gradients.
+
+The layers have the same modules under the same names, so that parameters and dropped elements are drawn alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from plain_layers import PLAIN, Buckets
+from test_transformer import BATCH, DECODER, HEADS, HIDDEN, TOKENS, data
+
+import transformer_engine.jax.flax as te_flax
+
+normal, uniform = nn.initializers.normal, nn.initializers.uniform
+CLAMPED = ("clamped_silu", "clamped_linear")
+ADAPTED = {"low_rank_adaptation_scope": "all", "low_rank_adaptation_dim": 5}
+# Of each field what differs from its default, with what it needs to be seen.
+OF_A_LAYER: dict[str, tuple[dict[str, Any], ...]] = {
+    "num_gqa_groups": ({"num_gqa_groups": 2}, {"num_gqa_groups": 1}),
+    "layernorm_type": ({"layernorm_type": "rmsnorm"},),
+    "layernorm_epsilon": ({"layernorm_epsilon": 0.1},),
+    "zero_centered_gamma": ({"zero_centered_gamma": True},),
+    "hidden_dropout": ({"hidden_dropout": 0.3}, {"hidden_dropout": 0.0}),
+    "hidden_dropout_dims": ({"hidden_dropout_dims": (1,)}, {"hidden_dropout_dims": (0, 2)}),
+    "attention_dropout": ({"attention_dropout": 0.3}, {"attention_dropout": 0.0}),
+    "intermediate_dropout": ({"intermediate_dropout": 0.25},),
+    "intermediate_dropout_dims": (
+        {"intermediate_dropout_dims": (1,), "intermediate_dropout": 0.25},
+        {"intermediate_dropout_dims": (0, 2), "intermediate_dropout": 0.5},
+    ),
+    "dropout_rng_name": ({"dropout_rng_name": "noise"},),
+    "mha_kernel_init": ({"mha_kernel_init": uniform(0.3)}, {"mha_kernel_init": normal(0.3)}),
+    "mlp_kernel_init": ({"mlp_kernel_init": uniform(0.3)}, {"mlp_kernel_init": normal(0.3)}),
+    "mlp_activations": ({"mlp_activations": ("silu", "linear")}, {"mlp_activations": ("relu", jnp.cos)}),
+    "mlp_activation_params": ({"mlp_activation_params": {"limit": 0.7, "alpha": 1.5}, "mlp_activations": CLAMPED},),
+    "use_bias": ({"use_bias": True},),
+    "bias_init": ({"bias_init": normal(0.2), "use_bias": True},),
+    "apply_residual_connection_post_layernorm": ({"apply_residual_connection_post_layernorm": True},),
+    "output_layernorm": ({"output_layernorm": True},),
+    "float32_attention_logits": ({"float32_attention_logits": True},),
+    "layer_type": (DECODER,),
+    "self_attn_mask_type": ({"self_attn_mask_type": "padding_causal"}, {"self_attn_mask_type": "no_mask"}),
+    "self_attn_bias_type": ({"self_attn_bias_type": "pre_scale_bias"}, {"self_attn_bias_type": "post_scale_bias"}),
+    "enable_relative_embedding": ({"enable_relative_embedding": False},),
+    "relative_embedding": ({"relative_embedding": te_flax.RelativePositionBiases(32, 128, HEADS)},),
+    "enable_rotary_pos_emb": ({"enable_rotary_pos_emb": True},),
+    "rotary_pos_emb_windows": ({"rotary_pos_emb_windows": (2, 50), "enable_rotary_pos_emb": True},),
+    "rotary_pos_emb_group_method": (
+        {"rotary_pos_emb_group_method": "alternate", "enable_rotary_pos_emb": True},
+    ),
+    "low_rank_adaptation_scope": (ADAPTED, ADAPTED | {"low_rank_adaptation_scope": "mlp"}),
+    "low_rank_adaptation_dim": (ADAPTED | {"low_rank_adaptation_dim": 3},),
+    "low_rank_adaptation_alpha": (ADAPTED | {"low_rank_adaptation_alpha": 2.0},),
+    "drop_path": ({"drop_path": 0.4},),
+    "fuse_qkv_params": ({"fuse_qkv_params": False},),
+    "transpose_batch_sequence": ({"transpose_batch_sequence": True},),
+    "enable_sequence_parallel": ({"enable_sequence_parallel": True},),
+    "scale_attn_logits": ({"scale_attn_logits": True},),
+    "scaled_query_init": ({"scaled_query_init": False},),
+    "window_size": ({"window_size": (2, 0)}, {"window_size": (3, 1)}),
+    "softmax_type": ({"softmax_type": "learnable"}, {"softmax_type": "off_by_one"}),
+}  # fmt: skip
+LOW_RANK = {"enable_low_rank_adaptation": True, "low_rank_adaptation_dim": 4}
+MADE_BY: dict[str, tuple[dict[str, Any], ...]] = {
+    "kernel_init": ({"kernel_init": normal(0.2)}, {"kernel_init": uniform(0.3)}),
+    "enable_low_rank_adaptation": (LOW_RANK,),
+    "low_rank_adaptation_dim": (LOW_RANK | {"low_rank_adaptation_dim": 3},),
+    "low_rank_adaptation_alpha": (LOW_RANK | {"low_rank_adaptation_alpha": 3.0},),
+    "transpose_batch_sequence": ({"transpose_batch_sequence": True},),
+    "quantization_checkpoint_name": ({"quantization_checkpoint_name": "codes"},),
+}
+SCALED_BY: dict[str, tuple[dict[str, Any], ...]] = {
+    "epsilon": ({"epsilon": 0.2},),
+    "layernorm_type": ({"layernorm_type": "rmsnorm"},),
+    "zero_centered_gamma": ({"zero_centered_gamma": True},),
+    "scale_init": ({"scale_init": normal(1.0)}, {"scale_init": uniform(1.0)}),
+    "scale_axes": ({"scale_axes": ("a",)}, {"scale_axes": (None,)}),
+}
+NORMED_BY = MADE_BY | SCALED_BY | {
+    "enable_layernorm": ({"enable_layernorm": False},),
+    "ln_bias_init": ({"ln_bias_init": normal(0.5)}, {"ln_bias_init": uniform(0.5)}),
+    "ln_bias_axes": ({"ln_bias_axes": ("a",)}, {"ln_bias_axes": (None,)}),
+    "return_layernorm_output": ({"return_layernorm_output": True},),
+    "layernorm_input_axes": ({"layernorm_input_axes": (None,) * 3},),
+}  # fmt: skip
+KERNEL_AXES = {
+    "kernel_axes": ({"kernel_axes": ("a", "b")}, {"kernel_axes": (None, "b")}),
+    "bias_axes": ({"bias_axes": ("b",)}, {"bias_axes": (None,)}),
+}
+BIASED_BY = {
+    "use_bias": ({"use_bias": True},),
+    "bias_init": (
+        {"use_bias": True, "bias_init": normal(0.3)},
+        {"use_bias": True, "bias_init": uniform(0.3)},
+    ),
+}
+DROPPED_BY = {
+    "attention_dropout": ({"attention_dropout": 0.3},),
+    "dropout_rng_name": ({"dropout_rng_name": "noise", "attention_dropout": 0.2},),
+    "attn_bias_type": ({"attn_bias_type": "pre_scale_bias"}, {"attn_bias_type": "post_scale_bias"}),
+    "float32_logits": ({"float32_logits": True},),
+    "transpose_batch_sequence": ({"transpose_batch_sequence": True},),
+}
+# Of the other modules their own fields; what a layer hands down to them is above.
+FIELDS: dict[type[nn.Module], dict[str, tuple[dict[str, Any], ...]]] = {
+    te_flax.TransformerLayer: OF_A_LAYER,
+    te_flax.DenseGeneral: MADE_BY | KERNEL_AXES | {
+        "use_bias": ({"use_bias": False},),
+        "bias_init": ({"bias_init": normal(0.3)}, {"bias_init": uniform(0.3)}),
+        "input_axes": ({"input_axes": (None,) * 3},),
+    },
+    te_flax.LayerNorm: SCALED_BY | {
+        "bias_init": ({"bias_init": normal(0.5)}, {"bias_init": uniform(0.5)}),
+        "bias_axes": ({"bias_axes": ("a",)}, {"bias_axes": (None,)}),
+    },
+    te_flax.LayerNormDenseGeneral: NORMED_BY | KERNEL_AXES | BIASED_BY | {
+        "dot_input_axes": ({"dot_input_axes": (None,) * 3},),
+        "depth_scaling": ({"depth_scaling": 3.0}, {"depth_scaling": 0.5}),
+    },
+    te_flax.LayerNormMLP: NORMED_BY | BIASED_BY | {
+        "kernel_axes_1": ({"kernel_axes_1": ("a", None, "b")}, {"kernel_axes_1": (None,) * 3}),
+        "kernel_axes_2": ({"kernel_axes_2": ("b", "a")}, {"kernel_axes_2": (None,) * 2}),
+        "bias_axes_1": ({"bias_axes_1": (None, "b")}, {"bias_axes_1": ("a", None)}),
+        "bias_axes_2": ({"bias_axes_2": ("a",)}, {"bias_axes_2": (None,)}),
+        "activations": ({"activations": ("silu", "linear")}, {"activations": ("relu", jnp.cos)}),
+        "activation_params": (
+            {"activation_params": {"limit": 0.5, "alpha": 1.2}, "activations": CLAMPED},
+            {"activation_params": {"glu_linear_offset": 0.3}, "activations": CLAMPED},
+        ),
+        "intermediate_dropout_rate": ({"intermediate_dropout_rate": 0.4},),
+        "intermediate_dropout_rng_name": (
+            {"intermediate_dropout_rng_name": "noise", "intermediate_dropout_rate": 0.3},
+        ),
+        "intermediate_hidden_dropout_dims": (
+            {"intermediate_hidden_dropout_dims": (1,), "intermediate_dropout_rate": 0.5},
+            {"intermediate_hidden_dropout_dims": (0,), "intermediate_dropout_rate": 0.5},
+        ),
+        "dot_1_input_axes": ({"dot_1_input_axes": (None,) * 3},),
+        "dot_2_input_axes": ({"dot_2_input_axes": (None,) * 3},),
+        "ffn1_ckpt_name": ({"ffn1_ckpt_name": "one"},),
+        "ffn2_ckpt_name": ({"ffn2_ckpt_name": "two"},),
+    },
+    te_flax.DotProductAttention: DROPPED_BY | {
+        "num_gqa_groups": ({"num_gqa_groups": 2}, {"num_gqa_groups": 1}),
+        "attn_mask_type": ({"attn_mask_type": "padding"}, {"attn_mask_type": "no_mask"}),
+        "scale_factor": ({"scale_factor": 0.7}, {"scale_factor": 0.2}),
+        "window_size": ({"window_size": (2, 0)}, {"window_size": (3, 1)}),
+        "softmax_type": ({"softmax_type": "learnable"}, {"softmax_type": "off_by_one"}),
+        "max_segments_per_seq": ({"max_segments_per_seq": 2},),
+        "context_checkpoint_name": ({"context_checkpoint_name": "core"},),
+    },
+    te_flax.MultiHeadAttention: DROPPED_BY | {
+        "input_layernorm": ({"input_layernorm": False},),
+        "layernorm_epsilon": ({"layernorm_epsilon": 0.3},),
+        "return_layernorm_output": ({"return_layernorm_output": True},),
+        "kernel_init": ({"kernel_init": normal(0.3)}, {"kernel_init": uniform(0.3)}),
+        "attn_mask_type": ({"attn_mask_type": "padding"}, {"attn_mask_type": "no_mask"}),
+        "fuse_qkv_params": ({"fuse_qkv_params": False},),
+        "low_rank_adaptation_scope": (
+            {"low_rank_adaptation_scope": "exclude_output_proj", "low_rank_adaptation_dim": 4},
+            {"low_rank_adaptation_scope": "exclude_qkv_proj", "low_rank_adaptation_dim": 4},
+        ),
+    },
+}  # fmt: skip
+EXCLUDED = [
+    {"layernorm_type", "zero_centered_gamma"},  # a scale about zero belongs to LayerNorm
+    {"enable_relative_embedding", "self_attn_bias_type"}, {"enable_relative_embedding", "relative_embedding"},
+]  # fmt: skip
+SIZES = {"hidden_size": HIDDEN, "mlp_hidden_size": 48, "num_attention_heads": HEADS}
+
+
+Meeting = tuple[str, bool, str, bool]
+
+
+def meetings(given: Any, fields: Any) -> set[Meeting]:
+    """Of every two fields, which of them are given."""
+    return {(a, a in given, b, b in given) for a, b in itertools.combinations(sorted(fields), 2)}
+
+
+def possible(fields: Any) -> set[Meeting]:
+    both = itertools.product((False, True), repeat=2)
+    every = {(a, i, b, j) for i, j in both for a, b in itertools.combinations(sorted(fields), 2)}
+    return {(a, i, b, j) for a, i, b, j in every if not (i and j and {a, b} in EXCLUDED)}
+
+
+def covering(fields: dict[str, tuple[dict[str, Any], ...]]) -> list[dict[str, Any]]:
+    """Modules in which of every two fields both are given somewhere, none is, and each without the other."""
+    draw, missing, chosen = random.Random(0), possible(fields), []
+    while missing:
+        candidates = []
+        for _ in range(60):
+            names = [name for name in fields if draw.random() < 0.5]
+            for excluded in EXCLUDED:
+                if excluded <= set(names):
+                    names.remove(draw.choice(sorted(excluded)))
+            candidates.append(names)
+        chosen.append(max(candidates, key=lambda names: len(meetings(names, fields) & missing)))
+        missing -= meetings(chosen[-1], fields)
+    seen: Counter[str] = Counter()
+    modules = []
+    for names in chosen:
+        # The values of a field take turns.
+        values = [fields[name][seen[name] % len(fields[name])] for name in names]
+        seen.update(names)
+        modules.append({name: value for given in values for name, value in given.items()})
+    return modules
+
+
+CASES = [
+    pytest.param(cls, fields, id=f"{cls.__name__}-{place}", marks=[pytest.mark.slow] if place > 1 else [])
+    for cls, of_module in FIELDS.items()
+    for place, fields in enumerate(covering(of_module))
+]
+# Fields with tests of their own: what a score_mod excludes is most of the others.
+ELSEWHERE = {"score_mod", "score_mod_bprop", "dtype"}
+PASSED_ON = {
+    # A layer gives its attention these, which the layers above vary.
+    te_flax.MultiHeadAttention: set(OF_A_LAYER)
+    | {"head_dim", "num_attention_heads", "window_size"}
+    # Former names: test_transformer.py.
+    | {
+        "num_heads",
+        "dropout_rate",
+        "output_layernorm",
+        "apply_residual_connection_post_layernorm",
+        "fuse_qkv",
+    },
+    # Layouts are in test_attention.py, devices in test_sharding.py, and dtype is deprecated.
+    te_flax.DotProductAttention: {"head_dim", "num_attention_heads", "qkv_layout"}
+    | {f"context_parallel_{name}" for name in ("causal_load_balanced", "axis", "strategy")},
+    te_flax.DenseGeneral: {"features", "axis"},  # test_dense.py
+    te_flax.LayerNormDenseGeneral: {"features", "axis"},
+    te_flax.LayerNormMLP: {"intermediate_dim", "axis"},
+    te_flax.LayerNorm: set(),
+    te_flax.TransformerLayer: set(SIZES),
+}
+NEEDED: dict[type[nn.Module], dict[str, Any]] = {
+    te_flax.DenseGeneral: {"features": 12}, te_flax.LayerNormDenseGeneral: {"features": 12},
+    te_flax.LayerNormMLP: {"intermediate_dim": 24}, te_flax.TransformerLayer: SIZES, te_flax.LayerNorm: {},
+    te_flax.DotProductAttention: {"head_dim": HIDDEN // HEADS, "num_attention_heads": HEADS},
+    te_flax.MultiHeadAttention: {"head_dim": HIDDEN // HEADS, "num_attention_heads": HEADS},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cls", FIELDS, ids=lambda cls: cls.__name__)
+def test_every_field_of_a_module_has_cases_with_and_without_every_other(cls):
+    names = {field.name for field in dataclasses.fields(cls)} - {"parent", "name"}
+    assert names - PASSED_ON[cls] - ELSEWHERE <= set(FIELDS[cls]) <= names
+    defaults = {field.name: field.default for field in dataclasses.fields(cls)}
+    found = set()
+    for case in (parameters.values[1] for parameters in CASES if parameters.values[0] is cls):
+        found |= meetings({name for name in case if case[name] != defaults[name]}, FIELDS[cls])
+    implied = {
+        name for values in FIELDS[cls].values() for given in values for name in given if len(given) > 1
+    }
+    assert {meeting for meeting in possible(FIELDS[cls]) - found if not implied & set(meeting)} == set()
+
+
+def arguments_of(cls: type[nn.Module], fields: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arrays that a module with these fields is called with, of which the first has a gradient."""
+    x, encoded, mask, cross = data(fields)
+    transposed = fields.get("transpose_batch_sequence")
+    turn = (lambda y: None if y is None else jnp.swapaxes(y, 0, 1)) if transposed else (lambda y: y)
+    x, encoded = turn(x), turn(encoded)
+    biased = fields.get("attn_bias_type") is not None
+    bias = jax.random.normal(jax.random.key(7), (1, HEADS, TOKENS, TOKENS)) if biased else None
+    if cls is te_flax.TransformerLayer:
+        return (x, encoded, mask, cross), {"deterministic": False}
+    if cls is te_flax.MultiHeadAttention:
+        return (x, mask, bias), {"deterministic": False}
+    if cls is te_flax.DotProductAttention:
+        keys = jax.random.split(jax.random.key(8), 3)
+        heads = (HEADS, *[fields.get("num_gqa_groups", HEADS)] * 2)
+        shapes = ((BATCH, TOKENS, count, HIDDEN // HEADS) for count in heads)
+        qkv = (turn(jax.random.normal(key, shape)) for key, shape in zip(keys, shapes, strict=True))
+        return (*qkv, mask, bias), {"deterministic": False}
+    return (x,), {"deterministic": False} if cls is te_flax.LayerNormMLP else {}
+
+
+def called(cls: type[nn.Module], arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Self-attention is told by one array given twice, which a traced function makes of one argument."""
+    return (arguments[0], *arguments) if cls is te_flax.MultiHeadAttention else arguments
+
+
+STREAMS = {"params": jax.random.key, "dropout": jax.random.key, "noise": jax.random.key}
+
+
+def keys(first: int) -> dict[str, Any]:
+    return {name: make(first + place) for place, (name, make) in enumerate(STREAMS.items())}
+
+
+def first_values(cls, model, arguments, options) -> Any:
+    init = jax.jit(lambda keys, *given: model.init(keys, *called(cls, given), **options))
+    return nn.meta.unbox(init(keys(1), *arguments)).get("params", {})
+
+
+def differentiable(arrays: Any) -> Iterator[int]:
+    for place, array in enumerate(arrays):
+        if array is not None and jnp.issubdtype(array.dtype, jnp.floating):
+            yield place
+
+
+def agree(cls: type[nn.Module], fields: dict[str, Any]) -> None:
+    """First values, the output, and all gradients, with dropout by the same keys."""
+    fields = NEEDED[cls] | fields
+    arguments, options = arguments_of(cls, fields)
+    model = cls(**fields)
+    of_plain = fields | ({"relative_embedding": Buckets(HEADS)} if "relative_embedding" in fields else {})
+    plain = PLAIN[cls](**of_plain)
+    params, expected = (first_values(cls, one, arguments, options) for one in (model, plain))
+    assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, expected)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=0), params, expected)
+    leaves, tree = jax.tree.flatten(params)
+    moved = zip(leaves, jax.random.split(jax.random.key(2), len(leaves) + 1), strict=False)
+    # Away from zero: second factors of low rank and sinks begin there.
+    params = jax.tree.unflatten(
+        tree, [leaf + 0.02 * jax.random.normal(key, leaf.shape) for leaf, key in moved]
+    )
+    places = tuple(differentiable(arguments))
+
+    def loss_of(one):
+        def loss(params, *given):
+            outputs = jax.tree.leaves(
+                one.apply({"params": params}, *called(cls, given), rngs=keys(4), **options)
+            )
+            weights = [jnp.cos(jnp.arange(y.size)).reshape(y.shape) for y in outputs]
+            return sum((y * w).sum() for y, w in zip(outputs[:1], weights, strict=False)), outputs[0]
+
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, *(1 + p for p in places)), has_aux=True))
+
+    (_, y), found = loss_of(model)(params, *arguments)
+    (_, want_y), want = loss_of(plain)(params, *arguments)
+    near(y, want_y, 0.0, "output")
+    largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(want))
+    for (path, got), expected in zip(
+        jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(want), strict=True
+    ):
+        near(got, expected, 1e-2 * largest, str(path))
+
+
+def near(got: Any, want: Any, least: float, name: str) -> None:
+    # A bias of keys moves all scores of a query alike: its gradient is zero but for rounding.
+    scale = max(float(jnp.abs(want).max()), least)
+    np.testing.assert_allclose(got / scale, want / scale, atol=2e-4, rtol=0, err_msg=name)
+
+
+@pytest.mark.parametrize(("cls", "fields"), CASES)
+def test_a_module_of_many_fields_is_the_plain_one(cls, fields):
+    agree(cls, fields)
