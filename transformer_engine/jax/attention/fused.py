@@ -23,7 +23,7 @@ from ..platform import has_gpu
 from ..primitives.attention import TABLE, AttentionRequest, Call, attention
 from ..primitives.attention.descriptor import SequenceDescriptor, segments_at_most
 from ..primitives.attention.enums import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout, check_kinds
-from ..primitives.attention.masks import Window, check_tokens, check_window, hidden_keys, reads_mask
+from ..primitives.attention.masks import Window, check_window, checked_tokens, hidden_keys, reads_mask
 from ..primitives.attention.score_mod import check_score_mod, modifier
 from ..sharding import varies_over, with_sharding_constraint
 
@@ -62,6 +62,8 @@ def fused_attn(
     sequence_descriptor  which tokens belong together; None: each row is one sequence; or a mask, True hides a key, read
                          by mask types with padding, and by causal ones with a window
     seed                 a key of jax.random, for dropout
+    max_segments_per_seq sequences that a packed row has at most; segment numbers above it are refused, and where they
+                         are traced their tokens count as padding
     context_parallel_*   tokens are laid over a mesh axis: ALL_GATHER (the default) gathers keys and values, RING passes
                          them round; load-balanced: tokens lie as `reorder_causal_load_balancing` puts them
     softmax_offset       [1, h, 1, 1], differentiable, of LEARNABLE_SOFTMAX
@@ -74,7 +76,7 @@ def fused_attn(
     query, key, value = separated(qkv, qkv_layout)
     check_attention(query, key, value, bias, attn_bias_type, dropout_probability, scaling_factor)
     window, extents = check_window(window_size), (query.shape[0], query.shape[1], key.shape[1])
-    check_tokens(
+    sequence_descriptor = checked_tokens(
         sequence_descriptor, attn_mask_type, window, qkv_layout.is_thd(), max_segments_per_seq,
         (query.shape[0], query.shape[2], *extents[1:]),
     )  # fmt: skip
@@ -86,8 +88,9 @@ def fused_attn(
         "dropout_probability": dropout_probability, "context_parallel_axis": "" if plan is None else plan.axis,
     }  # fmt: skip
     check_score_mod(
-        score_mod, score_mod_bprop, qkv_layout, attn_bias_type, attn_mask_type, softmax_type, others
-    )
+        score_mod, score_mod_bprop, (score_mod_tensors, score_mod_bprop_tensors), qkv_layout, attn_bias_type,
+        attn_mask_type, softmax_type, others,
+    )  # fmt: skip
     call = Call(
         query, key, value, bias, attn_bias_type, attn_mask_type, window,
         functools.partial(_hidden, sequence_descriptor, attn_mask_type, qkv_layout, window, plan, extents),

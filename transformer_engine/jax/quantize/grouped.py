@@ -22,8 +22,9 @@ from ..primitives.grouped_quantize import quantize_stack
 from ..primitives.quantize import cast, scale_from_amax
 from ..primitives.quantize.tiles import settled
 from ..primitives.scale_update import advance_scales
-from .quantizers import DelayedScaleQuantizer, Quantizer, element_of
+from .quantizers import DelayedScaleQuantizer, Quantizer
 from .scaling_modes import ScalingMode, TensorUsage
+from .settings import element_of
 from .tensors import ScaledTensor, ScaledTensor1x, ScaledTensor2x, ScaledTensorFactory
 
 __all__ = ["GroupedNoScaleTensor", "GroupedQuantizer", "GroupedScaledTensor1x", "group_of_rows"]

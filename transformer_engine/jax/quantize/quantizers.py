@@ -17,12 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ...common.formats import E2M1, E4M3, E5M2, Element
 from ...common.quantize_spec import QuantizeSpec
 from ..primitives import quantize as primitive
 from ..primitives.quantize import Cast
 from ..primitives.scale_update import State, advance_scales, advance_states
 from .scaling_modes import AmaxComputeAlgo, QuantizeLayout, ScalingMode
+from .settings import check_settings, element_of
 from .tensors import ScaledTensor, ScaledTensor1x, ScaledTensor2x, ScaledTensorFactory, positive_axis
 
 __all__ = [
@@ -38,22 +38,6 @@ __all__ = [
 ]
 
 Class = TypeVar("Class", bound=type)
-
-_ELEMENTS: dict[Any, Element] = {
-    jnp.dtype(jnp.float8_e4m3fn): E4M3,
-    jnp.dtype(jnp.float8_e5m2): E5M2,
-    jnp.dtype(jnp.float4_e2m1fn): E2M1,
-}
-
-
-def element_of(dtype: Any) -> Element:
-    """The element that a dtype holds; ValueError for one that is not narrow."""
-    element = _ELEMENTS.get(jnp.dtype(dtype))
-    if element is None:
-        raise ValueError(
-            f"q_dtype={jnp.dtype(dtype).name} holds no codes; choose one of {', '.join(d.name for d in _ELEMENTS)}"
-        )
-    return element
 
 
 def compute_scale_from_amax(
@@ -106,6 +90,9 @@ class Quantizer:
     q_layout: QuantizeLayout
     data_layout: str
     checkpoint_name: str | None = None
+
+    def __post_init__(self) -> None:
+        check_settings({f.name: getattr(self, f.name) for f in fields(self) if f.name not in self.STATE})
 
     def quantize(
         self, x: Array, is_rowwise: bool | None = None, is_colwise: bool | None = None, dq_dtype: Any = None,

@@ -34,19 +34,21 @@ def reads_mask(mask_type: AttnMaskType, window: Window | None) -> bool:
     return mask_type.is_padding() or (mask_type.is_causal() and window is not None)
 
 
-def check_tokens(
+def checked_tokens(
     descriptor: SequenceDescriptor | Array | None, mask_type: AttnMaskType, window: Window | None, packed: bool,
     most: int, scores: tuple[int, int, int, int],
-) -> None:  # fmt: skip
-    """ValueError where what says which tokens belong together does not fit scores [b, h, q, k]."""
+) -> SequenceDescriptor | Array | None:  # fmt: skip
+    """What says which tokens belong together, `most` sequences a row; ValueError where it does not fit [b, h, q, k]."""
     whole("max_segments_per_seq", most)
     if isinstance(descriptor, SequenceDescriptor):
         if packed:
             descriptor.check_segments(most)
         if packed or mask_type.is_padding():
             descriptor.check_lengths(*scores[2:])
-    elif descriptor is not None and not packed and reads_mask(mask_type, window):
+        return descriptor.within(most) if packed else descriptor
+    if descriptor is not None and not packed and reads_mask(mask_type, window):
         check_mask(descriptor, scores)
+    return descriptor
 
 
 def run_length_fill(segment_ids: Array) -> Array:
