@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -84,6 +85,13 @@ def check_integers(name: str, array: Any) -> None:
     dtype = getattr(array, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
         raise TypeError(f"{name} is {described(array)}; give an array of integers, such as int32")
+
+
+def check_key(name: str, key: Any) -> None:
+    """TypeError unless this is a key of jax.random, typed or as its words (uint32 [2] by default)."""
+    dtype = getattr(key, "dtype", None)
+    if dtype is None or not (jnp.issubdtype(dtype, jax.dtypes.prng_key) or dtype == jnp.uint32):
+        raise TypeError(f"{name}={described(key)} is no key of jax.random; give jax.random.key(0)")
 
 
 def check_instance(name: str, value: Any, kind: type) -> None:

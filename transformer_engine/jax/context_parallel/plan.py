@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 import numpy as np
 
-from ...common.checks import member, switch, text_or_none
+from ...common.checks import member, switch, text_or_none, whole_or_none
 from ..primitives.attention.descriptor import Segments, SequenceDescriptor
 from ..primitives.attention.enums import AttnMaskType, QKVLayout
 from ..primitives.attention.masks import run_length_fill
@@ -85,6 +85,7 @@ def plan_of(
     switch("context_parallel_causal_load_balanced", balanced)
     member("context_parallel_strategy", strategy, CPStrategy)
     text_or_none("context_parallel_axis", axis)
+    whole_or_none("stripe_size", stripe_size)
     check_automatic_axis("context_parallel_axis", axis or None)
     devices = get_mesh_axis_size(axis or None)
     ring = strategy is CPStrategy.RING

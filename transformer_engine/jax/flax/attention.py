@@ -14,15 +14,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ...common import env
 from ...common.checks import described, drop_rate, switch, whole
-from ..attention.fused import (
-    check_attention,
-    dropout_of,
-    fused_attn,
-    hidden_of,
-    is_fused_attn_kernel_available,
-    separated,
-    sink_of,
-)
+from ..attention.arguments import check_attention, dropout_of, separated, sink_of
+from ..attention.fused import fused_attn, hidden_of, is_fused_attn_kernel_available
 from ..context_parallel.plan import plan_of
 from ..context_parallel.reorder import CPStrategy
 from ..primitives.attention import reference

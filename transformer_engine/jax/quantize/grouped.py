@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
+from ...common.checks import switch
+from ..checks import check_floating, check_sizes, check_values
 from ..primitives import exact
 from ..primitives.grouped_quantize import quantize_stack
 from ..primitives.quantize import cast, scale_from_amax
@@ -162,6 +164,11 @@ class GroupedQuantizer:
         group_sizes: Array | None = None,
     ) -> GroupedScaledTensor1x | ScaledTensor2x:
         """x [M, K] with group_sizes [G], or a stack [G, ..]; delayed scaling is brought one step forward."""
+        check_values("x", x)
+        for name, asked in (("is_rowwise", is_rowwise), ("is_colwise", is_colwise)):
+            switch(name, asked)
+        if group_sizes is not None:
+            check_sizes("group_sizes", group_sizes, self.n_groups, x.shape[0])
         tensor, amaxes = self.encode(x, group_sizes, is_rowwise, is_colwise, dq_dtype, flatten_axis)
         self.quantizer = self.advanced(amaxes).quantizer
         return tensor
@@ -268,7 +275,7 @@ class GroupedQuantizer:
         dq_dtype: Any,
     ) -> GroupedScaledTensor1x | ScaledTensor2x:
         """The directions of x that were made, each group with one scale."""
-        dtype = jnp.dtype(x.dtype if dq_dtype is None else dq_dtype)
+        dtype = x.dtype if dq_dtype is None else check_floating("dq_dtype", dq_dtype)
         name = self.quantizer.checkpoint_name
         if name is not None:
             codes, scale, amax = jax.tree.map(lambda leaf: checkpoint_name(leaf, name), (codes, scale, amax))

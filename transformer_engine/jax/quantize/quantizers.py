@@ -17,7 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from ...common.checks import integer, switch
 from ...common.quantize_spec import QuantizeSpec
+from ..checks import check_floating, check_values
 from ..primitives import quantize as primitive
 from ..primitives.quantize import Cast
 from ..primitives.scale_update import State, advance_scales, advance_states
@@ -92,7 +94,7 @@ class Quantizer:
     checkpoint_name: str | None = None
 
     def __post_init__(self) -> None:
-        check_settings({f.name: getattr(self, f.name) for f in fields(self) if f.name not in self.STATE})
+        check_settings({f.name: getattr(self, f.name) for f in fields(self)})
 
     def quantize(
         self, x: Array, is_rowwise: bool | None = None, is_colwise: bool | None = None, dq_dtype: Any = None,
@@ -111,12 +113,16 @@ class Quantizer:
         flatten_axis: int = -1,
     ) -> tuple[ScaledTensor, Array | None]:  # fmt: skip
         """(tensor, its absolute maximum or None) without a change of state."""
+        check_values("x", x)
+        for name, asked in (("is_rowwise", is_rowwise), ("is_colwise", is_colwise)):
+            switch(name, asked)
+        integer("flatten_axis", flatten_axis)
         rowwise = self.q_layout.has_rowwise if is_rowwise is None else is_rowwise
         colwise = self.q_layout.has_colwise if is_colwise is None else is_colwise
         spec = self.spec(rowwise, colwise)
         axis = positive_axis(flatten_axis, x.ndim)
         made = self._codes(x.reshape(prod(x.shape[:axis]), prod(x.shape[axis:])), spec)
-        dtype = jnp.dtype(x.dtype if dq_dtype is None else dq_dtype)
+        dtype = x.dtype if dq_dtype is None else check_floating("dq_dtype", dq_dtype)
         return self._tensors(made, spec, x.shape, dtype, axis), made.amax
 
     def cast(self) -> Cast | None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ...common.checks import epsilon, member, number, one_of, switch, text_or_none
+from ...common.checks import described, epsilon, member, number, one_of, switch, text_or_none
 from ...common.formats import E2M1, E4M3, E5M2, Element
-from ..checks import check_dtype
+from ..checks import check_array, check_dtype
 from .scaling_modes import AmaxComputeAlgo, QuantizeLayout, ScalingMode
 
 _ELEMENTS: dict[Any, Element] = {
@@ -41,7 +41,20 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
     "margin": number,
     "amax_compute_algo": lambda name, value: member(name, value, AmaxComputeAlgo),
     "use_rht": switch,
+    "scale": lambda name, value: _check_state(name, value, jnp.floating),
+    "amax_history": lambda name, value: _check_state(name, value, jnp.floating),
+    "stochastic_rounding_rng_state": lambda name, value: (
+        None if value is None else _check_state(name, value, jnp.unsignedinteger)
+    ),
 }
+
+
+def _check_state(name: str, value: Any, kind: Any) -> None:
+    """TypeError or ValueError unless a state is an array of at least one axis that holds numbers of this kind."""
+    check_array(name, value)
+    if not jnp.issubdtype(value.dtype, kind) or jnp.dtype(value.dtype).itemsize < 2 or not value.ndim:
+        wanted = "float32" if kind is jnp.floating else "uint32, such as jax.random.key_data(key)"
+        raise ValueError(f"{name} is {described(value)}; give an array [n] of {wanted}")
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:

@@ -65,9 +65,13 @@ def check_functions(
 
 
 def _check_parameters(name: str, called: Any, most: int) -> None:
+    try:
+        parameters = inspect.signature(called).parameters.values()
+    except ValueError:
+        return  # a function of C tells none; what it makes is looked at
     required = [
         parameter
-        for parameter in inspect.signature(called).parameters.values()
+        for parameter in parameters
         if parameter.default is parameter.empty and parameter.kind in (0, 1)
     ]
     if len(required) > most:
