@@ -148,6 +148,7 @@ def _over_devices(
         whole = request._replace(
             mask=AttnMaskType.CAUSAL_MASK if request.mask.is_causal() else AttnMaskType.NO_MASK,
             softmax=AttnSoftmaxType.VANILLA_SOFTMAX, dropout=0.0,
+            window=None if request.window is None or request.window[0] < 0 else (request.window[0], 0),
         )  # fmt: skip
         return attention_in_parts(plan, whole, call.query, call.key, call.value, call.scale, call.sink)
     if plan.ring:
@@ -176,9 +177,10 @@ def _over_devices(
 
 
 def _has_parts(request: AttentionRequest, call: Call) -> bool:
-    """Does every query see all keys, or all up to its own place, of whole rows without anything else?"""
-    plain = not request.mask.is_causal() or request.queries == request.keys
-    plain = plain and request.rows == "whole" and not request.layout.is_thd() and request.window is None
+    """Does every query see all keys, or all up to its own place or the last of them, of whole rows and nothing else?"""
+    causal = request.mask.is_causal() and request.queries == request.keys
+    plain = causal or (not request.mask.is_causal() and request.window is None)
+    plain = plain and request.rows == "whole" and not request.layout.is_thd()
     # A rule of differentiation within our shard_map cannot say that gradients vary over the axes of one around it.
     inside = varies_over((call.query, call.key, call.value))
     return plain and call.bias is None and call.dropped is None and not inside

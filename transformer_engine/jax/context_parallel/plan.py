@@ -35,6 +35,19 @@ class ContextParallel:
         """(device, the one that it hands on to), all the way round."""
         return [(rank, (rank + 1) % self.devices) for rank in range(self.devices)]
 
+    def moves(self, distance: int) -> dict[tuple[int, int], list[tuple[int, int]]]:
+        """{(place, place): [(device, device)]}, by which every chunk comes to where the one `distance` behind it lies.
+
+        Balanced, a device holds two chunks of whole rows, r and 2n - 1 - r, at places 0 and 1; else one.
+        """
+        count = 2 * self.devices if self.balanced else self.devices
+        lies = [(c, 0) if c < self.devices else (2 * self.devices - 1 - c, 1) for c in range(count)]
+        found: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for chunk in range(max(0, -distance), min(count, count - distance)):
+            (device, place), (other, there) = lies[chunk], lies[chunk + distance]
+            found.setdefault((place, there), []).append((device, other))
+        return found
+
     def order(self, tokens: int, packed: bool) -> np.ndarray:
         """Which token of the sequence stands at each place."""
         if tokens % self.devices:
