@@ -208,6 +208,10 @@ def main() -> None:
             mesh_of(dp=2, tpsp=4), te.MeshResource(dp_resource="dp", tpsp_resource="tpsp"), None,
             enable_sequence_parallel=True,
         ),
+        "fsdp and tp in mxfp8": layer_case(
+            mesh_of(fsdp=4, tpsp=2), te.MeshResource(fsdp_resource="fsdp", tpsp_resource="tpsp"),
+            recipe.MXFP8BlockScaling(), enable_sequence_parallel=True,
+        ),
         "ep": experts_case(mesh_of(ep=4), (), None) if everything else None,
         "dp and ep in fp8": experts_case(mesh_of(dp=2, ep=4), ("dp",), delayed),
     }  # fmt: skip
@@ -221,6 +225,8 @@ def main() -> None:
             "padded with sinks and a window": (True, bshd, padding, learnt, (9, 0)),
             "causal with sinks": (True, bshd, AttnMaskType.CAUSAL_BOTTOM_RIGHT_MASK, learnt),
             "causal unbalanced": (False, bshd, causal, learnt),
+            "causal with a window": (True, bshd, causal, vanilla, (9, 0)),
+            "causal unbalanced with a window": (False, bshd, causal, learnt, (13, -1)),
             "unbalanced": (False, bshd, AttnMaskType.NO_MASK, vanilla),
             "packed in stripes": (True, thd, padding, vanilla),
             "bottom right": (False, bshd, AttnMaskType.PADDING_CAUSAL_BOTTOM_RIGHT_MASK, vanilla),

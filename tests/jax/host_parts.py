@@ -25,17 +25,19 @@ from transformer_engine.jax.primitives.attention import Parts, cudnn, reference
 STRATEGIES = (api.CPStrategy.ALL_GATHER, api.CPStrategy.RING)
 
 
-def attention(q, k, v, **options):
+def attention(
+    q, k, v, mask=api.AttnMaskType.CAUSAL_MASK, softmax_type=api.AttnSoftmaxType.VANILLA_SOFTMAX, **options
+):
     return api.fused_attn(
-        (q, k, v), None, None, None, api.AttnBiasType.NO_BIAS, api.AttnMaskType.CAUSAL_MASK,
-        api.QKVLayout.BSHD_BSHD_BSHD, api.AttnSoftmaxType.VANILLA_SOFTMAX, 0.2, 0.0, True, **options,
+        (q, k, v), None, None, None, api.AttnBiasType.NO_BIAS, mask,
+        api.QKVLayout.BSHD_BSHD_BSHD, softmax_type, 0.2, 0.0, True, **options,
     )  # fmt: skip
 
 
-def over_devices(strategy):
+def over_devices(strategy, **options):
     return functools.partial(
         attention, context_parallel_axis="cp", context_parallel_strategy=strategy,
-        context_parallel_causal_load_balanced=True,
+        context_parallel_causal_load_balanced=True, **options,
     )  # fmt: skip
 
 
@@ -101,18 +103,24 @@ def by_cudnn() -> dict[str, float]:
 
 
 def lowered() -> dict[str, dict[str, int]]:
-    """Both passes of 16384 tokens on two devices for CUDA: calls of our kernels, elements of the largest array."""
+    """Both passes of 16384 tokens on two devices for CUDA: calls of our kernels, elements of the largest array.
+
+    A window of 4096 tokens reaches from each of four chunks into the one in front of it.
+    """
     os.environ["TE_JAX_KERNELS"] = "1"
     tokens, mesh = 16384, mesh_of(cp=2)
     cut = NamedSharding(mesh, PartitionSpec(None, "cp"))
     q, k = (jax.ShapeDtypeStruct((1, tokens, n, 64), jnp.bfloat16, sharding=cut) for n in (4, 2))
     found = {}
-    for strategy in STRATEGIES:
+    cases: dict[str, tuple[api.CPStrategy, tuple[int, int] | None]] = {
+        one.name: (one, None) for one in STRATEGIES
+    }
+    for name, (strategy, window) in (cases | {"window": (api.CPStrategy.RING, (4096, 0))}).items():
         with jax.set_mesh(mesh):
-            program = jax.jit(functools.partial(step, over_devices(strategy)))
+            program = jax.jit(functools.partial(step, over_devices(strategy, window_size=window)))
             text = program.trace(q, q, k, k).lower(lowering_platforms=("cuda",)).as_text()
         shapes = re.findall(r"tensor<((?:\d+x)+)", text)
-        found[strategy.name] = {
+        found[name] = {
             "kernels": text.count("triton_kernel_call_ffi"),
             "largest": max(int(np.prod([int(n) for n in one.split("x")[:-1]])) for one in shapes),
             "queries": tokens * 4 * 64,
@@ -123,21 +131,39 @@ def lowered() -> dict[str, dict[str, int]]:
 def explained() -> dict[str, str]:
     """Why the kernels take an attention or not."""
     q, k = jnp.zeros((1, 16, 4, 64), jnp.bfloat16), jnp.zeros((1, 16, 2, 64), jnp.bfloat16)
+    causal = api.AttnMaskType.CAUSAL_MASK
     with jax.set_mesh(mesh_of(cp=2)):
         return {
-            name: str(te.explain(over_devices(api.CPStrategy.ALL_GATHER), q, k, k, window_size=window))
-            for name, window in (("whole", None), ("window", (3, 0)))
+            name: str(
+                te.explain(over_devices(api.CPStrategy.ALL_GATHER), q, k, k, mask=mask, window_size=window)
+            )
+            for name, mask, window in (
+                ("whole", causal, None),
+                ("causal window", causal, (3, 0)),
+                ("window", api.AttnMaskType.NO_MASK, (3, 0)),
+            )
         }
 
 
-def within() -> float:
-    """Gradients inside a shard_map that counts what varies over its axis."""
+def within() -> dict[str, float]:
+    """Gradients, of shared sinks too, inside a shard_map that counts what varies over its axis."""
     q, k, dy = (jax.random.normal(jax.random.key(n), (2, 16, n, 16)) for n in (4, 2, 4))
+    sinks, found = jnp.linspace(-1, 1, 4).reshape(1, 4, 1, 1), {}
+
+    def sunk(strategy, q, k, v, sinks):
+        learnt = {"softmax_type": api.AttnSoftmaxType.LEARNABLE_SOFTMAX, "softmax_offset": sinks}
+        return over_devices(strategy, **learnt)(q, k, v)
+
     with jax.set_mesh(mesh_of(dp=2, cp=2)):
-        function, laid = over_devices(api.CPStrategy.ALL_GATHER), PartitionSpec("dp")
-        mapped = jax.shard_map(function, in_specs=laid, out_specs=laid, axis_names={"dp"})
-        got, want = (jax.jit(functools.partial(step, one))(dy, q, k, k) for one in (mapped, function))
-    return difference(got, want)
+        for strategy in STRATEGIES:
+            function, laid = functools.partial(sunk, strategy), PartitionSpec("dp")
+            specs = (laid, laid, laid, PartitionSpec())
+            mapped = jax.shard_map(function, in_specs=specs, out_specs=laid, axis_names={"dp"})
+            got, want = (
+                jax.jit(functools.partial(step, one))(dy, q, k, k, sinks) for one in (mapped, function)
+            )
+            found[strategy.name] = difference(got, want)
+    return found
 
 
 def main() -> None:

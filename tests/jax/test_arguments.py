@@ -11,6 +11,7 @@ from test_bad_calls import attend, ones
 import transformer_engine.jax.flax as te_flax
 from transformer_engine.jax import attention, permutation, router
 from transformer_engine.jax.debug import experimental
+from transformer_engine.jax.dense import grouped_dense
 from transformer_engine.jax.flax.module import Softmax
 from transformer_engine.jax.flax.transformer import rotary_pos_emb
 from transformer_engine.jax.primitives.gemm import triton as gemm_triton
@@ -36,6 +37,19 @@ def descriptor(lengths, offsets=None):
     if offsets is None:
         return attention.SequenceDescriptor.from_seqlens(lengths)
     return attention.SequenceDescriptor.from_seqlens_and_offsets(lengths, np.asarray(offsets, np.int32))
+
+
+def segments(ids, places=None):
+    places = jnp.zeros_like(ids) if places is None else places
+    return attention.SequenceDescriptor.from_segment_ids_and_pos(ids, places)
+
+
+def grouped(sizes):
+    return grouped_dense(ones(4, 8), ones(2, 8, 3), np.asarray(sizes, np.int32))
+
+
+LAYER = {"hidden_size": 16, "mlp_hidden_size": 16, "num_attention_heads": 2}
+KEYS = {name: jax.random.key(place) for place, name in enumerate(("params", "dropout"))}
 
 
 NO_MEMBERS = {
@@ -115,6 +129,62 @@ REFUSED = {
         r"probs has shape \(0, 3\); give at least one token",
         lambda: router.fused_moe_aux_loss(ones(0, 3), ones(3), 1, 0.1),
     ),
+    "a group of fewer rows than none": ("group_sizes holds -1, which is below 0; give 0", lambda: grouped([-1, 5])),
+    "groups of more rows than there are": (
+        "group_sizes add up to 7 of 4 rows; give sizes of at most 4 rows",
+        lambda: grouped([3, 4]),
+    ),
+    "chunks of more rows than there are": (
+        "split_sizes add up to 6 of 5 rows; give",
+        lambda: permutation.sort_chunks_by_index(ones(5, 4), np.asarray([2, 4]), np.asarray([1, 0])),
+    ),
+    "a chunk that is taken twice": (
+        r"sorted_indices=\[1, 1\]; give the numbers from 0 to 1, each once",
+        lambda: permutation.sort_chunks_by_index(ones(5, 4), np.asarray([2, 3]), np.asarray([1, 1])),
+    ),
+    "a shard that is none": (
+        "shard_id=2 of 2 shards; give a whole number from 0 to 1",
+        lambda: permutation.compute_ragged_all_to_all_params(np.ones((2, 4), np.int32), 2, 2),
+    ),
+    "weights of other choices": (
+        r"routing_weights has shape \(5, 3\); perm_state has 10 choices, give a weight each",
+        lambda: permutation.pure_jax_token_combine(
+            *permutation.pure_jax_token_dispatch(ones(5, 4), np.tile([0, 1], (5, 1)), 3, 2)[:2], ones(5, 3), 2
+        ),
+    ),
+    "segments below none": (
+        "segment_ids hold -1; number sequences from 1, and give 0 for padding",
+        lambda: attend(
+            attn_mask_type=PADDING, qkv_layout=PACKED, max_segments_per_seq=2,
+            sequence_descriptor=segments(np.asarray([[1, 1, -1, -1]] * 2)),
+        ),
+    ),
+    "dropout along an axis that is not there": (
+        r"hidden_dropout_dims=\(5,\): there is no axis 5 of 3; give axes between -3 and 2",
+        lambda: te_flax.TransformerLayer(**LAYER, hidden_dropout_dims=(5,)).init(KEYS, ones(1, 4, 16)),
+    ),
+    "dropout within an MLP likewise": (
+        r"intermediate_hidden_dropout_dims=\(3,\): there is no axis 3 of 3",
+        lambda: te_flax.LayerNormMLP(4, intermediate_hidden_dropout_dims=(3,)).init(KEYS, ones(1, 4, 16)),
+    ),
+    "no activation of a layer": (
+        r"mlp_activations=\(\); give a sequence of at least one",
+        lambda: te_flax.TransformerLayer(**LAYER, mlp_activations=()).init(KEYS, ones(1, 4, 16)),
+    ),
+    "arrays of a score_mod that there is not": (
+        "score_mod_tensors=3.0 without score_mod; give both, or neither",
+        lambda: attend(score_mod_tensors=3.0),
+    ),
+    "arrays of a backward that there is not": (
+        "score_mod_bprop_tensors=3.0 without score_mod_bprop; give both, or neither",
+        lambda: attend(score_mod=lambda scores, tensors: scores, score_mod_bprop_tensors=3.0),
+    ),
+    "arrays of a module's score_mod that there is not": (
+        "score_mod_tensors=3.0 without score_mod; give both, or neither",
+        lambda: te_flax.DotProductAttention(head_dim=8, num_attention_heads=2).apply(
+            {}, *(ones(2, 4, 2, 8),) * 3, deterministic=True, score_mod_tensors=3.0
+        ),
+    ),
     "one timescale": (
         r"windows=\(10,\); give \(least, greatest\)",
         lambda: rotary_pos_emb(ones(1, 2, 1, 4), (10,), False),  # pyright: ignore[reportArgumentType]
@@ -151,6 +221,30 @@ def test_a_length_that_is_traced_is_cut_to_its_row():
     )
     for found in jax.jit(bounds)(lengths, offsets):
         assert found.tolist() == [[1, 2], [1, 0]]
+
+
+@pytest.mark.parametrize("call", ["fused", "layer"])
+def test_sequences_behind_the_greatest_number_are_padding_where_they_are_traced(call):
+    """Kernels look for sequences 1 to n; the plain operations would see others, and backends differ in silence."""
+    query, key, value = rows(5, 3, 2, 6, 2, 8)
+    ids, places = np.asarray([[1, 1, 2, 2, 3, 3]] * 2), np.asarray([[0, 1] * 3] * 2)
+    layer = te_flax.DotProductAttention(
+        head_dim=8, num_attention_heads=2, attn_mask_type="padding", qkv_layout="thd_thd_thd", max_segments_per_seq=2,
+        scale_factor=1.0,
+    )  # fmt: skip
+
+    def run(ids):
+        descriptor = segments(ids, places)
+        if call == "layer":
+            return layer.apply({}, query, key, value, descriptor, deterministic=True)
+        return attend(
+            qkv=(query, key, value), attn_mask_type=PADDING, qkv_layout=PACKED, max_segments_per_seq=2,
+            sequence_descriptor=descriptor,
+        )  # fmt: skip
+
+    found, want = jax.jit(run)(ids), run(np.where(ids > 2, 0, ids))
+    assert not np.asarray(found)[:, 4:].any()
+    np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("environment", ["0", "1"])

@@ -484,6 +484,24 @@ CASES = [
         "scaling_mode",
         {"name": "DELAYED_TENSOR_SCALING", "number": 1},
     ),
+    *(
+        (
+            lambda v, cls=cls, name=name: cls(**{"q_dtype": jnp.float8_e4m3fn, name: v}),
+            f"{cls.__name__} {name}",
+            values,
+        )
+        for cls, name, values in (
+            (quantize.DelayedScaleQuantizer, "amax_compute_algo", {"name": "max"} | NO_MEMBERS),
+            (quantize.DelayedScaleQuantizer, "margin", NUMBERS),
+            (quantize.DelayedScaleQuantizer, "q_layout", {"name": "ROWWISE"} | NO_MEMBERS),
+            (quantize.CurrentScaleQuantizer, "scaling_mode", {"name": "NO_SCALING"} | NO_MEMBERS),
+            (quantize.CurrentScaleQuantizer, "epsilon", NUMBERS | {"negative": -1.0}),
+            (quantize.CurrentScaleQuantizer, "data_layout", NAMES),
+            (quantize.BlockScaleQuantizer, "power_of_two", SWITCHES),
+            (quantize.BlockScaleQuantizer, "q_dtype", NAMES | {"wide": jnp.float32}),
+            (quantize.NVFP4Quantizer, "use_rht", SWITCHES),
+        )
+    ),
     (
         lambda layout: quantize.QuantizerFactory.create(
             scaling_mode=ScalingMode.CURRENT_TENSOR_SCALING, q_dtype=jnp.float8_e4m3fn, q_layout=layout

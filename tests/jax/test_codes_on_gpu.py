@@ -241,7 +241,9 @@ def test_states_of_groups_advance_as_those_of_every_group(algorithm):
     amaxes[0] = amaxes[0].at[2].set(0).at[3].set(jnp.inf)
     states = [State(*one) for one in zip(histories, scales, amaxes, strict=True)]
     alone = [
-        advance_states([State(s.history[g], s.scale[g : g + 1], s.amax[g : g + 1]) for s in states], algorithm, (448.0, 57344.0), 1.0)
+        advance_states(
+            [State(s.history[g], s.scale[g : g + 1], s.amax[g : g + 1]) for s in states], algorithm, (448.0, 57344.0), 1.0
+        )
         for g in range(5)
     ]  # fmt: skip
     want = [tuple(jnp.stack([one[place][part] for one in alone]) for part in (0, 1)) for place in (0, 1)]

@@ -329,7 +329,7 @@ def test_the_state_of_an_mlp_has_a_postfix_for_each_product():
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda: layernorm(jnp.ones((2, 4)), jnp.ones(3), None, "rmsnorm"), r"needs \(4,\)"),
+        (lambda: layernorm(jnp.ones((2, 4)), jnp.ones(3), None, "rmsnorm"), r"it must be \(4,\)"),
         (lambda: layernorm(jnp.ones((2, 4)), jnp.ones(4), None, "layernorm"), "needs beta"),
         (lambda: layernorm(jnp.ones((2, 4)), jnp.ones(4), jnp.ones(4), "rmsnorm"), "beta=None"),
         (lambda: layernorm(jnp.ones((2, 4)), jnp.ones(4), None, "rmsnorm", True), "set it to False"),

@@ -9,7 +9,8 @@ from typing import Any
 import jax
 from jax import Array
 
-from .checks import check_values
+from ..common.checks import described
+from .checks import check_optional, check_values
 from .primitives.activation import ACTIVATIONS, ActivationParams, activation_backward, activation_forward
 from .quantize.quantizers import Quantizer
 from .quantized_identity import quantized_identity
@@ -37,6 +38,7 @@ def activation(
     """
     check_values("x", x)
     names = check_activation(activation_type, x.shape)
+    check_optional("quantizer", quantizer, Quantizer)
     x, quantizer = vary_alike(x, quantizer)
     y: Any = _activation(x, names, ActivationParams.of(act_params))
     return y if quantizer is None else quantized_identity(y, quantizer)
@@ -44,6 +46,10 @@ def activation(
 
 def check_activation(activation_type: Sequence[str], shape: Sequence[int]) -> tuple[str, ...]:
     """The names, which must be an activation's; ValueError for others, or where shape is not [..., n_act, h]."""
+    if isinstance(activation_type, str) or not isinstance(activation_type, Sequence):
+        raise TypeError(
+            f"activation_type={described(activation_type)}; give a tuple of names, such as ('gelu',)"
+        )
     names = tuple(activation_type)
     if names not in ACTIVATIONS:
         choices = ", ".join(str(names) for names in ACTIVATIONS)

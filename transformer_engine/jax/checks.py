@@ -5,10 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
+from jax.core import Tracer
 
-from ..common.checks import described
+from ..common.checks import described, whole_numbers
+
+
+def check_array(name: str, array: Any) -> None:
+    """TypeError unless this is an array."""
+    if getattr(array, "dtype", None) is None or getattr(array, "shape", None) is None:
+        raise TypeError(f"{name}={described(array)} is a {type(array).__name__}; give an array")
 
 
 def check_values(name: str, array: Any) -> None:
@@ -18,15 +27,91 @@ def check_values(name: str, array: Any) -> None:
         raise TypeError(f"{name} is {described(array)}; it must hold float32, bfloat16 or float16, cast it")
 
 
+def check_shaped(name: str, array: Any, shape: Sequence[int]) -> None:
+    """TypeError or ValueError unless an array of this shape holds float32, bfloat16 or float16."""
+    check_values(name, array)
+    if tuple(array.shape) != tuple(shape):
+        raise ValueError(f"{name} has shape {tuple(array.shape)}; it must be {tuple(shape)}")
+
+
+def check_dtype(name: str, dtype: Any) -> Any:
+    """The dtype of a class, a name or a dtype; TypeError for what is none."""
+    try:
+        if dtype is not None:
+            return jnp.dtype(dtype)
+    except (TypeError, ValueError):
+        pass  # numpy's words do not name the argument
+    raise TypeError(f"{name}={described(dtype)} is no dtype; give one, such as jnp.float32")
+
+
+def check_floating(name: str, dtype: Any) -> Any:
+    """The dtype of floating-point numbers; TypeError for others."""
+    found = check_dtype(name, dtype)
+    if not jnp.issubdtype(found, jnp.floating):
+        raise TypeError(f"{name}={found.name} is no floating-point type; give jnp.float32")
+    return found
+
+
+def check_axis_pairs(name: str, dims: Any) -> None:
+    """TypeError or ValueError unless dims are two sequences of whole numbers, axes of either array."""
+    if not isinstance(dims, (tuple, list)) or len(dims) != 2:
+        raise ValueError(f"{name}={described(dims)}; give two sequences of axes, such as ((1,), (0,))")
+    for side in dims:
+        whole_numbers(name, side)
+
+
+def check_sizes(name: str, sizes: Any, count: int | None, rows: int) -> None:
+    """TypeError or ValueError unless sizes [count] are whole numbers >= 0 of at most `rows`; traced, their shape alone.
+
+    count   how many there have to be; None: any number
+    """
+    check_integers(name, sizes)
+    if len(sizes.shape) != 1 or count not in (None, sizes.shape[0]):
+        raise ValueError(
+            f"{name}={described(sizes)}; give {'a vector of' if count is None else count} whole numbers, the rows of "
+            "each"
+        )
+    if isinstance(sizes, Tracer):
+        return
+    found = np.asarray(sizes).astype(np.int64)
+    if found.min(initial=0) < 0:
+        raise ValueError(f"{name} holds {found.min()}, which is below 0; give 0 for what has no rows")
+    if found.sum() > rows:
+        raise ValueError(f"{name} add up to {found.sum()} of {rows} rows; give sizes of at most {rows} rows")
+
+
+def check_integers(name: str, array: Any) -> None:
+    """TypeError unless an array holds whole numbers."""
+    dtype = getattr(array, "dtype", None)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
+        raise TypeError(f"{name} is {described(array)}; give an array of integers, such as int32")
+
+
+def check_key(name: str, key: Any) -> None:
+    """TypeError unless this is a key of jax.random, typed or as its words (uint32 [2] by default)."""
+    dtype = getattr(key, "dtype", None)
+    if dtype is None or not (jnp.issubdtype(dtype, jax.dtypes.prng_key) or dtype == jnp.uint32):
+        raise TypeError(f"{name}={described(key)} is no key of jax.random; give jax.random.key(0)")
+
+
 def check_instance(name: str, value: Any, kind: type) -> None:
     """TypeError unless value is a `kind`."""
     if not isinstance(value, kind):
         raise TypeError(f"{name}={described(value)} is a {type(value).__name__}; give a {kind.__name__}")
 
 
+def check_optional(name: str, value: Any, kind: type) -> None:
+    """TypeError unless value is None or a `kind`."""
+    if value is not None:
+        check_instance(name, value, kind)
+
+
 def check_bias(bias: Array | None, features: Sequence[int]) -> None:
-    """ValueError unless a bias is one number a feature."""
-    if bias is not None and tuple(bias.shape) != tuple(features):
+    """TypeError or ValueError unless a bias is one number a feature."""
+    if bias is None:
+        return
+    check_values("bias", bias)
+    if tuple(bias.shape) != tuple(features):
         raise ValueError(
             f"bias has shape {tuple(bias.shape)}; it must be {tuple(features)}, one number a feature"
         )
@@ -39,7 +124,7 @@ def broadcasts(shape: Sequence[int], extents: Sequence[int]) -> bool:
 
 def check_mask(mask: Any, scores: Sequence[int]) -> None:
     """TypeError or ValueError unless a mask has an element for every score [b, h, q, k], or 1 in place of an extent."""
-    if getattr(mask, "dtype", None) is None:
+    if getattr(mask, "dtype", None) is None or getattr(mask, "shape", None) is None:
         raise TypeError(f"mask={described(mask)}; give an array, True of which hides a key")
     if not broadcasts(mask.shape, scores):
         raise ValueError(
@@ -47,9 +132,13 @@ def check_mask(mask: Any, scores: Sequence[int]) -> None:
         )
 
 
-def check_axis_names(name: str, axes: Sequence[str | None] | None, ndim: int) -> None:
-    """ValueError unless there is one name an axis, or none at all."""
-    if axes and len(axes) != ndim:
+def check_axis_names(name: str, axes: Any, ndim: int) -> None:
+    """TypeError or ValueError unless there is one name an axis, or none at all (None or an empty sequence)."""
+    if axes is None:
+        return
+    if isinstance(axes, str) or not hasattr(axes, "__len__") or hasattr(axes, "dtype"):
+        raise TypeError(f"{name}={described(axes)}; give a tuple of one name, or None, an axis")
+    if len(axes) and len(axes) != ndim:
         raise ValueError(
             f"{name}={tuple(axes)} names {len(axes)} axes of {ndim}; give one name, or None, an axis"
         )

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from .checks import check_axis_names, check_bias, check_instance, check_values
+from ..common.checks import switch
+from .checks import check_axis_names, check_axis_pairs, check_bias, check_instance, check_values
 from .collective import CollectiveOpSet, noop_collective_op_set
 from .grouped_dense import grouped_dense
 from .products import column_operand, encode, forward_product, gradient_product, row_operand
@@ -49,8 +50,13 @@ def dense(
     check_instance("collective_op_set", collective_op_set, CollectiveOpSet)
     check_instance("quantizer_set", quantizer_set, QuantizerSet)
     check_bias(bias, [kernel.shape[axis] for axis in range(kernel.ndim) if axis not in kernel_dims])
-    for name, axes, array in (("input_axes", input_axes, x), ("kernel_axes", kernel_axes, kernel)):
-        check_axis_names(name, axes, array.ndim)
+    switch("transpose_batch_sequence", transpose_batch_sequence)
+    ndim_of_y = x.ndim + kernel.ndim - 2 * len(x_dims)
+    for name, axes, ndim in (
+        ("input_axes", input_axes, x.ndim), ("kernel_axes", kernel_axes, kernel.ndim),
+        ("output_axes", output_axes, ndim_of_y),
+    ):  # fmt: skip
+        check_axis_names(name, axes, ndim)
     x = with_sharding_constraint_by_logical_axes(x, input_axes)
     kernel = with_sharding_constraint_by_logical_axes(kernel, kernel_axes)
     contracted = len(x_dims)
@@ -68,7 +74,8 @@ def check_contraction(x: Array, kernel: Array, dims: Dims) -> tuple[tuple[int, .
     """The contracted axes counted from the front; an error where they do not fit together."""
     check_values("x", x)
     check_values("kernel", kernel)
-    if len(dims) != 2 or len(dims[0]) != len(dims[1]) or not dims[0]:
+    check_axis_pairs("contracting_dims", dims)
+    if len(dims[0]) != len(dims[1]) or not dims[0]:
         raise ValueError(f"contracting_dims={dims}; give as many axes of x as of kernel, at least one")
     found = []
     for name, array, axes in (("x", x, dims[0]), ("kernel", kernel, dims[1])):

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ..common.checks import described, switch, whole
-from .checks import check_values
+from ..common.checks import described, integer, switch, whole
+from .checks import check_dtype, check_values
 from .sharding import mesh_resource_or_default, with_sharding_constraint
 
 __all__ = ["EpConfig", "EpHandle", "ep_bootstrap", "ep_combine", "ep_dispatch", "ep_finalize"]
@@ -76,6 +76,8 @@ def ep_bootstrap(
         ("recv_capacity_per_rank", recv_capacity_per_rank), ("hidden_dim", hidden_dim),
     ):  # fmt: skip
         whole(name, value)
+    integer("rank", rank)
+    whole("max_num_sms", max_num_sms, 0)
     switch("drop_on_overflow", drop_on_overflow)
     if not 0 <= rank < world_size:
         raise ValueError(f"rank={rank} of world_size={world_size}; give one from 0 to {world_size - 1}")
@@ -83,7 +85,7 @@ def ep_bootstrap(
         raise ValueError(
             f"world_size={world_size} does not divide num_experts={num_experts}; every device holds as many"
         )
-    if jnp.dtype(max_token_dtype) not in (jnp.float32, jnp.bfloat16, jnp.float16):
+    if check_dtype("max_token_dtype", max_token_dtype) not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise TypeError(f"max_token_dtype={described(max_token_dtype)}; give float32, bfloat16 or float16")
     if _sizes:
         raise RuntimeError(f"ep_bootstrap was called with {_sizes}; call ep_finalize first")

@@ -11,7 +11,14 @@ from jax import Array
 
 from ..common import env
 from ..common.checks import described
-from .checks import check_values
+from .checks import (
+    check_axis_pairs,
+    check_floating,
+    check_instance,
+    check_shaped,
+    check_sizes,
+    check_values,
+)
 from .primitives.grouped_gemm import Scales, grouped_contraction, grouped_gemm
 from .quantize.grouped import (
     GroupedNoScaleTensor,
@@ -42,7 +49,8 @@ def grouped_dense(
 ) -> Array:
     """y [M, N] of x [M, K], kernel [G, K, N] and bias [G, N]; the first group_sizes[0] rows are group 0, and so on.
 
-    group_sizes              int32 [G]; rows behind their sum come out as zero
+    group_sizes              int32 [G], 0 or more, at most M in all (traced, they are not looked at); rows behind
+                             come out as zero
     contracting_dims         ((1,), (1,)); ((1,), (2,)) for a kernel [G, N, K]
     precision                taken for compatibility: partial sums are kept in float32
     preferred_element_type   y's dtype; None: x's
@@ -56,12 +64,11 @@ def grouped_dense(
             f"group_offset={described(group_offset)}: kernels of some groups alone are not taken; give None and the "
             "kernels of all groups"
         )
-    if bias is not None and tuple(bias.shape) != (groups, features):
-        raise ValueError(f"bias has shape {tuple(bias.shape)}; it must be {(groups, features)}")
-    if preferred_element_type is not None and not jnp.issubdtype(preferred_element_type, jnp.floating):
-        raise TypeError(
-            f"preferred_element_type={described(preferred_element_type)} is no floating-point type; give jnp.float32"
-        )
+    if bias is not None:
+        check_shaped("bias", bias, (groups, features))
+    if preferred_element_type is not None:
+        preferred_element_type = check_floating("preferred_element_type", preferred_element_type)
+    check_instance("quantizer_set", quantizer_set, QuantizerSet)
     for name in ("x", "kernel", "dgrad"):
         quantizer = getattr(quantizer_set, name)
         if quantizer is not None and not isinstance(quantizer, GroupedQuantizer):
@@ -85,6 +92,7 @@ def _checked_kernel(x: Array, kernel: Array, group_sizes: Array, dims: Any) -> A
     check_values("kernel", kernel)
     if x.ndim != 2 or kernel.ndim != 3:
         raise ValueError(f"x {x.shape} and kernel {kernel.shape}; give [M, K] and [G, K, N]")
+    check_axis_pairs("contracting_dims", dims)
     axes = tuple(tuple(d % a.ndim for d in side) for side, a in zip(dims, (x, kernel), strict=True))
     if axes not in (((1,), (1,)), ((1,), (2,))):
         raise ValueError(f"contracting_dims={dims}; give ((1,), (1,)), or ((1,), (2,)) for [G, N, K]")
@@ -94,13 +102,7 @@ def _checked_kernel(x: Array, kernel: Array, group_sizes: Array, dims: Any) -> A
         raise ValueError(
             f"x {x.shape} contracts {x.shape[1]} elements, kernel {kernel.shape[1]}; both must be equal"
         )
-    integers = getattr(group_sizes, "dtype", None) is not None and jnp.issubdtype(
-        group_sizes.dtype, jnp.integer
-    )
-    if not integers or tuple(group_sizes.shape) != kernel.shape[:1]:
-        raise ValueError(
-            f"group_sizes={described(group_sizes)}; give {kernel.shape[0]} whole numbers, the rows of every group"
-        )
+    check_sizes("group_sizes", group_sizes, kernel.shape[0], x.shape[0])
     return kernel
 
 

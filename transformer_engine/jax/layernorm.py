@@ -8,9 +8,9 @@ from typing import Any
 import jax
 from jax import Array
 
-from ..common.checks import described
+from ..common.checks import described, switch
 from ..common.checks import epsilon as check_epsilon
-from .checks import check_values
+from .checks import check_optional, check_shaped, check_values
 from .primitives.norm import norm_backward, norm_forward
 from .quantize.quantizers import Quantizer
 from .quantized_identity import quantized_identity
@@ -47,6 +47,7 @@ def layernorm(
     quantizer            y passes through its codes; differentiable: its cotangent is its next state
     """
     name = check_norm(x, gamma, beta, norm_type, zero_centered_gamma, epsilon)
+    check_optional("quantizer", quantizer, Quantizer)
     (x, gamma, beta), quantizer = vary_alike((x, gamma, beta), quantizer)
     y: Any = _norm(x, gamma, beta, name == "layernorm", zero_centered_gamma, float(epsilon))
     return y if quantizer is None else quantized_identity(y, quantizer)
@@ -59,10 +60,10 @@ def check_norm(
     name = canonicalize_norm_type(norm_type)
     check_values("x", x)
     check_epsilon("epsilon", epsilon)
-    width = x.shape[-1:]
-    for label, parameter in (("gamma", gamma), ("beta", beta)):
-        if parameter is not None and tuple(parameter.shape) != width:
-            raise ValueError(f"{label} has shape {tuple(parameter.shape)}; x {x.shape} needs {width}")
+    switch("zero_centered_gamma", zero_centered_gamma)
+    check_shaped("gamma", gamma, x.shape[-1:])
+    if beta is not None:
+        check_shaped("beta", beta, x.shape[-1:])
     if name == "rmsnorm" and beta is not None:
         raise ValueError("norm_type='rmsnorm' adds no beta; give beta=None")
     if name == "rmsnorm" and zero_centered_gamma:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from jax import Array
 
-from .checks import check_axis_names, check_bias
+from ..common.checks import switch
+from .checks import check_axis_names, check_bias, check_instance, check_values
 from .dense import check_contraction, dense, product_of
 from .layernorm import check_norm, layernorm
 from .quantize.quantizers import QuantizerSet, noop_quantizer_set
@@ -32,6 +33,10 @@ def layernorm_dense(
     quantizer_set: QuantizerSet = noop_quantizer_set,
 ) -> Array:
     """y [*batch, *features] in x's dtype, of x [*batch, width] and kernel [width, *features]."""
+    check_instance("quantizer_set", quantizer_set, QuantizerSet)
+    check_values("x", x)
+    switch("transpose_batch_sequence", transpose_batch_sequence)
+    check_axis_names("layernorm_input_axes", layernorm_input_axes, x.ndim)
     x = with_sharding_constraint_by_logical_axes(x, layernorm_input_axes)
     if not quantizer_set.is_noop:
         name = check_norm(x, gamma, beta, norm_type, zero_centered_gamma, epsilon)

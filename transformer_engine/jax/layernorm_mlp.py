@@ -9,8 +9,9 @@ import jax
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
+from ..common.checks import described, switch, text_or_none
 from .activation import ActivationParams, activation, check_activation
-from .checks import check_axis_names, check_bias
+from .checks import check_axis_names, check_bias, check_instance, check_values
 from .collective import CollectiveOpSet, noop_collective_op_set
 from .dense import check_contraction, dense
 from .layernorm import check_norm, layernorm
@@ -53,9 +54,22 @@ def layernorm_mlp(
 
     ffn1_ckpt_name, ffn2_ckpt_name   names of both products for recomputation policies
     """
-    for name, pair in (("kernels", kernels), ("biases", biases), ("quantizer_sets", quantizer_sets)):
-        if len(pair) != 2:
-            raise ValueError(f"{name} has {len(pair)} members; give two, one for each product")
+    for name, pair in (
+        ("kernels", kernels), ("biases", biases), ("collective_op_sets", collective_op_sets),
+        ("quantizer_sets", quantizer_sets),
+    ):  # fmt: skip
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise ValueError(f"{name}={described(pair)}; give a tuple of two, one for each product")
+    for name, members, kind in (
+        ("collective_op_sets", collective_op_sets, CollectiveOpSet), ("quantizer_sets", quantizer_sets, QuantizerSet)
+    ):  # fmt: skip
+        for each in members:
+            check_instance(name, each, kind)
+    check_values("x", x)
+    switch("transpose_batch_sequence", transpose_batch_sequence)
+    for name, label in (("ffn1_ckpt_name", ffn1_ckpt_name), ("ffn2_ckpt_name", ffn2_ckpt_name)):
+        text_or_none(name, label)
+    check_axis_names("norm_input_axes", norm_input_axes, x.ndim)
     last = x.ndim - 1
     x = with_sharding_constraint_by_logical_axes(x, norm_input_axes)
     if not (quantizer_sets[0].is_noop or quantizer_sets[1].is_noop):

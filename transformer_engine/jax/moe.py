@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-from ..common.checks import whole
-from .activation import activation
-from .checks import check_values
+from ..common.checks import described, number, switch, text_or_none, whole
+from .activation import activation, check_activation
+from .checks import check_axis_names, check_floating, check_instance, check_values
 from .ep import EpConfig, ep_combine, ep_dispatch
 from .grouped_dense import grouped_dense
 from .permutation import routing_map_to_selected_experts, token_combine, token_dispatch
@@ -102,12 +102,28 @@ def moe(
     dtype                      of the computation; None: x's
     """
     check_values("x", x)
+    check_values("gate_kernel", gate_kernel)
     for name, value in (("num_experts", num_experts), ("num_experts_per_tok", num_experts_per_tok)):
         whole(name, value)
     if x.ndim != 3 or gate_kernel.shape != (x.shape[-1], num_experts):
         raise ValueError(
             f"x {x.shape} and gate_kernel {gate_kernel.shape}; give [b, s, h] and [h, {num_experts}]"
         )
+    for name, value in (("scaling_factor", scaling_factor), ("aux_loss_coeff", aux_loss_coeff)):
+        number(name, value)
+    switch("apply_topk_weights_early", apply_topk_weights_early)
+    check_activation((activation_type, "linear"), (2, 1))
+    if not isinstance(quantizer_sets, (tuple, list)) or len(quantizer_sets) != 3:
+        raise ValueError(f"quantizer_sets={described(quantizer_sets)}; give three, of wi_0, wi_1 and wo")
+    for quantizer_set in quantizer_sets:
+        check_instance("quantizer_sets", quantizer_set, QuantizerSet)
+    for name, axes, ndim in (
+        ("input_axes", input_axes, x.ndim), ("gate_kernel_axes", gate_kernel_axes, 2),
+        ("wi_kernel_axes", wi_kernel_axes, 3), ("wo_kernel_axes", wo_kernel_axes, 3),
+    ):  # fmt: skip
+        check_axis_names(name, axes, ndim)
+    text_or_none("ep_axis", ep_axis)
+    dtype = None if dtype is None else check_floating("dtype", dtype)
     x = with_sharding_constraint_by_logical_axes(x if dtype is None else x.astype(dtype), input_axes or None)
     routing = Routing(
         num_experts, num_experts_per_tok, use_pre_softmax, num_groups, group_topk, float(scaling_factor),

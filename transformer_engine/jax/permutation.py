@@ -6,10 +6,19 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
+from jax.core import Tracer
 
-from ..common.checks import whole
-from .checks import check_values
+from ..common.checks import described, integer, whole
+from .checks import (
+    check_array,
+    check_instance,
+    check_integers,
+    check_shaped,
+    check_sizes,
+    check_values,
+)
 
 __all__ = [
     "PureJaxPermState",
@@ -46,13 +55,14 @@ def token_dispatch(
     Differentiable in inp and probs.
     """
     check_values("inp", inp)
+    check_array("routing_map", routing_map)
     whole("num_out_tokens", num_out_tokens)
     if inp.ndim != 2 or routing_map.ndim != 2 or routing_map.shape[0] != inp.shape[0]:
         raise ValueError(f"inp {inp.shape} and routing_map {routing_map.shape}; give [T, H] and [T, E]")
     if 0 in routing_map.shape:
         raise ValueError(f"routing_map has shape {routing_map.shape}; give at least one token and one expert")
-    if probs is not None and probs.shape != routing_map.shape:
-        raise ValueError(f"probs has shape {probs.shape}; routing_map has {routing_map.shape}")
+    if probs is not None:
+        check_shaped("probs", probs, routing_map.shape)
     inp, probs = jnp.asarray(inp), None if probs is None else jnp.asarray(probs)
     chosen = jnp.asarray(routing_map).astype(bool)
     tokens, experts = chosen.shape
@@ -85,15 +95,20 @@ def token_combine(
 ) -> Array:
     """out [T, H]: the sum of a token's rows of inp [rows, H], times merging_probs [T, E] where given."""
     check_values("inp", inp)
+    check_integers("row_id_map", row_id_map)
     if inp.ndim != 2 or row_id_map.ndim != 2 or row_id_map.shape[1] % 2 == 0:
         raise ValueError(
             f"inp {inp.shape} and row_id_map {row_id_map.shape}; give [rows, H] and the [T, 2 E + 1] of token_dispatch"
         )
     experts = (row_id_map.shape[1] - 1) // 2
-    for name, array, wanted in (
-        ("merging_probs", merging_probs, (row_id_map.shape[0], experts)), ("pad_offsets", pad_offsets, (experts,)),
-    ):  # fmt: skip
-        if array is not None and array.shape != wanted:
+    for name, array, wanted, check in (
+        ("merging_probs", merging_probs, (row_id_map.shape[0], experts), check_values),
+        ("pad_offsets", pad_offsets, (experts,), check_integers),
+    ):
+        if array is None:
+            continue
+        check(name, array)
+        if array.shape != wanted:
             raise ValueError(f"{name} has shape {array.shape}; this row_id_map needs {wanted}")
     rows, of = row_id_map[:, :experts], row_id_map[:, experts : 2 * experts]
     inp, absent = jnp.asarray(inp), rows < 0
@@ -124,10 +139,11 @@ def sort_chunks_by_index(inp: Array, split_sizes: Array, sorted_indices: Array) 
     split_sizes   rows of every chunk as they lie; rows behind their sum stay where they are
     """
     check_values("inp", inp)
-    if split_sizes.shape != sorted_indices.shape or split_sizes.ndim != 1:
-        raise ValueError(
-            f"split_sizes {split_sizes.shape} and sorted_indices {sorted_indices.shape}; give one number a chunk"
-        )
+    if inp.ndim != 2:
+        raise ValueError(f"inp has shape {inp.shape}; give [rows, H]")
+    check_sizes("split_sizes", split_sizes, None, inp.shape[0])
+    _check_order(sorted_indices, split_sizes.shape[0])
+    inp, split_sizes, sorted_indices = (jnp.asarray(x) for x in (inp, split_sizes, sorted_indices))
     starts = jnp.cumsum(split_sizes) - split_sizes
     moved = split_sizes[sorted_indices]
     moved_starts = jnp.zeros_like(starts).at[sorted_indices].set(jnp.cumsum(moved) - moved)
@@ -138,6 +154,17 @@ def sort_chunks_by_index(inp: Array, split_sizes: Array, sorted_indices: Array) 
     goes_to = goes_to.astype(jnp.int32)
     source = jnp.zeros_like(row).at[goes_to].set(row)
     return inp[source], goes_to
+
+
+def _check_order(order: Array, count: int) -> None:
+    """TypeError or ValueError unless order [count] holds the numbers from 0 on, each once; traced, its shape alone."""
+    check_integers("sorted_indices", order)
+    if order.shape != (count,):
+        raise ValueError(f"sorted_indices has shape {order.shape}; give one number a chunk, ({count},)")
+    if not isinstance(order, Tracer) and not np.array_equal(np.sort(np.asarray(order)), np.arange(count)):
+        raise ValueError(
+            f"sorted_indices={np.asarray(order).tolist()[:8]}; give the numbers from 0 to {count - 1}, each once"
+        )
 
 
 class PureJaxPermState(NamedTuple):
@@ -163,6 +190,12 @@ def pure_jax_token_dispatch(
     """
     whole("num_experts", num_experts)
     whole("num_experts_per_tok", num_experts_per_tok)
+    whole("align_size", align_size, 0)
+    if roll_to_expert_id is not None:
+        integer("roll_to_expert_id", roll_to_expert_id)
+    check_values("inputs", inputs)
+    check_integers("selected_experts", selected_experts)
+    inputs, selected_experts = jnp.asarray(inputs), jnp.asarray(selected_experts)
     flat = jnp.reshape(inputs, (-1, inputs.shape[-1]))
     experts = selected_experts.reshape(-1).astype(jnp.int32)
     if experts.size != flat.shape[0] * num_experts_per_tok:
@@ -190,6 +223,21 @@ def pure_jax_token_combine(
     expert_outputs: Array, perm_state: PureJaxPermState, routing_weights: Array, num_experts_per_tok: int
 ) -> Array:
     """out [T, H]: the sum of a token's rows, times routing_weights [.., k]."""
+    check_values("expert_outputs", expert_outputs)
+    check_values("routing_weights", routing_weights)
+    check_instance("perm_state", perm_state, PureJaxPermState)
+    whole("num_experts_per_tok", num_experts_per_tok)
+    slots, rows = perm_state.num_real_tokens, perm_state.sorted_indices.shape[0]
+    if expert_outputs.ndim != 2 or expert_outputs.shape[0] != rows:
+        raise ValueError(
+            f"expert_outputs has shape {expert_outputs.shape}; perm_state was made for [{rows}, H]"
+        )
+    if routing_weights.size != slots or slots % num_experts_per_tok:
+        raise ValueError(
+            f"routing_weights has shape {routing_weights.shape}; perm_state has {slots} choices, give a weight each, "
+            f"num_experts_per_tok={num_experts_per_tok} a token"
+        )
+    expert_outputs, routing_weights = jnp.asarray(expert_outputs), jnp.asarray(routing_weights)
     back = jnp.argsort(perm_state.sorted_indices)[: perm_state.num_real_tokens]
     rows = expert_outputs[back].astype(jnp.float32)
     rows = rows.reshape(-1, num_experts_per_tok, expert_outputs.shape[-1])
@@ -201,6 +249,15 @@ def routing_map_to_selected_experts(
     sparse_probs: Array, routing_map: Array, topk: int
 ) -> tuple[Array, Array]:
     """(experts int32 [T, topk] in their order, their weights [T, topk]) of weights and a choice [T, E]."""
+    check_array("routing_map", routing_map)
+    if routing_map.ndim != 2:
+        raise ValueError(f"routing_map has shape {routing_map.shape}; give [tokens, experts]")
+    check_shaped("sparse_probs", sparse_probs, routing_map.shape)
+    whole("topk", topk)
+    if topk > routing_map.shape[1]:
+        raise ValueError(
+            f"topk={topk} of {routing_map.shape[1]} experts; choose at most {routing_map.shape[1]}"
+        )
     _, experts = jax.lax.top_k(routing_map.astype(jnp.int32), topk)
     return experts.astype(jnp.int32), jnp.take_along_axis(sparse_probs, experts, axis=-1)
 
@@ -212,7 +269,7 @@ def compute_ragged_all_to_all_params(
 
     all_shards_tokens_per_expert   [R, E]: rows that every shard holds for every expert; expert e lives on e // (E / R)
     """
-    sent = _sent_between(all_shards_tokens_per_expert, num_expert_shards)
+    sent = _sent_between(all_shards_tokens_per_expert, shard_id, num_expert_shards)
     mine = sent[shard_id]
     before = jnp.cumsum(sent, axis=0) - sent  # rows that shards in front of a shard send to each shard
     return jnp.cumsum(mine) - mine, mine, before[shard_id], sent[:, shard_id]
@@ -222,20 +279,34 @@ def compute_reverse_ragged_all_to_all_params(
     all_shards_tokens_per_expert: Array, shard_id: Array | int, num_expert_shards: int
 ) -> tuple[Array, Array, Array, Array]:
     """The same for the way back: what was received is sent, and lands where it came from."""
-    sent = _sent_between(all_shards_tokens_per_expert, num_expert_shards)
+    sent = _sent_between(all_shards_tokens_per_expert, shard_id, num_expert_shards)
     received = sent[:, shard_id]
     offsets = jnp.cumsum(sent, axis=1) - sent  # where a shard keeps the rows of each shard
     return jnp.cumsum(received) - received, received, offsets[:, shard_id], sent[shard_id]
 
 
-def _sent_between(tokens_per_expert: Array, shards: int) -> Array:
+def _sent_between(tokens_per_expert: Array, shard_id: Array | int, shards: int) -> Array:
     """[from, to]: rows that go from a shard to a shard."""
-    if tokens_per_expert.shape[0] != shards or tokens_per_expert.shape[1] % shards:
+    return _by_shard(tokens_per_expert, shard_id, shards).sum(axis=-1)
+
+
+def _by_shard(tokens_per_expert: Array, shard_id: Array | int, shards: int) -> Array:
+    """[from, to, local expert]: rows that go from a shard to an expert of a shard."""
+    whole("num_expert_shards", shards)
+    check_integers("all_shards_tokens_per_expert", tokens_per_expert)
+    shape = tokens_per_expert.shape
+    if len(shape) != 2 or shape[0] != shards or shape[1] % shards:
         raise ValueError(
-            f"all_shards_tokens_per_expert has shape {tokens_per_expert.shape}; give [{shards}, experts], of which "
-            f"{shards} is a divisor"
+            f"all_shards_tokens_per_expert has shape {shape}; give [{shards}, experts], of which {shards} is a divisor"
         )
-    return tokens_per_expert.reshape(shards, shards, -1).sum(axis=-1)
+    if isinstance(shard_id, Tracer):
+        return jnp.asarray(tokens_per_expert).reshape(shards, shards, -1)
+    number = np.asarray(shard_id)
+    if number.ndim or not np.issubdtype(number.dtype, np.integer) or not 0 <= number < shards:
+        raise ValueError(
+            f"shard_id={described(shard_id)} of {shards} shards; give a whole number from 0 to {shards - 1}"
+        )
+    return jnp.asarray(tokens_per_expert).reshape(shards, shards, -1)
 
 
 def local_permute_after_a2a(
@@ -246,7 +317,7 @@ def local_permute_after_a2a(
     x_recv   rows as they arrive: shard after shard, and of each shard expert after expert
     """
     shards = num_expert_shards
-    counts = all_shards_tokens_per_expert.reshape(shards, shards, -1)[:, shard_id]
+    counts = _by_shard(all_shards_tokens_per_expert, shard_id, shards)[:, shard_id]
     local = counts.shape[1]
     order = jnp.arange(shards * local, dtype=jnp.int32).reshape(shards, local).T.ravel()
     rows, goes_to = sort_chunks_by_index(x_recv, counts.ravel(), order)
@@ -255,4 +326,10 @@ def local_permute_after_a2a(
 
 def local_unpermute_before_a2a(expert_outputs: Array, goes_to: Array) -> Array:
     """The rows of `local_permute_after_a2a` as they arrived."""
-    return expert_outputs[goes_to]
+    check_values("expert_outputs", expert_outputs)
+    check_integers("goes_to", goes_to)
+    if expert_outputs.ndim != 2 or goes_to.shape != expert_outputs.shape[:1]:
+        raise ValueError(
+            f"expert_outputs {expert_outputs.shape} and goes_to {goes_to.shape}; give [rows, H] and [rows]"
+        )
+    return jnp.asarray(expert_outputs)[goes_to]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import enum
+from numbers import Integral
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ..common.checks import described, number, switch, whole
-from .checks import check_values
+from ..common.checks import described, integer, number, switch, whole
+from .checks import check_array, check_shaped, check_values
 
 __all__ = ["RoutingMapFormat", "ScoreFunction", "fused_moe_aux_loss", "fused_topk_with_score_function"]
 
@@ -58,6 +59,7 @@ def fused_topk_with_score_function(
     softmax = function is ScoreFunction.SOFTMAX
     _check(logits, topk, num_groups, group_topk, scaling_factor, softmax, expert_bias)
     switch("use_pre_softmax", use_pre_softmax)
+    switch("compute_aux_scores", compute_aux_scores)
     wide = logits.astype(jnp.float32)
     if compute_aux_scores:
         scores = _normalised(wide, softmax)
@@ -86,8 +88,11 @@ def fused_moe_aux_loss(probs: Array, tokens_per_expert: Array, topk: int, coeff:
     Differentiable in probs [T, E] alone. arXiv:2101.03961, equation 4, for topk choices.
     """
     check_values("probs", probs)
+    check_array("tokens_per_expert", tokens_per_expert)
     whole("topk", topk)
     number("coeff", coeff)
+    if probs.ndim == 2 and topk > probs.shape[1]:
+        raise ValueError(f"topk={topk} of {probs.shape[1]} experts; choose at most {probs.shape[1]}")
     if probs.ndim != 2 or tokens_per_expert.shape != probs.shape[1:]:
         raise ValueError(
             f"probs {probs.shape} and tokens_per_expert {tokens_per_expert.shape}; give [T, E] and [E]"
@@ -135,7 +140,9 @@ def _member(kind: type[enum.Enum], name: str, value: Any) -> Any:
     if isinstance(value, kind):
         return value
     for member in kind:
-        if value == member.value or (isinstance(value, str) and value.upper() == member.name):
+        if isinstance(value, str) and value.upper() == member.name:
+            return member
+        if isinstance(value, Integral) and not isinstance(value, bool) and value == member.value:
             return member
     choices = ", ".join(repr(member.name.lower()) for member in kind)
     raise ValueError(f"{name}={described(value)}; choose one of {choices}")
@@ -160,8 +167,9 @@ def _check(
         raise ValueError(f"topk={topk} of {experts} experts; choose at most {experts}")
     if expert_bias is not None and softmax:
         raise ValueError("expert_bias with score_function='softmax'; it steers 'sigmoid' alone, give None")
-    if expert_bias is not None and expert_bias.shape != (experts,):
-        raise ValueError(f"expert_bias has shape {expert_bias.shape}; it must be ({experts},)")
+    if expert_bias is not None:
+        check_shaped("expert_bias", expert_bias, (experts,))
+    integer("group_topk", group_topk)
     if group_topk > 0:
         whole("num_groups", num_groups)
         if experts % num_groups or group_topk > num_groups or topk % group_topk:

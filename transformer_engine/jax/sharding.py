@@ -17,6 +17,8 @@ from jax import Array
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from .checks import check_axis_names
+
 BATCH_AXES = "nvte_batch"
 SEQLEN_AXES = "nvte_seqlen"
 SEQLEN_TP_AXES = "nvte_seqlen_tp"
@@ -237,13 +239,11 @@ def with_sharding_constraint_by_logical_axes(
     None or () does nothing, nor does any name where all axes of the mesh are manual (shard_map, pmap); without Flax
     rules names of this module are mapped with a DeprecationWarning.
     """
+    if logical_axis_names is None:
+        return x
+    check_axis_names("logical_axis_names", logical_axis_names, x.ndim)
     if not logical_axis_names:
         return x
-    if len(logical_axis_names) != x.ndim:
-        raise ValueError(
-            f"{len(logical_axis_names)} axis names {tuple(logical_axis_names)} for an array of {x.ndim} axes; "
-            "give one a dimension, None where it is not laid over the mesh"
-        )
     if (mesh := _mesh()) is not None and all(kind is AxisType.Manual for kind in mesh.axis_types):
         return x  # inside shard_map or pmap, where no axis is left to lay anything over
     from flax import linen  # the layers below Flax do without it elsewhere

@@ -7,7 +7,7 @@ import enum
 import jax.numpy as jnp
 from jax import Array
 
-from ..common.checks import member, number
+from ..common.checks import described, member, number
 from .checks import check_mask, check_values
 from .primitives.softmax import masked_softmax
 
@@ -51,7 +51,7 @@ def scaled_softmax(
         raise ValueError(f"logits have shape {logits.shape}; softmax takes [b, h, q, k]")
     masked = softmax_fusion_type is SoftmaxFusionType.SCALED_MASKED
     if masked is not (mask is not None):
-        given = "None" if mask is None else f"given, of shape {mask.shape}"
+        given = "None" if mask is None else described(mask)
         raise ValueError(
             f"softmax_fusion_type={softmax_fusion_type.name} and mask={given}; SCALED_MASKED takes a mask"
         )

@@ -13,8 +13,8 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from ...common.checks import described, drop_rate, member, number
-from ..checks import broadcasts, check_values
+from ...common.checks import drop_rate, member, switch, text_or_none, whole
+from ..checks import check_dtype
 from ..context_parallel.parts import attention_in_parts
 from ..context_parallel.plan import ContextParallel, plan_of
 from ..context_parallel.reorder import CPStrategy
@@ -23,9 +23,10 @@ from ..platform import has_gpu
 from ..primitives.attention import TABLE, AttentionRequest, Call, attention
 from ..primitives.attention.descriptor import SequenceDescriptor, segments_at_most
 from ..primitives.attention.enums import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout, check_kinds
-from ..primitives.attention.masks import Window, check_tokens, check_window, hidden_keys, reads_mask
+from ..primitives.attention.masks import Window, check_window, checked_tokens, hidden_keys, reads_mask
 from ..primitives.attention.score_mod import check_score_mod, modifier
 from ..sharding import varies_over, with_sharding_constraint
+from .arguments import check_attention, dropout_of, separated, sink_of
 
 __all__ = ["fused_attn", "fused_attn_thd", "is_fused_attn_kernel_available"]
 
@@ -62,6 +63,8 @@ def fused_attn(
     sequence_descriptor  which tokens belong together; None: each row is one sequence; or a mask, True hides a key, read
                          by mask types with padding, and by causal ones with a window
     seed                 a key of jax.random, for dropout
+    max_segments_per_seq sequences that a packed row has at most; segment numbers above it are refused, and where they
+                         are traced their tokens count as padding
     context_parallel_*   tokens are laid over a mesh axis: ALL_GATHER (the default) gathers keys and values, RING passes
                          them round; load-balanced: tokens lie as `reorder_causal_load_balancing` puts them
     softmax_offset       [1, h, 1, 1], differentiable, of LEARNABLE_SOFTMAX
@@ -71,10 +74,12 @@ def fused_attn(
     Rows of tokens that belong to no sequence, and rows that see no key, are zero.
     """
     check_kinds(attn_bias_type, attn_mask_type, qkv_layout, softmax_type)
+    switch("is_training", is_training)
+    text_or_none("context_checkpoint_name", context_checkpoint_name)
     query, key, value = separated(qkv, qkv_layout)
     check_attention(query, key, value, bias, attn_bias_type, dropout_probability, scaling_factor)
     window, extents = check_window(window_size), (query.shape[0], query.shape[1], key.shape[1])
-    check_tokens(
+    sequence_descriptor = checked_tokens(
         sequence_descriptor, attn_mask_type, window, qkv_layout.is_thd(), max_segments_per_seq,
         (query.shape[0], query.shape[2], *extents[1:]),
     )  # fmt: skip
@@ -86,8 +91,9 @@ def fused_attn(
         "dropout_probability": dropout_probability, "context_parallel_axis": "" if plan is None else plan.axis,
     }  # fmt: skip
     check_score_mod(
-        score_mod, score_mod_bprop, qkv_layout, attn_bias_type, attn_mask_type, softmax_type, others
-    )
+        score_mod, score_mod_bprop, (score_mod_tensors, score_mod_bprop_tensors), qkv_layout, attn_bias_type,
+        attn_mask_type, softmax_type, others,
+    )  # fmt: skip
     call = Call(
         query, key, value, bias, attn_bias_type, attn_mask_type, window,
         functools.partial(_hidden, sequence_descriptor, attn_mask_type, qkv_layout, window, plan, extents),
@@ -142,6 +148,7 @@ def _over_devices(
         whole = request._replace(
             mask=AttnMaskType.CAUSAL_MASK if request.mask.is_causal() else AttnMaskType.NO_MASK,
             softmax=AttnSoftmaxType.VANILLA_SOFTMAX, dropout=0.0,
+            window=None if request.window is None or request.window[0] < 0 else (request.window[0], 0),
         )  # fmt: skip
         return attention_in_parts(plan, whole, call.query, call.key, call.value, call.scale, call.sink)
     if plan.ring:
@@ -170,9 +177,10 @@ def _over_devices(
 
 
 def _has_parts(request: AttentionRequest, call: Call) -> bool:
-    """Does every query see all keys, or all up to its own place, of whole rows without anything else?"""
-    plain = not request.mask.is_causal() or request.queries == request.keys
-    plain = plain and request.rows == "whole" and not request.layout.is_thd() and request.window is None
+    """Does every query see all keys, or all up to its own place or the last of them, of whole rows and nothing else?"""
+    causal = request.mask.is_causal() and request.queries == request.keys
+    plain = causal or (not request.mask.is_causal() and request.window is None)
+    plain = plain and request.rows == "whole" and not request.layout.is_thd()
     # A rule of differentiation within our shard_map cannot say that gradients vary over the axes of one around it.
     inside = varies_over((call.query, call.key, call.value))
     return plain and call.bias is None and call.dropped is None and not inside
@@ -265,7 +273,14 @@ def is_fused_attn_kernel_available(
 ) -> bool:
     """Would another backend than the reference take such a call on this machine?"""
     check_kinds(attn_bias_type, attn_mask_type, qkv_layout, softmax_type)
-    if q_dtype != kv_dtype:
+    switch("is_training", is_training)
+    drop_rate("dropout_probability", dropout_probability)
+    for name, extent in (
+        ("q_num_heads", q_num_heads), ("kv_num_heads", kv_num_heads), ("q_max_seqlen", q_max_seqlen),
+        ("kv_max_seqlen", kv_max_seqlen), ("head_dim_qk", head_dim_qk), ("head_dim_v", head_dim_v),
+    ):  # fmt: skip
+        whole(name, extent, 0)
+    if check_dtype("q_dtype", q_dtype) != check_dtype("kv_dtype", kv_dtype):
         return False
     request = AttentionRequest(
         jnp.dtype(q_dtype), qkv_layout, attn_bias_type, attn_mask_type, softmax_type, dropout_probability,
@@ -273,64 +288,6 @@ def is_fused_attn_kernel_available(
         is_training, "cuda" if has_gpu() else "cpu",
     )  # fmt: skip
     return any(b.name != "reference" and b.refusal(request) is None for b in TABLE.candidates(request))
-
-
-def separated(qkv: tuple[Array, ...], layout: QKVLayout) -> tuple[Array, Array, Array]:
-    """query, key and value [b, s, heads, d] of the arrays that a layout has."""
-    if not isinstance(qkv, (tuple, list)):
-        raise TypeError(f"qkv={described(qkv)}; give a tuple of one, two or three arrays")
-    wanted = 1 if layout.is_qkvpacked() else 2 if layout.is_kvpacked() else 3
-    if len(qkv) != wanted:
-        raise ValueError(f"qkv has {len(qkv)} arrays; qkv_layout={layout.name} has {wanted}")
-    axes = {1: (5,), 2: (4, 5), 3: (4, 4, 4)}[wanted]
-    for array, ndim in zip(qkv, axes, strict=True):
-        if array.ndim != ndim:
-            raise ValueError(f"an array of {layout.name} has shape {array.shape}; it must have {ndim} axes")
-    packed = {1: 3, 2: 2}.get(wanted)
-    if packed is not None and qkv[-1].shape[2] != packed:
-        raise ValueError(
-            f"the packed array of {layout.name} has shape {qkv[-1].shape}; axis 2 must be {packed}"
-        )
-    if layout.is_qkvpacked():
-        return tuple(qkv[0][:, :, i] for i in range(3))  # pyright: ignore[reportReturnType]
-    if layout.is_kvpacked():
-        return qkv[0], qkv[1][:, :, 0], qkv[1][:, :, 1]
-    return qkv[0], qkv[1], qkv[2]
-
-
-def check_attention(
-    query: Array,
-    key: Array,
-    value: Array,
-    bias: Array | None,
-    bias_type: AttnBiasType,
-    dropout: float,
-    scale: float,
-) -> None:
-    """ValueError or TypeError unless arrays and options fit together."""
-    for name, array in (("query", query), ("key", key), ("value", value)):
-        check_values(name, array)
-    if key.shape[:3] != value.shape[:3] or query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
-        raise ValueError(
-            f"query {query.shape}, key {key.shape}, value {value.shape}; batches, tokens and heads of key and value, "
-            "and the extents that query and key contract, must agree"
-        )
-    if query.shape[2] % key.shape[2]:
-        raise ValueError(
-            f"{key.shape[2]} heads of keys do not divide {query.shape[2]} heads of queries; make them"
-        )
-    drop_rate("dropout_probability", dropout)
-    number("scaling_factor", scale)
-    wants_bias = bias_type is not AttnBiasType.NO_BIAS
-    if wants_bias is not (bias is not None):
-        given = "None" if bias is None else f"an array of shape {bias.shape}"
-        raise ValueError(
-            f"attn_bias_type={bias_type.name} and bias={given}; give a bias with a type that adds one"
-        )
-    if bias is not None:
-        full = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
-        if not broadcasts(bias.shape, full):
-            raise ValueError(f"bias has shape {bias.shape}; it must be {full}, or 1 in place of an extent")
 
 
 def hidden_of(
@@ -354,31 +311,6 @@ def hidden_of(
         return hidden
     given = descriptor.astype(bool)
     return given if hidden is None else given | hidden
-
-
-def sink_of(softmax_type: AttnSoftmaxType, offset: Array | None, heads: int) -> Array | None:
-    """float32 [1, h or 1, 1, 1] in the denominator: nothing, 0, or the learnt offsets."""
-    member("softmax_type", softmax_type, AttnSoftmaxType)
-    if (offset is not None) is not (softmax_type is AttnSoftmaxType.LEARNABLE_SOFTMAX):
-        given = "None" if offset is None else f"an array of shape {offset.shape}"
-        raise ValueError(
-            f"softmax_type={softmax_type.name} and softmax_offset={given}; LEARNABLE_SOFTMAX takes one"
-        )
-    if softmax_type is AttnSoftmaxType.OFF_BY_ONE_SOFTMAX:
-        return jnp.zeros((1, 1, 1, 1), jnp.float32)
-    if offset is not None and offset.shape != (1, heads, 1, 1):
-        raise ValueError(f"softmax_offset has shape {offset.shape}; it must be (1, {heads}, 1, 1)")
-    return None if offset is None else offset.astype(jnp.float32)
-
-
-def dropout_of(key: Array, rate: float) -> Callable[[Array], Array]:
-    """weights [b, h, q, k] -> those that a draw keeps, scaled up by what it drops."""
-
-    def drop(weights: Array) -> Array:
-        keep = jax.random.bernoulli(key, 1.0 - rate, weights.shape)
-        return weights * (keep.astype(weights.dtype) / jnp.asarray(1.0 - rate, weights.dtype))
-
-    return drop
 
 
 def _request(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 import numpy as np
 
-from ...common.checks import member, switch, text_or_none
+from ...common.checks import member, switch, text_or_none, whole_or_none
 from ..primitives.attention.descriptor import Segments, SequenceDescriptor
 from ..primitives.attention.enums import AttnMaskType, QKVLayout
 from ..primitives.attention.masks import run_length_fill
@@ -34,6 +34,19 @@ class ContextParallel:
     def neighbours(self) -> list[tuple[int, int]]:
         """(device, the one that it hands on to), all the way round."""
         return [(rank, (rank + 1) % self.devices) for rank in range(self.devices)]
+
+    def moves(self, distance: int) -> dict[tuple[int, int], list[tuple[int, int]]]:
+        """{(place, place): [(device, device)]}, by which every chunk comes to where the one `distance` behind it lies.
+
+        Balanced, a device holds two chunks of whole rows, r and 2n - 1 - r, at places 0 and 1; else one.
+        """
+        count = 2 * self.devices if self.balanced else self.devices
+        lies = [(c, 0) if c < self.devices else (2 * self.devices - 1 - c, 1) for c in range(count)]
+        found: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for chunk in range(max(0, -distance), min(count, count - distance)):
+            (device, place), (other, there) = lies[chunk], lies[chunk + distance]
+            found.setdefault((place, there), []).append((device, other))
+        return found
 
     def order(self, tokens: int, packed: bool) -> np.ndarray:
         """Which token of the sequence stands at each place."""
@@ -85,6 +98,7 @@ def plan_of(
     switch("context_parallel_causal_load_balanced", balanced)
     member("context_parallel_strategy", strategy, CPStrategy)
     text_or_none("context_parallel_axis", axis)
+    whole_or_none("stripe_size", stripe_size)
     check_automatic_axis("context_parallel_axis", axis or None)
     devices = get_mesh_axis_size(axis or None)
     ring = strategy is CPStrategy.RING

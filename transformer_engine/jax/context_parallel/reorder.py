@@ -9,6 +9,7 @@ import numpy as np
 from jax import Array
 
 from ...common.checks import integer, member, whole, whole_or_none
+from ..checks import check_array
 
 
 class ReorderStrategy(enum.Enum):
@@ -43,6 +44,7 @@ def inverse_reorder_causal_load_balancing(
 
 
 def _extent(tensor: Array, seq_dim: int) -> int:
+    check_array("tensor", tensor)
     integer("seq_dim", seq_dim)
     if not -tensor.ndim <= seq_dim < tensor.ndim:
         raise ValueError(

@@ -6,6 +6,7 @@ After n steps every device has seen all keys. The softmax is kept as a running m
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ from jax.sharding import PartitionSpec
 from ..primitives.attention.descriptor import Segments
 from ..primitives.attention.enums import AttnMaskType
 from ..primitives.attention.masks import Window, hidden_keys
-from ..sharding import mesh_in_use
+from ..sharding import mesh_in_use, varies_over, vary_over
 from .plan import ContextParallel
 
 
@@ -33,22 +34,60 @@ def ring_attention(
     window: Window | None, scale: float, sink: Array | None,
 ) -> Array:  # fmt: skip
     """out [b, q, h, dv] of arrays whose tokens are laid over plan.axis; segments as `plan.segments` makes them."""
-    tokens = PartitionSpec(None, plan.axis)
     # Bottom-right places are counted from the end already.
     kind = AttnMaskType.PADDING_CAUSAL_MASK if mask_type.is_causal() else AttnMaskType.PADDING_MASK
 
-    def local(query: Array, key: Array, value: Array, segments: Segments, sink: Any) -> Array:
+    def local(query: Array, key: Array, value: Array, sink: Any, segments: Segments) -> Array:
         return _local(plan, query, key, value, segments, kind, window, scale, sink)
 
-    mapped = jax.shard_map(
-        local,
-        mesh=mesh_in_use(),
-        in_specs=(tokens, tokens, tokens, tokens, PartitionSpec()),
-        out_specs=tokens,
-        axis_names={plan.axis},
-        check_vma=False,
+    tokens, everywhere = PartitionSpec(None, plan.axis), PartitionSpec()
+    arrays = (tokens, tokens, tokens, everywhere)
+    run = _mapped(plan, local, (*arrays, tokens), tokens)
+    axes = varies_over((query, key, value))
+    if not axes:
+        return run(query, key, value, sink, segments)
+
+    def gradients(*arguments: Any) -> tuple[Any, ...]:
+        *given, segments, dout = arguments
+        # In here JAX forgets what varies around in some operations (products among them) and keeps it in others: types
+        # of gradients agree where it is forgotten from the start.
+        *given, dout = (None if x is None else x * jnp.ones((), x.dtype) for x in (*given, dout))
+        _, pullback = jax.vjp(functools.partial(local, segments=segments), *given)
+        *of_tokens, dsink = pullback(dout)
+        return (*of_tokens, None if dsink is None else lax.psum(dsink, plan.axis))
+
+    backward = _mapped(plan, gradients, (*arrays, tokens, tokens), arrays)
+    return _within(axes, run, backward)(*vary_over(axes, (query, key, value, sink)), segments)
+
+
+def _mapped(plan: ContextParallel, function: Any, given: Any, made: Any) -> Any:
+    return jax.jit(
+        jax.shard_map(
+            function,
+            mesh=mesh_in_use(),
+            in_specs=given,
+            out_specs=made,
+            axis_names={plan.axis},
+            check_vma=False,
+        )
     )
-    return jax.jit(mapped)(query, key, value, segments, sink)
+
+
+def _within(axes: frozenset[str], run: Any, backward: Any) -> Any:
+    """The ring within a shard_map that counts what varies over axes, as JAX does not count in a shard_map within it.
+
+    The rule stands outside of the inner one, and says what gradients vary over; it computes the forward again.
+    """
+
+    @jax.custom_vjp
+    def attend(query: Array, key: Array, value: Array, sink: Any, segments: Segments) -> Array:
+        return vary_over(axes, run(query, key, value, sink, segments))
+
+    def rule(saved: Any, dout: Array) -> tuple[Any, ...]:
+        return (*vary_over(axes, backward(*saved, dout)), None)
+
+    attend.defvjp(lambda *given: (attend(*given), given), rule)
+    return attend
 
 
 def _local(

@@ -7,6 +7,8 @@ from typing import Any
 
 from jax import Array
 
+from ..activation import check_activation
+from ..checks import check_shaped, check_values
 from ..primitives.activation import ActivationParams, activation_backward, activation_forward
 from ..quantize.quantizers import Quantizer
 from .base import BasePrimitive
@@ -26,7 +28,8 @@ def act_lu(
     act_params: ActivationParams | Mapping[str, float] | None = None,
 ) -> Any:  # fmt: skip
     """y [.., h] of x [.., n, h]: a quantized tensor, or a NoScaleTensor."""
-    y = activation_forward(x, tuple(activation_type), ActivationParams.of(act_params))
+    check_values("x", x)
+    y = activation_forward(x, check_activation(activation_type, x.shape), ActivationParams.of(act_params))
     return quantize(y, quantizer)
 
 
@@ -35,7 +38,7 @@ def dact_lu(
     act_params: ActivationParams | Mapping[str, float] | None = None,
 ) -> Any:  # fmt: skip
     """dx [.., n, h] of dz [.., h] and x."""
-    dx = activation_backward(dz, x, tuple(activation_type), ActivationParams.of(act_params))
+    dx = _gradient(dz, x, activation_type, act_params)
     return quantize(dx, quantizer, flatten_axis=-2)
 
 
@@ -44,8 +47,20 @@ def dact_lu_dbias(
     act_params: ActivationParams | Mapping[str, float] | None = None,
 ) -> tuple[Any, Array | None]:  # fmt: skip
     """(dx [.., n, h], its sums over all axes in front of n)."""
-    dx = activation_backward(dz, x, tuple(activation_type), ActivationParams.of(act_params))
+    dx = _gradient(dz, x, activation_type, act_params)
     return quantize_dbias(dx, quantizer, is_dbias, flatten_axis=-2)
+
+
+def _gradient(
+    dz: Array,
+    x: Array,
+    activation_type: Sequence[str],
+    act_params: ActivationParams | Mapping[str, float] | None,
+) -> Array:
+    check_values("x", x)
+    names = check_activation(activation_type, x.shape)
+    check_shaped("dz", dz, (*x.shape[:-2], x.shape[-1]))
+    return activation_backward(dz, x, names, ActivationParams.of(act_params))
 
 
 _jax_act_lu = by_reference(act_lu)

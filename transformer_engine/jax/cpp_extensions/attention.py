@@ -8,8 +8,8 @@ from typing import Any
 
 from jax import Array
 
-from ...common.checks import function_or_none
 from ..attention import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout, is_fused_attn_kernel_available
+from ..primitives.attention.score_mod import check_functions
 from .base import BasePrimitive
 
 __all__ = ["FusedAttnFwdPrimitive", "FusedAttnHelper", "ScoreModConfig", "make_fused_attn_score_mod_config"]
@@ -67,8 +67,5 @@ def make_fused_attn_score_mod_config(
     score_mod_bprop_tensors: Any = None,
 ) -> ScoreModConfig:
     """The four arguments in one: `fused_attn(.., **vars(config))`."""
-    function_or_none("score_mod", score_mod)
-    function_or_none("score_mod_bprop", score_mod_bprop)
-    if score_mod is None and score_mod_bprop is not None:
-        raise ValueError("score_mod_bprop without score_mod; give both, or neither")
+    check_functions(score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors)
     return ScoreModConfig(score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors)

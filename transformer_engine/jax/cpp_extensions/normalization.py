@@ -6,6 +6,7 @@ from typing import Any
 
 from jax import Array
 
+from ..layernorm import check_norm
 from ..primitives.norm import norm_forward
 from ..quantize.quantizers import Quantizer
 from ..quantize.scaling_modes import ScalingMode
@@ -30,6 +31,7 @@ def layernorm_fwd(
     quantizer: Quantizer | None = None,
 ) -> tuple[Any, Array, Array]:
     """(y, mean [..], rstdev [..]), statistics in float32."""
+    check_norm(x, gamma, beta, "layernorm", zero_centered_gamma, epsilon)
     y, mean, rstdev = norm_forward(x, gamma, beta, True, zero_centered_gamma, float(epsilon))
     assert mean is not None
     return quantize(y, quantizer), mean[..., 0], rstdev[..., 0]
@@ -39,6 +41,7 @@ def rmsnorm_fwd(
     x: Array, gamma: Array, zero_centered_gamma: bool, epsilon: float, quantizer: Quantizer | None = None
 ) -> tuple[Any, Array]:
     """(y, rstdev [..]), rstdev in float32."""
+    check_norm(x, gamma, None, "rmsnorm", zero_centered_gamma, epsilon)
     y, _, rstdev = norm_forward(x, gamma, None, False, zero_centered_gamma, float(epsilon))
     return quantize(y, quantizer), rstdev[..., 0]
 

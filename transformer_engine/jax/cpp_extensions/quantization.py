@@ -9,7 +9,9 @@ from typing import Any, TypeVar
 import jax.numpy as jnp
 from jax import Array
 
+from ...common.checks import switch
 from ...common.dispatch import use_backend
+from ..checks import check_optional, check_values
 from ..quantize.grouped import GroupedNoScaleTensor, GroupedQuantizer
 from ..quantize.quantizers import Quantizer
 from ..quantize.tensors import NoScaleTensor, positive_axis
@@ -39,6 +41,8 @@ def by_reference(function: Function) -> Function:
 
 def quantize(x: Array, quantizer: Quantizer | None, flatten_axis: int = -1) -> Any:
     """The quantized tensor, whose state advances; a NoScaleTensor without a quantizer."""
+    check_values("x", x)
+    check_optional("quantizer", quantizer, Quantizer)
     return NoScaleTensor(x) if quantizer is None else quantizer.quantize(x, flatten_axis=flatten_axis)
 
 
@@ -46,6 +50,8 @@ def quantize_dbias(
     dz: Array, quantizer: Quantizer | None, is_dbias: bool = True, flatten_axis: int = -1
 ) -> tuple[Any, Array | None]:
     """(quantized dz, its sums over the axes in front of flatten_axis in dz's dtype)."""
+    check_values("dz", dz)
+    switch("is_dbias", is_dbias)
     dbias = None
     if is_dbias:
         rows = tuple(range(positive_axis(flatten_axis, dz.ndim)))
@@ -55,6 +61,8 @@ def quantize_dbias(
 
 def grouped_quantize(x: Array, quantizer: GroupedQuantizer | None, group_sizes: Array | None = None) -> Any:
     """The groups of x [M, K], or of a stack, as their quantizer makes them."""
+    check_values("x", x)
+    check_optional("quantizer", quantizer, GroupedQuantizer)
     if quantizer is None:
         return GroupedNoScaleTensor(x, group_sizes=group_sizes)
     return quantizer.quantize(x, group_sizes=group_sizes)

@@ -14,15 +14,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ...common import env
 from ...common.checks import described, drop_rate, switch, whole
-from ..attention.fused import (
-    check_attention,
-    dropout_of,
-    fused_attn,
-    hidden_of,
-    is_fused_attn_kernel_available,
-    separated,
-    sink_of,
-)
+from ..attention.arguments import check_attention, dropout_of, separated, sink_of
+from ..attention.fused import fused_attn, hidden_of, is_fused_attn_kernel_available
 from ..context_parallel.plan import plan_of
 from ..context_parallel.reorder import CPStrategy
 from ..primitives.attention import reference
@@ -34,7 +27,8 @@ from ..primitives.attention.enums import (
     QKVLayout,
     canonicalize_attn_mask_type,
 )
-from ..primitives.attention.masks import Window, check_tokens, check_window
+from ..primitives.attention.masks import Window, check_window, checked_tokens
+from ..primitives.attention.score_mod import check_functions
 from ..sharding import HEAD_AXES
 from .base import parameter
 
@@ -177,6 +171,7 @@ class DotProductAttention(nn.Module):
         mask_type = canonicalize_attn_mask_type(self.attn_mask_type)
         window = check_window(self.window_size)
         drop_rate("attention_dropout", self.attention_dropout)
+        check_functions(self.score_mod, self.score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors)
         arrays = tuple(array for array in (query, key, value) if array is not None)
         if self._transposed():
             arrays = tuple(jnp.swapaxes(array, 0, 1) for array in arrays)
@@ -186,7 +181,7 @@ class DotProductAttention(nn.Module):
         check_attention(query, key, value, bias, bias_type, self.attention_dropout, scale)
         softmax_type, strategy = AttnSoftmaxType.from_str(self.softmax_type), self._strategy()
         extents = (query.shape[0], query.shape[1], key.shape[1])
-        check_tokens(
+        sequence_descriptor = checked_tokens(
             sequence_descriptor, mask_type, window, layout.is_thd(), self.max_segments_per_seq,
             (query.shape[0], query.shape[2], *extents[1:]),
         )  # fmt: skip

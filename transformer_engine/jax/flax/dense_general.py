@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax import Array
 
-from ...common.checks import whole
+from ...common.checks import whole, whole_numbers
 from ..checks import check_values
 from ..dense import dense
 from .base import Initializer, TransformerEngineBase, kernel_initializer, parameter
@@ -81,6 +81,16 @@ class DenseGeneral(TransformerEngineBase):
                 self.low_rank_adaptation_alpha,
             )  # fmt: skip
         return y if bias is None else y + bias.astype(y.dtype)
+
+
+def check_shared_axes(name: str, axes: Any, ndim: int) -> None:
+    """TypeError or ValueError unless dropout can draw once along these axes, being those of an array of ndim axes."""
+    whole_numbers(name, axes)
+    outside = [d for d in axes if not -ndim <= d < ndim]
+    if outside:
+        raise ValueError(
+            f"{name}={tuple(axes)}: there is no axis {outside[0]} of {ndim}; give axes between {-ndim} and {ndim - 1}"
+        )
 
 
 def checked_axes(axis: Iterable[int] | int, ndim: int) -> tuple[int, ...]:

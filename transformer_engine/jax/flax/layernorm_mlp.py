@@ -19,7 +19,7 @@ from ..layernorm_mlp import layernorm_mlp
 from ..quantize.config import get_global_quantize_recipe
 from ..quantize.quantizers import QuantizerSet
 from .base import Axes, Initializer, TransformerEngineBase, kernel_initializer, parameter
-from .dense_general import checked_axes
+from .dense_general import check_shared_axes, checked_axes
 from .low_rank import low_rank_term
 from .norm import norm_of_inputs, norm_parameters, scale_initializer
 
@@ -79,11 +79,11 @@ class LayerNormMLP(TransformerEngineBase):
         """inputs [*batch, h]; deterministic: without dropout."""
         check_values("inputs", inputs)
         whole("intermediate_dim", self.intermediate_dim)
-        if isinstance(self.activations, str) or not self.activations:
-            raise ValueError(
-                f"activations={described(self.activations)}; give a sequence of at least one, such as ('gelu',)"
-            )
+        check_activations("activations", self.activations)
         drop_rate("intermediate_dropout_rate", self.intermediate_dropout_rate)
+        check_shared_axes(
+            "intermediate_hidden_dropout_dims", self.intermediate_hidden_dropout_dims, inputs.ndim
+        )
         if checked_axes(self.axis, inputs.ndim) != (inputs.ndim - 1,):
             raise ValueError(
                 f"axis={self.axis} of {inputs.ndim} axes; LayerNormMLP contracts the last, give -1"
@@ -188,6 +188,14 @@ class LayerNormMLP(TransformerEngineBase):
         for place, name in enumerate(self.activations[1:], 1):
             y = y * _function(name)(x[..., place, :])
         return y
+
+
+def check_activations(name: str, activations: object) -> None:
+    """ValueError unless activations are a sequence of at least one."""
+    if isinstance(activations, str) or not isinstance(activations, Sequence) or not activations:
+        raise ValueError(
+            f"{name}={described(activations)}; give a sequence of at least one, such as ('gelu',)"
+        )
 
 
 def _function(name: str | Callable[[Array], Array]) -> Callable[[Array], Array]:

@@ -11,7 +11,8 @@ import numpy as np
 from flax import linen as nn
 from jax import Array, lax
 
-from ...common.checks import described, whole
+from ...common.checks import described, switch, whole
+from ..checks import check_values
 from ..primitives.rope import rotate
 from .base import parameter
 
@@ -27,6 +28,10 @@ def rotary_pos_emb(
     group_method   "consecutive": pairs (2 i, 2 i + 1); "alternate": pairs (i, i + d / 2)
     RoFormer, arXiv:2104.09864.
     """
+    check_values("x", x)
+    switch("transpose_batch_sequence", transpose_batch_sequence)
+    if x.ndim != 4:
+        raise ValueError(f"x has shape {x.shape}; it must be [b, s, h, d] with an even d")
     tokens = x.shape[0 if transpose_batch_sequence else 1]
     return rotated(x, windows, transpose_batch_sequence, group_method, 0, tokens)
 
@@ -40,7 +45,7 @@ def rotated(
     length: int,
 ) -> Array:
     """`rotary_pos_emb` of tokens that stand at position and behind it in a sequence of at most length tokens."""
-    if group_method not in _METHODS:
+    if not isinstance(group_method, str) or group_method not in _METHODS:
         raise ValueError(f"group_method={described(group_method)}; choose 'consecutive' or 'alternate'")
     if x.ndim != 4 or x.shape[-1] % 2:
         raise ValueError(f"x has shape {x.shape}; it must be [b, s, h, d] with an even d")

@@ -7,7 +7,7 @@ from flax import linen as nn
 from jax import Array
 
 from ...common.checks import member
-from ..attention.fused import sink_of
+from ..attention.arguments import sink_of
 from ..checks import check_values
 from ..primitives.attention.enums import AttnSoftmaxType
 from ..softmax import SoftmaxFusionType, scaled_softmax

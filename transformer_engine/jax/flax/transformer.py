@@ -26,7 +26,8 @@ from ..sharding import (
 )
 from .attention import DotProductAttention
 from .base import Initializer, kernel_initializer
-from .layernorm_mlp import LayerNormMLP
+from .dense_general import check_shared_axes
+from .layernorm_mlp import LayerNormMLP, check_activations
 from .lora_scope import LoRAScope, _canonicalize_lora_scope
 from .multi_head_attention import MultiHeadAttention
 from .norm import LayerNorm
@@ -184,6 +185,9 @@ class TransformerLayer(nn.Module):
         check_values("inputs", inputs)
         if inputs.ndim != 3 or inputs.shape[-1] != self.hidden_size:
             raise ValueError(f"inputs have shape {inputs.shape}; the layer takes [b, s, {self.hidden_size}]")
+        for name in ("hidden_dropout_dims", "intermediate_dropout_dims"):
+            check_shared_axes(name, getattr(self, name), inputs.ndim)
+        check_activations("mlp_activations", self.mlp_activations)
         member("layer_type", self.layer_type, TransformerLayerType)
         decoder = self.layer_type is TransformerLayerType.DECODER
         if decoder is not (encoded is not None):

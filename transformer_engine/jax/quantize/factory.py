@@ -8,8 +8,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from ...common.checks import member, whole, whole_or_none
+from ...common.checks import member, switch, whole, whole_or_none
 from ...common.recipe import Recipe
+from ..checks import check_dtype
 from ..platform import compute_capability
 from . import recipes
 from .config import get_global_quantize_recipe
@@ -88,6 +89,7 @@ class QuantizerFactory:
         """
         whole_or_none("n_groups", n_groups)
         whole("n_quantizer_sets", n_quantizer_sets)
+        switch("is_2x2x", is_2x2x)
         if scaling_mode is not None and fp8_recipe is not None:
             raise ValueError(
                 f"scaling_mode={scaling_mode} and fp8_recipe={fp8_recipe!r} exclude each other; give one of them"
@@ -140,7 +142,7 @@ def _one(
     if q_dtype is None:
         raise ValueError(f"scaling_mode={mode} without a dtype of the codes; give q_dtype")
     return recipes.QUANTIZERS[mode](  # pyright: ignore[reportCallIssue]
-        q_dtype=jnp.dtype(q_dtype),
+        q_dtype=check_dtype("q_dtype", q_dtype),
         scaling_mode=mode,
         q_layout=QuantizeLayout.ROWWISE_COLWISE if layout is None else layout,
         data_layout=mode.data_layout,

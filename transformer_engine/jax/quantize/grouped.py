@@ -17,12 +17,15 @@ import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
+from ...common.checks import switch
+from ..checks import check_floating, check_sizes, check_values
 from ..primitives import exact
 from ..primitives.grouped_quantize import group_of_rows, of_rows, quantize_rows, quantize_stack
 from ..primitives.quantize import scale_from_amax
 from ..primitives.quantize.tiles import settled
-from .quantizers import DelayedScaleQuantizer, Quantizer, advanced_together, element_of
+from .quantizers import DelayedScaleQuantizer, Quantizer, advanced_together
 from .scaling_modes import ScalingMode, TensorUsage
+from .settings import element_of
 from .tensors import ScaledTensor, ScaledTensor1x, ScaledTensor2x, ScaledTensorFactory
 
 __all__ = [
@@ -153,6 +156,11 @@ class GroupedQuantizer:
         group_sizes: Array | None = None,
     ) -> GroupedScaledTensor1x | ScaledTensor2x:
         """x [M, K] with group_sizes [G], or a stack [G, ..]; delayed scaling is brought one step forward."""
+        check_values("x", x)
+        for name, asked in (("is_rowwise", is_rowwise), ("is_colwise", is_colwise)):
+            switch(name, asked)
+        if group_sizes is not None:
+            check_sizes("group_sizes", group_sizes, self.n_groups, x.shape[0])
         tensor, amaxes = self.encode(x, group_sizes, is_rowwise, is_colwise, dq_dtype, flatten_axis)
         self.quantizer = self.advanced(amaxes).quantizer
         return tensor
@@ -245,7 +253,7 @@ class GroupedQuantizer:
         dq_dtype: Any,
     ) -> GroupedScaledTensor1x | ScaledTensor2x:
         """The directions of x that were made, each group with one scale."""
-        dtype = jnp.dtype(x.dtype if dq_dtype is None else dq_dtype)
+        dtype = x.dtype if dq_dtype is None else check_floating("dq_dtype", dq_dtype)
         name = self.quantizer.checkpoint_name
         if name is not None:
             codes, scale, amax = jax.tree.map(lambda leaf: checkpoint_name(leaf, name), (codes, scale, amax))

@@ -17,13 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ...common.formats import E2M1, E4M3, E5M2, Element
+from ...common.checks import integer, switch
 from ...common.quantize_spec import QuantizeSpec
+from ..checks import check_floating, check_values
 from ..primitives import quantize as primitive
 from ..primitives.operand import turned
 from ..primitives.quantize import Cast
 from ..primitives.scale_update import State, advance_scales, advance_states
 from .scaling_modes import AmaxComputeAlgo, QuantizeLayout, ScalingMode
+from .settings import check_settings, element_of
 from .tensors import ScaledTensor, ScaledTensor1x, ScaledTensor2x, ScaledTensorFactory, positive_axis
 
 __all__ = [
@@ -39,22 +41,6 @@ __all__ = [
 ]
 
 Class = TypeVar("Class", bound=type)
-
-_ELEMENTS: dict[Any, Element] = {
-    jnp.dtype(jnp.float8_e4m3fn): E4M3,
-    jnp.dtype(jnp.float8_e5m2): E5M2,
-    jnp.dtype(jnp.float4_e2m1fn): E2M1,
-}
-
-
-def element_of(dtype: Any) -> Element:
-    """The element that a dtype holds; ValueError for one that is not narrow."""
-    element = _ELEMENTS.get(jnp.dtype(dtype))
-    if element is None:
-        raise ValueError(
-            f"q_dtype={jnp.dtype(dtype).name} holds no codes; choose one of {', '.join(d.name for d in _ELEMENTS)}"
-        )
-    return element
 
 
 def compute_scale_from_amax(
@@ -111,6 +97,9 @@ class Quantizer:
     data_layout: str
     checkpoint_name: str | None = None
 
+    def __post_init__(self) -> None:
+        check_settings({f.name: getattr(self, f.name) for f in fields(self)})
+
     def quantize(
         self, x: Array, is_rowwise: bool | None = None, is_colwise: bool | None = None, dq_dtype: Any = None,
         flatten_axis: int = -1,
@@ -128,12 +117,16 @@ class Quantizer:
         flatten_axis: int = -1,
     ) -> tuple[ScaledTensor, Array | None]:  # fmt: skip
         """(tensor, its absolute maximum or None) without a change of state."""
+        check_values("x", x)
+        for name, asked in (("is_rowwise", is_rowwise), ("is_colwise", is_colwise)):
+            switch(name, asked)
+        integer("flatten_axis", flatten_axis)
         rowwise = self.q_layout.has_rowwise if is_rowwise is None else is_rowwise
         colwise = self.q_layout.has_colwise if is_colwise is None else is_colwise
         spec = self.spec(rowwise, colwise)
         axis = positive_axis(flatten_axis, x.ndim)
         made = self._codes(x, spec, axis)
-        dtype = jnp.dtype(x.dtype if dq_dtype is None else dq_dtype)
+        dtype = jnp.dtype(x.dtype if dq_dtype is None else check_floating("dq_dtype", dq_dtype))
         return self._tensors(made, spec, x.shape, dtype, axis), made.amax
 
     def cast(self) -> Cast | None:

@@ -34,7 +34,7 @@ def activation_codes(x: Array, cast: Cast, names: tuple[str, ...], params: Activ
 def activation_backward_codes(
     dy: Array, x: Array, cast: Cast, names: tuple[str, ...], params: ActivationParams, sums: Any | None
 ) -> tuple[Quantized, Array | None]:
-    """Codes of dx [*rows, n, F], see `Quantized`, and the float32 sums of its columns [n, F] as dtype `sums`, if asked."""
+    """Codes of dx [*rows, n, F], see `Quantized`, and the sums of its columns [n, F] in dtype `sums`, if asked."""
     how = How(names, params, cast.spec, None if sums is None else sums_dtype(sums))
     codes, total = computed(
         TABLE, lambda platform: _request("backward", x, cast, how, platform), dy, x, cast.multiplier, how=how

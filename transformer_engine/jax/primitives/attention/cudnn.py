@@ -54,6 +54,8 @@ def refuses(request: AttentionRequest) -> str | None:
         return f"head_dim={request.head_dim}; it takes multiples of 8 up to {most}"
     if request.modified:
         return "a score_mod; jax.nn takes none"
+    if request.tokens == "part" and request.window is not None:
+        return "a part with a window; jax's call of cuDNN for parts has none"
     if request.tokens == "part" and (reason := cudnn_packed.part_failure()) is not None:
         return reason
     return _refuses_packed(request) if request.layout.is_thd() else None

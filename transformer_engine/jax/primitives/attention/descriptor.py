@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -98,6 +98,10 @@ class SequenceDescriptor:
         for ids, lengths, offsets in zip(self.segment_ids, self.seqlens, self.seq_offsets, strict=True):
             held, given = 0, "offsets put {} sequences into a row"
             if ids.size and not isinstance(ids, Tracer):
+                if (least := int(np.asarray(ids).min())) < 0:
+                    raise ValueError(
+                        f"segment_ids hold {least}; number sequences from 1, and give 0 for padding"
+                    )
                 held, given = int(np.asarray(ids).max()), "segment numbers go up to {}"
             elif offsets.size and not isinstance(lengths, Tracer) and not isinstance(offsets, Tracer):
                 there = (np.asarray(lengths) > 0) & (np.asarray(offsets)[:, :-1] >= 0)
@@ -107,6 +111,16 @@ class SequenceDescriptor:
                     f"max_segments_per_seq={most}, but the given {given.format(held)}; give "
                     f"max_segments_per_seq={held} or more"
                 )
+
+    def within(self, most: int) -> SequenceDescriptor:
+        """The sequences 1 to `most` of every row alone, which kernels look for: no backend sees others then.
+
+        Only numbers that are traced can pass `check_segments` and lie outside.
+        """
+        if not any(isinstance(ids, Tracer) for ids in self.segment_ids):
+            return self
+        numbers = tuple(jnp.where((ids < 0) | (ids > most), 0, ids) for ids in self.segment_ids)
+        return replace(self, segment_ids=numbers)  # pyright: ignore[reportArgumentType]
 
     def check_lengths(self, queries: int, keys: int) -> None:
         """ValueError where a sequence is seen to end behind its row; what is traced is not seen."""

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ....common.checks import described, whole
-from ...checks import check_mask
+from ...checks import check_array, check_dtype, check_integers, check_mask
 from .descriptor import Segments, SequenceDescriptor
 from .enums import AttnMaskType
 
@@ -34,23 +34,30 @@ def reads_mask(mask_type: AttnMaskType, window: Window | None) -> bool:
     return mask_type.is_padding() or (mask_type.is_causal() and window is not None)
 
 
-def check_tokens(
+def checked_tokens(
     descriptor: SequenceDescriptor | Array | None, mask_type: AttnMaskType, window: Window | None, packed: bool,
     most: int, scores: tuple[int, int, int, int],
-) -> None:  # fmt: skip
-    """ValueError where what says which tokens belong together does not fit scores [b, h, q, k]."""
+) -> SequenceDescriptor | Array | None:  # fmt: skip
+    """What says which tokens belong together, `most` sequences a row; ValueError where it does not fit [b, h, q, k]."""
     whole("max_segments_per_seq", most)
     if isinstance(descriptor, SequenceDescriptor):
         if packed:
             descriptor.check_segments(most)
         if packed or mask_type.is_padding():
             descriptor.check_lengths(*scores[2:])
-    elif descriptor is not None and not packed and reads_mask(mask_type, window):
+        return descriptor.within(most) if packed else descriptor
+    if descriptor is not None:
+        check_array("sequence_descriptor", descriptor)
+    if descriptor is not None and not packed and reads_mask(mask_type, window):
         check_mask(descriptor, scores)
+    return descriptor
 
 
 def run_length_fill(segment_ids: Array) -> Array:
     """[b, s] -> for every token the number of tokens of its sequence in the row; 0 for padding."""
+    check_integers("segment_ids", segment_ids)
+    if segment_ids.ndim != 2:
+        raise ValueError(f"segment_ids has shape {segment_ids.shape}; give [batch, tokens]")
     same = (segment_ids[:, :, None] == segment_ids[:, None, :]) & (segment_ids[:, None, :] != 0)
     return jnp.where(segment_ids == 0, 0, same.sum(axis=-1)).astype(jnp.int32)
 
@@ -65,10 +72,14 @@ def make_swa_mask(
 ) -> Array:
     """[b, 1, q, kv], 1 where a key lies in the window of its query, by places in their sequences.
 
-    window_size          (left, right); a negative side has no limit
+    window_size          (left, right), -1 for no limit
     segment_ids_q, _kv   with them the diagonal ends at the last tokens of both sequences, not at their first
     """
-    left, right = (-1, -1) if window_size is None else window_size
+    for name, positions in (("segment_pos_q", segment_pos_q), ("segment_pos_kv", segment_pos_kv)):
+        check_integers(name, positions)
+        if positions.ndim != 2:
+            raise ValueError(f"{name} has shape {positions.shape}; give [batch, tokens]")
+    left, right = check_window(window_size) or (-1, -1)
     distance = segment_pos_kv[:, None, :] - segment_pos_q[:, :, None]
     if segment_ids_q is not None and segment_ids_kv is not None:
         shift = run_length_fill(segment_ids_kv)[:, None, :] - run_length_fill(segment_ids_q)[:, :, None]
@@ -78,7 +89,7 @@ def make_swa_mask(
         inside = inside & (distance >= -left)
     if right >= 0:
         inside = inside & (distance <= right)
-    return inside[:, None].astype(dtype)
+    return inside[:, None].astype(check_dtype("dtype", dtype))
 
 
 def hidden_keys(

@@ -13,7 +13,7 @@ from jax.nn import logsumexp
 from ....common.dispatch import Backend
 from ..softmax import masked_softmax
 from .enums import AttnBiasType, AttnMaskType
-from .masks import hidden_keys
+from .masks import Window, hidden_keys
 from .request import AttentionRequest, Call, Parts
 
 
@@ -70,14 +70,14 @@ def run(call: Call) -> Array:
 
 
 def _weights(
-    query: Array, key: Array, level: Array | None, scale: float, mask: AttnMaskType
+    query: Array, key: Array, level: Array | None, scale: float, mask: AttnMaskType, window: Window | None
 ) -> tuple[Array, Array]:
     """exp(scores - level) float32 [b, g, r, q, k], and the level [b, h, q], by default that of these keys."""
     batch, queries, heads, size = query.shape
     groups, keys = key.shape[2], key.shape[1]
     grouped = query.reshape(batch, queries, groups, heads // groups, size)
     scores = jnp.einsum("bqgrd,bkgd->bgrqk", grouped, key, preferred_element_type=jnp.float32) * scale
-    hidden = hidden_keys(mask, None, None, queries, keys)
+    hidden = hidden_keys(mask, window, None, queries, keys)
     if hidden is not None:
         scores = jnp.where(hidden[:, :, None], -jnp.inf, scores)
     if level is None:
@@ -86,10 +86,10 @@ def _weights(
 
 
 def forward_part(
-    query: Array, key: Array, value: Array, scale: float, mask: AttnMaskType
+    query: Array, key: Array, value: Array, scale: float, mask: AttnMaskType, window: Window | None = None
 ) -> tuple[Array, Array]:
     """See `Parts`; scores of these queries and keys alone are in memory."""
-    weights, level = _weights(query, key, None, scale, mask)
+    weights, level = _weights(query, key, None, scale, mask, window)
     # Weights in the values' dtype, as in `attend`.
     out = jnp.einsum(
         "bgrqk,bkgd->bqgrd", weights.astype(value.dtype), value, preferred_element_type=jnp.float32
@@ -98,12 +98,13 @@ def forward_part(
 
 
 def backward_part(
-    query: Array, key: Array, value: Array, out: Array, level: Array, dout: Array, scale: float, mask: AttnMaskType
+    query: Array, key: Array, value: Array, out: Array, level: Array, dout: Array, scale: float, mask: AttnMaskType,
+    window: Window | None = None,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
     """See `Parts`: ds = p * (dout @ v.T - sum(dout * out)), in float32."""
     product: Any = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     grouped = (*query.shape[:2], key.shape[2], query.shape[2] // key.shape[2], -1)
-    weights, _ = _weights(query, key, level, scale, mask)
+    weights, _ = _weights(query, key, level, scale, mask, window)
     q, k, v, dy, y = (x.astype(jnp.float32) for x in (query, key, value, dout, out))
     q, dy, y = (x.reshape(grouped) for x in (q, dy, y))
     dv = product("bgrqk,bqgrd->bkgd", weights, dy)
@@ -117,8 +118,8 @@ def backward_part(
 def bind(request: AttentionRequest) -> Any:
     if request.tokens != "part":
         return run
-    of_mask = {"mask": request.mask}
-    return Parts(functools.partial(forward_part, **of_mask), functools.partial(backward_part, **of_mask))
+    facts = {"mask": request.mask, "window": request.window}
+    return Parts(functools.partial(forward_part, **facts), functools.partial(backward_part, **facts))
 
 
 BACKEND = Backend[AttentionRequest]("reference", bind=bind)

@@ -46,8 +46,9 @@ class AttentionRequest(NamedTuple):
         """Why kernels of one device do not take tokens that lie over several."""
         if self.tokens == "spread":
             return (
-                "tokens over devices with packed or padded rows, a bias, a window, dropout, a causal mask of other "
-                "keys than queries, or a shard_map with check_vma around; parts of an attention have none"
+                "tokens over devices with packed or padded rows, a bias, dropout, a window without a causal mask, a "
+                "causal mask of other keys than queries, or a shard_map with check_vma around; parts of an attention "
+                "have none"
             )
         return None
 

@@ -19,6 +19,7 @@ ScoreMod = Callable[[Array, Any], Array]
 def check_score_mod(
     score_mod: object,
     score_mod_bprop: object,
+    tensors: tuple[object, object],
     layout: QKVLayout,
     bias: AttnBiasType,
     mask: AttnMaskType,
@@ -26,11 +27,8 @@ def check_score_mod(
     others: dict[str, object],
 ) -> None:
     """An error unless a score_mod stands alone: it takes the place of masks, biases, windows, sinks and dropout."""
-    function_or_none("score_mod", score_mod)
-    function_or_none("score_mod_bprop", score_mod_bprop)
+    check_functions(score_mod, score_mod_bprop, *tensors)
     if score_mod is None:
-        if score_mod_bprop is not None:
-            raise ValueError("score_mod_bprop without score_mod; give both, or neither")
         return
     if layout is not QKVLayout.BSHD_BSHD_BSHD:
         raise ValueError(f"score_mod with qkv_layout={layout.name}; it takes BSHD_BSHD_BSHD alone")
@@ -51,10 +49,29 @@ def check_score_mod(
             _check_parameters(name, called, 2 if name == "score_mod" else 3)
 
 
+def check_functions(
+    score_mod: object, score_mod_bprop: object, tensors: object, bprop_tensors: object
+) -> None:
+    """An error unless the first two are functions or None, and nothing is given for one that there is not."""
+    function_or_none("score_mod", score_mod)
+    function_or_none("score_mod_bprop", score_mod_bprop)
+    for given, value, reader, function in (
+        ("score_mod_bprop", score_mod_bprop, "score_mod", score_mod),
+        ("score_mod_tensors", tensors, "score_mod", score_mod),
+        ("score_mod_bprop_tensors", bprop_tensors, "score_mod_bprop", score_mod_bprop),
+    ):
+        if function is None and jax.tree.leaves(value):
+            raise ValueError(f"{given}={described(value)} without {reader}; give both, or neither")
+
+
 def _check_parameters(name: str, called: Any, most: int) -> None:
+    try:
+        parameters = inspect.signature(called).parameters.values()
+    except ValueError:
+        return  # a function of C tells none; what it makes is looked at
     required = [
         parameter
-        for parameter in inspect.signature(called).parameters.values()
+        for parameter in parameters
         if parameter.default is parameter.empty and parameter.kind in (0, 1)
     ]
     if len(required) > most:

@@ -17,6 +17,7 @@ from ...sharding import varying_alike
 from ..kernels import call as call_kernel
 from ..launching import refuses_on
 from .enums import AttnBiasType, AttnMaskType
+from .masks import Window
 from .request import AttentionRequest, Call, Parts
 from .triton_kernels import Backward, Facts, Forward, Given
 
@@ -45,30 +46,32 @@ def refuses(request: AttentionRequest) -> str | None:
 def bind(request: AttentionRequest) -> Any:
     if request.tokens != "part":
         return functools.partial(run, request=request)
-    of_mask = {"mask": request.mask}
-    return Parts(functools.partial(forward_part, **of_mask), functools.partial(backward_part, **of_mask))
+    facts = {"mask": request.mask, "window": request.window}
+    return Parts(functools.partial(forward_part, **facts), functools.partial(backward_part, **facts))
 
 
 def forward_part(
-    query: Array, key: Array, value: Array, scale: float, mask: AttnMaskType
+    query: Array, key: Array, value: Array, scale: float, mask: AttnMaskType, window: Window | None
 ) -> tuple[Array, Array]:
     """See `Parts`."""
-    _, saved = _forward(_part(scale, mask), query, key, value, Given())
+    _, saved = _forward(_part(scale, mask, window), query, key, value, Given())
     *_, out, level = saved
     return out, level
 
 
 def backward_part(
-    query: Array, key: Array, value: Array, out: Array, level: Array, dout: Array, scale: float, mask: AttnMaskType
+    query: Array, key: Array, value: Array, out: Array, level: Array, dout: Array, scale: float, mask: AttnMaskType,
+    window: Window | None,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
     """See `Parts`: the kernels' own gradients, of an output and a level that other keys have a share in."""
     saved = (query, key, value, Given(), out, level)
-    dq, dk, dv, _ = _backward(_part(scale, mask), saved, dout)
+    dq, dk, dv, _ = _backward(_part(scale, mask, window), saved, dout)
     return dq, dk, dv
 
 
-def _part(scale: float, mask: AttnMaskType) -> Facts:
-    return Facts(float(scale), False, (-1, 0 if mask.is_causal() else -1), False, 0.0, False)
+def _part(scale: float, mask: AttnMaskType, window: Window | None) -> Facts:
+    left, right = (-1, -1) if window is None else window
+    return Facts(float(scale), False, (left, 0 if mask.is_causal() else right), False, 0.0, False)
 
 
 def run(call: Call, request: AttentionRequest) -> Array:

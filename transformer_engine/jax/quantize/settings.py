@@ -1,0 +1,64 @@
+"""What the settings of quantizers may be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from ...common.checks import described, epsilon, member, number, one_of, switch, text_or_none
+from ...common.formats import E2M1, E4M3, E5M2, Element
+from ..checks import check_array, check_dtype
+from .scaling_modes import AmaxComputeAlgo, QuantizeLayout, ScalingMode
+
+_ELEMENTS: dict[Any, Element] = {
+    jnp.dtype(jnp.float8_e4m3fn): E4M3,
+    jnp.dtype(jnp.float8_e5m2): E5M2,
+    jnp.dtype(jnp.float4_e2m1fn): E2M1,
+}
+
+
+def element_of(dtype: Any) -> Element:
+    """The element that a dtype holds; ValueError for one that is not narrow."""
+    found = check_dtype("q_dtype", dtype)
+    element = _ELEMENTS.get(found)
+    if element is None:
+        raise ValueError(
+            f"q_dtype={found.name} holds no codes; choose one of {', '.join(d.name for d in _ELEMENTS)}"
+        )
+    return element
+
+
+_CHECKS: dict[str, Callable[[str, Any], object]] = {
+    "q_dtype": lambda name, value: element_of(value),
+    "scaling_mode": lambda name, value: member(name, value, ScalingMode),
+    "q_layout": lambda name, value: member(name, value, QuantizeLayout),
+    "data_layout": lambda name, value: one_of(name, value, ("NN", "NT", "TN", "TT")),
+    "checkpoint_name": text_or_none,
+    "power_of_two": switch,
+    "epsilon": epsilon,
+    "margin": number,
+    "amax_compute_algo": lambda name, value: member(name, value, AmaxComputeAlgo),
+    "use_rht": switch,
+    "scale": lambda name, value: _check_state(name, value, jnp.floating),
+    "amax_history": lambda name, value: _check_state(name, value, jnp.floating),
+    "stochastic_rounding_rng_state": lambda name, value: (
+        None if value is None else _check_state(name, value, jnp.unsignedinteger)
+    ),
+}
+
+
+def _check_state(name: str, value: Any, kind: Any) -> None:
+    """TypeError or ValueError unless a state is an array of at least one axis that holds numbers of this kind."""
+    check_array(name, value)
+    if not jnp.issubdtype(value.dtype, kind) or jnp.dtype(value.dtype).itemsize < 2 or not value.ndim:
+        wanted = "float32" if kind is jnp.floating else "uint32, such as jax.random.key_data(key)"
+        raise ValueError(f"{name} is {described(value)}; give an array [n] of {wanted}")
+
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """ValueError or TypeError unless settings, by their names, are such as a quantizer has."""
+    for name, value in settings.items():
+        if name in _CHECKS:
+            _CHECKS[name](name, value)
