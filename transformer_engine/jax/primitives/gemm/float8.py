@@ -95,7 +95,7 @@ class Product(Kernel):
             # Without preferred_element_type the result would be FP8.
             sums = dot(a, b, preferred_element_type=jnp.float32)
             return ((sums * (scale_a * scale_b)).astype(self.dtype),)
-        # XLA takes a scalar's conversion to dtype and back to float32 away, and cuBLASLt reads the float32 scale; without
+        # XLA takes a conversion of a scalar to dtype and back to float32 away, and cuBLASLt reads the float32 one; without
         # the barrier the reshape of an array [1] would move between the two, and the scale be one rounded to bfloat16.
         # Both scales pass one barrier, which belongs to this product: products that share an operand would else share
         # its dequantized values, and XLA would make one product of them, in bfloat16.
