@@ -103,7 +103,7 @@ def _mesh() -> Mesh | jax.sharding.AbstractMesh | None:
 
 
 def mesh_of_devices() -> Mesh | None:
-    """The mesh in use; None where there is none, or none but names of axes, or where jax tells no devices: in a trace."""
+    """The mesh in use; None where there is none but names of axes, and in a trace, where jax tells no devices."""
     mesh = _mesh()
     if mesh is None or isinstance(mesh, Mesh):
         return mesh
