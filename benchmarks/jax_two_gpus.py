@@ -1,4 +1,4 @@
-"""One GPU against two from JAX: a Llama 8B layer with its batch, width or parameters cut, attention over a cut sequence.
+"""One GPU against two from JAX: a Llama 8B layer whose batch, width or parameters are cut, attention of a cut sequence.
 
     XLA_FLAGS=--xla_gpu_enable_triton_gemm=false python benchmarks/jax_two_gpus.py two_gpus.json
 
