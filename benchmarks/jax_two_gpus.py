@@ -1,4 +1,4 @@
-"""One GPU against two from JAX: a Llama 8B layer with its batch or its width cut, attention with its sequence cut.
+"""One GPU against two from JAX: a Llama 8B layer whose batch, width or parameters are cut, attention of a cut sequence.
 
     XLA_FLAGS=--xla_gpu_enable_triton_gemm=false python benchmarks/jax_two_gpus.py two_gpus.json
 
@@ -52,7 +52,9 @@ class Layout:
         return te.MeshResource(**{} if self.axis == "one" else {f"{self.axis}_resource": self.axis})
 
 
-LAYOUTS = (Layout("one"), Layout("dp 2", 2, "dp", 2), Layout("tp 2", 2, "tpsp"))
+LAYOUTS = (
+    Layout("one"), Layout("tp 2", 2, "tpsp"), Layout("dp 2", 2, "dp", 2), Layout("fsdp 2", 2, "fsdp", 2),
+)  # fmt: skip
 
 
 def mesh_of(axis: str, devices: int) -> Mesh:
@@ -80,7 +82,7 @@ def layer(layout: Layout, settings: recipe.Recipe | None, sizes: dict[str, Any],
     with jax.set_mesh(mesh), precision:
         rules = te_flax.extend_logical_axis_rules(())
         with nn.logical_axis_rules(rules):
-            batch = PartitionSpec(resource.dp_resource, resource.tpsp_resource)
+            batch = PartitionSpec(resource.dp_resource or resource.fsdp_resource, resource.tpsp_resource)
             shape = (layout.sequences, tokens, sizes["hidden_size"])
             x, dy = (
                 jax.device_put(jax.random.normal(jax.random.key(i), shape, jnp.bfloat16), NamedSharding(mesh, batch))
@@ -151,6 +153,7 @@ def main() -> None:
     parser.add_argument("json", type=Path)
     parser.add_argument("--quick", action="store_true", help="small sizes, for a look at the program itself")
     parser.add_argument("--recipe", action="append", choices=list(RECIPES))
+    parser.add_argument("--layer", action="store_true", help="the layer's rows alone")
     options = parser.parse_args()
     sizes, tokens, long, heads = LLAMA, TOKENS, LONG, (32, 8)
     if options.quick:
@@ -178,6 +181,8 @@ def main() -> None:
             measured(
                 case, layout.name, layout.sequences, lambda n=name, at=layout: layer(at, RECIPES[n], sizes, tokens)
             )  # fmt: skip
+    if options.layer:
+        return
     case = f"dpa_fb/bf16/causal_b1_s{long}_h{heads[0]}_{heads[1]}_d128"
     for devices, strategy in ((1, "DEFAULT"), (2, "RING"), (2, "ALL_GATHER")):
         measured(

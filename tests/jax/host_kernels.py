@@ -18,6 +18,7 @@ from transformer_engine.jax import ep
 from transformer_engine.jax.primitives import kernels
 from transformer_engine.jax.primitives.kernels import Kernel, call
 from transformer_engine.jax.primitives.partitioning import extent
+from transformer_engine.jax.primitives.several_axes import OverVmap, SeveralAxes
 
 Shape = jax.ShapeDtypeStruct
 
@@ -73,6 +74,10 @@ class Product(Kernel):
         return "m k, n k -> m n"
 
     summed = (0,)
+    led_by_results = True
+
+    def under_vmap(self, mapped):
+        return OverVmap(self, tuple(mapped)), (True,)
 
     def results(self, *operands):
         a, b = operands
@@ -125,6 +130,9 @@ class Heads(Kernel):
         return q * jnp.repeat(k, self.members, axis=1), k.sum(axis=2)
 
 
+GATED = SeveralAxes(Product(), (("m", 2), ("n", 2)))
+
+
 def random(seed, *shape):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
@@ -145,6 +153,20 @@ CASES = {
     "contraction that is rounded": (Rounded(), [whole(2, 16, 32), whole(3, 24, 32)], [(None, "dp"), (None, "dp")]),
     "one of both": (Product(), [random(2, 16, 32), random(3, 24, 32)], [(None, "tp"), (None, None)]),
     "the same axis": (Product(), [random(2, 16, 32), random(3, 24, 32)], [("dp", None), ("dp", None)]),
+    "rows and features of two axes": (
+        GATED, [random(2, 4, 8, 32), random(3, 2, 24, 32)], [("dp", None, None), (None, "tp", None)],
+    ),
+    "contraction of two axes": (
+        SeveralAxes(Product(), (("k", 2),)), [random(2, 16, 4, 8), random(3, 24, 4, 8)],
+        [(None, "dp", "tp"), (None, "dp", "tp")],
+    ),
+    "of all that are mapped": (
+        OverVmap(GATED, (True, False)), [random(2, 3, 4, 8, 32), random(3, 2, 24, 32)],
+        [(None, "dp", None, None), (None, "tp", None)],
+    ),
+    "maxima of several axes": (
+        SeveralAxes(Measured(), (("r", 2), ("w", 2))), [random(0, 4, 8, 2, 16)], [("dp", None, None, "tp")],
+    ),
     "heads": (Heads(2), [random(4, 8, 8, 3), random(5, 8, 4, 3)], [("dp", "tp"), ("dp", "tp")]),
 }  # fmt: skip
 
@@ -178,7 +200,9 @@ def main() -> None:
         ]
         run = jax.jit(lambda *a, kernel=kernel: call(kernel, *a))
         with jax.set_mesh(mesh):
-            compiled = run.lower(*placed).compile().as_text()
+            program = run.lower(*placed)
+            found["not cut"] = found.get("not cut", 0) + ("CustomSPMDPartitioning" not in program.as_text())
+            compiled = program.compile().as_text()
             made = run(*placed)
         pairs = zip(made, kernel.run(*arrays), strict=True)
         found[name] = max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs)

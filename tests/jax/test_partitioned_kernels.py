@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +35,13 @@ from transformer_engine.jax.primitives.gemm import gemm
 from transformer_engine.jax.primitives.gemm.triton import one_group
 from transformer_engine.jax.primitives.grouped_gemm import grouped_contraction, grouped_gemm
 from transformer_engine.jax.primitives.operand import Operand
-from transformer_engine.jax.primitives.partitioning import Rule, extent, in_order, unknown_sizes
+from transformer_engine.jax.primitives.partitioning import (
+    Rule,
+    extent,
+    in_order,
+    placement,
+    unknown_sizes,
+)
 from transformer_engine.jax.primitives.quantize import quantize
 from transformer_engine.jax.quantize import QuantizeMeta, QuantizeMetaSet, QuantizerFactory
 
@@ -62,10 +69,62 @@ def test_devices_cut_kernels_as_their_rules_say_and_agree_with_one_device():
     assert "jax.set_mesh(mesh)" in said, "a program without a mesh says so"
     gathers = {name: found.pop(name) for name in [*found] if name.endswith(": gathers")}
     assert found.pop("ragged exchanges between GPUs") >= 4, "rows and weights, there and back"
+    assert found.pop("not cut") == 0, "the partitioner would take a kernel for one whole"
     assert max(found.values()) < 1e-5, found
     # Nothing travels but where a block would be cut, an operand lies otherwise, or both rows lie over one axis.
-    free = ("rows", "both axes", "one axis twice", "blocks", "columns", "contraction", "heads")
+    free = (
+        "rows", "both axes", "one axis twice", "blocks", "columns", "contraction", "heads",
+        "rows and features of two axes", "contraction of two axes", "of all that are mapped", "maxima of several axes",
+    )  # fmt: skip
     assert not any(gathers[f"{name}: gathers"] for name in free), gathers
+
+
+def test_what_devices_of_a_layer_exchange():
+    """No kernel under tensor parallelism, and of a kernel whose parts devices hold its codes alone."""
+    found, said = printed_by("host_layers.py")
+    assert "without a mesh" not in said
+    for case, facts in found.items():
+        # bfloat16, whose sums are in another order; gradients by the rule of E4M3, eps ** (2 / 3).
+        assert facts["output"] < 0.04 and facts["gradients"] < 0.25, (case, facts)
+        assert facts.get("state", 0) < 0.125, (case, facts)
+        assert {kind for kind, *_ in facts["exchanged"]} <= {"all-gather", "all-reduce"}, (case, facts)
+        gathers = [(dtype, shape) for kind, dtype, shape in facts["exchanged"] if kind == "all-gather"]
+        tokens = [dtype for dtype, shape in gathers if facts["tokens"] in shape]
+        kernels = [dtype for dtype, shape in gathers if facts["tokens"] not in shape]
+        recipe, layout = case.split()
+        # Five kernels, each in both directions. XLA for a CPU carries codes as float16, bfloat16 as float32.
+        assert kernels == ["f16"] * (10 if layout in ("fsdp", "both") else 0), (case, gathers)
+        assert bool(tokens) == (layout in ("tpsp", "both")), (case, gathers)
+        # Values are gathered where two products read them by two scales: behind the norm of an attention, which the
+        # gradient of its kernels reads again.
+        assert recipe == "values" or tokens.count("f32") <= 2, (case, gathers)
+
+
+MESH: Any = jax.sharding.AbstractMesh((2, 2), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
+
+
+def proposed(spec, *shape):
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(MESH, PartitionSpec(*spec)))
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "out", "cuts", "reduced"),
+    [
+        (("tp", None), (None, "tp"), ("tp", None), "m", ()),  # parts of kernels, of all tokens
+        (("tp", None), ("tp", None), (None, "tp"), "n", ()),  # parts of tokens, all of a part's columns
+        (("tp", None), ("tp", None), (), "m", ()),
+        ((None, "tp"), (None, "tp"), ("tp", None), "k", ("tp",)),
+        ((None, "tp"), (), (), "k", ("tp",)),
+    ],
+)  # fmt: skip
+def test_an_axis_of_the_mesh_cuts_what_operands_agree_on_or_else_what_the_result_wants(
+    a, b, out, cuts, reduced
+):
+    operands, results = [proposed(a, 16, 32), proposed(b, 24, 32)], [proposed(out, 16, 24)]
+    placed = placement("m k, n k -> m n", {}, (), MESH, operands, results)
+    wanted = [tuple("tp" if factor == cuts else None for factor in axes) for axes in ("mk", "nk", "mn")]
+    assert [tuple(one.spec) for one in (*placed.operands, *placed.results)] == wanted
+    assert placed.reduced == (reduced,)
 
 
 def test_attention_of_cudnn_takes_what_lies_otherwise_over_devices():

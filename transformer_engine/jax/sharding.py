@@ -104,6 +104,18 @@ def _mesh() -> Mesh | jax.sharding.AbstractMesh | None:
     return None if physical.empty else physical
 
 
+def mesh_of_devices() -> Mesh | None:
+    """The mesh in use; None where there is none but names of axes, and in a trace, where jax tells no devices."""
+    mesh = _mesh()
+    if mesh is None or isinstance(mesh, Mesh):
+        return mesh
+    try:
+        mesh = jax.sharding.get_mesh()
+    except ValueError:
+        return None
+    return None if mesh.empty else mesh
+
+
 def mesh_in_use() -> Mesh | jax.sharding.AbstractMesh:
     """The mesh in use here; ValueError where there is none."""
     mesh = _mesh()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -20,8 +21,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import PartitionSpec
 
-from ..sharding import manual_axes, varying_alike
-from .partitioning import Extent, in_order, mesh_of, placement, unknown_sizes
+from ..sharding import manual_axes, mesh_of_devices, varying_alike
+from .partitioning import Extent, in_order, mesh_of, placement, unknown_sizes, warn_of_no_mesh
 
 Shape = jax.ShapeDtypeStruct
 
@@ -188,11 +189,30 @@ def _on_many(*arrays: Array, kernel: Kernel) -> list[Array]:
 
 def _lowered(context: Any, *values: Any, kernel: Kernel) -> Any:
     """On several devices cut by the partitioner, which has to know them; it does not where a program is exported."""
+    context = _with_devices(context)
     placed = context.module_context.axis_context
     devices = getattr(placed, "device_assignment", None)
     many = getattr(placed, "manual_axes", None) or (devices is not None and len(devices) > 1)
     function = _on_many if many else _on_one_device
     return mlir.lower_fun(function, multiple_results=True)(context, *values, kernel=kernel)
+
+
+def _with_devices(context: Any) -> Any:
+    """The context with the devices of the mesh in use, where jax names none.
+
+    It names them in programs with certain primitives alone, cuDNN's among them; without, a kernel is one whole to the
+    partitioner, which gathers all that it reads.
+    """
+    module = context.module_context
+    placed = module.axis_context
+    count = getattr(placed, "num_devices", 1)
+    if count == 1 or placed.device_assignment is not None or module.lowering_parameters.for_export:
+        return context
+    if (mesh := mesh_of_devices()) is None or mesh.size != count:
+        warn_of_no_mesh()
+        return context
+    placed = replace(placed, device_assignment=tuple(mesh.devices.flat), abstract_mesh=mesh.abstract_mesh)
+    return context.replace(module_context=module.replace(axis_context=placed))
 
 
 mlir.register_lowering(_kernel, _lowered, platform="cuda")

@@ -64,9 +64,10 @@ def turned(x: Array, axis: int) -> Array:
     return x.transpose(*range(axis, x.ndim), *range(axis))
 
 
-def contraction(
-    a: Operand, b: Operand
-) -> tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], ...]]:
+Axes = Sequence[int]
+
+
+def contraction(a: Operand, b: Operand) -> tuple[tuple[Axes, Axes], tuple[Axes, Axes]]:
     """lax.dot_general's dimension numbers of a [*M, *K] and b [*N, *K]."""
-    last = tuple(range(one.axis, one.codes.ndim) for one in (a, b))
-    return (last[0], last[1]), ((), ())
+    last = tuple(range(a.axis, a.codes.ndim)), tuple(range(b.axis, b.codes.ndim))
+    return last, ((), ())

@@ -139,13 +139,18 @@ def mesh_of(operands: Sequence[Any]) -> Mesh:
     for operand in operands:
         if isinstance(operand.sharding, NamedSharding) and isinstance(operand.sharding.mesh, Mesh):
             return operand.sharding.mesh
+    warn_of_no_mesh()
+    devices = sorted(operands[0].sharding.device_set, key=lambda device: device.id)
+    return Mesh(np.asarray(devices), ("device",))
+
+
+def warn_of_no_mesh() -> None:
+    """Of a program over several devices whose mesh nobody names."""
     warnings.warn(
         "a program over several devices was compiled without a mesh in force: every device computes the whole of its "
         "kernels; enter the mesh by jax.set_mesh(mesh), or `with mesh:`",
-        stacklevel=2,
+        stacklevel=3,
     )
-    devices = sorted(operands[0].sharding.device_set, key=lambda device: device.id)
-    return Mesh(np.asarray(devices), ("device",))
 
 
 def _axes_of(sharding: Any) -> list[Axes]:

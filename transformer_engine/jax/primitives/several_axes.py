@@ -38,11 +38,11 @@ class SeveralAxes(Kernel):
         return f"{operands} -> {results}"
 
     def _axes(self, axes: tuple[Factors, ...]) -> Iterator[str]:
-        for factors in axes:
-            if len(factors) > 1:
-                yield f"({' '.join(factors)})"
+        for factor, *others in axes:
+            if others:
+                yield f"({' '.join((factor, *others))})"
             else:
-                yield from self._names(factors[0])
+                yield from self._names(factor)
 
     def _names(self, factor: str) -> list[str]:
         count = self._count(factor)

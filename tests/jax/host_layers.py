@@ -1,0 +1,123 @@
+"""A layer on eight host devices against one, and what its devices exchange: {case: facts} as JSON.
+
+Products of codes as on CUDA, in the partitioner's hands; the rest by the reference.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from compiled import compile_quickly
+from flax import linen as nn
+from host_devices import difference
+from jax.interpreters import mlir
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import transformer_engine.jax as te
+import transformer_engine.jax.flax as te_flax
+from transformer_engine.common import recipe
+from transformer_engine.common.dispatch import Backend, Table
+from transformer_engine.common.formats import FLOAT8
+from transformer_engine.jax.primitives import gemm, kernels
+from transformer_engine.jax.primitives.gemm import float8, plain, reference
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64, "mlp_hidden_size": 96, "num_attention_heads": 8, "num_gqa_groups": 4,
+    "layernorm_type": "rmsnorm", "mlp_activations": ("silu", "linear"), "enable_relative_embedding": False,
+    "hidden_dropout": 0.0, "attention_dropout": 0.0, "dtype": jnp.bfloat16,
+}  # fmt: skip
+TOKENS = 48  # no extent of a kernel
+RECIPES = {
+    "values": None, "delayed": recipe.DelayedScaling(amax_history_len=2), "current": recipe.Float8CurrentScaling(),
+}  # fmt: skip
+LAYOUTS = {
+    "tp": {"tp": 4, "dp": 2},
+    "tpsp": {"tpsp": 4, "dp": 2},
+    "fsdp": {"fsdp": 4},
+    "both": {"fsdp": 2, "tpsp": 4},
+}
+CASES = [("values", "tpsp"), ("delayed", "tp"), ("delayed", "tpsp"), ("delayed", "fsdp"), ("current", "both")]
+
+
+def as_on_cuda() -> None:
+    """Products of codes are kernels here too."""
+
+    def refuses(request) -> str | None:
+        return None if request.a_format == request.b_format == FLOAT8 else "an operand is not in codes"
+
+    scaled = Backend("scaled", refuses=refuses, bind=lambda request: float8.run_scaled)
+    gemm.TABLE = Table("jax_gemm", (scaled, plain.BACKEND, reference.BACKEND))
+    mlir.register_lowering(kernels._kernel, kernels._lowered, platform="cpu")
+
+
+def exchanged(text: str) -> list[tuple[str, str, list[int]]]:
+    """(collective, dtype, shape) of every array that devices exchange."""
+    found = []
+    for line in text.splitlines():
+        if match := re.search(r"= (.*?) (all-gather|all-reduce|all-to-all|collective-permute)\(", line):
+            for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", match.group(1)):
+                found.append((match.group(2), dtype, [int(size) for size in shape.split(",") if size]))
+    return found
+
+
+def step(model, state, params, x):
+    def run(state, params, x):
+        return model.apply({"params": params, **state}, x, deterministic=True)
+
+    y, pullback = jax.vjp(run, state, params, x)
+    following, *gradients = pullback(y)
+    return y, gradients, following
+
+
+def facts(settings: recipe.Recipe | None, axes: dict[str, int]) -> dict[str, Any]:
+    model = te_flax.TransformerLayer(**SIZES, enable_sequence_parallel="tpsp" in axes)
+    count = int(np.prod([*axes.values()]))
+    mesh = Mesh(
+        np.asarray(jax.devices()[:count]).reshape(*axes.values()),
+        (*axes,),
+        axis_types=(AxisType.Auto,) * len(axes),
+    )
+    resource = te.MeshResource(**{f"{axis}_resource": axis for axis in axes})
+    x = jax.random.normal(jax.random.key(0), (4, TOKENS, SIZES["hidden_size"]), jnp.bfloat16)
+    quantized = {"enabled": settings is not None, "recipe": settings}
+    with te.autocast(**quantized):
+        boxed = jax.jit(lambda x: model.init(jax.random.key(1), x, deterministic=True))(x)
+        state, params = flax.core.pop(nn.meta.unbox(boxed), "params")
+        want = jax.jit(lambda *a: step(model, *a))(state, params, x)
+    with (
+        jax.set_mesh(mesh),
+        te.autocast(**quantized, mesh_resource=resource),
+        nn.logical_axis_rules(te_flax.extend_logical_axis_rules(())),
+    ):
+        specs = nn.logical_to_mesh(nn.get_partition_spec(boxed)["params"])
+        laid = jax.tree.map(
+            lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda s: isinstance(s, PartitionSpec)
+        )
+        rows = PartitionSpec("fsdp" if "fsdp" in axes else "dp", resource.tpsp_resource)
+        tokens = NamedSharding(mesh, rows)
+        run = jax.jit(lambda *a: step(model, *a), out_shardings=(tokens, [laid, tokens], None))
+        given = state, jax.device_put(params, laid), jax.device_put(x, tokens)
+        text = run.lower(*given).compile().as_text() or ""
+        got = run(*given)
+    parts = ("output", "gradients", "state")
+    return {
+        "exchanged": exchanged(text),
+        "tokens": TOKENS,
+    } | {name: difference(a, b) for name, a, b in zip(parts, got, want, strict=True) if jax.tree.leaves(b)}
+
+
+def main() -> None:
+    assert jax.device_count() == 8
+    compile_quickly(True)
+    as_on_cuda()
+    print(json.dumps({f"{name} {layout}": facts(RECIPES[name], LAYOUTS[layout]) for name, layout in CASES}))
+
+
+if __name__ == "__main__":
+    main()
