@@ -60,15 +60,16 @@ def backward(q, k, v, bias, *rest, mask_type, **options):
 
 @pytest.fixture
 def stand_in(monkeypatch):
-    pairs = ((library._dot_product_attention_fwd_p, forward), (library._dot_product_attention_bwd_p, backward))
+    pairs = (
+        (library._dot_product_attention_fwd_p, forward),
+        (library._dot_product_attention_bwd_p, backward),
+    )
     for primitive, function in pairs:
         mlir.register_lowering(primitive, mlir.lower_fun(function, multiple_results=True), platform="cpu")
     monkeypatch.setattr(library, "check_cudnn_version", lambda: 91900)
     monkeypatch.setattr(library, "check_compute_capability", lambda least: True)
     monkeypatch.setattr(alike, "call", lambda kernel, *arrays: kernel.run(*arrays))
-    monkeypatch.setattr(
-        seen, "cleared", lambda x, there, groups: jnp.where(there[:, :, None, None], x, 0)
-    )
+    monkeypatch.setattr(seen, "cleared", lambda x, there, groups: jnp.where(there[:, :, None, None], x, 0))
     monkeypatch.setattr(cudnn_packed, "cleared", seen.cleared)
 
 

@@ -89,5 +89,7 @@ def test_the_scale_of_a_product_in_cublaslt_stays_float32(monkeypatch):
     text = jax.jit(product).trace(codes, scale, codes, scale).lower(lowering_platforms=("cuda",)).as_text()
     narrowed = re.findall(r"stablehlo\.convert (%[\w#]+) : \(tensor<f32>\) -> tensor<bf16>", text)
     # One barrier of both: products that share an operand share no values of it then, which XLA would multiply as one.
-    (kept,) = re.findall(r"(%\w+):2 = stablehlo\.optimization_barrier %\w+, %\w+ : tensor<f32>, tensor<f32>", text)
+    (kept,) = re.findall(
+        r"(%\w+):2 = stablehlo\.optimization_barrier %\w+, %\w+ : tensor<f32>, tensor<f32>", text
+    )
     assert sorted(narrowed) == [f"{kept}#0", f"{kept}#1"]

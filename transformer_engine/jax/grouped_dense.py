@@ -128,9 +128,7 @@ def _of_rows(x: Any, kernel: Any, group_sizes: Array, dtype: Any, backward: bool
         )
     # Codes of both directions end in what is contracted.
     exact = backward or env.flag("NVTE_FP8_GEMM_HIGH_PRECISION_ACCUMULATION")
-    return grouped_gemm(
-        rows.codes, stack.codes, group_sizes, dtype, scales, features_first=True, exact=exact
-    )
+    return grouped_gemm(rows.codes, stack.codes, group_sizes, dtype, scales, features_first=True, exact=exact)
 
 
 def _over_rows(x: Any, dy: Any, group_sizes: Array, dtype: Any) -> Array:
