@@ -19,6 +19,7 @@ from transformer_engine.jax.attention import (
     fused_attn,
 )
 from transformer_engine.jax.primitives.attention import AttentionRequest, attention_parts
+from transformer_engine.jax.primitives.attention.seen import cleared
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("as_users_compile")]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -253,3 +254,13 @@ def test_dropout_drops_its_share_and_gradients_follow_it(name):
     near(out, want, 2e-4, "out")
     for part, gradient in gradients.items():
         near(gradient, exact[part], 5e-4, f"d{part}")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_tokens_of_nobody_are_cleared_and_others_stay(dtype):
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((2, 21, 6, 50)), dtype)
+    seen = jnp.asarray(np.random.default_rng(2).random((2, 21)) < 0.7)
+    seen = seen.at[1].set(True)
+    got = jax.jit(lambda x, seen: cleared(x + 0, seen, 3))(x.at[0, 0].set(jnp.nan), seen.at[0, 0].set(False))
+    want = jnp.where(seen.at[0, 0].set(False)[:, :, None, None], x, 0)
+    np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))

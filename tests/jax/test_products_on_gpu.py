@@ -105,8 +105,8 @@ c = tests.operand(tests.FLOAT8, tests.E4M3, 3, 128, 512)
 with use_backend(jax_gemm="scaled"):
     two = jax.jit(lambda a, b, c: [gemm(a, other, dtype) for other in (b, c)]).lower(a, b, c).compile().as_text()
 shared = two.count('"__cublas$lt$matmul$f8"')
-found = {"shared": shared, "error": error, "product": product, "library": library, "text": texts[0][-1500:]}
-print(json.dumps(found))
+facts = {"shared": shared, "error": error, "product": product, "library": library, "text": texts[0][-1500:]}
+print(json.dumps(facts))
 """
 
 

@@ -574,3 +574,22 @@ def test_a_bad_layer_is_refused_with_value_limit_and_remedy(fields, encoded, sen
 def test_relative_biases_ask_for_two_buckets():
     with pytest.raises(ValueError, match="num_buckets=1"):
         RelativePositionBiases(1, 8, 2).init(jax.random.key(0), 3, 3)
+
+
+@pytest.mark.parametrize(("fused", "apart"), [(True, 1), (False, 2)])
+def test_unquantized_projections_of_the_same_values_stay_products_of_their_own(fused, apart):
+    """XLA for a GPU joins products that share an operand, unless a barrier stands between it and all but one."""
+    x = jnp.ones((1, 8, 32), jnp.bfloat16)
+    module = te_flax.MultiHeadAttention(
+        head_dim=8, num_attention_heads=4, num_gqa_groups=2, fuse_qkv_params=fused, dtype=jnp.bfloat16
+    )
+
+    def barriers(inputs_kv):
+        def step(x):
+            return module.init_with_output(jax.random.key(0), x, inputs_kv(x), deterministic=True)[0][0]
+
+        return str(jax.make_jaxpr(step)(x)).count("optimization_barrier")
+
+    assert barriers(lambda x: x) - barriers(lambda x: x + 1) == apart
+    with te.autocast(enabled=True, recipe=recipe.Float8CurrentScaling()):
+        assert barriers(lambda x: x) == barriers(lambda x: x + 1), "quantized, they share the codes"

@@ -168,6 +168,7 @@ def others() -> Iterator[Case]:
         inputs = (HALF, HALF, HALF, HALF, INDEX if paged else None, INDEX, INDEX)
         yield f"kv cache paged={paged}", launch, inputs
     yield "zero behind", packed_sequences.zero_behind_launch(300, 48, 2), (HALF, INDEX)
+    yield "zero unseen", packed_sequences.zero_unseen(300, 48), (HALF, BYTES)
 
 
 def losses() -> Iterator[Case]:
@@ -200,6 +201,8 @@ def grouped() -> Iterator[Case]:
     steps = (E4M3, 3, 1, False, 0.0)
     rows = grouped_cast.cast(SHAPE, 4, True, *steps, True, True, records=True)
     yield "grouped cast of rows", rows, (HALF, None, INDEX, FLOAT, FLOAT)
+    rows = grouped_cast.cast(SHAPE, 4, True, *steps, True, False, records=True, rest=True)
+    yield "grouped cast of all rows", rows, (HALF, None, INDEX, FLOAT, FLOAT)
     matrices = grouped_cast.cast(SHAPE, 4, False, *steps, False, True, records=False)
     yield "grouped cast", matrices, (HALF, ADDRESS, None, None, FLOAT)
     blocks = (SHAPE, 4, E4M3, True, 0.0, FLOAT32_MAX)
@@ -222,6 +225,9 @@ def grouped() -> Iterator[Case]:
         launch = grouped_gemm.product_of_rows(512, 1024, 512, 4, scaling=0, by_address=by_address)
         inputs = (HALF, HALF, table, None, None, HALF, INDEX)
         yield f"grouped product by_address={by_address}", launch, inputs
+        if not by_address:
+            clearing = grouped_gemm.product_of_rows(512, 1024, 512, 4, scaling=0, clears=True)
+            yield "grouped product that clears", clearing, inputs
         for accumulates in (False, True):
             launch = grouped_gemm.product_of_columns(
                 1024, 512, 4, scaling=0, accumulates=accumulates, by_address=by_address

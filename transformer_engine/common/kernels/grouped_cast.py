@@ -194,7 +194,16 @@ def cast_kernel(
 
 @triton.jit
 def _cast_behind(
-    x, layout, codes, program, M, K, TILES_K, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
+    x,
+    layout,
+    codes,
+    program,
+    M,
+    K,
+    TILES_K,
+    GROUPS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
     """codes = x in a tile of the rows behind the last group."""
     part = program // TILES_K

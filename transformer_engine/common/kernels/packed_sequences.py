@@ -1,4 +1,4 @@
-"""x [t, width] is 0 from token starts[-1] on: the tokens behind the last sequence of a packed tensor."""
+"""x [t, width] is 0 in tokens of no sequence: behind the last of a packed tensor, or wherever a mask says so."""
 
 from __future__ import annotations
 
@@ -36,3 +36,23 @@ def zero_behind_launch(tokens: int, width: int, sequences: int) -> Launch:
         warps=4,
         in_place=(0,),
     )
+
+
+@triton.jit
+def zero_unseen_kernel(x, seen, tokens, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """x [tokens, width] in place, where seen [tokens] is 0; nothing of x is read."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    clears = tl.load(seen + row, mask=row < tokens, other=1) == 0
+    if tl.max(clears.to(tl.int32), 0) > 0:
+        column = tl.arange(0, COLUMNS)
+        for offset in range(0, width, COLUMNS):
+            inside = clears[:, None] & (offset + column < width)[None, :]
+            place = row.to(tl.int64)[:, None] * width + (offset + column)[None, :]
+            tl.store(x + place, tl.zeros([ROWS, COLUMNS], tl.float32).to(x.dtype.element_ty), mask=inside)
+
+
+def zero_unseen(tokens: int, width: int) -> Launch:
+    """Inputs x [tokens, width], which is written, and seen uint8 [tokens]."""
+    rows, columns = 16, 256
+    grid = (ceil_div(tokens, rows), 1, 1)
+    return Launch(zero_unseen_kernel, grid, (), (tokens, width), (rows, columns), warps=4, in_place=(0,))

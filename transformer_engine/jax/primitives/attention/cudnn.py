@@ -70,7 +70,7 @@ def _most_head_dim(training: bool) -> int:
 
 
 def _refuses_packed(request: AttentionRequest) -> str | None:
-    if (reason := cudnn_packed.failure()) is not None:
+    if (reason := cudnn_packed.failure() or cudnn_packed.part_failure()) is not None:
         return reason
     if compute_capability() < _PACKED_CAPABILITY:
         return f"packed rows at compute capability {compute_capability() / 10} < 9.0"

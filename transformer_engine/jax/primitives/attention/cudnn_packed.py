@@ -6,6 +6,7 @@ import functools
 import inspect
 from importlib.metadata import version
 from types import ModuleType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from jax import Array
 
 from ....common import optional
 from .alike import alike, apart
+from .seen import cleared
 
 _MODULE = "jax._src.cudnn.fused_attention_stablehlo"
 _WANTED = ("q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets", "scale", "mask_type", "qkv_layout")
@@ -62,20 +64,63 @@ def attend(
 ) -> Array:
     """out [b, q, h, d]; bounds as `SequenceDescriptor.bounds` makes them; rows of no sequence are zero."""
     lengths_q, lengths_kv, starts_q, starts_kv = bounds
-    module = _module()
-    seen_q = _inside(starts_q, lengths_q, query.shape[1])
-    seen_kv = _inside(starts_kv, lengths_kv, key.shape[1])
-    query, key, value = (_within(x, seen) for x, seen in ((query, seen_q), (key, seen_kv), (value, seen_kv)))
+    seen = _inside(starts_q, lengths_q, query.shape[1]), _inside(starts_kv, lengths_kv, key.shape[1])
     given = (
         _or_absent(lengths_q, lengths_q), _or_absent(lengths_kv, lengths_q),
-        _with_end(_or_absent(starts_q, lengths_q)), _with_end(_or_absent(starts_kv, lengths_q)),
+        _with_end(_or_absent(starts_q, lengths_q)), _with_end(_or_absent(starts_kv, lengths_q)), *seen,
     )  # fmt: skip
     query, key, value, _, given = alike(query, key, value, None, given)
-    out = module.dot_product_attention(
+    return apart(_packed(query, key, value, given, float(scale), causal), key.shape[2])
+
+
+Given = tuple[Array, ...]  # lengths and starts of queries and keys, and which tokens are a sequence's
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _packed(query: Array, key: Array, value: Array, given: Given, scale: float, causal: bool) -> Array:
+    """jax's call; where nobody is cuDNN leaves what lay in memory, in the result and in gradients: zero here.
+
+    The backward pass is given the cleared result, so that it is cleared where it lies; jax's own rule would keep the
+    other one for it, and what is kept is not written.
+    """
+    return cleared(_call(query, key, value, given, scale, causal, False), given[4], key.shape[2])
+
+
+def _call(
+    query: Array, key: Array, value: Array, given: Given, scale: float, causal: bool, levels: bool
+) -> Any:
+    return _module().dot_product_attention(
         query, key, value, q_seqlen=given[0], kv_seqlen=given[1], q_offsets=given[2], kv_offsets=given[3],
-        scale=scale, mask_type=module.MaskType.PADDING_CAUSAL if causal else module.MaskType.PADDING, qkv_layout="BTNH",
+        scale=scale, mask_type=_mask_of(causal), qkv_layout="BTNH", return_residual=levels,
     )  # fmt: skip
-    return jnp.where(seen_q, apart(out, key.shape[2]), 0)
+
+
+def _mask_of(causal: bool) -> Any:
+    kinds = _module().MaskType
+    return kinds.PADDING_CAUSAL if causal else kinds.PADDING
+
+
+def _forward(
+    query: Array, key: Array, value: Array, given: Given, scale: float, causal: bool
+) -> tuple[Array, Any]:
+    out, level = _call(query, key, value, given, scale, causal, True)
+    out = cleared(out, given[4], key.shape[2])
+    return out, (query, key, value, given, out, level)
+
+
+def _backward(scale: float, causal: bool, saved: Any, dout: Array) -> tuple[Any, ...]:
+    query, key, value, given, out, level = saved
+    absent = jnp.zeros(0, query.dtype)
+    *bounds, seen_q, seen_kv = given
+    groups = key.shape[2]
+    others = (absent, *bounds, absent, absent)
+    dout = cleared(dout, seen_q, groups)
+    dq, dk, dv = _gradients(query, key, value, others, out, level, dout, scale, _mask_of(causal))
+    seen = (seen_q, seen_kv, seen_kv)
+    return *(cleared(dx, of, groups) for dx, of in zip((dq, dk, dv), seen, strict=True)), None
+
+
+_packed.defvjp(_forward, _backward)
 
 
 _RULE = "_dot_product_attention_bwd_rule"
@@ -113,36 +158,35 @@ def backward_part(
     query: Array, key: Array, value: Array, out: Array, level: Array, dout: Array, scale: float, causal: bool
 ) -> tuple[Array, Array, Array]:  # fmt: skip
     """See `Parts`: jax's rule of the gradient, given an output and a level that other keys have a share in."""
+    mask = _module().MaskType.CAUSAL if causal else _module().MaskType.NO_MASK
+    absent = (jnp.zeros(0, query.dtype),) * 7
+    return _gradients(query, key, value, absent, out, level, dout, float(scale), mask)
+
+
+def _gradients(
+    query: Array, key: Array, value: Array, others: tuple[Array, ...], out: Array, level: Array, dout: Array,
+    scale: float, mask: Any,
+) -> tuple[Array, Array, Array]:  # fmt: skip
+    """dq, dk, dv by jax's rule; others: bias, lengths and starts of queries and keys, two tables of pages."""
     module = _module()
     rule = getattr(module, _RULE)
     names = inspect.signature(rule).parameters
-    absent = (jnp.zeros(0, query.dtype),) * 7  # bias, lengths, offsets, page tables
     own = ((),) if "score_mod" in names else ()  # what a score_mod reads
     values = {
-        "scale": float(scale), "seed": 42, "dropout_rate": 0.0, "variadic_args": (False, False),
-        "mask_type": module.MaskType.CAUSAL if causal else module.MaskType.NO_MASK,
+        "scale": scale, "seed": 42, "dropout_rate": 0.0, "variadic_args": (False, False), "mask_type": mask,
         "layout": module._normalize_layout("BTNH").value, "sliding_window_length": None, "score_mod": None,
         "is_training": library_version(), "cudnn_version": library_version(), "return_residual": False,
-        "res": (query, key, value, *absent, *own, level, out), "grad_output": dout,
+        "res": (query, key, value, *others, *own, level, out), "grad_output": dout,
     }  # fmt: skip
     dq, dk, dv, *_ = rule(**{name: values[name] for name in names})
     return dq, dk, dv
 
 
 def _inside(starts: Array, lengths: Array, tokens: int) -> Array:
-    """[b, tokens, 1, 1]: does a token belong to a sequence?"""
+    """[b, tokens]: does a token belong to a sequence?"""
     place = jnp.arange(tokens, dtype=jnp.int32)
     begins = starts[:, :, None]
-    return ((place >= begins) & (place < begins + lengths[:, :, None])).any(axis=1)[:, :, None, None]
-
-
-@jax.custom_vjp
-def _within(x: Array, seen: Array) -> Array:
-    """x, whose gradient is zero where nobody is: cuDNN leaves there what lay in memory."""
-    return x
-
-
-_within.defvjp(lambda x, seen: (x, seen), lambda seen, dy: (jnp.where(seen, dy, 0), None))
+    return ((place >= begins) & (place < begins + lengths[:, :, None])).any(axis=1)
 
 
 def _or_absent(values: Array, lengths: Array) -> Array:
