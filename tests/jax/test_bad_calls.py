@@ -15,7 +15,7 @@ from flax import linen as nn
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
 from transformer_engine.common import dispatch, recipe
-from transformer_engine.jax import attention, quantize, sharding
+from transformer_engine.jax import attention, cpp_extensions, quantize, sharding
 from transformer_engine.jax.flax.module import Softmax
 from transformer_engine.jax.flax.transformer import _canonicalize_lora_scope, rotary_pos_emb
 from transformer_engine.jax.primitives import custom_calls
@@ -35,6 +35,7 @@ COUNTS = {"zero": 0, "negative": -2, "half": 1.5, "text": "x", "none": None, "tr
 NAMES = {"unknown": "nosuch", "number": 3, "empty": "", "list": ["layernorm"]}
 RATES = {"one": 1.0, "above": 1.5, "negative": -0.1, "text": "x", "nan": float("nan")}
 SWITCHES = {"text": "x", "two": 2, "number": 0.5}
+NO_FUNCTIONS = {"text": "x", "number": 0.5}
 NO_MEMBERS = {"none": None, "number": 1}  # of an enumeration
 DEALT = {"strategy": attention.ReorderStrategy.Striped, "cp_size": 4, "seq_dim": 1}
 
@@ -111,6 +112,42 @@ def quantizer_call(**arguments):
 def entered(**arguments):
     with te.autocast(**({"enabled": True} | arguments)):
         pytest.fail("the block was entered")
+
+
+def grouped(**arguments):
+    sizes = np.asarray([1, 3], np.int32)
+    return te.dense.grouped_dense(
+        **({"x": ones(4, 8), "kernel": ones(2, 8, 3), "group_sizes": sizes} | arguments)
+    )
+
+
+def normed(**arguments):
+    arrays = {
+        "x": ones(4, 8),
+        "kernel": ones(8, 3),
+        "gamma": ones(8),
+        "beta": ones(8),
+        "quantizer_set": held(),
+    }
+    return te.layernorm_dense.layernorm_dense(**(arrays | arguments))
+
+
+def routed(**arguments):
+    given = {"logits": ones(5, 4), "topk": 2, "score_function": "sigmoid"}
+    return te.router.fused_topk_with_score_function(**(given | arguments))
+
+
+def tex_gemm(**arguments):
+    return cpp_extensions.gemm(**({"lhs": ones(4, 8), "rhs": ones(8, 3)} | arguments))
+
+
+def tex_act(**arguments):
+    return cpp_extensions.act_lu(**({"x": ones(4, 1, 8), "activation_type": ("gelu",)} | arguments))
+
+
+def tex_norm(**arguments):
+    given = {"x": ones(4, 8), "gamma": ones(8), "zero_centered_gamma": False, "epsilon": 1e-6}
+    return cpp_extensions.rmsnorm_fwd(**(given | arguments))
 
 
 LAYER = {"hidden_size": 16, "mlp_hidden_size": 16, "num_attention_heads": 2}
@@ -338,6 +375,145 @@ CASES = [
         {"number": 3, "one": (3,), "below": (-2, 0), "half": (0.5, 0)},
     ),
     (lambda x: module_call(te_flax.TransformerLayer, x, **LAYER), "TransformerLayer inputs", ARRAYS | SHAPES),
+    *(
+        (
+            lambda v, cls=cls, given=given, fields=fields, name=name: module_call(
+                cls, *given, **{**fields, name: v}
+            ),
+            f"{cls.__name__} {name}",
+            values,
+        )
+        for cls, given, fields, bad in (
+            (
+                te_flax.DenseGeneral,
+                (ones(4, 8),),
+                {"features": 3},
+                {
+                    "use_bias": SWITCHES,
+                    "kernel_init": NO_FUNCTIONS,
+                    "bias_axes": {"text": "ab"},
+                    "quantization_checkpoint_name": {"number": 3},
+                    "low_rank_adaptation_alpha": {"text": "x", "nan": float("nan")},
+                    "dtype": {"number": 3, "unknown": "nosuch", "integers": jnp.int32},
+                    "features": {"none at all": ()},
+                },
+            ),
+            (
+                te_flax.LayerNorm,
+                (ones(4, 8),),
+                {},
+                {"zero_centered_gamma": SWITCHES, "scale_init": NO_FUNCTIONS, "scale_axes": {"number": 3}},
+            ),
+            (
+                te_flax.LayerNormMLP,
+                (ones(4, 8),),
+                {"intermediate_dim": 4},
+                {
+                    "return_layernorm_output": SWITCHES,
+                    "ln_bias_init": NO_FUNCTIONS,
+                    "intermediate_hidden_dropout_dims": {"number": 3, "outside": (2,), "half": (0.5,)},
+                    "intermediate_dropout_rng_name": {"number": 3},
+                },
+            ),
+            (
+                te_flax.DotProductAttention,
+                (ones(2, 4, 2, 8),) * 3,
+                {"head_dim": 8, "num_attention_heads": 2},
+                {
+                    "float32_logits": SWITCHES,
+                    "attn_bias_type": NAMES,
+                    "context_checkpoint_name": {"number": 3},
+                },
+            ),
+            (
+                te_flax.MultiHeadAttention,
+                (ones(2, 4, 16),) * 2,
+                {"head_dim": 8, "num_attention_heads": 2},
+                {"fuse_qkv_params": SWITCHES, "input_layernorm": SWITCHES, "bias_init": NO_FUNCTIONS},
+            ),
+            (
+                te_flax.TransformerLayer,
+                (ones(1, 4, 16),),
+                LAYER,
+                {
+                    "enable_sequence_parallel": SWITCHES,
+                    "mlp_kernel_init": NO_FUNCTIONS,
+                    "relative_embedding": {"number": 3},
+                    "hidden_dropout_dims": {"number": 3, "outside": (3,)},
+                    "mlp_activations": {"none at all": (), "text": "gelu", "number": 3},
+                },
+            ),
+            (te_flax._MoEBlock, (ones(1, 4, 8),), {"num_experts": 3}, {"use_ffn_bias": SWITCHES}),
+        )
+        for name, values in bad.items()
+    ),
+    *(
+        (lambda v, name=name, call=call: call(**{name: v}), f"{label} {name}", values)
+        for label, call, bad in (
+            (
+                "grouped_dense",
+                grouped,
+                {
+                    "group_sizes": {
+                        "negative": np.asarray([-1, 5]),
+                        "beyond": np.asarray([3, 3]),
+                        "floats": ones(2),
+                    },
+                    "contracting_dims": {"number": 1, "one": ((1,),), "text": "ab"},
+                    "bias": ARRAYS | SHAPES,
+                    "quantizer_set": {"text": "x", "none": None},
+                    "preferred_element_type": {"text": "nosuch", "number": 3},
+                },
+            ),
+            (
+                "layernorm_dense",
+                normed,
+                {
+                    "quantizer_set": {"text": "x", "none": None},
+                    "bias": ARRAYS,
+                    "gamma": ARRAYS,
+                    "beta": ARRAYS,
+                    "zero_centered_gamma": SWITCHES,
+                    "layernorm_input_axes": {"number": 3, "one": ("a",)},
+                },
+            ),
+            (
+                "router",
+                routed,
+                {
+                    "expert_bias": ARRAYS | SHAPES,
+                    "compute_aux_scores": SWITCHES,
+                    "score_function": {"true": True},
+                    "group_topk": {"text": "x", "half": 0.5},
+                },
+            ),
+            ("gemm", tex_gemm, {"lhs_quantizer": {"text": "x"}, "collective_op": NO_MEMBERS}),
+            (
+                "act_lu",
+                tex_act,
+                {"x": ARRAYS | SHAPES, "activation_type": {"unknown": ("swish",), "text": "gelu"}},
+            ),
+            ("rmsnorm_fwd", tex_norm, {"x": ARRAYS, "gamma": ARRAYS | SHAPES, "epsilon": NUMBERS}),
+            ("MeshResource", te.MeshResource, {"dp_resource": {"pair": ("a", "b"), "number": 0}}),
+            (
+                "attention",
+                attend,
+                {
+                    "bias": ARRAYS,
+                    "is_training": SWITCHES,
+                    "stripe_size": {"zero": 0, "half": 0.5},
+                    "sequence_descriptor": {"text": "x", "number": 3},
+                    "context_checkpoint_name": {"number": 3},
+                },
+            ),
+        )
+        for name, values in bad.items()
+    ),
+    (
+        lambda s: attend(dropout_probability=0.5, seed=s),
+        "attention seed",
+        {"number": 3, "text": "x", "floats": ones(2)},
+    ),
     (
         lambda v: attend(qkv=v),
         "attention qkv",

@@ -104,6 +104,24 @@ def test_a_kernel_lowers_under_vmap_and_runs_as_the_reference_here():
     np.testing.assert_array_equal(jax.jit(norms)(x), layernorm(x, jnp.asarray(GAMMA), None, "rmsnorm"))
 
 
+@pytest.mark.parametrize("name", ["rmsnorm", "gelu", "softmax"])
+def test_a_second_derivative_of_a_kernel_is_refused_with_the_remedy_which_computes_it(name, monkeypatch):
+    function, shape, _ = CASES[name]
+    x = x_of(*shape, dtype=jnp.float32)
+
+    def second():
+        return jax.jit(jax.grad(lambda x: (jax.grad(lambda x: (function(x) ** 2).sum())(x) ** 2).sum()))(x)
+
+    with pytest.raises(
+        NotImplementedError, match=r"a derivative of the kernel \w+: .*NVTE_JAX_CUSTOM_CALLS=false"
+    ):
+        second()
+    with pytest.raises(TypeError, match="forward-mode"):  # JAX's own words, before a rule of ours is asked
+        jax.jvp(CASES["gelu"][0], (x_of(4, 1, 64),), (x_of(4, 1, 64),))
+    monkeypatch.setenv("NVTE_JAX_CUSTOM_CALLS", "false")
+    assert np.isfinite(second()).all()
+
+
 def test_the_rotation_and_its_gradient_are_those_of_complex_numbers():
     x, dy = x_of(2, 6, 3, 16, dtype=jnp.float32), x_of(2, 6, 3, 16, dtype=jnp.float32, seed=1)
     angles = jnp.arange(6.0)[:, None] * jnp.linspace(0.1, 1, 8)

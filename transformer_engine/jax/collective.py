@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from ..common.checks import member, whole
+from ..common.checks import integer, member, whole
 
 __all__ = ["CollectiveOp", "CollectiveOpSet", "collective_gemm_bootstrap", "noop_collective_op_set"]
 
@@ -63,6 +63,7 @@ def collective_gemm_bootstrap(
             raise ValueError(
                 f"{name}={divisor} does not divide num_total_devices={num_total_devices}; it must"
             )
+    integer("process_id", process_id)
     processes = num_total_devices // num_devices_per_process
     if not 0 <= process_id < processes:
         raise ValueError(f"process_id={process_id}; there are {processes} processes, give one from 0 on")

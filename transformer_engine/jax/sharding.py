@@ -17,6 +17,7 @@ from jax import Array
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from ..common.checks import text_or_none
 from .checks import check_axis_names
 
 BATCH_AXES = "nvte_batch"
@@ -49,6 +50,10 @@ class MeshResource:
     pp_resource: str | None = None
     cp_resource: str | None = None
     ep_resource: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, axis in vars(self).items():
+            text_or_none(name, axis)
 
 
 _resource: ContextVar[MeshResource | None] = ContextVar("transformer_engine_mesh_resource", default=None)

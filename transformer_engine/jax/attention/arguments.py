@@ -22,6 +22,7 @@ def separated(qkv: tuple[Array, ...], layout: QKVLayout) -> tuple[Array, Array, 
         raise ValueError(f"qkv has {len(qkv)} arrays; qkv_layout={layout.name} has {wanted}")
     axes = {1: (5,), 2: (4, 5), 3: (4, 4, 4)}[wanted]
     for array, ndim in zip(qkv, axes, strict=True):
+        check_values("an array of qkv", array)
         if array.ndim != ndim:
             raise ValueError(f"an array of {layout.name} has shape {array.shape}; it must have {ndim} axes")
     packed = {1: 3, 2: 2}.get(wanted)

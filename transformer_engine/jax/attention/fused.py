@@ -113,7 +113,9 @@ def fused_attn(
         segments=segments_at_most(sequence_descriptor, max_segments_per_seq),
     )  # fmt: skip
     out = (
-        attention(request, call) if plan is None else _over_devices(plan, request, call, sequence_descriptor)
+        attention(request, call)
+        if plan is None
+        else _over_devices(plan, request, call, sequence_descriptor, extents)
     )
     return checkpoint_name(out, context_checkpoint_name)
 
@@ -142,6 +144,7 @@ def _over_devices(
     request: AttentionRequest,
     call: Call,
     descriptor: SequenceDescriptor | Array | None,
+    extents: tuple[int, int, int],
 ) -> Array:
     """Tokens laid over plan.axis: parts of one device's attention where they serve, else the reference."""
     if _has_parts(request, call):
@@ -161,12 +164,7 @@ def _over_devices(
             raise NotImplementedError(
                 "context_parallel_strategy=RING with a mask; give a SequenceDescriptor, or use CPStrategy.ALL_GATHER"
             )
-        segments = plan.segments(
-            descriptor,
-            call.mask_type,
-            request.layout,
-            (call.query.shape[0], call.query.shape[1], call.key.shape[1]),
-        )
+        segments = plan.segments(descriptor, call.mask_type, request.layout, extents)
         return ring_attention(
             plan, call.query, call.key, call.value, segments, call.mask_type, call.window, call.scale, call.sink
         )  # fmt: skip

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax.numpy as jnp
-
+from ...common.checks import member, whole
+from ..checks import check_dtype
 from ..platform import compute_capability, library_version, xla_flag
 from ..primitives.attention.enums import AttnSoftmaxType
 from ..softmax import SoftmaxFusionType
@@ -47,7 +47,11 @@ def is_softmax_kernel_available(
     dtype: Any,
 ) -> bool:
     """Would a kernel of 128 threads a block, two rows a warp up to 128 keys and one beyond, take these scores?"""
-    if softmax_type is not AttnSoftmaxType.VANILLA_SOFTMAX or jnp.dtype(dtype).itemsize != 2:
+    member("fusion_type", fusion_type, SoftmaxFusionType)
+    member("softmax_type", softmax_type, AttnSoftmaxType)
+    for name, extent in (("batch", batch), ("heads", heads), ("q_seqlen", q_seqlen), ("k_seqlen", k_seqlen)):
+        whole(name, extent)
+    if softmax_type is not AttnSoftmaxType.VANILLA_SOFTMAX or check_dtype("dtype", dtype).itemsize != 2:
         return False
     if not 16 <= k_seqlen <= 16384 or q_seqlen % 4 or (batch * heads) % 4:
         return False

@@ -30,7 +30,7 @@ from ..primitives.attention.enums import (
 from ..primitives.attention.masks import Window, check_window, checked_tokens
 from ..primitives.attention.score_mod import check_functions
 from ..sharding import HEAD_AXES
-from .base import parameter
+from .base import check_call, parameter
 
 
 def softmax_offset(module: nn.Module, softmax_type: AttnSoftmaxType, heads: int) -> Array | None:
@@ -167,15 +167,18 @@ class DotProductAttention(nn.Module):
                 "mask is deprecated; pass it as sequence_descriptor", DeprecationWarning, stacklevel=2
             )
             sequence_descriptor = mask
+        arrays = {"query": query, "key": key, "value": value}
+        check_call(self, **{name: array for name, array in arrays.items() if array is not None})
+        switch("deterministic", deterministic)
         layout, bias_type = self._layout(), self._bias_type(bias)
         mask_type = canonicalize_attn_mask_type(self.attn_mask_type)
         window = check_window(self.window_size)
         drop_rate("attention_dropout", self.attention_dropout)
         check_functions(self.score_mod, self.score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors)
-        arrays = tuple(array for array in (query, key, value) if array is not None)
+        given = tuple(array for array in arrays.values() if array is not None)
         if self._transposed():
-            arrays = tuple(jnp.swapaxes(array, 0, 1) for array in arrays)
-        query, key, value = separated(arrays, layout)
+            given = tuple(jnp.swapaxes(array, 0, 1) for array in given)
+        query, key, value = separated(given, layout)
         self._check_heads(query, key)
         scale = 1.0 / math.sqrt(self.head_dim) if self.scale_factor is None else self.scale_factor
         check_attention(query, key, value, bias, bias_type, self.attention_dropout, scale)
@@ -256,7 +259,7 @@ class DotProductAttention(nn.Module):
         if isinstance(kind, AttnBiasType):
             return kind
         names = {member.name.lower(): member for member in AttnBiasType}
-        if kind not in names:
+        if not isinstance(kind, str) or kind not in names:
             raise ValueError(f"attn_bias_type={described(kind)}; choose one of {', '.join(names)}, or None")
         return names[kind]
 

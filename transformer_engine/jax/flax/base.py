@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -14,8 +15,9 @@ from flax import linen as nn
 from flax.core import tracers
 from jax import Array
 
+from ...common.checks import function, function_or_none, number_or_none, switch, text_or_none
 from ...common.recipe import Recipe
-from ..checks import check_axis_names
+from ..checks import check_axis_names, check_floating, check_values
 from ..quantize.config import QuantizeConfig, get_global_quantize_recipe
 from ..quantize.factory import QuantizeMeta, QuantizeMetaSet, QuantizerFactory
 from ..quantize.quantizers import QuantizerSet, noop_quantizer_set
@@ -31,12 +33,34 @@ def parameter(
 ) -> Array:
     """The module's parameter of that name, boxed with the names of its axes; the names must fit, or be none."""
     check_axis_names(f"axes of {name}", axes, len(shape))
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(
-            f"dtype={jnp.dtype(dtype).name} of {name} is no floating-point type; give jnp.float32"
-        )
+    if dtype is not None:
+        check_floating("dtype", dtype)
     made: Any = module.param(name, nn.with_logical_partitioning(init, axes), tuple(shape), dtype)
     return made
+
+
+_KINDS: dict[str, Callable[[str, Any], object]] = {
+    "bool": switch,
+    "bool | None": switch,
+    "float | None": number_or_none,
+    "Initializer": function,
+    "Initializer | None": function_or_none,
+}
+
+
+def check_call(module: nn.Module, **arrays: Any) -> None:
+    """TypeError unless arrays hold values, and switches, initializers and names among a module's fields are such.
+
+    Fields by their annotations: what is no bool ("False", an array) would count as True.
+    """
+    for name, array in arrays.items():
+        check_values(name, array)
+    for field in dataclasses.fields(module):
+        value = getattr(module, field.name)
+        if (check := _KINDS.get(str(field.type))) is not None:
+            check(field.name, value)
+        elif field.name.endswith("_name"):
+            text_or_none(field.name, value)
 
 
 def kernel_initializer(

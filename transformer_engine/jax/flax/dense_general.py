@@ -10,9 +10,8 @@ from flax import linen as nn
 from jax import Array
 
 from ...common.checks import whole, whole_numbers
-from ..checks import check_values
 from ..dense import dense
-from .base import Initializer, TransformerEngineBase, kernel_initializer, parameter
+from .base import Initializer, TransformerEngineBase, check_call, kernel_initializer, parameter
 from .low_rank import _canonicalize_tuple, _normalize_axes, low_rank_term
 
 
@@ -52,8 +51,10 @@ class DenseGeneral(TransformerEngineBase):
     @nn.compact
     def __call__(self, inputs: Array) -> Array:
         """inputs [..], of which the axes called `axis` are replaced by the features, which come last."""
-        check_values("inputs", inputs)
+        check_call(self, inputs=inputs)
         features = _canonicalize_tuple(self.features)
+        if not features:
+            raise ValueError("features=() leave no axis; give at least one extent")
         for extent in features:
             whole("features", extent)
         axis = checked_axes(self.axis, inputs.ndim)
@@ -95,6 +96,7 @@ def check_shared_axes(name: str, axes: Any, ndim: int) -> None:
 
 def checked_axes(axis: Iterable[int] | int, ndim: int) -> tuple[int, ...]:
     axes = _canonicalize_tuple(axis)
+    whole_numbers("axis", axes)
     outside = [d for d in axes if not -ndim <= d < ndim]
     if outside or len(axes) >= ndim:
         raise ValueError(

@@ -10,12 +10,11 @@ from flax import linen as nn
 from jax import Array
 
 from ...common.checks import positive, whole
-from ..checks import check_values
 from ..dense import dense
 from ..layernorm_dense import layernorm_dense
 from ..quantize.config import get_global_quantize_recipe
 from ..quantize.quantizers import QuantizerSet
-from .base import Axes, Initializer, TransformerEngineBase, kernel_initializer, parameter
+from .base import Axes, Initializer, TransformerEngineBase, check_call, kernel_initializer, parameter
 from .dense_general import checked_axes
 from .low_rank import _canonicalize_tuple, low_rank_term
 from .norm import norm_of_inputs, norm_parameters, scale_initializer
@@ -63,7 +62,7 @@ class LayerNormDenseGeneral(TransformerEngineBase):
     def __call__(self, inputs: Array) -> tuple[Array, Array | None]:
         """inputs [..], of which the axes called `axis` are replaced by the features, which come last."""
         assert self.kernel_init is not None and self.scale_init is not None, "__post_init__ sets them"
-        check_values("inputs", inputs)
+        check_call(self, inputs=inputs)
         features = _canonicalize_tuple(self.features)
         for extent in features:
             whole("features", extent)

@@ -11,14 +11,13 @@ from flax import linen as nn
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from ...common.checks import described, drop_rate, whole
+from ...common.checks import described, drop_rate, switch, whole
 from ..activation import ActivationParams, activation, is_known
-from ..checks import check_values
 from ..dense import dense
 from ..layernorm_mlp import layernorm_mlp
 from ..quantize.config import get_global_quantize_recipe
 from ..quantize.quantizers import QuantizerSet
-from .base import Axes, Initializer, TransformerEngineBase, kernel_initializer, parameter
+from .base import Axes, Initializer, TransformerEngineBase, check_call, kernel_initializer, parameter
 from .dense_general import check_shared_axes, checked_axes
 from .low_rank import low_rank_term
 from .norm import norm_of_inputs, norm_parameters, scale_initializer
@@ -77,7 +76,8 @@ class LayerNormMLP(TransformerEngineBase):
     @nn.compact
     def __call__(self, inputs: Array, deterministic: bool = False) -> tuple[Array, Array | None]:
         """inputs [*batch, h]; deterministic: without dropout."""
-        check_values("inputs", inputs)
+        check_call(self, inputs=inputs)
+        switch("deterministic", deterministic)
         whole("intermediate_dim", self.intermediate_dim)
         check_activations("activations", self.activations)
         drop_rate("intermediate_dropout_rate", self.intermediate_dropout_rate)

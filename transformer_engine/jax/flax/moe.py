@@ -10,9 +10,8 @@ from flax import linen as nn
 from jax import Array
 
 from ...common.checks import whole
-from ..checks import check_values
 from ..moe import moe
-from .base import Axes, Initializer, TransformerEngineBase, kernel_initializer, parameter
+from .base import Axes, Initializer, TransformerEngineBase, check_call, kernel_initializer, parameter
 
 
 class _MoEBlock(TransformerEngineBase):
@@ -55,7 +54,7 @@ class _MoEBlock(TransformerEngineBase):
     def __call__(self, inputs: Array) -> tuple[Array, Array | None, Array]:
         """inputs [b, s, h]."""
         assert self.kernel_init is not None, "__post_init__ sets it"
-        check_values("inputs", inputs)
+        check_call(self, inputs=inputs)
         for name in ("num_experts", "num_experts_per_tok", "intermediate_size"):
             whole(name, getattr(self, name))
         count, width, inner = self.num_experts, inputs.shape[-1], self.intermediate_size

@@ -13,7 +13,7 @@ from flax import linen as nn
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from ...common.checks import whole
+from ...common.checks import switch, whole
 from ..primitives.attention.enums import canonicalize_attn_mask_type
 from ..quantize.config import get_global_quantize_recipe
 from ..sharding import (
@@ -28,7 +28,7 @@ from ..sharding import (
     token_axes,
 )
 from .attention import DotProductAttention
-from .base import Initializer, kernel_initializer
+from .base import Initializer, check_call, kernel_initializer
 from .dense_general import DenseGeneral
 from .kv_cache import KeyValueCache
 from .layernorm_dense_general import LayerNormDenseGeneral
@@ -116,6 +116,9 @@ class MultiHeadAttention(nn.Module):
         score_mod_bprop_tensors: Any = None,
     ) -> tuple[Array, Array | None]:  # fmt: skip
         """inputs_q [b, q, h] and inputs_kv [b, k, h], the same array for self-attention; mask True hides a key."""
+        check_call(self, inputs_q=inputs_q, inputs_kv=inputs_kv)
+        switch("deterministic", deterministic)
+        switch("decode", decode)
         for name in ("head_dim", "num_attention_heads"):
             whole(name, getattr(self, name))
         groups = self._groups

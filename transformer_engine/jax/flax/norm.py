@@ -8,10 +8,9 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax import Array
 
-from ..checks import check_values
 from ..layernorm import canonicalize_norm_type, layernorm
 from ..sharding import with_sharding_constraint_by_logical_axes
-from .base import Axes, Initializer, parameter
+from .base import Axes, Initializer, check_call, parameter
 
 
 def scale_initializer(scale_init: Initializer | None, zero_centered: bool) -> Initializer:
@@ -70,5 +69,5 @@ class LayerNorm(nn.Module):
     @nn.compact
     def __call__(self, x: Array) -> Array:
         """x [..., width]."""
-        check_values("x", x)
+        check_call(self, x=x)
         return _norm(self, x, self.bias_init, self.bias_axes)

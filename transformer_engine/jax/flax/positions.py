@@ -14,7 +14,7 @@ from jax import Array, lax
 from ...common.checks import described, switch, whole
 from ..checks import check_values
 from ..primitives.rope import rotate
-from .base import parameter
+from .base import check_call, parameter
 
 _METHODS = ("consecutive", "alternate")
 
@@ -82,6 +82,7 @@ class RelativePositionBiases(nn.Module):
     @nn.compact
     def __call__(self, q_seqlen: int, k_seqlen: int, bidirectional: bool = True) -> Array:
         """bidirectional: keys behind the query have buckets of their own; else they share that of distance 0."""
+        check_call(self)
         for name in ("num_buckets", "max_distance", "num_attention_heads"):
             whole(name, getattr(self, name), 2 if name == "num_buckets" else 1)
         whole("q_seqlen", q_seqlen)

@@ -8,9 +8,9 @@ from jax import Array
 
 from ...common.checks import member
 from ..attention.arguments import sink_of
-from ..checks import check_values
 from ..primitives.attention.enums import AttnSoftmaxType
 from ..softmax import SoftmaxFusionType, scaled_softmax
+from .base import check_call
 
 
 class Softmax(nn.Module):
@@ -29,7 +29,7 @@ class Softmax(nn.Module):
         softmax_offset: Array | None = None,
     ) -> Array:
         """inputs [b, h, q, k]; mask True hides a key; softmax_offset [1, h, 1, 1] of LEARNABLE_SOFTMAX."""
-        check_values("inputs", inputs)
+        check_call(self, inputs=inputs)
         member("softmax_type", self.softmax_type, AttnSoftmaxType)
         member("softmax_fusion_type", self.softmax_fusion_type, SoftmaxFusionType)
         sink = sink_of(self.softmax_type, softmax_offset, inputs.shape[1])

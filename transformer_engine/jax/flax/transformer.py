@@ -10,9 +10,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax import Array
 
-from ...common.checks import drop_rate, member, whole
+from ...common.checks import described, drop_rate, function_or_none, member, switch, whole
 from ..activation import ActivationParams
-from ..checks import check_values
 from ..sharding import (
     HIDDEN_AXES,
     HIDDEN_TP_AXES,
@@ -25,7 +24,7 @@ from ..sharding import (
     token_axes,
 )
 from .attention import DotProductAttention
-from .base import Initializer, kernel_initializer
+from .base import Initializer, check_call, kernel_initializer
 from .dense_general import check_shared_axes
 from .layernorm_mlp import LayerNormMLP, check_activations
 from .lora_scope import LoRAScope, _canonicalize_lora_scope
@@ -134,6 +133,8 @@ class TransformerLayer(nn.Module):
         decode              self-attention keeps keys and values in the collection "cache", see MultiHeadAttention
         max_decode_length   the tokens that the cache is made for, which relative biases depend on
         """
+        switch("deterministic", deterministic)
+        switch("decode", decode)
         self._check(inputs, encoded)
         decoder = self.layer_type is TransformerLayerType.DECODER
         bias = self._relative_bias(inputs, max_decode_length if decode else None, decode)
@@ -182,17 +183,19 @@ class TransformerLayer(nn.Module):
                 f"num_attention_heads={self.num_attention_heads} does not divide hidden_size={self.hidden_size}; "
                 "give a divisor of it"
             )
-        check_values("inputs", inputs)
+        check_call(self, inputs=inputs)
         if inputs.ndim != 3 or inputs.shape[-1] != self.hidden_size:
             raise ValueError(f"inputs have shape {inputs.shape}; the layer takes [b, s, {self.hidden_size}]")
         for name in ("hidden_dropout_dims", "intermediate_dropout_dims"):
             check_shared_axes(name, getattr(self, name), inputs.ndim)
         check_activations("mlp_activations", self.mlp_activations)
+        function_or_none("relative_embedding", self.relative_embedding)
         member("layer_type", self.layer_type, TransformerLayerType)
         decoder = self.layer_type is TransformerLayerType.DECODER
         if decoder is not (encoded is not None):
-            given = "None" if encoded is None else f"an array of shape {encoded.shape}"
-            raise ValueError(f"layer_type={self.layer_type.name} and encoded={given}; a decoder takes one")
+            raise ValueError(
+                f"layer_type={self.layer_type.name} and encoded={described(encoded)}; a decoder takes one"
+            )
 
     def _relative_bias(self, inputs: Array, length: int | None, decode: bool) -> Array | None:
         if not self.enable_relative_embedding:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jax import Array, lax
 from jax.core import ShapedArray
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
 from ..sharding import manual_axes, mesh_of_devices, varying_alike
@@ -143,6 +143,16 @@ def _batched(arrays: Any, axes: Any, *, kernel: Kernel) -> tuple[Any, tuple[int 
 
 
 batching.primitive_batchers[_kernel] = _batched
+
+
+def _differentiated(primals: Any, tangents: Any, *, kernel: Kernel) -> NoReturn:
+    raise NotImplementedError(
+        f"a derivative of the kernel {type(kernel).__name__}: operations on kernels have first derivatives alone, by "
+        "reverse mode (jax.grad, jax.vjp); for others trace under NVTE_JAX_CUSTOM_CALLS=false, which has none"
+    )
+
+
+ad.primitive_jvps[_kernel] = _differentiated
 
 
 def _on_one_device(*arrays: Array, kernel: Kernel) -> list[Array]:

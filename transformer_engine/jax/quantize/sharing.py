@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -93,19 +93,20 @@ def _copies(n: int, certain: bool) -> Any:
         return (state,) * n, state
 
     def backward(state: Any, following: tuple[Any, ...]) -> tuple[Any]:
-        if isinstance(state, QuantizerSet):
-            parts = ("x", "kernel", "dgrad")
-            merged = [
-                _merged(getattr(state, p), [getattr(copy, p) for copy in following], certain) for p in parts
-            ]
-            return (QuantizerSet(*merged),)
-        if isinstance(state, tuple):
-            copies_of = zip(state, zip(*following, strict=True), strict=True)
-            return (tuple(_merged(one, copies, certain) for one, copies in copies_of),)
-        return (_merged(state, following, certain),)
+        return (_by_quantizer(lambda one, *copies: _merged(one, copies, certain), state, *following),)
 
     copies.defvjp(forward, backward, symbolic_zeros=True)
     return copies
+
+
+def _by_quantizer(function: Callable[..., Any], *states: Any) -> Any:
+    """function of the quantizers that have one place in states that are alike: sets, tuples, or one quantizer each."""
+    if isinstance(states[0], QuantizerSet):
+        parts = zip(*((state.x, state.kernel, state.dgrad) for state in states), strict=True)
+        return QuantizerSet(*(function(*each) for each in parts))
+    if isinstance(states[0], tuple):
+        return tuple(function(*each) for each in zip(*states, strict=True))
+    return function(*states)
 
 
 def merged_over(quantizer_set: Devices, axes: tuple[str, ...]) -> Devices:
@@ -122,10 +123,7 @@ def _over(axes: tuple[str, ...]) -> Any:
     def backward(_: None, following: Any) -> tuple[Any]:
         # shard_map adds what copies answer, so that one of them answers for all.
         first = lax.axis_index(axes) == 0
-        if not isinstance(following, QuantizerSet):
-            return (_of_devices(following, axes, first),)
-        parts = (following.x, following.kernel, following.dgrad)
-        return (QuantizerSet(*[_of_devices(part, axes, first) for part in parts]),)
+        return (_by_quantizer(lambda one: _of_devices(one, axes, first), following),)
 
     over.defvjp(lambda state: (state, None), backward)
     return over

@@ -95,10 +95,10 @@ class Product(Kernel):
             # Without preferred_element_type the result would be FP8.
             sums = dot(a, b, preferred_element_type=jnp.float32)
             return ((sums * (scale_a * scale_b)).astype(self.dtype),)
-        # XLA takes a conversion of a scalar to dtype and back to float32 away, and cuBLASLt reads the float32 one; without
-        # the barrier the reshape of an array [1] would move between the two, and the scale be one rounded to bfloat16.
-        # Both scales pass one barrier, which belongs to this product: products that share an operand would else share
-        # its dequantized values, and XLA would make one product of them, in bfloat16.
+        # XLA takes a scalar's conversion to dtype and back to float32 away, and cuBLASLt reads the float32 one. Without
+        # the barrier the reshape of an array [1] would move between the two, and the scale be rounded to bfloat16. Both
+        # pass one barrier, which belongs to this product: products that share an operand would else share its
+        # dequantized values, and XLA would make one product of them, in bfloat16.
         scales = lax.optimization_barrier((scale_a.reshape(()), scale_b.reshape(())))
         values = (
             codes.astype(self.dtype) * scale.astype(self.dtype)
