@@ -141,10 +141,10 @@ def test_dequantized_values_equal_the_torch_reference(name, dtype):
         np.testing.assert_array_equal(np.asarray(got, np.float32), want.float().numpy())
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in CHOSEN else pytest.mark.slow) for n in SPECS])
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    name=st.sampled_from(sorted(SPECS)),
-    rows=st.sampled_from([2, 16, 32, 160]),
+    rows=st.sampled_from([16, 32, 144, 160]),
     depth=st.sampled_from([2, 30, 128, 130]),
     dtype=st.sampled_from(DTYPES),
     exponent=st.integers(-60, 60),
@@ -152,8 +152,6 @@ def test_dequantized_values_equal_the_torch_reference(name, dtype):
 )
 def test_any_matrix_equals_the_torch_reference(name, rows, depth, dtype, exponent, seed):
     spec = SPECS[name]
-    if not fits(spec, (rows, depth)):
-        return
     x = matrix("normal", (rows, depth), "float32", seed)
     if dtype != "float16":
         x = np.ldexp(x, exponent)

@@ -1,0 +1,192 @@
+"""Functions on eight host devices, in meshes and ways to enter them, against one: {case: difference} as JSON."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from compiled import compile_quickly
+from flax import linen as nn
+from host_compositions import mesh_of
+from host_devices import difference
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import transformer_engine.jax as te
+import transformer_engine.jax.flax as te_flax
+from transformer_engine.common import recipe
+from transformer_engine.jax import attention, permutation, router, sharding
+from transformer_engine.jax.layernorm_mlp import layernorm_mlp
+from transformer_engine.jax.quantize import QuantizerFactory
+
+EXPERTS, CHOSEN = 8, 2
+# {mesh: (its axes, what they serve, axis of rows, axis of columns)}
+MESHES = {
+    "dp 8": ({"dp": 8}, {"dp_resource": "dp"}, "dp", None),
+    "dp 4, tp 2": ({"dp": 4, "tp": 2}, {"dp_resource": "dp", "tp_resource": "tp"}, "dp", "tp"),
+    "fsdp 8": ({"fsdp": 8}, {"fsdp_resource": "fsdp"}, "fsdp", None),
+    "dp 2, tpsp 4": ({"dp": 2, "tpsp": 4}, {"dp_resource": "dp", "tpsp_resource": "tpsp"}, "dp", "tpsp"),
+}
+FEW = [
+    ("router", "dp 4, tp 2", "set_mesh"), ("balance", "dp 8", "with mesh"), ("permutation", "dp 4, tp 2", "with mesh"),
+    ("attention", "dp 2, tpsp 4", "set_mesh"), ("mlp", "dp 4, tp 2", "with mesh"),
+    ("router", "dp 8", "shard_map"), ("permutation", "dp 8", "shard_map"), ("attention", "dp 8", "shard_map"),
+]  # fmt: skip
+
+
+def random(seed: int, *shape: int):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+@dataclass(frozen=True)
+class Case:
+    """loss(*arrays) of rows.
+
+    cut       of each array the axes of a mesh, "rows", "columns" or None
+    by_rows   is it the mean of what devices make of their rows, so that it can stand in shard_map?
+    """
+
+    loss: Callable[..., jax.Array]
+    arrays: tuple[Any, ...]
+    cut: tuple[tuple[str | None, ...], ...]
+    by_rows: bool = True
+
+    def specs(self, rows: str, columns: str | None) -> tuple[PartitionSpec, ...]:
+        axes = {"rows": rows, "columns": columns, None: None}
+        return tuple(PartitionSpec(*(axes[name] for name in cut)) for cut in self.cut)
+
+    def step(self, mapped: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        """The loss, and the gradients of all arrays, of states the next ones."""
+        loss = self.loss if mapped is None else mapped
+        return jax.value_and_grad(loss, argnums=tuple(range(len(self.arrays))))
+
+
+def dense(x, kernel, quantizers):
+    y = te.dense.dense(
+        x, kernel, quantizer_set=quantizers, input_axes=(sharding.BATCH_AXES, sharding.HIDDEN_AXES),
+        kernel_axes=(sharding.W_FSDP_AXES, sharding.W_TP_AXES),
+    )  # fmt: skip
+    return (y**2).mean()
+
+
+def mlp(x, gamma, wi, wo, quantizers):
+    tokens = (sharding.BATCH_AXES, sharding.SEQLEN_AXES)
+    y = layernorm_mlp(
+        x, gamma, None, (wi, wo), (None, None), "rmsnorm", activation_type=("silu", "linear"),
+        quantizer_sets=quantizers, dot_1_input_axes=(*tokens, sharding.HIDDEN_AXES), dot_2_input_axes=(*tokens, sharding.HIDDEN_TP_AXES),
+        kernel_1_axes=(sharding.W_FSDP_AXES, sharding.W_JOINED_AXES, sharding.W_TP_AXES),
+        kernel_2_axes=(sharding.W_TP_AXES, sharding.W_FSDP_AXES),
+    )  # fmt: skip
+    return (y**2).mean()
+
+
+def attend(q, k, v, bias):
+    lengths = jnp.full(q.shape[0], q.shape[1] - 3, jnp.int32)
+    out = attention.fused_attn(
+        (q, k, v), bias, attention.SequenceDescriptor.from_seqlens(lengths), None,
+        attention.AttnBiasType.POST_SCALE_BIAS, attention.AttnMaskType.PADDING_CAUSAL_MASK,
+        attention.QKVLayout.BSHD_BSHD_BSHD, attention.AttnSoftmaxType.VANILLA_SOFTMAX, 0.3, 0.0, True,
+    )  # fmt: skip
+    return (out**2).mean()
+
+
+def route(logits):
+    probs, _ = router.fused_topk_with_score_function(logits, CHOSEN, score_function="sigmoid")
+    return (probs * jnp.cos(jnp.arange(EXPERTS))).sum(axis=1).mean()
+
+
+def balance(logits):
+    """Of sums over all tokens a product."""
+    _, chosen = router.fused_topk_with_score_function(logits, CHOSEN)
+    scores, _ = router.fused_topk_with_score_function(logits, CHOSEN, compute_aux_scores=True)
+    return router.fused_moe_aux_loss(scores, chosen.sum(axis=0), CHOSEN, 0.1)
+
+
+def permute(x, weights):
+    tokens = x.shape[0]
+    _, chosen = router.fused_topk_with_score_function(jax.lax.stop_gradient(weights), CHOSEN)
+    rows, of_rows, goes_to, pads, counts = permutation.token_dispatch(
+        x, chosen, CHOSEN * tokens, probs=weights, align_size=4
+    )
+    assert of_rows is not None
+    made = (
+        rows
+        * of_rows[:, None]
+        * jnp.repeat(jnp.arange(1.0, EXPERTS + 1), counts, total_repeat_length=len(rows))[:, None]
+    )
+    return (permutation.token_combine(made, goes_to, pad_offsets=pads) ** 2).mean()
+
+
+def states(count: int) -> tuple[Any, ...]:
+    with te.autocast(True, recipe.DelayedScaling(amax_history_len=4)):
+        made: Any = QuantizerFactory.create_set(n_quantizer_sets=count)
+    return made if count > 1 else (made,)
+
+
+WHOLE = (None,)
+CASES = {
+    "dense": Case(dense, (random(0, 64, 32), random(1, 32, 16), *states(1)), (("rows",), (None, "columns"), WHOLE)),
+    "mlp": Case(
+        mlp,
+        (random(0, 8, 16, 32), 1 + 0.1 * random(1, 32), random(2, 32, 2, 64) / 6, random(3, 64, 32) / 8,
+         states(2)),
+        (("rows",), WHOLE, (None, None, "columns"), ("columns",), WHOLE),
+    ),
+    "attention": Case(
+        attend,
+        (random(0, 8, 16, 8, 8), random(1, 8, 16, 4, 8), random(2, 8, 16, 4, 8), random(3, 1, 8, 16, 16)),
+        (("rows", None, "columns"),) * 3 + ((None, "columns"),),
+    ),
+    "router": Case(route, (random(0, 64, EXPERTS),), (("rows",),)),
+    "balance": Case(balance, (random(0, 64, EXPERTS),), (("rows",),), by_rows=False),
+    "permutation": Case(permute, (random(0, 64, 16), random(1, 64, EXPERTS)), (("rows",), ("rows",))),
+}  # fmt: skip
+
+
+def over_devices(
+    case: Case, mesh: Mesh, rows: str, columns: str | None, way: str, resource: te.MeshResource
+) -> Any:
+    """What the mesh makes of a step that is given its arrays cut."""
+    # Inside shard_map a device has its rows of everything: kernels and heads are whole there.
+    specs = case.specs(rows, None if way == "shard_map" else columns)
+    laid = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    placed = tuple(
+        jax.tree.map(lambda leaf, one=one: jax.device_put(leaf, one), array)
+        for array, one in zip(case.arrays, laid, strict=True)
+    )
+    with mesh if way == "with mesh" else jax.set_mesh(mesh), sharding.global_shard_guard(resource):
+        if way == "shard_map":
+            mapped = jax.shard_map(
+                lambda *arrays: jax.lax.pmean(case.loss(*arrays), rows),
+                in_specs=specs,
+                out_specs=PartitionSpec(),
+            )
+            return jax.jit(case.step(mapped))(*placed)
+        with nn.logical_axis_rules(te_flax.extend_logical_axis_rules(())):
+            return jax.jit(case.step(), in_shardings=laid)(*placed)
+
+
+def main() -> None:
+    assert jax.device_count() == 8
+    compile_quickly(True)
+    everything = itertools.product(CASES, MESHES, ("with mesh", "set_mesh", "shard_map"))
+    found, alone = {}, {}
+    for name, mesh_name, way in everything if "--all" in sys.argv else FEW:
+        axes, served, rows, columns = MESHES[mesh_name]
+        case = CASES[name]
+        if way == "shard_map" and (columns is not None or not case.by_rows):
+            continue
+        if name not in alone:
+            alone[name] = jax.jit(case.step())(*case.arrays)
+        got = over_devices(case, mesh_of(**axes), rows, columns, way, te.MeshResource(**served))
+        found[f"{name}, {mesh_name}, {way}"] = difference(got, alone[name])
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
