@@ -75,6 +75,7 @@ def test_devices_cut_kernels_as_their_rules_say_and_agree_with_one_device():
     free = (
         "rows", "both axes", "one axis twice", "blocks", "columns", "contraction", "heads",
         "rows and features of two axes", "contraction of two axes", "of all that are mapped", "maxima of several axes",
+        "blocks of several axes",
     )  # fmt: skip
     assert not any(gathers[f"{name}: gathers"] for name in free), gathers
 

@@ -56,13 +56,10 @@ def quantize(
     amax_t    NVFP4: the same for the columnwise direction
     random    NVFP4, stochastic: uniform float32 in [0, 1), shaped [M, K] for the rowwise codes and [K, M] for
               the columnwise (two_dimensional: the first alone, the columnwise codes being its transpose)
-    axis      where K begins. With one scale for all, codes keep x's axes, [*M, *K] and [*K, *M], so that devices may
-              hold parts of any of them; blocks lie in a matrix, and so do their codes
+    axis      where K begins. Codes keep x's axes, [*M, *K] and [*K, *M], so that devices may hold parts of any of them
     """
     shape = (prod(x.shape[:axis]), prod(x.shape[axis:]))
     _check(x, shape, axis, spec, multiplier, random)
-    if spec.format.block is not None:
-        x, axis = x.reshape(shape), 1
     return computed(
         TABLE, lambda platform: Request(spec, shape, x.dtype, platform, multiplier is not None, axis), x,
         Given(multiplier, amax, amax_t, random),
