@@ -18,7 +18,7 @@ from transformer_engine.jax import ep
 from transformer_engine.jax.primitives import kernels
 from transformer_engine.jax.primitives.kernels import Kernel, call
 from transformer_engine.jax.primitives.partitioning import extent
-from transformer_engine.jax.primitives.several_axes import OverVmap, SeveralAxes
+from transformer_engine.jax.primitives.several_axes import OverVmap, SeveralAxes, call_on_axes
 
 Shape = jax.ShapeDtypeStruct
 
@@ -130,7 +130,7 @@ class Heads(Kernel):
         return q * jnp.repeat(k, self.members, axis=1), k.sum(axis=2)
 
 
-GATED = SeveralAxes(Product(), (("m", 2), ("n", 2)))
+GATED = SeveralAxes(Product(), (("m", (4,)), ("n", (2,))))
 
 
 def random(seed, *shape):
@@ -157,7 +157,7 @@ CASES = {
         GATED, [random(2, 4, 8, 32), random(3, 2, 24, 32)], [("dp", None, None), (None, "tp", None)],
     ),
     "contraction of two axes": (
-        SeveralAxes(Product(), (("k", 2),)), [random(2, 16, 4, 8), random(3, 24, 4, 8)],
+        SeveralAxes(Product(), (("k", (4,)),)), [random(2, 16, 4, 8), random(3, 24, 4, 8)],
         [(None, "dp", "tp"), (None, "dp", "tp")],
     ),
     "of all that are mapped": (
@@ -165,7 +165,10 @@ CASES = {
         [(None, "dp", None, None), (None, "tp", None)],
     ),
     "maxima of several axes": (
-        SeveralAxes(Measured(), (("r", 2), ("w", 2))), [random(0, 4, 8, 2, 16)], [("dp", None, None, "tp")],
+        SeveralAxes(Measured(), (("r", (4,)), ("w", (2,)))), [random(0, 4, 8, 2, 16)], [("dp", None, None, "tp")],
+    ),
+    "blocks of several axes": (
+        SeveralAxes(Blocks((16, 64)), (("m", (4,)), ("k", (2,)))), [random(1, 4, 4, 2, 32)], [("dp", None, None, "tp")],
     ),
     "heads": (Heads(2), [random(4, 8, 8, 3), random(5, 8, 4, 3)], [("dp", "tp"), ("dp", "tp")]),
 }  # fmt: skip
@@ -211,6 +214,14 @@ def main() -> None:
     made = jax.jit(lambda x: call(Measured(), x))(x)  # says on stderr that there is no mesh
     pairs = zip(made, Measured().run(random(6, 16, 32)), strict=True)
     found["without a mesh"] = max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs)
+    x = random(1, 16, 2, 16)
+    (sums,) = jax.jit(lambda x: call_on_axes(Blocks((16, 32)), {"k": 2}, x))(x)
+    found["axes of a block each"] = float(np.abs(np.asarray(sums) - np.asarray(x).sum(axis=2)).max())
+    (sums,) = jax.jit(lambda a, b: call_on_axes(Product(), {"n": 2}, a, b))(
+        random(2, 16, 32), random(3, 2, 3, 32)
+    )
+    want = np.einsum("mk,abk->mab", random(2, 16, 32), random(3, 2, 3, 32))
+    found["one of both of several axes"] = float(np.abs(np.asarray(sums) - want).max())
     spec = PartitionSpec("dp", "tp")
     mapped = jax.shard_map(
         lambda x: call(Measured(), x)[0], mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False

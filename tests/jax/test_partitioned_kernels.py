@@ -75,6 +75,7 @@ def test_devices_cut_kernels_as_their_rules_say_and_agree_with_one_device():
     free = (
         "rows", "both axes", "one axis twice", "blocks", "columns", "contraction", "heads",
         "rows and features of two axes", "contraction of two axes", "of all that are mapped", "maxima of several axes",
+        "blocks of several axes",
     )  # fmt: skip
     assert not any(gathers[f"{name}: gathers"] for name in free), gathers
 
@@ -219,6 +220,39 @@ def test_products_of_codes_are_a_kernel_on_cuda_with_the_values_of_the_reference
     assert lowered(product, a, b) == 1
     if jax.default_backend() == "cpu":
         assert float(product(a, b)[0, 0]) == 256
+
+
+@needs_bridge
+def test_products_of_codes_with_several_axes_are_one_product_of_matrices_on_cuda(monkeypatch):
+    """In cuBLASLt's form, under vmap too: XLA knows a product of matrices alone, and a loop would be a call each."""
+    monkeypatch.setenv("TE_JAX_KERNELS", "1")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")
+    a, b = operand(FLOAT8, 64, 256), operand(FLOAT8, 160, 256)
+    a = dataclasses.replace(a, codes=a.codes.reshape(4, 16, 256), axis=2)
+    b = dataclasses.replace(b, codes=b.codes.reshape(2, 80, 256), axis=2)
+
+    def product(codes):
+        return gemm(dataclasses.replace(a, codes=codes), b, jnp.dtype(jnp.bfloat16))
+
+    for function, codes, result in (
+        (product, a.codes, "tensor<64x160xbf16>"),
+        (jax.vmap(product), jnp.ones((3, *a.codes.shape), a.codes.dtype), "tensor<3x64x160xbf16>"),
+    ):
+        text = jax.jit(function).trace(codes).lower(lowering_platforms=("cuda",)).as_text()
+        (dot,) = (line for line in text.splitlines() if "stablehlo.dot_general" in line)
+        assert dot.endswith(result) and "stablehlo.while" not in text
+        if jax.default_backend() == "cpu":
+            made = function(codes)
+            assert made.shape == (*codes.shape[:-1], 2, 80) and float(made.ravel()[0]) == 256
+
+
+def test_contracted_axes_that_differ_have_a_reason():
+    a, b = operand(FLOAT8, 64, 256), operand(FLOAT8, 160, 256)
+    b = dataclasses.replace(b, codes=b.codes.reshape(160, 2, 128))
+    with pytest.raises(ValueError, match="contract 256 and 2 x 128 elements"):
+        gemm(a, b, jnp.dtype(jnp.bfloat16))
+    with pytest.raises(ValueError, match="axis=3 leaves no rows or no columns"):
+        quantize(jnp.ones((2, 3, 4)), SPECS["delayed"][0], axis=3)
 
 
 @needs_bridge

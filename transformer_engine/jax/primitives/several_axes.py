@@ -21,13 +21,14 @@ from .partitioning import Factors, Rule
 
 @dataclass(frozen=True)
 class SeveralAxes(Kernel):
-    """kernel, on arrays that have counts[factor] axes in the place of one.
+    """kernel, on arrays that have several axes in the place of one.
 
-    counts   (factor of the kernel's rule, how many axes it stands for); a factor that shares its axis has one
+    ahead   (factor of the kernel's rule, the extents of the axes in front of its last one), of which blocks lie along
+            the last
     """
 
     kernel: Kernel
-    counts: tuple[tuple[str, int], ...]
+    ahead: tuple[tuple[str, tuple[int, ...]], ...]
 
     @property
     def rule(self) -> str:
@@ -39,21 +40,21 @@ class SeveralAxes(Kernel):
 
     def _axes(self, axes: tuple[Factors, ...]) -> Iterator[str]:
         for factor, *others in axes:
-            if others:
-                yield f"({' '.join((factor, *others))})"
-            else:
-                yield from self._names(factor)
+            *first, last = self._names(factor)
+            yield from first
+            yield f"({' '.join((last, *others))})" if others else last
 
     def _names(self, factor: str) -> list[str]:
         count = self._count(factor)
         return [factor] if count == 1 else [f"{factor}_{place}" for place in range(count)]
 
     def _count(self, factor: str) -> int:
-        return dict(self.counts).get(factor, 1)
+        return 1 + len(dict(self.ahead).get(factor, ()))
 
     @property
     def sizes(self) -> dict[str, int]:
-        return self.kernel.sizes
+        sizes, ahead = self.kernel.sizes, dict(self.ahead)
+        return {self._names(name)[-1]: size // prod(ahead.get(name, ())) for name, size in sizes.items()}
 
     @property
     def replicated(self) -> tuple[str, ...]:
@@ -97,19 +98,35 @@ class SeveralAxes(Kernel):
             yield tuple(prod(next(extents) for _ in range(self._count(factors[0]))) for factors in axes), x
 
     def _split(self, shapes: Sequence[tuple[int, ...]], arrays: Sequence[Any]) -> Iterator[tuple[int, ...]]:
-        """The kernel's shapes of results, with the axes that factors of the operands have."""
+        """The kernel's shapes of results, with the axes that factors have in these operands."""
         rule = Rule.of(self.kernel.rule)
-        found: dict[str, tuple[int, ...]] = {}
-        for axes, x in zip(rule.operands, arrays, strict=True):
-            extents = iter(x.shape)
-            for factor, *_ in axes:
-                found[factor] = tuple(next(extents) for _ in range(self._count(factor)))
-        for axes, shape in zip(rule.results, shapes, strict=True):
-            yield tuple(
-                extent
-                for (factor, *_), size in zip(axes, shape, strict=True)
-                for extent in (found[factor] if self._count(factor) > 1 else (size,))
-            )
+        ahead = _ahead(rule, {factor: self._count(factor) for factor, _ in self.ahead}, arrays)
+        return (_with_axes(axes, shape, ahead) for axes, shape in zip(rule.results, shapes, strict=True))
+
+
+def _ahead(rule: Rule, counts: dict[str, int], arrays: Sequence[Any]) -> dict[str, tuple[int, ...]]:
+    """What stands in front of the last axis of each factor that several stand for."""
+    found: dict[str, tuple[int, ...]] = {}
+    for axes, x in zip(rule.operands, arrays, strict=True):
+        extents = iter(x.shape)
+        if len(axes) == x.ndim:  # in one axis each
+            continue
+        for factor, *_ in axes:
+            *first, _ = (next(extents) for _ in range(counts.get(factor, 1)))
+            found[factor] = tuple(first)
+    return {factor: found[factor] for factor in counts if factor in found}
+
+
+def _with_axes(
+    axes: tuple[Factors, ...], shape: tuple[int, ...], ahead: dict[str, tuple[int, ...]]
+) -> tuple[int, ...]:
+    """The shape of an array of one axis a factor, with those that stand for it."""
+    return tuple(
+        extent
+        for (factor, *_), size in zip(axes, shape, strict=True)
+        for first in (ahead.get(factor, ()),)
+        for extent in (*first, size // prod(first))
+    )
 
 
 @dataclass(frozen=True)
@@ -173,6 +190,38 @@ def with_rows(x: Array, others: int) -> tuple[Array, int]:
 
 
 def call_on_axes(kernel: Kernel, counts: dict[str, int], *arrays: Array) -> tuple[Array, ...]:
-    """The kernel's results of arrays that have counts[factor] axes in the place of one, see `kernels.call`."""
-    several = tuple((factor, count) for factor, count in counts.items() if count > 1)
-    return call(SeveralAxes(kernel, several) if several else kernel, *arrays)
+    """The kernel's results of arrays that have counts[factor] axes in the place of one, see `kernels.call`.
+
+    An array may have one axis each all the same. So have results where the last of several axes holds no blocks, or
+    none but a single one.
+    """
+    rule = Rule.of(kernel.rule)
+    counts = {factor: count for factor, count in counts.items() if count > 1}
+    ahead = _ahead(rule, counts, arrays)
+    for factor in [factor for factor in ahead if factor in kernel.sizes]:
+        blocks, rest = divmod(kernel.sizes[factor], prod(ahead[factor]))
+        if rest or blocks == 1:  # Shardy refuses a factor of one element beside another
+            arrays = _in_one(rule, factor, counts, arrays)
+            del ahead[factor]
+            counts = {name: count for name, count in counts.items() if name != factor}
+    if not ahead:
+        return call(kernel, *arrays)
+    laid = (
+        x.reshape(_with_axes(axes, x.shape, ahead)) if len(axes) == x.ndim else x
+        for axes, x in zip(rule.operands, arrays, strict=True)
+    )
+    return call(SeveralAxes(kernel, tuple(ahead.items())), *laid)
+
+
+def _in_one(rule: Rule, factor: str, counts: dict[str, int], arrays: Sequence[Array]) -> tuple[Array, ...]:
+    """The arrays with the axes that stand for a factor made one."""
+    made = []
+    for axes, x in zip(rule.operands, arrays, strict=True):
+        if len(axes) != x.ndim:
+            extents, shape = iter(x.shape), []
+            for name, *_ in axes:
+                own = [next(extents) for _ in range(counts.get(name, 1))]
+                shape += [prod(own)] if name == factor else own
+            x = x.reshape(shape)
+        made.append(x)
+    return tuple(made)

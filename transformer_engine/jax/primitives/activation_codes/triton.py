@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -285,19 +285,23 @@ def _in_units(
 
 def forward(x: Array, scale: Array | None, how: How, cast: Request) -> Quantized:
     """See `activation_codes`."""
-    x, counts = _rows(x, 2, how.spec)
+    x, count = with_rows(x, 2)
+    counts = {"r": count}
     if scale is None and not fused_codes.in_blocks(how.spec):
         amax, y = call_on_axes(Measured(how.names, how.params, False), counts, x)
         return FORMATS[how.spec.format.name].plan(cast)(y, Given(amax=amax))
     kernel = Forward(how.names, how.params, how.spec, cast.shape, x.shape[-1])
-    return _quantized(list(call_on_axes(kernel, counts, x, *_multiplier(scale))), how.spec)
+    return _quantized(
+        call_on_axes(kernel, counts, x, *_multiplier(scale)), how.spec, cast, (*x.shape[:-2], x.shape[-1])
+    )
 
 
 def backward(
     dy: Array, x: Array, scale: Array | None, how: How, cast: Request
 ) -> tuple[Quantized, Array | None]:
     """See `activation_backward_codes`."""
-    (x, counts), (dy, _) = _rows(x, 2, how.spec), _rows(dy, 1, how.spec)
+    (x, count), (dy, _) = with_rows(x, 2), with_rows(dy, 1)
+    counts = {"r": count}
     if scale is None and not fused_codes.in_blocks(how.spec):
         amax, dx, *total = call_on_axes(Measured(how.names, how.params, True, how.sums), counts, dy, x)
         made = FORMATS[how.spec.format.name].plan(cast)(dx, Given(amax=amax))
@@ -305,28 +309,19 @@ def backward(
     kernel = Backward(how.names, how.params, how.spec, cast.shape, x.shape[-1], how.sums)
     results = list(call_on_axes(kernel, counts, dy, x, *_multiplier(scale)))
     total = None if how.sums is None else results.pop()
-    if fused_codes.in_blocks(how.spec):
-        flat = coded(how.spec, *cast.shape)
-        results = [array.reshape(shape.shape) for array, shape in zip(results, flat, strict=True)]
-    return _quantized(results, how.spec), total
-
-
-def _rows(x: Array, others: int, spec: QuantizeSpec) -> tuple[Array, dict[str, int]]:
-    """x [*rows, ..] with the axes that rows keep, one where blocks lie along them, and their number in rules."""
-    if fused_codes.in_blocks(spec):
-        x = x.reshape(-1, *x.shape[x.ndim - others :])
-    x, count = with_rows(x, others)
-    return x, {"r": count}
+    return _quantized(results, how.spec, cast, x.shape), total
 
 
 def _multiplier(scale: Array | None) -> list[Array]:
     return [] if scale is None else [scale.astype(jnp.float32).reshape(1)]
 
 
-def _quantized(made: list[Array], spec: QuantizeSpec) -> Quantized:
-    """What is in the order of `coded` by its names."""
+def _quantized(made: Sequence[Array], spec: QuantizeSpec, cast: Request, shape: tuple[int, ...]) -> Quantized:
+    """What is in the order of `coded` by its names; of an array of that shape, scales as those of a matrix."""
     if fused_codes.in_blocks(spec):
-        return Quantized(*made)
+        flat = coded(spec, *cast.shape)
+        codes = Quantized(*(one.reshape(flat[i].shape) if i % 2 else one for i, one in enumerate(made)))
+        return codes.with_axes(shape, cast.axis)
     codes, *codes_t, scale, amax = made
     if not codes_t:
         return Quantized(codes, scale, amax=amax)

@@ -48,6 +48,8 @@ def _refuses(request: GemmRequest) -> str | None:
             return f"block scales ({form.name}); it takes one scale a tensor"
     if request.a_element == request.b_element == jnp.float8_e5m2:
         return "both operands are E5M2; cuBLASLt takes at most one"
+    if 0 in (request.m, request.n, request.k):
+        return "a product without elements"
     for name in ("m", "n", "k"):
         if getattr(request, name) % 16:
             return f"{name.upper()}={getattr(request, name)} is not a multiple of 16"

@@ -16,7 +16,7 @@ from jax import Array, lax
 from ....common.dispatch import Backend
 from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8, ceil_div
 from ...platform import processors
-from ..kernels import Kernel, call
+from ..kernels import Kernel
 from ..launching import refuses_on, run
 from ..operand import Operand
 from ..partitioning import Extent, extent
@@ -140,10 +140,8 @@ def _run(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool) -> Array:
         blocks = 1 if b.format == BLOCK_1D else _BLOCK
         scales = (a.scale.T, b.scale.T if blocks == 1 else b.scale)
     kernel = Product(dtype, exact, blocks, b.rows, a.depth)
-    if blocks is None:
-        counts = {"m": a.axis, "n": b.axis, "k": a.codes.ndim - a.axis}
-        return call_on_axes(kernel, counts, a.codes, b.codes, *scales)[0]
-    out = call(kernel, a.matrix().codes, b.matrix().codes, *scales)[0]
+    counts = {"m": a.axis, "n": b.axis, "k": a.codes.ndim - a.axis}
+    out = call_on_axes(kernel, counts, a.codes, b.codes, *scales)[0]
     return out.reshape(*a.codes.shape[: a.axis], *b.codes.shape[: b.axis])
 
 

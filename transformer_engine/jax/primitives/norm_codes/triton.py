@@ -172,7 +172,7 @@ def _run(
     counts = {"r": count}
     if fused_codes.in_blocks(spec):
         codes, scales, *statistics = call_on_axes(RowBlocks(*norm_of, spec), counts, *given)
-        made = Quantized(codes.reshape(-1, codes.shape[-1]), scales.reshape(-1, scales.shape[-1]))
+        made = Quantized(codes, scales.reshape(cast.shape[0], -1))
     elif scale is not None:
         multiplier = scale.astype(jnp.float32).reshape(1)
         codes, *rest = call_on_axes(Scaled(*norm_of, spec), counts, *given, multiplier)

@@ -48,7 +48,7 @@ def quantize(
     amax: Array | None = None,
     amax_t: Array | None = None,
     random: tuple[Array, Array | None] | None = None,
-    axis: int = 1,
+    axis: int | None = None,
 ) -> Quantized:
     """x [*M, *K] -> codes and scales of the directions that spec asks for.
 
@@ -57,13 +57,12 @@ def quantize(
     amax_t    NVFP4: the same for the columnwise direction
     random    NVFP4, stochastic: uniform float32 in [0, 1), shaped [M, K] for the rowwise codes and [K, M] for
               the columnwise (two_dimensional: the first alone, the columnwise codes being its transpose)
-    axis      where K begins. With one scale for all, codes keep x's axes, [*M, *K] and [*K, *M], so that devices may
-              hold parts of any of them; blocks lie in a matrix, and so do their codes
+    axis      where K begins; None: x is a matrix. Codes keep x's axes, [*M, *K] and [*K, *M], so that devices may hold
+              parts of any of them
     """
+    axis = _columns_of(x, axis)
     shape = (prod(x.shape[:axis]), prod(x.shape[axis:]))
-    _check(x, shape, axis, spec, multiplier, random)
-    if spec.format.block is not None:
-        x, axis = x.reshape(shape), 1
+    _check(x, shape, spec, multiplier, random)
     return computed(
         TABLE, lambda platform: Request(spec, shape, x.dtype, platform, multiplier is not None, axis), x,
         Given(multiplier, amax, amax_t, random),
@@ -84,19 +83,27 @@ def dequantize(operand: Operand) -> Array:
     return values.reshape(operand.codes.shape)
 
 
+def _columns_of(x: Array, axis: int | None) -> int:
+    """Where the columns of x begin; ValueError where there are none, or no rows."""
+    if axis is None and x.ndim != 2:
+        raise ValueError(
+            f"x has shape {x.shape}; quantize takes a matrix [M, K], reshape it or say by axis where its columns begin"
+        )
+    axis = 1 if axis is None else axis
+    if not 0 < axis < x.ndim:
+        raise ValueError(
+            f"axis={axis} leaves no rows or no columns of x {x.shape}; give one from 1 to {x.ndim - 1}"
+        )
+    return axis
+
+
 def _check(
     x: Array,
     shape: tuple[int, int],
-    axis: int,
     spec: QuantizeSpec,
     multiplier: Array | None,
     random: tuple[Array, Array | None] | None,
 ) -> None:
-    if not 0 < axis < x.ndim:
-        raise ValueError(
-            f"x has shape {x.shape}, its columns begin at axis {axis}; quantize takes axes of rows and of columns, "
-            "at least one each: reshape it, or give another axis"
-        )
     if x.dtype not in _VALUES:
         raise TypeError(f"x is {described(x)}; quantize takes float32, bfloat16 and float16, cast it")
     if multiplier is not None and spec.format.block is not None:

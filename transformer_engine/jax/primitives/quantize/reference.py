@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from math import prod
 
 import jax
 from jax import Array
@@ -18,10 +19,11 @@ from .spec import Given, Quantized, QuantizeSpec, Request
 # Compiled as one program also where the caller is eager: operation by operation it takes seconds.
 @functools.partial(jax.jit, static_argnames=("spec", "axis"))
 def run(x: Array, given: Given, spec: QuantizeSpec, axis: int = 1) -> Quantized:
-    """x [M, K] -> the directions that spec asks for; of [*M, *K] where one scale is that of all."""
+    """x [*M, *K] -> the directions that spec asks for."""
     form = FORMATS[spec.format.name]
     if spec.format.block is not None:
-        return form.quantize(x, spec, given)
+        matrix = x.reshape(prod(x.shape[:axis]), prod(x.shape[axis:]))
+        return form.quantize(matrix, spec, given).with_axes(x.shape, axis)
     made = form.quantize(x, replace(spec, rowwise=True, columnwise=False), given)
     assert made.codes is not None
     return Quantized(

@@ -33,7 +33,7 @@ class Given(NamedTuple):
 class Quantized(NamedTuple):
     """The matrix [M, K] in narrow codes; None where a direction was not asked for.
 
-    Codes with one scale have the axes of what was quantized, [*M, *K] and [*K, *M].
+    Codes have the axes of what was quantized, [*M, *K] and [*K, *M].
 
     codes    [M, K];   scale    how `Operand` describes it for [M, K]
     codes_t  [K, M];   scale_t  the same for the transposed matrix [K, M]
@@ -47,6 +47,11 @@ class Quantized(NamedTuple):
     scale_t: Array | None = None
     amax: Array | None = None
     amax_t: Array | None = None
+
+    def with_axes(self, shape: tuple[int, ...], axis: int) -> Quantized:
+        """The same with codes of an array of that shape, whose columns begin at axis."""
+        codes_t = None if self.codes_t is None else self.codes_t.reshape(*shape[axis:], *shape[:axis])
+        return self._replace(codes=None if self.codes is None else self.codes.reshape(shape), codes_t=codes_t)
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,10 @@ from jax import Array, lax
 from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT32_MAX, MXFP8, ceil_div
 from ....common.kernels.launch import Launch
 from ...platform import processors
-from ..kernels import Kernel, call
+from ..kernels import Kernel
 from ..launching import run
 from ..partitioning import Extent, extent
+from ..several_axes import call_on_axes
 from .format_row import PlannedCall
 from .spec import Given, Quantized, QuantizeSpec, Request, jax_dtype
 
@@ -113,11 +114,14 @@ def plan(request: Request) -> PlannedCall:
     """The codes and scales of matrices, as one spec asks for them."""
     spec = request.spec
     kernel = Tiles(spec, request.shape)
+    flat = kernel.results(jax.ShapeDtypeStruct(request.shape, request.dtype))
 
     def quantize(x: Array, given: Given) -> Quantized:
-        made = list(call(kernel, x))
+        results = call_on_axes(kernel, {"m": request.axis, "k": x.ndim - request.axis}, x)
+        # Scales are those of the matrix; they are few.
+        made = [one.reshape(flat[i].shape) if i % 2 else one for i, one in enumerate(results)]
         rows = (made.pop(0), made.pop(0)) if spec.rowwise else (None, None)
         columns = (made.pop(0), made.pop(0)) if spec.columnwise else (None, None)
-        return Quantized(*rows, *columns)
+        return Quantized(*rows, *columns).with_axes(x.shape, request.axis)
 
     return quantize

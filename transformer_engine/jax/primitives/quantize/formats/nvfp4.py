@@ -213,6 +213,7 @@ def plan(request: Request) -> PlannedCall:
     spec = request.spec
 
     def quantize(x: Array, given: Given) -> Quantized:
+        shape, x = x.shape, x.reshape(request.shape)
         amax, amax_t = _maxima(x, spec, given)
         random = given.random if spec.stochastic and given.random is not None else (None, None)
         columns = random[0].T if spec.transposes and random[0] is not None else random[1]
@@ -225,7 +226,8 @@ def plan(request: Request) -> PlannedCall:
         made = list(call(kernel, x, *(one for one in used if one is not None)))
         rows = (made.pop(0), made.pop(0)) if spec.rowwise else (None, None)
         turned = (made.pop(0), made.pop(0)) if spec.columnwise else (None, None)
-        return Quantized(_unpacked(rows[0]), rows[1], _unpacked(turned[0]), turned[1], used[0], used[1])
+        codes = Quantized(_unpacked(rows[0]), rows[1], _unpacked(turned[0]), turned[1], used[0], used[1])
+        return codes.with_axes(shape, request.axis)
 
     return quantize
 
