@@ -282,7 +282,7 @@ def product_of_columns(
     by_address   the table's matrices are written; out is one of them, for its dtype
     accumulates  what out holds is added to
     """
-    block_n, block_k, block_m, band, stages, warps = _tile_of_columns(width, depth, scaling, shared_memory)
+    block_n, block_k, block_m, band, stages, warps = _tile_of_columns(scaling, shared_memory)
     programs = groups * ceil_div(width, block_n) * ceil_div(depth, block_k)
     return Launch(
         columns_kernel,
@@ -329,18 +329,12 @@ def _tile_of_rows(width: int, scaling: int, shared_memory: int) -> tuple[int, in
     return (128, 128, 8, 3, 4)
 
 
-def _tile_of_columns(
-    width: int, depth: int, scaling: int, shared_memory: int
-) -> tuple[int, int, int, int, int, int]:
+def _tile_of_columns(scaling: int, shared_memory: int) -> tuple[int, int, int, int, int, int]:
     """(rows of the result, its columns, contracted rows a step, tiles a band, stages, warps)."""
     # H200, TFLOP/s, the same shapes: bfloat16 256 columns 502 and 712, 128 columns 473 and 620; e4m3 promoted 601
     # and 949, 256 columns 353 and 472; block scales 64 x 128 with 4 warps 472 and 676, 128 x 128 with 8 316 and 449.
-    if scaling == UNSCALED and shared_memory > _LARGE:
-        # Long along the axis that leaves less of the last tiles unused: 1408 columns are 5.5 tiles of 256, 11 of 128.
-        along_rows = ceil_div(width, 256) * ceil_div(depth, 128) < ceil_div(width, 128) * ceil_div(depth, 256)
-        return (256, 128, 64, 4, 4, 8) if along_rows else (128, 256, 64, 4, 4, 8)
     if scaling == UNSCALED:
-        return (128, 128, 64, 4, 3, 4)
+        return (128, 256, 64, 4, 4, 8) if shared_memory > _LARGE else (128, 128, 64, 4, 3, 4)
     if scaling == BLOCK_SCALES:
         return (64, 128, 128, 8, 3, 4)
     return (128, 128, 128, 4, 3, 4)
