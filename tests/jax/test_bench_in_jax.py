@@ -113,20 +113,36 @@ def test_a_program_comes_out_of_the_cache_on_disk_once_it_was_compiled():
     assert jax.config.jax_compilation_cache_dir == before
 
 
-def test_time_that_streams_share_counts_once():
-    def line(name, *spans, kernel="fusion"):
-        events = [SimpleNamespace(name=kernel, start_ns=start, duration_ns=length) for start, length in spans]
+def planes_of(*streams):
+    def line(name, *spans):
+        events = [
+            SimpleNamespace(name=kernel, start_ns=start, duration_ns=length)
+            for kernel, start, length in spans
+        ]
         return SimpleNamespace(name=name, events=events)
 
-    planes = [
+    return SimpleNamespace(planes=[
         SimpleNamespace(name="/device:GPU:0", lines=[
-            line("Stream #1(Compute)", (0, 10), (20, 10)), line("Stream #2", (5, 10), (100, 1)),
-            line("XLA Ops", (0, 99)), line("Stream #7", (200, 50), kernel="at::cuda::spin_kernel(long)"),
+            *(line(f"Stream #{place}(Compute)", *spans) for place, spans in enumerate(streams)),
+            line("XLA Ops", ("op", 0, 99)),
         ]),
-        SimpleNamespace(name="/host:CPU", lines=[line("python", (0, 1000))]),
-    ]  # fmt: skip
-    spans = list(jax_workload._kernels(SimpleNamespace(planes=planes)))
-    assert jax_workload.covered(spans) == 15 + 10 + 1
+        SimpleNamespace(name="/host:CPU", lines=[line("python", ("call", 0, 1000))]),
+    ])  # fmt: skip
+
+
+FIRST, SECOND = [("a", 10, 10), ("b", 30, 10), ("a", 210, 8)], [("c", 15, 10), ("d", 110, 1)]
+
+
+def test_time_that_streams_share_counts_once_and_a_call_begins_where_torch_has_slept():
+    sleep = "at::cuda::(anonymous namespace)::spin_kernel(long)"
+    torch_s = [("fill", 0, 2), (sleep, 3, 6), ("fill", 190, 2), (sleep, 200, 6)]
+    assert jax_workload._calls(planes_of(FIRST, SECOND, torch_s)) == [15 + 10 + 1, 8]
+
+
+def test_where_torch_s_sleep_is_not_seen_a_call_has_the_mean(monkeypatch):
+    monkeypatch.setattr(jax_workload, "PROFILED", 2)
+    assert jax_workload._calls(planes_of(FIRST, SECOND)) == [(15 + 10 + 1 + 8) / 2]
+    assert jax_workload._calls(planes_of()) == []
 
 
 def test_they_are_measured_where_they_are_named():

@@ -32,6 +32,7 @@ from transformer_engine.common.kernels import (
     grouped_block_cast,
     grouped_cast,
     grouped_gemm,
+    grouped_layout,
     kv_cache,
     multi_tensor,
     mxfp8,
@@ -218,7 +219,7 @@ def grouped() -> Iterator[Case]:
         grouped_block_cast.square_blocks(*blocks, True, False),
         (HALF, ADDRESS, None),
     )
-    yield "layout", grouped_gemm.layout_of(512, 4), (ADDRESS,)
+    yield "layout", grouped_layout.layout_of(512, 4), (ADDRESS,)
     yield "row sums", grouped_gemm.row_sums(1024, 4), (HALF, INDEX)
     for by_address in (False, True):
         table = ADDRESS if by_address else None

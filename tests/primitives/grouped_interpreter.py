@@ -16,7 +16,7 @@ import torch
 
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E4M3, E5M2, FLOAT8
 from transformer_engine.common.kernels import grouped_gemm as kernels
-from transformer_engine.common.kernels import launch
+from transformer_engine.common.kernels import grouped_layout, launch
 from transformer_engine.pytorch.primitives.grouped_gemm import Matrices, groups_of
 from transformer_engine.pytorch.primitives.grouped_quantize import (
     GroupedQuantizeRequest,
@@ -85,7 +85,7 @@ def layouts() -> dict[str, bool]:
     for splits in (SPLITS, (128, 0, 256, 1), (5,)):
         expected = groups_of(splits, sum(splits), torch.device("cpu")).layout
         made = torch.empty_like(expected)
-        record = kernels.layout_of(sum(splits), len(splits))
+        record = grouped_layout.layout_of(sum(splits), len(splits))
         launch.start(record, (torch.tensor(splits), made), -1)
         results[f"layout {splits}"] = torch.equal(made, expected)
     return results

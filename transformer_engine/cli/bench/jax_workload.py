@@ -28,7 +28,7 @@ from .measure import EVICTING, SLEEP, Effort, Figures, Timing, pause
 
 # A product of FP8 operands that XLA has handed to cuBLASLt.
 FP8_CALL = 'custom_call_target="__cublas$lt$matmul$f8"'
-PROFILED = 5  # calls
+PROFILED = 9  # calls
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,10 @@ def _until_return(call: _Call) -> float:
 
 
 def _on_the_gpu(call: _Call, host: float) -> float | None:
-    """Milliseconds a call that kernels ran, None where the profiler saw none of them; host: seconds that it queues."""
+    """Milliseconds of a call that kernels ran, the median; None where the profiler saw none.
+
+    host   seconds that a call takes to be queued
+    """
     other = torch.empty(EVICTING, dtype=torch.uint8, device="cuda")
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
@@ -168,19 +171,32 @@ def _on_the_gpu(call: _Call, host: float) -> float | None:
                 torch.cuda.synchronize()
                 jax.block_until_ready(call())
         files = sorted(Path(folder).rglob("*.xplane.pb"))
-        spans = [span for file in files for span in _kernels(jax.profiler.ProfileData.from_file(str(file)))]
-    return covered(spans) / 1e6 / PROFILED if spans else None
+        calls = [one for file in files for one in _calls(jax.profiler.ProfileData.from_file(str(file)))]
+    return statistics.median(calls) / 1e6 if calls else None
 
 
-def _kernels(profile: Any) -> Iterable[tuple[float, float]]:
-    """(start, end) in nanoseconds of what ran on the streams of the GPUs, but for that of torch, which sleeps."""
+def _calls(profile: Any) -> list[float]:
+    """Nanoseconds that every call's kernels ran on the streams of the GPUs, but for that of torch, which sleeps before.
+
+    Where the profiler has not seen torch sleep, all calls have their mean.
+    """
+    sleeps, spans = [], []
     for plane in profile.planes:
-        if not plane.name.startswith("/device:GPU"):
-            continue
-        for line in plane.lines:
+        for line in plane.lines if plane.name.startswith("/device:GPU") else ():
             events = list(line.events) if line.name.startswith("Stream") else []
-            if not any(SLEEP in event.name for event in events):
-                yield from ((event.start_ns, event.start_ns + event.duration_ns) for event in events)
+            slept = [event.start_ns for event in events if SLEEP in event.name]
+            sleeps += slept
+            if not slept:
+                spans += [(event.start_ns, event.start_ns + event.duration_ns) for event in events]
+    if not spans:
+        return []
+    if not sleeps:
+        return [covered(spans) / PROFILED]
+    ends = [*sorted(sleeps)[1:], float("inf")]
+    return [
+        covered(span for span in spans if begin <= span[0] < end)
+        for begin, end in zip(sorted(sleeps), ends, strict=True)
+    ]
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:

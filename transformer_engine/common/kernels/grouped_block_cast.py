@@ -15,7 +15,7 @@ from ..formats import Element, ceil_div
 from . import tile
 from .block_cast import _row_blocks
 from .grouped_cast import codes_of, grid_of, place_of, store_transposed, tables_of
-from .grouped_gemm import TILE_ROWS
+from .grouped_layout import TILE_ROWS
 from .launch import Launch, Output
 from .rounding import as_float, magnitude_bits, scale_from_amax
 

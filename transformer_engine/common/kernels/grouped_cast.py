@@ -2,8 +2,8 @@
 
 Every group is quantized as it would be alone, bit for bit: with its own scale and recorded maximum, or in its own
 blocks (`grouped_block_cast`). Row codes keep the matrix's layout; codes of the transpose lie group by group, [K, rows
-rounded up to 128] each, zero past the last row, so that a product along the rows needs no masks. See `grouped_gemm`
-for the layout tensor that says where the groups are.
+rounded up to 128] each, zero past the last row, so that a product along the rows needs no masks. See `grouped_layout`
+for the tensor that says where the groups are.
 """
 
 from __future__ import annotations
@@ -16,17 +16,8 @@ import triton.language as tl
 from ..formats import FLOAT32_MAX, Element, ceil_div
 from . import tile
 from .cast import _record
-from .grouped_gemm import (
-    SCALE_SLOT,
-    SLOT,
-    TILE_ROWS,
-    base_of,
-    group_of_tile,
-    group_or_none,
-    row_behind,
-    rows_of_group,
-    tiles_at_most,
-)
+from .grouped_gemm import SCALE_SLOT, SLOT, base_of
+from .grouped_layout import TILE_ROWS, group_of_tile, group_or_none, row_behind, rows_of_group, tiles_at_most
 from .launch import READ, Launch, Output, Table, codes_dtype
 from .program import Program, Step, step
 from .rounding import given_multiplier, magnitude_bits, scale_from_amax
@@ -290,20 +281,10 @@ def maximum(shape: tuple[int, int], groups: int, by_rows: bool) -> Launch:
 
 @functools.lru_cache(maxsize=1024)
 def cast(
-    shape: tuple[int, int],
-    groups: int,
-    by_rows: bool,
-    element: Element,
-    stride: int,
-    offset: int,
-    power_of_two: bool,
-    epsilon: float,
-    rowwise: bool,
-    columnwise: bool,
-    records: bool,
-    zero_is_one: bool = False,
-    rest: bool = False,
-) -> Launch:
+    shape: tuple[int, int], groups: int, by_rows: bool, element: Element, stride: int, offset: int,
+    power_of_two: bool, epsilon: float, rowwise: bool, columnwise: bool, *,
+    records: bool, zero_is_one: bool = False, rest: bool = False,
+) -> Launch:  # fmt: skip
     """Inputs: x [total, K] or one of the matrices [M, K] (M even), the table or None, layout or None, multiplier or
     None, amax; outputs: codes if rowwise, codes_t if columnwise, scale [groups, 4].
 

@@ -1,8 +1,7 @@
 """y_e [M_e, N] = a_e [M_e, K] @ b_e [N, K].T and dw_e [N, K] = dy_e.T @ x_e for consecutive groups of rows.
 
-Where the groups lie is an int32 tensor on the device, the layout, so that no size travels to the host: the first row
-of every group, its first tile of 128 rows, and the group of every tile (`layout_kernel` writes it). Codes that are
-contracted along the rows lie group by group, each [columns, rows rounded up to 128] with zeros at the end.
+Where the groups lie says a tensor on the device (`grouped_layout`). Codes that are contracted along the rows lie group
+by group, each [columns, rows rounded up to 128] with zeros at the end.
 
 Partial sums are kept in float32. FP8 products with one scale a tensor either leave the sum to the tensor cores,
 which keep about 14 bits of it, or promote it every BLOCK_K elements; those with block scales promote it every block.
@@ -17,77 +16,15 @@ import triton.language as tl
 
 from ..formats import ceil_div
 from . import tile
+from .grouped_layout import ROWS, group_of_tile, group_or_none, row_behind, rows_of_group, tiles_at_most
 from .launch import READ, WRITTEN, Launch, Output, Table
 
-TILE_ROWS = 128
-ROWS = tl.constexpr(TILE_ROWS)
 SCALE_SLOT = 4  # floats from one group's scale to the next: cuBLASLt takes scales at multiples of 16 bytes
 SLOT = tl.constexpr(SCALE_SLOT)
 
 UNSCALED, TENSOR_SCALES, BLOCK_SCALES = 0, 1, 2
 _BY_TENSOR = tl.constexpr(TENSOR_SCALES)
 _BY_BLOCK = tl.constexpr(BLOCK_SCALES)
-
-
-def layout_size(total: int, groups: int) -> int:
-    """Integers in the layout of groups that have total rows: two tables of groups + 1, and the tiles at most."""
-    return 2 * (groups + 1) + tiles_at_most(total, groups)
-
-
-def tiles_at_most(total: int, groups: int) -> int:
-    """Tiles of 128 rows that groups with total rows can need: each group leaves at most one partly filled."""
-    return total // TILE_ROWS + groups
-
-
-@triton.jit
-def layout_kernel(
-    splits, layout, TOTAL, TILES, GROUPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-):
-    """layout of splits [GROUPS], rows a group; WIDTH is a power of two above GROUPS. Rows past TOTAL are cut off."""
-    e = tl.arange(0, WIDTH)
-    rows = tl.load(splits + e, mask=e < GROUPS, other=0).to(tl.int32)
-    ends = tl.minimum(tl.cumsum(tl.maximum(rows, 0), 0), TOTAL)
-    rows = ends - tl.minimum(tl.cumsum(tl.maximum(rows, 0), 0) - tl.maximum(rows, 0), TOTAL)
-    tile_ends = tl.cumsum((rows + ROWS - 1) // ROWS, 0)
-    if tl.program_id(0) == 0:
-        tl.store(layout, 0)
-        tl.store(layout + GROUPS + 1, 0)
-        tl.store(layout + 1 + e, ends, mask=e < GROUPS)
-        tl.store(layout + GROUPS + 2 + e, tile_ends, mask=e < GROUPS)
-    t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    finished = (tile_ends[None, :] <= t[:, None]) & (e < GROUPS)[None, :]
-    tl.store(layout + 2 * (GROUPS + 1) + t, tl.sum(finished.to(tl.int32), 1), mask=t < TILES)
-
-
-@triton.jit
-def group_of_tile(layout, tile_m, GROUPS: tl.constexpr):
-    """The group of a tile; GROUPS for a tile that does not exist."""
-    return tl.load(layout + 2 * (GROUPS + 1) + tile_m)
-
-
-@triton.jit
-def group_or_none(layout, tile_m, TILES, GROUPS: tl.constexpr):
-    """The group of one of TILES tiles, of which the last is behind all groups whatever their sizes: GROUPS there.
-
-    One tile more than `tiles_at_most` is enough for every row to have one: with S of T rows in groups, at most
-    (S + 127 GROUPS) / 128 tiles are theirs, so that T // 128 + GROUPS + 1 leave (T - S) / 128 or more.
-    """
-    return tl.load(layout + 2 * (GROUPS + 1) + tile_m, mask=tile_m < TILES - 1, other=GROUPS)
-
-
-@triton.jit
-def row_behind(layout, tile_m, GROUPS: tl.constexpr):
-    """The first row of a tile that is no group's: they follow the last row that is one's."""
-    return tl.load(layout + GROUPS) + (tile_m - tl.load(layout + 2 * GROUPS + 1)) * ROWS
-
-
-@triton.jit
-def rows_of_group(layout, group, GROUPS: tl.constexpr):
-    """(first row, rows, first tile, tiles) of a group."""
-    start = tl.load(layout + group)
-    rows = tl.load(layout + group + 1) - start
-    first_tile = tl.load(layout + GROUPS + 1 + group)
-    return start, rows, first_tile, tl.load(layout + GROUPS + 2 + group) - first_tile
 
 
 @triton.jit
@@ -284,17 +221,6 @@ def row_sums_kernel(x, layout, sums, N, GROUPS: tl.constexpr, BLOCK_M: tl.conste
     tl.store(sums + group * N + n, tl.sum(total, 0), mask=n < N)
 
 
-@functools.lru_cache(maxsize=256)
-def layout_of(total: int, groups: int) -> Launch:
-    """Input: splits [groups] of any integer type; output: layout int32 [layout_size]."""
-    tiles = tiles_at_most(total, groups)
-    width = triton.next_power_of_2(groups)
-    block = max(1, min(128, 8192 // width))
-    outputs = (Output((layout_size(total, groups),), "int32"),)
-    grid = (ceil_div(tiles, block), 1, 1)
-    return Launch(layout_kernel, grid, outputs, (total, tiles), (groups, width, block), warps=4)
-
-
 @functools.lru_cache(maxsize=4096)
 def product_of_rows(
     total: int,
@@ -356,7 +282,7 @@ def product_of_columns(
     by_address   the table's matrices are written; out is one of them, for its dtype
     accumulates  what out holds is added to
     """
-    block_n, block_k, block_m, band, stages, warps = _tile_of_columns(width, depth, scaling, shared_memory)
+    block_n, block_k, block_m, band, stages, warps = _tile_of_columns(scaling, shared_memory)
     programs = groups * ceil_div(width, block_n) * ceil_div(depth, block_k)
     return Launch(
         columns_kernel,
@@ -403,18 +329,12 @@ def _tile_of_rows(width: int, scaling: int, shared_memory: int) -> tuple[int, in
     return (128, 128, 8, 3, 4)
 
 
-def _tile_of_columns(
-    width: int, depth: int, scaling: int, shared_memory: int
-) -> tuple[int, int, int, int, int, int]:
+def _tile_of_columns(scaling: int, shared_memory: int) -> tuple[int, int, int, int, int, int]:
     """(rows of the result, its columns, contracted rows a step, tiles a band, stages, warps)."""
     # H200, TFLOP/s, the same shapes: bfloat16 256 columns 502 and 712, 128 columns 473 and 620; e4m3 promoted 601
     # and 949, 256 columns 353 and 472; block scales 64 x 128 with 4 warps 472 and 676, 128 x 128 with 8 316 and 449.
-    if scaling == UNSCALED and shared_memory > _LARGE:
-        # Long along the axis that leaves less of the last tiles unused: 1408 columns are 5.5 tiles of 256, 11 of 128.
-        along_rows = ceil_div(width, 256) * ceil_div(depth, 128) < ceil_div(width, 128) * ceil_div(depth, 256)
-        return (256, 128, 64, 4, 4, 8) if along_rows else (128, 256, 64, 4, 4, 8)
     if scaling == UNSCALED:
-        return (128, 128, 64, 4, 3, 4)
+        return (128, 256, 64, 4, 4, 8) if shared_memory > _LARGE else (128, 128, 64, 4, 3, 4)
     if scaling == BLOCK_SCALES:
         return (64, 128, 128, 8, 3, 4)
     return (128, 128, 128, 4, 3, 4)

@@ -119,8 +119,7 @@ class OverRows(Kernel):
 
 def _columns(codes: Array, layout: Array, groups: int) -> Array:
     """FP8 codes [M, K] -> [K, rows of a group rounded up to 128], one group after the other: a cast by one."""
-    from ....common.kernels import grouped_cast
-    from ....common.kernels import grouped_gemm as kernels
+    from ....common.kernels import grouped_cast, grouped_layout
 
     element = _ELEMENTS[codes.dtype]
     (rows, depth) = codes.shape
@@ -128,7 +127,7 @@ def _columns(codes: Array, layout: Array, groups: int) -> Array:
         (rows, depth), groups, True, element, 0, 0, False, 0.0, rowwise=False, columnwise=True, records=False
     )
     made = jax.ShapeDtypeStruct(
-        (kernels.tiles_at_most(rows, groups) * kernels.TILE_ROWS * depth,), codes.dtype
+        (grouped_layout.tiles_at_most(rows, groups) * grouped_layout.TILE_ROWS * depth,), codes.dtype
     )
     # The scale that a group's maximum asks for is 1 where the maximum is the element's greatest.
     amax = jnp.full(groups, element.maximum, jnp.float32)
@@ -138,9 +137,9 @@ def _columns(codes: Array, layout: Array, groups: int) -> Array:
 
 
 def _layout(sizes: Array, rows: int) -> Array:
-    from ....common.kernels import grouped_gemm as kernels
+    from ....common.kernels.grouped_layout import layout_of
 
-    (layout,) = run(kernels.layout_of(rows, sizes.shape[0]), [sizes])
+    (layout,) = run(layout_of(rows, sizes.shape[0]), [sizes])
     assert layout is not None
     return layout
 
@@ -151,14 +150,8 @@ def _slots(scale: Array, width: int) -> Array:
 
 
 def of_rows(
-    a: Array,
-    b: Array,
-    group_sizes: Array,
-    scales: Scales,
-    dtype: jnp.dtype,
-    features_first: bool,
-    exact: bool,
-) -> Array:
+    a: Array, b: Array, group_sizes: Array, scales: Scales, dtype: jnp.dtype, features_first: bool, exact: bool
+) -> Array:  # fmt: skip
     """See `grouped_gemm`."""
     kernel = OfRows(jnp.dtype(dtype), features_first, scales is not None, exact)
     return call(kernel, a, b, group_sizes, *(scales or ()))[0]

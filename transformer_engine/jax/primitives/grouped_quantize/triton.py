@@ -117,7 +117,7 @@ class Rows(Kernel):
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
         from ....common.kernels import grouped_cast  # it imports triton
-        from ....common.kernels.grouped_gemm import layout_of
+        from ....common.kernels.grouped_layout import layout_of
 
         x, sizes, *multiplier = arrays
         (groups,) = sizes.shape

@@ -1,6 +1,6 @@
 """Groups: where consecutive groups of rows lie, and Matrices: one matrix a group, all without a word to the host.
 
-Kernels read both from small tensors on the device: the layout that `common/kernels/grouped_gemm` describes, and a
+Kernels read both from small tensors on the device: the layout that `common/kernels/grouped_layout` describes, and a
 table of addresses. Tables made from numbers that the host knows are kept, so that a repeated call copies nothing.
 """
 
@@ -19,7 +19,7 @@ from ....common.kernels import launch
 from ....common.memory import Memory
 from ...runtime.launching import run
 
-TILE_ROWS = 128  # as in common/kernels/grouped_gemm, which only imports where Triton is installed
+TILE_ROWS = 128  # as in common/kernels/grouped_layout, which only imports where Triton is installed
 
 _KEPT_TABLES = 1024
 _Numbers = tuple[torch.device, torch.dtype, tuple[int, ...]]
@@ -130,10 +130,10 @@ def _layout(rows: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
 
 
 def _laid_out_on_device(splits: Tensor, total: int) -> Groups:
-    from ....common.kernels import grouped_gemm as kernels
+    from ....common.kernels import grouped_layout
 
     count = splits.shape[0]
-    (layout,) = run(kernels.layout_of(total, count), (splits.contiguous(),))
+    (layout,) = run(grouped_layout.layout_of(total, count), (splits.contiguous(),))
     return Groups(count, total, None, layout, tiles_at_most(total, count) * TILE_ROWS)
 
 
