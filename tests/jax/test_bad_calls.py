@@ -339,20 +339,13 @@ CASES = [
         "TransformerLayer groups",
         {"zero": 0, "three": 3, "text": "x", "half": 0.5},
     ),
-    (
-        lambda v: module_call(te_flax.TransformerLayer, ones(1, 4, 16), **LAYER, hidden_dropout=v),
-        "TransformerLayer hidden_dropout",
-        RATES,
-    ),
-    (
-        lambda v: module_call(te_flax.TransformerLayer, ones(1, 4, 16), **LAYER, attention_dropout=v),
-        "TransformerLayer attention_dropout",
-        RATES,
-    ),
-    (
-        lambda v: module_call(te_flax.TransformerLayer, ones(1, 4, 16), **LAYER, drop_path=v),
-        "TransformerLayer drop_path",
-        RATES,
+    *(
+        (
+            lambda v, name=name: module_call(te_flax.TransformerLayer, ones(1, 4, 16), **LAYER, **{name: v}),
+            f"TransformerLayer {name}",
+            RATES,
+        )
+        for name in ("hidden_dropout", "attention_dropout", "drop_path")
     ),
     (
         lambda v: module_call(te_flax.TransformerLayer, ones(1, 4, 16), **LAYER, self_attn_mask_type=v),
@@ -494,7 +487,11 @@ CASES = [
                 {"x": ARRAYS | SHAPES, "activation_type": {"unknown": ("swish",), "text": "gelu"}},
             ),
             ("rmsnorm_fwd", tex_norm, {"x": ARRAYS, "gamma": ARRAYS | SHAPES, "epsilon": NUMBERS}),
-            ("MeshResource", te.MeshResource, {"dp_resource": {"pair": ("a", "b"), "number": 0}}),
+            (
+                "MeshResource",
+                lambda **axes: entered(mesh_resource=te.MeshResource(**axes)),
+                {"dp_resource": {"pair": ("a", "b"), "number": 0}},
+            ),
             (
                 "attention",
                 attend,

@@ -51,10 +51,6 @@ class MeshResource:
     cp_resource: str | None = None
     ep_resource: str | None = None
 
-    def __post_init__(self) -> None:
-        for name, axis in vars(self).items():
-            text_or_none(name, axis)
-
 
 _resource: ContextVar[MeshResource | None] = ContextVar("transformer_engine_mesh_resource", default=None)
 
@@ -64,6 +60,8 @@ def global_shard_guard(resource: MeshResource) -> Iterator[None]:
     """Let layers traced in this block lay their tensors over the axes that resource names."""
     if not isinstance(resource, MeshResource):
         raise TypeError(f"resource={resource!r} is a {type(resource).__name__}; pass a MeshResource(..)")
+    for name, axis in vars(resource).items():
+        text_or_none(name, axis)
     token = _resource.set(resource)
     try:
         yield
