@@ -71,3 +71,13 @@ def test_on_a_gpu_the_reference_takes_scores_by_a_function_and_biases_of_packed_
         taker = next(b.name for b in TABLE.candidates(request) if b.refusal(request) is None)
         left = request.modified or (request.layout is PACKED and request.bias is not AttnBiasType.NO_BIAS)
         assert (taker == "reference") is left, request
+
+
+def test_where_results_have_to_repeat_gradients_are_not_cudnn_s(h200, monkeypatch):
+    request = next(request for request in requests("cuda") if cudnn.refuses(request) is None)
+    forward = request._replace(training=False)
+    taken = [TABLE.chosen(one) for one in (request, forward)]
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    assert taken == ["cudnn", "cudnn"]
+    assert [TABLE.chosen(one) for one in (request, forward)] == ["triton", "cudnn"]
+    assert "NVTE_ALLOW_NONDETERMINISTIC_ALGO=0" in (cudnn.refuses(request) or "")

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ....common import env
 from ....common.dispatch import Backend
 from ...platform import compute_capability
 from ..custom_calls import switched_off
@@ -17,6 +18,7 @@ from .alike import alike, apart
 from .enums import AttnBiasType, AttnSoftmaxType
 from .request import AttentionRequest, Call, Parts
 
+_VARYING = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
 _PACKED_CAPABILITY = 90
 _MOST_HEAD_DIM = 128
 # H200, cuDNN 9.19: 0.47 ms forward and 2.49 with backward for 2 x 4096 tokens of 16 heads, our kernels 0.65 and 4.50.
@@ -32,6 +34,8 @@ def refuses(request: AttentionRequest) -> str | None:
         return reason
     if (reason := cudnn_packed.library_failure()) is not None:
         return reason
+    if request.training and not env.flag(_VARYING):
+        return f"gradients that differ from run to run, where {_VARYING}=0; jax asks cuDNN for no others"
     if request.dtype not in (jnp.bfloat16, jnp.float16):
         return f"{request.dtype}; it takes bfloat16 and float16"
     if request.softmax is not AttnSoftmaxType.VANILLA_SOFTMAX:

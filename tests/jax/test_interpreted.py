@@ -1,0 +1,45 @@
+"""The tests of kernels on a GPU, run again on the CPU by Triton's interpreter through JAX's bridge."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.programs import search_path
+
+ROOT = Path(__file__).parents[2]
+FILES = tuple(f"tests/jax/test_{name}_on_gpu.py" for name in ("kernels", "codes", "products", "attention"))
+# A kernel of each kind: what is written in place, codes, a norm, an activation.
+FEW = (
+    "writes_in_place or swiglu-bfloat16 or rmsnorm-bfloat16 or "
+    "(bytes_of_the_torch_reference and bfloat16 and (float8-e5m2 or block2d-power or mxfp8-e5m2))"
+)
+
+
+def run(*options: str) -> str:
+    """What the tests marked gpu of these files say."""
+    paths = search_path(ROOT / "tests", ROOT / "tests" / "jax", ROOT / "tests" / "kernels")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "interpreted", "-p", "no:cacheprovider", "-m", "gpu"]
+    alone = {"TRITON_INTERPRET": "1", "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
+    finished = subprocess.run(
+        [*command, *options], cwd=ROOT, env=os.environ | alone, capture_output=True, text=True, check=False
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    return finished.stdout
+
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+
+def test_a_kernel_of_each_kind_passes_its_tests_in_the_interpreter():
+    assert "6 passed" in run(FILES[0], "-k", FEW)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", FILES)
+def test_the_kernels_pass_their_tests_in_the_interpreter(file):
+    assert " passed" in run(file)
