@@ -15,6 +15,7 @@ from .primitives.grouped_gemm import Scales, grouped_contraction, grouped_gemm
 from .quantize.grouped import GroupedNoScaleTensor, GroupedQuantizer, group_of_rows
 from .quantize.quantizers import QuantizerSet, as_cotangent, noop_quantizer_set
 from .quantize.scaling_modes import TensorUsage
+from .undifferentiated import like, undifferentiated
 from .varying import vary_alike
 
 __all__ = ["grouped_dense"]
@@ -141,8 +142,9 @@ def _forward(
     kernel_codes, kernel_amax = _encode(quantizers.kernel, kernel, None)
     y = _of_rows(x_codes, kernel_codes, group_sizes, x.dtype, backward=False)
     saved = x_codes.get_tensor(COLUMNS), kernel_codes.get_tensor(ROWS)
-    likes = jnp.zeros((0, *x.shape), x.dtype), jnp.zeros((0, *kernel.shape), kernel.dtype)
-    return y, (saved, likes, group_sizes, quantizers, (x_amax, kernel_amax))
+    if not quantizers.is_noop:
+        y = undifferentiated(y, (x, kernel))
+    return y, (saved, (like(x), like(kernel)), group_sizes, quantizers, (x_amax, kernel_amax))
 
 
 def _backward(residuals: tuple[Any, ...], dy: Array) -> tuple[Any, ...]:
@@ -156,7 +158,10 @@ def _backward(residuals: tuple[Any, ...], dy: Array) -> tuple[Any, ...]:
             (quantizers.x, quantizers.kernel, quantizers.dgrad), (*amaxes, amax), strict=True
         )
     ]
-    return dx, dkernel, as_cotangent(group_sizes), as_cotangent(QuantizerSet(*following))
+    made = (dx, dkernel)
+    if not quantizers.is_noop:
+        made = undifferentiated(made, (dy, x_like, kernel_like))
+    return *made, as_cotangent(group_sizes), as_cotangent(QuantizerSet(*following))
 
 
 _grouped_dense.defvjp(_forward, _backward)

@@ -22,6 +22,7 @@ from ..primitives.grouped_quantize import quantize_stack
 from ..primitives.quantize import cast, scale_from_amax
 from ..primitives.quantize.tiles import settled
 from ..primitives.scale_update import advance_scales
+from ..undifferentiated import undifferentiated
 from .quantizers import DelayedScaleQuantizer, Quantizer, element_of
 from .scaling_modes import ScalingMode, TensorUsage
 from .tensors import ScaledTensor, ScaledTensor1x, ScaledTensor2x, ScaledTensorFactory
@@ -163,7 +164,7 @@ class GroupedQuantizer:
         """x [M, K] with group_sizes [G], or a stack [G, ..]; delayed scaling is brought one step forward."""
         tensor, amaxes = self.encode(x, group_sizes, is_rowwise, is_colwise, dq_dtype, flatten_axis)
         self.quantizer = self.advanced(amaxes).quantizer
-        return tensor
+        return undifferentiated(tensor, x)
 
     def encode(
         self,
