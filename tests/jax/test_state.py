@@ -475,7 +475,7 @@ def test_a_model_without_its_state_is_refused_with_the_remedy():
 @pytest.mark.parametrize(
     "change, error, said",
     [
-        (lambda leaf: leaf.astype(jnp.bfloat16), TypeError, "x in \"fp8_metas\" is bfloat16; states are float32"),
+        (lambda leaf: leaf.astype(jnp.bfloat16), TypeError, r"x_scale of the model .* is bfloat16; states are"),
         (lambda leaf: leaf.astype(jnp.int32), TypeError, "is int32; states are float32"),
         (lambda leaf: float(leaf.max()), TypeError, "is float; states are float32"),
         (lambda leaf: leaf.max(), ValueError, r"has shape \[\], not \[1\]"),
@@ -492,7 +492,7 @@ def test_a_state_that_is_no_float32_or_of_other_extents_is_refused(change, error
         with pytest.raises(error, match=said):
             model.apply({"params": params, **jax.tree.map(change, state)}, x)
         lengthened = {**state["fp8_metas"], "x_amax_history": jnp.zeros((4, 1))}
-        with pytest.raises(ValueError, match=r"amax_history x .* has shape \[4, 1\], not \[length\]"):
+        with pytest.raises(ValueError, match=r"x_amax_history of .* has shape \[4, 1\], not \[length\]"):
             model.apply({"params": params, "fp8_metas": lengthened}, x)
 
 

@@ -43,8 +43,8 @@ def _forward(made: Any, of: Any) -> tuple[Any, Any]:
 def _refuse(of: Any, cotangent: Any) -> Any:
     shapes = ", ".join(f"{list(array.shape)} {array.dtype}" for array in jax.tree.leaves(of))
     raise NotImplementedError(
-        f"what was made of codes, of {shapes}, is differentiated, and codes have no derivative. For a second derivative "
-        "trace both under te.autocast(enabled=False); for the gradient of y = dequantize(quantize(x)) write "
+        f"what was made of codes, of {shapes}, is differentiated, and codes have no derivative. For a second "
+        "derivative trace both under te.autocast(enabled=False); for the gradient of y = dequantize(quantize(x)) write "
         "x + jax.lax.stop_gradient(y - x)"
     )
 

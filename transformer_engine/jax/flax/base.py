@@ -158,9 +158,9 @@ class TransformerEngineBase(nn.Module):
             shape, steps = ((1,), (length,)) if n_groups is None else ((n_groups,), (n_groups, length))
             scale = self.variable(collection, f"{name}_scale", jnp.ones, shape, jnp.float32)
             history = self.variable(collection, f"{name}_amax_history", jnp.zeros, steps, jnp.float32)
-            of = f'{name} of {"/".join(self.path) or "the model"} in "{collection}"'
-            _check_state(f"the scale {of}", scale.value, shape)
-            _check_state(f"the amax_history {of}", history.value, (*steps[:-1], None))
+            of = f'of {"/".join(self.path) or "the model"} in "{collection}"'
+            _check_state(f"{name}_scale {of}", scale.value, shape)
+            _check_state(f"{name}_amax_history {of}", history.value, (*steps[:-1], None))
             return QuantizeMeta(scale=scale.value, amax_history=history.value)
         if config.random and tensor == "grad":
             key = self.make_rng("sr_rng")
