@@ -288,6 +288,23 @@ def test_a_model_of_nnx_that_a_loss_calls_twice_keeps_the_larger_amax():
     assert model.kernel_scale[...][0] == np.float32(448) / jnp.abs(model.kernel[...]).max()
 
 
+def test_a_loss_of_nnx_takes_keywords_and_answers_more_than_its_value():
+    x = jax.random.normal(jax.random.key(0), (8, 16))
+
+    def loss(model, x, *, factor):
+        y = model(x)
+        return factor * (y**2).mean(), y
+
+    with te.autocast(True, DELAYED):
+        model = bridged(te_flax.DenseGeneral(features=4), nnx.Rngs(0), x)
+        ones, _ = value_and_grad(lambda model, x: (model(x) ** 2).mean(), nnx.clone(model), x)
+        (value, y), gradients = value_and_grad(loss, model, x, has_aux=True, factor=3.0)
+    np.testing.assert_allclose(value, 3 * ones, rtol=1e-6)
+    np.testing.assert_allclose(value, 3 * (y**2).mean(), rtol=1e-6)
+    assert gradients["kernel"][...].shape == (16, 4)
+    assert model.x_amax_history[...][-1] == jnp.abs(x).max()
+
+
 @pytest.mark.parametrize("module", [te_flax.LayerNorm(), te_flax.LayerNormMLP(intermediate_dim=8)])
 def test_a_module_with_names_of_axes_needs_no_mesh_within_nnx(module):
     x = jax.random.normal(jax.random.key(0), (8, 16))

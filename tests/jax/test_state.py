@@ -488,6 +488,30 @@ def test_a_model_without_its_state_is_refused_with_the_remedy():
         model.apply(variables, x)
 
 
+@pytest.mark.parametrize(
+    "change, error, said",
+    [
+        (lambda leaf: leaf.astype(jnp.bfloat16), TypeError, r"x_scale of the model .* is bfloat16; states are"),
+        (lambda leaf: leaf.astype(jnp.int32), TypeError, "is int32; states are float32"),
+        (lambda leaf: float(leaf.max()), TypeError, "is float; states are float32"),
+        (lambda leaf: leaf.max(), ValueError, r"has shape \[\], not \[1\]"),
+        (lambda leaf: leaf[None], ValueError, r"has shape \[1, 1\], not \[1\]"),
+        (lambda leaf: leaf[:0], ValueError, r"has shape \[0\], not \[1\]"),
+    ],
+)  # fmt: skip
+def test_a_state_that_is_no_float32_or_of_other_extents_is_refused(change, error, said):
+    """A tree that is cast as a whole was computed with, and only its gradient failed, within a concatenation."""
+    x = jnp.ones((8, 16))
+    model = te_flax.DenseGeneral(features=4)
+    with te.autocast(True, RECIPE):
+        state, params = flax.core.pop(nn.meta.unbox(model.init(jax.random.key(0), x)), "params")
+        with pytest.raises(error, match=said):
+            model.apply({"params": params, **jax.tree.map(change, state)}, x)
+        lengthened = {**state["fp8_metas"], "x_amax_history": jnp.zeros((4, 1))}
+        with pytest.raises(ValueError, match=r"x_amax_history of .* has shape \[4, 1\], not \[length\]"):
+            model.apply({"params": params, "fp8_metas": lengthened}, x)
+
+
 def test_collections_are_updated_in_the_type_of_the_original():
     original = flax.core.freeze({"a": 1, "b": 2})
     updated = te.update_collections({"b": 3}, original)

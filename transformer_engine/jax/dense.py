@@ -18,6 +18,7 @@ from .products import column_operand, encode, forward_product, gradient_product,
 from .quantize.quantizers import QuantizerSet, advanced_together, as_cotangent, noop_quantizer_set
 from .sharding import with_sharding_constraint_by_logical_axes
 from .sources import Source, Values
+from .undifferentiated import like, undifferentiated
 from .varying import vary_alike
 
 __all__ = ["dense", "grouped_dense"]
@@ -133,12 +134,14 @@ def _product_fwd(
     y = forward_product(row_operand(made.tensor, batch), column_operand(kernel_codes, contracted), dtype)
     saved = column_operand(made.tensor, batch), row_operand(kernel_codes, contracted)
     # Arrays without elements carry shapes and dtypes of the gradients.
-    likes = jnp.zeros((0, *shape), dtype), jnp.zeros((0, *kernel.shape), kernel.dtype)
+    likes = jnp.zeros((0, *shape), dtype), like(kernel), jax.tree.map(like, given)
+    if not quantizers.is_noop:
+        y = undifferentiated(y, (given, kernel))
     return y, (saved, likes, quantizers, (made.amax, kernel_amax), made.saved)
 
 
 def _product_bwd(source: Source, contracted: int, residuals: Any, dy: Array) -> tuple[Any, ...]:
-    (x_columns, kernel_rows), (x_like, kernel_like), quantizers, amaxes, kept = residuals
+    (x_columns, kernel_rows), (x_like, kernel_like, given), quantizers, amaxes, kept = residuals
     batch = x_like.ndim - 1 - contracted
     codes, amax = encode(quantizers.dgrad, dy, batch)
     dx = gradient_product(row_operand(codes, batch), kernel_rows, x_like.dtype)
@@ -146,8 +149,10 @@ def _product_bwd(source: Source, contracted: int, residuals: Any, dy: Array) -> 
     # The three states advance here, in one operation, because the last of their maxima is known here.
     states = (quantizers.x, quantizers.kernel, quantizers.dgrad)
     following = as_cotangent(QuantizerSet(*advanced_together(states, (*amaxes, amax))))
-    gradients = source.gradients(kept, dx)
-    return gradients, dkernel, following
+    made = (source.gradients(kept, dx), dkernel)
+    if not quantizers.is_noop:
+        made = undifferentiated(made, (dy, given, kernel_like))
+    return *made, following
 
 
 _product.defvjp(_product_fwd, _product_bwd)

@@ -28,6 +28,7 @@ from .quantize.grouped import (
 )
 from .quantize.quantizers import QuantizerSet, as_cotangent, noop_quantizer_set
 from .quantize.scaling_modes import TensorUsage
+from .undifferentiated import like, undifferentiated
 from .varying import vary_alike
 
 __all__ = ["grouped_dense"]
@@ -153,8 +154,9 @@ def _forward(
     kernel_codes, kernel_amax = _encode(quantizers.kernel, kernel, None)
     y = _of_rows(x_codes, kernel_codes, group_sizes, x.dtype, backward=False)
     saved = x_codes.get_tensor(COLUMNS), kernel_codes.get_tensor(ROWS)
-    likes = jnp.zeros((0, *x.shape), x.dtype), jnp.zeros((0, *kernel.shape), kernel.dtype)
-    return y, (saved, likes, group_sizes, quantizers, (x_amax, kernel_amax))
+    if not quantizers.is_noop:
+        y = undifferentiated(y, (x, kernel))
+    return y, (saved, (like(x), like(kernel)), group_sizes, quantizers, (x_amax, kernel_amax))
 
 
 def _backward(residuals: tuple[Any, ...], dy: Array) -> tuple[Any, ...]:
@@ -164,7 +166,10 @@ def _backward(residuals: tuple[Any, ...], dy: Array) -> tuple[Any, ...]:
     dkernel = _over_rows(x_codes, codes, group_sizes, kernel_like.dtype)
     states = (quantizers.x, quantizers.kernel, quantizers.dgrad)
     following = groups_advanced_together(states, (*amaxes, amax))
-    return dx, dkernel, as_cotangent(group_sizes), as_cotangent(QuantizerSet(*following))
+    made = (dx, dkernel)
+    if not quantizers.is_noop:
+        made = undifferentiated(made, (dy, x_like, kernel_like))
+    return *made, as_cotangent(group_sizes), as_cotangent(QuantizerSet(*following))
 
 
 _grouped_dense.defvjp(_forward, _backward)

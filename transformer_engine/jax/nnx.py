@@ -8,7 +8,6 @@ from typing import Any
 import flax
 import jax
 from flax import linen
-from jax import Array
 
 try:
     from flax import nnx
@@ -44,21 +43,23 @@ def state_type(collection: str = NVTE_FP8_COLLECTION_NAME) -> type[nnx.Variable]
 
 
 def value_and_grad(
-    loss: Callable[..., Array], model: Any, *args: Any, **kwargs: Any
-) -> tuple[Array, nnx.State]:
-    """(loss(model, *args), gradients of its nnx.Params); the model's quantizers are brought one step forward.
+    loss: Callable[..., Any], model: Any, *args: Any, has_aux: bool = False, **kwargs: Any
+) -> tuple[Any, nnx.State]:
+    """(loss(model, *args, **kwargs), gradients of its nnx.Params); the model's quantizers advance by one step.
+
+    has_aux   loss answers (value, anything else), and so does this in the place of the value
 
     The gradient of a state is its next state, which is written into the model. Where loss calls the model several times
     the larger amax of the calls counts; calls inside of jit, scan or vmap within loss have to be one.
     """
 
-    def of_one_step(model: Any, *args: Any, **kwargs: Any) -> Array:
+    def of_one_step(model: Any, *args: Any) -> Any:
         with one_step():
             return loss(model, *args, **kwargs)
 
     states = (state_type(), state_type(OVERWRITE_WITH_GRADIENT))
     wanted = nnx.DiffState(0, nnx.Any(nnx.Param, *states))
-    value, gradients = nnx.value_and_grad(of_one_step, argnums=wanted)(model, *args, **kwargs)
+    value, gradients = nnx.value_and_grad(of_one_step, argnums=wanted, has_aux=has_aux)(model, *args)
     parameters, following, _ = nnx.split_state(gradients, nnx.Param, nnx.Any(*states), ...)
     if jax.tree.leaves(following):
         nnx.update(model, following)

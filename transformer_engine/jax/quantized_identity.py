@@ -8,6 +8,7 @@ import jax
 from jax import Array
 
 from .quantize.quantizers import Quantizer, advanced_together, as_cotangent
+from .undifferentiated import undifferentiated
 
 
 @jax.custom_vjp
@@ -19,7 +20,8 @@ def quantized_identity(x: Array, quantizer: Quantizer) -> Array:
 def _forward(x: Array, quantizer: Quantizer) -> tuple[Array, Any]:
     tensor, amax = quantizer.encode(x)
     (following,) = advanced_together((quantizer,), (amax,))
-    return tensor.dequantize(), following  # pyright: ignore[reportAttributeAccessIssue]
+    y = tensor.dequantize()  # pyright: ignore[reportAttributeAccessIssue]
+    return undifferentiated(y, x), following
 
 
 def _backward(following: Any, dy: Array) -> tuple[Array, Any]:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
@@ -20,6 +19,7 @@ from .primitives.operand import Operand
 from .products import column_operand, encode, forward_product, gradient_product, row_operand
 from .quantize.quantizers import QuantizerSet, advanced_together, as_cotangent
 from .sources import Activation, Made, Source
+from .undifferentiated import like, undifferentiated
 from .varying import vary_alike
 
 
@@ -62,13 +62,13 @@ def _forward(plan: Plan, given: Any, kernels: Any, bias: Array | None, sets: Any
     columns = column_operand(first.tensor, batch), column_operand(second.tensor, batch)
     amaxes = (first.amax, kernel_1.amax, second.amax, kernel_2.amax)
     # Arrays without elements carry shapes and dtypes of the gradients.
-    likes = tuple(jnp.zeros((0, *array.shape), array.dtype) for array in kernels)
-    bias_like = None if bias is None else jnp.zeros((0, *bias.shape), bias.dtype)
+    likes, bias_like, given_like = jax.tree.map(like, (tuple(kernels), bias, given))
+    y = undifferentiated(y, (given, kernels, bias))
     kept = (
         (first.saved, second.saved),
         columns,
         (kernel_1.rows, kernel_2.rows),
-        (likes, bias_like),
+        (likes, bias_like, given_like),
         sets,
         amaxes,
     )
@@ -92,7 +92,7 @@ def _product(
 
 
 def _backward(plan: Plan, residuals: Any, dy: Array) -> tuple[Any, ...]:
-    (saved, hidden), columns, rows, (likes, bias_like), sets, amaxes = residuals
+    (saved, hidden), columns, rows, (likes, bias_like, given_like), sets, amaxes = residuals
     batch, dtype = dy.ndim - 1, dy.dtype
     codes_2, amax_2 = encode(sets[1].dgrad, dy, batch)
     d_activated = gradient_product(row_operand(codes_2, batch), rows[1], dtype)
@@ -102,13 +102,12 @@ def _backward(plan: Plan, residuals: Any, dy: Array) -> tuple[Any, ...]:
     )
     dx = gradient_product(row_operand(codes_1, batch), rows[0], dtype)
     d_kernel_1 = gradient_product(columns[0], column_operand(codes_1, batch), likes[0].dtype)
-    gradients = plan.source.gradients(saved, dx)
+    made = (plan.source.gradients(saved, dx), (d_kernel_1, d_kernel_2), d_bias)
+    made = undifferentiated(made, (dy, likes, bias_like, given_like))
     states = [state for one in sets for state in (one.x, one.kernel, one.dgrad)]
     following = advanced_together(states, (*amaxes[:2], amax_1, *amaxes[2:], amax_2))
     return (
-        gradients,
-        (d_kernel_1, d_kernel_2),
-        d_bias,
+        *made,
         tuple(as_cotangent(QuantizerSet(*part)) for part in (following[:3], following[3:])),
     )
 

@@ -88,6 +88,22 @@ class _Unread:
         )
 
 
+def _check_state(name: str, leaf: Any, extents: tuple[int | None, ...]) -> None:
+    """TypeError or ValueError unless a leaf of a state is float32 of these extents; None: one or more."""
+    dtype, shape = getattr(leaf, "dtype", type(leaf).__name__), tuple(getattr(leaf, "shape", ()))
+    if dtype != jnp.float32:
+        raise TypeError(
+            f"{name} is {dtype}; states are float32 whatever parameters are, leave them out of casts"
+        )
+    if len(shape) != len(extents) or any(
+        n == 0 if m is None else n != m for n, m in zip(shape, extents, strict=True)
+    ):
+        wanted = ", ".join("length" if m is None else str(m) for m in extents)
+        raise ValueError(
+            f"{name} has shape {list(shape)}, not [{wanted}]; give the state that init made or a gradient returned"
+        )
+
+
 _of_step: ContextVar[list[_Unread] | None] = ContextVar("transformer_engine_jax_unread_states", default=None)
 
 
@@ -166,6 +182,9 @@ class TransformerEngineBase(nn.Module):
             shape, steps = ((1,), (length,)) if n_groups is None else ((n_groups,), (n_groups, length))
             scale = self.variable(collection, f"{name}_scale", jnp.ones, shape, jnp.float32)
             history = self.variable(collection, f"{name}_amax_history", jnp.zeros, steps, jnp.float32)
+            of = f'of {"/".join(self.path) or "the model"} in "{collection}"'
+            _check_state(f"{name}_scale {of}", scale.value, shape)
+            _check_state(f"{name}_amax_history {of}", history.value, (*steps[:-1], None))
             return QuantizeMeta(scale=scale.value, amax_history=history.value)
         if config.random and tensor == "grad":
             key = self.make_rng("sr_rng")

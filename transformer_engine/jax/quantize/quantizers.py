@@ -24,6 +24,7 @@ from ..primitives import quantize as primitive
 from ..primitives.operand import turned
 from ..primitives.quantize import Cast
 from ..primitives.scale_update import State, advance_scales, advance_states
+from ..undifferentiated import undifferentiated
 from .scaling_modes import AmaxComputeAlgo, QuantizeLayout, ScalingMode
 from .settings import check_settings, element_of
 from .tensors import ScaledTensor, ScaledTensor1x, ScaledTensor2x, ScaledTensorFactory, positive_axis
@@ -106,11 +107,11 @@ class Quantizer:
     ) -> ScaledTensor:  # fmt: skip
         """codes and scales of x [*rows, *columns] in the layout's directions, or in those asked for.
 
-        A quantizer with a state is brought one step forward.
+        A quantizer with a state is brought one step forward. Codes have no derivative: NotImplementedError.
         """
         tensor, amax = self.encode(x, is_rowwise, is_colwise, dq_dtype, flatten_axis)
         self.update(amax)
-        return tensor
+        return undifferentiated(tensor, x)
 
     def encode(
         self, x: Array, is_rowwise: bool | None = None, is_colwise: bool | None = None, dq_dtype: Any = None,

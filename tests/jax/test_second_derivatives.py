@@ -1,0 +1,150 @@
+"""Derivatives of codes: right where nothing is quantized, refused by name where something is, never rounded to FP8."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from transformer_engine.common import recipe
+from transformer_engine.jax import quantize
+from transformer_engine.jax.activation import activation
+from transformer_engine.jax.dense import dense, grouped_dense
+from transformer_engine.jax.layernorm import layernorm
+from transformer_engine.jax.layernorm_dense import layernorm_dense
+from transformer_engine.jax.layernorm_mlp import layernorm_mlp
+from transformer_engine.jax.quantize import QuantizerFactory, ScalingMode
+
+RECIPES = {
+    "delayed": recipe.DelayedScaling(),
+    "current": recipe.Float8CurrentScaling(),
+    "block": recipe.Float8BlockScaling(),
+    "mxfp8": recipe.MXFP8BlockScaling(),
+    "nvfp4": recipe.NVFP4BlockScaling(disable_stochastic_rounding=True),
+}
+MODES = [mode for mode in ScalingMode if mode is not ScalingMode.NO_SCALING]
+HIDDEN = 32
+
+
+def arrays(*shapes):
+    return [jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes)]
+
+
+def sets(chosen, count=1, **options):
+    """Sets of quantizers of a recipe, or of none."""
+    meta = quantize.QuantizeMetaSet(*(quantize.QuantizeMeta() for _ in range(3)))
+    if chosen is None:
+        return (quantize.noop_quantizer_set,) * count
+    made = QuantizerFactory.create_set(count, fp8_recipe=chosen, quantize_meta_set=meta, **options)
+    return made if count > 1 else (made,)
+
+
+def functions(chosen):
+    """{name: y of x [64, 32]} of every function that takes sets of quantizers."""
+    kernel, second, gamma, beta = arrays((HIDDEN, HIDDEN), (HIDDEN, HIDDEN), (HIDDEN,), (HIDDEN,))
+    one, two = sets(chosen), sets(chosen, 2)
+    grouped = sets(chosen, n_groups=2)[0]
+    return {
+        "dense": lambda x: dense(x, kernel, quantizer_set=one[0]),
+        "layernorm_dense": lambda x: layernorm_dense(x, kernel, gamma, beta, quantizer_set=one[0]),
+        "layernorm_mlp": lambda x: layernorm_mlp(
+            x, gamma, beta, (kernel[:, None], second), (None, None), "layernorm", quantizer_sets=two
+        ),
+        "grouped_dense": lambda x: grouped_dense(
+            x, jnp.stack([kernel, second]), jnp.asarray([32, 32]), quantizer_set=grouped
+        ),
+    }
+
+
+def penalty(y_of):
+    """A function of the gradient, as gradient penalties and products with a Hessian are."""
+    return lambda x: (jax.grad(lambda x: (y_of(x) ** 2).sum())(x) ** 2).sum()
+
+
+@pytest.mark.parametrize("operation", ["dense", "layernorm_dense", "layernorm_mlp", "grouped_dense"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_second_derivative_through_codes_is_refused(name, operation):
+    """It was 0 of a dense, and a part of the right one behind a norm."""
+    (x,) = arrays((64, HIDDEN))
+    y_of = functions(RECIPES[name])[operation]
+    assert jax.eval_shape(penalty(y_of), x).shape == ()
+    for transformed in (penalty(y_of), jax.jit(penalty(y_of)), penalty(jax.checkpoint(y_of))):
+        with pytest.raises(NotImplementedError, match=r"codes have no derivative.*enabled=False"):
+            jax.eval_shape(jax.grad(transformed), x)
+
+
+@pytest.mark.parametrize("function", [layernorm, activation])
+def test_a_second_derivative_through_a_quantizer_behind_a_function_is_refused(function):
+    (x, gamma) = arrays((64, HIDDEN), (HIDDEN,))
+    quantizer = QuantizerFactory.create(
+        scaling_mode=ScalingMode.CURRENT_TENSOR_SCALING, q_dtype=jnp.float8_e4m3fn
+    )
+
+    def y_of(x):
+        if function is layernorm:
+            return layernorm(x, gamma, None, "rmsnorm", quantizer=quantizer)
+        return activation(x[:, None], ("gelu",), quantizer)
+
+    with pytest.raises(NotImplementedError, match="codes have no derivative"):
+        jax.eval_shape(jax.grad(penalty(y_of)), x)
+
+
+@pytest.mark.parametrize("operation", ["layernorm_dense", "layernorm_mlp", "grouped_dense"])
+def test_without_a_recipe_second_derivatives_are_those_of_differences(operation):
+    x, direction = arrays((64, HIDDEN), (64, HIDDEN))
+    of = penalty(functions(None)[operation])
+    found = float((jax.jit(jax.grad(of))(x) * direction).sum())
+    step = 1e-2 * direction
+    high, low = (float(jax.jit(of)(x + sign * step)) for sign in (1, -1))
+    np.testing.assert_allclose(found, (high - low) / 2e-2, rtol=2e-2)
+
+
+def test_what_goes_past_the_codes_is_differentiated():
+    """A gradient that is used, and not differentiated, is none of the refusal's business."""
+    (x,) = arrays((64, HIDDEN))
+    y_of = functions(RECIPES["current"])["layernorm_mlp"]
+    gradient = jax.grad(lambda x: (y_of(x) ** 2).sum())
+
+    def scaled(factor, x):
+        return (factor * jax.lax.stop_gradient(gradient(x)) * x).sum()
+
+    by_factor, by_x = jax.jit(jax.grad(scaled, (0, 1)))(2.0, x)
+    expected = jax.jit(gradient)(x)
+    np.testing.assert_allclose(by_factor, (expected * x).sum(), rtol=1e-4)
+    np.testing.assert_allclose(by_x, 2 * expected, rtol=1e-5, atol=1e-5 * float(abs(expected).max()))
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+def test_codes_are_not_differentiated_and_values_pass_straight_through_where_it_is_written(mode):
+    """JAX would round the cotangent to FP8 without a scale: 1e-4 came back as 0."""
+    (x,) = arrays((32, 128))
+    dtype = jnp.float4_e2m1fn if "NVFP4" in mode.name else jnp.float8_e4m3fn
+    quantizer = QuantizerFactory.create(
+        scaling_mode=mode, q_dtype=dtype, q_layout=quantize.QuantizeLayout.ROWWISE
+    )
+
+    def rounded(x):
+        return quantizer.quantize(x).dequantize()
+
+    with pytest.raises(NotImplementedError, match=r"codes, of \[32, 128\] float32, .*stop_gradient"):
+        jax.grad(lambda x: (1e-4 * rounded(x)).sum())(x)
+
+    def straight(x):
+        y = x + jax.lax.stop_gradient(rounded(x) - x)
+        return (1e-4 * y).sum()
+
+    np.testing.assert_array_equal(jax.jit(jax.grad(straight))(x), np.full(x.shape, 1e-4, np.float32))
+
+
+def test_codes_of_rows_in_groups_are_not_differentiated():
+    (x,) = arrays((64, HIDDEN))
+    quantizer = QuantizerFactory.create(
+        scaling_mode=ScalingMode.CURRENT_TENSOR_SCALING, q_dtype=jnp.float8_e4m3fn,
+        q_layout=quantize.QuantizeLayout.ROWWISE, n_groups=2,
+    )  # fmt: skip
+    for shape, sizes in ((x.shape, jnp.asarray([30, 34])), ((2, 32, HIDDEN), None)):
+        with pytest.raises(NotImplementedError, match="codes have no derivative"):
+            jax.grad(lambda x, sizes=sizes: quantizer.quantize(x, group_sizes=sizes).dequantize().sum())(
+                x.reshape(shape)
+            )
