@@ -23,7 +23,19 @@ FEW = (
 def run(*options: str) -> str:
     """What the tests marked gpu of these files say."""
     paths = search_path(ROOT / "tests", ROOT / "tests" / "jax", ROOT / "tests" / "kernels")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "interpreted", "-p", "no:cacheprovider", "-m", "gpu"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "interpreted",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "gpu",
+    ]
     alone = {"TRITON_INTERPRET": "1", "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
     finished = subprocess.run(
         [*command, *options], cwd=ROOT, env=os.environ | alone, capture_output=True, text=True, check=False

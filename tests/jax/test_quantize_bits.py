@@ -141,7 +141,9 @@ def test_dequantized_values_equal_the_torch_reference(name, dtype):
         np.testing.assert_array_equal(np.asarray(got, np.float32), want.float().numpy())
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in CHOSEN else pytest.mark.slow) for n in SPECS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in CHOSEN else pytest.mark.slow) for n in SPECS]
+)
 @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     rows=st.sampled_from([16, 32, 144, 160]),
