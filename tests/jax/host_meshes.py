@@ -78,7 +78,8 @@ def mlp(x, gamma, wi, wo, quantizers):
     tokens = (sharding.BATCH_AXES, sharding.SEQLEN_AXES)
     y = layernorm_mlp(
         x, gamma, None, (wi, wo), (None, None), "rmsnorm", activation_type=("silu", "linear"),
-        quantizer_sets=quantizers, dot_1_input_axes=(*tokens, sharding.HIDDEN_AXES), dot_2_input_axes=(*tokens, sharding.HIDDEN_TP_AXES),
+        quantizer_sets=quantizers, dot_1_input_axes=(*tokens, sharding.HIDDEN_AXES),
+        dot_2_input_axes=(*tokens, sharding.HIDDEN_TP_AXES),
         kernel_1_axes=(sharding.W_FSDP_AXES, sharding.W_JOINED_AXES, sharding.W_TP_AXES),
         kernel_2_axes=(sharding.W_TP_AXES, sharding.W_FSDP_AXES),
     )  # fmt: skip

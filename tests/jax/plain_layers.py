@@ -14,6 +14,7 @@ from flax import linen as nn
 from test_transformer import relative, turned
 
 import transformer_engine.jax.flax as te_flax
+from transformer_engine.jax.router import fused_topk_with_score_function
 
 zeros, ones = nn.initializers.zeros, nn.initializers.ones
 CURVES: dict[str, Callable] = {"gelu": nn.gelu, "silu": nn.silu, "relu": nn.relu, "linear": lambda x: x}
@@ -325,6 +326,62 @@ class Layer(nn.Module):
         return y + (inner if of("apply_residual_connection_post_layernorm") else residual)
 
 
+def chosen_weights(logits, bias, of: Callable):
+    """[T, E]: what each token's chosen experts weigh, 0 for the others; and which they are."""
+    k, sigmoid = of("num_experts_per_tok", 2), of("score_function", "softmax") == "sigmoid"
+    dense = jax.nn.sigmoid(logits) if sigmoid else jax.nn.softmax(logits)
+    before = sigmoid or of("use_pre_softmax", False)
+    judged = jax.lax.stop_gradient((dense if before else logits) + bias)
+    if (groups := of("num_groups", -1)) > 0:
+        best = of("group_topk", -1)
+        strength = jnp.sort(judged.reshape(len(judged), groups, -1))[..., -(k // best) :].sum(-1)
+        kept = strength >= jnp.sort(strength)[:, -best, None]
+        judged = jnp.where(jnp.repeat(kept, logits.shape[1] // groups, axis=1), judged, -jnp.inf)
+    chosen = judged >= jnp.sort(judged)[:, -k, None]
+    weights = jnp.where(chosen, dense if before else jnp.exp(logits), 0.0)
+    if not before or (sigmoid and k > 1):
+        weights = weights / weights.sum(-1, keepdims=True)
+    return weights * of("scaling_factor", 1.0), chosen
+
+
+class Experts(nn.Module):
+    """_MoEBlock: every expert for every token, weighted; and the loss that balances them."""
+
+    fields: Any
+
+    @nn.compact
+    def __call__(self, x):
+        of, (_, _, width) = self.fields.get, x.shape
+        count, inner, init = of("num_experts"), of("intermediate_size"), of("kernel_init") or fan_in()
+
+        def by_expert(key, shape, dtype=jnp.float32):
+            return jnp.stack([init(one, shape[1:], dtype) for one in jax.random.split(key, count)])
+
+        def affine(name, rows, columns):
+            kernel = self.param(name, by_expert, (count, rows, columns))
+            biased = of("use_ffn_bias", False)
+            bias = self.param(f"{name}_bias", of("bias_init", zeros), (count, columns)) if biased else 0.0
+            return lambda x: jnp.einsum("te...k,ekn->te...n", x, kernel) + bias
+
+        logits = x.reshape(-1, width) @ self.param("gate_kernel", init, (width, count))
+        gate, linear = affine("wi_0", width, inner), affine("wi_1", width, inner)
+        last = affine("wo", inner, width)
+        bias = self.param("expert_bias", zeros, (count,)) if of("use_expert_routing_bias", False) else 0.0
+        tokens = jnp.repeat(x.reshape(-1, 1, width), count, axis=1)
+        hidden = CURVES[of("activation_type", "silu")](gate(tokens)) * linear(tokens)
+        weights, chosen = chosen_weights(logits, bias, of)
+        # Weights in front of the last product leave its bias as it is.
+        factors = (weights, chosen) if of("apply_topk_weights_early", False) else (chosen, weights)
+        made = last(hidden * factors[0][..., None])
+        y, coeff = (made * factors[1][..., None]).sum(1).reshape(x.shape), of("aux_loss_coeff", 0.0)
+        if not coeff:
+            return y, None
+        kind = of("score_function", "softmax")
+        scores, _ = fused_topk_with_score_function(logits, 1, score_function=kind, compute_aux_scores=True)
+        share = coeff * count / (of("num_experts_per_tok", 2) * len(logits) ** 2)
+        return y, share * (chosen.sum(0) * scores.sum(0)).sum()
+
+
 PLAIN: dict[type[nn.Module], Callable[..., nn.Module]] = {
     te_flax.DenseGeneral: lambda **fields: Dense(fields),
     te_flax.LayerNorm: lambda **fields: Norm(fields),
@@ -332,5 +389,6 @@ PLAIN: dict[type[nn.Module], Callable[..., nn.Module]] = {
     te_flax.LayerNormMLP: lambda **fields: MLP(fields),
     te_flax.DotProductAttention: lambda **fields: Core(fields),
     te_flax.MultiHeadAttention: lambda **fields: Attention(fields),
+    te_flax._MoEBlock: lambda **fields: Experts(fields),
     te_flax.TransformerLayer: lambda relative_embedding=None, **fields: Layer(fields, relative_embedding),
 }

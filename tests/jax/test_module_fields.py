@@ -112,6 +112,13 @@ DROPPED_BY = {
     "float32_logits": ({"float32_logits": True},),
     "transpose_batch_sequence": ({"transpose_batch_sequence": True},),
 }
+BIASED_BY_EXPERT = {
+    "use_ffn_bias": ({"use_ffn_bias": True},),
+    "bias_init": (
+        {"use_ffn_bias": True, "bias_init": normal(0.3)},
+        {"use_ffn_bias": True, "bias_init": uniform(0.3)},
+    ),
+}
 # Of the other modules their own fields; what a layer hands down to them is above.
 FIELDS: dict[type[nn.Module], dict[str, tuple[dict[str, Any], ...]]] = {
     te_flax.TransformerLayer: OF_A_LAYER,
@@ -171,6 +178,24 @@ FIELDS: dict[type[nn.Module], dict[str, tuple[dict[str, Any], ...]]] = {
             {"low_rank_adaptation_scope": "exclude_output_proj", "low_rank_adaptation_dim": 4},
             {"low_rank_adaptation_scope": "exclude_qkv_proj", "low_rank_adaptation_dim": 4},
         ),
+    },
+    te_flax._MoEBlock: BIASED_BY_EXPERT | {
+        "num_experts_per_tok": ({"num_experts_per_tok": 4},),
+        "activation_type": ({"activation_type": "gelu"}, {"activation_type": "relu"}),
+        "score_function": ({"score_function": "sigmoid"},),
+        "use_pre_softmax": ({"use_pre_softmax": True},),
+        "num_groups": ({"num_groups": 4, "group_topk": 2},),
+        "group_topk": ({"num_groups": 2, "group_topk": 1},),
+        "scaling_factor": ({"scaling_factor": 1.5},),
+        "use_expert_routing_bias": ({"use_expert_routing_bias": True, "score_function": "sigmoid"},),
+        "aux_loss_coeff": ({"aux_loss_coeff": 0.5},),
+        "apply_topk_weights_early": ({"apply_topk_weights_early": True},),
+        "kernel_init": ({"kernel_init": normal(0.3)}, {"kernel_init": uniform(0.3)}),
+        "input_axes": ({"input_axes": (None,) * 3},),
+        "gate_kernel_axes": ({"gate_kernel_axes": ("a", "b")},),
+        "wi_kernel_axes": ({"wi_kernel_axes": ("a", None, "b")}, {"wi_kernel_axes": (None,) * 3}),
+        "wo_kernel_axes": ({"wo_kernel_axes": ("a", "b", None)}, {"wo_kernel_axes": (None,) * 3}),
+        "quantization_checkpoint_name": ({"quantization_checkpoint_name": "codes"},),
     },
 }  # fmt: skip
 EXCLUDED = [
@@ -244,12 +269,15 @@ PASSED_ON = {
     te_flax.LayerNormMLP: {"intermediate_dim", "axis"},
     te_flax.LayerNorm: set(),
     te_flax.TransformerLayer: set(SIZES),
+    # Devices are in test_sharding.py.
+    te_flax._MoEBlock: {"num_experts", "intermediate_size", "ep_axis", "data_parallelism_axes"},
 }
 NEEDED: dict[type[nn.Module], dict[str, Any]] = {
     te_flax.DenseGeneral: {"features": 12}, te_flax.LayerNormDenseGeneral: {"features": 12},
     te_flax.LayerNormMLP: {"intermediate_dim": 24}, te_flax.TransformerLayer: SIZES, te_flax.LayerNorm: {},
     te_flax.DotProductAttention: {"head_dim": HIDDEN // HEADS, "num_attention_heads": HEADS},
     te_flax.MultiHeadAttention: {"head_dim": HIDDEN // HEADS, "num_attention_heads": HEADS},
+    te_flax._MoEBlock: {"num_experts": 8, "intermediate_size": 12},
 }  # fmt: skip
 
 
@@ -329,19 +357,24 @@ def agree(cls: type[nn.Module], fields: dict[str, Any]) -> None:
     )
     places = tuple(differentiable(arguments))
 
+    def values_of(one, params, given):
+        made = one.apply({"params": params}, *called(cls, given), rngs=keys(4), **options)
+        return [leaf for leaf in jax.tree.leaves(made) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+
+    # Of the plain one as many results: a norm's output is among them where it was asked for.
+    results = jax.eval_shape(lambda *given: values_of(model, params, given), *arguments)
+
     def loss_of(one):
         def loss(params, *given):
-            outputs = jax.tree.leaves(
-                one.apply({"params": params}, *called(cls, given), rngs=keys(4), **options)
-            )
-            weights = [jnp.cos(jnp.arange(y.size)).reshape(y.shape) for y in outputs]
-            return sum((y * w).sum() for y, w in zip(outputs[:1], weights, strict=False)), outputs[0]
+            made = values_of(one, params, given)[: len(results)]
+            return sum((y * jnp.cos(jnp.arange(y.size)).reshape(y.shape)).sum() for y in made), made
 
         return jax.jit(jax.value_and_grad(loss, argnums=(0, *(1 + p for p in places)), has_aux=True))
 
-    (_, y), found = loss_of(model)(params, *arguments)
-    (_, want_y), want = loss_of(plain)(params, *arguments)
-    near(y, want_y, 0.0, "output")
+    (_, made), found = loss_of(model)(params, *arguments)
+    (_, wanted), want = loss_of(plain)(params, *arguments)
+    for place, (one, other) in enumerate(zip(made, wanted, strict=True)):
+        near(one, other, 0.0, f"result {place}")
     largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(want))
     for (path, got), expected in zip(
         jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(want), strict=True

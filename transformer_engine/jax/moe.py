@@ -95,7 +95,7 @@ def moe(
 
     x [b, s, h], gate_kernel [h, E], wi_0 and wi_1 [E, h, f], wo [E, f, h]; biases [E, f] and [E, h]; expert_bias [E].
 
-    apply_topk_weights_early   multiply the hidden values by a token's weights, not the output
+    apply_topk_weights_early   multiply the hidden values by a token's weights, not the output; wo_bias stays whole
     ep_axis                    mesh axis that experts are laid over; tokens are laid over it and data_parallelism_axes
     .._axes                    logical names of axes, for sharding
     quantizer_sets             of wi_0, wi_1 and wo, made with n_groups
