@@ -98,8 +98,8 @@ def _backward(plan: Plan, residuals: Any, dy: Array) -> tuple[Any, ...]:
     d_activated = gradient_product(row_operand(codes_2, batch), rows[1], dtype)
     d_kernel_2 = gradient_product(columns[1], column_operand(codes_2, batch), likes[1].dtype)
     d_activated = d_activated.reshape(*dy.shape[:batch], hidden.shape[-1])
-    codes_1, amax_1, sums = plan.activation.encoded_gradient(
-        hidden, d_activated, sets[0].dgrad, bias_like is not None
+    codes_1, amax_1, d_bias = plan.activation.encoded_gradient(
+        hidden, d_activated, sets[0].dgrad, None if bias_like is None else bias_like.dtype
     )
     dx = gradient_product(row_operand(codes_1, batch), rows[0], dtype)
     d_kernel_1 = gradient_product(columns[0], column_operand(codes_1, batch), likes[0].dtype)
@@ -107,13 +107,12 @@ def _backward(plan: Plan, residuals: Any, dy: Array) -> tuple[Any, ...]:
     kernels = tuple(
         d.reshape(like.shape[1:]) for d, like in zip((d_kernel_1, d_kernel_2), likes, strict=True)
     )
-    bias = None if bias_like is None or sums is None else sums.astype(bias_like.dtype)
     states = [state for one in sets for state in (one.x, one.kernel, one.dgrad)]
     following = advanced_together(states, (*amaxes[:2], amax_1, *amaxes[2:], amax_2))
     return (
         gradients,
         kernels,
-        bias,
+        d_bias,
         tuple(as_cotangent(QuantizerSet(*part)) for part in (following[:3], following[3:])),
     )
 

@@ -105,14 +105,14 @@ class Activation:
         return (activation_backward(gradient, saved, self.names, self.params),)
 
     def encoded_gradient(
-        self, saved: Array, gradient: Array, quantizer: Quantizer | None, sums: bool
+        self, saved: Array, gradient: Array, quantizer: Quantizer | None, sums: Any | None
     ) -> tuple[Tensor, Array | None, Array | None]:
-        """The gradient of x in both directions, its maximum, and the sums over the batch [n, F] if asked for."""
+        """The gradient of x in both directions, its maximum, and sums over the batch [n, F] as dtype `sums`, if any."""
         gradient = with_sharding_constraint_by_logical_axes(gradient, self.axes)
         cast = None if quantizer is None else quantizer.cast()
         if quantizer is None or cast is None:
             dx = activation_backward(gradient, saved, self.names, self.params)
-            total = dx.sum(axis=tuple(range(dx.ndim - 2))) if sums else None
+            total = None if sums is None else dx.sum(axis=tuple(range(dx.ndim - 2))).astype(sums)
             return *encode(quantizer, dx, -2), total
         codes, total = activation_backward_codes(gradient, saved, cast, self.names, self.params, sums)
         tensor, amax = quantizer.taken(codes, saved.shape, saved.dtype, -2)

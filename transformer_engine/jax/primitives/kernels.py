@@ -78,6 +78,14 @@ class Kernel:
         raise NotImplementedError
 
 
+def sums_dtype(*dtypes: Any) -> str:
+    """The dtype in which a kernel writes the sums that become arrays of dtypes: theirs, if they have one that kernels
+    write, else float32. Rounded behind the kernel, each would take one of XLA's.
+    """
+    names = {jnp.dtype(dtype).name for dtype in dtypes}
+    return names.pop() if len(names) == 1 and names <= {"float32", "bfloat16", "float16"} else "float32"
+
+
 _kernel = Primitive("transformer_engine_kernel")
 _kernel.multiple_results = True
 

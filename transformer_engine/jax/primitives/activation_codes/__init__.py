@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from math import prod
+from typing import Any
 
 from jax import Array
 
 from ....common.dispatch import Table
 from ..activation import ActivationParams, ActivationRequest
+from ..kernels import sums_dtype
 from ..platforms import computed
 from ..quantize import Cast, Quantized, Request
 from . import separate, triton
@@ -30,17 +32,18 @@ def activation_codes(x: Array, cast: Cast, names: tuple[str, ...], params: Activ
 
 
 def activation_backward_codes(
-    dy: Array, x: Array, cast: Cast, names: tuple[str, ...], params: ActivationParams, sums: bool
+    dy: Array, x: Array, cast: Cast, names: tuple[str, ...], params: ActivationParams, sums: Any | None
 ) -> tuple[Quantized, Array | None]:
-    """Codes of dx as a matrix [rows, n * F], and the sums of its columns, float32 [n * F], if asked for."""
-    how = How(names, params, cast.spec, sums)
-    return computed(
+    """Codes of dx as a matrix [rows, n * F], and the float32 sums of its columns [n * F] as dtype `sums`, if any."""
+    how = How(names, params, cast.spec, None if sums is None else sums_dtype(sums))
+    codes, total = computed(
         TABLE, lambda platform: _request("backward", x, cast, how, platform), dy, x, cast.multiplier, how=how
     )
+    return codes, None if total is None else total.astype(sums)
 
 
 def _request(operation: str, x: Array, cast: Cast, how: How, platform: str) -> ActivationCodesRequest:
     width = x.shape[-1] * (len(how.names) if operation == "backward" else 1)
     made = Request(cast.spec, (prod(x.shape[:-2]), width), x.dtype, platform, cast.multiplier is not None)
     activation = ActivationRequest(operation, how.names, x.dtype, x.size, platform)
-    return ActivationCodesRequest(activation, made, x.shape[-1], how.sums)
+    return ActivationCodesRequest(activation, made, x.shape[-1], how.sums is not None)

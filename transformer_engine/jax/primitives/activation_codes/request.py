@@ -11,12 +11,12 @@ from ..quantize import QuantizeSpec, Request
 
 @dataclass(frozen=True)
 class How:
-    """The activation and the quantization of its result; sums: of the gradient's columns, too."""
+    """The activation and the quantization of its result; sums: the dtype of those of the gradient's columns, if any."""
 
     names: tuple[str, ...]
     params: ActivationParams
     spec: QuantizeSpec
-    sums: bool = False
+    sums: str | None = None
 
 
 class ActivationCodesRequest(NamedTuple):

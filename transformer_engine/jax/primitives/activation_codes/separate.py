@@ -24,7 +24,7 @@ def backward(dy: Array, x: Array, multiplier: Array | None, how: How) -> tuple[Q
     """See `activation_backward_codes`."""
     dx = activation_backward(dy, x, how.names, how.params)
     dx = dx.reshape(-1, dx.shape[-2] * dx.shape[-1])
-    sums = dx.astype(jnp.float32).sum(axis=0) if how.sums else None
+    sums = None if how.sums is None else dx.astype(jnp.float32).sum(axis=0).astype(how.sums)
     return quantize(dx, how.spec, multiplier=multiplier), sums
 
 

@@ -5,6 +5,7 @@ By a given scale or in blocks; or by the maximum that the kernel has found, in a
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -131,26 +132,29 @@ class Forward(_Codes):
 
 @dataclass(frozen=True)
 class Backward(_Codes):
-    """(dy [rows, width], x, [multiplier [1]]) -> `coded` of dx [rows, n, width], [the sums of its rows [n, width]]"""
+    """(dy [rows, width], x, [multiplier [1]]) -> `coded` of dx [rows, n, width], [sums of its rows, dtype sums]"""
 
-    sums: bool
+    sums: str | None
+
+    @property
+    def in_parts(self) -> Backward:
+        return dataclasses.replace(self, sums=_wide(self.sums))
 
     @property
     def rule(self) -> str:
         r, w = self.extents
-        made = [*self.made("n "), *[f"n {w.whole}"] * self.sums]
+        made = [*self.made("n "), *[f"n {w.whole}"] * (self.sums is not None)]
         return f"{r.whole} {w.whole}, {self.x_and_scale} -> {', '.join(made)}"
 
     @property
     def summed(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         made = 2 + 2 * self.spec.columnwise if fused_codes.in_blocks(self.spec) else 3 + self.spec.columnwise
-        return (made,) if self.sums else ()
+        return () if self.sums is None else (made,)
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         rows, parts, width = operands[1].shape
         in_units = _in_units(coded(self.spec, rows, parts * width), self.spec, parts)
-        sums = jax.ShapeDtypeStruct((parts, width), jnp.float32)
-        return (*in_units, *[sums] * self.sums)
+        return (*in_units, *_sums(parts, width, self.sums))
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
         from ....common.kernels import activation as curves
@@ -159,14 +163,13 @@ class Backward(_Codes):
         dy, x, *multiplier = arrays
         rows, parts, width = x.shape
         plain = (self.made_by(curves), self.gated, (rows, width), (width, parts * width))
-        sums = "float32" if self.sums else None
         if fused_codes.in_blocks(self.spec):
             blocks = fused_codes.blocks(self.spec, x.dtype)
             machine = self.machine(dy.dtype.itemsize + parts * x.dtype.itemsize)
-            program = activation_codes.backward_blocks(*plain, self.constants, blocks, sums, machine)
+            program = activation_codes.backward_blocks(*plain, self.constants, blocks, self.sums, machine)
         else:
             how = fused_codes.one_scale(self.spec)
-            program = activation_codes.backward(*plain, x.dtype.name, self.constants, how, sums)
+            program = activation_codes.backward(*plain, x.dtype.name, self.constants, how, self.sums)
         made = _performed(program, self.spec, [dy, x.reshape(rows, parts * width), *multiplier])
         return tuple(
             array.reshape(shape.shape) for array, shape in zip(made, self.results(dy, x), strict=True)
@@ -175,27 +178,34 @@ class Backward(_Codes):
 
 @dataclass(frozen=True)
 class Measured(ActivationKernel):
-    """x [rows, n, width] -> max|y| [1], y [rows, width]; with backward (dy, x) -> max|dx| [1], dx, [sums [n, width]]"""
+    """x [rows, n, width] -> max|y| [1], y [rows, width]; with backward (dy, x) -> max|dx| [1], dx, [sums [n, width]]
+
+    sums   their dtype, if they are asked for
+    """
 
     backward: bool
-    sums: bool = False
+    sums: str | None = None
     maxed = (0,)
 
     @property
+    def in_parts(self) -> Measured:
+        return dataclasses.replace(self, sums=_wide(self.sums))
+
+    @property
     def summed(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return (2,) if self.sums else ()
+        return () if self.sums is None else (2,)
 
     @property
     def rule(self) -> str:
         if not self.backward:
             return "r n w -> o, r w"
-        return f"r w, r n w -> {', '.join(['o', 'r n w', *['n w'] * self.sums])}"
+        return f"r w, r n w -> {', '.join(['o', 'r n w', *['n w'] * (self.sums is not None)])}"
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         rows, parts, width = operands[-1].shape
         shape = (rows, parts, width) if self.backward else (rows, width)
-        sums = jax.ShapeDtypeStruct((parts, width), jnp.float32)
-        return (_ONE, jax.ShapeDtypeStruct(shape, operands[-1].dtype), *[sums] * self.sums)
+        made = jax.ShapeDtypeStruct(shape, operands[-1].dtype)
+        return (_ONE, made, *_sums(parts, width, self.sums))
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
         from ....common.kernels import activation as curves
@@ -212,15 +222,25 @@ class Measured(ActivationKernel):
             made = run(launch, [flat, None])
             return tuple(array for array in made if array is not None)
         launch = activation_cast.backward(
-            *plain, (width, parts * width), x.dtype.name, self.constants, None, False, self.sums, measures=True
+            *plain, (width, parts * width), x.dtype.name, self.constants, None, False, self.sums is not None,
+            measures=True,
         )  # fmt: skip
         amax, *_, dx, partials = run(launch, [arrays[0], flat, None])
         assert amax is not None and dx is not None
-        if partials is None:
+        if partials is None or self.sums is None:
             return amax, dx.reshape(x.shape)
-        total = run(column_sums.sum_strips(launch.outputs[-1], "float32").launch, [partials])[0]
+        total = run(column_sums.sum_strips(launch.outputs[-1], self.sums).launch, [partials])[0]
         assert total is not None
         return amax, dx.reshape(x.shape), total.reshape(parts, width)
+
+
+def _sums(parts: int, width: int, dtype: str | None) -> list[jax.ShapeDtypeStruct]:
+    return [] if dtype is None else [jax.ShapeDtypeStruct((parts, width), jnp.dtype(dtype))]
+
+
+def _wide(sums: str | None) -> str | None:
+    """The dtype of a device's part of the sums."""
+    return None if sums is None else "float32"
 
 
 def coded(spec: QuantizeSpec, rows: int, width: int) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -280,10 +300,10 @@ def backward(
     if scale is None and not fused_codes.in_blocks(how.spec):
         amax, dx, *total = call(Measured(how.names, how.params, True, how.sums), *given)
         made = FORMATS[how.spec.format.name].plan(cast)(dx.reshape(cast.shape), Given(amax=amax))
-        return made, total[0].ravel() if how.sums else None
+        return made, total[0].ravel() if total else None
     kernel = Backward(how.names, how.params, how.spec, cast.shape, x.shape[-1], how.sums)
     results = list(call(kernel, *given, *_multiplier(scale)))
-    total = results.pop().ravel() if how.sums else None
+    total = None if how.sums is None else results.pop().ravel()
     flat = coded(how.spec, *cast.shape)
     matrices = [array.reshape(shape.shape) for array, shape in zip(results, flat, strict=True)]
     return _quantized(matrices, how.spec), total

@@ -5,6 +5,7 @@ from __future__ import annotations
 from jax import Array
 
 from ....common.dispatch import Table
+from ..kernels import sums_dtype
 from ..platforms import computed
 from . import reference, triton
 from .request import NormRequest
@@ -12,7 +13,6 @@ from .request import NormRequest
 __all__ = ["TABLE", "NormRequest", "norm_backward", "norm_forward"]
 
 TABLE: Table[NormRequest] = Table("jax_norm", (triton.BACKEND, reference.BACKEND))
-_STORED = {"float32", "bfloat16", "float16"}
 
 
 def norm_forward(
@@ -38,9 +38,7 @@ def norm_backward(
     zero_centered: bool,
 ) -> tuple[Array, Array, Array | None]:
     """dx in x's dtype, dgamma and dbeta [width] in gamma's and beta's, sums of float32; None without beta."""
-    dtypes = {gamma.dtype.name, (gamma if beta is None else beta).dtype.name}
-    # The kernel writes both in one dtype; rounded behind it, each would take a kernel of XLA's.
-    dtype = dtypes.pop() if len(dtypes) == 1 and dtypes <= _STORED else "float32"
+    dtype = sums_dtype(*(parameter.dtype for parameter in (gamma, beta) if parameter is not None))
     dx, dgamma, dbeta = computed(
         TABLE, lambda platform: NormRequest.of("backward", x, platform), dy, x, mean, rstdev, gamma,
         zero_centered=zero_centered, dtype=dtype,

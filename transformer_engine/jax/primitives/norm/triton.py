@@ -66,12 +66,12 @@ class Backward(_Norm):
     dtype: str
 
     @property
-    def rule(self) -> str:
-        return "r w, r w, w, r, r -> r w, w, w" if self.centered else "r w, r w, w, r -> r w, w"
-
-    @property
     def summed(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return (1, 2) if self.centered else (1,)
+
+    @property
+    def rule(self) -> str:
+        return "r w, r w, w, r, r -> r w, w, w" if self.centered else "r w, r w, w, r -> r w, w"
 
     @property
     def in_parts(self) -> Backward:
