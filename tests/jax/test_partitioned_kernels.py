@@ -301,8 +301,9 @@ def test_codes_in_groups_are_kernels_on_cuda_and_no_loop(monkeypatch):
         return pullback(y)
 
     text = jax.jit(step).trace(x, kernel).lower(lowering_platforms=("cuda",)).as_text()
-    # The stack; two products of rows, each behind the layout of its groups; the contraction behind it and two turns.
-    assert text.count("triton_kernel_call_ffi") == 1 + 2 * 2 + 4
+    # The stack; rows of x and of dy, their maxima before; two products of rows, each of these behind the layout of its
+    # groups; the contraction behind it and two turns.
+    assert text.count("triton_kernel_call_ffi") == 1 + 2 * 3 + 2 * 2 + 4
     assert "stablehlo.while" not in text
 
 
