@@ -16,7 +16,7 @@ from transformer_engine.common import recipe
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.jax.dense import dense
 from transformer_engine.jax.flax.module import _apply_low_rank_adaptation, _normalize_axes
-from transformer_engine.jax.quantize import QuantizerFactory, TensorUsage
+from transformer_engine.jax.quantize import QuantizerFactory, ScalingMode, TensorUsage
 
 RECIPES = {
     "delayed": recipe.DelayedScaling(),
@@ -122,6 +122,22 @@ def test_any_axes_are_contracted(dims):
     want = values_and_gradients(lambda x, k: jnp.tensordot(x, k, dims), dy, x, kernel)
     for one, other in zip(got, want, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_stochastic_rounding_draws_the_same_numbers_where_float64_is_enabled():
+    """A number of float64 is another draw from the same key, and none that a kernel reads."""
+    x = jax.random.normal(jax.random.key(0), (32, 64))
+    key = jax.random.key_data(jax.random.key(1))
+    quantizer = QuantizerFactory.create(
+        scaling_mode=ScalingMode.NVFP4_1D_SCALING,
+        q_dtype=jnp.float4_e2m1fn,
+        stochastic_rounding_rng_state=key,
+    )
+    tensor = jax.jit(quantizer.quantize)(x)
+    with jax.enable_x64(True):
+        again = jax.jit(quantizer.quantize)(x)
+    for got, want in zip(jax.tree.leaves(again), jax.tree.leaves(tensor), strict=True):
+        np.testing.assert_array_equal(np.asarray(got).view(np.uint8), np.asarray(want).view(np.uint8))
 
 
 def test_stochastic_rounding_draws_from_its_own_stream():

@@ -7,6 +7,7 @@ the functions that change nothing: `encode` and `advanced`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from math import prod
@@ -313,7 +314,9 @@ class NVFP4Quantizer(Quantizer):
             return primitive.quantize(x, spec, axis=axis)
         matrix = x.reshape(prod(x.shape[:axis]), prod(x.shape[axis:]))
         rows, columns = jax.random.split(jax.random.wrap_key_data(self.stochastic_rounding_rng_state))
-        random = jax.random.uniform(rows, matrix.shape), jax.random.uniform(columns, matrix.shape[::-1])
+        # Said, for jax_enable_x64 makes float64 of what is not: other numbers, which no kernel reads.
+        uniform = functools.partial(jax.random.uniform, dtype=jnp.float32)
+        random = uniform(rows, matrix.shape), uniform(columns, matrix.shape[::-1])
         return primitive.quantize(matrix, spec, random=random)
 
 
