@@ -52,7 +52,8 @@ def workload(case: str, batch: int, tokens: int) -> JaxWorkload:
             descriptor = attention.SequenceDescriptor.from_segment_ids_and_pos(ids, places)
         return attention.fused_attn(
             arrays[:3], None, descriptor, None, attention.AttnBiasType.NO_BIAS, mask, layout, softmax, DIM**-0.5,
-            0.0, True, max_segments_per_seq=SEGMENTS if packed else 1, softmax_offset=arrays[3] if softmax is SINKS else None,
+            0.0, True, max_segments_per_seq=SEGMENTS if packed else 1,
+            softmax_offset=arrays[3] if softmax is SINKS else None,
         )  # fmt: skip
 
     keys = jax.random.split(jax.random.key(0), 3)
