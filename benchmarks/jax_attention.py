@@ -22,25 +22,18 @@ import torch
 from transformer_engine.cli.bench.jax_workload import JaxWorkload
 from transformer_engine.cli.bench.measure import FULL, QUICK
 from transformer_engine.common.dispatch import use_backend
-from transformer_engine.jax.attention import (
-    AttnBiasType,
-    AttnMaskType,
-    AttnSoftmaxType,
-    QKVLayout,
-    SequenceDescriptor,
-    fused_attn,
-)
+from transformer_engine.jax import attention
 
 HEADS, GROUPS, DIM, SEGMENTS = 32, 8, 128, 8
-VANILLA, SINKS = AttnSoftmaxType.VANILLA_SOFTMAX, AttnSoftmaxType.LEARNABLE_SOFTMAX
-WHOLE, PACKED = QKVLayout.BSHD_BSHD_BSHD, QKVLayout.THD_THD_THD
+VANILLA, SINKS = attention.AttnSoftmaxType.VANILLA_SOFTMAX, attention.AttnSoftmaxType.LEARNABLE_SOFTMAX
+WHOLE, PACKED = attention.QKVLayout.BSHD_BSHD_BSHD, attention.QKVLayout.THD_THD_THD
 # {case: (mask, softmax, layout, backends)}; the first case of a layout by cuDNN is what the others are held to.
 CASES = {
-    "causal": (AttnMaskType.CAUSAL_MASK, VANILLA, WHOLE, ("cudnn", "triton")),
-    "bottom_right": (AttnMaskType.CAUSAL_BOTTOM_RIGHT_MASK, VANILLA, WHOLE, ("triton",)),
-    "sinks": (AttnMaskType.CAUSAL_MASK, SINKS, WHOLE, ("triton",)),
-    "packed": (AttnMaskType.PADDING_CAUSAL_MASK, VANILLA, PACKED, ("cudnn", "triton")),
-    "packed_sinks": (AttnMaskType.PADDING_CAUSAL_MASK, SINKS, PACKED, ("triton",)),
+    "causal": (attention.AttnMaskType.CAUSAL_MASK, VANILLA, WHOLE, ("cudnn", "triton")),
+    "bottom_right": (attention.AttnMaskType.CAUSAL_BOTTOM_RIGHT_MASK, VANILLA, WHOLE, ("triton",)),
+    "sinks": (attention.AttnMaskType.CAUSAL_MASK, SINKS, WHOLE, ("triton",)),
+    "packed": (attention.AttnMaskType.PADDING_CAUSAL_MASK, VANILLA, PACKED, ("cudnn", "triton")),
+    "packed_sinks": (attention.AttnMaskType.PADDING_CAUSAL_MASK, SINKS, PACKED, ("triton",)),
 }
 
 
@@ -56,10 +49,11 @@ def workload(case: str, batch: int, tokens: int) -> JaxWorkload:
         if packed:
             ids = jnp.repeat(jnp.arange(1, SEGMENTS + 1, dtype=jnp.int32), length)[None]
             places = jnp.tile(jnp.arange(length, dtype=jnp.int32), SEGMENTS)[None]
-            descriptor = SequenceDescriptor.from_segment_ids_and_pos(ids, places)
-        return fused_attn(
-            arrays[:3], None, descriptor, None, AttnBiasType.NO_BIAS, mask, layout, softmax, DIM**-0.5, 0.0, True,
-            max_segments_per_seq=SEGMENTS if packed else 1, softmax_offset=arrays[3] if softmax is SINKS else None,
+            descriptor = attention.SequenceDescriptor.from_segment_ids_and_pos(ids, places)
+        return attention.fused_attn(
+            arrays[:3], None, descriptor, None, attention.AttnBiasType.NO_BIAS, mask, layout, softmax, DIM**-0.5,
+            0.0, True, max_segments_per_seq=SEGMENTS if packed else 1,
+            softmax_offset=arrays[3] if softmax is SINKS else None,
         )  # fmt: skip
 
     keys = jax.random.split(jax.random.key(0), 3)

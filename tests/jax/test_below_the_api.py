@@ -7,6 +7,7 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
@@ -276,6 +277,20 @@ def test_a_module_within_nnx_trains_and_keeps_its_state():
     np.testing.assert_array_equal(scales["x_amax_history"][...][-3:], jnp.full(3, jnp.abs(x).max()))
     with pytest.raises(TypeError, match=r"give a module of flax\.linen"):
         bridged(nn.Dense, nnx.Rngs(0), x)
+
+
+def test_an_optimizer_of_nnx_takes_the_gradients():
+    x = jax.random.normal(jax.random.key(0), (8, 16))
+    with te.autocast(True, DELAYED):
+        model = bridged(te_flax.DenseGeneral(features=4), nnx.Rngs(0), x)
+        optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
+        losses = []
+        for _ in range(3):
+            value, gradients = value_and_grad(lambda model, x: (model(x) ** 2).mean(), model, x)
+            optimizer.update(model, gradients)
+            losses.append(float(value))
+    assert losses == sorted(losses, reverse=True)
+    assert model.x_amax_history[...][-1] == jnp.abs(x).max()
 
 
 def test_a_model_of_nnx_that_a_loss_calls_twice_keeps_the_larger_amax():

@@ -22,24 +22,12 @@ FEW = (
 
 def run(*options: str) -> str:
     """What the tests marked gpu of these files say."""
-    paths = search_path(ROOT / "tests", ROOT / "tests" / "jax", ROOT / "tests" / "kernels")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-p",
-        "interpreted",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        "gpu",
-    ]
-    alone = {"TRITON_INTERPRET": "1", "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
-    finished = subprocess.run(
-        [*command, *options], cwd=ROOT, env=os.environ | alone, capture_output=True, text=True, check=False
-    )
+    folders = (ROOT / "tests", ROOT / "tests" / "jax", ROOT / "tests" / "kernels")
+    paths, elsewhere = search_path(*folders), {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
+    environment = os.environ | elsewhere | {"TRITON_INTERPRET": "1", "PYTHONPATH": paths}
+    plugins = ("-p", "interpreted", "-p", "no:cacheprovider")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", *plugins, "-m", "gpu", *options]
+    finished = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     return finished.stdout
 

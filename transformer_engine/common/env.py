@@ -302,7 +302,11 @@ _PLATFORM = (
     _flag("NVTE_DISABLE_TRITON_AUTOTUNING", False, "Accepted; Triton kernels are sized by tables, untimed."),
     _flag("NVTE_USE_PYTORCH_TRITON", False, "Accepted; both frameworks take the triton that is installed."),
     _text("NVTE_JAX_CUSTOM_CALLS_RE", None, "Accepted; name the primitives in NVTE_JAX_CUSTOM_CALLS."),
-    _flag("NVTE_JAX_ALL_REDUCE_IN_FP32", False, "Accepted; XLA places the sums over devices, in the dtype it adds."),
+    _flag(
+        "NVTE_JAX_ALL_REDUCE_IN_FP32",
+        False,
+        "Accepted; XLA places the sums over devices, in the dtype it adds.",
+    ),
     _flag("NVTE_FUSED_RING_ATTENTION_USE_SCAN", False, "Accepted; the steps of a ring are written out."),
     _flag("NVTE_JAX_ENFORCE_V2_GROUPED_GEMM", False, "Accepted; there is one product of rows in groups."),
     _flag("NVTE_USE_FAST_MATH", False, "Accepted; arithmetic is IEEE everywhere."),
