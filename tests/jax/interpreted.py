@@ -40,7 +40,7 @@ def _to_jax(tensor: torch.Tensor, shape) -> jax.Array:
 def _record(launch, inputs, made, operands, fresh, zeroed):
     key = str(len(_calls)).encode()
     _calls[key] = (launch, [x is not None for x in (*inputs, *made)], fresh, zeroed)
-    return key
+    return key, 0
 
 
 def _ffi_call(target, results, vmap_method, input_output_aliases):

@@ -14,7 +14,7 @@ from transformer_engine.jax.debug import experimental
 from transformer_engine.jax.dense import grouped_dense
 from transformer_engine.jax.flax.module import Softmax
 from transformer_engine.jax.flax.transformer import rotary_pos_emb
-from transformer_engine.jax.primitives.gemm import triton as gemm_triton
+from transformer_engine.jax.primitives.gemm import codes_product
 from transformer_engine.jax.softmax import softmax
 
 SCORES = np.linspace(-1.0, 1.0, 16, dtype=np.float32).reshape(1, 1, 4, 4)
@@ -306,8 +306,8 @@ def test_an_array_without_elements_is_written_too(tmp_path, monkeypatch, capsys)
 def test_the_layout_of_one_group_is_no_constant():
     """custom_partitioning, through which a kernel goes on several devices, takes no array of constants."""
     for rows_of_one in (1, 128, 300):
-        traced = jax.make_jaxpr(lambda rows=rows_of_one: gemm_triton.one_group(rows))()
+        traced = jax.make_jaxpr(lambda rows=rows_of_one: codes_product.one_group(rows))()
         assert not traced.consts
         tiles = -(-rows_of_one // 128)
         groups = [0] * tiles + [1] * (rows_of_one // 128 + 1 - tiles)
-        assert gemm_triton.one_group(rows_of_one).tolist() == [0, rows_of_one, 0, tiles, *groups]
+        assert codes_product.one_group(rows_of_one).tolist() == [0, rows_of_one, 0, tiles, *groups]

@@ -32,7 +32,7 @@ from transformer_engine.jax.primitives.attention.request import AttentionRequest
 from transformer_engine.jax.primitives.attention.triton import refuses as attention_refuses
 from transformer_engine.jax.primitives.attention.triton_kernels import head_factors
 from transformer_engine.jax.primitives.gemm import gemm
-from transformer_engine.jax.primitives.gemm.triton import one_group
+from transformer_engine.jax.primitives.gemm.codes_product import one_group
 from transformer_engine.jax.primitives.grouped_gemm import grouped_contraction, grouped_gemm
 from transformer_engine.jax.primitives.operand import Operand
 from transformer_engine.jax.primitives.partitioning import (

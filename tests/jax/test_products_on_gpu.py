@@ -18,7 +18,7 @@ from transformer_engine.common.dispatch import use_backend
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E4M3, E5M2, FLOAT8
 from transformer_engine.common.quantize_spec import QuantizeSpec
 from transformer_engine.jax.dense import dense, grouped_dense
-from transformer_engine.jax.primitives.gemm import gemm
+from transformer_engine.jax.primitives.gemm import codes_product, gemm, gluon
 from transformer_engine.jax.primitives.grouped_gemm import grouped_contraction, grouped_gemm
 from transformer_engine.jax.primitives.operand import Operand
 from transformer_engine.jax.primitives.quantize import quantize
@@ -38,6 +38,14 @@ def operand(form, element, seed, rows, depth):
     with use_backend(jax_quantize="reference"):
         made = jax.jit(lambda x: quantize(x, QuantizeSpec(form, element)))(x)
     return Operand(made.codes, made.scale, made.amax, form, x.dtype)
+
+
+def products_by(backends, a, b, dtype, exact=True):
+    found = []
+    for backend in backends:
+        with use_backend(jax_gemm=backend):
+            found.append(jax.jit(lambda a, b: gemm(a, b, jnp.dtype(dtype), exact))(a, b))
+    return found
 
 
 def near(got, want, tolerance, name=""):
@@ -64,29 +72,54 @@ def test_our_kernel_multiplies_codes_as_the_reference_does(name, exact, dtype):
     first, second = PAIRS[name]
     for m, n, k in SHAPES:
         a, b = operand(*first, 1, m, k), operand(*second, 2, n, k)
-        found = []
-        for backend in ("triton", "reference"):
-            with use_backend(jax_gemm=backend):
-                found.append(jax.jit(lambda a, b: gemm(a, b, jnp.dtype(dtype), exact))(a, b))
+        found = products_by(("triton", "reference"), a, b, dtype, exact)
         assert found[0].dtype == jnp.dtype(dtype)
         near(*found, 2e-3 if dtype == "float32" else 1e-2, f"{name} {(m, n, k)}")
+
+
+# Less than a tile, less than a group's rows, several tiles with a part of one at each end, several tiles a program.
+TILES = ((4, 16, 16), (144, 80, 256), (300, 272, 400), (2052, 2576, 1552))
+
+
+@on_a_gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("name", ["blocks-by-squares", "blocks-by-blocks"])
+def test_groups_of_warps_multiply_codes_as_the_reference_does(name, dtype, monkeypatch):
+    monkeypatch.setattr(codes_product, "idle", lambda m, n: None)
+    monkeypatch.setattr(gluon, "idle", lambda m, n: None)
+    first, second = PAIRS[name]
+    for m, n, k in TILES:
+        found = products_by(
+            ("gluon", "reference"), operand(*first, 1, m, k), operand(*second, 2, n, k), dtype
+        )
+        near(*found, 1e-2 if dtype == "bfloat16" else 2e-3, f"{name} {(m, n, k)}")
+
+
+@on_a_gpu
+def test_groups_of_warps_add_in_float32_and_in_one_order():
+    a, b = operand(BLOCK_1D, E4M3, 1, 2048, 8192), operand(BLOCK_2D, E4M3, 2, 2048, 8192)
+    calls = {}
+    for backend in ("gluon", "triton", "reference"):
+        with use_backend(jax_gemm=backend):
+            calls[backend] = jax.jit(lambda a, b: gemm(a, b, jnp.dtype(jnp.float32))).lower(a, b).compile()
+    found = {name: np.asarray(call(a, b), np.float64) for name, call in calls.items()}
+    error = {name: np.linalg.norm(out - found["reference"]) for name, out in found.items()}
+    assert 0 < error["gluon"] <= 1.1 * error["triton"]
+    for _ in range(3):
+        np.testing.assert_array_equal(np.asarray(calls["gluon"](a, b), np.float64), found["gluon"])
 
 
 @on_a_gpu
 def test_the_direct_product_of_xla_is_the_reference():
     a, b = operand(FLOAT8, E4M3, 1, 256, 512), operand(FLOAT8, E4M3, 2, 128, 512)
-    found = []
-    for backend in ("direct", "reference"):
-        with use_backend(jax_gemm=backend):
-            found.append(jax.jit(lambda a, b: gemm(a, b, jnp.dtype(jnp.bfloat16)))(a, b))
-    near(*found, 1e-2)
+    near(*products_by(("direct", "reference"), a, b, "bfloat16"), 1e-2)
 
 
 SCALED = """
 import json, jax, jax.numpy as jnp, numpy as np
 import test_products_on_gpu as tests
 from transformer_engine.common.dispatch import use_backend
-from transformer_engine.jax.primitives.gemm import gemm
+from transformer_engine.jax.primitives.gemm import codes_product, gemm, gluon
 a, b = tests.operand(tests.FLOAT8, tests.E4M3, 1, 256, 512), tests.operand(tests.FLOAT8, tests.E4M3, 2, 128, 512)
 found, texts = [], []
 for backend in ("scaled", "reference"):

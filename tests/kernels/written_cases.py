@@ -23,6 +23,7 @@ from transformer_engine.common.kernels import (
     attention_decode,
     block_cast,
     block_fused,
+    block_product,
     cast,
     column_sums,
     cross_entropy,
@@ -236,6 +237,9 @@ def grouped() -> Iterator[Case]:
             given = [FLOAT] if by_address or accumulates else []  # a result that is made is no input
             inputs = (HALF, HALF, None, None, INDEX, table, *given)
             yield f"grouped gradient by_address={by_address} accumulates={accumulates}", launch, inputs
+    for by_row in (False, True):
+        launch = block_product.product(512, 1024, 512, "bfloat16", by_row=by_row, processors=132)
+        yield f"block product by_row={by_row}", launch, (CODES, CODES, FLOAT, FLOAT)
 
 
 def experts() -> Iterator[Case]:

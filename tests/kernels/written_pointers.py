@@ -10,6 +10,7 @@ import triton
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from transformer_engine.common.kernels.launch import Launch
 
@@ -45,14 +46,19 @@ def code_of(launch: Launch, inputs: Sequence[str | None]) -> str:
     context = ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)
-    source = ASTSource(launch.kernel, signature, constants, {})
+    source = (GluonASTSource if launch.kernel.is_gluon() else ASTSource)(
+        launch.kernel, signature, constants, {}
+    )
     functions = backend.get_codegen_implementation(options)
     module = source.make_ir(target, options, functions, backend.get_module_map(), context)
-    return str(backend.make_ttir(module, {}, options, 90))
+    made = backend.gluon_to_ttgir if launch.kernel.is_gluon() else backend.make_ttir
+    return str(made(module, {}, options, 90))
 
 
 def pointers_of(code: str) -> Pointers:
     """Follow every pointer that the code stores to back to the arguments that it can come from."""
+    if "ttng.tensormap_create" in code:
+        return Pointers(_written_by_the_copy_engine(code), set(), set())
     flow = _Flow(code)
     reach: dict[str, set[_Reach]] = {name: {(name[1:], False)} for name in flow.arguments}
     changed = True
@@ -71,6 +77,30 @@ def pointers_of(code: str) -> Pointers:
         for name, loaded in reach[pointer]:
             (through if loaded else written).add(name)
     return Pointers(written, {name for value in flow.addresses for name, _ in reach[value]}, through)
+
+
+def _written_by_the_copy_engine(code: str) -> set[str]:
+    """The arguments whose maps something is copied to; the parts of a warp-specialized kernel get maps as arguments."""
+    assert not re.search(r"tt\.store|tt\.atomic|tt\.call|scf\.while", code), "it stores otherwise too"
+    source: dict[str, str] = {}
+    handed: list[str] = []
+    written: set[str] = set()
+    for line in code.splitlines():
+        if made := re.search(r"ttng\.tensormap_create (%[\w.-]+), %(\w+),", line):
+            source[made[1]] = made[2]
+        elif made := re.search(r"(%[\w.-]+) = ttng\.reinterpret_tensor_descriptor (%[\w.-]+)", line):
+            source[made[1]] = source[made[2]]
+        elif made := re.search(r"ttg\.warp_specialize\((.*?)\)", line):
+            handed = _VALUE.findall(made[1])
+        elif made := re.search(r"^\s*partition\d+\((.*?)\) num_warps", line):
+            inner = re.findall(r"(%\w+): ", made[1])
+            source |= {
+                name: source[value] for name, value in zip(inner, handed, strict=True) if value in source
+            }
+        elif made := re.search(r"ttng\.async_tma_copy_local_to_global (%[\w.-]+)\[", line):
+            written.add(source[made[1]])
+    assert written, "nothing is stored"
+    return written
 
 
 class _Flow:

@@ -178,3 +178,16 @@ def test_no_rows_at_all_give_an_empty_result_and_zero_gradients(device):
     assert (out == 1).all()
     product_of_columns(GroupedColumns(y), GroupedColumns(x), groups, (16, 32), out)
     assert not out.any()
+
+
+@pytest.mark.parametrize("scaling", [0, 1, 2])
+def test_groups_of_one_feature_compile(scaling):
+    """A width of 1 is a constant of the kernels, no number that they are given."""
+    kernels = pytest.importorskip("transformer_engine.common.kernels.grouped_gemm")
+    from transformer_engine.common.kernels.compiled import compiled
+
+    code, scale = ("float8_e4m3fn", "float32") if scaling else ("bfloat16", None)
+    rows = kernels.product_of_rows(256, 1, 64, 2, scaling=scaling)
+    assert compiled(rows, (code, code, None, scale, scale, None, "int32", "bfloat16"), 90).ptx
+    columns = kernels.product_of_columns(1, 64, 2, scaling=scaling)
+    assert compiled(columns, (code, code, scale, scale, "int32", None, "bfloat16"), 90).ptx

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..memory import Memory
-from .launch import Launch
+from .launch import Launch, compile_options
 
 _KINDS = {
     "float32": "fp32",
@@ -32,6 +32,8 @@ class Scalar(NamedTuple):
 class Compiled(NamedTuple):
     """A kernel's PTX, and what whoever starts it has to give.
 
+    warps      of a program, those with parts of their own included
+    scratch    bytes of memory that every program wants behind the scalars, a pointer more
     pointers   which of the inputs and then the outputs are given, in the order of the kernel's arguments
     scalars    the numbers behind them; those that became constants are left out
     """
@@ -41,6 +43,7 @@ class Compiled(NamedTuple):
     capability: int
     warps: int
     shared_memory: int
+    scratch: int
     pointers: tuple[int, ...]
     scalars: tuple[Scalar, ...]
 
@@ -58,6 +61,7 @@ class Wanted(NamedTuple):
     kinds: tuple[type, ...]
     constants: tuple[Any, ...]
     warps: int
+    registers: int | None
     capability: int
 
 
@@ -72,7 +76,14 @@ def compiled(launch: Launch, dtypes: Sequence[str | None], capability: int) -> C
     kinds = tuple(map(type, (*launch.scalars, *launch.constants)))
     return _COMPILED[
         Wanted(
-            launch.kernel, tuple(dtypes), launch.scalars, kinds, launch.constants, launch.warps, capability
+            launch.kernel,
+            tuple(dtypes),
+            launch.scalars,
+            kinds,
+            launch.constants,
+            launch.warps,
+            launch.registers,
+            capability,
         )
     ]
 
@@ -80,7 +91,6 @@ def compiled(launch: Launch, dtypes: Sequence[str | None], capability: int) -> C
 def _compile(wanted: Wanted) -> Compiled:
     import triton
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
     names = wanted.kernel.arg_names
     pointers, rest = names[: len(wanted.dtypes)], names[len(wanted.dtypes) :]
@@ -103,20 +113,31 @@ def _compile(wanted: Wanted) -> Compiled:
         if name not in constants and _is_aligned(values.get(name, 0))
     }
     made = triton.compile(
-        ASTSource(wanted.kernel, signature, constants, aligned),
+        _source(wanted.kernel)(wanted.kernel, signature, constants, aligned),
         target=GPUTarget("cuda", wanted.capability, 32),
-        options={"num_warps": wanted.warps, "num_stages": 1},
+        options=compile_options(wanted.warps, wanted.registers),
     )
-    assert not getattr(made.metadata, "global_scratch_size", 0), "our kernels use no scratch memory"
     return Compiled(
         made.metadata.name,
         made.asm["ptx"],
         wanted.capability,
-        wanted.warps,
+        made.metadata.num_warps,
         made.metadata.shared,
+        getattr(made.metadata, "global_scratch_size", 0) or 0,
         tuple(place for place, dtype in enumerate(wanted.dtypes) if dtype is not None),
         tuple(Scalar(value, kinds[name]) for name, value in values.items() if name not in constants),
     )
+
+
+def _source(kernel: Any) -> Any:
+    """What Triton makes of a kernel in its own language, or in Gluon."""
+    if kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        return GluonASTSource
+    from triton.compiler import ASTSource
+
+    return ASTSource
 
 
 _COMPILED: Memory[Wanted, Compiled] = Memory(_compile, 4096)

@@ -91,7 +91,7 @@ def rows_kernel(
     read_m = tl.minimum(m, rows - first_m - 1)
     read_n = tl.minimum(n, N - 1)
     a_tile = a + corner * K + (read_m[:, None] * K + k[None, :])
-    b_base = base_of(b, table, group, N.to(tl.int64) * K)
+    b_base = base_of(b, table, group, tl.cast(N, tl.int64) * K)
     if TRANSPOSED:
         b_tile = b_base + (k[:, None] * N + n[None, :])
     else:
@@ -198,7 +198,7 @@ def columns_kernel(
             b_tile += BLOCK_M
         if SCALING == _BY_TENSOR:
             total = total * tl.load(scale_a + group * SLOT) * tl.load(scale_b + group * SLOT)
-    places = base_of(out, table, group, N.to(tl.int64) * K) + (n[:, None].to(tl.int64) * K + k[None, :])
+    places = base_of(out, table, group, tl.cast(N, tl.int64) * K) + (n[:, None].to(tl.int64) * K + k[None, :])
     inside = (n < N)[:, None] & (k < K)[None, :]
     if ACCUMULATE:
         total += tl.load(places, mask=inside, other=0.0).to(tl.float32)

@@ -91,6 +91,7 @@ class Launch:
     outputs     what is made for the call, in the order of the kernel's arguments; None: not asked for
     scalars     run-time arguments; Triton specialises on their values, which is why they belong to the record
     constants   compile-time arguments
+    registers   a thread starts with, which warps with parts of their own then share out; None: what the compiler takes
     dependent   may start before the launch in front of it has ended (programmatic dependent launch); the kernel
                 waits before it reads what that one wrote
     in_place    which of the inputs are written too, where they are given; a kernel gets them once
@@ -105,6 +106,7 @@ class Launch:
     scalars: tuple[int | float, ...]
     constants: tuple[Any, ...]
     warps: int
+    registers: int | None = None
     dependent: bool = False
     in_place: tuple[int, ...] = ()
     tables: tuple[Table, ...] = ()
@@ -161,7 +163,7 @@ def _compile(launch: Launch, tensors: Tensors) -> Any:
     """A callable (device, pointers, tensors, made) that starts the kernel compiled for tensors of this alignment."""
     _check(launch, tensors)
     arguments = (*launch.scalars, *launch.constants)
-    options = {"num_warps": launch.warps, "num_stages": 1}
+    options = compile_options(launch.warps, launch.registers)
     if launch.dependent:
         options["launch_pdl"] = True
     import triton
@@ -182,6 +184,11 @@ def _compile(launch: Launch, tensors: Tensors) -> Any:
         run, *flags = direct
         before = (*before, *flags)
     return Handle(run, launch.grid, _stream_of(), (*before, *after), arguments)
+
+
+def compile_options(warps: int, registers: int | None) -> dict[str, Any]:
+    options = {"num_warps": warps, "num_stages": 1}
+    return options if registers is None else options | {"maxnreg": registers}
 
 
 class Handle:

@@ -88,13 +88,17 @@ def run(
     given = [place for place, operand in enumerate(operands) if operand is not None]
     fresh = [shape for shape in made[filled:] if shape is not None]
     arrays = [operands[place] for place in given]
-    results = [*fresh, *[jax.ShapeDtypeStruct(operands[p].shape, operands[p].dtype) for p in written]]  # pyright: ignore
-    aliases = {given.index(place): len(fresh) + i for i, place in enumerate(written)}
     zeroed = [output.begins == 0 for output in launch.outputs[filled:] if output is not None]
-    opaque = _call(launch, [*inputs], made, len(arrays), fresh, tuple(zeroed))
+    opaque, scratch = _call(launch, [*inputs], made, len(arrays), fresh, tuple(zeroed))
+    # Some versions of jaxlib hand a kernel no scratch memory: it is a result.
+    beside = [jax.ShapeDtypeStruct((scratch * prod(launch.grid),), jnp.uint8)] if scratch else []
+    written_shapes = [jax.ShapeDtypeStruct(operands[p].shape, operands[p].dtype) for p in written]  # pyright: ignore
+    results = [*fresh, *beside, *written_shapes]
+    first = len(fresh) + len(beside)
+    aliases = {given.index(place): first + i for i, place in enumerate(written)}
     call = jax.ffi.ffi_call(_TARGET, results, vmap_method="sequential", input_output_aliases=aliases)
     answers = call(*arrays, opaque=opaque)
-    by_place = dict(zip(written, answers[len(fresh) :], strict=True))
+    by_place = dict(zip(written, answers[first:], strict=True))
     return _gathered(launch, len(inputs), filled, iter(answers[: len(fresh)]), by_place)
 
 
@@ -167,8 +171,8 @@ def _call(
     operands: int,
     fresh: Sequence[jax.ShapeDtypeStruct],
     zeroed: tuple[bool, ...],
-) -> bytes:
-    """The kernel and how to start it, as XLA's runtime reads it."""
+) -> tuple[bytes, int]:
+    """The kernel and how to start it, as XLA's runtime reads it; the bytes that each program wants beside results."""
     from ...common.kernels.compiled import compiled
 
     dtypes = [None if x is None else _dtype_of(x) for x in (*inputs, *made)]
@@ -179,8 +183,10 @@ def _call(
     assert len(begins) == len(kernel.pointers), "one operand or result a pointer"
     parameters = [bridge.create_array_parameter(size, 16) for size in begins]
     parameters += [bridge.create_scalar_parameter(scalar.value, scalar.kind) for scalar in kernel.scalars]
+    if kernel.scratch:
+        parameters.append(bridge.create_array_parameter(0, 16))
     call = bridge.TritonKernelCall(_kernel(kernel), *launch.grid, parameters)
-    return zlib.compress(call.to_proto(kernel.name, b""))
+    return zlib.compress(call.to_proto(kernel.name, b"")), kernel.scratch
 
 
 def _dtype_of(x: Any) -> str:

@@ -1,0 +1,120 @@
+"""Products with block scales on Hopper: which kernel takes them, and how XLA is handed one that wants memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from transformer_engine.common import optional
+from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, FLOAT8
+from transformer_engine.jax.primitives import launching
+from transformer_engine.jax.primitives.gemm import TABLE, codes_product, gemm, gluon
+from transformer_engine.jax.primitives.gemm.request import GemmRequest
+from transformer_engine.jax.primitives.operand import Operand
+
+REFUSAL = launching.refuses_kernels()
+needs_bridge = pytest.mark.skipif(
+    REFUSAL is not None, reason=f"no kernel can be lowered for CUDA here: {REFUSAL}"
+)
+CODES, BFLOAT16 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.bfloat16)
+REQUEST = GemmRequest(BLOCK_1D, BLOCK_2D, CODES, CODES, 4096, 1024, 384, BFLOAT16, "cuda", 90, True)
+
+
+@pytest.fixture(autouse=True)
+def _kernels(monkeypatch):
+    monkeypatch.setenv("TE_JAX_KERNELS", "1")
+
+
+def shapes(second, m, n, k):
+    """Codes and scales of both operands."""
+    blocks = -(-k // 128)
+    scale = (n, blocks) if second == BLOCK_1D else (-(-n // 128), blocks)
+    extents = ((m, k), (m, blocks), (n, k), scale)
+    return [
+        jax.ShapeDtypeStruct(extent, dtype)
+        for extent, dtype in zip(extents, (CODES, jnp.float32) * 2, strict=True)
+    ]
+
+
+@needs_bridge
+@pytest.mark.parametrize("change", [
+    ({"platform": "cpu"}, "it needs a CUDA device, the program is for cpu"),
+    ({"capability": 100}, "compute capability 10.0 != 9.0"),
+    ({"capability": 89}, "compute capability 8.9 != 9.0"),
+    ({"a_format": FLOAT8, "b_format": FLOAT8}, "1x128 blocks times"),
+    ({"a_format": None, "b_format": None}, "1x128 blocks times"),
+    ({"m": 0}, "without elements"),
+    ({"n": 24}, "N=24 or K=384 is not a multiple of 16"),
+    ({"k": 200}, "K=200 is not a multiple of 16"),
+    ({"m": 4097}, "M=4097 is not a multiple of 4"),
+    ({"m": 1 << 26, "k": 4096}, "more than 2^31"),
+    ({"m": 512}, "16 tiles of 256 x 128 leave more than 3 in 10 of 132 multiprocessors idle"),
+    ({"m": 256 * 17}, "136 tiles of 256 x 128 leave more than 3 in 10"),
+    ({"dtype": jnp.dtype(jnp.float8_e4m3fn)}, "it writes bfloat16"),
+])  # fmt: skip
+def test_what_it_refuses_and_why(change):
+    fields, sentence = change
+    assert gluon.refuses(REQUEST) is None
+    assert sentence in (gluon.refuses(dataclasses.replace(REQUEST, **fields)) or "")
+
+
+@needs_bridge
+def test_a_triton_without_gluon_or_with_its_interpreter_is_refused(monkeypatch):
+    import triton
+
+    monkeypatch.setattr(triton, "__version__", "3.5.1")
+    assert "triton 3.5.1; the Gluon of 3.6 and 3.7 is known" in (gluon.refuses(REQUEST) or "")
+    monkeypatch.undo()
+    monkeypatch.setenv("TE_JAX_KERNELS", "1")
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
+    assert "Gluon has no interpreter" in (gluon.refuses(REQUEST) or "")
+    failure = optional.failure
+    monkeypatch.setattr(
+        optional, "failure",
+        lambda module, *names: f"{module} has no {names[0]}" if "gluon" in module else failure(module, *names),
+    )  # fmt: skip
+    assert "gluon.language.nvidia.hopper has no warpgroup_mma" in (gluon.refuses(REQUEST) or "")
+
+
+@needs_bridge
+@pytest.mark.parametrize("second", [BLOCK_2D, BLOCK_1D])
+def test_it_is_chosen_on_hopper_and_its_memory_is_a_result(second):
+    def product(a, scale_a, b, scale_b):
+        first, other = (
+            Operand(codes, scale, None, form, BFLOAT16)
+            for codes, scale, form in ((a, scale_a, BLOCK_1D), (b, scale_b, second))
+        )
+        return gemm(first, other, BFLOAT16)
+
+    arrays = shapes(second, 4000, 1008, 400)
+    request = dataclasses.replace(REQUEST, b_format=second, m=4000, n=1008, k=400)
+    assert next(one.name for one in TABLE.candidates(request) if one.refusal(request) is None) == "gluon"
+    text = jax.jit(product).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    # 16 x 8 programs; a map of 128 bytes of each matrix and of the scales that the copy engine brings
+    maps = 5 if second == BLOCK_1D else 4
+    assert re.search(rf"-> \(tensor<4000x1008xbf16>, tensor<{16 * 8 * 128 * maps}xui8>\)", text), text
+    assert "output_operand_aliases = []" in text or "output_operand_aliases" not in text
+
+
+@needs_bridge
+@pytest.mark.parametrize(("n", "kernel"), [
+    (1008, "product_kernel"), (1000, "columns_kernel"), (272, "columns_kernel"),
+])  # fmt: skip
+def test_a_part_of_a_device_that_does_not_fit_it_goes_to_the_other_kernel(n, kernel, monkeypatch):
+    started = []
+    run = codes_product.run
+    monkeypatch.setattr(
+        codes_product,
+        "run",
+        lambda launch, *rest: started.append(launch.kernel.fn.__name__) or run(launch, *rest),
+    )
+    product = codes_product.Product(BFLOAT16, True, 1, 2 * n, 400, by_groups=True)
+    a, scale_a, b, scale_b = shapes(BLOCK_1D, 3800, n, 400)
+    transposed = [jax.ShapeDtypeStruct(x.shape[::-1], x.dtype) for x in (scale_a, scale_b)]
+    (out,) = jax.eval_shape(product.run, a, b, *transposed)
+    assert started == [kernel]
+    assert out.shape == (3800, n)

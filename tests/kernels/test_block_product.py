@@ -1,0 +1,61 @@
+"""The product with block scales in Gluon: what the assembler makes of it, without a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+SHARED_MEMORY = 232448  # bytes that a program on Hopper may have
+
+
+def assembled(folder: Path, launch, second: str, dtype: str):
+    import triton
+
+    from transformer_engine.common.kernels.compiled import compiled
+
+    kernel = compiled(launch, ("float8_e4m3fn", second, "float32", "float32", dtype), 90)
+    source = folder / "kernel.ptx"
+    source.write_text(kernel.ptx)
+    assembler = Path(triton.__path__[0]) / "backends" / "nvidia" / "bin" / "ptxas"
+    command = [assembler, "-v", "--gpu-name=sm_90a", source, "-o", folder / "kernel.cubin"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return kernel, done.stderr
+
+
+@pytest.mark.parametrize("m", [8192, 36])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("by_row", [False, True])
+def test_nothing_is_spilled_and_no_product_waits_for_the_one_before(tmp_path, by_row, dtype, m):
+    from transformer_engine.common.kernels.block_product import product
+
+    launch = product(m, 4096, 28672, dtype, by_row=by_row, processors=132)
+    kernel, said = assembled(tmp_path, launch, "float8_e5m2" if by_row else "float8_e4m3fn", dtype)
+    assert "0 bytes spill stores, 0 bytes spill loads" in said, said
+    assert not re.search(r"C75\d\d|serialized", said), said
+    assert kernel.shared_memory <= SHARED_MEMORY
+    assert kernel.warps == 12, "two groups that multiply, and a warp that fetches, rounded up to a group"
+    assert kernel.ptx.count("wgmma.mma_async.sync.aligned.m64n128k32") == 16
+
+
+def test_a_program_asks_for_memory_for_its_maps_of_matrices(tmp_path):
+    from transformer_engine.common.kernels.block_product import product
+
+    for by_row, maps in ((False, 4), (True, 5)):
+        launch = product(512, 512, 512, "bfloat16", by_row=by_row, processors=132)
+        kernel, _ = assembled(tmp_path, launch, "float8_e4m3fn", "bfloat16")
+        assert kernel.scratch == 128 * maps
+        assert len(kernel.pointers) == 5
+        assert [scalar.value for scalar in kernel.scalars] == [512, 512, 512]
+
+
+def test_there_are_no_more_programs_than_tiles_or_processors():
+    from transformer_engine.common.kernels.block_product import product
+
+    of = {m: product(m, 1024, 512, "bfloat16", by_row=False, processors=132).grid for m in (4, 260, 8192)}
+    assert of == {4: (8, 1, 1), 260: (16, 1, 1), 8192: (132, 1, 1)}
