@@ -80,20 +80,22 @@ def test_an_activation_makes_the_codes_of_what_it_would_store(name, names):
     assert_equal(made, f"{name} forward")
     made = both_ways(
         "jax_activation_codes",
-        lambda dy, x: activation_backward_codes(dy, x, cast_of(name), names, params, False)[0], dy, x,
+        lambda dy, x: activation_backward_codes(dy, x, cast_of(name), names, params, None)[0], dy, x,
     )  # fmt: skip
     assert_equal(made, f"{name} backward")
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["delayed", "current", "blocks"])
-def test_sums_of_columns_come_with_the_codes_of_a_gradient(name):
+def test_sums_of_columns_come_with_the_codes_of_a_gradient(name, dtype):
     names, params = ("silu", "linear"), ActivationParams()
     x = jnp.asarray(matrix("normal", (144, 512), "bfloat16")).reshape(144, 2, 256)
     dy = jnp.asarray(matrix("normal", (144, 256), "bfloat16", 1))
 
     def sums(dy, x):
-        total = activation_backward_codes(dy, x, cast_of(name), names, params, True)[1]
-        return total
+        total = activation_backward_codes(dy, x, cast_of(name), names, params, dtype)[1]
+        assert total is not None and total.dtype == dtype
+        return total.astype(jnp.float32)
 
     for ours, want in both_ways("jax_activation_codes", sums, dy, x):
         np.testing.assert_allclose(ours, want, rtol=2e-2, atol=2e-2 * float(jnp.abs(want).max()))

@@ -18,7 +18,7 @@ from .products import column_operand, encode, forward_product, gradient_product,
 from .quantize.quantizers import QuantizerSet, advanced_together, as_cotangent, noop_quantizer_set
 from .sharding import with_sharding_constraint_by_logical_axes
 from .sources import Source, Values
-from .undifferentiated import like, undifferentiated
+from .undifferentiated import constant, like, undifferentiated
 from .varying import vary_alike
 
 __all__ = ["dense", "grouped_dense"]
@@ -126,23 +126,28 @@ def _product(
 def _product_fwd(
     source: Source, contracted: int, given: tuple[Any, ...], kernel: Array, quantizers: QuantizerSet
 ) -> tuple[Array, Any]:
-    dtype = given[0].dtype
+    dtype, of = given[0].dtype, (given, kernel)
+    # Arrays without elements carry shapes and dtypes of the gradients.
+    likes = jax.tree.map(like, of)
+    if not quantizers.is_noop:
+        (given, kernel), quantizers = constant((of, quantizers))
     made = source.make(given, quantizers.x, -contracted)
     shape = made.tensor.shape
     batch = len(shape) - contracted
     kernel_codes, kernel_amax = encode(quantizers.kernel, kernel, contracted)
     y = forward_product(row_operand(made.tensor, batch), column_operand(kernel_codes, contracted), dtype)
     saved = column_operand(made.tensor, batch), row_operand(kernel_codes, contracted)
-    # Arrays without elements carry shapes and dtypes of the gradients.
-    likes = jnp.zeros((0, *shape), dtype), like(kernel), jax.tree.map(like, given)
     if not quantizers.is_noop:
-        y = undifferentiated(y, (given, kernel))
-    return y, (saved, likes, quantizers, (made.amax, kernel_amax), made.saved)
+        y = undifferentiated(y, of)
+    x_like = jnp.zeros((0, *shape), dtype)
+    return y, (saved, (x_like, *likes), quantizers, (made.amax, kernel_amax), made.saved)
 
 
 def _product_bwd(source: Source, contracted: int, residuals: Any, dy: Array) -> tuple[Any, ...]:
-    (x_columns, kernel_rows), (x_like, kernel_like, given), quantizers, amaxes, kept = residuals
-    batch = x_like.ndim - 1 - contracted
+    (x_columns, kernel_rows), (x_like, given, kernel_like), quantizers, amaxes, kept = residuals
+    batch, of = x_like.ndim - 1 - contracted, (dy, given, kernel_like)
+    if not quantizers.is_noop:
+        dy = constant(dy)
     codes, amax = encode(quantizers.dgrad, dy, batch)
     dx = gradient_product(row_operand(codes, batch), kernel_rows, x_like.dtype)
     dkernel = gradient_product(x_columns, column_operand(codes, batch), kernel_like.dtype)
@@ -151,7 +156,7 @@ def _product_bwd(source: Source, contracted: int, residuals: Any, dy: Array) -> 
     following = as_cotangent(QuantizerSet(*advanced_together(states, (*amaxes, amax))))
     made = (source.gradients(kept, dx), dkernel)
     if not quantizers.is_noop:
-        made = undifferentiated(made, (dy, given, kernel_like))
+        made = undifferentiated(made, of)
     return *made, following
 
 

@@ -28,7 +28,7 @@ from .quantize.grouped import (
 )
 from .quantize.quantizers import QuantizerSet, as_cotangent, noop_quantizer_set
 from .quantize.scaling_modes import TensorUsage
-from .undifferentiated import like, undifferentiated
+from .undifferentiated import constant, like, undifferentiated
 from .varying import vary_alike
 
 __all__ = ["grouped_dense"]
@@ -150,17 +150,23 @@ def _grouped_dense(x: Array, kernel: Array, group_sizes: Array, quantizer_set: Q
 def _forward(
     x: Array, kernel: Array, group_sizes: Array, quantizers: QuantizerSet
 ) -> tuple[Array, tuple[Any, ...]]:
+    of = x, kernel
+    if not quantizers.is_noop:
+        (x, kernel), quantizers = constant((of, quantizers))
     x_codes, x_amax = _encode(quantizers.x, x, group_sizes)
     kernel_codes, kernel_amax = _encode(quantizers.kernel, kernel, None)
     y = _of_rows(x_codes, kernel_codes, group_sizes, x.dtype, backward=False)
     saved = x_codes.get_tensor(COLUMNS), kernel_codes.get_tensor(ROWS)
     if not quantizers.is_noop:
-        y = undifferentiated(y, (x, kernel))
-    return y, (saved, (like(x), like(kernel)), group_sizes, quantizers, (x_amax, kernel_amax))
+        y = undifferentiated(y, of)
+    return y, (saved, jax.tree.map(like, of), group_sizes, quantizers, (x_amax, kernel_amax))
 
 
 def _backward(residuals: tuple[Any, ...], dy: Array) -> tuple[Any, ...]:
     (x_codes, kernel_codes), (x_like, kernel_like), group_sizes, quantizers, amaxes = residuals
+    of = dy, x_like, kernel_like
+    if not quantizers.is_noop:
+        dy = constant(dy)
     codes, amax = _encode(quantizers.dgrad, dy, group_sizes)
     dx = _of_rows(codes, kernel_codes, group_sizes, x_like.dtype, backward=True)
     dkernel = _over_rows(x_codes, codes, group_sizes, kernel_like.dtype)
@@ -168,7 +174,7 @@ def _backward(residuals: tuple[Any, ...], dy: Array) -> tuple[Any, ...]:
     following = groups_advanced_together(states, (*amaxes, amax))
     made = (dx, dkernel)
     if not quantizers.is_noop:
-        made = undifferentiated(made, (dy, x_like, kernel_like))
+        made = undifferentiated(made, of)
     return *made, as_cotangent(group_sizes), as_cotangent(QuantizerSet(*following))
 
 

@@ -8,7 +8,7 @@ import jax
 from jax import Array
 
 from .quantize.quantizers import Quantizer, advanced_together, as_cotangent
-from .undifferentiated import undifferentiated
+from .undifferentiated import constant, undifferentiated
 
 
 @jax.custom_vjp
@@ -18,7 +18,8 @@ def quantized_identity(x: Array, quantizer: Quantizer) -> Array:
 
 
 def _forward(x: Array, quantizer: Quantizer) -> tuple[Array, Any]:
-    tensor, amax = quantizer.encode(x)
+    quantizer = constant(quantizer)
+    tensor, amax = quantizer.encode(constant(x))
     (following,) = advanced_together((quantizer,), (amax,))
     y = tensor.dequantize()  # pyright: ignore[reportAttributeAccessIssue]
     return undifferentiated(y, x), following

@@ -19,7 +19,7 @@ from .primitives.operand import Operand
 from .products import column_operand, encode, forward_product, gradient_product, row_operand
 from .quantize.quantizers import QuantizerSet, advanced_together, as_cotangent
 from .sources import Activation, Made, Source
-from .undifferentiated import like, undifferentiated
+from .undifferentiated import constant, like, undifferentiated
 from .varying import vary_alike
 
 
@@ -51,7 +51,10 @@ def _mlp(plan: Plan, given: Any, kernels: Any, bias: Array | None, sets: Any) ->
 
 
 def _forward(plan: Plan, given: Any, kernels: Any, bias: Array | None, sets: Any) -> tuple[Array, Any]:
-    dtype, batch = given[0].dtype, given[0].ndim - 1
+    dtype, batch, of = given[0].dtype, given[0].ndim - 1, (tuple(kernels), bias, given)
+    # Arrays without elements carry shapes and dtypes of the gradients.
+    likes, bias_like, given_like = jax.tree.map(like, of)
+    (kernels, bias, given), sets = constant((of, sets))
     first = plan.source.make(given, sets[0].x, -1)
     hidden, kernel_1 = _product(first, kernels[0], sets[0], dtype, batch)
     if bias is not None:
@@ -61,9 +64,7 @@ def _forward(plan: Plan, given: Any, kernels: Any, bias: Array | None, sets: Any
     y, kernel_2 = _product(second, kernels[1], sets[1], dtype, batch)
     columns = column_operand(first.tensor, batch), column_operand(second.tensor, batch)
     amaxes = (first.amax, kernel_1.amax, second.amax, kernel_2.amax)
-    # Arrays without elements carry shapes and dtypes of the gradients.
-    likes, bias_like, given_like = jax.tree.map(like, (tuple(kernels), bias, given))
-    y = undifferentiated(y, (given, kernels, bias))
+    y = undifferentiated(y, of)
     kept = (
         (first.saved, second.saved),
         columns,
@@ -93,7 +94,8 @@ def _product(
 
 def _backward(plan: Plan, residuals: Any, dy: Array) -> tuple[Any, ...]:
     (saved, hidden), columns, rows, (likes, bias_like, given_like), sets, amaxes = residuals
-    batch, dtype = dy.ndim - 1, dy.dtype
+    batch, dtype, of = dy.ndim - 1, dy.dtype, (dy, likes, bias_like, given_like)
+    dy = constant(dy)
     codes_2, amax_2 = encode(sets[1].dgrad, dy, batch)
     d_activated = gradient_product(row_operand(codes_2, batch), rows[1], dtype)
     d_kernel_2 = gradient_product(columns[1], column_operand(codes_2, batch), likes[1].dtype)
@@ -103,7 +105,7 @@ def _backward(plan: Plan, residuals: Any, dy: Array) -> tuple[Any, ...]:
     dx = gradient_product(row_operand(codes_1, batch), rows[0], dtype)
     d_kernel_1 = gradient_product(columns[0], column_operand(codes_1, batch), likes[0].dtype)
     made = (plan.source.gradients(saved, dx), (d_kernel_1, d_kernel_2), d_bias)
-    made = undifferentiated(made, (dy, likes, bias_like, given_like))
+    made = undifferentiated(made, of)
     states = [state for one in sets for state in (one.x, one.kernel, one.dgrad)]
     following = advanced_together(states, (*amaxes[:2], amax_1, *amaxes[2:], amax_2))
     return (

@@ -11,9 +11,14 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 Made = TypeVar("Made")
+
+
+def constant(tree: Made) -> Made:
+    """The arrays of a pytree as the makers of codes read them: kernels have no rule of differentiation to ask."""
+    return lax.stop_gradient(tree)
 
 
 def undifferentiated(made: Made, of: Any) -> Made:

@@ -23,7 +23,7 @@ from ..primitives import exact
 from ..primitives.grouped_quantize import group_of_rows, of_rows, quantize_rows, quantize_stack
 from ..primitives.quantize import scale_from_amax
 from ..primitives.quantize.tiles import settled
-from ..undifferentiated import undifferentiated
+from ..undifferentiated import constant, undifferentiated
 from .quantizers import DelayedScaleQuantizer, Quantizer, advanced_together
 from .scaling_modes import ScalingMode, TensorUsage
 from .settings import element_of
@@ -162,7 +162,7 @@ class GroupedQuantizer:
             switch(name, asked)
         if group_sizes is not None:
             check_sizes("group_sizes", group_sizes, self.n_groups, x.shape[0])
-        tensor, amaxes = self.encode(x, group_sizes, is_rowwise, is_colwise, dq_dtype, flatten_axis)
+        tensor, amaxes = self.encode(constant(x), group_sizes, is_rowwise, is_colwise, dq_dtype, flatten_axis)
         self.quantizer = self.advanced(amaxes).quantizer
         return undifferentiated(tensor, x)
 

@@ -25,7 +25,7 @@ from ..primitives import quantize as primitive
 from ..primitives.operand import turned
 from ..primitives.quantize import Cast
 from ..primitives.scale_update import State, advance_scales, advance_states
-from ..undifferentiated import undifferentiated
+from ..undifferentiated import constant, undifferentiated
 from .scaling_modes import AmaxComputeAlgo, QuantizeLayout, ScalingMode
 from .settings import check_settings, element_of
 from .tensors import ScaledTensor, ScaledTensor1x, ScaledTensor2x, ScaledTensorFactory, positive_axis
@@ -110,7 +110,7 @@ class Quantizer:
 
         A quantizer with a state is brought one step forward. Codes have no derivative: NotImplementedError.
         """
-        tensor, amax = self.encode(x, is_rowwise, is_colwise, dq_dtype, flatten_axis)
+        tensor, amax = self.encode(constant(x), is_rowwise, is_colwise, dq_dtype, flatten_axis)
         self.update(amax)
         return undifferentiated(tensor, x)
 
