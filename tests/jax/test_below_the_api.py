@@ -35,7 +35,7 @@ from transformer_engine.jax.version_utils import jax_version_meet_requirement
 DELAYED = recipe.DelayedScaling(amax_history_len=4)
 
 
-def test_explain_names_every_operation_and_why_not_the_others():
+def test_explain_names_every_operation_and_why_not_the_others(cpu_alone):
     model = te_flax.LayerNormMLP(intermediate_dim=32)
     x = jnp.ones((4, 16))
     with te.autocast(True, DELAYED):
@@ -181,7 +181,7 @@ def test_plain_versions_compute_what_the_operations_do():
     np.testing.assert_array_equal(plain[1], tex.quantize_dbias(x, None)[1])
     assert tex_quantization._jax_quantize(x, None).data is x
     y = tex_activation._jax_act_lu(hidden, ("silu", "linear")).data
-    np.testing.assert_array_equal(y, tex.act_lu(hidden, ("silu", "linear")).data)
+    np.testing.assert_allclose(y, tex.act_lu(hidden, ("silu", "linear")).data, rtol=1e-6)
     dx, dbias = tex_activation._jax_quantize_dact_dbias(y, hidden, ("silu", "linear"))
     np.testing.assert_array_equal(dx.data, tex.dact_lu(y, hidden, ("silu", "linear")).data)
     np.testing.assert_allclose(dbias, dx.data.sum((0, 1)), rtol=1e-5, atol=1e-6)
@@ -299,7 +299,7 @@ def test_a_model_of_nnx_that_a_loss_calls_twice_keeps_the_larger_amax():
         model = bridged(te_flax.DenseGeneral(features=4), nnx.Rngs(0), x)
         value_and_grad(lambda model: (model(x) ** 2).mean() + (model(5 * x) ** 2).mean(), model)
     assert model.x_amax_history[...][-1] == jnp.abs(5 * x).max()
-    assert model.x_scale[...][0] == np.float32(448) / jnp.abs(5 * x).max()
+    assert model.x_scale[...][0] == np.float32(448) / np.abs(5 * np.asarray(x)).max()
     assert model.kernel_scale[...][0] == np.float32(448) / jnp.abs(model.kernel[...]).max()
 
 
