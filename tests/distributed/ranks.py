@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,15 @@ multiprocessing.get_context(START).set_forkserver_preload(
 
 
 def run_on_ranks(function: Callable[[torch.device], Any], size: int, directory: Path) -> list[Any]:
-    """What function(device) returns on each of `size` ranks, on the CPU; raises what a rank raises."""
-    multiprocessing.start_processes(_rank, (function, size, str(directory)), nprocs=size, start_method=START)
+    """What function(device) returns on each of `size` ranks, on the CPU; raises what every rank raises, in words."""
+    try:
+        multiprocessing.start_processes(
+            _rank, (function, size, str(directory)), nprocs=size, start_method=START
+        )
+    except (multiprocessing.ProcessRaisedException, multiprocessing.ProcessExitedException) as error:
+        # What is raised is the first rank's, which is often that another one has gone.
+        told = [f"rank {path.stem}:\n{path.read_text()}" for path in sorted(directory.glob("*.error"))]
+        raise RuntimeError("\n".join(told)) from error
     return [torch.load(directory / f"{rank}.pt", weights_only=True) for rank in range(size)]
 
 
@@ -37,5 +45,8 @@ def _rank(rank: int, function: Callable[[torch.device], Any], size: int, directo
         result = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, function(device))
         torch.save(result, f"{directory}/{rank}.pt")
         dist.barrier()
+    except Exception:
+        Path(directory, f"{rank}.error").write_text(traceback.format_exc())
+        raise
     finally:
         dist.destroy_process_group()
