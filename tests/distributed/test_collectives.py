@@ -11,6 +11,7 @@ from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.distributed import (
     _NVFP4AllGatherAsyncHandle,
     allreduce,
+    collectives,
     gather_along_first_dim,
     rank,
     reduce_scatter_along_first_dim,
@@ -234,3 +235,30 @@ def test_a_gather_of_one_rank_fills_the_given_tensor_too():
 def test_an_unknown_symmetric_all_reduce_is_refused():
     with pytest.raises(ValueError, match="two_shot"):
         symmetric_all_reduce(torch.ones(2), None, all_reduce_type="three_shot")
+
+
+def test_a_gather_of_a_quantized_tensor_waits_for_every_part_of_it(monkeypatch):
+    """Gloo ends collectives in any order: codes may arrive after the scales that were sent behind them."""
+    waited = []
+
+    class Work:
+        def __init__(self, target, rows):
+            self.target, self.rows = target, rows
+
+        def wait(self):
+            self.target.copy_(self.rows)
+            waited.append(self.target)
+
+    def gather(part, group, async_op, output=None):
+        target = torch.zeros((2 * part.shape[0], *part.shape[1:]), dtype=part.dtype)
+        return target, Work(target, torch.cat([part, part]))
+
+    monkeypatch.setattr(collectives, "world_size", lambda group: 2)
+    monkeypatch.setattr(collectives, "_gather", gather)
+    quantizer = Float8BlockQuantizer(DType.kFloat8E4M3, rowwise=True, columnwise=False)
+    quantized = quantizer(torch.randn(128, 256))
+    found, handle = gather_along_first_dim(quantized, None, async_op=True)
+    assert handle is not None
+    handle.wait()
+    assert len(waited) == 2, "codes and scales"
+    assert torch.equal(found.dequantize(), torch.cat([quantized.dequantize()] * 2))

@@ -6,7 +6,7 @@ Codes of fp8 dtypes travel as uint8 views, which every process-group backend can
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,17 @@ def world_size(group: dist_group_type | None) -> int:
 def rank(group: dist_group_type | None) -> int:
     """This process's rank in the group; 0 where torch.distributed is not initialised."""
     return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
+
+
+class AllOf:
+    """The work of several collectives: over when all of them are. Only NCCL ends those of a group in their order."""
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
 
 
 class DeferredGather:
@@ -138,7 +149,8 @@ def _gather_later(
         parts, payload = gather_payload(inp)
         # As bytes: collectives that a caller coalesces have one dtype.
         sent = [_gather(part.view(torch.uint8), group, async_op) for part in parts]
-        handle = sent[-1][1]  # a group's collectives end in their order
+        works = [work for _, work in sent if work is not None]
+        handle = AllOf(works) if works else None
 
         def finish() -> None:
             arrived = [part.view(kind.dtype) for (part, _), kind in zip(sent, parts, strict=True)]
