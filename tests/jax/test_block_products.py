@@ -80,6 +80,11 @@ def test_a_triton_without_gluon_or_with_its_interpreter_is_refused(monkeypatch):
     assert "gluon.language.nvidia.hopper has no warpgroup_mma" in (gluon.refuses(REQUEST) or "")
 
 
+def test_what_it_binds_is_one_function_so_that_products_alike_are_traced_once():
+    bind = TABLE.named("gluon").bind
+    assert bind is not None and bind(REQUEST) is bind(REQUEST)
+
+
 @needs_bridge
 @pytest.mark.parametrize("second", [BLOCK_2D, BLOCK_1D])
 def test_it_is_chosen_on_hopper_and_its_memory_is_a_result(second):

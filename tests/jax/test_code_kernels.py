@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 
@@ -25,6 +26,7 @@ from transformer_engine.jax.primitives.norm_codes import triton as norm_codes
 from transformer_engine.jax.primitives.partitioning import Rule
 from transformer_engine.jax.primitives.quantize import Cast
 from transformer_engine.jax.primitives.scale_update import triton as scale_update
+from transformer_engine.jax.primitives.several_axes import OverVmap, SeveralAxes
 from transformer_engine.jax.quantize import QuantizeMeta, QuantizeMetaSet, QuantizerFactory
 
 REFUSAL = launching.refuses_kernels()
@@ -81,6 +83,15 @@ def test_a_rule_has_a_factor_for_every_axis_of_a_kernels_arrays():
             assert results[place].shape == (1,), name
         for place in kernel.summed:
             assert kernel.in_parts.results(*operands)[place].dtype == jnp.float32, name
+
+
+def test_what_wraps_a_kernel_knows_its_results_as_the_kernel_does():
+    """The maximum of parts, where one of them forgot it, would be a device's own."""
+    for case, kernel, operands in kernels_with_operands():
+        for wrapped in (SeveralAxes(kernel, ()), OverVmap(kernel, (True,) * len(operands))):
+            for fact in ("name", "led_by_results", "summed", "maxed"):
+                assert getattr(wrapped, fact) == getattr(kernel, fact), (case, wrapped, fact)
+            assert wrapped.in_parts == dataclasses.replace(wrapped, kernel=kernel.in_parts), (case, wrapped)
 
 
 def quantizers():

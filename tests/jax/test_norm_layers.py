@@ -16,7 +16,9 @@ from transformer_engine.jax.activation import activation
 from transformer_engine.jax.layernorm import layernorm
 from transformer_engine.jax.layernorm_dense import layernorm_dense
 from transformer_engine.jax.layernorm_mlp import layernorm_mlp
-from transformer_engine.jax.quantize import QuantizerFactory
+from transformer_engine.jax.primitives.activation import ActivationParams, activation_backward
+from transformer_engine.jax.quantize import QuantizerFactory, ScalingMode
+from transformer_engine.jax.sources import Activation
 
 RECIPES = {
     "none": (None, 2e-5),
@@ -183,6 +185,21 @@ def test_an_mlp_behind_a_norm(names, biased, name):
     dy = jax.random.normal(keys[5], x.shape)
     found, want = (values_and_gradients(f, dy, *arguments) for f in (ours, plain))
     assert_close(found, want, tolerance)
+
+
+def test_sums_of_a_bias_are_rounded_once_to_its_own_dtype():
+    """Under NVFP4, whose codes no activation makes, a float32 bias was given sums rounded to x's bfloat16."""
+    keys = jax.random.split(jax.random.key(0))
+    dy, x = (
+        jax.random.normal(key, shape, jnp.bfloat16)
+        for key, shape in zip(keys, ((64, 32), (64, 1, 32)), strict=True)
+    )
+    quantizer = QuantizerFactory.create(scaling_mode=ScalingMode.NVFP4_1D_SCALING, q_dtype=jnp.float4_e2m1fn)
+    names, params = ("gelu",), ActivationParams()
+    *_, sums = Activation(names, params).encoded_gradient(x, dy, quantizer, jnp.float32)
+    dx = np.asarray(activation_backward(dy, x, names, params), np.float64)
+    assert sums is not None and sums.dtype == jnp.float32
+    np.testing.assert_allclose(sums, dx.sum(axis=0), rtol=0, atol=1e-5)
 
 
 MLP_FIELDS = [

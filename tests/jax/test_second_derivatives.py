@@ -15,6 +15,7 @@ from transformer_engine.jax.layernorm import layernorm
 from transformer_engine.jax.layernorm_dense import layernorm_dense
 from transformer_engine.jax.layernorm_mlp import layernorm_mlp
 from transformer_engine.jax.quantize import QuantizerFactory, ScalingMode
+from transformer_engine.jax.undifferentiated import like
 
 RECIPES = [
     recipe.DelayedScaling(), recipe.Float8CurrentScaling(), recipe.Float8BlockScaling(), recipe.MXFP8BlockScaling(),
@@ -95,6 +96,14 @@ def test_without_a_recipe_second_derivatives_are_those_of_differences(operation)
     step = 1e-2 * direction
     high, low = (float(jax.jit(of)(x + sign * step)) for sign in (1, -1))
     np.testing.assert_allclose(found, (high - low) / 2e-2, rtol=2e-2)
+
+
+def test_what_is_like_an_array_copies_nothing_of_it_where_nothing_is_jitted():
+    """An axis in front, cut away again, was a copy of every kernel of an eager step."""
+    (x,) = arrays((64, HIDDEN))
+    steps = jax.make_jaxpr(like)(x).eqns
+    assert steps and all(made.aval.size == 0 for step in steps for made in step.outvars)
+    assert like(x).shape == (0, 64, HIDDEN) and like(x.astype(jnp.bfloat16)).dtype == jnp.bfloat16
 
 
 def test_what_goes_past_the_codes_is_differentiated():

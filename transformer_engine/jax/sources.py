@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import jax.numpy as jnp
 from jax import Array
 
 from .primitives.activation import ActivationParams, activation_backward, activation_forward
@@ -112,7 +113,8 @@ class Activation:
         cast = None if quantizer is None else quantizer.cast()
         if quantizer is None or cast is None:
             dx = activation_backward(gradient, saved, self.names, self.params)
-            total = None if sums is None else dx.sum(axis=tuple(range(dx.ndim - 2))).astype(sums)
+            rows = tuple(range(dx.ndim - 2))
+            total = None if sums is None else dx.astype(jnp.float32).sum(axis=rows).astype(sums)
             return *encode(quantizer, dx, -2), total
         codes, total = activation_backward_codes(gradient, saved, cast, self.names, self.params, sums)
         tensor, amax = quantizer.taken(codes, saved.shape, saved.dtype, -2)

@@ -31,6 +31,7 @@ def undifferentiated(made: Made, of: Any) -> Made:
     return tied
 
 
+@jax.jit  # one program, whose result is empty: step by step an eager caller would copy the array
 def like(array: Array) -> Array:
     """[0, *shape]: no elements, but the shape and dtype of an array, and to JAX something that depends on it."""
     return jnp.expand_dims(array, 0)[:0]

@@ -187,6 +187,7 @@ def _compile(launch: Launch, tensors: Tensors) -> Any:
 
 
 def compile_options(warps: int, registers: int | None) -> dict[str, Any]:
+    """What Triton is told beside a kernel's arguments; see `Launch`."""
     options = {"num_warps": warps, "num_stages": 1}
     return options if registers is None else options | {"maxnreg": registers}
 

@@ -42,6 +42,11 @@ class Kernel:
     maxed: tuple[int, ...] = ()
 
     @property
+    def name(self) -> str:
+        """What an error calls it."""
+        return type(self).__name__
+
+    @property
     def rule(self) -> str:
         """Factors of the axes of operands and results, as Shardy writes them: "r w, w -> r w"."""
         raise NotImplementedError
@@ -147,7 +152,7 @@ batching.primitive_batchers[_kernel] = _batched
 
 def _differentiated(primals: Any, tangents: Any, *, kernel: Kernel) -> NoReturn:
     raise NotImplementedError(
-        f"a derivative of the kernel {type(kernel).__name__}: operations on kernels have first derivatives alone, by "
+        f"a derivative of the kernel {kernel.name}: operations on kernels have first derivatives alone, by "
         "reverse mode (jax.grad, jax.vjp); for others trace under NVTE_JAX_CUSTOM_CALLS=false, which has none"
     )
 

@@ -20,14 +20,40 @@ from .partitioning import Factors, Rule
 
 
 @dataclass(frozen=True)
-class SeveralAxes(Kernel):
+class _OfAnother(Kernel):
+    """What a kernel on other arrays has of the kernel that it runs, as results of both follow each other alike."""
+
+    kernel: Kernel
+
+    @property
+    def name(self) -> str:
+        return self.kernel.name
+
+    @property
+    def led_by_results(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.kernel.led_by_results
+
+    @property
+    def summed(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.kernel.summed
+
+    @property
+    def maxed(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.kernel.maxed
+
+    @property
+    def in_parts(self) -> Kernel:
+        return replace(self, kernel=self.kernel.in_parts)
+
+
+@dataclass(frozen=True)
+class SeveralAxes(_OfAnother):
     """kernel, on arrays that have several axes in the place of one.
 
     ahead   (factor of the kernel's rule, the extents of the axes in front of its last one), of which blocks lie along
             the last
     """
 
-    kernel: Kernel
     ahead: tuple[tuple[str, tuple[int, ...]], ...]
 
     @property
@@ -59,22 +85,6 @@ class SeveralAxes(Kernel):
     @property
     def replicated(self) -> tuple[str, ...]:
         return tuple(name for factor in self.kernel.replicated for name in self._names(factor))
-
-    @property
-    def led_by_results(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.kernel.led_by_results
-
-    @property
-    def summed(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.kernel.summed
-
-    @property
-    def maxed(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.kernel.maxed
-
-    @property
-    def in_parts(self) -> Kernel:
-        return replace(self, kernel=self.kernel.in_parts)
 
     def under_vmap(self, mapped: Sequence[bool]) -> tuple[Kernel, tuple[bool, ...]] | None:
         of_all = self.kernel.under_vmap(mapped)
@@ -130,10 +140,9 @@ def _with_axes(
 
 
 @dataclass(frozen=True)
-class OverVmap(Kernel):
+class OverVmap(_OfAnother):
     """A kernel of plain operations where arrays that are mapped have one axis more in front, as results do."""
 
-    kernel: Kernel
     mapped: tuple[bool, ...]
 
     @property
@@ -152,18 +161,6 @@ class OverVmap(Kernel):
     @property
     def sizes(self) -> dict[str, int]:
         return self.kernel.sizes
-
-    @property
-    def led_by_results(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.kernel.led_by_results
-
-    @property
-    def summed(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.kernel.summed
-
-    @property
-    def in_parts(self) -> Kernel:
-        return replace(self, kernel=self.kernel.in_parts)
 
     def under_vmap(self, mapped: Sequence[bool]) -> tuple[Kernel, tuple[bool, ...]]:
         return OverVmap(self, tuple(mapped)), (True,) * len(Rule.of(self.rule).results)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
+import jax.numpy as jnp
 from jax import Array
 
 from ....common import optional
 from ....common.dispatch import Backend
 from ....common.formats import BLOCK_1D, BLOCK_2D
 from ..launching import refuses_on
+from ..operand import Operand
 from .codes_product import idle, multiplied, unfit
 from .request import GemmRequest
 from .triton import RESULTS
@@ -47,8 +46,9 @@ def _missing() -> str | None:
     return "TRITON_INTERPRET=1: Gluon has no interpreter" if knobs.runtime.interpret else None
 
 
-def bind(request: GemmRequest) -> Callable[..., Array]:
-    return functools.partial(multiplied, by_groups=True)
+def run(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool) -> Array:
+    """One function for all requests: what is jitted around it is traced once for those that are alike."""
+    return multiplied(a, b, dtype, exact, by_groups=True)
 
 
-BACKEND = Backend[GemmRequest]("gluon", refuses=refuses, bind=bind)
+BACKEND = Backend[GemmRequest]("gluon", refuses=refuses, bind=lambda request: run)
