@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ...common.checks import integer, switch
+from ...common.checks import exponent, integer, switch
 from ...common.quantize_spec import QuantizeSpec
 from ..checks import check_floating, check_values
 from ..primitives import quantize as primitive
@@ -27,7 +27,7 @@ from ..primitives.quantize import Cast
 from ..primitives.scale_update import State, advance_scales, advance_states
 from ..undifferentiated import constant, undifferentiated
 from .scaling_modes import AmaxComputeAlgo, QuantizeLayout, ScalingMode
-from .settings import check_settings, element_of
+from .settings import check_delayed_state, check_settings, element_of
 from .tensors import ScaledTensor, ScaledTensor1x, ScaledTensor2x, ScaledTensorFactory, positive_axis
 
 __all__ = [
@@ -52,6 +52,7 @@ def compute_scale_from_amax(
 
     A scale of 0 is read as 1.
     """
+    exponent("margin", margin)
     amax = jnp.asarray(amax, jnp.float32).reshape(1)
     old = jnp.ones(1, jnp.float32) if scale is None else scale
     _, computed = advance_scales(
@@ -254,6 +255,10 @@ class DelayedScaleQuantizer(Quantizer):
     scale: Array = field(default_factory=lambda: jnp.ones(1, jnp.float32))
     amax_history: Array = field(default_factory=lambda: jnp.zeros(1024, jnp.float32))
 
+    def __post_init__(self) -> None:
+        check_settings({f.name: getattr(self, f.name) for f in fields(self)})
+        check_delayed_state(self.scale, self.amax_history)
+
     def update(self, amax: Array | None) -> None:
         following = self.advanced(amax)
         self.scale, self.amax_history = following.scale, following.amax_history
@@ -263,10 +268,18 @@ class DelayedScaleQuantizer(Quantizer):
         return advanced_together((self,), (amax,))[0]  # pyright: ignore[reportReturnType]
 
     def cast(self) -> Cast | None:
-        return Cast(self.spec(self.q_layout.has_rowwise, self.q_layout.has_colwise), self.scale)
+        return Cast(self.spec(self.q_layout.has_rowwise, self.q_layout.has_colwise), self._multiplier())
 
     def _codes(self, x: Array, spec: QuantizeSpec, axis: int) -> primitive.Quantized:
-        return primitive.quantize(x, spec, multiplier=self.scale, axis=axis)
+        return primitive.quantize(x, spec, multiplier=self._multiplier(), axis=axis)
+
+    def _multiplier(self) -> Array:
+        if tuple(self.scale.shape) != (1,):
+            raise ValueError(
+                f"scale has shape {list(self.scale.shape)}; one tensor takes one scale, [1]: take the state of one, "
+                "or give a GroupedQuantizer"
+            )
+        return self.scale
 
 
 @_register
