@@ -59,9 +59,7 @@ def value_and_grad(
 
     states = (state_type(), state_type(OVERWRITE_WITH_GRADIENT))
     wanted = nnx.DiffState(0, nnx.Any(nnx.Param, *states))
-    value, gradients = nnx.value_and_grad(of_one_step, argnums=wanted, has_aux=has_aux)(
-        model, kwargs, *args
-    )
+    value, gradients = nnx.value_and_grad(of_one_step, argnums=wanted, has_aux=has_aux)(model, kwargs, *args)
     parameters, following, _ = nnx.split_state(gradients, nnx.Param, nnx.Any(*states), ...)
     if jax.tree.leaves(following):
         nnx.update(model, following)

@@ -27,7 +27,7 @@ from ..primitives.quantize import Cast
 from ..primitives.scale_update import State, advance_scales, advance_states
 from ..undifferentiated import constant, undifferentiated
 from .scaling_modes import AmaxComputeAlgo, QuantizeLayout, ScalingMode
-from .settings import check_delayed_state, check_settings, element_of
+from .settings import check_settings, element_of
 from .tensors import ScaledTensor, ScaledTensor1x, ScaledTensor2x, ScaledTensorFactory, positive_axis
 
 __all__ = [
@@ -255,10 +255,6 @@ class DelayedScaleQuantizer(Quantizer):
     scale: Array = field(default_factory=lambda: jnp.ones(1, jnp.float32))
     amax_history: Array = field(default_factory=lambda: jnp.zeros(1024, jnp.float32))
 
-    def __post_init__(self) -> None:
-        check_settings({f.name: getattr(self, f.name) for f in fields(self)})
-        check_delayed_state(self.scale, self.amax_history)
-
     def update(self, amax: Array | None) -> None:
         following = self.advanced(amax)
         self.scale, self.amax_history = following.scale, following.amax_history
@@ -274,12 +270,11 @@ class DelayedScaleQuantizer(Quantizer):
         return primitive.quantize(x, spec, multiplier=self._multiplier(), axis=axis)
 
     def _multiplier(self) -> Array:
-        if tuple(self.scale.shape) != (1,):
-            raise ValueError(
-                f"scale has shape {list(self.scale.shape)}; one tensor takes one scale, [1]: take the state of one, "
-                "or give a GroupedQuantizer"
-            )
-        return self.scale
+        if tuple(self.scale.shape) == (1,):
+            return self.scale
+        raise ValueError(
+            f"scale has shape {list(self.scale.shape)}; one tensor takes one scale, [1], and groups a GroupedQuantizer"
+        )
 
 
 @_register

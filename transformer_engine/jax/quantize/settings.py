@@ -57,7 +57,7 @@ def _check_state(name: str, value: Any, kind: Any) -> None:
         raise ValueError(f"{name} is {described(value)}; give an array [n] of {wanted}")
 
 
-def check_delayed_state(scale: Any, history: Any) -> None:
+def _check_pair(scale: Any, history: Any) -> None:
     """ValueError unless there is a scale a history: [1] and [length], or [.., n] or [.., n, 1] and [.., n, length]."""
     of = tuple(history.shape[:-1])
     if not history.shape[-1] or tuple(scale.shape) not in (of, (*of, 1)):
@@ -72,3 +72,5 @@ def check_settings(settings: Mapping[str, Any]) -> None:
     for name, value in settings.items():
         if name in _CHECKS:
             _CHECKS[name](name, value)
+    if "amax_history" in settings:
+        _check_pair(settings["scale"], settings["amax_history"])
