@@ -25,7 +25,8 @@ def check_window(window_size: object) -> Window | None:
             f"window_size={described(window_size)}; give (left, right), -1 for no limit, or None"
         )
     left, right = window_size
-    if not all(isinstance(s, Integral) and not isinstance(s, bool) and s >= -1 for s in (left, right)):
+    counts = all(isinstance(side, Integral) and not isinstance(side, bool) for side in (left, right))
+    if not counts or min(left, right) < -1:
         raise ValueError(f"window_size={described(window_size)}; both sides are whole numbers from -1 on")
     return None if (left, right) == (-1, -1) else (int(left), int(right))
 
