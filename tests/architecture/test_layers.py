@@ -40,6 +40,8 @@ LAYERS = {
     "transformer_engine.jax.platform": 1,
     "transformer_engine.jax.sharding": 1,
     "transformer_engine.jax.checks": 1,
+    "transformer_engine.jax.blocks": 1,
+    "transformer_engine.jax.bias": 1,
     "transformer_engine.jax.undifferentiated": 1,
     "transformer_engine.jax.varying": 6,
     "transformer_engine.jax.primitives": 2,

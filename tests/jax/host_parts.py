@@ -95,7 +95,7 @@ def by_cudnn() -> dict[str, float]:
             text = program.lower(*laid).compile().as_text()
             moved = set(re.findall(r" (all-gather|collective-permute|all-to-all)(?:-start)?\(", text))
             found[strategy.name] = {
-                "difference": max(difference(x, y) for x, y in zip(got, want, strict=True)),
+                "difference": float(np.max([difference(x, y) for x, y in zip(got, want, strict=True)])),
                 "moves": sorted(moved),
             }
     parts.attention_parts = chosen

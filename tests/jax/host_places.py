@@ -67,7 +67,7 @@ def dealt(mesh: Mesh, strategy: attention.CPStrategy, stripe: int, arrays) -> fl
     want = jax.jit(partial(with_gradients, attend))(*arrays)
     with jax.set_mesh(mesh), te.autocast(enabled=False, mesh_resource=te.MeshResource(cp_resource="cp")):
         got = jax.jit(partial(with_gradients, over_devices))(*arrays)
-    return max(map(difference, jax.tree.leaves(got), jax.tree.leaves(want)))
+    return float(np.max([*map(difference, jax.tree.leaves(got), jax.tree.leaves(want))]))
 
 
 def dispatched(mesh: Mesh, choices) -> dict[str, object]:

@@ -320,6 +320,18 @@ def test_a_loss_of_nnx_takes_keywords_and_answers_more_than_its_value():
     assert model.x_amax_history[...][-1] == jnp.abs(x).max()
 
 
+def test_a_keyword_of_a_loss_may_be_an_object_of_nnx_that_it_changes():
+    x, rngs = jnp.ones((8, 16)), nnx.Rngs(noise=0)
+
+    def loss(model, x, *, rngs, mode):
+        assert mode == "noisy"
+        return (model(x + jax.random.normal(rngs.noise(), x.shape)) ** 2).mean()
+
+    model = bridged(te_flax.DenseGeneral(features=4), nnx.Rngs(0), x)
+    first, second = (float(value_and_grad(loss, model, x, rngs=rngs, mode="noisy")[0]) for _ in range(2))
+    assert first != second and int(rngs.noise.count[...]) == 2
+
+
 @pytest.mark.parametrize("module", [te_flax.LayerNorm(), te_flax.LayerNormMLP(intermediate_dim=8)])
 def test_a_module_with_names_of_axes_needs_no_mesh_within_nnx(module):
     x = jax.random.normal(jax.random.key(0), (8, 16))

@@ -80,6 +80,13 @@ def positive(name: str, value: Any) -> None:
         raise ValueError(f"{name}={value} must be above 0; give a positive number")
 
 
+def exponent(name: str, value: Any) -> None:
+    """A number whose power of two is a normal float32, which a scale is divided by."""
+    number(name, value)
+    if not -126 <= value <= 127:
+        raise ValueError(f"{name}={value}: 2^{value} is no normal float32; give a number from -126 to 127")
+
+
 def drop_rate(name: str, value: Any) -> None:
     """The share of elements to drop, in [0, 1): who drops all divides by zero."""
     number(name, value)

@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from ..common.checks import described, whole_numbers
+from ..common.checks import described, integer, whole_numbers
 
 
 def check_array(name: str, array: Any) -> None:
@@ -61,7 +61,8 @@ def check_axis_pairs(name: str, dims: Any) -> None:
 
 
 def check_sizes(name: str, sizes: Any, count: int | None, rows: int) -> None:
-    """TypeError or ValueError unless sizes [count] are whole numbers >= 0 of at most `rows`; traced, their shape alone.
+    """TypeError or ValueError unless sizes [count] are whole numbers >= 0 of at most `rows`; of sizes
+    that are not known here (traced, or laid over several processes), the shape alone.
 
     count   how many there have to be; None: any number
     """
@@ -71,7 +72,7 @@ def check_sizes(name: str, sizes: Any, count: int | None, rows: int) -> None:
             f"{name}={described(sizes)}; give {'a vector of' if count is None else count} whole numbers, the rows of "
             "each"
         )
-    if isinstance(sizes, Tracer):
+    if not is_known(sizes):
         return
     found = np.asarray(sizes).astype(np.int64)
     if found.min(initial=0) < 0:
@@ -80,11 +81,26 @@ def check_sizes(name: str, sizes: Any, count: int | None, rows: int) -> None:
         raise ValueError(f"{name} add up to {found.sum()} of {rows} rows; give sizes of at most {rows} rows")
 
 
+def is_known(array: Any) -> bool:
+    """Can its values be read here? Not those of a traced array, nor of one that is laid over several processes."""
+    if isinstance(array, Tracer):
+        return False
+    return not isinstance(array, Array) or array.is_fully_addressable or array.is_fully_replicated
+
+
 def check_integers(name: str, array: Any) -> None:
     """TypeError unless an array holds whole numbers."""
     dtype = getattr(array, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
         raise TypeError(f"{name} is {described(array)}; give an array of integers, such as int32")
+
+
+def check_integer(name: str, value: Any) -> None:
+    """TypeError unless this is a whole number, or an array of no axes that holds one; it may be traced."""
+    if getattr(value, "dtype", None) is not None and getattr(value, "shape", None) == ():
+        check_integers(name, value)
+    else:
+        integer(name, value)
 
 
 def check_key(name: str, key: Any) -> None:

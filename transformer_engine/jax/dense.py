@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ..common.checks import switch
+from .bias import biased
 from .checks import check_axis_names, check_axis_pairs, check_bias, check_instance, check_values
 from .collective import CollectiveOpSet, noop_collective_op_set
 from .grouped_dense import grouped_dense
@@ -66,9 +67,7 @@ def dense(
     if quantizer_set.is_noop:
         kernel = kernel.astype(x.dtype)
     y = product_of(Values(), (x,), kernel, quantizer_set, contracted)
-    if bias is not None:
-        y = y + bias.astype(y.dtype)
-    return with_sharding_constraint_by_logical_axes(y, output_axes)
+    return with_sharding_constraint_by_logical_axes(biased(y, bias), output_axes)
 
 
 def check_contraction(x: Array, kernel: Array, dims: Dims) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from jax import Array
 
 from ..common.checks import switch
+from .bias import biased
 from .checks import check_axis_names, check_bias, check_instance, check_values
 from .dense import check_contraction, dense, product_of
 from .layernorm import check_norm, layernorm
@@ -46,8 +47,7 @@ def layernorm_dense(
         check_axis_names("kernel_axes", kernel_axes, kernel.ndim)
         norm = Norm(name == "layernorm", zero_centered_gamma, float(epsilon), dot_input_axes)
         kernel = with_sharding_constraint_by_logical_axes(kernel, kernel_axes)
-        y = product_of(norm, (x, gamma, beta), kernel, quantizer_set, 1)
-        return y if bias is None else y + bias.astype(y.dtype)
+        return biased(product_of(norm, (x, gamma, beta), kernel, quantizer_set, 1), bias)
     normalized = layernorm(x, gamma, beta, norm_type, zero_centered_gamma, epsilon)
     return dense(
         normalized,

@@ -11,6 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ..common.checks import described, switch, text_or_none
 from .activation import ActivationParams, activation, check_activation
+from .bias import biased
 from .checks import check_axis_names, check_bias, check_instance, check_values
 from .collective import CollectiveOpSet, noop_collective_op_set
 from .dense import check_contraction, dense
@@ -85,8 +86,7 @@ def layernorm_mlp(
         y = quantized_mlp(
             Plan(norm, between, ffn1_ckpt_name), (x, gamma, beta), laid, biases[0], quantizer_sets
         )
-        y = y if biases[1] is None else y + biases[1].astype(y.dtype)
-        return checkpoint_name(y, ffn2_ckpt_name)
+        return checkpoint_name(biased(y, biases[1]), ffn2_ckpt_name)
     normalized = layernorm(x, gamma, beta, norm_type, zero_centered_gamma, epsilon)
     hidden = dense(
         normalized, kernels[0], biases[0], contracting_dims=((last,), (0,)),

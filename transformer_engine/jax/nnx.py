@@ -53,13 +53,13 @@ def value_and_grad(
     the larger amax of the calls counts; calls inside of jit, scan or vmap within loss have to be one.
     """
 
-    def of_one_step(model: Any, *args: Any) -> Any:
+    def of_one_step(model: Any, keywords: Any, *args: Any) -> Any:
         with one_step():
-            return loss(model, *args, **kwargs)
+            return loss(model, *args, **keywords)
 
     states = (state_type(), state_type(OVERWRITE_WITH_GRADIENT))
     wanted = nnx.DiffState(0, nnx.Any(nnx.Param, *states))
-    value, gradients = nnx.value_and_grad(of_one_step, argnums=wanted, has_aux=has_aux)(model, *args)
+    value, gradients = nnx.value_and_grad(of_one_step, argnums=wanted, has_aux=has_aux)(model, kwargs, *args)
     parameters, following, _ = nnx.split_state(gradients, nnx.Param, nnx.Any(*states), ...)
     if jax.tree.leaves(following):
         nnx.update(model, following)

@@ -8,16 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.core import Tracer
 
-from ..common.checks import described, integer, whole
+from ..common.checks import described, whole
 from .checks import (
     check_array,
     check_instance,
+    check_integer,
     check_integers,
     check_shaped,
     check_sizes,
     check_values,
+    is_known,
 )
 
 __all__ = [
@@ -161,7 +162,7 @@ def _check_order(order: Array, count: int) -> None:
     check_integers("sorted_indices", order)
     if order.shape != (count,):
         raise ValueError(f"sorted_indices has shape {order.shape}; give one number a chunk, ({count},)")
-    if not isinstance(order, Tracer) and not np.array_equal(np.sort(np.asarray(order)), np.arange(count)):
+    if is_known(order) and not np.array_equal(np.sort(np.asarray(order)), np.arange(count)):
         raise ValueError(
             f"sorted_indices={np.asarray(order).tolist()[:8]}; give the numbers from 0 to {count - 1}, each once"
         )
@@ -181,18 +182,18 @@ def pure_jax_token_dispatch(
     num_experts: int,
     num_experts_per_tok: int,
     align_size: int = 0,
-    roll_to_expert_id: int | None = None,
+    roll_to_expert_id: Array | int | None = None,
 ) -> tuple[Array, PureJaxPermState, Array]:
     """(rows sorted by expert, state, rows of every expert) of inputs [.., H] and selected_experts [.., k].
 
     align_size          above 0: zeros pad every expert's rows to a multiple of it
-    roll_to_expert_id   the expert that comes first; those before it come last
+    roll_to_expert_id   the expert that comes first, those before it come last; may be traced, as of lax.axis_index
     """
     whole("num_experts", num_experts)
     whole("num_experts_per_tok", num_experts_per_tok)
     whole("align_size", align_size, 0)
     if roll_to_expert_id is not None:
-        integer("roll_to_expert_id", roll_to_expert_id)
+        check_integer("roll_to_expert_id", roll_to_expert_id)
     check_values("inputs", inputs)
     check_integers("selected_experts", selected_experts)
     inputs, selected_experts = jnp.asarray(inputs), jnp.asarray(selected_experts)
@@ -299,7 +300,7 @@ def _by_shard(tokens_per_expert: Array, shard_id: Array | int, shards: int) -> A
         raise ValueError(
             f"all_shards_tokens_per_expert has shape {shape}; give [{shards}, experts], of which {shards} is a divisor"
         )
-    if isinstance(shard_id, Tracer):
+    if not is_known(shard_id):
         return jnp.asarray(tokens_per_expert).reshape(shards, shards, -1)
     number = np.asarray(shard_id)
     if number.ndim or not np.issubdtype(number.dtype, np.integer) or not 0 <= number < shards:

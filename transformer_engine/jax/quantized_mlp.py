@@ -15,6 +15,7 @@ import jax
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
+from .bias import biased
 from .primitives.operand import Operand
 from .products import column_operand, encode, forward_product, gradient_product, row_operand
 from .quantize.quantizers import QuantizerSet, advanced_together, as_cotangent
@@ -57,9 +58,7 @@ def _forward(plan: Plan, given: Any, kernels: Any, bias: Array | None, sets: Any
     (kernels, bias, given), sets = constant((of, sets))
     first = plan.source.make(given, sets[0].x, -1)
     hidden, kernel_1 = _product(first, kernels[0], sets[0], dtype, batch)
-    if bias is not None:
-        hidden = hidden + bias.astype(dtype)
-    hidden = checkpoint_name(hidden, plan.name)
+    hidden = checkpoint_name(biased(hidden, bias), plan.name)
     second = plan.activation.make((hidden,), sets[1].x, -1)
     y, kernel_2 = _product(second, kernels[1], sets[1], dtype, batch)
     columns = column_operand(first.tensor, batch), column_operand(second.tensor, batch)

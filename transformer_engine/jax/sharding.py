@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +16,9 @@ from jax import Array
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ..common.checks import text_or_none
-from .checks import check_axis_names
+from ..common.checks import described, text_or_none
+from .blocks import reusable
+from .checks import check_array, check_axis_names
 
 BATCH_AXES = "nvte_batch"
 SEQLEN_AXES = "nvte_seqlen"
@@ -55,7 +55,7 @@ class MeshResource:
 _resource: ContextVar[MeshResource | None] = ContextVar("transformer_engine_mesh_resource", default=None)
 
 
-@contextmanager
+@reusable
 def global_shard_guard(resource: MeshResource) -> Iterator[None]:
     """Let layers traced in this block lay their tensors over the axes that resource names."""
     if not isinstance(resource, MeshResource):
@@ -224,8 +224,10 @@ def manual_axes(aval: Any) -> frozenset[str]:
 def with_sharding_constraint(x: Array, pspec: PartitionSpec | None) -> Array:
     """x, laid over the mesh as pspec says; x as it is without a mesh, without a spec, or where pspec is all None.
 
-    Axes that are manual here (inside shard_map) are dropped from the spec.
+    Axes that are manual here (inside shard_map), and those that the mesh has not, are dropped from the spec.
     """
+    check_array("x", x)
+    _check_spec(pspec, x.ndim)
     mesh = _mesh()
     if pspec is None or mesh is None:
         return x
@@ -244,6 +246,29 @@ def with_sharding_constraint(x: Array, pspec: PartitionSpec | None) -> Array:
     if not isinstance(mesh, Mesh) and not isinstance(x, Tracer):
         mesh = jax.sharding.get_mesh()  # an array is laid over devices, a traced one over their names
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+
+def _check_spec(pspec: Any, ndim: int) -> None:
+    """TypeError or ValueError unless this is None, or names of a mesh's axes for at most ndim axes of an array."""
+    if pspec is None:
+        return
+    if not isinstance(pspec, (PartitionSpec, tuple, list)):
+        raise TypeError(
+            f"pspec={described(pspec)} is a {type(pspec).__name__}; give a PartitionSpec, or None"
+        )
+    for entry in pspec:
+        names = entry if isinstance(entry, tuple) else (entry,)
+        if entry is not PartitionSpec.UNCONSTRAINED and not all(
+            name is None or isinstance(name, str) for name in names
+        ):
+            raise TypeError(
+                f"pspec={pspec} holds {described(entry)}; give the name of an axis of the mesh, a tuple of names, "
+                "or None"
+            )
+    if len(pspec) > ndim:
+        raise ValueError(
+            f"pspec={pspec} has {len(pspec)} entries for an array of {ndim} axes; give at most {ndim}"
+        )
 
 
 def with_sharding_constraint_by_logical_axes(

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
-from ..checks import epsilon, integer, switch, whole
+from ..checks import epsilon, exponent, integer, switch, whole
 from . import defaults
 from .field_checks import require, require_fp8, require_kind, require_switches
 from .living import (
@@ -182,6 +182,7 @@ class DelayedScaling(Recipe):
         require_fp8(self, (Format.E4M3, Format.HYBRID))
         require(self, "backward_override", (None,), "use another recipe or unset NVTE_BACKWARD_OVERRIDE")
         integer("DelayedScaling: margin", self.margin)
+        exponent("DelayedScaling: margin", self.margin)
         whole("DelayedScaling: amax_history_len", self.amax_history_len)
         require_switches(self, "reduce_amax")
         if not callable(self.amax_compute_algo):

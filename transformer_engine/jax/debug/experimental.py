@@ -15,6 +15,7 @@ import numpy as np
 from jax import Array
 
 from ...common.checks import described
+from ..checks import check_array
 
 __all__ = ["inspect_array", "load_array_dump"]
 
@@ -25,6 +26,7 @@ def inspect_array(x: Array, name: str) -> Array:
     i is the number of this process's first device: of an array that is laid over several the whole is written. It
     stops the device until the host has the array, and is for debugging alone.
     """
+    check_array("x", x)
     if not isinstance(name, str) or not name or "/" in name:
         raise ValueError(f"name={described(name)}; give a word that can be part of a file's name")
     jax.debug.callback(functools.partial(_write, name), x)

@@ -59,7 +59,7 @@ def check_call(module: nn.Module, **arrays: Any) -> None:
         value = getattr(module, field.name)
         if (check := _KINDS.get(str(field.type))) is not None:
             check(field.name, value)
-        elif field.name.endswith("_name"):
+        elif field.name.endswith("_name") and str(field.type) in ("str", "str | None"):
             text_or_none(field.name, value)
 
 
@@ -134,6 +134,7 @@ class TransformerEngineBase(nn.Module):
         variable_collection   where they lie; None: "fp8_metas"
         fp8_recipe            instead of the recipe of autocast
         n_groups              of a grouped product: every group has a state of its own
+        A history that is longer or shorter than the recipe's goes on at its own length.
         """
         config = QuantizeConfig(get_global_quantize_recipe() if fp8_recipe is None else fp8_recipe)
         if config.recipe is None:

@@ -10,6 +10,7 @@ from flax import linen as nn
 from jax import Array
 
 from ...common.checks import whole, whole_numbers
+from ..bias import biased
 from ..dense import dense
 from .base import Initializer, TransformerEngineBase, check_call, kernel_initializer, parameter
 from .low_rank import _canonicalize_tuple, _normalize_axes, low_rank_term
@@ -81,7 +82,7 @@ class DenseGeneral(TransformerEngineBase):
                 self, "", inputs, axis, features, self.kernel_init, self.low_rank_adaptation_dim,
                 self.low_rank_adaptation_alpha,
             )  # fmt: skip
-        return y if bias is None else y + bias.astype(y.dtype)
+        return biased(y, bias)
 
 
 def check_shared_axes(name: str, axes: Any, ndim: int) -> None:

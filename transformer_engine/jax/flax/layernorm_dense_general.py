@@ -10,6 +10,7 @@ from flax import linen as nn
 from jax import Array
 
 from ...common.checks import positive, whole
+from ..bias import biased
 from ..dense import dense
 from ..layernorm_dense import layernorm_dense
 from ..quantize.config import get_global_quantize_recipe
@@ -88,7 +89,7 @@ class LayerNormDenseGeneral(TransformerEngineBase):
                 self.low_rank_adaptation_alpha,
             )  # fmt: skip
         if self.use_bias:
-            y = y + self._bias(features).astype(y.dtype)
+            y = biased(y, self._bias(features))
         return self._depth_scaled(y), normalized if self.return_layernorm_output else None
 
     def _in_one(self, axis: tuple[int, ...], ndim: int) -> bool:

@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ...common.checks import described, drop_rate, switch, whole
 from ..activation import ActivationParams, activation, is_known
+from ..bias import biased
 from ..dense import dense
 from ..layernorm_mlp import layernorm_mlp
 from ..quantize.config import get_global_quantize_recipe
@@ -171,8 +172,7 @@ class LayerNormMLP(TransformerEngineBase):
                 self, f"{name}_", x, (last,), features, init, self.low_rank_adaptation_dim,
                 self.low_rank_adaptation_alpha,
             )  # fmt: skip
-        bias = self._bias(name, features)
-        return y if bias is None else y + bias.astype(y.dtype)
+        return biased(y, self._bias(name, features))
 
     def _bias(self, name: str, features: tuple[int, ...]) -> Array | None:
         if not self.use_bias:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,7 @@ from flax.core.frozen_dict import FrozenDict
 from ...common.checks import described, member, refuse_keywords, switch
 from ...common.recipe import DelayedScaling, Recipe
 from .. import sharding
+from ..blocks import reusable
 from ..platform import compute_capability
 from ..sharding import MeshResource
 from . import recipes
@@ -38,7 +39,7 @@ def get_device_compute_capability(gpu_id: int = 0) -> int:
     return compute_capability(gpu_id)
 
 
-@contextmanager
+@reusable
 def autocast(
     enabled: bool = False,
     recipe: Recipe | None = None,
@@ -50,6 +51,7 @@ def autocast(
     enabled         False switches quantization off, also inside of an enabled block
     recipe          which formats and scales; None: DelayedScaling()
     mesh_resource   what the axes of the mesh are for; None: as outside of the block
+    One object may be entered several times, within itself too.
     Raises ValueError for a recipe that this machine, or JAX's side, does not compute.
     """
     refuse_keywords("autocast", others, {"fp8_recipe": "recipe"})
@@ -75,13 +77,13 @@ def autocast(
         _recipe.reset(token)
 
 
-@contextmanager
+@reusable
 def fp8_autocast(
     enabled: bool = False, fp8_recipe: Recipe | None = None, mesh_resource: MeshResource | None = None
 ) -> Iterator[None]:
     """autocast under its former name."""
     warnings.warn(
-        "fp8_autocast is deprecated; use autocast(enabled=.., recipe=..)", DeprecationWarning, stacklevel=3
+        "fp8_autocast is deprecated; use autocast(enabled=.., recipe=..)", DeprecationWarning, stacklevel=4
     )
     with autocast(enabled=enabled, recipe=fp8_recipe, mesh_resource=mesh_resource):
         yield

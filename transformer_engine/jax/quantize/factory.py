@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from ...common.checks import member, switch, whole, whole_or_none
+from ...common.checks import member, refuse_keywords, switch, whole
 from ...common.recipe import Recipe
 from ..checks import check_dtype
 from ..platform import compute_capability
@@ -18,6 +18,7 @@ from .grouped import GroupedQuantizer
 from .quantizers import DelayedScaleQuantizer, Quantizer, QuantizerSet, noop_quantizer_set
 from .scaling_modes import QuantizeLayout, ScalingMode, TensorSource
 
+_MOST = 1 << 16  # quantizers of one call: with their histories of 1024 steps 256 MiB
 _NATIVE_BLOCKS = 100  # from this compute capability on a product reads FP8 operands in any order of axes
 
 
@@ -59,10 +60,9 @@ class QuantizerFactory:
     ) -> Quantizer | GroupedQuantizer | tuple[Quantizer | GroupedQuantizer | None, ...] | None:
         """One quantizer, or a tuple of several; NO_SCALING gives None; n_groups gives GroupedQuantizers.
 
-        Raises ValueError for n_quantizers or n_groups below 1.
+        Raises ValueError for n_quantizers or n_groups below 1 or above 65536.
         """
-        whole_or_none("n_groups", n_groups)
-        whole("n_quantizers", n_quantizers)
+        _check_counts(n_quantizers=n_quantizers, n_groups=n_groups)
         made = tuple(
             _of_groups(_one(scaling_mode, q_dtype, q_layout, checkpoint_name, kwargs), n_groups)
             for _ in range(n_quantizers)
@@ -87,8 +87,8 @@ class QuantizerFactory:
         autocast; without any of these nothing is quantized.
         is_2x2x    make both directions of every tensor; None: where products need them
         """
-        whole_or_none("n_groups", n_groups)
-        whole("n_quantizer_sets", n_quantizer_sets)
+        _check_counts(n_quantizer_sets=n_quantizer_sets, n_groups=n_groups)
+        refuse_keywords("QuantizerFactory.create_set", kwargs.keys() - {"quantize_meta_set"}, {})
         switch("is_2x2x", is_2x2x)
         if scaling_mode is not None and fp8_recipe is not None:
             raise ValueError(
@@ -123,6 +123,16 @@ class QuantizerFactory:
                 QuantizerSet(*[_of_groups(q, n_groups) for q in (s.x, s.kernel, s.dgrad)]) for s in sets
             )
         return sets[0] if n_quantizer_sets == 1 else sets
+
+
+def _check_counts(**counts: int | None) -> None:
+    """TypeError or ValueError unless these are whole numbers from 1 to 65536; n_groups may be None."""
+    for name, count in counts.items():
+        if name == "n_groups" and count is None:
+            continue
+        whole(name, count)
+        if count is not None and count > _MOST:
+            raise ValueError(f"{name}={count} is above {_MOST}; give a whole number from 1 to {_MOST}")
 
 
 def _one(

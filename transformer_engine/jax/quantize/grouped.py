@@ -281,6 +281,12 @@ class GroupedQuantizer:
             raise ValueError(f"{groups} groups of x {x.shape}; the quantizer was made for {self.n_groups}")
         if group_sizes is not None and x.ndim != 2:
             raise ValueError(f"x has shape {x.shape}; rows in groups are a matrix [M, K], reshape it")
+        state = self.quantizer
+        if isinstance(state, DelayedScaleQuantizer) and tuple(state.scale.shape) != (self.n_groups,):
+            raise ValueError(
+                f"scale has shape {list(state.scale.shape)}; give one a group, [{self.n_groups}], and a history "
+                f"[{self.n_groups}, length], as QuantizerFactory.create(n_groups={self.n_groups}) does"
+            )
 
 
 def groups_advanced_together(

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ...common.checks import integer, switch
+from ...common.checks import exponent, integer, switch
 from ...common.quantize_spec import QuantizeSpec
 from ..checks import check_floating, check_values
 from ..primitives import quantize as primitive
@@ -52,6 +52,7 @@ def compute_scale_from_amax(
 
     A scale of 0 is read as 1.
     """
+    exponent("margin", margin)
     amax = jnp.asarray(amax, jnp.float32).reshape(1)
     old = jnp.ones(1, jnp.float32) if scale is None else scale
     _, computed = advance_scales(
@@ -263,10 +264,17 @@ class DelayedScaleQuantizer(Quantizer):
         return advanced_together((self,), (amax,))[0]  # pyright: ignore[reportReturnType]
 
     def cast(self) -> Cast | None:
-        return Cast(self.spec(self.q_layout.has_rowwise, self.q_layout.has_colwise), self.scale)
+        return Cast(self.spec(self.q_layout.has_rowwise, self.q_layout.has_colwise), self._multiplier())
 
     def _codes(self, x: Array, spec: QuantizeSpec, axis: int) -> primitive.Quantized:
-        return primitive.quantize(x, spec, multiplier=self.scale, axis=axis)
+        return primitive.quantize(x, spec, multiplier=self._multiplier(), axis=axis)
+
+    def _multiplier(self) -> Array:
+        if tuple(self.scale.shape) == (1,):
+            return self.scale
+        raise ValueError(
+            f"scale has shape {list(self.scale.shape)}; one tensor takes one scale, [1], and groups a GroupedQuantizer"
+        )
 
 
 @_register

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ...common.checks import described, epsilon, member, number, one_of, switch, text_or_none
+from ...common.checks import described, epsilon, exponent, member, one_of, switch, text_or_none
 from ...common.formats import E2M1, E4M3, E5M2, Element
 from ..checks import check_array, check_dtype
 from .scaling_modes import AmaxComputeAlgo, QuantizeLayout, ScalingMode
@@ -38,7 +38,7 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
     "checkpoint_name": text_or_none,
     "power_of_two": switch,
     "epsilon": epsilon,
-    "margin": number,
+    "margin": exponent,
     "amax_compute_algo": lambda name, value: member(name, value, AmaxComputeAlgo),
     "use_rht": switch,
     "scale": lambda name, value: _check_state(name, value, jnp.floating),
@@ -57,8 +57,20 @@ def _check_state(name: str, value: Any, kind: Any) -> None:
         raise ValueError(f"{name} is {described(value)}; give an array [n] of {wanted}")
 
 
+def _check_pair(scale: Any, history: Any) -> None:
+    """ValueError unless there is a scale a history: [1] and [length], or [.., n] or [.., n, 1] and [.., n, length]."""
+    of = tuple(history.shape[:-1])
+    if not history.shape[-1] or tuple(scale.shape) not in (of, (*of, 1)):
+        raise ValueError(
+            f"scale has shape {list(scale.shape)} and amax_history {list(history.shape)}; give one scale a history, "
+            "such as [1] and [1024]"
+        )
+
+
 def check_settings(settings: Mapping[str, Any]) -> None:
     """ValueError or TypeError unless settings, by their names, are such as a quantizer has."""
     for name, value in settings.items():
         if name in _CHECKS:
             _CHECKS[name](name, value)
+    if "amax_history" in settings:
+        _check_pair(settings["scale"], settings["amax_history"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Any
 
 import jax.numpy as jnp
@@ -24,9 +25,10 @@ def check_window(window_size: object) -> Window | None:
             f"window_size={described(window_size)}; give (left, right), -1 for no limit, or None"
         )
     left, right = window_size
-    if not all(isinstance(side, int) and side >= -1 for side in (left, right)):
+    counts = all(isinstance(side, Integral) and not isinstance(side, bool) for side in (left, right))
+    if not counts or min(left, right) < -1:
         raise ValueError(f"window_size={described(window_size)}; both sides are whole numbers from -1 on")
-    return None if (left, right) == (-1, -1) else (left, right)
+    return None if (left, right) == (-1, -1) else (int(left), int(right))
 
 
 def reads_mask(mask_type: AttnMaskType, window: Window | None) -> bool:

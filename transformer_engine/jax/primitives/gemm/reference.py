@@ -22,7 +22,7 @@ def run(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool) -> Array:
     for operand in (a, b):
         if operand.format == FLOAT8:
             assert operand.scale is not None
-            product = product * operand.scale
+            product = product * operand.scale.reshape((1,) * product.ndim)
     return product.astype(dtype)
 
 

@@ -29,9 +29,9 @@ def forward(
     if mean is not None:
         wide = wide - mean
     rstdev = lax.rsqrt(jnp.square(wide).mean(axis=-1, keepdims=True) + epsilon)
-    y = wide * rstdev * _gamma(gamma, zero_centered)
+    y = wide * rstdev * _gamma(gamma, zero_centered, x.ndim)
     if beta is not None:
-        y = y + beta.astype(jnp.float32)
+        y = y + _of_rank(beta, x.ndim)
     return y.astype(x.dtype), mean, rstdev
 
 
@@ -42,7 +42,7 @@ def backward(
     """dx = rstdev * (g - E[g] - xhat * E[g * xhat]), g = dy * gamma, E[g] of layernorm alone; dgamma = Σ dy * xhat."""
     wide, dy = x.astype(jnp.float32), dy.astype(jnp.float32)
     normalized = (wide if mean is None else wide - mean) * rstdev
-    g = dy * _gamma(gamma, zero_centered)
+    g = dy * _gamma(gamma, zero_centered, x.ndim)
     inner = g - normalized * (g * normalized).mean(axis=-1, keepdims=True)
     if mean is not None:
         inner = inner - g.mean(axis=-1, keepdims=True)
@@ -51,9 +51,14 @@ def backward(
     return (rstdev * inner).astype(x.dtype), dgamma.astype(dtype), dbeta.astype(dtype)
 
 
-def _gamma(gamma: Array, zero_centered: bool) -> Array:
-    wide = gamma.astype(jnp.float32)
+def _gamma(gamma: Array, zero_centered: bool, ndim: int) -> Array:
+    wide = _of_rank(gamma, ndim)
     return wide + 1.0 if zero_centered else wide
+
+
+def _of_rank(parameter: Array, ndim: int) -> Array:
+    """A parameter [width] as float32 [1, .., width], for jax_numpy_rank_promotion may be "raise"."""
+    return lax.expand_dims(parameter.astype(jnp.float32), range(ndim - 1))
 
 
 OPERATIONS: dict[str, Callable[..., Any]] = {"forward": forward, "backward": backward}

@@ -62,4 +62,5 @@ def _as_they_are(codes: Array) -> Array:
 
 def encode(x: Array, element: Element, multiplier: Array) -> Array:
     """codes [R, K] = cast(float32(x) * multiplier)."""
+    multiplier = lax.expand_dims(multiplier, range(x.ndim - multiplier.ndim))
     return cast(x.astype(jnp.float32) * multiplier, element)

@@ -1,0 +1,117 @@
+"""Objects of autocast and of mesh resources, entered again: nested, one after the other, by threads, as decorators."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+import transformer_engine.jax as te
+from transformer_engine.common import recipe
+from transformer_engine.jax import sharding
+from transformer_engine.jax.quantize import get_global_quantize_recipe
+
+DELAYED, CURRENT = recipe.DelayedScaling(), recipe.Float8CurrentScaling()
+BLOCKS = {
+    "autocast": (lambda: te.autocast(True, DELAYED), get_global_quantize_recipe),
+    "autocast with a mesh": (
+        lambda: te.autocast(mesh_resource=te.MeshResource(dp_resource="a")), sharding.mesh_resource_or_default,
+    ),
+    "global_shard_guard": (
+        lambda: sharding.global_shard_guard(te.MeshResource(dp_resource="a")), sharding.mesh_resource_or_default,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(params=BLOCKS)
+def block_and_setting(request):
+    make, setting = BLOCKS[request.param]
+    return make(), setting
+
+
+def test_one_object_is_entered_nested_and_one_after_the_other(block_and_setting):
+    block, setting = block_and_setting
+    outside = setting()
+    for _ in range(2):
+        with block:
+            inside = setting()
+            assert inside != outside
+            with block:
+                assert setting() == inside
+            assert setting() == inside
+        assert setting() == outside
+
+
+def test_an_error_leaves_every_entry_of_it(block_and_setting):
+    block, setting = block_and_setting
+    outside = setting()
+    with pytest.raises(ZeroDivisionError), block, block:
+        raise ZeroDivisionError
+    assert setting() == outside
+
+
+def test_an_object_that_is_refused_is_refused_again_and_changes_nothing():
+    refused = te.autocast(enabled="x")  # pyright: ignore[reportArgumentType]
+    with te.autocast(True, DELAYED):
+        for _ in range(2):
+            with pytest.raises(TypeError, match="enabled='x' is neither True nor False"), refused:
+                pytest.fail("the block was entered")
+            assert get_global_quantize_recipe() is DELAYED
+    assert get_global_quantize_recipe() is None
+
+
+def test_blocks_that_overlap_are_each_left_by_their_own():
+    def suspended():
+        with sharding.global_shard_guard(te.MeshResource(dp_resource="a")):
+            yield
+
+    generator = suspended()
+    next(generator)
+    with te.autocast(True, DELAYED):
+        generator.close()
+        assert get_global_quantize_recipe() is DELAYED
+        assert sharding.mesh_resource_or_default() == te.MeshResource()
+    assert get_global_quantize_recipe() is None
+
+
+def test_threads_share_an_object():
+    block, turns = te.autocast(True, DELAYED), threading.Barrier(2, timeout=60)
+    seen: dict[str, list[object]] = {"first": [], "second": []}
+
+    def run(name):
+        for order in (("first", "second"), ("second", "first")):
+            with block:
+                turns.wait()
+                seen[name].append(get_global_quantize_recipe())
+                if name == order[1]:
+                    turns.wait()
+            if name == order[0]:
+                turns.wait()
+            seen[name].append(get_global_quantize_recipe())
+            turns.wait()
+
+    threads = [threading.Thread(target=run, args=(name,)) for name in seen]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == {name: [DELAYED, None] * 2 for name in seen}
+
+
+def test_a_function_may_be_decorated_and_call_itself():
+    @te.autocast(True, CURRENT)
+    def recipes(depth):
+        """What is in force at every depth."""
+        return [get_global_quantize_recipe()] + (recipes(depth - 1) if depth else [])
+
+    assert recipes(2) == [CURRENT] * 3
+    assert recipes.__doc__ == "What is in force at every depth."
+    assert get_global_quantize_recipe() is None
+
+
+def test_the_former_name_warns_where_it_is_entered():
+    block = te.fp8_autocast(True, DELAYED)
+    for _ in range(2):
+        with pytest.warns(DeprecationWarning, match="use autocast") as said, block:
+            assert get_global_quantize_recipe() is DELAYED
+        assert said[0].filename == __file__

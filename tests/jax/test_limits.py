@@ -1,0 +1,201 @@
+"""Counts, margins, states and specs beyond what can be computed are refused by name; numbers of any library are not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from jax.sharding import AxisType, PartitionSpec
+from test_bad_calls import attend, ones
+
+import transformer_engine.jax as te
+import transformer_engine.jax.flax as te_flax
+from transformer_engine.common import recipe
+from transformer_engine.jax import permutation, quantize, sharding
+from transformer_engine.jax.checks import check_sizes
+from transformer_engine.jax.debug.experimental import inspect_array
+from transformer_engine.jax.quantize import DelayedScaleQuantizer, GroupedQuantizer, QuantizerFactory
+
+E4M3, DELAYED_MODE = jnp.float8_e4m3fn, quantize.ScalingMode.DELAYED_TENSOR_SCALING
+MANY = 10**9
+
+
+def delayed(scale, history, **options):
+    state = {"scale": jnp.ones(scale), "amax_history": jnp.zeros(history)}
+    return DelayedScaleQuantizer(jnp.dtype(E4M3), **state, **options)
+
+
+def constrained(pspec: Any, x: Any = None):
+    return sharding.with_sharding_constraint(jnp.ones((2, 4)) if x is None else x, pspec)
+
+
+REFUSED = {
+    "a margin of a recipe": (
+        ValueError, r"DelayedScaling: margin=10000: 2\^10000 is no normal float32; give a number from -126 to 127",
+        lambda: recipe.DelayedScaling(margin=10**4),
+    ),
+    "a margin below": (ValueError, "margin=-127: .* from -126 to 127", lambda: recipe.DelayedScaling(margin=-127)),
+    "a margin of a quantizer": (ValueError, "margin=128.0: .* from -126", lambda: delayed(1, 4, margin=128.0)),
+    "a margin of a scale": (
+        ValueError, "margin=10000: ",
+        lambda: quantize.compute_scale_from_amax(jnp.ones(1), E4M3, margin=10**4),
+    ),
+    "quantizers": (
+        ValueError, "n_quantizers=1000000000 is above 65536; give a whole number from 1 to 65536",
+        lambda: QuantizerFactory.create(MANY, DELAYED_MODE, E4M3),
+    ),
+    "sets": (
+        ValueError, "n_quantizer_sets=1000000000 is above 65536",
+        lambda: QuantizerFactory.create_set(MANY, DELAYED_MODE, E4M3, E4M3),
+    ),
+    "groups": (
+        ValueError, "n_groups=1000000000 is above 65536",
+        lambda: QuantizerFactory.create(1, DELAYED_MODE, E4M3, n_groups=MANY),
+    ),
+    "groups of sets": (
+        ValueError, "n_groups=1000000000 is above 65536",
+        lambda: QuantizerFactory.create_set(1, DELAYED_MODE, E4M3, E4M3, n_groups=MANY),
+    ),
+    "a keyword that sets have not": (
+        TypeError, r"QuantizerFactory.create_set\(\) takes no margin=; leave it out",
+        lambda: QuantizerFactory.create_set(1, DELAYED_MODE, E4M3, E4M3, margin=1),
+    ),
+    "three scales of one history": (
+        ValueError, r"scale has shape \[3\] and amax_history \[4\]; give one scale a history",
+        lambda: delayed(3, 4),
+    ),
+    "one scale of three histories": (
+        ValueError, r"scale has shape \[1\] and amax_history \[3, 4\]", lambda: delayed(1, (3, 4)),
+    ),
+    "a history of no steps": (ValueError, r"amax_history \[0\]; give one scale a history", lambda: delayed(1, 0)),
+    "a state of three tensors for one": (
+        ValueError, r"scale has shape \[3\]; one tensor takes one scale, \[1\]",
+        lambda: delayed(3, (3, 4)).quantize(jnp.ones((2, 3))),
+    ),
+    "a state of one tensor for three groups": (
+        ValueError, r"scale has shape \[1\]; give one a group, \[3\], and a history \[3, length\]",
+        lambda: GroupedQuantizer(delayed(1, 4), 3).quantize(jnp.ones((3, 2, 4))),
+    ),
+    "a spec by its text": (TypeError, "pspec='dp' is a str; give a PartitionSpec, or None", lambda: constrained("dp")),
+    "a spec by a number": (TypeError, "pspec=3 is a int; give", lambda: constrained(3)),
+    "a number in a spec": (TypeError, "holds 0; give the name of an axis", lambda: constrained((0, None))),
+    "a spec of more axes": (
+        ValueError, "has 3 entries for an array of 2 axes; give at most 2",
+        lambda: constrained(PartitionSpec("dp", None, None)),
+    ),
+    "a constraint of no array": (TypeError, "x=3.0 is a float; give an array", lambda: constrained(None, 3.0)),
+    "an inspection of no array": (
+        TypeError, r"x=\[1.0\] is a list; give an array", lambda: inspect_array([1.0], "x"),  # pyright: ignore
+    ),
+    "an expert by half": (
+        TypeError, "roll_to_expert_id=0.5 must be a whole number",
+        lambda: permutation.pure_jax_token_dispatch(
+            ones(5, 4), np.zeros((5, 1), np.int32), 4, 1, roll_to_expert_id=0.5  # pyright: ignore
+        ),
+    ),
+    "a window of a bool": (ValueError, "both sides are whole numbers", lambda: attend(window_size=(True, 0))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_refused_by_name(name):
+    error, sentence, call = REFUSED[name]
+    with pytest.raises(error, match=sentence):
+        call()
+
+
+@pytest.mark.parametrize("margin", [-126, 127, np.int64(2), np.float32(1.5)])
+def test_margins_within_are_computed_with(margin):
+    if not isinstance(margin, np.float32):
+        assert recipe.DelayedScaling(margin=margin).margin == margin
+    made = delayed(1, 4, margin=margin).advanced(jnp.full(1, 448.0))
+    np.testing.assert_allclose(np.float64(made.scale[0]), 2.0 ** -float(margin), rtol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("scale", "history"), [((1,), (1,)), ((3,), (3, 4)), ((2, 1), (2, 4)), ((2, 3), (2, 3, 4))]
+)
+def test_states_of_one_of_several_and_of_layers_that_a_scan_stacks_are_taken(scale, history):
+    assert delayed(scale, history).amax_history.shape == history
+
+
+def test_a_history_of_another_length_than_the_recipe_s_goes_on_at_its_own():
+    x, layer = jnp.full((8, 16), 3.0), te_flax.DenseGeneral(features=4)
+    with te.autocast(True, recipe.DelayedScaling(amax_history_len=3)):
+        variables = nn.meta.unbox(layer.init(jax.random.key(0), x))
+    loss = jax.grad(lambda variables: layer.apply(variables, x).sum())
+    with te.autocast(True, recipe.DelayedScaling(amax_history_len=8)):
+        following = loss(variables)["fp8_metas"]
+    assert following["x_amax_history"].tolist() == [0.0, 0.0, 3.0]
+    assert float(following["x_scale"][0]) == np.float32(448) / np.float32(3)
+
+
+def test_the_first_expert_may_be_a_traced_number():
+    """As where every device of a shard_map begins with the experts that it has, by lax.axis_index."""
+    inputs, experts = jnp.arange(20.0).reshape(5, 4), jnp.asarray([[0], [3], [1], [2], [3]])
+
+    def dispatched(first):
+        rows, _, counts = permutation.pure_jax_token_dispatch(inputs, experts, 4, 1, roll_to_expert_id=first)
+        return rows, counts
+
+    want = dispatched(2)
+    assert want[1].tolist() == [1, 2, 1, 1]
+    for first in (jax.jit(dispatched)(2), dispatched(jnp.asarray(2)), dispatched(np.int64(2))):
+        jax.tree.map(np.testing.assert_array_equal, first, want)
+
+
+class OfTwoProcesses(jax.Array):  # pyright: ignore
+    """What is known of an array that is laid over several processes."""
+
+    shape, ndim, dtype = (2,), 1, np.dtype(np.int32)
+    is_fully_addressable = is_fully_replicated = False
+
+    def __array__(self, *_, **__):
+        raise RuntimeError("spans devices that are not addressable")
+
+
+OfTwoProcesses.__abstractmethods__ = frozenset()
+
+
+def test_sizes_that_other_processes_hold_are_not_read():
+    check_sizes("group_sizes", OfTwoProcesses(), 2, 4)
+    with pytest.raises(ValueError, match="give 3 whole numbers"):
+        check_sizes("group_sizes", OfTwoProcesses(), 3, 4)
+
+
+def test_a_window_may_be_of_numpy_s_numbers():
+    np.testing.assert_array_equal(attend(window_size=(np.int64(1), np.int32(0))), attend(window_size=(1, 0)))
+
+
+class Renamed(te_flax.DenseGeneral):
+    """A module of a user, whose own field is called a name and is none."""
+
+    axis_name: tuple[str, ...] = ("a", "b")
+
+
+def test_a_subclass_has_fields_of_its_own():
+    layer = Renamed(features=4)
+    assert jax.eval_shape(layer.init, jax.random.key(0), jnp.ones((2, 8)))["params"][
+        "kernel"
+    ].value.shape == (8, 4)
+
+
+@pytest.mark.parametrize(
+    "pspec",
+    [
+        None,
+        PartitionSpec("a"),
+        PartitionSpec(("a", "b"), None),
+        PartitionSpec(PartitionSpec.UNCONSTRAINED),
+        ("a",),
+    ],
+)
+def test_specs_of_every_form_lay_an_array_and_leave_its_values(pspec):
+    mesh = jax.make_mesh((1, 1), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh):
+        x = jnp.arange(8.0).reshape(2, 4)
+        np.testing.assert_array_equal(jax.jit(lambda x: constrained(pspec, x))(x), x)
