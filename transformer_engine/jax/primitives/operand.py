@@ -42,12 +42,12 @@ class Operand:
 
     @property
     def rows(self) -> int:
-        return prod(self.codes.shape[: self.axis])
+        return matrix_shape(self.codes.shape, self.axis)[0]
 
     @property
     def depth(self) -> int:
         """K, the number of contracted elements."""
-        return prod(self.codes.shape[self.axis :])
+        return matrix_shape(self.codes.shape, self.axis)[1]
 
     def matrix(self) -> Operand:
         """The same with one axis of rows and one contracted."""
@@ -57,6 +57,11 @@ class Operand:
 def plain(values: Array, axis: int = 1) -> Operand:
     """High-precision values [*rows, *K] as an operand, whose contracted axes begin at axis."""
     return Operand(values, dtype=values.dtype, axis=axis)
+
+
+def matrix_shape(shape: Sequence[int], axis: int) -> tuple[int, int]:
+    """(rows, columns) of [*rows, *columns], whose columns begin at axis."""
+    return prod(shape[:axis]), prod(shape[axis:])
 
 
 def turned(x: Array, axis: int) -> Array:

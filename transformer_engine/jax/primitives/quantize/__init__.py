@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from math import prod
-
 import jax.numpy as jnp
 from jax import Array
 
 from ....common.checks import described
 from ....common.dispatch import Table
-from ..operand import Operand
+from ..operand import Operand, matrix_shape
 from ..platforms import computed
 from . import reference, triton
 from .casting import Cast
@@ -61,7 +59,7 @@ def quantize(
               parts of any of them
     """
     axis = _columns_of(x, axis)
-    shape = (prod(x.shape[:axis]), prod(x.shape[axis:]))
+    shape = matrix_shape(x.shape, axis)
     _check(x, shape, spec, multiplier, random)
     return computed(
         TABLE, lambda platform: Request(spec, shape, x.dtype, platform, multiplier is not None, axis), x,

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from math import prod
 
 import jax
 from jax import Array
 
 from ....common.dispatch import Backend
-from ..operand import turned
+from ..operand import matrix_shape, turned
 from .format_row import PlannedCall
 from .formats import FORMATS
 from .spec import Given, Quantized, QuantizeSpec, Request
@@ -22,7 +21,7 @@ def run(x: Array, given: Given, spec: QuantizeSpec, axis: int = 1) -> Quantized:
     """x [*M, *K] -> the directions that spec asks for."""
     form = FORMATS[spec.format.name]
     if spec.format.block is not None:
-        matrix = x.reshape(prod(x.shape[:axis]), prod(x.shape[axis:]))
+        matrix = x.reshape(matrix_shape(x.shape, axis))
         return form.quantize(matrix, spec, given).with_axes(x.shape, axis)
     made = form.quantize(x, replace(spec, rowwise=True, columnwise=False), given)
     assert made.codes is not None
