@@ -171,6 +171,14 @@ def test_a_problem_is_named_with_its_remedy(name: str):
     assert not healthy(examine(environment))
 
 
+TOOLS = having(
+    transformer_engine=__version__,
+    typer="0.20",
+    rich="14",
+    matplotlib="3.10",
+    optax="0.2.8",
+    orbax_checkpoint="0.12",
+)
 NOTES = {
     "no JAX": (CPU, "jax", "jax, flax not installed"),
     "no torch": (
@@ -182,6 +190,16 @@ NOTES = {
         replace(CPU, distributions=having(transformer_engine=__version__)),
         "command",
         "typer, rich",
+    ),
+    "commands beside JAX alone": (
+        replace(CPU, distributions={**TOOLS, **JAX}),
+        "command",
+        "no command but te train --framework jax and te doctor runs",
+    ),
+    "no optimizer for JAX": (
+        with_another(CPU, jax="0.11.2", flax="0.12.12", optax="0.2.8"),
+        "command",
+        "orbax-checkpoint not installed, which te train --framework jax needs",
     ),
     "JAX on the CPU": (
         replace(H200, distributions={**LIBRARIES, **JAX}, jax_devices=("cpu",)),
@@ -216,6 +234,14 @@ def test_what_could_be_had_is_a_note_and_no_problem(name: str):
     notes = [finding for finding in said(environment, check) if finding.status == "note"]
     assert any(words in note.said and note.remedy for note in notes), notes
     assert healthy(examine(environment))
+
+
+def test_who_has_jax_alone_is_not_told_to_install_torch_for_the_command():
+    alone = replace(CPU, distributions=having(transformer_engine=__version__, jax="0.11.2", flax="0.12.12"))
+    note = said(alone, "command")[0]
+    assert note.status == "note" and note.remedy.startswith('pip install ".[cli-jax]"')
+    everything = with_another(CPU, jax="0.11.2", flax="0.12.12", optax="0.2.8", orbax_checkpoint="0.12")
+    assert [finding.said for finding in said(everything, "command")] == ["all commands run"]
 
 
 @pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.name)

@@ -90,6 +90,22 @@ def test_a_command_without_its_framework_says_what_to_install():
     assert done.stdout.strip().splitlines() == [f"{sentence}; {remedy}" for sentence in said]
 
 
+@pytest.mark.parametrize(
+    ("framework", "missing", "extra"), [("torch", "torch", "cli"), ("jax", "jax", "cli-jax")]
+)
+def test_a_run_in_a_framework_that_is_missing_says_what_to_install(framework, missing, extra, tmp_path):
+    arguments = ["te", "train", "--framework", framework, "--steps", "1", "--out", str(tmp_path)]
+    done = run(
+        BLOCK.format(name=missing)
+        + f"from transformer_engine.cli import main; sys.argv = {arguments!r}; main()"
+    )
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    said = " ".join((done.stdout + done.stderr).split())
+    assert f"error: --framework {framework} needs {missing}" in said
+    assert f'install with pip install ".[{extra}]" in a checkout of this package' in said
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(("missing", "extra"), [(("typer",), "cli"), (("typer", "torch"), "cli-jax")])
 def test_a_command_beside_jax_alone_is_not_told_to_install_torch(missing, extra):
     done = run(

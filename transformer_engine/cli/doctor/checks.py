@@ -207,12 +207,23 @@ def _flash(e: Environment) -> Answer:
 
 
 def _command(e: Environment) -> Answer:
+    """Which commands run: `te train` with either framework, the others with torch."""
+    has_torch, has_jax = (e.version_of(name) is not None for name in ("torch", "jax"))
     missing = [name for name in ("typer", "rich", "matplotlib") if e.version_of(name) is None]
     if missing:
         words = f"{', '.join(missing)} not installed: no command but te doctor runs"
-        yield "note", words, extras.command("cli")
-    else:
+        # Who has JAX alone is not told to install torch's gigabytes.
+        yield "note", words, extras.command("cli-jax" if has_jax and not has_torch else "cli")
+        return
+    if has_torch:
         yield "good", "all commands run", ""
+    else:
+        words = "torch not installed: no command but te train --framework jax and te doctor runs"
+        yield "note", words, extras.command("cli")
+    lacking = [name for name in ("optax", "orbax-checkpoint") if e.version_of(name) is None]
+    if has_jax and lacking:
+        words = f"{', '.join(lacking)} not installed, which te train --framework jax needs"
+        yield "note", words, extras.command("cli-jax")
 
 
 def _clients(e: Environment) -> Answer:
