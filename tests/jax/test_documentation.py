@@ -67,6 +67,18 @@ def test_the_quickstart_runs_as_printed_without_torch_and_triton():
     assert done.returncode == 0, done.stderr
 
 
+def test_the_front_page_s_example_gives_gradients_and_the_next_state():
+    import jax.numpy as jnp
+
+    (example,) = [each for each in examples("../README.md") if "transformer_engine.jax" in each]
+    names: dict[str, Any] = {}
+    exec(example, names)
+    assert names["gradients"]["params"]["kernel"].value.shape == (768, 3072)
+    assert names["state"]["fp8_metas"]["x_scale"][0] == jnp.float32(
+        448
+    )  # the largest code over a maximum of 1
+
+
 def test_the_quickstart_is_the_one_of_the_original():
     """Word for word: the digest is that of the block in the README of Transformer Engine."""
     digest = hashlib.sha256(examples("quickstart.md")[1].encode()).hexdigest()
