@@ -146,10 +146,17 @@ def test_names_of_axes_under_a_mesh_without_a_resource_are_refused_with_the_reme
 
 
 def test_tensor_and_sequence_axes_exclude_each_other(monkeypatch):
-    monkeypatch.setattr(sharding, "get_mesh_axis_size", lambda axis: 2)
     resource = te.MeshResource(tp_resource="tp", tpsp_resource="tpsp")
-    with sharding.global_shard_guard(resource), pytest.raises(ValueError, match="set one of them to None"):
-        sharding.global_mesh_resource()
+    with sharding.global_shard_guard(resource):  # no mesh is in use yet
+        monkeypatch.setattr(sharding, "get_mesh_axis_size", lambda axis: 2)
+        with pytest.raises(ValueError, match="set one of them to None"):
+            sharding.global_mesh_resource()
+    with (
+        pytest.raises(ValueError, match="tp_resource='tp' and tpsp_resource='tpsp' both have"),
+        te.autocast(enabled=True, mesh_resource=resource),
+    ):
+        pytest.fail("the block was entered")
+    assert sharding._resource.get() is None and te.quantize.get_global_quantize_recipe() is None
 
 
 def test_axis_names_map_to_the_axes_of_the_resource():

@@ -62,6 +62,7 @@ def global_shard_guard(resource: MeshResource) -> Iterator[None]:
         raise TypeError(f"resource={resource!r} is a {type(resource).__name__}; pass a MeshResource(..)")
     for name, axis in vars(resource).items():
         text_or_none(name, axis)
+    _check_tensor_axes(resource)
     token = _resource.set(resource)
     try:
         yield
@@ -82,13 +83,18 @@ def global_mesh_resource() -> MeshResource:
             "a mesh is in use and no MeshResource says what its axes are for; enter "
             "autocast(mesh_resource=MeshResource(..)) or global_shard_guard(MeshResource(..))"
         )
+    _check_tensor_axes(resource)  # again: the mesh may have come after the resource
+    return resource
+
+
+def _check_tensor_axes(resource: MeshResource) -> None:
+    """ValueError where two axes of the mesh in use would both cut the width of tensors."""
     both = (resource.tp_resource, resource.tpsp_resource)
     if None not in both and all(get_mesh_axis_size(axis) > 1 for axis in both):
         raise ValueError(
             f"tp_resource={both[0]!r} and tpsp_resource={both[1]!r} both have more than one device; "
             "set one of them to None: tpsp_resource shards sequences too"
         )
-    return resource
 
 
 def _mesh() -> Mesh | jax.sharding.AbstractMesh | None:
