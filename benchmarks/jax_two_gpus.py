@@ -161,11 +161,13 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     one: dict[str, float] = {}
 
-    def measured(name: str, what: str, work: int, run: Callable[[], float]) -> None:
+    def measured(name: str, what: str, devices: int, work: int, run: Callable[[], float]) -> None:
         try:
             row: dict[str, Any] = {"case": name, "layout": what, "eager_ms": round(run(), 3)}
-            one.setdefault(name, row["eager_ms"])
-            row["speedup"] = round(work * one[name] / row["eager_ms"], 3)
+            if devices == 1:
+                one[name] = row["eager_ms"]
+            if name in one:  # else the run on one device has failed, and there is nothing to compare with
+                row["speedup"] = round(work * one[name] / row["eager_ms"], 3)
         except Exception as error:  # a layout that fails is a row of the file, and the next one runs
             row = {"case": name, "layout": what, "error": ended(f"{type(error).__name__}: {error}")}
         rows.append(row)
@@ -179,14 +181,15 @@ def main() -> None:
         for layout in LAYOUTS:
             case = f"layer_fb/{name}/llama8b_s{tokens}"
             measured(
-                case, layout.name, layout.sequences, lambda n=name, at=layout: layer(at, RECIPES[n], sizes, tokens)
+                case, layout.name, layout.devices, layout.sequences,
+                lambda n=name, at=layout: layer(at, RECIPES[n], sizes, tokens),
             )  # fmt: skip
     if options.layer:
         return
     case = f"dpa_fb/bf16/causal_b1_s{long}_h{heads[0]}_{heads[1]}_d128"
     for devices, strategy in ((1, "DEFAULT"), (2, "RING"), (2, "ALL_GATHER")):
         measured(
-            case, f"cp {devices} {strategy}".lower(), 1,
+            case, f"cp {devices} {strategy}".lower(), devices, 1,
             lambda d=devices, s=strategy: sequence(d, s, long, *heads),
         )  # fmt: skip
 

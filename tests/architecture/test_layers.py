@@ -43,6 +43,7 @@ LAYERS = {
     "transformer_engine.jax.blocks": 1,
     "transformer_engine.jax.bias": 1,
     "transformer_engine.jax.undifferentiated": 1,
+    "transformer_engine.jax.residual": 1,
     "transformer_engine.jax.varying": 6,
     "transformer_engine.jax.primitives": 2,
     "transformer_engine.jax.quantize": 4,

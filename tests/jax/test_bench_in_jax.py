@@ -15,6 +15,7 @@ pytest.importorskip("typer", reason="the command-line tool is another extra")
 
 import jax
 import jax_goals
+import jax_two_gpus
 import numpy as np
 import torch
 from rich.console import Console
@@ -196,6 +197,58 @@ def test_a_goal_is_reached_from_its_side():
     assert (at_least.reached, at_least.share) == (True, 1.5)
     assert (at_most.reached, at_most.share) == (False, 2 / 3)
     assert jax_goals.Goal("", "<=", 2.0, None).reached is None
+
+
+def test_a_goal_whose_row_is_absent_is_not_measured():
+    content = json.loads(FIGURES.read_text())
+    whole = [goal.what for goal in jax_goals.goals(content)]
+    found = list(jax_goals.goals({"results": []}))
+    assert [goal.what for goal in found] == whole
+    assert all(goal.reached is None for goal in found)
+
+
+@pytest.mark.parametrize("key", ["two_gpus", "attention"])
+def test_a_row_with_an_error_is_a_goal_that_is_not_measured(key: str):
+    content = json.loads(FIGURES.read_text())
+    whole = list(jax_goals.goals(content))
+    content[key]["rows"] = [
+        {name: row[name] for name in ("case", "layout", "by") if name in row} | {"error": "ValueError: no"}
+        for row in content[key]["rows"]
+    ]
+    found = list(jax_goals.goals(content))
+    assert [goal.what for goal in found] == [goal.what for goal in whole]
+    differ = [after for before, after in zip(whole, found, strict=True) if before != after]
+    assert len(differ) == {"two_gpus": 4, "attention": 5}[key]
+    assert all(goal.reached is None for goal in differ)
+
+
+def test_two_devices_are_held_to_one_alone(tmp_path: Path, monkeypatch):
+    def layer(layout, *sizes) -> float:
+        if layout.name == "one":
+            raise ValueError("out of memory")
+        return 10.0
+
+    monkeypatch.setattr(jax_two_gpus, "layer", layer)
+    monkeypatch.setattr(sys, "argv", ["jax_two_gpus.py", str(tmp_path / "rows.json"), "--quick", "--layer"])
+    jax_two_gpus.main()
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert {"error" in row for row in rows if row["layout"] == "one"} == {True}
+    others = [row for row in rows if row["layout"] != "one"]
+    assert {row["eager_ms"] for row in others} == {10.0}
+    assert not any("speedup" in row for row in others)
+
+
+@pytest.mark.parametrize(("slowest", "reached"), [(40.0, False), (20.0, None), (None, None)])
+def test_a_program_without_a_time_leaves_open_which_compiles_slowest(slowest: float | None, reached):
+    rows = [
+        {"case": "failed", "provider": "jax", "compile_s": None, "error": "ValueError: no"},
+        {"case": "slow", "provider": "jax", "compile_s": slowest},
+        {"case": "plain", "provider": "xla", "compile_s": 99.0},
+    ]
+    found = list(jax_goals.goals({"results": [], "without_the_flag": {"results": rows}}))
+    (goal,) = [goal for goal in found if goal.what.startswith("without the flag")]
+    assert goal.reached is reached
+    assert goal.note == ("slow" if reached is False else f"no time of failed{', slow' * (slowest is None)}")
 
 
 def test_goals_are_drawn(tmp_path: Path, monkeypatch):

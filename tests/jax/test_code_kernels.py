@@ -22,6 +22,7 @@ from transformer_engine.jax.primitives.activation import triton as activations
 from transformer_engine.jax.primitives.activation_codes import TABLE as ACTIVATION_CODES
 from transformer_engine.jax.primitives.activation_codes import activation_backward_codes
 from transformer_engine.jax.primitives.activation_codes import triton as activation_codes
+from transformer_engine.jax.primitives.norm import triton as norms
 from transformer_engine.jax.primitives.norm_codes import triton as norm_codes
 from transformer_engine.jax.primitives.partitioning import Rule
 from transformer_engine.jax.primitives.quantize import Cast
@@ -64,10 +65,14 @@ def kernels_with_operands():
         for both in (False, True):
             kernel = norm_codes.Scaled(centered, False, 1e-5, QuantizeSpec(FLOAT8, E4M3, columnwise=both))
             yield f"norm {centered} {both}", kernel, [*given, ONE]
+        statistics = [shape(256, dtype=jnp.float32)] * (1 + centered)
+        for adds in (False, True):
+            backward = norms.Backward(centered, False, "bfloat16", adds)
+            yield f"norm backward {centered} {adds}", backward, [*[ROWS] * (2 + adds), GAMMA, *statistics]
         yield f"norm measured {centered}", norm_codes.Measured(centered, False, 1e-5), given
         blocks = norm_codes.RowBlocks(centered, False, 1e-5, QuantizeSpec(BLOCK_1D, E4M3))
         yield f"norm blocks {centered}", blocks, given
-    for states in (1, 3):
+    for states in (1, 3, 6):
         kernel = scale_update.Advance(True, (448.0,) * states, 0.0)
         history = shape(16, dtype=jnp.float32)
         yield f"{states} states", kernel, [*[history] * states, *[ONE] * (2 * states)]
@@ -115,18 +120,19 @@ ARGUMENTS = (
 
 
 @needs_bridge
-def test_a_quantized_mlp_on_cuda_is_as_many_kernels_as_it_has_tensors(monkeypatch):
+@pytest.mark.parametrize(("rows", "of_norm"), [(32, 1), (4096, 2)])
+def test_a_quantized_mlp_on_cuda_is_as_many_kernels_as_it_has_tensors(rows, of_norm, monkeypatch):
     monkeypatch.setenv("TE_JAX_KERNELS", "1")
-    arguments = [make() for make in ARGUMENTS]
+    arguments = [jnp.ones((rows, 128), jnp.bfloat16), *(make() for make in ARGUMENTS[1:])]
 
     def step(*arguments):
         y, pullback = jax.vjp(mlp, *arguments)
         return y, pullback(jnp.ones_like(y))
 
     text = jax.jit(step).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
-    # Norm and its transpose, two kernels, the activation; dy, the activation's gradient; the norm's gradient and its
-    # sums; six states; six products.
-    assert len(re.findall("triton_kernel_call_ffi", text)) == 2 + 2 + 1 + 1 + 1 + 2 + 2 + 6
+    # Norm, which of few rows makes the transpose too, two kernels, the activation; dy, the activation's gradient; the
+    # norm's gradient and its sums; six states in one; six products.
+    assert len(re.findall("triton_kernel_call_ffi", text)) == of_norm + 2 + 1 + 1 + 1 + 2 + 1 + 6
     # A scale of 0 is read as 1 by the kernels that load it: an operation before each would be a kernel of XLA's.
     assert re.findall(r"stablehlo\.(?:compare|select).*tensor<1xf32>", text) == []
 

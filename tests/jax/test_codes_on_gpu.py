@@ -199,12 +199,12 @@ def test_a_normalized_product_has_those_of_separate_steps(recipe):
 @pytest.mark.parametrize(("length", "margin"), [(1, 0), (5, 2), (1024, -1)])
 def test_states_advance_by_the_bytes_of_the_torch_reference(algorithm, length, margin):
     rng = np.random.default_rng(0)
-    maxima = (448.0, 448.0, 57344.0, 448.0, 57344.0)
-    history = np.ldexp(rng.random((length, 5), np.float32), rng.integers(-120, 120, (length, 5))).astype("f")
-    history[0] = [0.0, np.inf, np.nan, 3e38, 1.0]
-    scale = rng.random(5, np.float32)
+    maxima = (448.0, 448.0, 57344.0, 448.0, 57344.0, 448.0, 57344.0)  # more than one launch takes
+    history = np.ldexp(rng.random((length, 7), np.float32), rng.integers(-120, 120, (length, 7))).astype("f")
+    history[0] = [0.0, np.inf, np.nan, 3e38, 1.0, 0.5, 2.0]
+    scale = rng.random(7, np.float32)
     states = [
-        State(jnp.asarray(history[:, i]), jnp.asarray(scale[i : i + 1]), jnp.asarray(history[:1, i])) for i in range(5)
+        State(jnp.asarray(history[:, i]), jnp.asarray(scale[i : i + 1]), jnp.asarray(history[:1, i])) for i in range(7)
     ]  # fmt: skip
     with use_backend(jax_scale_update="triton"):
         made = jax.jit(lambda states: advance_states(states, algorithm, maxima, margin))(states)

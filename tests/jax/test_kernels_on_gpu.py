@@ -24,6 +24,7 @@ from transformer_engine.jax.layernorm import layernorm
 from transformer_engine.jax.platform import has_gpu
 from transformer_engine.jax.primitives import launching, quantize, rope, softmax
 from transformer_engine.jax.primitives.operand import Operand
+from transformer_engine.jax.residual import around
 from transformer_engine.pytorch.primitives import quantize as theirs
 from transformer_engine.pytorch.primitives.operand import Operand as TorchOperand
 
@@ -146,11 +147,21 @@ def x_of(*shape, dtype=jnp.bfloat16, seed=0):
     return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
 
 
+def joined(x, gamma, beta, kind):
+    """What goes round a norm is added to it: the norm's kernel adds its gradient."""
+    with around(x, True) as residual:
+        y = layernorm(x, gamma, beta, kind)
+    assert residual.value is not x
+    return y + residual.value
+
+
 GAMMA, BETA = (np.linspace(low, low + 1, 64, dtype=np.float32) for low in (0.5, -1.0))
 NARROW = GAMMA.astype(jnp.bfloat16)
 CASES = {
     "layernorm": (lambda x, g, b: layernorm(x, g, b, "layernorm", True), [x_of, (4, 6, 64)], [GAMMA, BETA]),
     "rmsnorm": (lambda x, g: layernorm(x, g, None, "rmsnorm"), [x_of, (40, 64)], [GAMMA]),
+    "layernorm-residual": (lambda x, g, b: joined(x, g, b, "layernorm"), [x_of, (4, 6, 64)], [GAMMA, BETA]),
+    "rmsnorm-residual": (lambda x, g: joined(x, g, None, "rmsnorm"), [x_of, (40, 64)], [GAMMA]),
     "narrow": (lambda x, g, b: layernorm(x, g, b, "layernorm"), [x_of, (40, 64)], [NARROW, NARROW]),
     "mixed": (lambda x, g, b: layernorm(x, g, b, "layernorm"), [x_of, (40, 64)], [NARROW, BETA]),
     "gelu": (lambda x: activation(x, ("gelu",)), [x_of, (4, 1, 64)], []),

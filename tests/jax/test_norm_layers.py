@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +20,7 @@ from transformer_engine.jax.layernorm_dense import layernorm_dense
 from transformer_engine.jax.layernorm_mlp import layernorm_mlp
 from transformer_engine.jax.primitives.activation import ActivationParams, activation_backward
 from transformer_engine.jax.quantize import QuantizerFactory, ScalingMode
+from transformer_engine.jax.residual import around
 from transformer_engine.jax.sources import Activation
 
 RECIPES = {
@@ -74,6 +77,73 @@ def test_norms_and_their_gradients(kind, zero_centered, dtype):
     plain = values_and_gradients(lambda *a: plain_norm(*a, kind, zero_centered, 1e-5), dy, x, gamma, beta)
     tolerance = 1e-5 if dtype == jnp.float32 else 1e-2
     assert_close(ours, plain, tolerance)
+
+
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+def test_the_gradient_that_goes_round_a_norm_is_rounded_once_with_the_norms_own(kind):
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, dy, add = (jax.random.normal(key, (3, 5, 24)).astype(jnp.bfloat16) for key in keys)
+    gamma, beta = jnp.linspace(0.5, 1.5, 24), jnp.linspace(-1, 1, 24) if kind == "layernorm" else None
+
+    @jax.jit
+    def of_both(x):
+        def joined(x):
+            with around(x, True) as residual:
+                y = layernorm(x, gamma, beta, kind)
+            return y, residual.value
+
+        return jax.vjp(joined, x)[1]((dy, add))[0]
+
+    wide = jax.jit(
+        lambda x: jax.vjp(lambda x: layernorm(x, gamma, beta, kind), x)[1](dy.astype(jnp.float32))[0]
+    )
+    want = (wide(x.astype(jnp.float32)) + add.astype(jnp.float32)).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(np.asarray(of_both(x), np.float32), np.asarray(want, np.float32))
+
+
+@pytest.mark.parametrize("settings", [None, recipe.DelayedScaling()])
+@pytest.mark.parametrize(
+    ("fields", "products"), [({}, 1), ({"num_gqa_groups": 2}, 2), ({"fuse_qkv_params": False}, 3)]
+)
+def test_a_layers_gradients_of_its_input_are_added_by_the_norms(fields, products, settings):
+    """Two additions of [2, 16, 64] remain, the layer's own, and those of products that read the attention's norm."""
+    layer = te_flax.TransformerLayer(
+        hidden_size=64, mlp_hidden_size=128, num_attention_heads=4, hidden_dropout=0.0, attention_dropout=0.0,
+        enable_relative_embedding=False, layernorm_type="rmsnorm", dtype=jnp.bfloat16, **fields,
+    )  # fmt: skip
+    x = jnp.ones((2, 16, 64), jnp.bfloat16)
+    with te.autocast(settings is not None, settings):
+        variables = nn.meta.unbox(
+            jax.eval_shape(lambda: layer.init(jax.random.key(0), x, deterministic=True))
+        )
+
+        def step(variables, x):
+            y, pullback = jax.vjp(lambda v, x: layer.apply(v, x, deterministic=True), variables, x)
+            return y, pullback(y)
+
+        text = str(jax.make_jaxpr(step)(variables, x))
+    added = re.findall(r":bf16\[2,16,64\] = add(?:_any)? ", text)
+    assert len(added) == 2 + products - 1
+
+
+@pytest.mark.parametrize(
+    "fields", [{"apply_residual_connection_post_layernorm": True}, {"output_layernorm": True}]
+)
+def test_what_no_norm_takes_along_goes_round_as_it_is(fields):
+    """Where the residual is a norm's result, or nothing is normalised in front of the attention."""
+    layer = te_flax.TransformerLayer(
+        hidden_size=32, mlp_hidden_size=64, num_attention_heads=4, hidden_dropout=0.0, attention_dropout=0.0,
+        enable_relative_embedding=False, **fields,
+    )  # fmt: skip
+    x = jax.random.normal(jax.random.key(0), (2, 8, 32))
+    variables = variables_of(layer, jax.random.key(3), x, deterministic=True)
+    y, pullback = jax.vjp(lambda x: layer.apply(variables, x, deterministic=True), x)
+    along = jax.random.normal(jax.random.key(1), x.shape)
+    step = 1e-2
+    ahead, behind = (layer.apply(variables, x + sign * step * along, deterministic=True) for sign in (1, -1))
+    dy = jax.random.normal(jax.random.key(2), y.shape)
+    want = ((ahead - behind) * dy).sum() / (2 * step)
+    np.testing.assert_allclose((pullback(dy)[0] * along).sum(), want, rtol=2e-2)
 
 
 @pytest.mark.parametrize("name", ["RMSNorm", "RMS-Norm", "rms_norm", "LayerNorm"])

@@ -83,7 +83,7 @@ def casts() -> Iterator[Case]:
     yield (
         "scale update, given",
         delayed_scaling.given(1024, True, (448.0, 57344.0), 0.0),
-        ((FLOAT, FLOAT, None) * 3),
+        ((FLOAT, FLOAT, *[None] * (delayed_scaling.GIVEN - 2)) * 3),
     )
 
 

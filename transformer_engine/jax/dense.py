@@ -17,6 +17,7 @@ from .collective import CollectiveOpSet, noop_collective_op_set
 from .grouped_dense import grouped_dense
 from .products import column_operand, encode, forward_product, gradient_product, row_operand
 from .quantize.quantizers import QuantizerSet, advanced_together, as_cotangent, noop_quantizer_set
+from .residual import taken_along
 from .sharding import with_sharding_constraint_by_logical_axes
 from .sources import Source, Values
 from .undifferentiated import constant, like, undifferentiated
@@ -111,21 +112,23 @@ def product_of(
     contracted   how many axes are summed over: the operand's last, the kernel's first
     """
     (given, kernel), quantizer_set = vary_alike((given, kernel), quantizer_set)
-    y: Any = _product(source, contracted, given, kernel, quantizer_set)
+    made: Any = _product(source, contracted, given, kernel, quantizer_set)
+    y, passed = made
+    taken_along(passed)
     return y
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _product(
     source: Source, contracted: int, given: tuple[Any, ...], kernel: Array, quantizer_set: QuantizerSet
-) -> Array:
+) -> tuple[Array, tuple[Array, ...]]:
     return _product_fwd(source, contracted, given, kernel, quantizer_set)[0]
 
 
 def _product_fwd(
     source: Source, contracted: int, given: tuple[Any, ...], kernel: Array, quantizers: QuantizerSet
-) -> tuple[Array, Any]:
-    dtype, of = given[0].dtype, (given, kernel)
+) -> tuple[tuple[Array, tuple[Array, ...]], Any]:
+    dtype, of, passed = given[0].dtype, (given, kernel), source.passed(given)
     # Arrays without elements carry shapes and dtypes of the gradients.
     likes = jax.tree.map(like, of)
     if not quantizers.is_noop:
@@ -139,21 +142,22 @@ def _product_fwd(
     if not quantizers.is_noop:
         y = undifferentiated(y, of)
     x_like = jnp.zeros((0, *shape), dtype)
-    return y, (saved, (x_like, *likes), quantizers, (made.amax, kernel_amax), made.saved)
+    return (y, passed), (saved, (x_like, *likes), quantizers, (made.amax, kernel_amax), made.saved)
 
 
-def _product_bwd(source: Source, contracted: int, residuals: Any, dy: Array) -> tuple[Any, ...]:
+def _product_bwd(source: Source, contracted: int, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
     (x_columns, kernel_rows), (x_like, given, kernel_like), quantizers, amaxes, kept = residuals
-    batch, of = x_like.ndim - 1 - contracted, (dy, given, kernel_like)
+    batch, of = x_like.ndim - 1 - contracted, (cotangents, given, kernel_like)
     if not quantizers.is_noop:
-        dy = constant(dy)
+        cotangents = constant(cotangents)
+    dy, passed = cotangents
     codes, amax = encode(quantizers.dgrad, dy, batch)
     dx = gradient_product(row_operand(codes, batch), kernel_rows, x_like.dtype)
     dkernel = gradient_product(x_columns, column_operand(codes, batch), kernel_like.dtype)
     # The three states advance here, in one operation, because the last of their maxima is known here.
     states = (quantizers.x, quantizers.kernel, quantizers.dgrad)
     following = as_cotangent(QuantizerSet(*advanced_together(states, (*amaxes, amax))))
-    made = (source.gradients(kept, dx), dkernel)
+    made = (source.gradients(kept, dx, passed), dkernel)
     if not quantizers.is_noop:
         made = undifferentiated(made, of)
     return *made, following

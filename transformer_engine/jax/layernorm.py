@@ -14,6 +14,7 @@ from .checks import check_optional, check_shaped, check_values
 from .primitives.norm import norm_backward, norm_forward
 from .quantize.quantizers import Quantizer
 from .quantized_identity import quantized_identity
+from .residual import goes_round, taken_along
 from .varying import vary_alike
 
 __all__ = ["canonicalize_norm_type", "layernorm"]
@@ -48,8 +49,11 @@ def layernorm(
     """
     name = check_norm(x, gamma, beta, norm_type, zero_centered_gamma, epsilon)
     check_optional("quantizer", quantizer, Quantizer)
+    passes = goes_round(x)
     (x, gamma, beta), quantizer = vary_alike((x, gamma, beta), quantizer)
-    y: Any = _norm(x, gamma, beta, name == "layernorm", zero_centered_gamma, float(epsilon))
+    made: Any = _norm(x, gamma, beta, name == "layernorm", zero_centered_gamma, float(epsilon), passes)
+    y, passed = made
+    taken_along(passed)
     return y if quantizer is None else quantized_identity(y, quantizer)
 
 
@@ -73,23 +77,27 @@ def check_norm(
     return name
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
 def _norm(
-    x: Array, gamma: Array, beta: Array | None, centered: bool, zero_centered: bool, epsilon: float
-) -> Array:
-    return norm_forward(x, gamma, beta, centered, zero_centered, epsilon)[0]
+    x: Array, gamma: Array, beta: Array | None, centered: bool, zero_centered: bool, epsilon: float, passes: bool
+) -> tuple[Array, tuple[Array, ...]]:  # fmt: skip
+    """y, and x where it goes round."""
+    return _norm_fwd(x, gamma, beta, centered, zero_centered, epsilon, passes)[0]
 
 
 def _norm_fwd(
-    x: Array, gamma: Array, beta: Array | None, centered: bool, zero_centered: bool, epsilon: float
-) -> tuple[Array, Any]:
+    x: Array, gamma: Array, beta: Array | None, centered: bool, zero_centered: bool, epsilon: float, passes: bool
+) -> tuple[Any, Any]:  # fmt: skip
     y, mean, rstdev = norm_forward(x, gamma, beta, centered, zero_centered, epsilon)
-    return y, (x, gamma, beta, mean, rstdev)
+    return (y, (x,) if passes else ()), (x, gamma, beta, mean, rstdev)
 
 
-def _norm_bwd(centered: bool, zero_centered: bool, epsilon: float, saved: Any, dy: Array) -> tuple[Any, ...]:
+def _norm_bwd(
+    centered: bool, zero_centered: bool, epsilon: float, passes: bool, saved: Any, cotangents: Any
+) -> tuple[Any, ...]:
     x, gamma, beta, mean, rstdev = saved
-    return norm_backward(dy, x, gamma, beta, mean, rstdev, zero_centered)
+    dy, passed = cotangents
+    return norm_backward(dy, x, gamma, beta, mean, rstdev, zero_centered, *passed)
 
 
 _norm.defvjp(_norm_fwd, _norm_bwd)

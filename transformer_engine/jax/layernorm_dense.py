@@ -10,6 +10,7 @@ from .checks import check_axis_names, check_bias, check_instance, check_values
 from .dense import check_contraction, dense, product_of
 from .layernorm import check_norm, layernorm
 from .quantize.quantizers import QuantizerSet, noop_quantizer_set
+from .residual import goes_round
 from .sharding import with_sharding_constraint_by_logical_axes
 from .sources import Norm
 
@@ -45,7 +46,8 @@ def layernorm_dense(
         check_bias(bias, kernel.shape[1:])
         check_axis_names("dot_input_axes", dot_input_axes, x.ndim)
         check_axis_names("kernel_axes", kernel_axes, kernel.ndim)
-        norm = Norm(name == "layernorm", zero_centered_gamma, float(epsilon), dot_input_axes)
+        how = (name == "layernorm", zero_centered_gamma, float(epsilon), dot_input_axes)
+        norm = Norm(*how, passes=goes_round(x))
         kernel = with_sharding_constraint_by_logical_axes(kernel, kernel_axes)
         return biased(product_of(norm, (x, gamma, beta), kernel, quantizer_set, 1), bias)
     normalized = layernorm(x, gamma, beta, norm_type, zero_centered_gamma, epsilon)

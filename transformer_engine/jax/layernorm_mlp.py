@@ -18,6 +18,7 @@ from .dense import check_contraction, dense
 from .layernorm import check_norm, layernorm
 from .quantize.quantizers import QuantizerSet, noop_quantizer_set
 from .quantized_mlp import Plan, quantized_mlp
+from .residual import goes_round
 from .sharding import with_sharding_constraint_by_logical_axes
 from .sources import Activation, Norm
 
@@ -80,7 +81,8 @@ def layernorm_mlp(
         for place, (kernel, (input_axes, kernel_axes)) in enumerate(zip(kernels, axes, strict=True), 1):
             check_axis_names(f"dot_{place}_input_axes", input_axes, x.ndim)
             check_axis_names(f"kernel_{place}_axes", kernel_axes, kernel.ndim)
-        norm = Norm(name == "layernorm", zero_centered_gamma, float(epsilon), dot_1_input_axes)
+        how = (name == "layernorm", zero_centered_gamma, float(epsilon), dot_1_input_axes)
+        norm = Norm(*how, passes=goes_round(x))
         between = Activation(names, ActivationParams.of(activation_params), dot_2_input_axes)
         laid = [with_sharding_constraint_by_logical_axes(k, a[1]) for k, a in zip(kernels, axes, strict=True)]
         y = quantized_mlp(

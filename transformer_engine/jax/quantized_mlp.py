@@ -19,6 +19,7 @@ from .bias import biased
 from .primitives.operand import Operand
 from .products import column_operand, encode, forward_product, gradient_product, row_operand
 from .quantize.quantizers import QuantizerSet, advanced_together, as_cotangent
+from .residual import taken_along
 from .sources import Activation, Made, Source
 from .undifferentiated import constant, like, undifferentiated
 from .varying import vary_alike
@@ -42,17 +43,24 @@ def quantized_mlp(
 ) -> Array:
     """y [*batch, h] of given, whose first is x [*batch, h]; kernels [h, n_act, f], [f, h]; bias [n_act, f] or None."""
     values, sets = vary_alike((given, tuple(kernels), bias), tuple(quantizer_sets))
-    y: Any = _mlp(plan, *values, sets)
+    made: Any = _mlp(plan, *values, sets)
+    y, passed = made
+    taken_along(passed)
     return y
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mlp(plan: Plan, given: Any, kernels: Any, bias: Array | None, sets: Any) -> Array:
+def _mlp(
+    plan: Plan, given: Any, kernels: Any, bias: Array | None, sets: Any
+) -> tuple[Array, tuple[Array, ...]]:
     return _forward(plan, given, kernels, bias, sets)[0]
 
 
-def _forward(plan: Plan, given: Any, kernels: Any, bias: Array | None, sets: Any) -> tuple[Array, Any]:
+def _forward(
+    plan: Plan, given: Any, kernels: Any, bias: Array | None, sets: Any
+) -> tuple[tuple[Array, tuple[Array, ...]], Any]:
     dtype, batch, of = given[0].dtype, given[0].ndim - 1, (tuple(kernels), bias, given)
+    passed = plan.source.passed(given)
     # Arrays without elements carry shapes and dtypes of the gradients.
     likes, bias_like, given_like = jax.tree.map(like, of)
     (kernels, bias, given), sets = constant((of, sets))
@@ -72,7 +80,7 @@ def _forward(plan: Plan, given: Any, kernels: Any, bias: Array | None, sets: Any
         sets,
         amaxes,
     )
-    return y, kept
+    return (y, passed), kept
 
 
 class _Kernel(NamedTuple):
@@ -91,10 +99,11 @@ def _product(
     return y, _Kernel(row_operand(codes, 1), amax)
 
 
-def _backward(plan: Plan, residuals: Any, dy: Array) -> tuple[Any, ...]:
+def _backward(plan: Plan, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
     (saved, hidden), columns, rows, (likes, bias_like, given_like), sets, amaxes = residuals
-    batch, dtype, of = dy.ndim - 1, dy.dtype, (dy, likes, bias_like, given_like)
-    dy = constant(dy)
+    of = (cotangents, likes, bias_like, given_like)
+    dy, passed = constant(cotangents)
+    batch, dtype = dy.ndim - 1, dy.dtype
     codes_2, amax_2 = encode(sets[1].dgrad, dy, batch)
     d_activated = gradient_product(row_operand(codes_2, batch), rows[1], dtype)
     d_kernel_2 = gradient_product(columns[1], column_operand(codes_2, batch), likes[1].dtype)
@@ -103,7 +112,7 @@ def _backward(plan: Plan, residuals: Any, dy: Array) -> tuple[Any, ...]:
     )
     dx = gradient_product(row_operand(codes_1, batch), rows[0], dtype)
     d_kernel_1 = gradient_product(columns[0], column_operand(codes_1, batch), likes[0].dtype)
-    made = (plan.source.gradients(saved, dx), (d_kernel_1, d_kernel_2), d_bias)
+    made = (plan.source.gradients(saved, dx, passed), (d_kernel_1, d_kernel_2), d_bias)
     made = undifferentiated(made, of)
     states = [state for one in sets for state in (one.x, one.kernel, one.dgrad)]
     following = advanced_together(states, (*amaxes[:2], amax_1, *amaxes[2:], amax_2))

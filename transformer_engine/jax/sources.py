@@ -38,8 +38,12 @@ class Source(Protocol):
         """The operand [*batch, *contracted], made of given; flatten_axis: where the contracted axes begin."""
         ...
 
-    def gradients(self, saved: Any, gradient: Array) -> tuple[Any, ...]:
-        """Of what was given, by the gradient of the operand."""
+    def passed(self, given: tuple[Any, ...]) -> tuple[Array, ...]:
+        """What is given and goes round the product, see `residual`."""
+        ...
+
+    def gradients(self, saved: Any, gradient: Array, passed: tuple[Array, ...]) -> tuple[Any, ...]:
+        """Of what was given, by the gradients of the operand and of what was passed."""
         ...
 
 
@@ -51,18 +55,26 @@ class Values:
         (x,) = given
         return Made(*encode(quantizer, x, flatten_axis), None)
 
-    def gradients(self, saved: Any, gradient: Array) -> tuple[Any, ...]:
+    def passed(self, given: tuple[Any, ...]) -> tuple[Array, ...]:
+        return ()
+
+    def gradients(self, saved: Any, gradient: Array, passed: tuple[Array, ...]) -> tuple[Any, ...]:
         return (gradient,)
 
 
 @dataclass(frozen=True)
 class Norm:
-    """layernorm(x, gamma, beta) if centered, else rmsnorm(x, gamma); axes: names of those of its result."""
+    """layernorm(x, gamma, beta) if centered, else rmsnorm(x, gamma).
+
+    axes     names of those of its result
+    passes   x goes round the product
+    """
 
     centered: bool
     zero_centered: bool
     epsilon: float
     axes: Axes = None
+    passes: bool = False
 
     def make(self, given: tuple[Any, ...], quantizer: Quantizer | None, flatten_axis: int) -> Made:
         x, gamma, beta = given
@@ -76,10 +88,13 @@ class Norm:
             tensor, amax = quantizer.taken(codes, x.shape, x.dtype, flatten_axis)
         return Made(_laid(tensor, self.axes), amax, (x, gamma, beta, mean, rstdev))
 
-    def gradients(self, saved: Any, gradient: Array) -> tuple[Any, ...]:
+    def passed(self, given: tuple[Any, ...]) -> tuple[Array, ...]:
+        return given[:1] if self.passes else ()
+
+    def gradients(self, saved: Any, gradient: Array, passed: tuple[Array, ...]) -> tuple[Any, ...]:
         x, gamma, beta, mean, rstdev = saved
         gradient = with_sharding_constraint_by_logical_axes(gradient, self.axes)
-        return norm_backward(gradient, x, gamma, beta, mean, rstdev, self.zero_centered)
+        return norm_backward(gradient, x, gamma, beta, mean, rstdev, self.zero_centered, *passed)
 
 
 @dataclass(frozen=True)
@@ -101,7 +116,10 @@ class Activation:
             tensor, amax = quantizer.taken(codes, (*x.shape[:-2], x.shape[-1]), x.dtype, flatten_axis)
         return Made(_laid(tensor, self.axes), amax, x)
 
-    def gradients(self, saved: Any, gradient: Array) -> tuple[Any, ...]:
+    def passed(self, given: tuple[Any, ...]) -> tuple[Array, ...]:
+        return ()
+
+    def gradients(self, saved: Any, gradient: Array, passed: tuple[Array, ...]) -> tuple[Any, ...]:
         gradient = with_sharding_constraint_by_logical_axes(gradient, self.axes)
         return (activation_backward(gradient, saved, self.names, self.params),)
 

@@ -121,23 +121,14 @@ def _step(
 
 @triton.jit
 def advance_given(
-    history_0,
-    history_1,
-    history_2,
-    scale_0,
-    scale_1,
-    scale_2,
-    amax_0,
-    amax_1,
-    amax_2,
-    LENGTH: tl.constexpr,
-    TAKES_MAXIMUM: tl.constexpr,
-    MAX_0: tl.constexpr,
-    MAX_1: tl.constexpr,
-    MAX_2: tl.constexpr,
-    DIVISOR: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    history_0, history_1, history_2, history_3, history_4, history_5,
+    scale_0, scale_1, scale_2, scale_3, scale_4, scale_5,
+    amax_0, amax_1, amax_2, amax_3, amax_4, amax_5,
+    LENGTH: tl.constexpr, TAKES_MAXIMUM: tl.constexpr,
+    MAX_0: tl.constexpr, MAX_1: tl.constexpr, MAX_2: tl.constexpr,
+    MAX_3: tl.constexpr, MAX_4: tl.constexpr, MAX_5: tl.constexpr,
+    DIVISOR: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """A program a state of a group: histories lie one behind the other, [groups, LENGTH]."""
     state = tl.program_id(0)
     g = tl.program_id(1)
@@ -147,12 +138,21 @@ def advance_given(
     elif state == 1:
         if history_1 is not None:
             _step(history_1 + row, scale_1 + g, amax_1 + g, LENGTH, TAKES_MAXIMUM, MAX_1, DIVISOR, ROWS)
-    else:
+    elif state == 2:
         if history_2 is not None:
             _step(history_2 + row, scale_2 + g, amax_2 + g, LENGTH, TAKES_MAXIMUM, MAX_2, DIVISOR, ROWS)
+    elif state == 3:
+        if history_3 is not None:
+            _step(history_3 + row, scale_3 + g, amax_3 + g, LENGTH, TAKES_MAXIMUM, MAX_3, DIVISOR, ROWS)
+    elif state == 4:
+        if history_4 is not None:
+            _step(history_4 + row, scale_4 + g, amax_4 + g, LENGTH, TAKES_MAXIMUM, MAX_4, DIVISOR, ROWS)
+    else:
+        if history_5 is not None:
+            _step(history_5 + row, scale_5 + g, amax_5 + g, LENGTH, TAKES_MAXIMUM, MAX_5, DIVISOR, ROWS)
 
 
-GIVEN = 3  # states that one launch of `given` advances: those of a product
+GIVEN = 6  # states that one launch of `given` advances: those of both products of an MLP
 
 
 def given(

@@ -12,6 +12,7 @@ from jax import Array
 
 from ...common.checks import described, drop_rate, function_or_none, member, switch, whole
 from ..activation import ActivationParams
+from ..residual import around
 from ..sharding import (
     HIDDEN_AXES,
     HIDDEN_TP_AXES,
@@ -138,29 +139,32 @@ class TransformerLayer(nn.Module):
         self._check(inputs, encoded)
         decoder = self.layer_type is TransformerLayerType.DECODER
         bias = self._relative_bias(inputs, max_decode_length if decode else None, decode)
-        x, normalized = self._attention(
-            "self_attention" if decoder else "attention",
-            self.self_attn_mask_type,
-            self.self_attn_bias_type,
-            input_layernorm=not self.output_layernorm,
-            enable_rotary_pos_emb=self.enable_rotary_pos_emb,
-            rotary_pos_emb_windows=self.rotary_pos_emb_windows,
-            rotary_pos_emb_group_method=self.rotary_pos_emb_group_method,
-            window_size=self.window_size,
-            score_mod=self.score_mod,
-            score_mod_bprop=self.score_mod_bprop,
-        )(
-            inputs, inputs, attention_mask, bias, decode=decode, deterministic=deterministic,
-            score_mod_tensors=score_mod_tensors, score_mod_bprop_tensors=score_mod_bprop_tensors,
-        )  # fmt: skip
-        x = self._joined(x, inputs, normalized, deterministic)
+        with around(inputs, not self.apply_residual_connection_post_layernorm) as residual:
+            x, normalized = self._attention(
+                "self_attention" if decoder else "attention",
+                self.self_attn_mask_type,
+                self.self_attn_bias_type,
+                input_layernorm=not self.output_layernorm,
+                enable_rotary_pos_emb=self.enable_rotary_pos_emb,
+                rotary_pos_emb_windows=self.rotary_pos_emb_windows,
+                rotary_pos_emb_group_method=self.rotary_pos_emb_group_method,
+                window_size=self.window_size,
+                score_mod=self.score_mod,
+                score_mod_bprop=self.score_mod_bprop,
+            )(
+                inputs, inputs, attention_mask, bias, decode=decode, deterministic=deterministic,
+                score_mod_tensors=score_mod_tensors, score_mod_bprop_tensors=score_mod_bprop_tensors,
+            )  # fmt: skip
+        x = self._joined(x, residual.value, normalized, deterministic)
         if encoded is not None:
-            y, normalized = self._attention("encoder_decoder_attention", "padding", "no_bias")(
-                x, encoded, encoder_decoder_mask, deterministic=deterministic
-            )
-            x = self._joined(y, x, normalized, deterministic)
-        y, normalized = self._mlp()(x, deterministic=deterministic)
-        x = self._joined(y, x, normalized, deterministic)
+            with around(x, not self.apply_residual_connection_post_layernorm) as residual:
+                y, normalized = self._attention("encoder_decoder_attention", "padding", "no_bias")(
+                    x, encoded, encoder_decoder_mask, deterministic=deterministic
+                )
+            x = self._joined(y, residual.value, normalized, deterministic)
+        with around(x, not self.apply_residual_connection_post_layernorm) as residual:
+            y, normalized = self._mlp()(x, deterministic=deterministic)
+        x = self._joined(y, residual.value, normalized, deterministic)
         if not self.output_layernorm:
             return x
         return LayerNorm(

@@ -36,11 +36,15 @@ def norm_backward(
     mean: Array | None,
     rstdev: Array,
     zero_centered: bool,
+    add: Array | None = None,
 ) -> tuple[Array, Array, Array | None]:
-    """dx in x's dtype, dgamma and dbeta [width] in gamma's and beta's, sums of float32; None without beta."""
+    """dx (+ add, like x) in x's dtype, dgamma and dbeta [width] in gamma's and beta's, sums of float32.
+
+    dbeta is None without beta; add joins in float32, before dx is rounded.
+    """
     dtype = sums_dtype(*(parameter.dtype for parameter in (gamma, beta) if parameter is not None))
     dx, dgamma, dbeta = computed(
-        TABLE, lambda platform: NormRequest.of("backward", x, platform), dy, x, mean, rstdev, gamma,
+        TABLE, lambda platform: NormRequest.of("backward", x, platform), dy, x, mean, rstdev, gamma, add,
         zero_centered=zero_centered, dtype=dtype,
     )  # fmt: skip
     return dx, dgamma.astype(gamma.dtype), None if beta is None else dbeta.astype(beta.dtype)

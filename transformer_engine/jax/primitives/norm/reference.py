@@ -37,9 +37,13 @@ def forward(
 
 @functools.partial(jax.jit, static_argnames=("zero_centered", "dtype"))
 def backward(
-    dy: Array, x: Array, mean: Array | None, rstdev: Array, gamma: Array, zero_centered: bool, dtype: str
-) -> tuple[Array, Array, Array]:
-    """dx = rstdev * (g - E[g] - xhat * E[g * xhat]), g = dy * gamma, E[g] of layernorm alone; dgamma = Σ dy * xhat."""
+    dy: Array, x: Array, mean: Array | None, rstdev: Array, gamma: Array, add: Array | None, zero_centered: bool,
+    dtype: str,
+) -> tuple[Array, Array, Array]:  # fmt: skip
+    """dx = rstdev * (g - E[g] - xhat * E[g * xhat]) + add, g = dy * gamma, E[g] of layernorm alone.
+
+    dgamma = Σ dy * xhat
+    """
     wide, dy = x.astype(jnp.float32), dy.astype(jnp.float32)
     normalized = (wide if mean is None else wide - mean) * rstdev
     g = dy * _gamma(gamma, zero_centered, x.ndim)
@@ -48,7 +52,10 @@ def backward(
         inner = inner - g.mean(axis=-1, keepdims=True)
     rows = tuple(range(x.ndim - 1))
     dgamma, dbeta = (dy * normalized).sum(axis=rows), dy.sum(axis=rows)
-    return (rstdev * inner).astype(x.dtype), dgamma.astype(dtype), dbeta.astype(dtype)
+    dx = rstdev * inner
+    if add is not None:
+        dx = dx + add.astype(jnp.float32)
+    return dx.astype(x.dtype), dgamma.astype(dtype), dbeta.astype(dtype)
 
 
 def _gamma(gamma: Array, zero_centered: bool, ndim: int) -> Array:

@@ -61,9 +61,10 @@ class Forward(_Norm):
 
 @dataclass(frozen=True)
 class Backward(_Norm):
-    """(dy, x [rows, width], gamma, [mean], rstdev) -> dx, dgamma, [dbeta]; dtype: of the last two"""
+    """(dy, x, [add] [rows, width], gamma, [mean], rstdev) -> dx, dgamma, [dbeta]; dtype: of the last two"""
 
     dtype: str
+    adds: bool = False
 
     @property
     def summed(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -71,7 +72,8 @@ class Backward(_Norm):
 
     @property
     def rule(self) -> str:
-        return "r w, r w, w, r, r -> r w, w, w" if self.centered else "r w, r w, w, r -> r w, w"
+        matrices = ", ".join(["r w"] * (3 if self.adds else 2))
+        return f"{matrices}, w, r, r -> r w, w, w" if self.centered else f"{matrices}, w, r -> r w, w"
 
     @property
     def in_parts(self) -> Backward:
@@ -81,17 +83,20 @@ class Backward(_Norm):
         gradient = jax.ShapeDtypeStruct(x.shape[1:], jnp.dtype(self.dtype))
         return (jax.ShapeDtypeStruct(x.shape, x.dtype), *(gradient,) * (2 if self.centered else 1))
 
-    def run(self, dy: Array, x: Array, gamma: Array, *statistics: Array) -> tuple[Array, ...]:
+    def run(self, dy: Array, x: Array, *others: Array) -> tuple[Array, ...]:
         from ....common.kernels import norm  # it imports triton
 
+        add = others[0] if self.adds else None
+        gamma, *statistics = others[self.adds :]
         rows, width = x.shape
         machine = processors()
+        bytes_of_a_column = sum(one.dtype.itemsize for one in (dy, x, add) if one is not None)
         program = norm.backward(
-            rows, width, (width, width, 0), x.dtype.name, self.dtype, self.zero_centered, self.centered,
-            dy.dtype.itemsize + x.dtype.itemsize, machine.count, machine.shared_memory,
+            rows, width, (width, width, 0 if add is None else width), x.dtype.name, self.dtype, self.zero_centered,
+            self.centered, bytes_of_a_column, machine.count, machine.shared_memory,
         )  # fmt: skip
         mean = statistics[0] if self.centered else None
-        made = perform(program, [dy, x, None, gamma, mean, statistics[-1]])
+        made = perform(program, [dy, x, add, gamma, mean, statistics[-1]])
         return tuple(array for array in made if array is not None)
 
 
@@ -109,14 +114,16 @@ def forward(
 
 
 def backward(
-    dy: Array, x: Array, mean: Array | None, rstdev: Array, gamma: Array, zero_centered: bool, dtype: str
-) -> tuple[Array, Array, Array]:
+    dy: Array, x: Array, mean: Array | None, rstdev: Array, gamma: Array, add: Array | None, zero_centered: bool,
+    dtype: str,
+) -> tuple[Array, Array, Array]:  # fmt: skip
     """See `norm_backward`."""
     (of_rows, count), (gradient, _) = with_rows(x, 1), with_rows(dy, 1)
+    added = () if add is None else (with_rows(add, 1)[0],)
     found = (rstdev,) if mean is None else (mean, rstdev)
     statistics = (one.reshape(of_rows.shape[:-1]) for one in found)
-    kernel = Backward(mean is not None, zero_centered, dtype)
-    made = call_on_axes(kernel, {"r": count}, gradient, of_rows, gamma, *statistics)
+    kernel = Backward(mean is not None, zero_centered, dtype, add is not None)
+    made = call_on_axes(kernel, {"r": count}, gradient, of_rows, *added, gamma, *statistics)
     dbeta = made[2] if mean is not None else jnp.zeros_like(made[1])
     return made[0].reshape(x.shape), made[1], dbeta
 

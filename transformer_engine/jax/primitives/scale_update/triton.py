@@ -1,4 +1,4 @@
-"""The step by a kernel of common/kernels/delayed_scaling.py, which updates up to three states where they are.
+"""The step by a kernel of common/kernels/delayed_scaling.py, which updates up to six states where they are.
 
 As operations of XLA a step of three states was seven kernels of a microsecond each, in a small layer a third of all.
 """
@@ -17,7 +17,7 @@ from ..launching import refuses_on, run
 from .request import ScaleUpdateRequest
 
 _LONGEST = 1 << 13  # steps that one program holds in registers
-_STATES = 3  # of one launch
+_STATES = 6  # of one launch: `delayed_scaling.GIVEN`, whose file imports triton
 
 
 def refuses(request: ScaleUpdateRequest) -> str | None:
@@ -28,7 +28,7 @@ def refuses(request: ScaleUpdateRequest) -> str | None:
 
 @dataclass(frozen=True)
 class Advance(Kernel):
-    """(histories [length], scales [1], maxima [1] of this step) -> histories, scales; of up to three states
+    """(histories [length], scales [1], maxima [1] of this step) -> histories, scales; of up to six states
 
     grouped   each is of G groups: histories [G, length], scales and maxima [G]
     """
