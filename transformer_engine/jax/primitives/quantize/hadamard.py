@@ -17,7 +17,7 @@ def hadamard_transform(x: Array, random_sign: bool = True) -> Array:
     same on every device.
     """
     _check(x)
-    groups = x.astype(jnp.float32).reshape(-1, GROUP)
+    groups = _groups(x)
     if random_sign:
         groups = groups * np.asarray(SIGNS, np.float32)
     return (_butterflies(groups) * 0.25).reshape(x.shape).astype(x.dtype)
@@ -26,7 +26,7 @@ def hadamard_transform(x: Array, random_sign: bool = True) -> Array:
 def inverse_transform(y: Array, random_sign: bool = True) -> Array:
     """x of y = hadamard_transform(x): H / 4 is its own inverse, the signs follow it."""
     _check(y)
-    groups = _butterflies(y.astype(jnp.float32).reshape(-1, GROUP)) * 0.25
+    groups = _butterflies(_groups(y)) * 0.25
     if random_sign:
         groups = groups * np.asarray(SIGNS, np.float32)
     return groups.reshape(y.shape).astype(y.dtype)
@@ -40,9 +40,15 @@ def _check(x: Array) -> None:
         )
 
 
+def _groups(x: Array) -> Array:
+    """[.., 16 n] -> float32 [.., n, 16], other axes as they are: devices may hold parts of them."""
+    return x.astype(jnp.float32).reshape(*x.shape[:-1], x.shape[-1] // GROUP, GROUP)
+
+
 def _butterflies(groups: Array) -> Array:
+    shape = groups.shape
     for distance in (1, 2, 4, 8):
-        pairs = groups.reshape(-1, GROUP // (2 * distance), 2, distance)
-        first, second = pairs[:, :, 0], pairs[:, :, 1]
-        groups = jnp.stack((first + second, first - second), axis=2).reshape(-1, GROUP)
+        pairs = groups.reshape(*shape[:-1], GROUP // (2 * distance), 2, distance)
+        first, second = pairs[..., 0, :], pairs[..., 1, :]
+        groups = jnp.stack((first + second, first - second), axis=-2).reshape(shape)
     return groups
