@@ -19,7 +19,7 @@ def hadamard_transform(x: Array, random_sign: bool = True) -> Array:
     _check(x)
     groups = _groups(x)
     if random_sign:
-        groups = groups * np.asarray(SIGNS, np.float32)
+        groups = groups * _signs(groups.ndim)
     return (_butterflies(groups) * 0.25).reshape(x.shape).astype(x.dtype)
 
 
@@ -28,8 +28,13 @@ def inverse_transform(y: Array, random_sign: bool = True) -> Array:
     _check(y)
     groups = _butterflies(_groups(y)) * 0.25
     if random_sign:
-        groups = groups * np.asarray(SIGNS, np.float32)
+        groups = groups * _signs(groups.ndim)
     return groups.reshape(y.shape).astype(y.dtype)
+
+
+def _signs(ndim: int) -> np.ndarray:
+    """float32 [1, .., 1, 16], of as many axes as what they multiply: broadcasts by rank may be forbidden."""
+    return np.asarray(SIGNS, np.float32).reshape((1,) * (ndim - 1) + (GROUP,))
 
 
 def _check(x: Array) -> None:

@@ -54,7 +54,9 @@ def encode(x: Array, spec: QuantizeSpec, amax: Array, random: Array | None, axis
     assert spec.tile is not None
     cut = tiles.cut(x, spec.tile, axis)
     encode_scale = tiles.settled(global_encode_scale(amax))
-    wanted = tiles.tile_amax(cut, axis) * (encode_scale * jnp.float32(1.0 / E2M1.maximum))
+    amax_tiles = tiles.tile_amax(cut, axis)
+    encode_scale = encode_scale.reshape((1,) * amax_tiles.ndim)
+    wanted = amax_tiles * (encode_scale * jnp.float32(1.0 / E2M1.maximum))
     block_scale = cast(jnp.minimum(wanted, FLOAT32_MAX), E4M3)
     decode = exact.multiply(block_scale.astype(jnp.float32), exact.reciprocal(encode_scale))
     block_scale, multiplier = tiles.settled((block_scale, _at_most_largest(exact.reciprocal(decode))))
