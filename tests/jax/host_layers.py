@@ -35,14 +35,22 @@ SIZES: dict[str, Any] = {
 TOKENS = 48  # no extent of a kernel
 RECIPES = {
     "values": None, "delayed": recipe.DelayedScaling(amax_history_len=2), "current": recipe.Float8CurrentScaling(),
+    "mxfp8": recipe.MXFP8BlockScaling(),
+    # A sum in another order would round stochastically to the other side.
+    "nvfp4": recipe.NVFP4BlockScaling(disable_stochastic_rounding=True),
 }  # fmt: skip
+# Of every kernel a device's part has whole blocks.
+IN_BLOCKS = {"hidden_size": 128, "mlp_hidden_size": 256, "num_gqa_groups": 8}
 LAYOUTS = {
     "tp": {"tp": 4, "dp": 2},
     "tpsp": {"tpsp": 4, "dp": 2},
     "fsdp": {"fsdp": 4},
     "both": {"fsdp": 2, "tpsp": 4},
 }
-CASES = [("values", "tpsp"), ("delayed", "tp"), ("delayed", "tpsp"), ("delayed", "fsdp"), ("current", "both")]
+CASES = [
+    ("values", "tpsp"), ("delayed", "tp"), ("delayed", "tpsp"), ("delayed", "fsdp"), ("current", "both"),
+    ("mxfp8", "tp"), ("nvfp4", "tp"),
+]  # fmt: skip
 
 
 def as_on_cuda() -> None:
@@ -75,8 +83,9 @@ def step(model, state, params, x):
     return y, gradients, following
 
 
-def facts(settings: recipe.Recipe | None, axes: dict[str, int]) -> dict[str, Any]:
-    model = te_flax.TransformerLayer(**SIZES, enable_sequence_parallel="tpsp" in axes)
+def facts(name: str, axes: dict[str, int]) -> dict[str, Any]:
+    settings, sizes = RECIPES[name], SIZES | (IN_BLOCKS if name in ("mxfp8", "nvfp4") else {})
+    model = te_flax.TransformerLayer(**sizes, enable_sequence_parallel="tpsp" in axes)
     count = int(np.prod([*axes.values()]))
     mesh = Mesh(
         np.asarray(jax.devices()[:count]).reshape(*axes.values()),
@@ -84,7 +93,7 @@ def facts(settings: recipe.Recipe | None, axes: dict[str, int]) -> dict[str, Any
         axis_types=(AxisType.Auto,) * len(axes),
     )
     resource = te.MeshResource(**{f"{axis}_resource": axis for axis in axes})
-    x = jax.random.normal(jax.random.key(0), (4, TOKENS, SIZES["hidden_size"]), jnp.bfloat16)
+    x = jax.random.normal(jax.random.key(0), (4, TOKENS, sizes["hidden_size"]), jnp.bfloat16)
     quantized = {"enabled": settings is not None, "recipe": settings}
     with te.autocast(**quantized):
         boxed = jax.jit(lambda x: model.init(jax.random.key(1), x, deterministic=True))(x)
@@ -109,6 +118,7 @@ def facts(settings: recipe.Recipe | None, axes: dict[str, int]) -> dict[str, Any
     return {
         "exchanged": exchanged(text),
         "tokens": TOKENS,
+        "smallest kernel": min(leaf.size for leaf in jax.tree.leaves(params) if leaf.ndim > 1),
     } | {name: difference(a, b) for name, a, b in zip(parts, got, want, strict=True) if jax.tree.leaves(b)}
 
 
@@ -116,7 +126,7 @@ def main() -> None:
     assert jax.device_count() == 8
     compile_quickly(True)
     as_on_cuda()
-    print(json.dumps({f"{name} {layout}": facts(RECIPES[name], LAYOUTS[layout]) for name, layout in CASES}))
+    print(json.dumps({f"{name} {layout}": facts(name, LAYOUTS[layout]) for name, layout in CASES}))
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def token_dispatch(
     tokens, experts = chosen.shape
     counts = chosen.sum(axis=0, dtype=jnp.int32)
     starts = jnp.cumsum(counts) - counts
-    rows = jnp.where(chosen, starts + jnp.cumsum(chosen, axis=0, dtype=jnp.int32) - 1, -1)
+    rows = jnp.where(chosen, starts[None] + jnp.cumsum(chosen, axis=0, dtype=jnp.int32) - 1, -1)
     rows = jnp.where(rows < num_out_tokens, rows, -1)
     row_id_map = _row_id_map(rows, chosen)
     pad_offsets, size = None, num_out_tokens
@@ -78,7 +78,7 @@ def token_dispatch(
         size = (num_out_tokens + experts * (align_size - 1)) // align_size * align_size
         padded = -(-counts // align_size) * align_size
         pad_offsets = jnp.cumsum(padded) - padded - starts
-        rows, counts = jnp.where(rows < 0, -1, rows + pad_offsets), padded
+        rows, counts = jnp.where(rows < 0, -1, rows + pad_offsets[None]), padded
     # Of every row of the result the pair (t, e) that it holds, T * E for padding.
     pairs = jnp.arange(tokens * experts, dtype=jnp.int32)
     places = jnp.where(rows.ravel() < 0, size, rows.ravel())

@@ -21,7 +21,7 @@ from ...common.checks import exponent, integer, switch
 from ...common.quantize_spec import QuantizeSpec
 from ..checks import check_floating, check_values
 from ..primitives import quantize as primitive
-from ..primitives.operand import matrix_shape, turned
+from ..primitives.operand import turned
 from ..primitives.quantize import Cast
 from ..primitives.scale_update import State, advance_scales, advance_states
 from ..undifferentiated import constant, undifferentiated
@@ -319,12 +319,11 @@ class NVFP4Quantizer(Quantizer):
     def _codes(self, x: Array, spec: QuantizeSpec, axis: int) -> primitive.Quantized:
         if self.stochastic_rounding_rng_state is None:
             return primitive.quantize(x, spec, axis=axis)
-        matrix = x.reshape(matrix_shape(x.shape, axis))
         rows, columns = jax.random.split(jax.random.wrap_key_data(self.stochastic_rounding_rng_state))
         # Said, for jax_enable_x64 makes float64 of what is not: other numbers, which no kernel reads.
         uniform = functools.partial(jax.random.uniform, dtype=jnp.float32)
-        random = uniform(rows, matrix.shape), uniform(columns, matrix.shape[::-1])
-        return primitive.quantize(matrix, spec, random=random)
+        random = uniform(rows, x.shape), uniform(columns, (*x.shape[axis:], *x.shape[:axis]))
+        return primitive.quantize(x, spec, random=random, axis=axis)
 
 
 def advanced_together(

@@ -8,7 +8,7 @@ from jax import Array, lax
 from ....common.dispatch import Backend
 from ....common.formats import FLOAT8
 from ..operand import Operand, contraction
-from ..quantize import FORMATS
+from ..quantize import decoded
 from .request import GemmRequest
 
 
@@ -29,9 +29,7 @@ def run(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool) -> Array:
 def _values(operand: Operand) -> Array:
     if operand.format is None or operand.format == FLOAT8:
         return operand.codes.astype(jnp.float32)
-    assert operand.scale is not None
-    values = FORMATS[operand.format.name].dequantize(operand.matrix(), operand.scale)
-    return values.reshape(operand.codes.shape)
+    return decoded(operand)
 
 
 BACKEND = Backend[GemmRequest]("reference", bind=lambda request: run)

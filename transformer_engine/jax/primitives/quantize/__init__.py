@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from math import prod
+
 import jax.numpy as jnp
 from jax import Array
 
@@ -9,7 +12,7 @@ from ....common.checks import described
 from ....common.dispatch import Table
 from ..operand import Operand, matrix_shape
 from ..platforms import computed
-from . import reference, triton
+from . import reference, tiles, triton
 from .casting import Cast
 from .float8 import absolute_maximum, cast, given_multiplier, scale_from_amax
 from .formats import FORMATS
@@ -25,6 +28,7 @@ __all__ = [
     "Request",
     "absolute_maximum",
     "cast",
+    "decoded",
     "dequantize",
     "given_multiplier",
     "hadamard_transform",
@@ -53,14 +57,17 @@ def quantize(
     multiplier  FLOAT8: multiply by this instead of one made from the absolute maximum (delayed scaling); 0 is read as 1
     amax      FLOAT8, NVFP4: the absolute maximum to use
     amax_t    NVFP4: the same for the columnwise direction
-    random    NVFP4, stochastic: uniform float32 in [0, 1), shaped [M, K] for the rowwise codes and [K, M] for
-              the columnwise (two_dimensional: the first alone, the columnwise codes being its transpose)
+    random    NVFP4, stochastic: uniform float32 in [0, 1), shaped as the rowwise codes and as the columnwise, or as
+              matrices [M, K] and [K, M] (two_dimensional: the first alone, the columnwise codes being its transpose)
     axis      where K begins; None: x is a matrix. Codes keep x's axes, [*M, *K] and [*K, *M], so that devices may hold
               parts of any of them
     """
     axis = _columns_of(x, axis)
     shape = matrix_shape(x.shape, axis)
-    _check(x, shape, spec, multiplier, random)
+    _check(x, axis, spec, multiplier, random)
+    if spec.stochastic and random is not None:
+        turned_shape = (*x.shape[axis:], *x.shape[:axis])
+        random = random[0].reshape(x.shape), None if random[1] is None else random[1].reshape(turned_shape)
     return computed(
         TABLE, lambda platform: Request(spec, shape, x.dtype, platform, multiplier is not None, axis), x,
         Given(multiplier, amax, amax_t, random),
@@ -76,9 +83,18 @@ def dequantize(operand: Operand) -> Array:
         raise ValueError(
             f"an operand of format {form.name} needs its scale, which is None; pass the one that `quantize` returned"
         )
-    blocks = operand if form.block is None else operand.matrix()
-    values = FORMATS[form.name].dequantize(blocks, operand.scale).astype(operand.dtype)
-    return values.reshape(operand.codes.shape)
+    return decoded(operand).astype(operand.dtype)
+
+
+def decoded(operand: Operand) -> Array:
+    """values [*rows, *K] in float32 of an operand that has scales."""
+    form, codes, scale = operand.format, operand.codes, operand.scale
+    assert form is not None and scale is not None
+    if form.block is not None:
+        shape, axis = tiles.cut_apart(codes.shape, operand.axis, form.block)
+        scale = scale.reshape(tiles.counts(shape, axis, form.block))
+        operand = replace(operand, codes=codes.reshape(shape), axis=axis)
+    return FORMATS[form.name].dequantize(operand, scale).reshape(codes.shape)
 
 
 def _columns_of(x: Array, axis: int | None) -> int:
@@ -97,7 +113,7 @@ def _columns_of(x: Array, axis: int | None) -> int:
 
 def _check(
     x: Array,
-    shape: tuple[int, int],
+    axis: int,
     spec: QuantizeSpec,
     multiplier: Array | None,
     random: tuple[Array, Array | None] | None,
@@ -108,25 +124,24 @@ def _check(
         raise ValueError(
             f"a multiplier was given for format {spec.format.name}, which makes one a block; give none, or use FLOAT8"
         )
-    rows, depth = shape
+    rows, depth = matrix_shape(x.shape, axis)
     FORMATS[spec.format.name].check(rows, depth, spec)
     if spec.stochastic:
-        _check_random(rows, depth, spec, random)
+        _check_random((x.shape[:axis], x.shape[axis:]), spec, random)
 
 
 def _check_random(
-    rows: int, depth: int, spec: QuantizeSpec, random: tuple[Array, Array | None] | None
+    sides: tuple[tuple[int, ...], tuple[int, ...]],
+    spec: QuantizeSpec,
+    random: tuple[Array, Array | None] | None,
 ) -> None:
     if random is None:
         raise ValueError(
             "stochastic rounding needs random=(uniform [M, K], uniform [K, M]), float32 in [0, 1); it is None"
         )
-    along_rows, along_columns = random
-    if (spec.rowwise or spec.transposes) and along_rows.shape != (rows, depth):
-        raise ValueError(
-            f"random[0] is {list(along_rows.shape)}; draw one number an element, {[rows, depth]}"
-        )
-    if spec.columnwise and not spec.transposes:
-        found = None if along_columns is None else list(along_columns.shape)
-        if found != [depth, rows]:
-            raise ValueError(f"random[1] is {found}; draw one number an element, {[depth, rows]}")
+    wanted = (sides, spec.rowwise or spec.transposes), (sides[::-1], spec.columnwise and not spec.transposes)
+    for place, (numbers, ((rows, columns), read)) in enumerate(zip(random, wanted, strict=True)):
+        found = None if numbers is None else numbers.shape
+        if read and found not in ((*rows, *columns), matrix := (prod(rows), prod(columns))):
+            shape = None if found is None else list(found)
+            raise ValueError(f"random[{place}] is {shape}; draw one number an element, {list(matrix)}")

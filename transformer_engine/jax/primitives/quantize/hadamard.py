@@ -17,19 +17,24 @@ def hadamard_transform(x: Array, random_sign: bool = True) -> Array:
     same on every device.
     """
     _check(x)
-    groups = x.astype(jnp.float32).reshape(-1, GROUP)
+    groups = _groups(x)
     if random_sign:
-        groups = groups * np.asarray(SIGNS, np.float32)
+        groups = groups * _signs(groups.ndim)
     return (_butterflies(groups) * 0.25).reshape(x.shape).astype(x.dtype)
 
 
 def inverse_transform(y: Array, random_sign: bool = True) -> Array:
     """x of y = hadamard_transform(x): H / 4 is its own inverse, the signs follow it."""
     _check(y)
-    groups = _butterflies(y.astype(jnp.float32).reshape(-1, GROUP)) * 0.25
+    groups = _butterflies(_groups(y)) * 0.25
     if random_sign:
-        groups = groups * np.asarray(SIGNS, np.float32)
+        groups = groups * _signs(groups.ndim)
     return groups.reshape(y.shape).astype(y.dtype)
+
+
+def _signs(ndim: int) -> np.ndarray:
+    """float32 [1, .., 1, 16], of as many axes as what they multiply: broadcasts by rank may be forbidden."""
+    return np.asarray(SIGNS, np.float32).reshape((1,) * (ndim - 1) + (GROUP,))
 
 
 def _check(x: Array) -> None:
@@ -40,9 +45,15 @@ def _check(x: Array) -> None:
         )
 
 
+def _groups(x: Array) -> Array:
+    """[.., 16 n] -> float32 [.., n, 16], other axes as they are: devices may hold parts of them."""
+    return x.astype(jnp.float32).reshape(*x.shape[:-1], x.shape[-1] // GROUP, GROUP)
+
+
 def _butterflies(groups: Array) -> Array:
+    shape = groups.shape
     for distance in (1, 2, 4, 8):
-        pairs = groups.reshape(-1, GROUP // (2 * distance), 2, distance)
-        first, second = pairs[:, :, 0], pairs[:, :, 1]
-        groups = jnp.stack((first + second, first - second), axis=2).reshape(-1, GROUP)
+        pairs = groups.reshape(*shape[:-1], GROUP // (2 * distance), 2, distance)
+        first, second = pairs[..., 0, :], pairs[..., 1, :]
+        groups = jnp.stack((first + second, first - second), axis=-2).reshape(shape)
     return groups

@@ -9,7 +9,8 @@ import jax
 from jax import Array
 
 from ....common.dispatch import Backend
-from ..operand import matrix_shape, turned
+from ..operand import turned
+from . import tiles
 from .format_row import PlannedCall
 from .formats import FORMATS
 from .spec import Given, Quantized, QuantizeSpec, Request
@@ -21,9 +22,12 @@ def run(x: Array, given: Given, spec: QuantizeSpec, axis: int = 1) -> Quantized:
     """x [*M, *K] -> the directions that spec asks for."""
     form = FORMATS[spec.format.name]
     if spec.format.block is not None:
-        matrix = x.reshape(matrix_shape(x.shape, axis))
-        return form.quantize(matrix, spec, given).with_axes(x.shape, axis)
-    made = form.quantize(x, replace(spec, rowwise=True, columnwise=False), given)
+        assert spec.tile is not None
+        down, along = spec.tile
+        # The columns' codes have the tile turned.
+        kept, at = tiles.cut_apart(x.shape, axis, (max(down, along) if spec.columnwise else down, along))
+        return form.quantize(x.reshape(kept), spec, given, at).with_axes(x.shape, axis)
+    made = form.quantize(x, replace(spec, rowwise=True, columnwise=False), given, axis)
     assert made.codes is not None
     return Quantized(
         codes=made.codes if spec.rowwise else None,

@@ -16,20 +16,20 @@ from ..spec import QuantizeSpec
 from ..tile_scaled import tile_scaled
 
 
-def encode(x: Array, spec: QuantizeSpec) -> tuple[Array, Array]:
-    """x [R, K] -> codes [R, K], decode scales float32 [ceil(R/r), ceil(K/128)]."""
+def encode(x: Array, spec: QuantizeSpec, axis: int) -> tuple[Array, Array]:
+    """x [*R, *K] -> codes [*R, *K], decode scales float32 [.., ceil(R/r), .., ceil(K/128)]."""
     assert spec.tile is not None
-    cut = tiles.cut(x, spec.tile)
+    cut = tiles.cut(x, spec.tile, axis)
     scale = scale_from_amax(
-        tiles.tile_amax(cut),
+        tiles.tile_amax(cut, axis),
         spec.element.maximum,
         power_of_two=spec.power_of_two,
         epsilon=spec.epsilon,
         value_for_inf=min(float(jnp.finfo(x.dtype).max), FLOAT32_MAX),
     )
     scale, inverse = tiles.settled((scale, exact.reciprocal(scale)))
-    codes = cast(cut.astype(jnp.float32) * tiles.spread(scale), spec.element)
-    return tiles.join(codes, x.shape), inverse
+    codes = cast(cut.astype(jnp.float32) * tiles.spread(scale, axis), spec.element)
+    return tiles.join(codes, x.shape, axis), inverse
 
 
 ROWS = (

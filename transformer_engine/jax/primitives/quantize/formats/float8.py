@@ -14,7 +14,7 @@ from ..spec import Given, Quantized, QuantizeSpec
 from ..triton_float8 import plan
 
 
-def quantize(x: Array, spec: QuantizeSpec, given: Given) -> Quantized:
+def quantize(x: Array, spec: QuantizeSpec, given: Given, axis: int) -> Quantized:
     """x of any shape -> codes like x, one scale [1], and the maximum; the codes of both directions are the same."""
     amax = float8.absolute_maximum(x) if given.amax is None else given.amax
     if given.multiplier is not None:

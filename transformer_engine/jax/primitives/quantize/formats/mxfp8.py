@@ -16,16 +16,17 @@ from ..spec import QuantizeSpec
 from ..tile_scaled import tile_scaled
 
 
-def encode(x: Array, spec: QuantizeSpec) -> tuple[Array, Array]:
-    """x [R, K] -> codes [R, K], exponents float8_e8m0fnu [ceil(R/r), ceil(K/32)], one a tile of r x 32."""
+def encode(x: Array, spec: QuantizeSpec, axis: int) -> tuple[Array, Array]:
+    """x [*R, *K] -> codes [*R, *K], exponents float8_e8m0fnu [.., ceil(R/r), .., ceil(K/32)], one a tile of r x 32."""
     assert spec.tile is not None
-    cut = tiles.cut(x, spec.tile)
-    exponents = e8m0.e8m0_from_float(exact.multiply(tiles.tile_amax(cut), 1.0 / spec.element.maximum))
+    cut = tiles.cut(x, spec.tile, axis)
+    amax = tiles.tile_amax(cut, axis)
+    exponents = e8m0.e8m0_from_float(exact.multiply(amax, 1.0 / spec.element.maximum))
     exponents = tiles.settled(exponents)
     # 1 / 2^(e - 127) = 2^((254 - e) - 127); NaN stays NaN.
     inverse = jnp.where(exponents == e8m0.NAN, e8m0.NAN, e8m0.LARGEST - exponents)
-    codes = cast(e8m0.times_power(cut.astype(jnp.float32), tiles.spread(inverse)), spec.element)
-    return tiles.join(codes, x.shape), e8m0.to_bytes(exponents)
+    codes = cast(e8m0.times_power(cut.astype(jnp.float32), tiles.spread(inverse, axis)), spec.element)
+    return tiles.join(codes, x.shape, axis), e8m0.to_bytes(exponents)
 
 
 def apply(values: Array, scale: Array) -> Array:

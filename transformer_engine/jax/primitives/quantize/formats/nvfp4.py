@@ -6,6 +6,7 @@ Two-level scaling of "Pretraining Large Language Models with NVFP4" (arXiv:2509.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import jax
@@ -14,17 +15,18 @@ from jax import Array, lax
 
 from .....common.formats import E2M1, E4M3, FLOAT32_MAX, NVFP4, ceil_div
 from ... import exact
-from ...kernels import Kernel, call
+from ...kernels import Kernel
 from ...launching import run
-from ...operand import Operand
+from ...operand import Operand, turned
 from ...partitioning import Extent, extent
+from ...several_axes import call_on_axes
 from .. import tiles
 from ..e2m1 import encode_e2m1
 from ..float8 import absolute_maximum, cast
 from ..format_row import FormatRow, PlannedCall
 from ..hadamard import GROUP, hadamard_transform
 from ..spec import Given, Quantized, QuantizeSpec, Request
-from ..tile_scaled import scale_a_row
+from ..tile_scaled import matrix_of_scales, turned_shape
 from ..triton_float8 import Maximum
 
 _RANGE = E2M1.maximum * E4M3.maximum
@@ -47,22 +49,24 @@ def global_decode_scale(amax: Array) -> Array:
     return exact.divide(amax, jnp.full(amax.shape, _RANGE, jnp.float32))
 
 
-def encode(x: Array, spec: QuantizeSpec, amax: Array, random: Array | None) -> tuple[Array, Array]:
-    """x [R, K], amax [1] -> codes float4_e2m1fn [R, K], block scales e4m3 [ceil(R/r), ceil(K/16)]."""
+def encode(x: Array, spec: QuantizeSpec, amax: Array, random: Array | None, axis: int) -> tuple[Array, Array]:
+    """x [*R, *K], amax [1] -> codes float4_e2m1fn [*R, *K], block scales e4m3 [.., ceil(R/r), .., ceil(K/16)]."""
     assert spec.tile is not None
-    cut = tiles.cut(x, spec.tile)
+    cut = tiles.cut(x, spec.tile, axis)
     encode_scale = tiles.settled(global_encode_scale(amax))
-    wanted = tiles.tile_amax(cut) * (encode_scale * jnp.float32(1.0 / E2M1.maximum))
+    amax_tiles = tiles.tile_amax(cut, axis)
+    encode_scale = encode_scale.reshape((1,) * amax_tiles.ndim)
+    wanted = amax_tiles * (encode_scale * jnp.float32(1.0 / E2M1.maximum))
     block_scale = cast(jnp.minimum(wanted, FLOAT32_MAX), E4M3)
     decode = exact.multiply(block_scale.astype(jnp.float32), exact.reciprocal(encode_scale))
     block_scale, multiplier = tiles.settled((block_scale, _at_most_largest(exact.reciprocal(decode))))
-    random_tiles = None if random is None else tiles.cut(random, spec.tile)
-    codes = encode_e2m1(cut.astype(jnp.float32) * tiles.spread(multiplier), random_tiles)
-    return tiles.join(codes, x.shape), block_scale
+    random_tiles = None if random is None else tiles.cut(random.reshape(x.shape), spec.tile, axis)
+    codes = encode_e2m1(cut.astype(jnp.float32) * tiles.spread(multiplier, axis), random_tiles)
+    return tiles.join(codes, x.shape, axis), block_scale
 
 
-def quantize(x: Array, spec: QuantizeSpec, given: Given) -> Quantized:
-    """x [M, K] -> codes, block scales and maxima of the directions that spec asks for."""
+def quantize(x: Array, spec: QuantizeSpec, given: Given, axis: int) -> Quantized:
+    """x [*M, *K] -> codes, block scales and maxima of the directions that spec asks for."""
     amax, amax_t = given.amax, given.amax_t
     random_rows, random_columns = (
         given.random if spec.stochastic and given.random is not None else (None, None)
@@ -71,21 +75,22 @@ def quantize(x: Array, spec: QuantizeSpec, given: Given) -> Quantized:
     if amax is None and (spec.rowwise or not spec.hadamard):
         amax = absolute_maximum(x)
     if amax is not None and (spec.rowwise or spec.transposes):
-        codes, scales = encode(x, spec, amax, random_rows)
+        codes, scales = encode(x, spec, amax, random_rows, axis)
     if spec.columnwise:
         if codes is not None and scales is not None and spec.transposes:
-            codes_t, scales_t, amax_t = codes.T, scales.T, amax
+            codes_t, scales_t, amax_t = turned(codes, axis), turned(scales, axis), amax
         else:
-            x_t = hadamard_transform(x.T, spec.random_sign) if spec.hadamard else x.T
+            x_t = turned(x, axis)
+            x_t = hadamard_transform(x_t, spec.random_sign) if spec.hadamard else x_t
             if amax_t is None:
                 amax_t = absolute_maximum(x_t) if spec.hadamard else amax
             assert amax_t is not None
-            codes_t, scales_t = encode(x_t, spec, amax_t, random_columns)
+            codes_t, scales_t = encode(x_t, spec, amax_t, random_columns, x.ndim - axis)
     return Quantized(
         codes=codes if spec.rowwise else None,
-        scale=scale_a_row(scales, spec, x.shape[0]) if spec.rowwise else None,
+        scale=matrix_of_scales(scales, spec, x.shape, axis) if spec.rowwise else None,
         codes_t=codes_t,
-        scale_t=scale_a_row(scales_t, spec, x.shape[1]),
+        scale_t=matrix_of_scales(scales_t, spec, turned_shape(x.shape, axis), x.ndim - axis),
         amax=amax if spec.rowwise else None,
         amax_t=amax_t if spec.columnwise else None,
     )
@@ -99,10 +104,12 @@ def dequantize(operand: Operand, scale: Array) -> Array:
             "pass the one that `quantize` returned"
         )
     assert NVFP4.block is not None
-    codes = tiles.cut(operand.codes.astype(jnp.float32), NVFP4.block)
+    axis = operand.axis
+    codes = tiles.cut(operand.codes.astype(jnp.float32), NVFP4.block, axis)
     # The first product has at most 6 significant bits and is exact, so only the second rounds.
-    values = exact.scaled(codes * tiles.spread(scale.astype(jnp.float32)), global_decode_scale(operand.amax))
-    return tiles.join(values, (operand.rows, operand.depth))
+    spread = tiles.spread(scale.astype(jnp.float32), axis)
+    values = exact.scaled(codes * spread, global_decode_scale(operand.amax).reshape((1,) * codes.ndim))
+    return tiles.join(values, operand.codes.shape, axis)
 
 
 def check(rows: int, depth: int, spec: QuantizeSpec) -> None:
@@ -201,10 +208,10 @@ class Blocks(Kernel):
 
 
 def _unpacked(codes: Array | None) -> Array | None:
-    """uint8 [R, C / 2], low half first -> float4_e2m1fn [R, C]."""
+    """uint8 [.., C / 2], low half first -> float4_e2m1fn [.., C]."""
     if codes is None:
         return None
-    halves = jnp.stack((codes & 15, codes >> 4), axis=-1).reshape(codes.shape[0], -1)
+    halves = jnp.stack((codes & 15, codes >> 4), axis=-1).reshape(*codes.shape[:-1], 2 * codes.shape[-1])
     return lax.bitcast_convert_type(halves.astype(jnp.uint4), jnp.float4_e2m1fn)
 
 
@@ -213,34 +220,43 @@ def plan(request: Request) -> PlannedCall:
     spec = request.spec
 
     def quantize(x: Array, given: Given) -> Quantized:
-        shape, x = x.shape, x.reshape(request.shape)
-        amax, amax_t = _maxima(x, spec, given)
+        counts = {"m": request.axis, "k": x.ndim - request.axis}
+        amax, amax_t = _maxima(x, spec, given, counts)
         random = given.random if spec.stochastic and given.random is not None else (None, None)
-        columns = random[0].T if spec.transposes and random[0] is not None else random[1]
+        of_columns = random[1]
+        if spec.transposes and random[0] is not None:
+            of_columns = turned(random[0], request.axis)
         # Of columns alone the kernel reads no number of the rows, and the reverse.
         used = (
             amax if spec.rowwise else None, amax_t if spec.columnwise else None,
-            random[0] if spec.rowwise else None, columns if spec.columnwise else None,
+            random[0] if spec.rowwise else None, of_columns if spec.columnwise else None,
         )  # fmt: skip
         kernel = Blocks(spec, request.shape, tuple(one is not None for one in used))  # pyright: ignore
-        made = list(call(kernel, x, *(one for one in used if one is not None)))
+        made = list(call_on_axes(kernel, counts, x, *(one for one in used if one is not None)))
         rows = (made.pop(0), made.pop(0)) if spec.rowwise else (None, None)
-        turned = (made.pop(0), made.pop(0)) if spec.columnwise else (None, None)
-        codes = Quantized(_unpacked(rows[0]), rows[1], _unpacked(turned[0]), turned[1], used[0], used[1])
-        return codes.with_axes(shape, request.axis)
+        columns = (made.pop(0), made.pop(0)) if spec.columnwise else (None, None)
+        scale, scale_t = (
+            None if one is None else one.reshape(size, ceil_div(depth, GROUP))
+            for one, (size, depth) in ((rows[1], request.shape), (columns[1], request.shape[::-1]))
+        )
+        codes = Quantized(_unpacked(rows[0]), scale, _unpacked(columns[0]), scale_t, used[0], used[1])
+        return codes.with_axes(x.shape, request.axis)
 
     return quantize
 
 
-def _maxima(x: Array, spec: QuantizeSpec, given: Given) -> tuple[Array | None, Array | None]:
+def _maxima(
+    x: Array, spec: QuantizeSpec, given: Given, counts: dict[str, int]
+) -> tuple[Array | None, Array | None]:
     """float32 [1] of both directions, those given and those measured here."""
     amax, amax_t = given.amax, given.amax_t
     if amax is None and (spec.rowwise or not spec.hadamard):
-        (amax,) = call(Maximum(), x)
+        (amax,) = call_on_axes(Maximum(), {"r": counts["m"], "w": counts["k"]}, x)
     if not spec.columnwise or spec.transposes:
         return amax, amax
     if amax_t is None:
-        amax_t = call(TransformedMaximum(spec.random_sign, x.shape[0]), x)[0] if spec.hadamard else amax
+        kernel = TransformedMaximum(spec.random_sign, prod(x.shape[: counts["m"]]))
+        amax_t = call_on_axes(kernel, counts, x)[0] if spec.hadamard else amax
     return amax, amax_t
 
 
