@@ -158,7 +158,7 @@ def test_unknown_keywords_are_dropped_with_one_warning_that_names_them(kind):
     keywords = {"qfactory": len} if kind is CustomRecipe else {}
     with pytest.warns(UserWarning, match="interval, params_dtype") as caught:
         recipe = kind(**keywords, interval=16, params_dtype=None)
-    assert len(caught) == 1
+    assert len([w for w in caught if w.category is UserWarning]) == 1
     assert recipe == make(kind)
 
 

@@ -261,12 +261,12 @@ def test_threads_do_not_see_each_others_attention():
     def other() -> None:
         with sdpa.replaced(lambda: "mine"):
             inside.set()
-            leave.wait(10)
+            assert leave.wait(60)
             seen.append(F.scaled_dot_product_attention())
 
     thread = threading.Thread(target=other)
     thread.start()
-    assert inside.wait(10)
+    assert inside.wait(60)
     q = torch.randn(1, 1, 3, 8)
     torch.testing.assert_close(F.scaled_dot_product_attention(q, q, q), sdpa.TORCH_SDPA(q, q, q))
     with sdpa.replaced(lambda: "here"):

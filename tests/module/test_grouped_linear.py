@@ -155,7 +155,7 @@ def test_a_group_that_does_not_fit_runs_in_high_precision_with_one_warning(devic
     with pytest.warns(UserWarning, match="pad their rows") as caught, autocast(recipe=RECIPES["nvfp4"]):
         y = layer(x, [32, 5])
         layer(x, [32, 5])
-    assert len(caught) == 1
+    assert len([w for w in caught if w.category is UserWarning]) == 1
     torch.testing.assert_close(y[32:], torch.nn.functional.linear(x[32:], layer.weight1, layer.bias1))
     assert not torch.equal(y[:32], torch.nn.functional.linear(x[:32], layer.weight0, layer.bias0))
 

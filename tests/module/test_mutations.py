@@ -7,6 +7,8 @@ found by looking and changed. A write may also be refused, by a sentence that na
 from __future__ import annotations
 
 import copy
+import sys
+from types import ModuleType
 
 import pytest
 from support.layers import KINDS, NAMES, RECIPES, layer_of
@@ -24,6 +26,7 @@ from support.mutations import (
     variables,
 )
 
+from transformer_engine.common.memory import Memory
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Recipe
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
@@ -104,7 +107,7 @@ def test_an_attribute_of_a_child(recipe: str | None):
     for path, child in whole.named_modules():
         if path and type(child) in KINDS:
             kind = type(child).__name__
-            for attribute in set(attributes(kind)) - WRITTEN_IN_VAIN:
+            for attribute in sorted(set(attributes(kind)) - WRITTEN_IN_VAIN):
                 for value in values_for(kind, attribute, most=1):
                     if child_is_stale(path, attribute, value, under):
                         stale.append(f"{path}.{attribute}={value!r}")
@@ -181,6 +184,20 @@ def test_the_oracle_sees_a_stale_answer():
     assert not agree(outcome(layer, None), outcome(made_with, None))
     vars(layer).update(vars(made_with))
     assert agree(outcome(layer, None), outcome(made_with, None))
+
+
+def doubled(key: int) -> int:
+    return 2 * key
+
+
+def test_a_memory_that_comes_with_a_later_import_is_forgotten_too(monkeypatch):
+    """Which modules a process has imported at the first forget() depends on the tests that it ran before."""
+    forget()
+    later = Memory(doubled, 8)
+    monkeypatch.setitem(sys.modules, "transformer_engine.imported_later", ModuleType("imported_later"))
+    assert later[1] == 2
+    forget()
+    assert not later
 
 
 def test_changes_are_generated():

@@ -55,7 +55,7 @@ few = settings(
     max_examples=25,
     deadline=None,
     derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 even_sizes = st.sampled_from([2, 14, 16, 18, 30, 32, 34, 126, 128, 130])
 

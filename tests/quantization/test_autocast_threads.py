@@ -147,7 +147,7 @@ def test_a_graph_break_within_a_block_stays_in_it(device):
 
 def test_layers_may_register_from_many_threads_at_once(device):
     layers = [te.Linear(WIDTH, WIDTH, device=device) for _ in range(40)]
-    recipe, barrier = DelayedScaling(amax_history_len=2), threading.Barrier(8)
+    recipe, barrier = DelayedScaling(amax_history_len=2), threading.Barrier(8, timeout=60)
 
     def work(mine):
         barrier.wait()

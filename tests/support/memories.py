@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import gc
+import sys
 
 
-@functools.cache
-def _memories() -> tuple[dict, ...]:
-    """The dictionaries of the kinds that transformer_engine.common makes for remembering."""
+@functools.lru_cache(maxsize=1)
+def _memories(loaded: int) -> tuple[dict, ...]:
+    """The dictionaries of the kinds that transformer_engine.common makes for remembering, while so many modules are."""
     common = "transformer_engine.common."
     return tuple(
         x for x in gc.get_objects() if issubclass(type(x), dict) and type(x).__module__.startswith(common)
@@ -17,5 +18,6 @@ def _memories() -> tuple[dict, ...]:
 
 def forget() -> None:
     """Empty the tables' choices, the bound calls, the plans: whatever outlives a layer."""
-    for memory in _memories():
+    # A dozen tables are in modules that are imported with their first use, which may be after the first forget().
+    for memory in _memories(sum(name.startswith("transformer_engine.") for name in sys.modules)):
         memory.clear()
