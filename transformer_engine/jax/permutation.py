@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, export
 
 from ..common.checks import described, whole
 from .checks import (
@@ -57,7 +57,8 @@ def token_dispatch(
     """
     check_values("inp", inp)
     check_array("routing_map", routing_map)
-    whole("num_out_tokens", num_out_tokens)
+    if not export.is_symbolic_dim(num_out_tokens):
+        whole("num_out_tokens", num_out_tokens)
     if inp.ndim != 2 or routing_map.ndim != 2 or routing_map.shape[0] != inp.shape[0]:
         raise ValueError(f"inp {inp.shape} and routing_map {routing_map.shape}; give [T, H] and [T, E]")
     if 0 in routing_map.shape:
