@@ -36,7 +36,9 @@ def chosen(table: Table[Request], request_on: Callable[[str], Request]) -> dict[
 
 def _has_symbols(fact: Any) -> bool:
     """Is an extent among the facts of a request one that `jax.export` gave as a symbol?"""
-    if is_dataclass(fact) and not isinstance(fact, type):
+    if isinstance(fact, type):
+        return False
+    if is_dataclass(fact):
         return any(_has_symbols(getattr(fact, field.name)) for field in fields(fact))
     if isinstance(fact, tuple):
         return any(map(_has_symbols, fact))  # pyright: ignore[reportUnknownArgumentType]
