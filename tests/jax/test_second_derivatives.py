@@ -154,3 +154,28 @@ def test_codes_of_rows_in_groups_are_not_differentiated():
             jax.grad(lambda x, sizes=sizes: quantizer.quantize(x, group_sizes=sizes).dequantize().sum())(
                 x.reshape(shape)
             )
+
+
+def test_a_gradient_of_kernels_of_groups_is_differentiated():
+    """JAX refused: "Unimplemented grad_y_dims for ragged dot general", of mixtures of experts too."""
+    x, kernel, x_way, kernel_way = arrays((12, 8), (3, 8, 5), (12, 8), (3, 8, 5))
+    sizes = np.asarray([3, 0, 7])
+    rows = np.pad(np.repeat(np.eye(3, dtype=np.float32), sizes, axis=0), ((0, 2), (0, 0)))
+
+    def plain(x, kernel):
+        return jnp.einsum("mg,mk,gkn->mn", rows, x, kernel)
+
+    def grouped(x, kernel):
+        return grouped_dense(x, kernel, jnp.asarray(sizes))
+
+    def product_with_hessian(y_of):
+        gradient = jax.grad(lambda x, kernel: (y_of(x, kernel) ** 3).sum(), (0, 1))
+
+        def along(x, kernel):
+            dx, dkernel = gradient(x, kernel)
+            return (dx * x_way).sum() + (dkernel * kernel_way).sum()
+
+        return jax.jit(jax.grad(along, (0, 1)))(x, kernel)
+
+    for found, expected in zip(product_with_hessian(grouped), product_with_hessian(plain), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5 * float(abs(expected).max()))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, export
 
 from ..common.checks import described, whole
 from .checks import (
@@ -57,7 +57,9 @@ def token_dispatch(
     """
     check_values("inp", inp)
     check_array("routing_map", routing_map)
-    whole("num_out_tokens", num_out_tokens)
+    rows_given: Any = num_out_tokens
+    if not export.is_symbolic_dim(rows_given):
+        whole("num_out_tokens", num_out_tokens)
     if inp.ndim != 2 or routing_map.ndim != 2 or routing_map.shape[0] != inp.shape[0]:
         raise ValueError(f"inp {inp.shape} and routing_map {routing_map.shape}; give [T, H] and [T, E]")
     if 0 in routing_map.shape:

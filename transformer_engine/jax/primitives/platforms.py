@@ -4,33 +4,52 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
-from jax import lax
+from jax import export, lax
 
 from ...common.dispatch import Refusal, Table
 from ..platform import has_gpu
 
 Request = TypeVar("Request")
 PLATFORMS = ("cpu", "cuda")
+_LAUNCHED = frozenset(("cudnn", "gluon", "triton"))  # rows whose grids and plans are made of numbers
 
 
 def chosen(table: Table[Request], request_on: Callable[[str], Request]) -> dict[str, Callable[..., Any]]:
     """{platform: what computes the request there}, chosen while tracing; lowering takes one of them.
 
-    A forced backend and observers concern the platform of this machine; for another one the order of the table decides.
+    A forced backend and observers concern the platform of this machine; for another one, and for extents that are
+    symbols of `jax.export`, the order of the table decides. Such extents are left to what XLA computes.
     """
     here = "cuda" if has_gpu() else "cpu"
-    calls = {here: table.bind(request_on(here))}
+    asked = {platform: request_on(platform) for platform in PLATFORMS}
+    if _has_symbols(asked[here]):
+        return {platform: _first(table, request, _LAUNCHED) for platform, request in asked.items()}
+    calls = {here: table.bind(asked[here])}
     for platform in PLATFORMS:
         if platform != here:
-            calls[platform] = _first(table, request_on(platform))
+            calls[platform] = _first(table, asked[platform])
     return calls
 
 
-def _first(table: Table[Request], request: Request) -> Callable[..., Any]:
+def _has_symbols(fact: Any) -> bool:
+    """Is an extent among the facts of a request one that `jax.export` gave as a symbol?"""
+    if isinstance(fact, type):
+        return False
+    if is_dataclass(fact):
+        return any(_has_symbols(getattr(fact, field.name)) for field in fields(fact))
+    if isinstance(fact, tuple):
+        return any(map(_has_symbols, fact))  # pyright: ignore[reportUnknownArgumentType]
+    return export.is_symbolic_dim(fact)
+
+
+def _first(
+    table: Table[Request], request: Request, without: frozenset[str] = frozenset()
+) -> Callable[..., Any]:
     for backend in table.candidates(request):
-        if backend.refusal(request) is None:
+        if backend.name not in without and backend.refusal(request) is None:
             assert backend.bind is not None
             call = backend.bind(request)
             if not isinstance(call, Refusal):

@@ -1,0 +1,52 @@
+"""Programs that `jax.export` makes for every batch: one that comes is computed as by a program of its own."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+import transformer_engine.jax as te
+import transformer_engine.jax.flax as te_flax
+from transformer_engine.common import recipe
+
+WIDTH = 32
+EXPERTS = te_flax._MoEBlock(num_experts=4, intermediate_size=16)
+HEADS = te_flax.MultiHeadAttention(head_dim=8, num_attention_heads=4)
+MODULES = {
+    "attention": (HEADS, lambda x: (x, x)),
+    "experts": (EXPERTS, lambda x: (x,)),
+    "mlp": (te_flax.LayerNormMLP(intermediate_dim=16), lambda x: (x,)),
+}
+
+
+def exported(name, x, platforms):
+    """(the function of parameters and x, its parameters, the same as exported for any batch)."""
+    module, arguments = MODULES[name]
+    variables = module.init(jax.random.key(0), *arguments(x))
+    function = jax.jit(lambda variables, x: module.apply(variables, *arguments(x))[0])
+    (batch,) = export.symbolic_shape("batch")
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), variables)
+    any_batch = jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype)
+    return function, variables, export.export(function, platforms=platforms)(shapes, any_batch)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_batch_that_is_a_symbol_is_computed_as_one_of_its_own(name):
+    """Extents were compared with the limits of kernels, "inconclusive", and an expert's rows had to be an int."""
+    x = jax.random.normal(jax.random.key(1), (3, 8, WIDTH))
+    with te.autocast(enabled=True, recipe=recipe.DelayedScaling(amax_history_len=4)):
+        function, variables, program = exported(name, x, None)
+        for batch in (1, 3):
+            expected = function(variables, x[:batch])
+            np.testing.assert_allclose(program.call(variables, x[:batch]), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_kernels_are_not_launched_for_a_batch_that_is_a_symbol(name, monkeypatch):
+    monkeypatch.setenv("TE_JAX_KERNELS", "1")
+    x = jnp.ones((2, 8, WIDTH), jnp.bfloat16)
+    _, _, program = exported(name, x, ("cuda",))
+    assert "triton_kernel_call_ffi" not in program.mlir_module()
