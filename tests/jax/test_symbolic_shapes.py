@@ -48,16 +48,21 @@ def exported(name: str, batch: Any, tokens: Any) -> tuple[Any, Any]:
     return program.call(*arrays), jax.jit(run)(*arrays)
 
 
+def near(got: jax.Array, want: jax.Array) -> None:
+    """Sums of float32 in the order that XLA takes for other shapes."""
+    np.testing.assert_allclose(got, want, rtol=0, atol=2e-6 * float(jnp.abs(want).max()))
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_a_batch_may_be_symbolic(name):
     (batch,) = export.symbolic_shape("b")
-    jax.tree.map(np.testing.assert_array_equal, *exported(name, batch, 16))
+    jax.tree.map(near, *exported(name, batch, 16))
 
 
 @pytest.mark.parametrize("name", ["attention", "heads", "layer"])
 def test_a_length_may_be_symbolic(name):
     batch, tokens = export.symbolic_shape("b, s")
-    jax.tree.map(np.testing.assert_array_equal, *exported(name, batch, tokens))
+    jax.tree.map(near, *exported(name, batch, tokens))
 
 
 @pytest.mark.parametrize(("name", "message"), [("angles", "length of rows=s"), ("buckets", "q_seqlen=s")])

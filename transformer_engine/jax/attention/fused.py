@@ -269,7 +269,7 @@ def is_fused_attn_kernel_available(
     head_dim_v: int,
     window_size: Window | None = None,
 ) -> bool:
-    """Would another backend than the reference take such a call on this machine? None does where a length is symbolic."""
+    """Would another backend than the reference take such a call on this machine? None takes a symbolic length."""
     check_kinds(attn_bias_type, attn_mask_type, qkv_layout, softmax_type)
     switch("is_training", is_training)
     drop_rate("dropout_probability", dropout_probability)
