@@ -40,7 +40,7 @@ def extent(lengths, starts, masked, size, sequence):
 
 
 @triton.jit
-def tile_of(lengths, program, size, ROWS: tl.constexpr, SEQUENCES: tl.constexpr):
+def owned(lengths, program, size, ROWS: tl.constexpr, SEQUENCES: tl.constexpr):
     """(tile, sequence) of a program, one behind all rows where there is none; size: rows of a sequence at most.
 
     SEQUENCES   share out the programs of a head, tile behind tile; 0: each has its own, the grid's third axis
@@ -245,7 +245,7 @@ def attend(
 ):  # fmt: skip
     """out, lse of ROWS queries of one head; tops: the largest logit of every tile."""
     last = tl.num_programs(0) - 1 - tl.program_id(0)  # under a causal mask the last has the most to do
-    block, sequence = tile_of(lengths_q, last, seqlen_q, ROWS, SEQUENCES)
+    block, sequence = owned(lengths_q, last, seqlen_q, ROWS, SEQUENCES)
     head = tl.program_id(1)
     limit_q, start_q, length_q = extent(lengths_q, starts_q, masked_q, seqlen_q, sequence)
     limit_kv, start_kv, length_kv = extent(lengths_kv, starts_kv, masked_kv, seqlen_kv, sequence)

@@ -14,18 +14,7 @@ import triton
 import triton.language as tl
 
 from ..formats import ceil_div
-from .attention import (
-    LN_2,
-    LOG2_E,
-    at,
-    extent,
-    load_rows,
-    logits,
-    store_rows,
-    survives,
-    tile_of,
-    visible_keys,
-)
+from .attention import LN_2, LOG2_E, at, extent, load_rows, logits, owned, store_rows, survives, visible_keys
 from .attention_problem import Problem, keys_tile, queries_tile
 from .launch import Launch, Output
 
@@ -37,7 +26,7 @@ def row_products(
     V: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr, SEQUENCES: tl.constexpr,
 ):  # fmt: skip
     """delta [.., i] = sum_d do o; grad_sink [b, h, blocks] = -sum_i p_sink delta."""
-    block, sequence = tile_of(lengths_q, tl.program_id(0), seqlen_q, ROWS, SEQUENCES)
+    block, sequence = owned(lengths_q, tl.program_id(0), seqlen_q, ROWS, SEQUENCES)
     head = tl.program_id(1)
     limit, start, _ = extent(lengths_q, starts_q, masked_q, seqlen_q, sequence)
     first = block * ROWS
@@ -140,7 +129,7 @@ def grad_keys(
     SEQUENCES: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of KEYS keys of one head, summed over `members` query heads; the group's others are other parts."""
-    block, sequence = tile_of(lengths_kv, tl.program_id(0), seqlen_kv, KEYS, SEQUENCES)
+    block, sequence = owned(lengths_kv, tl.program_id(0), seqlen_kv, KEYS, SEQUENCES)
     kv_head, part = tl.program_id(1) // parts, tl.program_id(1) % parts
     limit_q, start_q, length_q = extent(lengths_q, starts_q, masked_q, seqlen_q, sequence)
     limit_kv, start_kv, length_kv = extent(lengths_kv, starts_kv, masked_kv, seqlen_kv, sequence)
@@ -291,7 +280,7 @@ def grad_queries(
 ):  # fmt: skip
     """dq of ROWS queries of one head."""
     last = tl.num_programs(0) - 1 - tl.program_id(0)
-    block, sequence = tile_of(lengths_q, last, seqlen_q, ROWS, SEQUENCES)
+    block, sequence = owned(lengths_q, last, seqlen_q, ROWS, SEQUENCES)
     head = tl.program_id(1)
     limit_q, start_q, length_q = extent(lengths_q, starts_q, masked_q, seqlen_q, sequence)
     limit_kv, start_kv, length_kv = extent(lengths_kv, starts_kv, masked_kv, seqlen_kv, sequence)
