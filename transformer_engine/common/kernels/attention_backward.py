@@ -6,6 +6,8 @@ have lse = inf here, which makes their probabilities 0.
 
 Arguments, extents and tiles are those of the forward. The kernels of keys work on transposed tiles [keys, rows], so
 that probabilities go from the registers into the next product.
+
+Longer than a file should be: two kernels that go through the same tiles in turn, with their launches.
 """
 
 from __future__ import annotations
