@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -16,8 +18,10 @@ import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
 from transformer_engine.common import recipe
 from transformer_engine.jax import permutation, quantize, sharding
+from transformer_engine.jax.attention import SequenceDescriptor
 from transformer_engine.jax.checks import check_sizes
 from transformer_engine.jax.debug.experimental import inspect_array
+from transformer_engine.jax.flax.kv_cache import KeyValueCache
 from transformer_engine.jax.quantize import DelayedScaleQuantizer, GroupedQuantizer, QuantizerFactory
 
 E4M3, DELAYED_MODE = jnp.float8_e4m3fn, quantize.ScalingMode.DELAYED_TENSOR_SCALING
@@ -151,7 +155,7 @@ def test_the_first_expert_may_be_a_traced_number():
 class OfTwoProcesses(jax.Array):  # pyright: ignore
     """What is known of an array that is laid over several processes."""
 
-    shape, ndim, dtype = (2,), 1, np.dtype(np.int32)
+    shape, ndim, dtype, size = (2,), 1, np.dtype(np.int32), 2
     is_fully_addressable = is_fully_replicated = False
 
     def __array__(self, *_, **__):
@@ -165,6 +169,33 @@ def test_sizes_that_other_processes_hold_are_not_read():
     check_sizes("group_sizes", OfTwoProcesses(), 2, 4)
     with pytest.raises(ValueError, match="give 3 whole numbers"):
         check_sizes("group_sizes", OfTwoProcesses(), 3, 4)
+
+
+def test_sequences_that_other_processes_hold_are_not_read():
+    """Nothing is checked that cannot be read; their numbers are cut to those that kernels look for, as traced ones."""
+    other, none, here = OfTwoProcesses(), jnp.zeros((0,), jnp.int32), jnp.asarray([[1, 2]])
+    by_lengths = SequenceDescriptor((other, other), (none, none), (none, none), (none, none))
+    by_offsets = SequenceDescriptor((here, here), (other, other), (none, none), (none, none))
+    by_numbers = SequenceDescriptor((none, none), (none, none), (other, here), (here, here))
+    for descriptor in (by_lengths, by_offsets, by_numbers):
+        descriptor.check_segments(2)
+        descriptor.check_lengths(1, 1)
+    with pytest.raises(ValueError, match="max_segments_per_seq=1"):
+        by_numbers.check_segments(1)
+    known = replace(by_numbers, segment_ids=(here, here))
+    assert known.within(1) is known
+    with pytest.raises(Exception, match="abstract method __lt__"):
+        by_numbers.within(1)  # it computes with them, which this imitation of an array cannot
+
+
+def test_a_cache_whose_index_other_processes_hold_is_not_read():
+    kept = SimpleNamespace(value=jnp.zeros((1, 4, 2, 8)))
+    cache = KeyValueCache(kept, kept, SimpleNamespace(value=OfTwoProcesses()), True, 1)
+    step = jnp.zeros((1, 1, 2, 8))
+    cache._check(step, step)
+    full = replace(cache, index=SimpleNamespace(value=jnp.asarray(4)))
+    with pytest.raises(ValueError, match="cache_index=4"):
+        full._check(step, step)
 
 
 def test_a_window_may_be_of_numpy_s_numbers():

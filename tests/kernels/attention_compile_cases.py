@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -23,7 +24,7 @@ VALUES, FLOATS, INTEGERS = "*bf16", "*fp32", "*i32"
 POINTERS = {
     **dict.fromkeys(("q", "k", "v", "out", "grad_out", "dk", "dv", "dq", "bias"), VALUES),
     **dict.fromkeys(("lse", "delta", "tops", "dbias", "partial", "level"), FLOATS),
-    **dict.fromkeys(("lengths_q", "lengths_kv", "pages"), INTEGERS),
+    **dict.fromkeys(("lengths_q", "lengths_kv", "starts_q", "starts_kv", "pages"), INTEGERS),
 }
 
 
@@ -63,16 +64,23 @@ def launches(capability: int) -> Iterator[tuple[str, Launch, tuple[str, ...]]]:
     """(name, record, the tensors that are not given)."""
     shared = SHARED_MEMORY[capability]
     plain, biased = problem(shared), problem(shared, biased=True)
-    yield "forward", attention.forward(plain, True), ("bias", "pages")
+    starts = ("starts_q", "starts_kv")
+    yield "forward", attention.forward(plain, True), ("bias", "pages", *starts)
     keys = attention_backward.keys(plain, (0, *plain.k), (0, *plain.v), 1)
-    yield "keys", keys, ("bias",)
-    yield "pages", attention_decode.stretches(problem(shared, queries=1, page=64), 132)[0], ()
+    yield "keys", keys, ("bias", *starts)
+    yield "pages", attention_decode.stretches(problem(shared, queries=1, page=64), 132)[0], starts
     if capability != 90:
         return
-    yield "queries", attention_backward.queries(plain, plain.q), ("bias",)
-    yield "delta", attention_backward.delta(plain, plain.q), ()
-    yield "bias", attention_bias.added(biased, (1, 32, 4096, 4096))[0], ()
-    yield "decode", attention_decode.stretches(problem(shared, queries=1), 132)[0], ("pages",)
+    yield "queries", attention_backward.queries(plain, plain.q), ("bias", *starts)
+    yield "delta", attention_backward.delta(plain, plain.q), starts
+    yield "bias", attention_bias.added(biased, (1, 32, 4096, 4096))[0], starts
+    yield "decode", attention_decode.stretches(problem(shared, queries=1), 132)[0], ("pages", *starts)
+    packed = replace(plain, batch=12, tokens=(4096, 4096))
+    yield "packed-forward", attention.forward(packed, False, True, True), ("bias", "pages", "tops")
+    yield "packed-queries", attention_backward.queries(packed, plain.q, True), ("bias",)
+    keys = attention_backward.keys(packed, (0, *plain.k), (0, *plain.v), 1, True)
+    yield "packed-keys", keys, ("bias",)
+    yield "packed-delta", attention_backward.delta(packed, plain.q), ()
 
 
 def compiled(launch: Launch, absent: tuple[str, ...], capability: int) -> tuple[str, int]:

@@ -41,7 +41,13 @@ def test_the_kernels_pass_their_tests_in_the_interpreter():
         "no:cacheprovider",
     ]
     finished = subprocess.run(
-        [*command, "-m", "not gpu", "tests/attention/test_triton_attention.py"],
+        [
+            *command,
+            "-m",
+            "not gpu",
+            "tests/attention/test_triton_attention.py",
+            "tests/attention/test_packed_tiles.py",
+        ],
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, export
 from jax.core import Tracer
 
-from ..common.checks import described, integer, whole_numbers
+from ..common.checks import described, integer, whole, whole_numbers
 
 
 def check_array(name: str, array: Any) -> None:
@@ -86,6 +87,25 @@ def is_known(array: Any) -> bool:
     if isinstance(array, Tracer):
         return False
     return not isinstance(array, Array) or array.is_fully_addressable or array.is_fully_replicated
+
+
+def is_symbolic(extent: Any) -> bool:
+    """Is it an extent of `jax.export.symbolic_shape`, which stands for many sizes?"""
+    return isinstance(extent, _symbol())
+
+
+@functools.cache
+def _symbol() -> type:
+    return type(export.symbolic_shape("n")[0])
+
+
+def check_extent(name: str, extent: Any, reason: str) -> None:
+    """TypeError or ValueError unless this is a known number of at least 1; reason: why a symbol does not do."""
+    if is_symbolic(extent):
+        raise ValueError(
+            f"{name}={extent} is symbolic, and {reason}; export with a number there, once for each length"
+        )
+    whole(name, extent)
 
 
 def check_integers(name: str, array: Any) -> None:

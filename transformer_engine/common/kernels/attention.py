@@ -40,6 +40,25 @@ def extent(lengths, starts, masked, size, sequence):
 
 
 @triton.jit
+def owned(lengths, program, size, ROWS: tl.constexpr, SEQUENCES: tl.constexpr):
+    """(tile, sequence) of a program, one behind all rows where there is none; size: rows of a sequence at most.
+
+    SEQUENCES   share out the programs of a head, tile behind tile; 0: each has its own, the grid's third axis
+    """
+    if SEQUENCES == 0:
+        return program, tl.program_id(2)
+    else:
+        index = tl.arange(0, triton.next_power_of_2(SEQUENCES))
+        length = tl.load(lengths + index, mask=index < SEQUENCES, other=0)
+        ends = tl.cumsum((length + (ROWS - 1)) // ROWS, 0)
+        before = ends <= program
+        sequence = tl.sum(before.to(tl.int32), 0)
+        tile = program - tl.max(tl.where(before, ends, 0), 0)
+        there = sequence < SEQUENCES
+        return tl.where(there, tile, tl.cdiv(size, ROWS)), tl.where(there, sequence, 0)
+
+
+@triton.jit
 def at(pointer, sequence, start, head, batch_stride, token_stride, head_stride):
     """Where a sequence's tokens of one head begin."""
     offset = tl.cast(sequence, tl.int64) * batch_stride + tl.cast(head, tl.int64) * head_stride
@@ -222,16 +241,23 @@ def attend(
     QK: tl.constexpr, QK_MAIN: tl.constexpr, QK_REST: tl.constexpr, V: tl.constexpr, V_MAIN: tl.constexpr,
     V_REST: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+    SEQUENCES: tl.constexpr,
 ):  # fmt: skip
-    """out, lse of ROWS queries of one head; tops: the largest logit of every program."""
-    block = tl.num_programs(0) - 1 - tl.program_id(0)  # under a causal mask the last has the most to do
-    head, sequence = tl.program_id(1), tl.program_id(2)
+    """out, lse of ROWS queries of one head; tops: the largest logit of every tile."""
+    last = tl.num_programs(0) - 1 - tl.program_id(0)  # under a causal mask the last has the most to do
+    block, sequence = owned(lengths_q, last, seqlen_q, ROWS, SEQUENCES)
+    head = tl.program_id(1)
     limit_q, start_q, length_q = extent(lengths_q, starts_q, masked_q, seqlen_q, sequence)
     limit_kv, start_kv, length_kv = extent(lengths_kv, starts_kv, masked_kv, seqlen_kv, sequence)
     first_row = block * ROWS
+    place = (sequence * heads + head) * tl.maximum(tl.cdiv(seqlen_q, ROWS), 1) + block
     stored = seqlen_q
     if starts_q is not None:
         stored = limit_q
+        if first_row >= limit_q:  # nothing of this tile is a token's
+            if tops is not None and SEQUENCES == 0:
+                tl.store(tops + place, -float("inf"))
+            return
     shift = 0
     if BOTTOM_RIGHT:
         shift = length_kv - length_q
@@ -299,7 +325,6 @@ def attend(
     top = tl.where(real, top, -float("inf"))
     total = tl.where(real, total, 0.0)
     if tops is not None:
-        place = (sequence * heads + head) * tl.num_programs(0) + block
         tl.store(tops + place, tl.max(top, 0) * LN_2)
     share = 1.0
     if sink is not None:
@@ -324,17 +349,19 @@ def attend(
 
 def forward(problem: Problem, max_logit: bool, keeps_lse: bool = True, packed: bool = False) -> Launch:
     """(q, k, v, lengths_q, lengths_kv, starts_q, starts_kv, masked_q, masked_kv, masked, bias, slopes, sink, rng,
-    pages) -> out, lse if it is to be kept, tops float32 [b, h, grid[0]] when max_logit.
+    pages) -> out, lse if it is to be kept, tops float32 [b, h, tiles of the longest] when max_logit.
 
     packed   q is: tokens of no sequence are not visited
     """
     rows, keys, warps, stages = forward_tile(problem)
     scalars = (*problem.scalars, *problem.out)
     constants = (*problem.band, problem.page_size, *problem.sizes, problem.precision, rows, keys, stages)
-    grid = (max(1, ceil_div(problem.seqlen_q, rows)), problem.heads, problem.batch)
+    programs, sequences = problem.query_tiles(rows)
+    tops = (problem.batch, problem.heads, max(1, ceil_div(problem.seqlen_q, rows)))
     outputs = (
         Output(None, problem.dtype, begins=0.0 if packed else None),
         Output(None, "float32", begins=-math.inf if packed else None) if keeps_lse else None,
-        Output((problem.batch, problem.heads, grid[0]), "float32") if max_logit else None,
+        Output(tops, "float32", begins=-math.inf if sequences else None) if max_logit else None,
     )
-    return Launch(attend, grid, outputs, scalars, constants, warps)
+    grid = (max(1, programs), problem.heads, 1 if sequences else problem.batch)
+    return Launch(attend, grid, outputs, scalars, (*constants, sequences), warps)

@@ -6,6 +6,8 @@ have lse = inf here, which makes their probabilities 0.
 
 Arguments, extents and tiles are those of the forward. The kernels of keys work on transposed tiles [keys, rows], so
 that probabilities go from the registers into the next product.
+
+Longer than a file should be: two kernels that go through the same tiles in turn, with their launches.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import triton
 import triton.language as tl
 
 from ..formats import ceil_div
-from .attention import LN_2, LOG2_E, at, extent, load_rows, logits, store_rows, survives, visible_keys
+from .attention import LN_2, LOG2_E, at, extent, load_rows, logits, owned, store_rows, survives, visible_keys
 from .attention_problem import Problem, keys_tile, queries_tile
 from .launch import Launch, Output
 
@@ -23,15 +25,21 @@ from .launch import Launch, Output
 def row_products(
     out, grad_out, lse, sink, lengths_q, starts_q, masked_q, delta, grad_sink,
     seqlen_q, lse_batch, lse_token, lse_head, out_batch, out_token, out_head, grad_batch, grad_token, grad_head,
-    V: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr,
+    V: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr, SEQUENCES: tl.constexpr,
 ):  # fmt: skip
     """delta [.., i] = sum_d do o; grad_sink [b, h, blocks] = -sum_i p_sink delta."""
-    block, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    block, sequence = owned(lengths_q, tl.program_id(0), seqlen_q, ROWS, SEQUENCES)
+    head = tl.program_id(1)
     limit, start, _ = extent(lengths_q, starts_q, masked_q, seqlen_q, sequence)
     first = block * ROWS
+    partial = (sequence * tl.num_programs(1) + head) * tl.cdiv(seqlen_q, ROWS) + block
     stored = seqlen_q
     if starts_q is not None:
         stored = limit
+        if first >= limit:
+            if sink is not None and SEQUENCES == 0:
+                tl.store(grad_sink + partial, 0.0)
+            return
     values = at(out, sequence, start, head, out_batch, out_token, out_head)
     gradients = at(grad_out, sequence, start, head, grad_batch, grad_token, grad_head)
     value = load_rows(values, first, out_token, limit, ROWS, 0, BLOCK_V, V, True).to(tl.float32)
@@ -47,7 +55,6 @@ def row_products(
         level = tl.load(levels + place, mask=row < limit, other=float("inf"))
         level = tl.where(level == -float("inf"), float("inf"), level)
         share = tl.exp2((tl.load(sink + head).to(tl.float32) - level) * LOG2_E)
-        partial = (sequence * tl.num_programs(1) + head) * tl.num_programs(0) + block
         tl.store(grad_sink + partial, -tl.sum(share * product, 0))
 
 
@@ -121,9 +128,10 @@ def grad_keys(
     QK: tl.constexpr, QK_MAIN: tl.constexpr, QK_REST: tl.constexpr, V: tl.constexpr, V_MAIN: tl.constexpr,
     V_REST: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+    SEQUENCES: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of KEYS keys of one head, summed over `members` query heads; the group's others are other parts."""
-    block, sequence = tl.program_id(0), tl.program_id(2)
+    block, sequence = owned(lengths_kv, tl.program_id(0), seqlen_kv, KEYS, SEQUENCES)
     kv_head, part = tl.program_id(1) // parts, tl.program_id(1) % parts
     limit_q, start_q, length_q = extent(lengths_q, starts_q, masked_q, seqlen_q, sequence)
     limit_kv, start_kv, length_kv = extent(lengths_kv, starts_kv, masked_kv, seqlen_kv, sequence)
@@ -131,6 +139,8 @@ def grad_keys(
     stored = seqlen_kv
     if starts_kv is not None:
         stored = limit_kv
+        if first_key >= limit_kv:
+            return
     shift = 0
     if BOTTOM_RIGHT:
         shift = length_kv - length_q
@@ -268,16 +278,20 @@ def grad_queries(
     QK: tl.constexpr, QK_MAIN: tl.constexpr, QK_REST: tl.constexpr, V: tl.constexpr, V_MAIN: tl.constexpr,
     V_REST: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+    SEQUENCES: tl.constexpr,
 ):  # fmt: skip
     """dq of ROWS queries of one head."""
-    block = tl.num_programs(0) - 1 - tl.program_id(0)
-    head, sequence = tl.program_id(1), tl.program_id(2)
+    last = tl.num_programs(0) - 1 - tl.program_id(0)
+    block, sequence = owned(lengths_q, last, seqlen_q, ROWS, SEQUENCES)
+    head = tl.program_id(1)
     limit_q, start_q, length_q = extent(lengths_q, starts_q, masked_q, seqlen_q, sequence)
     limit_kv, start_kv, length_kv = extent(lengths_kv, starts_kv, masked_kv, seqlen_kv, sequence)
     first_row = block * ROWS
     stored = seqlen_q
     if starts_q is not None:
         stored = limit_q
+        if first_row >= limit_q:
+            return
     shift = 0
     if BOTTOM_RIGHT:
         shift = length_kv - length_q
@@ -358,15 +372,17 @@ def grad_queries(
 
 
 def delta(problem: Problem, out: tuple[int, int, int], has_sink: bool = False) -> Launch:
-    """(out, grad_out, lse, sink | None, lengths_q, starts_q, masked_q) -> delta, grad_sink [b, h, grid[0]] | None;
-    problem.out has grad_out's strides, out those of the output."""
+    """(out, grad_out, lse, sink | None, lengths_q, starts_q, masked_q) -> delta, grad_sink [b, h, tiles of the longest]
+    | None; problem.out has grad_out's strides, out those of the output."""
     block = max(16, triton.next_power_of_2(problem.size_v))
     rows = max(16, 4096 // block)
     scalars = (problem.seqlen_q, *problem.lse, *out, *problem.out)
-    grid = (ceil_div(problem.seqlen_q, rows), problem.heads, problem.batch)
-    grad_sink = Output((problem.batch, problem.heads, grid[0]), "float32") if has_sink else None
+    programs, sequences = problem.query_tiles(rows)
+    partial = (problem.batch, problem.heads, ceil_div(problem.seqlen_q, rows))
+    grad_sink = Output(partial, "float32", begins=0.0 if sequences else None) if has_sink else None
     outputs = (Output(None, "float32"), grad_sink)
-    return Launch(row_products, grid, outputs, scalars, (problem.size_v, block, rows), warps=4)
+    grid = (programs, problem.heads, 1 if sequences else problem.batch)
+    return Launch(row_products, grid, outputs, scalars, (problem.size_v, block, rows, sequences), warps=4)
 
 
 def keys(
@@ -383,8 +399,10 @@ def keys(
     block_rows, block_keys, warps, stages = keys_tile(problem)
     members = problem.heads // problem.groups // parts
     scalars = (*problem.scalars, *problem.out, members, parts, *dk, *dv)
-    constants = (*problem.band, *problem.sizes, problem.precision, block_rows, block_keys, stages)
-    grid = (ceil_div(problem.seqlen_kv, block_keys), problem.groups * parts, problem.batch)
+    programs, sequences = problem.key_tiles(block_keys)
+    tile = (block_rows, block_keys, stages, sequences)
+    constants = (*problem.band, *problem.sizes, problem.precision, *tile)
+    grid = (programs, problem.groups * parts, 1 if sequences else problem.batch)
     gradient = Output(None, problem.dtype if parts == 1 else "float32", begins=0.0 if packed else None)
     return Launch(grad_keys, grid, (gradient, gradient), scalars, constants, warps)
 
@@ -393,7 +411,9 @@ def queries(problem: Problem, dq: tuple[int, int, int], packed: bool = False) ->
     """(q, .., delta) -> dq, strides (batch, token, head); packed: tokens of no sequence are not visited."""
     block_rows, block_keys, warps, stages = queries_tile(problem)
     scalars = (*problem.scalars, *problem.out, *dq)
-    constants = (*problem.band, *problem.sizes, problem.precision, block_rows, block_keys, stages)
-    grid = (ceil_div(problem.seqlen_q, block_rows), problem.heads, problem.batch)
+    programs, sequences = problem.query_tiles(block_rows)
+    tile = (block_rows, block_keys, stages, sequences)
+    constants = (*problem.band, *problem.sizes, problem.precision, *tile)
+    grid = (programs, problem.heads, 1 if sequences else problem.batch)
     outputs = (Output(None, problem.dtype, begins=0.0 if packed else None),)
     return Launch(grad_queries, grid, outputs, scalars, constants, warps)

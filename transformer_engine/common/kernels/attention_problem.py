@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from ..formats import ceil_div
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -15,6 +17,7 @@ class Problem:
     page_size    0: keys of a sequence lie in one stretch; else k's batch stride leads from page to page
     outer        strides of the slopes' batch and of the page table's batch
     varied       a bias, slopes, a mask tensor or dropout: more is live in a tile
+    tokens       of queries and of keys that packed sequences have together at most; None: not known
     """
 
     dtype: str
@@ -40,6 +43,7 @@ class Problem:
     outer: tuple[int, int]
     varied: bool
     shared_memory: int
+    tokens: tuple[int, int] | None = None
 
     @property
     def scalars(self) -> tuple[int | float, ...]:
@@ -72,6 +76,26 @@ class Problem:
     def bytes(self) -> int:
         """Bytes of an element of q, k and v."""
         return 4 if self.dtype == "float32" else 2
+
+    def query_tiles(self, rows: int) -> tuple[int, int]:
+        """See `_tiles`: of the queries."""
+        return self._tiles(0, self.seqlen_q, rows)
+
+    def key_tiles(self, rows: int) -> tuple[int, int]:
+        """See `_tiles`: of the keys."""
+        return self._tiles(1, self.seqlen_kv, rows)
+
+    def _tiles(self, side: int, longest: int, rows: int) -> tuple[int, int]:
+        """(programs a head, sequences whose tiles they share out among themselves, 0: they are those of each sequence).
+
+        Sequences leave at most one tile each partly filled; as long as the row each, they need many more. A program
+        that looks for its tile reads all lengths, so that there must not be too many of them.
+        """
+        each = ceil_div(longest, rows)
+        if self.tokens is None or self.batch > 1024:
+            return each, 0
+        shared = self.tokens[side] // rows + self.batch
+        return (shared, self.batch) if shared < each * self.batch else (each, 0)
 
     @property
     def precision(self) -> str:

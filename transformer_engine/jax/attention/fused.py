@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from ...common.checks import drop_rate, member, switch, text_or_none, whole
-from ..checks import check_dtype
+from ..checks import check_dtype, is_symbolic
 from ..context_parallel.parts import attention_in_parts
 from ..context_parallel.plan import ContextParallel, plan_of
 from ..context_parallel.reorder import CPStrategy
@@ -269,7 +269,7 @@ def is_fused_attn_kernel_available(
     head_dim_v: int,
     window_size: Window | None = None,
 ) -> bool:
-    """Would another backend than the reference take such a call on this machine?"""
+    """Would another backend than the reference take such a call on this machine? None takes a symbolic length."""
     check_kinds(attn_bias_type, attn_mask_type, qkv_layout, softmax_type)
     switch("is_training", is_training)
     drop_rate("dropout_probability", dropout_probability)
@@ -277,8 +277,11 @@ def is_fused_attn_kernel_available(
         ("q_num_heads", q_num_heads), ("kv_num_heads", kv_num_heads), ("q_max_seqlen", q_max_seqlen),
         ("kv_max_seqlen", kv_max_seqlen), ("head_dim_qk", head_dim_qk), ("head_dim_v", head_dim_v),
     ):  # fmt: skip
-        whole(name, extent, 0)
+        if not is_symbolic(extent):
+            whole(name, extent, 0)
     if check_dtype("q_dtype", q_dtype) != check_dtype("kv_dtype", kv_dtype):
+        return False
+    if is_symbolic(q_max_seqlen) or is_symbolic(kv_max_seqlen):
         return False
     request = AttentionRequest(
         jnp.dtype(q_dtype), qkv_layout, attn_bias_type, attn_mask_type, softmax_type, dropout_probability,

@@ -8,7 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 from flax import linen as nn
 from jax import Array, lax
-from jax.core import Tracer
+
+from ..checks import is_known
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class KeyValueCache:
                     "that init had"
                 )
         index = self.index.value
-        if not isinstance(index, Tracer) and int(index) >= self.length:
+        if is_known(index) and int(index) >= self.length:
             raise ValueError(
                 f"cache_index={int(index)}: the cache of {self.length} tokens is full; begin with a fresh one, or "
                 "make a longer one by init"

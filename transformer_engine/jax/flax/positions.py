@@ -12,7 +12,7 @@ from flax import linen as nn
 from jax import Array, lax
 
 from ...common.checks import described, switch, whole
-from ..checks import check_values
+from ..checks import check_extent, check_values
 from ..primitives.rope import rotate
 from .base import check_call, parameter
 
@@ -58,6 +58,7 @@ def rotated(
     half = x.shape[-1] // 2
     timescales = least * (greatest / least) ** (2 * np.arange(half) / x.shape[-1])
     tokens = x.shape[0 if transposed else 1]
+    check_extent("the length of rows", length, "the table of angles has one row a token")
     angles = np.arange(length)[:, None] / timescales
     table = jnp.asarray(angles, jnp.float32)
     if tokens != length:
@@ -85,8 +86,8 @@ class RelativePositionBiases(nn.Module):
         check_call(self)
         for name in ("num_buckets", "max_distance", "num_attention_heads"):
             whole(name, getattr(self, name), 2 if name == "num_buckets" else 1)
-        whole("q_seqlen", q_seqlen)
-        whole("k_seqlen", k_seqlen)
+        for name, extent in (("q_seqlen", q_seqlen), ("k_seqlen", k_seqlen)):
+            check_extent(name, extent, "the buckets of distances are numbers")
         buckets = _buckets(q_seqlen, k_seqlen, bidirectional, self.num_buckets, self.max_distance)
         shape = (self.num_attention_heads, self.num_buckets)
         embedding = parameter(

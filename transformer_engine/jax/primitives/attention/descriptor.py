@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.core import Tracer
 
 from ....common.checks import described
+from ...checks import is_known
 from .enums import AttnMaskType, QKVLayout
 
 Pair = tuple[Array, Array]
@@ -94,16 +94,16 @@ class SequenceDescriptor:
         return cls(_empty(), _empty(), ids, positions)
 
     def check_segments(self, most: int) -> None:
-        """ValueError where a row is seen to hold more sequences than `most`; what is traced is not seen."""
+        """ValueError where a row is seen to hold more sequences than `most`; see `checks.is_known`."""
         for ids, lengths, offsets in zip(self.segment_ids, self.seqlens, self.seq_offsets, strict=True):
             held, given = 0, "offsets put {} sequences into a row"
-            if ids.size and not isinstance(ids, Tracer):
+            if ids.size and is_known(ids):
                 if (least := int(np.asarray(ids).min())) < 0:
                     raise ValueError(
                         f"segment_ids hold {least}; number sequences from 1, and give 0 for padding"
                     )
                 held, given = int(np.asarray(ids).max()), "segment numbers go up to {}"
-            elif offsets.size and not isinstance(lengths, Tracer) and not isinstance(offsets, Tracer):
+            elif offsets.size and is_known(lengths) and is_known(offsets):
                 there = (np.asarray(lengths) > 0) & (np.asarray(offsets)[:, :-1] >= 0)
                 held = int(there.sum(axis=1).max(initial=0))
             if held > most:
@@ -115,17 +115,17 @@ class SequenceDescriptor:
     def within(self, most: int) -> SequenceDescriptor:
         """The sequences 1 to `most` of every row alone, which kernels look for: no backend sees others then.
 
-        Only numbers that are traced can pass `check_segments` and lie outside.
+        Only numbers that are not known here can pass `check_segments` and lie outside.
         """
-        if not any(isinstance(ids, Tracer) for ids in self.segment_ids):
+        if all(is_known(ids) for ids in self.segment_ids):
             return self
         numbers = tuple(jnp.where((ids < 0) | (ids > most), 0, ids) for ids in self.segment_ids)
         return replace(self, segment_ids=numbers)  # pyright: ignore[reportArgumentType]
 
     def check_lengths(self, queries: int, keys: int) -> None:
-        """ValueError where a sequence is seen to end behind its row; what is traced is not seen."""
+        """ValueError where a sequence is seen to end behind its row; see `checks.is_known`."""
         for lengths, offsets, tokens in zip(self.seqlens, self.seq_offsets, (queries, keys), strict=True):
-            if not lengths.size or isinstance(lengths, Tracer) or isinstance(offsets, Tracer):
+            if not lengths.size or not is_known(lengths) or not is_known(offsets):
                 continue
             ends = np.asarray(lengths)
             if offsets.size:

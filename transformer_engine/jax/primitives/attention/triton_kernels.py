@@ -181,6 +181,7 @@ class _Attention(Kernel):
             masked=_broadcast(given.masked), bias=_broadcast(given.bias), outer=(0, 0),
             varied=given.masked is not None or given.bias is not None or facts.dropout > 0.0,
             shared_memory=processors().shared_memory,
+            tokens=(batch * queries, batch * keys) if facts.packed else None,
         )  # fmt: skip
 
     def strides(self, tokens: int, heads: int, size: int) -> Triple:

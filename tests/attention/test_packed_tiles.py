@@ -1,0 +1,135 @@
+"""Packed sequences whose tiles share out one grid have the bits of sequences with a grid each; also interpreted."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import pytest
+import torch
+
+if not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"):
+    pytest.skip("needs a CUDA device or TRITON_INTERPRET=1", allow_module_level=True)
+
+from transformer_engine.common.kernels import attention, attention_backward
+from transformer_engine.common.kernels.attention_problem import Problem
+from transformer_engine.common.kernels.launch import Launch
+from transformer_engine.pytorch.runtime.launching import processors, run_into
+
+HEADS, GROUPS, SIZE, SIZE_V = 2, 1, 32, 16
+# Around tiles of 32 and 64 rows; none at the beginning, in the middle and behind the last.
+LENGTHS_Q = (0, 1, 31, 32, 33, 0, 0, 65, 64, 2, 0)
+LENGTHS_KV = (5, 33, 0, 32, 31, 0, 3, 63, 96, 1, 0)
+GAPS = (3, 0, 7, 0, 1, 2, 0, 0, 9, 0, 0)
+BEHIND = 5
+
+CASES = {
+    "bottom right": {"window": (-1, 0), "bottom_right": True},
+    "a window": {"window": (20, 9), "bottom_right": True},
+    "a sink": {"sink": True},
+    "dropout": {"window": (-1, 0), "dropout": 0.3},
+}
+
+
+def _starts(lengths: tuple[int, ...]) -> tuple[list[int], int]:
+    """Where sequences begin behind their gaps, and all tokens."""
+    starts, end = [], 0
+    for length, gap in zip(lengths, GAPS, strict=True):
+        starts.append(end + gap)
+        end += gap + length
+    return starts, end + BEHIND
+
+
+def _problem(tokens: tuple[int, int], case: dict, device: torch.device) -> Problem:
+    q, k, v = ((0, heads * size, size) for heads, size in ((HEADS, SIZE), (GROUPS, SIZE), (GROUPS, SIZE_V)))
+    out = (0, HEADS * SIZE_V, SIZE_V)
+    return Problem(
+        dtype="float32", batch=len(LENGTHS_Q), heads=HEADS, groups=GROUPS, seqlen_q=tokens[0], seqlen_kv=tokens[1],
+        size_qk=SIZE, size_v=SIZE_V, scales=(0.3, 1.0), window=case.get("window", (-1, -1)),
+        bottom_right=case.get("bottom_right", False), dropout=case.get("dropout", 0.0), page_size=0, q=q, k=k, v=v,
+        out=out, lse=(0, HEADS, 1), masked=(0,) * 4, bias=(0,) * 4, outer=(0, 0), varied=False,
+        shared_memory=processors(device.index).shared_memory if device.type == "cuda" else 1 << 16,
+    )  # fmt: skip
+
+
+def _made(launch: Launch, inputs: tuple, like: tuple, device: torch.device) -> list[torch.Tensor | None]:
+    """The launch's outputs, which hold what they must when it starts, else 7."""
+    made = []
+    for output, shape in zip(launch.outputs, like, strict=True):
+        if output is not None:
+            begins = 7.0 if output.begins is None else output.begins
+            made.append(torch.full(output.shape or shape, begins, dtype=torch.float32, device=device))
+        else:
+            made.append(None)
+    run_into(launch, (*inputs, *made), device)
+    return made
+
+
+def _results(
+    problem: Problem, tokens: tuple[int, int], case: dict, device: torch.device
+) -> list[torch.Tensor]:
+    """out, lse, tops, delta, [dsink], dq, dk, dv."""
+    generator = torch.Generator().manual_seed(3)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(device)
+
+    queries, keys = tokens
+    q, k, v = normal(queries, HEADS, SIZE), normal(keys, GROUPS, SIZE), normal(keys, GROUPS, SIZE_V)
+    dout, sink = normal(queries, HEADS, SIZE_V), normal(HEADS)
+    bounds = [torch.tensor(lengths, dtype=torch.int32, device=device) for lengths in (LENGTHS_Q, LENGTHS_KV)]
+    bounds += [
+        torch.tensor(_starts(lengths)[0], dtype=torch.int32, device=device)
+        for lengths in (LENGTHS_Q, LENGTHS_KV)
+    ]
+    given = (q, k, v, *bounds, None, None, None, None, None)
+    sink = sink if case.get("sink") else None
+    rng = torch.tensor([5, 1 << 33], device=device) if case.get("dropout") else None
+    forward = attention.forward(problem, True, True, True)
+    made = _made(forward, (*given, sink, rng, None), (dout.shape, (queries, HEADS), None), device)
+    out, lse, tops = made
+    first = attention_backward.delta(problem, problem.out, sink is not None)
+    rows = (out, dout, lse, sink, bounds[0], bounds[2], None)
+    delta, dsink = _made(first, rows, ((queries, HEADS), None), device)
+    context = (*given, rng, dout, lse, delta)
+    (dq,) = _made(attention_backward.queries(problem, problem.q, True), context, (q.shape,), device)
+    second = attention_backward.keys(problem, (0, *problem.k), (0, *problem.v), 1, True)
+    dk, dv = _made(second, context, (k.shape, v.shape), device)
+    return [x for x in (out, lse, tops, delta, dsink, dq, dk, dv) if x is not None]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tiles_that_share_one_grid_give_the_bits_of_a_grid_for_each_sequence(name, device):
+    case, tokens = CASES[name], (_starts(LENGTHS_Q)[1], _starts(LENGTHS_KV)[1])
+    problem = _problem(tokens, case, device)
+    shared = dataclasses.replace(problem, tokens=tokens)
+    for rows in (16, 32, 64):
+        assert shared.query_tiles(rows)[1] == shared.key_tiles(rows)[1] == len(LENGTHS_Q)
+        assert problem.query_tiles(rows)[1] == problem.key_tiles(rows)[1] == 0
+    before, after = (_results(one, tokens, case, device) for one in (problem, shared))
+    assert len(before) == (8 if case.get("sink") else 7)
+    for one, other in zip(before, after, strict=True):
+        assert torch.equal(one, other)
+    assert any((x != 0).any() for x in after[-3:])
+    owned = torch.zeros(tokens[0], dtype=torch.bool, device=device)
+    for start, length in zip(_starts(LENGTHS_Q)[0], LENGTHS_Q, strict=True):
+        owned[start : start + length] = True
+    out, lse = after[:2]
+    assert (out[~owned] == 0).all() and (lse[~owned] == -torch.inf).all()
+    assert torch.isfinite(out).all() and (out[owned] != 0).any()
+
+
+def test_the_tiles_of_all_sequences_have_programs_and_few_are_left_without_one():
+    """However tokens fall to sequences, programs suffice; those of each sequence are kept where they are fewer."""
+    generator = torch.Generator().manual_seed(1)
+    problem = _problem((1000, 1000), {}, torch.device("cpu"))
+    for rows in (16, 100, 128):
+        shared = dataclasses.replace(problem, tokens=(1000, 1000)).query_tiles(rows)[0]
+        for _ in range(50):
+            cuts = torch.randint(0, 1001, (len(LENGTHS_Q) - 1,), generator=generator).sort().values.tolist()
+            lengths = [b - a for a, b in zip([0, *cuts], [*cuts, 1000], strict=True)]
+            assert sum(-(-length // rows) for length in lengths) <= shared
+    alone = dataclasses.replace(problem, batch=1, tokens=(1000, 1000))
+    assert alone.query_tiles(100) == (10, 0)
+    many = dataclasses.replace(problem, batch=2000, tokens=(1000, 1000))
+    assert many.key_tiles(100) == (10, 0)

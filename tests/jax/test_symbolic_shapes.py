@@ -1,0 +1,72 @@
+"""Attention exported once for every batch and, where no table has a row a token, for every length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from jax import export
+
+import transformer_engine.jax.flax as te
+
+HEADS = {"head_dim": 8, "num_attention_heads": 4, "transpose_batch_sequence": False, "attention_dropout": 0.0}
+LAYER = {
+    "hidden_size": 32, "mlp_hidden_size": 64, "num_attention_heads": 4, "transpose_batch_sequence": False,
+    "attention_dropout": 0.0, "hidden_dropout": 0.0, "self_attn_mask_type": "causal",
+}  # fmt: skip
+QKV = ((4, 8), (2, 8), (2, 8))
+MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[tuple[int, ...], ...]]] = {
+    "attention": (lambda: te.DotProductAttention(num_gqa_groups=2, attn_mask_type="causal", **HEADS), QKV),
+    "heads": (lambda: te.MultiHeadAttention(**HEADS), ((32,), (32,))),
+    "layer": (lambda: te.TransformerLayer(enable_relative_embedding=False, **LAYER), ((32,),)),
+    "angles": (lambda: te.MultiHeadAttention(enable_rotary_pos_emb=True, **HEADS), ((32,), (32,))),
+    "buckets": (lambda: te.TransformerLayer(**LAYER), ((32,),)),
+}
+
+
+def exported(name: str, batch: Any, tokens: Any) -> tuple[Any, Any]:
+    """(the outputs and gradients of the exported program for 3 rows of 16 tokens, those of the module itself)"""
+    make, tails = MODULES[name]
+    module = make()
+    arrays = [jax.random.normal(jax.random.key(place), (3, 16, *tail)) for place, tail in enumerate(tails)]
+    variables = module.init(jax.random.key(9), *arrays, deterministic=True)
+
+    def run(*arrays: jax.Array) -> Any:
+        def loss(*arrays: jax.Array) -> tuple[jax.Array, Any]:
+            made = module.apply(variables, *arrays, deterministic=True)
+            return sum((x**2).sum() for x in jax.tree.leaves(made)), made
+
+        return jax.grad(loss, argnums=tuple(range(len(arrays))), has_aux=True)(*arrays)
+
+    shapes = [jax.ShapeDtypeStruct((batch, tokens, *tail), jnp.float32) for tail in tails]
+    program = export.export(jax.jit(run))(*shapes)
+    return program.call(*arrays), jax.jit(run)(*arrays)
+
+
+def near(got: jax.Array, want: jax.Array) -> None:
+    """Sums of float32 in the order that XLA takes for other shapes."""
+    np.testing.assert_allclose(got, want, rtol=0, atol=2e-6 * float(jnp.abs(want).max()))
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_batch_may_be_symbolic(name):
+    (batch,) = export.symbolic_shape("b")
+    jax.tree.map(near, *exported(name, batch, 16))
+
+
+@pytest.mark.parametrize("name", ["attention", "heads", "layer"])
+def test_a_length_may_be_symbolic(name):
+    batch, tokens = export.symbolic_shape("b, s")
+    jax.tree.map(near, *exported(name, batch, tokens))
+
+
+@pytest.mark.parametrize(("name", "message"), [("angles", "length of rows=s"), ("buckets", "q_seqlen=s")])
+def test_a_symbolic_length_is_refused_by_name_where_a_table_has_a_row_a_token(name, message):
+    (tokens,) = export.symbolic_shape("s")
+    with pytest.raises(ValueError, match=f"{message} is symbolic.*export with a number"):
+        exported(name, 3, tokens)
