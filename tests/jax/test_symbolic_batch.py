@@ -11,6 +11,8 @@ from jax import export
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
 from transformer_engine.common import recipe
+from transformer_engine.common.dispatch import Unsupported, use_backend
+from transformer_engine.jax.layernorm import layernorm
 
 WIDTH = 32
 EXPERTS = te_flax._MoEBlock(num_experts=4, intermediate_size=16)
@@ -50,3 +52,14 @@ def test_kernels_are_not_launched_for_a_batch_that_is_a_symbol(name, monkeypatch
     x = jnp.ones((2, 8, WIDTH), jnp.bfloat16)
     _, _, program = exported(name, x, ("cuda",))
     assert "triton_kernel_call_ffi" not in program.mlir_module()
+
+
+def test_a_kernel_forced_on_a_symbol_is_refused_by_name():
+    gamma = jnp.ones(WIDTH)
+    (batch,) = export.symbolic_shape("batch")
+    program = jax.jit(lambda x: layernorm(x, gamma, None, "rmsnorm"))
+    with (
+        use_backend(jax_norm="triton"),
+        pytest.raises(Unsupported, match="'triton' was asked for, but extents"),
+    ):
+        export.export(program)(jax.ShapeDtypeStruct((batch, WIDTH), jnp.float32))

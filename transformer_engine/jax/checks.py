@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -91,12 +90,7 @@ def is_known(array: Any) -> bool:
 
 def is_symbolic(extent: Any) -> bool:
     """Is it an extent of `jax.export.symbolic_shape`, which stands for many sizes?"""
-    return isinstance(extent, _symbol())
-
-
-@functools.cache
-def _symbol() -> type:
-    return type(export.symbolic_shape("n")[0])
+    return export.is_symbolic_dim(extent)
 
 
 def check_extent(name: str, extent: Any, reason: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, export
+from jax import Array
 
 from ..common.checks import described, whole
 from .checks import (
@@ -19,6 +19,7 @@ from .checks import (
     check_sizes,
     check_values,
     is_known,
+    is_symbolic,
 )
 
 __all__ = [
@@ -58,7 +59,7 @@ def token_dispatch(
     check_values("inp", inp)
     check_array("routing_map", routing_map)
     rows_given: Any = num_out_tokens
-    if not export.is_symbolic_dim(rows_given):
+    if not is_symbolic(rows_given):
         whole("num_out_tokens", num_out_tokens)
     if inp.ndim != 2 or routing_map.ndim != 2 or routing_map.shape[0] != inp.shape[0]:
         raise ValueError(f"inp {inp.shape} and routing_map {routing_map.shape}; give [T, H] and [T, E]")

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
-from jax import export, lax
+from jax import lax
 
-from ...common.dispatch import Refusal, Table
+from ...common.dispatch import Refusal, Table, Unsupported, forced
+from ..checks import is_symbolic
 from ..platform import has_gpu
 
 Request = TypeVar("Request")
@@ -21,11 +22,17 @@ def chosen(table: Table[Request], request_on: Callable[[str], Request]) -> dict[
     """{platform: what computes the request there}, chosen while tracing; lowering takes one of them.
 
     A forced backend and observers concern the platform of this machine; for another one, and for extents that are
-    symbols of `jax.export`, the order of the table decides. Such extents are left to what XLA computes.
+    symbols of `jax.export`, the order of the table decides. Such extents are left to what XLA computes; Unsupported
+    where a backend that launches kernels is forced on them.
     """
     here = "cuda" if has_gpu() else "cpu"
     asked = {platform: request_on(platform) for platform in PLATFORMS}
     if _has_symbols(asked[here]):
+        if (name := forced(table.operation)) in _LAUNCHED:
+            raise Unsupported(
+                f"{table.operation}: backend {name!r} was asked for, but extents are symbols of jax.export, and it is "
+                f"started on numbers; drop use_backend({table.operation}={name!r}), or export once for each shape"
+            )
         return {platform: _first(table, request, _LAUNCHED) for platform, request in asked.items()}
     calls = {here: table.bind(asked[here])}
     for platform in PLATFORMS:
@@ -42,7 +49,7 @@ def _has_symbols(fact: Any) -> bool:
         return any(_has_symbols(getattr(fact, field.name)) for field in fields(fact))
     if isinstance(fact, tuple):
         return any(map(_has_symbols, fact))  # pyright: ignore[reportUnknownArgumentType]
-    return export.is_symbolic_dim(fact)
+    return is_symbolic(fact)
 
 
 def _first(

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from ....common.dispatch import Backend
-from ...checks import is_symbolic
 from ..kernels import Kernel, call
 from ..launching import refuses_on, run
 from .request import SoftmaxRequest
@@ -23,8 +22,6 @@ def refuses(request: SoftmaxRequest) -> str | None:
         return "a sink; the kernel has none"
     if len(request.shape) != 4 or 0 in request.shape:
         return f"scores of shape {request.shape}; it takes [b, h, q, k] with elements"
-    if any(is_symbolic(extent) for extent in request.shape):
-        return f"symbolic scores {request.shape}; a kernel is made for one shape"
     batch, heads, queries, _ = request.shape
     if batch * heads * queries >= _LIMIT:
         return f"{request.shape} has {_LIMIT} rows or more"
