@@ -1,6 +1,7 @@
 """Which axes of a mesh the dimensions of tensors are laid over, by name.
 
 Nothing here moves data: a constraint is a hint to XLA's partitioner, and without a mesh there is none.
+Longer than 400 lines because names of axes, what refuses them and what is laid by them are one public module.
 """
 
 from __future__ import annotations
@@ -257,7 +258,7 @@ def with_sharding_constraint(x: Array, pspec: PartitionSpec | None) -> Array:
         return x
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
 
-    def usable(entry: object) -> object:
+    def usable(entry: Any) -> Any:
         if entry is PartitionSpec.UNCONSTRAINED:
             return entry
         names = entry if isinstance(entry, tuple) else (entry,)
