@@ -174,6 +174,12 @@ def main() -> None:
         found[f"{name} state"] = difference(got[1][1]["fp8_metas"], want[1][1]["fp8_metas"])
         found[f"{name} shards"] = shards(placed)
         found[f"{name} all-gathers"] = text.count("all-gather(")
+    with te.autocast(True, RECIPE):  # its arguments lie over devices, and no mesh is in force
+        got = jax.jit(lambda x, *a: step(model, x, *a))(x_placed, placed, state)
+    found["no mesh"] = difference(got[0], want[0])
+    found["no mesh gradients"] = difference(got[1][0], want[1][0])
+    found["no mesh state"] = difference(got[1][1]["fp8_metas"], want[1][1]["fp8_metas"])
+    found["no mesh shards"] = shards(got[1][0])
     print(json.dumps(found))
 
 

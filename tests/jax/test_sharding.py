@@ -7,12 +7,14 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import transformer_engine.jax as te
@@ -51,6 +53,12 @@ def test_eight_devices_compute_what_one_does(facts, entered):
 @pytest.mark.parametrize("entered", ["with mesh", "set_mesh"])
 def test_the_state_of_delayed_scaling_sees_the_whole_mesh(facts, entered):
     assert facts[f"{entered} state"] == 0.0
+
+
+def test_arguments_over_devices_without_a_mesh_in_force_compute_what_one_does(facts):
+    assert facts["no mesh"] < 1e-6 and facts["no mesh gradients"] < 1e-6
+    assert facts["no mesh state"] == 0.0
+    assert facts["no mesh shards"] == 2
 
 
 @pytest.mark.parametrize("entered", ["with mesh", "set_mesh"])
@@ -157,6 +165,76 @@ def test_tensor_and_sequence_axes_exclude_each_other(monkeypatch):
     ):
         pytest.fail("the block was entered")
     assert sharding._resource.get() is None and te.quantize.get_global_quantize_recipe() is None
+
+
+@pytest.mark.parametrize("field", [name for name in vars(te.MeshResource()) if name != "cp_resource"])
+def test_an_axis_that_the_mesh_has_not_is_refused_where_the_resource_and_the_mesh_meet(mesh, field):
+    """The resource within the mesh where it is entered, the mesh within the resource where an axis is looked up."""
+    resource = te.MeshResource(**{field: "zz"}, cp_resource="dp")
+    refusal = (
+        rf"{field}='zz' is no axis of the mesh in use, which has \('dp', 'tp'\); give one of them, or None"
+    )
+    for block in (te.autocast(True, mesh_resource=resource), sharding.global_shard_guard(resource)):
+        with jax.set_mesh(mesh), pytest.raises(ValueError, match=refusal), block:
+            pytest.fail("the block was entered")
+        assert sharding._resource.get() is None and te.quantize.get_global_quantize_recipe() is None
+    with sharding.global_shard_guard(resource):
+        assert sharding.global_mesh_resource() is resource
+        with jax.set_mesh(mesh):
+            for ask in (sharding.global_mesh_resource, sharding.mesh_resource_or_default):
+                with pytest.raises(ValueError, match=refusal):
+                    ask()
+            with pytest.raises(ValueError, match=refusal):
+                te_flax.extend_logical_axis_rules(())
+        with mesh, pytest.raises(ValueError, match=refusal):
+            sharding.get_active_resource_axis(field)
+
+
+def test_an_axis_that_the_mesh_has_not_is_refused_by_every_function_of_axes(mesh):
+    x, refusal = jnp.ones((2, 3)), r"='zz' is no axis of the mesh( in use)?, which has \('dp', 'tp'\)"
+    with pytest.raises(ValueError, match=refusal):
+        sharding.get_mesh_axis_size("zz", mesh)
+    assert sharding.get_mesh_axis_size("zz") == 1, "no mesh is in use"
+    calls = (
+        lambda: sharding.get_mesh_axis_size("zz"),
+        lambda: sharding.with_sharding_constraint(x, PartitionSpec("zz")),
+        lambda: jax.jit(sharding.with_sharding_constraint, static_argnums=1)(
+            x, PartitionSpec(None, ("dp", "zz"))
+        ),
+        lambda: te_flax._MoEBlock(
+            num_experts=2, num_experts_per_tok=1, intermediate_size=4, ep_axis="zz"
+        ).init(jax.random.key(0), jnp.ones((1, 2, 4))),
+    )
+    for way in ("with mesh", "set_mesh"):
+        with mesh if way == "with mesh" else jax.set_mesh(mesh):
+            for call in calls:
+                with pytest.raises(ValueError, match=refusal):
+                    call()
+
+
+def test_the_axis_of_a_field_that_a_resource_has_not_is_refused():
+    with (
+        sharding.global_shard_guard(te.MeshResource(dp_resource="dp")),
+        pytest.raises(ValueError, match=r"mesh_resource_name='dp' is no field of .* dp_resource, "),
+    ):
+        sharding.get_active_resource_axis("dp")
+
+
+def test_a_name_without_a_rule_of_flax_is_left_whole_with_one_warning(mesh):
+    x = jnp.ones((2, 3))
+    rules = (("rows of this test", "dp"), ("columns of this test", None))
+    with jax.set_mesh(mesh), nn.logical_axis_rules(rules), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for names in (("rows of this test", "columns of this test"), ("rows of this test", "of no rule")):
+            for laid in (sharding.with_sharding_constraint_by_logical_axes, jax.jit(named, static_argnums=1)):
+                np.testing.assert_array_equal(laid(x, names), x)
+    (warning,) = said
+    assert "axis name 'of no rule'" in str(warning.message)
+    assert "extend_logical_axis_rules" in str(warning.message)
+
+
+def named(x, names):
+    return sharding.with_sharding_constraint_by_logical_axes(x, names)
 
 
 def test_axis_names_map_to_the_axes_of_the_resource():

@@ -20,7 +20,7 @@ from .quantize.grouped import GroupedQuantizer
 from .quantize.quantizers import QuantizerSet, noop_quantizer_set
 from .quantize.sharing import merged_over
 from .router import fused_moe_aux_loss, fused_topk_with_score_function
-from .sharding import get_mesh_axis_size, with_sharding_constraint_by_logical_axes
+from .sharding import check_axis, get_mesh_axis_size, with_sharding_constraint_by_logical_axes
 
 __all__ = ["moe"]
 
@@ -123,6 +123,7 @@ def moe(
     ):  # fmt: skip
         check_axis_names(name, axes, ndim)
     text_or_none("ep_axis", ep_axis)
+    check_axis("ep_axis", ep_axis)
     dtype = None if dtype is None else check_floating("dtype", dtype)
     x = with_sharding_constraint_by_logical_axes(x if dtype is None else x.astype(dtype), input_axes or None)
     routing = Routing(

@@ -1,10 +1,12 @@
 """Which axes of a mesh the dimensions of tensors are laid over, by name.
 
 Nothing here moves data: a constraint is a hint to XLA's partitioner, and without a mesh there is none.
+Longer than 400 lines because names of axes, what refuses them and what is laid by them are one public module.
 """
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -57,12 +59,16 @@ _resource: ContextVar[MeshResource | None] = ContextVar("transformer_engine_mesh
 
 @reusable
 def global_shard_guard(resource: MeshResource) -> Iterator[None]:
-    """Let layers traced in this block lay their tensors over the axes that resource names."""
+    """Let layers traced in this block lay their tensors over the axes that resource names.
+
+    Raises ValueError where a mesh is in use that has not all of them; a mesh that is entered later is asked where an
+    axis is looked up.
+    """
     if not isinstance(resource, MeshResource):
         raise TypeError(f"resource={resource!r} is a {type(resource).__name__}; pass a MeshResource(..)")
     for name, axis in vars(resource).items():
         text_or_none(name, axis)
-    _check_tensor_axes(resource)
+    _check_axes(resource)
     token = _resource.set(resource)
     try:
         yield
@@ -72,23 +78,25 @@ def global_shard_guard(resource: MeshResource) -> Iterator[None]:
 
 def mesh_resource_or_default() -> MeshResource:
     """The MeshResource in force, else one of no axes."""
-    return _resource.get() or MeshResource()
+    return MeshResource() if _resource.get() is None else global_mesh_resource()
 
 
 def global_mesh_resource() -> MeshResource:
-    """The MeshResource in force; ValueError where there is none."""
+    """The MeshResource in force; ValueError where there is none, or the mesh in use has not all of its axes."""
     resource = _resource.get()
     if resource is None:
         raise ValueError(
             "a mesh is in use and no MeshResource says what its axes are for; enter "
             "autocast(mesh_resource=MeshResource(..)) or global_shard_guard(MeshResource(..))"
         )
-    _check_tensor_axes(resource)  # again: the mesh may have come after the resource
+    _check_axes(resource)  # again: the mesh may have come after the resource
     return resource
 
 
-def _check_tensor_axes(resource: MeshResource) -> None:
-    """ValueError where two axes of the mesh in use would both cut the width of tensors."""
+def _check_axes(resource: MeshResource) -> None:
+    """ValueError where the mesh in use has not all axes, or two of them would both cut the width of tensors."""
+    for name, axis in vars(resource).items():
+        check_axis(name, axis)
     both = (resource.tp_resource, resource.tpsp_resource)
     if None not in both and all(get_mesh_axis_size(axis) > 1 for axis in both):
         raise ValueError(
@@ -139,22 +147,32 @@ def is_mesh_available() -> bool:
 
 
 def get_mesh_axis_size(axis: str | None, mesh: Mesh | None = None) -> int:
-    """Devices along an axis of the mesh, by default of the one in use; 1 for None or an axis that it has not."""
+    """Devices along an axis of the mesh, by default of the one in use; 1 for None, and where no mesh is in use.
+
+    Raises ValueError for an axis that the mesh has not.
+    """
+    check_axis("axis", axis, mesh)
     found = _mesh() if mesh is None else mesh
-    return 1 if found is None or axis is None else dict(found.shape).get(axis, 1)
+    return 1 if found is None or axis is None else found.shape[axis]
+
+
+def check_axis(name: str, axis: str | None, mesh: Mesh | None = None) -> None:
+    """ValueError unless the mesh, by default the one in use, has the axis; without a mesh there is nothing to say."""
+    found = _mesh() if mesh is None else mesh
+    if found is not None and axis is not None and axis not in found.axis_names:
+        raise ValueError(
+            f"{name}={axis!r} is no axis of the mesh{' in use' if mesh is None else ''}, which has "
+            f"{tuple(found.axis_names)}; give one of them, or None"
+        )
 
 
 def check_automatic_axis(name: str, axis: str | None) -> None:
     """ValueError unless the mesh in use has the axis and leaves it to XLA; without a mesh there is nothing to say."""
+    check_axis(name, axis)
     mesh = _mesh()
     if mesh is None or axis is None:
         return
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    if axis not in kinds:
-        raise ValueError(
-            f"{name}={axis!r} is no axis of the mesh in use, which has {tuple(kinds)}; give one of them"
-        )
-    if kinds[axis] is AxisType.Manual:
+    if dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[axis] is AxisType.Manual:
         raise ValueError(
             f"{name}={axis!r} is manual here, inside shard_map, where a device sees its own part alone; call it "
             "outside of it, or leave the axis out of shard_map's axis_names"
@@ -230,20 +248,23 @@ def manual_axes(aval: Any) -> frozenset[str]:
 def with_sharding_constraint(x: Array, pspec: PartitionSpec | None) -> Array:
     """x, laid over the mesh as pspec says; x as it is without a mesh, without a spec, or where pspec is all None.
 
-    Axes that are manual here (inside shard_map), and those that the mesh has not, are dropped from the spec.
+    Axes that are manual here (inside shard_map) are dropped from the spec; one that the mesh has not raises ValueError,
+    but for a mesh whose axes are all manual, that of pmap among them, where nothing can be laid.
     """
     check_array("x", x)
     _check_spec(pspec, x.ndim)
     mesh = _mesh()
-    if pspec is None or mesh is None:
+    if pspec is None or mesh is None or _is_manual(mesh):
         return x
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
 
-    def usable(entry: object) -> object:
+    def usable(entry: Any) -> Any:
         if entry is PartitionSpec.UNCONSTRAINED:
             return entry
         names = entry if isinstance(entry, tuple) else (entry,)
-        kept = tuple(name for name in names if name in kinds and kinds[name] is not AxisType.Manual)
+        for name in names:
+            check_axis("pspec", name)
+        kept = tuple(name for name in names if name is not None and kinds[name] is not AxisType.Manual)
         return None if not kept else kept[0] if len(kept) == 1 else kept
 
     spec = PartitionSpec(*(usable(entry) for entry in pspec))
@@ -252,6 +273,11 @@ def with_sharding_constraint(x: Array, pspec: PartitionSpec | None) -> Array:
     if not isinstance(mesh, Mesh) and not isinstance(x, Tracer):
         mesh = jax.sharding.get_mesh()  # an array is laid over devices, a traced one over their names
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+
+def _is_manual(mesh: Mesh | jax.sharding.AbstractMesh) -> bool:
+    """Is no axis left to lay anything over, as inside shard_map of all axes, and pmap?"""
+    return all(kind is AxisType.Manual for kind in mesh.axis_types)
 
 
 def _check_spec(pspec: Any, ndim: int) -> None:
@@ -283,18 +309,21 @@ def with_sharding_constraint_by_logical_axes(
     """x, laid over the mesh by the names of its axes: Flax's axis rules, or the names of this module.
 
     None or () does nothing, nor does any name where all axes of the mesh are manual (shard_map, pmap); without Flax
-    rules names of this module are mapped with a DeprecationWarning.
+    rules names of this module are mapped with a DeprecationWarning, and others raise ValueError. Under Flax's rules an
+    axis whose name none has stays whole, which a warning says once a name.
     """
     if logical_axis_names is None:
         return x
     check_axis_names("logical_axis_names", logical_axis_names, x.ndim)
     if not logical_axis_names:
         return x
-    if (mesh := _mesh()) is not None and all(kind is AxisType.Manual for kind in mesh.axis_types):
-        return x  # inside shard_map or pmap, where no axis is left to lay anything over
+    if (mesh := _mesh()) is not None and _is_manual(mesh):
+        return x
     from flax import linen  # the layers below Flax do without it elsewhere
 
-    if linen.get_logical_axis_rules():
+    if rules := linen.get_logical_axis_rules():
+        if mesh is not None:
+            _warn_of_names(logical_axis_names, {name for name, _ in rules})
         if mesh is not None and (AxisType.Manual in mesh.axis_types or not isinstance(x, Tracer)):
             # Flax neither drops manual axes nor lays an array that exists already.
             return with_sharding_constraint(x, linen.logical_to_mesh_axes(tuple(logical_axis_names)))
@@ -307,18 +336,43 @@ def with_sharding_constraint_by_logical_axes(
         DeprecationWarning,
         stacklevel=2,
     )
-    rules = get_sharding_map_logic_axis_to_mesh_axis()
-    unknown = [name for name in logical_axis_names if name is not None and name not in rules]
+    ours = get_sharding_map_logic_axis_to_mesh_axis()
+    unknown = [name for name in logical_axis_names if name is not None and name not in ours]
     if unknown:
-        raise ValueError(f"no rule for the axis names {unknown}; use Flax's rules, or {', '.join(rules)}")
+        raise ValueError(f"no rule for the axis names {unknown}; use Flax's rules, or {', '.join(ours)}")
     return with_sharding_constraint(
-        x, PartitionSpec(*(None if name is None else rules[name] for name in logical_axis_names))
+        x, PartitionSpec(*(None if name is None else ours[name] for name in logical_axis_names))
+    )
+
+
+def _warn_of_names(names: Sequence[str | None], known: set[str]) -> None:
+    for name in names:
+        if name is not None and name not in known:
+            _warn_of_name(name)
+
+
+@functools.cache
+def _warn_of_name(name: str) -> None:
+    """Once a process, of a name that Flax drops."""
+    warnings.warn(
+        f"no rule of flax.linen.logical_axis_rules has the axis name {name!r}: its axis is left whole; give "
+        f"({name!r}, an axis of the mesh or None), or te.flax.extend_logical_axis_rules(rules), which adds our names",
+        stacklevel=4,
     )
 
 
 def get_active_resource_axis(mesh_resource_name: str) -> str | None:
-    """The mesh axis of a field of MeshResource ("tp_resource"), None where it has one device."""
-    axis = getattr(global_mesh_resource(), mesh_resource_name, None)
+    """The mesh axis of a field of MeshResource ("tp_resource"), None where it has one device.
+
+    Raises ValueError for a name that is no field of it.
+    """
+    fields = vars(global_mesh_resource())
+    if mesh_resource_name not in fields:
+        raise ValueError(
+            f"mesh_resource_name={described(mesh_resource_name)} is no field of MeshResource; give one of "
+            f"{', '.join(fields)}"
+        )
+    axis = fields[mesh_resource_name]
     return axis if get_mesh_axis_size(axis) > 1 else None
 
 

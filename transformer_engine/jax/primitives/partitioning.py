@@ -6,6 +6,7 @@ cuts k. Shardy follows the rule as far as it can; here operands and results are 
 
 from __future__ import annotations
 
+import functools
 import re
 import warnings
 from collections.abc import Iterator, Sequence
@@ -144,8 +145,12 @@ def mesh_of(operands: Sequence[Any]) -> Mesh:
     return Mesh(np.asarray(devices), ("device",))
 
 
+@functools.cache
 def warn_of_no_mesh() -> None:
-    """Of a program over several devices whose mesh nobody names."""
+    """Once a process, of a program over several devices whose mesh nobody names.
+
+    jax enters filters of warnings while it compiles, by which Python forgets what it has said: every kernel would warn.
+    """
     warnings.warn(
         "a program over several devices was compiled without a mesh in force: every device computes the whole of its "
         "kernels; enter the mesh by jax.set_mesh(mesh), or `with mesh:`",
