@@ -13,6 +13,8 @@ import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
 from transformer_engine.common import recipe
 from transformer_engine.jax.dense import dense, grouped_dense
+from transformer_engine.jax.layernorm_dense import layernorm_dense
+from transformer_engine.jax.layernorm_mlp import layernorm_mlp
 from transformer_engine.jax.quantize import GroupedQuantizer, QuantizerFactory, ScalingMode, fan_out
 
 SIZES = (32, 0, 64)
@@ -180,6 +182,24 @@ def test_quantizers_of_one_tensor_are_not_those_of_groups():
         grouped_dense(x, kernel, jnp.asarray(SIZES), quantizer_set=single)
     with pytest.raises(ValueError, match="the quantizer was made for 5"):
         grouped_dense(x, kernel, jnp.asarray(SIZES), quantizer_set=five)
+
+
+def test_quantizers_of_groups_are_not_those_of_one_tensor():
+    """A TypeError spoke of an argument of GroupedQuantizer.encode that was missing."""
+    x, kernels, _, _ = inputs()
+    kernel, ones = kernels[0], jnp.ones(K)
+    with te.autocast(True, RECIPES["current"][0]):
+        single, five = QuantizerFactory.create_set(), QuantizerFactory.create_set(n_groups=5)
+    words = "is a GroupedQuantizer of n_groups=5, .* make the set without n_groups, or call grouped_dense"
+    with pytest.raises(TypeError, match=f"^quantizer_set.x {words}"):
+        dense(x, kernel, quantizer_set=five)
+    with pytest.raises(TypeError, match=f"^quantizer_set.x {words}"):
+        layernorm_dense(x, kernel, ones, None, norm_type="rmsnorm", quantizer_set=five)
+    for sets, place in (((five, single), 0), ((single, five), 1)):
+        with pytest.raises(TypeError, match=rf"^quantizer_sets\[{place}\].x {words}"):
+            layernorm_mlp(
+                x, ones, None, (kernel[:, None], kernel.T), (None, None), "rmsnorm", quantizer_sets=sets
+            )
 
 
 @pytest.mark.parametrize("name", ["none", "current", "mxfp8"])
