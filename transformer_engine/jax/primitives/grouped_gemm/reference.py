@@ -94,7 +94,7 @@ def _define(
             parts.append(_product(primitive, da, b, group_sizes))
         if type(db) is not ad.Zero:
             parts.append(_product(primitive, a, db, group_sizes))
-        return out, functools.reduce(jnp.add, parts) if parts else ad.Zero.from_primal_value(out)
+        return out, functools.reduce(jnp.add, parts) if parts else jnp.zeros_like(out)
 
     def transposed(dout: Any, a: Any, b: Any, group_sizes: Array) -> tuple[Any, Any, None]:
         if type(dout) is ad.Zero:
