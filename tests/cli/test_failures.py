@@ -258,7 +258,14 @@ def test_a_bad_option_of_generate_is_refused(options: list[str], run: Path):
 
 @pytest.mark.parametrize(
     "options",
-    [["--seed", str(2**70)], ["--lr", "nan"], ["--heads", "0"], ["--steps", "-1"], ["--batch", "0"]],
+    [
+        ["--seed", str(2**70)],
+        ["--seed", str(-(2**40))],
+        ["--lr", "nan"],
+        ["--heads", "0"],
+        ["--steps", "-1"],
+        ["--batch", "0"],
+    ],
     ids=" ".join,
 )
 def test_a_bad_option_of_train_is_refused(options: list[str], text: str, tmp_path: Path):
@@ -324,3 +331,15 @@ def test_a_bad_value_of_the_environment_is_a_sentence(name: str, value: str):
     assert f"error: {name}={value!r} is not" in result.stderr
     assert "unset it" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("name", ["a/b", "..", "/absolute", "a\\b"])
+def test_a_name_that_is_a_path_is_refused_and_nothing_is_written(name: str, text: str, tmp_path: Path):
+    out = tmp_path / "runs"
+    refused(
+        te("train", *TINY, "--data", text, "--device", "cpu", "--out", str(out), "--name", name),
+        "--name",
+        "is a path",
+        "give a name without separators",
+    )
+    assert not [*tmp_path.iterdir()]

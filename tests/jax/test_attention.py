@@ -458,6 +458,13 @@ def module(**fields):
         (lambda: SequenceDescriptor.from_seqlens((jnp.ones(2, jnp.int32),) * 3), "two for queries"),
         (lambda: SequenceDescriptor.from_seqlens(jnp.ones(2)), "arrays of integers"),
         (
+            lambda: call(
+                attn_mask_type=AttnMaskType.PADDING_MASK,
+                sequence_descriptor=SequenceDescriptor.from_seqlens(jnp.asarray([3, -1])),
+            ),
+            "seqlens hold -1, which is below 0; give 0",
+        ),
+        (
             lambda: reorder_causal_load_balancing(jnp.ones((2, 18)), ReorderStrategy.DualChunkSwap, 4, 1),
             "pad it",
         ),

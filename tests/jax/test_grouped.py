@@ -13,6 +13,8 @@ import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
 from transformer_engine.common import recipe
 from transformer_engine.jax.dense import dense, grouped_dense
+from transformer_engine.jax.layernorm_dense import layernorm_dense
+from transformer_engine.jax.layernorm_mlp import layernorm_mlp
 from transformer_engine.jax.quantize import GroupedQuantizer, QuantizerFactory, ScalingMode, fan_out
 
 SIZES = (32, 0, 64)
@@ -180,3 +182,72 @@ def test_quantizers_of_one_tensor_are_not_those_of_groups():
         grouped_dense(x, kernel, jnp.asarray(SIZES), quantizer_set=single)
     with pytest.raises(ValueError, match="the quantizer was made for 5"):
         grouped_dense(x, kernel, jnp.asarray(SIZES), quantizer_set=five)
+
+
+def test_quantizers_of_groups_are_not_those_of_one_tensor():
+    """A TypeError spoke of an argument of GroupedQuantizer.encode that was missing."""
+    x, kernels, _, _ = inputs()
+    kernel, ones = kernels[0], jnp.ones(K)
+    with te.autocast(True, RECIPES["current"][0]):
+        single, five = QuantizerFactory.create_set(), QuantizerFactory.create_set(n_groups=5)
+    words = "is a GroupedQuantizer of n_groups=5, .* make the set without n_groups, or call grouped_dense"
+    with pytest.raises(TypeError, match=f"^quantizer_set.x {words}"):
+        dense(x, kernel, quantizer_set=five)
+    with pytest.raises(TypeError, match=f"^quantizer_set.x {words}"):
+        layernorm_dense(x, kernel, ones, None, norm_type="rmsnorm", quantizer_set=five)
+    for sets, place in (((five, single), 0), ((single, five), 1)):
+        with pytest.raises(TypeError, match=rf"^quantizer_sets\[{place}\].x {words}"):
+            layernorm_mlp(
+                x, ones, None, (kernel[:, None], kernel.T), (None, None), "rmsnorm", quantizer_sets=sets
+            )
+
+
+@pytest.mark.parametrize("name", ["none", "current", "mxfp8"])
+@pytest.mark.parametrize("mapped", [(0, None, None), (None, 0, None), (None, None, 0), (1, 3, 0)])
+def test_under_vmap_a_grouped_product_is_one_call_after_the_other(name, mapped):
+    """JAX refuses its own ragged products there: "ragged_dot vmap over any dim but 0 - NYI"."""
+    x, kernel, dy, _ = inputs()
+    with te.autocast(name != "none", RECIPES[name][0]):
+        quantizers = QuantizerFactory.create_set(n_groups=3)
+
+    def gradients(x, kernel, sizes):
+        def product(x, kernel):
+            return grouped_dense(x, kernel, sizes, quantizer_set=quantizers)
+
+        return values_and_gradients(product, dy, x, kernel)
+
+    several = [(x, x * 0.5 + 0.1), (kernel, -3 * kernel), (jnp.asarray(SIZES), jnp.asarray((0, 40, 16)))]
+    given = [
+        members[0] if axis is None else jnp.stack(members, axis)
+        for members, axis in zip(several, mapped, strict=True)
+    ]
+    found = jax.jit(jax.vmap(gradients, in_axes=mapped))(*given)
+    for turn in range(2):
+        alone = gradients(
+            *(members[0 if axis is None else turn] for members, axis in zip(several, mapped, strict=True))
+        )
+        for got, want in zip(found, alone, strict=True):
+            np.testing.assert_allclose(got[turn], want, rtol=1e-5, atol=1e-5 * float(abs(want).max()))
+
+
+def test_a_gradient_through_vmap_and_forward_mode_agree_with_plain_products():
+    x, kernel, dy, bias = inputs()
+    sizes, bias = jnp.asarray(SIZES), jnp.zeros_like(bias)
+
+    def losses(product):
+        def loss(x, kernel):
+            return ((jax.vmap(product, in_axes=(None, 0))(x, kernel) * dy) ** 2).sum()
+
+        return loss
+
+    kernels = jnp.stack([kernel, kernel[::-1]])
+    ways = x * 0.5 + 0.1, jnp.cos(kernels)
+
+    def along(loss):
+        gradient = jax.grad(loss, (0, 1))
+        return jax.jit(lambda x, kernels: jax.jvp(gradient, (x, kernels), ways))(x, kernels)
+
+    found = along(losses(lambda x, kernel: grouped_dense(x, kernel, sizes)))
+    expected = along(losses(lambda x, kernel: plain(x, kernel, bias)))
+    for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * float(abs(want).max()))

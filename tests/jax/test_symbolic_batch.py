@@ -54,6 +54,24 @@ def test_kernels_are_not_launched_for_a_batch_that_is_a_symbol(name, monkeypatch
     assert "triton_kernel_call_ffi" not in program.mlir_module()
 
 
+@pytest.mark.parametrize("kernels", ["0", "1"])
+def test_a_program_for_cuda_is_exported_with_the_calls_that_the_documentation_allows(kernels, monkeypatch):
+    monkeypatch.setenv("TE_JAX_KERNELS", kernels)
+    module, x = te_flax.DenseGeneral(features=64), jnp.ones((64, 64), jnp.bfloat16)
+    with te.autocast(enabled=True, recipe=recipe.DelayedScaling(amax_history_len=4)):
+        variables = module.init(jax.random.key(0), x)
+        run = jax.jit(module.apply)
+        needed = "triton_kernel_call_ffi" if kernels == "1" else "LayoutConstraint"
+        with pytest.raises(ValueError, match=needed):
+            export.export(run, platforms=["cuda"])(variables, x)
+        allowed = [
+            export.DisabledSafetyCheck.custom_call(name)
+            for name in ("LayoutConstraint", "triton_kernel_call_ffi")
+        ]
+        program = export.export(run, platforms=["cuda"], disabled_checks=allowed)(variables, x)
+    assert needed in program.mlir_module()
+
+
 def test_a_kernel_forced_on_a_symbol_is_refused_by_name():
     gamma = jnp.ones(WIDTH)
     (batch,) = export.symbolic_shape("batch")

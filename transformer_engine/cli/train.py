@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from .demo.config import HIGH_PRECISION, OPTIMIZERS, RECIPES, Execution, resolve, restore
+from .demo.config import HIGH_PRECISION, OPTIMIZERS, RECIPES, SEEDS, Execution, resolve, restore
 from .demo.data import load_corpus
 from .demo.frameworks import FRAMEWORKS, default_framework, missing_for
 from .demo.plot import plot_losses
@@ -64,7 +64,10 @@ def train(
         typer.Option(help="Experts of each feed-forward layer, of which two compute a byte (0: none)"),
     ] = None,
     lr: Annotated[float | None, typer.Option(help="Peak learning rate")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the weights and the batches (default: 0)")] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(help=f"Seed of weights and batches, -{SEEDS} to {SEEDS} without the ends (default: 0)"),
+    ] = None,
     data: Annotated[
         str | None, typer.Option(help="Text file or folder (default: this Python's standard library)")
     ] = None,
@@ -79,7 +82,9 @@ def train(
     observe: Annotated[
         bool, typer.Option("--observe", help="Show what quantization does to every tensor, every tenth step")
     ] = False,
-    name: Annotated[str | None, typer.Option(help="Name of the run (default: the recipe's)")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the run, one folder (default: the recipe's)")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder of the runs")] = Path("runs"),
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue exactly from the run's checkpoint")
@@ -109,6 +114,7 @@ def train(
     beside = "-jax" if (given["framework"] or default_framework()) == "jax" else ""
     folder = out / (name or (given["recipe"] or "delayed") + beside)
     with reporting(console), fitting(SMALLER):
+        _check_name(name)
         _check_replacing(folder, resume, overwrite)
         trainer = _prepare(folder, device.value, given, execution, resume)
     _describe(console, trainer)
@@ -123,6 +129,15 @@ def train(
         raise typer.Exit(130)
     with reporting_failures(console):
         _conclude(console, trainer)
+
+
+def _check_name(name: str | None) -> None:
+    """ValueError for a name that is a path: its run would lie elsewhere than in the folder of the runs."""
+    if name and (name in (".", "..") or "/" in name or "\\" in name):
+        raise ValueError(
+            f"--name {name!r} is a path, and a run is one folder in that of --out; give a name without separators, and "
+            "the folder as --out"
+        )
 
 
 def _check_replacing(folder: Path, resume: bool, overwrite: bool) -> None:

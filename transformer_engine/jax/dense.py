@@ -16,6 +16,7 @@ from .checks import check_axis_names, check_axis_pairs, check_bias, check_instan
 from .collective import CollectiveOpSet, noop_collective_op_set
 from .grouped_dense import grouped_dense
 from .products import column_operand, encode, forward_product, gradient_product, row_operand
+from .quantize.grouped import check_ungrouped
 from .quantize.quantizers import QuantizerSet, advanced_together, as_cotangent, noop_quantizer_set
 from .residual import taken_along
 from .sharding import with_sharding_constraint_by_logical_axes
@@ -51,7 +52,7 @@ def dense(
     """
     x_dims, kernel_dims = check_contraction(x, kernel, contracting_dims)
     check_instance("collective_op_set", collective_op_set, CollectiveOpSet)
-    check_instance("quantizer_set", quantizer_set, QuantizerSet)
+    check_ungrouped("quantizer_set", quantizer_set)
     check_bias(bias, [kernel.shape[axis] for axis in range(kernel.ndim) if axis not in kernel_dims])
     switch("transpose_batch_sequence", transpose_batch_sequence)
     ndim_of_y = x.ndim + kernel.ndim - 2 * len(x_dims)

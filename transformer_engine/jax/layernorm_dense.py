@@ -6,9 +6,10 @@ from jax import Array
 
 from ..common.checks import switch
 from .bias import biased
-from .checks import check_axis_names, check_bias, check_instance, check_values
+from .checks import check_axis_names, check_bias, check_values
 from .dense import check_contraction, dense, product_of
 from .layernorm import check_norm, layernorm
+from .quantize.grouped import check_ungrouped
 from .quantize.quantizers import QuantizerSet, noop_quantizer_set
 from .residual import goes_round
 from .sharding import with_sharding_constraint_by_logical_axes
@@ -35,7 +36,7 @@ def layernorm_dense(
     quantizer_set: QuantizerSet = noop_quantizer_set,
 ) -> Array:
     """y [*batch, *features] in x's dtype, of x [*batch, width] and kernel [width, *features]."""
-    check_instance("quantizer_set", quantizer_set, QuantizerSet)
+    check_ungrouped("quantizer_set", quantizer_set)
     check_values("x", x)
     switch("transpose_batch_sequence", transpose_batch_sequence)
     check_axis_names("layernorm_input_axes", layernorm_input_axes, x.ndim)

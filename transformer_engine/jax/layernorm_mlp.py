@@ -16,6 +16,7 @@ from .checks import check_axis_names, check_bias, check_instance, check_values
 from .collective import CollectiveOpSet, noop_collective_op_set
 from .dense import check_contraction, dense
 from .layernorm import check_norm, layernorm
+from .quantize.grouped import check_ungrouped
 from .quantize.quantizers import QuantizerSet, noop_quantizer_set
 from .quantized_mlp import Plan, quantized_mlp
 from .residual import goes_round
@@ -62,11 +63,9 @@ def layernorm_mlp(
     ):  # fmt: skip
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise ValueError(f"{name}={described(pair)}; give a tuple of two, one for each product")
-    for name, members, kind in (
-        ("collective_op_sets", collective_op_sets, CollectiveOpSet), ("quantizer_sets", quantizer_sets, QuantizerSet)
-    ):  # fmt: skip
-        for each in members:
-            check_instance(name, each, kind)
+    for index in range(2):
+        check_instance("collective_op_sets", collective_op_sets[index], CollectiveOpSet)
+        check_ungrouped(f"quantizer_sets[{index}]", quantizer_sets[index])
     check_values("x", x)
     switch("transpose_batch_sequence", transpose_batch_sequence)
     for name, label in (("ffn1_ckpt_name", ffn1_ckpt_name), ("ffn2_ckpt_name", ffn2_ckpt_name)):

@@ -74,7 +74,7 @@ class Config:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} is below 1; give a positive number")
         if not -SEEDS < self.seed < SEEDS:
-            raise ValueError(f"seed={self.seed} is too large; give a number below {SEEDS}")
+            raise ValueError(f"seed={self.seed} is too large; give a number between -{SEEDS} and {SEEDS}")
         for name in ("hidden", "sequence"):
             size = getattr(self, name)
             if size < 32 or size % 32:

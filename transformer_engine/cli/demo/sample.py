@@ -41,7 +41,7 @@ def generate(
             f"temperature={temperature} is below 0 or not finite; 0 takes the likeliest byte, 1 follows the model"
         )
     if not -SEEDS < seed < SEEDS:
-        raise ValueError(f"seed={seed} is too large; give a number below {SEEDS}")
+        raise ValueError(f"seed={seed} is too large; give a number between -{SEEDS} and {SEEDS}")
     if len(prompt) + count > config.sequence:
         raise ValueError(
             f"{len(prompt)} + {count} bytes exceed the {config.sequence} positions that the model knows; "

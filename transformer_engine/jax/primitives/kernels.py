@@ -117,34 +117,48 @@ def _outside_of_jit(*arrays: Array, kernel: Kernel) -> list[Any]:
 @_kernel.def_abstract_eval
 def _shapes(*operands: Any, kernel: Kernel) -> list[Any]:
     results = kernel.results(*operands)
-    varying = operands[0] if operands else None  # `call` lets all vary alike
-    if varying is None or not manual_axes(varying):
+    if not operands:
         return [ShapedArray(one.shape, one.dtype) for one in results]
-    # Inside shard_map results vary over the axes that operands do; else what devices hold parts of passed for shared.
-    return [
-        varying.update(
-            shape=one.shape, dtype=one.dtype, weak_type=False,
-            sharding=varying.sharding.update(spec=PartitionSpec(*(None,) * len(one.shape))),
-        )
-        for one in results
-    ]  # fmt: skip
+    return [result_like(operands[0], one) for one in results]  # `call` lets all vary alike
+
+
+def result_like(operand: Any, result: Shape) -> ShapedArray:
+    """What a primitive says of its result: inside shard_map it varies over the axes that the operands do; else what
+    devices hold parts of passed for shared.
+    """
+    if not manual_axes(operand):
+        return ShapedArray(result.shape, result.dtype)
+    return operand.update(
+        shape=result.shape, dtype=result.dtype, weak_type=False,
+        sharding=operand.sharding.update(spec=PartitionSpec(*(None,) * len(result.shape))),
+    )  # fmt: skip
 
 
 def _batched(arrays: Any, axes: Any, *, kernel: Kernel) -> tuple[Any, tuple[int | None, ...]]:
+    mapped, moved = _mapped_in_front(arrays, axes)
+    if (of_all := kernel.under_vmap(mapped)) is not None:
+        return call(of_all[0], *moved), tuple(0 if is_mapped else None for is_mapped in of_all[1])
+    out, _ = batched_in_turn(functools.partial(call, kernel), arrays, axes)
+    return out, (0,) * len(out)
+
+
+def _mapped_in_front(arrays: Any, axes: Any) -> tuple[list[bool], list[Array]]:
     mapped = [axis is not None for axis in axes]
-    moved = [
+    return mapped, [
         jnp.moveaxis(x, axis, 0) if is_mapped else x
         for x, axis, is_mapped in zip(arrays, axes, mapped, strict=True)
     ]
-    if (of_all := kernel.under_vmap(mapped)) is not None:
-        return call(of_all[0], *moved), tuple(0 if is_mapped else None for is_mapped in of_all[1])
 
-    def one(parts: Any) -> tuple[Array, ...]:
+
+def batched_in_turn(run: Callable[..., Any], arrays: Any, axes: Any) -> tuple[Any, int]:
+    """(results of run, stacked in front, 0): run once for each element of the axes that vmap maps, None elsewhere."""
+    mapped, moved = _mapped_in_front(arrays, axes)
+
+    def one(parts: Any) -> Any:
         remaining = iter(parts)
-        return call(kernel, *(next(remaining) if m else x for x, m in zip(moved, mapped, strict=True)))
+        return run(*(next(remaining) if m else x for x, m in zip(moved, mapped, strict=True)))
 
-    out = lax.map(one, tuple(x for x, m in zip(moved, mapped, strict=True) if m))
-    return out, (0,) * len(out)
+    return lax.map(one, tuple(x for x, m in zip(moved, mapped, strict=True) if m)), 0
 
 
 batching.primitive_batchers[_kernel] = _batched

@@ -18,13 +18,13 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from ...common.checks import switch
-from ..checks import check_floating, check_sizes, check_values
+from ..checks import check_floating, check_instance, check_sizes, check_values
 from ..primitives import exact
 from ..primitives.grouped_quantize import group_of_rows, of_rows, quantize_rows, quantize_stack
 from ..primitives.quantize import scale_from_amax
 from ..primitives.quantize.tiles import settled
 from ..undifferentiated import constant, undifferentiated
-from .quantizers import DelayedScaleQuantizer, Quantizer, advanced_together
+from .quantizers import DelayedScaleQuantizer, Quantizer, QuantizerSet, advanced_together
 from .scaling_modes import ScalingMode, TensorUsage
 from .settings import element_of
 from .tensors import ScaledTensor, ScaledTensor1x, ScaledTensor2x, ScaledTensorFactory
@@ -33,6 +33,7 @@ __all__ = [
     "GroupedNoScaleTensor",
     "GroupedQuantizer",
     "GroupedScaledTensor1x",
+    "check_ungrouped",
     "group_of_rows",
     "groups_advanced_together",
 ]
@@ -286,6 +287,18 @@ class GroupedQuantizer:
             raise ValueError(
                 f"scale has shape {list(state.scale.shape)}; give one a group, [{self.n_groups}], and a history "
                 f"[{self.n_groups}, length], as QuantizerFactory.create(n_groups={self.n_groups}) does"
+            )
+
+
+def check_ungrouped(name: str, quantizers: Any) -> None:
+    """TypeError unless this is a QuantizerSet of single tensors, as a product without groups takes."""
+    check_instance(name, quantizers, QuantizerSet)
+    for member in ("x", "kernel", "dgrad"):
+        quantizer = getattr(quantizers, member)
+        if isinstance(quantizer, GroupedQuantizer):
+            raise TypeError(
+                f"{name}.{member} is a GroupedQuantizer of n_groups={quantizer.n_groups} in a product without groups; "
+                "make the set without n_groups, or call grouped_dense"
             )
 
 

@@ -63,7 +63,7 @@ class SequenceDescriptor:
 
     @classmethod
     def from_seqlens(cls, seqlens: Array | Pair) -> SequenceDescriptor:
-        """One sequence a row of the batch: lengths [b]."""
+        """One sequence a row of the batch: lengths [b], 0 or more; attention raises ValueError for others."""
         return cls(_pair("seqlens", seqlens), _empty(), _empty(), _empty())
 
     @classmethod
@@ -123,7 +123,7 @@ class SequenceDescriptor:
         return replace(self, segment_ids=numbers)  # pyright: ignore[reportArgumentType]
 
     def check_lengths(self, queries: int, keys: int) -> None:
-        """ValueError where a sequence is seen to end behind its row; see `checks.is_known`."""
+        """ValueError where a sequence is seen to end behind its row, or before it begins; see `checks.is_known`."""
         for lengths, offsets, tokens in zip(self.seqlens, self.seq_offsets, (queries, keys), strict=True):
             if not lengths.size or not is_known(lengths) or not is_known(offsets):
                 continue
@@ -131,6 +131,8 @@ class SequenceDescriptor:
             if offsets.size:
                 begins = np.asarray(offsets)[:, :-1]
                 ends = np.where((begins >= 0) & (ends > 0), begins + ends, 0)
+            elif (least := ends.min()) < 0:
+                raise ValueError(f"seqlens hold {least}, which is below 0; give 0 for a row without tokens")
             if ends.max() > tokens:
                 raise ValueError(
                     f"a sequence ends behind token {ends.max()} of a row of {tokens}; give lengths and offsets within"

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
 from ....common.dispatch import Backend
+from ...sharding import varying_alike
+from ..kernels import batched_in_turn, result_like
 from .request import GroupedGemmRequest, Scales
 
 _CONTRACT_ROWS = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
 )
+_IN_FLOAT32: Any = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
+_Transpose = Callable[[Array, Array, Array], Array]
 
 
 def of_rows(
@@ -29,45 +40,89 @@ def of_rows(
     if scales is not None:
         # Both scales of a group belong to its matrix.
         a, b = a.astype(jnp.float32), b.astype(jnp.float32) * (scales[0] * scales[1])[:, None, None]
-    product = lax.ragged_dot(
-        a, b, group_sizes, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
-    )
-    return product.astype(dtype)
+    return _product(_rows, a, b, group_sizes).astype(dtype)
 
 
 def over_rows(a: Array, b: Array, group_sizes: Array, scales: Scales, dtype: jnp.dtype) -> Array:
     """See `grouped_contraction`."""
     if scales is not None:
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-        product = _contracted(a, b, group_sizes)
-    else:
-        product = _differentiable(a, b, group_sizes)
+    product = _product(_contraction, a, b, group_sizes)
     if scales is not None:
         product = product * (scales[0] * scales[1])[:, None, None]
     return product.astype(dtype)
 
 
-def _contracted(a: Array, b: Array, group_sizes: Array) -> Array:
-    return lax.ragged_dot_general(
-        a, b, group_sizes, _CONTRACT_ROWS, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
-    )
+# JAX has no rule of a ragged product under vmap unless all operands are mapped alike, and no derivative of one that
+# contracts rows. Both products are linear in either operand, and each is the other's transpose.
+_rows = Primitive("transformer_engine_grouped_rows")  # [M, K], [G, K, N], sizes [G] -> [M, N]
+_contraction = Primitive("transformer_engine_grouped_contraction")  # [M, K], [M, N], sizes [G] -> [G, K, N]
 
 
-# JAX has no derivative of a ragged product that contracts rows; it is made of those of rows, which have one.
-_differentiable = jax.custom_vjp(_contracted)
+def _product(primitive: Primitive, a: Array, b: Array, group_sizes: Array) -> Array:
+    """The product, in float32, of operands that may have two dtypes where one is a cotangent."""
+    dtype = jnp.promote_types(a.dtype, b.dtype)
+    return primitive.bind(*varying_alike(a.astype(dtype), b.astype(dtype), group_sizes))
 
 
-def _forward(a: Array, b: Array, group_sizes: Array) -> tuple[Array, tuple[Array, Array, Array]]:
-    return _differentiable(a, b, group_sizes), (a, b, group_sizes)
+def _turned(stack: Array) -> Array:
+    return jnp.swapaxes(stack, 1, 2)
 
 
-def _backward(saved: tuple[Array, Array, Array], dout: Array) -> tuple[Array, Array, None]:
-    a, b, group_sizes = saved
-    da = of_rows(b, dout, group_sizes, None, a.dtype, True, True)
-    return da, of_rows(a, dout, group_sizes, None, b.dtype, False, True), None
+def _define(
+    primitive: Primitive,
+    run: Callable[[Array, Array, Array], Array],
+    shape_of: Callable[[Any, Any, Any], tuple[int, ...]],
+    transpose_of_a: _Transpose,
+    transpose_of_b: _Transpose,
+) -> None:
+    """What JAX asks of a product that is linear in a and in b; a transpose makes a's cotangent of (b, dout, sizes), or
+    b's of (a, dout, sizes).
+    """
+    compiled = jax.jit(primitive.bind)
+    primitive.def_impl(lambda *arrays: compiled(*arrays))
+
+    @primitive.def_abstract_eval
+    def _shape(a: Any, b: Any, group_sizes: Any) -> ShapedArray:
+        return result_like(a, jax.ShapeDtypeStruct(shape_of(a, b, group_sizes), jnp.dtype(jnp.float32)))
+
+    def differentiated(primals: Any, tangents: Any) -> tuple[Any, Any]:
+        (a, b, group_sizes), (da, db, _) = primals, tangents
+        out = primitive.bind(a, b, group_sizes)
+        parts = []
+        if type(da) is not ad.Zero:
+            parts.append(_product(primitive, da, b, group_sizes))
+        if type(db) is not ad.Zero:
+            parts.append(_product(primitive, a, db, group_sizes))
+        return out, functools.reduce(jnp.add, parts) if parts else jnp.zeros_like(out)
+
+    def transposed(dout: Any, a: Any, b: Any, group_sizes: Array) -> tuple[Any, Any, None]:
+        if type(dout) is ad.Zero:
+            return None, None, None
+        if ad.is_undefined_primal(a):
+            return transpose_of_a(b, dout, group_sizes).astype(a.aval.dtype), None, None
+        return None, transpose_of_b(a, dout, group_sizes).astype(b.aval.dtype), None
+
+    ad.primitive_jvps[primitive] = differentiated
+    ad.primitive_transposes[primitive] = transposed
+    batching.primitive_batchers[primitive] = functools.partial(batched_in_turn, primitive.bind)
+    mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=False))
 
 
-_differentiable.defvjp(_forward, _backward)
+_define(
+    _rows,
+    lambda a, b, group_sizes: lax.ragged_dot(a, b, group_sizes, **_IN_FLOAT32),
+    lambda a, b, group_sizes: (a.shape[0], b.shape[2]),
+    lambda b, dout, group_sizes: _product(_rows, dout, _turned(b), group_sizes),
+    lambda a, dout, group_sizes: _product(_contraction, a, dout, group_sizes),
+)
+_define(
+    _contraction,
+    lambda a, b, group_sizes: lax.ragged_dot_general(a, b, group_sizes, _CONTRACT_ROWS, **_IN_FLOAT32),
+    lambda a, b, group_sizes: (group_sizes.shape[0], a.shape[1], b.shape[1]),
+    lambda b, dout, group_sizes: _product(_rows, b, _turned(dout), group_sizes),
+    lambda a, dout, group_sizes: _product(_rows, a, dout, group_sizes),
+)
 
 
 BACKEND = Backend[GroupedGemmRequest](
