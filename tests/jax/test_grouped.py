@@ -190,7 +190,7 @@ def test_quantizers_of_groups_are_not_those_of_one_tensor():
     kernel, ones = kernels[0], jnp.ones(K)
     with te.autocast(True, RECIPES["current"][0]):
         single, five = QuantizerFactory.create_set(), QuantizerFactory.create_set(n_groups=5)
-    words = "is a GroupedQuantizer of n_groups=5, .* make the set without n_groups, or call grouped_dense"
+    words = "is a GroupedQuantizer of n_groups=5 in a product without groups; make the set without n_groups"
     with pytest.raises(TypeError, match=f"^quantizer_set.x {words}"):
         dense(x, kernel, quantizer_set=five)
     with pytest.raises(TypeError, match=f"^quantizer_set.x {words}"):
