@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...common.checks import described, one_of
 from .quantized_tensor import QuantizedTensor
 from .quantizer import Quantizer
 from .storage.hybrid_tensor_storage import HybridQuantizedTensorStorage
@@ -17,16 +18,37 @@ from .storage.quantized_tensor_storage import QuantizedTensorStorage, Rebuild
 __all__ = ["HybridQuantizedTensor", "HybridQuantizedTensorStorage", "HybridQuantizer"]
 
 
+COLUMNWISE_SOURCES = ("original", "rowwise_dequantized")
+
+
 class HybridQuantizer(Quantizer):
-    """Each direction has its quantizer, whose own usages do not count."""
+    """Each direction has its quantizer, whose own usages do not count.
+
+    columnwise_source   what the column-wise codes are of: "original", the tensor, or "rowwise_dequantized", the values
+                        of its row-wise codes, so that the backward pass differentiates what the forward pass computed;
+                        ValueError for any other
+    """
+
+    columnwise_source = "original"  # of pickles that do not say
 
     def __init__(
-        self, rowwise_quantizer: Quantizer, columnwise_quantizer: Quantizer, *, rowwise: bool = True,
-        columnwise: bool = True,
+        self, rowwise_quantizer: Quantizer, columnwise_quantizer: Quantizer, *, columnwise_source: str = "original",
+        rowwise: bool = True, columnwise: bool = True,
     ):  # fmt: skip
         super().__init__(rowwise=rowwise, columnwise=columnwise)
+        for name, given in (
+            ("rowwise_quantizer", rowwise_quantizer),
+            ("columnwise_quantizer", columnwise_quantizer),
+        ):
+            if not isinstance(given, Quantizer):
+                raise TypeError(
+                    f"{name}={described(given)} is no Quantizer; give an instance of one, te.IdentityQuantizer() for "
+                    "high precision"
+                )
+        one_of("columnwise_source", columnwise_source, COLUMNWISE_SOURCES)
         self.rowwise_quantizer = rowwise_quantizer
         self.columnwise_quantizer = columnwise_quantizer
+        self.columnwise_source = columnwise_source
 
     @property
     def column_signs(self) -> bool | None:
@@ -36,11 +58,13 @@ class HybridQuantizer(Quantizer):
         self, tensor: Tensor, rowwise: bool, columnwise: bool, *, noop_flag: Tensor | None = None
     ) -> HybridQuantizedTensorStorage:
         rows = columns = None
-        if rowwise:
+        of_rows = columnwise and self.columnwise_source == "rowwise_dequantized"
+        if rowwise or of_rows:
             rows = self.rowwise_quantizer.encode(tensor, True, False, noop_flag=noop_flag)
         if columnwise:
-            columns = self.columnwise_quantizer.encode(tensor, False, True, noop_flag=noop_flag)
-        return HybridQuantizedTensorStorage.of(rows, columns, self, tensor.dtype)
+            source = rows.dequantize(dtype=tensor.dtype) if of_rows and rows is not None else tensor
+            columns = self.columnwise_quantizer.encode(source, False, True, noop_flag=noop_flag)
+        return HybridQuantizedTensorStorage.of(rows if rowwise else None, columns, self, tensor.dtype)
 
     def wrap(self, storage: QuantizedTensorStorage, *, requires_grad: bool = False) -> HybridQuantizedTensor:
         return HybridQuantizedTensor.from_storage(storage, requires_grad=requires_grad)
@@ -62,7 +86,8 @@ class HybridQuantizer(Quantizer):
         self.columnwise_quantizer.calibrate(tensor)
 
     def shape_refusal(self, shape: Sequence[int], rowwise: bool, columnwise: bool) -> str | None:
-        refusal = self.rowwise_quantizer.shape_refusal(shape, True, False) if rowwise else None
+        reads_rows = rowwise or (columnwise and self.columnwise_source == "rowwise_dequantized")
+        refusal = self.rowwise_quantizer.shape_refusal(shape, True, False) if reads_rows else None
         if refusal is None and columnwise:
             refusal = self.columnwise_quantizer.shape_refusal(shape, False, True)
         return refusal
@@ -77,7 +102,7 @@ class HybridQuantizer(Quantizer):
         return together
 
     def _configuration(self) -> Hashable:
-        return (self.rowwise_quantizer, self.columnwise_quantizer)
+        return (self.rowwise_quantizer, self.columnwise_quantizer, self.columnwise_source)
 
 
 class HybridQuantizedTensor(QuantizedTensor, HybridQuantizedTensorStorage):
