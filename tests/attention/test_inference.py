@@ -25,8 +25,13 @@ SCHEDULE = (
 
 PAGED = pytest.mark.parametrize(
     "pages",
-    [{}, {"is_paged": True, "page_size": 4, "total_num_pages": 12}, {"is_paged": True, "page_size": 1}],
-    ids=["contiguous", "paged", "page-of-one"],
+    [
+        {},
+        {"is_paged": True, "page_size": 4, "total_num_pages": 12},
+        {"is_paged": True, "page_size": 1},
+        {"is_paged": False, "page_size": 4, "total_num_pages": 1},
+    ],
+    ids=["contiguous", "paged", "page-of-one", "pages-not-asked-for"],
 )
 
 
@@ -226,7 +231,7 @@ def test_an_empty_step_ends_every_sequence(pages, device):
     assert cache.cu_seqlens_q.tolist() == cache.cu_seqlens_kv.tolist() == [0]
     cache.pre_step({"a": 2})
     assert cache.get_seqlens_pre_step().tolist() == [0] and cache.cu_seqlens_kv.tolist() == [0, 2]
-    if pages.get("total_num_pages"):
+    if pages.get("is_paged") and "total_num_pages" in pages:
         assert cache.cache_manager.free_pages() == pages["total_num_pages"] - 1
 
 
@@ -358,8 +363,8 @@ def test_wrong_construction_is_refused(device):
         params(is_paged=True, page_size=0)
     with pytest.raises(ValueError, match=r"total_num_pages=0 is below 1"):
         params(is_paged=True, page_size=4, total_num_pages=0)
-    with pytest.raises(ValueError, match=r"page_size=4, total_num_pages=None without is_paged=True"):
-        params(page_size=4)
+    with pytest.raises(ValueError, match=r"page_size=0 is below 1"):
+        params(is_paged=False, page_size=0)
     with pytest.raises(ValueError, match=r"max_batch_size=0 is below 1"):
         InferenceParams(0, 16)
     with pytest.raises(ValueError, match="qkv_format='hsbd'"):

@@ -165,7 +165,7 @@ def _attention() -> list[Call]:
             "max_batch_size": REQUIRED_SIZE, "max_sequence_length": REQUIRED_SIZE, "num_heads_kv": REQUIRED_SIZE,
             "head_dim_k": REQUIRED_SIZE, "head_dim_v": SIZE, "dtype": (*DTYPE, None), "is_paged": FLAG,
             "max_ctx_len": SIZE, "qkv_format": (*NAME, None), "device": DEVICE,
-            "page_size": (16,), "total_num_pages": (4,), "custom_cache_manager": (3, "paged", dict),
+            "page_size": SIZE, "total_num_pages": SIZE, "custom_cache_manager": (3, "paged", dict),
         }),
         _of("InferenceParams, paged", te.InferenceParams,
             {"max_batch_size": 2, "max_sequence_length": 8, "is_paged": True, "page_size": 4, "total_num_pages": 4},

@@ -158,7 +158,7 @@ def _reports() -> list[Call]:
              {"module": (3, "relu", None), "after": SIZE, "signatures": SIZE}),
         Call("make_graphed_callables", lambda: Made(_graphed, {"modules": torch.nn.Identity()}),
              {"modules": (3, "model", None, [model], ()), "sample_args": (3, "x", (3,), None),
-              "sample_kwargs": ({"a": 3},),
+              "sample_kwargs": ({"a": object}, 3),
               "num_warmup_iters": COUNT, "allow_unused_input": FLAG, "enabled": FLAG, "calibrating": FLAG,
               "amax_reduction_group": GROUP, "cache_quantized_params": FLAG, "_order": ([0], [1], [-1, 1]),
               "retain_graph_in_backward": FLAG, "_reuse_graph_input_output_buffers": (*FLAG, True)}),

@@ -293,6 +293,45 @@ def test_nested_arguments_keywords_and_outputs_keep_their_structure(rerun):
         graphed(*args)
 
 
+class _Choosing(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = _layer("Linear")
+
+    def forward(self, x, *, kind, scale=None, at=None, added=None):
+        y = self.layer(x) * (2 if kind == "double" else 1)
+        return (y if added is None else y + added["to"][at]) * (1 if scale is None else scale)
+
+
+def test_keywords_that_are_no_tensors_are_kept_by_the_graph(rerun):
+    eager = _Choosing()
+
+    def keywords(seed, **changed):
+        return {"kind": "double", "scale": None, "at": 1, "added": {"to": (_x(9), _x(seed))}} | changed
+
+    graphed = te.make_graphed_callables(copy.deepcopy(eager), (_x(),), sample_kwargs=keywords(1))
+    x = _x(3)
+    assert torch.equal(graphed(x, **keywords(4), mask=None), eager(x, **keywords(4)))
+    replays = len(rerun.log)
+    for changed, message in (
+        ({"kind": "single"}, "a keyword's 'single' was captured as 'double'"),
+        ({"at": 0}, "a keyword's 0 was captured as 1"),
+        ({"at": True}, "a keyword's True was captured as 1"),
+        ({"scale": _x(5)}, "was captured as None, which the graph keeps"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            graphed(x, **keywords(4, **changed))
+    with pytest.raises(TypeError, match="a tensor was captured"):
+        graphed(x, **keywords(4, added={"to": (_x(9), None)}))
+    assert len(rerun.log) == replays
+
+
+@pytest.mark.parametrize("wrong", [object(), [print], torch.nn.Identity()])
+def test_a_keyword_whose_content_may_change_is_refused(rerun, wrong):
+    with pytest.raises(TypeError, match="a graph takes tensors, and in keywords None, numbers, text"):
+        te.make_graphed_callables(_Choosing(), (_x(),), sample_kwargs={"kind": wrong})
+
+
 def test_an_input_of_another_shape_is_refused_and_changes_nothing(rerun):
     sample = _x().requires_grad_()
     module = te.make_graphed_callables(_layer("Linear"), (sample,))

@@ -25,14 +25,18 @@ ABSENT = {
     "transformer_engine.paddle": "given up by the original; use transformer_engine.pytorch, or .jax",
     "transformer_engine.common.load_framework_extension": "there is no shared library to load; import the framework's "
     "package, transformer_engine.pytorch or transformer_engine.jax",
-    "transformer_engine.pytorch.custom_recipes": "factories of the original's examples; give recipe.CustomRecipe a "
-    "factory that returns te.Float8CurrentScalingQuantizer and the like",
+    "transformer_engine.pytorch.custom_recipes": "examples of the original; give recipe.CustomRecipe a function of "
+    "those in custom_recipes.quantizer_factories, and of te.HybridQuantizer where the products of a layer differ",
     "transformer_engine.pytorch.ep": "expert parallelism over symmetric memory; exchange tokens with "
     "torch.distributed.all_to_all_single round te.moe_permute (docs/experts.md)",
     "transformer_engine.pytorch.export": "export to ONNX; convert the weights (docs/checkpoints.md) and export "
     "the model in torch.nn layers",
     "transformer_engine.pytorch.onnx_export": "export to ONNX; convert the weights (docs/checkpoints.md) and "
     "export the model in torch.nn layers",
+    "transformer_engine.pytorch.GatedDeltaNet2Attention": "an experimental attention of cuDNN; use a kernel of another "
+    "library between te.Linear layers",
+    "transformer_engine.pytorch.GatedDeltaNetAttention": "an experimental attention of cuDNN; use a kernel of another "
+    "library between te.Linear layers",
     "transformer_engine.pytorch.ops": "operations that a Sequential fuses; use the layers of "
     "transformer_engine.pytorch, whose norms, products and activations are fused already",
     "transformer_engine.pytorch.triton": "kernels under the original's paths; call the functions of "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 
 from . import requirements  # isort: skip
+from .. import common as common
 from ..common import absent
 from ..common.dispatch import use_backend
 from . import float8_tensor as float8_tensor
@@ -19,7 +20,7 @@ from .attention import (
     RotaryPositionEmbedding,
 )
 from .constants import DType
-from .cpu_offload import get_cpu_offload_context, mark_not_offload
+from .cpu_offload import ManualOffloadSynchronizer, get_cpu_offload_context, mark_not_offload
 from .cross_entropy import fused_linear_cross_entropy, parallel_cross_entropy
 from .distributed import CudaRNGStatesTracker, checkpoint
 from .graph import graphed, make_graphed_callables
@@ -65,6 +66,7 @@ from .runtime.device_checks import check
 from .tensor import QuantizedTensor, QuantizedTensorStorage, Quantizer
 from .tensor.plain_state import load_plain_state_dict, plain_state_dict
 from .transformer import TransformerLayer
+from .utils import deinterleave_glu_tensor, interleave_glu_tensor
 
 # The quantizers and containers of every format, and is_<kind>_available of every kind of format.
 globals().update(tensor.EXPORTS | quantization.availability())

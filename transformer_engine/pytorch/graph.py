@@ -65,7 +65,8 @@ def make_graphed_callables(
     """The module, or the tuple of them, whose calls replay CUDA graphs, with the bits of calls without.
 
     sample_args, sample_kwargs   tensors of the shapes that calls will have, for each module of a tuple. The graphs read
-                                 these very tensors
+                                 these very tensors. Among keywords None, a number, text, a dtype or a device may stand:
+                                 the graphs keep it, and a call with another raises ValueError
     num_warmup_iters             runs before the capture, at least one. Nothing that they record or draw counts
     allow_unused_input           may an input want a gradient that there is none of?
     enabled, calibrating, recipe, amax_reduction_group   the autocast to capture under; enabled for each module where it

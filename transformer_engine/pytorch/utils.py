@@ -1,4 +1,4 @@
-"""Small functions that other libraries import from here: splits, sizes, ranges of the profiler, initial values."""
+"""Small functions that other libraries import from here: splits, sizes, layouts, ranges of the profiler, initial values."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ..common.checks import whole
 from .functions.split_along import SplitAlongDim
 from .graph import make_weak_ref
 from .module.parameters import default_init_method
+from .runtime.checks import tensor as tensor_of
 from .runtime.device import get_cudnn_version, get_device_compute_capability
 
 __all__ = [
@@ -19,11 +20,14 @@ __all__ = [
     "assert_dim_for_fp8_exec",
     "cast_if_needed",
     "check_dim_for_fp8_exec",
+    "deinterleave_glu_tensor",
     "divide",
     "get_cudnn_version",
     "get_default_init_method",
     "get_device_compute_capability",
     "init_method_normal",
+    "interleave_glu_tensor",
+    "is_non_tn_fp8_gemm_supported",
     "make_weak_ref",
     "nvtx_range_pop",
     "nvtx_range_push",
@@ -66,6 +70,37 @@ def assert_dim_for_fp8_exec(*tensors: Tensor) -> None:
 def cast_if_needed(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """The tensor in dtype; itself, or None, where there is nothing to do."""
     return tensor if tensor is None or tensor.dtype == dtype else tensor.to(dtype)
+
+
+def interleave_glu_tensor(tensor: Tensor, interleave_size: int) -> Tensor:
+    """[2f, ..], the f rows of a gate before the f rows that it multiplies, with blocks of both in turn.
+
+    Blocks have interleave_size rows. A new tensor; ValueError where 2f is not a multiple of 2 interleave_size.
+    """
+    return _glu_blocks(tensor, interleave_size, (2, -1, interleave_size))
+
+
+def deinterleave_glu_tensor(tensor: Tensor, interleave_size: int) -> Tensor:
+    """The inverse of `interleave_glu_tensor`: all rows of the gate before all that it multiplies."""
+    return _glu_blocks(tensor, interleave_size, (-1, 2, interleave_size))
+
+
+def _glu_blocks(tensor: Tensor, interleave_size: int, blocks: tuple[int, int, int]) -> Tensor:
+    tensor_of("tensor", tensor)
+    whole("interleave_size", interleave_size)
+    rows = tensor.shape[0] if tensor.dim() else 0
+    if rows % (2 * interleave_size) or not tensor.dim():
+        raise ValueError(
+            f"the first dimension of {list(tensor.shape)} is no multiple of 2 interleave_size = {2 * interleave_size}; "
+            "give the rows of a gate and of what it multiplies, in whole blocks"
+        )
+    return tensor.unflatten(0, blocks).transpose(0, 1).reshape(tensor.shape).clone()
+
+
+def is_non_tn_fp8_gemm_supported() -> bool:
+    """Does the hardware multiply FP8 matrices whose depth is not the last dimension, without transposed copies?"""
+    capability = get_device_compute_capability()
+    return (10, 0) <= capability < (12, 0) or capability >= (13, 0)
 
 
 def split_tensor_along_dim(

@@ -117,7 +117,8 @@ class InferenceParams:
     max_batch_size, max_sequence_length   limits of a step's batch, and of a sequence including its new tokens
     num_heads_kv, head_dim_k, head_dim_v  of the keys and values that are cached (per tensor-parallel rank)
     is_paged         keep them in total_num_pages pages of page_size tokens; by default 64 tokens, and pages
-                     for max_batch_size sequences of full length. With fewer, pre_step raises when they run out
+                     for max_batch_size sequences of full length. With fewer, pre_step raises when they run out.
+                     Without pages both numbers stand for nothing, so that a flag alone chooses
     max_ctx_len      the most new tokens of a sequence in one step; default max_sequence_length
     qkv_format       layout of the new tokens: sbhd, bshd (real tokens first, padding behind) or thd
     custom_cache_manager   a KVCacheManager to use instead
@@ -186,11 +187,6 @@ class InferenceParams:
     def _pages(self, page_size: int | None, total_num_pages: int | None) -> tuple[int | None, int | None]:
         """Tokens a page and number of pages, checked; None without pages."""
         if not self.is_paged:
-            if page_size is not None or total_num_pages is not None:
-                raise ValueError(
-                    f"page_size={page_size}, total_num_pages={total_num_pages} without is_paged=True; "
-                    "set it, or leave them out"
-                )
             return None, None
         size = 64 if page_size is None else page_size
         most = self.max_batch_size * ceil_div(self.max_sequence_length, size)

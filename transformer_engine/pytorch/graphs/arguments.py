@@ -16,6 +16,7 @@ from ..quantization import check_recipe_support, get_default_recipe
 from ..quantization.autocast import AutocastState
 from ..runtime.checks import group_or_none
 from .order import Chunks, Step, chunks_of, ordered_steps, plain_steps
+from .signature import CONSTANTS, Leaves
 
 # The events at which a caller may look on while callables are warmed up and recorded.
 HOOKS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
@@ -43,12 +44,18 @@ class Renamed(NamedTuple):
 
 @dataclass(frozen=True)
 class Sample:
-    """The arguments of one callable: tensors in the places of a structure, that of (args, kwargs)."""
+    """The arguments of one callable: leaves in the places of a structure, that of (args, kwargs).
+
+    positions   where among the leaves the tensors are
+    constants   the leaves, None where there is a tensor; only keywords have constants
+    """
 
     structure: pytree.TreeSpec
     tensors: tuple[Tensor, ...]
     names: tuple[str, ...]
     args: int
+    positions: tuple[int, ...]
+    constants: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -178,14 +185,17 @@ def check_places(asked: Asked) -> None:
 
 
 def _sample(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sample:
-    leaves, structure = pytree.tree_flatten((args, kwargs))
-    for leaf in leaves:
-        if not isinstance(leaf, Tensor):
+    first_of_keywords = len(pytree.tree_leaves(args))
+    leaves = Leaves.of(args, kwargs)
+    for i, leaf in enumerate(leaves.constants):
+        if i not in leaves.positions and (i < first_of_keywords or not isinstance(leaf, CONSTANTS)):
             raise TypeError(
-                f"sample arguments hold {described(leaf)}; a graph takes tensors, so bind what else there is: "
-                "functools.partial(module, ..)"
+                f"sample arguments hold {described(leaf)}; a graph takes tensors, and in keywords None, numbers, text, "
+                "dtypes and devices; bind what else there is: functools.partial(module, ..)"
             )
-    return Sample(structure, tuple(leaves), tuple(kwargs), len(args))
+    return Sample(
+        leaves.structure, leaves.tensors, tuple(kwargs), len(args), leaves.positions, leaves.constants
+    )
 
 
 def quantizations_of(

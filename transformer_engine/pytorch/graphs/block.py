@@ -80,7 +80,7 @@ class Block:
         if self.module is not None:
             self.parameters = tuple(p for p in self.module.parameters() if p.requires_grad)
         self.layers = layers_with_weights(self.module)
-        if not self.positions:
+        if not self.constants:
             self.positions = tuple(range(len(self.inputs)))
             self.constants = (None,) * len(self.inputs)
 
@@ -98,10 +98,10 @@ class Block:
             if isinstance(layer, TransformerEngineBaseModule) and layer.need_backward_dw()
         ]
 
-    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """(args, kwargs) of the static tensors."""
+    def arguments(self, tensors: Sequence[Tensor] | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """(args, kwargs) of these tensors, by default of the static ones."""
         leaves = list(self.constants)
-        for position, tensor in zip(self.positions, self.inputs, strict=True):
+        for position, tensor in zip(self.positions, self.inputs if tensors is None else tensors, strict=True):
             leaves[position] = tensor
         return pytree.tree_unflatten(leaves, self.structure)
 

@@ -102,6 +102,8 @@ def blocks_of(asked: Asked) -> list[Block]:
                 training=module is None or module.training,
                 retain_graph=asked.options.retain_graph,
                 allow_unused_input=asked.options.allow_unused_input,
+                positions=sample.positions,
+                constants=sample.constants,
             )
         )
     return blocks

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from ...common.checks import described
 from ..quantization.autocast import AutocastState, autocast
@@ -24,7 +23,7 @@ class Eagerly:
 
     def run(self, tensors: Sequence[Tensor], first: bool | None, stream: Any, event: Any) -> Any:
         block = self.block
-        args, kwargs = pytree.tree_unflatten(list(tensors), block.structure)
+        args, kwargs = block.arguments(tensors)
         if first is not None and block.module in block.layers:
             args, kwargs = called_as(first, block.module, args, kwargs)  # pyright: ignore[reportArgumentType]
         with microbatch(block.module, block.layers, first), _under(block.quantization):
@@ -55,7 +54,7 @@ class Door:
         self.module = block.module
         self.training = block.training
         self.original: Callable[..., Any] = block.call
-        self.arguments = Arguments(sample.structure, block.inputs, sample.names, sample.args)
+        self.arguments = Arguments(sample, block.inputs)
 
     def __call__(
         self,

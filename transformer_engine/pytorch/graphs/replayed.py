@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ...common.checks import described
 from ..functions.scale_update import of_the_pass
 from ..module.base import TransformerEngineBaseModule
 from ..quantization import FP8GlobalStateManager, delayed_scaling
 from ..runtime.capture import Recording
 from ..runtime.double_backward import once_differentiable
+from .arguments import Sample
 from .block import Block
 
 
@@ -204,18 +206,19 @@ class _Replay(torch.autograd.Function):
 class Arguments:
     """How the tensors of a call are taken out of its arguments, and what is refused.
 
-    structure   that of (args, kwargs) as they were captured
-    statics     the tensors in its places
+    sample      the arguments as they were captured
+    statics     the tensors in the places of its tensors
     """
 
-    def __init__(
-        self, structure: pytree.TreeSpec, statics: Sequence[Tensor], names: tuple[str, ...], args: int
-    ):
-        self.structure = structure
-        self.names = names
-        self.count = args
+    def __init__(self, sample: Sample, statics: Sequence[Tensor]):
+        self.structure = sample.structure
+        self.names = sample.names
+        self.count = sample.args
         self.facts = [(tensor.shape, tensor.dtype, tensor.device) for tensor in statics]
-        self.is_flat = not names and len(statics) == args
+        self.is_flat = not sample.names and len(statics) == sample.args
+        self.positions = sample.positions
+        constants = enumerate(sample.constants)
+        self.constants = [(i, value) for i, value in constants if i not in sample.positions]
 
     def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Tensor]:
         """TypeError or ValueError where a call is not as the captured one."""
@@ -230,6 +233,8 @@ class Arguments:
             leaves, structure = pytree.tree_flatten((args, {name: kwargs[name] for name in self.names}))
             if structure != self.structure:
                 raise TypeError("the arguments are nested otherwise than the captured ones; pass them alike")
+            if self.constants:
+                leaves = self._without_constants(leaves)
         for i, (leaf, facts) in enumerate(zip(leaves, self.facts, strict=True)):
             if not isinstance(leaf, Tensor):
                 raise TypeError(f"argument {i} is a {type(leaf).__name__}; a tensor was captured")
@@ -240,3 +245,13 @@ class Arguments:
                     f"{list(shape)} {dtype} on {device}. Capture one for each shape"
                 )
         return leaves
+
+    def _without_constants(self, leaves: Sequence[Any]) -> list[Any]:
+        """The tensors among the leaves; ValueError where another leaf is not the one that the graph has kept."""
+        for i, kept in self.constants:
+            if type(leaves[i]) is not type(kept) or leaves[i] != kept:
+                raise ValueError(
+                    f"a keyword's {described(leaves[i])} was captured as {described(kept)}, which the graph keeps; "
+                    "capture one for each value"
+                )
+        return [leaves[i] for i in self.positions]

@@ -16,7 +16,7 @@ from ..runtime.device import autocast_dtype
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 
 # What a leaf of the arguments may be beside a tensor: values that say all by being equal.
-_CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device)
+CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -56,7 +56,7 @@ class Standing(NamedTuple):
 def obstacle_of(leaves: Leaves) -> str | None:
     """Why no graph could serve a call with these arguments."""
     for leaf in leaves.constants:
-        if not isinstance(leaf, _CONSTANTS):
+        if not isinstance(leaf, CONSTANTS):
             return f"an argument is a {type(leaf).__name__}, whose content a graph would keep as it is now"
     for tensor in leaves.tensors:
         if isinstance(tensor, QuantizedTensorStorage) or type(tensor) not in (Tensor, torch.nn.Parameter):

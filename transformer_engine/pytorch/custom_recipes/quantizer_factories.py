@@ -1,0 +1,92 @@
+"""factory(role) -> the quantizer that a recipe has for the role: what a factory of one's own falls back to.
+
+`CustomRecipe(qfactory=mxfp8_factory)` computes bit for bit what `MXFP8BlockScaling()` does, and so for the others. A
+role that says nothing of its tensor, or None, stands for an input. Every call makes a new quantizer.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from ...common.recipe import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    Recipe,
+)
+from ..quantization.family import family_of
+from ..quantization.roles import (
+    BACKWARD_TENSORS,
+    FORWARD_TENSORS,
+    DelayedScalingRequest,
+    QuantizerRole,
+)
+from ..runtime.device import canonical_device
+from ..tensor.identity_tensor import IdentityQuantizer
+from ..tensor.quantizer import Quantizer
+
+__all__ = [
+    "current_scaling_factory",
+    "delayed_scaling_factory",
+    "float8_block_scaling_factory",
+    "high_precision_factory",
+    "mxfp8_factory",
+    "nvfp4_factory",
+]
+
+
+def high_precision_factory(role: QuantizerRole | None) -> Quantizer:
+    """A quantizer that leaves values as they are."""
+    return IdentityQuantizer()
+
+
+def delayed_scaling_factory(role: QuantizerRole | None) -> DelayedScalingRequest:
+    """Asks for delayed scaling, whose scales and histories the module keeps."""
+    return DelayedScalingRequest()
+
+
+def current_scaling_factory(role: QuantizerRole | None) -> Quantizer:
+    """FP8 by the maximum of the tensor at hand: E5M2 for gradients, E4M3 for the rest."""
+    return _of_recipe(Float8CurrentScaling, role)
+
+
+def float8_block_scaling_factory(role: QuantizerRole | None) -> Quantizer:
+    """FP8 with a scale for 128 x 128 values of a weight, for 1 x 128 of anything else."""
+    return _of_recipe(Float8BlockScaling, role)
+
+
+def mxfp8_factory(role: QuantizerRole | None) -> Quantizer:
+    """FP8 with a power of two for 32 values."""
+    return _of_recipe(MXFP8BlockScaling, role)
+
+
+def nvfp4_factory(role: QuantizerRole | None) -> Quantizer:
+    """FP4 with a scale for 16 x 16 values of a weight, for 16 of anything else, which is transformed column-wise;
+    gradients are rounded stochastically."""
+    return _of_recipe(NVFP4BlockScaling, role)
+
+
+@cache
+def _recipe(kind: type[Recipe]) -> Recipe:
+    return kind()
+
+
+def _of_recipe(kind: type[Recipe], role: QuantizerRole | None) -> Quantizer:
+    recipe = _recipe(kind)
+    make = family_of(recipe).quantizer
+    assert make is not None
+    tensor = _tensor_of(role)
+    return make(recipe, "backward" if tensor in _GRADIENTS else "forward", tensor, canonical_device())
+
+
+# Of an attention, too: the gradients of its output, of its probabilities, and of query, key and value.
+_GRADIENTS = (*BACKWARD_TENSORS, "do", "dp", "dqkv")
+
+
+def _tensor_of(role: QuantizerRole | None) -> str:
+    """Its tensor; of the role of a module that gives none, that of the slot."""
+    named = getattr(role, "tensor_type", "")
+    if role is None or named:
+        return named or "input"
+    return next((t for t in (*FORWARD_TENSORS, *BACKWARD_TENSORS) if role == f"linear_{t}"), "input")
