@@ -341,7 +341,8 @@ EXTENSION = {
 
 # Names of the top package that code written against the original reads there.
 TOP = """
-    DType DelayedScalingRequest HybridQuantizedTensor HybridQuantizedTensorStorage HybridQuantizer IdentityQuantizer
+    DType DelayedScalingRequest ManualOffloadSynchronizer common deinterleave_glu_tensor interleave_glu_tensor
+    HybridQuantizedTensor HybridQuantizedTensorStorage HybridQuantizer IdentityQuantizer
     IdentityTensor IdentityTensorStorage QuantizerRequest QuantizerRole RotaryPositionEmbedding attention constants
     cpp_extensions distributed float8_tensor fp8 module quantization quantized_tensor restore_from_func_ctx tensor
 """

@@ -382,6 +382,20 @@ def test_there_is_no_fused_kernel_on_a_cpu(cpu_alone):
     )  # fmt: skip
 
 
+def test_the_question_for_a_kernel_takes_sizes_that_decide_nothing(cpu_alone):
+    asked = {
+        "is_training": True, "q_dtype": jnp.bfloat16, "kv_dtype": jnp.bfloat16,
+        "qkv_layout": QKVLayout.THD_THD_THD, "attn_bias_type": AttnBiasType.NO_BIAS,
+        "attn_mask_type": AttnMaskType.PADDING_CAUSAL_MASK, "softmax_type": AttnSoftmaxType.VANILLA_SOFTMAX,
+        "dropout_probability": 0.0, "q_num_heads": 8, "kv_num_heads": 2, "q_max_seqlen": 128, "kv_max_seqlen": 128,
+        "head_dim_qk": 64, "head_dim_v": 64, "window_size": (16, 0), "batch_size": 2, "max_segments_per_seq": 4,
+    }  # fmt: skip
+    assert is_fused_attn_kernel_available(**asked) is False
+    for name in ("batch_size", "max_segments_per_seq"):
+        with pytest.raises(ValueError, match=f"{name}=-1 is below 0"):
+            is_fused_attn_kernel_available(**(asked | {name: -1}))
+
+
 @pytest.mark.parametrize(
     "name", ["padding_causal", "causal_padding", "bottom_right_causal", "padding_bottom_right_causal"]
 )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from transformer_engine.common import frameworks
+from transformer_engine.common import frameworks, recipe
 
 BLOCK = "import sys; sys.modules[{name!r}] = None\n"  # `import name` fails as if it were not installed
 
@@ -45,6 +46,13 @@ def test_the_jax_side_works_without_torch_and_asks_for_no_device():
     while min(seconds) > 0.5 and len(seconds) < 3:  # a busy machine is asked again
         seconds.append(float(run(OF_JAX).stdout))
     assert min(seconds) <= 0.5, "of a core, above what flax takes"
+
+
+@pytest.mark.parametrize("name", ["pytorch", "jax"])
+def test_recipes_are_attributes_of_either_side(name):
+    """`te.common.recipe`, as guides write it."""
+    side = importlib.import_module(f"transformer_engine.{name}")
+    assert side.common.recipe.Format is recipe.Format
 
 
 def test_the_pytorch_side_imports_no_jax():

@@ -130,8 +130,11 @@ def mesh():
     return Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
 
 
-def test_a_mesh_without_a_resource_is_refused_with_the_remedy():
-    with pytest.raises(ValueError, match=r"autocast\(mesh_resource=MeshResource"):
+def test_a_mesh_without_a_resource_is_refused_with_the_remedy(mesh):
+    remedy = r"MeshResource says what axes of a mesh are for; enter autocast\(mesh_resource=MeshResource"
+    with pytest.raises(ValueError, match=f"^no mesh is in use, and no {remedy}"):
+        sharding.global_mesh_resource()
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=f"^a mesh is in use and no {remedy}"):
         sharding.global_mesh_resource()
 
 

@@ -85,9 +85,10 @@ def global_mesh_resource() -> MeshResource:
     """The MeshResource in force; ValueError where there is none, or the mesh in use has not all of its axes."""
     resource = _resource.get()
     if resource is None:
+        mesh = "no mesh is in use, and no" if _mesh() is None else "a mesh is in use and no"
         raise ValueError(
-            "a mesh is in use and no MeshResource says what its axes are for; enter "
-            "autocast(mesh_resource=MeshResource(..)) or global_shard_guard(MeshResource(..))"
+            f"{mesh} MeshResource says what axes of a mesh are for; enter autocast(mesh_resource=MeshResource(..)) or "
+            "global_shard_guard(MeshResource(..))"
         )
     _check_axes(resource)  # again: the mesh may have come after the resource
     return resource

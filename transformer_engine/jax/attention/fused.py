@@ -268,8 +268,14 @@ def is_fused_attn_kernel_available(
     head_dim_qk: int,
     head_dim_v: int,
     window_size: Window | None = None,
+    *,
+    batch_size: int | None = None,
+    max_segments_per_seq: int | None = None,
 ) -> bool:
-    """Would another backend than the reference take such a call on this machine? None takes a symbolic length."""
+    """Would another backend than the reference take such a call on this machine? None takes a symbolic length.
+
+    batch_size and max_segments_per_seq decide nothing: a backend takes all of them, or none.
+    """
     check_kinds(attn_bias_type, attn_mask_type, qkv_layout, softmax_type)
     switch("is_training", is_training)
     drop_rate("dropout_probability", dropout_probability)
@@ -278,6 +284,9 @@ def is_fused_attn_kernel_available(
         ("kv_max_seqlen", kv_max_seqlen), ("head_dim_qk", head_dim_qk), ("head_dim_v", head_dim_v),
     ):  # fmt: skip
         if not is_symbolic(extent):
+            whole(name, extent, 0)
+    for name, extent in (("batch_size", batch_size), ("max_segments_per_seq", max_segments_per_seq)):
+        if extent is not None and not is_symbolic(extent):
             whole(name, extent, 0)
     if check_dtype("q_dtype", q_dtype) != check_dtype("kv_dtype", kv_dtype):
         return False
