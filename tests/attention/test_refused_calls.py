@@ -67,6 +67,10 @@ def wrong(device):
             {"attn_mask_type": "padding", "cu_seqlens_q": bounds(device, 4, 9, 2)},
             "cu_seqlens_q has 3 sequences, the tensor 2",
         ),
+        "too many lengths of whole rows": (
+            {"attn_mask_type": "causal", "cu_seqlens_q": bounds(device, 4, 9, 2)},
+            "cu_seqlens_q has 3 sequences, the tensor 2; .* qkv_format='thd' with a padding mask",
+        ),
         "bias type": ({"core_attention_bias_type": "bias"}, "core_attention_bias_type='bias' does not exist"),
         "no bias": ({"core_attention_bias_type": "post_scale_bias"}, "needs core_attention_bias"),
         "bias shape": (
@@ -85,7 +89,10 @@ def wrong(device):
 
 NAMES = list(wrong(torch.device("cpu")))
 # Not read where a cache says how long sequences are.
-OF_THE_CACHE = ("no lengths", "lengths dtype", "too many lengths", "lengths list", "mask dtype")
+OF_THE_CACHE = (
+    *("no lengths", "lengths dtype", "too many lengths", "too many lengths of whole rows", "lengths list"),
+    "mask dtype",
+)
 # Wrong by their numbers, which a GPU tells later.
 NUMBERS = {
     "falling": ([0, 9, 4], "cu_seqlens_q falls from 9 to 4 at sequence 1"),

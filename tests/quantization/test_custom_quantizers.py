@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -105,6 +107,36 @@ class ByProduct(ByValues):
         return ((qx @ qw.t()) * (sx * sw)).to(out_dtype)
 
 
+@dataclasses.dataclass
+class Fields(QuantizedTensorStorage):
+    """A tensor of another library that has fields, and no method at all."""
+
+    data: torch.Tensor
+    scale: torch.Tensor
+    data_t: torch.Tensor
+    scale_t: torch.Tensor
+    quantizer: Quantizer
+    custom: bool = True
+
+    @property
+    def _quantizer(self):
+        return self.quantizer
+
+    def size(self):
+        return self.data.size()
+
+
+class ByFields(ByProduct):
+    """As ByProduct, of fields."""
+
+    def quantize_impl(self, tensor):
+        made = super().quantize_impl(tensor)
+        return Fields(made.data, made.scale, made.data_t, made.scale_t, self)
+
+    def qgemm(self, qx, qw, m_params, out_dtype, sx, sw, bias=None, **_):
+        return ((qx @ qw.t()) * (sx * sw)).to(out_dtype)
+
+
 def recipe_of(kind, device):
     return CustomRecipe(
         qfactory=lambda role: kind(device) if kind in (ByImplementation, ByUpdate) else kind()
@@ -142,6 +174,18 @@ def test_methods_of_the_original_are_enough(kind, name, device):
         # On a GPU a norm that makes codes rounds its float32 statistics otherwise than one that makes values.
         tolerance = 1e-6 if device.type == "cuda" else 0.0
         torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_tensor_of_another_library_need_not_say_how_it_is_saved(name, device):
+    make, call = MODULES[name]
+    module = make(device)
+    x = torch.randn(32, 64, device=device)
+    by_fields, by_methods = (
+        step(module, x, recipe_of(kind, device), **call) for kind in (ByFields, ByProduct)
+    )
+    for one, other in zip(by_fields, by_methods, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("name", MODULES)

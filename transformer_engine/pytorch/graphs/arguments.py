@@ -161,8 +161,10 @@ def samples_of(
         keywords: Sequence[Any] = ({},) * count
     else:
         keywords = (sample_kwargs,) if single else sample_kwargs
-        if len(keywords) != count or not all(isinstance(k, dict) for k in keywords):
-            raise ValueError(f"sample_kwargs must be {count} dicts, one for each of sample_args")
+        of_each = isinstance(keywords, (tuple, list)) and len(keywords) == count
+        if not of_each or not all(isinstance(k, dict) for k in keywords):
+            wanted = "a dict" if single else f"{count} dicts, one for each of sample_args"
+            raise ValueError(f"sample_kwargs={described(sample_kwargs)}; give {wanted}")
     return tuple(_sample(tuple(a), k) for a, k in zip(args, keywords, strict=True))
 
 

@@ -271,14 +271,15 @@ def _side(
             f"attention_mask of {name} is {list(masked.shape)}, a padding mask is {[batch, 1, 1, size]}; "
             'give a pair of masks for cross attention, or use attn_mask_type="arbitrary"'
         )
-    if not padding:
+    if not padding and cu_seqlens is None:
         return Side(batch, size)
     sequences = masked.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1  # pyright: ignore[reportOptionalMemberAccess]
     if sequences != batch:
         raise ValueError(
-            f"cu_seqlens_{name} has {sequences} sequences, the tensor {batch}; give 0 and where each of them ends"
+            f"cu_seqlens_{name} has {sequences} sequences, the tensor {batch}; give 0 and where each of them ends, or "
+            "qkv_format='thd' with a padding mask, where a row holds several"
         )
-    return Side(batch, size, source, None, masked is not None)
+    return Side(batch, size, source, None, masked is not None) if padding else Side(batch, size)
 
 
 def _check_cumulative(name: str, bounds: Any, x: Tensor) -> None:

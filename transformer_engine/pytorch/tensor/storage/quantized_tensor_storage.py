@@ -121,6 +121,7 @@ class QuantizedTensorStorage:
 
     _quantizer: Writer | None
     _dtype: torch.dtype
+    _found: tuple[str, ...] = ()
 
     @property
     def shape(self) -> torch.Size:
@@ -271,17 +272,26 @@ class QuantizedTensorStorage:
 
     def prepare_for_saving(self) -> tuple[list[Tensor | None], QuantizedTensorStorage]:
         """Hand over the tensors and become empty, until `restore_from_saved` brings them back."""
-        tensors = [getattr(self, name) for name in self.TENSORS]
-        for name in self.TENSORS:
+        names = self._tensor_attributes()
+        tensors = [getattr(self, name) for name in names]
+        for name in names:
             setattr(self, name, None)
         return tensors, self
 
+    def _tensor_attributes(self) -> tuple[str, ...]:
+        """Those of TENSORS; of a class written elsewhere, which need not have it, all that hold a tensor."""
+        if hasattr(self, "TENSORS"):
+            return tuple(self.TENSORS)
+        found = tuple(name for name, value in vars(self).items() if isinstance(value, Tensor))
+        self._found = found or self._found  # none while they are handed over
+        return self._found
+
     def restore_from_saved(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Take back what `prepare_for_saving` handed over; returns the tensors that belong to others."""
-        count = len(self.TENSORS)
-        for name, tensor in zip(self.TENSORS, tensors[:count], strict=True):
+        names = self._tensor_attributes()
+        for name, tensor in zip(names, tensors[: len(names)], strict=True):
             setattr(self, name, tensor)
-        return list(tensors[count:])
+        return list(tensors[len(names) :])
 
     def clear(self) -> None:
         """Free the payload: every tensor is replaced by an empty one."""
