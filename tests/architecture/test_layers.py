@@ -19,6 +19,7 @@ LAYERS = {
     "transformer_engine.pytorch.primitives": 2,
     "transformer_engine.pytorch.tensor": 3,
     "transformer_engine.pytorch.quantization": 4,
+    "transformer_engine.pytorch.custom_recipes": 5,
     "transformer_engine.pytorch.distributed": 5,
     "transformer_engine.pytorch.offload": 5,
     "transformer_engine.pytorch.functions": 7,

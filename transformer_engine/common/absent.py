@@ -21,12 +21,24 @@ PACKAGES = ("transformer_engine", "transformer_engine_torch", "transformer_engin
 # What the original has and this package lacks, by the beginning of its name: what it is, and what to use.
 ABSENT = {
     "transformer_engine.debug": "the original's inspection of tensors; use te.observe (docs/observe.md)",
+    "transformer_engine.jax.moe.PermutationBackend": "the rows of experts are put in order in one way; leave the "
+    "argument out",
     "transformer_engine.tensorflow": "given up by the original; use transformer_engine.pytorch, or .jax",
     "transformer_engine.paddle": "given up by the original; use transformer_engine.pytorch, or .jax",
     "transformer_engine.common.load_framework_extension": "there is no shared library to load; import the framework's "
     "package, transformer_engine.pytorch or transformer_engine.jax",
     "transformer_engine.pytorch.custom_recipes": "examples of the original; give recipe.CustomRecipe a function of "
     "those in custom_recipes.quantizer_factories, and of te.HybridQuantizer where the products of a layer differ",
+    "transformer_engine.pytorch.attention.FlashAttention": "te.DotProductAttention chooses its backend; te.explain "
+    "says which",
+    "transformer_engine.pytorch.attention.FusedAttention": "te.DotProductAttention chooses its backend; te.explain "
+    "says which",
+    "transformer_engine.pytorch.attention.UnfusedDotProductAttention": "te.DotProductAttention chooses its backend; "
+    "te.explain says which",
+    "transformer_engine.pytorch.attention.dot_product_attention.utils.get_alibi": "give te.DotProductAttention "
+    'core_attention_bias_type="alibi", with alibi_slopes or without',
+    "transformer_engine.pytorch.attention.get_alibi": "give te.DotProductAttention "
+    'core_attention_bias_type="alibi", with alibi_slopes or without',
     "transformer_engine.pytorch.ep": "expert parallelism over symmetric memory; exchange tokens with "
     "torch.distributed.all_to_all_single round te.moe_permute (docs/experts.md)",
     "transformer_engine.pytorch.export": "export to ONNX; convert the weights (docs/checkpoints.md) and export "

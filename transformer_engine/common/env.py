@@ -317,6 +317,20 @@ _PLATFORM = (
     _flag("NVTE_RS_STRIDED_ATOMIC", False, "Accepted; there is no atomic overlap."),
     _flag("NVTE_ENABLE_NVSHMEM", False, "Accepted; NVSHMEM is not used."),
     _number("NVTE_EP_HANDLE_CACHE_SIZE", 0, "Accepted; there is no expert-parallel handle cache."),
+    _number("NVTE_TENSOR_HANDLE_POOL_SIZE_MB", 20, "Accepted; tensors have no handles in a pool."),
+    _number("NVTE_GROUPED_TENSOR_HANDLE_POOL_SIZE_MB", 20, "Accepted; tensors have no handles in a pool."),
+    _flag("NVTE_ENABLE_CUTEDSL_BACKEND", False, "Accepted; no kernel is written in CuTe DSL."),
+    _flag(
+        "NVTE_CUDNN_MXFP8_NORM_OUTPUT_IN_INPUT_DTYPE",
+        False,
+        "Accepted; norms are not computed by cuDNN.",
+    ),
+    _flag("NVTE_DEBUG_NUMERICS", False, "Accepted; te.observe reports on tensors."),
+    _flag(
+        "NVTE_JAX_ENFORCE_TRITON_AUTOTUNING", False, "Accepted; Triton kernels are sized by tables, untimed."
+    ),
+    _number("NVTE_RADIX_TOPK_THRESHOLD", 16, "Accepted; routers choose experts in one way."),
+    _number("NVTE_ONNX_KVCACHE_MAX_SEQ_LEN", 128, "Accepted; there is no export to ONNX."),
 )
 
 GROUPS: dict[str, tuple[Variable, ...]] = {

@@ -1,4 +1,4 @@
-"""Small functions that other libraries import from here: splits, sizes, layouts, ranges of the profiler, initial values."""
+"""Small functions that other libraries import from here: splits, sizes, layouts, profiler ranges, initial values."""
 
 from __future__ import annotations
 

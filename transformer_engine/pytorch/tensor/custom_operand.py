@@ -121,3 +121,12 @@ def contracted(made: Any, axis: str, quantizer: Any) -> Operand:
     values = made.dequantize()
     matrix = values.reshape(-1, values.shape[-1])
     return plain(matrix if axis == COLS else matrix.t())
+
+
+def saved_attributes(made: Any) -> tuple[str, ...]:
+    """The attributes of TENSORS; of a class written elsewhere, which need not have it, all that hold a tensor."""
+    if hasattr(made, "TENSORS"):
+        return tuple(made.TENSORS)
+    found = tuple(name for name, value in vars(made).items() if isinstance(value, Tensor))
+    made._found = found or getattr(made, "_found", ())  # none hold one while the tensors are handed over
+    return made._found

@@ -18,7 +18,7 @@ from ...primitives.operand import Operand
 from ...primitives.quantize import Quantized
 from ...runtime.checks import values_dtype
 from ..axis import COLS, ROWS
-from ..custom_operand import contracted
+from ..custom_operand import contracted, saved_attributes
 from .transpose import transposed
 
 __all__ = ["QuantizedTensorStorage"]
@@ -121,7 +121,6 @@ class QuantizedTensorStorage:
 
     _quantizer: Writer | None
     _dtype: torch.dtype
-    _found: tuple[str, ...] = ()
 
     @property
     def shape(self) -> torch.Size:
@@ -272,23 +271,15 @@ class QuantizedTensorStorage:
 
     def prepare_for_saving(self) -> tuple[list[Tensor | None], QuantizedTensorStorage]:
         """Hand over the tensors and become empty, until `restore_from_saved` brings them back."""
-        names = self._tensor_attributes()
+        names = saved_attributes(self)
         tensors = [getattr(self, name) for name in names]
         for name in names:
             setattr(self, name, None)
         return tensors, self
 
-    def _tensor_attributes(self) -> tuple[str, ...]:
-        """Those of TENSORS; of a class written elsewhere, which need not have it, all that hold a tensor."""
-        if hasattr(self, "TENSORS"):
-            return tuple(self.TENSORS)
-        found = tuple(name for name, value in vars(self).items() if isinstance(value, Tensor))
-        self._found = found or self._found  # none while they are handed over
-        return self._found
-
     def restore_from_saved(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Take back what `prepare_for_saving` handed over; returns the tensors that belong to others."""
-        names = self._tensor_attributes()
+        names = saved_attributes(self)
         for name, tensor in zip(names, tensors[: len(names)], strict=True):
             setattr(self, name, tensor)
         return list(tensors[len(names) :])
