@@ -11,9 +11,12 @@ import torch
 if not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"):
     pytest.skip("needs a CUDA device or TRITON_INTERPRET=1", allow_module_level=True)
 
+import triton
+import triton.language as tl
+
 from transformer_engine.common.kernels import attention, attention_backward
 from transformer_engine.common.kernels.attention_problem import Problem
-from transformer_engine.common.kernels.launch import Launch
+from transformer_engine.common.kernels.launch import Launch, Output
 from transformer_engine.pytorch.runtime.launching import processors, run_into
 
 HEADS, GROUPS, SIZE, SIZE_V = 2, 1, 32, 16
@@ -133,3 +136,31 @@ def test_the_tiles_of_all_sequences_have_programs_and_few_are_left_without_one()
     assert alone.query_tiles(100) == (10, 0)
     many = dataclasses.replace(problem, batch=2000, tokens=(1000, 1000))
     assert many.key_tiles(100) == (10, 0)
+
+
+@triton.jit
+def places(lengths, found, size, ROWS: tl.constexpr, SEQUENCES: tl.constexpr):
+    """found [programs, 2] = (tile, sequence) of every program."""
+    program = tl.program_id(0)
+    tile, sequence = attention.owned(lengths, program, size, ROWS, SEQUENCES)
+    tl.store(found + 2 * program, tile)
+    tl.store(found + 2 * program + 1, sequence)
+
+
+@pytest.mark.parametrize("warps", [4, 8])
+@pytest.mark.parametrize("sequences", [2, 3, 33, 129, 300, 1024])
+def test_every_tile_has_one_program_however_many_sequences_are_counted(sequences, warps, device):
+    """Their lengths lie in part of a warp, in all warps once, or in several registers of every thread."""
+    rows, generator = 16, torch.Generator().manual_seed(sequences)
+    lengths = torch.randint(0, 4, (sequences,), generator=generator) * 11
+    lengths[0] = lengths[-1] = 0
+    lengths[sequences // 2] = size = 3 * rows + 1
+    tiles = [(tile, index) for index, n in enumerate(lengths.tolist()) for tile in range(-(-n // rows))]
+    programs = int(lengths.sum()) // rows + sequences
+    launch = Launch(
+        places, (programs, 1, 1), (Output((programs, 2), "int32"),), (size,), (rows, sequences), warps
+    )
+    found = torch.full((programs, 2), -1, dtype=torch.int32, device=device)
+    run_into(launch, (lengths.to(device, torch.int32), found), device)
+    without = [(-(-size // rows), 0)] * (programs - len(tiles))
+    assert [tuple(place) for place in found.tolist()] == tiles + without

@@ -105,16 +105,11 @@ def block_launches() -> Iterator[tuple[str, Launch, Pointers]]:
             yield key, launch, {**pointers, "workspace": SCALAR, **CONSTANTS}
     given: Pointers = {"x": VALUES, "gamma": VALUES, "beta": VALUES, "multiplier": None, "amax": None}
     made = {"codes": CODES, "scale": SCALAR, "y": None, "mean": SCALAR, "rstdev": SCALAR, "eps": "fp32"}
-    made["codes_t"] = None
     for width in (4096, 5120, 20480):
         alone = both._replace(columnwise=False)
         rows = norm.Rows(8192, width, width, "bfloat16", 1e-5, False, True, 132)
         launch = norm.forward(rows, None, alone)
         yield f"norm_blocks_{width}", launch, {**given, **made}
-    rows = norm.Rows(128, 1024, 1024, "bfloat16", 1e-5, False, True, 132)
-    launch = norm.forward(rows, E4M3, transposed=True)
-    pointers = {**given, **made, "multiplier": SCALAR, "amax": SCALAR, "codes_t": CODES}
-    yield "norm_transposed", launch, pointers
 
 
 def main() -> None:

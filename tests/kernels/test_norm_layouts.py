@@ -28,3 +28,19 @@ def test_rows_are_dealt_to_threads_alike_whatever_is_stored():
     assert all(variants[0] for variants in found.values())
     differing = [case for case, (plain, *others) in found.items() if any(other != plain for other in others)]
     assert differing == []
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("rows", "width"), [(4, 512), (16, 100), (64, 4096), (8192, 4096)])
+def test_codes_of_a_norm_are_turned_by_the_kernel_that_moves_them_in_pairs(dtype, rows, width):
+    """The norm's own kernel would take them one by one, which ptxas 12.8 gets wrong: see `kernels.tile`."""
+    from transformer_engine.common.formats import E4M3
+    from transformer_engine.common.kernels import norm_codes
+    from transformer_engine.common.kernels.cast import OneScale
+    from transformer_engine.common.kernels.norm import Rows
+
+    x = Rows(rows, width, width, dtype, 1e-5, False, False, 132)
+    program = norm_codes.one_scale(x, OneScale(E4M3, True, True, False, False, 0.0))
+    makers = [one.launch.kernel.fn.__name__ for one in program.steps if "codes_t" in one.outputs]
+    assert makers == ["transpose_kernel"]

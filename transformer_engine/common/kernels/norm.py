@@ -2,7 +2,6 @@
 
 x, dy, dx and y are [rows, width] with unit column stride; an RMSNorm has mean = None. All arithmetic is float32.
 The forward kernels round y to x's dtype and store it, or FP8 codes [rows, width] = saturate(y * multiplier), or both;
-of a small matrix the codes are stored transposed, [width, rows], beside them;
 amax, where given, keeps the larger of itself and max|y|. The multiplier is one of all, or, with MAXIMUM above 0, one of
 each 1 x 128 block, whose inverses, the scales, are stored [blocks of a row, rows].
 Gradients of gamma and beta are summed by each program over its own rows into a workspace [1 or 2, programs, width],
@@ -76,7 +75,6 @@ def _emit(
     result, y, codes, scale, row, rows, first_column, width, offset, mask, factor,
     element: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, MAXIMUM: tl.constexpr,
     EPSILON: tl.constexpr, POWER_OF_TWO: tl.constexpr, VALUE_FOR_INF: tl.constexpr, POLICY: tl.constexpr,
-    codes_t=None, offset_t=None,
 ):  # fmt: skip
     """Stores the tile as asked, rounded to element first; returns int32 bits of its magnitudes, 0 outside.
 
@@ -96,8 +94,6 @@ def _emit(
             )  # fmt: skip
         narrow = (rounded.to(tl.float32) * factor).to(codes.dtype.element_ty)
         tl.store(codes + nothing + offset, narrow, mask=mask)
-        if codes_t is not None:
-            tl.store(codes_t + offset_t, narrow, mask=mask)
     return tl.where(mask, magnitude_bits(rounded), 0)
 
 
@@ -134,7 +130,6 @@ def forward_rows(
     y,
     mean,
     rstdev,
-    codes_t,
     rows,
     width,
     x_stride,
@@ -162,13 +157,9 @@ def forward_rows(
         value, gamma + column, beta + column if beta is not None else None, inside, mean, rstdev, row, valid,
         width, eps, ZERO_CENTERED,
     )  # fmt: skip
-    offset_t = None
-    if codes_t is not None:
-        offset_t = column * rows + row[:, None]
     bits = _emit(
         result, y, codes, scale, tl.program_id(0) * BLOCK_ROWS, rows, 0, width, offset * width + column, mask,
         factor, x.dtype.element_ty, BLOCK_ROWS, BLOCK_WIDTH, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, "",
-        codes_t, offset_t,
     )  # fmt: skip
     if amax is not None:
         record_maximum(amax, tl.max(bits), known)
@@ -186,7 +177,6 @@ def forward_streamed(
     y,
     mean,
     rstdev,
-    codes_t,
     rows,
     width,
     x_stride,
@@ -245,7 +235,6 @@ def forward_wide(
     y,
     mean,
     rstdev,
-    codes_t,
     rows,
     width,
     x_stride,
@@ -515,19 +504,16 @@ def forward(
     *,
     measures: bool = False,
     zero_is_one: bool = False,
-    transposed: bool = False,
 ) -> Launch:
     """Inputs: x, gamma, beta | None, multiplier float32 [1] of the codes or None, amax float32 [1] or None, which keeps
     the larger of itself and max|y|. Outputs: codes [rows, width], scale, y [rows, width], mean float32 [rows] when
-    centered, rstdev [rows], codes_t [width, rows] where transposed.
+    centered, rstdev [rows].
 
     element   of codes with one multiplier, given; scale is float32 [1], and there is no y
     blocks    how codes are made in blocks of 1 x 128 in rows alone; no multiplier is given, scale is [blocks, rows]
     measures  amax is the first of the outputs instead: max|y|
     zero_is_one  a given multiplier of 0 is read as 1
-    transposed   codes of one multiplier are stored a second time, transposed: where `transposes` allows it
     """
-    assert not transposed or (element is not None and transposes(x)), f"no transposed codes of {x}"
     rows, width, x_stride, dtype, eps, zero_centered, centered, processors = x
     fixed = (zero_centered, zero_is_one, *((0.0, 0.0, False, 0.0) if blocks is None else blocks.steps))
     statistic = Output((rows,), "float32")
@@ -539,8 +525,6 @@ def forward(
         outputs = (Output((rows, width), codes_dtype(element)), Output((1,), "float32"), None, *statistics)
     else:
         outputs = (None, None, Output((rows, width), dtype), *statistics)
-    codes_t = Output((width, rows), codes_dtype(element)) if transposed and element is not None else None
-    outputs = (*outputs, codes_t)
     if measures:
         outputs = (Output((1,), "float32", begins=0.0), *outputs)
     recorded = () if measures else (4,)
@@ -560,11 +544,6 @@ def forward(
     grid = (ceil_div(rows, block_rows), 1, 1)
     constants = (*fixed, block_rows, block)
     return Launch(forward_rows, grid, outputs, scalars, constants, warps, in_place=recorded)
-
-
-def transposes(x: Rows) -> bool:
-    """May the kernel of whole rows store codes transposed too, a byte at a time? Of a small x a launch costs more."""
-    return x.rows * x.width <= 1 << 18 and x.width <= 4096
 
 
 def _forward_tile(block: int, centered: bool) -> tuple[int, int]:

@@ -5,24 +5,24 @@ from __future__ import annotations
 from .block_cast import Blocks
 from .cast import OneScale
 from .launch import Launch, codes_dtype
-from .norm import Rows, forward, transposes
+from .norm import Rows, forward
 from .program import Program, Step, step
 from .transpose import transpose
 
 _GIVEN = ("x", "gamma", "beta", "multiplier", "record")
-_MADE = ("codes", "scale", "y", "mean", "rstdev", "codes_t")
+_MADE = ("codes", "scale", "y", "mean", "rstdev")
 _STATISTICS = ("mean", "rstdev")
 
 
 def one_scale(x: Rows, how: OneScale) -> Program:
     """(x, gamma, beta | None, multiplier | None, record | None) -> codes, scale, codes_t, scale_t, amax, mean, rstdev.
 
-    The transpose is one of codes, a quarter of the bytes of y's; of a small matrix it needs no kernel of its own.
-    Without a given scale, y is stored and cast.
+    The transpose is one of codes, a quarter of the bytes of y's, and has a kernel of its own also where x is so small
+    that the launch costs more: the norm's would store it code by code, see `tile`. Without a given scale, y is stored
+    and cast.
     """
     element = how.element if how.given else None
-    at_once = how.given and how.columnwise and transposes(x)
-    launch = forward(x, element, measures=not how.records, zero_is_one=how.zero_is_one, transposed=at_once)
+    launch = forward(x, element, measures=not how.records, zero_is_one=how.zero_is_one)
     if how.records:
         first = step(launch, _GIVEN, _MADE)
     else:
@@ -30,7 +30,7 @@ def one_scale(x: Rows, how: OneScale) -> Program:
     steps: list[Step] = [first]
     if not how.given:
         steps.append(how.after("y", (x.rows, x.width)))
-    elif how.columnwise and not at_once:
+    elif how.columnwise:
         turn: Launch = transpose((x.rows, x.width), codes_dtype(how.element))
         steps.append(Step(turn, ("codes",), ("codes_t",)))
     return Program(_GIVEN, tuple(steps), (*how.results, *_statistics(x.centered)))

@@ -3,7 +3,8 @@
 Codes of a tile are transposed in pairs: the codes of rows 2 r and 2 r + 1 travel as one 16-bit word. That halves the
 words that cross shared memory, fits the transposing matrix load (ldmatrix) and, the pair coming out of one
 conversion instruction, costs nothing to put together. Taking single bytes out of such a result instead is not an
-option: ptxas 12.8 then mixes up codes as soon as they are stored row by row as well.
+option: ptxas 12.8 then mixes up codes as soon as they are stored row by row as well, also where each direction has a
+conversion of its own (whole columns of float32, half of the rows of bfloat16 100 wide, read off sm_90's machine code).
 """
 
 from __future__ import annotations

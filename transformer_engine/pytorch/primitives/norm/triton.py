@@ -60,10 +60,10 @@ def _forward(request: NormRequest) -> Callable[..., tuple[Tensor, ...]]:
 
     def layernorm(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
         bias = None if bias is None else bias.contiguous()
-        return tuple(run(launch, (rows_dense(x), weight.contiguous(), bias, None, None))[2:5])
+        return tuple(run(launch, (rows_dense(x), weight.contiguous(), bias, None, None))[2:])
 
     def rmsnorm(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        _, _, y, _, rstdev, _ = run(launch, (rows_dense(x), weight.contiguous(), None, None, None))
+        _, _, y, _, rstdev = run(launch, (rows_dense(x), weight.contiguous(), None, None, None))
         return y, rstdev
 
     return layernorm if request.centered else rmsnorm
