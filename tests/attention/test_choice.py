@@ -12,6 +12,7 @@ from attention_oracle import cumulative, padding_mask
 
 from transformer_engine.common import optional
 from transformer_engine.common.dispatch import Unsupported, use_backend
+from transformer_engine.common.kernels.launch import MISSING
 from transformer_engine.common.recipe import Float8CurrentScaling
 from transformer_engine.pytorch.attention import DotProductAttention
 from transformer_engine.pytorch.attention.dot_product_attention import call as calls
@@ -25,7 +26,7 @@ from transformer_engine.pytorch.attention.dot_product_attention.utils import (
     get_cu_seqlens,
 )
 from transformer_engine.pytorch.inspect.explain import explain as explain_call
-from transformer_engine.pytorch.primitives.attention.backends import cudnn_fp8, flash4
+from transformer_engine.pytorch.primitives.attention.backends import cudnn_fp8, flash4, triton
 from transformer_engine.pytorch.primitives.attention.choose import (
     TABLE,
     check,
@@ -87,6 +88,26 @@ def test_torch_refuses_determinism_on_cuda_unless_torch_provides_it():
     request = AttentionParams(deterministic=True).request()
     on_cuda = request.changed(device_type="cuda")
     assert "only deterministic under" in {v.backend: v.refusal for v in explain(on_cuda)}["torch_sdpa"]
+
+
+@pytest.mark.skipif(MISSING is not None, reason=f"{MISSING}")
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"batch": 65535}, None),
+        ({"batch": 65536}, "65536 sequences > 65535, the most programs that CUDA starts there"),
+        ({"bias_shape": (4096, 16, 8, 8)}, None),
+        (
+            {"bias_shape": (4096, 16, 8, 8), "bias_gradient": True},
+            "65536 planes [s_q, s_kv] of a bias with a gradient > 65535, the most programs that CUDA starts there",
+        ),
+    ],
+)
+def test_our_kernels_refuse_what_their_grid_does_not_hold(fields, reason):
+    """CUDA's own words were "invalid argument"."""
+    asked = AttentionParams(qkv_dtype=torch.bfloat16).request()
+    asked = asked.changed(device_type="cuda", capability=(9, 0), needs_gradient=True, **fields)
+    assert triton.refuses(asked) == reason
 
 
 def question(seqlen: int, mask: str = "causal", dtype: torch.dtype = torch.bfloat16) -> AttentionRequest:

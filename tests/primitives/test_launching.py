@@ -29,6 +29,13 @@ def record(name: str, inputs: int, *outputs: Output | None, **rest) -> Launch:
     return Launch(_Kernel(name, inputs + len(outputs)), (1, 1, 1), outputs, (), (), 1, **rest)
 
 
+@pytest.mark.parametrize("grid", [(1, 65536, 1), (1, 1, 65536), (2**31, 1, 1)])
+def test_a_grid_that_cuda_does_not_start_is_refused_by_name(grid):
+    with pytest.raises(ValueError, match=rf"^one needs a grid of \({grid[0]}, .* at most .* split the batch"):
+        Launch(_Kernel("one", 1), grid, (), (), (), 1)
+    Launch(_Kernel("one", 1), (2**31 - 1, 65535, 65535), (), (), (), 1)
+
+
 @pytest.fixture
 def started(monkeypatch) -> list[tuple[str, list[torch.Tensor | None]]]:
     """(kernel, tensors) of every start; nothing is computed."""

@@ -33,6 +33,11 @@ _DTYPES = {E4M3.name: "float8_e4m3fn", E5M2.name: "float8_e5m2", E2M1.name: "uin
 
 _FAST_VERSIONS = ("3.6", "3.7", "3.8", "3.9")
 _DIRECT_VERSIONS = ("3.6",)
+LARGEST_GRID = (
+    2**31 - 1,
+    65535,
+    65535,
+)  # programs a dimension (CUDA C++ Programming Guide, compute capabilities)
 ALIGNMENT = 16  # bytes; Triton compiles a kernel anew for pointers that are not multiples of it
 
 
@@ -98,6 +103,8 @@ class Launch:
     tables      the inputs through which it reaches further tensors
     handles     the compiled kernel's starters, by what the record leaves open
     makers      what a framework keeps to make the outputs, by device
+
+    ValueError for a grid that CUDA does not start: see LARGEST_GRID.
     """
 
     kernel: Any
@@ -112,6 +119,14 @@ class Launch:
     tables: tuple[Table, ...] = ()
     handles: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False)
     makers: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        for extent, limit in zip(self.grid, LARGEST_GRID, strict=True):
+            if extent > limit:
+                raise ValueError(
+                    f"{self.kernel.fn.__name__} needs a grid of {self.grid} programs, CUDA starts at most "
+                    f"{LARGEST_GRID}; split the batch"
+                )
 
     @property
     def inputs(self) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .....common.dispatch import Backend
 from .....common.formats import ceil_div
-from .....common.kernels.launch import missing
+from .....common.kernels.launch import LARGEST_GRID, missing
 from ....runtime.launching import DTYPE_NAMES, perform, processors, run_into
 from ..dropout import random_state
 from ..passes import Passes
@@ -51,6 +51,12 @@ def refuses(r: AttentionRequest) -> str | None:
         return f"head size {max(r.shape.head_dim_qk, r.shape.head_dim_v)} > {limit} {kind} gradients"
     if r.shape.page_size and r.options.needs_gradient:
         return "a paged cache has no gradient"
+    planes = (
+        r.shape.bias_shape[0] * r.shape.bias_shape[1] if r.shape.bias_shape and r.options.bias_gradient else 0
+    )
+    if max(r.shape.batch, planes) > LARGEST_GRID[2]:
+        what = "sequences" if r.shape.batch >= planes else "planes [s_q, s_kv] of a bias with a gradient"
+        return f"{max(r.shape.batch, planes)} {what} > {LARGEST_GRID[2]}, the most programs that CUDA starts there"
     return None
 
 
