@@ -96,8 +96,8 @@ class Attention(CachedAttention, ABC):
 
     @abstractmethod
     def get_query_key_value_tensors(
-        self, hidden_states: Tensor, key_value_states: Tensor | None = None, output_gate: bool = False,
-        split_qkv: bool = True,
+        self, hidden_states: Tensor, key_value_states: Tensor | None = None, split_qkv: bool = True,
+        output_gate: bool = False,
     ) -> tuple[Any, ...]:  # fmt: skip
         """(q [s, b, heads, size], k, v [s, b, groups, size][, gate]); unsplit: (all of them, sizes of the parts)"""
 
@@ -120,7 +120,7 @@ class Attention(CachedAttention, ABC):
         packed_seq_params   where packed sequences begin; hidden_states are [t, 1, h] then
         sequence_len_offset int32 [b] tokens in the caches, under flash_decode
         """
-        context = inference_context if inference_params is None else inference_params
+        context = self._cache_of(inference_context if inference_params is None else inference_params)
         config = self.config
         if config.no_rope_freq and config.no_rope_freq[self.layer_number - 1]:
             rotary_pos_emb = rotary_pos_cos = rotary_pos_sin = rotary_pos_cos_sin = None
@@ -175,6 +175,20 @@ class Attention(CachedAttention, ABC):
         if packed:
             out = out.reshape(out.shape[0], 1, -1)
         return self.linear_proj(out if gate is None else _gated(out, gate))
+
+    def _cache_of(self, context: Any) -> Any:
+        """The context that this layer writes its keys to; None: none, they are those of its call.
+
+        Cross-attention sees the same keys in every step, and its layer's place in a static context is self-attention's.
+        """
+        if context is None or self.attention_type != "cross":
+            return context
+        if not context.is_static_batching():
+            raise ValueError(
+                "cross-attention with a context of pages: its queries come packed, request by request, keys and values "
+                "do not; give a static context, or none"
+            )
+        return None
 
     def _rotates_unsplit(self, rotary_pos_emb: Any, context: Any, packed: bool) -> bool:
         """Are queries and keys turned on their way out of the projection?"""
