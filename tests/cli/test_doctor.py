@@ -324,7 +324,7 @@ def test_it_runs_without_torch_and_without_the_command_line(tmp_path: Path):
 
 
 def test_packages_that_raise_whatever_it_be_are_named(tmp_path: Path):
-    """A damaged flash-attn raises what it likes, FlashAttention 4 lies deeper in, JAX may be asked for what it has not."""
+    """A damaged flash-attn raises what it likes, FlashAttention 4 lies deeper in, JAX may be asked for any platform."""
     installed_packages = {
         "flash_attn": ("flash-attn", "2.8.0", "__init__.py", "raise TypeError('no such operand')"),
         "flash_attn/cute": ("flash-attn-4", "4.0.0b36", "interface.py", "import a_part_that_is_missing"),

@@ -104,7 +104,9 @@ def gather() -> Environment:
     ours = (_usable(f"transformer_engine.{side}", failures) for side in ("pytorch", "jax"))
     gpu, jax_devices = (
         _asked(name, ask, failures) if usable else None
-        for usable, (name, ask) in zip(ours, (("torch.cuda", _gpu), ("jax.devices", _jax_devices)), strict=True)
+        for usable, (name, ask) in zip(
+            ours, (("torch.cuda", _gpu), ("jax.devices", _jax_devices)), strict=True
+        )
     )
     return Environment(
         python=sys.version_info[:2],
