@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import megatron_dynamic
 import torch
 import torch.distributed as dist
 
@@ -214,6 +215,13 @@ def own_generation() -> float:
     return (torch.stack(parts, 1) - last).abs().max().item()
 
 
+def own_dynamic_generation() -> float:
+    """The same with Megatron's dynamic context: three requests of different lengths in pages."""
+    tokens, *_ = batch()
+    prompts = [tokens[0, :7], tokens[1, :3], tokens[0, :11]]
+    return megatron_dynamic.worst_difference(model(LLAMA, ours=True).eval(), prompts)
+
+
 def extra_states() -> dict[str, bool]:
     """Extra states that were saved after Megatron replaced torch's loader of storages are loaded again."""
     gpt = model(TRAINED["delayed"])
@@ -305,6 +313,7 @@ CASES: dict[str, Callable[[], Any]] = {
         for name in ("float32", "llama", "qk_layernorm")
     },
     "own generation": own_generation,
+    "own dynamic generation": own_dynamic_generation,
     "extra_states": extra_states,
     "distributed_checkpoint": distributed_checkpoint,
     "permutation": permutation,

@@ -348,6 +348,16 @@ def test_what_it_cannot_do_is_refused_by_a_sentence():
         self_attention(replace(CONFIG, fused_single_qkv_rope=True))(hidden(), None)
 
 
+def test_offloading_that_only_megatron_s_layer_does_is_refused():
+    config = replace(CONFIG)
+    settings = {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn", "moe_act"]}
+    vars(config).update(settings)  # Megatron's config has them
+    with pytest.raises(ValueError, match=r"offload_modules=\['core_attn'\].*leave them out"):
+        self_attention(config)
+    vars(config)["offload_modules"] = ["moe_act"]
+    self_attention(config)
+
+
 def test_the_input_of_the_projection_is_kept_where_a_norm_is_computed_again():
     layer = self_attention()
     layer.set_for_recompute_input_layernorm()

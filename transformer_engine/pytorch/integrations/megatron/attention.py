@@ -36,6 +36,7 @@ class Attention(CachedAttention, ABC):
         pg_collection: Any = None, pp_layer_offset: int | None = None, name: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__(config=config)
+        _refuse_offloading(config)
         self.config = config
         self.layer_number, self._pp_layer_offset = layer_number, pp_layer_offset
         self.attn_mask_type, self.attention_type = attn_mask_type, attention_type
@@ -291,6 +292,17 @@ def save_original_input(linear: Any) -> None:
     if not hasattr(linear, "save_original_input"):
         raise ValueError(f"{type(linear).__name__} has no save_original_input; use this package's Linear")
     linear.save_original_input = True
+
+
+def _refuse_offloading(config: Any) -> None:
+    """ValueError where Megatron's fine-grained offloading is to move activations that only its own layer hands it."""
+    if setting(config, "fine_grained_activation_offloading", False):
+        ours = sorted({"qkv_linear", "core_attn", "attn_proj"} & set(config.offload_modules or ()))
+        if ours:
+            raise ValueError(
+                f"offload_modules={ours} under fine_grained_activation_offloading: this layer offloads none of them; "
+                "leave them out, or use Megatron-core's SelfAttention"
+            )
 
 
 def _gated(out: Tensor, gate: Tensor) -> Tensor:
