@@ -69,7 +69,7 @@ def test_recomputation_changes_no_bit(results):
     assert of(results, "recomputed") is True
 
 
-@pytest.mark.parametrize("case", ["float32", "llama", "qk_layernorm"])
+@pytest.mark.parametrize("case", ["float32", "llama", "qk_layernorm", "of a T5"])
 def test_our_attention_in_the_layer_spec_gives_megatron_s_logits_and_gradients(results, case):
     differences = of(results, f"own attention {case}")
     assert differences["logits"] <= 1e-6
