@@ -101,13 +101,8 @@ def gather() -> Environment:
     folder = Path(__file__).resolve().parents[2]
     distributions = _distributions()
     failures = _failures(distributions)
-    ours = (_usable(f"transformer_engine.{side}", failures) for side in ("pytorch", "jax"))
-    gpu, jax_devices = (
-        _asked(name, ask, failures) if usable else None
-        for usable, (name, ask) in zip(
-            ours, (("torch.cuda", _gpu), ("jax.devices", _jax_devices)), strict=True
-        )
-    )
+    gpu = _asked("transformer_engine.pytorch", "torch.cuda", _gpu, failures)
+    jax_devices = _asked("transformer_engine.jax", "jax.devices", _jax_devices, failures)
     return Environment(
         python=sys.version_info[:2],
         folder=str(folder),
@@ -168,8 +163,10 @@ def _failure(module: str) -> str | None:
         return optional.described(module, error)
 
 
-def _asked(name: str, ask: Callable[[], T], failures: dict[str, str]) -> T | None:
-    """What a library says of its devices; None, and the words among the failures, where it raises."""
+def _asked(ours: str, name: str, ask: Callable[[], T], failures: dict[str, str]) -> T | None:
+    """What a library says of its devices; None without our side of it, and where it raises, with a failure."""
+    if not _usable(ours, failures):
+        return None
     try:
         return ask()
     except Exception as error:

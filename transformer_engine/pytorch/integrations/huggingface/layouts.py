@@ -57,8 +57,8 @@ def _window(module: torch.nn.Module) -> int | None:
     window = getattr(module, "sliding_window", None)
     if not isinstance(window, int) or window <= 0:
         return None
-    kinds = getattr(getattr(module, "config", None), "layer_types", None)
-    index = getattr(module, "layer_idx", None)
+    kinds: Any = getattr(getattr(module, "config", None), "layer_types", None)
+    index: Any = getattr(module, "layer_idx", None)
     listed = isinstance(kinds, list | tuple) and isinstance(index, int) and index < len(kinds)
     whole = getattr(module, "is_sliding", None) is False or (listed and kinds[index] == "full_attention")
     return None if whole else window
