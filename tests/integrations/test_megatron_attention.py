@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -363,6 +364,28 @@ def test_the_input_of_the_projection_is_kept_where_a_norm_is_computed_again():
     layer.set_for_recompute_input_layernorm()
     assert layer.linear_qkv.save_original_input
     layer.run_realtime_tests()  # one rank agrees with itself
+
+
+@pytest.mark.parametrize("kind, group", [("tensor", "tp"), ("data", "dp")])
+def test_ranks_whose_norms_differ_are_named(kind, group, monkeypatch):
+    groups = SimpleNamespace(tp=None, cp=None, dp=None)
+    layer = self_attention(replace(CONFIG, qk_layernorm=True), pg_collection=groups)
+    setattr(groups, group, "two ranks")
+    wrong = [0.0]
+
+    def all_gather(theirs: list[torch.Tensor], mine: torch.Tensor, group: object) -> None:
+        assert group == "two ranks"
+        for rank, other in enumerate(theirs):
+            other.copy_(mine)
+            other[-1, 3] += wrong[0] * rank  # the last parameter is the bias of the keys' norm
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "all_gather", all_gather)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
+    layer.run_realtime_tests()
+    wrong[0] = 1e-3
+    with pytest.raises(RuntimeError, match=f"k_layernorm.bias of {kind}-parallel rank 1 are not this rank's"):
+        layer.run_realtime_tests()
 
 
 def in_steps(layer: SelfAttention, x: torch.Tensor, context: StaticContext, **rotary) -> torch.Tensor:
