@@ -26,9 +26,11 @@ test: check $(VENV)/.jax-plugin
 
 # Published clients of the original, as they are; without what they would bring along and do not need here.
 test-clients: $(VENV)/.test $(VENV)/.clients
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m clients tests/clients $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m clients tests/clients $(ARGS)
 
 $(VENV)/.clients: tests/clients/requirements.txt | $(VENV)/.test
+	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "the clients need Python 3.11 to 3.13; make PYTHON=python3.12 VENV=.venv312 test-clients"; exit 1; }
 	$(BIN)/python -m pip install --quiet --no-deps --ignore-requires-python -r $<
 	@touch $@
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -135,6 +136,22 @@ PROBLEMS = {
     "a broken flash-attn": (
         replace(H200, failures={"flash_attn": "importing flash_attn failed: ImportError: undefined symbol"}),
         ("flash-attention", "undefined symbol", "pip uninstall flash-attn"),
+    ),
+    "a broken FlashAttention 4": (
+        replace(H200, failures={"flash_attn.cute.interface": "importing flash_attn.cute.interface failed"}),
+        ("flash-attention", "flash_attn.cute.interface failed", "pip uninstall flash-attn-4"),
+    ),
+    "a driver that does not answer": (
+        replace(H200, gpu=Gpu(), failures={"torch.cuda": "torch.cuda raises RuntimeError: unknown error"}),
+        ("gpu", "torch.cuda raises RuntimeError: unknown error", "nvidia-smi"),
+    ),
+    "a platform that JAX has not": (
+        replace(
+            CPU,
+            distributions={**CPU.distributions, **JAX},
+            failures={"jax.devices": "jax.devices raises RuntimeError: Unknown backend cuda"},
+        ),
+        ("jax", "Unknown backend cuda", "JAX_PLATFORMS"),
     ),
     "a JAX out of range": (
         replace(CPU, distributions={**CPU.distributions, **JAX, **having(jax="0.13.0")}),
@@ -304,6 +321,37 @@ def test_it_runs_without_torch_and_without_the_command_line(tmp_path: Path):
     assert done.returncode == 1, done.stderr
     variables = [f for f in json.loads(done.stdout)["findings"] if f["check"] == "variables"]
     assert variables[0]["status"] == "problem" and "NVTE_DEBUG='maybe'" in variables[0]["said"]
+
+
+def test_packages_that_raise_whatever_it_be_are_named(tmp_path: Path):
+    """A damaged flash-attn raises what it likes, FlashAttention 4 lies deeper in, JAX may be asked for any platform."""
+    installed_packages = {
+        "flash_attn": ("flash-attn", "2.8.0", "__init__.py", "raise TypeError('no such operand')"),
+        "flash_attn/cute": ("flash-attn-4", "4.0.0b36", "interface.py", "import a_part_that_is_missing"),
+    }
+    findings = []
+    for number, (folder, (name, version, file, text)) in enumerate(installed_packages.items()):
+        site = tmp_path / str(number)
+        (site / folder).mkdir(parents=True)
+        (site / folder / file).write_text(text)
+        metadata = site / f"{name.replace('-', '_')}-{version}.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        done = subprocess.run(
+            [sys.executable, "-m", "transformer_engine", "doctor", "--json"],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, "PYTHONPATH": search_path(site), "JAX_PLATFORMS": "nosuch"},
+            cwd=tmp_path,
+        )
+        assert done.returncode == 1, done.stderr
+        findings += json.loads(done.stdout)["findings"]
+    problems = [finding["said"] for finding in findings if finding["status"] == "problem"]
+    assert any("flash_attn failed: TypeError: no such operand" in words for words in problems)
+    assert any("No module named 'a_part_that_is_missing'" in words for words in problems)
+    if importlib.util.find_spec("jax") is not None and importlib.util.find_spec("flax") is not None:
+        assert any(words.startswith("jax.devices raises") for words in problems)
 
 
 def test_an_unknown_option_is_refused(capsys: pytest.CaptureFixture[str]):

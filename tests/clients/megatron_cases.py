@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import megatron_dynamic
 import torch
 import torch.distributed as dist
 
@@ -190,6 +191,44 @@ def own_attention(settings: dict[str, Any]) -> dict[str, float]:
     }
 
 
+def t5(ours: bool) -> Any:
+    """An encoder and a decoder of two layers; ours: with our self- and cross-attention in Megatron's place."""
+    from megatron.core.models.T5 import t5_spec
+    from megatron.core.models.T5.t5_model import T5Model
+
+    from transformer_engine.pytorch.integrations.megatron import CrossAttention, SelfAttention
+
+    torch.manual_seed(0)
+    made = config()
+    encoder = copy.deepcopy(t5_spec.get_t5_encoder_with_transformer_engine_block_spec(2))
+    decoder = copy.deepcopy(t5_spec.get_t5_decoder_with_transformer_engine_block_spec(2))
+    for spec in (*encoder.layer_specs, *decoder.layer_specs) if ours else ():
+        spec.submodules.self_attention.module = SelfAttention
+    for spec in decoder.layer_specs if ours else ():
+        spec.submodules.cross_attention.module = CrossAttention
+    return T5Model(
+        made, made, encoder, decoder, VOCABULARY, LENGTH, position_embedding_type="learned_absolute"
+    )
+
+
+def own_cross_attention() -> dict[str, float]:
+    """Greatest differences of the losses and gradients of padded batches, with the same weights."""
+    theirs, ours = t5(False), t5(True)
+    ours.load_state_dict(theirs.state_dict())
+    source, target = batch()[0][:, :12], batch()[0][:, 12:21]
+    padded, whole = (torch.zeros(BATCH, 1, 1, length, dtype=torch.bool) for length in (12, 9))
+    padded[1, ..., 8:] = True
+    labels = torch.roll(target, -1, 1)
+    losses = [t(source, target, padded, None, (whole, padded), lm_labels=labels) for t in (theirs, ours)]
+    for loss in losses:
+        loss.float().mean().backward()
+    pairs = [(a.grad, b.grad) for a, b in zip(theirs.parameters(), ours.parameters(), strict=True)]
+    return {
+        "logits": (losses[0] - losses[1]).abs().max().item(),
+        "gradients": max((a - b).abs().max().item() for a, b in pairs if a is not None),
+    }
+
+
 def own_generation() -> float:
     """Greatest difference between logits of a step-by-step run with Megatron's static context and of one call."""
     from megatron.core.inference.contexts import StaticInferenceContext
@@ -212,6 +251,13 @@ def own_generation() -> float:
             context.sequence_len_offset = end
     last = whole[:, [19, 20, 21, LENGTH - 1]]
     return (torch.stack(parts, 1) - last).abs().max().item()
+
+
+def own_dynamic_generation() -> float:
+    """The same with Megatron's dynamic context: three requests of different lengths in pages."""
+    tokens, *_ = batch()
+    prompts = [tokens[0, :7], tokens[1, :3], tokens[0, :11]]
+    return megatron_dynamic.worst_difference(model(LLAMA, ours=True).eval(), prompts)
 
 
 def extra_states() -> dict[str, bool]:
@@ -304,7 +350,9 @@ CASES: dict[str, Callable[[], Any]] = {
         f"own attention {name}": lambda settings=TRAINED[name]: own_attention(settings)
         for name in ("float32", "llama", "qk_layernorm")
     },
+    "own attention of a T5": own_cross_attention,
     "own generation": own_generation,
+    "own dynamic generation": own_dynamic_generation,
     "extra_states": extra_states,
     "distributed_checkpoint": distributed_checkpoint,
     "permutation": permutation,

@@ -18,6 +18,7 @@ import pytest
 from support import programs
 from support.programs import search_path
 
+WITH_TORCH_211 = {"composer", "torchvision", "thunder", "looseversion", "physicsnemo", "warp", "pyvers"}
 ATTEMPTS = 3
 PATIENCE = 120  # seconds that a group of processes may take
 RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID", uuid.uuid4().hex)  # the same in all of pytest's processes
@@ -103,5 +104,8 @@ def run(program: str, needed: tuple[str, ...], folder: Path) -> str:
     """The program's output; skipped where what it needs is not installed."""
     absent = [name for name in needed if importlib.util.find_spec(name) is None]
     if absent:
-        pytest.skip(f"{', '.join(absent)} is not installed; `make test-clients` installs it")
+        how = "see tests/clients/requirements_torch211.txt"
+        if not set(absent) & WITH_TORCH_211:
+            how = "`make test-clients` installs it"
+        pytest.skip(f"{', '.join(absent)} is not installed; {how}")
     return output(["-c", program], folder)

@@ -159,6 +159,20 @@ def test_logits_and_gradients_are_the_stock_ones(family, way, side):
     assert all_computed(LAYERS)
 
 
+@pytest.mark.parametrize("side", list(PADDING))
+def test_layers_that_see_everything_do_so_though_each_knows_the_window(side):
+    """Exaone 4 gives every layer the model's sliding_window, and a mask only to those that slide."""
+    import transformers
+
+    torch.manual_seed(0)
+    kinds = ["sliding_attention", "full_attention"]
+    config = transformers.Exaone4Config(**GROUPED, sliding_window=4, layer_types=kinds)
+    model = transformers.Exaone4ForCausalLM._from_config(config, attn_implementation="sdpa").eval()
+    for mine, right in zip(grown(engine(model, "injected"), side), grown(model, side), strict=True):
+        torch.testing.assert_close(mine, right, **ATTENDED)
+    assert all_computed(LAYERS)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_wrong_window_would_be_seen(way):
     """The comparison above can fail: the same weights with another window are another model."""

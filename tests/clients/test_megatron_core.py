@@ -69,15 +69,16 @@ def test_recomputation_changes_no_bit(results):
     assert of(results, "recomputed") is True
 
 
-@pytest.mark.parametrize("case", ["float32", "llama", "qk_layernorm"])
+@pytest.mark.parametrize("case", ["float32", "llama", "qk_layernorm", "of a T5"])
 def test_our_attention_in_the_layer_spec_gives_megatron_s_logits_and_gradients(results, case):
     differences = of(results, f"own attention {case}")
     assert differences["logits"] <= 1e-6
     assert differences["gradients"] <= 1e-6
 
 
-def test_generation_with_megatron_s_static_context_is_the_full_computation(results):
-    assert of(results, "own generation") <= 1e-5
+@pytest.mark.parametrize("case", ["own generation", "own dynamic generation"], ids=["static", "dynamic"])
+def test_generation_with_megatron_s_contexts_is_the_full_computation(results, case):
+    assert of(results, case) <= 1e-5
 
 
 def test_extra_states_that_name_megatron_s_loader_are_loaded(results):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import processes
+import pytest
 
 PROGRAM = (
     "import os; print(os.getpid(), os.environ['RANK'], os.environ['WORLD_SIZE'], os.environ.get('WORD'))"
@@ -19,3 +22,12 @@ def test_a_program_runs_once_and_is_read_again():
 
 def test_the_first_rank_of_several_is_heard():
     assert processes.once(["-c", PROGRAM], 2).split()[1:3] == ["0", "2"]
+
+
+@pytest.mark.parametrize(
+    "package, how", [("thunder", "requirements_torch211.txt"), ("no_such_client", "`make test-clients`")]
+)
+def test_what_is_not_installed_is_skipped_with_the_file_that_names_it(package, how, tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(pytest.skip.Exception, match=f"{package} is not installed; .*{how}"):
+        processes.run("", (package,), tmp_path)

@@ -8,7 +8,7 @@ import pickle
 import pickletools
 import sys
 import types
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import pytest
@@ -207,22 +207,29 @@ def test_a_replaced_product_refuses_quantized_operands():
 
 
 @pytest.mark.parametrize("chosen", [None, recipe.MXFP8BlockScaling()])
+@pytest.mark.parametrize("place", ["the layer's file", "_common", "both"])
 @pytest.mark.parametrize("name", ["LayerNormLinear", "LayerNormMLP"])
-def test_a_replaced_norm_is_the_one_that_runs(name, chosen):
+def test_a_replaced_norm_is_the_one_that_runs(name, place, chosen):
+    """Megatron replaces it in the file that it is from and in those that import it."""
     file = {"LayerNormLinear": layernorm_linear, "LayerNormMLP": layernorm_mlp}[name]
+    files = {"the layer's file": [file], "_common": [_common], "both": [_common, file]}[place]
     torch.manual_seed(0)
     layer, x = LAYERS[name](normalization="RMSNorm"), torch.randn(32, 32, device=DEVICE, requires_grad=True)
-    calls = []
+    calls, original = [], _common.apply_normalization
 
     def counted(*args):
         calls.append(args[7])
-        return _common.apply_normalization(*args)
+        return original(*args)
 
     with te.autocast(enabled=chosen is not None, recipe=chosen):
         before = gradients(layer, x)
-        with replaced(file, "apply_normalization", counted):
+        with ExitStack() as stack:
+            for each in files:
+                stack.enter_context(replaced(each, "apply_normalization", counted))
             during = gradients(layer, x)
+        after = gradients(layer, x)
     assert calls == ["RMSNorm"]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(before, during, strict=True))
 
 

@@ -8,6 +8,7 @@ import logging
 import pickle
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -198,6 +199,25 @@ def test_the_window_of_a_layer_holds_where_no_mask_is_given():
     expected = layer(x, mask=causal(window=4))
     assert inject_te_attention_into_module(layer)
     torch.testing.assert_close(layer(x), expected, **ATTENDED)
+
+
+@pytest.mark.parametrize("said", ["is_sliding", "layer_types"])
+def test_a_layer_that_sees_everything_may_carry_the_windows_size(said):
+    """As in Exaone 4: every layer has sliding_window, and every fourth does not slide."""
+    stock = Model(Attention(), Attention())
+    for index, layer in enumerate(stock.layers):
+        layer.sliding_window, layer.layer_idx = 4, index
+        if said == "is_sliding":
+            layer.is_sliding = index == 0
+        else:
+            layer.config = SimpleNamespace(layer_types=["sliding_attention", "full_attention"])
+    injected = copy.deepcopy(stock)
+    inject_te_attention(injected)
+    x = tokens()
+    sliding = x + stock.layers[0](x, mask=causal(window=4))
+    expected = sliding + stock.layers[1](sliding)
+    torch.testing.assert_close(injected(x), expected, **ATTENDED)
+    assert counted(te_hits=2)
 
 
 def test_injecting_twice_changes_nothing():

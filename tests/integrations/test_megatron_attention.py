@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -216,6 +217,38 @@ def test_an_encoder_and_a_decoder_like_t5_are_those_of_torch():
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
+def test_cross_attention_leaves_the_caches_of_self_attention_alone():
+    """A decoder's layer hands one context to both: each step sees all of the other sequence and nothing twice."""
+    config = replace(CONFIG, num_query_groups=HEADS)
+    torch.manual_seed(0)
+    own = SelfAttention(config, self_attention_submodules(config), 1, AttnMaskType.causal).eval()
+    cross = CrossAttention(config, cross_attention_submodules(config), 1, AttnMaskType.no_mask).eval()
+    memory, target, context = hidden(length=7), hidden(length=4), StaticContext(2, 16)
+    given = {"key_value_states": memory}
+    parts: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+    with torch.no_grad():
+        expected = own(target, None)[0], cross(target, None, **given)[0]
+        for part in target.split((2, 1, 1)):
+            parts[0].append(own(part, None, inference_context=context)[0])
+            parts[1].append(cross(part, None, inference_context=context, **given)[0])
+            context.sequence_len_offset += len(part)
+        pages = PagedContext(2, 1, pages=8, page_size=4, groups=HEADS, size=SIZE)
+        pages.begin_step([2, 2])
+        with pytest.raises(ValueError, match="cross-attention with a context of pages"):
+            cross(target[:, :1], None, inference_context=pages, **given)
+    for found, whole in zip(parts, expected, strict=True):
+        torch.testing.assert_close(torch.cat(found), whole, rtol=1e-5, atol=1e-5)
+
+
+def test_projections_are_asked_for_in_the_order_of_arguments_that_is_documented():
+    """(hidden_states, key_value_states, split_qkv)"""
+    layer = self_attention()
+    mixed, sizes = layer.get_query_key_value_tensors(hidden(), None, False)
+    parts = layer.get_query_key_value_tensors(hidden(), None, True)
+    for whole, part in zip(mixed.split(sizes, dim=-1), parts, strict=True):
+        assert torch.equal(whole.reshape(part.shape), part)
+
+
 @pytest.mark.parametrize("groups", [HEADS, 2])
 def test_clipped_projections_keep_logits_below_the_threshold(groups):
     config = replace(
@@ -235,6 +268,43 @@ def test_clipped_projections_keep_logits_below_the_threshold(groups):
     assert torch.equal(layer.linear_qkv.weight.view(groups, -1, SIZE, HIDDEN)[:, -1], values)
     with pytest.raises(ValueError, match="qk_clip=False"):
         self_attention().clip_qk()
+
+
+@pytest.mark.parametrize("greatest", [-2.0, 0.0, -math.inf])
+def test_logits_that_are_not_positive_clip_nothing(greatest):
+    """A head whose queries and keys are opposed has a negative greatest logit, a head that sees no key -inf."""
+    layer = self_attention(replace(CONFIG, qk_clip=True, qk_clip_threshold=0.5))
+    before = layer.linear_qkv.weight.detach().clone()
+    layer.core_attention.current_max_attn_logits = torch.tensor([greatest] * HEADS)
+    layer.clip_qk()
+    assert torch.equal(layer.linear_qkv.weight, before)
+    layer.core_attention.current_max_attn_logits = torch.tensor([greatest, greatest, 2.0, 1.0])
+    layer.clip_qk()
+    first, second = layer.linear_qkv.weight.view(2, -1, HIDDEN)
+    expected = before.view(2, -1, HIDDEN)
+    assert torch.equal(first, expected[0])
+    torch.testing.assert_close(second[: 3 * SIZE], expected[1, : 3 * SIZE] / 2)  # (0.5 / 2.0)^0.5
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("scaling", [recipe.Float8CurrentScaling(), recipe.MXFP8BlockScaling()])
+def test_weights_of_codes_are_clipped(scaling):
+    wide = TransformerConfig(64, 4, num_query_groups=2, add_bias_linear=False, qk_clip=True, device="cpu")
+    config = replace(wide, qk_clip_threshold=0.5, params_dtype=torch.bfloat16)
+    torch.manual_seed(0)
+    with te.quantized_model_init(recipe=scaling):
+        layer = SelfAttention(config, self_attention_submodules(config), 1, AttnMaskType.causal)
+    layer.linear_qkv.weight.data.copy_(0.5 * torch.randn(layer.linear_qkv.weight.shape))
+    x = torch.randn(32, 2, 64).bfloat16()
+    greatest = []
+    for _ in range(2):
+        with te.autocast(recipe=scaling):
+            layer(x, None)
+        greatest.append(layer.core_attention.current_max_attn_logits.max())
+        layer.clip_qk()
+    assert isinstance(layer.linear_qkv.weight, te.QuantizedTensor)
+    assert greatest[0] > 5
+    assert greatest[1] == pytest.approx(0.5, rel=0.1)  # two roundings to 8 bits apart
 
 
 @pytest.mark.parametrize("norm", ["qk_layernorm", "qk_l2_norm"])
@@ -279,11 +349,43 @@ def test_what_it_cannot_do_is_refused_by_a_sentence():
         self_attention(replace(CONFIG, fused_single_qkv_rope=True))(hidden(), None)
 
 
+def test_offloading_that_only_megatron_s_layer_does_is_refused():
+    config = replace(CONFIG)
+    settings = {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn", "moe_act"]}
+    vars(config).update(settings)  # Megatron's config has them
+    with pytest.raises(ValueError, match=r"offload_modules=\['core_attn'\].*leave them out"):
+        self_attention(config)
+    vars(config)["offload_modules"] = ["moe_act"]
+    self_attention(config)
+
+
 def test_the_input_of_the_projection_is_kept_where_a_norm_is_computed_again():
     layer = self_attention()
     layer.set_for_recompute_input_layernorm()
     assert layer.linear_qkv.save_original_input
     layer.run_realtime_tests()  # one rank agrees with itself
+
+
+@pytest.mark.parametrize("kind, group", [("tensor", "tp"), ("data", "dp")])
+def test_ranks_whose_norms_differ_are_named(kind, group, monkeypatch):
+    groups = SimpleNamespace(tp=None, cp=None, dp=None)
+    layer = self_attention(replace(CONFIG, qk_layernorm=True), pg_collection=groups)
+    setattr(groups, group, "two ranks")
+    wrong = [0.0]
+
+    def all_gather(theirs: list[torch.Tensor], mine: torch.Tensor, group: object) -> None:
+        assert group == "two ranks"
+        for rank, other in enumerate(theirs):
+            other.copy_(mine)
+            other[-1, 3] += wrong[0] * rank  # the last parameter is the bias of the keys' norm
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "all_gather", all_gather)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
+    layer.run_realtime_tests()
+    wrong[0] = 1e-3
+    with pytest.raises(RuntimeError, match=f"k_layernorm.bias of {kind}-parallel rank 1 are not this rank's"):
+        layer.run_realtime_tests()
 
 
 def in_steps(layer: SelfAttention, x: torch.Tensor, context: StaticContext, **rotary) -> torch.Tensor:

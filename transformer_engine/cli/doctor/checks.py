@@ -14,7 +14,7 @@ from packaging.version import Version
 from ...common import extras, frameworks
 from . import clients
 from .clients import PACKAGE
-from .environment import Environment
+from .environment import FLASH4, Environment
 
 Status = Literal["good", "note", "problem"]
 
@@ -25,7 +25,7 @@ ORIGINALS = (
     "transformer-engine-cu12",
     "transformer-engine-cu13",
 )
-FLASH = {"flash_attn": "flash-attn", "flash_attn_interface": "flash-attn-3"}
+FLASH = {"flash_attn": "flash-attn", "flash_attn_interface": "flash-attn-3", FLASH4[0]: FLASH4[1]}
 REINSTALL = f"pip uninstall -y {PACKAGE} until none is left, then {extras.command('pytorch')}"
 
 
@@ -113,6 +113,9 @@ def _torch(e: Environment) -> Answer:
 
 def _jax(e: Environment) -> Answer:
     yield from _framework(e, frameworks.JAX)
+    if "jax.devices" in e.failures:
+        remedy = "unset JAX_PLATFORMS, or give it platforms that this machine has; cpu is always there"
+        yield "problem", e.failures["jax.devices"], remedy
     if e.jax_devices:
         if e.driver is not None and e.jax_devices == ("cpu",):
             words = "JAX computes on the CPU, although there is an NVIDIA driver"
@@ -141,7 +144,9 @@ def _framework(e: Environment, framework: frameworks.Framework) -> Answer:
 def _gpu(e: Environment) -> Answer:
     if e.version_of("torch") is None:
         return
-    if e.gpu.name is not None:
+    if "torch.cuda" in e.failures:
+        yield "problem", e.failures["torch.cuda"], "see that the driver runs: nvidia-smi names the GPU"
+    elif e.gpu.name is not None:
         words = f"{e.gpu.name}, compute capability {_dotted(e.gpu.capability)}, driver {e.driver}"
         yield "good", f"{words}, CUDA {_dotted(e.gpu.build)}", ""
         if e.gpu.capability < (8, 9):

@@ -11,15 +11,18 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
+from typing import TypeVar
 
 from packaging.utils import canonicalize_name
 
 from ..._version import __version__
 from ...common import env, optional
+
+T = TypeVar("T")
 
 # Modules whose import is tried where they are installed.
 TRIED = (
@@ -34,6 +37,8 @@ TRIED = (
     "transformer_engine.pytorch",
     "transformer_engine.jax",
 )
+# Tried where its distribution is installed: FlashAttention 4 is a folder of a package that others fill, too.
+FLASH4 = ("flash_attn.cute.interface", "flash-attn-4")
 _FRAMEWORK_OF = {"transformer_engine.pytorch": ("torch",), "transformer_engine.jax": ("jax", "flax")}
 _VERSION = re.compile(r"""__version__\s*=\s*["']([^"']+)""")
 
@@ -65,7 +70,7 @@ class Environment:
     distributions  by normalized name; several where the metadata of several versions is there
     copies         folder and version of other packages called transformer_engine on the path
     extension      the file that `import transformer_engine_torch` would load, None where there is none
-    failures       module: why its import fails, of those that are installed
+    failures       module: why its import fails, of those that are installed; torch.cuda, jax.devices: why they raise
     driver         version of NVIDIA's driver, None without one
     jax_devices    platforms of JAX's devices
     variables      what is wrong with an environment variable, None if nothing is
@@ -94,17 +99,20 @@ class Environment:
 def gather() -> Environment:
     """The environment of this process."""
     folder = Path(__file__).resolve().parents[2]
-    failures = _failures()
+    distributions = _distributions()
+    failures = _failures(distributions)
+    gpu = _asked("transformer_engine.pytorch", "torch.cuda", _gpu, failures)
+    jax_devices = _asked("transformer_engine.jax", "jax.devices", _jax_devices, failures)
     return Environment(
         python=sys.version_info[:2],
         folder=str(folder),
-        distributions=_distributions(),
+        distributions=distributions,
         copies=_copies(folder),
         extension=_extension(),
         failures=failures,
         driver=_driver(),
-        gpu=Gpu() if not _usable("transformer_engine.pytorch", failures) else _gpu(),
-        jax_devices=() if not _usable("transformer_engine.jax", failures) else _jax_devices(),
+        gpu=gpu or Gpu(),
+        jax_devices=jax_devices or (),
         variables=_variables(),
         cache=_cache(),
     )
@@ -140,9 +148,30 @@ def _extension() -> str | None:
     return None if spec is None else spec.origin
 
 
-def _failures() -> dict[str, str]:
-    tried = (module for module in TRIED if _there(module))
-    return {module: said for module in tried if (said := optional.failure(module)) is not None}
+def _failures(distributions: Mapping[str, tuple[Distribution, ...]]) -> dict[str, str]:
+    tried = [module for module in TRIED if _there(module)]
+    if FLASH4[1] in distributions:
+        tried.append(FLASH4[0])
+    return {module: said for module in tried if (said := _failure(module)) is not None}
+
+
+def _failure(module: str) -> str | None:
+    """Why the import of a module fails, with whatever a damaged package raises."""
+    try:
+        return optional.failure(module)
+    except Exception as error:
+        return optional.described(module, error)
+
+
+def _asked(ours: str, name: str, ask: Callable[[], T], failures: dict[str, str]) -> T | None:
+    """What a library says of its devices; None without our side of it, and where it raises, with a failure."""
+    if not _usable(ours, failures):
+        return None
+    try:
+        return ask()
+    except Exception as error:
+        failures[name] = f"{name} raises {type(error).__name__}: {' '.join(str(error).split())}"
+        return None
 
 
 def _there(module: str) -> bool:

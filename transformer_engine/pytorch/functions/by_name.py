@@ -34,7 +34,7 @@ def general_gemm(*args: Any, **kwargs: Any) -> Any:
 
 @dataclass(frozen=True)
 class NormByName:
-    """A Norm whose forward is the apply_normalization of a file."""
+    """A Norm whose forward is the apply_normalization of a file; where that is the original, of the file it is from."""
 
     norm: Norm
     file: ModuleType
@@ -43,7 +43,8 @@ class NormByName:
         self, x: Tensor, gamma: Tensor, beta: Tensor | None, cast: None = None
     ) -> tuple[Tensor, NormStatistics]:
         norm = self.norm
-        y, mean, rstdev = self.file.apply_normalization(
+        own = "apply_normalization" in self.file._replaced.names
+        y, mean, rstdev = (self.file if own else self.file._common).apply_normalization(
             x, None, gamma, beta, norm.eps, None, x.dtype, norm.kind, 0, norm.zero_centered
         )
         return y, NormStatistics(mean, rstdev)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...common.checks import one_of
 from ..functions.normalization import NORMALIZATIONS, Norm
+from ..runtime.replaceable import watched
 
 
 def apply_normalization(
@@ -34,3 +35,6 @@ def apply_normalization(
     if ln_out is not None:
         y = ln_out.copy_(y)
     return y if output_quantizer is None else output_quantizer(y), statistics.mean, statistics.rstdev
+
+
+_replaced = watched(__name__, {"apply_normalization": apply_normalization})

@@ -24,6 +24,7 @@ from ..functions.normalization import Norm
 from ..functions.weight_gradient import WeightGradientStore
 from ..runtime.device import canonical_device, is_meta
 from ..runtime.replaceable import watched
+from . import _common
 from ._common import apply_normalization
 from .arguments import check_arguments
 from .config import configured, early
@@ -181,7 +182,7 @@ class LayerNormLinear(ProductsModule):
         if inp.dtype != dtype:
             inp = inp.to(dtype)
         added = None if config.return_bias else bias
-        layer = _by_name if _replaced.names else norm_linear
+        layer = _by_name if _replaced.names or _common._replaced.names else norm_linear
         y, norm_output = layer(inp, gamma, beta, weight, added, spec)
         if not (config.return_bias or config.return_layernorm_output):
             return y
@@ -199,10 +200,11 @@ def _by_name(
 ) -> tuple[Tensor, Tensor | None]:
     """`norm_linear` by what stands in this file's names; products keep their formats where only the norm is another."""
     file = sys.modules[__name__]
-    if _replaced.names == {"apply_normalization"}:
+    names = _replaced.names | _common._replaced.names
+    if names == {"apply_normalization"}:
         named = changed(spec, norm=NormByName(spec.norm, file), way=APART)  # pyright: ignore[reportArgumentType]
         return norm_linear(inp, gamma, beta, weight, bias, named)
-    refuse_quantized(spec.linear, _replaced.names, "LayerNormLinear")
+    refuse_quantized(spec.linear, names, "LayerNormLinear")
     records = torch.is_grad_enabled()
     y = called_by_name(_LayerNormLinear, records, inp, gamma, beta, weight, bias, spec, file)
     return y if spec.returns_norm_output else (y, None)

@@ -21,6 +21,7 @@ from ..functions.weight_gradient import WeightGradientStore
 from ..primitives.activation import ACTIVATIONS, ActivationParams
 from ..runtime.device import canonical_device, is_meta
 from ..runtime.replaceable import watched
+from . import _common
 from ._common import apply_normalization
 from .arguments import check_arguments
 from .config import configured
@@ -234,7 +235,7 @@ class LayerNormMLP(ProductsModule):
         )
         if is_first_microbatch is not None:
             spec = self._with_cached_weights(spec, is_first_microbatch)
-        if _replaced.names:
+        if _replaced.names or _common._replaced.names:
             spec = _with_norm_by_name(spec)
         dtype = spec.fc1.dtype
         if fc1_bias is not None and fc2_bias is not None:

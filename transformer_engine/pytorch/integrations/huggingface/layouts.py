@@ -49,9 +49,19 @@ def layout_of(module: torch.nn.Module) -> Layout | None:
     if min(found) < 1 or heads % groups:
         return None
     scale = next((s for name in _SCALE if isinstance(s := getattr(module, name, None), float)), None)
+    return Layout(heads, groups, size, size_v, size**-0.5 if scale is None else scale, _window(module))
+
+
+def _window(module: torch.nn.Module) -> int | None:
+    """The module's sliding window; None too where it has the model's, and says that its own layer sees everything."""
     window = getattr(module, "sliding_window", None)
-    window = window if isinstance(window, int) and window > 0 else None
-    return Layout(heads, groups, size, size_v, size**-0.5 if scale is None else scale, window)
+    if not isinstance(window, int) or window <= 0:
+        return None
+    kinds: Any = getattr(getattr(module, "config", None), "layer_types", None)
+    index: Any = getattr(module, "layer_idx", None)
+    listed = isinstance(kinds, list | tuple) and isinstance(index, int) and index < len(kinds)
+    whole = getattr(module, "is_sliding", None) is False or (listed and kinds[index] == "full_attention")
+    return None if whole else window
 
 
 def out_features(projection: object) -> int | None:

@@ -36,6 +36,7 @@ class Attention(CachedAttention, ABC):
         pg_collection: Any = None, pp_layer_offset: int | None = None, name: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__(config=config)
+        _refuse_offloading(config)
         self.config = config
         self.layer_number, self._pp_layer_offset = layer_number, pp_layer_offset
         self.attn_mask_type, self.attention_type = attn_mask_type, attention_type
@@ -96,8 +97,8 @@ class Attention(CachedAttention, ABC):
 
     @abstractmethod
     def get_query_key_value_tensors(
-        self, hidden_states: Tensor, key_value_states: Tensor | None = None, output_gate: bool = False,
-        split_qkv: bool = True,
+        self, hidden_states: Tensor, key_value_states: Tensor | None = None, split_qkv: bool = True,
+        output_gate: bool = False,
     ) -> tuple[Any, ...]:  # fmt: skip
         """(q [s, b, heads, size], k, v [s, b, groups, size][, gate]); unsplit: (all of them, sizes of the parts)"""
 
@@ -120,7 +121,7 @@ class Attention(CachedAttention, ABC):
         packed_seq_params   where packed sequences begin; hidden_states are [t, 1, h] then
         sequence_len_offset int32 [b] tokens in the caches, under flash_decode
         """
-        context = inference_context if inference_params is None else inference_params
+        context = self._cache_of(inference_context if inference_params is None else inference_params)
         config = self.config
         if config.no_rope_freq and config.no_rope_freq[self.layer_number - 1]:
             rotary_pos_emb = rotary_pos_cos = rotary_pos_sin = rotary_pos_cos_sin = None
@@ -175,6 +176,20 @@ class Attention(CachedAttention, ABC):
         if packed:
             out = out.reshape(out.shape[0], 1, -1)
         return self.linear_proj(out if gate is None else _gated(out, gate))
+
+    def _cache_of(self, context: Any) -> Any:
+        """The context that this layer writes its keys to; None: none, they are those of its call.
+
+        Cross-attention sees the same keys in every step, and its layer's place in a static context is self-attention's.
+        """
+        if context is None or self.attention_type != "cross":
+            return context
+        if not context.is_static_batching():
+            raise ValueError(
+                "cross-attention with a context of pages: its queries come packed, request by request, keys and values "
+                "do not; give a static context, or none"
+            )
+        return None
 
     def _rotates_unsplit(self, rotary_pos_emb: Any, context: Any, packed: bool) -> bool:
         """Are queries and keys turned on their way out of the projection?"""
@@ -277,6 +292,17 @@ def save_original_input(linear: Any) -> None:
     if not hasattr(linear, "save_original_input"):
         raise ValueError(f"{type(linear).__name__} has no save_original_input; use this package's Linear")
     linear.save_original_input = True
+
+
+def _refuse_offloading(config: Any) -> None:
+    """ValueError where Megatron's fine-grained offloading is to move activations that only its own layer hands it."""
+    if setting(config, "fine_grained_activation_offloading", False):
+        ours = sorted({"qkv_linear", "core_attn", "attn_proj"} & set(config.offload_modules or ()))
+        if ours:
+            raise ValueError(
+                f"offload_modules={ours} under fine_grained_activation_offloading: this layer offloads none of them; "
+                "leave them out, or use Megatron-core's SelfAttention"
+            )
 
 
 def _gated(out: Tensor, gate: Tensor) -> Tensor:

@@ -18,8 +18,8 @@ class Heads(NamedTuple):
 
 
 def factors(greatest: Tensor, threshold: float, groups: int) -> Tensor:
-    """min(1, threshold / greatest logit) [groups] of logits [heads]."""
-    return (threshold / greatest.view(groups, -1).amax(dim=1)).clamp(max=1.0)
+    """min(1, threshold / greatest logit) [groups] of logits [heads], which may be negative: then it is 1."""
+    return threshold / greatest.view(groups, -1).amax(dim=1).clamp(min=threshold)
 
 
 def clip(weight: Tensor, factor: Tensor, alpha: float, heads: Heads) -> None:

@@ -39,8 +39,8 @@ class CrossAttention(Attention):
         )
 
     def get_query_key_value_tensors(
-        self, hidden_states: Tensor, key_value_states: Tensor | None = None, output_gate: bool = False,
-        split_qkv: bool = True,
+        self, hidden_states: Tensor, key_value_states: Tensor | None = None, split_qkv: bool = True,
+        output_gate: bool = False,
     ) -> tuple[Any, ...]:  # fmt: skip
         if key_value_states is None:
             raise ValueError("key_value_states is None; give the sequence that keys and values are made of")

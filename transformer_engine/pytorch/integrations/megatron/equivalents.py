@@ -155,7 +155,7 @@ def process_groups(given: Any) -> Any:
                 raise ValueError(f"pg_collection has no {name} group; make one with tp and cp")
         return given
     if _ProcessGroups is not None and torch.distributed.is_initialized():
-        return _ProcessGroups.use_mpu_process_groups(required_pgs=["tp", "cp"])
+        return _ProcessGroups.use_mpu_process_groups(required_pgs=["tp", "cp", "dp"])
     return ProcessGroups()
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...functions.split_along import SplitAlongDim
+from ...tensor import QuantizedTensor
 from . import clipping
 from .attention import Attention, save_original_input
 from .equivalents import AttnMaskType, built, ranks_of, setting
@@ -58,8 +59,8 @@ class SelfAttention(Attention):
         )
 
     def get_query_key_value_tensors(
-        self, hidden_states: Tensor, key_value_states: Tensor | None = None, output_gate: bool = False,
-        split_qkv: bool = True,
+        self, hidden_states: Tensor, key_value_states: Tensor | None = None, split_qkv: bool = True,
+        output_gate: bool = False,
     ) -> tuple[Any, ...]:  # fmt: skip
         mixed, _ = self.linear_qkv(hidden_states)
         size, groups = self.hidden_size_per_attention_head, self.num_query_groups_per_partition
@@ -126,8 +127,9 @@ class SelfAttention(Attention):
     def clip_qk(self) -> None:
         """Where a head's logits passed qk_clip_threshold, scale its group's queries and its key back; then forget them.
 
-        Queries go by factor^qk_clip_alpha and keys by the rest of factor = threshold / logit, in the weight and in the
-        optimizer's copy (weight.main_param).
+        Queries go by factor^qk_clip_alpha and keys by the rest of factor = threshold / logit, in the weight (of codes:
+        its values are scaled and quantized again) and in the optimizer's copy (weight.main_param). Biases stay, as in
+        Megatron-core.
         """
         config = self.config
         if not config.qk_clip:
@@ -153,4 +155,9 @@ class SelfAttention(Attention):
         groups = self.num_query_groups_per_partition
         each = self.num_attention_heads_per_partition // groups
         heads = clipping.Heads(groups, each, each * self._gates, self.hidden_size_per_attention_head)
-        clipping.clip(weight, factor, self.config.qk_clip_alpha, heads)
+        if not isinstance(weight, QuantizedTensor):
+            clipping.clip(weight, factor, self.config.qk_clip_alpha, heads)
+            return
+        values = weight.dequantize()
+        clipping.clip(values, factor, self.config.qk_clip_alpha, heads)
+        weight.copy_(values)
