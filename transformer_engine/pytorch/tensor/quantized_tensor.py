@@ -8,12 +8,13 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Sequence
+from math import prod
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ..runtime.checks import values_dtype
+from ..runtime.checks import extents, values_dtype
 from ..runtime.device import canonical_device
 from . import aten, initial_values
 from .columns import OUT_OF_DATE, remake_columns
@@ -141,7 +142,15 @@ class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
             canonical_device(
                 device
             )  # the payload says where the tensor lies; a device that is none is a fault
+        values_dtype("dtype", dtype)
         storage = cls.STORAGE(**payload, dtype=dtype)  # pyright: ignore[reportCallIssue]
+        if shape is not None:
+            extents("shape", shape)
+            if prod(shape) != prod(storage.shape):
+                raise ValueError(
+                    f"shape={tuple(shape)} is of {prod(shape)} values, the payload of {tuple(storage.shape)}; give the "
+                    "shape of the payload's values, or None"
+                )
         return cls.from_storage(storage, shape=shape, requires_grad=requires_grad)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # the storage's constructor must not run again
