@@ -39,6 +39,8 @@ ABSENT = {
     'core_attention_bias_type="alibi", with alibi_slopes or without',
     "transformer_engine.pytorch.attention.get_alibi": "give te.DotProductAttention "
     'core_attention_bias_type="alibi", with alibi_slopes or without',
+    "transformer_engine.pytorch.dot_product_attention": "the package is transformer_engine.pytorch.attention."
+    "dot_product_attention; use te.DotProductAttention and te.InferenceParams",
     "transformer_engine.pytorch.ep": "expert parallelism over symmetric memory; exchange tokens with "
     "torch.distributed.all_to_all_single round te.moe_permute (docs/experts.md)",
     "transformer_engine.pytorch.export": "export to ONNX; convert the weights (docs/checkpoints.md) and export "
@@ -57,11 +59,16 @@ ABSENT = {
 
 
 def sentence(name: str) -> str:
-    """What is missing and what to use, for a dotted name."""
+    """What is missing and what to use, for a dotted name: by its beginning, else by its last part."""
     for start, words in ABSENT.items():
         if f"{name}.".startswith(f"{start}."):
             return f"{name} is not in this package, {__version__}: {words}"
     place, _, last = name.rpartition(".")
+    # The original has a name in more modules than the one that its row gives, and more than one in older versions.
+    for start, words in ABSENT.items():
+        framework = ".".join(start.split(".")[:2])
+        if start.endswith(f".{last}") and place.startswith(framework):
+            return f"{name} is not in this package, {__version__}: {words}"
     return (
         f"{place} has no {last!r} in this package, {__version__}; docs/support.md lists what there is, and "
         f"dir({place}) its names"
@@ -69,7 +76,10 @@ def sentence(name: str) -> str:
 
 
 def answer_in(package: str) -> None:
-    """Every module below a package that has been imported says what it lacks."""
+    """Every module below a package that has been imported says what it lacks.
+
+    One that is imported later says so by a `getter` of its own.
+    """
     for name, module in list(sys.modules.items()):
         if f"{name}.".startswith(f"{package}.") and "__getattr__" not in vars(module):
             vars(module)["__getattr__"] = getter(name)

@@ -76,4 +76,4 @@ globals().update(tensor.EXPORTS | quantization.availability())
 __getattr__ = absent.getter(
     __name__, {"cpp_extensions": lambda: importlib.import_module(f"{__name__}.cpp_extensions")}
 )
-absent.answer_in(__name__)
+absent.answer_in("transformer_engine")
