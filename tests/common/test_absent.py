@@ -44,6 +44,12 @@ NAMES = {
     (ATTENTION, "GatedDeltaNetAttention"): "an experimental attention of cuDNN",
     ("transformer_engine.pytorch", "dot_product_attention"): "use te.DotProductAttention",
     ("transformer_engine.jax.flax.moe", "PermutationBackend"): "leave the argument out",
+    ("transformer_engine.jax", "ShardingResource"): "in a MeshResource",
+    ("transformer_engine.jax.sharding", "ShardingType"): "in a MeshResource",
+    ("transformer_engine.jax", "update_fp8_metas"): "te.update_collections",
+    ("transformer_engine.jax.moe", "get_moe_recv_capacity_per_rank"): "leave the capacity out",
+    ("transformer_engine.jax.ep", "EpLayerConfig"): "ep_bootstrap answers the EpConfig",
+    ("transformer_engine.pytorch.distributed", "FullyShardedDataParallel"): "prepare_te_modules_for_fsdp",
 }
 
 

@@ -104,7 +104,7 @@ def test_an_identity_quantizer_converts_to_its_dtype(device):
     quantizer = te.IdentityQuantizer(dtype=torch.bfloat16)
     made = quantizer(x)
     made.float().sum().backward()
-    assert made.dtype == torch.bfloat16 and torch.equal(x.grad, torch.ones_like(x))
+    assert x.grad is not None and made.dtype == torch.bfloat16 and torch.equal(x.grad, torch.ones_like(x))
     assert torch.equal(made.dequantize(), x.detach().bfloat16())
     empty = quantizer.make_empty((32, 64), device=device)
     quantizer.update_quantized(x.detach(), empty)
@@ -120,6 +120,7 @@ def test_a_layer_multiplies_what_identity_quantizers_converted(device):
     with te.autocast(recipe=CustomRecipe(qfactory=lambda role: te.IdentityQuantizer(dtype=torch.bfloat16))):
         y = layer(x)
     y.backward(torch.ones_like(y))
+    assert x.grad is not None
     x16, w16 = x.detach().bfloat16().float(), layer.weight.detach().bfloat16().float()
     ones = torch.ones(32, 32, device=device)
     assert y.dtype == x.grad.dtype == torch.float32
@@ -154,3 +155,61 @@ def test_settings_of_four_over_six_are_taken_as_they_are_by_default():
     for changed in ({"nvfp4_e4m3_max": 256}, {"nvfp4_4over6_err_mode": "MSE"}):
         with pytest.raises(ValueError, match="settings of nvfp4_use_4over6, which is not implemented"):
             te.NVFP4Quantizer(E2M1, **changed)
+
+
+# The parts of every class, in the order of the page.
+BLOCKS = "rowwise_data rowwise_scale_inv columnwise_data columnwise_scale_inv"
+PARTS = {
+    "Float8Tensor": "data fp8_scale_inv fp8_dtype data_transpose quantizer",
+    "MXFP8Tensor": f"{BLOCKS} fp8_dtype quantizer",
+    "Float8BlockwiseQTensor": f"{BLOCKS} fp8_dtype quantizer is_2D_scaled",
+    "NVFP4Tensor": f"{BLOCKS} amax_rowwise amax_columnwise fp4_dtype quantizer",
+}
+QUANTIZERS = {
+    "Float8Tensor": lambda device: te.Float8CurrentScalingQuantizer(E4M3, device),
+    "MXFP8Tensor": lambda device: te.MXFP8Quantizer(E4M3),
+    "Float8BlockwiseQTensor": lambda device: te.Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True),
+    "NVFP4Tensor": lambda device: te.NVFP4Quantizer(E2M1),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_make_the_tensor_and_the_storage_that_they_are_of(device, name):
+    whole = QUANTIZERS[name](device)(values(device, 128, 128))
+    known = whole.get_metadata()
+    given = {keyword: known[keyword] for keyword in PARTS[name].split()}
+    made = getattr(te, name)(shape=whole.shape, dtype=whole.dtype, requires_grad=False, **given)
+    assert torch.equal(made.dequantize(), whole.dequantize()) and made.get_usages() == whole.get_usages()
+    storage = getattr(te, f"{name}Storage")(*given.values())
+    assert torch.equal(storage.dequantize(), whole.dequantize())
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_by_place_are_refused_by_their_keywords(device, name):
+    codes = torch.zeros(128, 128, dtype=torch.uint8, device=device)
+    first = PARTS[name].split()[0]
+    for given in ((codes, codes), (codes, codes, None, None, E4M3, None), ((128, 128), torch.float32, codes)):
+        with pytest.raises(TypeError, match=f"{name} takes shape and dtype by place .*{first}="):
+            getattr(te, name)(*given)
+
+
+def test_parts_of_two_formats_by_place_are_refused_by_their_keywords(device):
+    _, rows, columns = parts(device)
+    with pytest.raises(
+        TypeError, match="by keyword: rowwise_storage=.., columnwise_storage=.., quantizer=.."
+    ):
+        te.HybridQuantizedTensor((32, 64), torch.float32, rows, columns, None)
+
+
+def test_the_abstract_tensor_says_that_it_has_no_payload():
+    with pytest.raises(TypeError, match="QuantizedTensor names no STORAGE"):
+        te.QuantizedTensor((2, 2), torch.float32, requires_grad=False, device=None)
+
+
+def test_objects_and_saved_tensors_in_the_wrong_order_are_refused(device):
+    storage = te.MXFP8Quantizer(E4M3)(values(device, 32, 64)).as_storage()
+    tensors, objects = te.prepare_for_saving(storage, torch.ones(2, device=device))
+    with pytest.raises(TypeError, match="tensors holds a Tensor; give the objects that prepare_for_saving"):
+        te.restore_from_saved(tensors, objects)  # pyright: ignore[reportArgumentType]
+    restored, ones = te.restore_from_saved(objects, tensors)
+    assert restored is storage and ones is tensors[-1]

@@ -7,6 +7,7 @@ import importlib
 from . import requirements  # isort: skip
 from .. import common as common
 from ..common import absent
+from ..common import recipe as recipe
 from ..common.dispatch import use_backend
 from . import float8_tensor as float8_tensor
 from . import fp8 as fp8

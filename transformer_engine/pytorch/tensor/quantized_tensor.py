@@ -6,6 +6,7 @@ The wrapper presents the nominal shape and dtype. What an operation does with it
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 from collections.abc import Sequence
 from math import prod
@@ -71,6 +72,11 @@ def restore_from_saved(
     for storage in tensors:
         if storage is None:
             restored.append(saved.pop(0))
+        elif isinstance(storage, Tensor):
+            raise TypeError(
+                f"tensors holds a {type(storage).__name__}; give the objects that prepare_for_saving returned second, "
+                "then the saved tensors"
+            )
         else:
             saved = storage.restore_from_saved(saved)
             restored.append(storage)
@@ -111,6 +117,22 @@ def storage_of(tensor: QuantizedTensor) -> QuantizedTensorStorage:
     return cls.STORAGE(**tensors, **constants)
 
 
+def _check_named(cls: type[QuantizedTensor], by_place: tuple[Any, ...]) -> None:
+    """TypeError for a class without a payload, and for parts of a payload that are not given by their keywords."""
+    if not hasattr(cls, "STORAGE"):
+        raise TypeError(
+            f"{cls.__name__} names no STORAGE, the class of its payload; let what a custom quantizer makes be a "
+            "QuantizedTensorStorage"
+        )
+    if len(by_place) > 2 or any(isinstance(value, Tensor) for value in by_place):
+        known = inspect.signature(cls.STORAGE).parameters.values()
+        named = [p.name for p in known if p.kind is not p.VAR_KEYWORD and p.name != "dtype"]
+        keywords = ", ".join(f"{name}=.." for name in named)
+        raise TypeError(
+            f"{cls.__name__} takes shape and dtype by place and nothing else; give its payload by keyword: {keywords}"
+        )
+
+
 def _dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Of values that lie row after row."""
     if len(shape) == 2:
@@ -133,11 +155,12 @@ class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
         cls,
         shape: Sequence[int] | None = None,
         dtype: torch.dtype = torch.float32,
-        *,
+        *parts: Any,
         requires_grad: bool = False,
         device: torch.device | str | None = None,
         **payload: Any,
     ) -> QuantizedTensor:
+        _check_named(cls, (shape, dtype, *parts))
         if device is not None:
             canonical_device(
                 device
