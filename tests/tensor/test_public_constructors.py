@@ -196,7 +196,7 @@ def test_parts_by_place_are_refused_by_their_keywords(device, name):
 def test_parts_of_two_formats_by_place_are_refused_by_their_keywords(device):
     _, rows, columns = parts(device)
     with pytest.raises(
-        TypeError, match="by keyword: rowwise_storage=.., columnwise_storage=.., quantizer=.."
+        TypeError, match=r"by keyword: rowwise_storage=\.\., columnwise_storage=\.\., quantizer="
     ):
         te.HybridQuantizedTensor((32, 64), torch.float32, rows, columns, None)
 

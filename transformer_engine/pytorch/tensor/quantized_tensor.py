@@ -6,19 +6,17 @@ The wrapper presents the nominal shape and dtype. What an operation does with it
 from __future__ import annotations
 
 import copy
-import inspect
-import itertools
 from collections.abc import Sequence
-from math import prod
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ..runtime.checks import extents, values_dtype
+from ..runtime.checks import values_dtype
 from ..runtime.device import canonical_device
 from . import aten, initial_values
 from .columns import OUT_OF_DATE, remake_columns
+from .construction import check_keywords, check_objects, check_shape, dense_strides
 from .storage.fsdp import (
     DerivedTensors,
     GatheredPayload,
@@ -67,16 +65,12 @@ def restore_from_saved(
     return_saved_tensors: bool = False,
 ) -> list[Any] | tuple[list[Any], list[Tensor | None]]:
     """Put the flat tensors back into the objects, in order; the unused rest is returned on request."""
+    check_objects(tensors)
     saved = list(saved_tensors)
     restored: list[Any] = []
     for storage in tensors:
         if storage is None:
             restored.append(saved.pop(0))
-        elif isinstance(storage, Tensor):
-            raise TypeError(
-                f"tensors holds a {type(storage).__name__}; give the objects that prepare_for_saving returned second, "
-                "then the saved tensors"
-            )
         else:
             saved = storage.restore_from_saved(saved)
             restored.append(storage)
@@ -117,32 +111,6 @@ def storage_of(tensor: QuantizedTensor) -> QuantizedTensorStorage:
     return cls.STORAGE(**tensors, **constants)
 
 
-def _check_named(cls: type[QuantizedTensor], by_place: tuple[Any, ...]) -> None:
-    """TypeError for a class without a payload, and for parts of a payload that are not given by their keywords."""
-    if not hasattr(cls, "STORAGE"):
-        raise TypeError(
-            f"{cls.__name__} names no STORAGE, the class of its payload; let what a custom quantizer makes be a "
-            "QuantizedTensorStorage"
-        )
-    if len(by_place) > 2 or any(isinstance(value, Tensor) for value in by_place):
-        known = inspect.signature(cls.STORAGE).parameters.values()
-        named = [p.name for p in known if p.kind is not p.VAR_KEYWORD and p.name != "dtype"]
-        keywords = ", ".join(f"{name}=.." for name in named)
-        raise TypeError(
-            f"{cls.__name__} takes shape and dtype by place and nothing else; give its payload by keyword: {keywords}"
-        )
-
-
-def _dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Of values that lie row after row."""
-    if len(shape) == 2:
-        return (max(shape[1], 1), 1)
-    if not len(shape):
-        return ()
-    extents = (max(extent, 1) for extent in reversed(shape[1:]))
-    return tuple(itertools.accumulate(extents, int.__mul__, initial=1))[::-1]
-
-
 class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
     """A tensor of nominal shape and dtype with a quantized payload.
 
@@ -160,20 +128,14 @@ class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
         device: torch.device | str | None = None,
         **payload: Any,
     ) -> QuantizedTensor:
-        _check_named(cls, (shape, dtype, *parts))
+        check_keywords(cls, (shape, dtype, *parts))
         if device is not None:
             canonical_device(
                 device
             )  # the payload says where the tensor lies; a device that is none is a fault
         values_dtype("dtype", dtype)
         storage = cls.STORAGE(**payload, dtype=dtype)  # pyright: ignore[reportCallIssue]
-        if shape is not None:
-            extents("shape", shape)
-            if prod(shape) != prod(storage.shape):
-                raise ValueError(
-                    f"shape={tuple(shape)} is of {prod(shape)} values, the payload of {tuple(storage.shape)}; give the "
-                    "shape of the payload's values, or None"
-                )
+        check_shape(shape, storage.shape)
         return cls.from_storage(storage, shape=shape, requires_grad=requires_grad)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # the storage's constructor must not run again
@@ -192,7 +154,7 @@ class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
         self = torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
             cls,
             shape,
-            strides=_dense_strides(shape),
+            strides=dense_strides(shape),
             dtype=storage.dtype,
             device=storage.device,
             requires_grad=requires_grad,

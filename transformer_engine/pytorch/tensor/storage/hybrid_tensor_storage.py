@@ -16,7 +16,8 @@ from ....common.formats import TensorFormat
 from ...primitives.operand import Operand
 from ...primitives.quantize import Quantized
 from ..axis import COLS
-from .quantized_tensor_storage import QuantizedTensorStorage, Rebuild, Writer, nominal_dtype
+from .nominal_dtype import nominal_dtype
+from .quantized_tensor_storage import QuantizedTensorStorage, Rebuild, Writer
 
 __all__ = ["HybridQuantizedTensorStorage"]
 

@@ -13,7 +13,8 @@ from ...primitives.operand import Operand, plain
 from ...primitives.quantize import Quantized
 from ...runtime.checks import floating
 from ..axis import COLS
-from .quantized_tensor_storage import QuantizedTensorStorage, Writer, nominal_dtype, plain_matrix
+from .nominal_dtype import nominal_dtype
+from .quantized_tensor_storage import QuantizedTensorStorage, Writer, plain_matrix
 
 __all__ = ["IdentityTensorStorage"]
 

@@ -29,16 +29,6 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     return (prod(shape[:-1]), shape[-1]) if len(shape) else (1, 1)
 
 
-def nominal_dtype(fake_dtype: torch.dtype | None, dtype: torch.dtype | None) -> torch.dtype | None:
-    """The dtype that a storage presents, which the original's pages call fake_dtype; None where neither is given."""
-    if fake_dtype is None:
-        return dtype
-    values_dtype("fake_dtype", fake_dtype)
-    if dtype is not None and dtype is not fake_dtype:
-        raise ValueError(f"fake_dtype={fake_dtype} and dtype={dtype} are one setting; give one of them")
-    return fake_dtype
-
-
 def plain_matrix(tensor: Tensor) -> Tensor:
     """Values [..., K] -> [rows, K], plain."""
     if isinstance(tensor, QuantizedTensorStorage):
@@ -309,11 +299,9 @@ class QuantizedTensorStorage:
         self, rowwise_data: bool = True, columnwise_data: bool = True
     ) -> Tensor | tuple[Tensor | None, ...] | None:
         """The code tensors: one when one direction is named, else (row-wise, column-wise)."""
-        # Values that serve both directions belong to neither.
-        (rowwise, *_), (columnwise, *_) = (
-            self._dropped(*direction) or tuple(self.TENSORS) for direction in ((True, False), (False, True))
-        )
-        chosen = [rowwise] * rowwise_data + [columnwise] * columnwise_data
+        every = tuple(self.TENSORS)  # values that serve both directions belong to neither
+        rowwise, columnwise = self._dropped(True, False) or every, self._dropped(False, True) or every
+        chosen = [rowwise[0]] * rowwise_data + [columnwise[0]] * columnwise_data
         found = tuple(getattr(self, name) for name in chosen)
         return found[0] if len(found) == 1 else found
 
