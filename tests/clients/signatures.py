@@ -344,7 +344,8 @@ TOP = """
     DType DelayedScalingRequest ManualOffloadSynchronizer common deinterleave_glu_tensor interleave_glu_tensor
     HybridQuantizedTensor HybridQuantizedTensorStorage HybridQuantizer IdentityQuantizer
     IdentityTensor IdentityTensorStorage QuantizerRequest QuantizerRole RotaryPositionEmbedding attention constants
-    cpp_extensions distributed float8_tensor fp8 module quantization quantized_tensor restore_from_func_ctx tensor
+    cpp_extensions distributed float8_tensor fp8 module quantization quantized_tensor recipe restore_from_func_ctx
+    tensor
 """
 
 STATE_ATTRIBUTES = """

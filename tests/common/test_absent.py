@@ -18,6 +18,7 @@ USE = {
     "transformer_engine.pytorch.ep": "torch.distributed.all_to_all_single",
     "transformer_engine.pytorch.custom_recipes.quantization": "recipe.CustomRecipe",
 }
+ATTENTION = "transformer_engine.pytorch.attention"
 NAMES = {
     ("transformer_engine", "debug"): "use te.observe",
     ("transformer_engine", "nothing"): "docs/support.md",
@@ -26,6 +27,29 @@ NAMES = {
     ("transformer_engine.pytorch.fp8", "nothing"): r"dir\(transformer_engine.pytorch.fp8\)",
     ("transformer_engine.pytorch.module.linear", "nothing"): "docs/support.md",
     ("transformer_engine_torch", "nothing"): "docs/support.md",
+    # Modules that nothing imports before they are asked for.
+    ("transformer_engine.pytorch.cpu_offload_v1", "nothing"): "docs/support.md",
+    ("transformer_engine.pytorch.custom_recipes", "quantization_nvfp4"): "recipe.CustomRecipe",
+    ("transformer_engine.pytorch.custom_recipes.gemm", "custom_gemm"): "recipe.CustomRecipe",
+    ("transformer_engine.pytorch.custom_recipes.quantizer_factories", "nothing"): "recipe.CustomRecipe",
+    ("transformer_engine.jax.debug.experimental", "nothing"): "docs/support.md",
+    ("transformer_engine.jax.flax.module", "nothing"): "docs/support.md",
+    ("transformer_engine.jax.version_utils", "nothing"): "docs/support.md",
+    ("transformer_engine.common.formats", "nothing"): "docs/support.md",
+    # Names that a row gives in one of the modules that have them in the original.
+    (f"{ATTENTION}.dot_product_attention.backends", "FusedAttention"): "te.explain says which",
+    (f"{ATTENTION}.dot_product_attention.backends", "FlashAttention"): "te.explain says which",
+    (f"{ATTENTION}.dot_product_attention", "FusedAttention"): "te.explain says which",
+    (f"{ATTENTION}.multi_head_attention", "UnfusedDotProductAttention"): "te.explain says which",
+    (ATTENTION, "GatedDeltaNetAttention"): "an experimental attention of cuDNN",
+    ("transformer_engine.pytorch", "dot_product_attention"): "use te.DotProductAttention",
+    ("transformer_engine.jax.flax.moe", "PermutationBackend"): "leave the argument out",
+    ("transformer_engine.jax", "ShardingResource"): "in a MeshResource",
+    ("transformer_engine.jax.sharding", "ShardingType"): "in a MeshResource",
+    ("transformer_engine.jax", "update_fp8_metas"): "te.update_collections",
+    ("transformer_engine.jax.moe", "get_moe_recv_capacity_per_rank"): "leave the capacity out",
+    ("transformer_engine.jax.ep", "EpLayerConfig"): "ep_bootstrap answers the EpConfig",
+    ("transformer_engine.pytorch.distributed", "FullyShardedDataParallel"): "prepare_te_modules_for_fsdp",
 }
 
 
@@ -43,6 +67,11 @@ def test_a_name_that_is_imported_says_so_too(module: str, name: str):
         exec(f"from {module} import {name}")
     assert type(raised.value) is ImportError and raised.value.name == module
     assert name in str(raised.value)
+
+
+def test_a_name_of_one_framework_says_nothing_of_the_other():
+    with pytest.raises(ImportError, match=r"docs/support\.md"):
+        exec("from transformer_engine.jax.attention import FusedAttention")
 
 
 def test_a_name_behind_many_others_is_seen_as_an_import():

@@ -21,6 +21,19 @@ PACKAGES = ("transformer_engine", "transformer_engine_torch", "transformer_engin
 # What the original has and this package lacks, by the beginning of its name: what it is, and what to use.
 ABSENT = {
     "transformer_engine.debug": "the original's inspection of tensors; use te.observe (docs/observe.md)",
+    "transformer_engine.jax.MajorShardingType": "of the original's first versions; name the axes of the mesh in a "
+    "MeshResource",
+    "transformer_engine.jax.ShardingResource": "of the original's first versions; name the axes of the mesh in a "
+    "MeshResource",
+    "transformer_engine.jax.ShardingType": "of the original's first versions; name the axes of the mesh in a "
+    "MeshResource",
+    "transformer_engine.jax.ep.EpLayerConfig": "ep_bootstrap answers the EpConfig that ep_dispatch and ep_combine take",
+    "transformer_engine.jax.moe.get_moe_recv_capacity_per_rank": "te.moe.moe sizes its own buffers; leave the "
+    "capacity out",
+    "transformer_engine.jax.moe.record_ep_bootstrap_signature_for_moe": "te.moe.moe needs no "
+    "ep_bootstrap; leave it out",
+    "transformer_engine.jax.update_fp8_metas": "of the original's first versions; scales are renewed by the gradient "
+    "of their collection, see te.update_collections",
     "transformer_engine.jax.moe.PermutationBackend": "the rows of experts are put in order in one way; leave the "
     "argument out",
     "transformer_engine.tensorflow": "given up by the original; use transformer_engine.pytorch, or .jax",
@@ -39,6 +52,10 @@ ABSENT = {
     'core_attention_bias_type="alibi", with alibi_slopes or without',
     "transformer_engine.pytorch.attention.get_alibi": "give te.DotProductAttention "
     'core_attention_bias_type="alibi", with alibi_slopes or without',
+    "transformer_engine.pytorch.dot_product_attention": "the package is transformer_engine.pytorch.attention."
+    "dot_product_attention; use te.DotProductAttention and te.InferenceParams",
+    "transformer_engine.pytorch.distributed.FullyShardedDataParallel": "wrap the model in that of "
+    "torch.distributed.fsdp, then call prepare_te_modules_for_fsdp",
     "transformer_engine.pytorch.ep": "expert parallelism over symmetric memory; exchange tokens with "
     "torch.distributed.all_to_all_single round te.moe_permute (docs/experts.md)",
     "transformer_engine.pytorch.export": "export to ONNX; convert the weights (docs/checkpoints.md) and export "
@@ -57,11 +74,16 @@ ABSENT = {
 
 
 def sentence(name: str) -> str:
-    """What is missing and what to use, for a dotted name."""
+    """What is missing and what to use, for a dotted name: by its beginning, else by its last part."""
     for start, words in ABSENT.items():
         if f"{name}.".startswith(f"{start}."):
             return f"{name} is not in this package, {__version__}: {words}"
     place, _, last = name.rpartition(".")
+    # The original has a name in more modules than the one that its row gives, and more than one in older versions.
+    for start, words in ABSENT.items():
+        framework = ".".join(start.split(".")[:2])
+        if start.endswith(f".{last}") and place.startswith(framework):
+            return f"{name} is not in this package, {__version__}: {words}"
     return (
         f"{place} has no {last!r} in this package, {__version__}; docs/support.md lists what there is, and "
         f"dir({place}) its names"
@@ -69,7 +91,10 @@ def sentence(name: str) -> str:
 
 
 def answer_in(package: str) -> None:
-    """Every module below a package that has been imported says what it lacks."""
+    """Every module below a package that has been imported says what it lacks.
+
+    One that is imported later says so by a `getter` of its own.
+    """
     for name, module in list(sys.modules.items()):
         if f"{name}.".startswith(f"{package}.") and "__getattr__" not in vars(module):
             vars(module)["__getattr__"] = getter(name)

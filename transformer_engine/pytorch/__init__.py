@@ -7,6 +7,7 @@ import importlib
 from . import requirements  # isort: skip
 from .. import common as common
 from ..common import absent
+from ..common import recipe as recipe
 from ..common.dispatch import use_backend
 from . import float8_tensor as float8_tensor
 from . import fp8 as fp8
@@ -76,4 +77,4 @@ globals().update(tensor.EXPORTS | quantization.availability())
 __getattr__ = absent.getter(
     __name__, {"cpp_extensions": lambda: importlib.import_module(f"{__name__}.cpp_extensions")}
 )
-absent.answer_in(__name__)
+absent.answer_in("transformer_engine")

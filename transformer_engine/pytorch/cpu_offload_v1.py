@@ -1,5 +1,6 @@
 """Alias of transformer_engine.pytorch.cpu_offload, under the name of the original's first form."""
 
+from ..common import absent
 from .cpu_offload import (
     AsyncDoubleBufferGroupOffloadHandler,
     CPUOffloadEnabled,
@@ -21,3 +22,5 @@ __all__ = [
     "is_cpu_offload_enabled",
     "mark_activation_offload",
 ]
+
+__getattr__ = absent.getter(__name__)

@@ -1,5 +1,6 @@
 """Modules of dense layers and norms, at the original's path."""
 
+from ...common import absent
 from .base import TransformerEngineBase
 from .dense_general import DenseGeneral
 from .layernorm_dense_general import LayerNormDenseGeneral
@@ -18,3 +19,5 @@ __all__ = [
     "_apply_low_rank_adaptation",
     "_normalize_axes",
 ]
+
+__getattr__ = absent.getter(__name__)

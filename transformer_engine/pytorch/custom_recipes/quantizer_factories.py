@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import cache
 
+from ...common import absent
 from ...common.recipe import (
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -34,6 +35,8 @@ __all__ = [
     "mxfp8_factory",
     "nvfp4_factory",
 ]
+
+__getattr__ = absent.getter(__name__)
 
 
 def high_precision_factory(role: QuantizerRole | None) -> Quantizer:

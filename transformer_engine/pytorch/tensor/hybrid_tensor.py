@@ -64,7 +64,10 @@ class HybridQuantizer(Quantizer):
         if columnwise:
             source = rows.dequantize(dtype=tensor.dtype) if of_rows and rows is not None else tensor
             columns = self.columnwise_quantizer.encode(source, False, True, noop_flag=noop_flag)
-        return HybridQuantizedTensorStorage.of(rows if rowwise else None, columns, self, tensor.dtype)
+        rows = rows if rowwise else None
+        return HybridQuantizedTensorStorage(
+            rowwise_storage=rows, columnwise_storage=columns, quantizer=self, dtype=tensor.dtype
+        )
 
     def wrap(self, storage: QuantizedTensorStorage, *, requires_grad: bool = False) -> HybridQuantizedTensor:
         return HybridQuantizedTensor.from_storage(storage, requires_grad=requires_grad)
@@ -79,7 +82,9 @@ class HybridQuantizer(Quantizer):
 
         rows = part(self.rowwise_quantizer, True) if self.rowwise_usage else None
         columns = part(self.columnwise_quantizer, False) if self.columnwise_usage else None
-        return HybridQuantizedTensorStorage.of(rows, columns, self, dtype)
+        return HybridQuantizedTensorStorage(
+            rowwise_storage=rows, columnwise_storage=columns, quantizer=self, dtype=dtype
+        )
 
     def calibrate(self, tensor: Tensor) -> None:
         self.rowwise_quantizer.calibrate(tensor)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..primitives.operand import plain
+from ..runtime.checks import values_dtype
 from .quantized_tensor import QuantizedTensor
 from .quantizer import Matrix, Operands, Quantizer
 from .storage.identity_tensor_storage import IdentityTensorStorage
@@ -18,21 +19,32 @@ __all__ = ["IdentityQuantizer", "IdentityTensor", "IdentityTensorStorage"]
 
 
 class IdentityQuantizer(Quantizer):
-    """Holds high-precision values where a quantized tensor is expected."""
+    """Holds high-precision values where a quantized tensor is expected, converted to dtype (None: as they are).
+
+    TypeError for a dtype that is not of floating-point values.
+    """
 
     is_identity = True
+    dtype: torch.dtype | None = None  # of pickles that do not say
 
-    def __init__(self, *, rowwise: bool = True, columnwise: bool = True):
+    def __init__(self, *, dtype: torch.dtype | None = None, rowwise: bool = True, columnwise: bool = True):
         super().__init__(rowwise=rowwise, columnwise=columnwise)
+        if dtype is not None:
+            values_dtype("dtype", dtype)
+            self.dtype, self.is_identity = dtype, False
+
+    def _converted(self, values: Tensor) -> Tensor:
+        return values if self.dtype is None else values.detach().to(self.dtype)
 
     def encode(
         self, tensor: Tensor, rowwise: bool, columnwise: bool, *, noop_flag: Tensor | None = None
     ) -> IdentityTensorStorage:
         if isinstance(tensor, QuantizedTensorStorage):
             tensor = tensor.decode(tensor.dtype)
-        return IdentityTensorStorage(tensor, quantizer=self, dtype=tensor.dtype)
+        return IdentityTensorStorage(hp_data=self._converted(tensor), quantizer=self)
 
     def operands(self, matrix: Tensor, rowwise: bool, columnwise: bool) -> Operands:
+        matrix = self._converted(matrix)
         return Operands(plain(matrix), Matrix(matrix))
 
     def wrap(self, storage: QuantizedTensorStorage, *, requires_grad: bool = False) -> IdentityTensor:
@@ -41,11 +53,12 @@ class IdentityQuantizer(Quantizer):
     def empty(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None, pin_memory: bool
     ) -> IdentityTensorStorage:
-        values = torch.empty(shape, dtype=dtype, device=device, pin_memory=pin_memory)
-        return IdentityTensorStorage(values, quantizer=self, dtype=dtype)
+        held = dtype if self.dtype is None else self.dtype
+        values = torch.empty(shape, dtype=held, device=device, pin_memory=pin_memory)
+        return IdentityTensorStorage(hp_data=values, quantizer=self)
 
     def _configuration(self) -> Hashable:
-        return ()
+        return self.dtype
 
 
 class IdentityTensor(QuantizedTensor, IdentityTensorStorage):
@@ -64,7 +77,7 @@ def _make_identity_tensor_in_reduce_ex(
     data: Tensor, dtype: torch.dtype, shape: Sequence[int], quantizer: Quantizer | None = None
 ) -> IdentityTensor:
     """An IdentityTensor from its pickle."""
-    return IdentityTensor(shape, dtype, data=data, quantizer=quantizer)  # pyright: ignore[reportReturnType]
+    return IdentityTensor(shape, dtype, hp_data=data, quantizer=quantizer)  # pyright: ignore[reportReturnType]
 
 
 PICKLED = (_make_identity_tensor_in_reduce_ex,)

@@ -94,6 +94,8 @@ class NVFP4Quantizer(ReducesMaximum, BlockScalingQuantizer):
         stochastic_rounding: bool = False,
         row_scaled_nvfp4: bool = False,
         nvfp4_use_4over6: bool = False,
+        nvfp4_e4m3_max: int = 448,
+        nvfp4_4over6_err_mode: str = "MAE",
         with_random_sign_mask: bool = True,
     ):
         for name, value in (
@@ -112,6 +114,11 @@ class NVFP4Quantizer(ReducesMaximum, BlockScalingQuantizer):
             raise ValueError(
                 f"row_scaled_nvfp4={row_scaled_nvfp4}, nvfp4_use_4over6={nvfp4_use_4over6}: neither variant is "
                 "implemented; leave both False"
+            )
+        if nvfp4_e4m3_max != 448 or nvfp4_4over6_err_mode != "MAE":
+            raise ValueError(
+                f"nvfp4_e4m3_max={nvfp4_e4m3_max!r}, nvfp4_4over6_err_mode={nvfp4_4over6_err_mode!r} are settings of "
+                'nvfp4_use_4over6, which is not implemented; leave them 448 and "MAE"'
             )
         if with_rht and not with_post_rht_amax:
             raise ValueError(

@@ -6,7 +6,6 @@ The wrapper presents the nominal shape and dtype. What an operation does with it
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -17,6 +16,7 @@ from ..runtime.checks import values_dtype
 from ..runtime.device import canonical_device
 from . import aten, initial_values
 from .columns import OUT_OF_DATE, remake_columns
+from .construction import check_keywords, check_objects, check_shape, dense_strides
 from .storage.fsdp import (
     DerivedTensors,
     GatheredPayload,
@@ -65,6 +65,7 @@ def restore_from_saved(
     return_saved_tensors: bool = False,
 ) -> list[Any] | tuple[list[Any], list[Tensor | None]]:
     """Put the flat tensors back into the objects, in order; the unused rest is returned on request."""
+    check_objects(tensors)
     saved = list(saved_tensors)
     restored: list[Any] = []
     for storage in tensors:
@@ -110,16 +111,6 @@ def storage_of(tensor: QuantizedTensor) -> QuantizedTensorStorage:
     return cls.STORAGE(**tensors, **constants)
 
 
-def _dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Of values that lie row after row."""
-    if len(shape) == 2:
-        return (max(shape[1], 1), 1)
-    if not len(shape):
-        return ()
-    extents = (max(extent, 1) for extent in reversed(shape[1:]))
-    return tuple(itertools.accumulate(extents, int.__mul__, initial=1))[::-1]
-
-
 class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
     """A tensor of nominal shape and dtype with a quantized payload.
 
@@ -132,16 +123,19 @@ class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
         cls,
         shape: Sequence[int] | None = None,
         dtype: torch.dtype = torch.float32,
-        *,
+        *parts: Any,
         requires_grad: bool = False,
         device: torch.device | str | None = None,
         **payload: Any,
     ) -> QuantizedTensor:
+        check_keywords(cls, (shape, dtype, *parts))
         if device is not None:
             canonical_device(
                 device
             )  # the payload says where the tensor lies; a device that is none is a fault
+        values_dtype("dtype", dtype)
         storage = cls.STORAGE(**payload, dtype=dtype)  # pyright: ignore[reportCallIssue]
+        check_shape(shape, storage.shape)
         return cls.from_storage(storage, shape=shape, requires_grad=requires_grad)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # the storage's constructor must not run again
@@ -160,7 +154,7 @@ class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
         self = torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
             cls,
             shape,
-            strides=_dense_strides(shape),
+            strides=dense_strides(shape),
             dtype=storage.dtype,
             device=storage.device,
             requires_grad=requires_grad,

@@ -333,7 +333,7 @@ class Calibrating(Quantizer):
         self, tensor: Tensor, rowwise: bool, columnwise: bool, *, noop_flag: Tensor | None = None
     ) -> IdentityTensorStorage:
         self.quantizer.calibrate(tensor)
-        return IdentityTensorStorage(tensor, dtype=tensor.dtype)
+        return IdentityTensorStorage(hp_data=tensor)
 
     def operands(self, matrix: Tensor, rowwise: bool, columnwise: bool) -> Operands:
         self.quantizer.calibrate(matrix)
@@ -345,7 +345,8 @@ class Calibrating(Quantizer):
     def empty(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None, pin_memory: bool
     ) -> IdentityTensorStorage:
-        return IdentityTensorStorage(torch.empty(shape, dtype=dtype, device=device, pin_memory=pin_memory))
+        values = torch.empty(shape, dtype=dtype, device=device, pin_memory=pin_memory)
+        return IdentityTensorStorage(hp_data=values)
 
     def _configuration(self) -> Hashable:
         return self.quantizer

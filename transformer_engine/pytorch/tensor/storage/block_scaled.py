@@ -18,7 +18,7 @@ from ...constants import DType
 from ...primitives.operand import Operand
 from ...primitives.quantize import Quantized, dequantize, torch_dtype
 from ..axis import COLS, ROWS
-from ..elements import element_of
+from ..elements import element_number, element_of
 from .quantized_tensor_storage import QuantizedTensorStorage, Writer, matrix_shape
 
 
@@ -91,7 +91,7 @@ class BlockScaledStorage(QuantizedTensorStorage):
         """Keep (codes, scales) of both directions, and what every block-scaled storage knows of them."""
         self._rowwise_data, self._rowwise_scale_inv = rowwise
         self._columnwise_data, self._columnwise_scale_inv = columnwise
-        setattr(self, self.ELEMENT, element if type(element) is DType else DType(element))
+        setattr(self, self.ELEMENT, element if type(element) is DType else element_number(element))
         self._quantizer = quantizer
         self._dtype = dtype
 

@@ -13,7 +13,7 @@ from ...constants import DType
 from ...primitives.operand import Operand
 from ...primitives.quantize import Quantized, dequantize
 from ..axis import COLS, ROWS
-from ..elements import float8_dtype
+from ..elements import float8_dtype, float8_number
 from .quantized_tensor_storage import QuantizedTensorStorage, Writer, matrix_shape
 
 __all__ = ["Float8TensorStorage"]
@@ -43,7 +43,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
         self._data = data
         self._transpose = data_transpose
         self._scale_inv = fp8_scale_inv
-        self._fp8_dtype = fp8_dtype if type(fp8_dtype) is DType else DType(fp8_dtype)
+        self._fp8_dtype = fp8_dtype if type(fp8_dtype) is DType else float8_number(fp8_dtype)
         self._quantizer = quantizer
         self._dtype = dtype
 

@@ -25,6 +25,7 @@ __all__ = ["GroupedTensorStorage"]
 # serves both directions, so it lies in the buffer of each that there is.
 _BUFFERS = {
     "data": "rowwise_data",
+    "hp_data": "rowwise_data",
     "rowwise_data": "rowwise_data",
     "data_transpose": "columnwise_data",
     "columnwise_data": "columnwise_data",

@@ -16,6 +16,7 @@ from ....common.formats import TensorFormat
 from ...primitives.operand import Operand
 from ...primitives.quantize import Quantized
 from ..axis import COLS
+from .nominal_dtype import nominal_dtype
 from .quantized_tensor_storage import QuantizedTensorStorage, Rebuild, Writer
 
 __all__ = ["HybridQuantizedTensorStorage"]
@@ -23,10 +24,20 @@ __all__ = ["HybridQuantizedTensorStorage"]
 _SLOTS = 6  # NVFP4 has the most tensors
 _ROWWISE = tuple(f"_rowwise_{i}" for i in range(_SLOTS))
 _COLUMNWISE = tuple(f"_columnwise_{i}" for i in range(_SLOTS))
+_REBUILDS = ("rowwise_rebuild", "columnwise_rebuild")
+_SLOT_KEYWORDS = (*_REBUILDS, *(name.lstrip("_") for name in (*_ROWWISE, *_COLUMNWISE)))
 
 
 class HybridQuantizedTensorStorage(QuantizedTensorStorage):
-    """Two storages of one direction each."""
+    """Two storages of one direction each: value [..., K] = that of the row-wise part, or of the only part.
+
+    rowwise_storage      the part that products along the last dimension read
+    columnwise_storage   the part that products along the rows read, of the same shape
+    quantizer            what writes into this storage; None: nothing can
+    fake_dtype           the nominal dtype, which `dtype` names too; None: that of the first part
+
+    ValueError for no part, parts of two shapes or devices, and a part without data of its direction.
+    """
 
     TENSORS = {name: name.lstrip("_") for name in (*_ROWWISE, *_COLUMNWISE)}
     CONSTANTS = {
@@ -39,41 +50,34 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
     def __init__(
         self,
         *,
-        rowwise_rebuild: Rebuild | None = None,
-        columnwise_rebuild: Rebuild | None = None,
+        rowwise_storage: QuantizedTensorStorage | None = None,
+        columnwise_storage: QuantizedTensorStorage | None = None,
         quantizer: Writer | None = None,
-        dtype: torch.dtype = torch.float32,
-        **slots: Tensor | None,
+        fake_dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None = None,
+        **slots: Any,  # the parts as `flatten` took them apart: numbered tensors, and what makes storages of them
     ):
+        parts = {"rowwise_storage": rowwise_storage, "columnwise_storage": columnwise_storage}
+        nominal = nominal_dtype(fake_dtype, dtype)
+        if not slots:
+            whole = _agreed(parts)
+            nominal = whole.dtype if nominal is None else nominal
+            slots = {}
+            for part, names, rebuild in zip(parts.values(), (_ROWWISE, _COLUMNWISE), _REBUILDS, strict=True):
+                tensors, slots[rebuild] = ((), None) if part is None else part.as_storage().flatten()
+                slots |= {name.lstrip("_"): tensor for name, tensor in zip(names, tensors, strict=False)}
+        for name in slots:
+            if name not in _SLOT_KEYWORDS:
+                raise TypeError(
+                    f"{type(self).__name__} has no {name!r}; give rowwise_storage, columnwise_storage, quantizer and "
+                    "fake_dtype"
+                )
         for name, keyword in self.TENSORS.items():
             setattr(self, name, slots.get(keyword))
-        self._rowwise_rebuild = rowwise_rebuild
-        self._columnwise_rebuild = columnwise_rebuild
+        self._rowwise_rebuild = slots.get("rowwise_rebuild")
+        self._columnwise_rebuild = slots.get("columnwise_rebuild")
         self._quantizer = quantizer
-        self._dtype = dtype
-
-    @classmethod
-    def of(
-        cls,
-        rowwise: QuantizedTensorStorage | None,
-        columnwise: QuantizedTensorStorage | None,
-        quantizer: Writer | None,
-        dtype: torch.dtype,
-    ) -> HybridQuantizedTensorStorage:
-        """The two parts as one storage."""
-        slots: dict[str, Tensor | None] = {}
-        rebuilds: list[Rebuild | None] = []
-        for part, names in ((rowwise, _ROWWISE), (columnwise, _COLUMNWISE)):
-            tensors, rebuild = ((), None) if part is None else part.flatten()
-            rebuilds.append(rebuild)
-            slots |= {name.lstrip("_"): tensor for name, tensor in zip(names, tensors, strict=False)}
-        return cls(
-            rowwise_rebuild=rebuilds[0],
-            columnwise_rebuild=rebuilds[1],
-            quantizer=quantizer,
-            dtype=dtype,
-            **slots,
-        )
+        self._dtype = torch.float32 if nominal is None else nominal
 
     @property
     def rowwise_storage(self) -> QuantizedTensorStorage | None:
@@ -135,7 +139,12 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
                 (quantized.codes_t, columnwise, constants["columnwise_rebuild"]),
             )
         ]
-        return cls.of(parts[0], parts[1], constants["quantizer"], constants["dtype"])
+        return cls(
+            rowwise_storage=parts[0],
+            columnwise_storage=parts[1],
+            quantizer=constants["quantizer"],
+            dtype=constants["dtype"],
+        )
 
     def get_usages(self) -> dict[str, bool]:
         return {
@@ -155,7 +164,12 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         views = [None if part is None else part.viewed(shape) for part in parts]
         if any(part is not None and view is None for part, view in zip(parts, views, strict=True)):
             return None
-        return HybridQuantizedTensorStorage.of(views[0], views[1], self._quantizer, self._dtype)
+        return HybridQuantizedTensorStorage(
+            rowwise_storage=views[0],
+            columnwise_storage=views[1],
+            quantizer=self._quantizer,
+            dtype=self._dtype,
+        )
 
     def byte_layout(self) -> tuple[Any, ...]:
         parts = (self.rowwise_storage, self.columnwise_storage)
@@ -164,3 +178,35 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
     def row_granularity(self) -> int:
         parts = (self.rowwise_storage, self.columnwise_storage)
         return max(part.row_granularity() for part in parts if part is not None)
+
+
+def _agreed(parts: dict[str, QuantizedTensorStorage | None]) -> QuantizedTensorStorage:
+    """The first part, after a check that the parts are storages of one tensor, each with its direction."""
+    given = {name: part for name, part in parts.items() if part is not None}
+    if not given:
+        raise ValueError(
+            "HybridQuantizedTensorStorage holds no data; give rowwise_storage, columnwise_storage or both"
+        )
+    first_name, first = next(iter(given.items()))
+    for name, part in given.items():
+        if not isinstance(part, QuantizedTensorStorage):
+            raise TypeError(
+                f"{name} is a {type(part).__name__}; give a QuantizedTensorStorage, for example "
+                "te.IdentityTensorStorage(hp_data=..) of plain values"
+            )
+        if len(part.TENSORS) > _SLOTS:
+            raise TypeError(
+                f"{name} is a {type(part).__name__}, which holds {len(part.TENSORS)} tensors; a part of one format "
+                f"holds {_SLOTS} at most, so give its own part of this direction"
+            )
+        direction = name.removesuffix("_storage")
+        if not part.get_usages()[direction]:
+            raise ValueError(
+                f"{name} has no {direction} data; quantize its values after quantizer.set_usage({direction}=True)"
+            )
+        if part.shape != first.shape or part.device != first.device:
+            raise ValueError(
+                f"{name} is {tuple(part.shape)} on {part.device}, {first_name} {tuple(first.shape)} on "
+                f"{first.device}; give two parts of one tensor"
+            )
+    return first

@@ -11,27 +11,42 @@ from torch import Tensor
 from ....common.formats import TensorFormat
 from ...primitives.operand import Operand, plain
 from ...primitives.quantize import Quantized
+from ...runtime.checks import floating
 from ..axis import COLS
+from .nominal_dtype import nominal_dtype
 from .quantized_tensor_storage import QuantizedTensorStorage, Writer, plain_matrix
 
 __all__ = ["IdentityTensorStorage"]
 
 
 class IdentityTensorStorage(QuantizedTensorStorage):
-    """High-precision values where a storage is expected."""
+    """High-precision values where a storage is expected.
 
-    TENSORS = {"_data": "data"}
+    hp_data      the values [..., K], floating point; None while they are handed to autograd
+    fake_dtype   the nominal dtype, which `dtype` names too; None: that of hp_data
+    quantizer    what writes into this storage; None: nothing can
+    """
+
+    TENSORS = {"_data": "hp_data"}
     CONSTANTS = {"_quantizer": "quantizer", "_dtype": "dtype"}
     format = TensorFormat("identity", None, "none")
 
     _data: Tensor | None
 
     def __init__(
-        self, data: Tensor | None, *, quantizer: Writer | None = None, dtype: torch.dtype | None = None
+        self,
+        *,
+        hp_data: Tensor | None,
+        fake_dtype: torch.dtype | None = None,
+        quantizer: Writer | None = None,
+        dtype: torch.dtype | None = None,
     ):
-        self._data = data
+        if hp_data is not None:
+            floating("hp_data", hp_data)
+        nominal = nominal_dtype(fake_dtype, dtype)
+        self._data = hp_data
         self._quantizer = quantizer
-        self._dtype = dtype if dtype is not None else data.dtype if data is not None else torch.float32
+        self._dtype = nominal if nominal is not None else torch.float32 if hp_data is None else hp_data.dtype
 
     @property
     def shape(self) -> torch.Size:
@@ -46,7 +61,7 @@ class IdentityTensorStorage(QuantizedTensorStorage):
         codes = quantized.codes
         if codes is None and quantized.codes_t is not None:
             codes = quantized.codes_t.t()
-        return cls(None if codes is None else codes.reshape(shape), **constants)
+        return cls(hp_data=None if codes is None else codes.reshape(shape), **constants)
 
     @property
     def transposable(self) -> bool:
@@ -66,4 +81,4 @@ class IdentityTensorStorage(QuantizedTensorStorage):
         return self._first_tensor().to(dtype)
 
     def viewed(self, shape: Sequence[int]) -> IdentityTensorStorage:
-        return IdentityTensorStorage(self._first_tensor().view(shape), **self.constants())
+        return IdentityTensorStorage(hp_data=self._first_tensor().view(shape), **self.constants())

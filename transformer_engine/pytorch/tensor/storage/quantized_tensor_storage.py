@@ -299,8 +299,9 @@ class QuantizedTensorStorage:
         self, rowwise_data: bool = True, columnwise_data: bool = True
     ) -> Tensor | tuple[Tensor | None, ...] | None:
         """The code tensors: one when one direction is named, else (row-wise, column-wise)."""
-        (rowwise,), (columnwise,) = self._dropped(True, False)[:1], self._dropped(False, True)[:1]
-        chosen = [rowwise] * rowwise_data + [columnwise] * columnwise_data
+        every = tuple(self.TENSORS)  # values that serve both directions belong to neither
+        rowwise, columnwise = self._dropped(True, False) or every, self._dropped(False, True) or every
+        chosen = [rowwise[0]] * rowwise_data + [columnwise[0]] * columnwise_data
         found = tuple(getattr(self, name) for name in chosen)
         return found[0] if len(found) == 1 else found
 
