@@ -306,7 +306,7 @@ def test_a_bootstrap_holds_later_calls_to_its_sizes():
     picked = jnp.zeros((T + 1, 2), jnp.int32)
     with pytest.raises(RuntimeError, match="call ep_finalize first"):
         ep.ep_bootstrap(1, 0, E, T, 2 * T, H)
-    with pytest.raises(ValueError, match=f"at most {T}"):
+    with pytest.raises(ValueError, match=f"at most {T}; call ep_finalize, then ep_bootstrap for"):
         ep.ep_dispatch(cfg, picked, jnp.ones((T + 1, H)), jnp.ones((T + 1, 2)), 2 * T)
     ep.ep_finalize()
     x = jax.random.normal(jax.random.key(0), (T, H))

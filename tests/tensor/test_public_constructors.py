@@ -77,6 +77,8 @@ def test_parts_of_no_tensor_are_refused(device):
         hybrid(rowwise_storage=rows, columnwise_storage=longer)
     with pytest.raises(TypeError, match="a part of one format holds 6 at most"):
         hybrid(rowwise_storage=whole)
+    with pytest.raises(TypeError, match="rowwise_storage is a Nameless of a custom quantizer"):
+        hybrid(rowwise_storage=type("Nameless", (te.QuantizedTensorStorage,), {})())
     with pytest.raises(TypeError, match="has no 'rowwise'; give rowwise_storage"):
         hybrid(rowwise=rows)
     with pytest.raises(ValueError, match="are one setting; give one of them"):

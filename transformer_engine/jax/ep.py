@@ -239,4 +239,7 @@ def _check_sizes(tokens: int, capacity: int, hidden: int) -> None:
         ("tokens", tokens, "tokens"), ("recv_capacity_per_rank", capacity, "capacity"), ("hidden", hidden, "hidden"),
     ):  # fmt: skip
         if _sizes and value > _sizes[key]:
-            raise ValueError(f"{name}={value}; ep_bootstrap was called for at most {_sizes[key]}")
+            raise ValueError(
+                f"{name}={value}; ep_bootstrap was called for at most {_sizes[key]}; call ep_finalize, then "
+                f"ep_bootstrap for {value}"
+            )

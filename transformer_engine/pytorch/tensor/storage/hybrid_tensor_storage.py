@@ -194,6 +194,11 @@ def _agreed(parts: dict[str, QuantizedTensorStorage | None]) -> QuantizedTensorS
                 f"{name} is a {type(part).__name__}; give a QuantizedTensorStorage, for example "
                 "te.IdentityTensorStorage(hp_data=..) of plain values"
             )
+        if not hasattr(part, "TENSORS"):
+            raise TypeError(
+                f"{name} is a {type(part).__name__} of a custom quantizer, which does not name its TENSORS; give a "
+                "storage of one of the formats here"
+            )
         if len(part.TENSORS) > _SLOTS:
             raise TypeError(
                 f"{name} is a {type(part).__name__}, which holds {len(part.TENSORS)} tensors; a part of one format "
