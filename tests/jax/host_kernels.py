@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from transformer_engine.jax import ep
 from transformer_engine.jax.primitives import kernels
 from transformer_engine.jax.primitives.kernels import Kernel, call
-from transformer_engine.jax.primitives.partitioning import extent
+from transformer_engine.jax.primitives.partitioning import extent, named
 from transformer_engine.jax.primitives.several_axes import OverVmap, SeveralAxes, call_on_axes
 
 Shape = jax.ShapeDtypeStruct
@@ -153,6 +153,8 @@ CASES = {
     "one axis twice": (Measured(), [random(0, 16, 32)], [(("dp", "tp"),)]),
     "blocks": (Blocks((16, 64)), [random(1, 16, 64)], [("dp", "tp")]),
     "blocks that are not full": (Blocks((16, 72)), [random(1, 16, 72)], [("dp", "tp")]),
+    "fewer blocks than devices": (Blocks((16, 32)), [random(1, 16, 32)], [(None, "dp")]),
+    "blocks that devices do not divide": (Blocks((16, 96)), [random(1, 16, 96)], [("tp", "dp")]),
     "columns": (Product(), [random(2, 16, 32), random(3, 24, 32)], [("dp", None), ("tp", None)]),
     "contraction": (Product(), [random(2, 16, 32), random(3, 24, 32)], [("dp", "tp"), (None, "tp")]),
     "contraction that is rounded": (Rounded(), [whole(2, 16, 32), whole(3, 24, 32)], [(None, "dp"), (None, "dp")]),
@@ -195,12 +197,29 @@ def experts_there_and_back(x):
     return mapped(x, jnp.concatenate((first, (first + 3) % 8), axis=1))
 
 
+def misnamed(mesh: Mesh) -> int:
+    """Of arrays that lie over axes of the mesh, how many `named` finds to lie otherwise, in the partitioner's terms."""
+    specs = [
+        (), ("dp",), (None, "tp"), ("tp", None, "dp"), (("dp", "tp"),), (None, ("tp", "dp")), (None, None, ("dp", "tp")),
+    ]  # fmt: skip
+    arrays = [
+        Shape(
+            (8, 8, 8),
+            jnp.float32,
+            sharding=NamedSharding(mesh, PartitionSpec(*spec, *(None,) * (3 - len(spec)))),
+        )
+        for spec in specs
+    ]
+    pairs = zip(named(mesh, arrays), arrays, strict=True)
+    return sum(not got.sharding.is_equivalent_to(x.sharding, x.ndim) for got, x in pairs)
+
+
 def main() -> None:
     assert jax.device_count() == 8
     compile_quickly(True)
     mlir.register_lowering(kernels._kernel, kernels._lowered, platform="cpu")
     mesh = Mesh(np.asarray(jax.devices()).reshape(4, 2), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
-    found = {}
+    found = {"misnamed": misnamed(mesh)}
     for name, (kernel, arrays, specs) in CASES.items():
         placed = [
             jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))

@@ -73,6 +73,7 @@ def test_devices_cut_kernels_as_their_rules_say_and_agree_with_one_device():
     assert len(warned) == 1 and "jax.set_mesh(mesh)" in warned[0], "programs without a mesh say so once"
     gathers = {name: found.pop(name) for name in [*found] if name.endswith(": gathers")}
     assert found.pop("ragged exchanges between GPUs") >= 4, "rows and weights, there and back"
+    assert found.pop("misnamed") == 0
     assert found.pop("not cut") == 0, "the partitioner would take a kernel for one whole"
     assert all(value < 1e-5 for value in found.values()), found
     # Nothing travels but where a block would be cut, an operand lies otherwise, or both rows lie over one axis.
