@@ -165,7 +165,7 @@ def _spec(mesh: Mesh, array: Any) -> PartitionSpec:
 
 
 def _cuts(mesh: Mesh, places: np.ndarray, tiles: int) -> Axes:
-    """The mesh axes along which the places of devices [*mesh] differ; none where they are not all that differ by them."""
+    """The mesh axes along which the places of devices [*mesh] differ; none where a part of one makes the difference."""
     steps = {
         name: int(np.ptp(places, axis=axis).max()) for axis, name in enumerate(mesh.axis_names) if tiles > 1
     }
