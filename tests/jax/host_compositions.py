@@ -214,6 +214,7 @@ def main() -> None:
         ),
         "ep": experts_case(mesh_of(ep=4), (), None) if everything else None,
         "dp and ep in fp8": experts_case(mesh_of(dp=2, ep=4), ("dp",), delayed),
+        "dp and ep in mxfp8": experts_case(mesh_of(dp=2, ep=4), ("dp",), recipe.MXFP8BlockScaling()),
     }  # fmt: skip
     bshd, thd = QKVLayout.BSHD_BSHD_BSHD, QKVLayout.THD_THD_THD
     vanilla, learnt = AttnSoftmaxType.VANILLA_SOFTMAX, AttnSoftmaxType.LEARNABLE_SOFTMAX

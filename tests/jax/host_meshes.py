@@ -25,11 +25,17 @@ from transformer_engine.jax.layernorm_mlp import layernorm_mlp
 from transformer_engine.jax.quantize import QuantizerFactory
 
 EXPERTS, CHOSEN = 8, 2
+DELAYED = recipe.DelayedScaling(amax_history_len=4)
 # {mesh: (its axes, what they serve, axis of rows, axis of columns)}
 MESHES = {
     "dp 8": ({"dp": 8}, {"dp_resource": "dp"}, "dp", None),
     "dp 4, tp 2": ({"dp": 4, "tp": 2}, {"dp_resource": "dp", "tp_resource": "tp"}, "dp", "tp"),
-    "fsdp 4, tpsp 2": ({"fsdp": 4, "tpsp": 2}, {"fsdp_resource": "fsdp", "tpsp_resource": "tpsp"}, "fsdp", "tpsp"),
+    "fsdp 4, tpsp 2": (
+        {"fsdp": 4, "tpsp": 2},
+        {"fsdp_resource": "fsdp", "tpsp_resource": "tpsp"},
+        "fsdp",
+        "tpsp",
+    ),
     "fsdp 8": ({"fsdp": 8}, {"fsdp_resource": "fsdp"}, "fsdp", None),
     "dp 2, tpsp 4": ({"dp": 2, "tpsp": 4}, {"dp_resource": "dp", "tpsp_resource": "tpsp"}, "dp", "tpsp"),
 }
@@ -126,7 +132,7 @@ def permute(x, weights):
     return (permutation.token_combine(made, goes_to, pad_offsets=pads) ** 2).mean()
 
 
-def states(count: int, settings: Any = recipe.DelayedScaling(amax_history_len=4)) -> tuple[Any, ...]:
+def states(count: int, settings: Any = DELAYED) -> tuple[Any, ...]:
     with te.autocast(True, settings):
         made: Any = QuantizerFactory.create_set(n_quantizer_sets=count)
     return made if count > 1 else (made,)
@@ -138,7 +144,7 @@ WHOLE = (None,)
 def in_blocks(settings: Any) -> Case:
     """A dense layer whose kernel lies in parts along both axes, the contracted one by what cuts rows."""
     arrays = (random(0, 64, 64), random(1, 64, 32), *states(1, settings))
-    return Case(dense, arrays, (("rows",), ("rows", "columns"), WHOLE))
+    return Case(dense, arrays, (("rows",), ("rows", "columns"), WHOLE), by_rows=False)
 
 
 CASES = {

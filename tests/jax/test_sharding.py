@@ -91,8 +91,9 @@ def test_a_sharded_layer_keeps_loss_gradients_and_state(compositions, name):
     assert compositions[name] < 1e-5
 
 
-def test_experts_on_several_devices_compute_what_those_on_one_do(compositions):
-    found = compositions["dp and ep in fp8"]
+@pytest.mark.parametrize("settings", ["fp8", "mxfp8"])
+def test_experts_on_several_devices_compute_what_those_on_one_do(compositions, settings):
+    found = compositions[f"dp and ep in {settings}"]
     assert found["difference"] < 1e-5
     assert found["received"] == found["slots"]
 
