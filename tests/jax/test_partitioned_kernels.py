@@ -34,8 +34,9 @@ from transformer_engine.jax.primitives import launching
 from transformer_engine.jax.primitives.attention.request import AttentionRequest
 from transformer_engine.jax.primitives.attention.triton import refuses as attention_refuses
 from transformer_engine.jax.primitives.attention.triton_kernels import head_factors
-from transformer_engine.jax.primitives.gemm import gemm
+from transformer_engine.jax.primitives.gemm import TABLE, decoded, gemm
 from transformer_engine.jax.primitives.gemm.codes_product import one_group
+from transformer_engine.jax.primitives.gemm.request import GemmRequest
 from transformer_engine.jax.primitives.grouped_gemm import grouped_contraction, grouped_gemm
 from transformer_engine.jax.primitives.operand import Operand
 from transformer_engine.jax.primitives.partitioning import (
@@ -315,6 +316,27 @@ def test_products_of_codes_may_be_cut(forms, depth, monkeypatch):
     a = dataclasses.replace(a, codes=jax.ShapeDtypeStruct(a.codes.shape, a.codes.dtype, sharding=laid))
     traced = jax.jit(lambda a, b: gemm(a, b, jnp.dtype(jnp.bfloat16))).trace(a, b)
     assert "triton_kernel_call_ffi" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({}, None),
+        ({"a_format": NVFP4, "b_format": NVFP4}, None),
+        ({"platform": "cpu"}, "it needs a CUDA device, the program is for cpu"),
+        ({"a_format": FLOAT8}, "an operand has no block scales"),
+        ({"b_format": None}, "an operand has no block scales"),
+        ({"b_format": NVFP4}, "scales of 32 and of 16 contracted elements"),
+        ({"n": 0}, "a product without elements"),
+    ],
+)  # fmt: skip
+def test_devices_decode_codes_in_blocks_that_no_kernel_multiplies_or_say_why_not(change, sentence):
+    codes = jnp.dtype(jnp.float8_e4m3fn)
+    request = GemmRequest(MXFP8, MXFP8, codes, codes, 64, 32, 96, jnp.dtype(jnp.bfloat16), "cuda", 90, True)
+    request = dataclasses.replace(request, **change)
+    assert decoded.refuses(request) == sentence
+    taken = next(one.name for one in TABLE.candidates(request) if one.refusal(request) is None)
+    assert taken == ("decoded" if sentence is None else "reference")
 
 
 @needs_bridge
