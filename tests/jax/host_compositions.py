@@ -241,6 +241,10 @@ def main() -> None:
                 continue  # beside the slow ones
             found[f"{strategy.name} {name}"] = sequence_case(mesh, strategy, *case)
     if everything:
+        found["fsdp and tp in blocks"] = layer_case(
+            mesh_of(fsdp=4, tpsp=2), te.MeshResource(fsdp_resource="fsdp", tpsp_resource="tpsp"),
+            recipe.Float8BlockScaling(), enable_sequence_parallel=True,
+        )  # fmt: skip
         found["dp"] = layer_case(
             mesh_of(dp=8), te.MeshResource(dp_resource="dp"), delayed, layernorm_type="rmsnorm",
             mlp_activations=("silu", "linear"),

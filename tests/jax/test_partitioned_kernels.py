@@ -97,8 +97,6 @@ def test_what_devices_of_a_layer_exchange():
         recipe, layout = case.split()
         for part, tolerance in LAYERS_OVER_DEVICES[recipe].items():
             assert facts[part] < tolerance, (case, part, facts)
-        if recipe == "block":
-            continue  # devices share blocks of 128, of kernels and of tokens, and exchange parts of them
         assert {kind for kind, *_ in facts["exchanged"]} <= {"all-gather", "all-reduce"}, (case, facts)
         gathers = [(dtype, shape) for kind, dtype, shape in facts["exchanged"] if kind == "all-gather"]
         if facts["in blocks"]:

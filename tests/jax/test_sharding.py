@@ -114,7 +114,7 @@ def test_attention_of_a_sequence_over_devices(compositions, name):
 def test_every_composition_on_eight_devices():
     found = printed_by(PROGRAM.with_name("host_compositions.py"), "--all")
     numbers = [value for value in found.values() if isinstance(value, float)]
-    assert len(numbers) == 4 + 18 + 1 and all(number < 5e-5 for number in numbers)
+    assert len(numbers) == 5 + 18 + 1 and all(number < 5e-5 for number in numbers)
     assert found["ep"]["difference"] < 1e-5 and found["ep"]["received"] == found["ep"]["slots"]
 
 

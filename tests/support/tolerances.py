@@ -32,13 +32,11 @@ ATTENDED = {"rtol": 2e-5, "atol": 2e-5}
 # recipes with one scale a tensor. Under recipes of blocks layers are in float32: what is left is the one code that such
 # a sum may move, one of the many terms of an element, an eighth of a unit of its format.
 _IN_BFLOAT16 = {"output": 4 * UNIT[torch.bfloat16], "gradients": UNIT[torch.float8_e5m2]}
-_ONE_E4M3 = dict.fromkeys(("output", "gradients"), UNIT[torch.float8_e4m3fn] / 8)
 LAYERS_OVER_DEVICES = {
     "values": {"output": 2 * UNIT[torch.bfloat16], "gradients": 4 * UNIT[torch.bfloat16]},
     "delayed": _IN_BFLOAT16 | {"state": UNIT[torch.float8_e4m3fn]},
     "current": _IN_BFLOAT16,
-    "mxfp8": _ONE_E4M3,
-    "block": _ONE_E4M3,
+    "mxfp8": dict.fromkeys(("output", "gradients"), UNIT[torch.float8_e4m3fn] / 8),
     "nvfp4": dict.fromkeys(("output", "gradients"), 2**-1 / 8),  # E2M1
 }
 # Where no operand is the result of another product, codes are those of one device, and sums alone are in another order.
