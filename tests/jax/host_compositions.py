@@ -214,6 +214,7 @@ def main() -> None:
         ),
         "ep": experts_case(mesh_of(ep=4), (), None) if everything else None,
         "dp and ep in fp8": experts_case(mesh_of(dp=2, ep=4), ("dp",), delayed),
+        "dp and ep in mxfp8": experts_case(mesh_of(dp=2, ep=4), ("dp",), recipe.MXFP8BlockScaling()),
     }  # fmt: skip
     bshd, thd = QKVLayout.BSHD_BSHD_BSHD, QKVLayout.THD_THD_THD
     vanilla, learnt = AttnSoftmaxType.VANILLA_SOFTMAX, AttnSoftmaxType.LEARNABLE_SOFTMAX
@@ -240,6 +241,10 @@ def main() -> None:
                 continue  # beside the slow ones
             found[f"{strategy.name} {name}"] = sequence_case(mesh, strategy, *case)
     if everything:
+        found["fsdp and tp in blocks"] = layer_case(
+            mesh_of(fsdp=4, tpsp=2), te.MeshResource(fsdp_resource="fsdp", tpsp_resource="tpsp"),
+            recipe.Float8BlockScaling(), enable_sequence_parallel=True,
+        )  # fmt: skip
         found["dp"] = layer_case(
             mesh_of(dp=8), te.MeshResource(dp_resource="dp"), delayed, layernorm_type="rmsnorm",
             mlp_activations=("silu", "linear"),

@@ -14,10 +14,14 @@ from jax import lax
 from jax.interpreters import mlir
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, MXFP8, NVFP4
 from transformer_engine.jax import ep
 from transformer_engine.jax.primitives import kernels
+from transformer_engine.jax.primitives.gemm import decoded, reference
 from transformer_engine.jax.primitives.kernels import Kernel, call
-from transformer_engine.jax.primitives.partitioning import extent
+from transformer_engine.jax.primitives.operand import Operand
+from transformer_engine.jax.primitives.partitioning import extent, named
+from transformer_engine.jax.primitives.quantize import QuantizeSpec, quantize
 from transformer_engine.jax.primitives.several_axes import OverVmap, SeveralAxes, call_on_axes
 
 Shape = jax.ShapeDtypeStruct
@@ -153,6 +157,8 @@ CASES = {
     "one axis twice": (Measured(), [random(0, 16, 32)], [(("dp", "tp"),)]),
     "blocks": (Blocks((16, 64)), [random(1, 16, 64)], [("dp", "tp")]),
     "blocks that are not full": (Blocks((16, 72)), [random(1, 16, 72)], [("dp", "tp")]),
+    "fewer blocks than devices": (Blocks((16, 32)), [random(1, 16, 32)], [(None, "dp")]),
+    "blocks that devices do not divide": (Blocks((16, 96)), [random(1, 16, 96)], [("tp", "dp")]),
     "columns": (Product(), [random(2, 16, 32), random(3, 24, 32)], [("dp", None), ("tp", None)]),
     "contraction": (Product(), [random(2, 16, 32), random(3, 24, 32)], [("dp", "tp"), (None, "tp")]),
     "contraction that is rounded": (Rounded(), [whole(2, 16, 32), whole(3, 24, 32)], [(None, "dp"), (None, "dp")]),
@@ -195,12 +201,62 @@ def experts_there_and_back(x):
     return mapped(x, jnp.concatenate((first, (first + 3) % 8), axis=1))
 
 
+def misnamed(mesh: Mesh) -> int:
+    """Of arrays that lie over axes of the mesh, how many `named` finds to lie otherwise."""
+    specs = [
+        (), ("dp",), (None, "tp"), ("tp", None, "dp"), (("dp", "tp"),), (None, ("tp", "dp")), (None, "tp", "dp"),
+    ]  # fmt: skip
+    arrays = [
+        Shape(
+            (8, 8, 8),
+            jnp.float32,
+            sharding=NamedSharding(mesh, PartitionSpec(*spec, *(None,) * (3 - len(spec)))),
+        )
+        for spec in specs
+    ]
+    pairs = zip(named(mesh, arrays), arrays, strict=True)
+    return sum(not got.sharding.is_equivalent_to(x.sharding, x.ndim) for got, x in pairs)
+
+
+# {what: (formats of a and b, their element, a [*M, *K], b [*N, *K], the axes of the mesh over a's axes and over b's)}
+PRODUCTS = {
+    "axes with blocks of their own": (
+        (MXFP8, MXFP8), E4M3, (8, 4, 2, 64), (2, 24, 2, 64), ("dp", None, None, "tp"), (None, "tp"),
+    ),
+    "a block on two axes": ((MXFP8, MXFP8), E4M3, (8, 4, 2, 48), (8, 2, 48), ("dp",), (None, None, "tp")),
+    "a block that is not full": ((MXFP8, MXFP8), E4M3, (8, 72), (16, 72), ("dp",), ("dp", "tp")),
+    "fewer blocks than devices": ((NVFP4, NVFP4), E2M1, (8, 32), (16, 32), (None, "dp"), (None, "dp")),
+    "a block alone": ((NVFP4, NVFP4), E2M1, (8, 2, 8), (16, 2, 8), ("dp", "tp"), (None, "tp")),
+    "squares": ((BLOCK_1D, BLOCK_2D), E4M3, (8, 256), (512, 256), ("dp", "tp"), ("dp", "tp")),
+}  # fmt: skip
+
+
+def products_of_codes(mesh: Mesh) -> dict[str, float]:
+    """Products of codes that devices decode, against the literal ones, relative to the largest element."""
+    found = {}
+    for name, (forms, element, *shapes, a_cut, b_cut) in PRODUCTS.items():
+        contracted = 1 if len(shapes[0]) == 2 else 2
+        operands = []
+        for seed, (form, shape, cut) in enumerate(zip(forms, shapes, (a_cut, b_cut), strict=True)):
+            axis = len(shape) - contracted
+            made = quantize(random(seed, *shape), QuantizeSpec(form, element), axis=axis)
+            operand = Operand(made.codes, made.scale, made.amax, form, jnp.dtype(jnp.float32), axis)
+            laid = jax.device_put(operand.codes, NamedSharding(mesh, PartitionSpec(*cut)))
+            operands.append((operand, dataclasses.replace(operand, codes=laid)))
+        literal, cut_up = zip(*operands, strict=True)
+        want = reference.run(*literal, jnp.dtype(jnp.float32), True)
+        with jax.set_mesh(mesh):
+            got = jax.jit(lambda a, b: decoded.run(a, b, jnp.dtype(jnp.float32), True))(*cut_up)
+        found[f"product: {name}"] = largest([(got, want)]) / float(jnp.abs(want).max())
+    return found
+
+
 def main() -> None:
     assert jax.device_count() == 8
     compile_quickly(True)
     mlir.register_lowering(kernels._kernel, kernels._lowered, platform="cpu")
     mesh = Mesh(np.asarray(jax.devices()).reshape(4, 2), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
-    found = {}
+    found = {"misnamed": misnamed(mesh)} | products_of_codes(mesh)
     for name, (kernel, arrays, specs) in CASES.items():
         placed = [
             jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))

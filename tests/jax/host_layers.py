@@ -5,6 +5,8 @@ Products of codes as on CUDA, in the partitioner's hands; the rest by the refere
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 import re
 from typing import Any
@@ -25,7 +27,7 @@ from transformer_engine.common import recipe
 from transformer_engine.common.dispatch import Backend, Table
 from transformer_engine.common.formats import FLOAT8
 from transformer_engine.jax.primitives import gemm, kernels
-from transformer_engine.jax.primitives.gemm import float8, plain, reference
+from transformer_engine.jax.primitives.gemm import decoded, float8, plain, reference
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64, "mlp_hidden_size": 96, "num_attention_heads": 8, "num_gqa_groups": 4,
@@ -39,8 +41,11 @@ RECIPES = {
     # A sum in another order would round stochastically to the other side.
     "nvfp4": recipe.NVFP4BlockScaling(disable_stochastic_rounding=True),
 }  # fmt: skip
-# Of every kernel a device's part has whole blocks.
-IN_BLOCKS = {"hidden_size": 128, "mlp_hidden_size": 256, "num_gqa_groups": 8}
+# A device's part has whole blocks, of every kernel and of a sequence.
+# In float32, where a sum in another order moves but few codes.
+IN_BLOCKS = {"hidden_size": 256, "mlp_hidden_size": 512, "num_gqa_groups": 8, "dtype": jnp.float32}
+TOKENS_IN_BLOCKS = 384
+BLOCKS = ("mxfp8", "nvfp4")
 LAYOUTS = {
     "tp": {"tp": 4, "dp": 2},
     "tpsp": {"tpsp": 4, "dp": 2},
@@ -49,7 +54,7 @@ LAYOUTS = {
 }
 CASES = [
     ("values", "tpsp"), ("delayed", "tp"), ("delayed", "tpsp"), ("delayed", "fsdp"), ("current", "both"),
-    ("mxfp8", "tp"), ("nvfp4", "tp"),
+    ("mxfp8", "tp"), ("mxfp8", "both"), ("nvfp4", "both"),
 ]  # fmt: skip
 
 
@@ -59,8 +64,12 @@ def as_on_cuda() -> None:
     def refuses(request) -> str | None:
         return None if request.a_format == request.b_format == FLOAT8 else "an operand is not in codes"
 
+    def refuses_blocks(request) -> str | None:
+        return decoded.refuses(dataclasses.replace(request, platform="cuda"))
+
     scaled = Backend("scaled", refuses=refuses, bind=lambda request: float8.run_scaled)
-    gemm.TABLE = Table("jax_gemm", (scaled, plain.BACKEND, reference.BACKEND))
+    blocks = Backend("decoded", refuses=refuses_blocks, bind=decoded.BACKEND.bind)
+    gemm.TABLE = Table("jax_gemm", (scaled, blocks, plain.BACKEND, reference.BACKEND))
     mlir.register_lowering(kernels._kernel, kernels._lowered, platform="cpu")
 
 
@@ -83,8 +92,21 @@ def step(model, state, params, x):
     return y, gradients, following
 
 
+@functools.cache
+def of_one_device(name: str) -> tuple[Any, Any, Any]:
+    """(the variables in boxes, x, what a step makes of them)"""
+    sizes = SIZES | (IN_BLOCKS if name in BLOCKS else {})
+    model = te_flax.TransformerLayer(**sizes)
+    tokens = TOKENS_IN_BLOCKS if name in BLOCKS else TOKENS
+    x = jax.random.normal(jax.random.key(0), (4, tokens, sizes["hidden_size"]), sizes["dtype"])
+    with te.autocast(RECIPES[name] is not None, RECIPES[name]):
+        boxed = jax.jit(lambda x: model.init(jax.random.key(1), x, deterministic=True))(x)
+        state, params = flax.core.pop(nn.meta.unbox(boxed), "params")
+        return boxed, x, jax.jit(lambda *a: step(model, *a))(state, params, x)
+
+
 def facts(name: str, axes: dict[str, int]) -> dict[str, Any]:
-    settings, sizes = RECIPES[name], SIZES | (IN_BLOCKS if name in ("mxfp8", "nvfp4") else {})
+    sizes = SIZES | (IN_BLOCKS if name in BLOCKS else {})
     model = te_flax.TransformerLayer(**sizes, enable_sequence_parallel="tpsp" in axes)
     count = int(np.prod([*axes.values()]))
     mesh = Mesh(
@@ -93,15 +115,11 @@ def facts(name: str, axes: dict[str, int]) -> dict[str, Any]:
         axis_types=(AxisType.Auto,) * len(axes),
     )
     resource = te.MeshResource(**{f"{axis}_resource": axis for axis in axes})
-    x = jax.random.normal(jax.random.key(0), (4, TOKENS, sizes["hidden_size"]), jnp.bfloat16)
-    quantized = {"enabled": settings is not None, "recipe": settings}
-    with te.autocast(**quantized):
-        boxed = jax.jit(lambda x: model.init(jax.random.key(1), x, deterministic=True))(x)
-        state, params = flax.core.pop(nn.meta.unbox(boxed), "params")
-        want = jax.jit(lambda *a: step(model, *a))(state, params, x)
+    boxed, x, want = of_one_device(name)
+    state, params = flax.core.pop(nn.meta.unbox(boxed), "params")
     with (
         jax.set_mesh(mesh),
-        te.autocast(**quantized, mesh_resource=resource),
+        te.autocast(RECIPES[name] is not None, RECIPES[name], mesh_resource=resource),
         nn.logical_axis_rules(te_flax.extend_logical_axis_rules(())),
     ):
         specs = nn.logical_to_mesh(nn.get_partition_spec(boxed)["params"])
@@ -112,13 +130,17 @@ def facts(name: str, axes: dict[str, int]) -> dict[str, Any]:
         tokens = NamedSharding(mesh, rows)
         run = jax.jit(lambda *a: step(model, *a), out_shardings=(tokens, [laid, tokens], None))
         given = state, jax.device_put(params, laid), jax.device_put(x, tokens)
-        text = run.lower(*given).compile().as_text() or ""
-        got = run(*given)
+        compiled = run.lower(*given).compile()
+        got = compiled(*given)
     parts = ("output", "gradients", "state")
+    kernels = [leaf.size for leaf in jax.tree.leaves(params) if leaf.ndim > 1]
     return {
-        "exchanged": exchanged(text),
-        "tokens": TOKENS,
-        "smallest kernel": min(leaf.size for leaf in jax.tree.leaves(params) if leaf.ndim > 1),
+        "exchanged": exchanged(compiled.as_text() or ""),
+        "tokens": x.shape[1],
+        "width": x.shape[2],
+        "in blocks": name in BLOCKS,
+        "kernels": len(kernels),
+        "smallest kernel": min(kernels),
     } | {name: difference(a, b) for name, a, b in zip(parts, got, want, strict=True) if jax.tree.leaves(b)}
 
 

@@ -25,16 +25,25 @@ from transformer_engine.jax.layernorm_mlp import layernorm_mlp
 from transformer_engine.jax.quantize import QuantizerFactory
 
 EXPERTS, CHOSEN = 8, 2
+DELAYED = recipe.DelayedScaling(amax_history_len=4)
 # {mesh: (its axes, what they serve, axis of rows, axis of columns)}
 MESHES = {
     "dp 8": ({"dp": 8}, {"dp_resource": "dp"}, "dp", None),
     "dp 4, tp 2": ({"dp": 4, "tp": 2}, {"dp_resource": "dp", "tp_resource": "tp"}, "dp", "tp"),
+    "fsdp 4, tpsp 2": (
+        {"fsdp": 4, "tpsp": 2},
+        {"fsdp_resource": "fsdp", "tpsp_resource": "tpsp"},
+        "fsdp",
+        "tpsp",
+    ),
     "fsdp 8": ({"fsdp": 8}, {"fsdp_resource": "fsdp"}, "fsdp", None),
     "dp 2, tpsp 4": ({"dp": 2, "tpsp": 4}, {"dp_resource": "dp", "tpsp_resource": "tpsp"}, "dp", "tpsp"),
 }
 FEW = [
     ("router", "dp 4, tp 2", "set_mesh"), ("balance", "dp 8", "with mesh"), ("permutation", "dp 4, tp 2", "with mesh"),
     ("attention", "dp 2, tpsp 4", "set_mesh"), ("mlp", "dp 4, tp 2", "with mesh"),
+    ("dense in mxfp8", "fsdp 4, tpsp 2", "set_mesh"), ("dense in mxfp8", "fsdp 8", "set_mesh"),
+    ("dense in nvfp4", "fsdp 4, tpsp 2", "set_mesh"), ("dense in block", "dp 4, tp 2", "with mesh"),
     ("router", "dp 8", "shard_map"), ("permutation", "dp 8", "shard_map"), ("attention", "dp 8", "shard_map"),
 ]  # fmt: skip
 
@@ -123,15 +132,27 @@ def permute(x, weights):
     return (permutation.token_combine(made, goes_to, pad_offsets=pads) ** 2).mean()
 
 
-def states(count: int) -> tuple[Any, ...]:
-    with te.autocast(True, recipe.DelayedScaling(amax_history_len=4)):
+def states(count: int, settings: Any = DELAYED) -> tuple[Any, ...]:
+    with te.autocast(True, settings):
         made: Any = QuantizerFactory.create_set(n_quantizer_sets=count)
     return made if count > 1 else (made,)
 
 
 WHOLE = (None,)
+
+
+def in_blocks(settings: Any) -> Case:
+    """A dense layer whose kernel lies in parts along both axes, the contracted one by what cuts rows."""
+    arrays = (random(0, 64, 64), random(1, 64, 32), *states(1, settings))
+    return Case(dense, arrays, (("rows",), ("rows", "columns"), WHOLE), by_rows=False)
+
+
 CASES = {
     "dense": Case(dense, (random(0, 64, 32), random(1, 32, 16), *states(1)), (("rows",), (None, "columns"), WHOLE)),
+    # A part of 32, 16 or 128 of the 64 elements that are contracted is on one device, and shares a block with others'.
+    "dense in mxfp8": in_blocks(recipe.MXFP8BlockScaling()),
+    "dense in nvfp4": in_blocks(recipe.NVFP4BlockScaling(disable_stochastic_rounding=True)),
+    "dense in block": in_blocks(recipe.Float8BlockScaling()),
     "mlp": Case(
         mlp,
         (random(0, 8, 16, 32), 1 + 0.1 * random(1, 32), random(2, 32, 2, 64) / 6, random(3, 64, 32) / 8,

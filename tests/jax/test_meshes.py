@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.tolerances import EQUAL_CODES_OVER_DEVICES
 from test_sharding import printed_by
 
 PROGRAM = Path(__file__).with_name("host_meshes.py")
@@ -23,12 +24,24 @@ def test_a_mesh_computes_what_one_device_does(few, way):
 
 
 def test_routing_and_permutation_are_among_them(few):
-    assert {"router", "balance", "permutation", "attention", "mlp"} == {name.split(",")[0] for name in few}
+    functions = {name.split(",")[0] for name in few}
+    assert {"router", "balance", "permutation", "attention", "mlp"} == {
+        f for f in functions if " in " not in f
+    }
+
+
+def test_recipes_of_blocks_are_among_them_where_devices_share_blocks(few):
+    """Operands are given, not computed: their codes are those of one device, whatever the layout."""
+    found = {name: value for name, value in few.items() if " in " in name}
+    assert {name.split(",")[0] for name in found} == {
+        f"dense in {one}" for one in ("mxfp8", "nvfp4", "block")
+    }
+    assert all(value < EQUAL_CODES_OVER_DEVICES for value in found.values()), found
 
 
 @pytest.mark.slow
 def test_every_function_in_every_mesh_computes_what_one_device_does():
-    """Six functions, four meshes entered in two ways, and five in shard_map over two."""
+    """Nine functions, five meshes entered in two ways, and five in shard_map over two."""
     found = printed_by(PROGRAM, "--all")
-    assert len(found) == 6 * 4 * 2 + 5 * 2
+    assert len(found) == 9 * 5 * 2 + 5 * 2
     assert all(value < 1e-5 for value in found.values()), found

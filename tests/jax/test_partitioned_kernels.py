@@ -34,8 +34,9 @@ from transformer_engine.jax.primitives import launching
 from transformer_engine.jax.primitives.attention.request import AttentionRequest
 from transformer_engine.jax.primitives.attention.triton import refuses as attention_refuses
 from transformer_engine.jax.primitives.attention.triton_kernels import head_factors
-from transformer_engine.jax.primitives.gemm import gemm
+from transformer_engine.jax.primitives.gemm import TABLE, decoded, gemm
 from transformer_engine.jax.primitives.gemm.codes_product import one_group
+from transformer_engine.jax.primitives.gemm.request import GemmRequest
 from transformer_engine.jax.primitives.grouped_gemm import grouped_contraction, grouped_gemm
 from transformer_engine.jax.primitives.operand import Operand
 from transformer_engine.jax.primitives.partitioning import (
@@ -73,6 +74,7 @@ def test_devices_cut_kernels_as_their_rules_say_and_agree_with_one_device():
     assert len(warned) == 1 and "jax.set_mesh(mesh)" in warned[0], "programs without a mesh say so once"
     gathers = {name: found.pop(name) for name in [*found] if name.endswith(": gathers")}
     assert found.pop("ragged exchanges between GPUs") >= 4, "rows and weights, there and back"
+    assert found.pop("misnamed") == 0
     assert found.pop("not cut") == 0, "the partitioner would take a kernel for one whole"
     assert all(value < 1e-5 for value in found.values()), found
     # Nothing travels but where a block would be cut, an operand lies otherwise, or both rows lie over one axis.
@@ -97,18 +99,29 @@ def test_what_devices_of_a_layer_exchange():
             assert facts[part] < tolerance, (case, part, facts)
         assert {kind for kind, *_ in facts["exchanged"]} <= {"all-gather", "all-reduce"}, (case, facts)
         gathers = [(dtype, shape) for kind, dtype, shape in facts["exchanged"] if kind == "all-gather"]
-        if recipe in ("mxfp8", "nvfp4"):
+        if facts["in blocks"]:
+            # Scales are an eighth of codes at most, and a row of them, on two axes too, is short.
+            scales = {True: facts["tokens"] * facts["width"] / 8, False: facts["smallest kernel"] / 8}
             gathers = [
-                (dtype, shape) for dtype, shape in gathers if prod(shape) > facts["smallest kernel"] / 4
+                (dtype, shape)
+                for dtype, shape in gathers
+                if prod(shape) > scales[of_tokens(shape, facts)] and prod(shape[-2:]) >= 64
             ]
-        tokens = [dtype for dtype, shape in gathers if facts["tokens"] in shape]
-        kernels = [dtype for dtype, shape in gathers if facts["tokens"] not in shape]
-        # Five kernels, each in both directions. XLA for a CPU carries codes as float16, bfloat16 as float32.
-        assert kernels == ["f16"] * (10 if layout in ("fsdp", "both") else 0), (case, gathers)
+        tokens = [dtype for dtype, shape in gathers if of_tokens(shape, facts)]
+        kernels = [dtype for dtype, shape in gathers if not of_tokens(shape, facts)]
+        # XLA for a CPU carries codes as float16, bfloat16 as float32.
+        assert set(kernels) <= {"f16"}, (case, gathers)
+        both_directions = 2 * facts["kernels"] if layout in ("fsdp", "both") else 0
+        assert len(kernels) == both_directions, (case, gathers)
         assert bool(tokens) == (layout in ("tpsp", "both")), (case, gathers)
         # Values are gathered where two products read them by two scales: behind the norm of an attention, which the
-        # gradient of its kernels reads again.
-        assert recipe == "values" or tokens.count("f32") <= 2, (case, gathers)
+        # gradient of its kernels reads again. Blocks have scales of their own.
+        assert recipe == "values" or tokens.count("f32") <= (0 if facts["in blocks"] else 2), (case, gathers)
+
+
+def of_tokens(shape: list[int], facts: dict[str, Any]) -> bool:
+    """Has an array an axis of tokens, or of blocks of 16 or 32 of them?"""
+    return any(facts["tokens"] // block in shape for block in (1, *((16, 32) if facts["in blocks"] else ())))
 
 
 MESH: Any = jax.sharding.AbstractMesh((2, 2), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
@@ -301,6 +314,27 @@ def test_products_of_codes_may_be_cut(forms, depth, monkeypatch):
     a = dataclasses.replace(a, codes=jax.ShapeDtypeStruct(a.codes.shape, a.codes.dtype, sharding=laid))
     traced = jax.jit(lambda a, b: gemm(a, b, jnp.dtype(jnp.bfloat16))).trace(a, b)
     assert "triton_kernel_call_ffi" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({}, None),
+        ({"a_format": NVFP4, "b_format": NVFP4}, None),
+        ({"platform": "cpu"}, "it needs a CUDA device, the program is for cpu"),
+        ({"a_format": FLOAT8}, "an operand has no block scales"),
+        ({"b_format": None}, "an operand has no block scales"),
+        ({"b_format": NVFP4}, "scales of 32 and of 16 contracted elements"),
+        ({"n": 0}, "a product without elements"),
+    ],
+)  # fmt: skip
+def test_devices_decode_codes_in_blocks_that_no_kernel_multiplies_or_say_why_not(change, sentence):
+    codes = jnp.dtype(jnp.float8_e4m3fn)
+    request = GemmRequest(MXFP8, MXFP8, codes, codes, 64, 32, 96, jnp.dtype(jnp.bfloat16), "cuda", 90, True)
+    request = dataclasses.replace(request, **change)
+    assert decoded.refuses(request) == sentence
+    taken = next(one.name for one in TABLE.candidates(request) if one.refusal(request) is None)
+    assert taken == ("decoded" if sentence is None else "reference")
 
 
 @needs_bridge

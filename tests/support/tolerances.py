@@ -27,18 +27,20 @@ SUMMED = {**UNIT, torch.float32: 4e-6}
 MULTIPLIED = {**UNIT, torch.float32: 2e-6}
 # An attention in float32: two products with a softmax between them (168 units).
 ATTENDED = {"rtol": 2e-5, "atol": 2e-5}
-# A layer in bfloat16 over several devices against one, by recipe and the largest element of each result. Sums in
-# another order move a value by a few units of bfloat16, and a code next to a tie by one of its format: gradients are in
-# E5M2 under recipes with one scale a tensor, in E4M3 under MXFP8; NVFP4's move with their scales, which are E4M3 too.
-_OVER_DEVICES = {"output": 4 * UNIT[torch.bfloat16], "gradients": UNIT[torch.float8_e4m3fn]}
-_ONE_SCALE = _OVER_DEVICES | {"gradients": UNIT[torch.float8_e5m2]}
+# A layer over several devices against one, by recipe and the largest element of each result. In bfloat16 sums in
+# another order move a value by a few units, and a code next to a tie by one of its format; gradients are in E5M2 under
+# recipes with one scale a tensor. Under recipes of blocks layers are in float32: what is left is the one code that such
+# a sum may move, one of the many terms of an element, an eighth of a unit of its format.
+_IN_BFLOAT16 = {"output": 4 * UNIT[torch.bfloat16], "gradients": UNIT[torch.float8_e5m2]}
 LAYERS_OVER_DEVICES = {
     "values": {"output": 2 * UNIT[torch.bfloat16], "gradients": 4 * UNIT[torch.bfloat16]},
-    "delayed": _ONE_SCALE | {"state": UNIT[torch.float8_e4m3fn]},
-    "current": _ONE_SCALE,
-    "mxfp8": _OVER_DEVICES,
-    "nvfp4": _OVER_DEVICES,
+    "delayed": _IN_BFLOAT16 | {"state": UNIT[torch.float8_e4m3fn]},
+    "current": _IN_BFLOAT16,
+    "mxfp8": dict.fromkeys(("output", "gradients"), UNIT[torch.float8_e4m3fn] / 8),
+    "nvfp4": dict.fromkeys(("output", "gradients"), 2**-1 / 8),  # E2M1
 }
+# Where no operand is the result of another product, codes are those of one device, and sums alone are in another order.
+EQUAL_CODES_OVER_DEVICES = ROUNDED[torch.float32]
 
 PLAIN = (torch.float32, torch.float16, torch.bfloat16)
 DTYPES = pytest.mark.parametrize("dtype", PLAIN, ids=["fp32", "fp16", "bf16"])

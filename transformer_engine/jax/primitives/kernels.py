@@ -22,7 +22,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
 from ..sharding import manual_axes, mesh_of_devices, varying_alike
-from .partitioning import Extent, in_order, mesh_of, placement, unknown_sizes, warn_of_no_mesh
+from .partitioning import Extent, in_order, mesh_of, named, placement, unknown_sizes, warn_of_no_mesh
 
 Shape = jax.ShapeDtypeStruct
 
@@ -185,6 +185,7 @@ def _on_many(*arrays: Array, kernel: Kernel) -> list[Array]:
         return kernel.run(*arrays)
 
     def partition(mesh: Any, operands: Any, results: Any) -> tuple[Any, ...]:
+        operands, results = named(mesh, operands), named(mesh, results)
         mesh = mesh_of(operands)
         placed = placement(
             kernel.rule,
@@ -209,6 +210,7 @@ def _on_many(*arrays: Array, kernel: Kernel) -> list[Array]:
     cut: Any = custom_partitioning(run)
     cut.def_partition(
         partition=partition,
+        decode_shardings=False,  # see `named`
         sharding_rule=kernel.rule,
         need_replication_factors=in_order(kernel.rule, kernel.replicated),
         **unknown_sizes(kernel.rule, kernel.sizes),

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -133,6 +134,43 @@ def _agreed(rule: Rule, proposed: Sequence[_Proposal]) -> set[str]:
     for factor, _, axes in proposed:
         found.setdefault(factor, []).append(axes)
     return {name for name, cuts in found.items() if name not in kept and len(cuts) > 1 == len(set(cuts))}
+
+
+def named(mesh: Mesh, arrays: Sequence[Any]) -> tuple[Any, ...]:
+    """The arrays that the partitioner proposes, their shardings by the names of the mesh's axes, where it has any.
+
+    Shardy may cut an axis by a part of one of the mesh, as 4 blocks by 2 of its 8 devices: jax finds no name for that
+    and raises. It stands as whole here, so that devices exchange it.
+    """
+    if mesh.empty:
+        return tuple(arrays)
+    return tuple(
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, _spec(mesh, x))) for x in arrays
+    )
+
+
+def _spec(mesh: Mesh, array: Any) -> PartitionSpec:
+    sharding = array.sharding._to_xla_hlo_sharding(len(array.shape))
+    if not sharding.is_tiled():
+        return PartitionSpec()
+    tiles = sharding.tile_assignment_dimensions()
+    devices = np.asarray(sharding.tile_assignment_devices())
+    # Of every device of the mesh the tile that it holds, along each axis of the array.
+    places = np.empty((mesh.size, len(tiles)), np.int64)
+    places[devices] = np.stack(np.unravel_index(np.arange(mesh.size), tiles), axis=1)
+    places = places.reshape(*mesh.devices.shape, len(tiles))
+    return PartitionSpec(
+        *(_cuts(mesh, places[..., axis], tiles[axis]) or None for axis in range(len(array.shape)))
+    )
+
+
+def _cuts(mesh: Mesh, places: np.ndarray, tiles: int) -> Axes:
+    """The mesh axes along which the places of devices [*mesh] differ; none where a part of one makes the difference."""
+    steps = {
+        name: int(np.ptp(places, axis=axis).max()) for axis, name in enumerate(mesh.axis_names) if tiles > 1
+    }
+    found = tuple(sorted((name for name in steps if steps[name]), key=lambda name: -steps[name]))
+    return found if prod(mesh.shape[name] for name in found) == tiles else ()
 
 
 def mesh_of(operands: Sequence[Any]) -> Mesh:

@@ -15,7 +15,9 @@ from ..platform import has_gpu
 
 Request = TypeVar("Request")
 PLATFORMS = ("cpu", "cuda")
-_LAUNCHED = frozenset(("cudnn", "gluon", "triton"))  # rows whose grids and plans are made of numbers
+_LAUNCHED = frozenset(
+    ("cudnn", "decoded", "gluon", "triton")
+)  # rows whose grids, plans and rules are of numbers
 
 
 def chosen(table: Table[Request], request_on: Callable[[str], Request]) -> dict[str, Callable[..., Any]]:

@@ -13,14 +13,22 @@ from jax.ad_checkpoint import checkpoint_name
 from ....common.dispatch import Table
 from ..operand import Operand
 from ..platforms import chosen
-from . import float8, gluon, plain, reference, triton
+from . import decoded, float8, gluon, plain, reference, triton
 from .request import GemmRequest
 
 __all__ = ["TABLE", "GemmRequest", "gemm"]
 
 TABLE: Table[GemmRequest] = Table(
     "jax_gemm",
-    (float8.SCALED, gluon.BACKEND, triton.BACKEND, float8.DIRECT, plain.BACKEND, reference.BACKEND),
+    (
+        float8.SCALED,
+        gluon.BACKEND,
+        triton.BACKEND,
+        float8.DIRECT,
+        plain.BACKEND,
+        decoded.BACKEND,
+        reference.BACKEND,
+    ),
 )
 
 
