@@ -16,7 +16,7 @@ SUPPORTED := import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13)
 # OpenMP threads that wait by spinning slow a busy machine down twentyfold; sleeping costs an idle one little.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: train test test-clients check coverage docs setup clean
+.PHONY: train test clients test-clients check coverage docs setup clean
 
 train: $(VENV)/.cli
 	$(BIN)/te train $(ARGS)
@@ -24,8 +24,11 @@ train: $(VENV)/.cli
 test: check $(VENV)/.jax-plugin
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(ARGS)
 
-# Published clients of the original, as they are; without what they would bring along and do not need here.
-test-clients: $(VENV)/.test $(VENV)/.clients
+# Published clients of the original, as they are; without what they would bring along and do not need here. Once they
+# are installed, `make test` runs their tests too.
+clients: $(VENV)/.test $(VENV)/.clients
+
+test-clients: clients
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m clients tests/clients $(ARGS)
 
 $(VENV)/.clients: tests/clients/requirements.txt | $(VENV)/.test
