@@ -48,8 +48,6 @@ ABSENT = {
     "says which",
     "transformer_engine.pytorch.attention.UnfusedDotProductAttention": "te.DotProductAttention chooses its backend; "
     "te.explain says which",
-    "transformer_engine.pytorch.attention.dot_product_attention.utils.get_alibi": "give te.DotProductAttention "
-    'core_attention_bias_type="alibi", with alibi_slopes or without',
     "transformer_engine.pytorch.attention.get_alibi": "give te.DotProductAttention "
     'core_attention_bias_type="alibi", with alibi_slopes or without',
     "transformer_engine.pytorch.dot_product_attention": "the package is transformer_engine.pytorch.attention."

@@ -320,11 +320,7 @@ _PLATFORM = (
     _number("NVTE_TENSOR_HANDLE_POOL_SIZE_MB", 20, "Accepted; tensors have no handles in a pool."),
     _number("NVTE_GROUPED_TENSOR_HANDLE_POOL_SIZE_MB", 20, "Accepted; tensors have no handles in a pool."),
     _flag("NVTE_ENABLE_CUTEDSL_BACKEND", False, "Accepted; no kernel is written in CuTe DSL."),
-    _flag(
-        "NVTE_CUDNN_MXFP8_NORM_OUTPUT_IN_INPUT_DTYPE",
-        False,
-        "Accepted; norms are not computed by cuDNN.",
-    ),
+    _flag("NVTE_CUDNN_MXFP8_NORM_OUTPUT_IN_INPUT_DTYPE", False, "Accepted; norms are not computed by cuDNN."),
     _flag("NVTE_DEBUG_NUMERICS", False, "Accepted; te.observe reports on tensors."),
     _flag(
         "NVTE_JAX_ENFORCE_TRITON_AUTOTUNING", False, "Accepted; Triton kernels are sized by tables, untimed."

@@ -42,6 +42,12 @@ CUDA_SIZES: dict[str, Any] = {
 }
 
 
+def check_seed(seed: int) -> None:
+    """ValueError for a seed whose batches could be drawn from another's numbers."""
+    if not -SEEDS < seed < SEEDS:
+        raise ValueError(f"seed={seed} is too large; give a number between -{SEEDS} and {SEEDS}")
+
+
 @dataclass(frozen=True)
 class Config:
     """Everything that decides the losses of a run; a checkpoint carries it."""
@@ -73,8 +79,7 @@ class Config:
         for name in ("steps", "batch", "layers", "heads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} is below 1; give a positive number")
-        if not -SEEDS < self.seed < SEEDS:
-            raise ValueError(f"seed={self.seed} is too large; give a number between -{SEEDS} and {SEEDS}")
+        check_seed(self.seed)
         for name in ("hidden", "sequence"):
             size = getattr(self, name)
             if size < 32 or size % 32:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ... import pytorch as te
-from .config import SEEDS, Config
+from .config import Config, check_seed
 from .model import ByteGPT, parameter_dtype
 
 
@@ -40,8 +40,7 @@ def generate(
         raise ValueError(
             f"temperature={temperature} is below 0 or not finite; 0 takes the likeliest byte, 1 follows the model"
         )
-    if not -SEEDS < seed < SEEDS:
-        raise ValueError(f"seed={seed} is too large; give a number between -{SEEDS} and {SEEDS}")
+    check_seed(seed)
     if len(prompt) + count > config.sequence:
         raise ValueError(
             f"{len(prompt)} + {count} bytes exceed the {config.sequence} positions that the model knows; "

@@ -33,11 +33,8 @@ _DTYPES = {E4M3.name: "float8_e4m3fn", E5M2.name: "float8_e5m2", E2M1.name: "uin
 
 _FAST_VERSIONS = ("3.6", "3.7", "3.8", "3.9")
 _DIRECT_VERSIONS = ("3.6",)
-LARGEST_GRID = (
-    2**31 - 1,
-    65535,
-    65535,
-)  # programs a dimension (CUDA C++ Programming Guide, compute capabilities)
+# Programs a dimension (CUDA C++ Programming Guide, compute capabilities).
+LARGEST_GRID = (2**31 - 1, 65535, 65535)
 ALIGNMENT = 16  # bytes; Triton compiles a kernel anew for pointers that are not multiples of it
 
 

@@ -15,9 +15,8 @@ from ..platform import has_gpu
 
 Request = TypeVar("Request")
 PLATFORMS = ("cpu", "cuda")
-_LAUNCHED = frozenset(
-    ("cudnn", "decoded", "gluon", "triton")
-)  # rows whose grids, plans and rules are of numbers
+# Rows whose grids, plans and rules are of numbers.
+_LAUNCHED = frozenset(("cudnn", "decoded", "gluon", "triton"))
 
 
 def chosen(table: Table[Request], request_on: Callable[[str], Request]) -> dict[str, Callable[..., Any]]:
