@@ -64,7 +64,7 @@ def _made(launch: Launch, inputs: tuple, like: tuple, device: torch.device) -> l
             made.append(torch.full(output.shape or shape, begins, dtype=torch.float32, device=device))
         else:
             made.append(None)
-    run_into(launch, (*inputs, *made), device)
+    run_into(launch, (*inputs, *made), inputs[0].device)
     return made
 
 
@@ -161,6 +161,6 @@ def test_every_tile_has_one_program_however_many_sequences_are_counted(sequences
         places, (programs, 1, 1), (Output((programs, 2), "int32"),), (size,), (rows, sequences), warps
     )
     found = torch.full((programs, 2), -1, dtype=torch.int32, device=device)
-    run_into(launch, (lengths.to(device, torch.int32), found), device)
+    run_into(launch, (lengths.to(device, torch.int32), found), found.device)
     without = [(-(-size // rows), 0)] * (programs - len(tiles))
     assert [tuple(place) for place in found.tolist()] == tiles + without

@@ -39,7 +39,8 @@ LAYERS = {
 
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_factory_gives_the_bits_of_its_recipe(device, layer, name):
+def test_a_factory_gives_the_bits_of_its_recipe(device, layer, name, monkeypatch):
+    monkeypatch.setenv("TE_EMULATE", "1")
     built_in = RECIPES[name]
     custom = recipe.CustomRecipe(qfactory=getattr(factories, name))
     expected = trained(device, LAYERS[layer], None if built_in is None else built_in())
