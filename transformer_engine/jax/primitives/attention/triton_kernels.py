@@ -7,7 +7,6 @@ that they do not depend on how it is cut; heads are not, where it draws.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -19,6 +18,7 @@ from ...platform import processors
 from ..kernels import Kernel
 from ..launching import perform
 from ..launching import run as run_launch
+from ..partitioning import broadcast_factors, broadcast_strides
 
 if TYPE_CHECKING:
     from ....common.kernels.attention_problem import Problem
@@ -73,20 +73,13 @@ class Given(NamedTuple):
         groups = key.shape[2]
         batch, heads = query.shape[0], query.shape[2]
         head = head_factors(groups, heads // groups)
-
-        def broadcast(array: Array, name: str) -> str:
-            factors = (("b", batch), (head, heads), ("s", query.shape[1]), ("t", key.shape[1]))
-            return " ".join(
-                factor if size == whole else f"{name}{place}"
-                for place, ((factor, whole), size) in enumerate(zip(factors, array.shape, strict=True))
-            )
-
+        scores = (("b", batch), (head, heads), ("s", query.shape[1]), ("t", key.shape[1]))
         factors = []
         for name, array in zip(self._fields, self, strict=True):
             if array is None:
                 factors.append(None)
             elif name in ("masked", "bias"):
-                factors.append(broadcast(array, name))
+                factors.append(broadcast_factors(name, array.shape, scores))
             else:
                 factors.append(
                     {"sink": head, "words": "w", "row": "b"}.get(name, "b n" if array.ndim == 2 else "b")
@@ -190,11 +183,8 @@ class _Attention(Kernel):
 
 
 def _broadcast(array: Array | None) -> tuple[int, int, int, int]:
-    """Strides over [b, h, q, k], 0 where there is one element for all."""
-    if array is None:
-        return 0, 0, 0, 0
-    shape = array.shape
-    return tuple(0 if n == 1 else prod(shape[i + 1 :]) for i, n in enumerate(shape))  # pyright: ignore
+    """Strides over [b, h, q, k]; 0 where nothing is given."""
+    return (0, 0, 0, 0) if array is None else broadcast_strides(array.shape)  # pyright: ignore[reportReturnType]
 
 
 @dataclass(frozen=True)
