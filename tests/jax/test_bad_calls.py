@@ -150,6 +150,16 @@ def tex_norm(**arguments):
     return cpp_extensions.rmsnorm_fwd(**(given | arguments))
 
 
+def both_directions() -> quantize.ScaledTensor2x:
+    quantizer = quantize.QuantizerFactory.create(1, ScalingMode.CURRENT_TENSOR_SCALING, jnp.float8_e4m3fn)
+    return quantizer.quantize(ones(4, 8))
+
+
+def in_groups(**arguments):
+    quantizer = quantize.QuantizerFactory.create(1, ScalingMode.CURRENT_TENSOR_SCALING, jnp.float8_e4m3fn, n_groups=2)
+    return quantizer.quantize(**({"x": ones(4, 8), "group_sizes": np.asarray([1, 3], np.int32)} | arguments))
+
+
 LAYER = {"hidden_size": 16, "mlp_hidden_size": 16, "num_attention_heads": 2}
 # (what is called with one argument replaced, that argument, its bad values)
 CASES = [
@@ -247,6 +257,37 @@ CASES = [
         ),
         "grouped_dense dtype",
         {"integers": jnp.int32},
+    ),
+    (
+        lambda d: grouped(contracting_dims=d),
+        "grouped_dense contracting_dims",
+        {"outside": ((3,), (1,)), "outside of the kernel": ((1,), (4,)), "below": ((-3,), (1,)), "rows": ((0,), (1,))},
+    ),
+    (
+        lambda a: in_groups(flatten_axis=a),
+        "flatten_axis of groups",
+        {"outside": 5, "all": 0, "half": 0.5, "text": "x"},
+    ),
+    (lambda a: in_groups(is_rowwise=a, is_colwise=False), "directions of groups", {"none at all": False}),
+    (
+        lambda u: both_directions().get_tensor(u),
+        "get_tensor usage",
+        {"text": "LHS", "number": 0, "none": None},
+    ),
+    (
+        lambda t: quantize.ScaledTensorFactory.create(t, None, quantize.QuantizeLayout.ROWWISE),
+        "create rowwise",
+        {"none": None},
+    ),
+    (
+        lambda m: quantize.ScaledTensorFactory.create_1x(ones(4, 8), ones(1), scaling_mode=m),
+        "create_1x scaling_mode",
+        NO_MEMBERS | {"text": "MXFP8_1D_SCALING", "nothing": ScalingMode.NO_SCALING},
+    ),
+    (
+        lambda b: Softmax().apply({}, ones(1, 1, 4, 4), bias=b),
+        "Softmax bias",
+        {"text": "x", "more rows": ones(3, 2, 4, 4), "three axes": ones(4, 5, 4), "integers": np.zeros((1, 1, 4, 4), int)},
     ),
     (lambda x: module_call(te_flax.DenseGeneral, x, features=3), "DenseGeneral inputs", ARRAYS),
     (
