@@ -28,6 +28,7 @@ from transformer_engine.jax.quantize import (
     noop_quantizer_set,
     recipes,
 )
+from transformer_engine.jax.quantize.sharing import merged_over
 from transformer_engine.pytorch.primitives.scale_update import reference as torch_update
 
 pytestmark = pytest.mark.usefixtures("as_users_compile")
@@ -250,6 +251,27 @@ class Twice(nn.Module):
     def __call__(self, x):
         layer = te_flax.DenseGeneral(8, name="dense")
         return layer(x) + layer(5.0 * x)
+
+
+@pytest.mark.parametrize("read", [(False, True, True), (True, False, False), (False, False, False)])
+def test_states_of_devices_that_read_nothing_do_not_count(read):
+    """As of copies of `fan_out`: zeros of a branch that a device does not take are no scale."""
+    scales, maxima = np.asarray([[8.0], [2.0], [4.0]], np.float32), np.asarray([[1.0], [4.0], [2.0]], np.float32)
+
+    def next_state(scale, amax, reads):
+        quantizer = DelayedScaleQuantizer(jnp.dtype(jnp.float8_e4m3fn), scale=scale, amax_history=amax)
+        following = jax.tree.map(lambda leaf: jnp.where(reads, leaf, 0), quantizer)
+
+        def loss(quantizer):
+            over = merged_over(quantizer, ("devices",))
+            return sum((a * b).sum() for a, b in zip(jax.tree.leaves(over), jax.tree.leaves(following), strict=True))
+
+        return jax.lax.psum(jax.tree.leaves(jax.grad(loss)(quantizer)), "devices")
+
+    found = jax.vmap(next_state, axis_name="devices")(scales, maxima, np.asarray(read))
+    places = [place for place, reads in enumerate(read) if reads]
+    want = (scales[places].min(initial=np.inf) if places else 0.0, maxima[places].max(initial=0))
+    np.testing.assert_array_equal(found, [[[number]] * 3 for number in want])
 
 
 def test_a_module_called_twice_merges_its_states_by_itself():
